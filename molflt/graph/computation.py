@@ -170,20 +170,19 @@ class EnergyComputation(nn.Module):
             center, neighbor, vector = given[_place("edge_centers") :]
             edges = Neighbors(center, neighbor, vector, vector.norm(dim=-1))
         ends = mask.sum(dim=1).cumsum(0)
-        ptr = torch.cat((ends.new_zeros(1), ends))
-        x = model.embedding(given.numbers, given.tags, edges, ptr)
-        padded = SizeClass(dense, encoded, given.places)
-        for _ in range(model.stack.refinements):
-            x = padded.apply(model.stack.one_pass, x)
-        nowhere = given.positions.new_zeros(3)  # where atoms are is in the tokens by now
+        nowhere = given.positions.new_zeros(3)  # positions are in the encoding and the edges
         geometry = Geometry(
             nowhere,
             torch.div(given.places, mask.shape[1], rounding_mode="floor"),
-            ptr,
+            torch.cat((ends.new_zeros(1), ends)),
             nowhere,
             nowhere,
             given.tags,
         )
+        x = model.embedding(given.numbers, geometry, edges)
+        padded = SizeClass(dense, encoded, given.places)
+        for _ in range(model.stack.refinements):
+            x = padded.apply(model.stack.one_pass, x)
         energy: Tensor = model.readout(model.stack.norm(x), geometry, edges)
         return energy.double() * model.energy_std + model.energy_mean + given.references
 

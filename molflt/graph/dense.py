@@ -48,13 +48,13 @@ class DenseAtoms(NamedTuple):
                 Features of the additive encoding see single factors. It therefore depends on the
                 position of the crystal along the others; the multiplicative encoding does not.
         """
-        mask = _atom_mask(geometry)
+        mask = atom_mask(geometry)
         centred = geometry.pos - _centres(geometry, lattice)[geometry.batch]
         positions = padded(centred, mask, places_of(geometry, mask))
         return cls(mask, positions, mask, positions)
 
 
-def _atom_mask(geometry: Geometry) -> Tensor:
+def atom_mask(geometry: Geometry) -> Tensor:
     """Mask of real atoms after padding to the largest graph: (graphs, atoms)."""
     counts = geometry.ptr.diff()
     most = cast(int, torch.cat((counts, counts.new_zeros(1))).max().item())

@@ -140,11 +140,9 @@ class AtomEmbedding(nn.Module):
         """True if neighbors enter the embedding of an atom."""
         return bool(self.num_basis) or self.messages is not None
 
-    def forward(
-        self, numbers: Tensor, tags: Tensor, neighbors: Neighbors | None, ptr: Tensor
-    ) -> Tensor:
-        """(atoms,) atomic numbers and tags, pairs, and first atoms of graphs, to (atoms, dim)."""
-        x = self.element(numbers) + self.tag(tags)
+    def forward(self, numbers: Tensor, geometry: Geometry, neighbors: Neighbors | None) -> Tensor:
+        """(atoms,) atomic numbers, graphs with tags, and pairs, to (atoms, dim)."""
+        x = self.element(numbers) + self.tag(geometry.tags)
         if not self.sees_neighbors:
             return x
         if neighbors is None:
@@ -155,7 +153,7 @@ class AtomEmbedding(nn.Module):
             element = self.neighbor_element(numbers).index_select(0, neighbors.neighbor)
             message = message * element
             x = x + _sum_by(message, neighbors.center, len(x))
-        return x if self.messages is None else self.messages(x, neighbors, ptr)
+        return x if self.messages is None else self.messages(x, neighbors, geometry)
 
 
 class EnergyReadout(nn.Module):

@@ -1,11 +1,13 @@
 """Equivariant messages between neighbors: what surrounds each atom, angles included."""
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from molflt.graph.geometry import _sum_by
+from molflt.graph.dense import atom_mask, padded, places_of
+from molflt.graph.geometry import Geometry, _sum_by
 from molflt.graph.near import in_pieces
 from molflt.graph.neighbors import Neighbors
 from molflt.graph.radial import radial_waves, softened
@@ -39,37 +41,38 @@ class _Matrices(NamedTuple):
     """(graphs, most, functions * most): functions of the distance, by center and neighbor"""
     directed: Tensor
     """(graphs, most * 3, functions * most): the same times the direction"""
-    place: Tensor
-    """(atoms,) rows of the atoms among those of all graphs, each padded to `most`"""
+    mask: Tensor
+    """(graphs, most) bool, places that hold an atom"""
+    places: Tensor
+    """(atoms,), these places, all graphs counted through"""
 
     @classmethod
-    def of(cls, edges: _Edges, ptr: Tensor) -> "_Matrices | None":
-        """Returns None where the matrices would be much larger than the pairs."""
-        sizes = ptr.diff()
-        graphs, most, functions = len(sizes), int(sizes.max()), edges.basis.shape[1]
+    def of(cls, edges: _Edges, geometry: Geometry) -> "_Matrices | None":
+        """Returns None where the matrices would be much larger than the pairs, or in compiling."""
+        if torch.compiler.is_compiling():
+            return None
+        mask = atom_mask(geometry)
+        graphs, most = mask.shape
         if graphs * most**2 > _SPARSEST * len(edges.center):
             return None
-        first = most * torch.arange(graphs, device=ptr.device) - ptr[:-1]
-        place = torch.arange(int(ptr[-1]), device=ptr.device) + first.repeat_interleave(sizes)
-        cells = place[edges.center] * most + place[edges.neighbor] % most
+        places = places_of(geometry, mask)
+        cells = places[edges.center] * most + places[edges.neighbor] % most
 
         def summed(of_pairs: Tensor) -> Tensor:
             """(pairs, k, functions) to (graphs, most * k, functions * most)."""
             by_cell = _sum_by(of_pairs, cells, graphs * most**2)
-            split = by_cell.unflatten(0, (graphs, most, most)).movedim(2, 4)
-            return split.reshape(graphs, most * of_pairs.shape[1], functions * most)
+            return by_cell.unflatten(0, (graphs, most, most)).movedim(2, 4).flatten(3).flatten(1, 2)
 
         basis = edges.basis[:, None]
-        return cls(summed(basis), summed(basis * edges.direction), place)
+        return cls(summed(basis), summed(basis * edges.direction), mask, places)
 
     def padded(self, x: Tensor) -> Tensor:
         """(atoms, width) to (graphs, 1, most, width)."""
-        graphs, most = self.invariant.shape[:2]
-        return _sum_by(x, self.place, graphs * most).view(graphs, 1, most, -1)
+        return padded(x, self.mask, self.places)[:, None]
 
     def rows(self, x: Tensor) -> Tensor:
         """(graphs, most, ...) to (atoms, ...)."""
-        return x.flatten(0, 1).index_select(0, self.place)
+        return x.flatten(0, 1).index_select(0, self.places)
 
 
 class EquivariantMessages(nn.Module):
@@ -91,13 +94,13 @@ class EquivariantMessages(nn.Module):
         self.cutoff = cutoff
         self.layers = nn.ModuleList(_Interaction(dim, first=i == 0) for i in range(layers))
 
-    def forward(self, tokens: Tensor, neighbors: Neighbors, ptr: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, neighbors: Neighbors, geometry: Geometry) -> Tensor:
         """Adds the neighborhoods of atoms to their tokens.
 
         Args:
             tokens: (atoms, dim).
             neighbors: pairs within the cutoff.
-            ptr: (graphs + 1,), first atom of each graph.
+            geometry: the graphs.
         """
         basis = radial_waves(neighbors.distance, _NUM_BASIS, self.cutoff)
         # goes to 0, not to NaN, where two atoms approach one place
@@ -105,12 +108,9 @@ class EquivariantMessages(nn.Module):
         direction = neighbors.vector / softened(square).sqrt()
         shared = basis.to(tokens.dtype), direction.to(tokens.dtype)[..., None]
         edges = _Edges(neighbors.center, neighbors.neighbor, *shared)
-        matrices = (
-            None if torch.compiler.is_compiling() or not len(tokens) else _Matrices.of(edges, ptr)
-        )
-        vectors = None
+        pairs, vectors = _Matrices.of(edges, geometry) or edges, None
         for layer in self.layers:
-            tokens, vectors = layer(tokens, vectors, edges if matrices is None else matrices)
+            tokens, vectors = layer(tokens, vectors, pairs)
         return tokens
 
 
@@ -131,8 +131,9 @@ class _Interaction(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Tokens (atoms, dim) and vectors (atoms, 3, dim) to the next ones."""
         message = self.message(self.norm(tokens)) * _SCALE
+        sums: Iterable[tuple[Tensor, Tensor]]
         if isinstance(pairs, _Matrices):
-            sums = iter([self._products(pairs, message, vectors)])
+            sums = [self._products(pairs, message, vectors)]
         else:  # one piece at a time: each is as large as all atoms
             sums = in_pieces(self._sums, pairs, message, vectors)
         for more_tokens, more_vectors in sums:

@@ -237,7 +237,7 @@ class EnergyRegressor(nn.Module):
             neighbors = neighbor_list(geometry, self.neighbor_cutoff)
         if self.training:
             self.trained_elements[numbers] = True
-        tokens = self.embedding(numbers, geometry.tags, neighbors, geometry.ptr)
+        tokens = self.embedding(numbers, geometry, neighbors)
         h, displacement = self._refine(geometry, tokens, neighbors, fixed)
         atomic, bonds = self.readout.by_atom(h, geometry, neighbors)
         energy = geometry.sum(atomic).double() * self.energy_std + self.energy_mean

@@ -25,7 +25,7 @@ def messages(layers: int = 2) -> EquivariantMessages:
 
 
 def apply(net: EquivariantMessages, tokens: torch.Tensor, pairs: Neighbors) -> torch.Tensor:
-    return net(tokens, pairs, torch.tensor([0, len(tokens)]))
+    return net(tokens, pairs, Geometry.of(torch.zeros(len(tokens), 3)))
 
 
 def around(pos: torch.Tensor) -> Neighbors:
@@ -118,15 +118,16 @@ def test_waves_equal_dimenet_before_the_envelope():
 
 def test_matrices_sum_as_pairs_do_and_as_pieces_of_them(monkeypatch):
     """Graphs of 2, 0 and 5 atoms; also gradients of forces, as training takes them."""
-    net, start, ptr = messages(3), points(7), torch.tensor([0, 2, 2, 7])
+    net, start = messages(3), points(7)
     graph = torch.tensor([0, 0, 2, 2, 2, 2, 2])
+    geometry = Geometry.of(start, graph)
 
     def both() -> list[torch.Tensor]:
         pos = start.clone().requires_grad_()
         tokens = torch.linspace(-1, 1, 7 * 8, dtype=pos.dtype).reshape(7, 8)
         pairs = around(pos)
         inside = graph[pairs.center] == graph[pairs.neighbor]
-        out = net(tokens, Neighbors(*(x[inside] for x in pairs)), ptr)
+        out = net(tokens, Neighbors(*(x[inside] for x in pairs)), geometry)
         (force,) = torch.autograd.grad(out.sum(), pos, create_graph=True)
         net.zero_grad()
         force.square().sum().backward()
