@@ -7,7 +7,7 @@ numbers   outputs and gradients of attention and models in float64, float32 and 
           float64 on the CPU; largest difference over the largest value
 resume    a training that is interrupted and resumed, against one that is not
 costs     time and peak memory of a layer of width 128 with 8 heads and m = 64, next to PyG's
-          Performer, SDPA and FlexAttention, which pad graphs or mask pairs of different ones
+          Performer and to softmax without positions by SDPA and by FlexAttention
 
 Writes gpu.json and gpu.md. Exits with 1 if a number is out of its bound.
 """
@@ -28,14 +28,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kit.layers import pyg_performer
+from kit.layers import DenseBatch, pyg_performer
 from kit.rows import Row, Rows, markdown
 from kit.words import described
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch_geometric.data import Batch, Data
-from torch_geometric.utils import to_dense_batch
 from tqdm import tqdm
 
 import molflt
@@ -157,61 +155,38 @@ def resume(device: str, folder: Path) -> Row:
     return {"difference": max(float(change.max()) for change in changes)}
 
 
-class Padded(nn.Module):
-    """SDPA with projections over padded graphs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
-
-    def forward(self, x: Tensor, pos: Tensor, batch: Tensor) -> Tensor:
-        dense, mask = to_dense_batch(x, batch)
-        qkv = self.qkv(dense).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        seen = None if bool(mask.all()) else mask[:, None, None]
-        mixed = F.scaled_dot_product_attention(*qkv, attn_mask=seen)
-        return self.out(mixed.transpose(1, 2).flatten(2)[mask])
-
-
-class Flex(Padded):
+class Flex(nn.Module):
     """FlexAttention over all atoms of a batch; pairs of different graphs are masked."""
 
-    def forward(self, x: Tensor, pos: Tensor, batch: Tensor) -> Tensor:
-        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    def __init__(self) -> None:
+        from torch.nn.attention.flex_attention import flex_attention
+
+        super().__init__()
+        self.qkv, self.out = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
+        self.attend: Callable[..., Tensor] = torch.compile(flex_attention)
+
+    def forward(self, x: Tensor, batch: Tensor, **_: Any) -> Tensor:
+        from torch.nn.attention.flex_attention import create_block_mask
 
         def one_graph(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
             return batch[q] == batch[k]
 
-        n = len(x)
-        blocks = create_block_mask(one_graph, None, None, n, n, device=x.device.type)
-        attend = torch.compile(flex_attention) if x.is_cuda else flex_attention
-        mixed = attend(
-            *self.qkv(x)[None].unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4),
-            block_mask=blocks,
-        )
-        return self.out(mixed[0].transpose(0, 1).flatten(1))
-
-
-class PyG(nn.Module):
-    """PyTorch Geometric's Performer over padded graphs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = pyg_performer(DIM, HEADS, 64)
-
-    def forward(self, x: Tensor, pos: Tensor, batch: Tensor) -> Tensor:
-        dense, mask = to_dense_batch(x, batch)
-        return self.layer(dense, mask)[mask]
+        blocks = create_block_mask(one_graph, None, None, len(x), len(x), device=x.device.type)
+        heads = self.qkv(x)[None].unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        return self.out(self.attend(*heads, block_mask=blocks)[0].transpose(0, 1).flatten(1))
 
 
 def costs(device: str, tiny: bool) -> Iterator[Row]:
     """Milliseconds and peak MiB of forward and backward in float32."""
     ours = {"performer": {"position": "none"}, "FLT": {"position_options": {"num_nodes": 16}}}
     ours["multiplicative, near field"] = {"position": "multiplicative", "near_field": 4.5}
+    softmax = partial(GraphAttention, DIM, HEADS, position="none", mixing="softmax")
     builds: dict[str, Callable[[], nn.Module]] = {
         name: partial(GraphAttention, DIM, HEADS, num_features=64, **options)
         for name, options in ours.items()
     }
-    builds |= {"PyG's Performer": PyG, "SDPA, no positions": Padded, "FlexAttention": Flex}
+    builds |= {"SDPA, no positions": softmax, "FlexAttention, no positions": Flex}
+    builds["PyG's Performer"] = lambda: DenseBatch(pyg_performer(DIM, HEADS, 64))
     for graphs, atoms in tqdm(TINY if tiny else SIZES, desc="costs", leave=False):
         pos = torch.rand(graphs * atoms, 3, device=device) * (12.0 * atoms) ** (1 / 3)
         x = torch.randn(graphs * atoms, DIM, device=device)
@@ -219,19 +194,19 @@ def costs(device: str, tiny: bool) -> Iterator[Row]:
         for name, build in builds.items():
             row: Row = {"graphs": graphs, "atoms": atoms, "mechanism": name}
             try:
-                yield row | timed(build().to(device), (x, pos, batch), device)
+                yield row | timed(build().to(device), {"x": x, "pos": pos, "batch": batch}, device)
             except (RuntimeError, ValueError) as error:  # out of memory, or not supported
                 yield row | {"note": str(error).splitlines()[0][:80]}
 
 
-def timed(layer: nn.Module, given: tuple[Tensor, ...], device: str) -> Row:
+def timed(layer: nn.Module, given: Mapping[str, Tensor], device: str) -> Row:
     """Median of five passes after two."""
 
     def once() -> float:
         if device == "cuda":
             torch.cuda.synchronize()
         start = time.perf_counter()
-        layer(*given).sum().backward()
+        layer(**given).sum().backward()
         if device == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter() - start

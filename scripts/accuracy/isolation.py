@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from kit.layers import DenseBatch
 from kit.rows import Promise, Row, Rows, markdown
 from torch import Tensor, nn
 from torch_geometric.nn.attention import (
@@ -17,7 +18,6 @@ from torch_geometric.nn.attention import (
     PolynormerAttention,
     SGFormerAttention,
 )
-from torch_geometric.utils import to_dense_batch
 
 from molflt.graph import GraphAttention
 
@@ -29,22 +29,9 @@ QUICK = {"cases": 1, "large": 40}
 Graph = tuple[Tensor, Tensor, Tensor]  # features, positions, cell of a crystal
 
 
-class Dense(nn.Module):
-    """A module of PyG over dense batches, called as its own models call it."""
-
-    def __init__(self, attention: nn.Module) -> None:
-        super().__init__()
-        self.attention = attention
-
-    def forward(self, x: Tensor, batch: Tensor, **_: Any) -> Tensor:
-        """(atoms, channels) -> (atoms, channels); geometry is not read."""
-        dense, mask = to_dense_batch(x, batch)
-        return self.attention(dense, mask)[mask]
-
-
 def theirs(kind: type[nn.Module], **options: Any) -> nn.Module:
     """A module of PyG, with the width of heads that ours have."""
-    return Dense(kind(DIM, HEADS, head_channels=DIM // HEADS, **options))
+    return DenseBatch(kind(DIM, HEADS, head_channels=DIM // HEADS, **options))
 
 
 def mechanisms() -> dict[str, Callable[[], nn.Module]]:

@@ -9,10 +9,17 @@ from functools import partial
 from typing import Any
 
 import torch
-from kit.layers import Mechanism, Study, cost_table, draw_costs, measure_layers, pyg_performer
+from kit.layers import (
+    DenseBatch,
+    Mechanism,
+    Study,
+    cost_table,
+    draw_costs,
+    measure_layers,
+    pyg_performer,
+)
 from kit.rows import Promise, Rows, pick
 from torch import Tensor, nn
-from torch_geometric.utils import to_dense_batch
 
 from molflt.graph import GraphAttention
 
@@ -34,16 +41,9 @@ class Structure(nn.Module):
         return self.layer(x, self.pos)
 
 
-class PyG(nn.Module):
+def pyg(atoms: int, causal: bool) -> nn.Module:
     """PyTorch Geometric's Performer with as many features as ours, of a ReLU."""
-
-    def __init__(self, atoms: int, causal: bool = False) -> None:
-        super().__init__()
-        self.layer = pyg_performer(DIM, HEADS, FEATURES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        dense, mask = to_dense_batch(x, x.new_zeros(len(x), dtype=torch.long))
-        return self.layer(dense, mask)[mask]
+    return DenseBatch(pyg_performer(DIM, HEADS, FEATURES))
 
 
 def made(position: str, linear: bool = True, **options: Any) -> Mechanism:
@@ -60,7 +60,7 @@ MECHANISMS = {
     "additive": made("spectral"),
     "multiplicative": made("multiplicative"),
     "multiplicative, near field": made("multiplicative", near_field=NEAR),
-    "PyG performer, relu": Mechanism(PyG, "torch_geometric"),
+    "PyG performer, relu": Mechanism(pyg, "torch_geometric"),
     "softmax, no mask": made("none", mixing="softmax"),  # SDPA keeps no N x N matrix
     "softmax, exact mask": made("spectral", mixing="softmax", linear=False),
 }

@@ -317,6 +317,21 @@ def cost_promise(
     )
 
 
+class DenseBatch(nn.Module):
+    """A module of PyG over dense batches, called as its own models call it."""
+
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, x: Tensor, batch: Tensor | None = None, **_: Any) -> Tensor:
+        """(atoms, channels) -> (atoms, channels); one graph without `batch`, no geometry."""
+        from torch_geometric.utils import to_dense_batch
+
+        dense, mask = to_dense_batch(x, batch)
+        return self.attention(dense, mask)[mask]
+
+
 def pyg_performer(dim: int, heads: int, features: int) -> nn.Module:
     """PyTorch Geometric's with ReLU features; it fixes m = d log d, so m is set afterwards."""
     from torch_geometric.nn.attention import PerformerAttention
