@@ -139,11 +139,9 @@ def resume(device: str, folder: Path) -> Row:
     words += ["--trainer.checkpoint_every", "2", "--trainer.accelerator", accelerator]
     words += ["--model.layers", "1", "--data.root", str(SAMPLE), "--data.val_fraction", "0.1"]
     runs = folder / "whole", folder / "resumed"
-    for run in runs:
-        if (run / "config.yaml").exists():
-            raise ValueError(f"{run}: a run of an earlier start; choose another --out")
     subprocess.run([*words, "--run", str(runs[0])], check=True, capture_output=True)
-    started = subprocess.Popen([*words, "--run", str(runs[1])], stderr=subprocess.DEVNULL)
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    started = subprocess.Popen([*words, "--run", str(runs[1])], **quiet)
     while started.poll() is None and not (runs[1] / "checkpoints" / "last.ckpt").exists():
         time.sleep(0.05)
     started.send_signal(signal.SIGTERM)
@@ -259,6 +257,8 @@ def main(words: list[str] | None = None) -> int:
     options = parser.parse_args(words)
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: no GPU is visible to torch; use a machine with CUDA")
+    if options.out.exists() and any(options.out.iterdir()):
+        parser.error(f"--out {options.out}: the folder is not empty; choose another one")
     warnings.simplefilter("ignore")
     options.out.mkdir(parents=True, exist_ok=True)
     name = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"

@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from script_files import load_script
 
 
@@ -25,3 +26,12 @@ def test_a_wrong_number_ends_with_status_1(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(script, "costs", lambda *_: [])
     assert script.main(["--device", "cpu", "--out", str(tmp_path)]) == 1
     assert "additive" in capsys.readouterr().err
+
+
+def test_a_folder_of_an_earlier_start_is_refused_first(tmp_path, monkeypatch, capsys):
+    script = load_script("gpu")
+    (tmp_path / "gpu.json").write_text("{}")
+    monkeypatch.setattr(script, "numbers", lambda *_: pytest.fail("computed before the refusal"))
+    with pytest.raises(SystemExit):
+        script.main(["--device", "cpu", "--tiny", "--out", str(tmp_path)])
+    assert str(tmp_path) in capsys.readouterr().err
