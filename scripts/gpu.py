@@ -140,8 +140,8 @@ def resume(device: str, folder: Path) -> Row:
     words += ["--model.layers", "1", "--data.root", str(SAMPLE), "--data.val_fraction", "0.1"]
     runs = folder / "whole", folder / "resumed"
     subprocess.run([*words, "--run", str(runs[0])], check=True, capture_output=True)
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    started = subprocess.Popen([*words, "--run", str(runs[1])], **quiet)
+    quiet = subprocess.DEVNULL
+    started = subprocess.Popen([*words, "--run", str(runs[1])], stdout=quiet, stderr=quiet)
     while started.poll() is None and not (runs[1] / "checkpoints" / "last.ckpt").exists():
         time.sleep(0.05)
     started.send_signal(signal.SIGTERM)

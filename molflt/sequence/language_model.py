@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 from torch import Tensor
 
 from molflt.attention import Attention, Stack
-from molflt.attention.checks import known_names
+from molflt.attention.checks import known_names, tensors
 from molflt.attention.positions import PositionName
 from molflt.attention.stack import ATTENTION, MIXER_OPTIONS, StackState
 from molflt.sequence.heads import Head, _AdaptiveHead, _PlainHead
@@ -112,9 +112,9 @@ class LanguageModel(TokenModel):
 
         Returns: (batch, length), float32 at least; 0 without a target.
         """
-        hidden = self(tokens)
-        wanted = expect_targets(hidden, targets, self.vocabulary, "none")
-        found = self.head.score(hidden.flatten(0, 1), targets.flatten().clamp(min=0))
+        tensors(tokens=tokens)
+        wanted = expect_targets(tokens, targets, self.vocabulary, "none")
+        found = self.head.score(self(tokens).flatten(0, 1), targets.flatten().clamp(min=0))
         return found.view(targets.shape).where(wanted, 0.0)
 
     def log_probabilities(self, hidden: Tensor) -> Tensor:

@@ -162,7 +162,7 @@ def expect_targets(hidden: Tensor, targets: Tensor, vocabulary: int, none: str) 
     """Returns a mask of tokens with a target, (batch, length) bool.
 
     Args:
-        hidden: (batch, length, dim).
+        hidden: (batch, length, ...), hidden states or ids of the tokens.
         targets: ids (batch, length), -1 for none.
         vocabulary: number of ids.
         none: what -1 means, for messages.
