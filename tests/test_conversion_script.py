@@ -31,11 +31,4 @@ def test_normalized_softmax_as_polynomial(texts: Path, tmp_path: Path, capsys) -
     assert "beam" in capsys.readouterr().err
 
 
-def test_runs_without_softmax_are_refused(texts: Path, tmp_path: Path, capsys) -> None:
-    run = tmp_path / "run"
-    assert main(arguments(texts, run, "--trainer.max_steps=2")) == 0
-    assert load_script("conversion").main([str(run)]) == 2
-    assert "expected a run of the recipe translation or language" in capsys.readouterr().err
-
-
 SMALL_FEATURES = ("--model.num_features=8",)

@@ -1,13 +1,12 @@
 """scripts/folds.py: singles and ensembles by hand, and that it repeats nothing."""
 
 import csv
-import json
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from script_files import Trainings, load_script, unpack_game_net
+from script_files import Trainings, load_script
 
 from molflt.data.structures.systems import System, write_systems
 
@@ -101,68 +100,6 @@ def test_stopped_folds_are_resumed(folds, words, tmp_path, capsys):
     ]
     assert folds.main([*words, "--", "--model.dim=8"]) == 2
     assert "other options" in capsys.readouterr().err
-
-
-def test_only_some_folders_but_of_the_same_options(folds, words, tmp_path, capsys):
-    assert folds.main([*words, "--only", "test0-val1"]) == 0
-    assert [word for word in commands()[0] if word.endswith("test0-val1")] and len(commands()) == 2
-    commands().clear()
-    assert folds.main([*words, "--only", "test0-val2", "--", "--model.dim=8"]) == 2
-    assert "out/test0-val1/job.json: this run was made with other" in capsys.readouterr().err
-    assert folds.main([*words, "--only", "test0-val9", "test0-val2"]) == 2
-    assert "test1-val2; got test0-val9; correct it" in capsys.readouterr().err
-    assert not commands()
-
-
-@pytest.mark.parametrize("name", ["train.safetensors", "test_id.safetensors", "systems.csv"])
-def test_energies_of_other_data_in_the_same_place_are_refused(folds, words, tmp_path, capsys, name):
-    """Converted again, the same numbers of systems may mean others."""
-    assert folds.main(words) == 0
-    commands().clear()
-    changed = tmp_path / "data" / "test0-val2" / name
-    was = changed.read_text() if changed.exists() else None
-    changed.write_text("sid,name,molecule,family,metal,split\n7,s,m,f,Cu,test_id\n")
-    capsys.readouterr()
-    for more in ([], ["--only", "test1-val0"]):  # all that is there is averaged over
-        assert folds.main([*words, *more]) == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert f"test0-val2/job.json: this run was made with other content of {changed};" in line
-    assert commands() == []
-    changed.unlink() if was is None else changed.write_text(was)
-    assert folds.main(words) == 0
-
-
-def test_runs_of_earlier_versions_are_resumed(folds, words, tmp_path):
-    assert folds.main([*words, "--only", "test0-val1"]) == 0
-    note = tmp_path / "out" / "test0-val1" / "job.json"
-    old = json.loads(note.read_text())
-    del old["stores"]
-    note.write_text(json.dumps(old))
-    commands().clear()
-    assert folds.main(words) == 0
-    assert len(commands()) == 2 * 3
-    assert json.loads(note.read_text()) == old  # what is not known is not made up
-    assert folds.main([*words, "--", "--model.dim=8"]) == 2
-
-
-def test_archived_runs_are_resumed_by_the_documented_command(folds, tmp_path, monkeypatch):
-    given = unpack_game_net("folds.py", tmp_path)
-    monkeypatch.chdir(tmp_path)
-    for run in (tmp_path / "runs" / "folds").iterdir():
-        folder = tmp_path / "datasets" / "game-net" / "folds" / run.name
-        folder.mkdir(parents=True)
-        (folder / "train.safetensors").touch()
-    written = []
-    monkeypatch.setattr(folds, "others_of", lambda path, folder: None)
-    monkeypatch.setattr(folds, "write", lambda *parts: written.append(parts))
-    assert folds.main(given) == 0
-    assert commands() == [] and len(written) == 1
-
-
-def test_a_folder_without_folds(folds, words, tmp_path, capsys):
-    (tmp_path / "empty").mkdir()
-    assert folds.main([*words, "--data", str(tmp_path / "empty")]) == 2
-    assert "expected folders testI-valJ" in capsys.readouterr().err
 
 
 def test_published_energies_are_read_before_anything_is_trained(folds, words, tmp_path, capsys):

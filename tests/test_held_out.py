@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from script_files import Trainings, load_script, unpack_game_net
+from script_files import Trainings, load_script
 
 from molflt.data.structures.systems import read_systems
 
@@ -108,33 +108,6 @@ def test_folders_are_made_once_and_unfinished_seeds_are_left_out(
     compare.subprocess.run.broken = "evaluate"
     assert held_out.main([*words, "--groups", "2", "--seeds", "3"]) == 1
     assert "no seed has all 2 groups yet" in capsys.readouterr().out
-
-
-def test_other_data_in_the_same_place_are_refused(held_out, words, tmp_path, capsys):
-    words = [*words, "--groups", "2", "--seeds", "0"]
-    assert held_out.main(words) == 0
-    store = tmp_path / "data" / "1-of-2" / "train.safetensors"
-    store.write_bytes(store.read_bytes() + b" ")
-    capsys.readouterr()
-    assert held_out.main(words) == 2
-    assert f"made with other content of {store}; expected the same" in capsys.readouterr().err
-
-
-def test_archived_runs_are_resumed_by_the_documented_command(held_out, tmp_path, monkeypatch):
-    """They noted no data."""
-    given = unpack_game_net("held_out.py", tmp_path)
-    monkeypatch.chdir(tmp_path)
-    for i in range(5):
-        folder = tmp_path / "datasets" / "game-net" / "held-out" / f"{i}-of-5"
-        folder.mkdir(parents=True)
-        (folder / "systems.csv").touch()
-    written = []
-    monkeypatch.setattr(held_out, "write", lambda *parts: written.append(parts))
-    cut = given.index("--")
-    assert held_out.main([*given[:cut], "--seeds", "0", "1", "2", *given[cut:]]) == 0
-    import compare
-
-    assert compare.subprocess.run.commands == [] and len(written) == 1
 
 
 @pytest.mark.parametrize("groups", ["0", "1", "3"])

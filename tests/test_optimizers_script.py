@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
-import shutil
 from pathlib import Path
 
 import pytest
-from data.test_images import LABELS, write_idx
 from script_files import Trainings, load_script
 
 
@@ -43,24 +41,3 @@ def test_the_table_and_a_second_start(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(script, "tuned_adam", None)
     assert script.main(words) == 0 and not trainings.commands
     assert script.main([*words, "--repeats", "3"]) == 2  # of other options
-
-
-def test_results_on_other_images_in_the_same_place_are_not_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Labels, too, lie in a file of their own; neither runs nor Adam's losses are theirs."""
-    script, images = load_script("optimizers"), write_idx(tmp_path / "data", 12)
-    monkeypatch.setattr("compare.subprocess.run", Evaluated())
-    words = ["--out", str(tmp_path / "out"), "--memories", "flt", "--seeds", "0", "--data"]
-    words += [str(images), "--tasks", "image_network", "--steps", "3", "--repeats", "1"]
-    assert script.main(words) == script.main(words) == 0
-    labels = images.with_name(LABELS)
-    labels.write_bytes(labels.read_bytes()[:-1] + b"\0")
-    assert script.main(words) == 2
-    assert (
-        "seed0/job.json: this run was made with other options, other d" in capsys.readouterr().err
-    )
-    shutil.rmtree(tmp_path / "out" / "flt")
-    assert script.main(words) == 2
-    error = capsys.readouterr().err
-    assert "adam.json: expected {'steps': 3," in error and "where data is sha256 of" in error

@@ -5,7 +5,6 @@ import importlib
 import json
 import tarfile
 from functools import cache
-from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -136,19 +135,6 @@ def test_atoms_below_the_surface_are_left_out_where_ours_leaves_them_out(name: s
 
 
 @pytest.mark.parametrize("name", models.NETS)
-def test_a_pair_across_the_boundary_counts(name: str) -> None:
-    """As much as inside of the cell, and not without periodic boundaries."""
-    cell = np.eye(3) * 14.0
-    pair = {"cell": cell, "atomic_numbers": np.array([8, 29]), "tags": np.array([2, 1])}
-    across = {**pair, "pos": np.array([[0.4, 5, 5], [13.2, 5, 5]])}
-    inside = {**pair, "pos": np.array([[6.2, 5, 5], [5.0, 5, 5]])}
-    opened = {**across, "pbc": np.zeros(3, dtype=bool)}
-    found = energies(peer(name), across, inside, opened).tolist()
-    assert found[0] == pytest.approx(found[1], rel=1e-9)
-    assert abs(found[0] - found[2]) > 1e-4
-
-
-@pytest.mark.parametrize("name", models.NETS)
 def test_nets_start_from_the_mean_and_learn_tags(name: str) -> None:
     made = new(name)
     made.energy_mean.fill_(-1.5)
@@ -165,14 +151,6 @@ def test_nets_start_from_the_mean_and_learn_tags(name: str) -> None:
             embedding.tag.weight.zero_()
     first, second = energies(model, own, other).tolist()
     assert first == pytest.approx(second, rel=1e-12)
-
-
-@pytest.mark.parametrize("name", models.NETS)
-def test_all_weights_that_a_net_needs_learn(name: str) -> None:
-    model = peer(name).train()
-    model(Batch.from_data_list([data_of(crystal())]))["energy"].sum().backward()
-    idle = [key for key, weight in model.named_parameters() if weight.grad is None]
-    assert not idle
 
 
 def test_vectors_of_painn_turn_with_the_structure() -> None:
@@ -259,37 +237,6 @@ def test_an_average_of_weights_forgets_the_first_ones_of_a_short_training() -> N
     assert training._average_of(model, None) is None
 
 
-def test_options_for_all_nets_are_those_of_peers_too(tmp_path) -> None:
-    """Rates that are named, factors of them, batches, and references of elements."""
-    job = {"model": "dimenet++", "data": str(write_data(tmp_path)), "splits": ["val_id"]}
-    job |= {"seed": 0, "lr": None, "fraction": 1.0, "evaluations": 1}
-    job["words"] = ["--config", str(models.REPOSITORY / "configs/demo.yaml")]
-    with pytest.MonkeyPatch.context() as patch:
-        small = models.load(models.NETS["painn"].make)
-        patch.setattr(jobs, "load", lambda place: lambda: small(**SMALLER["painn"]))
-        task, data, _ = jobs.prepare(job)
-        assert (task.lr, data.batch_size) == (models.NETS["dimenet++"].lr, 8)
-        job["words"] += ["--task.lr=0.5", "--data.batch_size=3", "--task.references=fit"]
-        job["words"] += ['--task.lr_factors={"readout.*": 0.1}']
-        task, data, settings = jobs.prepare(job)
-    assert (task.lr, data.batch_size) == (0.5, 3)
-    assert task.model.element_energies.any()
-    words = ["--data", job["data"], "--models", "painn", "--", "--task.lr=0.3"]
-    tried = pool.tuning(peers.parse(words))["painn"].values()
-    assert sorted(one["lr"] for one in tried) == [0.1, 0.3, 0.9]
-    optimizer, batch = task.optimizer(), next(iter(data.train_dataloader()))
-    with torch.no_grad():
-        energy, references = task.model(batch)["energy"], task.model.element_energies.clone()
-        task.model.element_energies.zero_()
-        own = torch.zeros(batch.num_graphs, dtype=torch.float64)
-        own.index_add_(0, batch.batch, references[batch.atomic_numbers])
-        torch.testing.assert_close(energy - task.model(batch)["energy"], own)
-    for share in (0.0, 0.5):
-        training._learn(task, batch, optimizer, share, settings, 0)
-        first, other = (group["lr"] for group in optimizer.param_groups)
-        assert other == pytest.approx(0.1 * first)
-
-
 def test_shares_of_the_training_set_depend_only_on_the_seed(tmp_path: Path) -> None:
     whole = open_dataset(write_data(tmp_path) / "train.safetensors")
     sids = [{int(data.sid) for data in jobs.part_of(whole, share, 3)} for share in (0.2, 0.5, 1)]
@@ -359,17 +306,6 @@ def test_a_comparison_is_written_and_not_repeated(words, tmp_path, capsys) -> No
     assert "made with other digests" in capsys.readouterr().err and pool.done == []
 
 
-def test_median_and_all_models_see_the_same_splits(words, tmp_path) -> None:
-    assert peers.main(_with(words, "--seeds", "1")) == 0
-    found = [json.loads(path.read_text()) for path in (tmp_path / "out" / "jobs").glob("*.json")]
-    assert len(found) == 2
-    assert len({json.dumps(result["splits"]["val_id"]["sid"]) for result in found}) == 1
-    median = next(result for result in found if result["job"]["model"] == "median")
-    train = open_dataset(tmp_path / "data" / "train.safetensors").y_relaxed
-    energy = set(median["splits"]["val_id"]["energy_eV"])
-    assert len(energy) == 1 and energy.pop() == pytest.approx(float(np.median(train)))
-
-
 def test_learning_rates_are_chosen_on_val_id(words, tmp_path, capsys) -> None:
     options = ["--seeds", "1", "--tune", "--tune-minutes", "0.001"]
     assert peers.main(_with(words, *options)) == 0
@@ -385,24 +321,6 @@ def test_learning_rates_are_chosen_on_val_id(words, tmp_path, capsys) -> None:
     assert f"| {best:g} (3) |" in capsys.readouterr().out
     pool.done.clear()
     assert peers.main(_with(words, *options)) == 0 and pool.done == []
-
-
-def test_more_rates_are_tried_while_the_best_is_at_an_end(words, tmp_path, monkeypatch) -> None:
-    """Here the smallest, each time; then as many as were allowed."""
-    errors = {rate: rate for rate in (3.3e-4, 1e-3, 3e-3, 1.1e-4, 3.7e-5, 1.2e-5)}
-
-    def smallest(jobs: dict) -> float | None:
-        return min((job["lr"] for job in jobs.values()), default=None)
-
-    monkeypatch.setattr(pool, "best_rate", smallest)
-    options = ["--seeds", "1", "--tune", "--tune-minutes", "0.001", "--tune-most", "5"]
-    assert peers.main(_with(words, *options)) == 0
-    rates = [float(name.partition("lr")[2]) for name in pool.done if name.startswith("tune_")]
-    assert sorted(rates) == sorted(list(errors)[:5])
-    monkeypatch.setattr(pool, "best_rate", lambda jobs: 1e-3 if jobs else None)
-    pool.done.clear()
-    assert peers.main(_with(words, *options, "--out", str(tmp_path / "inside"))) == 0
-    assert sum(name.startswith("tune_") for name in pool.done) == 3
 
 
 def test_differences_have_the_spread_of_systems_and_of_seeds(words, tmp_path, capsys) -> None:
@@ -446,20 +364,6 @@ def test_differences_have_the_spread_of_systems_and_of_seeds(words, tmp_path, ca
     assert "systems.csv: no such file; expected what systems are" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (("--against", "painn"), "--against painn: expected one of --models"),
-        (("--alike", "molecule"), "--alike is for --against"),
-        (("--against", "median", "--alike", "a", "b", "c"), "takes at most two columns"),
-    ],
-)
-def test_differences_that_cannot_be_are_refused(words, given, message, capsys) -> None:
-    with pytest.raises(SystemExit):
-        peers.main(_with(words, *given))
-    assert message in capsys.readouterr().err and pool.done == []
-
-
 @pytest.mark.parametrize("groupings", [0, 1, 2])
 def test_the_standard_error_matches_repeated_draws(groupings: int) -> None:
     """Normal numbers with a part in common by row, by column, both or none: 40 x 30, 400 draws."""
@@ -479,108 +383,6 @@ def test_the_standard_error_matches_repeated_draws(groupings: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (("--tune-most", "5"), "are for --tune; add it, or leave them out"),
-        (("--tune-minutes", "1"), "are for --tune; add it, or leave them out"),
-        (("--tune", "--tune-most", "2"), "--tune-most must be at least 3; got 2"),
-    ],
-)
-def test_tuning_that_would_have_no_effect_is_refused(words, given, message, capsys) -> None:
-    with pytest.raises(SystemExit):
-        peers.main(_with(words, *given))
-    assert message in capsys.readouterr().err and pool.done == []
-
-
-@pytest.mark.parametrize(
-    ("folder", "more"),
-    [
-        ("sample", []),
-        ("sample", ["--fractions", "0.1", "0.3", "1.0", "--seeds", "1"]),
-        ("sample-40", ["--minutes", "40", "--tune-minutes", "2", "--seeds", "1"]),
-    ],
-)
-def test_archived_runs_of_the_sample_can_be_resumed(
-    folder: str, more: list[str], tmp_path, monkeypatch
-) -> None:
-    """By the commands of the page, from the top of any clone."""
-    monkeypatch.chdir(models.REPOSITORY)
-    with tarfile.open("docs/results/peers-runs.tar.xz") as archive:
-        archive.extractall(tmp_path, filter="data")
-    text = (models.REPOSITORY / "docs" / "results" / "sample.md").read_text()
-    command = text[text.rindex("scripts/peers.py", 0, text.index("--out runs/peers/sample ")) :]
-    given = command.partition("```")[0].replace("\\\n", " ").split()[1:]
-    options = peers.parse([*given, *more, "--out", str(tmp_path / "peers" / folder)])
-    trials = pool.tuning(options)
-    while pool.widen(options, trials):
-        pass
-    rates = {name: pool.best_rate(jobs) for name, jobs in trials.items()}
-    jobs = pool.comparison(options, rates)
-    for each in (jobs, *trials.values()):
-        assert each and all(path.exists() for path in each)
-        pool.check(each)
-
-
-def test_a_training_that_diverges_has_no_numbers(words, capsys) -> None:
-    given = _with(words, "--seeds", "1")
-    assert peers.main([*given, "--task.lr", "1e30", "--trainer.gradient_clip", "null"]) == 0
-    line = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("| small"))
-    assert line.endswith("| – | – |") and "1e+30" in line
-
-
-def test_a_job_that_fails_is_named(words, capsys, monkeypatch) -> None:
-    def fail(path: Path, job: dict) -> None:
-        raise RuntimeError(f"{path.stem}: exited with 1")
-
-    monkeypatch.setattr(pool, "_work", fail)
-    assert peers.main(_with(words, "--seeds", "1")) == 1
-    assert "median_0.002min_1_seed0: exited with 1" in capsys.readouterr().err
-
-
-def test_a_job_in_a_process_of_its_own(words, monkeypatch) -> None:
-    fresh = importlib.util.spec_from_file_location("fresh_pool", pool.__file__)
-    module = importlib.util.module_from_spec(fresh)
-    fresh.loader.exec_module(module)
-    options = peers.parse(_with(words, "--seeds", "1"))
-    path, job = next(iter(module.comparison(options, {}).items()))
-    module._work(path, job)
-    assert json.loads(path.read_text())["job"] == job
-    monkeypatch.setattr(module.sys, "executable", "false")
-    with pytest.raises(RuntimeError, match=r"median_.*\.txt: exited with 1"):
-        module._work(path, job)
-
-
-@pytest.mark.parametrize(
-    "word",
-    [
-        *("run=x", "seed=7", "data.root=X", "data.val_split=X", "data.workers=2"),
-        *("trainer.val_every=5", "trainer.devices=2", "trainer.log_every=3"),
-        *("trainer.accelerator=gpu", "trainer.checkpoint_every=7", "data.split_seed=1"),
-    ],
-)
-def test_words_without_effect_are_refused_and_files_may_have_them(word: str, tmp_path) -> None:
-    """However they are written; game-net.yaml names root, val_every and checkpoint_every."""
-    files = ["--config", "configs/game-net.yaml", "--trainer.ema_decay=0.5", "--task.lr=0.1"]
-    name, _, value = word.partition("=")
-    part, _, key = name.rpartition(".")
-    group = [[f"--{part}", f"{{{key}: {value}}}"]] if part else []
-    for words in ([f"--{word}"], *group):
-        with pytest.raises(ValueError, match=f"peers have no {name}; expected none; leave it out"):
-            jobs.options_of([*files, *words])
-    more = {part: {key: value}} if part else {key: value}
-    (tmp_path / "more.yaml").write_text(json.dumps(more))
-    found = jobs.options_of(["--config", str(tmp_path / "more.yaml"), *files])
-    assert found["trainer"]["ema_decay"] == 0.5 and found["model"]["descriptors"] is True
-
-
-def test_loading_counts_in_the_budget(tmp_path: Path) -> None:
-    (tmp_path / "two.yaml").write_text("data: {root: x, workers: 2}")
-    job = {"model": "molflt", "words": ["--config", str(tmp_path / "two.yaml")], "seed": 0}
-    job |= {"data": str(write_data(tmp_path)), "splits": ["val_id"], "lr": None}
-    assert jobs.prepare(job | {"fraction": 1.0, "evaluations": 1})[1].workers == 0
-
-
-@pytest.mark.parametrize(
     ("change", "message"),
     [
         (["--models", "gemnet"], "model 'gemnet' is unknown; expected one of molflt, flt,"),
@@ -594,12 +396,6 @@ def test_impossible_comparisons_are_refused_before_training(words, change, messa
     assert peers.main([*words, *change]) == 2
     assert message in capsys.readouterr().err
     assert pool.done == []
-
-
-def test_kernel_ridge_names_the_missing_package(words, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
-    assert peers.main([*words, "--models", "kernel-ridge"]) == 2
-    assert "kernel-ridge needs scikit-learn; pip install 'molflt[bench]'" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
@@ -698,38 +494,3 @@ def test_kernel_ridge_learns_by_cross_validation(tmp_path: Path) -> None:
     assert error < 0.3 * np.abs(np.median(train.y_relaxed) - val.y_relaxed).mean()
     assert model.chosen["tried"] == 40
     assert set(model.chosen) == {"kernel", "alpha", "gamma", "tried"}
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        ("--task.lr=0.0123", "--data.batch_size=5"),
-        ("--config", "same.yaml"),
-        ("--config=same.yaml",),
-        ("--task", "{lr: 0.0123}", "--data={batch_size: 5}"),
-    ],
-)
-def test_rates_and_batches_behind_dashes_are_those_of_all_nets(more, words, tmp_path, monkeypatch):
-    """However they are written, and also where --config says the same."""
-    monkeypatch.chdir(tmp_path)
-    Path("same.yaml").write_text("task: {lr: 0.0123}\ndata: {root: x, batch_size: 5}\n")
-
-    def found(name: str, *more: str) -> tuple[float, int]:
-        options = peers.parse([*words, "--config", "same.yaml", "--", *more])
-        job = pool.job_of(options, name, 0, 1.0, None)
-        assert "same.yaml" in job["digests"]
-        own = jobs.config_of(name, job["words"])
-        return own["task"]["lr"], own["data"]["batch_size"]
-
-    nets = ("molflt", "schnet", "dimenet++")
-    assert {found(name, *more) for name in nets} == {(0.0123, 5)}
-    others = ("--task", "{optimizer: adam}")
-    assert [found(name, *others) for name in nets] == [(0.0123, 5), (5e-4, 5), (1e-3, 8)]
-
-
-def test_files_among_options_of_training_are_recorded(words, tmp_path) -> None:
-    (tmp_path / "short.yml").touch()
-    for more, name in product((["--config=C"], ["--config", "C"]), ("small.yaml", "short.yml")):
-        given = [word.replace("C", str(tmp_path / name)) for word in more]
-        job = pool.job_of(peers.parse([*words, "--", *given]), "median", 0, 1.0, None)
-        assert (tmp_path / name).as_posix() in job["digests"]

@@ -45,16 +45,6 @@ def test_both_models_learn_and_a_second_start_repeats_nothing(tmp_path, monkeypa
     assert "made with other options, other data or another" in capsys.readouterr().err
 
 
-def test_damaged_trainings_and_unknown_models_are_named(tmp_path, capsys):
-    script = load_script("potentials")
-    (tmp_path / "schnet-0.ckpt").write_bytes(b"PK")
-    with pytest.raises(ValueError, match=r"schnet-0.ckpt: expected a training to go on with; got"):
-        script.read_state(tmp_path / "schnet-0.ckpt")
-    with pytest.raises(SystemExit):
-        script.main([str(tmp_path), "--out", str(tmp_path), "--models", "schnett"])
-    assert "invalid choice: 'schnett'" in capsys.readouterr().err
-
-
 def test_steps_are_the_mean_over_seeds():
     script = load_script("potentials")
     rows = [{"split": "a", "model": "m", "parameters": 9, "steps": n} for n in (10, 30)]

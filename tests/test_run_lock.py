@@ -7,12 +7,9 @@ import subprocess
 import sys
 import threading
 
-import make_data
 import pytest
-from making.settings import _alone
 from tiny_run import arguments, error_of
 
-from molflt.data.shards import Shard
 from molflt.lock import FolderLock
 
 fcntl = pytest.importorskip("fcntl", reason="flock is POSIX only")
@@ -98,18 +95,3 @@ def test_a_second_training_is_refused(shared_data, copied_run, capsys):
             line = error_of(capsys, "train", *words)
             assert f"{copied_run}: process {os.getpid()} on " in line
     assert {path: path.read_bytes() for path in copied_run.rglob("*") if path.is_file()} == before
-
-
-def test_shards_of_a_data_set_are_made_in_parallel_but_only_once(tmp_path, capsys):
-    folder, one, two = tmp_path / "made", Shard(1, 2), Shard(2, 2)
-    with _alone(folder, one), _alone(folder, two):
-        for again in (one, None):
-            with pytest.raises(ValueError, match=f"^{folder}: "):
-                _alone(folder, again).__enter__()
-    with _alone(folder, None):
-        with pytest.raises(ValueError, match=f"^{folder}: process {os.getpid()} "):
-            _alone(folder, one).__enter__()
-        assert make_data.main([str(folder), "--train=1", "--val=1"]) == 2
-        assert f"{folder}: process {os.getpid()} " in capsys.readouterr().err
-        assert [path.name for path in folder.iterdir()] == [".lock"]
-    assert not folder.exists()

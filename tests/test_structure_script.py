@@ -1,6 +1,5 @@
 """scripts/structure.py: its numbers on a tree small enough to count by hand."""
 
-import ast
 from pathlib import Path
 
 import pytest
@@ -60,15 +59,3 @@ def test_code_lines_leave_out_docstring_comments_and_blank_lines(tree: Path) -> 
     script = load_script("structure")
     file = next(file for file in script.sources(tree) if file.module == "molflt.a")
     assert script.code_lines(file.tree.body[-1], file.text) == 11
-
-
-def test_variables_of_a_tuple_are_counted_one_by_one() -> None:
-    names = load_script("structure").public_names
-    text = "A, (b, *_c) = 1, (2, 3)\nD: int = 4\nD.x = A[b] = 5\n[E] = f(F)\n"
-    assert names(ast.parse(text)) == ["A", "b", "D", "E"]
-
-
-def test_invalid_folders_are_named(tmp_path: Path, capsys) -> None:
-    with pytest.raises(SystemExit):
-        load_script("structure").main(["--tree", str(tmp_path)])
-    assert "no folder 'molflt' in it; expected the root of a checkout" in capsys.readouterr().err

@@ -4,7 +4,7 @@ import math
 import operator
 import warnings
 from functools import reduce
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,8 @@ _NUM_ELEMENTS = MAX_ATOMIC_NUMBER + 1  # 0 is not used
 
 # which atoms the energy is read from: whether slab atoms and adsorbate atoms count by contact
 READOUTS = {"all": (False, False), "adsorbate": (True, False), "contact": (True, True)}
+
+MessagePairs = Literal["all", "adsorbate"]
 
 # The command line lists the choices of an option from its type.
 if TYPE_CHECKING:
@@ -115,6 +117,7 @@ class AtomEmbedding(nn.Module):
         cutoff: radius of the neighborhood, Å.
         descriptors: see `ElementEmbedding`.
         messages: layers of messages; 0 leaves them out.
+        message_pairs: "all", or "adsorbate" for pairs with an adsorbate atom alone.
     """
 
     def __init__(
@@ -124,8 +127,10 @@ class AtomEmbedding(nn.Module):
         cutoff: float = 6.0,
         descriptors: bool = False,
         messages: int = 0,
+        message_pairs: MessagePairs = "all",
     ) -> None:
         super().__init__()
+        one_of("message_pairs", message_pairs, get_args(MessagePairs))
         self.num_basis = num_basis
         self.cutoff = cutoff
         self.element = ElementEmbedding(dim, descriptors)
@@ -134,6 +139,7 @@ class AtomEmbedding(nn.Module):
             self.neighbor_element = ElementEmbedding(dim, descriptors)
             self.radial = nn.Linear(num_basis, dim, bias=False)
         self.messages = EquivariantMessages(dim, messages, cutoff) if messages else None
+        self.message_pairs = message_pairs
 
     @property
     def sees_neighbors(self) -> bool:
@@ -153,7 +159,13 @@ class AtomEmbedding(nn.Module):
             element = self.neighbor_element(numbers).index_select(0, neighbors.neighbor)
             message = message * element
             x = x + _sum_by(message, neighbors.center, len(x))
-        return x if self.messages is None else self.messages(x, neighbors, geometry)
+        if self.messages is None:
+            return x
+        if self.message_pairs == "adsorbate":
+            adsorbate = geometry.tags == Tag.ADSORBATE.value
+            kept = adsorbate[neighbors.center] | adsorbate[neighbors.neighbor]
+            neighbors = Neighbors(*(part[kept] for part in neighbors))
+        return self.messages(x, neighbors, geometry)
 
 
 class EnergyReadout(nn.Module):

@@ -134,6 +134,7 @@ class Potential(EnergyRegressor):
             neighbor_cutoff=neighbor_cutoff,
             radial_basis=radial_basis,
             messages=messages,
+            message_pairs=None,
             descriptors=descriptors,
             subsurface=True,
             position_head=False,

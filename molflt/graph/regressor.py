@@ -17,7 +17,7 @@ from molflt.attention.positions.base import MixingName
 from molflt.attention.stack import ATTENTION, MIXER_OPTIONS
 from molflt.graph.encoding import GraphEncoding, GraphPositionName, _encode, _make_encoding
 from molflt.graph.geometry import Geometry
-from molflt.graph.heads import AtomEmbedding, EnergyReadout, PositionHead, ReadoutName
+from molflt.graph.heads import AtomEmbedding, EnergyReadout, MessagePairs, PositionHead, ReadoutName
 from molflt.graph.inputs import Atoms
 from molflt.graph.neighbors import Neighbors, neighbor_list
 from molflt.graph.periodic import Near
@@ -67,6 +67,9 @@ class EnergyRegressor(nn.Module):
         messages: layers of equivariant messages between neighbors, before attention, which add
             angles to tokens; PaiNN's, see `molflt.graph.messages.EquivariantMessages`. 0 leaves
             them out.
+        message_pairs: neighbors that exchange messages, "all" by default. "adsorbate": pairs with
+            an adsorbate atom alone. Messages among slab atoms tell metals by their lattice
+            constants, which misleads for those that training did not see.
         descriptors: tell elements by period, group, radius, electronegativity and valence electrons
             as well, which reach those that training did not see; see `ElementEmbedding`.
         subsurface: False leaves out the atoms with tag 0, half of a slab: whatever the model says
@@ -127,6 +130,7 @@ class EnergyRegressor(nn.Module):
         neighbor_cutoff: float | None = None,
         radial_basis: int = 0,
         messages: int = 0,
+        message_pairs: MessagePairs | None = None,
         descriptors: bool = False,
         subsurface: bool = True,
         position_head: bool = True,
@@ -138,6 +142,13 @@ class EnergyRegressor(nn.Module):
         super().__init__()
         known_names(EnergyRegressor, stack, Stack, Attention, but=_NOT_OURS)
         _check_numbers(dim, heads, radial_basis, messages, neighbor_cutoff, position_head)
+        if not messages:
+            no_effect("without messages", message_pairs=message_pairs)
+        if message_pairs == "adsorbate" and readout == "all":
+            raise ValueError(
+                "message_pairs='adsorbate' is for energies of adsorbates; got readout='all', which "
+                "also takes structures without tags; leave one out"
+            )
         kind = {"mixing": mixing, "feature_map": feature_map, "num_features": num_features}
         form = _best_form(position, periodic, near_field)
         if not far_field:
@@ -160,7 +171,9 @@ class EnergyRegressor(nn.Module):
         blocks.share_position()
         _refuse_misfits(move_atoms, position_head, blocks.refinements, self.encoding is not None)
         self.neighbor_cutoff = cutoff = 5.0 if neighbor_cutoff is None else neighbor_cutoff
-        self.embedding = AtomEmbedding(dim, radial_basis, cutoff, descriptors, messages)
+        self.embedding = AtomEmbedding(
+            dim, radial_basis, cutoff, descriptors, messages, message_pairs or "all"
+        )
         self.descriptors, self.subsurface, self.move_atoms = descriptors, subsurface, move_atoms
         self.stack, self.readout = blocks, EnergyReadout(dim, readout, cutoff)
         self.sees_neighbors = self.embedding.sees_neighbors or self.readout.sees_neighbors

@@ -7,42 +7,30 @@ those in flight.
 
 from __future__ import annotations
 
-import contextlib
-import itertools
+import csv
+import io
 import json
+import multiprocessing
+import os
 import shutil
+import signal
+import threading
 from collections import Counter
-from collections.abc import Container, Iterator
-from functools import partial
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 from making.calculators import CALCULATORS
-from making.files import (
-    _Note,
-    _note_of,
-    _read_frames,
-    _read_names,
-    _write_names,
-)
-from making.processes import _in_processes
-from making.settings import (
-    _SIZES,
-    _alone,
-    _claim,
-    _read_settings,
-    _references,
-    _store_path,
-    _write_settings,
-)
+from making.references import linear_references, molecule_energies
 from making.systems import _LARGE, _SIDS_PER_SPLIT, _SPLITS, _Plan, _relax_system
 from tqdm import tqdm
 
-from molflt.data.shards import Shard
 from molflt.data.structures.records import make_record
 from molflt.data.structures.store import StructureStore, write_store
-from molflt.files import atomically
+from molflt.files import atomically, shown, write_atomically
+from molflt.lock import FolderLock
 
 if TYPE_CHECKING:
     from torch_geometric.data import Data
@@ -51,31 +39,18 @@ __all__ = ["make"]
 
 # Raise when the same seed would give other systems: an interrupted run must not mix the two.
 _GENERATOR_VERSION = 5
-_NAMES = "systems.csv"
-_PARTS = ".parts"
-_FRAMES = "frames"
+_COLUMNS = ("sid", "split", "adsorbate", "catalyst", "facet", "site")
+_SIZES = ("train", "val", "large")
+_BUSY = "is making data in this folder; wait for it, or choose another folder"
 
 
 class _Task(NamedTuple):
-    """One system to relax, and the folder that it is written to."""
+    """One system to relax, and the file that it is written to."""
 
-    directory: Path
     plan: _Plan
     split: str
     number: int
-
-    @property
-    def part(self) -> Path:
-        """A store of this system alone, kept until its split is whole."""
-        return self.directory / _PARTS / self.split / f"{self.number:07d}.safetensors"
-
-    def belongs_to(self, shard: Shard | None) -> bool:
-        """Returns True if it belongs to that shard; None means all."""
-        return shard is None or self.number % shard.total == shard.number - 1
-
-    @property
-    def frames(self) -> Path:
-        return self.part.with_suffix(".extxyz")
+    part: Path
 
 
 def make(
@@ -86,7 +61,6 @@ def make(
     seed: int = 0,
     workers: int = 2,
     frames: bool = False,
-    shard: str | None = None,
     large: int = 0,
 ) -> None:
     """Make a data set of real relaxations with an interatomic potential, in the OC20 schema.
@@ -108,222 +82,191 @@ def make(
         workers: number of processes.
         frames: also keep each relaxation step by step, with total energies and forces, in
             DIRECTORY/frames/SPLIT.extxyz.
-        shard: I/N, only each N-th system, the I-th first, for as many processes or machines that
-            share the folder; when all shards are made, the same command without it joins them.
         large: number of systems in a further split, val_large, for tests at larger sizes: chains
             and rings of three to six carbon atoms, or several small adsorbates, on slabs two to six
             times as large.
 
     Raises:
         ValueError: a number is out of range, the folder holds data of other settings, or another
-            process makes the same in it.
-        ModuleNotFoundError: the calculator's package is not installed; says what to install.
+            process uses it.
+        ModuleNotFoundError: the package of the calculator is not installed.
         OSError: the folder cannot be written.
     """
-    _check_sizes(train, val, seed, workers, large)
-    if calculator not in CALCULATORS:
-        raise ValueError(f"--calculator must be one of {', '.join(CALCULATORS)}; got {calculator}")
-    part = None if shard is None else Shard.of(shard)
-    directory = Path(directory)
-    settings: dict[str, object] = {
+    numbers = {"train": train, "val": val, "seed": seed, "workers": workers, "large": large}
+    for name, value in numbers.items():
+        least, most = int(name not in ("seed", "large")), _SIDS_PER_SPLIT
+        if not least <= value <= most:
+            raise ValueError(f"--{name} must be from {least} to {most:,}; got {value}")
+    settings = {
         "generator": _GENERATOR_VERSION,
         "calculator": calculator,
         "potential": CALCULATORS[calculator].describe(),
         "seed": seed,
-        "train": train,
-        "val": val,
         "frames": frames,
+        **{name: numbers[name] for name in _SIZES},
     }
-    settings |= {"large": large} if large else {}
-    with _alone(directory, part):
-        _claim(directory, settings)
-        references = _references(directory, calculator)
+    directory = Path(directory)
+    with FolderLock(directory, _BUSY).held():
+        made = _claim(directory, settings)
+        if "molecules_eV" not in made:
+            made["molecules_eV"] = molecule_energies(calculator)
+            made["references_eV"] = linear_references(made["molecules_eV"])
+            _write_json(directory / "made.json", made)
+        references = made["references_eV"]
+        words = ", ".join(f"{element} {energy:.4f}" for element, energy in references.items())
+        print(f"references of {calculator}, eV: {words} (from H2, H2O, CO, N2)")
         plan = _Plan(calculator, seed, tuple(references.items()), frames)
         sizes = dict.fromkeys(_SPLITS, val) | {"train": train, _LARGE: large}
-        splits = [split for split in _SPLITS if _made(directory, split) < sizes[split]]
         tasks = {
-            split: [_Task(directory, plan, split, i) for i in range(sizes[split])]
-            for split in splits
+            split: [
+                _Task(plan, split, i, directory / ".parts" / split / f"{i:07d}.safetensors")
+                for i in range(len(_store(directory, split)), sizes[split])
+            ]
+            for split in _SPLITS
         }
-        for split in splits:
-            _take_apart(directory, tasks[split], part)
-        every = list(itertools.chain(*tasks.values()))
-        try:
-            _relax_all([task for task in every if task.belongs_to(part)], workers)
-        except KeyboardInterrupt:
-            print(f"\ninterrupted; the same command continues from what is in {directory / _PARTS}")
-            raise
-        if part is not None:
-            _print_shards(directory, part, every)
-            return
-        for split in splits:
-            _join(directory, tasks[split], settings)
-        shutil.rmtree(directory / _PARTS, ignore_errors=True)
-        _print_summary(directory)
+        _relax_all([task for own in tasks.values() for task in own], workers)
+        for split, own in tasks.items():
+            if own:
+                _join(directory, split, own, made)
+        shutil.rmtree(directory / ".parts", ignore_errors=True)
+        _print_summary(directory, made)
 
 
-def _check_sizes(train: int, val: int, seed: int, workers: int, large: int) -> None:
-    for name, value, least in (
-        ("train", train, 1),
-        ("val", val, 1),
-        ("seed", seed, 0),
-        ("large", large, 0),
-        ("workers", workers, 1),
-    ):
-        if value < least:
-            raise ValueError(f"--{name} must be at least {least}; got {value}")
-    if max(train, val, large) > _SIDS_PER_SPLIT:
-        raise ValueError(f"at most {_SIDS_PER_SPLIT} systems a split; got {max(train, val, large)}")
+def _claim(directory: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Returns the content of made.json; refuses a folder of other settings, or of other data."""
+    path = directory / "made.json"
+    if not path.exists():
+        if found := sorted(directory.glob("*.safetensors")):
+            raise ValueError(
+                f"{found[0]}: already there, without {path.name}; choose another folder"
+            )
+        _write_json(path, settings)
+        return settings
+    try:
+        made: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        others = [
+            f"{name} {shown(made.get(name))} (now {value!r})"
+            for name, value in settings.items()
+            if not (made.get(name, 0) <= value if name in _SIZES else made.get(name) == value)
+        ]
+    except (ValueError, TypeError, AttributeError):
+        raise ValueError(f"{path}: not the settings of a data set; choose another folder") from None
+    if others:
+        raise ValueError(
+            f"{directory}: begun with other settings: {', '.join(others)}; repeat those, or choose "
+            "another folder"
+        )
+    return made | {name: settings[name] for name in _SIZES}
 
 
-def _made(directory: Path, split: str) -> int:
-    """Systems in the store of a split; 0 if there is none yet."""
-    path = _store_path(directory, split)
-    return len(StructureStore(path)) if path.exists() else 0
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    text = json.dumps(content, indent=1, ensure_ascii=False)
+    write_atomically(path, f"{text}\n".encode())
+
+
+def _store(directory: Path, split: str) -> StructureStore | list[Data]:
+    """Systems of a split that an earlier call joined."""
+    path = directory / f"{split}.safetensors"
+    return StructureStore(path) if path.exists() else []
 
 
 def _relax_all(tasks: list[_Task], workers: int) -> None:
-    """Relax the systems that have no sound file yet."""
-    missing = [task for task in tasks if not _is_whole(task)]
-    if not missing:
-        return
-    refused: Counter[str] = Counter()
-    with (
-        contextlib.closing(_in_processes(_relax_one, missing, workers)) as done,
-        tqdm(
-            total=len(tasks),
-            initial=len(tasks) - len(missing),
-            unit=" systems",
-            smoothing=0.05,
-            disable=None,
-        ) as bar,
-    ):
-        for split, rejected in done:
-            refused.update(rejected)
-            bar.set_postfix({"refused": refused.total()}, refresh=False)
-            bar.set_description(split)
+    """Relaxes the systems that have no file yet."""
+    missing = [task for task in tasks if not task.part.exists()]
+    with tqdm(
+        total=len(tasks), initial=len(tasks) - len(missing), unit=" systems", disable=None
+    ) as bar:
+        for _ in _in_processes(missing, workers):
             bar.update()
 
 
-def _is_whole(task: _Task) -> bool:
+def _in_processes(tasks: list[_Task], workers: int) -> Iterable[None]:
+    """Relaxes in processes of one thread each: with more the last bits of energies would differ."""
+    names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+    os.environ.update(dict.fromkeys(names, "1"))  # workers inherit them
+    spawn = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, mp_context=spawn, initializer=_start_worker)
     try:
-        store = StructureStore(task.part)
-        store.verify()
-        _note_of(store)
-        return len(store) == 1
-    except (FileNotFoundError, ValueError):  # a damaged part is made again
-        return False
+        for done in as_completed([pool.submit(_relax_one, task) for task in tasks]):
+            yield done.result()
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _relax_one(task: _Task) -> tuple[str, dict[str, int]]:
-    """Relaxes a system and writes it down, the store last: it says that all is there."""
+def _start_worker() -> None:
+    """Leaves Ctrl-C to the parent process, and ends when the parent was killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+
+    def watch() -> None:
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _relax_one(task: _Task) -> None:
+    """Relaxes a system and writes its files, the store last."""
     from ase.io import write
 
     system = _relax_system(task.plan, task.split, task.number)
     if task.plan.frames:
         for frame in system.frames:
             frame.info["sid"] = int(system.fields["sid"])
-        with atomically(task.frames) as part:
+        with atomically(task.part.with_suffix(".extxyz")) as part:
             write(part, system.frames, format="extxyz")
-    note = _Note(names=system.names, rejected=system.rejected)
+    note = {"names": system.names, "rejected": system.rejected}
     write_store(task.part, [make_record(**system.fields)], source=json.dumps(note))
-    return task.split, system.rejected
 
 
-def _take_apart(directory: Path, tasks: list[_Task], shard: Shard | None) -> None:
-    """Writes the parts that a smaller data set of these settings was joined from.
-
-    Refused draws are known of the split as a whole: its first part has them all.
-    """
-    from ase.io import write
-
-    split = tasks[0].split
-    made = _made(directory, split)
-    if not made:
-        return
-    names = {int(row.pop("sid")): row for row in _read_names(directory / _NAMES)}
-    rejected = _read_settings(directory).get("rejected")
-    counts = rejected.get(split, {}) if isinstance(rejected, dict) else {}
-    path = directory / _FRAMES / f"{split}.extxyz"
-    frames = _read_frames(path) if tasks[0].plan.frames else {}
-    known_in: dict[Path, tuple[str, Container[int]]] = {directory / _NAMES: ("row", names)}
-    known_in |= {path: ("frame", frames)} if tasks[0].plan.frames else {}
-    store = StructureStore(_store_path(directory, split))
-    store.verify()
-    for task, record in zip(tasks[:made], store, strict=True):
-        if not task.belongs_to(shard) or _is_whole(task):
-            continue
-        for beside, (what, known) in known_in.items():
-            if record.sid not in known:
-                raise ValueError(
-                    f"{beside}: no {what} of sid {record.sid}, which {store.path} has; put "
-                    "the file back, or choose another folder"
-                )
-        own = {key: value for key, value in names[record.sid].items() if key != "split"}
-        note = _Note(names=own, rejected=counts if task.number == 0 else {})
-        task.part.parent.mkdir(parents=True, exist_ok=True)
-        if task.plan.frames:
-            write(task.frames, frames[record.sid], format="extxyz")
-        write_store(task.part, [record], source=json.dumps(note))
-
-
-def _join(directory: Path, tasks: list[_Task], settings: dict[str, object]) -> None:
-    """Write a split's frames, names, refused draws and store from its parts, the store last."""
-    split, rejected = tasks[0].split, Counter[str]()
-    rows: list[dict[str, str]] = []
-
-    def records() -> Iterator[Data]:
-        for task in tasks:
-            store = StructureStore(task.part)
-            note = _note_of(store)
-            rejected.update(note["rejected"])
-            rows.append({**note["names"], "sid": str(int(store[0].sid)), "split": split})
-            yield store[0]
-
-    made = list(records())
+def _join(directory: Path, split: str, tasks: list[_Task], made: dict[str, Any]) -> None:
+    """Adds the files of new systems to those of their split, the store last."""
+    records = list(_store(directory, split))
+    count = len(records)
+    rows, rejected = [], Counter(made.setdefault("rejected", {}).get(split, {}))
+    for task in tasks:
+        part = StructureStore(task.part)
+        note = json.loads(part.source)
+        rejected.update(note["rejected"])
+        records += part
+        rows.append({**note["names"], "sid": records[-1].sid, "split": split})
     if tasks[0].plan.frames:
-        with atomically(directory / _FRAMES / f"{split}.extxyz") as part, part.open("wb") as file:
-            for task in tasks:
-                with task.frames.open("rb") as one:
-                    shutil.copyfileobj(one, file)
-    others = _read_names(path) if (path := directory / _NAMES).exists() else []
-    _write_names(path, [*(row for row in others if row["split"] != split), *rows])
-    found = _read_settings(directory)
-    counts = found.get("rejected")
-    found["rejected"] = {**(counts if isinstance(counts, dict) else {}), split: dict(rejected)}
-    _write_settings(directory, found)
-    kept = (name for name in settings if name not in ("frames", *_SIZES))
-    words = ", ".join(f"{name} {settings[name]}" for name in kept)
-    write_store(_store_path(directory, split), made, source=f"molflt data make: {split}, {words}")
+        path = directory / "frames" / f"{split}.extxyz"
+        files = [path] * (count > 0) + [task.part.with_suffix(".extxyz") for task in tasks]
+        with atomically(path) as whole, whole.open("wb") as file:
+            for own in files:
+                file.write(own.read_bytes())
+    path, text = directory / "systems.csv", io.StringIO()
+    known = csv.DictReader(path.read_text(encoding="utf-8").splitlines()) if path.exists() else ()
+    new = {row["sid"] for row in rows}
+    rows += [row for row in known if int(row["sid"]) not in new]
+    writer = csv.DictWriter(text, _COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(sorted(rows, key=lambda row: int(row["sid"])))
+    write_atomically(path, text.getvalue().encode())
+    made["rejected"][split] = dict(rejected)
+    _write_json(directory / "made.json", made)
+    words = ", ".join(f"{name} {made[name]}" for name in ("calculator", "potential", "seed"))
+    source = f"scripts/make_data.py: {split}, {words}"
+    write_store(directory / f"{split}.safetensors", records, source=source)
 
 
-def _print_shards(directory: Path, made: Shard, tasks: list[_Task]) -> None:
-    """Describes missing shards and the next step."""
-    missing = Counter(task.number % made.total + 1 for task in tasks if not _is_whole(task))
-    if missing:
-        words = [f"{number}/{made.total} ({missing[number]} missing)" for number in sorted(missing)]
-        print(f"{directory}: shard {made} is made; not yet, or lost: {', '.join(words)}")
-    else:
-        what = "the same command without --shard joins them"
-        print(f"{directory}: all {made.total} shards are made; {what}")
-
-
-def _print_summary(directory: Path) -> None:
+def _print_summary(directory: Path, made: dict[str, Any]) -> None:
     print(f"{'split':<14}{'systems':>8}{'atoms':>7}{'mean eV':>9}{'sd eV':>7}{'median MAE eV':>15}")
-    median = None
-    rejected = _read_settings(directory).get("rejected")
-    for split in filter(partial(_made, directory), _SPLITS):
-        store = StructureStore(_store_path(directory, split))
+    median = float(np.median(StructureStore(directory / "train.safetensors").y_relaxed))
+    for split in _SPLITS:
+        if not (store := _store(directory, split)):
+            continue
+        assert isinstance(store, StructureStore)
         energies = store.y_relaxed
-        median = float(np.median(energies)) if median is None else median
-        error = np.abs(energies - median).mean()
         print(
             f"{split:<14}{len(store):>8}{store.natoms.mean():>7.1f}{energies.mean():>9.3f}"
-            f"{energies.std():>7.3f}{error:>15.3f}"
+            f"{energies.std():>7.3f}{np.abs(energies - median).mean():>15.3f}"
         )
     print(f"median MAE: the error of predicting train's median, {median:.3f} eV, for every system")
     counts: Counter[str] = Counter()
-    for one in rejected.values() if isinstance(rejected, dict) else ():
-        counts.update(one)
+    for own in made["rejected"].values():
+        counts.update(own)
     words = ", ".join(f"{reason} {count}" for reason, count in counts.items())
     print(f"draws refused and drawn again: {words}")

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from game_net_files import ARCHIVE, SHARED, content, write_archive
 
-from molflt.data.structures.labels import energy_kind, label_faults
 from molflt.data.structures.store import StructureStore
 from molflt.data.structures.systems import read_systems
 
@@ -56,14 +55,6 @@ def test_all_systems_agree_with_arrays_made_independently(converted):
             for key in ("y_init", "y_relaxed"):
                 assert float(record[key]) == pytest.approx(arrays[key][i], abs=1e-9)
     assert seen == set(range(3052))
-
-
-@genuine
-def test_labels_are_plausible_adsorption_energies(converted):
-    for path in converted.glob("*.safetensors"):
-        store = StructureStore(path)
-        assert energy_kind(store.y_relaxed, store.natoms) == "adsorption"
-        assert label_faults(store.y_relaxed, store.natoms, required=True) == {}
 
 
 @genuine
@@ -142,29 +133,6 @@ def test_groups_names_and_folds(archive, tmp_path, capsys):
     capsys.readouterr()
 
 
-def test_splits_of_an_earlier_conversion_are_removed(archive, tmp_path, capsys):
-    out = tmp_path / "fg"
-    assert convert(archive, out) == 0
-    before = stores(out)
-    (tmp_path / "s.json").write_text(json.dumps({"train": before["val_ood_ads"]}))
-    for words in (("--hold-out", "Ag"), ("--splits", tmp_path / "s.json")):
-        assert convert(archive, out, *words) == 2
-        error = capsys.readouterr().err
-        assert f"{out / 'val_'}" in error
-    assert stores(out) == before
-    assert convert(archive, out) == 0 and stores(out) == before
-
-    folds = {system.name: sid % 3 for sid, system in read_systems(out).items()}
-    (tmp_path / "f.json").write_text(json.dumps(folds))
-    pairs = tmp_path / "pairs"
-    stale = pairs / "test2-val1" / "mine.safetensors"
-    stale.parent.mkdir(parents=True)
-    stale.touch()
-    assert convert(archive, pairs, "--folds", tmp_path / "f.json") == 2
-    assert f"{stale}" in capsys.readouterr().err
-    assert list(pairs.iterdir()) == [stale.parent]
-
-
 def test_lists_that_do_not_fit_are_refused(archive, tmp_path, capsys):
     file = tmp_path / "a.json"
     lists = [
@@ -225,19 +193,6 @@ def test_a_bad_system_is_named(tmp_path, capsys, damage):
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert f"{path}: {BAD}: " in error and reason in error
     assert not (tmp_path / "fg").exists()
-
-
-def test_damaged_archives(archive, tmp_path, capsys):
-    whole = archive.read_bytes()
-    for damaged in (whole[: len(whole) // 2], b"not xz" * 99):
-        archive.write_bytes(damaged)
-        assert convert(archive, tmp_path / "fg") == 2
-        assert str(archive) in capsys.readouterr().err
-    files = content()
-    del files["groups.dat"]
-    write_archive(archive, files)
-    assert convert(archive, tmp_path / "fg") == 2
-    assert "groups.dat" in capsys.readouterr().err
 
 
 def test_damaged_tables_of_systems(archive, tmp_path, capsys):

@@ -1,15 +1,11 @@
 """The generator on small runs with EMT: resumed, checked, energies by hand."""
 
 import json
-import os
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from itertools import islice
 from pathlib import Path
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -22,24 +18,15 @@ from ase.optimize import BFGS
 from make_data import main
 from making import references, slabs
 from making import run as generator
-from making import settings as make_settings
 from making import systems as make_systems
 from making.adsorbates import ADSORBATES, _oriented
-from making.calculators import CALCULATORS
 from making.run import make
 from making.slabs import CATALYSTS
 
 from molflt.data.structures.store import StructureStore
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-SMALL = {"train": 2, "val": 1, "seed": 7}
-RUN = f"""
-from pathlib import Path
-import sys
-from making.run import make
-if __name__ == "__main__":
-    make(Path(sys.argv[1]), **{SMALL}, workers=2, frames=True)
-"""
+SMALL = {"train": 2, "val": 1, "seed": 7, "frames": True}
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -48,35 +35,23 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {str(path.relative_to(directory)): path.read_bytes() for path in files}
 
 
-@contextmanager
-def in_this_process() -> Iterator[list[object]]:
-    """No workers, whose imports take seconds: EMT has no threads whose number would matter.
+def in_this_process(most: int) -> Callable[..., Iterable[None]]:
+    """Replaces workers, whose imports take seconds; interrupted after `most` systems."""
 
-    Gives what has been worked on.
-    """
-    done: list[object] = []
+    def relax(tasks: list[object], workers: int) -> Iterable[None]:
+        yield from map(generator._relax_one, islice(tasks, most))
+        if len(tasks) > most:
+            raise KeyboardInterrupt
 
-    def here(work, tasks, workers):
-        done.extend(tasks)
-        return (work(task) for task in tasks)
-
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (generator, make_settings):
-            patch.setattr(module, "_in_processes", here)
-        yield done
-
-
-@pytest.fixture
-def worked_on() -> Iterator[list[object]]:
-    with in_this_process() as done:
-        yield done
+    return relax
 
 
 @pytest.fixture(scope="module")
 def made_here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("made") / "here"
-    with in_this_process():
-        make(directory, **SMALL, workers=1, frames=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generator, "_in_processes", in_this_process(99))
+        make(directory, **SMALL)
     return directory
 
 
@@ -91,10 +66,9 @@ def test_finished_data_sets_match_their_card(made_here: Path, capsys) -> None:
     assert set(made["rejected"]["train"]) == set(make_systems._REJECTIONS)
     h2, h2o = made["molecules_eV"]["H2"], made["molecules_eV"]["H2O"]
     assert made["references_eV"]["H"] == h2 / 2 and made["references_eV"]["O"] == h2o - h2
-    assert StructureStore(made_here / stores[0]).source.startswith("molflt data make: train, ")
     rows = (made_here / "systems.csv").read_text().splitlines()
     assert rows[0] == "sid,split,adsorbate,catalyst,facet,site" and len(rows) == 1 + 6
-    make(made_here, **SMALL, workers=1, frames=True)  # relaxes nothing, says it again
+    make(made_here, **SMALL)  # relaxes nothing, and prints the summary again
     said = capsys.readouterr().out
     assert "references of emt, eV: H 0." in said and "draws refused and drawn again: slab " in said
 
@@ -121,27 +95,30 @@ def test_frames_lead_from_the_initial_to_the_relaxed_structure(made_here: Path) 
         assert float(record.y_relaxed) == pytest.approx(label, abs=1e-4)
 
 
-def test_a_data_set_grows_in_shards_to_the_bytes_of_one_made_at_once(
-    tmp_path: Path, made_here: Path, worked_on: list[object], monkeypatch, capsys
+def test_interrupted_and_growing_data_sets_have_the_bytes_of_one_made_at_once(
+    tmp_path: Path, made_here: Path, monkeypatch
 ) -> None:
+    """Interrupted after one system, with two training systems where there was one."""
     directory = tmp_path / "data"
-    make(directory, **{**SMALL, "train": 1}, workers=1, frames=True)
-    table = (directory / "systems.csv").read_text()
-    (directory / "systems.csv").write_text("\n".join(table.splitlines()[:1]))
-    with pytest.raises(ValueError, match=r"systems\.csv: no row of sid 0, which .*train\.safet"):
-        make(directory, **SMALL, workers=1, frames=True)
-    (directory / "systems.csv").write_text(table)
-    with monkeypatch.context() as stop, pytest.raises(KeyboardInterrupt):
-        stop.setattr(generator, "_relax_all", Mock(side_effect=KeyboardInterrupt))
-        make(directory, **SMALL, workers=1, frames=True)
-    for shard, said in (("1/2", "is made; not yet, or lost: 2/2 (1 missing)"), ("2/2", "all 2 ")):
-        make(directory, **SMALL, workers=1, frames=True, shard=shard)
-        assert said in capsys.readouterr().out
-    assert len(StructureStore(directory / "train.safetensors")) == 1
-    make(directory, **SMALL, workers=1, frames=True)
+    monkeypatch.setattr(generator, "_in_processes", in_this_process(1))
+    with pytest.raises(KeyboardInterrupt):
+        make(directory, **{**SMALL, "train": 1})
+    assert not list(directory.glob("*.safetensors"))
+    monkeypatch.setattr(generator, "_in_processes", in_this_process(4))
+    make(directory, **{**SMALL, "train": 1})
+    monkeypatch.setattr(generator, "_in_processes", in_this_process(1))
+    make(directory, **SMALL)
     assert contents(directory) == contents(made_here)
-    with pytest.raises(ValueError, match=r"other settings: train 2 \(now 1\);"):
-        make(directory, **{**SMALL, "train": 1}, workers=1, frames=True)
+
+
+def test_workers_make_the_same_system(tmp_path: Path, made_here: Path) -> None:
+    plan = make_systems._Plan(
+        "emt", 7, tuple(json.loads((made_here / "made.json").read_text())["references_eV"].items())
+    )
+    task = generator._Task(plan, "train", 0, tmp_path / "0.safetensors")
+    list(generator._in_processes([task], 1))
+    (found,), expected = StructureStore(task.part), StructureStore(made_here / "train.safetensors")
+    np.testing.assert_array_equal(found.pos_relaxed, expected[0].pos_relaxed)
 
 
 def test_references_and_adsorption_energy_by_hand() -> None:
@@ -175,93 +152,26 @@ def test_another_seed_gives_others(made_here: Path) -> None:
     assert other.tobytes() != first.tobytes()
 
 
-def interrupted(script: Path, directory: Path, how: signal.Signals) -> str:
-    """What a run prints that is stopped by a signal once it has made a further part."""
-    parts, deadline = directory / generator._PARTS, time.monotonic() + 600
-    before = len(list(parts.rglob("*.safetensors")))
-    process = subprocess.Popen(
-        [sys.executable, str(script), str(directory)],
-        env={**os.environ, "PYTHONPATH": f"{SCRIPTS}:{SCRIPTS.parent}"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    while len(list(parts.rglob("*.safetensors"))) == before and process.poll() is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    workers = _children(process.pid)
-    process.send_signal(how)
-    output, _ = process.communicate(timeout=600)
-    assert process.returncode != 0 and not (directory / "train.safetensors").exists()
-    while any(_alive(pid) for pid in workers) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(_alive(pid) for pid in workers), "a killed run leaves no process behind"
-    return output
-
-
-def test_interrupted_runs_of_two_workers_continue_to_the_bytes_of_one_process(
-    tmp_path: Path, made_here: Path, worked_on: list[object]
-) -> None:
-    script, directory = tmp_path / "run.py", tmp_path / "data"
-    script.write_text(RUN)
-    interrupted(script, directory, signal.SIGKILL)
-    assert "the same command continues" in interrupted(script, directory, signal.SIGINT)
-    parts = directory / generator._PARTS
-    kept = len(list(parts.rglob("[0-9]*.safetensors")))
-    # a part that was damaged since is made again
-    damaged = next(parts.rglob("[0-9]*.safetensors"))
-    damaged.write_bytes(b"\x40\x00\x00")
-
-    make(directory, **SMALL, workers=2, frames=True)
-    assert len(worked_on) == 6 - kept + 1, "references and systems that are there are not repeated"
-    assert contents(directory) == contents(made_here)
-
-
-def _children(pid: int) -> list[int]:
-    with suppress(OSError):  # not Linux
-        return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    return []
-
-
-def _alive(pid: int) -> bool:
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    return False
-
-
-def test_other_settings_are_refused(tmp_path: Path) -> None:
-    settings = {
-        "generator": generator._GENERATOR_VERSION,
-        "calculator": "emt",
-        "potential": CALCULATORS["emt"].describe(),
-        "frames": False,
-        **{"seed": 0, "train": 5, "val": 2},
-    }
-    (tmp_path / "made.json").write_text(json.dumps(settings))
-    with pytest.raises(ValueError, match=r"other settings: seed 0 \(now 1\), train 5 \(now 4\);"):
-        make(tmp_path, train=4, val=2, seed=1)
-    (tmp_path / "made.json").write_text(json.dumps({**settings, "potential": "EMT (ase 1.0)"}))
-    with pytest.raises(ValueError, match=r"other settings: potential 'EMT \(ase 1.0\)' \(now"):
-        make(tmp_path, train=5, val=2)
-    for molecules in ({"H2": 1.0}, 3, {"H2": "a", "H2O": 1, "CO": 1, "N2": 1}):
-        (tmp_path / "made.json").write_text(json.dumps({**settings, "molecules_eV": molecules}))
-        with pytest.raises(ValueError, match=r"molecules_eV must be energies of H2, H2O, CO and"):
-            make(tmp_path, train=5, val=2)
-    (tmp_path / "made.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"made\.json: not the settings"):
-        make(tmp_path, train=6, val=2)
-    (tmp_path / "made.json").unlink()
+def test_folders_of_other_data_are_refused(tmp_path: Path, capsys) -> None:
     (tmp_path / "val_id.safetensors").write_bytes(b"mine")
-    with pytest.raises(ValueError, match=r"val_id\.safetensors: already there, and not"):
-        make(tmp_path, train=6, val=2)
-    assert (tmp_path / "val_id.safetensors").read_bytes() == b"mine"
+    assert main([str(tmp_path)]) == 2 and (tmp_path / "val_id.safetensors").exists()
+    assert "already there" in capsys.readouterr().err
+    (tmp_path / "made.json").write_text("[]")
+    assert main([str(tmp_path)]) == 2
+    assert "made.json: not the settings" in capsys.readouterr().err
+    (tmp_path / "made.json").unlink()
+    (tmp_path / "val_id.safetensors").unlink()
+    made = generator._claim(tmp_path, {"seed": 0, "train": 5, "val": 2, "large": 0})
+    assert generator._claim(tmp_path, {**made, "large": 3})["large"] == 3
+    with pytest.raises(ValueError, match=r"other settings: seed 0 \(now 1\), train 5 \(now 4\);"):
+        generator._claim(tmp_path, {**made, "seed": 1, "train": 4})
 
 
 @pytest.mark.parametrize(
     "wrong", [{"train": 0}, {"val": -1}, {"seed": -1}, {"workers": 0}, {"train": 10**7 + 1}]
 )
 def test_numbers_out_of_range_are_refused(tmp_path: Path, wrong: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match=r"at (least|most) \d+.*; got -?\d+"):
+    with pytest.raises(ValueError, match=r"must be from \d to 10,000,000; got -?\d+"):
         make(tmp_path / "data", **wrong)
     assert not (tmp_path / "data").exists()
 
@@ -272,8 +182,6 @@ def test_a_calculator_that_is_not_there_is_one_line(tmp_path: Path, monkeypatch,
     said = capsys.readouterr().err
     assert "needs the package chgnet" in said and "pip install molflt[chgnet]" in said
     assert said.count("\n") == 1 and not (tmp_path / "data").exists()
-    with pytest.raises(ValueError, match="must be one of emt, chgnet; got dft"):
-        make(tmp_path / "data", "dft")  # type: ignore[arg-type]
 
 
 def test_nothing_imports_chgnet() -> None:
@@ -455,13 +363,3 @@ def test_large_systems_have_energies_of_a_larger_slab() -> None:
     references = sum(dict(plan.references)[symbol] for symbol in adsorbed)
     expected = relaxed.get_potential_energy() - cells * energy - references
     assert fields["y_relaxed"] == pytest.approx(expected, abs=1e-3)
-
-
-def test_a_split_of_large_systems_is_added_to_a_folder(tmp_path: Path) -> None:
-    settings: dict[str, object] = {"seed": 0, "train": 1, "val": 1}
-    make_settings._claim(tmp_path, settings)
-    make_settings._claim(tmp_path, {**settings, "large": 3})
-    make_settings._claim(tmp_path, settings)
-    assert make_settings._read_settings(tmp_path)["large"] == 3
-    with pytest.raises(ValueError, match="large 3 .now 2"):
-        make_settings._claim(tmp_path, {**settings, "large": 2})

@@ -11,7 +11,7 @@ EXACT = {"rtol": 0.0, "atol": 1e-10}
 VARIANTS = {
     "default": {},
     "surface": {"subsurface": False, "descriptors": True, "radial_basis": 4},
-    "messages": {"messages": 2},
+    "messages": {"messages": 2, "message_pairs": "adsorbate"},
     "contact": {"readout": "contact", "position_head": False, "far_field": False},
     "all": {"readout": "all"},
     "flt": FLT,

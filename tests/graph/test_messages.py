@@ -145,6 +145,24 @@ def test_matrices_sum_as_pairs_do_and_as_pieces_of_them(monkeypatch):
 
 
 @torch.no_grad()
+def test_messages_of_adsorbates_leave_out_pairs_of_slab_atoms():
+    """The radial summary still sees all pairs."""
+    options = {"radial_basis": 4, "neighbor_cutoff": CUTOFF, "messages": 2}
+    net = EnergyRegressor(8, 2, **options, message_pairs="adsorbate").double().embedding
+    atoms = structure(9, seed=5)
+    geometry = Geometry.of_data(Batch.from_data_list([atoms]))
+    pairs = neighbor_list(geometry, CUTOFF)
+    found = net(atoms.atomic_numbers, geometry, pairs)
+    layers, net.messages = net.messages, None
+    tokens = net(atoms.atomic_numbers, geometry, pairs)
+    across = (atoms.tags[pairs.center] == 2) | (atoms.tags[pairs.neighbor] == 2)
+    assert 0 < across.sum() < len(across)
+    expected = layers(tokens, Neighbors(*(part[across] for part in pairs)), geometry)
+    torch.testing.assert_close(found, expected, **EXACT)
+    assert (found - layers(tokens, pairs, geometry)).abs().max() > 1e-3
+
+
+@torch.no_grad()
 def test_single_and_missing_atoms():
     net = messages(2)
     alone = Geometry.of_data(Batch.from_data_list([structure(1, 0)]))

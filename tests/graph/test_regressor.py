@@ -40,6 +40,7 @@ VARIANTS = {
     "near-reciprocal-moving": {**MOVING, "near_field": 3.0, "normalize": "none"},
     "surface": {**KERNEL, "near_field": 3.0, "descriptors": True, "subsurface": False},
     "messages": {**KERNEL, "near_field": 3.0, "messages": 2},
+    "messages-adsorbate": {**KERNEL, "messages": 2, "message_pairs": "adsorbate"},
     "performer": PERFORMER,
     "performer-radial": {**PERFORMER, "radial_basis": 8, "descriptors": True},
     "softmax-mask": SOFTMAX,
