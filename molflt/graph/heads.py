@@ -162,6 +162,7 @@ class AtomEmbedding(nn.Module):
         if self.messages is None:
             return x
         if self.message_pairs == "adsorbate":
+            assert geometry.tags is not None
             adsorbate = geometry.tags == Tag.ADSORBATE.value
             kept = adsorbate[neighbors.center] | adsorbate[neighbors.neighbor]
             neighbors = Neighbors(*(part[kept] for part in neighbors))

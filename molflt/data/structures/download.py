@@ -10,7 +10,7 @@ import time
 import zlib
 from http.client import HTTPException, HTTPResponse
 from pathlib import Path, PurePosixPath
-from typing import Literal, NamedTuple, NoReturn
+from typing import Literal, NamedTuple
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
@@ -85,7 +85,7 @@ def download(
         with alone():
             archive, md5 = directory / GAME_NET.name, (md5 or GAME_NET.md5).lower()
             print(f"{archive.name}: md5 {md5}; licence {GAME_NET.licence}")
-            _get(archive, base_url or GAME_NET.base_url, md5, 2 * GAME_NET.size)
+            _get(archive, base_url or GAME_NET.base_url, md5, 0)
         print(f"next: python scripts/game_net.py {archive} {directory / 'fg'}")
         return
     wanted = list(dict.fromkeys(_official_name(split) for split in splits))
@@ -129,25 +129,21 @@ def _md5(path: Path) -> str:
 
 def _get(archive: Path, base_url: str, md5: str, unpacked: int) -> None:
     """Downloads an archive, or verifies one that is there; needs `unpacked` further bytes."""
-    archive.parent.mkdir(parents=True, exist_ok=True)
-    url = f"{base_url.rstrip('/')}/{archive.name}"
-    complete = archive.is_file()
-    size = archive.stat().st_size if complete else _remote_size(url)
-    _check_space(archive, size, unpacked)
-    if not complete:
-        _fetch(url, archive, md5, size)
-    elif (found := _md5(archive)) != md5:
+    if not archive.is_file():
+        _fetch(f"{base_url.rstrip('/')}/{archive.name}", archive, md5, unpacked)
+        return
+    _check_space(archive, archive, archive.stat().st_size, unpacked)
+    if (found := _md5(archive)) != md5:
         raise ValueError(
             f"{archive}: expected md5 {md5}; got {found}; delete it to download it again, or give "
             "its sum as --md5"
         )
 
 
-def _check_space(archive: Path, size: int, unpacked: int) -> None:
+def _check_space(archive: Path, part: Path, size: int, unpacked: int) -> None:
     """Prints the size of the download; raises ValueError if the disk cannot hold it."""
-    part = archive.with_name(f"{archive.name}.part")
-    have = next((path.stat().st_size for path in (archive, part) if path.exists()), 0)
-    needed = max(size - have, 0) + unpacked
+    have = part.stat().st_size if part.exists() else 0
+    needed = size - have + unpacked
     free = shutil.disk_usage(archive.parent).free
     print(
         f"{archive.name}: {readable_size(size)}, {readable_size(have)} of it already here; "
@@ -161,73 +157,37 @@ def _check_space(archive: Path, size: int, unpacked: int) -> None:
         )
 
 
-def _open(url: str, method: str = "GET", start: int = 0) -> HTTPResponse:
-    if not url.startswith(("http://", "https://")):
-        raise ValueError(f"{url}: expected an address that begins with http")
-    headers = {"Range": f"bytes={start}-"} if start else {}
-    reply: HTTPResponse = urlopen(Request(url, method=method, headers=headers), timeout=_TIMEOUT)
-    return reply
-
-
-def _declared(reply: HTTPResponse) -> int | None:
-    """Returns the declared length of a reply, or None."""
-    length = reply.headers.get("Content-Length", "")
-    return int(length) if length.isascii() and length.isdigit() and len(length) < 18 else None
-
-
-def _remote_size(url: str) -> int:
-    try:
-        with _open(url, "HEAD") as reply:
-            size = _declared(reply)
-    except (OSError, HTTPException) as error:
-        _unreachable(url, error)
-    if not size:
-        raise OSError(f"{url}: expected a Content-Length; got none; use another mirror, --base_url")
-    return size
-
-
-def _may_pass(error: Exception) -> bool:
-    """Returns True if a retry may help: not for wrong addresses or full disks."""
-    if isinstance(error, HTTPError):
-        return error.code >= 500 or error.code in _RETRY
-    if isinstance(error, URLError):
-        return isinstance(error.reason, OSError)
-    return isinstance(error, HTTPException | ConnectionError | TimeoutError)
-
-
-def _unreachable(url: str, error: Exception) -> NoReturn:
-    reason = getattr(error, "reason", None) or error
-    if isinstance(error, HTTPError):
-        reason = f"HTTP {error.code} {error.reason or ''}".strip()
-    advice = "is the address right? --base_url changes it"
-    if _may_pass(error):
-        advice = "run the same command again to continue"
-    raise OSError(f"{url}: cannot be downloaded; {reason}; {advice}") from None
-
-
-def _fetch(url: str, file: Path, md5: str, size: int) -> None:
-    """Downloads `size` bytes, continuing a partial file, and verifies them."""
-    part = file.with_name(f"{file.name}.part")
-    if part.exists() and part.stat().st_size > size:
-        part.unlink()
-    idle = 0
-    with tqdm(total=size, unit="B", unit_scale=True, desc=file.name, disable=None) as bar:
-        while (have := part.stat().st_size if part.exists() else 0) < size:
-            bar.n = have
-            bar.refresh()
-            error: Exception = ConnectionError("the server stopped sending")
-            try:
-                _receive(url, part, have, size, bar)
-            except (HTTPException, URLError, ConnectionError, TimeoutError) as problem:
-                if not _may_pass(problem):
-                    _unreachable(url, problem)
-                error = problem
-            idle = 0 if part.exists() and part.stat().st_size > have else idle + 1
-            if idle == _ATTEMPTS:
-                _unreachable(url, error)
-            if idle:
-                time.sleep(0.1 * 2**idle)
-        bar.n = size
+def _fetch(url: str, file: Path, md5: str, unpacked: int) -> None:
+    """Downloads a file, continuing a partial one, and verifies it."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part, idle, size = file.with_name(f"{file.name}.part"), 0, None
+    while True:
+        have = part.stat().st_size if part.exists() else 0
+        problem: Exception = ConnectionError("the server stopped sending")
+        try:
+            with _open(url, have) as reply:
+                start = have if reply.status == 206 else 0  # 200: the whole file
+                total = start + int(reply.headers.get("Content-Length", 0))
+                if size is None:
+                    _check_space(file, part, total, unpacked)
+                size = total
+                _append(part, start, reply, total)
+            if part.stat().st_size >= total:
+                break
+        except HTTPError as error:
+            if error.code == 416:  # nothing is missing
+                break
+            if error.code < 500 and error.code not in _RETRY:
+                advice = "is the address right? --base_url changes it"
+                raise OSError(f"{url}: cannot be downloaded; {error}; {advice}") from None
+            problem = error
+        except (HTTPException, URLError, ConnectionError, TimeoutError) as error:
+            problem = error
+        idle = idle + 1 if have == (part.stat().st_size if part.exists() else 0) else 0
+        if idle == _ATTEMPTS:
+            advice = "run the same command again to continue, or choose a mirror with --base_url"
+            raise OSError(f"{url}: cannot be downloaded; {problem}; {advice}")
+        time.sleep(0.1 * 2**idle)
     if (found := _md5(part)) != md5:
         part.unlink()
         raise ValueError(
@@ -237,23 +197,20 @@ def _fetch(url: str, file: Path, md5: str, size: int) -> None:
     os.replace(part, file)
 
 
-def _receive(url: str, part: Path, have: int, size: int, bar: tqdm) -> None:
-    """Appends to the file, up to `size` bytes in total."""
-    with _open(url, start=have) as reply:
-        # 206 continues; a server without ranges answers 200 with the whole file
-        continues = reply.status == 206
-        left = size - have if continues else size
-        if (sent := _declared(reply)) not in (None, left):
-            raise ValueError(
-                f"{url}: expected {left:,} bytes, as declared; got {sent:,}; use another mirror, "
-                "--base_url"
-            )
-        bar.n = size - left
-        with open(part, "ab" if continues else "wb") as out:
-            while left and (block := reply.read1(min(_CHUNK, left))):
-                out.write(block)
-                left -= len(block)
-                bar.update(len(block))
+def _open(url: str, start: int) -> HTTPResponse:
+    headers = {"Range": f"bytes={start}-"} if start else {}
+    reply: HTTPResponse = urlopen(Request(url, headers=headers), timeout=_TIMEOUT)
+    return reply
+
+
+def _append(part: Path, start: int, reply: HTTPResponse, total: int) -> None:
+    """Writes a reply behind the first `start` bytes of a file."""
+    options = {"unit": "B", "unit_scale": True, "desc": part.stem, "disable": None}
+    with (
+        open(part, "ab" if start else "wb") as raw,
+        tqdm.wrapattr(raw, "write", total=total, initial=start, **options) as out,
+    ):
+        shutil.copyfileobj(reply, out, _CHUNK)
 
 
 def _unpack(archive: Path, directory: Path, wanted: list[str], verify: bool = True) -> None:
