@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from molflt.attention import Attention, Block, make_position
 
 DIM, HEADS, FFN, FEATURES, NODES, GAUSSIANS = 384, 12, 1536, 64, 64, 25
-QUICK = {"sizes": (64, 256), "rounds": 1, "gigabytes": 0.4}
+QUICK = {"sizes": (64, 256), "rounds": 1, "mechanisms": ("flt", "log-linear, FFT at once")}
 
 
 class Patches(nn.Module):

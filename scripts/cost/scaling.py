@@ -29,6 +29,7 @@ from molflt.attention.fnet import FourierMixer
 HEADS, HEAD_DIM, FEATURES, NODES = 8, 64, 64, 32
 DIM = HEADS * HEAD_DIM
 QUICK = {"sizes": (512, 1024), "rounds": 1, "passes": (TRAINING,)}
+QUICK["mechanisms"] = ("flt", "softmax, Toeplitz bias", "PyG performer, relu")
 
 
 class Layer(nn.Module):

@@ -253,10 +253,9 @@ def potential(**options) -> molflt.Calculator:
     [
         ({"messages": 1, "radial_basis": 0, "far_field": False}, set()),
         ({}, {"two slabs, 100 Å apart"}),  # attention among all atoms
-        ({"near_field": 0}, {"two slabs, 100 Å apart"}),
         ({"long_range": [1, 6], "far_field": False}, set()),
     ],
-    ids=["messages", "far field", "no near field", "long range"],
+    ids=["messages", "far field", "long range"],
 )
 def test_potentials(options, known):
     names = [*CHECKS]
