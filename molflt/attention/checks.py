@@ -24,21 +24,21 @@ def positive(**numbers: float) -> None:
 
 
 def not_negative(**numbers: float) -> None:
-    """Raises ValueError for the first number that is below 0, or none."""
+    """Raises ValueError for the first number that is negative or missing."""
     for name, value in numbers.items():
         if not value >= 0:
             raise ValueError(f"{name} must be at least 0; got {value}")
 
 
 def share(**numbers: float) -> None:
-    """Raises ValueError for the first number that is not in [0, 1), as rates of dropout are."""
+    """Raises ValueError for the first rate, such as that of dropout, outside [0, 1)."""
     for name, value in numbers.items():
         if not 0 <= value < 1:
             raise ValueError(f"{name} must be in [0, 1); got {value}")
 
 
 def _head_width(dim: int, heads: int) -> int:
-    """Width d of queries and keys per head; raises ValueError unless heads divide the width."""
+    """Returns the width d of heads; raises ValueError unless `dim` is a multiple of `heads`."""
     if heads < 1 or dim % heads:
         raise ValueError(f"dim={dim} must be a multiple of heads={heads}; change one of them")
     return dim // heads
@@ -52,10 +52,10 @@ def one_of(option: str, choice: str, choices: Iterable[str]) -> None:
 
 
 def no_effect(why: str, **options: object) -> None:
-    """Raises ValueError for the first option that is given, not None, where it would do nothing.
+    """Raises ValueError for the first option that is not None although it would do nothing.
 
     Args:
-        why: what makes it idle, such as "with mixing='softmax'".
+        why: condition under which options have no effect, such as "with mixing='softmax'".
         options: values by name; None for an option that was left out.
     """
     for name, value in options.items():
@@ -65,7 +65,7 @@ def no_effect(why: str, **options: object) -> None:
 
 
 def on_cpu(generator: torch.Generator | None) -> None:
-    """Raises ValueError for a generator elsewhere: equal seeds must give equal draws everywhere."""
+    """Raises ValueError for a generator on another device; equal seeds must give equal draws."""
     if generator is not None and generator.device.type != "cpu":
         raise ValueError(
             f"generator must be on the CPU; got one on {generator.device}; use torch.Generator() "
@@ -79,13 +79,13 @@ def known_names(
     *takers: Callable[..., object],
     but: Iterable[str] = (),
 ) -> None:
-    """Raises TypeError for the first option that no constructor has an argument for.
+    """Raises TypeError for the first option that is not an argument of any constructor.
 
     Args:
-        owner: the class that is built; a name may also be one of its own arguments.
-        options: names of arguments that it hands on.
-        takers: what takes them in the end.
-        but: arguments of these that `owner` gives itself.
+        owner: class that is built; its own arguments are also allowed.
+        options: names of arguments that it passes on.
+        takers: classes that receive them.
+        but: their arguments that `owner` sets itself.
     """
     known = {name for taker in (owner, *takers) for name in signature(taker).parameters} - {*but}
     name = getattr(owner, "__name__", str(owner))
@@ -106,16 +106,16 @@ def tensors(**arguments: object) -> None:
 
 
 def whole(name: str, values: torch.Tensor, low: int, high: int, of: str) -> None:
-    """Raises ValueError for numbers that are not whole, or on the CPU for one out of range.
+    """Raises ValueError for numbers that are not integers and, on the CPU, for one out of range.
 
-    Elsewhere looking at the numbers would make the caller wait for the device.
+    On other devices, reading values would force a synchronization.
 
     Args:
-        name: of the argument.
-        values: of any shape.
-        low: the least.
-        high: the greatest.
-        of: what they are.
+        name: name of the argument.
+        values: numbers, of any shape.
+        low: smallest allowed value.
+        high: largest allowed value.
+        of: description of the values, for messages.
     """
     if values.dtype.is_floating_point or values.dtype.is_complex or values.dtype == torch.bool:
         raise ValueError(f"{name} must be whole numbers, {of}; got {values.dtype}; use .long()")

@@ -1,4 +1,4 @@
-"""Trained weights of one attention mechanism in another."""
+"""Transfer of trained weights between attention mechanisms."""
 
 import torch
 from torch import nn
@@ -7,7 +7,7 @@ from molflt.attention.layer import Scaling
 
 
 def convert_weights_(source: nn.Module, target: nn.Module) -> list[str]:
-    """Copies what two models have in common, such as a trained softmax model and a kernelized one.
+    """Copies the parameters that two models share, such as a softmax model and a kernelized one.
 
     Queries, keys, values and outputs mean the same in every mechanism, so a trained softmax layer
     can continue as a kernelized one, and back: Performer's backward compatibility (FAVOR,
@@ -16,7 +16,7 @@ def convert_weights_(source: nn.Module, target: nn.Module) -> list[str]:
     temperature is about 1; models that use other maps, or sharper weights, need further training.
 
     Args:
-        source: any module; not changed.
+        source: any module; it is not changed.
         target: a module of the same architecture with another attention mechanism; changed in
             place. It keeps its own random projections if the source does not have any.
 
@@ -46,7 +46,7 @@ def convert_weights_(source: nn.Module, target: nn.Module) -> list[str]:
 
 
 def _refuse_other_logits(source: nn.Module, target: nn.Module) -> None:
-    """Raises ValueError for layers of the same name that scale their queries and keys otherwise."""
+    """Raises ValueError for layers of the same name that scale queries and keys differently."""
     modules = dict(source.named_modules())
     for name, own in target.named_modules():
         given = modules.get(name)

@@ -16,17 +16,17 @@ from molflt.attention.mixing.forms import softmax
 from molflt.attention.stack import ATTENTION, MIXER_OPTIONS, Block, Stack, StackState
 
 Memory = KeyValues | KeySums
-"""What cross-attention has to know of the other sequence: all keys and values, or sums of them."""
+"""Memory of cross-attention: keys and values of the other sequence, or sums of them."""
 
 _OF_SELF_ATTENTION = ("causal", "gate", "position")
 
 
 class CrossAttention(Attention):
-    """Attention of tokens to those of another sequence, whose part can be computed once.
+    """Attention to the tokens of another sequence, whose part is computed once.
 
-    `Attention.forward` with `context` does all at once; `remember` and `recall` give the same.
-    Relative encodings do not apply between two sequences (as in T5, arXiv:1910.10683, section 2.1;
-    NPRF, arXiv:2106.12566, eq. 6, has one within a sequence).
+    `Attention.forward` with `context` does both steps; `remember` followed by `recall` gives the
+    same. Relative encodings do not apply between two sequences (as in T5, arXiv:1910.10683, section
+    2.1; NPRF, arXiv:2106.12566, eq. 6, has one within a sequence).
 
     Args:
         dim: width of tokens; a multiple of `heads`.
@@ -40,15 +40,15 @@ class CrossAttention(Attention):
         super().__init__(dim, heads, **attention)
 
     def remember(self, context: Tensor, context_mask: Tensor | None = None) -> Memory:
-        """The part of attention that belongs to the other sequence.
+        """Computes the part of attention that depends on the other sequence only.
 
         Args:
             context: (batch, keys, dim).
             context_mask: (batch, keys) bool, True where a token exists.
 
         Returns:
-            Of softmax keys and values, O(keys d) numbers; of kernelized attention sums over the
-            keys, O(m d) whatever their number.
+            For softmax, keys and values, O(keys d) numbers; for kernelized attention, sums over
+            keys, O(m d) numbers.
         """
         _, source = without_masked(context, context_mask)
         key, value = (self._by_head(to, source) for to in (self.to_key, self.to_value))
@@ -59,11 +59,11 @@ class CrossAttention(Attention):
         return absorb(Operand(self.feature_map, key, None, mask), value)
 
     def recall(self, x: Tensor, memory: Memory) -> Tensor:
-        """`forward(x, context=..., key_mask=...)`, but for dropout, from what `remember` has kept.
+        """Returns `forward(x, context=..., key_mask=...)` without dropout, from a memory.
 
         Args:
             x: (batch k, tokens, dim): k rows in turn for each sequence of the memory.
-            memory: of `batch` sequences.
+            memory: returned by `remember`, for `batch` sequences.
 
         Returns:
             The shape of x.
@@ -81,7 +81,7 @@ class CrossAttention(Attention):
 
 
 class DecoderState(NamedTuple):
-    """State of decoding: sums over the tokens so far, and keys of the other sequence."""
+    """Decoding state: sums over the tokens so far, and keys of the other sequence."""
 
     memory: list[Memory]
     """of each layer"""
@@ -90,16 +90,16 @@ class DecoderState(NamedTuple):
 
 
 class Decoder(nn.Module):
-    """Causal blocks with attention to another sequence between their two parts.
+    """Causal blocks with cross-attention between self-attention and the feed-forward network.
 
-    The decoder of arXiv:1706.03762, section 3.1, fig. 1; NPRF (arXiv:2106.12566), section 4.3,
-    with kernelized attention, of both kinds, and a relative encoding.
+    The decoder of arXiv:1706.03762, section 3.1, fig. 1; NPRF (arXiv:2106.12566), section 4.3, with
+    kernelized self- and cross-attention and a relative encoding.
 
     Args:
         dim: width of tokens; a multiple of `heads`.
         heads: attention heads.
         layers: number of blocks.
-        attention_dropout: of both kinds of attention.
+        attention_dropout: dropout of self- and cross-attention.
         stack: further arguments of `Stack` and `Attention`. Arguments of `Attention` apply to self-
             and cross-attention, except position and gate, which only self-attention has.
 
@@ -172,14 +172,15 @@ class Decoder(nn.Module):
     def step(
         self, x: Tensor, state: DecoderState, positions: Tensor | None = None
     ) -> tuple[Tensor, DecoderState]:
-        """Refines new tokens without going over those before them again.
+        """Refines new tokens without recomputing earlier ones.
 
-        `forward(x, context)` equals `step(x, remember(context))[0]`, and so does step by step.
+        `forward(x, context)` equals `step(x, remember(context))[0]`, also if x is given in several
+        steps.
 
         Args:
             x: (batch k, new tokens, dim), k rows in turn for each sequence that is remembered.
-            state: returned by the call before; of `remember` at the beginning.
-            positions: (batch k or 1, new tokens, l), of the new tokens; for the encoding.
+            state: returned by the previous call, or by `remember` at the start.
+            positions: (batch k or 1, new tokens, l), positions of the new tokens, for the encoding.
 
         Returns:
             (batch k, new tokens, dim), and the state after them.

@@ -1,7 +1,7 @@
-"""A positional encoding evaluated for one batch: one class for each way in which it can enter.
+"""Positional encodings evaluated for one batch: one class for each way to enter attention.
 
-Every class has `dense`, the full matrix and oracle, and `mix`, which never forms that matrix. In
-shapes, b is the batch or 1, h the heads or 1.
+Every class has `dense`, the full matrix, which serves as oracle, and `mix`, which never forms it.
+In shapes, b is the batch or 1, h the heads or 1.
 """
 
 from collections.abc import Callable
@@ -45,8 +45,8 @@ class Encoding:
     """No encoding, and the base class of all kinds.
 
     Attributes:
-        faces: whether softmax attention can use it, or kernelized attention, or both.
-        decodes: whether it leaves causal attention a state of constant size.
+        faces: kinds of attention that can use it: softmax, kernelized, or both.
+        decodes: True if causal attention keeps a state of constant size with it.
         kernel: U (b, h, queries, p) and V (b, h, keys, p) of a kernel that multiplies, or None.
     """
 
@@ -65,7 +65,7 @@ class Encoding:
         return None, None
 
     def transform(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Scaled queries and keys, (batch, heads, tokens, d), to those that are compared."""
+        """Rotates scaled queries and keys, (batch, heads, tokens, d)."""
         return query, key
 
     def dense(self, queries: int, keys: int) -> Tensor | None:
@@ -83,7 +83,7 @@ class Encoding:
         gate: Tensor | None = None,
         state: State | None = None,
     ) -> tuple[Sums, State | None]:
-        """Sums of kernelized attention, in the form that is asked for or, for "auto", cheaper.
+        """Computes the sums of kernelized attention; "auto" takes the cheaper form.
 
         Args:
             query: (batch, heads, queries, d).
@@ -91,8 +91,8 @@ class Encoding:
             value: (batch, heads, keys, dv).
             form: "linear", "quadratic" or "auto".
             causal: each token sees itself and those before it.
-            gate: logits of what each token keeps of the past, (batch, heads, tokens).
-            state: of the tokens before these; causal.
+            gate: logits of the share of the past that each token keeps, (batch, heads, tokens).
+            state: state of the tokens before these, for causal attention.
 
         Returns:
             The sums, and in linear causal attention the state after the last token.
@@ -109,7 +109,7 @@ class Encoding:
         return self._with_single_pairs(sums, query, key, value), last
 
     def by_matrix(self, terms: Terms) -> Sums:
-        """The sums through the N x N matrix of attention: the oracle of `mix`."""
+        """Computes the sums through the N x N matrix of attention: the oracle of `mix`."""
         return self._quadratic(terms)
 
     @staticmethod
@@ -118,7 +118,7 @@ class Encoding:
         return quadratic(query, key, value, causal, log_decay=log_decay, **kernel)
 
     def mix(self, terms: Terms) -> tuple[Sums, State | None]:
-        """The sums without that matrix."""
+        """Computes the sums without that matrix."""
         if terms.causal:
             return causal_linear(*terms[:3], terms.log_decay, terms.state)
         return linear(*terms[:3]), None
@@ -137,7 +137,7 @@ class Encoding:
         return cheaper(*sizes, p) == "quadratic"
 
     def _chunk_size(self, query: Operand, key: Operand, value: Tensor) -> int:
-        """Tokens per chunk if `linear_in_chunks` should take over, else 0."""
+        """Returns the tokens per chunk if `linear_in_chunks` is to be used, else 0."""
         return chunk_size(query, key, value)
 
 
@@ -199,7 +199,7 @@ class _Multiplied(Encoding):
         self._by_query: Once[Pairs | SortedPairs] = Once()
 
     def _sorted_pairs(self, terms: Terms) -> Pairs | SortedPairs | None:
-        """w as sums without the matrix take it; sorted once for all layers."""
+        """Returns w, sorted by query once for all layers."""
         if (pairs := self.pairs) is None:
             return None
         sizes = terms.value.shape[0], terms.query.tokens, terms.key.tokens
@@ -233,7 +233,7 @@ class Kernel(_Multiplied):
     Args:
         left: U (b, h, queries, p).
         right: V (b, h, keys, p).
-        pairs: w, the near field; with `exact` also what is added to A_ij itself.
+        pairs: w, the near field; with `exact`, also terms added to A_ij itself.
     """
 
     kernel: tuple[Tensor, Tensor]
@@ -327,7 +327,7 @@ class Toeplitz(Encoding):
     def _takes_matrix(
         self, form: str, causal: bool, query: Operand, key: Operand, value: Tensor
     ) -> bool:
-        return form == "quadratic"  # its own `blocks` are the form for few tokens
+        return form == "quadratic"  # its own method "blocks" serves few tokens
 
     def _chunk_size(self, query: Operand, key: Operand, value: Tensor) -> int:
         return 0
@@ -337,7 +337,7 @@ class Rotation(Encoding):
     """A map of queries and of keys, each by its own positions: rotary and stochastic encodings.
 
     Args:
-        turn_query: scaled queries (batch, heads, queries, d) to those that are compared.
+        turn_query: function that rotates scaled queries (batch, heads, queries, d).
         turn_key: the same for keys.
     """
 

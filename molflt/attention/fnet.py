@@ -22,7 +22,7 @@ _TRUNCATED_STD = math.sqrt(1 - 4 * math.exp(-2) / math.sqrt(2 * math.pi) / math.
 
 
 class _RealDFT(torch.autograd.Function):
-    """Re(F_seq F_hidden x), its own transpose: backward is forward again, and nothing is saved.
+    """Re(F_seq F_hidden x), which is its own transpose: backward equals forward and saves nothing.
 
     Autograd through the half spectrum would carry complex gradients of the full width instead.
     """
@@ -70,9 +70,9 @@ def _dft_matrices(
         rows: (..., r) integers j.
         columns: (..., c) integers k.
         length: n, a number or (..., 1, 1), at least 1.
-        dtype: of the two results, (..., r, c).
+        dtype: type of the two results, (..., r, c).
     """
-    # Whole turns are taken off as integers: float32 would lose the phase of j k ~ 10^7.
+    # Full turns are subtracted as integers: float32 would lose the phase of j k ~ 10^7.
     turn = (rows[..., :, None] * columns[..., None, :]) % length
     angle = turn.to(dtype) * (2 * math.pi) / length
     return angle.cos(), angle.sin()
@@ -85,10 +85,10 @@ class Mixer(nn.Module):
         dim: width of the tokens, at least 1.
 
     Attributes:
-        paper: where the mixer comes from: number on arXiv, and place.
-        cost: for N tokens of width d.
+        paper: source of the mixer: arXiv number and place.
+        cost: cost for N tokens of width d.
         mixing: its key in `TOKEN_MIXERS`.
-        bounded: whether it is built with `max_tokens`, the longest sequence it can mix.
+        bounded: True if it takes `max_tokens`, the length of the longest sequence.
         causal: False; every token reaches every other. There are no `heads`.
     """
 
@@ -210,13 +210,13 @@ class FourierMixer(Mixer):
             row = _ranks(key_mask)
             cos, sin = _dft_matrices(row, row, _lengths(key_mask), x.dtype)
         real, imaginary = cos @ (x @ hidden[0]), sin @ (x @ hidden[1])
-        # cos is even and sin odd in the column, which only turns the sign of the second term.
+        # cos is even and sin odd in the column, which only changes the sign of the second term.
         mirror = (real + imaginary)[..., 1 : 1 + mirrored].flip(-1)
         return torch.cat((real - imaginary, mirror), dim=-1)
 
 
 class _LinearMixer(Mixer):
-    """y = W_seq x W_hidden, both learned: FNet (arXiv:2105.03824), section 4.1, "Linear".
+    """y = W_seq x W_hidden with learned matrices: FNet (arXiv:2105.03824), section 4.1, "Linear".
 
     Args:
         dim: width of the tokens.
@@ -243,7 +243,7 @@ class _LinearMixer(Mixer):
     def mix(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
         tokens = x.shape[1]
         if tokens > self.max_tokens:
-            # Only here does the number of real tokens have to be known: padding may be wider.
+            # Only this check needs the number of real tokens: padding may be wider.
             lengths = [tokens] if key_mask is None else key_mask.sum(dim=1).tolist()
             longest = max(lengths, default=0)
             if longest > self.max_tokens:
@@ -263,10 +263,11 @@ class _LinearMixer(Mixer):
 
 
 class _RandomMixer(_LinearMixer):
-    """y = W_seq x W_hidden, both random and constant: FNet (arXiv:2105.03824), section 4.1.
+    """y = W_seq x W_hidden with constant random matrices: FNet (arXiv:2105.03824), section 4.1.
 
-    Entries are normal, cut off at two standard deviations, of variance 1 / max_tokens and 1 / dim
-    (the public FNet code). The matrices are buffers: saved in the checkpoint, drawn by `redraw_`.
+    Entries are normal, truncated at two standard deviations, with variances 1 / max_tokens and 1 /
+    dim, as in the public FNet code. The matrices are buffers: saved in the checkpoint, drawn by
+    `redraw_`.
     """
 
     mixing = "random"
@@ -288,7 +289,7 @@ class _NoMixer(Mixer):
     """No token mixing, y = 0: FNet's FF-only model (arXiv:2105.03824, section 4.1).
 
     The paper removes the sublayer; its public code keeps LayerNorm(x + x), which is LayerNorm(x).
-    With y = 0 the residual sum around the sublayer is x; both forms hold in any block.
+    With y = 0 the residual sum around the sublayer is x in any block.
     """
 
     cost = "0"
@@ -300,7 +301,7 @@ class _NoMixer(Mixer):
 
 
 def _ranks(key_mask: Tensor) -> Tensor:
-    """Place of every token among those that exist, (batch, tokens)."""
+    """Returns the index of every token among those that exist, (batch, tokens)."""
     return (key_mask.cumsum(dim=1) - 1).clamp(min=0)
 
 
@@ -310,7 +311,7 @@ def _lengths(key_mask: Tensor) -> Tensor:
 
 
 def _dft_by_length(x: Tensor, key_mask: Tensor) -> Tensor:
-    """`real_dft` of every sequence at its own number of tokens, one call per distinct number."""
+    """Applies `real_dft` to every sequence at its own length, one call per distinct length."""
     batch, tokens, dim = x.shape
     if not x.numel():
         return x

@@ -10,7 +10,7 @@ from molflt.attention.numerics import at_least_float32
 
 
 class Keys(TypedDict, total=False):
-    """Arguments about keys, which the `forward` of layers, blocks and stacks takes.
+    """Arguments about keys of the `forward` of layers, blocks and stacks.
 
     Tokens of masked keys may hold anything: infinite and missing numbers in them count as 0.
     """
@@ -49,7 +49,7 @@ def log_weights(key_weight: Tensor | None, key_mask: Tensor | None, key: Tensor)
             f"{tuple(key_weight.shape)}; expand it"
         )
     weight = key_weight.to(at_least_float32(key).dtype)
-    if key_mask is not None:  # before the logarithm, whose slope at 0 is infinite
+    if key_mask is not None:  # before the logarithm, whose derivative at 0 is infinite
         weight = weight.masked_fill(~key_mask, 1.0)
     least = torch.finfo(weight.dtype).tiny  # 1 / weight, the slope, overflows below
     if at_hand(weight) and bool((wrong := ~((weight >= least) & weight.isfinite())).any()):
@@ -78,7 +78,7 @@ def passed_over(gate: Tensor, mask: Tensor | None) -> Tensor:
 def placed(
     positions: Tensor | None, key_positions: Tensor | None, key_mask: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Positions of queries and of keys, whatever those of masked keys are."""
+    """Returns positions of queries and of keys, with finite ones for masked keys."""
     if key_mask is None or positions is None:
         return positions, key_positions
     if key_positions is not None:
@@ -87,12 +87,12 @@ def placed(
 
 
 def all_placed(positions: Tensor, key_positions: Tensor | None, keys: int) -> None:
-    """Raises ValueError unless each key of softmax has a place, those that are remembered too.
+    """Raises ValueError unless each key of softmax has a position, remembered keys included.
 
     Args:
         positions: (batch, new tokens, l).
         key_positions: (batch, keys, l); those of the new tokens if None.
-        keys: how many there are.
+        keys: number of keys.
     """
     got = (positions if key_positions is None else key_positions).shape[1]
     if got != keys:
@@ -110,7 +110,7 @@ def without_masked(
 ) -> tuple[Tensor, Tensor]:
     """Separates tokens as queries from tokens as keys, whose masked entries are 0.
 
-    A weight of 0 would not do: 0 times infinity is not 0, neither in the sums nor in a gradient.
+    A weight of 0 would not suffice: 0 times infinity is NaN, in sums and in gradients.
 
     Args:
         x: (batch, tokens, dim).

@@ -29,7 +29,7 @@ class Scaling(nn.Module):
         head_dim: width d of queries and keys.
         normalize: `normalize_qk` of `Attention`.
         learn_temperature: see `Attention`; temperatures start at 1.
-        unit_norm: the default of both, from the feature map.
+        unit_norm: default of both, given by the feature map.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class _Heads(NamedTuple):
 
 
 class _Where(Keys, total=False):
-    """Arguments of `Attention.forward`, which has their meaning."""
+    """Arguments of `Attention.forward`, which documents them."""
 
     encoding: Encoding | None
     key_positions: Tensor | None
@@ -97,22 +97,23 @@ class Attention(Positioned):
             tokens), "auto" (either, see `molflt.attention.mixing.forms.cheaper`) or "softmax".
         causal: each token sees itself and those before it.
         feature_map: key of `FEATURE_MAPS`, "positive" by default; not for softmax.
-        num_features: random or learned features m per head, 64 by default, where the map has such.
-        projection: how random features are drawn, key of `PROJECTIONS`, "orthogonal" by default.
+        num_features: random or learned features m per head, 64 by default, for maps that have some.
+        projection: law of random features, key of `PROJECTIONS`, "orthogonal" by default.
         position: the encoding that `forward` evaluates. Its parameters are the layer's, unless a
             `Stack` shares one encoding among all layers.
         degree: of the feature map "polynomial", 2 by default, or 3.
         normalize_qk: divide queries and keys by their norms (NPRF, arXiv:2106.12566, section 3.3).
-            None: where the feature map is made for it, as "polynomial" is.
+            None: if the feature map expects it, as "polynomial" does.
         learn_temperature: multiply their logits by a learned number per head. None: as for
             `normalize_qk`.
-        normalize: what kernelized attention divides by. "masked": sum_j A_ij; "unmasked": the same
+        normalize: divisor of kernelized attention. "masked": sum_j A_ij; "unmasked": the same
             without factors and positional kernel; "none": nothing; outputs grow with the number of
             keys (FAVOR, arXiv:2006.03555, section 4.3: renormalization off).
-        floor: least |sum_j A_ij|, see `Sums.ratio`; for signed features and kernels.
+        floor: smallest |sum_j A_ij|, see `Sums.ratio`; for signed features and kernels.
         gate: forget with a learned rate per token and head, sum_j of (1 - g_j) prod_(j<l<=i) g_l;
             causal only. RFA (arXiv:2103.02143), section 3.2.
-        dropout: of single weights in softmax, of whole keys per head in kernelized attention.
+        dropout: rate of dropout, of single weights in softmax and of whole keys per head in
+            kernelized attention.
 
     Raises:
         ValueError: an unknown choice, choices that do not go together, an option that would have
@@ -182,7 +183,7 @@ class Attention(Positioned):
 
     @property
     def face(self) -> str:
-        """The mixing for which an encoding is evaluated: "auto" takes those of "linear"."""
+        """Mixing for which an encoding is evaluated: "auto" takes that of "linear"."""
         return "linear" if self.mixing == "auto" else self.mixing
 
     def forward(
@@ -193,7 +194,7 @@ class Attention(Positioned):
         Args:
             x: (batch, tokens, dim).
             positions: (batch, tokens, l), for the layer's own encoding.
-            encoding: result of the position for these tokens, in place of positions. Layers that
+            encoding: the evaluated position of these tokens, in place of positions. Layers that
                 share a position evaluate it once.
             key_positions: (batch, keys, l), where keys are not the tokens.
             key_mask, key_weight, key_index: (batch, keys), see `Keys`.
@@ -214,17 +215,17 @@ class Attention(Positioned):
         encoding: Encoding | None = None,
         key_positions: Tensor | None = None,
     ) -> tuple[Tensor, DecodeState]:
-        """Causal attention of new tokens to those before them, without going over these again.
+        """Applies causal attention to new tokens without recomputing earlier ones.
 
         `forward(x)` equals `decode(x)[0]`, and decoding piece by piece gives the same.
 
         Args:
             x: (batch, new tokens, dim); one, or a whole prompt.
             positions: (batch, new tokens, l).
-            state: returned by the call before; None at the beginning. Constant in size for linear
+            state: returned by the previous call; None at the start. Constant in size for linear
                 attention; keys and values of all tokens for softmax.
-            encoding: as for `forward`; for softmax with all tokens so far as keys.
-            key_positions: for softmax, those of all tokens so far.
+            encoding: as for `forward`; for softmax, with all tokens so far as keys.
+            key_positions: for softmax, positions of all tokens so far.
         """
         if not self.causal or self.mixing == "quadratic":
             raise ValueError(
@@ -261,10 +262,10 @@ class Attention(Positioned):
         return self._mix(heads._replace(value=value), encoding)[0]
 
     def sums(self, x: Tensor, positions: Tensor | None = None, **where: Unpack[_Where]) -> Sums:
-        """Numerators and normalizers of kernelized attention before the division.
+        """Returns numerators and normalizers of kernelized attention before the division.
 
         Arguments as for `forward`. `(sums.normalizer <= 0).sum()` counts the rows that signed
-        features have spoiled.
+        features made invalid.
         """
         if self.mixing == "softmax":
             raise ValueError("softmax attention does not compute features or sums; use weights()")
@@ -287,7 +288,7 @@ class Attention(Positioned):
     def _encode(
         self, positions: Tensor | None, key_positions: Tensor | None, encoding: Encoding | None
     ) -> Encoding:
-        """The encoding that is given, or the layer's own at the positions that are given."""
+        """Returns the given encoding, or the layer's own at the given positions."""
         if encoding is None:
             encoding = self._evaluate(self.face, positions, key_positions)
             return Encoding() if encoding is None else encoding
@@ -333,7 +334,7 @@ class Attention(Positioned):
     def _mix(
         self, heads: _Heads, encoding: Encoding, dropout: float = 0.0, states: _States = ()
     ) -> tuple[Tensor, _States]:
-        """Outputs by head, and the states after the last token, if there are such."""
+        """Returns outputs by head, and the state after the last token, if there is one."""
         if self.mixing == "softmax":
             compared = encoding.transform(heads.query, heads.key)
             bias = joined_bias(encoding.bias, heads.log_weight, *compared)
@@ -356,7 +357,7 @@ class Attention(Positioned):
     def _operands(self, heads: _Heads, encoding: Encoding) -> tuple[Operand, Operand]:
         """Inputs of the feature map."""
         phi = self.feature_map
-        assert phi is not None  # softmax goes another way
+        assert phi is not None  # softmax does not use them
         query, key = encoding.transform(heads.query, heads.key)
         left, right = encoding.columns
         width = query.shape[-1] + (left.shape[-1] if isinstance(left, Tensor) else 0)

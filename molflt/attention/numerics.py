@@ -18,7 +18,7 @@ _R = TypeVar("_R")
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """Half precision to float32: it overflows exponentials and loses the phase of a few Å."""
+    """Casts half precision to float32: it overflows exponentials and loses the phase of a few Å."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
@@ -30,7 +30,7 @@ def unit(x: Tensor) -> Tensor:
 
 
 def distances(vector: Tensor) -> Tensor:
-    """|v|, (..., l) -> (...), with the gradient 0 at 0: for functions that are flat there."""
+    """|v|, (..., l) -> (...), with the gradient 0 at 0, for functions that are flat there."""
     return root(vector.square().sum(dim=-1))
 
 
@@ -51,18 +51,18 @@ def sinc(x: Tensor) -> Tensor:
 
 def fade(x: Tensor) -> Tensor:
     """1 for x <= 0, 0 for x >= 1, between them a polynomial; twice differentiable."""
-    rest = (1 - x).clamp(0.0, 1.0)  # counted from the end, where nothing may cancel
+    rest = (1 - x).clamp(0.0, 1.0)  # relative to the end, where nothing may cancel
     return rest**3 * (10 - 15 * rest + 6 * rest**2)
 
 
 def by_head(x: Tensor, matrices: Tensor) -> Tensor:
     """x @ matrices, one matrix per head: (batch, heads, n, d), (heads, d, m) -> (..., n, m).
 
-    Of many short sequences, as in decoding, in one product per head: torch would copy the matrices
-    for each of the batch.
+    Many short sequences, as in decoding, take one product per head: torch would copy the matrices
+    for each item of the batch.
     """
     d, m = matrices.shape[-2:]
-    # Compiled code is one for all sizes.
+    # One compiled program serves all sizes.
     if torch.compiler.is_compiling() or len(x) == 1 or x.shape[2] * (d + m) >= d * m:
         return x @ matrices
     joined = x.transpose(0, 1).flatten(1, 2) @ matrices
@@ -70,13 +70,13 @@ def by_head(x: Tensor, matrices: Tensor) -> Tensor:
 
 
 def products_of_all(left: Tensor, right: Tensor) -> Tensor:
-    """left @ right^T as exact as both are, also under autocast: (..., n, p), (..., m, p)."""
+    """left @ right^T in the precision of both, also under autocast: (..., n, p), (..., m, p)."""
     with torch.autocast(left.device.type, enabled=False):
         return left @ right.mT
 
 
 def finite(x: Tensor) -> Tensor:
-    """x, with 0 in place of infinite values, as maxima over nothing are."""
+    """Returns x with 0 in place of infinite values, such as maxima over nothing."""
     return torch.where(x.isfinite(), x, 0.0)
 
 
@@ -84,9 +84,9 @@ def recomputed(function: Callable[..., _R], *arguments: object, several: bool = 
     """Returns function(*arguments), recomputed in backward instead of keeping intermediate tensors.
 
     Args:
-        function: without randomness, and of nothing that changes before backward.
+        function: deterministic function that reads nothing that changes before backward.
         arguments: tensors, in tuples or not, and anything else.
-        several: False for the only piece of its kind: nothing would be saved by forgetting it.
+        several: False for a single piece, which would save no memory.
     """
     if not several or not torch.is_grad_enabled() or in_transform():
         return function(*arguments)
@@ -95,17 +95,17 @@ def recomputed(function: Callable[..., _R], *arguments: object, several: bool = 
 
 
 class Once(Generic[_R]):
-    """A tensor that several layers share, computed by the first of them.
+    """A tensor that several layers share; the first of them computes it.
 
-    Without gradients it is not what layers with gradients need. Inside of a checkpoint each layer
-    computes its own: in backward it would find what others have left by then.
+    A tensor without gradients does not serve layers with gradients. Inside a checkpoint each layer
+    computes its own, because backward would find the one of a later layer.
     """
 
     def __init__(self) -> None:
         self._kept: tuple[bool, _R] | None = None
 
     def get(self, compute: Callable[[], _R]) -> _R:
-        """The result of `compute`, of the first call or of this one."""
+        """Returns the result of the first call of `compute`."""
         if in_checkpoint():
             return compute()
         grad = torch.is_grad_enabled()
@@ -115,7 +115,7 @@ class Once(Generic[_R]):
 
 
 def constant(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """`torch.compiler.assume_constant_result`, which would load the compiler: of plain numbers."""
+    """`torch.compiler.assume_constant_result` for plain numbers, without loading the compiler."""
     vars(function)["_dynamo_marked_constant"] = True
     return function
 
@@ -130,14 +130,14 @@ def gauss_rule(count: int) -> tuple[list[float], list[float]]:
 def searched(
     fake: Callable[..., object],
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """A function of tensors that compilers treat as opaque, known by its result shapes.
+    """Decorates a function of tensors that compilers treat as opaque.
 
-    It is one operation of a compiled graph, without a gradient, and may look at numbers and raise
-    errors when the graph runs.
+    It becomes one operation of a compiled graph, without a gradient, which may read numbers and
+    raise errors when the graph runs.
 
     Args:
-        fake: empty results of the same arguments. Calls `torch.library.get_ctx().new_dynamic_size`
-            for sizes that depend on numbers.
+        fake: function that returns empty results for the same arguments. It calls
+            `torch.library.get_ctx().new_dynamic_size` for sizes that depend on numbers.
     """
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -158,7 +158,7 @@ def searched(
 
 
 def undecided(condition: bool, otherwise: bool) -> bool:
-    """The condition; `otherwise` where compilers do not know the sizes in it."""
+    """Returns the condition; `otherwise` if compilers do not know its sizes."""
     if not torch.compiler.is_compiling():
         return condition
     from torch.fx.experimental.symbolic_shapes import guard_or_false, guard_or_true
@@ -167,7 +167,7 @@ def undecided(condition: bool, otherwise: bool) -> bool:
 
 
 def pieces(count: int, size: int) -> list[slice]:
-    """Slices of a range, `size` long each. Compiled code takes one slice, for all sizes."""
+    """Yields slices of a range, `size` long each; one slice in compiled code."""
     if torch.compiler.is_compiling():
         return [slice(None)]
     return [slice(start, start + size) for start in range(0, count, size)]
@@ -179,7 +179,7 @@ def counts_of(index: Tensor, size: int) -> Tensor:
 
 
 def uncompiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """`torch.compiler.disable`, which loads the compiler, only once somebody else has loaded it."""
+    """Applies `torch.compiler.disable`, which loads the compiler, only if it is already loaded."""
     disabled: Callable[_P, _R] | None = None
 
     @functools.wraps(function)

@@ -32,7 +32,7 @@ ACTIVATIONS = {"gelu": "none", "gelu_tanh": "tanh"}  # what torch approximates i
 
 
 class Block(nn.Module):
-    """Transformer block of token mixing and feed-forward network.
+    """Transformer block: token mixing and a feed-forward network.
 
     Args:
         attention: the attention layer, or a mixer of FNet; its `dim` is the width of the block.
@@ -40,9 +40,9 @@ class Block(nn.Module):
         dropout: probability of dropout after attention and in the feed-forward network.
         norm: place of LayerNorm. "pre": x + Attention(LN x); "post": LN(x + Attention(x)), as in
             FNet (arXiv:2105.03824) and BERT.
-        activation: of the feed-forward network: "gelu", or "gelu_tanh", its approximation by tanh,
-            with which FNet was trained.
-        norm_eps: what LayerNorm adds to the variance.
+        activation: activation of the feed-forward network: "gelu", or "gelu_tanh", its
+            approximation by tanh, with which FNet was trained.
+        norm_eps: constant that LayerNorm adds to the variance.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Block(nn.Module):
         return out
 
     def _added(self, x: Tensor, new: Tensor, norm: nn.Module) -> Tensor:
-        """Tokens to which a part of the block, with that LayerNorm, has added something."""
+        """Adds the output of a sublayer with that LayerNorm to the tokens."""
         x = x + self.dropout(new)
         out: Tensor = x if self.norm == "pre" else norm(x)
         return out
@@ -128,11 +128,11 @@ class StackState(NamedTuple):
 
 
 class Stack(Positioned):
-    """Distinct blocks, applied several times with shared weights, one mask for all of them.
+    """Distinct blocks, applied several times with shared weights and one shared mask.
 
     The output of each pass is fed back as the input of the next (`refinements` passes), as in
     3D-Graphormer (arXiv:2203.04810) and FLT's OC20 experiment. The encoding is evaluated once.
-    `Stack.of` makes one from blocks made by hand.
+    `Stack.of` takes existing blocks.
 
     Args:
         dim: width of tokens; a multiple of `heads`.
@@ -141,13 +141,13 @@ class Stack(Positioned):
         ffn_dim: hidden width of the feed-forward networks.
         refinements: passes through the layers with shared weights.
         norm: "pre" or "post", see `Block`.
-        activation: of the feed-forward networks, see `Block`.
-        norm_eps: what LayerNorm adds to the variance.
-        mixer: what mixes tokens: "attention", or a key of `TOKEN_MIXERS`, such as "fourier" for
-            FNet (arXiv:2105.03824).
+        activation: activation of the feed-forward networks, see `Block`.
+        norm_eps: constant that LayerNorm adds to the variance.
+        mixer: token mixer: "attention", or a key of `TOKEN_MIXERS`, such as "fourier" for FNet
+            (arXiv:2105.03824).
         mixer_options: further arguments of that mixer.
-        attention_layers: how many of the last layers have attention all the same, 0 by default:
-            FNet's hybrid has 2 (section 4.1).
+        attention_layers: number of last layers that keep attention, 0 by default; FNet's hybrid has
+            2 (section 4.1).
         dropout: dropout of blocks.
         attention_dropout: see `Attention`.
         position: the encoding that all layers share, different for each head: "none", a key of
@@ -205,11 +205,11 @@ class Stack(Positioned):
     def of(
         cls, blocks: Sequence[Block], position: Position | None = None, refinements: int = 1
     ) -> Self:
-        """A stack of blocks made by hand.
+        """Makes a stack of existing blocks.
 
         Args:
             blocks: the distinct layers, of attention or mixers.
-            position: the very encoding that every attention in them was built with, or None.
+            position: the encoding with which every attention in them was built, or None.
             refinements: passes through the blocks.
         """
         stack = cls.__new__(cls)
@@ -265,7 +265,7 @@ class Stack(Positioned):
         return out
 
     def one_pass(self, x: Tensor, encoding: Encoding | None, **keys: Unpack[Keys]) -> Tensor:
-        """All blocks once, without the last LayerNorm: for models that act between passes.
+        """Applies all blocks once, without the last LayerNorm, for models that act between passes.
 
         Args:
             x: (batch, tokens, dim).
@@ -284,7 +284,7 @@ class Stack(Positioned):
 
         Args:
             x: (batch, new tokens, dim).
-            positions: (batch, new tokens, l), of the new tokens; for the encoding.
+            positions: (batch, new tokens, l), positions of the new tokens, for the encoding.
             state: returned by the call before; None at the beginning.
         """
         encoding, keys = self._evaluate_new(positions, state)
@@ -300,7 +300,7 @@ class Stack(Positioned):
     def _evaluate_new(
         self, positions: Tensor | None, state: StackState | None
     ) -> tuple[Encoding | None, Tensor | None]:
-        """The encoding of new tokens that follow a state, and the positions to remember."""
+        """Returns the encoding of new tokens that follow a state, and the positions to remember."""
         if self.position is not None and not self.position.decodes:
             raise ValueError(
                 f"{type(self.position).__name__} leaves no state of constant size to decode from; "
@@ -315,7 +315,7 @@ class Stack(Positioned):
     def redraw_(self, generator: torch.Generator | None = None) -> None:
         """Draws new random features of every block in place, and the noise of stochastic encodings.
 
-        Nodes of a spectral mask stay as they are: the mask is learned with them.
+        Nodes of a spectral mask stay, because the mask is learned with them.
         """
         if self.position is not None and self.position.redraws:
             self.position.redraw_(generator)
@@ -327,7 +327,7 @@ class Stack(Positioned):
 
 
 def _refuse_misfits(attentions: Sequence[Attention], position: Position | None) -> None:
-    """Raises ValueError unless all layers were built for this encoding, in one kind of mixing."""
+    """Raises ValueError unless all layers were built for this encoding and one kind of mixing."""
     name = type(position).__name__
     if position is not None and not attentions:
         raise ValueError(f"{name} needs attention, and no block has any; leave it out")
@@ -351,7 +351,7 @@ def _refuse_misfits(attentions: Sequence[Attention], position: Position | None) 
 
 
 def _make_mixer(name: str, dim: int, options: Mapping[str, Any]) -> Mixer:
-    """A mixer of `TOKEN_MIXERS`, of tokens of width `dim`."""
+    """Builds a mixer of `TOKEN_MIXERS` for tokens of width `dim`."""
     make = TOKEN_MIXERS[name]
     known_names(make, options, but=("dim",))
     if make.bounded and "max_tokens" not in options:
@@ -372,10 +372,10 @@ def _mixed_layers(
     """Returns the number of layers, counted from the first, with the mixer instead of attention.
 
     Args:
-        layers: of the stack.
-        mixer: its option, as are the next two.
-        mixer_options: see there.
-        attention_layers: see there.
+        layers: number of layers.
+        mixer: see `Stack`.
+        mixer_options: see `Stack`.
+        attention_layers: see `Stack`.
         attention: options of attention.
     """
     one_of("mixer", mixer, (ATTENTION, *TOKEN_MIXERS))

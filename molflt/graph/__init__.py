@@ -1,4 +1,4 @@
-"""Atoms: PyG batches in and out of the attention core; the energy regressor, the potential."""
+"""The attention core for atoms of PyG batches: layers, the energy regressor and the potential."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Attention over the atoms of PyG batches, as a layer for any PyG model."""
+"""Attention over the atoms of PyG batches as a layer of PyG models."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -28,32 +28,32 @@ class GraphAttention(nn.Module):
 
     FLT (`arXiv:2302.01925 <https://arxiv.org/abs/2302.01925>`_) on random features of the Performer
     (`arXiv:2009.14794 <https://arxiv.org/abs/2009.14794>`_), additive; the multiplicative position,
-    reciprocal nodes and near field are molflt's own. A graph's output does not depend on what else
-    is in the batch, on the order of its atoms or on where it lies in space; with "reciprocal"
-    it depends neither on the choice of its cell nor on which image of an atom is given.
+    reciprocal nodes and near field are specific to molflt. The output of a graph does not depend on
+    the rest of the batch, on the order of its atoms or on its position in space. With "reciprocal"
+    it does not depend on the choice of the cell or on periodic images either.
 
     Args:
         dim: width of atoms, a multiple of `heads`.
         heads: number of heads.
-        position: "spectral", FLT's mask; "multiplicative", a kernel; or "none": a Performer, which
-            needs no positions.
+        position: "spectral", FLT's mask; "multiplicative", a kernel; or "none", a Performer without
+            positions.
         position_options: further arguments of the position, such as spectrum, nodes and num_nodes;
             see :class:`~molflt.graph.encoding.GraphEncoding`.
         periodic: "none" ignores boundaries; "images", "reciprocal" and "mesh" are periodic. None
             refuses periodic structures.
-        image_cutoff: of "images", Å, 8 by default.
-        max_frequency: of "reciprocal" and "mesh", cycles/Å, 0.25 by default.
-        mesh_order: of the splines of "mesh", 5 by default.
+        image_cutoff: cutoff of "images", Å, 8 by default.
+        max_frequency: end of the spectrum of "reciprocal" and "mesh", cycles/Å, 0.25 by default.
+        mesh_order: order of the splines of "mesh", 5 by default.
         near_field: distance within which a multiplicative kernel is exact, Å.
-        near_exact: within it, q.k is exact as well.
+        near_exact: make q.k exact as well within it.
         mixing: "linear"; "quadratic": the same numbers through the N x N matrix, faster for few
-            atoms; "auto": the cheaper of these two at the size at hand; "softmax": softmax with the
-            exact mask, O(atoms^2), another function than these.
+            atoms; "auto": the cheaper of these two; "softmax": softmax with the exact mask,
+            O(atoms^2), a different function.
         feature_map: key of `molflt.attention.FEATURE_MAPS`, "positive" by default.
         num_features: random or learned features m per head, 64 by default.
         attention: further arguments of `molflt.attention.Attention`: projection, normalize_qk,
-            normalize, floor, dropout. With normalize="unmasked", outputs of crystals depend on how
-            many cells are given, also with "reciprocal" and "mesh": it counts their atoms.
+            normalize, floor, dropout. With normalize="unmasked", outputs of crystals depend on the
+            number of cells, also with "reciprocal" and "mesh".
 
     Raises:
         TypeError: an unknown argument.
@@ -172,7 +172,7 @@ class GraphAttention(nn.Module):
         pbc: Tensor | None,
         graphs: int | None,
     ) -> Geometry:
-        """The arguments checked and in one form, in the precision of the weights."""
+        """Checks the arguments and returns them in one form, in the precision of the weights."""
         if encoding.periodic.needs_cell:
             if cell is None and _is_periodic(pbc):
                 raise ValueError(
@@ -195,5 +195,6 @@ class GraphAttention(nn.Module):
 
 
 def _is_periodic(pbc: Tensor | None) -> bool:
-    """Returns True if an axis is periodic; the default is all. Waits for the device: call last."""
+    """Returns True if an axis is periodic; the default is all. It waits for the device: call it
+    last."""
     return pbc is None or torch.compiler.is_compiling() or bool(pbc.any())

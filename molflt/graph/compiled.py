@@ -1,4 +1,4 @@
-"""Energies of a regressor as machine code, made once by AOTInductor for all sizes."""
+"""Energies of a regressor as machine code of AOTInductor, one program for all sizes."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["CompiledEnergies", "compile_energies"]
 
 _MOST_IN_MATRIX = 2048
-"""atoms of a graph; the N x N matrices of more would fill memory"""
+"""most atoms of a graph; N x N matrices of more would fill the memory"""
 
 
 def compile_energies(model: EnergyRegressor, path: Path) -> Path:
@@ -24,7 +24,7 @@ def compile_energies(model: EnergyRegressor, path: Path) -> Path:
 
     Args:
         model: a trained regressor, on the CPU.
-        path: of the package to write, which ends in .pt2.
+        path: package to write, ending in .pt2.
     """
     from torch._inductor import aoti_compile_and_package
     from torch._inductor.exc import InvalidCxxCompiler
@@ -41,12 +41,12 @@ def compile_energies(model: EnergyRegressor, path: Path) -> Path:
 
 
 class CompiledEnergies(nn.Module):
-    """A regressor whose energies machine code computes, and nothing else.
+    """Energies of a regressor, computed by machine code.
 
     Args:
         model: the regressor that was compiled, which prepares batches.
-        path: what `compile_energies` wrote. It is machine code, which may do anything: load nothing
-            that you do not trust.
+        path: package written by `compile_energies`. It is machine code, which may do anything: load
+            only files that you trust.
 
     Raises:
         RuntimeError: if it was compiled for another kind of processor.
@@ -65,8 +65,8 @@ class CompiledEnergies(nn.Module):
     def forward(self, batch: "Data") -> Mapping[str, Tensor]:
         """Energies (graphs,), float64, eV, as `EnergyRegressor.forward`.
 
-        Graphs are padded to the largest; batches should have graphs of similar size. Graphs whose
-        matrix does not fit go to the model instead, with the same sums.
+        Graphs are padded to the largest; batches should have graphs of similar size. The model
+        itself computes graphs whose matrix does not fit, with the same sums.
         """
         inputs = EnergyInputs.of(self.model, batch)
         if self.matrix and inputs.mask.shape[1] > _MOST_IN_MATRIX:
@@ -75,7 +75,7 @@ class CompiledEnergies(nn.Module):
 
 
 def _example(model: EnergyRegressor) -> "Data":
-    """Two graphs, of three atoms and of two, that every model takes."""
+    """Returns two graphs, of three and of two atoms, that every model accepts."""
     from torch_geometric.data import Batch, Data
 
     dtype = model.embedding.element.weight.dtype

@@ -1,7 +1,7 @@
 """Energies of a regressor as a function of tensors only, for export.
 
-What depends on data in number (neighbors, reciprocal nodes, padding) is prepared by `EnergyInputs`
-outside of it; what remains has dynamic sizes only, and one graph of operations for all of them.
+`EnergyInputs` prepares everything whose number depends on the data: neighbors, reciprocal nodes,
+padding. The rest has dynamic sizes only, and one graph of operations for all of them.
 """
 
 import copy
@@ -33,7 +33,7 @@ _DIMENSIONS = ("atoms", "graphs", "width", "nodes", "pairs", "edges")
 class EnergyInputs(NamedTuple):
     """Arguments of `EnergyComputation`, in this order; Å and cycles/Å.
 
-    Graphs are padded to the largest, so a batch is best of graphs of similar size.
+    Graphs are padded to the largest; batches should have graphs of similar size.
     """
 
     numbers: Tensor
@@ -49,13 +49,13 @@ class EnergyInputs(NamedTuple):
     positions: Tensor
     """(graphs, width, 3), centred"""
     nodes: Tensor
-    """(graphs, nodes, 3), of the reciprocal lattice; zeros for models without"""
+    """(graphs, nodes, 3), of the reciprocal lattice; zeros for models without nodes"""
     node_weights: Tensor
     """(graphs, nodes), Å^-3, 0 for padding"""
     pair_graphs: Tensor
-    """(pairs,) int64, of pairs within the near field, each atom with itself first"""
+    """(pairs,) int64, queries of pairs within the near field, each atom with itself first"""
     pair_queries: Tensor
-    """(pairs,) int64, counted from the first atom of the graph"""
+    """(pairs,) int64, index of the query in its graph"""
     pair_keys: Tensor
     """(pairs,) int64, the other atom"""
     pair_vectors: Tensor
@@ -69,7 +69,7 @@ class EnergyInputs(NamedTuple):
 
     @classmethod
     def of(cls, model: EnergyRegressor, batch: "Data") -> "EnergyInputs":
-        """Prepares a batch, as `EnergyRegressor.forward` takes it, with its checks."""
+        """Checks and prepares a batch, as `EnergyRegressor.forward` takes it."""
         _check(model)
         atoms = Atoms.of(batch, model.embedding.element.weight)
         references = atoms.geometry.sum(model._references(atoms))
@@ -130,14 +130,14 @@ _SIZES = {
 
 
 class EnergyComputation(nn.Module):
-    """Energies (graphs,), float64, eV, from `EnergyInputs`: no check and no look at any number.
+    """Energies (graphs,), float64, eV, from `EnergyInputs`, without reading or checking numbers.
 
-    Attention takes one form for all sizes. With a near field or reciprocal nodes that is the one
-    through the N x N matrix of each graph, O(width^2), which takes less time up to some thousand
-    atoms; without them the linear one. Both are the sums that the model itself computes.
+    Attention takes one form for all sizes. With a near field or reciprocal nodes this is the N x N
+    matrix of each graph, O(width^2), which takes less time up to some thousand atoms; otherwise it
+    is the linear form. Both give the sums of the model itself.
 
     Args:
-        model: a trained regressor, which is copied.
+        model: a trained regressor; it is copied.
 
     Raises:
         ValueError: periodic images, atoms that move between passes, softmax attention or a
@@ -154,7 +154,7 @@ class EnergyComputation(nn.Module):
                 layer.mixing = mixing
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        """Energies (graphs,) of what `EnergyInputs` has, in its order."""
+        """Computes energies (graphs,) from the fields of `EnergyInputs`, in their order."""
         given, model = EnergyInputs(*inputs), self.model
         mask = given.mask
         dense = DenseAtoms(mask, given.positions, mask, given.positions)
@@ -192,10 +192,10 @@ def export_energies(model: EnergyRegressor, batch: "Data") -> "ExportedProgram":
 
     Args:
         model: a trained regressor.
-        batch: an example of two graphs or more, of two atoms or more.
+        batch: an example of at least two graphs with at least two atoms each.
 
     Returns:
-        A program whose `.module()` takes `EnergyInputs`, of any batch, and gives energies, eV.
+        A program whose `.module()` maps `EnergyInputs` of any batch to energies, eV.
     """
     from torch.export import Dim, export
 
@@ -219,7 +219,7 @@ def _place(name: str) -> int:
 
 
 def _check(model: nn.Module) -> None:
-    """Raises ValueError for a model whose energies are more than one function of tensors."""
+    """Raises ValueError for a model whose energies are not a single function of tensors."""
     if type(model) is not EnergyRegressor:
         raise ValueError(
             f"expected one EnergyRegressor; got {type(model).__name__}, which cannot be exported; "

@@ -1,4 +1,4 @@
-"""Atoms of a batch as dense tensors with a mask, which is what attention computes with."""
+"""Atoms of a batch as dense tensors with a mask, the form that attention takes."""
 
 from typing import NamedTuple, cast
 
@@ -10,7 +10,7 @@ from molflt.graph.geometry import Geometry
 
 
 class DenseAtoms(NamedTuple):
-    """Queries are atoms, keys are atoms and perhaps their periodic images.
+    """Queries are atoms; keys are atoms and, in some schemes, their periodic images.
 
     Positions are relative to the mean position of each graph's atoms, Å.
     """
@@ -26,7 +26,7 @@ class DenseAtoms(NamedTuple):
     key_index: Tensor | None = None
     """(graphs, keys), index of the atom that each key copies; None: key j is atom j"""
     key_weight: Tensor | None = None
-    """(graphs, keys), below 1 for images on their way out of the cutoff; None: all 1"""
+    """(graphs, keys), below 1 for images near the cutoff; None: all 1"""
 
     @property
     def keys(self) -> Keys:
@@ -39,14 +39,14 @@ class DenseAtoms(NamedTuple):
 
     @classmethod
     def of(cls, geometry: Geometry, lattice: bool = False) -> "DenseAtoms":
-        """Centres and pads the atoms, which are the keys as well.
+        """Centres and pads the atoms, which are also the keys.
 
         Args:
             geometry: the atoms.
-            lattice: centre only along directions that are perpendicular to all periodic lattice
-                vectors. Along these a mean would depend on the choice of cell and of images.
-                Features of the additive encoding see single factors. It therefore depends on the
-                position of the crystal along the others; the multiplicative encoding does not.
+            lattice: centre only perpendicular to all periodic lattice vectors. Along them, the mean
+                depends on the choice of the cell and of images. Features of the additive encoding
+                see single factors, which depend on the position of the crystal along periodic
+                directions; the multiplicative encoding does not.
         """
         mask = atom_mask(geometry)
         centred = geometry.pos - _centres(geometry, lattice)[geometry.batch]
@@ -64,14 +64,14 @@ def atom_mask(geometry: Geometry) -> Tensor:
 
 
 def places_of(geometry: Geometry, mask: Tensor) -> Tensor:
-    """Places of the mask that hold an atom, all graphs counted through: (atoms,)."""
+    """Indices of the atoms in the flattened mask: (atoms,)."""
     number = torch.arange(geometry.batch.shape[0], device=mask.device)
     first = mask.shape[1] * torch.arange(geometry.graphs, device=mask.device)
     return number + (first - geometry.ptr[:-1])[geometry.batch]
 
 
 def padded(x: Tensor, mask: Tensor, places: Tensor) -> Tensor:
-    """Rows of all atoms to those of each graph: (atoms, n) -> (graphs, most atoms, n)."""
+    """Pads the rows of each graph: (atoms, n) -> (graphs, most atoms, n)."""
     out = x.new_zeros(mask.numel(), x.shape[1]).index_copy(0, places, x)
     return out.view(*mask.shape, x.shape[1])
 

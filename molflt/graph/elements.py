@@ -22,7 +22,7 @@ DESCRIPTORS = (
 
 _NOBLE = (0, 2, 10, 18, 36, 54, 86, 118)
 
-# Pauling's scale, of the elements 1 to 103 in order; nan where nothing is known to be bound.
+# Pauling's scale, of the elements 1 to 103 in order; nan for elements without known bonds.
 _ELECTRONEGATIVITY = """
 2.20 nan
 0.98 1.57 2.04 2.55 3.04 3.44 3.98 nan
@@ -36,13 +36,13 @@ _ELECTRONEGATIVITY = """
 
 
 def period_and_place(number: int) -> tuple[int, int]:
-    """Row of an element, and its place in it, both from 1: electrons beyond the last noble gas."""
+    """Returns the row of an element and its place in the row, both from 1."""
     period = next(i for i, last in enumerate(_NOBLE) if number <= last)
     return period, number - _NOBLE[period - 1]
 
 
 def period_and_group(number: int) -> tuple[int, int]:
-    """Row and column of an element; lanthanides and actinides are of group 3."""
+    """Returns row and column of an element; lanthanides and actinides are in group 3."""
     period, place = period_and_place(number)
     if place <= 2 and period > 1:
         return period, place
@@ -52,7 +52,8 @@ def period_and_group(number: int) -> tuple[int, int]:
 
 
 def _valence(number: int) -> tuple[int, int, int, int]:
-    """s, p, d and f electrons beyond the last closed shells, by the place in the table."""
+    """Returns the s, p, d and f electrons beyond the last closed shells, by the place in the
+    table."""
     period, group = period_and_group(number)
     _, place = period_and_place(number)
     s = 2 if number == 2 else min(2, group)
@@ -65,14 +66,14 @@ def _valence(number: int) -> tuple[int, int, int, int]:
 def descriptors() -> Tensor:
     """Descriptors of the elements, (119, 8) float32, by atomic number.
 
-    Every column has a mean of 0 and a standard deviation of 1 over the elements that have all of
-    them. Rows of other elements and of number 0 are NaN: helium, neon, argon, and elements from 104
-    on, which do not have known bonds.
+    Every column has a mean of 0 and a standard deviation of 1 over the elements with all
+    descriptors. Rows of other elements and of number 0 are NaN: helium, neon, argon, and elements
+    from 104 on, without known bonds.
 
     Sources: covalent radii, Cordero et al., doi:10.1039/b801115j, as ASE has them;
     electronegativities on Pauling's scale, CRC Handbook of Chemistry and Physics.
     """
-    from ase.data import covalent_radii  # here: reading signatures shall not load ASE
+    from ase.data import covalent_radii  # imported here: reading signatures must not load ASE
 
     # in NumPy: models are also built without memory, on the meta device
     rows = np.full((MAX_ATOMIC_NUMBER + 1, len(DESCRIPTORS)), np.nan)

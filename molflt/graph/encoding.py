@@ -1,4 +1,4 @@
-"""Relative encodings of the atoms of a batch: mask or kernel, periodicity and near field."""
+"""Relative encodings of the atoms of a batch: mask or kernel, periodicity, near field."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -45,22 +45,23 @@ class GraphEncoding(nn.Module):
         position: "spectral": f(r_i - r_j) is added to the logit, exp(q.k + f), FLT's form
             (arXiv:2302.01925, eq. 3). "multiplicative": a kernel h(r_i - r_j) multiplies
             phi(q).phi(k) (`MultiplicativePosition`).
-        position_options: its further arguments, see `SpectralPosition.build`: spectrum, nodes,
-            num_nodes, those of the spectrum, and of the nodes with the prefix `node_`.
+        position_options: further arguments of the position, see `SpectralPosition.build`: spectrum,
+            nodes, num_nodes, arguments of the spectrum, and of the nodes with the prefix `node_`.
         periodic: "none"; "images": periodic images as further keys; "reciprocal": nodes on each
             graph's reciprocal lattice, exactly periodic; "mesh": the same for large cells; or a
             scheme of `molflt.graph.periodic`.
-        image_cutoff: "images": Å, 8 by default.
-        max_frequency: "reciprocal" and "mesh": largest |G|, cycles/Å, 0.25 by default; the number
+        image_cutoff: cutoff of "images", Å, 8 by default.
+        max_frequency: largest |G| of "reciprocal" and "mesh", cycles/Å, 0.25 by default; the number
             of nodes grows as its cube.
-        mesh_order: "mesh": order of its splines, 5 by default.
-        near_field: Å; within it the kernel is the exponential of an exact mask of its own, through
-            a neighbor list. Multiplicative, without "images". 0 or None: none.
-        near_exact: within the near field, q.k is exact as well, as in softmax (`NearField`); for
-            feature maps that estimate exp(q.k).
+        mesh_order: order of the splines of "mesh", 5 by default.
+        near_field: distance, Å, within which the kernel is the exponential of a separate exact
+            mask, through a neighbor list. For multiplicative positions without "images". 0 or None:
+            no near field.
+        near_exact: make q.k exact within the near field, as in softmax (`NearField`); for feature
+            maps that estimate exp(q.k).
         mixing: "softmax", for the exact mask, or a kernelized one.
-        feature_map: of the attention that uses the encoding.
-        num_features: of the same attention.
+        feature_map: feature map of the attention that uses the encoding.
+        num_features: number of features of the same attention.
 
     Attributes:
         position: the mask or kernel.
@@ -109,7 +110,7 @@ class GraphEncoding(nn.Module):
         self.frequency_projection: FrequencyProjection | None = None
         if near_field:
             self._check_near_field(position, spectrum, near_field)
-            # Near kernels that differ from head to head from the start learn much faster.
+            # Near kernels that start different in each head learn much faster.
             basis = GaussianBasis(heads, 32, width_range=(_NARROWEST, near_field), amplitude=0.7)
             self.near_field = NearField(basis, near_field, exact=near_exact)
         if near_exact:
@@ -159,7 +160,7 @@ class GraphEncoding(nn.Module):
 
         Args:
             geometry: the batch.
-            neighbors: all of its pairs within the cutoff of the near field, if they are known.
+            neighbors: all pairs within the cutoff of the near field, if they are known.
         """
         found = self._found(geometry, neighbors)
         compiling = torch.compiler.is_compiling()
@@ -177,7 +178,8 @@ class GraphEncoding(nn.Module):
         return SizeClass.of(geometry, *self._padded(geometry, found))
 
     def padded(self, geometry: Geometry) -> tuple[DenseAtoms, Encoding]:
-        """The same with all graphs padded to the largest: atoms and keys, and their encoding."""
+        """Evaluates the encoding with all graphs padded to the largest: atoms and keys, and their
+        encoding."""
         return self._padded(geometry, self._found(geometry))
 
     def _padded(self, geometry: Geometry, found: _Found) -> tuple[DenseAtoms, Encoding]:
@@ -195,7 +197,7 @@ class GraphEncoding(nn.Module):
         return dense, self._evaluate(dense, found)
 
     def _found(self, geometry: Geometry, neighbors: Neighbors | None = None) -> _Found:
-        """Neighbors and nodes of a batch, searched once; errors name its graphs."""
+        """Searches neighbors and nodes of a batch once; errors name its graphs."""
         nodes = self.periodic.nodes(geometry, self.position)
         if nodes is not None:
             _expect_memory(nodes.weights, geometry, self.position.spectrum.heads)
@@ -295,7 +297,7 @@ class GraphEncoding(nn.Module):
         """Contribution of a pair of atoms to its logit, f or log h, for plots: (n,) Å -> (heads,
         n).
 
-        Of one image; of the exact mask where nodes sample it.
+        It is that of one image, and of the exact mask if nodes sample it.
         """
         if not isinstance(self.position, MultiplicativePosition):
             return self.position.radial_profile(distance)
@@ -310,7 +312,7 @@ class GraphEncoding(nn.Module):
     def redraw_(self, generator: torch.Generator | None = None) -> None:
         """Draws new random features in place; use the same seed on every rank.
 
-        Nodes of the mask stay as they are: the mask is learned with them.
+        Nodes of the mask stay, because the mask is learned with them.
         """
         if self.frequency_projection is not None:
             self.frequency_projection.redraw_(generator)
@@ -322,12 +324,12 @@ class GraphEncoding(nn.Module):
 def _make_encoding(
     heads: int, position: str, kind: dict[str, Any], periodic: str | Open | None, **where: Any
 ) -> GraphEncoding | None:
-    """The encoding that a layer or a model asks for; None for position "none".
+    """Builds the encoding of a layer or a model; None for position "none".
 
     Args:
         heads: number of heads.
         position: "none", or as for `GraphEncoding`.
-        kind: mixing, feature_map and num_features of the attention that will use it.
+        kind: mixing, feature_map and num_features of the attention that uses it.
         periodic: see `GraphEncoding`; None means "none".
         where: further arguments of `GraphEncoding`.
     """
@@ -343,5 +345,5 @@ def _make_encoding(
 def _encode(
     encoding: GraphEncoding | None, geometry: Geometry, neighbors: Neighbors | None = None
 ) -> SizeClasses:
-    """A batch as attention computes with it; None: without positions."""
+    """Returns a batch in the form that attention takes."""
     return SizeClasses.of(geometry) if encoding is None else encoding(geometry, neighbors)

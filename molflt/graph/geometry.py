@@ -45,7 +45,7 @@ class Geometry(NamedTuple):
         graphs: int | None = None,
         atoms: int | None = None,
     ) -> "Geometry":
-        """A geometry from what there is.
+        """Builds a geometry from the given tensors.
 
         Args:
             pos: (atoms, 3), Å.
@@ -53,8 +53,8 @@ class Geometry(NamedTuple):
             cell: (graphs, 3, 3) or (3, 3), Å. Rows of axes that are not periodic may hold anything.
             pbc: (graphs, 3) or (3,) bool; all periodic if there is a cell, else none.
             tags: (atoms,).
-            graphs: their number, if the last ones may be empty.
-            atoms: their number, if it is known.
+            graphs: number of graphs, if the last ones may be empty.
+            atoms: number of atoms, if it is known.
         """
         tensors(pos=pos, batch=batch, cell=cell, pbc=pbc, tags=tags)
         pos = _points(pos, atoms)
@@ -89,8 +89,8 @@ class Geometry(NamedTuple):
 
     @classmethod
     def of_data(cls, data: "Data") -> "Geometry":
-        """The geometry of a PyG structure, or of a batch of them, with its tags if it has any."""
-        if not hasattr(data, "stores"):  # as all data of PyG have, which is not loaded for this
+        """Builds the geometry of a PyG structure or batch, with its tags if it has any."""
+        if not hasattr(data, "stores"):  # all data of PyG have it; PyG is not loaded for this
             raise TypeError(_no_data(data))
         pos, batch, cell, pbc, tags = (
             data.get(name) for name in ("pos", "batch", "cell", "pbc", "tags")
@@ -109,7 +109,8 @@ class Geometry(NamedTuple):
         return self.ptr.shape[0] - 1
 
     def reordered(self, order: Tensor) -> tuple["Geometry", Tensor]:
-        """Graphs (graphs,) of the batch in this order, and the atom of the batch at each place."""
+        """Reorders graphs by (graphs,) indices; also returns the index of each atom in the
+        batch."""
         counts = self.ptr.diff()[order]
         ends = counts.cumsum(0)
         batch = torch.arange(len(order), device=order.device).repeat_interleave(counts)
@@ -127,7 +128,7 @@ class Geometry(NamedTuple):
         return found, atoms
 
     def part(self, graphs: slice) -> "Geometry":
-        """Some graphs that follow one another, counted from 0."""
+        """Returns consecutive graphs, with indices from 0."""
         ptr = self.ptr[graphs.start : graphs.stop + 1]
         first, end = ptr[[0, -1]].tolist()
         atoms = slice(first, end)
@@ -142,10 +143,10 @@ class Geometry(NamedTuple):
         )
 
     def above_subsurface(self) -> Tensor:
-        """Atoms with tag > 0, and all of graphs in which none has that (tags unknown): (atoms,)."""
+        """Mask of atoms with tag > 0, and of all atoms of graphs without such atoms: (atoms,)."""
         if self.tags is None:
             raise ValueError("tags, (atoms,), are needed; got None; set 0 where unknown")
-        above = self.tags > Tag.SUBSURFACE.value  # what compilers can read
+        above = self.tags > Tag.SUBSURFACE.value  # in a form that compilers can read
         tagged = self.sum(above.long()) > 0
         return above | ~tagged[self.batch]
 
@@ -237,7 +238,7 @@ def _in_order(batch: Tensor | None, atoms: Tensor, graphs: int | None) -> Tensor
 
 
 def _expect_one_graph(graphs: int | None, cell: Tensor | None, pbc: Tensor | None) -> None:
-    """Raises ValueError where something is of several graphs, without `batch`."""
+    """Raises ValueError for cells or axes of several graphs without `batch`."""
     found = {"batch_size": 1 if graphs is None else graphs, "cell or pbc": _of_none(cell, pbc)}
     for name, count in found.items():
         if count != 1:
@@ -253,8 +254,8 @@ def _sum_by(x: Tensor, index: Tensor, size: int) -> Tensor:
 
 
 def _number_of_graphs(batch: Tensor, cell: Tensor | None, pbc: Tensor | None) -> int:
-    """One more than the last, or as many as there are cells or axes."""
-    if torch.compiler.is_compiling():  # the number of cells is a size, that in `batch` is not
+    """Returns the number of graphs, from the last index, cells or axes."""
+    if torch.compiler.is_compiling():  # a size, unlike the number in `batch`
         stacked = (cell is not None and cell.ndim == 3) or (pbc is not None and pbc.ndim == 2)
         if stacked:
             return _of_none(cell, pbc)

@@ -22,10 +22,10 @@ from molflt.graph.radial import radial_bumps
 _WAVES = 64  # functions of descriptors
 _WAVE_NUMBER = 0.3  # 1 / standard deviation of a descriptor: elements of one group are neighbors
 _DROPPED = 0.5  # share of elements whose own vectors a training step leaves out
-_ONSET = 0.8  # share of the cutoff from where on contacts fade
+_ONSET = 0.8  # share of the cutoff from which contacts fade
 _NUM_ELEMENTS = MAX_ATOMIC_NUMBER + 1  # 0 is not used
 
-# which atoms the energy is read from: whether slab atoms and adsorbate atoms count by contact
+# readout -> True if slab atoms, and if adsorbate atoms, count by contact
 READOUTS = {"all": (False, False), "adsorbate": (True, False), "contact": (True, True)}
 
 MessagePairs = Literal["all", "adsorbate"]
@@ -58,7 +58,7 @@ class ElementEmbedding(nn.Embedding):
             self.register_buffer("table", table.nan_to_num())
             self.waves = nn.Linear(table.shape[1], _WAVES)
             self.mix = nn.Linear(_WAVES, dim, bias=False)
-            # At the start of the size of vectors that are drawn: smaller ones learn more slowly.
+            # Initial vectors have the size of random ones; smaller ones learn more slowly.
             nn.init.normal_(self.waves.weight, std=_WAVE_NUMBER)
             nn.init.uniform_(self.waves.bias, -math.pi, math.pi)
             nn.init.normal_(self.mix.weight, std=(2 / _WAVES) ** 0.5)
@@ -88,7 +88,7 @@ class ElementEmbedding(nn.Embedding):
 
 
 def by_contact(model: nn.Module) -> tuple[bool, bool]:
-    """True for slab atoms and for adsorbate atoms that count by contact, in all members."""
+    """Returns True for slab atoms and for adsorbate atoms that count by contact, in all members."""
     found = [
         part.by_contact.tolist() for part in model.modules() if isinstance(part, EnergyReadout)
     ]
@@ -117,7 +117,7 @@ class AtomEmbedding(nn.Module):
         cutoff: radius of the neighborhood, Å.
         descriptors: see `ElementEmbedding`.
         messages: layers of messages; 0 leaves them out.
-        message_pairs: "all", or "adsorbate" for pairs with an adsorbate atom alone.
+        message_pairs: "all", or "adsorbate" for pairs that include an adsorbate atom.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class AtomEmbedding(nn.Module):
 
     @property
     def sees_neighbors(self) -> bool:
-        """True if neighbors enter the embedding of an atom."""
+        """True if the embedding of an atom depends on its neighbors."""
         return bool(self.num_basis) or self.messages is not None
 
     def forward(self, numbers: Tensor, geometry: Geometry, neighbors: Neighbors | None) -> Tensor:
@@ -182,16 +182,16 @@ class EnergyReadout(nn.Module):
 
     Args:
         dim: width of tokens.
-        atoms: which atoms count. "contact": all by contact, which makes the energy of a clean slab
+        atoms: atoms that count. "contact": all by contact, which makes the energy of a clean slab
             and of a molecule far from a slab 0; for labels relative to the free molecule.
             "adsorbate": adsorbate atoms fully, slab atoms by contact; for labels relative to other
             molecules, as in OC20. "all": atoms with tag > 0 fully; for total energies. Graphs
             without tags count all their atoms as surface atoms there, with a warning.
-        cutoff: of contacts, Å.
+        cutoff: cutoff of contacts, Å.
 
     Attributes:
-        by_contact: (2,) bool, buffer: whether slab atoms and adsorbate atoms count by contact. It
-            is part of the weights: those of earlier versions lack it and count all atoms fully.
+        by_contact: (2,) bool, buffer: True if slab atoms and adsorbate atoms count by contact. It
+            is part of the weights. Those of earlier versions lack it and count all atoms fully.
     """
 
     by_contact: Tensor
@@ -212,11 +212,11 @@ class EnergyReadout(nn.Module):
     def by_atom(
         self, h: Tensor, geometry: Geometry, neighbors: Neighbors | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Computes what each atom adds to the energy.
+        """Computes the contribution of each atom to the energy.
 
         Args:
             h: (atoms, dim), tokens.
-            geometry: with tags.
+            geometry: graphs with tags.
             neighbors: pairs within the cutoff; not needed if all atoms count fully.
 
         Returns:
@@ -247,7 +247,7 @@ class EnergyReadout(nn.Module):
 
         Args:
             energies: (atoms,), as `by_atom` returns them.
-            bonds: (pairs,), also from there.
+            bonds: (pairs,), also from `by_atom`.
             adsorbate: (atoms,) bool.
             neighbors: pairs within the cutoff.
 
@@ -262,13 +262,13 @@ class EnergyReadout(nn.Module):
         return torch.where(moved, 0.0, energies) + gained
 
     def _bonds(self, adsorbate: Tensor, neighbors: Neighbors) -> Tensor:
-        """-log(1 - s(d)) of pairs across the interface, 0 of others: (pairs,)."""
+        """Returns -log(1 - s(d)) of pairs across the interface, 0 of others: (pairs,)."""
         across = adsorbate[neighbors.center] != adsorbate[neighbors.neighbor]
         left = 1 - fade((neighbors.distance / self.cutoff - _ONSET) / (1 - _ONSET)) * across
         return -left.clamp(min=torch.finfo(left.dtype).tiny).log()
 
     def _expect_tags(self, untagged: int) -> None:
-        """Warns of graphs without tags, or refuses them where energies depend on tags."""
+        """Warns of graphs without tags, or refuses them if energies depend on tags."""
         what = f"{untagged} structure(s) without an atom with tag > 0"
         if self.by_contact.any():
             raise ValueError(
@@ -285,8 +285,8 @@ class EnergyReadout(nn.Module):
 class PositionHead(nn.Module):
     """Displacement to the relaxed position: sum over neighbors of w_ij (r_j - r_i), in Å.
 
-    The weights come from invariants only, w_ij = MLP(h_i, h_j, b(|r_ij|)), so the result turns with
-    the structure as exactly as h stays unchanged. Pairs fade smoothly at the cutoff.
+    The weights come from invariants only, w_ij = MLP(h_i, h_j, b(|r_ij|)), so the result rotates
+    with the structure as exactly as h is invariant. Pairs fade smoothly at the cutoff.
 
     Args:
         dim: width of tokens.
@@ -305,7 +305,7 @@ class PositionHead(nn.Module):
         self.from_neighbor = nn.Linear(dim, hidden, bias=False)
         self.from_distance = nn.Linear(num_basis, hidden, bias=False)
         self.weight = nn.Linear(hidden, num_basis, bias=False)
-        nn.init.zeros_(self.weight.weight)  # start from "nothing moves"
+        nn.init.zeros_(self.weight.weight)  # initially nothing moves
 
     def forward(self, h: Tensor, neighbors: Neighbors) -> Tensor:
         """Tokens (atoms, dim) and pairs -> displacements (atoms, 3), Å."""
@@ -316,7 +316,7 @@ class PositionHead(nn.Module):
         """Contribution of some pairs: (atoms, 3), Å."""
         center, neighbor, vector, distance = pairs
         basis = radial_bumps(distance, self.num_basis, self.cutoff).to(from_center.dtype)
-        # Pairs are many: each further tensor of them costs as much as computing with it.
+        # There are many pairs: each further tensor costs as much as the computation.
         ends = from_center.index_select(0, center)
         ends = ends.add_(from_neighbor.index_select(0, neighbor))
         hidden = torch.addmm(ends, basis, self.from_distance.weight.T)

@@ -18,7 +18,7 @@ class Atoms(NamedTuple):
     """Atoms of a batch of graphs."""
 
     geometry: Geometry
-    """in the precision of the weights, with tags (0 by default) and charges"""
+    """geometry in the precision of the weights, with tags (0 by default) and charges"""
     numbers: Tensor
     """(atoms,) int64, 1 to 118"""
     fixed: Tensor
@@ -61,9 +61,9 @@ class Atoms(NamedTuple):
         return cls(geometry, numbers.long(), fixed)
 
     def above_subsurface(self) -> tuple["Atoms", Tensor]:
-        """Without atoms of tag 0, and which of all atoms those are that stay, (atoms,) bool.
+        """Returns the graphs without atoms of tag 0, and the mask of the atoms that are kept.
 
-        Graphs in which no atom has tag > 0 (tags unknown) stay whole.
+        Graphs without an atom with tag > 0 are kept whole.
         """
         geometry, kept = self.geometry, self.geometry.above_subsurface()
         assert geometry.tags is not None

@@ -1,11 +1,11 @@
-"""Long range: inverse powers of the distance between latent charges, with all periodic images.
+"""Long-range energies: inverse powers of distances between latent charges and all their images.
 
     E = 1/2 sum_p sum_c s_pc k sum_ij' q_ipc q_jpc / |r_ij|^p,   k = 14.4 eV Å^p,
 
-over all pairs and images but an atom and itself, in Ewald's way: near pairs within a cutoff, and
-the smooth rest on the reciprocal lattice of each graph (`InversePower`). The split changes with the
-volume of very large cells only, which bounds the number of nodes; energies depend neither on the
-split nor on the choice of the cell.
+over all pairs and images except an atom with itself, by Ewald sums: near pairs within a cutoff, and
+the smooth rest on the reciprocal lattice of each graph (`InversePower`). The split depends on the
+volume in very large cells only, to bound the number of nodes. Energies do not depend on the split
+or on the choice of the cell.
 """
 
 import math
@@ -28,7 +28,7 @@ from molflt.graph.radial import softened
 
 COULOMB = 14.399645  # eV Å, of two elementary charges
 _DEPTH = 4.0  # sharpness times cutoff: near pairs end below 1e-6 of 1 / r
-_ONSET = 0.9  # share of the cutoff from where on near pairs fade away
+_ONSET = 0.9  # share of the cutoff from which near pairs fade
 _HIGHEST = 1.44  # of frequencies over sharpness: nodes end at 3e-6 of the first ones
 _APART = 5.0  # of the images of a slab, over the sharpness: they see 1e-12 of each other
 _LARGEST = 800.0  # volume over the cutoff cubed from which on the cutoff grows with the cell
@@ -39,7 +39,7 @@ _LEAST = 1e-12  # weight of an atom in the total charge: equal shares if all oth
 
 
 class LongRangeEnergy(NamedTuple):
-    """Energies of each graph, and the charges that they come from."""
+    """Energies of each graph and the underlying charges."""
 
     near: Tensor
     """(graphs,) float64, eV: the sharp part of pairs within the cutoff"""
@@ -50,11 +50,11 @@ class LongRangeEnergy(NamedTuple):
 
 
 class ChargeShare(nn.Module):
-    """Spread the total charge Q of each graph over its atoms: Q_i = Q w_i / sum_j w_j.
+    """Spreads the total charge Q of each graph over its atoms: Q_i = Q w_i / sum_j w_j.
 
     w_i = max(0, 1 + s . h_i)^4, with one s for cations and one for anions. Weights are local: atoms
-    of weight 0, such as those of a neutral molecule far from the ion, take no charge and change no
-    other one. A supercell with as many times the charge has the same charges.
+    of weight 0, such as those of a neutral molecule far from the ion, get no charge and do not
+    change those of others. A supercell with a multiple of the charge has the same atomic charges.
 
     Args:
         dim: width of features.
@@ -75,7 +75,7 @@ class ChargeShare(nn.Module):
 
 
 class LongRange(nn.Module):
-    """Energies of latent charges, linear functions a of the features of an atom.
+    """Energies of latent charges, which are linear functions a of the features of an atom.
 
     Charges of p = 1 and 2, whose sums over a crystal converge only for neutral cells, flow between
     neighbors: q_i = sum_j w(r_ij) (a_j - a_i), where w falls smoothly from 1 to 0 at 5 Å. Flows
@@ -85,23 +85,23 @@ class LongRange(nn.Module):
     With `total_charge`, the first channel of p = 1 also holds the total charge of the graph, spread
     by `ChargeShare`: its charges sum to Q, and a distant ion interacts only with this channel.
 
-    Along three periodic axes a uniform background neutralizes charges (p = 1, 2), and the
-    surface of the crystal is a conductor, as in all Ewald sums without a term for it. With two
-    periodic axes, which only p = 1 supports, the slab is isolated, and a net charge has the field
-    of a sheet. Without periodic axes all pairs are computed, O(atoms^2).
+    With three periodic axes a uniform background neutralizes charges (p = 1, 2), and the crystal is
+    surrounded by a conductor, as in Ewald sums without a surface term. With two periodic axes,
+    which only p = 1 supports, the slab is isolated, and a net charge has the field of a sheet.
+    Without periodic axes all pairs are computed, O(atoms^2).
 
     Args:
         dim: width of features.
-        powers: p, each at most once, of 1, 2, 4, 6. The interactions of p = 1 are Coulomb's; of
-            others every second channel repels and the others, the first among them, attract.
+        powers: distinct p out of 1, 2, 4, 6. p = 1 has Coulomb's interactions. For other p, odd
+            channels (the first one included) attract and even ones repel.
         channels: charges of each atom for each power.
-        cutoff: of near pairs, Å: a longer one takes more pairs and fewer nodes.
-        neutral: False: q_i = a_i for all powers, for data with ions that the model recognizes by
-            their neighbors. Separate groups of atoms then have net charges.
-        total_charge: the graphs have total charges.
-        smearing: sigma, Å, of a spectrum that falls as exp(-sigma^2 k^2 / 2), which is 1 in latent
-            Ewald summation (arXiv:2408.15165). For p = 1 pairs have erf(r / (sqrt(2) sigma)) / r.
-            From 5 sigma on it is 1 / r^p. 0: points, bounded below 0.1 Å.
+        cutoff: cutoff of near pairs, Å; a longer one takes more pairs and fewer nodes.
+        neutral: False sets q_i = a_i for all powers, for data with ions that the model recognizes
+            by their neighbors. Separate groups of atoms then have net charges.
+        total_charge: graphs have total charges.
+        smearing: sigma, Å, of a spectrum that falls as exp(-sigma^2 k^2 / 2); 1 in latent Ewald
+            summation (arXiv:2408.15165). For p = 1 pairs have erf(r / (sqrt(2) sigma)) / r. Beyond
+            5 sigma they have 1 / r^p. 0: point charges, bounded below 0.1 Å.
     """
 
     signs: Tensor
@@ -197,9 +197,9 @@ def inverse_power_sums(
 
     Args:
         charges: (atoms, powers, channels).
-        geometry: of the atoms.
-        powers: p of each, see `InversePower`.
-        cutoff: of near pairs, Å.
+        geometry: the atoms.
+        powers: p of each column, see `InversePower`.
+        cutoff: cutoff of near pairs, Å.
         smearing: see `LongRange`.
         neighbors: pairs within the cutoff; searched if None.
 
@@ -230,7 +230,8 @@ def inverse_power_sums(
 
 
 def _scales(geometry: Geometry, cutoff: float) -> Tensor:
-    """Lengths in which each graph has a bounded number of nodes, (graphs,) float64; 1 for most."""
+    """Returns units of length in which each graph has a bounded number of nodes, (graphs,) float64;
+    mostly 1."""
     cell, pbc = geometry.cell.detach().double(), geometry.pbc
     extent = free_extent(geometry.pos.detach().double(), geometry.batch, cell, pbc)
     volume = Lattice.of(cell, pbc, 2 * extent, 2 * _APART * cutoff / _DEPTH).volume
@@ -258,7 +259,8 @@ def _pair_sums(
     found: Neighbors,
     smearing: float,
 ) -> tuple[Tensor, Tensor]:
-    """Near parts, and far parts of graphs without periodic axes: (graphs, powers, channels).
+    """Computes near parts, and far parts of graphs without periodic axes: (graphs, powers,
+    channels).
 
     Lengths of the geometry and of the neighbors are in units of `scale`, (graphs,) Å.
     """
@@ -293,13 +295,14 @@ def _pair_sums(
 def _far_of_lattice(
     pos: Tensor, charges: Tensor, cell: Tensor, pbc: Tensor, laws: Sequence[InversePower]
 ) -> Tensor:
-    """Far part of one graph with two or three periodic axes: (powers, channels) float64."""
+    """Computes the far part of one graph with two or three periodic axes: (powers, channels)
+    float64."""
     pos, cell, pbc = pos.double(), cell.double()[None], pbc[None]
     sharpness = laws[0].sharpness
     highest, slab = _HIGHEST * sharpness, not bool(pbc.all())
     height = torch.zeros_like(cell[:, 0])
     if slab:
-        # As tall as twice the slab with margins. The energy does not depend on it, nor forces.
+        # Twice as tall as the slab, with margins. Energies and forces do not depend on it.
         graph = torch.zeros(len(pos), dtype=torch.long, device=pos.device)
         height = 2 * free_extent(pos.detach(), graph, cell.detach(), pbc)
     reach = 2 * _APART / sharpness

@@ -1,4 +1,4 @@
-"""Memory of nodes, images and neighbors, judged by their number before they are computed."""
+"""Checks of the memory for nodes, images and neighbors before they are computed."""
 
 from collections.abc import Callable
 
@@ -8,20 +8,20 @@ from molflt.attention.checks import at_hand
 from molflt.graph.geometry import Geometry
 from molflt.memory import available_memory
 
-_WHILE_MADE = 1.5  # memory that waves of nodes take while they are computed, over their own
-_SMALL = 2**26  # bytes that are used without measuring free memory, which is slow
+_WHILE_MADE = 1.5  # ratio of the memory for computing waves of nodes to that of the waves
+_SMALL = 2**26  # bytes that may be used without measuring the free memory, which is slow
 
 
 def _expect_memory(weights: Tensor, geometry: Geometry, heads: int) -> None:
     """Refuses reciprocal nodes of weights (graphs, r) that take more than the free CPU memory.
 
-    Each node has two waves per atom and head. The system would grant more memory than it has, and
-    then end the process.
+    Each node has two waves per atom and head. Otherwise the system grants more memory than it has
+    and then kills the process.
     """
     if not at_hand(weights):
         return
     counts, atoms = (weights != 0).sum(dim=1), geometry.ptr.diff()
-    # each graph by itself: classes of similar size hardly pad
+    # each graph alone: classes of similar size have little padding
     size = _WHILE_MADE * geometry.pos.element_size() * 2 * 2 * int((counts * atoms).sum()) * heads
     most = int((counts * atoms).argmax()) if len(atoms) else 0
     expect_memory(
@@ -35,7 +35,7 @@ def _expect_memory(weights: Tensor, geometry: Geometry, heads: int) -> None:
 
 
 def expect_memory(size: float, what: Callable[[], str], advice: str) -> None:
-    """Raises MemoryError for a size (bytes) beyond the free memory; `what` names it in plural."""
+    """Raises MemoryError for a size (bytes) beyond the free memory; `what` is a plural noun."""
     free = available_memory() if size > _SMALL else None
     if free is not None and size > free:
         raise MemoryError(

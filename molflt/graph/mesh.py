@@ -16,17 +16,16 @@ from molflt.graph.periodic import Reciprocal
 
 
 class OnMesh(Reciprocal):
-    """The kernels of `Reciprocal`, at a cost per atom that does not grow with the cell.
+    """Kernels of `Reciprocal` at a cost per atom that does not grow with the cell.
 
-    For large cells, from some 1,000 atoms on at 0.25 cycles/Å and 5,000 at 0.1. For multiplicative
-    kernels with an isotropic spectrum. Invariances that nodes keep exactly (shifts of all atoms,
-    the choice of the cell, supercells except with normalize="unmasked") hold up to the error of
-    interpolation.
+    For large cells: from 1,000 atoms at 0.25 cycles/Å, and from 5,000 at 0.1. For multiplicative
+    kernels with an isotropic spectrum. The invariances of nodes (shifts of all atoms, the choice of
+    the cell, supercells except with normalize="unmasked") hold up to the error of interpolation.
 
     Args:
         max_frequency: largest |G|, cycles/Å.
-        mesh_order: of the splines: 4, 5, 6 or 8, for errors of attention up to 3e-3, 6e-4, 6e-6
-            and 2e-7; the last two also have more points.
+        mesh_order: order of the splines: 4, 5, 6 or 8, for errors of attention up to 3e-3, 6e-4,
+            6e-6 and 2e-7; the last two also use more points.
     """
 
     def __init__(self, max_frequency: float = 0.25, mesh_order: int = 5) -> None:
@@ -61,12 +60,12 @@ class OnMesh(Reciprocal):
 def use_mesh_(model: nn.Module, order: int = 5) -> None:
     """Lets a model with reciprocal nodes compute the same sums on a mesh, in place.
 
-    Its parameters stay as they are: what changes is the error of interpolation, see `OnMesh`, and
-    that time and memory per atom no longer grow with the cell.
+    Its parameters do not change. Time and memory per atom no longer grow with the cell, and sums
+    have the error of interpolation, see `OnMesh`.
 
     Args:
-        model: trained with periodic="reciprocal", or one that contains such.
-        order: of the splines, see `OnMesh`.
+        model: model with periodic="reciprocal", or a module that contains one.
+        order: order of the splines, see `OnMesh`.
     """
     found = [part for part in model.modules() if isinstance(_scheme(part), Reciprocal)]
     if not found:

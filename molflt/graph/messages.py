@@ -1,4 +1,4 @@
-"""Equivariant messages between neighbors: what surrounds each atom, angles included."""
+"""Equivariant messages between neighbors, which describe the surroundings of atoms with angles."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -13,28 +13,28 @@ from molflt.graph.neighbors import Neighbors
 from molflt.graph.radial import radial_waves, softened
 
 _NUM_BASIS = 8
-_SCALE = 0.25  # of sums over some 16 neighbors: tokens keep their size
-_SPARSEST = 8  # elements of matrices for each pair, beyond which pairs are gathered instead
+_SCALE = 0.25  # of sums over about 16 neighbors, which keeps the size of tokens
+_SPARSEST = 8  # elements of matrices per pair, beyond which pairs are gathered instead
 
 
 class _Edges(NamedTuple):
-    """Pairs of neighbors as messages see them."""
+    """Pairs of neighbors with functions of their distances."""
 
     center: Tensor
     """(pairs,) atom index"""
     neighbor: Tensor
     """(pairs,) atom index"""
     basis: Tensor
-    """(pairs, functions) of the distance, 0 with all derivatives at the cutoff"""
+    """(pairs, functions), functions of the distance, 0 with all derivatives at the cutoff"""
     direction: Tensor
-    """(pairs, 3, 1), from center to neighbor, of length 1 from 0.1 Å on"""
+    """(pairs, 3, 1), from center to neighbor, of length 1 beyond 0.1 Å"""
 
 
 class _Matrices(NamedTuple):
     """Coefficients of the sums over pairs, one matrix for each graph, padded to the largest.
 
-    Sums over neighbors are then products of matrices, which for small graphs is faster than to
-    gather and scatter the tokens of pairs.
+    Sums over neighbors become products of matrices. For small graphs this is faster than gathering
+    and scattering the tokens of pairs.
     """
 
     invariant: Tensor
@@ -42,13 +42,13 @@ class _Matrices(NamedTuple):
     directed: Tensor
     """(graphs, most * 3, functions * most): the same times the direction"""
     mask: Tensor
-    """(graphs, most) bool, places that hold an atom"""
+    """(graphs, most) bool, True where an atom exists"""
     places: Tensor
-    """(atoms,), these places, all graphs counted through"""
+    """(atoms,), indices of the atoms in the flattened mask"""
 
     @classmethod
     def of(cls, edges: _Edges, geometry: Geometry) -> "_Matrices | None":
-        """Returns None where the matrices would be much larger than the pairs, or in compiling."""
+        """Returns None if the matrices are much larger than the pairs, and in compiled code."""
         if torch.compiler.is_compiling():
             return None
         mask = atom_mask(geometry)
@@ -78,14 +78,14 @@ class _Matrices(NamedTuple):
 class EquivariantMessages(nn.Module):
     """PaiNN's interactions and updates (arXiv:2102.03150, eqs. 7 to 10, fig. 2).
 
-    Each atom has invariant tokens s and, from the first layer on, vectors v that turn with the
+    Each atom has invariant tokens s and, from the first layer on, vectors v that rotate with the
     structure. A neighbor j adds s_j' f(|r_ij|) to s_i and v_j g(|r_ij|) + s_j' h(|r_ij|) r_ij /
-    |r_ij| to v_i; then lengths and products of an atom's vectors enter its tokens, which makes them
+    |r_ij| to v_i; then lengths and products of an atom's vectors enter its tokens, which thereby
     depend on angles. Filters f, g, h end smoothly, with all derivatives, at the cutoff.
 
     Args:
         dim: width of tokens and number of vectors.
-        layers: interactions with an update each; atoms see as many cutoffs far.
+        layers: number of interactions with an update each; atoms see up to that many cutoffs.
         cutoff: radius of the neighborhood, Å.
     """
 
@@ -103,7 +103,7 @@ class EquivariantMessages(nn.Module):
             geometry: the graphs.
         """
         basis = radial_waves(neighbors.distance, _NUM_BASIS, self.cutoff)
-        # goes to 0, not to NaN, where two atoms approach one place
+        # tends to 0, not to NaN, where two atoms approach one place
         square = neighbors.vector.square().sum(dim=-1, keepdim=True)
         direction = neighbors.vector / softened(square).sqrt()
         shared = basis.to(tokens.dtype), direction.to(tokens.dtype)[..., None]
@@ -115,7 +115,7 @@ class EquivariantMessages(nn.Module):
 
 
 class _Interaction(nn.Module):
-    """One layer; the first finds no vectors."""
+    """One layer; the first one has no vectors as input."""
 
     def __init__(self, dim: int, first: bool) -> None:
         super().__init__()
@@ -129,12 +129,12 @@ class _Interaction(nn.Module):
     def forward(
         self, tokens: Tensor, vectors: Tensor | None, pairs: _Edges | _Matrices
     ) -> tuple[Tensor, Tensor]:
-        """Tokens (atoms, dim) and vectors (atoms, 3, dim) to the next ones."""
+        """Updates tokens (atoms, dim) and vectors (atoms, 3, dim)."""
         message = self.message(self.norm(tokens)) * _SCALE
         sums: Iterable[tuple[Tensor, Tensor]]
         if isinstance(pairs, _Matrices):
             sums = [self._products(pairs, message, vectors)]
-        else:  # one piece at a time: each is as large as all atoms
+        else:  # one piece at a time: each has the size of all atoms
             sums = in_pieces(self._sums, pairs, message, vectors)
         for more_tokens, more_vectors in sums:
             tokens = tokens + more_tokens
@@ -162,7 +162,7 @@ class _Interaction(nn.Module):
     def _products(
         self, matrices: _Matrices, message: Tensor, vectors: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Returns what `_sums` does, of all pairs."""
+        """Computes `_sums` of all pairs by products of matrices."""
         dim = self.norm.normalized_shape[0]
         filters = self.filter.weight.unflatten(0, (-1, dim)).transpose(1, 2)[:, :, None]
         scalar, along, *turned = message.split(dim, dim=1)

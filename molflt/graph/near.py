@@ -1,4 +1,4 @@
-"""Pairs of atoms whose kernel does not come from nodes, of all graphs of a batch."""
+"""Pairs of atoms of a batch whose kernel is computed directly, without nodes."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -13,10 +13,10 @@ from molflt.attention.positions.spectral import GraphNodes
 from molflt.graph.geometry import Geometry
 from molflt.graph.neighbors import Neighbors, nearest_images
 
-_PIECE = 2**16  # pairs whose intermediate results, hundreds of numbers each, are there at once
-_MANY = 2**18  # pairs from which on these are computed again in backward
+_PIECE = 2**16  # pairs per piece; each has hundreds of intermediate numbers
+_MANY = 2**18  # pairs from which these are recomputed in backward
 _STEP = 16.0  # Å, of bounds of distances
-_FARTHEST = 2_000  # Å; the rule of Gauss has then some 4,000 points, which take seconds
+_FARTHEST = 2_000  # Å; Gauss's rule then has about 4,000 points, which take seconds
 
 _R = TypeVar("_R")
 
@@ -37,7 +37,8 @@ class NearPairs(NamedTuple):
     def of(
         cls, geometry: Geometry, neighbors: Neighbors | None, alone: Tensor | None
     ) -> "NearPairs":
-        """Joins neighbors within the cutoff with all pairs of graphs in `alone`, (graphs,) bool."""
+        """Combines neighbors within the cutoff with all pairs of graphs in `alone`, (graphs,)
+        bool."""
         own = torch.arange(geometry.pos.shape[0], device=geometry.pos.device)
         queries, keys, vectors = [own], [own], [torch.zeros_like(geometry.pos)]
         if neighbors is not None:

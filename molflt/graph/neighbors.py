@@ -15,8 +15,8 @@ from molflt.attention.numerics import distances, searched, uncompiled
 from molflt.graph.geometry import Geometry
 from molflt.graph.memory import expect_memory
 
-# vesin sorts atoms into cells: of more, it makes larger ones in the same ratio, and divides by 0
-# where that leaves less than one along an axis.
+# vesin sorts atoms into cells. Beyond this number it scales all axes down, and divides by 0 if less
+# than one cell remains along an axis.
 _MOST_CELLS = 1e5
 _FEWEST_ALONG_AXIS = 4  # it rounds down once for each axis
 _PAIR = 240  # bytes that a pair takes while neighbors are searched, measured
@@ -58,12 +58,13 @@ def neighbor_list(geometry: Geometry, cutoff: float) -> Neighbors:
 
     Raises:
         ValueError: naming the graph, for positions or lattice vectors that are not finite, lattice
-            planes of the reduced cell less than 0.5 Å apart, or far too long and thin a space.
+            planes of the reduced cell less than 0.5 Å apart, or a cell that is far too long and
+            thin.
         MemoryError: for more pairs than fit into memory.
     """
     pos, cell = geometry.pos, geometry.cell
     (center, neighbor), shift, graph = _neighbors(pos, cell, geometry.pbc, geometry.ptr, cutoff)
-    with torch.autocast(cell.device.type, enabled=False):  # no lattice vector in half precision
+    with torch.autocast(cell.device.type, enabled=False):  # not in half precision
         offset = torch.einsum("ps,psc->pc", shift.to(cell.dtype), cell[graph])
     vector = pos[neighbor] - pos[center] + offset
     return Neighbors(center, neighbor, vector, distances(vector))
@@ -110,7 +111,7 @@ def _neighbors(
 
 @uncompiled
 def nearest_images(geometry: Geometry, query: Tensor, key: Tensor) -> Tensor:
-    """Vectors from atoms to the image of others that is nearest by fractions of a reduced cell.
+    """Returns vectors from atoms to the nearest image of others, by fractions of a reduced cell.
 
     Args:
         geometry: the batch.
@@ -133,13 +134,13 @@ def nearest_images(geometry: Geometry, query: Tensor, key: Tensor) -> Tensor:
 
 @uncompiled
 def images_are_far(geometry: Geometry, distance: float) -> Tensor:
-    """Graphs whose lattice planes are all farther apart than a distance, Å: (graphs,) bool."""
+    """Mask of graphs whose lattice planes are all farther apart than a distance, Å: (graphs,)."""
     heights = lattice_heights(_numbers(geometry.cell).astype(np.float64), _numbers(geometry.pbc))
     return torch.from_numpy((heights > distance).all(axis=1)).to(geometry.pbc.device)
 
 
 def _numbers(x: Tensor) -> NDArray[Any]:
-    """Values of a tensor as an array, also inside `torch.func.grad`."""
+    """Returns the values of a tensor as an array, also inside `torch.func.grad`."""
     with torch._C._DisableFuncTorch():
         held = torch.func.debug_unwrap(x)
         if held.shape != x.shape:
@@ -175,11 +176,11 @@ def _check_finite(
 def _closed(
     points: _Array, box: _Array, periodic: NDArray[np.bool_], cutoff: float
 ) -> tuple[_Array, _Array]:
-    """The same neighbors in a box that is periodic along all axes.
+    """Returns atoms and a box, periodic along all axes, with the same neighbors.
 
-    The time of vesin grows as the square of the extent along open axes, and it ends the process if
-    atoms are 10^5 cutoffs apart. Gaps along open axes, between atoms and to images, are therefore
-    reduced to two cutoffs.
+    The time of vesin grows as the square of the extent along open axes, and it crashes if atoms are
+    10^5 cutoffs apart. Gaps along open axes, between atoms and to images, are therefore reduced to
+    two cutoffs.
 
     Args:
         points: (atoms, 3), Å.
@@ -207,7 +208,7 @@ def _closed(
 def _check_shapes(
     closed: _Array, boxes: _Array, periodic: NDArray[np.bool_], cutoff: float
 ) -> None:
-    """Raises ValueError for a closed box (graphs, 3, 3), Å, that would take all memory or crash."""
+    """Raises ValueError for a box (graphs, 3, 3), Å, that would take all memory or crash."""
     heights = lattice_heights(closed, np.ones_like(periodic))
     _check_heights(heights, boxes, periodic)
     cells = np.maximum(heights // cutoff, 1)
@@ -236,10 +237,10 @@ def _check_heights(heights: _Array, boxes: _Array, periodic: NDArray[np.bool_]) 
 
 
 def _least_pairs(points: _Array, box: _Array, cutoff: float) -> float:
-    """A lower bound of the pairs of atoms (atoms, 3) in a closed box (3, 3), Å.
+    """Lower bound of the number of pairs of atoms (atoms, 3) in a periodic box (3, 3), Å.
 
-    The larger of two estimates: for atoms spread evenly, and for atoms within a cube whose diagonal
-    is one cutoff.
+    It is the larger of two estimates: for evenly spread atoms, and for atoms within a cube whose
+    diagonal is one cutoff.
     """
     even = len(points) ** 2 * 4 / 3 * math.pi * cutoff**3 / abs(np.linalg.det(box))
     cubes = np.floor(points * (3**0.5 / cutoff)).astype(np.int64)

@@ -23,21 +23,21 @@ from molflt.graph.memory import expect_memory
 from molflt.graph.neighbors import expect_lattice, images_are_far
 
 _FADE = 1.0  # Å in front of the cutoff along which an image fades away
-_MOST_PAIRED = 1000  # atoms of a molecule whose pairs are all computed
-_ALONE = 200.0  # Å of vacuum beyond which an image sees 1e-8 of a kernel: a molecule, too
+_MOST_PAIRED = 1000  # most atoms of a molecule for which all pairs are computed
+_ALONE = 200.0  # Å of vacuum beyond which an image sees 1e-8 of a kernel, as in a molecule
 _IN_PLANE = [(a, b, 0) for a, b in itertools.product((-1, 0, 1), repeat=2) if (a, b) != (0, 0)]
 
 
 class Open:
-    """No boundaries: atoms see the atoms that are given, whatever their cell; and base class.
+    """No periodic boundaries, and the base class: atoms see the given atoms only.
 
     A new scheme overrides what differs and gets a line in `molflt.graph.schemes.PERIODIC`; its
     constructor's arguments are its options.
 
     Attributes:
-        near: whether a near field can go with it.
-        needs_cell: whether it reads the cell, which a periodic structure must then have.
-        lattice: whether nodes of the mask come with each batch, instead of the position's own.
+        near: True if it supports a near field.
+        needs_cell: True if it reads the cell, which periodic structures must then have.
+        lattice: True if nodes of the mask come with each batch, instead of the position's own.
     """
 
     near: ClassVar[bool] = True
@@ -45,43 +45,44 @@ class Open:
     lattice: ClassVar[bool] = False
 
     def defaults(self, position: str, spectrum: str) -> dict[str, object]:
-        """Options of the position that differ from its own defaults."""
+        """Returns options of the position that differ from its own defaults."""
         return {}
 
     def check_near_field(self, spectrum: str) -> None:
-        """Raises ValueError if a near field of pairs cannot go with the scheme."""
+        """Raises ValueError if the scheme does not support a near field."""
         if not self.near:
             raise ValueError(
                 f"near_field finds images itself; got {self!r}; use periodic='none' or 'reciprocal'"
             )
 
     def check(self, position: SpectralPosition, softmax: bool) -> None:
-        """Raises ValueError if the scheme cannot go with the position, or with softmax."""
+        """Raises ValueError if the scheme does not support the position, or softmax."""
 
     def dense(self, geometry: Geometry) -> DenseAtoms:
-        """Atoms and keys as attention sees them."""
+        """Returns atoms and keys in the form that attention takes."""
         return DenseAtoms.of(geometry)
 
     def nodes(self, geometry: Geometry, position: SpectralPosition) -> GraphNodes | None:
-        """Nodes of each graph in float64, for schemes with `lattice`."""
+        """Returns nodes of each graph in float64, for schemes with `lattice`."""
         return None
 
     def images(self, geometry: Geometry) -> Tensor | None:
-        """About how many images an atom of each graph may have, (graphs,); None: none."""
+        """Estimates the number of images per atom of each graph, (graphs,); None without images."""
         return None
 
     def neighborhood(self, geometry: Geometry) -> Geometry:
-        """Neighbors of the near field, restricted to pairs of the far field."""
+        """Returns neighbors of the near field, restricted to pairs of the far field."""
         return geometry._replace(pbc=torch.zeros_like(geometry.pbc))
 
     def without_nodes(self, geometry: Geometry) -> Tensor | None:
-        """Graphs whose far field is computed from all pairs, not nodes: (graphs,) bool, or None."""
+        """Mask of graphs whose far field is computed from all pairs, not nodes: (graphs,) or
+        None."""
         return None
 
     def mesh(
         self, geometry: Geometry, dense: DenseAtoms, position: SpectralPosition
     ) -> MeshKernel | None:
-        """The far field on a mesh, for schemes that have one instead of nodes."""
+        """Returns the far field on a mesh, for schemes that use one instead of nodes."""
         return None
 
     def far(
@@ -92,14 +93,14 @@ class Open:
         distance: Tensor,
         farthest: float,
     ) -> Tensor:
-        """Far field of pairs of atoms; each image is a pair: (heads, pairs).
+        """Computes the far field of pairs of atoms; each image is a pair: (heads, pairs).
 
         Args:
             position: the kernel.
-            factors: its evaluation; None on a mesh.
-            pairs: which.
+            factors: evaluated position; None on a mesh.
+            pairs: indices of the pairs.
             distance: (pairs,), Å.
-            farthest: bound of the distances, Å.
+            farthest: upper bound of the distances, Å.
         """
         assert factors is not None
         return products(*factors, pairs)
@@ -109,24 +110,24 @@ class Open:
         return position.radial_profile(distance).exp()
 
     def __repr__(self) -> str:
-        """The options, those that are on."""
+        """Options of the scheme that are switched on."""
         options = ", ".join(f"{name}={value:g}" for name, value in vars(self).items() if value)
         return f"{type(self).__name__}({options})"
 
 
 class Images(Open):
-    """Copies of atoms as further keys, of all that lie within a cutoff of an atom.
+    """Periodic images within a cutoff as further keys.
 
-    With tags 3D-Graphormer's recipe (arXiv:2203.04810): copies of substrate atoms in the 8
+    With tags it is 3D-Graphormer's recipe (arXiv:2203.04810): copies of substrate atoms in the 8
     neighboring cells of the surface plane that lie within the cutoff of an adsorbate atom (in a
     graph without adsorbate, copies of any atom near any atom).
 
     An image weighs 1 - prod_c (1 - s(d_c)) over the atoms c that it may be near, where s goes from
-    1 to 0 along the last Å in front of the cutoff, twice differentiable: so nothing hangs on which
-    side of the cutoff rounding puts an image, and energies have forces.
+    1 to 0 along the last Å in front of the cutoff, twice differentiable. Rounding at the cutoff has
+    no effect, and energies have forces.
 
     Args:
-        image_cutoff: Å.
+        image_cutoff: cutoff, Å.
     """
 
     near = False
@@ -152,7 +153,7 @@ class Images(Open):
         return self._with_images(geometry, atoms, near, sources)
 
     def images(self, geometry: Geometry) -> Tensor:
-        """See `Open.images`; refuses lattices here, where graphs still have their names."""
+        """See `Open.images`; refuses lattices here, where errors can name graphs."""
         expect_lattice(geometry)
         if geometry.tags is not None:
             return torch.full_like(geometry.ptr[1:], len(_IN_PLANE))
@@ -163,11 +164,11 @@ class Images(Open):
     def _with_images(
         self, geometry: Geometry, atoms: DenseAtoms, centres: Tensor, sources: Tensor
     ) -> DenseAtoms:
-        """Atoms with those images as keys that lie within the cutoff of one of the centres.
+        """Returns atoms with the images within the cutoff of one of the centres as keys.
 
         Args:
             geometry: of the atoms.
-            atoms: without images.
+            atoms: atoms without images.
             centres: (graphs, atoms) bool.
             sources: (graphs, atoms) bool, atoms that have images.
         """
@@ -225,10 +226,10 @@ def _images(
     cutoff: float,
     plane: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Images of atoms (graphs, atoms, 3) within a cutoff of one of the centres.
+    """Finds images of atoms (graphs, atoms, 3) within a cutoff of one of the centres.
 
     Returns:
-        The atom of each, (graphs, images), its cell (graphs, images, 3), and which there are.
+        The atom of each image, (graphs, images), its cell (graphs, images, 3), and a mask.
     """
     graphs, most = mask.shape
     if plane:
@@ -236,7 +237,7 @@ def _images(
     else:
         steps = _steps(positions, mask, cell, pbc, cutoff)
     shifts = steps.to(positions.dtype) @ cell  # [g, k, 3]
-    # # Open axes do not have images.
+    # Open axes have no images.
     allowed = ((steps == 0) | pbc.view(graphs, 1, 3)).all(dim=-1)  # [g, k]
     images = (positions[:, None] + shifts[:, :, None]).flatten(1, 2)  # [g, k n, 3]
     exact = "donot_use_mm_for_euclid_dist"  # matrix products lose half of the digits
@@ -250,7 +251,7 @@ def _images(
 
 
 def _steps(positions: Tensor, mask: Tensor, cell: Tensor, pbc: Tensor, cutoff: float) -> Tensor:
-    """Steps n of all cells, n . cell away, whose atoms may be within the cutoff of an atom.
+    """Returns steps n of all cells, n . cell away, whose atoms may be within the cutoff of an atom.
 
     Returns:
         (steps, 3) int64, enough for every graph, without (0, 0, 0).
@@ -282,10 +283,10 @@ class Reciprocal(Open):
 
     Args:
         max_frequency: largest |G|, cycles/Å; the number of nodes grows as its cube.
-        smooth: along directions that are not periodic, nodes are analytic functions of positions;
-            otherwise forces jump by some 1e-4 eV/Å where another atom comes to be outermost.
-            Molecules of up to 1,000 atoms, and such in cells higher than 200 Å along all periodic
-            axes, have all pairs instead of nodes: the energy does not depend on their orientation.
+        smooth: make nodes analytic functions of positions along directions that are not periodic;
+            otherwise forces jump by some 1e-4 eV/Å where another atom becomes the outermost.
+            Molecules of up to 1,000 atoms, also in cells higher than 200 Å along all periodic axes,
+            use all pairs instead of nodes: their energy does not depend on the orientation.
     """
 
     lattice = True
@@ -299,8 +300,8 @@ class Reciprocal(Open):
     def defaults(self, position: str, spectrum: str) -> dict[str, object]:
         """See `Open.defaults`.
 
-        Sums over images have to converge, and supercells to agree: a kernel that decays, and
-        nothing that every pair of atoms would see of each other.
+        Sums over images must converge, and supercells must agree: the kernel decays and has no
+        background.
         """
         if position != "multiplicative":
             return {}
@@ -322,7 +323,7 @@ class Reciprocal(Open):
         """See `Open.nodes`; in double precision, as random features are drawn from frequencies."""
         cell, pbc = geometry.cell.double(), geometry.pbc
         alone = self.without_nodes(geometry)
-        if alone is not None:  # any small cell: its few nodes get the weight 0
+        if alone is not None:  # an arbitrary small cell, whose few nodes get the weight 0
             pbc = pbc | alone[:, None]
             small = torch.eye(3, dtype=cell.dtype, device=cell.device)
             cell = torch.where(alone[:, None, None], small, cell)
@@ -361,19 +362,18 @@ class Reciprocal(Open):
 
 
 class Near(Reciprocal):
-    """Nothing beyond the near field: what atoms see of each other ends at its cutoff.
+    """No far field: attention ends at the cutoff of the near field.
 
-    The encoding of a potential whose far part is a law, with charges; see
-    `molflt.graph.long_range`.
+    It suits potentials whose far part is a law of charges; see `molflt.graph.long_range`.
     """
 
     def nodes(self, geometry: Geometry, position: SpectralPosition) -> GraphNodes:
-        """See `Open.nodes`: one, of the weight 0."""
+        """See `Open.nodes`: one node of weight 0."""
         nothing = geometry.pos.new_zeros(geometry.graphs, 1, 3, dtype=torch.float64)
         return GraphNodes(nothing, nothing[..., 0])
 
     def without_nodes(self, geometry: Geometry) -> None:
-        """See `Open.without_nodes`: none needs all pairs."""
+        """See `Open.without_nodes`: no graph needs all pairs."""
 
     far = Open.far
 

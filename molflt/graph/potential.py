@@ -1,6 +1,6 @@
-"""An interatomic potential: energies, and forces and stress as their exact derivatives."""
+"""Interatomic potential: energies with forces and stress as exact derivatives."""
 
-# # No `from __future__ import annotations`: jsonargparse would import everything below
+# No `from __future__ import annotations`: jsonargparse would import everything below
 # TYPE_CHECKING, PyG included, to read annotations that are strings.
 
 import copy
@@ -26,20 +26,19 @@ from molflt.graph.schemes import PeriodicName
 if TYPE_CHECKING:
     from torch_geometric.data import Data
 
-_CHARGE_UNIT = 10.0  # of tokens, per e: shares of 0.1 e are common
-# smooth, and nowhere 0 or below
+_CHARGE_UNIT = 10.0  # size of tokens per e; shares of 0.1 e are common
+# smooth and positive everywhere
 _SMOOTH_MAPS = ("positive", "exp", "learnable_exp", "sigmoid", "polynomial")
 
 
 class Potential(EnergyRegressor):
-    """`EnergyRegressor` in the one form whose energy is smooth, extensive and exactly periodic.
+    """`EnergyRegressor` in a form whose energy is smooth, extensive and exactly periodic.
 
     The energy of N atoms is a sum over all of them, whatever their tags, and has two continuous
     derivatives: no cutoff, no image and no node comes or goes with a weight other than 0. Forces
     are -dE/dr, and the stress is dE/d(strain) / volume, by automatic differentiation.
 
-    Arguments that are not here are those of `EnergyRegressor`; choices without such an energy are
-    refused with the reason.
+    Further arguments are those of `EnergyRegressor`; choices without such an energy are refused.
 
     Args:
         dim: width of tokens.
@@ -49,25 +48,26 @@ class Potential(EnergyRegressor):
             degree 2).
         num_features: random features m per head, 64 by default.
         position: "multiplicative".
-        position_options: of the kernel, see `molflt.graph.encoding.GraphEncoding`.
+        position_options: options of the kernel, see `molflt.graph.encoding.GraphEncoding`.
         periodic: "reciprocal".
         max_frequency: end of the spectrum of reciprocal nodes, 0.25 cycles/Å by default.
         far_field: False: attention ends at `near_field`. With L layers, refined R times, an atom
             sees others up to L R near fields away, but not across a wider gap. `long_range` covers
             larger distances.
         near_field: distance within which the kernel is exact, Å; 5 by default.
-        near_exact: within it, q.k is exact as well, without random features.
+        near_exact: make q.k exact within it, without random features.
         neighbor_cutoff: radius of the radial summary and of messages, 5 Å by default.
         radial_basis: size of the radial summary; 0 leaves it out.
         messages: layers of equivariant messages between neighbors, see `EnergyRegressor`; two of
             them in place of the radial summary are recommended (configs/potential.yaml). Without
             them, as in earlier versions, angles enter through distances only.
-        descriptors: tell elements by period, group, radius, electronegativity and valence electrons
-            as well.
-        long_range: powers p, of 1 (charges), 2, 4 and 6 (dispersion): adds energies of 1 / r^p
-            between latent charges and all their images, see `molflt.graph.long_range.LongRange`.
+        descriptors: also describe elements by period, group, radius, electronegativity and valence
+            electrons.
+        long_range: powers p out of 1 (charges), 2, 4 and 6 (dispersion), which add energies of 1 /
+            r^p between latent charges and all their images, see
+            `molflt.graph.long_range.LongRange`.
         long_range_channels: charges of each atom for each power, 4 by default.
-        long_range_cutoff: of near pairs, 8 Å by default.
+        long_range_cutoff: cutoff of near pairs, 8 Å by default.
         long_range_smearing: sigma of pairs at short distances, 1 Å by default, see `LongRange`.
         long_range_neutral: True by default: charges of p = 1 and 2 flow between atoms closer than
             5 Å, and separate molecules are neutral. False: for data with ions.
@@ -76,8 +76,8 @@ class Potential(EnergyRegressor):
         stack: further arguments of `molflt.attention.Stack`.
 
     Attributes:
-        energy_std: eV, buffer: the unit of what each atom adds.
-        element_energies: (119,) eV, buffer: what each atom adds to that, by its atomic number.
+        energy_std: eV, buffer: unit of atomic energies.
+        element_energies: (119,) eV, buffer: constants added to atomic energies, by atomic number.
 
     Raises:
         TypeError: an unknown argument.
@@ -85,7 +85,7 @@ class Potential(EnergyRegressor):
             option out of its range.
     """
 
-    # energy_std is not of the data: it scales the forces of the source
+    # without energy_std, which scales the forces of the source
     of_data = ("energy_mean", "element_energies", "readout.by_contact")
 
     def __init__(
@@ -160,7 +160,8 @@ class Potential(EnergyRegressor):
             self.added_later = (*self.added_later, "long_range.neutral")
 
     def forward(self, batch: "Data") -> Mapping[str, Tensor]:
-        """Energies and their derivatives; in training mode these can be differentiated again.
+        """Computes energies and their derivatives; these can be differentiated again in training
+        mode.
 
         Args:
             batch: as for `EnergyRegressor.forward`; tags are not read. With `total_charge` also
@@ -176,16 +177,16 @@ class Potential(EnergyRegressor):
             atoms, NaN with periodic axes.
 
         Raises:
-            TypeError: something else than PyG's data.
+            TypeError: an input other than PyG's data.
             ValueError: naming the attribute that is missing or wrong.
         """
-        # also inside of torch.inference_mode, where tensors of before cannot be differentiated
+        # also inside torch.inference_mode, where earlier tensors cannot be differentiated
         with torch.inference_mode(False), torch.enable_grad():
             strained, pos, strain = _strained(batch)
             parts, others = self._parts(strained)
             energy = _sum(parts)
             wanted = [pos] if strain is None else [pos, strain]
-            with torch.autocast(pos.device.type, enabled=False):  # each step as it was computed
+            with torch.autocast(pos.device.type, enabled=False):  # precision of forward
                 found = torch.autograd.grad(
                     energy.sum(), wanted, create_graph=self.training, materialize_grads=True
                 )
@@ -196,7 +197,7 @@ class Potential(EnergyRegressor):
                 volume = torch.linalg.det(strained.cell.detach().reshape(-1, 3, 3)).abs()
                 virial = (found[1] + found[1].mT) / 2
                 there = (volume > 0)[:, None, None]
-                # by 1, not by NaN: that would reach gradients of other graphs of the batch
+                # by 1, because NaN would reach gradients of other graphs of the batch
                 stress = virial / torch.where(there, volume[:, None, None], 1.0)
                 out["stress"] = torch.where(there, stress, torch.nan)
         return out if self.training else {name: x.detach() for name, x in out.items()}
@@ -221,7 +222,7 @@ class Potential(EnergyRegressor):
         return self._parts(batch)[0]
 
     def _parts(self, batch: "Data") -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Terms of the energies, and tokens, charges and dipoles as `forward` returns them."""
+        """Returns terms of the energies, and tokens, charges and dipoles as `forward` does."""
         untagged = copy.copy(batch)  # all atoms count equally
         untagged.tags = torch.full(batch.pos.shape[:1], int(Tag.SURFACE), device=batch.pos.device)
         charged = self.charge_share is not None
@@ -248,7 +249,7 @@ class Potential(EnergyRegressor):
 def _make_long_range(
     dim: int, powers: list[int] | None, total_charge: bool, **options: Any
 ) -> LongRange | None:
-    """Return None without powers, and refuse options then."""
+    """Returns None without powers, and refuses options then."""
     if not powers:
         given = {f"long_range_{k}": v for k, v in options.items()}
         no_effect("without long_range", total_charge=total_charge or None, **given)
@@ -262,7 +263,7 @@ def _sum(parts: Mapping[str, Tensor]) -> Tensor:
 
 
 def _strained(batch: "Data") -> tuple["Data", Tensor, Tensor | None]:
-    """A batch that follows a strain of 0, its positions, and the strain, None without cells."""
+    """Returns a batch under a strain of 0, its positions, and the strain, None without cells."""
     pos = Geometry.of_data(batch).pos.detach().clone().requires_grad_()
     out = copy.copy(batch)
     for name, value in batch.to_dict().items():
@@ -276,7 +277,7 @@ def _strained(batch: "Data") -> tuple["Data", Tensor, Tensor | None]:
     symmetric = (strain + strain.mT) / 2
     index = out.get("batch")
     own = symmetric[0].expand(len(pos), 3, 3) if index is None else symmetric[index]
-    with torch.autocast(pos.device.type, enabled=False):  # positions are not of half precision
+    with torch.autocast(pos.device.type, enabled=False):  # not in half precision
         out.pos = pos + torch.einsum("nc,ncd->nd", pos, own)
         out.cell = cell + cell @ symmetric
     return out, pos, strain

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from molflt.attention.numerics import sinc
 
-_E3NN = 1.14136  # its factor of a second moment of one
-_NEAR = 0.1  # Å; no atoms are nearer
-_EDGE = 0.01  # of 1 - u^2, where exp(-2 / .) is 1e-87, and its slope still a number
+_E3NN = 1.14136  # its factor for a second moment of one
+_NEAR = 0.1  # Å; atoms are never closer
+_EDGE = 0.01  # of 1 - u^2, where exp(-2 / .) is 1e-87 and its slope is finite
 
 
 def radial_bumps(distance: Tensor, number: int, cutoff: float) -> Tensor:
@@ -30,9 +30,9 @@ def radial_bumps(distance: Tensor, number: int, cutoff: float) -> Tensor:
 def radial_waves(distance: Tensor, number: int, cutoff: float) -> Tensor:
     """Standing waves that fade: (pairs,) Å -> (pairs, number).
 
-    DimeNet's Bessel functions (arXiv:2003.03123, eq. 7) with another envelope, c / r
-    sin(n pi u) exp(-u^2 / (1 - u^2)) for n = 1, ..., number and u = r / c. They tell distances of a
-    bond apart, which are within the width of one bump.
+    DimeNet's Bessel functions (arXiv:2003.03123, eq. 7) with another envelope, c / r sin(n pi u)
+    exp(-u^2 / (1 - u^2)) for n = 1, ..., number and u = r / c. They resolve the lengths of a bond,
+    which lie within one bump.
     """
     u = distance / cutoff
     rest = 1 - u * u
@@ -45,8 +45,8 @@ def radial_waves(distance: Tensor, number: int, cutoff: float) -> Tensor:
 def softened(square: Tensor) -> Tensor:
     """Squares of distances, Å^2, that are bounded smoothly from below by 1/300 Å^2.
 
-    They are exact from 0.1 Å on, with two continuous derivatives: for quotients, which stay finite
-    where two atoms are at one place.
+    They are exact beyond 0.1 Å, with two continuous derivatives. Quotients stay finite where two
+    atoms coincide.
     """
     rest = (1 - square / _NEAR**2).clamp(min=0.0)
     return square + rest**3 * (_NEAR**2 / 3)

@@ -1,6 +1,6 @@
-"""The IS2RE model: atoms in, relaxed energy (and displacements) out."""
+"""The IS2RE model: relaxed energies, and displacements, of initial structures."""
 
-# # No `from __future__ import annotations`: jsonargparse would import everything below
+# No `from __future__ import annotations`: jsonargparse would import everything below
 # TYPE_CHECKING, PyG included, to read annotations that are strings.
 
 from collections.abc import Callable, Mapping
@@ -26,8 +26,8 @@ from molflt.graph.schemes import PeriodicName
 if TYPE_CHECKING:
     from torch_geometric.data import Data
 
-_NOT_OURS = ("position", "causal", *MIXER_OPTIONS)  # options of the stack that are given here
-_MAX_MOVE = 1.0  # Å; moves without a bound feed on their own gradients, and training diverges
+_NOT_OURS = ("position", "causal", *MIXER_OPTIONS)  # options of the stack that are set here
+_MAX_MOVE = 1.0  # Å; training diverges with unbounded moves
 _ENERGIES = ("energy_mean", "energy_std", "element_energies")  # buffers in float64
 
 
@@ -36,8 +36,8 @@ class EnergyRegressor(nn.Module):
 
     Element and tag embeddings, blocks of attention with a relative encoding learned per head and
     shared by all layers, several passes with shared weights, tag-weighted sum over atoms: FLT's
-    OC20 model (arXiv:2302.01925) on 3D-Graphormer's recipe (arXiv:2203.04810). By default the form
-    that docs/results found best, which is not FLT's: a kernel that multiplies, exactly periodic
+    OC20 model (arXiv:2302.01925) on 3D-Graphormer's recipe (arXiv:2203.04810). The default is the
+    best form of docs/results, which differs from FLT's: a multiplicative kernel, exactly periodic
     and exact for near pairs.
 
     Args:
@@ -60,42 +60,41 @@ class EnergyRegressor(nn.Module):
             and slower.
         near_field: distance within which a multiplicative kernel is exact, through a neighbor list,
             Å; by default 5, or 0 with images; 0 leaves it to its Fourier nodes.
-        near_exact: within it, q.k is exact as well, without random features.
+        near_exact: make q.k exact within it, without random features.
         neighbor_cutoff: radius of the neighborhoods of embedding and position head, 5 Å by default.
-        radial_basis: size of the embedding's radial summary. 0 leaves it out; energies then see
-            positions only through attention.
+        radial_basis: size of the embedding's radial summary; 0 leaves it out.
         messages: layers of equivariant messages between neighbors, before attention, which add
             angles to tokens; PaiNN's, see `molflt.graph.messages.EquivariantMessages`. 0 leaves
             them out.
-        message_pairs: neighbors that exchange messages, "all" by default. "adsorbate": pairs with
-            an adsorbate atom alone. Messages among slab atoms tell metals by their lattice
-            constants, which misleads for those that training did not see.
-        descriptors: tell elements by period, group, radius, electronegativity and valence electrons
-            as well, which reach those that training did not see; see `ElementEmbedding`.
-        subsurface: False leaves out the atoms with tag 0, half of a slab: whatever the model says
-            of a structure then does not depend on them (as in PhAST, arXiv:2211.12020).
+        message_pairs: neighbors that exchange messages, "all" by default. "adsorbate": pairs that
+            include an adsorbate atom. Messages among slab atoms identify metals by their lattice
+            constants, which misleads for unseen metals.
+        descriptors: also describe elements by period, group, radius, electronegativity and valence
+            electrons, which extends to unseen elements; see `ElementEmbedding`.
+        subsurface: False leaves out the atoms with tag 0, half of a slab; predictions then do not
+            depend on them (as in PhAST, arXiv:2211.12020).
         position_head: predict displacements to the relaxed positions as an auxiliary task.
         move_atoms: after each pass but the last, move the free atoms as the position head predicts,
             by less than 1 Å each, and compute the mask again.
-        readout: atoms that the energy is read from, see `molflt.graph.heads.EnergyReadout`. For
-            adsorption energies "adsorbate", or "contact" where they are relative to the free
+        readout: atoms that contribute to the energy, see `molflt.graph.heads.EnergyReadout`.
+            "adsorbate" for adsorption energies, or "contact" if they are relative to the free
             molecule; "all" for total energies.
-        far_field: False ends what atoms see of each other at the near field.
+        far_field: False ends attention at the near field.
         stack: further arguments of `molflt.attention.Stack`.
 
     Attributes:
         energy_mean, energy_std: eV, buffers that turn the normalized output into eV.
-        element_energies: (119,) eV, buffer: what each atom adds to that, by its atomic number; 0
-            where training fitted no references.
+        element_energies: (119,) eV, buffer: references of elements, by atomic number; 0 without
+            references.
         trained_elements: (119,) bool, buffer: the atomic numbers seen in training. Without
             `descriptors`, embeddings of other elements are random, and so are energies of
             structures that contain them.
         added_later: names of buffers that weights of earlier versions do not have; they stay as in
             a new model.
-        of_data: names of buffers that each run makes of its own data, also one that starts from the
-            weights of another.
+        of_data: names of buffers that each run computes from its own data, also if it starts from
+            the weights of another run.
         seen_by: names of buffers that record the data a weight has seen, with that weight. Another
-            run takes over both or neither.
+            run takes over both or none of them.
 
     Raises:
         TypeError: an unknown argument.
@@ -190,7 +189,7 @@ class EnergyRegressor(nn.Module):
         self.register_buffer("trained_elements", elements)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "EnergyRegressor":
-        """See `torch.nn.Module`; energies of data stay in float64, whatever weights are cast to."""
+        """See `torch.nn.Module`; energies of data stay in float64 in any cast."""
         kept = {name: self.get_buffer(name) for name in _ENERGIES}
         super()._apply(fn, recurse)
         for name, before in kept.items():
@@ -209,16 +208,16 @@ class EnergyRegressor(nn.Module):
                 by default unknown; with `move_atoms` also fixed (atoms,) bool, by default none.
 
         Returns:
-            "energy": (graphs,) float64, eV; "embedding": (atoms, dim), the tokens that the energy
-            is read from; with a position head, "displacement": (atoms, 3), Å, from the given to the
-            relaxed position; with `move_atoms`, "displacement_by_pass": (passes, atoms, 3), Å, the
-            same after each pass. Atoms that are left out stay, and have an embedding of 0. In
-            evaluation mode, unless `readout` is "all", also "adsorbate_energy": (atoms,) float64,
-            eV, contribution of each adsorbate atom and of the slab atoms in contact with it; the
-            sum over an adsorbate is its energy.
+            "energy": (graphs,) float64, eV; "embedding": (atoms, dim), the final tokens; with a
+            position head, "displacement": (atoms, 3), Å, from the given to the relaxed position;
+            with `move_atoms`, "displacement_by_pass": (passes, atoms, 3), Å, the same after each
+            pass. Atoms that are left out do not move and have an embedding of 0. In evaluation
+            mode, unless `readout` is "all", also "adsorbate_energy": (atoms,) float64, eV,
+            contribution of each adsorbate atom and of the slab atoms in contact with it; the sum
+            over an adsorbate is its energy.
 
         Raises:
-            TypeError: something else than PyG's data.
+            TypeError: an input other than PyG's data.
             ValueError: naming the attribute that is missing or wrong.
         """
         atoms = Atoms.of(batch, self.embedding.element.weight)
@@ -238,8 +237,8 @@ class EnergyRegressor(nn.Module):
         __call__ = forward
 
     def _references(self, atoms: Atoms) -> Tensor:
-        """Energy of the element of each atom that has one, (atoms,) float64, eV."""
-        # # summed in float64: totals may be 1e5 eV
+        """Returns the reference energy of each atom, (atoms,) float64, eV."""
+        # in float64, because totals may be 1e5 eV
         counted = (atoms.geometry.tags == Tag.ADSORBATE.value) | ~self.readout.by_contact[0]
         return self.element_energies[atoms.numbers] * counted
 
@@ -269,7 +268,8 @@ class EnergyRegressor(nn.Module):
     def _refine(
         self, geometry: Geometry, tokens: Tensor, neighbors: Neighbors | None, fixed: Tensor
     ) -> tuple[Tensor, list[Tensor]]:
-        """Atoms (atoms, dim) after the last pass, displacements (atoms, 3) Å so far after each."""
+        """Returns tokens (atoms, dim) after the last pass, and displacements (atoms, 3) Å after
+        each."""
         start = geometry.pos
         classes = _encode(self.encoding, geometry, self._near(neighbors))
         h, x, moved = tokens, tokens, []
@@ -289,7 +289,7 @@ class EnergyRegressor(nn.Module):
         return h, moved
 
     def _near(self, neighbors: Neighbors | None) -> Neighbors | None:
-        """Returns neighbors that the near field can share: those of its own cutoff."""
+        """Returns the neighbors for the near field if its cutoff is the same."""
         field = None if self.encoding is None else self.encoding.near_field
         shared = field is not None and field.cutoff == self.neighbor_cutoff
         return neighbors if shared else None
@@ -304,7 +304,7 @@ class EnergyRegressor(nn.Module):
 def _stack_of_atoms(
     dim: int, heads: int, position: Position | None, kind: dict[str, Any], **stack: Any
 ) -> Stack:
-    """A stack without what sees an order of tokens, which atoms do not have."""
+    """Builds a stack without options that depend on the order of tokens."""
     return Stack(
         dim,
         heads,
@@ -319,7 +319,7 @@ def _stack_of_atoms(
 
 
 def _among(x: Tensor, kept: Tensor) -> Tensor:
-    """Rows (..., atoms that stay, n) among those of all atoms; 0 for the others."""
+    """Inserts rows (..., kept atoms, n) among zeros for all atoms."""
     out = x.new_zeros(*x.shape[:-2], len(kept), x.shape[-1])
     out[..., kept, :] = x
     return out
@@ -328,19 +328,20 @@ def _among(x: Tensor, kept: Tensor) -> Tensor:
 def _fill_added(
     model: EnergyRegressor, weights: dict[str, Tensor], prefix: str, *_: object
 ) -> None:
-    """Hook: fill in what weights of earlier versions lack: switches are off, the rest as new."""
+    """Hook that adds missing buffers to weights of earlier versions: switches off, others as
+    new."""
     for name in model.added_later:
         new = model.get_buffer(name)
         weights.setdefault(prefix + name, new & False if new.dtype == torch.bool else new)
 
 
 def _bounded(step: Tensor) -> Tensor:
-    """Displacements (atoms, 3), Å, shortened smoothly to less than `MAX_MOVE`."""
+    """Shortens displacements (atoms, 3), Å, smoothly to less than `_MAX_MOVE`."""
     return step * (1 + (step / _MAX_MOVE).square().sum(dim=-1, keepdim=True)).rsqrt()
 
 
 def _best_form(position: str, periodic: str | None, near_field: float | None) -> dict[str, Any]:
-    """Fills open options of the encoding with the best form of docs/results."""
+    """Sets missing options of the encoding to the best form of docs/results."""
     multiplies = position == "multiplicative"
     scheme = periodic or ("reciprocal" if multiplies else "none")
     if near_field is None and multiplies and scheme != "images":

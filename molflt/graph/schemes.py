@@ -22,7 +22,7 @@ else:
 
 
 def make_periodic(periodic: str | Open, **options: float | None) -> Open:
-    """A scheme from its name and those options that were given, or one that was made already."""
+    """Builds a scheme from its name and the given options; existing schemes are returned."""
     if isinstance(periodic, Open):
         no_effect(f"with periodic={periodic!r}", **options)
         return periodic

@@ -1,4 +1,4 @@
-"""Classes of graphs of similar size, which need little padding."""
+"""Classes of graphs of similar size, for little padding."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -12,16 +12,16 @@ from molflt.graph.dense import DenseAtoms, padded, places_of
 from molflt.graph.geometry import Geometry
 
 # Padded atoms that take as long as starting one more class: on a CPU 64 to 256 were the fastest of
-# # 32 to 512; on GPUs, starting an operation takes longer relative to computing it.
+# 32 to 512; on GPUs, starting an operation takes longer relative to computing it.
 _START = {"cpu": 64}
 _START_ELSEWHERE = 8192
 # Nodes, images or, in a matrix, atoms for each atom that take as long as all that it takes without.
 _COLUMNS = 64
-_PREPARED = 4  # times as many, where nodes and pairs of each class are prepared by themselves
+_PREPARED = 4  # factor if nodes and pairs of each class are prepared separately
 
 
 class Sorted(NamedTuple):
-    """A batch with its graphs in the order of their size, the largest first, and none empty."""
+    """A batch with its graphs sorted by size, the largest first, without empty ones."""
 
     geometry: Geometry
     order: Tensor
@@ -33,11 +33,11 @@ class Sorted(NamedTuple):
 
     @classmethod
     def of(cls, geometry: Geometry, columns: Tensor | None = None) -> "Sorted | None":
-        """Sorts a batch into classes; None where all its graphs are best computed as one.
+        """Sorts a batch into classes; None if one class for all graphs is best.
 
         Args:
             geometry: the batch.
-            columns: (graphs,), nodes, images or keys for each atom of a graph; None: none.
+            columns: (graphs,), nodes, images or keys per atom of each graph; None without them.
         """
         if torch.compiler.is_compiling():  # one graph of operations for all sizes
             return None
@@ -52,18 +52,18 @@ class Sorted(NamedTuple):
 
 
 class SizeClass(NamedTuple):
-    """Graphs padded to the largest of them, as attention computes with them."""
+    """Graphs padded to the largest of them, in the form that attention takes."""
 
     dense: DenseAtoms
     encoding: Encoding | None
     places: Tensor
-    """(atoms,), places of `dense` that hold an atom, all graphs counted through"""
+    """(atoms,), indices of the atoms in the flattened mask of `dense`"""
 
     @classmethod
     def of(
         cls, geometry: Geometry, dense: DenseAtoms, encoding: Encoding | None = None
     ) -> "SizeClass":
-        """From atoms and keys of all graphs of a geometry, and the encoding between them."""
+        """Builds one class of atoms and keys of all graphs of a geometry, with their encoding."""
         return cls(dense, encoding, places_of(geometry, dense.mask))
 
     def apply(self, layer: Callable[..., Tensor], x: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ class SizeClasses(NamedTuple):
 
     @classmethod
     def of(cls, geometry: Geometry) -> "SizeClasses":
-        """Returns classes of a batch without positions."""
+        """Builds classes of a batch without positions."""
         found = Sorted.of(geometry)
         if found is None:
             return cls([SizeClass.of(geometry, DenseAtoms.of(geometry))])
@@ -93,7 +93,7 @@ class SizeClasses(NamedTuple):
         """Applies a layer to every class.
 
         Args:
-            layer: of tokens (graphs, atoms, dim), and of `encoding` and `Keys` by name.
+            layer: function of tokens (graphs, atoms, dim), with `encoding` and `Keys` by name.
             x: (atoms, dim).
 
         Returns:
@@ -108,10 +108,10 @@ class SizeClasses(NamedTuple):
 
 
 def _classes(ptr: Tensor, columns: Tensor | None, start: int) -> tuple[list[int], list[slice]]:
-    """Graphs with atoms, the largest first, and which of these each class has.
+    """Returns graphs with atoms, the largest first, and the classes.
 
-    A class ends where taking in the next graph would make its padding dearer than another class:
-    so padding never costs more than `start` atoms for each of them.
+    A class ends where the next graph would cost more padding than a new class. Padding therefore
+    never costs more than `start` atoms per graph.
     """
     atoms = ptr.diff().tolist()
     each = [0.0] * len(atoms) if columns is None else columns.tolist()

@@ -1,4 +1,4 @@
-"""Transforms of PyG data: the edges that message passing runs on, in periodic cells too."""
+"""Transforms of PyG data: edges for message passing, also in periodic cells."""
 
 import torch
 from torch import Tensor
@@ -9,11 +9,11 @@ from molflt.attention.checks import at_least_one, positive
 from molflt.graph.geometry import Geometry
 from molflt.graph.neighbors import neighbor_list
 
-_TIE = 1e-4  # Å; neighbors nearer to each other in distance than this are equally near
+_TIE = 1e-4  # Å; neighbors with a smaller difference in distance are ties
 
 
 class PBCRadiusGraph(BaseTransform):
-    """Edges between all atoms nearer than a radius, through periodic boundaries too.
+    """Edges between all atoms within a radius, also across periodic boundaries.
 
     Like `torch_geometric.transforms.RadiusGraph`, but periodic and without a compiled extension.
     Each periodic image of an atom within the radius is a separate edge, including images of the
@@ -23,13 +23,13 @@ class PBCRadiusGraph(BaseTransform):
     Sets `edge_index` (2, edges), `edge_weight` (edges,), the distance, Å, `edge_vec` (edges, 3),
     from atom to neighbor, Å, and `edge_shift` (edges, 3) int64, the cell n of the neighbor:
     edge_vec = pos[edge_index[0]] + n @ cell - pos[edge_index[1]]. These carry gradients of `pos`
-    and `cell`. Removes `edge_attr`, which belonged to other edges; `Distance` and others make it.
+    and `cell`. Removes `edge_attr` of earlier edges; `Distance` and others set it.
 
     Args:
         r: radius, Å.
-        max_neighbors: largest number of edges per atom; the nearest are kept, and all that are as
-            near as the last one. None keeps all. With a number, edges may exist in one direction
-            only.
+        max_neighbors: largest number of edges per atom; the nearest are kept, and all at the
+            distance of the last one. None keeps all. With a number, edges may exist in one
+            direction only.
     """
 
     def __init__(self, r: float, max_neighbors: int | None = None) -> None:
@@ -50,7 +50,7 @@ class PBCRadiusGraph(BaseTransform):
         geometry = Geometry.of_data(data)
         _refuse_flat(geometry.cell.detach().double(), geometry.pbc)
         pos, cell = geometry.pos, geometry.cell
-        # # Double precision: shifts are computed from the vectors.
+        # double precision, because shifts are computed from the vectors
         found = neighbor_list(geometry._replace(pos=pos.double(), cell=cell.double()), self.r)
         target, source, vector, distance = (part.detach() for part in found)
         if self.max_neighbors is not None:
@@ -73,7 +73,7 @@ class PBCRadiusGraph(BaseTransform):
         return data
 
     def __repr__(self) -> str:
-        """Choices, as PyG's transforms print them."""
+        """Representation in the form of PyG's transforms."""
         most = "" if self.max_neighbors is None else f", max_neighbors={self.max_neighbors}"
         return f"{type(self).__name__}(r={self.r}{most})"
 
@@ -90,7 +90,7 @@ def _refuse_flat(cell: Tensor, axes: Tensor) -> None:
 
 
 def _nearest(target: Tensor, distance: Tensor, atoms: int, most: int) -> Tensor:
-    """Edges, by index, that are among the nearest of their atom or as near as the last of these.
+    """Returns indices of the nearest edges of each atom, including ties with the last one.
 
     Args:
         target: (edges,) atom.

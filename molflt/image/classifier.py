@@ -1,4 +1,4 @@
-"""Vision Transformer: image in, one logit per class out."""
+"""Vision Transformer for the classification of images."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,7 +22,7 @@ from molflt.attention.positions.absolute import ABSOLUTE, sinusoids
 
 
 class ImageClassifier(nn.Module):
-    """Vision Transformer (ViT) whose attention may see where patches are relative to each other.
+    """Vision Transformer (ViT) with optional relative encodings of the positions of patches.
 
     Non-overlapping patches, a linear embedding of each, an absolute embedding of places, blocks of
     attention with one relative encoding for all layers, and a linear classifier of the mean of all
@@ -33,35 +33,33 @@ class ImageClassifier(nn.Module):
 
     Relative encodings of two dimensions get (row, column) of each patch, in units of patches times
     `position_scale`, from the center of the image. Encodings of one dimension, such as cosFormer's,
-    get the place in the sequence of patches, row by row, from 0.
+    get the index in the sequence of patches, row by row, from 0.
 
     Args:
-        classes: number of classes; the data decide it where it is null.
-        channels: color channels of an image; the data decide it where it is null.
-        image_size: sides of the square images, pixels; the data decide it where it is null.
+        classes: number of classes; null: set by the data.
+        channels: color channels of an image; null: set by the data.
+        image_size: sides of the square images, pixels; null: set by the data.
         patch_size: sides of a patch, pixels; `image_size` is a multiple of it.
         dim: width of tokens.
         dropout: dropout of embedded patches and of blocks.
         pool: input of the classifier: the "mean" of all tokens, or a learned class "token" before
             the first patch. In two dimensions the class token sits at the center of the image.
-        absolute: what tells a patch its place: "learned", one vector each (ViT, DeiT), "sinusoidal"
-            in rows and columns (MAE, arXiv:2111.06377), or "none", which leaves it to the relative
-            encoding.
-        position_scale: what positions of two dimensions are multiplied by, 1 by default and for
-            tables.
+        absolute: encoding of the position of patches: "learned" vectors (ViT, DeiT), "sinusoidal"
+            in rows and columns (MAE, arXiv:2111.06377), or "none" for the relative encoding alone.
+        position_scale: factor of positions of two dimensions, 1 by default and for tables.
         position: "none" or a key of `molflt.attention.POSITIONS`.
-        position_options: further arguments of the encoding. Those that the grid of patches decides
-            (`dim`, `shape`, `max_tokens`) are filled in where they are not given.
+        position_options: further arguments of the encoding. Missing ones that follow from the grid
+            of patches (`dim`, `shape`, `max_tokens`) are added.
         stack: further arguments of `molflt.attention.Stack`.
 
     Attributes:
         image_mean, image_std: (channels,), of images in [0, 1], buffers that normalize them.
-        of_data: beginnings of names of what belongs to the data: the normalizer to the images, the
-            logits to the classes.
+        of_data: prefixes of the names of tensors that depend on the data: the normalizer of images,
+            the logits of classes.
 
     Raises:
         TypeError: an unknown argument.
-        ValueError: sizes are missing or do not go together, or so do choices.
+        ValueError: missing sizes, or sizes or choices that do not go together.
     """
 
     of_data = ("image_mean", "image_std", "head.")
@@ -116,14 +114,14 @@ class ImageClassifier(nn.Module):
         self.register_buffer("image_std", torch.ones(channels))
 
     def set_normalizer(self, mean: Sequence[float] | Tensor, std: Sequence[float] | Tensor) -> None:
-        """Sets what images are normalized by.
+        """Sets mean and standard deviation for the normalization of images.
 
         Args:
             mean: (channels,), of images in [0, 1].
             std: (channels,), positive.
 
         Raises:
-            ValueError: there is not one number per channel, or a deviation is not positive.
+            ValueError: not one number per channel, or a deviation that is not positive.
         """
         mean, std = torch.as_tensor(mean), torch.as_tensor(std)
         if {mean.shape, std.shape} != {self.image_mean.shape} or not bool((std > 0).all()):
@@ -145,7 +143,7 @@ class ImageClassifier(nn.Module):
             (batch, tokens, dim).
 
         Raises:
-            TypeError: something else than a tensor.
+            TypeError: an input other than a tensor.
             ValueError: images of another shape, type or device, or an empty batch.
         """
         tensors(images=images)
@@ -181,7 +179,8 @@ class ImageClassifier(nn.Module):
 
     @property
     def positions(self) -> Tensor:
-        """`places` as the relative encoding has them: times `position_scale` in two dimensions."""
+        """Positions for the relative encoding: `places` times `position_scale` in two
+        dimensions."""
         places = self.places
         scale = self.position_scale if places.shape[-1] == 2 else 1.0
         return (places * scale).to(at_least_float32(self.embed.weight))
@@ -236,10 +235,10 @@ def _patches_along(image_size: int | None, patch_size: int, **others: int | None
 def _filled(
     position: str, options: dict[str, Any] | None, side: int, tokens: int
 ) -> dict[str, Any]:
-    """Options of the encoding with those that the grid of patches decides."""
+    """Adds the options of the encoding that follow from the grid of patches."""
     given = options or {}
     known = known_options(position, dim=2, shape=(side, side), max_tokens=tokens)
-    if "shape" in known:  # a table in two dimensions, or on request along the sequence
+    if "shape" in known:  # a table in two dimensions, or along the sequence if requested
         known.pop("shape" if "max_tokens" in given else "max_tokens", None)
     return {**known, **given}
 

@@ -1,4 +1,4 @@
-"""Optimizers that are learned, with the attention core as their memory."""
+"""Learned optimizers with the attention core as their memory."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""An optimizer that is learned: the same small model for every coordinate, with a memory."""
+"""Learned optimizer: one small model with a memory, applied to every coordinate."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ __all__ = ["CoordinateOptimizer", "Observed", "OptimizerState"]
 _MOMENTA = (0.5, 0.9, 0.99)
 _SQUARES = (0.9, 0.999)  # the last one is Adam's
 _FEATURES = 2 + 1 + len(_MOMENTA) + 1 + 1
-_P = 10.0  # of Andrychowicz et al., appendix A
+_P = 10.0  # see Andrychowicz et al., appendix A
 _EPS = 1e-8  # Adam's
-_LARGEST = 1e15  # of gradients: squares have to fit into float32
+_LARGEST = 1e15  # bound of gradients, whose squares must fit into float32
 _RATE = 3.0  # learned factors of the learning rate are exp(-3) to exp(3)
 
 
@@ -43,7 +43,7 @@ class OptimizerState(NamedTuple):
 
 
 class Observed(NamedTuple):
-    """A gradient as the model sees it."""
+    """Features of a gradient."""
 
     features: Tensor
     """(coordinates, features)"""
@@ -59,33 +59,32 @@ class CoordinateOptimizer(nn.Module):
 
     Features of a gradient are its logarithm and sign (arXiv:1606.04474, appendix A), the gradient
     and its means over several times in units of its root mean square (arXiv:1703.03633;
-    arXiv:2009.11243), how that has changed of late, and the logarithm of the step. A
-    memory of these, as in Mnemosyne (Jain et al. 2023) and FLT (arXiv:2302.01925, section 5.4),
-    gives d and s of
+    arXiv:2009.11243), its recent changes, and the logarithm of the step. A memory of these, as in
+    Mnemosyne (Jain et al. 2023) and FLT (arXiv:2302.01925, section 5.4), gives d and s of
 
         update = -lr exp(s) (Adam's direction + d), |s| < 3,
 
-    which begins as Adam but for small random d and s.
+    which starts as Adam except for small random d and s.
 
     Args:
         memory: "attention", "lstm" (arXiv:1606.04474) or "state_space" (arXiv:2206.11893).
         dim: width.
-        layers: of the memory.
-        lr: learning rate before anything is learned.
-        heads: of attention, 2 by default.
+        layers: layers of the memory.
+        lr: initial learning rate.
+        heads: heads of attention, 2 by default.
         ffn_dim: hidden width of attention's feed-forward networks, 2 dim by default.
-        mixing: of attention: "linear" (constant memory per coordinate), which is the default, or
-            "softmax" (of all steps so far).
-        feature_map: of linear attention, see `molflt.attention.Attention`.
-        num_features: see there; 16 by default for maps that draw or learn their features.
-        normalize_qk: of attention, see there.
+        mixing: mixing of attention: "linear" (constant memory per coordinate), the default, or
+            "softmax" (over all steps so far).
+        feature_map: feature map of linear attention, see `molflt.attention.Attention`.
+        num_features: features of the map; 16 by default for maps that draw or learn them.
+        normalize_qk: see `molflt.attention.Attention`.
         position: encoding of time, "none" or a key of `molflt.attention.POSITIONS` that decodes,
             such as "spectral" for FLT.
         position_options: further arguments of the encoding; `dim` is 1.
         position_scale: distance of neighboring steps, in the unit of length of the encoding; 0.01
             by default.
-        window: steps that softmax looks back at; null for all.
-        states: complex numbers of each channel of "state_space", 8 by default.
+        window: number of past steps of softmax; null for all.
+        states: complex numbers per channel of "state_space", 8 by default.
 
     Raises:
         ValueError: an option outside its range, or one without effect.
@@ -160,13 +159,13 @@ class CoordinateOptimizer(nn.Module):
     def forward(
         self, features: Tensor, direction: Tensor, memory: MemoryState = (), start: int = 0
     ) -> Tensor:
-        """Updates of all steps at once, from what `observe` has seen.
+        """Computes the updates of all steps at once, from the features of `observe`.
 
         Args:
             features: (coordinates, steps, features).
             direction: (coordinates, steps).
             memory: state of the memory before them; empty at the beginning.
-            start: how many steps came before.
+            start: number of earlier steps.
 
         Returns:
             (coordinates, steps), to be added to the parameters.
@@ -176,11 +175,11 @@ class CoordinateOptimizer(nn.Module):
     def step(
         self, gradient: Tensor, state: OptimizerState | None = None
     ) -> tuple[Tensor, OptimizerState]:
-        """The update of one step, (coordinates,), and the state after it.
+        """Computes the update of one step, (coordinates,), and the next state.
 
         Args:
             gradient: (coordinates,).
-            state: of the step before; None at the beginning.
+            state: state of the previous step; None at the start.
         """
         done = 0 if state is None else state.step
         seen = self.observe(gradient, None if state is None else state.moments, done)
@@ -188,12 +187,12 @@ class CoordinateOptimizer(nn.Module):
         return update, OptimizerState(done + 1, seen.moments, memory)
 
     def react(self, seen: Observed, memory: MemoryState, start: int) -> tuple[Tensor, MemoryState]:
-        """The update that follows a gradient, and the memory after it."""
+        """Returns the update that follows a gradient, and the next memory."""
         hidden, memory = self.memory.step(self.take_in(seen.features), memory, start)
         return self._decide(hidden, seen.direction), memory
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
-        """Draws the random features of attention anew."""
+        """Draws new random features of attention."""
         self.memory.redraw_(generator)
 
     def _decide(self, hidden: Tensor, direction: Tensor) -> Tensor:

@@ -1,10 +1,10 @@
-"""Families of functions to be minimized, shifted and rotated, whose least value is known.
+"""Families of shifted and rotated functions with a known minimum.
 
-A function is f(x) = base(z) with z = z* + k R (x - x*), where z* is where the base has its minimum,
-R a rotation drawn from the Haar measure, x* the minimizer, and k the number that takes the search
-domain [-5, 5]^d to the domain on which the base is published. The least value of every one is 0.
+A function is f(x) = base(z) with z = z* + k R (x - x*). z* is the minimum of the base, R a rotation
+drawn from the Haar measure, x* the minimizer, and k maps the search domain [-5, 5]^d to the
+published domain of the base. The minimum of every function is 0.
 
-The family to learn from, "rastrigin_like", is that of LOIS (arXiv:1911.03787) and of Open-L2O
+The training family, "rastrigin_like", is that of LOIS (arXiv:1911.03787) and Open-L2O
 (arXiv:2103.12828), a quadratic form with cosines, written around its minimum.
 """
 
@@ -22,7 +22,7 @@ __all__ = ["FAMILIES", "HALF_WIDTH", "UNSEEN", "Family", "Functions", "haar_rota
 
 HALF_WIDTH = 5.0
 """of the search domain, which is centered at 0"""
-_FARTHEST = 4.0  # of a coordinate of the minimizer from 0
+_FARTHEST = 4.0  # largest distance of a coordinate of the minimizer from 0
 # On the CPU whatever torch's default device is: the generators live there.
 _rand = partial(torch.rand, dtype=torch.float64, device="cpu")
 _randn = partial(torch.randn, dtype=torch.float64, device="cpu")
@@ -31,16 +31,16 @@ _Shape = Mapping[str, Tensor]
 
 
 class Family(NamedTuple):
-    """A kind of function."""
+    """A family of functions."""
 
     base: Callable[[Tensor, _Shape], Tensor]
     """z (batch, ..., d) and drawn parameters -> values (batch, ...)"""
     half_width: float
-    """of the domain on which the base is published"""
+    """half width of the published domain of the base"""
     minimizer: float = 0.0
     """each coordinate of z*"""
     draw: Callable[[int, torch.Generator], dict[str, Tensor]] = lambda dimension, generator: {}
-    """dimension and generator -> numbers of one function, which the base gets in a batch"""
+    """dimension and generator -> parameters of one function"""
     least_dimension: int = 1
 
 
@@ -49,7 +49,7 @@ def _sphere(z: Tensor, shape: _Shape) -> Tensor:
 
 
 def _exponents(z: Tensor) -> Tensor:
-    """0 to 1 over the coordinates, (d,)."""
+    """Returns numbers from 0 to 1 over the coordinates, (d,)."""
     return torch.linspace(0, 1, z.shape[-1], dtype=z.dtype, device=z.device)
 
 
@@ -67,7 +67,7 @@ def _rastrigin(z: Tensor, shape: _Shape) -> Tensor:
 
 
 def _ackley(z: Tensor, shape: _Shape) -> Tensor:
-    # sqrt(mean + tiny): at the minimum itself a gradient of 0 instead of nan
+    # sqrt(mean + tiny) has the gradient 0 instead of nan at the minimum
     root = (z.square().mean(dim=-1) + 1e-300).sqrt()
     waves = (2 * math.pi * z).cos().mean(dim=-1)
     return 20 * -torch.expm1(-0.2 * root) + math.e * -torch.expm1(waves - 1)
@@ -115,14 +115,14 @@ FAMILIES = {
     "griewank": Family(_griewank, 600.0),
     "levy": Family(_levy, 10.0, 1.0),
 }
-"""Name -> family: the one to learn from first."""
+"""Families by name; the first one is for training."""
 
 UNSEEN = ("ellipsoid", "rosenbrock", "ackley", "griewank", "levy")
-"""What an optimizer that has learned from "rastrigin_like" is tried on."""
+"""Families for the test of optimizers trained on "rastrigin_like"."""
 
 
 class Functions(NamedTuple):
-    """A batch of functions of one family, each of all points of its own population."""
+    """A batch of functions of one family, each for the points of its own population."""
 
     family: str
     minimizer: Tensor
@@ -130,7 +130,7 @@ class Functions(NamedTuple):
     rotation: Tensor
     """R, (batch, d, d)"""
     shape: dict[str, Tensor]
-    """what else was drawn, (batch, ...) each"""
+    """further drawn parameters, (batch, ...) each"""
 
     @classmethod
     def draw(cls, family: str, dimension: int, generators: Sequence[torch.Generator]) -> Functions:
@@ -139,10 +139,10 @@ class Functions(NamedTuple):
         Args:
             family: key of `FAMILIES`.
             dimension: d.
-            generators: on the CPU.
+            generators: one CPU generator per function.
 
         Raises:
-            ValueError: there is no such family, or not in so few dimensions.
+            ValueError: an unknown family, or too few dimensions for it.
         """
         if family not in FAMILIES:
             raise ValueError(
@@ -163,7 +163,7 @@ class Functions(NamedTuple):
         return cls(family, torch.stack(minimizers), torch.stack(rotations), shape)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Values at points: (batch, ..., d) -> (batch, ...), differentiable."""
+        """Computes differentiable values at points: (batch, ..., d) -> (batch, ...)."""
         kind, batch = FAMILIES[self.family], len(self.minimizer)
         between = (1,) * (x.ndim - 2)
         moved = x - self.minimizer.view(batch, *between, -1)
@@ -171,19 +171,19 @@ class Functions(NamedTuple):
         return kind.base(kind.minimizer + kind.half_width / HALF_WIDTH * turned, self.shape)
 
     def only(self, place: int) -> Functions:
-        """One of the batch, as a batch of one."""
+        """Returns one function as a batch of one."""
         part = slice(place, place + 1)
         shape = {name: drawn[part] for name, drawn in self.shape.items()}
         return Functions(self.family, self.minimizer[part], self.rotation[part], shape)
 
     def to(self, device: torch.device) -> Functions:
-        """The same on a device."""
+        """Moves the functions to a device."""
         shape = {name: drawn.to(device) for name, drawn in self.shape.items()}
         return Functions(self.family, self.minimizer.to(device), self.rotation.to(device), shape)
 
 
 def haar_rotation(dimension: int, generator: torch.Generator) -> Tensor:
-    """An orthogonal matrix from the Haar measure, reflections among them: (d, d) float64.
+    """Draws an orthogonal matrix from the Haar measure, reflections included: (d, d) float64.
 
     Q of a normal matrix with the signs that make R's diagonal positive (Mezzadri,
     arXiv:math-ph/0609050).

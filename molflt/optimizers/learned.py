@@ -20,7 +20,7 @@ _DTYPES = (torch.float32, torch.float64)
 
 
 class _Own(NamedTuple):
-    """A parameter with a gradient, and what messages call it."""
+    """A parameter with a gradient, and its name for messages."""
 
     parameter: Tensor
     gradient: Tensor
@@ -29,7 +29,7 @@ class _Own(NamedTuple):
 
 
 class LearnedOptimizer(Optimizer):
-    """Updates parameters as a meta-trained model says, each coordinate by its own past gradients.
+    """Updates each coordinate of the parameters by a meta-trained model from its past gradients.
 
     ::
 
@@ -37,14 +37,15 @@ class LearnedOptimizer(Optimizer):
         loss.backward()
         optimizer.step()
 
-    Needs no tuning of a learning rate; `lr` scales the learned steps. Schedulers, parameter groups,
-    closures and `state_dict` are those of torch. Parameters without a gradient are left alone.
+    The learning rate does not need tuning; `lr` scales the learned steps. Schedulers, parameter
+    groups, closures and `state_dict` are those of torch. Parameters without a gradient do not
+    change.
 
     Args:
         params: parameters, named parameters, or groups of these, with an `lr` of their own.
         model: the trained model; one copy is used for each device and precision.
         lr: factor of the updates.
-        chunk: coordinates that are computed at once, which bounds the memory of a step. The state
+        chunk: coordinates that are updated at once, which bounds the memory of a step. The state
             between steps covers all coordinates.
 
     Raises:
@@ -78,14 +79,14 @@ class LearnedOptimizer(Optimizer):
         """Creates the optimizer from a run of the recipe `learned_optimizer`.
 
         Args:
-            run: its folder.
+            run: folder of the run.
             params, lr, chunk: see the class.
-            lr: see there.
+            lr: see the class.
             checkpoint: best, last, or a safetensors file.
-            chunk: see there.
+            chunk: see the class.
 
         Raises:
-            FileNotFoundError: if there is no such run or checkpoint.
+            FileNotFoundError: if the run or the checkpoint is missing.
             ValueError: if the run is of another recipe, or damaged.
         """
         from molflt.training.checkpoint import load_run
@@ -95,14 +96,14 @@ class LearnedOptimizer(Optimizer):
         return cls(params, model, lr, chunk)
 
     def __getstate__(self) -> dict[str, Any]:
-        # torch keeps what all its optimizers have; copies of the model are made again
+        # torch saves the common attributes; copies of the model are made again
         return {**super().__getstate__(), "model": self.model, "chunk": self.chunk, "_models": {}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state, as in torch; raises ValueError for states of other optimizers or models.
 
         Raises:
-            ValueError: naming the parameter and the entry that does not fit.
+            ValueError: names the parameter and the entry that does not fit.
         """
         saved = (number for group in state_dict["param_groups"] for number in group["params"])
         own = (parameter for group in self.param_groups for parameter in group["params"])
@@ -122,7 +123,7 @@ class LearnedOptimizer(Optimizer):
         model, gradient = self._model_for(parameter), parameter.new_zeros(1)
         first = model.step(gradient)[1]
         second = model.step(gradient, first)[1]
-        # softmax keeps keys of all steps: an axis that differs between two of them may be any
+        # softmax keeps keys of all steps: an axis that differs between two steps may have any size
         wanted = [
             [parameter.numel(), *(a if a == b else "any" for a, b in zip(*pair, strict=True))]
             for pair in zip(_shapes(first), _shapes(second), strict=True)
@@ -142,7 +143,7 @@ class LearnedOptimizer(Optimizer):
         """Adds parameters, as in torch; raises ValueError for a negative lr or other precisions.
 
         Raises:
-            ValueError: naming the parameter.
+            ValueError: names the parameter.
         """
         super().add_param_group(param_group)
         group, number = self.param_groups[-1], len(self.param_groups) - 1
@@ -168,25 +169,26 @@ class LearnedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One update of all parameters that have a gradient.
+        """Updates all parameters that have a gradient.
 
         Args:
-            closure: computes the loss and its gradients anew; its result is returned.
+            closure: function that computes the loss and its gradients again; its result is
+                returned.
 
         Raises:
-            ValueError: naming the parameter, if its gradient is not finite or sparse, or if none
-                has any gradient. No parameter has been changed then.
+            ValueError: for a gradient that is sparse or not finite, or if no parameter has one.
+                Parameters are unchanged then.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for own in list(self._gradients()):  # all are looked at before one is changed
+        for own in list(self._gradients()):  # all are checked before one is changed
             self._update(own)
         return loss
 
     def _gradients(self) -> Iterator[_Own]:
-        """Parameters that have a gradient."""
+        """Yields the parameters that have a gradient."""
         found = count = 0
         for number, group in enumerate(self.param_groups):
             for name, parameter in _named(group, number):
@@ -220,7 +222,7 @@ class LearnedOptimizer(Optimizer):
         return gradient
 
     def _update(self, own: _Own) -> None:
-        """Changes one parameter, chunk by chunk."""
+        """Updates one parameter in chunks."""
         parameter, model = own.parameter, self._model_for(own.parameter)
         kept = self.state[parameter]
         before = None
@@ -246,7 +248,7 @@ class LearnedOptimizer(Optimizer):
         parameter.add_(_joined(updates).view_as(parameter), alpha=own.lr)
 
     def _model_for(self, parameter: Tensor) -> CoordinateOptimizer:
-        """The model where a parameter is, and in its precision."""
+        """Returns the model on the device and in the precision of a parameter."""
         key = parameter.device, parameter.dtype
         if key not in self._models:
             own = copy.deepcopy(self.model).to(*key).eval().requires_grad_(False)
@@ -255,7 +257,7 @@ class LearnedOptimizer(Optimizer):
 
 
 def _named(group: dict[str, Any], number: int) -> Iterator[tuple[str, Tensor]]:
-    """Parameters of a group with what messages call them: their names, if torch was given them."""
+    """Yields the parameters of a group with their names, if torch knows them."""
     for i, parameter in enumerate(group["params"]):
         if "param_names" in group:
             yield group["param_names"][i], parameter
@@ -264,11 +266,11 @@ def _named(group: dict[str, Any], number: int) -> Iterator[tuple[str, Tensor]]:
 
 
 def _shapes(state: OptimizerState) -> list[tuple[int, ...]]:
-    """Entries of the state of a coordinate."""
+    """Names of the entries of the state."""
     return [tuple(part.shape[1:]) for part in (state.moments, *state.memory)]
 
 
 def _joined(parts: Iterable[Tensor]) -> Tensor:
-    """Chunks as one tensor; a single one as it is."""
+    """Concatenates chunks; a single one is returned unchanged."""
     own = list(parts)
     return own[0].contiguous() if len(own) == 1 else torch.cat(own)

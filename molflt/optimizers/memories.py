@@ -1,4 +1,4 @@
-"""Memories of a learned optimizer: causal attention, and baselines.
+"""Memories of learned optimizers: causal attention and baselines.
 
 A memory maps the features of a coordinate's past to one hidden vector per step. All memories have
 two forms that agree: `forward` over a whole sequence, and `step` with a state whose tensors have
@@ -32,18 +32,18 @@ class Memory(nn.Module, ABC):
     """Base class: (coordinates, steps, dim) -> the same shape, causal along steps.
 
     Attributes:
-        grows: whether its state does, with every step.
+        grows: True if its state grows with every step.
     """
 
     grows: ClassVar[bool] = False
 
     @abstractmethod
     def forward(self, x: Tensor, state: MemoryState = (), start: int = 0) -> Tensor:
-        """Hidden vectors of all steps at once.
+        """Computes the hidden vectors of all steps at once.
 
         Args:
             x: (coordinates, steps, dim).
-            state: of the steps before, see `step`; empty at the beginning.
+            state: state of earlier steps, see `step`; empty at the start.
             start: how many steps came before.
 
         Returns:
@@ -52,10 +52,10 @@ class Memory(nn.Module, ABC):
 
     @abstractmethod
     def step(self, x: Tensor, state: MemoryState, start: int) -> tuple[Tensor, MemoryState]:
-        """The hidden vector of one more step, (coordinates, dim), and the state after it."""
+        """Computes the hidden vector of one step, (coordinates, dim), and the next state."""
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
-        """Draws random features anew, where there are such."""
+        """Draws new random features, if there are any."""
 
 
 class AttentionMemory(Memory):
@@ -67,14 +67,13 @@ class AttentionMemory(Memory):
 
     Args:
         dim: width.
-        heads: of attention.
+        heads: heads of attention.
         position_scale: distance of neighboring steps in the encoding's unit of length.
-        window: steps that each layer of softmax looks back at, with the present one; None for all.
+        window: steps, including the present one, that each layer of softmax sees; None for all.
         stack: further arguments of `molflt.attention.Stack`.
 
     Raises:
-        ValueError: see `Stack`; also without a state to continue from, or for a window without an
-            effect.
+        ValueError: see `Stack`; also for mechanisms without a state, or a window without effect.
     """
 
     def __init__(
@@ -111,7 +110,7 @@ class AttentionMemory(Memory):
 
     @property
     def grows(self) -> bool:  # type: ignore[override]
-        """Softmax without a window keeps every step."""
+        """True for softmax without a window, which keeps every step."""
         return self.softmax and self.window is None
 
     def forward(self, x: Tensor, state: MemoryState = (), start: int = 0) -> Tensor:
@@ -144,7 +143,7 @@ class AttentionMemory(Memory):
     def _decode(
         self, x: Tensor, encoding: Encoding | None, state: MemoryState
     ) -> tuple[Tensor, MemoryState]:
-        """Softmax without a position, and which keys it does not see."""
+        """Applies softmax attention without a position, with a mask of invisible keys."""
         last: list[DecodeState] = []
         for number, block in enumerate(self.stack.blocks):
             own = state[2 * number : 2 * number + 2]
@@ -195,7 +194,7 @@ class RecurrentMemory(Memory):
 
     Args:
         dim: width.
-        layers: of cells.
+        layers: layers of cells.
     """
 
     def __init__(self, dim: int, layers: int) -> None:
@@ -219,13 +218,13 @@ class StateSpaceMemory(Memory):
     """Diagonal linear state-space layers between normalization and gated outputs.
 
     h_t = a h_(t-1) + b x_t, y_t = Re(c . h_t) + d x_t for each channel, with a = exp(-exp(r) + i w)
-    and b = 1: S4D (arXiv:2206.11893), real decay and frequency are learned, and the zero-order hold
-    is absorbed into c. Rates begin evenly on a logarithmic scale, 1 / 2 to 1 / 1000 per step.
+    and b = 1: S4D (arXiv:2206.11893) with learned decay and frequency; c absorbs the zero-order
+    hold. Initial rates are even on a logarithmic scale, 1 / 2 to 1 / 1000 per step.
 
     Args:
         dim: width.
-        layers: of state-space and gate.
-        states: complex numbers h of each channel.
+        layers: layers of state space and gate.
+        states: complex numbers h per channel.
     """
 
     def __init__(self, dim: int, layers: int, states: int) -> None:
@@ -259,7 +258,7 @@ class _Diagonal(nn.Module):
         rates = torch.linspace(math.log(0.5), math.log(1e-3), states)
         self.log_rate = nn.Parameter(rates.repeat(dim, 1))
         self.frequency = nn.Parameter(torch.linspace(0, math.pi / 4, states).repeat(dim, 1))
-        # of y about the size of x, whatever the rates are
+        # gives y the size of x for any rates
         size = (2 * rates.exp() / states).sqrt()[None, :, None]
         self.out = nn.Parameter(torch.randn(dim, states, 2) * size)
         self.skip = nn.Parameter(torch.ones(dim))

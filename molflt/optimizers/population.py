@@ -1,4 +1,4 @@
-"""A learned population as an optimizer of functions without gradients: ask, evaluate, tell."""
+"""A learned population that minimizes functions without gradients: ask, evaluate, tell."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class Populations:
     """Populations that are updated in one batch, each independent and with its own seed.
 
     Args:
-        model: what moves them.
-        seeds: one of each population; a seed gives the same population in every batch.
-        members: of each.
+        model: model that moves the members.
+        seeds: seeds of the populations; a seed gives the same population in every batch.
+        members: number of members of each population.
         center: mean of the first positions, (d,) or a number.
         scale: standard deviation of their coordinates.
 
     Attributes:
-        state: of the batch, on the device of the model.
-        generators: of each population's noise, on the CPU.
+        state: state of the batch, on the device of the model.
+        generators: generators of the noise of each population, on the CPU.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Populations:
 
 
 class Best(NamedTuple):
-    """The least value so far, and where it was found."""
+    """The smallest value so far, and its position."""
 
     position: Tensor
     """(d,) float64"""
@@ -78,7 +78,7 @@ class Best(NamedTuple):
 
 
 class PopulationOptimizer:
-    """Minimizes a function from its values only, with learned steps.
+    """Minimizes a function from its values, with learned steps.
 
     ::
 
@@ -89,14 +89,14 @@ class PopulationOptimizer:
         print(optimizer.best)
 
     Args:
-        model: what moves the members; see `from_run`.
-        members: of the population, at least 2; its training had `MEMBERS` if it does not say else.
-        seed: of the start and of all noise.
+        model: model that moves the members; see `from_run`.
+        members: members of the population, at least 2; `MEMBERS` is the default of training.
+        seed: seed of the first members and of all noise.
         start: mean of the first members, a number or d numbers.
-        scale: standard deviation of their coordinates: about how far the minimum may be.
+        scale: standard deviation of their coordinates, about the distance of the minimum.
 
     Attributes:
-        evaluations: values that were told.
+        evaluations: number of values so far.
     """
 
     def __init__(
@@ -132,20 +132,20 @@ class PopulationOptimizer:
         scale: float = START_SCALE,
         checkpoint: str = "best",
     ) -> PopulationOptimizer:
-        """From the folder of a run of the recipe population_optimizer.
+        """Creates the optimizer from a run of the recipe population_optimizer.
 
         Args:
-            run: the folder.
-            dimension: of the function; as in training if None.
-            members: of the population; as in training if None.
+            run: folder of the run.
+            dimension: dimension of the function; as in training if None.
+            members: members of the population; as in training if None.
             seed, start, scale: see the class.
-            start: see there.
-            scale: see there.
+            start: see the class.
+            scale: see the class.
             checkpoint: best, last, or the path of a safetensors file.
 
         Raises:
             FileNotFoundError: if the run or its weights are missing.
-            ValueError: if it is a run of another kind, or damaged, or for an argument outside its
+            ValueError: if the run is damaged or of another recipe, or for an argument outside its
                 range.
         """
         from molflt.training.checkpoint import load_run
@@ -168,8 +168,8 @@ class PopulationOptimizer:
             values: (members,).
 
         Raises:
-            ValueError: if none were asked for, or for another number of values, or one that is not
-                finite: members stay where they are then.
+            ValueError: without a call of `ask`, for another number of values, or for values that
+                are not finite; members do not move then.
         """
         generation = self.generation
         if not self._asked:
@@ -202,7 +202,7 @@ class PopulationOptimizer:
 
     @property
     def best(self) -> Best:
-        """The least value told so far.
+        """The smallest value so far.
 
         Raises:
             ValueError: before the first values.
@@ -215,7 +215,7 @@ class PopulationOptimizer:
         return Best(state.best_position[0, member].cpu().clone(), value)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """All that the population remembers and its noise, but not the weights: tensors by name."""
+        """Returns state and noise of the population without the weights: tensors by name."""
         state = {
             name: part.cpu().clone() for name, part in self._populations.state._asdict().items()
         }
@@ -224,10 +224,10 @@ class PopulationOptimizer:
         return {**state, "noise": noise, "asked": asked}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Continues from a `state_dict`, to the bit with the same weights.
+        """Loads a `state_dict`; with the same weights, results continue bit for bit.
 
         Raises:
-            ValueError: naming the part that is missing or of another shape.
+            ValueError: names the part that is missing or has another shape.
         """
         now = self.state_dict()
         if wrong := sorted(set(now) ^ set(state)):

@@ -17,9 +17,9 @@ __all__ = ["PopulationMask"]
 
 
 class PopulationMask(SpectralPosition):
-    """FLT's mask of positions, sampled at nodes that come with each population.
+    """FLT's mask of positions, sampled at nodes of each population.
 
-    Nodes that were part of the weights would single out directions of space. These are drawn for
+    Nodes that are part of the weights would favor some directions of space. These are drawn for
     each population from isotropic densities, node s from that of Gaussian t = s mod T as it starts,
     N(0, 1 / (2 pi w_t)^2), with c_s = 1 / (r p(xi_s)) and p the mixture of these r densities: FLT,
     eq. 5.
@@ -45,10 +45,10 @@ class PopulationMask(SpectralPosition):
         sigma = self.get_buffer("log_sigma").to(waves)
         each = torch.arange(len(sigma), device=waves.device)
         place = torch.arange(self.num_nodes, device=waves.device) % len(sigma)
-        count = (place == each[:, None]).sum(dim=-1)  # 0 of some Gaussians, where r is below T
+        count = (place == each[:, None]).sum(dim=-1)  # 0 for some Gaussians if r is below T
         xi = waves * sigma[place].exp()[:, None]
         square, d = xi.square().sum(dim=-1, keepdim=True), waves.shape[-1]
         log_p = -0.5 * square * (-2 * sigma).exp() - d * (sigma + 0.5 * math.log(2 * math.pi))
         log_rp = (log_p + count.to(log_p).log()).logsumexp(dim=-1)
-        # g has the unit of a volume and 1 / p its inverse: kept in float64 until they meet
+        # g has the unit of a volume and 1 / p its inverse: float64 until they are multiplied
         return GraphNodes(xi, (-log_rp).exp())

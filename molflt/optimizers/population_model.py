@@ -1,4 +1,4 @@
-"""A population whose members attend to each other: how it moves, learned from functions.
+"""Learned steps of a population whose members attend to each other.
 
 FLT (arXiv:2302.01925), section 5.4, second experiment: members attend to each other by their
 features and an FLT mask f(x_i - x_j) of their positions. The paper does not specify features and
@@ -25,13 +25,13 @@ from molflt.optimizers.population_mask import PopulationMask
 
 __all__ = ["Noise", "PopulationModel", "PopulationState"]
 
-_TINY = 1e-150  # of a spread, whose square is still a number
+_TINY = 1e-150  # smallest spread whose square does not underflow
 _WIDTHS = (0.2, 2.0)  # of the mask, in units of the population's radius
 _FEATURES = 16
-_START = (0.7, 0.0, 1.0, 0.1, 0.2)  # a, b, c, e, g before anything is learned
+_START = (0.7, 0.0, 1.0, 0.1, 0.2)  # initial a, b, c, e, g
 _PRESSURE = 4.0  # at the start, the best member weighs exp(4) as much as the worst
-_KEPT = 0.8  # of the averaged movement, from one generation to the next
-_LEAST = 1e-12  # weight whose root has a gradient
+_KEPT = 0.8  # decay of the averaged movement per generation
+_LEAST = 1e-12  # smallest weight whose root has a gradient
 _LARGEST = 3.0  # logarithm of the factor by which c and e can differ from their start
 # On the CPU whatever torch's default device is: the generators live there.
 _randn = partial(torch.randn, dtype=torch.float64, device="cpu")
@@ -47,7 +47,7 @@ class Noise(NamedTuple):
 
     @classmethod
     def draw(cls, members: int, dimension: int, generators: Sequence[torch.Generator]) -> Noise:
-        """Draws for each population from its own generator, on the CPU."""
+        """Draws numbers for each population from its own generator, on the CPU."""
         sizes = (members, members), (members, dimension)
         drawn = [[_randn(s, generator=g) for s in sizes] for g in generators]
         return cls(*(torch.stack(part) for part in zip(*drawn, strict=True)))
@@ -60,30 +60,30 @@ class PopulationState(NamedTuple):
     """
 
     position: Tensor
-    """where values are wanted, (batch, members, d)"""
+    """positions to evaluate next, (batch, members, d)"""
     best_position: Tensor
-    """where each member has found its best value, (batch, members, d)"""
+    """best position of each member, (batch, members, d)"""
     best_value: Tensor
-    """infinite before the first, (batch, members)"""
+    """best values, infinite before the first, (batch, members)"""
     age: Tensor
-    """generations since then, (batch, members)"""
+    """generations since the best value, (batch, members)"""
     path: Tensor
     """averaged movement of the mean of best positions, (batch, d)"""
     log_spread: Tensor
-    """of best positions, at the start, (batch,)"""
+    """spread of best positions at the start, (batch,)"""
     waves: Tensor
     """normal numbers from which nodes of the mask are made, (batch, nodes, d)"""
     generation: Tensor
-    """values told so far, (batch,) float64"""
+    """number of values so far, (batch,) float64"""
 
 
 class PopulationModel(nn.Module):
     """Learned steps of a population of members with positions in R^d.
 
-    Every member keeps the best place p_i that it has found. Members are tokens of numbers that do
-    not depend on where the population is, how it is turned, or how large it is: ranks of values,
-    distances in units of the population's spread, cosines. Blocks of attention refine them. The
-    weights w_ij >= 0 of a last attention, sum_j w_ij = 1, mixed from its heads, make
+    Every member keeps its best position p_i. Tokens of members do not depend on position,
+    orientation or scale of the population: ranks of values, distances in units of the spread,
+    cosines. Blocks of attention refine them. The weights w_ij >= 0 of a last attention, sum_j w_ij
+    = 1, mixed from its heads, make
 
         m_i = sum_j w_ij p_j
         n_i = sum_j sqrt(w_ij) z_ij (p_j - m_i)          of the covariance of p under w_i
@@ -94,22 +94,22 @@ class PopulationModel(nn.Module):
     commutes with permutations of members and, if the noise is transformed in the same way, with
     translations, rotations, reflections and scaling.
 
-    Gradients go through these sums and not through what tokens know: the derivative of attention by
-    positions makes long unrolls chaotic.
+    Gradients pass through these sums and not through the tokens, because the derivative of
+    attention by positions makes long unrolls chaotic.
 
     Args:
-        dimension: d, of the functions. No weight depends on it.
+        dimension: dimension d of the functions. No weight depends on it.
         dim: width of tokens, a multiple of `heads`.
         heads: attention heads.
         layers: blocks before the last attention.
-        ffn_dim: hidden width of their feed-forward networks.
+        ffn_dim: hidden width of the feed-forward networks.
         position: "spectral", FLT's mask of the positions, in units of the population's radius, or
             "none": a Performer, or plain softmax attention.
-        num_gaussians: T of the mask, 8 by default.
-        num_nodes: r of the mask, 16 by default; softmax takes the exact one.
+        num_gaussians: number T of Gaussians of the mask, 8 by default.
+        num_nodes: nodes r of the mask, 16 by default; softmax takes the exact mask.
         mixing, feature_map, num_features: see `molflt.attention.Attention`.
-        feature_map: see there.
-        num_features: see there.
+        feature_map: see `molflt.attention.Attention`.
+        num_features: see `molflt.attention.Attention`.
 
     Raises:
         ValueError: choices that do not go together, or an option that would have no effect.
@@ -151,7 +151,7 @@ class PopulationModel(nn.Module):
         self.stack = Stack(dim, heads, layers, ffn_dim=ffn_dim, position=mask, **kind)
         self.read = Attention(dim, heads, position=mask, **kind)
         self.read.share_position()
-        for unused in ("to_value", "to_out"):  # only its weights are read
+        for unused in ("to_value", "to_out"):  # only its weights are used
             self.read.add_module(unused, nn.Identity())
         self.head = nn.Linear(dim, heads + len(_START))
         nn.init.normal_(self.head.weight, std=0.02)
@@ -160,13 +160,13 @@ class PopulationModel(nn.Module):
 
     @property
     def waves(self) -> int:
-        """Nodes of the mask that a population brings, 0 without them."""
+        """Number of nodes of the mask per population, 0 without a sampled mask."""
         mask = self.stack.position
         sampled = isinstance(mask, PopulationMask) and self.read.mixing != "softmax"
         return mask.num_nodes if isinstance(mask, PopulationMask) and sampled else 0
 
     def of_dimension(self, dimension: int) -> PopulationModel:
-        """The same weights for functions of another dimension; this one where it is the same."""
+        """Returns a model with the same weights for functions of another dimension."""
         at_least_one(dimension=dimension)
         if dimension == self.dimension:
             return self
@@ -177,7 +177,7 @@ class PopulationModel(nn.Module):
         return other
 
     def start(self, position: Tensor, waves: Tensor) -> PopulationState:
-        """A population before its first values.
+        """Creates a population before its first values.
 
         Args:
             position: (batch, members, d) float64.
@@ -195,15 +195,15 @@ class PopulationModel(nn.Module):
         return PopulationState(position, position, unknown, age, path, none, waves, none)
 
     def forward(self, state: PopulationState, values: Tensor, noise: Noise) -> PopulationState:
-        """One generation.
+        """Computes one generation.
 
         Args:
-            state: of a batch of populations.
-            values: of the functions at `state.position`, (batch, members) float64.
-            noise: of the generation, of each population.
+            state: state of a batch of populations.
+            values: values of the functions at `state.position`, (batch, members) float64.
+            noise: noise of the generation for each population.
 
         Returns:
-            The state with the positions where values are wanted next.
+            The state with the next positions to evaluate.
         """
         state, improved = _told(state, values)
         tokens, rank = self._tokens(state, values, improved)
@@ -215,7 +215,8 @@ class PopulationModel(nn.Module):
 
     @staticmethod
     def _moved(state: PopulationState, w: Tensor, out: Tensor, noise: Noise) -> Tensor:
-        """Positions from weights (batch, members, members) and numbers (batch, members, 5)."""
+        """Computes positions from weights (batch, members, members) and numbers (batch, members,
+        5)."""
         best, (a, b, c, e, g) = state.best_position, out.split(1, dim=-1)
         toward = w @ best - best
         root = w.clamp(min=_LEAST).sqrt() * noise.pairs
@@ -263,7 +264,8 @@ class PopulationModel(nn.Module):
     def _attend(
         self, tokens: Tensor, state: PopulationState, rank: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Refined tokens (batch, members, dim), and weights (batch, heads, members, members)."""
+        """Returns refined tokens (batch, members, dim), and weights (batch, heads, members,
+        members)."""
         x, encoding = self.embed(tokens.to(self.embed.weight)), None
         mask = self.stack.position
         if isinstance(mask, PopulationMask):
@@ -273,7 +275,7 @@ class PopulationModel(nn.Module):
             encoding = mask.evaluate(self.read.mixing, (centered / radius).to(x), state.waves.to(x))
         x = self.stack.norm(self.stack.one_pass(x, encoding))
         pressure = (self.log_pressure.exp() * rank.to(x)).clamp(max=80.0)  # weights are above 0
-        weight = (-pressure).exp().nan_to_num(1.0)  # of a diverged model, whose x is NaN too
+        weight = (-pressure).exp().nan_to_num(1.0)  # for a diverged model, whose x is NaN
         return x, self.read.weights(x, encoding=encoding, key_weight=weight)
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
@@ -286,7 +288,8 @@ class PopulationModel(nn.Module):
 
 
 def _told(state: PopulationState, values: Tensor) -> tuple[PopulationState, Tensor]:
-    """The state with the best places after new values, and who has improved, 1 or 0."""
+    """Updates the best positions by new values; also returns 1 for members that improved, else
+    0."""
     better = values < state.best_value
     best = torch.where(better[..., None], state.position, state.best_position)
     begun = (state.generation > 0)[:, None]
@@ -317,7 +320,7 @@ def _rank(values: Tensor) -> Tensor:
 
 
 def _standardized(best: Tensor, values: Tensor) -> list[Tensor]:
-    """Both in units of the best values' deviation from their mean, within -3 and 3."""
+    """Returns both in units of the standard deviation of the best values, between -3 and 3."""
     deviation, mean = torch.std_mean(best, dim=1, keepdim=True)
     unit = deviation.clamp(min=_TINY)
     return [((x - mean) / unit).nan_to_num(0.0).clamp(-3, 3) for x in (best, values.detach())]
@@ -330,5 +333,5 @@ def _cosine(one: Tensor, other: Tensor) -> Tensor:
 
 
 def _factor(logit: Tensor) -> Tensor:
-    """A positive factor, 1 at 0."""
+    """Maps a number to a positive factor, 1 at 0."""
     return (_LARGEST * (logit / _LARGEST).tanh()).exp()

@@ -1,4 +1,4 @@
-"""Small random problems that optimizers learn from, each determined by its seed."""
+"""Small random training problems of optimizers, each determined by its seed."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ _BATCH = 32
 
 
 class Problem(NamedTuple):
-    """A function to be made small."""
+    """A function to minimize."""
 
     name: str
     start: Tensor
     """first parameters, (n,)"""
     loss: Callable[[Tensor, int], Tensor]
-    """of parameters (n,) at a step, which decides about the minibatch; never negative"""
+    """loss of parameters (n,) at a step, which determines the minibatch; never negative"""
 
 
 def draw_problem(seed: int, like: Tensor) -> Problem:
     """A problem of a random family, size and scale.
 
-    Parameters and losses are rescaled at random to learn steps for other scales (arXiv:1703.03633):
-    each coordinate by exp(N(0, 1/2)), the loss by 10^(-2..2).
+    Coordinates are rescaled by exp(N(0, 1/2)) and losses by 10^(-2..2), to learn steps for any
+    scale (arXiv:1703.03633).
 
     Args:
-        seed: of all draws.
-        like: a tensor of the wanted type, on the wanted device.
+        seed: seed of all draws.
+        like: tensor with the type and device of the result.
     """
     generator = generator_of(seed)
     family = list(FAMILIES)[_integer(generator, 0, len(FAMILIES) - 1)]
@@ -62,7 +62,7 @@ def _quadratic(seed: int, generator: torch.Generator, like: Tensor) -> Problem:
 
 
 def _regression(seed: int, generator: torch.Generator, like: Tensor) -> Problem:
-    """Softmax regression; labels are those of a noisy teacher."""
+    """Softmax regression with the labels of a noisy teacher."""
     inputs, classes = _integer(generator, 4, 24), _integer(generator, 2, 6)
     x = _normal(generator, like, _POINTS, inputs) * torch.exp(_normal(generator, like, inputs) / 2)
     logits = x @ _normal(generator, like, inputs, classes)
@@ -79,7 +79,7 @@ def _regression(seed: int, generator: torch.Generator, like: Tensor) -> Problem:
 
 
 def _network(seed: int, generator: torch.Generator, like: Tensor) -> Problem:
-    """A small network that learns the classes, or the numbers, of another one."""
+    """A small network that learns the classes or outputs of another one."""
     depth = _integer(generator, 1, 2)
     widths = [_integer(generator, 4, 16) for _ in range(depth + 1)]
     widths.append(_integer(generator, 2, 6))
@@ -114,7 +114,7 @@ def minibatch(seed: int, step: int, rows: int, size: int, device: torch.device) 
 
 
 def cut(theta: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Parameters (n,) as tensors of these shapes."""
+    """Splits parameters (n,) into tensors of these shapes."""
     parts = theta.split([math.prod(shape) for shape in shapes])
     return [part.view(*shape) for part, shape in zip(parts, shapes, strict=True)]
 
@@ -149,5 +149,5 @@ def _integer(generator: torch.Generator, low: int, high: int) -> int:
 
 
 def _normal(generator: torch.Generator, like: Tensor, *shape: int) -> Tensor:
-    """On the CPU first: a seed gives the same problem on every device."""
+    """Drawn on the CPU: a seed gives the same problem on every device."""
     return torch.randn(*shape, generator=generator, device="cpu", dtype=torch.float32).to(like)

@@ -1,4 +1,4 @@
-"""Unrolled optimization of problems, through which a learned optimizer is trained."""
+"""Unrolled optimization of problems, for the training of learned optimizers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Unrolled(NamedTuple):
     loss: Tensor
     """mean over problems and steps of log((f + floor f_0) / f_0), float64; it has a gradient"""
     mean: Tensor
-    """the same of each problem, (problems,)"""
+    """the mean over steps for each problem, (problems,)"""
     last: Tensor
     """the same at the last step, (problems,)"""
 
@@ -30,19 +30,19 @@ class Unrolled(NamedTuple):
 def unroll(
     model: CoordinateOptimizer, problems: Sequence[Problem], steps: int, before: int = 0
 ) -> Unrolled:
-    """Optimizes all problems side by side, and differentiates by the optimizer's weights.
+    """Optimizes all problems in parallel, and differentiates by the weights of the optimizer.
 
-    Gradients of the problems count as given, as in arXiv:1606.04474, section 2.1: an update acts on
-    the losses after it, and not on the gradients that the model is shown. So the steps are taken
-    first, from state to state, and the updates are then computed once more, all at once, with the
-    gradient sum over t > s of df(x_t) / dx for the update of step s. It is the gradient of
-    backpropagation through the steps, at the memory of one causal pass.
+    Gradients of the problems are constants, as in arXiv:1606.04474, section 2.1: an update affects
+    later losses, but not the gradients that are inputs of the model. The steps are therefore taken
+    first. Then all updates are computed again at once, with the gradient sum over t > s of df(x_t)
+    / dx for the update of step s. This is the gradient of backpropagation through the steps, with
+    the memory of one causal pass.
 
     Args:
-        model: with the weights to learn.
-        problems: their parameters are the coordinates, in a row.
-        steps: that count.
-        before: steps that are taken first; they only set the state.
+        model: model with the weights to learn.
+        problems: problems, whose concatenated parameters are the coordinates.
+        steps: number of steps that count.
+        before: number of earlier steps, which only set the state.
     """
     sizes = [len(problem.start) for problem in problems]
     theta = torch.cat([problem.start for problem in problems]).detach()
@@ -67,7 +67,7 @@ def unroll(
             directions.append(seen.direction)
             logs.append((floored / first).log())
             pulls.append(gradient / floored.to(gradient).repeat_interleave(_counts(sizes, theta)))
-        # of the update of a step: all losses after it
+        # gradient of the update of a step: all later losses
         pull = torch.stack(pulls, dim=1).flip(1).cumsum(dim=1).flip(1) / (steps * len(problems))
     found = torch.stack(logs)  # [steps, problems]
     value = found.mean()
@@ -85,7 +85,7 @@ def _counts(sizes: Sequence[int], like: Tensor) -> Tensor:
 def _slopes(
     problems: Sequence[Problem], parts: Sequence[Tensor], step: int
 ) -> tuple[Tensor, Tensor]:
-    """Losses (problems,), float64, and their gradients in a row (coordinates,)."""
+    """Returns losses (problems,), float64, and their concatenated gradients (coordinates,)."""
     losses: list[Tensor] = []
     gradients: list[Tensor] = []
     with torch.enable_grad(), torch.autocast(parts[0].device.type, enabled=False):

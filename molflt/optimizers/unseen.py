@@ -1,4 +1,4 @@
-"""Problems that no training of an optimizer draws: other functions, deeper and larger networks."""
+"""Test problems that training never draws: other functions, deeper and larger networks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from molflt.optimizers.problems import (
 __all__ = ["UNSEEN", "image_problems"]
 
 _POINTS, _BATCH = 2048, 64
-_IMAGES = 16_384  # of a data set, evenly spaced
+_IMAGES = 16_384  # images of a data set, evenly spaced
 _HIDDEN, _CHANNELS = 32, (8, 16)
 
 _Made = Callable[[int, Tensor], Problem]
@@ -42,7 +42,7 @@ def _rosenbrock(seed: int, like: Tensor) -> Problem:
 
 
 def _factorization(seed: int, like: Tensor) -> Problem:
-    """A matrix of 40 x 60 and rank 5 as the product of two factors."""
+    """Factorization of a 40 x 60 matrix of rank 5."""
     generator = generator_of(seed)
     shapes = ((40, 5), (5, 60))
     drawn = (torch.randn(*shape, generator=generator, device="cpu") for shape in shapes)
@@ -88,11 +88,11 @@ def image_problems(source: Path) -> dict[str, _Made]:
     """Classifiers of images: a network with one hidden layer, and a small convolutional one.
 
     Args:
-        source: as `molflt.data.images.files.open_images` takes it, such as the idx file of
+        source: source of images for `molflt.data.images.files.open_images`, such as the idx file of
             Fashion-MNIST's training images; at most 16,384 of them are used.
 
     Raises:
-        FileNotFoundError: there is nothing at `source`.
+        FileNotFoundError: if `source` does not exist.
         ValueError: damaged or unknown content.
     """
     images = open_images(source)

@@ -1,4 +1,4 @@
-"""Beam search: the most probable target of each source, as far as a few hypotheses at once tell."""
+"""Beam search for the most probable target of each source."""
 
 from typing import NamedTuple, TypeVar, cast
 
@@ -13,16 +13,16 @@ _Tree = TypeVar("_Tree")
 
 
 class Hypothesis(NamedTuple):
-    """A target, complete."""
+    """A complete target."""
 
     tokens: list[int]
-    """ids, without the one that begins and the one that ends every target"""
+    """ids, without the start and the end token"""
     score: float
-    """log p / length^penalty; the length counts the end"""
+    """log p / length^penalty; the length includes the end token"""
 
 
 class _Source(NamedTuple):
-    """Sources, encoded; a row each."""
+    """Encoded sources, one row each."""
 
     encoded: Tensor
     mask: Tensor | None
@@ -40,24 +40,25 @@ def beam_search(
     length_penalty: float = 1.0,
     limit: int | None = None,
 ) -> list[Hypothesis]:
-    """The best complete target of each source.
+    """Finds the best complete target of each source.
 
-    Of each source `beam` unfinished hypotheses are kept; its search ends when as many have come to
-    an end (as in fairseq and, with `early_stopping`, in transformers), and the one with the largest
-    log p / length^length_penalty wins (arXiv:1609.08144, section 7, without its constants). A beam
-    of 1 takes the most probable token at each step. Mechanisms with a state cost the same at every
-    step; others compute the whole target again, see `EncoderDecoder.decodes`.
+    The search keeps `beam` unfinished hypotheses of each source, and ends when as many are complete
+    (as in fairseq and, with `early_stopping`, in transformers). The result has the largest log p /
+    length^length_penalty (arXiv:1609.08144, section 7, without its constants). A beam of 1 takes
+    the most probable token at each step. Mechanisms with a state have a constant cost per step;
+    others compute the whole target again, see `EncoderDecoder.decodes`.
 
     Args:
-        model: in evaluation mode.
+        model: model in evaluation mode.
         source: ids (batch, n).
         source_mask: (batch, n) bool, True where a token exists; None where all do.
-        begin: id that begins every target.
-        end: id that ends it.
+        begin: id of the start token.
+        end: id of the end token.
         beam: hypotheses per source.
-        length_penalty: 0 compares log p, and favors short targets; above 1, long ones.
-        limit: most tokens of a target, the end too; by default twice those of its source, and 10,
-            and in any case no more than the model takes. A hypothesis that comes so far ends there.
+        length_penalty: 0 compares log p, which favors short targets; numbers above 1 favor long
+            ones.
+        limit: most tokens of a target, including the end; by default 10 plus twice those of its
+            source. The model may allow fewer. Hypotheses of this length end there.
 
     Raises:
         ValueError: a model in training, an argument outside its range, or a source that is too
@@ -85,7 +86,7 @@ def beam_search(
 
 
 class _Search:
-    """Hypotheses of all sources that are not finished, `beam` rows in turn for each of them."""
+    """Hypotheses of all unfinished sources, `beam` rows for each of them."""
 
     def __init__(
         self,
@@ -101,27 +102,27 @@ class _Search:
         self.end, self.beam, self.penalty = end, beam, penalty
         count, device = len(most), most.device
         self.found: list[list[Hypothesis]] = [[] for _ in range(count)]
-        self.open = list(range(count))  # which source each of them is
+        self.open = list(range(count))  # index of each source in the batch
         self.tokens = torch.full((count * beam, 1), begin, device=device)
         self.state: Translating | None = model.begin(*source) if model.decodes else None
-        # at first all hypotheses are the same: one counts
+        # at first all hypotheses are equal, and one counts
         self.score = torch.full((count, beam), -torch.inf, dtype=torch.float64, device=device)
         self.score[:, 0] = 0.0
 
     def step(self) -> None:
-        """One more token of every hypothesis."""
+        """Extends every hypothesis by one token."""
         log_p = self._next().double().unflatten(0, (-1, self.beam))  # [source, beam, id]
         if not bool(log_p.isfinite().all()):
             raise ValueError(
                 "the probability of a token is not finite; expected a number; use another "
                 "checkpoint"
             )
-        length = self.tokens.shape[1]  # with the new token, without the one that begins
+        length = self.tokens.shape[1]  # with the new token, without the start token
         last = length >= self.most
         other = torch.arange(log_p.shape[-1], device=log_p.device) != self.end
         log_p = log_p.masked_fill(last[:, None, None] & other, -torch.inf)
         total = (self.score[..., None] + log_p).flatten(1)
-        # Of each hypothesis one continuation at most is the end: `beam` others remain.
+        # At most one continuation of each hypothesis ends it: `beam` others remain.
         count = min(2 * self.beam, total.shape[1])
         best = total.topk(count, dim=1)
         token, parent = best.indices % log_p.shape[-1], best.indices // log_p.shape[-1]
@@ -139,7 +140,7 @@ class _Search:
     def _collect(
         self, total: Tensor, parent: Tensor, ended: Tensor, length: int, last: Tensor
     ) -> None:
-        """Notes hypotheses that end among the best `beam`, or at the last step at all."""
+        """Stores hypotheses that end among the best `beam`, or all at the last step."""
         ended[:, self.beam :] &= last[:, None]
         for i, place in ended.nonzero().tolist():
             row = i * self.beam + int(parent[i, place])
@@ -147,7 +148,7 @@ class _Search:
             self.found[self.open[i]].append(Hypothesis(self.tokens[row, 1:].tolist(), score))
 
     def _keep(self, rows: list[int], score: Tensor, token: Tensor, parent: Tensor) -> None:
-        """Keeps some of the sources, and the chosen hypotheses of each."""
+        """Keeps unfinished sources, and the chosen hypotheses of each."""
         kept = torch.tensor(rows, dtype=torch.long, device=score.device)
         self.open = [self.open[i] for i in rows]
         self.score, self.most = score[kept], self.most[kept]
@@ -164,7 +165,7 @@ class _Search:
             self.state = self.state._replace(decoder=DecoderState(memory, stack))
 
     def _next(self) -> Tensor:
-        """Log-probabilities of the next token of each hypothesis, (rows, vocabulary)."""
+        """Computes log-probabilities of the next token of each hypothesis, (rows, vocabulary)."""
         if self.state is not None:
             hidden, self.state = self.model.advance(self.tokens[:, -1:], self.state)
         else:
@@ -177,7 +178,7 @@ class _Search:
 
 
 def _rows(tree: _Tree, index: Tensor) -> _Tree:
-    """Some rows of every tensor in nested lists and tuples."""
+    """Selects rows of every tensor in nested lists and tuples."""
     if isinstance(tree, Tensor):
         return cast(_Tree, tree[index])
     if isinstance(tree, list):

@@ -1,4 +1,4 @@
-"""Classifier of sequences and of pairs of them: ids in, one logit per class out."""
+"""Classifier of sequences and of pairs of sequences."""
 
 from typing import Any, ClassVar, Literal
 
@@ -11,20 +11,20 @@ from molflt.sequence.encoder import TokenEncoder
 
 
 class SequenceClassifier(nn.Module):
-    """An encoder, a layer over its first token or its mean, and a linear classifier.
+    """An encoder, a layer on its first token or mean token, and a linear classifier.
 
-    BERT's fine-tuning (arXiv:1810.04805), section 4.1. A pair is one sequence, whose parts have
-    types of their own.
+    BERT's fine-tuning (arXiv:1810.04805), section 4.1. A pair is one sequence whose parts have
+    different types.
 
     Args:
-        vocabulary: number of token ids; `molflt train` takes it from the data.
-        classes: number of classes; 1 means a score, a real number. null: set by the data.
+        vocabulary: number of token ids; `molflt train` sets it from the data.
+        classes: number of classes; 1 for a score, a real number; null: set by the data.
         pool: input of the classifier: the first "token", as in BERT, or the "mean" of all tokens.
         head_dropout: dropout in front of the classifier.
         encoder: further arguments of `molflt.sequence.TokenEncoder`.
 
     Attributes:
-        of_data: beginnings of names of what belongs to a file of the data.
+        of_data: prefixes of the names of tensors that depend on the data.
 
     Raises:
         TypeError: an unknown argument.

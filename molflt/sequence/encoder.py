@@ -1,4 +1,4 @@
-"""Encoder of token sequences: ids in, one hidden state per token out, all seeing each other."""
+"""Bidirectional encoder of token sequences, with one hidden state per token."""
 
 from typing import Any, Literal
 
@@ -10,11 +10,11 @@ from molflt.attention.positions import PositionName
 from molflt.attention.stack import MixerName
 from molflt.sequence.places import TokenModel, embedding
 
-_STD = 0.02  # of embeddings, as BERT's
+_STD = 0.02  # standard deviation of embeddings, as in BERT
 
 
 class TokenEncoder(TokenModel):
-    """Embeddings of words, places and types, and a stack of blocks over them.
+    """Embeddings of words, positions and types, and a stack of blocks.
 
     BERT (arXiv:1810.04805), section 3, with attention; FNet (arXiv:2105.03824), section 4.1, with
     mixer "fourier"; the encoders of NPRF (arXiv:2106.12566), section 4.1, with linear attention and
@@ -27,17 +27,17 @@ class TokenEncoder(TokenModel):
         types: number of token types, such as 2 for the two sentences of a pair.
         absolute: encoding of places, added to embeddings: "learned" (BERT), "sinusoidal"
             (arXiv:1706.03762, section 3.5), or "none".
-        max_length: longest sequence, where something has to know: "learned" places, encodings with
-            a table, and mixers with a matrix of all tokens. Others have no limit. BERT's is 512.
+        max_length: longest sequence, for "learned" positions, encodings with a table, and mixers
+            with a matrix of all tokens. Others do not need it. 512 for BERT.
         position: "none" or a key of `molflt.attention.POSITIONS`, shared by all layers.
         position_options: further arguments of the encoding; `dim` is 1.
         position_scale: distance of neighboring tokens, in the unit of length of the encoding; 1 by
             default.
         embedding_dropout: dropout of embeddings.
-        project_embeddings: a linear layer behind the normalized embeddings, as FNet has it.
-        mixer: what mixes tokens: "attention", or a key of `molflt.attention.TOKEN_MIXERS`.
+        project_embeddings: add a linear layer after the normalized embeddings, as in FNet.
+        mixer: token mixer: "attention", or a key of `molflt.attention.TOKEN_MIXERS`.
         mixer_options: further arguments of that mixer; `max_tokens` is `max_length`.
-        norm_eps: what LayerNorm adds to the variance.
+        norm_eps: constant that LayerNorm adds to the variance.
         stack: further arguments of `molflt.attention.Stack`.
 
     Raises:
@@ -87,7 +87,7 @@ class TokenEncoder(TokenModel):
 
     @property
     def longest(self) -> int | None:
-        """Most tokens that the model can be given at once; None without a limit."""
+        """Largest number of tokens; None without a limit."""
         tables = (getattr(block.attention, "max_tokens", None) for block in self.stack.blocks)
         return min((n for n in (self._table, *tables) if n is not None), default=None)
 
@@ -98,8 +98,8 @@ class TokenEncoder(TokenModel):
 
         Args:
             tokens: ids (batch, length).
-            types: of each token, (batch, length); None where all are 0.
-            key_mask: (batch, length), True at tokens; None without padding. Padding does not change
+            types: type of each token, (batch, length); None if all are 0.
+            key_mask: (batch, length), True at tokens; None without padding. Padding does not affect
                 results.
 
         Returns:

@@ -1,4 +1,4 @@
-"""Encoder-decoder: one sequence of tokens in, a distribution over another one out."""
+"""Encoder-decoder for translation."""
 
 from typing import Any, Literal, NamedTuple
 
@@ -26,29 +26,29 @@ class Translating(NamedTuple):
 class EncoderDecoder(TokenModel):
     """p(target token i + 1 | source, target tokens 0 .. i), of arXiv:1706.03762.
 
-    The translation model of NPRF (arXiv:2106.12566), section 4.3: attention of all three kinds,
-    among source tokens, among target tokens and from these to the source, has the same mechanism,
-    unless `decoder` says otherwise. One matrix holds the embeddings of source and target and the
-    weights of the output. Relative encodings see position = index x `position_scale`, in the
-    encoder and, with parameters of its own, in the decoder; not between the two.
+    The translation model of NPRF (arXiv:2106.12566), section 4.3: self-attention of source and
+    target and cross-attention have the same mechanism unless `decoder` changes it. One matrix holds
+    the embeddings of source and target and the weights of the output. Relative encodings see
+    position = index x `position_scale` in the encoder and, with separate parameters, in the
+    decoder; not in cross-attention.
 
     Args:
-        vocabulary: number of token ids, of both languages; `molflt train` takes it from the data.
+        vocabulary: number of token ids of both languages; `molflt train` sets it from the data.
         dim: width of tokens.
         heads: attention heads; `dim` is a multiple of it.
-        absolute: encoding of places, added to embeddings: "none", "sinusoidal" (arXiv:1706.03762,
-            section 3.5) or "learned", then the same for source and target.
-        max_length: longest sequence that the model takes; "learned" places, and encodings with a
-            table (as their `max_tokens`), need it. None: no limit.
+        absolute: encoding of positions, added to embeddings: "none", "sinusoidal"
+            (arXiv:1706.03762, section 3.5) or "learned", shared by source and target.
+        max_length: longest sequence; "learned" positions, and encodings with a table (as their
+            `max_tokens`), need it. None: no limit.
         position: "none" or a key of `molflt.attention.POSITIONS`, shared by all layers of the
             encoder, and by all of the decoder.
         position_options: further arguments of the encoding; `dim` is 1.
         position_scale: distance of neighboring tokens, in the unit of length of the encoding; 1 by
             default.
         embedding_dropout: dropout of embeddings.
-        decoder: options of `stack` that are others in the decoder, such as
-            {"num_features": 24, "layers": 3}; null for none.
-        stack: further arguments of `molflt.attention.Stack`, of the encoder and of the decoder.
+        decoder: options of `stack` that differ in the decoder, such as {"num_features": 24,
+            "layers": 3}; null for none.
+        stack: further arguments of `molflt.attention.Stack` for encoder and decoder.
 
     Attributes:
         of_data: beginnings of names of what belongs to a file of the data.
@@ -138,28 +138,28 @@ class EncoderDecoder(TokenModel):
         return self.decode(target, self.encode(source, source_mask), source_mask)
 
     def decode(self, target: Tensor, encoded: Tensor, source_mask: Tensor | None = None) -> Tensor:
-        """`forward` of a source that is encoded, (batch, n, dim)."""
+        """`forward` for an encoded source, (batch, n, dim)."""
         x, positions = self._embed("target", target, 0, self.decoder.stack)
         hidden: Tensor = self.decoder(x, encoded, positions, source_mask)
         return hidden
 
     def begin(self, encoded: Tensor, source_mask: Tensor | None = None) -> Translating:
-        """The state before the first token of the target, of a source that is encoded."""
+        """Returns the state before the first token of the target, for an encoded source."""
         return Translating(0, self.decoder.remember(encoded, source_mask))
 
     def advance(self, tokens: Tensor, state: Translating) -> tuple[Tensor, Translating]:
-        """Hidden states of new tokens, without going over those before them again.
+        """Computes hidden states of new tokens without recomputing earlier ones.
 
         Args:
-            tokens: ids (batch k, new), k rows in turn for each source of the state.
-            state: of `begin`, or returned by the call before. Linear attention keeps sums, whose
-                size depends neither on the source nor on the target; softmax keys and values.
+            tokens: ids (batch k, new), k rows for each source of the state.
+            state: returned by `begin` or by the previous call. Linear attention keeps sums of
+                constant size; softmax keeps keys and values.
 
         Returns:
             (batch k, new, dim), and the state after them.
 
         Raises:
-            ValueError: for mechanisms without a state; `decodes` tells.
+            ValueError: for mechanisms without a state, see `decodes`.
         """
         x, positions = self._embed("target", tokens, state.length, self.decoder.stack)
         hidden, last = self.decoder.step(x, state.decoder, positions)
@@ -172,17 +172,17 @@ class EncoderDecoder(TokenModel):
     def log_likelihood(
         self, hidden: Tensor, targets: Tensor, smoothing: float = 0.0
     ) -> tuple[Tensor, Tensor]:
-        """log p of each target, and its mean under smoothed labels.
+        """Computes log p of each target, and its mean under smoothed labels.
 
         Args:
             hidden: (batch, t, dim), from `forward`.
             targets: ids (batch, t) of the next tokens; -1 at padding.
-            smoothing: epsilon: the label is the target with 1 - epsilon, and any id with epsilon /
-                vocabulary (arXiv:1512.00567, section 7).
+            smoothing: epsilon; the target has the label 1 - epsilon, and each id epsilon /
+                vocabulary in addition (arXiv:1512.00567, section 7).
 
         Returns:
-            log p, and sum_k label_k log p_k, (targets,) each, float32 at least, without those of
-            -1, in the order of rows and places.
+            log p, and sum_k label_k log p_k, (targets,) each, float32 at least, without targets of
+            -1, in the order of rows and positions.
         """
         there = expect_targets(hidden, targets, self.vocabulary, "none")
         wanted, seen = targets[there], hidden[there]
@@ -205,4 +205,4 @@ class EncoderDecoder(TokenModel):
         return self.embedding_dropout(x), self._positions(index, stack)
 
 
-_SHARED = ("position", "position_options")  # what encoder and decoder have in common
+_SHARED = ("position", "position_options")  # options shared by encoder and decoder

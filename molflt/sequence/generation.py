@@ -1,4 +1,4 @@
-"""Drawing tokens from a language model, one after another."""
+"""Sampling of tokens from a language model."""
 
 from collections.abc import Iterator
 
@@ -19,7 +19,7 @@ def generate(
     """Draws tokens that follow a prompt (1, n): `sample` of one sequence.
 
     Raises:
-        ValueError: see there, and for several prompts.
+        ValueError: see `sample`, and for several prompts.
     """
     if prompt.ndim != 2 or len(prompt) != 1 or not prompt.shape[1]:
         raise ValueError(
@@ -37,26 +37,26 @@ def sample(
     top_k: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Iterator[Tensor]:
-    """Draws tokens that follow prompts, one after another, for all prompts at once.
+    """Yields tokens that follow prompts, one at a time for all prompts.
 
-    Where the mechanism leaves a state to decode from, a token costs the same however many came
-    before it (softmax: in proportion to these); otherwise the whole sequence is computed again for
-    each token, see `LanguageModel.decodes`.
+    With a decoding state, the cost of a token is constant, or grows with the number of earlier
+    tokens for softmax. Without one, the whole sequence is computed again for each token, see
+    `LanguageModel.decodes`.
 
     Args:
         model: in evaluation mode.
-        prompt: ids (batch, n), at least one of each.
-        count: tokens to draw for each.
+        prompt: ids (batch, n), n at least 1.
+        count: number of tokens to draw for each prompt.
         temperature: divides logits; 0 takes the most probable token.
         top_k: draw only from the k most probable tokens.
-        generator: of the draws, on the CPU; a seed gives the same tokens on every device.
+        generator: CPU generator; a seed gives the same tokens on every device.
 
     Yields:
-        Ids (batch,) on the CPU, as they are drawn.
+        Ids (batch,) on the CPU.
 
     Raises:
-        ValueError: an argument outside its range, or more tokens than the model can take; while
-            tokens are drawn, if a probability is not finite.
+        ValueError: an argument outside its range, more tokens than the model allows, or a
+            probability that is not finite.
     """
     if model.training:
         raise ValueError("generate needs a model without dropout; call model.eval() first")
@@ -114,7 +114,7 @@ def _choose(
     top_k: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """One id per row of logits (batch, vocabulary): (batch,), on the CPU."""
+    """Draws one id per row of logits (batch, vocabulary): (batch,), on the CPU."""
     logits = logits.double().cpu()
     if not bool(logits.isfinite().all()):
         raise ValueError(
@@ -126,7 +126,7 @@ def _choose(
         values, index = logits.topk(min(top_k, logits.shape[-1]), dim=-1)
     else:
         values, index = logits, None
-    # Less the maximum first: at a low temperature the quotients would overflow.
+    # Subtract the maximum first: at low temperatures the quotients would overflow.
     values = (values - values.amax(dim=-1, keepdim=True)) / temperature
     drawn = torch.multinomial(values.softmax(dim=-1), 1, generator=generator)
     return (drawn if index is None else index.gather(-1, drawn))[:, 0]

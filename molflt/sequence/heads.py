@@ -1,4 +1,4 @@
-"""The output of a language model, whose weights can serve as its embeddings."""
+"""Output layers of language models, whose weights can serve as embeddings."""
 
 import itertools
 from typing import cast
@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from molflt.attention.numerics import at_least_float32, recomputed
 from molflt.attention.stack import ACTIVATIONS
 
-_AT_ONCE = 2**27  # logits that are kept for backward; of more, pieces are computed again
+_AT_ONCE = 2**27  # most logits that are kept for backward; pieces of more are recomputed
 _SHRINK = 4.0  # ratio of the widths of neighboring clusters
 
 
@@ -18,7 +18,7 @@ class Head(nn.Module):
     """Base class: hidden states to log-probabilities, in float32 at least.
 
     Attributes:
-        width: logits per token that have to be held at once.
+        width: number of logits per token that are stored at once.
     """
 
     width: int
@@ -36,7 +36,7 @@ class Head(nn.Module):
         raise NotImplementedError
 
     def score(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """`log_likelihood`, in pieces where all logits would need more memory than the blocks."""
+        """`log_likelihood`, in pieces if all logits need more memory than the blocks."""
         size = max(1, _AT_ONCE // self.width)
         if len(hidden) <= size:
             return self.log_likelihood(hidden, targets)
@@ -70,7 +70,7 @@ class _PlainHead(Head):
     def excess(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Returns the mean of log p over all ids minus log p of the target: (n, dim), (n,) -> (n,).
 
-        Normalizers cancel: h. (mean_k W_k - W_target).
+        Normalizers cancel in h . (mean_k W_k - W_target).
         """
         with torch.autocast(hidden.device.type, enabled=False):
             weight = at_least_float32(self.weight)
@@ -79,11 +79,11 @@ class _PlainHead(Head):
 
 
 class _AdaptiveHead(Head):
-    """Adaptive softmax: frequent ids at full width, clusters of rarer ones at a quarter each.
+    """Adaptive softmax: full width for frequent ids, a quarter for each cluster of rarer ones.
 
-    Grave et al. (arXiv:1609.04309), with torch's module. Its weights are those of adaptive inputs
-    too (Baevski and Auli, arXiv:1809.10853, "tied" weights and projections): the embedding of an id
-    of cluster c is E_c[id] P_c, its logit E_c[id] . (P_c h).
+    Grave et al. It is torch's module (arXiv:1609.04309). Its weights also serve adaptive inputs
+    (Baevski and Auli, arXiv:1809.10853, "tied" weights and projections): the embedding of an id of
+    cluster c is E_c[id] P_c, its logit E_c[id] . (P_c h).
 
     Args:
         dim: width of hidden states.
@@ -106,7 +106,7 @@ class _AdaptiveHead(Head):
             )
         self.softmax = nn.AdaptiveLogSoftmaxWithLoss(dim, vocabulary, cutoffs, div_value=_SHRINK)
         self.ends = ends
-        self.width = ends[1] + len(cutoffs)  # the rarer ones are looked at for few tokens
+        self.width = ends[1] + len(cutoffs)  # few tokens need the rarer ones
         nn.init.normal_(self.softmax.head.weight, std=dim**-0.5)
         for project, embedding in self._tails():
             nn.init.normal_(project, std=dim**-0.5)
@@ -139,12 +139,12 @@ class _AdaptiveHead(Head):
 
 
 class MaskedHead(Head):
-    """The output of BERT (arXiv:1810.04805): a layer more, and the embeddings as its weights.
+    """Output of BERT (arXiv:1810.04805): a further layer, and the embeddings as weights.
 
     log p = log softmax(E LN(gelu(W h + b)) + c), with the embeddings E of the words.
 
     Args:
-        words: the embeddings, which stay where they are.
+        words: the embeddings, which their own module keeps.
         activation: "gelu", or "gelu_tanh", see `molflt.attention.Block`.
         norm_eps: what LayerNorm adds to the variance.
     """
@@ -156,7 +156,7 @@ class MaskedHead(Head):
         self.norm = nn.LayerNorm(dim, norm_eps)
         self.bias = nn.Parameter(torch.zeros(self.width))
         self.activation = ACTIVATIONS[activation]
-        self._words = (words,)  # in a tuple: the encoder holds it, and keeps it in files
+        self._words = (words,)  # in a tuple, because the encoder registers and saves it
 
     def embed(self, tokens: Tensor) -> Tensor:
         return F.embedding(tokens, self._words[0].weight)
@@ -169,7 +169,7 @@ class MaskedHead(Head):
         return -F.cross_entropy(logits, targets, reduction="none")
 
     def best(self, hidden: Tensor) -> Tensor:
-        """The most probable ids: (n, dim) -> (n,), in pieces as `score`."""
+        """Returns the most probable ids: (n, dim) -> (n,), in pieces as in `score`."""
         pieces = hidden.split(max(1, _AT_ONCE // self.width))
         return torch.cat([self._logits(piece).argmax(dim=-1) for piece in pieces])
 

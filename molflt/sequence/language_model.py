@@ -1,4 +1,4 @@
-"""Causal language model: token ids in, a distribution over the next token out."""
+"""Causal language model."""
 
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
@@ -13,18 +13,18 @@ from molflt.sequence.places import TokenModel, embedding, expect_targets
 
 
 class LanguageState(NamedTuple):
-    """State of decoding after the tokens so far."""
+    """Decoding state after the tokens so far."""
 
     length: int
-    """how many they are"""
+    """number of tokens so far"""
     stack: StackState
 
 
 class LanguageModel(TokenModel):
     """Causal blocks over token embeddings, p(token i + 1 | tokens 0 .. i).
 
-    The decoder of the papers' language models: FLT (arXiv:2302.01925), section 5.1, and NPRF
-    (arXiv:2106.12566), section 4.2. Relative encodings see position = index x `position_scale`.
+    This is the language model of FLT (arXiv:2302.01925), section 5.1, and NPRF (arXiv:2106.12566),
+    section 4.2. Relative encodings see position = index x `position_scale`.
 
     Args:
         vocabulary: number of token ids; `molflt train` takes it from the data.
@@ -33,8 +33,8 @@ class LanguageModel(TokenModel):
         absolute: encoding of positions, added to embeddings: "none" (sufficient with relative
             encodings: causal attention sees how many tokens came before), "sinusoidal"
             (arXiv:1706.03762, section 3.5) or "learned".
-        max_length: longest sequence that the model takes; "learned" embeddings, and encodings with
-            a table (as their `max_tokens`), need it. None: no limit.
+        max_length: longest sequence; "learned" embeddings, and encodings with a table (as their
+            `max_tokens`), need it. None: no limit.
         position: "none" or a key of `molflt.attention.POSITIONS`, shared by all layers, different
             for each head.
         position_options: further arguments of the encoding; `dim` is 1.
@@ -49,7 +49,7 @@ class LanguageModel(TokenModel):
 
     Attributes:
         head: maps hidden states to log-probabilities.
-        of_data: beginnings of names of what belongs to the words of a vocabulary.
+        of_data: prefixes of the names of tensors that depend on the vocabulary.
 
     Raises:
         TypeError: an unknown argument.
@@ -104,7 +104,7 @@ class LanguageModel(TokenModel):
         __call__ = forward
 
     def log_likelihood(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """log p of each target given the tokens up to its place, in nats.
+        """Computes log p of each target given the tokens before it, in nats.
 
         Args:
             tokens: ids (batch, length).
@@ -130,11 +130,11 @@ class LanguageModel(TokenModel):
     def decode(
         self, tokens: Tensor, state: LanguageState | None = None
     ) -> tuple[Tensor, LanguageState]:
-        """Log-probabilities after new tokens, without going over those before them again.
+        """Computes log-probabilities after new tokens without recomputing earlier ones.
 
         Args:
             tokens: new ids (batch, new); one, or a whole prompt.
-            state: returned by the call before; None at the beginning. Constant in size for linear
+            state: returned by the previous call; None at the start. Constant in size for linear
                 attention, keys and values of all tokens for softmax.
 
         Returns:

@@ -1,4 +1,4 @@
-"""Masked language model: sequences with gaps in, a distribution over what belongs there out."""
+"""Masked language model."""
 
 from typing import Any, ClassVar
 
@@ -13,20 +13,20 @@ from molflt.sequence.places import expect_targets
 
 
 class MaskedLanguageModel(nn.Module):
-    """An encoder that is trained to fill in tokens, and perhaps to tell which sentences follow.
+    """An encoder that predicts masked tokens and, optionally, whether a sentence follows another.
 
-    BERT's pre-training (arXiv:1810.04805), section 3.1, of any encoder of tokens, words or not.
+    Pre-training of BERT (arXiv:1810.04805), section 3.1, for any encoder of tokens.
 
     Args:
         vocabulary: number of token ids; `molflt train` takes it from the data.
-        next_sentence: also tell from the first token whether the second part follows the first
-            (arXiv:1810.04805, "next sentence prediction"); the data decide it where it is null.
+        next_sentence: also predict from the first token whether the second part follows the first
+            (arXiv:1810.04805, "next sentence prediction"); null: set by the data.
         encoder: further arguments of `molflt.sequence.TokenEncoder`.
 
     Attributes:
         mask_id: id of the mask token, -1 before `set_special`.
-        ordinary: (vocabulary,) bool, ids that may be masked or predicted; False for separators and
-            other special tokens.
+        ordinary: (vocabulary,) bool, True for ids that may be masked or predicted; False for
+            special tokens.
         of_data: beginnings of names of what belongs to a file of the data.
 
     Raises:
@@ -61,10 +61,10 @@ class MaskedLanguageModel(nn.Module):
 
         Args:
             mask_id: id of the mask token.
-            special: all that are not ordinary, with that one.
+            special: ids of all special tokens, including that one.
 
         Raises:
-            ValueError: an id out of range, or no ordinary one left.
+            ValueError: an id out of range, or no ordinary id.
         """
         wrong = [i for i in (mask_id, *special) if not 0 <= i < self.vocabulary]
         if wrong or len(set(special)) >= self.vocabulary:
@@ -92,10 +92,10 @@ class MaskedLanguageModel(nn.Module):
 
         Args:
             hidden: (batch, length, dim), from `forward`.
-            targets: ids (batch, length), -1 outside of gaps.
+            targets: ids (batch, length), -1 outside the gaps.
 
         Returns:
-            (gaps,), float32 at least, in the order of rows and places.
+            (gaps,), float32 at least, in the order of rows and positions.
         """
         gaps = expect_targets(hidden, targets, self.vocabulary, "no gap")
         return self.head.score(hidden[gaps], targets[gaps])

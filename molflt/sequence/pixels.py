@@ -1,4 +1,4 @@
-"""Autoregressive model of images: their bytes one after another, each given those before it."""
+"""Autoregressive model of the bytes of images."""
 
 from typing import Any, ClassVar, Literal
 
@@ -11,28 +11,28 @@ from molflt.attention.stack import MIXER_OPTIONS
 from molflt.sequence.language_model import LanguageModel
 
 LEVELS = 256
-"""values of a byte"""
+"""number of values of a byte"""
 START = 0
-"""start token before the first byte: black"""
+"""start token before the first byte, black"""
 
 _GIVEN = ("vocabulary", "max_length", "adaptive_cutoffs")
 
 
 class PixelModel(LanguageModel):
-    """Causal blocks over the bytes of an image, p(byte i | bytes 0 .. i - 1), 256 ways.
+    """Causal blocks over the bytes of an image, p(byte i | bytes 0 .. i - 1).
 
-    The image generation of NPRF (arXiv:2106.12566), appendix A.5, table 6. Bytes come row by row,
-    pixel by pixel, red, green and blue of a pixel after each other. Token i is byte i - 1 (the
-    first one is `START`), at the place of byte i, which it predicts.
+    The image generation of NPRF (arXiv:2106.12566), appendix A.5, table 6. Bytes are in the order
+    of rows, pixels, and red, green and blue. Token i is byte i - 1 (the first one is `START`), at
+    the position of byte i, which it predicts.
 
     Relative encodings of one dimension see i x `position_scale`; those of three (`position_options`
     with `dim: 3`) see (row, column, channel) x `position_scale`, counted from the first byte.
 
     Args:
-        channels: of an image, 1 or 3; the data decide it where it is null.
+        channels: channels of an image, 1 or 3; null: set by the data.
         image_size: side of the square images, pixels; null: set by the data.
-        absolute: what tells bytes their places: "learned", a vector each, "sinusoidal" or "none",
-            see `molflt.sequence.LanguageModel`.
+        absolute: encoding of the positions of bytes: "learned", "sinusoidal" or "none", see
+            `molflt.sequence.LanguageModel`.
         language: further arguments of `molflt.sequence.LanguageModel`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Base class of models of token sequences: places of tokens, checks of ids, and embeddings."""
+"""Base class of models of token sequences: positions, checks of ids, and embeddings."""
 
 import math
 from typing import Any
@@ -28,7 +28,7 @@ class TokenModel(nn.Module):
         vocabulary: number of token ids.
         dim: width of tokens.
         heads: attention heads.
-        absolute: encoding of places, added to embeddings.
+        absolute: encoding of positions, added to embeddings.
         max_length: maximum number of tokens; None for no limit.
         position: name of the relative encoding.
         position_scale: distance of neighboring tokens, in the unit of length of the encoding.
@@ -77,7 +77,7 @@ class TokenModel(nn.Module):
         return {**known_options(position, dim=1, **limit), **(given or {})}
 
     def _set_places(self, std: float, dropout: float) -> None:
-        """Checks the relative encoding; makes the learned places and the dropout."""
+        """Checks the relative encoding; creates learned positions and dropout."""
         self._check_axes(self._relative)
         self.places = None
         if self.absolute == "learned" and self.max_length is not None:
@@ -89,7 +89,7 @@ class TokenModel(nn.Module):
         return self.stack.position
 
     def _check_axes(self, position: Position | None) -> None:
-        """Raises ValueError for an encoding of other coordinates than tokens have."""
+        """Raises ValueError for an encoding of another number of coordinates."""
         if position is not None and position.dim != 1:
             raise ValueError(
                 f"tokens have one coordinate; got position_options dim={position.dim}; leave it out"
@@ -102,7 +102,7 @@ class TokenModel(nn.Module):
 
     @property
     def _table(self) -> int | None:
-        """Most tokens of learned places and of the table of the relative encoding."""
+        """Largest number of tokens of learned positions and of tables of relative encodings."""
         table = None if self._relative is None else self._relative.longest
         limits = [] if table is None else [math.ceil(table / self.position_scale)]
         if self.places is not None:
@@ -152,7 +152,7 @@ class TokenModel(nn.Module):
 
 
 def embedding(count: int, dim: int, std: float) -> nn.Embedding:
-    """Embeddings drawn from a normal distribution of that width."""
+    """Draws embeddings from a normal distribution of that width."""
     made = nn.Embedding(count, dim)
     nn.init.normal_(made.weight, std=std)
     return made
@@ -165,7 +165,7 @@ def expect_targets(hidden: Tensor, targets: Tensor, vocabulary: int, none: str) 
         hidden: (batch, length, ...), hidden states or ids of the tokens.
         targets: ids (batch, length), -1 for none.
         vocabulary: number of ids.
-        none: what -1 means, for messages.
+        none: meaning of -1, for messages.
     """
     tensors(hidden=hidden, targets=targets)
     if targets.shape != hidden.shape[:2]:

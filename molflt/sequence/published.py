@@ -1,4 +1,4 @@
-"""Published BERT and FNet weights, as transformers names them, in the names of this package."""
+"""Conversion of published BERT and FNet weights from the names of transformers."""
 
 import re
 from collections.abc import Mapping
@@ -33,12 +33,12 @@ _RENAMED = (
     (r"(?:(?:bert|fnet)\.)?pooler\.dense", "pooler"),
     (r"cls\.predictions\.transform\.dense", "head.dense"),
     (r"cls\.predictions\.transform\.LayerNorm", "head.norm"),
-    (r"cls\.predictions", "head"),  # its bias; the decoder's weights are the words
+    (r"cls\.predictions", "head"),  # its bias; the weights of the decoder are the embeddings
     (r"cls\.seq_relationship", "next_sentence"),
     (r"classifier", "classify"),
 )
 _PATTERNS = [(re.compile(rf"{theirs}\.(\w+)"), ours) for theirs, ours in _RENAMED]
-_TENSORS = {"gamma": "weight", "beta": "bias"}  # of LayerNorm, in files converted from TensorFlow
+_TENSORS = {"gamma": "weight", "beta": "bias"}  # LayerNorm in files converted from TensorFlow
 _ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 _HEAD = 64  # width of a head, in all published sizes
 
@@ -51,8 +51,8 @@ def is_transformers(weights: Mapping[str, object]) -> bool:
 def renamed(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Renames tensors to this package's names; others keep theirs.
 
-    `molflt.sequence.MaskedLanguageModel` and `SequenceClassifier` of the options that `options_of`
-    gives have parameters of these names. Tensors are shared, not copied.
+    `molflt.sequence.MaskedLanguageModel` and `SequenceClassifier` with `options_of` have parameters
+    of these names. Tensors are shared, not copied.
     """
     found = {}
     for name, tensor in weights.items():
@@ -70,16 +70,15 @@ def _own(name: str) -> str:
 
 
 def options_of(weights: Mapping[str, Tensor], config: Mapping[str, object]) -> dict[str, object]:
-    """Options of the model that renamed weights belong to.
+    """Returns the options of the model for renamed weights.
 
     Args:
-        weights: from `renamed`.
-        config: config.json of transformers. Missing entries follow from the shapes, with heads of
-            width 64, and from the papers.
+        weights: returned by `renamed`.
+        config: config.json of transformers. Missing entries follow from shapes, with heads of width
+            64, and from the papers.
 
     Raises:
-        ValueError: an activation that the blocks here do not have, or an architecture of BERT's
-            that is not the plain one.
+        ValueError: an activation that blocks do not support, or a variant of the architecture.
     """
     vocabulary, dim = weights["encoder.words.weight"].shape
     layers = sum(name.endswith(".ffn.0.weight") for name in weights)

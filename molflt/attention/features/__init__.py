@@ -1,4 +1,4 @@
-"""Feature maps phi and the random projections that they rest on."""
+"""Feature maps phi and their random projections."""
 
 from typing import TYPE_CHECKING, Literal
 

@@ -1,4 +1,4 @@
-"""Features, what feature maps are, and queries and keys on their way to them."""
+"""Features, the base class of feature maps, and their inputs."""
 
 import math
 from typing import NamedTuple, Self
@@ -33,8 +33,8 @@ class Features(NamedTuple):
     """Features phi = values * exp(log_scale) of queries or keys; None means ones (values) or zeros
     (log_scale).
 
-    Exponential maps overflow when they are evaluated too early. They give their logarithm instead,
-    and the mixing subtracts what cancels in the ratio of its sums.
+    Exponential maps overflow when they are evaluated too early. They return their logarithm
+    instead, and mixing subtracts the part that cancels in the ratio of sums.
     """
 
     values: Tensor | None
@@ -100,11 +100,11 @@ class Features(NamedTuple):
         return Features(outer, log_scale)
 
     def bounded(self) -> "Features":
-        """Features at least e^-61 (float32) or e^-495 (float64) of the largest of their token.
+        """Clips features at e^-61 (float32) or e^-495 (float64) of the largest one of their token.
 
-        Of a query's largest feature every key then has enough for a normalizer that neither
-        underflows nor has a gradient that overflows, where features cannot be shifted to the size
-        of their partners because those may come later.
+        Every key then has a large enough share in a query's largest feature: normalizers do not
+        underflow, and their gradients do not overflow. Causal attention needs this, because it
+        cannot scale features by keys that come later.
         """
         if self.log_scale is None or self.log_scale.shape[-1] == 1:
             return self
@@ -118,7 +118,7 @@ class Features(NamedTuple):
 
 
 class Projected(NamedTuple):
-    """Parts of columns whose joined tensor is never formed; supports projections only."""
+    """Columns in several parts that are never concatenated; supports projections only."""
 
     products: Tensor
     """w_s . x, (batch, heads, tokens, m)"""
@@ -130,7 +130,7 @@ Columns = Tensor | Projected
 
 
 def _joined(*columns: Columns) -> Tensor:
-    """Columns along their last axis as one tensor; a single one is not copied."""
+    """Concatenates columns along the last axis; a single part is not copied."""
     whole = [part for part in columns if isinstance(part, Tensor)]
     if len(whole) < len(columns):
         raise ValueError(
@@ -143,8 +143,8 @@ def _joined(*columns: Columns) -> Tensor:
 def _squared_norm(*columns: Columns) -> Tensor:
     """|x|^2 of x in columns: (..., n, .) -> (..., n, 1).
 
-    By inner products: squares would keep a copy of x for the backward pass, and norms have no
-    second derivative at 0.
+    Uses inner products, because squares would keep a copy of x for the backward pass and norms have
+    no second derivative at 0.
     """
     first, *others = (
         x.square if isinstance(x, Projected) else torch.linalg.vecdot(x, x).unsqueeze(-1)
@@ -162,26 +162,25 @@ class FeatureMap(nn.Module):
         dim: width of the queries and keys given to the map.
         heads: number of heads; every head has its own projection.
         num_features: rows m of the projection, 64 by default. Maps without a projection refuse one.
-        projection: key of `PROJECTIONS`, how the rows of a random matrix are drawn; "orthogonal" by
-            default. Maps without a projection refuse one.
-        degree: of maps that are polynomials; others refuse one.
+        projection: key of `PROJECTIONS`, the law of the random rows; "orthogonal" by default. Maps
+            without a projection refuse one.
+        degree: degree of polynomial maps; others refuse one.
 
     Attributes:
         width: number of features per token that `forward` returns.
         projection: the random matrix, or None.
-        paper: where the map comes from: number on arXiv, and place.
-        cost: of attention with it, for N tokens, m features and head width d.
-        random: whether the map owns a random projection that `redraw_` can renew.
-        learned: whether it learns one that is drawn at the start.
-        signed: whether features can be negative.
+        paper: source of the map: arXiv number and place.
+        cost: cost of attention with it, for N tokens, m features and head width d.
+        random: True if the map owns a random projection that `redraw_` renews.
+        learned: True if it learns a projection that is drawn at the start.
+        signed: True if features can be negative.
         positive_kernel: True if all phi(q). phi(k) are positive, and therefore all normalizers. For
             other maps, look for small ones in `Attention.sums(...).normalizer`.
-        estimates_exp: whether these products estimate exp(q . k), without bias where they are
-            random.
-        takes_projected: whether it can do with random projections of its columns.
-        unit_norm: whether it is made for queries and keys of norm 1 with a learned temperature,
-            which are then what attention does by default.
-        per_row: features that each row of the projection makes.
+        estimates_exp: True if the products estimate exp(q . k), without bias if they are random.
+        takes_projected: True if random projections of the columns suffice.
+        unit_norm: True if it expects queries and keys of norm 1 with a learned temperature, which
+            are then the default of attention.
+        per_row: features per row of the projection.
     """
 
     paper = ""
@@ -240,8 +239,8 @@ class FeatureMap(nn.Module):
     def forward(self, *columns: Columns) -> Features:
         """Features of tokens: (batch, heads, tokens, dim) -> (batch, heads, tokens, width).
 
-        Several arguments are parts of one input along the last axis, as in [N1, q]; most maps need
-        not join them.
+        Several arguments are parts of one input along the last axis, as in [N1, q]; most maps do
+        not concatenate them.
         """
         raise NotImplementedError(f"{type(self).__name__} must override forward(*columns)")
 
@@ -259,7 +258,7 @@ class FeatureMap(nn.Module):
 
 
 class Operand(NamedTuple):
-    """Queries or keys whose features the mixing evaluates, at once or a few tokens at a time."""
+    """Queries or keys whose features mixing evaluates, all at once or a few tokens at a time."""
 
     feature_map: FeatureMap
     x: Tensor
@@ -282,7 +281,7 @@ class Operand(NamedTuple):
                 inputs = self.columns.to(x.dtype).expand(*x.shape[:-1], -1), x
             features: Features = self.feature_map(*inputs)
             if features.values is None and self.mask is not None:
-                # a number for each token, which is added once, in place of a copy of all features
+                # one number per token, added once, instead of a copy of all features
                 weight = x.new_zeros(()) if self.log_weight is None else self.log_weight
                 return features.scaled(torch.where(self.mask, weight, -torch.inf))
             if self.log_weight is not None:
@@ -290,13 +289,13 @@ class Operand(NamedTuple):
             return features.masked(self.mask)
 
     def without_columns(self) -> Self:
-        """The same with zeros in place of the columns: phi([0, x]), or phi(x) where it fits."""
+        """Returns phi([0, x]), with zeros for the columns, or phi(x) if its width is the same."""
         missing = self.feature_map.dim - self.x.shape[-1]
         zeros = self.x.new_zeros(1, 1, 1, missing) if missing else None
         return self._replace(columns=zeros)
 
     def split(self, size: int) -> list["Operand"]:
-        """Pieces of `size` tokens each, by `Tensor.split`: gradients of slices would be whole."""
+        """Splits the tokens by `Tensor.split`; gradients of slices would have the size of all."""
         x = self.x.split(size, dim=-2)
         mask, weight = (cut(y, size, len(x), dim=-1) for y in (self.mask, self.log_weight))
         if isinstance(self.columns, Projected):
@@ -309,7 +308,7 @@ class Operand(NamedTuple):
 
 
 def cut(x: Tensor | None, size: int, pieces: int, dim: int = -2) -> tuple[Tensor | None, ...]:
-    """Pieces of `size` along an axis; as many times None, or the same, where x has no such axis."""
+    """Splits x along an axis; repeats None, or x itself, if the axis is missing."""
     if x is None or x.shape[dim] == 1 != pieces:
         return (x,) * pieces
     return x.split(size, dim=dim)

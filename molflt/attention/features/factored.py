@@ -24,7 +24,7 @@ class _FactoredProjection(Projection):
 
     @property
     def blocks(self) -> int:
-        """Number of blocks, the last one perhaps not used up."""
+        """Returns the number of blocks; the last one may be used in part."""
         return -(-self.num_rows // self.size)
 
     def _draw_factors(self, generator: torch.Generator | None) -> dict[str, Tensor]:
@@ -47,7 +47,7 @@ class _FactoredProjection(Projection):
         batch, heads, tokens, dim = x.shape
         rotated = self._rotate(x.permute(1, 3, 0, 2).reshape(heads, dim, batch * tokens))
         rows = rotated.reshape(heads, self.blocks * self.size, batch, tokens)[:, : self.num_rows]
-        # Contiguous, as a matrix product is; callers may view it.
+        # Contiguous like a matrix product; callers may view it.
         scaled = rows * self.norms.to(x.dtype)[..., None, None]
         return scaled.permute(2, 0, 3, 1).contiguous()
 
@@ -123,8 +123,8 @@ class _GivensProjection(_FactoredProjection):
         even = dim - dim % 2
         cos, sin = self.angles.to(x.dtype).cos(), self.angles.to(x.dtype).sin()
         rotations = torch.stack((cos, -sin, sin, cos), dim=-1)
-        # Vectors of all heads and blocks lie below one another, `base` says where each begins; the
-        # first layer reads the one vector that the blocks of a head share.
+        # Vectors of all heads and blocks are stacked, and each starts at `base`; the first layer
+        # reads the one vector that the blocks of a head share.
         vectors = torch.arange(heads * self.blocks, device=x.device).view(heads, self.blocks, 1)
         base = vectors // self.blocks * dim
         for layer in range(self.layers):
@@ -133,7 +133,7 @@ class _GivensProjection(_FactoredProjection):
             pairs = moved[:, :, :even].reshape(heads * self.blocks * (dim // 2), 2, n)
             turned = rotations[:, :, layer].reshape(len(pairs), 2, 2) @ pairs
             x = turned.view(heads, self.blocks, even, n)
-            if dim % 2:  # otherwise torch.cat would copy for nothing
+            if dim % 2:  # avoids a copy by torch.cat
                 x = torch.cat((x, moved[:, :, even:]), dim=2)
             base = vectors * dim
         return x

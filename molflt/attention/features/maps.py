@@ -1,7 +1,7 @@
 """The feature maps phi of kernelized attention, A_ij = phi(q_i) . phi(k_j).
 
-Inputs are already scaled (x = q d^(-1/4)). A map returns `Features`: exponential maps give
-logarithms, from which the mixing subtracts what cancels before evaluation.
+Inputs are already scaled (x = q d^(-1/4)). A map returns `Features`: exponential maps return
+logarithms, from which mixing subtracts the part that cancels before it exponentiates.
 """
 
 import math
@@ -35,7 +35,7 @@ class _PositiveFeatures(FeatureMap):
 
     def forward(self, *columns: Columns) -> Features:
         shift = _squared_norm(*columns) + math.log(self.width)
-        # plus: the gradient of a difference would be negated in full before it is summed
+        # a sum, because the gradient of a difference would be negated in full first
         return Features(None, self.project(*columns).add_(shift / -2))
 
 
@@ -99,9 +99,9 @@ class _Favor2020Features(FeatureMap):
 class _GeneralizedFeatures(FeatureMap):
     """Generalized attention: phi(x) = f(w_s . x) + eps.
 
-    FAVOR (arXiv:2006.03555), sections 2.2 and 4.3; `normalize="none"` of `Attention` switches off
-    what that paper calls renormalization. eps > 0 keeps every normalizer of a non-negative f
-    positive; with a signed f it would only hide a failure, so it is 0 there.
+    FAVOR (arXiv:2006.03555), sections 2.2 and 4.3; `normalize="none"` of `Attention` switches the
+    renormalization of that paper off. eps > 0 keeps the normalizers of a non-negative f positive;
+    for a signed f it is 0, because it would only hide a failure.
     """
 
     paper = "2006.03555, sec. 2.2"
@@ -246,7 +246,7 @@ class _EluFeatures(FeatureMap):
 class _CosformerFeatures(_EluFeatures):
     """cosFormer: phi(x) = relu(x), of the width of x (arXiv:2202.08791, eq. 7).
 
-    Its other half, the re-weighting by position, is `position="cosine"`.
+    The re-weighting by position is `position="cosine"`.
     """
 
     paper = "2202.08791, eq. 7"

@@ -1,9 +1,9 @@
-"""Features whose products are a polynomial of q . k, close to exp(q . k), without anything random.
+"""Deterministic features whose products are a polynomial of q . k, close to exp(q . k).
 
 On the sphere |x|^2 = rho, exp(x . y) is a sum over spherical harmonics, one term for each degree,
 whose weights are modified Bessel functions (Funk and Hecke). Up to degree p it is the best
-polynomial of degree p in the mean square over directions. Outputs of attention with Taylor's
-polynomial at q . k = 0, its limit for small rho, err 1.5 to 2 times as much.
+polynomial of degree p in the mean square over directions. With Taylor's polynomial at q . k = 0,
+its limit for small rho, outputs of attention have 1.5 to 2 times the error.
 """
 
 import math
@@ -23,7 +23,7 @@ from molflt.attention.features.base import (
 )
 from molflt.attention.features.projections import Projection
 
-_WIDEST = 2**14  # features of a head; softmax takes less time up to about as many tokens
+_WIDEST = 2**14  # features per head; softmax takes less time up to about as many tokens
 _TERMS = 6  # levels of the continued fraction
 _LEAST = 0.04  # least share of a weight that is kept
 
@@ -40,10 +40,11 @@ class _PolynomialFeatures(FeatureMap):
     Args:
         dim: width d of the queries and keys given to the map.
         heads: number of heads.
-        num_features: fewer than that: the monomials of highest degree give way to products of as
-            many random projections. Without bias, but products can be below 0, and half of the
-            features have 10 times the error, unless heads are wide and q, k lie in few directions.
-        projection: how these are drawn, key of `PROJECTIONS`.
+        num_features: a smaller number of features: products of random projections then replace the
+            monomials of the highest degree. The estimate is unbiased, but products can be negative,
+            and half of the features have 10 times the error unless heads are wide and q, k lie in
+            few directions.
+        projection: law of these projections, key of `PROJECTIONS`.
         degree: 2 by default, or 3.
     """
 
@@ -97,7 +98,7 @@ class _PolynomialFeatures(FeatureMap):
         constant, *roots = (weight.sqrt() for weight in weights)
         powers = [constant, roots[0] * x]
         for power, root in enumerate(roots[1:], start=2):
-            # The weight goes with one factor, which is narrower than their product.
+            # The weight multiplies one factor, which is narrower than the product.
             powers.append(self._power(power, root * x, x))
         return Features(torch.cat(powers, dim=-1), log_mean / 2)
 
@@ -118,14 +119,14 @@ class _PolynomialFeatures(FeatureMap):
 
 
 def harmonics(square: Tensor, dim: int, degree: int) -> tuple[Tensor, list[Tensor]]:
-    """exp(x . y) of |x|^2 = |y|^2 = rho without its spherical harmonics above a degree.
+    """Computes exp(x . y), |x|^2 = |y|^2 = rho, without its spherical harmonics above a degree.
 
     exp(log_mean) sum_n w_n (x . y)^n, with nu = d / 2 - 1, r_n = I_(nu + n)(rho) / I_nu(rho) and,
-    up to degree 3, w_0 = 1 - (nu + 2) r_2, w_1 = 2 (nu + 1) (r_1 - (nu + 3) r_3) / rho,
-    w_2 = 2 (nu + 1) (nu + 2) r_2 / rho^2, w_3 = (4 / 3) (nu + 1) (nu + 2) (nu + 3) r_3 / rho^3:
-    Gegenbauer's expansion of exp. Features are real where no w_n is below 0, and their products of
-    degree 2 positive where w_1^2 < 4 w_0 w_2. Where rho is too large for that (above 3 for d = 8,
-    4 for 16, 5.7 for 32), w_0 is the least and r_3 the largest that keeps it.
+    up to degree 3, w_0 = 1 - (nu + 2) r_2, w_1 = 2 (nu + 1) (r_1 - (nu + 3) r_3) / rho, w_2 = 2 (nu
+    + 1) (nu + 2) r_2 / rho^2, w_3 = (4 / 3) (nu + 1) (nu + 2) (nu + 3) r_3 / rho^3: Gegenbauer's
+    expansion of exp. Features are real if no w_n is negative, and their products of degree 2 are
+    positive if w_1^2 < 4 w_0 w_2. Where rho is too large (above 3 for d = 8, 4 for 16, 5.7 for 32),
+    w_0 is the smallest and r_3 the largest value that keeps both conditions.
 
     Args:
         square: rho, of any shape.
@@ -165,7 +166,7 @@ def _log_mean(square: Tensor, order: float) -> Tensor:
 
 
 def _monomials(dim: int, power: int) -> Tensor:
-    """Tables that turn x into all monomials of a degree; integers, exact in any precision.
+    """Builds tables that turn x into all monomials of a degree; integers, exact in any precision.
 
     Returns:
         (power, dim, features): the product over its first axis of x @ rows, the first ones by their

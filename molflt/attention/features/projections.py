@@ -1,6 +1,6 @@
 """Random projections x -> (w_1 . x, ..., w_m . x) of queries and keys, one draw per head.
 
-Positive features rest on E exp(w . z) = exp(|z|^2 / 2), true for rows with the marginal N(0, I);
+Positive features use E exp(w . z) = exp(|z|^2 / 2), which holds for rows with the marginal N(0, I);
 dependence between rows only changes the variance. Projections are modules because two of them
 (`hadamard`, `givens`) are products of sparse factors, applied without forming their matrix.
 """
@@ -31,8 +31,8 @@ class Projection(nn.Module):
         dim: dimension d of the projected vectors.
 
     Attributes:
-        paper: where the projection comes from: number on arXiv, and place.
-        cost: of projecting one token.
+        paper: source of the projection: arXiv number and place.
+        cost: cost of projecting one token.
     """
 
     paper = ""
@@ -57,13 +57,13 @@ class Projection(nn.Module):
         raise NotImplementedError
 
     def _draw_heads(self, generator: torch.Generator | None) -> dict[str, Tensor]:
-        """Buffers of all heads, which draw one after the other: (heads, ...) each."""
+        """Draws the buffers of all heads, one head after the other: (heads, ...) each."""
         heads = [self._draw(generator) for _ in range(self.heads)]
         return {name: torch.stack([head[name] for head in heads]) for name in heads[0]}
 
     @torch.no_grad()
     def redraw_(self, generator: torch.Generator | None = None) -> None:
-        """Draws all rows anew, in place.
+        """Draws new rows in place.
 
         Equal generators give equal rows, rounded to the buffers, on any device and every rank.
 
@@ -192,7 +192,7 @@ class SobolProjection(DenseProjection):
             raise ValueError(f"dim must be at most {engine.MAXDIM}; got {dim}; use 'orthogonal'")
         seed = int(torch.randint(2**62, (), generator=generator, device="cpu"))
         points = engine(dim, scramble=True, seed=seed).draw(rows, dtype=torch.float64)
-        # Points are multiples of 2^-bits; the middle of the cell is never 0 or 1. Only the first
-        # one comes in single precision, where the last cells round up to 1.
+        # Points are multiples of 2^-bits; the center of a cell is never 0 or 1. Only the first one
+        # comes in single precision, where the last cells round up to 1.
         cell = 2.0**-engine.MAXBIT
         return torch.special.ndtri(points.clamp(max=1 - cell) + cell / 2)

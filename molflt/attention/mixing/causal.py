@@ -16,7 +16,7 @@ _EMPTY = -1e30  # logarithm of an empty sum; finite, because differences of two 
 
 
 class State(NamedTuple):
-    """All that the tokens seen so far leave behind: sum_j phi(k_j) [v_j, 1] = sums exp(log_max)."""
+    """State of the tokens seen so far: sum_j phi(k_j) [v_j, 1] = sums exp(log_max)."""
 
     log_max: Tensor
     """running maximum of the key's log scale, (batch, heads, m or 1, 1)"""
@@ -48,16 +48,16 @@ def causal_linear(
 ) -> tuple[Sums, State]:
     """Kernelized attention of each token to itself and those before it. O(N m dv) time.
 
-    Inside a chunk weights are materialized, (chunk, chunk); across chunks a running sum is carried,
+    Weights inside a chunk are materialized, (chunk, chunk); a running sum is carried across chunks,
     as in the chunked forms of linear attention (Transformer Quality in Linear Time,
-    arXiv:2202.10447, section 3.2). Pieces of `CHUNKS_AT_ONCE` chunks follow one another, each
-    computed again in backward: beyond queries, keys, values and sums, O(N m dv / chunk)
-    numbers at most are kept, never (N, m, dv).
+    arXiv:2202.10447, section 3.2). `CHUNKS_AT_ONCE` chunks are computed at a time, and again in
+    backward: beyond queries, keys, values and sums, at most O(N m dv / chunk) numbers are kept,
+    never (N, m, dv).
 
     Later keys never scale a query. Keys have a maximum per token inside a chunk, the carried sum
     has a running maximum per feature, and each query subtracts the largest exponent among those
-    that it sees. So a large later key cannot make an earlier sum underflow. Instead of an eps,
-    `Features.bounded` clips far below relevant values.
+    that it sees. A large later key therefore cannot make an earlier sum underflow. Instead of an
+    eps, `Features.bounded` clips far below relevant values.
 
     Args:
         query: (batch, heads, tokens, m).
@@ -93,14 +93,14 @@ def causal_linear(
 
 
 def _cut(part: Tensor | None, tokens: int, span: int) -> tuple[Tensor | None, ...]:
-    """Pieces by `split`: the gradient of slices would be a whole tensor for each."""
+    """Uses `split`, because the gradient of each slice would have the size of the whole tensor."""
     return (None,) * -(-tokens // span) if part is None else part.split(span, dim=-2)
 
 
 def _step(
     query: Features, key: Features, value: Tensor, log_decay: Tensor | None, state: State | None
 ) -> tuple[Sums, State]:
-    """`causal_linear` for one token: what decoding needs, without the matrices of a chunk."""
+    """`causal_linear` for one token, as in decoding, without the matrices of a chunk."""
     with torch.autocast(value.device.type, enabled=False):
         query, key = query.at_least_float32().bounded(), key.at_least_float32().bounded()
         value = at_least_float32(value)
@@ -195,7 +195,7 @@ class _Chunks(NamedTuple):
     def carry(self, state: State) -> tuple[State, State]:
         """States before each chunk, stacked along a chunk axis, and the state after the last."""
         total = self.decay[..., -1:, :]  # [b, h, c, 1, 1]
-        log_k = self.log_k + (total - self.decay)  # as seen from the end of the chunk
+        log_k = self.log_k + (total - self.decay)  # relative to the end of the chunk
         highest = log_k.detach().amax(dim=-2, keepdim=True)  # [b, h, c, 1, m]
         # A chunk without keys has the maximum EMPTY; its features must be exp(EMPTY) = 0.
         phi = Features(self.key_values, log_k).shifted(highest.where(highest > _EMPTY / 2, 0.0))

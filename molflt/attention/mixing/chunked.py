@@ -1,4 +1,4 @@
-"""Linear attention over many tokens chunk by chunk, without features of all of them at once."""
+"""Linear attention over many tokens in chunks, without storing the features of all tokens."""
 
 from typing import NamedTuple
 
@@ -11,18 +11,18 @@ from molflt.attention.mixing.sums import Sums, _stable_query
 from molflt.attention.numerics import at_least_float32, finite, recomputed, undecided
 
 _AT_ONCE = 2**22  # numbers that a chunk of the tokens may hold at once
-_LONG = 2**24  # numbers of all tokens from which they are worth cutting
-_LEAST = 1024  # tokens of a chunk, also in a large batch
+_LONG = 2**24  # numbers of all tokens from which chunks are worthwhile
+_LEAST = 1024  # fewest tokens of a chunk
 
 
 def chunk_size(query: Operand, key: Operand, value: Tensor, columns: int = 0) -> int:
-    """Tokens per chunk; 0 where features of all tokens are few enough to be kept.
+    """Returns the tokens per chunk; 0 if the features of all tokens are few enough to be kept.
 
     Args:
         query: as for `linear_in_chunks`.
         key: the same for keys.
         value: the same for values.
-        columns: p, of the positional kernel; 0 without one.
+        columns: columns p of the positional kernel; 0 without one.
     """
     graphs, heads, queries, _ = query.x.shape
     widths = query.feature_map.width, columns * (value.shape[-1] + 1)
@@ -41,7 +41,7 @@ def linear_in_chunks(
     size: int,
     kernel: tuple[Tensor, Tensor] | None = None,
 ) -> Sums:
-    """`linear`, or `linear_with_kernel` without pairs, of features that are never all there.
+    """`linear`, or `linear_with_kernel` without pairs, computed in chunks of tokens.
 
     Features, and products of values and kernel, are computed again in backward; beyond the
     arguments only the sums are kept. Each feature of the keys carries its running maximum, which
@@ -75,9 +75,9 @@ def linear_in_chunks(
 
 
 class KeySums(NamedTuple):
-    """All that linear attention has to know of its keys: sum_j phi(k_j) [v_j, 1] = context exp(.).
+    """Sums over the keys of linear attention: sum_j phi(k_j) [v_j, 1] = context exp(.).
 
-    The exponent is the maximum of the features over keys; each query subtracts the part that
+    The exponent is the maximum of the log features over keys; each query subtracts the part that
     cancels.
     """
 
@@ -121,16 +121,16 @@ def absorb(key: Operand, value: Tensor, right: Tensor | None = None) -> KeySums:
 
 
 def answer(query: Operand, keys: KeySums, left: Tensor | None = None) -> Sums:
-    """Sums of queries (batch, heads, queries, d) over keys that `absorb` has seen.
+    """Computes the sums of queries (batch, heads, queries, d) over the keys of `absorb`.
 
     Args:
         query: any queries.
-        keys: of all keys.
-        left: U of the positional kernel, (batch or 1, heads or 1, queries, p).
+        keys: sums over all keys, returned by `absorb`.
+        left: U of the positional kernel, (batch or 1, heads or 1, queries, p); None without one.
     """
     phi = query.features().at_least_float32()
     with torch.autocast(keys.context.device.type, enabled=False):
-        log_max = None if keys.log_max is None else finite(keys.log_max)  # infinite: no valid key
+        log_max = None if keys.log_max is None else finite(keys.log_max)  # infinite if masked
         phi_q, shift = _stable_query(phi, log_max)
         mixed = phi_q @ keys.context
         if left is not None:

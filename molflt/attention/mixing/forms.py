@@ -1,7 +1,7 @@
-"""Softmax attention, kernelized attention by its own matrix, and the same in linear time.
+"""Softmax attention, and kernelized attention through its matrix and in linear time.
 
-Shapes are (batch, heads, tokens, dim) throughout. The linear-time forms with a positional kernel
-are in `multiplicative` and `toeplitz`, that for causal attention in `causal`.
+Shapes are (batch, heads, tokens, dim) throughout. Linear-time forms with a positional kernel are in
+`multiplicative` and `toeplitz`, the causal one is in `causal`.
 """
 
 import torch
@@ -25,7 +25,7 @@ def softmax(
     """Softmax attention with an additive mask, O(N^2): FLT (arXiv:2302.01925), eq. 1.
 
     Args:
-        query: (batch, heads, queries, d), scaled: logits are the plain product with the keys.
+        query: (batch, heads, queries, d), scaled: logits are their products with the keys.
         key: (batch, heads, keys, d), scaled.
         value: (batch, heads, keys, dv).
         bias: f(r_i - r_j), broadcastable to (batch, heads, queries, keys).
@@ -90,7 +90,7 @@ def quadratic(
     log_kernel: Tensor | None = None,
     log_decay: Tensor | None = None,
 ) -> Sums:
-    """Kernelized attention by its own N x N matrix: the oracle of all linear-time forms, O(N^2).
+    """Kernelized attention through its N x N matrix: the oracle of all linear-time forms, O(N^2).
 
     A_ij = phi(q_i) . phi(k_j) kernel_ij exp(log_kernel_ij) prod_(j < l <= i) exp(log_decay_l)
 
@@ -100,7 +100,7 @@ def quadratic(
         value: (batch, heads, keys, dv).
         causal: each query sees the keys up to its own place; the last query sees all keys.
         kernel: positional kernel, broadcastable to (batch, heads, queries, keys).
-        log_kernel: logarithm of a positive one, of the same shape.
+        log_kernel: logarithm of a positive kernel, of the same shape.
         log_decay: (batch, heads, keys), at most 0; needs `causal` and as many queries as keys.
     """
     with torch.autocast(value.device.type, enabled=False):
@@ -110,8 +110,8 @@ def quadratic(
             total = at_least_float32(log_decay).cumsum(dim=-1)
             logs.append(total[..., :, None] - total[..., None, :])
         if causal:
-            # No key may scale a query that comes before it: each token is scaled by itself, and
-            # each row by its largest visible entry.
+            # No key may scale an earlier query: each token is scaled by itself, and each row by its
+            # largest visible entry.
             phi_q, top = _per_token(query.bounded())
             phi_k, key_log = _per_token(key.bounded())
             shift = phi_q.new_zeros(()) if top is None else finite(top)
@@ -146,15 +146,15 @@ def linear(query: Features, key: Features, value: Tensor) -> Sums:
 def cheaper(queries: int, keys: int, features: int, dim: int, columns: int | None = None) -> str:
     """Returns the faster form of the same sums: "quadratic" or "linear".
 
-    Counts multiplications: queries keys (m + dv + p) against (queries + keys) m dv p, the latter
-    twice where columns are many: their products are formed, and again in the backward pass.
+    Compares the multiplications, queries keys (m + dv + p) and (queries + keys) m dv p. The latter
+    count twice if there are many columns, whose products are computed again in the backward pass.
 
     Args:
         queries: number of queries.
         keys: number of keys.
         features: m.
         dim: dv, width of the values.
-        columns: p, of the positional kernel's factors; None without one.
+        columns: columns p of the positional kernel's factors; None without one.
     """
     kernel, columns = columns is not None, 1 if columns is None else columns
     by_matrix = queries * keys * (features + dim + columns)

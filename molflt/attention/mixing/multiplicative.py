@@ -1,4 +1,4 @@
-"""A positional kernel given by factors, which multiplies the products of features."""
+"""Sums with a positional kernel, given by factors, that multiplies the products of features."""
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ def linear_with_kernel(
         value = torch.cat((value, torch.ones_like(value[..., :1])), dim=-1)
         left, right = (factor.to(value.dtype) for factor in kernel)
         sums = torch.zeros_like(phi_q[..., :1]).expand(*phi_q.shape[:-1], value.shape[-1])
-        # Forms products of values with the fewer of features and columns; the rest are matmuls.
+        # Multiplies values by features or by columns, whichever are fewer; the rest are matmuls.
         by_feature = undecided(left.shape[-1] > phi_q.shape[-1], True)
         parts, rest = ((phi_q, phi_k), (left, right))[:: 1 if by_feature else -1]
         # Compiled code has the same number of chunks for all sizes.

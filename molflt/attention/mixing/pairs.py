@@ -16,7 +16,7 @@ from molflt.attention.numerics import (
 )
 
 _TRANSIENT = 2**22  # numbers that one chunk of columns or pairs may hold at once
-_MANY = 2**18  # pairs whose products of features are computed again in backward
+_MANY = 2**18  # pairs whose products of features are recomputed in backward
 
 
 class Pairs(NamedTuple):
@@ -108,7 +108,7 @@ def with_exact_pairs(
     pairs: Pairs,
     key_mask: Tensor | None = None,
 ) -> Sums:
-    """Adds s exp(q_i . k_j + f_ij) of the pairs to sums over keys, exactly.
+    """Adds the exact terms s exp(q_i . k_j + f_ij) of pairs to sums over keys.
 
     Args:
         sums: sums over all pairs of tokens.

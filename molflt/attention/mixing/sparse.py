@@ -29,7 +29,7 @@ class Pattern(NamedTuple):
 
     @classmethod
     def of(cls, row: Tensor, column: Tensor, rows: int, columns: int) -> "Pattern":
-        """Returns the pattern of places (n,) int64, of which `row` is ascending."""
+        """Returns the pattern of places (n,) int64, sorted by `row`."""
         order = column.argsort(stable=True)
         return cls(
             _begin(row, rows),

@@ -1,4 +1,4 @@
-"""Sums over keys before they are divided, and what keeps them in range.
+"""Sums over keys before the division, and their scaling against overflow.
 
 Shapes are (batch, heads, tokens, dim) throughout. Sums of kernelized attention run in float32 at
 least, also under autocast.
@@ -34,14 +34,14 @@ class Sums(NamedTuple):
         """sum_j A_ij v_j / sum_j A_ij; 0 with zero gradient where no key was left.
 
         Args:
-            floor: least |sum_j A_ij|. Smaller sums are replaced by it, with their sign. It is
-                compared with the sum itself, not with the scaled `normalizer`, and is therefore the
-                same in every form.
+            floor: smallest |sum_j A_ij|. Smaller sums are replaced by it, with their sign. It
+                applies to the sum itself, not to the scaled `normalizer`, and is the same in every
+                form.
         """
         return self.ratio_to(self, floor)
 
     def ratio_to(self, other: "Sums", floor: float = 0.0) -> Tensor:
-        """sum_j A_ij v_j over the normalizer of other sums, for which `floor` is meant."""
+        """Returns sum_j A_ij v_j over the normalizer of other sums, to which `floor` applies."""
         numerator, normalizer = self.numerator, other.normalizer
         if other is not self:
             numerator = numerator * (self.log_scale - other.log_scale).exp()
@@ -51,14 +51,14 @@ class Sums(NamedTuple):
             least = floor * (-other.log_scale).clamp(max=80.0).exp()
             least = torch.copysign(least.expand_as(normalizer), normalizer)
             normalizer = torch.where(normalizer.abs() < least.abs(), least, normalizer)
-        # A quotient, not a reciprocal: the gradient of that one overflows below 1e-19.
+        # A quotient, because the gradient of a reciprocal overflows below 1e-19.
         return (numerator / normalizer.masked_fill(empty, 1.0)).masked_fill(empty, 0.0)
 
     def extensive(self, kept: float = 1.0) -> Tensor:
         """sum_j A_ij v_j itself; overflows where the kernel does.
 
         Args:
-            kept: share of the keys that dropout leaves; their sum is divided by it.
+            kept: share of the keys that dropout keeps; the sum is divided by it.
         """
         return self.numerator * self.log_scale.exp() / kept
 
@@ -66,14 +66,13 @@ class Sums(NamedTuple):
 def _stabilize(query: Features, key: Features) -> tuple[Tensor, Tensor, Tensor]:
     """Scales the features of a whole sequence to avoid overflow.
 
-    The key's maximum over the valid tokens of the same sequence, one per feature, is moved to the
-    query's side, where the maximum over features is then subtracted. Both shifts cancel in the
-    ratio of sums, so nothing is detached from the gradient and nothing leaks between sequences;
-    and the largest term of every normalizer of positive features is exactly 1 x 1: normalizers
-    cannot underflow.
+    For each feature, the maximum over the valid keys of the same sequence moves to the queries.
+    Each query then subtracts its maximum over features. Both shifts cancel in the ratio of sums:
+    gradients need no detaching, and sequences stay separate. The largest term of every normalizer
+    of positive features is exactly 1, so normalizers cannot underflow.
 
     Returns:
-        phi_q, phi_k and, per query, the logarithm of the factor that the products lack.
+        phi_q, phi_k and, per query, the logarithm of the factor missing from the products.
     """
     log_k, key_max = key.log_scale, None
     if log_k is not None and log_k.shape[-2]:
@@ -84,7 +83,7 @@ def _stabilize(query: Features, key: Features) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _stable_query(query: Features, key_max: Tensor | None) -> tuple[Tensor, Tensor]:
-    """phi_q with the key's maxima, from which the largest exponent is taken off, and that."""
+    """Returns phi_q with the maxima of the keys minus the largest exponent, and that exponent."""
     log_q = query.log_scale
     if key_max is not None:
         log_q = key_max.expand(*key_max.shape[:2], query.tokens, -1) + (
@@ -99,7 +98,7 @@ def _stable_query(query: Features, key_max: Tensor | None) -> tuple[Tensor, Tens
 
 
 def _per_token(features: Features) -> tuple[Tensor, Tensor | None]:
-    """Features whose largest log scale per token is 0, and that log scale (-inf: no such token)."""
+    """Returns features with the largest log scale 0 per token, and that scale, -inf if masked."""
     if features.log_scale is None:
         return features.materialize(), None
     top = features.log_scale.detach().amax(dim=-1, keepdim=True)
@@ -112,6 +111,6 @@ def _causal_mask(queries: int, keys: int, device: torch.device | None = None) ->
 
 
 def drop_keys(key: Tensor, mask: Tensor | None, rate: float) -> Tensor:
-    """Random (batch, heads, keys) mask; in ratios of sums a factor 1 / (1 - rate) would cancel."""
+    """Draws a (batch, heads, keys) mask; a factor 1 / (1 - rate) would cancel in ratios of sums."""
     kept = torch.rand(key.shape[:-1], device=key.device) >= rate
     return kept if mask is None else kept & mask

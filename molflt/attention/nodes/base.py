@@ -17,8 +17,8 @@ class Nodes(nn.Module):
     A new rule overrides `forward`, and gets a line in `NODES`.
 
     Attributes:
-        paper: where the rule comes from.
-        random: whether nodes are drawn from the density whose logarithm is `log_density`.
+        paper: source of the rule.
+        random: True if nodes are drawn from the density whose logarithm is `log_density`.
         num_nodes: number of nodes r.
         dim: dimension l of positions.
     """
@@ -41,7 +41,7 @@ class Nodes(nn.Module):
         """Draws new nodes in place; use the same seed on every rank."""
 
     def log_density(self, xi: Tensor) -> Tensor:
-        """log p(xi), to judge by g / p how well the nodes fit a spectrum.
+        """Returns log p(xi); the ratio g / p shows how well the nodes fit a spectrum.
 
         Args:
             xi: frequencies (heads or 1, n, l), in cycles per unit of length.
@@ -55,10 +55,10 @@ class Nodes(nn.Module):
 
     @classmethod
     def sizes(cls, spectrum: Spectrum, num_nodes: int | None) -> dict[str, object]:
-        """Arguments of the constructor that a spectrum decides, for rules built by name.
+        """Returns the constructor's arguments that depend on the spectrum, for rules built by name.
 
         Args:
-            spectrum: what will be sampled.
+            spectrum: spectrum to sample.
             num_nodes: nodes r, or None for the rule's own choice.
         """
         count = {} if num_nodes is None else {"num_nodes": num_nodes}
@@ -79,10 +79,10 @@ class Nodes(nn.Module):
 
 
 def hermitian(spectrum: Spectrum, xi: Tensor) -> Tensor:
-    """(g(xi) + conj g(-xi)) / 2: the part of g that makes the mask.
+    """Returns (g(xi) + conj g(-xi)) / 2, the part of g that determines the mask.
 
-    Both antipodes of a pair have the same columns cos and sin; with this part one node at twice the
-    weight replaces both, for even and odd masks.
+    Antipodes have the same columns cos and sin. With this part, one node of twice the weight
+    replaces both, for even and odd masks.
 
     Args:
         spectrum: family of g.

@@ -12,7 +12,7 @@ from molflt.attention.numerics import at_least_float32, counts_of, finite, searc
 
 _DEGENERATE = 1e-6  # volume of the periodic vectors relative to the product of their lengths
 _SHARPNESS = 4.0  # 1/Å, of smooth extents
-_MOST_REDUCTIONS = 64  # of a cell; two or three do, where numbers mean something
+_MOST_REDUCTIONS = 64  # passes over a cell; two or three suffice for sound cells
 
 
 class Lattice(NamedTuple):
@@ -64,9 +64,9 @@ def free_extent(
         graph: (n,), of each atom.
         cell: (b, 3, 3), Å, as for `reciprocal_nodes`.
         pbc: (b, 3) bool.
-        smooth: instead of the largest and the smallest coordinate, whose slopes jump where another
-            atom comes to be outermost, the logarithms of mean exponentials: analytic, equal in
-            supercells, and up to log(n) / 4 Å further in on each side.
+        smooth: use logarithms of mean exponentials instead of the largest and smallest coordinates,
+            whose slopes jump where another atom becomes the outermost. They are analytic, equal in
+            supercells, and up to log(n) / 4 Å further inside on each side.
 
     Returns:
         (b, 3) Å, 0 for the periodic directions, which come first, and for graphs without atoms.
@@ -89,13 +89,13 @@ def free_extent(
 
 
 def _largest(x: Tensor, graph: Tensor, graphs: int) -> Tensor:
-    """Over the atoms of each graph: (n, 3) -> (graphs, 3), -inf without atoms."""
+    """Reduces over the atoms of each graph: (n, 3) -> (graphs, 3), -inf without atoms."""
     start = x.new_full((graphs, x.shape[1]), -math.inf)
     return start.scatter_reduce(0, graph[:, None].expand_as(x), x, "amax")
 
 
 def _sorted_rows(cell: Tensor, pbc: Tensor) -> tuple[Tensor, Tensor]:
-    """The periodic lattice vectors, then unit vectors perpendicular to them and to each other.
+    """Returns the periodic lattice vectors, then unit vectors perpendicular to all others.
 
     Returns:
         (b, 3, 3), and which rows are periodic, (b, 3).
@@ -128,7 +128,7 @@ def _sorted_rows(cell: Tensor, pbc: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _reduced(cell: Tensor, pbc: Tensor) -> Tensor:
-    """Short vectors of the same lattice, 0 where nothing is periodic: (b, 3, 3).
+    """Returns short vectors of the same lattice, 0 for axes that are not periodic: (b, 3, 3).
 
     Gauss's reduction subtracts multiples of one vector from another until no vector gets shorter.
     In a skewed cell, reciprocal vectors are small differences of large products, and random
@@ -151,7 +151,7 @@ def _reduction(cell: Tensor) -> tuple[Tensor, Tensor]:
         moved = False
         for i, j in itertools.permutations(range(3), 2):
             product = (short[:, i] * short[:, j]).sum(dim=-1) / short[:, j].square().sum(dim=-1)
-            # A tie of one half gains nothing. NaN of zero vectors compares as False.
+            # A tie of one half changes no length. NaN of zero vectors compares as False.
             times = torch.where(product.abs() > 0.501, product.round(), 0.0)[:, None]
             if bool((times != 0).any()):
                 moved = True

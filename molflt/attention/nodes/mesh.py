@@ -1,15 +1,16 @@
-"""A mesh instead of waves: sums over a reciprocal lattice whose cost per token is constant.
+"""Sums over a reciprocal lattice through a mesh, at constant cost per token.
 
 The kernel of a crystal, (1 / V) sum_G g(G) exp(2 pi i G . (r_i - r_j)), needs as many waves per
-token as there are nodes G, whose number grows with the cell. A mesh of points in the cell does
-without: tokens are spread over the points around them by B-splines, the mesh is convolved with the
-kernel, whose Fourier coefficients are those above, and tokens read it by the same splines, as in
-smooth particle mesh Ewald sums (Essmann et al., J. Chem. Phys. 103, 8577 (1995)). Only low
-frequencies are needed; products with three small matrices of waves replace fast Fourier transforms.
+token as there are nodes G, whose number grows with the cell. A mesh of points in the cell avoids
+them. B-splines spread tokens over the points around them, the mesh is convolved with the kernel,
+whose Fourier coefficients are those above, and the same splines interpolate the result at the
+tokens, as in smooth particle mesh Ewald sums (Essmann et al., J. Chem. Phys. 103, 8577 (1995)).
+Only low frequencies are needed; products with three small matrices of waves replace fast Fourier
+transforms.
 
-The error is that of interpolating waves by splines; it falls with the order and with the number of
-points per wave. It bounds the effect of shifts against the mesh, other cells of the same crystal
-and supercells. With `reciprocal_nodes` these have no effect.
+The error is that of the interpolation of waves by splines. It falls with the order and with the
+number of points per wave. It bounds the changes with shifts against the mesh, with other cells of
+the same crystal and with supercells. With `reciprocal_nodes` these changes are 0.
 """
 
 import math
@@ -28,8 +29,8 @@ OVERSAMPLING = {4: 1.25, 5: 1.25, 6: 2.0, 8: 2.0}
 Relative errors of kernelized attention with the positive taper are at most 3e-3, 6e-4, 6e-6, 2e-7;
 those of its gradients by positions up to ten times as large."""
 
-# Of a graph: 10^6 atoms have a fifth of it, and some 5 GB are on a mesh of so many. Beyond it a
-# cell or its frequencies are taken for a mistake.
+# Most points of a graph: 10^6 atoms take a fifth of them and some 5 GB. Beyond it, a cell or its
+# frequencies are considered a mistake.
 _MOST_POINTS = 2**24
 
 
@@ -60,9 +61,9 @@ class Mesh(NamedTuple):
 
         Args:
             lattice: of a batch.
-            graph: which of its graphs.
+            graph: index of the graph.
             max_frequency: end of the spectrum, cycles/Å.
-            order: of the splines, a key of `OVERSAMPLING`.
+            order: order of the splines, a key of `OVERSAMPLING`.
         """
         check_order(order)
         dual, volume = lattice.dual[graph], lattice.volume[graph]
@@ -103,7 +104,7 @@ class Mesh(NamedTuple):
         )
 
     def stencil(self, fractional: Tensor, order: int) -> tuple[Tensor, Tensor]:
-        """Points around each token and its weights there.
+        """Returns the points around each token and its weights there.
 
         Args:
             fractional: (tokens, 3), coordinates in units of the lattice vectors.
@@ -135,7 +136,7 @@ class Mesh(NamedTuple):
         """
         first, second, third = (wave.to(grid.dtype) for wave in self.waves)
         (n, _, last), (a, b, c) = self.sides, self.inside.shape
-        # Products of real matrices alone, each of which leaves its axes where the next wants them.
+        # Products of real matrices; each leaves the axes in the order that the next one needs.
         x = (first @ grid.view(n, -1)).view(a, 2 * self.sides[1], -1)
         y = (second @ x).view(a * b, 2 * last, -1)
         z = (third @ y).view(a * b, c, 2, -1)

@@ -24,9 +24,9 @@ class GaussianNodes(Nodes):
     """Monte Carlo nodes xi = mu + sigma eps, eps ~ N(0, I) fixed, sigma learnable per head.
 
     Importance sampling with p = N(mu, sigma^2 I): c_s = 1 / (r p(xi_s)), which makes the mask
-    estimate unbiased for every sigma and mu at which it has an expectation. FLT
-    (arXiv:2302.01925), eq. 5 and OC20 experiment; the paper's language models have the standard
-    normal distribution instead: `sigma=1.0, learn_sigma=False`.
+    estimate unbiased for every sigma and mu at which it has an expectation. FLT (arXiv:2302.01925),
+    eq. 5 and OC20 experiment; the paper's language models use the standard normal distribution:
+    `sigma=1.0, learn_sigma=False`.
 
     The variance is finite only if g falls faster than sqrt(p): for a Gaussian mask of width w, if
     sigma > 1 / (2 sqrt(2) pi w); never for spectra with power-law tails.
@@ -37,7 +37,7 @@ class GaussianNodes(Nodes):
         dim: dimension l of positions.
         sigma: initial standard deviation, in cycles per unit of length.
         mean: "zero", or "learned" for one mu (heads, l) that starts at zero.
-        learn_sigma: whether sigma is a parameter; otherwise it stays as it is given (a buffer).
+        learn_sigma: make sigma a parameter; otherwise it is a constant buffer.
     """
 
     paper: ClassVar[str] = "2302.01925, eq. 5"
@@ -112,9 +112,9 @@ class _StructuredNodes(GaussianNodes):
 class OrthogonalNodes(_StructuredNodes):
     """Gaussian nodes whose eps are orthogonal within each block of l, with chi-distributed norms.
 
-    Every node has the distribution of `GaussianNodes`, so the mask estimate is as unbiased; in
-    three dimensions its error is hardly smaller, because a block holds three nodes only. Arguments
-    as those of `GaussianNodes`.
+    Every node has the distribution of `GaussianNodes`, so the estimate of the mask is also
+    unbiased. In three dimensions its error is hardly smaller, because a block holds only three
+    nodes. Arguments as those of `GaussianNodes`.
     """
 
     _rows = OrthogonalProjection
@@ -123,9 +123,9 @@ class OrthogonalNodes(_StructuredNodes):
 class SobolNodes(_StructuredNodes):
     """Gaussian nodes whose eps are scrambled Sobol points, through the inverse normal distribution.
 
-    Every node has the distribution of `GaussianNodes`, so the mask estimate is as unbiased; its
-    error falls nearly as 1 / r for smooth masks, best if r is a power of two. Arguments as those of
-    `GaussianNodes`.
+    Every node has the distribution of `GaussianNodes`, so the estimate of the mask is also
+    unbiased. Its error falls nearly as 1 / r for smooth masks, best if r is a power of two.
+    Arguments as those of `GaussianNodes`.
     """
 
     _rows = SobolProjection
@@ -135,9 +135,9 @@ class DensityNodes(Nodes):
     """Nodes drawn from the spectral density of a shift-invariant kernel, xi = u / length.
 
     For the kernel's own spectrum every c_s g(xi_s) is C / r: the ratio g / p is constant, which is
-    the best density there is for Theorem 4.2 of FLT (arXiv:2302.01925, eq. 7 and appendix A.4).
-    The draws u are fixed; length stays learnable through the reparametrization. Another spectrum
-    may be sampled at these nodes too, with finite variance where g^2 / p is integrable.
+    the best density there is for Theorem 4.2 of FLT (arXiv:2302.01925, eq. 7 and appendix A.4). The
+    draws u are fixed; length stays learnable through the reparametrization. Other spectra can also
+    be sampled at these nodes, with a finite variance if g^2 / p is integrable.
 
     Args:
         density: the kernel whose density is drawn; the nodes have its heads and its dimension.

@@ -1,21 +1,20 @@
-"""Nodes of periodic masks: the reciprocal lattice of each graph, one rule from crystal to molecule.
+"""Nodes of periodic masks: the reciprocal lattice of each graph, from crystals to molecules.
 
 Poisson's summation formula, with positions in Å and frequencies in cycles/Å,
 
     sum_T f(z + T) = (1 / V) sum_G g(G) exp(2 pi i G . z),   T = n . cell, G = n . cell^-T,
 
-turns a mask f that decays into that of a crystal: the spectrum g of FLT (arXiv:2302.01925, eq. 4),
-sampled at the reciprocal lattice with the weights 1 / V. It does not matter which cell of a crystal
-is given, nor in which of the cells an atom is, and, where the mask multiplies
-(`MultiplicativePosition` without a background), nor how many cells make a supercell: V grows with
-it. An additive mask is
-exponentiated afterwards, and exp(a + b) is not the sum of two images: no such promise there.
+turns a decaying mask f into that of a crystal: the spectrum g of FLT (arXiv:2302.01925, eq. 4),
+sampled at the reciprocal lattice with the weights 1 / V. The result does not depend on the choice
+of the cell or on the periodic image of an atom. Where the mask multiplies (`MultiplicativePosition`
+without a background), it does not depend on the size of a supercell either, because V grows with
+it. This does not hold for additive masks, which are exponentiated afterwards.
 
 Along directions that are not periodic the lattice is a virtual one. Its vectors are perpendicular
 to the periodic ones and as long as the graph is wide plus the reach of the mask, which keeps copies
 out of reach: the trapezoid rule for the integral over frequencies, whose error is the mask beyond
-its reach. A wire or a molecule that turns in its box changes the mask by no more than that;
-crystals and slabs by nothing. No graph depends on the rest of its batch.
+its reach. The mask of a wire or a molecule that turns in its box changes by no more than that;
+masks of crystals and slabs do not change. Graphs do not depend on the rest of their batch.
 """
 
 import math
@@ -30,7 +29,7 @@ from molflt.attention.nodes.lattice import Lattice
 from molflt.attention.numerics import counts_of, distances, fade, gauss_rule, searched, sinc
 from molflt.attention.spectra import Spectrum
 
-# Of a batch: beyond it a cell or its frequencies are taken for a mistake.
+# Most nodes of a batch; beyond it, a cell or its frequencies are considered a mistake.
 _MOST_CANDIDATES = 2**20
 
 
@@ -46,32 +45,31 @@ def reciprocal_nodes(
     """Reciprocal lattice vectors below a frequency, and their weights, for each graph of a batch.
 
     There are about (2 pi / 3) k^3 V of them for k = max_frequency, or twice as many if not merged:
-    for OC20's slabs in cells of 8 x 8 x 30 Å 60 at 0.25 cycles/Å, 110 at 0.3 and 500 at 0.5. The
-    volume of a virtual box is that of extent plus reach: prefer `ShellNodes` where all graphs are
-    molecules. Finding them takes far less than a hundredth of the time of an attention over them,
-    and nothing is kept between batches.
+    for OC20's slabs in cells of 8 x 8 x 30 Å 60 at 0.25 cycles/Å, 110 at 0.3 and 500 at 0.5. A
+    virtual box is as wide as extent plus reach: prefer `ShellNodes` if all graphs are molecules.
+    Finding them takes far less than a hundredth of the time of attention over them.
 
     Nodes enter and leave at k with the weight 0: the taper goes to 0 there with two derivatives.
-    Rounding of |G|, by another cell or a rotation, does not matter. What it does:
+    Rounding of |G|, by another cell or a rotation, does not matter. Choices of the taper:
 
-    - "step": 1 up to 0.8 k. A mask without higher frequencies stays what it is: a Gaussian of
-      width w to 1e-6, 1e-7 and 1e-10 of its height for w k = 1, 1.1 and 1.3. A sharper one is
-      smoothed and ripples below zero: by 6 percent of its height for w k = 0.2.
-    - "positive": Wendland's (1 - x)^4 (1 + 4 x), x = |G| / k, whose transform is positive as well:
-      a mask that is nowhere negative stays so, smoothed over about 0.6 / k.
+    - "step": 1 up to 0.8 k. A mask without higher frequencies does not change: a Gaussian of width
+    w is kept to 1e-6, 1e-7 and 1e-10 of its height for w k = 1, 1.1 and 1.3. A sharper one is
+    smoothed and ripples below zero: by 6 percent of its height for w k = 0.2. - "positive":
+    Wendland's (1 - x)^4 (1 + 4 x), x = |G| / k, whose transform is also positive: a non-negative
+    mask stays non-negative, smoothed over about 0.6 / k.
 
     Args:
         cell: (b, 3, 3) rows are lattice vectors, Å; rows that are not periodic are not read.
         pbc: (b, 3) bool, which of them are periodic.
         max_frequency: k, in cycles/Å.
         extent: (b, 3) widths of the graphs from `free_extent`, Å; needed unless all is periodic.
-        reach: distance from which on the mask is negligible, Å. The error of the mask, as a share
-            of its height, is 4e-4, 4e-7 and 3e-11 for Gaussians and a reach of 4, 5.5 and 7 widths,
+        reach: distance beyond which the mask is negligible, Å. The error of the mask, as a share of
+            its height, is 4e-4, 4e-7 and 3e-11 for Gaussians and a reach of 4, 5.5 and 7 widths,
             and about 3e-4 and 4e-5 for k reach = 6 and 9 if the taper cuts into the spectrum. It
             matters only where a direction is not periodic.
         taper: see above.
-        merged: whether G and -G, which have the same columns if g(-G) is the complex conjugate of
-            g(G), are one node of twice the weight. Otherwise both are there, for any g.
+        merged: merge G and -G into one node of twice the weight; they have the same columns if
+            g(-G) is the complex conjugate of g(G). False keeps both, for any g.
 
     Returns:
         Nodes (b, r, 3) in cycles/Å and weights (b, r) in 1/Å^3, as `SpectralPosition.factors`
@@ -103,7 +101,7 @@ def tapered_mask(
         distance: (n,), Å.
         max_frequency: k, in cycles/Å.
         taper: key of `TAPERS`.
-        farthest: bound of the distances, Å.
+        farthest: upper bound of the distances, Å.
 
     Returns:
         (heads, n).
@@ -124,17 +122,17 @@ def tapered_mask(
 
 
 def _half_space_indices(bounds: Tensor) -> tuple[Tensor, Tensor]:
-    """All triples with |n_i| <= bound_i of each graph, but only one of n and -n.
+    """Returns all triples with |n_i| <= bound_i of each graph, but only one of n and -n.
 
     Args:
         bounds: (b, 3) int64, at least 0.
 
     Returns:
-        Graph of each triple, (t,), and the triples, (t, 3) int64, those of one graph behind those
-        of another and (0, 0, 0) first.
+        The graph of each triple, (t,), and the triples, (t, 3) int64, sorted by graph, with (0, 0,
+        0) first.
     """
     sides = 2 * bounds + 1
-    # Counted through, n and -n are equally far from the middle, which is 0: the half behind it.
+    # In this order n and -n are equally far from the middle, which is 0; take the second half.
     half = sides.prod(dim=1) // 2
     graph = torch.arange(len(bounds), device=bounds.device).repeat_interleave(half + 1)
     begin = (half + 1).cumsum(0) - (half + 1)

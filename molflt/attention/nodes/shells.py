@@ -1,4 +1,4 @@
-"""Shells of directions: a spectrum sampled by quadrature.
+"""Quadrature of a spectrum on shells of directions.
 
 Shells chosen by their error are in `molflt.attention.nodes.suggest`.
 """
@@ -18,12 +18,12 @@ from molflt.attention.spectra import Spectrum
 # Degrees of Lebedev's rules. Those of 13, 25 and 27 are left out: some of their weights are
 # negative, which would turn a positive mask into one with negative parts.
 _DEGREES = (3, 5, 7, 9, 11, 15, 17, 19, 21, 23, 29, 31, *range(35, 132, 6))
-# On the CPU whatever torch's default device is: rules are kept, and counted, on "meta" as well.
+# On the CPU whatever torch's default device is: cached rules also serve modules on "meta".
 _DOUBLE: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
 
 
 class _Directions(NamedTuple):
-    """A quadrature of the unit sphere with one of each two antipodes."""
+    """Quadrature of the unit sphere with one point of each antipodal pair."""
 
     unit: Tensor
     """(n, l), float64 on the CPU"""
@@ -74,22 +74,22 @@ class ShellNodes(Nodes):
     x = 2 pi k diameter; outer shells matter less, so `degree_factor` x + 3 with 0.6 to 1 is enough.
     `molflt.attention.nodes.suggest.suggest_nodes` chooses all sizes for a mask and an error.
 
-    Of two antipodes, which give the same columns, one is kept at twice the weight; `sample` puts
-    g(xi) and conj g(-xi) together in it, which is right for every spectrum.
+    One of two antipodes, which have the same columns, is kept at twice the weight; `sample`
+    combines g(xi) and conj g(-xi) there, for any spectrum.
 
     Args:
-        diameter: largest distance |z| at which the mask shall be right, 2 R, in units of length.
-        max_frequency: where the spectrum is cut, in cycles per unit of length.
-        num_shells: number of shells, not counting the origin; None: 2 diameter max_frequency, which
-            keeps periodic copies of a mask of any width away.
+        diameter: largest distance |z| at which the mask must be accurate, 2 R, in units of length.
+        max_frequency: end of the spectrum, in cycles per unit of length.
+        num_shells: number of shells without the origin; None: 2 diameter max_frequency, which keeps
+            periodic copies away from masks of any width.
         dim: dimension l, 1 to 3.
         radial: "trapezoid", radii j k / n with k = max_frequency; "midpoint", radii (j - 1/2) k /
             n; "gauss", Gauss-Legendre on [0, k]. The first two are exact up to images of the mask
-            at the distance n / k - |z| if g vanishes beyond k; in two dimensions, where that does
-            not hold, they are refused. None: "gauss" in two dimensions, else "trapezoid".
+            at the distance n / k - |z| if g vanishes beyond k; they are refused in two dimensions,
+            where that does not hold. None: "gauss" in two dimensions, else "trapezoid".
         degree_factor: see above.
         degrees: degree of every shell instead, innermost first; see `directions`.
-        normalized: whether the weights of each shell sum to 1 instead, for `ShellWeights`.
+        normalized: make the weights of each shell sum to 1, for `ShellWeights`.
 
     Attributes:
         shell: (r,) index of the shell of every node. The trapezoid rule in one dimension has the

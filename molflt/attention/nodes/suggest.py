@@ -23,12 +23,12 @@ class _SuggestedNodes(NamedTuple):
 def suggest_nodes(
     radius: float, width: float, tol: float = 1e-2, widest: float | None = None
 ) -> _SuggestedNodes:
-    """A small rule of shells for the masks of a molecule or cluster, by their measured error.
+    """Finds a small rule of shells for the masks of a molecule or cluster by its measured error.
 
-    For f(z) = exp(-|z|^2 / 2 width^2) and pairs of points uniform in a ball. Radii and their end
-    are searched; then the degree of one shell after the other is raised, wherever that removes most
-    error per node. Wider Gaussians need shells that lie closer, so a basis of Gaussians needs both
-    its widths. Found for one width (nodes r, and the error reached):
+    For f(z) = exp(-|z|^2 / 2 width^2) and pairs of points uniform in a ball. It searches the radii
+    and their end, and then raises the degree of one shell at a time where that removes most error
+    per node. Wider Gaussians need closer shells, so a basis of Gaussians needs its smallest and its
+    largest width. Found for one width (nodes r, and the error reached):
 
     | diameter / width | tol = 0.03 | 0.01 | 0.003 | 0.001 |
     |---|---|---|---|---|
@@ -38,11 +38,11 @@ def suggest_nodes(
     | 20 | - | 444 (9.9e-3) | 1191 (2.9e-3) | 1954 (9.6e-4) |
 
     Args:
-        radius: of the ball that holds the positions, in units of length.
+        radius: radius of the ball that holds the positions, in units of length.
         width: standard deviation of the narrowest Gaussian of the mask, in units of length.
         widest: width of the widest mask; `width` if None.
-        tol: largest root-mean-square error, f(0) = 1; at least 1e-6, and at most half the
-            root mean square of the mask itself, which narrow masks in a large ball do not reach.
+        tol: largest root-mean-square error, f(0) = 1; at least 1e-6, and at most half the root mean
+            square of the mask itself, which excludes narrow masks in a large ball.
     """
     widest = width if widest is None else widest
     positive(radius=radius, width=width, widest=widest)
@@ -104,7 +104,7 @@ def _ball_pairs(ratio: float) -> tuple[Tensor, Tensor]:
 def _radial_candidates(
     ratio: float, widths: Tensor, tol: float
 ) -> list[tuple[float, int, _Radial]]:
-    """End, number and rule of the radii that err little, those of fewest nodes first."""
+    """Yields end, number and rule of radii with small errors, fewest nodes first."""
     distance, share = _ball_pairs(ratio)
     exact = (-0.5 * (distance / widths).square()).exp()  # [w, n]
     found = []
@@ -112,12 +112,12 @@ def _radial_candidates(
     for max_frequency in (0.03 * step for step in range(5, 34)):
         if 2 * math.pi * max_frequency * ratio > _DEGREES[-1]:
             break
-        most = 2 + int(max_frequency * (ratio + 8 * widths[-1].item()))  # images are 8 widths away
+        most = 2 + int(max_frequency * (ratio + 8 * widths[-1].item()))  # images: 8 widths away
         for count, radial in itertools.product(range(1, most), rules):
             radius, measure = shells(max_frequency, count, 3, radial)
             waves = torch.sinc(2 * distance[:, None] * radius)
             error = measure * _density(radius, widths) @ waves.T - exact
-            if (error.square() @ share).max().sqrt() < 0.8 * tol:  # the rest is for the directions
+            if (error.square() @ share).max().sqrt() < 0.8 * tol:  # rest: directions
                 guess = (2 * math.pi * 0.7 * radius * ratio + 3).square().sum().item()
                 found.append((guess, max_frequency, count, radial))
     return [rule[1:] for rule in sorted(found)[:12]]
@@ -129,7 +129,7 @@ def _prune(
     """Raises degrees greedily, by the error removed per node; None if tol is out of reach."""
     distance, share = _ball_pairs(ratio)
     each = 64
-    # Every distance has directions of its own: degrees cannot be fitted to a few of them.
+    # Every distance has its own directions: degrees cannot be fitted to a few of them.
     unit = _even_directions(each * len(distance)).unflatten(0, (each, len(distance)))
     z = (distance[:, None] * unit).flatten(0, 1)
     share = share.repeat(each) / each
@@ -142,7 +142,7 @@ def _prune(
             unit, shares = _directions(3, degree)
             values = weight[:, None] * ((2 * math.pi * k * z @ unit.T).cos() @ shares)
             own.append((degree, len(unit), values))
-            if degree > 2 * math.pi * k * ratio + 6:  # exact to all purposes
+            if degree > 2 * math.pi * k * ratio + 6:  # exact for all purposes
                 break
         choices.append(own)
         error = error + own[0][2]
@@ -172,7 +172,7 @@ def _excess(error: Tensor, share: Tensor, tol: float) -> float:
 
 
 def _even_directions(count: int) -> Tensor:
-    """Unit vectors (n, 3) spread evenly over half the sphere, on no mirror plane of Lebedev's."""
+    """Returns unit vectors (n, 3), spread over half the sphere off Lebedev's mirror planes."""
     index = torch.arange(count, dtype=torch.float64)
     height = 1 - (index + 0.5) / count
     angle = math.pi * (1 + math.sqrt(5)) * (index + 0.5)

@@ -45,7 +45,7 @@ else:
 
 
 def known_options(name: str, **options: object) -> dict[str, object]:
-    """Those of the options that the constructor of an encoding names; none if there is no such."""
+    """Returns the options that the constructor of an encoding has; none if it is unknown."""
     known = inspect.signature(POSITIONS[name]).parameters if name in POSITIONS else {}
     return {key: value for key, value in options.items() if key in known}
 
@@ -59,7 +59,7 @@ def make_position(
         name: key of `POSITIONS`, or "none".
         heads: number of heads.
         head_dim: width d of queries and keys per head.
-        mixing: of the attention that will use it.
+        mixing: mixing of the attention that uses it.
         options: further arguments of the encoding's constructor.
     """
     if name == "none":
@@ -67,7 +67,7 @@ def make_position(
         return None
     one_of("position", name, ("none", *POSITIONS))
     build = POSITIONS[name]
-    # Each encoding asks for the sizes that it depends on.
+    # Each encoding takes the sizes that it depends on.
     known = inspect.signature(build).parameters
     sizes = {"heads": heads, "head_dim": head_dim, "sampled": mixing != "softmax"}
     options = {**known_options(name, **sizes), **options}

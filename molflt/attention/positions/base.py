@@ -22,7 +22,7 @@ ADDED = ("f", "added to the logit")
 AS_FACTOR = (
     "f",
     "exp f multiplies the weight",
-)  # of kernelized attention, of softmax too
+)  # in kernelized attention and in softmax
 
 
 class Position(nn.Module):
@@ -31,16 +31,16 @@ class Position(nn.Module):
     A new one overrides `forward`, sets its class attributes and gets a line in `POSITIONS`.
 
     Attributes:
-        paper: where the encoding comes from.
-        cost: of kernelized attention with it, for N tokens, m features and values of width d.
+        paper: source of the encoding.
+        cost: cost of kernelized attention with it, for N tokens, m features and values of width d.
         dim: dimension l of the positions that it takes.
-        mixings: those of `MIXINGS` that can use it.
-        causal: whether causal attention can use it.
-        decodes: whether it leaves linear causal attention a state of constant size.
-        redraws: True if its randomness is an estimate that training should redraw, as random
-            features. Nodes of a spectrum are learned with and stay.
-        weighs: whether it changes the weight of a key; otherwise it only turns queries and keys.
-        placement: what pictures of the encoding show, and how that enters attention.
+        mixings: entries of `MIXINGS` that can use it.
+        causal: True if causal attention can use it.
+        decodes: True if linear causal attention keeps a state of constant size with it.
+        redraws: True if training should redraw its random numbers, as those of random features.
+            Nodes of a spectrum stay, because the mask is learned with them.
+        weighs: True if it changes the weight of a key; otherwise it only rotates queries and keys.
+        placement: quantity that pictures of the encoding show, and how it enters attention.
         grid: True if tokens must be in the order of a regular grid and cannot be permuted.
     """
 
@@ -57,11 +57,11 @@ class Position(nn.Module):
 
     @property
     def longest(self) -> int | None:
-        """Positions must be below it along every axis; None without a limit."""
+        """Upper bound of positions along every axis; None without a limit."""
         return None
 
     def width(self, head_dim: int) -> int:
-        """Width of the queries and keys that reach the feature map, from their own d."""
+        """Width of the queries and keys at the feature map, for the width d of heads."""
         return head_dim
 
     def forward(self, mixing: str, positions: Tensor, key_positions: Tensor) -> Encoding:
@@ -70,7 +70,7 @@ class Position(nn.Module):
         Args:
             mixing: one of `mixings`.
             positions: of the queries, (batch, queries, l).
-            key_positions: (batch, keys, l); the same object as the queries' where they are equal.
+            key_positions: (batch, keys, l); the same object as `positions` if they are equal.
         """
         raise NotImplementedError(f"{type(self).__name__} must override forward")
 
@@ -110,7 +110,7 @@ class Position(nn.Module):
             )
 
     def check_range(self, positions: Tensor, max_tokens: int, integers: bool = False) -> None:
-        """Raises ValueError for a position outside [0, max_tokens) or, on demand, no integer.
+        """Raises ValueError for a position outside [0, max_tokens) or, on request, not an integer.
 
         Does nothing in compiled or transformed code, where it would break the graph.
         """
@@ -178,9 +178,9 @@ class Positioned(nn.Module):
         return encoding
 
     def share_position(self) -> None:
-        """Leaves the position to the module that holds this one, where its parameters are then.
+        """Hands the position over to the enclosing module, which then owns its parameters.
 
-        It stays readable here, unregistered: a shared parameter has one name in a checkpoint.
+        It stays readable here, but unregistered: a shared parameter has one name in a checkpoint.
         """
         position = self.position
         if position is not None:
@@ -189,9 +189,9 @@ class Positioned(nn.Module):
 
 
 def check_tokens(places: int, x: Tensor) -> None:
-    """Raises ValueError unless queries or keys (batch, heads, tokens, d) have a place each.
+    """Raises ValueError unless each query or key (batch, heads, tokens, d) has a position.
 
-    All tokens would have the same place.
+    Otherwise all tokens would share one position.
     """
     if x.shape[2] != places:
         raise ValueError(
@@ -206,5 +206,5 @@ def differences(positions: Tensor, key_positions: Tensor) -> Tensor:
 
 
 def _real(positions: Tensor) -> Tensor:
-    """In float32 at least; integers in float64, whose phases are as good as any query's."""
+    """In float32 at least; integers in float64, for accurate phases."""
     return at_least_float32(positions) if positions.is_floating_point() else positions.double()

@@ -1,4 +1,4 @@
-"""Random features of factors whose nodes are on the reciprocal lattice of each graph."""
+"""Random features of factors with nodes on the reciprocal lattice of each graph."""
 
 import torch
 from torch import Tensor, nn
@@ -11,16 +11,16 @@ from molflt.attention.numerics import at_least_float32
 class FrequencyProjection(nn.Module):
     """Rows of a random projection of Fourier factors, as functions of the frequency.
 
-    The nodes of a reciprocal lattice differ from graph to graph in number, are not ordered in a way
-    that all choices of a cell share, and represent -xi as well as xi. So the normal variables that
-    multiply the columns cos and sin of a node are computed from its frequency:
+    The number of nodes of a reciprocal lattice differs between graphs, their order depends on the
+    choice of the cell, and each represents xi and -xi. The normal variables that multiply the
+    columns cos and sin of a node are therefore computed from its frequency:
 
         eta(xi) = Phi^-1(frac(u . xi + (v . xi)(w . xi) + b)),
         (eta(xi) + eta(-xi)) / sqrt(2) for cos,  (eta(xi) - eta(-xi)) / sqrt(2) for sin.
 
     Over the draws of u, v, w (normal) and b (uniform), every eta is exactly normal, and those of
     different nodes are independent as far as 2 pi |u . (xi - xi')| is large, which it is in cells
-    up to about `LENGTH`. A change of xi by rounding changes eta as little.
+    up to about `LENGTH`. Rounding errors of xi change eta by a similar amount.
 
     Args:
         heads: number of heads; every head has its own rows.
@@ -77,5 +77,5 @@ class FrequencyProjection(nn.Module):
 
 
 def _normal(turns: Tensor) -> Tensor:
-    """Phi^-1 of the fractional part, the ends of the interval left out."""
+    """Phi^-1 of the fractional part, without the ends of the interval."""
     return torch.special.ndtri(turns.remainder(1.0).clamp(1e-12, 1 - 1e-12))

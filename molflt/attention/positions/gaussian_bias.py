@@ -20,8 +20,8 @@ class GaussianBias(Position):
     through their spectrum.
 
     Differences: the paper stretches distances by a scale and a shift for each pair of elements.
-    Attention here does not see elements, and one scale and shift for all pairs would only rename mu
-    and sigma. sigma is exp(log_std), where the paper's code takes an absolute value.
+    Attention does not see elements here, and one scale and shift for all pairs would be redundant
+    with mu and sigma. sigma is exp(log_std); the paper's code takes an absolute value.
 
     Memory is O(N^2 K) numbers per graph.
 
@@ -32,7 +32,7 @@ class GaussianBias(Position):
         hidden_dim: width of the hidden layer; K if None, as in the paper's code.
         mean_range: smallest and largest initial mu, drawn uniformly, in units of length (Å).
         std_range: smallest and largest initial sigma, drawn uniformly, in units of length (Å). The
-            paper's code draws down to 0, where a Gaussian sees no pair at all.
+            paper's code draws from 0 on, where a Gaussian sees no pair.
     """
 
     paper = "2203.04810"
@@ -84,7 +84,7 @@ class GaussianBias(Position):
             log_std = at_least_float32(self.log_std)
             scaled = (distance[..., None] - self.mean) * (-log_std).exp()
             psi = (-0.5 * scaled.square() - log_std).exp() / math.sqrt(2 * math.pi)
-        # The network computes in the precision of its weights, or of autocast.
+        # The network runs in the precision of its weights, or of autocast.
         out: Tensor = self.mlp(psi.to(self.mean.dtype))
         return out
 

@@ -1,7 +1,7 @@
 """Positional encodings learned by offset, for tokens on a grid: one number for each j - i.
 
-They are tables of offsets: any mask on a grid can be learned, and nothing is defined between grid
-points. Spectral encodings take real positions.
+A table of offsets can hold any mask on a grid, but is not defined between grid points. Spectral
+encodings take real positions.
 """
 
 import math
@@ -24,21 +24,20 @@ class ToeplitzPosition(Position):
 
     Softmax adds b to its logits. Kernelized attention multiplies phi(q_i) . phi(k_j) by
     exp(b_(j-i)): NPRF (arXiv:2106.12566), section 3.2. In two dimensions there is one number for
-    each pair of offsets (dy, dx), a table of its own and no sum of two, as in Swin
-    (arXiv:2103.14030), section 3.2.
+    each pair of offsets (dy, dx), not a sum of two, as in Swin (arXiv:2103.14030), section 3.2.
 
     Softmax looks up differences of positions, rounded to integers; tokens can be in any order.
-    Linear and quadratic mixing take the place of a token in its sequence for its position, and
-    check that the two agree: positions must count up from that of the first token (row by row on a
-    grid of two dimensions, from the start of a row), and the first key must be where the first
-    query is. In the checks all rows of a batch count: give padding the positions that follow.
+    Linear and quadratic mixing use the index of a token in its sequence as its position, and check
+    that both agree: positions must count up from that of the first token (row by row on a grid of
+    two dimensions, from the start of a row), and the first key must be at the first query. The
+    checks cover all rows of a batch: give padding the next positions.
 
     Args:
         heads: number of heads.
         max_tokens: longest sequence L, for a table of 2L - 1 offsets; not used with `shape`.
         shape: rows H and columns W of a grid of two dimensions, whose positions are (row, column).
         std: standard deviation of the initial b.
-        method: how linear mixing computes its products: "fft", "blocks" or "auto", the faster.
+        method: algorithm of linear mixing: "fft", "blocks" or "auto", the faster one.
     """
 
     placement = AS_FACTOR
@@ -111,16 +110,16 @@ class BucketedPosition(Position):
     """T5's relative positions: b of the bucket of j - i, learnable per head.
 
     T5 (arXiv:1910.10683), section 2.1. Half of the buckets of each direction hold one distance
-    each, the other half distances up to `max_distance` on a logarithmic scale, and the last one all
-    that is farther. b is a function of j - i, so it serves as the logarithm of a Toeplitz kernel
-    too. Positions as for `ToeplitzPosition`, without a largest length.
+    each, and the other half hold distances up to `max_distance` on a logarithmic scale; the last
+    one also holds all larger distances. b is a function of j - i, and can also be the logarithm of
+    a Toeplitz kernel. Positions are those of `ToeplitzPosition`, without a largest length.
 
     Args:
         heads: number of heads.
         num_buckets: buckets of both directions together.
-        max_distance: distance from which on all tokens are in the last bucket.
+        max_distance: distance from which all tokens are in the last bucket.
         bidirectional: give half of the buckets to keys after the query. Otherwise, as in T5's
-            decoder, these share the bucket of distance 0, and causal attention has finer buckets.
+            decoder, they share the bucket of distance 0, and buckets are finer.
         std: standard deviation of the initial b.
     """
 
@@ -151,8 +150,8 @@ class BucketedPosition(Position):
             )
         self.bidirectional = bidirectional
         self.table = nn.Parameter(std * torch.randn(heads, num_buckets))
-        # A table: rounding at the edge of a bucket is the same on every device. T5 computes in
-        # float32. It is not a buffer, which modules on the meta device would have to be given.
+        # With a table, rounding at the edge of a bucket is the same on every device. T5 computes in
+        # float32. It is not a buffer, which modules on the meta device would lack.
         distance = torch.arange(max_distance + 1, device="cpu")
         log_distance = torch.log(distance.clamp(min=1) / single)
         steps = log_distance / math.log(max_distance / single) * (size - single)
@@ -187,29 +186,29 @@ class BucketedPosition(Position):
 class LowRankPosition(ToeplitzPosition):
     """Factors of a learnable Toeplitz mask N_ij = b_(j-i), appended to queries and keys.
 
-    The Factor-Performer of FLT (arXiv:2302.01925), section 4.2.1: random vectors probe N, an
-    orthonormal basis Q of what they find gives N ~= Q (Q^T N) (Halko et al., arXiv:0909.4061,
+    The Factor-Performer of FLT (arXiv:2302.01925), section 4.2.1: random vectors probe N, and an
+    orthonormal basis Q of their images gives N ~= Q (Q^T N) (Halko et al., arXiv:0909.4061,
     algorithms 4.1 and 4.4). Products with N are Toeplitz products by FFT, O(L r log L), once for
     all sequences. The paper's variant did not train "due to the numerical instability of the
-    Gram-Schmidt orthogonalization"; here Householder reflections make the basis, also of a mask
+    Gram-Schmidt orthogonalization"; here Householder reflections compute the basis, also for masks
     whose rank is below r.
 
     Q is a constant of each evaluation: the gradient is that of Q Q^T N for the Q at hand, linear in
-    N and finite for every mask. Where r = L it is the gradient of N itself. The columns of both
-    factors are scaled to the same norm, which leaves their product as it is.
+    N and finite for every mask. For r = L it is the gradient of N itself. The columns of both
+    factors are scaled to the same norm, which does not change their product.
 
     Rows of the factors are looked up by position: tokens can be in any order, and linear causal
     attention keeps a state of constant size. The product depends on differences of positions as far
-    as r suffices; the factors do not, and feature maps see them one by one. Softmax gets the table
+    as r suffices. The factors do not, and feature maps see single factors. Softmax uses the table
     itself.
 
     Args:
         heads: number of heads.
-        max_tokens: L; positions are integers in [0, L), those of padding as well.
-        rank: r, columns that are appended, at most L.
-        power_iterations: products with N N^T before the basis is taken. For Gaussian masks of a
-            fifth of L, 4 to 10 columns and L = 64, the squared error was 5 to 80 times the smallest
-            possible one without, and at most 1.4 times with one.
+        max_tokens: L; positions are integers in [0, L), also those of padding.
+        rank: number of appended columns r, at most L.
+        power_iterations: products with N N^T before the basis is taken. For Gaussian masks with a
+            width of L / 5, L = 64 and 4 to 10 columns, the squared error was 5 to 80 times the
+            smallest possible one without such products, and at most 1.4 times with one.
         std: standard deviation of the initial b.
     """
 
@@ -218,7 +217,7 @@ class LowRankPosition(ToeplitzPosition):
     cost = "N m (d + r)"
     decodes = True
     grid = False
-    floor = 1e-4  # least norm of a column; balancing divides by it
+    floor = 1e-4  # smallest norm of a column; balancing divides by it
 
     probe: Tensor
 
@@ -284,7 +283,7 @@ class LowRankPosition(ToeplitzPosition):
 
 
 def _offsets(positions: Tensor, key_positions: Tensor) -> Tensor:
-    """r_j - r_i in whole numbers, (batch, queries, keys, l)."""
+    """Returns r_j - r_i as integers, (batch, queries, keys, l)."""
     return (-differences(positions, key_positions)).round().long()
 
 
@@ -296,7 +295,7 @@ def _look_up(table: Tensor, index: Tensor) -> Tensor:
 def _expect_grid(
     position: Position, positions: Tensor, key_positions: Tensor, width: int | None = None
 ) -> None:
-    """Raises ValueError unless tokens are in order on a grid, queries and keys from one start.
+    """Raises ValueError unless tokens are in the order of a grid, with a common start.
 
     Does nothing in compiled code: the check reads the data, which would break the graph.
     """

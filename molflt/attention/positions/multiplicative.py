@@ -16,24 +16,24 @@ from molflt.attention.spectra import Spectrum
 
 
 class MultiplicativePosition(SpectralPosition):
-    """The positional kernel h itself is learned: A_ij = h(r_i - r_j) phi(q_i) . phi(k_j).
+    """A learned positional kernel h: A_ij = h(r_i - r_j) phi(q_i) . phi(k_j).
 
-    h(z) = background + f(z), f and its Fourier factors as in `SpectralPosition`. Only differences
-    of positions enter, whatever the feature map, and nothing is exponentiated: the additive
-    encoding sees the factors one by one through phi. The kernel of cosFormer is the case r = 1.
+    h(z) = background + f(z), f and its Fourier factors as in `SpectralPosition`. Attention depends
+    on differences of positions only, for any feature map. With the additive encoding phi sees
+    single factors, which depend on positions. The kernel of cosFormer is the case r = 1.
 
-    h may become negative where it is learned so, or where few nodes make the factors ripple: count
-    such rows in `Attention.sums(...).normalizer`, and bound them by `Attention(floor=...)`.
+    h can become negative, by learning or by ripples of few nodes: count such rows in
+    `Attention.sums(...).normalizer`, and bound them by `Attention(floor=...)`.
 
     Args:
         spectrum: family of f.
-        nodes: where its transform is sampled.
-        background: kernel between distant tokens. 1: all pairs start equal. 0 for periodic
-            crystals, where a constant for each pair would double with the cell.
+        nodes: rule that samples its transform.
+        background: kernel between distant tokens. 1 makes all pairs equal at the start. Use 0 for
+            periodic crystals, where a constant for each pair would grow with the cell.
     """
 
-    positive = 1e-9  # least h whose logarithm softmax attention takes
-    # At the end of the spectrum: a kernel that multiplies must not become negative.
+    positive = 1e-9  # smallest h whose logarithm softmax attention takes
+    # Taper of the spectrum: a kernel that multiplies must not become negative.
     taper: ClassVar[Literal["step", "positive"]] = "positive"
     placement: ClassVar[tuple[str, str]] = ("log h", "h multiplies the weight")
     paper: ClassVar[str] = "molflt"
@@ -86,10 +86,10 @@ class MultiplicativePosition(SpectralPosition):
 
         Args:
             positions: (batch, tokens, 3), Å.
-            mask: (batch, tokens) bool, which of them there are.
-            lattice: of each graph.
+            mask: (batch, tokens) bool, True where a token exists.
+            lattice: lattice of each graph.
             max_frequency: end of the spectrum, cycles/Å.
-            order: of the splines; see `molflt.attention.nodes.mesh.OVERSAMPLING`.
+            order: order of the splines; see `molflt.attention.nodes.mesh.OVERSAMPLING`.
         """
         self.check_isotropic()
         dtype = torch.promote_types(positions.dtype, torch.float32)

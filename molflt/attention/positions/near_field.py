@@ -1,4 +1,4 @@
-"""Pairs nearer than a cutoff, for which a positional kernel is exact."""
+"""Exact positional kernels for pairs within a cutoff."""
 
 import torch
 from torch import Tensor, nn
@@ -12,14 +12,14 @@ class NearField(nn.Module):
     """Makes a positional kernel exact for pairs nearer than a cutoff.
 
     A_ij = [h_far + s(r_ij) (h_near - h_far)] phi(q_i). phi(k_j), h_near(z) = exp(f(z)): a few nodes
-    carry the smooth far part and neighbors the sharp near part, as in an Ewald sum. s is 1 up to
-    `onset` times the cutoff and goes to 0 at the cutoff, twice differentiable. With `exact` the
-    product of features is corrected as well, and attention of near pairs is that of softmax: A_ij =
-    (1 - s) h_far phi(q_i). phi(k_j) + s exp(q_i. k_j + f).
+    represent the smooth far part, and pairs of neighbors the sharp near part, as in an Ewald sum. s
+    is 1 up to `onset` times the cutoff and goes to 0 at the cutoff, twice differentiable. With
+    `exact` the product of features is also corrected, and attention of near pairs is that of
+    softmax: A_ij = (1 - s) h_far phi(q_i). phi(k_j) + s exp(q_i. k_j + f).
 
     Args:
         spectrum: family of f; only its exact mask is used.
-        cutoff: in units of length (Å).
+        cutoff: largest distance, in units of length (Å).
         onset: share of the cutoff up to which the kernel equals h_near.
         exact: see above; for feature maps that estimate exp(q . k).
     """
@@ -39,14 +39,14 @@ class NearField(nn.Module):
         self.exact = exact
 
     def switch(self, distance: Tensor) -> Tensor:
-        """s(r), of the shape of the distances."""
+        """Returns s(r), in the shape of the distances."""
         return fade((distance / self.cutoff - self.onset) / (1 - self.onset))
 
     def forward(self, pairs: Pairs, vector: Tensor, far: Tensor) -> Pairs:
         """Pairs and their corrections.
 
         Args:
-            pairs: which tokens; the weight is not used.
+            pairs: indices of the tokens; the weight is not used.
             vector: r_j - r_i or its negative, (pairs, l).
             far: h_far of the same pairs, (heads, pairs).
         """

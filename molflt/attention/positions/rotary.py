@@ -1,4 +1,4 @@
-"""Positional encodings that turn by an angle per position: rotary and cosFormer's.
+"""Positional encodings that rotate by an angle per position: rotary and cosFormer's.
 
 Both are exact functions of differences because cos(x - y) = cos x cos y + sin x sin y.
 """
@@ -16,23 +16,23 @@ from molflt.attention.positions.base import Position, _real, check_tokens
 
 
 class RotaryPosition(Position):
-    """Rotary encoding: pairs of coordinates of queries and keys turn with the position.
+    """Rotary encoding: pairs of coordinates of queries and keys rotate with the position.
 
     Pair p of axis a turns by theta_p r_a, theta_p = base^(-p / P), with P pairs per axis: RoFormer
     (arXiv:2104.09864), section 3.2.2, pairs adjacent as in its eq. 34. In several dimensions the
-    pairs are divided evenly among the axes, and coordinates that are left over do not turn.
+    pairs are divided evenly among the axes; remaining coordinates do not rotate.
 
-    What holds: the product of a rotated query and key depends on r_i - r_j only, and so does
-    softmax attention. Feature maps see queries and keys one by one. Maps of random features that
-    estimate exp(q . k) without bias keep the property in expectation over their draw and not for
-    one draw; other maps (elu, relu, learned ones) do not have it at all. RoFormer's eq. 19 rotates
-    behind the feature map instead: its products keep the property, but can become negative.
+    The product of a rotated query and key depends on r_i - r_j only, and so does softmax attention.
+    Feature maps see queries and keys one by one. Random features that estimate exp(q . k) without
+    bias keep this property in expectation over their draw, not for a single draw. Other maps (elu,
+    relu, learned ones) do not have it. RoFormer's eq. 19 rotates after the feature map: products
+    keep the property, but can become negative.
 
     Args:
         head_dim: width d of queries and keys, at least 2 `dim`.
         dim: dimension l of positions.
-        base: ratio of the fastest to the slowest frequency, almost; positions that differ by one
-            unit of length turn the first pair by one radian.
+        base: approximate ratio of the fastest to the slowest frequency; one unit of length rotates
+            the first pair by one radian.
     """
 
     weighs = False
@@ -79,10 +79,10 @@ class RotaryPosition(Position):
 class CosinePosition(Position):
     """cosFormer's re-weighting: phi_i . phi_j is multiplied by cos(pi (i - j) / 2M).
 
-    cosFormer (arXiv:2202.08791), "cos-based re-weighting": the positional kernel of rank 2 with
-    U_i = V_i = [cos, sin](pi i / 2M). It is positive for |i - j| < M, so with features that are not
-    negative, as the paper's phi = relu, no weight is. The authors' code sets M to the length of the
-    batch at hand, which makes outputs depend on padding; here M is fixed once.
+    cosFormer (arXiv:2202.08791), "cos-based re-weighting": the positional kernel of rank 2 with U_i
+    = V_i = [cos, sin](pi i / 2M). It is positive for |i - j| < M: weights of non-negative features,
+    such as the paper's phi = relu, are not negative. The authors' code sets M to the length of the
+    batch, which makes outputs depend on padding; here M is constant.
 
     Args:
         max_tokens: M, in units of length (1 for tokens). Positions are in [0, M).

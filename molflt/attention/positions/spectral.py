@@ -34,21 +34,21 @@ class SpectralPosition(Position):
     f(r_i - r_j) ~= sum_s c_s Re[g(xi_s) exp(2 pi i xi_s . (r_i - r_j))] = N1_i . N2_j, with 2r
     columns. FLT (arXiv:2302.01925), eqs. 4-5. Real g give even masks, complex g asymmetric ones.
 
-    The factors depend on the origin although their product does not: centre the positions of each
-    graph before calling `factors`, both for the precision of the phases and because feature maps
-    see the factors one by one. (Causal models count from their first token instead: a centre would
-    tell earlier tokens how many come later.)
+    The factors depend on the origin although their product does not. Centre the positions of each
+    graph before calling `factors`, for the precision of the phases and because feature maps see
+    single factors. Causal models count from the first token instead, because a centre would reveal
+    the length of the sequence.
 
     Args:
         spectrum: family of g, with `spectrum(xi)` and `mask(delta)`.
-        nodes: where g is sampled; None for nodes that come with each batch, see `factors`.
+        nodes: rule that samples g; None for nodes that come with each batch, see `factors`.
     """
 
-    # Below this the two sides are not balanced any more; the gradient stays finite (and, unlike
-    # that of two square roots, does not vanish) where the spectrum crosses zero.
+    # Below this the two sides are not balanced; the gradient stays finite (and, unlike that of two
+    # square roots, does not vanish) where the spectrum crosses zero.
     floor = 1e-4
     taper: ClassVar[Literal["step", "positive"]] = "step"  # of reciprocal nodes
-    on_lattice = False  # True: nodes come with each batch, for softmax as well
+    on_lattice = False  # True: nodes come with each batch, also for softmax
     paper: ClassVar[str] = "2302.01925, eqs. 3-5"
     cost: ClassVar[str] = "N m (d + 2r)"
 
@@ -72,17 +72,17 @@ class SpectralPosition(Position):
         sampled: bool = True,
         **options: object,
     ) -> Self:
-        """From the names of its parts, as in a configuration.
+        """Builds the position from the names of its parts, as in a configuration.
 
         Args:
             heads: number of heads.
             dim: dimension l of positions.
             spectrum: key of `SPECTRA`.
-            num_nodes: nodes r of random rules, 16 by default; shells count theirs themselves.
+            num_nodes: nodes r of random rules, 16 by default; not for shells.
             nodes: key of `NODES`, by default the spectrum's own: "density", its spectral density,
                 where it is a kernel; "shells" for "shell_weights"; else "gaussian".
-            sampled: False where no nodes are wanted: softmax takes the exact mask, and nodes of a
-                reciprocal lattice come with each batch.
+            sampled: False for a position without nodes: softmax takes the exact mask, and nodes of
+                a reciprocal lattice come with each batch.
             options: further arguments of the class and of the spectrum, and of the nodes with the
                 prefix `node_`, such as `node_sigma`, or `node_diameter` and `node_max_frequency` of
                 shells.
@@ -108,7 +108,7 @@ class SpectralPosition(Position):
         if not sampled:
             why = "for softmax, which takes the exact mask, or where nodes come with each batch"
             no_effect(why, nodes=nodes, num_nodes=num_nodes, **own)
-            # Drawn and discarded: a seed gives the same other weights with and without nodes.
+            # Drawn and discarded, to give the same other weights with and without nodes for a seed.
             _made(NODES[name], {}, "node_", (), **NODES[name].sizes(g, None))
             return cls(g, None, **mine)
         rule = NODES[name]
@@ -150,14 +150,14 @@ class SpectralPosition(Position):
         Args:
             positions: (batch, queries, l), centred per graph.
             key_positions: (batch, keys, l), from the same centre.
-            nodes: those of each graph, instead of the module's own.
+            nodes: nodes of each graph, instead of the module's own.
 
         Returns:
             N1 (batch, heads, queries, 2r) and N2 (batch, heads, keys, 2r).
         """
         with torch.autocast(positions.device.type, enabled=False):
             xi, product, floor = self._sampled(nodes)
-            # a b = product whatever a is; a = sqrt|product| minimizes the norms of both sides.
+            # a b = product for any a; a = sqrt|product| minimizes the norms of both sides.
             square = (product.abs() + floor)[..., None, :]
             left = square.where(square > 0, 1.0).sqrt()
             right = product[..., None, :] / left
@@ -177,12 +177,12 @@ class SpectralPosition(Position):
             )
 
     def _sampled(self, nodes: GraphNodes | None) -> tuple[Tensor, Tensor, Tensor | float]:
-        """Frequencies, coefficients c_s g(xi_s) and the floor of their absolute values.
+        """Returns frequencies, coefficients c_s g(xi_s) and the floor of their absolute values.
 
         Returns:
             xi (heads or 1, r, l), coefficients (heads, r) and a number; with nodes of each graph
-            (batch, 1, r, l), (batch, heads, r) and (batch, 1, r), 0 where the weight is 0: nodes
-            that are padding, or fade at the end of the spectrum, must not add to the factors.
+            (batch, 1, r, l), (batch, heads, r) and (batch, 1, r), 0 where the weight is 0: padding,
+            and nodes that fade at the end of the spectrum, must not contribute.
         """
         if nodes is None:
             if self.nodes is not None:
@@ -235,10 +235,10 @@ def _made(
     beside: Sequence[str] = (),
     **fixed: object,
 ) -> _T:
-    """A spectrum or a rule from options of a configuration.
+    """Builds a spectrum or a rule from options of a configuration.
 
     Args:
-        part: its class.
+        part: class to build.
         options: its arguments by name, with the prefix.
         prefix: common beginning of the names.
         beside: other options that are accepted, for messages.

@@ -1,19 +1,20 @@
 """Stochastic positional encoding (SPE): relative positions by random queries and keys.
 
-Liutkus et al. 2021 (arXiv:2105.08399). Noise Qbar_d(i, r), Kbar_d(j, r) is drawn whose covariance
-is a chosen kernel P_d(i - j) of positions, independent between coordinates d and realizations r:
+Liutkus et al. 2021 (arXiv:2105.08399). Queries and keys are multiplied by noise Qbar_d(i, r),
+Kbar_d(j, r) whose covariance is a kernel P_d(i - j) of positions, independent for coordinates d and
+realizations r:
 
     q^_ir = sum_d q_id Qbar_d(i, r) / sqrt(R),   k^_jr = sum_d k_jd Kbar_d(j, r) / sqrt(R)
     E[q^_i . k^_j] = sum_d q_id P_d(i - j) k_jd
 
-so logits have a relative encoding in expectation, with a standard error that falls as 1 / sqrt(R).
-Only the logits are unbiased: their exponentials, and so attention, are not. One realization depends
-on the origin, translations change nothing in expectation only.
+Logits then have a relative encoding in expectation, with a standard error of order 1 / sqrt(R).
+Logits are unbiased; their exponentials, and attention, are not. A single realization depends on the
+origin; only the expectation is invariant under translations.
 
 Differences to the authors' code: the noise is drawn once and kept until `redraw_`, in training and
-evaluation (their forward passes draw each time); kernels do not have a factor that depends on the
-number of sines; positions are those given instead of 0, 1, 2,...; the gate's noise has the variance
-that makes its kernel exactly 1.
+evaluation (their forward passes draw each time); kernels have no factor that depends on the number
+of sines; positions are the given ones instead of 0, 1, 2, ...; the noise of the gate has the
+variance that makes its kernel exactly 1.
 """
 
 import functools
@@ -36,8 +37,8 @@ _Code = Callable[[Tensor], Tensor]
 class _StochasticPosition(Position):
     """Base class: the noise, the gate, and the product of both with queries and keys.
 
-    Gated SPE mixes in a kernel that is 1 everywhere: delta_d + (1 - delta_d) P_d, by noise that all
-    positions and both sides share. At delta_d = 1, coordinate d does not see positions.
+    Gated SPE adds a constant kernel, delta_d + (1 - delta_d) P_d, by noise that all positions and
+    both sides share. At delta_d = 1, coordinate d does not see positions.
 
     A new one overrides `_code` and `_position_kernel`.
 
@@ -45,7 +46,7 @@ class _StochasticPosition(Position):
         heads: number of heads; every head has its own noise and its own kernels.
         head_dim: width d of queries and keys.
         num_realizations: realizations R, the width of the new queries and keys.
-        gated: whether to learn delta_d = sigmoid(gate_d) per head; else it is 0.
+        gated: learn delta_d = sigmoid(gate_d) per head; otherwise it is 0.
         noise_shape: shape of the standard normal noise.
     """
 
@@ -150,15 +151,15 @@ class SineSPE(_StochasticPosition):
     """Sinusoidal SPE: P_d(i - j) = sum_k lambda_dk^2 cos(2 pi f_dk (i - j) + theta_dk).
 
     The noise is a random sum of waves; Qbar has the phases theta_dk, Kbar none. arXiv:2105.08399,
-    "sineSPE". Frequencies are sigmoid(.) max_frequency and start low; lambda = softplus(.) starts
-    equal for all sines, with sum_k lambda^2 = 1 (in the authors' code, at random). Positions may be
-    any real numbers. O(N d K R) operations.
+    "sineSPE". Frequencies are sigmoid(.) max_frequency and start low. lambda = softplus(.) starts
+    equal for all sines, with sum_k lambda^2 = 1; it is random in the authors' code. Positions may
+    be any real numbers. O(N d K R) operations.
 
     Args:
         heads, head_dim, num_realizations, gated: see `StochasticPosition`.
         num_sines: waves K per coordinate.
-        max_frequency: largest f, in cycles per unit of length. Tokens at integers can tell
-            frequencies up to 0.5 apart.
+        max_frequency: largest f, in cycles per unit of length. Tokens at integers can distinguish
+            frequencies up to 0.5.
     """
 
     cost = "N d (K + m) R"
@@ -215,8 +216,8 @@ class ConvSPE(_StochasticPosition):
     Qbar_d(i) = sum_p phi^Q_d(p) z_d(i + p). arXiv:2105.08399, "convSPE". Filters start uniform on
     [0, 2 / sqrt(P)], with P_d(0) = 1 in expectation. The noise covers `max_tokens` positions: h d
     (max_tokens + P) R numbers in the state, and P times as many operations per forward pass. If all
-    sequences of a batch have the same positions, (1, n, 1) save much time in compiled code. One-
-    dimensional positions only (the authors' code has images too).
+    sequences of a batch have the same positions, the shape (1, n, 1) saves much time in compiled
+    code. Positions have one dimension; the authors' code also handles images.
 
     Args:
         heads, head_dim, num_realizations, gated: see `StochasticPosition`.
@@ -262,7 +263,7 @@ class ConvSPE(_StochasticPosition):
         if index.shape[-1] * self.kernel_size > self.noise.shape[2]:
             bank = self._filter_all(kernel)
         if not torch.compiler.is_compiling() and len(index) and (index == index[:1]).all():
-            index = index[:1]  # as of tokens in a row; compiled code takes the way below
+            index = index[:1]  # such as consecutive tokens; compiled code takes the branch below
         if len(index) == 1:
             return functools.partial(_product, self._at(index[0], kernel, bank))
         return functools.partial(self._row_by_row, index, kernel, bank)
@@ -275,7 +276,7 @@ class ConvSPE(_StochasticPosition):
         return F.conv2d(noise, full, groups=len(full))[0].unflatten(0, kernel.shape[:2])
 
     def _at(self, index: Tensor, kernel: Tensor, bank: Tensor | None) -> Tensor:
-        """Qbar at positions (n,): (h, d, n, R). Few of them, as in decoding, need no bank."""
+        """Qbar at positions (n,): (h, d, n, R). A few positions do not need a bank."""
         if bank is not None:
             return bank[:, :, index]
         full = at_least_float32(kernel)
@@ -284,7 +285,7 @@ class ConvSPE(_StochasticPosition):
         return torch.einsum("hdnpr,hdp->hdnr", windows, full)
 
     def _row_by_row(self, index: Tensor, kernel: Tensor, bank: Tensor | None, x: Tensor) -> Tensor:
-        """Positions that differ within the batch: the code of one row at a time, (h, d, n, R)."""
+        """Yields the code of one row of the batch at a time, (h, d, n, R)."""
         rows = [
             recomputed(self._row, index[b], kernel, bank, x[b : b + 1], several=len(index) > 1)
             for b in range(len(index))

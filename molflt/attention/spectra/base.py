@@ -29,14 +29,14 @@ class Spectrum(nn.Module):
         dim: dimension l of positions.
 
     Attributes:
-        paper: where the family comes from.
+        paper: source of the family.
         nodes: key of `NODES`, the rule that samples it by default.
         isotropic: True if g depends only on |xi|, and f only on |z|.
-        integrable: whether g is absolutely integrable. Elsewhere sums over more nodes do not come
-            nearer to the exact mask.
+        integrable: True if g is absolutely integrable. Otherwise sums over more nodes do not
+            converge to the exact mask.
         without_slope: parameters with respect to which `mask` is not differentiable, but a sampled
             mask is.
-        radii: (shells,) buffer, of a family that lives on shells of these radii; None elsewhere.
+        radii: (shells,) buffer, radii of a family that is defined on shells; None for others.
     """
 
     paper: ClassVar[str] = ""
@@ -53,7 +53,7 @@ class Spectrum(nn.Module):
         self.dim = dim
 
     def spectrum(self, xi: Tensor) -> Tensor:
-        """Returns the spectrum g, which fast masks sample.
+        """Returns the spectrum g, which sampled masks evaluate at their nodes.
 
         Args:
             xi: frequencies (heads or 1, nodes, l), in cycles per unit of length.
@@ -76,7 +76,7 @@ class Spectrum(nn.Module):
 
 
 def _log_spaced(name: str, bounds: tuple[float, float], count: int) -> Tensor:
-    """Logarithms (count,) of positive numbers, evenly spaced between those of the two bounds."""
+    """Returns logarithms (count,), evenly spaced between those of the two bounds."""
     low, high = bounds
     if not 0 < low <= high:
         raise ValueError(f"{name} must be two positive numbers, smallest first; got {bounds}")

@@ -25,7 +25,7 @@ class GaussianBasis(Spectrum):
         num_gaussians: number of Gaussians T.
         dim: dimension l of positions.
         width_range: smallest and largest initial width sigma_t, spaced evenly in the logarithm.
-        amplitude: standard deviation of the initial amplitudes a_ht; with `positive` their size.
+        amplitude: standard deviation of the initial amplitudes a_ht; with `positive`, their size.
         positive: a_ht = exp(.): f is positive everywhere and decays. Such kernels can multiply
             (`MultiplicativePosition`) and be summed over the images of a crystal.
     """
@@ -77,10 +77,10 @@ class GaussianMixture(Spectrum):
     f(z) = sum_t exp(-2 pi^2 sigma_t^2 |z|^2) [a_t cos(2 pi mu_t . z) - b_t sin(2 pi mu_t . z)]
     w_t = (a_t + i b_t) (2 pi sigma_t^2)^(-l/2)
 
-    FLT (arXiv:2302.01925), eq. 6: T (2 + l) numbers per head, b_t = 0. Such a g is real although it
-    is not even, and its mask is: waves of frequency mu_t under Gaussian envelopes of width
-    1 / (2 pi sigma_t). Beyond the paper, `asymmetric` adds one number b_t per Gaussian, and with it
-    the odd part of the mask. The amplitude a_t is what the mask adds at zero distance.
+    FLT (arXiv:2302.01925), eq. 6: T (2 + l) numbers per head, b_t = 0. Such a g is real but not
+    even, and its mask is even: waves of frequency mu_t in Gaussian envelopes of width 1 / (2 pi
+    sigma_t). Beyond the paper, `asymmetric` adds one number b_t per Gaussian, and with it the odd
+    part of the mask. The amplitude a_t is what the mask adds at zero distance.
 
     Args:
         heads: number of heads.
@@ -91,7 +91,7 @@ class GaussianMixture(Spectrum):
         mean_scale: standard deviation of the initial mu_t in units of sigma_t. At 0 the gradient of
             an odd part vanishes.
         amplitude: standard deviation of the initial a_t (and b_t).
-        asymmetric: whether w_t is complex.
+        asymmetric: make w_t complex.
     """
 
     paper: ClassVar[str] = "2302.01925, eq. 6"

@@ -1,4 +1,4 @@
-"""Inverse powers of the distance: the part that is smooth, and its spectrum, as in Ewald sums."""
+"""Smooth parts of inverse powers of the distance and their spectra, as in Ewald sums."""
 
 import math
 
@@ -20,9 +20,9 @@ class InversePower(Spectrum):
 
         f(r) = gamma(p/2, x) / (Gamma(p/2) r^p),   1 / r^p = f + Gamma(p/2, x) / (Gamma(p/2) r^p),
 
-    where the rest is over within a few 1 / a. Ewald's split for p = 1 (Ann. Phys. 369, 253, 1921),
+    where the rest vanishes within a few 1 / a. Ewald's split for p = 1 (Ann. Phys. 369, 253, 1921),
     for other powers as by Nijboer and De Wette (Physica 23, 309, 1957). Unlike the families of
-    `SPECTRA` it is a fixed law that all heads share; charges are learned.
+    `SPECTRA` it is fixed and shared by all heads; charges are learned.
 
     Args:
         power: p, one of 1, 2, 4, 6, for which there are closed forms.
@@ -43,9 +43,9 @@ class InversePower(Spectrum):
         self.sharpness = sharpness
 
     def spectrum(self, xi: Tensor) -> Tensor:
-        """g, with its finite part at xi = 0 where p < 3 and it is infinite there.
+        """Returns g; for p < 3, where it is infinite at xi = 0, with its finite part.
 
-        That part is what a uniform background leaves, which makes the mean of 1 / r^p vanish.
+        That part corresponds to a uniform background, with which the mean of 1 / r^p vanishes.
 
         Args:
             xi: (1, nodes, 3), cycles per length.
@@ -55,7 +55,7 @@ class InversePower(Spectrum):
         """
         s = math.pi / self.sharpness * distances(xi)  # k / 2a
         zero = s == 0
-        t = torch.where(zero, 1.0, s)  # where nothing may be divided by 0
+        t = torch.where(zero, 1.0, s)  # avoids a division by 0
         falls, tail = (-(s**2)).exp(), math.sqrt(math.pi) * s * torch.special.erfc(s)
         shape, at_zero = {
             1: lambda: (falls / t**2, -1.0),

@@ -27,13 +27,13 @@ class SmoothLocal(Spectrum):
 
     B = M_k / M_k(0), with M_k the centered B-spline of order k with unit knots and B(0) = 1. It has
     support |z_j| <= k v_t and degree k - 1, and its first k - 2 derivatives are continuous. At k =
-    2 it is a linear hat. This is FLT's eq. 12 read with the power on the whole fraction (as
-    printed, the power is on the sine alone, and g would not be even for even k), with the paper's C
-    = a_t / norm_t: the amplitude a_t is what the mask adds at zero distance.
+    2 it is a linear hat. This is FLT's eq. 12 with the power on the whole fraction and C = a_t /
+    norm_t; as printed, the power is on the sine alone, and g would not be even for even k. The
+    amplitude a_t is what the mask adds at zero distance.
 
-    In one dimension the two ways to combine are the same. In more, "sum" is eq. 10 with footnote 2
-    (a linear combination of boxes); in "product" the mask at zero distance is (sum_t w_t)^l, which
-    cannot be negative for even l and has a vanishing gradient where the sum does.
+    In one dimension both ways to combine are the same. In more dimensions, "sum" is eq. 10 with
+    footnote 2 (a linear combination of boxes). With "product" the mask at zero distance is (sum_t
+    w_t)^l, which cannot be negative for even l and has no gradient where the sum vanishes.
 
     g falls as |xi_j|^-k per axis: absolutely integrable, but slower than any Gaussian; Gaussian
     nodes have an infinite variance. `DensityNodes` of a `Laplace` with `shared=False` have bounded
@@ -43,11 +43,11 @@ class SmoothLocal(Spectrum):
         heads: number of heads.
         num_boxes: number of splines T.
         dim: dimension l of positions.
-        order: order k of the spline, 2 to 8; one more is one more continuous derivative.
+        order: order k of the spline, 2 to 8; each step adds one continuous derivative.
         radius_range: smallest and largest initial v_t, in units of length, spaced evenly in the
             logarithm.
         amplitude: standard deviation of the initial a_t (or w_t).
-        per_axis: whether v_t differs between axes, as in the paper's eq. 10.
+        per_axis: learn v_t for each axis, as in the paper's eq. 10.
         combine: "sum" or "product", see above.
     """
 
@@ -120,12 +120,12 @@ class Local(SmoothLocal):
     FLT (arXiv:2302.01925), eqs. 8-11, and eqs. 20-21 of its appendix B.1 in one dimension, where
     the amplitude a_t is the paper's w_t: what the mask adds at zero distance.
 
-    Two limits of the family, both of the mathematics. The exact mask is not differentiable with
-    respect to v_t: only a sampled one learns the radii; softmax freezes them. And g falls as 1 /
-    |xi|, which is not absolutely integrable: since integral g^2 / p >= (integral |g|)^2 for every
-    density p, no random nodes give a finite variance, nor even an expectation. More nodes do not
-    bring the sampled mask to the exact one as 1 / sqrt(r); what a model learns is the trigonometric
-    sum over its own nodes.
+    The family has two mathematical limits. The exact mask is not differentiable with respect to
+    v_t: only sampled masks learn the radii, and softmax freezes them. g falls as 1 / |xi|, which is
+    not absolutely integrable. Because integral g^2 / p >= (integral |g|)^2 for every density p,
+    random nodes do not have a finite variance, or even an expectation. Sampled masks do not
+    converge to the exact one as 1 / sqrt(r); a model learns the trigonometric sum over its own
+    nodes.
 
     Args:
         heads, num_boxes, dim, radius_range, amplitude, per_axis, combine: see `SmoothLocal`.
@@ -154,7 +154,7 @@ class Local(SmoothLocal):
 
 
 def _sinc(x: Tensor) -> Tensor:
-    """sin(pi x) / (pi x) with its second derivative at 0, where frequencies along axes are.
+    """sin(pi x) / (pi x) with its second derivative at 0, the value of frequencies along axes.
 
     That of torch.sinc is NaN at 0, and that of `numerics.sinc` is 0.
     """
@@ -165,7 +165,7 @@ def _sinc(x: Tensor) -> Tensor:
 
 
 def _product(factors: Tensor) -> Tensor:
-    """Product over the last axis, with finite gradients at 0 and without a look at the data."""
+    """Product over the last axis, with finite gradients at 0 and without reading the data."""
     return functools.reduce(torch.mul, factors.unbind(dim=-1))
 
 

@@ -1,4 +1,4 @@
-"""The spectrum that lives on shells: one learned weight for each."""
+"""A spectrum on shells, with one learned weight for each."""
 
 import math
 from typing import ClassVar
@@ -14,13 +14,13 @@ class ShellWeights(Spectrum):
     """One learned weight per head and shell: f_h(z) = sum_k a_hk j(2 pi k |z|).
 
     j is the mean of a wave over all directions: sin(x) / x in three dimensions, cos(x) in one. The
-    mask depends only on |z|; sampled at the shells it does so to the accuracy of their directions.
-    g is a density relative to the shells' own measure, the sum over k of the mean over directions,
-    hence `normalized` shells.
+    mask depends on |z| only; sampled masks do so to the accuracy of the directions. g is a density
+    relative to the measure of the shells, the sum over k of the mean over directions, which needs
+    `normalized` shells.
 
     Args:
         heads: number of heads.
-        radii: k, (shells,), those of the `ShellNodes` with `normalized=True` that will sample it.
+        radii: k, (shells,), radii of the `ShellNodes` with `normalized=True` that sample it.
         dim: dimension l of positions, 1 or 3.
         amplitude: standard deviation of the initial a_hk, in the unit of the mask.
     """
@@ -42,7 +42,7 @@ class ShellWeights(Spectrum):
 
     @property
     def radii(self) -> Tensor:  # type: ignore[override]
-        """The shells on which it lives: (shells,), in cycles per unit of length."""
+        """Radii of the shells: (shells,), in cycles per unit of length."""
         return self.radius
 
     def spectrum(self, xi: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""Spectra of shift-invariant kernels: a probability density times an amplitude, with draws from it.
+"""Spectra of shift-invariant kernels: an amplitude times a probability density that can be drawn
+from.
 
 Positions in the unit of length of the caller, frequencies in cycles per that unit.
 """
@@ -20,7 +21,7 @@ class ShiftInvariant(Spectrum):
 
     By Bochner's theorem, g_h(xi) = C_h length_h^l p(length_h xi), where K is the characteristic
     function of the density p, K(z) = E cos(2 pi z. u) for u ~ p. FLT (arXiv:2302.01925), eq. 7,
-    with the factor 2 pi in the draws u instead of in the positions. Nodes drawn from p
+    with the factor 2 pi in the draws u instead of the positions. Nodes drawn from p
     (`molflt.attention.nodes.random.DensityNodes`) then all have the importance ratio C_h.
 
     Beyond the paper, C_h may be negative: a mask adds to logits and need not be positive definite.
@@ -93,7 +94,7 @@ class Gaussian(ShiftInvariant):
 class Laplace(ShiftInvariant):
     """K(z) = exp(-|z|_1); p is a product of Cauchy densities of scale 1 / (2 pi), one per axis.
 
-    The tails of p fall as 1 / xi^2 per axis. That makes it a safe proposal for other spectra that
+    The tails of p fall as 1 / xi^2 per axis. It is therefore a safe proposal for other spectra that
     fall at least as fast along every axis, such as `molflt.attention.spectra.local.SmoothLocal`.
     """
 

@@ -26,7 +26,7 @@ def open_dataset(
     once: bool = False,
     trained: Reading = AS_IT_IS,
 ) -> Structures:
-    """Open structures for reading, whatever holds them.
+    """Opens a source of structures for reading.
 
     Args:
         path: a compact store (``.safetensors``), an OC20 LMDB (``.lmdb`` file, or a folder of
@@ -35,13 +35,13 @@ def open_dataset(
             as ``runs/*/OUTCAR``, or a list of these, which are joined.
         skip_bad: read everything once, leave out structures that are not valid, and list them in
             ``.bad`` as (name, reason), instead of refusing the source at the first one.
-        reading: which entry is the energy, and what tags mean, in files that ASE reads.
-        once: everything will be read once, by a caller that leaves out what raises then; see
+        reading: meaning of the entries of files that ASE reads.
+        once: True for callers that read everything once and leave out records that raise; see
             :meth:`Structures.to_read_once`.
-        trained: reading of a training; its entries do not apply to sources without such options.
+        trained: meaning of the entries in training; ignored for sources without such options.
 
     Raises:
-        FileNotFoundError: if there is nothing at ``path``.
+        FileNotFoundError: if ``path`` does not exist.
         ValueError: damaged or unknown content, or options that do not apply to it.
     """
     if reading.tags == "guess":

@@ -20,14 +20,14 @@ def fixed_atoms(atoms: Atoms) -> NDArray[np.bool_]:
 
 
 def other_constraints(atoms: Atoms) -> set[str]:
-    """Kinds of the constraints that hold no atom in all three directions."""
+    """Kinds of constraints other than atoms held in all three directions."""
     held, others = _held(atoms)
     some = held.any(axis=1) & ~held.all(axis=1)
     return others | ({"FixCartesian"} if bool(some.any()) else set())
 
 
 def _held(atoms: Atoms) -> tuple[NDArray[np.bool_], set[str]]:
-    """Along which axes each atom is held, (N, 3), and kinds of constraints that do not tell."""
+    """Returns the axes along which each atom is held, (N, 3), and kinds of other constraints."""
     from ase.constraints import FixAtoms, FixCartesian, FixScaled
 
     held, others = np.zeros((len(atoms), 3), dtype=bool), set()

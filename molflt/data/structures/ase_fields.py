@@ -1,4 +1,4 @@
-"""Fields of an ASE structure that change its meaning, such as occupancies; refused here."""
+"""Refusal of ASE structures with fields that change their meaning, such as occupancies."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def is_element(symbol: str) -> bool:
 
 
 def atomic_number(symbol: str, atom: int) -> int:
-    """Atomic number of a symbol in a file; ValueError for isotopes, dummy atoms and other text."""
+    """Returns the atomic number of a symbol; ValueError for isotopes, dummy atoms and other
+    text."""
     from ase.data import atomic_numbers
 
     number = atomic_numbers.get(symbol.capitalize(), 0)
@@ -64,11 +65,11 @@ def check_fields(atoms: Atoms) -> None:
 
 
 def _partial_site(atoms: Atoms) -> str:
-    """Describe the first site with an occupancy other than 1; "" if all sites are full."""
+    """Describes the first site with an occupancy other than 1; "" if all sites are full."""
     given = [*atoms.info.items(), *atoms.arrays.items()]
     named = [(name, value) for name, value in given if _OCCUPANCY.fullmatch(str(name))]
     sites = atoms.info.get("occupancy")
-    if isinstance(sites, Mapping):  # of a CIF: kind of site -> symbol -> occupancy
+    if isinstance(sites, Mapping):  # in a CIF: kind of site -> symbol -> occupancy
         for site, shares in sites.items():
             own = shares if isinstance(shares, Mapping) else {"it": shares}
             if len(own) > 1 or any(_is_partial(share) for share in own.values()):
@@ -87,5 +88,5 @@ def _partial_site(atoms: Atoms) -> str:
 def _is_partial(share: object) -> bool:
     try:
         return abs(float(share) - 1) > _NEAR_ONE  # type: ignore[arg-type]
-    except (TypeError, ValueError):  # "?" and "." of a CIF: not given
+    except (TypeError, ValueError):  # "?" and "." in a CIF mean unknown
         return False

@@ -54,22 +54,22 @@ class AseStructures(Held):
     with a message), ``y_relaxed`` from `energy_key`, by default ``info["y_relaxed"]``, else the
     stored calculator's energy, else ``info["energy"]``, ``y_init`` from ``info["y_init"]``, relaxed
     positions from an array ``pos_relaxed``, and the sid from ``info["sid"]``, else the number of
-    the frame or row over all files. A textual sid is the structure's name. In databases, key-value
-    pairs count as info. Energies are in eV and not converted; OC20's are adsorption energies. For
-    the total charge see `molflt.data.structures.unused_fields.total_charge`.
+    the frame or row over all files. A textual sid is the name of the structure. In databases,
+    key-value pairs count as info. Energies are in eV and not converted; OC20's are adsorption
+    energies. For the total charge see `molflt.data.structures.unused_fields.total_charge`.
 
     For potentials also ``energy`` (of the calculator or info; not with relaxed positions, to which
-    it would belong), ``forces`` and ``stress``. Of VASP's OUTCAR and vasprun.xml, ASE's energy is
-    "energy(sigma->0)"; ``energy_key="free_energy"`` takes the other.
+    it would belong), ``forces`` and ``stress``. For VASP's OUTCAR and vasprun.xml, ASE's energy is
+    "energy(sigma->0)"; ``energy_key="free_energy"`` takes the free energy.
 
     Args:
         path: a file of a format in `molflt.data.structures.ase_formats`, which may be packed with
             gzip, bzip2 or xz.
         skip_bad: leave out structures that are not valid; they are listed in ``bad`` as
             (frame, reason).
-        energy_key, tags, forces_key, stress_key, for_prediction, keep_atoms: see
-            :class:`Reading`; says so if tags look like the other ones.
-        files: that are read, where `path` is a folder or a pattern.
+        energy_key, tags, forces_key, stress_key, for_prediction, keep_atoms: see :class:`Reading`;
+            warns if tags look like those of the other convention.
+        files: files to read, if `path` is a folder or a pattern.
     """
 
     suffixes = tuple(ENDINGS)
@@ -91,7 +91,7 @@ class AseStructures(Held):
         super().__init__(path, skip_bad)
         self.files = list(files) or [self.path]
         self.reading = Reading(energy_key, tags, forces_key, stress_key, for_prediction, keep_atoms)
-        self.atoms: list[Atoms] = []  # as they are, if they are kept
+        self.atoms: list[Atoms] = []  # as given, if they are kept
         self._places: list[int] = []
         self._at: list[tuple[int, int]] = []  # file and frame
         labels, seen, place = Labels(self.reading), _Seen(tags), -1
@@ -147,7 +147,7 @@ class AseStructures(Held):
 
 
 class _Seen:
-    """Collects what to report about the structures of a file once all are read."""
+    """Collects notes about the structures of a file, which are printed once all are read."""
 
     def __init__(self, tags: AnyTags) -> None:
         self.tags, self.count, self.others, self.steps, self.last = tags, 0, 0, 0, b""
@@ -215,9 +215,9 @@ def _record_from_atoms(
 
     Args:
         atoms: the structure; nothing is computed, only stored results are read.
-        number: sid if ``atoms.info`` lacks one.
-        reading: which entry is the energy, and whose the tags are.
-        labels: keeps account of the entries.
+        number: sid of structures without one in ``atoms.info``.
+        reading: meaning of the entries.
+        labels: record of the entries.
     """
     check_fields(atoms)
     info = entries(atoms)
@@ -228,7 +228,7 @@ def _record_from_atoms(
     if reading.for_prediction:
         at_pos, energies = {}, {name: _if_finite(each) for name, each in energies.items()}
     relaxed = atoms.arrays.get("pos_relaxed")
-    if relaxed is not None:  # the energy would belong to these
+    if relaxed is not None:  # the energy belongs to these
         at_pos.pop("energy", None)
     tags = atoms.get_tags() if atoms.has("tags") else None
     kept = tags if reading.tags == "any" else None  # not checked, but kept in outputs
@@ -248,7 +248,7 @@ def _record_from_atoms(
             **energies,
             **at_pos,
         )
-    except ValueError as error:  # by the name that the energy has in the file
+    except ValueError as error:  # by the name of the energy in the file
         raise ValueError(str(error).replace(": y_relaxed ", f": {labels.named} ")) from None
     if kept is not None:
         record.tags = torch.as_tensor(kept, dtype=torch.long)
@@ -256,26 +256,27 @@ def _record_from_atoms(
 
 
 def text_sid(atoms: Atoms) -> str | None:
-    """The sid of a structure, if it is a name and no number."""
+    """Returns the sid of a structure if it is a name, not a number."""
     sid = entries(atoms).get("sid")
     return sid if isinstance(sid, str) and not re.fullmatch(r"\s*[+-]?[0-9]+\s*", sid) else None
 
 
 def _if_finite(energy: object) -> object:
-    """An energy; None if it is NaN or infinite."""
+    """Returns an energy; None if it is NaN or infinite."""
     unknown = isinstance(energy, float | np.floating) and not np.isfinite(energy)
     return None if unknown else energy
 
 
 def _frames(path: Path, said: dict[str, None]) -> Iterator[tuple[int, Callable[[], Atoms]]]:
-    """Numbers of frames or rows, and what makes each; a ValueError for all that ASE may raise."""
+    """Yields the number of each frame or row and a function that reads it; any error of ASE becomes
+    a ValueError."""
     kind = ase_format(path) or "vasp"
 
     def explained(load: Callable[[], Atoms]) -> Atoms:
         try:
             with _heard(said):
                 return load()
-        except Exception as error:  # each format of ASE fails in its own way
+        except Exception as error:  # errors differ between the formats of ASE
             raise ValueError(f"cannot be read as {kind}: {_reason(error, path)}") from None
 
     frames, number = _loads(path, kind, said), -1
@@ -296,14 +297,14 @@ def _raise(error: Exception) -> Any:
 
 
 def _reason(error: Exception, path: Path) -> str:
-    """Why a file cannot be read, in one line."""
+    """Returns the reason why a file cannot be read, in one line."""
     text = (str(error).strip().splitlines() or ["no reason given"])[0].removeprefix(f"{path}: ")
     text = text[:200]
     if isinstance(error, KeyError):  # mostly an unknown symbol
         return _unknown_name(str(error.args[0]) if error.args else "", path)
     if isinstance(error, MemoryError):
         return f"more memory than there is ({text})"
-    if isinstance(error, AssertionError):  # ASE's XSF reader: the order of its blocks
+    if isinstance(error, AssertionError):  # the order of blocks in ASE's XSF reader
         got = f"; got {shown(text, 40)}" * bool(str(error))
         return f"expected what ASE reads, in XSF PRIMVEC, then CONVVEC, then PRIMCOORD{got}"
     if "chemical symbols" in text:  # a POSCAR of VASP 4
@@ -312,7 +313,7 @@ def _reason(error: Exception, path: Path) -> str:
 
 
 def _unknown_name(name: str, path: Path) -> str:
-    """Message for a name that ASE does not know, with its line."""
+    """Returns a message about a name unknown to ASE, with its line."""
     where = ""
     with opened(path, "rt") as file:
         for number, line in enumerate(file, 1):
@@ -328,7 +329,7 @@ def _unknown_name(name: str, path: Path) -> str:
 
 @contextmanager
 def _heard(said: dict[str, None]) -> Iterator[None]:
-    """Keeps what ASE warns of, to say it once."""
+    """Collects ASE's warnings, to print each once."""
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         yield
@@ -339,7 +340,7 @@ def _heard(said: dict[str, None]) -> Iterator[None]:
 def _loads(
     path: Path, kind: str, said: dict[str, None]
 ) -> Iterator[tuple[int, Callable[[], Atoms]]]:
-    """Number of each structure in a file, and what makes it."""
+    """Yields the number of each structure in a file, and a function that reads it."""
     from ase.io.formats import ioformats, iread
 
     if not path.stat().st_size:
@@ -363,7 +364,7 @@ def _loads(
             elif kind == "vasp-xml" and b"</modeling>" not in _end(path):
                 said["the file is cut; its last steps are not read"] = None
             file.seek(0)
-            # an @ in a path would otherwise be read as ASE's file@index
+            # an @ in a path would be read as ASE's file@index
             given: Any = file if form.acceptsfd else str(path)
             images = iread(given, index=":", format=kind, do_not_split_by_at_sign=True)
             for number, atoms in enumerate(images):
@@ -371,7 +372,7 @@ def _loads(
 
 
 def _end(path: Path) -> bytes:
-    """The last bytes of a file; of a packed one, whose end is not known, all that is asked for."""
+    """Returns the last bytes of a file, or the first ones of a compressed file."""
     with open(path, "rb") as file:
         file.seek(max(0, path.stat().st_size - 200))
         return file.read() if path == without_packing(path) else b"</modeling>"

@@ -1,4 +1,4 @@
-"""Formats of ASE, by file name or content. Their readers run no code from the file."""
+"""Formats of ASE by file name or content. Their readers run no code from the file."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NAMES = {  # of files without a known ending, in lower case
     **{"*outcar*": "vasp-out", "*xdatcar*": "vasp-xdatcar", "*vasp*.xml": "vasp-xml"},
     **{"geometry.in*": "aims", "coord": "turbomole", "gradient": "turbomole-gradient"},
 }
-_BEGINNINGS = {  # ASE's own marks decide on these, and ours on VASP's files, which lack marks
+_BEGINNINGS = {  # these are recognized by ASE's own marks, and VASP's files by those below
     *("abinit-out", "aims-output", "espresso-in", "espresso-out", "gaussian-out", "gpaw-out"),
     *("nwchem-out", "onetep-out", "orca-output", "turbomole", "turbomole-gradient"),
 }
@@ -39,18 +39,19 @@ _PEEK = 50_000  # bytes
 
 
 def without_packing(path: Path) -> Path:
-    """The name without .gz, .bz2 or .xz."""
+    """Returns the name without .gz, .bz2 or .xz."""
     return path.with_suffix("") if path.suffix.lower() in _OPENERS else path
 
 
 def opened(path: Path, mode: str) -> IO[Any]:
-    """A file, unpacked while it is read."""
+    """Opens a file that is decompressed while it is read."""
     options = {} if mode == "rb" else {"encoding": "utf-8", "errors": "surrogateescape"}
     return _OPENERS.get(path.suffix.lower(), open)(path, mode, **options)
 
 
 def ase_format(path: Path) -> str | None:
-    """ASE's name of the format of a file, by its name or else by how it begins; None if unknown."""
+    """Returns ASE's name of the format of a file, by its name or its first bytes; None if
+    unknown."""
     name = without_packing(path)
     found = ENDINGS.get(name.suffix.lower())
     if found is None:

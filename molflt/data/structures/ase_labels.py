@@ -31,7 +31,7 @@ _MOST_KEYS = 12  # that a message lists
 
 
 class Labels:
-    """Keeps account of the labels in the structures of a file.
+    """Records the labels in the structures of a file.
 
     Names are chosen once for a file, by the first structure that has a label: energies of two
     levels of theory, or of two references, would otherwise be mixed.
@@ -46,12 +46,12 @@ class Labels:
             raise ValueError(f"tags={reading.tags!r} is unknown; expected one of {known}")
         self.key = reading.energy_key
         self._derivatives = {"forces": reading.forces_key, "stress": reading.stress_key}
-        self._used: dict[str, None] = {}  # in the order in which they came
-        self._others: dict[str, None] = {}  # where the one in use is missing
+        self._used: dict[str, None] = {}  # in the order of their appearance
+        self._others: dict[str, None] = {}  # if the one in use is missing
         self._at_pos: dict[str, None] = {}
         self._chosen: dict[str, str] = {}  # by label
         self._there: dict[str, None] = {}
-        self.fields: dict[str, str] = {}  # charge, spin, moments and fields, which nothing reads
+        self.fields: dict[str, str] = {}  # charge, spin, moments and fields, which are not read
         self._numbers: dict[str, None] = {}
         self.named = "y_relaxed"  # entry of the last energy
 
@@ -68,7 +68,7 @@ class Labels:
         if results.get("free_energy") == results.get("energy"):
             there = [name for name in there if name != "free_energy"]
         if "energy" in results:
-            there = [name for name in there if name != "energies"]  # its parts, an atom each
+            there = [name for name in there if name != "energies"]  # its parts, one per atom
         self._there |= dict.fromkeys(there)
         if self.key is not None:
             places: list[tuple[str, Mapping[str, object]]] = [(self.key, info), (self.key, results)]
@@ -83,7 +83,7 @@ class Labels:
         return None
 
     def at_pos(self, atoms: Atoms) -> dict[str, Any]:
-        """Energy, forces and stress of a structure at its positions, those that it has.
+        """Returns the available energy, forces and stress of a structure at its positions.
 
         By default results of a calculator, else ``energy``, ``forces`` and ``stress``, else the
         same with ``REF_``, as in data for MACE.
@@ -123,7 +123,7 @@ class Labels:
 
     @property
     def unused(self) -> list[str]:
-        """Names of the labels that are there and not read."""
+        """Names of existing labels that are not read."""
         read = {"y_init", *self._used, *self._at_pos}
         return [name for name in self._there if name not in read]
 
@@ -162,11 +162,11 @@ class Labels:
 
 
 def named_options(names: Iterable[str], *kinds: str) -> str:
-    """Name the option that reads labels of these names; "" if no name looks like a label.
+    """Names the option that reads labels of these names; "" if no name looks like a label.
 
     Args:
-        names: of entries that are not read.
-        kinds: of energy, forces and stress; all three by default.
+        names: names of entries that are not read.
+        kinds: some of energy, forces and stress; all three by default.
     """
     found = []
     for name in names:
@@ -189,7 +189,7 @@ def entries(atoms: Atoms) -> dict[str, Any]:
 
 
 def _kind(name: str) -> str:
-    """Label that a name looks like: energy, gradient, forces, stress or none ("")."""
+    """Returns the label that a name looks like: energy, gradient, forces, stress or ""."""
     return next((kind for kind, names in _KINDS.items() if names.search(name)), "")
 
 
@@ -213,10 +213,10 @@ def _listed(names: list[str]) -> str:
 
 
 def layers_as_tags(layers: NDArray[np.int64]) -> NDArray[np.int64]:
-    """ASE's numbers of layers as our tags, (N,) -> (N,).
+    """Converts ASE's numbers of layers to tags, (N,) -> (N,).
 
     ``ase.build`` numbers from 1, the top layer, downwards, and leaves 0 for adsorbates. Without
-    any layer the tags are unknown, all 0; negative numbers stay, to be refused.
+    layers all tags are 0, unknown. Negative numbers are kept, and refused later.
     """
     if not (layers > 0).any():
         return layers

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 __all__ = ["rows_of_aselmdb"]
 
-_MOST = 2**28  # bytes of an unpacked row
+_MOST = 2**28  # most bytes of a decompressed row
 
 
 def rows_of_aselmdb(path: Path) -> Iterator[tuple[int, Callable[[], Atoms]]]:
-    """Yield the id of each row and a function that reads it.
+    """Yields the id of each row and a function that reads it.
 
-    Rows that are neither there nor deleted raise a ValueError when they are read.
+    Missing rows that were not deleted raise a ValueError when they are read.
     """
     file = LmdbFile(path)
     there = {int(key) for key in file if key.isdigit() and key == b"%d" % int(key)}
@@ -50,7 +50,7 @@ def _atoms(file: LmdbFile, number: int) -> Atoms:
 
 
 def _entry(file: LmdbFile, key: str) -> Any:
-    """Return the decoded value of a key, or None."""
+    """Returns the decoded value of a key, or None."""
     from ase.io.jsonio import decode
 
     content = file.get(key.encode())

@@ -1,4 +1,4 @@
-"""Writing structures with new labels."""
+"""Output of structures with new labels."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def not_held(atoms: Atoms, suffix: str) -> list[str]:
     """Describes what a file with this ending cannot hold: constraints, or arrays.
 
     Args:
-        atoms: to be written.
+        atoms: structure to write.
         suffix: .extxyz or .traj.
     """
     if suffix == ".traj":

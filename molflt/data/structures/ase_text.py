@@ -1,4 +1,4 @@
-"""Frames of XYZ, CIF and PDB files: refuses what ASE would misread in silence."""
+"""Frames of XYZ, CIF and PDB files, with refusals of content that ASE misreads in silence."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def xyz_frames(file: IO[str], said: dict[str, None]) -> Iterator[Callable[[], At
     """Frames of a plain or extended XYZ file, each parsed when it is called.
 
     Args:
-        file: open for reading.
+        file: file open for reading.
         said: receives descriptions of ignored content.
     """
     line = file.readline()
@@ -63,7 +63,8 @@ def _xyz_frame(lines: list[str], count: int, said: dict[str, None]) -> Atoms:
 
 
 def _properties(comment: str) -> str:
-    """Columns that a comment line gives, or ""; refuses spellings that ASE does not read."""
+    """Returns the columns given by a comment line, or ""; refuses spellings that ASE does not
+    read."""
     from ase.io.extxyz import key_val_str_to_dict
 
     if len(comment) > _LONGEST:  # which ASE parses for seconds
@@ -89,7 +90,7 @@ def _properties(comment: str) -> str:
 
 
 def _check_columns(properties: str, rows: list[str], said: dict[str, None]) -> None:
-    """Refuses columns without one meaning, and elements that two columns give differently."""
+    """Refuses ambiguous columns, and elements that differ between two columns."""
     names, _, widths = ((properties or _PLAIN).split(":")[first::3] for first in range(3))
     ends = [0]
     for width in widths:
@@ -122,7 +123,7 @@ def _check_columns(properties: str, rows: list[str], said: dict[str, None]) -> N
 
 
 def cif_frames(file: IO[bytes]) -> Iterator[Callable[[], Atoms]]:
-    """Blocks of a CIF that hold a structure, each made when it is called."""
+    """Yields a function for each structure in a CIF, which reads it."""
     from ase.io.cif import parse_cif
 
     for block in parse_cif(file):
@@ -146,7 +147,7 @@ def _cif_block(block: CIFBlock) -> Atoms:
     _check_sites(block)
     try:
         atoms: Atoms = block.get_atoms()
-    except Exception as error:  # of the values that ASE needs, "?" is the usual cause
+    except Exception as error:  # the usual cause is "?" for a value that ASE needs
         unknown = [key for key in block if key.startswith(_NEEDED) and _is_unknown(block[key])]
         if not unknown:
             raise
@@ -159,7 +160,7 @@ def _is_unknown(value: object) -> bool:
 
 
 def _check_sites(block: CIFBlock) -> None:
-    """Refuses atoms that are not listed, listed in several places, or not there."""
+    """Refuses sites with missing, additional or disordered atoms."""
     for key, fine in (
         ("_atom_site_attached_hydrogens", ("0",)),
         ("_atom_site_calc_flag", ("d", "c", "calc")),

@@ -1,4 +1,4 @@
-"""Structures made of others in training: rotated, or on the way to their relaxed positions."""
+"""Augmentation of training structures: rotation, interpolation and repetition."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = ["interpolate", "random_orthogonal", "repeat", "rotate"]
 
 
 def random_orthogonal(count: int, about: Literal["z", "all"]) -> Tensor:
-    """Random orthogonal matrices, half of them reflections: (count, 3, 3) float32.
+    """Draws random orthogonal matrices, half of them reflections: (count, 3, 3) float32.
 
     Args:
-        count: how many.
+        count: number of matrices.
         about: "z" keeps the direction of the third axis, the normal of a surface; "all" is uniform
             (Haar) over all orthogonal matrices.
     """
@@ -40,7 +40,7 @@ def random_orthogonal(count: int, about: Literal["z", "all"]) -> Tensor:
 
 
 def rotate(batch: Batch, matrix: Tensor) -> Batch:
-    """A shallow copy of the batch in which structure g is rotated by `matrix[g]`.
+    """Returns a shallow copy of the batch in which structure g is rotated by `matrix[g]`.
 
     Args:
         batch: pos, pos_relaxed (atoms, 3) and cell (structures, 3, 3), Å, rows are vectors.
@@ -56,11 +56,12 @@ def rotate(batch: Batch, matrix: Tensor) -> Batch:
 
 
 def interpolate(batch: Batch, share: float, noise: float) -> Batch:
-    """A shallow copy of the batch in which some structures start nearer to their relaxed positions.
+    """Returns a shallow copy of the batch in which some structures start nearer to their relaxed
+    positions.
 
     pos -> pos + t (pos_relaxed - pos) + noise, t uniform in [0, 1] for each structure, on free
-    atoms; pos_relaxed is the minimum image of pos, the short way. Targets do not change, nor do
-    structures without relaxed positions.
+    atoms; pos_relaxed is in the periodic image nearest to pos. Targets, and structures without
+    relaxed positions, do not change.
 
     Args:
         batch: pos, pos_relaxed (atoms, 3), Å, the latter unwrapped or NaN; fixed, batch (atoms,).
@@ -83,7 +84,7 @@ _CELLS = ((2, 1), (1, 2), (2, 2))  # numbers of cells along the first two lattic
 
 
 def repeat(batch: Batch, share: float) -> Batch:
-    """A batch in which some slabs are repeated in the plane, with one adsorbate each.
+    """Returns a batch in which some slabs are repeated in the plane, with one adsorbate each.
 
     Energies, and target positions of atoms of the first cell, do not change. Target positions of
     the copies are unknown, because their adsorbate is far away. Structures whose adsorbate may be
@@ -125,7 +126,7 @@ def repeat(batch: Batch, share: float) -> Batch:
 
 
 def _across(batch: Batch) -> Tensor:
-    """Structures with adsorbate atoms near opposite ends of the cell, (structures,)."""
+    """Mask of structures with adsorbate atoms near opposite ends of the cell, (structures,)."""
     kept = batch.tags == Tag.ADSORBATE.value
     graph, cell = batch.batch[kept], batch.cell[:, :2]
     inverse = torch.linalg.pinv(batch.cell)[:, :, :2]

@@ -24,47 +24,48 @@ __all__ += ["Tags", "grouped", "to_atoms", "with_bar"]
 
 _Item = TypeVar("_Item")
 
-_SHOWN = 5  # names of structures that are left out, and reasons, in a message
-_BLOCK = 10_000  # structures whose compositions are counted at once
+_SHOWN = 5  # most names and reasons in a message
+_BLOCK = 10_000  # structures per block of compositions
 
 Tags = Literal["oc20", "ase", "guess"]
 AnyTags = Literal["oc20", "ase", "guess", "any"]
 
 
 class Reading(NamedTuple):
-    """How to read entries of other formats, for sources whose `options` name these."""
+    """Meaning of the entries of other formats, for sources whose `options` name them."""
 
     energy_key: str | None = None
     """name of the entry that is the energy, eV; by default y_relaxed, else energy"""
     tags: AnyTags = "oc20"
     """oc20: 0 subsurface, 1 surface, 2 adsorbate; ase: ase.build's numbers of layers from the top,
-    1, 2, ..., and 0 for adsorbates; guess: not read, but found from the geometry by
-    `molflt.data.structures.tags.guess_tags`; any: whole numbers that mean nothing, for potentials,
-    which do not read them"""
+    1, 2, ..., and 0 for adsorbates; guess: ignored, and determined from the geometry by
+    `molflt.data.structures.tags.guess_tags`; any: integers without meaning, for potentials, which
+    do not read them"""
     forces_key: str | None = None
     """name of the array of forces, (N, 3) eV/Å; by default forces, else REF_forces"""
     stress_key: str | None = None
     """name of the stress, (3, 3) or (6,), eV/Å^3; by default stress, else REF_stress"""
     for_prediction: bool = False
-    """labels are not needed: an energy that is not finite counts as missing, forces are not read"""
+    """labels are optional: an energy that is not finite counts as missing, and forces are not
+    read"""
     keep_atoms: bool = False
     """also keep structures as ASE reads them, with all their constraints"""
     surface: tuple[float, float] | None = None
-    """least and largest share of a slab that is surface, for tags that are guessed"""
+    """smallest and largest share of the surface in a slab, for guessed tags"""
 
 
 AS_IT_IS = Reading()
 AS_TRAINED = "as trained"
-"""value that takes the option from the training"""
+"""value of options that are taken from the training"""
 ANY_TAGS = Reading(tags="any")
 
 
 def grouped(bad: Iterable[tuple[str, str]], prefix: str = "") -> list[str]:
-    """Each reason once, with the names that it is about; of names and reasons.
+    """Lists each reason once, with the names that it applies to.
 
     Args:
         bad: (name, reason) pairs. Reasons that differ only in numbers count as one.
-        prefix: left out of the names.
+        prefix: prefix to omit from the names.
     """
     kinds: dict[str, tuple[str, list[str]]] = {}
     for name, reason in bad:
@@ -80,35 +81,36 @@ def grouped(bad: Iterable[tuple[str, str]], prefix: str = "") -> list[str]:
 
 
 def with_bar(items: Iterable[_Item], what: str) -> Iterable[_Item]:
-    """The items, with a bar on a terminal if they take more than a few seconds."""
+    """Iterates over items, with a progress bar on a terminal if they take more than a few
+    seconds."""
     from tqdm import tqdm
 
     return tqdm(items, desc=what, delay=5, leave=False, disable=None)
 
 
 class Structures(Dataset["Data"], ABC):
-    """Base of data sets of structures that one path holds; they can be sent to worker processes.
+    """Base class of data sets of structures at one path; they can be sent to worker processes.
 
     A new source is a subclass with `suffixes`, ``__init__(path, skip_bad)``, ``len()``, ``[i]`` and
     `natoms`, and a line in `molflt.data.structures.SOURCES`. Structures are made by
     :func:`molflt.data.structures.records.make_record`, which checks them.
 
     Args:
-        path: what to read.
+        path: source to read.
         skip_bad: leave out structures that are not valid and list them in `bad`, instead of
             raising a ValueError for the first one.
 
     Attributes:
-        suffixes: endings of the files that are for this class, lower case.
+        suffixes: endings of the files that this class reads, in lower case.
         path: as given.
-        files: paths that are read; for a single source, its path.
-        names: structures that have a name as their sid, by index in the source.
+        files: paths that are read.
+        names: names of structures with a textual sid, by index in the source.
         bad: (name, reason) of every structure that was left out.
-        hint: advice if labels are missing, from the part read so far.
+        hint: advice about missing labels, from the part read so far.
         unused: labels in the file that are not read.
         for_potentials: labels that only potentials read.
-        options: which of the entries of :class:`Reading` the constructor takes, by name.
-        joins_files: the constructor takes several `files` at once.
+        options: names of the entries of :class:`Reading` that the constructor takes.
+        joins_files: True if the constructor takes several `files` at once.
     """
 
     suffixes: ClassVar[tuple[str, ...]] = ()
@@ -127,7 +129,7 @@ class Structures(Dataset["Data"], ABC):
         self._kept: np.ndarray | None = None  # indices in the file; None: all of them
 
     def left_out(self) -> str:
-        """Count of structures left out as bad, and the reasons; "" if all are kept."""
+        """Describes the structures that were left out, with reasons; "" if all are kept."""
         if not self.bad:
             return ""
         listed = "; ".join(grouped(self.bad, f"{self.path}: "))
@@ -135,9 +137,9 @@ class Structures(Dataset["Data"], ABC):
 
     @classmethod
     def to_read_once(cls, path: Path, skip_bad: bool) -> Structures:
-        """Opens a source for who reads everything once and himself leaves out what raises then.
+        """Opens a source for callers that read everything once and leave out records that raise.
 
-        Sources that must read everything to find bad records override it to read once.
+        Sources that otherwise read everything first to find bad records override it.
         """
         return cls(path, skip_bad=skip_bad)
 
@@ -148,12 +150,13 @@ class Structures(Dataset["Data"], ABC):
 
     @classmethod
     def find(cls, stem: Path) -> Path | None:
-        """The path that holds structures called `stem`, such as a split of a data set, if any."""
+        """Returns the path of structures called `stem`, such as a split of a data set, or None."""
         files = (stem.with_name(stem.name + suffix) for suffix in cls.suffixes)
         return next((file for file in files if file.is_file()), None)
 
     def verify(self) -> bool | None:
-        """True if the file has a digest of its content; None for kinds that never have one."""
+        """Returns True if the file has a valid digest of its content; None for kinds without
+        digests."""
         return None
 
     @abstractmethod
@@ -163,7 +166,8 @@ class Structures(Dataset["Data"], ABC):
     def __getitem__(self, index: int) -> Data: ...
 
     def to_atoms(self, index: int) -> Atoms:
-        """A structure for ASE: as it was given, where that is kept, else made of its record."""
+        """Returns a structure for ASE: the original if it is kept, else one made from its
+        record."""
         return to_atoms(self[index])
 
     @property
@@ -181,7 +185,7 @@ class Structures(Dataset["Data"], ABC):
     def compositions(
         self, indices: NDArray[np.int64], of_adsorbates: bool = False
     ) -> NDArray[np.float64]:
-        """Number of atoms, or of adsorbate atoms, of each element: (n,) -> (n, 119)."""
+        """Counts the atoms, or adsorbate atoms, of each element: (n,) -> (n, 119)."""
         counts = np.zeros((len(indices), MAX_ATOMIC_NUMBER + 1))
         for row, index in zip(counts, indices, strict=True):
             record = self[int(index)]
@@ -192,7 +196,7 @@ class Structures(Dataset["Data"], ABC):
     def composition_blocks(
         self, of_adsorbates: bool = False
     ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float64]]]:
-        """Indices and `compositions` of all structures, in the memory of some."""
+        """Yields indices and `compositions` of all structures in blocks."""
         for first in with_bar(range(0, len(self), _BLOCK), "reading elements"):
             indices = np.arange(first, min(first + _BLOCK, len(self)))
             yield indices, self.compositions(indices, of_adsorbates)
@@ -209,25 +213,27 @@ class Structures(Dataset["Data"], ABC):
         return self._stored(index)
 
     def file(self, index: int) -> Path:
-        """The file that holds a structure."""
+        """Returns the file of a structure."""
         return self.path
 
     def name(self, index: int, sid: int) -> str | int:
-        """The sid as the user gave it, a number or a name."""
+        """Returns the sid as given by the user, a number or a name."""
         return self.names.get(self._stored(index), sid)
 
     def origin(self, index: int) -> dict[str, str]:
-        """Further columns of tables: the file if there are several, and the name if it has one."""
+        """Returns further columns of tables: the file if there are several, and the name if there
+        is one."""
         found = {"file": str(self.file(index))} if len(self.files) > 1 else {}
         name = self.name(index, 0)
         return found | ({"name": name} if isinstance(name, str) else {})
 
     def with_unwrapped(self, index: int) -> tuple[Data, int]:
-        """A structure, and how many of its free atoms the file has in another periodic image."""
+        """Returns a structure, and the number of its free atoms that the file has in another
+        periodic image."""
         return self[index], 0
 
     def _stored(self, index: int) -> int:
-        """Index in the file of an index into this data set, which may count from the end."""
+        """Converts an index, perhaps negative, to the index in the file."""
         length = len(self)
         if not -length <= index < length:
             raise IndexError(f"{self.path}: index {index} is outside 0..{length - 1}")
@@ -236,7 +242,7 @@ class Structures(Dataset["Data"], ABC):
 
 
 class Held(Structures):
-    """Base of sources that hold their structures in memory, which `_hold` adds."""
+    """Base class of sources that keep their structures in memory; `_hold` adds one."""
 
     def __init__(self, path: str | Path, skip_bad: bool = False) -> None:
         super().__init__(path, skip_bad)
@@ -270,7 +276,8 @@ class Held(Structures):
 
 
 def to_atoms(record: Data) -> Atoms:
-    """A record as `ase.Atoms`: positions, cell, tags, fixed atoms, and sid and charge in info."""
+    """Converts a record to `ase.Atoms`: positions, cell, tags, fixed atoms, and sid and charge in
+    info."""
     from ase import Atoms
     from ase.constraints import FixAtoms
 

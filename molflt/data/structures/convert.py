@@ -1,4 +1,4 @@
-"""Any readable source of structures to a compact store."""
+"""Conversion of any source of structures to a compact store."""
 
 from __future__ import annotations
 
@@ -51,21 +51,21 @@ def convert(
     Relaxed positions are stored unwrapped, in the image nearest to the initial ones.
 
     Args:
-        src: OC20 LMDB file or folder, compact store, a file that ASE reads, a folder of such, or
-            a pattern in quotes; or several of these.
-        dst: compact store to write, ending in .safetensors; an existing one is replaced. For a
-            folder of splits, a folder.
-        limit: convert only the first so many structures.
-        skip_bad: leave out structures that are not valid, count and list them on stderr: also
-            those without a label where others have one.
-        energy_key: entry of a file that ASE reads that is the energy, eV; by default y_relaxed,
-            else energy.
-        tags: what tags mean in a file that ASE reads: oc20 (0 subsurface, 1 surface, 2 adsorbate)
-            or ase (numbers of layers from the top, 1, 2, ..., and 0 for adsorbates).
-        forces_key: array of a file that ASE reads that is the forces, eV/Å; by default forces, else
+        src: OC20 LMDB file or folder, compact store, file that ASE reads, folder of such files, or
+            pattern in quotes; or several of these.
+        dst: compact store to write, ending in .safetensors; an existing one is replaced. A folder
+            for a folder of splits.
+        limit: number of structures to convert, the first ones.
+        skip_bad: leave out structures that are not valid, or lack a label that others have; they
+            are counted and listed on stderr.
+        energy_key: name of the energy, eV, in files that ASE reads; by default y_relaxed, else
+            energy.
+        tags: convention of the tags in files that ASE reads: oc20 (0 subsurface, 1 surface, 2
+            adsorbate) or ase (numbers of layers from the top, 1, 2, ..., and 0 for adsorbates).
+        forces_key: name of the forces, eV/Å, in files that ASE reads; by default forces, else
             REF_forces.
-        stress_key: its entry that is the stress, eV/Å^3, or a virial, eV, if its name says so; by
-            default stress, else REF_stress.
+        stress_key: name of the stress, eV/Å^3, or of a virial, eV, which has "virial" in its name;
+            by default stress, else REF_stress.
     """
     paths = [Path(src)] if isinstance(src, str | Path) else list(src)
     one = paths[0] if len(paths) == 1 else None
@@ -87,7 +87,7 @@ def convert(
 
 
 def _jobs_of(src: Path, dst: Path) -> list[tuple[Paths, Path]]:
-    """The store for each source in a folder."""
+    """Yields the store for each source in a folder."""
     if dst.suffix == ".safetensors" or dst.is_file():
         raise ValueError(f"{dst}: expected a folder, as {src} holds several sources; name one")
     if dst.exists() and dst.samefile(src):
@@ -102,7 +102,7 @@ def _convert_one(structures: _OnePass, dst: Path) -> None:
     src, skip_bad, unwrapped = structures.src, structures.skip_bad, 0
     overlapping: dict[int, int] = {}  # sid by place among those that are read
     kept: list[Data] = []  # with forces
-    absurd: dict[int, str] = {}  # by place, too: faults of forces or stress
+    absurd: dict[int, str] = {}  # also by place: faults of forces or stress
 
     def records() -> Iterator[Data]:
         nonlocal unwrapped
@@ -152,19 +152,19 @@ def _list_bad(bad: list[tuple[str, str]]) -> None:
 class _OnePass:
     """Iterates once over the structures of any source, with a progress bar on stderr.
 
-    Yields a structure, and the number of its free atoms that the file has in another image.
+    Yields structures, and the number of their free atoms that the file has in another image.
 
     Args:
-        src: what :func:`molflt.data.structures.open_dataset` opens.
-        limit: stop after so many structures.
+        src: source for :func:`molflt.data.structures.open_dataset`.
+        limit: number of structures to read.
         skip_bad: leave out structures that are not valid instead of stopping at the first.
-        reading: how to read entries of ASE's formats.
+        reading: meaning of the entries of ASE's formats.
 
     Attributes:
         bad: (name, reason) of the structures left out so far.
-        verified: whether the source has a digest, which fits; None if its kind never has.
-        hint: what to say of missing labels; see :class:`Structures`.
-        unused: labels that are there and not read.
+        verified: True if the digest of the source fits; None for kinds without digests.
+        hint: advice about missing labels; see :class:`Structures`.
+        unused: existing labels that are not read.
     """
 
     def __init__(
@@ -214,7 +214,7 @@ class _OnePass:
 
 
 def _size_on_disk(path: Path) -> int:
-    """Bytes of a file, or of the files in a folder."""
+    """Returns the size of a file, or of the files in a folder, in bytes."""
     if path.is_dir():
         return sum(p.stat().st_size for p in path.iterdir() if p.is_file())
     return path.stat().st_size

@@ -1,4 +1,4 @@
-"""A data set: a folder with a file for each split, or one file that is split here."""
+"""Data sets: a folder with a file for each split, or one file that is split."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class DataSet(NamedTuple):
         fraction = VAL_FRACTION if self.val_fraction is None else self.val_fraction
         whole = self.whole(skip_bad)
         if len(whole) == 0:
-            return dict.fromkeys(splits, whole)  # whoever reads it says why
+            return dict.fromkeys(splits, whole)  # readers report it
         if self.train == self.val:
             raise ValueError(
                 f"{self.root}: one file is split into two; got the name {self.train!r} for both; "

@@ -1,6 +1,6 @@
 """Structures for training and validation, in batches."""
 
-# # No `from __future__ import annotations`: jsonargparse would import everything below
+# No `from __future__ import annotations`: jsonargparse would import everything below
 # TYPE_CHECKING, PyG included, to read annotations that are strings.
 
 import hashlib
@@ -52,22 +52,22 @@ class IS2REData(BatchedData[Structures]):
         train_split: split to train on.
         val_split: split to validate on.
         batch_size: structures in a batch, per device.
-        max_atoms: most structures of a batch times the atoms of its largest one; null for no cap.
-        bucket: random batches that are pooled and cut again by size, which models that do not pad
-            gain little from. 1: batches stay random, which learns faster per step
-            (docs/results/emt-sample.md).
+        max_atoms: maximum of the structures in a batch times the atoms of the largest one; null for
+            no limit.
+        bucket: number of random batches that are pooled and cut again by size, for models that pad.
+            1 keeps random batches, which learn faster per step (docs/results/emt-sample.md).
         workers: processes that read ahead; 0 reads in the main process.
-        skip_bad: leave out records with NaN or infinite numbers, and those whose label is missing
-            or absurd, counted, instead of stopping at the first one.
-        val_fraction: share of the structures of one file to validate on; null is 0.1. The splits of
-            a folder are taken as they are.
+        skip_bad: leave out and count records that are not finite or whose label is missing or
+            absurd, instead of stopping at the first one.
+        val_fraction: share of the structures of one file to validate on; null is 0.1. Folders have
+            their own splits.
         split_seed: seed of this draw. Runs of an ensemble share it and differ in `seed`. Otherwise
-            members would be judged on training structures of others.
-        energy_key: entry of files that ASE reads that is the energy, eV, such as REF_energy; null
-            is y_relaxed, else energy.
-        tags: of files that ASE reads: oc20 (0 subsurface, 1 surface, 2 adsorbate), or ase (numbers
-            of layers from the top, 1, 2, ..., and 0 for adsorbates, as ase.build makes them); guess
-            finds them from the geometry, in any source.
+            members are judged on training structures of others.
+        energy_key: name of the energy, eV, in files that ASE reads, such as REF_energy; null for
+            y_relaxed, else energy.
+        tags: convention of the tags in files that ASE reads: oc20 (0 subsurface, 1 surface, 2
+            adsorbate), or ase (ase.build's numbers of layers from the top, 1, 2, ..., and 0 for
+            adsorbates); guess determines them from the geometry, in any source.
         allow_duplicates: accept validation structures that are also in training, with the same
             elements, cell and positions; otherwise refuse them.
     """
@@ -107,7 +107,7 @@ class IS2REData(BatchedData[Structures]):
         self.skip_bad = skip_bad
         self.allow_duplicates = allow_duplicates
         self._domain: Domain | None = None
-        self._copies: list[int] = []  # sids of validation that training has, too
+        self._copies: list[int] = []  # sids of validation that are also in training
 
     def setup(self, stage: str = "fit") -> None:
         """Opens both splits, once."""
@@ -150,7 +150,7 @@ class IS2REData(BatchedData[Structures]):
         self._say_unused(opened.values())
 
     def _refuse_names(self, data: DataSet) -> None:
-        """Raises ValueError for the name of a split of one file, where nothing is found by it."""
+        """Raises ValueError for names of splits of one file, which have no effect."""
         for option, split, own in (("train", data.train, "train"), ("val", data.val, "val_id")):
             if data.is_one and split != own and data.train != data.val:
                 raise ValueError(
@@ -181,7 +181,7 @@ class IS2REData(BatchedData[Structures]):
         warnings.warn(said, stacklevel=3)
 
     def _unused(self, dataset: Structures) -> list[str]:
-        """Labels of a source that are not learned."""
+        """Returns labels of a source that are not used."""
         return [*dataset.for_potentials, *dataset.unused]
 
     def _say_unused(self, datasets: Iterable[Structures]) -> None:
@@ -208,12 +208,13 @@ class IS2REData(BatchedData[Structures]):
         """Returns domain.json, a description of the training split, with which predictions are
         compared.
 
-        Also what initial weights had seen, if they say so.
+        It includes the domain of initial weights, if it is known.
         """
         return {DOMAIN: self._train_domain().to_bytes()}
 
     def _train_domain(self) -> Domain:
-        """Contents of the training split. Reads both splits once; warns of atoms at one place."""
+        """Returns the domain of the training split. Reads both splits once; warns of atoms at one
+        place."""
         self.setup()
         if self._domain is None:
             train, val = self.datasets["train"], self.datasets["val"]
@@ -315,7 +316,7 @@ class IS2REData(BatchedData[Structures]):
     def element_energies(
         self, references: Path | None = None, of_adsorbates: bool = False
     ) -> ElementEnergies:
-        """Energies per element that fit the training split; warns where they mean little."""
+        """Fits energies per element to the training split; warns if they are undetermined."""
         self.setup()
         train, dataset = self.datasets["train"], self.datasets["val"]
         given = None if references is None else read_element_energies(references)

@@ -1,4 +1,4 @@
-"""The contents of a training set. Outside of them, energies are guesses or mean nothing."""
+"""The domain of a training set.
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ DOMAIN = "domain.json"
 
 _MOST_BYTES = 10_000_000
 _SEEN = " (seen only by the initial weights)"
-_FAR = 0.1  # of the range of the labels, beyond it
+_FAR = 0.1  # distance beyond the range of labels, in units of the range
 _ROUNDED = 0.02  # of a slab
 _Range = tuple[int, int]
-_Aspect = tuple[str, str]  # and the element that it is about, if it is about one
+_Aspect = tuple[str, str]  # and its element, if it concerns one
 
 
 def read_domain(path: Path) -> object:
-    """Content of a run's domain.json, for `Domain.from_json`; None without the file.
+    """Reads the domain.json of a run, for `Domain.from_json`; None without the file.
 
     Raises:
-        ValueError: naming the file, if it is not JSON.
+        ValueError: if the file is not JSON.
     """
     if not path.is_file():
         return None
@@ -49,7 +49,7 @@ def read_domain(path: Path) -> object:
 
 
 class Elements(NamedTuple):
-    """Atomic numbers by the part of a structure that they occur in."""
+    """Atomic numbers by part of the structure."""
 
     slab: frozenset[int]
     """of atoms with tag 0 or 1"""
@@ -60,7 +60,7 @@ class Elements(NamedTuple):
 
     @property
     def all(self) -> frozenset[int]:
-        """Wherever they occur."""
+        """All elements."""
         return self.slab | self.adsorbate | self.untagged
 
 
@@ -69,24 +69,24 @@ class Domain:
     """The contents of a training set.
 
     Attributes:
-        systems: their number.
+        systems: number of systems.
         elements: atomic numbers in slabs, adsorbates, and structures without tags.
-        atoms: fewest and most atoms of a structure.
-        adsorbate_atoms: fewest and most atoms with tag 2 of a structure with tags; None if no
-            structure has tags.
+        atoms: smallest and largest number of atoms of a structure.
+        adsorbate_atoms: smallest and largest number of atoms with tag 2 in structures with tags;
+            None if no structure has tags.
         slab_atoms: the same for tags 0 and 1.
         untagged: number of structures without tags.
         periodic: kinds of periodic boundaries, as "xyz", "xy" or "" for none.
         relaxed: number of structures with relaxed positions.
-        kind: of the energies; see `molflt.data.structures.labels.energy_kind`.
-        energy: least and largest relaxed energy, eV; None without labels.
-        surface: least and largest share of a slab that has tag 1; None without tags, and in files
-            of version 0.1.
-        initial: those of the weights that training started from, of theirs, and so on; nothing
-            where it started from new ones. Kind and energies are those of the last data.
-        zero: whether the model gives clean slabs, and molecules without a slab, the energy 0. Then
-            these are predicted, and the number of atoms of a slab does not matter. Not part of the
-            file.
+        kind: kind of energies; see `molflt.data.structures.labels.energy_kind`.
+        energy: smallest and largest relaxed energy, eV; None without labels.
+        surface: smallest and largest share of tag 1 in a slab; None without tags, and in files of
+            version 0.1.
+        initial: domains of the initial weights, of their initial weights, and so on; empty for
+            random initial weights. Kind and energies are those of the last data.
+        zero: True if clean slabs, and molecules without a slab, have the energy 0 in the model.
+            They can then be predicted, and the number of slab atoms is not compared. Not part of
+            the file.
     """
 
     systems: int
@@ -105,11 +105,11 @@ class Domain:
 
     @staticmethod
     def of(dataset: Structures, look: Callable[[Data], object] = lambda record: None) -> Domain:
-        """Reads a data set of at least one structure, once.
+        """Determines the domain of a data set with at least one structure, in one pass.
 
         Args:
-            dataset: to train on.
-            look: called with each structure.
+            dataset: training structures.
+            look: function called with each structure.
         """
         seen = np.zeros((3, MAX_ATOMIC_NUMBER + 1), dtype=bool)  # slab, adsorbate, untagged
         slab, adsorbate, surface, periodic = [], [], [], set()
@@ -142,7 +142,7 @@ class Domain:
         )
 
     def without_tags(self) -> Domain:
-        """The same for a model that does not read tags."""
+        """Returns the domain for a model that does not read tags."""
         untagged = Elements(frozenset(), frozenset(), self.elements.all)
         return replace(
             self,
@@ -155,13 +155,13 @@ class Domain:
         )
 
     def after(self, initial: Domain) -> Domain:
-        """The domain of a training that started from weights with another one."""
+        """Returns the domain of a training that started from weights with another domain."""
         return replace(self, initial=(replace(initial, initial=()), *initial.initial))
 
     def refusal(self, record: Data) -> str:
-        """The reason why the tags of a structure cannot be meant, "" without one.
+        """Returns the reason why the tags of a structure are wrong, or "".
 
-        A model trained with tags only cannot predict energies of structures without.
+        Models trained with tags cannot predict energies of structures without tags.
         """
         if self.adsorbate_atoms is None or self.slab_atoms is None or self.untagged:
             return ""
@@ -198,9 +198,10 @@ class Domain:
         return f"energy: {energy:.2f} eV, trained on {low:.2f} to {high:.2f}"
 
     def outside(self, record: Data) -> list[str]:
-        """Differences of a structure from all that was trained on.
+        """Lists the differences of a structure from all training data.
 
-        Those that only the initial weights had seen are marked: they may be forgotten.
+        Properties that only the initial weights have seen are marked, because they may be
+        forgotten.
         """
         own, before = self._beyond(record), [one._beyond(record) for one in self.initial]
         found: dict[str, list[str]] = {}
@@ -212,7 +213,7 @@ class Domain:
         return [f"{', '.join(symbols)} {text}".strip() for text, symbols in found.items()]
 
     def _beyond(self, record: Data) -> dict[_Aspect, str]:
-        """Differences of a structure from these data; "" where they cannot tell."""
+        """Describes the difference of a structure from these data; "" if unknown."""
         slab, adsorbate, untagged = _parts(record)
         own, count = self.elements, len(record.atomic_numbers)
         found: dict[_Aspect, str] = {}
@@ -257,7 +258,7 @@ class Domain:
         return {"surface": f"share of surface (tag 1) in the slab: {share:.2f}, trained on {span}"}
 
     def describe(self) -> str:
-        """In words: how many systems, of what, how large."""
+        """Summarizes number, elements and sizes of the systems."""
         parts = [_named(numbers) for numbers in self.elements]
         of = [f"{parts[0]}" if parts[0] else "", f"with {parts[1]}" if parts[1] else ""]
         if parts[2]:
@@ -294,14 +295,14 @@ class Domain:
 
     @staticmethod
     def from_json(content: object, name: str) -> Domain:
-        """Reads what :meth:`to_json` gave.
+        """Reads the result of :meth:`to_json`.
 
         Args:
-            content: of the file.
-            name: of the file, for messages.
+            content: content of the file.
+            name: name of the file, for messages.
 
         Raises:
-            ValueError: naming the key that is wrong.
+            ValueError: names the wrong key.
         """
         given: Mapping[str, Any] = content if isinstance(content, dict) else {}
         for key, (expected, fits) in _FORM.items():
@@ -360,7 +361,9 @@ def _are_elements(value: Any) -> bool:
 
 
 def _symbol(number: int) -> str:
-    from ase.data import chemical_symbols  # here, as reading the signatures of options needs no ASE
+    from ase.data import (
+        chemical_symbols,
+    )  # imported here, because reading signatures must not load ASE
 
     return str(chemical_symbols[number])
 
@@ -378,7 +381,7 @@ def _are_initial(value: object) -> bool:
 
 _TWO = "two numbers, the first not above the second"
 _OPTIONAL = ("energy_eV", "surface_share", "initial")
-# # key of the file -> description and check
+# key of the file -> description and check
 _FORM: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "kind": (f"one of {', '.join(get_args(EnergyKind))}", lambda x: x in get_args(EnergyKind)),
     "periodic": ("a list of axes, as xyz", _are_axes),
@@ -396,7 +399,7 @@ _FORM: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 def _parts(record: Data) -> tuple[Tensor, Tensor, Tensor]:
-    """Atomic numbers in the slab, in the adsorbate, and of a structure without tags."""
+    """Returns atomic numbers of slab, adsorbate, and structures without tags."""
     numbers, tags = record.atomic_numbers, record.tags
     none = numbers[:0]
     if not bool((tags > Tag.SUBSURFACE).any()):
@@ -405,7 +408,7 @@ def _parts(record: Data) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _surface(record: Data) -> float:
-    """Share of the slab that has tag 1."""
+    """Returns the share of tag 1 in the slab."""
     slab = record.tags[record.tags != Tag.ADSORBATE]
     return float((slab == Tag.SURFACE).float().mean())
 

@@ -212,7 +212,7 @@ def _nearest_frames(
     distance[distance <= 1e-9 * (1 + square)] = np.inf  # itself and copies
     cells = np.stack([frame.cell for frame in frames])
     apart = np.abs(cells[:, None] - cells).max((2, 3))
-    # # strain also does work, which only stress tells
+    # strain also does work, which only stress tells
     distance[apart < 1e-4 if strained else apart > 1e-3 * np.abs(cells).max()] = np.inf
     nearest = distance.argmin(axis=1)
     limit = np.inf if strained else _FARTHEST**2 * points.shape[1] / 3
@@ -249,7 +249,7 @@ def _in_one_cell(frames: list[_Frame]) -> list[tuple[float, float, float]]:
     forces = float(np.sqrt(np.mean([(frame.forces**2).mean() for frame in frames])))
     moves = np.stack([frame.pos.ravel() for frame in frames])
     moves = moves - moves.mean(axis=0)
-    # # different relaxed structures differ in the virial but not in forces
+    # different relaxed structures differ in the virial but not in forces
     if volume < 1 or forces < (0.1 if (moves**2).mean() < _FARTHEST**2 / 3 else 0.5):
         return []
     traces = np.trace(virials, axis1=1, axis2=2) / 3
