@@ -92,7 +92,7 @@ def _run_steps(
 
 
 def _silence_lightning() -> None:
-    """Hides tips, hardware banners, and advice on the number of workers."""
+    """Hides Lightning's tips, hardware banners, and advice on the number of workers."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=PossibleUserWarning)

@@ -71,7 +71,7 @@ def _decode(path: str, mode: str | None, fitted: int | None = None) -> Tensor:
     Args:
         path: file of the image.
         mode: mode of Pillow: L for gray, RGB for colors; None for that of the file.
-        fitted: side that the image is resized to later, for which a JPEG may be read in part.
+        fitted: side of the resized image, for partial reading of JPEGs.
     """
     from PIL import Image
 
@@ -136,7 +136,7 @@ class _DecodedImages(LabeledImages):
 
 
 class _ImageFolder(_DecodedImages):
-    """Images in a folder for each class, named like the class; arguments as of `open_images`."""
+    """Images in a folder for each class, named like the class; arguments of `open_images`."""
 
     def __init__(
         self,

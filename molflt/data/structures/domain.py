@@ -1,4 +1,4 @@
-"""The domain of a training set.
+"""The domain of a training set. Outside it, energies are guesses or meaningless."""
 
 from __future__ import annotations
 

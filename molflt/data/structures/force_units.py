@@ -1,4 +1,4 @@
-"""Units and signs of energies, forces and stress, judged from the data themselves."""
+"""Checks of units and signs of energies, forces and stress from the data themselves."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ __all__ = [
 
 _Array = NDArray[np.float64]
 
-_ATOM = 20.92  # eV, of Z^(7/3): all electrons of an atom by Thomas and Fermi, at most
+_ATOM = 20.92  # eV per Z^(7/3): upper bound for all electrons of an atom by Thomas and Fermi
 
 MOST_FRAMES = 300
-"""frames that are compared; 300 of 1,000 atoms are 2 MB"""
+"""most frames to compare; 300 frames of 1,000 atoms take 2 MB"""
 _FEWEST_PAIRS = 8
-_MOST_PAIRS = 50  # the nearest ones: the trapezoidal rule is the better the shorter the path
-_SURE = 0.5  # least correlation of energy differences with what forces or stress predict
-_FARTHEST = 0.5  # Å, root mean square distance of frames that count as near
+_MOST_PAIRS = 50  # the nearest ones, because the trapezoidal rule is better for short paths
+_SURE = 0.5  # smallest correlation of energy differences with predictions of forces or stress
+_FARTHEST = 0.5  # Å, largest root mean square distance of close frames
 _MOST_STRAIN = 0.2
-_UNSURE = 0.5  # logarithm of the factor by which a unit may be missed
+_UNSURE = 0.5  # logarithm of the largest deviation from a unit
 _FORCES = {  # eV/Å of one unit
     "eV/Å": 1.0,
     "kcal/mol/Å": 0.0433641,
@@ -89,11 +89,11 @@ class _Pair(NamedTuple):
 
 
 def unit_fault(records: Iterable[Data]) -> str:
-    """Why labels are not in eV and Å; "" if they are, or cannot be judged.
+    """Returns the reason why labels are not in eV and Å; "" if they are, or if unknown.
 
     Args:
-        records: structures with energies, perhaps forces and stress; the first 300 are used. Those
-            with labels beyond belief are left out, unless they are the majority.
+        records: structures with energies and optional forces and stress; the first 300 are used.
+            Structures with absurd labels are left out, unless they are the majority.
     """
     some = list(islice(records, MOST_FRAMES))
     sound = [record for record in some if not point_fault(record)]
@@ -102,7 +102,7 @@ def unit_fault(records: Iterable[Data]) -> str:
 
 
 def energy_unit_fault(records: Sequence[Data]) -> str:
-    """Why energies cannot be in eV: all electrons of the atoms give less; "" if they can."""
+    """Returns why energies cannot be in eV, if they exceed those of all electrons; else ""."""
     most = [
         float(-record.energy / (_ATOM * record.atomic_numbers.double() ** (7 / 3)).sum())
         for record in records
@@ -116,9 +116,9 @@ def energy_unit_fault(records: Sequence[Data]) -> str:
 
 
 def force_unit_fault(records: Iterable[Data]) -> str:
-    """Unit or sign of forces that do not fit the energies; "" if they fit or cannot be judged.
+    """Describes unit or sign of forces that do not fit the energies; "" if they fit or if unknown.
 
-    Between near frames of one system the energy changes by -(F_a + F_b) / 2 . (r_b - r_a) up to
+    Between close frames of one system the energy changes by -(F_a + F_b) / 2 . (r_b - r_a) up to
     the third order.
 
     Args:
@@ -134,19 +134,19 @@ def force_unit_fault(records: Iterable[Data]) -> str:
 
 
 def stress_unit_fault(records: Iterable[Data]) -> str:
-    """Unit or sign of stress that does not fit energies and forces; "" if it fits or is unjudged.
+    """Describes unit or sign of stress that does not fit energies and forces; else "".
 
-    Between near frames of one system that differ in the cell, the energy changes by the volume
-    times stress : strain, plus the work of the forces. In one cell, virials vary with the forces.
+    Between close frames of one system with different cells, the energy changes by the volume times
+    stress : strain, plus the work of the forces. In a constant cell, virials vary with the forces.
 
     Args:
-        records: structures with energies (eV), stress and perhaps forces; the first 300 are used.
+        records: structures with energies (eV), stress and optional forces; the first 300 are used.
     """
     return _judged_stress(records)[0]
 
 
 def stress_unjudged(records: Sequence[Data]) -> str:
-    """Says that the unit or the sign of stress could not be judged; "" if they could, or no stress.
+    """Reports that unit or sign of stress are unknown; "" if they are known, or without stress.
 
     Args:
         records: as for :func:`stress_unit_fault`.
@@ -158,7 +158,7 @@ def stress_unjudged(records: Sequence[Data]) -> str:
 
 
 def _judged_stress(records: Iterable[Data]) -> tuple[str, str]:
-    """The fault of stress, and what could not be judged of it."""
+    """Returns the fault of stress, and a note about what is unknown."""
     pairs, spreads = list[_Pair](), list[tuple[float, float, float]]()
     for frames in _systems(records, ("energy", "stress")):
         pairs += filter(None, (_strained(*two) for two in _nearest_frames(frames, strained=True)))
@@ -185,13 +185,13 @@ def _judged_stress(records: Iterable[Data]) -> tuple[str, str]:
 
 
 def _systems(records: Iterable[Data], known: Iterable[str]) -> list[list[_Frame]]:
-    """Frames of the same atoms in the same order, and of one charge, that have the labels."""
+    """Groups labeled frames with the same atoms in the same order and the same charge."""
     systems: dict[bytes, list[_Frame]] = defaultdict(list)
     for record in islice(records, MOST_FRAMES):
         if all(bool(record[name].isfinite().all()) for name in known):
             arrays = (record[name].double().numpy() for name in ("pos", "cell", "forces", "stress"))
             pos, cell, forces, stress = arrays
-            cell = cell * float(record.pbc.any())  # a box around a molecule tells nothing
+            cell = cell * float(record.pbc.any())  # a box around a molecule is arbitrary
             same = record.atomic_numbers, record.pbc, record.charge.nan_to_num()
             key = b"".join(part.numpy().tobytes() for part in same)
             frame = _Frame(pos, cell[0], float(record.energy), np.nan_to_num(forces), stress[0])
@@ -202,7 +202,8 @@ def _systems(records: Iterable[Data], known: Iterable[str]) -> list[list[_Frame]
 def _nearest_frames(
     frames: list[_Frame], strained: bool = False
 ) -> Iterator[tuple[_Frame, _Frame]]:
-    """Each frame with the nearest different one: of another cell, or with all atoms near."""
+    """Pairs each frame with the nearest different one, with another cell or with all atoms
+    close."""
     points = np.stack([np.append(frame.pos, frame.cell) for frame in frames])
     if not strained:
         points = points[:, :-9]
@@ -212,7 +213,7 @@ def _nearest_frames(
     distance[distance <= 1e-9 * (1 + square)] = np.inf  # itself and copies
     cells = np.stack([frame.cell for frame in frames])
     apart = np.abs(cells[:, None] - cells).max((2, 3))
-    # strain also does work, which only stress tells
+    # strain also does work, which needs the stress
     distance[apart < 1e-4 if strained else apart > 1e-3 * np.abs(cells).max()] = np.inf
     nearest = distance.argmin(axis=1)
     limit = np.inf if strained else _FARTHEST**2 * points.shape[1] / 3
@@ -263,7 +264,7 @@ def _in_one_cell(frames: list[_Frame]) -> list[tuple[float, float, float]]:
     clear = (
         count >= 5
         and abs(covariance[0, 1]) > 0.9 * variances**0.5 > 0
-        and np.trace(gram) ** 2 > directions / 2 * (gram**2).sum()  # no path of a relaxation
+        and np.trace(gram) ** 2 > directions / 2 * (gram**2).sum()  # not a path of a relaxation
         and (gaps * lattice_heights(cell[None], np.ones((1, 3), dtype=bool))).max() < _VACUUM
     )
     slope = float(covariance[0, 1] / covariance[0, 0]) if clear else float("nan")
@@ -273,13 +274,14 @@ def _in_one_cell(frames: list[_Frame]) -> list[tuple[float, float, float]]:
 def _wrong_unit(
     label: str, pairs: list[_Pair], units: Mapping[str, float], fewest: int
 ) -> str | None:
-    """Unit and sign by the slope of energy changes against predictions; None if unjudged."""
+    """Returns unit and sign from the slope of energy changes against predictions; None if
+    unknown."""
     x, y = np.array([[pair.predicted, pair.change] for pair in pairs]).reshape(-1, 2).T
     if len(pairs) < fewest or not x.any() or not y.any():
         return None
     product, own = float(x @ y), next(iter(units))
     factor = product / float(x @ x)
-    # by chance, a few pairs correlate more than many
+    # a few pairs correlate by chance
     sure = max(_SURE, 2.2 / len(pairs) ** 0.5) if label == "stress" else _SURE
     if abs(product) < sure * float(np.sqrt((x @ x) * (y @ y))):
         return None
@@ -301,7 +303,7 @@ def _wrong_unit(
 
 
 def _named(factor: float, units: Mapping[str, float], unsure: float = _UNSURE) -> str:
-    """The one to three units of this size, the nearest one first."""
+    """Returns one to three units of this size, the nearest one first."""
     apart = {name: abs(float(np.log(factor / size))) for name, size in units.items()}
     best = min(apart.values())
     names = sorted((name for name in apart if apart[name] < best + unsure), key=apart.__getitem__)

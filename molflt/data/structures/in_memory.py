@@ -1,4 +1,4 @@
-"""Structures that are already in memory: ASE's and PyG's, as a source like any file."""
+"""Structures in memory, of ASE or PyG, as a source."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _EXPECTED = "expected ase.Atoms, PyG's Data or Batch, a list of them, or a data 
 
 
 class StructuresInMemory(Held):
-    """A list of structures to predict, checked as those of files are.
+    """A list of structures to predict, with the checks of files.
 
     Args:
-        given: `ase.Atoms` (as of `molflt.data.structures.ase_files.AseStructures`), `Data` or
-            `Batch` of PyG with pos, atomic_numbers (or z) and perhaps cell, pbc, tags, fixed, sid,
-            charge and y_relaxed, or any number of these.
-        reading: whether tags of `Atoms` are OC20's.
+        given: `ase.Atoms` (see `molflt.data.structures.ase_files.AseStructures`), `Data` or `Batch`
+            of PyG with pos, atomic_numbers (or z) and perhaps cell, pbc, tags, fixed, sid, charge
+            and y_relaxed, or any number of these.
+        reading: convention of the tags of `Atoms`.
     """
 
     def __init__(self, given: object, reading: Reading = AS_IT_IS) -> None:
@@ -76,7 +76,7 @@ def is_one(given: object) -> bool:
 
 
 def _flat(given: object) -> Iterable[object]:
-    """The structures in what may be one, a batch, or several of either."""
+    """Yields the structures of one structure, a batch, or a sequence of either."""
     if is_one(given):
         yield given
     elif hasattr(given, "to_data_list"):
@@ -102,7 +102,7 @@ def _is_mapping(given: object) -> bool:
 
 
 def _is_atoms(given: object) -> TypeGuard[Atoms]:
-    """Does not load the library: its objects exist only if it is loaded already."""
+    """It does not load the library: objects exist only if it is loaded."""
     return hasattr(given, "get_chemical_formula") and hasattr(given, "positions")
 
 
@@ -111,7 +111,7 @@ def _is_data(given: object) -> TypeGuard[Data]:
 
 
 def _record_from_data(data: Data, number: int) -> Data:
-    """PyG's data as a record; relaxed positions are not taken."""
+    """Converts PyG's data to a record without relaxed positions."""
     numbers = data.get("atomic_numbers")
     numbers = data.get("z") if numbers is None else numbers
     if data.get("pos") is None or numbers is None:
@@ -132,6 +132,6 @@ def _record_from_data(data: Data, number: int) -> Data:
 
 
 def _label(value: Tensor | float | None) -> float | None:
-    """An energy, eV, if there is one that is finite."""
+    """Returns a finite energy, eV, or None."""
     found = torch.as_tensor(float("nan") if value is None else value, device="cpu")
     return float(found) if found.numel() == 1 and bool(torch.isfinite(found).all()) else None

@@ -39,18 +39,18 @@ EnergyKind = Literal["adsorption", "total", "unknown"]
 # failed calculation or a total energy.
 MOST_ADSORPTION = 20.0  # eV
 MOST_FORCE = 1e3
-"""eV/Å. Organic molecules at 1,200 K stay below 12; by the repulsion of Ziegler, Biersack and
-Littmark two carbon atoms would have to be within 0.43 Å, two of copper within 0.87 Å."""
+"""eV/Å. Organic molecules at 1,200 K stay below 12. By the repulsion of Ziegler, Biersack and
+Littmark, this is the force between two carbon atoms at 0.43 Å, or two copper atoms at 0.87 Å."""
 MOST_STRESS = 10.0
 """eV/Å^3, 1.6 TPa: five times the pressure in the center of the earth."""
 
 # Median magnitude: adsorption energies stay small however large the system is, below 0.1 eV per
 # atom on slabs; total energies are 2 to 15 eV per atom, with all electrons far more.
 _TOTAL_PER_ATOM = 1.0  # eV
-# Of the largest label: thousands of times what float64 rounds, and below what any method resolves
+# Relative to the largest label: far above rounding of float64, and below the resolution of methods
 _ROUNDING = 1e-12
-_MOST_BYTES = 100_000  # of a file of references
-_NEGLIGIBLE = 1e-10  # of the largest singular value
+_MOST_BYTES = 100_000  # size of a file of references
+_NEGLIGIBLE = 1e-10  # relative to the largest singular value
 
 
 def per_atom(energies: NDArray[np.float64], natoms: NDArray[np.int64]) -> float:
@@ -60,7 +60,7 @@ def per_atom(energies: NDArray[np.float64], natoms: NDArray[np.int64]) -> float:
 
 
 def energy_kind(energies: NDArray[np.float64], natoms: NDArray[np.int64]) -> EnergyKind:
-    """Adsorption or total energies, by their magnitude; unknown without labels or in between."""
+    """Returns "adsorption" or "total" by the magnitude; "unknown" without labels or in between."""
     known = np.isfinite(energies)
     if not known.any():
         return "unknown"
@@ -72,7 +72,7 @@ def energy_kind(energies: NDArray[np.float64], natoms: NDArray[np.int64]) -> Ene
 def other_kind(
     energies: NDArray[np.float64], natoms: NDArray[np.int64], learned: EnergyKind
 ) -> str:
-    """Text for energies of another kind than those of the training; "" for the same kind."""
+    """Describes energies of another kind than in training; "" for the same kind."""
     kind = energy_kind(energies, natoms)
     if {kind, learned} != {"adsorption", "total"}:
         return ""
@@ -83,7 +83,7 @@ def other_kind(
 
 
 def beyond_rounding(spread: float, energies: NDArray[np.float64]) -> float:
-    """A standard deviation of energies, eV; 0 if it is only rounding."""
+    """Returns the standard deviation of energies, eV; 0 if it is only rounding."""
     return spread if spread > _ROUNDING * float(np.abs(energies).max()) else 0.0
 
 
@@ -94,14 +94,14 @@ def label_faults(
     at_pos: bool = False,
     kind: EnergyKind | None = None,
 ) -> dict[int, str]:
-    """Faults of labels by index of the system: missing ones, and adsorption energies beyond 20 eV.
+    """Returns faults by index of the system: missing labels, and adsorption energies beyond 20 eV.
 
     Args:
         energies: y_relaxed, (systems,), eV; NaN if missing.
         natoms: (systems,).
-        required: a missing label is a fault.
+        required: count a missing label as a fault.
         at_pos: energies of single points, which have no limit.
-        kind: of these and of others that belong to them; None to judge by these.
+        kind: kind of the energies; None to determine it from them.
     """
     faults: dict[int, str] = {}
     if required:
@@ -117,7 +117,7 @@ def label_faults(
 
 
 def point_fault(record: Data) -> str:
-    """Why forces or stress of a structure are beyond belief; "" if they are not."""
+    """Returns the reason why forces or stress of a structure are absurd, or ""."""
     sizes = record.forces.double().norm(dim=1)
     stress = float(record.stress.abs().max())
     if bool((sizes > MOST_FORCE).any()):  # NaN is not
@@ -140,10 +140,10 @@ class ElementEnergies(NamedTuple):
     Attributes:
         energies: by atomic number, (119,), eV; 0 for elements that no structure has.
         present: by atomic number, (119,) bool, elements with an energy.
-        undetermined: how many combinations of elements the compositions leave open, in which the
-            energies are then as small as they can be.
+        undetermined: number of combinations of elements that the compositions do not determine;
+            their energies are as small as possible.
         mean: of the residual labels, eV.
-        std: its standard deviation, eV; 0 where that is rounding.
+        std: their standard deviation, eV; 0 if it is only rounding.
     """
 
     energies: NDArray[np.float64]
@@ -161,10 +161,10 @@ def fit_element_energies(
     """Fits y_relaxed = sum over atoms of the energy of their element.
 
     Least squares of smallest norm, from the triangle of a QR decomposition that takes structures in
-    blocks: exact in float64 also where energies are 1e5 eV, in memory that does not grow.
+    blocks: exact in float64 for energies of 1e5 eV, with constant memory.
 
     Args:
-        dataset: structures with labels, all of them finite.
+        dataset: structures with finite labels.
         given: energies by atomic number, eV, to use instead of a fit.
         of_adsorbates: sum over adsorbate atoms only.
     """
@@ -185,7 +185,7 @@ def fit_element_energies(
         energies[[*given]] = [*given.values()]
         expect_elements(str(dataset.path), present, given)
         present[[*given]] = True
-    # an orthogonal matrix times the residuals, and times ones: their products stay the same
+    # rotated residuals and ones, which keeps their products
     left, ones = triangle[:, -1] - triangle[:, :-2] @ energies, triangle[:, -2]
     mean = float(left @ ones / count)
     spread = float(np.linalg.norm(left - mean * ones) / np.sqrt(count))
@@ -204,7 +204,7 @@ def expect_elements(name: str, present: NDArray[np.bool_], given: Mapping[int, f
 
 
 def read_element_energies(path: Path) -> dict[int, float]:
-    """Energies, eV, by atomic number, from a JSON or YAML file of energies by symbol."""
+    """Reads energies, eV, by atomic number from a JSON or YAML file of energies by symbol."""
     import yaml
     from ase.data import atomic_numbers
 
@@ -213,14 +213,16 @@ def read_element_energies(path: Path) -> dict[int, float]:
         raise ValueError(f"task.references must be none, fit or a file; got {path}: no such file")
     try:
         text = path.read_bytes()[:_MOST_BYTES].decode()
-        content = None if "&" in text else yaml.safe_load(text)  # no anchors, which can explode
+        content = (
+            None if "&" in text else yaml.safe_load(text)
+        )  # without anchors, which can grow exponentially
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise ValueError(f"{expected}; {shown(str(error), 80)}") from None
     if not isinstance(content, dict) or not content:
         raise ValueError(f"{expected}; got {shown(content)}")
     found = {}
     for key, value in content.items():
-        symbol = "No" if key is False else key  # YAML takes nobelium for a boolean
+        symbol = "No" if key is False else key  # YAML reads nobelium as a boolean
         try:
             number, energy = atomic_numbers[symbol], float(value)
         except (KeyError, TypeError, ValueError):

@@ -1,7 +1,7 @@
-"""Reading an LMDB file without its library, which a damaged page can make crash the process.
+"""Reader of LMDB files without the library, in which a damaged page can crash the process.
 
-Only what reading one table needs: https://git.openldap.org/openldap/openldap, mdb.c of LMDB 0.9,
-"Page headers" and following. Every offset that the file gives is checked before it is used.
+It reads one table. Format: https://git.openldap.org/openldap/openldap, mdb.c of LMDB 0.9, "Page
+headers" and following. Every offset in the file is checked before it is used.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TABLE = struct.Struct("<IHHQQQQQ")  # page size, flags, depth, pages of 3 kinds
 _META = struct.Struct("<IIQQ")  # magic, version, address and size of the map
 _NODE = struct.Struct("<HHHH")  # two halves of a size or page number, flags, size of the key
 _BRANCH, _LEAF, _OVERFLOW, _META_PAGE = 1, 2, 4, 8
-_BIG = 1  # the value of a node lies in pages of its own
+_BIG = 1  # flag: the value of a node is in separate pages
 _DEEPEST = 32
 _NO_PAGE = 2**64 - 1
 
@@ -62,14 +62,14 @@ class LmdbFile:
         return {"path": self.path}  # each process maps the file itself
 
     def get(self, key: bytes) -> bytes | None:
-        """The value of a key; None without such a key."""
+        """Returns the value of a key; None if it does not exist."""
         try:
             return self._find(key)
         except (ValueError, struct.error) as error:
             raise ValueError(f"{self.path}: key {key.decode()!r}: {_damaged(error)}") from None
 
     def __iter__(self) -> Iterator[bytes]:
-        """All keys in order."""
+        """Yields all keys in order."""
         try:
             yield from self._keys_below(self._root.root, 1, set())
         except (ValueError, struct.error) as error:
@@ -82,7 +82,7 @@ class LmdbFile:
 
     @cached_property
     def _root(self) -> _Root:
-        """The newer table of the two that a writer alternates between."""
+        """Returns the newer one of the two alternating tables."""
         first = self._meta(0)
         second = first and self._meta(first[1].page_size)
         if not first or not second:
@@ -90,10 +90,11 @@ class LmdbFile:
                 f"{self.path}: not an LMDB file, or a damaged one; got "
                 f"{len(self._content)} bytes that begin otherwise; download or copy it again"
             )
-        return max(first, second, key=lambda meta: meta[0])[1]  # ties: the first, as in LMDB
+        return max(first, second, key=lambda meta: meta[0])[1]  # the first of equals, as LMDB
 
     def _meta(self, at: int) -> tuple[int, _Root] | None:
-        """Number of the transaction and table of the meta page at an offset, if it is one."""
+        """Returns the number of the transaction and the table of the meta page at an offset, or
+        None."""
         content, start = self._content, at + _HEADER.size
         if len(content) < start + _META.size + 2 * _TABLE.size + 16:
             return None
@@ -124,7 +125,8 @@ class LmdbFile:
         return start, kind, nodes
 
     def _node(self, start: int, index: int) -> tuple[int, int, bytes, int]:
-        """A node of the page at `start`: size or page number, flags, key, where its value is."""
+        """Returns a node of the page at `start`: size or page number, flags, key, offset of the
+        value."""
         content, size = self._content, self._root.page_size
         (at,) = struct.unpack_from("<H", content, start + _HEADER.size + 2 * index)
         if at < _HEADER.size or at + _NODE.size > size:
@@ -141,8 +143,8 @@ class LmdbFile:
             return None
         for _ in range(self._root.depth):
             start, kind, nodes = self._page(number)
-            first, beyond = 0, nodes  # the last node whose key is not above; the first of a branch
-            while beyond - first > 1:  # without a key: all lower ones
+            first, beyond = 0, nodes  # last node up to the key
+            while beyond - first > 1:  # which has no key and covers all lower ones
                 middle = (first + beyond) // 2
                 if self._node(start, middle)[2] <= key:
                     first = middle

@@ -1,4 +1,4 @@
-"""OC20 IS2RE as published: LMDB files of pickled records, read safely and worker by worker."""
+"""OC20 IS2RE as published: LMDB files of pickled records, read without running code."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["Oc20Lmdb"]
 
 _WHOLE = re.compile(rb"0|[1-9][0-9]{,18}")
-_FEW_RECORDS = 1000  # below this a pass over the records needs no progress bar
+_FEW_RECORDS = 1000  # fewer records are read without a progress bar
 
 
 def _shards(path: Path) -> list[Path]:
@@ -64,8 +64,8 @@ class Oc20Lmdb(Structures):
         path: LMDB file, or folder with ``*.lmdb`` shards.
         skip_bad: leave out records that are missing or not valid and list them in ``bad`` as
             (name, reason).
-        check: with `skip_bad`, read all records once; else those that are not valid are still
-            there, and raise when they are read.
+        check: with `skip_bad`, read all records once; otherwise records that are not valid raise
+            when they are read.
     """
 
     suffixes = (".lmdb", ".mdb")
@@ -121,7 +121,7 @@ class Oc20Lmdb(Structures):
         return record, int((moved & ~record.fixed).sum())
 
     def _record_keys(self, shard: LmdbFile) -> range | list[int]:
-        """Integer keys of one shard; records that are missing or have other keys are listed."""
+        """Returns the integer keys of one shard; missing records and other keys are listed."""
         declared = _declared_length(shard)
         try:
             names = list(shard)
@@ -147,14 +147,14 @@ class Oc20Lmdb(Structures):
                 f"{shard.path}: {said}got {len(keys)}; {' '.join(faults[0])}; get the file again, "
                 "or read what there is with --skip-bad"
             )
-        if not self.skip_bad:  # 'length' is trusted, and records beyond it are listed
+        if not self.skip_bad:  # records beyond 'length' are listed
             faults = [(f"key '{key}'", "beyond 'length'") for key in keys[len(below) :]]
         self.bad += [(f"{shard.path}: {name}", reason) for name, reason in faults]
         return keys if self.skip_bad else below
 
     def _every(self, what: str) -> Iterator[int]:
         total = int(self._ends[-1])
-        disable = True if total < _FEW_RECORDS else None  # None: only on a terminal
+        disable = True if total < _FEW_RECORDS else None  # None shows it only on a terminal
         yield from tqdm(range(total), desc=f"{self.path.name}: {what}", disable=disable)
 
     def _leave_out_bad(self) -> None:
@@ -177,7 +177,7 @@ class Oc20Lmdb(Structures):
         return self.shards[shard], keys[index - int(self._ends[shard]) + len(keys)]
 
     def _name(self, index: int) -> str:
-        """File and key of a record, as messages name it."""
+        """Returns file and key of a record, for messages."""
         shard, key = self._locate(index)
         return f"{shard.path}: key '{key}'"
 
@@ -229,7 +229,7 @@ class Oc20Lmdb(Structures):
         return record
 
     def _natoms_beside(self) -> np.ndarray | None:
-        """Returns natoms of metadata.npz if it fits these records in number and at both ends."""
+        """Returns natoms of metadata.npz if its length, first and last number fit the records."""
         folder = self.path if self.path.is_dir() else self.path.parent
         file = folder / "metadata.npz"
         if not file.is_file() or len(_shards(folder)) != len(self.shards):
@@ -267,7 +267,7 @@ def _declared_length(shard: LmdbFile) -> int | None:
 
 
 def _gaps(keys: list[int], count: int | None) -> list[str]:
-    """Names of the gaps in sorted keys, which go from 0 to count - 1; none without a count."""
+    """Returns the gaps in sorted keys from 0 to count - 1; none without a count."""
     ends = [] if count is None else [-1, *keys, count]
     gaps = [(a + 1, b - 1) for a, b in itertools.pairwise(ends) if b - a > 1]
     return [f"key '{a}'" if a == b else f"keys '{a}' to '{b}'" for a, b in gaps]

@@ -1,7 +1,7 @@
-"""OC20's pickled records, read without running anything that they name.
+"""Reader of OC20's pickled records that does not run code from them.
 
-Python's own unpickler follows a list of instructions, and each name that a record needs gives an
-inert object of this module. Time and memory are bounded by the size of the record.
+Python's unpickler follows an allow-list of instructions, and each allowed name becomes an inert
+object of this module. Time and memory are bounded by the size of the record.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _FIELDS = (
 
 _SINGLE_POINT = {"y": "energy", "force": "forces"}  # S2EF's names for labels at `pos`
 
-_MOST_READS = 200_000  # each instruction takes one to three; OC20's records have some 300
+_MOST_READS = 200_000  # each instruction takes one to three; OC20's records have about 300
 _HEADER = 4096  # bytes; the header of a tensor has about 500
 _ZIP = b"PK\x03\x04"
 _MOST_AXES = 8
-_MAGIC = 0x1950A86A20F9469CFC6C  # of a tensor's storage in torch's older format
+_MAGIC = 0x1950A86A20F9469CFC6C  # magic number of a tensor's storage in torch's older format
 _STORAGES = {  # name in torch -> numpy's type of its numbers
     "Float": "<f4", "Double": "<f8", "Half": "<f2", "BFloat16": "<i2", "Long": "<i8", "Int": "<i4",
     "Short": "<i2", "Char": "|i1", "Byte": "|u1", "Bool": "|u1",
@@ -40,15 +40,15 @@ _STORAGES = {  # name in torch -> numpy's type of its numbers
 
 
 class _Refused(ValueError):
-    """A pickle asks for something that is not on the list."""
+    """A pickle needs something outside the allow-list."""
 
 
 class _Damaged(ValueError):
-    """A pickle does what no record does."""
+    """A pickle is damaged, or not a record."""
 
 
 class _Instance:
-    """An object of PyG: the state that it is given, without behavior."""
+    """An object of PyG: its state, without behavior."""
 
     state: object = None
 
@@ -76,14 +76,14 @@ class _Dtype(_Instance):
 
 
 class _Storage(NamedTuple):
-    """The numbers of one or several tensors, in the bytes of the record."""
+    """Numbers of tensors in the bytes of the record."""
 
     kind: str
     numbers: np.ndarray
 
 
 class _View(NamedTuple):
-    """A tensor: where its numbers are in a storage, (size) with steps (stride) from offset."""
+    """A tensor in a storage: offset, size and stride."""
 
     storage: _Storage
     offset: int
@@ -112,7 +112,7 @@ def _scalar(dtype: object, content: object) -> np.generic:
 
 
 def _view(storage: object, offset: object, size: object, stride: object, *_hooks: object) -> _View:
-    """``torch._utils._rebuild_tensor_v2`` that stays inside of the storage and takes no hooks."""
+    """``torch._utils._rebuild_tensor_v2`` within the bounds of the storage and without hooks."""
     if not isinstance(storage, _Storage):
         raise _Damaged("expected the storage of a tensor")
     sizes, steps = _counts(size), _counts(stride)
@@ -181,7 +181,7 @@ def _build(reader: Any) -> None:
 
 
 def _set_items(reader: Any, items: list[object]) -> None:
-    # a tuple of tuples of ... would take all the time there is to be hashed
+    # nested tuples could take forever to hash
     if not isinstance(reader.stack[-1], dict) or not all(isinstance(k, str) for k in items[::2]):
         raise _Damaged("expected a dict with text as keys")
     reader.stack[-1].update(zip(items[::2], items[1::2], strict=True))
@@ -209,12 +209,12 @@ _OTHERS: dict[str, Callable[[Any], None]] = {
 
 
 class _Reader(pickle._Unpickler):
-    """The unpickler written in Python, whose memo takes no more memory than a pickle fills.
+    """The unpickler written in Python, whose memo uses only the memory that it needs.
 
     Args:
-        file: where the pickle begins.
+        file: file at the start of the pickle.
         names: name in the pickle -> its substitute.
-        refer: returns the substitute of an object outside the pickle.
+        refer: function that returns the substitute of an object outside the pickle.
     """
 
     dispatch = _Instructions()
@@ -286,7 +286,7 @@ def _storage(reads: Iterator[int], content: object) -> _Storage:
 
 
 def _load(content: bytes) -> object:
-    """The object of a pickle, of inert parts."""
+    """Loads a pickle as an object of inert parts."""
     reads, left = iter(range(_MOST_READS)), len(content)
 
     def encoded(text: object, encoding: object) -> bytes:  # bytes in protocols 0 to 2
@@ -321,22 +321,23 @@ def _fields(content: bytes) -> dict[str, _Field]:
         key: value.tensor() if isinstance(value, _View) else value for key, value in fields.items()
     }
     for name in (*_FIELDS, *_SINGLE_POINT, "sid", "natoms"):
-        if not isinstance(found.get(name), _Field | None):  # else a label would seem absent
+        if not isinstance(found.get(name), _Field | None):  # otherwise a label would seem absent
             raise _Damaged(f"{name} must be a tensor or a number; got {type(found[name]).__name__}")
     return {key: value for key, value in found.items() if isinstance(value, _Field)}
 
 
 def _decode_record(content: bytes, where: str) -> dict[str, _Field]:
-    """Fields of one pickled ``torch_geometric.data.Data``, of PyG 1.x or later.
+    """Returns the fields of one pickled ``torch_geometric.data.Data``, of PyG 1.x or later.
 
-    Omits fields that are None. Raises ValueError for names other than tensors and plain numbers,
-    and for damaged records.
+    Fields that are None are omitted. Raises ValueError for names other than tensors and plain
+    numbers, and for damaged records.
     """
     return _guarded(_fields, content, where, "a pickled torch_geometric Data")
 
 
 def _decode_count(content: bytes, where: str) -> int:
-    """A pickled whole number, such as the ``length`` of an LMDB; ValueError for anything else."""
+    """Returns a pickled integer, such as the ``length`` of an LMDB; ValueError for anything
+    else."""
     return _guarded(_count, content, where, "a pickled whole number")
 
 
@@ -357,7 +358,7 @@ def _guarded(read: Callable[[bytes], _T], content: bytes, where: str, expected: 
             f"{where}: refused to read the pickle: it wants {error}; expected {expected} of "
             "tensors and plain numbers; nothing was run, do not use this file"
         ) from None
-    except Exception as error:  # a damaged pickle fails in as many ways as there are opcodes
+    except Exception as error:  # a damaged pickle can raise anything
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         raise ValueError(
             f"{where}: cannot be read; expected {expected}; {reason}; the file is damaged or of "

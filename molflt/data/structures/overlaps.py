@@ -1,4 +1,4 @@
-"""Atoms at one place, and structures that occur twice."""
+"""Checks for coinciding atoms and duplicate structures."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _WAVES = np.random.default_rng(0).integers(1, 7, (12, 3)) * np.array(
     [*product((1, -1), (1, -1, 1), (1, -1))]
 )
 _CENTERS, _SHARP = np.random.default_rng(1).uniform(0, 2 * np.pi, (12, 3)), 6.0
-_LENGTH = 20.0  # Å, of the longest wave along axes that are not periodic
-_EQUAL = 3e-5  # of the features of a structure; float32 changes them by 1e-5
-_PLACES = np.array([1, 1_000_003, 1_000_003**2])  # more than there are bins along an axis
+_LENGTH = 20.0  # Å, longest wave along axes that are not periodic
+_EQUAL = 3e-5  # tolerance of features; float32 changes them by 1e-5
+_PLACES = np.array([1, 1_000_003, 1_000_003**2])  # larger than the number of bins along an axis
 
 
 def atoms_coincide(record: Data) -> bool:
     """True if two atoms are closer than `TOO_NEAR`, periodic images included.
 
-    Sorts atoms into bins of twice that width, in eight grids shifted by half a bin. Two atoms that
-    close share a bin in at least one grid. The time is linear in the number of atoms.
+    Sorts atoms into bins of twice that width, in eight grids shifted by half a bin. Atoms at this
+    distance share a bin in at least one grid. The time is linear in the number of atoms.
     """
     pos, axes = record.pos.double().numpy(), record.pbc[0].numpy()
     reduced = reduced_cell(record.cell.double().numpy(), record.pbc.numpy())[0][0]
@@ -53,9 +53,9 @@ def atoms_coincide(record: Data) -> bool:
 
 
 def fingerprint(record: Data) -> NDArray[np.float64]:
-    """Features that equal structures share: elements, charge, cell and positions, up to rounding.
+    """Returns features that are equal for equal structures up to rounding.
 
-    Sums over the atoms of waves and of peaks, which tell crystals apart whose waves cancel. They do
+    They contain sums over the atoms of waves, and of peaks for crystals whose waves cancel. They do
     not depend on the order of atoms and on the periodic image.
 
     Returns:
@@ -77,7 +77,8 @@ def fingerprint(record: Data) -> NDArray[np.float64]:
 
 
 def equal_structures(features: NDArray[np.float64]) -> NDArray[np.int64]:
-    """A number for each structure, the same for equal ones: (structures, 46) -> (structures,)."""
+    """Returns a number per structure, equal for equal structures: (structures, 46) ->
+    (structures,)."""
     line = features[:, 1:] @ np.random.default_rng(1).normal(size=features.shape[1] - 1)
     order = np.lexsort((line, features[:, 0]))
     differ = (np.abs(np.diff(features[order], axis=0)) > _EQUAL).any(axis=1)
@@ -87,14 +88,14 @@ def equal_structures(features: NDArray[np.float64]) -> NDArray[np.int64]:
 
 
 def _basis(cell: NDArray[np.float64], axes: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """Cell with unit vectors in place of the axes that are not periodic, (3, 3), Å."""
+    """Returns the cell with unit vectors for axes that are not periodic, (3, 3), Å."""
     basis = cell.copy()
     basis[~axes] = np.linalg.qr(cell[axes].T, mode="complete")[0].T[axes.sum() :]
     return basis
 
 
 def overlaps_of(name: str, sids: Sequence[int] = (), count: int = 1) -> str:
-    """Describes structures with two atoms at one place: `count` of them, and some sids."""
+    """Describes `count` structures with coinciding atoms, with some sids."""
     has, whose = "it has", "its energy means"
     if sids:
         has, whose = f"{len(sids)} of {count} structures have", "their energies mean"

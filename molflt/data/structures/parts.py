@@ -1,4 +1,4 @@
-"""Some of the structures of a source, or those of several, as a source of their own."""
+"""Sources made of parts of a source, or of several sources."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ __all__ = ["Joined", "Part", "element_faults", "split_by_seed", "with_sound_labe
 
 
 class _View(Structures):
-    """Structures of other sources; `_at` says which."""
+    """Structures of other sources, located by `_at`."""
 
     @abstractmethod
     def _at(self, index: int) -> tuple[Structures, int]:
-        """The source that has a structure, and its index in there."""
+        """Returns the source of a structure, and its index there."""
 
     def __getitem__(self, index: int) -> Data:
         source, own = self._at(index)
@@ -61,8 +61,8 @@ class Joined(_View):
     """Structures of several sources, one after the other.
 
     Args:
-        path: what messages call them all.
-        sources: any.
+        path: common name for messages.
+        sources: sources of any kind.
     """
 
     def __init__(self, path: Path, sources: Sequence[Structures]) -> None:
@@ -109,7 +109,7 @@ class Part(_View):
     """Structures of a source, in its order.
 
     Args:
-        source: any.
+        source: source of any kind.
         kept: their indices in the source, ascending.
         energies: y_relaxed of the whole source, (len,), eV, if it is known.
     """
@@ -158,14 +158,14 @@ class Part(_View):
 def without(
     source: Structures, energies: NDArray[np.float64] | None, faults: Mapping[int, str]
 ) -> Structures:
-    """The structures of a source without faults; the others are listed in `bad`."""
+    """Returns the structures of a source without faults; others are listed in `bad`."""
     part = Part(source, np.setdiff1d(np.arange(len(source)), list(faults)), energies)
     part.bad += [(f"{source.path}: sid {int(source[i].sid)}", faults[i]) for i in faults]
     return part
 
 
 def element_faults(source: Structures, undescribed: Collection[int]) -> dict[int, str]:
-    """Structures with elements that a model cannot take: reason by index in the source."""
+    """Returns reasons by index of structures with elements that a model does not support."""
     from ase.data import chemical_symbols
 
     numbers, faults = np.array(sorted(undescribed), dtype=np.int64), {}
@@ -178,7 +178,7 @@ def element_faults(source: Structures, undescribed: Collection[int]) -> dict[int
 
 
 def split_by_seed(source: Structures, fraction: float, seed: int) -> tuple[Part, Part]:
-    """A training and a validation part, drawn by seed."""
+    """Draws a training and a validation part by seed."""
     count = len(source)
     if count < 2:
         raise ValueError(
@@ -193,10 +193,10 @@ def split_by_seed(source: Structures, fraction: float, seed: int) -> tuple[Part,
 def with_sound_labels(
     opened: Mapping[str, Structures], train: str, val: str
 ) -> dict[str, Structures]:
-    """Refuses missing and absurd labels, or leaves out structures that have such.
+    """Refuses missing and absurd labels, or leaves their structures out.
 
-    Labels of one file are judged together, whichever split they have come to. Warns where two files
-    have different kinds of them.
+    Labels of one file are judged together in all splits. Warns if two files have labels of
+    different kinds.
 
     """
     energies = {split: part.y_relaxed for split, part in opened.items() if len(part)}

@@ -21,7 +21,7 @@ __all__ = ["PotentialData", "SinglePoints"]
 
 
 class SinglePoints(Part):
-    """Structures of a source with energies of their own, at `pos`; the others are left out.
+    """Structures of a source with energies at `pos`; others are left out.
 
     `y_relaxed` holds these energies, the target.
 
@@ -29,7 +29,7 @@ class SinglePoints(Part):
         source: any.
 
     Attributes:
-        without_energy: how many were left out.
+        without_energy: number of structures that were left out.
         with_forces, with_stress: number of structures with these labels.
         force_scale: root mean square component of the forces, eV/Å; NaN without any.
         force_size: mean magnitude of a component, eV/Å; NaN without any.
@@ -62,10 +62,9 @@ class SinglePoints(Part):
 
 
 class PotentialData(IS2REData):
-    """Structures with energies and forces at their positions, perhaps stress, in batches.
+    """Structures with energies, forces and optional stress at their positions, in batches.
 
-    Structures without an energy are left out, and counted; forces and stress are used where they
-    are.
+    Structures without an energy are left out and counted. Forces and stress are used if available.
 
     Args:
         root: folder of the data set, with a file or a folder per split.
@@ -77,8 +76,8 @@ class PotentialData(IS2REData):
             them.
         check_units: refuse energies beyond what all electrons can give, forces and stress that do
             not fit differences of energies between near frames, a force beyond 1,000 eV/Å and a
-            stress beyond 10 eV/Å^3, whose structures `skip_bad` leaves out.
-        options: as for relaxed energies.
+            stress beyond 10 eV/Å^3, which `skip_bad` leaves out instead.
+        options: see `molflt.data.structures.datamodule.IS2REData`.
     """
 
     may_read = ("stress",)
@@ -150,7 +149,7 @@ class PotentialData(IS2REData):
 
 
 def _counts(known: Mapping[str, int], total: int, without: int) -> str:
-    """Numbers of structures with each label."""
+    """Counts the structures with each label."""
     parts = [
         f"{name} in {'all' if count == total else f'{count:,}'}"
         for name, count in known.items()
@@ -161,7 +160,7 @@ def _counts(known: Mapping[str, int], total: int, without: int) -> str:
 
 
 def _sound(points: SinglePoints) -> SinglePoints:
-    """Leave out structures with absurd labels if allowed; ValueError for wrong units."""
+    """Leaves out structures with absurd labels if allowed; raises ValueError for wrong units."""
     source, absurd, as_they_are = points.source, points.absurd, "--data.check_units false"
     sound = SinglePoints(without(source, None, absurd)) if absurd else points
     if fault := unit_fault(points):

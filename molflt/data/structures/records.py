@@ -1,4 +1,4 @@
-"""The record: one atomic structure with its labels, as every reader of this package returns it."""
+"""Records: atomic structures with labels, as returned by all readers."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 __all__ = ["make_record", "origin_of"]
 
 _Array: TypeAlias = ArrayLike | Tensor
-_CENTERED = 64.0  # Å from the origin within which a structure stays where it is
+_CENTERED = 64.0  # Å from the origin within which a structure is not moved
 _APART = 256.0  # Å from the other atoms within which an atom keeps its periodic image
 _SKIP = "--skip_bad, in training --data.skip_bad"
 _TAGS = ", ".join(f"{tag:d} ({tag.name.lower()})" for tag in Tag)
 
 
 def _lattice_shift(delta: Tensor, cell: Tensor, pbc: Tensor) -> Tensor:
-    """Lattice vectors to subtract from difference vectors for their shortest periodic images.
+    """Returns lattice vectors to subtract from differences for their shortest periodic images.
 
     Args:
         delta: (N, 3), Å.
@@ -46,7 +46,7 @@ def _lattice_shift(delta: Tensor, cell: Tensor, pbc: Tensor) -> Tensor:
         return torch.zeros_like(vectors)
     inverse = torch.linalg.pinv(basis)  # (3, axes): Cartesian -> fractional
     shift = torch.round(vectors @ inverse) @ basis
-    # Vectors up to half the smallest height of the cell cannot be beaten; for the others the
+    # Vectors up to half the smallest height of the cell are the shortest; for others the
     # neighboring images are enough (Nguyen & Stehle, doi:10.1145/1597036.1597050).
     doubtful = (vectors - shift).norm(dim=1) > 0.5 / inverse.norm(dim=0).max() * (1 - 1e-9)
     if doubtful.any():
@@ -75,28 +75,28 @@ def make_record(
     stress: _Array | None = None,
     charge: _Array | None = None,
 ) -> Data:
-    """Check one structure, cast it to the package's types and unwrap its relaxed positions.
+    """Checks one structure, casts it to the package's types and unwraps its relaxed positions.
 
     Args:
         pos: initial positions, (N, 3), Å, each coordinate within 1e5 Å. A structure whose center is
             more than 64 Å from the origin along an axis is moved, and an atom more than 256 Å from
-            the others to a nearer periodic image, as float32 would round their coordinates.
+            the others to a nearer periodic image, because float32 would round their coordinates.
         atomic_numbers: (N,), 1 to 118; floating point is accepted if the values are integral.
         cell: lattice vectors as rows, (3, 3) or (1, 3, 3), Å; none for a molecule.
         pbc: periodic axes, (3,); by default all three if there is a cell, otherwise none.
         tags: (N,), 0 subsurface, 1 surface, 2 adsorbate; by default all 0 (unknown).
-        fixed: (N,), true for atoms held in place in the relaxation; by default all free.
+        fixed: (N,), True for atoms that are fixed in the relaxation; by default all are free.
         sid: identifier of the system, an integer of 64 bits, in any type that holds it exactly.
         y_init: energy of the initial structure, eV; None if unknown.
         y_relaxed: energy of the relaxed structure, eV; None if unknown.
         pos_relaxed: relaxed positions, (N, 3), Å, in any periodic image; None if unknown. OC20
-            stores them wrapped into the cell, so each atom is moved to the image nearest to
-            where it started.
+            stores them wrapped into the cell; each atom is moved to the image nearest to its
+            initial position.
         energy: energy at `pos`, eV, for potentials; None if unknown.
         forces: forces at `pos`, (N, 3), eV/Å; None if unknown.
         stress: at `pos`, (3, 3), (1, 3, 3) or in Voigt's order (6,): xx, yy, zz, yz, xz, xy, eV/Å^3
             with ASE's sign; None if unknown.
-        charge: total charge, e; None or NaN if it is not known, which counts as 0.
+        charge: total charge, e; None or NaN if unknown, which counts as 0.
 
     Returns:
         A structure with ``pos``, ``pos_relaxed`` (N, 3) float32 Å, ``cell`` (1, 3, 3) float32 Å,
@@ -106,7 +106,7 @@ def make_record(
         positions and charges are NaN.
 
     Raises:
-        ValueError: naming the sid and the fault.
+        ValueError: names the sid and the fault.
     """
     from torch_geometric.data import Data
 
@@ -172,7 +172,7 @@ def _tensor(value: _Array, key: str, name: str) -> Tensor:
 
 
 def _whole(value: object, key: str) -> int:
-    """An integer of 64 bits, exactly: from text, or one number of any type that can hold it."""
+    """Returns an exact integer of 64 bits from text, or from a number of any type."""
     if isinstance(value, str):
         number = int(value) if re.fullmatch(r"[+-]?[0-9]{1,19}", value.strip()) else None
     elif isinstance(value, bool | np.bool_):
@@ -190,7 +190,7 @@ def _whole(value: object, key: str) -> int:
 
 
 def _exact(value: Tensor) -> int | None:
-    """The integer of a tensor of one element; None for a float that may have been rounded."""
+    """Returns the integer in a tensor of one element; None for a float that may be rounded."""
     number = value.item()
     if not isinstance(number, float):
         return operator.index(number)
@@ -199,7 +199,7 @@ def _exact(value: Tensor) -> int | None:
 
 
 def _shown(value: object) -> str:
-    """A value from a file, short enough for a message."""
+    """Returns a value from a file, shortened for messages."""
     if isinstance(value, int) and value.bit_length() > 200:
         return f"an integer of {value.bit_length()} bits"  # Python refuses to print some of them
     if isinstance(value, Tensor) and value.numel() != 1:
@@ -208,7 +208,7 @@ def _shown(value: object) -> str:
 
 
 def _flags(tensor: Tensor, key: str, name: str) -> Tensor:
-    """Numbers 0 and 1 as booleans of the same shape."""
+    """Converts numbers 0 and 1 to booleans of the same shape."""
     wrong = (tensor != 0) & (tensor != 1)  # NaN, too
     if wrong.any():
         raise ValueError(f"{name}: {key} must be 0 or 1; got {tensor[wrong][0].item()}")
@@ -279,14 +279,15 @@ def _cell(cell: _Array | None, pbc: _Array | None, name: str) -> tuple[Tensor, T
 
 
 def origin_of(pos: Tensor) -> Tensor:
-    """Offset to subtract from positions (N, 3) float64, Å: (3,), 0 near the origin."""
+    """Returns the offset to subtract from positions (N, 3) float64, Å: (3,), 0 near the origin."""
     center = pos.median(dim=0).values
     coarse = (center / 1000).round() * 1000  # structures moved by round numbers keep their bits
     return torch.where((center - coarse).abs() <= _CENTERED, coarse, center.round())
 
 
 def _near(pos: Tensor, cell: Tensor, pbc: Tensor) -> Tensor:
-    """Positions (N, 3), Å, with the nearest images of atoms that are far from the others."""
+    """Returns positions (N, 3), Å, with the nearest images of atoms that are far from the
+    others."""
     apart = pos - pos.median(dim=0).values
     far = (apart.abs() > _APART).any(dim=1)
     return pos - _lattice_shift(apart * far[:, None], cell, pbc) if far.any() else pos

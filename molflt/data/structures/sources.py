@@ -1,4 +1,4 @@
-"""Finds structures: files, folders, patterns of names, and splits of a data set."""
+"""Search for structures: files, folders, patterns of names, and splits of a data set."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ += ["named", "source_of", "sources_in", "split_path"]
 
 Paths: TypeAlias = str | Path | Sequence[str | Path]
 
-# Name in messages -> class. A path goes to the first one that takes it.
+# Name in messages -> class. The first class that takes a path opens it.
 SOURCES: dict[str, type[Structures]] = {
     "compact store": StructureStore,
     "OC20 LMDB": Oc20Lmdb,
@@ -34,7 +34,7 @@ _LISTED = 12
 
 
 def source_of(path: Path) -> type[Structures]:
-    """The class that opens one file, or one folder of shards."""
+    """Returns the class that opens a file, or a folder of shards."""
     if not path.exists():
         raise FileNotFoundError(
             f"{path}: no such file or folder; expected a {', '.join(SOURCES)}; see molflt data "
@@ -53,7 +53,7 @@ def source_of(path: Path) -> type[Structures]:
 
 
 def files_of(paths: Paths) -> list[Path]:
-    """Files and folders of shards that paths name, each once.
+    """Returns the distinct files and folders of shards given by paths.
 
     Args:
         paths: a file, a folder, whose files and folders are read in natural order, or a pattern
@@ -70,7 +70,7 @@ def files_of(paths: Paths) -> list[Path]:
 
 
 def named(paths: Paths) -> Path:
-    """The path that messages show: the one that is given, or a pattern of all."""
+    """Returns the path for messages: the given one, or a pattern of all."""
     if isinstance(paths, str | Path):
         return Path(paths)
     names = [str(path) for path in paths]
@@ -103,17 +103,17 @@ def is_one_source(path: Path) -> bool:
 
 
 def split_path(root: str | Path, split: str) -> Path:
-    """Path of a split of a data set.
+    """Returns the path of a split of a data set.
 
-    Looked for, in this order: ``ROOT/SPLIT.safetensors``, ``ROOT/SPLIT.lmdb``, a folder
-    ``ROOT/SPLIT`` of LMDB shards, what other classes of `SOURCES` read, a folder ``ROOT/SPLIT`` of
-    such files, then the same below the folders of the OC20 download: ``ROOT`` may be the
-    download's directory, its ``is2re`` folder, or one subset in it such as ``is2re/10k`` (whose
-    validation splits are those of ``is2re/all``).
+    Searched in this order: ``ROOT/SPLIT.safetensors``, ``ROOT/SPLIT.lmdb``, a folder ``ROOT/SPLIT``
+    of LMDB shards, what other classes of `SOURCES` read, a folder ``ROOT/SPLIT`` of such files,
+    then the same below the folders of the OC20 download: ``ROOT`` may be the download's directory,
+    its ``is2re`` folder, or one subset in it such as ``is2re/10k`` (whose validation splits are
+    those of ``is2re/all``).
 
     Args:
         root: folder of the data set.
-        split: ``train``, ``val_id``, ..., or with its subset, ``10k/train``.
+        split: ``train``, ``val_id``, ..., or with a subset, ``10k/train``.
     """
     root = Path(root)
     if not root.is_dir():
@@ -148,7 +148,8 @@ def split_path(root: str | Path, split: str) -> Path:
 
 
 def sources_in(folder: Path) -> tuple[dict[str, Path], list[str]]:
-    """Files and folders with structures by name, in the order of splits, and names of the others.
+    """Returns files and folders with structures by name, in the order of splits, and names of
+    others.
 
     JSON files are structures only if they are named like a split; others are settings.
     """
@@ -194,7 +195,8 @@ def _say_others(folder: Path, count: int, others: Sequence[str]) -> None:
 
 
 def _scan(folder: Path) -> tuple[list[Path], list[str]]:
-    """Files of structures and folders of shards in a folder and below, and names of the others."""
+    """Returns files of structures and folders of shards in a folder and below, and names of
+    others."""
     if is_shards(folder):
         return [folder], []
     found: list[Path] = []
@@ -244,7 +246,7 @@ def is_shards(folder: Path) -> bool:
 
 
 def _name(path: Path) -> str:
-    """The name of a source without its ending."""
+    """Returns the name of a source without its ending."""
     plain = without_packing(path)
     known = {suffix for source in SOURCES.values() for suffix in source.suffixes}
     return plain.stem if path.is_file() and plain.suffix.lower() in known else path.name
@@ -263,13 +265,13 @@ def _is_pattern(path: Path) -> bool:
 
 
 def _matching(path: Path) -> list[Path]:
-    """Files and folders of a pattern, in natural order."""
+    """Returns files and folders that match a pattern, in natural order."""
     found = (Path(one) for each in _patterns(str(path)) for one in iglob(each, recursive=True))
     return sorted(found, key=_natural)
 
 
 def _patterns(text: str) -> list[str]:
-    """A pattern with braces as several without."""
+    """Expands a pattern with braces."""
     braces = re.search(r"\{([^{}]*,[^{}]*)\}", text)
     if braces is None:
         return [text]

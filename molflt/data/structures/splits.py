@@ -19,7 +19,7 @@ SPLITS_IN_ORDER = ("train", *VAL_SPLITS, *TEST_SPLITS)
 
 
 class _Oc20File(NamedTuple):
-    """One LMDB of the official download: number of records, size in GB, md5 of ``data.lmdb``."""
+    """An LMDB of the official download: number of records, size in GB, md5 of ``data.lmdb``."""
 
     records: int
     gigabytes: float
@@ -27,7 +27,7 @@ class _Oc20File(NamedTuple):
 
 
 class _Oc20Archive(NamedTuple):
-    """The one tar that holds all IS2RE and IS2RS splits (CC-BY-4.0)."""
+    """The archive of all IS2RE and IS2RS splits (CC-BY-4.0)."""
 
     base_url: str
     name: str
@@ -42,7 +42,7 @@ OC20_ARCHIVE = _Oc20Archive(
     inner="is2res_train_val_test_lmdbs/data/is2re",
 )
 
-# Sizes of the validation and test files are upper bounds of the range they were measured in.
+# Sizes of the validation and test files are upper bounds.
 OC20_FILES = {
     "10k/train": _Oc20File(10_000, 1.35, "e7efd4949b6a6d14acdc69060664c9cf"),
     "100k/train": _Oc20File(100_000, 13.5, "ad28a69c588f773ba5cf24a01c2af730"),

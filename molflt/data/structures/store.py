@@ -1,7 +1,7 @@
 """The compact store: structures and labels of one split in one safetensors file.
 
-Arrays are laid end to end over all structures, ``offsets`` says where each begins, and nothing is
-unpickled or decompressed on reading. Edges are left out: attention does not need them.
+Arrays are concatenated over all structures, with the start of each in ``offsets``. Reading does not
+unpickle or decompress. Edges are not stored, because attention does not need them.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ _COLUMNS: dict[str, tuple[str, tuple[int, ...], str]] = {
     "stress": ("<f4", (3, 3), "structure"),
     "charge": ("<f8", (), "structure"),
 }
-# not there if no structure has any
+# missing if no structure has one
 _OPTIONAL = ("pos_relaxed", "energy", "forces", "stress", "charge")
-_BLOCK = 10_000  # structures that are checked at once
-_BLOCK_WRITTEN = 1000  # structures whose arrays are joined at once
+_BLOCK = 10_000  # structures per check
+_BLOCK_WRITTEN = 1000  # structures per concatenation
 _TYPES = {"F32": "<f4", "F64": "<f8", "I64": "<i8", "U8": "|u1", "BOOL": "|b1"}
 
 
@@ -61,15 +61,15 @@ def write_store(
     source: str = "",
     left_out: Callable[[np.ndarray, np.ndarray, np.ndarray], Collection[int]] | None = None,
 ) -> int:
-    """Write structures to a compact store; the file appears complete or not at all.
+    """Writes structures to a compact store, completely or not at all.
 
     Args:
         path: file to write, ending in ``.safetensors``; an existing one is replaced.
         records: structures as :func:`molflt.data.structures.records.make_record` returns them,
             optionally with a `name`, which replaces the sid in tables.
-        source: where they came from, kept in the file's header.
-        left_out: given sids, y_relaxed (eV) and natoms of all structures, (structures,) each, says
-            by their indices which are not written after all.
+        source: origin of the structures, for the header.
+        left_out: function of sids, y_relaxed (eV) and natoms of all structures, (structures,) each,
+            that returns indices of structures to leave out.
 
     Returns:
         Number of structures written.
@@ -105,13 +105,13 @@ def write_store(
     named = {places[index]: name for index, name in names.items() if index in places}
     header = {"names": json.dumps(named)} if named else {}
     header |= {"format": STORE, "version": _VERSION, "source": source}
-    clear_parts(path.parent)  # of conversions that were killed
+    clear_parts(path.parent)  # left by conversions that were killed
     save_tensors(path, columns, header)
     return int(kept.sum())
 
 
 def _columns(record: Data) -> dict[str, np.ndarray]:
-    """One structure as arrays in the store's types, after the checks every reader makes."""
+    """Returns the checked arrays of one structure in the types of the store."""
     checked = make_record(
         pos=record.pos,
         atomic_numbers=record.atomic_numbers,
@@ -132,13 +132,13 @@ def _columns(record: Data) -> dict[str, np.ndarray]:
 
 
 def _present(label: Tensor) -> Tensor | None:
-    """A label; None where all of it is NaN."""
+    """Returns a label; None if all of it is NaN."""
     tensor = torch.as_tensor(label)
     return None if bool(tensor.isnan().all()) else tensor
 
 
 class StructureStore(Structures):
-    """A compact store; memory-mapped, safe to send to any worker process.
+    """A memory-mapped compact store, which can be sent to worker processes.
 
     Args:
         path: a ``.safetensors`` file made by :func:`write_store`.
@@ -203,7 +203,7 @@ class StructureStore(Structures):
 
     @property
     def source(self) -> str:
-        """Origin of the structures, as noted by the writer."""
+        """Origin of the structures, stored by the writer."""
         return self._noted("source")
 
     def _noted(self, name: str) -> str:
@@ -257,10 +257,10 @@ class StructureStore(Structures):
 
 
 def _map_columns(path: Path) -> dict[str, np.ndarray]:
-    """Read-only views of every array, at the offsets of the header, after checking the header.
+    """Checks the header and returns read-only views of every array.
 
-    ``safe_open`` checks that the header is sound and covers the file exactly; its ``get_slice``
-    is slower than a numpy view, so the slicing is numpy's.
+    ``safe_open`` checks that the header is valid and covers the file; slices are numpy views, which
+    are faster than ``get_slice``.
     """
     expect_readable(path)
     try:
@@ -289,7 +289,7 @@ def _map_columns(path: Path) -> dict[str, np.ndarray]:
             raw = np.asarray(content[begin:end])
             if entry["dtype"] in _TYPES:
                 raw = raw.view(_TYPES[entry["dtype"]]).reshape(entry["shape"])
-            else:  # bytes without a meaning, which no column may hold
+            else:  # bytes that no column may contain
                 raw = raw.view(np.void)
             columns[name] = raw
     _check_columns(path, columns)

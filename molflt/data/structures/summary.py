@@ -1,4 +1,4 @@
-"""Contents of a source of structures: counts, elements, tags, labels and warnings."""
+"""Summary of a source of structures: counts, elements, tags, labels and warnings."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ Purpose = Literal["potential", "is2re"]
 Statistics = dict[str, float] | None
 
 _MOST_INITIAL = 100.0  # eV: an initial structure may be strained
-_ALL_ELECTRONS = 15.0  # eV per atom: more than pseudopotentials of most elements leave
+_ALL_ELECTRONS = 15.0  # eV per atom, above most pseudopotentials
 
 _LABELS = ("y_init", "y_relaxed", "energy")
 
 
 class Summary(TypedDict):
-    """Contents of a source, as `molflt data inspect --json` prints them.
+    """Summary of a source, as printed by `molflt data inspect --json`.
 
     `recipe` is the recipe that fits the labels. `verified` is True if the digest of the file fits,
     and None for files without one. `energies_look_like` is "adsorption", "total" or "unknown",
@@ -90,7 +90,7 @@ class Inspected(NamedTuple):
     """a structure of typical size to draw"""
     sids: list[int]
     features: np.ndarray
-    """of each structure, as of :func:`molflt.data.structures.overlaps.fingerprint`"""
+    """fingerprint of each structure, see :func:`molflt.data.structures.overlaps.fingerprint`"""
 
 
 def summarize(
@@ -102,10 +102,10 @@ def summarize(
     """Reads a source once. Structures that are not valid are left out and listed.
 
     Args:
-        path: what :func:`molflt.data.structures.open_dataset` opens.
-        limit: use only the first so many structures.
+        path: source for :func:`molflt.data.structures.open_dataset`.
+        limit: number of structures to use, the first ones.
         reading: how to read entries of ASE's formats.
-        recipe: use of the labels; by default judged from them.
+        recipe: use of the labels; determined from them by default.
     """
     structures, seen = _OnePass(path, limit, True, reading), _Seen()
     for record, moved in structures:
@@ -152,7 +152,7 @@ def summarize(
 
 
 class _Seen:
-    """Columns that one pass collects, a number or an array for each structure."""
+    """Columns of one pass, with a number or an array for each structure."""
 
     def __init__(self) -> None:
         self.sids, self.atoms, self.moved = list[int](), list[int](), 0
@@ -192,7 +192,8 @@ class _Seen:
 
 
 def _purpose(seen: _Seen, labels: dict[str, np.ndarray], atoms: np.ndarray) -> Purpose:
-    """Potentials have forces or stress, or total energies of structures that are not relaxed."""
+    """Returns True for data of potentials: forces or stress, or total energies of unrelaxed
+    structures."""
     if seen.forces or seen.stress:
         return "potential"
     total = energy_kind(labels["energy"], atoms) == "total"
@@ -212,7 +213,7 @@ def _joined(parts: list[np.ndarray]) -> np.ndarray:
 
 
 def _statistics(values: np.ndarray) -> Statistics:
-    """Count, min, mean, median and max of the finite values; None without any."""
+    """Returns count, min, mean, median and max of the finite values; None without any."""
     finite = values[np.isfinite(values)]
     if len(finite) == 0:
         return None
@@ -226,7 +227,7 @@ def _statistics(values: np.ndarray) -> Statistics:
 
 
 def _absurd(faults: Iterable[tuple[int, str]], systems: int) -> list[str]:
-    """One line for structures with labels beyond belief, by sid."""
+    """Returns a line about structures with absurd labels, by sid."""
     found = list(faults)
     return [
         f"absurd labels: {len(found)} of {systems} systems, for instance sid {sid}: {reason}"
@@ -320,7 +321,7 @@ def _of_all(summary: Summary, seen: _Seen, features: np.ndarray) -> list[str]:
 
 
 def energies_in_words(summary: Summary) -> str:
-    """Kind of energy of the labels, by their size per atom and the tags."""
+    """Returns the kind of energies, from their size per atom and the tags."""
     values, kind = summary["energies_per_atom_eV"], summary["energies_look_like"]
     if values is None:
         return ""

@@ -20,21 +20,21 @@ class System(NamedTuple):
     """Names of a system and of the groups that it belongs to."""
 
     sid: int
-    """the same as in the stores"""
+    """sid in the stores"""
     name: str
     molecule: str
-    """of the adsorbate, as the data set calls it"""
+    """name of the adsorbate in the data set"""
     family: str
-    """of the molecule"""
+    """family of the molecule"""
     metal: str
-    """symbol of the surface's element"""
+    """symbol of the element of the surface"""
 
 
 def write_systems(folder: Path, splits: Iterable[tuple[str, Iterable[System]]]) -> None:
     """Writes systems.csv: sid, name, molecule, family, metal, split.
 
     Args:
-        folder: of the data set.
+        folder: folder of the data set.
         splits: names of splits and their systems.
 
     Raises:
@@ -49,14 +49,14 @@ def write_systems(folder: Path, splits: Iterable[tuple[str, Iterable[System]]]) 
 
 
 def read_systems(folder: Path) -> dict[int, System]:
-    """The systems of a data set, by sid.
+    """Reads the systems of a data set, by sid.
 
     Args:
-        folder: of the data set.
+        folder: folder of the data set.
 
     Raises:
         FileNotFoundError: if systems.csv does not exist.
-        ValueError: naming the line that is not a system, or repeats a sid.
+        ValueError: names the line that is not a system, or repeats a sid.
     """
     path = folder / SYSTEMS
     if not path.is_file():

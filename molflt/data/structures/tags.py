@@ -1,4 +1,4 @@
-"""Guesses tags from the geometry: adsorbate by connectivity, surface and subsurface by height."""
+"""Tags from the geometry: adsorbate by connectivity, surface and subsurface by height."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ _SAME_SITE = 0.8  # Å from a site of the continued lattice
 _SHELL = 5.0  # Å: the environment that a lattice repeats
 _LISTED = 5  # kinds of structures in a message
 _LAYER = 0.15  # Å between two layers, at least
-_EVEN = 0.45  # at most, length of the mean direction to the neighbors of an atom inside of a slab
+_EVEN = 0.45  # largest length of the mean direction to the neighbors of an atom inside a slab
 _THICK = 3.0  # Å: thinner slabs do not have an inside
 _MOST = 200  # atoms to compare with
 _FEWEST = 4  # neighbors to compare
-_REPEATED, _ALL = 0.8, 0.95  # share of the neighbors found again: at the surface, inside
-_HELD = 0.2  # share of the slab that is fixed, at least, if the others are the surface
+_REPEATED, _ALL = 0.8, 0.95  # share of matching neighbors: at the surface, inside
+_HELD = 0.2  # smallest share of fixed atoms if the others are the surface
 
 _Flags = NDArray[np.bool_]
 _Numbers = NDArray[np.int64]
@@ -67,16 +67,15 @@ def guess_tags(record: Data, share: tuple[float, float] | None = None) -> Guess:
     """Finds adsorbate, surface and subsurface atoms of a slab with vacuum along one axis.
 
     Molecules of H, C, N, O, F, P, S, Cl, Br and I on the slab are the adsorbate, except atoms that
-    continue its lattice, such as oxygen of an oxide. So are Li, B and Si that are bonded to these
-    above a slab of other elements. All other elements belong to the slab if they touch it. Where
-    some atoms of the slab are fixed, the free ones are the surface, as in OC20. Else the surface is
-    what lies within 2 Å of the top, or has fewer neighbors than deeper atoms.
+    continue its lattice, such as oxygen of an oxide. Li, B and Si that are bonded to them above a
+    slab of other elements also belong to it. All other elements belong to the slab if they touch
+    it. If some atoms of the slab are fixed, the free ones are the surface, as in OC20. Otherwise
+    the surface has the atoms within 2 Å of the top, or with fewer neighbors than deeper ones.
 
     Args:
-        record: see `molflt.data.structures.records.make_record`; its tags are not read.
-        share: least and largest share of the slab's atoms that is surface, as a model's training
-            data have it. Where the guess lies outside, the top layers with the nearest share are
-            the surface.
+        record: structure of `molflt.data.structures.records.make_record`; its tags are not read.
+        share: smallest and largest share of surface atoms in slabs of a model's training data. If a
+            guess is outside, the top layers with the nearest share are the surface.
 
     Returns:
         All tags are 0 for crystals, molecules, clusters and slabs without adsorbate.
@@ -104,7 +103,7 @@ class _Atoms:
         self.pos = record.pos.double().numpy()
         self.pbc = record.pbc[0].numpy()
         given = record.cell[0].double().numpy()
-        # an open axis counts along the normal of the others
+        # an open axis is taken along the normal of the others
         self.cell = complete_cell(np.where(self.pbc[:, None], given, 0.0))
         self.fixed = record.fixed.numpy() & ~record.fixed.numpy().all()
         self.molecular = np.isin(self.numbers, _MOLECULAR)
@@ -143,7 +142,7 @@ class _Atoms:
         self.bonded = near & self.molecular[self.i] & self.molecular[self.j]
 
     def _of_molecules(self, number: int, near: _Flags) -> _Flags:
-        """Atoms of an element if all lie outside of the slab in bonds with nonmetals, (N,)."""
+        """Mask of an element whose atoms all lie outside the slab with bonds to nonmetals, (N,)."""
         own = self.numbers == number
         others = ~self.molecular & ~own
         if not own.any() or own.sum() >= others.sum():
@@ -157,7 +156,7 @@ class _Atoms:
         return own & (bool((outside & held)[own].all()) and alone)
 
     def adsorbate(self) -> _Flags:
-        """Atoms of molecules that do not continue the lattice of the slab, (N,)."""
+        """Mask of molecules that do not continue the lattice of the slab, (N,)."""
         slab = self._frame() | self.fixed
         if not slab.any():
             return ~slab
@@ -185,7 +184,7 @@ class _Atoms:
         return ~slab
 
     def _frame(self) -> _Flags:
-        """Returns slab atoms that follow from bonds, (N,): metals, or a sheet of nonmetals."""
+        """Returns the mask of slab atoms by bonds, (N,): metals, or a sheet of nonmetals."""
         solid = ~self.molecular
         sheet = self._endless(self.bonded).all(axis=0)
         if sheet.sum() <= solid.sum():
@@ -199,7 +198,8 @@ class _Atoms:
         return np.asarray(sheet)
 
     def _endless(self, kept: _Flags) -> _Flags:
-        """Atoms that bonds connect to their own next image, along both periodic axes: (2, N)."""
+        """Mask of atoms with a path of bonds to their own next image, for both periodic axes: (2,
+        N)."""
         count, found = len(self.numbers), []
         for axis in sorted({0, 1, 2} - set(self.open_axes)):
             i, j, step = self.i[kept], self.j[kept], self.shifts[kept, axis]
@@ -211,7 +211,7 @@ class _Atoms:
         return np.array(found)
 
     def _surrounded(self, slab: _Flags) -> _Flags:
-        """Atoms with neighbors of the slab on all sides, (N,)."""
+        """Mask of atoms with neighbors of the slab on all sides, (N,)."""
         near = slab[self.j]
         total = np.zeros((len(self.numbers), 3))
         np.add.at(total, self.i[near], self.directions[near])
@@ -219,7 +219,7 @@ class _Atoms:
         return (count > 1) & (np.linalg.norm(total, axis=1) < _EVEN * count)
 
     def _unbonded(self, slab: _Flags) -> _Flags:
-        """Atoms without bonds of kinds that the inside of the slab does not have, (N,)."""
+        """Mask of atoms whose kinds of bonds all occur inside the slab, (N,)."""
         kinds = self.numbers[self.i] * 1000 + self.numbers[self.j]
         known = np.unique(kinds[self.bonded & slab[self.i] & slab[self.j]])
         foreign = self.bonded & ~np.isin(kinds, known)
@@ -228,7 +228,7 @@ class _Atoms:
     def _continues(
         self, atom: int, slab: _Flags, sites: _Flags, moves: list[NDArray[np.float64]], sure: bool
     ) -> bool:
-        """True if an atom lies where the lattice, moved by one of its vectors, has one like it."""
+        """Returns True if an atom is at a site of the same element in the shifted lattice."""
         twins = np.flatnonzero(slab & (self.numbers == self.numbers[atom]))
         if not any(self._repeats(int(twin), atom, slab, sites) for twin in twins[:_MOST]):
             return False
@@ -239,7 +239,7 @@ class _Atoms:
         return float(np.mean(there)) >= 0.5 if there else sure
 
     def _moves(self, slab: _Flags) -> list[NDArray[np.float64]]:
-        """Lattice vectors along the surface, within the cell, Å."""
+        """Returns lattice vectors along the surface, within the cell, Å."""
         inside = np.where(slab, np.abs(self.heights - np.median(self.heights[slab])), np.inf)
         start = int(inside.argmin())
         level = slab & (self.numbers == self.numbers[start])
@@ -255,7 +255,7 @@ class _Atoms:
     def _repeats(
         self, start: int, end: int, slab: _Flags, sites: _Flags, least: float = _REPEATED
     ) -> bool:
-        """True if the slab around one atom is found again around another one."""
+        """Returns True if the surroundings of an atom in the slab occur around another one."""
         heights = self.heights[slab]
         shell = self._wrapped(self.pos[slab] - self.pos[start])
         away = np.linalg.norm(shell, axis=1)
@@ -270,12 +270,12 @@ class _Atoms:
         return bool(((lengths < _SAME_SITE) & same).any(axis=1).mean() >= least)
 
     def _wrapped(self, vectors: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Vectors less the nearest lattice vectors, by fractional coordinates."""
+        """Subtracts the nearest lattice vectors, by fractional coordinates."""
         turns = np.round(vectors @ np.linalg.inv(self.cell)) * self.pbc
         return np.asarray(vectors - turns @ self.cell)
 
     def surface(self, adsorbate: _Flags, share: tuple[float, float] | None) -> _Flags:
-        """Atoms of the slab that are its surface, (N,)."""
+        """Mask of the surface atoms of the slab, (N,)."""
         slab = ~adsorbate
         held = slab & self.fixed
         heights = self.depth(adsorbate)
@@ -304,7 +304,7 @@ class _Atoms:
         return slab & (heights >= order[ends[off.argmin()]] - 1e-9)
 
     def depth(self, adsorbate: _Flags) -> NDArray[np.float64]:
-        """Heights that grow towards the sides with adsorbates, (N,), Å."""
+        """Returns heights that increase towards the sides with adsorbates, (N,), Å."""
         slab = ~adsorbate
         if not slab.any():
             return self.heights
@@ -316,7 +316,7 @@ class _Atoms:
         return down if not above.any() else np.maximum(-down, down)
 
     def described(self, tags: _Numbers) -> str:
-        """The molecules of the adsorbate and the number of other atoms."""
+        """Summarizes the molecules of the adsorbate and the number of other atoms."""
         from ase.symbols import Symbols
 
         own = tags == Tag.ADSORBATE
@@ -358,9 +358,9 @@ def _groups(i: _Numbers, j: _Numbers, count: int) -> _Numbers:
 
 
 def adsorbates(record: Data) -> _Numbers:
-    """Number of the adsorbate that each atom belongs to, (N,); -1 for atoms of the slab.
+    """Returns the index of the adsorbate of each atom, (N,); -1 for atoms of the slab.
 
-    Adsorbates are the atoms with tag 2 that bonds connect, in the order of their first atoms.
+    Adsorbates are connected atoms with tag 2, in the order of their first atoms.
     """
     from ase.data import covalent_radii
     from ase.geometry import complete_cell
@@ -377,7 +377,8 @@ def adsorbates(record: Data) -> _Numbers:
 
 
 def heights_agree(record: Data) -> bool:
-    """True if surface atoms lie between subsurface and adsorbate on average, as far as is known."""
+    """Returns False if the average heights of subsurface, surface and adsorbate are out of
+    order."""
     atoms = _Atoms(record, bonds=False)
     if len(atoms.open_axes) != 1:
         return True
@@ -388,7 +389,7 @@ def heights_agree(record: Data) -> bool:
 
 
 class Tagged(Part):
-    """A source with guessed instead of own tags. Reads it once and prints a summary.
+    """A source with guessed tags. It is read once, and a summary is printed.
 
     Structures without a guess have tags of 0.
 

@@ -1,4 +1,4 @@
-"""Fields of a structure that change its energy: its total charge, and those that are not read."""
+"""Fields of a structure that change its energy: total charge, and fields that are not read."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _MULTIPLICITY = {"spin", "spins", "multiplicity", "mult"}
 
 
 def total_charge(atoms: Atoms) -> float | None:
-    """Total charge in ``info`` or in the data of a database row, e; None if it is not given.
+    """Returns the total charge in ``info`` or in the data of a database row, e; None if unknown.
 
-    Its name is charge, total_charge or net_charge, in any spelling.
+    Its name is charge, total_charge or net_charge in any spelling.
 
     Raises:
         ValueError: no number, two different charges, or a multiplicity other than 1.
@@ -55,10 +55,10 @@ def total_charge(atoms: Atoms) -> float | None:
 
 
 def unused_fields(atoms: Atoms) -> dict[str, str]:
-    """Charges, spin, magnetic moments and external field of a structure: name to value as text.
+    """Returns charges, spin, magnetic moments and fields of a structure by name, as text.
 
-    Reads ``info``, the data of a database row, ``arrays`` and stored results. Leaves out zero
-    values, the spin or multiplicity 1, and the total charge.
+    It reads ``info``, the data of a database row, ``arrays`` and stored results. It leaves out
+    zeros, a spin or multiplicity of 1, and the total charge.
     """
     results = getattr(atoms.calc, "results", None) or {}
     own = {name: each for name, each in entries(atoms).items() if not _is_total(name, each)}
@@ -68,25 +68,25 @@ def unused_fields(atoms: Atoms) -> dict[str, str]:
 
 
 def unused_warning(where: str, fields: Mapping[str, str]) -> str:
-    """One line that names the fields of a structure, or of a file."""
+    """Returns a line that names the fields of a structure, or of a file."""
     named = ", ".join(f"{name} ({text})" for name, text in fields.items())
     return f"{where}: {named} not used; models read elements, positions, cell and total charge"
 
 
 def _is_total(name: str, value: Any) -> bool:
-    """True if an entry is the total charge."""
+    """Returns True if an entry is the total charge."""
     named = "charge" in (words := _words(name)) and words <= {"charge", "total", "net"}
     return named and value is not None and np.size(value) == 1
 
 
 def _words(name: str) -> set[str]:
-    """Words of "initial_charges", "totalCharge" or "Electric field", in lower case."""
+    """Splits "initial_charges", "totalCharge" or "Electric field" into words in lower case."""
     apart = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name)
     return set(re.split(r"[^a-z]+", apart.lower()))
 
 
 def _text(value: object, words: set[str]) -> str:
-    """Text for a field that changes the energy; "" for another one, or for a neutral value."""
+    """Returns text for a field that changes the energy; "" for others, or for a neutral value."""
     field = bool(words & {"field", "fields"}) and bool(words & _KINDS or len(words) == 1)
     moment = bool(words & {"moment", "moments"}) and bool("magnetic" in words or len(words) == 1)
     if not (words & _WORDS or field or moment) or words & _RESULTS or value is None:

@@ -55,7 +55,7 @@ class GlueTask(NamedTuple):
     """Format of the files of a task, and its metrics."""
 
     columns: Mapping[str, str]
-    """names in the header of the columns first, second (for pairs) and label"""
+    """names of the columns first, second (for pairs) and label in the header"""
     labels: tuple[str, ...] | None
     """names of the classes in the order of their index; None for scores from 0 to 5 and images"""
     metrics: tuple[str, ...] = ("accuracy",)
