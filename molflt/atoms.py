@@ -1,4 +1,4 @@
-"""Shared by data and models: OC20's tags and bounds of numbers."""
+"""Constants and cells shared by data and models."""
 
 from enum import IntEnum
 
@@ -7,12 +7,12 @@ from numpy.typing import NDArray
 
 MAX_ATOMIC_NUMBER = 118
 FARTHEST = 1e5
-"""Å, bound of each coordinate: there the steps of float32 are 0.01 Å."""
+"""Å, bound of each coordinate, where float32 has a resolution of 0.01 Å."""
 LOWEST = 0.5
-"""Å, least distance of lattice planes of a reduced cell: no crystal comes near it."""
+"""Å, smallest distance of lattice planes of a reduced cell, below that of any crystal."""
 
-_DEPENDENT = 1e-18  # of the longest vector squared: less is rounding
-_MOST_REDUCTIONS = 64  # of a cell; some ten are enough where numbers mean something
+_DEPENDENT = 1e-18  # relative to the square of the longest vector; less is rounding
+_MOST_REDUCTIONS = 64  # most steps for a cell; about ten suffice for sound cells
 _SIGNS = np.array([[1.0, 1, 1], [1, 1, -1], [1, -1, 1], [-1, 1, 1]])
 
 
@@ -27,16 +27,15 @@ class Tag(IntEnum):
 def reduced_cell(
     cell: NDArray[np.float64], pbc: NDArray[np.bool_]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Minkowski-reduced lattice vectors: the shortest that span the same lattice.
+    """Returns Minkowski-reduced lattice vectors, the shortest ones of the same lattice.
 
     Args:
         cell: (graphs, 3, 3), rows are lattice vectors, Å; finite along periodic axes.
-        pbc: (graphs, 3), which of them are periodic.
+        pbc: (graphs, 3), True for periodic axes.
 
     Returns:
-        The reduced vectors, (graphs, 3, 3), 0 along axes that are not periodic, and the unimodular
-        matrices that give them, steps @ cell, (graphs, 3, 3). Cells that are reduced keep their
-        bits.
+        The reduced vectors, (graphs, 3, 3), 0 along axes that are not periodic, and unimodular
+        matrices (graphs, 3, 3) with vectors = steps @ cell. Reduced cells do not change by a bit.
     """
     rows = np.where(pbc[..., None], cell, 0.0)
     steps = np.tile(np.eye(3), (len(rows), 1, 1))
@@ -54,14 +53,14 @@ def reduced_cell(
 
 
 def _shortening(vectors: NDArray[np.float64], shortest: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Unimodular matrices that shorten rows, both (n, 3, 3); 1 where none does.
+    """Returns unimodular matrices that shorten rows, both (n, 3, 3); 1 if none does.
 
-    Rows whose square is not above `shortest`, (n,), depend on others by rounding, and are left.
+    Rows with squares up to `shortest`, (n,), depend on others within rounding, and do not change.
     """
     gram = vectors @ np.swapaxes(vectors, 1, 2)
     square = np.diagonal(gram, axis1=1, axis2=2)
     share = gram / np.where(square > shortest[:, None], square, np.inf)[:, None]
-    # half a vector more or less is as long
+    # a tie of one half
     times = np.where(np.abs(share) > 0.501, share.round(), 0.0) * (1 - np.eye(3))
     gain = (times * (2 * gram - times * square[:, None])).reshape(-1, 9)
     change, each = np.tile(np.eye(3), (len(gram), 1, 1)), np.arange(len(gram))
@@ -75,11 +74,11 @@ def _shortening(vectors: NDArray[np.float64], shortest: NDArray[np.float64]) -> 
 
 
 def lattice_heights(cell: NDArray[np.float64], pbc: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """Distances of neighboring lattice planes of the reduced cells.
+    """Returns distances of neighboring lattice planes of the reduced cells.
 
     Args:
         cell: (..., 3, 3), rows are lattice vectors, Å; finite along periodic axes.
-        pbc: (..., 3), which of them are periodic.
+        pbc: (..., 3), True for periodic axes.
 
     Returns:
         (..., 3), Å; 0 where lattice vectors are dependent, infinite along axes that are not
@@ -88,7 +87,7 @@ def lattice_heights(cell: NDArray[np.float64], pbc: NDArray[np.bool_]) -> NDArra
     rows = reduced_cell(cell.reshape(-1, 3, 3), pbc.reshape(-1, 3))[0].reshape(cell.shape)
     gram = rows @ np.swapaxes(rows, -1, -2) + np.eye(3) * ~pbc[..., None]
     i, j, k = np.array([0, 1, 2]), np.array([1, 2, 0]), np.array([2, 0, 1])
-    # h_i^2 is the squared ratio of the volumes of all vectors and of the others; needs no inverse
+    # h_i^2 is the squared ratio of the volumes of all vectors and of the others, without an inverse
     others = gram[..., j, j] * gram[..., k, k] - gram[..., j, k] ** 2
     mixed = gram[..., i, j] * gram[..., k, k] - gram[..., i, k] * gram[..., j, k]
     rest = gram[..., i, j] * gram[..., j, k] - gram[..., i, k] * gram[..., j, j]

@@ -115,7 +115,7 @@ def _line(problem: BaseException) -> str:
 
 
 def _refusal(calculator: Any, atoms: Atoms) -> str:
-    """Returns the reason why a structure is not computed, or "" if it is."""
+    """Returns the reason why a structure cannot be computed, or ""."""
     try:
         return "" if _Results(calculator, atoms).finite() else "not finite"
     except Exception as problem:
@@ -273,7 +273,7 @@ def _torque(case: _Case) -> float:
 
 
 def _jump(case: _Case, path: Callable[[float], tuple[Atoms, Any]], end: float) -> float:
-    """Returns the first jump of the energy along a path that the forces do not explain."""
+    """Returns the first jump of the energy along a path beyond the work of the forces."""
     calculator = case.make()
 
     def at(t: float) -> tuple[float, float, float]:

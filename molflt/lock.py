@@ -1,4 +1,4 @@
-"""Locks that allow one process per folder and end with their process."""
+"""Locks that allow one process per folder and are released when it ends."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class FolderLock:
             if not self.is_gone() and _flock(self._file, shared=False):
                 self.path.unlink(missing_ok=True)
             self._file.close()
-            with contextlib.suppress(OSError):  # folders that are not empty stay
+            with contextlib.suppress(OSError):  # folders that are not empty remain
                 for path in made:
                     path.rmdir()
 
@@ -70,7 +70,7 @@ class FolderLock:
                 raise ValueError(f"{self.path.parent}: {holder} {self.doing}")
             self._file = file
             if self.is_gone():
-                file.close()  # removed by its holder after it was opened here
+                file.close()  # the holder removed it after it was opened here
                 continue
             file.truncate(0)
             if not self.shared:  # one name would be wrong for several holders

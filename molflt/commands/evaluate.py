@@ -44,7 +44,7 @@ def evaluate(
     relative encoding.
 
     Args:
-        run: folder of a training run; its recipe decides the further options.
+        run: folder of a training run; its recipe determines the further options.
         checkpoint: best, last, or a safetensors file.
         out: folder to write; by default the run folder, or its subfolder ensemble with `also`.
         device: auto, cpu, cuda or cuda:N.
@@ -95,7 +95,7 @@ def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
     """Returns the parser of ``molflt evaluate``.
 
     Args:
-        words: words of the command line; the recipe of the run that they name decides the options.
+        words: words of the command line; the recipe of their run determines the options.
     """
     return recipe_parser(_recipe_of_run(words))
 

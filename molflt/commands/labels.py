@@ -22,8 +22,9 @@ def label(model: Labeler, source: Path, batch_size: int) -> list[dict[str, objec
     """Predicts each line, masked token or image of a file.
 
     Args:
-        model: decides the content of the file: a sentence or two tab-separated sentences per line;
-            lines with masked tokens; an image, a folder of images, or an idx file.
+        model: model, which determines the content of the file: a sentence or two tab-separated
+            sentences per line; lines with masked tokens; an image, a folder of images, or an idx
+            file.
         source: file or folder.
         batch_size: sentences or images in a batch.
 

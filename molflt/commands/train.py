@@ -51,7 +51,7 @@ def train(
         run: folder to write or to resume; by default a new one with the name of the recipe.
         seed: seed of weights, batches and dropout.
         recipe: name of the recipe.
-        model: arguments of its model; None for sizes that the data decide.
+        model: arguments of its model; None for sizes that depend on the data.
         data: arguments of its data.
         task: arguments of its task.
         trainer: arguments of `molflt.training.trainer.TrainerOptions`.
@@ -191,7 +191,7 @@ def _one_line_warnings(folder: RunFolder) -> Iterator[None]:
 
 
 def _fit_sizes(options: _Options, sizes: Mapping[str, int], source: _Options) -> None:
-    """Sets the options of the model that the data decide, such as the size of a vocabulary.
+    """Sets the options of the model that depend on the data, such as the size of a vocabulary.
 
     Sizes that come from the weights of another run (`source`) may differ.
     """

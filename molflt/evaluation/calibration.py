@@ -41,8 +41,8 @@ _AGAIN = (
     f"{2 * _LEAST} held-out systems with labels"
 )
 _ONE_RUN = "a single run does not have a spread; name further runs with --also"
-_SEED = 0  # of the half that calibrates
-_FLOORS = np.logspace(-2, 2, 33)  # in root mean squares of the spread, from negligible to dominant
+_SEED = 0  # smallest size of the half that calibrates
+_FLOORS = np.logspace(-2, 2, 33)  # floors to try, in root mean squares of the spread
 _LEVELS = np.arange(5, 100, 5) / 100  # of the picture
 _MOST_BYTES = 100_000
 _COLUMNS = {
@@ -67,7 +67,7 @@ class Calibration:
         factor: dimensionless factor.
         floor: eV; it covers members that agree by chance.
         split: split of the systems that were set aside for the calibration.
-        systems: their number.
+        systems: number of these systems.
         members: sha256 of the weights of each member, sorted.
     """
 
@@ -236,7 +236,7 @@ def assess(
     """Calibrates the uncertainty of an ensemble, and writes uncertainty.json and uncertainty.png.
 
     Args:
-        model: nothing is done for models other than ensembles.
+        model: an ensemble; other models are ignored.
         found: split -> predictions.
         out: folder to write.
         split: split to calibrate on; by default the first one with labels other than `learned`.
@@ -305,7 +305,7 @@ def _row(
         n = len(judged.error)
         inside = judged.error <= calibration.uncertainty(judged.spread)
         row["coverage_percent"] = 100 * float(inside.mean())
-        # for the level, since that of the found share would be 0 at 0 or 100 %
+        # for the level, because it is 0 for shares of 0 and 100 %
         row["coverage_se_percent"] = 100 * float(np.sqrt(LEVEL * (1 - LEVEL) / n))
         row["coverage_n"] = n
         row["rank_correlation"] = _rank_correlation(judged)

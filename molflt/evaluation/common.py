@@ -42,8 +42,8 @@ def named_sources(
 
     Args:
         data: options of the run's data, with train, val and test.
-        splits: some of these; None for val and test as far as they are given.
-        other: another text instead.
+        splits: some of train, val and test; None for val, and test if it is given.
+        other: another text to evaluate instead.
     """
     if other is not None:
         expect_one_source(splits)
@@ -66,9 +66,9 @@ def named_images(
 
     Args:
         kind: class of the data.
-        options: the run's options of it.
+        options: options of the data of the run.
         splits: some of train and val; None for val.
-        other: other images instead of the run's.
+        other: other images to evaluate instead.
     """
     if other is not None:
         expect_one_source(splits)
@@ -85,7 +85,7 @@ def named_images(
 
 
 def expect_one_source(splits: Sequence[str] | None) -> None:
-    """Raises ValueError if splits of the run are named although other data are given."""
+    """Raises ValueError for splits of the run together with other data."""
     if splits:
         raise ValueError("give either --splits or --data; got both")
 
@@ -224,7 +224,7 @@ def locality_of(matrices: list[Tensor], distances: Tensor, causal: bool) -> dict
 
 
 def load_vocabulary(run: Path, size: int) -> Vocabulary:
-    """Loads the vocabulary of a run, of as many token ids as its model has."""
+    """Loads the vocabulary of a run, and checks its size."""
     path = run / "vocabulary.json"
     return vocabulary_of(_read(path, "vocabulary"), str(path), size)
 
@@ -250,7 +250,7 @@ def tokenizer_of(content: bytes, name: str, size: int) -> Tokenizer:
 
 
 def load_classes(run: Path, count: int) -> list[str]:
-    """Loads the names of the classes of a run, as many as its model has."""
+    """Loads the names of the classes of a run, and checks their number."""
     path = run / CLASSES
     return classes_of(_read(path, "classes"), str(path), count)
 

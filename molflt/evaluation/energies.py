@@ -79,8 +79,8 @@ def evaluate(
     Args:
         splits: names of splits; by default those of OC20's four validation splits that exist, or
             the validation part of a single file. Splits without labels are only predicted.
-        data: folder of the data set, or one file, all of whose structures are evaluated; by default
-            the data of the run.
+        data: folder of the data set, or one file, which is evaluated completely; by default the
+            data of the run.
         batch_size: structures in a batch.
         submission: also write the predictions of the four test splits to this .npz file for the
             OC20 leaderboard.
@@ -88,9 +88,9 @@ def evaluate(
             array of energies per model, a column per training). They are compared in published.csv,
             published_errors.csv (by split, family and metal) and published.png.
         skip_bad: omit and list structures that cannot be used.
-        calibration_split: for ensembles, the split whose one half, drawn by a hash of the sid,
-            calibrates the uncertainty and does not count in its coverage; by default the first
-            split with labels other than the training split, whose errors are too small.
+        calibration_split: for ensembles, split of which one half, drawn by a hash of the sid,
+            calibrates the uncertainty and is left out of its coverage; by default the first split
+            with labels other than the training split, whose errors are too small.
         energy_key: entry of the energy, eV, in files that ASE reads; by default that of the
             training, if a source has such entries; null for y_relaxed or energy.
         tags: convention of tags in files that ASE reads, oc20 or ase; guess derives tags from the
@@ -318,7 +318,7 @@ def _save_arrays(path: Path, arrays: Mapping[str, NDArray[np.generic]]) -> None:
 
 
 def submission_splits(path: Path, splits: Sequence[str]) -> dict[str, str]:
-    """Maps splits of the leaderboard to splits of the data set."""
+    """Returns the split of the data set for each split of the leaderboard."""
     _check_name(path)
     for group in (TEST_SPLITS, VAL_SPLITS):
         if set(splits) == set(group):

@@ -53,8 +53,8 @@ def evaluate(
     Args:
         splits: some of train, val and test; by default val, and test if the run names it.
         data: another text to evaluate instead, a file or an hf: name.
-        batch_size: sequences in a batch, which decides where wrong second parts come from; by
-            default as in training.
+        batch_size: sequences in a batch, which also determines the wrong second parts; by default
+            as in training.
 
     Returns:
         Per split: perplexity, accuracy_percent, next_sentence_percent if the model predicts it, and

@@ -33,7 +33,7 @@ __all__ += ["intervals", "table", "tasks_of", "tuned_adam"]
 
 ADAM_RATES = tuple(round(10 ** (-4 + i / 3), 6) for i in range(10))  # 1e-4 to 0.1
 _END = 0.1  # the mean loss of this last share of the steps is the final loss
-_ROWS = 200  # per curve in the file
+_ROWS = 200  # intervals per curve in the file
 _SHOWN, _COORDINATES = 64, 32  # gradients and coordinates in the picture of attention
 _REACH = 200  # steps in the picture of the encoding
 _Curve = NDArray[np.float64]
@@ -159,7 +159,7 @@ def tasks_of(names: Sequence[str] | None, data: Path | None) -> dict[str, _Made]
 
 
 def race(made: _Made, opened: _Opened, steps: int, repeats: int, like: Tensor) -> Raced:
-    """Optimizes a task with as many seeds as `repeats`, which no training uses."""
+    """Optimizes a task with `repeats` seeds that training never uses."""
     seeds = ProblemSeeds("test", repeats)
     problems = [made(int(seeds[i]), like) for i in range(repeats)]
     return Raced(np.stack([loss_curve(problem, opened, steps) for problem in problems]))

@@ -1,4 +1,4 @@
-"""Relaxation of structures by optimizers of ASE, and relaxed structures by the position head."""
+"""Relaxation by optimizers of ASE, and relaxed structures of the position head."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def relax_atoms(
             seen.append(_Seen.of(subject, moving))
             count = made.nsteps
             on_step(count)
-    except ValueError as error:  # not finite: keep the last structure that was
+    except ValueError as error:  # keep the last finite structure
         converged, why = False, " ".join(str(error).split())
     except RuntimeError as error:
         if str(error) != _UNMET:

@@ -90,7 +90,7 @@ def official(task: str, predicted: _Numbers, label: _Numbers) -> dict[str, float
     Args:
         task: key of `molflt.data.text.glue.TASKS`.
         predicted: indices of classes, or scores, (items,).
-        label: the right ones, (items,).
+        label: true classes or scores, (items,).
     """
     try:
         from sklearn import metrics

@@ -1,8 +1,8 @@
 """Files of predictions in shards, and merging them.
 
-Each process predicts some of the batches of the whole, so numbers are the same to the bit. Each row
-of a shard has the index of its structure, the numbers of rows of the shard and of the whole, and
-digests of model and data: missing or truncated shards, or those of another model, are detected.
+Each process predicts some of the batches of the whole set, and numbers are equal bit for bit. Each
+row of a shard has the index of its structure, the numbers of rows of the shard and of the whole,
+and digests of model and data: missing or truncated shards, or those of another model, are detected.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from molflt.files import shown, write_atomically
 
 __all__ = ["ENDINGS", "made_of", "merge_shards", "noted"]
 
-_LARGEST = 2**32  # bytes of a file of one shard
+_LARGEST = 2**32  # most bytes of a file of one shard
 _KEY = "shard"
 _INDEX = re.compile(r"[0-9]{1,18}")
 _SHOWN = 16  # characters of a digest

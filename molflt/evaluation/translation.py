@@ -104,7 +104,7 @@ class Bleu(NamedTuple):
     chrf: float
     length_ratio: float
     signature: str
-    """how BLEU was computed: references, case, tokenization, smoothing, version"""
+    """settings of BLEU: references, case, tokenization, smoothing, version"""
 
     def metrics(self) -> dict[str, float]:
         """Returns the scores by name."""

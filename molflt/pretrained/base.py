@@ -147,7 +147,7 @@ class Pretrained(ModelHubMixin):
             )
         return cls(trained)
 
-    if TYPE_CHECKING:  # the signature, also without huggingface_hub
+    if TYPE_CHECKING:  # the same signature with and without huggingface_hub
 
         @classmethod
         def from_pretrained(

@@ -139,7 +139,7 @@ class Translator(Pretrained):
         Args:
             sentences: texts to translate.
             beam: beam size, see `molflt.sequence.beam_search`.
-            length_penalty: length penalty, see there.
+            length_penalty: length penalty, see `molflt.sequence.beam_search`.
             batch_size: sentences in a batch.
         """
         _expect_list(sentences)
