@@ -53,7 +53,7 @@ def on_mesh(near: Pairs | None = None) -> MeshNodes:
 BUILDS = {
     "nothing": Encoding,
     "factors": lambda: Factors(rows(1), rows(2)),
-    "kernel": lambda: Kernel(rows(1), rows(2)),
+    "kernel": lambda: Kernel(rows(1, 2), rows(2, 2)),
     "kernel, pairs": lambda: Kernel(rows(1), rows(2), pairs()),
     "kernel, exact pairs": lambda: Kernel(rows(1), rows(2), pairs(exact=True)),
     "mesh": on_mesh,
