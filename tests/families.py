@@ -1,12 +1,10 @@
-"""Small families of spectra, and estimates of their masks, for the tests of spectra and nodes."""
+"""Small families of spectra for the tests of spectra and nodes."""
 
 import inspect
-import math
 
 import torch
 from torch import Tensor
 
-from molflt.attention.nodes.base import Nodes
 from molflt.attention.spectra import SPECTRA
 from molflt.attention.spectra.base import Spectrum
 
@@ -36,23 +34,3 @@ def make(variant: str, heads: int = 2, dim: int = 3, seed: int = 0, **options) -
 def randn(*size: int, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*size, dtype=torch.float64, generator=generator)
-
-
-def estimates(spectrum: Spectrum, nodes: Nodes, z: Tensor) -> Tensor:
-    """sum_s c_s Re[g(xi_s) exp(2 pi i xi_s . z)]: differences (n, l) -> (heads, n)."""
-    xi, weights = nodes()
-    phase = 2 * math.pi * torch.einsum("nl,hsl->hns", z, xi)
-    product = weights * spectrum.spectrum(xi)
-    if not product.is_complex():
-        product = torch.complex(product, torch.zeros_like(product))
-    waves = torch.complex(phase.cos(), phase.sin())
-    return torch.einsum("hs,hns->hn", product, waves).real.detach()
-
-
-def same_heads(spectrum: Spectrum) -> Spectrum:
-    """Copies the first head to all, so that heads are independent draws for one mask."""
-    with torch.no_grad():
-        for parameter in spectrum.parameters():
-            if len(parameter) == spectrum.heads:
-                parameter.copy_(parameter[:1].clone().expand_as(parameter))
-    return spectrum

@@ -54,9 +54,7 @@ def one_of(option: str, choice: str, choices: Iterable[str]) -> None:
 def no_effect(why: str, **options: object) -> None:
     """Raises ValueError for the first option that is not None although it would do nothing.
 
-    Args:
-        why: condition under which options have no effect, such as "with mixing='softmax'".
-        options: values by name; None for an option that was left out.
+    `why` is the condition under which options have no effect, such as "with mixing='softmax'".
     """
     for name, value in options.items():
         if value is not None:
@@ -106,16 +104,10 @@ def tensors(**arguments: object) -> None:
 
 
 def whole(name: str, values: torch.Tensor, low: int, high: int, of: str) -> None:
-    """Raises ValueError for numbers that are not integers and, on the CPU, for one out of range.
+    """Raises ValueError for numbers that are not integers, or not from `low` to `high`.
 
-    On other devices, reading values would force a synchronization.
-
-    Args:
-        name: name of the argument.
-        values: numbers, of any shape.
-        low: smallest allowed value.
-        high: largest allowed value.
-        of: description of the values, for messages.
+    The range is checked on the CPU; elsewhere reading values would force a synchronization. `of`
+    describes the values in messages.
     """
     if values.dtype.is_floating_point or values.dtype.is_complex or values.dtype == torch.bool:
         raise ValueError(f"{name} must be whole numbers, {of}; got {values.dtype}; use .long()")

@@ -64,9 +64,6 @@ class CrossAttention(Attention):
         Args:
             x: (batch k, tokens, dim): k rows in turn for each sequence of the memory.
             memory: returned by `remember`, for `batch` sequences.
-
-        Returns:
-            The shape of x.
         """
         rows = memory.key if isinstance(memory, KeyValues) else memory.context
         tokens = len(x) // max(1, len(rows)) * x.shape[1]
@@ -102,10 +99,6 @@ class Decoder(nn.Module):
         attention_dropout: dropout of self- and cross-attention.
         stack: further arguments of `Stack` and `Attention`. Arguments of `Attention` apply to self-
             and cross-attention, except position and gate, which only self-attention has.
-
-    Raises:
-        TypeError: an unknown argument.
-        ValueError: as for `Stack`.
     """
 
     def __init__(

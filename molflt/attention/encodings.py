@@ -47,11 +47,13 @@ class Encoding:
     Attributes:
         faces: kinds of attention that can use it: softmax, kernelized, or both.
         decodes: True if causal attention keeps a state of constant size with it.
+        chunked: True if sums over many keys can be computed in chunks.
         kernel: U (b, h, queries, p) and V (b, h, keys, p) of a kernel that multiplies, or None.
     """
 
     faces: ClassVar[tuple[str, ...]] = (SOFTMAX, KERNELIZED)
     decodes: ClassVar[bool] = True
+    chunked = True
     kernel: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -97,9 +99,13 @@ class Encoding:
         Returns:
             The sums, and in linear causal attention the state after the last token.
         """
-        matrix = self._takes_matrix(form, causal, query, key, value)
-        if not matrix and not causal and (size := self._chunk_size(query, key, value)):
-            return linear_in_chunks(query, key, value, size, self.kernel), None
+        matrix = form == "quadratic"
+        if form == "auto" and not causal:
+            matrix = self._matrix_is_cheaper(query, key, value)
+        if not (matrix or causal) and self.chunked:
+            columns = 0 if self.kernel is None else self.kernel[0].shape[-1]
+            if size := chunk_size(query, key, value, columns):
+                return linear_in_chunks(query, key, value, size, self.kernel), None
         phi_q, phi_k, log_decay = query.features(), key.features(), None
         if gate is not None:
             gate = at_least_float32(gate)
@@ -127,18 +133,10 @@ class Encoding:
         """Terms of single pairs, without features."""
         return sums
 
-    def _takes_matrix(
-        self, form: str, causal: bool, query: Operand, key: Operand, value: Tensor
-    ) -> bool:
-        if form != "auto" or causal:
-            return form == "quadratic"
+    def _matrix_is_cheaper(self, query: Operand, key: Operand, value: Tensor) -> bool:
         p = None if self.kernel is None else self.kernel[0].shape[-1]
         sizes = query.x.shape[2], key.x.shape[2], query.feature_map.width, value.shape[-1]
         return cheaper(*sizes, p) == "quadratic"
-
-    def _chunk_size(self, query: Operand, key: Operand, value: Tensor) -> int:
-        """Returns the tokens per chunk if `linear_in_chunks` is to be used, else 0."""
-        return chunk_size(query, key, value)
 
 
 class Bias(Encoding):
@@ -185,11 +183,7 @@ class Factors(Encoding):
 
 
 class _Multiplied(Encoding):
-    """A multiplicative positional kernel with corrections of single pairs.
-
-    Args:
-        pairs: w, the near field; with `exact` also corrections of A_ij itself.
-    """
+    """A multiplicative positional kernel with corrections of single pairs."""
 
     faces = (KERNELIZED,)
 
@@ -210,13 +204,13 @@ class _Multiplied(Encoding):
         raise NotImplementedError
 
     def dense(self, queries: int, keys: int) -> Tensor:
-        return self._matrix.get(lambda: self._formed(queries, keys))
+        def formed() -> Tensor:
+            matrix = self._far(queries, keys)
+            if self.pairs is None:
+                return matrix
+            return matrix + self.pairs.dense(matrix.shape[0], queries, keys)
 
-    def _formed(self, queries: int, keys: int) -> Tensor:
-        matrix = self._far(queries, keys)
-        if self.pairs is None:
-            return matrix
-        return matrix + self.pairs.dense(matrix.shape[0], queries, keys)
+        return self._matrix.get(formed)
 
     def _with_single_pairs(self, sums: Sums, query: Operand, key: Operand, value: Tensor) -> Sums:
         if self.pairs is None or self.pairs.exact is None:
@@ -241,6 +235,7 @@ class Kernel(_Multiplied):
     def __init__(self, left: Tensor, right: Tensor, pairs: Pairs | None = None) -> None:
         super().__init__(pairs)
         self.kernel = left, right
+        self.chunked = pairs is None
 
     def _far(self, queries: int, keys: int) -> Tensor:
         return products_of_all(*self.kernel)
@@ -255,11 +250,6 @@ class Kernel(_Multiplied):
         query, key = terms.query.kronecker(left), terms.key.kronecker(right)
         return super().mix(terms._replace(query=query, key=key))
 
-    def _chunk_size(self, query: Operand, key: Operand, value: Tensor) -> int:
-        if self.pairs is not None:
-            return 0
-        return chunk_size(query, key, value, self.kernel[1].shape[-1])
-
 
 class MeshNodes(_Multiplied):
     """A positional kernel that multiplies, by a mesh: A_ij = (h_ij + w_ij) phi(q_i) . phi(k_j).
@@ -270,6 +260,7 @@ class MeshNodes(_Multiplied):
     """
 
     decodes = False
+    chunked = False
 
     def __init__(self, on_mesh: MeshKernel, pairs: Pairs | None = None) -> None:
         super().__init__(pairs)
@@ -285,17 +276,10 @@ class MeshNodes(_Multiplied):
             )
         return linear_with_mesh(*terms[:3], self.on_mesh, self._sorted_pairs(terms)), None
 
-    def _takes_matrix(
-        self, form: str, causal: bool, query: Operand, key: Operand, value: Tensor
-    ) -> bool:
-        if form != "auto" or causal:
-            return form == "quadratic"
+    def _matrix_is_cheaper(self, query: Operand, key: Operand, value: Tensor) -> bool:
         return self.on_mesh.matrix_is_cheaper(
             query.x.shape[2], query.feature_map.width, value.shape[-1]
         )
-
-    def _chunk_size(self, query: Operand, key: Operand, value: Tensor) -> int:
-        return 0
 
 
 class Toeplitz(Encoding):
@@ -308,6 +292,7 @@ class Toeplitz(Encoding):
 
     faces = (KERNELIZED,)
     decodes = False
+    chunked = False
 
     def __init__(self, log_kernel: Tensor, method: str = "auto") -> None:
         self.log_kernel = log_kernel
@@ -324,13 +309,8 @@ class Toeplitz(Encoding):
         causal, method = terms.causal, self.method
         return toeplitz(*terms[:3], self.log_kernel, causal=causal, method=method), None
 
-    def _takes_matrix(
-        self, form: str, causal: bool, query: Operand, key: Operand, value: Tensor
-    ) -> bool:
-        return form == "quadratic"  # its own method "blocks" serves few tokens
-
-    def _chunk_size(self, query: Operand, key: Operand, value: Tensor) -> int:
-        return 0
+    def _matrix_is_cheaper(self, query: Operand, key: Operand, value: Tensor) -> bool:
+        return False  # its own method "blocks" serves few tokens
 
 
 class Rotation(Encoding):

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from molflt.attention.checks import no_effect, one_of
+from molflt.attention.checks import at_least_one, no_effect, one_of
 from molflt.attention.encodings import Encoding
 from molflt.attention.keys import check_mask
-from molflt.attention.numerics import at_least_float32
+from molflt.attention.numerics import at_least_float32, options_of
 
 _METHODS = ("fft", "dft")
 # Standard deviation of N(0, 1) cut off at 2: what LeCun's truncated initialization divides by.
@@ -22,10 +22,7 @@ _TRUNCATED_STD = math.sqrt(1 - 4 * math.exp(-2) / math.sqrt(2 * math.pi) / math.
 
 
 class _RealDFT(torch.autograd.Function):
-    """Re(F_seq F_hidden x), which is its own transpose: backward equals forward and saves nothing.
-
-    Autograd through the half spectrum would carry complex gradients of the full width instead.
-    """
+    """Re(F_seq F_hidden x), its own transpose: backward equals forward and saves nothing."""
 
     generate_vmap_rule = True
 
@@ -53,25 +50,14 @@ class _RealDFT(torch.autograd.Function):
 
 
 def _real_dft(x: Tensor) -> Tensor:
-    """y = Re(F_seq F_hidden x) by FFT, not normalized: FNet (arXiv:2105.03824), eq. 1 and 3.
-
-    Args:
-        x: (batch, tokens, dim), float32 or float64, one length for all; the result has its shape.
-    """
+    """y = Re(F_seq F_hidden x) by FFT, not normalized: FNet (arXiv:2105.03824), eq. 1 and 3."""
     return _RealDFT.apply(x)
 
 
 def _dft_matrices(
     rows: Tensor, columns: Tensor, length: Tensor | int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """C and S of the DFT matrix C - i S = exp(-2 pi i j k / n): FNet, eq. 2 without 1 / sqrt(n).
-
-    Args:
-        rows: (..., r) integers j.
-        columns: (..., c) integers k.
-        length: n, a number or (..., 1, 1), at least 1.
-        dtype: type of the two results, (..., r, c).
-    """
+    """C and S, (..., r, c), of the DFT matrix C - i S = exp(-2 pi i j k / n): FNet, eq. 2."""
     # Full turns are subtracted as integers: float32 would lose the phase of j k ~ 10^7.
     turn = (rows[..., :, None] * columns[..., None, :]) % length
     angle = turn.to(dtype) * (2 * math.pi) / length
@@ -98,11 +84,11 @@ class Mixer(nn.Module):
     bounded = False
     causal = False
     heads = 0
+    extra_repr = options_of
 
     def __init__(self, dim: int) -> None:
         super().__init__()
-        if dim < 1:
-            raise ValueError(f"dim must be at least 1, the width of tokens; got {dim}")
+        at_least_one(dim=dim)
         self.dim = dim
 
     def forward(
@@ -119,12 +105,10 @@ class Mixer(nn.Module):
 
         Args:
             x: (batch, tokens, dim).
-            positions: None.
-            encoding: None.
+            positions, encoding: None.
             key_mask: (batch, tokens), True where a token exists; any pattern. The tokens that
                 exist are a sequence in their order.
-            key_weight: None.
-            key_index: None.
+            key_weight, key_index: None.
 
         Returns:
             (batch, tokens, dim), of the type of `x`; 0 where no token exists.
@@ -147,10 +131,6 @@ class Mixer(nn.Module):
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
         """Draws new random matrices in place; use the same seed on all ranks."""
-
-    def extra_repr(self) -> str:
-        names = [n for n in ("dim", "max_tokens", "method", "normalize") if hasattr(self, n)]
-        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
 
     def _check(self, x: Tensor, key_mask: Tensor | None) -> None:
         if x.ndim != 3 or x.shape[-1] != self.dim:
@@ -218,9 +198,7 @@ class FourierMixer(Mixer):
 class _LinearMixer(Mixer):
     """y = W_seq x W_hidden with learned matrices: FNet (arXiv:2105.03824), section 4.1, "Linear".
 
-    Args:
-        dim: width of the tokens.
-        max_tokens: longest sequence; n tokens use the first n rows and columns of W_seq.
+    n of at most `max_tokens` tokens use the first n rows and columns of W_seq.
     """
 
     mixing = "dense"
@@ -230,8 +208,7 @@ class _LinearMixer(Mixer):
 
     def __init__(self, dim: int, max_tokens: int) -> None:
         super().__init__(dim)
-        if max_tokens < 1:
-            raise ValueError(f"max_tokens must be at least 1, the longest length; got {max_tokens}")
+        at_least_one(max_tokens=max_tokens)
         self.max_tokens = max_tokens
         self._make_weights()
 
@@ -266,8 +243,7 @@ class _RandomMixer(_LinearMixer):
     """y = W_seq x W_hidden with constant random matrices: FNet (arXiv:2105.03824), section 4.1.
 
     Entries are normal, truncated at two standard deviations, with variances 1 / max_tokens and 1 /
-    dim, as in the public FNet code. The matrices are buffers: saved in the checkpoint, drawn by
-    `redraw_`.
+    dim, as in the public FNet code. The matrices are buffers.
     """
 
     mixing = "random"

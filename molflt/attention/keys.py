@@ -34,13 +34,7 @@ def check_mask(key_mask: Tensor, shape: torch.Size) -> None:
 
 
 def log_weights(key_weight: Tensor | None, key_mask: Tensor | None, key: Tensor) -> Tensor | None:
-    """Logarithms of weights, 0 for keys that are masked: (batch, 1, keys).
-
-    Args:
-        key_weight: (batch, keys) or None, see `Keys`.
-        key_mask: (batch, keys) bool, or None, see `Keys`.
-        key: (batch, heads, keys, d), whose precision they get, float32 at least.
-    """
+    """Logarithms of weights (batch, keys), 0 for masked keys: (batch, 1, keys)."""
     if key_weight is None:
         return None
     if key_weight.shape != (key.shape[0], key.shape[2]):
@@ -66,12 +60,7 @@ def finite_where_masked(x: Tensor, key_mask: Tensor) -> Tensor:
 
 
 def passed_over(gate: Tensor, mask: Tensor | None) -> Tensor:
-    """Logits of the share of the past that each token keeps: all of it at masked keys.
-
-    Args:
-        gate: (batch, heads, tokens).
-        mask: broadcastable to it, True where a key exists.
-    """
+    """Logits of the share of the past that each token keeps: all of it at masked keys."""
     return gate if mask is None else gate.masked_fill(~mask, torch.inf)
 
 
@@ -87,13 +76,7 @@ def placed(
 
 
 def all_placed(positions: Tensor, key_positions: Tensor | None, keys: int) -> None:
-    """Raises ValueError unless each key of softmax has a position, remembered keys included.
-
-    Args:
-        positions: (batch, new tokens, l).
-        key_positions: (batch, keys, l); those of the new tokens if None.
-        keys: number of keys.
-    """
+    """Raises ValueError unless each key of softmax has a position, remembered keys included."""
     got = (positions if key_positions is None else key_positions).shape[1]
     if got != keys:
         raise ValueError(
@@ -114,13 +97,11 @@ def without_masked(
 
     Args:
         x: (batch, tokens, dim).
-        key_mask: see `Keys`.
-        key_index: see there.
+        key_mask, key_index: see `Keys`.
         context: (batch, keys, dim), the keys if they are not x.
 
     Returns:
-        Queries: x with 0 in place of infinite and missing numbers of masked tokens. Keys: x with 0
-        for all masked tokens.
+        Queries, with 0 in place of infinite and missing numbers of masked tokens, and keys.
     """
     source = x if context is None else context
     if key_mask is None:

@@ -13,7 +13,7 @@ from molflt.attention.keys import Keys, all_placed, log_weights, passed_over, pl
 from molflt.attention.mixing.causal import DecodeState, KeyValues, State
 from molflt.attention.mixing.forms import joined_bias, softmax
 from molflt.attention.mixing.sums import NORMALIZE, NormalizeName, Sums, drop_keys
-from molflt.attention.numerics import at_least_float32, unit
+from molflt.attention.numerics import at_least_float32, options_of, unit
 from molflt.attention.positions.base import MIXINGS, MixingName, Position, Positioned
 
 DEFAULT_MAP = "positive"
@@ -31,6 +31,8 @@ class Scaling(nn.Module):
         learn_temperature: see `Attention`; temperatures start at 1.
         unit_norm: default of both, given by the feature map.
     """
+
+    extra_repr = options_of
 
     def __init__(
         self,
@@ -58,9 +60,6 @@ class Scaling(nn.Module):
         if self.log_temperature is not None:
             out = out * (self.log_temperature / 2).exp().to(out.dtype)[:, None, None]
         return out.to(x.dtype)
-
-    def extra_repr(self) -> str:
-        return f"normalize={self.normalize}"
 
 
 class _Heads(NamedTuple):
@@ -114,11 +113,9 @@ class Attention(Positioned):
             causal only. RFA (arXiv:2103.02143), section 3.2.
         dropout: rate of dropout, of single weights in softmax and of whole keys per head in
             kernelized attention.
-
-    Raises:
-        ValueError: an unknown choice, choices that do not go together, an option that would have
-            no effect, or `dim` is not a multiple of `heads`.
     """
+
+    extra_repr = options_of
 
     def __init__(
         self,
@@ -385,7 +382,3 @@ class Attention(Positioned):
         """Draws new random features in place (see `FeatureMap.redraw_`)."""
         if self.feature_map is not None:
             self.feature_map.redraw_(generator)
-
-    def extra_repr(self) -> str:
-        causal = ", causal=True" if self.causal else ""
-        return f"dim={self.dim}, heads={self.heads}, mixing={self.mixing!r}{causal}"

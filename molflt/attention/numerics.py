@@ -4,6 +4,7 @@ import functools
 import math
 import sys
 from collections.abc import Callable
+from inspect import signature
 from typing import Generic, ParamSpec, TypeVar
 
 import numpy as np
@@ -15,6 +16,15 @@ from molflt.attention.checks import in_checkpoint, in_transform
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+
+
+def options_of(module: torch.nn.Module) -> str:
+    """Arguments of the constructor that a module keeps; serves as `extra_repr`."""
+    held = {name: getattr(module, name, None) for name in signature(type(module)).parameters}
+    plain = {
+        name: value for name, value in held.items() if isinstance(value, int | float | str | tuple)
+    }
+    return ", ".join(f"{name}={value!r}" for name, value in plain.items())
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -42,11 +52,11 @@ def root(square: Tensor) -> Tensor:
 
 
 def sinc(x: Tensor) -> Tensor:
-    """sin(pi x) / (pi x), with a second derivative of 0 at 0, where torch.sinc gives NaN."""
+    """sin(pi x) / (pi x) with two derivatives at 0, where the second one of torch.sinc is NaN."""
     phase = math.pi * x
     away = phase != 0
-    phase = torch.where(away, phase, 1.0)
-    return torch.where(away, phase.sin() / phase, 1.0)
+    divisor = torch.where(away, phase, 1.0)
+    return torch.where(away, divisor.sin() / divisor, 1 - phase.square() / 6)
 
 
 def fade(x: Tensor) -> Tensor:
@@ -58,8 +68,7 @@ def fade(x: Tensor) -> Tensor:
 def by_head(x: Tensor, matrices: Tensor) -> Tensor:
     """x @ matrices, one matrix per head: (batch, heads, n, d), (heads, d, m) -> (..., n, m).
 
-    Many short sequences, as in decoding, take one product per head: torch would copy the matrices
-    for each item of the batch.
+    Many short sequences, as in decoding, take one product per head, without a copy of the matrices.
     """
     d, m = matrices.shape[-2:]
     # One compiled program serves all sizes.
@@ -83,10 +92,8 @@ def finite(x: Tensor) -> Tensor:
 def recomputed(function: Callable[..., _R], *arguments: object, several: bool = True) -> _R:
     """Returns function(*arguments), recomputed in backward instead of keeping intermediate tensors.
 
-    Args:
-        function: deterministic function that reads nothing that changes before backward.
-        arguments: tensors, in tuples or not, and anything else.
-        several: False for a single piece, which would save no memory.
+    The function is deterministic and reads nothing that changes before backward. With `several`
+    False, a single piece, nothing would be saved.
     """
     if not several or not torch.is_grad_enabled() or in_transform():
         return function(*arguments)
@@ -133,11 +140,8 @@ def searched(
     """Decorates a function of tensors that compilers treat as opaque.
 
     It becomes one operation of a compiled graph, without a gradient, which may read numbers and
-    raise errors when the graph runs.
-
-    Args:
-        fake: function that returns empty results for the same arguments. It calls
-            `torch.library.get_ctx().new_dynamic_size` for sizes that depend on numbers.
+    raise errors when the graph runs. `fake` returns empty results for the same arguments, of sizes
+    by `torch.library.get_ctx().new_dynamic_size` where they depend on numbers.
     """
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:

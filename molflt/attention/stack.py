@@ -112,8 +112,7 @@ class Block(nn.Module):
         return out
 
     def _after(self, x: Tensor, mixed: Tensor) -> Tensor:
-        x = self._added(x, mixed, self.attention_norm)
-        return self._after_ffn(x)
+        return self._after_ffn(self._added(x, mixed, self.attention_norm))
 
     def _after_ffn(self, x: Tensor) -> Tensor:
         return self._added(x, self.ffn(self._before(x, self.ffn_norm)), self.ffn_norm)
@@ -154,9 +153,6 @@ class Stack(Positioned):
             `POSITIONS`, or a `Position`.
         position_options: further arguments of an encoding given by its name.
         attention: further arguments of `Attention`.
-
-    Raises:
-        ValueError: an unknown choice, or choices that do not go together.
     """
 
     def __init__(
@@ -265,13 +261,7 @@ class Stack(Positioned):
         return out
 
     def one_pass(self, x: Tensor, encoding: Encoding | None, **keys: Unpack[Keys]) -> Tensor:
-        """Applies all blocks once, without the last LayerNorm, for models that act between passes.
-
-        Args:
-            x: (batch, tokens, dim).
-            encoding: result of the position; None without one.
-            keys: as for `forward`.
-        """
+        """Applies all blocks once, without the last LayerNorm; encoding: result of the position."""
         for block in self._blocks():
             own = encoding if isinstance(block.attention, Attention) else None
             x = block(x, encoding=own, **keys)
@@ -280,13 +270,7 @@ class Stack(Positioned):
     def decode(
         self, x: Tensor, positions: Tensor | None = None, state: StackState | None = None
     ) -> tuple[Tensor, StackState]:
-        """Causal refinement of new tokens; see `Attention.decode`.
-
-        Args:
-            x: (batch, new tokens, dim).
-            positions: (batch, new tokens, l), positions of the new tokens, for the encoding.
-            state: returned by the call before; None at the beginning.
-        """
+        """Causal refinement of new tokens; see `Attention.decode`."""
         encoding, keys = self._evaluate_new(positions, state)
         before = iter(state.blocks) if state is not None else None
         after: list[DecodeState] = []
@@ -301,11 +285,6 @@ class Stack(Positioned):
         self, positions: Tensor | None, state: StackState | None
     ) -> tuple[Encoding | None, Tensor | None]:
         """Returns the encoding of new tokens that follow a state, and the positions to remember."""
-        if self.position is not None and not self.position.decodes:
-            raise ValueError(
-                f"{type(self.position).__name__} leaves no state of constant size to decode from; "
-                "call forward on the whole sequence, or choose a spectral position"
-            )
         keys = positions
         past = None if state is None else state.positions
         if self._face == "softmax" and past is not None and positions is not None:
@@ -313,10 +292,7 @@ class Stack(Positioned):
         return self._evaluate(self._face, positions, keys), keys
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
-        """Draws new random features of every block in place, and the noise of stochastic encodings.
-
-        Nodes of a spectral mask stay, because the mask is learned with them.
-        """
+        """Draws new random features of all blocks in place, and the noise of the position."""
         if self.position is not None and self.position.redraws:
             self.position.redraw_(generator)
         for block in self._blocks():
@@ -334,10 +310,8 @@ def _refuse_misfits(attentions: Sequence[Attention], position: Position | None) 
     for number, attention in enumerate(attentions):
         if attention.position is not position:
             own = attention.position
-            built = (
-                "without a position" if own is None else f"for a {type(own).__name__} of its own"
-            )
-            wanted = "none" if position is None else f"the {name} of the stack"
+            built = f"for a {type(own).__name__} of its own" if own else "without a position"
+            wanted = f"the {name} of the stack" if position else "none"
             raise ValueError(
                 f"attention of block {number} was built {built}; expected {wanted}; give "
                 "Attention(position=...) and Stack.of(blocks, position) the same object"
@@ -369,15 +343,7 @@ def _mixed_layers(
     attention_layers: int | None,
     attention: Mapping[str, object],
 ) -> int:
-    """Returns the number of layers, counted from the first, with the mixer instead of attention.
-
-    Args:
-        layers: number of layers.
-        mixer: see `Stack`.
-        mixer_options: see `Stack`.
-        attention_layers: see `Stack`.
-        attention: options of attention.
-    """
+    """Returns the number of first layers with the mixer instead of attention."""
     one_of("mixer", mixer, (ATTENTION, *TOKEN_MIXERS))
     if mixer == ATTENTION:
         why = f"with mixer={ATTENTION!r}"

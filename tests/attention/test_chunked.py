@@ -31,15 +31,16 @@ def cut(monkeypatch):
 
 
 def layer(position: str = "", feature_map: str = "positive", dtype=torch.float64, **options):
-    """Returns a call of attention at random positions, with 7 tokens masked, and its leaves."""
+    """Returns a call of attention at random positions, with masked tokens, and its leaves."""
     torch.manual_seed(0)
-    drawn = (torch.randn(2, TOKENS, width, dtype=torch.float64) for width in (3, 8))
+    drawn = (torch.randn(3, TOKENS, width, dtype=torch.float64) for width in (3, 8))
     places, x = (draw.to(dtype).requires_grad_() for draw in drawn)
     if position:
         options["position"] = make_position(position, 2, 4, num_nodes=3)
     attention = Attention(8, 2, feature_map=feature_map, num_features=6, **options).to(dtype)
-    mask = torch.ones(2, TOKENS, dtype=torch.bool)
+    mask = torch.ones(3, TOKENS, dtype=torch.bool)
     mask[0, -7:] = False
+    mask[2] = False
 
     def run() -> torch.Tensor:
         return attention(x, places if position else None, key_mask=mask)
@@ -76,19 +77,7 @@ def test_a_later_chunk_of_huge_keys_overflows_nothing(cut):
             x.copy_(torch.randn(TOKENS, 8, dtype=torch.float64).cumsum(0) * 60)
         found.append(run())
     error = (found[1] - found[0]).abs().max() / found[0].abs().max()
-    assert error < 1e-6  # measured 2e-7, as without chunks
-
-
-def test_a_graph_without_keys_is_zero(cut):
-    cut(4)
-    torch.manual_seed(0)
-    attention, x = Attention(8, 2, num_features=6), torch.randn(2, TOKENS, 8, requires_grad=True)
-    mask = torch.zeros(2, TOKENS, dtype=torch.bool)
-    mask[1, 0] = True
-    out = attention(x, key_mask=mask)
-    torch.testing.assert_close(out[0], attention.to_out.bias.expand_as(out[0]))
-    out.sum().backward()
-    assert x.grad.isfinite().all() and not x.grad[0].any()
+    assert error < 1e-5  # measured 3e-6, as without chunks
 
 
 def test_nothing_of_the_size_of_all_features_is_kept():

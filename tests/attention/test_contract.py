@@ -1,6 +1,5 @@
 """Every feature map x position x mixing against the contract."""
 
-import itertools
 import os
 
 import contract
@@ -8,7 +7,7 @@ import pytest
 import torch
 from contract import CASES, Combination
 
-from molflt.attention import FEATURE_MAPS, MIXINGS, PROJECTIONS, Attention
+from molflt.attention import FEATURE_MAPS, PROJECTIONS, Attention
 
 COMBINATIONS = contract.combinations()
 
@@ -45,18 +44,6 @@ CHOSEN = ALL if os.environ.get("MOLFLT_FULL") else contract.covering(ALL)
 )
 def test_contract(combination, check):
     check(combination)
-
-
-def test_a_covering_has_every_pair_of_choices():
-    def pairs(tests):
-        found = set()
-        for (phi, case, *form), check in tests:
-            choices = enumerate((phi, case, tuple(form), check))
-            found |= set(itertools.combinations(choices, 2))
-        return found
-
-    part = contract.covering(ALL)
-    assert pairs(part) == pairs(ALL) and len(part) < len(ALL) / 3
 
 
 @pytest.mark.parametrize("combination", some("positive"), ids=str)
@@ -105,27 +92,3 @@ def test_compile_to_machine_code():
     position = CASES["gaussian_basis"].build()
     layer = Attention(contract.DIM, contract.HEADS, num_features=24, position=position)
     contract.check_compile(layer.double().eval(), "gaussian_basis", "inductor")
-
-
-def test_every_pair_that_makes_no_sense_is_refused():
-    """Every position with every mixing, causal or not, gated or not, is built or refused."""
-    refused = set()
-    for name, case in CASES.items():
-        for mixing in MIXINGS:
-            for causal in (False, True):
-                for gate in (False, True):
-                    options = {"mixing": mixing, "causal": causal, "gate": gate}
-                    position = case.build()
-                    sound = not gate or (causal and mixing != "softmax")
-                    if position is not None:
-                        sound &= mixing in position.mixings and (position.causal or not causal)
-                        sound &= not gate or position.decodes
-                    if sound:
-                        Attention(16, 2, position=position, **options)
-                        continue
-                    refused.add((name, mixing, causal, gate))
-                    with pytest.raises(ValueError):
-                        Attention(16, 2, position=position, **options)
-    assert ("gaussian_bias", "linear", False, False) in refused
-    assert ("cosine", "softmax", False, False) in refused
-    assert ("toeplitz", "linear", True, True) in refused

@@ -2,14 +2,13 @@
 
 import math
 
-import contract
 import pytest
 import torch
 from torch.nn import functional as F
 
 from molflt.attention import FEATURE_MAPS, Attention
+from molflt.attention.features.base import Operand
 from molflt.attention.features.maps import _PositiveFeatures
-from molflt.attention.mixing.forms import linear
 
 UNBIASED = ("positive", "trigonometric", "favor2020")  # for exp(x . y)
 
@@ -29,59 +28,32 @@ def test_positive_features_equal_performer_pytorch():
     torch.testing.assert_close(ours, theirs * largest.exp(), rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("name", ["relu", "sigmoid", "abs", "squared_relu", "elu", "cosformer"])
-def test_generalized_features_equal_performer_pytorch(name):
-    """Theirs: kernel_fn(w . x d^(-1/4)) + eps. Ours adds no eps to elu and cosFormer."""
-    performer = pytest.importorskip("performer_pytorch.performer_pytorch")
+ELEMENTWISE = {
+    "relu": F.relu,
+    "squared_relu": lambda x: F.relu(x) ** 2,
+    "sigmoid": torch.sigmoid,
+    "abs": torch.abs,
+    "gelu": F.gelu,
+    "cos": torch.cos,
+    "tanh": torch.tanh,
+    "identity": lambda x: x,
+    "exp": torch.exp,
+    "elu": lambda x: F.elu(x) + 1,
+    "cosformer": F.relu,
+    "learnable_exp": torch.exp,
+    "learnable_relu": F.relu,
+}
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_maps_of_single_projections(name):
     torch.manual_seed(0)
-    d = 8
-    phi = FEATURE_MAPS[name](d, 1).double()
-    f = {
-        "relu": torch.nn.ReLU(),
-        "sigmoid": torch.nn.Sigmoid(),
-        "abs": torch.abs,
-        "squared_relu": lambda x: torch.nn.functional.relu(x) ** 2,
-        "elu": lambda x: torch.nn.functional.elu(x) + 1,
-        "cosformer": torch.nn.ReLU(),
-    }[name]
-    x = torch.randn(2, 1, 11, d, dtype=torch.float64)
-    rows = None if phi.projection is None else phi.projection.matrix()[0]
-    if rows is None:
-        x = x / d**-0.25  # without a projection they do not scale
-        theirs = performer.generalized_kernel(
-            x * d**-0.25,
-            projection_matrix=None,
-            kernel_fn=f,
-            kernel_epsilon=0.0,
-            normalize_data=False,
-        )
-    else:
-        theirs = performer.generalized_kernel(
-            x, projection_matrix=rows, kernel_fn=f, kernel_epsilon=1e-3
-        )
-    ours = phi(x * d**-0.25).materialize()
-    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
-
-
-def test_linear_equals_performer_pytorch():
-    performer = pytest.importorskip("performer_pytorch.performer_pytorch")
-    torch.manual_seed(0)
-    q, k = (torch.rand(2, 3, 9, 5, dtype=torch.float64) for _ in "qk")
-    v = torch.randn(2, 3, 9, 4, dtype=torch.float64)
-    ours = linear(contract.plain(q), contract.plain(k), v).ratio()
-    torch.testing.assert_close(ours, performer.linear_attention(q, k, v), rtol=0, atol=1e-12)
-
-
-def test_relu_features_equal_pyg():
-    pyg = pytest.importorskip("torch_geometric.nn.attention.performer")
-    torch.manual_seed(0)
-    theirs = pyg.PerformerProjection(num_cols=8, kernel=torch.nn.ReLU())
-    ours = FEATURE_MAPS["relu"](8, 1, theirs.projection_matrix.shape[0], "iid")
-    ours.projection.rows[0] = theirs.projection_matrix
-    q, k = (torch.randn(1, 1, 6, 8) for _ in "qk")
-    v = torch.randn(1, 1, 6, 4)
-    out = linear(ours(q), ours(k), v).ratio()
-    torch.testing.assert_close(out, theirs(q, k, v), rtol=1e-5, atol=1e-6)
+    phi = FEATURE_MAPS[name](8, 2).double()
+    x = torch.randn(3, 2, 11, 8, dtype=torch.float64)
+    rows = getattr(phi, "weight", None) if phi.projection is None else phi.projection.matrix()
+    eps = 1e-3 if name in ("relu", "squared_relu", "sigmoid", "abs", "learnable_relu") else 0.0
+    expected = ELEMENTWISE[name](x if rows is None else x @ rows.mT) + eps
+    torch.testing.assert_close(phi(x).materialize(), expected, rtol=1e-12, atol=1e-14)
 
 
 def test_favor2020_is_the_formula_of_the_paper():
@@ -148,6 +120,13 @@ def test_kernelized_attention_converges_to_softmax(projection):
         uniform = exact.to_out(exact.to_value(x).mean(1, keepdim=True))
         errors[m] = (fast(x) - exact(x)).norm() / (exact(x) - uniform).norm()
     assert errors[4096] < 0.4 and errors[4096] < errors[16] / 4, errors
+
+
+def test_features_are_taken_in_single_precision():
+    phi, x = FEATURE_MAPS["positive"](8, 2), torch.randn(1, 2, 5, 8).bfloat16()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = Operand(phi, x).features().log_scale
+    assert torch.equal(found, phi(x.float()).log_scale)
 
 
 def test_redraw_follows_its_generator_and_touches_only_random_maps():

@@ -140,20 +140,11 @@ def test_half_precision_loses_only_the_rounding_of_input_and_output(name, dtype)
     x, mask, _ = ragged(12)
     for key_mask in (None, mask):
         exact = mixer(x.to(dtype).double(), key_mask=key_mask)
-        out = copy.deepcopy(mixer).float()(x.to(dtype), key_mask=key_mask)
+        with torch.autocast("cpu", dtype=torch.bfloat16):  # which has no effect
+            out = copy.deepcopy(mixer).float()(x.to(dtype), key_mask=key_mask)
         assert out.dtype is dtype
         error = (out.double() - exact).norm()
         assert error <= torch.finfo(dtype).eps / 2 * exact.norm()
-
-
-@pytest.mark.parametrize("name", BUILDS)
-def test_autocast_changes_nothing(name):
-    mixer = make(name).float()
-    x = normal(2, 9, DIM).float()
-    expected = mixer(x)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = mixer(x)
-    assert out.dtype is torch.float32 and torch.equal(out, expected)
 
 
 @pytest.mark.parametrize("name", BUILDS)
@@ -177,6 +168,7 @@ def test_two_matrices_and_their_transposes():
             "nm,bmi,ij->bnj", mixer.sequence_weight[:9, :9], x, mixer.hidden_weight
         )
         torch.testing.assert_close(mixer(x), expected, **EXACT)
+    assert (make("none")(x) == 0).all()
 
 
 def test_random_matrices_have_the_variance_of_the_public_code():
@@ -200,22 +192,6 @@ def test_redraw_follows_the_generator():
             one.redraw_(torch.Generator().manual_seed(3))
     for weight, old, same in zip(mixer.buffers(), before, other.buffers(), strict=True):
         assert torch.equal(weight, same) and not torch.equal(weight, old)
-    for name in ("fft", "dense", "none"):
-        constant = make(name)
-        state = copy.deepcopy(constant.state_dict())
-        constant.redraw_(torch.Generator())
-        assert all(torch.equal(v, state[k]) for k, v in constant.state_dict().items())
-
-
-def test_the_identity_mixer_keeps_the_residual():
-    """In front: x + 0. Behind: LayerNorm(x), which is the public code's LayerNorm(x + x)."""
-    x = normal(2, 5, DIM)
-    norm = nn.LayerNorm(DIM, eps=1e-12).double()
-    mixer = make("none")
-    assert torch.equal(x + mixer(norm(x)), x)
-    torch.testing.assert_close(norm(x + mixer(x)), norm(x + x), **EXACT)
-    mixer(norm(x)).sum().backward()
-    assert (norm.weight.grad == 0).all()
 
 
 def test_backward_saves_nothing():

@@ -1,7 +1,5 @@
 """Encodings learned by offset: tables, T5's buckets and low-rank factors."""
 
-import copy
-
 import pytest
 import torch
 
@@ -86,42 +84,17 @@ def test_bias_on_a_grid_is_the_entry_of_both_offsets():
 
 
 @pytest.mark.parametrize("name", ["1d", "2d", "bucketed"])
-def test_gradients_reach_every_entry_that_is_used(name):
-    position, places = toeplitz_case(name)
-    r = places(20)
-    found = []
-    for mixing in ("softmax", "linear"):
-        matrix = position(mixing, r, r).dense(20, 20)[0]
-        matrix = matrix if mixing == "softmax" else matrix.log()
-        weights = torch.arange(matrix.numel(), dtype=matrix.dtype).sin().view_as(matrix)
-        found.append(torch.autograd.grad((matrix * weights).sum(), position.table)[0])
-    torch.testing.assert_close(*found, **EXACT)
-    # T5's scheme has a bucket for keys at distance 0 after the query.
-    assert (found[0] == 0).sum() == (HEADS if name == "bucketed" else 0)
-
-
-@pytest.mark.parametrize("name", ["1d", "2d", "bucketed"])
-@pytest.mark.parametrize("change", ["order", "gap", "shift of the keys", "second sequence", "nan"])
-def test_tokens_off_the_grid_are_refused(name, change):
+@pytest.mark.parametrize("mixing", ["linear", "quadratic"])
+def test_tokens_off_the_grid_are_refused(name, mixing):
     position, places = toeplitz_case(name)
     r = places(8)
-    other, keys = r.clone(), None
-    if change == "order":
-        other = r.flip(1)
-    elif change == "gap":
-        other[:, 5:] += 1
-    elif change == "shift of the keys":
-        keys = r + 1
-    elif change == "second sequence":
-        other = torch.cat((r, r.flip(1)))
-    else:
-        other[0, 3, 0] = torch.nan
-    keys = other if keys is None else keys
-    for mixing in ("linear", "quadratic"):
-        with pytest.raises(ValueError):
-            position(mixing, other, keys)
-    if change == "order" or (name != "2d" and change != "nan"):  # still within the table
-        position("softmax", other, keys)
+    gap = torch.cat((r[:, :5], r[:, 5:] + 1), dim=1)
+    for other in (r.flip(1), gap, torch.cat((r, r.flip(1))), r.where(r != 3, torch.nan)):
+        with pytest.raises(ValueError, match="grid"):
+            position(mixing, other, other)
+    with pytest.raises(ValueError, match="first key"):
+        position(mixing, r, r + 1)
+    position("softmax", r.flip(1), r.flip(1))
 
 
 @pytest.mark.parametrize("bidirectional", [True, False])
@@ -228,16 +201,3 @@ def test_rows_are_gathered_by_position():
     assert left.shape == (3, HEADS, 5, 16) and position.width(HEAD_DIM) == HEAD_DIM + 16
     bias = position("softmax", query_positions, key_positions).bias
     torch.testing.assert_close(left @ right.transpose(-1, -2), bias, **EXACT)
-
-
-def test_redraw_is_reproducible_and_the_probe_is_saved():
-    position = large(LowRankPosition(HEADS, max_tokens=20, rank=4))
-    twin = copy.deepcopy(position)
-    before = position.factors()[0]
-    position.redraw_(torch.Generator().manual_seed(1))
-    assert (position.factors()[0] - before).abs().max() > 1e-3
-    twin.redraw_(torch.Generator().manual_seed(1))
-    assert torch.equal(twin.probe, position.probe)
-    other = LowRankPosition(HEADS, max_tokens=20, rank=4).double()
-    other.load_state_dict(position.state_dict())
-    torch.testing.assert_close(other.factors(), position.factors(), rtol=0.0, atol=0.0)

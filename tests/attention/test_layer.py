@@ -1,10 +1,13 @@
-"""Automatic choices of the layer, and their precision."""
+"""The layer against that of torch, its automatic choices, and the position that it owns."""
+
+import copy
 
 import contract
 import pytest
 import torch
+from safetensors.torch import load, save
 
-from molflt.attention import Attention, encodings, make_position
+from molflt.attention import Attention, Block, Stack, encodings, make_position
 from molflt.attention.layer import Scaling
 
 
@@ -35,6 +38,31 @@ def test_auto_takes_the_form_with_fewer_multiplications(monkeypatch, tokens, for
         torch.testing.assert_close(*grads, rtol=0, atol=1e-10)
 
 
+def test_softmax_is_attention_of_torch():
+    torch.manual_seed(0)
+    ours = Attention(12, 3, mixing="softmax").double()
+    theirs = torch.nn.MultiheadAttention(12, 3, batch_first=True).double()
+    parts = ours.to_query, ours.to_key, ours.to_value
+    with torch.no_grad():
+        theirs.in_proj_weight.copy_(torch.cat([part.weight for part in parts]))
+        theirs.in_proj_bias.copy_(torch.cat([part.bias for part in parts]))
+    theirs.out_proj.load_state_dict(ours.to_out.state_dict())
+    x = 3 * torch.randn(2, 7, 12, dtype=torch.float64)
+    mask = torch.arange(7) < torch.tensor([[7], [4]])
+    expected, weights = theirs(x, x, x, key_padding_mask=~mask, average_attn_weights=False)
+    torch.testing.assert_close(ours(x, key_mask=mask), expected, **contract.EXACT)
+    torch.testing.assert_close(ours.weights(x, key_mask=mask), weights, **contract.EXACT)
+
+
+def test_normalized_logits_are_temperature_times_cosine():
+    scaling = Scaling(2, 8, normalize=True, learn_temperature=True).double()
+    torch.nn.init.normal_(scaling.log_temperature)
+    q, k = torch.randn(2, 1, 2, 5, 8, dtype=torch.float64)
+    cosine = torch.nn.functional.cosine_similarity(q[..., :, None, :], k[..., None, :, :], dim=-1)
+    expected = scaling.log_temperature.exp()[:, None, None] * cosine
+    torch.testing.assert_close(scaling(q) @ scaling(k).mT, expected, **contract.EXACT)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", [1e-4, 300.0])
 def test_norms_are_taken_in_single_precision_under_autocast(dtype, size):
@@ -62,14 +90,6 @@ def test_weights_of_keys(mixing):
     torch.testing.assert_close(single.double(), out, rtol=0, atol=1e-5)
 
 
-def test_a_small_weight_of_a_key_has_a_finite_slope():
-    torch.manual_seed(0)
-    net, x = Attention(16, 2).double(), torch.randn(1, 4, 16).double()
-    weight = torch.tensor([[1.0, 1e-30, 0.5, 2.0]]).double().requires_grad_()
-    (slope,) = torch.autograd.grad(net(x, key_weight=weight).sum(), weight)
-    assert slope.isfinite().all() and slope[0, 1] != 0
-
-
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("mixing", ["linear", "quadratic", "softmax"])
 def test_another_default_device_changes_nothing(mixing, causal):
@@ -78,3 +98,134 @@ def test_another_default_device_changes_nothing(mixing, causal):
     expected = net(x)
     with torch.device("meta"):
         assert torch.equal(net(x), expected)
+
+
+DIM, HEADS = 16, 2
+
+
+def position(name: str = "spectral", **options):
+    small = {"low_rank": {"max_tokens": 9, "rank": 3}, "toeplitz": {"max_tokens": 9}}
+    return make_position(name, HEADS, DIM // HEADS, **small.get(name, {}), **options)
+
+
+def layer(own=None, **options) -> Attention:
+    return Attention(DIM, HEADS, position=own, **options)
+
+
+def stack_of(shared, *layers: Attention) -> Stack:
+    return Stack.of([Block(each, 24) for each in layers], shared)
+
+
+def tokens(axes: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(1, 5, DIM), torch.arange(5.0)[None, :, None].expand(1, 5, axes)
+
+
+POSITIONED = ["spectral", "multiplicative", "low_rank", "toeplitz", "rotary", "sine_spe"]
+
+
+@pytest.mark.parametrize("mixing", ["linear", "softmax"])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8])
+@pytest.mark.parametrize("name", ["spectral", "multiplicative", "rotary"])
+def test_integers_are_positions(name, dtype, mixing):
+    own = position(name)
+    made = layer(own, mixing=mixing)
+    x, r = tokens(own.dim)
+    torch.testing.assert_close(made(x, r.to(dtype)), made(x, r), rtol=0, atol=1e-5)
+    if dtype is torch.int64:  # phases that float32 does not resolve
+        r = 2**26 + 1 + r.long()
+        expected = made.double()(x.double(), r.double())
+        torch.testing.assert_close(made(x.double(), r), expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", POSITIONED)
+def test_a_position_reaches_every_layer(name):
+    """Outputs of layers and stacks depend on positions."""
+    x, r = tokens(position(name).dim)
+    order = torch.tensor([0, 3, 1, 4, 2])
+    options = {"mixing": "softmax"} if name == "toeplitz" else {}  # else in order on a grid
+    built = position(name)
+    models = [layer(built, **options), stack_of(built, layer(built, **options))]
+    models.append(Stack(DIM, HEADS, 1, position=position(name), **options))
+    for model in models:
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter) if parameter.ndim == 2 else None
+        assert (model(x, r) - model(x, r[:, order])).abs().max() > 1e-6
+
+
+@pytest.mark.parametrize("made_by_hand", [False, True])
+def test_a_stack_registers_a_shared_position_once(made_by_hand):
+    own = position()
+    if made_by_hand:
+        stack = stack_of(own, layer(own), layer(own))
+    else:
+        stack = Stack(DIM, HEADS, 2, position=own)
+    names = [name for name, _ in stack.named_parameters(remove_duplicate=False)]
+    names += [name for name, _ in stack.named_buffers(remove_duplicate=False)]
+    assert sorted(n for n in names if "position." in n) == sorted(
+        f"position.{name}" for name in own.state_dict()
+    )
+    assert set(names) == stack.state_dict().keys()
+    twin = copy.deepcopy(stack)
+    for each in (stack, twin):
+        assert all(block.attention.position is each.position for block in each.blocks)
+    assert twin.position is not own
+    x, r = tokens()
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.normal_()
+    assert (twin(x, r) - stack(x, r)).abs().max() > 1e-3
+    stack.load_state_dict(load(save(twin.state_dict())))
+    assert torch.equal(twin(x, r), stack(x, r))
+    stack.double()(x.double(), r.double()).sum().backward()
+    assert all(p.grad is not None for p in own.parameters())
+
+
+@pytest.mark.parametrize("mixing", ["linear", "quadratic", "auto", "softmax"])
+def test_no_sequence_at_all(mixing):
+    assert layer(mixing=mixing)(torch.zeros(0, 5, DIM)).shape == (0, 5, DIM)
+
+
+@pytest.mark.parametrize("name", ["spectral", "multiplicative", "rotary", "sine_spe"])
+def test_softmax_decodes_with_the_places_of_all_tokens_or_not_at_all(name):
+    """Otherwise one position would be broadcast to all keys."""
+    own = position(name, mixing="softmax")
+    block = Block(layer(own, mixing="softmax", causal=True), 24).double()
+    x, r = (part.double() for part in tokens(own.dim))
+    for part in (block, block.attention):
+        expected, found, state = part(x, r), [], None
+        for i in range(5):
+            places = {"key_positions": r[:, : i + 1]}
+            out, state = part.decode(x[:, i : i + 1], r[:, i : i + 1], state, **places)
+            found.append(out)
+        torch.testing.assert_close(torch.cat(found, dim=1), expected, rtol=0, atol=1e-10)
+        for missing in (None, r[:, :1], r[:, :5]):
+            with pytest.raises(ValueError, match="key_positions"):
+                part.decode(x[:, :1], r[:, :1], state, key_positions=missing)
+        for length in (1, 4):
+            encoding = own("softmax", r[:, :1], r[:, :length])
+            with pytest.raises(ValueError, match="encoding"):
+                part.decode(x[:, :1], None, state, encoding=encoding)
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_softmax_freezes_radii_of_boxes_with_a_warning(layers):
+    """The mask of a box is not differentiable with respect to its radius; other masks are."""
+
+    def build(own, mixing):
+        return Stack(DIM, HEADS, layers, position=own, mixing=mixing)
+
+    box = {"spectrum": "local", "dim": 1}
+    own = position(sampled=False, **box)
+    with pytest.warns(UserWarning, match="log_radius") as caught:
+        net = build(own, mixing="softmax")
+    assert len(caught) == 1
+    x, r = tokens(1)
+    net(x, r).square().sum().backward()
+    learned = {name for name, p in net.named_parameters() if p.requires_grad}
+    assert not any("log_radius" in name for name in learned)
+    assert all(p.grad is not None for p in net.parameters() if p.requires_grad)
+    for other, mixing in ((box, "linear"), (box | {"spectrum": "smooth_local"}, "softmax")):
+        own = position(sampled=mixing != "softmax", **other)
+        net = build(own, mixing=mixing)
+        (slope,) = torch.autograd.grad(net(x, r).square().sum(), own.spectrum.log_radius)
+        assert slope.abs().max() > 0

@@ -1,35 +1,20 @@
-"""Mixing against its oracles, and the limits of the normalizer."""
+"""Mixing against its oracles, the limits of the normalizer, and the scale of tokens."""
 
 import contract
 import pytest
 import torch
-from contract import Combination, plain
+from contract import EXACT, HEADS, Combination, plain
 
-from molflt.attention import FEATURE_MAPS, Attention, Features
+from molflt.attention import FEATURE_MAPS, Attention, Features, Stack
+from molflt.attention.mixing import chunked
 from molflt.attention.mixing.causal import causal_linear
-from molflt.attention.mixing.forms import linear, quadratic, softmax
+from molflt.attention.mixing.forms import linear, quadratic
+from molflt.attention.mixing.sums import Sums
 
 
 def qkv(*lengths: int, width: int = 4, seed: int = 0, grad: bool = False) -> list[torch.Tensor]:
     torch.manual_seed(seed)
     return [torch.rand(2, 3, n, width, dtype=torch.float64, requires_grad=grad) for n in lengths]
-
-
-@pytest.mark.parametrize("causally", [False, True])
-def test_softmax_with_a_bias_equals_flex_attention(causally):
-    flex = pytest.importorskip("torch.nn.attention.flex_attention").flex_attention
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(2, 3, 16, 16) for _ in "qkv")
-    bias = torch.randn(2, 3, 16, 16)
-
-    def score(score, b, h, i, j):
-        biased = score + bias[b, h, i, j]
-        return torch.where(i >= j, biased, -torch.inf) if causally else biased
-
-    with torch.no_grad():
-        theirs = flex(q, k, v, score_mod=score, scale=1.0)
-    ours = softmax(q, k, v, bias, causal=causally)
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize(
@@ -74,14 +59,6 @@ def test_causal_equals_its_quadratic_form_for_every_chunk(feature_map, chunk):
         ]
         for a, b in zip(*grads, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
-
-
-def test_causal_equals_performer_pytorch():
-    performer = pytest.importorskip("performer_pytorch.performer_pytorch")
-    q, k, v = qkv(40, 40, 40)
-    theirs = performer.causal_linear_attention_noncuda(q, k, v, chunk_size=8, eps=0.0)
-    ours = causal_linear(plain(q), plain(k), v, chunk=16)[0].ratio()
-    torch.testing.assert_close(ours, theirs, **contract.EXACT)
 
 
 @pytest.mark.parametrize("factor", [-3.0, 3.0, 30.0, 0.0])
@@ -237,16 +214,6 @@ def test_causal_queries_with_tiny_weights(spread, resolved):
             torch.testing.assert_close(found, exact.float(), rtol=0, atol=1e-4)
 
 
-def test_key_dropout_only_in_training():
-    torch.manual_seed(0)
-    attention = Attention(16, 2, dropout=0.5).double()
-    x = torch.randn(1, 10, 16, dtype=torch.float64)
-    attention.eval()
-    torch.testing.assert_close(attention(x), attention(x), rtol=0, atol=0)
-    attention.train()
-    assert (attention(x) - attention(x)).abs().max() > 1e-6
-
-
 @pytest.mark.parametrize(
     ("options", "context"),
     [
@@ -264,29 +231,127 @@ def test_sums_with_key_dropout_are_those_of_all_keys_on_average(options, context
     attention.to_out = torch.nn.Identity()
     x, other = torch.randn(2, 1, 5, 8, dtype=torch.float64)
     where = {"context": other.expand(1000, -1, -1)} if context else {}
-    drawn = attention.train()(x.expand(1000, -1, -1), **where).mean(0)
+    drawn = attention.train()(x.expand(1000, -1, -1), **where)
     expected = attention.eval()(x, **({"context": other} if context else {}))[0]
-    assert (drawn - expected).norm() < 0.1 * expected.norm()
+    assert drawn.std(dim=0).max() > 0.1 * expected.norm()
+    assert (drawn.mean(0) - expected).norm() < 0.1 * expected.norm()
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("causally", [False, True])
-def test_half_precision_at_a_standard_deviation_of_three(dtype, causally):
-    """Outputs are finite; the error is the rounding of q, k and v."""
-    torch.manual_seed(0)
-    phi = FEATURE_MAPS["positive"](64, 2, 64)
-    exact_phi = FEATURE_MAPS["positive"](64, 2, 64).double()
-    exact_phi.load_state_dict(phi.state_dict())
-    scale = 64**-0.25
-    q, k, v = (torch.randn(1, 2, 256, 64) for _ in "qkv")
-    q, k = 3 * scale * q, 3 * scale * k
-    mix = (lambda *a: causal_linear(*a)[0]) if causally else linear
-    expected = mix(exact_phi(q.double()), exact_phi(k.double()), v.double()).ratio()
-    with torch.autocast("cpu", dtype=dtype):
-        half = [t.to(dtype) for t in (q, k, v)]
-        phi_q, phi_k = (phi(t.float()) for t in half[:2])
-        got = mix(phi_q, phi_k, half[2]).ratio()
-    assert torch.isfinite(got).all()
-    error = (got.double() - expected).norm() / expected.norm()
-    bound = {torch.float16: 0.05, torch.bfloat16: 0.4}[dtype]
-    assert error < bound, error
+DIM, TOKENS = 16, 12
+
+
+def layer(mixing: str, **options) -> Attention:
+    torch.manual_seed(3)
+    return Attention(DIM, HEADS, mixing=mixing, **options).double()
+
+
+def tokens(batch: int = 2, count: int = TOKENS) -> torch.Tensor:
+    return torch.randn(batch, count, DIM, dtype=torch.float64, generator=torch.manual_seed(0))
+
+
+@pytest.mark.parametrize("later", [10.0, 1000.0])
+@pytest.mark.parametrize("feature_map", FEATURE_MAPS)
+@pytest.mark.parametrize("mixing", ["linear", "quadratic"])
+def test_causal_attention_does_not_see_the_future(mixing, feature_map, later):
+    """Large later tokens must not rescale earlier ones."""
+    attention = layer(mixing, causal=True, feature_map=feature_map).float()
+    x = tokens().float()
+    grown = x.clone()
+    grown[:, 8:] *= later
+    torch.testing.assert_close(attention(grown)[:, :8], attention(x)[:, :8], rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize(("scale", "gate"), [(1.0, True), (30.0, False), (800.0, False)])
+@pytest.mark.parametrize("feature_map", FEATURE_MAPS)
+def test_quadratic_is_linear_at_any_scale(feature_map, scale, gate):
+    """Both causal forms bound features in the same way: outputs agree, gradients are finite."""
+    found = []
+    for mixing in ("linear", "quadratic"):
+        attention = layer(mixing, causal=True, feature_map=feature_map, gate=gate)
+        x = (scale * torch.nn.functional.normalize(tokens(), dim=-1)).requires_grad_()
+        out = attention(x)
+        (slope,) = torch.autograd.grad(out.square().sum(), x)
+        assert slope.isfinite().all()
+        found.append((out, slope))
+    # Signed features cancel, and what is left of a normalizer is that much less certain.
+    rtol = 1e-4 if FEATURE_MAPS[feature_map].signed else 1e-9
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=rtol, atol=1e-8)
+    if scale == 1.0 and not FEATURE_MAPS[feature_map].signed:
+        torch.testing.assert_close(found[1][1], found[0][1], rtol=rtol, atol=1e-8)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("feature_map", ["exp", "learnable_exp", "trigonometric", "positive"])
+@pytest.mark.parametrize("mixing", ["linear", "quadratic"])
+def test_gradients_of_large_tokens_are_finite_in_float32(mixing, feature_map, causal):
+    attention = layer(mixing, causal=causal, feature_map=feature_map).float()
+    x = (800 * torch.nn.functional.normalize(tokens(count=40).float(), dim=-1)).requires_grad_()
+    attention(x).square().sum().backward()
+    assert x.grad.isfinite().all()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in attention.parameters())
+
+
+def total(sums: Sums) -> torch.Tensor:
+    """sum_j A_ij itself."""
+    return sums.normalizer * sums.log_scale.exp()
+
+
+def half(sums: Sums) -> float:
+    """A floor that replaces half of the normalizers."""
+    return 1.01 * float(total(sums).detach().abs().median())
+
+
+@pytest.mark.parametrize("feature_map", ["trigonometric", "positive", "relu", "identity"])
+def test_floor_is_that_of_the_sum_in_every_form(feature_map, monkeypatch):
+    """Forms, chunks, padding of any size and scaled features have their own scales."""
+    x = tokens()
+    exact = layer("linear", feature_map=feature_map).sums(x)
+    floor = half(exact)
+    divisor = torch.copysign(total(exact).abs().clamp(min=floor), total(exact))
+    linear, matrix = (
+        layer(mixing, feature_map=feature_map, floor=floor) for mixing in ("linear", "quadratic")
+    )
+    expected = linear._join(exact.numerator * exact.log_scale.exp() / divisor)
+    padded = torch.cat((x, 5 * tokens(count=40)), dim=1)
+    mask = (torch.arange(padded.shape[1]) < TOKENS).expand(2, -1)
+    for attention in (linear, matrix):
+        torch.testing.assert_close(attention(x), expected, **EXACT)
+        out = attention(padded, key_mask=mask)[:, :TOKENS]
+        torch.testing.assert_close(out, expected, **EXACT)
+    monkeypatch.setattr(chunked, "_LONG", 0)
+    monkeypatch.setattr(chunked, "_LEAST", 5)
+    monkeypatch.setattr(chunked, "_AT_ONCE", 1)
+    torch.testing.assert_close(linear(x), expected, **EXACT)
+
+
+def test_floor_gradient_is_that_of_the_normalizer():
+    """Includes the decay of a gate, which is part of the scale."""
+    draw = torch.manual_seed(0)
+    inputs = list(torch.randn(5, 1, 1, 6, 4, dtype=torch.float64, generator=draw))
+
+    def sums(q, k, v, log_q, log_k):
+        return linear(Features(q, log_q), Features(k, log_k), v)
+
+    floor = half(sums(*inputs))
+    inputs = [x.requires_grad_() for x in inputs]
+    assert torch.autograd.gradcheck(lambda *x: sums(*x).ratio(floor), inputs)
+    attention = layer("linear", causal=True, gate=True, feature_map="identity")
+    x = tokens(1, 5)
+    attention.floor = half(attention.sums(x))
+    assert torch.autograd.gradcheck(attention, (x.requires_grad_(),))
+
+
+@pytest.mark.parametrize("position", ["toeplitz", "bucketed"])
+def test_long_causal_toeplitz_attention_takes_no_transforms(position):
+    """Their rounding is relative to the largest key of all, the later ones included."""
+    options = {"max_tokens": 64} if position == "toeplitz" else {}
+    stack = Stack(
+        DIM, HEADS, 1, position=position, position_options=options, causal=True,
+        feature_map="exp", num_features=8,
+    )  # fmt: skip
+    x, r = torch.randn(1, 64, DIM), torch.arange(64.0)[None, :, None]
+    grown = torch.cat((x[:, :40], 200 * x[:, 40:]), dim=1)
+    mixed = [
+        stack.blocks[0].attention(y, encoding=stack.position("linear", r, r)) for y in (x, grown)
+    ]
+    torch.testing.assert_close(mixed[1][:, :40], mixed[0][:, :40], rtol=0.0, atol=0.0)

@@ -1,16 +1,17 @@
-"""Nodes: distributions, importance ratios and errors of sampled masks."""
+"""Nodes and the spectral position: importance ratios, factors, and parts by name."""
 
 import copy
-import math
+import io
 
 import pytest
 import torch
-from families import EXACT, estimates, make, randn, same_heads
+from families import EXACT, make, randn
 
 from molflt.attention.nodes import NODES
 from molflt.attention.nodes.random import DensityNodes, GaussianNodes
-from molflt.attention.spectra.base import Spectrum
-from molflt.attention.spectra.shift_invariant import Laplace, Matern
+from molflt.attention.positions import SpectralPosition, make_position
+from molflt.attention.spectra.gaussian import GaussianBasis
+from molflt.attention.spectra.shift_invariant import Matern
 
 
 @pytest.mark.parametrize("variant", ["gaussian", "laplace", "matern", "matern, nu=0.5"])
@@ -32,69 +33,13 @@ def test_nodes_of_a_kernel_have_one_importance_ratio(variant):
     torch.testing.assert_close(grad, torch.full((4,), -2.0 * 50 * 3).double(), **EXACT)
 
 
-@pytest.mark.parametrize("variant", ["gaussian", "laplace", "matern", "matern, nu=0.5"])
-def test_kernel_nodes_have_the_variance_of_theory(variant):
-    """Zero bias, and C^2 [(1 + K(2 z)) / 2 - K(z)^2] / r exactly, for every kernel and length."""
-    heads, r = 3000, 16
-    kernel = same_heads(make(variant, heads=heads))
-    nodes = DensityNodes(kernel, r).double()
-    nodes.redraw_(torch.Generator().manual_seed(0))
-    z = 0.7 * randn(6, 3, seed=3)
-    with torch.no_grad():
-        exact, twice = kernel.mask(z[None])[0, 0], kernel.mask(2 * z[None])[0, 0]
-    c = kernel.amplitude[0].item()
-    variance = (0.5 * c * (c + twice) - exact.square()) / r
-    errors = estimates(kernel, nodes, z) - exact
-    assert (errors.mean(0) / (variance / heads).sqrt()).abs().max() < 4
-    assert (errors.var(0) / variance - 1).abs().max() < 0.12
-
-
-PAIRS = {
-    "gaussian_basis": lambda s, r: GaussianNodes(s.heads, r, s.dim, sigma=0.25),
-    "gaussian_mixture": lambda s, r: GaussianNodes(s.heads, r, s.dim, 0.35, "learned"),
-    "gaussian_mixture, asymmetric": lambda s, r: GaussianNodes(
-        s.heads, r, s.dim, 0.35, learn_sigma=False
-    ),
-    "smooth_local": lambda s, r: cauchy(s, r),
-    "smooth_local, order 2": lambda s, r: cauchy(s, r),
-    "smooth_local, order 5, product": lambda s, r: cauchy(s, r),
-    "matern": lambda s, r: DensityNodes(s, r),
-}
-
-
-def cauchy(spectrum: Spectrum, r: int) -> DensityNodes:
-    """Heavy-tailed nodes, for spectra that fall as a power."""
-    proposal = Laplace(spectrum.heads, spectrum.dim, length_range=(0.7, 0.7))
-    return DensityNodes(proposal, r, shared=False)
-
-
-@pytest.mark.parametrize("dim", [1, 2])
-@pytest.mark.parametrize("variant", PAIRS)
-def test_estimates_are_unbiased_and_their_error_falls_as_one_over_sqrt_r(variant, dim):
-    heads, errors = 1200, {}
-    prefix = {"matern": "length", "smooth_local": "radius"}.get(variant.split(",")[0], "width")
-    family = make(variant, heads=heads, dim=dim, **{f"{prefix}_range": (0.9, 2.0)})
-    family = same_heads(family)
-    z = 1.2 * randn(6, dim, seed=3)
-    exact = family.mask(z[None])[0, 0].detach()
-    for r in (16, 256):
-        nodes = PAIRS[variant](family, r).double()
-        if isinstance(nodes, GaussianNodes) and nodes.mean is not None:
-            with torch.no_grad():
-                nodes.mean.fill_(0.05)
-        nodes.redraw_(torch.Generator().manual_seed(r))
-        error = estimates(family, nodes, z) - exact
-        errors[r] = error.square().mean().sqrt().item()
-        score = error.mean(0) / (error.std(0) / math.sqrt(heads))
-        assert score.abs().max() < 4.5, score
-    slope = math.log(errors[256] / errors[16]) / math.log(16)
-    assert abs(slope + 0.5) < 0.06, errors
-
-
-def test_fixed_sigma_is_a_buffer():
-    fixed, learned = GaussianNodes(2, 4, sigma=1.0, learn_sigma=False), GaussianNodes(2, 4)
-    assert not list(fixed.parameters()) and fixed.state_dict().keys() == learned.state_dict().keys()
-    torch.testing.assert_close(fixed()[0], fixed.eps)
+@pytest.mark.parametrize("learn_sigma", [False, True])
+def test_weights_of_nodes_around_a_mean(learn_sigma):
+    nodes = GaussianNodes(2, 8, sigma=0.4, mean="learned", learn_sigma=learn_sigma).double()
+    torch.nn.init.constant_(nodes.mean, 0.3)
+    xi, weights = nodes()
+    torch.testing.assert_close((-nodes.log_density(xi)).exp() / 8, weights, rtol=1e-9, atol=0)
+    torch.testing.assert_close(xi, 0.3 + 0.4 * nodes.eps, rtol=1e-6, atol=0)
 
 
 def test_a_shared_kernel_is_saved_once_and_survives_a_copy():
@@ -127,3 +72,77 @@ def test_redraw_follows_the_generator_and_compiles(rule):
     torch._dynamo.reset()
     compiled = torch.compile(lambda: nodes(), backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(), nodes())
+
+
+SHELLS = {"node_diameter": 5.0, "node_max_frequency": 0.3, "node_num_shells": 4}
+
+
+def random_position(heads: int, nodes: int, seed: int = 0) -> SpectralPosition:
+    torch.manual_seed(seed)
+    position = SpectralPosition(
+        GaussianBasis(heads, 4, width_range=(1.0, 3.0), amplitude=0.5), GaussianNodes(heads, nodes)
+    )
+    return position.double()
+
+
+def estimate(position: SpectralPosition, r: torch.Tensor) -> torch.Tensor:
+    left, right = position.factors(r[None], r[None])
+    return (left @ right.transpose(-1, -2))[0]
+
+
+def test_zero_spectrum_has_a_gradient():
+    """A product of two square roots would have none, and the mask could never start to learn."""
+    position = random_position(2, 8)
+    with torch.no_grad():
+        position.spectrum.amplitude.zero_()
+    r = torch.randn(5, 3, dtype=torch.float64)
+    assert estimate(position, r).abs().max() == 0
+    (estimate(position, r) * torch.randn(2, 5, 5, dtype=torch.float64)).sum().backward()
+    grad = position.spectrum.amplitude.grad
+    assert torch.isfinite(grad).all() and grad.abs().max() > 0
+
+
+def test_both_factors_have_one_size():
+    """That of the square root of the coefficients."""
+    position = random_position(2, 3)
+    r = torch.zeros(1, 1, 3, dtype=torch.float64)
+    left, right = (factor[0, :, 0, :3] for factor in position.factors(r, r))
+    coefficients = position.nodes.sample(position.spectrum)[1]
+    torch.testing.assert_close(left, (coefficients.abs() + position.floor).sqrt(), **EXACT)
+    torch.testing.assert_close(left * right, coefficients, **EXACT)
+
+
+def test_gradients_of_the_factors():
+    position = random_position(2, 3)
+    r = torch.randn(1, 4, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: position.factors(x, x), (r,))
+    parameters = tuple(position.parameters())
+    out = estimate(position, r[0])
+    for grad in torch.autograd.grad(out.square().sum(), parameters):
+        assert torch.isfinite(grad).all() and grad.abs().max() > 0
+
+
+@pytest.mark.parametrize("name", ["spectral", "multiplicative"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"nodes": rule} for rule in ("gaussian", "orthogonal", "sobol")),
+        {"nodes": "shells", **SHELLS},
+        {"spectrum": "shell_weights", **SHELLS},
+        {"spectrum": "matern", "nodes": "shells", **SHELLS},
+        {"spectrum": "matern"},
+    ],
+)
+def test_parts_by_name_survive_saving(name, options):
+    x = randn(2, 7, 3)
+    positions = [make_position(name, 4, 8, **options).double() for _ in range(2)]
+    file = io.BytesIO()
+    torch.save(positions[0].state_dict(), file)
+    file.seek(0)
+    positions[1].load_state_dict(torch.load(file))
+    products = [left @ right.mT for left, right in (p.factors(x, x) for p in positions)]
+    assert products[0].shape == (2, 4, 7, 7)
+    torch.testing.assert_close(*products, **EXACT)
+    expected = {"shell_weights": "ShellNodes", "matern": "DensityNodes"}
+    rule = options.get("nodes") and NODES[options["nodes"]].__name__
+    assert type(positions[0].nodes).__name__ == (rule or expected[options["spectrum"]])

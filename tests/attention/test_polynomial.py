@@ -100,15 +100,3 @@ def test_normalized_softmax_becomes_polynomial_without_training(options, bound):
         found.append((out, *torch.autograd.grad(out.square().sum().sin(), x)))
     for mine, exact in zip(*found, strict=True):
         assert (mine - exact).norm() < bound * exact.norm()
-
-
-def test_additive_masks_depend_only_on_differences():
-    """Unlike positive features, the polynomial depends only on products of the factors."""
-    moved = {}
-    for name in ("polynomial", "positive"):
-        options = {"position": "spectral", "position_options": {"num_nodes": 4}}
-        model = stack("linear", 0, feature_map=name, **options)
-        torch.nn.init.normal_(model.position.spectrum.amplitude)
-        x, r = torch.randn(1, 9, DIM).double(), torch.randn(1, 9, 3).double()
-        moved[name] = (model(x, r + 1.5) - model(x, r)).abs().max()
-    assert moved["polynomial"] < 1e-10 < 1e-3 < moved["positive"]

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from families import EXACT, make, randn
+from families import EXACT, randn
 from scipy.spatial.transform import Rotation
 from torch import Tensor
 
@@ -74,14 +74,6 @@ def test_equals_the_sum_over_images(kind):
     assert (fast - exact).abs().max() < 1e-8
 
 
-def test_separate_antipodes_serve_asymmetric_masks():
-    spectrum, x = make("gaussian_mixture, asymmetric", width_range=(2.0, 2.3)), atoms()
-    exact = image_sum(spectrum, x, CELL[None], periodic("slab"))
-    assert (exact - exact.mT).abs().max() > 0.1
-    found = mask(spectrum, x, CELL[None], periodic("slab"), 1.2, reach=16.1, merged=False)
-    torch.testing.assert_close(found, exact, rtol=0, atol=1e-7)
-
-
 @pytest.mark.parametrize("taper", ["step", "positive"])
 @pytest.mark.parametrize("kind", PBC)
 def test_depends_only_on_the_structure(kind, taper):
@@ -142,37 +134,6 @@ def test_supercells(kind, copies):
     features = (t.repeat(1, 1, len(shifts), 1) for t in (phi_q, phi_k, value))
     found = attend(position, many, (CELL * copies[:, None])[None], pbc, *features)
     torch.testing.assert_close(found, expected.repeat(1, 1, len(shifts), 1), **EXACT)
-
-
-NACL = torch.ones(3, 3) - torch.eye(3)
-CSCL = 2 / math.sqrt(3) * torch.eye(3, dtype=torch.float64)
-
-
-@pytest.mark.parametrize(
-    ("cell", "anion", "expected"),
-    [(NACL, [1.0, 0, 0], 1.7475645946), (CSCL, [1 / math.sqrt(3)] * 3, 1.7626747731)],
-)
-def test_madelung(cell, anion, expected):
-    """1 / r as a sum of Gaussians, 2 / sqrt(pi) integral exp(-t^2 r^2) dt: far ones by nodes.
-
-    t < 2 (nearest neighbors at 1) at reciprocal nodes without G = 0, as the cells are neutral; the
-    rest, erfc(2 r) / r, by a direct sum. Measured error: 1e-13.
-    """
-    t, w = (torch.from_numpy(a) for a in np.polynomial.legendre.leggauss(64))
-    t, w = 1 + t, w * 2 / math.sqrt(math.pi)  # on [0, 2]
-    spectrum = GaussianBasis(1, 64).double()
-    spectrum.log_width.data = (t * math.sqrt(2)).log().neg()
-    spectrum.amplitude.data = w[None]
-    cell = cell[None].double()
-    x = torch.tensor([[[0.0] * 3, anion]], dtype=torch.float64)
-    charge = torch.tensor([1.0, -1.0]).double()
-    nodes, weights = reciprocal_nodes(cell, torch.ones(1, 3).bool(), 4.0)
-    weights = torch.cat((torch.zeros_like(weights[:, :1]), weights[:, 1:]), dim=1)
-    far = product(spectrum, x, (nodes, weights))[0, 0, 0] @ charge - 4 / math.sqrt(math.pi)
-    steps = torch.cartesian_prod(*[torch.arange(-6.0, 7.0)] * 3).double() @ cell[0]
-    distance = (x[0, :, None] + steps).norm(dim=-1)
-    short = torch.where(distance > 0, torch.erfc(2 * distance) / distance, 0.0).sum(-1) @ charge
-    assert -(far + short).item() == pytest.approx(expected, abs=1e-9)
 
 
 @pytest.mark.parametrize("taper", ["step", "positive"])
@@ -303,12 +264,3 @@ def test_skewed_cells_have_the_gradient_of_their_nodes(dtype):
         total = (weights * (-nodes.square().sum(dim=-1)).exp()).sum()
         found.append(torch.autograd.grad(total, strain)[0])
     torch.testing.assert_close(*found)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_cuda():
-    pbc = torch.cat([periodic(kind) for kind in PBC])
-    cell, extent = CELL.repeat(4, 1, 1), torch.full((4, 3), 5.0).double()
-    expected = reciprocal_nodes(cell, pbc, 0.4, extent)
-    found = reciprocal_nodes(cell.cuda(), pbc.cuda(), 0.4, extent.cuda())
-    torch.testing.assert_close([t.cpu() for t in found], list(expected))

@@ -1,12 +1,12 @@
-"""Rotary and cosFormer encodings: functions of differences, equal to independent references."""
+"""Rotary encoding, cosFormer's kernel and the bias of 3D-Graphormer against their formulas."""
 
 import math
 
 import pytest
 import torch
+from scipy.stats import norm
 
-from molflt.attention.features.base import Features
-from molflt.attention.mixing.forms import linear, quadratic
+from molflt.attention.positions.gaussian_bias import GaussianBias
 from molflt.attention.positions.rotary import CosinePosition, RotaryPosition
 
 EXACT = {"rtol": 0.0, "atol": 1e-10}
@@ -40,49 +40,13 @@ def test_rotary_equals_performer_pytorch():
         torch.testing.assert_close(a, b, **EXACT)
 
 
-def test_rotary_equals_llama_up_to_the_order_of_coordinates():
-    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
-    q, k = qk(9, 8)
-    r = places(9)
-    angles = r * 500.0 ** (-torch.arange(0, 8, 2, dtype=F64) / 8)
-    angles = torch.cat((angles, angles), dim=-1)
-    order = torch.arange(8).view(4, 2).T.flatten()  # adjacent pairs to halves
-    expected = llama.apply_rotary_pos_emb(q[..., order], k[..., order], angles.cos(), angles.sin())
-    got = rotated(RotaryPosition(8, base=500.0), r, q, k)
-    for a, b in zip(got, expected, strict=True):
-        torch.testing.assert_close(a[..., order], b, **EXACT)
-
-
-@pytest.mark.parametrize(("dim", "head_dim"), [(1, 7), (2, 8), (3, 8), (3, 12)])
-def test_rotated_products_depend_on_differences(dim, head_dim):
-    q, k = qk(6, head_dim)
-    r = places(6, dim)
-    position = RotaryPosition(head_dim, dim)
-    a, b = rotated(position, r, q, k)
-    shift = torch.tensor([3.7, -11.0, 0.4], dtype=F64)[:dim]
-    c, d = rotated(position, r + shift, q, k)
-    torch.testing.assert_close(c @ d.mT, a @ b.mT, **EXACT)
-    torch.testing.assert_close(a.norm(dim=-1), q.norm(dim=-1), **EXACT)
-    turning = 2 * dim * (head_dim // (2 * dim))
-    torch.testing.assert_close(a[..., turning:], q[..., turning:], rtol=0, atol=0)
-    # Every axis matters, and matters to every pair of its own.
-    for axis in range(dim):
-        moved = r.clone()
-        moved[..., axis] += 1.0
-        change = (rotated(position, moved, q, k)[0] - a).abs().amax(dim=(0, 1, 2))
-        pairs = head_dim // (2 * dim)
-        own = slice(2 * pairs * axis, 2 * pairs * (axis + 1))
-        assert (change[own] > 1e-6).all()
-        change[own] = 0
-        assert (change == 0).all()
-
-
 def test_rotated_pair_is_a_complex_product():
     """The formula itself, pair by pair: axis a, pair p turns by base^(-p / P) r_a."""
-    q, k = qk(5, 12)
+    q, k = qk(5, 13)
     r = places(5, 2)
-    got, _ = rotated(RotaryPosition(12, 2, base=50.0), r, q, k)
-    z = torch.view_as_complex(q.unflatten(-1, (6, 2)).contiguous())
+    got, _ = rotated(RotaryPosition(13, 2, base=50.0), r, q, k)
+    z = torch.view_as_complex(q[..., :12].unflatten(-1, (6, 2)).contiguous())
+    assert torch.equal(got[..., 12], q[..., 12])
     for axis in range(2):
         for p in range(3):
             turn = torch.exp(1j * 50.0 ** (-p / 3) * r[:, None, :, axis])
@@ -117,27 +81,59 @@ def test_cosine_kernel_is_positive_and_exact():
     assert kernel.min() > 0.09  # cos(pi 15 / 32) = 0.098
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_cosine_attention_equals_the_authors_formula(is_causal):
-    """[relu(q) sin, relu(q) cos] against sums one by one; their index starts at 1 and M = N."""
-    n = 7
-    q, k = qk(n, 4)
-    v = qk(n, 3, seed=5)[0]
-    angle = 0.5 * math.pi * torch.arange(1, n + 1, dtype=F64)[:, None] / n
-    phi_q, phi_k = (
-        torch.cat((x.relu() * angle.sin(), x.relu() * angle.cos()), dim=-1) for x in (q, k)
-    )
-    expected = torch.zeros_like(v)
-    for i in range(n):
-        top, bottom = 0.0, 0.0
-        for j in range(i + 1 if is_causal else n):
-            weight = (phi_q[:, :, i] * phi_k[:, :, j]).sum(dim=-1, keepdim=True)
-            top, bottom = top + weight * v[:, :, j], bottom + weight
-        expected[:, :, i] = top / bottom.where(bottom > 0, 1.0)
-    r = torch.arange(n, dtype=F64)[None, :, None]
-    u, w = CosinePosition(n)("linear", r, r).kernel
-    features = Features(q.relu()).kronecker(u), Features(k.relu()).kronecker(w)
-    got = quadratic(*features, v, causal=is_causal).ratio()
-    torch.testing.assert_close(got, expected, **EXACT)
-    if not is_causal:
-        torch.testing.assert_close(linear(*features, v).ratio(), expected, **EXACT)
+def make(heads: int = 2, num_gaussians: int = 6, dim: int = 3, seed: int = 0) -> GaussianBias:
+    torch.manual_seed(seed)
+    return GaussianBias(heads, num_gaussians=num_gaussians, dim=dim, hidden_dim=5).double()
+
+
+def atoms(count: int = 7, dim: int = 3, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return 2 * torch.randn(2, count, dim, dtype=F64, generator=generator)
+
+
+def bias(module: GaussianBias, queries: torch.Tensor, keys: torch.Tensor | None = None):
+    return module("softmax", queries, queries if keys is None else keys).bias
+
+
+@pytest.mark.parametrize("dim", [1, 2, 3])
+def test_bias_is_the_formula_of_the_paper(dim):
+    """Pair by pair, with scipy's normal density and the network written out."""
+    module = make(dim=dim)
+    queries, keys = atoms(3, dim), atoms(4, dim, seed=1)
+    got = bias(module, queries, keys)
+    assert got.shape == (2, 2, 3, 4)
+    state = {name: value.detach().numpy() for name, value in module.state_dict().items()}
+    for b in range(2):
+        for i in range(3):
+            for j in range(4):
+                distance = math.dist(queries[b, i].tolist(), keys[b, j].tolist())
+                psi = norm.pdf(distance, state["mean"], [math.exp(s) for s in state["log_std"]])
+                hidden = state["mlp.0.weight"] @ psi + state["mlp.0.bias"]
+                hidden = hidden * norm.cdf(hidden)  # GELU
+                expected = state["mlp.2.weight"] @ hidden + state["mlp.2.bias"]
+                assert abs(got[b, :, i, j].detach().numpy() - expected).max() < 1e-10
+
+
+def test_gradients_also_at_zero_distance():
+    module = make()
+    r = atoms(4).requires_grad_()
+    # Off the diagonal; on it the distance stays 0 however positions move.
+    assert torch.autograd.gradcheck(lambda x: bias(module, x), (r,))
+    assert torch.autograd.gradgradcheck(lambda x: bias(module, x)[:, 0, 0, 1], (r,))
+    together = torch.zeros(1, 3, 3, dtype=F64, requires_grad=True)
+    out = bias(module, together).square().sum()
+    (grad,) = torch.autograd.grad(out, together, create_graph=True)
+    assert (grad == 0).all()
+    (again,) = torch.autograd.grad(grad.sum(), together, allow_unused=True)
+    assert again is None or again.isfinite().all()
+    bias(module, r).square().sum().backward()
+    for name, parameter in module.named_parameters():
+        assert parameter.grad.isfinite().all() and parameter.grad.abs().max() > 1e-8, name
+
+
+def test_radial_profile_is_the_bias_along_a_line():
+    module = make()
+    distances = torch.linspace(0, 9, 5, dtype=F64)
+    r = torch.zeros(1, 5, 3, dtype=F64)
+    r[0, :, 2] = distances
+    torch.testing.assert_close(module.radial_profile(distances), bias(module, r)[0, :, 0], **EXACT)

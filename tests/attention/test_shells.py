@@ -11,9 +11,7 @@ from molflt.attention.nodes.base import hermitian
 from molflt.attention.nodes.random import GaussianNodes
 from molflt.attention.nodes.shells import _DEGREES, ShellNodes, _directions
 from molflt.attention.nodes.suggest import suggest_nodes
-from molflt.attention.positions.multiplicative import MultiplicativePosition
 from molflt.attention.positions.spectral import GraphNodes, SpectralPosition
-from molflt.attention.spectra.gaussian import GaussianBasis
 from molflt.attention.spectra.shell_weights import ShellWeights
 from molflt.attention.spectra.shift_invariant import Gaussian
 
@@ -147,17 +145,6 @@ def test_one_node_replaces_two_antipodes_for_any_spectrum():
     torch.testing.assert_close((left @ right.mT)[0, :, :, 0], exact, rtol=1e-8, atol=1e-8)
 
 
-def test_shell_index_and_radius_describe_the_nodes():
-    nodes = ShellNodes(5.0, 0.4, 4)
-    norm = nodes.xi[0].norm(dim=-1)
-    torch.testing.assert_close(nodes.shell_radius[nodes.shell], norm, **EXACT)
-    torch.testing.assert_close(nodes.shell_radius, 0.1 * torch.arange(1, 5.0), **EXACT)
-    assert nodes.xi.shape == (1, nodes.num_nodes, 3) and not list(nodes.parameters())
-    degrees = [int(0.8 * 2 * math.pi * k * 5.0 + 3) for k in nodes.shell_radius.tolist()]
-    expected = [len(_directions(3, degree).weights) for degree in degrees]
-    assert nodes.shell.bincount().tolist() == expected
-
-
 @pytest.mark.parametrize("dim", [1, 3])
 def test_weighted_shells_sampled_at_their_nodes_are_the_exact_mask(dim):
     """Up to the accuracy of the directions, with gradients."""
@@ -192,15 +179,3 @@ def test_mask_of_weighted_shells_is_invariant_and_smooth_at_zero():
     gradient = torch.autograd.grad(weights.mask(z).sum(), z, create_graph=True)[0]
     assert gradient[0, 0].abs().max() == 0
     assert torch.autograd.grad(gradient.square().sum() + gradient.sum(), z)[0].isfinite().all()
-
-
-def test_a_positional_kernel_by_shells():
-    """Its factors are the exact kernel."""
-    torch.manual_seed(0)
-    rule = suggest_nodes(2.5, 1.0, 1e-3, widest=3.0).nodes
-    position = MultiplicativePosition(GaussianBasis(2, 3, width_range=(1.0, 3.0)), rule)
-    x = ball_pairs(9, 1.25)[None]
-    left, right = position.factors(x, x)
-    exact = position.kernel(x[:, :, None] - x[:, None])
-    assert left.shape[-2:] == (9, 2 * rule.num_nodes + 1)
-    torch.testing.assert_close(left @ right.mT, exact, rtol=0, atol=2e-3)

@@ -1,16 +1,20 @@
-"""Spectra: Fourier pairs by quadrature, gradients, precision."""
+"""Spectra and inverse powers: Fourier pairs by quadrature, gradients, precision."""
+
+from __future__ import annotations
 
 import math
 
+import contract
 import numpy as np
 import pytest
 import torch
 from families import EXACT, VARIANTS, make, randn
 from scipy.interpolate import BSpline
-from scipy.special import j0
+from scipy.special import gammainc
 from torch import Tensor
 
-from molflt.attention.spectra.gaussian import GaussianBasis
+from molflt.attention.spectra import InversePower
+from molflt.attention.spectra.inverse_power import POWERS
 from molflt.attention.spectra.local import Local
 
 
@@ -70,27 +74,6 @@ def test_spectrum_of_box_like_masks_is_the_integral_of_the_mask(variant, dim):
     xi = torch.cat((torch.zeros(1, dim, dtype=torch.float64), 0.4 * randn(6, dim, seed=2)))
     transform = (family.mask(z[None])[0] * weights) @ (2 * math.pi * z @ xi.T).cos()
     torch.testing.assert_close(family.spectrum(xi[None]), transform, rtol=0, atol=1e-9)
-
-
-@pytest.mark.parametrize("dim", [1, 2, 3])
-@pytest.mark.parametrize("nu", (0.5, 1.5, 2.5))
-def test_matern_spectrum_is_the_radial_transform(nu, dim):
-    """Cosine, Hankel and sine transforms of the distance, by quadrature."""
-    family = make("matern", dim=dim, nu=nu, length_range=(0.7, 1.3))
-    r, weights = panels([0.0, 0.5, *range(1, 61)])
-    line = torch.zeros(1, len(r), dim, dtype=torch.float64)
-    line[0, :, 0] = r
-    f = family.mask(line)[0]
-    direction = randn(dim, seed=1)
-    for k in (0.05, 0.3, 0.9):
-        x = 2 * math.pi * k * r
-        wave = {
-            1: 2 * x.cos(),
-            2: 2 * math.pi * r * torch.from_numpy(j0(x.numpy())),
-            3: 4 * math.pi * r.square() * x.sin() / x,
-        }[dim]
-        g = family.spectrum((k * direction / direction.norm())[None, None])[:, 0]
-        torch.testing.assert_close(g, (f * wave) @ weights, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("order", range(2, 9))
@@ -160,16 +143,6 @@ def test_frequencies_have_second_derivatives_at_the_origin(variant):
     assert torch.autograd.gradgradcheck(by_strain, (strain,))
 
 
-def test_radii_of_boxes_learn_only_through_the_spectrum():
-    family = make("local")
-    family.spectrum(0.3 * randn(1, 5, 3)).sum().backward()
-    assert family.log_radius.grad.abs().min() > 0
-    grads = torch.autograd.grad(
-        family.mask(randn(1, 5, 3)).sum(), family.log_radius, allow_unused=True
-    )
-    assert grads == (None,)
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_shapes_single_precision_and_compile(variant):
     family = make(variant, heads=3)
@@ -186,18 +159,33 @@ def test_shapes_single_precision_and_compile(variant):
     torch.testing.assert_close(family.mask(z.float()).double(), f, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("dim", [1, 2, 3])
-def test_a_positive_basis_is_the_same_mask_with_positive_amplitudes(dim):
-    torch.manual_seed(0)
-    positive = GaussianBasis(2, 4, dim, positive=True).double()
-    free = GaussianBasis(2, 4, dim).double()
-    with torch.no_grad():
-        free.amplitude.copy_(positive.log_amplitude.exp())
-    z = 20 * torch.randn(1, 50, dim, dtype=torch.float64)
-    xi = torch.randn(1, 50, dim, dtype=torch.float64)
-    assert (positive.mask(z) > 0).all()
-    torch.testing.assert_close(positive.mask(z), free.mask(z), **EXACT)
-    torch.testing.assert_close(positive.spectrum(xi), free.spectrum(xi), **EXACT)
-    with torch.no_grad():
-        positive.log_amplitude.fill_(-5.0)
-    assert 0 < positive.mask(z).max() < 0.03
+@pytest.mark.parametrize("power", POWERS)
+def test_smooth_part_is_an_incomplete_gamma_function(power):
+    law = InversePower(power, 0.7)
+    square = torch.logspace(-4, 3, 300, dtype=torch.float64, requires_grad=True)
+    found, r = law.smooth(square), square.detach().numpy() ** 0.5
+    expected = gammainc(power / 2, 0.49 * r**2) / r**power
+    np.testing.assert_allclose(found.detach().numpy(), expected, rtol=1e-12)
+    at_zero = law.smooth(torch.zeros(1, dtype=torch.float64))
+    torch.testing.assert_close(at_zero, torch.full_like(at_zero, law.at_zero()))
+    # branches that `where` discards must not affect the gradient
+    (slope,) = torch.autograd.grad(found.sum(), square)
+    rest = law.smooth(square.detach() + 1e-7) - law.smooth(square.detach() - 1e-7)
+    torch.testing.assert_close(slope, rest / 2e-7, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("power", POWERS)
+def test_spectrum_is_its_transform(power):
+    contract.check_fourier_pair(InversePower(power, 0.7))
+
+
+@pytest.mark.parametrize("power", [4, 6])
+def test_spectrum_at_zero_is_the_integral(power):
+    """Beyond 100, 1 / r^p is integrated in closed form, which needs p > 3."""
+    law, end = InversePower(power, 0.7), 100.0
+    x, step = (torch.from_numpy(a) for a in np.polynomial.legendre.leggauss(600))
+    r = end * (x + 1) / 2
+    tail = 4 * np.pi * end ** (3 - power) / (power - 3)
+    integral = float((4 * np.pi * r**2 * law.smooth(r**2) * step).sum() * end / 2 + tail)
+    at_zero = float(law.spectrum(torch.zeros(1, 1, 3, dtype=torch.float64)))
+    assert integral == pytest.approx(at_zero, rel=1e-10)

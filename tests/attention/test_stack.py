@@ -132,16 +132,6 @@ def test_conversion_returns_unset_parameters():
     assert left == [f"blocks.{i}.attention.feature_map.weight" for i in (0, 1)]
 
 
-def test_conversion_refuses_other_shapes_and_changes_nothing():
-    wide = Attention(2 * DIM, 2)
-    before = {key: value.clone() for key, value in wide.state_dict().items()}
-    with pytest.raises(ValueError):
-        convert_weights_(Attention(DIM, 2, mixing="softmax"), wide)
-    with pytest.raises(ValueError):
-        convert_weights_(Attention(2 * DIM, 4, mixing="softmax"), wide)
-    assert all(torch.equal(value, before[key]) for key, value in wide.state_dict().items())
-
-
 @pytest.mark.parametrize("mixing", ["quadratic", "auto", "linear"])
 def test_a_kernel_becomes_a_matrix_once_for_all_layers(mixing, monkeypatch):
     """The matrix is formed once; outputs and gradients equal those of single blocks."""
@@ -175,13 +165,6 @@ def test_a_kernel_becomes_a_matrix_once_for_all_layers(mixing, monkeypatch):
     (own,) = torch.autograd.grad(out.square().sum(), x)
     (other,) = torch.autograd.grad(alone.square().sum(), x)
     torch.testing.assert_close(own, other, rtol=1e-10, atol=1e-10)
-
-
-def test_options_reach_every_block():
-    spectral = {"position": "spectral", "position_options": {"dim": 2}}
-    stack = Stack(16, 2, 3, ffn_dim=24, refinements=2, norm="post", **spectral)
-    assert (len(stack.blocks), stack.refinements, stack.position.dim) == (3, 2, 2)
-    assert stack.blocks[1].norm == "post" and stack.blocks[1].ffn[0].out_features == 24
 
 
 def test_refinements_feed_the_output_back():

@@ -113,25 +113,11 @@ def test_orthogonal_noise_gives_the_kernel_exactly(kind, gated):
 
 
 @KINDS
-def test_gradients(kind):
+def test_a_saturated_gate_has_finite_gradients(kind):
     spe = make(kind, 4)
-    q, k = (x[:1, :, :3].requires_grad_() for x in qk(3))
-    r = count(3)
-    assert torch.autograd.gradcheck(lambda q, k: encode(spe, r, q, k), (q, k))
-    if kind == "sine":
-        moving = (1.7 * r).requires_grad_()
-        assert torch.autograd.gradcheck(lambda r: encode(spe, r, q, k), (moving,))
-
-    def of_parameters(*parameters):
-        names = [name for name, _ in spe.named_parameters()]
-        state = dict(zip(names, parameters, strict=True))
-        call = torch.func.functional_call
-        return call(_Logits(spe), {f"spe.{n}": p for n, p in state.items()}, (r, q, k))
-
-    assert torch.autograd.gradcheck(of_parameters, tuple(spe.parameters()))
-    with torch.no_grad():  # a gate that has saturated keeps finite gradients
+    with torch.no_grad():
         spe.gate.copy_(torch.tensor([[-800.0, 800.0, 0.0]]))
-    logits(spe, r, q, k).square().sum().backward()
+    logits(spe, count(3), *qk(3)).square().sum().backward()
     assert all(p.grad.isfinite().all() for p in spe.parameters())
 
 

@@ -290,13 +290,8 @@ ROWS = [
     refused(lambda: FourierMixer(DIM)(X, X), "positions", "no effect", "'fourier'"),
     refused(lambda: FourierMixer(DIM)(X, encoding=BIAS), "encoding", "no effect", "'fourier'"),
     # feature maps and projections
-    refused(lambda: Features(None).width, "Features", "values or log_scale", "neither"),
     refused(lambda: PROJECTIONS["iid"](0, 4, 4), "heads", "at least 1", "0"),
     refused(lambda: PROJECTIONS["iid"](2, 4, 0), "dim", "at least 1", "0"),
-    *(
-        refused(lambda n=n: PROJECTIONS[n](2, 4, 3)(X), "x", "(batch, 2, tokens, 3)", "(1, 5, 16)")
-        for n in PROJECTIONS
-    ),
     refused(
         lambda: PROJECTIONS["iid"](2, 4, 3).redraw_(SimpleNamespace(device=torch.device("cuda"))),
         "generator",
@@ -368,7 +363,7 @@ ROWS = [
         lambda: GaussianBasis(2, width_range=(5.0, 1.0)), "width_range", "smallest", "(5.0, 1.0"
     ),
     refused(lambda: Matern(2, nu=2.0), "nu", "0.5, 1.5 or 2.5", "2.0"),
-    refused(lambda: Local(2, combine="max"), "combine", "'sum' or 'product'", "'max'"),
+    refused(lambda: Local(2, combine="max"), "combine", "sum, product", "'max'"),
     refused(lambda: SmoothLocal(2, order=1), "order", "2 to 8", "1"),
     refused(lambda: InversePower(3, 1.0), "powers", "1, 2, 4, 6", "3"),
     refused(lambda: GaussianNodes(2, sigma=0.0), "sigma", "positive", "0.0"),
@@ -377,7 +372,7 @@ ROWS = [
     refused(lambda: DensityNodes(Gaussian(2), 0), "num_nodes", "at least 1", "0"),
     shells("max_frequency", "finite", "inf", 5.0, math.inf),
     shells("dim", "1, 2 or 3", "4", 5.0, 0.3, dim=4),
-    shells("radial", "'midpoint'", "'simpson'", 5.0, 0.3, radial="simpson"),
+    shells("radial", "midpoint", "'simpson'", 5.0, 0.3, radial="simpson"),
     shells("radial", "'gauss' in two", "'midpoint'", 5.0, 0.3, dim=2, radial="midpoint"),
     shells("degrees", "3, one per shell", "2", 5.0, 0.3, 3, degrees=[3, 5]),
     shells("degree", "at most 131", "133", 100.0, 1.0),

@@ -54,8 +54,7 @@ class Features(NamedTuple):
     @property
     def _given(self) -> Tensor:
         tensor = self.log_scale if self.values is None else self.values
-        if tensor is None:
-            raise ValueError("Features need values or log_scale; got neither; give one of them")
+        assert tensor is not None
         return tensor
 
     def materialize(self) -> Tensor:
@@ -141,11 +140,7 @@ def _joined(*columns: Columns) -> Tensor:
 
 
 def _squared_norm(*columns: Columns) -> Tensor:
-    """|x|^2 of x in columns: (..., n, .) -> (..., n, 1).
-
-    Uses inner products, because squares would keep a copy of x for the backward pass and norms have
-    no second derivative at 0.
-    """
+    """|x|^2 of x in columns, (..., n, .) -> (..., n, 1), by products that keep no square of x."""
     first, *others = (
         x.square if isinstance(x, Projected) else torch.linalg.vecdot(x, x).unsqueeze(-1)
         for x in columns
@@ -228,11 +223,7 @@ class FeatureMap(nn.Module):
         """Creates parameters and buffers other than the random projection."""
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
-        """Draws a new random projection in place; does nothing for deterministic maps.
-
-        Args:
-            generator: CPU generator. Use the same seed on every rank of a distributed run.
-        """
+        """Draws a new random projection in place, if there is one; see `Projection.redraw_`."""
         if self.projection is not None:
             self.projection.redraw_(generator)
 
@@ -246,10 +237,7 @@ class FeatureMap(nn.Module):
 
     def project(self, *columns: Columns) -> Tensor:
         """w_s . x: (batch, heads, tokens, dim), in columns -> (batch, heads, tokens, m)."""
-        if self.projection is None:
-            raise ValueError(
-                f"{type(self).__name__} does not have a random projection; override forward"
-            )
+        assert self.projection is not None
         out: Tensor = self.projection(*(x for x in columns if isinstance(x, Tensor)))
         return sum((x.products for x in columns if isinstance(x, Projected)), out)
 

@@ -42,7 +42,7 @@ class _FactoredProjection(Projection):
         signs = 2 * _rand(self.num_rows, generator=generator).round() - 1
         return {**factors, "norms": norms * signs}
 
-    def _project(self, *columns: Tensor) -> Tensor:
+    def forward(self, *columns: Tensor) -> Tensor:
         x = torch.cat(columns, dim=-1)
         batch, heads, tokens, dim = x.shape
         rotated = self._rotate(x.permute(1, 3, 0, 2).reshape(heads, dim, batch * tokens))

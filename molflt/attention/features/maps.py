@@ -5,6 +5,7 @@ logarithms, from which mixing subtracts the part that cancels before it exponent
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -61,7 +62,7 @@ class _TrigonometricFeatures(FeatureMap):
         return Features(values, _squared_norm(*columns) / 2)
 
 
-class _Favor2020Features(FeatureMap):
+class _Favor2020Features(_TrigonometricFeatures):
     """FAVOR as first published: phi(x) = D_x sqrt(2 / m) cos(w_s . x + b_s).
 
     D_x = exp(|x|^2 / 2), which is exp(|q|^2 / 2 sqrt(d)) of the unscaled query: D_Q and D_K of
@@ -70,11 +71,7 @@ class _Favor2020Features(FeatureMap):
     """
 
     paper = "2006.03555, eqs. 5-12"
-    estimates_exp = True
-    positive_kernel = False
-    random = True
-    takes_projected = True
-    signed = True
+    per_row = 1
     phase: Tensor
 
     def _add(self, rows: int, projection: str) -> None:
@@ -100,89 +97,73 @@ class _GeneralizedFeatures(FeatureMap):
     """Generalized attention: phi(x) = f(w_s . x) + eps.
 
     FAVOR (arXiv:2006.03555), sections 2.2 and 4.3; `normalize="none"` of `Attention` switches the
-    renormalization of that paper off. eps > 0 keeps the normalizers of a non-negative f positive;
-    for a signed f it is 0, because it would only hide a failure.
+    renormalization of that paper off. eps > 0 keeps the normalizers of a non-negative f positive.
     """
 
     paper = "2006.03555, sec. 2.2"
     random = True
     takes_projected = True
     eps = 1e-3
-
-    def function(self, x: Tensor) -> Tensor:
-        """f, element by element: (batch, heads, tokens, m) -> the same."""
-        raise NotImplementedError(f"{type(self).__name__} must override function(x)")
+    function: Callable[[Tensor], Tensor]
 
     def forward(self, *columns: Columns) -> Features:
-        return Features(self.function(self.project(*columns)) + (0.0 if self.signed else self.eps))
+        return Features(self.function(self.project(*columns)) + self.eps)
 
 
 class _ReluFeatures(_GeneralizedFeatures):
     """Generalized attention with f = relu."""
 
-    def function(self, x: Tensor) -> Tensor:
-        return F.relu(x)
+    function = staticmethod(F.relu)
 
 
 class _SquaredReluFeatures(_GeneralizedFeatures):
     """Generalized attention with f = relu squared."""
 
-    def function(self, x: Tensor) -> Tensor:
-        return F.relu(x).square()
+    function = staticmethod(lambda x: F.relu(x).square())
 
 
 class _SigmoidFeatures(_GeneralizedFeatures):
     """Generalized attention with f = sigmoid."""
 
-    def function(self, x: Tensor) -> Tensor:
-        return x.sigmoid()
+    function = staticmethod(torch.sigmoid)
 
 
 class _AbsFeatures(_GeneralizedFeatures):
     """Generalized attention with f = |x|."""
 
-    def function(self, x: Tensor) -> Tensor:
-        return x.abs()
+    function = staticmethod(torch.abs)
 
 
-class _GeluFeatures(_GeneralizedFeatures):
+class _SignedFeatures(_GeneralizedFeatures):
+    """Generalized attention with a signed f, without an eps, which would only hide a failure."""
+
+    signed = True
+    positive_kernel = False
+    eps = 0.0
+
+
+class _GeluFeatures(_SignedFeatures):
     """Generalized attention with f = gelu."""
 
-    signed = True
-    positive_kernel = False
-
-    def function(self, x: Tensor) -> Tensor:
-        return F.gelu(x)
+    function = staticmethod(F.gelu)
 
 
-class _CosFeatures(_GeneralizedFeatures):
+class _CosFeatures(_SignedFeatures):
     """Generalized attention with f = cos."""
 
-    signed = True
-    positive_kernel = False
-
-    def function(self, x: Tensor) -> Tensor:
-        return x.cos()
+    function = staticmethod(torch.cos)
 
 
-class _TanhFeatures(_GeneralizedFeatures):
+class _TanhFeatures(_SignedFeatures):
     """Generalized attention with f = tanh."""
 
-    signed = True
-    positive_kernel = False
-
-    def function(self, x: Tensor) -> Tensor:
-        return x.tanh()
+    function = staticmethod(torch.tanh)
 
 
-class _IdentityFeatures(_GeneralizedFeatures):
+class _IdentityFeatures(_SignedFeatures):
     """Generalized attention with f = x."""
 
-    signed = True
-    positive_kernel = False
-
-    def function(self, x: Tensor) -> Tensor:
-        return x
+    function = staticmethod(lambda x: x)
 
 
 class _ExpFeatures(FeatureMap):
@@ -250,7 +231,6 @@ class _CosformerFeatures(_EluFeatures):
     """
 
     paper = "2202.08791, eq. 7"
-    cost = "N d²"
 
     def forward(self, *columns: Columns) -> Features:
         return Features(F.relu(_joined(*columns)))

@@ -166,11 +166,10 @@ def _log_mean(square: Tensor, order: float) -> Tensor:
 
 
 def _monomials(dim: int, power: int) -> Tensor:
-    """Builds tables that turn x into all monomials of a degree; integers, exact in any precision.
+    """Tables (power, dim, features) that turn x into all monomials of a degree; exact integers.
 
-    Returns:
-        (power, dim, features): the product over its first axis of x @ rows, the first ones by their
-        roots, has the products (x . y)^power.
+    The product over the first axis of x @ rows, the first by their roots, has the products
+    (x . y)^power.
     """
     chosen = torch.tensor([*combinations_with_replacement(range(dim), power)], device="cpu")
     rows = torch.nn.functional.one_hot(chosen, dim).double()  # [features, power, dim]

@@ -23,7 +23,7 @@ _randn = partial(torch.randn, dtype=torch.float64, device="cpu")
 class Projection(nn.Module):
     """Base class: buffers drawn on the CPU in float64, and the product w_s . x.
 
-    A new projection overrides `_draw` and `_project`.
+    A new projection overrides `_draw` and `forward`.
 
     Args:
         heads: number of heads; every head has its own draw.
@@ -52,10 +52,6 @@ class Projection(nn.Module):
         """Buffers of one head by name, on the CPU; real numbers in float64."""
         raise NotImplementedError
 
-    def _project(self, *columns: Tensor) -> Tensor:
-        """The projection of (batch, heads, tokens, dim) in columns, shapes already checked."""
-        raise NotImplementedError
-
     def _draw_heads(self, generator: torch.Generator | None) -> dict[str, Tensor]:
         """Draws the buffers of all heads, one head after the other: (heads, ...) each."""
         heads = [self._draw(generator) for _ in range(self.heads)]
@@ -63,12 +59,10 @@ class Projection(nn.Module):
 
     @torch.no_grad()
     def redraw_(self, generator: torch.Generator | None = None) -> None:
-        """Draws new rows in place.
+        """Draws new rows in place, from torch's global generator or one on the CPU.
 
-        Equal generators give equal rows, rounded to the buffers, on any device and every rank.
-
-        Args:
-            generator: CPU generator; torch's global one if None.
+        Equal generators give equal rows, rounded to the buffers, on any device: use the same seed
+        on every rank.
         """
         on_cpu(generator)
         for name, value in self._draw_heads(generator).items():
@@ -82,22 +76,15 @@ class Projection(nn.Module):
                 tensors that joined along the last axis give x.
 
         Returns:
-            w_s . x, (batch, heads, tokens, rows). ValueError if x has another shape.
+            w_s . x, (batch, heads, tokens, rows).
         """
-        width = sum(x.shape[-1] for x in columns)
-        if width != self.dim or any(x.ndim != 4 or x.shape[1] != self.heads for x in columns):
-            raise ValueError(
-                f"x must have shape (batch, {self.heads}, tokens, {self.dim}); got "
-                f"{', '.join(str(tuple(x.shape)) for x in columns)}; build it for these heads and "
-                "dim"
-            )
-        return self._project(*columns)
+        raise NotImplementedError(f"{type(self).__name__} must override forward(*columns)")
 
     def matrix(self) -> Tensor:
         """The rows w_s themselves, (heads, rows, dim) in the dtype of the buffers: a fresh copy."""
         buffer = next(buffer for buffer in self.buffers() if buffer.is_floating_point())
         identity = torch.eye(self.dim, dtype=buffer.dtype, device=buffer.device)
-        return self._project(identity.expand(1, self.heads, -1, -1))[0].mT.contiguous()
+        return self.forward(identity.expand(1, self.heads, -1, -1))[0].mT.contiguous()
 
     def extra_repr(self) -> str:
         return f"heads={self.heads}, rows={self.num_rows}, dim={self.dim}"
@@ -116,7 +103,7 @@ class DenseProjection(Projection):
     def _draw(self, generator: torch.Generator | None) -> dict[str, Tensor]:
         return {"rows": self._draw_rows(self.num_rows, self.dim, generator)}
 
-    def _project(self, *columns: Tensor) -> Tensor:
+    def forward(self, *columns: Tensor) -> Tensor:
         rows = self.rows.to(columns[0].dtype).split([x.shape[-1] for x in columns], dim=-1)
         first, *others = (by_head(x, row.mT) for x, row in zip(columns, rows, strict=True))
         return sum(others, first)

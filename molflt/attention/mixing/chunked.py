@@ -18,11 +18,7 @@ _LEAST = 1024  # fewest tokens of a chunk
 def chunk_size(query: Operand, key: Operand, value: Tensor, columns: int = 0) -> int:
     """Returns the tokens per chunk; 0 if the features of all tokens are few enough to be kept.
 
-    Args:
-        query: as for `linear_in_chunks`.
-        key: the same for keys.
-        value: the same for values.
-        columns: columns p of the positional kernel; 0 without one.
+    Arguments as for `linear_in_chunks`, and the columns p of the kernel, 0 without one.
     """
     graphs, heads, queries, _ = query.x.shape
     widths = query.feature_map.width, columns * (value.shape[-1] + 1)
@@ -41,18 +37,11 @@ def linear_in_chunks(
     size: int,
     kernel: tuple[Tensor, Tensor] | None = None,
 ) -> Sums:
-    """`linear`, or `linear_with_kernel` without pairs, computed in chunks of tokens.
+    """`linear`, or `linear_with_kernel` without pairs, computed in chunks of `size` tokens.
 
     Features, and products of values and kernel, are computed again in backward; beyond the
     arguments only the sums are kept. Each feature of the keys carries its running maximum, which
-    cancels as in `stabilize`.
-
-    Args:
-        query: (batch, heads, queries, d).
-        key: (batch, heads, keys, d).
-        value: (batch, heads, keys, dv).
-        size: tokens per chunk.
-        kernel: U (batch or 1, heads or 1, queries, p) and V (batch or 1, heads or 1, keys, p).
+    cancels as in `_stabilize`. The kernel is U and V, (batch or 1, heads or 1, tokens, p) each.
     """
     left, right = kernel or (None, None)
     queries, keys = query.split(size), key.split(size)
@@ -61,8 +50,7 @@ def linear_in_chunks(
     for operand, v, values in zip(keys, rights, value.split(size, dim=-2), strict=True):
         added = recomputed(absorb, operand, values, v)
         carried = added if carried is None else carried.plus(added)
-    if carried is None:
-        raise ValueError("linear_in_chunks needs at least one key; got none; use `linear`")
+    assert carried is not None
     answers = [
         recomputed(answer, operand, carried, u)
         for operand, u in zip(queries, cut(left, size, len(queries)), strict=True)
@@ -98,13 +86,7 @@ class KeySums(NamedTuple):
 
 
 def absorb(key: Operand, value: Tensor, right: Tensor | None = None) -> KeySums:
-    """Sums over the keys.
-
-    Args:
-        key: (batch, heads, keys, d).
-        value: (batch, heads, keys, dv).
-        right: V of a positional kernel, (batch or 1, heads or 1, keys, p).
-    """
+    """Sums over keys with values (batch, heads, keys, dv), and V of a positional kernel, if any."""
     phi = key.features().at_least_float32()
     with torch.autocast(value.device.type, enabled=False):
         value = F.pad(at_least_float32(value), (0, 1), value=1.0)
@@ -121,13 +103,7 @@ def absorb(key: Operand, value: Tensor, right: Tensor | None = None) -> KeySums:
 
 
 def answer(query: Operand, keys: KeySums, left: Tensor | None = None) -> Sums:
-    """Computes the sums of queries (batch, heads, queries, d) over the keys of `absorb`.
-
-    Args:
-        query: any queries.
-        keys: sums over all keys, returned by `absorb`.
-        left: U of the positional kernel, (batch or 1, heads or 1, queries, p); None without one.
-    """
+    """Computes the sums of queries over the keys of `absorb`, with U of the same kernel."""
     phi = query.features().at_least_float32()
     with torch.autocast(keys.context.device.type, enabled=False):
         log_max = None if keys.log_max is None else finite(keys.log_max)  # infinite if masked

@@ -61,14 +61,7 @@ def softmax(
 def joined_bias(
     bias: Tensor | None, log_weight: Tensor | None, query: Tensor, key: Tensor
 ) -> Tensor | None:
-    """Returns the terms of encoding and key weights that are added to the logits of softmax.
-
-    Args:
-        bias: (b, h, queries, keys).
-        log_weight: broadcastable to (batch, heads, keys).
-        query: (batch, heads, queries, d).
-        key: (batch, heads, keys, d).
-    """
+    """Returns the terms of encoding and key weights that are added to the logits of softmax."""
     sizes = query.shape[-2], key.shape[-2]
     if bias is not None and bias.shape[-2:] != sizes:
         raise ValueError(
@@ -146,15 +139,9 @@ def linear(query: Features, key: Features, value: Tensor) -> Sums:
 def cheaper(queries: int, keys: int, features: int, dim: int, columns: int | None = None) -> str:
     """Returns the faster form of the same sums: "quadratic" or "linear".
 
-    Compares the multiplications, queries keys (m + dv + p) and (queries + keys) m dv p. The latter
-    count twice if there are many columns, whose products are computed again in the backward pass.
-
-    Args:
-        queries: number of queries.
-        keys: number of keys.
-        features: m.
-        dim: dv, width of the values.
-        columns: columns p of the positional kernel's factors; None without one.
+    Compares the multiplications, queries keys (m + dv + p) and (queries + keys) m dv p, for m
+    features, values of width dv and a kernel of p columns, if any. The latter count twice if there
+    are many columns, whose products are computed again in the backward pass.
     """
     kernel, columns = columns is not None, 1 if columns is None else columns
     by_matrix = queries * keys * (features + dim + columns)

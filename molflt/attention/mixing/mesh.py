@@ -35,23 +35,6 @@ class MeshKernel(NamedTuple):
     coefficients: tuple[Tensor, ...]
     """(heads or 1, r) for each graph"""
 
-    @classmethod
-    def of(
-        cls,
-        rows: Tensor,
-        places: Tensor,
-        weight: Tensor,
-        meshes: tuple[Mesh, ...],
-        coefficients: tuple[Tensor, ...],
-    ) -> "MeshKernel":
-        """Builds a kernel from places and weights of the splines, (tokens, s) each."""
-        tokens, points = len(rows), sum(mesh.points for mesh in meshes)
-        row = torch.arange(tokens, device=rows.device).repeat_interleave(places.shape[1])
-        pattern = Pattern.of(row, places.flatten(), tokens, points)
-        weight = weight.flatten()
-        turned = pattern.turned(weight.detach())
-        return cls(rows, pattern, weight, turned, meshes, coefficients)
-
     @property
     def heads(self) -> int:
         """Returns the number of kernels, 1 if all heads share one."""
@@ -102,13 +85,6 @@ def linear_with_mesh(
 
     sum_a phi_a(q_i) sum_j h(r_i - r_j) [phi_a(k_j) v_j] is computed head by head for a few features
     a at a time, and again in the backward pass. O(N m dv + pairs (m + dv)).
-
-    Args:
-        query: (batch, heads, tokens, m).
-        key: (batch, heads, tokens, m).
-        value: (batch, heads, tokens, dv).
-        kernel: h.
-        pairs: w.
     """
     with torch.autocast(value.device.type, enabled=False):
         phi_q, phi_k, shift = _stabilize(query.at_least_float32(), key.at_least_float32())
@@ -141,16 +117,7 @@ def _pieces(phi: Tensor, features: int) -> list[tuple[int, slice]]:
 def _part(
     query: Tensor, key: Tensor, value: Tensor, kernel: MeshKernel, weight: Tensor, *own: Tensor
 ) -> Tensor:
-    """Returns sums over some features of a head, (n', dv).
-
-    Args:
-        query: (batch, n, m').
-        key: (batch, n, m').
-        value: (batch, n, dv).
-        kernel: h.
-        weight: weights of the splines.
-        own: coefficients of the head for each mesh.
-    """
+    """Sums over m' features of a head, (n', dv), with `own` coefficients for each mesh."""
     with torch.autocast(value.device.type, enabled=False):
         q, k, v = (x.flatten(0, 1).index_select(0, kernel.rows) for x in (query, key, value))
         products = (k[:, :, None] * v[:, None, :]).flatten(1)

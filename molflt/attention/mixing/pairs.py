@@ -110,13 +110,8 @@ def with_exact_pairs(
 ) -> Sums:
     """Adds the exact terms s exp(q_i . k_j + f_ij) of pairs to sums over keys.
 
-    Args:
-        sums: sums over all pairs of tokens.
-        query: (batch, heads, queries, d), scaled.
-        key: (batch, heads, keys, d), scaled.
-        value: (batch, heads, keys, dv).
-        pairs: pairs with `exact`.
-        key_mask: broadcastable to (batch, heads, keys), False for missing or dropped keys.
+    Queries and keys (batch, heads, tokens, d) are scaled; the mask is broadcastable to (batch,
+    heads, keys), False for missing or dropped keys.
     """
     assert pairs.exact is not None
     with torch.autocast(value.device.type, enabled=False):

@@ -81,12 +81,9 @@ def spread(weight: Tensor, x: Tensor, pattern: Pattern, turned: Tensor | None = 
 
     Args:
         weight: (n,).
-        x: (rows, channels).
+        x: (rows, channels); the result is (columns, channels).
         pattern: places of the weights.
         turned: `pattern.turned(weight)`, if already computed.
-
-    Returns:
-        (columns, channels).
     """
     if has_sparse_products(weight):
         return cast(Tensor, _Product.apply(weight, x, pattern, True, turned))

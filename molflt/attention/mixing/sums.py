@@ -55,24 +55,17 @@ class Sums(NamedTuple):
         return (numerator / normalizer.masked_fill(empty, 1.0)).masked_fill(empty, 0.0)
 
     def extensive(self, kept: float = 1.0) -> Tensor:
-        """sum_j A_ij v_j itself; overflows where the kernel does.
-
-        Args:
-            kept: share of the keys that dropout keeps; the sum is divided by it.
-        """
+        """sum_j A_ij v_j itself, over the share of keys that dropout keeps; can overflow."""
         return self.numerator * self.log_scale.exp() / kept
 
 
 def _stabilize(query: Features, key: Features) -> tuple[Tensor, Tensor, Tensor]:
-    """Scales the features of a whole sequence to avoid overflow.
+    """Returns phi_q and phi_k of a whole sequence, scaled, and the logarithm of the missing factor.
 
     For each feature, the maximum over the valid keys of the same sequence moves to the queries.
     Each query then subtracts its maximum over features. Both shifts cancel in the ratio of sums:
     gradients need no detaching, and sequences stay separate. The largest term of every normalizer
     of positive features is exactly 1, so normalizers cannot underflow.
-
-    Returns:
-        phi_q, phi_k and, per query, the logarithm of the factor missing from the products.
     """
     log_k, key_max = key.log_scale, None
     if log_k is not None and log_k.shape[-2]:

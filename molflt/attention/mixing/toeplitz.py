@@ -84,16 +84,7 @@ def toeplitz(
 
 
 def dense_log_kernel(log_kernel: Tensor, queries: int, keys: int) -> Tensor:
-    """Returns the matrix of a kernel given by offsets.
-
-    Args:
-        log_kernel: as for `toeplitz`, in one or two dimensions.
-        queries: number of queries.
-        keys: number of keys.
-
-    Returns:
-        (heads, queries, keys).
-    """
+    """Returns the matrix, (heads, queries, keys), of a kernel that is given as for `toeplitz`."""
     layout = _Layout.of(log_kernel, queries, keys)
     if queries == 0 or keys == 0:
         return log_kernel.new_zeros(len(log_kernel), queries, keys)
@@ -103,12 +94,7 @@ def dense_log_kernel(log_kernel: Tensor, queries: int, keys: int) -> Tensor:
 def toeplitz_matmul(kernel: Tensor, x: Tensor) -> Tensor:
     """Returns sum_j kernel[j - i + rows - 1] x_j by FFT, O(L log L).
 
-    Args:
-        kernel: (heads, rows + columns - 1).
-        x: (heads, columns, r).
-
-    Returns:
-        (heads, rows, r).
+    Kernel (heads, rows + columns - 1) and x (heads, columns, r) -> (heads, rows, r).
     """
     columns = x.shape[-2]
     layout = _Layout((kernel.shape[-1] + 1 - columns,), (columns,))

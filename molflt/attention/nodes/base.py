@@ -41,26 +41,14 @@ class Nodes(nn.Module):
         """Draws new nodes in place; use the same seed on every rank."""
 
     def log_density(self, xi: Tensor) -> Tensor:
-        """Returns log p(xi); the ratio g / p shows how well the nodes fit a spectrum.
-
-        Args:
-            xi: frequencies (heads or 1, n, l), in cycles per unit of length.
-
-        Returns:
-            (heads, n).
-        """
+        """log p(xi), (heads or 1, n, l) -> (heads, n); g / p shows how well nodes fit."""
         raise ValueError(
             f"{type(self).__name__} do not have a density log p(xi); compare the masks instead"
         )
 
     @classmethod
     def sizes(cls, spectrum: Spectrum, num_nodes: int | None) -> dict[str, object]:
-        """Returns the constructor's arguments that depend on the spectrum, for rules built by name.
-
-        Args:
-            spectrum: spectrum to sample.
-            num_nodes: nodes r, or None for the rule's own choice.
-        """
+        """Returns arguments that depend on the spectrum, for rules built by name."""
         count = {} if num_nodes is None else {"num_nodes": num_nodes}
         return {"heads": spectrum.heads, "dim": spectrum.dim, **count}
 
@@ -79,16 +67,9 @@ class Nodes(nn.Module):
 
 
 def hermitian(spectrum: Spectrum, xi: Tensor) -> Tensor:
-    """Returns (g(xi) + conj g(-xi)) / 2, the part of g that determines the mask.
+    """(g(xi) + conj g(-xi)) / 2, the part of g that determines the mask: as `Spectrum.spectrum`.
 
     Antipodes have the same columns cos and sin. With this part, one node of twice the weight
     replaces both, for even and odd masks.
-
-    Args:
-        spectrum: family of g.
-        xi: frequencies (heads or 1, nodes, l), in cycles per unit of length.
-
-    Returns:
-        (heads, nodes), real or complex as g is.
     """
     return 0.5 * (spectrum.spectrum(xi) + spectrum.spectrum(-xi).conj())

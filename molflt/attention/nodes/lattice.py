@@ -95,11 +95,7 @@ def _largest(x: Tensor, graph: Tensor, graphs: int) -> Tensor:
 
 
 def _sorted_rows(cell: Tensor, pbc: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the periodic lattice vectors, then unit vectors perpendicular to all others.
-
-    Returns:
-        (b, 3, 3), and which rows are periodic, (b, 3).
-    """
+    """Periodic lattice vectors, then unit normals, (b, 3, 3), and which are periodic, (b, 3)."""
     if cell.ndim != 3 or cell.shape[1:] != (3, 3) or not cell.is_floating_point():
         raise ValueError(
             f"cell must be (graphs, 3, 3), floating point; got shape {tuple(cell.shape)}, "
@@ -128,9 +124,8 @@ def _sorted_rows(cell: Tensor, pbc: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _reduced(cell: Tensor, pbc: Tensor) -> Tensor:
-    """Returns short vectors of the same lattice, 0 for axes that are not periodic: (b, 3, 3).
+    """Short vectors of the same lattice by Gauss's reduction, 0 for axes that are not periodic.
 
-    Gauss's reduction subtracts multiples of one vector from another until no vector gets shorter.
     In a skewed cell, reciprocal vectors are small differences of large products, and random
     features of frequencies magnify their rounding errors.
     """

@@ -57,14 +57,7 @@ class Mesh(NamedTuple):
 
     @classmethod
     def of(cls, lattice: Lattice, graph: int, max_frequency: float, order: int) -> "Mesh":
-        """Lays a mesh.
-
-        Args:
-            lattice: of a batch.
-            graph: index of the graph.
-            max_frequency: end of the spectrum, cycles/Å.
-            order: order of the splines, a key of `OVERSAMPLING`.
-        """
+        """Lays the mesh of one graph, up to a frequency in cycles/Å, with splines of an order."""
         check_order(order)
         dual, volume = lattice.dual[graph], lattice.volume[graph]
         length = lattice.vectors[graph].detach().double().norm(dim=-1)
@@ -104,14 +97,9 @@ class Mesh(NamedTuple):
         )
 
     def stencil(self, fractional: Tensor, order: int) -> tuple[Tensor, Tensor]:
-        """Returns the points around each token and its weights there.
+        """Returns the p^3 points around each token, int64, and its weights there, which sum to 1.
 
-        Args:
-            fractional: (tokens, 3), coordinates in units of the lattice vectors.
-            order: p.
-
-        Returns:
-            (tokens, p^3) int64 and as many weights, which sum to 1.
+        Fractional coordinates (tokens, 3) -> (tokens, p^3) twice.
         """
         index, weight = [], []
         for axis, side in enumerate(self.sides):
@@ -128,12 +116,7 @@ class Mesh(NamedTuple):
         return flat, (product[:, :, None] * c[:, None, :]).flatten(1)
 
     def convolve(self, grid: Tensor, coefficients: Tensor) -> Tensor:
-        """The mesh after the kernel: (points, channels) -> (points, channels).
-
-        Args:
-            grid: real.
-            coefficients: (r,), g(xi) times `weights`.
-        """
+        """The mesh after the kernel, (points, channels); coefficients g(xi) `weights`, (r,)."""
         first, second, third = (wave.to(grid.dtype) for wave in self.waves)
         (n, _, last), (a, b, c) = self.sides, self.inside.shape
         # Products of real matrices; each leaves the axes in the order that the next one needs.
@@ -155,14 +138,10 @@ def check_order(order: int) -> None:
 
 
 def splines(t: Tensor, order: int) -> Tensor:
-    """Cardinal B-splines M_p around a token, at points counted upwards.
+    """Cardinal B-splines M_p(t + p - 1), ..., M_p(t): (...) -> (..., p), positive, 1 in all.
 
-    Args:
-        t: (...), from the last point at or before the token to it, in units of their distance.
-        order: p, at least 2; they are p - 2 times differentiable.
-
-    Returns:
-        (..., p), M_p(t + p - 1), ..., M_p(t): positive, and 1 in all.
+    t is the distance from the last point at or before a token, in units of that between points;
+    splines are p - 2 times differentiable.
     """
     # The recursion of Essmann et al., eq. 4.1, M_n(u) from M_(n-1)(u) and M_(n-1)(u - 1).
     w = [1 - t, t]
@@ -173,10 +152,7 @@ def splines(t: Tensor, order: int) -> Tensor:
 
 
 def _waves(m: Tensor, side: int) -> Tensor:
-    """exp(-2 pi i m n / side) as products of real and imaginary parts, (m, 2, 2, side) float64.
-
-    From (., ., in, n) to (m, out, ., .); the phase in integers, exact for any size.
-    """
+    """exp(-2 pi i m n / side) by real and imaginary parts, (m, out, in, side) float64."""
     n = torch.arange(side, device=m.device)
     phase = 2 * math.pi / side * ((m[:, None] * n) % side).double()
     cos, sin = phase.cos(), phase.sin()

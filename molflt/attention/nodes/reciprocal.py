@@ -40,14 +40,13 @@ def reciprocal_nodes(
     extent: Tensor | None = None,
     reach: float = 20.0,
     taper: Literal["step", "positive"] = "step",
-    merged: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Reciprocal lattice vectors below a frequency, and their weights, for each graph of a batch.
 
-    There are about (2 pi / 3) k^3 V of them for k = max_frequency, or twice as many if not merged:
-    for OC20's slabs in cells of 8 x 8 x 30 Å 60 at 0.25 cycles/Å, 110 at 0.3 and 500 at 0.5. A
-    virtual box is as wide as extent plus reach: prefer `ShellNodes` if all graphs are molecules.
-    Finding them takes far less than a hundredth of the time of attention over them.
+    G and -G have the same columns and are one node of twice the weight; see `hermitian`. There are
+    about (2 pi / 3) k^3 V of them for k = max_frequency: for OC20's slabs in cells of 8 x 8 x 30 Å
+    60 at 0.25 cycles/Å, 110 at 0.3 and 500 at 0.5. A virtual box is as wide as extent plus reach:
+    prefer `ShellNodes` if all graphs are molecules.
 
     Nodes enter and leave at k with the weight 0: the taper goes to 0 there with two derivatives.
     Rounding of |G|, by another cell or a rotation, does not matter. Choices of the taper:
@@ -68,8 +67,6 @@ def reciprocal_nodes(
             and about 3e-4 and 4e-5 for k reach = 6 and 9 if the taper cuts into the spectrum. It
             matters only where a direction is not periodic.
         taper: see above.
-        merged: merge G and -G into one node of twice the weight; they have the same columns if
-            g(-G) is the complex conjugate of g(G). False keeps both, for any g.
 
     Returns:
         Nodes (b, r, 3) in cycles/Å and weights (b, r) in 1/Å^3, as `SpectralPosition.factors`
@@ -84,9 +81,7 @@ def reciprocal_nodes(
     nodes = (index.to(dual.dtype)[..., None] * dual[:, None]).sum(dim=2)
     weights = _TAPERS[taper](distances(nodes) / max_frequency) / volume[:, None]
     weights = torch.where(valid, weights, 0.0)
-    if merged:
-        return nodes, weights * (1 + (torch.arange(nodes.shape[1], device=nodes.device) > 0))
-    return torch.cat((nodes, -nodes[:, 1:]), dim=1), torch.cat((weights, weights[:, 1:]), dim=1)
+    return nodes, weights * (1 + (torch.arange(nodes.shape[1], device=nodes.device) > 0))
 
 
 def tapered_mask(
@@ -98,13 +93,10 @@ def tapered_mask(
 
     Args:
         spectrum: in three dimensions, a function of |xi| alone.
-        distance: (n,), Å.
+        distance: (n,), Å; the result is (heads, n).
         max_frequency: k, in cycles/Å.
-        taper: key of `TAPERS`.
+        taper: as for `reciprocal_nodes`.
         farthest: upper bound of the distances, Å.
-
-    Returns:
-        (heads, n).
     """
     # `index`: one number also where a compiler takes attributes of modules for variables.
     count = operator.index(16 + math.ceil(8 * max_frequency * farthest))
@@ -122,14 +114,9 @@ def tapered_mask(
 
 
 def _half_space_indices(bounds: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns all triples with |n_i| <= bound_i of each graph, but only one of n and -n.
+    """All triples with |n_i| <= bound_i of each graph, but only one of n and -n.
 
-    Args:
-        bounds: (b, 3) int64, at least 0.
-
-    Returns:
-        The graph of each triple, (t,), and the triples, (t, 3) int64, sorted by graph, with (0, 0,
-        0) first.
+    Bounds (b, 3) -> graphs (t,) and triples (t, 3), sorted by graph, (0, 0, 0) first.
     """
     sides = 2 * bounds + 1
     # In this order n and -n are equally far from the middle, which is 0; take the second half.

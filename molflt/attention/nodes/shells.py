@@ -11,8 +11,9 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from molflt.attention.checks import at_least_one, no_effect, positive
+from molflt.attention.checks import at_least_one, no_effect, one_of, positive
 from molflt.attention.nodes.base import Nodes, hermitian
+from molflt.attention.numerics import gauss_rule
 from molflt.attention.spectra import Spectrum
 
 # Degrees of Lebedev's rules. Those of 13, 25 and 27 are left out: some of their weights are
@@ -35,12 +36,8 @@ class _Directions(NamedTuple):
 def _directions(dim: int, degree: int) -> _Directions:
     """Half of an antipodal quadrature of the sphere, exact for even polynomials up to a degree.
 
-    The two points of the line for l = 1, equal angles for l = 2, Lebedev's rules with positive
-    weights for l = 3 (`scipy.integrate.lebedev_rule`). Degree 1 is a single pair.
-
-    Args:
-        dim: dimension l, 1 to 3.
-        degree: smallest degree; the next one that exists is taken.
+    The line for l = 1, equal angles for l = 2, Lebedev's rules with positive weights for l = 3.
+    Takes the next degree that exists; degree 1 is a single pair.
     """
     if dim not in (1, 2, 3):
         raise ValueError(f"dim must be 1, 2 or 3; got {dim}; use 'sobol' nodes in more dimensions")
@@ -180,24 +177,16 @@ class ShellNodes(Nodes):
 def shells(
     max_frequency: float, count: int, dim: int = 3, radial: str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Radii k and measures S_l k^(l-1) dk of shells: see `ShellNodes`.
-
-    Returns:
-        (count,) each, float64 on the CPU.
-    """
+    """Radii k and measures S_l k^(l-1) dk of `ShellNodes`, (count,) float64 on the CPU."""
     if dim not in (1, 2, 3):
         raise ValueError(f"dim must be 1, 2 or 3; got {dim}; use 'sobol' nodes in more dimensions")
     radial = radial or ("gauss" if dim == 2 else "trapezoid")
-    if radial not in ("trapezoid", "midpoint", "gauss"):
-        raise ValueError(f"radial must be 'trapezoid', 'midpoint' or 'gauss'; got {radial!r}")
+    one_of("radial", radial, ("trapezoid", "midpoint", "gauss"))
     if radial != "gauss" and dim == 2:
         raise ValueError(f"radial must be 'gauss' in two dimensions; got {radial!r}")
     if radial == "gauss":
-        import numpy as np
-
-        points, weights = np.polynomial.legendre.leggauss(count)
-        radius = torch.tensor(max_frequency * (points + 1) / 2, **_DOUBLE)
-        step = torch.tensor(max_frequency * weights / 2, **_DOUBLE)
+        points, weights = (torch.tensor(x, **_DOUBLE) for x in gauss_rule(count))
+        radius, step = max_frequency * points, max_frequency * weights / 2
     else:
         index = torch.arange(1, count + 1, **_DOUBLE)
         radius = max_frequency / count * (index - (0.5 if radial == "midpoint" else 0.0))

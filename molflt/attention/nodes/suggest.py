@@ -9,6 +9,7 @@ from torch import Tensor
 
 from molflt.attention.checks import positive
 from molflt.attention.nodes.shells import _DEGREES, ShellNodes, _directions, shells
+from molflt.attention.numerics import gauss_rule
 
 
 class _SuggestedNodes(NamedTuple):
@@ -93,10 +94,7 @@ class _Pruned(NamedTuple):
 
 def _ball_pairs(ratio: float) -> tuple[Tensor, Tensor]:
     """Differences in a ball: distances and their shares (n,), in widths."""
-    import numpy as np
-
-    points, weights = (torch.from_numpy(a) for a in np.polynomial.legendre.leggauss(24))
-    share = (points + 1) / 2  # of the diameter
+    share, weights = torch.tensor(gauss_rule(24), dtype=torch.float64)  # of the diameter
     density = 24 * share**2 * (1 - 1.5 * share + 0.5 * share**3)
     return ratio * share, density * weights / 2
 

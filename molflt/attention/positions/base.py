@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from molflt.attention.checks import in_transform
 from molflt.attention.encodings import Encoding
-from molflt.attention.numerics import at_least_float32
+from molflt.attention.numerics import at_least_float32, options_of
 
 MIXINGS = ("linear", "quadratic", "softmax")
 
@@ -19,10 +19,7 @@ else:
 
 
 ADDED = ("f", "added to the logit")
-AS_FACTOR = (
-    "f",
-    "exp f multiplies the weight",
-)  # in kernelized attention and in softmax
+AS_FACTOR = ("f", "exp f multiplies the weight")
 
 
 class Position(nn.Module):
@@ -54,6 +51,7 @@ class Position(nn.Module):
     weighs: ClassVar[bool] = True
     placement: ClassVar[tuple[str, str]] = ADDED
     grid: ClassVar[bool] = False
+    extra_repr = options_of
 
     @property
     def longest(self) -> int | None:
@@ -112,7 +110,7 @@ class Position(nn.Module):
     def check_range(self, positions: Tensor, max_tokens: int, integers: bool = False) -> None:
         """Raises ValueError for a position outside [0, max_tokens) or, on request, not an integer.
 
-        Does nothing in compiled or transformed code, where it would break the graph.
+        Does nothing in compiled or transformed code.
         """
         if not positions.numel() or torch.compiler.is_compiling() or in_transform():
             return
@@ -134,11 +132,7 @@ class Position(nn.Module):
 
 
 class Positioned(nn.Module):
-    """Base class of modules that can own a position.
-
-    Args:
-        position: the encoding, or None.
-    """
+    """Base class of modules that can own a position."""
 
     position: Position | None
 
@@ -189,10 +183,7 @@ class Positioned(nn.Module):
 
 
 def check_tokens(places: int, x: Tensor) -> None:
-    """Raises ValueError unless each query or key (batch, heads, tokens, d) has a position.
-
-    Otherwise all tokens would share one position.
-    """
+    """Raises ValueError unless each query or key (batch, heads, tokens, d) has a position."""
     if x.shape[2] != places:
         raise ValueError(
             f"the encoding is of {places} positions; got {x.shape[2]} tokens; evaluate it for "

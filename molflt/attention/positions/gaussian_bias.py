@@ -87,6 +87,3 @@ class GaussianBias(Position):
         # The network runs in the precision of its weights, or of autocast.
         out: Tensor = self.mlp(psi.to(self.mean.dtype))
         return out
-
-    def extra_repr(self) -> str:
-        return f"num_gaussians={len(self.mean)}, dim={self.dim}"

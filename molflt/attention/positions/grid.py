@@ -102,9 +102,6 @@ class ToeplitzPosition(Position):
             index = index * (2 * n - 1) + offset.clamp(1 - n, n - 1) + (n - 1)
         return _look_up(self.table.flatten(1), index)
 
-    def extra_repr(self) -> str:
-        return f"heads={len(self.table)}, shape={self.shape}"
-
 
 class BucketedPosition(Position):
     """T5's relative positions: b of the bucket of j - i, learnable per head.
@@ -177,10 +174,6 @@ class BucketedPosition(Position):
             return buckets[(-offset).clamp(0, len(buckets) - 1)]
         near = buckets[offset.abs().clamp(max=len(buckets) - 1)]
         return near + (offset > 0) * (size // 2)
-
-    def extra_repr(self) -> str:
-        heads, size = self.table.shape
-        return f"heads={heads}, num_buckets={size}, bidirectional={self.bidirectional}"
 
 
 class LowRankPosition(ToeplitzPosition):
@@ -270,9 +263,6 @@ class LowRankPosition(ToeplitzPosition):
         drawn = torch.randn(self.probe.shape, generator=generator, device="cpu")
         self.probe.copy_(drawn)
 
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, rank={self.rank}"
-
     def _rows(self, factor: Tensor, positions: Tensor) -> Tensor:
         """Rows (heads, L, r) at positions (batch, n, 1): (batch, heads, n, r)."""
         self.check_axes(positions)
@@ -295,10 +285,7 @@ def _look_up(table: Tensor, index: Tensor) -> Tensor:
 def _expect_grid(
     position: Position, positions: Tensor, key_positions: Tensor, width: int | None = None
 ) -> None:
-    """Raises ValueError unless tokens are in the order of a grid, with a common start.
-
-    Does nothing in compiled code: the check reads the data, which would break the graph.
-    """
+    """Raises ValueError unless tokens are in the order of a grid; does nothing in compiled code."""
     position.check_axes(positions, key_positions)
     if torch.compiler.is_compiling():
         return

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from molflt.attention.encodings import Bias, Encoding, Kernel
 from molflt.attention.mixing.mesh import MeshKernel
+from molflt.attention.mixing.sparse import Pattern
 from molflt.attention.nodes import Nodes
 from molflt.attention.nodes.lattice import Lattice
 from molflt.attention.nodes.mesh import Mesh
@@ -89,7 +90,7 @@ class MultiplicativePosition(SpectralPosition):
             mask: (batch, tokens) bool, True where a token exists.
             lattice: lattice of each graph.
             max_frequency: end of the spectrum, cycles/Å.
-            order: order of the splines; see `molflt.attention.nodes.mesh.OVERSAMPLING`.
+            order: order of the splines; see `OVERSAMPLING`.
         """
         self.check_isotropic()
         dtype = torch.promote_types(positions.dtype, torch.float32)
@@ -108,10 +109,8 @@ class MultiplicativePosition(SpectralPosition):
                 c = self.coefficients(GraphNodes(mesh.xi[None], mesh.weights[None]))[0]
             zero = (mesh.xi == 0).all(dim=-1)
             coefficients.append((c + self.background * zero).to(dtype))
-        return MeshKernel.of(
-            torch.cat(rows),
-            torch.cat(places),
-            torch.cat(weight),
-            tuple(meshes),
-            tuple(coefficients),
-        )
+        place, w = torch.cat(places), torch.cat(weight).flatten()
+        row = torch.arange(len(place), device=place.device).repeat_interleave(place.shape[1])
+        pattern = Pattern.of(row, place.flatten(), len(place), before)
+        turned = pattern.turned(w.detach())
+        return MeshKernel(torch.cat(rows), pattern, w, turned, tuple(meshes), tuple(coefficients))

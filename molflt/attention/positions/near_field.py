@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from molflt.attention.mixing.pairs import Pairs
-from molflt.attention.numerics import at_least_float32, distances, fade
+from molflt.attention.numerics import at_least_float32, distances, fade, options_of
 from molflt.attention.spectra import Spectrum
 
 
@@ -23,6 +23,8 @@ class NearField(nn.Module):
         onset: share of the cutoff up to which the kernel equals h_near.
         exact: see above; for feature maps that estimate exp(q . k).
     """
+
+    extra_repr = options_of
 
     def __init__(
         self, spectrum: Spectrum, cutoff: float = 4.5, onset: float = 0.5, exact: bool = False
@@ -43,7 +45,7 @@ class NearField(nn.Module):
         return fade((distance / self.cutoff - self.onset) / (1 - self.onset))
 
     def forward(self, pairs: Pairs, vector: Tensor, far: Tensor) -> Pairs:
-        """Pairs and their corrections.
+        """Returns pairs with their corrections.
 
         Args:
             pairs: indices of the tokens; the weight is not used.
@@ -56,6 +58,3 @@ class NearField(nn.Module):
             if self.exact:
                 return pairs._replace(weight=-s * far, exact=(f, s))
             return pairs._replace(weight=s * (f.exp() - far))
-
-    def extra_repr(self) -> str:
-        return f"cutoff={self.cutoff:g}, onset={self.onset:g}"

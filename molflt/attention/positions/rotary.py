@@ -72,9 +72,6 @@ class RotaryPosition(Position):
         angles = angles.flatten(-2).unsqueeze(1)
         return angles.cos(), angles.sin()
 
-    def extra_repr(self) -> str:
-        return f"head_dim={self.head_dim}, dim={self.dim}, base={self.base}"
-
 
 class CosinePosition(Position):
     """cosFormer's re-weighting: phi_i . phi_j is multiplied by cos(pi (i - j) / 2M).
@@ -112,9 +109,6 @@ class CosinePosition(Position):
         self.check_range(positions, self.max_tokens)
         angles = _real(positions).unsqueeze(1) * (0.5 * math.pi / self.max_tokens)
         return torch.cat((angles.cos(), angles.sin()), dim=-1)
-
-    def extra_repr(self) -> str:
-        return f"max_tokens={self.max_tokens}"
 
 
 def _rotate(waves: tuple[Tensor, Tensor], x: Tensor) -> Tensor:

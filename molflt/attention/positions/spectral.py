@@ -179,10 +179,9 @@ class SpectralPosition(Position):
     def _sampled(self, nodes: GraphNodes | None) -> tuple[Tensor, Tensor, Tensor | float]:
         """Returns frequencies, coefficients c_s g(xi_s) and the floor of their absolute values.
 
-        Returns:
-            xi (heads or 1, r, l), coefficients (heads, r) and a number; with nodes of each graph
-            (batch, 1, r, l), (batch, heads, r) and (batch, 1, r), 0 where the weight is 0: padding,
-            and nodes that fade at the end of the spectrum, must not contribute.
+        xi (heads or 1, r, l), coefficients (heads, r) and a number; with nodes of each graph
+        (batch, 1, r, l), (batch, heads, r) and (batch, 1, r), 0 where the weight is 0: padding,
+        and nodes that fade at the end of the spectrum, must not contribute.
         """
         if nodes is None:
             if self.nodes is not None:
@@ -214,15 +213,7 @@ class SpectralPosition(Position):
 
 
 def _waves(positions: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin of 2 pi xi_s . r_i.
-
-    Args:
-        positions: (batch, n, l).
-        nodes: (heads or 1, r, l), or one set for each graph, (batch, 1, r, l).
-
-    Returns:
-        (batch, heads or 1, n, r) each.
-    """
+    """cos and sin of 2 pi xi_s . r_i, (batch, heads or 1, n, r) each, at nodes of `_sampled`."""
     positions = _real(positions)[:, None]
     phase = 2 * math.pi * positions @ nodes.to(positions.dtype).transpose(-1, -2)
     return phase.cos(), phase.sin()
@@ -235,15 +226,7 @@ def _made(
     beside: Sequence[str] = (),
     **fixed: object,
 ) -> _T:
-    """Builds a spectrum or a rule from options of a configuration.
-
-    Args:
-        part: class to build.
-        options: its arguments by name, with the prefix.
-        prefix: common beginning of the names.
-        beside: other options that are accepted, for messages.
-        fixed: arguments that are not options.
-    """
+    """Builds a spectrum or a rule from options with a prefix; `beside` are others, for messages."""
     known = {
         prefix + name: parameter
         for name, parameter in signature(part).parameters.items()

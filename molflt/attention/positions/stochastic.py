@@ -91,11 +91,7 @@ class _StochasticPosition(Position):
     def kernel(self, delta: Tensor) -> Tensor:
         """delta_d + (1 - delta_d) P_d, the expectation of the products of one coordinate.
 
-        Args:
-            delta: lags i - j of any shape, query minus key, in units of length.
-
-        Returns:
-            (heads, d, *delta.shape).
+        Lags i - j of any shape, query minus key, in units of length -> (heads, d, *shape).
         """
         kernel = self._position_kernel(delta.flatten())
         if self.gate is not None:
@@ -105,11 +101,6 @@ class _StochasticPosition(Position):
 
     @torch.no_grad()
     def redraw_(self, generator: torch.Generator | None = None) -> None:
-        """Draws new noise in place, on the CPU in float64: all ranks and devices agree.
-
-        Args:
-            generator: CPU generator with the same seed on all ranks; torch's global one if None.
-        """
         on_cpu(generator)
         for buffer in self.buffers():
             drawn = torch.randn(
@@ -139,12 +130,6 @@ class _StochasticPosition(Position):
                 dependent = (0.5 * F.logsigmoid(-gate)).exp()
                 out = code(full * dependent) + (full * shared) @ self.gate_noise.to(full.dtype)
             return (out * self.num_realizations**-0.5).to(x.dtype)
-
-    def extra_repr(self) -> str:
-        return (
-            f"heads={self.heads}, head_dim={self.head_dim}, "
-            f"num_realizations={self.num_realizations}, gated={self.gate is not None}"
-        )
 
 
 class SineSPE(_StochasticPosition):

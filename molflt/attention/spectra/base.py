@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from molflt.attention.checks import at_least_one
+from molflt.attention.numerics import options_of
 
 
 class Spectrum(nn.Module):
@@ -45,6 +46,7 @@ class Spectrum(nn.Module):
     integrable: ClassVar[bool] = True
     without_slope: ClassVar[tuple[str, ...]] = ()
     radii: Tensor | None = None
+    extra_repr = options_of
 
     def __init__(self, heads: int, dim: int) -> None:
         super().__init__()

@@ -120,10 +120,6 @@ class GaussianMixture(Spectrum):
         self.register_parameter("odd_amplitude", odd)
 
     def spectrum(self, xi: Tensor) -> Tensor:
-        """g(xi) per head: frequencies (heads or 1, nodes, l) -> (heads, nodes).
-
-        Complex if the family was made asymmetric, real otherwise.
-        """
         difference = xi[:, :, None] - self.mean[:, None]  # [h, s, t, l]
         variance = (2 * self.log_sigma).exp()  # [h, t]
         exponent = -0.5 * difference.square().sum(dim=-1) / variance[:, None]

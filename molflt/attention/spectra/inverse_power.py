@@ -43,15 +43,9 @@ class InversePower(Spectrum):
         self.sharpness = sharpness
 
     def spectrum(self, xi: Tensor) -> Tensor:
-        """Returns g; for p < 3, where it is infinite at xi = 0, with its finite part.
+        """g, (1, nodes, 3) -> (1, nodes), length^(3 - p); for p < 3 its finite part at xi = 0.
 
         That part corresponds to a uniform background, with which the mean of 1 / r^p vanishes.
-
-        Args:
-            xi: (1, nodes, 3), cycles per length.
-
-        Returns:
-            (1, nodes), length^(3 - p).
         """
         s = math.pi / self.sharpness * distances(xi)  # k / 2a
         zero = s == 0
@@ -91,6 +85,3 @@ class InversePower(Spectrum):
             return torch.special.erfc(x.sqrt())
         terms = {2: torch.ones_like(x), 4: 1 + x, 6: 1 + x + x**2 / 2}
         return (-x).exp() * terms[self.power]
-
-    def extra_repr(self) -> str:
-        return f"power={self.power}, sharpness={self.sharpness:g}"

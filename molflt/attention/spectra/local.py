@@ -11,7 +11,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from molflt.attention.checks import at_least_one
+from molflt.attention.checks import at_least_one, one_of
+from molflt.attention.numerics import sinc
 from molflt.attention.spectra.base import Spectrum, _log_spaced
 
 # Beyond it the closed form of the spline loses digits in float32, and it is close to a Gaussian.
@@ -72,8 +73,7 @@ class SmoothLocal(Spectrum):
                 f"order must be {self.smallest_order} to {_MAX_ORDER}; got {order}; "
                 "order 1 is the mask 'local'"
             )
-        if combine not in ("sum", "product"):
-            raise ValueError(f"combine must be 'sum' or 'product'; got {combine!r}")
+        one_of("combine", combine, ("sum", "product"))
         self.order = order
         self.combine = combine
         self._peak = _spline_at_zero(order)
@@ -83,14 +83,12 @@ class SmoothLocal(Spectrum):
         self.amplitude = nn.Parameter(amplitude * torch.randn(heads, num_boxes))
 
     def spectrum(self, xi: Tensor) -> Tensor:
-        """g(xi) per head, real: frequencies (heads or 1, nodes, l) -> (heads, nodes)."""
         width = 2 * self.log_radius.exp()  # [h, t, l or 1]
         # sin(2 pi v xi) / (pi xi) = 2 v sinc(2 v xi), with the limit 2 v at xi = 0
-        powers = _sinc(width * xi.transpose(0, 1)[:, :, None]) ** self.order  # [s, h, t, l]
+        powers = sinc(width * xi.transpose(0, 1)[:, :, None]) ** self.order  # [s, h, t, l]
         return self._combine(width * powers / self._peak).T
 
     def mask(self, delta: Tensor) -> Tensor:
-        """f(z) per head: differences (batch, ..., l) -> (batch, heads, ...)."""
         distance = delta[..., None, None, :].abs()  # [b, ..., 1, 1, l]
         return self._combine(self._profile(distance, self.log_radius.exp())).movedim(-1, 1)
 
@@ -151,17 +149,6 @@ class Local(SmoothLocal):
     def _profile(self, distance: Tensor, radius: Tensor) -> Tensor:
         """1[|z| <= v], (..., heads, t, l)."""
         return (distance <= radius).to(self.amplitude.dtype)
-
-
-def _sinc(x: Tensor) -> Tensor:
-    """sin(pi x) / (pi x) with its second derivative at 0, the value of frequencies along axes.
-
-    That of torch.sinc is NaN at 0, and that of `numerics.sinc` is 0.
-    """
-    phase = math.pi * x
-    away = phase != 0
-    divisor = torch.where(away, phase, 1.0)
-    return torch.where(away, divisor.sin() / divisor, 1 - phase.square() / 6)
 
 
 def _product(factors: Tensor) -> Tensor:

@@ -66,11 +66,9 @@ class ShiftInvariant(Spectrum):
         return self.unit_log_density(length * xi) + self.dim * self.log_length[:, None]
 
     def spectrum(self, xi: Tensor) -> Tensor:
-        """g(xi) per head, real: frequencies (heads or 1, nodes, l) -> (heads, nodes)."""
         return self.amplitude[:, None] * self.log_density(xi).exp()
 
     def mask(self, delta: Tensor) -> Tensor:
-        """f(z) per head: differences (batch, ..., l) -> (batch, heads, ...)."""
         scaled = delta[..., None, :] / self.log_length.exp()[:, None]  # [b, ..., h, l]
         return (self.profile(scaled) * self.amplitude).movedim(-1, 1)
 
