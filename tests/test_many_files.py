@@ -139,13 +139,6 @@ def test_a_folder_of_splits_stays_one(tmp_path, capsys) -> None:
     }
 
 
-def test_splits_of_other_names_are_not_mixed(tmp_path, capsys) -> None:
-    for name in ("training", "validation", "test"):
-        write(tmp_path / f"{name}.extxyz", frames(3))
-    words = ["train", *SMALL, *STEPS, f"--data.root={tmp_path}", f"--run={tmp_path / 'run'}"]
-    assert "no split 'train'" in error_of(capsys, *words)
-
-
 def test_files_of_one_calculation_are_not_mixed(tmp_path) -> None:
     poscars(tmp_path, ["a/POSCAR", "a/CONTCAR", "b/POSCAR", "b/CONTCAR"])
     with pytest.raises(ValueError, match="CONTCAR.*pattern.*a/"):
@@ -155,16 +148,6 @@ def test_files_of_one_calculation_are_not_mixed(tmp_path) -> None:
     write(tmp_path / "c" / "x.cif", frames(1))
     with pytest.raises(ValueError, match=r"x\.vasp.*x\.cif|x\.cif.*x\.vasp"):
         files_of(tmp_path / "c")
-
-
-def test_other_files_are_named_once(tmp_path, capsys) -> None:
-    poscars(tmp_path, FLAT)
-    (tmp_path / "README").write_text("words\n")
-    (tmp_path / "notes.json").write_text("{}")
-    for _ in range(2):
-        assert len(open_dataset(tmp_path)) == 4
-    err = capsys.readouterr().err
-    assert err.count("README") == 1 and "notes.json" in err
 
 
 def test_one_name_of_the_energy_for_all_files(tmp_path) -> None:
@@ -233,12 +216,6 @@ def test_names_of_structures_are_written(run, tmp_path, capsys) -> None:
             "cu-3",
             "pt/7",
         ]
-
-
-@pytest.mark.parametrize("words", [["mine.extxyz"], ["--data", "mine.extxyz"]])
-def test_data_without_its_option(words, capsys) -> None:
-    assert "mine.extxyz" in error_of(capsys, "train", *words)
-    assert "{a,b}" in error_of(capsys, "train", "--data.root", "[a.extxyz, b.extxyz]")
 
 
 def test_the_configuration_of_a_run_names_its_folder(run, tmp_path, capsys) -> None:

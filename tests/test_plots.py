@@ -1,6 +1,5 @@
 """Pictures, whose content is read from their figures."""
 
-import resource
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -20,7 +19,6 @@ from molflt.attention.positions.base import Position, differences
 from molflt.attention.positions.gaussian_bias import GaussianBias
 from molflt.attention.positions.grid import BucketedPosition, LowRankPosition, ToeplitzPosition
 from molflt.attention.positions.multiplicative import MultiplicativePosition
-from molflt.attention.positions.rotary import RotaryPosition
 from molflt.attention.positions.spectral import SpectralPosition
 from molflt.attention.spectra.gaussian import GaussianBasis, GaussianMixture
 from molflt.attention.spectra.local import Local
@@ -109,13 +107,6 @@ def test_training_curve(tmp_path: Path, figures) -> None:
     np.testing.assert_allclose(validation.get_ydata(), [0.31, 0.42])
 
 
-def test_training_curve_of_few_values(tmp_path: Path, figures) -> None:
-    """The second line contains units."""
-    (tmp_path / "metrics.csv").write_text("step,train_loss,lr\n,,1\n10,0.0,0.001\n")
-    plots.training_curve(tmp_path / "metrics.csv", tmp_path / "curve.png", {})
-    assert [axes.get_ylabel() for axes in figures[0].axes] == ["loss", "learning rate"]
-
-
 def test_parity(tmp_path: Path, figures) -> None:
     target = np.linspace(-4.0, 1.0, 500)
     energy = target + 0.25
@@ -164,16 +155,6 @@ def test_compared_runs_are_named_without_overlaps(tmp_path: Path, figures) -> No
     assert max(box.x1 for box in found) <= figures[0].bbox.x1 and found[0].y0 < found[-1].y0
 
 
-def test_more_series_than_colors_are_all_drawn(tmp_path: Path, figures) -> None:
-    names = [f"one of {i}" for i in range(1, 11)]
-    values = {name: np.random.default_rng(0).random((3, 20)) for name in names}
-    tokens.losses_by_place(values, tmp_path / "losses.png")
-    plots.best_values({"sphere": values}, np.arange(20.0), tmp_path / "best.png", 3)
-    for drawn in figures:
-        lines = drawn.axes[0].get_lines()
-        assert [line.get_label() for line in lines] == names
-
-
 def test_pictures_in_further_formats(tmp_path: Path) -> None:
     pair = {"val_id": (np.zeros(3), np.ones(3))}
     with plots.further_formats(["svg", "pdf"]) as written:
@@ -187,19 +168,6 @@ def test_pictures_in_further_formats(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 6
     same = [(tmp_path / name).read_bytes() for name in ("again.svg", "ahead.svg")]
     assert same[0] == same[1]  # no date, no random names
-
-
-def test_a_failed_write_keeps_the_older_picture(tmp_path: Path) -> None:
-    png = tmp_path / "a.png"
-    png.write_bytes(b"older")
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (500, limit[1]))
-    try:
-        with pytest.raises(OSError, match=r"a\.png: .*File too large"):
-            plots.parity({"val_id": (np.zeros(3), np.ones(3))}, png)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    assert png.read_bytes() == b"older" and not list(tmp_path.glob(".*"))
 
 
 def test_parity_of_many_is_a_density_with_one_scale(tmp_path: Path, figures) -> None:
@@ -252,17 +220,6 @@ def test_attention_matrices_show_the_weights(tmp_path: Path, figures) -> None:
         assert axes.get_ylim()[0] > axes.get_ylim()[1]  # the first query on top
 
 
-def test_few_tokens_are_written_at_the_axes(tmp_path: Path, figures) -> None:
-    words = [f"w{i}" for i in range(40)]
-    for queries, shown in ((7, True), (40, False)):
-        names = (words[:queries], words[:5])
-        plots.attention_matrices(torch.rand(2, queries, 5), tmp_path / "a.png", tokens=names)
-        first = figures[-1].axes[0]
-        drawn = [tick.get_text() for tick in first.get_xticklabels()] == words[:5]
-        down = [tick.get_text() for tick in first.get_yticklabels()] == words[:queries]
-        assert (drawn, down) == (shown, shown)
-
-
 def test_large_attention_matrices_are_averaged_over_blocks(tmp_path: Path, figures) -> None:
     queries, keys = 1100, 700
     weights = np.zeros((1, queries, keys))
@@ -303,23 +260,6 @@ def test_scales_of_weights(tmp_path: Path, figures, values, scale, kind, limits)
     assert type(norm).__name__ == kind
     np.testing.assert_allclose((norm.vmin, norm.vmax), limits, rtol=1e-12)
     assert ("gray" in bar.get_ylabel()) == (0.0 in np.ravel(values))
-
-
-def test_outliers_do_not_hide_other_signed_weights(tmp_path: Path, figures) -> None:
-    weights = np.random.default_rng(0).uniform(-0.1, 0.2, (2, 40, 40))
-    weights[1, 3, :4] = [400.0, -399.0, 20.0, -20.0]
-    plots.attention_matrices(weights, tmp_path / "a.png")
-    low, high = figures[0].axes[0].images[0].get_clim()
-    assert -low == high and 0.15 < high < 0.2
-    assert "1 %" in figures[0].get_suptitle()
-
-
-def test_attention_matrices_in_half_precision_and_in_rows(tmp_path: Path, figures) -> None:
-    weights = torch.rand(3, 4, 40, requires_grad=True).bfloat16()
-    plots.attention_matrices(weights, tmp_path / "a.png", rows=3)
-    boxes = [axes.get_position() for axes in figures[0].axes[:3]]
-    assert len({round(box.x0, 6) for box in boxes}) == 1
-    assert boxes[0].y0 > boxes[1].y0 > boxes[2].y0
 
 
 @pytest.mark.parametrize("heads", [1, 17])
@@ -417,16 +357,6 @@ def test_rpe_surfaces(tmp_path: Path, figures) -> None:
         assert image.get_extent() == pytest.approx([-4.125, 4.125, 8.25, -8.25])
 
 
-def test_rpe_surfaces_in_space_are_cuts(tmp_path: Path, figures) -> None:
-    position = spectral(GaussianMixture, 1, 3, amplitude=1.0)
-    plots.rpe_surfaces(position, tmp_path / "s.png", 5.0, unit="Å", points=11)
-    delta = torch.zeros(1, 1, 3, dtype=torch.float64)
-    delta[0, 0, :2] = torch.tensor([-5.0, 3.0])
-    shown = figures[0].axes[0].images[0].get_array()[0, 8]
-    assert shown == pytest.approx(position.bias(delta[:, None]).item(), abs=1e-12)
-    assert "offset 0 along all other axes" in figures[0].get_suptitle()
-
-
 def test_rpe_surfaces_of_tokens_on_a_grid(tmp_path: Path, figures) -> None:
     position = Grid(2)
     plots.rpe_surfaces(position, tmp_path / "s.png", (3, 2))
@@ -461,8 +391,3 @@ def test_bucketed_and_low_rank_tables_are_drawn(tmp_path: Path, figures, positio
     whole = np.flatnonzero(np.abs(x - np.round(x)) < 1e-4)
     expected = [bias[max(n, 0), max(-n, 0)] for n in range(-39, 40)]
     np.testing.assert_array_equal(y[whole], np.array(expected, dtype=float))
-
-
-def test_only_encodings_with_a_bias_can_be_drawn() -> None:
-    assert not plots.has_bias(RotaryPosition(8))
-    assert plots.has_bias(GaussianBias(2)) and plots.has_bias(Grid(2))

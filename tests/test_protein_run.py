@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny_run import error_of, logged, page_of
+from tiny_run import logged, page_of
 
 import molflt
 from molflt.commands.cli import main
@@ -149,15 +149,6 @@ def test_judged_residues_are_always_masked(run, results, folder, tmp_path):
         moved.rename(folder / "train.fasta")
     result = json.loads((tmp_path / "results.json").read_text())["val"]
     assert "unigram_perplexity" not in result and result["residues"] == len(wanted)
-
-
-def test_unknown_residues_are_refused(run, tmp_path, capsys):
-    (tmp_path / "bad.fasta").write_text(">P1\nMKV\n>P2\nMJ\n")
-    line = error_of(capsys, "evaluate", str(run), "--data", str(tmp_path / "bad.fasta"))
-    assert "bad.fasta: record 'P2'" in line
-    trained = molflt.load(run)
-    with pytest.raises(ValueError, match="'J'"):
-        trained.generate("MJ") if run.name == "language" else trained.fill("J[MASK]")
 
 
 def test_loaded_models_predict_residues(run):
