@@ -278,18 +278,9 @@ def verify_tensors(path: Path) -> bool:
     return True
 
 
-def read_json(path: Path, most: int, expected: str, hint: str) -> object:
-    """Reads a small JSON file; raises ValueError if it is damaged or too large.
-
-    Args:
-        path: file to read.
-        most: largest size in bytes.
-        expected: description of the content, for messages.
-        hint: advice, for messages.
-    """
+def read_json(path: Path, expected: str, hint: str) -> object:
+    """Reads a JSON file; raises ValueError with what was `expected` and a hint if it is damaged."""
     try:
-        if (size := path.stat().st_size) > most:
-            raise ValueError(f"it has {size:,} bytes")
         found: object = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: expected {expected}; {shown(str(error), 100)}; {hint}") from None

@@ -212,7 +212,7 @@ def test_shards_of_other_calibrations_are_refused(runs, data, tmp_path, capsys) 
         Calibration(factor, 0.05, "val_id", 30, members).save(kept)
         assert main([*words, "--shard", f"{number}/2", "--calibration", str(kept)]) == 0
     line = error_of(capsys, "merge", str(tmp_path / "e.csv"))
-    assert "calibration 1/0.05 and 9/0.05" in line
+    assert "calibration 1/0.05 and calibration 9/0.05" in line
 
 
 def test_bad_members_get_one_line(runs, tmp_path, capsys) -> None:

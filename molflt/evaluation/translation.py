@@ -85,7 +85,8 @@ def evaluate(
             model, tokenizer, text.source, beam, length_penalty, batch_size, split
         )
         found = bleu(translated, text.target, lowercase)
-        results[split] |= found.metrics() | {"pairs": len(translated)}
+        scores = {"bleu": found.bleu, "chrf": found.chrf, "length_ratio": found.length_ratio}
+        results[split] |= scores | {"pairs": len(translated)}
     begin_results(out, "attention.png", "cross-attention.png", "encoding.png")
     files = [out / f"translations-{split}.txt" for split in lines]
     for path, translated in zip(files, lines.values(), strict=True):
@@ -105,10 +106,6 @@ class Bleu(NamedTuple):
     length_ratio: float
     signature: str
     """settings of BLEU: references, case, tokenization, smoothing, version"""
-
-    def metrics(self) -> dict[str, float]:
-        """Returns the scores by name."""
-        return {"bleu": self.bleu, "chrf": self.chrf, "length_ratio": self.length_ratio}
 
 
 def bleu(translations: Sequence[str], references: Sequence[str], lowercase: bool = False) -> Bleu:

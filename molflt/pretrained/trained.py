@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -12,6 +11,7 @@ from torch import nn
 from molflt.evaluation.calibration import CALIBRATION
 from molflt.evaluation.ensemble import ENSEMBLE, EnsembleRegressor, load_ensemble
 from molflt.evaluation.results import RESULTS, why_of_others
+from molflt.files import read_json
 from molflt.training.checkpoint import device_named, load_run, weights_of
 from molflt.training.config import Config, read_config
 from molflt.training.exported import build, is_exported, read_exported
@@ -140,13 +140,7 @@ def _of_run(
 
 def _json(path: Path) -> object:
     """Returns the content of a JSON file of a run, or None without the file."""
-    if not path.is_file():
-        return None
-    try:
-        found: object = json.loads(path.read_bytes())
-    except (ValueError, RecursionError):
-        raise ValueError(f"{path}: expected JSON; restore the file, or write it again") from None
-    return found
+    return read_json(path, "JSON", "restore it, or write it again") if path.is_file() else None
 
 
 def _exported(path: Path, device: str) -> Trained:

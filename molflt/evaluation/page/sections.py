@@ -87,16 +87,6 @@ _KEPT = {  # pictures of evaluations -> title, description
         "Predicted against labeled energies, in eV, a panel per model.",
     ),
 }
-EXPECTED = {
-    "language": ("losses.png", "attention.png"),
-    "masked_language": (),
-    "translation": ("attention.png", "cross-attention.png"),
-    "images": ("confusion.png", "attention.png"),
-    "image_generation": ("losses.png",),
-    "learned_optimizer": ("optimizations.png",),
-    "population_optimizer": ("best_values.png",),
-}
-"""Recipe -> pictures that every evaluation writes."""
 
 
 def overview(run: Run) -> Section:
@@ -212,15 +202,12 @@ def _validated(found: Contents, name: str, place: int, metrics: Mapping[str, Met
 
 def encodings(found: Contents, pictures: Pictures) -> Section | None:
     """Shows the pictures of the evaluation, encodings first."""
-    recipe = "" if found.run is None else str(found.run.config["recipe"])
     figures = []
     for name, (title, alt) in _KEPT.items():
         file = found.path / name
         if file.is_file():
             figure = found.attempt(partial(pictures.kept, file, alt, f"{title}. {alt}"), None)
             figures += [figure] if figure is not None else []
-        elif found.results and name in EXPECTED.get(recipe, ()):
-            found.missing.append(f"{file}: missing; run molflt evaluate RUN")
     title = "Encodings and pictures of the evaluation"
     return Section("pictures", title, figures) if figures else None
 
