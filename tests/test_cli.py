@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import ast
-import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 from jsonargparse import ArgumentParser
-from test_language_run import write_text
-from tiny_run import error_of, write_data
+from tiny_run import error_of
 
 from molflt import __version__
 from molflt.commands.cli import COMMANDS, Command, main, parser_of
@@ -216,41 +214,3 @@ print({name.partition(".")[0] for name in sys.modules})"""
     loaded = ast.literal_eval(done.stdout.splitlines()[-1])
     heavy = {"torch_geometric", "lightning", "e3nn", "vesin", "ase", "matplotlib"}
     assert "torch" in loaded and not loaded & heavy
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, list[str]]:
-    """Options of data for two recipes."""
-    folder = tmp_path_factory.mktemp("inputs")
-    write_data(folder / "data", 3, 2)
-    for name in ("train", "val"):
-        write_text(folder / f"{name}.txt", 20, 0)
-    texts = [f"--data.{name}={folder}/{name}.txt" for name in ("train", "val")]
-    return {"is2re": [f"--data.root={folder}/data"], "language": [*texts, "--data.length=16"]}
-
-
-@pytest.mark.parametrize("recipe", ["is2re", "language"])
-@pytest.mark.parametrize(
-    ("words", "parts"),
-    [
-        (["--model.dim=-2"], ["--model.dim", "-2"]),
-        (["--model.dim=16", "--model.heads=3"], ["dim=16", "heads=3"]),
-        (["--trainer.devices=1000", "--trainer.accelerator=cpu"], ["trainer.devices", "core"]),
-        (
-            ["--trainer.precision=16-mixed", "--trainer.accelerator=cpu"],
-            ["trainer.precision=16-mixed", "GPU"],
-        ),
-        (["--run=file/below"], ["file", "folder"]),
-    ],
-    ids=lambda words: " ".join(words),
-)
-def test_a_refused_training_leaves_nothing(recipe, words, parts, inputs, capsys) -> None:
-    Path("file").write_text("mine")
-    Path("run").mkdir()
-    Path("run/notes.txt").write_text("mine")
-    arguments = ["train", f"--recipe={recipe}", *inputs[recipe], *words]
-    for run in ("run", "new"):
-        line = error_of(capsys, arguments[0], f"--run={run}", *arguments[1:])
-        assert all(part in line for part in parts), line
-        assert sorted(os.listdir()) == ["file", "run"] and Path("file").read_text() == "mine"
-        assert os.listdir("run") == ["notes.txt"]

@@ -7,8 +7,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import test_language_run as language
-import yaml
 from tiny_run import error_of, last_state, page_of, start, structures, table, write_data
 
 from molflt.commands.cli import main
@@ -134,31 +132,6 @@ def test_runs_on_other_data_or_without_an_evaluation_are_named(runs, capsys, tmp
     assert "validated on" not in text  # the same systems, in another place
     assert f"not evaluated: {tmp_path / 'other'}" in text
     assert [*rows_of(text)["val_id mae_eV"]][1] == "-"
-
-
-def test_runs_of_other_recipes(runs, capsys, tmp_path):
-    for seed, name in enumerate(("train", "val", "test")):
-        language.write_text(tmp_path / f"{name}.txt", 30, seed)
-    words = language.arguments(tmp_path, tmp_path / "text", "--trainer.max_steps=4")
-    assert main(words) == 0
-    text = compare(capsys, runs / "narrow", tmp_path / "text", f"--out={tmp_path / 'out'}")
-    assert "different recipes (is2re, language)" in text
-    rows = rows_of(text)
-    assert rows["recipe"] == ["is2re", "language"] and rows["data.length"] == ["-", "16"]
-    assert "*" not in "".join(rows["val perplexity, best"])
-    assert (tmp_path / "out" / "curves.png").is_file()
-
-
-def test_a_run_of_an_earlier_version(runs, capsys, tmp_path):
-    """It has no last checkpoint, metrics or results."""
-    old = tmp_path / "old"
-    old.mkdir()
-    config = yaml.safe_load((runs / "narrow" / "config.yaml").read_text())
-    del config["trainer"]["accumulate"], config["trainer"]["patience"], config["init"]
-    (old / "config.yaml").write_text(yaml.safe_dump(config))
-    rows = rows_of(compare(capsys, runs / "narrow", old))
-    assert rows["time"][1] == rows["steps"][1] == rows["val_id mae_eV"][1] == "-"
-    assert not [key for key in rows if key.startswith(("trainer.", "model.", "init"))]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Pictures, whose content is read from their figures."""
 
-import subprocess
-import sys
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +20,6 @@ from molflt.attention.positions.multiplicative import MultiplicativePosition
 from molflt.attention.positions.spectral import SpectralPosition
 from molflt.attention.spectra.gaussian import GaussianBasis, GaussianMixture
 from molflt.attention.spectra.local import Local
-from molflt.metrics import Metric
 from molflt.plots import GroupError, figure, tokens, training
 from molflt.tasks.is2re import IS2RETask
 
@@ -83,13 +80,6 @@ class Grid(Position):
         return Bias(torch.stack((bias, -bias.clamp(min=-9)), dim=1))
 
 
-def test_importing_loads_no_torch_and_no_matplotlib() -> None:
-    code = "import molflt.plots, sys; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    loaded = set(done.stdout.split())
-    assert "numpy" in loaded and not loaded & {"torch", "matplotlib", "molflt.attention"}
-
-
 def test_training_curve(tmp_path: Path, figures) -> None:
     rows = ["step,lr,train_loss,train_mae_eV,val_mae_eV,val_ewt_percent"]
     rows += [f"{s},{1e-3 - 1e-6 * s},{50 / s},{10 / s}," for s in range(10, 110, 10)]
@@ -140,19 +130,6 @@ def test_parity_names_the_largest_errors(tmp_path: Path, figures) -> None:
     assert texts(figures[0]) == ["1", "2", "3"]
     found = boxes(figures[0])
     assert not any(one.overlaps(other) for i, one in enumerate(found) for other in found[:i])
-
-
-def test_compared_runs_are_named_without_overlaps(tmp_path: Path, figures) -> None:
-    steps = np.arange(0.0, 100.0, 10)
-    found = {
-        f"run{i}": {"step": steps, "train_loss": np.exp(-steps / 50) + 1e-3 * i} for i in range(13)
-    }
-    metrics = {"train_loss": Metric("loss", scale="log")}
-    plots.overlaid_curves(found, metrics, tmp_path / "c.png")
-    assert texts(figures[0]) == list(found)
-    found = boxes(figures[0])
-    assert not any(one.overlaps(other) for i, one in enumerate(found) for other in found[:i])
-    assert max(box.x1 for box in found) <= figures[0].bbox.x1 and found[0].y0 < found[-1].y0
 
 
 def test_pictures_in_further_formats(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from ase.build import bulk, molecule
 from ase.calculators.calculator import PropertyNotImplementedError
 from ase.calculators.fd import calculate_numerical_forces, calculate_numerical_stress
 from ase.calculators.lj import LennardJones
-from ase.calculators.singlepoint import SinglePointCalculator
 from ase.constraints import (
     FixAtoms,
     FixBondLength,
@@ -31,8 +30,6 @@ from tiny_run import argon, error_of, logged, page_of
 
 import molflt
 from molflt.commands.cli import main
-from molflt.data.structures import Reading, open_dataset
-from molflt.data.structures.store import write_store
 from molflt.evaluation.relaxation import adwt, position_error, relax_atoms
 from molflt.graph.potential import Potential
 from molflt.tasks.potential import PotentialTask
@@ -184,7 +181,7 @@ def test_predictions_have_forces(trained, tmp_path):
         assert one.energy == pytest.approx(calculator.get_potential_energy(atoms), abs=1e-4)
 
 
-def test_coinciding_atoms_give_one_warning(trained, tmp_path, capsys):
+def test_coinciding_atoms_give_one_warning(trained, capsys):
     """Their forces vanish, as in a relaxed structure."""
     two = Atoms("Ar2", [[1, 1, 1], [1, 1, 9]], cell=[8, 8, 8], pbc=True)  # a periodic image
     calculator = molflt.Calculator(trained, device="cpu")
@@ -192,16 +189,6 @@ def test_coinciding_atoms_give_one_warning(trained, tmp_path, capsys):
         calculator.get_potential_energy(two)
         calculator.reset()
     assert capsys.readouterr().err.count("0.1 Å") == 1
-    one = two.copy()
-    one.positions[1] -= 4
-    for atoms in (one, two):
-        atoms.calc = SinglePointCalculator(atoms, energy=0.0, forces=np.zeros((2, 3)))
-    file = str(tmp_path / "a.extxyz")
-    ase.io.write(file, [one, two])
-    relax = ["relax", file, "--run", str(trained), "--steps=1", "--out", str(tmp_path / "b.extxyz")]
-    for words in (relax, ["evaluate", str(trained), "--out", str(tmp_path), "--data", file]):
-        main([*words, "--device=cpu"])
-        assert capsys.readouterr().err.count("1 of 2 structures") == 1
 
 
 def test_runs_of_relaxed_energies(copied_run, tmp_path, capsys):
@@ -219,8 +206,6 @@ def test_runs_of_relaxed_energies(copied_run, tmp_path, capsys):
     frames = ase.io.read(tmp_path / "moved" / "val_id.extxyz", ":")
     assert len(frames) == found["n"] == 13 and frames[0].info["sid"] == 1000
     assert 0 <= found["adwt_percent"] <= 100 and found["position_error_A"] > 0
-    said = error_of(capsys, "evaluate", str(run), *words, "--data", str(tmp_path / "moved"))
-    assert "val_id.extxyz: is also the input" in said
 
 
 def test_relaxations(trained, tmp_path, capsys):
@@ -240,12 +225,6 @@ def test_relaxations(trained, tmp_path, capsys):
     for frame in frames:
         assert frame.info["converged"] and np.abs(frame.get_forces()).max() < 0.1
     assert list(frames[0].get_tags()) == [4, 3, 2, 1]
-    store = str(tmp_path / "a.safetensors")
-    write_store(Path(store), [open_dataset(tmp_path / "a.traj", reading=Reading(tags="ase"))[0]])
-    again = ["--run", str(trained), "--device", "cpu", "--out", str(tmp_path / "c.extxyz")]
-    assert main(["relax", store, *again]) == 0
-    assert main(["predict", str(trained), store, "--device", "cpu"]) == 0
-    capsys.readouterr()
     np.testing.assert_allclose(frames[0].positions[0], atoms.positions[0], atol=1e-5)
     table = list(csv.DictReader(out.with_suffix(".csv").open()))
     assert float(table[0]["energy_eV"]) <= float(table[0]["energy_before_eV"])
@@ -318,20 +297,7 @@ def test_relaxations_respect_and_keep_constraints(trained, tmp_path, capsys):
         expected = calculator.get_potential_energy(atoms)  # with positions in float64
         assert float(row["energy_before_eV"]) == pytest.approx(expected, abs=1e-12)
     main([*words, "--steps=1", "--out", str(tmp_path / "b.extxyz")])
-    said = capsys.readouterr().err
-    assert said.count("cannot be held by .extxyz") == 5
-    assert said.count("FixScaled cannot be held by .extxyz") == 1
-    again = ase.io.read(tmp_path / "b.extxyz", ":")
-    assert again[0].constraints[0].mask.tolist() == [True, True, False]
-    assert [one.info["name"] for one in again] == [one.info["name"] for one in frames]
-    frames[0].set_array("mine", np.arange(4.0))
-    words[1] = str(tmp_path / "c.extxyz")
-    ase.io.write(words[1], frames[:1])
-    main([*words, "--steps=1", "--out", str(tmp_path / "d.extxyz")])
-    np.testing.assert_array_equal(ase.io.read(tmp_path / "d.extxyz").arrays["mine"], np.arange(4.0))
-    assert "cannot be held" not in capsys.readouterr().err
-    main([*words, "--steps=1", "--out", str(tmp_path / "d.traj")])
-    assert "array mine cannot be held by .traj" in capsys.readouterr().err
+    assert capsys.readouterr().err.count("cannot be held by .extxyz") == 5
 
 
 def test_an_interruption_keeps_finished_relaxations(trained, tmp_path, monkeypatch, capsys):

@@ -95,7 +95,10 @@ def predict(
     files = [Path(file)] if isinstance(file, str | Path) else list(map(Path, file))
     part = _shard(shard, out)
     model = _load(run, files[0], checkpoint, device, also, compiled)
-    _expect_free(out, part, files_of(files) if isinstance(model, EnergyPredictor) else files)
+    if out is not None:
+        read = files_of(files) if isinstance(model, EnergyPredictor) else files
+        for written in (out, part.path(out)) if part else (out,):  # molflt merge writes `out`
+            expect_writable(written, *read)
     if not isinstance(model, EnergyPredictor):
         given = {"skip_bad": skip_bad or None, "also": also, "calibration": calibration}
         more = {"mesh_order": mesh_order, "tags": tags, "shard": shard, "force": force or None}
@@ -128,7 +131,9 @@ def predict(
     if out is None or out.suffix in _TABLES:
         _write_rows(out, _rows(dataset, found, columns, marks))
     else:
-        _write_atoms(out, dataset, columns, found, marks if part else _files(marks))
+        if part is None and "file" not in marks[0]:  # formats of atoms need no index
+            marks = [{}] * len(marks)
+        _write_atoms(out, dataset, columns, found, marks)
     if out is not None:
         print(f"{out}: {_ranges(columns)}{_beyond(found)}")
 
@@ -203,18 +208,6 @@ def _marks(dataset: Structures) -> list[dict[str, object]]:
         {"index": dataset.place(i), **({"file": str(dataset.file(i))} if several else {})}
         for i in range(len(dataset))
     ]
-
-
-def _expect_free(out: Path | None, part: Shard | None, files: Sequence[Path]) -> None:
-    """Raises an error before anything is read if `out` cannot be written."""
-    if out is not None:
-        for written in (out, part.path(out)) if part else (out,):  # molflt merge writes `out`
-            expect_writable(written, *files)
-
-
-def _files(marks: Sequence[dict[str, object]]) -> Sequence[dict[str, object]]:
-    """Returns the marks if there are several files; formats of atoms need no other index."""
-    return marks if "file" in marks[0] else [{}] * len(marks)
 
 
 def _check_ending(out: Path | None, endings: Sequence[str]) -> None:

@@ -121,12 +121,13 @@ def evaluate(
             expect_writable(relaxed / f"{split}.extxyz", dataset.path)
     _expect_submission(submission, names, datasets, published)
     median, baseline = source.training_median()
+    by_atom = [] if relaxed is None else ["displacement"]
     found = {
-        split: infer(model, datasets[split], batch_size, split, domain, force=force)
+        split: infer(model, datasets[split], batch_size, split, domain, by_atom, force)
         for split in splits
     }
     common = [] if others is None else common_systems(others, found)
-    structures, moved = write_relaxed(model, datasets, relaxed, batch_size)
+    structures, moved = write_relaxed(found, datasets, relaxed)
     uncertainty = assess(model, found, out, calibration_split, source.own.train)
     begin_results(out, *_FILES)  # after everything that may fail; keeps the calibration
     _warn_of_labels(found)
@@ -319,7 +320,8 @@ def _save_arrays(path: Path, arrays: Mapping[str, NDArray[np.generic]]) -> None:
 
 def submission_splits(path: Path, splits: Sequence[str]) -> dict[str, str]:
     """Returns the split of the data set for each split of the leaderboard."""
-    _check_name(path)
+    if path.suffix != ".npz":
+        raise ValueError(f"{path}: a submission must end in .npz; got {path.suffix!r}")
     for group in (TEST_SPLITS, VAL_SPLITS):
         if set(splits) == set(group):
             return dict(zip(_LEADERBOARD, group, strict=True))
@@ -347,12 +349,6 @@ def write_submission(
         predictions: (ids, energies in eV) of "id", "ood_ads", "ood_cat" and "ood_both".
         any_counts: accept other numbers of systems than OC20's, which the leaderboard rejects.
     """
-    _check_name(path)
-    if set(predictions) != set(_LEADERBOARD):
-        raise ValueError(
-            f"a submission needs exactly the splits {', '.join(_LEADERBOARD)}; got "
-            f"{', '.join(predictions) or 'none'}"
-        )
     arrays: dict[str, NDArray[np.generic]] = {}
     for split in _LEADERBOARD:
         ids, energy = (np.asarray(values) for values in predictions[split])
@@ -376,8 +372,3 @@ def _expect_count(split: str, count: int, *, any_counts: bool) -> None:
             f"submission: split {split!r} must have the {expected} systems of OC20's "
             f"test_{split}; got {count}; predict the whole split"
         )
-
-
-def _check_name(path: Path) -> None:
-    if path.suffix != ".npz":
-        raise ValueError(f"{path}: a submission must end in .npz; got {path.suffix!r}")

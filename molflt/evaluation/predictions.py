@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torch_geometric.data import Batch, Data
 
 __all__ = ["UNKNOWN", "Predictions", "check_structures", "counted_reasons", "expect_described"]
-__all__ += ["expect_finite_energy", "hill", "infer", "open_structures", "refuse_undescribed"]
+__all__ += ["hill", "infer", "open_structures", "refuse_undescribed"]
 __all__ += ["warn_of_elements"]
 
 UNKNOWN = "unknown"  # adsorbate and slab of a structure without tags
@@ -346,21 +346,15 @@ def _energies(out: Mapping[str, Tensor], batch: Batch, path: Path) -> NDArray[np
             f"the model must return one energy per structure, ({batch.num_graphs},); got "
             f"{energy.shape}"
         )
-    expect_finite_energy(energy, batch, str(path))
+    if len(bad := np.flatnonzero(~np.isfinite(energy))):
+        raise ValueError(
+            f"{path}: sid {int(batch.sid[bad[0]])}: the predicted energy is {energy[bad[0]]} eV; "
+            "expected a finite number; check this structure, or use another checkpoint"
+        )
     if "energy_by_member" not in out:
         return energy[:, None]
     by_member: NDArray[np.float64] = out["energy_by_member"].cpu().numpy()
     return by_member
-
-
-def expect_finite_energy(energy: NDArray[np.float64], batch: Batch, where: str) -> None:
-    """Raises ValueError naming the first structure of a batch with a non-finite energy."""
-    bad = np.flatnonzero(~np.isfinite(energy))
-    if len(bad):
-        raise ValueError(
-            f"{where}: sid {int(batch.sid[bad[0]])}: the predicted energy is {energy[bad[0]]} eV; "
-            "expected a finite number; check this structure, or use another checkpoint"
-        )
 
 
 def _largest(batch: Batch, path: Path) -> str:

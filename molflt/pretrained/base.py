@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from torch import nn
 
@@ -19,44 +18,15 @@ from molflt.version import __version__
 __all__ = ["Pretrained"]
 
 _LONGEST = 500  # characters of `about`
-_MISSING = (
-    "{}: needs the package huggingface_hub; got none; run: pip install molflt[hub], or use a folder"
-)
 
 
-class _Folders:
-    """Replacement of `huggingface_hub.ModelHubMixin` that only supports folders."""
-
-    def save_pretrained(self, save_directory, **_):  # type: ignore[no-untyped-def]
-        self._save_pretrained(Path(save_directory))  # type: ignore[attr-defined]
-
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, **options):  # type: ignore[no-untyped-def]
-        name = str(pretrained_model_name_or_path)
-        if not Path(name).exists():
-            raise ModuleNotFoundError(_MISSING.format(name))
-        return cls._from_pretrained(model_id=name, **options)  # type: ignore[attr-defined]
-
-    def push_to_hub(self, repo_id, **_):  # type: ignore[no-untyped-def]
-        raise ModuleNotFoundError(_MISSING.format(repo_id))
-
-
-if TYPE_CHECKING:
-    from huggingface_hub import ModelCard, ModelHubMixin
-else:
-    try:
-        from huggingface_hub import ModelHubMixin
-    except ImportError:
-        ModelHubMixin = _Folders
-
-
-class Pretrained(ModelHubMixin):
+class Pretrained:
     """A trained model with its training options and results.
 
     `molflt.load` returns one. `save_pretrained(folder)` writes model.safetensors (weights and
     options), config.json (the options again) and README.md (a model card);
     `from_pretrained(folder or OWNER/NAME)` reads them, and `push_to_hub("OWNER/NAME")` uploads
-    them, as in every library with `huggingface_hub.ModelHubMixin`.
+    them.
 
     Args:
         trained: the model and the information about it.
@@ -74,7 +44,6 @@ class Pretrained(ModelHubMixin):
     models: ClassVar[tuple[type[nn.Module], ...]] = ()
 
     def __init__(self, trained: Trained) -> None:
-        super().__init__()
         self.trained = trained
         self.name = trained.name
         self.about, self.license = trained.about, trained.license
@@ -103,11 +72,10 @@ class Pretrained(ModelHubMixin):
             f"{type(self).__name__}({self.summary}{unmeasured and f'; not measured: {unmeasured}'})"
         )
 
-    def _card(self, name: str) -> str:
-        title = self.summary.removeprefix(f"{self.name}: ")
-        return card(name, title, self.trained, self.license, self.datasets)
-
-    def _save_pretrained(self, save_directory: Path) -> None:
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Writes the model to a folder, which must not contain other files of these names."""
+        folder = Path(folder)
+        check_replaceable(folder)
         if self.about is not None and (len(self.about) > _LONGEST or not self.about.isprintable()):
             raise ValueError(
                 f"about: expected one line of at most {_LONGEST} characters; got "
@@ -125,61 +93,57 @@ class Pretrained(ModelHubMixin):
             "results": trained.results,
             "files": trained.files,
         }
-        folder = Path(save_directory)
         write_exported(folder, self.model.state_dict(), content)
-        write_atomically(folder / "README.md", self._card(folder.name).encode())
+        title = self.summary.removeprefix(f"{self.name}: ")
+        readme = card(folder.name, title, trained, self.license, self.datasets)
+        write_atomically(folder / "README.md", readme.encode())
 
-    def generate_model_card(self, *args: object, **kwargs: object) -> ModelCard:
-        """Returns the model card that is written as README.md."""
-        from huggingface_hub import ModelCard
+    def push_to_hub(
+        self, repo_id: str, private: bool | None = None, token: str | None = None, **options: Any
+    ) -> str:
+        """Uploads the model to the Hugging Face Hub, and returns the address of the commit.
 
-        return ModelCard(self._card(self.name))
+        Args:
+            repo_id: OWNER/NAME; created if it is missing.
+            private: make a new repository private.
+            token: token of the Hub; by default that of the login.
+            options: options of `huggingface_hub.HfApi.upload_folder`, such as commit_message.
+        """
+        try:
+            from huggingface_hub import HfApi
+        except ImportError:
+            raise ModuleNotFoundError(
+                f"{repo_id}: needs the package huggingface_hub; got none; run: pip install "
+                "molflt[hub], or use a folder"
+            ) from None
+        hub = HfApi(token=token)
+        with tempfile.TemporaryDirectory() as parent:
+            folder = Path(parent) / self.name
+            self.save_pretrained(folder)
+            try:
+                repo_id = hub.create_repo(repo_id, private=private, exist_ok=True).repo_id
+                return str(hub.upload_folder(repo_id=repo_id, folder_path=folder, **options))
+            except Exception as error:  # the network can fail in many ways
+                reason = " ".join(str(error).split())[:200]
+                raise ValueError(
+                    f"{HUB}{repo_id}: error of the Hugging Face Hub, {type(error).__name__}: "
+                    f"{reason}; check the name, the network and the login (hf auth login)"
+                ) from None
 
     @classmethod
-    def _from_pretrained(cls, *, model_id: str, **options: object) -> Self:
-        device = str(options.pop("device", "cpu"))
-        source = model_id if Path(model_id).exists() else f"{HUB}{model_id}"
-        trained = read_trained(source, device=device, hub=options)
+    def from_pretrained(cls, source: str | Path, device: str = "cpu", **options: Any) -> Self:
+        """Loads a model.
+
+        Args:
+            source: folder of a run or of an exported model, or OWNER/NAME on the Hub.
+            device: cpu, cuda, cuda:N, or auto.
+            options: options of `huggingface_hub.snapshot_download`, such as revision and token.
+        """
+        found = source if Path(source).exists() else f"{HUB}{source}"
+        trained = read_trained(found, device=device, hub=options)
         if not isinstance(trained.model, cls.models):
             raise ValueError(
-                f"{model_id}: expected a model for {cls.__name__}; got one of recipe "
+                f"{source}: expected a model for {cls.__name__}; got one of recipe "
                 f"{shown(trained.recipe)}; molflt.load reads any model"
             )
         return cls(trained)
-
-    if TYPE_CHECKING:  # the same signature with and without huggingface_hub
-
-        @classmethod
-        def from_pretrained(
-            cls, pretrained_model_name_or_path: str | Path, **options: Any
-        ) -> Self: ...
-
-    else:
-
-        def save_pretrained(self, save_directory, **options):
-            check_replaceable(Path(save_directory))  # before the mixin removes a config.json
-            return super().save_pretrained(save_directory, **options)
-
-        @classmethod
-        def from_pretrained(cls, pretrained_model_name_or_path, **options):
-            with _one_line(pretrained_model_name_or_path):
-                return super().from_pretrained(pretrained_model_name_or_path, **options)
-
-        def push_to_hub(self, repo_id, **options):
-            with _one_line(repo_id):
-                return super().push_to_hub(repo_id, **options)
-
-
-@contextmanager
-def _one_line(name: object) -> Iterator[None]:
-    """Turns errors of the Hub into a ValueError of one line."""
-    try:
-        yield
-    except Exception as error:
-        if type(error).__module__.partition(".")[0] not in ("huggingface_hub", "httpx", "httpcore"):
-            raise
-        reason = " ".join(str(error).split())[:200]
-        raise ValueError(
-            f"{HUB}{name}: error of the Hugging Face Hub, {type(error).__name__}: {reason}; check "
-            "the name, the network and the login (hf auth login)"
-        ) from None

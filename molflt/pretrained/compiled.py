@@ -46,7 +46,7 @@ def load_compiled(model: nn.Module, weights: Path) -> CompiledEnergies:
         kept = None
     if not isinstance(kept, dict):
         raise ValueError(f"{record}: expected a JSON object; {_AGAIN}")
-    for key, own in _record(weights, package).items():
+    for key, own in _record(weights, package).items():  # the weights are compiled into the code
         if kept.get(key) != own:
             raise ValueError(
                 f"{package}: made for {key} {shown(kept.get(key), 40)}; here is "
@@ -56,7 +56,7 @@ def load_compiled(model: nn.Module, weights: Path) -> CompiledEnergies:
 
 
 def _record(weights: Path, package: Path) -> Mapping[str, str]:
-    """Returns the values that must match at load time; the weights are compiled into the code."""
+    """Returns the values that must match at load time."""
     return {
         "torch": torch.__version__,
         "processor": f"{platform.system()} {platform.machine()} "

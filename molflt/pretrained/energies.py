@@ -110,11 +110,8 @@ class EnergyPredictor(Pretrained):
     def save_compiled(self, folder: Path) -> list[Path]:
         """Writes machine code of the energies to a folder that `save_pretrained` wrote.
 
-        The code needs a processor like this one and this version of torch.
-
-        Raises:
-            RuntimeError: without a C++ compiler.
-            ValueError: if the model cannot be compiled, see `molflt.graph.computation`.
+        The code needs a processor like this one and this version of torch, and making it a C++
+        compiler. See `molflt.graph.computation` for models that cannot be compiled.
         """
         return save_compiled(self.model, Path(folder) / "model.safetensors")
 
@@ -144,7 +141,7 @@ class EnergyPredictor(Pretrained):
     @overload
     def predict(
         self,
-        structures: str | Path | list[Any] | tuple[Any, ...],
+        structures: str | Path | list[Any] | tuple[Any, ...] | Structures,
         batch_size: int = ...,
         embedding: Literal["atoms", "pooled"] | None = ...,
         tags: Tags | None = ...,
@@ -160,16 +157,6 @@ class EnergyPredictor(Pretrained):
         tags: Tags | None = ...,
         force: bool = ...,
     ) -> Prediction: ...
-
-    @overload
-    def predict(
-        self,
-        structures: object,
-        batch_size: int = ...,
-        embedding: Literal["atoms", "pooled"] | None = ...,
-        tags: Tags | None = ...,
-        force: bool = ...,
-    ) -> list[Prediction]: ...
 
     def predict(
         self,
@@ -197,10 +184,6 @@ class EnergyPredictor(Pretrained):
 
         Returns:
             A prediction for one structure, else a list in the order of the structures.
-
-        Raises:
-            TypeError: if the argument does not contain structures.
-            ValueError: naming an invalid structure, or for an embedding of an ensemble.
         """
         if embedding not in (None, "atoms", "pooled"):
             raise ValueError(f"embedding={embedding!r}; expected atoms, pooled or None")

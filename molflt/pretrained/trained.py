@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -146,25 +146,17 @@ def _json(path: Path) -> object:
 def _exported(path: Path, device: str) -> Trained:
     exported = read_exported(path)
     models = build(path, exported)
-    content = exported.content
+    content: Any = exported.content
     model = models[0] if len(models) == 1 else EnsembleRegressor(models).eval()
     return Trained(
         path=path,
         recipe=str(content["recipe"]),
         model=model.to(device),
-        options=[_mapping(one) for one in _list(content["models"])],
-        task=_mapping(content["task"]),
-        results=_mapping(content["results"]),
-        files=_mapping(content["files"]),
-        about=about if isinstance(about := content.get("about"), str) else None,
-        license=license if isinstance(license := content.get("license"), str) else None,
-        datasets=[str(one) for one in _list(content["datasets"])],
+        options=content["models"],
+        task=content["task"],
+        results=content["results"],
+        files=content["files"],
+        about=content.get("about"),
+        license=content.get("license"),
+        datasets=content["datasets"],
     )
-
-
-def _list(value: object) -> list[object]:
-    return value if isinstance(value, list) else []
-
-
-def _mapping(value: object) -> Mapping[str, object]:
-    return value if isinstance(value, dict) else {}

@@ -7,10 +7,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from molflt import plots
 from molflt.data.structures.splits import OC20_FILES
 from molflt.data.structures.systems import System, write_systems
-from molflt.evaluation.calibration import LEVEL, Calibration
+from molflt.evaluation.calibration import Calibration
 from molflt.evaluation.common import classes_of, load_classes, named_sources
 from molflt.evaluation.energies import submission_splits, write_submission
 from molflt.evaluation.ensemble import EnsembleRegressor, _expect_same_aim, load_ensemble
@@ -103,10 +102,8 @@ ROWS = [
     Refusal(
         lambda folder: Calibration.read(folder / "u.json"), "u.json", AGAIN, "", FileNotFoundError
     ),
-    Refusal(lambda _: plots.calibration({}, {}, LEVEL, Path("u.png")), "split", "label", "none"),
     Refusal(submission(lambda i, e: (np.append(i[:-1], i[0]), e)), "ids", "unique", "2 times"),
     Refusal(submission(counts=False), "'id'", str(FULL), "5"),
-    Refusal(submission(prefix="test_"), "splits", "id, ood_ads", "test_id"),
     Refusal(lambda _: submission_splits(Path("a.json"), []), "a.json", ".npz", ".json"),
     Refusal(
         lambda _: submission_splits(Path("a.npz"), ["val_id"]), "--splits", "test_id", "val_id"
