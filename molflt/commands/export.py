@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from molflt.data.structures.domain import DOMAIN
+from molflt.evaluation.results import warn
 from molflt.pretrained import EnergyPredictor, load
 from molflt.training.sources import HUB
 
@@ -45,11 +45,7 @@ def export(
     model.license = model.license if license is None else license
     model.datasets = model.datasets if datasets is None else datasets
     if isinstance(model, EnergyPredictor) and model.domain is None:
-        print(
-            f"molflt: warning: {run}: no {DOMAIN}; predictions will not be compared with the "
-            "training data",
-            file=sys.stderr,
-        )
+        warn(f"{run}: no {DOMAIN}; predictions will not be compared with the training data")
     if model.about is None:
         raise ValueError(
             "--about: expected one line about the predicted quantity, the structures, the "
@@ -57,11 +53,7 @@ def export(
         )
     if not model.trained.results:
         why = model.trained.unmeasured or f"{run}: no results.json"
-        print(
-            f"molflt: warning: {why}; the model card contains no errors; run `molflt evaluate` "
-            "first",
-            file=sys.stderr,
-        )
+        warn(f"{why}; the model card contains no errors; run `molflt evaluate` first")
     if compiled and (out.startswith(HUB) or not isinstance(model, EnergyPredictor)):
         raise ValueError(
             f"{out}: --compiled needs a model of energies and a local folder; got recipe "

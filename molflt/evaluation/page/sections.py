@@ -11,8 +11,7 @@ from functools import partial
 import numpy as np
 
 from molflt.evaluation.page.contents import OF_STRUCTURES, Contents
-from molflt.evaluation.page.parts import Details, Lines, Part, Section, Table
-from molflt.evaluation.page.pictures import Pictures
+from molflt.evaluation.page.pictures import Details, Lines, Part, Pictures, Section, Table
 from molflt.evaluation.runs import Run, flat_options, standard_error
 from molflt.files import readable_size
 from molflt.metrics import Metric
