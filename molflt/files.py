@@ -52,9 +52,6 @@ def atomically(path: Path) -> Iterator[Path]:
     Yields:
         An empty file next to `path` to write or replace. It is renamed to `path` when the block
         ends without an error.
-
-    Raises:
-        OSError: on failure, for instance on a full disk; the older file is kept.
     """
     try:
         _make_folder(path.parent)
@@ -109,10 +106,6 @@ def expect_writable(path: Path, *read: Path) -> None:
     Args:
         path: the file; its folder may be missing.
         read: input files, which must not be overwritten.
-
-    Raises:
-        OSError: if the file cannot be written.
-        ValueError: if it is one of the input files.
     """
     try:
         for one in read:

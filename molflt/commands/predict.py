@@ -155,7 +155,13 @@ def _label(model: _Labeler, files: Sequence[Path], out: Path | None, batch_size:
     _check_ending(out, _TABLES)
     if len(files) > 1:
         raise ValueError(f"{model.name}: expected one file or folder to predict; got {len(files)}")
-    _write_rows(out, _labeled(model, files[0], batch_size))
+    if isinstance(model, GapFiller):
+        rows = list(_gaps(model, files[0]))
+    elif isinstance(model, SentenceLabeler):
+        rows = _sentences(model, files[0], batch_size)
+    else:
+        rows = list(_images(model, files[0], batch_size))
+    _write_rows(out, rows)
 
 
 def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
@@ -338,15 +344,6 @@ def _write_atoms(
         write(str(part), frames, format=out.suffix.removeprefix("."))
     for text in lost:
         warn(f"{out}: {text}")
-
-
-def _labeled(model: _Labeler, source: Path, batch_size: int) -> list[dict[str, object]]:
-    """Predicts each line, masked token or image of a file; see `predict`."""
-    if isinstance(model, GapFiller):
-        return list(_gaps(model, source))
-    if isinstance(model, SentenceLabeler):
-        return _sentences(model, source, batch_size)
-    return list(_images(model, source, batch_size))
 
 
 def _gaps(model: GapFiller, source: Path) -> Iterator[dict[str, object]]:

@@ -113,7 +113,10 @@ def compare(
         write_csv(out / "published_errors.csv", rows),
         out / "published.png",
     ]
-    panels = {_label(name, array): (target, array.mean(1)) for name, array in energies.items()}
+    panels = {}
+    for name, array in energies.items():
+        several = f", mean of {array.shape[1]}" if array.shape[1] > 1 else ""
+        panels[f"{name}{several}"] = (target, array.mean(1))
     plots.parity(panels, files[-1])
     heading = (
         f"compared with {published.path.name}: MAE / eV over the {len(common):,} of {total:,} "
@@ -140,10 +143,6 @@ def common_systems(published: Published, found: Mapping[str, Predictions]) -> li
             "with a label; compare the names in systems.csv with those in the file"
         )
     return common
-
-
-def _label(name: str, energies: _Array) -> str:
-    return name if energies.shape[1] == 1 else f"{name}, mean of {energies.shape[1]}"
 
 
 def _error_rows(

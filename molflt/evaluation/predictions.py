@@ -219,16 +219,17 @@ class _Rows:
         self.adsorbed: set[int] = set()
 
     def take(self, i: int, record: Data, domain: Domain | None, force: bool) -> None:
+        from ase.data import chemical_symbols
+
         self.sid[i], self.natoms[i] = record.sid, record.natoms
         self.target[i] = float(record.y_relaxed)
         self.present.update(record.atomic_numbers.unique().tolist())
-        adsorbate = record.tags == Tag.ADSORBATE.value
-        self.adsorbed.update(record.atomic_numbers[adsorbate].tolist())
+        adsorbed = record.tags == Tag.ADSORBATE.value
+        self.adsorbed.update(record.atomic_numbers[adsorbed].tolist())
         self.formula[i] = hill(record.atomic_numbers.numpy())
-        adsorbed = record.tags == Tag.ADSORBATE
         self.adsorbate[i] = hill(record.atomic_numbers[adsorbed].numpy()) or UNKNOWN
         slab = record.atomic_numbers[~adsorbed] if bool(adsorbed.any()) else adsorbed[:0]
-        self.slab[i] = _elements(slab.numpy()) or UNKNOWN
+        self.slab[i] = "-".join(sorted(chemical_symbols[z] for z in slab.unique())) or UNKNOWN
         self.untagged += not bool((record.tags > Tag.SUBSURFACE).any())
         self.overlapping += [i] * atoms_coincide(record)
         if domain is not None:
@@ -372,12 +373,6 @@ def hill(numbers: NDArray[np.int64]) -> str:
     from ase.symbols import Symbols
 
     return str(Symbols(numbers).get_chemical_formula(mode="hill"))
-
-
-def _elements(numbers: NDArray[np.int64]) -> str:
-    from ase.data import chemical_symbols
-
-    return "-".join(sorted(chemical_symbols[z] for z in np.unique(numbers)))
 
 
 def expect_described(records: Sequence[Data], beyond: frozenset[int], path: Path) -> None:

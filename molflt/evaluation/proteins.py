@@ -82,7 +82,10 @@ def draw_substitutions(head: Head, ids: Mapping[str, int], png: Path) -> str:
     places = torch.tensor([ids[letter] for letter in _ORDER], device=device_of(head))
     with torch.inference_mode():
         vectors = head.embed(places).double().cpu().numpy()
-    table = _cosines(vectors - vectors.mean(axis=0))
+    vectors = vectors - vectors.mean(axis=0)
+    norms = np.linalg.norm(vectors, axis=1, keepdims=True)
+    unit = vectors / np.maximum(norms, np.finfo(float).tiny)
+    table = unit @ unit.T
     tables, blosum = {"cosine of output embeddings": table}, _blosum()
     if blosum is None:
         note = f"{png.name}: without BLOSUM62, which needs Biopython: pip install biopython"
@@ -98,12 +101,6 @@ def correlation(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:
     """Returns Pearson's correlation of two symmetric tables without their diagonals."""
     above = np.triu_indices(len(one), 1)
     return float(np.corrcoef(one[above], other[above])[0, 1])
-
-
-def _cosines(vectors: NDArray[np.float64]) -> NDArray[np.float64]:
-    norms = np.linalg.norm(vectors, axis=1, keepdims=True)
-    unit = vectors / np.maximum(norms, np.finfo(float).tiny)
-    return unit @ unit.T
 
 
 def _blosum() -> NDArray[np.float64] | None:

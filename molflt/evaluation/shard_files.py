@@ -12,7 +12,7 @@ import hashlib
 import io
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from itertools import zip_longest
 from pathlib import Path
 
@@ -81,18 +81,10 @@ def _frames(text: str) -> list[_Row]:
     return rows
 
 
-def _json_text(rows: Sequence[Mapping[str, object]]) -> str:
-    return json.dumps(rows, indent=1) + "\n"
-
-
-def _frames_text(rows: Iterable[Mapping[str, object]]) -> str:
-    return "".join(str(row["frame"]) for row in rows)
-
-
 _FORMATS: dict[str, tuple[Callable[[str], list[_Row]], Callable[[list[_Row]], str]]] = {
     ".csv": (_csv_rows, csv_text),
-    ".json": (json.loads, _json_text),
-    ".extxyz": (_frames, _frames_text),
+    ".json": (json.loads, lambda rows: json.dumps(rows, indent=1) + "\n"),
+    ".extxyz": (_frames, lambda rows: "".join(str(row["frame"]) for row in rows)),
 }
 ENDINGS = tuple(_FORMATS)
 
