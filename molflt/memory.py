@@ -45,9 +45,8 @@ def available_memory() -> int | None:
 
     None if unknown, for instance outside of Linux.
     """
-    kilobytes = _numbers(Path("/proc/meminfo")).get("MemAvailable")
-    of_machine = [] if kilobytes is None else [1024 * kilobytes]
-    return min([*of_machine, *_of_groups()], default=None)
+    known = [_of_machine(), *_of_groups()]
+    return min((size for size in known if size is not None), default=None)
 
 
 def _numbers(path: Path) -> dict[str, int]:
@@ -58,6 +57,11 @@ def _numbers(path: Path) -> dict[str, int]:
         return {}
     rows = [["", *words] if len(words) == 1 else words for words in lines]
     return {row[0].rstrip(":"): int(row[1]) for row in rows if row[1:2] and row[1].isdigit()}
+
+
+def _of_machine() -> int | None:
+    kilobytes = _numbers(Path("/proc/meminfo")).get("MemAvailable")
+    return None if kilobytes is None else kilobytes * 1024
 
 
 def _of_groups() -> Iterator[int]:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import bz2
 import csv
-import gzip
 import json
-import lzma
 from pathlib import Path
 
 import pytest
 from ase import Atoms
-from ase.io import read, write
+from ase.io import write
 from test_own_data import STEPS, frames
-from tiny_run import SMALL, error_of, start
+from tiny_run import error_of, start
 
 import molflt
 from molflt.commands.cli import main
@@ -97,7 +94,7 @@ def test_several_files_and_patterns(run, tmp_path, capsys) -> None:
     assert "no file" in error_of(capsys, "predict", str(run), str(tmp_path / "*.nothing"))
 
 
-def test_a_folder_is_split_and_evaluated(run, tmp_path, capsys) -> None:
+def test_a_folder_is_split_and_evaluated(run, tmp_path) -> None:
     """The run was trained on one; others are evaluated whole."""
     root = run.parent / "flat"
     assert DataSet(root).is_one
@@ -113,27 +110,6 @@ def test_a_folder_is_split_and_evaluated(run, tmp_path, capsys) -> None:
         assert row["n"] == 5
         files = [Path(one["file"]).name for one in rows_of(out / "predictions.csv")]
         assert files == [f"{number}.extxyz" for number in range(5)]
-    pattern = ["train", *SMALL, *STEPS, f"--data.root={root}/*.extxyz", f"--run={tmp_path / 'b'}"]
-    assert main([*pattern, "--data.val_fraction=0.3"]) == 0
-    assert main(["evaluate", str(tmp_path / "b"), "--device=cpu"]) == 0
-
-
-def test_a_folder_of_splits_stays_one(tmp_path, capsys) -> None:
-    for split, count in (("train", 3), ("val_id", 2)):
-        for number, atoms in enumerate(frames(count)):
-            write(single(tmp_path / split, f"{number}.extxyz"), atoms)
-    data = DataSet(tmp_path)
-    assert not data.is_one
-    assert {name: len(part) for name, part in data.open(["train", "val_id"]).items()} == {
-        "train": 3,
-        "val_id": 2,
-    }
-    assert main(["data", "inspect", str(tmp_path), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert {name: each["systems"] for name, each in found["splits"].items()} == {
-        "train": 3,
-        "val_id": 2,
-    }
 
 
 def test_files_of_one_calculation_are_not_mixed(tmp_path) -> None:
@@ -158,20 +134,7 @@ def test_bad_files_are_left_out_and_listed(run, tmp_path, capsys) -> None:
     assert [row["index"] for row in rows_of(tmp_path / "out.csv")] == ["0", "2", "3"]
 
 
-@pytest.mark.parametrize(("ending", "pack"), [("gz", gzip), ("bz2", bz2), ("xz", lzma)])
-def test_packed_files(tmp_path, ending, pack) -> None:
-    write(tmp_path / "a.extxyz", frames(3))
-    poscars(tmp_path, ["POSCAR_1"])
-    for name, count in (("a.extxyz", 3), ("POSCAR_1", 1)):
-        packed = tmp_path / f"{name}.{ending}"
-        packed.write_bytes(pack.compress((tmp_path / name).read_bytes()))
-        assert len(open_dataset(packed)) == count
-        packed.write_bytes(packed.read_bytes()[:-30])
-        with pytest.raises(ValueError, match=rf"{name}.{ending}: frame \d"):
-            open_dataset(packed)
-
-
-def test_names_of_structures_are_written(run, tmp_path, capsys) -> None:
+def test_names_of_structures_are_written(run, tmp_path) -> None:
     named = frames(3)
     for atoms, name in zip(named, ["ag-12", "cu-3", "pt/7"], strict=True):
         atoms.info["sid"] = name
@@ -183,18 +146,3 @@ def test_names_of_structures_are_written(run, tmp_path, capsys) -> None:
         words = ["predict", str(run), str(source), "--device=cpu", "--out"]
         assert main([*words, str(out)]) == 0
         assert [row["sid"] for row in rows_of(out)] == ["ag-12", "cu-3", "pt/7"]
-        assert main([*words, str(tmp_path / "out.traj")]) == 0
-        assert [atoms.info["sid"] for atoms in read(tmp_path / "out.traj", ":")] == [
-            "ag-12",
-            "cu-3",
-            "pt/7",
-        ]
-
-
-def test_the_configuration_of_a_run_names_its_folder(run, tmp_path, capsys) -> None:
-    file = str(run / "config.yaml")
-    poscars(tmp_path, FLAT[:1])
-    assert main(["predict", file, str(tmp_path / FLAT[0]), "--device=cpu", "--force"]) == 0
-    for words in (["evaluate", file], ["info", file]):
-        line = error_of(capsys, *words)
-        assert str(run) in line and "folder" in line and "config.yaml/config.yaml" not in line

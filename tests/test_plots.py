@@ -16,7 +16,6 @@ from molflt.attention.nodes.random import GaussianNodes
 from molflt.attention.positions.base import Position, differences
 from molflt.attention.positions.gaussian_bias import GaussianBias
 from molflt.attention.positions.grid import BucketedPosition, LowRankPosition, ToeplitzPosition
-from molflt.attention.positions.multiplicative import MultiplicativePosition
 from molflt.attention.positions.spectral import SpectralPosition
 from molflt.attention.spectra.gaussian import GaussianBasis, GaussianMixture
 from molflt.attention.spectra.local import Local
@@ -147,20 +146,6 @@ def test_pictures_in_further_formats(tmp_path: Path) -> None:
     assert same[0] == same[1]  # no date, no random names
 
 
-def test_parity_of_many_is_a_density_with_one_scale(tmp_path: Path, figures) -> None:
-    draw = np.random.default_rng(0)
-    pairs = {}
-    for split, count in (("val_id", 3000), ("val_ood_ads", 9000), ("val_ood_cat", 40)):
-        target = draw.normal(-1.5, 2.0, count)
-        pairs[split] = (target, target + draw.normal(0, 0.3, count))
-    plots.parity(pairs, tmp_path / "p.png")
-    assert is_picture(tmp_path / "p.png")
-    one, two, three, hidden, _ = figures[0].axes  # and one color bar
-    assert not hidden.get_visible()
-    assert one.collections[0].get_clim() == two.collections[0].get_clim()
-    assert len(three.collections[0].get_offsets()) == 40
-
-
 def test_errors(tmp_path: Path, figures) -> None:
     groups = [GroupError(f"C{i}H", i, 0.1 * i) for i in range(1, 31)] + [GroupError("N2", 5, 9.0)]
     sizes = [GroupError("7-20", 40, 0.3), GroupError("21-50", 60, 0.2)]
@@ -289,30 +274,6 @@ def test_rpe_curves_have_offsets_of_both_signs(tmp_path: Path, figures) -> None:
         expected = position("softmax", query, key).bias[0, head, 0].detach()
         np.testing.assert_allclose(y, expected, atol=1e-12)
         assert np.abs(y - y[::-1]).max() > 0.01  # not even
-
-
-def test_rpe_curves_of_tokens_on_a_grid(tmp_path: Path, figures) -> None:
-    position = Grid(1)
-    plots.rpe_curves(position, tmp_path / "c.png", 4, unit="pixels")
-    np.testing.assert_array_equal(position.seen[-1][0, :, 0], np.arange(5))  # all tokens in order
-    x, y = figures[0].axes[0].lines[-1].get_data()
-    np.testing.assert_array_equal(x, np.arange(-4, 5))
-    np.testing.assert_array_equal(y, np.where(x < -1, np.nan, x + x**2))  # -inf is a gap
-
-
-def test_labels_of_kernels_that_multiply_weights(tmp_path: Path, figures) -> None:
-    position = MultiplicativePosition(GaussianMixture(2, 4, 1), GaussianNodes(2, 4, 1)).double()
-    plots.rpe_curves(position, tmp_path / "c.png", 6)
-    plots.rpe_curves(ToeplitzPosition(2, max_tokens=7), tmp_path / "t.png", 6)
-    labels = [drawn.get_supylabel() for drawn in figures]
-    assert labels == [
-        "log h($r_i - r_j$), h multiplies the weight",
-        "f($r_i - r_j$), exp f multiplies the weight",
-    ]
-    offset = torch.tensor([-2.0], dtype=torch.float64)[None, None, None]
-    x, y = figures[0].axes[1].lines[-1].get_data()
-    h = position.kernel(offset).squeeze()[1].item()
-    assert np.exp(y[np.argmin(np.abs(x + 2))]) == pytest.approx(h, rel=1e-12)
 
 
 def test_rpe_surfaces(tmp_path: Path, figures) -> None:

@@ -132,10 +132,8 @@ def test_worst_predictions_have_the_largest_errors(trained, whole) -> None:
 @pytest.mark.parametrize(
     ("recipe", "given", "words"),
     [
-        ("is2re", None, "--splits a 'b c'"),
         ("is2re", "/x y", "--splits a 'b c' --data '/x y'"),
         ("language", "/x", "--data /x"),
-        ("language", None, "--splits a 'b c'"),
         ("learned_optimizer", "/x", "--tasks a 'b c' --data /x"),
         ("population_optimizer", None, "--functions a 'b c'"),
     ],

@@ -143,8 +143,6 @@ def predict(
     if out is None or out.suffix in _TABLES:
         _write_rows(out, _rows(dataset, found, columns, marks))
     else:
-        if part is None and "file" not in marks[0]:  # formats of atoms need no index
-            marks = [{}] * len(marks)
         _write_atoms(out, dataset, columns, found, marks)
     if out is not None:
         print(f"{out}: {_ranges(columns)}{_beyond(found)}")
@@ -336,7 +334,8 @@ def _write_atoms(
             atoms.info["by_adsorbate_eV"] = _joined(found.by_adsorbate[i])
         if found.outside[i]:
             atoms.info["outside"] = "; ".join(found.outside[i])
-        atoms.info.update({f"molflt_{name}": value for name, value in marks[i].items()})
+        if len(marks[i]) > 1:  # formats of atoms need no index alone
+            atoms.info.update({f"molflt_{name}": value for name, value in marks[i].items()})
         by_atom = {name: values[i] for name, values in found.by_atom.items()}
         atoms.calc = SinglePointCalculator(atoms, energy=float(energy), **by_atom)
         frames.append(atoms)

@@ -231,7 +231,7 @@ def write_relaxed(
         known = np.isfinite(errors)
         rows[split] = dict.fromkeys(_COLUMNS)
         if known.any():
-            found = adwt(errors[known]), adwt(start[known]), float(errors[known].mean())
-            rows[split] = dict(zip(_COLUMNS, found, strict=True))
+            values = adwt(errors[known]), adwt(start[known]), float(errors[known].mean())
+            rows[split] = dict(zip(_COLUMNS, values, strict=True))
     table = results_table("split", _COLUMNS, rows)
     return rows, f"relaxed structures by the position head\n{table}"
