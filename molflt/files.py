@@ -52,9 +52,6 @@ def atomically(path: Path) -> Iterator[Path]:
     Yields:
         An empty file next to `path` to write or replace. It is renamed to `path` when the block
         ends without an error.
-
-    Raises:
-        OSError: on failure, for instance on a full disk; the older file is kept.
     """
     try:
         _make_folder(path.parent)
@@ -109,10 +106,6 @@ def expect_writable(path: Path, *read: Path) -> None:
     Args:
         path: the file; its folder may be missing.
         read: input files, which must not be overwritten.
-
-    Raises:
-        OSError: if the file cannot be written.
-        ValueError: if it is one of the input files.
     """
     try:
         for one in read:
@@ -278,18 +271,9 @@ def verify_tensors(path: Path) -> bool:
     return True
 
 
-def read_json(path: Path, most: int, expected: str, hint: str) -> object:
-    """Reads a small JSON file; raises ValueError if it is damaged or too large.
-
-    Args:
-        path: file to read.
-        most: largest size in bytes.
-        expected: description of the content, for messages.
-        hint: advice, for messages.
-    """
+def read_json(path: Path, expected: str, hint: str) -> object:
+    """Reads a JSON file; raises ValueError with what was `expected` and a hint if it is damaged."""
     try:
-        if (size := path.stat().st_size) > most:
-            raise ValueError(f"it has {size:,} bytes")
         found: object = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: expected {expected}; {shown(str(error), 100)}; {hint}") from None

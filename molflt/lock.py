@@ -14,8 +14,8 @@ from typing import TextIO
 
 __all__ = ["FolderLock"]
 
-# The filelock package would not do: it lacks shared locks, the name of the holder, and the release
-# of locks that data workers inherit and keep after their training was killed.
+# The filelock package would not do: it lacks the name of the holder, and the release of locks that
+# data workers inherit and keep after their training was killed.
 _held: set[TextIO] = set()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=lambda: [file.close() for file in _held])
@@ -32,13 +32,11 @@ class FolderLock:
         folder: created if it is missing, and removed again if it stays empty.
         doing: text after the name of the holder in messages: what it does, and what to do.
         name: name of the file; locks of different names are independent.
-        shared: allows other shared locks at the same time, but not an exclusive one.
     """
 
-    def __init__(self, folder: Path, doing: str, name: str = ".lock", shared: bool = False) -> None:
+    def __init__(self, folder: Path, doing: str, name: str = ".lock") -> None:
         self.path = folder / name
         self.doing = doing
-        self.shared = shared
         self._file: TextIO | None = None
 
     @contextlib.contextmanager
@@ -53,8 +51,7 @@ class FolderLock:
             yield
         finally:
             _held.discard(self._file)
-            # without other shared locks, and while this lock is still held
-            if not self.is_gone() and _flock(self._file, shared=False):
+            if not self.is_gone():  # while this lock is still held
                 self.path.unlink(missing_ok=True)
             self._file.close()
             with contextlib.suppress(OSError):  # folders that are not empty remain
@@ -64,7 +61,7 @@ class FolderLock:
     def _acquire(self) -> TextIO:
         while True:
             file = open(self.path, "a+", encoding="utf-8")  # noqa: SIM115 (held beyond this block)
-            if not _flock(file, self.shared):
+            if not _flock(file):
                 holder = _holder(file)
                 file.close()
                 raise ValueError(f"{self.path.parent}: {holder} {self.doing}")
@@ -73,10 +70,9 @@ class FolderLock:
                 file.close()  # the holder removed it after it was opened here
                 continue
             file.truncate(0)
-            if not self.shared:  # one name would be wrong for several holders
-                since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
-                file.write(f"process {os.getpid()} on {socket.gethostname()} (since {since})\n")
-                file.flush()
+            since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
+            file.write(f"process {os.getpid()} on {socket.gethostname()} (since {since})\n")
+            file.flush()
             return file
 
     def is_gone(self) -> bool:
@@ -98,13 +94,12 @@ def _holder(file: TextIO) -> str:
     return "another process"
 
 
-def _flock(file: TextIO, shared: bool) -> bool:
+def _flock(file: TextIO) -> bool:
     """Locks a file, and returns False if others hold it; warns on systems without file locks."""
     try:
         import fcntl
 
-        kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
-        fcntl.flock(file, kind | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (ImportError, OSError) as error:
         if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EAGAIN):
             return False

@@ -7,8 +7,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import test_language_run as language
-import yaml
 from tiny_run import error_of, last_state, page_of, start, structures, table, write_data
 
 from molflt.commands.cli import main
@@ -120,14 +118,6 @@ def test_validations_with_a_value_that_is_not_finite_are_never_the_best():
     assert best_place({}, "val_mae_eV", largest_is_best=False) is None
 
 
-def test_nothing_is_written_without_a_folder(runs, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    before = {path: path.stat().st_mtime_ns for path in runs.rglob("*")}
-    compare(capsys, runs / "narrow", runs / "wide")
-    assert before == {path: path.stat().st_mtime_ns for path in runs.rglob("*")}
-    assert not list(tmp_path.iterdir())
-
-
 def test_runs_on_other_data_or_without_an_evaluation_are_named(runs, capsys, tmp_path):
     root = tmp_path / "data"
     write_store(root / "train.safetensors", structures(9, seed=3))
@@ -144,39 +134,12 @@ def test_runs_on_other_data_or_without_an_evaluation_are_named(runs, capsys, tmp
     assert [*rows_of(text)["val_id mae_eV"]][1] == "-"
 
 
-def test_runs_of_other_recipes(runs, capsys, tmp_path):
-    for seed, name in enumerate(("train", "val", "test")):
-        language.write_text(tmp_path / f"{name}.txt", 30, seed)
-    words = language.arguments(tmp_path, tmp_path / "text", "--trainer.max_steps=4")
-    assert main(words) == 0
-    text = compare(capsys, runs / "narrow", tmp_path / "text", f"--out={tmp_path / 'out'}")
-    assert "different recipes (is2re, language)" in text
-    rows = rows_of(text)
-    assert rows["recipe"] == ["is2re", "language"] and rows["data.length"] == ["-", "16"]
-    assert "*" not in "".join(rows["val perplexity, best"])
-    assert (tmp_path / "out" / "curves.png").is_file()
-
-
-def test_a_run_of_an_earlier_version(runs, capsys, tmp_path):
-    """It has no last checkpoint, metrics or results."""
-    old = tmp_path / "old"
-    old.mkdir()
-    config = yaml.safe_load((runs / "narrow" / "config.yaml").read_text())
-    del config["trainer"]["accumulate"], config["trainer"]["patience"], config["init"]
-    (old / "config.yaml").write_text(yaml.safe_dump(config))
-    rows = rows_of(compare(capsys, runs / "narrow", old))
-    assert rows["time"][1] == rows["steps"][1] == rows["val_id mae_eV"][1] == "-"
-    assert not [key for key in rows if key.startswith(("trainer.", "model.", "init"))]
-
-
 @pytest.mark.parametrize(
     ("name", "change", "said"),
     [
         ("results.json", lambda text: text[: len(text) // 2], "JSON"),
-        ("results.json", lambda _: '{"val": {"n": NaN}}', "'n'"),
         ("predictions.csv", lambda _: "split,error_eV\nval_id,x\n", "error_eV"),
         ("metrics.csv", lambda _: "loss\n1\n", "step"),
-        ("config.yaml", lambda text: text.replace("dim: 16", "dim: 0"), "model"),
     ],
 )
 def test_damaged_files_are_named(runs, capsys, tmp_path, name, change, said):
@@ -185,17 +148,6 @@ def test_damaged_files_are_named(runs, capsys, tmp_path, name, change, said):
     file.write_text(change(file.read_text()))
     text = error_of(capsys, "compare", str(runs / "wide"), str(tmp_path / "run"))
     assert said in text and str(file) in text
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["narrow", "data"], "config.yaml"),
-        ([], "missing runs"),
-    ],
-)
-def test_refused_comparisons(runs, capsys, words, said):
-    assert said in error_of(capsys, "compare", *(str(runs / word) for word in words))
 
 
 def test_results_of_other_weights_are_left_out(runs, tmp_path, capsys):

@@ -120,34 +120,11 @@ def test_calibration_covers_the_systems_set_aside(evaluated) -> None:
     assert evaluated[1]["val_ood_ads"]["coverage_crossed_percent"] is None
 
 
-def test_command_line_and_table(runs, tmp_path, capsys) -> None:
-    copies = [Path(shutil.copytree(run, tmp_path / run.name)) for run in runs]
-    words = ["evaluate", str(copies[0]), "--splits", "val_id", "--device", "cpu"]
-    assert main([*words, "--also", *map(str, copies[1:])]) == 0
-    text = capsys.readouterr().out
-    out = copies[0] / "ensemble"  # the folder of the run may have results of its own
-    results = json.loads((out / "results.json").read_text())["val_id"]
-    assert (out / "uncertainty.png").read_bytes()[:4] == b"\x89PNG"
-    assert not (copies[0] / "results.json").exists()
-    assert " + ".join(map(str, copies)) in text
-    assert "68 %" in text and "standard error / %" in text
-    line = [line for line in text.splitlines() if line.startswith("val_id")][1].split()
-    assert line[1:3] == [str(results["coverage_n"]), f"{results['coverage_percent']:.1f}"]
-
-
 def test_splits_without_labels_only_have_a_spread(runs, tmp_path, capsys) -> None:
     options = {"splits": list(TEST_SPLITS), "out": tmp_path, "device": "cpu"}
     results = evaluate(runs[0], also=runs[1:], **options)
     assert "no labels" in capsys.readouterr().err
     assert results["test_id"]["spread_eV"] > 0 and results["test_id"]["uncertainty_eV"] is None
-    assert not (tmp_path / "uncertainty.json").exists()
-
-
-def test_splits_with_few_labels_only_have_a_spread(runs, tmp_path, capsys) -> None:
-    options = {"splits": ["small"], "out": tmp_path, "device": "cpu"}
-    found = evaluate(runs[0], also=runs[1:], **options)["small"]
-    assert "expected at least 20" in capsys.readouterr().err
-    assert found["spread_eV"] > 0 and found["mae_eV"] > 0 and found["uncertainty_eV"] is None
     assert not (tmp_path / "uncertainty.json").exists()
 
 
@@ -208,11 +185,7 @@ def test_predict_without_a_calibration_warns(evaluated, runs, data, tmp_path, ca
     copy = Path(shutil.copytree(runs[0], tmp_path / "copy"))
     source, out = str(data / "small.safetensors"), tmp_path / "out.csv"
     words = ["predict", str(copy), source, "--out", str(out), "--device", "cpu", "--also"]
-    assert main([*words, str(runs[1])]) == 0
-    err = capsys.readouterr().err
-    assert "no such calibration" in err and "spread_eV" in err
-    assert list(table(out)[0])[-2:] == ["energy_eV", "spread_eV"]
-    # that of other runs is ignored with a warning, and refused if it is named
+    # the calibration of other runs is ignored with a warning, and refused if it is named
     kept = copy / "ensemble" / "uncertainty.json"
     kept.parent.mkdir()
     shutil.copy(evaluated[0] / "uncertainty.json", kept)
@@ -222,8 +195,6 @@ def test_predict_without_a_calibration_warns(evaluated, runs, data, tmp_path, ca
     assert "uncertainty_eV" not in table(out)[0]
     more = [str(runs[1]), "--calibration", str(kept)]
     assert "other weights" in error_of(capsys, *words, *more)
-    assert main([*words, str(runs[1]), str(runs[2])]) == 0
-    assert not capsys.readouterr().err and "uncertainty_eV" in table(out)[0]
 
 
 def test_shards_of_other_calibrations_are_refused(runs, data, tmp_path, capsys) -> None:
@@ -235,27 +206,20 @@ def test_shards_of_other_calibrations_are_refused(runs, data, tmp_path, capsys) 
         Calibration(factor, 0.05, "val_id", 30, members).save(kept)
         assert main([*words, "--shard", f"{number}/2", "--calibration", str(kept)]) == 0
     line = error_of(capsys, "merge", str(tmp_path / "e.csv"))
-    assert "calibration 1/0.05 and 9/0.05" in line
+    assert "calibration 1/0.05 and calibration 9/0.05" in line
 
 
-def test_bad_members_get_one_line(runs, data, tmp_path, capsys) -> None:
+def test_bad_members_get_one_line(runs, tmp_path, capsys) -> None:
     one, two = str(runs[0]), str(runs[1])
-    bare = Path(shutil.copytree(runs[1], tmp_path / "bare"))
-    (bare / "checkpoints" / "best.safetensors").unlink()
     twin = shutil.copytree(runs[0], tmp_path / "twin")
     small = ["--splits", "small"]
     for words, parts in (
-        (["--also", str(tmp_path)], [str(tmp_path / "config.yaml")]),
-        (["--also", str(bare)], [str(bare), "best.safetensors"]),
         (["--also", two, f"{one}/../{runs[0].name}"], ["named twice"]),
         (["--also", str(twin)], [f"{twin}: has the weights of {one}"]),
-        (["--also"], ["--also", "at least one"]),
         (["--also", two, *small, "--calibration_split", "small"],
          ["small", "at least 20", "got 8"]),
         (["--also", two, "--splits", "test_id", "--calibration_split", "val_id"],
          ["--calibration_split val_id", "test_id"]),
-        (["--also", two, "--splits", "test_id", "--calibration_split", "test_id"],
-         ["test_id", "at least 20", "got 0"]),
         (["--calibration_split", "val_id"], ["--also"]),
     ):  # fmt: skip
         assert main(["evaluate", one, *words, "--out", str(tmp_path / "out")]) == 2
@@ -263,35 +227,3 @@ def test_bad_members_get_one_line(runs, data, tmp_path, capsys) -> None:
         assert all(part in line for part in parts), line
         assert all("outside the training data" in other for other in warned)
     assert not (tmp_path / "out").exists()
-    words = ["predict", one, str(data / "small.safetensors"), "--out", str(tmp_path / "e.csv")]
-    line = error_of(capsys, *words, "--calibration", "u.json")
-    assert "u.json" in line and "--also" in line
-    line = error_of(capsys, *words, "--also", two, "--calibration", "u.json")
-    assert "u.json: no such calibration" in line
-    assert not (tmp_path / "e.csv").exists()
-
-
-def test_runs_of_another_recipe_are_refused(runs, tmp_path, capsys) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("in the beginning was the word " * 40)
-    run = tmp_path / "language"
-    small = ["--model.dim=8", "--model.heads=2", "--model.layers=1", "--model.ffn_dim=8"]
-    small += ["--data.length=8", "--data.batch_size=2", "--task.warmup_steps=1"]
-    small += ["--trainer.max_steps=2", "--trainer.accelerator=cpu", f"--run={run}"]
-    files = [f"--data.train={text}", f"--data.val={text}"]
-    assert main(["train", "--recipe=language", *small, *files]) == 0
-    line = error_of(capsys, "evaluate", str(runs[0]), "--also", str(run))
-    assert str(run) in line and "is2re" in line and "language" in line
-    line = error_of(capsys, "evaluate", str(run), "--also", str(runs[0]))
-    assert str(run) in line and "is2re" in line
-
-
-def test_an_ensemble_in_python(runs, data) -> None:
-    model, config = load_ensemble(runs[:2])
-    assert not model.training and config["seed"] == 0
-    batch = Batch.from_data_list(list(open_dataset(data / "small.safetensors"))[:3])
-    with torch.no_grad():
-        out = model(batch)
-    assert out["energy_by_member"].shape == (3, 2) and out["energy"].shape == (3,)
-    torch.testing.assert_close(out["energy"], out["energy_by_member"].mean(dim=1))
-    assert bool((model.trained_elements == load_run(runs[0])[0].trained_elements).all())

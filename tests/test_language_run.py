@@ -17,7 +17,6 @@ from tiny_run import differences, error_of, last_state, logged, table
 import molflt
 from molflt.commands.cli import main
 from molflt.data.text.vocabulary import Vocabulary
-from molflt.evaluation import language
 from molflt.sequence import LanguageModel
 from molflt.tasks.language import LanguageTask
 from molflt.training.checkpoint import load_run
@@ -132,20 +131,6 @@ def test_generated_text(run: Path, tmp_path: Path, capsys) -> None:
     assert text.startswith("the cat") and len(text.split()) > 8
     for path in (run, tmp_path / "writer"):
         assert generate(path, "--prompt=the cat", "--tokens=12", "--seed=3") == f"{text}\n"
-    assert main(["generate", str(run), "--prompt=the cat", "--temperature=-1"]) == 2
-    assert "temperature" in capsys.readouterr().err
-    words = ["predict", str(tmp_path / "writer"), "in.extxyz", "--out", "o.csv"]
-    assert "text" in error_of(capsys, *words)
-
-
-def test_models_without_a_state_generate_up_to_their_length(texts, tmp_path, capsys) -> None:
-    words = ["--model.position=toeplitz", "--model.max_length=16", "--trainer.max_steps=4"]
-    assert main(arguments(texts, tmp_path / "run", *words)) == 0
-    capsys.readouterr()
-    assert main(["generate", str(tmp_path / "run"), "--prompt", "the cat", "--tokens", "5"]) == 0
-    assert capsys.readouterr().out.startswith("the cat ")
-    assert main(["generate", str(tmp_path / "run"), "--tokens", "40"]) == 2
-    assert "16" in capsys.readouterr().err
 
 
 def test_a_resumed_run_has_the_same_weights(texts: Path, tmp_path: Path) -> None:
@@ -169,10 +154,6 @@ def test_a_changed_vocabulary_is_refused(run: Path, tmp_path: Path, capsys) -> N
         for command in ("evaluate", "generate"):
             assert "vocabulary.json" in error_of(capsys, command, str(copy))
     assert "changed" in error_of(capsys, "train", "--resume", str(copy), "--trainer.max_steps=130")
-    (copy / "vocabulary.json").unlink()
-    assert "vocabulary.json" in error_of(capsys, "evaluate", str(copy))
-    assert "--submission" in error_of(capsys, "evaluate", str(run), "--submission", "x.npz")
-    assert "'ood'" in error_of(capsys, "evaluate", str(run), "--splits", "ood")
 
 
 def test_a_diverged_model_does_not_have_a_perplexity(run: Path, tmp_path: Path) -> None:
@@ -186,18 +167,6 @@ def test_a_diverged_model_does_not_have_a_perplexity(run: Path, tmp_path: Path) 
     assert main(["evaluate", str(copy), "--splits", "val"]) == 0
     found = json.loads((copy / "results.json").read_text())["val"]
     assert found["perplexity"] is None and found["bits_per_token"] > 1010
-
-
-def test_all_texts_are_opened_before_one_is_evaluated(texts, tmp_path, monkeypatch) -> None:
-    vocabulary, _ = Vocabulary.count("word", ["a b c d\n"])
-    (tmp_path / "vocabulary.json").write_bytes(vocabulary.to_json())
-    model = LanguageModel(len(vocabulary), dim=16, heads=2, layers=1).eval()
-    files = {"train": tmp_path / "gone", "val": tmp_path / "val.txt", "test": tmp_path / "gone"}
-    files["val"].write_text("a b c\n")
-    config = {"data": {**files, "length": 8}}
-    monkeypatch.setattr(language, "token_losses", lambda *_: pytest.fail("evaluated too early"))
-    with pytest.raises(FileNotFoundError, match="gone"):
-        language.evaluate(tmp_path, model, config, tmp_path)
 
 
 def test_perplexity_of_sums() -> None:

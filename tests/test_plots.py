@@ -1,8 +1,5 @@
 """Pictures, whose content is read from their figures."""
 
-import resource
-import subprocess
-import sys
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,12 +16,9 @@ from molflt.attention.nodes.random import GaussianNodes
 from molflt.attention.positions.base import Position, differences
 from molflt.attention.positions.gaussian_bias import GaussianBias
 from molflt.attention.positions.grid import BucketedPosition, LowRankPosition, ToeplitzPosition
-from molflt.attention.positions.multiplicative import MultiplicativePosition
-from molflt.attention.positions.rotary import RotaryPosition
 from molflt.attention.positions.spectral import SpectralPosition
 from molflt.attention.spectra.gaussian import GaussianBasis, GaussianMixture
 from molflt.attention.spectra.local import Local
-from molflt.metrics import Metric
 from molflt.plots import GroupError, figure, tokens, training
 from molflt.tasks.is2re import IS2RETask
 
@@ -85,13 +79,6 @@ class Grid(Position):
         return Bias(torch.stack((bias, -bias.clamp(min=-9)), dim=1))
 
 
-def test_importing_loads_no_torch_and_no_matplotlib() -> None:
-    code = "import molflt.plots, sys; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    loaded = set(done.stdout.split())
-    assert "numpy" in loaded and not loaded & {"torch", "matplotlib", "molflt.attention"}
-
-
 def test_training_curve(tmp_path: Path, figures) -> None:
     rows = ["step,lr,train_loss,train_mae_eV,val_mae_eV,val_ewt_percent"]
     rows += [f"{s},{1e-3 - 1e-6 * s},{50 / s},{10 / s}," for s in range(10, 110, 10)]
@@ -107,13 +94,6 @@ def test_training_curve(tmp_path: Path, figures) -> None:
     validation = axes[1].lines[-2]
     np.testing.assert_allclose(validation.get_xdata(), [50, 100])
     np.testing.assert_allclose(validation.get_ydata(), [0.31, 0.42])
-
-
-def test_training_curve_of_few_values(tmp_path: Path, figures) -> None:
-    """The second line contains units."""
-    (tmp_path / "metrics.csv").write_text("step,train_loss,lr\n,,1\n10,0.0,0.001\n")
-    plots.training_curve(tmp_path / "metrics.csv", tmp_path / "curve.png", {})
-    assert [axes.get_ylabel() for axes in figures[0].axes] == ["loss", "learning rate"]
 
 
 def test_parity(tmp_path: Path, figures) -> None:
@@ -151,29 +131,6 @@ def test_parity_names_the_largest_errors(tmp_path: Path, figures) -> None:
     assert not any(one.overlaps(other) for i, one in enumerate(found) for other in found[:i])
 
 
-def test_compared_runs_are_named_without_overlaps(tmp_path: Path, figures) -> None:
-    steps = np.arange(0.0, 100.0, 10)
-    found = {
-        f"run{i}": {"step": steps, "train_loss": np.exp(-steps / 50) + 1e-3 * i} for i in range(13)
-    }
-    metrics = {"train_loss": Metric("loss", scale="log")}
-    plots.overlaid_curves(found, metrics, tmp_path / "c.png")
-    assert texts(figures[0]) == list(found)
-    found = boxes(figures[0])
-    assert not any(one.overlaps(other) for i, one in enumerate(found) for other in found[:i])
-    assert max(box.x1 for box in found) <= figures[0].bbox.x1 and found[0].y0 < found[-1].y0
-
-
-def test_more_series_than_colors_are_all_drawn(tmp_path: Path, figures) -> None:
-    names = [f"one of {i}" for i in range(1, 11)]
-    values = {name: np.random.default_rng(0).random((3, 20)) for name in names}
-    tokens.losses_by_place(values, tmp_path / "losses.png")
-    plots.best_values({"sphere": values}, np.arange(20.0), tmp_path / "best.png", 3)
-    for drawn in figures:
-        lines = drawn.axes[0].get_lines()
-        assert [line.get_label() for line in lines] == names
-
-
 def test_pictures_in_further_formats(tmp_path: Path) -> None:
     pair = {"val_id": (np.zeros(3), np.ones(3))}
     with plots.further_formats(["svg", "pdf"]) as written:
@@ -187,33 +144,6 @@ def test_pictures_in_further_formats(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 6
     same = [(tmp_path / name).read_bytes() for name in ("again.svg", "ahead.svg")]
     assert same[0] == same[1]  # no date, no random names
-
-
-def test_a_failed_write_keeps_the_older_picture(tmp_path: Path) -> None:
-    png = tmp_path / "a.png"
-    png.write_bytes(b"older")
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (500, limit[1]))
-    try:
-        with pytest.raises(OSError, match=r"a\.png: .*File too large"):
-            plots.parity({"val_id": (np.zeros(3), np.ones(3))}, png)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    assert png.read_bytes() == b"older" and not list(tmp_path.glob(".*"))
-
-
-def test_parity_of_many_is_a_density_with_one_scale(tmp_path: Path, figures) -> None:
-    draw = np.random.default_rng(0)
-    pairs = {}
-    for split, count in (("val_id", 3000), ("val_ood_ads", 9000), ("val_ood_cat", 40)):
-        target = draw.normal(-1.5, 2.0, count)
-        pairs[split] = (target, target + draw.normal(0, 0.3, count))
-    plots.parity(pairs, tmp_path / "p.png")
-    assert is_picture(tmp_path / "p.png")
-    one, two, three, hidden, _ = figures[0].axes  # and one color bar
-    assert not hidden.get_visible()
-    assert one.collections[0].get_clim() == two.collections[0].get_clim()
-    assert len(three.collections[0].get_offsets()) == 40
 
 
 def test_errors(tmp_path: Path, figures) -> None:
@@ -250,17 +180,6 @@ def test_attention_matrices_show_the_weights(tmp_path: Path, figures) -> None:
         assert image.get_clim() == (0.0, weights.max().item())  # shared, not this head's own
         assert image.get_extent() == [-0.5, 8.5, 8.5, -0.5]
         assert axes.get_ylim()[0] > axes.get_ylim()[1]  # the first query on top
-
-
-def test_few_tokens_are_written_at_the_axes(tmp_path: Path, figures) -> None:
-    words = [f"w{i}" for i in range(40)]
-    for queries, shown in ((7, True), (40, False)):
-        names = (words[:queries], words[:5])
-        plots.attention_matrices(torch.rand(2, queries, 5), tmp_path / "a.png", tokens=names)
-        first = figures[-1].axes[0]
-        drawn = [tick.get_text() for tick in first.get_xticklabels()] == words[:5]
-        down = [tick.get_text() for tick in first.get_yticklabels()] == words[:queries]
-        assert (drawn, down) == (shown, shown)
 
 
 def test_large_attention_matrices_are_averaged_over_blocks(tmp_path: Path, figures) -> None:
@@ -303,23 +222,6 @@ def test_scales_of_weights(tmp_path: Path, figures, values, scale, kind, limits)
     assert type(norm).__name__ == kind
     np.testing.assert_allclose((norm.vmin, norm.vmax), limits, rtol=1e-12)
     assert ("gray" in bar.get_ylabel()) == (0.0 in np.ravel(values))
-
-
-def test_outliers_do_not_hide_other_signed_weights(tmp_path: Path, figures) -> None:
-    weights = np.random.default_rng(0).uniform(-0.1, 0.2, (2, 40, 40))
-    weights[1, 3, :4] = [400.0, -399.0, 20.0, -20.0]
-    plots.attention_matrices(weights, tmp_path / "a.png")
-    low, high = figures[0].axes[0].images[0].get_clim()
-    assert -low == high and 0.15 < high < 0.2
-    assert "1 %" in figures[0].get_suptitle()
-
-
-def test_attention_matrices_in_half_precision_and_in_rows(tmp_path: Path, figures) -> None:
-    weights = torch.rand(3, 4, 40, requires_grad=True).bfloat16()
-    plots.attention_matrices(weights, tmp_path / "a.png", rows=3)
-    boxes = [axes.get_position() for axes in figures[0].axes[:3]]
-    assert len({round(box.x0, 6) for box in boxes}) == 1
-    assert boxes[0].y0 > boxes[1].y0 > boxes[2].y0
 
 
 @pytest.mark.parametrize("heads", [1, 17])
@@ -374,30 +276,6 @@ def test_rpe_curves_have_offsets_of_both_signs(tmp_path: Path, figures) -> None:
         assert np.abs(y - y[::-1]).max() > 0.01  # not even
 
 
-def test_rpe_curves_of_tokens_on_a_grid(tmp_path: Path, figures) -> None:
-    position = Grid(1)
-    plots.rpe_curves(position, tmp_path / "c.png", 4, unit="pixels")
-    np.testing.assert_array_equal(position.seen[-1][0, :, 0], np.arange(5))  # all tokens in order
-    x, y = figures[0].axes[0].lines[-1].get_data()
-    np.testing.assert_array_equal(x, np.arange(-4, 5))
-    np.testing.assert_array_equal(y, np.where(x < -1, np.nan, x + x**2))  # -inf is a gap
-
-
-def test_labels_of_kernels_that_multiply_weights(tmp_path: Path, figures) -> None:
-    position = MultiplicativePosition(GaussianMixture(2, 4, 1), GaussianNodes(2, 4, 1)).double()
-    plots.rpe_curves(position, tmp_path / "c.png", 6)
-    plots.rpe_curves(ToeplitzPosition(2, max_tokens=7), tmp_path / "t.png", 6)
-    labels = [drawn.get_supylabel() for drawn in figures]
-    assert labels == [
-        "log h($r_i - r_j$), h multiplies the weight",
-        "f($r_i - r_j$), exp f multiplies the weight",
-    ]
-    offset = torch.tensor([-2.0], dtype=torch.float64)[None, None, None]
-    x, y = figures[0].axes[1].lines[-1].get_data()
-    h = position.kernel(offset).squeeze()[1].item()
-    assert np.exp(y[np.argmin(np.abs(x + 2))]) == pytest.approx(h, rel=1e-12)
-
-
 def test_rpe_surfaces(tmp_path: Path, figures) -> None:
     position = spectral(Local, 3, 2, amplitude=1.0, per_axis=True)
     with torch.no_grad():
@@ -415,16 +293,6 @@ def test_rpe_surfaces(tmp_path: Path, figures) -> None:
         assert image.get_clim() == pytest.approx((-most, most), rel=1e-12)
         # the middles of the outer pixels are at the ends, and the first axis points down
         assert image.get_extent() == pytest.approx([-4.125, 4.125, 8.25, -8.25])
-
-
-def test_rpe_surfaces_in_space_are_cuts(tmp_path: Path, figures) -> None:
-    position = spectral(GaussianMixture, 1, 3, amplitude=1.0)
-    plots.rpe_surfaces(position, tmp_path / "s.png", 5.0, unit="Å", points=11)
-    delta = torch.zeros(1, 1, 3, dtype=torch.float64)
-    delta[0, 0, :2] = torch.tensor([-5.0, 3.0])
-    shown = figures[0].axes[0].images[0].get_array()[0, 8]
-    assert shown == pytest.approx(position.bias(delta[:, None]).item(), abs=1e-12)
-    assert "offset 0 along all other axes" in figures[0].get_suptitle()
 
 
 def test_rpe_surfaces_of_tokens_on_a_grid(tmp_path: Path, figures) -> None:
@@ -461,8 +329,3 @@ def test_bucketed_and_low_rank_tables_are_drawn(tmp_path: Path, figures, positio
     whole = np.flatnonzero(np.abs(x - np.round(x)) < 1e-4)
     expected = [bias[max(n, 0), max(-n, 0)] for n in range(-39, 40)]
     np.testing.assert_array_equal(y[whole], np.array(expected, dtype=float))
-
-
-def test_only_encodings_with_a_bias_can_be_drawn() -> None:
-    assert not plots.has_bias(RotaryPosition(8))
-    assert plots.has_bias(GaussianBias(2)) and plots.has_bias(Grid(2))

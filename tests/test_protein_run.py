@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny_run import error_of, logged, page_of
+from tiny_run import logged, page_of
 
 import molflt
 from molflt.commands.cli import main
@@ -18,7 +18,7 @@ from molflt.data.text.fixed import AMINO_ACIDS, RESIDUES
 from molflt.data.text.sources import _records
 from molflt.data.text.tokenized import read_pieces
 from molflt.evaluation.common import load_tokenizer, load_vocabulary
-from molflt.evaluation.proteins import Unigram, _blosum, correlation, draw_substitutions
+from molflt.evaluation.proteins import Residues, _blosum, correlation, draw_substitutions
 from molflt.sequence.heads import _PlainHead
 from molflt.tasks.masked import Draws
 from molflt.training.checkpoint import load_run
@@ -151,15 +151,6 @@ def test_judged_residues_are_always_masked(run, results, folder, tmp_path):
     assert "unigram_perplexity" not in result and result["residues"] == len(wanted)
 
 
-def test_unknown_residues_are_refused(run, tmp_path, capsys):
-    (tmp_path / "bad.fasta").write_text(">P1\nMKV\n>P2\nMJ\n")
-    line = error_of(capsys, "evaluate", str(run), "--data", str(tmp_path / "bad.fasta"))
-    assert "bad.fasta: record 'P2'" in line
-    trained = molflt.load(run)
-    with pytest.raises(ValueError, match="'J'"):
-        trained.generate("MJ") if run.name == "language" else trained.fill("J[MASK]")
-
-
 def test_loaded_models_predict_residues(run):
     trained = molflt.load(run)
     if run.name == "language":
@@ -172,10 +163,8 @@ def test_loaded_models_predict_residues(run):
 
 def test_the_baseline_is_a_distribution_over_possible_tokens():
     possible = np.array([False, True, True, True])
-    found = Unigram.of(np.array([0, 0, 0, 2, 2, 1]), possible)
-    np.testing.assert_allclose(np.exp(-found.nats), [0, 2 / 6, 3 / 6, 1 / 6], rtol=1e-15)
-    assert found.best == 2
-    judged = found.judge(np.array([2, 2, 3]))
+    found = Residues(__file__, lambda: np.array([0, 0, 0, 2, 2, 1]), possible)
+    judged = found.judge(None, None, np.array([2, 2, 3]))
     assert judged["unigram_perplexity"] == pytest.approx((4 * 6) ** (1 / 3), rel=1e-15)
     assert judged["unigram_accuracy_percent"] == pytest.approx(200 / 3, rel=1e-15)
 

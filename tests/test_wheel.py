@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import re
@@ -17,11 +16,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import yaml
-from ase.build import add_adsorbate, fcc111, molecule
+from ase.build import add_adsorbate, fcc111
 from ase.io import write
 from test_own_data import frames
-from tiny_run import SMALL, write_points
+from tiny_run import write_points
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -132,34 +130,6 @@ def test_the_command_of_the_installed_package(installed: Installed) -> None:
         [script, "--version"], capture_output=True, text=True, cwd="/", check=True
     )
     assert done.stdout.split()[0] == "molflt"
-
-
-def test_the_installed_package_trains_evaluates_and_predicts(
-    installed: Installed, tmp_path: Path
-) -> None:
-    """The sample, configurations and weights come with the package."""
-    slab = fcc111("Pt", (3, 4, 4), vacuum=8.0, periodic=True)
-    add_adsorbate(slab, molecule("CH3OH"), 2.2, "ontop")
-    slab.write(tmp_path / "slab.extxyz")  # with tags as ASE numbers them
-    small = [word for word in SMALL if "position" not in word and "mixing" not in word]
-    evaluate = "import os; from molflt.commands.cli import main\n"
-    evaluate += "main(['evaluate', 'runs/' + os.listdir('runs')[0]])"
-    trained, predicted, evaluated = installed.run(
-        tmp_path,
-        [
-            ["train", "--config", "demo", *small, "--trainer.max_steps=2"],
-            ["predict", "slab.extxyz", "--tags", "ase"],
-            evaluate,
-        ],
-    )
-    (run,) = (tmp_path / "runs").iterdir()
-    assert run.name.endswith("-demo")
-    assert trained.splitlines()[-1].endswith(f"next: molflt evaluate runs/{run.name}")
-    root = Path(yaml.safe_load((run / "config.yaml").read_text())["data"]["root"])
-    assert root.is_relative_to(installed.package)
-    assert "val_ood_both" in evaluated
-    (row,) = csv.DictReader(predicted.splitlines())
-    assert -2.0 < float(row["energy_eV"]) < 0.5
 
 
 def shown() -> list[list[str] | str]:

@@ -10,13 +10,7 @@ from typing import Any, Literal
 
 from jsonargparse import ArgumentParser
 
-from molflt.evaluation.results import (
-    Evaluation,
-    existing_results,
-    provenance_of,
-    warn_of_replaced,
-    write_results,
-)
+from molflt.evaluation.results import Evaluation, provenance_of, write_results
 from molflt.files import expect_writable
 from molflt.plots import further_formats
 from molflt.training.checkpoint import load_run, weights_of
@@ -69,7 +63,7 @@ def evaluate(
         out = run / ENSEMBLE if out is None else out
     out = run if out is None else Path(out)
     expect_writable(out / "results.json")
-    recipe, before = Recipe.of(config), existing_results(out)
+    recipe = Recipe.of(config)
     with further_formats(pictures or []) as more:
         report: Evaluation = recipe.load("evaluate")(run, model, config, out, **options)
         if pictures and (run / "metrics.csv").is_file():
@@ -86,7 +80,6 @@ def evaluate(
     keys = ("energy_key", "tags", "forces_key", "stress_key")
     reading = {key: options[key] for key in keys if key in options}
     files = write_results(out, known, provenance, config, options.get("data"), reading)
-    warn_of_replaced(out, before)
     print("written: " + ", ".join(map(str, [*files, *report.files, *more])))
     return report.results
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 
-from molflt.data.structures.domain import DOMAIN, Domain
+from molflt.data.structures.domain import DOMAIN
+from molflt.evaluation.results import warn
 from molflt.pretrained import EnergyPredictor, load
-from molflt.training.config import read_config
-from molflt.training.recipes import Recipe
 from molflt.training.sources import HUB
 
 __all__ = ["export"]
@@ -48,7 +45,7 @@ def export(
     model.license = model.license if license is None else license
     model.datasets = model.datasets if datasets is None else datasets
     if isinstance(model, EnergyPredictor) and model.domain is None:
-        _find_domain(model)
+        warn(f"{run}: no {DOMAIN}; predictions will not be compared with the training data")
     if model.about is None:
         raise ValueError(
             "--about: expected one line about the predicted quantity, the structures, the "
@@ -56,11 +53,7 @@ def export(
         )
     if not model.trained.results:
         why = model.trained.unmeasured or f"{run}: no results.json"
-        print(
-            f"molflt: warning: {why}; the model card contains no errors; run `molflt evaluate` "
-            "first",
-            file=sys.stderr,
-        )
+        warn(f"{why}; the model card contains no errors; run `molflt evaluate` first")
     if compiled and (out.startswith(HUB) or not isinstance(model, EnergyPredictor)):
         raise ValueError(
             f"{out}: --compiled needs a model of energies and a local folder; got recipe "
@@ -78,30 +71,3 @@ def export(
         model.save_compiled(Path(out))
     size = (Path(out) / "model.safetensors").stat().st_size
     print(f"{out}: {size / 1e6:.1f} MB; {model.summary}")
-
-
-def _find_domain(model: EnergyPredictor) -> None:
-    """Computes the domain of a run of an earlier version from its training data.
-
-    Prints a warning if the data are missing or contain other elements than the weights have seen.
-    """
-    run = model.trained.path
-    try:
-        config = read_config(run)
-        data = Recipe.of(config).load("data")(**config["data"])
-        data.seed = config["seed"]  # for the split of the training
-        read = Domain.from_json(json.loads(data.files()[DOMAIN]), DOMAIN)
-    except (OSError, ValueError, KeyError) as error:
-        why = str(error)
-    else:
-        seen = getattr(model.model, "trained_elements", None)
-        if seen is not None and set(seen.nonzero()[:, 0].tolist()) == read.elements.all:
-            kept = {**model.trained.files, DOMAIN: read.to_json()}
-            model.trained, model.domain = model.trained._replace(files=kept), read
-            return
-        why = "the data contain other elements than the weights have seen"
-    print(
-        f"molflt: warning: {run}: no {DOMAIN}, and it cannot be computed again ({why}); "
-        "predictions will not be compared with the training data",
-        file=sys.stderr,
-    )

@@ -63,11 +63,7 @@ def refuse_idle(run: str, kind: str, options: Mapping[str, object]) -> None:
 
 
 def parse(parser: ArgumentParser, words: Sequence[str]) -> Namespace:
-    """Parses command-line words.
-
-    Raises:
-        ValueError: naming the first wrong option or key, what was expected and what was given.
-    """
+    """Parses command-line words; a ValueError names the first wrong option or key."""
     from argparse import ArgumentError
 
     parser.exit_on_error = False
@@ -133,9 +129,6 @@ def normalized(words: Sequence[str], parser: ArgumentParser) -> list[str]:
 
     ``--skip-bad`` becomes ``--skip_bad=true`` (``--no-skip-bad``: false), and ``--splits a b``
     becomes an empty list and one append per word.
-
-    Raises:
-        ValueError: for an unknown option, or an option without a value.
     """
     options = options_of(parser)
     rest = list(words)

@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import sys
 from argparse import SUPPRESS
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
+import torch
 from jsonargparse import ArgumentParser
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from molflt.commands.labels import Labeler, label
 from molflt.commands.options import normalized, refuse_idle
+from molflt.data.images.unlabeled import read_images
 from molflt.data.shards import Shard
 from molflt.data.structures import Structures
 from molflt.data.structures.ase_output import drop_labels_, not_held
@@ -22,17 +24,27 @@ from molflt.data.structures.base import Tags
 from molflt.data.structures.parts import Part
 from molflt.data.structures.sources import exists, files_of
 from molflt.data.structures.store import STORE
+from molflt.data.text.parallel import read_lines
 from molflt.evaluation.calibration import uncertainty_of
 from molflt.evaluation.ensemble import load_ensemble
 from molflt.evaluation.predictions import Predictions, counted_reasons, open_structures
-from molflt.evaluation.results import csv_text, write_csv
+from molflt.evaluation.results import csv_text, warn, write_csv
 from molflt.evaluation.shard_files import ENDINGS, made_of, merge_shards, noted
 from molflt.files import atomically, expect_writable, write_atomically
-from molflt.pretrained import EnergyPredictor, ImageWriter, load
+from molflt.pretrained import (
+    EnergyPredictor,
+    GapFiller,
+    ImageLabeler,
+    ImageWriter,
+    SentenceLabeler,
+    load,
+)
 from molflt.training.sources import is_trained
 
 __all__ = ["build_parser", "merge", "predict"]
 
+_Labeler = GapFiller | ImageLabeler | SentenceLabeler
+_GUESSES = 5  # for a masked token
 _USAGE = "molflt predict [RUN] FILE ... [--OPTION VALUE ...]"
 _OF_ATOMS = (".extxyz", ".traj")
 _TABLES = (".csv", ".json")
@@ -95,7 +107,10 @@ def predict(
     files = [Path(file)] if isinstance(file, str | Path) else list(map(Path, file))
     part = _shard(shard, out)
     model = _load(run, files[0], checkpoint, device, also, compiled)
-    _expect_free(out, part, files_of(files) if isinstance(model, EnergyPredictor) else files)
+    if out is not None:
+        read = files_of(files) if isinstance(model, EnergyPredictor) else files
+        for written in (out, part.path(out)) if part else (out,):  # molflt merge writes `out`
+            expect_writable(written, *read)
     if not isinstance(model, EnergyPredictor):
         given = {"skip_bad": skip_bad or None, "also": also, "calibration": calibration}
         more = {"mesh_order": mesh_order, "tags": tags, "shard": shard, "force": force or None}
@@ -128,17 +143,23 @@ def predict(
     if out is None or out.suffix in _TABLES:
         _write_rows(out, _rows(dataset, found, columns, marks))
     else:
-        _write_atoms(out, dataset, columns, found, marks if part else _files(marks))
+        _write_atoms(out, dataset, columns, found, marks)
     if out is not None:
         print(f"{out}: {_ranges(columns)}{_beyond(found)}")
 
 
-def _label(model: Labeler, files: Sequence[Path], out: Path | None, batch_size: int) -> None:
+def _label(model: _Labeler, files: Sequence[Path], out: Path | None, batch_size: int) -> None:
     """Predicts sentences or images."""
     _check_ending(out, _TABLES)
     if len(files) > 1:
         raise ValueError(f"{model.name}: expected one file or folder to predict; got {len(files)}")
-    _write_rows(out, label(model, files[0], batch_size))
+    if isinstance(model, GapFiller):
+        rows = list(_gaps(model, files[0]))
+    elif isinstance(model, SentenceLabeler):
+        rows = _sentences(model, files[0], batch_size)
+    else:
+        rows = list(_images(model, files[0], batch_size))
+    _write_rows(out, rows)
 
 
 def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
@@ -205,18 +226,6 @@ def _marks(dataset: Structures) -> list[dict[str, object]]:
     ]
 
 
-def _expect_free(out: Path | None, part: Shard | None, files: Sequence[Path]) -> None:
-    """Raises an error before anything is read if `out` cannot be written."""
-    if out is not None:
-        for written in (out, part.path(out)) if part else (out,):  # molflt merge writes `out`
-            expect_writable(written, *files)
-
-
-def _files(marks: Sequence[dict[str, object]]) -> Sequence[dict[str, object]]:
-    """Returns the marks if there are several files; formats of atoms need no other index."""
-    return marks if "file" in marks[0] else [{}] * len(marks)
-
-
 def _check_ending(out: Path | None, endings: Sequence[str]) -> None:
     if out is not None and out.suffix not in endings:
         raise ValueError(
@@ -242,7 +251,7 @@ def _load(
     device: str,
     also: list[Path] | None,
     compiled: bool,
-) -> EnergyPredictor | Labeler:
+) -> EnergyPredictor | _Labeler:
     if not run and is_trained(file):
         raise ValueError(
             f"{file} is a trained model; expected also a file to predict: molflt predict RUN FILE"
@@ -251,7 +260,7 @@ def _load(
         load_ensemble([Path(run)])  # raises the error of an ensemble of one
     device = "cpu" if compiled and device == "auto" else device
     model = load(run or None, device, checkpoint=checkpoint, also=also or (), compiled=compiled)
-    if not isinstance(model, EnergyPredictor | Labeler):
+    if not isinstance(model, EnergyPredictor | _Labeler):
         kind = "images" if isinstance(model, ImageWriter) else "text"
         raise ValueError(
             f"{run}: a model of recipe {model.trained.recipe}, which generates {kind}; use molflt "
@@ -325,11 +334,52 @@ def _write_atoms(
             atoms.info["by_adsorbate_eV"] = _joined(found.by_adsorbate[i])
         if found.outside[i]:
             atoms.info["outside"] = "; ".join(found.outside[i])
-        atoms.info.update({f"molflt_{name}": value for name, value in marks[i].items()})
+        if len(marks[i]) > 1:  # formats of atoms need no index alone
+            atoms.info.update({f"molflt_{name}": value for name, value in marks[i].items()})
         by_atom = {name: values[i] for name, values in found.by_atom.items()}
         atoms.calc = SinglePointCalculator(atoms, energy=float(energy), **by_atom)
         frames.append(atoms)
     with atomically(out) as part:
         write(str(part), frames, format=out.suffix.removeprefix("."))
     for text in lost:
-        print(f"molflt: warning: {out}: {text}", file=sys.stderr)
+        warn(f"{out}: {text}")
+
+
+def _gaps(model: GapFiller, source: Path) -> Iterator[dict[str, object]]:
+    for number, line in enumerate(read_lines(str(source)), 1):
+        try:
+            gaps = model.fill(line, _GUESSES)
+        except ValueError as error:
+            raise ValueError(f"{source}: line {number}: {error}") from None
+        for place, guesses in enumerate(gaps, 1):
+            for rank, (piece, share) in enumerate(guesses, 1):
+                row = {"line": number, "gap": place, "rank": rank, "piece": piece}
+                yield {**row, "probability": share}
+
+
+def _sentences(model: SentenceLabeler, source: Path, batch_size: int) -> list[dict[str, object]]:
+    parts = [tuple(line.split("\t")) for line in read_lines(str(source))]
+    columns = len(parts[0])
+    for number, cells in enumerate(parts, 1):
+        if len(cells) != columns or columns > 2 or not all(cells):
+            raise ValueError(
+                f"{source}: line {number}: expected a sentence, or two separated by a tab, as in "
+                f"line 1 ({columns}); got {len(cells)}, {cells.count('')} of them empty"
+            )
+    texts = [(cells[0], cells[1]) if columns == 2 else cells[0] for cells in parts]
+    found = model.classify(texts, batch_size=batch_size)
+    if model.model.classes == 1:
+        return [{"line": number, "score": one.probability} for number, one in enumerate(found, 1)]
+    return [
+        {"line": number, "label": one.name, "probability": one.probability}
+        for number, one in enumerate(found, 1)
+    ]
+
+
+def _images(model: ImageLabeler, source: Path, batch_size: int) -> Iterator[dict[str, object]]:
+    side, channels = model.model.image_size, model.model.channels
+    images = read_images(source, side, channels)
+    while some := list(islice(images, batch_size)):
+        found = model.classify(torch.stack([image for _, image in some]), batch_size)
+        for (name, _), one in zip(some, found, strict=True):
+            yield {"image": name, "label": one.name, "probability": one.probability}

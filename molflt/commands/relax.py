@@ -15,7 +15,7 @@ from tqdm import tqdm
 from molflt.data.structures.ase_output import drop_labels_, not_held
 from molflt.data.structures.sources import files_of
 from molflt.evaluation.relaxation import OptimizerName, Relaxed, readable_structures, relax_atoms
-from molflt.evaluation.results import csv_text, write_csv
+from molflt.evaluation.results import csv_text, warn, write_csv
 from molflt.files import append, appending, atomically, expect_writable, shown, write_atomically
 from molflt.pretrained.calculator import Calculator
 
@@ -158,7 +158,7 @@ class _Output:
     def __exit__(self, *_: object) -> None:
         """Prints what the format cannot store, and the count if some structures are missing."""
         for text in self.lost:
-            print(f"molflt: warning: {self.out}: {text}", file=sys.stderr)
+            warn(f"{self.out}: {text}")
         if 0 < len(self.found) < self.total:
             print(f"molflt: {self.out} has {len(self.found)} of {self.total}", file=sys.stderr)
 
@@ -211,11 +211,10 @@ def _summary(out: Path, found: dict[int, Relaxed]) -> int:
         f"steps in {seconds:.1f} s; table in {out.with_suffix('.csv')}"
     )
     for place, part in lost[:_MOST_LISTED]:
-        print(
-            f"molflt: warning: structure {place}, sid {part.atoms.info['sid']}, "
-            f"{part.atoms.get_chemical_formula()}: not converged: {part.why}",
-            file=sys.stderr,
+        warn(
+            f"structure {place}, sid {part.atoms.info['sid']}, "
+            f"{part.atoms.get_chemical_formula()}: not converged: {part.why}"
         )
     if len(lost) > _MOST_LISTED:
-        print(f"molflt: warning: and {len(lost) - _MOST_LISTED} more", file=sys.stderr)
+        warn(f"and {len(lost) - _MOST_LISTED} more")
     return _NOT_CONVERGED if lost else 0

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from molflt.evaluation.page.build import page_of
+from molflt.evaluation.results import warn
 from molflt.files import readable_size, write_atomically
 
 __all__ = ["report"]
@@ -29,5 +29,5 @@ def report(run: Path, out: Path | None = None) -> None:
     content = page.encode("utf-8", "backslashreplace")
     write_atomically(out, content)
     if missing:
-        print(f"molflt: warning: {run}: missing: {' | '.join(missing)}", file=sys.stderr)
+        warn(f"{run}: missing: {' | '.join(missing)}")
     print(f"written: {out} ({readable_size(len(content))})")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import warnings
 from collections.abc import Sequence
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -143,13 +143,17 @@ class EvaluationData:
 
     def _expect_same_split(self, model: EnsembleRegressor) -> None:
         """Raises ValueError if members held out different structures of the same file."""
-        first = self.own
+        first, here = self.own, self.data.root
         for run, member in model.data.items():
-            shared = self._is_file_of(member)
-            if _drawn(member) == _drawn(first):
+            shared = member.root in (first.root, here) or is_same(member.root, here)
+            fractions = {one.val_fraction or VAL_FRACTION for one in (first, member)}
+            if len(fractions) == 1 and member.split_seed == first.split_seed:
                 if shared and run != self.run:
                     self._expect_unchanged(run)
-            elif shared or self._is_copy_of(run):
+                continue
+            with suppress(ValueError):  # the file cannot be read with the options of the run
+                shared = shared or bool(self._same_held_out(run))  # a copy of its file
+            if shared:
                 raise ValueError(
                     f"{first.root}: the runs of this ensemble held out different structures of it, "
                     f"with data.split_seed {first.split_seed} and {member.split_seed}, and would "
@@ -158,34 +162,21 @@ class EvaluationData:
                     "--data"
                 )
 
-    def _is_file_of(self, member: DataSet) -> bool:
-        """Returns True if a member was trained on the evaluated file, also by another path."""
-        if member.root in (self.own.root, self.data.root):
-            return True
-        return is_same(member.root, self.data.root)
-
-    def _is_copy_of(self, run: Path) -> bool:
-        """Returns True if the evaluated file is a copy of the file of a run."""
-        try:
-            return bool(self._same_held_out(run))
-        except ValueError:  # the file cannot be read with the options of the run
-            return False
-
     def _expect_same_unseen(self, splits: Sequence[str], model: EnsembleRegressor) -> None:
         """Raises ValueError if only some members were trained on a split."""
         for split in splits:
-            learned = [run for run, own in model.data.items() if self._is_learned(split, own)]
+            learned = [
+                run
+                for run, own in model.data.items()
+                if is_within(self.data.root, own.root)
+                and ((own.is_one and self.stem is not None) or own.train == split)
+            ]
             if 0 < len(learned) < len(model.data):
                 raise ValueError(
                     f"{learned[0]}: was trained on {split} of {self.data.root}, unlike other "
                     "runs of this ensemble; expected splits that all or none of them have learned; "
                     "name others with --splits, or other structures with --data"
                 )
-
-    def _is_learned(self, split: str, own: DataSet) -> bool:
-        """Returns True if a run was trained on a split of the evaluated data or a part of it."""
-        whole = own.is_one and self.stem is not None
-        return is_within(self.data.root, own.root) and (whole or own.train == split)
 
     def _expect_unchanged(self, run: Path) -> None:
         """Raises ValueError if the file of a run would be split differently now."""
@@ -243,8 +234,3 @@ class EvaluationData:
             median,
             f"baseline: always {median:.4f} eV, the median of the energies in {dataset.path}",
         )
-
-
-def _drawn(data: DataSet) -> tuple[float, int]:
-    """Returns the options that determine which structures of a file are held out."""
-    return VAL_FRACTION if data.val_fraction is None else data.val_fraction, data.split_seed

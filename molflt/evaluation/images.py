@@ -44,14 +44,11 @@ _NOTE = "10 %: attention on that share of the patches, mean over heads and layer
 
 
 class _Classified(NamedTuple):
-    """Predictions for images, in the order of the data set."""
+    """True and most probable classes, probabilities of the latter, (images,) each, and metrics."""
 
     label: NDArray[np.int64]
-    """(images,)"""
     predicted: NDArray[np.int64]
-    """the most probable class, (images,)"""
     confidence: NDArray[np.float64]
-    """its probability, (images,)"""
     metrics: dict[str, float]
 
 

@@ -188,16 +188,12 @@ def loss_curve(problem: Problem, opened: _Opened, steps: int) -> _Curve:
         with torch.enable_grad():
             loss = problem.loss(theta, step)
             loss.backward()
-        if not bool(loss.isfinite()) or not bool(_gradient(theta).isfinite().all()):
+        assert theta.grad is not None
+        if not bool(loss.isfinite()) or not bool(theta.grad.isfinite().all()):
             break
         curve[step] = loss.item()
         optimizer.step()
     return curve
-
-
-def _gradient(theta: Tensor) -> Tensor:
-    assert theta.grad is not None
-    return theta.grad
 
 
 def final_loss(curves: _Curve) -> tuple[float, float]:

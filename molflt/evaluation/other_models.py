@@ -20,7 +20,6 @@ __all__ = ["Published", "common_systems", "compare", "read_published"]
 
 _OURS = "this run"
 _RESERVED = (_OURS, "energy", "target")  # energy_eV and target_eV of published.csv are the run's
-_MOST_MODELS = 64  # trainings of one kind of model
 _Array = NDArray[np.float64]
 
 
@@ -75,11 +74,10 @@ def read_published(path: Path, root: Path) -> Published:
                 f"{path}: {shown(key)}: expected the name of another model; got one that is "
                 "reserved for this run and its labels; rename the array"
             )
-        fits = array.ndim in (1, 2) and len(array) == len(names)
-        if not fits or not 1 <= array.size // max(len(names), 1) <= _MOST_MODELS:
+        if array.ndim not in (1, 2) or len(array) != len(names):
             raise ValueError(
                 f"{path}: {shown(key)}: expected energies ({len(names)},) or ({len(names)}, k) in "
-                f"eV, k at most {_MOST_MODELS}; got {array.shape}"
+                f"eV; got {array.shape}"
             )
         models[key] = array.astype(np.float64).reshape(len(names), -1)
     if not models:
@@ -115,7 +113,10 @@ def compare(
         write_csv(out / "published_errors.csv", rows),
         out / "published.png",
     ]
-    panels = {_label(name, array): (target, array.mean(1)) for name, array in energies.items()}
+    panels = {}
+    for name, array in energies.items():
+        several = f", mean of {array.shape[1]}" if array.shape[1] > 1 else ""
+        panels[f"{name}{several}"] = (target, array.mean(1))
     plots.parity(panels, files[-1])
     heading = (
         f"compared with {published.path.name}: MAE / eV over the {len(common):,} of {total:,} "
@@ -142,10 +143,6 @@ def common_systems(published: Published, found: Mapping[str, Predictions]) -> li
             "with a label; compare the names in systems.csv with those in the file"
         )
     return common
-
-
-def _label(name: str, energies: _Array) -> str:
-    return name if energies.shape[1] == 1 else f"{name}, mean of {energies.shape[1]}"
 
 
 def _error_rows(

@@ -167,14 +167,9 @@ def _draw_attention(model: PixelModel, image: Tensor, out: Path) -> list[Path]:
 
 
 def _around(weights: Tensor, model: PixelModel) -> Tensor:
-    """Returns the mean weight of pixels by their offset, summed over channels.
+    """Returns the mean weight by offset, summed over channels, (heads, rows, columns).
 
-    Args:
-        weights: (heads, bytes, bytes); key j has seen byte j - 1, the first one nothing.
-        model: model of the weights.
-
-    Returns:
-        (heads, rows up to the pixel's own, columns to both sides).
+    Key j of weights (heads, bytes, bytes) has seen byte j - 1, the first one nothing.
     """
     heads, channels, side = len(weights), model.channels, model.image_size
     reach = min(_AROUND, side - 1)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torch_geometric.data import Batch, Data
 
 __all__ = ["UNKNOWN", "Predictions", "check_structures", "counted_reasons", "expect_described"]
-__all__ += ["expect_finite_energy", "hill", "infer", "open_structures", "refuse_undescribed"]
+__all__ += ["hill", "infer", "open_structures", "refuse_undescribed"]
 __all__ += ["warn_of_elements"]
 
 UNKNOWN = "unknown"  # adsorbate and slab of a structure without tags
@@ -219,16 +219,17 @@ class _Rows:
         self.adsorbed: set[int] = set()
 
     def take(self, i: int, record: Data, domain: Domain | None, force: bool) -> None:
+        from ase.data import chemical_symbols
+
         self.sid[i], self.natoms[i] = record.sid, record.natoms
         self.target[i] = float(record.y_relaxed)
         self.present.update(record.atomic_numbers.unique().tolist())
-        adsorbate = record.tags == Tag.ADSORBATE.value
-        self.adsorbed.update(record.atomic_numbers[adsorbate].tolist())
+        adsorbed = record.tags == Tag.ADSORBATE.value
+        self.adsorbed.update(record.atomic_numbers[adsorbed].tolist())
         self.formula[i] = hill(record.atomic_numbers.numpy())
-        adsorbed = record.tags == Tag.ADSORBATE
         self.adsorbate[i] = hill(record.atomic_numbers[adsorbed].numpy()) or UNKNOWN
         slab = record.atomic_numbers[~adsorbed] if bool(adsorbed.any()) else adsorbed[:0]
-        self.slab[i] = _elements(slab.numpy()) or UNKNOWN
+        self.slab[i] = "-".join(sorted(chemical_symbols[z] for z in slab.unique())) or UNKNOWN
         self.untagged += not bool((record.tags > Tag.SUBSURFACE).any())
         self.overlapping += [i] * atoms_coincide(record)
         if domain is not None:
@@ -346,21 +347,15 @@ def _energies(out: Mapping[str, Tensor], batch: Batch, path: Path) -> NDArray[np
             f"the model must return one energy per structure, ({batch.num_graphs},); got "
             f"{energy.shape}"
         )
-    expect_finite_energy(energy, batch, str(path))
+    if len(bad := np.flatnonzero(~np.isfinite(energy))):
+        raise ValueError(
+            f"{path}: sid {int(batch.sid[bad[0]])}: the predicted energy is {energy[bad[0]]} eV; "
+            "expected a finite number; check this structure, or use another checkpoint"
+        )
     if "energy_by_member" not in out:
         return energy[:, None]
     by_member: NDArray[np.float64] = out["energy_by_member"].cpu().numpy()
     return by_member
-
-
-def expect_finite_energy(energy: NDArray[np.float64], batch: Batch, where: str) -> None:
-    """Raises ValueError naming the first structure of a batch with a non-finite energy."""
-    bad = np.flatnonzero(~np.isfinite(energy))
-    if len(bad):
-        raise ValueError(
-            f"{where}: sid {int(batch.sid[bad[0]])}: the predicted energy is {energy[bad[0]]} eV; "
-            "expected a finite number; check this structure, or use another checkpoint"
-        )
 
 
 def _largest(batch: Batch, path: Path) -> str:
@@ -378,12 +373,6 @@ def hill(numbers: NDArray[np.int64]) -> str:
     from ase.symbols import Symbols
 
     return str(Symbols(numbers).get_chemical_formula(mode="hill"))
-
-
-def _elements(numbers: NDArray[np.int64]) -> str:
-    from ase.data import chemical_symbols
-
-    return "-".join(sorted(chemical_symbols[z] for z in np.unique(numbers)))
 
 
 def expect_described(records: Sequence[Data], beyond: frozenset[int], path: Path) -> None:

@@ -6,7 +6,6 @@ import importlib.util
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +16,7 @@ from molflt.evaluation.common import device_of
 from molflt.evaluation.results import Results, results_table
 from molflt.sequence.heads import Head
 
-__all__ = ["Residues", "Unigram", "correlation", "draw_substitutions"]
+__all__ = ["Residues", "correlation", "draw_substitutions"]
 
 _ORDER = "CSTPAGNDEQHRKMILVFYW"  # similar ones next to each other, as in Dayhoff's tables
 _COLUMNS = {
@@ -29,64 +28,43 @@ _COLUMNS = {
 }
 
 
-class Unigram(NamedTuple):
-    """A model of the frequencies of tokens in a training text.
-
-    p_i = (n_i + 1) / (n + ids), so tokens that the text lacks have a finite loss.
-    """
-
-    nats: NDArray[np.float64]
-    """negative log-likelihood of each id, (ids,); infinite for impossible ids"""
-    best: int
-    """the most frequent id"""
-
-    @staticmethod
-    def of(ids: NDArray[np.integer], possible: NDArray[np.bool_]) -> Unigram:
-        """Counts the tokens of a training text, (tokens,); `possible`, (ids,), can be chosen."""
-        counts = np.bincount(ids, minlength=len(possible)).astype(np.float64)
-        counts = np.where(possible, counts + 1, 0)
-        with np.errstate(divide="ignore"):
-            nats = -np.log(counts / counts.sum())
-        return Unigram(nats, int(counts.argmax()))
-
-    def judge(self, targets: NDArray[np.integer]) -> dict[str, float | None]:
-        """Returns unigram_perplexity and unigram_accuracy_percent for ids (n,)."""
-        return {
-            "unigram_perplexity": math.exp(self.nats[targets].mean()),
-            "unigram_accuracy_percent": 100 * float((targets == self.best).mean()),
-        }
-
-
 class Residues:
     """Metrics of residues, and those of the unigram model of the training file, if it exists.
+
+    The unigram model has p_i = (n_i + 1) / (n + ids), so tokens that the file lacks have a finite
+    loss.
 
     Args:
         source: the training file.
         read: returns its ids.
-        possible: see `Unigram.of`.
+        possible: ids that can be chosen, (ids,).
     """
 
     def __init__(
         self, source: str, read: Callable[[], NDArray[np.integer]], possible: NDArray[np.bool_]
     ) -> None:
-        there = Path(source).is_file()
-        self._unigram = Unigram.of(read(), possible) if there else None
-        self._note = (
-            f"unigram: frequencies in {source}"
-            if there
-            else f"no unigram model, because the training file {source} is missing"
-        )
+        self._counts: NDArray[np.float64] | None = None
+        self._note = f"no unigram model, because the training file {source} is missing"
+        if Path(source).is_file():
+            counts = np.bincount(read(), minlength=len(possible)).astype(np.float64)
+            self._counts = np.where(possible, counts + 1, 0)
+            self._note = f"unigram: frequencies in {source}"
 
     def judge(
         self, perplexity: float | None, accuracy: float | None, targets: NDArray[np.integer]
     ) -> dict[str, float | None]:
         """Returns the metrics of residues with ids (n,), given those of the model."""
-        return {
+        metrics: dict[str, float | None] = {
             "residue_perplexity": perplexity,
             "residue_accuracy_percent": accuracy,
             "residues": len(targets),
-            **({} if self._unigram is None else self._unigram.judge(targets)),
         }
+        if (counts := self._counts) is not None:
+            nats = -np.log(counts[targets] / counts.sum())
+            metrics["unigram_perplexity"] = math.exp(nats.mean())
+            hits = targets == counts.argmax()
+            metrics["unigram_accuracy_percent"] = 100 * float(hits.mean())
+        return metrics
 
     def report(self, results: Results, head: Head, ids: Mapping[str, int], png: Path) -> str:
         """Draws the similarities of amino acids; returns the table per residue with notes."""
@@ -104,7 +82,10 @@ def draw_substitutions(head: Head, ids: Mapping[str, int], png: Path) -> str:
     places = torch.tensor([ids[letter] for letter in _ORDER], device=device_of(head))
     with torch.inference_mode():
         vectors = head.embed(places).double().cpu().numpy()
-    table = _cosines(vectors - vectors.mean(axis=0))
+    vectors = vectors - vectors.mean(axis=0)
+    norms = np.linalg.norm(vectors, axis=1, keepdims=True)
+    unit = vectors / np.maximum(norms, np.finfo(float).tiny)
+    table = unit @ unit.T
     tables, blosum = {"cosine of output embeddings": table}, _blosum()
     if blosum is None:
         note = f"{png.name}: without BLOSUM62, which needs Biopython: pip install biopython"
@@ -120,12 +101,6 @@ def correlation(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:
     """Returns Pearson's correlation of two symmetric tables without their diagonals."""
     above = np.triu_indices(len(one), 1)
     return float(np.corrcoef(one[above], other[above])[0, 1])
-
-
-def _cosines(vectors: NDArray[np.float64]) -> NDArray[np.float64]:
-    norms = np.linalg.norm(vectors, axis=1, keepdims=True)
-    unit = vectors / np.maximum(norms, np.finfo(float).tiny)
-    return unit @ unit.T
 
 
 def _blosum() -> NDArray[np.float64] | None:

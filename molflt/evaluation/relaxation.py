@@ -11,15 +11,12 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
-from tqdm import tqdm
 
-from molflt.data.batches import SizeBucketedBatchSampler
 from molflt.data.structures import Structures
 from molflt.data.structures.base import ANY_TAGS, to_atoms
 from molflt.data.structures.overlaps import atoms_coincide, overlaps_of
 from molflt.data.structures.sources import Paths, named
-from molflt.evaluation.predictions import open_structures
+from molflt.evaluation.predictions import Predictions, open_structures
 from molflt.evaluation.results import Results, results_table, warn
 from molflt.files import atomically
 
@@ -201,7 +198,7 @@ def position_error(pos: NDArray[np.floating], record: Data) -> float:
 
 
 def write_relaxed(
-    model: nn.Module, datasets: Mapping[str, Structures], folder: Path | None, batch_size: int
+    found: Mapping[str, Predictions], datasets: Mapping[str, Structures], folder: Path | None
 ) -> tuple[Results, str]:
     """Writes FOLDER/SPLIT.extxyz with the structures that the position head predicts.
 
@@ -216,44 +213,25 @@ def write_relaxed(
         return rows, ""
     for split, dataset in datasets.items():
         errors, start = np.empty(len(dataset)), np.empty(len(dataset))
-        frames = {}
-        for index, pos in _displaced(model, dataset, batch_size, split):
+        frames = []
+        if "displacement" not in found[split].by_atom:
+            raise ValueError(
+                "--relaxed needs a model with a position head; train with --model.position_head "
+                "true, or omit --relaxed"
+            )
+        for index, displacement in enumerate(found[split].by_atom["displacement"]):
             record = dataset[index]
-            frames[index] = to_atoms(record)
-            frames[index].set_positions(pos, apply_constraint=False)
+            pos = (record.pos + torch.from_numpy(displacement) * ~record.fixed[:, None]).numpy()
+            frames.append(to_atoms(record))
+            frames[-1].set_positions(pos, apply_constraint=False)
             errors[index] = position_error(pos, record)
             start[index] = position_error(record.pos.numpy(), record)
         with atomically(folder / f"{split}.extxyz") as file:
-            write(str(file), [frames[index] for index in sorted(frames)], format="extxyz")
+            write(str(file), frames, format="extxyz")
         known = np.isfinite(errors)
         rows[split] = dict.fromkeys(_COLUMNS)
         if known.any():
-            found = adwt(errors[known]), adwt(start[known]), float(errors[known].mean())
-            rows[split] = dict(zip(_COLUMNS, found, strict=True))
+            values = adwt(errors[known]), adwt(start[known]), float(errors[known].mean())
+            rows[split] = dict(zip(_COLUMNS, values, strict=True))
     table = results_table("split", _COLUMNS, rows)
     return rows, f"relaxed structures by the position head\n{table}"
-
-
-def _displaced(
-    model: nn.Module, dataset: Structures, batch_size: int, name: str
-) -> list[tuple[int, NDArray[np.float32]]]:
-    """Returns the index and the predicted positions (N, 3), Å, of each structure."""
-    from torch_geometric.data import Batch
-
-    device = next(iter(model.state_dict().values()), torch.empty(0)).device
-    found: list[tuple[int, NDArray[np.float32]]] = []
-    bar = tqdm(total=len(dataset), desc=name, unit=" systems", leave=False, disable=None)
-    with bar, torch.inference_mode():
-        for indices in SizeBucketedBatchSampler(dataset.natoms, batch_size):
-            batch = Batch.from_data_list([dataset[i] for i in indices]).to(device)
-            out = model(batch)
-            if "displacement" not in out:
-                raise ValueError(
-                    "--relaxed needs a model with a position head; train with "
-                    "--model.position_head true, or omit --relaxed"
-                )
-            pos = (batch.pos + out["displacement"] * ~batch.fixed[:, None]).cpu()
-            parts = pos.split(batch.ptr.diff().tolist())
-            found += [(i, part.numpy()) for i, part in zip(indices, parts, strict=True)]
-            bar.update(len(indices))
-    return found

@@ -20,15 +20,13 @@ from molflt.training.checkpoint import weights_digest
 from molflt.training.config import Config, absolute
 
 __all__ = ["RESULTS", "Evaluation", "Provenance", "Results", "align", "begin_results", "csv_text"]
-__all__ += ["existing_results", "fixed", "given_data", "is_within", "provenance_of"]
-__all__ += ["results_table", "run_weights", "warn", "warn_of_replaced", "why_of_others"]
-__all__ += ["write_csv", "write_results"]
+__all__ += ["fixed", "given_data", "is_within", "provenance_of", "results_table", "run_weights"]
+__all__ += ["warn", "why_of_others", "write_csv", "write_results"]
 
 RESULTS = "results.json"
 """Name of the file with the metrics by split, in the folder of an evaluation."""
 
 _NOTE = "results_of.json"
-_MOST_BYTES = 1_000_000
 _SPLITS = ("train", "val", "test")  # prefixes of the usual names of splits
 
 Provenance = dict[str, object]
@@ -129,37 +127,6 @@ def begin_results(out: Path, *names: str) -> None:
         (out / name).unlink(missing_ok=True)
 
 
-def existing_results(out: Path) -> dict[str, object]:
-    """Returns split -> checkpoint of the results in a folder; empty if they are damaged.
-
-    A split is followed by its data if they are not those of the run.
-    """
-    try:
-        found = read_json(out / RESULTS, _MOST_BYTES, "metrics by split in JSON", "")
-        note = _note(out)
-    except (OSError, ValueError):
-        return {}
-    of_data = "" if note.get("data") is None else f" of {shown(note['data'])}"
-    splits = found if isinstance(found, dict) else {}
-    return {f"{split}{of_data}": note.get("checkpoint") for split in splits}
-
-
-def warn_of_replaced(out: Path, before: Mapping[str, object]) -> None:
-    """Warns of replaced results of other splits, data or checkpoints, see `existing_results`."""
-    now = existing_results(out)
-    gone = [split for split in before if split not in now]
-    gone += [
-        f"{split} with checkpoint {shown(checkpoint)}"
-        for split, checkpoint in before.items()
-        if split in now and checkpoint not in (None, now[split])
-    ]
-    if gone:
-        warn(
-            f"{out / RESULTS}: replaces the results of {', '.join(gone)}; to keep both, evaluate "
-            "all splits at once, or write to another folder with --out"
-        )
-
-
 def write_results(
     out: Path,
     results: Results,
@@ -255,7 +222,7 @@ def _note(folder: Path) -> Provenance:
     if not (folder / RESULTS).is_file() or not note.is_file():
         return {}
     expected, hint = "weights and data of results.json", "evaluate the run again"
-    found = read_json(note, _MOST_BYTES, expected, hint)
+    found = read_json(note, expected, hint)
     if not isinstance(found, dict) or not {"checkpoint", "weights", "data"} <= found.keys():
         raise ValueError(f"{note}: expected {expected}; got {shown(found)}; {hint}")
     return found

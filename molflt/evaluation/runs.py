@@ -26,8 +26,6 @@ from molflt.training.recipes import Recipe
 __all__ = ["Run", "differences", "flat_options", "measures_of", "notes", "read_errors"]
 __all__ += ["read_results", "read_runs", "standard_error"]
 
-_MOST_BYTES = 10_000_000  # of results.json
-
 
 class Run(NamedTuple):
     """Contents of a run folder."""
@@ -132,7 +130,7 @@ def read_results(path: Path) -> Results:
     if not path.is_file():
         return {}
     expected, hint = "metrics by split in JSON", "evaluate the run again"
-    found: Any = read_json(path, _MOST_BYTES, expected, hint)
+    found: Any = read_json(path, expected, hint)
     try:
         rows = [(key, value) for row in found.values() for key, value in row.items()]
     except AttributeError:

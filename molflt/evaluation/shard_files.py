@@ -12,9 +12,9 @@ import hashlib
 import io
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from itertools import zip_longest
 from pathlib import Path
-from typing import NamedTuple
 
 from torch import nn
 
@@ -26,33 +26,11 @@ from molflt.files import shown, write_atomically
 
 __all__ = ["ENDINGS", "made_of", "merge_shards", "noted"]
 
-_LARGEST = 2**32  # most bytes of a file of one shard
 _KEY = "shard"
-_INDEX = re.compile(r"[0-9]{1,18}")
+_NOTE = re.compile(r"(\d+) of (\d+; .*)")  # rows, rows of all shards, and `made_of`
 _SHOWN = 16  # characters of a digest
 
 _Row = dict[str, object]
-
-
-class _Note(NamedTuple):
-    """Note in each row of a shard."""
-
-    rows: int
-    total: int
-    """rows of all shards"""
-    made: Mapping[str, str]
-    """digests of model and data, and options"""
-
-    @classmethod
-    def read(cls, text: str) -> _Note:
-        counts, *made = text.split("; ")
-        found = re.fullmatch(r"(\d{1,18}) of (\d{1,18})", counts)
-        if found is None:
-            raise ValueError(f"expected a number of rows; got {text!r}")
-        if not made:
-            raise ValueError("an earlier version wrote it, without a digest of the model")
-        parts = (part.partition(" ") for part in made)
-        return cls(int(found[1]), int(found[2]), {name: value for name, _, value in parts})
 
 
 def noted(rows: int, total: int, made: Mapping[str, object]) -> dict[str, object]:
@@ -80,13 +58,6 @@ def _csv_rows(text: str) -> list[_Row]:
     return rows
 
 
-def _json_rows(text: str) -> list[_Row]:
-    rows = json.loads(text)
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise ValueError("expected a list of rows")
-    return rows
-
-
 _COUNT = re.compile(r"\d{1,9}\n")
 _NOTED = re.compile(r' molflt_index=(\d+) molflt_shard="([^"]*)"(?=\s|$)')
 
@@ -110,18 +81,10 @@ def _frames(text: str) -> list[_Row]:
     return rows
 
 
-def _json_text(rows: Sequence[Mapping[str, object]]) -> str:
-    return json.dumps(rows, indent=1) + "\n"
-
-
-def _frames_text(rows: Iterable[Mapping[str, object]]) -> str:
-    return "".join(str(row["frame"]) for row in rows)
-
-
 _FORMATS: dict[str, tuple[Callable[[str], list[_Row]], Callable[[list[_Row]], str]]] = {
     ".csv": (_csv_rows, csv_text),
-    ".json": (_json_rows, _json_text),
-    ".extxyz": (_frames, _frames_text),
+    ".json": (json.loads, lambda rows: json.dumps(rows, indent=1) + "\n"),
+    ".extxyz": (_frames, lambda rows: "".join(str(row["frame"]) for row in rows)),
 }
 ENDINGS = tuple(_FORMATS)
 
@@ -138,36 +101,29 @@ def merge_shards(out: Path) -> int:
             f"{out.suffix or 'no ending'!r}"
         )
     read, write = _FORMATS[out.suffix]
-    shards = _shards(out)
-    parts: dict[Shard, list[_Row]] = {}
-    notes: dict[Shard, _Note] = {}
+    rows: list[_Row] = []
+    notes: dict[Shard, str] = {}
     faults = []
-    for shard in shards:
+    for shard in _shards(out):
         try:
-            parts[shard], notes[shard] = _whole(read(_text(shard.path(out))))
-        except (ValueError, KeyError, TypeError, csv.Error, RecursionError) as error:
+            own, notes[shard] = _whole(shard.path(out).read_text(encoding="utf-8"), read)
+            rows += own
+        except (ValueError, LookupError, TypeError, AttributeError, csv.Error) as error:
             faults.append(f"{shard.path(out)}: damaged: {shown(str(error), 100)}; {_again(shard)}")
     if faults:
         raise ValueError("; ".join(faults))
-    _check_same_origin(out, notes)
-    rows = [row for part in parts.values() for row in part]
-    columns = [set(row) for row in rows]
-    if unlike := set().union(*columns) - columns[0].intersection(*columns):
-        raise ValueError(
-            f"{out}: some shards lack {shown(sorted(unlike))}; expected the same columns in all; "
-            "predict all shards again with the same options"
-        )
-    for row in rows:
-        del row[_KEY]
-    totals = {note.total for note in notes.values()}
+    first = next(iter(notes))
+    for shard, note in notes.items():
+        pairs = zip_longest(notes[first].split("; "), note.split("; "))
+        if unlike := [f"{one} and {other}" for one, other in pairs if one != other]:
+            raise ValueError(
+                f"{first.path(out)} and {shard.path(out)}: shards of different predictions: "
+                f"{shown(', '.join(unlike), 300)}; predict all shards again with the same model, "
+                "structures and options"
+            )
+    if len({str(row["index"]) for row in rows}) != int(notes[first].partition(";")[0]):
+        raise ValueError(f"{out}: expected each structure in one shard; predict all shards again")
     rows.sort(key=lambda row: int(str(row["index"])))
-    places = {int(str(row["index"])) for row in rows}
-    if totals != {len(rows)} or len(places) != len(rows):
-        expected = " or ".join(map(str, sorted(totals)))
-        raise ValueError(
-            f"{out}: shards of different divisions; expected each structure once; got "
-            f"{len(rows):,} of {expected}; predict all shards again with the same options"
-        )
     write_atomically(out, write(rows).encode())
     return len(rows)
 
@@ -198,43 +154,16 @@ def _shards(out: Path) -> list[Shard]:
     return everything
 
 
-def _text(path: Path) -> str:
-    if (size := path.stat().st_size) > _LARGEST:
-        raise ValueError(f"{size:,} bytes")
-    text = path.read_text(encoding="utf-8")
+def _whole(text: str, read: Callable[[str], list[_Row]]) -> tuple[list[_Row], str]:
+    """Returns the rows of a shard and their common note; raises ValueError if rows are missing."""
     if not text.endswith("\n"):
         raise ValueError("truncated in its last line")
-    return text
-
-
-def _check_same_origin(out: Path, notes: Mapping[Shard, _Note]) -> None:
-    """Raises ValueError for two shards of different models, data or options."""
-    first, *others = notes
-    own = notes[first].made
-    for shard in others:
-        theirs = notes[shard].made
-        unlike = [name for name in {**own, **theirs} if own.get(name) != theirs.get(name)]
-        if unlike:
-            words = ", ".join(f"{n} {own.get(n)} and {theirs.get(n)}" for n in unlike)
-            raise ValueError(
-                f"{first.path(out)} and {shard.path(out)}: shards of different predictions: "
-                f"{shown(words, 300)}; predict all shards again with the same model, structures "
-                "and options"
-            )
-
-
-def _whole(rows: list[_Row]) -> tuple[list[_Row], _Note]:
-    """Returns the rows and the note of a shard; raises ValueError if rows are missing."""
-    notes = {str(row[_KEY]) for row in rows}
-    if len(notes) != 1:
-        raise ValueError(f"expected one note in all rows; got {len(notes)}")
-    note = _Note.read(notes.pop())
-    if note.rows != len(rows):
-        raise ValueError(f"expected {note.rows} rows; got {len(rows)}")
-    for row in rows:
-        if not _INDEX.fullmatch(str(row["index"])):
-            raise ValueError("expected whole numbers as indices")
-    return rows, note
+    rows = read(text)
+    notes = {str(row.pop(_KEY)) for row in rows if int(str(row["index"])) >= 0}
+    found = _NOTE.fullmatch(" ".join(notes))
+    if found is None or int(found[1]) != len(rows):
+        raise ValueError(f"expected one number of rows; got {len(rows)} rows of {sorted(notes)}")
+    return rows, found[2]
 
 
 def _again(shard: Shard) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 from molflt import plots
@@ -85,7 +85,8 @@ def evaluate(
             model, tokenizer, text.source, beam, length_penalty, batch_size, split
         )
         found = bleu(translated, text.target, lowercase)
-        results[split] |= found.metrics() | {"pairs": len(translated)}
+        scores = {"bleu": found.bleu, "chrf": found.chrf, "length_ratio": found.length_ratio}
+        results[split] |= scores | {"pairs": len(translated)}
     begin_results(out, "attention.png", "cross-attention.png", "encoding.png")
     files = [out / f"translations-{split}.txt" for split in lines]
     for path, translated in zip(files, lines.values(), strict=True):
@@ -105,10 +106,6 @@ class Bleu(NamedTuple):
     length_ratio: float
     signature: str
     """settings of BLEU: references, case, tokenization, smoothing, version"""
-
-    def metrics(self) -> dict[str, float]:
-        """Returns the scores by name."""
-        return {"bleu": self.bleu, "chrf": self.chrf, "length_ratio": self.length_ratio}
 
 
 def bleu(translations: Sequence[str], references: Sequence[str], lowercase: bool = False) -> Bleu:
@@ -158,7 +155,10 @@ def translate(
     device, translations = device_of(model), [""] * len(ids)
     with batches(parts, name, f"{batch_size} sentences with {beam} hypotheses each") as loaded:
         for batch in loaded:
-            source, there = _padded([ids[i] for i in batch], tokenizer.pad)
+            rows = [torch.tensor(ids[i]) for i in batch]
+            source = pad_sequence(rows, batch_first=True, padding_value=tokenizer.pad)
+            lengths = torch.tensor([len(row) for row in rows])
+            there = torch.arange(source.shape[1]) < lengths[:, None]
             found = beam_search(
                 model,
                 source.to(device),
@@ -171,13 +171,6 @@ def translate(
             for i, best in zip(batch, found, strict=True):
                 translations[i] = tokenizer.decode(best.tokens).strip()
     return translations
-
-
-def _padded(rows: list[list[int]], pad: int) -> tuple[Tensor, Tensor]:
-    longest = max(map(len, rows))
-    ids = torch.tensor([[*row, *[pad] * (longest - len(row))] for row in rows])
-    lengths = torch.tensor([len(row) for row in rows])
-    return ids, torch.arange(longest) < lengths[:, None]
 
 
 def _expect_short(text: ParallelText, tokenizer: Tokenizer, longest: int | None) -> None:

@@ -34,7 +34,6 @@ def attention_matrices(
     *,
     title: str | None = None,
     tokens: _Names | None = None,
-    rows: int | None = None,
     scale: str = "auto",
 ) -> None:
     """Draws the attention matrix of each head, as FLT (arXiv:2302.01925), fig. 5.
@@ -48,7 +47,6 @@ def attention_matrices(
         weights: (heads, queries, keys), for instance of one sequence from `Attention.weights`.
         title: title of the picture, such as the layer.
         tokens: names of the queries and of the keys; written at the axes for up to 32.
-        rows: rows of panels; by default chosen from the number of heads.
         scale: "linear" from 0, "log" over at most four decades, or "auto": linear if weights have
             both signs or the largest is below 30 times the median, else log.
     """
@@ -56,7 +54,7 @@ def attention_matrices(
     if scale not in _SCALES:
         raise ValueError(f"scale={scale!r} is unknown; expected one of {', '.join(_SCALES)}")
     heads, queries, keys = matrices.shape
-    named = _names(tokens, queries, keys)
+    named = tokens if tokens is not None and max(map(len, tokens)) <= _MAX_NAMES else None
     step = -(-queries // _MAX_PIXELS), -(-keys // _MAX_PIXELS)
     pixels = _block_means(matrices, *step)
     scaled = _weight_colors(pixels, scale)
@@ -74,7 +72,7 @@ def attention_matrices(
     more = 0.5 if named else 0.0
     panel, margin = (side, side + 0.15), (1.7 + more, 0.8 + more + 0.2 * len(notes))
     right, bottom = step[1] * shown.shape[2], step[0] * shown.shape[1]
-    with _head_panels(file, heads, panel, margin, rows=rows) as (figure, panels):
+    with _head_panels(file, heads, panel, margin) as (figure, panels):
         extent = (-0.5, right - 0.5, bottom - 0.5, -0.5)
         _heat_maps(figure, panels, shown, scaled, extent, "equal" if square else "auto")
         for axes in panels:
@@ -86,17 +84,6 @@ def attention_matrices(
         figure.supylabel("query")
         if notes:
             figure.suptitle("\n".join(notes), fontsize="medium")
-
-
-def _names(tokens: _Names | None, queries: int, keys: int) -> _Names | None:
-    """Checks names; returns None if there are too many to write."""
-    if tokens is None:
-        return None
-    given = len(tokens[0]), len(tokens[1])
-    if given != (queries, keys):
-        got = f"{given[0]} and {given[1]}"
-        raise ValueError(f"tokens must name {queries} queries and {keys} keys; got {got}")
-    return tokens if max(given) <= _MAX_NAMES else None
 
 
 def _heat_maps(

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,32 +19,12 @@ _Array = NDArray[np.float64]
 _DEPTH = 12.0  # range of a curve below its largest value
 
 
-class _Encoding(Protocol):
-    @property
-    def bias(self) -> torch.Tensor | None: ...
-
-
-class _Position(Protocol):
-    """A position module."""
-
-    dim: int
-    grid: bool
-    placement: tuple[str, str]
-    mixings: Collection[str]
-
-    def __call__(
-        self, mixing: str, query_positions: torch.Tensor, key_positions: torch.Tensor, /
-    ) -> _Encoding: ...
-    def parameters(self) -> Iterator[torch.Tensor]: ...
-    def buffers(self) -> Iterator[torch.Tensor]: ...
-
-
 def has_bias(position: torch.nn.Module) -> bool:
     """Returns True if a position module adds a bias to logits.
 
     Rotations and stochastic encodings change queries and keys instead, and cannot be drawn.
     """
-    module = cast(_Position, position)
+    module: Any = position
     if "softmax" not in module.mixings:
         return False
     return _evaluate(module, _like(module).new_zeros(1, 1, module.dim)) is not None
@@ -97,7 +76,8 @@ def rpe_curves(
     import torch
 
     module = _found(position, "rpe_curves")
-    _expect_dim(module, "rpe_curves", module.dim == 1, "1", "rpe_profiles or rpe_surfaces")
+    if module.dim != 1:
+        raise ValueError(f"rpe_curves: expected a position of dimension 1; got one of {module.dim}")
     (reach,) = _extents("max_offset", max_offset, 1, module.grid)
     if module.grid:
         offsets = np.arange(-reach, reach + 1.0)
@@ -153,7 +133,8 @@ def rpe_surfaces(
     import torch
 
     module = _found(position, "rpe_surfaces")
-    _expect_dim(module, "rpe_surfaces", module.dim >= 2, "2 or more", "rpe_curves")
+    if module.dim < 2:
+        raise ValueError("rpe_surfaces: expected a position of dimension 2 or more; got one of 1")
     reach = _extents("extent", extent, 2, module.grid)
     if module.grid:
         down, across = map(int, reach)
@@ -207,37 +188,36 @@ def _range(surface: np.ma.MaskedArray[tuple[int, ...], np.dtype[np.float64]]) ->
     return f"{surface.min():.2g} to {surface.max():.2g}".replace("-", "−")
 
 
-def _found(model: object, caller: str) -> _Position:
+def _found(model: object, caller: str) -> Any:
     """Returns a position module, or the one of a stack or of a model."""
     owner = getattr(model, "encoding", None) or getattr(model, "stack", model)
-    position = getattr(owner, "position", model if hasattr(model, "grid") else None)
+    position: Any = getattr(owner, "position", model if hasattr(model, "grid") else None)
     if position is None:
         raise ValueError(
             f"{caller}: expected a position module, or a model with one at encoding.position; got "
             f"{type(model).__name__} without a relative encoding"
         )
-    if not has_bias(cast("torch.nn.Module", position)):
+    if not has_bias(position):
         raise ValueError(
             f"{caller}: expected a position with a bias for mixing 'softmax'; got "
             f"{type(position).__name__}, which adds nothing to logits; use attention_matrices"
         )
-    return cast(_Position, position)
+    return position
 
 
-def _label(position: _Position, of: str) -> str:
+def _label(position: Any, of: str) -> str:
     """Returns the name of an encoding and its effect on attention."""
     name, meaning = position.placement
     return f"{name}{of}, {meaning}"
 
 
-def _like(position: _Position) -> torch.Tensor:
+def _like(position: torch.nn.Module) -> torch.Tensor:
     """Returns a tensor with the dtype and device of a module."""
     import torch
 
     for tensor in (*position.parameters(), *position.buffers()):
         if tensor.is_floating_point():
-            found: torch.Tensor = tensor.detach()
-            return found
+            return tensor.detach()
     return torch.empty(0)
 
 
@@ -246,7 +226,7 @@ def _array(values: torch.Tensor) -> _Array:
 
 
 def _evaluate(
-    position: _Position, positions: torch.Tensor, keys: torch.Tensor | None = None
+    position: torch.nn.Module, positions: torch.Tensor, keys: torch.Tensor | None = None
 ) -> _Array | None:
     """Returns the bias of logits: (1, queries, l), (1, keys, l) -> (heads, queries, keys)."""
     import torch
@@ -256,13 +236,13 @@ def _evaluate(
     return None if bias is None else _array(bias)[0]
 
 
-def _bias(position: _Position, delta: torch.Tensor) -> _Array:
+def _bias(position: torch.nn.Module, delta: torch.Tensor) -> _Array:
     """Returns f, (heads, n), at offsets (n, l), from a query at 0 and keys at -delta."""
     values = _evaluate(position, delta.new_zeros(1, 1, delta.shape[-1]), -delta[None])
     return np.empty((0, 0)) if values is None else values[:, 0]
 
 
-def _grid_bias(position: _Position, ends: tuple[int, ...]) -> _Array:
+def _grid_bias(position: torch.nn.Module, ends: tuple[int, ...]) -> _Array:
     """Returns f, (heads, offsets), at all offsets -end..end per axis, in row-major order.
 
     Encodings on a grid need all tokens in order; each offset is read from a pair of tokens.
@@ -277,22 +257,14 @@ def _grid_bias(position: _Position, ends: tuple[int, ...]) -> _Array:
     return np.empty((0, 0)) if values is None else values[:, queries, keys]
 
 
-def _expect_dim(position: _Position, caller: str, fits: bool, expected: str, other: str) -> None:
-    if not fits:
-        raise ValueError(
-            f"{caller}: expected a position module of dimension {expected}; got "
-            f"{type(position).__name__} of {position.dim}; use {other}"
-        )
-
-
 def _extents(
     name: str, extent: float | tuple[float, ...], axes: int, whole: bool
 ) -> tuple[float, ...]:
     """Returns the largest offset along each axis."""
     ends = tuple(extent) if isinstance(extent, tuple | list) else (extent,) * axes
-    if len(ends) != axes or not all(0 < end < math.inf for end in ends):
-        expected = "one positive number" + f" or {axes}, one per axis" * (axes > 1)
-        raise ValueError(f"{name} must be {expected}; got {extent}")
-    if whole and any(end != int(end) for end in ends):
-        raise ValueError(f"{name} must be whole on a grid of tokens; got {extent}")
+    fits = len(ends) == axes and all(0 < end < math.inf for end in ends)
+    if not fits or (whole and any(end != int(end) for end in ends)):
+        raise ValueError(
+            f"{name} must be {axes} positive numbers, whole on a grid of tokens; got {extent}"
+        )
     return tuple(float(end) for end in ends)

@@ -155,7 +155,7 @@ def plain_numbers(axis: Axis, wide: bool) -> None:
 def panel_grid(
     file: Path,
     count: int,
-    shape: tuple[int | None, int],
+    columns: int,
     panel: tuple[float, float],
     margin: tuple[float, float],
     least: tuple[float, float] = (0.0, 0.0),
@@ -168,15 +168,15 @@ def panel_grid(
     Args:
         file: file to write, .png, .svg or .pdf.
         count: number of panels.
-        shape: rows, by default as many as needed, and maximum number of columns.
+        columns: maximum number of columns.
         panel: width and height of a panel, inches.
         margin: width and height of the margins, inches.
         least: smallest width and height of the picture, inches.
         layout: layout engine of the figure.
         options: options of `matplotlib.figure.Figure.subplots`.
     """
-    columns = min(shape[1], count)
-    rows = -(-count // columns) if shape[0] is None else shape[0]
+    columns = min(columns, count)
+    rows = -(-count // columns)
     width = max(margin[0] + panel[0] * columns, least[0])
     height = max(margin[1] + panel[1] * rows, least[1])
     with picture(file, figsize=(width, height), layout=layout) as figure:
@@ -207,25 +207,11 @@ def legend_outside(
 
 @contextmanager
 def _head_panels(
-    file: Path,
-    heads: int,
-    *sizes: tuple[float, float],
-    rows: int | None = None,
-    share_y: bool = True,
+    file: Path, heads: int, *sizes: tuple[float, float], share_y: bool = True
 ) -> Iterator[tuple[Figure, list[Axes]]]:
-    """Yields a picture with one panel per head.
-
-    Args:
-        file: file to write, .png, .svg or .pdf.
-        heads: number of panels.
-        sizes: panel, margin and least size, as for `panel_grid`.
-        rows: rows of panels; by default four panels a row, or eight if there are many.
-        share_y: share the y axis; the x axis is always shared.
-    """
-    if rows is not None and not 1 <= rows <= heads:
-        raise ValueError(f"rows must be 1 to {heads}, the number of panels; got {rows}")
-    shape = rows, -(-heads // rows) if rows else 4 if heads <= 16 else 8
-    with panel_grid(file, heads, shape, *sizes, sharex=True, sharey=share_y) as (figure, shown):
+    """Yields a picture with one panel per head; `sizes` as for `panel_grid`."""
+    columns = 4 if heads <= 16 else 8
+    with panel_grid(file, heads, columns, *sizes, sharex=True, sharey=share_y) as (figure, shown):
         for head, axes in enumerate(shown):
             axes.set_title(f"head {head}", fontsize="small")
         yield figure, shown

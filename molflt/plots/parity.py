@@ -64,7 +64,7 @@ def parity(
     low, high = _limits(list(panels.values()))
     dense = any(len(target) > _MAX_POINTS for target, _ in panels.values())
     height = 4.0 if names is None else 4.6
-    grid = (None, 2), (3.7, height), (0.6 + 0.8 * dense, 0.4)
+    grid = 2, (3.7, height), (0.6 + 0.8 * dense, 0.4)
     with panel_grid(file, len(panels), *grid, layout="compressed") as (figure, shown):
         densities = []
         for axes, (split, (target, energy)) in zip(shown, panels.items(), strict=True):
@@ -95,7 +95,8 @@ def _name_worst(
         if not low <= energy[one] <= high:
             continue
         at = scale * np.array([target[one], energy[one]])
-        shift = max(_SHIFTS, key=lambda by: _nearest(at + by, taken))
+        apart = [[np.hypot(*(at + shift - other)) for other in taken] for shift in _SHIFTS]
+        shift = _SHIFTS[int(np.argmax([min(own, default=0.0) for own in apart]))]
         taken.append(at + shift)
         axes.plot(target[one], energy[one], "o", color=VERMILION, mfc="none", markersize=6)
         axes.annotate(
@@ -150,11 +151,6 @@ def _parity_panel(
     return densities
 
 
-def _nearest(place: _Array, taken: Sequence[_Array]) -> float:
-    """Returns the distance to the nearest place."""
-    return min((float(np.hypot(*(place - other))) for other in taken), default=0.0)
-
-
 def calibration(
     coverage: Mapping[str, tuple[_Array, _Array]],
     errors: Mapping[str, tuple[_Array, _Array]],
@@ -169,8 +165,6 @@ def calibration(
         errors: split -> uncertainty and |error| of each system, (systems,), eV.
         level: share of errors within the uncertainty, in (0, 1).
     """
-    if not coverage or not errors:
-        raise ValueError("calibration: expected at least one split with labels; got none")
     colors = dict(zip(errors, SERIES * len(errors), strict=False))
     with picture(file, figsize=(10.5, 4.6)) as figure:
         left, right = figure.subplots(1, 2)

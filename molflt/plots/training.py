@@ -180,10 +180,6 @@ def overlaid_curves(
         for name in metrics
         if any(np.isfinite(columns.get(name, [])).any() for columns in runs.values())
     ]
-    if not shown:
-        raise ValueError(
-            f"{file}: nothing to draw; expected runs with some of {', '.join(metrics)}"
-        )
     height = max(2.2, 0.3 + 0.14 * len(runs))
     with picture(file, figsize=(9.0, 0.8 + (height + 0.2) * len(shown))) as figure:
         panels = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
@@ -228,9 +224,7 @@ def intervals(
             names.
         largest_is_best: True if larger values are better.
     """
-    first = next(iter(panels.values()), {})
-    if not first:
-        raise ValueError(f"{file}: nothing to draw; expected values of a run; got none")
+    first = next(iter(panels.values()))
     order = sorted(first, key=lambda name: first[name][0], reverse=not largest_is_best)
     others = [name for found in panels.values() for name in found if name not in first]
     order = [*dict.fromkeys(others), *order]
@@ -259,7 +253,7 @@ def loss_curves(tasks: Mapping[str, Mapping[str, _Array]], file: Path, steps: in
     """
     names = list(dict.fromkeys(name for own in tasks.values() for name in own))
     sizes = (3.1, 2.6), (1.0, 0.8)
-    with panel_grid(file, len(tasks), (None, _COLUMNS), *sizes) as (figure, shown_axes):
+    with panel_grid(file, len(tasks), _COLUMNS, *sizes) as (figure, shown_axes):
         for axes, (task, own) in zip(shown_axes, tasks.items(), strict=True):
             for name, losses in own.items():
                 color = SERIES[names.index(name) % len(SERIES)]
@@ -289,10 +283,8 @@ def best_values(
         evaluations: number of evaluations at each point, (points,).
         runs: number of runs of each optimizer, for the title.
     """
-    if not panels:
-        raise ValueError(f"{file}: nothing to draw; expected values of a function; got none")
-    grid = (None, _COLUMNS), (3.1, 2.5), (0.4, 0.7)
-    with panel_grid(file, len(panels), *grid, sharex=True) as (figure, shown):
+    sizes = (3.1, 2.5), (0.4, 0.7)
+    with panel_grid(file, len(panels), _COLUMNS, *sizes, sharex=True) as (figure, shown):
         for axes, (name, found) in zip(shown, panels.items(), strict=True):
             colors = itertools.cycle(SERIES)
             for color, (optimizer, values) in zip(colors, found.items(), strict=False):

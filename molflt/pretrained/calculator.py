@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,6 +20,7 @@ from molflt.data.structures.overlaps import atoms_coincide, overlaps_of
 from molflt.data.structures.records import origin_of
 from molflt.data.structures.unused_fields import total_charge, unused_fields, unused_warning
 from molflt.evaluation.predictions import refuse_undescribed, warn_of_elements
+from molflt.evaluation.results import warn
 from molflt.graph.heads import undescribed
 from molflt.graph.potential import Potential
 from molflt.memory import within_memory
@@ -120,8 +120,7 @@ class Calculator(AseCalculator):
             )
         if not self.overlaps_told and atoms_coincide(data):
             self.overlaps_told = True
-            warning = overlaps_of(given.get_chemical_formula())
-            print(f"molflt: warning: {warning}", file=sys.stderr)
+            warn(overlaps_of(given.get_chemical_formula()))
         self.results = {"energy": energy, "free_energy": energy, "forces": forces}
         parts = (name for name in out if name.startswith("energy_"))  # of a long range
         self.results |= {name: float(out[name][0]) for name in parts}
@@ -150,8 +149,7 @@ class Calculator(AseCalculator):
         unused = unused_fields(atoms)
         if not unused.keys() <= self._warned_fields:
             self._warned_fields |= unused.keys()
-            warning = unused_warning(atoms.get_chemical_formula(), unused)
-            print(f"molflt: warning: {warning}", file=sys.stderr)
+            warn(unused_warning(atoms.get_chemical_formula(), unused))
 
     def _warn_of_new(self, atoms: Atoms) -> None:
         whole("atomic_numbers", torch.from_numpy(atoms.numbers), 1, MAX_ATOMIC_NUMBER, "elements")

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Collection
+import hashlib
+import json
+import platform
+import shutil
+import tempfile
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeGuard, cast, overload
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import nn
 
@@ -27,13 +32,15 @@ from molflt.evaluation.calibration import (
 )
 from molflt.evaluation.ensemble import ENSEMBLE, EnsembleRegressor
 from molflt.evaluation.predictions import Predictions, infer, open_structures
+from molflt.evaluation.results import warn
+from molflt.files import atomically, read_json, shown, write_atomically
 from molflt.graph import EnergyRegressor
+from molflt.graph.compiled import CompiledEnergies, compile_energies
 from molflt.graph.geometry import Geometry
 from molflt.graph.heads import by_contact
 from molflt.graph.mesh import use_mesh_
 from molflt.graph.potential import Potential
 from molflt.pretrained.base import Pretrained
-from molflt.pretrained.compiled import load_compiled, save_compiled
 from molflt.pretrained.trained import Trained
 
 if TYPE_CHECKING:
@@ -41,6 +48,9 @@ if TYPE_CHECKING:
     from torch_geometric.data import Data
 
 __all__ = ["EnergyPredictor", "Prediction"]
+
+_PACKAGE, _RECORD = "energies.pt2", "energies.json"
+_AGAIN = "export the run again, with --compiled true"
 
 _Energies = NDArray[np.float64]
 
@@ -105,18 +115,33 @@ class EnergyPredictor(Pretrained):
                 f"{self.trained.path}: compiled needs an exported model; got a run; use molflt "
                 "export RUN FOLDER --compiled true"
             )
-        self.compiled = load_compiled(self.model, self.trained.path)
+        weights = self.trained.path
+        package, record = weights.with_name(_PACKAGE), weights.with_name(_RECORD)
+        if not package.is_file() or not record.is_file():
+            raise FileNotFoundError(f"{package}: no machine code, or no {_RECORD}; {_AGAIN}")
+        kept: Any = read_json(record, "a JSON object", _AGAIN)
+        for key, own in _record(weights, package).items():  # the code contains the weights
+            if kept.get(key) != own:
+                raise ValueError(
+                    f"{package}: made for {key} {shown(kept.get(key), 40)}; here is "
+                    f"{shown(own, 40)}; {_AGAIN}"
+                )
+        self.compiled = CompiledEnergies(_one(self.model), package)
 
     def save_compiled(self, folder: Path) -> list[Path]:
         """Writes machine code of the energies to a folder that `save_pretrained` wrote.
 
-        The code needs a processor like this one and this version of torch.
-
-        Raises:
-            RuntimeError: without a C++ compiler.
-            ValueError: if the model cannot be compiled, see `molflt.graph.computation`.
+        The code needs a processor like this one and this version of torch, and making it a C++
+        compiler. See `molflt.graph.computation` for models that cannot be compiled.
         """
-        return save_compiled(self.model, Path(folder) / "model.safetensors")
+        weights = Path(folder) / "model.safetensors"
+        files = [weights.with_name(name) for name in (_PACKAGE, _RECORD)]
+        files[1].unlink(missing_ok=True)  # it describes older code
+        with tempfile.TemporaryDirectory() as made, atomically(files[0]) as part:
+            shutil.copyfile(compile_energies(_one(self.model), Path(made) / _PACKAGE), part)
+        text = json.dumps(_record(weights, files[0]), indent=1)
+        write_atomically(files[1], text.encode())
+        return files
 
     @property
     def predicts_positions(self) -> bool:
@@ -144,7 +169,7 @@ class EnergyPredictor(Pretrained):
     @overload
     def predict(
         self,
-        structures: str | Path | list[Any] | tuple[Any, ...],
+        structures: str | Path | list[Any] | tuple[Any, ...] | Structures,
         batch_size: int = ...,
         embedding: Literal["atoms", "pooled"] | None = ...,
         tags: Tags | None = ...,
@@ -160,16 +185,6 @@ class EnergyPredictor(Pretrained):
         tags: Tags | None = ...,
         force: bool = ...,
     ) -> Prediction: ...
-
-    @overload
-    def predict(
-        self,
-        structures: object,
-        batch_size: int = ...,
-        embedding: Literal["atoms", "pooled"] | None = ...,
-        tags: Tags | None = ...,
-        force: bool = ...,
-    ) -> list[Prediction]: ...
 
     def predict(
         self,
@@ -197,10 +212,6 @@ class EnergyPredictor(Pretrained):
 
         Returns:
             A prediction for one structure, else a list in the order of the structures.
-
-        Raises:
-            TypeError: if the argument does not contain structures.
-            ValueError: naming an invalid structure, or for an embedding of an ensemble.
         """
         if embedding not in (None, "atoms", "pooled"):
             raise ValueError(f"embedding={embedding!r}; expected atoms, pooled or None")
@@ -330,10 +341,30 @@ def _moved(dataset: Structures, i: int, displacement: NDArray[np.float32]) -> At
         atoms.set_positions(atoms.positions + np.where(free[:, None], displacement, 0.0))
     except (RuntimeError, ValueError) as error:  # from constraints that ASE solves iteratively
         kinds = ", ".join(type(one).__name__ for one in atoms.constraints)
-        print(
-            f"molflt: warning: {dataset.where(i)}: no relaxed structure, because {kinds} cannot be "
-            f"met: {error}",
-            file=sys.stderr,
-        )
+        warn(f"{dataset.where(i)}: no relaxed structure, because {kinds} cannot be met: {error}")
         return None
     return atoms
+
+
+def _record(weights: Path, package: Path) -> Mapping[str, str]:
+    """Returns the values that must match at load time."""
+    return {
+        "torch": torch.__version__,
+        "processor": f"{platform.system()} {platform.machine()} "
+        f"{torch.backends.cpu.get_cpu_capability()}",
+        "weights": _digest(weights),
+        "package": _digest(package),
+    }
+
+
+def _digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _one(model: nn.Module) -> EnergyRegressor:
+    if type(model) is EnergyRegressor:
+        return model
+    raise ValueError(
+        f"compiled needs a single model of energies; got {type(model).__name__}; leave compiled out"
+    )

@@ -72,15 +72,15 @@ def load(
     Returns:
         An object with the methods of the trained task, for instance an `EnergyPredictor`. Its
         static type is Any; `EnergyPredictor.from_pretrained(source)` and the like are typed.
-
-    Raises:
-        FileNotFoundError: if the source does not exist.
-        ValueError: if a file is damaged, an option does not apply to the model, or the Hub fails.
     """
     if isinstance(also, str | Path):
         raise ValueError(f"also={also!r}: expected a list of runs; write [{str(also)!r}]")
-    if compiled:
-        _check_compiled(source, device)
+    if compiled and device != "cpu":
+        raise ValueError(f"compiled=True needs the CPU; got device={device!r}")
+    if compiled and str(source).startswith(HUB):
+        raise ValueError(
+            f"{source}: compiled=True does not load code from the Hub; export with --compiled true"
+        )
     trained = read_trained(source, checkpoint, device, also)
     for kind in _KINDS:
         if isinstance(trained.model, kind.models):
@@ -92,12 +92,3 @@ def load(
         f"{trained.path}: expected a model of energies, text or images; got recipe "
         f"{shown(trained.recipe)}; use molflt.training.checkpoint.load_run"
     )
-
-
-def _check_compiled(source: str | Path | None, device: str) -> None:
-    if device != "cpu":
-        raise ValueError(f"compiled=True needs the CPU; got device={device!r}")
-    if str(source).startswith(HUB):
-        raise ValueError(
-            f"{source}: compiled=True does not load code from the Hub; export with --compiled true"
-        )

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from molflt.evaluation.calibration import CALIBRATION
 from molflt.evaluation.ensemble import ENSEMBLE, EnsembleRegressor, load_ensemble
 from molflt.evaluation.results import RESULTS, why_of_others
+from molflt.files import read_json
 from molflt.training.checkpoint import device_named, load_run, weights_of
 from molflt.training.config import Config, read_config
 from molflt.training.exported import build, is_exported, read_exported
@@ -140,37 +140,23 @@ def _of_run(
 
 def _json(path: Path) -> object:
     """Returns the content of a JSON file of a run, or None without the file."""
-    if not path.is_file():
-        return None
-    try:
-        found: object = json.loads(path.read_bytes())
-    except (ValueError, RecursionError):
-        raise ValueError(f"{path}: expected JSON; restore the file, or write it again") from None
-    return found
+    return read_json(path, "JSON", "restore it, or write it again") if path.is_file() else None
 
 
 def _exported(path: Path, device: str) -> Trained:
     exported = read_exported(path)
     models = build(path, exported)
-    content = exported.content
+    content: Any = exported.content
     model = models[0] if len(models) == 1 else EnsembleRegressor(models).eval()
     return Trained(
         path=path,
         recipe=str(content["recipe"]),
         model=model.to(device),
-        options=[_mapping(one) for one in _list(content["models"])],
-        task=_mapping(content["task"]),
-        results=_mapping(content["results"]),
-        files=_mapping(content["files"]),
-        about=about if isinstance(about := content.get("about"), str) else None,
-        license=license if isinstance(license := content.get("license"), str) else None,
-        datasets=[str(one) for one in _list(content["datasets"])],
+        options=content["models"],
+        task=content["task"],
+        results=content["results"],
+        files=content["files"],
+        about=content.get("about"),
+        license=content.get("license"),
+        datasets=content["datasets"],
     )
-
-
-def _list(value: object) -> list[object]:
-    return value if isinstance(value, list) else []
-
-
-def _mapping(value: object) -> Mapping[str, object]:
-    return value if isinstance(value, dict) else {}

@@ -270,7 +270,7 @@ def read_versions(run: Path) -> dict[str, object]:
     path = Path(run) / _VERSIONS
     if not path.is_file():
         return {}
-    found = read_json(path, 100_000, "JSON", "restore it")
+    found = read_json(path, "JSON", "restore it")
     if not isinstance(found, dict):
         raise ValueError(f"{path}: expected versions by name; got {shown(found)}; restore it")
     return found

@@ -7,10 +7,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from molflt import plots
 from molflt.data.structures.splits import OC20_FILES
 from molflt.data.structures.systems import System, write_systems
-from molflt.evaluation.calibration import LEVEL, Calibration
+from molflt.evaluation.calibration import Calibration
 from molflt.evaluation.common import classes_of, load_classes, named_sources
 from molflt.evaluation.energies import submission_splits, write_submission
 from molflt.evaluation.ensemble import EnsembleRegressor, _expect_same_aim, load_ensemble
@@ -97,38 +96,21 @@ ROWS = [
     Refusal(fit(19), "val_id", "at least 20", "19"),
     Refusal(fit(30, spread=0.0), "val_id", "spread", "0 eV"),
     Refusal(calibration(factor=float("nan")), "factor", "above 0", "nan"),
-    Refusal(calibration(factor=True), "factor", "above 0", "True"),
-    Refusal(calibration(floor_eV=-1), "floor_eV", "above 0", "-1"),
-    Refusal(calibration(systems="x"), "systems", "number", "'x'"),
     Refusal(calibration(level=0.9), "level", "0.68", "0.9"),
-    Refusal(calibration(members=[1]), "members", "sha256", "[1]"),
-    Refusal(calibration(split=None), "split", "name", "None"),
-    Refusal(file("u.json", b"[]", Calibration.read), "u.json", AGAIN, "[]"),
     Refusal(file("u.json", b"{", Calibration.read), "u.json", "JSON"),
     Refusal(
         lambda folder: Calibration.read(folder / "u.json"), "u.json", AGAIN, "", FileNotFoundError
     ),
-    Refusal(lambda _: plots.calibration({}, {}, LEVEL, Path("u.png")), "split", "label", "none"),
     Refusal(submission(lambda i, e: (np.append(i[:-1], i[0]), e)), "ids", "unique", "2 times"),
-    Refusal(submission(lambda i, e: (i.astype(int), e)), "ids", "strings", "int64"),
-    Refusal(submission(lambda i, e: (i, e.astype(np.float16))), "energies", "float64", "float16"),
-    Refusal(submission(lambda i, e: (i, e * np.nan)), "energies", "finite", "nan"),
-    Refusal(submission(lambda i, e: (i, e[:-1])), "energy", "(5,)", "(4,)"),
     Refusal(submission(counts=False), "'id'", str(FULL), "5"),
-    Refusal(submission(prefix="test_"), "splits", "id, ood_ads", "test_id"),
-    Refusal(submission(name="a.json"), "a.json", ".npz", ".json"),
     Refusal(lambda _: submission_splits(Path("a.json"), []), "a.json", ".npz", ".json"),
     Refusal(
         lambda _: submission_splits(Path("a.npz"), ["val_id"]), "--splits", "test_id", "val_id"
     ),
-    Refusal(published(name=np.arange(3)), "name", "text", "int64"),
     Refusal(published(name=np.array(["x"] * 3)), "name", "different"),
-    Refusal(published(name=np.array(["x", "y", "z"], object)), "p.npz", "npz of arrays"),
     Refusal(published(a=np.zeros(2)), "'a'", "(3,)", "(2,)"),
-    Refusal(published(a=np.zeros((3, 1000))), "'a'", "at most 64", "1000"),
     Refusal(published(energy=np.zeros(3)), "'energy'", "another model", "reserved"),
     Refusal(published(a=np.arange(3)), "p.npz", "at least one model", "name"),
-    Refusal(file("p.npz", b"PK", lambda p: read_published(p, p.parent)), "p.npz", "npz of arrays"),
     Refusal(lambda f: read_published(f / "p.npz", f), "p.npz", "npz", "no such", FileNotFoundError),
     Refusal(aims(Member((1, 8))), "two", "elements of one", "Cu"),
     Refusal(aims(Member((1, 8, 29, 78, 79))), "one", "elements of two", "Pt, Au"),
@@ -140,8 +122,6 @@ ROWS = [
         lambda _: load_ensemble([Path("a"), Path("b")], "w.pt"), "--checkpoint", "best", "w.pt"
     ),
     Refusal(lambda _: read_runs([Path("a")]), "runs", "two", "1"),
-    Refusal(lambda _: read_runs([Path("a"), Path("a")]), "runs", "once", "twice"),
-    Refusal(file("r.json", b"[1]", read_results), "r.json", "metrics by split", "[1]"),
     Refusal(file("r.json", b'{"a": {"b": "x"}}', read_results), "'b'", "number", "'x'"),
     Refusal(lambda _: named_sources(DATA, ["test"], None), "split", "train, val", "'test'"),
     Refusal(lambda _: named_sources(DATA, ["val"], Path("x")), "--splits", "--data", "both"),

@@ -29,7 +29,6 @@ __all__ = ["DOMAIN", "Domain", "read_domain"]
 DOMAIN = "domain.json"
 """Name of the file in the folder of a run."""
 
-_MOST_BYTES = 10_000_000
 _SEEN = " (seen only by the initial weights)"
 _FAR = 0.1  # distance beyond the range of labels, in units of the range
 _ROUNDED = 0.02  # of a slab
@@ -45,7 +44,7 @@ def read_domain(path: Path) -> object:
     """
     if not path.is_file():
         return None
-    return read_json(path, _MOST_BYTES, "JSON", "put back the file that training wrote")
+    return read_json(path, "JSON", "put back the file that training wrote")
 
 
 class Elements(NamedTuple):

@@ -11,8 +11,7 @@ from jinja2 import Environment
 
 from molflt.evaluation.page import sections
 from molflt.evaluation.page.contents import OF_STRUCTURES, Contents, read_contents
-from molflt.evaluation.page.parts import Section
-from molflt.evaluation.page.pictures import Pictures
+from molflt.evaluation.page.pictures import Pictures, Section
 from molflt.evaluation.page.systems import parity, worst_systems
 from molflt.version import __version__
 

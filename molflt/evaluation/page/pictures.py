@@ -1,4 +1,4 @@
-"""Pictures embedded in the page: drawn for it, or kept from an evaluation."""
+"""Parts of the page, which page.html renders with escaped text; pictures are embedded."""
 
 from __future__ import annotations
 
@@ -6,18 +6,73 @@ import base64
 import io
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from molflt.evaluation.page.parts import Figure
 from molflt.files import shown
 from molflt.plots.figure import DPI
 
-__all__ = ["Pictures"]
+__all__ = ["Details", "Figure", "Grid", "Lines", "Part", "Pictures", "Section", "Table"]
 
 _LARGEST_SVG = 250_000  # bytes; larger pictures are drawn as PNG
 _LARGEST_PNG = 500_000  # bytes; larger pictures are reduced to a palette
 _BUDGET = 2_500_000  # bytes of all pictures, for a page of at most 3 MB
+
+
+class Table(NamedTuple):
+    """A table whose first column contains the row headers."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[object]]
+    caption: str
+    text_columns: int = 1
+    """number of columns with text; the others contain numbers, aligned right"""
+    most: int = 30
+    """largest number of rows to show"""
+
+
+class Figure(NamedTuple):
+    """A picture."""
+
+    src: str
+    width: int
+    alt: str
+    caption: str
+
+
+class Grid(NamedTuple):
+    """Figures next to each other."""
+
+    parts: Sequence[Figure]
+    pairs: bool = False
+    """figures with two panels each"""
+
+
+class Details(NamedTuple):
+    """A collapsed part."""
+
+    summary: str
+    inside: Sequence[Table]
+
+
+class Lines(NamedTuple):
+    """Preformatted lines."""
+
+    lines: Sequence[str]
+
+
+Part = Table | Figure | Grid | Details | Lines | str
+"""A string is a paragraph."""
+
+
+class Section(NamedTuple):
+    """A section of the page with a heading."""
+
+    name: str
+    """target of links"""
+    title: str
+    parts: Sequence[Part]
 
 
 class Pictures:

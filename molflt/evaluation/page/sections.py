@@ -11,8 +11,7 @@ from functools import partial
 import numpy as np
 
 from molflt.evaluation.page.contents import OF_STRUCTURES, Contents
-from molflt.evaluation.page.parts import Details, Lines, Part, Section, Table
-from molflt.evaluation.page.pictures import Pictures
+from molflt.evaluation.page.pictures import Details, Lines, Part, Pictures, Section, Table
 from molflt.evaluation.runs import Run, flat_options, standard_error
 from molflt.files import readable_size
 from molflt.metrics import Metric
@@ -87,16 +86,6 @@ _KEPT = {  # pictures of evaluations -> title, description
         "Predicted against labeled energies, in eV, a panel per model.",
     ),
 }
-EXPECTED = {
-    "language": ("losses.png", "attention.png"),
-    "masked_language": (),
-    "translation": ("attention.png", "cross-attention.png"),
-    "images": ("confusion.png", "attention.png"),
-    "image_generation": ("losses.png",),
-    "learned_optimizer": ("optimizations.png",),
-    "population_optimizer": ("best_values.png",),
-}
-"""Recipe -> pictures that every evaluation writes."""
 
 
 def overview(run: Run) -> Section:
@@ -212,15 +201,12 @@ def _validated(found: Contents, name: str, place: int, metrics: Mapping[str, Met
 
 def encodings(found: Contents, pictures: Pictures) -> Section | None:
     """Shows the pictures of the evaluation, encodings first."""
-    recipe = "" if found.run is None else str(found.run.config["recipe"])
     figures = []
     for name, (title, alt) in _KEPT.items():
         file = found.path / name
         if file.is_file():
             figure = found.attempt(partial(pictures.kept, file, alt, f"{title}. {alt}"), None)
             figures += [figure] if figure is not None else []
-        elif found.results and name in EXPECTED.get(recipe, ()):
-            found.missing.append(f"{file}: missing; run molflt evaluate RUN")
     title = "Encodings and pictures of the evaluation"
     return Section("pictures", title, figures) if figures else None
 

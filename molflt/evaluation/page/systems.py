@@ -17,8 +17,7 @@ from molflt.data.structures.potential_data import SinglePoints
 from molflt.data.structures.sources import exists
 from molflt.evaluation.groups import without_compositions
 from molflt.evaluation.page.contents import Contents, Row
-from molflt.evaluation.page.parts import Details, Grid, Part, Section, Table
-from molflt.evaluation.page.pictures import Pictures
+from molflt.evaluation.page.pictures import Details, Grid, Part, Pictures, Section, Table
 from molflt.evaluation.runs import Run
 from molflt.plots import GroupError
 
