@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from molflt.files import atomically, shown, write_atomically
-from molflt.graph.compiled import CompiledEnergies, compile_energies
+from molflt.graph.computation import CompiledEnergies, compile_energies
 from molflt.graph.regressor import EnergyRegressor
 
 __all__ = ["load_compiled", "save_compiled"]
