@@ -37,15 +37,12 @@ class GraphAttention(nn.Module):
         heads: number of heads.
         position: "spectral", FLT's mask; "multiplicative", a kernel; or "none", a Performer without
             positions.
-        position_options: further arguments of the position, such as spectrum, nodes and num_nodes;
-            see :class:`~molflt.graph.encoding.GraphEncoding`.
+        position_options: further arguments of the position, see
+            :class:`~molflt.graph.encoding.GraphEncoding`.
         periodic: "none" ignores boundaries; "images", "reciprocal" and "mesh" are periodic. None
-            refuses periodic structures.
-        image_cutoff: cutoff of "images", Å, 8 by default.
-        max_frequency: end of the spectrum of "reciprocal" and "mesh", cycles/Å, 0.25 by default.
-        mesh_order: order of the splines of "mesh", 5 by default.
-        near_field: distance within which a multiplicative kernel is exact, Å.
-        near_exact: make q.k exact as well within it.
+            refuses periodic structures. See `EnergyRegressor`, also for `image_cutoff`,
+            `max_frequency`, `mesh_order`, `near_field` and `near_exact`; without tags, "images" are
+            those of all atoms, along all periodic axes.
         mixing: "linear"; "quadratic": the same numbers through the N x N matrix, faster for few
             atoms; "auto": the cheaper of these two; "softmax": softmax with the exact mask,
             O(atoms^2), a different function.
@@ -54,11 +51,6 @@ class GraphAttention(nn.Module):
         attention: further arguments of `molflt.attention.Attention`: projection, normalize_qk,
             normalize, floor, dropout. With normalize="unmasked", outputs of crystals depend on the
             number of cells, also with "reciprocal" and "mesh".
-
-    Raises:
-        TypeError: an unknown argument.
-        ValueError: choices that do not go together, an option out of its range, or one that would
-            have no effect.
     """
 
     def __init__(
@@ -195,6 +187,5 @@ class GraphAttention(nn.Module):
 
 
 def _is_periodic(pbc: Tensor | None) -> bool:
-    """Returns True if an axis is periodic; the default is all. It waits for the device: call it
-    last."""
+    """Returns True if an axis is periodic; waits for the device."""
     return pbc is None or torch.compiler.is_compiling() or bool(pbc.any())

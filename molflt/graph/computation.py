@@ -1,10 +1,12 @@
-"""Energies of a regressor as a function of tensors only, for export.
+"""Energies of a regressor as a function of tensors only, for export and machine code.
 
 `EnergyInputs` prepares everything whose number depends on the data: neighbors, reciprocal nodes,
 padding. The rest has dynamic sizes only, and one graph of operations for all of them.
 """
 
 import copy
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -13,8 +15,7 @@ from torch import Tensor, nn
 from molflt.attention import Attention
 from molflt.attention.positions.spectral import GraphNodes
 from molflt.graph.dense import DenseAtoms
-from molflt.graph.geometry import Geometry
-from molflt.graph.inputs import Atoms
+from molflt.graph.geometry import Atoms, Geometry
 from molflt.graph.mesh import OnMesh
 from molflt.graph.near import NearPairs, _Found
 from molflt.graph.neighbors import Neighbors, neighbor_list
@@ -26,8 +27,17 @@ if TYPE_CHECKING:
     from torch.export import ExportedProgram
     from torch_geometric.data import Data
 
-_ATOMS, _GRAPHS, _WIDTH, _NODES, _PAIRS, _EDGES = range(6)
-_DIMENSIONS = ("atoms", "graphs", "width", "nodes", "pairs", "edges")
+_MOST_IN_MATRIX = 2048
+"""most atoms of a graph in machine code; N x N matrices of more would fill the memory"""
+_SIZES = {
+    "numbers tags places": "atoms",
+    "references": "graphs",
+    "mask positions": "graphs width",
+    "nodes node_weights": "graphs nodes",
+    "pair_graphs pair_queries pair_keys pair_vectors": "pairs",
+    "edge_centers edge_neighbors edge_vectors": "edges",
+}
+"""fields of `EnergyInputs`, in order, and their first sizes"""
 
 
 class EnergyInputs(NamedTuple):
@@ -110,25 +120,6 @@ class EnergyInputs(NamedTuple):
         )
 
 
-_SIZES = {
-    "numbers": (_ATOMS,),
-    "tags": (_ATOMS,),
-    "places": (_ATOMS,),
-    "references": (_GRAPHS,),
-    "mask": (_GRAPHS, _WIDTH),
-    "positions": (_GRAPHS, _WIDTH),
-    "nodes": (_GRAPHS, _NODES),
-    "node_weights": (_GRAPHS, _NODES),
-    "pair_graphs": (_PAIRS,),
-    "pair_queries": (_PAIRS,),
-    "pair_keys": (_PAIRS,),
-    "pair_vectors": (_PAIRS,),
-    "edge_centers": (_EDGES,),
-    "edge_neighbors": (_EDGES,),
-    "edge_vectors": (_EDGES,),
-}
-
-
 class EnergyComputation(nn.Module):
     """Energies (graphs,), float64, eV, from `EnergyInputs`, without reading or checking numbers.
 
@@ -200,9 +191,12 @@ def export_energies(model: EnergyRegressor, batch: "Data") -> "ExportedProgram":
     from torch.export import Dim, export
 
     computation, inputs = EnergyComputation(model), EnergyInputs.of(model, batch)
-    dims = [Dim(name, min=1) for name in _DIMENSIONS]
+    names = {name for sizes in _SIZES.values() for name in sizes.split()}
+    dims = {name: Dim(name, min=1) for name in names}
     shapes = tuple(
-        {axis: dims[d] for axis, d in enumerate(_SIZES[name])} for name in inputs._fields
+        {axis: dims[name] for axis, name in enumerate(sizes.split())}
+        for fields, sizes in _SIZES.items()
+        for _ in fields.split()
     )
     with torch.no_grad():
         return export(computation, tuple(inputs), dynamic_shapes=(shapes,), strict=True)
@@ -236,3 +230,77 @@ def _check(model: nn.Module) -> None:
         why = "periodic='mesh' has sparse matrices"
     if why:
         raise ValueError(f"the model cannot be exported: {why}; use molflt.load(...)")
+
+
+def compile_energies(model: EnergyRegressor, path: Path) -> Path:
+    """Compiles `EnergyComputation` for this machine's processor; takes minutes.
+
+    Args:
+        model: a trained regressor, on the CPU.
+        path: package to write, ending in .pt2.
+    """
+    from torch._inductor import aoti_compile_and_package
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    program = export_energies(model, _example(model))
+    try:
+        aoti_compile_and_package(program, package_path=str(path))
+    except InvalidCxxCompiler:
+        raise RuntimeError(
+            "compiling needs a C++ compiler; got none; install g++ or clang++, or name one in the "
+            "environment variable CXX"
+        ) from None
+    return path
+
+
+class CompiledEnergies(nn.Module):
+    """Energies of a regressor, computed by machine code.
+
+    Args:
+        model: the regressor that was compiled, which prepares batches.
+        path: package written by `compile_energies`. It is machine code, which may do anything: load
+            only files that you trust.
+
+    Raises:
+        RuntimeError: if it was compiled for another kind of processor.
+    """
+
+    def __init__(self, model: EnergyRegressor, path: Path) -> None:
+        super().__init__()
+        from torch._inductor import aoti_load_package
+
+        self.model = model
+        self.program = aoti_load_package(str(path))
+        self.matrix = takes_matrix(model)
+        self.trained_elements, self.descriptors = model.trained_elements, model.descriptors
+        self.element_energies = model.element_energies
+
+    def forward(self, batch: "Data") -> Mapping[str, Tensor]:
+        """Energies (graphs,), float64, eV, as `EnergyRegressor.forward`.
+
+        Graphs are padded to the largest; batches should have graphs of similar size. The model
+        itself computes graphs whose matrix does not fit, with the same sums.
+        """
+        inputs = EnergyInputs.of(self.model, batch)
+        if self.matrix and inputs.mask.shape[1] > _MOST_IN_MATRIX:
+            return {"energy": self.model(batch)["energy"]}
+        return {"energy": self.program(*inputs)}
+
+
+def _example(model: EnergyRegressor) -> "Data":
+    """Returns two graphs, of three and of two atoms, that every model accepts."""
+    from torch_geometric.data import Batch, Data
+
+    dtype = model.embedding.element.weight.dtype
+    pos = torch.tensor([[0.0, 0.0, 0.0], [0.0, 0.0, 1.5], [1.5, 0.0, 3.0]], dtype=dtype)
+    made = [
+        Data(
+            pos=pos[:atoms],
+            atomic_numbers=torch.tensor([29, 29, 8])[:atoms],
+            tags=torch.tensor([1, 2, 2])[:atoms],
+            cell=8 * torch.eye(3, dtype=dtype)[None],
+            pbc=torch.ones(1, 3, dtype=torch.bool),
+        )
+        for atoms in (3, 2)
+    ]
+    return Batch.from_data_list(made)

@@ -52,8 +52,7 @@ def period_and_group(number: int) -> tuple[int, int]:
 
 
 def _valence(number: int) -> tuple[int, int, int, int]:
-    """Returns the s, p, d and f electrons beyond the last closed shells, by the place in the
-    table."""
+    """Returns the s, p, d and f electrons beyond the last closed shells."""
     period, group = period_and_group(number)
     _, place = period_and_place(number)
     s = 2 if number == 2 else min(2, group)

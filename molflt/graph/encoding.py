@@ -47,27 +47,12 @@ class GraphEncoding(nn.Module):
             phi(q).phi(k) (`MultiplicativePosition`).
         position_options: further arguments of the position, see `SpectralPosition.build`: spectrum,
             nodes, num_nodes, arguments of the spectrum, and of the nodes with the prefix `node_`.
-        periodic: "none"; "images": periodic images as further keys; "reciprocal": nodes on each
-            graph's reciprocal lattice, exactly periodic; "mesh": the same for large cells; or a
-            scheme of `molflt.graph.periodic`.
-        image_cutoff: cutoff of "images", Å, 8 by default.
-        max_frequency: largest |G| of "reciprocal" and "mesh", cycles/Å, 0.25 by default; the number
-            of nodes grows as its cube.
-        mesh_order: order of the splines of "mesh", 5 by default.
-        near_field: distance, Å, within which the kernel is the exponential of a separate exact
-            mask, through a neighbor list. For multiplicative positions without "images". 0 or None:
-            no near field.
-        near_exact: make q.k exact within the near field, as in softmax (`NearField`); for feature
-            maps that estimate exp(q.k).
-        mixing: "softmax", for the exact mask, or a kernelized one.
-        feature_map: feature map of the attention that uses the encoding.
-        num_features: number of features of the same attention.
+        periodic: see `EnergyRegressor`, also for `image_cutoff`, `max_frequency`, `mesh_order`,
+            `near_field` and `near_exact`; or a scheme of `molflt.graph.periodic`.
+        mixing: see `GraphAttention`, also for `feature_map` and `num_features`.
 
     Attributes:
         position: the mask or kernel.
-
-    Raises:
-        ValueError: choices that do not go together, or an option that would have no effect.
     """
 
     def __init__(
@@ -167,22 +152,16 @@ class GraphEncoding(nn.Module):
         columns = None if compiling else self._columns(geometry, found)
         by_size = Sorted.of(geometry, columns)
         if by_size is None:
-            return SizeClasses([self._class(geometry, found)])
+            return SizeClasses([self.padded(geometry, found)])
         found, classes = found.reordered(by_size.order), []
         for graphs in by_size.classes:
             part = by_size.geometry.part(graphs)
-            classes.append(self._class(part, found.part(graphs)))
+            classes.append(self.padded(part, found.part(graphs)))
         return SizeClasses(classes, by_size.atoms)
 
-    def _class(self, geometry: Geometry, found: _Found) -> SizeClass:
-        return SizeClass.of(geometry, *self._padded(geometry, found))
-
-    def padded(self, geometry: Geometry) -> tuple[DenseAtoms, Encoding]:
-        """Evaluates the encoding with all graphs padded to the largest: atoms and keys, and their
-        encoding."""
-        return self._padded(geometry, self._found(geometry))
-
-    def _padded(self, geometry: Geometry, found: _Found) -> tuple[DenseAtoms, Encoding]:
+    def padded(self, geometry: Geometry, found: _Found | None = None) -> SizeClass:
+        """Evaluates the encoding with all graphs padded to the largest."""
+        found = self._found(geometry) if found is None else found
         by_cell = geometry.cell.requires_grad and torch.is_grad_enabled()
         if by_cell and self.frequency_projection is not None:
             raise ValueError(
@@ -193,8 +172,10 @@ class GraphEncoding(nn.Module):
         dense = self.periodic.dense(geometry)
         mesh = self.periodic.mesh(geometry, dense, self.position)
         if mesh is not None and isinstance(self.position, MultiplicativePosition):
-            return dense, MeshNodes(mesh, self._near(found, self.position))
-        return dense, self._evaluate(dense, found)
+            encoding: Encoding = MeshNodes(mesh, self._near(found, self.position))
+        else:
+            encoding = self._evaluate(dense, found)
+        return SizeClass.of(geometry, dense, encoding)
 
     def _found(self, geometry: Geometry, neighbors: Neighbors | None = None) -> _Found:
         """Searches neighbors and nodes of a batch once; errors name its graphs."""
@@ -324,15 +305,7 @@ class GraphEncoding(nn.Module):
 def _make_encoding(
     heads: int, position: str, kind: dict[str, Any], periodic: str | Open | None, **where: Any
 ) -> GraphEncoding | None:
-    """Builds the encoding of a layer or a model; None for position "none".
-
-    Args:
-        heads: number of heads.
-        position: "none", or as for `GraphEncoding`.
-        kind: mixing, feature_map and num_features of the attention that uses it.
-        periodic: see `GraphEncoding`; None means "none".
-        where: further arguments of `GraphEncoding`.
-    """
+    """Builds a `GraphEncoding`, or returns None for position "none"; `kind` is of the attention."""
     one_of("position", position, _GRAPH_POSITIONS)
     if position != "none":
         return GraphEncoding(heads, position=position, periodic=periodic or "none", **where, **kind)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from molflt.atoms import FARTHEST, Tag
-from molflt.attention.checks import at_hand, tensors
+from molflt.atoms import FARTHEST, MAX_ATOMIC_NUMBER, Tag
+from molflt.attention.checks import at_hand, beside_weights, in_transform, tensors, whole
 from molflt.attention.numerics import at_least_float32, counts_of
 
 if TYPE_CHECKING:
@@ -58,8 +58,7 @@ class Geometry(NamedTuple):
         """
         tensors(pos=pos, batch=batch, cell=cell, pbc=pbc, tags=tags)
         pos = _points(pos, atoms)
-        _real("cell", cell)
-        if pbc is not None and (pbc.is_floating_point() or pbc.is_complex()):
+        if pbc is not None and pbc.is_floating_point():
             raise ValueError(f"pbc must be bool, one for each axis; got {pbc.dtype}; use .bool()")
         if batch is None and pos.shape[0]:
             _expect_one_graph(graphs, cell, pbc)
@@ -189,19 +188,8 @@ def _points(pos: Tensor | None, atoms: int | None) -> Tensor:
     return pos
 
 
-def _real(name: str, values: Tensor | None) -> None:
-    if values is not None and values.is_complex():
-        raise ValueError(f"{name} must be real numbers; got {values.dtype}; use .real")
-
-
 def _in_order(batch: Tensor | None, atoms: Tensor, graphs: int | None) -> Tensor:
-    """The graph of each atom, zeros if None.
-
-    Args:
-        batch: (atoms,) or None.
-        atoms: anything with one row for each atom.
-        graphs: number of graphs, or None to infer it.
-    """
+    """Checks the graph of each atom, (atoms,), zeros if None; `atoms` has a row for each."""
     if graphs is not None and (isinstance(graphs, float) or graphs < 0):
         raise ValueError(f"batch_size must be the number of graphs; got {graphs}; correct it")
     if batch is None:
@@ -285,3 +273,109 @@ def _for_each(name: str, given: Tensor, shape: tuple[int, ...], graphs: int) -> 
             f"{hint}"
         )
     return given.expand(graphs, *shape)
+
+
+class Atoms(NamedTuple):
+    """Atoms of a batch of graphs."""
+
+    geometry: Geometry
+    """geometry in the precision of the weights, with tags (0 by default) and charges"""
+    numbers: Tensor
+    """(atoms,) int64, 1 to 118"""
+    fixed: Tensor
+    """(atoms,) bool; none where the data do not say"""
+
+    @classmethod
+    def of(cls, data: "Data", weight: Tensor, charged: bool = False) -> "Atoms":
+        """Reads one structure, or a batch of them.
+
+        Args:
+            data: as for `molflt.graph.EnergyRegressor.forward`.
+            weight: any weight of the model.
+            charged: the model takes total charges; otherwise a charge other than 0 is refused.
+        """
+        geometry = Geometry.of_data(data)
+        _expect(data, geometry, weight)
+        pos, numbers = geometry.pos, data.atomic_numbers
+        none = torch.zeros(len(pos), dtype=torch.long, device=pos.device)
+        tags = none if geometry.tags is None else geometry.tags
+        fixed = none.bool() if data.get("fixed") is None else data.fixed
+        for name, values in {"atomic_numbers": numbers, "tags": tags, "fixed": fixed}.items():
+            tensors(**{name: values})
+            if values.shape != pos.shape[:1] or values.device != pos.device:
+                raise ValueError(
+                    f"{name} must have shape ({len(pos)},), one for each atom, on {pos.device}; "
+                    f"got {tuple(values.shape)} on {values.device}"
+                )
+        whole("atomic_numbers", numbers, 1, MAX_ATOMIC_NUMBER, "elements")
+        whole("tags", tags, min(Tag), max(Tag), "subsurface, surface, adsorbate; all 0 if unknown")
+        if fixed.dtype != torch.bool:
+            raise ValueError(f"fixed must be bool, (atoms,); got {fixed.dtype}; use .bool()")
+        dtype = at_least_float32(weight).dtype
+        charge = _charges(data, geometry, charged)
+        geometry = geometry._replace(
+            pos=pos.to(dtype),
+            cell=geometry.cell.to(dtype),
+            tags=tags.long(),
+            charge=None if charge is None else charge.to(dtype),
+        )
+        return cls(geometry, numbers.long(), fixed)
+
+    def above_subsurface(self) -> tuple["Atoms", Tensor]:
+        """Returns the graphs without atoms of tag 0, and the mask of the atoms that are kept.
+
+        Graphs without an atom with tag > 0 are kept whole.
+        """
+        geometry, kept = self.geometry, self.geometry.above_subsurface()
+        assert geometry.tags is not None
+        ends = geometry.sum(kept.long()).cumsum(0)
+        part = geometry._replace(
+            pos=geometry.pos[kept],
+            batch=geometry.batch[kept],
+            ptr=torch.cat((ends.new_zeros(1), ends)),
+            tags=geometry.tags[kept],
+        )
+        return Atoms(part, self.numbers[kept], self.fixed[kept]), kept
+
+
+def _charges(data: "Data", geometry: Geometry, charged: bool) -> Tensor | None:
+    """Total charges (graphs,), e, None if all are 0; NaN means 0."""
+    found = None
+    for name, usual, hint in (
+        ("multiplicity", 1.0, "no model reads it"),
+        ("charge", 0.0, "train a potential with long_range=[1] and total_charge=True"),
+    ):
+        values = data.get(name)
+        if values is None:
+            continue
+        values = torch.as_tensor(values, device=geometry.pos.device).reshape(-1)
+        if len(values) != geometry.graphs:
+            raise ValueError(
+                f"{name} must have shape ({geometry.graphs},), one for each graph; got "
+                f"{tuple(values.shape)}"
+            )
+        values = torch.where(values.isnan(), usual, values)
+        if name == "charge" and charged:
+            found = values
+        elif not (torch.compiler.is_compiling() or in_transform()) and (values != usual).any():
+            graph = int((values != usual).nonzero()[0])
+            raise ValueError(
+                f"{name} of this model must be {usual:g}; got {float(values[graph]):g} of graph "
+                f"{graph}; leave it out, or {hint}"
+            )
+    return found
+
+
+def _expect(data: "Data", geometry: Geometry, weight: Tensor) -> None:
+    """Raises ValueError for data on another device, or without required attributes."""
+    beside_weights("pos", geometry.pos, weight)
+    if data.get("atomic_numbers") is None:
+        hint = "; set data.atomic_numbers = data.z" if "z" in data else ""
+        raise ValueError(
+            "the data need atomic_numbers, (atoms,) int64; got "
+            f"{', '.join(sorted(map(str, data.keys())))}{hint}"
+        )
+    if data.get("cell") is None and at_hand(geometry.pbc) and bool(geometry.pbc.any()):
+        raise ValueError(
+            "pbc is True, which needs cell, (graphs, 3, 3), Å; got None; set it, or pbc to False"
+        )

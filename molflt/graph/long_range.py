@@ -230,8 +230,7 @@ def inverse_power_sums(
 
 
 def _scales(geometry: Geometry, cutoff: float) -> Tensor:
-    """Returns units of length in which each graph has a bounded number of nodes, (graphs,) float64;
-    mostly 1."""
+    """Returns units of length, mostly 1, which bound the number of nodes: (graphs,) float64."""
     cell, pbc = geometry.cell.detach().double(), geometry.pbc
     extent = free_extent(geometry.pos.detach().double(), geometry.batch, cell, pbc)
     volume = Lattice.of(cell, pbc, 2 * extent, 2 * _APART * cutoff / _DEPTH).volume
@@ -259,11 +258,7 @@ def _pair_sums(
     found: Neighbors,
     smearing: float,
 ) -> tuple[Tensor, Tensor]:
-    """Computes near parts, and far parts of graphs without periodic axes: (graphs, powers,
-    channels).
-
-    Lengths of the geometry and of the neighbors are in units of `scale`, (graphs,) Å.
-    """
+    """Computes near parts, and far parts of graphs without periodic axes; lengths over `scale`."""
     molecule, cutoff = ~geometry.pbc.any(dim=1), _DEPTH / laws[0].sharpness
     kept = ~molecule[geometry.batch[found.center]]
     first, second = _all_pairs(geometry, molecule)
@@ -295,8 +290,7 @@ def _pair_sums(
 def _far_of_lattice(
     pos: Tensor, charges: Tensor, cell: Tensor, pbc: Tensor, laws: Sequence[InversePower]
 ) -> Tensor:
-    """Computes the far part of one graph with two or three periodic axes: (powers, channels)
-    float64."""
+    """Computes the far part of one graph with periodic axes: (powers, channels) float64."""
     pos, cell, pbc = pos.double(), cell.double()[None], pbc[None]
     sharpness = laws[0].sharpness
     highest, slab = _HIGHEST * sharpness, not bool(pbc.all())
@@ -336,11 +330,9 @@ def _power(pos: Tensor, charges: Tensor, xi: Tensor, factor: Tensor) -> Tensor:
 
 
 def _cut_off(nodes: Tensor, spectra: Tensor, cell: Tensor, pbc: Tensor, height: Tensor) -> Tensor:
-    """Spectra (1, r) of 1 / r that ends half of the height above and below, so without images.
-
-    1 - exp(-k R) cos(k_z R) of them, k along the plane, R half of the height (Rozzi et al., Phys.
-    Rev. B 73, 205119, 2006), where k_z R is a multiple of pi; -2 pi R^2 at 0.
-    """
+    """Spectra (1, r) of 1 / r that ends half of the height above and below, without images."""
+    # 1 - exp(-k R) cos(k_z R) of them, k along the plane, R half of the height (Rozzi et al., Phys.
+    # Rev. B 73, 205119, 2006), where k_z R is a multiple of pi; -2 pi R^2 at 0.
     first, second = cell[0, pbc[0]]
     normal = torch.linalg.cross(first, second)
     normal = normal / normal.norm()

@@ -13,11 +13,7 @@ _SMALL = 2**26  # bytes that may be used without measuring the free memory, whic
 
 
 def _expect_memory(weights: Tensor, geometry: Geometry, heads: int) -> None:
-    """Refuses reciprocal nodes of weights (graphs, r) that take more than the free CPU memory.
-
-    Each node has two waves per atom and head. Otherwise the system grants more memory than it has
-    and then kills the process.
-    """
+    """Refuses reciprocal nodes of weights (graphs, r) whose waves exceed the free CPU memory."""
     if not at_hand(weights):
         return
     counts, atoms = (weights != 0).sum(dim=1), geometry.ptr.diff()

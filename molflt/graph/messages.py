@@ -31,11 +31,7 @@ class _Edges(NamedTuple):
 
 
 class _Matrices(NamedTuple):
-    """Coefficients of the sums over pairs, one matrix for each graph, padded to the largest.
-
-    Sums over neighbors become products of matrices. For small graphs this is faster than gathering
-    and scattering the tokens of pairs.
-    """
+    """Coefficients of sums over pairs, one matrix for each graph: faster for small graphs."""
 
     invariant: Tensor
     """(graphs, most, functions * most): functions of the distance, by center and neighbor"""

@@ -176,21 +176,9 @@ def _check_finite(
 def _closed(
     points: _Array, box: _Array, periodic: NDArray[np.bool_], cutoff: float
 ) -> tuple[_Array, _Array]:
-    """Returns atoms and a box, periodic along all axes, with the same neighbors.
-
-    The time of vesin grows as the square of the extent along open axes, and it crashes if atoms are
-    10^5 cutoffs apart. Gaps along open axes, between atoms and to images, are therefore reduced to
-    two cutoffs.
-
-    Args:
-        points: (atoms, 3), Å.
-        box: (3, 3), rows are lattice vectors, Å; those of open axes are not read.
-        periodic: (3,).
-        cutoff: Å.
-
-    Returns:
-        points (atoms, 3) and box (3, 3).
-    """
+    """Returns atoms and a box, periodic along all axes, with the same neighbors."""
+    # The time of vesin grows as the square of the extent along open axes, and it crashes if atoms
+    # are 10^5 cutoffs apart. Gaps along open axes are therefore reduced to two cutoffs.
     if periodic.all():
         return points, box
     normals = np.linalg.qr(box[periodic].T, mode="complete")[0].T[periodic.sum() :]
@@ -237,11 +225,7 @@ def _check_heights(heights: _Array, boxes: _Array, periodic: NDArray[np.bool_]) 
 
 
 def _least_pairs(points: _Array, box: _Array, cutoff: float) -> float:
-    """Lower bound of the number of pairs of atoms (atoms, 3) in a periodic box (3, 3), Å.
-
-    It is the larger of two estimates: for evenly spread atoms, and for atoms within a cube whose
-    diagonal is one cutoff.
-    """
+    """Lower bound of the number of pairs: of evenly spread atoms, and of those in small cubes."""
     even = len(points) ** 2 * 4 / 3 * math.pi * cutoff**3 / abs(np.linalg.det(box))
     cubes = np.floor(points * (3**0.5 / cutoff)).astype(np.int64)
     _, shared = np.unique(cubes @ _PLACES, return_counts=True)

@@ -164,14 +164,7 @@ class Images(Open):
     def _with_images(
         self, geometry: Geometry, atoms: DenseAtoms, centres: Tensor, sources: Tensor
     ) -> DenseAtoms:
-        """Returns atoms with the images within the cutoff of one of the centres as keys.
-
-        Args:
-            geometry: of the atoms.
-            atoms: atoms without images.
-            centres: (graphs, atoms) bool.
-            sources: (graphs, atoms) bool, atoms that have images.
-        """
+        """Adds images of the sources near centres, both (graphs, atoms) bool, as keys."""
         mask, positions = atoms.mask, atoms.positions
         cell, plane = geometry.cell.to(positions.dtype), geometry.tags is not None
         index, step, kept = _images(
@@ -226,11 +219,7 @@ def _images(
     cutoff: float,
     plane: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Finds images of atoms (graphs, atoms, 3) within a cutoff of one of the centres.
-
-    Returns:
-        The atom of each image, (graphs, images), its cell (graphs, images, 3), and a mask.
-    """
+    """Finds atom (graphs, images), cell (graphs, images, 3) and mask of images near centres."""
     graphs, most = mask.shape
     if plane:
         steps = torch.as_tensor(_IN_PLANE, device=mask.device)
@@ -251,11 +240,7 @@ def _images(
 
 
 def _steps(positions: Tensor, mask: Tensor, cell: Tensor, pbc: Tensor, cutoff: float) -> Tensor:
-    """Returns steps n of all cells, n . cell away, whose atoms may be within the cutoff of an atom.
-
-    Returns:
-        (steps, 3) int64, enough for every graph, without (0, 0, 0).
-    """
+    """Returns steps to all cells that may have an atom within the cutoff: (steps, 3) int64."""
     inverse = torch.linalg.pinv(cell)  # its columns: 1 / height of the cell
     fractional = positions @ inverse
     outside = ~mask[..., None]

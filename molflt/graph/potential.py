@@ -13,10 +13,8 @@ from torch import Tensor, nn
 from molflt.atoms import Tag
 from molflt.attention.checks import no_effect
 from molflt.attention.features import FeatureMapName
-from molflt.attention.positions.base import MixingName
 from molflt.graph.encoding import GraphPositionName
-from molflt.graph.geometry import Geometry
-from molflt.graph.inputs import Atoms
+from molflt.graph.geometry import Atoms, Geometry
 from molflt.graph.long_range import ChargeShare, LongRange, dipole
 from molflt.graph.neighbors import Neighbors
 from molflt.graph.periodic import Reciprocal
@@ -38,31 +36,21 @@ class Potential(EnergyRegressor):
     derivatives: no cutoff, no image and no node comes or goes with a weight other than 0. Forces
     are -dE/dr, and the stress is dE/d(strain) / volume, by automatic differentiation.
 
-    Further arguments are those of `EnergyRegressor`; choices without such an energy are refused.
+    Two `messages` in place of the radial summary are recommended (configs/potential.yaml). Without
+    messages, as in earlier versions, angles enter through distances only.
 
     Args:
         dim: width of tokens.
         heads: attention heads; `dim` is a multiple of it.
-        mixing: "linear", "quadratic" or "auto", which are the same function.
         feature_map: "positive" by default, or "exp", "learnable_exp", "sigmoid" or "polynomial" (of
             degree 2).
-        num_features: random features m per head, 64 by default.
         position: "multiplicative".
-        position_options: options of the kernel, see `molflt.graph.encoding.GraphEncoding`.
         periodic: "reciprocal".
         max_frequency: end of the spectrum of reciprocal nodes, 0.25 cycles/Å by default.
+        radial_basis: size of the radial summary; 0 leaves it out.
         far_field: False: attention ends at `near_field`. With L layers, refined R times, an atom
             sees others up to L R near fields away, but not across a wider gap. `long_range` covers
             larger distances.
-        near_field: distance within which the kernel is exact, Å; 5 by default.
-        near_exact: make q.k exact within it, without random features.
-        neighbor_cutoff: radius of the radial summary and of messages, 5 Å by default.
-        radial_basis: size of the radial summary; 0 leaves it out.
-        messages: layers of equivariant messages between neighbors, see `EnergyRegressor`; two of
-            them in place of the radial summary are recommended (configs/potential.yaml). Without
-            them, as in earlier versions, angles enter through distances only.
-        descriptors: also describe elements by period, group, radius, electronegativity and valence
-            electrons.
         long_range: powers p out of 1 (charges), 2, 4 and 6 (dispersion), which add energies of 1 /
             r^p between latent charges and all their images, see
             `molflt.graph.long_range.LongRange`.
@@ -73,14 +61,14 @@ class Potential(EnergyRegressor):
             5 Å, and separate molecules are neutral. False: for data with ions.
         total_charge: take the total charge of each graph, `charge`, as an input, see `ChargeShare`:
             it enters the tokens and the charges of p = 1. Otherwise charged data are refused.
-        stack: further arguments of `molflt.attention.Stack`.
+        options: further arguments of `EnergyRegressor`.
 
     Attributes:
         energy_std: eV, buffer: unit of atomic energies.
         element_energies: (119,) eV, buffer: constants added to atomic energies, by atomic number.
 
     Raises:
-        TypeError: an unknown argument.
+        TypeError: an unknown argument, or one of `EnergyRegressor` that is set here.
         ValueError: a choice whose energy is not smooth or not extensive, with the reason, or an
             option out of its range.
     """
@@ -93,19 +81,11 @@ class Potential(EnergyRegressor):
         dim: int = 128,
         heads: int = 8,
         *,
-        mixing: MixingName = "auto",
         feature_map: FeatureMapName | None = None,
-        num_features: int | None = None,
         position: GraphPositionName = "multiplicative",
-        position_options: dict[str, Any] | None = None,
         periodic: PeriodicName = "reciprocal",
         max_frequency: float | None = None,
-        near_field: float | None = None,
-        near_exact: bool = False,
-        neighbor_cutoff: float | None = None,
         radial_basis: int = 16,
-        messages: int = 0,
-        descriptors: bool = False,
         far_field: bool = True,
         long_range: list[int] | None = None,
         long_range_channels: int | None = None,
@@ -113,35 +93,26 @@ class Potential(EnergyRegressor):
         long_range_smearing: float | None = None,
         long_range_neutral: bool | None = None,
         total_charge: bool = False,
-        **stack: Any,
+        **options: Any,
     ) -> None:
-        maps = feature_map, num_features
-        _refuse_rough(mixing, *maps, position, periodic, position_options or {}, stack)
+        _refuse_rough(feature_map, position, periodic, options)
         smooth = {} if max_frequency is None else {"max_frequency": max_frequency}
         scheme = Reciprocal(**smooth, smooth=True) if far_field else periodic
         super().__init__(
             dim,
             heads,
-            mixing=mixing,
             feature_map=feature_map,
-            num_features=num_features,
             position=position,
-            position_options=position_options,
             periodic=cast(PeriodicName, scheme),
             max_frequency=None if far_field else max_frequency,
-            near_field=near_field,
-            near_exact=near_exact,
-            neighbor_cutoff=neighbor_cutoff,
             radial_basis=radial_basis,
-            messages=messages,
             message_pairs=None,
-            descriptors=descriptors,
             subsurface=True,
             position_head=False,
             move_atoms=False,
             readout="all",
             far_field=far_field,
-            **stack,
+            **options,
         )
         nn.init.ones_(self.readout.factor.weight)  # all tags are equal
         self.long_range = _make_long_range(
@@ -284,13 +255,7 @@ def _strained(batch: "Data") -> tuple["Data", Tensor, Tensor | None]:
 
 
 def _refuse_rough(
-    mixing: str,
-    feature_map: str | None,
-    num_features: int | None,
-    position: str,
-    periodic: str,
-    options: Mapping[str, object],
-    stack: Mapping[str, object],
+    feature_map: str | None, position: str, periodic: str, options: Mapping[str, Any]
 ) -> None:
     """Raises ValueError for forms whose energy is not extensive, or not smooth."""
     why = {
@@ -309,7 +274,7 @@ def _refuse_rough(
         if given != wanted:
             told = f"{given!r}: {reason}" if reason else f"{given!r}"
             raise ValueError(f"a potential needs {name}={wanted!r}; got {told}; leave it out")
-    if mixing == "softmax":
+    if options.get("mixing") == "softmax":
         raise ValueError(
             f"mixing='softmax' of a potential: {why['softmax']}; use linear, quadratic or auto"
         )
@@ -319,18 +284,18 @@ def _refuse_rough(
             f"potential takes one of {', '.join(_SMOOTH_MAPS)}"
         )
     if feature_map == "polynomial":
-        sizes = {"num_features": num_features, "degree": stack.get("degree")}
-        for name, value in {**sizes, "normalize_qk": stack.get("normalize_qk")}.items():
-            if value not in (None, {"degree": 2, "normalize_qk": True}.get(name)):
+        for name, fits in (("num_features", None), ("degree", 2), ("normalize_qk", True)):
+            if (value := options.get(name)) not in (None, fits):
                 raise ValueError(f"{name}={value} lets products fall below 0; leave it out")
-    if stack.get("floor"):
+    if options.get("floor"):
         raise ValueError("floor cuts sums off, where forces jump; leave it out of a potential")
-    if stack.get("normalize") == "unmasked":
+    if options.get("normalize") == "unmasked":
         raise ValueError(
             "normalize='unmasked' divides by all atoms of the cell, and energies per atom "
             "depend on its size; leave it out of a potential, or take 'none'"
         )
-    if options.get("background") or options.get("positive") is False:
+    kernel = options.get("position_options") or {}
+    if kernel.get("background") or kernel.get("positive") is False:
         raise ValueError(
             "position_options of a potential need background=0, as a constant for each pair would "
             "grow with the cell, and positive=True, as sums must not pass 0; leave them out"

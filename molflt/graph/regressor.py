@@ -16,9 +16,8 @@ from molflt.attention.features import FeatureMapName
 from molflt.attention.positions.base import MixingName
 from molflt.attention.stack import ATTENTION, MIXER_OPTIONS
 from molflt.graph.encoding import GraphEncoding, GraphPositionName, _encode, _make_encoding
-from molflt.graph.geometry import Geometry
+from molflt.graph.geometry import Atoms, Geometry
 from molflt.graph.heads import AtomEmbedding, EnergyReadout, MessagePairs, PositionHead, ReadoutName
-from molflt.graph.inputs import Atoms
 from molflt.graph.neighbors import Neighbors, neighbor_list
 from molflt.graph.periodic import Near
 from molflt.graph.schemes import PeriodicName
@@ -52,15 +51,18 @@ class EnergyRegressor(nn.Module):
         position_options: spectrum, num_gaussians, nodes, num_nodes, ... of the position: see
             `molflt.graph.encoding.GraphEncoding`.
         periodic: "none"; "images": in-plane periodic images near the adsorbate as extra keys;
-            "reciprocal": nodes on the reciprocal lattice of each cell, exactly periodic. By default
-            "reciprocal" for a multiplicative position, "none" for others.
+            "reciprocal": nodes on the reciprocal lattice of each cell, exactly periodic; "mesh":
+            the same for large cells. By default "reciprocal" for a multiplicative position, "none"
+            for others.
         image_cutoff: distance from the adsorbate within which images are kept, 8 Å by default.
-        max_frequency: end of the spectrum of reciprocal nodes, 0.25 cycles/Å by default.
+        max_frequency: end of the spectrum of reciprocal nodes, 0.25 cycles/Å by default; their
+            number grows as its cube.
         mesh_order: order of the mesh splines, 4, 5, 6 or 8, 5 by default: higher is more accurate
             and slower.
         near_field: distance within which a multiplicative kernel is exact, through a neighbor list,
             Å; by default 5, or 0 with images; 0 leaves it to its Fourier nodes.
-        near_exact: make q.k exact within it, without random features.
+        near_exact: make q.k exact within it, as in softmax, without random features; for feature
+            maps that estimate exp(q.k).
         neighbor_cutoff: radius of the neighborhoods of embedding and position head, 5 Å by default.
         radial_basis: size of the embedding's radial summary; 0 leaves it out.
         messages: layers of equivariant messages between neighbors, before attention, which add
@@ -95,11 +97,6 @@ class EnergyRegressor(nn.Module):
             the weights of another run.
         seen_by: names of buffers that record the data a weight has seen, with that weight. Another
             run takes over both or none of them.
-
-    Raises:
-        TypeError: an unknown argument.
-        ValueError: choices that do not go together, an option out of its range, or one that would
-            have no effect.
     """
 
     added_later: tuple[str, ...] = ("element_energies", "readout.by_contact")
@@ -268,8 +265,7 @@ class EnergyRegressor(nn.Module):
     def _refine(
         self, geometry: Geometry, tokens: Tensor, neighbors: Neighbors | None, fixed: Tensor
     ) -> tuple[Tensor, list[Tensor]]:
-        """Returns tokens (atoms, dim) after the last pass, and displacements (atoms, 3) Å after
-        each."""
+        """Returns tokens (atoms, dim), and displacements (atoms, 3), Å, after each pass."""
         start = geometry.pos
         classes = _encode(self.encoding, geometry, self._near(neighbors))
         h, x, moved = tokens, tokens, []
@@ -328,8 +324,7 @@ def _among(x: Tensor, kept: Tensor) -> Tensor:
 def _fill_added(
     model: EnergyRegressor, weights: dict[str, Tensor], prefix: str, *_: object
 ) -> None:
-    """Hook that adds missing buffers to weights of earlier versions: switches off, others as
-    new."""
+    """Adds missing buffers to weights of earlier versions: switches off, others as new."""
     for name in model.added_later:
         new = model.get_buffer(name)
         weights.setdefault(prefix + name, new & False if new.dtype == torch.bool else new)

@@ -108,11 +108,7 @@ class SizeClasses(NamedTuple):
 
 
 def _classes(ptr: Tensor, columns: Tensor | None, start: int) -> tuple[list[int], list[slice]]:
-    """Returns graphs with atoms, the largest first, and the classes.
-
-    A class ends where the next graph would cost more padding than a new class. Padding therefore
-    never costs more than `start` atoms per graph.
-    """
+    """Returns graphs with atoms, the largest first, and classes that end where padding is dear."""
     atoms = ptr.diff().tolist()
     each = [0.0] * len(atoms) if columns is None else columns.tolist()
     cost = [1 + number / _COLUMNS for number in each]  # of one atom of each graph

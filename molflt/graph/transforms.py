@@ -48,7 +48,6 @@ class PBCRadiusGraph(BaseTransform):
                 is a cell; of a batch also `batch` (atoms,), ascending.
         """
         geometry = Geometry.of_data(data)
-        _refuse_flat(geometry.cell.detach().double(), geometry.pbc)
         pos, cell = geometry.pos, geometry.cell
         # double precision, because shifts are computed from the vectors
         found = neighbor_list(geometry._replace(pos=pos.double(), cell=cell.double()), self.r)
@@ -78,26 +77,8 @@ class PBCRadiusGraph(BaseTransform):
         return f"{type(self).__name__}(r={self.r}{most})"
 
 
-def _refuse_flat(cell: Tensor, axes: Tensor) -> None:
-    """Periodic lattice vectors must span as many dimensions as there are."""
-    rank = torch.linalg.matrix_rank(cell * axes[..., None])
-    if flat := (rank < axes.sum(dim=1)).nonzero()[:, 0].tolist():
-        raise ValueError(
-            "lattice vectors of periodic axes must be linearly independent; those of graph "
-            f"{flat[0]} are {cell[flat[0]].tolist()} with pbc={axes[flat[0]].tolist()}; set pbc to "
-            "False along axes without a lattice vector"
-        )
-
-
 def _nearest(target: Tensor, distance: Tensor, atoms: int, most: int) -> Tensor:
-    """Returns indices of the nearest edges of each atom, including ties with the last one.
-
-    Args:
-        target: (edges,) atom.
-        distance: (edges,) Å.
-        atoms: number of atoms.
-        most: edges per atom, without ties.
-    """
+    """Returns indices of the nearest edges of each atom, including ties with the last one."""
     order = torch.argsort(distance, stable=True)
     order = order[torch.argsort(target[order], stable=True)]
     own = target[order]

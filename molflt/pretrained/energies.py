@@ -35,7 +35,7 @@ from molflt.evaluation.predictions import Predictions, infer, open_structures
 from molflt.evaluation.results import warn
 from molflt.files import atomically, read_json, shown, write_atomically
 from molflt.graph import EnergyRegressor
-from molflt.graph.compiled import CompiledEnergies, compile_energies
+from molflt.graph.computation import CompiledEnergies, compile_energies
 from molflt.graph.geometry import Geometry
 from molflt.graph.heads import by_contact
 from molflt.graph.mesh import use_mesh_

@@ -21,7 +21,7 @@ from kit.turns import paired, turns
 from torch_geometric.data import Batch, Data
 
 from molflt.graph import EnergyRegressor
-from molflt.graph.compiled import CompiledEnergies, compile_energies
+from molflt.graph.computation import CompiledEnergies, compile_energies
 
 Pair = tuple[EnergyRegressor, CompiledEnergies]
 VOLUME = 12.0  # Å^3 per atom

@@ -106,7 +106,7 @@ def padded(layer: nn.Module, given: Inputs) -> Tensor:
     if layer.encoding is None:
         return layer.attention(x, key_mask=mask)[mask]
     geometry = Geometry.of(given["pos"], given["batch"], given["cell"])
-    dense, encoding = layer.encoding.padded(geometry)
+    dense, encoding, _ = layer.encoding.padded(geometry)
     return layer.attention(x, encoding=encoding, **dense.keys)[mask]
 
 

@@ -11,7 +11,7 @@ from tiny_run import error_of, start, write_data
 
 import molflt
 from molflt.commands.cli import main
-from molflt.graph import compiled
+from molflt.graph import computation
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def test_one_package_for_all_sizes(exported, monkeypatch):
         fast.compiled.program,
         lambda *x: calls.append(x) or program(*x),
     )
-    monkeypatch.setattr(compiled, "_MOST_IN_MATRIX", 20)
+    monkeypatch.setattr(computation, "_MOST_IN_MATRIX", 20)
     assert [one.energy for one in fast.predict(given, 1, force=True)] == pytest.approx(
         energies[0], abs=1e-5
     )
@@ -104,6 +104,6 @@ def test_a_missing_compiler_is_named(tmp_path, monkeypatch):
         raise exc.InvalidCxxCompiler
 
     monkeypatch.setattr("torch._inductor.aoti_compile_and_package", none)
-    monkeypatch.setattr(compiled, "export_energies", lambda *_: None)
+    monkeypatch.setattr(computation, "export_energies", lambda *_: None)
     with pytest.raises(RuntimeError, match="needs a C\\+\\+ compiler; got none"):
-        compiled.compile_energies(model().eval(), tmp_path / "x.pt2")
+        computation.compile_energies(model().eval(), tmp_path / "x.pt2")

@@ -74,17 +74,3 @@ def test_one_exported_program_for_all_sizes(variant):
     for batch in batches(untagged=False):
         found = run(*EnergyInputs.of(net, batch))
         torch.testing.assert_close(found, net(batch)["energy"], **EXACT)
-
-
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        ({"move_atoms": True}, "between its passes"),
-        ({**FLT, "periodic": "images"}, "keys of its own"),
-        ({**KERNEL, "periodic": "mesh"}, "sparse"),
-        ({"mixing": "softmax", "position": "none"}, "softmax"),
-    ],
-)
-def test_other_models_are_refused(options, why):
-    with pytest.raises(ValueError, match=f"cannot be exported: .*{why}"):
-        EnergyComputation(model(**options))

@@ -10,7 +10,7 @@ from torch_geometric.data import Batch
 from molflt.graph import EnergyRegressor, GraphAttention
 from molflt.graph.dense import DenseAtoms
 from molflt.graph.geometry import Geometry
-from molflt.graph.periodic import Images, Reciprocal
+from molflt.graph.periodic import Images
 from molflt.graph.schemes import PERIODIC
 
 
@@ -46,8 +46,6 @@ def test_its_options_are_its_arguments_and_those_of_others_are_refused():
         layer(max_frequency=0.2)
     with pytest.raises(ValueError, match="near_field finds images itself; got AllImages"):
         layer(position="multiplicative", near_field=3.0)
-    with pytest.raises(ValueError, match="image_cutoff=4.0 has no effect with periodic=Reciprocal"):
-        GraphAttention(DIM, HEADS, periodic=Reciprocal(0.3), image_cutoff=4.0)
 
 
 def test_regressors_accept_the_extension():
@@ -73,55 +71,3 @@ def test_a_cell_without_the_option_periodic_is_refused():
         assert told(given.x, given.pos, **more).isfinite().all()
     open_axes = torch.zeros(3, dtype=torch.bool)
     assert silent(given.x, given.pos, cell=given.cell, pbc=open_axes).isfinite().all()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"causal": True}, "causal or gate"),
-        ({"position": "none", "position_options": {"num_nodes": 3}}, "position_options has no eff"),
-        ({"position": "none", "periodic": "reciprocal"}, "periodic='reciprocal' has no effect"),
-        ({"position": "none", "near_field": 3.0}, "near_field=3.0 has no effect"),
-        ({"image_cutoff": 4.0}, "image_cutoff=4.0 has no effect with periodic='none'"),
-        ({"max_frequency": 0.3}, "max_frequency=0.3 has no effect with periodic='none'"),
-        ({"near_exact": True}, "near_exact=True has no effect without near_field"),
-        ({"mixing": "softmax", "feature_map": "relu"}, "feature_map='relu' has no effect"),
-        ({"mixing": "softmax", "position_options": {"num_nodes": 3}}, "num_nodes=3 has no effect"),
-        (
-            {"periodic": "reciprocal", "position_options": {"nodes": "sobol"}},
-            "nodes='sobol' has no effect",
-        ),
-        (
-            {"position_options": {"nodes": "shells", "num_nodes": 3, "node_diameter": 9.0}},
-            "num_nodes=3 has no effect with nodes='shells'",
-        ),
-        (
-            {
-                "position": "multiplicative",
-                "near_field": 3.0,
-                "near_exact": True,
-                "feature_map": "relu",
-            },
-            "near_exact=True joins exp.* use one of positive, trigonometric, favor2020",
-        ),
-        (
-            {"periodic": "reciprocal", "feature_map": "elu"},
-            "feature_map='elu' needs the factors",
-        ),
-        ({"periodic": "reciprocal", "feature_map": "swish"}, "feature_map='swish' is unknown"),
-        ({"max_frequency": 0.0, "periodic": "reciprocal"}, "max_frequency must be positive"),
-        ({"image_cutoff": -1.0, "periodic": "images"}, "image_cutoff must be positive"),
-        ({"position": "multiplicative", "near_field": -1.0}, "near_field must be positive"),
-    ],
-)
-def test_useless_options_are_refused_at_construction(options, message):
-    with pytest.raises(ValueError, match=message) as caught:
-        GraphAttention(DIM, HEADS, **options)
-    assert "\n" not in str(caught.value)
-
-
-def test_batch_size_zero_differs_from_none():
-    given = graph("crystal", 7)
-    layer = GraphAttention(DIM, HEADS).double()
-    with pytest.raises(ValueError, match="got 0 to 0 with batch_size=0; correct one of them"):
-        layer(given.x, given.pos, batch=torch.zeros(len(given.x), dtype=torch.long), batch_size=0)

@@ -14,7 +14,7 @@ from molflt.attention.nodes.lattice import Lattice, free_extent
 from molflt.attention.nodes.reciprocal import reciprocal_nodes
 from molflt.attention.positions.multiplicative import MultiplicativePosition
 from molflt.attention.positions.spectral import GraphNodes
-from molflt.graph import EnergyRegressor, GraphAttention, Potential
+from molflt.graph import EnergyRegressor, GraphAttention
 from molflt.graph.mesh import use_mesh_
 
 ERROR = {4: 3e-3, 5: 6e-4, 6: 6e-6, 8: 2e-7}  # as documented, of the kernel of a worst case
@@ -145,13 +145,6 @@ def test_gradients_by_positions_and_cell_of_two_orders():
     assert gradgradcheck(energy, inputs)
 
 
-def test_pieces_on_the_mesh_change_nothing(monkeypatch):
-    net, given = layer(), [crystal(), graph("slab", 12)]
-    whole = run(net, given)
-    monkeypatch.setattr("molflt.attention.mixing.mesh._CHANNELS", 20)
-    close(run(net, given), whole)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_lower_precision(dtype):
     given = collated([crystal(), graph("slab", 12)])
@@ -162,17 +155,6 @@ def test_lower_precision(dtype):
         found = net(**single)
     assert found.isfinite().all()
     assert (found - exact).norm() < (1e-5 if dtype is torch.float32 else 0.05) * exact.norm()
-
-
-def test_regressors_accept_a_mesh():
-    def energies(periodic: str, **options) -> Tensor:
-        torch.manual_seed(0)
-        sizes = {"dim": 16, "heads": 2, "layers": 2, "position": "multiplicative"}
-        net = EnergyRegressor(periodic=periodic, near_field=3.0, **sizes, **options).double().eval()
-        return net(Batch.from_data_list([structure(9, 3), structure(6, 4)]))["energy"]
-
-    expected = energies("reciprocal")
-    assert 0 < (energies("mesh", mesh_order=8) - expected).abs().max() < 1e-5
 
 
 def test_trained_models_can_use_a_mesh():
@@ -186,16 +168,6 @@ def test_trained_models_can_use_a_mesh():
     assert all(torch.equal(x, weights[name]) for name, x in net.state_dict().items())
     use_mesh_(net, 5)  # another order
     assert (net(batch)["energy"] - by_nodes).abs().max() > (by_mesh - by_nodes).abs().max()
-    for model in (
-        EnergyRegressor(16, 2, periodic="images"),
-        EnergyRegressor(16, 2, position="none"),
-    ):
-        with pytest.raises(ValueError, match="mesh_order=5 puts sums over reciprocal nodes on a"):
-            use_mesh_(model)
-    with pytest.raises(ValueError, match="mesh_order=5: expected sums over reciprocal nodes"):
-        use_mesh_(Potential(near_field=3.0))
-    with pytest.raises(ValueError, match="periodic='mesh' is for a kernel that multiplies"):
-        use_mesh_(EnergyRegressor(16, 2, position="spectral", periodic="reciprocal"))
 
 
 @pytest.mark.parametrize("near", [None, 3.0])
@@ -227,20 +199,8 @@ def test_many_pairs_and_pieces_change_nothing(near, monkeypatch):
     close(found(), whole)
 
 
-def test_unsupported_options_of_the_mesh_are_refused():
-    with pytest.raises(ValueError, match="periodic='mesh' is for a kernel that multiplies"):
-        layer(position="spectral")
-    with pytest.raises(ValueError, match="got mixing=softmax"):
-        layer(mixing="softmax", num_features=None)
-    with pytest.raises(ValueError, match="mesh_order must be one of 4, 5, 6, 8; got 7"):
-        layer(mesh_order=7)
-    with pytest.raises(ValueError, match="mesh_order=5 has no effect with periodic='reciprocal'"):
-        layer("reciprocal", mesh_order=5)
-    with pytest.raises(ValueError, match=r"GaussianMixture"):
-        layer(position_options={"spectrum": "gaussian_mixture"})
+def test_too_many_mesh_points_are_refused():
     lost = graph("molecule", 5)
     lost.pos[0] = 9e4
     with pytest.raises(ValueError, match=r"too many mesh points below 0\.2 cycles/Å; .* graph 0"):
         run(layer(), [lost])
-    with pytest.raises(ValueError, match="periodic"):
-        Potential(periodic="mesh", near_field=3.0)

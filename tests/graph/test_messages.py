@@ -6,7 +6,7 @@ import pytest
 import torch
 from graph.test_regressor import structure
 from scipy.spatial.transform import Rotation
-from torch_geometric.data import Batch, Data
+from torch_geometric.data import Batch
 
 from molflt.graph import EnergyRegressor, near
 from molflt.graph import messages as messages_module
@@ -170,32 +170,3 @@ def test_single_and_missing_atoms():
     far = neighbor_list(alone, 1.0)
     assert len(far.center) == 0 and apply(net, tokens, far).shape == (1, 8)
     assert apply(net, tokens[:0], far).shape == (0, 8)
-
-
-def test_periodic_images_of_an_atom_are_its_neighbors():
-    """A crystal of one atom, and the same of eight of them."""
-    torch.manual_seed(0)
-    net = EnergyRegressor(16, 2, layers=1, ffn_dim=16, messages=2, neighbor_cutoff=CUTOFF).double()
-    net.eval()
-    one = Data(
-        pos=torch.zeros(1, 3, dtype=torch.float64),
-        cell=2.5 * torch.eye(3, dtype=torch.float64)[None],
-        pbc=torch.ones(1, 3, dtype=torch.bool),
-        atomic_numbers=torch.tensor([29]),
-        tags=torch.tensor([1]),
-    )
-    grid = torch.cartesian_prod(*[torch.arange(2.0, dtype=torch.float64)] * 3) * 2.5
-    eight = Data(
-        pos=grid, cell=2 * one.cell, pbc=one.pbc, atomic_numbers=torch.full((8,), 29),
-        tags=torch.ones(8, dtype=torch.long),
-    )  # fmt: skip
-    small, large = (net(Batch.from_data_list([x])) for x in (one, eight))
-    torch.testing.assert_close(large["energy"], 8 * small["energy"], rtol=1e-9, atol=1e-9)
-
-
-def test_atoms_at_one_place_give_numbers():
-    """Wrong structures as they are, but no NaN that would reach the rest of the batch."""
-    net, pos = messages(2), torch.zeros(2, 3, dtype=torch.float64, requires_grad=True)
-    out = apply(net, torch.ones(2, 8, dtype=torch.float64), around(pos))
-    (force,) = torch.autograd.grad(out.sum(), pos)
-    assert out.isfinite().all() and force.isfinite().all()

@@ -145,25 +145,3 @@ def test_gradients_of_distances_and_old_attributes() -> None:
     full = data_of(crystal())
     inputs = full.pos.requires_grad_(), full.cell[0].clone().requires_grad_()
     assert torch.autograd.gradcheck(energy, inputs)
-
-
-def test_repr_and_refusals() -> None:
-    assert repr(PBCRadiusGraph(5.0)) == "PBCRadiusGraph(r=5.0)"
-    assert repr(PBCRadiusGraph(5, 8)) == "PBCRadiusGraph(r=5, max_neighbors=8)"
-    pos = torch.zeros(2, 3)
-    for options in ({"r": 0.0}, {"r": float("nan")}, {"r": 1.0, "max_neighbors": 0}):
-        with pytest.raises(ValueError, match="must be"):
-            PBCRadiusGraph(**options)
-    for r in ("3", None):
-        with pytest.raises(TypeError, match=f"^r must be a number; got {r!r}; correct it"):
-            PBCRadiusGraph(r)
-    for fields, message in (
-        ({"pos": None}, "pos must have shape"),
-        ({"pos": pos[:, :2]}, "pos must have shape"),
-        ({"pos": pos, "cell": torch.eye(3).expand(2, 3, 3)}, "batch is missing"),
-        ({"pos": pos, "pbc": torch.ones(2, 3).bool()}, "batch is missing"),
-        ({"pos": pos, "pbc": torch.ones(3).bool()}, "linearly independent"),
-        ({"pos": pos, "cell": torch.ones(3, 3)}, "linearly independent"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            PBCRadiusGraph(1.0)(Data(**fields))
