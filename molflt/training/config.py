@@ -85,15 +85,7 @@ def defaults(recipe: str) -> dict[str, Any]:
 
 
 def read_config(run: Path) -> Config:
-    """Reads config.yaml of a run, and adds the defaults of missing options.
-
-    Args:
-        run: folder of the run.
-
-    Raises:
-        FileNotFoundError: if there is no config.yaml.
-        ValueError: if it is damaged.
-    """
+    """Reads config.yaml in the folder of a run, and adds the defaults of missing options."""
     path = Path(run) / "config.yaml"
     if not path.is_file():
         above = (parent for parent in Path(run).parents if (parent / "config.yaml").is_file())
@@ -156,8 +148,7 @@ def read_yaml(path: Path, advice: str = "") -> dict[str, object]:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         place = f"line {mark.line + 1}: " if mark else ""
-        deep = isinstance(error, RecursionError)
-        problem = "nested too deeply" if deep else getattr(error, "problem", None) or error
+        problem = getattr(error, "problem", None) or error
         raise ValueError(f"{path}: {place}not YAML: {shown(str(problem))}; {advice}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path}: expected `key: value`; got {shown(content)}; {advice}")
