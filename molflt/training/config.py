@@ -148,7 +148,8 @@ def read_yaml(path: Path, advice: str = "") -> dict[str, object]:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         place = f"line {mark.line + 1}: " if mark else ""
-        problem = getattr(error, "problem", None) or error
+        deep = isinstance(error, RecursionError)
+        problem = "nested too deeply" if deep else getattr(error, "problem", None) or error
         raise ValueError(f"{path}: {place}not YAML: {shown(str(problem))}; {advice}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path}: expected `key: value`; got {shown(content)}; {advice}")
