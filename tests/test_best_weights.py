@@ -5,31 +5,26 @@ from __future__ import annotations
 import math
 from types import SimpleNamespace
 
-import ase.io
-import numpy as np
 import pytest
 import torch
-from ase.build import bulk
-from ase.calculators.lj import LennardJones
-from ase.calculators.singlepoint import SinglePointCalculator
-from tiny_run import logged, table
 
-from molflt.commands.cli import main
 from molflt.tasks.images import ImageTask
 from molflt.tasks.is2re import IS2RETask
 from molflt.tasks.language import LanguageTask
-from molflt.tasks.potential import PotentialTask
+from molflt.tasks.potential import PotentialTask, _Errors
 from molflt.tasks.sentences import SentenceTask
 from molflt.training.callbacks import _BestWeights
 from molflt.training.metrics_file import _MetricsFile
-from molflt.training.outcome import best_of
 
 NAN = math.nan
 FORCE, ENERGY = "force_mae_meV_per_A", "energy_mae_meV_per_atom"
 
 
-def chosen(task, validations, was=None, patience=None, weights=(1, 1, 1)):
-    """Returns the steps of kept weights, the last header, and the state of early stopping."""
+def chosen(task, validations, was=None, patience=None, weights=(1, 1, 1), diverged=()):
+    """Returns the steps of kept weights, the last header, and the state of early stopping.
+
+    The sums of the validations of the steps `diverged` are not finite.
+    """
     kept, folder = [], SimpleNamespace(provenance={})
     folder.save_weights = lambda name, weights, header: kept.append(header)
     folder.last = SimpleNamespace(with_name=lambda name: SimpleNamespace(is_file=lambda: True))
@@ -40,7 +35,8 @@ def chosen(task, validations, was=None, patience=None, weights=(1, 1, 1)):
         best.load_state_dict(was)
     for step, found in enumerate(validations, start=1):
         trainer = SimpleNamespace(sanity_checking=False, global_step=step, max_steps=99)
-        module = SimpleNamespace(validation_is_finite=True, model=torch.nn.Identity())
+        finite = step not in diverged
+        module = SimpleNamespace(validation_is_finite=finite, model=torch.nn.Identity())
         module.validation_metrics = lambda found=found: found
         best.on_validation_epoch_end(trainer, module)
         again = _BestWeights(task, folder, patience)
@@ -106,29 +102,19 @@ def test_equal_validations_count_for_patience_and_keep_the_later_weights():
     assert chosen(SentenceTask, same, patience=2)[2] is None  # the loss still improves
 
 
-def test_cells_of_one_atom(tmp_path):
-    """All forces, and their errors, are 0 by symmetry except for noise."""
-    draw, frames = np.random.default_rng(0), []
-    for scale in np.linspace(0.93, 1.08, 24):
-        atoms = bulk("Ar", "fcc", 5.2 * scale)
-        atoms.calc = LennardJones(sigma=3.4, epsilon=0.5, rc=8.0)
-        labels = {"energy": atoms.get_potential_energy(), "stress": atoms.get_stress()}
-        labels["forces"] = draw.normal(scale=1e-5, size=(1, 3))
-        atoms.calc = SinglePointCalculator(atoms, **labels)
-        frames.append(atoms)
-    ase.io.write(tmp_path / "eos.extxyz", frames)
-    run = tmp_path / "run"
-    words = ["--config=potential", f"--data.root={tmp_path / 'eos.extxyz'}", f"--run={run}"]
-    words += ["--data.val_fraction=0.3", "--model.dim=16", "--model.messages=0", "--task.lr=5e-3"]
-    words += ["--trainer.ema_decay=null", "--task.warmup_steps=0", "--trainer.max_steps=30"]
-    words += ["--trainer.val_every=10", "--trainer.accelerator=cpu"]
-    assert main(["train", *words]) == 0
-    energies = logged(run, f"val_{ENERGY}")
-    best = best_of(run)
-    assert (best.metric, best.value) == (ENERGY, min(energies)) and min(energies) < energies[0]
-    assert table(run / "metrics.csv", f"val_{ENERGY}")[energies.index(best.value)]["step"] == str(
-        best.step
-    )
+@pytest.mark.parametrize(("task", "sign"), [(ImageTask, 1), (LanguageTask, -1)])
+def test_validations_that_are_not_finite_are_never_the_best(task, sign):
+    """For a non-finite score and a non-finite sum; both count for patience."""
+    scores = [5, 9, 99, math.inf, NAN, 1]
+    found = rows(**{task.best: [sign * score for score in scores]})
+    kept, _, stopped = chosen(task, found, patience=4, diverged=(3, 5))
+    assert kept == [1, 2] and (stopped["step"], stopped["best"]) == (6, sign * 9)
+
+
+def test_the_mean_size_of_forces_is_measured():
+    none = torch.zeros(0)
+    errors = _Errors(torch.zeros(1), torch.zeros(3), none, none, torch.tensor([3e-3, -1e-3, 2e-3]))
+    assert PotentialTask.sums.of(errors).metrics()["force_labels_meV_per_A"] == pytest.approx(2)
 
 
 def test_sums_of_an_earlier_version_have_fewer_fields(tmp_path):

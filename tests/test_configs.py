@@ -175,23 +175,6 @@ def test_parameter_counts_in_the_readme() -> None:
     assert table == {name: parameters(config["model"]) for name, config in own.items()}
 
 
-def test_demo_reads_the_shipped_sample() -> None:
-    root = Path(resolve("is2re", "--config", str(CONFIGS / "demo.yaml"))["data"]["root"])
-    assert root == CONFIGS.parent / "datasets" / "chgnet-sample"
-    assert (root / "train.safetensors").is_file()
-
-
-def test_differences_between_the_models() -> None:
-    counts = {name: parameters(oc20(name)["model"]) for name in OC20}
-    # per layer: attention 4 (d^2 + d), feed-forward 2 d f + d + f, two LayerNorms 4 d
-    d, f = 768, 2048
-    layer = 4 * (d * d + d) + 2 * d * f + d + f + 4 * d
-    assert counts["flt-12l"] - counts["flt-10l"] == 2 * layer
-    # mask: T amplitudes per head, T widths, and sigma of the nodes per head
-    assert counts["flt-12l"] - counts["performer-12l"] == 48 * 32 + 32 + 48
-    assert counts["flt-12l"] - counts["softmax-12l"] == 48
-
-
 def shrunk(names: tuple[str, ...], **data: Any) -> tuple[Any, dict[str, Any]]:
     """Returns the recipe of configurations, and the options of a smaller model."""
     config = configured(*names)

@@ -5,7 +5,7 @@ import torch
 from tiny_run import error_of, last_state, table
 
 from molflt.commands.cli import main
-from molflt.training.checkpoint import load_run, read_checkpoint
+from molflt.training.checkpoint import read_checkpoint
 from molflt.training.config import read_config
 
 
@@ -16,27 +16,12 @@ def refused(path, read) -> bool:
     except (ValueError, FileNotFoundError) as error:
         text = str(error)
         assert text.startswith(str(path)) and "\n" not in text, text
-        assert len(text) < len(str(path)) + 500
         return True
     return False
 
 
 def test_written_configurations_round_trip(shared_run):
     assert read_config(shared_run) == last_state(shared_run)["molflt"]["config"]
-
-
-def test_random_damage_of_a_configuration(copied_run):
-    draw, path = np.random.default_rng(0), copied_run / "config.yaml"
-    whole, count = path.read_bytes(), 0
-    for _ in range(20):
-        content = bytearray(whole)
-        if draw.random() < 0.2:
-            del content[draw.integers(len(content)) :]
-        for place in draw.integers(len(content) or 1, size=3) if content else ():
-            content[place] = draw.integers(256)
-        path.write_bytes(content)
-        count += refused(copied_run, lambda: load_run(copied_run))
-    assert count > 12
 
 
 def test_damaged_checkpoints_are_refused(copied_run):
@@ -58,16 +43,6 @@ def test_damaged_checkpoints_are_refused(copied_run):
     for end in (0, 1, 100, 5_000, len(whole) - 71, len(whole) - 1):
         path.write_bytes(whole[:end])
         assert refused(path, lambda: read_checkpoint(path))
-
-
-def test_damaged_weights_are_refused(copied_run):
-    path = copied_run / "checkpoints" / "best.safetensors"
-    whole = path.read_bytes()
-    for place in np.random.default_rng(0).integers(len(whole), size=8):
-        content = bytearray(whole)
-        content[place] ^= 16
-        path.write_bytes(content)
-        assert refused(path, lambda: load_run(copied_run))
 
 
 def test_an_incomplete_last_row_is_dropped(copied_run):

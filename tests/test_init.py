@@ -70,13 +70,8 @@ def test_weights_and_options_are_those_of_the_source(others, source, tmp_path):
     assert found["new"] == found["left_over"] == {} and found["recipe"] == "is2re"
     content = (source / "checkpoints" / "best.safetensors").read_bytes()
     assert found["sha256"] == hashlib.sha256(content).hexdigest()
-
-
-def test_the_normalizer_is_computed_from_the_new_data(others, source, tmp_path):
-    run = tmp_path / "run"
-    begin(others, run, source, *STILL)
+    # the normalizer is computed from the new data
     labels = StructureStore(others / "train.safetensors").y_relaxed
-    now, was = weights(run), weights(source)
     assert float(now["energy_mean"]) == pytest.approx(labels.mean(), abs=1e-12)
     assert float(now["energy_std"]) == pytest.approx(labels.std(), abs=1e-12)
     assert abs(float(now["energy_mean"] - was["energy_mean"])) > 1e-3
@@ -130,6 +125,7 @@ def test_tensors_that_do_not_fit_are_recorded(others, source, tmp_path, capsys):
     """One layer less, one summary more, and another width; given options win."""
     run = tmp_path / "run"
     more = ["--model.layers=1", "--model.radial_basis=8", "--model.ffn_dim=24"]
+    more += ["--model.position_options.num_nodes=6", "--task.freeze", "embedding.*"]
     begin(others, run, source, *STILL, *more)
     said = capsys.readouterr().out
     found = record(run)
@@ -139,15 +135,12 @@ def test_tensors_that_do_not_fit_are_recorded(others, source, tmp_path, capsys):
     assert any(one["why"].startswith("(16, 16)") for one in map(found["new"].get, wide))
     assert found["left_over"] and all(".1." in name for name in found["left_over"])
     assert "embedding.radial.weight (16, 8)" in said and "ffn_dim 24, 16" in said
+    assert "and frozen embedding.neighbor_element.weight, embedding.radial.weight" in said
     was, now = weights(source, "best"), weights(run)
     assert all(torch.equal(was[name], now[name]) for name in found["loaded"])
-    assert config(run)["model"]["dim"] == 16 and config(run)["model"]["layers"] == 1
-
-
-def test_a_given_item_of_an_option_keeps_the_others(others, source, tmp_path):
-    run = tmp_path / "run"
-    begin(others, run, source, *STILL, "--model.position_options.num_nodes=6")
-    assert config(run)["model"]["position_options"] == {"num_nodes": 6, "num_gaussians": 4}
+    model = config(run)["model"]
+    assert (model["dim"], model["layers"]) == (16, 1)
+    assert model["position_options"] == {"num_nodes": 6, "num_gaussians": 4}
 
 
 def test_a_file_of_weights_outside_of_a_run(others, source, tmp_path):
@@ -182,12 +175,15 @@ def test_resuming_does_not_need_the_source(others, source, tmp_path):
     words += ["--task.schedule=inverse_sqrt"]
     begin(others, tmp_path / "whole", copy, *words, "--trainer.max_steps=8")
     begin(others, tmp_path / "run", copy, *words, "--trainer.max_steps=4")
-    before = (tmp_path / "run" / "init.json").read_bytes()
+    names = ("init.json", "domain.json")
+    before = [(tmp_path / "run" / name).read_bytes() for name in names]
+    (tmp_path / "run" / "domain.json").unlink()
     shutil.rmtree(copy)
     assert resume(tmp_path / "run", "--trainer.max_steps=8") == 0
     one, other = last_state(tmp_path / "run"), last_state(tmp_path / "whole")
     assert differences(one["state_dict"], other["state_dict"]) == []
-    assert (tmp_path / "run" / "init.json").read_bytes() == before
+    assert [(tmp_path / "run" / name).read_bytes() for name in names] == before
+    assert b'"initial"' in before[1]
     assert logged(tmp_path / "run", "val_mae_eV") == logged(tmp_path / "whole", "val_mae_eV")
 
 
@@ -206,7 +202,7 @@ def test_exports_and_models_on_the_hub_are_sources(shared_data, source, tmp_path
     begin(shared_data, tmp_path / "a", source, *STILL)
     hub = pytest.importorskip("huggingface_hub", reason="needs molflt[hub]")
     monkeypatch.setattr(hub, "snapshot_download", lambda *_, **__: str(tmp_path / "export"))
-    names = ["hf:me/small", tmp_path / "export", "small"]
+    names = ["hf:me/small", "small"]
     monkeypatch.setattr(sources, "_WEIGHTS", tmp_path / "weights")
     shutil.copytree(tmp_path / "export", tmp_path / "weights" / "small")
     for i, name in enumerate(names):
@@ -323,10 +319,3 @@ def test_learning_rates_by_name(others, source, tmp_path):
     assert resume(run, "--trainer.max_steps=2") == 0
     rates = [group["lr"] for group in last_state(run)["optimizer_states"][0]["param_groups"]]
     assert sorted(rate / rates[0] for rate in rates) == pytest.approx([0.1, 1, 10], rel=1e-6)
-
-
-def test_new_parameters_that_are_frozen_are_named(others, source, tmp_path, capsys):
-    words = ["--model.radial_basis=8", "--task.freeze", "embedding.*"]
-    begin(others, tmp_path / "run", source, *STILL, *words)
-    said = capsys.readouterr().out
-    assert "and frozen embedding.neighbor_element.weight, embedding.radial.weight" in said

@@ -88,17 +88,6 @@ def test_chains_and_exports_keep_all_domains(tuned, shared_run, gold, tmp_path):
     assert molflt.load(tmp_path / "run").domain == held(tmp_path / "run")
 
 
-def test_resuming_needs_neither_source_nor_domain(copied_run, gold, tmp_path):
-    begin(gold, tmp_path / "run", copied_run, *STEPS)
-    shutil.rmtree(copied_run)
-    kept = tmp_path / "run" / "domain.json"
-    before = kept.read_bytes()
-    kept.unlink()
-    assert main(["train", f"--resume={tmp_path / 'run'}", "--trainer.max_steps=8"]) == 0
-    assert kept.read_bytes() == before and b'"initial"' in before
-    assert molflt.load(tmp_path / "run").domain == held(tmp_path / "run")
-
-
 @pytest.mark.parametrize("recorded", [True, False])
 def test_a_damaged_domain_of_the_source_is_refused(copied_run, gold, tmp_path, capsys, recorded):
     path, file = (copied_run / name for name in ("domain.json", "checkpoints/best.safetensors"))

@@ -56,10 +56,6 @@ class ImageClassifier(nn.Module):
         image_mean, image_std: (channels,), of images in [0, 1], buffers that normalize them.
         of_data: prefixes of the names of tensors that depend on the data: the normalizer of images,
             the logits of classes.
-
-    Raises:
-        TypeError: an unknown argument.
-        ValueError: missing sizes, or sizes or choices that do not go together.
     """
 
     of_data = ("image_mean", "image_std", "head.")
@@ -119,9 +115,6 @@ class ImageClassifier(nn.Module):
         Args:
             mean: (channels,), of images in [0, 1].
             std: (channels,), positive.
-
-        Raises:
-            ValueError: not one number per channel, or a deviation that is not positive.
         """
         mean, std = torch.as_tensor(mean), torch.as_tensor(std)
         if {mean.shape, std.shape} != {self.image_mean.shape} or not bool((std > 0).all()):
@@ -141,10 +134,6 @@ class ImageClassifier(nn.Module):
 
         Returns:
             (batch, tokens, dim).
-
-        Raises:
-            TypeError: an input other than a tensor.
-            ValueError: images of another shape, type or device, or an empty batch.
         """
         tensors(images=images)
         beside_weights("images", images, self.image_mean)
@@ -175,7 +164,12 @@ class ImageClassifier(nn.Module):
         sequence, (1, tokens, 1); exact.
         """
         axes = 2 if self.stack.position is None else self.stack.position.dim
-        return _places(self.side, self.side**2 + (self.class_token is not None), axes)
+        tokens, dtype = self.side**2 + (self.class_token is not None), torch.get_default_dtype()
+        if axes == 1:
+            return torch.arange(tokens, dtype=dtype)[None, :, None]
+        line = torch.arange(self.side, dtype=dtype) - (self.side - 1) / 2
+        grid = torch.cartesian_prod(line, line)
+        return torch.cat((grid.new_zeros(tokens - len(grid), 2), grid))[None]
 
     @property
     def positions(self) -> Tensor:
@@ -273,16 +267,6 @@ def _refuse_misfits(
         raise ValueError(
             f"{name} is a table of whole offsets; got position_scale={scale:g}; leave it at 1"
         )
-
-
-def _places(side: int, tokens: int, axes: int) -> Tensor:
-    """Positions of tokens, (1, tokens, axes): centered rows and columns, or 0, 1, 2, ..."""
-    if axes == 1:
-        return torch.arange(tokens, dtype=torch.get_default_dtype())[None, :, None]
-    line = torch.arange(side, dtype=torch.get_default_dtype()) - (side - 1) / 2
-    grid = torch.cartesian_prod(line, line)
-    center = grid.new_zeros(tokens - len(grid), 2)
-    return torch.cat((center, grid))[None]
 
 
 def _sinusoids(side: int, dim: int) -> Tensor:

@@ -85,9 +85,6 @@ class CoordinateOptimizer(nn.Module):
             by default.
         window: number of past steps of softmax; null for all.
         states: complex numbers per channel of "state_space", 8 by default.
-
-    Raises:
-        ValueError: an option outside its range, or one without effect.
     """
 
     def __init__(

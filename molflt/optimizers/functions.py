@@ -140,9 +140,6 @@ class Functions(NamedTuple):
             family: key of `FAMILIES`.
             dimension: d.
             generators: one CPU generator per function.
-
-        Raises:
-            ValueError: an unknown family, or too few dimensions for it.
         """
         if family not in FAMILIES:
             raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, Self, overload
+from typing import Any, Self, overload
 
 import torch
 from torch import Tensor
@@ -17,15 +17,6 @@ from molflt.optimizers.coordinate import CoordinateOptimizer, OptimizerState
 __all__ = ["LearnedOptimizer"]
 
 _DTYPES = (torch.float32, torch.float64)
-
-
-class _Own(NamedTuple):
-    """A parameter with a gradient, and its name for messages."""
-
-    parameter: Tensor
-    gradient: Tensor
-    name: str
-    lr: float
 
 
 class LearnedOptimizer(Optimizer):
@@ -48,9 +39,6 @@ class LearnedOptimizer(Optimizer):
         chunk: coordinates that are updated at once, which bounds the memory of a step. The state
             between steps covers all coordinates.
 
-    Raises:
-        ValueError: for options outside their range, or parameters that are neither float32 nor
-            float64.
     """
 
     def __init__(
@@ -81,13 +69,7 @@ class LearnedOptimizer(Optimizer):
         Args:
             run: folder of the run.
             params, lr, chunk: see the class.
-            lr: see the class.
             checkpoint: best, last, or a safetensors file.
-            chunk: see the class.
-
-        Raises:
-            FileNotFoundError: if the run or the checkpoint is missing.
-            ValueError: if the run is of another recipe, or damaged.
         """
         from molflt.training.checkpoint import load_run
 
@@ -100,11 +82,7 @@ class LearnedOptimizer(Optimizer):
         return {**super().__getstate__(), "model": self.model, "chunk": self.chunk, "_models": {}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state, as in torch; raises ValueError for states of other optimizers or models.
-
-        Raises:
-            ValueError: names the parameter and the entry that does not fit.
-        """
+        """Loads a state, as in torch; raises ValueError for those of other optimizers or models."""
         saved = (number for group in state_dict["param_groups"] for number in group["params"])
         own = (parameter for group in self.param_groups for parameter in group["params"])
         for number, parameter in zip(saved, own, strict=False):  # torch refuses other numbers
@@ -114,37 +92,23 @@ class LearnedOptimizer(Optimizer):
 
     @torch.no_grad()
     def _expect_state(self, name: str, kept: dict[str, Any], parameter: Tensor) -> None:
-        parts = ("step", "moments", "memory")
-        if kept.keys() != {*parts}:
+        if kept.keys() != {"step", "moments", "memory"}:
             raise ValueError(
-                f"{name}: expected {', '.join(parts)}; got {', '.join(kept)}; take what "
+                f"{name}: expected step, moments, memory; got {', '.join(kept)}; take what "
                 "state_dict() of a LearnedOptimizer has returned"
             )
-        model, gradient = self._model_for(parameter), parameter.new_zeros(1)
-        first = model.step(gradient)[1]
-        second = model.step(gradient, first)[1]
-        # softmax keeps keys of all steps: an axis that differs between two steps may have any size
-        wanted = [
-            [parameter.numel(), *(a if a == b else "any" for a, b in zip(*pair, strict=True))]
-            for pair in zip(_shapes(first), _shapes(second), strict=True)
-        ]
-        found = [[len(part), *part.shape[1:]] for part in (kept["moments"], *kept["memory"])]
-        alike = len(found) == len(wanted) and all(
-            len(own) == len(want) and all(b in (a, "any") for a, b in zip(own, want, strict=True))
-            for own, want in zip(found, wanted, strict=True)
-        )
-        if not alike:
+        own = self._model_for(parameter).step(parameter.new_zeros(1))[1]
+        wanted = [[parameter.numel(), *shape] for shape in _shapes(own.moments, *own.memory)]
+        parts = kept["moments"], *kept["memory"]
+        found = [[len(part), *shape] for part, shape in zip(parts, _shapes(*parts), strict=True)]
+        if found != wanted:
             raise ValueError(
                 f"{name}: expected tensors of {shown(wanted)}, as this model keeps them; got "
                 f"{shown(found)}; build the optimizer with the model and parameters of that state"
             )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds parameters, as in torch; raises ValueError for a negative lr or other precisions.
-
-        Raises:
-            ValueError: names the parameter.
-        """
+        """Adds parameters, as in torch; raises ValueError for a negative lr or other precisions."""
         super().add_param_group(param_group)
         group, number = self.param_groups[-1], len(self.param_groups) - 1
         if not 0 <= group["lr"] < float("inf"):
@@ -173,22 +137,18 @@ class LearnedOptimizer(Optimizer):
 
         Args:
             closure: function that computes the loss and its gradients again; its result is
-                returned.
-
-        Raises:
-            ValueError: for a gradient that is sparse or not finite, or if no parameter has one.
-                Parameters are unchanged then.
+                returned. If it raises ValueError for a gradient, parameters are unchanged.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         for own in list(self._gradients()):  # all are checked before one is changed
-            self._update(own)
+            self._update(*own)
         return loss
 
-    def _gradients(self) -> Iterator[_Own]:
-        """Yields the parameters that have a gradient."""
+    def _gradients(self) -> Iterator[tuple[Tensor, Tensor, float]]:
+        """Yields the parameters that have a gradient, their gradients and learning rates."""
         found = count = 0
         for number, group in enumerate(self.param_groups):
             for name, parameter in _named(group, number):
@@ -196,7 +156,7 @@ class LearnedOptimizer(Optimizer):
                 if parameter.grad is None:
                     continue
                 found += 1
-                yield _Own(parameter, self._checked(name, parameter), name, group["lr"])
+                yield parameter, self._checked(name, parameter), group["lr"]
         if count and not found:
             raise ValueError(
                 f"{count} parameters without any gradient; expected some; call "
@@ -221,14 +181,13 @@ class LearnedOptimizer(Optimizer):
             )
         return gradient
 
-    def _update(self, own: _Own) -> None:
+    def _update(self, parameter: Tensor, gradient: Tensor, lr: float) -> None:
         """Updates one parameter in chunks."""
-        parameter, model = own.parameter, self._model_for(own.parameter)
-        kept = self.state[parameter]
+        model, kept = self._model_for(parameter), self.state[parameter]
         before = None
         if kept:
             before = OptimizerState(kept["step"], kept["moments"], tuple(kept["memory"]))
-        gradient = own.gradient.reshape(-1)
+        gradient = gradient.reshape(-1)
         updates, states = [], []
         for start in range(0, len(gradient), self.chunk):
             rows = slice(start, start + self.chunk)
@@ -245,7 +204,7 @@ class LearnedOptimizer(Optimizer):
         kept["step"] = states[0].step
         kept["moments"] = _joined([state.moments for state in states])
         kept["memory"] = [_joined(parts) for parts in memories]
-        parameter.add_(_joined(updates).view_as(parameter), alpha=own.lr)
+        parameter.add_(_joined(updates).view_as(parameter), alpha=lr)
 
     def _model_for(self, parameter: Tensor) -> CoordinateOptimizer:
         """Returns the model on the device and in the precision of a parameter."""
@@ -265,9 +224,9 @@ def _named(group: dict[str, Any], number: int) -> Iterator[tuple[str, Tensor]]:
             yield f"parameter {i} of group {number}", parameter
 
 
-def _shapes(state: OptimizerState) -> list[tuple[int, ...]]:
-    """Names of the entries of the state."""
-    return [tuple(part.shape[1:]) for part in (state.moments, *state.memory)]
+def _shapes(*parts: Tensor) -> list[list[int]]:
+    """Shapes for one coordinate without the second axis, which grows with the steps of softmax."""
+    return [[*part.shape[1:2], *part.shape[3:]] for part in parts]
 
 
 def _joined(parts: Iterable[Tensor]) -> Tensor:

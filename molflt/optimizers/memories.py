@@ -71,9 +71,6 @@ class AttentionMemory(Memory):
         position_scale: distance of neighboring steps in the encoding's unit of length.
         window: steps, including the present one, that each layer of softmax sees; None for all.
         stack: further arguments of `molflt.attention.Stack`.
-
-    Raises:
-        ValueError: see `Stack`; also for mechanisms without a state, or a window without effect.
     """
 
     def __init__(

@@ -139,14 +139,7 @@ class PopulationOptimizer:
             dimension: dimension of the function; as in training if None.
             members: members of the population; as in training if None.
             seed, start, scale: see the class.
-            start: see the class.
-            scale: see the class.
             checkpoint: best, last, or the path of a safetensors file.
-
-        Raises:
-            FileNotFoundError: if the run or its weights are missing.
-            ValueError: if the run is damaged or of another recipe, or for an argument outside its
-                range.
         """
         from molflt.training.checkpoint import load_run
 
@@ -165,11 +158,7 @@ class PopulationOptimizer:
         """Takes the values of the members that `ask` has returned, in their order.
 
         Args:
-            values: (members,).
-
-        Raises:
-            ValueError: without a call of `ask`, for another number of values, or for values that
-                are not finite; members do not move then.
+            values: (members,), finite numbers.
         """
         generation = self.generation
         if not self._asked:
@@ -202,11 +191,7 @@ class PopulationOptimizer:
 
     @property
     def best(self) -> Best:
-        """The smallest value so far.
-
-        Raises:
-            ValueError: before the first values.
-        """
+        """The smallest value so far; raises ValueError before the first values."""
         state = self._populations.state
         member = int(state.best_value[0].argmin())
         value = float(state.best_value[0, member])
@@ -224,24 +209,14 @@ class PopulationOptimizer:
         return {**state, "noise": noise, "asked": asked}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Loads a `state_dict`; with the same weights, results continue bit for bit.
-
-        Raises:
-            ValueError: names the part that is missing or has another shape.
-        """
-        now = self.state_dict()
-        if wrong := sorted(set(now) ^ set(state)):
+        """Loads a `state_dict`; with the same weights, results continue bit for bit."""
+        now, given = ({n: tuple(x.shape) for n, x in s.items()} for s in (self.state_dict(), state))
+        if wrong := [name for name in {**now, **given} if now.get(name) != given.get(name)]:
             raise ValueError(
-                f"state {wrong[0]!r}: expected {', '.join(now)}; got {', '.join(state)}; take what "
-                "state_dict() has returned"
+                f"state {wrong[0]!r}: expected {now.get(wrong[0], 'no such part')}; got "
+                f"{given.get(wrong[0], 'no such part')}; take what state_dict() has returned, and "
+                "build the optimizer with as many members and dimensions"
             )
-        for name, part in now.items():
-            if part.shape != state[name].shape or part.dtype != state[name].dtype:
-                raise ValueError(
-                    f"state {name!r}: expected {part.dtype} of {tuple(part.shape)}; got "
-                    f"{state[name].dtype} of {tuple(state[name].shape)}; build the optimizer with "
-                    "as many members and dimensions"
-                )
         populations, kept = self._populations, {name: part.clone() for name, part in state.items()}
         populations.generators[0].set_state(kept.pop("noise"))
         self._asked = bool(kept.pop("asked"))

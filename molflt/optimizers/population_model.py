@@ -110,9 +110,6 @@ class PopulationModel(nn.Module):
         mixing, feature_map, num_features: see `molflt.attention.Attention`.
         feature_map: see `molflt.attention.Attention`.
         num_features: see `molflt.attention.Attention`.
-
-    Raises:
-        ValueError: choices that do not go together, or an option that would have no effect.
     """
 
     def __init__(
@@ -182,9 +179,6 @@ class PopulationModel(nn.Module):
         Args:
             position: (batch, members, d) float64.
             waves: normal numbers, (batch, `self.waves`, d) float64.
-
-        Raises:
-            ValueError: fewer than two members.
         """
         batch, members, d = position.shape
         if members < 2:

@@ -90,10 +90,6 @@ def image_problems(source: Path) -> dict[str, _Made]:
     Args:
         source: source of images for `molflt.data.images.files.open_images`, such as the idx file of
             Fashion-MNIST's training images; at most 16,384 of them are used.
-
-    Raises:
-        FileNotFoundError: if `source` does not exist.
-        ValueError: damaged or unknown content.
     """
     images = open_images(source)
     count = min(len(images), _IMAGES)

@@ -59,10 +59,6 @@ def beam_search(
             ones.
         limit: most tokens of a target, including the end; by default 10 plus twice those of its
             source. The model may allow fewer. Hypotheses of this length end there.
-
-    Raises:
-        ValueError: a model in training, an argument outside its range, or a source that is too
-            long.
     """
     if model.training:
         raise ValueError("beam_search needs a model without dropout; call model.eval() first")

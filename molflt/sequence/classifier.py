@@ -25,10 +25,6 @@ class SequenceClassifier(nn.Module):
 
     Attributes:
         of_data: prefixes of the names of tensors that depend on the data.
-
-    Raises:
-        TypeError: an unknown argument.
-        ValueError: an option outside its range, or options that do not go together.
     """
 
     of_data: ClassVar = {"classes.json": ("classify.",), "tokenizer.json": ("encoder.words.",)}

@@ -39,10 +39,6 @@ class TokenEncoder(TokenModel):
         mixer_options: further arguments of that mixer; `max_tokens` is `max_length`.
         norm_eps: constant that LayerNorm adds to the variance.
         stack: further arguments of `molflt.attention.Stack`.
-
-    Raises:
-        TypeError: an unknown argument.
-        ValueError: an option outside its range, or options that do not go together.
     """
 
     def __init__(

@@ -52,10 +52,6 @@ class EncoderDecoder(TokenModel):
 
     Attributes:
         of_data: beginnings of names of what belongs to a file of the data.
-
-    Raises:
-        TypeError: an unknown argument.
-        ValueError: an option outside its range, or options that do not go together.
     """
 
     of_data = ("head.",)
@@ -157,9 +153,6 @@ class EncoderDecoder(TokenModel):
 
         Returns:
             (batch k, new, dim), and the state after them.
-
-        Raises:
-            ValueError: for mechanisms without a state, see `decodes`.
         """
         x, positions = self._embed("target", tokens, state.length, self.decoder.stack)
         hidden, last = self.decoder.step(x, state.decoder, positions)

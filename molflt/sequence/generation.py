@@ -16,11 +16,7 @@ def generate(
     top_k: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Iterator[int]:
-    """Draws tokens that follow a prompt (1, n): `sample` of one sequence.
-
-    Raises:
-        ValueError: see `sample`, and for several prompts.
-    """
+    """Draws tokens that follow a prompt (1, n): `sample` of one sequence."""
     if prompt.ndim != 2 or len(prompt) != 1 or not prompt.shape[1]:
         raise ValueError(
             f"prompt must be ids of shape (1, n) with n of at least 1; got {tuple(prompt.shape)}; "
@@ -53,10 +49,6 @@ def sample(
 
     Yields:
         Ids (batch,) on the CPU.
-
-    Raises:
-        ValueError: an argument outside its range, more tokens than the model allows, or a
-            probability that is not finite.
     """
     if model.training:
         raise ValueError("generate needs a model without dropout; call model.eval() first")

@@ -27,13 +27,20 @@ class Head(nn.Module):
         """The head's weights of token ids (...): (..., dim), for tied embeddings."""
         raise NotImplementedError
 
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(..., dim) -> (..., vocabulary), not normalized."""
+        raise NotImplementedError
+
     def log_probabilities(self, hidden: Tensor) -> Tensor:
         """(..., dim) -> (..., vocabulary)."""
-        raise NotImplementedError
+        logits = self.logits(hidden)
+        with torch.autocast(logits.device.type, enabled=False):
+            return at_least_float32(logits).log_softmax(dim=-1)
 
     def log_likelihood(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """log p of the targets: (n, dim), (n,) -> (n,)."""
-        raise NotImplementedError
+        logits = at_least_float32(self.logits(hidden))
+        return -F.cross_entropy(logits, targets, reduction="none")
 
     def score(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """`log_likelihood`, in pieces if all logits need more memory than the blocks."""
@@ -45,12 +52,7 @@ class Head(nn.Module):
 
 
 class _PlainHead(Head):
-    """One linear layer without bias, softmax over all ids.
-
-    Args:
-        dim: width of hidden states.
-        vocabulary: number of ids.
-    """
+    """One linear layer without bias, softmax over all ids."""
 
     def __init__(self, dim: int, vocabulary: int) -> None:
         super().__init__()
@@ -60,12 +62,8 @@ class _PlainHead(Head):
     def embed(self, tokens: Tensor) -> Tensor:
         return F.embedding(tokens, self.weight)
 
-    def log_probabilities(self, hidden: Tensor) -> Tensor:
-        return _log_softmax(F.linear(hidden, self.weight))
-
-    def log_likelihood(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        logits = at_least_float32(F.linear(hidden, self.weight))
-        return -F.cross_entropy(logits, targets, reduction="none")
+    def logits(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self.weight)
 
     def excess(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Returns the mean of log p over all ids minus log p of the target: (n, dim), (n,) -> (n,).
@@ -158,26 +156,11 @@ class MaskedHead(Head):
         self.activation = ACTIVATIONS[activation]
         self._words = (words,)  # in a tuple, because the encoder registers and saves it
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        return F.embedding(tokens, self._words[0].weight)
-
-    def log_probabilities(self, hidden: Tensor) -> Tensor:
-        return _log_softmax(self._logits(hidden))
-
-    def log_likelihood(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        logits = at_least_float32(self._logits(hidden))
-        return -F.cross_entropy(logits, targets, reduction="none")
-
     def best(self, hidden: Tensor) -> Tensor:
         """Returns the most probable ids: (n, dim) -> (n,), in pieces as in `score`."""
         pieces = hidden.split(max(1, _AT_ONCE // self.width))
-        return torch.cat([self._logits(piece).argmax(dim=-1) for piece in pieces])
+        return torch.cat([self.logits(piece).argmax(dim=-1) for piece in pieces])
 
-    def _logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
         x = self.norm(F.gelu(self.dense(hidden), approximate=self.activation))
         return F.linear(x, self._words[0].weight, self.bias)
-
-
-def _log_softmax(logits: Tensor) -> Tensor:
-    with torch.autocast(logits.device.type, enabled=False):
-        return at_least_float32(logits).log_softmax(dim=-1)

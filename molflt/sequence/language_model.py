@@ -50,10 +50,6 @@ class LanguageModel(TokenModel):
     Attributes:
         head: maps hidden states to log-probabilities.
         of_data: prefixes of the names of tensors that depend on the vocabulary.
-
-    Raises:
-        TypeError: an unknown argument.
-        ValueError: an option outside its range, or options that do not go together.
     """
 
     of_data: ClassVar[tuple[str, ...]] = ("head.", "embedding.")
@@ -139,9 +135,6 @@ class LanguageModel(TokenModel):
 
         Returns:
             Log-probabilities (batch, new, vocabulary), and the state after the last token.
-
-        Raises:
-            ValueError: for mechanisms without a state; `decodes` tells.
         """
         hidden, state = self.advance(tokens, state)
         return self.log_probabilities(hidden), state

@@ -28,10 +28,6 @@ class MaskedLanguageModel(nn.Module):
         ordinary: (vocabulary,) bool, True for ids that may be masked or predicted; False for
             special tokens.
         of_data: beginnings of names of what belongs to a file of the data.
-
-    Raises:
-        TypeError: an unknown argument.
-        ValueError: an option outside its range, or options that do not go together.
     """
 
     of_data: ClassVar = {"tokenizer.json": ("encoder.words.", "head.bias", "mask_id", "ordinary")}
@@ -62,9 +58,6 @@ class MaskedLanguageModel(nn.Module):
         Args:
             mask_id: id of the mask token.
             special: ids of all special tokens, including that one.
-
-        Raises:
-            ValueError: an id out of range, or no ordinary id.
         """
         wrong = [i for i in (mask_id, *special) if not 0 <= i < self.vocabulary]
         if wrong or len(set(special)) >= self.vocabulary:
@@ -106,11 +99,7 @@ class MaskedLanguageModel(nn.Module):
         return self.head.best(hidden)
 
     def follows(self, hidden: Tensor) -> Tensor:
-        """Logits of "follows" and "does not": (batch, length, dim) -> (batch, 2).
-
-        Raises:
-            ValueError: for a model without `next_sentence`.
-        """
+        """Logits of "follows" and "does not": (batch, length, dim) -> (batch, 2)."""
         if self.pooler is None or self.next_sentence is None:
             raise ValueError(
                 "this model was built without next_sentence and cannot tell; build it with "

@@ -34,10 +34,6 @@ class PixelModel(LanguageModel):
         absolute: encoding of the positions of bytes: "learned", "sinusoidal" or "none", see
             `molflt.sequence.LanguageModel`.
         language: further arguments of `molflt.sequence.LanguageModel`.
-
-    Raises:
-        TypeError: an unknown argument.
-        ValueError: an option outside its range, or options that do not go together.
     """
 
     of_data: ClassVar[tuple[str, ...]] = ()

@@ -76,9 +76,6 @@ def options_of(weights: Mapping[str, Tensor], config: Mapping[str, object]) -> d
         weights: returned by `renamed`.
         config: config.json of transformers. Missing entries follow from shapes, with heads of width
             64, and from the papers.
-
-    Raises:
-        ValueError: an activation that blocks do not support, or a variant of the architecture.
     """
     vocabulary, dim = weights["encoder.words.weight"].shape
     layers = sum(name.endswith(".ffn.0.weight") for name in weights)

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import ClassVar, Generic, Literal, Protocol, TypeVar, cast
+from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,13 +29,6 @@ class _Sums(Protocol):
 
     def metrics(self) -> dict[str, float]:
         """Returns the metrics of all items in the sums."""
-
-
-class _Redrawn(Protocol):
-    """A model with random features."""
-
-    def redraw_(self, generator: torch.Generator | None = None) -> None:
-        """Draws new random features."""
 
 
 class Task(ABC, Generic[_Batch, _Data]):
@@ -73,13 +66,6 @@ class Task(ABC, Generic[_Batch, _Data]):
     sums: ClassVar[type[_Sums]]
     metrics: ClassVar[Mapping[str, Metric]]
     best: ClassVar[str]
-
-    def __init_subclass__(cls) -> None:
-        missing = [name for name in ("unit", "sums", "metrics", "best") if not hasattr(cls, name)]
-        if missing or cls.best not in cls.metrics:
-            raise TypeError(
-                f"{cls.__name__} must define unit, sums, metrics, and best, the name of a metric"
-            )
 
     def __init__(
         self,
@@ -179,7 +165,7 @@ class Task(ABC, Generic[_Batch, _Data]):
 
     def redraw(self, generator: torch.Generator) -> None:
         """Draws new random features of the model."""
-        cast(_Redrawn, self.model).redraw_(generator)
+        cast(Any, self.model).redraw_(generator)
 
     def optimizer(self) -> Optimizer:
         """Returns the optimizer of all trainable parameters, grouped by learning rate."""
@@ -213,7 +199,7 @@ def _is_random(model: nn.Module) -> bool:
     other = copy.deepcopy(model)
     if not hasattr(other, "redraw_"):
         return False
-    cast(_Redrawn, other).redraw_(torch.Generator().manual_seed(0))
+    cast(Any, other).redraw_(torch.Generator().manual_seed(0))
     before, after = model.state_dict(), other.state_dict()
     return any(not torch.equal(before[k].nan_to_num(), after[k].nan_to_num()) for k in before)
 

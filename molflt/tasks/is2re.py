@@ -181,7 +181,7 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
         if self.rotate != "none":
             matrices = augment.random_orthogonal(batch.num_graphs, self.rotate)
             batch = augment.rotate(batch, matrices)
-        out = self._predict(batch)
+        out = self.model(batch)
         energy, target = out["energy"], batch.y_relaxed
         _same_shape(energy, target)
         scale = self.model.get_buffer("energy_std")
@@ -195,7 +195,7 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
         return loss, _EnergySums.of(energy.detach(), target, displacement, known)
 
     def judge(self, batch: "Batch") -> "_EnergySums":
-        return _EnergySums.of(self._predict(batch)["energy"], batch.y_relaxed)
+        return _EnergySums.of(self.model(batch)["energy"], batch.y_relaxed)
 
     def _position_weight(self, progress: float) -> float:
         return self.position_weight + progress * (self.position_weight_final - self.position_weight)

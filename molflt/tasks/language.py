@@ -14,9 +14,14 @@ if TYPE_CHECKING:
     from molflt.sequence.language_model import LanguageModel
     from molflt.sequence.pixels import PixelModel
 
-__all__ = ["LanguageTask", "PixelTask"]
+__all__ = ["LanguageTask", "PixelTask", "perplexity"]
 
 _Batch = tuple[Tensor, Tensor]
+
+
+def perplexity(nats: float) -> float:
+    """Returns exp(nats), or infinity where it overflows, as for diverging runs."""
+    return math.exp(nats) if nats < 700 else math.inf
 
 
 class _TokenSums(NamedTuple):
@@ -28,9 +33,7 @@ class _TokenSums(NamedTuple):
 
     def metrics(self) -> dict[str, float]:
         nats = float(self.nats / self.tokens)
-        # exp overflows for diverging runs
-        perplexity = math.exp(nats) if nats < 700 else math.inf
-        return {"perplexity": perplexity, "bits_per_token": nats / math.log(2)}
+        return {"perplexity": perplexity(nats), "bits_per_token": nats / math.log(2)}
 
 
 class LanguageTask(Task[_Batch, object]):

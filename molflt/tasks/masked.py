@@ -7,7 +7,6 @@ step, and validation derives them from the tokens of each sequence, independent 
 from __future__ import annotations
 
 import hashlib
-import math
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 from molflt.metrics import Metric
 from molflt.tasks.base import Task
+from molflt.tasks.language import perplexity
 
 if TYPE_CHECKING:
     from molflt.data.text.tokenized import PieceBlocks, TokenizedText
@@ -38,9 +38,8 @@ class _GapSums(NamedTuple):
 
     def metrics(self) -> dict[str, float]:
         nats, right, gaps, pairs_right, pairs = (float(part) for part in self)
-        mean = nats / max(1.0, gaps)
         found = {
-            "perplexity": math.exp(mean) if mean < 700 else math.inf,
+            "perplexity": perplexity(nats / max(1.0, gaps)),
             "accuracy_percent": 100 * right / max(1.0, gaps),
         }
         return found | ({"next_sentence_percent": 100 * pairs_right / pairs} if pairs else {})
@@ -49,9 +48,8 @@ class _GapSums(NamedTuple):
 class MaskedTask(Task[_Batch, "TokenizedText"]):
     """Mean negative log-likelihood of hidden tokens, in nats, and next-sentence loss.
 
-    Batches are ids, types and a mask of existing tokens,
-    (batch, length) each. Hidden tokens are drawn at every step in training, and depend only on the
-    sequence in validation.
+    Batches are ids, types and a mask of existing tokens, (batch, length) each. Hidden tokens are
+    drawn at every step in training, and depend only on the sequence in validation.
 
     Args:
         model: `molflt.sequence.MaskedLanguageModel`.

@@ -75,15 +75,13 @@ class _PointSums(NamedTuple):
         energy, square, count, forces, forces_square, components, stress, stresses, labels = map(
             float, self
         )
-        nan = float("nan")
+        count, components = count or math.nan, components or math.nan
         found = {
-            "energy_mae_meV_per_atom": 1e3 * energy / count if count else nan,
-            "energy_rmse_meV_per_atom": 1e3 * (square / count) ** 0.5 if count else nan,
-            "force_mae_meV_per_A": 1e3 * forces / components if components else nan,
-            "force_rmse_meV_per_A": 1e3 * (forces_square / components) ** 0.5
-            if components
-            else nan,
-            _FORCE_LABELS: 1e3 * labels / components if components else nan,
+            "energy_mae_meV_per_atom": 1e3 * energy / count,
+            "energy_rmse_meV_per_atom": 1e3 * (square / count) ** 0.5,
+            "force_mae_meV_per_A": 1e3 * forces / components,
+            "force_rmse_meV_per_A": 1e3 * (forces_square / components) ** 0.5,
+            _FORCE_LABELS: 1e3 * labels / components,
         }
         return found | ({"stress_mae_meV_per_A3": 1e3 * stress / stresses} if stresses else {})
 
@@ -158,7 +156,7 @@ class PotentialTask(OfStructures, Task["Batch", "PotentialData"]):
             unit.fill_(data.force_scale())
 
     def loss(self, batch: "Batch", progress: float) -> tuple[Tensor, _PointSums]:
-        errors = point_errors(self._predict(batch), batch)
+        errors = point_errors(self.model(batch), batch)
         scale = self.model.get_buffer("energy_std")
         parts = (errors.energy, errors.forces, errors.virial)
         total = errors.energy.new_zeros(())

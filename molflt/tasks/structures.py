@@ -4,33 +4,22 @@
 # TYPE_CHECKING, including PyG, to resolve the annotations.
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 if TYPE_CHECKING:
     from torch_geometric.data import Batch
 
-    from molflt.data.structures.base import Structures
+    from molflt.data.structures.datamodule import IS2REData
     from molflt.data.structures.labels import ElementEnergies
+    from molflt.data.structures.potential_data import PotentialData
 
 __all__ = ["OfStructures"]
-
-
-class _WithElements(Protocol):
-    datasets: "dict[str, Structures]"
-
-    def setup(self) -> None: ...
-
-    def refuse_copies(self) -> None: ...
-
-    def element_energies(
-        self, references: Path | None = None, of_adsorbates: bool = False
-    ) -> "ElementEnergies": ...
 
 
 class OfStructures:
@@ -42,7 +31,7 @@ class OfStructures:
 
     def store_references(
         self,
-        data: _WithElements,
+        data: "IS2REData | PotentialData",
         references: Literal["none", "fit"] | Path | None,
         of_adsorbates: bool = False,
     ) -> "ElementEnergies | None":
@@ -60,7 +49,7 @@ class OfStructures:
         self._fitted = {chemical_symbols[number]: float(fit.energies[number]) for number in there}
         return fit
 
-    def check_data(self, data: _WithElements) -> None:
+    def check_data(self, data: "IS2REData | PotentialData") -> None:
         """Raises ValueError for duplicates in validation, and for elements without descriptors."""
         from molflt.data.structures.parts import element_faults
         from molflt.graph.heads import undescribed
@@ -107,7 +96,3 @@ class OfStructures:
             for sid in found or together
         )
         return f"sids {named}" if named else ""
-
-    def _predict(self, batch: "Batch") -> Mapping[str, Tensor]:
-        found: Mapping[str, Tensor] = self.model(batch)
-        return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 
 from molflt.metrics import Metric
 from molflt.tasks.base import Task
+from molflt.tasks.language import perplexity
 
 if TYPE_CHECKING:
     from molflt.sequence.encoder_decoder import EncoderDecoder
@@ -28,9 +28,7 @@ class _TargetSums(NamedTuple):
 
     def metrics(self) -> dict[str, float]:
         nats, smoothed = float(self.nats / self.tokens), float(self.smoothed / self.tokens)
-        # exp overflows for diverging runs
-        perplexity = math.exp(nats) if nats < 700 else math.inf
-        return {"perplexity": perplexity, "mean_loss": smoothed}
+        return {"perplexity": perplexity(nats), "mean_loss": smoothed}
 
 
 class TranslationTask(Task[_Batch, object]):

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import signal
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from types import FrameType
@@ -20,7 +21,7 @@ from molflt.tasks.base import Task
 from molflt.training.checkpoint import model_weights
 from molflt.training.loop import _LightningTask
 from molflt.training.metrics_file import _MetricsFile
-from molflt.training.progress import _progress
+from molflt.training.progress import _Lines, _StepBar
 from molflt.training.resume import Stopped
 from molflt.training.run_folder import RunFolder
 from molflt.training.trainer import TrainerOptions
@@ -38,7 +39,11 @@ def _callbacks_of(
     current weights at the end of a validation epoch.
     """
     metrics = _MetricsFile(task, folder, options.log_every)
-    progress = _progress(task, folder, lambda: metrics.shown, min(options.log_every, 10))
+    progress = (
+        _StepBar(lambda: metrics.shown, min(options.log_every, 10))
+        if sys.stdout.isatty()
+        else _Lines(task, folder, lambda: metrics.shown)
+    )
     callbacks = [metrics, _BestWeights(task, folder, options.patience), progress]
     if options.ema_decay is not None:
         callbacks.append(_Averages(options.ema_decay))
@@ -150,10 +155,6 @@ class _LastCheckpoint(Checkpoint):
     A closed terminal sends SIGHUP; nohup ignores it, and this callback leaves it ignored.
 
     Lightning sorts `Checkpoint` callbacks last, after the averaging of weights, as required here.
-
-    Args:
-        folder: the run folder.
-        every: steps between checkpoints.
     """
 
     def __init__(self, folder: RunFolder, every: int) -> None:

@@ -11,7 +11,7 @@ import re
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import safetensors
 import torch
@@ -42,15 +42,7 @@ Checkpoint = dict[str, Any]
 """Lightning's checkpoint; key "molflt" holds a `molflt.training.resume.Provenance`."""
 
 _RESTORE = "restore the file, or start a new run"
-_PARTS: dict[str, type] = {
-    "callbacks": dict,
-    "global_step": int,
-    "loops": dict,
-    "lr_schedulers": list,
-    "optimizer_states": list,
-    "pytorch-lightning_version": str,
-    "state_dict": dict,
-}
+_PARTS = ("global_step", "loops", "state_dict")
 
 
 def save_weights(
@@ -87,10 +79,6 @@ def load_run(
 
     Returns:
         The model in evaluation mode, and the configuration of the run.
-
-    Raises:
-        FileNotFoundError: if the run or its weights are missing.
-        ValueError: if the run is of another recipe, or its files do not belong together.
     """
     run, config, device = Path(run), read_config(run), device_named(device)
     if recipe not in (None, config["recipe"]):
@@ -116,11 +104,10 @@ def load_run(
 
 def _build(run: Path, config: Config) -> nn.Module:
     try:
-        model: nn.Module = Recipe.of(config).load("model")(**config["model"])
+        return cast(nn.Module, Recipe.of(config).load("model")(**config["model"]))
     except (TypeError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:300]
         raise ValueError(f"{run / 'config.yaml'}: key model: {reason}") from error
-    return model
 
 
 def weights_of(run: Path, checkpoint: str) -> Path:
@@ -193,19 +180,14 @@ def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, object], dict
     with safetensors.safe_open(path, framework="pt") as file:
         weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
         header = file.metadata() or {}
-    parsed = []
-    for key in ("model", "files"):
-        try:
-            value = json.loads(header.get(key, "{}"))
-        except (ValueError, RecursionError):
-            value = None
-        if not isinstance(value, dict):
-            raise ValueError(
-                f"{path}: key {key!r} of its header must be an object in JSON; got "
-                f"{shown(header[key])}; {_RESTORE}"
-            )
-        parsed.append(value)
-    return weights, parsed[0], parsed[1]
+    try:
+        options, files = (dict(json.loads(header.get(key, "{}"))) for key in ("model", "files"))
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"{path}: 'model' and 'files' of its header must be objects in JSON; got "
+            f"{shown(header.get('model'))} and {shown(header.get('files'))}; {_RESTORE}"
+        ) from None
+    return weights, options, files
 
 
 def check_weights(path: Path, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
@@ -247,14 +229,12 @@ def read_checkpoint(path: Path) -> Checkpoint:
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such checkpoint; nothing to resume; start a new run")
     checkpoint: Checkpoint = read_plain(path)
-    for part, kind in _PARTS.items():
-        if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get(part), kind):
-            present = isinstance(checkpoint, dict) and part in checkpoint
-            got = type(checkpoint[part]).__name__ if present else "none"
-            raise ValueError(
-                f"{path}: not a checkpoint of molflt; expected {part!r}, a {kind.__name__}; "
-                f"got {got}; {_RESTORE}"
-            )
+    found = list(checkpoint) if isinstance(checkpoint, dict) else []
+    if missing := [part for part in _PARTS if part not in found]:
+        raise ValueError(
+            f"{path}: not a checkpoint of molflt; expected {missing[0]!r}; got {shown(found)}; "
+            f"{_RESTORE}"
+        )
     return checkpoint
 
 

@@ -85,15 +85,7 @@ def defaults(recipe: str) -> dict[str, Any]:
 
 
 def read_config(run: Path) -> Config:
-    """Reads config.yaml of a run, and adds the defaults of missing options.
-
-    Args:
-        run: folder of the run.
-
-    Raises:
-        FileNotFoundError: if there is no config.yaml.
-        ValueError: if it is damaged.
-    """
+    """Reads config.yaml in the folder of a run, and adds the defaults of missing options."""
     path = Path(run) / "config.yaml"
     if not path.is_file():
         above = (parent for parent in Path(run).parents if (parent / "config.yaml").is_file())

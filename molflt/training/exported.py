@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import safetensors
-import torch
 from torch import Tensor, nn
 
 from molflt.files import read_header, save_tensors, shown, verify_tensors, write_atomically
@@ -159,8 +158,6 @@ def build(path: Path, exported: Exported) -> list[nn.Module]:
                 f"{path}: key models: got {len(members)}, but no weights {prefix}*; {_ADVICE}"
             )
         try:
-            with torch.device("meta"):  # options of other shapes are refused before they are built
-                _check_shapes(make(**options), own)
             model: nn.Module = make(**options)
         except Exception as error:  # options of other versions can fail anywhere
             reason = " ".join(str(error).split())[:300]
@@ -169,13 +166,3 @@ def build(path: Path, exported: Exported) -> list[nn.Module]:
         model.load_state_dict(own)
         models.append(model.eval())
     return models
-
-
-def _check_shapes(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    optional = getattr(model, "added_later", ())
-    for name, tensor in model.state_dict().items():
-        if name in weights and weights[name].shape != tensor.shape:
-            got = tuple(weights[name].shape)
-            raise ValueError(f"{shown(name)}: expected {tuple(tensor.shape)}; got {got}")
-        if name not in weights and name not in optional:
-            raise ValueError(f"{shown(name)}: expected {tuple(tensor.shape)}; got no such key")

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
+import re
+import shlex
 import warnings
 from collections.abc import Iterator, Sized
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
+import lightning.pytorch as pl
+from lightning.fabric.utilities.warnings import PossibleUserWarning
+from lightning.pytorch.strategies import DDPStrategy
+
 from molflt.data.batches import BatchedData
+from molflt.memory import is_out_of_memory, within_memory
 from molflt.tasks.base import Task
 from molflt.training.callbacks import _callbacks_of, _Interrupted
-from molflt.training.loop import _run_steps
+from molflt.training.loop import _CheckpointIO, _LightningTask, _Loaders
 from molflt.training.run_folder import RunFolder
 from molflt.training.trainer import LoggerName, TrainerOptions, computes_on
 
@@ -21,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["fit"]
 
+_LOST = re.compile("gloo|NCCL|closed by peer|reset by peer", re.IGNORECASE)
 _Batch = TypeVar("_Batch")
 _Data = TypeVar("_Data", bound=BatchedData[Sized])
 
@@ -48,27 +57,83 @@ def fit(
             f"{task.warmup_steps}"
         )
     _warn_of_slow_average(options.ema_decay, max_steps)
-    try:
-        with _loggers(options.logger, folder) as loggers:
-            _run_steps(
-                task,
-                data,
-                folder,
-                ddp=options.devices > 1 or options.strategy == "ddp",
-                max_steps=max_steps,
-                precision=options.precision,
-                accelerator="cuda" if computes_on(options.accelerator)[0] == "GPU" else "cpu",
-                devices=options.devices,
-                gradient_clip_val=options.gradient_clip,
-                val_check_interval=options.val_every * options.accumulate,  # counted in batches
-                accumulate_grad_batches=options.accumulate,
-                num_sanity_val_steps=options.num_sanity,
-                logger=loggers,
-                callbacks=_callbacks_of(task, folder, options),
-            )
-    except _Interrupted as stop:
-        return stop.signum, stop.step
+    checkpoints, steps = _CheckpointIO(folder), _LightningTask(task)
+    ddp = options.devices > 1 or options.strategy == "ddp"
+    smaller = "lower data.batch_size, data.max_atoms or data.length"
+    with (
+        _loggers(options.logger, folder) as loggers,
+        warnings.catch_warnings(),
+        within_memory(steps.place, smaller),
+    ):
+        _silence_lightning()
+        trainer = pl.Trainer(
+            max_steps=max_steps,
+            max_epochs=-1,
+            precision=options.precision,
+            accelerator="cuda" if computes_on(options.accelerator)[0] == "GPU" else "cpu",
+            devices=options.devices,
+            # Buffers change equally on all ranks; broadcasting them would block if a rank has one
+            # validation batch less
+            strategy=DDPStrategy(broadcast_buffers=False) if ddp else "auto",
+            use_distributed_sampler=False,
+            gradient_clip_val=options.gradient_clip,
+            accumulate_grad_batches=options.accumulate,
+            val_check_interval=options.val_every * options.accumulate,  # counted in batches
+            check_val_every_n_epoch=None,
+            num_sanity_val_steps=options.num_sanity,
+            enable_model_summary=False,
+            enable_progress_bar=False,
+            default_root_dir=folder.path,
+            plugins=[checkpoints],
+            logger=loggers,
+            callbacks=_callbacks_of(task, folder, options),
+        )
+        last = None if folder.checkpoint is None else folder.last
+        # Lightning converts weights after it has restored and averaged them: with 64-true they
+        # would pass through float32
+        trainer.precision_plugin.convert_module(steps)
+        try:
+            trainer.fit(steps, _Loaders(data), ckpt_path=last, weights_only=True)
+        except _Interrupted as stop:
+            return stop.signum, stop.step
+        except SystemExit as stop:
+            if isinstance(stop.__context__, KeyboardInterrupt):  # a second Ctrl-C
+                raise KeyboardInterrupt from stop
+            raise
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            if clearer := _clearer(error, folder, ddp, checkpoints.restoring):
+                raise clearer from error
+            raise
     return None
+
+
+def _clearer(
+    error: Exception, folder: RunFolder, ddp: bool, restoring: bool
+) -> ChildProcessError | ValueError | None:
+    """Returns an error that explains a lost process or an unsuitable checkpoint, if it is one."""
+    if ddp and _LOST.search(str(error)) and not isinstance(error, ValueError):
+        return ChildProcessError(
+            f"{folder.path}: another process of this training has ended; see its own message; the "
+            "last checkpoint is kept; to resume: molflt train "
+            f"--resume {shlex.quote(str(folder.path))}"
+        )
+    if not restoring or is_out_of_memory(error):
+        return None
+    reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    return ValueError(
+        f"{folder.last}: its state does not fit this run; {reason}; restore the file, or start a "
+        "new run"
+    )
+
+
+def _silence_lightning() -> None:
+    """Hides Lightning's tips, hardware banners, and advice on the number of workers."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=PossibleUserWarning)
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # caused by Lightning
+    # the replacement broadcasts buffers once more, and some supported releases lack it
+    warnings.filterwarnings("ignore", message=".*`broadcast_buffers` is deprecated.*")
 
 
 def _warn_of_slow_average(decay: float | None, max_steps: int) -> None:

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import logging
-import re
-import shlex
-import warnings
 from collections.abc import Sized
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast
+from typing import Generic, TypeVar, cast
 
 import lightning.pytorch as pl
 import numpy as np
 import torch
-from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch.plugins.io import CheckpointIO
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -23,89 +17,15 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 from molflt.data.batches import BatchedData
-from molflt.memory import is_out_of_memory, within_memory
 from molflt.tasks.base import Task
 from molflt.training.run_folder import RunFolder
 
-_LOST = re.compile("gloo|NCCL|closed by peer|reset by peer", re.IGNORECASE)
 _Batch = TypeVar("_Batch")
 _Data = TypeVar("_Data")
-_Learned = TypeVar("_Learned", bound=BatchedData[Sized])
-
-
-def _run_steps(
-    task: Task[_Batch, _Learned],
-    data: _Learned,
-    folder: RunFolder,
-    ddp: bool,
-    **options: Any,
-) -> None:
-    """Runs Lightning's Trainer.
-
-    Args:
-        task: the task.
-        data: its data.
-        folder: run folder; training resumes from its checkpoint if there is one.
-        ddp: True if several processes share the batches.
-        options: arguments of Lightning's Trainer.
-    """
-    checkpoints, steps = _CheckpointIO(folder), _LightningTask(task)
-    smaller = "lower data.batch_size, data.max_atoms or data.length"
-    with warnings.catch_warnings(), within_memory(steps.place, smaller):
-        _silence_lightning()
-        trainer = pl.Trainer(
-            # Buffers change equally on all ranks; broadcasting them would block if a rank has one
-            # validation batch less
-            strategy=DDPStrategy(broadcast_buffers=False) if ddp else "auto",
-            max_epochs=-1,
-            check_val_every_n_epoch=None,
-            use_distributed_sampler=False,
-            plugins=[checkpoints],
-            enable_model_summary=False,
-            default_root_dir=folder.path,
-            **options,
-        )
-        last = None if folder.checkpoint is None else folder.last
-        # Lightning converts weights after it has restored and averaged them: with 64-true they
-        # would pass through float32
-        trainer.precision_plugin.convert_module(steps)
-        try:
-            trainer.fit(steps, _Loaders(data), ckpt_path=last, weights_only=True)
-        except SystemExit as stop:
-            if isinstance(stop.__context__, KeyboardInterrupt):  # a second Ctrl-C
-                raise KeyboardInterrupt from stop
-            raise
-        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            if ddp and _LOST.search(str(error)) and not isinstance(error, ValueError):
-                raise ChildProcessError(
-                    f"{folder.path}: another process of this training has ended; see its own "
-                    "message; the last checkpoint is kept; to resume: molflt train "
-                    f"--resume {shlex.quote(str(folder.path))}"
-                ) from error
-            if not checkpoints.restoring or is_out_of_memory(error):
-                raise
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            raise ValueError(
-                f"{last}: its state does not fit this run; {reason}; restore the file, or start a "
-                "new run"
-            ) from error
-
-
-def _silence_lightning() -> None:
-    """Hides Lightning's tips, hardware banners, and advice on the number of workers."""
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", category=PossibleUserWarning)
-    warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # caused by Lightning
-    # the replacement broadcasts buffers once more, and some supported releases lack it
-    warnings.filterwarnings("ignore", message=".*`broadcast_buffers` is deprecated.*")
 
 
 class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
     """Training and validation steps of a task.
-
-    Args:
-        task: the task; its model is the only part with weights.
 
     Attributes:
         gradient_norm: norm of the gradient in the last step, before clipping.

@@ -85,15 +85,7 @@ class _MetricsFile(Callback):
         self._kept = state_dict
 
     def _rewind(self, step: int, validates: bool) -> list[dict[str, str]]:
-        """Drops rows written after the checkpoint, whose steps are repeated.
-
-        Args:
-            step: step of the checkpoint.
-            validates: True if the validation of this step is repeated as well.
-
-        Returns:
-            The remaining rows of this step.
-        """
+        """Drops rows after the checkpoint, whose steps are repeated; returns those of its step."""
         rows = [
             (at, row)
             for at, row in (self._read() if step > 0 else ())

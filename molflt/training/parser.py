@@ -34,9 +34,6 @@ def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
 
     Args:
         words: the command line, whose recipe determines the options.
-
-    Raises:
-        ValueError: if the recipe does not exist.
     """
     name = _recipe_named(list(words))
     parser = _TrainParser()
@@ -103,10 +100,7 @@ class _TrainParser(ArgumentParser):
                     f"--init {starts[-1]} with --resume {runs[-1]}: a resumed run already has "
                     "weights; remove one of the two"
                 )
-            same = (
-                own.resolve(),
-                own.parent.resolve(),
-            )  # its key run is outdated if the run was moved
+            same = own.resolve(), own.parent.resolve()  # its key run is outdated in a moved run
             files = [x for x in _values_of("--config", words) if Path(x).resolve() not in same]
             given = [(f"{file}: run", _values_in("run", [file])) for file in files]
             given.append(("--run", _values_of("--run", words)))

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Never, cast
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import ProgressBar, TQDMProgressBar
-from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
+from lightning.pytorch.callbacks import Callback
+from tqdm import tqdm
 
 from molflt.tasks.base import Task
 from molflt.training.loop import _LightningTask
@@ -21,37 +21,14 @@ _Shown = Callable[[], dict[str, str]]
 _SECONDS = 0.1  # between updates of the bar in a validation
 
 
-def _progress(
-    task: Task[Never, Never], folder: RunFolder, shown: _Shown, refresh_rate: int
-) -> ProgressBar:
-    """Returns a progress bar for terminals, or lines for other outputs.
-
-    Args:
-        task: task with the metrics to show.
-        folder: run folder, which prints in the first process only.
-        shown: returns the last values in metrics.csv by name.
-        refresh_rate: steps between updates of the bar.
-    """
-    if sys.stdout.isatty():
-        return _StepBar(shown, refresh_rate)
-    return _Lines(task, folder, shown)
-
-
-class _Lines(ProgressBar):
-    """One line per validation, for logs.
-
-    A progress bar to Lightning, which would otherwise add its own.
-    """
+class _Lines(Callback):
+    """One line per validation, for logs."""
 
     def __init__(self, task: Task[Never, Never], folder: RunFolder, shown: _Shown) -> None:
-        super().__init__()
         self.metrics = {n: m for n, m in task.metrics.items() if "val" in m.measured_in}
         self.folder = folder
         self.shown = shown
         self._since = time.perf_counter()
-
-    def disable(self) -> None:
-        """Called by Lightning in all processes but the first, where nothing is printed anyway."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._since = time.perf_counter()
@@ -72,41 +49,25 @@ class _Lines(ProgressBar):
         )
 
 
-class _StepBar(TQDMProgressBar):
-    """Lightning's progress bar over all steps of the training, with the metrics of the task.
-
-    Args:
-        shown: returns the text after the bar, by name.
-        refresh_rate: steps between updates.
-    """
+class _StepBar(Callback):
+    """A progress bar over all steps of the training, with the metrics of the task."""
 
     def __init__(self, shown: _Shown, refresh_rate: int) -> None:
-        super().__init__(refresh_rate=refresh_rate)
         self._shown = shown
-        self._seen = 0  # batches of this validation
-        self._next = 0.0  # earliest time of the next update
-
-    @property
-    def train_description(self) -> str:
-        return "training"
-
-    @property
-    def sanity_check_description(self) -> str:
-        return "trying validation"
-
-    def init_validation_tqdm(self) -> Tqdm:
-        """Returns a disabled bar: a second bar would have to move the cursor."""
-        return Tqdm(disable=True)
-
-    def get_metrics(self, *_: object) -> dict[str, int | str | float | dict[str, float]]:
-        return dict(self._shown())
+        self._refresh_rate = refresh_rate
+        self._next = 0.0  # earliest time of the next update in a validation
+        self._bar = tqdm(disable=True)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        super().on_train_start(trainer, pl_module)
-        bar = self.train_progress_bar
-        bar.total = trainer.max_steps
-        bar.initial = bar.n = trainer.global_step
-        bar.refresh()
+        self._bar = tqdm(
+            desc="training",
+            total=trainer.max_steps,
+            initial=trainer.global_step,
+            file=sys.stdout,
+            dynamic_ncols=True,
+            smoothing=0,
+            disable=not trainer.is_global_zero,
+        )
 
     def on_train_batch_end(
         self,
@@ -116,34 +77,32 @@ class _StepBar(TQDMProgressBar):
         batch: object,
         batch_idx: int,
     ) -> None:
-        if cast(_LightningTask[object, object], pl_module).step_completed():
-            place = trainer.global_step - 1  # a step may have several batches
-            super().on_train_batch_end(trainer, pl_module, outputs, batch, place)  # type: ignore[arg-type]
+        step = trainer.global_step
+        if step % self._refresh_rate == 0 or step >= trainer.max_steps:
+            self._bar.update(step - self._bar.n)
+            self._bar.set_postfix(self._shown())
 
-    def on_train_epoch_start(self, *_: object) -> None:
-        """Does nothing: the only epoch is endless, and Lightning would reset the bar."""
-
-    def on_validation_batch_start(self, *_: object, **__: object) -> None:
-        """Counts the batches of the one validation set."""
-        if self.has_dataloader_changed(0):
-            self.val_progress_bar.total = self.total_val_batches_current_dataloader
-            self._seen = 0
-
-    def on_validation_batch_end(self, *_: object, **__: object) -> None:
-        """Updates for every batch: they may be few and slow."""
-        self._seen += 1
-        self.val_progress_bar.update()
-        if not self.trainer.sanity_checking and time.monotonic() > self._next:
+    def on_validation_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: object,
+        batch: object,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        if not trainer.sanity_checking and time.monotonic() > self._next:
             self._next = time.monotonic() + _SECONDS
-            total = self.total_val_batches_current_dataloader
-            self.train_progress_bar.set_description(f"validating {self._seen}/{total}")
+            (total,) = trainer.num_val_batches
+            self._bar.set_description(f"validating {batch_idx + 1}/{total}")
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not trainer.sanity_checking:
-            self.train_progress_bar.set_description(self.train_description, refresh=False)
-        super().on_validation_end(trainer, pl_module)
+            self._bar.set_description("training", refresh=False)
+            self._bar.set_postfix(self._shown())
+
+    def on_train_end(self, *_: object) -> None:
+        self._bar.close()
 
     def on_exception(self, *_: object) -> None:
-        for bar in (self._train_progress_bar, self._val_progress_bar):
-            if bar is not None:
-                bar.close()
+        self._bar.close()

@@ -5,13 +5,11 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-import os
 import platform
 import shlex
 import subprocess
 import sys
 import time
-import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -277,21 +275,9 @@ def read_versions(run: Path) -> dict[str, object]:
 
 
 def _git_commit(root: Path = Path(__file__).parents[2]) -> str | None:
-    """Returns the commit of molflt's repository; None for an installed package.
-
-    Args:
-        root: folder that contains the package.
-    """
+    """Returns the commit of the repository that contains the package; None if it is installed."""
+    command = ["git", f"--git-dir={root / '.git'}", "rev-parse", "HEAD"]
     try:
-        project = tomllib.loads((root / "pyproject.toml").read_text())["project"]["name"]
-        done = subprocess.run(
-            ["git", "-C", str(root), "rev-parse", "--show-toplevel", "HEAD"],
-            env={name: value for name, value in os.environ.items() if name[:4] != "GIT_"},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-    except (OSError, ValueError, KeyError, TypeError, subprocess.CalledProcessError):
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
         return None
-    top, commit = done.stdout.splitlines()
-    return commit if project == "molflt" and Path(top).samefile(root) else None

@@ -10,9 +10,7 @@ import pytest
 import torch
 import yaml
 from torch import Tensor
-from torch.nn import functional as F
 
-from molflt.attention import POSITIONS
 from molflt.evaluation.common import attention_of
 from molflt.image.classifier import ImageClassifier, _sinusoids
 
@@ -149,12 +147,6 @@ def test_patches_are_embedded_as_vectors_of_pixels() -> None:
     torch.testing.assert_close(net.tokens(x)[0, 1], expected, rtol=1e-6, atol=1e-7)
 
 
-def test_bytes_are_shares_of_255() -> None:
-    net = model()
-    pixels = (255 * images()).round().to(torch.uint8)
-    torch.testing.assert_close(net(pixels), net(pixels.double() / 255), **EXACT)
-
-
 def test_sinusoids_are_those_of_rows_and_columns() -> None:
     """Products of two places depend on the two offsets, and on each."""
     waves = _sinusoids(3, 16)[0]
@@ -198,19 +190,6 @@ def test_class_token(name: str) -> None:
         assert net.positions[0, :, 0].tolist() == list(range(10))
 
 
-def test_redraw_takes_the_generator() -> None:
-    x = images()
-    drawn = []
-    net = model()
-    before = net(x)
-    for seed in (0, 0, 1):
-        net.redraw_(torch.Generator().manual_seed(seed))
-        drawn.append(net(x))
-    assert (drawn[0] == drawn[1]).all()
-    assert (drawn[0] - drawn[2]).abs().max() > 1e-7
-    assert (drawn[0] - before).abs().max() > 1e-7
-
-
 def test_compiled_equals_eager() -> None:
     for name in ("flt", "toeplitz"):
         net = model(**MECHANISM[name])
@@ -229,15 +208,6 @@ def test_position_scale_and_given_options() -> None:
     assert line.positions[0, :, 0].tolist() == list(range(9))
 
 
-def test_every_position_is_built() -> None:
-    """What the grid decides is filled in for each of the core's encodings."""
-    for name in POSITIONS:
-        options = {"rank": 3} if name == "low_rank" else None
-        mixing = "softmax" if name == "gaussian_bias" else "linear"
-        net = model(position=name, position_options=options, mixing=mixing)
-        assert net(images()).shape == (3, 5)
-
-
 def merged(*names: str) -> dict[str, dict[str, Any]]:
     found: dict[str, Any] = {}
     for name in names:
@@ -245,30 +215,6 @@ def merged(*names: str) -> dict[str, dict[str, Any]]:
             if isinstance(options, dict):
                 found[group] = {**found.get(group, {}), **options}
     return found
-
-
-@pytest.mark.parametrize("mechanism", MECHANISMS)
-@pytest.mark.parametrize("common", COMMON)
-def test_configs_take_a_step(common: str, mechanism: str) -> None:
-    """Each common file with each mechanism, at reduced width and depth."""
-    model_options = merged(common, mechanism)["model"]
-    layers = min(model_options.get("layers", 4), 2)
-    patch = model_options.get("patch_size", 4)  # images of 2 x 2 patches
-    small = {"dim": 24, "heads": 2, "ffn_dim": 16, "layers": layers}
-    small |= {"classes": 3, "channels": 1, "image_size": 2 * patch}
-    torch.manual_seed(0)
-    net = ImageClassifier(**{**model_options, **small}).eval()  # without dropout the loss must fall
-    x, labels = torch.rand(6, 1, 2 * patch, 2 * patch), torch.arange(6) % 3
-    optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
-    losses = []
-    for _ in range(2):
-        losses.append(F.cross_entropy(net(x), labels))
-        optimizer.zero_grad()
-        losses[-1].backward()
-        optimizer.step()
-    assert losses[1] < losses[0]
-    assert net.stack.refinements == (12 if mechanism == "universal" else 1)
-    assert (net.stack.position is None) == ("position" not in model_options)
 
 
 def test_configs_hold_the_papers_sizes() -> None:
@@ -287,14 +233,6 @@ def test_configs_hold_the_papers_sizes() -> None:
         assert (task["lr"], task["betas"], task["weight_decay"]) == (1.5e-4, [0.9, 0.95], 0.05)
         assert config["data"]["batch_size"] == 4096
         assert task["warmup_steps"] * 300 == config["trainer"]["max_steps"] * 40
-
-
-def test_readme_names_every_config() -> None:
-    text = (CONFIGS / "README.md").read_text()
-    for name in MECHANISMS:  # which hold only what differs
-        config = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
-        assert config.pop("recipe") == "images" and set(config) == {"model"}
-    assert all(f"`{name}.yaml`" in text for name in COMMON + MECHANISMS)
 
 
 def test_bytes_and_shares_are_one_image() -> None:

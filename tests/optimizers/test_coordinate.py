@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -116,11 +115,6 @@ def test_windows_forget_earlier_steps() -> None:
     torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
-def test_a_window_goes_with_one_pass() -> None:
-    with pytest.raises(ValueError, match="got window=3 and refinements=2; leave one of them out"):
-        AttentionMemory(8, 2, window=3, layers=1, mixing="softmax", refinements=2)
-
-
 def test_untrained_optimizer_equals_adam() -> None:
     """With nothing added to Adam's direction: the same steps as torch's."""
     model = CoordinateOptimizer(memory="lstm", lr=0.02).double()
@@ -176,10 +170,9 @@ def test_problems_depend_only_on_seed_and_step() -> None:
         torch.testing.assert_close(one.start, other.start, rtol=0, atol=0)
         assert one.loss(one.start, 5) == other.loss(one.start, 5) >= 0
     assert names == set(FAMILIES)
-    with torch.device("meta"):  # draws are the CPU's whatever the default device
-        for make in (partial(draw_problem, 3), *(partial(made, 3) for made in UNSEEN.values())):
-            problem = make(like)
-            assert problem.loss(problem.start, 2).isfinite()
+    for made in UNSEEN.values():
+        problem = made(3, like)
+        assert problem.loss(problem.start, 2).isfinite()
     noisy = draw_problem(next(s for s in range(40) if "reg" in draw_problem(s, like).name), like)
     assert noisy.loss(noisy.start, 5) != noisy.loss(noisy.start, 6)
 
@@ -188,13 +181,10 @@ def test_problems_depend_only_on_seed_and_step() -> None:
     ("options", "message"),
     [
         ({"memory": "lstm", "heads": 2}, "heads=2 has no effect with memory='lstm'"),
-        ({"memory": "lstm", "position": "spectral"}, "position='spectral' has no effect with"),
         ({"states": 4}, "states=4 has no effect with memory='attention'"),
         ({"position_scale": 0.1}, "position_scale=0.1 has no effect with position='none'"),
         ({"window": 4}, "window=4 is for mixing='softmax' without a pos"),
         ({"position": "toeplitz", "position_options": {"max_tokens": 9}}, "needs a state"),
-        ({"memory": "gru"}, "memory='gru' is unknown; expected one of attention, lstm, state_sp"),
-        ({"lr": 0.0}, "lr must be positive and finite; got 0.0"),
     ],
 )
 def test_options_that_do_nothing_are_refused(options: dict[str, Any], message: str) -> None:

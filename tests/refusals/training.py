@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import safetensors.torch
 import tiny_run
 import torch
@@ -129,10 +128,6 @@ def other_data(change: Callable[[list], list]) -> Callable[[Path], None]:
         write_store(folder / "data" / "train.safetensors", records)
 
     return command("train --resume {folder}/run --data.root={folder}/data", prepare)
-
-
-def shuffled(records: list) -> list:
-    return [records[i] for i in np.random.default_rng(1).permutation(len(records))]
 
 
 def relabeled(records: list) -> list:
@@ -280,12 +275,10 @@ AGAIN: list[tuple[str, Prepare, str, str, str]] = [
     ("--run={folder}/a", same, "--run", "own folder", "/a"),
     ("--config={folder}/a.yaml", beside, "a.yaml: run", "own folder", "/b"),
     ("", remove("last.ckpt"), "last.ckpt", "", "no such checkpoint"),
-    ("", edit("lr: 0.0003", "lr: 0.5"), "task.lr", "0.0003", "0.5"),
-    ("", edit("seed: 0", "seed: 5"), "seed", "0", "5"),
+    ("--model.dim=32", edit("lr: 0.0003", "lr: 0.5"), "model.dim is 16; got 32", "0.0003", "0.5"),
     ("--trainer.max_steps=5", same, "trainer.max_steps", "8", "5"),
     ("", spoil("best.safetensors"), "best.safetensors", "sha256", ""),
-    ("", state(lambda x: x.pop("optimizer_states")), "last.ckpt", "optimizer_states", "none"),
-    ("", state(lambda x: x.update(global_step="a")), "global_step", "int", "str"),
+    ("", state(lambda x: x.pop("loops")), "last.ckpt", "'loops'", "global_step"),
     ("", state(reshape), "mlp.0.weight", "(16, 16)", "(3,)"),
     ("", state(spoil_weight), "mlp.0.weight", "finite", "NaN"),
     ("--trainer.max_steps=9", state(no_groups), "last.ckpt", "", "does not fit"),
@@ -293,7 +286,6 @@ AGAIN: list[tuple[str, Prepare, str, str, str]] = [
         ("--trainer.max_steps=9", edit(old, text, "metrics.csv"), "metrics.csv", *words)
         for old, text, *words in (
             ("\n2,", "\nabc,", "step", "'abc'"),
-            ("\n2,", "\n2,2,", "step", "'2'"),
             ("lr", "rl", "columns step,lr,train_loss", ""),
         )
     ),
@@ -302,19 +294,15 @@ AGAIN: list[tuple[str, Prepare, str, str, str]] = [
 # change of the run before its evaluation, option, expected, got
 READ: list[tuple[Prepare, str, str, str]] = [
     (config(b""), "config.yaml", "key: value", "None"),
-    (config(b"[1, 2]"), "config.yaml", "key: value", "[1, 2]"),
     (config(b"model: {dim: 16\n"), "config.yaml", "YAML", "line 2"),
     (config(b"\xff\xfe"), "config.yaml", "UTF-8", "byte 0"),
-    (config(b"[" * 20_000), "config.yaml", "YAML", ""),
     (config(b"seed: 0\nseed: 1"), "config.yaml", "once", "'seed'"),
-    (config(b"seed: " + b"9" * 5_000), "config.yaml", "YAML", ""),
     (config(b"!!python/object/apply:os.system [ls]"), "config.yaml", "YAML", ""),
     (edit("dim: 16", "dim: abc"), "config.yaml", "model.dim", "abc"),
     (edit("dim: 16", "dim: null"), "config.yaml", "model.dim", "none"),
     (edit("  dim: 16", "  dmi: 16"), "config.yaml", "model", "dmi"),
     (edit("  dim: 16", "  dim: 24"), "config.yaml", "16", "model.dim is 24"),
     (edit("\nmodel:", "\nmodel: []\nother:"), "config.yaml", "key model", "[]"),
-    (edit("\ntask:", "\ntsak:"), "config.yaml", "key task", "no such key"),
     (edit("recipe: is2re", "recipe: sounds"), "config.yaml", "is2re", "sounds"),
     (spoil("best.safetensors"), "best.safetensors", "sha256", ""),
     (header, "best.safetensors", "object", "[1]"),
@@ -322,7 +310,6 @@ READ: list[tuple[Prepare, str, str, str]] = [
 
 # change of the training data before resuming, option, expected, got
 DATA: list[tuple[Callable[[list[Any]], list[Any]], str, str, str]] = [
-    (shuffled, "data of this run have changed", "train", "sha256"),
     (relabeled, "data of this run have changed", "train", "sha256"),
     (lambda records: records[:15], "systems", "22", "15"),
 ]

@@ -95,15 +95,6 @@ def test_padding_does_not_change_a_sequence(name):
     torch.testing.assert_close(*grads, rtol=0, atol=1e-9)
 
 
-def test_types_and_places_are_seen():
-    model = small(mixing="softmax")
-    tokens = torch.full((1, 6), 3)
-    types = torch.tensor([[0, 0, 0, 1, 1, 1]])
-    assert (model(tokens) - model(tokens, types)).abs().max() > 1e-3
-    torch.testing.assert_close(model(tokens), model(tokens, 0 * types), **EXACT)
-    assert (model(tokens)[0, 0] - model(tokens)[0, 1]).abs().max() > 1e-3
-
-
 def test_only_gaps_are_scored(monkeypatch):
     """Equal to all log-probabilities at the gaps, in one piece and in several, with gradients."""
     model = small(MaskedLanguageModel, mixing="softmax")

@@ -12,7 +12,6 @@ import torch
 import yaml
 
 from molflt.attention.positions.absolute import sinusoids
-from molflt.commands.train import build_parser
 from molflt.sequence import heads
 from molflt.sequence.language_model import LanguageModel
 
@@ -54,31 +53,6 @@ def test_all_rows_of_the_papers_are_there():
     flt += "sine-spe conv-spe log-linear flt-gaussian-mixture flt-local"
     own = {"polynomial", "flt-polynomial", "softmax-normalized"}
     assert set(MECHANISMS) == {*flt.split(), "softmax", "trf", "trf-gate", "nprf"} | own
-
-
-@pytest.mark.parametrize("mechanism", MECHANISMS)
-def test_configurations_build_and_learn(mechanism):
-    """Each file in both sizes; the small one takes a step that lowers the loss."""
-    with torch.device("meta"):
-        paper = LanguageModel(267_735, **options("wikitext103", mechanism))
-    sizes = paper.dim, len(paper.stack.blocks), paper.stack.blocks[0].attention.heads
-    assert sizes == (512, 6, 8)
-    torch.manual_seed(0)
-    small = {"dim": 16, "layers": 1, "ffn_dim": 16, "adaptive_cutoffs": [5, 11]}
-    given = {**options("wikitext2", mechanism), **small}
-    model = LanguageModel(VOCABULARY, **contract.with_features(8, given))
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    tokens = ids(length=33)
-    losses = []
-    for _ in range(3):
-        torch.manual_seed(1)
-        loss = -model.log_likelihood(tokens[:, :-1], tokens[:, 1:]).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert abs(losses[0] - math.log(VOCABULARY)) < 3.0  # not far from uniform at the beginning
-    assert losses[2] < losses[0]
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
@@ -144,15 +118,6 @@ def test_decoding_far_out_in_float32(mechanism):
             hidden, state = model.advance(token, state)
             pieces.append(hidden)
     torch.testing.assert_close(torch.cat(pieces, dim=1), expected, rtol=0, atol=1e-5)
-
-
-def test_state_has_a_constant_size():
-    model = tiny("flt-local")
-    sizes = []
-    for length in (5, 30):
-        _, state = model.advance(ids(1, length))
-        sizes.append([part.shape for block in state.stack.blocks for s in block for part in s])
-    assert sizes[0] == sizes[1]
 
 
 HEADS = {
@@ -273,19 +238,6 @@ def test_compiles_without_a_break():
     tokens = ids()
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(tokens), model(tokens), rtol=0, atol=1e-6)
-
-
-def test_command_line_finds_all_options():
-    """Two files are merged, and the options of the stack and of attention are known by name."""
-    words = ["--data.train=train.txt", "--data.val=val.txt"]
-    words += [f"--config={CONFIGS / name}.yaml" for name in ("wikitext2", "flt-local")]
-    words += ["--model.mixing=softmax", "--model.position_options.num_nodes=null"]
-    words += [f"--model.position_options.node_{name}=null" for name in ("sigma", "learn_sigma")]
-    model = build_parser(words).parse_args(words)["model"].as_dict()
-    assert (model["heads"], model["layers"], model["max_length"]) == (4, 2, 256)
-    assert (model["mixing"], model["gate"], model["position"]) == ("softmax", False, "spectral")
-    assert model["position_options"]["num_boxes"]
-    assert LanguageModel(**{**model, "vocabulary": 12_000}).longest == 256
 
 
 @pytest.mark.parametrize(

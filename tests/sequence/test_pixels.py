@@ -154,15 +154,3 @@ def test_places_of_large_images_in_half_precision() -> None:
     model = PixelModel(1, 258, **small, **where).bfloat16()
     found = model._positions(torch.tensor([258 * 257 + 255, 258 * 257 + 257]), model.stack)
     assert found is not None and found[0].tolist() == [[257, 255, 0], [257, 257, 0]]
-
-
-def test_the_size_of_the_paper() -> None:
-    """6 layers, width 512, 8 heads, m = 32, 3072 bytes."""
-    size = yaml.safe_load((CONFIGS / "imagenet32.yaml").read_text())["model"]
-    for mechanism in ("prf", "nprf-rpe"):
-        own = yaml.safe_load((CONFIGS / f"{mechanism}.yaml").read_text())["model"]
-        with torch.device("meta"):
-            model = PixelModel(3, 32, **{**size, **own})
-        layer = model.stack.blocks[0].attention
-        assert (model.longest, model.dim, len(model.stack.blocks), layer.heads) == (3072, 512, 6, 8)
-        assert layer.feature_map.width == 32
