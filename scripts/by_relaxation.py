@@ -13,17 +13,16 @@ is relaxed; started again with the same options, weights and data, it goes on wh
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
 import ase.io
 import numpy as np
-from kit.files import add_row, begin_rows, digest
-from kit.notes import prepare
 from kit.rows import Row, Rows, markdown, write_csv
-from kit.words import described
+from kit.runs import add_row, begin_rows, digest, prepare
+from kit.words import described, guarded
+from peers_kit.jobs import Part
 from torch import nn
 
 from molflt import Calculator
@@ -44,12 +43,7 @@ def file_of(potential: Path) -> Path:
 
 
 def offsets(frames: Path, dataset: Structures) -> dict[int, float]:
-    """Total energy minus adsorption energy of each system, eV, by sid: its last frame counts.
-
-    Raises:
-        FileNotFoundError: if there are no frames.
-        ValueError: if a system has none.
-    """
+    """Total energy minus adsorption energy of each system, eV, by sid: its last frame counts."""
     if not frames.is_file():
         raise FileNotFoundError(f"{frames}: no such file; see scripts/make_data.py --frames true")
     totals = {
@@ -92,33 +86,10 @@ def relax_all(
     return [row for row in rows if row["sid"] in {int(dataset[i].sid) for i in some}]
 
 
-class Part(Structures):
-    """The first structures of a source."""
-
-    def __init__(self, source: Structures, some: range) -> None:
-        super().__init__(source.path)
-        self.source, self.some = source, some
-
-    def __len__(self) -> int:
-        return len(self.some)
-
-    def __getitem__(self, index: int):  # type: ignore[no-untyped-def]
-        return self.source[self.some[index]]
-
-    @property
-    def natoms(self) -> np.ndarray:
-        return self.source.natoms[list(self.some)]
-
-
 def compare(
     split: str, model: nn.Module, calculator: Calculator, options: argparse.Namespace
 ) -> Rows:
-    """A row for each way.
-
-    Raises:
-        FileNotFoundError: if there is no such split, or no frames of it.
-        ValueError: if the folder holds relaxations of another potential or of other data.
-    """
+    """A row for each way."""
     store, frames = split_path(options.data, split), options.data / "frames" / f"{split}.extxyz"
     dataset = open_dataset(store)
     own = offsets(frames, dataset)
@@ -129,7 +100,7 @@ def compare(
     prepare(folder, {"config": str(options.potential), **job, "digests": digests})
     some = range(min(options.count, len(dataset)))
     began = time.perf_counter()
-    direct = infer(model, Part(dataset, some), 32, split)
+    direct = infer(model, Part(dataset, np.array(some)), 32, split)
     seconds = time.perf_counter() - began
     rows = relax_all(dataset, some, own, folder / "relaxed.jsonl", calculator, options)
     errors = np.array([row["error"] for row in rows])
@@ -153,8 +124,9 @@ def compare(
     ]
 
 
-def parse(words: list[str] | None = None) -> argparse.Namespace:
-    """Options of the script."""
+@guarded
+def main(words: list[str] | None = None) -> None:
+    """Relaxes what is not relaxed yet."""
     parser = described(__doc__)
     parser.add_argument("data", type=Path)
     for name in ("direct", "potential", "out"):
@@ -163,25 +135,15 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     for name, count in (("count", 200), ("steps", 200)):
         parser.add_argument(f"--{name}", type=int, default=count)
     parser.add_argument("--fmax", type=float, default=0.05)
-    return parser.parse_args(words)
-
-
-def main(words: list[str] | None = None) -> int:
-    """Relaxes what is not relaxed yet; returns 2 for what cannot be compared."""
-    options = parse(words)
-    try:
-        calculator = Calculator(options.potential, device="cpu")
-        model, _ = load_run(options.direct)
-        found = [row for one in options.splits for row in compare(one, model, calculator, options)]
-    except (ValueError, OSError) as error:
-        print(f"by_relaxation.py: error: {error}", file=sys.stderr)
-        return 2
+    options = parser.parse_args(words)
+    calculator = Calculator(options.potential, device="cpu")
+    model, _ = load_run(options.direct)
+    found = [row for one in options.splits for row in compare(one, model, calculator, options)]
     write_csv(options.out / "by_relaxation.csv", found)
     cells = ([f"{x:.4g}" if isinstance(x, float) else x for x in row.values()] for row in found)
     text = markdown(found[0], cells)
     write_atomically(options.out / "by_relaxation.md", text.encode())
     print(text)
-    return 0
 
 
 if __name__ == "__main__":

@@ -17,21 +17,16 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import re
 import shutil
 import statistics
-import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-from kit.energies import errors_of_mean
-from kit.notes import prepare
 from kit.rows import Rows, markdown, mean_sd, names, pick, write_csv
-from kit.words import described, trainings
-from tqdm import tqdm
+from kit.runs import Job, errors_of_mean, prepare, run_all, run_logged
+from kit.words import described, guarded, trainings
 
 from molflt.plots import intervals
 from molflt.training.checkpoint import count_parameters
@@ -39,7 +34,6 @@ from molflt.training.config import read_config
 from molflt.training.resume import read_provenance
 
 PAPERS = [f"configs/atoms/{name}.yaml" for name in ("flt", "performer", "softmax-mask", "softmax")]
-INTERRUPTED = 130
 # what is compared, by its name in results.json: heading and digits
 MEASURES = {
     "mae_eV": ("MAE, eV", 4),
@@ -60,11 +54,7 @@ LARGE_IS_GOOD = ("bleu", *(name for name in MEASURES if name.endswith("_percent"
 
 
 def words_of(variant: str) -> list[str]:
-    """Options of a variant FILE.yaml[,key=value ...].
-
-    Raises:
-        ValueError: if it is none.
-    """
+    """Options of a variant FILE.yaml[,key=value ...]."""
     path, *changes = variant.split(",")
     if not path.endswith(".yaml"):
         raise ValueError(
@@ -82,17 +72,7 @@ def name_of(variant: str) -> str:
     return ",".join([Path(path).stem, *own])
 
 
-def expect_names(variants: list[str]) -> None:
-    """Raises ValueError for variants of one name: the folder of one would be that of the other."""
-    own = [name_of(variant) for variant in variants]
-    if twice := sorted({name for name in own if own.count(name) > 1}):
-        raise ValueError(
-            f"--variants: expected different names; got {', '.join(twice)} more than once; rename "
-            "a file"
-        )
-
-
-def job_of(options: argparse.Namespace, variant: str, seed: int) -> dict[str, Any]:
+def job_of(options: argparse.Namespace, variant: str, seed: int) -> Job:
     """Identity of a run, kept next to it to recognize the run."""
     words = words_of(variant)
     files = [options.config, *(Path(word) for word in words if word.endswith(".yaml"))]
@@ -107,13 +87,8 @@ def job_of(options: argparse.Namespace, variant: str, seed: int) -> dict[str, An
     }
 
 
-def work(run: Path, job: dict[str, Any], threads: int, evaluation: tuple[str, ...] = ()) -> None:
-    """Trains, or goes on training, and evaluates one run, with these options.
-
-    Raises:
-        ValueError: if its checkpoint is damaged.
-        RuntimeError: with the last line of the log, if either fails.
-    """
+def work(run: Path, job: Job, threads: int, evaluation: tuple[str, ...] = ()) -> None:
+    """Trains, or goes on training, and evaluates one run, with these options."""
     if (run / "results.json").exists():
         return
     train = ["train", "--config", job["config"], "--run", str(run), *job["words"]]
@@ -122,26 +97,23 @@ def work(run: Path, job: dict[str, Any], threads: int, evaluation: tuple[str, ..
     else:
         shutil.rmtree(run / "checkpoints", ignore_errors=True)  # stopped before the first
     evaluate = ["evaluate", str(run), *evaluation]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     # one that ended for want of patience is over, and --resume refuses it
-    todo = (evaluate,) if read_provenance(run).get("stopped") else (train, evaluate)
-    with open(run / "log.txt", "a") as log:
-        for words in todo:
-            command = [sys.executable, "-m", "molflt", *words]
-            done = subprocess.run(command, env=environment, stdout=log, stderr=log, check=False)
-            if done.returncode != 0:
-                last = (run / "log.txt").read_text().strip().splitlines()[-1:]
-                raise RuntimeError(
-                    f"{run}: molflt {words[0]} exited with {done.returncode}: {last}"
-                )
+    for words in (evaluate,) if read_provenance(run).get("stopped") else (train, evaluate):
+        run_logged([sys.executable, "-m", "molflt", *words], run / "log.txt", threads)
+
+
+def work_all(
+    jobs: dict[Path, Job], options: argparse.Namespace, evaluation: tuple[str, ...] = ()
+) -> int:
+    """Works on all runs, so many at a time; returns 1 if some failed."""
+    for run, job in jobs.items():
+        prepare(run, job)
+    works = [partial(work, run, job, options.threads, evaluation) for run, job in jobs.items()]
+    return int(not run_all(works, options.jobs))
 
 
 def expect_same_data(runs: list[Path]) -> None:
-    """Refuses to average over runs whose data have changed in between.
-
-    Raises:
-        ValueError: naming two of them.
-    """
+    """Refuses to average over runs whose data have changed in between."""
     every = {run: read_provenance(run).get("data") for run in runs}
     known = {run: data for run, data in every.items() if data}  # earlier versions do not say
     first = next(iter(known), None)
@@ -232,12 +204,7 @@ def draw(rows: Rows, measure: str, png: Path) -> None:
 
 
 def write(out: Path, variants: list[str], seeds: list[int]) -> None:
-    """Writes and prints the comparison of all runs that are finished.
-
-    Raises:
-        ValueError: if the runs of a variant were trained on different data, or have none of the
-            measures.
-    """
+    """Writes and prints the comparison of all runs that are finished."""
     for variant in variants:
         expect_same_data([out / variant / f"seed{seed}" for seed in seeds])
     if rows := collect(out, "variant", variants, seeds):
@@ -254,65 +221,26 @@ def write(out: Path, variants: list[str], seeds: list[int]) -> None:
         print(text)
 
 
-def parse(words: list[str] | None = None) -> argparse.Namespace:
-    """Options of the script; what follows -- goes to every training."""
+@guarded
+def main(words: list[str] | None = None) -> int:
     parser = described(__doc__)
     parser.add_argument("--config", type=Path, default=Path("configs/demo.yaml"))
     parser.add_argument("--out", type=Path, default=Path("runs/compare"))
     form = "FILE.yaml[,key=value ...]"
     parser.add_argument("--variants", nargs="+", default=PAPERS, metavar="VARIANT", help=form)
-    return trainings(parser, words, seeds=[0, 1, 2])
-
-
-def work_all(
-    jobs: dict[Path, dict[str, Any]], most: int, threads: int, evaluation: tuple[str, ...] = ()
-) -> int:
-    """Works on all runs, so many at a time: 0, 1 if some failed, or `INTERRUPTED`."""
-    failed = False
-    with ThreadPoolExecutor(most) as pool:
-        waiting = [pool.submit(work, run, job, threads, evaluation) for run, job in jobs.items()]
-        try:
-            for done in tqdm(as_completed(waiting), total=len(waiting), unit=" runs"):
-                if done.exception() is not None:
-                    failed = True
-                    tqdm.write(str(done.exception()), file=sys.stderr)
-        except KeyboardInterrupt:
-            pool.shutdown(wait=False, cancel_futures=True)
-            print("interrupted; start again with the same options to go on", file=sys.stderr)
-            return INTERRUPTED
-    return int(failed)
-
-
-def main(words: list[str] | None = None) -> int:
-    """Runs what is not finished; returns 1 if a run failed."""
-    options = parse(words)
-    try:
-        expect_names(options.variants)
-        # seeds outside, so that a comparison stopped early has all variants
-        jobs = {
-            options.out / name_of(variant) / f"seed{seed}": job_of(options, variant, seed)
-            for seed in options.seeds
-            for variant in options.variants
-        }
-        for run, job in jobs.items():
-            prepare(run, job)
-    except (ValueError, OSError) as error:
-        return _refused(error)
-    code = work_all(jobs, options.jobs, options.threads)
-    if code != INTERRUPTED:
-        try:
-            write(options.out, [name_of(variant) for variant in options.variants], options.seeds)
-        except ValueError as error:
-            return _refused(error)
+    options = trainings(parser, words, seeds=[0, 1, 2])
+    variants = [name_of(variant) for variant in options.variants]
+    if len(set(variants)) < len(variants):
+        raise ValueError(f"--variants: expected different names; got {', '.join(variants)}")
+    # seeds outside, so that a comparison stopped early has all variants
+    jobs = {
+        options.out / name_of(variant) / f"seed{seed}": job_of(options, variant, seed)
+        for seed in options.seeds
+        for variant in options.variants
+    }
+    code = work_all(jobs, options)
+    write(options.out, variants, options.seeds)
     return code
-
-
-def _refused(error: ValueError | OSError) -> int:
-    """Says in one line what is wrong; returns 2."""
-    missing = isinstance(error, OSError) and error.filename
-    text = f"{error.filename}: {error.strerror}" if missing else error
-    print(f"compare.py: error: {text}", file=sys.stderr)
-    return 2
 
 
 if __name__ == "__main__":

@@ -28,12 +28,7 @@ from molflt.plots.figure import picture
 
 
 def read(path: Path) -> Atoms:
-    """The last structure of a file.
-
-    Raises:
-        FileNotFoundError: if there is none.
-        ValueError: naming the file, if ASE cannot read it.
-    """
+    """The last structure of a file."""
     try:
         return ase.io.read(path)
     except Exception as error:  # ASE's readers fail in any way, as an OSError too

@@ -71,11 +71,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
 def judge(
     run: Path, model: nn.Module, config: dict[str, Any], options: argparse.Namespace
 ) -> tuple[str, Callable[[Any], float]]:
-    """Metric of the models of this run, and the function that computes it.
-
-    Raises:
-        ValueError: for a run of another recipe, or without softmax.
-    """
+    """Metric of the models of this run, and the function that computes it."""
     data = config["data"]
     if isinstance(model, EncoderDecoder):
         mixings = {*model.encoder.mixings, *model.decoder.stack.mixings}

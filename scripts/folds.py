@@ -12,101 +12,48 @@ line per system) and .png. Started again, it goes on where it was stopped and re
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
-from compare import INTERRUPTED, job_of, work_all
-from kit.energies import read_energies
-from kit.notes import on_data, prepare
-from kit.rows import Rows, markdown, mean_sd, write_csv
-from kit.words import described, trainings
+from compare import job_of, work_all
+from kit.rows import Rows, markdown, mean_sd, names, pick, write_csv
+from kit.runs import on_data, read_energies
+from kit.words import described, guarded, trainings
 
 from molflt import plots
-from molflt.data.structures.systems import System, read_systems
+from molflt.data.structures.systems import read_systems
 from molflt.evaluation.other_models import Published, read_published
 from molflt.metrics import EWT_THRESHOLD
 
 TEST, VALIDATION = "test_id", "val_id"
 
 
-def collect(out: Path, data: Path) -> Rows:
+def collect(out: Path, folders: list[Path]) -> Rows:
     """A row per system and finished training that has it in its test fold."""
     rows: Rows = []
-    for folder in folders(data):
+    for folder in folders:
         run = out / folder.name
         if not (run / "results.json").exists():
             continue
         systems = read_systems(folder)
         fold, _, validated = folder.name.partition("-")
         for sid, (energy, target) in read_energies(run, TEST).items():
-            own: System = systems[sid]
             label = {"fold": fold, "validated": validated, "sid": sid}
-            rows.append({**label, **own._asdict(), "energy_eV": energy, "target_eV": target})
+            own = {"energy_eV": energy, "target_eV": target}
+            rows.append({**label, **systems[sid]._asdict(), **own})
     return rows
-
-
-def folders(data: Path) -> list[Path]:
-    """The folders of a set of folds.
-
-    Raises:
-        ValueError: if there are none.
-    """
-    found = sorted(path.parent for path in data.glob("*/train.safetensors"))
-    if not found:
-        raise ValueError(
-            f"{data}: expected folders testI-valJ with train.safetensors; got none; make them with "
-            "molflt data convert --folds"
-        )
-    return found
-
-
-def chosen(only: list[str] | None, found: list[Path]) -> list[str]:
-    """Names of the folders to train on, all if none are named.
-
-    Raises:
-        ValueError: for a name that no folder has.
-    """
-    known = [folder.name for folder in found]
-    if unknown := [name for name in only or () if name not in known]:
-        raise ValueError(
-            f"--only: expected some of {', '.join(known)}; got {', '.join(unknown)}; correct it"
-        )
-    return only or known
-
-
-def others_of(path: Path | None, folder: Path) -> Published | None:
-    """Published energies of all systems of a folder.
-
-    Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: if it is no such file, or a system is missing.
-    """
-    if path is None:
-        return None
-    published = read_published(path, folder)
-    missing = sorted({own.name for own in published.systems.values()} - published.rows.keys())
-    if missing:
-        raise ValueError(
-            f"{path}: expected energies of all {len(published.systems)} systems of {folder}; "
-            f"{len(missing)} are missing, such as {missing[0]}"
-        )
-    return published
 
 
 def errors_of(rows: Rows, published: Published | None) -> Rows:
     """Errors of our trainings and of published ones, alone and averaged, by system, eV."""
-    members: dict[str, list[float]] = defaultdict(list)
-    labels: dict[str, dict[str, object]] = {}
+    members: dict[str, Rows] = defaultdict(list)
     for row in rows:
-        members[row["name"]].append(row["energy_eV"])
-        labels[row["name"]] = row
+        members[row["name"]].append(row)
     found: Rows = []
-    for name, energies in members.items():
-        row = labels[name]
-        models = {"molflt": np.array(energies)}
+    for name, own in members.items():
+        row, models = own[0], {"molflt": np.array([one["energy_eV"] for one in own])}
         if published is not None:
             row_of = published.rows[name]
             models |= {model: array[row_of] for model, array in published.models.items()}
@@ -124,19 +71,19 @@ def errors_of(rows: Rows, published: Published | None) -> Rows:
     return found
 
 
+def mean(rows: Rows, key: str) -> float:
+    return float(np.mean([row[key] for row in rows]))
+
+
 def table(errors: Rows) -> str:
     """A line per model: single trainings and ensembles, with the spread over test folds."""
     lines = []
-    for model in dict.fromkeys(row["model"] for row in errors):
-        own = [row for row in errors if row["model"] == model]
+    for model in names(errors, "model"):
+        own = pick(errors, model=model)
+        folds = [pick(own, fold=fold) for fold in names(own, "fold")]
         cells = []
         for key in ("alone_eV", "together_eV"):
-            by_fold: dict[str, list[float]] = defaultdict(list)
-            for row in own:
-                by_fold[row["fold"]].append(row[key])
-            mean = float(np.mean([row[key] for row in own]))
-            spread = [float(np.mean(values)) for values in by_fold.values()]
-            cells += [f"{mean:.4f}", mean_sd(spread, 4)]
+            cells += [f"{mean(own, key):.4f}", mean_sd([mean(fold, key) for fold in folds], 4)]
         within = 100 * float(np.mean([row["together_eV"] < EWT_THRESHOLD for row in own]))
         lines.append([model, own[0]["trainings"], len(own), *cells, f"{within:.1f}"])
     head = ["model", "trainings a fold", "systems", "single, MAE, eV", "over folds"]
@@ -145,70 +92,55 @@ def table(errors: Rows) -> str:
 
 def by_group(errors: Rows, kind: str) -> str:
     """Errors of ensembles by family or metal, a column per model."""
-    models = list(dict.fromkeys(row["model"] for row in errors))
+    models = names(errors, "model")
     lines = []
-    for group in sorted({row[kind] for row in errors}):
-        own = [row for row in errors if row[kind] == group]
-        cells = [
-            f"{np.mean([row['together_eV'] for row in own if row['model'] == model]):.3f}"
-            for model in models
-        ]
-        lines.append([group, len(own) // len(models), *cells])
+    for group in sorted(names(errors, kind)):
+        parts = [pick(errors, model=model, **{kind: group}) for model in models]
+        lines.append([group, len(parts[0]), *(f"{mean(own, 'together_eV'):.3f}" for own in parts)])
     return markdown([kind, "systems", *(f"{model}, MAE, eV" for model in models)], lines)
 
 
-def write(out: Path, data: Path, published: Published | None) -> None:
+def write(out: Path, folders: list[Path], published: Published | None) -> None:
     """Writes and prints what all finished trainings together say."""
-    rows = collect(out, data)
+    rows = collect(out, folders)
     if not rows:
         return
     errors = errors_of(rows, published)
-    trainings = len({(row["fold"], row["validated"]) for row in rows})
-    text = "\n\n".join([table(errors), by_group(errors, "family"), by_group(errors, "metal")])
-    (out / "folds.md").write_text(f"{trainings} trainings\n\n{text}\n")
+    trained = len({(row["fold"], row["validated"]) for row in rows})
+    parts = [table(errors), by_group(errors, "family"), by_group(errors, "metal")]
+    text = "\n\n".join([f"{trained} trainings", *parts])
+    (out / "folds.md").write_text(f"{text}\n")
     write_csv(out / "folds.csv", errors)
     panels = {}
-    for model in dict.fromkeys(row["model"] for row in errors):
-        own = [row for row in errors if row["model"] == model]
+    for model in names(errors, "model"):
+        own = pick(errors, model=model)
         pair = (np.array([row[key] for row in own]) for key in ("target_eV", "mean_eV"))
         panels[f"{model}, mean of {own[0]['trainings']}"] = tuple(pair)
     plots.parity(panels, out / "folds.png")
-    print(f"{trainings} trainings\n\n{text}")
+    print(text)
 
 
-def parse(words: list[str] | None = None) -> argparse.Namespace:
-    """Options of the script; what follows -- goes to every training."""
+@guarded
+def main(words: list[str] | None = None) -> int:
     parser = described(__doc__)
     parser.add_argument("--config", type=Path, default=Path("configs/game-net.yaml"))
     parser.add_argument("--data", type=Path, required=True, help="folder of folders testI-valJ")
     parser.add_argument("--out", type=Path, default=Path("runs/folds"))
     parser.add_argument("--published", type=Path, help="npz file of predictions of others")
-    parser.add_argument("--only", nargs="+", help="these folders alone")
     parser.add_argument("--seed", type=int, default=0)
-    return trainings(parser, words)
-
-
-def main(words: list[str] | None = None) -> int:
-    """Runs what is not finished; returns 1 if a run failed."""
-    options = parse(words)
-    try:
-        jobs, found = {}, folders(options.data)
-        wanted = chosen(options.only, found)
-        for folder in found:
-            run, job = options.out / folder.name, job_of(options, str(options.config), options.seed)
-            job = on_data(job, folder)
-            if folder.name in wanted:
-                jobs[run] = job
-            if folder.name in wanted or (run / "results.json").exists():  # all these are collected
-                prepare(run, job)
-        others = others_of(options.published, found[0])
-    except (ValueError, OSError) as error:
-        print(f"folds.py: error: {error}", file=sys.stderr)
-        return 2
-    splits = ("--splits", TEST, VALIDATION)
-    code = work_all(jobs, options.jobs, options.threads, splits)
-    if code != INTERRUPTED:
-        write(options.out, options.data, others)
+    options = trainings(parser, words)
+    folders = sorted(path.parent for path in options.data.glob("*/train.safetensors"))
+    if not folders:
+        raise ValueError(f"{options.data}: expected folders testI-valJ with train.safetensors")
+    published = read_published(options.published, folders[0]) if options.published else None
+    if published:
+        known = {system.name for system in published.systems.values()}
+        if missing := sorted(known - published.rows.keys()):
+            raise ValueError(f"{options.published}: expected energies of {missing[0]}; got none")
+    job = job_of(options, str(options.config), options.seed)
+    jobs = {options.out / folder.name: on_data(job, folder) for folder in folders}
+    code = work_all(jobs, options, ("--splits", TEST, VALIDATION))
+    write(options.out, folders, published)
     return code
 
 

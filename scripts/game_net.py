@@ -60,9 +60,6 @@ def read(path: Path) -> tuple[list[System], list[Data]]:
     """Systems of the archive, sorted by name, and their structures.
 
     Where a table has a name twice, the last row counts, as it does for the authors' models.
-
-    Raises:
-        ValueError: naming the system or table that is not as expected.
     """
     files = _texts(path)
     tables = {name: _table(path, files, name) for name in (RELAXED, INITIAL, FAMILIES)}
@@ -270,11 +267,7 @@ def convert(
     folds: Path | None = None,
     hold_out: Sequence[str] = (),
 ) -> None:
-    """Write a folder of stores, or one for each pair of folds; see the options of this script.
-
-    Raises:
-        ValueError: for a damaged archive, names that do not fit, or a folder with other splits.
-    """
+    """Write a folder of stores, or one for each pair of folds; see the options of this script."""
     if sum(map(bool, (splits, folds, hold_out))) > 1:
         raise ValueError("expected at most one of --splits, --folds and --hold-out")
     systems, records = read(archive)

@@ -15,23 +15,16 @@ import argparse
 import statistics
 import sys
 from pathlib import Path
-from typing import Any
 
-from compare import INTERRUPTED, collect, job_of, work_all
-from kit.notes import prepare
+from compare import collect, job_of, work_all
 from kit.rows import Rows, markdown, names, pick, write_csv
-from kit.words import described, trainings
+from kit.runs import Job
+from kit.words import described, guarded, trainings
 
 from molflt.data.text.glue import GLUE, find_split, read_examples
 
 BATCH = 16  # the default of data.batch_size
 SMALL = "configs/masked/glue.yaml"
-
-
-def steps_of(root: Path, task: str, epochs: float) -> int:
-    """Steps of so many epochs."""
-    rows = len(read_examples(find_split(root, task, "train"), task))
-    return max(1, round(epochs * rows / BATCH))
 
 
 def available(root: Path, tasks: list[str]) -> tuple[list[str], list[str]]:
@@ -48,9 +41,10 @@ def available(root: Path, tasks: list[str]) -> tuple[list[str], list[str]]:
     return there, absent
 
 
-def job(options: argparse.Namespace, task: str, seed: int) -> dict[str, Any]:
+def job(options: argparse.Namespace, task: str, seed: int) -> Job:
     """The training of one task with one seed."""
-    steps = steps_of(options.root, task, options.epochs)
+    examples = read_examples(find_split(options.root, task, "train"), task)
+    steps = max(1, round(options.epochs * len(examples) / BATCH))
     own = [f"--data.task={task}", f"--data.root={options.root}", f"--init={options.init}"]
     own += [f"--trainer.max_steps={steps}", f"--task.warmup_steps={round(0.06 * steps)}"]
     # a validation per epoch, of which the best counts
@@ -94,26 +88,19 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     return trainings(parser, words, seeds=[0, 1, 2, 3, 4])
 
 
+@guarded
 def main(words: list[str] | None = None) -> int:
-    """Runs what is not finished; returns 1 if a run failed."""
     options = parse(words)
-    try:
-        tasks, absent = available(options.root, options.tasks)
-        if not tasks:
-            raise ValueError(f"{options.root}: no task of GLUE; {absent[0]}")
-        jobs = {
-            options.out / task / f"seed{seed}": job(options, task, seed)
-            for seed in options.seeds
-            for task in tasks
-        }
-        for run, one in jobs.items():
-            prepare(run, one)
-    except (ValueError, OSError) as error:
-        print(f"glue.py: error: {error}", file=sys.stderr)
-        return 2
-    code = work_all(jobs, options.jobs, options.threads)
-    rows = collect(options.out, "task", tasks, options.seeds)
-    if code != INTERRUPTED and rows:
+    tasks, absent = available(options.root, options.tasks)
+    if not tasks:
+        raise ValueError(f"{options.root}: no task of GLUE; {absent[0]}")
+    jobs = {
+        options.out / task / f"seed{seed}": job(options, task, seed)
+        for seed in options.seeds
+        for task in tasks
+    }
+    code = work_all(jobs, options)
+    if rows := collect(options.out, "task", tasks, options.seeds):
         text = table(rows, absent)
         (options.out / "glue.md").write_text(f"{text}\n")
         keys = dict.fromkeys(key for row in rows for key in row)

@@ -12,18 +12,16 @@ line per system and model). Started again, it goes on where it was stopped and r
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from compare import INTERRUPTED, job_of, work_all
+from compare import job_of, work_all
 from game_net import convert, read
-from kit.energies import read_energies
-from kit.notes import on_data, prepare
 from kit.rows import Row, Rows, markdown, mean_sd, names, pick, write_csv
-from kit.words import described, trainings
+from kit.runs import on_data, read_energies
+from kit.words import described, guarded, trainings
 from peers_kit.models import FITS, load
 
 from molflt.data.structures import open_dataset
@@ -39,12 +37,7 @@ NEW = {"val_ood_ads": "family", "val_ood_cat": "metal"}  # split -> what is new 
 
 
 def make_groups(archive: Path, data: Path, groups: int) -> list[Path]:
-    """Folders of stores, one per group, each with all systems; those that exist are kept.
-
-    Raises:
-        FileNotFoundError: if there is no archive.
-        ValueError: if it is another one, or has too few families or metals.
-    """
+    """Folders of stores, one per group, each with all systems; those that exist are kept."""
     folders = [data / f"{i}-of-{groups}" for i in range(groups)]
     missing = {i for i, folder in enumerate(folders) if not (folder / SYSTEMS).exists()}
     if folders and not missing:
@@ -148,35 +141,22 @@ def _run(out: Path, folder: Path, seed: int) -> Path:
     return out / folder.name / f"seed{seed}"
 
 
-def parse(words: list[str] | None = None) -> argparse.Namespace:
-    """Options of the script; what follows -- goes to every training."""
+@guarded
+def main(words: list[str] | None = None) -> int:
     parser = described(__doc__)
     parser.add_argument("archive", type=Path, help="FG_dataset_lite.tar.xz")
     parser.add_argument("--groups", type=int, default=5)
     parser.add_argument("--data", type=Path, default=Path("datasets/game-net/held-out"))
     parser.add_argument("--config", type=Path, default=Path("configs/game-net.yaml"))
     parser.add_argument("--out", type=Path, default=Path("runs/held-out"))
-    return trainings(parser, words, seeds=[0, 1, 2])
-
-
-def main(words: list[str] | None = None) -> int:
-    """Runs what is not finished; returns 1 if a run failed."""
-    options = parse(words)
-    try:
-        folders = make_groups(options.archive, options.data, options.groups)
-        jobs = {}
-        for seed in options.seeds:
-            for folder in folders:
-                job = job_of(options, str(options.config), seed)
-                jobs[_run(options.out, folder, seed)] = on_data(job, folder)
-        for run, job in jobs.items():
-            prepare(run, job)
-    except (ValueError, OSError) as error:
-        print(f"held_out.py: error: {error}", file=sys.stderr)
-        return 2
-    code = work_all(jobs, options.jobs, options.threads)
-    if code != INTERRUPTED:
-        write(options.out, folders, options.seeds)
+    options = trainings(parser, words, seeds=[0, 1, 2])
+    folders = make_groups(options.archive, options.data, options.groups)
+    jobs = {}
+    for seed in options.seeds:
+        job = job_of(options, str(options.config), seed)
+        jobs |= {_run(options.out, folder, seed): on_data(job, folder) for folder in folders}
+    code = work_all(jobs, options)
+    write(options.out, folders, options.seeds)
     return code
 
 

@@ -34,9 +34,6 @@ def evaluate(expression: str) -> int:
 
     Args:
         expression: symbols of `LISTOPS` between white space; parentheses count for nothing.
-
-    Raises:
-        ValueError: another symbol, an operator without arguments, or brackets that do not match.
     """
     open_lists: list[tuple[str, list[int]]] = [("", [])]
     for symbol in expression.translate(_WITHOUT_PARENTHESES).split():
@@ -84,9 +81,6 @@ def expressions(
         arguments: most arguments of an operator.
         min_length: tokens that an expression exceeds.
         max_length: tokens that it stays below.
-
-    Raises:
-        ValueError: after a million draws without a new expression of such a length.
     """
     known: set[bytes] = set()
     misses = 0
@@ -152,9 +146,6 @@ def make(
         min_length: tokens that an expression exceeds.
         max_length: tokens that it stays below.
         seed: of the draw.
-
-    Raises:
-        ValueError: if there are not as many different expressions of such a length.
     """
     if max_length - min_length < 2:
         raise ValueError(

@@ -20,14 +20,13 @@ import json
 import math
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from compare import INTERRUPTED, job_of, work_all
-from kit.notes import prepare
+from compare import job_of, work_all
 from kit.rows import Rows, markdown, names, pick, write_csv
-from kit.words import described, trainings
+from kit.runs import Job, expect_same
+from kit.words import described, guarded, trainings
 
 from molflt import plots
 from molflt.data.images.base import LabeledImages
@@ -39,7 +38,7 @@ MEMORIES = ("flt", "performer", "softmax", "lstm", "state-space")
 ADAM = "Adam, tuned"
 
 
-def job(options: argparse.Namespace, memory: str, seed: int) -> dict[str, Any]:
+def job(options: argparse.Namespace, memory: str, seed: int) -> Job:
     """The training of one memory with one seed, and how it is evaluated."""
     found = job_of(options, f"configs/optimizers/{memory}.yaml", seed)
     images = {} if options.images is None else {"images": options.images}
@@ -68,11 +67,7 @@ def of_adam(options: argparse.Namespace) -> Rows:
     asked = {"steps": options.steps, "repeats": options.repeats, "tasks": options.tasks}
     asked["data"] = options.images
     kept = json.loads(path.read_text()) if path.exists() else {"asked": asked, "tasks": {}}
-    if kept["asked"] != asked:
-        raise ValueError(
-            f"{path}: expected {asked}, where data is sha256 of the images; got {kept['asked']}; "
-            "choose another --out, or remove it"
-        )
+    expect_same(path, kept["asked"], asked)
     rows: Rows = []
     for name, made in tasks_of(options.tasks, options.data).items():
         if name not in kept["tasks"]:
@@ -141,8 +136,8 @@ def draw(curves: Rows, png: Path, steps: int) -> None:
     plots.loss_curves(tasks, png, steps)
 
 
-def parse(words: list[str] | None = None) -> argparse.Namespace:
-    """Options of the script; what follows -- goes to every training."""
+@guarded
+def main(words: list[str] | None = None) -> int:
     parser = described(__doc__)
     parser.add_argument("--data", type=Path, help="images, such as the idx file of Fashion-MNIST")
     parser.add_argument("--out", type=Path, default=Path("runs/optimizers"))
@@ -151,29 +146,16 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tasks", nargs="+", help="by default all that there are data for")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--repeats", type=int, default=3)
-    return trainings(parser, words, seeds=[0, 1, 2])
-
-
-def main(words: list[str] | None = None) -> int:
-    """Runs what is not finished; returns 1 if a run failed."""
-    options = parse(words)
-    try:
-        tasks_of(options.tasks, options.data)
-        options.images = None if options.data is None else digest_of(open_images(options.data))
-        jobs = {
-            options.out / memory / f"seed{seed}": job(options, memory, seed)
-            for seed in options.seeds
-            for memory in options.memories
-        }
-        for run, one in jobs.items():
-            prepare(run, one)
-        code = work_all(jobs, options.jobs, options.threads, evaluation(options))
-        if code == INTERRUPTED:
-            return code
-        adam = of_adam(options)
-    except (ValueError, OSError) as error:
-        print(f"optimizers.py: error: {error}", file=sys.stderr)
-        return 2
+    options = trainings(parser, words, seeds=[0, 1, 2])
+    tasks_of(options.tasks, options.data)
+    options.images = None if options.data is None else digest_of(open_images(options.data))
+    jobs = {
+        options.out / memory / f"seed{seed}": job(options, memory, seed)
+        for seed in options.seeds
+        for memory in options.memories
+    }
+    code = work_all(jobs, options, evaluation(options))
+    adam = of_adam(options)
     curves, ends = collect(options.out, options.memories, options.seeds)
     keys = ["task", "optimizer", "tuned", "seed", "repeat", "step", "loss"]
     rows = [{key: row.get(key) for key in keys} for row in [*adam, *curves]]

@@ -34,10 +34,9 @@ import os
 import sys
 from pathlib import Path
 
-from kit.words import described, parsed
+from kit.words import described, guarded, parsed
 from peers_kit import pool, report
-from peers_kit.differences import expect_alike
-from peers_kit.jobs import options_of, run_job
+from peers_kit.jobs import open_structures, options_of, run_job, split_path
 from peers_kit.models import MODELS, REPOSITORY, TRIED, title
 
 
@@ -50,22 +49,19 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     demo = Path(os.path.relpath(REPOSITORY / "configs/demo.yaml"))
     parser.add_argument("--config", type=Path, default=demo)
     parser.add_argument("--models", nargs="+", default=list(MODELS), metavar="MODEL")
-    parser.add_argument("--minutes", type=_positive, default=10.0, help="CPU time of each training")
+    parser.add_argument("--minutes", type=float, default=10.0, help="CPU time of each training")
     parser.add_argument("--seeds", type=int, default=3, help="how many, from 0 on")
-    parser.add_argument("--fractions", nargs="+", type=_share, default=[1.0], metavar="F")
+    parser.add_argument("--fractions", nargs="+", type=float, default=[1.0], metavar="F")
     parser.add_argument("--jobs", type=int, default=1, help="trainings at the same time")
     parser.add_argument("--evaluations", type=int, default=10, help="points of a curve")
     parser.add_argument("--tune", action="store_true", help="try learning rates of each net")
-    parser.add_argument("--tune-minutes", type=_positive, help="of each; a fifth of --minutes")
+    parser.add_argument("--tune-minutes", type=float, help="of each; a fifth of --minutes")
     parser.add_argument("--tune-most", type=int, default=len(TRIED), help="at most so many rates")
     parser.add_argument("--against", metavar="MODEL", help="adds the differences from this one")
     parser.add_argument(
         "--alike", nargs="+", default=[], metavar="COLUMN", help="for --against, of systems.csv"
     )
     options = parsed(parser, words)
-    for name in ("seeds", "jobs", "evaluations"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name} must be at least 1; got {getattr(options, name)}")
     tuned = options.tune_minutes is not None or options.tune_most != len(TRIED)
     if tuned and not options.tune:
         parser.error("--tune-minutes and --tune-most are for --tune; add it, or leave them out")
@@ -81,25 +77,8 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def _positive(text: str) -> float:
-    if not 0 < float(text) < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a number above 0; got {text}")
-    return float(text)
-
-
-def _share(text: str) -> float:
-    if not 0 < float(text) <= 1:
-        raise argparse.ArgumentTypeError(f"expected a share above 0 and at most 1; got {text}")
-    return float(text)
-
-
 def check(options: argparse.Namespace) -> None:
-    """Refuses before anything is trained what could not be.
-
-    Raises:
-        ValueError: for an unknown model, two of one name, missing data, a missing package, or
-            columns that are not there.
-    """
+    """Refuses before anything is trained what could not be."""
     titles = [title(model) for model in options.models]
     if len(set(titles)) < len(titles):
         raise ValueError(f"--models: expected different names; got {', '.join(titles)}")
@@ -108,8 +87,9 @@ def check(options: argparse.Namespace) -> None:
             "kernel-ridge needs scikit-learn; pip install 'molflt[bench]', or name other --models"
         )
     options_of(["--config", str(options.config), *options.words])
-    if options.alike:
-        expect_alike(options.data, pool.splits_of(options.data), options.alike)
+    for split in pool.splits_of(options.data):
+        dataset = open_structures(split_path(options.data, split), False)
+        report.groups_of(options.data, dataset, options.alike)
 
 
 def compare(options: argparse.Namespace) -> bool:
@@ -120,33 +100,24 @@ def compare(options: argparse.Namespace) -> bool:
         trials, more = pool.tuning(options), True
         while more:
             every = {path: job for jobs in trials.values() for path, job in jobs.items()}
-            pool.check(every)
             well = pool.run(every, options.jobs) and well
             more = pool.widen(options, trials)
         rates = {name: pool.best_rate(jobs) for name, jobs in trials.items()}
         tried = {name: len(jobs) for name, jobs in trials.items()}
     jobs = pool.comparison(options, rates)
-    pool.check(jobs)
     well = pool.run(jobs, options.jobs) and well
     if results := report.results_of(jobs):
         print(report.write(options.out, results, tried, options.against, options.alike))
     return well
 
 
+@guarded
 def main(words: list[str] | None = None) -> int:
-    """Returns 1 if a job failed, 2 for options that cannot be."""
     words = sys.argv[1:] if words is None else words
     if words[:1] == ["--job"]:  # a process of the pool, which sends the job
         run_job(json.loads(sys.stdin.read()), Path(words[1]))
         return 0
-    try:
-        return 0 if compare(parse(words)) else 1
-    except (ValueError, OSError) as error:
-        print(f"peers.py: error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted; start again with the same options to go on", file=sys.stderr)
-        return 130
+    return 0 if compare(parse(words)) else 1
 
 
 if __name__ == "__main__":

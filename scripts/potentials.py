@@ -14,26 +14,23 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 import yaml
-from kit.notes import prepare
 from kit.rows import Row, Rows, markdown, mean_sd, pick, write_csv
-from kit.words import described
+from kit.runs import prepare
+from kit.words import described, guarded
 from numpy.typing import NDArray
-from peers_kit.nets import Peer, PeriodicSchNet
-from peers_kit.painn import PeriodicPaiNN
+from peers_kit.nets import Peer, PeriodicPaiNN, PeriodicSchNet
 from torch import Tensor, nn
 from torch_geometric.data import Batch, Data
 
 from molflt.data.structures.potential_data import PotentialData, SinglePoints
-from molflt.files import shown, write_atomically
+from molflt.files import write_atomically
 from molflt.graph.geometry import Geometry
 from molflt.graph.potential import Potential
 from molflt.tasks.potential import PotentialTask
@@ -96,29 +93,13 @@ def judge(task: PotentialTask, points: SinglePoints, batch_size: int) -> dict[st
     return task.summarize(totals)
 
 
-def read_state(path: Path) -> dict[str, Any]:
-    """Result of `learn`.
-
-    Raises:
-        ValueError: naming the file, if it is damaged.
-    """
-    try:
-        kept = read_plain(path)
-        return {key: kept[key] for key in ("model", "optimizer", "step", "spent")}
-    except Exception as error:  # a damaged file makes the reader fail in any way
-        raise ValueError(
-            f"{path}: expected a training to go on with; got {type(error).__name__}: "
-            f"{shown(str(error))}; remove it to train this model anew"
-        ) from None
-
-
 def learn(
     task: PotentialTask, points: SinglePoints, state: Path, seed: int, options: argparse.Namespace
 ) -> tuple[int, float]:
     """Steps until the time is over; those of earlier starts count. Returns steps and seconds."""
     optimizer, step, spent = task.optimizer(), 0, 0.0
     if state.exists():
-        kept = read_state(state)
+        kept = read_plain(state)
         task.model.load_state_dict(kept["model"])
         optimizer.load_state_dict(kept["optimizer"])
         step, spent = kept["step"], kept["spent"]
@@ -239,7 +220,8 @@ def measured(options: argparse.Namespace) -> Rows:
     return rows
 
 
-def main(words: list[str] | None = None) -> int:
+@guarded
+def main(words: list[str] | None = None) -> None:
     parser = described(__doc__)
     parser.add_argument("data", type=Path)
     parser.add_argument("--out", type=Path, required=True)
@@ -253,12 +235,7 @@ def main(words: list[str] | None = None) -> int:
         parser.add_argument(f"--{name}", type=int, default=value, help="of SchNet and PaiNN")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     options = parser.parse_args(words)
-    try:
-        print(table(measured(options)))
-    except (ValueError, FileNotFoundError) as error:
-        print(f"potentials.py: error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    print(table(measured(options)))
 
 
 if __name__ == "__main__":

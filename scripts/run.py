@@ -77,11 +77,7 @@ def page_of(name: str) -> Path | None:
 
 
 def marked(text: str, name: str, block: str) -> str:
-    """A page with the block between its marks.
-
-    Raises:
-        ValueError: if the marks are missing.
-    """
+    """A page with the block between its marks."""
     begin, end = f"<!-- bench: {name} -->", "<!-- end -->"
     before, mark, rest = text.partition(begin)
     if not mark or end not in rest:

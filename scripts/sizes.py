@@ -37,7 +37,7 @@ import torch
 from ase import Atoms
 from kit.rows import markdown
 from kit.slabs import System, higher, pairs, separate
-from kit.words import described, parsed
+from kit.words import described, guarded, parsed
 from numpy.typing import NDArray
 from peers_kit import pool
 from peers_kit.jobs import net_of
@@ -51,7 +51,7 @@ from molflt.data.structures import open_dataset
 from molflt.data.structures.ase_constraints import fixed_atoms
 from molflt.data.structures.records import make_record
 from molflt.data.structures.sources import split_path
-from molflt.files import expect_writable, write_atomically
+from molflt.files import write_atomically
 
 PEER = "peer:"
 REPEATS = {"2x1": (2, 1, 1), "2x2": (2, 2, 1), "3x3": (3, 3, 1)}
@@ -134,7 +134,6 @@ def models(options: argparse.Namespace) -> dict[str, nn.Module]:
     ours = {run: molflt.load(run).model for run in options.runs if not run.startswith(PEER)}
     own = {"models": peers, "seeds": 1, "fractions": [1.0], "evaluations": 1}
     jobs = pool.comparison(argparse.Namespace(**{**vars(options), **own}), {})
-    pool.check(jobs)
     if jobs and not pool.run(jobs, 1):
         raise ValueError(f"{options.out / 'logs'}: a training failed; read its log")
     nets = {PEER + job["model"]: net_of(job, path) for path, job in jobs.items()}
@@ -142,8 +141,9 @@ def models(options: argparse.Namespace) -> dict[str, nn.Module]:
     return {run: every[run].double().eval() for run in options.runs}
 
 
-def parse(words: list[str] | None = None) -> argparse.Namespace:
-    """Options of the script; those after -- go to the training of peers."""
+@guarded
+def main(words: list[str] | None = None) -> None:
+    """Prints the table."""
     parser = described(__doc__)
     parser.add_argument("runs", nargs="+", metavar="RUN")
     parser.add_argument("--data", type=Path, required=True, help="folder of compact stores")
@@ -152,22 +152,9 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--config", type=Path, default=Path("configs/game-net.yaml"))
     parser.add_argument("--minutes", type=float, default=10.0, help="CPU time to train a peer")
     options = parsed(parser, words)
-    if options.systems < 1 or options.minutes <= 0:
-        parser.error("--systems and --minutes must be above 0")
-    return options
-
-
-def main(words: list[str] | None = None) -> int:
-    """Prints the table."""
-    options = parse(words)
     torch.set_flush_denormal(True)  # SchNet is five times as slow without
-    try:
-        expect_writable(options.out / "sizes.json")
-        structures = build(draw(options.data, options.systems))
-        nets, rows = models(options), {}
-    except (ValueError, OSError) as error:
-        print(f"sizes.py: error: {error}", file=sys.stderr)
-        return 2
+    structures = build(draw(options.data, options.systems))
+    nets, rows = models(options), {}
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of sizes and elements that training does not have
         for run, net in nets.items():
@@ -180,7 +167,6 @@ def main(words: list[str] | None = None) -> int:
     write_atomically(options.out / "sizes.json", f"{text}\n".encode())
     cells = [[run, *(_cell(value) for value in row.values())] for run, row in rows.items()]
     print(markdown(["mean change, eV", *next(iter(rows.values()))], cells))
-    return 0
 
 
 def _cell(mean: float | None) -> str:

@@ -1,12 +1,12 @@
 """Scripts as modules: they are files, not a package."""
 
 import importlib.util
-import shutil
 import sys
-import tarfile
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+
+import pytest
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 if str(SCRIPTS) not in sys.path:
@@ -25,17 +25,6 @@ def load_script(name: str) -> ModuleType:
 def benchmark(name: str) -> ModuleType:
     """The benchmark of that name."""
     return import_module(load_script("run").benchmarks()[name])
-
-
-def unpack_game_net(script: str, top: Path) -> list[str]:
-    """Puts archived runs where the page says, below `top`; options of its command for a script."""
-    results, config = SCRIPTS.parent / "docs" / "results", Path("configs") / "game-net-all.yaml"
-    with tarfile.open(results / "game-net-runs.tar.xz") as archive:
-        archive.extractall(top / "runs", filter="data")
-    (top / config).parent.mkdir()
-    shutil.copy(SCRIPTS.parent / config, top / config)
-    command = (results / "dft.md").read_text().partition(f"python scripts/{script} ")[2]
-    return command.partition("```")[0].replace("\\\n", " ").split()
 
 
 class Trainings:
@@ -62,3 +51,8 @@ class Trainings:
     def evaluate(self, run: Path) -> None:
         """Leaves what an evaluation of that run leaves."""
         raise NotImplementedError
+
+    def replace(self, monkeypatch: pytest.MonkeyPatch) -> "Trainings":
+        """Takes the place in all scripts."""
+        monkeypatch.setattr("kit.runs.subprocess", SimpleNamespace(run=self))
+        return self

@@ -2,7 +2,6 @@
 
 import csv
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +9,7 @@ from script_files import Trainings, load_script
 
 from molflt.data.structures.systems import System, write_systems
 
+FOLDS = load_script("folds")
 LABELS = {1: 0.5, 2: -1.0, 3: 2.0, 4: 0.0}  # sid -> eV; 1, 2 in the first test fold
 ENERGIES = {  # folder -> sid -> eV
     "test0-val1": {1: 0.7, 2: -1.1},
@@ -33,9 +33,7 @@ class Folds(Trainings):
 
 
 @pytest.fixture
-def folds(monkeypatch, tmp_path):
-    module = load_script("folds")
-    monkeypatch.setattr("compare.subprocess", SimpleNamespace(run=Folds()))
+def trainings(monkeypatch, tmp_path) -> Trainings:
     for name, own in ENERGIES.items():
         folder = tmp_path / "data" / name
         folder.mkdir(parents=True)
@@ -43,7 +41,7 @@ def folds(monkeypatch, tmp_path):
         systems = [System(sid, f"s{sid}", "m", f"family{sid % 2}", "Cu") for sid in own]
         write_systems(folder, [("test_id", systems)])
     (tmp_path / "c.yaml").write_text("seed: 0\n")
-    return module
+    return Folds().replace(monkeypatch)
 
 
 @pytest.fixture
@@ -52,21 +50,13 @@ def words(tmp_path) -> list[str]:
     return [word for name, path in options.items() for word in (f"--{name}", str(tmp_path / path))]
 
 
-def commands() -> list[list[str]]:
-    import compare
-
-    return compare.subprocess.run.commands
-
-
-def test_single_models_and_ensembles_are_compared_with_published_ones(
-    folds, words, tmp_path, capsys
-):
+def test_single_models_and_ensembles_beside_published_ones(trainings, words, tmp_path, capsys):
     path = tmp_path / "published.npz"
     order = [4, 3, 2, 1]
     other = np.array([[LABELS[sid] + 0.4, LABELS[sid] - 0.2] for sid in order])
     np.savez(path, name=np.array([f"s{sid}" for sid in order]), other=other, fold=np.arange(4))
-    assert folds.main([*words, "--published", str(path), "--", "--trainer.max_steps=7"]) == 0
-    train = next(words for words in commands() if words[0] == "train")
+    assert FOLDS.main([*words, "--published", str(path), "--", "--trainer.max_steps=7"]) == 0
+    train = next(words for words in trainings.commands if words[0] == "train")
     assert train[0] == "train" and "--trainer.max_steps=7" in train and "--seed=0" in train
     assert any(word.startswith("--data.root=") for word in train)
     text = capsys.readouterr().out
@@ -86,27 +76,21 @@ def test_single_models_and_ensembles_are_compared_with_published_ones(
     assert (tmp_path / "out" / "folds.png").stat().st_size > 1000
 
 
-def test_stopped_folds_are_resumed(folds, words, tmp_path, capsys):
-    import compare
-
-    compare.subprocess.run.broken = "evaluate " + str(tmp_path / "out" / "test0-val2")
-    assert folds.main(words) == 1
-    assert "3 trainings" in capsys.readouterr().out
-    compare.subprocess.run.broken = ""
-    commands().clear()
-    assert folds.main(words) == 0
-    assert [word for words in commands() for word in words[1:2] if "out" in word] == [
-        str(tmp_path / "out" / "test0-val2")
-    ]
-    assert folds.main([*words, "--", "--model.dim=8"]) == 2
-    assert "other options" in capsys.readouterr().err
-
-
-def test_published_energies_are_read_before_anything_is_trained(folds, words, tmp_path, capsys):
-    path = tmp_path / "published.npz"
+def test_what_is_done_is_not_repeated_and_nothing_is_trained_without_published_energies(
+    trainings, words, tmp_path, capsys
+):
+    path, run = tmp_path / "published.npz", str(tmp_path / "out" / "test0-val2")
     np.savez(path, name=np.array(["s1"]), other=np.zeros(1))
-    assert folds.main([*words, "--published", str(path)]) == 2
-    assert "1 are missing, such as s2" in capsys.readouterr().err
-    assert folds.main([*words, "--published", str(tmp_path / "absent.npz")]) == 2
-    assert "absent.npz" in capsys.readouterr().err
-    assert not commands()
+    assert FOLDS.main([*words, "--published", str(path)]) == 2
+    assert "expected energies of s2; got none" in capsys.readouterr().err
+    assert not trainings.commands
+    trainings.broken = f"evaluate {run}"
+    assert FOLDS.main(words) == 1
+    assert "3 trainings" in capsys.readouterr().out
+    trainings.broken = ""
+    trainings.commands.clear()
+    assert FOLDS.main(words) == 0
+    assert trainings.commands[-1][:2] == ["evaluate", run]
+    assert len(trainings.commands) == 2
+    assert FOLDS.main([*words, "--", "--model.dim=8"]) == 2
+    assert "other words" in capsys.readouterr().err

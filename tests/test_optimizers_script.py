@@ -22,8 +22,7 @@ class Evaluated(Trainings):
 
 
 def test_the_table_and_a_second_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script, trainings = load_script("optimizers"), Evaluated()
-    monkeypatch.setattr("compare.subprocess.run", trainings)
+    script, trainings = load_script("optimizers"), Evaluated().replace(monkeypatch)
     words = ["--out", str(tmp_path), "--memories", "flt", "lstm", "--seeds", "0", "1"]
     words += ["--tasks", "factorization", "--steps", "6", "--repeats", "2"]
     assert script.main(words) == 0

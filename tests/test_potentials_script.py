@@ -33,19 +33,9 @@ def test_both_models_learn_and_a_second_start_repeats_nothing(tmp_path, monkeypa
     assert script.main(words) == 0
     assert json.loads((out / "schnet-0.json").read_text())[0]["steps"] == before[0]["steps"]
     assert script.main([*words, "--lr", "0.1"]) == 2  # not another run's results
-    note = out / "job.json"
-    kept = json.loads(note.read_text())
-    note.write_text(json.dumps({key: kept[key] for key in kept if key != "digests"}))
     capsys.readouterr()
-    assert script.main(words) == 2
-    assert "job.json: expected digests of what this run was made with" in capsys.readouterr().err
-    note.write_text(json.dumps(kept))
     ase.io.write(tmp_path / "train.traj", argon(6, 5))  # nor those of other data
     assert script.main(words) == 2
-    assert "made with other options, other data or another" in capsys.readouterr().err
-
-
-def test_steps_are_the_mean_over_seeds():
-    script = load_script("potentials")
+    assert "made with other digests" in capsys.readouterr().err
     rows = [{"split": "a", "model": "m", "parameters": 9, "steps": n} for n in (10, 30)]
-    assert script.table(rows).splitlines()[2].startswith("| a | m | 9 | 20 |")
+    assert script.table(rows).splitlines()[2].startswith("| a | m | 9 | 20 |")  # a mean

@@ -38,9 +38,8 @@ def slab_with(name: str, at: float = 0.0, down: float = 0.0, n: int = 3):
 
 
 def test_a_molecule_and_a_slab_that_the_cell_cuts_are_put_together():
-    plain = slabs.separate(slab_with("CH3OH", at=3.0))
-    cut = slabs.separate(slab_with("CH3OH", at=0.0, down=8.0))
-    for one in (plain, cut):
+    for one in (slab_with("CH3OH", at=3.0), slab_with("CH3OH", at=0.0, down=8.0)):
+        one = slabs.separate(one)
         assert (len(one.slab), len(one.adsorbate)) == (27, 6)
         lengths = np.sort(one.adsorbate.get_all_distances()[0])
         assert lengths == pytest.approx(np.sort(molecule("CH3OH").get_all_distances()[0]))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from kit.pictures import UNIFORM, error_panels
-from kit.rows import Points, Promise, Rows, at_least, choose, exponent, markdown, names, pick
+from kit.rows import Points, Promise, Rows, choose, exponent, markdown, names, pick
 from torch import Tensor
 from tqdm import tqdm
 
@@ -44,17 +44,9 @@ def measure(
     queries: int = 512,
     dim: int = 16,
 ) -> Rows:
-    """Errors of all maps, projections and numbers of features.
-
-    Raises:
-        ValueError: an unknown map or projection, no "iid", or a number outside its range.
-    """
+    """Errors of all maps, projections and numbers of features."""
     choose(maps, FEATURE_MAPS, "map")
-    if "iid" not in choose(projections, PROJECTIONS, "projection"):
-        got = " ".join(projections)
-        raise ValueError(f"projections: expected iid, beside which others stand; got {got}; add it")
-    at_least(2, features=min(features))
-    at_least(1, samples=samples, keys=keys, queries=queries, dim=dim)
+    choose(projections, PROJECTIONS, "projection")
     points, generator = Points(), torch.Generator().manual_seed(0)
     for scale, _ in tqdm(list(itertools.product(scales, range(samples))), leave=False):
         query, key, value = (

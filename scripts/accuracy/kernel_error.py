@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from kit.rows import Promise, Row, Rows, at_least, markdown, names, pick
+from kit.rows import Promise, Row, Rows, markdown, names, pick
 from torch import Tensor
 from torch.nn import functional as F
 from tqdm import tqdm
@@ -308,8 +308,6 @@ def measure(
     few: bool = False,
 ) -> Rows:
     """Errors on val_id of a folder of data, and on records of OC20 if they are given."""
-    at_least(1, structures=structures, seeds=seeds)
-    at_least(2, features=min(features))
     sources = {data.absolute().name: split_path(data, "val_id")} | ({"OC20": oc20} if oc20 else {})
     every = [slabs(name, path, structures) for name, path in sources.items()]
     return [row for own in every for row in of_slabs(own, FEW if few else FORMS, features, seeds)]

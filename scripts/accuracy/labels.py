@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from kit.files import add_row, begin_rows, digest
-from kit.rows import Promise, Row, Rows, at_least, markdown, names, pick
+from kit.rows import Promise, Row, Rows, markdown, names, pick
+from kit.runs import add_row, begin_rows, digest
 from making.calculators import CALCULATORS, relax
 from making.references import adsorption_energy
 from numpy.typing import NDArray
@@ -70,7 +70,6 @@ def measure(
     """One row per system: DFT and potential, eV, of a random choice among those of few atoms."""
     from ase.io import read
 
-    at_least(1, systems=systems, atoms=atoms)
     if calculator not in CALCULATORS:
         raise ValueError(f"calculator must be one of {', '.join(CALCULATORS)}; got {calculator}")
     potential = CALCULATORS[calculator].describe()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from kit.pictures import UNIFORM, error_panels
-from kit.rows import Points, Promise, Rows, at_least, choose, markdown, names, pick
+from kit.rows import Points, Promise, Rows, choose, markdown, names, pick
 from torch import Tensor
 from torch.nn import functional as F
 from tqdm import tqdm
@@ -46,14 +46,8 @@ def measure(
     dim: int = 64,
     heads: int = 4,
 ) -> Rows:
-    """Errors of all maps, numbers of features and gains.
-
-    Raises:
-        ValueError: an unknown map, or a number outside its range.
-    """
+    """Errors of all maps, numbers of features and gains."""
     choose(maps, FEATURE_MAPS, "map")
-    at_least(2, features=min(features))
-    at_least(1, samples=samples, tokens=tokens, depth=depth, dim=dim, heads=heads)
     points, generator = Points(), torch.Generator().manual_seed(0)
 
     def block(**options: object) -> Block:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 from kit.pictures import error_panels
-from kit.rows import Points, Promise, Rows, at_least, exponent, markdown, multiple, names, pick
+from kit.rows import Points, Promise, Rows, exponent, markdown, names, pick
 from torch.nn import functional as F
 from tqdm import tqdm
 
@@ -84,15 +84,7 @@ def measure(
     draws: int = 256,
     radius: float = 5.0,
 ) -> Rows:
-    """Errors of all families at all numbers of nodes.
-
-    Raises:
-        ValueError: for a number outside its range.
-    """
-    multiple(DRAWS, draws=draws)
-    at_least(1, nodes=min(nodes))
-    at_least(2, tokens=tokens)
-    at_least(0.01, radius=radius)
+    """Errors of all families at all numbers of nodes."""
     points, generator = Points(), torch.Generator().manual_seed(0)
     direction = F.normalize(torch.randn(tokens, 3, generator=generator), dim=-1)
     distance = radius * torch.rand(tokens, 1, generator=generator) ** (1 / 3)

@@ -12,11 +12,8 @@ from kit.rows import (
     Points,
     Promise,
     Rows,
-    at_least,
     choose,
-    increasing,
     markdown,
-    multiple,
     names,
     pick,
 )
@@ -38,16 +35,8 @@ def measure(
     keys: int = 1024,
     dim: int = 64,
 ) -> Rows:
-    """Errors of all maps and numbers of features at all norms.
-
-    Raises:
-        ValueError: an unknown map, or a number outside its range.
-    """
+    """Errors of all maps and numbers of features at all norms."""
     choose(maps, FEATURE_MAPS, "map")
-    multiple(HEADS, samples=samples)
-    at_least(2, features=min(features))
-    at_least(1, keys=keys, dim=dim)
-    increasing("radii", radii, least=0.01)  # of which logarithms are taken
     points, generator = Points(), torch.Generator().manual_seed(0)
     for radius, _ in tqdm(list(itertools.product(radii, range(samples // HEADS))), leave=False):
         query, key = (

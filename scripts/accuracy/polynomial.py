@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from kit.pictures import error_panels
-from kit.rows import Points, Promise, Rows, at_least, markdown, multiple, names, pick
+from kit.rows import Points, Promise, Rows, markdown, names, pick
 from torch import Tensor
 from torch.nn import functional as F
 from tqdm import tqdm
@@ -87,14 +87,7 @@ def measure(
     tokens: int = 256,
     samples: int = 8,
 ) -> Rows:
-    """Errors of all forms at all widths of a head and temperatures.
-
-    Raises:
-        ValueError: for a number outside its range.
-    """
-    multiple(HEADS, samples=samples)
-    at_least(1, dims=min(dims), tokens=tokens)
-    at_least(0.01, temperatures=min(temperatures))
+    """Errors of all forms at all widths of a head and temperatures."""
     points, generator = Points(), torch.Generator().manual_seed(0)
     cases = itertools.product(("uniform", "clustered"), dims, temperatures, range(samples // HEADS))
     for kind, dim, temperature, _ in tqdm(list(cases), leave=False):

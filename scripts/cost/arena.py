@@ -12,6 +12,8 @@ from functools import partial
 import torch
 from kit.layers import (
     Mechanism,
+    Step,
+    Study,
     cost_promise,
     cost_ratio,
     cost_table,
@@ -19,10 +21,9 @@ from kit.layers import (
     draw_costs,
     measure_layers,
     model_of,
-    training_study,
 )
 from kit.rows import Rows, markdown, names
-from torch import Tensor, nn
+from torch import Tensor
 
 from molflt.sequence import SequenceClassifier
 from molflt.tasks.sentences import SentenceTask
@@ -32,28 +33,21 @@ FILES = {"fnet": "fnet", "performer": "performer", "flt": "flt", "softmax": "ber
 QUICK = {"sizes": (64,), "rounds": 1}
 
 
-class Step(nn.Module):
-    """A training step by the task, and Adam."""
-
-    def __init__(self, length: int, causal: bool, file: str) -> None:
-        super().__init__()
-        options = {**model_of("lra/imdb", f"masked/{file}"), "max_length": length}
-        self.task = SentenceTask(SequenceClassifier(BYTES + SPECIAL, 2, **options))
-        self.adam = torch.optim.Adam(self.task.model.parameters())
-
-    def forward(self, draws: Tensor) -> Tensor:
-        """Makes the whole step on uniform numbers (1, length), which become bytes."""
-        ids = (draws.detach() * BYTES).long() + SPECIAL
-        there = torch.ones_like(ids, dtype=torch.bool)
-        batch = ids, torch.zeros_like(ids), there, torch.ones(1, dtype=torch.float64)
-        self.task.loss(batch, 0.0)[0].backward()
-        self.adam.step()
-        return draws.sum()
+def batch_of(draws: Tensor) -> tuple[Tensor, ...]:
+    """Bytes."""
+    ids = (draws * BYTES).long() + SPECIAL
+    there = torch.ones_like(ids, dtype=torch.bool)
+    return ids, torch.zeros_like(ids), there, torch.ones(1, dtype=torch.float64)
 
 
-MODELS = {name: Mechanism(partial(Step, file=file)) for name, file in FILES.items()}
+def made(length: int, causal: bool, file: str) -> Step:
+    options = {**model_of("lra/imdb", f"masked/{file}"), "max_length": length}
+    return Step(SentenceTask(SequenceClassifier(BYTES + SPECIAL, 2, **options)), batch_of)
+
+
+MODELS = {name: Mechanism(partial(made, file=file)) for name, file in FILES.items()}
 STYLES = {"fnet": (2, "-"), "performer": (0, "-"), "flt": (1, "-"), "softmax": (6, "-")}
-STUDY = training_study("cost.arena", MODELS)
+STUDY = Study("cost.arena", MODELS, partial(torch.rand, 1))
 measure = partial(
     *(measure_layers, STUDY),
     sizes=(512, 1024, 2048, 4096, 8192),

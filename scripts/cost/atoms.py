@@ -5,11 +5,13 @@ One structure of N atoms at random places, 12 Å^3 each as in a metal; see kit/l
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from typing import Any
 
 import torch
 from kit.layers import (
+    AtomLayer,
     DenseBatch,
     Mechanism,
     Study,
@@ -19,26 +21,11 @@ from kit.layers import (
     pyg_performer,
 )
 from kit.rows import Promise, Rows, pick
-from torch import Tensor, nn
-
-from molflt.graph import GraphAttention
+from torch import nn
 
 DIM, HEADS, FEATURES, NODES, NEAR = 128, 8, 64, 16, 4.5
-VOLUME = 12.0  # Å^3 per atom
 LIMIT = 16.0  # GB
 QUICK = {"sizes": (500, 1000), "rounds": 1}
-
-
-class Structure(nn.Module):
-    """A layer of ours and the places of the atoms that it mixes."""
-
-    def __init__(self, atoms: int, causal: bool = False, **options: Any) -> None:
-        super().__init__()
-        self.register_buffer("pos", torch.rand(atoms, 3) * (VOLUME * atoms) ** (1 / 3))
-        self.layer = GraphAttention(DIM, HEADS, **options)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x, self.pos)
 
 
 def pyg(atoms: int, causal: bool) -> nn.Module:
@@ -52,7 +39,7 @@ def made(position: str, linear: bool = True, **options: Any) -> Mechanism:
         options["num_features"] = FEATURES
         if position != "none":
             options["position_options"] = {"num_nodes": NODES}
-    return Mechanism(partial(Structure, position=position, **options), linear=linear)
+    return Mechanism(partial(AtomLayer, position=position, **options), linear=linear)
 
 
 MECHANISMS = {
@@ -65,7 +52,7 @@ MECHANISMS = {
     "softmax, exact mask": made("spectral", mixing="softmax", linear=False),
 }
 STYLES = dict(zip(MECHANISMS, enumerate(["-"] * 4 + ["--", ":", ":"]), strict=True))
-STUDY = Study("cost.atoms", MECHANISMS, lambda atoms: torch.randn(atoms, DIM))
+STUDY = Study("cost.atoms", MECHANISMS, lambda n: torch.randn(n, DIM), clock=time.perf_counter)
 measure = partial(
     *(measure_layers, STUDY),
     sizes=(100, 1000, 10_000, 100_000, 1_000_000),

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from kit.decoders import decoders, held
-from kit.rows import Promise, Rows, at_least
-from kit.tenths import TENTHS, draw_tenths, measure_tenths, steepest, tenths_table
+from kit.rows import Promise, Rows
+from kit.tenths import draw_tenths, measure_tenths, steepest, tenths_table
 from torch import Tensor
 
 from molflt.sequence import EncoderDecoder, beam_search
@@ -28,11 +28,7 @@ QUICK = {"tokens": 10, "sources": 2, "words": 3, "beam": 2, "rounds": 1}
 
 
 def search(model: EncoderDecoder, source: Tensor, beam: int, tokens: int) -> list[float]:
-    """Seconds of each step of a search that ends where its limit is.
-
-    Raises:
-        RuntimeError: if it ended before.
-    """
+    """Seconds of each step of a search that ends where its limit is."""
     marks: list[float] = []
     plain = model.log_probabilities
 
@@ -66,13 +62,7 @@ def measure(
     mechanisms: tuple[str, ...] = (),
     rounds: int = 5,
 ) -> Rows:
-    """Times and sizes of states: of `sources` sources of `words` tokens, `tokens` steps.
-
-    Raises:
-        ValueError: a mechanism or a number outside its range.
-    """
-    at_least(TENTHS, tokens=tokens)
-    at_least(1, sources=sources, words=words, beam=beam, rounds=rounds)
+    """Times and sizes of states: of `sources` sources of `words` tokens, `tokens` steps."""
     models = decoders(CONFIGS, mechanisms, partial(EncoderDecoder, **SIZES, max_length=tokens + 1))
     generator = torch.Generator().manual_seed(0)
     source = torch.randint(END + 1, SIZES["vocabulary"], (sources, words), generator=generator)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kit.rows import Promise, Row, Rows, at_least, choose, markdown, pick
+from kit.rows import Promise, Row, Rows, choose, markdown, pick
 from kit.turns import paired, turns
 from torch_geometric.data import Batch, Data
 
@@ -93,13 +93,7 @@ def measure(
     dim: int = DIM,
     layers: int = LAYERS,
 ) -> Rows:
-    """A row for each form and batch.
-
-    Raises:
-        RuntimeError: without a C++ compiler.
-        ValueError: an unknown form, batch or precision, or a number outside its range.
-    """
-    at_least(1, rounds=rounds, dim=dim, layers=layers)
+    """A row for each form and batch."""
     asked = choose(batches, BATCHES, "batch")
     choose(precisions, PRECISIONS, "precision")
     rows = []

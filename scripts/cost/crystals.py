@@ -8,47 +8,34 @@ mesh; see kit/layers.py. Processor time, and memory with the allocator as users 
 from __future__ import annotations
 
 import math
-import time
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
-from kit.layers import FORWARD, TRAINING, Mechanism, Study, cost_table, draw_costs, measure_layers
+from kit.layers import (
+    FORWARD,
+    TRAINING,
+    AtomLayer,
+    Mechanism,
+    Study,
+    cost_table,
+    draw_costs,
+    measure_layers,
+)
 from kit.rows import Promise, Rows, names, pick
-from torch import Tensor, nn
 
-from molflt.graph import GraphAttention
-
-DIM, HEADS, NEAR = 128, 8, 5.0
-VOLUME = 12.0  # Å^3 per atom
+DIM, NEAR = 128, 5.0
 LIMIT = 8.0  # GB
 ENDS = 1000, 100_000  # atoms
 MOST, ROOM = 1_000_000, 16.0  # atoms of a forward pass, GB
 QUICK = {"sizes": (100, 200), "rounds": 1}
 
 
-class Crystal(nn.Module):
-    """A layer of ours, and the cell and places of the atoms that it mixes."""
-
-    def __init__(self, atoms: int, causal: bool = False, **options: Any) -> None:
-        super().__init__()
-        side = (VOLUME * atoms) ** (1 / 3)
-        self.register_buffer("pos", torch.rand(atoms, 3) * side)
-        self.register_buffer("cell", side * torch.eye(3)[None])
-        self.register_buffer("pbc", torch.ones(1, 3, dtype=torch.bool))
-        form = {"position": "multiplicative", "near_field": NEAR}
-        self.layer = GraphAttention(DIM, HEADS, **form, **options)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch = torch.zeros(len(x), dtype=torch.long)
-        return self.layer(x, self.pos, batch, self.cell, self.pbc)
-
-
 def made(periodic: str, features: int = 64, mixing: str = "linear") -> Mechanism:
     """A layer of ours."""
     options = {"periodic": periodic, "num_features": features, "mixing": mixing}
-    return Mechanism(partial(Crystal, **options), linear=periodic == "mesh")
+    form = {"position": "multiplicative", "near_field": NEAR, "cells": True}
+    return Mechanism(partial(AtomLayer, **form, **options), linear=periodic == "mesh")
 
 
 MECHANISMS = {
@@ -61,7 +48,6 @@ MECHANISMS = {
 STYLES = dict(zip(MECHANISMS, enumerate(["-", ":", "-", "--", "--"]), strict=True))
 STUDY = Study(
     *("cost.crystals", MECHANISMS, lambda atoms: torch.randn(atoms, DIM)),
-    clock=time.process_time,
     allocator={},
 )
 measure = partial(

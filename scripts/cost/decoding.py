@@ -22,9 +22,7 @@ from kit.pictures import curves, legend
 from kit.rows import (
     Promise,
     Rows,
-    at_least,
     exponent,
-    increasing,
     markdown,
     names,
     pick,
@@ -88,13 +86,8 @@ def measure(
     mechanisms: tuple[str, ...] = (),
     rounds: int = 25,
 ) -> Rows:
-    """Times and sizes of states.
-
-    Raises:
-        ValueError: a mechanism or a number outside its range.
-    """
-    increasing("positions", positions)
-    at_least(1, rounds=rounds)
+    """Times and sizes of states."""
+    positions = tuple(sorted(positions))
     models = chosen(mechanisms, positions[-1] + TOKENS + 1)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(SIZES["vocabulary"], (1, positions[-1]), generator=generator)

@@ -7,21 +7,16 @@ and as `auto` chooses. Processor time of forward and backward; see kit/layers.py
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
-from kit.layers import TRAINING, Mechanism, Study, measure_layers
+from kit.layers import TRAINING, AtomLayer, Mechanism, Study, measure_layers
 from kit.rows import Promise, Rows, markdown, names, pick
 from kit.turns import paired
-from torch import Tensor, nn
 
-from molflt.graph import GraphAttention
-
-DIM, HEADS, FEATURES, NODES, NEAR = 128, 8, 64, 16, 5.0
-VOLUME = 12.0  # Å^3 per atom
+DIM, FEATURES, NODES, NEAR = 128, 64, 16, 5.0
 ATOMS = 1000  # at least, of a batch
 MOST = 1.2
 QUICK = {"sizes": (10, 40), "rounds": 1, "mechanisms": ("Performer: linear", "Performer: auto")}
@@ -46,36 +41,22 @@ def graphs(atoms: int) -> int:
     return -(-ATOMS // atoms)
 
 
-class Layer(nn.Module):
-    """A layer of ours and the structures whose atoms it mixes."""
-
-    def __init__(self, atoms: int, causal: bool = False, **options: Any) -> None:
-        super().__init__()
-        count = graphs(atoms)
-        side = (VOLUME * atoms) ** (1 / 3)
-        self.register_buffer("pos", torch.rand(count * atoms, 3) * side)
-        self.register_buffer("batch", torch.arange(count).repeat_interleave(atoms))
-        self.cells: dict[str, Tensor] = {}
-        options = {"num_features": FEATURES, **options}
-        if "periodic" in options:
-            self.cells["cell"] = (side * torch.eye(3)).expand(count, 3, 3)
-            self.cells["pbc"] = torch.ones(count, 3, dtype=torch.bool)
-        elif options["position"] != "none":
-            options["position_options"] = {"num_nodes": NODES}
-        self.layer = GraphAttention(DIM, HEADS, **options)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x, self.pos, self.batch, **self.cells)
+def layer(atoms: int, causal: bool = False, **options: Any) -> AtomLayer:
+    """A layer of ours on the graphs of a batch."""
+    cells = "periodic" in options
+    if not cells and options["position"] != "none":
+        options["position_options"] = {"num_nodes": NODES}
+    options = {"num_features": FEATURES, **options}
+    return AtomLayer(atoms, graphs=graphs(atoms), cells=cells, **options)
 
 
 MECHANISMS = {
-    f"{kind}: {form}": Mechanism(partial(Layer, mixing=form, **options), linear=form == "linear")
+    f"{kind}: {form}": Mechanism(partial(layer, mixing=form, **options), linear=form == "linear")
     for kind, options in KINDS.items()
     for form in FORMS
 }
 STUDY = Study(
     *("cost.forms", MECHANISMS, lambda atoms: torch.randn(graphs(atoms) * atoms, DIM)),
-    clock=time.process_time,
     budget=6.0,
     allocator={},
 )

@@ -35,11 +35,7 @@ def crystal(edge: int) -> Atoms:
 
 
 def predict(file: Path, words: tuple[str, ...]) -> tuple[float, float]:
-    """GB at the peak, and seconds of processor time, of a prediction.
-
-    Raises:
-        subprocess.CalledProcessError: if it fails.
-    """
+    """GB at the peak, and seconds of processor time, of a prediction."""
     command = [sys.executable, "-m", "molflt", "predict", str(file), "--force", *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         said = process.stdout.read() if process.stdout else ""

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from kit.layers import pyg_performer
 from kit.pictures import legend
-from kit.rows import Promise, Row, Rows, at_least, choose, markdown, names, pick
+from kit.rows import Promise, Row, Rows, choose, markdown, names, pick
 from kit.turns import paired, turns
 from torch import Tensor, nn
 from torch_geometric.utils import to_dense_batch
@@ -127,13 +127,8 @@ def difference(name: str, given: Inputs, dim: int) -> float:
 
 
 def measure(rounds: int = 3, mixes: tuple[str, ...] = MEASURED, dim: int = DIM) -> Rows:
-    """All mechanisms, or those whose cost per atom does not grow with the cell.
-
-    Raises:
-        ValueError: a mix that is unknown, or less than one round.
-    """
+    """All mechanisms, or those whose cost per atom does not grow with the cell."""
     rows: Rows = []
-    at_least(1, rounds=rounds)
     for mix in choose(mixes, MIXES, "mix"):
         known, ways = MIXES[mix].known, MIXES[mix].ways
         same, even = (inputs(sizes, dim) for sizes in (MIXES[mix].sizes, MIXES[mix].equal()))

@@ -13,13 +13,13 @@ from functools import partial
 import torch
 from kit.layers import (
     Mechanism,
+    Study,
     cost_promise,
     cost_ratio,
     cost_table,
     draw_costs,
     measure_layers,
     model_of,
-    training_study,
 )
 from kit.rows import Rows, markdown, names
 from torch import Tensor, nn
@@ -52,7 +52,7 @@ class Step(nn.Module):
 
 
 MODELS = {file: Mechanism(partial(Step, file=file)) for file in FILES}
-STUDY = training_study("cost.pretraining", MODELS)._replace(budget=120.0)
+STUDY = Study("cost.pretraining", MODELS, partial(torch.rand, 1), budget=120.0)
 measure = partial(
     measure_layers, STUDY, sizes=(128, 512, 2048), rounds=3, seconds=300.0, gigabytes=12.0
 )

@@ -10,9 +10,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from kit.layers import Mechanism, cost_table, draw_costs, measure_layers, training_study
+from kit.layers import Mechanism, Step, Study, cost_table, draw_costs, measure_layers
 from kit.rows import Promise, Rows, pick
-from torch import Tensor, nn
+from torch import Tensor
 
 from molflt.sequence import LanguageModel, MaskedLanguageModel
 from molflt.tasks.language import LanguageTask
@@ -24,43 +24,34 @@ RESIDUES, SPECIAL = 25, 5
 QUICK = {"sizes": (128,), "rounds": 1}
 
 
-class Step(nn.Module):
-    """A training step of a model by its task, and Adam."""
+def causal_batch(draws: Tensor) -> tuple[Tensor, ...]:
+    """Residues, and the next ones."""
+    ids = (draws * RESIDUES).long()
+    return ids, ids.roll(-1, 1)
 
-    def __init__(self, length: int, causal: bool, **options: Any) -> None:
-        super().__init__()
-        self.task: LanguageTask | MaskedTask
-        if causal:
-            own = {"absolute": "sinusoidal", **SIZE, **options}
-            self.task = LanguageTask(LanguageModel(RESIDUES + 1, **own))
-        else:
-            masked = MaskedLanguageModel(RESIDUES + SPECIAL, max_length=length, **SIZE, **options)
-            masked.set_special(4, [*range(SPECIAL)])
-            self.task = MaskedTask(masked)
-        self.causal = causal
-        self.adam = torch.optim.Adam(self.task.model.parameters())
 
-    def forward(self, draws: Tensor) -> Tensor:
-        """Makes the whole step on uniform numbers (1, length), which become residues."""
-        ids = (draws.detach() * RESIDUES).long()
-        if self.causal:
-            loss, _ = self.task.loss((ids, ids.roll(-1, 1)), 0.0)
-        else:
-            ids = ids + SPECIAL
-            batch = ids, torch.zeros_like(ids), torch.ones_like(ids, dtype=torch.bool)
-            loss, _ = self.task.loss(batch, 0.0)
-        loss.backward()
-        self.adam.step()
-        return draws.sum()
+def masked_batch(draws: Tensor) -> tuple[Tensor, ...]:
+    """Residues behind the special ids."""
+    ids = (draws * RESIDUES).long() + SPECIAL
+    return ids, torch.zeros_like(ids), torch.ones_like(ids, dtype=torch.bool)
+
+
+def made(length: int, causal: bool, **options: Any) -> Step:
+    if causal:
+        own = {"absolute": "sinusoidal", **SIZE, **options}
+        return Step(LanguageTask(LanguageModel(RESIDUES + 1, **own)), causal_batch)
+    masked = MaskedLanguageModel(RESIDUES + SPECIAL, max_length=length, **SIZE, **options)
+    masked.set_special(4, [*range(SPECIAL)])
+    return Step(MaskedTask(masked), masked_batch)
 
 
 MODELS = {
-    "performer": Mechanism(Step, causal=(False, True)),
-    "performer, sigmoid": Mechanism(partial(Step, feature_map="sigmoid"), causal=(False, True)),
-    "softmax": Mechanism(partial(Step, mixing="softmax"), causal=(False, True)),
+    "performer": Mechanism(made, causal=(False, True)),
+    "performer, sigmoid": Mechanism(partial(made, feature_map="sigmoid"), causal=(False, True)),
+    "softmax": Mechanism(partial(made, mixing="softmax"), causal=(False, True)),
 }
 STYLES = {"performer": (0, "-"), "performer, sigmoid": (1, "-"), "softmax": (6, "-")}
-STUDY = training_study("cost.proteins", MODELS)
+STUDY = Study("cost.proteins", MODELS, partial(torch.rand, 1))
 measure = partial(
     *(measure_layers, STUDY),
     sizes=(1024, 2048, 4096, LENGTH),

@@ -41,11 +41,7 @@ def read(dataset: torch.utils.data.Dataset, order: Sequence[int]) -> None:
 
 
 def measure(records: Path, systems: int = 2000, rounds: int = 5) -> Rows:
-    """Times of both forms in turns, for a genuine OC20 LMDB, pickled, with edges.
-
-    Raises:
-        FileNotFoundError: without it.
-    """
+    """Times of both forms in turns, for a genuine OC20 LMDB, pickled, with edges."""
     if not records.exists():
         raise FileNotFoundError(f"{records}: no such file; expected an OC20 LMDB")
     with tempfile.TemporaryDirectory() as folder:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from kit.decoders import decoders, held
-from kit.rows import Promise, Rows, at_least
+from kit.rows import Promise, Rows
 from kit.tenths import draw_tenths, measure_tenths, steepest, tenths_table
 
 from molflt.sequence import PixelModel, sample
@@ -48,13 +48,7 @@ def remembered(model: PixelModel, images: int) -> int:
 def measure(
     side: int = 32, images: int = 4, mechanisms: tuple[str, ...] = (), rounds: int = 3
 ) -> Rows:
-    """Times and sizes of states.
-
-    Raises:
-        ValueError: a mechanism or a number outside its range.
-    """
-    at_least(4, side=side)
-    at_least(1, images=images, rounds=rounds)
+    """Times and sizes of states."""
     models = decoders(CONFIGS, mechanisms, partial(PixelModel, CHANNELS, side, **SIZES))
     return measure_tenths(
         models,

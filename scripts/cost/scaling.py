@@ -6,6 +6,7 @@ as in training; see kit/layers.py.
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from typing import Any
 
@@ -114,6 +115,7 @@ STUDY = Study(
     {name: layer for name, (_, _, layer) in LAYERS.items()},
     lambda length: torch.randn(1, length, DIM),
     passes=PASSES,
+    clock=time.perf_counter,
 )
 measure = partial(measure_layers, STUDY, sizes=(512, 1024, 2048, 4096, 8192))
 table = partial(cost_table, unit="tokens")

@@ -55,11 +55,7 @@ def measure(
     sizes: tuple[int, ...] = SIZES,
     side: int = SIDE,
 ) -> Rows:
-    """A row for each mechanism, and one for the product.
-
-    Raises:
-        ValueError: an unknown mechanism, or less than one round.
-    """
+    """A row for each mechanism, and one for the product."""
     one = torch.rand(side, side)
     works: dict[str, Callable[[], object]] = {PRODUCT: partial(torch.mm, one, one)}
     counts = {PRODUCT: 2.0 * side**3}

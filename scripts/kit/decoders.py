@@ -25,9 +25,6 @@ def decoders(folder: Path, given: Sequence[str], build: Callable[..., Model]) ->
         folder: of YAML files; those that name data are sizes, not mechanisms.
         given: names of files; all if there are none.
         build: makes a model of the options `model` of a file.
-
-    Raises:
-        ValueError: an unknown mechanism, or one without a state.
     """
     configs = {
         path.stem: yaml.safe_load(path.read_text()) for path in sorted(folder.glob("*.yaml"))

@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,18 +36,18 @@ from kit.rows import (
     Promise,
     Row,
     Rows,
-    at_least,
     choose,
     exponent,
-    increasing,
     markdown,
     names,
     pick,
     upper_half,
 )
 from kit.turns import paired, turns
+from molflt.graph import GraphAttention
 from molflt.plots.figure import picture
 
+VOLUME = 12.0  # Å^3 per atom
 SKIPPED = "skipped"  # begins the notes of what was not tried
 FORWARD, TRAINING = PASSES = ("forward", "forward+backward")
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
@@ -78,15 +77,9 @@ class Study(NamedTuple):
     passes: tuple[str, ...] = (TRAINING,)
     budget: float = 12.0
     """seconds of all turns of a mechanism"""
-    clock: Callable[[], float] = time.perf_counter
+    clock: Callable[[], float] = time.process_time
     allocator: Mapping[str, str] = ALLOCATOR
     """environment of the processes in which memory is measured"""
-
-
-def training_study(module: str, mechanisms: Mapping[str, Mechanism]) -> Study:
-    """Mechanisms that make whole training steps on uniform numbers (1, length)."""
-    draws = partial(torch.rand, 1)
-    return Study(module, mechanisms, draws, passes=(TRAINING,), clock=time.process_time)
 
 
 def model_of(*files: str) -> dict[str, Any]:
@@ -118,7 +111,7 @@ def one_pass(study: Study, name: str, causal: bool, length: int, which: str) -> 
 def resident(field: str) -> float:
     """MiB of this process: VmRSS at present, VmHWM at most."""
     found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    return int(found[1]) / 1024 if found else float("nan")
+    return int(found[1]) / 1024 if found else math.nan
 
 
 def growth(work: Callable[[], object]) -> float:
@@ -130,9 +123,7 @@ def growth(work: Callable[[], object]) -> float:
 
 
 def cost(module: str, name: str, causal: bool, length: int, which: str) -> dict[str, Any]:
-    """Peak memory of one pass, alone and with all else in the process, and its seconds as a first
-    estimate; or why there is none.
-    """
+    """Peak MiB of one pass and of its process, and its seconds; or why there are none."""
     torch.set_num_threads(1)
     study: Study = import_module(module).STUDY
     try:
@@ -146,11 +137,7 @@ def cost(module: str, name: str, causal: bool, length: int, which: str) -> dict[
 
 
 def ask(module: str, key: Key, allocator: Mapping[str, str] = ALLOCATOR) -> dict[str, Any]:
-    """`cost` in a process of its own, a fork of one that has only imported the module.
-
-    Raises:
-        ValueError: where the kernel does not tell peaks of memory.
-    """
+    """`cost` in a process of its own, a fork of one that has only imported the module."""
     if not os.access("/proc/self/clear_refs", os.W_OK):
         raise ValueError("peak memory is read from /proc/self/clear_refs, which only Linux has")
     context = multiprocessing.get_context("forkserver")
@@ -194,17 +181,12 @@ def measure_layers(
     """One row per mechanism, size and pass, with the seconds of every round; `passes` if given.
 
     What would take more seconds or gigabytes, judged from the sizes before, is skipped.
-
-    Raises:
-        ValueError: for an unknown mechanism, sizes that do not grow, or no round.
     """
     chosen = choose(mechanisms, study.mechanisms)
     passes = choose(passes, PASSES, "pass") if passes else study.passes
-    increasing("sizes", sizes)
-    at_least(1, rounds=rounds)
     costs: Costs = {}
     spent: dict[Key, list[float]] = {}
-    groups = [(n, c, p) for n in sizes for c in (False, True) for p in passes]
+    groups = [(n, c, p) for n in sorted(sizes) for c in (False, True) for p in passes]
     for length, causal, which in tqdm(groups, unit=" groups", leave=False):
         works, most = {}, {}
         for name in (n for n in chosen if causal in study.mechanisms[n].causal):
@@ -315,6 +297,47 @@ def cost_promise(
     return Promise(
         text, lambda rows: cost_ratio(rows, quantity, one, other, size[0], causal), **bound
     )
+
+
+class Step(nn.Module):
+    """Training steps of a task with Adam, on batches made of uniform numbers (1, length)."""
+
+    def __init__(self, task: Any, batch_of: Callable[[Tensor], tuple[Tensor, ...]]) -> None:
+        super().__init__()
+        self.task, self.batch_of = task, batch_of
+        self.adam = torch.optim.Adam(task.model.parameters())
+
+    def forward(self, draws: Tensor) -> Tensor:
+        self.task.loss(self.batch_of(draws.detach()), 0.0)[0].backward()
+        self.adam.step()
+        return draws.sum()
+
+
+class AtomLayer(nn.Module):
+    """GraphAttention on graphs of equal size, with atoms at random places of a metal's density."""
+
+    def __init__(
+        self,
+        atoms: int,
+        causal: bool = False,
+        graphs: int = 1,
+        cells: bool = False,
+        dim: int = 128,
+        heads: int = 8,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        side = (VOLUME * atoms) ** (1 / 3)
+        self.pos = torch.rand(graphs * atoms, 3) * side
+        self.batch = torch.arange(graphs).repeat_interleave(atoms)
+        self.cells: dict[str, Tensor] = {}
+        if cells:
+            self.cells["cell"] = (side * torch.eye(3)).expand(graphs, 3, 3)
+            self.cells["pbc"] = torch.ones(graphs, 3, dtype=torch.bool)
+        self.layer = GraphAttention(dim, heads, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x, self.pos, self.batch, **self.cells)
 
 
 class DenseBatch(nn.Module):

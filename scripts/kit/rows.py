@@ -6,7 +6,6 @@ import csv
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -144,34 +143,9 @@ def mean_sd(values: Sequence[float], digits: int) -> str:
 
 
 def choose(names: Sequence[str], known: Iterable[str], what: str = "mechanism") -> list[str]:
-    """The names, or all that are known if there are none; what they are names of.
-
-    Raises:
-        ValueError: for a name that is not known.
-    """
+    """The names, or all that are known if there are none; what they are names of."""
     known = list(known)
     for name in names:
         if name not in known:
             raise ValueError(f"{what} {name!r} is unknown; expected some of {'; '.join(known)}")
     return list(names) or known
-
-
-def at_least(least: float, **numbers: float) -> None:
-    """Raises ValueError, with the name, for a number that is less."""
-    for name, value in numbers.items():
-        if value < least:
-            raise ValueError(f"{name} must be at least {least:g}; got {value:g}")
-
-
-def multiple(of: int, **numbers: int) -> None:
-    """Raises ValueError, with the name, for a number that is not so many times 1, 2, ..."""
-    for name, value in numbers.items():
-        if value < 1 or value % of:
-            raise ValueError(f"{name} must be a multiple of {of}, from {of} on; got {value}")
-
-
-def increasing(what: str, sizes: Sequence[float], least: float = 1) -> None:
-    """Raises ValueError for sizes that do not grow from the least on."""
-    if not sizes or sizes[0] < least or any(a >= b for a, b in pairwise(sizes)):
-        got = " ".join(map(str, sizes))
-        raise ValueError(f"{what} must increase, from {least:g} on; got {got}; sort them")

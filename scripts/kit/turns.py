@@ -15,11 +15,7 @@ def turns(
     rounds: int | Mapping[Key, int],
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[Key, list[float]]:
-    """Seconds of every round in which a work took part, after one that is not counted.
-
-    Raises:
-        ValueError: for less than one round.
-    """
+    """Seconds of every round in which a work took part, after one that is not counted."""
     most = {key: rounds if isinstance(rounds, int) else rounds[key] for key in works}
     if any(count < 1 for count in most.values()):
         raise ValueError(f"rounds must be at least 1; got {min(most.values())}")

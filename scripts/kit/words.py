@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 
 def described(text: str | None, prog: str | None = None) -> argparse.ArgumentParser:
@@ -14,12 +16,7 @@ def described(text: str | None, prog: str | None = None) -> argparse.ArgumentPar
 
 
 def parsed(parser: argparse.ArgumentParser, words: list[str] | None) -> argparse.Namespace:
-    """Options of a script that starts other programs; what follows -- stays as it is, in `words`.
-
-    Args:
-        parser: of the options before it.
-        words: the command line; that of the process if None.
-    """
+    """Options of a script; what follows -- stays as it is, in `words`."""
     words = sys.argv[1:] if words is None else words
     cut = words.index("--") if "--" in words else len(words)
     options = parser.parse_args(words[:cut])
@@ -30,15 +27,29 @@ def parsed(parser: argparse.ArgumentParser, words: list[str] | None) -> argparse
 def trainings(
     parser: argparse.ArgumentParser, words: list[str] | None, seeds: Sequence[int] = ()
 ) -> argparse.Namespace:
-    """Options of a script that trains, those of the parser first; see `parsed`.
-
-    Args:
-        parser: see there, likewise `words`.
-        words: see there.
-        seeds: by default; where there are none, the script has no such option.
-    """
+    """Options of a script that trains; without default seeds it has no such option."""
     if seeds:
         parser.add_argument("--seeds", nargs="+", type=int, default=list(seeds))
     parser.add_argument("--jobs", type=int, default=1, help="trainings at the same time")
     parser.add_argument("--threads", type=int, default=1, help="of each training")
     return parsed(parser, words)
+
+
+def guarded(main: Callable[..., int | None]) -> Callable[..., int]:
+    """The main function of a script: what is wrong with options or files is one line, status 2."""
+
+    @functools.wraps(main)
+    def run(words: list[str] | None = None) -> int:
+        try:
+            return main(words) or 0
+        except KeyboardInterrupt:
+            print("interrupted; start again with the same options to go on", file=sys.stderr)
+            return 130
+        except (ValueError, OSError, ModuleNotFoundError) as error:
+            missing = isinstance(error, OSError) and error.filename
+            text = f"{error.filename}: {error.strerror}" if missing else error
+            name = Path(main.__code__.co_filename).name
+            print(f"{name}: error: {text}", file=sys.stderr)
+            return 2
+
+    return run

@@ -46,11 +46,7 @@ class Potential(NamedTuple):
     intact: bool = True
 
     def describe(self) -> str:
-        """Label and versions, which a data set has to keep: another version is another potential.
-
-        Raises:
-            ModuleNotFoundError: in one line, where its package is missing.
-        """
+        """Label and versions: another version is another potential."""
         module = self.packages[0]
         if find_spec(module) is None:
             raise ModuleNotFoundError(

@@ -24,9 +24,6 @@ def molecule_energies(potential: str) -> dict[str, float]:
 
     Args:
         potential: a key of `CALCULATORS`.
-
-    Raises:
-        ValueError: if one does not relax.
     """
     from ase.build import molecule
 

@@ -85,12 +85,6 @@ def make(
         large: number of systems in a further split, val_large, for tests at larger sizes: chains
             and rings of three to six carbon atoms, or several small adsorbates, on slabs two to six
             times as large.
-
-    Raises:
-        ValueError: a number is out of range, the folder holds data of other settings, or another
-            process uses it.
-        ModuleNotFoundError: the package of the calculator is not installed.
-        OSError: the folder cannot be written.
     """
     numbers = {"train": train, "val": val, "seed": seed, "workers": workers, "large": large}
     for name, value in numbers.items():

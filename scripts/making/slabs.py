@@ -124,11 +124,7 @@ def _unrelaxed_cell(catalyst: str) -> Atoms:
 
 @cache
 def _unit_cell(potential: str, catalyst: str) -> Atoms:
-    """Unit cell at the potential's own lattice constants, so that a slab is not strained.
-
-    Raises:
-        ValueError: if it does not relax.
-    """
+    """Unit cell at the potential's own lattice constants, so that a slab is not strained."""
     from ase.filters import FrechetCellFilter
     from ase.optimize import BFGS
 

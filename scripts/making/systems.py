@@ -256,9 +256,6 @@ def _relax_system(plan: _Plan, split: str, index: int) -> _System:
 
     Returns:
         The system, with the number of refused draws per reason.
-
-    Raises:
-        ValueError: 50 draws in a row were refused.
     """
     number = list(_SPLITS).index(split)
     rejected = dict.fromkeys(_REJECTIONS, 0)

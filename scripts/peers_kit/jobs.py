@@ -25,9 +25,8 @@ from molflt.graph import EnergyRegressor
 from molflt.tasks.is2re import IS2RETask
 from molflt.training.config import plain
 from molflt.training.parser import build_parser
-from peers_kit.budget import CpuBudget
 from peers_kit.models import FITS, NETS, load
-from peers_kit.training import Diverged, Point, Settings, train
+from peers_kit.training import CpuBudget, Diverged, Point, Settings, train
 
 _Metrics = dict[str, Any]
 WEIGHTS = ".safetensors"  # next to the result
@@ -61,12 +60,7 @@ class Job(TypedDict):
 
 
 class Part(Structures):
-    """Some structures of a data set.
-
-    Args:
-        whole: the data set.
-        indices: of what is kept.
-    """
+    """Some structures of a data set, by their indices."""
 
     def __init__(self, whole: Structures, indices: NDArray[np.int64]) -> None:
         super().__init__(whole.path)
@@ -110,11 +104,7 @@ class Outcome(NamedTuple):
 
 
 def run_job(job: Job, out: Path) -> None:
-    """Does a job and writes its result, a JSON file, and the weights of a net next to it.
-
-    Raises:
-        ValueError: for options or data that `molflt train` refuses, too.
-    """
+    """Does a job and writes its result, a JSON file, and the weights of a net next to it."""
     start = time.perf_counter()
     torch.set_num_threads(1)
     # Tails of SchNet's Gaussians are denormal numbers, with which a step takes five times as long
@@ -143,7 +133,8 @@ def run_job(job: Job, out: Path) -> None:
             split: {
                 **_metrics(done.energies.get(split), dataset.y_relaxed),
                 "sid": [int(dataset[i].sid) for i in range(len(dataset))],
-                "energy_eV": _rounded(done.energies.get(split)),
+                # 1e-6 eV, a tenth of what float32 gives, keeps results small
+                "energy_eV": done.energies[split].round(6).tolist() if done.energies else None,
             }
             for split, dataset in sets.items()
         },
@@ -151,11 +142,6 @@ def run_job(job: Job, out: Path) -> None:
     if done.weights is not None:
         save_tensors(out.with_suffix(WEIGHTS), done.weights, {})
     write_atomically(out, (json.dumps(result, allow_nan=False) + "\n").encode())
-
-
-def _rounded(energy: NDArray[np.float64] | None) -> list[float] | None:
-    """To 1e-6 eV, a tenth of what float32 gives, so that results are small enough to be kept."""
-    return None if energy is None else energy.round(6).tolist()
 
 
 def _fit(job: Job, sets: Mapping[str, Structures], budget: CpuBudget) -> Outcome:
@@ -195,11 +181,7 @@ def _train(job: Job, sets: Mapping[str, Structures], budget: CpuBudget) -> Outco
 
 
 def net_of(job: Job, result: Path) -> nn.Module:
-    """The trained net of a job, in evaluation mode.
-
-    Raises:
-        FileNotFoundError: if its training diverged, or an earlier version kept no weights.
-    """
+    """The trained net of a job, in evaluation mode."""
     path = result.with_suffix(WEIGHTS)
     if not path.is_file():
         raise FileNotFoundError(
@@ -247,12 +229,9 @@ def config_of(model: str, words: list[str]) -> dict[str, Any]:
 
 
 def options_of(words: list[str]) -> dict[str, Any]:
-    """Options of `molflt train` by part.
+    """Options of `molflt train` by part; refuses those that have no effect in a comparison.
 
-    Raises:
-        ValueError: for another recipe than that of energies, an arithmetic that is not float32, or
-            an option that has no effect in a comparison. What files say of the latter may stay,
-            where it does not change what is trained.
+    What files say of such options may stay, where it does not change what is trained.
     """
     found = _parsed(words)
     data, trainer = found["data"], found["trainer"]
@@ -307,7 +286,7 @@ def peak_memory() -> float:
     try:
         text = Path("/proc/self/status").read_text()
         return int(text.partition("VmHWM:")[2].split()[0]) * 1024 / 1e6
-    except (OSError, IndexError):  # not Linux
+    except OSError:  # not Linux
         import resource
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6

@@ -32,7 +32,7 @@ NETS = {
     "schnet": Net("peers_kit.nets:PeriodicSchNet", 5e-4),
     "dimenet++": Net("peers_kit.nets:PeriodicDimeNet", 1e-3, batch_size=8),
     "visnet": Net("peers_kit.nets:PeriodicViSNet", 4e-4),
-    "painn": Net("peers_kit.painn:PeriodicPaiNN", 5e-4),
+    "painn": Net("peers_kit.nets:PeriodicPaiNN", 5e-4),
 }
 FITS = {"kernel-ridge": "peers_kit.ridge:KernelRidge", "median": "peers_kit.ridge:Median"}
 MODELS = (RECOMMENDED, *OURS, *NETS, *FITS)
@@ -46,11 +46,7 @@ def load(place: str) -> Callable[..., Any]:
 
 
 def title(model: str) -> str:
-    """Checks the name of a model: one of `MODELS`, or a variant FILE.yaml[,key=value].
-
-    Raises:
-        ValueError: if it is none of them.
-    """
+    """Checks the name of a model: one of `MODELS`, or a variant FILE.yaml[,key=value]."""
     if model in MODELS:
         return model
     if not model.partition(",")[0].endswith(".yaml"):

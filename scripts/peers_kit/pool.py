@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from kit.files import digest
-from tqdm import tqdm
+from kit.runs import digest, expect_same, run_all, run_logged
 
 from molflt.data.structures.splits import VAL_SPLITS
 from peers_kit.jobs import Job, config_of
@@ -22,18 +18,13 @@ from peers_kit.models import FITS, TRIED, title, variant_words
 
 SCRIPT = Path(__file__).resolve().parents[1] / "peers.py"
 TUNING_SEED = 99  # of no training that is compared
-_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 Jobs = dict[Path, Job]
 _digest = cache(digest)
 
 
 def splits_of(data: Path) -> list[str]:
-    """Names of the splits beside train, val_id first.
-
-    Raises:
-        ValueError: if there is no train, or none beside it.
-    """
+    """Names of the splits beside train, val_id first."""
     stems = sorted(path.stem for path in data.glob("*.safetensors"))
     others = [stem for stem in stems if stem.startswith(("val", "test"))]
     if "train" not in stems or not others:
@@ -128,63 +119,18 @@ def read(path: Path) -> dict[str, Any]:
     return found
 
 
-def check(jobs: Jobs) -> None:
-    """Refuses results of other jobs in the places of these.
-
-    Raises:
-        ValueError: naming the file and what is different.
-    """
-    for path, job in jobs.items():
-        other = read(path)["job"] if path.exists() else job
-        if other != job:
-            keys = [key for key in job if other.get(key) != job[key]]
-            raise ValueError(
-                f"{path}: this result was made with other {', '.join(keys)}; choose another --out, "
-                "or remove it"
-            )
-
-
 def run(jobs: Jobs, workers: int) -> bool:
-    """Runs jobs that have no result, so many at a time; whether all went well.
-
-    Each one that fails leaves a log, and a line on the terminal.
-    """
-    missing = {path: job for path, job in jobs.items() if not path.exists()}
-    well = True
-    with ThreadPoolExecutor(workers) as pool:
-        waiting = [pool.submit(_work, path, job) for path, job in missing.items()]
-        try:
-            bar = tqdm(as_completed(waiting), total=len(jobs), initial=len(jobs) - len(missing))
-            for done in bar:
-                if done.exception() is not None:
-                    well = False
-                    tqdm.write(str(done.exception()), file=sys.stderr)
-        except KeyboardInterrupt:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-    return well
+    """Runs jobs that have no result; refuses results of others. Returns True if all went well."""
+    for path, job in jobs.items():
+        if path.exists():
+            expect_same(path, read(path)["job"], job)
+    missing = [partial(_work, path, job) for path, job in jobs.items() if not path.exists()]
+    return run_all(missing, workers)
 
 
 def _work(path: Path, job: Job) -> None:
-    """One job in a process with one thread.
-
-    Raises:
-        RuntimeError: with the last line of its log.
-    """
+    """One job in a process with one thread."""
     log = path.parents[1] / "logs" / f"{path.stem}.txt"
     for folder in (path.parent, log.parent):
         folder.mkdir(parents=True, exist_ok=True)
-    environment = {**os.environ, **dict.fromkeys(_THREADS, "1")}
-    command = [sys.executable, str(SCRIPT), "--job", str(path)]
-    with open(log, "w") as file:
-        done = subprocess.run(
-            command,
-            input=json.dumps(job).encode(),
-            stdout=file,
-            stderr=file,
-            env=environment,
-            check=False,
-        )
-    if done.returncode != 0:
-        last = log.read_text().strip().splitlines()[-1:]
-        raise RuntimeError(f"{log}: exited with {done.returncode}: {' '.join(last)}")
+    run_logged([sys.executable, str(SCRIPT), "--job", str(path)], log, 1, json.dumps(job))

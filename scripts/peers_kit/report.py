@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import csv
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from kit.pictures import curves, legend
-from kit.rows import Row, Rows, markdown, mean_sd, names, pick, write_csv
+from kit.rows import Rows, markdown, mean_sd, names, pick, write_csv
+from numpy.typing import NDArray
 
+from molflt.data.structures import Structures
+from molflt.data.structures.sources import split_path
+from molflt.data.structures.systems import SYSTEMS
+from molflt.evaluation.predictions import open_structures
 from molflt.metrics import EWT_THRESHOLD
 from molflt.plots.figure import GREY, SERIES, picture, plain_numbers
-from peers_kit.differences import Results, differences
 from peers_kit.models import FITS
 from peers_kit.pool import Jobs, read
+
+Results = Sequence[Mapping[str, Any]]
+_Array = NDArray[np.float64]
+_Groups = list[NDArray[np.int64]]
 
 
 def results_of(jobs: Jobs) -> Results:
@@ -45,12 +55,7 @@ def rows_of(results: Results) -> Rows:
 
 
 def table(rows: Rows, tried: Mapping[str, int]) -> str:
-    """A line per model, best first, for each share of the training set.
-
-    Args:
-        rows: of `rows_of`.
-        tried: learning rates that were tried, by model.
-    """
+    """A line per model, best first, for each share of the training set; `tried` counts rates."""
     splits = names(rows, "split")
     head = ["model", "seeds", "parameters", "lr (tried)", "steps", "CPU min", "peak MB"]
     head += [f"{split} MAE, eV" for split in splits] + [f"{split} EwT, %" for split in splits]
@@ -104,15 +109,7 @@ def write(
     against: str | None = None,
     alike: Sequence[str] = (),
 ) -> str:
-    """Writes comparison.csv, .md and the pictures; returns the table.
-
-    Args:
-        out: folder.
-        results: of `results_of`.
-        tried: learning rates that were tried, by model.
-        against: model from which differences are given, see `differences`.
-        alike: columns of systems.csv for them.
-    """
+    """Writes comparison.csv, .md and the pictures; returns the table."""
     rows = rows_of(results)
     write_csv(out / "comparison.csv", rows)
     text = table(rows, tried)
@@ -162,7 +159,10 @@ def draw_size(png: Path, rows: Rows, split: str) -> None:
     points: dict[str, list[tuple[float, float]]] = {}
     for model in names(rows, "model"):
         own = pick(rows, model=model, split=split)
-        means = [(share, _mean(pick(own, fraction=share), model, split)) for share in _shares(own)]
+        means = [
+            (share, _mean(pick(own, fraction=share), model, split))
+            for share in sorted(names(own, "fraction"))
+        ]
         points[model] = [point for point in means if point[1] < float("inf")]
     with picture(png, figsize=(7.2, 4.8)) as figure:
         axes = figure.subplots()
@@ -174,19 +174,107 @@ def draw_size(png: Path, rows: Rows, split: str) -> None:
 def _draw(
     axes: Any, points: Mapping[str, Sequence[tuple[float, float]]], labels: Mapping[str, str]
 ) -> None:
-    """Curves with 0.2 in place of 2e-1 at the axes."""
-    curves(axes, points, _styles(points), **labels)
+    """Curves with 0.2 in place of 2e-1 at the axes; dashes from the second round of colors on."""
+    order, count = sorted(points, key=FITS.__contains__), len(SERIES)
+    styles = {model: (i % count, "-" if i < count else "--") for i, model in enumerate(order)}
+    curves(axes, points, styles, **labels)
     for axis in (axes.xaxis, axes.yaxis):
         plain_numbers(axis, wide=False)
 
 
-def _shares(rows: Sequence[Row]) -> list[float]:
-    return sorted({row["fraction"] for row in rows})
+def differences(results: Results, first: str, alike: Sequence[str] = ()) -> str:
+    """Differences of other models to one, by split, with the whole training set.
+
+    Errors are averaged over the seeds of a model and compared system by system. The standard error
+    is sqrt(V + sd_a^2 / seeds_a + sd_b^2 / seeds_b), where V is of the mean over systems; see
+    `variance_of_mean`. A second table says how much of the errors is common to both: Pearson's r of
+    their signed errors over systems, the mean over pairs of seeds; that of the one with itself is
+    between its seeds. `alike` are at most two columns of systems.csv beside the data, such as
+    molecule and metal: systems that have one of them in common are not independent.
+    """
+    most = max(result["job"]["fraction"] for result in results)
+    own = [result for result in results if result["job"]["fraction"] == most]
+    models = list(dict.fromkeys(result["job"]["model"] for result in own))
+    root, splits = Path(own[0]["job"]["data"]), own[0]["job"]["splits"]
+    cells: dict[str, list[object]] = {model: [model] for model in models if model != first}
+    common: dict[str, list[object]] = {model: [model] for model in (first, *cells)}
+    for split in splits:
+        dataset = open_structures(split_path(root, split), False)
+        labels = dataset.y_relaxed
+        known = np.isfinite(labels)
+        groups = [numbers[known] for numbers in groups_of(root, dataset, alike)]
+        errors = {model: _errors(own, model, split, labels[known], known) for model in models}
+        for model, cell in cells.items():
+            cell.append(_difference(errors[model], errors[first], groups))
+        for model, cell in common.items():
+            cell.append(_correlation(errors[model], errors[first], model == first))
+    text = f"Mean ± standard error{' by ' + ' and '.join(alike) if alike else ''}"
+    table = markdown([f"MAE - MAE of {first}, eV", *splits], list(cells.values()))
+    shared = markdown([f"r with errors of {first}", *splits], list(common.values()))
+    return f"{text}\n\n{table}\n\n{shared}"
 
 
-def _styles(models: Sequence[str] | Mapping[str, object]) -> dict[str, tuple[int, str]]:
-    """Colors and lines: dashes from the second round of colors on."""
-    order = [model for model in models if model not in FITS]
-    order += [model for model in models if model in FITS]
-    count = len(SERIES)
-    return {model: (i % count, "-" if i < count else "--") for i, model in enumerate(order)}
+def groups_of(root: Path, dataset: Structures, columns: Sequence[str]) -> _Groups:
+    """Numbers of the groups that systems belong to, (n,) for each column of systems.csv."""
+    if not columns:
+        return []
+    with (root / SYSTEMS).open(newline="") as file:
+        rows = {row["sid"]: row for row in csv.DictReader(file)}
+    own = [rows.get(str(int(record.sid)), {}) for record in dataset]
+    for column in columns:
+        if missing := [index for index, row in enumerate(own) if column not in row]:
+            raise ValueError(
+                f"{root / SYSTEMS}: no {column} of sid {int(dataset[missing[0]].sid)}; choose "
+                f"--alike among its columns, {', '.join(next(iter(rows.values())))}"
+            )
+    words = (np.array([row[column] for row in own]) for column in columns)
+    return [np.unique(each, return_inverse=True)[1] for each in words]
+
+
+def variance_of_mean(values: _Array, groups: _Groups) -> float:
+    """Standard error of the mean of values (n,) that are independent only between groups.
+
+    Without groups it is s^2 / n. With one grouping it is the sum over its G groups of the squared
+    sums of x - mean, times G / (G - 1) / n^2; with two it is V_1 + V_2 - V_12, with 12 the pairs of
+    both (Cameron, Gelbach and Miller, J. Bus. Econ. Stat. 29, 238, 2011), but at least the larger
+    of V_1 and V_2. Few groups make it too small; one makes it unknown, nan.
+    """
+    away = values - values.mean()
+
+    def by(numbers: NDArray[np.int64]) -> float:
+        count = int(numbers.max()) + 1
+        sums = np.bincount(numbers, weights=away)
+        return float(count / (count - 1) * (sums**2).sum()) if count > 1 else float("nan")
+
+    if not groups:
+        groups = [np.arange(len(values))]
+    each = [by(numbers) for numbers in groups]
+    both = np.unique(np.stack(groups), axis=1, return_inverse=True)[1].ravel()
+    total = max(sum(each) - by(both), *each) if len(each) > 1 else each[0]
+    return total / len(values) ** 2
+
+
+def _errors(
+    results: Results, model: str, split: str, labels: _Array, known: NDArray[np.bool_]
+) -> _Array | None:
+    """Prediction - label, (seeds, labeled systems), eV; None if the model has diverged."""
+    found = [r["splits"][split]["energy_eV"] for r in results if r["job"]["model"] == model]
+    return None if None in found else np.array(found)[:, known] - labels
+
+
+def _difference(errors: _Array | None, others: _Array | None, groups: _Groups) -> str:
+    if errors is None or others is None or not errors.size:
+        return "–"
+    errors, others = np.abs(errors), np.abs(others)
+    by_system = errors.mean(axis=0) - others.mean(axis=0)
+    variance = variance_of_mean(by_system, groups)
+    for one in (errors, others):
+        variance += one.mean(axis=1).var(ddof=1) / len(one) if len(one) > 1 else 0.0
+    return f"{by_system.mean():.3f} ± {variance**0.5:.3f}"
+
+
+def _correlation(errors: _Array | None, others: _Array | None, itself: bool) -> str:
+    if errors is None or others is None or errors.shape[-1] < 2 or (itself and len(errors) < 2):
+        return "–"
+    r = np.corrcoef(errors, others)[: len(errors), len(errors) :]
+    return f"{(r[np.triu_indices(len(r), 1)] if itself else r).mean():.2f}"

@@ -42,10 +42,6 @@ def descriptors(data: Data, elements: list[int]) -> _Array:
     adsorbate to those of the slab, weighted by each property of these and averaged; likewise, as
     they are, for each element of the adsorbate; and for each pair of its elements, inside of it.
     Invariant under turns and lattice shifts. Where tags are unknown, all atoms are the adsorbate.
-
-    Args:
-        data: a system.
-        elements: those that are told apart in the adsorbate.
     """
     numbers, adsorbate = data.atomic_numbers.numpy(), _adsorbate(data)
     known = _properties()[numbers]
@@ -83,25 +79,14 @@ def _adsorbate(data: Data) -> NDArray[np.bool_]:
 
 
 class KernelRidge:
-    """Kernel ridge; its kernel, width and penalty by cross-validation inside of the training set.
-
-    Args:
-        seed: of the folds, and of the systems that are kept where there are too many.
-
-    Attributes:
-        chosen: what cross-validation chose, and among how many.
-    """
+    """Kernel ridge; its kernel, width and penalty by cross-validation in the training set."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.chosen: dict[str, float | str] = {}
 
     def fit(self, dataset: Structures) -> None:
-        """Fits to a data set with energies.
-
-        Raises:
-            ImportError: without scikit-learn.
-        """
+        """Fits to a data set with energies."""
         from sklearn.kernel_ridge import KernelRidge as Ridge
         from sklearn.model_selection import GridSearchCV, KFold
         from sklearn.pipeline import make_pipeline

@@ -7,7 +7,9 @@ learning rate falls with the share of the budget that is used, and evaluation ta
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +20,36 @@ from torch_geometric.data import Batch
 
 from molflt.data.structures.datamodule import IS2REData
 from molflt.tasks.is2re import IS2RETask
-from peers_kit.budget import CpuBudget
+
+
+class CpuBudget:
+    """CPU time that a job may use: counts that of this process inside of `running` alone, seconds.
+
+    Attributes:
+        used: so far.
+        longest: of the longest block.
+    """
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.process_time) -> None:
+        self.seconds = seconds
+        self.clock = clock
+        self.used = self.longest = 0.0
+
+    @property
+    def share(self) -> float:
+        """Used share, 0 to 1."""
+        return min(1.0, self.used / self.seconds)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Counts the time of the block."""
+        start = self.clock()
+        try:
+            yield
+        finally:
+            took = self.clock() - start
+            self.used += took
+            self.longest = max(self.longest, took)
 
 
 class Settings(NamedTuple):
@@ -55,26 +86,15 @@ def train(
 ) -> tuple[nn.Module, int, list[Point]]:
     """Trains until the budget is spent: the step during which that happens is the last.
 
-    Args:
-        task: prepared; its model is trained.
-        data: set up.
-        budget: of CPU time.
-        settings: of the loop.
-        evaluate: MAE, eV, and EwT, %, of a model in evaluation mode.
-
-    Returns:
-        The trained model, which is the moving average if there is one, in evaluation mode; the
-        number of steps; the curve.
-
-    Raises:
-        Diverged: loss or gradient is not finite.
+    Returns the trained model, which is the moving average if there is one, in evaluation mode; the
+    number of steps; the curve of what `evaluate` says, MAE in eV and EwT in %.
     """
     step, due, curve = 0, 1, []
     with budget.running():
         optimizer, batches = task.optimizer(), iter(data.train_dataloader())
         average = _average_of(task.model, settings.ema_decay)
     model = task.model if average is None else average.module
-    while not budget.spent:
+    while budget.used < budget.seconds:
         with budget.running():
             task.model.train()
             _redraw(task, step)

@@ -77,11 +77,7 @@ class Dimers(NamedTuple):
 
 
 def read(folder: Path, limit: int | None = None) -> Dimers:
-    """All pairs of both splits.
-
-    Raises:
-        FileNotFoundError: if the folder has none.
-    """
+    """All pairs of both splits."""
     from ase.io import read as read_frames
 
     files = sorted(folder.glob("train-id*.xyz"))[:limit]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from e3nn.math import soft_one_hot_linspace
-from kit.rows import Promise, Rows, at_least, choose, markdown, mean_sd, names, pick
+from kit.rows import Promise, Rows, choose, markdown, mean_sd, names, pick
 from torch import Tensor, nn
 from torch_geometric.data import Batch, Data
 from torch_geometric.nn.models.schnet import InteractionBlock
@@ -102,11 +102,7 @@ def binding(model: Model, graphs: list[Data]) -> Tensor:
 
 
 def read(folder: Path, split: str, limit: int | None = None) -> Dimers:
-    """All pairs of a split.
-
-    Raises:
-        FileNotFoundError: if the folder has none.
-    """
+    """All pairs of a split."""
     from ase.io import iread
 
     files = sorted(folder.glob(f"{split}-id*.xyz"))[:limit]
@@ -164,7 +160,6 @@ def measure(
     files: int = 10**9,
 ) -> Rows:
     """One row per variant, seed and pair of molecules: energies in eV."""
-    at_least(1, steps=steps, seeds=seeds, files=files)
     splits = {split: read(data, split, files) for split in ("train", "test")}
     rows = []
     for variant in choose(variants, VARIANTS, "variant"):
