@@ -33,7 +33,7 @@ from kit.words import described
 from tqdm import tqdm
 
 from molflt.atoms import Tag
-from molflt.data.structures.ase_constraints import fixed_atoms
+from molflt.data.structures.ase_fields import fixed_atoms
 from molflt.data.structures.labels import MOST_ADSORPTION
 from molflt.data.structures.records import make_record
 from molflt.data.structures.splits import VAL_SPLITS

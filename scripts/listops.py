@@ -14,7 +14,7 @@ from pathlib import Path
 
 from jsonargparse import auto_cli
 
-from molflt.data.text.fixed import LISTOPS
+from molflt.data.text.vocabulary import LISTOPS
 from molflt.files import atomically, shown
 
 END = "]"

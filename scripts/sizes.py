@@ -48,7 +48,7 @@ from torch_geometric.data import Batch, Data
 import molflt
 from molflt.atoms import Tag
 from molflt.data.structures import open_dataset
-from molflt.data.structures.ase_constraints import fixed_atoms
+from molflt.data.structures.ase_fields import fixed_atoms
 from molflt.data.structures.records import make_record
 from molflt.data.structures.sources import split_path
 from molflt.files import write_atomically

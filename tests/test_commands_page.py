@@ -10,7 +10,7 @@ from ase.io import write
 from tiny_run import structures, write_data, write_points
 
 from molflt.commands.cli import main
-from molflt.data.shards import Shard
+from molflt.data.batches import Shard
 from molflt.data.structures.store import write_store
 
 PAGE = Path(__file__).parents[1] / "docs" / "commands.md"

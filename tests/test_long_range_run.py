@@ -14,8 +14,8 @@ from tiny_run import error_of, logged
 
 import molflt
 from molflt.commands.cli import main
-from molflt.data.text.fixed import LISTOPS as SYMBOLS
 from molflt.data.text.glue import find_split, read_examples
+from molflt.data.text.vocabulary import LISTOPS as SYMBOLS
 
 pytest.importorskip("tokenizers")
 pytest.importorskip("sklearn")

@@ -14,9 +14,9 @@ from tiny_run import logged, page_of
 
 import molflt
 from molflt.commands.cli import main
-from molflt.data.text.fixed import AMINO_ACIDS, RESIDUES
 from molflt.data.text.sources import _records
 from molflt.data.text.tokenized import read_pieces
+from molflt.data.text.vocabulary import AMINO_ACIDS, RESIDUES
 from molflt.evaluation.common import load_tokenizer, load_vocabulary
 from molflt.evaluation.proteins import Residues, _blosum, correlation, draw_substitutions
 from molflt.sequence.heads import _PlainHead

@@ -11,7 +11,7 @@ from tiny_run import error_of, structures, table
 
 import molflt
 from molflt.commands.cli import main
-from molflt.data.shards import Shard
+from molflt.data.batches import Shard
 from molflt.data.structures.base import to_atoms
 from molflt.data.structures.store import write_store
 from molflt.evaluation.shard_files import merge_shards

@@ -14,7 +14,7 @@ from tiny_run import start
 from torch import nn
 
 from molflt.data.structures import open_dataset
-from molflt.data.structures.ase_constraints import fixed_atoms
+from molflt.data.structures.ase_fields import fixed_atoms
 from molflt.data.structures.records import make_record
 from molflt.data.structures.store import write_store
 from molflt.evaluation.predictions import infer

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from molflt.commands.options import normalized, refuse_idle
+from molflt.data.batches import Shard
 from molflt.data.images.unlabeled import read_images
-from molflt.data.shards import Shard
 from molflt.data.structures import Structures
-from molflt.data.structures.ase_output import drop_labels_, not_held
+from molflt.data.structures.ase_fields import drop_labels_, not_held
 from molflt.data.structures.base import Tags
 from molflt.data.structures.parts import Part
 from molflt.data.structures.sources import exists, files_of

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from tqdm import tqdm
 
-from molflt.data.structures.ase_output import drop_labels_, not_held
+from molflt.data.structures.ase_fields import drop_labels_, not_held
 from molflt.data.structures.sources import files_of
 from molflt.evaluation.relaxation import OptimizerName, Relaxed, readable_structures, relax_atoms
 from molflt.evaluation.results import csv_text, warn, write_csv

@@ -1,16 +1,23 @@
-"""Files compressed with gzip or xz."""
+"""Compressed files, and the optional package `datasets` of Hugging Face."""
 
 from __future__ import annotations
 
+import contextlib
 import gzip
+import importlib
 import lzma
+import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
-__all__ = ["unpacked"]
+from molflt.files import shown
+
+__all__ = ["dataset_loader", "unpacked"]
+
+_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*){1,2}")  # OWNER/NAME, OWNER/NAME/CONFIG
 
 
 @contextmanager
@@ -24,3 +31,24 @@ def unpacked(path: Path, kind: str) -> Iterator[BinaryIO]:
             f"{path}: expected a whole {kind} file; got a damaged or truncated one ({error}); get "
             "it again"
         ) from None
+
+
+def dataset_loader(source: str) -> Callable[..., Any]:
+    """Returns `datasets.load_dataset` for a source hf:OWNER/NAME[/CONFIG][:SPLIT].
+
+    Names of local folders are refused: `datasets` would read them, and perhaps run a script there.
+    """
+    name = source.removeprefix("hf:").partition(":")[0]
+    if not _NAME.fullmatch(name) or Path(name).exists():
+        raise ValueError(
+            f"{source}: expected hf:OWNER/NAME, a data set on the Hugging Face Hub; got "
+            f"{'a local path' if Path(name).exists() else shown(name)}; give files without hf:"
+        )
+    loader: Callable[..., Any] | None = None
+    with contextlib.suppress(ImportError):
+        loader = getattr(importlib.import_module("datasets"), "load_dataset", None)
+    if loader is None:
+        raise ModuleNotFoundError(
+            f"{source}: requires the package datasets; run pip install molflt[hub], or give files"
+        )
+    return loader

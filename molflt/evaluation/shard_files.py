@@ -18,7 +18,7 @@ from pathlib import Path
 
 from torch import nn
 
-from molflt.data.shards import MOST_SHARDS, Shard
+from molflt.data.batches import MOST_SHARDS, Shard
 from molflt.data.structures import Structures
 from molflt.evaluation.ensemble import digest_of
 from molflt.evaluation.results import csv_text

@@ -16,9 +16,9 @@ from torch import nn
 
 from molflt.atoms import MAX_ATOMIC_NUMBER
 from molflt.attention.checks import whole
+from molflt.data.structures.ase_fields import total_charge, unused_fields, unused_warning
 from molflt.data.structures.overlaps import atoms_coincide, overlaps_of
 from molflt.data.structures.records import origin_of
-from molflt.data.structures.unused_fields import total_charge, unused_fields, unused_warning
 from molflt.evaluation.predictions import refuse_undescribed, warn_of_elements
 from molflt.evaluation.results import warn
 from molflt.graph.heads import undescribed

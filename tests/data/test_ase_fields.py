@@ -143,12 +143,6 @@ def test_structures_in_memory_are_checked_as_files_are():
             StructuresInMemory(atoms)
 
 
-def test_columns_behind_plain_coordinates_are_named(tmp_path, capsys):
-    (tmp_path / "a.xyz").write_text(xyz("", "Cu 0 0 0 0.1 0.2 0.3"))
-    open_dataset(tmp_path / "a.xyz")
-    assert "columns after x, y, z are not read" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("blank", ["", "\n", "\n\n  \n"])
 def test_frames_behind_a_blank_line_are_not_lost(tmp_path, blank):
     (tmp_path / "a.xyz").write_text(xyz("", "Cu 0 0 0") + blank + xyz("", "O 0 0 0"))
@@ -174,14 +168,6 @@ def test_only_bad_frames_are_left_out(tmp_path):
     dataset = open_dataset(path, skip_bad=True)
     assert len(dataset) == 3 and [dataset.place(i) for i in range(3)] == [0, 2, 4]
     assert [name for name, _ in dataset.bad] == [f"{path}: frame {i}" for i in (1, 3, 5)]
-
-
-def test_each_reason_is_reported_once(tmp_path):
-    path = tmp_path / "a.xyz"
-    path.write_text(xyz("", "D 0 0 0") * 20 + xyz("", "Cu 0 0 0") + xyz("", "Cu 0 0"))
-    text = open_dataset(path, skip_bad=True).left_out()
-    assert text.count("'D'") == 1 and "frame 0, frame 1" in text and "15 more" in text
-    assert text.count(str(path)) == 1 and "frame 21" in text and len(text) < 500
 
 
 def test_names_as_sids_are_kept(tmp_path):

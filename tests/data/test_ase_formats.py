@@ -14,7 +14,7 @@ from ase.build import bulk, molecule
 from ase.io.formats import ioformats
 
 from molflt.data.structures import Reading, open_dataset
-from molflt.data.structures.ase_formats import ENDINGS, ase_format
+from molflt.data.structures.ase_formats import ENDINGS
 
 EXAMPLES = Path(ase.__file__).parent / "test" / "testdata"
 
@@ -104,14 +104,3 @@ def test_inputs_of_other_programs(tmp_path, name):
 def test_known_formats_are_those_that_ase_reads():
     for kind in set(ENDINGS.values()) - {"aselmdb"}:
         assert kind in ioformats and "pickle" not in ioformats[kind].module_name
-
-
-@pytest.mark.parametrize(
-    "name", ["a.lammpstrj", "a.gro", "a.npz", "a.pckl", "a.bundle", "notes.md"]
-)
-def test_unknown_formats_give_advice(tmp_path, name):
-    (tmp_path / name).write_text("ITEM: TIMESTEP\n0\n")
-    assert ase_format(tmp_path / name) is None
-    with pytest.raises(ValueError, match=rf"{name}.*ase convert {name}") as caught:
-        open_dataset(tmp_path / name)
-    assert len(str(caught.value)) < len(str(tmp_path)) + 700

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import subprocess
-import sys
 import zlib
 
 import numpy as np
@@ -18,7 +15,7 @@ from ase.io.jsonio import encode
 from oc20_files import write_lmdb
 
 from molflt.data.structures import open_dataset
-from molflt.data.structures.ase_lmdb import rows_of_aselmdb
+from molflt.data.structures.ase_files import rows_of_aselmdb
 
 
 def frame(number):
@@ -122,39 +119,3 @@ def test_damaged_rows(tmp_path, content, named):
     with pytest.raises(ValueError, match=named) as caught:
         open_dataset(path)
     assert "\n" not in str(caught.value)
-
-
-def test_empty_database(tmp_path):
-    with pytest.raises(ValueError, match="holds no structures"):
-        open_dataset(database(tmp_path / "a.aselmdb", [], next_id=1))
-
-
-def test_damaged_files_are_refused_in_one_line(tmp_path):
-    """Files that are cut, lack a block or have a wrong byte; LMDB itself ends the process."""
-    whole = database(tmp_path / "whole.aselmdb", range(1, 9), next_id=9).read_bytes()
-    draw, path = random.Random(0), tmp_path / "a.aselmdb"
-    refused = 0
-    for trial in range(150):
-        start, size = draw.randrange(len(whole)), draw.choice([1, 512, 4096, 10_000])
-        content = {
-            0: whole[:start],
-            1: whole[:start] + whole[start + size :],
-            2: whole[:start] + draw.randbytes(size) + whole[start + size :],
-        }[trial % 3]
-        path.write_bytes(content)
-        try:
-            assert len(open_dataset(path))
-        except ValueError as error:
-            assert "\n" not in str(error)
-            refused += 1
-    assert refused > 75
-
-
-def test_truncated_file_ends_the_command_with_one_line_in_little_memory(tmp_path):
-    whole = database(tmp_path / "whole.aselmdb", range(1, 30), next_id=30).read_bytes()
-    path = tmp_path / "a.aselmdb"
-    path.write_bytes(whole[: len(whole) // 2])
-    command = f"ulimit -v 8000000; {sys.executable} -m molflt data inspect {path}"
-    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert str(path) in done.stderr and "truncated" in done.stderr

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from molflt.data.text.fixed import BYTES, text_of
-from molflt.data.text.glue import find_split, read_examples, read_splits
+from molflt.data.text.glue import read_splits
 from molflt.data.text.sentences import SentenceData
 from molflt.data.text.tokenized import TokenizedText
 from molflt.data.text.tokenizer import Tokenizer
+from molflt.data.text.vocabulary import BYTES, text_of
 
 tokenizers = pytest.importorskip("tokenizers")
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
@@ -102,15 +102,6 @@ def test_published_reviews_keep_their_bytes(tokenizer) -> None:
     assert seen > 10  # texts that are not ASCII
 
 
-@pytest.mark.parametrize(
-    ("folder", "word"), [("train/pos", "neg and pos"), ("train", "aclImdb/train")]
-)
-def test_missing_folders_of_reviews_are_named(tmp_path: Path, folder: str, word: str) -> None:
-    (write_reviews(tmp_path, 4, "train") / "aclImdb" / folder).rename(tmp_path / "elsewhere")
-    with pytest.raises((ValueError, FileNotFoundError), match=word):
-        SentenceData("IMDb", tmp_path).setup()
-
-
 def test_pixels_are_the_gray_levels_of_pillow(tmp_path: Path) -> None:
     draw = np.random.default_rng(0)
     for name in ("ship", "cat"):
@@ -127,21 +118,3 @@ def test_pixels_are_the_gray_levels_of_pillow(tmp_path: Path) -> None:
     assert [one - SPECIAL for one in ids.tolist()[1:-1]] == [*gray] and label == 1
     with pytest.raises(ValueError, match="data.kind byte"):
         SentenceData("Image", tmp_path, kind="listops", val_fraction=0.34).setup()
-
-
-def test_published_gray_images(tmp_path: Path) -> None:
-    path = SHARED / "fashion_mnist" / "t10k-images-idx3-ubyte.gz"
-    if not path.is_file():
-        pytest.skip(f"{path} is missing")
-    rows = read_examples(path, "Image")
-    assert len(rows) == 10_000 and len({one.label for one in rows}) == 10
-    content = rows[-1].first.encode("utf-8", "surrogateescape")
-    assert len(content) == 28 * 28 and rows[0].label == 9  # an ankle boot
-
-
-def test_idx_files_are_found(tmp_path: Path) -> None:
-    (tmp_path / "Image").mkdir()
-    for name in ("train-images-idx3-ubyte.gz", "t10k-images-idx3-ubyte"):
-        (tmp_path / "Image" / name).write_bytes(b"")
-    assert find_split(tmp_path, "Image", "val").name == "train-images-idx3-ubyte.gz"
-    assert find_split(tmp_path, "Image", "test").name == "t10k-images-idx3-ubyte"

@@ -101,13 +101,6 @@ def test_the_share_of_surface_atoms_is_compared() -> None:
     assert Domain.from_json(old, "domain.json").outside(whole) == []
 
 
-@pytest.mark.parametrize(("energy", "named"), [(-1.1, ""), (0.6, ""), (7.2, "7.20"), (-2.0, "-2")])
-def test_energies_far_from_the_labels_are_named(energy: float, named: str) -> None:
-    told = TRAINED.beyond_labels(energy)
-    assert bool(told) == bool(named) and named in told
-    assert not told or "-1.00 to 0.50" in told
-
-
 def test_reasons_are_grouped_with_their_numbers() -> None:
     reasons = [["atoms: 13, trained on 52 to 66"], ["atoms: 1,200, trained on 52 to 66"], [],
                ["Au not in training", "atoms: 14, trained on 52 to 66"]]  # fmt: skip

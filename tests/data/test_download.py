@@ -6,7 +6,6 @@ import hashlib
 import io
 import tarfile
 import threading
-from collections import namedtuple
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -19,7 +18,6 @@ from molflt.data.structures import open_dataset
 from molflt.data.structures.download import GAME_NET, _unpack, download
 from molflt.data.structures.sources import split_path
 from molflt.data.structures.splits import OC20_ARCHIVE, OC20_FILES
-from molflt.lock import FolderLock
 
 INNER = OC20_ARCHIVE.inner
 
@@ -128,32 +126,6 @@ def test_only_wanted_splits_are_unpacked_and_readable(server, tmp_path, capsys):
     assert len(server.asked) == asked
 
 
-def test_two_downloads_do_not_share_a_folder(server, tmp_path):
-    with FolderLock(tmp_path / "a", module._DOING, ".lock.download").held():
-        with pytest.raises(ValueError, match=r"a: process \d+ .*downloading"):
-            get(server, tmp_path / "a")
-        with pytest.raises(ValueError, match="downloading"):
-            download("game-net", tmp_path / "a", base_url=server.url)
-        assert server.asked == []
-    get(server, tmp_path / "a")
-    assert [path.name for path in (tmp_path / "a").iterdir()] == ["is2re"]
-
-
-@pytest.mark.parametrize("options", [{"splits": ["val_id"]}, {"keep_archive": True}])
-def test_options_of_oc20_are_refused_for_game_net(options, tmp_path):
-    with pytest.raises(ValueError, match="--splits.*game-net"):
-        download("game-net", tmp_path, **options)
-
-
-def test_kept_archive_serves_more_splits_without_a_download(server, tmp_path):
-    get(server, tmp_path / "a", ["val_id"], keep_archive=True)
-    assert (tmp_path / "a" / OC20_ARCHIVE.name).read_bytes() == server.content
-    get(server, tmp_path / "a", ["val_id", "val_ood_ads"])
-    assert server.asked == [None]
-    assert (tmp_path / "a/is2re/all/val_ood_ads/data.lmdb").is_file()
-    assert not (tmp_path / "a" / OC20_ARCHIVE.name).exists()
-
-
 def test_interrupted_connections_are_continued(server, tmp_path):
     size = len(server.content)
     server.cut = [1000, 0, 500, 0, 0]
@@ -166,18 +138,6 @@ def test_interrupted_connections_are_continued(server, tmp_path):
     assert (tmp_path / "b/is2re/10k/train/data.lmdb").is_file()
 
 
-def test_an_earlier_calls_part_is_continued(server, tmp_path, capsys):
-    server.cut = [2000] + [0] * module._ATTEMPTS
-    with pytest.raises(OSError, match=r"cannot be downloaded; .*run the same command again"):
-        get(server, tmp_path / "a")
-    part = tmp_path / "a" / f"{OC20_ARCHIVE.name}.part"
-    assert part.read_bytes() == server.content[:2000]
-    server.asked.clear()
-    get(server, tmp_path / "a")
-    assert server.asked == ["bytes=2000-"] and not part.exists()
-    assert "2.0 kB of it already here" in capsys.readouterr().out
-
-
 def test_wrong_md5_and_damaged_parts_are_refused(server, tmp_path):
     with pytest.raises(ValueError, match="expected md5 0000; got " + md5(server.content)):
         get(server, tmp_path / "a", md5="0000")
@@ -188,28 +148,6 @@ def test_wrong_md5_and_damaged_parts_are_refused(server, tmp_path):
     with pytest.raises(ValueError, match="the download was damaged"):
         get(server, tmp_path / "a")
     get(server, tmp_path / "a")
-
-
-def test_missing_disk_space_is_reported_before_the_download(server, tmp_path, monkeypatch, capsys):
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: usage(10**12, 0, 2 * 10**9))
-    with pytest.raises(ValueError, match=r"not enough disk: 5\.2 GB needed; 2\.0 GB free"):
-        get(server, tmp_path / "a", md5=OC20_ARCHIVE.md5)  # 1.35 + 3.8 GB unpacked
-    assert "2.0 GB free" in capsys.readouterr().out
-
-
-def test_absent_file_and_server(server, tmp_path):
-    with pytest.raises(OSError, match=r"cannot be downloaded; .*Not Found"):
-        download("oc20-is2re", tmp_path / "a", ["val_id"], base_url=f"{server.url}/elsewhere")
-    server.close()
-    with pytest.raises(OSError, match=r"cannot be downloaded; .*refused"):
-        get(server, tmp_path / "a")
-
-
-@pytest.mark.parametrize("split", ["train", "val", "50k/train", "10k/val_id"])
-def test_unknown_splits(tmp_path, split):
-    with pytest.raises(ValueError, match=f"expected some of 10k/train, .*got '{split}'"):
-        download("oc20-is2re", tmp_path, [split])
 
 
 def link(name, to):
@@ -245,15 +183,6 @@ def test_unpacked_sums_and_missing_splits(tmp_path, monkeypatch):
     monkeypatch.setitem(OC20_FILES, "all/val_id", OC20_FILES["all/val_id"]._replace(md5=made))
     _unpack(path, tmp_path / "in", ["all/val_id"])
     assert (tmp_path / "in/is2re/all/val_id/data.lmdb").is_file()
-
-
-@pytest.mark.parametrize("damage", [lambda c: c[: len(c) // 2], lambda c: b"not a tar" * 99])
-def test_damaged_archive(tmp_path, damage):
-    path = tmp_path / "some.tar.gz"
-    path.write_bytes(damage(archive(tmp_path, ["all/val_id"])))
-    with pytest.raises(ValueError, match=r"some\.tar\.gz"):
-        _unpack(path, tmp_path / "in", ["all/val_id"], verify=False)
-    assert list((tmp_path / "in").rglob("*")) == []
 
 
 def test_a_busy_server_is_asked_again(server, tmp_path):

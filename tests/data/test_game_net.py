@@ -133,25 +133,6 @@ def test_groups_names_and_folds(archive, tmp_path, capsys):
     capsys.readouterr()
 
 
-def test_lists_that_do_not_fit_are_refused(archive, tmp_path, capsys):
-    file = tmp_path / "a.json"
-    lists = [
-        ("--splits", '{"train": ["ag-00A0-a", "xx-00A0-a"]}', "xx-00A0-a"),
-        ("--splits", '{"train": ["ag-00A0-a", "ag-00A0-a"]}', "once"),
-        ("--splits", '{"val_id": ["ag-00A0-a"]}', "train"),
-        ("--splits", "[", "Expecting"),
-        ("--folds", '{"ag-00A0-a": 0}', "ag-00A1-a"),
-    ]
-    for option, text, reason in lists:
-        file.write_text(text)
-        assert convert(archive, tmp_path / "out", option, file) == 2
-        assert reason in capsys.readouterr().err
-    assert convert(archive, tmp_path / "out", "--hold-out", "Xe") == 2
-    assert "Xe" in capsys.readouterr().err
-    assert convert(archive, tmp_path / "out", "--hold-out", "Ag", "--folds", file) == 2
-    assert not (tmp_path / "out").exists()
-
-
 def row(files, table, name, value):
     """Another value of a row, or no such row."""
     rows = [line for line in files[table].splitlines() if line.split()[0] != name]
@@ -193,25 +174,6 @@ def test_a_bad_system_is_named(tmp_path, capsys, damage):
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert f"{path}: {BAD}: " in error and reason in error
     assert not (tmp_path / "fg").exists()
-
-
-def test_damaged_tables_of_systems(archive, tmp_path, capsys):
-    assert convert(archive, tmp_path / "fg") == 0
-    path = tmp_path / "fg" / "systems.csv"
-    whole = path.read_text()
-    for text, reason in (
-        (whole.replace("\n1,", "\nx,", 1), "line 3: expected sid, name, molecule, family, metal"),
-        (whole.replace("\n1,", "\n0,", 1), "line 3: sid 0 comes twice"),
-        ("sid\n1\n", "line 2: expected sid"),
-        ("sid\n1,2,3\n", "line 2: expected sid"),
-    ):
-        path.write_text(text)
-        with pytest.raises(ValueError, match=reason):
-            read_systems(path.parent)
-    path.unlink()
-    with pytest.raises(FileNotFoundError, match="expected the names of the systems"):
-        read_systems(path.parent)
-    capsys.readouterr()
 
 
 @genuine

@@ -27,8 +27,7 @@ from molflt.data.images.augment import (
     augment,
 )
 from molflt.data.images.datamodule import ImageData, PixelData
-from molflt.data.images.files import open_images
-from molflt.data.images.idx import _IdxImages, _read_file
+from molflt.data.images.files import _IdxImages, _read_file, open_images
 from molflt.data.images.unlabeled import read_alike, read_images
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data" / "fashion_mnist"
@@ -62,37 +61,12 @@ def write_folder(root: Path, count: int = 4, side: int = 8, classes: str = "cat 
     return root
 
 
-def test_images_outside_of_classes_are_warned_about(tmp_path: Path) -> None:
-    root = write_folder(tmp_path / "mixed")
-    (root / "stray.png").write_bytes((root / "cat" / "0.png").read_bytes())
-    for data in (ImageData(root, root), PixelData(root, root)):
-        with pytest.warns(UserWarning, match="stray.png"):
-            data.setup()
-        assert len(data.datasets["train"]) == 12
-
-
 @pytest.mark.parametrize("zipped", [False, True])
 def test_idx_is_read_as_written(tmp_path: Path, zipped: bool) -> None:
     path = tmp_path / "some-idx3"
     content = idx(pixels())
     path.write_bytes(gzip.compress(content) if zipped else content)
     assert (_read_file(path, axes=3).numpy() == pixels()).all()
-
-
-def test_labels_are_found_next_to_the_images(tmp_path: Path) -> None:
-    path = write_idx(tmp_path)
-    images = _IdxImages(path)
-    assert len(images) == 12 and images.size == (8, 8) and images.classes == ["0", "1", "2"]
-    image, label = images[4]
-    assert image.shape == (1, 8, 8) and image.dtype == torch.uint8
-    assert (image[0].numpy() == pixels()[4]).all() and label == 1 and label.dtype == torch.int64
-    labels = tmp_path / LABELS
-    (tmp_path / f"{LABELS}.gz").write_bytes(gzip.compress(labels.read_bytes()))
-    labels.unlink()
-    assert _IdxImages(path).labels.tolist() == images.labels.tolist()
-    (tmp_path / f"{LABELS}.gz").rename(tmp_path / "answers.gz")
-    again = _IdxImages(path, labels=tmp_path / "answers.gz")
-    assert again.labels.tolist() == images.labels.tolist()
 
 
 def test_fashion_mnist() -> None:
@@ -159,25 +133,6 @@ def test_the_shorter_side_is_resized_and_the_center_kept(tmp_path: Path) -> None
     assert np.abs(image[0, 6].numpy() - middle).max() <= 1
     with pytest.raises(ValueError, match="24 x 48.*data.image_size"):
         ImageData(root, root).setup()
-
-
-def test_images_of_one_size_are_expected(tmp_path: Path) -> None:
-    root = write_folder(tmp_path / "set")
-    Image.new("RGB", (9, 8)).save(root / "dog" / "2.png")
-    with pytest.raises(ValueError, match=r"dog/2.png.* 8 x 8 .* 8 x 9.*data.image_size"):
-        open_images(root)[6]
-    whole = (root / "dog" / "1.png").read_bytes()
-    (root / "dog" / "1.png").write_bytes(whole[:100])
-    with pytest.raises(ValueError, match="dog/1.png"):
-        open_images(root)[5]
-
-
-def test_circular_links_are_followed_once(tmp_path: Path) -> None:
-    root = write_folder(tmp_path / "set")
-    for name in ("back", "again"):
-        (root / "cat" / name).symlink_to(root / "cat", target_is_directory=True)
-    (root / "cat" / "more").symlink_to(root / "dog", target_is_directory=True)
-    assert len(open_images(root)) == 3 * 4 + 4
 
 
 def numbered(count: int = 64, side: int = 8) -> Tensor:

@@ -14,7 +14,7 @@ from torch_geometric.data import Batch, Data
 
 from molflt.data.structures import open_dataset
 from molflt.data.structures.base import to_atoms
-from molflt.data.structures.in_memory import StructuresInMemory, is_one
+from molflt.data.structures.in_memory import StructuresInMemory
 
 WATER = molecule("H2O")
 
@@ -77,12 +77,6 @@ def test_other_objects_are_refused(given: object, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message) as caught:
         StructuresInMemory(given)
     assert len(str(caught.value).splitlines()) == 1
-
-
-def test_single_structures_are_recognized() -> None:
-    (record,) = structures(1)
-    assert is_one(WATER) and is_one(record)
-    assert not any(map(is_one, ([WATER], Batch.from_data_list([record]), "in.xyz", None)))
 
 
 def test_total_charge_is_read_and_spin_named_once(capsys) -> None:

@@ -11,15 +11,12 @@ import pytest
 import torch
 from ase import Atoms
 from ase.calculators.singlepoint import SinglePointCalculator
-from matplotlib.figure import Figure
 from oc20_files import old_record, record, same, write_lmdb
 
 from molflt.commands.cli import main
 from molflt.data.structures import open_dataset
 from molflt.data.structures.datamodule import IS2REData
 from molflt.data.structures.store import write_store
-from molflt.data.structures.summary import summarize
-from molflt.plots import structure_overview
 
 
 def as_json(capsys, *words):
@@ -37,20 +34,6 @@ def test_genuine_records(real_lmdb, capsys):
     assert found["unwrapped_atoms"] == 47
     assert found["warnings"] == ["wrapped relaxed positions: unwrapped 47 of 506 free atoms"]
     assert found["displacements_A"]["max"] == pytest.approx(4.1885, abs=1e-4)
-
-
-def test_text_has_units_and_picture(tmp_path, capsys):
-    path = tmp_path / "val_id.safetensors"
-    records = [record(i) for i in range(6)]
-    write_store(path, records)
-    picture = tmp_path / "new" / "look.png"
-    assert main(["data", "inspect", str(path), "--plot", str(picture)]) == 0
-    text = capsys.readouterr().out
-    energies = [float(item.y_relaxed) for item in records]
-    assert f"{min(energies):.3f} to {max(energies):.3f} eV" in text
-    for words in ("systems     6", "atoms       42 in all", "eV, mean", "Å, mean", str(picture)):
-        assert words in text
-    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and picture.stat().st_size > 10_000
 
 
 def test_warnings(tmp_path, capsys):
@@ -134,33 +117,6 @@ def test_bad_records_are_listed_and_the_others_reported(tmp_path, capsys):
     assert "key '1'" in (told := capsys.readouterr().out) and "key '3'" in told
 
 
-def test_a_flat_cell_does_not_stop_inspection(tmp_path, capsys):
-    content = {str(i): old_record(i) for i in range(3)}
-    content["1"] = old_record(1, cell=torch.ones(1, 3, 3))
-    found = as_json(capsys, write_lmdb(tmp_path / "data.lmdb", content))
-    assert found["systems"] == 2 and "lattice" in found["left_out"][0]["reason"]
-
-
-def test_many_bad_records_are_a_few_lines(tmp_path, capsys):
-    content = {str(i): b"damaged" if i % 2 else old_record(i) for i in range(100)}
-    path = write_lmdb(tmp_path / "data.lmdb", content)
-    assert main(["data", "inspect", str(path)]) == 0
-    told = capsys.readouterr()
-    assert "50" in told.out and len((told.out + told.err).splitlines()) < 30
-    words = ["data", "convert", str(path), str(tmp_path / "a.safetensors"), "--skip_bad"]
-    assert main(words) == 0
-    told = capsys.readouterr().err.splitlines()
-    assert "50" in told[0] and len(told) < 10 and all(len(line) < 600 for line in told)
-
-
-def test_a_folder_with_an_unreadable_file_is_reported(tmp_path, capsys):
-    write_store(tmp_path / "train.safetensors", [record(0), record(1)])
-    (tmp_path / "val_id.safetensors").write_bytes(b"cut")
-    assert main(["data", "inspect", str(tmp_path)]) == 0
-    told = capsys.readouterr()
-    assert "train 2" in told.out.splitlines()[0] and "val_id.safetensors" in told.err
-
-
 def test_limit_and_wrong_options(tmp_path, capsys):
     path = bad_lmdb(tmp_path)
     assert as_json(capsys, path, "--limit", 1)["systems"] == 1
@@ -171,22 +127,6 @@ def test_limit_and_wrong_options(tmp_path, capsys):
     assert "limit must be at least 1; got 0" in error and "a.gif" in error
     assert main(["data", "inspect", str(tmp_path / "absent.lmdb")]) == 2
     assert "absent.lmdb: no such file or folder" in capsys.readouterr().err
-
-
-def test_drawings_mark_tags_and_fixed_atoms(tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
-    structure = record(0)
-    energies = {"y_relaxed": structure.y_relaxed.numpy()}
-    structure_overview(energies, structure, "some", tmp_path / "a.png")
-    histogram, _, view = drawn[0].axes
-    edges = sorted(patch.get_linewidth() for patch in view.patches)
-    hatched = [patch for patch in view.patches if patch.get_hatch()]
-    assert len(view.patches) == structure.natoms
-    assert edges.count(2.0) == int((structure.tags == 2).sum()) == 2
-    assert len(hatched) == int(structure.fixed.sum()) == 3
-    assert sum(bar.get_height() for bar in histogram.patches) == 1
-    assert "eV" in histogram.get_xlabel() and "Å" in view.get_xlabel()
 
 
 def test_convert(tmp_path, capsys, real_lmdb):
@@ -227,12 +167,6 @@ def test_a_store_is_not_shortened_in_its_own_place(tmp_path, capsys):
     assert main(["data", "convert", str(path), str(path)]) == 0 and len(open_dataset(path)) == 3
 
 
-def test_everything_bad(tmp_path):
-    path = write_lmdb(tmp_path / "data.lmdb", {"0": b"damaged"})
-    with pytest.raises(ValueError, match=r"no valid structures; expected at least one: .*damaged"):
-        summarize(path)
-
-
 def test_s2ef_records_are_recognized(tmp_path, capsys):
     y = {"y": -3.5, "force": torch.zeros(7, 3), "y_relaxed": None, "pos_relaxed": None}
     path = write_lmdb(tmp_path / "train.lmdb", {str(i): old_record(i, **y) for i in range(2)})
@@ -267,22 +201,6 @@ def test_kind_of_energies_is_reported(tmp_path, capsys, energies, kind):
     assert main(["data", "inspect", str(path)]) == 0
     said = f"look like {kind} energies" in capsys.readouterr().out
     assert said == (kind != "unknown")
-
-
-def test_total_energies_of_molecules_give_no_warning(tmp_path, capsys):
-    path = tmp_path / "a.safetensors"
-    write_store(path, [record(i, y_relaxed=-40.0, tags=torch.zeros(7)) for i in range(2)])
-    found = as_json(capsys, path)
-    assert found["energies_look_like"] == "total"
-    assert not [text for text in found["warnings"] if text.startswith("total energies")]
-
-
-def test_large_slabs_in_between_are_neither(tmp_path, capsys):
-    path = tmp_path / "a.safetensors"
-    write_store(path, [record(i, atoms=60, y_relaxed=-40.0) for i in range(2)])
-    assert as_json(capsys, path)["energies_look_like"] == "unknown"
-    assert main(["data", "inspect", str(path)]) == 0
-    assert "look like neither adsorption nor total energies" in capsys.readouterr().out
 
 
 def test_forces_and_stress_are_counted(tmp_path, capsys):
@@ -326,15 +244,6 @@ def test_labels_of_other_names_are_named_with_their_option(tmp_path, capsys):
     assert main([*words, "--data.energy_key=dft_energy"]) == 2
     error = capsys.readouterr().err
     assert "--data.forces_key forces_dft" in error and "gradient" in error
-
-
-def test_spin_is_named_once(tmp_path, capsys):
-    atoms = Atoms("CO", [[0, 0, 0], [0, 0, 1.1]], info={"spin": 3, "y_relaxed": -1.0})
-    path = tmp_path / "co.extxyz"
-    ase.io.write(path, [atoms] * 2)
-    for words in (["inspect"], ["convert", str(tmp_path / "a.safetensors")]):
-        assert main(["data", words[0], str(path), *words[1:]]) == 0
-        assert capsys.readouterr().err.count("spin (3)") == 1
 
 
 @pytest.mark.parametrize(

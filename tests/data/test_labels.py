@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import warnings
 from pathlib import Path
@@ -41,12 +40,6 @@ def test_only_adsorption_energies_are_limited_to_20_ev() -> None:
     assert energy_kind(points, sizes) == "adsorption"
     assert list(label_faults(points, sizes, required=True)) == [3, 4]
     assert list(label_faults(points, sizes, required=True, at_pos=True)) == [4]
-
-
-def test_genuine_oc20_passes(real_lmdb: Path) -> None:
-    dataset = open_dataset(real_lmdb)
-    assert energy_kind(dataset.y_relaxed, dataset.natoms) == "adsorption"
-    assert label_faults(dataset.y_relaxed, dataset.natoms, required=True) == {}
 
 
 ENERGIES = [-1.0, -2.0, 514.25, None, 0.5, 1.5]
@@ -100,13 +93,6 @@ def test_energies_that_are_all_the_same_have_no_spread(tmp_path: Path, more, spr
     assert found == pytest.approx((-0.1 + more / 2, spread), rel=1e-6)
 
 
-def test_training_requires_labels(tmp_path: Path) -> None:
-    write_store(tmp_path / "train.safetensors", of_energies([None, None]))
-    data = IS2REData(tmp_path, val_split="train", skip_bad=True)
-    with pytest.raises(ValueError, match=r"got 0 \(2 left out as bad: y_relaxed must be a finite"):
-        data.setup()
-
-
 @pytest.mark.parametrize("place", range(8))
 def test_an_absurd_label_of_one_file_is_refused_in_either_part(tmp_path: Path, place: int) -> None:
     """Alone in the part for validation, it looked like a total energy."""
@@ -132,15 +118,6 @@ def test_validation_with_other_energies_gives_a_warning(tmp_path: Path, learned,
     said = [str(each.message) for each in told]
     assert len(said) == (kinds[0] != kinds[1])
     assert all(f"look like {kinds[0]}" in one and f"predicts {kinds[1]}" in one for one in said)
-
-
-def test_inspect_counts_and_names_bad_labels(tmp_path: Path, capsys) -> None:
-    path = tmp_path / "a.safetensors"
-    write_store(path, of_energies(ENERGIES))
-    assert main(["data", "inspect", str(path), "--json"]) == 0
-    text = "\n".join(json.loads(capsys.readouterr().out)["warnings"])
-    assert f"absurd labels: 1 of 6 systems, for instance sid 1002: {REASONS[1002]}" in text
-    assert "no labels: 1 of 6 systems have no y_relaxed, for instance sid 1003" in text
 
 
 def test_convert_names_bad_labels_or_leaves_them_out(tmp_path: Path, capsys) -> None:
@@ -255,12 +232,3 @@ def test_compositions_of_every_source_agree(tmp_path: Path) -> None:
     data.setup()
     rest = data.datasets["train"].compositions(np.arange(8))
     np.testing.assert_array_equal(rest, np.delete(np.array(expected), 1, axis=0))
-
-
-def test_sound_data_are_fitted_without_a_word(tmp_path: Path) -> None:
-    for split, some in (("train", drawn(20)), ("val_id", drawn(20)[5:])):
-        write_store(tmp_path / f"{split}.safetensors", of_elements(some))
-    data = IS2REData(tmp_path)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        data.element_energies()

@@ -1,8 +1,6 @@
 """The generator on small runs with EMT: resumed, checked, energies by hand."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterable
 from itertools import islice
 from pathlib import Path
@@ -25,7 +23,6 @@ from making.slabs import CATALYSTS
 
 from molflt.data.structures.store import StructureStore
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 SMALL = {"train": 2, "val": 1, "seed": 7, "frames": True}
 
 
@@ -111,16 +108,6 @@ def test_interrupted_and_growing_data_sets_have_the_bytes_of_one_made_at_once(
     assert contents(directory) == contents(made_here)
 
 
-def test_workers_make_the_same_system(tmp_path: Path, made_here: Path) -> None:
-    plan = make_systems._Plan(
-        "emt", 7, tuple(json.loads((made_here / "made.json").read_text())["references_eV"].items())
-    )
-    task = generator._Task(plan, "train", 0, tmp_path / "0.safetensors")
-    list(generator._in_processes([task], 1))
-    (found,), expected = StructureStore(task.part), StructureStore(made_here / "train.safetensors")
-    np.testing.assert_array_equal(found.pos_relaxed, expected[0].pos_relaxed)
-
-
 def test_references_and_adsorption_energy_by_hand() -> None:
     energies = {}
     for name in ("H2", "H2O", "CO", "N2"):
@@ -145,13 +132,6 @@ def test_references_and_adsorption_energy_by_hand() -> None:
         assert references.adsorption_energy(total, -100.0, molecule(name).symbols, simple) == 0.0
 
 
-def test_another_seed_gives_others(made_here: Path) -> None:
-    plan = make_systems._Plan("emt", 8, (("H", 0.0), ("C", 0.0), ("N", 0.0), ("O", 0.0)))
-    other = make_systems._relax_system(plan, "train", 0).fields["pos"]
-    first = StructureStore(made_here / "train.safetensors")[0].pos.numpy()
-    assert other.tobytes() != first.tobytes()
-
-
 def test_folders_of_other_data_are_refused(tmp_path: Path, capsys) -> None:
     (tmp_path / "val_id.safetensors").write_bytes(b"mine")
     assert main([str(tmp_path)]) == 2 and (tmp_path / "val_id.safetensors").exists()
@@ -165,37 +145,6 @@ def test_folders_of_other_data_are_refused(tmp_path: Path, capsys) -> None:
     assert generator._claim(tmp_path, {**made, "large": 3})["large"] == 3
     with pytest.raises(ValueError, match=r"other settings: seed 0 \(now 1\), train 5 \(now 4\);"):
         generator._claim(tmp_path, {**made, "seed": 1, "train": 4})
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"train": 0}, {"val": -1}, {"seed": -1}, {"workers": 0}, {"train": 10**7 + 1}]
-)
-def test_numbers_out_of_range_are_refused(tmp_path: Path, wrong: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match=r"must be from \d to 10,000,000; got -?\d+"):
-        make(tmp_path / "data", **wrong)
-    assert not (tmp_path / "data").exists()
-
-
-def test_a_calculator_that_is_not_there_is_one_line(tmp_path: Path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr("making.calculators.find_spec", lambda name: None)
-    assert main([str(tmp_path / "data"), "--calculator", "chgnet"]) == 2
-    said = capsys.readouterr().err
-    assert "needs the package chgnet" in said and "pip install molflt[chgnet]" in said
-    assert said.count("\n") == 1 and not (tmp_path / "data").exists()
-
-
-def test_nothing_imports_chgnet() -> None:
-    code = "import sys, making.run; print('chgnet' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=SCRIPTS
-    )
-    assert done.stdout == "False\n"
-
-
-def test_endless_refusal_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(make_systems, "_attempt", lambda *_: "energy")
-    with pytest.raises(ValueError, match="split val_id, system 3: 50 draws in a row were refused"):
-        make_systems._relax_system(make_systems._Plan("emt", 0, ()), "val_id", 3)
 
 
 def test_splits_hold_out_adsorbates_and_compositions() -> None:

@@ -50,14 +50,6 @@ def test_overlaps_equal_a_search_over_all_images() -> None:
     assert 50 < sum(expected for _, expected in found) < 250
 
 
-@pytest.mark.parametrize("away", [0.0, 1e5])
-def test_of_molecules_far_away(away) -> None:
-    pos = np.array([[away, 0, 0], [-away, 1, 2], [away, 0, 0.05]])
-    assert atoms_coincide(make_record(pos=pos, atomic_numbers=[1, 1, 1]))
-    assert not atoms_coincide(make_record(pos=pos[:2], atomic_numbers=[1, 1]))
-    assert not atoms_coincide(make_record(pos=pos[:1], atomic_numbers=[1]))
-
-
 def test_overlapping_atoms_are_reported(tmp_path, capsys) -> None:
     """Across a boundary, too, where no viewer shows it."""
     draw, records = np.random.default_rng(0), []

@@ -11,11 +11,10 @@ import pytest
 
 from molflt.commands.cli import main
 from molflt.data.text.datamodule import TextData
-from molflt.data.text.fixed import RESIDUES
 from molflt.data.text.sources import _records, _text_blocks
 from molflt.data.text.tokenized import TokenizedText
 from molflt.data.text.tokenizer import Tokenizer
-from molflt.data.text.vocabulary import Vocabulary
+from molflt.data.text.vocabulary import RESIDUES, Vocabulary
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data" / "proteins"
 GOOD = ">sp|P1 first\r\nMKv\r\n\r\nLU\r\n> P2\nWX\n"
@@ -111,17 +110,6 @@ def test_clusters_stay_together(tmp_path):
     clusters = {use: {int(r.name[1:]) // 7 for r in part} for use, part in found.items()}
     assert clusters.keys() == {"train", "val"} and not clusters["train"] & clusters["val"]
     assert 33 < len(found["val"]) <= 40 and sum(map(len, found.values())) == 200
-
-
-def test_splits_never_replace_their_source_or_leave_an_old_test_set(tmp_path, capsys):
-    src = fasta(tmp_path / "train.fasta", drawn(40))
-    assert main(["data", "split", str(src), str(tmp_path)]) == 2
-    assert src.read_text() == drawn(40)
-    (tmp_path / "out").mkdir()
-    old = fasta(tmp_path / "out" / "test.fasta")
-    assert main(["data", "split", str(src), str(tmp_path / "out"), "--test_fraction=0"]) == 2
-    assert "test.fasta" in capsys.readouterr().err
-    assert [path.name for path in old.parent.iterdir()] == ["test.fasta"]
 
 
 @pytest.mark.parametrize(

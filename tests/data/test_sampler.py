@@ -46,17 +46,6 @@ def test_ranks_share_an_evaluation_without_overlap(natoms, world):
     assert sorted(everything) == list(range(len(natoms)))
 
 
-def test_a_large_bucket_keeps_padding_small():
-    natoms = np.random.default_rng(0).integers(20, 225, 3000)
-
-    def padding(bucket):
-        batches = SizeBucketedBatchSampler(natoms, 32, shuffle=True, bucket=bucket).batches()
-        return sum(natoms[b].max() * len(b) for b in batches) / natoms.sum() - 1
-
-    assert padding(1) > 0.5
-    assert padding(100) < 0.05
-
-
 def test_epochs_differ_and_repeat():
     def flat(seed, epoch):
         sampler = SizeBucketedBatchSampler(np.arange(1, 41), 4, shuffle=True, seed=seed)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import lzma
 import re
 from pathlib import Path
 
@@ -21,7 +19,6 @@ from data.oc20_files import old_record, write_lmdb
 
 from molflt.commands.cli import main
 from molflt.data.structures import Reading, open_dataset
-from molflt.data.structures.data_set import DataSet
 from molflt.data.structures.force_units import (
     energy_unit_fault,
     force_unit_fault,
@@ -33,7 +30,6 @@ from molflt.data.structures.potential_data import PotentialData, SinglePoints
 from molflt.data.structures.records import make_record
 
 MLEARN = Path(__file__).resolve().parents[3] / "shared" / "data" / "mlearn3"
-MD = Path(__file__).resolve().parents[3] / "shared" / "data" / "md_botnet"
 
 
 def copper(count=12, seed=0):
@@ -58,22 +54,6 @@ def bare(atoms: Atoms, **labels) -> Atoms:
         store = out.arrays if np.shape(value) == (len(atoms), 3) else out.info
         store[name] = value
     return out
-
-
-def test_large_cells_may_have_large_energies(tmp_path, capsys):
-    frames, large = copper(12), bulk("Cu", cubic=True).repeat(3)
-    large.rattle(0.15, seed=1)
-    large.calc = EMT()
-    assert large.get_potential_energy() > 20
-    frames += [large]
-    ase.io.write(tmp_path / "train.extxyz", frames)
-    PotentialData(tmp_path, val_split="train").setup()
-    words = [str(tmp_path / name) for name in ("train.extxyz", "store.safetensors")]
-    assert main(["data", "convert", *words]) == 0
-    assert len(open_dataset(words[1])) == len(frames)
-    assert main(["data", "inspect", words[0]]) == 0
-    captured = capsys.readouterr()
-    assert "absurd" not in captured.out + captured.err
 
 
 @pytest.mark.parametrize("name", ["a.extxyz", "a.traj", "a.db"])
@@ -141,17 +121,6 @@ def test_stores_keep_them_and_do_without(tmp_path):
         PotentialData(_folder(tmp_path, store), "dft", val_split="train").setup()
 
 
-def test_keys_of_a_training_do_not_apply_to_a_store(tmp_path):
-    ase.io.write(tmp_path / "a.traj", copper(3))
-    store = tmp_path / "a.safetensors"
-    assert main(["data", "convert", str(tmp_path / "a.traj"), str(store)]) == 0
-    keys = Reading(energy_key="e", tags="any", forces_key="f", stress_key="s")
-    assert len(DataSet(store, reading=keys, trained=keys).whole()) == 3
-    given = DataSet(store, reading=keys._replace(forces_key="g"), trained=keys)
-    with pytest.raises(ValueError, match="forces_key=g"):
-        given.whole()
-
-
 def _folder(path: Path, store: Path) -> Path:
     (path / "folder").mkdir()
     store.rename(path / "folder" / "train.safetensors")
@@ -196,60 +165,6 @@ def test_missing_labels_are_counted_and_left_out(tmp_path):
     known = np.concatenate([frames[i].get_forces() for i in (0, 2, 3, 5)])
     assert data.force_scale() == pytest.approx(np.sqrt((known**2).mean()), rel=1e-6)
     assert [int(points[i].sid) for i in range(5)] == [0, 1, 2, 3, 5]
-
-
-@pytest.mark.parametrize(
-    ("labels", "message"),
-    [
-        ({"forces": np.zeros((3, 3))}, r"forces must be \(2, 3\) in eV/Å; got shape \(3, 3\)"),
-        (
-            {"forces": [[0, 0, 0], [0, np.inf, 0]]},
-            r"forces must be finite, in eV/Å; got .*inf.* for atom 1",
-        ),
-        ({"stress": [1.0, 2.0]}, r"stress must be finite, .* got shape \(2,\)"),
-        ({"energy": np.nan}, "energy must be a finite energy in eV; got nan"),
-    ],
-)
-def test_wrong_labels_are_named(labels, message):
-    with pytest.raises(ValueError, match="sid 7: " + message):
-        make_record(pos=[[0, 0, 0], [1, 0, 0]], atomic_numbers=[1, 1], sid=7, **labels)
-
-
-def test_a_missing_energy_is_named_as_in_the_file(tmp_path):
-    frames = copper(4)
-    frames[2].calc.results["energy"] = np.nan
-    ase.io.write(tmp_path / "train.extxyz", frames)
-    with pytest.raises(ValueError, match=r"frame 2: sid 2: energy .*nan.*--data\.skip_bad"):
-        PotentialData(tmp_path, val_split="train").setup()
-
-
-def test_unread_virials_name_their_option(tmp_path, capsys):
-    frames = [
-        bare(a, energy=a.get_potential_energy(), forces=a.get_forces(), virials=np.eye(3))
-        for a in copper(4)
-    ]
-    ase.io.write(tmp_path / "train.extxyz", frames)
-    with pytest.warns(UserWarning, match=r"not used: virials; --data\.stress_key virials"):
-        PotentialData(tmp_path, val_split="train").setup()
-    assert main(["data", "inspect", str(tmp_path / "train.extxyz")]) == 0
-    assert "--data.stress_key virials" in capsys.readouterr().out
-
-
-def test_zero_force_weight_trains_on_energies(tmp_path, capsys):
-    frames = volumes()
-    for atoms in frames:
-        del atoms.calc.results["forces"], atoms.calc.results["stress"]
-    ase.io.write(tmp_path / "a.extxyz", frames)
-    words = f"train --recipe potential --data.root {tmp_path / 'a.extxyz'} --model.dim 16 --run"
-    words += f" {tmp_path / 'run'} --trainer.max_steps 1 --task.warmup_steps 0"
-    words += " --trainer.accelerator cpu"
-    assert main(words.split()) == 2
-    error = capsys.readouterr().err
-    assert "--data.forces_key" in error and "--task.force_weight 0" in error
-    assert main([*words.split(), "--task.force_weight=0"]) == 0
-    assert main(["evaluate", str(tmp_path / "run"), "--device=cpu"]) == 0
-    found = json.loads((tmp_path / "run" / "results.json").read_text())["val_id"]
-    assert found["energy_mae_meV_per_atom"] > 0 and found["force_mae_meV_per_A"] is None
 
 
 def test_voigt_order():
@@ -427,14 +342,6 @@ def test_virials_are_converted_to_stress(tmp_path):
     assert open_dataset(path).unused == ["virial"]
 
 
-def test_a_stress_beyond_belief_is_an_outlier(tmp_path):
-    frames = strained(8)
-    frames[3].calc.results["stress"][0] = 12.5
-    ase.io.write(tmp_path / "train.traj", frames)
-    with pytest.raises(ValueError, match=r"sid 3: .*12\.5 eV/Å\^3.*2003 GPa.*kbar.*1 such"):
-        PotentialData(tmp_path, val_split="train").setup()
-
-
 @pytest.mark.skipif(not MLEARN.is_dir(), reason="no mlearn data next to the checkout")
 @pytest.mark.parametrize("symbol", ["Cu", "Li", "Si"])
 @pytest.mark.parametrize("split", ["train", "test"])
@@ -463,13 +370,6 @@ def test_units_of_energies_are_seen_where_no_atom_has_so_much():
     for energy, said in ((-4209.5, False), (-97080.0, True)):
         ethanol = make_record(pos=np.eye(9, 3), atomic_numbers=numbers, energy=energy)
         assert ("times what all electrons" in energy_unit_fault([ethanol])) == said
-
-
-@pytest.mark.skipif(not MD.is_dir(), reason="no molecular dynamics sets beside the checkout")
-def test_a_published_set_is_in_its_units(tmp_path):
-    with lzma.open(MD / "ethanol_train.xyz.xz") as packed:
-        (tmp_path / "train.xyz").write_bytes(packed.read())
-    PotentialData(tmp_path, val_split="train").setup()
 
 
 def test_forces_of_frames_in_other_cells_are_not_judged_by_their_strain() -> None:

@@ -40,15 +40,6 @@ def test_layouts_of_the_download(tmp_path, below):
     assert split_path(base / "all", "train") == base / "all/train"
 
 
-def test_absent(tmp_path):
-    touch(tmp_path / "train.safetensors")
-    (tmp_path / "val_id").mkdir()
-    with pytest.raises(FileNotFoundError, match=r"no split 'val_id'.* found train\.safetensors"):
-        split_path(tmp_path, "val_id")
-    with pytest.raises(FileNotFoundError, match="no such folder"):
-        split_path(tmp_path / "nowhere", "train")
-
-
 def test_table_names_every_split_with_published_sums():
     names = ["10k/train", "100k/train", "all/train"]
     names += [f"all/{split}" for split in VAL_SPLITS + TEST_SPLITS]

@@ -6,7 +6,6 @@ import gzip
 import lzma
 import pickle
 import sys
-import tracemalloc
 import types
 import warnings
 from pathlib import Path
@@ -15,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from molflt.data.hub import dataset_loader
+from molflt.data.packed import dataset_loader
 from molflt.data.text import sources
 from molflt.data.text.datamodule import TextData, TokenBlocks, read_blocks
-from molflt.data.text.sources import _line_blocks, _text_blocks
+from molflt.data.text.sources import _text_blocks
 from molflt.data.text.vocabulary import Vocabulary
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
@@ -56,18 +55,6 @@ def test_the_last_line_may_lack_a_line_break(tmp_path):
     assert vocabulary.decode(ids) == "a b\nc\n"
     expected = [vocabulary.ids[token] for token in ("a", "<eos>", "<eos>", "c")]
     assert vocabulary.encode("a\n\nc").tolist() == expected
-
-
-@pytest.mark.parametrize("block", [1, 1000])
-def test_byte_order_marks_are_kept_at_level_byte_only(tmp_path, monkeypatch, block):
-    monkeypatch.setattr(sources, "_BLOCK", block)
-    path = write(tmp_path / "t", "\ufeffa b\n\ufeffc\n")
-    assert set(read(path)[0].tokens) == {"a", "b", "\ufeffc", "<eos>", "<unk>"}
-    plain = write(tmp_path / "u", "a b\n\ufeffc\n")
-    assert read(path, "char")[1].tolist() == read(plain, "char")[1].tolist()
-    assert "".join(_line_blocks(path)) == "a b\n\ufeffc\n"
-    assert "".join(_line_blocks(path, any_bytes=True)) == "\ufeffa b\n\ufeffc\n"
-    assert read(path, "byte")[1][:3].tolist() == [0xEF, 0xBB, 0xBF]
 
 
 @pytest.mark.parametrize("level", ["char", "byte"])
@@ -113,15 +100,6 @@ def test_offsets_of_bytes_that_are_not_utf8(tmp_path, monkeypatch, raw, offset, 
         read(write(tmp_path / "t.txt", raw))
 
 
-@pytest.mark.parametrize("name", ["t.gz", "t.xz"])
-def test_damaged_compressed_files_are_named(tmp_path, name):
-    whole = Path(write(tmp_path / name, "ab " * 999)).read_bytes()
-    for content in (b"plain text", whole[:-9]):
-        (tmp_path / name).write_bytes(content)
-        with pytest.raises(ValueError, match=name):
-            read(str(tmp_path / name))
-
-
 @pytest.mark.parametrize("block", [1, 7, 1000])
 def test_long_lines_are_read_in_whole_words(tmp_path, monkeypatch, block):
     monkeypatch.setattr(sources, "_BLOCK", block)
@@ -131,20 +109,6 @@ def test_long_lines_are_read_in_whole_words(tmp_path, monkeypatch, block):
     blocks = list(_text_blocks(write(tmp_path / "t.gz", text)))
     assert "".join(blocks) == f"{text}\n" and len(blocks) > 200 // max(block, 30)
     assert len(Vocabulary.count("word", blocks)[1]) == len(text.split()) + 1
-
-
-def test_tokens_are_in_memory_once(tmp_path):
-    """Each token takes 4 bytes, without the copies that indexing makes."""
-    rng = np.random.default_rng(0)
-    path = write(tmp_path / "t", rng.integers(32, 127, 2**22, dtype=np.uint8).tobytes())
-    tracemalloc.start()
-    try:
-        vocabulary, ids = read(path, "char")
-        blocks = TokenBlocks(ids, 64, vocabulary.eos)
-        assert tracemalloc.get_traced_memory()[1] < 4 * 2**22 * 1.1 + 50e6
-    finally:
-        tracemalloc.stop()
-    assert blocks.tokens == 2**22
 
 
 @pytest.mark.parametrize("count", [1, 6, 7, 12, 13])
@@ -189,14 +153,6 @@ def test_data_module(tmp_path):
     stream = iter(module.train_dataloader())
     third = [next(stream) for _ in range(3)][2]
     assert torch.equal(third[0], next(iter(again.train_dataloader()))[0])
-
-
-def test_a_given_vocabulary_is_used(tmp_path):
-    first = data(tmp_path)
-    path = tmp_path / "vocabulary.json"
-    path.write_bytes(first.files()["vocabulary.json"])
-    again = data(tmp_path, train="b a new\n" * 9, vocabulary=path)
-    assert again.sizes() == first.sizes()
 
 
 def test_unknown_validation_texts_are_warned_about(tmp_path):

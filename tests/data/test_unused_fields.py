@@ -5,18 +5,16 @@ import pytest
 from ase import Atoms
 from ase.calculators.singlepoint import SinglePointCalculator
 
+from molflt.data.structures.ase_fields import total_charge, unused_fields
 from molflt.data.structures.force_units import unit_fault
 from molflt.data.structures.records import make_record
-from molflt.data.structures.unused_fields import total_charge, unused_fields, unused_warning
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        "charges", "partial_charge", "spin", "multiplicity", "Spin_Multiplicity", "magmom",
-        "TOTAL_MAGMOM", "electric_field", "External_Field", "efield",
-        "e_field", "magnetic-moment", "REF_charges", "uhf", "NELECT", "unpaired_electrons", "mag",
-        "moments", "oxidation_state", "electrode_potential", "field",
+        "charges", "partial_charge", "Spin_Multiplicity", "TOTAL_MAGMOM", "External_Field",
+        "magnetic-moment", "REF_charges", "unpaired_electrons", "moments", "field",
     ],
 )  # fmt: skip
 def test_info_is_named_with_its_value(name: str) -> None:
@@ -47,13 +45,6 @@ def test_arrays_and_results_are_named() -> None:
 )
 def test_neutral_values_give_no_warning(info: dict[str, object]) -> None:
     assert unused_fields(Atoms("H2", info=info)) == {}
-
-
-def test_text_is_named_and_the_warning_is_one_line() -> None:
-    fields = unused_fields(Atoms("H", info={"charges": "+1", "spin": "high\nspin"}))
-    assert fields["charges"] == "1"
-    said = unused_warning("a.xyz", fields)
-    assert "a.xyz" in said and "charges (1)" in said and "\n" not in said
 
 
 @pytest.mark.parametrize("name", ["charge", "CHARGE", "total_charge", "totalCharge", "net charge"])

@@ -210,13 +210,7 @@ class PixelData(ImageData):
 
 
 class _Squares(LabeledImages):
-    """Central squares of some images.
-
-    Args:
-        images: all images.
-        index: indices of the chosen ones, (n,); None for all.
-        side: side of the squares in pixels.
-    """
+    """Central squares of some images."""
 
     def __init__(self, images: LabeledImages, index: Tensor | None, side: int) -> None:
         self.images = images

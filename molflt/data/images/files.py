@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from abc import abstractmethod
@@ -14,9 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from molflt.data.hub import dataset_loader
 from molflt.data.images.base import LabeledImages
-from molflt.data.images.idx import _IdxImages
+from molflt.data.packed import dataset_loader, unpacked
 from molflt.files import shown
 
 if TYPE_CHECKING:
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 __all__ = ["open_images"]
 
+_MAGIC = b"\0\0\x08"  # unsigned bytes
+_AXES = {3: "images (3 axes)", 1: "labels (1 axis)"}
+_CHUNK = 4096  # images that are resized at once
 _SUFFIXES = (".png", ".jpg", ".jpeg")
 _GRAY = ("1", "L", "LA")
 _DEEP = ("I", "F")  # modes of more than 8 bits, which Pillow would clip
@@ -66,13 +69,7 @@ def open_images(
 
 
 def _decode(path: str, mode: str | None, fitted: int | None = None) -> Tensor:
-    """Reads an image as bytes (channels, height, width).
-
-    Args:
-        path: file of the image.
-        mode: mode of Pillow: L for gray, RGB for colors; None for that of the file.
-        fitted: side of the resized image, for partial reading of JPEGs.
-    """
+    """Reads an image as bytes (channels, height, width)."""
     from PIL import Image
 
     with _decoding(path), Image.open(path, formats=_FORMATS) as image:
@@ -93,15 +90,7 @@ def _as_bytes(image: Image, name: str, mode: str = "RGB") -> Tensor:
 
 
 class _DecodedImages(LabeledImages):
-    """Base class of color images that are decoded on demand.
-
-    A subclass sets path, labels and classes, then calls ``super().__init__``.
-
-    Args:
-        fitted: side of the squares that images are resized to; None requires the size of the first
-            image.
-        box: see `LabeledImages._fit`.
-    """
+    """Base class of color images that are decoded on demand."""
 
     channels = 3
 
@@ -194,16 +183,7 @@ class _ImageFolder(_DecodedImages):
 
 
 class _HubImages(_DecodedImages):
-    """Images of a Hugging Face data set.
-
-    Images are in the column "image" or "img", and classes in "label" or "fine_label".
-
-    Args:
-        source: "hf:OWNER/NAME" or "hf:OWNER/NAME:SPLIT"; the default split is "train".
-        size: see `open_images`.
-        classes: expected names of the classes.
-        box: see `open_images`.
-    """
+    """Images of a Hugging Face data set."""
 
     def __init__(
         self,
@@ -277,3 +257,86 @@ def _image_files(folder: Path) -> list[str]:
         seen.add(real)
         found += [os.path.join(where, name) for name in filter(_is_image, names)]
     return found
+
+
+class _IdxImages(LabeledImages):
+    """Gray images of an idx file, in memory, with the labels of a second file."""
+
+    in_memory = True
+
+    def __init__(
+        self,
+        path: Path,
+        labels: Path | None = None,
+        size: int | None = None,
+        classes: Sequence[str] | None = None,
+        box: bool = False,
+    ) -> None:
+        self.path = path
+        images = _read_file(path, axes=3)
+        file = _labels_next_to(path) if labels is None else labels
+        self.labels = _read_file(file, axes=1).long()
+        if len(images) != len(self.labels):
+            raise ValueError(
+                f"{file}: expected a label for each of the {len(images):,} images of {path.name}; "
+                f"got {len(self.labels):,} labels; give two files of the same set"
+            )
+        most = int(self.labels.max())
+        self.classes = [str(i) for i in range(most + 1)] if classes is None else list(classes)
+        if most >= len(self.classes):
+            raise ValueError(
+                f"{file}: expected labels below {len(self.classes)}, the number of classes; got "
+                f"{most}; train on a set with all classes, or name all of them"
+            )
+        self.images = images[:, None]
+        if size is not None and self.images.shape[-2:] != (size, size):
+            self.images = torch.cat(
+                [self._fit(part, size, str(path), box) for part in self.images.split(_CHUNK)]
+            )
+        self.channels = 1
+        self.size = (self.images.shape[-2], self.images.shape[-1])
+
+    def image(self, index: int) -> Tensor:
+        return self.images[index]
+
+
+def _read_file(path: Path, axes: int) -> Tensor:
+    """Reads the bytes of an idx file, plain or gzipped, with this number of axes."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file; expected an idx file of {_AXES[axes]}")
+    content = path.read_bytes()
+    if content[:2] == b"\x1f\x8b":
+        with unpacked(path, "gzip") as file:
+            content = file.read()
+    if len(content) < 4 or content[:3] != _MAGIC:
+        raise ValueError(
+            f"{path}: expected an idx file of bytes, which begins with 00 00 08; got "
+            f"{content[:4].hex(' ') or 'an empty file'}; give an idx file, or a folder of classes"
+        )
+    if content[3] != axes:
+        raise ValueError(
+            f"{path}: expected {_AXES[axes]}; got {_AXES.get(content[3], f'{content[3]} axes')}; "
+            "give another file"
+        )
+    head = 4 + 4 * axes
+    shape = np.frombuffer(content[4:head].ljust(4 * axes, b"\0"), ">u4").tolist()
+    expected, found = math.prod(shape), max(0, len(content) - head)
+    if not expected or found != expected:
+        raise ValueError(
+            f"{path}: expected {expected:,} bytes after the header, for the shape {shape}; got "
+            f"{found:,}; the file is truncated, empty or mislabeled; get it again"
+        )
+    return torch.frombuffer(bytearray(content[head:]), dtype=torch.uint8).view(shape)
+
+
+def _labels_next_to(path: Path) -> Path:
+    """Finds the idx file of the labels by the name of the images."""
+    name = path.name.replace("images", "labels").replace("idx3", "idx1")
+    plain = name.removesuffix(".gz")
+    for candidate in (name, plain, f"{plain}.gz"):
+        if candidate != path.name and (path.parent / candidate).is_file():
+            return path.parent / candidate
+    raise FileNotFoundError(
+        f"{path.parent / name}: no such file; expected the labels of {path.name}; give their file "
+        "as data.train_labels or data.val_labels"
+    )

@@ -39,10 +39,6 @@ def open_dataset(
         once: True for callers that read everything once and leave out records that raise; see
             :meth:`Structures.to_read_once`.
         trained: meaning of the entries in training; ignored for sources without such options.
-
-    Raises:
-        FileNotFoundError: if ``path`` does not exist.
-        ValueError: damaged or unknown content, or options that do not apply to it.
     """
     if reading.tags == "guess":
         plain = reading._replace(tags="any", surface=None)

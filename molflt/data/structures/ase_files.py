@@ -6,7 +6,8 @@ import re
 import sqlite3
 import sys
 import warnings
-from collections import Counter
+import zlib
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
@@ -17,8 +18,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from molflt.data.structures.ase_constraints import fixed_atoms, other_constraints
-from molflt.data.structures.ase_fields import atomic_number, check_fields
+from molflt.data.structures.ase_fields import (
+    atomic_number,
+    check_fields,
+    fixed_atoms,
+    other_constraints,
+    total_charge,
+    unused_fields,
+    unused_warning,
+)
 from molflt.data.structures.ase_formats import (
     DATABASES,
     ENDINGS,
@@ -27,7 +35,6 @@ from molflt.data.structures.ase_formats import (
     without_packing,
 )
 from molflt.data.structures.ase_labels import Labels, entries, layers_as_tags, tags_look_like
-from molflt.data.structures.ase_lmdb import rows_of_aselmdb
 from molflt.data.structures.ase_text import (
     cif_frames,
     expect_counts_of_poscar,
@@ -35,15 +42,17 @@ from molflt.data.structures.ase_text import (
     xyz_frames,
 )
 from molflt.data.structures.base import AS_IT_IS, AnyTags, Held, Reading
+from molflt.data.structures.lmdb_file import LmdbFile
 from molflt.data.structures.records import make_record
-from molflt.data.structures.unused_fields import total_charge, unused_fields, unused_warning
 from molflt.files import shown
 
 if TYPE_CHECKING:
     from ase import Atoms
     from torch_geometric.data import Data
 
-__all__ = ["AseStructures", "text_sid"]
+__all__ = ["AseStructures", "rows_of_aselmdb", "text_sid"]
+
+_MOST_BYTES = 2**28  # of a decompressed row
 
 
 class AseStructures(Held):
@@ -56,7 +65,7 @@ class AseStructures(Held):
     positions from an array ``pos_relaxed``, and the sid from ``info["sid"]``, else the number of
     the frame or row over all files. A textual sid is the name of the structure. In databases,
     key-value pairs count as info. Energies are in eV and not converted; OC20's are adsorption
-    energies. For the total charge see `molflt.data.structures.unused_fields.total_charge`.
+    energies. For the total charge see `molflt.data.structures.ase_fields.total_charge`.
 
     For potentials also ``energy`` (of the calculator or info; not with relaxed positions, to which
     it would belong), ``forces`` and ``stress``. For VASP's OUTCAR and vasprun.xml, ASE's energy is
@@ -165,15 +174,22 @@ class _Seen:
         say_tags(str(path), self.others, self.count, self.tags)
         of_steps = self.tags != "any" and not reading.for_prediction and labels.of_steps
         if of_steps and 2 * self.steps > self.count:
-            _say_steps(path)
+            warn(
+                f"{path}: frames with forces look like steps of relaxations or dynamics; train on "
+                "them with --recipe potential; relaxed energies need the first frame of each "
+                "relaxation, with the energy of the last one as y_relaxed"
+            )
         if self.lost and not reading.keep_atoms:
-            _say_constraints(path, self.lost)
+            found = ", ".join(f"{kind} in {count}" for kind, count in sorted(self.lost.items()))
+            warn(
+                f"{path}: constraints other than fixed atoms are left out: {found} structures; "
+                "atoms that they hold count as free"
+            )
         if labels.fields:
-            warning = unused_warning(str(path), labels.fields)
-            print(f"molflt: warning: {warning}", file=sys.stderr)
+            warn(unused_warning(str(path), labels.fields))
         if said := list(self.said):
             more = f" (and {len(said) - 1} more)" if len(said) > 1 else ""
-            print(f"molflt: warning: {path}: {said[0]}{more}", file=sys.stderr)
+            warn(f"{path}: {said[0]}{more}")
 
 
 def say_tags(name: str, others: int, count: int, tags: AnyTags) -> None:
@@ -186,39 +202,18 @@ def say_tags(name: str, others: int, count: int, tags: AnyTags) -> None:
         if tags == "oc20"
         else "were read as numbers of layers, but look like OC20's (0 below 1, 2 above it)"
     )
-    message = f"molflt: warning: {name}: tags of {others} of {count} structures {found}"
-    print(message, file=sys.stderr)
+    warn(f"{name}: tags of {others} of {count} structures {found}")
 
 
-def _say_steps(path: Path) -> None:
-    print(
-        f"molflt: warning: {path}: frames with forces look like steps of relaxations or dynamics; "
-        "train on them with --recipe potential; relaxed energies need the first frame of each "
-        "relaxation, with the energy of the last one as y_relaxed",
-        file=sys.stderr,
-    )
-
-
-def _say_constraints(path: Path, lost: Counter[str]) -> None:
-    found = ", ".join(f"{kind} in {count}" for kind, count in sorted(lost.items()))
-    print(
-        f"molflt: warning: {path}: constraints other than fixed atoms are left out: {found} "
-        "structures; atoms that they hold count as free",
-        file=sys.stderr,
-    )
+def warn(text: str) -> None:
+    """Prints a warning in one line."""
+    print(f"molflt: warning: {text}", file=sys.stderr)
 
 
 def _record_from_atoms(
     atoms: Atoms, number: int = 0, reading: Reading = AS_IT_IS, labels: Labels | None = None
 ) -> Data:
-    """Converts an ASE structure to a record; see :class:`AseStructures`.
-
-    Args:
-        atoms: the structure; nothing is computed, only stored results are read.
-        number: sid of structures without one in ``atoms.info``.
-        reading: meaning of the entries.
-        labels: record of the entries.
-    """
+    """Converts an ASE structure to a record; see :class:`AseStructures`."""
     check_fields(atoms)
     info = entries(atoms)
     labels = labels or Labels(reading)
@@ -268,8 +263,7 @@ def _if_finite(energy: object) -> object:
 
 
 def _frames(path: Path, said: dict[str, None]) -> Iterator[tuple[int, Callable[[], Atoms]]]:
-    """Yields the number of each frame or row and a function that reads it; any error of ASE becomes
-    a ValueError."""
+    """Yields the number of each frame or row, and a function that reads it."""
     kind = ase_format(path) or "vasp"
 
     def explained(load: Callable[[], Atoms]) -> Atoms:
@@ -301,30 +295,14 @@ def _reason(error: Exception, path: Path) -> str:
     text = (str(error).strip().splitlines() or ["no reason given"])[0].removeprefix(f"{path}: ")
     text = text[:200]
     if isinstance(error, KeyError):  # mostly an unknown symbol
-        return _unknown_name(str(error.args[0]) if error.args else "", path)
-    if isinstance(error, MemoryError):
-        return f"more memory than there is ({text})"
+        try:
+            atomic_number(name := str(error.args[0]), 0)
+        except ValueError as unknown:
+            return str(unknown).removeprefix("atom 0 is ")
+        return f"{shown(name, 40)} is missing or not known"
     if isinstance(error, AssertionError):  # the order of blocks in ASE's XSF reader
-        got = f"; got {shown(text, 40)}" * bool(str(error))
-        return f"expected what ASE reads, in XSF PRIMVEC, then CONVVEC, then PRIMCOORD{got}"
-    if "chemical symbols" in text:  # a POSCAR of VASP 4
-        return f"{text}; write a line with the elements above their counts"
+        return f"expected what ASE reads, in XSF PRIMVEC, then CONVVEC, then PRIMCOORD; {text}"
     return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
-
-
-def _unknown_name(name: str, path: Path) -> str:
-    """Returns a message about a name unknown to ASE, with its line."""
-    where = ""
-    with opened(path, "rt") as file:
-        for number, line in enumerate(file, 1):
-            if name in line.split():
-                where = f"line {number}: "
-                break
-    try:
-        atomic_number(name, 0)
-    except ValueError as error:
-        return where + str(error).removeprefix("atom 0 is ")
-    return f"{where}{shown(name, 40)} is missing or not known"
 
 
 @contextmanager
@@ -359,27 +337,16 @@ def _loads(
         else:
             if kind == "proteindatabank":
                 expect_elements_of_pdb(file)
-            elif kind == "vasp" and path == without_packing(path):
-                expect_counts_of_poscar(file, path.stat().st_size)
-            elif kind == "vasp-xml" and b"</modeling>" not in _end(path):
+            elif kind == "vasp":
+                expect_counts_of_poscar(file)
+            elif kind == "vasp-xml" and "</modeling>" not in "".join(deque(file, 3)):
                 said["the file is cut; its last steps are not read"] = None
             file.seek(0)
             # an @ in a path would be read as ASE's file@index
             given: Any = file if form.acceptsfd else str(path)
             images = iread(given, index=":", format=kind, do_not_split_by_at_sign=True)
             for number, atoms in enumerate(images):
-                yield number, partial(_same, atoms)
-
-
-def _end(path: Path) -> bytes:
-    """Returns the last bytes of a file, or the first ones of a compressed file."""
-    with open(path, "rb") as file:
-        file.seek(max(0, path.stat().st_size - 200))
-        return file.read() if path == without_packing(path) else b"</modeling>"
-
-
-def _same(atoms: Atoms) -> Atoms:
-    return atoms
+                yield number, partial(lambda same: same, atoms)
 
 
 def _rows(path: Path, kind: str) -> Iterator[tuple[int, Callable[[], Atoms]]]:
@@ -399,3 +366,49 @@ def _rows(path: Path, kind: str) -> Iterator[tuple[int, Callable[[], Atoms]]]:
                 raise ValueError(f"row {row.id} comes twice")
             seen.add(row.id)
             yield row.id, partial(row.toatoms, add_additional_information=True)
+
+
+def rows_of_aselmdb(path: Path) -> Iterator[tuple[int, Callable[[], Atoms]]]:
+    """Yields the id of each row and a function that reads it.
+
+    Missing rows that were not deleted raise a ValueError when they are read.
+    """
+    file = LmdbFile(path)
+    there = {int(key) for key in file if key.isdigit() and key == b"%d" % int(key)}
+    next_id, deleted = _entry(file, "nextid"), _entry(file, "deleted_ids")
+    gone = set() if deleted is None else {int(number) for number in deleted}
+    if next_id is None and not there:
+        raise ValueError("has neither rows nor 'nextid'; expected an ASE database")
+    expected = range(1, int(next_id or max(there) + 1))
+    for number in sorted({*expected, *there} - gone):
+        yield number, partial(_atoms, file, number)
+
+
+def _atoms(file: LmdbFile, number: int) -> Atoms:
+    from ase.calculators.calculator import all_properties
+    from ase.db.row import AtomsRow
+
+    fields = _entry(file, str(number))
+    if not isinstance(fields, dict):
+        problem = "is missing" if fields is None else "lacks fields"
+        raise ValueError(f"row {number} {problem}; get the file again, or leave it out (skip_bad)")
+    fields |= {name: np.array(fields[name]) for name in all_properties if name in fields}
+    atoms: Atoms = AtomsRow(fields | {"id": number}).toatoms(add_additional_information=True)
+    return atoms
+
+
+def _entry(file: LmdbFile, key: str) -> Any:
+    """Returns the decoded value of a key, or None."""
+    from ase.io.jsonio import decode
+
+    content = file.get(key.encode())
+    if content is None:
+        return None
+    unpacker = zlib.decompressobj()
+    try:
+        text = unpacker.decompress(content, _MOST_BYTES)
+    except zlib.error as error:
+        raise ValueError(f"key {key!r} is damaged: {error}; get the file again") from None
+    if not unpacker.eof:
+        raise ValueError(f"key {key!r} is truncated or larger than {_MOST_BYTES:,} bytes unpacked")
+    return decode(text.decode())

@@ -150,22 +150,7 @@ def _list_bad(bad: list[tuple[str, str]]) -> None:
 
 
 class _OnePass:
-    """Iterates once over the structures of any source, with a progress bar on stderr.
-
-    Yields structures, and the number of their free atoms that the file has in another image.
-
-    Args:
-        src: source for :func:`molflt.data.structures.open_dataset`.
-        limit: number of structures to read.
-        skip_bad: leave out structures that are not valid instead of stopping at the first.
-        reading: meaning of the entries of ASE's formats.
-
-    Attributes:
-        bad: (name, reason) of the structures left out so far.
-        verified: True if the digest of the source fits; None for kinds without digests.
-        hint: advice about missing labels; see :class:`Structures`.
-        unused: existing labels that are not read.
-    """
+    """Iterates once over the structures of any source, with a progress bar on stderr."""
 
     def __init__(
         self,

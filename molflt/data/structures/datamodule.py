@@ -213,8 +213,7 @@ class IS2REData(BatchedData[Structures]):
         return {DOMAIN: self._train_domain().to_bytes()}
 
     def _train_domain(self) -> Domain:
-        """Returns the domain of the training split. Reads both splits once; warns of atoms at one
-        place."""
+        """Returns the domain of the training split, from one pass over both splits."""
         self.setup()
         if self._domain is None:
             train, val = self.datasets["train"], self.datasets["val"]

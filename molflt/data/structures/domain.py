@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -37,11 +36,7 @@ _Aspect = tuple[str, str]  # and its element, if it concerns one
 
 
 def read_domain(path: Path) -> object:
-    """Reads the domain.json of a run, for `Domain.from_json`; None without the file.
-
-    Raises:
-        ValueError: if the file is not JSON.
-    """
+    """Reads the domain.json of a run, for `Domain.from_json`; None without the file."""
     if not path.is_file():
         return None
     return read_json(path, "JSON", "put back the file that training wrote")
@@ -299,64 +294,38 @@ class Domain:
         Args:
             content: content of the file.
             name: name of the file, for messages.
-
-        Raises:
-            ValueError: names the wrong key.
         """
-        given: Mapping[str, Any] = content if isinstance(content, dict) else {}
-        for key, (expected, fits) in _FORM.items():
-            if not fits(given[key]) if key in given else key not in _OPTIONAL:
-                got = shown(given[key]) if key in given else "no such key"
-                raise ValueError(
-                    f"{name}: key {key}: expected {expected}; got {got}; put back the file that "
-                    "training wrote"
-                )
-
-        def pair(key: str) -> Any:
-            return None if given.get(key) is None else tuple(given[key])
-
         from ase.data import atomic_numbers
 
-        parts = [[atomic_numbers[x] for x in given["elements"][one]] for one in Elements._fields]
-        return Domain(
-            systems=given["systems"],
-            elements=Elements(*map(frozenset, parts)),
-            atoms=pair("atoms"),
-            adsorbate_atoms=pair("adsorbate_atoms"),
-            slab_atoms=pair("slab_atoms"),
-            untagged=given["untagged"],
-            periodic=frozenset(given["periodic"]),
-            relaxed=given["relaxed"],
-            kind=given["kind"],
-            energy=pair("energy_eV"),
-            surface=pair("surface_share"),
-            initial=tuple(
-                Domain.from_json(one, f"{name}: initial") for one in given.get("initial", [])
-            ),
-        )
+        def pair(key: str) -> Any:
+            return None if given.get(key) is None else (given[key][0], given[key][1])
 
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value < 10**12
-
-
-def _is_span(value: object) -> bool:
-    return (
-        isinstance(value, list)
-        and len(value) == 2
-        and all(type(one) in (int, float) and math.isfinite(one) for one in value)
-        and value[0] <= value[1]
-    )
-
-
-def _is_range(value: Any) -> bool:
-    return _is_span(value) and all(map(_is_count, value))
-
-
-def _are_elements(value: Any) -> bool:
-    parts = [value.get(part) for part in Elements._fields] if isinstance(value, dict) else [None]
-    known = [_symbol(number) for number in range(1, MAX_ATOMIC_NUMBER + 1)]
-    return all(isinstance(part, list) and all(one in known for one in part) for part in parts)
+        given: Any = content
+        try:
+            parts = [
+                frozenset(atomic_numbers[one] for one in given["elements"][part])
+                for part in Elements._fields
+            ]
+            before = [Domain.from_json(one, f"{name}: initial") for one in given.get("initial", [])]
+            return Domain(
+                systems=int(given["systems"]),
+                elements=Elements(*parts),
+                atoms=(given["atoms"][0], given["atoms"][1]),
+                adsorbate_atoms=pair("adsorbate_atoms"),
+                slab_atoms=pair("slab_atoms"),
+                untagged=int(given["untagged"]),
+                periodic=frozenset(given["periodic"]),
+                relaxed=int(given["relaxed"]),
+                kind=given["kind"],
+                energy=pair("energy_eV"),
+                surface=pair("surface_share"),
+                initial=tuple(before),
+            )
+        except (KeyError, TypeError, IndexError, AttributeError) as error:
+            raise ValueError(
+                f"{name}: expected the domain of a training; {type(error).__name__}: "
+                f"{shown(str(error))}; put back the file that training wrote"
+            ) from None
 
 
 def _symbol(number: int) -> str:
@@ -365,36 +334,6 @@ def _symbol(number: int) -> str:
     )  # imported here, because reading signatures must not load ASE
 
     return str(chemical_symbols[number])
-
-
-def _are_axes(value: object) -> bool:
-    known = ["", "x", "y", "z", "xy", "xz", "yz", "xyz"]
-    return isinstance(value, list) and all(one in known for one in value)
-
-
-def _are_initial(value: object) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(one, dict) and "initial" not in one for one in value
-    )
-
-
-_TWO = "two numbers, the first not above the second"
-_OPTIONAL = ("energy_eV", "surface_share", "initial")
-# key of the file -> description and check
-_FORM: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "kind": (f"one of {', '.join(get_args(EnergyKind))}", lambda x: x in get_args(EnergyKind)),
-    "periodic": ("a list of axes, as xyz", _are_axes),
-    "systems": ("a number", _is_count),
-    "elements": ("lists of symbols by part of a structure", _are_elements),
-    "atoms": (_TWO, _is_range),
-    "adsorbate_atoms": (_TWO, lambda x: x is None or _is_range(x)),
-    "slab_atoms": (_TWO, lambda x: x is None or _is_range(x)),
-    "untagged": ("a number", _is_count),
-    "relaxed": ("a number", _is_count),
-    "energy_eV": (_TWO, lambda x: x is None or _is_span(x)),
-    "surface_share": (_TWO, lambda x: x is None or _is_span(x)),
-    "initial": ("a list of domains", _are_initial),
-}
 
 
 def _parts(record: Data) -> tuple[Tensor, Tensor, Tensor]:

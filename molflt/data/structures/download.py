@@ -214,10 +214,7 @@ def _append(part: Path, start: int, reply: HTTPResponse, total: int) -> None:
 
 
 def _unpack(archive: Path, directory: Path, wanted: list[str], verify: bool = True) -> None:
-    """Unpacks keys of `OC20_FILES` to ``directory/is2re/KEY/data.lmdb``, in one pass.
-
-    Only the wanted members are read, and they are written to paths of our own.
-    """
+    """Unpacks keys of `OC20_FILES` to ``directory/is2re/KEY/data.lmdb``, in one pass."""
     staging = directory / ".is2re.part"  # files appear in is2re complete or not at all
     missing, inner = set(wanted), PurePosixPath(OC20_ARCHIVE.inner)
     again = "delete it and download again"

@@ -202,8 +202,7 @@ def _systems(records: Iterable[Data], known: Iterable[str]) -> list[list[_Frame]
 def _nearest_frames(
     frames: list[_Frame], strained: bool = False
 ) -> Iterator[tuple[_Frame, _Frame]]:
-    """Pairs each frame with the nearest different one, with another cell or with all atoms
-    close."""
+    """Pairs each frame with the nearest one, in another cell or with all atoms close."""
     points = np.stack([np.append(frame.pos, frame.cell) for frame in frames])
     if not strained:
         points = points[:, :-9]
@@ -238,11 +237,7 @@ def _strained(a: _Frame, b: _Frame) -> _Pair | None:
 
 
 def _in_one_cell(frames: list[_Frame]) -> list[tuple[float, float, float]]:
-    """Returns the spread of virials per force, Å, the slope of the trace, and the volume.
-
-    Empty for molecules and without forces. The slope is NaN for cells with vacuum, for a path of
-    frames, and where no clear slope is found.
-    """
+    """Returns the spread of virials per force, Å, the slope of the trace, and the volume."""
     cell = reduced_cell(frames[0].cell[None], np.ones((1, 3), dtype=bool))[0][0]
     count = len(frames)
     volume, root = abs(float(np.linalg.det(cell))), len(frames[0].pos) ** 0.5
@@ -274,8 +269,7 @@ def _in_one_cell(frames: list[_Frame]) -> list[tuple[float, float, float]]:
 def _wrong_unit(
     label: str, pairs: list[_Pair], units: Mapping[str, float], fewest: int
 ) -> str | None:
-    """Returns unit and sign from the slope of energy changes against predictions; None if
-    unknown."""
+    """Returns the fault by the slope of energy changes; None if it is unknown."""
     x, y = np.array([[pair.predicted, pair.change] for pair in pairs]).reshape(-1, 2).T
     if len(pairs) < fewest or not x.any() or not y.any():
         return None

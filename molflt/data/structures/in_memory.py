@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, TypeGuard, cast
 import numpy as np
 import torch
 
+from molflt.data.structures.ase_fields import unused_fields, unused_warning
 from molflt.data.structures.ase_files import _record_from_atoms, say_tags, text_sid
 from molflt.data.structures.ase_labels import tags_look_like
 from molflt.data.structures.base import AS_IT_IS, Held, Reading
 from molflt.data.structures.records import make_record
-from molflt.data.structures.unused_fields import unused_fields, unused_warning
 
 if TYPE_CHECKING:
     from ase import Atoms

@@ -93,8 +93,7 @@ class LmdbFile:
         return max(first, second, key=lambda meta: meta[0])[1]  # the first of equals, as LMDB
 
     def _meta(self, at: int) -> tuple[int, _Root] | None:
-        """Returns the number of the transaction and the table of the meta page at an offset, or
-        None."""
+        """Returns number and table of the meta page at an offset, or None."""
         content, start = self._content, at + _HEADER.size
         if len(content) < start + _META.size + 2 * _TABLE.size + 16:
             return None
@@ -125,8 +124,7 @@ class LmdbFile:
         return start, kind, nodes
 
     def _node(self, start: int, index: int) -> tuple[int, int, bytes, int]:
-        """Returns a node of the page at `start`: size or page number, flags, key, offset of the
-        value."""
+        """Returns a node: size or page number, flags, key, and offset of the value."""
         content, size = self._content, self._root.page_size
         (at,) = struct.unpack_from("<H", content, start + _HEADER.size + 2 * index)
         if at < _HEADER.size or at + _NODE.size > size:

@@ -104,9 +104,6 @@ def make_record(
         ``natoms``, ``sid`` int, ``y_init``, ``y_relaxed``, ``energy`` (1,) float64 eV, ``forces``
         (N, 3) and ``stress`` (1, 3, 3) float32, ``charge`` (1,) float64 e. Absent labels, relaxed
         positions and charges are NaN.
-
-    Raises:
-        ValueError: names the sid and the fault.
     """
     from torch_geometric.data import Data
 
@@ -286,8 +283,7 @@ def origin_of(pos: Tensor) -> Tensor:
 
 
 def _near(pos: Tensor, cell: Tensor, pbc: Tensor) -> Tensor:
-    """Returns positions (N, 3), Å, with the nearest images of atoms that are far from the
-    others."""
+    """Returns positions, Å, with the nearest images of atoms far from the others."""
     apart = pos - pos.median(dim=0).values
     far = (apart.abs() > _APART).any(dim=1)
     return pos - _lattice_shift(apart * far[:, None], cell, pbc) if far.any() else pos

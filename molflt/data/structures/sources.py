@@ -195,8 +195,7 @@ def _say_others(folder: Path, count: int, others: Sequence[str]) -> None:
 
 
 def _scan(folder: Path) -> tuple[list[Path], list[str]]:
-    """Returns files of structures and folders of shards in a folder and below, and names of
-    others."""
+    """Returns files of structures and folders of shards below a folder, and other names."""
     if is_shards(folder):
         return [folder], []
     found: list[Path] = []

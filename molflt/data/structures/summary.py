@@ -192,8 +192,7 @@ class _Seen:
 
 
 def _purpose(seen: _Seen, labels: dict[str, np.ndarray], atoms: np.ndarray) -> Purpose:
-    """Returns True for data of potentials: forces or stress, or total energies of unrelaxed
-    structures."""
+    """Forces, stress, and total energies of unrelaxed structures are for potentials."""
     if seen.forces or seen.stress:
         return "potential"
     total = energy_kind(labels["energy"], atoms) == "total"

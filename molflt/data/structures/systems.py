@@ -8,12 +8,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from molflt.files import shown, write_atomically
+from molflt.files import write_atomically
 
 __all__ = ["SYSTEMS", "System", "read_systems", "write_systems"]
 
 SYSTEMS = "systems.csv"
-_LARGEST = 2**27  # bytes; a row has about 40
 
 
 class System(NamedTuple):
@@ -36,9 +35,6 @@ def write_systems(folder: Path, splits: Iterable[tuple[str, Iterable[System]]]) 
     Args:
         folder: folder of the data set.
         splits: names of splits and their systems.
-
-    Raises:
-        OSError: if the file cannot be written.
     """
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
@@ -53,10 +49,6 @@ def read_systems(folder: Path) -> dict[int, System]:
 
     Args:
         folder: folder of the data set.
-
-    Raises:
-        FileNotFoundError: if systems.csv does not exist.
-        ValueError: names the line that is not a system, or repeats a sid.
     """
     path = folder / SYSTEMS
     if not path.is_file():
@@ -64,31 +56,13 @@ def read_systems(folder: Path) -> dict[int, System]:
             f"{path}: no such file; expected the names of the systems; "
             "scripts/game_net.py of the repository writes it"
         )
-    if (size := path.stat().st_size) > _LARGEST:
-        raise ValueError(f"{path}: expected at most {_LARGEST:,} bytes; got {size:,}")
-    found: dict[int, System] = {}
-    try:
-        with open(path, encoding="utf-8", newline="") as file:
-            rows = csv.DictReader(file, strict=True)
-            for row in rows:
-                system = _system(row, f"{path}: line {rows.line_num}")
-                if system.sid in found:
-                    raise ValueError(
-                        f"{path}: line {rows.line_num}: sid {system.sid} comes twice; expected "
-                        "each once; convert the data set again"
-                    )
-                found[system.sid] = system
-    except (csv.Error, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: expected a table in CSV; {error}; convert it again") from None
-    return found
-
-
-def _system(row: dict[str, str], where: str) -> System:
-    words = [row.get(key) for key in System._fields]
-    sid, *names = words
-    if sid is None or not (sid.isascii() and sid.isdigit() and len(sid) < 19) or None in names:
-        raise ValueError(
-            f"{where}: expected {', '.join(System._fields)}, the first a whole number; got "
-            f"{shown(words)}; convert the data set again"
-        )
-    return System(int(sid), *(name or "" for name in names))
+    with open(path, encoding="utf-8", newline="") as file:
+        rows = csv.DictReader(file, strict=True)
+        try:
+            names = [[row[field] for field in System._fields] for row in rows]
+            return {int(sid): System(int(sid), *others) for sid, *others in names}
+        except (csv.Error, ValueError, KeyError) as error:
+            raise ValueError(
+                f"{path}: line {rows.line_num}: expected {', '.join(System._fields)}, the first a "
+                f"whole number; {error}; convert the data set again"
+            ) from None

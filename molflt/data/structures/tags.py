@@ -198,8 +198,7 @@ class _Atoms:
         return np.asarray(sheet)
 
     def _endless(self, kept: _Flags) -> _Flags:
-        """Mask of atoms with a path of bonds to their own next image, for both periodic axes: (2,
-        N)."""
+        """Mask of atoms with bonds to their own next image, for both periodic axes: (2, N)."""
         count, found = len(self.numbers), []
         for axis in sorted({0, 1, 2} - set(self.open_axes)):
             i, j, step = self.i[kept], self.j[kept], self.shifts[kept, axis]

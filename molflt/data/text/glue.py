@@ -12,8 +12,8 @@ import torch
 
 from molflt.data.held_out import held_out
 from molflt.data.images.files import open_images
-from molflt.data.text.fixed import text_of
 from molflt.data.text.sources import _PACKED, _lines
+from molflt.data.text.vocabulary import text_of
 from molflt.files import shown
 
 if TYPE_CHECKING:
@@ -286,10 +286,7 @@ def _example(
 
 
 def _read_texts(path: Path, classes: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """Yields the text, by `text_of`, and the class of the .txt files in a folder for each class.
-
-    The files of a class are sorted by the numbers in their names.
-    """
+    """Yields the text, by `text_of`, and the class of the .txt files in a folder for each class."""
     folders = {entry.name for entry in path.glob("[!.]*") if entry.is_dir()} - {_UNLABELED}
     if folders != {*classes}:
         raise ValueError(
@@ -312,12 +309,7 @@ def _numbers(path: Path) -> list[tuple[int, str]]:
 
 
 def _read_gray(path: Path, classes: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """Yields the gray levels of the pixels, by `text_of` and row by row, and the class of images.
-
-    Args:
-        path: source of images, see `molflt.data.images.files.open_images`.
-        classes: names of the classes, in the order of labels.
-    """
+    """Yields gray levels, by `text_of` and row by row, and the class of images."""
     images = open_images(path, classes=classes)
     for index in range(len(images)):
         image, label = images[index]

@@ -8,10 +8,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from molflt.data.hub import dataset_loader
-from molflt.data.packed import unpacked
-from molflt.data.text.fixed import RESIDUES
-from molflt.data.text.vocabulary import _Level
+from molflt.data.packed import dataset_loader, unpacked
+from molflt.data.text.vocabulary import RESIDUES, _Level
 from molflt.files import shown
 
 _BLOCK = 2**20  # bytes read at once
@@ -37,15 +35,7 @@ class Record(NamedTuple):
 
 
 def _text_blocks(source: str, level: _Level = "word", use: str = "train") -> Iterator[bytes | str]:
-    """Returns the pieces of a text for `Vocabulary`.
-
-    Args:
-        source: file or hf: name, see `molflt.data.text.datamodule.TextData`.
-        level: level of the tokens. Pieces of "byte" are bytes and need not be UTF-8, those of
-            "word" are whole words, and those of "protein" are the residues of one FASTA record and
-            a line break.
-        use: "train", "val" or "test", the default split of a Hugging Face data set.
-    """
+    """Returns the pieces of a text for `Vocabulary`."""
     if level == "protein":
         return (f"{record.residues}\n" for record in _records(source, use))
     raw = _raw(source, use)
@@ -56,11 +46,7 @@ def _text_blocks(source: str, level: _Level = "word", use: str = "train") -> Ite
 
 
 def _line_blocks(source: str, use: str = "train", any_bytes: bool = False) -> Iterator[str]:
-    """Yields pieces of a text that end with a line; arguments as for `_text_blocks`.
-
-    With `any_bytes`, a byte order mark is kept and bytes that are not UTF-8 are read as by
-    `molflt.data.text.fixed.text_of`.
-    """
+    """Yields pieces of a text that end with a line; arguments as for `_text_blocks`."""
     rest = ""
     for block in _decoded(_raw(source, use), source, "convert it", any_bytes):
         head, line_break, tail = block.rpartition("\n")

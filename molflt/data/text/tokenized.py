@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from molflt.data.text.datamodule import Blocks, TextSets
-from molflt.data.text.fixed import FIXED
 from molflt.data.text.sources import _line_blocks, _text_blocks
 from molflt.data.text.tokenizer import TOKENIZER, Tokenizer, TokenizerKind, find_tokenizer
+from molflt.data.text.vocabulary import FIXED
 
 __all__ = ["PieceBlocks", "TokenizedData", "TokenizedText", "read_pieces"]
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
-from molflt.data.text.fixed import BYTES, FIXED, byte_ids, residue_ids
+from molflt.data.text.vocabulary import BYTES, FIXED, byte_ids, residue_ids
 from molflt.files import shown
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Tokenizer:
         sep: id of the token after a sentence.
         mask: id of the token that replaces a masked one.
         special: sorted ids of all special tokens.
-        fixed: key of `molflt.data.text.fixed.FIXED` with these tokens, or None.
+        fixed: key of `molflt.data.text.vocabulary.FIXED` with these tokens, or None.
         letters: ids of residues by letter if the tokens are residues, or None.
     """
 
@@ -98,7 +98,7 @@ class Tokenizer:
         decoding restores the text. Rare subwords may get other ids when training is repeated.
 
         Args:
-            kind: "wordpiece", "unigram", "bpe", or a key of `molflt.data.text.fixed.FIXED`.
+            kind: "wordpiece", "unigram", "bpe", or a key of `molflt.data.text.vocabulary.FIXED`.
             lines: text in whole lines; ignored for a fixed vocabulary.
             size: maximum number of tokens, including special ones.
             lowercase: ignore case, and with WordPiece also accents.
@@ -151,7 +151,7 @@ class Tokenizer:
         """Returns the ids of each text, without special tokens around them.
 
         Args:
-            texts: texts; those of bytes come from `molflt.data.text.fixed.text_of`.
+            texts: texts; those of bytes come from `molflt.data.text.vocabulary.text_of`.
             source: name of the texts, for messages.
             special: recognize [MASK] also if the tokens are bytes; otherwise it always is.
         """
