@@ -19,7 +19,7 @@ _FILES = {  # cgroup versions 2 and 1 by folder: limit, use, and reclaimable par
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Returns True for errors about a lack of memory on the CPU or a GPU."""
+    """Returns True for out-of-memory errors on the CPU or a GPU."""
     if isinstance(error, RuntimeError):
         return bool(_WORDS.search(str(error)))
     return isinstance(error, MemoryError)

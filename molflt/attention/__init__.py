@@ -15,9 +15,9 @@
                            |
     Attention  layer.py  ->  Block, Stack  stack.py  ->  Decoder  decoder.py
 
-An encoding enters in one way: Bias is added to the logits of softmax (FLT, arXiv:2302.01925, eq.
-1), Factors extend queries and keys before the feature map (eq. 3), Kernel, MeshNodes and Toeplitz
-multiply phi(q) . phi(k), and Rotation transforms queries and keys.
+Each kind of encoding enters in its own way: Bias is added to the logits of softmax (FLT,
+arXiv:2302.01925, eq. 1), Factors extend queries and keys before the feature map (eq. 3), Kernel,
+MeshNodes and Toeplitz multiply phi(q) . phi(k), and Rotation transforms queries and keys.
 
 Needs torch, and numpy and scipy for quadratures. Graphs are in `molflt.graph`.
 """

@@ -81,7 +81,7 @@ def known_names(
 
     Args:
         owner: class that is built; its own arguments are also allowed.
-        options: names of arguments that it passes on.
+        options: names of arguments that `owner` passes on.
         takers: classes that receive them.
         but: their arguments that `owner` sets itself.
     """

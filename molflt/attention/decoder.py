@@ -147,7 +147,7 @@ class Decoder(nn.Module):
             context_mask: (batch, keys) bool, True where a token of that sequence exists.
 
         Returns:
-            (batch, tokens, dim), normalized by a last LayerNorm.
+            (batch, tokens, dim), normalized by a final LayerNorm.
         """
         encoding = self.stack._evaluate(self.stack._face, positions, None)
         for block, cross, norm in self._layers():

@@ -150,8 +150,9 @@ class FourierMixer(Mixer):
 
     Args:
         dim: width of the tokens.
-        method: "fft", O(N d log(N d)); or "dft", by matrices, O(N^2 d + N d^2), faster on hardware
-            that multiplies matrices best (section 3.3), and free of a loop over lengths.
+        method: "fft", O(N d log(N d)); or "dft", by matrices, O(N^2 d + N d^2). The latter is
+            faster on hardware built for matrix products (section 3.3), and does not loop over
+            lengths.
         normalize: divide by sqrt(tokens dim), as eq. 2 does: keeps the size of the tokens, for
             blocks with the LayerNorm in front.
     """
@@ -282,7 +283,7 @@ def _ranks(key_mask: Tensor) -> Tensor:
 
 
 def _lengths(key_mask: Tensor) -> Tensor:
-    """Number of tokens that exist, (batch, 1, 1), 1 instead of 0."""
+    """Number of existing tokens, (batch, 1, 1), at least 1."""
     return key_mask.sum(dim=1).clamp(min=1)[:, None, None]
 
 

@@ -97,7 +97,8 @@ class Attention(Positioned):
         causal: each token sees itself and those before it.
         feature_map: key of `FEATURE_MAPS`, "positive" by default; not for softmax.
         num_features: random or learned features m per head, 64 by default, for maps that have some.
-        projection: law of random features, key of `PROJECTIONS`, "orthogonal" by default.
+        projection: distribution of the random features, key of `PROJECTIONS`, "orthogonal" by
+            default.
         position: the encoding that `forward` evaluates. Its parameters are the layer's, unless a
             `Stack` shares one encoding among all layers.
         degree: of the feature map "polynomial", 2 by default, or 3.

@@ -85,7 +85,7 @@ def products_of_all(left: Tensor, right: Tensor) -> Tensor:
 
 
 def finite(x: Tensor) -> Tensor:
-    """Returns x with 0 in place of infinite values, such as maxima over nothing."""
+    """Returns x with 0 in place of infinite values, such as maxima over empty sets."""
     return torch.where(x.isfinite(), x, 0.0)
 
 

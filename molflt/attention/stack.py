@@ -249,7 +249,7 @@ class Stack(Positioned):
             keys: key_mask, key_weight and key_index, see `Keys`.
 
         Returns:
-            (batch, tokens, dim), normalized by a last LayerNorm.
+            (batch, tokens, dim), normalized by a final LayerNorm.
         """
         mask = keys.get("key_mask")
         x, _ = without_masked(x, mask, keys.get("key_index"))

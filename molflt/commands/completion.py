@@ -66,7 +66,8 @@ def _script(shell: str) -> str:
 
 
 def _merged(path: tuple[str, ...]) -> ArgumentParser:
-    """Returns a parser with the options of a command for all recipes, of the union of types."""
+    """Returns a parser with the options of a command for all recipes; the type of an option is the
+    union of its types."""
     from shtab import FILE
 
     merged = ArgumentParser()
@@ -93,7 +94,8 @@ def _merged(path: tuple[str, ...]) -> ArgumentParser:
 
 
 def _parsers(path: tuple[str, ...]) -> Iterator[ArgumentParser]:
-    """Yields the parser of a command, or one for each recipe if the recipe decides the options."""
+    """Yields the parser of a command, or one for each recipe if the options depend on the
+    recipe."""
     if path == ("train",):
         yield from (parser_of(path, [f"--recipe={name}"]) for name in RECIPES)
     elif path == ("evaluate",):

@@ -42,8 +42,8 @@ def evaluate(
         checkpoint: best, last, or a safetensors file.
         out: folder to write; by default the run folder, or its subfolder ensemble with `also`.
         device: auto, cpu, cuda or cuda:N.
-        also: further runs that are evaluated as one ensemble with `run` (energies only): the mean,
-            and the spread calibrated as its uncertainty.
+        also: further runs that form an ensemble with `run` (energies only). It predicts the mean,
+            and its spread is calibrated as an uncertainty.
         pictures: further formats of all pictures, including the training curve.
         options: options of the recipe's evaluation, such as
             `molflt.evaluation.energies.evaluate`.

@@ -52,15 +52,17 @@ def generate(
             exported model, or hf:OWNER/NAME.
         prompt: beginning of the text, or the sentence to translate.
         file: for translation, a text with one sentence per line, instead of the prompt. For images,
-            an image to continue, a folder of images, or an idx file, of the size and channels of
-            the training images; the PNG shows the given rows, the result and the original.
+            an image to continue, a folder of images, or an idx file. Their size and channels must
+            be those of the training images. The PNG shows the given rows, the result and the
+            original.
         tokens: number of tokens to generate (language; default 100).
         temperature: below 1, likely tokens become more likely; 0 takes the most likely token
             (language, images; default 1).
         top_k: number of most likely tokens to draw from (language, images; default all).
         seed: seed of the draws (language, images; default 0).
         images: number of images, with `file` its first ones (images; default 8).
-        rows: number of given upper rows of the images in `file` (images; default half).
+        rows: number of rows that are given from the top of each image in `file` (images; default
+            half).
         fit: scale larger images in `file` down, as data.image_size does in training (images).
         out: PNG to write; by default samples.png, or completions.png with `file`, in the run folder
             or else in the current folder (images).

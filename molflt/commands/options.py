@@ -258,7 +258,7 @@ def _missing(parser: ArgumentParser, given: Sequence[_Given]) -> str | None:
 
 
 def _check_types(given: Sequence[_Given], options: Mapping[str, Action]) -> None:
-    """Raises ValueError for the first value that its option cannot hold."""
+    """Raises ValueError for the first value that does not have the type of its option."""
     for one in given:
         hint = getattr(options.get(f"--{one.key}"), "_typehint", None)
         if hint is not None:

@@ -38,8 +38,8 @@ class SizeBucketedBatchSampler(Sampler[list[int]]):
     Args:
         natoms: atoms in each structure, (structures,).
         batch_size: maximum number of structures in a batch.
-        max_atoms: maximum of the number of structures in a batch times the atoms of its largest;
-            None for no limit.
+        max_atoms: limit on the product of the number of structures in a batch and the number of
+            atoms in its largest structure; None for no limit.
         shuffle: draw new batches for every epoch.
         bucket: number of random batches that are pooled, sorted by size and cut again if `shuffle`
             is set. 1 keeps random batches. Larger values make the sizes in a batch similar, which

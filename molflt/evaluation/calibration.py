@@ -2,8 +2,8 @@
 
 Split conformal prediction (Papadopoulos et al. 2002; Lei et al., arXiv:1604.04173) with the score
 |error| / sqrt(spread² + floor²), calibrated on half of a split and evaluated on all other systems.
-The method assumes no distribution of errors, unlike scaling the variance by maximum likelihood, and
-was found calibrated for neural force fields (Hu et al., arXiv:2208.08337).
+Unlike scaling the variance by maximum likelihood, the method does not assume a distribution of
+errors. It was found to be well calibrated for neural force fields (Hu et al., arXiv:2208.08337).
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ def assess(
         model: an ensemble; other models are ignored.
         found: split -> predictions.
         out: folder to write.
-        split: split to calibrate on; by default the first one with labels other than `learned`.
+        split: split to calibrate on; by default the first split with labels that is not `learned`.
             Without one, or with fewer than 20 systems to calibrate on, only spreads are returned.
         learned: the training split, whose errors are too small.
     """

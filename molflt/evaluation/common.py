@@ -99,8 +99,8 @@ def device_of(model: nn.Module) -> torch.device:
 def batches(source: Iterable[_Batch], name: str, batch: str) -> Iterator[Iterable[_Batch]]:
     """Yields batches with a progress bar, for inference.
 
-    A lack of memory in the block becomes a ValueError that suggests a smaller batch and names
-    `batch`, one of the batches in words, such as "64 images".
+    An out-of-memory error in the block becomes a ValueError that suggests a smaller batch. It names
+    `batch`, a description of one batch, such as "64 images".
     """
     what = f"{name}: a batch of {batch}"
     with torch.inference_mode(), within_memory(lambda: what, "lower --batch-size"):

@@ -180,7 +180,8 @@ def expect_same_totals(ensemble: EnsembleRegressor, dataset: Structures) -> None
     """Raises ValueError for members with references of different kinds of energies.
 
     Single references may be undetermined by the compositions in training, so their sums over the
-    structures to predict are compared. Members without references were compared by `load_ensemble`.
+    structures to predict are compared. Members without references have already been compared by
+    `load_ensemble`.
     """
     first, *others = ensemble.members
     if not has_references(first) or not len(dataset):

@@ -68,7 +68,7 @@ def evaluate(
     relative encoding, encoding.png.
 
     Args:
-        splits: some of train and val; by default val.
+        splits: train, val or both; by default val.
         data: other images to evaluate instead, a folder of classes or an idx file.
         batch_size: images in a batch.
 

@@ -64,7 +64,8 @@ def results_table(
 
     Args:
         title: heading of the first column, which names the splits.
-        columns: metric -> heading and number of digits, which counts ignore.
+        columns: metric -> heading and number of decimal digits; counts are written without
+            decimals.
         results: split -> metrics.
     """
     lines = [[title, *(heading for heading, _ in columns.values())]]

@@ -126,7 +126,7 @@ def _read_run(path: Path, name: str) -> Run:
 
 
 def read_results(path: Path) -> Results:
-    """Reads a results.json; empty without the file."""
+    """Reads a results.json; the result is empty if the file does not exist."""
     if not path.is_file():
         return {}
     expected, hint = "metrics by split in JSON", "evaluate the run again"
@@ -166,7 +166,7 @@ def read_errors(path: Path) -> dict[str, NDArray[np.float64]]:
 def standard_error(run: Run, split: str, name: str) -> float | None:
     """Returns the standard error of a metric over the systems of a split; None if unknown.
 
-    It is also unknown for a share of 0 or 100 %.
+    For a share of 0 or 100 % it is also unknown.
     """
     row = run.results[split]
     value, count = row.get(name), row.get("n")

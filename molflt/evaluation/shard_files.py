@@ -1,8 +1,9 @@
 """Files of predictions in shards, and merging them.
 
-Each process predicts some of the batches of the whole set, and numbers are equal bit for bit. Each
-row of a shard has the index of its structure, the numbers of rows of the shard and of the whole,
-and digests of model and data: missing or truncated shards, or those of another model, are detected.
+Each process predicts some of the batches of the whole set, and the merged numbers equal those of a
+single process bit for bit. Each row of a shard has the index of its structure, the numbers of rows
+of the shard and of the whole, and digests of model and data: missing or truncated shards, or those
+of another model, are detected.
 """
 
 from __future__ import annotations

@@ -39,8 +39,8 @@ class GraphAttention(nn.Module):
             positions.
         position_options: further arguments of the position, see
             :class:`~molflt.graph.encoding.GraphEncoding`.
-        periodic: "none" ignores boundaries; "images", "reciprocal" and "mesh" are periodic. None
-            refuses periodic structures. See `EnergyRegressor`, also for `image_cutoff`,
+        periodic: "none" ignores boundaries; "images", "reciprocal" and "mesh" are periodic. With
+            None, periodic structures are refused. See `EnergyRegressor`, also for `image_cutoff`,
             `max_frequency`, `mesh_order`, `near_field` and `near_exact`; without tags, "images" are
             those of all atoms, along all periodic axes.
         mixing: "linear"; "quadratic": the same numbers through the N x N matrix, faster for few

@@ -78,9 +78,9 @@ class LongRange(nn.Module):
     """Energies of latent charges, which are linear functions a of the features of an atom.
 
     Charges of p = 1 and 2, whose sums over a crystal converge only for neutral cells, flow between
-    neighbors: q_i = sum_j w(r_ij) (a_j - a_i), where w falls smoothly from 1 to 0 at 5 Å. Flows
-    cancel in pairs. A group of atoms more than 5 Å from all others is therefore neutral, and its
-    interaction with them vanishes with the distance. For other powers q_i = a_i.
+    neighbors: q_i = sum_j w(r_ij) (a_j - a_i), where w falls smoothly from 1 and reaches 0 at 5 Å.
+    Flows cancel in pairs. A group of atoms more than 5 Å from all others is therefore neutral, and
+    its interaction with them vanishes with the distance. For other powers q_i = a_i.
 
     With `total_charge`, the first channel of p = 1 also holds the total charge of the graph, spread
     by `ChargeShare`: its charges sum to Q, and a distant ion interacts only with this channel.
@@ -92,7 +92,7 @@ class LongRange(nn.Module):
 
     Args:
         dim: width of features.
-        powers: distinct p out of 1, 2, 4, 6. p = 1 has Coulomb's interactions. For other p, odd
+        powers: distinct p out of 1, 2, 4, 6. p = 1 is the Coulomb interaction. For other p, odd
             channels (the first one included) attract and even ones repel.
         channels: charges of each atom for each power.
         cutoff: cutoff of near pairs, Å; a longer one takes more pairs and fewer nodes.

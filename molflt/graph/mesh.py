@@ -18,9 +18,10 @@ from molflt.graph.periodic import Reciprocal
 class OnMesh(Reciprocal):
     """Kernels of `Reciprocal` at a cost per atom that does not grow with the cell.
 
-    For large cells: from 1,000 atoms at 0.25 cycles/Å, and from 5,000 at 0.1. For multiplicative
-    kernels with an isotropic spectrum. The invariances of nodes (shifts of all atoms, the choice of
-    the cell, supercells except with normalize="unmasked") hold up to the error of interpolation.
+    Use it for large cells: 1,000 atoms or more at 0.25 cycles/Å, and 5,000 or more at 0.1. It
+    supports multiplicative kernels with an isotropic spectrum. The invariances of nodes (shifts of
+    all atoms, the choice of the cell, supercells except with normalize="unmasked") hold up to the
+    error of interpolation.
 
     Args:
         max_frequency: largest |G|, cycles/Å.

@@ -77,11 +77,12 @@ class EquivariantMessages(nn.Module):
     Each atom has invariant tokens s and, from the first layer on, vectors v that rotate with the
     structure. A neighbor j adds s_j' f(|r_ij|) to s_i and v_j g(|r_ij|) + s_j' h(|r_ij|) r_ij /
     |r_ij| to v_i; then lengths and products of an atom's vectors enter its tokens, which thereby
-    depend on angles. Filters f, g, h end smoothly, with all derivatives, at the cutoff.
+    depend on angles. Filters f, g, h go to 0 at the cutoff, smoothly and with all derivatives.
 
     Args:
         dim: width of tokens and number of vectors.
-        layers: number of interactions with an update each; atoms see up to that many cutoffs.
+        layers: number of interactions, each followed by an update. An atom sees as far as this
+            number times the cutoff.
         cutoff: radius of the neighborhood, Å.
     """
 

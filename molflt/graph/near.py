@@ -110,7 +110,8 @@ class _Found(NamedTuple):
 
 
 def _all_pairs(geometry: Geometry, graphs: Tensor) -> tuple[Tensor, Tensor]:
-    """Ordered pairs of different atoms of these graphs, (graphs,) bool: (pairs,) twice."""
+    """Returns all ordered pairs of different atoms in the selected graphs, (graphs,) bool, as two
+    tensors (pairs,)."""
     counts = geometry.ptr.diff()
     member = torch.arange(len(geometry.pos), device=counts.device)[graphs[geometry.batch]]
     count = counts[geometry.batch[member]]

@@ -46,7 +46,7 @@ def expect_lattice(geometry: Geometry) -> None:
 
 
 def neighbor_list(geometry: Geometry, cutoff: float) -> Neighbors:
-    """All pairs within `cutoff`, graph by graph, through vesin and in reduced cells.
+    """All pairs within `cutoff`, found by vesin for each graph in its reduced cell.
 
     Args:
         geometry: the atoms.

@@ -122,9 +122,9 @@ class Images(Open):
     neighboring cells of the surface plane that lie within the cutoff of an adsorbate atom (in a
     graph without adsorbate, copies of any atom near any atom).
 
-    An image weighs 1 - prod_c (1 - s(d_c)) over the atoms c that it may be near, where s goes from
-    1 to 0 along the last Å in front of the cutoff, twice differentiable. Rounding at the cutoff has
-    no effect, and energies have forces.
+    An image has the weight 1 - prod_c (1 - s(d_c)) over the atoms c that it may be near. s is twice
+    differentiable and falls from 1 to 0 over the last Å before the cutoff. Rounding at the cutoff
+    has no effect, and energies have forces.
 
     Args:
         image_cutoff: cutoff, Å.
@@ -153,7 +153,8 @@ class Images(Open):
         return self._with_images(geometry, atoms, near, sources)
 
     def images(self, geometry: Geometry) -> Tensor:
-        """See `Open.images`; refuses lattices here, where errors can name graphs."""
+        """See `Open.images`. Invalid lattices are refused here, because errors can still name
+        graphs."""
         expect_lattice(geometry)
         if geometry.tags is not None:
             return torch.full_like(geometry.ptr[1:], len(_IN_PLANE))
@@ -285,8 +286,8 @@ class Reciprocal(Open):
     def defaults(self, position: str, spectrum: str) -> dict[str, object]:
         """See `Open.defaults`.
 
-        Sums over images must converge, and supercells must agree: the kernel decays and has no
-        background.
+        The kernel decays and does not have a background, because sums over images must converge and
+        supercells must agree.
         """
         if position != "multiplicative":
             return {}

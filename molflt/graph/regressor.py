@@ -73,8 +73,8 @@ class EnergyRegressor(nn.Module):
             constants, which misleads for unseen metals.
         descriptors: also describe elements by period, group, radius, electronegativity and valence
             electrons, which extends to unseen elements; see `ElementEmbedding`.
-        subsurface: False leaves out the atoms with tag 0, half of a slab; predictions then do not
-            depend on them (as in PhAST, arXiv:2211.12020).
+        subsurface: False leaves out the atoms with tag 0, which are half of a slab. Predictions
+            then do not depend on them (as in PhAST, arXiv:2211.12020).
         position_head: predict displacements to the relaxed positions as an auxiliary task.
         move_atoms: after each pass but the last, move the free atoms as the position head predicts,
             by less than 1 Å each, and compute the mask again.
@@ -93,7 +93,7 @@ class EnergyRegressor(nn.Module):
             structures that contain them.
         added_later: names of buffers that weights of earlier versions do not have; they stay as in
             a new model.
-        of_data: names of buffers that each run computes from its own data, also if it starts from
+        of_data: names of buffers that each run computes from its own data, even if it starts from
             the weights of another run.
         seen_by: names of buffers that record the data a weight has seen, with that weight. Another
             run takes over both or none of them.

@@ -82,7 +82,7 @@ class SizeClasses(NamedTuple):
 
     @classmethod
     def of(cls, geometry: Geometry) -> "SizeClasses":
-        """Builds classes of a batch without positions."""
+        """Builds the classes of a batch, without their positions."""
         found = Sorted.of(geometry)
         if found is None:
             return cls([SizeClass.of(geometry, DenseAtoms.of(geometry))])

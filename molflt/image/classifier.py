@@ -27,9 +27,9 @@ class ImageClassifier(nn.Module):
     Non-overlapping patches, a linear embedding of each, an absolute embedding of places, blocks of
     attention with one relative encoding for all layers, and a linear classifier of the mean of all
     tokens (or of a class token). ViT (arXiv:2010.11929), section 3.1; with masks learned through
-    their Fourier transform as FLT's image experiments (arXiv:2302.01925), with 2-D Toeplitz kernels
-    and the mean of the tokens as NPRF's (arXiv:2106.12566), appendix A.4. One layer and several
-    `refinements` make the weight-shared Universal Transformer of FLT's fig. 3.
+    their Fourier transform as in FLT's image experiments (arXiv:2302.01925); with 2-D Toeplitz
+    kernels and the mean of the tokens as in NPRF's (arXiv:2106.12566), appendix A.4. One layer and
+    several `refinements` make the weight-shared Universal Transformer of FLT's fig. 3.
 
     Relative encodings of two dimensions get (row, column) of each patch, in units of patches times
     `position_scale`, from the center of the image. Encodings of one dimension, such as cosFormer's,
@@ -37,7 +37,7 @@ class ImageClassifier(nn.Module):
 
     Args:
         classes: number of classes; null: set by the data.
-        channels: color channels of an image; null: set by the data.
+        channels: color channels of an image; null: taken from the data.
         image_size: sides of the square images, pixels; null: set by the data.
         patch_size: sides of a patch, pixels; `image_size` is a multiple of it.
         dim: width of tokens.

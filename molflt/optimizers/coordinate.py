@@ -58,7 +58,7 @@ class CoordinateOptimizer(nn.Module):
     (coordinates,).
 
     Features of a gradient are its logarithm and sign (arXiv:1606.04474, appendix A), the gradient
-    and its means over several times in units of its root mean square (arXiv:1703.03633;
+    and its averages over several time scales in units of its root mean square (arXiv:1703.03633;
     arXiv:2009.11243), its recent changes, and the logarithm of the step. A memory of these, as in
     Mnemosyne (Jain et al. 2023) and FLT (arXiv:2302.01925, section 5.4), gives d and s of
 

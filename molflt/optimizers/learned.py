@@ -108,7 +108,8 @@ class LearnedOptimizer(Optimizer):
             )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds parameters, as in torch; raises ValueError for a negative lr or other precisions."""
+        """Adds parameters, as in torch; raises ValueError for a negative lr or an unsupported
+        precision."""
         super().add_param_group(param_group)
         group, number = self.param_groups[-1], len(self.param_groups) - 1
         if not 0 <= group["lr"] < float("inf"):

@@ -44,7 +44,7 @@ class Memory(nn.Module, ABC):
         Args:
             x: (coordinates, steps, dim).
             state: state of earlier steps, see `step`; empty at the start.
-            start: how many steps came before.
+            start: number of earlier steps.
 
         Returns:
             (coordinates, steps, dim).
@@ -216,7 +216,7 @@ class StateSpaceMemory(Memory):
 
     h_t = a h_(t-1) + b x_t, y_t = Re(c . h_t) + d x_t for each channel, with a = exp(-exp(r) + i w)
     and b = 1: S4D (arXiv:2206.11893) with learned decay and frequency; c absorbs the zero-order
-    hold. Initial rates are even on a logarithmic scale, 1 / 2 to 1 / 1000 per step.
+    hold. Initial rates are evenly spaced on a logarithmic scale, from 1 / 2 to 1 / 1000 per step.
 
     Args:
         dim: width.

@@ -90,10 +90,12 @@ class PopulationOptimizer:
 
     Args:
         model: model that moves the members; see `from_run`.
-        members: members of the population, at least 2; `MEMBERS` is the default of training.
+        members: number of members of the population, at least 2; `MEMBERS` is the default of
+            training.
         seed: seed of the first members and of all noise.
         start: mean of the first members, a number or d numbers.
-        scale: standard deviation of their coordinates, about the distance of the minimum.
+        scale: standard deviation of their coordinates, which should be about the distance to the
+            minimum.
 
     Attributes:
         evaluations: number of values so far.

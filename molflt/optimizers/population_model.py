@@ -90,7 +90,7 @@ class PopulationModel(nn.Module):
         x_i = p_i + a_i (m_i - p_i) + b_i (x_i - p_i) + c_i n_i + s e_i eps_i + g_i u
 
     with z and eps normal, s the spread, u the averaged movement of the mean of p, and five numbers
-    read from the token of each member. All terms are differences and noise. A step therefore
+    read from the token of each member. All terms consist of differences and noise. A step therefore
     commutes with permutations of members and, if the noise is transformed in the same way, with
     translations, rotations, reflections and scaling.
 

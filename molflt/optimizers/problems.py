@@ -138,7 +138,7 @@ def start_of(
 
 
 def perceptron(x: Tensor, layers: Sequence[Tensor], act: Callable[[Tensor], Tensor]) -> Tensor:
-    """A network of fully connected layers: weights and biases in turn."""
+    """A network of fully connected layers, given as alternating weights and biases."""
     for i in range(0, len(layers), 2):
         x = F.linear(x if i == 0 else act(x), layers[i], layers[i + 1])
     return x

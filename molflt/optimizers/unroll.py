@@ -30,7 +30,8 @@ class Unrolled(NamedTuple):
 def unroll(
     model: CoordinateOptimizer, problems: Sequence[Problem], steps: int, before: int = 0
 ) -> Unrolled:
-    """Optimizes all problems in parallel, and differentiates by the weights of the optimizer.
+    """Optimizes all problems in parallel, and differentiates with respect to the weights of the
+    optimizer.
 
     Gradients of the problems are constants, as in arXiv:1606.04474, section 2.1: an update affects
     later losses, but not the gradients that are inputs of the model. The steps are therefore taken

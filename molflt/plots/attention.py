@@ -39,9 +39,9 @@ def attention_matrices(
     """Draws the attention matrix of each head, as FLT (arXiv:2302.01925), fig. 5.
 
     All heads share one color scale. Weights of exactly 0, such as masked keys, are gray. Negative
-    weights, which are possible with signed features, get a diverging scale around 0, without the
-    largest 1 % if these are outliers. Matrices with more than 512 queries or keys are averaged over
-    blocks. The picture names such changes.
+    weights, which are possible with signed features, get a diverging color scale around 0. It
+    ignores the largest 1 % if these are outliers. Matrices with more than 512 queries or keys are
+    averaged over blocks. The picture states which of these changes apply.
 
     Args:
         weights: (heads, queries, keys), for instance of one sequence from `Attention.weights`.

@@ -48,7 +48,7 @@ def parity(
 
     Args:
         panels: split -> (labels, predictions), each (systems,), in `unit`.
-        names: split -> names of the systems; those with the largest errors are written.
+        names: split -> names of the systems; the points with the largest errors are labeled.
         quantity: predicted quantity.
         unit: unit of the quantity.
     """
@@ -157,7 +157,7 @@ def calibration(
     level: float,
     file: Path,
 ) -> None:
-    """Draws the coverage over the nominal level, and the errors over the uncertainty.
+    """Draws the coverage against the nominal level, and the errors against the uncertainty.
 
     Args:
         coverage: split -> levels in (0, 1) and the shares of errors within their intervals,

@@ -22,7 +22,7 @@ __all__ = ["structure_overview", "structure_views"]
 def structure_overview(
     energies: Mapping[str, np.ndarray], shown: Data, name: str, file: Path
 ) -> None:
-    """Draws a histogram of labels, and a structure from the top and from the side.
+    """Draws a histogram of labels, and a structure seen from the top and from the side.
 
     Args:
         energies: labels by name, (structures,), eV; NaN if missing.

@@ -146,7 +146,7 @@ def _star(
 
 
 def _curve(axes: Axes, columns: dict[str, _Array], name: str, alone: bool) -> None:
-    """Draws one column over the step."""
+    """Draws one column against the step."""
     known = np.isfinite(columns["step"]) & np.isfinite(columns[name])
     step, value = columns["step"][known], columns[name][known]
     label, color = {"val": ("validation", VERMILION), "lr": ("", GREEN)}.get(
@@ -310,8 +310,8 @@ def errors(
     """Draws the MAE of groups, with one panel per kind, and the distribution of errors per split.
 
     Args:
-        groups: kind (adsorbate, slab, element, natoms) -> groups; those of natoms are in order of
-            size, and of the others the 20 with the largest errors are drawn.
+        groups: kind (adsorbate, slab, element, natoms) -> groups. Groups of natoms are sorted by
+            size; for other kinds, the 20 groups with the largest errors are drawn.
         absolute: split -> |error| of each system, (systems,), eV; may be empty.
         unit: unit of the MAE.
     """

@@ -45,7 +45,7 @@ class Trained(NamedTuple):
     """reason why results are missing, if they belong to other weights or data"""
 
     def label(self, name: str) -> str:
-        """Returns the name of one of its files in messages."""
+        """Returns how messages refer to one of its files."""
         return str(self.path / name) if self.path.is_dir() else f"{self.path}: {name}"
 
     @property

@@ -136,7 +136,8 @@ class _Search:
     def _collect(
         self, total: Tensor, parent: Tensor, ended: Tensor, length: int, last: Tensor
     ) -> None:
-        """Stores hypotheses that end among the best `beam`, or all at the last step."""
+        """Stores ended hypotheses that are among the best `beam`, or all of them at the last
+        step."""
         ended[:, self.beam :] &= last[:, None]
         for i, place in ended.nonzero().tolist():
             row = i * self.beam + int(parent[i, place])

@@ -28,11 +28,11 @@ class TokenEncoder(TokenModel):
         absolute: encoding of places, added to embeddings: "learned" (BERT), "sinusoidal"
             (arXiv:1706.03762, section 3.5), or "none".
         max_length: longest sequence, for "learned" positions, encodings with a table, and mixers
-            with a matrix of all tokens. Others do not need it. 512 for BERT.
+            with a matrix of all tokens. Other options do not need it. BERT has 512.
         position: "none" or a key of `molflt.attention.POSITIONS`, shared by all layers.
         position_options: further arguments of the encoding; `dim` is 1.
-        position_scale: distance of neighboring tokens, in the unit of length of the encoding; 1 by
-            default.
+        position_scale: distance between neighboring tokens, in the unit of length of the encoding;
+            1 by default.
         embedding_dropout: dropout of embeddings.
         project_embeddings: add a linear layer after the normalized embeddings, as in FNet.
         mixer: token mixer: "attention", or a key of `molflt.attention.TOKEN_MIXERS`.

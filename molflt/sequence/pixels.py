@@ -29,7 +29,7 @@ class PixelModel(LanguageModel):
     with `dim: 3`) see (row, column, channel) x `position_scale`, counted from the first byte.
 
     Args:
-        channels: channels of an image, 1 or 3; null: set by the data.
+        channels: channels of an image, 1 or 3; null: taken from the data.
         image_size: side of the square images, pixels; null: set by the data.
         absolute: encoding of the positions of bytes: "learned", "sinusoidal" or "none", see
             `molflt.sequence.LanguageModel`.

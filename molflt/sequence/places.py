@@ -31,7 +31,7 @@ class TokenModel(nn.Module):
         absolute: encoding of positions, added to embeddings.
         max_length: maximum number of tokens; None for no limit.
         position: name of the relative encoding.
-        position_scale: distance of neighboring tokens, in the unit of length of the encoding.
+        position_scale: distance between neighboring tokens, in the unit of length of the encoding.
     """
 
     stack: Stack

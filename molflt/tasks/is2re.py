@@ -46,7 +46,7 @@ class _EnergySums(NamedTuple):
     ) -> "_EnergySums":
         """Returns the sums of predictions and labels, (structures,), eV.
 
-        The displacement error, Å, counts if `known`, (atoms,), is True for any atom.
+        The displacement error, Å, is included if `known`, (atoms,), is True for at least one atom.
         """
         _same_shape(energy, target)
         error = (energy.double() - target.double()).abs()

@@ -80,7 +80,8 @@ class OfStructures:
         return f"sids {', '.join(map(str, batch.sid.tolist()))}"
 
     def blame(self, batch: "Batch", diverges: Callable[["Batch"], bool]) -> str:
-        """Names structures that diverge individually, or else those with coinciding atoms."""
+        """Names the structures that diverge on their own or, if there are not any, those with
+        coinciding atoms."""
         from molflt.data.structures.overlaps import atoms_coincide
 
         records = {int(record.sid): record.cpu() for record in batch.to_data_list()}

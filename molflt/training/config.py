@@ -1,4 +1,4 @@
-"""The configuration of a run: its options, and reading config.yaml."""
+"""Options of a run, and the reader of config.yaml."""
 
 from __future__ import annotations
 

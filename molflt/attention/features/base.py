@@ -156,9 +156,10 @@ class FeatureMap(nn.Module):
     Args:
         dim: width of the queries and keys given to the map.
         heads: number of heads; every head has its own projection.
-        num_features: rows m of the projection, 64 by default. Maps without a projection refuse one.
-        projection: key of `PROJECTIONS`, the law of the random rows; "orthogonal" by default. Maps
-            without a projection refuse one.
+        num_features: rows m of the projection, 64 by default. Maps without a projection refuse the
+            option.
+        projection: key of `PROJECTIONS`, the distribution of the random rows; "orthogonal" by
+            default. Maps without a projection refuse the option.
         degree: degree of polynomial maps; others refuse one.
 
     Attributes:
@@ -283,7 +284,8 @@ class Operand(NamedTuple):
         return self._replace(columns=zeros)
 
     def split(self, size: int) -> list["Operand"]:
-        """Splits the tokens by `Tensor.split`; gradients of slices would have the size of all."""
+        """Splits the tokens by `Tensor.split`, because the gradient of each slice would have the
+        size of the whole tensor."""
         x = self.x.split(size, dim=-2)
         mask, weight = (cut(y, size, len(x), dim=-1) for y in (self.mask, self.log_weight))
         if isinstance(self.columns, Projected):

@@ -1,4 +1,5 @@
-"""Random projections as products of sparse orthogonal factors, applied without their matrix."""
+"""Random projections as products of sparse orthogonal factors, applied without forming the
+matrix."""
 
 import math
 
@@ -13,7 +14,8 @@ class _FactoredProjection(Projection):
     """Base class of products of sparse orthogonal factors; override `_draw_factors`, `_rotate`.
 
     Rows come in independent blocks of `size`; norms are drawn from the chi distribution with `size`
-    degrees of freedom. Inside, tokens come last, in long contiguous runs.
+    degrees of freedom. Internally, tokens are the last dimension, which gives long contiguous runs
+    in memory.
     """
 
     norms: Tensor  # (heads, rows)
@@ -60,11 +62,12 @@ class _HadamardProjection(_FactoredProjection):
     core slower than a dense matrix up to p = 128, equal near 256, faster beyond.
     FAVOR (arXiv:2006.03555), section 2.4; the product is that of arXiv:1703.00864.
 
-    E w = 0 and E w w^T = I exactly: directions uniform in p dimensions with norms of p degrees of
-    freedom would make rows N(0, I_p), and their first `dim` coordinates N(0, I). They nearly are:
-    E (w . z)^4 = 3 |z|^4 (1 + 2/p) (1 - 2/p + 4 (3 - 2 s) / (3 p^2)), s = sum_i z_i^4 / |z|^4.
-    For p >= 8 the worst z is an axis: the kernel is low by the fraction |z|^4 / (3 p^2) to leading
-    order; measured 0.13 % at p = 16, |z| = 1 and 1.4 % at |z| = 2; below 0.1 % and 0.6 % at p = 64.
+    E w = 0 and E w w^T = I exactly. Uniform directions in p dimensions, with chi-distributed norms
+    of p degrees of freedom, would give rows N(0, I_p), and their first `dim` coordinates would be
+    N(0, I). They nearly are: E (w . z)^4 = 3 |z|^4 (1 + 2/p) (1 - 2/p + 4 (3 - 2 s) / (3 p^2)), s =
+    sum_i z_i^4 / |z|^4. For p >= 8 the worst z is an axis: the kernel is low by the fraction |z|^4
+    / (3 p^2) to leading order; measured 0.13 % at p = 16, |z| = 1 and 1.4 % at |z| = 2; below 0.1 %
+    and 0.6 % at p = 64.
     """
 
     paper = "2006.03555, sec. 2.4"
@@ -89,16 +92,18 @@ class _HadamardProjection(_FactoredProjection):
 class _GivensProjection(_FactoredProjection):
     """Rows of a product of random Givens rotations (G-ORF).
 
-    A layer permutes the coordinates at random and rotates pairs (2 k, 2 k + 1) by angles uniform
-    on the circle, dim // 2 at a time. Every block has L = `LAYERS_PER_LEVEL` ceil(log2 dim) layers
-    of its own. O(m log d) operations, bound by memory: on a CPU 10x slower than dense at d = 64.
-    FAVOR (arXiv:2006.03555), section 2.4; Choromanski et al. 2019, Unifying orthogonal Monte Carlo.
+    A layer permutes the coordinates at random and rotates pairs (2 k, 2 k + 1) by angles uniform on
+    the circle, dim // 2 at a time. Every block has L = `LAYERS_PER_LEVEL` ceil(log2 dim) layers of
+    its own. O(m log d) operations, but memory-bound: on a CPU 10x slower than a dense matrix at d =
+    64. FAVOR (arXiv:2006.03555), section 2.4; Choromanski et al. 2019, Unifying orthogonal Monte
+    Carlo.
 
     Blocks are orthogonal, E w = 0 and E w w^T = I exactly. E (w . z)^4 = 3 |z|^4 (1 + e r^L) in the
-    mean over a block, with r = 3/4 - 3 / (4 (d - 1)) for even and 3/4 - 1 / (2 d) for odd d, and
-    e = (d + 2) / 3 sum_i z_i^4 / |z|^4 - 1 <= (d - 1) / 3, the worst case a coordinate axis: with c
-    layers per level the excess falls as d^(1 - 0.415 c). There, measured at d = 64, the kernel is
-    high by 1.1 %, 0.2 %, 0.01 % for c = 3, 4, 6 at |z| = 1 and by 20 %, 3 %, 0.1 % at |z| = 2.
+    mean over a block, with r = 3/4 - 3 / (4 (d - 1)) for even and 3/4 - 1 / (2 d) for odd d, and e
+    = (d + 2) / 3 sum_i z_i^4 / |z|^4 - 1 <= (d - 1) / 3, the worst case a coordinate axis: with c
+    layers per level the excess falls as d^(1 - 0.415 c). In this case, measured at d = 64, the
+    kernel is too large by 1.1 %, 0.2 %, 0.01 % for c = 3, 4, 6 at |z| = 1 and by 20 %, 3 %, 0.1 %
+    at |z| = 2.
     """
 
     paper = "2006.03555, sec. 2.4"
@@ -140,7 +145,8 @@ class _GivensProjection(_FactoredProjection):
 
 
 def _walsh_hadamard(x: Tensor) -> Tensor:
-    """H x along the last dimension but one, H the Sylvester-Hadamard matrix, not normalized.
+    """H x along the second-to-last dimension, where H is the Sylvester-Hadamard matrix, not
+    normalized.
 
     H of order p is a Kronecker product of log8(p) factors of order 8 (the last may be smaller). On
     one CPU core they take 0.55 to 0.85 of the time of log2(p) butterflies, p = 16 ... 1024.

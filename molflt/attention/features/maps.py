@@ -1,7 +1,7 @@
 """The feature maps phi of kernelized attention, A_ij = phi(q_i) . phi(k_j).
 
-Inputs are already scaled (x = q d^(-1/4)). A map returns `Features`: exponential maps return
-logarithms, from which mixing subtracts the part that cancels before it exponentiates.
+Inputs are already scaled (x = q d^(-1/4)). A map returns `Features`. Exponential maps return
+logarithms: before mixing exponentiates them, it subtracts the part that cancels.
 """
 
 import math

@@ -83,7 +83,8 @@ def quadratic(
     log_kernel: Tensor | None = None,
     log_decay: Tensor | None = None,
 ) -> Sums:
-    """Kernelized attention through its N x N matrix: the oracle of all linear-time forms, O(N^2).
+    """Kernelized attention through its N x N matrix, O(N^2): the reference for all linear-time
+    forms.
 
     A_ij = phi(q_i) . phi(k_j) kernel_ij exp(log_kernel_ij) prod_(j < l <= i) exp(log_decay_l)
 

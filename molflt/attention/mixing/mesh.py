@@ -109,7 +109,8 @@ def linear_with_mesh(
 
 
 def _pieces(phi: Tensor, features: int) -> list[tuple[int, slice]]:
-    """Returns heads and features that are on the mesh at once, for phi (batch, heads, n, m)."""
+    """Returns the head and the features that are put on the mesh together in each piece, for phi
+    (batch, heads, n, m)."""
     starts = range(0, phi.shape[-1], features)
     return [(head, slice(i, i + features)) for head in range(phi.shape[1]) for i in starts]
 

@@ -64,8 +64,8 @@ def _stabilize(query: Features, key: Features) -> tuple[Tensor, Tensor, Tensor]:
 
     For each feature, the maximum over the valid keys of the same sequence moves to the queries.
     Each query then subtracts its maximum over features. Both shifts cancel in the ratio of sums:
-    gradients need no detaching, and sequences stay separate. The largest term of every normalizer
-    of positive features is exactly 1, so normalizers cannot underflow.
+    they do not need to be detached for gradients, and sequences stay separate. The largest term of
+    every normalizer of positive features is exactly 1, so normalizers cannot underflow.
     """
     log_k, key_max = key.log_scale, None
     if log_k is not None and log_k.shape[-2]:

@@ -273,7 +273,7 @@ def _move_maximum(query: Features, key: Features) -> tuple[Features, Features]:
 
 
 def _fast_length(n: int) -> int:
-    """Returns the smallest number from n on without prime factors above 5."""
+    """Returns the smallest integer >= n without prime factors above 5."""
     while True:
         rest = n
         for prime in (2, 3, 5):

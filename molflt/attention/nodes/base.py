@@ -69,7 +69,7 @@ class Nodes(nn.Module):
 def hermitian(spectrum: Spectrum, xi: Tensor) -> Tensor:
     """(g(xi) + conj g(-xi)) / 2, the part of g that determines the mask: as `Spectrum.spectrum`.
 
-    Antipodes have the same columns cos and sin. With this part, one node of twice the weight
+    Antipodes have the same columns cos and sin. If this part is used, one node of twice the weight
     replaces both, for even and odd masks.
     """
     return 0.5 * (spectrum.spectrum(xi) + spectrum.spectrum(-xi).conj())

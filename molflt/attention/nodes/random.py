@@ -143,9 +143,9 @@ class DensityNodes(Nodes):
         density: the kernel whose density is drawn; the nodes have its heads and its dimension.
         num_nodes: number of nodes r.
         shared: True if the kernel is the spectrum that is sampled, and so already part of the
-            model: it is then referred to, not registered; otherwise parameters would be saved
-            twice. False if it is a proposal for another spectrum: its length is a parameter of the
-            nodes.
+            model: it is then stored by reference and not registered, because its parameters would
+            otherwise be saved twice. False if it is a proposal density for another spectrum: its
+            length is then a parameter of the nodes.
     """
 
     paper: ClassVar[str] = "2302.01925, eq. 7"

@@ -69,9 +69,10 @@ def reciprocal_nodes(
         taper: see above.
 
     Returns:
-        Nodes (b, r, 3) in cycles/Å and weights (b, r) in 1/Å^3, as `SpectralPosition.factors`
-        takes them, in the dtype of the cell (at least float32), differentiable in it and in the
-        extent. G = 0 comes first; graphs with fewer nodes are filled up by zeros of weight 0.
+        Nodes (b, r, 3) in cycles/Å and weights (b, r) in 1/Å^3, as `SpectralPosition.factors` takes
+        them. They have the dtype of the cell (at least float32), and are differentiable with
+        respect to the cell and the extent. G = 0 comes first; graphs with fewer nodes are filled up
+        by zeros of weight 0.
     """
     positive(max_frequency=max_frequency)
     one_of("taper", taper, _TAPERS)

@@ -165,7 +165,7 @@ def _prune(
 
 
 def _excess(error: Tensor, share: Tensor, tol: float) -> float:
-    """Mean squares above tol^2, summed over the widths."""
+    """Excess of the mean square error over tol^2, summed over the widths."""
     return (error.square() @ share - tol**2).clamp(min=0.0).sum().item()
 
 

@@ -109,7 +109,7 @@ class BucketedPosition(Position):
     T5 (arXiv:1910.10683), section 2.1. Half of the buckets of each direction hold one distance
     each, and the other half hold distances up to `max_distance` on a logarithmic scale; the last
     one also holds all larger distances. b is a function of j - i, and can also be the logarithm of
-    a Toeplitz kernel. Positions are those of `ToeplitzPosition`, without a largest length.
+    a Toeplitz kernel. Positions are those of `ToeplitzPosition`, without a maximum length.
 
     Args:
         heads: number of heads.

@@ -179,9 +179,10 @@ class SpectralPosition(Position):
     def _sampled(self, nodes: GraphNodes | None) -> tuple[Tensor, Tensor, Tensor | float]:
         """Returns frequencies, coefficients c_s g(xi_s) and the floor of their absolute values.
 
-        xi (heads or 1, r, l), coefficients (heads, r) and a number; with nodes of each graph
-        (batch, 1, r, l), (batch, heads, r) and (batch, 1, r), 0 where the weight is 0: padding,
-        and nodes that fade at the end of the spectrum, must not contribute.
+        xi (heads or 1, r, l), coefficients (heads, r) and the floor, a number. With nodes of each
+        graph the shapes are (batch, 1, r, l), (batch, heads, r) and (batch, 1, r). The floor is
+        then 0 where the weight is 0, because padding, and nodes that fade at the end of the
+        spectrum, must not contribute.
         """
         if nodes is None:
             if self.nodes is not None:

@@ -143,8 +143,8 @@ class SineSPE(_StochasticPosition):
     Args:
         heads, head_dim, num_realizations, gated: see `StochasticPosition`.
         num_sines: waves K per coordinate.
-        max_frequency: largest f, in cycles per unit of length. Tokens at integers can distinguish
-            frequencies up to 0.5.
+        max_frequency: largest f, in cycles per unit of length. Tokens at integer positions can
+            distinguish frequencies up to 0.5.
     """
 
     cost = "N d (K + m) R"

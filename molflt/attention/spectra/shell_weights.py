@@ -14,9 +14,9 @@ class ShellWeights(Spectrum):
     """One learned weight per head and shell: f_h(z) = sum_k a_hk j(2 pi k |z|).
 
     j is the mean of a wave over all directions: sin(x) / x in three dimensions, cos(x) in one. The
-    mask depends on |z| only; sampled masks do so to the accuracy of the directions. g is a density
-    relative to the measure of the shells, the sum over k of the mean over directions, which needs
-    `normalized` shells.
+    mask depends on |z| only; for sampled masks this holds to the accuracy of the directions. g is a
+    density relative to the measure of the shells, the sum over k of the mean over directions, which
+    needs `normalized` shells.
 
     Args:
         heads: number of heads.

@@ -145,7 +145,8 @@ class ImageData(BatchedData[LabeledImages]):
         return open_images(self.sources[use], self.labels[use], self.resize, classes)
 
     def _expect_alike(self, use: str, images: LabeledImages, train: LabeledImages) -> None:
-        """Raises ValueError unless images are squares of the training images' size and colors."""
+        """Raises ValueError unless images are square and have the size and channels of the training
+        images."""
         (height, width), path = images.size, images.path
         if height != width:
             raise ValueError(

@@ -113,7 +113,7 @@ def fixed_atoms(atoms: Atoms) -> NDArray[np.bool_]:
 
 
 def other_constraints(atoms: Atoms) -> set[str]:
-    """Kinds of constraints other than atoms held in all three directions."""
+    """Kinds of constraints other than those that hold atoms in all three directions."""
     held, others = _held(atoms)
     some = held.any(axis=1) & ~held.all(axis=1)
     return others | ({"FixCartesian"} if bool(some.any()) else set())
@@ -226,7 +226,7 @@ def drop_labels_(atoms: Atoms) -> None:
 
 
 def not_held(atoms: Atoms, suffix: str) -> list[str]:
-    """Describes what a file with this ending cannot hold: constraints, or arrays.
+    """Describes what a file with this extension cannot hold: constraints, or arrays.
 
     Args:
         atoms: structure to write.

@@ -216,7 +216,7 @@ def layers_as_tags(layers: NDArray[np.int64]) -> NDArray[np.int64]:
     """Converts ASE's numbers of layers to tags, (N,) -> (N,).
 
     ``ase.build`` numbers from 1, the top layer, downwards, and leaves 0 for adsorbates. Without
-    layers all tags are 0, unknown. Negative numbers are kept, and refused later.
+    layers all tags are 0, which means unknown. Negative numbers are kept, and refused later.
     """
     if not (layers > 0).any():
         return layers

@@ -228,8 +228,8 @@ class Structures(Dataset["Data"], ABC):
         return found | ({"name": name} if isinstance(name, str) else {})
 
     def with_unwrapped(self, index: int) -> tuple[Data, int]:
-        """Returns a structure, and the number of its free atoms that the file has in another
-        periodic image."""
+        """Returns a structure, and the number of its free atoms that are in another periodic image
+        in the file."""
         return self[index], 0
 
     def _stored(self, index: int) -> int:

@@ -59,8 +59,8 @@ class IS2REData(BatchedData[Structures]):
         workers: processes that read ahead; 0 reads in the main process.
         skip_bad: leave out and count records that are not finite or whose label is missing or
             absurd, instead of stopping at the first one.
-        val_fraction: share of the structures of one file to validate on; null is 0.1. Folders have
-            their own splits.
+        val_fraction: share of the structures of one file to validate on; null means 0.1. Folders
+            have their own splits.
         split_seed: seed of this draw. Runs of an ensemble share it and differ in `seed`. Otherwise
             members are judged on training structures of others.
         energy_key: name of the energy, eV, in files that ASE reads, such as REF_energy; null for

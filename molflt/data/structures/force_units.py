@@ -137,7 +137,8 @@ def stress_unit_fault(records: Iterable[Data]) -> str:
     """Describes unit or sign of stress that does not fit energies and forces; else "".
 
     Between close frames of one system with different cells, the energy changes by the volume times
-    stress : strain, plus the work of the forces. In a constant cell, virials vary with the forces.
+    stress : strain, plus the work of the forces. If the cell is constant, the check relies on
+    virials that vary with the forces.
 
     Args:
         records: structures with energies (eV), stress and optional forces; the first 300 are used.

@@ -102,7 +102,7 @@ def _is_mapping(given: object) -> bool:
 
 
 def _is_atoms(given: object) -> TypeGuard[Atoms]:
-    """It does not load the library: objects exist only if it is loaded."""
+    """Checks without loading ASE: such objects exist only if ASE is loaded."""
     return hasattr(given, "get_chemical_formula") and hasattr(given, "positions")
 
 

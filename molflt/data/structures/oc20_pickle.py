@@ -70,7 +70,7 @@ class _Dtype(_Instance):
 
 
 class _Storage(NamedTuple):
-    """Numbers of tensors in the bytes of the record."""
+    """Values of tensors, read from the bytes of the record."""
 
     kind: str
     numbers: np.ndarray

@@ -56,7 +56,7 @@ def fingerprint(record: Data) -> NDArray[np.float64]:
     """Returns features that are equal for equal structures up to rounding.
 
     They contain sums over the atoms of waves, and of peaks for crystals whose waves cancel. They do
-    not depend on the order of atoms and on the periodic image.
+    not depend on the order of atoms or on the periodic image.
 
     Returns:
         (46,): hash of elements, periodic axes and total charge, cell (Å), sums.

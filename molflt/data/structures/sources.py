@@ -86,7 +86,7 @@ def exists(path: Path) -> bool:
 
 
 def is_same(a: Path, b: Path) -> bool:
-    """True for two paths of one file or folder, or equal patterns."""
+    """True if both paths lead to the same file or folder, or are equal patterns."""
     return a.samefile(b) if a.exists() and b.exists() else a == b
 
 

@@ -153,7 +153,8 @@ class Tokenizer:
         Args:
             texts: texts; those of bytes come from `molflt.data.text.vocabulary.text_of`.
             source: name of the texts, for messages.
-            special: recognize [MASK] also if the tokens are bytes; otherwise it always is.
+            special: recognize [MASK] if the tokens are bytes, too; for other tokens it is always
+                recognized.
         """
         if self._bytes is not None and not special:
             return [byte_ids(text, self._bytes).tolist() for text in texts]
