@@ -176,12 +176,9 @@ def test_commands_of_the_documentation_exist() -> None:
     ("words", "message"),
     [
         (["decoding", "--mechanisms", "flash"], "'flash' is unknown; expected some of conv-spe"),
-        (["decoding", "--positions", "10", "5"], "positions must increase, from 1 on; got 10 5"),
-        (["decoding", "--rounds", "0"], "rounds must be at least 1; got 0"),
         (["reading", "--records", "nowhere"], "nowhere: no such file; expected an OC20 LMDB"),
         (["dimers", "--data", "nowhere"], "nowhere: no train-id*.xyz"),
         (["nodes", "--redraw"], "nodes.csv"),
-        (["norms", "--samples", "8"], "samples must be a multiple of 16, from 16 on; got 8"),
         (["features", "--maps", "foo"], "map 'foo' is unknown; expected some of positive; trig"),
         (["compiled", "--precisions", "float31"], "precision 'float31' is unknown; expected some"),
         (["two_processes", "--only", "none"], "expected rows; got none with these options; choose"),

@@ -161,6 +161,9 @@ class MaskedHead(Head):
         pieces = hidden.split(max(1, _AT_ONCE // self.width))
         return torch.cat([self.logits(piece).argmax(dim=-1) for piece in pieces])
 
+    def embed(self, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, self._words[0].weight)
+
     def logits(self, hidden: Tensor) -> Tensor:
         x = self.norm(F.gelu(self.dense(hidden), approximate=self.activation))
         return F.linear(x, self._words[0].weight, self.bias)

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from molflt.atoms import MAX_ATOMIC_NUMBER, Tag
+from molflt.atoms import FARTHEST, LOWEST, MAX_ATOMIC_NUMBER, Tag, lattice_heights
 from molflt.data.structures.base import Structures
 from molflt.data.structures.records import make_record
 from molflt.files import clear_parts, expect_readable, save_tensors, shown, verify_tensors
@@ -49,6 +49,7 @@ _COLUMNS: dict[str, tuple[str, tuple[int, ...], str]] = {
 }
 # missing if no structure has one
 _OPTIONAL = ("pos_relaxed", "energy", "forces", "stress", "charge")
+_BLOCK = 10_000  # structures per check
 _BLOCK_WRITTEN = 1000  # structures per concatenation
 _TYPES = {"F32": "<f4", "F64": "<f8", "I64": "<i8", "U8": "|u1", "BOOL": "|b1"}
 
@@ -141,7 +142,8 @@ class StructureStore(Structures):
 
     Args:
         path: a ``.safetensors`` file made by :func:`write_store`.
-        skip_bad: has no effect, because :func:`write_store` checks all structures.
+        skip_bad: leave out structures that are not valid instead of refusing them; they are listed
+            in ``bad`` as (sid, reason).
     """
 
     suffixes = (".safetensors",)
@@ -153,22 +155,35 @@ class StructureStore(Structures):
                 f"{self.path}: no such compact store; make one with molflt data convert SRC DST"
             )
         self._maps: dict[str, np.ndarray] | None = None
-        self._open()
+        maps = self._open()
+        faults = _structure_faults(maps)
+        if faults and not skip_bad:
+            index, reason = next(iter(faults.items()))
+            raise ValueError(f"{self._sid(index)}: {reason}; read with --skip-bad to leave out")
         found = json.loads(self._noted("names") or "{}")
         self.names = {int(index): str(name) for index, name in found.items()}
+        if skip_bad:
+            count = len(maps["sid"])
+            for first in range(0, count, _BLOCK):
+                faults = {**_atom_faults(maps, first, min(first + _BLOCK, count)), **faults}
+        if faults:
+            self.bad = [(str(maps["sid"][index]), faults[index]) for index in sorted(faults)]
+            self._kept = np.setdiff1d(np.arange(len(maps["sid"])), list(faults))
 
     def __len__(self) -> int:
-        return len(self._open()["sid"])
+        return len(self._open()["sid"]) if self._kept is None else len(self._kept)
 
     @property
     def natoms(self) -> np.ndarray:
         """Atoms in each structure, (len,) int64."""
-        return np.diff(self._open()["offsets"])
+        counts = np.diff(self._open()["offsets"])
+        return counts if self._kept is None else counts[self._kept]
 
     @property
     def y_relaxed(self) -> np.ndarray:
         """Relaxed energies, (len,) float64, eV; NaN if missing."""
-        return np.array(self._open()["y_relaxed"])
+        energies = np.array(self._open()["y_relaxed"])
+        return energies if self._kept is None else energies[self._kept]
 
     def compositions(
         self, indices: NDArray[np.int64], of_adsorbates: bool = False
@@ -180,7 +195,10 @@ class StructureStore(Structures):
             stored = self._stored(index)
             atoms = slice(offsets[stored], offsets[stored + 1])
             counted = (maps["tags"][atoms] == Tag.ADSORBATE) | (not of_adsorbates)
-            row += np.bincount(numbers[atoms][counted], minlength=len(row))
+            own = np.bincount(numbers[atoms][counted], minlength=len(row))
+            if own[0] or len(own) > len(row):
+                self[index]  # raises with the fault
+            row += own
         return counts
 
     @property
@@ -202,6 +220,8 @@ class StructureStore(Structures):
         from torch_geometric.data import Data
 
         index, maps = self._stored(index), self._open()
+        for reason in _atom_faults(maps, index, index + 1).values():
+            raise ValueError(f"{self._sid(index)}: {reason}; read with --skip-bad to leave out")
         atoms = slice(int(maps["offsets"][index]), int(maps["offsets"][index + 1]))
         pos = np.array(maps["pos"][atoms])
         optional = {}
@@ -237,7 +257,11 @@ class StructureStore(Structures):
 
 
 def _map_columns(path: Path) -> dict[str, np.ndarray]:
-    """Checks the header and returns read-only views of every array."""
+    """Checks the header and returns read-only views of every array.
+
+    ``safe_open`` checks that the header is valid and covers the file; slices are numpy views, which
+    are faster than ``get_slice``.
+    """
     expect_readable(path)
     try:
         with safe_open(path, framework="numpy") as file:
@@ -263,9 +287,11 @@ def _map_columns(path: Path) -> dict[str, np.ndarray]:
             begin, end = entry["data_offsets"]
             # a plain ndarray: slicing np.memmap costs several times as much per structure
             raw = np.asarray(content[begin:end])
-            columns[name] = raw.view(_TYPES.get(entry["dtype"], np.void))
             if entry["dtype"] in _TYPES:
-                columns[name] = columns[name].reshape(entry["shape"])
+                raw = raw.view(_TYPES[entry["dtype"]]).reshape(entry["shape"])
+            else:  # bytes that no column may contain
+                raw = raw.view(np.void)
+            columns[name] = raw
     _check_columns(path, columns)
     return columns
 
@@ -288,3 +314,73 @@ def _check_columns(path: Path, columns: dict[str, np.ndarray]) -> None:
                 f"{path}: key {name!r} must be {np.dtype(dtype).name} {expected}; got {got}; "
                 "the file is damaged or from another version, convert it again"
             )
+
+
+def _structure_faults(maps: dict[str, np.ndarray]) -> dict[int, str]:
+    """Returns faults of cells, axes and labels by index of the structure."""
+    cell, pbc = maps["cell"], maps["pbc"]
+    finite = np.isfinite(cell).all(axis=(1, 2))
+    heights = lattice_heights(np.where(finite[:, None, None], cell, 0.0).astype(float), pbc)
+    wrong = {
+        "cell must be finite": ~finite,
+        "pbc must be 0 or 1": (pbc.view(np.uint8) > 1).any(axis=1),
+        "periodic axes need linearly independent lattice vectors, whose planes are at least "
+        f"{LOWEST} Å apart": finite & (heights.min(axis=1) < LOWEST),
+        "y_init must be finite": np.isinf(maps["y_init"]),
+        "y_relaxed must be finite": np.isinf(maps["y_relaxed"]),
+    }
+    for name in {"energy", "charge"} & maps.keys():
+        wrong[f"{name} must be finite"] = np.isinf(maps[name])
+    if "stress" in maps:
+        parts = maps["stress"].reshape(-1, 9)
+        wrong["stress must be finite, or NaN in all parts"] = ~(
+            np.isfinite(parts).all(axis=1) | np.isnan(parts).all(axis=1)
+        )
+    faults: dict[int, str] = {}
+    for reason, mask in wrong.items():
+        for index in np.flatnonzero(mask):
+            faults.setdefault(int(index), reason)
+    return dict(sorted(faults.items()))
+
+
+def _atom_faults(maps: dict[str, np.ndarray], first: int, last: int) -> dict[int, str]:
+    """Returns faults of atoms of structures `first` to `last` - 1, by index of the structure."""
+    offsets = maps["offsets"][first : last + 1]
+    columns: dict[str, np.ndarray] = {
+        name: maps[name][offsets[0] : offsets[-1]]
+        for name in ("pos", "pos_relaxed", "forces", "atomic_numbers", "tags", "fixed")
+        if name in maps
+    }
+    starts = offsets[:-1] - offsets[0]
+    numbers, fixed = columns["atomic_numbers"], columns["fixed"].view(np.uint8)
+    wrong = {
+        ("pos", f"finite and within {FARTHEST:g} Å"): _outside(columns["pos"], FARTHEST),
+        ("atomic_numbers", f"1 to {MAX_ATOMIC_NUMBER}"): (numbers < 1)
+        | (numbers > MAX_ATOMIC_NUMBER),
+        ("tags", f"0 to {max(Tag):d}"): columns["tags"] > max(Tag),
+        ("fixed", "0 or 1"): fixed > 1,
+    }
+    for name, within, most in (
+        ("pos_relaxed", f" and within {FARTHEST:g} Å", FARTHEST),
+        ("forces", "", float(np.finfo(np.float32).max)),
+    ):
+        if name in columns:
+            unknown = np.isnan(columns[name]).all(axis=1)
+            none = np.logical_and.reduceat(unknown, starts)
+            known = ~np.repeat(none, np.diff(offsets))
+            wrong[name, f"finite{within}, or NaN for all atoms"] = (
+                _outside(columns[name], most) & known
+            )
+    faults: dict[int, str] = {}
+    columns["fixed"] = fixed
+    for (name, expected), mask in wrong.items():
+        for atom in np.flatnonzero(mask):
+            index = int(np.searchsorted(starts, atom, side="right")) - 1
+            got = f"got {columns[name][atom].tolist()} for atom {atom - starts[index]}"
+            faults.setdefault(first + index, f"{name} must be {expected}; {got}")
+    return faults
+
+
+def _outside(vectors: np.ndarray, most: float) -> np.ndarray:
+    """Returns a mask of (atoms, 3) values that are larger than `most` or not finite."""
+    return ~(np.abs(vectors) <= most).all(axis=1)
