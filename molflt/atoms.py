@@ -7,12 +7,12 @@ from numpy.typing import NDArray
 
 MAX_ATOMIC_NUMBER = 118
 FARTHEST = 1e5
-"""Å, bound of each coordinate, where float32 has a resolution of 0.01 Å."""
+"""Bound of each coordinate, Å; float32 has a resolution of 0.01 Å there."""
 LOWEST = 0.5
-"""Å, smallest distance of lattice planes of a reduced cell, below that of any crystal."""
+"""Smallest distance between lattice planes of a reduced cell, Å; below that of any crystal."""
 
-_DEPENDENT = 1e-18  # relative to the square of the longest vector; less is rounding
-_MOST_REDUCTIONS = 64  # most steps for a cell; about ten suffice for sound cells
+_DEPENDENT = 1e-18  # relative to the square of the longest vector; less is a rounding error
+_MOST_REDUCTIONS = 64  # maximum number of steps for a cell; about ten suffice for usual cells
 _SIGNS = np.array([[1.0, 1, 1], [1, 1, -1], [1, -1, 1], [-1, 1, 1]])
 
 
@@ -34,8 +34,9 @@ def reduced_cell(
         pbc: (graphs, 3), True for periodic axes.
 
     Returns:
-        The reduced vectors, (graphs, 3, 3), 0 along axes that are not periodic, and unimodular
-        matrices (graphs, 3, 3) with vectors = steps @ cell. Reduced cells do not change by a bit.
+        The reduced vectors, (graphs, 3, 3), which are 0 along axes that are not periodic, and
+        unimodular matrices `steps`, (graphs, 3, 3), with vectors = steps @ cell. Cells that are
+        already reduced remain bitwise unchanged.
     """
     rows = np.where(pbc[..., None], cell, 0.0)
     steps = np.tile(np.eye(3), (len(rows), 1, 1))
@@ -53,14 +54,15 @@ def reduced_cell(
 
 
 def _shortening(vectors: NDArray[np.float64], shortest: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Returns unimodular matrices that shorten rows, both (n, 3, 3); 1 if none does.
+    """Returns unimodular matrices that shorten rows, both (n, 3, 3); identities if none does.
 
-    Rows with squares up to `shortest`, (n,), depend on others within rounding, and do not change.
+    Rows with squared lengths up to `shortest`, (n,), depend on other rows within rounding and do
+    not change.
     """
     gram = vectors @ np.swapaxes(vectors, 1, 2)
     square = np.diagonal(gram, axis1=1, axis2=2)
     share = gram / np.where(square > shortest[:, None], square, np.inf)[:, None]
-    # a tie of one half
+    # 0.501 excludes ties at one half
     times = np.where(np.abs(share) > 0.501, share.round(), 0.0) * (1 - np.eye(3))
     gain = (times * (2 * gram - times * square[:, None])).reshape(-1, 9)
     change, each = np.tile(np.eye(3), (len(gram), 1, 1)), np.arange(len(gram))
@@ -74,7 +76,7 @@ def _shortening(vectors: NDArray[np.float64], shortest: NDArray[np.float64]) -> 
 
 
 def lattice_heights(cell: NDArray[np.float64], pbc: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """Returns distances of neighboring lattice planes of the reduced cells.
+    """Returns distances between neighboring lattice planes of the reduced cells.
 
     Args:
         cell: (..., 3, 3), rows are lattice vectors, Å; finite along periodic axes.
@@ -87,7 +89,7 @@ def lattice_heights(cell: NDArray[np.float64], pbc: NDArray[np.bool_]) -> NDArra
     rows = reduced_cell(cell.reshape(-1, 3, 3), pbc.reshape(-1, 3))[0].reshape(cell.shape)
     gram = rows @ np.swapaxes(rows, -1, -2) + np.eye(3) * ~pbc[..., None]
     i, j, k = np.array([0, 1, 2]), np.array([1, 2, 0]), np.array([2, 0, 1])
-    # h_i^2 is the squared ratio of the volumes of all vectors and of the others, without an inverse
+    # h_i^2: squared ratio of the volumes spanned by all vectors and by the others; needs no inverse
     others = gram[..., j, j] * gram[..., k, k] - gram[..., j, k] ** 2
     mixed = gram[..., i, j] * gram[..., k, k] - gram[..., i, k] * gram[..., j, k]
     rest = gram[..., i, j] * gram[..., j, k] - gram[..., i, k] * gram[..., j, j]

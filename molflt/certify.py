@@ -49,7 +49,7 @@ class Row(NamedTuple):
 
 
 class _Results(dict[str, Any]):
-    """Energy, forces and, with three periodic axes, stress, as far as implemented."""
+    """Energy, forces and, with three periodic axes, stress, if implemented."""
 
     def __init__(self, calculator: Any, atoms: Atoms) -> None:
         if hasattr(calculator, "reset"):
@@ -70,7 +70,7 @@ class _Results(dict[str, Any]):
         return max(map(_largest, self.values())) < math.inf
 
     def apart(self, other: _Results) -> float:
-        """Returns the largest difference of a component."""
+        """Returns the largest difference between components."""
         return max(_largest(self[name] - other[name]) for name in self.keys() & other.keys())
 
 
@@ -79,7 +79,7 @@ class _Case:
 
     def __init__(self, make: Callable[[], Any], elements: list[str], float32: bool) -> None:
         self.make, self.loose = make, 1000 if float32 else 1  # factor of the bounds
-        self.step = 2e-2 if float32 else 1e-3  # of finite differences
+        self.step = 2e-2 if float32 else 1e-3  # step of finite differences
         self.elements = elements or _supported(make())
         samples = _samples(self.elements)
         self.refused = {name: _refusal(make(), atoms) for name, atoms in samples.items()}
@@ -96,7 +96,7 @@ class _Case:
         return [self.samples[name].copy() for name in known]
 
     def slope(self, atoms: Atoms, way: Any = 0, strain: Any = 0) -> float:
-        """Returns the fourth-order finite difference of the energy along a way and a strain."""
+        """Returns a fourth-order finite difference of the energy along a direction and a strain."""
         calculator, energies = self.make(), []
         for t in self.step * np.array([-2, -1, 1, 2]):
             by = _I + t * strain
@@ -123,7 +123,7 @@ def _refusal(calculator: Any, atoms: Atoms) -> str:
 
 
 def _supported(calculator: Any) -> list[str]:
-    """Returns the elements that are computed as an atom or as a crystal."""
+    """Returns the elements that the calculator computes as a single atom or as a crystal."""
     boxes: list[dict[str, Any]] = [{}, {"cell": [2.5] * 3, "pbc": True}]
     refused = {s: [_refusal(calculator, Atoms([s], **box)) for box in boxes] for s in _TRIED}
     return [symbol for symbol in _TRIED if not all(refused[symbol])] or _TRIED
@@ -219,7 +219,7 @@ def _turned(turn: Any) -> dict[str, Any]:
 
 
 def _fragments(case: _Case, on: str, by: float) -> float:
-    """Returns the interaction energy of two different fragments."""
+    """Returns the interaction energy between two different fragments."""
     atoms, calculator = case.of(on)[0], case.make()
     other = atoms[: max(1, len(atoms) // 2)]
     other.positions += by * _Z
@@ -273,7 +273,7 @@ def _torque(case: _Case) -> float:
 
 
 def _jump(case: _Case, path: Callable[[float], tuple[Atoms, Any]], end: float) -> float:
-    """Returns the first jump of the energy along a path beyond the work of the forces."""
+    """Returns the first energy jump along a path that the work of the forces does not explain."""
     calculator = case.make()
 
     def at(t: float) -> tuple[float, float, float]:
@@ -310,7 +310,7 @@ def _slid(case: _Case) -> float:
 
 
 def _stale(case: _Case) -> float:
-    """Checks results after changes in place, with one calculator for all structures."""
+    """Checks results after in-place changes, with one calculator for all structures."""
     calculator, errors = case.make(), []
     for atoms in case.of():
         atoms.calc = calculator
@@ -325,7 +325,7 @@ def _stale(case: _Case) -> float:
 
 
 def _ignored(case: _Case, word: str, put: Callable[[Atoms], object]) -> float:
-    """Returns 0 if a quantity is used, also after a change, or named in a message; else 1."""
+    """Returns 0 if a quantity is used, also after a change, or named in a message; otherwise 1."""
     atoms = case.of("molecule crystal")[0]
     atoms.calc, used = case.make(), False
     with _quiet() as text:
@@ -361,7 +361,7 @@ def _not_finite(case: _Case) -> float:
 
 
 def _accepted(case: _Case, number: int) -> float:
-    """Returns 1 if an element that does not exist is computed; an error must name it."""
+    """Returns 1 if a nonexistent element is accepted, and 0 if an error names it."""
     atoms = case.of("molecule crystal")[0]
     atoms.numbers[0] = number
     try:
@@ -374,7 +374,7 @@ def _accepted(case: _Case, number: int) -> float:
 
 
 def _not_stopped(case: _Case) -> float:
-    """Counts steps of dynamics with a model that raises; NaN without a torch model."""
+    """Counts steps of dynamics with a model that raises errors; NaN without a torch model."""
     atoms = case.of("molecule crystal")[0]
     atoms.calc, steps = case.make(), 0
     dynamics = VelocityVerlet(atoms, units.fs).irun(5)
@@ -437,7 +437,7 @@ CHECKS: dict[str, tuple[Callable[[_Case], float], float, str]] = {
     "element 119 refused by name": (partial(_accepted, number=119), 0, "accepted"),
     "error in the model stops dynamics": (_not_stopped, 0, "steps"),
 }
-"""Name of a check -> function that returns the error, bound, unit."""
+"""Name of a check -> function that returns the error, bound of the error, unit."""
 
 
 def certify(

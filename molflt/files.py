@@ -50,8 +50,8 @@ def atomically(path: Path) -> Iterator[Path]:
         path: file to write; missing folders are created.
 
     Yields:
-        An empty file next to `path` to write or replace. It is renamed to `path` when the block
-        ends without an error.
+        The path of an empty file next to `path` to write or replace. The file is renamed to `path`
+        when the block ends without an error.
     """
     try:
         _make_folder(path.parent)
@@ -62,9 +62,9 @@ def atomically(path: Path) -> Iterator[Path]:
         part.touch()
         mode = part.stat().st_mode
         yield part
-        os.chmod(part, mode)  # some libraries replace it by a private file
+        os.chmod(part, mode)  # some libraries replace it with a private file
         with open(part, "rb+") as file:
-            os.fsync(file.fileno())  # or a crash could leave the new name without content
+            os.fsync(file.fileno())  # otherwise a crash could leave the new name without content
         os.replace(part, path)
         _sync_folder(path.parent)
     except OSError as error:
@@ -184,7 +184,7 @@ def save_tensors(
 ) -> None:
     """Writes a safetensors file with :func:`atomically`, with its sha256 in the header.
 
-    The digest is computed with 64 zeros in its own place. The same tensors and metadata give the
+    The digest is computed with 64 zeros as its placeholder. The same tensors and metadata give the
     same bytes.
 
     Args:
@@ -272,7 +272,7 @@ def verify_tensors(path: Path) -> bool:
 
 
 def read_json(path: Path, expected: str, hint: str) -> object:
-    """Reads a JSON file; raises ValueError with what was `expected` and a hint if it is damaged."""
+    """Reads a JSON file; if it is damaged, raises ValueError with `expected` and `hint`."""
     try:
         found: object = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

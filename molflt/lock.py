@@ -1,4 +1,4 @@
-"""Locks that allow one process per folder and are released when it ends."""
+"""Locks that allow one process per folder and are released when the process ends."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import TextIO
 
 __all__ = ["FolderLock"]
 
-# The filelock package would not do: it lacks the name of the holder, and the release of locks that
-# data workers inherit and keep after their training was killed.
+# The filelock package does not suffice: it does not record the name of the holder, and does not
+# release locks that data workers inherit and keep after their training was killed.
 _held: set[TextIO] = set()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=lambda: [file.close() for file in _held])
@@ -30,7 +30,7 @@ class FolderLock:
 
     Args:
         folder: created if it is missing, and removed again if it stays empty.
-        doing: text after the name of the holder in messages: what it does, and what to do.
+        doing: text after the name of the holder in messages: what the holder does, and what to do.
         name: name of the file; locks of different names are independent.
     """
 

@@ -16,11 +16,11 @@ __all__ = ["EWT_THRESHOLD", "Metric", "locality"]
 EWT_THRESHOLD = 0.02
 """Largest error of an energy that counts as correct, eV."""
 
-_ROW_TOLERANCE = 1e-2  # of sums of weights in half precision
+_ROW_TOLERANCE = 1e-2  # for sums of weights in half precision
 
 
 class Metric(NamedTuple):
-    """Label and format of a metric in pictures; its name in files ends in its unit."""
+    """Label and format of a metric in pictures; its name in files ends with its unit."""
 
     label: str
     unit: str = ""
@@ -41,7 +41,7 @@ class Metric(NamedTuple):
 
 
 class _Locality(NamedTuple):
-    """Attention probability on near and on far tokens, (...) as in `locality`."""
+    """Attention probabilities of near and of far tokens, (...) as in `locality`."""
 
     nearest: NDArray[np.float64]
     """mean over queries of the probability on their nearest tokens, 0 to 1"""
@@ -52,12 +52,12 @@ class _Locality(NamedTuple):
 def locality(
     weights: ArrayLike, distances: ArrayLike, fraction: float = 0.1, causal: bool = False
 ) -> _Locality:
-    """Computes the attention probability on the nearest and on the most distant tokens of queries.
+    """Computes the attention probability of the tokens nearest to and farthest from each query.
 
     FLT (arXiv:2302.01925), appendix C.2, reports 0.279 and 0.068 for 10 % of the tokens, averaged
     over the heads of a language model. Uniform attention gives exactly `fraction` for both, for any
-    number of keys: tokens at equal distance, and the one at the edge of the 10 %, count in part.
-    The token of the query is one of the nearest.
+    number of keys, because tokens at equal distances and the token at the edge of the 10 % count in
+    part. The token of the query is one of the nearest.
 
     Args:
         weights: attention probabilities (..., queries, keys), such as (heads, queries, keys) of
@@ -87,7 +87,7 @@ def locality(
 
 
 def _shares(distance: NDArray[np.float64], fraction: float) -> list[NDArray[np.float64]]:
-    """Returns the part of each key, 0 to 1, among the nearest and the farthest keys of a query."""
+    """Returns the fraction of each key that counts among the nearest and the farthest, 0 to 1."""
     order = np.argsort(distance, axis=-1)
     ordered = np.take_along_axis(distance, order, axis=-1)
     keys = distance.shape[-1]
@@ -96,7 +96,7 @@ def _shares(distance: NDArray[np.float64], fraction: float) -> list[NDArray[np.f
     new = np.ones(distance.shape, dtype=bool)
     new[..., 1:] = ordered[..., 1:] != ordered[..., :-1]
     place = np.arange(keys)
-    # Keys at equal distance are at begin, ..., end - 1 in the order; each gets the same share.
+    # Keys at equal distance are at begin, ..., end - 1 when sorted; each gets the same share.
     begin = np.maximum.accumulate(np.where(new, place, 0), axis=-1)
     last = np.ones(distance.shape, dtype=bool)
     last[..., :-1] = new[..., 1:]

@@ -1,4 +1,4 @@
-"""The attention core: kernelized attention, relative positional encodings and oracles.
+"""The attention core: kernelized attention, relative positional encodings and reference forms.
 
     tokens x                                 positions r
        |                                          |
@@ -15,11 +15,11 @@
                            |
     Attention  layer.py  ->  Block, Stack  stack.py  ->  Decoder  decoder.py
 
-Each kind of encoding enters in its own way: Bias is added to the logits of softmax (FLT,
-arXiv:2302.01925, eq. 1), Factors extend queries and keys before the feature map (eq. 3), Kernel,
-MeshNodes and Toeplitz multiply phi(q) . phi(k), and Rotation transforms queries and keys.
+Each kind of encoding enters attention in its own way. Bias is added to the logits of softmax (FLT,
+arXiv:2302.01925, eq. 1). Factors extend queries and keys before the feature map (eq. 3). Kernel,
+MeshNodes and Toeplitz multiply phi(q) . phi(k). Rotation transforms queries and keys.
 
-Needs torch, and numpy and scipy for quadratures. Graphs are in `molflt.graph`.
+Requires torch, with numpy and scipy for quadratures. Code for graphs is in `molflt.graph`.
 """
 
 from molflt.attention.convert import convert_weights_

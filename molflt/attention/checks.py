@@ -1,4 +1,4 @@
-"""Checks of arguments."""
+"""Argument checks."""
 
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
@@ -24,37 +24,37 @@ def positive(**numbers: float) -> None:
 
 
 def not_negative(**numbers: float) -> None:
-    """Raises ValueError for the first number that is negative or missing."""
+    """Raises ValueError for the first number that is negative or NaN."""
     for name, value in numbers.items():
         if not value >= 0:
             raise ValueError(f"{name} must be at least 0; got {value}")
 
 
 def share(**numbers: float) -> None:
-    """Raises ValueError for the first rate, such as that of dropout, outside [0, 1)."""
+    """Raises ValueError for the first rate outside [0, 1), such as a dropout rate."""
     for name, value in numbers.items():
         if not 0 <= value < 1:
             raise ValueError(f"{name} must be in [0, 1); got {value}")
 
 
 def _head_width(dim: int, heads: int) -> int:
-    """Returns the width d of heads; raises ValueError unless `dim` is a multiple of `heads`."""
+    """Returns the head width d; raises ValueError unless `dim` is a multiple of `heads`."""
     if heads < 1 or dim % heads:
         raise ValueError(f"dim={dim} must be a multiple of heads={heads}; change one of them")
     return dim // heads
 
 
 def one_of(option: str, choice: str, choices: Iterable[str]) -> None:
-    """Raises ValueError for a choice that is not among those known."""
+    """Raises ValueError for an unknown choice."""
     known = tuple(choices)
     if choice not in known:
         raise ValueError(f"{option}={choice!r} is unknown; expected one of {', '.join(known)}")
 
 
 def no_effect(why: str, **options: object) -> None:
-    """Raises ValueError for the first option that is not None although it would do nothing.
+    """Raises ValueError for the first option that is not None although it has no effect.
 
-    `why` is the condition under which options have no effect, such as "with mixing='softmax'".
+    `why` is the condition under which the options have no effect, such as "with mixing='softmax'".
     """
     for name, value in options.items():
         if value is not None:
@@ -63,7 +63,7 @@ def no_effect(why: str, **options: object) -> None:
 
 
 def on_cpu(generator: torch.Generator | None) -> None:
-    """Raises ValueError for a generator on another device; equal seeds must give equal draws."""
+    """Raises ValueError unless a generator is on the CPU; equal seeds must give equal draws."""
     if generator is not None and generator.device.type != "cpu":
         raise ValueError(
             f"generator must be on the CPU; got one on {generator.device}; use torch.Generator() "
@@ -77,13 +77,13 @@ def known_names(
     *takers: Callable[..., object],
     but: Iterable[str] = (),
 ) -> None:
-    """Raises TypeError for the first option that is not an argument of any constructor.
+    """Raises TypeError for the first option that is not an argument of any of the constructors.
 
     Args:
-        owner: class that is built; its own arguments are also allowed.
+        owner: class to build; its own arguments are also allowed.
         options: names of arguments that `owner` passes on.
-        takers: classes that receive them.
-        but: their arguments that `owner` sets itself.
+        takers: classes that receive these arguments.
+        but: arguments of these classes that `owner` sets itself.
     """
     known = {name for taker in (owner, *takers) for name in signature(taker).parameters} - {*but}
     name = getattr(owner, "__name__", str(owner))
@@ -104,10 +104,10 @@ def tensors(**arguments: object) -> None:
 
 
 def whole(name: str, values: torch.Tensor, low: int, high: int, of: str) -> None:
-    """Raises ValueError for numbers that are not integers, or not from `low` to `high`.
+    """Raises ValueError unless all values are integers from `low` to `high`.
 
-    The range is checked on the CPU; elsewhere reading values would force a synchronization. `of`
-    describes the values in messages.
+    The range is checked only on the CPU; on other devices, reading values would force a
+    synchronization. `of` describes the values in error messages.
     """
     if values.dtype.is_floating_point or values.dtype.is_complex or values.dtype == torch.bool:
         raise ValueError(f"{name} must be whole numbers, {of}; got {values.dtype}; use .long()")
@@ -123,7 +123,7 @@ def in_transform() -> bool:
 
 
 def in_checkpoint() -> bool:
-    """Returns True if hooks handle saved tensors, as in checkpoints that are not reentrant."""
+    """Returns True if hooks handle saved tensors, as in non-reentrant checkpoints."""
     if torch.compiler.is_compiling():
         return False
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
@@ -137,7 +137,7 @@ def at_hand(values: torch.Tensor) -> bool:
 
 
 def beside_weights(name: str, x: torch.Tensor, weight: torch.Tensor) -> None:
-    """Raises ValueError for a tensor on another device than the weights."""
+    """Raises ValueError if a tensor is not on the device of the weights."""
     if x.device != weight.device:
         raise ValueError(
             f"{name} is on {x.device}, but the weights are on {weight.device}; move one of them "
@@ -146,9 +146,9 @@ def beside_weights(name: str, x: torch.Tensor, weight: torch.Tensor) -> None:
 
 
 def like_weights(name: str, x: torch.Tensor, weight: torch.Tensor) -> None:
-    """Raises ValueError for a tensor on another device than the weights, or in another precision.
+    """Raises ValueError unless a tensor has the device and dtype of the weights.
 
-    Under autocast, single and half precision go together.
+    Under autocast, single and half precision may be mixed.
     """
     beside_weights(name, x, weight)
     double = torch.float64 in (x.dtype, weight.dtype)

@@ -9,20 +9,21 @@ from molflt.attention.layer import Scaling
 def convert_weights_(source: nn.Module, target: nn.Module) -> list[str]:
     """Copies the parameters that two models share, such as a softmax model and a kernelized one.
 
-    Queries, keys, values and outputs mean the same in every mechanism, so a trained softmax layer
-    can continue as a kernelized one, and back: Performer's backward compatibility (FAVOR,
-    arXiv:2006.03555, section 4.2) and the conversion of NPRF (arXiv:2106.12566, section 4.5). The
-    feature map "polynomial" is within 1 % of softmax layers of normalized queries and keys whose
-    temperature is about 1; models that use other maps, or sharper weights, need further training.
+    Queries, keys, values and outputs have the same meaning in every mechanism. A trained softmax
+    layer can therefore continue as a kernelized one, and vice versa. This is Performer's backward
+    compatibility (FAVOR, arXiv:2006.03555, section 4.2) and the conversion of NPRF
+    (arXiv:2106.12566, section 4.5). Outputs with the feature map "polynomial" are within 1 % of
+    those of softmax layers with normalized queries and keys and a temperature of about 1. Models
+    with other maps or sharper weights need further training.
 
     Args:
         source: any module; it is not changed.
-        target: a module of the same architecture with another attention mechanism; changed in
+        target: a module of the same architecture with a different attention mechanism; modified in
             place. It keeps its own random projections if the source does not have any.
 
     Returns:
         Names of the target's parameters that the source does not have, such as those of a learned
-        feature map; they stay as they were.
+        feature map; these are left unchanged.
     """
     _refuse_other_logits(source, target)
     given, own = source.state_dict(), target.state_dict()
@@ -46,7 +47,7 @@ def convert_weights_(source: nn.Module, target: nn.Module) -> list[str]:
 
 
 def _refuse_other_logits(source: nn.Module, target: nn.Module) -> None:
-    """Raises ValueError for layers of the same name that scale queries and keys differently."""
+    """Raises ValueError if layers with the same name scale queries and keys differently."""
     modules = dict(source.named_modules())
     for name, own in target.named_modules():
         given = modules.get(name)

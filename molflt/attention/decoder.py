@@ -1,4 +1,4 @@
-"""The decoder of an encoder-decoder: causal blocks that also attend to another sequence."""
+"""Decoder of an encoder-decoder model: causal blocks that also attend to another sequence."""
 
 from inspect import signature
 from typing import Any, NamedTuple, cast
@@ -16,17 +16,17 @@ from molflt.attention.mixing.forms import softmax
 from molflt.attention.stack import ATTENTION, MIXER_OPTIONS, Block, Stack, StackState
 
 Memory = KeyValues | KeySums
-"""Memory of cross-attention: keys and values of the other sequence, or sums of them."""
+"""Memory of cross-attention: keys and values of the other sequence, or sums over them."""
 
 _OF_SELF_ATTENTION = ("causal", "gate", "position")
 
 
 class CrossAttention(Attention):
-    """Attention to the tokens of another sequence, whose part is computed once.
+    """Attention to the tokens of another sequence, whose part is computed only once.
 
-    `Attention.forward` with `context` does both steps; `remember` followed by `recall` gives the
-    same. Relative encodings do not apply between two sequences (as in T5, arXiv:1910.10683, section
-    2.1; NPRF, arXiv:2106.12566, eq. 6, has one within a sequence).
+    Calling `remember` and then `recall` gives the same result as `Attention.forward` with
+    `context`. Relative encodings do not apply between two sequences, as in T5 (arXiv:1910.10683,
+    section 2.1); NPRF (arXiv:2106.12566, eq. 6) uses one within a sequence.
 
     Args:
         dim: width of tokens; a multiple of `heads`.
@@ -40,15 +40,15 @@ class CrossAttention(Attention):
         super().__init__(dim, heads, **attention)
 
     def remember(self, context: Tensor, context_mask: Tensor | None = None) -> Memory:
-        """Computes the part of attention that depends on the other sequence only.
+        """Computes the part of attention that depends only on the other sequence.
 
         Args:
             context: (batch, keys, dim).
             context_mask: (batch, keys) bool, True where a token exists.
 
         Returns:
-            For softmax, keys and values, O(keys d) numbers; for kernelized attention, sums over
-            keys, O(m d) numbers.
+            For softmax, keys and values: O(keys d) numbers. For kernelized attention, sums over
+            keys: O(m d) numbers.
         """
         _, source = without_masked(context, context_mask)
         key, value = (self._by_head(to, source) for to in (self.to_key, self.to_value))
@@ -59,11 +59,11 @@ class CrossAttention(Attention):
         return absorb(Operand(self.feature_map, key, None, mask), value)
 
     def recall(self, x: Tensor, memory: Memory) -> Tensor:
-        """Returns `forward(x, context=..., key_mask=...)` without dropout, from a memory.
+        """Computes `forward(x, context=..., key_mask=...)` from a memory, without dropout.
 
         Args:
-            x: (batch k, tokens, dim): k rows in turn for each sequence of the memory.
-            memory: returned by `remember`, for `batch` sequences.
+            x: (batch k, tokens, dim), k consecutive rows for each sequence of the memory.
+            memory: result of `remember` for `batch` sequences.
         """
         rows = memory.key if isinstance(memory, KeyValues) else memory.context
         tokens = len(x) // max(1, len(rows)) * x.shape[1]
@@ -78,10 +78,10 @@ class CrossAttention(Attention):
 
 
 class DecoderState(NamedTuple):
-    """Decoding state: sums over the tokens so far, and keys of the other sequence."""
+    """Decoding state: the memories of the other sequence, and the state of the stack."""
 
     memory: list[Memory]
-    """of each layer"""
+    """one for each layer"""
     stack: StackState | None = None
     """None before the first token"""
 
@@ -89,16 +89,16 @@ class DecoderState(NamedTuple):
 class Decoder(nn.Module):
     """Causal blocks with cross-attention between self-attention and the feed-forward network.
 
-    The decoder of arXiv:1706.03762, section 3.1, fig. 1; NPRF (arXiv:2106.12566), section 4.3, with
-    kernelized self- and cross-attention and a relative encoding.
+    This is the decoder of arXiv:1706.03762, section 3.1, fig. 1. NPRF (arXiv:2106.12566), section
+    4.3, uses it with kernelized self- and cross-attention and a relative encoding.
 
     Args:
         dim: width of tokens; a multiple of `heads`.
-        heads: attention heads.
+        heads: number of attention heads.
         layers: number of blocks.
-        attention_dropout: dropout of self- and cross-attention.
-        stack: further arguments of `Stack` and `Attention`. Arguments of `Attention` apply to self-
-            and cross-attention, except position and gate, which only self-attention has.
+        attention_dropout: dropout rate of self- and cross-attention.
+        stack: further arguments of `Stack` and `Attention`. Those of `Attention` apply to self- and
+            cross-attention, except position and gate, which apply only to self-attention.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Decoder(nn.Module):
 
     @property
     def decodes(self) -> bool:
-        """Returns True if `step` continues from a state instead of recomputing all tokens."""
+        """Returns True if `step` can continue from a state instead of recomputing all tokens."""
         position = self.stack.position
         return (position is None or position.decodes) and "quadratic" not in self.stack.mixings
 
@@ -138,12 +138,12 @@ class Decoder(nn.Module):
         positions: Tensor | None = None,
         context_mask: Tensor | None = None,
     ) -> Tensor:
-        """Refines tokens.
+        """Applies all blocks to the tokens.
 
         Args:
             x: (batch, tokens, dim).
             context: (batch, keys, dim), tokens of the other sequence.
-            positions: (batch, tokens, l), for the encoding of self-attention, if there is one.
+            positions: (batch, tokens, l), for the encoding of self-attention, if any.
             context_mask: (batch, keys) bool, True where a token of that sequence exists.
 
         Returns:
@@ -159,24 +159,24 @@ class Decoder(nn.Module):
         return out
 
     def remember(self, context: Tensor, context_mask: Tensor | None = None) -> DecoderState:
-        """The state before the first token; arguments as for `forward`."""
+        """Returns the state before the first token; the arguments are those of `forward`."""
         return DecoderState([c.remember(context, context_mask) for _, c, _ in self._layers()])
 
     def step(
         self, x: Tensor, state: DecoderState, positions: Tensor | None = None
     ) -> tuple[Tensor, DecoderState]:
-        """Refines new tokens without recomputing earlier ones.
+        """Applies all blocks to new tokens without recomputing earlier ones.
 
-        `forward(x, context)` equals `step(x, remember(context))[0]`, also if x is given in several
+        `forward(x, context)` equals `step(x, remember(context))[0]`, even if x is given in several
         steps.
 
         Args:
-            x: (batch k, new tokens, dim), k rows in turn for each sequence that is remembered.
+            x: (batch k, new tokens, dim), k consecutive rows for each remembered sequence.
             state: returned by the previous call, or by `remember` at the start.
             positions: (batch k or 1, new tokens, l), positions of the new tokens, for the encoding.
 
         Returns:
-            (batch k, new tokens, dim), and the state after them.
+            The result, (batch k, new tokens, dim), and the state after the new tokens.
         """
         encoding, keys = self.stack._evaluate_new(positions, state.stack)
         before = [None] * len(self.cross) if state.stack is None else state.stack.blocks
@@ -193,7 +193,7 @@ class Decoder(nn.Module):
         return self.stack.norm(x), state._replace(stack=StackState(keys, after))
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
-        """Draws new random features in place, see `Stack.redraw_`."""
+        """Draws new random features in place; see `Stack.redraw_`."""
         self.stack.redraw_(generator)
         for _, cross, _ in self._layers():
             cross.redraw_(generator)

@@ -1,7 +1,7 @@
-"""Positional encodings evaluated for one batch: one class for each way to enter attention.
+"""Positional encodings evaluated for one batch, with one class per way of entering attention.
 
-Every class has `dense`, the full matrix, which serves as oracle, and `mix`, which never forms it.
-In shapes, b is the batch or 1, h the heads or 1.
+Every class has `dense`, which returns the full matrix for reference, and `mix`, which never forms
+it. In shapes, b is the batch size or 1, and h is the number of heads or 1.
 """
 
 from collections.abc import Callable
@@ -28,27 +28,28 @@ _Turn = Callable[[Tensor], Tensor]
 
 
 class Terms(NamedTuple):
-    """Terms of a sum over keys: features of both sides, values (batch, heads, keys, dv)."""
+    """Terms of sums over keys: query and key features, and values (batch, heads, keys, dv)."""
 
     query: Features
     key: Features
     value: Tensor
     causal: bool = False
-    """each token sees itself and those before it"""
+    """each token sees only itself and earlier tokens"""
     log_decay: Tensor | None = None
     """see `causal_linear`"""
     state: State | None = None
-    """of the tokens before these; causal"""
+    """state of the preceding tokens, for causal attention"""
 
 
 class Encoding:
-    """No encoding, and the base class of all kinds.
+    """Base class of encodings; the class itself stands for no encoding.
 
     Attributes:
-        faces: kinds of attention that can use it: softmax, kernelized, or both.
-        decodes: True if causal attention keeps a state of constant size with it.
+        faces: kinds of attention that can use the encoding: softmax, kernelized, or both.
+        decodes: True if causal attention with the encoding keeps a state of constant size.
         chunked: True if sums over many keys can be computed in chunks.
-        kernel: U (b, h, queries, p) and V (b, h, keys, p) of a kernel that multiplies, or None.
+        kernel: factors U (b, h, queries, p) and V (b, h, keys, p) of a multiplicative kernel, or
+            None.
     """
 
     faces: ClassVar[tuple[str, ...]] = (SOFTMAX, KERNELIZED)
@@ -58,20 +59,20 @@ class Encoding:
 
     @property
     def bias(self) -> Tensor | None:
-        """Returns the term that is added to the logits of softmax: (b, h, queries, keys)."""
+        """Returns the term added to the logits of softmax, (b, h, queries, keys), or None."""
         return None
 
     @property
     def columns(self) -> tuple[Columns | None, Columns | None]:
-        """Returns the factors that precede queries and keys: (b, h, tokens, .) each."""
+        """Returns the columns prepended to queries and to keys, (b, h, tokens, .) each."""
         return None, None
 
     def transform(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotates scaled queries and keys, (batch, heads, tokens, d)."""
+        """Rotates scaled queries and keys, (batch, heads, tokens, d) each."""
         return query, key
 
     def dense(self, queries: int, keys: int) -> Tensor | None:
-        """The matrix, (b, h, queries, keys), that is added to logits or multiplies; or None."""
+        """Returns the additive or multiplicative matrix, (b, h, queries, keys), or None."""
         return None
 
     def attend(
@@ -85,19 +86,19 @@ class Encoding:
         gate: Tensor | None = None,
         state: State | None = None,
     ) -> tuple[Sums, State | None]:
-        """Computes the sums of kernelized attention; "auto" takes the cheaper form.
+        """Computes the sums of kernelized attention.
 
         Args:
             query: (batch, heads, queries, d).
             key: (batch, heads, keys, d).
             value: (batch, heads, keys, dv).
-            form: "linear", "quadratic" or "auto".
-            causal: each token sees itself and those before it.
-            gate: logits of the share of the past that each token keeps, (batch, heads, tokens).
-            state: state of the tokens before these, for causal attention.
+            form: "linear", "quadratic" or "auto", the cheaper of the two.
+            causal: each token sees only itself and earlier tokens.
+            gate: logits of the fraction of the past that each token keeps, (batch, heads, tokens).
+            state: state of the preceding tokens, for causal attention.
 
         Returns:
-            The sums, and in linear causal attention the state after the last token.
+            The sums and, for linear causal attention, the state after the last token.
         """
         matrix = form == "quadratic"
         if form == "auto" and not causal:
@@ -115,7 +116,7 @@ class Encoding:
         return self._with_single_pairs(sums, query, key, value), last
 
     def by_matrix(self, terms: Terms) -> Sums:
-        """Computes the sums through the N x N matrix of attention: the oracle of `mix`."""
+        """Computes the sums from the N x N attention matrix, as a reference for `mix`."""
         return self._quadratic(terms)
 
     @staticmethod
@@ -124,13 +125,13 @@ class Encoding:
         return quadratic(query, key, value, causal, log_decay=log_decay, **kernel)
 
     def mix(self, terms: Terms) -> tuple[Sums, State | None]:
-        """Computes the sums without that matrix."""
+        """Computes the sums without forming the attention matrix."""
         if terms.causal:
             return causal_linear(*terms[:3], terms.log_decay, terms.state)
         return linear(*terms[:3]), None
 
     def _with_single_pairs(self, sums: Sums, query: Operand, key: Operand, value: Tensor) -> Sums:
-        """Terms of single pairs, without features."""
+        """Adds terms of single pairs, which do not use features, to the sums."""
         return sums
 
     def _matrix_is_cheaper(self, query: Operand, key: Operand, value: Tensor) -> bool:
@@ -140,7 +141,7 @@ class Encoding:
 
 
 class Bias(Encoding):
-    """f(r_i - r_j), added to the logits of softmax: FLT (arXiv:2302.01925), eq. 1.
+    """Bias f(r_i - r_j) added to the logits of softmax: FLT (arXiv:2302.01925), eq. 1.
 
     Args:
         matrix: (b, h, queries, keys).
@@ -160,11 +161,11 @@ class Bias(Encoding):
 
 
 class Factors(Encoding):
-    """Factors of the mask, before queries and keys: q^ = [N1, q], k^ = [N2, k], FLT's eq. 3.
+    """Factors of the mask, prepended to queries and keys: q^ = [N1, q], k^ = [N2, k] (FLT, eq. 3).
 
     Args:
         left: N1 (b, h, queries, 2r), or random projections of it.
-        right: N2 (b, h, keys, 2r), or parts of it.
+        right: N2 (b, h, keys, 2r), or random projections of it.
     """
 
     faces = (KERNELIZED,)
@@ -183,7 +184,7 @@ class Factors(Encoding):
 
 
 class _Multiplied(Encoding):
-    """A multiplicative positional kernel with corrections of single pairs."""
+    """Multiplicative positional kernel with corrections for single pairs."""
 
     faces = (KERNELIZED,)
 
@@ -193,14 +194,14 @@ class _Multiplied(Encoding):
         self._by_query: Once[Pairs | SortedPairs] = Once()
 
     def _sorted_pairs(self, terms: Terms) -> Pairs | SortedPairs | None:
-        """Returns w, sorted by query once for all layers."""
+        """Returns w sorted by query, which is done only once for all layers."""
         if (pairs := self.pairs) is None:
             return None
         sizes = terms.value.shape[0], terms.query.tokens, terms.key.tokens
         return self._by_query.get(lambda: pairs.by_query(*sizes))
 
     def _far(self, queries: int, keys: int) -> Tensor:
-        """h, (b, h, queries, keys), without w."""
+        """Returns the kernel without w, (b, h, queries, keys)."""
         raise NotImplementedError
 
     def dense(self, queries: int, keys: int) -> Tensor:
@@ -222,12 +223,12 @@ class _Multiplied(Encoding):
 
 
 class Kernel(_Multiplied):
-    """A positional kernel that multiplies: A_ij = (U_i . V_j + w_ij) phi(q_i) . phi(k_j).
+    """Multiplicative positional kernel: A_ij = (U_i . V_j + w_ij) phi(q_i) . phi(k_j).
 
     Args:
         left: U (b, h, queries, p).
         right: V (b, h, keys, p).
-        pairs: w, the near field; with `exact`, also terms added to A_ij itself.
+        pairs: w, the near field; its `exact`, if given, defines terms added to A_ij itself.
     """
 
     kernel: tuple[Tensor, Tensor]
@@ -252,10 +253,10 @@ class Kernel(_Multiplied):
 
 
 class MeshNodes(_Multiplied):
-    """A positional kernel that multiplies, by a mesh: A_ij = (h_ij + w_ij) phi(q_i) . phi(k_j).
+    """Multiplicative positional kernel on a mesh: A_ij = (h_ij + w_ij) phi(q_i) . phi(k_j).
 
     Args:
-        on_mesh: h; queries and keys are the same tokens.
+        on_mesh: h, for queries and keys that are the same tokens.
         pairs: w, as for `Kernel`.
     """
 
@@ -283,7 +284,7 @@ class MeshNodes(_Multiplied):
 
 
 class Toeplitz(Encoding):
-    """A kernel of the offset on a grid, which multiplies: NPRF (arXiv:2106.12566), section 3.2.
+    """Multiplicative kernel of the offset on a grid: NPRF (arXiv:2106.12566), section 3.2.
 
     Args:
         log_kernel: see `molflt.attention.mixing.toeplitz`.
@@ -310,11 +311,11 @@ class Toeplitz(Encoding):
         return toeplitz(*terms[:3], self.log_kernel, causal=causal, method=method), None
 
     def _matrix_is_cheaper(self, query: Operand, key: Operand, value: Tensor) -> bool:
-        return False  # its own method "blocks" serves few tokens
+        return False  # few tokens use its own method "blocks"
 
 
 class Rotation(Encoding):
-    """A map of queries and of keys, each by its own positions: rotary and stochastic encodings.
+    """Transforms of queries and keys by their positions: rotary and stochastic encodings.
 
     Args:
         turn_query: function that rotates scaled queries (batch, heads, queries, d).

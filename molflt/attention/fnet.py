@@ -1,8 +1,8 @@
-"""FNet's Fourier sublayer and its ablations: token mixers in place of attention.
+"""FNet's Fourier sublayer and its ablations, token mixers that replace attention.
 
-FNet (arXiv:2105.03824), sections 3 and 4.1. They are linear maps of the tokens, without queries or
-positions. The result for a sequence does not depend on batch or padding: every transform runs over
-existing tokens only.
+See FNet (arXiv:2105.03824), sections 3 and 4.1. Mixers are linear maps of the tokens and use
+neither queries nor positions. The result for a sequence does not depend on the batch or on padding,
+because every transform runs only over existing tokens.
 """
 
 import math
@@ -17,12 +17,12 @@ from molflt.attention.keys import check_mask
 from molflt.attention.numerics import at_least_float32, options_of
 
 _METHODS = ("fft", "dft")
-# Standard deviation of N(0, 1) cut off at 2: what LeCun's truncated initialization divides by.
+# Standard deviation of N(0, 1) truncated at 2; LeCun's truncated initialization divides by it.
 _TRUNCATED_STD = math.sqrt(1 - 4 * math.exp(-2) / math.sqrt(2 * math.pi) / math.erf(math.sqrt(2)))
 
 
 class _RealDFT(torch.autograd.Function):
-    """Re(F_seq F_hidden x), its own transpose: backward equals forward and saves nothing."""
+    """Re(F_seq F_hidden x), a symmetric map: backward equals forward and saves nothing."""
 
     generate_vmap_rule = True
 
@@ -35,7 +35,7 @@ class _RealDFT(torch.autograd.Function):
         width, mirrored = dim // 2 + 1, (dim - 1) // 2
         out = half.new_empty(batch, tokens, dim)
         out[..., :width] = half
-        # x is real: Y[-k, -l] = conj(Y[k, l]) gives the other columns, row 0 from itself.
+        # x is real: the other columns follow from Y[-k, -l] = conj(Y[k, l]), row 0 from itself.
         out[:, 0, width:] = out[:, 0, 1 : 1 + mirrored].flip(1)
         out[:, 1:, width:] = out[:, 1:, 1 : 1 + mirrored].flip(1, 2)
         return out
@@ -50,14 +50,14 @@ class _RealDFT(torch.autograd.Function):
 
 
 def _real_dft(x: Tensor) -> Tensor:
-    """y = Re(F_seq F_hidden x) by FFT, not normalized: FNet (arXiv:2105.03824), eq. 1 and 3."""
+    """Computes Re(F_seq F_hidden x) by unnormalized FFT: FNet (arXiv:2105.03824), eqs. 1 and 3."""
     return _RealDFT.apply(x)
 
 
 def _dft_matrices(
     rows: Tensor, columns: Tensor, length: Tensor | int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """C and S, (..., r, c), of the DFT matrix C - i S = exp(-2 pi i j k / n): FNet, eq. 2."""
+    """Returns C and S, (..., r, c), of the matrix C - i S = exp(-2 pi i j k / n): FNet, eq. 2."""
     # Full turns are subtracted as integers: float32 would lose the phase of j k ~ 10^7.
     turn = (rows[..., :, None] * columns[..., None, :]) % length
     angle = turn.to(dtype) * (2 * math.pi) / length
@@ -65,17 +65,18 @@ def _dft_matrices(
 
 
 class Mixer(nn.Module):
-    """Base class of token mixers, with the interface of `Attention`; a new one overrides `mix`.
+    """Base class of token mixers, with the interface of `Attention`; subclasses override `mix`.
 
     Args:
         dim: width of the tokens, at least 1.
 
     Attributes:
-        paper: source of the mixer: arXiv number and place.
+        paper: source of the mixer: arXiv number and location.
         cost: cost for N tokens of width d.
-        mixing: its key in `TOKEN_MIXERS`.
-        bounded: True if it takes `max_tokens`, the length of the longest sequence.
-        causal: False; every token reaches every other. There are no `heads`.
+        mixing: key of the mixer in `TOKEN_MIXERS`.
+        bounded: True if the mixer takes `max_tokens`, the length of the longest sequence.
+        causal: False, because every token reaches every other.
+        heads: 0, because mixers do not have heads.
     """
 
     paper = "2105.03824, sec. 4.1"
@@ -101,17 +102,17 @@ class Mixer(nn.Module):
         key_weight: Tensor | None = None,
         key_index: Tensor | None = None,
     ) -> Tensor:
-        """Mixes tokens, in float32 at least, also under autocast.
+        """Mixes tokens in at least float32, even under autocast.
 
         Args:
             x: (batch, tokens, dim).
-            positions, encoding: None.
-            key_mask: (batch, tokens), True where a token exists; any pattern. The tokens that
-                exist are a sequence in their order.
-            key_weight, key_index: None.
+            positions, encoding: must be None.
+            key_mask: (batch, tokens), True where a token exists, in any pattern. The existing
+                tokens form a sequence in their order.
+            key_weight, key_index: must be None.
 
         Returns:
-            (batch, tokens, dim), of the type of `x`; 0 where no token exists.
+            (batch, tokens, dim) in the dtype of `x`; 0 where no token exists.
         """
         why = f"with mixing={self.mixing!r}, which knows neither positions nor keys"
         given = {"positions": positions, "encoding": encoding}
@@ -126,7 +127,7 @@ class Mixer(nn.Module):
             return out.to(x.dtype)
 
     def mix(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
-        """Mixes tokens; `x` is 0 at padding, whose results are ignored."""
+        """Mixes tokens; `x` is 0 at padding, where results are ignored."""
         raise NotImplementedError
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
@@ -145,16 +146,17 @@ class Mixer(nn.Module):
 class FourierMixer(Mixer):
     """FNet's Fourier sublayer, y = Re(F_seq F_hidden x), without parameters.
 
-    FNet (arXiv:2105.03824), eq. 3. The transform is not normalized (eq. 1, and the public code),
-    which makes y sqrt(tokens dim / 2) times as large as x. A LayerNorm after the sum is expected.
+    FNet (arXiv:2105.03824), eq. 3. The transform is not normalized, in agreement with eq. 1 and the
+    public code; y is therefore sqrt(tokens dim / 2) times as large as x. LayerNorm should follow
+    the residual sum.
 
     Args:
         dim: width of the tokens.
-        method: "fft", O(N d log(N d)); or "dft", by matrices, O(N^2 d + N d^2). The latter is
-            faster on hardware built for matrix products (section 3.3), and does not loop over
-            lengths.
-        normalize: divide by sqrt(tokens dim), as eq. 2 does: keeps the size of the tokens, for
-            blocks with the LayerNorm in front.
+        method: "fft", O(N d log(N d)), or "dft", by matrices, O(N^2 d + N d^2). The latter is
+            faster on hardware built for matrix products (section 3.3) and does not loop over
+            sequence lengths.
+        normalize: divide by sqrt(tokens dim), as in eq. 2. This keeps the scale of the tokens, for
+            blocks that apply LayerNorm first.
     """
 
     paper = "2105.03824, eq. 3"
@@ -179,7 +181,7 @@ class FourierMixer(Mixer):
         return out * (_lengths(key_mask) * self.dim).to(x.dtype).rsqrt()
 
     def _matrices(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
-        """C_seq (x C_hidden) - S_seq (x S_hidden) with F = C - i S, by half of the columns."""
+        """Returns C_seq (x C_hidden) - S_seq (x S_hidden), F = C - i S, from half the columns."""
         tokens, dim = x.shape[1:]
         width, mirrored = dim // 2 + 1, (dim - 1) // 2
         column = torch.arange(dim, device=x.device)
@@ -199,7 +201,7 @@ class FourierMixer(Mixer):
 class _LinearMixer(Mixer):
     """y = W_seq x W_hidden with learned matrices: FNet (arXiv:2105.03824), section 4.1, "Linear".
 
-    n of at most `max_tokens` tokens use the first n rows and columns of W_seq.
+    A sequence of n <= `max_tokens` tokens uses the first n rows and columns of W_seq.
     """
 
     mixing = "dense"
@@ -221,7 +223,7 @@ class _LinearMixer(Mixer):
     def mix(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
         tokens = x.shape[1]
         if tokens > self.max_tokens:
-            # Only this check needs the number of real tokens: padding may be wider.
+            # Only this check needs the number of real tokens; padding may exceed the limit.
             lengths = [tokens] if key_mask is None else key_mask.sum(dim=1).tolist()
             longest = max(lengths, default=0)
             if longest > self.max_tokens:
@@ -243,8 +245,8 @@ class _LinearMixer(Mixer):
 class _RandomMixer(_LinearMixer):
     """y = W_seq x W_hidden with constant random matrices: FNet (arXiv:2105.03824), section 4.1.
 
-    Entries are normal, truncated at two standard deviations, with variances 1 / max_tokens and 1 /
-    dim, as in the public FNet code. The matrices are buffers.
+    Entries are normally distributed, truncated at two standard deviations, with variances 1 /
+    max_tokens and 1 / dim, as in the public FNet code. The matrices are buffers.
     """
 
     mixing = "random"
@@ -266,29 +268,29 @@ class _NoMixer(Mixer):
     """No token mixing, y = 0: FNet's FF-only model (arXiv:2105.03824, section 4.1).
 
     The paper removes the sublayer; its public code keeps LayerNorm(x + x), which is LayerNorm(x).
-    With y = 0 the residual sum around the sublayer is x in any block.
+    With y = 0, the residual sum around the sublayer is x in every block.
     """
 
     cost = "0"
     mixing = "none"
 
     def mix(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
-        # Not a new tensor: data-parallel training wants a gradient for a LayerNorm in front.
+        # Not a new tensor: data-parallel training requires a gradient for a preceding LayerNorm.
         return 0.0 * x
 
 
 def _ranks(key_mask: Tensor) -> Tensor:
-    """Returns the index of every token among those that exist, (batch, tokens)."""
+    """Returns the index of every token among the existing ones, (batch, tokens)."""
     return (key_mask.cumsum(dim=1) - 1).clamp(min=0)
 
 
 def _lengths(key_mask: Tensor) -> Tensor:
-    """Number of existing tokens, (batch, 1, 1), at least 1."""
+    """Returns the number of existing tokens, (batch, 1, 1), at least 1."""
     return key_mask.sum(dim=1).clamp(min=1)[:, None, None]
 
 
 def _dft_by_length(x: Tensor, key_mask: Tensor) -> Tensor:
-    """Applies `real_dft` to every sequence at its own length, one call per distinct length."""
+    """Applies `_real_dft` to every sequence at its own length, in one call per distinct length."""
     batch, tokens, dim = x.shape
     if not x.numel():
         return x

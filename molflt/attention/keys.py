@@ -10,22 +10,22 @@ from molflt.attention.numerics import at_least_float32
 
 
 class Keys(TypedDict, total=False):
-    """Arguments about keys of the `forward` of layers, blocks and stacks.
+    """Arguments for keys in the `forward` of layers, blocks and stacks.
 
-    Tokens of masked keys may hold anything: infinite and missing numbers in them count as 0.
+    Tokens of masked keys may contain any values; infinities and NaN in them are treated as 0.
     """
 
     key_mask: Tensor | None
     """(batch, keys) bool, True where a key exists"""
     key_weight: Tensor | None
-    """(batch, keys), above 0 and finite: a factor of every A_ij of a key"""
+    """(batch, keys), positive and finite; multiplies every A_ij of a key"""
     key_index: Tensor | None
     """(batch, keys), the token that each key copies; by default key j is token j. Periodic images
     of an atom are keys with the atom's index and their own positions."""
 
 
 def check_mask(key_mask: Tensor, shape: torch.Size) -> None:
-    """Raises ValueError unless a mask is bool, of this shape."""
+    """Raises ValueError unless a mask is bool and has the given shape."""
     if key_mask.dtype is not torch.bool or key_mask.shape != shape:
         raise ValueError(
             f"key_mask is wrong; expected bool of shape {tuple(shape)}; got {key_mask.dtype} of "
@@ -34,7 +34,7 @@ def check_mask(key_mask: Tensor, shape: torch.Size) -> None:
 
 
 def log_weights(key_weight: Tensor | None, key_mask: Tensor | None, key: Tensor) -> Tensor | None:
-    """Logarithms of weights (batch, keys), 0 for masked keys: (batch, 1, keys)."""
+    """Returns the logarithms (batch, 1, keys) of weights (batch, keys), 0 for masked keys."""
     if key_weight is None:
         return None
     if key_weight.shape != (key.shape[0], key.shape[2]):
@@ -45,7 +45,7 @@ def log_weights(key_weight: Tensor | None, key_mask: Tensor | None, key: Tensor)
     weight = key_weight.to(at_least_float32(key).dtype)
     if key_mask is not None:  # before the logarithm, whose derivative at 0 is infinite
         weight = weight.masked_fill(~key_mask, 1.0)
-    least = torch.finfo(weight.dtype).tiny  # 1 / weight, the slope, overflows below
+    least = torch.finfo(weight.dtype).tiny  # below it, the slope 1 / weight overflows
     if at_hand(weight) and bool((wrong := ~((weight >= least) & weight.isfinite())).any()):
         raise ValueError(
             f"key_weight must be finite and at least {least:.3g} in {weight.dtype}; got "
@@ -55,19 +55,19 @@ def log_weights(key_weight: Tensor | None, key_mask: Tensor | None, key: Tensor)
 
 
 def finite_where_masked(x: Tensor, key_mask: Tensor) -> Tensor:
-    """Tokens (batch, tokens, .) with 0 in place of infinite and missing numbers of masked ones."""
+    """Replaces infinities and NaN in masked tokens of x, (batch, tokens, .), with 0."""
     return torch.where(key_mask[..., None], x, x.nan_to_num(0.0, 0.0, 0.0))
 
 
 def passed_over(gate: Tensor, mask: Tensor | None) -> Tensor:
-    """Logits of the share of the past that each token keeps: all of it at masked keys."""
+    """Changes gate logits to make masked tokens keep all of the past."""
     return gate if mask is None else gate.masked_fill(~mask, torch.inf)
 
 
 def placed(
     positions: Tensor | None, key_positions: Tensor | None, key_mask: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Returns positions of queries and of keys, with finite ones for masked keys."""
+    """Returns the positions of queries and keys, made finite for masked keys."""
     if key_mask is None or positions is None:
         return positions, key_positions
     if key_positions is not None:
@@ -76,7 +76,7 @@ def placed(
 
 
 def all_placed(positions: Tensor, key_positions: Tensor | None, keys: int) -> None:
-    """Raises ValueError unless each key of softmax has a position, remembered keys included."""
+    """Raises ValueError unless each key of softmax has a position, including remembered keys."""
     got = (positions if key_positions is None else key_positions).shape[1]
     if got != keys:
         raise ValueError(
@@ -91,17 +91,17 @@ def without_masked(
     key_index: Tensor | None = None,
     context: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Separates tokens as queries from tokens as keys, whose masked entries are 0.
+    """Returns the tokens used as queries and those used as keys; masked keys are set to 0.
 
-    A weight of 0 would not suffice: 0 times infinity is NaN, in sums and in gradients.
+    A weight of 0 would not suffice, because 0 times infinity is NaN in sums and gradients.
 
     Args:
         x: (batch, tokens, dim).
         key_mask, key_index: see `Keys`.
-        context: (batch, keys, dim), the keys if they are not x.
+        context: (batch, keys, dim), the tokens used as keys if they are not x.
 
     Returns:
-        Queries, with 0 in place of infinite and missing numbers of masked tokens, and keys.
+        Queries and keys; in the queries, infinities and NaN of masked tokens are replaced with 0.
     """
     source = x if context is None else context
     if key_mask is None:

@@ -1,4 +1,4 @@
-"""Multi-head attention: one layer for every feature map, positional encoding and mixing."""
+"""Multi-head attention: one layer for all feature maps, positional encodings and mixings."""
 
 from typing import NamedTuple, Unpack
 
@@ -22,14 +22,14 @@ _States = tuple[State, ...]
 
 
 class Scaling(nn.Module):
-    """Scales queries and keys before they are compared, by d^(-1/4) or by norm and temperature.
+    """Scales queries and keys before they are compared: by d^(-1/4), or by norm and temperature.
 
     Args:
         heads: number of heads.
         head_dim: width d of queries and keys.
         normalize: `normalize_qk` of `Attention`.
         learn_temperature: see `Attention`; temperatures start at 1.
-        unit_norm: default of both, given by the feature map.
+        unit_norm: default of the two options above, given by the feature map.
     """
 
     extra_repr = options_of
@@ -53,7 +53,7 @@ class Scaling(nn.Module):
         self.log_temperature = None if start is None else nn.Parameter(start)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns scaled queries or keys (batch, heads, tokens, d)."""
+        """Scales queries or keys, (batch, heads, tokens, d)."""
         if not self.normalize:
             return x * self.head_dim**-0.25
         out = unit(at_least_float32(x))
@@ -69,8 +69,8 @@ class _Heads(NamedTuple):
     key: Tensor
     value: Tensor
     mask: Tensor | None = None  # broadcastable to (batch, heads, keys)
-    log_weight: Tensor | None = None  # the same
-    gate: Tensor | None = None  # logits of what each token keeps of the past, (b, h, tokens)
+    log_weight: Tensor | None = None  # of the same shape
+    gate: Tensor | None = None  # logits of the fraction of the past kept, (b, h, tokens)
 
 
 class _Where(Keys, total=False):
@@ -84,36 +84,38 @@ class _Where(Keys, total=False):
 class Attention(Positioned):
     """Multi-head attention with a relative positional encoding.
 
-    Kernelized: A_ij = phi(q^_i) . phi(k^_j), where the encoding enters as FLT's factors, q^ = [N1,
-    q d^(-1/4)] and k^ = [N2, k d^(-1/4)] (arXiv:2302.01925, eq. 3), as a positional kernel that
-    multiplies the products, or as a rotation of q and k. Softmax: A_ij = exp(q_i . k_j / sqrt(d) +
-    f(r_i - r_j)), eq. 1.
+    Kernelized attention has A_ij = phi(q^_i) . phi(k^_j). The encoding enters as FLT's factors, q^
+    = [N1, q d^(-1/4)] and k^ = [N2, k d^(-1/4)] (arXiv:2302.01925, eq. 3), as a positional kernel
+    that multiplies the products, or as a rotation of q and k. Softmax attention has A_ij = exp(q_i
+    . k_j / sqrt(d) + f(r_i - r_j)) (eq. 1).
 
     Args:
         dim: width of tokens; a multiple of `heads`.
         heads: number of heads.
-        mixing: "linear" (O(N)), "quadratic" (the same through the N x N matrix, cheaper for few
-            tokens), "auto" (either, see `molflt.attention.mixing.forms.cheaper`) or "softmax".
-        causal: each token sees itself and those before it.
+        mixing: "linear" (O(N)), "quadratic" (the same sums from the N x N matrix, cheaper for few
+            tokens), "auto" (the cheaper of the two, see `molflt.attention.mixing.forms.cheaper`) or
+            "softmax".
+        causal: each token sees only itself and earlier tokens.
         feature_map: key of `FEATURE_MAPS`, "positive" by default; not for softmax.
-        num_features: random or learned features m per head, 64 by default, for maps that have some.
+        num_features: number m of random or learned features per head, 64 by default, for maps that
+            have such features.
         projection: distribution of the random features, key of `PROJECTIONS`, "orthogonal" by
             default.
-        position: the encoding that `forward` evaluates. Its parameters are the layer's, unless a
-            `Stack` shares one encoding among all layers.
-        degree: of the feature map "polynomial", 2 by default, or 3.
+        position: positional encoding that `forward` evaluates. Its parameters belong to the layer,
+            unless a `Stack` shares one encoding among all layers.
+        degree: degree of the feature map "polynomial", 2 (the default) or 3.
         normalize_qk: divide queries and keys by their norms (NPRF, arXiv:2106.12566, section 3.3).
-            None: if the feature map expects it, as "polynomial" does.
-        learn_temperature: multiply their logits by a learned number per head. None: as for
-            `normalize_qk`.
-        normalize: divisor of kernelized attention. "masked": sum_j A_ij; "unmasked": the same
-            without factors and positional kernel; "none": nothing; outputs grow with the number of
-            keys (FAVOR, arXiv:2006.03555, section 4.3: renormalization off).
-        floor: smallest |sum_j A_ij|, see `Sums.ratio`; for signed features and kernels.
-        gate: forget with a learned rate per token and head, sum_j of (1 - g_j) prod_(j<l<=i) g_l;
-            causal only. RFA (arXiv:2103.02143), section 3.2.
-        dropout: rate of dropout, of single weights in softmax and of whole keys per head in
-            kernelized attention.
+            None: only if the feature map expects it, as "polynomial" does.
+        learn_temperature: multiply the logits of normalized queries and keys by a learned number
+            per head. None: as for `normalize_qk`.
+        normalize: divisor of kernelized attention. "masked": sum_j A_ij; "unmasked": the same sum
+            without factors and positional kernel; "none": no division, and outputs grow with the
+            number of keys (FAVOR, arXiv:2006.03555, section 4.3, without renormalization).
+        floor: lower bound on |sum_j A_ij|, for signed features and kernels; see `Sums.ratio`.
+        gate: forget the past at a learned rate per token and head: key j has the factor (1 - g_j)
+            prod_(j<l<=i) g_l. For causal attention only. RFA (arXiv:2103.02143), section 3.2.
+        dropout: dropout rate of single weights in softmax, and of whole keys per head in kernelized
+            attention.
     """
 
     extra_repr = options_of
@@ -181,7 +183,7 @@ class Attention(Positioned):
 
     @property
     def face(self) -> str:
-        """Mixing for which an encoding is evaluated: "auto" takes that of "linear"."""
+        """Returns the mixing for which an encoding is evaluated; "auto" uses that of "linear"."""
         return "linear" if self.mixing == "auto" else self.mixing
 
     def forward(
@@ -192,9 +194,9 @@ class Attention(Positioned):
         Args:
             x: (batch, tokens, dim).
             positions: (batch, tokens, l), for the layer's own encoding.
-            encoding: the evaluated position of these tokens, in place of positions. Layers that
-                share a position evaluate it once.
-            key_positions: (batch, keys, l), where keys are not the tokens.
+            encoding: encoding already evaluated for these tokens, instead of positions. Layers that
+                share a position evaluate it only once.
+            key_positions: (batch, keys, l), if the keys are not the tokens.
             key_mask, key_weight, key_index: (batch, keys), see `Keys`.
             context: (batch, keys, dim), tokens to attend to instead of x (cross-attention).
 
@@ -215,13 +217,13 @@ class Attention(Positioned):
     ) -> tuple[Tensor, DecodeState]:
         """Applies causal attention to new tokens without recomputing earlier ones.
 
-        `forward(x)` equals `decode(x)[0]`, and decoding piece by piece gives the same.
+        `forward(x)` equals `decode(x)[0]`, and decoding piece by piece gives the same result.
 
         Args:
-            x: (batch, new tokens, dim); one, or a whole prompt.
+            x: (batch, new tokens, dim); a single token or a whole prompt.
             positions: (batch, new tokens, l).
-            state: returned by the previous call; None at the start. Constant in size for linear
-                attention; keys and values of all tokens for softmax.
+            state: returned by the previous call; None at the start. It has constant size for linear
+                attention and contains keys and values of all tokens for softmax.
             encoding: as for `forward`; for softmax, with all tokens so far as keys.
             key_positions: for softmax, positions of all tokens so far.
         """
@@ -249,10 +251,10 @@ class Attention(Positioned):
     def weights(
         self, x: Tensor, positions: Tensor | None = None, **where: Unpack[_Where]
     ) -> Tensor:
-        """The attention matrix, for plots and tests: (batch, heads, queries, keys).
+        """Returns the attention matrix (batch, heads, queries, keys), for plots and tests.
 
-        Arguments as for `forward`. Computed from unit vectors as values, for any mechanism. Costs
-        O(N^2) memory; without dropout.
+        The arguments are those of `forward`. The matrix of any mechanism is computed with unit
+        vectors as values and without dropout. It takes O(N^2) memory.
         """
         heads, encoding = self._prepare(x, positions, **where)
         eye = torch.eye(heads.key.shape[2], dtype=heads.key.dtype, device=heads.key.device)
@@ -262,8 +264,8 @@ class Attention(Positioned):
     def sums(self, x: Tensor, positions: Tensor | None = None, **where: Unpack[_Where]) -> Sums:
         """Returns numerators and normalizers of kernelized attention before the division.
 
-        Arguments as for `forward`. `(sums.normalizer <= 0).sum()` counts the rows that signed
-        features made invalid.
+        The arguments are those of `forward`. `(sums.normalizer <= 0).sum()` counts the rows made
+        invalid by signed features.
         """
         if self.mixing == "softmax":
             raise ValueError("softmax attention does not compute features or sums; use weights()")
@@ -286,7 +288,7 @@ class Attention(Positioned):
     def _encode(
         self, positions: Tensor | None, key_positions: Tensor | None, encoding: Encoding | None
     ) -> Encoding:
-        """Returns the given encoding, or the layer's own at the given positions."""
+        """Returns the given encoding, or evaluates that of the layer at the given positions."""
         if encoding is None:
             encoding = self._evaluate(self.face, positions, key_positions)
             return Encoding() if encoding is None else encoding
@@ -308,7 +310,7 @@ class Attention(Positioned):
         key_weight: Tensor | None = None,
         key_index: Tensor | None = None,
     ) -> _Heads:
-        """Scaled queries and keys, and values, by head."""
+        """Returns scaled queries and keys, and values, split by head."""
         if self.causal and (context is not None or key_index is not None):
             raise ValueError(
                 "causal attention does not take context or key_index; set causal=False"
@@ -326,13 +328,13 @@ class Attention(Positioned):
         return _Heads(query, key, value, mask, weight, gate)
 
     def _by_head(self, to: nn.Module, tokens: Tensor) -> Tensor:
-        """(batch, tokens, dim) -> (batch, heads, tokens, d)."""
+        """Projects and splits tokens: (batch, tokens, dim) -> (batch, heads, tokens, d)."""
         return to(tokens).unflatten(-1, (self.heads, self.head_dim)).transpose(1, 2)
 
     def _mix(
         self, heads: _Heads, encoding: Encoding, dropout: float = 0.0, states: _States = ()
     ) -> tuple[Tensor, _States]:
-        """Returns outputs by head, and the state after the last token, if there is one."""
+        """Returns the outputs of all heads and, if there is one, the state after the last token."""
         if self.mixing == "softmax":
             compared = encoding.transform(heads.query, heads.key)
             bias = joined_bias(encoding.bias, heads.log_weight, *compared)
@@ -353,7 +355,7 @@ class Attention(Positioned):
         return out.to(heads.value.dtype), tuple(state for state in last if state is not None)
 
     def _operands(self, heads: _Heads, encoding: Encoding) -> tuple[Operand, Operand]:
-        """Inputs of the feature map."""
+        """Returns the inputs of the feature map for queries and keys."""
         phi = self.feature_map
         assert phi is not None  # softmax does not use them
         query, key = encoding.transform(heads.query, heads.key)
@@ -380,6 +382,6 @@ class Attention(Positioned):
         return joined
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
-        """Draws new random features in place (see `FeatureMap.redraw_`)."""
+        """Draws new random features in place; see `FeatureMap.redraw_`."""
         if self.feature_map is not None:
             self.feature_map.redraw_(generator)

@@ -1,4 +1,4 @@
-"""Shared arithmetic: safe derivatives, precision, recomputation in backward."""
+"""Shared arithmetic: safe derivatives, precision and recomputation in the backward pass."""
 
 import functools
 import math
@@ -19,7 +19,7 @@ _R = TypeVar("_R")
 
 
 def options_of(module: torch.nn.Module) -> str:
-    """Arguments of the constructor that a module keeps; serves as `extra_repr`."""
+    """Returns the constructor arguments that a module keeps; serves as `extra_repr`."""
     held = {name: getattr(module, name, None) for name in signature(type(module)).parameters}
     plain = {
         name: value for name, value in held.items() if isinstance(value, int | float | str | tuple)
@@ -28,31 +28,31 @@ def options_of(module: torch.nn.Module) -> str:
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """Casts half precision to float32: it overflows exponentials and loses the phase of a few Å."""
+    """Casts half precision to float32 to avoid overflow in exp and lost phases at a few Å."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def unit(x: Tensor) -> Tensor:
-    """x / |x| along the last axis; 0 where x is 0, and smooth there."""
+    """Returns x / |x| along the last axis; the result is 0 where x is 0, and smooth there."""
     with torch.autocast(x.device.type, enabled=False):  # 1e-24 is 0 in half precision
         square = torch.linalg.vecdot(x, x).unsqueeze(-1)
     return x * (square + 1e-24).rsqrt()
 
 
 def distances(vector: Tensor) -> Tensor:
-    """|v|, (..., l) -> (...), with the gradient 0 at 0, for functions that are flat there."""
+    """Returns |v|, (..., l) -> (...), with gradient 0 at 0, for functions that are flat there."""
     return root(vector.square().sum(dim=-1))
 
 
 def root(square: Tensor) -> Tensor:
-    """Square root with the gradient 0 at 0."""
+    """Returns the square root, with gradient 0 at 0."""
     above = square > 0
     # The inner `where` keeps the infinite slope of the root at 0 out of the gradient.
     return torch.where(above, torch.where(above, square, 1.0).sqrt(), 0.0)
 
 
 def sinc(x: Tensor) -> Tensor:
-    """sin(pi x) / (pi x) with two derivatives at 0, where the second one of torch.sinc is NaN."""
+    """Returns sin(pi x) / (pi x), whose second derivative at 0 is finite (in torch.sinc, NaN)."""
     phase = math.pi * x
     away = phase != 0
     divisor = torch.where(away, phase, 1.0)
@@ -60,15 +60,16 @@ def sinc(x: Tensor) -> Tensor:
 
 
 def fade(x: Tensor) -> Tensor:
-    """1 for x <= 0, 0 for x >= 1, between them a polynomial; twice differentiable."""
-    rest = (1 - x).clamp(0.0, 1.0)  # relative to the end, where nothing may cancel
+    """Returns 1 for x <= 0, 0 for x >= 1 and a polynomial in between; twice differentiable."""
+    rest = (1 - x).clamp(0.0, 1.0)  # distance from the end, to avoid cancellation there
     return rest**3 * (10 - 15 * rest + 6 * rest**2)
 
 
 def by_head(x: Tensor, matrices: Tensor) -> Tensor:
-    """x @ matrices, one matrix per head: (batch, heads, n, d), (heads, d, m) -> (..., n, m).
+    """Returns x @ matrices, one per head: (batch, heads, n, d), (heads, d, m) -> (..., n, m).
 
-    Many short sequences, as in decoding, take one product per head, without a copy of the matrices.
+    Many short sequences, as in decoding, are joined into one product per head to avoid copies of
+    the matrices.
     """
     d, m = matrices.shape[-2:]
     # One compiled program serves all sizes.
@@ -79,21 +80,21 @@ def by_head(x: Tensor, matrices: Tensor) -> Tensor:
 
 
 def products_of_all(left: Tensor, right: Tensor) -> Tensor:
-    """left @ right^T in the precision of both, also under autocast: (..., n, p), (..., m, p)."""
+    """Returns left @ right^T of (..., n, p), (..., m, p), in their dtype even under autocast."""
     with torch.autocast(left.device.type, enabled=False):
         return left @ right.mT
 
 
 def finite(x: Tensor) -> Tensor:
-    """Returns x with 0 in place of infinite values, such as maxima over empty sets."""
+    """Replaces non-finite values, such as maxima over empty sets, with 0."""
     return torch.where(x.isfinite(), x, 0.0)
 
 
 def recomputed(function: Callable[..., _R], *arguments: object, several: bool = True) -> _R:
-    """Returns function(*arguments), recomputed in backward instead of keeping intermediate tensors.
+    """Returns function(*arguments), recomputing intermediate tensors in the backward pass.
 
-    The function is deterministic and reads nothing that changes before backward. With `several`
-    False, a single piece, nothing would be saved.
+    The function must be deterministic and must not read anything that changes before the backward
+    pass. If `several` is False, a single piece is not recomputed, because that would save nothing.
     """
     if not several or not torch.is_grad_enabled() or in_transform():
         return function(*arguments)
@@ -102,17 +103,17 @@ def recomputed(function: Callable[..., _R], *arguments: object, several: bool = 
 
 
 class Once(Generic[_R]):
-    """A tensor that several layers share; the first of them computes it.
+    """Tensor shared by several layers and computed by the first of them.
 
-    A tensor without gradients does not serve layers with gradients. Inside a checkpoint each layer
-    computes its own, because backward would find the one of a later layer.
+    A tensor computed without gradients is not reused by layers with gradients. Inside a checkpoint,
+    each layer computes its own, because the backward pass would find that of a later layer.
     """
 
     def __init__(self) -> None:
         self._kept: tuple[bool, _R] | None = None
 
     def get(self, compute: Callable[[], _R]) -> _R:
-        """Returns the result of the first call of `compute`."""
+        """Returns the result of the first call to `compute`."""
         if in_checkpoint():
             return compute()
         grad = torch.is_grad_enabled()
@@ -122,14 +123,14 @@ class Once(Generic[_R]):
 
 
 def constant(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """`torch.compiler.assume_constant_result` for plain numbers, without loading the compiler."""
+    """Marks functions of plain numbers as constant for the compiler, without loading it."""
     vars(function)["_dynamo_marked_constant"] = True
     return function
 
 
 @constant
 def gauss_rule(count: int) -> tuple[list[float], list[float]]:
-    """Points of Gauss's rule in [0, 1], and weights whose sum is 2."""
+    """Returns the points of Gauss-Legendre quadrature in [0, 1], and weights whose sum is 2."""
     points, steps = np.polynomial.legendre.leggauss(count)
     return ((points + 1) / 2).tolist(), steps.tolist()
 
@@ -137,11 +138,11 @@ def gauss_rule(count: int) -> tuple[list[float], list[float]]:
 def searched(
     fake: Callable[..., object],
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Decorates a function of tensors that compilers treat as opaque.
+    """Decorates a function of tensors that compilers should treat as opaque.
 
-    It becomes one operation of a compiled graph, without a gradient, which may read numbers and
-    raise errors when the graph runs. `fake` returns empty results for the same arguments, of sizes
-    by `torch.library.get_ctx().new_dynamic_size` where they depend on numbers.
+    The function becomes one operation of a compiled graph, without a gradient. It may read values
+    and raise errors when the graph runs. `fake` returns empty results for the same arguments; sizes
+    that depend on values come from `torch.library.get_ctx().new_dynamic_size`.
     """
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -162,7 +163,7 @@ def searched(
 
 
 def undecided(condition: bool, otherwise: bool) -> bool:
-    """Returns the condition; `otherwise` if compilers do not know its sizes."""
+    """Returns the condition, or `otherwise` if it depends on sizes unknown to the compiler."""
     if not torch.compiler.is_compiling():
         return condition
     from torch.fx.experimental.symbolic_shapes import guard_or_false, guard_or_true
@@ -171,19 +172,19 @@ def undecided(condition: bool, otherwise: bool) -> bool:
 
 
 def pieces(count: int, size: int) -> list[slice]:
-    """Yields slices of a range, `size` long each; one slice in compiled code."""
+    """Returns slices of length `size` that cover a range; a single slice in compiled code."""
     if torch.compiler.is_compiling():
         return [slice(None)]
     return [slice(start, start + size) for start in range(0, count, size)]
 
 
 def counts_of(index: Tensor, size: int) -> Tensor:
-    """Count the indices 0 to size - 1: `torch.bincount` with a known size, (size,)."""
+    """Counts the indices 0 to size - 1, (size,): `torch.bincount` with a known size."""
     return index.new_zeros(size).index_add(0, index, torch.ones_like(index))
 
 
 def uncompiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Applies `torch.compiler.disable`, which loads the compiler, only if it is already loaded."""
+    """Applies `torch.compiler.disable` only if the compiler is loaded, to avoid loading it."""
     disabled: Callable[_P, _R] | None = None
 
     @functools.wraps(function)

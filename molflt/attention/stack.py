@@ -1,4 +1,4 @@
-"""The Transformer block, and a stack of blocks with refinement."""
+"""Transformer block, and a stack of blocks that is applied repeatedly."""
 
 from collections.abc import Mapping, Sequence
 from inspect import signature
@@ -28,20 +28,20 @@ if TYPE_CHECKING:
 else:
     MixerName = Literal[(ATTENTION, *TOKEN_MIXERS)]
 
-ACTIVATIONS = {"gelu": "none", "gelu_tanh": "tanh"}  # what torch approximates it by
+ACTIVATIONS = {"gelu": "none", "gelu_tanh": "tanh"}  # torch's names for the approximations
 
 
 class Block(nn.Module):
     """Transformer block: token mixing and a feed-forward network.
 
     Args:
-        attention: the attention layer, or a mixer of FNet; its `dim` is the width of the block.
+        attention: attention layer or FNet mixer; its `dim` is the width of the block.
         ffn_dim: hidden width of the feed-forward network.
-        dropout: probability of dropout after attention and in the feed-forward network.
-        norm: place of LayerNorm. "pre": x + Attention(LN x); "post": LN(x + Attention(x)), as in
+        dropout: dropout rate after attention and in the feed-forward network.
+        norm: position of LayerNorm. "pre": x + Attention(LN x); "post": LN(x + Attention(x)), as in
             FNet (arXiv:2105.03824) and BERT.
-        activation: activation of the feed-forward network: "gelu", or "gelu_tanh", its
-            approximation by tanh, with which FNet was trained.
+        activation: activation of the feed-forward network: "gelu", or "gelu_tanh", the tanh
+            approximation with which FNet was trained.
         norm_eps: constant that LayerNorm adds to the variance.
     """
 
@@ -78,7 +78,7 @@ class Block(nn.Module):
         encoding: Encoding | None = None,
         **keys: Unpack[Keys],
     ) -> Tensor:
-        """Arguments and result as for `Attention.forward`."""
+        """Applies the block; arguments and result are those of `Attention.forward`."""
         mixed = self.attention(self._before(x), positions, encoding=encoding, **keys)
         return self._after(x, mixed)
 
@@ -91,7 +91,7 @@ class Block(nn.Module):
         encoding: Encoding | None = None,
         key_positions: Tensor | None = None,
     ) -> tuple[Tensor, DecodeState]:
-        """Arguments and result as for `Attention.decode`."""
+        """Applies the block to new tokens; arguments and result are those of `Attention.decode`."""
         if not isinstance(self.attention, Attention):
             reason = "mixes all tokens at once and cannot decode; use causal attention"
             raise ValueError(f"{type(self.attention).__name__} {reason}")
@@ -101,12 +101,12 @@ class Block(nn.Module):
         return self._after(x, mixed), state
 
     def _before(self, x: Tensor, norm: nn.Module | None = None) -> Tensor:
-        """Input of a sublayer with its LayerNorm, attention by default."""
+        """Returns the input of the sublayer that has this LayerNorm, by default attention."""
         out: Tensor = (norm or self.attention_norm)(x) if self.norm == "pre" else x
         return out
 
     def _added(self, x: Tensor, new: Tensor, norm: nn.Module) -> Tensor:
-        """Adds the output of a sublayer with that LayerNorm to the tokens."""
+        """Adds the output of the sublayer that has this LayerNorm to the tokens."""
         x = x + self.dropout(new)
         out: Tensor = x if self.norm == "pre" else norm(x)
         return out
@@ -119,7 +119,7 @@ class Block(nn.Module):
 
 
 class StackState(NamedTuple):
-    """Decode states of all blocks in all passes, and the positions of the tokens so far."""
+    """Decoding states of all blocks in all passes, and the positions of the tokens so far."""
 
     positions: Tensor | None
     """(batch, tokens, l)"""
@@ -127,31 +127,31 @@ class StackState(NamedTuple):
 
 
 class Stack(Positioned):
-    """Distinct blocks, applied several times with shared weights and one shared mask.
+    """Stack of distinct blocks, applied several times with shared weights and one shared mask.
 
     The output of each pass is fed back as the input of the next (`refinements` passes), as in
-    3D-Graphormer (arXiv:2203.04810) and FLT's OC20 experiment. The encoding is evaluated once.
-    `Stack.of` takes existing blocks.
+    3D-Graphormer (arXiv:2203.04810) and FLT's OC20 experiment. The encoding is evaluated only once.
+    `Stack.of` builds a stack from existing blocks.
 
     Args:
         dim: width of tokens; a multiple of `heads`.
-        heads: attention heads.
-        layers: distinct layers.
+        heads: number of attention heads.
+        layers: number of distinct layers.
         ffn_dim: hidden width of the feed-forward networks.
-        refinements: passes through the layers with shared weights.
+        refinements: number of passes through the layers, with shared weights.
         norm: "pre" or "post", see `Block`.
         activation: activation of the feed-forward networks, see `Block`.
         norm_eps: constant that LayerNorm adds to the variance.
         mixer: token mixer: "attention", or a key of `TOKEN_MIXERS`, such as "fourier" for FNet
             (arXiv:2105.03824).
         mixer_options: further arguments of that mixer.
-        attention_layers: number of last layers that keep attention, 0 by default; FNet's hybrid has
-            2 (section 4.1).
-        dropout: dropout of blocks.
+        attention_layers: number of final layers that keep attention, 0 by default; FNet's hybrid
+            has 2 (section 4.1).
+        dropout: dropout rate of blocks.
         attention_dropout: see `Attention`.
-        position: the encoding that all layers share, different for each head: "none", a key of
+        position: encoding shared by all layers, different for each head: "none", a key of
             `POSITIONS`, or a `Position`.
-        position_options: further arguments of an encoding given by its name.
+        position_options: further arguments of an encoding given by name.
         attention: further arguments of `Attention`.
     """
 
@@ -201,12 +201,12 @@ class Stack(Positioned):
     def of(
         cls, blocks: Sequence[Block], position: Position | None = None, refinements: int = 1
     ) -> Self:
-        """Makes a stack of existing blocks.
+        """Builds a stack from existing blocks.
 
         Args:
-            blocks: the distinct layers, of attention or mixers.
-            position: the encoding with which every attention in them was built, or None.
-            refinements: passes through the blocks.
+            blocks: the distinct layers, with attention or mixers.
+            position: the encoding with which their attention layers were built, or None.
+            refinements: number of passes through the blocks.
         """
         stack = cls.__new__(cls)
         stack._assemble(blocks, position, refinements)
@@ -240,12 +240,12 @@ class Stack(Positioned):
         key_positions: Tensor | None = None,
         **keys: Unpack[Keys],
     ) -> Tensor:
-        """Refines tokens.
+        """Applies all passes to the tokens.
 
         Args:
             x: (batch, tokens, dim).
-            positions: (batch, tokens, l), centred per graph; for the encoding, if there is one.
-            key_positions: (batch, keys, l), from the same centre; the queries' if None.
+            positions: (batch, tokens, l), centered for each graph; for the encoding, if any.
+            key_positions: (batch, keys, l), from the same center; None for those of the queries.
             keys: key_mask, key_weight and key_index, see `Keys`.
 
         Returns:
@@ -261,7 +261,7 @@ class Stack(Positioned):
         return out
 
     def one_pass(self, x: Tensor, encoding: Encoding | None, **keys: Unpack[Keys]) -> Tensor:
-        """Applies all blocks once, without the last LayerNorm; encoding: result of the position."""
+        """Applies all blocks once, without the final LayerNorm, using an evaluated encoding."""
         for block in self._blocks():
             own = encoding if isinstance(block.attention, Attention) else None
             x = block(x, encoding=own, **keys)
@@ -270,7 +270,7 @@ class Stack(Positioned):
     def decode(
         self, x: Tensor, positions: Tensor | None = None, state: StackState | None = None
     ) -> tuple[Tensor, StackState]:
-        """Causal refinement of new tokens; see `Attention.decode`."""
+        """Applies all causal passes to new tokens; see `Attention.decode`."""
         encoding, keys = self._evaluate_new(positions, state)
         before = iter(state.blocks) if state is not None else None
         after: list[DecodeState] = []
@@ -292,7 +292,7 @@ class Stack(Positioned):
         return self._evaluate(self._face, positions, keys), keys
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
-        """Draws new random features of all blocks in place, and the noise of the position."""
+        """Redraws the random features of all blocks and the noise of the position in place."""
         if self.position is not None and self.position.redraws:
             self.position.redraw_(generator)
         for block in self._blocks():
@@ -343,7 +343,7 @@ def _mixed_layers(
     attention_layers: int | None,
     attention: Mapping[str, object],
 ) -> int:
-    """Returns the number of first layers with the mixer instead of attention."""
+    """Returns the number of initial layers that have the mixer instead of attention."""
     one_of("mixer", mixer, (ATTENTION, *TOKEN_MIXERS))
     if mixer == ATTENTION:
         why = f"with mixer={ATTENTION!r}"

@@ -1,7 +1,8 @@
 """The ``molflt`` command: finds the function of a command, parses its options and calls it.
 
-The options of a command are the arguments of its function; the help texts come from its docstring.
-Nothing heavy is imported before a command has been chosen, which keeps ``molflt --help`` fast.
+The options of a command are the arguments of its function, and the help texts come from its
+docstring. Heavy modules are imported only after a command has been chosen, which keeps ``molflt
+--help`` fast.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Command(NamedTuple):
     function: str
     """``module:function``; its arguments are the options"""
     summary: str
-    """the line in ``molflt --help``"""
+    """its line in ``molflt --help``"""
     parser: str | None = None
     """``module:build_parser`` if the command has its own parser"""
     places: Mapping[str, str] = {}
@@ -116,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command.
 
     Args:
-        argv: The words after ``molflt``; by default those of the process.
+        argv: words after ``molflt``; by default those of the process.
 
     Returns:
         0 on success; 2 for bad input, with one line on stderr; 1 for an unexpected error, with its
@@ -187,7 +188,7 @@ def parser_of(path: tuple[str, ...], words: Sequence[str] = ()) -> ArgumentParse
 
     Args:
         path: names of the command, such as ("data", "inspect").
-        words: words of the command line, which may decide the options.
+        words: words of the command line, which may determine the options.
     """
     from jsonargparse import ArgumentParser
 
@@ -203,7 +204,7 @@ def parser_of(path: tuple[str, ...], words: Sequence[str] = ()) -> ArgumentParse
             function, as_group=False, as_positional=not command.places, skip={*command.places}
         )
     if command.parser or command.places:
-        parser.usage = parser.usage or f"{name} [--OPTION VALUE ...]"  # instead of a page
+        parser.usage = parser.usage or f"{name} [--OPTION VALUE ...]"  # instead of a full page
     recipe = next((each.default for each in parser._actions if each.dest == "recipe"), None)
     parser.prog = name if recipe in (None, DEFAULT) else f"{name} --recipe {recipe}"
     parser.description = _first_paragraphs(function)

@@ -32,17 +32,17 @@ def compare(
     json: bool = False,
     pictures: list[Literal["svg", "pdf"]] | None = None,
 ) -> None:
-    """Compares runs: differences of their configurations, size, time and metrics.
+    """Compares runs: differences between their configurations, sizes, times and metrics.
 
-    Metrics come from results.json, by split, with the standard error of the mean over the systems
-    where it is known; a star marks the best value of a row.
+    Metrics come from results.json. They are shown by split, with the standard error of the mean
+    over the systems where it is known. A star marks the best value of a row.
 
     Args:
         runs: folders of two or more training runs.
         out: folder for comparison.json, curves.png (training curves) and metrics.png (the metric
             that chooses the best weights, by split); by default nothing is written.
         json: print JSON instead of a table.
-        pictures: further formats of the pictures.
+        pictures: additional formats for the pictures.
     """
     if pictures and out is None:
         raise ValueError("--pictures: expected --out FOLDER to write them to; got none; give one")
@@ -92,7 +92,7 @@ def _as_json(runs: Sequence[Run]) -> dict[str, object]:
 
 
 def _as_table(runs: Sequence[Run]) -> str:
-    """Returns a table with a column per run, and a row per differing option and metric."""
+    """Returns a table with a column per run and a row per metric and per option that differs."""
     rows: list[list[str]] = [["", *(run.name for run in runs)]]
     for key, own in differences(runs).items():
         rows.append([key, *("-" if value is None else _plain(value) for value in own)])

@@ -25,9 +25,9 @@ _CONFIGS = "_molflt_configs"  # shell function that lists the shipped configurat
 
 
 def completion(shell: Literal["bash", "zsh", "tcsh"], out: Path | None = None) -> None:
-    """Prints a script with which a shell completes commands, options, values and files.
+    """Prints a script that lets a shell complete commands, options, values and files.
 
-    The script contains the options of all recipes:
+    The script contains the options of all recipes. For bash:
     molflt completion bash > ~/.local/share/bash-completion/completions/molflt
 
     Args:
@@ -66,8 +66,7 @@ def _script(shell: str) -> str:
 
 
 def _merged(path: tuple[str, ...]) -> ArgumentParser:
-    """Returns a parser with the options of a command for all recipes; the type of an option is the
-    union of its types."""
+    """Returns a parser of a command with the options of all recipes and unions of their types."""
     from shtab import FILE
 
     merged = ArgumentParser()
@@ -94,8 +93,7 @@ def _merged(path: tuple[str, ...]) -> ArgumentParser:
 
 
 def _parsers(path: tuple[str, ...]) -> Iterator[ArgumentParser]:
-    """Yields the parser of a command, or one for each recipe if the options depend on the
-    recipe."""
+    """Yields the parser of a command, or one per recipe if the options depend on the recipe."""
     if path == ("train",):
         yield from (parser_of(path, [f"--recipe={name}"]) for name in RECIPES)
     elif path == ("evaluate",):

@@ -30,7 +30,7 @@ def evaluate(
     pictures: list[Literal["svg", "pdf"]] | None = None,
     **options: object,
 ) -> dict[str, dict[str, float | None]]:
-    """Evaluates a run on splits of its data; writes results.json and pictures.
+    """Evaluates a run on splits of its data and writes results.json and pictures.
 
     Energies: MAE and EwT, errors by adsorbate and by size, parity. Language: perplexity per token.
     Masked language: perplexity and accuracy of masked tokens. Sentences: the metrics of GLUE.
@@ -42,9 +42,9 @@ def evaluate(
         checkpoint: best, last, or a safetensors file.
         out: folder to write; by default the run folder, or its subfolder ensemble with `also`.
         device: auto, cpu, cuda or cuda:N.
-        also: further runs that form an ensemble with `run` (energies only). It predicts the mean,
-            and its spread is calibrated as an uncertainty.
-        pictures: further formats of all pictures, including the training curve.
+        also: further runs that form an ensemble with `run` (energies only). The ensemble predicts
+            the mean, and its spread is calibrated as an uncertainty.
+        pictures: additional formats for all pictures, including the training curve.
         options: options of the recipe's evaluation, such as
             `molflt.evaluation.energies.evaluate`.
 

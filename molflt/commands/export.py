@@ -1,4 +1,4 @@
-"""``molflt export``: writes a trained model to use and to share."""
+"""``molflt export``: writes a trained model for use and for sharing."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def export(
     also: list[Path] | None = None,
     compiled: bool = False,
 ) -> None:
-    """Writes model.safetensors, config.json and README.md, which are all that is needed to use it.
+    """Writes model.safetensors, config.json and README.md, all files needed to use a model.
 
     `molflt predict`, `molflt.load` and `from_pretrained` read the folder. The model card contains
-    the results of the run; evaluate it first.
+    the results of the run; evaluate the run first.
 
     Args:
         run: folder of a training run, or an exported model.
@@ -37,7 +37,7 @@ def export(
         datasets: training data sets on the Hub.
         checkpoint: best (the default), last, or a safetensors file; only for a run.
         also: further runs that form an ensemble with `run`.
-        compiled: also compile the energies for processors like this one, for
+        compiled: also compile the prediction of energies for processors like this one, for use with
             `molflt predict FOLDER FILE --compiled true`; needs a C++ compiler and takes minutes.
     """
     model = load(run, checkpoint=checkpoint, also=also or ())

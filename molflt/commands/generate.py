@@ -43,9 +43,9 @@ def generate(
 ) -> None:
     """Generates text, translates sentences, or generates images.
 
-    Language models continue a prompt token by token. Models of images (recipe image_generation)
-    write a PNG of new images, or of images that continue given upper rows. Mechanisms with a state
-    of constant size generate every token in the same time.
+    Language models continue a prompt token by token. Image models (recipe image_generation) write a
+    PNG of new images, or of images that continue given upper rows. Attention mechanisms with a
+    state of constant size take the same time for every token.
 
     Args:
         run: folder of a training run with the recipe language, translation or image_generation, an
@@ -60,10 +60,9 @@ def generate(
             (language, images; default 1).
         top_k: number of most likely tokens to draw from (language, images; default all).
         seed: seed of the draws (language, images; default 0).
-        images: number of images, with `file` its first ones (images; default 8).
-        rows: number of rows that are given from the top of each image in `file` (images; default
-            half).
-        fit: scale larger images in `file` down, as data.image_size does in training (images).
+        images: number of images; with `file`, its first images are used (images; default 8).
+        rows: number of rows given at the top of each image in `file` (images; default half).
+        fit: scale down larger images in `file`, as data.image_size does in training (images).
         out: PNG to write; by default samples.png, or completions.png with `file`, in the run folder
             or else in the current folder (images).
         beam: beam size, as in `molflt evaluate` (translation; default 5).
@@ -126,7 +125,7 @@ def _draw(
     out = (path / sheet if path.is_dir() else Path(sheet)) if out is None else out
     if out.suffix != ".png":
         raise ValueError(f"{out}: expected a name that ends in .png")
-    # in a folder of images, `out` would be one of them
+    # in a folder of images, `out` would become one of them
     inside = file is not None and file.resolve() in out.resolve().parents
     expect_writable(out, *([] if file is None else [file]), *([out] if inside else []))
     if file is None:

@@ -49,8 +49,8 @@ def inspect(
             with_labels, elements, energies_look_like and warnings; for a folder the keys path,
             splits (one object for each split) and others (names of other files).
         plot: picture to write (.png, .svg or .pdf), with a histogram of the energies and a
-            structure from the top and from the side.
-        limit: number of structures to read, from the first.
+            structure seen from the top and from the side.
+        limit: number of structures to read, starting with the first.
         skip_bad: has no effect; accepted for older scripts.
         energy_key: name of the energy, eV, in a file that ASE reads; by default y_relaxed, else
             energy.
@@ -108,7 +108,7 @@ def _inspect_folder(path: Path, json: bool, look: Callable[[Path], Inspected]) -
 
 
 def _shared(found: dict[str, Inspected]) -> list[tuple[str, str]]:
-    """Returns splits with a warning about structures that are also in an earlier split."""
+    """Returns pairs of a split and a warning about structures that are also in an earlier split."""
     equal = equal_structures(np.concatenate([each.features for each in found.values()]))
     ends = np.cumsum([len(each.sids) for each in found.values()])
     numbers = dict(zip(found, np.split(equal, ends[:-1]), strict=True))

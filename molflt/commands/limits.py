@@ -1,6 +1,6 @@
 """Ranges of numeric options, as intervals: [0, 1) contains 0 but not 1.
 
-Constructors check their own arguments. These ranges catch typing errors of a command line or a
+Constructors check their own arguments. These ranges catch typing errors in a command line or a
 configuration before anything is loaded or written.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 __all__ = ["LIMITS", "outside"]
 
-_ANY = "(-1e15, 1e15)"  # of options that are not listed
+_ANY = "(-1e15, 1e15)"  # range of options that are not listed
 _RANGES = {
     "[1, 2e9]": """
         data.max_atoms data.max_tokens data.min_count evaluations task.redraw_every
@@ -63,7 +63,7 @@ def outside(key: str, value: object) -> str | None:
     for number in _numbers(value):
         above = number >= low if interval[0] == "[" else number > low
         below = number <= high if interval[-1] == "]" else number < high
-        if not (above and below):  # also true of NaN
+        if not (above and below):  # also for NaN
             return interval
     return None
 

@@ -125,7 +125,7 @@ def did_you_mean(word: str, names: Sequence[str]) -> str:
 
 
 def normalized(words: Sequence[str], parser: ArgumentParser) -> list[str]:
-    """Rewrites words as jsonargparse reads them, each option and its value as one word.
+    """Rewrites words for jsonargparse: each option and its value become one word.
 
     ``--skip-bad`` becomes ``--skip_bad=true`` (``--no-skip-bad``: false), and ``--splits a b``
     becomes an empty list and one append per word.
@@ -144,7 +144,7 @@ def normalized(words: Sequence[str], parser: ArgumentParser) -> list[str]:
         append = "+" * typed.endswith("+")
         name = typed.removesuffix("+").replace("-", "_").replace("__", "--", 1)
         positive = name.replace("--no_", "--", 1)
-        whole = options.get(name.rpartition(".")[0])  # of model.position_options.num_nodes
+        whole = options.get(name.rpartition(".")[0])  # for model.position_options.num_nodes
         if name not in options and not equals and is_flag(options.get(positive)):
             out.append(f"{positive}=false")
         elif name not in options and (whole is None or dict not in kinds_of(whole)):
@@ -160,7 +160,7 @@ def normalized(words: Sequence[str], parser: ArgumentParser) -> list[str]:
 
 
 def _with_values(typed: str, name: str, action: Action | None, rest: list[str]) -> list[str]:
-    """Takes the values of an option off `rest`."""
+    """Removes the values of an option from `rest` and returns the option with them."""
     if is_flag(action):
         explicit = rest.pop(0) if rest and rest[0].lower() in ("true", "false") else "true"
         return [f"{name}={explicit.lower()}"]
@@ -192,7 +192,7 @@ def _positionals_of(parser: ArgumentParser) -> list[Action]:
 
 
 def _is_group(key: str, options: Mapping[str, Action]) -> bool:
-    """Returns True for a key above options, such as `model` above `model.dim`."""
+    """Returns True for a key that contains options, such as `model` for `model.dim`."""
     return any(option.startswith(f"--{key}.") for option in options)
 
 
@@ -271,7 +271,7 @@ def _check_types(given: Sequence[_Given], options: Mapping[str, Action]) -> None
 
 
 def _parsed(hint: object, value: object, append: bool = False) -> object:
-    """Returns a value as an option of a type parses it."""
+    """Returns a value as parsed by an option of the given type."""
     from argparse import ArgumentError
 
     from jsonargparse import ArgumentParser
@@ -289,7 +289,7 @@ def _parsed(hint: object, value: object, append: bool = False) -> object:
 def _check_values(
     config: Mapping[str, object], given: Sequence[_Given], options: Mapping[str, Action]
 ) -> None:
-    """Raises ValueError for a null that jsonargparse accepts, or a number out of range."""
+    """Raises ValueError for a null that jsonargparse accepts or a number out of range."""
     places = {one.key: one.where for one in given}
     for key, value in config.items():
         where, action = places.get(key, f"option --{key}"), options.get(f"--{key}")
@@ -310,7 +310,7 @@ def _check_range(where: str, key: str, value: object) -> None:
 
 
 def _check_position(where: str, options: Mapping[object, object]) -> None:
-    """Checks the types and ranges of the options of a position."""
+    """Checks the types and ranges of the options of a position module."""
     types = position_types() if options else {}
     for name, value in options.items():
         if not isinstance(name, str):
@@ -325,7 +325,7 @@ def _check_position(where: str, options: Mapping[object, object]) -> None:
 
 
 def position_types() -> dict[str, Any]:
-    """Returns the type of each option of the positions by its name."""
+    """Returns the types of the options of all position modules by name."""
     from molflt.attention.nodes import NODES
     from molflt.attention.positions import POSITIONS
     from molflt.attention.spectra import SPECTRA

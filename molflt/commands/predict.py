@@ -72,37 +72,39 @@ def predict(
     Prints how structures differ from the training data.
 
     Args:
-        run: folder of a training run, an exported model, or hf:OWNER/NAME; by default the model of
-            energies that comes with the package.
+        run: folder of a training run, an exported model, or hf:OWNER/NAME; by default the energy
+            model that comes with the package.
         file: structures: files that ASE reads, compact stores, OC20 LMDBs, folders of these, or
             quoted patterns such as 'runs/*/CONTCAR', with all their frames. Sentences: a text with
             one sentence, or two separated by a tab, per line; for masked language models, lines
             with [MASK]. Images: an image, a folder of images, or an idx file.
-        out: file to write: .csv or .json (for structures index, file if there are several, sid or
-            name, formula, number of atoms and energy in eV), or .extxyz or .traj (the structures
-            with the predicted energy, and the forces of a potential); by default the CSV is
+        out: file to write. .csv or .json: for structures the index, the file if there are several,
+            sid or name, formula, number of atoms and energy in eV. .extxyz or .traj: the structures
+            with the predicted energy and, for a potential, the forces. By default the CSV is
             printed.
         checkpoint: best (the default), last, or a safetensors file; only for a run.
         batch_size: structures, sentences or images in a batch.
         device: auto, cpu, cuda or cuda:N.
         skip_bad: leave out and list invalid structures (energies).
-        also: further runs that form an ensemble with `run`: the mean, the standard deviation over
-            the runs (spread_eV) and, if calibrated, the 68 % interval (uncertainty_eV) (energies).
+        also: further runs that form an ensemble with `run` (energies). The output contains the
+            mean, the standard deviation over the runs (spread_eV) and, if calibrated, the 68 %
+            interval (uncertainty_eV).
         calibration: uncertainty.json of an evaluation of the same runs; by default the one in the
             subfolder ensemble of `run`, if it exists (energies).
         tags: meaning of tags in a file that ASE reads: oc20 (0 subsurface, 1 surface, 2 adsorbate)
             or ase (layers from the top, 1, 2, ..., and 0 for adsorbates); by default as in
-            training. guess replaces the tags of any source: adsorbates by bonds, surface and
-            subsurface by constraints or height; the result is printed.
+            training. guess replaces the tags of any source and prints the result: adsorbates are
+            found by bonds, surface and subsurface by constraints or height.
         force: also predict structures without tags, or with implausible tags, if all training
             structures had tags.
         mesh_order: for cells of thousands of atoms, compute sums over reciprocal nodes on a mesh
-            with splines of order 4, 5, 6 or 8; errors of attention are at most 3e-3, 6e-4, 6e-6,
-            2e-7.
-        compiled: load the machine code of `molflt export --compiled`; only from folders you trust.
-        shard: I/N, the I-th of N parts of the structures, for N processes or machines. With
-            --out energies.csv it writes energies.I-of-N.csv (or .json, .extxyz); molflt merge
-            energies.csv joins them to the file of a single process.
+            with splines of order 4, 5, 6 or 8; errors of attention are at most 3e-3, 6e-4, 6e-6 or
+            2e-7, respectively.
+        compiled: load the machine code that `molflt export --compiled` wrote; only from folders you
+            trust.
+        shard: I/N, the I-th of N parts of the structures, for N processes or machines. With --out
+            energies.csv, each process writes energies.I-of-N.csv (or .json, .extxyz); molflt merge
+            energies.csv joins these files into the file of a single process.
     """
     files = [Path(file)] if isinstance(file, str | Path) else list(map(Path, file))
     part = _shard(shard, out)
@@ -184,13 +186,13 @@ def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
 
 
 def merge(out: Path) -> None:
-    """Joins the files of all N calls of molflt predict --shard I/N, and keeps them.
+    """Joins the files written by all N calls of molflt predict --shard I/N, and keeps them.
 
-    The result is equal to the file that a single process would have written. An error names a shard
-    that is missing or damaged, and the command that makes it again.
+    The result is equal to the file that a single process would have written. If a shard is missing
+    or damaged, an error names it and the command that makes it again.
 
     Args:
-        out: the --out of the calls; .csv, .json or .extxyz.
+        out: the --out of these calls; .csv, .json or .extxyz.
     """
     count = merge_shards(Path(out))
     print(f"{out}: {count:,} structures")
@@ -203,7 +205,7 @@ def _is_run(word: str) -> bool:
         try:
             with safe_open(path, framework="numpy") as file:
                 return (file.metadata() or {}).get("format") != STORE
-        except SafetensorError:  # refused where it is loaded
+        except SafetensorError:  # refused when it is loaded
             return True
     return is_trained(path) or path.suffix == ".yaml" or not exists(path)
 
@@ -257,7 +259,7 @@ def _load(
             f"{file} is a trained model; expected also a file to predict: molflt predict RUN FILE"
         )
     if also == []:
-        load_ensemble([Path(run)])  # raises the error of an ensemble of one
+        load_ensemble([Path(run)])  # raises the error for an ensemble of one run
     device = "cpu" if compiled and device == "auto" else device
     model = load(run or None, device, checkpoint=checkpoint, also=also or (), compiled=compiled)
     if not isinstance(model, EnergyPredictor | _Labeler):
@@ -279,7 +281,7 @@ def _ranges(columns: Mapping[str, NDArray[np.float64]]) -> str:
 
 
 def _beyond(found: Predictions) -> str:
-    """Returns the number of energies far outside of the range in training, in words."""
+    """Returns in words how many energies are far outside the range in training."""
     reasons = [[one for one in own if one.startswith("energy: ")] for own in found.outside]
     return "".join(f"; {reason}" for reason in counted_reasons(reasons))
 
@@ -334,7 +336,7 @@ def _write_atoms(
             atoms.info["by_adsorbate_eV"] = _joined(found.by_adsorbate[i])
         if found.outside[i]:
             atoms.info["outside"] = "; ".join(found.outside[i])
-        if len(marks[i]) > 1:  # formats of atoms need no index alone
+        if len(marks[i]) > 1:  # an index alone is not needed in these formats
             atoms.info.update({f"molflt_{name}": value for name, value in marks[i].items()})
         by_atom = {name: values[i] for name, values in found.by_atom.items()}
         atoms.calc = SinglePointCalculator(atoms, energy=float(energy), **by_atom)

@@ -47,9 +47,9 @@ def relax(
 ) -> int:
     """Relaxes the structures in a file with a potential, subject to their constraints.
 
-    Writes each relaxed structure as soon as it is done, with energies, forces and its other fields,
-    and a table (.csv) next to them. The exit status is 3 if a relaxation did not converge; its last
-    valid structure is written.
+    Writes each relaxed structure as soon as it is done, with its energy, forces and other fields,
+    and a table (.csv) next to the file. If a relaxation does not converge, its last valid structure
+    is written and the exit status is 3.
 
     Args:
         structures: files that ASE reads, compact stores, OC20 LMDBs, folders of these, or patterns
@@ -127,7 +127,7 @@ def _plain(name: str | int) -> str:
 
 
 class _Output:
-    """Writes relaxed structures and their table as they finish; the first replaces older files.
+    """Writes relaxed structures and their table one by one; the first one replaces older files.
 
     Args:
         out: file of structures, .extxyz or .traj.

@@ -12,7 +12,7 @@ __all__ = ["report"]
 
 
 def report(run: Path, out: Path | None = None) -> None:
-    """Writes one HTML page of a run: curves, metrics, errors, pictures, settings, the command.
+    """Writes a run as one HTML page: curves, metrics, errors, pictures, settings and the command.
 
     The page does not load other files. For a run that is unfinished, not evaluated or damaged, the
     page lists the missing parts and shows the rest.

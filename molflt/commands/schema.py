@@ -17,16 +17,16 @@ __all__ = ["config_schema", "schema"]
 
 _Schema = dict[str, Any]
 _HEADER = "# yaml-language-server: $schema="
-_NO_KEYS = ("$schema", "resume")  # of the command line, and of jsonargparse
+_NO_KEYS = ("$schema", "resume")  # accepted by parsers, but not keys of configurations
 _SET_BY_MODEL = {"heads", "dim", "head_dim", "node_heads", "node_dim"}
-_SET_BY_USER = {"image_generation": {"dim"}}  # recipe -> exceptions from these
+_SET_BY_USER = {"image_generation": {"dim"}}  # recipe -> exceptions to these
 
 
 def schema(out: Path | None = None) -> None:
-    """Writes the JSON Schema of configurations, with which editors complete and check them.
+    """Writes the JSON Schema of configurations, which lets editors complete and check them.
 
     It contains the keys of every recipe with their help, types, choices, ranges and defaults. A
-    configuration names it in its first line: # yaml-language-server: $schema=molflt.schema.json
+    configuration refers to it in its first line: # yaml-language-server: $schema=molflt.schema.json
 
     Args:
         out: file to write; by default the schema is printed.
@@ -42,8 +42,8 @@ def schema(out: Path | None = None) -> None:
 def config_schema() -> dict[str, Any]:
     """Returns the JSON Schema (draft 2020-12) of configurations.
 
-    The recipe that a file names decides its keys. No key is required, because configurations can be
-    combined.
+    The recipe that a file names determines its keys. No key is required, because configurations can
+    be combined.
     """
     whole: _Schema = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -104,7 +104,7 @@ def _bound(described: _Schema, interval: str) -> None:
 
 
 def _position() -> _Schema:
-    """Returns the schema of the options of all positions."""
+    """Returns the schema of the options of all position modules."""
     from jsonargparse import ArgumentParser
 
     from molflt.attention.nodes import NODES

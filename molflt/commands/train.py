@@ -41,7 +41,7 @@ def train(
     resume: Path | None = None,
     init: Path | None = None,
 ) -> int:
-    """Trains a model, from the weights of another with --init, or resumes a run.
+    """Trains a model, optionally from the weights of another (--init), or resumes a run.
 
     The run folder contains config.yaml (all options, including defaults), versions.json,
     metrics.csv, curve.png, files of the data such as a vocabulary, and checkpoints/ with last.ckpt
@@ -49,13 +49,13 @@ def train(
 
     Args:
         run: folder to write or to resume; by default a new one with the name of the recipe.
-        seed: seed of weights, batches and dropout.
+        seed: seed for weights, batches and dropout.
         recipe: name of the recipe.
-        model: arguments of its model; None for sizes that depend on the data.
-        data: arguments of its data.
-        task: arguments of its task.
+        model: arguments of the recipe's model; None for sizes that depend on the data.
+        data: arguments of the recipe's data.
+        task: arguments of the recipe's task.
         trainer: arguments of `molflt.training.trainer.TrainerOptions`.
-        resume: the run folder if it is resumed.
+        resume: the run folder if a run is resumed.
         init: run folder or weights to start from; has no effect on a resumed run.
 
     Returns:
@@ -74,7 +74,7 @@ def train(
 
 
 def _fit_warmup(task: _Options, steps: int) -> str | None:
-    """Shortens a warm-up that does not fit to a tenth of the steps; returns a message."""
+    """Shortens a warm-up that is too long to a tenth of the steps; returns a message."""
     warmup = cast(int, task["warmup_steps"])
     if warmup < steps:
         return None

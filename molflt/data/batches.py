@@ -1,8 +1,8 @@
 """Batches of a training and a validation set, as a pure function of seed, epoch and step.
 
-The number of structures in a batch times the atoms of its largest structure bounds the memory of a
-model that pads. Batches of similar sizes waste less of it, but they are not random draws: see
-`bucket`.
+The memory of a model that pads is bounded by the number of structures in a batch times the number
+of atoms in the largest one. Batches of structures of similar size waste less memory, but they are
+not random draws; see `bucket`.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ Fingerprint = dict[str, int | str]
 class SizeBucketedBatchSampler(Sampler[list[int]]):
     """Cuts a data set into batches; each pass contains every structure exactly once.
 
-    Iterating makes one pass: in order of size without `shuffle`, and in the random order of
-    ``epoch`` with it. Rank r of w takes the batches r, r + w, ..., thus the numbers of batches of
-    two ranks may differ by one. Training uses `_TrainingStream`, where they are equal.
+    Iterating makes one pass: in order of size, or, with `shuffle`, in the random order of
+    ``epoch``. Rank r of w takes the batches r, r + w, ..., so the number of batches may differ by
+    one between ranks. Training uses `_TrainingStream`, where it is equal.
 
     Args:
         natoms: atoms in each structure, (structures,).
@@ -43,8 +43,8 @@ class SizeBucketedBatchSampler(Sampler[list[int]]):
         shuffle: draw new batches for every epoch.
         bucket: number of random batches that are pooled, sorted by size and cut again if `shuffle`
             is set. 1 keeps random batches. Larger values make the sizes in a batch similar, which
-            helps models that pad (`EnergyRegressor` hardly does), but structures of equal size have
-            much else in common and gradients become noisier; see docs/results/emt-sample.md.
+            helps models that pad (`EnergyRegressor` hardly does). But structures of equal size have
+            much else in common, which makes gradients noisier; see docs/results/emt-sample.md.
         seed: seed of the draws; a batch depends only on `seed`, `epoch` and the sizes.
         rank: index of this process.
         world: number of processes.
@@ -99,14 +99,14 @@ class SizeBucketedBatchSampler(Sampler[list[int]]):
         return [batches[i] for i in draw.permutation(len(batches))]
 
     def _cut(self, order: _Indices) -> list[_Indices]:
-        """Cuts indices that are sorted by increasing size."""
+        """Cuts indices, sorted by increasing size, into batches."""
         if self.max_atoms is None:
             return np.split(order, range(self.batch_size, len(order), self.batch_size))
         sizes = self.natoms[order]
         cuts = []
         start = 0
         for end in range(1, len(order)):
-            count = end - start + 1  # with the structure at `end`, the largest so far
+            count = end - start + 1  # including the structure at `end`, the largest so far
             if count > self.batch_size or count * sizes[end] > self.max_atoms:
                 cuts.append(end)
                 start = end
@@ -124,12 +124,12 @@ class SizeBucketedBatchSampler(Sampler[list[int]]):
 class _TrainingStream(Sampler[list[int]]):
     """Endless stream of epochs that can start at any step, which makes resuming exact.
 
-    The batches of all epochs form one sequence, and rank r takes number ``step * world + r`` at
-    each step. All ranks always have a batch, every structure comes exactly once per epoch, and the
-    stream from step s does not depend on whether the earlier steps were drawn.
+    The batches of all epochs form one sequence, and rank r takes batch ``step * world + r`` at each
+    step. Every rank always has a batch, every structure occurs exactly once per epoch, and the
+    stream from step s onward does not depend on whether earlier steps were drawn.
 
     Args:
-        batches: sampler of an epoch, with its `shuffle`, `rank` and `world`.
+        batches: sampler of one epoch, which sets `shuffle`, `rank` and `world`.
         start_step: first step to draw.
     """
 
@@ -153,7 +153,7 @@ class _TrainingStream(Sampler[list[int]]):
 class BatchedData(Generic[_Items]):
     """Batches of a training and a validation set, as a pure function of seed, epoch and step.
 
-    A subclass fills `datasets` in `setup`, under "train" and "val".
+    Subclasses fill `datasets` in `setup`, under "train" and "val".
 
     Args:
         batch_size: items in a batch, per device.
@@ -228,14 +228,14 @@ class BatchedData(Generic[_Items]):
         return self._loader("train", _TrainingStream(batches, self.start_step))
 
     def batches_in(self, epochs: int) -> int:
-        """Returns the number of training batches in some epochs, summed over ranks."""
+        """Returns the number of training batches in several epochs, summed over ranks."""
         sampler = self._sampler("train", 0, 1)
         if sampler.max_atoms is None:
             return epochs * len(sampler)
         return sum(len(sampler.batches(epoch)) for epoch in range(epochs))
 
     def val_dataloader(self, rank: int = 0, world: int = 1) -> DataLoader[object]:
-        """Returns a loader of one pass over the validation set, divided among the ranks."""
+        """Returns a loader for one pass over the validation set, divided among the ranks."""
         if (batches := len(self._sampler("val", 0, 1))) < world:
             raise ValueError(
                 f"expected at least one validation batch for each of {world} processes; got "
@@ -284,7 +284,7 @@ def _parts(item: object) -> Iterator[bytes]:
 
 
 class Shard(NamedTuple):
-    """One of several parts of a data set, equal up to one batch."""
+    """One of several parts of a data set, whose sizes differ by at most one batch."""
 
     number: int
     """1 to total"""
@@ -306,11 +306,11 @@ class Shard(NamedTuple):
         return f"{self.number}/{self.total}"
 
     def path(self, out: Path) -> Path:
-        """Returns the path that this shard of a file is written to."""
+        """Returns the path to which this shard of a file is written."""
         return out.with_name(f"{out.stem}.{self.number}-of-{self.total}{out.suffix}")
 
     def indices(self, natoms: ArrayLike, batch_size: int) -> NDArray[np.int64]:
-        """Returns the sorted indices of the structures in this shard: whole batches.
+        """Returns the sorted structure indices of this shard, which consists of whole batches.
 
         Args:
             natoms: atoms of each structure of the data set, (structures,).
@@ -318,7 +318,7 @@ class Shard(NamedTuple):
         """
         found = len(np.asarray(natoms))
         count = -(-found // batch_size)
-        if self.total > count:  # in every shard, because the others could not be merged
+        if self.total > count:  # raised in every shard, because the others could not be merged
             raise ValueError(
                 f"option --shard {self}: expected at most as many shards as batches; got {count:,} "
                 f"batches of {batch_size} for {found:,} structures; use fewer shards, or a smaller "

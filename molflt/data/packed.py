@@ -22,7 +22,7 @@ _NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*){1,2}")  # OWNER/NAME, OWNER/NAM
 
 @contextmanager
 def unpacked(path: Path, kind: str) -> Iterator[BinaryIO]:
-    """Opens a compressed file ("gzip" or "xz") for reading; ValueError if it is damaged."""
+    """Opens a compressed file ("gzip" or "xz") for reading; raises ValueError if it is damaged."""
     try:
         with gzip.open(path) if kind == "gzip" else lzma.open(path) as file:
             yield cast(BinaryIO, file)
@@ -36,7 +36,7 @@ def unpacked(path: Path, kind: str) -> Iterator[BinaryIO]:
 def dataset_loader(source: str) -> Callable[..., Any]:
     """Returns `datasets.load_dataset` for a source hf:OWNER/NAME[/CONFIG][:SPLIT].
 
-    Names of local folders are refused: `datasets` would read them, and perhaps run a script there.
+    Names of local folders are refused: `datasets` would read them and might run a script there.
     """
     name = source.removeprefix("hf:").partition(":")[0]
     if not _NAME.fullmatch(name) or Path(name).exists():

@@ -21,7 +21,7 @@ class ProblemSeeds(Dataset[Tensor]):
     """Consecutive seeds of problems; see `generator_of`.
 
     Args:
-        use: "train", "val" or "test", whose seeds are disjoint.
+        use: "train", "val" or "test"; their seeds are disjoint.
         count: number of problems, at most 2^31.
     """
 
@@ -74,7 +74,7 @@ class ProblemData(BatchedData[ProblemSeeds]):
 
 
 def generator_of(seed: int, *purpose: int) -> torch.Generator:
-    """Returns the generator that draws a problem, independent of those of other seeds and purposes.
+    """Returns the random generator of a problem, independent of other seeds and purposes.
 
     Args:
         seed: seed of the problem.

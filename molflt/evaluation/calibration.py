@@ -1,9 +1,10 @@
 """Calibrated uncertainty of ensembles: intervals that cover 68 % of new errors.
 
-Split conformal prediction (Papadopoulos et al. 2002; Lei et al., arXiv:1604.04173) with the score
-|error| / sqrt(spread² + floor²), calibrated on half of a split and evaluated on all other systems.
-Unlike scaling the variance by maximum likelihood, the method does not assume a distribution of
-errors. It was found to be well calibrated for neural force fields (Hu et al., arXiv:2208.08337).
+The method is split conformal prediction (Papadopoulos et al. 2002; Lei et al., arXiv:1604.04173)
+with the score |error| / sqrt(spread² + floor²). It is calibrated on half of a split and evaluated
+on all other systems. Unlike scaling the variance by maximum likelihood, it does not assume a
+distribution of errors. It was found to be well calibrated for neural force fields (Hu et al.,
+arXiv:2208.08337).
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ __all__ += ["uncertainty_of"]
 LEVEL = 0.68
 """Share of errors that an uncertainty should cover, about one standard deviation."""
 CALIBRATION = "uncertainty.json"
-"""Name of the file with the calibration, in the folder of an evaluation."""
+"""Name of the calibration file in the folder of an evaluation."""
 
-_LEAST = 20  # systems to calibrate with; fewer leave the coverage uncertain by more than 10 %
+_LEAST = 20  # systems for calibration; with fewer, the coverage is uncertain by more than 10 %
 _AGAIN = (
     "evaluate these runs with molflt evaluate RUN --also RUN2 ... and at least "
     f"{2 * _LEAST} held-out systems with labels"
 )
 _ONE_RUN = "a single run does not have a spread; name further runs with --also"
-_SEED = 0  # smallest size of the half that calibrates
-_FLOORS = np.logspace(-2, 2, 33)  # floors to try, in root mean squares of the spread
-_LEVELS = np.arange(5, 100, 5) / 100  # of the picture
+_SEED = 0  # part of the hash that selects the half for calibration
+_FLOORS = np.logspace(-2, 2, 33)  # floors to try, in units of the root mean square spread
+_LEVELS = np.arange(5, 100, 5) / 100  # levels in the picture
 _COLUMNS = {
     "coverage_n": ("systems", 0),
     "coverage_percent": ("coverage / %", 1),
@@ -64,7 +65,7 @@ class Calibration:
 
     Attributes:
         factor: dimensionless factor.
-        floor: eV; it covers members that agree by chance.
+        floor: eV; it accounts for members that agree by chance.
         split: split of the systems that were set aside for the calibration.
         systems: number of these systems.
         members: sha256 of the weights of each member, sorted.
@@ -80,9 +81,9 @@ class Calibration:
     def fit(error: _Array, spread: _Array, split: str, members: tuple[str, ...]) -> Calibration:
         """Calibrates on systems that are set aside.
 
-        The factor is the conformal one. The floor minimizes the interval score, the proper score of
-        a central interval (Gneiting and Raftery 2007, eq. 43): it is large if the spread does not
-        predict the error, and then all intervals are equal.
+        The factor is `conformal_factor`. The floor minimizes the interval score, a proper score of
+        central intervals (Gneiting and Raftery 2007, eq. 43). If the spread does not predict the
+        error, the floor is large and all intervals are nearly equal.
 
         Args:
             error: errors of the ensemble's energies, of any sign, (systems,), eV.
@@ -111,7 +112,7 @@ class Calibration:
         return Calibration(factor, floor, split, len(error), tuple(sorted(members)))
 
     def uncertainty(self, spread: _Array) -> _Array:
-        """Returns the uncertainty, eV, for spreads in eV."""
+        """Returns the uncertainties, in eV, for spreads in eV."""
         return self.factor * np.hypot(spread, self.floor)
 
     def save(self, path: Path) -> None:
@@ -136,7 +137,7 @@ class Calibration:
 
     @staticmethod
     def from_json(content: object, name: str) -> Calibration:
-        """Checks the content of a file; `name` is its path for messages."""
+        """Returns the calibration in the content of a file; `name` is its path, for messages."""
         try:
             found: Any = content
             factor, floor = float(found["factor"]), float(found["floor_eV"])
@@ -153,14 +154,14 @@ class Calibration:
 
 
 def conformal_factor(scores: _Array, level: float = LEVEL) -> float:
-    """Returns the score that a new system's score stays below with at least probability `level`.
+    """Returns an upper bound of a new system's score, which holds with probability >= `level`.
 
-    It is the ceil((n + 1) level)-th smallest of n scores, because every rank of the new score is
-    equally likely (Lei et al., arXiv:1604.04173, section 2.2).
+    The bound is the ceil((n + 1) level)-th smallest of n scores, because every rank of the new
+    score is equally likely (Lei et al., arXiv:1604.04173, section 2.2).
 
     Args:
         scores: |error| / width of the systems that were set aside, (systems,).
-        level: in (0, 1), at most n / (n + 1).
+        level: probability, in (0, 1) and at most n / (n + 1).
     """
     rank = math.ceil((len(scores) + 1) * level)
     return float(np.sort(scores)[rank - 1])
@@ -173,7 +174,7 @@ def _interval_score(error: _Array, width: _Array) -> float:
 
 
 def is_set_aside(sid: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Selects the half of the systems that calibrates, by a hash of each sid."""
+    """Selects the half of the systems that is used for calibration, by a hash of each sid."""
     digests = (hashlib.blake2b(f"{_SEED}:{one}".encode(), digest_size=1) for one in sid.tolist())
     return np.array([digest.digest()[0] % 2 == 0 for digest in digests], dtype=bool)
 
@@ -193,9 +194,9 @@ class Uncertainty(NamedTuple):
     rows: Results
     """split -> metrics"""
     text: str
-    """table"""
+    """table of the metrics"""
     columns: dict[str, dict[str, _Array]]
-    """split -> spread_eV and, if calibrated, uncertainty_eV, each (systems,)"""
+    """split -> spread_eV and, if calibrated, uncertainty_eV; each (systems,)"""
     files: list[Path]
 
 
@@ -222,7 +223,8 @@ def assess(
         found: split -> predictions.
         out: folder to write.
         split: split to calibrate on; by default the first split with labels that is not `learned`.
-            Without one, or with fewer than 20 systems to calibrate on, only spreads are returned.
+            Without such a split, or if it has fewer than 20 systems to calibrate on, only spreads
+            are returned.
         learned: the training split, whose errors are too small.
     """
     if not isinstance(model, EnsembleRegressor):
@@ -274,7 +276,7 @@ def _errors(part: Predictions, chosen: NDArray[np.bool_]) -> _Errors:
 def _row(
     part: Predictions, judged: _Errors | None = None, calibration: Calibration | None = None
 ) -> dict[str, float | None]:
-    """Returns the metrics of a split; None where they need labels that are missing."""
+    """Returns the metrics of a split; those that need missing labels are None."""
     row: dict[str, float | None] = dict.fromkeys([*list(_COLUMNS)[1:], "coverage_n"])
     row["spread_eV"] = float(part.spread.mean())
     if part.labeled.any():
@@ -287,7 +289,7 @@ def _row(
         n = len(judged.error)
         inside = judged.error <= calibration.uncertainty(judged.spread)
         row["coverage_percent"] = 100 * float(inside.mean())
-        # for the level, because it is 0 for shares of 0 and 100 %
+        # at the nominal level, because it would be 0 at a coverage of 0 or 100 %
         row["coverage_se_percent"] = 100 * float(np.sqrt(LEVEL * (1 - LEVEL) / n))
         row["coverage_n"] = n
         row["rank_correlation"] = _rank_correlation(judged)
@@ -295,10 +297,10 @@ def _row(
 
 
 def _crossed(calibration: Calibration, aside: _Errors, rest: _Errors) -> float | None:
-    """Returns the coverage, %, where each half calibrates the other; None if one is too small.
+    """Returns the coverage, %, if each half calibrates the other; None if a half is too small.
 
-    Differences between the halves cancel: if one has larger errors, it covers too much of the other
-    half, and the other covers too little of it.
+    Differences between the halves cancel: intervals calibrated on the half with larger errors cover
+    too much of the other half, and vice versa.
     """
     if len(rest.error) < _LEAST:
         return None
@@ -309,7 +311,7 @@ def _crossed(calibration: Calibration, aside: _Errors, rest: _Errors) -> float |
 
 
 def _rank_correlation(judged: _Errors) -> float | None:
-    """Returns Spearman's correlation of spread and |error|; None if one of them is constant."""
+    """Returns Spearman's correlation between spread and |error|; None if either is constant."""
     from scipy.stats import spearmanr
 
     if np.ptp(judged.spread) == 0 or np.ptp(judged.error) == 0:
@@ -331,8 +333,8 @@ def _draw(calibration: Calibration, aside: _Errors, judged: dict[str, _Errors], 
 def calibration_of(model: nn.Module, calibration: Path | None, default: Path) -> Calibration | None:
     """Reads the calibration of an ensemble; returns None for other models.
 
-    If the file `default` is missing or belongs to other runs, a warning says that there is only the
-    spread, and None is returned; a named file `calibration` must fit.
+    If the file `default` is missing or belongs to other runs, the result is None, and a warning
+    says that only the spread is available. A file given as `calibration` must match.
     """
     if not isinstance(model, EnsembleRegressor):
         if calibration is not None:
@@ -361,7 +363,7 @@ def expect_theirs(model: EnsembleRegressor, calibration: Calibration, name: str)
 def uncertainty_of(
     model: nn.Module, found: Predictions, calibration: Calibration | None
 ) -> dict[str, _Array]:
-    """Returns spread_eV and, if calibrated, uncertainty_eV of an ensemble, (systems,) each, eV."""
+    """Returns spread_eV and, if calibrated, uncertainty_eV of an ensemble, each (systems,), eV."""
     if not isinstance(model, EnsembleRegressor):
         return {}
     columns = {"spread_eV": found.spread}
@@ -371,4 +373,4 @@ def uncertainty_of(
 
 
 class _OtherWeights(ValueError):
-    """Error for a calibration of other weights."""
+    """Raised for a calibration that was made with other weights."""

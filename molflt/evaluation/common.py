@@ -38,11 +38,11 @@ _Images = TypeVar("_Images", bound=ImageData)
 def named_sources(
     data: Mapping[str, object], splits: Sequence[str] | None, other: Path | None
 ) -> dict[str, str]:
-    """Returns the texts to evaluate: name -> file or hf: name.
+    """Returns the texts to evaluate by name; each is a file or an hf: name.
 
     Args:
         data: options of the run's data, with train, val and test.
-        splits: some of train, val and test; None for val, and test if it is given.
+        splits: any of train, val and test; None means val, and also test if it is given.
         other: another text to evaluate instead.
     """
     if other is not None:
@@ -62,12 +62,12 @@ def named_images(
     splits: Sequence[str] | None,
     other: Path | None,
 ) -> tuple[_Images, dict[str, LabeledImages]]:
-    """Returns the data of a run, and name -> images, prepared as for validation.
+    """Returns the data of a run, and images by name, prepared as for validation.
 
     Args:
         kind: class of the data.
         options: options of the data of the run.
-        splits: some of train and val; None for val.
+        splits: train, val or both; None means val.
         other: other images to evaluate instead.
     """
     if other is not None:
@@ -77,7 +77,7 @@ def named_images(
     wanted = list(dict.fromkeys(splits or ["val"]))
     if unknown := sorted(set(wanted) - {"train", "val"}):
         raise ValueError(f"the run has no split {unknown[0]!r}; expected some of train, val")
-    data = kind(**options)  # type: ignore[arg-type]  # of a configuration that was checked
+    data = kind(**options)  # type: ignore[arg-type]  # from a checked configuration
     data.setup()
     if other is not None:
         return data, {Path(other).name: data.judged("val")}
@@ -85,7 +85,7 @@ def named_images(
 
 
 def expect_one_source(splits: Sequence[str] | None) -> None:
-    """Raises ValueError for splits of the run together with other data."""
+    """Raises ValueError if splits of the run are given together with other data."""
     if splits:
         raise ValueError("give either --splits or --data; got both")
 
@@ -97,10 +97,10 @@ def device_of(model: nn.Module) -> torch.device:
 
 @contextmanager
 def batches(source: Iterable[_Batch], name: str, batch: str) -> Iterator[Iterable[_Batch]]:
-    """Yields batches with a progress bar, for inference.
+    """Yields batches for inference, with a progress bar.
 
-    An out-of-memory error in the block becomes a ValueError that suggests a smaller batch. It names
-    `batch`, a description of one batch, such as "64 images".
+    An out-of-memory error in the block becomes a ValueError that suggests a smaller batch. Its
+    message contains `batch`, a description of one batch, such as "64 images".
     """
     what = f"{name}: a batch of {batch}"
     with torch.inference_mode(), within_memory(lambda: what, "lower --batch-size"):
@@ -119,7 +119,7 @@ def expect_finite(name: str, values: Tensor) -> None:
 def total_of(
     task: Task[Any, Any], source: Iterable[Sequence[Tensor]], name: str, batch: str
 ) -> Tensor:
-    """Returns the sums of a task over batches, (fields,), see `Task.summarize`."""
+    """Returns the sums of a task over batches, (fields,); see `Task.summarize`."""
     device, total = device_of(task.model), torch.zeros((), dtype=torch.float64)
     with batches(source, name, batch) as loaded:
         for one in loaded:
@@ -132,12 +132,13 @@ def total_of(
 def draw_attention(
     stack: nn.Module, run: Callable[[], object], png: Path, title: str
 ) -> list[Path]:
-    """Draws each head of the last layer with attention, mean over the batch.
+    """Draws the attention of each head of the last attention layer, averaged over the batch.
 
     Args:
         stack: a part of a model in evaluation mode.
         run: calls the model once.
-        png: file to write, which is returned; nothing without a layer with attention.
+        png: file to write. The function returns it in a list, which is empty without attention
+            layers.
         title: title of the picture.
     """
     matrices = attention_of(stack, run, last=1)
@@ -150,14 +151,14 @@ def draw_attention(
 def draw_encoding(
     position: Position | None, scale: float, tokens: int, png: Path, what: str = "tokens"
 ) -> list[Path]:
-    """Draws a relative encoding over the offsets of tokens; returns the written file, if any.
+    """Draws a relative encoding against the offset of tokens; returns the written file, if any.
 
     Args:
-        position: encoding of the stack.
-        scale: distance of neighboring tokens in the encoding's unit of length.
+        position: positional encoding of the stack.
+        scale: distance between neighboring tokens in the encoding's unit of length.
         tokens: number of tokens along each axis.
         png: file to write.
-        what: name of the tokens.
+        what: plural noun for the tokens in the picture.
     """
     if position is None or not plots.has_bias(position):
         return []
@@ -178,7 +179,7 @@ def attention_of(
         last: number of matrices to compute, counted from the end; None for all.
 
     Returns:
-        One tensor (batch, heads, queries, keys) per layer with attention and pass.
+        One tensor (batch, heads, queries, keys) for each attention layer in each pass.
     """
     calls: list[_Call] = []
 
@@ -204,13 +205,13 @@ def locality_of(matrices: list[Tensor], distances: Tensor, causal: bool) -> dict
     """Returns the attention on the nearest and the farthest 10 % of the tokens.
 
     Args:
-        matrices: (batch, heads, tokens, tokens) each, see `attention_of`.
+        matrices: each (batch, heads, tokens, tokens); see `attention_of`.
         distances: (tokens, tokens), in any unit.
-        causal: a token attends only to tokens up to itself.
+        causal: True if a token attends only to itself and earlier tokens.
 
     Returns:
-        "nearest" and "farthest", means over heads and layers, see `molflt.metrics.locality`; None
-        if rows of attention are not probabilities (normalize "none" or "unmasked").
+        "nearest" and "farthest", averaged over heads and layers; see `molflt.metrics.locality`.
+        They are None if rows of attention are not probabilities (normalize "none" or "unmasked").
     """
     apart = distances.double().cpu().numpy()
     try:
@@ -224,39 +225,39 @@ def locality_of(matrices: list[Tensor], distances: Tensor, causal: bool) -> dict
 
 
 def load_vocabulary(run: Path, size: int) -> Vocabulary:
-    """Loads the vocabulary of a run, and checks its size."""
+    """Loads the vocabulary of a run and checks its size."""
     path = run / "vocabulary.json"
     return vocabulary_of(_read(path, "vocabulary"), str(path), size)
 
 
 def vocabulary_of(content: bytes, name: str, size: int) -> Vocabulary:
-    """Parses the content of vocabulary.json; `name` is its path for messages."""
+    """Parses the content of vocabulary.json; `name` is its path, for messages."""
     vocabulary = Vocabulary.from_json(content, name)
     _expect_size(name, len(vocabulary), size, "tokens")
     return vocabulary
 
 
 def load_tokenizer(run: Path, size: int) -> Tokenizer:
-    """Loads the tokenizer of a run, see `load_vocabulary`."""
+    """Loads the tokenizer of a run; see `load_vocabulary`."""
     path = run / TOKENIZER
     return tokenizer_of(_read(path, "tokenizer"), str(path), size)
 
 
 def tokenizer_of(content: bytes, name: str, size: int) -> Tokenizer:
-    """Parses the content of tokenizer.json; `name` is its path for messages."""
+    """Parses the content of tokenizer.json; `name` is its path, for messages."""
     tokenizer = Tokenizer.from_json(content, name)
     _expect_size(name, len(tokenizer), size, "tokens")
     return tokenizer
 
 
 def load_classes(run: Path, count: int) -> list[str]:
-    """Loads the names of the classes of a run, and checks their number."""
+    """Loads the names of the classes of a run and checks their number."""
     path = run / CLASSES
     return classes_of(_read(path, "classes"), str(path), count)
 
 
 def classes_of(content: bytes, name: str, count: int) -> list[str]:
-    """Parses the content of classes.json; `name` is its path for messages."""
+    """Parses the content of classes.json; `name` is its path, for messages."""
     try:
         classes: list[str] = json.loads(content)
     except (ValueError, RecursionError):

@@ -45,7 +45,7 @@ _COLUMNS = {
     "ewt_percent": ("EwT / %", 2),
     "baseline_mae_eV": ("baseline MAE / eV", 4),
 }
-_LEADERBOARD = ("id", "ood_ads", "ood_cat", "ood_both")  # splits in its file, without test_
+_LEADERBOARD = ("id", "ood_ads", "ood_cat", "ood_both")  # splits in its file, without "test_"
 _FILES = (
     *("predictions.npz", "predictions.csv", "errors_by_group.csv"),
     *("parity.png", "errors.png", "encoding.png"),
@@ -73,40 +73,42 @@ def evaluate(
     """Evaluates an energy regressor.
 
     Writes predictions.npz, predictions.csv, errors_by_group.csv, parity.png, errors.png and, with a
-    relative encoding, encoding.png. For ensembles, predictions.csv also has spread_eV and
-    uncertainty_eV, and uncertainty.json and uncertainty.png are written.
+    relative encoding, encoding.png. For ensembles, also writes uncertainty.json and
+    uncertainty.png, and predictions.csv also contains spread_eV and uncertainty_eV.
 
     Args:
-        splits: names of splits; by default those of OC20's four validation splits that exist, or
-            the validation part of a single file. Splits without labels are only predicted.
-        data: folder of the data set, or one file, which is evaluated completely; by default the
+        splits: names of splits; by default OC20's four validation splits and the validation split
+            of the training, as far as they exist. Splits without labels are only predicted.
+        data: folder of the data set, or one file, which is evaluated as a whole; by default the
             data of the run.
         batch_size: structures in a batch.
         submission: also write the predictions of the four test splits to this .npz file for the
             OC20 leaderboard.
-        published: npz file with predictions of other models (name, the names of systems, and an
-            array of energies per model, a column per training). They are compared in published.csv,
-            published_errors.csv (by split, family and metal) and published.png.
+        published: npz file with predictions of other models: the names of the systems (`name`) and,
+            for each model, an array of energies with one column per training. The comparison is
+            written to published.csv, published_errors.csv (by split, family and metal) and
+            published.png.
         skip_bad: omit and list structures that cannot be used.
-        calibration_split: for ensembles, split of which one half, drawn by a hash of the sid,
-            calibrates the uncertainty and is left out of its coverage; by default the first split
-            with labels other than the training split, whose errors are too small.
-        energy_key: entry of the energy, eV, in files that ASE reads; by default that of the
-            training, if a source has such entries; null for y_relaxed or energy.
-        tags: convention of tags in files that ASE reads, oc20 or ase; guess derives tags from the
-            geometry, in any source; by default as in training.
-        relaxed: folder for SPLIT.extxyz, the structures that the position head predicts.
+        calibration_split: for ensembles, the split that calibrates the uncertainty. Only half of
+            its systems, selected by a hash of the sid, are used; they do not count in the coverage.
+            By default the first split with labels, except the training split, whose errors are too
+            small.
+        energy_key: key of the energy, eV, in files that ASE reads; by default the key used in
+            training, if the source has it; null means y_relaxed or energy.
+        tags: convention of tags in files that ASE reads: oc20 or ase; guess derives the tags of any
+            source from the geometry; by default as in training.
+        relaxed: folder for SPLIT.extxyz with the structures that the position head predicts.
         force: also evaluate structures with implausible tags.
 
     Returns:
         Per split: mae_eV, ewt_percent, baseline_mae_eV (of always predicting the median training
-        energy) and n, the number of systems with a label; without labels the errors are None and n
-        is the number of systems. For ensembles also member_mae_eV (mean MAE of its members), the
-        means spread_eV and uncertainty_eV, coverage_percent (share of coverage_n errors within the
-        uncertainty; the target is 68), coverage_se_percent (its binomial standard error),
-        coverage_crossed_percent (over all systems of the calibration split, where each half
-        calibrates the other) and rank_correlation (of spread and |error|). With `relaxed` also
-        adwt_percent, initial_adwt_percent and position_error_A.
+        energy) and n, the number of systems with a label. Without labels, the errors are None and n
+        is the number of all systems. For ensembles also member_mae_eV (mean MAE of the members),
+        the means spread_eV and uncertainty_eV, coverage_percent (share of coverage_n errors within
+        the uncertainty; the target is 68), coverage_se_percent (its binomial standard error),
+        coverage_crossed_percent (for the calibration split, where each half calibrates the other)
+        and rank_correlation (between spread and |error|). With `relaxed` also adwt_percent,
+        initial_adwt_percent and position_error_A.
     """
     reading = {"energy_key": energy_key, "tags": tags or AS_TRAINED}
     source = EvaluationData(run, config, data, skip_bad, **reading)
@@ -249,7 +251,7 @@ def _write(
     groups: Mapping[str, Mapping[str, Sequence[GroupError]]],
     more: Mapping[str, Mapping[str, NDArray[np.float64]]],
 ) -> list[Path]:
-    """Writes predictions.npz, predictions.csv with `more` columns, and errors_by_group.csv."""
+    """Writes predictions.npz, predictions.csv with the columns `more`, and errors_by_group.csv."""
     arrays: dict[str, NDArray[np.generic]] = {}
     rows: list[dict[str, object]] = []
     for split, part in found.items():
@@ -307,7 +309,7 @@ def _draw(
 
 
 def _names(part: Predictions) -> list[str]:
-    """Returns names of the systems with a label for pictures."""
+    """Returns names, for pictures, of the systems with a label."""
     named = zip(part.sid, part.adsorbate, part.slab, part.labeled, strict=True)
     return [f"sid {sid} {adsorbate} on {slab}" for sid, adsorbate, slab, known in named if known]
 
@@ -332,7 +334,7 @@ def submission_splits(path: Path, splits: Sequence[str]) -> dict[str, str]:
 
 
 def _is_trial(names: Mapping[str, str]) -> bool:
-    """Returns True if splits of `submission_splits` are not test splits."""
+    """Returns True if not all splits from `submission_splits` are test splits."""
     return not set(names.values()) <= set(TEST_SPLITS)
 
 
@@ -346,8 +348,8 @@ def write_submission(
 
     Args:
         path: file to write, ending in .npz.
-        predictions: (ids, energies in eV) of "id", "ood_ads", "ood_cat" and "ood_both".
-        any_counts: accept other numbers of systems than OC20's, which the leaderboard rejects.
+        predictions: "id", "ood_ads", "ood_cat" and "ood_both" -> (ids, energies in eV).
+        any_counts: accept numbers of systems other than OC20's; the leaderboard rejects such files.
     """
     arrays: dict[str, NDArray[np.generic]] = {}
     for split in _LEADERBOARD:
@@ -365,7 +367,7 @@ def write_submission(
 
 
 def _expect_count(split: str, count: int, *, any_counts: bool) -> None:
-    """Raises ValueError for another number of systems than that of OC20's test split."""
+    """Raises ValueError if the number of systems differs from that of OC20's test split."""
     expected = OC20_FILES[f"all/test_{split}"].records
     if count != expected and not any_counts:
         raise ValueError(

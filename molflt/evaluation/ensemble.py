@@ -1,4 +1,4 @@
-"""Ensembles of trained runs: one energy regressor that predicts their mean."""
+"""Ensembles of trained runs: one energy regressor that predicts their mean energy."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ __all__ = ["ENSEMBLE", "EnsembleRegressor", "digest_of", "expect_same_totals"]
 __all__ += ["has_references", "load_ensemble"]
 
 ENSEMBLE = "ensemble"
-"""Name of the folder for files of the ensemble, within that of the first run."""
+"""Name of the subfolder of the first run that contains the files of the ensemble."""
 
 _RECIPE = "is2re"
 _COMPARED = 256  # structures whose compositions are compared
-_NEGLIGIBLE = 0.01  # eV per atom between references
+_NEGLIGIBLE = 0.01  # eV per atom, difference between references
 
 
 class EnsembleRegressor(nn.Module):
-    """Mean of energy regressors, which run one after the other.
+    """Mean of energy regressors, which are evaluated one after the other.
 
     Args:
-        members: two or more models, on one device.
+        members: two or more models, all on one device.
         data: run -> its training data, if known.
 
     Attributes:
@@ -65,8 +65,8 @@ class EnsembleRegressor(nn.Module):
             batch: see `molflt.graph.EnergyRegressor`.
 
         Returns:
-            "energy": mean over members, (graphs,), eV; "energy_by_member": (graphs, members), eV;
-            if all members predict them, the means "displacement", (atoms, 3), Å, and
+            "energy": mean over members, (graphs,), eV; "energy_by_member": (graphs, members), eV.
+            If all members predict them, also the means "displacement", (atoms, 3), Å, and
             "adsorbate_energy", (atoms,), eV.
         """
         energies: list[Tensor] = []
@@ -85,7 +85,7 @@ class EnsembleRegressor(nn.Module):
 def load_ensemble(
     runs: Sequence[Path], checkpoint: str = "best", device: str = "cpu"
 ) -> tuple[EnsembleRegressor, Config]:
-    """Loads runs as one model. Seeds, data and configurations may differ.
+    """Loads runs as one model; their seeds, data and configurations may differ.
 
     Args:
         runs: folders of two or more training runs.
@@ -133,7 +133,7 @@ def load_ensemble(
 
 
 def digest_of(model: nn.Module) -> str:
-    """Returns the sha256 of the parameters; buffers may differ between versions."""
+    """Returns the sha256 of the parameters without buffers, which may differ between versions."""
     digest = hashlib.sha256()
     for name, weight in sorted(model.named_parameters()):
         digest.update(f"{name} {tuple(weight.shape)} ".encode())
@@ -177,11 +177,11 @@ def _expect_same_aim(run: Path, model: nn.Module, first: Path, other: nn.Module)
 
 
 def expect_same_totals(ensemble: EnsembleRegressor, dataset: Structures) -> None:
-    """Raises ValueError for members with references of different kinds of energies.
+    """Raises ValueError if the references of members belong to different kinds of energies.
 
-    Single references may be undetermined by the compositions in training, so their sums over the
-    structures to predict are compared. Members without references have already been compared by
-    `load_ensemble`.
+    The training compositions may leave individual references undetermined. Therefore, the sums of
+    references over the structures to predict are compared. Members without references have already
+    been compared by `load_ensemble`.
     """
     first, *others = ensemble.members
     if not has_references(first) or not len(dataset):
@@ -204,7 +204,7 @@ def expect_same_totals(ensemble: EnsembleRegressor, dataset: Structures) -> None
 
 
 def _totals(model: nn.Module, atoms: Tensor) -> Tensor:
-    """Returns references plus mean for compositions (structures, 119), (structures,), eV."""
+    """Returns references plus mean, (structures,), eV, for compositions of (structures, 119)."""
     references = model.get_buffer("element_energies").detach().cpu().double()
     return atoms @ references + _energies(model)[0]
 
@@ -221,7 +221,7 @@ def has_references(model: nn.Module) -> bool:
 
 
 def _energies(model: nn.Module) -> tuple[float, float]:
-    """Returns mean and standard deviation of the training energies, eV; (0, inf) if unknown."""
+    """Returns the mean and sd of the training energies, eV; (0, inf) if unknown."""
     mean, std = (getattr(model, f"energy_{name}", None) for name in ("mean", "std"))
     if not (isinstance(mean, Tensor) and isinstance(std, Tensor)):
         return 0.0, float("inf")

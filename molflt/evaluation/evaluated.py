@@ -31,18 +31,18 @@ __all__ = ["EvaluationData"]
 
 
 class EvaluationData:
-    """Data set to evaluate on.
+    """Data set on which a run is evaluated.
 
-    Of a single file that the run was trained on, only the validation part is evaluated; of any
-    other single file, all structures, as a split with the name of the file.
+    If the run was trained on a single file, only the validation part of this file is evaluated. Any
+    other single file is evaluated as a whole, as one split with the name of the file.
 
     Args:
         run: folder of the training run.
         config: configuration of the run.
         data: folder of the data set, or one file; None for the data of the run.
-        skip_bad: omit structures that cannot be used; in the data of the run, structures that its
+        skip_bad: omit structures that cannot be used. In the data of the run, structures that
             training omitted are always omitted.
-        reading: options of how files are read, such as energy_key and tags.
+        reading: options for reading files, such as energy_key and tags.
 
     Attributes:
         absent: a line about default splits that do not exist; empty if all exist, or if splits were
@@ -74,7 +74,7 @@ class EvaluationData:
         self._own_skip_bad = skip_bad or bool(config["data"].get("skip_bad"))
         self.skip_bad = self._own_skip_bad
         self.absent = ""
-        self.stem: str | None = None  # the split, for one file of other structures
+        self.stem: str | None = None  # name of the split for a file of other structures
         if data is not None and not self._is_own(Path(data)):
             self.skip_bad = skip_bad
             self.data = self.data._replace(root=Path(data), val_fraction=None)
@@ -82,7 +82,7 @@ class EvaluationData:
                 self.stem = self.data.root.stem
 
     def _is_own(self, data: Path) -> bool:
-        """Returns True for the data of the run, which may have moved if they are a single file."""
+        """Returns True for the data of the run; a single file may have been moved."""
         root = self.own.root
         if exists(root) or not exists(data):
             return is_same(root, data)
@@ -119,7 +119,7 @@ class EvaluationData:
         usual = list(dict.fromkeys([*VAL_SPLITS, self.data.val]))
         there = [split for split in usual if self.data.has(split)]
         if not there:
-            self.data.open(usual[:1])  # raises, and lists the splits that exist
+            self.data.open(usual[:1])  # raises an error that lists the splits that exist
         missing = [split for split in VAL_SPLITS if split not in there]
         if missing:
             self.absent = f"not evaluated, because they do not exist: {', '.join(missing)}"
@@ -128,7 +128,7 @@ class EvaluationData:
     def open(
         self, splits: Sequence[str], model: nn.Module, domain: Domain | None = None
     ) -> dict[str, Structures]:
-        """Returns structures by split; warns of omitted ones, see :func:`check_structures`."""
+        """Returns structures by split and warns about omitted ones (:func:`check_structures`)."""
         if isinstance(model, EnsembleRegressor):
             if self.data.is_one and self.stem is None:
                 self._expect_same_split(model)
@@ -151,8 +151,8 @@ class EvaluationData:
                 if shared and run != self.run:
                     self._expect_unchanged(run)
                 continue
-            with suppress(ValueError):  # the file cannot be read with the options of the run
-                shared = shared or bool(self._same_held_out(run))  # a copy of its file
+            with suppress(ValueError):  # if the file cannot be read with the options of the run
+                shared = shared or bool(self._same_held_out(run))  # for a copy of its file
             if shared:
                 raise ValueError(
                     f"{first.root}: the runs of this ensemble held out different structures of it, "
@@ -163,7 +163,7 @@ class EvaluationData:
                 )
 
     def _expect_same_unseen(self, splits: Sequence[str], model: EnsembleRegressor) -> None:
-        """Raises ValueError if only some members were trained on a split."""
+        """Raises ValueError if some members, but not all, were trained on a split."""
         for split in splits:
             learned = [
                 run
@@ -188,9 +188,9 @@ class EvaluationData:
             )
 
     def _same_held_out(self, run: Path) -> bool | None:
-        """Returns True if a run would hold out the same structures of the evaluated file today.
+        """Returns True if a run would still hold out the same structures of the evaluated file.
 
-        None if its last checkpoint does not record the held-out structures.
+        The result is None if the last checkpoint does not record the held-out structures.
         """
         if not (held := read_provenance(run).get("data", {}).get("val")):
             return None
@@ -207,7 +207,7 @@ class EvaluationData:
         return bool(batches.fingerprints()["val"] == held)
 
     def domain(self, model: nn.Module | None = None) -> Domain | None:
-        """Returns the domain of the training for a model; None for runs of earlier versions."""
+        """Returns the training domain for a model; None for runs of earlier versions."""
         path = self.run / DOMAIN
         found = read_domain(path)
         zero = (False, False) if model is None else by_contact(model)

@@ -22,7 +22,7 @@ _PRINTED = 12
 def errors_by_group(found: Mapping[str, Predictions]) -> dict[str, dict[str, list[GroupError]]]:
     """Computes errors by adsorbate and metal, largest groups first, and by size, smallest first.
 
-    Systems without a label are ignored. Ranges of sizes contain similar numbers of systems.
+    Systems without a label are ignored. The ranges of sizes contain similar numbers of systems.
 
     Returns:
         split, or "all" for all splits -> "adsorbate", "slab" (its elements) or "natoms" -> groups.
@@ -66,7 +66,7 @@ def without_compositions(
 
 
 def _size_edges(natoms: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Returns the starts of ranges of sizes and the end of the last one, by quantiles."""
+    """Returns the start of each range of sizes and the end of the last range, from quantiles."""
     return np.unique(np.quantile(natoms, np.linspace(0, 1, _SIZE_BINS + 1)).astype(int))
 
 
@@ -75,7 +75,7 @@ def groups_by_size(
     error: NDArray[np.float64],
     edges: NDArray[np.int64] | None = None,
 ) -> list[GroupError]:
-    """Returns groups of sizes between edges, by default quantiles of `natoms`."""
+    """Returns a group for each range of sizes between `edges`, by default quantiles of `natoms`."""
     edges = _size_edges(natoms) if edges is None else edges
     # each bin starts at its edge; the last one includes its end
     bins = np.searchsorted(edges[1:-1], natoms, side="right")
@@ -87,7 +87,7 @@ def groups_by_size(
 
 
 def groups_by_name(names: NDArray[np.str_], error: NDArray[np.float64]) -> list[GroupError]:
-    """Returns the groups, the largest first."""
+    """Returns one group per name, the largest group first."""
     found = [_group(str(name), error[names == name]) for name in np.unique(names)]
     return sorted(found, key=lambda group: (-group.n, group.group))
 
@@ -104,7 +104,7 @@ def _size_label(edges: NDArray[np.int64], i: int) -> str:
 
 
 def group_tables(groups: Mapping[str, Sequence[GroupError]]) -> str:
-    """Formats errors by adsorbate and metal, only the largest groups, and by size."""
+    """Formats errors by size, and errors by adsorbate and by metal for the largest groups only."""
     names = {"adsorbate": "adsorbate", "slab": "slab", "natoms": "atoms"}
     tables = []
     for kind, title in names.items():

@@ -44,7 +44,7 @@ _NOTE = "10 %: attention on that share of the patches, mean over heads and layer
 
 
 class _Classified(NamedTuple):
-    """True and most probable classes, probabilities of the latter, (images,) each, and metrics."""
+    """True classes, predicted classes and their probabilities, each (images,), and metrics."""
 
     label: NDArray[np.int64]
     predicted: NDArray[np.int64]
@@ -64,18 +64,18 @@ def evaluate(
     """Evaluates an image classifier: top-1 and top-5 accuracy.
 
     Writes predictions.csv and, for the last split, wrong.png (the most confident mistakes),
-    confusion.png, attention.png (each head of the last layer on the first image) and, with a
+    confusion.png, attention.png (each head of the last layer, for the first image) and, with a
     relative encoding, encoding.png.
 
     Args:
         splits: train, val or both; by default val.
-        data: other images to evaluate instead, a folder of classes or an idx file.
+        data: other images to evaluate instead: a folder of classes or an idx file.
         batch_size: images in a batch.
 
     Returns:
-        Per split: top1_percent, top5_percent, cross_entropy (nats), n, and nearest and farthest,
-        the attention on the nearest and farthest 10 % of the patches of 16 images, mean over heads
-        and layers.
+        Per split: top1_percent, top5_percent, cross_entropy (nats), n, nearest and farthest. The
+        last two are the attention on the nearest and farthest 10 % of the patches, averaged over
+        heads, layers and 16 images.
     """
     classes = load_classes(run, model.classes)
     results: Results = {}
@@ -136,7 +136,7 @@ def _datasets(
 def _locality(model: ImageClassifier, images: LabeledImages) -> dict[str, float | None]:
     batch = torch.stack([images[i][0] for i in range(min(16, len(images)))]).to(device_of(model))
     places = model.places[0].double()
-    # without matrix products, which would make equal distances differ
+    # without matrix products, whose rounding would make equal distances differ
     distances = torch.cdist(places, places, compute_mode="donot_use_mm_for_euclid_dist")
     matrices = attention_of(model.stack, lambda: model(batch))
     return locality_of(matrices, distances, causal=False)

@@ -30,7 +30,7 @@ from molflt.training.config import Config
 
 __all__ = ["evaluate", "metrics_of", "token_losses"]
 
-_ATTENTION_TOKENS = 128  # in the picture of attention matrices
+_ATTENTION_TOKENS = 128  # tokens in the picture of attention matrices
 _COLUMNS = {
     "perplexity": ("perplexity", 2),
     "bits_per_token": ("bits/token", 3),
@@ -52,22 +52,22 @@ def evaluate(
 ) -> Evaluation:
     """Evaluates a language model: perplexity per token of each text.
 
-    Each block of the training's length is evaluated without the text before it, as in the
-    literature. Writes losses.png (loss against the position in the block), attention.png (each head
-    of the last layer on the first tokens) and, with a relative encoding, encoding.png. Protein
-    models are also compared per residue with the unigram model of the training file, and get
-    substitutions.png.
+    Each block has the length used in training and is evaluated without the preceding text, as in
+    the literature. Writes losses.png (loss against the position in the block), attention.png (each
+    head of the last layer, for the first tokens) and, with a relative encoding, encoding.png. For
+    protein models, also compares the metrics of residues with the unigram model of the training
+    file and writes substitutions.png.
 
     Args:
-        splits: some of train, val and test; by default val, and test if the run names it.
-        data: another text to evaluate instead, a file or an hf: name.
+        splits: any of train, val and test; by default val, and also test if the run names it.
+        data: another text to evaluate instead: a file or an hf: name.
         batch_size: blocks in a batch.
 
     Returns:
-        Per split: perplexity, bits_per_token, tokens, and nearest and farthest, the attention on
-        the nearest and farthest 10 % of the tokens of the first block, mean over heads and layers.
-        For proteins also residue_perplexity, residue_accuracy_percent, residues (without ends of
-        records), unigram_perplexity and unigram_accuracy_percent.
+        Per split: perplexity, bits_per_token, tokens, nearest and farthest. The last two are the
+        attention on the nearest and farthest 10 % of the tokens of the first block, averaged over
+        heads and layers. For proteins also residue_perplexity, residue_accuracy_percent, residues
+        (their number, without ends of records), unigram_perplexity and unigram_accuracy_percent.
     """
     vocabulary = load_vocabulary(run, model.vocabulary)
     length, train = int(str(config["data"]["length"])), str(config["data"]["train"])
@@ -109,7 +109,7 @@ def evaluate(
 
 
 def metrics_of(losses: NDArray[np.float64]) -> dict[str, float]:
-    """Returns perplexity and bits per token for negative log-likelihoods of tokens, nats."""
+    """Returns perplexity and bits per token from negative log-likelihoods of tokens in nats."""
     return LanguageTask.sums(torch.tensor(losses.sum()), torch.tensor(len(losses))).metrics()
 
 
@@ -120,10 +120,10 @@ def token_losses(
     name: str,
     right: list[NDArray[np.bool_]] | None = None,
 ) -> NDArray[np.float64]:
-    """Returns the negative log-likelihood of each token, nats, (blocks, length); NaN at padding.
+    """Returns the negative log-likelihood of each token, nats, (blocks, length); NaN for padding.
 
-    Appends to `right`, for each batch, which tokens were the most probable ones, (batch, length);
-    None saves the memory of all logits.
+    For each batch, appends to `right` a mask of the tokens that were the most probable ones,
+    (batch, length). With None, the logits are not kept in memory.
     """
     device, found = device_of(model), []
     with batches(
@@ -144,7 +144,7 @@ def token_losses(
 
 
 def _locality(model: LanguageModel, blocks: TokenBlocks) -> dict[str, float | None]:
-    """Returns `locality_of` the first block."""
+    """Returns `locality_of` for the first block."""
     tokens = blocks[0][0][blocks[0][1] >= 0].to(device_of(model))[None]
     place = torch.arange(tokens.shape[1])
     distances = (place[:, None] - place).abs()

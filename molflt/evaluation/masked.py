@@ -25,7 +25,7 @@ from molflt.training.config import Config
 
 __all__ = ["evaluate"]
 
-_ATTENTION_TOKENS = 128  # in the picture of attention matrices
+_ATTENTION_TOKENS = 128  # tokens in the picture of attention matrices
 _COLUMNS = {
     "perplexity": ("perplexity", 2),
     "accuracy_percent": ("right / %", 2),
@@ -46,20 +46,20 @@ def evaluate(
     """Evaluates a masked language model: perplexity and accuracy of masked tokens (gaps).
 
     The gaps are those of validation: they depend only on the sequence, not on the batch. Writes
-    attention.png (each head of the last layer with attention) and, with a relative encoding,
-    encoding.png. Protein models are also compared with the unigram model of the training file, and
-    get substitutions.png.
+    attention.png (each head of the last attention layer) and, with a relative encoding,
+    encoding.png. For protein models, also compares the model with the unigram model of the training
+    file and writes substitutions.png.
 
     Args:
-        splits: some of train, val and test; by default val, and test if the run names it.
-        data: another text to evaluate instead, a file or an hf: name.
-        batch_size: sequences in a batch, which also determines the wrong second parts; by default
-            as in training.
+        splits: any of train, val and test; by default val, and also test if the run names it.
+        data: another text to evaluate instead: a file or an hf: name.
+        batch_size: sequences in a batch; the wrong second parts also depend on this; by default as
+            in training.
 
     Returns:
         Per split: perplexity, accuracy_percent, next_sentence_percent if the model predicts it, and
-        gaps, their number. For proteins also residue_perplexity, residue_accuracy_percent and
-        residues, over gaps that show only the mask, unigram_perplexity and
+        gaps (their number). For proteins also residue_perplexity, residue_accuracy_percent and
+        residues (their number) with the mask token in every gap, and unigram_perplexity and
         unigram_accuracy_percent.
     """
     tokenizer, options = load_tokenizer(run, model.vocabulary), config["data"]
@@ -83,7 +83,7 @@ def evaluate(
         task.expect_gaps(texts[split], source)
     for split, blocks in texts.items():
         results[split] = _judged(task, blocks, size, split)
-        if residues is not None:  # in training, a tenth of the gaps shows the right token
+        if residues is not None:  # in training, a tenth of the gaps show the right token
             always = MaskedTask(model, shares["mask_rate"], mask_share=1.0, random_share=0.0)
             found = _judged(always, blocks, size, split)
             targets = _targets(always, blocks, size)

@@ -32,7 +32,7 @@ __all__ = ["ADAM_RATES", "Raced", "curve_rows", "evaluate", "final_loss", "loss_
 __all__ += ["intervals", "table", "tasks_of", "tuned_adam"]
 
 ADAM_RATES = tuple(round(10 ** (-4 + i / 3), 6) for i in range(10))  # 1e-4 to 0.1
-_END = 0.1  # the mean loss of this last share of the steps is the final loss
+_END = 0.1  # the final loss is the mean over this last share of the steps
 _ROWS = 200  # intervals per curve in the file
 _SHOWN, _COORDINATES = 64, 32  # gradients and coordinates in the picture of attention
 _REACH = 200  # steps in the picture of the encoding
@@ -45,7 +45,7 @@ class Raced(NamedTuple):
     """Loss curves of an optimizer on a task."""
 
     curves: _Curve
-    """loss before each step, (repeats, steps); infinite from the first NaN"""
+    """loss before each step, (repeats, steps); infinite from the first NaN on"""
     setting: str = ""
     """the tuned learning rate, for tables"""
 
@@ -63,20 +63,20 @@ def evaluate(
 ) -> Evaluation:
     """Evaluates a learned optimizer: loss curves on unseen tasks, compared with Adam.
 
-    Adam uses the learning rate with the smallest final loss in the same repeats, for each task. The
-    tasks are Rosenbrock's function, the factorization of a matrix, a network that is deeper and
-    larger than those of training, and with `data` a network and a convolutional network on images.
-    Writes curves.csv (mean losses of up to 200 intervals of steps) and optimizations.png. With
-    attention, also writes attention.png (each head of the last layer on the first gradients of the
-    last task) and, with a relative encoding, encoding.png.
+    For each task, Adam uses the learning rate with the smallest final loss in the same repeats. The
+    tasks are Rosenbrock's function, a matrix factorization, a network that is deeper and larger
+    than those in training and, with `data`, a network and a convolutional network on images. Writes
+    curves.csv (mean losses over up to 200 intervals of steps) and optimizations.png. With
+    attention, also writes attention.png (each head of the last layer, for the first gradients of
+    the last task) and, with a relative encoding, encoding.png.
 
     Args:
-        steps: steps of each optimization.
-        repeats: optimizations of each task, with different seeds.
-        tasks: some of rosenbrock, factorization, deep_network, image_network and
-            image_convolutions; by default all, the image tasks only with `data`.
-        data: images: a folder of classes or an idx file.
-        rates: learning rates to try with Adam, 1e-4 to 0.1 in 10 steps by default; an empty list
+        steps: number of steps of each optimization.
+        repeats: number of optimizations of each task, with different seeds.
+        tasks: any of rosenbrock, factorization, deep_network, image_network and image_convolutions;
+            by default all, but the image tasks only with `data`.
+        data: images, in a folder of classes or an idx file.
+        rates: learning rates to try with Adam, by default 10 rates from 1e-4 to 0.1; an empty list
             omits Adam.
 
     Returns:
@@ -116,7 +116,7 @@ def evaluate(
 def _draw_memory(
     model: CoordinateOptimizer, problem: Problem, task: str, steps: int, out: Path
 ) -> list[Path]:
-    """Draws the attention on past gradients, mean over coordinates."""
+    """Draws the attention on past gradients, averaged over coordinates."""
     memory = model.memory
     if not isinstance(memory, AttentionMemory):
         return []
@@ -143,7 +143,7 @@ def _draw_memory(
 
 
 def tasks_of(names: Sequence[str] | None, data: Path | None) -> dict[str, _Made]:
-    """Returns tasks by name; None for all, the image tasks only with images `data`."""
+    """Returns tasks by name; None means all, but the image tasks only with images `data`."""
     of_images = ("image_network", "image_convolutions")
     known = [*UNSEEN, *of_images]
     for name in names or ():
@@ -179,7 +179,7 @@ def tuned_adam(
 
 
 def loss_curve(problem: Problem, opened: _Opened, steps: int) -> _Curve:
-    """Returns the loss before each step, (steps,); infinite from the first NaN."""
+    """Returns the loss before each step, (steps,); infinite from the first NaN on."""
     theta = nn.Parameter(problem.start.detach().clone())
     optimizer = opened([theta])
     curve = np.full(steps, np.inf)
@@ -197,7 +197,7 @@ def loss_curve(problem: Problem, opened: _Opened, steps: int) -> _Curve:
 
 
 def final_loss(curves: _Curve) -> tuple[float, float]:
-    """Returns the geometric mean of final losses, and the sd of their decimal logarithm."""
+    """Returns the geometric mean of final losses and the standard deviation of their log10."""
     count = max(1, round(_END * curves.shape[1]))
     ends = np.log10(np.maximum(curves[:, -count:].mean(axis=1), 1e-30))
     if not np.isfinite(ends).all():
@@ -216,7 +216,7 @@ def _metrics(learned: Raced, adam: Raced | None = None) -> dict[str, float | Non
 
 
 def table(found: Mapping[str, Mapping[str, Raced]]) -> str:
-    """Formats final losses, a line per task and optimizer."""
+    """Formats final losses, one line per task and optimizer."""
     lines = [("task", "optimizer", "tuned", "final loss", "sd of log10")]
     for task, own in found.items():
         for name, raced in own.items():
@@ -228,7 +228,7 @@ def table(found: Mapping[str, Mapping[str, Raced]]) -> str:
 
 
 def intervals(curves: _Curve, most: int = _ROWS) -> tuple[_Curve, _Curve]:
-    """Averages over intervals of steps; returns middle steps, (n,), and losses, (repeats, n)."""
+    """Returns the middle steps of intervals, (n,), and mean losses over each, (repeats, n)."""
     steps = curves.shape[1]
     edges = np.linspace(0, steps, min(steps, most) + 1).round().astype(int)
     means = [curves[:, a:b].mean(axis=1) for a, b in itertools.pairwise(edges)]

@@ -19,7 +19,7 @@ from molflt.files import read_arrays, shown
 __all__ = ["Published", "common_systems", "compare", "read_published"]
 
 _OURS = "this run"
-_RESERVED = (_OURS, "energy", "target")  # energy_eV and target_eV of published.csv are the run's
+_RESERVED = (_OURS, "energy", "target")  # published.csv has energy_eV and target_eV of the run
 _Array = NDArray[np.float64]
 
 
@@ -56,7 +56,7 @@ def read_published(path: Path, root: Path) -> Published:
 
     Args:
         path: the file; arrays of integers, such as ``fold``, are ignored.
-        root: folder of the data set with the names in systems.csv.
+        root: folder of the data set, whose systems.csv contains the names.
     """
     arrays = read_arrays(path, ("name",))
     names = arrays["name"]
@@ -148,7 +148,7 @@ def common_systems(published: Published, found: Mapping[str, Predictions]) -> li
 def _error_rows(
     errors: Mapping[str, _Array], groups: Mapping[str, list[str]]
 ) -> Iterator[dict[str, object]]:
-    """Yields the errors of each model in each group: mean of trainings, and of their mean."""
+    """Yields errors by group and model: the mean MAE of trainings and the MAE of their mean."""
     for kind, names in groups.items():
         where = {name: np.array(names) == name for name in dict.fromkeys(names)}
         if kind == "split" and len(where) > 1:
@@ -183,7 +183,7 @@ def _system_rows(
 
 
 def _table(rows: list[dict[str, object]], kind: str, several: bool) -> str:
-    """Formats errors by group, a column per model and, if `several`, for the mean of trainings."""
+    """Formats errors by group, with a column per model and, if `several`, per mean of trainings."""
     chosen = [row for row in rows if row["kind"] == kind]
     columns: dict[str, tuple[object, str]] = {}
     for row in chosen:

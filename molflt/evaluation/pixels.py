@@ -31,7 +31,7 @@ from molflt.training.config import Config
 
 __all__ = ["evaluate"]
 
-_AT_ONCE = 64  # images in a batch of the histogram
+_AT_ONCE = 64  # images in a batch for the histogram
 _AROUND = 7  # pixels above and to the sides in the picture of attention
 _COLUMNS = {
     "n": ("n", 0),
@@ -52,14 +52,15 @@ def evaluate(
 ) -> Evaluation:
     """Evaluates an autoregressive image model: bits per dimension.
 
-    The baselines are 8 bits, the uniform distribution of a byte, and the histogram of each
-    position: the frequency of each value in the training images, each counted once more. Writes
-    losses.png (loss against the position in the sequence), attention.png (of the last layer on the
-    pixels around each pixel, mean over one image) and, with a relative encoding, encoding.png.
+    The baselines are the uniform distribution of a byte, 8 bits, and the histogram of each
+    position: the frequency of each value in the training images, with every count increased by one.
+    Writes losses.png (loss against the position in the sequence), attention.png (attention of the
+    last layer on the pixels around each pixel, averaged over one image) and, with a relative
+    encoding, encoding.png.
 
     Args:
-        splits: some of train and val; by default val.
-        data: other images to evaluate instead, a folder of classes or an idx file.
+        splits: train, val or both; by default val.
+        data: other images to evaluate instead: a folder of classes or an idx file.
         batch_size: images in a batch.
 
     Returns:
@@ -94,7 +95,7 @@ def evaluate(
 
 
 def _expect_alike(images: LabeledImages, model: PixelModel) -> None:
-    """Raises ValueError for images of another size than those of the training."""
+    """Raises ValueError if the images differ in size or channels from those in training."""
     if (images.channels, images.size[0]) != (model.channels, model.image_size):
         raise ValueError(
             f"{images.path}: expected images of {model.image_size} pixels and {model.channels} "
@@ -105,9 +106,10 @@ def _expect_alike(images: LabeledImages, model: PixelModel) -> None:
 def _histograms(
     own: PixelData | None, options: Mapping[str, object], model: PixelModel
 ) -> tuple[Tensor | None, str]:
-    """Returns the bits of each value at each position, by the training images, and a line.
+    """Returns the bits of each value at each position of training images, and a line about them.
 
-    The bits are -log2 of (n + 1) / (images + 256), (bytes of an image, 256); None without images.
+    The bits are -log2((n + 1) / (images + 256)), (bytes of an image, 256); None without training
+    images.
     """
     if own is None:
         own = PixelData(**options)  # type: ignore[arg-type]  # as in `named_images`
@@ -129,7 +131,7 @@ def _histograms(
 def _judge(
     model: PixelModel, images: LabeledImages, tables: Tensor | None, batch_size: int, name: str
 ) -> tuple[Tensor, float | None]:
-    """Returns the mean nats at each position, (bytes of an image,), and mean bits of the tables."""
+    """Returns the mean nats at each position, (bytes of an image,), and the tables' mean bits."""
     nats, bits = torch.zeros(model.longest, dtype=torch.float64), 0.0
     place = torch.arange(model.longest)
     batch_of = f"{batch_size} images of {model.longest:,} bytes"
@@ -153,7 +155,7 @@ def _draw(model: PixelModel, out: Path) -> list[Path]:
 
 
 def _draw_attention(model: PixelModel, image: Tensor, out: Path) -> list[Path]:
-    """Draws the attention of the last layer in an image (channels, side, side)."""
+    """Draws the attention of the last layer for an image (channels, side, side)."""
     given = image[None].to(device_of(model))
     what = f"the attention matrix of an image of {model.longest:,} bytes"
     with within_memory(lambda: what, "use a smaller model or smaller images"):
@@ -167,9 +169,10 @@ def _draw_attention(model: PixelModel, image: Tensor, out: Path) -> list[Path]:
 
 
 def _around(weights: Tensor, model: PixelModel) -> Tensor:
-    """Returns the mean weight by offset, summed over channels, (heads, rows, columns).
+    """Returns the mean weight for each offset, summed over channels, (heads, rows, columns).
 
-    Key j of weights (heads, bytes, bytes) has seen byte j - 1, the first one nothing.
+    In the weights, (heads, bytes, bytes), key j has seen byte j - 1, and the first key has seen
+    nothing.
     """
     heads, channels, side = len(weights), model.channels, model.image_size
     reach = min(_AROUND, side - 1)

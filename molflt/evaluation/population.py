@@ -22,9 +22,9 @@ from molflt.training.config import Config
 
 __all__ = ["BASELINES", "evaluate"]
 
-_SMALLEST = 1e-12  # best values below are rounding errors
-_POINTS = 100  # in a curve
-_CMA_STEP = 2.0  # initial step of CMA-ES, usual for BBOB's domain of +-5
+_SMALLEST = 1e-12  # smaller best values are rounding errors
+_POINTS = 100  # points in a curve
+_CMA_STEP = 2.0  # initial step size of CMA-ES, usual for BBOB's domain [-5, 5]
 
 _Values = NDArray[np.float64]
 _Search = Callable[[Functions, list[int], int], _Values]
@@ -45,22 +45,25 @@ def evaluate(
     """Evaluates a population optimizer, with CMA-ES and random search as baselines.
 
     Writes best_values.csv and best_values.png. Each run has its own shifted and rotated function,
-    the same for all optimizers. Populations start from N(0, 2.5^2), as in training. CMA-ES (the
-    package cma with its defaults, stopped only by the number of evaluations) starts from a uniform
-    point in [-5, 5]^d with step size 2. Random search is uniform in the same domain.
+    which is the same for all optimizers. Populations start from N(0, 2.5^2), as in training. CMA-ES
+    (the package cma with its defaults, stopped only by the number of evaluations) starts from a
+    uniform point in [-5, 5]^d with step size 2. Random search draws uniform points from the same
+    domain.
 
     Args:
-        functions: keys of `molflt.optimizers.functions.FAMILIES`; by default those that no training
-            uses: ellipsoid, rosenbrock, ackley, griewank and levy.
-        evaluations: function evaluations of each optimizer.
-        runs: functions of each kind.
+        functions: keys of `molflt.optimizers.functions.FAMILIES`; by default those that training
+            never uses: ellipsoid, rosenbrock, ackley, griewank and levy.
+        evaluations: number of function evaluations in a run of an optimizer.
+        runs: number of functions of each kind.
         dimension: dimension of the functions; by default that of training.
         members: size of the population; by default that of training.
-        baselines: optimizers to compare with, by default cma-es and random; an empty list for none.
+        baselines: optimizers to compare with, by default cma-es and random; an empty list omits
+            them.
 
     Returns:
-        Per function: log10_best, the mean over runs of log10 of the best value, and log10_best_sd,
-        its standard deviation; the same for each baseline, such as cma-es_log10_best; and n.
+        Per function: log10_best and log10_best_sd, the mean and standard deviation over runs of
+        log10 of the best value; the same for each baseline, such as cma-es_log10_best; and n, the
+        number of runs.
     """
     trained: Any = config["task"]["members"]
     size = trained if members is None else members
@@ -143,18 +146,18 @@ def _cma_es(functions: Functions, seeds: list[int], evaluations: int) -> _Values
 
 
 def _random(functions: Functions, seeds: list[int], evaluations: int) -> _Values:
-    """Evaluates uniform points of the search domain."""
+    """Evaluates points drawn uniformly from the search domain."""
     draws = [_uniform(evaluations, functions, generator_of(seed, 3)) for seed in seeds]
     found: _Values = functions(torch.stack(draws)).numpy()
     return found
 
 
 BASELINES: dict[str, _Search] = {"cma-es": _cma_es, "random": _random}
-"""Name -> (functions, seeds, evaluations) -> values in the order of evaluation, (runs, .)"""
+"""Searches by name: (functions, seeds, evaluations) -> values in order of evaluation, (runs, .)"""
 
 
 def _uniform(count: int, functions: Functions, generator: torch.Generator) -> Tensor:
-    """Draws points of the search domain, (count, d)."""
+    """Draws uniform points from the search domain, (count, d)."""
     d = functions.minimizer.shape[1]
     return HALF_WIDTH * (2 * torch.rand(count, d, generator=generator, dtype=torch.float64) - 1)
 
@@ -179,7 +182,7 @@ def _best(values: _Values) -> _Values:
 
 
 def _summary(found: Mapping[str, _Values], own: str) -> dict[str, float | None]:
-    """Returns mean and standard deviation over runs at the end."""
+    """Returns the mean and standard deviation of the final values over runs."""
     summary: dict[str, float | None] = {}
     for name, curves in found.items():
         prefix, last = "" if name == own else f"{name}_", curves[:, -1]

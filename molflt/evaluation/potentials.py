@@ -66,25 +66,25 @@ def evaluate(
 ) -> Evaluation:
     """Evaluates a potential.
 
-    Writes predictions.csv (energy and mean force error of each structure), parity.png (energies
-    minus the mean of their formula) and, with labels of forces, forces.png (components against
+    Writes predictions.csv (energy and mean force error of each structure) and parity.png (energies
+    minus the mean for their formula). With force labels, also writes forces.png (components against
     their labels), errors_by_group.csv and errors.png (force errors by element and by size).
 
     Args:
-        splits: names of splits; by default those of OC20's four validation splits that exist, or
-            the validation split of the training.
+        splits: names of splits; by default OC20's four validation splits and the validation split
+            of the training, as far as they exist.
         data: folder of the data set, or one file; by default the data of the run.
         batch_size: structures in a batch.
         skip_bad: omit and list structures that cannot be used.
-        energy_key: entry of the energy, eV, in files that ASE reads; by default that of the
-            training, if a source has such entries; null for energy or REF_energy.
-        forces_key: array of forces, eV/Å; default as for `energy_key`.
-        stress_key: entry of the stress, eV/Å^3; default as for `energy_key`.
+        energy_key: key of the energy, eV, in files that ASE reads; by default the key used in
+            training, if the source has it; null means energy or REF_energy.
+        forces_key: key of the forces, eV/Å; default as for `energy_key`.
+        stress_key: key of the stress, eV/Å^3; default as for `energy_key`.
 
     Returns:
-        Per split: the metrics of training, in meV/atom, meV/Å and meV/Å^3; the same for the
-        baselines, energies per element plus a constant per atom, and zero forces; and n, the number
-        of structures.
+        Per split: the same metrics as in training, in meV/atom, meV/Å and meV/Å^3; those of the
+        baselines, which are energies per element plus a constant per atom, and zero forces; and n,
+        the number of structures.
     """
     keys = {"energy_key": energy_key, "forces_key": forces_key, "stress_key": stress_key}
     source = EvaluationData(run, config, data, skip_bad, **keys)
@@ -125,7 +125,7 @@ def _warn_of_labels(split: str, points: SinglePoints) -> None:
 
 
 def _warn_if_trivial(split: str, row: Mapping[str, float | None]) -> None:
-    """Warns of energy errors that are larger than those of energies per element."""
+    """Warns if the energy errors are larger than those of energies per element."""
     error, trivial = row["energy_mae_meV_per_atom"], row["baseline_energy_mae_meV_per_atom"]
     if error is not None and trivial is not None and error > trivial > 0:
         warn(
@@ -135,7 +135,7 @@ def _warn_if_trivial(split: str, row: Mapping[str, float | None]) -> None:
 
 
 def _baseline(model: nn.Module, points: SinglePoints) -> dict[str, float | None]:
-    """Returns the errors of energies per element plus the best constant per atom, and no forces."""
+    """Returns errors of element energies plus the best constant per atom, and of zero forces."""
     references = model.get_buffer("element_energies").cpu().numpy()
     of_elements = points.compositions(np.arange(len(points))) @ references
     rest = (points.y_relaxed - of_elements) / points.natoms
@@ -147,7 +147,7 @@ def _baseline(model: nn.Module, points: SinglePoints) -> dict[str, float | None]
 
 
 def _draw(out: Path, found: Mapping[str, Points]) -> list[Path]:
-    """Writes the pictures, and the force errors by group."""
+    """Writes the pictures and the force errors by group."""
     files = [out / "parity.png"]
     panels, names = {}, {}
     for split, part in found.items():
@@ -178,10 +178,10 @@ def _draw(out: Path, found: Mapping[str, Points]) -> list[Path]:
 
 
 def _force_errors(found: Mapping[str, Points]) -> dict[str, list[GroupError]]:
-    """Computes errors of forces over all splits, meV/Å, by "element" of the atom and "natoms".
+    """Computes force errors over all splits, meV/Å, by "element" of the atom and by "natoms".
 
-    Structures and atoms without labels of forces are ignored. n counts atoms for elements, and
-    structures for sizes, whose MAE is the mean over structures.
+    Structures and atoms without force labels are ignored. For elements, n is the number of atoms.
+    For sizes, n is the number of structures, and the MAE is averaged over structures.
     """
     from ase.data import chemical_symbols
 
@@ -225,15 +225,15 @@ def _rows(
 
 @dataclass(frozen=True)
 class Points:
-    """Predictions of a potential for the structures of one source, in their order.
+    """Predictions of a potential for the structures of one source, in the order of the source.
 
     Attributes:
         energies: predictions and labels of energies, eV.
         force_mae: mean error of the force components of each structure, (systems,), eV/Å; NaN
             without labels.
         metrics: metrics of all structures together, as in training.
-        elements: atomic numbers of the atoms with labels of forces, (atoms,).
-        forces: their labels and predictions, (2, atoms, 3), eV/Å.
+        elements: atomic numbers of the atoms with force labels, (atoms,).
+        forces: labels and predictions for these atoms, (2, atoms, 3), eV/Å.
     """
 
     energies: Predictions
@@ -244,7 +244,7 @@ class Points:
 
 
 def infer_points(model: nn.Module, dataset: SinglePoints, batch_size: int, name: str) -> Points:
-    """Runs a potential over a data set, see `molflt.evaluation.predictions.infer`."""
+    """Runs a potential over a data set; see `molflt.evaluation.predictions.infer`."""
     elements: list[NDArray[np.int64]] = []
     forces: list[_Numbers] = []
     force_mae = np.empty(len(dataset))

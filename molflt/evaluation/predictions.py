@@ -1,4 +1,4 @@
-"""Predictions of a trained model for a data set, with warnings of unknown elements."""
+"""Predictions of a trained model for a data set, with warnings about unknown elements."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ __all__ += ["hill", "infer", "open_structures", "refuse_undescribed"]
 __all__ += ["warn_of_elements"]
 
 UNKNOWN = "unknown"  # adsorbate and slab of a structure without tags
-_LISTED = 5  # reasons in a warning
+_LISTED = 5  # reasons listed in a warning
 _NUMBERED = re.compile(r"(?:([^:]*: )(-?\d+(?:[.,]\d+)*))?(.+)")  # label, number, rest
 _FORCE = "or predict anyway with --force (force=True)"
 _INSTEAD = f"find tags from the geometry with --tags guess (tags='guess'), {_FORCE}"
@@ -55,14 +55,14 @@ class Predictions:
         energy: predicted relaxed energies, (systems,), eV.
         target: labels y_relaxed, (systems,), eV; NaN without a label.
         formula: Hill formula of each system.
-        adsorbate: Hill formula of its atoms with tag 2, or "unknown".
-        members: predictions of each member of an ensemble, (systems, members), eV, with the mean
-            `energy`; None for one model.
-        outside: descriptions of how each system differs from the training data.
-        by_atom: on request, "displacement" (atoms, 3), Å, "embedding" (atoms, dim), and "forces"
-            (atoms, 3), eV/Å, of each system, if the model predicts them.
-        slab: elements of its atoms without tag 2, such as Cu-Pt, or "unknown" without atoms with
-            tag 2; empty for potentials.
+        adsorbate: Hill formula of the atoms with tag 2 of each system, or "unknown".
+        members: predictions of each member of an ensemble, (systems, members), eV, whose mean is
+            `energy`; None for a single model.
+        outside: for each system, descriptions of how it differs from the training data.
+        by_atom: for each system, the requested outputs that the model predicts: "displacement"
+            (atoms, 3), Å; "embedding" (atoms, dim); "forces" (atoms, 3), eV/Å.
+        slab: elements of the atoms without tag 2 of each system, such as Cu-Pt, or "unknown" if no
+            atom has tag 2; empty for potentials.
         by_adsorbate: energies of the adsorbates of each system, eV, which sum to its energy; empty
             for models that do not predict them.
     """
@@ -81,7 +81,7 @@ class Predictions:
 
     @property
     def by_training(self) -> NDArray[np.float64]:
-        """Returns the energies of each training, (systems, trainings), eV."""
+        """Returns the energies of each training run, (systems, trainings), eV."""
         return self.energy[:, None] if self.members is None else self.members
 
     @property
@@ -111,7 +111,7 @@ def open_structures(
     model: nn.Module | None = None,
     domain: Domain | None = None,
 ) -> Structures:
-    """Opens structures to predict, see `open_dataset` and `check_structures`."""
+    """Opens structures to predict; see `open_dataset` and `check_structures`."""
     dataset = open_dataset(path, skip_bad, reading._replace(for_prediction=True))
     return check_structures(dataset, model, domain)
 
@@ -119,10 +119,10 @@ def open_structures(
 def check_structures(
     dataset: Structures, model: nn.Module | None = None, domain: Domain | None = None
 ) -> Structures:
-    """Returns the structures that can be predicted; warns of those that are omitted.
+    """Returns the structures that can be predicted; warns about those that are omitted.
 
-    If bad structures are omitted, so are those with elements that the model does not support, and
-    those that the domain of its training refuses.
+    If bad structures are omitted, so are structures with elements that the model does not support
+    and structures that its training domain refuses.
     """
     path = dataset.path
     dataset.verify()
@@ -155,15 +155,15 @@ def infer(
 ) -> Predictions:
     """Runs a model over a data set, in batches of structures of similar size.
 
-    Warns of elements that did not occur in training, of structures without tags or with coincident
-    atoms, and of structures outside the domain.
+    Warns about elements that did not occur in training, structures without tags or with coincident
+    atoms, and structures outside the domain.
 
     Args:
         model: `molflt.graph.regressor.EnergyRegressor`, or an ensemble of them, in evaluation mode.
         dataset: see :func:`molflt.data.structures.open_dataset`.
         batch_size: structures in a batch.
         name: name of the data for the progress bar and messages.
-        domain: domain of the training; None does not compare.
+        domain: domain of the training; None skips the comparison.
         by_atom: outputs per atom to keep: "displacement", "embedding", "forces".
         force: also predict structures that the domain refuses, with a warning.
         on_batch: called with the indices of each batch, the batch, and the output of the model.
@@ -176,7 +176,7 @@ def infer(
     several = len(model.members) if isinstance(model, EnsembleRegressor) else None
     rows, beyond = _Rows(len(dataset), several or 1), undescribed(model)
     shared = by_contact(model)[0]
-    # disable=None: no bar where stderr is a file
+    # disable=None: no bar if stderr is a file
     bar = tqdm(total=len(dataset), desc=name, unit=" systems", leave=False, disable=None)
     with bar, torch.device("cpu"), torch.inference_mode(), warnings.catch_warnings():
         # replaced by one warning for all batches
@@ -310,7 +310,7 @@ def _expect_tags(records: Sequence[Data], domain: Domain, dataset: Structures) -
 
 
 def counted_reasons(outside: Sequence[Sequence[str]]) -> list[str]:
-    """Counts the reasons of structures, the most frequent first; numbers become ranges.
+    """Counts the structures with each reason, most frequent first; numbers become ranges.
 
     Returns:
         Lines such as "atoms: 120 to 150, at most 80 in training (3 structures)".
@@ -340,7 +340,7 @@ def _outputs(model: nn.Module, batch: Batch, path: Path) -> Mapping[str, Tensor]
 
 
 def _energies(out: Mapping[str, Tensor], batch: Batch, path: Path) -> NDArray[np.float64]:
-    """Returns the energies of each member, (graphs, members), eV; one column for one model."""
+    """Returns the energies of each member, (graphs, members), eV; a single model has one column."""
     energy: NDArray[np.float64] = out["energy"].double().cpu().numpy()
     if energy.shape != (batch.num_graphs,):
         raise ValueError(
@@ -394,9 +394,10 @@ def refuse_undescribed(present: set[int], beyond: frozenset[int], name: str) -> 
 def warn_of_elements(
     model: nn.Module, present: set[int], name: str, adsorbed: set[int] | None = None
 ) -> None:
-    """Warns of elements that did not occur in training, or lack a reference energy.
+    """Warns about elements that did not occur in training or lack a reference energy.
 
-    Models of adsorption energies have references of the elements in `adsorbed`; None for all.
+    Models of adsorption energies need references only for the elements in `adsorbed`; None means
+    all elements.
     """
     from ase.data import chemical_symbols
 

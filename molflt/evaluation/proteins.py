@@ -18,7 +18,7 @@ from molflt.sequence.heads import Head
 
 __all__ = ["Residues", "correlation", "draw_substitutions"]
 
-_ORDER = "CSTPAGNDEQHRKMILVFYW"  # similar ones next to each other, as in Dayhoff's tables
+_ORDER = "CSTPAGNDEQHRKMILVFYW"  # similar amino acids are adjacent, as in Dayhoff's tables
 _COLUMNS = {
     "residue_perplexity": ("perplexity", 2),
     "residue_accuracy_percent": ("right / %", 2),
@@ -29,15 +29,15 @@ _COLUMNS = {
 
 
 class Residues:
-    """Metrics of residues, and those of the unigram model of the training file, if it exists.
+    """Metrics of residues, and of the unigram model of the training file if that file exists.
 
-    The unigram model has p_i = (n_i + 1) / (n + ids), so tokens that the file lacks have a finite
-    loss.
+    The unigram model has p_i = (n_i + 1) / (n + ids); thus, tokens that are missing in the file
+    have a finite loss.
 
     Args:
         source: the training file.
-        read: returns its ids.
-        possible: ids that can be chosen, (ids,).
+        read: function that returns the token ids of the file.
+        possible: mask of the ids that can be predicted, (ids,).
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Residues:
     def judge(
         self, perplexity: float | None, accuracy: float | None, targets: NDArray[np.integer]
     ) -> dict[str, float | None]:
-        """Returns the metrics of residues with ids (n,), given those of the model."""
+        """Returns metrics for residues with ids `targets`, (n,), including those of the model."""
         metrics: dict[str, float | None] = {
             "residue_perplexity": perplexity,
             "residue_accuracy_percent": accuracy,
@@ -67,7 +67,7 @@ class Residues:
         return metrics
 
     def report(self, results: Results, head: Head, ids: Mapping[str, int], png: Path) -> str:
-        """Draws the similarities of amino acids; returns the table per residue with notes."""
+        """Draws the similarities of amino acids; returns a table of residue metrics with notes."""
         table = results_table("per residue", _COLUMNS, results)
         return f"\n\n{table}\n\n{self._note}\n{draw_substitutions(head, ids, png)}"
 
@@ -75,9 +75,9 @@ class Residues:
 def draw_substitutions(head: Head, ids: Mapping[str, int], png: Path) -> str:
     """Draws the similarity of the output embeddings of amino acids next to BLOSUM62.
 
-    The similarity is the cosine of embeddings minus their mean; compare Performer
-    (arXiv:2009.14794), appendix. Without Biopython, which has BLOSUM62, only the learned table is
-    drawn. Returns a line with the correlation of the two tables.
+    The similarity is the cosine between embeddings after subtracting their mean; compare the
+    appendix of Performer (arXiv:2009.14794). Without Biopython, which provides BLOSUM62, only the
+    learned table is drawn. Returns a line with the correlation between the two tables.
     """
     places = torch.tensor([ids[letter] for letter in _ORDER], device=device_of(head))
     with torch.inference_mode():
@@ -98,7 +98,7 @@ def draw_substitutions(head: Head, ids: Mapping[str, int], png: Path) -> str:
 
 
 def correlation(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:
-    """Returns Pearson's correlation of two symmetric tables without their diagonals."""
+    """Returns Pearson's correlation between two symmetric tables, ignoring the diagonals."""
     above = np.triu_indices(len(one), 1)
     return float(np.corrcoef(one[above], other[above])[0, 1])
 

@@ -1,4 +1,4 @@
-"""Relaxation by optimizers of ASE, and relaxed structures of the position head."""
+"""Relaxation with ASE optimizers, and relaxed structures predicted by the position head."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ __all__ += ["relax_atoms", "write_relaxed"]
 
 OptimizerName = Literal["lbfgs", "bfgs", "fire"]
 _CLASSES = {"lbfgs": "LBFGS", "bfgs": "BFGS", "fire": "FIRE"}
-_UNMET = "Did not converge"  # message of FixBondLengths
-_LARGEST_STEP = 0.1  # Å per atom; ASE's 0.2 may leave the region that a potential has learned
+_UNMET = "Did not converge"  # error message of FixBondLengths
+_LARGEST_STEP = 0.1  # Å per atom; ASE's default, 0.2, may leave the region that was learned
 
 
 _Numbers = NDArray[np.float64]
@@ -48,7 +48,7 @@ class Relaxed(NamedTuple):
     """Result of a relaxation."""
 
     atoms: Atoms
-    """the last structure with finite energy and forces, together with these"""
+    """last structure with finite energy and forces, with these results attached"""
     converged: bool
     steps: int
     before: float
@@ -61,11 +61,11 @@ class Relaxed(NamedTuple):
     """largest displacement of an atom, Å"""
     seconds: float
     why: str
-    """reason why it did not converge; "" if it did"""
+    """reason why the relaxation did not converge; "" if it did"""
 
 
 def readable_structures(paths: Paths, skip_bad: bool, cell: bool) -> tuple[Structures, bool]:
-    """Opens structures to relax; warns of coincident atoms.
+    """Opens structures to relax; warns about coincident atoms.
 
     Returns:
         The structures, and True if there was a warning.
@@ -95,17 +95,17 @@ def relax_atoms(
     trajectory: Path | None = None,
     on_step: Callable[[int], object] = lambda step: None,
 ) -> Relaxed:
-    """Relaxes a copy of a structure, within its constraints.
+    """Relaxes a copy of a structure, subject to its constraints.
 
     Args:
         atoms: the structure.
-        calculator: calculator of energies and forces; with `cell` also of stress.
-        optimizer: optimizer of ASE.
-        fmax: convergence threshold of the largest force on a free atom, eV/Å; with `cell` also of
-            the virial, eV per atom.
-        steps: largest number of steps.
+        calculator: calculator of energies, forces and, with `cell`, stress.
+        optimizer: ASE optimizer.
+        fmax: convergence threshold for the largest force on a free atom, eV/Å, and with `cell` also
+            for the virial, eV per atom.
+        steps: maximum number of steps.
         cell: also relax the cell, with `ase.filters.FrechetCellFilter`.
-        trajectory: file for each structure, in ASE's .traj format.
+        trajectory: file for the structures of all steps, in ASE's .traj format.
         on_step: called with the number of each step.
     """
     import ase.optimize
@@ -142,13 +142,13 @@ def relax_atoms(
 
 
 class _Seen(NamedTuple):
-    """Energy and largest force of one step; NaN before the first."""
+    """Energy and largest force of one step; NaN before the first step."""
 
     energy: float = nan
     force: float = nan
     """eV/Å"""
     virial: float = nan
-    """largest force on the cell, as on three more atoms, eV per atom; 0 without `cell`"""
+    """largest force on the cell, which acts as three more atoms, eV per atom; 0 without `cell`"""
 
     @classmethod
     def of(cls, subject: Atoms | Filter, moving: Atoms) -> _Seen:
@@ -159,7 +159,7 @@ class _Seen(NamedTuple):
 
 
 def _frame(moving: Atoms, calculator: Calculator) -> Atoms:
-    """Returns a copy of a structure with the last results."""
+    """Returns a copy of a structure with the calculator's last results."""
     from ase.calculators.singlepoint import SinglePointCalculator
 
     frame, names = moving.copy(), ("energy", "forces", "stress")
@@ -169,10 +169,10 @@ def _frame(moving: Atoms, calculator: Calculator) -> Atoms:
 
 
 def adwt(distances: _Numbers) -> float:
-    """Computes OC20's average distance within threshold (arXiv:2010.09990, section 4.2), percent.
+    """Computes OC20's average distance within threshold, in percent (arXiv:2010.09990, sec. 4.2).
 
-    It is the share of structures whose mean distance of atoms from their relaxed positions is below
-    a threshold, averaged over thresholds from 0.01 to 0.5 Å.
+    This is the share of structures whose atoms are, on average, closer to their relaxed positions
+    than a threshold. The share is averaged over thresholds from 0.01 to 0.5 Å.
 
     Args:
         distances: mean distance of each structure, (structures,), Å.
@@ -181,7 +181,7 @@ def adwt(distances: _Numbers) -> float:
 
 
 def position_error(pos: NDArray[np.floating], record: Data) -> float:
-    """Returns the mean distance of free atoms from their relaxed positions, by minimum image, Å.
+    """Returns the mean minimum-image distance, Å, of free atoms from their relaxed positions.
 
     Args:
         pos: (N, 3), Å.
@@ -203,8 +203,8 @@ def write_relaxed(
     """Writes FOLDER/SPLIT.extxyz with the structures that the position head predicts.
 
     Returns:
-        Per split adwt_percent, initial_adwt_percent (of the initial positions) and
-        position_error_A, None without relaxed positions; and a table of them.
+        For each split, adwt_percent, initial_adwt_percent (of the initial positions) and
+        position_error_A, which are None without relaxed positions; and a table of these metrics.
     """
     from ase.io import write
 

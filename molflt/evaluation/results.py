@@ -1,6 +1,6 @@
 """Results of evaluations: tables, CSV files, results.json and results_of.json.
 
-results_of.json records the weights and the data of results.json.
+results_of.json records the weights and the data with which results.json was made.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ __all__ += ["fixed", "given_data", "is_within", "provenance_of", "results_table"
 __all__ += ["warn", "why_of_others", "write_csv", "write_results"]
 
 RESULTS = "results.json"
-"""Name of the file with the metrics by split, in the folder of an evaluation."""
+"""Name of the file with the metrics by split in the folder of an evaluation."""
 
 _NOTE = "results_of.json"
-_SPLITS = ("train", "val", "test")  # prefixes of the usual names of splits
+_SPLITS = ("train", "val", "test")  # prefixes of usual names of splits
 
 Provenance = dict[str, object]
 """checkpoint, weights (sha256 of each member, sorted), data (None for the data of the run), and
@@ -49,7 +49,7 @@ class Evaluation(NamedTuple):
 
 
 def fixed(value: float | None, digits: int) -> str:
-    """Formats a number with a fixed number of digits, or a count; None becomes a hyphen."""
+    """Formats a number with a fixed number of decimals, or a count; None becomes a hyphen."""
     if value is None:
         return "-"
     return f"{value:,}" if isinstance(value, int) else f"{value:.{digits}f}"
@@ -60,7 +60,7 @@ def results_table(
     columns: Mapping[str, tuple[str, int]],
     results: Mapping[str, Mapping[str, float | None]],
 ) -> str:
-    """Formats metrics as text, one line per split; missing ones become hyphens.
+    """Formats metrics as text, one line per split; missing values become hyphens.
 
     Args:
         title: heading of the first column, which names the splits.
@@ -76,7 +76,7 @@ def results_table(
 
 
 def align(lines: Sequence[Sequence[str]], text_columns: int = 1) -> str:
-    """Aligns cells in columns: the first `text_columns` to the left, the others to the right."""
+    """Aligns the first `text_columns` columns to the left and the other columns to the right."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = []
     for line in lines:
@@ -89,13 +89,13 @@ def align(lines: Sequence[Sequence[str]], text_columns: int = 1) -> str:
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> Path:
-    """Writes rows as CSV, see `csv_text`, and returns the path."""
+    """Writes rows as CSV (see `csv_text`) and returns the path."""
     write_atomically(path, csv_text(rows).encode())
     return path
 
 
 def csv_text(rows: Sequence[Mapping[str, object]]) -> str:
-    """Formats rows as CSV: the header has the keys of all rows, None becomes an empty cell."""
+    """Formats rows as CSV; the header has the keys of all rows, and None becomes an empty cell."""
     buffer = io.StringIO()
     names = list(dict.fromkeys(name for row in rows for name in row))
     writer = csv.DictWriter(buffer, names, lineterminator="\n")
@@ -110,7 +110,7 @@ def warn(text: str) -> None:
 
 
 def provenance_of(weights: Iterable[Path], checkpoint: str) -> Provenance:
-    """Returns the record of the weights of an evaluation; call it before the evaluation."""
+    """Returns a record of the evaluated weights; call it before the evaluation."""
     digests = sorted(weights_digest(path) for path in weights)
     return {"checkpoint": checkpoint, "weights": digests, "data": None}
 
@@ -144,7 +144,7 @@ def write_results(
         provenance: see `provenance_of`.
         config: configuration of the run.
         data: the value of --data; None for the data of the run.
-        reading: options of how data are read, such as energy_key and tags.
+        reading: options for reading the data, such as energy_key and tags.
     """
     paths = [out / RESULTS, out / _NOTE]
     own = config["data"]
@@ -160,14 +160,14 @@ def write_results(
     given = None if data is None else str(absolute(data))
     known = {**provenance, "data": others, "given": given}
     texts = [json.dumps(content, indent=2, allow_nan=False) + "\n" for content in (results, known)]
-    paths[1].unlink(missing_ok=True)  # it must never belong to other results
+    paths[1].unlink(missing_ok=True)  # it must never describe other results
     for path, text in zip(paths, texts, strict=True):
         write_atomically(path, text.encode())
     return paths
 
 
 def _others(own: Mapping[str, object], data: object, splits: Iterable[str]) -> str | None:
-    """Returns the data, unless they belong to the run or give their name to the splits."""
+    """Returns the data as text; None if they belong to the run or the splits are named for them."""
     sources = [str(own[key]) for key in ("root", "train", "val", "test") if own.get(key)]
     if data is None or not sources:  # data of learned optimizers are part of a task
         return None
@@ -182,20 +182,20 @@ def _others(own: Mapping[str, object], data: object, splits: Iterable[str]) -> s
 
 
 def is_within(data: Path, source: Path) -> bool:
-    """Returns True if data are `source` or part of it, or have its name if it has moved."""
+    """Returns True if `data` is `source` or part of it, or has its name if `source` was moved."""
     if source.exists():
         return source.resolve() in (data.resolve(), *data.resolve().parents)
     return data == source or data.name == source.name
 
 
 def run_weights(run: Path) -> list[Path]:
-    """Returns the file of the best weights of a run, or else of the last ones."""
+    """Returns the file of the best weights of a run, or else of the last weights."""
     files = [run / "checkpoints" / f"{name}.safetensors" for name in ("best", "last")]
     return [path for path in files if path.is_file()][:1]
 
 
 def why_of_others(folder: Path, weights: Sequence[Path]) -> str:
-    """Explains why results do not belong to these weights and the data of their run; "" if they do.
+    """Explains why results do not match these weights and the data of their run; "" if they do.
 
     Without weights, only the data are compared. Results of earlier versions without results_of.json
     are accepted.
@@ -212,13 +212,13 @@ def why_of_others(folder: Path, weights: Sequence[Path]) -> str:
 
 
 def given_data(folder: Path) -> str | None:
-    """Returns the value of --data in the evaluation in a folder; None without it."""
+    """Returns the value of --data of the evaluation in a folder; None if it was not given."""
     given = _note(folder).get("given")  # missing in earlier versions
     return given if isinstance(given, str) else None
 
 
 def _note(folder: Path) -> Provenance:
-    """Reads results_of.json; empty without it or without results."""
+    """Reads results_of.json; the result is empty without this file or without results."""
     note = folder / _NOTE
     if not (folder / RESULTS).is_file() or not note.is_file():
         return {}

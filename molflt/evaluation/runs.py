@@ -31,7 +31,7 @@ class Run(NamedTuple):
     """Contents of a run folder."""
 
     name: str
-    """short and unique"""
+    """short, unique name"""
     path: Path
     config: Config
     parameters: int
@@ -57,12 +57,12 @@ class Run(NamedTuple):
 
     @property
     def metrics(self) -> Mapping[str, Metric]:
-        """Returns the metrics of its task."""
+        """Returns the metrics of the task of the run."""
         return self._task.metrics
 
     @property
     def measure(self) -> str:
-        """Returns the metric that selects its best weights."""
+        """Returns the name of the metric that selects the best weights."""
         chosen = self._chosen
         return self._task.best if chosen is None else chosen.metric
 
@@ -76,7 +76,7 @@ class Run(NamedTuple):
 
     @property
     def best(self) -> tuple[float, int] | None:
-        """Returns the best validation and its step; None before the first validation."""
+        """Returns the value and step of the best validation; None before the first validation."""
         if (chosen := self._chosen) is not None:
             return chosen.value, chosen.step
         largest = self.metrics[self.measure].largest_is_best
@@ -166,7 +166,7 @@ def read_errors(path: Path) -> dict[str, NDArray[np.float64]]:
 def standard_error(run: Run, split: str, name: str) -> float | None:
     """Returns the standard error of a metric over the systems of a split; None if unknown.
 
-    For a share of 0 or 100 % it is also unknown.
+    It is also unknown for a share of 0 or 100 %.
     """
     row = run.results[split]
     value, count = row.get(name), row.get("n")
@@ -181,7 +181,7 @@ def standard_error(run: Run, split: str, name: str) -> float | None:
 
 
 def differences(runs: Sequence[Run]) -> dict[str, list[object]]:
-    """Returns the keys in which configurations differ -> value of each run, None if missing."""
+    """Returns the values of all runs (or None) for each key in which configurations differ."""
     flat = [dict(flat_options(run.config)) for run in runs]
     found = {}
     for key in dict.fromkeys(key for one in flat for key in one):
@@ -201,7 +201,7 @@ def flat_options(config: Mapping[str, object], prefix: str = "") -> Iterator[tup
 
 
 def measures_of(runs: Sequence[Run]) -> list[tuple[str, str]]:
-    """Lists split and name of every metric in the results of the runs, by split."""
+    """Lists the split and name of each metric in the results of the runs, ordered by split."""
     found = ((split, name) for run in runs for split, row in run.results.items() for name in row)
     splits = dict.fromkeys(split for run in runs for split in run.results)
     return sorted(dict.fromkeys(found), key=lambda one: list(splits).index(one[0]))

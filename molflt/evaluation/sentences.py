@@ -1,4 +1,4 @@
-"""Evaluation of sentence classifiers: the metrics of GLUE, accuracy for other tasks."""
+"""Evaluation of sentence classifiers: the metrics of GLUE, or accuracy for other tasks."""
 
 from __future__ import annotations
 
@@ -47,18 +47,18 @@ def evaluate(
     data: Path | None = None,
     batch_size: int = 64,
 ) -> Evaluation:
-    """Evaluates a sentence classifier: accuracy, F1, Matthews, Pearson or Spearman, as GLUE does.
+    """Evaluates a sentence classifier: accuracy, F1, Matthews, Pearson or Spearman, as in GLUE.
 
     Writes predictions.csv.
 
     Args:
-        splits: some of train, val, test, and val_mismatched of MNLI; by default the val splits.
+        splits: any of train, val and test, and val_mismatched of MNLI; by default the val splits.
         data: another file of the task to evaluate instead.
         batch_size: sentences or pairs in a batch.
 
     Returns:
-        Per split: the metrics of the task in percent, for GLUE tasks also their mean,
-        glue_percent, which counts in the GLUE average, and n.
+        Per split: the metrics of the task in percent, and n. GLUE tasks also have glue_percent, the
+        mean of these metrics, which counts in the GLUE average.
     """
     task, length = str(config["data"]["task"]), int(str(config["data"]["length"]))
     tokenizer = load_tokenizer(run, model.vocabulary)
@@ -111,7 +111,7 @@ def official(task: str, predicted: _Numbers, label: _Numbers) -> dict[str, float
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about constant predictions
         values = [float(known[name](label, predicted)) for name in TASKS[task].metrics]
-    # constant predictions have no correlation; it counts as 0, as for Matthews
+    # the undefined correlation of constant predictions counts as 0, as for Matthews
     values = [100 * value if np.isfinite(value) else 0.0 for value in values]
     names = [f"{name}_percent" for name in TASKS[task].metrics]
     found: dict[str, float | None] = dict(zip(names, values, strict=True))
@@ -128,7 +128,8 @@ def logits_of(
 ) -> _Numbers:
     """Returns the logits of sentences or pairs, (items, classes).
 
-    More than `length` tokens, as in training, are cut with a warning. Labels are ignored.
+    Inputs of more than `length` tokens are truncated, as in training, with a warning. Labels are
+    ignored.
     """
     device, found = device_of(model), []
     rows = Sentences(examples, tokenizer, length, name)

@@ -1,9 +1,9 @@
-"""Files of predictions in shards, and merging them.
+"""Files of predictions in shards, and how they are merged.
 
-Each process predicts some of the batches of the whole set, and the merged numbers equal those of a
-single process bit for bit. Each row of a shard has the index of its structure, the numbers of rows
-of the shard and of the whole, and digests of model and data: missing or truncated shards, or those
-of another model, are detected.
+Each process predicts some of the batches of the whole data set. The merged numbers are bitwise
+equal to those of a single process. Each row of a shard contains the index of its structure, the
+numbers of rows in the shard and in all shards, and digests of model and data. These reveal shards
+that are missing, truncated or made with another model.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ __all__ = ["ENDINGS", "made_of", "merge_shards", "noted"]
 
 _KEY = "shard"
 _NOTE = re.compile(r"(\d+) of (\d+; .*)")  # rows, rows of all shards, and `made_of`
-_SHOWN = 16  # characters of a digest
+_SHOWN = 16  # characters kept of a digest
 
 _Row = dict[str, object]
 
 
 def noted(rows: int, total: int, made: Mapping[str, object]) -> dict[str, object]:
-    """Returns the column that each row of a shard has in addition, see `made_of`."""
+    """Returns the additional column of the rows of a shard; see `made_of`."""
     return {_KEY: "; ".join([f"{rows} of {total}", *(f"{k} {made[k]}" for k in made)])}
 
 
 def made_of(model: nn.Module, dataset: Structures, **options: object) -> dict[str, object]:
-    """Returns digests of model and data, and options: only shards that agree are merged."""
+    """Returns digests of model and data, and options; merged shards must agree in all of these."""
     members = getattr(model, "members", [model])
     weights = hashlib.sha256("".join(sorted(map(digest_of, members))).encode())
     data = hashlib.sha256(dataset.natoms.astype("<i8").tobytes())  # without omitted structures
@@ -64,7 +64,7 @@ _NOTED = re.compile(r' molflt_index=(\d+) molflt_shard="([^"]*)"(?=\s|$)')
 
 
 def _frames(text: str) -> list[_Row]:
-    """Splits an extended XYZ file into structures, and removes their notes from the text."""
+    """Splits an extended XYZ file into structures and removes their notes from the text."""
     lines = text.splitlines(keepends=True)
     rows: list[_Row] = []
     start = 0
@@ -130,7 +130,7 @@ def merge_shards(out: Path) -> int:
 
 
 def _shards(out: Path) -> list[Shard]:
-    """Lists all shards of a file; raises if one is missing."""
+    """Lists all shards of a file; raises an error if one is missing."""
     name = re.compile(rf"{re.escape(out.stem)}\.(\d{{1,9}})-of-(\d{{1,9}}){re.escape(out.suffix)}")
     matches = [name.fullmatch(path.name) for path in out.parent.glob(f"*{out.suffix}")]
     found = {Shard(int(match[1]), int(match[2])) for match in matches if match is not None}

@@ -53,20 +53,21 @@ def evaluate(
 ) -> Evaluation:
     """Evaluates a translation model: BLEU of its translations, and perplexity of the references.
 
-    Writes translations-SPLIT.txt, a line per source, attention.png and cross-attention.png (each
-    head of the last layer of the decoder, on the first pair) and, with a relative encoding,
-    encoding.png. The signature of BLEU records how it was computed; case is ignored if the
-    tokenizer ignores it.
+    Writes translations-SPLIT.txt (one line per source sentence), attention.png and
+    cross-attention.png (each head of the last decoder layer, for the first pair) and, with a
+    relative encoding, encoding.png. The BLEU signature records how the score was computed; case is
+    ignored if the tokenizer ignores it.
 
     Args:
-        splits: some of train, val and test; by default val, and test if the run names it.
-        data: name of another pair of files to evaluate instead, without the language.
+        splits: any of train, val and test; by default val, and also test if the run names it.
+        data: another pair of files to evaluate instead: their path without the language extension.
         batch_size: sentences in a batch.
-        beam: hypotheses per sentence; 1 takes the most probable token at each step.
-        length_penalty: exponent of the number of tokens by which log p is divided.
+        beam: number of hypotheses per sentence; 1 takes the most probable token at each step.
+        length_penalty: log p is divided by the number of tokens to this power.
 
     Returns:
-        Per split: bleu, chrf, perplexity, pairs, and length_ratio of translations and references.
+        Per split: bleu, chrf, perplexity, pairs (their number), and length_ratio (translations to
+        references).
     """
     tokenizer, options = load_tokenizer(run, model.vocabulary), config["data"]
     languages = str(options["source"]), str(options["target"])
@@ -99,7 +100,7 @@ def evaluate(
 
 
 class Bleu(NamedTuple):
-    """Scores of translations by sacrebleu."""
+    """Scores of translations, computed by sacrebleu."""
 
     bleu: float
     chrf: float
@@ -139,7 +140,7 @@ def translate(
     batch_size: int = 64,
     name: str = "sentences",
 ) -> list[str]:
-    """Translates sentences, in batches of similar length; returns them in the given order.
+    """Translates sentences in batches of similar length; returns them in the given order.
 
     See `molflt.sequence.beam_search` for `beam` and `length_penalty`.
     """

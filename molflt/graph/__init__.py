@@ -1,4 +1,4 @@
-"""The attention core for atoms of PyG batches: layers, the energy regressor and the potential."""
+"""Attention for atoms of PyG batches: layers, the energy regressor and the potential."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ __all__ = ["EnergyRegressor", "GraphAttention", "PBCRadiusGraph", "Potential"]
 
 
 def __getattr__(name: str) -> object:
-    """PyG is loaded with its transform, not before."""
+    """Loads PyG only when its transform is used."""
     if name == "PBCRadiusGraph":
         return import_module("molflt.graph.transforms").PBCRadiusGraph
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

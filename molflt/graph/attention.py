@@ -1,4 +1,4 @@
-"""Attention over the atoms of PyG batches as a layer of PyG models."""
+"""Attention over the atoms of PyG batches, as a layer for PyG models."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -24,33 +24,34 @@ from molflt.graph.periodic import Open
 
 
 class GraphAttention(nn.Module):
-    """Attention of every atom to all atoms of its graph, O(atoms), for any PyG model.
+    """Attention of each atom to all atoms of its graph, in O(atoms), for any PyG model.
 
-    FLT (`arXiv:2302.01925 <https://arxiv.org/abs/2302.01925>`_) on random features of the Performer
-    (`arXiv:2009.14794 <https://arxiv.org/abs/2009.14794>`_), additive; the multiplicative position,
-    reciprocal nodes and near field are specific to molflt. The output of a graph does not depend on
-    the rest of the batch, on the order of its atoms or on its position in space. With "reciprocal"
-    it does not depend on the choice of the cell or on periodic images either.
+    The additive form is FLT (`arXiv:2302.01925 <https://arxiv.org/abs/2302.01925>`_) with random
+    features of the Performer (`arXiv:2009.14794 <https://arxiv.org/abs/2009.14794>`_). The
+    multiplicative position, reciprocal nodes and near field are specific to molflt. The output of a
+    graph does not depend on the rest of the batch, on the order of its atoms or on its position in
+    space. With "reciprocal", it does not depend on the choice of the cell or of periodic images
+    either.
 
     Args:
-        dim: width of atoms, a multiple of `heads`.
+        dim: width of the atom features, a multiple of `heads`.
         heads: number of heads.
-        position: "spectral", FLT's mask; "multiplicative", a kernel; or "none", a Performer without
-            positions.
-        position_options: further arguments of the position, see
+        position: "spectral" (FLT's mask), "multiplicative" (a kernel) or "none" (a Performer
+            without positions).
+        position_options: further arguments of the position; see
             :class:`~molflt.graph.encoding.GraphEncoding`.
         periodic: "none" ignores boundaries; "images", "reciprocal" and "mesh" are periodic. With
-            None, periodic structures are refused. See `EnergyRegressor`, also for `image_cutoff`,
-            `max_frequency`, `mesh_order`, `near_field` and `near_exact`; without tags, "images" are
-            those of all atoms, along all periodic axes.
-        mixing: "linear"; "quadratic": the same numbers through the N x N matrix, faster for few
-            atoms; "auto": the cheaper of these two; "softmax": softmax with the exact mask,
-            O(atoms^2), a different function.
+            None, periodic structures are refused. Without tags, "images" uses images of all atoms,
+            along all periodic axes. See `EnergyRegressor`, also for `image_cutoff`,
+            `max_frequency`, `mesh_order`, `near_field` and `near_exact`.
+        mixing: "linear"; "quadratic", the same result through the N x N matrix, faster for few
+            atoms; "auto", the cheaper of these two; or "softmax", a different function with the
+            exact mask, O(atoms^2).
         feature_map: key of `molflt.attention.FEATURE_MAPS`, "positive" by default.
-        num_features: random or learned features m per head, 64 by default.
+        num_features: number of random or learned features m per head, 64 by default.
         attention: further arguments of `molflt.attention.Attention`: projection, normalize_qk,
-            normalize, floor, dropout. With normalize="unmasked", outputs of crystals depend on the
-            number of cells, also with "reciprocal" and "mesh".
+            normalize, floor, dropout. With normalize="unmasked", outputs for crystals depend on the
+            number of cells, even with "reciprocal" and "mesh".
     """
 
     def __init__(
@@ -101,10 +102,10 @@ class GraphAttention(nn.Module):
         self.attention.share_position()
 
     def reset_parameters(self) -> None:
-        """Draws all weights, masks and random features anew."""
+        """Draws new weights, masks and random features."""
         self.load_state_dict(self._again().state_dict())
 
-    _reset_parameters = reset_parameters  # the name by which PyG's GPSConv calls it
+    _reset_parameters = reset_parameters  # name used by PyG's GPSConv
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
         """Draws new random features in place; use the same seed on every rank."""
@@ -125,11 +126,11 @@ class GraphAttention(nn.Module):
 
         Args:
             x: (atoms, dim).
-            pos: (atoms, 3), Å. Not needed with `position="none"`.
-            batch: (atoms,), graph of each atom, ascending; all in one graph if None.
-            cell: (graphs, 3, 3) or (3, 3), rows are lattice vectors, Å.
-            pbc: (graphs, 3) or (3,) bool: periodic axes. None: all periodic if there is a cell.
-            batch_size: number of graphs, if the last ones may be empty.
+            pos: (atoms, 3), Å; not needed with `position="none"`.
+            batch: (atoms,), graph of each atom, ascending; None if all are in one graph.
+            cell: (graphs, 3, 3) or (3, 3), lattice vectors in rows, Å.
+            pbc: (graphs, 3) or (3,) bool, periodic axes; by default all, if there is a cell.
+            batch_size: number of graphs, needed if the last ones may be empty.
 
         Returns:
             (atoms, dim).
@@ -151,7 +152,7 @@ class GraphAttention(nn.Module):
             return x.clone()
         return _encode(self.encoding, geometry).apply(self.attention, x)
 
-    if TYPE_CHECKING:  # torch declares that a call returns anything
+    if TYPE_CHECKING:  # torch declares Any as the result of a call
         __call__ = forward
 
     def _geometry(
@@ -164,7 +165,7 @@ class GraphAttention(nn.Module):
         pbc: Tensor | None,
         graphs: int | None,
     ) -> Geometry:
-        """Checks the arguments and returns them in one form, in the precision of the weights."""
+        """Checks the arguments and makes a `Geometry` of them, in the precision of the weights."""
         if encoding.periodic.needs_cell:
             if cell is None and _is_periodic(pbc):
                 raise ValueError(
@@ -187,5 +188,5 @@ class GraphAttention(nn.Module):
 
 
 def _is_periodic(pbc: Tensor | None) -> bool:
-    """Returns True if an axis is periodic; waits for the device."""
+    """Returns True if any axis is periodic; synchronizes with the device."""
     return pbc is None or torch.compiler.is_compiling() or bool(pbc.any())

@@ -1,7 +1,8 @@
-"""Energies of a regressor as a function of tensors only, for export and machine code.
+"""Energies of a regressor as a function of tensors only, for export and compilation.
 
-`EnergyInputs` prepares everything whose number depends on the data: neighbors, reciprocal nodes,
-padding. The rest has dynamic sizes only, and one graph of operations for all of them.
+`EnergyInputs` prepares everything whose size depends on the values of the data: neighbors,
+reciprocal nodes, padding. The rest only has dynamic sizes, and one computation graph serves all of
+them.
 """
 
 import copy
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from torch_geometric.data import Data
 
 _MOST_IN_MATRIX = 2048
-"""most atoms of a graph in machine code; N x N matrices of more would fill the memory"""
+"""largest number of atoms of a graph in machine code; larger N x N matrices would exhaust memory"""
 _SIZES = {
     "numbers tags places": "atoms",
     "references": "graphs",
@@ -37,13 +38,13 @@ _SIZES = {
     "pair_graphs pair_queries pair_keys pair_vectors": "pairs",
     "edge_centers edge_neighbors edge_vectors": "edges",
 }
-"""fields of `EnergyInputs`, in order, and their first sizes"""
+"""fields of `EnergyInputs`, in order, and their leading dimensions"""
 
 
 class EnergyInputs(NamedTuple):
-    """Arguments of `EnergyComputation`, in this order; Å and cycles/Å.
+    """Arguments of `EnergyComputation` in this order, in Å and cycles/Å.
 
-    Graphs are padded to the largest; batches should have graphs of similar size.
+    Graphs are padded to the size of the largest; use batches with graphs of similar size.
     """
 
     numbers: Tensor
@@ -51,27 +52,28 @@ class EnergyInputs(NamedTuple):
     tags: Tensor
     """(atoms,) int64, 0 subsurface, 1 surface, 2 adsorbate"""
     places: Tensor
-    """(atoms,) int64, index of each atom in the flattened `mask`"""
+    """(atoms,) int64, index of each atom into the flattened `mask`"""
     references: Tensor
-    """(graphs,) float64, eV, energies of the elements, which are added"""
+    """(graphs,) float64, eV, element energies that are added to the output"""
     mask: Tensor
     """(graphs, width) bool, True where there is an atom"""
     positions: Tensor
-    """(graphs, width, 3), centred"""
+    """(graphs, width, 3), centered"""
     nodes: Tensor
-    """(graphs, nodes, 3), of the reciprocal lattice; zeros for models without nodes"""
+    """(graphs, nodes, 3), nodes of the reciprocal lattice; zeros for models without nodes"""
     node_weights: Tensor
-    """(graphs, nodes), Å^-3, 0 for padding"""
+    """(graphs, nodes), Å^-3; 0 for padding"""
     pair_graphs: Tensor
-    """(pairs,) int64, queries of pairs within the near field, each atom with itself first"""
+    """(pairs,) int64, graphs of pairs within the near field; pairs of an atom with itself come
+    first"""
     pair_queries: Tensor
-    """(pairs,) int64, index of the query in its graph"""
+    """(pairs,) int64, index of the query within its graph"""
     pair_keys: Tensor
-    """(pairs,) int64, the other atom"""
+    """(pairs,) int64, index of the other atom within its graph"""
     pair_vectors: Tensor
     """(pairs, 3), from query to key"""
     edge_centers: Tensor
-    """(edges,) int64, atoms with neighbors, for the embedding"""
+    """(edges,) int64, atoms that have neighbors, for the embedding"""
     edge_neighbors: Tensor
     """(edges,) int64"""
     edge_vectors: Tensor
@@ -79,7 +81,7 @@ class EnergyInputs(NamedTuple):
 
     @classmethod
     def of(cls, model: EnergyRegressor, batch: "Data") -> "EnergyInputs":
-        """Checks and prepares a batch, as `EnergyRegressor.forward` takes it."""
+        """Checks and prepares a batch in the format of `EnergyRegressor.forward`."""
         _check(model)
         atoms = Atoms.of(batch, model.embedding.element.weight)
         references = atoms.geometry.sum(model._references(atoms))
@@ -121,17 +123,17 @@ class EnergyInputs(NamedTuple):
 
 
 class EnergyComputation(nn.Module):
-    """Energies (graphs,), float64, eV, from `EnergyInputs`, without reading or checking numbers.
+    """Computes energies (graphs,), float64, eV, from `EnergyInputs` without inspecting values.
 
-    Attention takes one form for all sizes. With a near field or reciprocal nodes this is the N x N
-    matrix of each graph, O(width^2), which takes less time up to some thousand atoms; otherwise it
-    is the linear form. Both give the sums of the model itself.
+    Attention has one form for all sizes. With a near field or reciprocal nodes, this is the N x N
+    matrix of each graph, O(width^2), which is faster up to some thousand atoms. Otherwise it is the
+    linear form. Both give the same sums as the model itself.
 
     Args:
-        model: a trained regressor; it is copied.
+        model: trained regressor; it is copied.
 
     Raises:
-        ValueError: periodic images, atoms that move between passes, softmax attention or a
+        ValueError: for periodic images, atoms that move between passes, softmax attention or a
             potential.
     """
 
@@ -145,7 +147,7 @@ class EnergyComputation(nn.Module):
                 layer.mixing = mixing
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        """Computes energies (graphs,) from the fields of `EnergyInputs`, in their order."""
+        """Computes energies (graphs,) from the fields of `EnergyInputs`, in order."""
         given, model = EnergyInputs(*inputs), self.model
         mask = given.mask
         dense = DenseAtoms(mask, given.positions, mask, given.positions)
@@ -161,7 +163,7 @@ class EnergyComputation(nn.Module):
             center, neighbor, vector = given[_place("edge_centers") :]
             edges = Neighbors(center, neighbor, vector, vector.norm(dim=-1))
         ends = mask.sum(dim=1).cumsum(0)
-        nowhere = given.positions.new_zeros(3)  # positions are in the encoding and the edges
+        nowhere = given.positions.new_zeros(3)  # the encoding and the edges contain positions
         geometry = Geometry(
             nowhere,
             torch.div(given.places, mask.shape[1], rounding_mode="floor"),
@@ -179,14 +181,14 @@ class EnergyComputation(nn.Module):
 
 
 def export_energies(model: EnergyRegressor, batch: "Data") -> "ExportedProgram":
-    """`torch.export` of an `EnergyComputation`, for any number of atoms and graphs.
+    """Exports an `EnergyComputation` with `torch.export`, for any number of atoms and graphs.
 
     Args:
         model: a trained regressor.
         batch: an example of at least two graphs with at least two atoms each.
 
     Returns:
-        A program whose `.module()` maps `EnergyInputs` of any batch to energies, eV.
+        Program whose `.module()` maps `EnergyInputs` of any batch to energies, eV.
     """
     from torch.export import Dim, export
 
@@ -203,7 +205,7 @@ def export_energies(model: EnergyRegressor, batch: "Data") -> "ExportedProgram":
 
 
 def takes_matrix(model: EnergyRegressor) -> bool:
-    """Returns True if its `EnergyComputation` forms the N x N matrix of each graph."""
+    """Returns True if the model's `EnergyComputation` forms the N x N matrix of each graph."""
     encoding = model.encoding
     return encoding is not None and bool(encoding.periodic.lattice or encoding.near_field)
 
@@ -213,7 +215,7 @@ def _place(name: str) -> int:
 
 
 def _check(model: nn.Module) -> None:
-    """Raises ValueError for a model whose energies are not a single function of tensors."""
+    """Raises ValueError for a model whose energies are not one function of tensors."""
     if type(model) is not EnergyRegressor:
         raise ValueError(
             f"expected one EnergyRegressor; got {type(model).__name__}, which cannot be exported; "
@@ -233,11 +235,11 @@ def _check(model: nn.Module) -> None:
 
 
 def compile_energies(model: EnergyRegressor, path: Path) -> Path:
-    """Compiles `EnergyComputation` for this machine's processor; takes minutes.
+    """Compiles `EnergyComputation` for this machine's processor, which takes minutes.
 
     Args:
         model: a trained regressor, on the CPU.
-        path: package to write, ending in .pt2.
+        path: package to write, with the extension .pt2.
     """
     from torch._inductor import aoti_compile_and_package
     from torch._inductor.exc import InvalidCxxCompiler
@@ -254,15 +256,15 @@ def compile_energies(model: EnergyRegressor, path: Path) -> Path:
 
 
 class CompiledEnergies(nn.Module):
-    """Energies of a regressor, computed by machine code.
+    """Computes energies of a regressor with compiled machine code.
 
     Args:
-        model: the regressor that was compiled, which prepares batches.
-        path: package written by `compile_energies`. It is machine code, which may do anything: load
-            only files that you trust.
+        model: regressor that was compiled; it prepares batches.
+        path: package written by `compile_energies`. It contains machine code, which may do
+            anything; load only files that you trust.
 
     Raises:
-        RuntimeError: if it was compiled for another kind of processor.
+        RuntimeError: if the package was compiled for another kind of processor.
     """
 
     def __init__(self, model: EnergyRegressor, path: Path) -> None:
@@ -276,10 +278,10 @@ class CompiledEnergies(nn.Module):
         self.element_energies = model.element_energies
 
     def forward(self, batch: "Data") -> Mapping[str, Tensor]:
-        """Energies (graphs,), float64, eV, as `EnergyRegressor.forward`.
+        """Computes energies (graphs,), float64, eV, as in `EnergyRegressor.forward`.
 
-        Graphs are padded to the largest; batches should have graphs of similar size. The model
-        itself computes graphs whose matrix does not fit, with the same sums.
+        Graphs are padded to the size of the largest; use batches with graphs of similar size. If a
+        graph is too large for its matrix, the model itself computes the same sums.
         """
         inputs = EnergyInputs.of(self.model, batch)
         if self.matrix and inputs.mask.shape[1] > _MOST_IN_MATRIX:
@@ -288,7 +290,7 @@ class CompiledEnergies(nn.Module):
 
 
 def _example(model: EnergyRegressor) -> "Data":
-    """Returns two graphs, of three and of two atoms, that every model accepts."""
+    """Returns two graphs, of three and two atoms, that every model accepts."""
     from torch_geometric.data import Batch, Data
 
     dtype = model.embedding.element.weight.dtype

@@ -1,4 +1,4 @@
-"""Atoms of a batch as dense tensors with a mask, the form that attention takes."""
+"""Atoms of a batch as dense tensors with a mask, the input format of attention."""
 
 from typing import NamedTuple, cast
 
@@ -10,7 +10,7 @@ from molflt.graph.geometry import Geometry
 
 
 class DenseAtoms(NamedTuple):
-    """Queries are atoms; keys are atoms and, in some schemes, their periodic images.
+    """Padded atoms as queries and keys; in some schemes, periodic images are additional keys.
 
     Positions are relative to the mean position of each graph's atoms, Å.
     """
@@ -24,13 +24,13 @@ class DenseAtoms(NamedTuple):
     key_positions: Tensor
     """(graphs, keys, 3)"""
     key_index: Tensor | None = None
-    """(graphs, keys), index of the atom that each key copies; None: key j is atom j"""
+    """(graphs, keys), index of the atom that each key copies; None if key j is atom j"""
     key_weight: Tensor | None = None
-    """(graphs, keys), below 1 for images near the cutoff; None: all 1"""
+    """(graphs, keys), below 1 for images near the cutoff; None if all are 1"""
 
     @property
     def keys(self) -> Keys:
-        """Arguments of attention about keys."""
+        """Key arguments of attention."""
         return {
             "key_mask": self.key_mask,
             "key_weight": self.key_weight,
@@ -39,14 +39,14 @@ class DenseAtoms(NamedTuple):
 
     @classmethod
     def of(cls, geometry: Geometry, lattice: bool = False) -> "DenseAtoms":
-        """Centres and pads the atoms, which are also the keys.
+        """Centers and pads the atoms, which are also the keys.
 
         Args:
             geometry: the atoms.
-            lattice: centre only perpendicular to all periodic lattice vectors. Along them, the mean
-                depends on the choice of the cell and of images. Features of the additive encoding
-                see single factors, which depend on the position of the crystal along periodic
-                directions; the multiplicative encoding does not.
+            lattice: center only perpendicular to all periodic lattice vectors. Along these vectors,
+                the mean depends on the choice of the cell and of images. Features of the additive
+                encoding see single factors, which depend on the position of the crystal along
+                periodic directions; the multiplicative encoding does not depend on it.
         """
         mask = atom_mask(geometry)
         centred = geometry.pos - _centres(geometry, lattice)[geometry.batch]
@@ -55,7 +55,7 @@ class DenseAtoms(NamedTuple):
 
 
 def atom_mask(geometry: Geometry) -> Tensor:
-    """Mask of real atoms after padding to the largest graph: (graphs, atoms)."""
+    """Returns the mask of real atoms after padding to the largest graph: (graphs, atoms)."""
     counts = geometry.ptr.diff()
     most = cast(int, torch.cat((counts, counts.new_zeros(1))).max().item())
     if torch.compiler.is_compiling():
@@ -64,7 +64,7 @@ def atom_mask(geometry: Geometry) -> Tensor:
 
 
 def places_of(geometry: Geometry, mask: Tensor) -> Tensor:
-    """Indices of the atoms in the flattened mask: (atoms,)."""
+    """Returns indices of the atoms into the flattened mask: (atoms,)."""
     number = torch.arange(geometry.batch.shape[0], device=mask.device)
     first = mask.shape[1] * torch.arange(geometry.graphs, device=mask.device)
     return number + (first - geometry.ptr[:-1])[geometry.batch]
@@ -77,7 +77,7 @@ def padded(x: Tensor, mask: Tensor, places: Tensor) -> Tensor:
 
 
 def _centres(geometry: Geometry, lattice: bool) -> Tensor:
-    """Origin of the positions of each graph, (graphs, 3) Å."""
+    """Returns the origin of the positions of each graph, (graphs, 3), Å."""
     counts = geometry.ptr.diff().clamp(min=1)[:, None]
     mean = geometry.sum(geometry.pos) / counts
     if not lattice:

@@ -22,7 +22,7 @@ DESCRIPTORS = (
 
 _NOBLE = (0, 2, 10, 18, 36, 54, 86, 118)
 
-# Pauling's scale, of the elements 1 to 103 in order; nan for elements without known bonds.
+# Electronegativities of elements 1 to 103 on Pauling's scale; nan if no bonds are known.
 _ELECTRONEGATIVITY = """
 2.20 nan
 0.98 1.57 2.04 2.55 3.04 3.44 3.98 nan
@@ -36,13 +36,13 @@ _ELECTRONEGATIVITY = """
 
 
 def period_and_place(number: int) -> tuple[int, int]:
-    """Returns the row of an element and its place in the row, both from 1."""
+    """Returns the row of an element and its place in the row, both counted from 1."""
     period = next(i for i, last in enumerate(_NOBLE) if number <= last)
     return period, number - _NOBLE[period - 1]
 
 
 def period_and_group(number: int) -> tuple[int, int]:
-    """Returns row and column of an element; lanthanides and actinides are in group 3."""
+    """Returns the row and column of an element; lanthanides and actinides are in group 3."""
     period, place = period_and_place(number)
     if place <= 2 and period > 1:
         return period, place
@@ -52,7 +52,7 @@ def period_and_group(number: int) -> tuple[int, int]:
 
 
 def _valence(number: int) -> tuple[int, int, int, int]:
-    """Returns the s, p, d and f electrons beyond the last closed shells."""
+    """Returns the numbers of s, p, d and f electrons outside closed shells."""
     period, group = period_and_group(number)
     _, place = period_and_place(number)
     s = 2 if number == 2 else min(2, group)
@@ -63,18 +63,18 @@ def _valence(number: int) -> tuple[int, int, int, int]:
 
 
 def descriptors() -> Tensor:
-    """Descriptors of the elements, (119, 8) float32, by atomic number.
+    """Returns descriptors of the elements, (119, 8) float32, by atomic number.
 
-    Every column has a mean of 0 and a standard deviation of 1 over the elements with all
-    descriptors. Rows of other elements and of number 0 are NaN: helium, neon, argon, and elements
-    from 104 on, without known bonds.
+    Every column has mean 0 and standard deviation 1 over the elements with all descriptors. The
+    rows of number 0 and of elements without known bonds (helium, neon, argon, and elements from 104
+    on) are NaN.
 
-    Sources: covalent radii, Cordero et al., doi:10.1039/b801115j, as ASE has them;
-    electronegativities on Pauling's scale, CRC Handbook of Chemistry and Physics.
+    Sources: covalent radii from Cordero et al., doi:10.1039/b801115j, as in ASE;
+    electronegativities on Pauling's scale from the CRC Handbook of Chemistry and Physics.
     """
     from ase.data import covalent_radii  # imported here: reading signatures must not load ASE
 
-    # in NumPy: models are also built without memory, on the meta device
+    # in NumPy because models are also built without memory on the meta device
     rows = np.full((MAX_ATOMIC_NUMBER + 1, len(DESCRIPTORS)), np.nan)
     for number, scale in enumerate(map(float, _ELECTRONEGATIVITY.split()), start=1):
         own = (*period_and_group(number), covalent_radii[number], scale, *_valence(number))

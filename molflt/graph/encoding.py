@@ -1,4 +1,4 @@
-"""Relative encodings of the atoms of a batch: mask or kernel, periodicity, near field."""
+"""Relative encoding of the atoms of a batch: mask or kernel, periodicity, near field."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -28,7 +28,7 @@ from molflt.graph.periodic import Open
 from molflt.graph.schemes import make_periodic
 from molflt.graph.sizes import SizeClass, SizeClasses, Sorted
 
-_NARROWEST = 0.2  # Å, of the Gaussians of the near field
+_NARROWEST = 0.2  # Å, narrowest Gaussian of the near field
 _GRAPH_POSITIONS = ("none", "spectral", "multiplicative")
 
 if TYPE_CHECKING:
@@ -38,21 +38,22 @@ else:
 
 
 class GraphEncoding(nn.Module):
-    """The encoding of a batch of structures, shared by all layers that use it.
+    """Relative encoding of a batch of structures, shared by all layers that use it.
 
     Args:
         heads: number of heads.
-        position: "spectral": f(r_i - r_j) is added to the logit, exp(q.k + f), FLT's form
-            (arXiv:2302.01925, eq. 3). "multiplicative": a kernel h(r_i - r_j) multiplies
-            phi(q).phi(k) (`MultiplicativePosition`).
+        position: "spectral" adds f(r_i - r_j) to the logit, exp(q.k + f), as in FLT
+            (arXiv:2302.01925, eq. 3). "multiplicative" multiplies phi(q).phi(k) by a kernel h(r_i -
+            r_j) (`MultiplicativePosition`).
         position_options: further arguments of the position, see `SpectralPosition.build`: spectrum,
-            nodes, num_nodes, arguments of the spectrum, and of the nodes with the prefix `node_`.
+            nodes, num_nodes, arguments of the spectrum, and arguments of the nodes with the prefix
+            `node_`.
         periodic: see `EnergyRegressor`, also for `image_cutoff`, `max_frequency`, `mesh_order`,
             `near_field` and `near_exact`; or a scheme of `molflt.graph.periodic`.
         mixing: see `GraphAttention`, also for `feature_map` and `num_features`.
 
     Attributes:
-        position: the mask or kernel.
+        position: mask or kernel.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class GraphEncoding(nn.Module):
         self.frequency_projection: FrequencyProjection | None = None
         if near_field:
             self._check_near_field(position, spectrum, near_field)
-            # Near kernels that start different in each head learn much faster.
+            # Near kernels learn much faster if they start differently in each head.
             basis = GaussianBasis(heads, 32, width_range=(_NARROWEST, near_field), amplitude=0.7)
             self.near_field = NearField(basis, near_field, exact=near_exact)
         if near_exact:
@@ -141,11 +142,11 @@ class GraphEncoding(nn.Module):
             )
 
     def forward(self, geometry: Geometry, neighbors: Neighbors | None = None) -> SizeClasses:
-        """Evaluates the encoding, in classes of graphs of similar size.
+        """Evaluates the encoding in classes of graphs of similar size.
 
         Args:
             geometry: the batch.
-            neighbors: all pairs within the cutoff of the near field, if they are known.
+            neighbors: all pairs within the cutoff of the near field, if known.
         """
         found = self._found(geometry, neighbors)
         compiling = torch.compiler.is_compiling()
@@ -160,7 +161,7 @@ class GraphEncoding(nn.Module):
         return SizeClasses(classes, by_size.atoms)
 
     def padded(self, geometry: Geometry, found: _Found | None = None) -> SizeClass:
-        """Evaluates the encoding with all graphs padded to the largest."""
+        """Evaluates the encoding with all graphs padded to the size of the largest."""
         found = self._found(geometry) if found is None else found
         by_cell = geometry.cell.requires_grad and torch.is_grad_enabled()
         if by_cell and self.frequency_projection is not None:
@@ -178,7 +179,7 @@ class GraphEncoding(nn.Module):
         return SizeClass.of(geometry, dense, encoding)
 
     def _found(self, geometry: Geometry, neighbors: Neighbors | None = None) -> _Found:
-        """Searches neighbors and nodes of a batch once; errors name its graphs."""
+        """Finds neighbors and nodes once for the whole batch; errors can then name its graphs."""
         nodes = self.periodic.nodes(geometry, self.position)
         if nodes is not None:
             _expect_memory(nodes.weights, geometry, self.position.spectrum.heads)
@@ -192,7 +193,7 @@ class GraphEncoding(nn.Module):
         return _Found(nodes, alone, NearPairs.of(geometry, neighbors, alone))
 
     def _columns(self, geometry: Geometry, found: _Found) -> Tensor | None:
-        """Cost per atom, (graphs,): number of nodes, images or, for a matrix, atoms."""
+        """Returns the cost per atom, (graphs,): number of nodes, images or, for a matrix, atoms."""
         if found.nodes is None:
             return self.periodic.images(geometry)
         atoms, nodes = geometry.ptr.diff(), found.counts()
@@ -201,7 +202,7 @@ class GraphEncoding(nn.Module):
         return torch.minimum(atoms, nodes) if self.mixing == "auto" else atoms
 
     def _evaluate(self, dense: DenseAtoms, found: _Found) -> Encoding:
-        """Forward pass on tensors only."""
+        """Runs the forward pass on tensors only."""
         nodes = found.nodes
         if self.softmax and nodes is None:
             return self._exact(dense, found)
@@ -221,7 +222,7 @@ class GraphEncoding(nn.Module):
         return Factors(*factors)
 
     def _exact(self, dense: DenseAtoms, found: _Found) -> Encoding:
-        """The exact mask of softmax, with the near field, without any nodes."""
+        """Computes the exact mask for softmax, including the near field, without nodes."""
         positions, keys = dense.positions, dense.key_positions
         if self.near_field is None or not isinstance(self.position, MultiplicativePosition):
             encoding: Encoding = self.position("softmax", positions, keys)
@@ -240,7 +241,7 @@ class GraphEncoding(nn.Module):
         factors: tuple[Tensor, Tensor] | None = None,
         exact: bool = False,
     ) -> Pairs | None:
-        """Pairs within the near field, including each atom with itself, and their corrections."""
+        """Returns pairs in the near field, including each atom with itself, with corrections."""
         if found.near is None:
             return None
         near, alone = found.near, found.alone
@@ -259,7 +260,7 @@ class GraphEncoding(nn.Module):
         farthest: float,
         exact: bool,
     ) -> tuple[Tensor, ...]:
-        """Corrections of some pairs: the weight, and terms of `Pairs.exact`."""
+        """Computes the corrections of some pairs: the weight and the terms of `Pairs.exact`."""
         vector, pairs, distance = near.vector, near.pairs(), distances(near.vector)
         if exact:
             far = position.kernel(vector[None])[0]
@@ -275,10 +276,10 @@ class GraphEncoding(nn.Module):
 
     @torch.no_grad()
     def radial_profile(self, distance: Tensor) -> Tensor:
-        """Contribution of a pair of atoms to its logit, f or log h, for plots: (n,) Å -> (heads,
-        n).
+        """Returns the contribution of a pair to its logit, f or log h, for plots.
 
-        It is that of one image, and of the exact mask if nodes sample it.
+        Maps distances (n,), Å, to (heads, n). The contribution is that of one image and, if nodes
+        sample the mask, that of the exact mask.
         """
         if not isinstance(self.position, MultiplicativePosition):
             return self.position.radial_profile(distance)
@@ -293,7 +294,7 @@ class GraphEncoding(nn.Module):
     def redraw_(self, generator: torch.Generator | None = None) -> None:
         """Draws new random features in place; use the same seed on every rank.
 
-        Nodes of the mask stay, because the mask is learned with them.
+        Nodes of the mask are kept, because the mask is learned with them.
         """
         if self.frequency_projection is not None:
             self.frequency_projection.redraw_(generator)
@@ -305,7 +306,7 @@ class GraphEncoding(nn.Module):
 def _make_encoding(
     heads: int, position: str, kind: dict[str, Any], periodic: str | Open | None, **where: Any
 ) -> GraphEncoding | None:
-    """Builds a `GraphEncoding`, or returns None for position "none"; `kind` is of the attention."""
+    """Builds a `GraphEncoding`, or None for position "none"; `kind`: options of attention."""
     one_of("position", position, _GRAPH_POSITIONS)
     if position != "none":
         return GraphEncoding(heads, position=position, periodic=periodic or "none", **where, **kind)
@@ -318,5 +319,5 @@ def _make_encoding(
 def _encode(
     encoding: GraphEncoding | None, geometry: Geometry, neighbors: Neighbors | None = None
 ) -> SizeClasses:
-    """Returns a batch in the form that attention takes."""
+    """Returns a batch in the input format of attention."""
     return SizeClasses.of(geometry) if encoding is None else encoding(geometry, neighbors)

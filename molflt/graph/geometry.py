@@ -1,4 +1,4 @@
-"""Positions, cells and batch indices of a PyG batch, checked and in one form."""
+"""Positions, cells and batch indices of a PyG batch, checked and in a uniform format."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,22 +16,22 @@ if TYPE_CHECKING:
 
 
 class Geometry(NamedTuple):
-    """Atoms of a batch of graphs; `Geometry.of` makes one from tensors in several forms."""
+    """Atoms of a batch of graphs; `Geometry.of` accepts tensors in several forms."""
 
     pos: Tensor
     """(atoms, 3), Å"""
     batch: Tensor
     """(atoms,), graph of each atom, ascending"""
     ptr: Tensor
-    """(graphs + 1,), first atom of each graph"""
+    """(graphs + 1,), index of the first atom of each graph, followed by the number of atoms"""
     cell: Tensor
-    """(graphs, 3, 3), Å, rows are lattice vectors; 0 along axes that are not periodic"""
+    """(graphs, 3, 3), Å, lattice vectors in rows; 0 along axes that are not periodic"""
     pbc: Tensor
-    """(graphs, 3) bool, which of them are periodic"""
+    """(graphs, 3) bool, True for periodic axes"""
     tags: Tensor | None = None
     """(atoms,), `molflt.atoms.Tag`"""
     charge: Tensor | None = None
-    """(graphs,), e, total charge of each graph; None: all are neutral"""
+    """(graphs,), e, total charge of each graph; None if all are neutral"""
 
     @classmethod
     def of(
@@ -49,12 +49,13 @@ class Geometry(NamedTuple):
 
         Args:
             pos: (atoms, 3), Å.
-            batch: (atoms,), ascending; all atoms in one graph if None.
-            cell: (graphs, 3, 3) or (3, 3), Å. Rows of axes that are not periodic may hold anything.
-            pbc: (graphs, 3) or (3,) bool; all periodic if there is a cell, else none.
+            batch: (atoms,), ascending; None if all atoms are in one graph.
+            cell: (graphs, 3, 3) or (3, 3), Å. Rows of nonperiodic axes are ignored.
+            pbc: (graphs, 3) or (3,) bool; by default all True if there is a cell, otherwise all
+                False.
             tags: (atoms,).
-            graphs: number of graphs, if the last ones may be empty.
-            atoms: number of atoms, if it is known.
+            graphs: number of graphs, needed if the last ones may be empty.
+            atoms: number of atoms, if known.
         """
         tensors(pos=pos, batch=batch, cell=cell, pbc=pbc, tags=tags)
         pos = _points(pos, atoms)
@@ -88,14 +89,14 @@ class Geometry(NamedTuple):
 
     @classmethod
     def of_data(cls, data: "Data") -> "Geometry":
-        """Builds the geometry of a PyG structure or batch, with its tags if it has any."""
-        if not hasattr(data, "stores"):  # all data of PyG have it; PyG is not loaded for this
+        """Builds the geometry of a PyG structure or batch, with tags if they exist."""
+        if not hasattr(data, "stores"):  # all PyG data have `stores`; avoids loading PyG
             raise TypeError(_no_data(data))
         pos, batch, cell, pbc, tags = (
             data.get(name) for name in ("pos", "batch", "cell", "pbc", "tags")
         )
         tensors(cell=cell, pbc=pbc)
-        # PyG joins cells of (3, 3), and axes of (3,), along their first axis.
+        # PyG concatenates cells (3, 3) and axes (3,) along the first dimension.
         if cell is not None and cell.numel() % 9 == 0:
             cell = cell.reshape(-1, 3, 3)
         if pbc is not None and pbc.numel() % 3 == 0:
@@ -108,8 +109,7 @@ class Geometry(NamedTuple):
         return self.ptr.shape[0] - 1
 
     def reordered(self, order: Tensor) -> tuple["Geometry", Tensor]:
-        """Reorders graphs by (graphs,) indices; also returns the index of each atom in the
-        batch."""
+        """Reorders graphs by indices (graphs,); also returns the previous index of each atom."""
         counts = self.ptr.diff()[order]
         ends = counts.cumsum(0)
         batch = torch.arange(len(order), device=order.device).repeat_interleave(counts)
@@ -127,7 +127,7 @@ class Geometry(NamedTuple):
         return found, atoms
 
     def part(self, graphs: slice) -> "Geometry":
-        """Returns consecutive graphs, with indices from 0."""
+        """Returns consecutive graphs, with indices counted from 0."""
         ptr = self.ptr[graphs.start : graphs.stop + 1]
         first, end = ptr[[0, -1]].tolist()
         atoms = slice(first, end)
@@ -142,10 +142,10 @@ class Geometry(NamedTuple):
         )
 
     def above_subsurface(self) -> Tensor:
-        """Mask of atoms with tag > 0, and of all atoms of graphs without such atoms: (atoms,)."""
+        """Returns the mask of atoms with tag > 0 and of graphs that lack such atoms: (atoms,)."""
         if self.tags is None:
             raise ValueError("tags, (atoms,), are needed; got None; set 0 where unknown")
-        above = self.tags > Tag.SUBSURFACE.value  # in a form that compilers can read
+        above = self.tags > Tag.SUBSURFACE.value  # in a form that compilers support
         tagged = self.sum(above.long()) > 0
         return above | ~tagged[self.batch]
 
@@ -169,7 +169,7 @@ def _no_data(given: object) -> str:
 
 
 def _points(pos: Tensor | None, atoms: int | None) -> Tensor:
-    """Checks positions, as `Geometry.of` does."""
+    """Checks positions for `Geometry.of`."""
     if pos is None or pos.ndim != 2 or pos.shape != (pos.shape[0] if atoms is None else atoms, 3):
         rows = "atoms" if atoms is None else atoms
         got = None if pos is None else tuple(pos.shape)
@@ -189,7 +189,7 @@ def _points(pos: Tensor | None, atoms: int | None) -> Tensor:
 
 
 def _in_order(batch: Tensor | None, atoms: Tensor, graphs: int | None) -> Tensor:
-    """Checks the graph of each atom, (atoms,), zeros if None; `atoms` has a row for each."""
+    """Checks the graph of each atom, (atoms,), by default 0; `atoms` has one row per atom."""
     if graphs is not None and (isinstance(graphs, float) or graphs < 0):
         raise ValueError(f"batch_size must be the number of graphs; got {graphs}; correct it")
     if batch is None:
@@ -226,7 +226,7 @@ def _in_order(batch: Tensor | None, atoms: Tensor, graphs: int | None) -> Tensor
 
 
 def _expect_one_graph(graphs: int | None, cell: Tensor | None, pbc: Tensor | None) -> None:
-    """Raises ValueError for cells or axes of several graphs without `batch`."""
+    """Raises ValueError for cells or axes of several graphs if `batch` is missing."""
     found = {"batch_size": 1 if graphs is None else graphs, "cell or pbc": _of_none(cell, pbc)}
     for name, count in found.items():
         if count != 1:
@@ -237,13 +237,13 @@ def _expect_one_graph(graphs: int | None, cell: Tensor | None, pbc: Tensor | Non
 
 
 def _sum_by(x: Tensor, index: Tensor, size: int) -> Tensor:
-    """Sums of rows with one index: (n, ...), (n,) -> (size, ...)."""
+    """Sums the rows with equal index: (n, ...), (n,) -> (size, ...)."""
     return x.new_zeros(size, *x.shape[1:]).index_add(0, index, x)
 
 
 def _number_of_graphs(batch: Tensor, cell: Tensor | None, pbc: Tensor | None) -> int:
-    """Returns the number of graphs, from the last index, cells or axes."""
-    if torch.compiler.is_compiling():  # a size, unlike the number in `batch`
+    """Returns the number of graphs from the last index, cells or axes."""
+    if torch.compiler.is_compiling():  # these are sizes, unlike the numbers in `batch`
         stacked = (cell is not None and cell.ndim == 3) or (pbc is not None and pbc.ndim == 2)
         if stacked:
             return _of_none(cell, pbc)
@@ -254,7 +254,7 @@ def _number_of_graphs(batch: Tensor, cell: Tensor | None, pbc: Tensor | None) ->
 
 
 def _of_none(cell: Tensor | None, pbc: Tensor | None) -> int:
-    """Returns the number of graphs without atoms, from cells or axes, or 1."""
+    """Returns the number of graphs in a batch without atoms, from cells or axes, or 1."""
     cells = cell.shape[0] if cell is not None and cell.ndim == 3 else 1
     axes = pbc.shape[0] if pbc is not None and pbc.ndim == 2 else 1
     return axes if cells == 1 else cells
@@ -281,18 +281,19 @@ class Atoms(NamedTuple):
     geometry: Geometry
     """geometry in the precision of the weights, with tags (0 by default) and charges"""
     numbers: Tensor
-    """(atoms,) int64, 1 to 118"""
+    """(atoms,) int64, atomic numbers, 1 to 118"""
     fixed: Tensor
-    """(atoms,) bool; none where the data do not say"""
+    """(atoms,) bool, True for fixed atoms; by default all False"""
 
     @classmethod
     def of(cls, data: "Data", weight: Tensor, charged: bool = False) -> "Atoms":
-        """Reads one structure, or a batch of them.
+        """Reads one structure or a batch of structures.
 
         Args:
-            data: as for `molflt.graph.EnergyRegressor.forward`.
+            data: data as for `molflt.graph.EnergyRegressor.forward`.
             weight: any weight of the model.
-            charged: the model takes total charges; otherwise a charge other than 0 is refused.
+            charged: True if the model takes total charges; otherwise charges other than 0 are
+                refused.
         """
         geometry = Geometry.of_data(data)
         _expect(data, geometry, weight)
@@ -322,9 +323,9 @@ class Atoms(NamedTuple):
         return cls(geometry, numbers.long(), fixed)
 
     def above_subsurface(self) -> tuple["Atoms", Tensor]:
-        """Returns the graphs without atoms of tag 0, and the mask of the atoms that are kept.
+        """Returns graphs without atoms of tag 0, and the mask of the atoms kept.
 
-        Graphs without an atom with tag > 0 are kept whole.
+        Graphs that only have atoms of tag 0 are kept whole.
         """
         geometry, kept = self.geometry, self.geometry.above_subsurface()
         assert geometry.tags is not None
@@ -339,7 +340,7 @@ class Atoms(NamedTuple):
 
 
 def _charges(data: "Data", geometry: Geometry, charged: bool) -> Tensor | None:
-    """Total charges (graphs,), e, None if all are 0; NaN means 0."""
+    """Returns total charges (graphs,), e, or None if not `charged` or missing; NaN counts as 0."""
     found = None
     for name, usual, hint in (
         ("multiplicity", 1.0, "no model reads it"),
@@ -367,7 +368,7 @@ def _charges(data: "Data", geometry: Geometry, charged: bool) -> Tensor | None:
 
 
 def _expect(data: "Data", geometry: Geometry, weight: Tensor) -> None:
-    """Raises ValueError for data on another device, or without required attributes."""
+    """Raises ValueError for data on another device or without required attributes."""
     beside_weights("pos", geometry.pos, weight)
     if data.get("atomic_numbers") is None:
         hint = "; set data.atomic_numbers = data.z" if "z" in data else ""

@@ -19,13 +19,13 @@ from molflt.graph.near import in_pieces
 from molflt.graph.neighbors import Neighbors
 from molflt.graph.radial import radial_bumps
 
-_WAVES = 64  # functions of descriptors
-_WAVE_NUMBER = 0.3  # 1 / standard deviation of a descriptor: elements of one group are neighbors
-_DROPPED = 0.5  # share of elements whose own vectors a training step leaves out
-_ONSET = 0.8  # share of the cutoff from which contacts fade
+_WAVES = 64  # number of functions of descriptors
+_WAVE_NUMBER = 0.3  # per standard deviation of a descriptor; elements of a group stay close
+_DROPPED = 0.5  # fraction of elements whose own vectors a training step leaves out
+_ONSET = 0.8  # fraction of the cutoff at which contacts start to fade
 _NUM_ELEMENTS = MAX_ATOMIC_NUMBER + 1  # 0 is not used
 
-# readout -> True if slab atoms, and if adsorbate atoms, count by contact
+# (True if slab atoms, True if adsorbate atoms count by contact) for each readout
 READOUTS = {"all": (False, False), "adsorbate": (True, False), "contact": (True, True)}
 
 MessagePairs = Literal["all", "adsorbate"]
@@ -38,15 +38,15 @@ else:
 
 
 class ElementEmbedding(nn.Embedding):
-    """A vector for each element, (...) atomic numbers -> (..., dim).
+    """Embedding of elements: atomic numbers (...) -> (..., dim).
 
     Args:
         dim: width.
-        descriptors: adds a smooth function of `molflt.graph.elements.descriptors`, W sin(K x + b),
-            to the vectors, which then start at 0. Elements that training did not see are known by
-            their place in the periodic table; otherwise their vectors keep their random start.
-            Each training step leaves out the vectors of half of the elements, at random. The
-            function must then describe these elements as it later describes unseen ones.
+        descriptors: add a smooth function of `molflt.graph.elements.descriptors`, W sin(K x + b),
+            to the vectors, which then start at 0. This describes elements not seen in training by
+            their place in the periodic table; otherwise their vectors keep random initial values.
+            Each training step leaves out the vectors of a random half of the elements. The function
+            must then describe these elements as it later describes unseen ones.
     """
 
     def __init__(self, dim: int, descriptors: bool = False) -> None:
@@ -58,14 +58,14 @@ class ElementEmbedding(nn.Embedding):
             self.register_buffer("table", table.nan_to_num())
             self.waves = nn.Linear(table.shape[1], _WAVES)
             self.mix = nn.Linear(_WAVES, dim, bias=False)
-            # Initial vectors have the size of random ones; smaller ones learn more slowly.
+            # Initial vectors have the size of random vectors; smaller vectors learn more slowly.
             nn.init.normal_(self.waves.weight, std=_WAVE_NUMBER)
             nn.init.uniform_(self.waves.bias, -math.pi, math.pi)
             nn.init.normal_(self.mix.weight, std=(2 / _WAVES) ** 0.5)
             nn.init.zeros_(self.weight)
 
     def forward(self, numbers: Tensor) -> Tensor:
-        """Raises ValueError for elements without descriptors."""
+        """Returns vectors of elements; raises ValueError for elements without descriptors."""
         if not self.described:
             return super().forward(numbers)
         if at_hand(numbers):
@@ -88,7 +88,7 @@ class ElementEmbedding(nn.Embedding):
 
 
 def by_contact(model: nn.Module) -> tuple[bool, bool]:
-    """Returns True for slab atoms and for adsorbate atoms that count by contact, in all members."""
+    """Returns whether slab atoms, and whether adsorbate atoms, count by contact in all members."""
     found = [
         part.by_contact.tolist() for part in model.modules() if isinstance(part, EnergyReadout)
     ]
@@ -97,7 +97,7 @@ def by_contact(model: nn.Module) -> tuple[bool, bool]:
 
 
 def undescribed(model: nn.Module) -> frozenset[int]:
-    """Returns atomic numbers that a model, or one of its members, cannot describe."""
+    """Returns atomic numbers that a model or one of its members cannot describe."""
     missing: set[int] = set()
     for part in model.modules():
         if isinstance(part, ElementEmbedding) and part.described:
@@ -106,17 +106,17 @@ def undescribed(model: nn.Module) -> frozenset[int]:
 
 
 class AtomEmbedding(nn.Module):
-    """Element + tag + (optional) neighborhood of each atom, before attention.
+    """Embedding of atoms before attention: element, tag and, optionally, neighborhood.
 
-    The radial summary is sum_j W b(|r_ij|) * u(Z_j): elements and distances of neighbors. Layers of
-    messages add directions, see `molflt.graph.messages.EquivariantMessages`.
+    The radial summary, sum_j W b(|r_ij|) * u(Z_j), contains the elements and distances of
+    neighbors. Layers of messages add directions; see `molflt.graph.messages.EquivariantMessages`.
 
     Args:
         dim: width of the embedding.
         num_basis: size of the radial basis b; 0 leaves the summary out.
         cutoff: radius of the neighborhood, Å.
         descriptors: see `ElementEmbedding`.
-        messages: layers of messages; 0 leaves them out.
+        messages: number of layers of messages; 0 leaves them out.
         message_pairs: "all", or "adsorbate" for pairs that include an adsorbate atom.
     """
 
@@ -147,7 +147,7 @@ class AtomEmbedding(nn.Module):
         return bool(self.num_basis) or self.messages is not None
 
     def forward(self, numbers: Tensor, geometry: Geometry, neighbors: Neighbors | None) -> Tensor:
-        """(atoms,) atomic numbers, graphs with tags, and pairs, to (atoms, dim)."""
+        """Embeds atomic numbers (atoms,), graphs with tags, and pairs: (atoms, dim)."""
         x = self.element(numbers) + self.tag(geometry.tags)
         if not self.sees_neighbors:
             return x
@@ -170,28 +170,28 @@ class AtomEmbedding(nn.Module):
 
 
 class EnergyReadout(nn.Module):
-    """Energy as a sum over atoms of MLP(h) times a learned factor per tag.
+    """Computes the energy as a sum over atoms of MLP(h) times a learned factor per tag.
 
-    An atom counts fully, or by its contact with the atoms on the other side of the interface
+    An atom counts either fully or by its contact with atoms on the other side of the interface
     between adsorbate and slab,
 
         c_i = 1 - prod_j (1 - s(d_ij)),
 
-    where s falls from 1 at 0.8 of the cutoff to 0 at the cutoff, twice differentiable, and j
+    where s falls from 1 at 0.8 of the cutoff to 0 at the cutoff and is twice differentiable; j
     includes periodic images.
 
     Args:
         dim: width of tokens.
-        atoms: atoms that count. "contact": all by contact, which makes the energy of a clean slab
-            and of a molecule far from a slab 0; for labels relative to the free molecule.
-            "adsorbate": adsorbate atoms fully, slab atoms by contact; for labels relative to other
-            molecules, as in OC20. "all": atoms with tag > 0 fully; for total energies. Graphs
-            without tags count all their atoms as surface atoms there, with a warning.
+        atoms: atoms that count. "contact": all atoms by contact, for labels relative to the free
+            molecule; the energies of a clean slab and of a molecule far from a slab are then 0.
+            "adsorbate": adsorbate atoms fully and slab atoms by contact, for labels relative to
+            other molecules, as in OC20. "all": atoms with tag > 0 fully, for total energies; all
+            atoms of graphs without tags then count as surface atoms, with a warning.
         cutoff: cutoff of contacts, Å.
 
     Attributes:
-        by_contact: (2,) bool, buffer: True if slab atoms and adsorbate atoms count by contact. It
-            is part of the weights. Those of earlier versions lack it and count all atoms fully.
+        by_contact: (2,) bool, buffer: whether slab atoms and adsorbate atoms count by contact. It
+            is part of the weights. Weights of earlier versions lack it and count all atoms fully.
     """
 
     by_contact: Tensor
@@ -202,7 +202,7 @@ class EnergyReadout(nn.Module):
         self.cutoff, self.sees_neighbors = cutoff, any(READOUTS[atoms])
         self.mlp = nn.Sequential(nn.Linear(dim, dim), nn.GELU(), nn.Linear(dim, 1))
         self.factor = nn.Embedding(len(Tag), 1)
-        nn.init.constant_(self.factor.weight, 0.5 if self.sees_neighbors else 0.1)  # of fewer atoms
+        nn.init.constant_(self.factor.weight, 0.5 if self.sees_neighbors else 0.1)  # fewer atoms
         self.register_buffer("by_contact", torch.tensor(READOUTS[atoms]))
 
     def forward(self, h: Tensor, geometry: Geometry, neighbors: Neighbors | None = None) -> Tensor:
@@ -220,7 +220,7 @@ class EnergyReadout(nn.Module):
             neighbors: pairs within the cutoff; not needed if all atoms count fully.
 
         Returns:
-            Energies (atoms,), and the bonds (pairs,) that `on_adsorbates` takes; None if all atoms
+            Energies (atoms,), and bonds (pairs,) for `on_adsorbates`, which are None if all atoms
             count fully.
         """
         counted = geometry.above_subsurface()
@@ -243,16 +243,16 @@ class EnergyReadout(nn.Module):
     def on_adsorbates(
         self, energies: Tensor, bonds: Tensor, adsorbate: Tensor, neighbors: Neighbors
     ) -> Tensor:
-        """Moves energies of slab atoms to the adsorbate atoms in contact with them, in proportion.
+        """Distributes energies of slab atoms over the adsorbate atoms in contact with them.
 
         Args:
-            energies: (atoms,), as `by_atom` returns them.
+            energies: (atoms,), from `by_atom`.
             bonds: (pairs,), also from `by_atom`.
             adsorbate: (atoms,) bool.
             neighbors: pairs within the cutoff.
 
         Returns:
-            (atoms,), with the same sums over graphs, and 0 for slab atoms that count by contact.
+            (atoms,), with the same sums over graphs and 0 for slab atoms that count by contact.
         """
         center, neighbor = neighbors.center, neighbors.neighbor
         total = _sum_by(bonds, center, len(energies))
@@ -262,13 +262,13 @@ class EnergyReadout(nn.Module):
         return torch.where(moved, 0.0, energies) + gained
 
     def _bonds(self, adsorbate: Tensor, neighbors: Neighbors) -> Tensor:
-        """Returns -log(1 - s(d)) of pairs across the interface, 0 of others: (pairs,)."""
+        """Returns -log(1 - s(d)) for pairs across the interface and 0 for others: (pairs,)."""
         across = adsorbate[neighbors.center] != adsorbate[neighbors.neighbor]
         left = 1 - fade((neighbors.distance / self.cutoff - _ONSET) / (1 - _ONSET)) * across
         return -left.clamp(min=torch.finfo(left.dtype).tiny).log()
 
     def _expect_tags(self, untagged: int) -> None:
-        """Warns of graphs without tags, or refuses them if energies depend on tags."""
+        """Warns about graphs without tags, or refuses them if energies depend on tags."""
         what = f"{untagged} structure(s) without an atom with tag > 0"
         if self.by_contact.any():
             raise ValueError(
@@ -283,10 +283,10 @@ class EnergyReadout(nn.Module):
 
 
 class PositionHead(nn.Module):
-    """Displacement to the relaxed position: sum over neighbors of w_ij (r_j - r_i), in Å.
+    """Predicts displacements to relaxed positions: sum over neighbors of w_ij (r_j - r_i), in Å.
 
-    The weights come from invariants only, w_ij = MLP(h_i, h_j, b(|r_ij|)), so the result rotates
-    with the structure as exactly as h is invariant. Pairs fade smoothly at the cutoff.
+    The weights w_ij = MLP(h_i, h_j, b(|r_ij|)) depend only on invariants. The result therefore
+    rotates with the structure, as exactly as h is invariant. Pairs fade smoothly at the cutoff.
 
     Args:
         dim: width of tokens.
@@ -308,18 +308,18 @@ class PositionHead(nn.Module):
         nn.init.zeros_(self.weight.weight)  # initially nothing moves
 
     def forward(self, h: Tensor, neighbors: Neighbors) -> Tensor:
-        """Tokens (atoms, dim) and pairs -> displacements (atoms, 3), Å."""
+        """Maps tokens (atoms, dim) and pairs to displacements (atoms, 3), Å."""
         ends = self.from_center(h), self.from_neighbor(h)
         return reduce(operator.add, in_pieces(self._moves, neighbors, *ends))
 
     def _moves(self, pairs: Neighbors, from_center: Tensor, from_neighbor: Tensor) -> Tensor:
-        """Contribution of some pairs: (atoms, 3), Å."""
+        """Computes the contribution of some pairs: (atoms, 3), Å."""
         center, neighbor, vector, distance = pairs
         basis = radial_bumps(distance, self.num_basis, self.cutoff).to(from_center.dtype)
-        # There are many pairs: each further tensor costs as much as the computation.
+        # There are many pairs, and each additional tensor costs as much as the computation.
         ends = from_center.index_select(0, center)
         ends = ends.add_(from_neighbor.index_select(0, neighbor))
         hidden = torch.addmm(ends, basis, self.from_distance.weight.T)
-        # The basis also gates the weight: it vanishes smoothly at the cutoff.
+        # The basis also gates the weight, which vanishes smoothly at the cutoff.
         weight = (self.weight(nn.functional.silu(hidden)) * basis).sum(dim=-1, keepdim=True)
         return _sum_by(weight * vector, center, len(from_center))

@@ -1,11 +1,11 @@
-"""Long-range energies: inverse powers of distances between latent charges and all their images.
+"""Long-range energies: inverse powers of distances between latent charges and their images.
 
-    E = 1/2 sum_p sum_c s_pc k sum_ij' q_ipc q_jpc / |r_ij|^p,   k = 14.4 eV Å^p,
+    E = 1/2 sum_p sum_c s_pc k sum_ij' q_ipc q_jpc / |r_ij|^p, k = 14.4 eV Å^p.
 
-over all pairs and images except an atom with itself, by Ewald sums: near pairs within a cutoff, and
-the smooth rest on the reciprocal lattice of each graph (`InversePower`). The split depends on the
-volume in very large cells only, to bound the number of nodes. Energies do not depend on the split
-or on the choice of the cell.
+The sum is over all pairs and images, except an atom with itself. Ewald sums split it into near
+pairs within a cutoff and a smooth part on the reciprocal lattice of each graph (`InversePower`).
+The split depends on the volume only in very large cells, to bound the number of nodes. Energies do
+not depend on the split or on the choice of the cell.
 """
 
 import math
@@ -26,35 +26,36 @@ from molflt.graph.near import _all_pairs
 from molflt.graph.neighbors import Neighbors, neighbor_list
 from molflt.graph.radial import softened
 
-COULOMB = 14.399645  # eV Å, of two elementary charges
+COULOMB = 14.399645  # eV Å, for two elementary charges
 _DEPTH = 4.0  # sharpness times cutoff: near pairs end below 1e-6 of 1 / r
-_ONSET = 0.9  # share of the cutoff from which near pairs fade
-_HIGHEST = 1.44  # of frequencies over sharpness: nodes end at 3e-6 of the first ones
-_APART = 5.0  # of the images of a slab, over the sharpness: they see 1e-12 of each other
-_LARGEST = 800.0  # volume over the cutoff cubed from which on the cutoff grows with the cell
-_TRANSIENT = 2**21  # numbers that waves of one chunk of nodes may hold at once
-_START = 0.02  # initial charges relative to those of a linear layer; energies of some meV per atom
-_REACH = 5.0  # Å between atoms that exchange charge
-_LEAST = 1e-12  # weight of an atom in the total charge: equal shares if all others are 0
+_ONSET = 0.9  # fraction of the cutoff at which near pairs start to fade
+_HIGHEST = 1.44  # largest frequency over sharpness: nodes end at 3e-6 of the first
+_APART = 5.0  # gap between images of a slab, over sharpness; they see 1e-12 of each other
+_LARGEST = 800.0  # volume over cutoff cubed above which the cutoff grows with the cell
+_TRANSIENT = 2**21  # largest number of values of waves in one chunk of nodes
+_START = 0.02  # initial charges relative to a linear layer's; energies of some meV per atom
+_REACH = 5.0  # Å, largest distance between atoms that exchange charge
+_LEAST = 1e-12  # added to each weight of the total charge: equal shares if all are 0
 
 
 class LongRangeEnergy(NamedTuple):
-    """Energies of each graph and the underlying charges."""
+    """Energies of graphs, and the latent charges that they are computed from."""
 
     near: Tensor
-    """(graphs,) float64, eV: the sharp part of pairs within the cutoff"""
+    """(graphs,) float64, eV, sharp part of pairs within the cutoff"""
     far: Tensor
-    """(graphs,) float64, eV: the smooth part of all pairs"""
+    """(graphs,) float64, eV, smooth part of all pairs"""
     charges: Tensor
-    """(atoms, powers, channels); of p = 1 in e"""
+    """(atoms, powers, channels); those of p = 1 are in e"""
 
 
 class ChargeShare(nn.Module):
-    """Spreads the total charge Q of each graph over its atoms: Q_i = Q w_i / sum_j w_j.
+    """Distributes the total charge Q of each graph over its atoms: Q_i = Q w_i / sum_j w_j.
 
-    w_i = max(0, 1 + s . h_i)^4, with one s for cations and one for anions. Weights are local: atoms
-    of weight 0, such as those of a neutral molecule far from the ion, get no charge and do not
-    change those of others. A supercell with a multiple of the charge has the same atomic charges.
+    The weights are w_i = max(0, 1 + s . h_i)^4, with separate s for cations and anions. Weights are
+    local: atoms of weight 0, such as those of a neutral molecule far from the ion, get no charge
+    and do not change the charges of other atoms. A supercell with the corresponding multiple of the
+    charge has the same atomic charges.
 
     Args:
         dim: width of features.
@@ -65,7 +66,7 @@ class ChargeShare(nn.Module):
         self.score = nn.Linear(dim, 2, bias=False)
 
     def forward(self, h: Tensor, geometry: Geometry) -> Tensor:
-        """Features (atoms, dim) to charges (atoms,), e; 0 without total charges."""
+        """Maps features (atoms, dim) to charges (atoms,), e; 0 without total charges."""
         cation, anion = self.score(at_least_float32(h)).unbind(dim=1)
         if geometry.charge is None:
             return torch.zeros_like(cation)
@@ -75,33 +76,35 @@ class ChargeShare(nn.Module):
 
 
 class LongRange(nn.Module):
-    """Energies of latent charges, which are linear functions a of the features of an atom.
+    """Energies of latent charges, which derive from linear functions a_i of an atom's features.
 
-    Charges of p = 1 and 2, whose sums over a crystal converge only for neutral cells, flow between
-    neighbors: q_i = sum_j w(r_ij) (a_j - a_i), where w falls smoothly from 1 and reaches 0 at 5 Å.
-    Flows cancel in pairs. A group of atoms more than 5 Å from all others is therefore neutral, and
-    its interaction with them vanishes with the distance. For other powers q_i = a_i.
+    For p = 1 and 2, sums over a crystal converge only for neutral cells. Their charges flow between
+    neighbors: q_i = sum_j w(r_ij) (a_j - a_i), where w falls smoothly from 1 to 0 at 5 Å. Flows
+    cancel in pairs. A group of atoms more than 5 Å from all others is therefore neutral, and its
+    interaction with them vanishes with distance. For other powers, q_i = a_i.
 
-    With `total_charge`, the first channel of p = 1 also holds the total charge of the graph, spread
-    by `ChargeShare`: its charges sum to Q, and a distant ion interacts only with this channel.
+    With `total_charge`, the first channel of p = 1 also contains the total charge of the graph,
+    distributed by `ChargeShare`. The charges of this channel sum to Q, and a distant ion interacts
+    only with this channel.
 
-    With three periodic axes a uniform background neutralizes charges (p = 1, 2), and the crystal is
-    surrounded by a conductor, as in Ewald sums without a surface term. With two periodic axes,
+    With three periodic axes, a uniform background neutralizes charges (p = 1, 2), and the crystal
+    is surrounded by a conductor, as in Ewald sums without a surface term. With two periodic axes,
     which only p = 1 supports, the slab is isolated, and a net charge has the field of a sheet.
-    Without periodic axes all pairs are computed, O(atoms^2).
+    Without periodic axes, all pairs are computed, O(atoms^2).
 
     Args:
         dim: width of features.
-        powers: distinct p out of 1, 2, 4, 6. p = 1 is the Coulomb interaction. For other p, odd
-            channels (the first one included) attract and even ones repel.
-        channels: charges of each atom for each power.
-        cutoff: cutoff of near pairs, Å; a longer one takes more pairs and fewer nodes.
+        powers: distinct values of p from 1, 2, 4, 6. p = 1 is the Coulomb interaction. For other p,
+            odd channels (including the first) attract and even channels repel.
+        channels: number of charges per atom and power.
+        cutoff: cutoff of near pairs, Å; a longer cutoff needs more pairs and fewer nodes.
         neutral: False sets q_i = a_i for all powers, for data with ions that the model recognizes
             by their neighbors. Separate groups of atoms then have net charges.
-        total_charge: graphs have total charges.
+        total_charge: True if graphs have total charges.
         smearing: sigma, Å, of a spectrum that falls as exp(-sigma^2 k^2 / 2); 1 in latent Ewald
-            summation (arXiv:2408.15165). For p = 1 pairs have erf(r / (sqrt(2) sigma)) / r. Beyond
-            5 sigma they have 1 / r^p. 0: point charges, bounded below 0.1 Å.
+            summation (arXiv:2408.15165). For p = 1, the law of pairs is erf(r / (sqrt(2) sigma)) /
+            r; beyond 5 sigma it is 1 / r^p. 0 means point charges, whose law is bounded below 0.1
+            Å.
     """
 
     signs: Tensor
@@ -144,12 +147,12 @@ class LongRange(nn.Module):
         signs = torch.ones(len(powers), channels)
         signs[[power > 1 for power in powers], ::2] = -1.0
         self.register_buffer("signs", signs, persistent=False)
-        # part of the weights: those of earlier versions, which lack it, are not neutral
+        # part of the weights; weights of earlier versions, which lack it, are not neutral
         self.register_buffer("neutral", torch.tensor(neutral))
         self.share = ChargeShare(dim) if total_charge else None
 
     def charges(self, h: Tensor, geometry: Geometry, neighbors: Neighbors) -> Tensor:
-        """Features (atoms, dim) -> latent charges (atoms, powers, channels); of p = 1 in e."""
+        """Maps features (atoms, dim) to charges (atoms, powers, channels); those of p = 1 in e."""
         own = self.charge(at_least_float32(h)).unflatten(1, (len(self.powers), self.channels))
         flowing = [i for i, power in enumerate(self.powers) if power < 3]
         center, neighbor = neighbors.center, neighbors.neighbor
@@ -163,7 +166,7 @@ class LongRange(nn.Module):
         return found
 
     def forward(self, h: Tensor, geometry: Geometry) -> LongRangeEnergy:
-        """Features (atoms, dim) and geometry to energies and charges."""
+        """Computes energies and charges from features (atoms, dim) and the geometry."""
         neighbors = neighbor_list(geometry, self.cutoff)
         charges, options = self.charges(h, geometry, neighbors), (self.cutoff, self.smearing)
         near, far = inverse_power_sums(charges, geometry, self.powers, *options, neighbors)
@@ -177,7 +180,7 @@ class LongRange(nn.Module):
 
 
 def dipole(charges: Tensor, geometry: Geometry) -> Tensor:
-    """Dipole about the mean position, charges (atoms,) to (graphs, 3); NaN with periodic axes."""
+    """Computes dipoles about mean positions, charges (atoms,) -> (graphs, 3); NaN if periodic."""
     batch, pos = geometry.batch, geometry.pos
     center = geometry.sum(pos) / geometry.ptr.diff()[:, None]
     moment = geometry.sum(charges[:, None] * (pos - center[batch]))
@@ -193,18 +196,18 @@ def inverse_power_sums(
     smearing: float = 0.0,
     neighbors: Neighbors | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """1/2 sum_ij' q_i q_j / |r_ij|^p over all images, as near and far part.
+    """Computes 1/2 sum_ij' q_i q_j / |r_ij|^p over all images, split into near and far part.
 
     Args:
         charges: (atoms, powers, channels).
         geometry: the atoms.
-        powers: p of each column, see `InversePower`.
+        powers: p of each column; see `InversePower`.
         cutoff: cutoff of near pairs, Å.
         smearing: see `LongRange`.
-        neighbors: pairs within the cutoff; searched if None.
+        neighbors: pairs within the cutoff; searched for if None.
 
     Returns:
-        (graphs, powers, channels) float64 twice, in charge^2 Å^-p, with second derivatives.
+        Two tensors (graphs, powers, channels), float64, in charge^2 Å^-p, twice differentiable.
     """
     with torch.autocast(charges.device.type, enabled=False):
         charges = at_least_float32(charges)
@@ -230,7 +233,7 @@ def inverse_power_sums(
 
 
 def _scales(geometry: Geometry, cutoff: float) -> Tensor:
-    """Returns units of length, mostly 1, which bound the number of nodes: (graphs,) float64."""
+    """Returns units of length that bound the number of nodes, mostly 1: (graphs,) float64."""
     cell, pbc = geometry.cell.detach().double(), geometry.pbc
     extent = free_extent(geometry.pos.detach().double(), geometry.batch, cell, pbc)
     volume = Lattice.of(cell, pbc, 2 * extent, 2 * _APART * cutoff / _DEPTH).volume
@@ -258,7 +261,7 @@ def _pair_sums(
     found: Neighbors,
     smearing: float,
 ) -> tuple[Tensor, Tensor]:
-    """Computes near parts, and far parts of graphs without periodic axes; lengths over `scale`."""
+    """Computes near parts, and far parts of nonperiodic graphs; lengths are in units of `scale`."""
     molecule, cutoff = ~geometry.pbc.any(dim=1), _DEPTH / laws[0].sharpness
     kept = ~molecule[geometry.batch[found.center]]
     first, second = _all_pairs(geometry, molecule)
@@ -290,13 +293,14 @@ def _pair_sums(
 def _far_of_lattice(
     pos: Tensor, charges: Tensor, cell: Tensor, pbc: Tensor, laws: Sequence[InversePower]
 ) -> Tensor:
-    """Computes the far part of one graph with periodic axes: (powers, channels) float64."""
+    """Computes the far part for one graph with periodic axes: (powers, channels) float64."""
     pos, cell, pbc = pos.double(), cell.double()[None], pbc[None]
     sharpness = laws[0].sharpness
     highest, slab = _HIGHEST * sharpness, not bool(pbc.all())
     height = torch.zeros_like(cell[:, 0])
     if slab:
-        # Twice as tall as the slab, with margins. Energies and forces do not depend on it.
+        # The box is twice as tall as the slab, plus margins. Energies and forces do not depend on
+        # it.
         graph = torch.zeros(len(pos), dtype=torch.long, device=pos.device)
         height = 2 * free_extent(pos.detach(), graph, cell.detach(), pbc)
     reach = 2 * _APART / sharpness
@@ -320,7 +324,7 @@ def _far_of_lattice(
 
 
 def _power(pos: Tensor, charges: Tensor, xi: Tensor, factor: Tensor) -> Tensor:
-    """sum_G w_G |sum_j q_j exp(2 pi i G . r_j)|^2 of nodes G, xi (nodes, 3), and w, factor."""
+    """Returns sum_G w_G |sum_j q_j exp(2 pi i G . r_j)|^2 for nodes G (xi) and w (factor)."""
     turns = xi @ pos.mT
     phase = (2 * math.pi * (turns - turns.detach().round())).to(charges.dtype)  # [r, atom]
     flat = charges.flatten(1)
@@ -330,9 +334,10 @@ def _power(pos: Tensor, charges: Tensor, xi: Tensor, factor: Tensor) -> Tensor:
 
 
 def _cut_off(nodes: Tensor, spectra: Tensor, cell: Tensor, pbc: Tensor, height: Tensor) -> Tensor:
-    """Spectra (1, r) of 1 / r that ends half of the height above and below, without images."""
-    # 1 - exp(-k R) cos(k_z R) of them, k along the plane, R half of the height (Rozzi et al., Phys.
-    # Rev. B 73, 205119, 2006), where k_z R is a multiple of pi; -2 pi R^2 at 0.
+    """Returns spectra (1, r) of 1 / r cut off at half the height, without images of the slab."""
+    # Spectra are multiplied by 1 - exp(-k R) cos(k_z R), with k in the plane and R half the height
+    # (Rozzi et al., Phys. Rev. B 73, 205119, 2006). k_z R is a multiple of pi; the value at 0 is -2
+    # pi R^2.
     first, second = cell[0, pbc[0]]
     normal = torch.linalg.cross(first, second)
     normal = normal / normal.norm()

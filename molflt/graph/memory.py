@@ -1,4 +1,4 @@
-"""Checks of the memory for nodes, images and neighbors before they are computed."""
+"""Checks of the memory needed for nodes, images and neighbors, before these are computed."""
 
 from collections.abc import Callable
 
@@ -8,16 +8,16 @@ from molflt.attention.checks import at_hand
 from molflt.graph.geometry import Geometry
 from molflt.memory import available_memory
 
-_WHILE_MADE = 1.5  # ratio of the memory for computing waves of nodes to that of the waves
-_SMALL = 2**26  # bytes that may be used without measuring the free memory, which is slow
+_WHILE_MADE = 1.5  # peak memory for computing waves of nodes, relative to that of the waves
+_SMALL = 2**26  # bytes below which free memory is not measured, because measuring is slow
 
 
 def _expect_memory(weights: Tensor, geometry: Geometry, heads: int) -> None:
-    """Refuses reciprocal nodes of weights (graphs, r) whose waves exceed the free CPU memory."""
+    """Refuses reciprocal nodes, of weights (graphs, r), whose waves exceed free CPU memory."""
     if not at_hand(weights):
         return
     counts, atoms = (weights != 0).sum(dim=1), geometry.ptr.diff()
-    # each graph alone: classes of similar size have little padding
+    # graphs are counted separately, because classes of similar size have little padding
     size = _WHILE_MADE * geometry.pos.element_size() * 2 * 2 * int((counts * atoms).sum()) * heads
     most = int((counts * atoms).argmax()) if len(atoms) else 0
     expect_memory(
@@ -31,7 +31,7 @@ def _expect_memory(weights: Tensor, geometry: Geometry, heads: int) -> None:
 
 
 def expect_memory(size: float, what: Callable[[], str], advice: str) -> None:
-    """Raises MemoryError for a size (bytes) beyond the free memory; `what` is a plural noun."""
+    """Raises MemoryError for a size in bytes beyond the free memory; `what` gives a plural noun."""
     free = available_memory() if size > _SMALL else None
     if free is not None and size > free:
         raise MemoryError(

@@ -1,4 +1,4 @@
-"""Periodic boundaries by a mesh: the far field of large cells."""
+"""Periodic boundaries on a mesh: the far field of large cells."""
 
 from typing import Any
 
@@ -16,17 +16,17 @@ from molflt.graph.periodic import Reciprocal
 
 
 class OnMesh(Reciprocal):
-    """Kernels of `Reciprocal` at a cost per atom that does not grow with the cell.
+    """Computes kernels of `Reciprocal` at a cost per atom that does not grow with the cell.
 
-    Use it for large cells: 1,000 atoms or more at 0.25 cycles/Å, and 5,000 or more at 0.1. It
+    Use a mesh for large cells: 1,000 atoms or more at 0.25 cycles/Å, and 5,000 or more at 0.1. It
     supports multiplicative kernels with an isotropic spectrum. The invariances of nodes (shifts of
     all atoms, the choice of the cell, supercells except with normalize="unmasked") hold up to the
-    error of interpolation.
+    interpolation error.
 
     Args:
         max_frequency: largest |G|, cycles/Å.
-        mesh_order: order of the splines: 4, 5, 6 or 8, for errors of attention up to 3e-3, 6e-4,
-            6e-6 and 2e-7; the last two also use more points.
+        mesh_order: order of the splines: 4, 5, 6 or 8, with errors of attention up to 3e-3, 6e-4,
+            6e-6 and 2e-7; orders 6 and 8 also use more points.
     """
 
     def __init__(self, max_frequency: float = 0.25, mesh_order: int = 5) -> None:
@@ -35,7 +35,7 @@ class OnMesh(Reciprocal):
         self.mesh_order = mesh_order
 
     def check(self, position: SpectralPosition, softmax: bool) -> None:
-        """See `Open.check`."""
+        """Raises ValueError for softmax or an unsupported position; see `Open.check`."""
         if softmax or not isinstance(position, MultiplicativePosition):
             raise ValueError(
                 "periodic='mesh' is for a kernel that multiplies in kernelized attention; got "
@@ -45,11 +45,11 @@ class OnMesh(Reciprocal):
         position.check_isotropic()
 
     def nodes(self, geometry: Geometry, position: SpectralPosition) -> None:
-        """See `Open.nodes`: none."""
+        """Returns None; see `Open.nodes`."""
 
     @uncompiled
     def mesh(self, geometry: Geometry, dense: DenseAtoms, position: SpectralPosition) -> MeshKernel:
-        """See `Open.mesh`."""
+        """Returns the far field on a mesh; see `Open.mesh`."""
         assert isinstance(position, MultiplicativePosition)
         cell, pbc = geometry.cell.double(), geometry.pbc
         extent = free_extent(geometry.pos.double(), geometry.batch, cell, pbc)
@@ -59,14 +59,14 @@ class OnMesh(Reciprocal):
 
 
 def use_mesh_(model: nn.Module, order: int = 5) -> None:
-    """Lets a model with reciprocal nodes compute the same sums on a mesh, in place.
+    """Makes a model with reciprocal nodes compute the same sums on a mesh, in place.
 
-    Its parameters do not change. Time and memory per atom no longer grow with the cell, and sums
-    have the error of interpolation, see `OnMesh`.
+    Parameters do not change. Time and memory per atom no longer grow with the cell, and sums have
+    an interpolation error; see `OnMesh`.
 
     Args:
-        model: model with periodic="reciprocal", or a module that contains one.
-        order: order of the splines, see `OnMesh`.
+        model: model with periodic="reciprocal", or a module that contains such a model.
+        order: order of the splines; see `OnMesh`.
     """
     found = [part for part in model.modules() if isinstance(_scheme(part), Reciprocal)]
     if not found:

@@ -1,4 +1,4 @@
-"""Equivariant messages between neighbors, which describe the surroundings of atoms with angles."""
+"""Equivariant messages between neighbors, which describe environments of atoms with angles."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -13,8 +13,8 @@ from molflt.graph.neighbors import Neighbors
 from molflt.graph.radial import radial_waves, softened
 
 _NUM_BASIS = 8
-_SCALE = 0.25  # of sums over about 16 neighbors, which keeps the size of tokens
-_SPARSEST = 8  # elements of matrices per pair, beyond which pairs are gathered instead
+_SCALE = 0.25  # for sums over about 16 neighbors; preserves the size of tokens
+_SPARSEST = 8  # matrix elements per pair beyond which pairs are gathered instead
 
 
 class _Edges(NamedTuple):
@@ -25,26 +25,27 @@ class _Edges(NamedTuple):
     neighbor: Tensor
     """(pairs,) atom index"""
     basis: Tensor
-    """(pairs, functions), functions of the distance, 0 with all derivatives at the cutoff"""
+    """(pairs, functions), functions of the distance; they vanish at the cutoff with all
+    derivatives"""
     direction: Tensor
-    """(pairs, 3, 1), from center to neighbor, of length 1 beyond 0.1 Å"""
+    """(pairs, 3, 1), from center to neighbor; unit vectors beyond 0.1 Å"""
 
 
 class _Matrices(NamedTuple):
-    """Coefficients of sums over pairs, one matrix for each graph: faster for small graphs."""
+    """Coefficients of sums over pairs as one matrix per graph, which is faster for small graphs."""
 
     invariant: Tensor
-    """(graphs, most, functions * most): functions of the distance, by center and neighbor"""
+    """(graphs, most, functions * most), functions of the distance by center and neighbor"""
     directed: Tensor
-    """(graphs, most * 3, functions * most): the same times the direction"""
+    """(graphs, most * 3, functions * most), the same functions times the direction"""
     mask: Tensor
     """(graphs, most) bool, True where an atom exists"""
     places: Tensor
-    """(atoms,), indices of the atoms in the flattened mask"""
+    """(atoms,), indices of the atoms into the flattened mask"""
 
     @classmethod
     def of(cls, edges: _Edges, geometry: Geometry) -> "_Matrices | None":
-        """Returns None if the matrices are much larger than the pairs, and in compiled code."""
+        """Builds the matrices; None in compiled code or if they are much larger than the pairs."""
         if torch.compiler.is_compiling():
             return None
         mask = atom_mask(geometry)
@@ -55,7 +56,7 @@ class _Matrices(NamedTuple):
         cells = places[edges.center] * most + places[edges.neighbor] % most
 
         def summed(of_pairs: Tensor) -> Tensor:
-            """(pairs, k, functions) to (graphs, most * k, functions * most)."""
+            """Maps (pairs, k, functions) to (graphs, most * k, functions * most)."""
             by_cell = _sum_by(of_pairs, cells, graphs * most**2)
             return by_cell.unflatten(0, (graphs, most, most)).movedim(2, 4).flatten(3).flatten(1, 2)
 
@@ -63,26 +64,26 @@ class _Matrices(NamedTuple):
         return cls(summed(basis), summed(basis * edges.direction), mask, places)
 
     def padded(self, x: Tensor) -> Tensor:
-        """(atoms, width) to (graphs, 1, most, width)."""
+        """Maps (atoms, width) to (graphs, 1, most, width)."""
         return padded(x, self.mask, self.places)[:, None]
 
     def rows(self, x: Tensor) -> Tensor:
-        """(graphs, most, ...) to (atoms, ...)."""
+        """Maps (graphs, most, ...) to (atoms, ...)."""
         return x.flatten(0, 1).index_select(0, self.places)
 
 
 class EquivariantMessages(nn.Module):
     """PaiNN's interactions and updates (arXiv:2102.03150, eqs. 7 to 10, fig. 2).
 
-    Each atom has invariant tokens s and, from the first layer on, vectors v that rotate with the
+    Each atom has invariant tokens s and, after the first layer, vectors v that rotate with the
     structure. A neighbor j adds s_j' f(|r_ij|) to s_i and v_j g(|r_ij|) + s_j' h(|r_ij|) r_ij /
-    |r_ij| to v_i; then lengths and products of an atom's vectors enter its tokens, which thereby
-    depend on angles. Filters f, g, h go to 0 at the cutoff, smoothly and with all derivatives.
+    |r_ij| to v_i. Lengths and products of an atom's vectors then enter its tokens, which thereby
+    depend on angles. The filters f, g and h vanish at the cutoff with all derivatives.
 
     Args:
         dim: width of tokens and number of vectors.
-        layers: number of interactions, each followed by an update. An atom sees as far as this
-            number times the cutoff.
+        layers: number of interactions, each followed by an update. The receptive field of an atom
+            is this number times the cutoff.
         cutoff: radius of the neighborhood, Å.
     """
 
@@ -100,7 +101,7 @@ class EquivariantMessages(nn.Module):
             geometry: the graphs.
         """
         basis = radial_waves(neighbors.distance, _NUM_BASIS, self.cutoff)
-        # tends to 0, not to NaN, where two atoms approach one place
+        # tends to 0 instead of NaN as two atoms approach each other
         square = neighbors.vector.square().sum(dim=-1, keepdim=True)
         direction = neighbors.vector / softened(square).sqrt()
         shared = basis.to(tokens.dtype), direction.to(tokens.dtype)[..., None]
@@ -112,7 +113,7 @@ class EquivariantMessages(nn.Module):
 
 
 class _Interaction(nn.Module):
-    """One layer; the first one has no vectors as input."""
+    """One layer of messages; the first layer does not have input vectors."""
 
     def __init__(self, dim: int, first: bool) -> None:
         super().__init__()
@@ -131,7 +132,7 @@ class _Interaction(nn.Module):
         sums: Iterable[tuple[Tensor, Tensor]]
         if isinstance(pairs, _Matrices):
             sums = [self._products(pairs, message, vectors)]
-        else:  # one piece at a time: each has the size of all atoms
+        else:  # one piece at a time, because each has the size of all atoms
             sums = in_pieces(self._sums, pairs, message, vectors)
         for more_tokens, more_vectors in sums:
             tokens = tokens + more_tokens
@@ -147,7 +148,7 @@ class _Interaction(nn.Module):
     def _sums(
         self, edges: _Edges, message: Tensor, vectors: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Contribution of some pairs to tokens, (atoms, dim), and to vectors, (atoms, 3, dim)."""
+        """Computes contributions of pairs to tokens (atoms, dim) and vectors (atoms, 3, dim)."""
         center, neighbor, basis, direction = edges
         filtered = self.filter(basis) * message.index_select(0, neighbor)
         scalar, along, *turned = filtered.chunk(2 if vectors is None else 3, dim=-1)
@@ -159,7 +160,7 @@ class _Interaction(nn.Module):
     def _products(
         self, matrices: _Matrices, message: Tensor, vectors: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Computes `_sums` of all pairs by products of matrices."""
+        """Computes `_sums` of all pairs by matrix products."""
         dim = self.norm.normalized_shape[0]
         filters = self.filter.weight.unflatten(0, (-1, dim)).transpose(1, 2)[:, :, None]
         scalar, along, *turned = message.split(dim, dim=1)

@@ -1,4 +1,4 @@
-"""Pairs of atoms of a batch whose kernel is computed directly, without nodes."""
+"""Pairs of atoms in a batch whose kernel is computed directly, without nodes."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -13,10 +13,10 @@ from molflt.attention.positions.spectral import GraphNodes
 from molflt.graph.geometry import Geometry
 from molflt.graph.neighbors import Neighbors, nearest_images
 
-_PIECE = 2**16  # pairs per piece; each has hundreds of intermediate numbers
-_MANY = 2**18  # pairs from which these are recomputed in backward
-_STEP = 16.0  # Å, of bounds of distances
-_FARTHEST = 2_000  # Å; Gauss's rule then has about 4,000 points, which take seconds
+_PIECE = 2**16  # pairs per piece; each pair has hundreds of intermediate numbers
+_MANY = 2**18  # pairs above which intermediate numbers are recomputed in backward
+_STEP = 16.0  # Å, step of bounds of distances
+_FARTHEST = 2_000  # Å; Gauss's rule then has about 4,000 points and takes seconds
 
 _R = TypeVar("_R")
 
@@ -25,11 +25,11 @@ class NearPairs(NamedTuple):
     """Pairs of each atom with itself, with its neighbors and, in some graphs, with all others."""
 
     graph: Tensor
-    """(pairs,)"""
+    """(pairs,), index of the graph"""
     query: Tensor
     """(pairs,), counted from the first atom of the graph"""
     key: Tensor
-    """(pairs,), as `query`; a pair may appear several times, once for each image"""
+    """(pairs,), counted like `query`; a pair may appear several times, once for each image"""
     vector: Tensor
     """(pairs, 3) from query to key, Å"""
 
@@ -37,8 +37,7 @@ class NearPairs(NamedTuple):
     def of(
         cls, geometry: Geometry, neighbors: Neighbors | None, alone: Tensor | None
     ) -> "NearPairs":
-        """Combines neighbors within the cutoff with all pairs of graphs in `alone`, (graphs,)
-        bool."""
+        """Combines neighbors within the cutoff with all pairs of the graphs in `alone`."""
         own = torch.arange(geometry.pos.shape[0], device=geometry.pos.device)
         queries, keys, vectors = [own], [own], [torch.zeros_like(geometry.pos)]
         if neighbors is not None:
@@ -59,37 +58,37 @@ class NearPairs(NamedTuple):
         return cls(graph, query - first, key - first, torch.cat(vectors))
 
     def reordered(self, order: Tensor) -> "NearPairs":
-        """Returns the same for the batch with its graphs in another order, (graphs,)."""
+        """Returns the pairs after reordering graphs by indices (graphs,)."""
         place = torch.zeros(int(order.max()) + 1, dtype=torch.long, device=order.device)
         place[order] = torch.arange(len(order), device=order.device)
         return self._replace(graph=place[self.graph])
 
     def part(self, graphs: slice) -> "NearPairs":
-        """Returns the pairs of consecutive graphs, counted from 0."""
+        """Returns the pairs of consecutive graphs, with graphs counted from 0."""
         inside = ((self.graph >= graphs.start) & (self.graph < graphs.stop)).nonzero()[:, 0]
         graph, *rest = (x.index_select(0, inside) for x in self)
         return NearPairs(graph - graphs.start, *rest)
 
     def pairs(self) -> Pairs:
-        """Returns the form that attention takes, without corrections."""
+        """Returns the pairs in the input format of attention, without corrections."""
         return Pairs(self.graph, self.query, self.key, self.vector.new_zeros(1, 1))
 
 
 class _Found(NamedTuple):
-    """Nodes and pairs of a batch; see `Open`."""
+    """Nodes and pairs found for a batch; see `Open`."""
 
     nodes: GraphNodes | None
     alone: Tensor | None = None
     near: NearPairs | None = None
 
     def counts(self) -> Tensor:
-        """Nodes of each graph up to the last that has a weight, (graphs,)."""
+        """Returns the number of nodes of each graph up to the last nonzero weight, (graphs,)."""
         assert self.nodes is not None
         place = torch.arange(1, self.nodes.xi.shape[1] + 1, device=self.nodes.xi.device)
         return ((self.nodes.weights.detach() != 0) * place).amax(dim=1)
 
     def reordered(self, order: Tensor) -> "_Found":
-        """Returns the same for the batch with its graphs in another order, (graphs,)."""
+        """Returns nodes and pairs after reordering graphs by indices (graphs,)."""
         return _Found(
             None if self.nodes is None else GraphNodes(*(x[order] for x in self.nodes)),
             None if self.alone is None else self.alone[order],
@@ -97,7 +96,7 @@ class _Found(NamedTuple):
         )
 
     def part(self, graphs: slice) -> "_Found":
-        """Returns the nodes of consecutive graphs, without padding for others."""
+        """Returns nodes and pairs of consecutive graphs, without padding for other graphs."""
         nodes = self.nodes
         if nodes is not None:
             most = max(1, int(self.counts()[graphs].max()))
@@ -110,8 +109,7 @@ class _Found(NamedTuple):
 
 
 def _all_pairs(geometry: Geometry, graphs: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns all ordered pairs of different atoms in the selected graphs, (graphs,) bool, as two
-    tensors (pairs,)."""
+    """Returns the ordered pairs of different atoms, (pairs,) twice, of graphs (graphs,) bool."""
     counts = geometry.ptr.diff()
     member = torch.arange(len(geometry.pos), device=counts.device)[graphs[geometry.batch]]
     count = counts[geometry.batch[member]]
@@ -126,8 +124,8 @@ def _all_pairs(geometry: Geometry, graphs: Tensor) -> tuple[Tensor, Tensor]:
 def in_pieces(
     function: Callable[..., _R], pairs: tuple[Tensor, ...], *rest: object
 ) -> Iterator[_R]:
-    """Yields function(pairs, *rest) for pieces of many pairs; only results are kept."""
-    # Compiled code is one graph of operations for all sizes.
+    """Yields function(pairs, *rest) for pieces of a long list of pairs; keeps only results."""
+    # Compiled code has one computation graph for all sizes.
     if torch.compiler.is_compiling() or len(pairs[0]) <= _MANY:
         yield function(pairs, *rest)
         return
@@ -136,7 +134,7 @@ def in_pieces(
 
 
 def _bound(distance: Tensor, least: float) -> float:
-    """Returns a bound of distances, Å, in coarse steps: small moves do not change the rule."""
+    """Returns an upper bound of distances, Å, in coarse steps; small moves do not change it."""
     highest = max(least, float(distance.detach().max()) if len(distance) else 0.0)
     if highest > _FARTHEST:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Neighbors within a cutoff, periodic images included."""
+"""Neighbors within a cutoff, including periodic images."""
 
 import math
 from collections.abc import Sequence
@@ -15,19 +15,19 @@ from molflt.attention.numerics import distances, searched, uncompiled
 from molflt.graph.geometry import Geometry
 from molflt.graph.memory import expect_memory
 
-# vesin sorts atoms into cells. Beyond this number it scales all axes down, and divides by 0 if less
-# than one cell remains along an axis.
+# vesin sorts atoms into cells. Beyond this number of cells it scales all axes down, and divides by
+# 0 if less than one cell remains along an axis.
 _MOST_CELLS = 1e5
-_FEWEST_ALONG_AXIS = 4  # it rounds down once for each axis
-_PAIR = 240  # bytes that a pair takes while neighbors are searched, measured
-_PLACES = np.array([1, 1_000_003, 1_000_003**2])  # of cubes along the axes
+_FEWEST_ALONG_AXIS = 4  # vesin rounds down once for each axis
+_PAIR = 240  # bytes per pair during the search for neighbors, measured
+_PLACES = np.array([1, 1_000_003, 1_000_003**2])  # strides of cubes along the axes
 
 
 _Array: TypeAlias = NDArray[np.float64]
 
 
 class Neighbors(NamedTuple):
-    """Pairs (center, neighbor) closer than the cutoff; a periodic image counts as its own pair."""
+    """Pairs (center, neighbor) closer than the cutoff; each periodic image is a separate pair."""
 
     center: Tensor
     """(pairs,) atom index"""
@@ -40,27 +40,27 @@ class Neighbors(NamedTuple):
 
 
 def expect_lattice(geometry: Geometry) -> None:
-    """Raises ValueError, naming the graph, for lattice planes less than 0.5 Å apart."""
+    """Raises ValueError, naming the graph, if lattice planes are less than 0.5 Å apart."""
     boxes, periodic = _numbers(geometry.cell).astype(np.float64), _numbers(geometry.pbc)
     _check_heights(lattice_heights(boxes, periodic), boxes, periodic)
 
 
 def neighbor_list(geometry: Geometry, cutoff: float) -> Neighbors:
-    """All pairs within `cutoff`, found by vesin for each graph in its reduced cell.
+    """Finds all pairs within `cutoff`, with vesin, for each graph in its reduced cell.
 
     Args:
         geometry: the atoms.
         cutoff: radius, Å.
 
     Returns:
-        Pairs of every graph with indices into the batch's atoms; every pair appears in both
+        Pairs of all graphs with indices into the atoms of the batch; each pair appears in both
         directions.
 
     Raises:
-        ValueError: naming the graph, for positions or lattice vectors that are not finite, lattice
-            planes of the reduced cell less than 0.5 Å apart, or a cell that is far too long and
-            thin.
-        MemoryError: for more pairs than fit into memory.
+        ValueError: with the index of the graph, for positions or lattice vectors that are not
+            finite, lattice planes of the reduced cell less than 0.5 Å apart, or a cell that is far
+            too long and thin.
+        MemoryError: if the pairs do not fit into memory.
     """
     pos, cell = geometry.pos, geometry.cell
     (center, neighbor), shift, graph = _neighbors(pos, cell, geometry.pbc, geometry.ptr, cutoff)
@@ -81,8 +81,8 @@ def _unknown_pairs(
 def _neighbors(
     pos: Tensor, cell: Tensor, pbc: Tensor, ptr: Tensor, cutoff: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Center and neighbor (2, pairs), the neighbor's cell (pairs, 3), and the graph (pairs,)."""
-    from vesin import NeighborList  # imported here: reading signatures must not load it
+    """Returns center and neighbor (2, pairs), the neighbor's cell (pairs, 3) and graph (pairs,)."""
+    from vesin import NeighborList  # imported here because reading signatures must not load it
 
     points, boxes = _numbers(pos).astype(np.float64), _numbers(cell).astype(np.float64)
     periodic, first = _numbers(pbc), _numbers(ptr).tolist()
@@ -111,12 +111,14 @@ def _neighbors(
 
 @uncompiled
 def nearest_images(geometry: Geometry, query: Tensor, key: Tensor) -> Tensor:
-    """Returns vectors from atoms to the nearest image of others, by fractions of a reduced cell.
+    """Returns vectors from atoms to the nearest images of other atoms.
+
+    Images are found by rounding fractional coordinates in a reduced cell.
 
     Args:
         geometry: the batch.
-        query: (pairs,), atoms.
-        key: (pairs,), atoms of the same graphs.
+        query: (pairs,), indices of atoms.
+        key: (pairs,), indices of atoms in the same graphs.
 
     Returns:
         (pairs, 3), Å, differentiable in positions and cells.
@@ -134,13 +136,13 @@ def nearest_images(geometry: Geometry, query: Tensor, key: Tensor) -> Tensor:
 
 @uncompiled
 def images_are_far(geometry: Geometry, distance: float) -> Tensor:
-    """Mask of graphs whose lattice planes are all farther apart than a distance, Å: (graphs,)."""
+    """Returns True for graphs with all lattice planes more than a distance apart, Å: (graphs,)."""
     heights = lattice_heights(_numbers(geometry.cell).astype(np.float64), _numbers(geometry.pbc))
     return torch.from_numpy((heights > distance).all(axis=1)).to(geometry.pbc.device)
 
 
 def _numbers(x: Tensor) -> NDArray[Any]:
-    """Returns the values of a tensor as an array, also inside `torch.func.grad`."""
+    """Returns the values of a tensor as an array, even inside `torch.func.grad`."""
     with torch._C._DisableFuncTorch():
         held = torch.func.debug_unwrap(x)
         if held.shape != x.shape:
@@ -155,8 +157,8 @@ def _numbers(x: Tensor) -> NDArray[Any]:
 def _check_finite(
     points: _Array, boxes: _Array, periodic: NDArray[np.bool_], ptr: list[int]
 ) -> None:
-    """Raises ValueError for atoms (atoms, 3) or boxes (graphs, 3, 3) that are not numbers, in Å."""
-    near = (np.abs(points) <= FARTHEST).all(axis=1)  # false for NaN, too
+    """Raises ValueError for atoms (atoms, 3) or boxes (graphs, 3, 3), Å, that are not finite."""
+    near = (np.abs(points) <= FARTHEST).all(axis=1)  # False for NaN, too
     if not near.all():
         atom = int(near.argmin())
         graph = int(np.searchsorted(ptr, atom, side="right")) - 1
@@ -176,9 +178,9 @@ def _check_finite(
 def _closed(
     points: _Array, box: _Array, periodic: NDArray[np.bool_], cutoff: float
 ) -> tuple[_Array, _Array]:
-    """Returns atoms and a box, periodic along all axes, with the same neighbors."""
-    # The time of vesin grows as the square of the extent along open axes, and it crashes if atoms
-    # are 10^5 cutoffs apart. Gaps along open axes are therefore reduced to two cutoffs.
+    """Returns atoms and a box that is periodic along all axes, with the same neighbors."""
+    # The time that vesin takes grows as the square of the extent along open axes, and vesin crashes
+    # if atoms are 10^5 cutoffs apart. Gaps along open axes are therefore reduced to two cutoffs.
     if periodic.all():
         return points, box
     normals = np.linalg.qr(box[periodic].T, mode="complete")[0].T[periodic.sum() :]
@@ -196,7 +198,7 @@ def _closed(
 def _check_shapes(
     closed: _Array, boxes: _Array, periodic: NDArray[np.bool_], cutoff: float
 ) -> None:
-    """Raises ValueError for a box (graphs, 3, 3), Å, that would take all memory or crash."""
+    """Raises ValueError for boxes (graphs, 3, 3), Å, that would exhaust memory or crash vesin."""
     heights = lattice_heights(closed, np.ones_like(periodic))
     _check_heights(heights, boxes, periodic)
     cells = np.maximum(heights // cutoff, 1)
@@ -213,7 +215,7 @@ def _check_shapes(
 
 
 def _check_heights(heights: _Array, boxes: _Array, periodic: NDArray[np.bool_]) -> None:
-    """Raises ValueError for lattice planes, (graphs, 3) Å, that are nearer than in any crystal."""
+    """Raises ValueError if lattice planes, (graphs, 3), Å, are closer than in any crystal."""
     low = ((heights < LOWEST) & periodic).any(axis=1)
     if low.any():
         graph = int(low.argmax())
@@ -225,7 +227,7 @@ def _check_heights(heights: _Array, boxes: _Array, periodic: NDArray[np.bool_]) 
 
 
 def _least_pairs(points: _Array, box: _Array, cutoff: float) -> float:
-    """Lower bound of the number of pairs: of evenly spread atoms, and of those in small cubes."""
+    """Returns a lower bound of the number of pairs, from the density and from small cubes."""
     even = len(points) ** 2 * 4 / 3 * math.pi * cutoff**3 / abs(np.linalg.det(box))
     cubes = np.floor(points * (3**0.5 / cutoff)).astype(np.int64)
     _, shared = np.unique(cubes @ _PLACES, return_counts=True)
@@ -233,7 +235,7 @@ def _least_pairs(points: _Array, box: _Array, cutoff: float) -> float:
 
 
 def _expect_pairs(pairs: Sequence[float], atoms: NDArray[np.int64], cutoff: float) -> None:
-    """Raises MemoryError where pairs (graphs,) of atoms (graphs,) do not fit."""
+    """Raises MemoryError if the pairs (graphs,) of atoms (graphs,) do not fit into memory."""
     most = int(np.argmax(pairs))
     expect_memory(
         _PAIR * sum(pairs),

@@ -1,4 +1,4 @@
-"""Schemes of periodic boundaries in attention, one class each."""
+"""Schemes of periodic boundaries in attention, one class per scheme."""
 
 import itertools
 import math
@@ -22,22 +22,22 @@ from molflt.graph.geometry import Geometry
 from molflt.graph.memory import expect_memory
 from molflt.graph.neighbors import expect_lattice, images_are_far
 
-_FADE = 1.0  # Å in front of the cutoff along which an image fades away
-_MOST_PAIRED = 1000  # most atoms of a molecule for which all pairs are computed
-_ALONE = 200.0  # Å of vacuum beyond which an image sees 1e-8 of a kernel, as in a molecule
+_FADE = 1.0  # Å before the cutoff, over which an image fades out
+_MOST_PAIRED = 1000  # largest number of atoms of a molecule with all pairs computed
+_ALONE = 200.0  # Å of vacuum beyond which an image sees 1e-8 of a kernel
 _IN_PLANE = [(a, b, 0) for a, b in itertools.product((-1, 0, 1), repeat=2) if (a, b) != (0, 0)]
 
 
 class Open:
-    """No periodic boundaries, and the base class: atoms see the given atoms only.
+    """Open boundaries, and base class of the schemes: atoms only see the given atoms.
 
-    A new scheme overrides what differs and gets a line in `molflt.graph.schemes.PERIODIC`; its
-    constructor's arguments are its options.
+    A new scheme overrides what differs and gets an entry in `molflt.graph.schemes.PERIODIC`. The
+    arguments of its constructor are its options.
 
     Attributes:
-        near: True if it supports a near field.
-        needs_cell: True if it reads the cell, which periodic structures must then have.
-        lattice: True if nodes of the mask come with each batch, instead of the position's own.
+        near: True if the scheme supports a near field.
+        needs_cell: True if the scheme reads the cell, which periodic structures must then have.
+        lattice: True if nodes of the mask come with each batch instead of from the position.
     """
 
     near: ClassVar[bool] = True
@@ -56,33 +56,32 @@ class Open:
             )
 
     def check(self, position: SpectralPosition, softmax: bool) -> None:
-        """Raises ValueError if the scheme does not support the position, or softmax."""
+        """Raises ValueError if the scheme does not support the position or softmax."""
 
     def dense(self, geometry: Geometry) -> DenseAtoms:
-        """Returns atoms and keys in the form that attention takes."""
+        """Returns atoms and keys in the input format of attention."""
         return DenseAtoms.of(geometry)
 
     def nodes(self, geometry: Geometry, position: SpectralPosition) -> GraphNodes | None:
-        """Returns nodes of each graph in float64, for schemes with `lattice`."""
+        """Returns nodes of each graph in float64 for schemes with `lattice`, otherwise None."""
         return None
 
     def images(self, geometry: Geometry) -> Tensor | None:
-        """Estimates the number of images per atom of each graph, (graphs,); None without images."""
+        """Estimates the number of images per atom by graph, (graphs,); None without images."""
         return None
 
     def neighborhood(self, geometry: Geometry) -> Geometry:
-        """Returns neighbors of the near field, restricted to pairs of the far field."""
+        """Returns the geometry whose pairs the near field corrects: those of the far field."""
         return geometry._replace(pbc=torch.zeros_like(geometry.pbc))
 
     def without_nodes(self, geometry: Geometry) -> Tensor | None:
-        """Mask of graphs whose far field is computed from all pairs, not nodes: (graphs,) or
-        None."""
+        """Returns the mask of graphs with a far field from pairs, not nodes: (graphs,) or None."""
         return None
 
     def mesh(
         self, geometry: Geometry, dense: DenseAtoms, position: SpectralPosition
     ) -> MeshKernel | None:
-        """Returns the far field on a mesh, for schemes that use one instead of nodes."""
+        """Returns the far field on a mesh for schemes that use a mesh, otherwise None."""
         return None
 
     def far(
@@ -93,11 +92,11 @@ class Open:
         distance: Tensor,
         farthest: float,
     ) -> Tensor:
-        """Computes the far field of pairs of atoms; each image is a pair: (heads, pairs).
+        """Computes the far field of pairs of atoms, where each image is a pair: (heads, pairs).
 
         Args:
-            position: the kernel.
-            factors: evaluated position; None on a mesh.
+            position: kernel.
+            factors: factors of the kernel; None on a mesh.
             pairs: indices of the pairs.
             distance: (pairs,), Å.
             farthest: upper bound of the distances, Å.
@@ -106,25 +105,25 @@ class Open:
         return products(*factors, pairs)
 
     def radial_profile(self, position: MultiplicativePosition, distance: Tensor) -> Tensor:
-        """h of one image at distances (n,), Å: (heads, n)."""
+        """Returns h of one image at distances (n,), Å: (heads, n)."""
         return position.radial_profile(distance).exp()
 
     def __repr__(self) -> str:
-        """Options of the scheme that are switched on."""
+        """Returns the scheme with the options that are not 0."""
         options = ", ".join(f"{name}={value:g}" for name, value in vars(self).items() if value)
         return f"{type(self).__name__}({options})"
 
 
 class Images(Open):
-    """Periodic images within a cutoff as further keys.
+    """Adds periodic images within a cutoff as keys.
 
-    With tags it is 3D-Graphormer's recipe (arXiv:2203.04810): copies of substrate atoms in the 8
-    neighboring cells of the surface plane that lie within the cutoff of an adsorbate atom (in a
-    graph without adsorbate, copies of any atom near any atom).
+    With tags, this is 3D-Graphormer's recipe (arXiv:2203.04810): it adds copies of substrate atoms
+    in the 8 neighboring cells of the surface plane that are within the cutoff of an adsorbate atom.
+    In a graph without an adsorbate, copies of any atom near any atom are added.
 
-    An image has the weight 1 - prod_c (1 - s(d_c)) over the atoms c that it may be near. s is twice
-    differentiable and falls from 1 to 0 over the last Å before the cutoff. Rounding at the cutoff
-    has no effect, and energies have forces.
+    The weight of an image is 1 - prod_c (1 - s(d_c)), with a product over the atoms c near which
+    images are kept. s is twice differentiable and falls from 1 to 0 over the last Å before the
+    cutoff. Rounding at the cutoff therefore has no effect, and energies are differentiable.
 
     Args:
         image_cutoff: cutoff, Å.
@@ -153,8 +152,7 @@ class Images(Open):
         return self._with_images(geometry, atoms, near, sources)
 
     def images(self, geometry: Geometry) -> Tensor:
-        """See `Open.images`. Invalid lattices are refused here, because errors can still name
-        graphs."""
+        """Implements `Open.images`; refuses invalid lattices here, where errors can name graphs."""
         expect_lattice(geometry)
         if geometry.tags is not None:
             return torch.full_like(geometry.ptr[1:], len(_IN_PLANE))
@@ -165,7 +163,7 @@ class Images(Open):
     def _with_images(
         self, geometry: Geometry, atoms: DenseAtoms, centres: Tensor, sources: Tensor
     ) -> DenseAtoms:
-        """Adds images of the sources near centres, both (graphs, atoms) bool, as keys."""
+        """Adds images of the sources near centers, both (graphs, atoms) bool, as keys."""
         mask, positions = atoms.mask, atoms.positions
         cell, plane = geometry.cell.to(positions.dtype), geometry.tags is not None
         index, step, kept = _images(
@@ -193,19 +191,19 @@ class Images(Open):
         )
 
     def _weight(self, places: Tensor, positions: Tensor, centres: Tensor) -> Tensor:
-        """Weight of each image, (graphs, images)."""
+        """Returns the weight of each image, (graphs, images)."""
         width = min(_FADE, self.image_cutoff)
         distance = distances(places[:, :, None] - positions[:, None])
         share = fade((distance - self.image_cutoff) / width + 1)
         rest = 1 - share.masked_fill(~centres[:, None], 0.0)
-        if torch.compiler.is_compiling():  # the gradient of a product looks for zeros
+        if torch.compiler.is_compiling():  # the gradient of `prod` searches for zeros
             return 1 - rest.clamp(min=torch.finfo(rest.dtype).tiny).log().sum(dim=-1).exp()
         return 1 - rest.prod(dim=-1)
 
 
 def _unknown_images(positions: Tensor, mask: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
     images = torch.library.get_ctx().new_dynamic_size()
-    kept = mask.new_empty(mask.shape[0], images)  # `len` would keep the size of an example
+    kept = mask.new_empty(mask.shape[0], images)  # `len` would fix the size to that of an example
     return kept.long(), positions.new_empty(*kept.shape, 3), kept
 
 
@@ -220,7 +218,7 @@ def _images(
     cutoff: float,
     plane: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Finds atom (graphs, images), cell (graphs, images, 3) and mask of images near centres."""
+    """Finds the atom (graphs, images), cell (graphs, images, 3) and mask of images near centers."""
     graphs, most = mask.shape
     if plane:
         steps = torch.as_tensor(_IN_PLANE, device=mask.device)
@@ -230,7 +228,7 @@ def _images(
     # Open axes have no images.
     allowed = ((steps == 0) | pbc.view(graphs, 1, 3)).all(dim=-1)  # [g, k]
     images = (positions[:, None] + shifts[:, :, None]).flatten(1, 2)  # [g, k n, 3]
-    exact = "donot_use_mm_for_euclid_dist"  # matrix products lose half of the digits
+    exact = "donot_use_mm_for_euclid_dist"  # matrix products would lose half of the digits
     distance = torch.cdist(images, positions, compute_mode=exact)
     near = ((distance < cutoff) & centres[:, None]).any(dim=-1)
     kept = near & (allowed[:, :, None] & sources[:, None]).flatten(1)
@@ -241,8 +239,8 @@ def _images(
 
 
 def _steps(positions: Tensor, mask: Tensor, cell: Tensor, pbc: Tensor, cutoff: float) -> Tensor:
-    """Returns steps to all cells that may have an atom within the cutoff: (steps, 3) int64."""
-    inverse = torch.linalg.pinv(cell)  # its columns: 1 / height of the cell
+    """Returns steps to all cells that may contain an atom within the cutoff: (steps, 3) int64."""
+    inverse = torch.linalg.pinv(cell)  # norms of columns: 1 / height of the cell
     fractional = positions @ inverse
     outside = ~mask[..., None]
     upper = fractional.masked_fill(outside, -torch.inf).amax(dim=1)
@@ -265,14 +263,14 @@ def _steps(positions: Tensor, mask: Tensor, cell: Tensor, pbc: Tensor, cutoff: f
 
 
 class Reciprocal(Open):
-    """Nodes on the reciprocal lattice of each graph: masks and kernels that are exactly periodic.
+    """Nodes on the reciprocal lattice of each graph, for exactly periodic masks and kernels.
 
     Args:
         max_frequency: largest |G|, cycles/Å; the number of nodes grows as its cube.
-        smooth: make nodes analytic functions of positions along directions that are not periodic;
-            otherwise forces jump by some 1e-4 eV/Å where another atom becomes the outermost.
-            Molecules of up to 1,000 atoms, also in cells higher than 200 Å along all periodic axes,
-            use all pairs instead of nodes: their energy does not depend on the orientation.
+        smooth: make nodes analytic functions of positions along nonperiodic directions. Otherwise
+            forces jump by some 1e-4 eV/Å where another atom becomes the outermost. Molecules of up
+            to 1,000 atoms, including those in cells higher than 200 Å along all periodic axes, use
+            all pairs instead of nodes; their energy does not depend on the orientation.
     """
 
     lattice = True
@@ -284,10 +282,10 @@ class Reciprocal(Open):
         self.smooth = smooth
 
     def defaults(self, position: str, spectrum: str) -> dict[str, object]:
-        """See `Open.defaults`.
+        """Returns options as `Open.defaults` does.
 
         The kernel decays and does not have a background, because sums over images must converge and
-        supercells must agree.
+        supercells must give the same result.
         """
         if position != "multiplicative":
             return {}
@@ -306,10 +304,10 @@ class Reciprocal(Open):
         return DenseAtoms.of(geometry, lattice=True)
 
     def nodes(self, geometry: Geometry, position: SpectralPosition) -> GraphNodes | None:
-        """See `Open.nodes`; in double precision, as random features are drawn from frequencies."""
+        """Returns nodes as in `Open.nodes`, in float64 because random features depend on them."""
         cell, pbc = geometry.cell.double(), geometry.pbc
         alone = self.without_nodes(geometry)
-        if alone is not None:  # an arbitrary small cell, whose few nodes get the weight 0
+        if alone is not None:  # an arbitrary small cell, whose few nodes get weight 0
             pbc = pbc | alone[:, None]
             small = torch.eye(3, dtype=cell.dtype, device=cell.device)
             cell = torch.where(alone[:, None, None], small, cell)
@@ -320,13 +318,13 @@ class Reciprocal(Open):
         return GraphNodes(found[0], found[1].masked_fill(alone[:, None], 0.0))
 
     def without_nodes(self, geometry: Geometry) -> Tensor | None:
-        """See `Open.without_nodes`."""
+        """Returns the mask of `Open.without_nodes`."""
         if not self.smooth:
             return None
         return images_are_far(geometry, _ALONE) & (geometry.ptr.diff() <= _MOST_PAIRED)
 
     def neighborhood(self, geometry: Geometry) -> Geometry:
-        """See `Open.neighborhood`; images are also neighbors."""
+        """Returns the geometry itself: images are also neighbors; see `Open.neighborhood`."""
         return geometry
 
     def far(
@@ -337,7 +335,7 @@ class Reciprocal(Open):
         distance: Tensor,
         farthest: float,
     ) -> Tensor:
-        """See `Open.far`; each image is a separate pair here."""
+        """Computes the far field of pairs as `Open.far` does; each image is a separate pair."""
         spectrum, taper = position.spectrum, position.taper
         return tapered_mask(spectrum, distance, self.max_frequency, taper, farthest)
 
@@ -348,18 +346,18 @@ class Reciprocal(Open):
 
 
 class Near(Reciprocal):
-    """No far field: attention ends at the cutoff of the near field.
+    """Scheme without a far field: attention ends at the cutoff of the near field.
 
-    It suits potentials whose far part is a law of charges; see `molflt.graph.long_range`.
+    It is suited to potentials whose far part is a law of charges; see `molflt.graph.long_range`.
     """
 
     def nodes(self, geometry: Geometry, position: SpectralPosition) -> GraphNodes:
-        """See `Open.nodes`: one node of weight 0."""
+        """Returns one node of weight 0; see `Open.nodes`."""
         nothing = geometry.pos.new_zeros(geometry.graphs, 1, 3, dtype=torch.float64)
         return GraphNodes(nothing, nothing[..., 0])
 
     def without_nodes(self, geometry: Geometry) -> None:
-        """See `Open.without_nodes`: no graph needs all pairs."""
+        """Returns None, because graphs do not need all pairs; see `Open.without_nodes`."""
 
     far = Open.far
 

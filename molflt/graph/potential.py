@@ -1,7 +1,7 @@
-"""Interatomic potential: energies with forces and stress as exact derivatives."""
+"""Interatomic potential: energies, with forces and stress as exact derivatives."""
 
-# No `from __future__ import annotations`: jsonargparse would import everything below
-# TYPE_CHECKING, PyG included, to read annotations that are strings.
+# Do not use `from __future__ import annotations`: to read annotations that are strings,
+# jsonargparse would import everything below TYPE_CHECKING, including PyG.
 
 import copy
 from collections.abc import Mapping
@@ -24,56 +24,57 @@ from molflt.graph.schemes import PeriodicName
 if TYPE_CHECKING:
     from torch_geometric.data import Data
 
-_CHARGE_UNIT = 10.0  # size of tokens per e; shares of 0.1 e are common
-# smooth and positive everywhere
+_CHARGE_UNIT = 10.0  # scale of tokens per e; shares of 0.1 e are common
+# feature maps that are smooth and positive everywhere
 _SMOOTH_MAPS = ("positive", "exp", "learnable_exp", "sigmoid", "polynomial")
 
 
 class Potential(EnergyRegressor):
-    """`EnergyRegressor` in a form whose energy is smooth, extensive and exactly periodic.
+    """`EnergyRegressor` whose energy is smooth, extensive and exactly periodic.
 
-    The energy of N atoms is a sum over all of them, whatever their tags, and has two continuous
-    derivatives: no cutoff, no image and no node comes or goes with a weight other than 0. Forces
-    are -dE/dr, and the stress is dE/d(strain) / volume, by automatic differentiation.
+    The energy is a sum over all atoms, regardless of their tags. It has two continuous derivatives,
+    because pairs, images and nodes only appear or disappear with weight 0. Forces -dE/dr and the
+    stress dE/d(strain) / volume are computed by automatic differentiation.
 
-    Two `messages` in place of the radial summary are recommended (configs/potential.yaml). Without
-    messages, as in earlier versions, angles enter through distances only.
+    Two layers of `messages` in place of the radial summary are recommended
+    (configs/potential.yaml). Without messages, as in earlier versions, angles enter only through
+    distances.
 
     Args:
         dim: width of tokens.
-        heads: attention heads; `dim` is a multiple of it.
-        feature_map: "positive" by default, or "exp", "learnable_exp", "sigmoid" or "polynomial" (of
+        heads: number of attention heads; must divide `dim`.
+        feature_map: "positive" (default), "exp", "learnable_exp", "sigmoid" or "polynomial" (of
             degree 2).
-        position: "multiplicative".
-        periodic: "reciprocal".
+        position: must be "multiplicative".
+        periodic: must be "reciprocal".
         max_frequency: end of the spectrum of reciprocal nodes, 0.25 cycles/Å by default.
         radial_basis: size of the radial summary; 0 leaves it out.
-        far_field: False: attention ends at `near_field`. With L layers, refined R times, an atom
+        far_field: False ends attention at `near_field`. With L layers and R refinements, an atom
             sees others up to L R near fields away, but not across a wider gap. `long_range` covers
             larger distances.
-        long_range: powers p out of 1 (charges), 2, 4 and 6 (dispersion), which add energies of 1 /
-            r^p between latent charges and all their images, see
+        long_range: powers p from 1 (charges), 2, 4 and 6 (dispersion), which add energies of 1 /
+            r^p between latent charges and all their images; see
             `molflt.graph.long_range.LongRange`.
-        long_range_channels: charges of each atom for each power, 4 by default.
+        long_range_channels: number of charges per atom and power, 4 by default.
         long_range_cutoff: cutoff of near pairs, 8 Å by default.
-        long_range_smearing: sigma of pairs at short distances, 1 Å by default, see `LongRange`.
-        long_range_neutral: True by default: charges of p = 1 and 2 flow between atoms closer than
-            5 Å, and separate molecules are neutral. False: for data with ions.
-        total_charge: take the total charge of each graph, `charge`, as an input, see `ChargeShare`:
-            it enters the tokens and the charges of p = 1. Otherwise charged data are refused.
+        long_range_smearing: sigma of pairs at short distances, 1 Å by default; see `LongRange`.
+        long_range_neutral: True (default): charges of p = 1 and 2 flow between atoms closer than 5
+            Å, and separate molecules are neutral. Use False for data with ions.
+        total_charge: take the total charge of each graph, `charge`, as an input to the tokens and
+            to the charges of p = 1; see `ChargeShare`. Otherwise charged data are refused.
         options: further arguments of `EnergyRegressor`.
 
     Attributes:
-        energy_std: eV, buffer: unit of atomic energies.
-        element_energies: (119,) eV, buffer: constants added to atomic energies, by atomic number.
+        energy_std: eV, buffer; unit of atomic energies.
+        element_energies: (119,) eV, buffer; constants added to atomic energies, by atomic number.
 
     Raises:
-        TypeError: an unknown argument, or one of `EnergyRegressor` that is set here.
-        ValueError: a choice whose energy is not smooth or not extensive, with the reason, or an
-            option out of its range.
+        TypeError: for an unknown argument, or one of `EnergyRegressor` that is fixed here.
+        ValueError: for a choice whose energy is not smooth or not extensive, with the reason, or
+            for an option out of range.
     """
 
-    # without energy_std, which scales the forces of the source
+    # without energy_std, which scales the forces of the original model
     of_data = ("energy_mean", "element_energies", "readout.by_contact")
 
     def __init__(
@@ -131,27 +132,26 @@ class Potential(EnergyRegressor):
             self.added_later = (*self.added_later, "long_range.neutral")
 
     def forward(self, batch: "Data") -> Mapping[str, Tensor]:
-        """Computes energies and their derivatives; these can be differentiated again in training
-        mode.
+        """Computes energies and derivatives; in training mode, these are differentiable.
 
         Args:
-            batch: as for `EnergyRegressor.forward`; tags are not read. With `total_charge` also
-                charge (graphs,), e, by default 0.
+            batch: as for `EnergyRegressor.forward`, but tags are ignored. With `total_charge` also
+                charge (graphs,), e, 0 by default.
 
         Returns:
             "energy": (graphs,) float64, eV; "forces": (atoms, 3), eV/Å; "embedding": (atoms, dim),
-            the tokens that energies are read from; if the batch has cells, "stress": (graphs, 3,
-            3), eV/Å^3, with ASE's sign (positive if the energy rises with the volume), NaN for
+            the tokens from which energies are read. If the batch has cells, also "stress": (graphs,
+            3, 3), eV/Å^3, with ASE's sign (positive if the energy rises with the volume), NaN for
             graphs without a volume. With `long_range` also the parts of the energy, "energy_local",
-            "energy_near" and "energy_far", see `parts`. With the power 1 also "charges": (atoms,),
-            e, of its first channel, and "dipole": (graphs, 3), e Å, about the mean position of the
+            "energy_near" and "energy_far"; see `parts`. With power 1 also "charges": (atoms,), e,
+            of the first channel, and "dipole": (graphs, 3), e Å, about the mean position of the
             atoms, NaN with periodic axes.
 
         Raises:
-            TypeError: an input other than PyG's data.
-            ValueError: naming the attribute that is missing or wrong.
+            TypeError: if the input is not PyG data.
+            ValueError: if an attribute is missing or wrong; the message names it.
         """
-        # also inside torch.inference_mode, where earlier tensors cannot be differentiated
+        # also works inside torch.inference_mode, where existing tensors cannot be differentiated
         with torch.inference_mode(False), torch.enable_grad():
             strained, pos, strain = _strained(batch)
             parts, others = self._parts(strained)
@@ -168,13 +168,13 @@ class Potential(EnergyRegressor):
                 volume = torch.linalg.det(strained.cell.detach().reshape(-1, 3, 3)).abs()
                 virial = (found[1] + found[1].mT) / 2
                 there = (volume > 0)[:, None, None]
-                # by 1, because NaN would reach gradients of other graphs of the batch
+                # 1 instead of NaN, which would reach the gradients of other graphs in the batch
                 stress = virial / torch.where(there, volume[:, None, None], 1.0)
                 out["stress"] = torch.where(there, stress, torch.nan)
         return out if self.training else {name: x.detach() for name, x in out.items()}
 
     def energy(self, batch: "Data") -> Tensor:
-        """Returns only energies, (graphs,) float64, eV, differentiable by tensors in `batch`."""
+        """Returns only energies, (graphs,) float64, eV, differentiable in tensors of `batch`."""
         return _sum(self.parts(batch))
 
     def parts(self, batch: "Data") -> dict[str, Tensor]:
@@ -184,16 +184,16 @@ class Potential(EnergyRegressor):
             batch: as for `forward`.
 
         Returns:
-            "local": elements and attention; with `long_range` also "near" and "far", the sharp and
-            the smooth part of the interaction of latent charges.
+            "local", from elements and attention; with `long_range` also "near" and "far", the sharp
+            and smooth parts of the interaction of latent charges.
 
         Raises:
-            ValueError: also for periodic axes that `long_range` does not support.
+            ValueError: as in `forward`, and for periodic axes that `long_range` does not support.
         """
         return self._parts(batch)[0]
 
     def _parts(self, batch: "Data") -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Returns terms of the energies, and tokens, charges and dipoles as `forward` does."""
+        """Returns terms of energies, and the tokens, charges and dipoles for `forward`."""
         untagged = copy.copy(batch)  # all atoms count equally
         untagged.tags = torch.full(batch.pos.shape[:1], int(Tag.SURFACE), device=batch.pos.device)
         charged = self.charge_share is not None
@@ -220,7 +220,7 @@ class Potential(EnergyRegressor):
 def _make_long_range(
     dim: int, powers: list[int] | None, total_charge: bool, **options: Any
 ) -> LongRange | None:
-    """Returns None without powers, and refuses options then."""
+    """Builds a `LongRange`; without powers, returns None and refuses its options."""
     if not powers:
         given = {f"long_range_{k}": v for k, v in options.items()}
         no_effect("without long_range", total_charge=total_charge or None, **given)
@@ -234,7 +234,7 @@ def _sum(parts: Mapping[str, Tensor]) -> Tensor:
 
 
 def _strained(batch: "Data") -> tuple["Data", Tensor, Tensor | None]:
-    """Returns a batch under a strain of 0, its positions, and the strain, None without cells."""
+    """Returns a batch under zero strain, its positions, and the strain or None without cells."""
     pos = Geometry.of_data(batch).pos.detach().clone().requires_grad_()
     out = copy.copy(batch)
     for name, value in batch.to_dict().items():
@@ -257,7 +257,7 @@ def _strained(batch: "Data") -> tuple["Data", Tensor, Tensor | None]:
 def _refuse_rough(
     feature_map: str | None, position: str, periodic: str, options: Mapping[str, Any]
 ) -> None:
-    """Raises ValueError for forms whose energy is not extensive, or not smooth."""
+    """Raises ValueError for forms whose energy is not extensive or not smooth."""
     why = {
         "spectral": "its random features see single waves, and energies depend on where a "
         "structure lies and jump with the cell",

@@ -1,4 +1,4 @@
-"""Functions of distances that end at a cutoff, with all derivatives."""
+"""Functions of distances that vanish at a cutoff with all derivatives."""
 
 import math
 
@@ -7,17 +7,17 @@ from torch import Tensor
 
 from molflt.attention.numerics import sinc
 
-_E3NN = 1.14136  # its factor for a second moment of one
+_E3NN = 1.14136  # e3nn's factor for a second moment of one
 _NEAR = 0.1  # Å; atoms are never closer
-_EDGE = 0.01  # of 1 - u^2, where exp(-2 / .) is 1e-87 and its slope is finite
+_EDGE = 0.01  # smallest 1 - u^2; there exp(-2 / .) is 1e-87 and its slope is finite
 
 
 def radial_bumps(distance: Tensor, number: int, cutoff: float) -> Tensor:
-    """Smooth bumps of finite support: (pairs,) Å -> (pairs, number).
+    """Returns smooth bumps of finite support: (pairs,), Å -> (pairs, number).
 
-    e3nn's "smooth_finite" basis (arXiv:2207.09453), scaled to a second moment of about one: with
-    u = (number + 1) |r| / cutoff - 1, 2, ..., number it is exp(-1 / (1 + u) - 1 / (1 - u)), as one
-    exponential.
+    This is e3nn's "smooth_finite" basis (arXiv:2207.09453), scaled to a second moment of about one:
+    exp(-1 / (1 + u) - 1 / (1 - u)) with u = (number + 1) |r| / cutoff - n for n = 1, 2, ...,
+    number. It is computed as one exponential.
     """
     centers = torch.arange(1, number + 1, dtype=distance.dtype, device=distance.device)
     u = distance[:, None] * ((number + 1) / cutoff) - centers
@@ -28,11 +28,11 @@ def radial_bumps(distance: Tensor, number: int, cutoff: float) -> Tensor:
 
 
 def radial_waves(distance: Tensor, number: int, cutoff: float) -> Tensor:
-    """Standing waves that fade: (pairs,) Å -> (pairs, number).
+    """Returns standing waves that fade out: (pairs,), Å -> (pairs, number).
 
-    DimeNet's Bessel functions (arXiv:2003.03123, eq. 7) with another envelope, c / r sin(n pi u)
-    exp(-u^2 / (1 - u^2)) for n = 1, ..., number and u = r / c. They resolve the lengths of a bond,
-    which lie within one bump.
+    These are DimeNet's Bessel functions (arXiv:2003.03123, eq. 7) with another envelope, c / r
+    sin(n pi u) exp(-u^2 / (1 - u^2)) for n = 1, ..., number and u = r / c. They resolve the
+    different lengths of a bond, which lie within one bump.
     """
     u = distance / cutoff
     rest = 1 - u * u
@@ -43,9 +43,9 @@ def radial_waves(distance: Tensor, number: int, cutoff: float) -> Tensor:
 
 
 def softened(square: Tensor) -> Tensor:
-    """Squares of distances, Å^2, that are bounded smoothly from below by 1/300 Å^2.
+    """Returns squared distances, Å^2, bounded smoothly from below by 1/300 Å^2.
 
-    They are exact beyond 0.1 Å, with two continuous derivatives. Quotients stay finite where two
+    Squares are exact beyond 0.1 Å and have two continuous derivatives. Quotients stay finite if two
     atoms coincide.
     """
     rest = (1 - square / _NEAR**2).clamp(min=0.0)

@@ -1,7 +1,7 @@
-"""The IS2RE model: relaxed energies, and displacements, of initial structures."""
+"""IS2RE model: relaxed energies and displacements from initial structures."""
 
-# No `from __future__ import annotations`: jsonargparse would import everything below
-# TYPE_CHECKING, PyG included, to read annotations that are strings.
+# Do not use `from __future__ import annotations`: to read annotations that are strings,
+# jsonargparse would import everything below TYPE_CHECKING, including PyG.
 
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -31,72 +31,74 @@ _ENERGIES = ("energy_mean", "energy_std", "element_energies")  # buffers in floa
 
 
 class EnergyRegressor(nn.Module):
-    """Transformer that maps an initial structure to its relaxed energy.
+    """Transformer that predicts the relaxed energy of an initial structure.
 
-    Element and tag embeddings, blocks of attention with a relative encoding learned per head and
-    shared by all layers, several passes with shared weights, tag-weighted sum over atoms: FLT's
-    OC20 model (arXiv:2302.01925) on 3D-Graphormer's recipe (arXiv:2203.04810). The default is the
-    best form of docs/results, which differs from FLT's: a multiplicative kernel, exactly periodic
-    and exact for near pairs.
+    It has element and tag embeddings, attention blocks with a relative encoding that is learned per
+    head and shared by all layers, several passes with shared weights, and a tag-weighted sum over
+    atoms. This is FLT's OC20 model (arXiv:2302.01925) with 3D-Graphormer's recipe
+    (arXiv:2203.04810). The default is the best form in docs/results. Unlike FLT's, it has a
+    multiplicative kernel that is exactly periodic and exact for near pairs.
 
     Args:
         dim: width of tokens.
-        heads: attention heads; `dim` is a multiple of it.
-        mixing: "linear" (O(atoms)), "quadratic" (the same through the matrix, cheaper for few
-            atoms), "auto" (the cheaper of these) or "softmax" (exact mask, O(atoms^2)).
-        feature_map: phi of kernelized attention, "positive" by default.
-        num_features: features m per head, 64 by default.
+        heads: number of attention heads; must divide `dim`.
+        mixing: "linear" (O(atoms)), "quadratic" (same result through the matrix, cheaper for few
+            atoms), "auto" (the cheaper of these two) or "softmax" (exact mask, O(atoms^2)).
+        feature_map: feature map phi of kernelized attention, "positive" by default.
+        num_features: number of features m per head, 64 by default.
         position: "multiplicative" (a kernel multiplies phi(q).phi(k)), "spectral" (FLT: its mask is
             added to the logit) or "none" (Performer; plain softmax).
-        position_options: spectrum, num_gaussians, nodes, num_nodes, ... of the position: see
+        position_options: spectrum, num_gaussians, nodes, num_nodes, ... of the position; see
             `molflt.graph.encoding.GraphEncoding`.
-        periodic: "none"; "images": in-plane periodic images near the adsorbate as extra keys;
-            "reciprocal": nodes on the reciprocal lattice of each cell, exactly periodic; "mesh":
-            the same for large cells. By default "reciprocal" for a multiplicative position, "none"
-            for others.
+        periodic: "none"; "images", in-plane periodic images near the adsorbate as extra keys;
+            "reciprocal", nodes on the reciprocal lattice of each cell, exactly periodic; or "mesh",
+            the same for large cells. By default "reciprocal" for a multiplicative position and
+            "none" for others.
         image_cutoff: distance from the adsorbate within which images are kept, 8 Å by default.
         max_frequency: end of the spectrum of reciprocal nodes, 0.25 cycles/Å by default; their
             number grows as its cube.
-        mesh_order: order of the mesh splines, 4, 5, 6 or 8, 5 by default: higher is more accurate
-            and slower.
-        near_field: distance within which a multiplicative kernel is exact, through a neighbor list,
-            Å; by default 5, or 0 with images; 0 leaves it to its Fourier nodes.
-        near_exact: make q.k exact within it, as in softmax, without random features; for feature
-            maps that estimate exp(q.k).
-        neighbor_cutoff: radius of the neighborhoods of embedding and position head, 5 Å by default.
+        mesh_order: order of the mesh splines: 4, 5 (default), 6 or 8; higher orders are more
+            accurate and slower.
+        near_field: distance, Å, within which a multiplicative kernel is exact, computed with a
+            neighbor list; by default 5, or 0 with images. With 0, the kernel only uses Fourier
+            nodes.
+        near_exact: make exp(q.k) exact within the near field, as in softmax, without random
+            features; for feature maps that estimate exp(q.k).
+        neighbor_cutoff: neighborhood radius of embedding, readout and position head, 5 Å by
+            default.
         radial_basis: size of the embedding's radial summary; 0 leaves it out.
-        messages: layers of equivariant messages between neighbors, before attention, which add
-            angles to tokens; PaiNN's, see `molflt.graph.messages.EquivariantMessages`. 0 leaves
-            them out.
-        message_pairs: neighbors that exchange messages, "all" by default. "adsorbate": pairs that
-            include an adsorbate atom. Messages among slab atoms identify metals by their lattice
-            constants, which misleads for unseen metals.
+        messages: number of layers of PaiNN's equivariant messages between neighbors before
+            attention, which add angles to tokens; see `molflt.graph.messages.EquivariantMessages`.
+            0 leaves them out.
+        message_pairs: neighbors that exchange messages: "all" (default), or "adsorbate" for pairs
+            that include an adsorbate atom. Messages among slab atoms identify metals by their
+            lattice constants, which is misleading for unseen metals.
         descriptors: also describe elements by period, group, radius, electronegativity and valence
-            electrons, which extends to unseen elements; see `ElementEmbedding`.
+            electrons, which generalizes to unseen elements; see `ElementEmbedding`.
         subsurface: False leaves out the atoms with tag 0, which are half of a slab. Predictions
-            then do not depend on them (as in PhAST, arXiv:2211.12020).
+            then do not depend on these atoms (as in PhAST, arXiv:2211.12020).
         position_head: predict displacements to the relaxed positions as an auxiliary task.
-        move_atoms: after each pass but the last, move the free atoms as the position head predicts,
-            by less than 1 Å each, and compute the mask again.
-        readout: atoms that contribute to the energy, see `molflt.graph.heads.EnergyReadout`.
-            "adsorbate" for adsorption energies, or "contact" if they are relative to the free
-            molecule; "all" for total energies.
+        move_atoms: after each pass except the last, move the free atoms as predicted by the
+            position head, by less than 1 Å each, and recompute the mask.
+        readout: atoms that contribute to the energy; see `molflt.graph.heads.EnergyReadout`. Use
+            "adsorbate" for adsorption energies, "contact" if these are relative to the free
+            molecule, and "all" for total energies.
         far_field: False ends attention at the near field.
         stack: further arguments of `molflt.attention.Stack`.
 
     Attributes:
-        energy_mean, energy_std: eV, buffers that turn the normalized output into eV.
-        element_energies: (119,) eV, buffer: references of elements, by atomic number; 0 without
-            references.
-        trained_elements: (119,) bool, buffer: the atomic numbers seen in training. Without
-            `descriptors`, embeddings of other elements are random, and so are energies of
+        energy_mean, energy_std: eV, buffers that convert the normalized output to eV.
+        element_energies: (119,) eV, buffer; reference energies of elements by atomic number, 0
+            without references.
+        trained_elements: (119,) bool, buffer; True for atomic numbers seen in training. Without
+            `descriptors`, embeddings of other elements are random, and so are the energies of
             structures that contain them.
-        added_later: names of buffers that weights of earlier versions do not have; they stay as in
-            a new model.
+        added_later: names of buffers missing from weights of earlier versions, where they are set
+            to defaults.
         of_data: names of buffers that each run computes from its own data, even if it starts from
             the weights of another run.
-        seen_by: names of buffers that record the data a weight has seen, with that weight. Another
-            run takes over both or none of them.
+        seen_by: names of buffers that record the data seen by a weight, with the name of that
+            weight. Another run takes over either both or neither.
     """
 
     added_later: tuple[str, ...] = ("element_energies", "readout.by_contact")
@@ -186,7 +188,7 @@ class EnergyRegressor(nn.Module):
         self.register_buffer("trained_elements", elements)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "EnergyRegressor":
-        """See `torch.nn.Module`; energies of data stay in float64 in any cast."""
+        """Applies a function as in `torch.nn.Module`; energy buffers stay in float64 in casts."""
         kept = {name: self.get_buffer(name) for name in _ENERGIES}
         super()._apply(fn, recurse)
         for name, before in kept.items():
@@ -196,26 +198,26 @@ class EnergyRegressor(nn.Module):
         return self
 
     def forward(self, batch: "Data") -> Mapping[str, Tensor]:
-        """Predicts a batch.
+        """Predicts energies and, with a position head, displacements.
 
         Args:
-            batch: PyG batch of structures, or one of them: pos (atoms, 3) Å, atomic_numbers
-                (atoms,); perhaps cell (graphs, 3, 3) Å or (3, 3) of one, none for molecules;
-                pbc (graphs, 3) bool, by default all periodic if there is a cell; tags (atoms,),
-                by default unknown; with `move_atoms` also fixed (atoms,) bool, by default none.
+            batch: PyG structure or batch with pos (atoms, 3), Å, and atomic_numbers (atoms,).
+                Optional: cell (graphs, 3, 3), or (3, 3) for one structure, Å, not for molecules;
+                pbc (graphs, 3) bool, by default all periodic if there is a cell; tags (atoms,), by
+                default unknown; with `move_atoms` also fixed (atoms,) bool, by default all False.
 
         Returns:
-            "energy": (graphs,) float64, eV; "embedding": (atoms, dim), the final tokens; with a
-            position head, "displacement": (atoms, 3), Å, from the given to the relaxed position;
-            with `move_atoms`, "displacement_by_pass": (passes, atoms, 3), Å, the same after each
-            pass. Atoms that are left out do not move and have an embedding of 0. In evaluation
-            mode, unless `readout` is "all", also "adsorbate_energy": (atoms,) float64, eV,
+            "energy": (graphs,) float64, eV; "embedding": (atoms, dim), the final tokens. With a
+            position head, "displacement": (atoms, 3), Å, from the given to the relaxed position.
+            With `move_atoms`, "displacement_by_pass": (passes, atoms, 3), Å, the displacement after
+            each pass. Atoms that are left out do not move and have an embedding of 0. In evaluation
+            mode, unless `readout` is "all", also "adsorbate_energy": (atoms,) float64, eV, the
             contribution of each adsorbate atom and of the slab atoms in contact with it; the sum
             over an adsorbate is its energy.
 
         Raises:
-            TypeError: an input other than PyG's data.
-            ValueError: naming the attribute that is missing or wrong.
+            TypeError: if the input is not PyG data.
+            ValueError: if an attribute is missing or wrong; the message names it.
         """
         atoms = Atoms.of(batch, self.embedding.element.weight)
         whole, references = atoms.geometry, self._references(atoms)
@@ -230,7 +232,7 @@ class EnergyRegressor(nn.Module):
             out["adsorbate_energy"] = out["adsorbate_energy"][:, 0] + references
         return out
 
-    if TYPE_CHECKING:  # torch declares that a call returns anything
+    if TYPE_CHECKING:  # torch declares Any as the result of a call
         __call__ = forward
 
     def _references(self, atoms: Atoms) -> Tensor:
@@ -265,7 +267,7 @@ class EnergyRegressor(nn.Module):
     def _refine(
         self, geometry: Geometry, tokens: Tensor, neighbors: Neighbors | None, fixed: Tensor
     ) -> tuple[Tensor, list[Tensor]]:
-        """Returns tokens (atoms, dim), and displacements (atoms, 3), Å, after each pass."""
+        """Returns tokens (atoms, dim) and displacements (atoms, 3), Å, after each pass."""
         start = geometry.pos
         classes = _encode(self.encoding, geometry, self._near(neighbors))
         h, x, moved = tokens, tokens, []
@@ -285,7 +287,7 @@ class EnergyRegressor(nn.Module):
         return h, moved
 
     def _near(self, neighbors: Neighbors | None) -> Neighbors | None:
-        """Returns the neighbors for the near field if its cutoff is the same."""
+        """Returns the neighbors if the near field has the same cutoff and can share them."""
         field = None if self.encoding is None else self.encoding.near_field
         shared = field is not None and field.cutoff == self.neighbor_cutoff
         return neighbors if shared else None
@@ -300,7 +302,7 @@ class EnergyRegressor(nn.Module):
 def _stack_of_atoms(
     dim: int, heads: int, position: Position | None, kind: dict[str, Any], **stack: Any
 ) -> Stack:
-    """Builds a stack without options that depend on the order of tokens."""
+    """Builds a stack without the options that depend on the order of tokens."""
     return Stack(
         dim,
         heads,
@@ -315,7 +317,7 @@ def _stack_of_atoms(
 
 
 def _among(x: Tensor, kept: Tensor) -> Tensor:
-    """Inserts rows (..., kept atoms, n) among zeros for all atoms."""
+    """Inserts rows (..., kept atoms, n) into zeros for all atoms."""
     out = x.new_zeros(*x.shape[:-2], len(kept), x.shape[-1])
     out[..., kept, :] = x
     return out
@@ -324,7 +326,7 @@ def _among(x: Tensor, kept: Tensor) -> Tensor:
 def _fill_added(
     model: EnergyRegressor, weights: dict[str, Tensor], prefix: str, *_: object
 ) -> None:
-    """Adds missing buffers to weights of earlier versions: switches off, others as new."""
+    """Adds buffers missing from weights of earlier versions: booleans False, others as new."""
     for name in model.added_later:
         new = model.get_buffer(name)
         weights.setdefault(prefix + name, new & False if new.dtype == torch.bool else new)
@@ -336,7 +338,7 @@ def _bounded(step: Tensor) -> Tensor:
 
 
 def _best_form(position: str, periodic: str | None, near_field: float | None) -> dict[str, Any]:
-    """Sets missing options of the encoding to the best form of docs/results."""
+    """Fills in missing options of the encoding with the best form of docs/results."""
     multiplies = position == "multiplicative"
     scheme = periodic or ("reciprocal" if multiplies else "none")
     if near_field is None and multiplies and scheme != "images":
@@ -345,7 +347,7 @@ def _best_form(position: str, periodic: str | None, near_field: float | None) ->
 
 
 def _near_alone(periodic: str, near_field: float | None, **idle: object) -> Near:
-    """Periodic scheme without a far field."""
+    """Returns the periodic scheme without a far field."""
     if periodic != "reciprocal" or not near_field:
         raise ValueError(
             "far_field=False leaves a multiplicative position its near field, with periodic "

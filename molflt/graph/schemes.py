@@ -1,4 +1,4 @@
-"""The schemes of periodic boundaries by name."""
+"""Schemes of periodic boundaries by name."""
 
 import inspect
 from typing import TYPE_CHECKING, Literal
@@ -22,7 +22,7 @@ else:
 
 
 def make_periodic(periodic: str | Open, **options: float | None) -> Open:
-    """Builds a scheme from its name and the given options; existing schemes are returned."""
+    """Builds a scheme from its name and the given options; returns existing schemes."""
     if isinstance(periodic, Open):
         no_effect(f"with periodic={periodic!r}", **options)
         return periodic

@@ -1,4 +1,4 @@
-"""Classes of graphs of similar size, for little padding."""
+"""Classes of graphs of similar size, to reduce padding."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -11,35 +11,36 @@ from molflt.attention.encodings import Encoding
 from molflt.graph.dense import DenseAtoms, padded, places_of
 from molflt.graph.geometry import Geometry
 
-# Padded atoms that take as long as starting one more class: on a CPU 64 to 256 were the fastest of
-# 32 to 512; on GPUs, starting an operation takes longer relative to computing it.
+# Number of padded atoms that cost as much time as starting another class. On a CPU, 64 to 256 were
+# the fastest of 32 to 512; on GPUs, starting an operation takes longer relative to computing it.
 _START = {"cpu": 64}
 _START_ELSEWHERE = 8192
-# Nodes, images or, in a matrix, atoms for each atom that take as long as all that it takes without.
+# Number of nodes, images or, in a matrix, atoms per atom that doubles the time for an atom.
 _COLUMNS = 64
-_PREPARED = 4  # factor if nodes and pairs of each class are prepared separately
+_PREPARED = 4  # factor for preparing nodes and pairs of each class separately
 
 
 class Sorted(NamedTuple):
-    """A batch with its graphs sorted by size, the largest first, without empty ones."""
+    """Batch with its graphs sorted by size, the largest first, without empty graphs."""
 
     geometry: Geometry
     order: Tensor
-    """(graphs,), the graph of the batch at each place"""
+    """(graphs,), index in the batch of each sorted graph"""
     atoms: Tensor
-    """(atoms,), the atom of the batch at each place"""
+    """(atoms,), index in the batch of each sorted atom"""
     classes: list[slice]
     """graphs of each class"""
 
     @classmethod
     def of(cls, geometry: Geometry, columns: Tensor | None = None) -> "Sorted | None":
-        """Sorts a batch into classes; None if one class for all graphs is best.
+        """Sorts a batch into classes; returns None if one class for all graphs is best.
 
         Args:
             geometry: the batch.
-            columns: (graphs,), nodes, images or keys per atom of each graph; None without them.
+            columns: (graphs,), nodes, images or keys per atom of each graph; None if there are
+                none.
         """
-        if torch.compiler.is_compiling():  # one graph of operations for all sizes
+        if torch.compiler.is_compiling():  # one computation graph for all sizes
             return None
         start = _START.get(geometry.pos.device.type, _START_ELSEWHERE)
         start *= 1 if columns is None else _PREPARED
@@ -52,37 +53,37 @@ class Sorted(NamedTuple):
 
 
 class SizeClass(NamedTuple):
-    """Graphs padded to the largest of them, in the form that attention takes."""
+    """Graphs padded to the largest of them, in the input format of attention."""
 
     dense: DenseAtoms
     encoding: Encoding | None
     places: Tensor
-    """(atoms,), indices of the atoms in the flattened mask of `dense`"""
+    """(atoms,), indices of the atoms into the flattened mask of `dense`"""
 
     @classmethod
     def of(
         cls, geometry: Geometry, dense: DenseAtoms, encoding: Encoding | None = None
     ) -> "SizeClass":
-        """Builds one class of atoms and keys of all graphs of a geometry, with their encoding."""
+        """Builds one class from the atoms and keys of a geometry, with their encoding."""
         return cls(dense, encoding, places_of(geometry, dense.mask))
 
     def apply(self, layer: Callable[..., Tensor], x: Tensor) -> Tensor:
-        """See `SizeClasses.apply`; x are the atoms of this class."""
+        """Applies a layer as in `SizeClasses.apply`; x are the atoms of this class."""
         tokens = padded(x, self.dense.mask, self.places)
         out = layer(tokens, encoding=self.encoding, **self.dense.keys)
         return out.flatten(0, 1).index_select(0, self.places)
 
 
 class SizeClasses(NamedTuple):
-    """A batch in classes of graphs of similar size."""
+    """Batch in classes of graphs of similar size."""
 
     classes: list[SizeClass]
     atoms: Tensor | None = None
-    """(atoms,), the atom of the batch at each place of all classes; None: one class, all atoms"""
+    """(atoms,), index in the batch of each atom of the classes; None for a single class"""
 
     @classmethod
     def of(cls, geometry: Geometry) -> "SizeClasses":
-        """Builds the classes of a batch, without their positions."""
+        """Builds the classes of a batch without an encoding."""
         found = Sorted.of(geometry)
         if found is None:
             return cls([SizeClass.of(geometry, DenseAtoms.of(geometry))])
@@ -93,7 +94,8 @@ class SizeClasses(NamedTuple):
         """Applies a layer to every class.
 
         Args:
-            layer: function of tokens (graphs, atoms, dim), with `encoding` and `Keys` by name.
+            layer: function of tokens (graphs, atoms, dim), with `encoding` and `Keys` as keyword
+                arguments.
             x: (atoms, dim).
 
         Returns:
@@ -108,7 +110,7 @@ class SizeClasses(NamedTuple):
 
 
 def _classes(ptr: Tensor, columns: Tensor | None, start: int) -> tuple[list[int], list[slice]]:
-    """Returns graphs with atoms, the largest first, and classes that end where padding is dear."""
+    """Returns nonempty graphs, largest first, and classes that end where padding is costly."""
     atoms = ptr.diff().tolist()
     each = [0.0] * len(atoms) if columns is None else columns.tolist()
     cost = [1 + number / _COLUMNS for number in each]  # of one atom of each graph

@@ -1,4 +1,4 @@
-"""Transforms of PyG data: edges for message passing, also in periodic cells."""
+"""Transforms of PyG data: edges for message passing, including periodic cells."""
 
 import torch
 from torch import Tensor
@@ -9,27 +9,28 @@ from molflt.attention.checks import at_least_one, positive
 from molflt.graph.geometry import Geometry
 from molflt.graph.neighbors import neighbor_list
 
-_TIE = 1e-4  # Å; neighbors with a smaller difference in distance are ties
+_TIE = 1e-4  # Å; smaller differences in distance count as ties
 
 
 class PBCRadiusGraph(BaseTransform):
-    """Edges between all atoms within a radius, also across periodic boundaries.
+    """Adds edges between all atoms within a radius, including across periodic boundaries.
 
-    Like `torch_geometric.transforms.RadiusGraph`, but periodic and without a compiled extension.
-    Each periodic image of an atom within the radius is a separate edge, including images of the
-    atom itself, but not the atom at distance 0. Edges point from the neighbor to the atom,
-    `edge_index[0]` to `edge_index[1]`, as in message passing, sorted by atom.
+    This transform is like `torch_geometric.transforms.RadiusGraph`, but periodic and without a
+    compiled extension. Each periodic image within the radius is a separate edge. This includes
+    images of the atom itself, but not the atom at distance 0. Edges point from the neighbor to the
+    atom, `edge_index[0]` to `edge_index[1]`, as in message passing, and are sorted by atom.
 
-    Sets `edge_index` (2, edges), `edge_weight` (edges,), the distance, Å, `edge_vec` (edges, 3),
-    from atom to neighbor, Å, and `edge_shift` (edges, 3) int64, the cell n of the neighbor:
-    edge_vec = pos[edge_index[0]] + n @ cell - pos[edge_index[1]]. These carry gradients of `pos`
-    and `cell`. Removes `edge_attr` of earlier edges; `Distance` and others set it.
+    It sets `edge_index` (2, edges); `edge_weight` (edges,), the distance, Å; `edge_vec` (edges, 3),
+    from atom to neighbor, Å; and `edge_shift` (edges, 3) int64, the cell n of the neighbor:
+    edge_vec = pos[edge_index[0]] + n @ cell - pos[edge_index[1]]. Distances and vectors carry
+    gradients of `pos` and `cell`. It removes the `edge_attr` of earlier edges, which `Distance` and
+    other transforms set.
 
     Args:
         r: radius, Å.
-        max_neighbors: largest number of edges per atom; the nearest are kept, and all at the
-            distance of the last one. None keeps all. With a number, edges may exist in one
-            direction only.
+        max_neighbors: largest number of edges per atom; keeps the nearest neighbors and all ties
+            with the last one. None keeps all. With a number, some edges may exist in one direction
+            only.
     """
 
     def __init__(self, r: float, max_neighbors: int | None = None) -> None:
@@ -40,16 +41,16 @@ class PBCRadiusGraph(BaseTransform):
         self.max_neighbors = max_neighbors
 
     def forward(self, data: Data) -> Data:
-        """Sets the edges of one structure or of a batch of them.
+        """Sets the edges of one structure or of a batch.
 
         Args:
-            data: pos (atoms, 3), Å; perhaps cell (graphs, 3, 3) or (3, 3), rows are lattice
-                vectors, Å; perhaps pbc (graphs, 3) or (3,) bool, by default all periodic if there
-                is a cell; of a batch also `batch` (atoms,), ascending.
+            data: pos (atoms, 3), Å; optional cell (graphs, 3, 3) or (3, 3), lattice vectors in
+                rows, Å; optional pbc (graphs, 3) or (3,) bool, by default all periodic if there is
+                a cell; for a batch also `batch` (atoms,), ascending.
         """
         geometry = Geometry.of_data(data)
         pos, cell = geometry.pos, geometry.cell
-        # double precision, because shifts are computed from the vectors
+        # in double precision, because shifts are computed from the vectors
         found = neighbor_list(geometry._replace(pos=pos.double(), cell=cell.double()), self.r)
         target, source, vector, distance = (part.detach() for part in found)
         if self.max_neighbors is not None:
@@ -72,7 +73,7 @@ class PBCRadiusGraph(BaseTransform):
         return data
 
     def __repr__(self) -> str:
-        """Representation in the form of PyG's transforms."""
+        """Returns a representation in the style of PyG's transforms."""
         most = "" if self.max_neighbors is None else f", max_neighbors={self.max_neighbors}"
         return f"{type(self).__name__}(r={self.r}{most})"
 

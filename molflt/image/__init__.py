@@ -1,4 +1,4 @@
-"""Images as tokens: patches on a grid of two dimensions for the attention core."""
+"""Images as tokens: patches on a two-dimensional grid for the attention core."""
 
 from molflt.image.classifier import ImageClassifier
 

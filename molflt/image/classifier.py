@@ -1,4 +1,4 @@
-"""Vision Transformer for the classification of images."""
+"""Vision Transformer for image classification."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,40 +22,41 @@ from molflt.attention.positions.absolute import ABSOLUTE, sinusoids
 
 
 class ImageClassifier(nn.Module):
-    """Vision Transformer (ViT) with optional relative encodings of the positions of patches.
+    """Vision Transformer (ViT) with optional relative encodings of patch positions.
 
-    Non-overlapping patches, a linear embedding of each, an absolute embedding of places, blocks of
-    attention with one relative encoding for all layers, and a linear classifier of the mean of all
-    tokens (or of a class token). ViT (arXiv:2010.11929), section 3.1; with masks learned through
-    their Fourier transform as in FLT's image experiments (arXiv:2302.01925); with 2-D Toeplitz
-    kernels and the mean of the tokens as in NPRF's (arXiv:2106.12566), appendix A.4. One layer and
-    several `refinements` make the weight-shared Universal Transformer of FLT's fig. 3.
+    The model consists of a linear embedding of non-overlapping patches, an absolute encoding of
+    their positions, attention blocks with one relative encoding for all layers, and a linear
+    classifier of the mean of all tokens (or of a class token). It follows ViT (arXiv:2010.11929),
+    section 3.1. Masks learned through their Fourier transform are those of FLT's image experiments
+    (arXiv:2302.01925); 2-D Toeplitz kernels with the mean of all tokens are those of NPRF
+    (arXiv:2106.12566), appendix A.4. One layer with several `refinements` is the weight-shared
+    Universal Transformer of FLT, fig. 3.
 
-    Relative encodings of two dimensions get (row, column) of each patch, in units of patches times
-    `position_scale`, from the center of the image. Encodings of one dimension, such as cosFormer's,
-    get the index in the sequence of patches, row by row, from 0.
+    Two-dimensional relative encodings see (row, column) of each patch from the center of the image,
+    in units of patches times `position_scale`. One-dimensional encodings, such as cosFormer's, see
+    the index in the sequence of patches, row by row, from 0.
 
     Args:
         classes: number of classes; null: set by the data.
         channels: color channels of an image; null: taken from the data.
-        image_size: sides of the square images, pixels; null: set by the data.
-        patch_size: sides of a patch, pixels; `image_size` is a multiple of it.
+        image_size: side length of the square images, in pixels; null: set by the data.
+        patch_size: side length of a patch, in pixels; a divisor of `image_size`.
         dim: width of tokens.
         dropout: dropout of embedded patches and of blocks.
         pool: input of the classifier: the "mean" of all tokens, or a learned class "token" before
-            the first patch. In two dimensions the class token sits at the center of the image.
-        absolute: encoding of the position of patches: "learned" vectors (ViT, DeiT), "sinusoidal"
-            in rows and columns (MAE, arXiv:2111.06377), or "none" for the relative encoding alone.
-        position_scale: factor of positions of two dimensions, 1 by default and for tables.
+            the first patch. In two dimensions, the class token is at the center of the image.
+        absolute: encoding of patch positions: "learned" vectors (ViT, DeiT), "sinusoidal" in rows
+            and columns (MAE, arXiv:2111.06377), or "none" for the relative encoding alone.
+        position_scale: factor of two-dimensional positions; 1 by default, and always for tables.
         position: "none" or a key of `molflt.attention.POSITIONS`.
         position_options: further arguments of the encoding. Missing ones that follow from the grid
             of patches (`dim`, `shape`, `max_tokens`) are added.
         stack: further arguments of `molflt.attention.Stack`.
 
     Attributes:
-        image_mean, image_std: (channels,), of images in [0, 1], buffers that normalize them.
-        of_data: prefixes of the names of tensors that depend on the data: the normalizer of images,
-            the logits of classes.
+        image_mean, image_std: buffers (channels,) that normalize images in [0, 1].
+        of_data: prefixes of the names of tensors that depend on the data: the image normalizer and
+            the layer of class logits.
     """
 
     of_data = ("image_mean", "image_std", "head.")
@@ -110,7 +111,7 @@ class ImageClassifier(nn.Module):
         self.register_buffer("image_std", torch.ones(channels))
 
     def set_normalizer(self, mean: Sequence[float] | Tensor, std: Sequence[float] | Tensor) -> None:
-        """Sets mean and standard deviation for the normalization of images.
+        """Sets the mean and standard deviation that normalize images.
 
         Args:
             mean: (channels,), of images in [0, 1].
@@ -127,10 +128,10 @@ class ImageClassifier(nn.Module):
         self.image_std.copy_(std)
 
     def tokens(self, images: Tensor) -> Tensor:
-        """Embedded patches, row by row, after the class token if there is one.
+        """Returns embedded patches, row by row, after the class token if there is one.
 
         Args:
-            images: (batch, channels, image_size, image_size), real in [0, 1], or bytes.
+            images: (batch, channels, image_size, image_size), real numbers in [0, 1] or bytes.
 
         Returns:
             (batch, tokens, dim).
@@ -160,8 +161,9 @@ class ImageClassifier(nn.Module):
 
     @property
     def places(self) -> Tensor:
-        """Rows and columns of patches from the center, (1, tokens, 2), or 0, 1, 2, ... in the
-        sequence, (1, tokens, 1); exact.
+        """Exact rows and columns of patches from the center, or indices 0, 1, 2, ... of tokens.
+
+        Shape (1, tokens, 2) or (1, tokens, 1).
         """
         axes = 2 if self.stack.position is None else self.stack.position.dim
         tokens, dtype = self.side**2 + (self.class_token is not None), torch.get_default_dtype()
@@ -173,17 +175,16 @@ class ImageClassifier(nn.Module):
 
     @property
     def positions(self) -> Tensor:
-        """Positions for the relative encoding: `places` times `position_scale` in two
-        dimensions."""
+        """Positions for the relative encoding: `places`, scaled if they are two-dimensional."""
         places = self.places
         scale = self.position_scale if places.shape[-1] == 2 else 1.0
         return (places * scale).to(at_least_float32(self.embed.weight))
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits of the classes.
+        """Returns the logits of the classes.
 
         Args:
-            images: (batch, channels, image_size, image_size), real in [0, 1], or bytes.
+            images: (batch, channels, image_size, image_size), real numbers in [0, 1] or bytes.
 
         Returns:
             (batch, classes).
@@ -207,7 +208,7 @@ class ImageClassifier(nn.Module):
 
 
 def _patches_along(image_size: int | None, patch_size: int, **others: int | None) -> int:
-    """Patches along a side of the image."""
+    """Returns the number of patches along a side of the image."""
     sizes = {**others, "image_size": image_size, "patch_size": patch_size}
     if wrong := {name: size for name, size in sizes.items() if size is None or size < 1}:
         got = ", ".join(f"{name}={size}" for name, size in wrong.items())
@@ -240,7 +241,7 @@ def _filled(
 def _refuse_misfits(
     position: Position | None, pool: str, absolute: str, scale: float, dim: int
 ) -> None:
-    """Raises ValueError for choices that do not go together."""
+    """Raises ValueError for incompatible options."""
     one_of("pool", pool, ("mean", "token"))
     one_of("absolute", absolute, ABSOLUTE)
     if absolute == "sinusoidal" and dim % 4:
@@ -270,7 +271,7 @@ def _refuse_misfits(
 
 
 def _sinusoids(side: int, dim: int) -> Tensor:
-    """Sine and cosine of row and column, (1, patches, dim): arXiv:1706.03762, section 3.5."""
+    """Sine and cosine of row and column, (1, patches, dim); see arXiv:1706.03762, section 3.5."""
     line = sinusoids(torch.arange(side), dim // 2)  # [place, dim / 2]
     rows = line[:, None].expand(-1, side, -1)
     columns = line[None].expand(side, -1, -1)

@@ -20,7 +20,7 @@ _ROOMS = {
 
 
 def __getattr__(name: str) -> object:
-    """Loads classes on first use; the command line does not need them."""
+    """Loads classes on first use, because the command line does not need them."""
     if name in _ROOMS:
         return getattr(import_module(f"molflt.optimizers.{_ROOMS[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -36,7 +36,7 @@ class OptimizerState(NamedTuple):
     """State of each coordinate between steps."""
 
     step: int
-    """steps taken"""
+    """number of steps so far"""
     moments: Tensor
     """running means of gradients and of their squares, (coordinates, 5)"""
     memory: MemoryState
@@ -54,37 +54,36 @@ class Observed(NamedTuple):
 
 
 class CoordinateOptimizer(nn.Module):
-    """Maps gradients to updates, independently for each coordinate: (coordinates,) ->
-    (coordinates,).
+    """Maps gradients (coordinates,) to updates (coordinates,), independently for each coordinate.
 
     Features of a gradient are its logarithm and sign (arXiv:1606.04474, appendix A), the gradient
     and its averages over several time scales in units of its root mean square (arXiv:1703.03633;
-    arXiv:2009.11243), its recent changes, and the logarithm of the step. A memory of these, as in
-    Mnemosyne (Jain et al. 2023) and FLT (arXiv:2302.01925, section 5.4), gives d and s of
+    arXiv:2009.11243), its recent changes, and the logarithm of the step. A memory of these features
+    (Mnemosyne, Jain et al. 2023; FLT, arXiv:2302.01925, section 5.4) computes d and s in
 
-        update = -lr exp(s) (Adam's direction + d), |s| < 3,
+        update = -lr exp(s) (Adam's direction + d), |s| < 3.
 
-    which starts as Adam except for small random d and s.
+    Before training, this is Adam except for small random d and s.
 
     Args:
         memory: "attention", "lstm" (arXiv:1606.04474) or "state_space" (arXiv:2206.11893).
-        dim: width.
-        layers: layers of the memory.
+        dim: width of the memory.
+        layers: number of layers of the memory.
         lr: initial learning rate.
-        heads: heads of attention, 2 by default.
-        ffn_dim: hidden width of attention's feed-forward networks, 2 dim by default.
-        mixing: mixing of attention: "linear" (constant memory per coordinate), the default, or
+        heads: number of attention heads, 2 by default.
+        ffn_dim: hidden width of the feed-forward networks of attention, 2 dim by default.
+        mixing: kind of attention: "linear" (constant memory per coordinate), the default, or
             "softmax" (over all steps so far).
-        feature_map: feature map of linear attention, see `molflt.attention.Attention`.
-        num_features: features of the map; 16 by default for maps that draw or learn them.
+        feature_map: feature map of linear attention; see `molflt.attention.Attention`.
+        num_features: number of features of the map; 16 by default for random and learned maps.
         normalize_qk: see `molflt.attention.Attention`.
-        position: encoding of time, "none" or a key of `molflt.attention.POSITIONS` that decodes,
-            such as "spectral" for FLT.
+        position: encoding of time: "none" or a key of `molflt.attention.POSITIONS` that supports
+            decoding, such as "spectral" for FLT.
         position_options: further arguments of the encoding; `dim` is 1.
-        position_scale: distance of neighboring steps, in the unit of length of the encoding; 0.01
-            by default.
-        window: number of past steps of softmax; null for all.
-        states: complex numbers per channel of "state_space", 8 by default.
+        position_scale: distance between neighboring steps, in the unit of length of the encoding;
+            0.01 by default.
+        window: number of steps that softmax sees, including the current one; null for all.
+        states: number of complex states per channel of "state_space", 8 by default.
     """
 
     def __init__(
@@ -134,7 +133,7 @@ class CoordinateOptimizer(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     def observe(self, gradient: Tensor, moments: Tensor | None, step: int) -> Observed:
-        """Returns features of gradients (coordinates,) after `step` earlier ones, detached."""
+        """Returns detached features of gradients (coordinates,) after `step` earlier steps."""
         with torch.no_grad():
             g = gradient.detach().clamp(-_LARGEST, _LARGEST)
             new = torch.stack((*(g for _ in _MOMENTA), *(g * g for _ in _SQUARES)), dim=-1)
@@ -156,12 +155,12 @@ class CoordinateOptimizer(nn.Module):
     def forward(
         self, features: Tensor, direction: Tensor, memory: MemoryState = (), start: int = 0
     ) -> Tensor:
-        """Computes the updates of all steps at once, from the features of `observe`.
+        """Computes the updates of all steps at once from the features of `observe`.
 
         Args:
             features: (coordinates, steps, features).
             direction: (coordinates, steps).
-            memory: state of the memory before them; empty at the beginning.
+            memory: state of the memory before these steps; empty at the beginning.
             start: number of earlier steps.
 
         Returns:
@@ -184,7 +183,7 @@ class CoordinateOptimizer(nn.Module):
         return update, OptimizerState(done + 1, seen.moments, memory)
 
     def react(self, seen: Observed, memory: MemoryState, start: int) -> tuple[Tensor, MemoryState]:
-        """Returns the update that follows a gradient, and the next memory."""
+        """Returns the update for an observed gradient, and the next memory state."""
         hidden, memory = self.memory.step(self.take_in(seen.features), memory, start)
         return self._decide(hidden, seen.direction), memory
 
@@ -201,7 +200,7 @@ class CoordinateOptimizer(nn.Module):
 def _attention(
     dim: int, layers: int, given: Mapping[str, Any], timing: Mapping[str, Any]
 ) -> AttentionMemory:
-    """Builds attention; options that are None get the defaults of this module."""
+    """Builds the memory with attention; options that are None get the defaults of this module."""
     own: dict[str, Any] = {"heads": 2, "ffn_dim": 2 * dim, "mixing": "linear", "window": None}
     name = given["feature_map"] or DEFAULT_MAP
     one_of("feature_map", name, FEATURE_MAPS)

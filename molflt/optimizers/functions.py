@@ -1,11 +1,11 @@
 """Families of shifted and rotated functions with a known minimum.
 
-A function is f(x) = base(z) with z = z* + k R (x - x*). z* is the minimum of the base, R a rotation
-drawn from the Haar measure, x* the minimizer, and k maps the search domain [-5, 5]^d to the
-published domain of the base. The minimum of every function is 0.
+A function is f(x) = base(z) with z = z* + k R (x - x*). Here z* is the minimizer of the base, R is
+a rotation drawn from the Haar measure, x* is the minimizer of f, and k maps the search domain
+[-5, 5]^d to the published domain of the base. The minimum of every function is 0.
 
 The training family, "rastrigin_like", is that of LOIS (arXiv:1911.03787) and Open-L2O
-(arXiv:2103.12828), a quadratic form with cosines, written around its minimum.
+(arXiv:2103.12828): a quadratic form with cosines, expressed relative to its minimum.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from torch import Tensor
 __all__ = ["FAMILIES", "HALF_WIDTH", "UNSEEN", "Family", "Functions", "haar_rotation"]
 
 HALF_WIDTH = 5.0
-"""of the search domain, which is centered at 0"""
+"""half width of the search domain, which is centered at 0"""
 _FARTHEST = 4.0  # largest distance of a coordinate of the minimizer from 0
-# On the CPU whatever torch's default device is: the generators live there.
+# On the CPU regardless of torch's default device, because the generators are there.
 _rand = partial(torch.rand, dtype=torch.float64, device="cpu")
 _randn = partial(torch.randn, dtype=torch.float64, device="cpu")
 
@@ -49,7 +49,7 @@ def _sphere(z: Tensor, shape: _Shape) -> Tensor:
 
 
 def _exponents(z: Tensor) -> Tensor:
-    """Returns numbers from 0 to 1 over the coordinates, (d,)."""
+    """Returns evenly spaced numbers from 0 to 1 for the coordinates, (d,)."""
     return torch.linspace(0, 1, z.shape[-1], dtype=z.dtype, device=z.device)
 
 
@@ -67,7 +67,7 @@ def _rastrigin(z: Tensor, shape: _Shape) -> Tensor:
 
 
 def _ackley(z: Tensor, shape: _Shape) -> Tensor:
-    # sqrt(mean + tiny) has the gradient 0 instead of nan at the minimum
+    # sqrt(mean + tiny) has a gradient of 0 instead of NaN at the minimum
     root = (z.square().mean(dim=-1) + 1e-300).sqrt()
     waves = (2 * math.pi * z).cos().mean(dim=-1)
     return 20 * -torch.expm1(-0.2 * root) + math.e * -torch.expm1(waves - 1)
@@ -94,7 +94,11 @@ def _rastrigin_like(z: Tensor, shape: _Shape) -> Tensor:
 
 
 def _draw_rastrigin_like(dimension: int, generator: torch.Generator) -> dict[str, Tensor]:
-    """Condition 1 to 100, depth 0 to 20 with factors of 0.5 to 1, 0.5 to 1.5 waves per unit."""
+    """Draws the parameters of one function.
+
+    The condition number is 1 to 100, the depth is 0 to 20 times a factor of 0.5 to 1 for each
+    coordinate, and there are 0.5 to 1.5 waves per unit.
+    """
     condition, depth, waves = _rand(3, generator=generator)
     factors = _rand(dimension, generator=generator)
     exponents = torch.linspace(-0.5, 0.5, dimension, dtype=torch.float64, device="cpu")
@@ -115,18 +119,18 @@ FAMILIES = {
     "griewank": Family(_griewank, 600.0),
     "levy": Family(_levy, 10.0, 1.0),
 }
-"""Families by name; the first one is for training."""
+"""Families by name; the first one is used for training."""
 
 UNSEEN = ("ellipsoid", "rosenbrock", "ackley", "griewank", "levy")
-"""Families for the test of optimizers trained on "rastrigin_like"."""
+"""Families for testing optimizers trained on "rastrigin_like"."""
 
 
 class Functions(NamedTuple):
-    """A batch of functions of one family, each for the points of its own population."""
+    """Batch of functions of one family, each evaluated at the points of its own population."""
 
     family: str
     minimizer: Tensor
-    """x*, (batch, d) float64, as all numbers here"""
+    """x*, (batch, d); all numbers here are float64"""
     rotation: Tensor
     """R, (batch, d, d)"""
     shape: dict[str, Tensor]
@@ -182,8 +186,8 @@ class Functions(NamedTuple):
 def haar_rotation(dimension: int, generator: torch.Generator) -> Tensor:
     """Draws an orthogonal matrix from the Haar measure, reflections included: (d, d) float64.
 
-    Q of a normal matrix with the signs that make R's diagonal positive (Mezzadri,
-    arXiv:math-ph/0609050).
+    This is Q of the QR decomposition of a normal matrix, with the signs that make the diagonal of R
+    positive (Mezzadri, arXiv:math-ph/0609050).
     """
     normal = _randn(dimension, dimension, generator=generator)
     q, r = torch.linalg.qr(normal)

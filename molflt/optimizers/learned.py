@@ -20,7 +20,7 @@ _DTYPES = (torch.float32, torch.float64)
 
 
 class LearnedOptimizer(Optimizer):
-    """Updates each coordinate of the parameters by a meta-trained model from its past gradients.
+    """Updates each parameter coordinate from its past gradients with a meta-trained model.
 
     ::
 
@@ -33,11 +33,11 @@ class LearnedOptimizer(Optimizer):
     change.
 
     Args:
-        params: parameters, named parameters, or groups of these, with an `lr` of their own.
+        params: parameters, named parameters, or groups of these, which can have their own `lr`.
         model: the trained model; one copy is used for each device and precision.
         lr: factor of the updates.
-        chunk: coordinates that are updated at once, which bounds the memory of a step. The state
-            between steps covers all coordinates.
+        chunk: number of coordinates that are updated at once, which limits the memory of a step.
+            The state between steps covers all coordinates.
 
     """
 
@@ -78,14 +78,14 @@ class LearnedOptimizer(Optimizer):
         return cls(params, model, lr, chunk)
 
     def __getstate__(self) -> dict[str, Any]:
-        # torch saves the common attributes; copies of the model are made again
+        # torch saves the common attributes; copies of the model are recreated
         return {**super().__getstate__(), "model": self.model, "chunk": self.chunk, "_models": {}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state, as in torch; raises ValueError for those of other optimizers or models."""
+        """Loads a state, as in torch; raises ValueError for that of another optimizer or model."""
         saved = (number for group in state_dict["param_groups"] for number in group["params"])
         own = (parameter for group in self.param_groups for parameter in group["params"])
-        for number, parameter in zip(saved, own, strict=False):  # torch refuses other numbers
+        for number, parameter in zip(saved, own, strict=False):  # torch refuses other counts
             if kept := state_dict["state"].get(number):
                 self._expect_state(f"state of parameter {number}", kept, parameter)
         super().load_state_dict(state_dict)
@@ -108,8 +108,7 @@ class LearnedOptimizer(Optimizer):
             )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds parameters, as in torch; raises ValueError for a negative lr or an unsupported
-        precision."""
+        """Adds a group, as in torch; raises ValueError for an invalid lr or precision."""
         super().add_param_group(param_group)
         group, number = self.param_groups[-1], len(self.param_groups) - 1
         if not 0 <= group["lr"] < float("inf"):
@@ -137,8 +136,8 @@ class LearnedOptimizer(Optimizer):
         """Updates all parameters that have a gradient.
 
         Args:
-            closure: function that computes the loss and its gradients again; its result is
-                returned. If it raises ValueError for a gradient, parameters are unchanged.
+            closure: function that recomputes the loss and its gradients; its result is returned. If
+                `step` raises ValueError for a gradient, the parameters are unchanged.
         """
         loss = None
         if closure is not None:
@@ -217,7 +216,7 @@ class LearnedOptimizer(Optimizer):
 
 
 def _named(group: dict[str, Any], number: int) -> Iterator[tuple[str, Tensor]]:
-    """Yields the parameters of a group with their names, if torch knows them."""
+    """Yields the names and parameters of a group; parameters without a name are numbered."""
     for i, parameter in enumerate(group["params"]):
         if "param_names" in group:
             yield group["param_names"][i], parameter
@@ -226,7 +225,7 @@ def _named(group: dict[str, Any], number: int) -> Iterator[tuple[str, Tensor]]:
 
 
 def _shapes(*parts: Tensor) -> list[list[int]]:
-    """Shapes for one coordinate without the second axis, which grows with the steps of softmax."""
+    """Returns shapes per coordinate, without the axis that grows with the steps of softmax."""
     return [[*part.shape[1:2], *part.shape[3:]] for part in parts]
 
 

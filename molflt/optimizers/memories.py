@@ -25,14 +25,14 @@ from molflt.attention.stack import Block, StackState
 __all__ = ["AttentionMemory", "Memory", "MemoryState", "RecurrentMemory", "StateSpaceMemory"]
 
 MemoryState = tuple[Tensor, ...]
-"""(coordinates, ...) each; empty before the first step"""
+"""tensors of shape (coordinates, ...); empty before the first step"""
 
 
 class Memory(nn.Module, ABC):
-    """Base class: (coordinates, steps, dim) -> the same shape, causal along steps.
+    """Base class of causal maps along steps: (coordinates, steps, dim) -> the same shape.
 
     Attributes:
-        grows: True if its state grows with every step.
+        grows: True if the state grows with every step.
     """
 
     grows: ClassVar[bool] = False
@@ -43,7 +43,7 @@ class Memory(nn.Module, ABC):
 
         Args:
             x: (coordinates, steps, dim).
-            state: state of earlier steps, see `step`; empty at the start.
+            state: state after earlier steps, see `step`; empty at the start.
             start: number of earlier steps.
 
         Returns:
@@ -59,17 +59,18 @@ class Memory(nn.Module, ABC):
 
 
 class AttentionMemory(Memory):
-    """Causal attention of the core over the steps of each coordinate.
+    """Causal attention over the steps of each coordinate.
 
-    Mnemosyne (Jain et al. 2023, NeurIPS) with Performers; FLT (arXiv:2302.01925), section 5.4,
-    with the spectral encoding of time. Kernelized attention keeps sums of constant size; softmax
-    keeps keys and values of all steps, or of the last `window`.
+    With Performers, this is Mnemosyne (Jain et al. 2023, NeurIPS); with the spectral encoding of
+    time, it is FLT (arXiv:2302.01925), section 5.4. Kernelized attention keeps sums of constant
+    size; softmax keeps the keys and values of all steps, or of the last `window` steps.
 
     Args:
         dim: width.
-        heads: heads of attention.
-        position_scale: distance of neighboring steps in the encoding's unit of length.
-        window: steps, including the present one, that each layer of softmax sees; None for all.
+        heads: number of attention heads.
+        position_scale: distance between neighboring steps, in the unit of length of the encoding.
+        window: number of steps, including the current one, that each softmax layer sees; None for
+            all.
         stack: further arguments of `molflt.attention.Stack`.
     """
 
@@ -150,7 +151,7 @@ class AttentionMemory(Memory):
         return self.stack.norm(x), _packed(last)
 
     def _positions(self, start: int, steps: int, x: Tensor) -> Tensor | None:
-        """Positions of the new steps, (1, steps, 1), counted from the first step."""
+        """Returns positions of the new steps, (1, steps, 1), counted from the first step."""
         if self.stack.position is None:
             return None
         index = torch.arange(start, start + steps, device=x.device)
@@ -176,7 +177,7 @@ class AttentionMemory(Memory):
 
 
 def _packed(blocks: Sequence[DecodeState]) -> MemoryState:
-    """All tensors of decode states in a row."""
+    """Returns all tensors of decoding states in one tuple."""
     found: list[Tensor] = []
     for block in blocks:
         if isinstance(block, KeyValues):
@@ -191,7 +192,7 @@ class RecurrentMemory(Memory):
 
     Args:
         dim: width.
-        layers: layers of cells.
+        layers: number of LSTM layers.
     """
 
     def __init__(self, dim: int, layers: int) -> None:
@@ -215,13 +216,14 @@ class StateSpaceMemory(Memory):
     """Diagonal linear state-space layers between normalization and gated outputs.
 
     h_t = a h_(t-1) + b x_t, y_t = Re(c . h_t) + d x_t for each channel, with a = exp(-exp(r) + i w)
-    and b = 1: S4D (arXiv:2206.11893) with learned decay and frequency; c absorbs the zero-order
-    hold. Initial rates are evenly spaced on a logarithmic scale, from 1 / 2 to 1 / 1000 per step.
+    and b = 1. This is S4D (arXiv:2206.11893) with learned decay and frequency; c absorbs the
+    zero-order hold. Initial rates are evenly spaced on a logarithmic scale, from 1 / 2 to 1 / 1000
+    per step.
 
     Args:
         dim: width.
-        layers: layers of state space and gate.
-        states: complex numbers h per channel.
+        layers: number of layers, each with a state space and a gate.
+        states: number of complex states h per channel.
     """
 
     def __init__(self, dim: int, layers: int, states: int) -> None:
@@ -248,14 +250,17 @@ class StateSpaceMemory(Memory):
 
 
 class _Diagonal(nn.Module):
-    """x + gate(SSM(LN x)); states are (coordinates, dim, states, 2), the last axis re and im."""
+    """Computes x + gate(SSM(LN x)).
+
+    States are (coordinates, dim, states, 2), with real and imaginary parts along the last axis.
+    """
 
     def __init__(self, dim: int, states: int) -> None:
         super().__init__()
         rates = torch.linspace(math.log(0.5), math.log(1e-3), states)
         self.log_rate = nn.Parameter(rates.repeat(dim, 1))
         self.frequency = nn.Parameter(torch.linspace(0, math.pi / 4, states).repeat(dim, 1))
-        # gives y the size of x for any rates
+        # makes y about as large as x for any rates
         size = (2 * rates.exp() / states).sqrt()[None, :, None]
         self.out = nn.Parameter(torch.randn(dim, states, 2) * size)
         self.skip = nn.Parameter(torch.ones(dim))
@@ -263,7 +268,7 @@ class _Diagonal(nn.Module):
         self.gate = nn.Linear(dim, 2 * dim)
 
     def forward(self, x: Tensor, state: Tensor | None) -> Tensor:
-        """(coordinates, steps, dim), by convolution with the powers of a, with FFT."""
+        """Computes (coordinates, steps, dim) by FFT convolution with the powers of a."""
         u, steps = self.norm(x), x.shape[1]
         time = torch.arange(steps + 1, device=x.device)
         log_a = torch.complex(-self.log_rate.exp(), self.frequency)

@@ -19,20 +19,19 @@ __all__ = ["MEMBERS", "START_SCALE", "Best", "PopulationOptimizer", "Populations
 
 MEMBERS = 32
 START_SCALE = 2.5
-"""standard deviation of the first members' coordinates, half the half width of the search domain
-of `molflt.optimizers.functions`"""
-# On the CPU whatever torch's default device is: the generators live there.
+"""standard deviation of initial coordinates, half of `molflt.optimizers.functions.HALF_WIDTH`"""
+# On the CPU regardless of torch's default device, because the generators are there.
 _randn = partial(torch.randn, dtype=torch.float64, device="cpu")
 
 
 class Populations:
-    """Populations that are updated in one batch, each independent and with its own seed.
+    """Batch of independent populations, each with its own seed.
 
     Args:
         model: model that moves the members.
         seeds: seeds of the populations; a seed gives the same population in every batch.
         members: number of members of each population.
-        center: mean of the first positions, (d,) or a number.
+        center: mean of the initial positions, (d,) or a number.
         scale: standard deviation of their coordinates.
 
     Attributes:
@@ -63,7 +62,7 @@ class Populations:
         self.state = self.model(self.state, values, on_device)
 
     def _normal(self, count: int) -> Tensor:
-        """(batch, count, d)."""
+        """Draws normal numbers, (batch, count, d)."""
         shape = count, self.model.dimension
         draws = [_randn(shape, generator=g) for g in self.generators]
         return torch.stack(draws)
@@ -78,7 +77,7 @@ class Best(NamedTuple):
 
 
 class PopulationOptimizer:
-    """Minimizes a function from its values, with learned steps.
+    """Minimizes a function with learned steps that use only its values.
 
     ::
 
@@ -90,15 +89,15 @@ class PopulationOptimizer:
 
     Args:
         model: model that moves the members; see `from_run`.
-        members: number of members of the population, at least 2; `MEMBERS` is the default of
+        members: number of members of the population, at least 2; `MEMBERS` is the default in
             training.
-        seed: seed of the first members and of all noise.
-        start: mean of the first members, a number or d numbers.
+        seed: seed of the initial members and of all noise.
+        start: mean of the initial members, a number or d numbers.
         scale: standard deviation of their coordinates, which should be about the distance to the
             minimum.
 
     Attributes:
-        evaluations: number of values so far.
+        evaluations: number of function evaluations so far.
     """
 
     def __init__(
@@ -139,7 +138,7 @@ class PopulationOptimizer:
         Args:
             run: folder of the run.
             dimension: dimension of the function; as in training if None.
-            members: members of the population; as in training if None.
+            members: number of members; as in training if None.
             seed, start, scale: see the class.
             checkpoint: best, last, or the path of a safetensors file.
         """
@@ -157,7 +156,7 @@ class PopulationOptimizer:
         return self._populations.state.position[0].cpu().clone()
 
     def tell(self, values: Tensor | Sequence[float]) -> None:
-        """Takes the values of the members that `ask` has returned, in their order.
+        """Takes the values of the members returned by `ask`, in the same order.
 
         Args:
             values: (members,), finite numbers.
@@ -202,7 +201,7 @@ class PopulationOptimizer:
         return Best(state.best_position[0, member].cpu().clone(), value)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Returns state and noise of the population without the weights: tensors by name."""
+        """Returns the state and noise of the population, without weights, as tensors by name."""
         state = {
             name: part.cpu().clone() for name, part in self._populations.state._asdict().items()
         }

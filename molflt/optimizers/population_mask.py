@@ -1,4 +1,4 @@
-"""FLT's mask of the positions of a population's members, isotropic."""
+"""Isotropic FLT mask of the positions of a population's members."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["PopulationMask"]
 
 
 class PopulationMask(SpectralPosition):
-    """FLT's mask of positions, sampled at nodes of each population.
+    """FLT mask of positions, sampled at separate nodes for each population.
 
-    Nodes that are part of the weights would favor some directions of space. These are drawn for
-    each population from isotropic densities, node s from that of Gaussian t = s mod T as it starts,
-    N(0, 1 / (2 pi w_t)^2), with c_s = 1 / (r p(xi_s)) and p the mixture of these r densities: FLT,
-    eq. 5.
+    Nodes that are part of the weights would favor some directions of space. Nodes are therefore
+    drawn for each population from isotropic densities. Node s is drawn from the initial density of
+    Gaussian t = s mod T, N(0, 1 / (2 pi w_t)^2). Its weight is c_s = 1 / (r p(xi_s)), where p is
+    the mixture of these r densities (FLT, eq. 5).
     """
 
     def __init__(self, spectrum: GaussianBasis, num_nodes: int) -> None:
@@ -35,13 +35,17 @@ class PopulationMask(SpectralPosition):
         return head_dim + 2 * self.num_nodes
 
     def evaluate(self, mixing: str, positions: Tensor, waves: Tensor) -> Encoding:
-        """Returns waves at positions (batch, members, d), in units of length."""
+        """Returns the encoding of positions (batch, members, d), in units of length."""
         if mixing == "softmax":
             return Bias(self.bias(differences(positions, positions)))
         return Factors(*self.factors(positions, positions, self.nodes_of(waves)))
 
     def nodes_of(self, waves: Tensor) -> GraphNodes:
-        """Nodes (batch, r, d) and weights from normal numbers; node s is of Gaussian s mod T."""
+        """Returns nodes (batch, r, d) and their weights; node s belongs to Gaussian s mod T.
+
+        Args:
+            waves: normal numbers, (batch, r, d).
+        """
         sigma = self.get_buffer("log_sigma").to(waves)
         each = torch.arange(len(sigma), device=waves.device)
         place = torch.arange(self.num_nodes, device=waves.device) % len(sigma)
@@ -50,5 +54,5 @@ class PopulationMask(SpectralPosition):
         square, d = xi.square().sum(dim=-1, keepdim=True), waves.shape[-1]
         log_p = -0.5 * square * (-2 * sigma).exp() - d * (sigma + 0.5 * math.log(2 * math.pi))
         log_rp = (log_p + count.to(log_p).log()).logsumexp(dim=-1)
-        # g has the unit of a volume and 1 / p its inverse: float64 until they are multiplied
+        # g is a volume and 1 / p an inverse volume: float64 is kept until they are multiplied
         return GraphNodes(xi, (-log_rp).exp())

@@ -1,8 +1,8 @@
 """Learned steps of a population whose members attend to each other.
 
-FLT (arXiv:2302.01925), section 5.4, second experiment: members attend to each other by their
-features and an FLT mask f(x_i - x_j) of their positions. The paper does not specify features and
-the form of a step; see `PopulationModel`.
+This follows the second experiment of FLT (arXiv:2302.01925), section 5.4. Attention between members
+depends on their features and on an FLT mask f(x_i - x_j) of their positions. The paper does not
+specify the features or the form of a step; see `PopulationModel`.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _START = (0.7, 0.0, 1.0, 0.1, 0.2)  # initial a, b, c, e, g
 _PRESSURE = 4.0  # at the start, the best member weighs exp(4) as much as the worst
 _KEPT = 0.8  # decay of the averaged movement per generation
 _LEAST = 1e-12  # smallest weight whose root has a gradient
-_LARGEST = 3.0  # logarithm of the factor by which c and e can differ from their start
-# On the CPU whatever torch's default device is: the generators live there.
+_LARGEST = 3.0  # maximum logarithm of the factor by which c and e differ from their start
+# On the CPU regardless of torch's default device, because the generators are there.
 _randn = partial(torch.randn, dtype=torch.float64, device="cpu")
 
 
@@ -41,7 +41,7 @@ class Noise(NamedTuple):
     """Random normal numbers of one generation, float64."""
 
     pairs: Tensor
-    """(batch, members, members), no vectors: the same after a rotation"""
+    """(batch, members, members), scalars that do not change under rotation"""
     vectors: Tensor
     """(batch, members, d)"""
 
@@ -54,9 +54,9 @@ class Noise(NamedTuple):
 
 
 class PopulationState(NamedTuple):
-    """State of a population. Vectors are float64, which convergence needs.
+    """State of a batch of independent populations.
 
-    A batch of independent populations.
+    Vectors are float64, which convergence requires.
     """
 
     position: Tensor
@@ -64,50 +64,50 @@ class PopulationState(NamedTuple):
     best_position: Tensor
     """best position of each member, (batch, members, d)"""
     best_value: Tensor
-    """best values, infinite before the first, (batch, members)"""
+    """best value of each member, infinite before the first value, (batch, members)"""
     age: Tensor
     """generations since the best value, (batch, members)"""
     path: Tensor
     """averaged movement of the mean of best positions, (batch, d)"""
     log_spread: Tensor
-    """spread of best positions at the start, (batch,)"""
+    """logarithm of the initial spread of best positions, (batch,)"""
     waves: Tensor
-    """normal numbers from which nodes of the mask are made, (batch, nodes, d)"""
+    """normal numbers that determine the nodes of the mask, (batch, nodes, d)"""
     generation: Tensor
-    """number of values so far, (batch,) float64"""
+    """number of values of each member so far, (batch,) float64"""
 
 
 class PopulationModel(nn.Module):
     """Learned steps of a population of members with positions in R^d.
 
-    Every member keeps its best position p_i. Tokens of members do not depend on position,
-    orientation or scale of the population: ranks of values, distances in units of the spread,
-    cosines. Blocks of attention refine them. The weights w_ij >= 0 of a last attention, sum_j w_ij
-    = 1, mixed from its heads, make
+    Every member keeps its best position p_i. Its token consists of ranks of values, distances in
+    units of the spread, and cosines, which do not depend on the position, orientation or scale of
+    the population. Attention blocks refine the tokens. A last attention layer gives weights w_ij >=
+    0, mixed from its heads, with sum_j w_ij = 1. They determine
 
         m_i = sum_j w_ij p_j
-        n_i = sum_j sqrt(w_ij) z_ij (p_j - m_i)          of the covariance of p under w_i
+        n_i = sum_j sqrt(w_ij) z_ij (p_j - m_i)          with the covariance of p under w_i
         x_i = p_i + a_i (m_i - p_i) + b_i (x_i - p_i) + c_i n_i + s e_i eps_i + g_i u
 
-    with z and eps normal, s the spread, u the averaged movement of the mean of p, and five numbers
-    read from the token of each member. All terms consist of differences and noise. A step therefore
-    commutes with permutations of members and, if the noise is transformed in the same way, with
-    translations, rotations, reflections and scaling.
+    Here z and eps are normal, s is the spread, u is the averaged movement of the mean of p, and the
+    five numbers a, b, c, e and g are read from the token of each member. All terms consist of
+    differences and noise. A step therefore commutes with permutations of members and, if the noise
+    is transformed in the same way, with translations, rotations, reflections and scaling.
 
     Gradients pass through these sums and not through the tokens, because the derivative of
-    attention by positions makes long unrolls chaotic.
+    attention with respect to positions makes long unrolls chaotic.
 
     Args:
-        dimension: dimension d of the functions. No weight depends on it.
+        dimension: dimension d of the functions. The weights do not depend on it.
         dim: width of tokens, a multiple of `heads`.
-        heads: attention heads.
-        layers: blocks before the last attention.
+        heads: number of attention heads.
+        layers: number of blocks before the last attention layer.
         ffn_dim: hidden width of the feed-forward networks.
-        position: "spectral", FLT's mask of the positions, in units of the population's radius, or
-            "none": a Performer, or plain softmax attention.
+        position: "spectral" for FLT's mask of positions, in units of the population's radius, or
+            "none" for a Performer or plain softmax attention.
         num_gaussians: number T of Gaussians of the mask, 8 by default.
-        num_nodes: nodes r of the mask, 16 by default; softmax takes the exact mask.
-        mixing, feature_map, num_features: see `molflt.attention.Attention`.
+        num_nodes: number r of nodes of the mask, 16 by default; softmax uses the exact mask.
+        mixing: see `molflt.attention.Attention`.
         feature_map: see `molflt.attention.Attention`.
         num_features: see `molflt.attention.Attention`.
     """
@@ -157,7 +157,7 @@ class PopulationModel(nn.Module):
 
     @property
     def waves(self) -> int:
-        """Number of nodes of the mask per population, 0 without a sampled mask."""
+        """Number of nodes of the mask per population; 0 without a sampled mask."""
         mask = self.stack.position
         sampled = isinstance(mask, PopulationMask) and self.read.mixing != "softmax"
         return mask.num_nodes if isinstance(mask, PopulationMask) and sampled else 0
@@ -174,7 +174,7 @@ class PopulationModel(nn.Module):
         return other
 
     def start(self, position: Tensor, waves: Tensor) -> PopulationState:
-        """Creates a population before its first values.
+        """Creates the state of populations before their first values.
 
         Args:
             position: (batch, members, d) float64.
@@ -209,8 +209,7 @@ class PopulationModel(nn.Module):
 
     @staticmethod
     def _moved(state: PopulationState, w: Tensor, out: Tensor, noise: Noise) -> Tensor:
-        """Computes positions from weights (batch, members, members) and numbers (batch, members,
-        5)."""
+        """Computes positions from `w` (batch, members, members) and `out` (batch, members, 5)."""
         best, (a, b, c, e, g) = state.best_position, out.split(1, dim=-1)
         toward = w @ best - best
         root = w.clamp(min=_LEAST).sqrt() * noise.pairs
@@ -258,8 +257,7 @@ class PopulationModel(nn.Module):
     def _attend(
         self, tokens: Tensor, state: PopulationState, rank: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Returns refined tokens (batch, members, dim), and weights (batch, heads, members,
-        members)."""
+        """Returns tokens (batch, members, dim) and weights (batch, heads, members, members)."""
         x, encoding = self.embed(tokens.to(self.embed.weight)), None
         mask = self.stack.position
         if isinstance(mask, PopulationMask):
@@ -282,8 +280,7 @@ class PopulationModel(nn.Module):
 
 
 def _told(state: PopulationState, values: Tensor) -> tuple[PopulationState, Tensor]:
-    """Updates the best positions by new values; also returns 1 for members that improved, else
-    0."""
+    """Updates the best positions; also returns 1 for members that improved and 0 for others."""
     better = values < state.best_value
     best = torch.where(better[..., None], state.position, state.best_position)
     begun = (state.generation > 0)[:, None]
@@ -300,13 +297,13 @@ def _told(state: PopulationState, values: Tensor) -> tuple[PopulationState, Tens
 
 
 def _spread(best: Tensor) -> Tensor:
-    """Root mean square of coordinates from their mean: (batch, members, d) -> (batch,)."""
+    """Returns the root mean square deviation of coordinates: (batch, members, d) -> (batch,)."""
     centered = best - best.mean(dim=1, keepdim=True)
     return centered.square().mean(dim=(1, 2)).sqrt().clamp(min=_TINY)
 
 
 def _rank(values: Tensor) -> Tensor:
-    """Returns ranks from 0 (least) to 1 (greatest), equal for equal values: (batch, members)."""
+    """Returns ranks from 0 (smallest) to 1 (largest), equal for equal values: (batch, members)."""
     values = values.detach()
     one, other = values[:, :, None], values[:, None]
     below = (other < one).sum(dim=-1) + 0.5 * ((other == one).sum(dim=-1) - 1)
@@ -314,7 +311,7 @@ def _rank(values: Tensor) -> Tensor:
 
 
 def _standardized(best: Tensor, values: Tensor) -> list[Tensor]:
-    """Returns both in units of the standard deviation of the best values, between -3 and 3."""
+    """Returns both, standardized by the mean and deviation of `best`, limited to [-3, 3]."""
     deviation, mean = torch.std_mean(best, dim=1, keepdim=True)
     unit = deviation.clamp(min=_TINY)
     return [((x - mean) / unit).nan_to_num(0.0).clamp(-3, 3) for x in (best, values.detach())]
@@ -327,5 +324,5 @@ def _cosine(one: Tensor, other: Tensor) -> Tensor:
 
 
 def _factor(logit: Tensor) -> Tensor:
-    """Maps a number to a positive factor, 1 at 0."""
+    """Maps a number to a positive factor, which is 1 at 0."""
     return (_LARGEST * (logit / _LARGEST).tanh()).exp()

@@ -1,4 +1,4 @@
-"""Small random training problems of optimizers, each determined by its seed."""
+"""Small random training problems for optimizers, each determined by its seed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from molflt.data.problems import generator_of
 __all__ = ["FAMILIES", "Problem", "cut", "draw_problem", "minibatch"]
 
 _ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (torch.tanh, torch.relu, F.gelu)
-_POINTS = 256  # of a data set
+_POINTS = 256  # points of a data set
 _BATCH = 32
 
 
@@ -25,20 +25,20 @@ class Problem(NamedTuple):
 
     name: str
     start: Tensor
-    """first parameters, (n,)"""
+    """initial parameters, (n,)"""
     loss: Callable[[Tensor, int], Tensor]
     """loss of parameters (n,) at a step, which determines the minibatch; never negative"""
 
 
 def draw_problem(seed: int, like: Tensor) -> Problem:
-    """A problem of a random family, size and scale.
+    """Draws a problem of random family, size and scale.
 
-    Coordinates are rescaled by exp(N(0, 1/2)) and losses by 10^(-2..2), to learn steps for any
-    scale (arXiv:1703.03633).
+    Coordinates are rescaled by exp(N(0, 0.5^2)) and losses by 10^-2 to 10^2, which teaches steps
+    for any scale (arXiv:1703.03633).
 
     Args:
         seed: seed of all draws.
-        like: tensor with the type and device of the result.
+        like: tensor with the dtype and device of the result.
     """
     generator = generator_of(seed)
     family = list(FAMILIES)[_integer(generator, 0, len(FAMILIES) - 1)]
@@ -51,7 +51,7 @@ def draw_problem(seed: int, like: Tensor) -> Problem:
 
 
 def _quadratic(seed: int, generator: torch.Generator, like: Tensor) -> Problem:
-    """|A x - y|^2, singular values of A spread over a few powers of e."""
+    """Quadratic |A x - y|^2 with singular values of A spread over a few powers of e."""
     n = _integer(generator, 8, 64)
     spread = torch.exp(1.5 * (2 * torch.rand(n, generator=generator, device="cpu").to(like) - 1))
     matrix = _normal(generator, like, n, n) / math.sqrt(n) * spread
@@ -79,7 +79,7 @@ def _regression(seed: int, generator: torch.Generator, like: Tensor) -> Problem:
 
 
 def _network(seed: int, generator: torch.Generator, like: Tensor) -> Problem:
-    """A small network that learns the classes or outputs of another one."""
+    """Small network that learns the classes or outputs of another network."""
     depth = _integer(generator, 1, 2)
     widths = [_integer(generator, 4, 16) for _ in range(depth + 1)]
     widths.append(_integer(generator, 2, 6))
@@ -108,7 +108,7 @@ FAMILIES: dict[str, Callable[[int, torch.Generator, Tensor], Problem]] = {
 
 
 def minibatch(seed: int, step: int, rows: int, size: int, device: torch.device) -> Tensor:
-    """Returns the rows of a step, (size,), determined by the seed of the problem and the step."""
+    """Returns the rows for a step, (size,), determined by the seed of the problem and the step."""
     generator = generator_of(seed, 1, step)
     return torch.randint(rows, (size,), generator=generator, device="cpu").to(device)
 
@@ -120,14 +120,14 @@ def cut(theta: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
 
 
 def layer_shapes(widths: Sequence[int]) -> list[tuple[int, ...]]:
-    """Weights and biases of a network of fully connected layers."""
+    """Returns the shapes of weights and biases of a fully connected network."""
     return [shape for a, b in itertools.pairwise(widths) for shape in ((b, a), (b,))]
 
 
 def start_of(
     shapes: Sequence[Sequence[int]], generator: torch.Generator, like: Tensor, gain: float = 1.0
 ) -> Tensor:
-    """First parameters (n,): weights N(0, gain^2 / fan-in), biases 0."""
+    """Draws initial parameters (n,): weights N(0, gain^2 / fan-in), biases 0."""
     parts = [
         gain * _normal(generator, like, *shape) / math.sqrt(math.prod(shape[1:]))
         if len(shape) > 1
@@ -138,7 +138,7 @@ def start_of(
 
 
 def perceptron(x: Tensor, layers: Sequence[Tensor], act: Callable[[Tensor], Tensor]) -> Tensor:
-    """A network of fully connected layers, given as alternating weights and biases."""
+    """Applies fully connected layers, given as alternating weights and biases."""
     for i in range(0, len(layers), 2):
         x = F.linear(x if i == 0 else act(x), layers[i], layers[i + 1])
     return x
@@ -149,5 +149,5 @@ def _integer(generator: torch.Generator, low: int, high: int) -> int:
 
 
 def _normal(generator: torch.Generator, like: Tensor, *shape: int) -> Tensor:
-    """Drawn on the CPU: a seed gives the same problem on every device."""
+    """Draws on the CPU, where a seed gives the same problem for every device."""
     return torch.randn(*shape, generator=generator, device="cpu", dtype=torch.float32).to(like)

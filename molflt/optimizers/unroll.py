@@ -1,4 +1,4 @@
-"""Unrolled optimization of problems, for the training of learned optimizers."""
+"""Unrolled optimization of problems, for training learned optimizers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from molflt.optimizers.problems import Problem
 
 __all__ = ["Unrolled", "unroll"]
 
-_FLOOR = 1e-3  # share of the first loss below which gains do not count
+_FLOOR = 1e-3  # fraction of the first loss below which gains hardly count
 
 
 class Unrolled(NamedTuple):
     """Result of an unroll."""
 
     loss: Tensor
-    """mean over problems and steps of log((f + floor f_0) / f_0), float64; it has a gradient"""
+    """mean of log((f + floor f_0) / f_0) over problems and steps, differentiable, float64"""
     mean: Tensor
     """the mean over steps for each problem, (problems,)"""
     last: Tensor
@@ -30,19 +30,18 @@ class Unrolled(NamedTuple):
 def unroll(
     model: CoordinateOptimizer, problems: Sequence[Problem], steps: int, before: int = 0
 ) -> Unrolled:
-    """Optimizes all problems in parallel, and differentiates with respect to the weights of the
-    optimizer.
+    """Optimizes all problems in parallel; the loss has a gradient for the weights of the model.
 
-    Gradients of the problems are constants, as in arXiv:1606.04474, section 2.1: an update affects
-    later losses, but not the gradients that are inputs of the model. The steps are therefore taken
-    first. Then all updates are computed again at once, with the gradient sum over t > s of df(x_t)
-    / dx for the update of step s. This is the gradient of backpropagation through the steps, with
-    the memory of one causal pass.
+    Gradients of the problems are treated as constants, as in arXiv:1606.04474, section 2.1: an
+    update affects later losses, but not the gradients that are inputs of the model. The steps are
+    therefore taken first. Then all updates are recomputed at once; the gradient for the update of
+    step s is the sum of df(x_t) / dx over t > s. The result is that of backpropagation through the
+    steps, but needs only the memory of one causal pass.
 
     Args:
         model: model with the weights to learn.
         problems: problems, whose concatenated parameters are the coordinates.
-        steps: number of steps that count.
+        steps: number of steps in the loss.
         before: number of earlier steps, which only set the state.
     """
     sizes = [len(problem.start) for problem in problems]
@@ -68,7 +67,7 @@ def unroll(
             directions.append(seen.direction)
             logs.append((floored / first).log())
             pulls.append(gradient / floored.to(gradient).repeat_interleave(_counts(sizes, theta)))
-        # gradient of the update of a step: all later losses
+        # gradient for the update of a step, from all later losses
         pull = torch.stack(pulls, dim=1).flip(1).cumsum(dim=1).flip(1) / (steps * len(problems))
     found = torch.stack(logs)  # [steps, problems]
     value = found.mean()

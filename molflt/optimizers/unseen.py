@@ -32,7 +32,7 @@ _Net = Callable[[Tensor, list[Tensor]], Tensor]
 
 
 def _rosenbrock(seed: int, like: Tensor) -> Problem:
-    """Rosenbrock's valley in 100 dimensions, mean over its terms."""
+    """Rosenbrock function in 100 dimensions, averaged over its terms."""
     start = 0.5 * torch.randn(100, generator=generator_of(seed), device="cpu").to(like)
 
     def loss(x: Tensor, step: int) -> Tensor:
@@ -59,7 +59,10 @@ def _factorization(seed: int, like: Tensor) -> Problem:
 
 
 def _deep_network(seed: int, like: Tensor) -> Problem:
-    """Three hidden layers of 32, 10 classes of a teacher: deeper and wider than in training."""
+    """Network with three hidden layers of width 32, deeper and wider than in training.
+
+    It learns the 10 classes of a teacher.
+    """
     generator = generator_of(seed)
     widths = (32, 32, 32, 32, 10)
     shapes = layer_shapes(widths)
@@ -85,7 +88,7 @@ UNSEEN: dict[str, _Made] = {
 
 
 def image_problems(source: Path) -> dict[str, _Made]:
-    """Classifiers of images: a network with one hidden layer, and a small convolutional one.
+    """Returns image classifiers: a network with one hidden layer and a small convolutional one.
 
     Args:
         source: source of images for `molflt.data.images.files.open_images`, such as the idx file of

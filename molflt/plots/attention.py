@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from matplotlib.colors import Colormap, Normalize
     from matplotlib.figure import Figure
 
-_MAX_PIXELS = 512  # of a heat map along each side
-_LOG_RANGE = 1e4  # largest over smallest weight of a logarithmic color scale
+_MAX_PIXELS = 512  # pixels along each side of a heat map
+_LOG_RANGE = 1e4  # ratio of largest to smallest weight on a logarithmic color scale
 _MAX_NAMES = 32  # tokens written along an axis
-_NAME = 0.14  # inches for each
+_NAME = 0.14  # inches for each token name
 _USUAL = 0.99  # share of signed weights within the color scale if there are outliers
 _SCALES = ("auto", "linear", "log")
 
@@ -36,19 +36,20 @@ def attention_matrices(
     tokens: _Names | None = None,
     scale: str = "auto",
 ) -> None:
-    """Draws the attention matrix of each head, as FLT (arXiv:2302.01925), fig. 5.
+    """Draws the attention matrix of each head, as in fig. 5 of FLT (arXiv:2302.01925).
 
     All heads share one color scale. Weights of exactly 0, such as masked keys, are gray. Negative
-    weights, which are possible with signed features, get a diverging color scale around 0. It
-    ignores the largest 1 % if these are outliers. Matrices with more than 512 queries or keys are
-    averaged over blocks. The picture states which of these changes apply.
+    weights, which are possible with signed features, get a diverging color scale centered at 0,
+    which ignores the largest 1 % of the weights if these are outliers. Matrices with more than 512
+    queries or keys are averaged over blocks. The picture states which of these adjustments apply.
 
     Args:
         weights: (heads, queries, keys), for instance of one sequence from `Attention.weights`.
         title: title of the picture, such as the layer.
-        tokens: names of the queries and of the keys; written at the axes for up to 32.
+        tokens: names of the queries and of the keys, written along the axes if there are at most
+            32.
         scale: "linear" from 0, "log" over at most four decades, or "auto": linear if weights have
-            both signs or the largest is below 30 times the median, else log.
+            both signs or the largest is below 30 times the median, otherwise log.
     """
     matrices = _matrices(weights)
     if scale not in _SCALES:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _Array = NDArray[np.float64]
 
-_DEPTH = 12.0  # range of a curve below its largest value
+_DEPTH = 12.0  # a curve ends this far below its largest value
 
 
 def has_bias(position: torch.nn.Module) -> bool:
@@ -33,10 +33,10 @@ def has_bias(position: torch.nn.Module) -> bool:
 def rpe_profiles(model: torch.nn.Module, file: Path, r_max: float = 8.0, unit: str = "Å") -> None:
     """Draws the learned relative encoding f(r) of each head, each on its own scale.
 
-    Softmax attention adds f(r) to its logits; linear attention adds an estimate from r nodes. An
-    encoding that is not isotropic is drawn along the first axis. For a kernel that multiplies
-    attention weights, the logarithm is drawn. Curves end 12 below their largest value, a factor of
-    1e5 in weights.
+    Softmax attention adds f(r) to its logits; linear attention adds an estimate of it. Encodings
+    that are not isotropic are drawn along the first axis. For a kernel that multiplies attention
+    weights, its logarithm is drawn. Curves end 12 below their largest value, which is a factor of
+    1e5 in the weights.
 
     Args:
         model: a position module, or a model with one at `encoding.position`.
@@ -65,7 +65,7 @@ def rpe_curves(
 ) -> None:
     """Draws the encoding f(r_i - r_j) of positions on a line, for offsets of both signs.
 
-    Each head has its own scale. Curves have a gap where f is -inf.
+    Each head has its own scale. Curves have gaps where f is -inf.
 
     Args:
         position: a position module of dimension 1, or a model with one at `encoding.position`.
@@ -83,7 +83,7 @@ def rpe_curves(
         offsets = np.arange(-reach, reach + 1.0)
         curves = _grid_bias(module, (int(reach),))
     else:
-        # A fine grid that includes all whole offsets if the end is whole.
+        # A fine grid, which includes all integer offsets if the end is an integer.
         parts = max(1, -(-400 // math.ceil(reach)))
         count = 2 * math.ceil(reach) * parts + 1
         line = torch.linspace(-reach, reach, count, dtype=torch.float64).to(_like(module))
@@ -119,16 +119,16 @@ def rpe_surfaces(
     """Draws the encoding f(r_i - r_j) over the first two axes of the offset, as heat maps.
 
     FLT (arXiv:2302.01925), fig. 4, shows such functions as surfaces. All heads share one color
-    scale around 0; titles contain the range of each head. Other offsets are 0. As in images, the
-    first axis points down.
+    scale centered at 0; titles contain the range of each head. Offsets along further axes are 0. As
+    in images, the first axis points down.
 
     Args:
         position: a position module of dimension 2 or more, or a model with one at
             `encoding.position`.
-        extent: largest offset along both axes or along each, in `unit`; for encodings on a grid of
-            H x W tokens, (H - 1, W - 1).
+        extent: largest offset, as one number for both axes or one per axis, in `unit`; for
+            encodings on a grid of H x W tokens, (H - 1, W - 1).
         unit: unit of positions.
-        points: values along each axis; on a grid, every offset has one value.
+        points: number of values along each axis; on a grid, one value per offset is drawn instead.
     """
     import torch
 
@@ -189,7 +189,7 @@ def _range(surface: np.ma.MaskedArray[tuple[int, ...], np.dtype[np.float64]]) ->
 
 
 def _found(model: object, caller: str) -> Any:
-    """Returns a position module, or the one of a stack or of a model."""
+    """Returns a position module, or the position module of a stack or model."""
     owner = getattr(model, "encoding", None) or getattr(model, "stack", model)
     position: Any = getattr(owner, "position", model if hasattr(model, "grid") else None)
     if position is None:
@@ -228,7 +228,7 @@ def _array(values: torch.Tensor) -> _Array:
 def _evaluate(
     position: torch.nn.Module, positions: torch.Tensor, keys: torch.Tensor | None = None
 ) -> _Array | None:
-    """Returns the bias of logits: (1, queries, l), (1, keys, l) -> (heads, queries, keys)."""
+    """Returns the logit bias: (1, queries, l), (1, keys, l) -> (heads, queries, keys)."""
     import torch
 
     with torch.no_grad():
@@ -245,7 +245,7 @@ def _bias(position: torch.nn.Module, delta: torch.Tensor) -> _Array:
 def _grid_bias(position: torch.nn.Module, ends: tuple[int, ...]) -> _Array:
     """Returns f, (heads, offsets), at all offsets -end..end per axis, in row-major order.
 
-    Encodings on a grid need all tokens in order; each offset is read from a pair of tokens.
+    Encodings on a grid need all tokens in order; each offset is read from one pair of tokens.
     """
     shape = tuple(end + 1 for end in ends)
     cells = np.stack(np.unravel_index(np.arange(math.prod(shape)), shape), axis=-1)

@@ -27,7 +27,7 @@ SERIES = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, GREY, "black")
 ZERO = "#D9D9D9"  # color of masked values in heat maps
 DPI = 150
 
-_LONGEST = 48  # characters of a name
+_LONGEST = 48  # maximum characters of a name
 FORMATS = ("png", "svg", "pdf")
 _UNDATED = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}  # reproducible bytes
 _further: ContextVar[tuple[tuple[str, ...], list[Path]]] = ContextVar("further", default=((), []))
@@ -35,13 +35,13 @@ _further: ContextVar[tuple[tuple[str, ...], list[Path]]] = ContextVar("further",
 
 @contextmanager
 def further_formats(names: Collection[str]) -> Iterator[list[Path]]:
-    """Also writes each picture inside the block in further formats.
+    """Writes each picture inside the block in additional formats as well.
 
     Args:
-        names: some of `FORMATS`.
+        names: any of `FORMATS`.
 
     Yields:
-        List of the files written in these formats.
+        The list of files written in these formats.
     """
     for name in names:
         if name not in FORMATS:
@@ -89,7 +89,7 @@ def picture(file: Path, **options: object) -> Iterator[Figure]:
 
 
 def plain(text: str) -> str:
-    """Returns a name from data for a picture: dollars escaped, long names cut."""
+    """Returns a name from data for a picture: dollar signs are escaped, long names shortened."""
     shown = "".join(one if one.isprintable() else "?" for one in text)
     shown = shown if len(shown) <= _LONGEST else f"{shown[: _LONGEST - 1]}…"
     return shown.replace("$", r"\$")
@@ -108,7 +108,7 @@ def label_ends(axes: Axes, ends: Sequence[LineEnd], height: float) -> None:
     """Writes names to the right of a panel, next to the ends of lines, without overlaps.
 
     Args:
-        axes: panel with all its content; its limits are fixed.
+        axes: panel that contains all of its curves; its limits do not change afterwards.
         ends: ends of the lines.
         height: height of the panel, inches.
     """
@@ -116,7 +116,7 @@ def label_ends(axes: Axes, ends: Sequence[LineEnd], height: float) -> None:
     at = axes.transData + axes.transAxes.inverted()
     places = [float(at.transform((end.x, end.y))[1]) for end in ends]
     order = sorted(range(len(ends)), key=places.__getitem__)
-    step = min(0.125 / height, 1 / max(1, len(ends) - 1))  # a line of 7 points
+    step = min(0.125 / height, 1 / max(1, len(ends) - 1))  # a line of text of 7 points
     for before, after in pairwise(order):
         places[after] = max(places[after], places[before] + step)
     highest = 1.0
@@ -143,7 +143,7 @@ def label_ends(axes: Axes, ends: Sequence[LineEnd], height: float) -> None:
 
 
 def plain_numbers(axis: Axis, wide: bool) -> None:
-    """Writes 0.2 instead of 2e-1 on a logarithmic axis; only powers of ten on a wide one."""
+    """Writes 0.2 instead of 2e-1 on a logarithmic axis; labels only powers of ten on a wide one."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axis.set_major_locator(LogLocator(subs=(1.0,) if wide else (1.0, 2.0, 5.0)))
@@ -171,7 +171,7 @@ def panel_grid(
         columns: maximum number of columns.
         panel: width and height of a panel, inches.
         margin: width and height of the margins, inches.
-        least: smallest width and height of the picture, inches.
+        least: minimum width and height of the picture, inches.
         layout: layout engine of the figure.
         options: options of `matplotlib.figure.Figure.subplots`.
     """
@@ -183,7 +183,7 @@ def panel_grid(
         grid = figure.subplots(rows, columns, squeeze=False, **options)
         for axes in grid.flat[count:]:
             axes.set_visible(False)
-        for axes in grid.flat[count - columns : count]:  # the lowest of each column
+        for axes in grid.flat[count - columns : count]:  # the lowest panel of each column
             axes.tick_params(labelbottom=True)
         yield figure, list(grid.flat[:count])
 

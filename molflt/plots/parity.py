@@ -29,7 +29,7 @@ __all__ = ["calibration", "parity"]
 _MAX_POINTS = 2000  # more points are drawn as a density
 _NAMED = 3  # systems named in a panel
 _PANEL = 230.0  # approximate side of a panel, points
-_SHIFTS = [(9.0, 0.0), (-9.0, 0.0), (0.0, 9.0), (0.0, -9.0)]  # places of a number by its point
+_SHIFTS = [(9.0, 0.0), (-9.0, 0.0), (0.0, 9.0), (0.0, -9.0)]  # offsets of a number from its point
 
 _BIN = 25  # minimum number of systems in a bin of uncertainties
 _MOST_BINS = 8
@@ -188,7 +188,7 @@ def calibration(
 def _binned(
     axes: Axes, errors: Mapping[str, tuple[_Array, _Array]], level: float, colors: dict[str, str]
 ) -> None:
-    """Draws the quantile of |error| over the uncertainty in bins of equally many systems."""
+    """Draws the quantile of |error| against the uncertainty in bins of equal numbers of systems."""
     seen = []
     for split, (uncertainty, error) in errors.items():
         bins = min(_MOST_BINS, max(1, len(error) // _BIN))

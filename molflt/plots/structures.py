@@ -1,4 +1,4 @@
-"""Pictures of structures from the top and from the side, and of their energies."""
+"""Pictures of structures seen from the top and from the side, and of their energies."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def structure_views(structure: Data, file: Path) -> None:
 
 
 def _histogram(axes: Axes, energies: Mapping[str, np.ndarray]) -> None:
-    """Draws a histogram of labels, eV, over the range of 98 % of them."""
+    """Draws a histogram of labels, eV, over the range that contains 98 % of them."""
     finite = {name: values[np.isfinite(values)] for name, values in energies.items()}
     present = {name: values for name, values in finite.items() if len(values)}
     axes.set_xlabel("energy (eV)")
@@ -69,7 +69,7 @@ def _histogram(axes: Axes, energies: Mapping[str, np.ndarray]) -> None:
 
 
 def _view(axes: Axes, structure: Data, view: str) -> None:
-    """Draws a structure seen along -z ("top") or along +y ("side"), nearest atoms last, in Å.
+    """Draws a structure, in Å, seen along -z ("top") or +y ("side"), with the nearest atoms last.
 
     Adsorbate atoms have a thick black edge; fixed atoms are hatched; the cell is dashed.
     """

@@ -23,7 +23,7 @@ _ROWS, _COLUMNS = 4, 8
 
 
 def losses_by_place(losses: Mapping[str, NDArray[np.float64]], file: Path) -> None:
-    """Draws the mean loss over the position of a token in its block, the length of its context.
+    """Draws the mean loss against the position in a block, which is the length of the context.
 
     Args:
         losses: text -> loss of each token, nats, (blocks, length); NaN if missing.
@@ -102,7 +102,7 @@ def confusion(counts: ArrayLike, classes: Sequence[str], file: Path) -> None:
 
 
 def substitutions(tables: Mapping[str, NDArray[np.float64]], letters: str, file: Path) -> None:
-    """Draws one or more tables of similarities of letters.
+    """Draws one or more tables of similarities between letters.
 
     Args:
         tables: title -> (letters, letters), symmetric; the diagonal is not drawn.

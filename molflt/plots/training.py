@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 _MAX_BARS = 20
 _STYLES = ("-", "--", ":", "-.")
-_COLUMNS = 3  # of panels of optimizers
-_LEAST = 1e-30  # of losses on a logarithmic axis
+_COLUMNS = 3  # columns of panels of optimizers
+_LEAST = 1e-30  # smallest loss on a logarithmic axis
 
 _KINDS = {  # kind of groups -> axis, title
     "adsorbate": ("adsorbate", "by adsorbate"),
@@ -63,12 +63,12 @@ def training_curve(
     best: str = "",
     step: int | None = None,
 ) -> None:
-    """Draws loss, metrics and learning rate over the step.
+    """Draws loss, metrics and learning rate against the step.
 
     Args:
-        metrics_csv: metrics.csv of a run, with the column step and any of train_loss, lr, and the
-            metrics with prefix train_ and val_; cells may be empty.
-        metrics: metrics of the task; each measured one has a panel.
+        metrics_csv: metrics.csv of a run, with the column step and any of train_loss, lr, and
+            metrics with the prefix train_ or val_; cells may be empty.
+        metrics: metrics of the task; each measured metric has a panel.
         best: metric whose best validation is marked.
         step: step of that validation; by default the one with the best value.
     """
@@ -121,7 +121,7 @@ def _number(cell: str | None) -> float:
 
 
 def best_place(columns: Mapping[str, _Array], name: str, largest_is_best: bool) -> int | None:
-    """Returns the row of the best validation by a column of metrics.csv, or None.
+    """Returns the row of metrics.csv with the best validation by one column, or None.
 
     Validations in which any measured metric is not finite do not count.
     """
@@ -169,7 +169,7 @@ def _log_if_wide(axes: Axes, values: _Array) -> None:
 def overlaid_curves(
     runs: Mapping[str, Mapping[str, _Array]], metrics: Mapping[str, Metric], file: Path
 ) -> None:
-    """Draws columns of several metrics.csv over the step, with one panel per metric.
+    """Draws columns of several metrics.csv files against the step, with one panel per metric.
 
     Args:
         runs: name of a run -> columns, (rows,) each, including step; NaN for empty cells.
@@ -210,18 +210,18 @@ def overlaid_curves(
 
 
 def better(largest_is_best: bool) -> str:
-    """Returns the better direction in words."""
+    """Returns in words which direction is better."""
     return f"{'higher' if largest_is_best else 'lower'} is better"
 
 
 def intervals(
     panels: Mapping[str, Mapping[str, tuple[float, float]]], file: Path, largest_is_best: bool
 ) -> None:
-    """Draws values with uncertainties in rows, sorted by the first panel with the best on top.
+    """Draws values with uncertainties in rows, sorted by the first panel, with the best on top.
 
     Args:
-        panels: label of a panel -> name -> value and half width of its interval; a panel may lack
-            names.
+        panels: label of a panel -> name -> value and half width of its interval; names may be
+            missing in a panel.
         largest_is_best: True if larger values are better.
     """
     first = next(iter(panels.values()))
@@ -244,11 +244,11 @@ def intervals(
 
 
 def loss_curves(tasks: Mapping[str, Mapping[str, _Array]], file: Path, steps: int) -> None:
-    """Draws losses over the step: the geometric mean and the range over repeats.
+    """Draws losses against the step: the geometric mean and the range over repeats.
 
     Args:
-        tasks: name of a task -> name of an optimizer -> losses (repeats, n) at evenly spaced steps,
-            at least 0; infinite values are left out.
+        tasks: name of a task -> name of an optimizer -> nonnegative losses (repeats, n) at evenly
+            spaced steps; infinite values are left out.
         steps: number of steps that the n losses span.
     """
     names = list(dict.fromkeys(name for own in tasks.values() for name in own))

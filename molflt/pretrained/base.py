@@ -62,7 +62,7 @@ class Pretrained:
         trained: the model and the information about it.
 
     Attributes:
-        models: classes of the modules that it supports.
+        models: classes of the modules that this class supports.
         trained: the model and the information about it.
         name: name of the run or of the exported folder.
         about: one line about the predicted quantity; for energies also the structures, the
@@ -136,7 +136,7 @@ class Pretrained:
         Args:
             repo_id: OWNER/NAME; created if it is missing.
             private: make a new repository private.
-            token: token of the Hub; by default that of the login.
+            token: Hub token; by default that of the login.
             options: options of `huggingface_hub.HfApi.upload_folder`, such as commit_message.
         """
         try:

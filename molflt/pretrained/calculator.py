@@ -39,23 +39,25 @@ _DTYPES = {"float32": torch.float32, "float64": torch.float64}
 class Calculator(AseCalculator):
     """Energy, forces and stress of a potential trained with ``--recipe potential``.
 
-    Use it as any calculator of ASE: ``atoms.calc = molflt.Calculator("runs/mine")``. For a
-    potential with a long range, `results` also contains energy_local, energy_near and energy_far,
-    eV; with power 1 also charges, e, and, without periodic axes, dipole, e Å; see
+    Use it like any ASE calculator: ``atoms.calc = molflt.Calculator("runs/mine")``. For a potential
+    with a long-range part, `results` also contains energy_local, energy_near and energy_far, eV.
+    With power 1, it also contains charges, e, and, without periodic axes, dipole, e Å; see
     `molflt.graph.Potential.forward`. The total charge is read from ``atoms.info``.
 
     Args:
-        source: source of a potential as for `molflt.load`, or its return value, or a module.
+        source: source of a potential as for `molflt.load`, the return value of that function, or a
+            module.
         checkpoint: best (the default), last, or a safetensors file; only for a run.
         device: auto, cpu, cuda or cuda:N; by default the device of a module, else auto.
         dtype: precision of the computation; float32 halves the time, with rounding errors of
             about 1e-5 eV/Å in forces.
         slab_stress: also compute the stress of structures that are not periodic along all axes: the
-            derivative of the energy by the strain over the volume of the cell, including vacuum.
-        options: options of ASE's calculators.
+            derivative of the energy with respect to the strain, divided by the volume of the cell
+            including vacuum.
+        options: options of ASE calculators.
 
     Attributes:
-        overlaps_told: True after a warning about two atoms at one place.
+        overlaps_told: True after a warning about two atoms at the same position.
     """
 
     implemented_properties = ["energy", "free_energy", "forces", "stress"]  # noqa: RUF012 (ASE's)
@@ -122,7 +124,7 @@ class Calculator(AseCalculator):
             self.overlaps_told = True
             warn(overlaps_of(given.get_chemical_formula()))
         self.results = {"energy": energy, "free_energy": energy, "forces": forces}
-        parts = (name for name in out if name.startswith("energy_"))  # of a long range
+        parts = (name for name in out if name.startswith("energy_"))  # of a long-range part
         self.results |= {name: float(out[name][0]) for name in parts}
         if "charges" in out:
             self.results["charges"] = out["charges"].double().cpu().numpy()
@@ -138,7 +140,7 @@ class Calculator(AseCalculator):
             )
 
     def check_state(self, atoms: Atoms, tol: float = 1e-15) -> list[str]:
-        """Returns changes; see ASE. Also warns about unused fields if results are still valid."""
+        """Returns the changes, as in ASE; warns about unused fields if results are still valid."""
         self._warn_of_unused(atoms)
         changes: list[str] = super().check_state(atoms, tol)
         if self.atoms is not None and total_charge(atoms) != total_charge(self.atoms):

@@ -1,4 +1,4 @@
-"""Prediction of energies of structures."""
+"""Prediction of the energies of structures."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ class Prediction(NamedTuple):
     """estimate of the relaxed structure, subject to its constraints; None if they cannot be met, or
     if the model was trained without relaxed positions"""
     outside: tuple[str, ...] = ()
-    """differences of the structure and its energy from the training data"""
+    """differences between the structure or its energy and the training data"""
     embedding: NDArray[np.float32] | None = None
     """(atoms, dim), or pooled (dim,); None by default"""
     forces: NDArray[np.float32] | None = None
     """(atoms, 3), eV/Å; None for models that are not potentials"""
     by_adsorbate: tuple[float, ...] | None = None
-    """energies of the adsorbates of a slab, eV, in the order of their first atoms; they sum to the
-    energy; None for models that read all atoms"""
+    """energies of the adsorbates of a slab, eV, in the order of their first atoms, which sum to the
+    energy; None for models that read out all atoms"""
 
 
 class EnergyPredictor(Pretrained):
@@ -101,7 +101,7 @@ class EnergyPredictor(Pretrained):
 
     @property
     def _measured(self) -> str:
-        """The error on the first evaluated split in words."""
+        """The error on the first evaluated split, in words."""
         for split, row in self.trained.results.items():
             error = row.get("mae_eV") if isinstance(row, dict) else None
             if isinstance(error, float):
@@ -129,9 +129,9 @@ class EnergyPredictor(Pretrained):
         self.compiled = CompiledEnergies(_one(self.model), package)
 
     def save_compiled(self, folder: Path) -> list[Path]:
-        """Writes machine code of the energies to a folder that `save_pretrained` wrote.
+        """Writes machine code for the energies to a folder that `save_pretrained` wrote.
 
-        The code needs a processor like this one and this version of torch, and making it a C++
+        The code needs a processor like this one and this version of torch; making it needs a C++
         compiler. See `molflt.graph.computation` for models that cannot be compiled.
         """
         weights = Path(folder) / "model.safetensors"
@@ -160,7 +160,7 @@ class EnergyPredictor(Pretrained):
 
         Args:
             order: order of the splines, 4, 5, 6 or 8; errors of attention are at most 3e-3, 6e-4,
-                6e-6 and 2e-7. See `molflt.graph.mesh.use_mesh_`.
+                6e-6 or 2e-7, respectively. See `molflt.graph.mesh.use_mesh_`.
         """
         if self.compiled is not None:
             raise ValueError(f"mesh_order={order} does not apply to machine code; leave one out")
@@ -200,12 +200,12 @@ class EnergyPredictor(Pretrained):
             structures: `ase.Atoms`, PyG `Data` or `Batch` (with OC20's tags), a sequence of these,
                 a data set, or one or more names or patterns of files or folders.
             batch_size: structures in a batch.
-            embedding: also return the tokens before the readout, for all "atoms" (0 for those that
-                the model leaves out), or "pooled": the mean over the atoms that the energy sums
-                over (those with tag > 0 if there are tags; all for a potential).
+            embedding: also return the tokens before the readout: "atoms" for all atoms (0 for those
+                that the model leaves out), or "pooled" for the mean over the atoms that contribute
+                to the energy (those with tag > 0 if there are tags; all for a potential).
             tags: meaning of the tags of `ase.Atoms` and of files that ASE reads: oc20 (0
                 subsurface, 1 surface, 2 adsorbate) or ase (layers from the top, 0 for adsorbates);
-                guess replaces the tags of any source by the geometry; by default as in training.
+                guess derives the tags of any source from the geometry; by default as in training.
                 Potentials do not read tags.
             force: also predict structures without tags, or with implausible tags, if all training
                 structures had tags; `outside` of the prediction reports it.

@@ -38,7 +38,7 @@ def load(
 ) -> EnergyPredictor: ...
 
 
-@overload  # the file decides the type; `EnergyPredictor.from_pretrained(source)` has a static one
+@overload  # the file decides the type; `EnergyPredictor.from_pretrained(source)` is typed
 def load(
     source: str | Path | None,
     device: str = ...,
@@ -65,13 +65,14 @@ def load(
             package, by default the recommended one.
         device: cpu, cuda, cuda:N, or auto.
         checkpoint: best (the default), last, or the path of a safetensors file; only for a run.
-        also: further runs that form an ensemble with `source`; its spread is an uncertainty.
+        also: further runs that form an ensemble with `source`, whose spread indicates the
+            uncertainty.
         compiled: compute energies with the machine code that `molflt export --compiled true` wrote
             next to an exported model. Only use code that you trust.
 
     Returns:
         An object with the methods of the trained task, for instance an `EnergyPredictor`. Its
-        static type is Any; `EnergyPredictor.from_pretrained(source)` and the like are typed.
+        static type is Any; `EnergyPredictor.from_pretrained(source)` and similar calls are typed.
     """
     if isinstance(also, str | Path):
         raise ValueError(f"also={also!r}: expected a list of runs; write [{str(also)!r}]")

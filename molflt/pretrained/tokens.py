@@ -73,7 +73,7 @@ class TextWriter(Pretrained):
         ids = torch.tensor([[self.vocabulary.eos, *known]], device=device)
         generator = torch.Generator().manual_seed(seed)
         drawn = generate(self.model, ids, tokens, temperature, top_k, generator)
-        line = known[:]  # decoded together, because a character may have several tokens
+        line = known[:]  # decoded together, because a character may consist of several tokens
         written = self.vocabulary.decode(line)
         yield written
         for token in drawn:
@@ -87,7 +87,7 @@ class TextWriter(Pretrained):
 
 
 class ImageWriter(Pretrained):
-    """Generates images, also below given upper rows; see `molflt.load`."""
+    """Generates images, or completes given upper rows; see `molflt.load`."""
 
     models: ClassVar = (PixelModel,)
     model: PixelModel
@@ -107,7 +107,7 @@ class ImageWriter(Pretrained):
         Args:
             count: number of new images; 8 by default.
             given: images to continue instead, (n, channels, side, side), bytes.
-            rows: number of their upper rows that are given; half of the rows by default.
+            rows: number of given upper rows of these images; half of the rows by default.
             temperature: below 1, likely bytes become more likely; 0 takes the most likely byte.
             top_k: number of most likely bytes to draw from; None for all.
             seed: seed of the draws, which also depend on the number of images.

@@ -29,9 +29,9 @@ class TorchSimModel(ModelInterface):
 
     Args:
         source: as for `molflt.Calculator`.
-        checkpoint: of a run: best (the default), last, or a safetensors file.
+        checkpoint: best (the default), last, or a safetensors file; only for a run.
         device: as for `molflt.Calculator`.
-        dtype: "float32" or "float64"; the dtype of the positions of the state.
+        dtype: "float32" or "float64", which should be the dtype of the positions in the state.
         slab_stress: as for `molflt.Calculator`.
     """
 

@@ -68,7 +68,7 @@ def read_trained(
         source: as for `molflt.load`.
         checkpoint: best (the default), last, or the path of a safetensors file; only for a run.
         device: cpu, cuda, cuda:N, or auto.
-        also: further runs that form an ensemble with `source`, a run.
+        also: further runs that form an ensemble with `source`, which must be a run.
         hub: options of `huggingface_hub.snapshot_download`.
     """
     path = find(source, hub)
@@ -100,7 +100,7 @@ def read_trained(
 
 
 def _run_of(weights: Path) -> Path:
-    """Returns the run of a file of weights: its folder, or the one above, with a config.yaml."""
+    """Returns the run of a weights file: its folder or the parent folder, with a config.yaml."""
     for folder in (weights.parent, weights.parent.parent):
         if (folder / "config.yaml").is_file():
             return folder

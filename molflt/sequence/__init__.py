@@ -1,4 +1,4 @@
-"""Sequences of tokens on the attention core: language, translation, classifiers, pixels."""
+"""Models of token sequences on the attention core: language, translation, classes, pixels."""
 
 from molflt.sequence.beam import Hypothesis, beam_search
 from molflt.sequence.classifier import SequenceClassifier

@@ -22,7 +22,7 @@ class Hypothesis(NamedTuple):
 
 
 class _Source(NamedTuple):
-    """Encoded sources, one row each."""
+    """Encoded sources, one per row."""
 
     encoded: Tensor
     mask: Tensor | None
@@ -42,23 +42,23 @@ def beam_search(
 ) -> list[Hypothesis]:
     """Finds the best complete target of each source.
 
-    The search keeps `beam` unfinished hypotheses of each source, and ends when as many are complete
-    (as in fairseq and, with `early_stopping`, in transformers). The result has the largest log p /
-    length^length_penalty (arXiv:1609.08144, section 7, without its constants). A beam of 1 takes
-    the most probable token at each step. Mechanisms with a state have a constant cost per step;
-    others compute the whole target again, see `EncoderDecoder.decodes`.
+    The search keeps `beam` unfinished hypotheses for each source, and ends when the same number is
+    complete (as in fairseq and, with `early_stopping`, in transformers). The result has the largest
+    log p / length^length_penalty (arXiv:1609.08144, section 7, without its constants). A beam of 1
+    selects the most probable token at each step. Mechanisms with a state do not recompute earlier
+    tokens; others recompute the whole target at each step (see `EncoderDecoder.decodes`).
 
     Args:
         model: model in evaluation mode.
         source: ids (batch, n).
-        source_mask: (batch, n) bool, True where a token exists; None where all do.
+        source_mask: (batch, n) bool, True where a token exists; None if all tokens exist.
         begin: id of the start token.
         end: id of the end token.
         beam: hypotheses per source.
-        length_penalty: 0 compares log p, which favors short targets; numbers above 1 favor long
+        length_penalty: 0 compares log p, which favors short targets; values above 1 favor long
             ones.
-        limit: most tokens of a target, including the end; by default 10 plus twice those of its
-            source. The model may allow fewer. Hypotheses of this length end there.
+        limit: maximum length of a target, including the end token; by default 10 plus twice the
+            length of its source. The model may allow less. Hypotheses of this length end there.
     """
     if model.training:
         raise ValueError("beam_search needs a model without dropout; call model.eval() first")
@@ -82,7 +82,7 @@ def beam_search(
 
 
 class _Search:
-    """Hypotheses of all unfinished sources, `beam` rows for each of them."""
+    """Hypotheses of all unfinished sources, with `beam` rows for each."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class _Search:
         self.open = list(range(count))  # index of each source in the batch
         self.tokens = torch.full((count * beam, 1), begin, device=device)
         self.state: Translating | None = model.begin(*source) if model.decodes else None
-        # at first all hypotheses are equal, and one counts
+        # at first all hypotheses are equal, so only one counts
         self.score = torch.full((count, beam), -torch.inf, dtype=torch.float64, device=device)
         self.score[:, 0] = 0.0
 
@@ -136,8 +136,7 @@ class _Search:
     def _collect(
         self, total: Tensor, parent: Tensor, ended: Tensor, length: int, last: Tensor
     ) -> None:
-        """Stores ended hypotheses that are among the best `beam`, or all of them at the last
-        step."""
+        """Stores ended hypotheses: those in the best `beam`, or all of them at the last step."""
         ended[:, self.beam :] &= last[:, None]
         for i, place in ended.nonzero().tolist():
             row = i * self.beam + int(parent[i, place])
@@ -145,7 +144,7 @@ class _Search:
             self.found[self.open[i]].append(Hypothesis(self.tokens[row, 1:].tolist(), score))
 
     def _keep(self, rows: list[int], score: Tensor, token: Tensor, parent: Tensor) -> None:
-        """Keeps unfinished sources, and the chosen hypotheses of each."""
+        """Keeps the unfinished sources and the chosen hypotheses of each."""
         kept = torch.tensor(rows, dtype=torch.long, device=score.device)
         self.open = [self.open[i] for i in rows]
         self.score, self.most = score[kept], self.most[kept]

@@ -1,4 +1,4 @@
-"""Classifier of sequences and of pairs of sequences."""
+"""Classifier of sequences and sequence pairs."""
 
 from typing import Any, ClassVar, Literal
 
@@ -11,16 +11,16 @@ from molflt.sequence.encoder import TokenEncoder
 
 
 class SequenceClassifier(nn.Module):
-    """An encoder, a layer on its first token or mean token, and a linear classifier.
+    """Encoder, layer on its first token or the mean of its tokens, and linear classifier.
 
-    BERT's fine-tuning (arXiv:1810.04805), section 4.1. A pair is one sequence whose parts have
-    different types.
+    This is the model for fine-tuning BERT (arXiv:1810.04805), section 4.1. A pair is one sequence
+    whose parts have different types.
 
     Args:
         vocabulary: number of token ids; `molflt train` sets it from the data.
-        classes: number of classes; 1 for a score, a real number; null: set by the data.
+        classes: number of classes; 1 for a real-valued score; null: set by the data.
         pool: input of the classifier: the first "token", as in BERT, or the "mean" of all tokens.
-        head_dropout: dropout in front of the classifier.
+        head_dropout: dropout before the classifier.
         encoder: further arguments of `molflt.sequence.TokenEncoder`.
 
     Attributes:
@@ -58,7 +58,7 @@ class SequenceClassifier(nn.Module):
     def forward(
         self, tokens: Tensor, types: Tensor | None = None, key_mask: Tensor | None = None
     ) -> Tensor:
-        """Logits (batch, classes), or scores (batch, 1); see `TokenEncoder.forward`."""
+        """Returns logits (batch, classes) or scores (batch, 1); see `TokenEncoder.forward`."""
         hidden = self.encoder(tokens, types, key_mask)
         if self.pool == "token":
             pooled = hidden[:, 0]

@@ -14,21 +14,21 @@ _STD = 0.02  # standard deviation of embeddings, as in BERT
 
 
 class TokenEncoder(TokenModel):
-    """Embeddings of words, positions and types, and a stack of blocks.
+    """Embeddings of words, positions and types, followed by a stack of blocks.
 
-    BERT (arXiv:1810.04805), section 3, with attention; FNet (arXiv:2105.03824), section 4.1, with
-    mixer "fourier"; the encoders of NPRF (arXiv:2106.12566), section 4.1, with linear attention and
-    a relative encoding, which sees position = index x `position_scale`.
+    With attention, this is BERT (arXiv:1810.04805), section 3; with the mixer "fourier", it is FNet
+    (arXiv:2105.03824), section 4.1. Linear attention and a relative encoding give the encoders of
+    NPRF (arXiv:2106.12566), section 4.1. The encoding sees position = index x `position_scale`.
 
     Args:
         vocabulary: number of token ids.
         dim: width of tokens.
-        heads: attention heads; `dim` is a multiple of it.
+        heads: number of attention heads, a divisor of `dim`.
         types: number of token types, such as 2 for the two sentences of a pair.
-        absolute: encoding of places, added to embeddings: "learned" (BERT), "sinusoidal"
+        absolute: encoding of positions, added to embeddings: "learned" (BERT), "sinusoidal"
             (arXiv:1706.03762, section 3.5), or "none".
-        max_length: longest sequence, for "learned" positions, encodings with a table, and mixers
-            with a matrix of all tokens. Other options do not need it. BERT has 512.
+        max_length: maximum sequence length, for "learned" positions, encodings with a table, and
+            mixers with a matrix over all tokens. Other options do not need it. BERT uses 512.
         position: "none" or a key of `molflt.attention.POSITIONS`, shared by all layers.
         position_options: further arguments of the encoding; `dim` is 1.
         position_scale: distance between neighboring tokens, in the unit of length of the encoding;
@@ -83,20 +83,20 @@ class TokenEncoder(TokenModel):
 
     @property
     def longest(self) -> int | None:
-        """Largest number of tokens; None without a limit."""
+        """Maximum number of tokens; None without a limit."""
         tables = (getattr(block.attention, "max_tokens", None) for block in self.stack.blocks)
         return min((n for n in (self._table, *tables) if n is not None), default=None)
 
     def forward(
         self, tokens: Tensor, types: Tensor | None = None, key_mask: Tensor | None = None
     ) -> Tensor:
-        """Hidden states.
+        """Returns the hidden states of all tokens.
 
         Args:
             tokens: ids (batch, length).
             types: type of each token, (batch, length); None if all are 0.
-            key_mask: (batch, length), True at tokens; None without padding. Padding does not affect
-                results.
+            key_mask: (batch, length), True where a token exists; None without padding. Padding does
+                not affect results.
 
         Returns:
             (batch, length, dim).

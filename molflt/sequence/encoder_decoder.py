@@ -16,42 +16,42 @@ from molflt.sequence.places import TokenModel, expect_targets
 
 
 class Translating(NamedTuple):
-    """State of decoding: the source and the target so far."""
+    """Decoding state: the source and the target tokens so far."""
 
     length: int
-    """tokens of the target"""
+    """number of target tokens"""
     decoder: DecoderState
 
 
 class EncoderDecoder(TokenModel):
-    """p(target token i + 1 | source, target tokens 0 .. i), of arXiv:1706.03762.
+    """Model of p(target token i + 1 | source, target tokens 0 .. i), as in arXiv:1706.03762.
 
-    The translation model of NPRF (arXiv:2106.12566), section 4.3: self-attention of source and
-    target and cross-attention have the same mechanism unless `decoder` changes it. One matrix holds
-    the embeddings of source and target and the weights of the output. Relative encodings see
-    position = index x `position_scale` in the encoder and, with separate parameters, in the
-    decoder; not in cross-attention.
+    This is the translation model of NPRF (arXiv:2106.12566), section 4.3. Self-attention of source
+    and target and cross-attention use the same mechanism unless `decoder` changes it. One matrix
+    holds the embeddings of source and target and the weights of the output layer. Relative
+    encodings see position = index x `position_scale`. Encoder and decoder have separate parameters
+    for them; cross-attention does not use them.
 
     Args:
         vocabulary: number of token ids of both languages; `molflt train` sets it from the data.
         dim: width of tokens.
-        heads: attention heads; `dim` is a multiple of it.
+        heads: number of attention heads, a divisor of `dim`.
         absolute: encoding of positions, added to embeddings: "none", "sinusoidal"
             (arXiv:1706.03762, section 3.5) or "learned", shared by source and target.
-        max_length: longest sequence; "learned" positions, and encodings with a table (as their
-            `max_tokens`), need it. None: no limit.
+        max_length: maximum sequence length, needed by "learned" positions and by encodings with a
+            table (as their `max_tokens`). None: no limit.
         position: "none" or a key of `molflt.attention.POSITIONS`, shared by all layers of the
-            encoder, and by all of the decoder.
+            encoder and, separately, by all layers of the decoder.
         position_options: further arguments of the encoding; `dim` is 1.
-        position_scale: distance of neighboring tokens, in the unit of length of the encoding; 1 by
-            default.
+        position_scale: distance between neighboring tokens, in the unit of length of the encoding;
+            1 by default.
         embedding_dropout: dropout of embeddings.
         decoder: options of `stack` that differ in the decoder, such as {"num_features": 24,
             "layers": 3}; null for none.
         stack: further arguments of `molflt.attention.Stack` for encoder and decoder.
 
     Attributes:
-        of_data: beginnings of names of what belongs to a file of the data.
+        of_data: prefixes of the names of tensors that depend on the data.
     """
 
     of_data = ("head.",)
@@ -103,12 +103,12 @@ class EncoderDecoder(TokenModel):
         return self.decoder.decodes
 
     def encode(self, source: Tensor, source_mask: Tensor | None = None) -> Tensor:
-        """Hidden states of the source.
+        """Returns the hidden states of the source.
 
         Args:
             source: ids (batch, n).
-            source_mask: (batch, n) bool, True at tokens; None without padding. Padding does not
-                change results.
+            source_mask: (batch, n) bool, True where a token exists; None without padding. Padding
+                does not affect results.
 
         Returns:
             (batch, n, dim).
@@ -120,8 +120,7 @@ class EncoderDecoder(TokenModel):
         return hidden
 
     def forward(self, source: Tensor, target: Tensor, source_mask: Tensor | None = None) -> Tensor:
-        """Returns hidden states of the target, each computed from the source and the target up to
-        it.
+        """Returns hidden states of the target, given the source and the tokens up to each state.
 
         Args:
             source: ids (batch, n).
@@ -134,7 +133,7 @@ class EncoderDecoder(TokenModel):
         return self.decode(target, self.encode(source, source_mask), source_mask)
 
     def decode(self, target: Tensor, encoded: Tensor, source_mask: Tensor | None = None) -> Tensor:
-        """`forward` for an encoded source, (batch, n, dim)."""
+        """Computes `forward` for an encoded source, (batch, n, dim)."""
         x, positions = self._embed("target", target, 0, self.decoder.stack)
         hidden: Tensor = self.decoder(x, encoded, positions, source_mask)
         return hidden
@@ -159,7 +158,7 @@ class EncoderDecoder(TokenModel):
         return hidden, Translating(state.length + tokens.shape[1], last)
 
     def log_probabilities(self, hidden: Tensor) -> Tensor:
-        """Normalized log-probabilities of all ids: (..., dim) -> (..., vocabulary)."""
+        """Returns normalized log-probabilities of all ids: (..., dim) -> (..., vocabulary)."""
         return self.head.log_probabilities(hidden)
 
     def log_likelihood(
@@ -170,12 +169,12 @@ class EncoderDecoder(TokenModel):
         Args:
             hidden: (batch, t, dim), from `forward`.
             targets: ids (batch, t) of the next tokens; -1 at padding.
-            smoothing: epsilon; the target has the label 1 - epsilon, and each id epsilon /
-                vocabulary in addition (arXiv:1512.00567, section 7).
+            smoothing: epsilon; the label is 1 - epsilon for the target, and epsilon / vocabulary
+                is added for every id (arXiv:1512.00567, section 7).
 
         Returns:
-            log p, and sum_k label_k log p_k, (targets,) each, float32 at least, without targets of
-            -1, in the order of rows and positions.
+            log p and sum_k label_k log p_k, (targets,) each, in at least float32. Targets of -1 are
+            left out; the others are in the order of rows and positions.
         """
         there = expect_targets(hidden, targets, self.vocabulary, "none")
         wanted, seen = targets[there], hidden[there]
@@ -192,7 +191,7 @@ class EncoderDecoder(TokenModel):
     def _embed(
         self, name: str, tokens: Tensor, start: int, stack: Stack
     ) -> tuple[Tensor, Tensor | None]:
-        """Embeddings (batch, n, dim) and positions (1, n, 1) of ids (batch, n) from `start` on."""
+        """Returns embeddings (batch, n, dim) and positions (1, n, 1) of ids from `start` on."""
         ids, index = self._ids(name, tokens, start)
         x = self._with_places(self.head.embed(ids) * self.dim**0.5, index)
         return self.embedding_dropout(x), self._positions(index, stack)

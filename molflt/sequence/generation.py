@@ -1,4 +1,4 @@
-"""Sampling of tokens from a language model."""
+"""Token sampling from a language model."""
 
 from collections.abc import Iterator
 
@@ -16,7 +16,7 @@ def generate(
     top_k: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Iterator[int]:
-    """Draws tokens that follow a prompt (1, n): `sample` of one sequence."""
+    """Draws tokens that follow a prompt (1, n), as `sample` does for several prompts."""
     if prompt.ndim != 2 or len(prompt) != 1 or not prompt.shape[1]:
         raise ValueError(
             f"prompt must be ids of shape (1, n) with n of at least 1; got {tuple(prompt.shape)}; "
@@ -35,17 +35,17 @@ def sample(
 ) -> Iterator[Tensor]:
     """Yields tokens that follow prompts, one at a time for all prompts.
 
-    With a decoding state, the cost of a token is constant, or grows with the number of earlier
-    tokens for softmax. Without one, the whole sequence is computed again for each token, see
-    `LanguageModel.decodes`.
+    With a decoding state, the cost of a token is constant; for softmax, it grows with the number of
+    earlier tokens. Without a state, the whole sequence is recomputed for each token (see
+    `LanguageModel.decodes`).
 
     Args:
         model: in evaluation mode.
         prompt: ids (batch, n), n at least 1.
         count: number of tokens to draw for each prompt.
-        temperature: divides logits; 0 takes the most probable token.
+        temperature: divisor of logits; 0 selects the most probable token.
         top_k: draw only from the k most probable tokens.
-        generator: CPU generator; a seed gives the same tokens on every device.
+        generator: CPU generator; the same seed gives the same tokens on every device.
 
     Yields:
         Ids (batch,) on the CPU.
@@ -69,7 +69,7 @@ def sample(
         raise ValueError(f"temperature must be at least 0 and finite; got {temperature}")
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k must be at least 1; got {top_k}; leave it out for all tokens")
-    needed = prompt.shape[1] + count - 1  # the last token drawn is never read
+    needed = prompt.shape[1] + count - 1  # the last token drawn is never an input
     if count and model.longest is not None and needed > model.longest:
         raise ValueError(
             f"a prompt of {prompt.shape[1]} tokens and {count} more need a model that takes "
@@ -106,7 +106,7 @@ def _choose(
     top_k: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Draws one id per row of logits (batch, vocabulary): (batch,), on the CPU."""
+    """Draws one id per row of logits: (batch, vocabulary) -> (batch,), on the CPU."""
     logits = logits.double().cpu()
     if not bool(logits.isfinite().all()):
         raise ValueError(

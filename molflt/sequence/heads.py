@@ -10,12 +10,12 @@ from torch.nn import functional as F
 from molflt.attention.numerics import at_least_float32, recomputed
 from molflt.attention.stack import ACTIVATIONS
 
-_AT_ONCE = 2**27  # most logits that are kept for backward; pieces of more are recomputed
+_AT_ONCE = 2**27  # maximum number of logits to keep for backward; beyond this, all are recomputed
 _SHRINK = 4.0  # ratio of the widths of neighboring clusters
 
 
 class Head(nn.Module):
-    """Base class: hidden states to log-probabilities, in float32 at least.
+    """Base class that maps hidden states to log-probabilities, in at least float32.
 
     Attributes:
         width: number of logits per token that are stored at once.
@@ -24,26 +24,26 @@ class Head(nn.Module):
     width: int
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """The head's weights of token ids (...): (..., dim), for tied embeddings."""
+        """Returns the weights of token ids: (...) -> (..., dim), for tied embeddings."""
         raise NotImplementedError
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """(..., dim) -> (..., vocabulary), not normalized."""
+        """Returns logits, which are not normalized: (..., dim) -> (..., vocabulary)."""
         raise NotImplementedError
 
     def log_probabilities(self, hidden: Tensor) -> Tensor:
-        """(..., dim) -> (..., vocabulary)."""
+        """Returns log-probabilities of all ids: (..., dim) -> (..., vocabulary)."""
         logits = self.logits(hidden)
         with torch.autocast(logits.device.type, enabled=False):
             return at_least_float32(logits).log_softmax(dim=-1)
 
     def log_likelihood(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """log p of the targets: (n, dim), (n,) -> (n,)."""
+        """Returns log p of the targets: (n, dim), (n,) -> (n,)."""
         logits = at_least_float32(self.logits(hidden))
         return -F.cross_entropy(logits, targets, reduction="none")
 
     def score(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """`log_likelihood`, in pieces if all logits need more memory than the blocks."""
+        """Computes `log_likelihood`, in pieces if there are too many logits to keep."""
         size = max(1, _AT_ONCE // self.width)
         if len(hidden) <= size:
             return self.log_likelihood(hidden, targets)
@@ -52,7 +52,7 @@ class Head(nn.Module):
 
 
 class _PlainHead(Head):
-    """One linear layer without bias, softmax over all ids."""
+    """Linear layer without bias, followed by softmax over all ids."""
 
     def __init__(self, dim: int, vocabulary: int) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class _PlainHead(Head):
     def excess(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Returns the mean of log p over all ids minus log p of the target: (n, dim), (n,) -> (n,).
 
-        Normalizers cancel in h . (mean_k W_k - W_target).
+        The normalizers cancel in h . (mean_k W_k - W_target).
         """
         with torch.autocast(hidden.device.type, enabled=False):
             weight = at_least_float32(self.weight)
@@ -77,16 +77,17 @@ class _PlainHead(Head):
 
 
 class _AdaptiveHead(Head):
-    """Adaptive softmax: full width for frequent ids, a quarter for each cluster of rarer ones.
+    """Adaptive softmax: each cluster of rarer ids has a quarter of the previous width.
 
-    Grave et al. It is torch's module (arXiv:1609.04309). Its weights also serve adaptive inputs
-    (Baevski and Auli, arXiv:1809.10853, "tied" weights and projections): the embedding of an id of
-    cluster c is E_c[id] P_c, its logit E_c[id] . (P_c h).
+    Frequent ids have the full width. The head uses torch's module of Grave et al.
+    (arXiv:1609.04309). Its weights also serve as adaptive inputs (Baevski and Auli,
+    arXiv:1809.10853, "tied" weights and projections): an id of cluster c has the embedding
+    E_c[id] P_c and the logit E_c[id] . (P_c h).
 
     Args:
         dim: width of hidden states.
-        vocabulary: number of ids, sorted by falling frequency.
-        cutoffs: first id of each cluster of rarer ids, rising, below `vocabulary`.
+        vocabulary: number of ids, which are sorted by decreasing frequency.
+        cutoffs: first id of each cluster of rarer ids, increasing and below `vocabulary`.
     """
 
     def __init__(self, dim: int, vocabulary: int, cutoffs: list[int]) -> None:
@@ -111,7 +112,7 @@ class _AdaptiveHead(Head):
             nn.init.normal_(embedding, std=len(project) ** -0.5)
 
     def _tails(self) -> list[tuple[Tensor, Tensor]]:
-        """P_c (width, dim) and E_c (ids, width) of each cluster."""
+        """Returns P_c (width, dim) and E_c (ids, width) of each cluster."""
         tails = [cast(nn.Sequential, tail) for tail in self.softmax.tail]
         return [(cast(Tensor, t[0].weight), cast(Tensor, t[1].weight)) for t in tails]
 
@@ -137,14 +138,14 @@ class _AdaptiveHead(Head):
 
 
 class MaskedHead(Head):
-    """Output of BERT (arXiv:1810.04805): a further layer, and the embeddings as weights.
+    """Output layers of BERT (arXiv:1810.04805), with the embeddings as weights.
 
-    log p = log softmax(E LN(gelu(W h + b)) + c), with the embeddings E of the words.
+    log p = log softmax(E LN(gelu(W h + b)) + c), where E are the word embeddings.
 
     Args:
-        words: the embeddings, which their own module keeps.
-        activation: "gelu", or "gelu_tanh", see `molflt.attention.Block`.
-        norm_eps: what LayerNorm adds to the variance.
+        words: the word embeddings, which belong to another module.
+        activation: "gelu" or "gelu_tanh"; see `molflt.attention.Block`.
+        norm_eps: constant that LayerNorm adds to the variance.
     """
 
     def __init__(self, words: nn.Embedding, activation: str, norm_eps: float) -> None:

@@ -21,7 +21,7 @@ class LanguageState(NamedTuple):
 
 
 class LanguageModel(TokenModel):
-    """Causal blocks over token embeddings, p(token i + 1 | tokens 0 .. i).
+    """Causal blocks over token embeddings that model p(token i + 1 | tokens 0 .. i).
 
     This is the language model of FLT (arXiv:2302.01925), section 5.1, and NPRF (arXiv:2106.12566),
     section 4.2. Relative encodings see position = index x `position_scale`.
@@ -29,22 +29,22 @@ class LanguageModel(TokenModel):
     Args:
         vocabulary: number of token ids; `molflt train` takes it from the data.
         dim: width of tokens.
-        heads: attention heads; `dim` is a multiple of it.
+        heads: number of attention heads, a divisor of `dim`.
         absolute: encoding of positions, added to embeddings: "none" (sufficient with relative
-            encodings: causal attention sees how many tokens came before), "sinusoidal"
+            encodings, because causal attention sees how many tokens came before), "sinusoidal"
             (arXiv:1706.03762, section 3.5) or "learned".
-        max_length: longest sequence; "learned" embeddings, and encodings with a table (as their
-            `max_tokens`), need it. None: no limit.
-        position: "none" or a key of `molflt.attention.POSITIONS`, shared by all layers, different
-            for each head.
+        max_length: maximum sequence length, needed by "learned" positions and by encodings with a
+            table (as their `max_tokens`). None: no limit.
+        position: "none" or a key of `molflt.attention.POSITIONS`, shared by all layers but
+            different for each head.
         position_options: further arguments of the encoding; `dim` is 1.
-        position_scale: distance of neighboring tokens, in the unit of length of the encoding; 1 by
-            default.
+        position_scale: distance between neighboring tokens, in the unit of length of the encoding;
+            1 by default.
         embedding_dropout: dropout of embeddings.
-        tie_embeddings: use the embeddings as the weights of the output.
-        adaptive_cutoffs: ids at which a new, rarer cluster of tokens begins, each with a quarter of
-            the width of the one before (adaptive softmax, arXiv:1609.04309; with tied embeddings
-            adaptive inputs as well, arXiv:1809.10853). Ids must be sorted by falling frequency.
+        tie_embeddings: use the embeddings as the weights of the output layer.
+        adaptive_cutoffs: ids at which clusters of rarer tokens begin. Each cluster has a quarter of
+            the width of the previous one (adaptive softmax, arXiv:1609.04309; with tied embeddings,
+            also adaptive inputs, arXiv:1809.10853). Ids must be sorted by decreasing frequency.
         stack: further arguments of `molflt.attention.Stack`.
 
     Attributes:
@@ -87,12 +87,12 @@ class LanguageModel(TokenModel):
             self.head = _PlainHead(dim, self.vocabulary)
         else:
             self.head = _AdaptiveHead(dim, self.vocabulary, adaptive_cutoffs)
-        # Tied embeddings are the head's.
+        # Tied embeddings belong to the head.
         self.embedding = None if tie_embeddings else embedding(self.vocabulary, dim, dim**-0.5)
         self._set_places(0.1, embedding_dropout)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Hidden states: ids (batch, length) -> (batch, length, dim)."""
+        """Returns hidden states: ids (batch, length) -> (batch, length, dim)."""
         out: Tensor = self.stack(*self._embed(tokens, 0))
         return out
 
@@ -104,9 +104,9 @@ class LanguageModel(TokenModel):
 
         Args:
             tokens: ids (batch, length).
-            targets: ids (batch, length), the next token of each; -1 at the end and at padding.
+            targets: ids (batch, length) of the next tokens; -1 at the end and at padding.
 
-        Returns: (batch, length), float32 at least; 0 without a target.
+        Returns: (batch, length), in at least float32; 0 where the target is -1.
         """
         tensors(tokens=tokens)
         wanted = expect_targets(tokens, targets, self.vocabulary, "none")
@@ -114,7 +114,7 @@ class LanguageModel(TokenModel):
         return found.view(targets.shape).where(wanted, 0.0)
 
     def log_probabilities(self, hidden: Tensor) -> Tensor:
-        """Normalized log-probabilities of all ids: (..., dim) -> (..., vocabulary)."""
+        """Returns normalized log-probabilities of all ids: (..., dim) -> (..., vocabulary)."""
         return self.head.log_probabilities(hidden)
 
     @property
@@ -130,8 +130,8 @@ class LanguageModel(TokenModel):
 
         Args:
             tokens: new ids (batch, new); one, or a whole prompt.
-            state: returned by the previous call; None at the start. Constant in size for linear
-                attention, keys and values of all tokens for softmax.
+            state: returned by the previous call; None at the start. Its size is constant for linear
+                attention; for softmax, it holds the keys and values of all tokens.
 
         Returns:
             Log-probabilities (batch, new, vocabulary), and the state after the last token.
@@ -142,7 +142,7 @@ class LanguageModel(TokenModel):
     def advance(
         self, tokens: Tensor, state: LanguageState | None = None
     ) -> tuple[Tensor, LanguageState]:
-        """`decode` without the output layer: hidden states (batch, new, dim), and the state."""
+        """Returns hidden states (batch, new, dim) and the state: `decode` without output layer."""
         start = 0 if state is None else state.length
         x, positions = self._embed(tokens, start)
         hidden, last = self.stack.decode(x, positions, None if state is None else state.stack)

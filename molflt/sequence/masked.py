@@ -13,9 +13,9 @@ from molflt.sequence.places import expect_targets
 
 
 class MaskedLanguageModel(nn.Module):
-    """An encoder that predicts masked tokens and, optionally, whether a sentence follows another.
+    """Encoder that predicts masked tokens and, optionally, whether one sentence follows another.
 
-    Pre-training of BERT (arXiv:1810.04805), section 3.1, for any encoder of tokens.
+    This is the pre-training of BERT (arXiv:1810.04805), section 3.1, for any token encoder.
 
     Args:
         vocabulary: number of token ids; `molflt train` takes it from the data.
@@ -27,7 +27,7 @@ class MaskedLanguageModel(nn.Module):
         mask_id: id of the mask token, -1 before `set_special`.
         ordinary: (vocabulary,) bool, True for ids that may be masked or predicted; False for
             special tokens.
-        of_data: beginnings of names of what belongs to a file of the data.
+        of_data: prefixes of the names of tensors that depend on the data, by file.
     """
 
     of_data: ClassVar = {"tokenizer.json": ("encoder.words.", "head.bias", "mask_id", "ordinary")}
@@ -57,7 +57,7 @@ class MaskedLanguageModel(nn.Module):
 
         Args:
             mask_id: id of the mask token.
-            special: ids of all special tokens, including that one.
+            special: ids of all special tokens, including the mask token.
         """
         wrong = [i for i in (mask_id, *special) if not 0 <= i < self.vocabulary]
         if wrong or len(set(special)) >= self.vocabulary:
@@ -72,34 +72,34 @@ class MaskedLanguageModel(nn.Module):
     def forward(
         self, tokens: Tensor, types: Tensor | None = None, key_mask: Tensor | None = None
     ) -> Tensor:
-        """Hidden states (batch, length, dim); arguments as for `TokenEncoder.forward`."""
+        """Returns hidden states (batch, length, dim); see `TokenEncoder.forward`."""
         hidden: Tensor = self.encoder(tokens, types, key_mask)
         return hidden
 
     def log_probabilities(self, hidden: Tensor) -> Tensor:
-        """Normalized log-probabilities of all ids: (..., dim) -> (..., vocabulary)."""
+        """Returns normalized log-probabilities of all ids: (..., dim) -> (..., vocabulary)."""
         return self.head.log_probabilities(hidden)
 
     def log_likelihood(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Returns log p of the tokens in the gaps, independently; logits are computed only there.
+        """Returns log p of each masked token separately; logits are computed only for these.
 
         Args:
             hidden: (batch, length, dim), from `forward`.
-            targets: ids (batch, length), -1 outside the gaps.
+            targets: ids (batch, length), -1 for tokens that are not masked.
 
         Returns:
-            (gaps,), float32 at least, in the order of rows and positions.
+            (masked tokens,), in at least float32, in the order of rows and positions.
         """
         gaps = expect_targets(hidden, targets, self.vocabulary, "no gap")
         return self.head.score(hidden[gaps], targets[gaps])
 
     @torch.no_grad()
     def best(self, hidden: Tensor) -> Tensor:
-        """The most probable ids of hidden states (n, dim): (n,)."""
+        """Returns the most probable ids of hidden states: (n, dim) -> (n,)."""
         return self.head.best(hidden)
 
     def follows(self, hidden: Tensor) -> Tensor:
-        """Logits of "follows" and "does not": (batch, length, dim) -> (batch, 2)."""
+        """Returns logits of "follows" and "does not": (batch, length, dim) -> (batch, 2)."""
         if self.pooler is None or self.next_sentence is None:
             raise ValueError(
                 "this model was built without next_sentence and cannot tell; build it with "

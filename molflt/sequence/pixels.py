@@ -11,7 +11,7 @@ from molflt.attention.stack import MIXER_OPTIONS
 from molflt.sequence.language_model import LanguageModel
 
 LEVELS = 256
-"""number of values of a byte"""
+"""number of possible values of a byte"""
 START = 0
 """start token before the first byte, black"""
 
@@ -19,19 +19,20 @@ _GIVEN = ("vocabulary", "max_length", "adaptive_cutoffs")
 
 
 class PixelModel(LanguageModel):
-    """Causal blocks over the bytes of an image, p(byte i | bytes 0 .. i - 1).
+    """Causal blocks over the bytes of an image that model p(byte i | bytes 0 .. i - 1).
 
-    The image generation of NPRF (arXiv:2106.12566), appendix A.5, table 6. Bytes are in the order
-    of rows, pixels, and red, green and blue. Token i is byte i - 1 (the first one is `START`), at
-    the position of byte i, which it predicts.
+    This is the image generation of NPRF (arXiv:2106.12566), appendix A.5, table 6. Bytes are
+    ordered by row, then by pixel, then by channel (red, green, blue). Token i is byte i - 1 (the
+    first token is `START`) and has the position of byte i, which it predicts.
 
-    Relative encodings of one dimension see i x `position_scale`; those of three (`position_options`
-    with `dim: 3`) see (row, column, channel) x `position_scale`, counted from the first byte.
+    One-dimensional relative encodings see i x `position_scale`. Three-dimensional ones
+    (`position_options` with `dim: 3`) see (row, column, channel) x `position_scale`, counted from
+    the first byte.
 
     Args:
         channels: channels of an image, 1 or 3; null: taken from the data.
-        image_size: side of the square images, pixels; null: set by the data.
-        absolute: encoding of the positions of bytes: "learned", "sinusoidal" or "none", see
+        image_size: side length of the square images, in pixels; null: set by the data.
+        absolute: encoding of the positions of bytes: "learned", "sinusoidal" or "none"; see
             `molflt.sequence.LanguageModel`.
         language: further arguments of `molflt.sequence.LanguageModel`.
     """
@@ -64,11 +65,11 @@ class PixelModel(LanguageModel):
 
     @property
     def longest(self) -> int:
-        """Bytes of an image."""
+        """Number of bytes of an image."""
         return self.channels * self.image_size**2
 
     def bytes_of(self, images: Tensor) -> Tensor:
-        """Images (batch, channels, image_size, image_size) as bytes (batch, `longest`)."""
+        """Converts images (batch, channels, image_size, image_size) to bytes (batch, `longest`)."""
         tensors(images=images)
         beside_weights("images", images, next(self.parameters()))
         shape = (self.channels, self.image_size, self.image_size)
@@ -81,15 +82,18 @@ class PixelModel(LanguageModel):
         return images.permute(0, 2, 3, 1).flatten(1).long()
 
     def images_of(self, values: Tensor) -> Tensor:
-        """Bytes (batch, `longest`) as images (batch, channels, image_size, image_size) uint8."""
+        """Converts bytes (batch, `longest`) to uint8 images, the inverse of `bytes_of`."""
         grid = (self.image_size, self.image_size, self.channels)
         return values.unflatten(1, grid).permute(0, 3, 1, 2).to(torch.uint8)
 
     def image_log_likelihood(self, images: Tensor) -> Tensor:
-        """log p of each byte given those before it, in nats: (batch, `longest`), in their order.
+        """Returns log p of each byte given the preceding ones, in nats and in byte order.
 
         Args:
             images: (batch, channels, image_size, image_size), bytes.
+
+        Returns:
+            (batch, `longest`).
         """
         values = self.bytes_of(images)
         before = torch.cat((torch.full_like(values[:, :1], START), values[:, :-1]), dim=1)

@@ -1,4 +1,4 @@
-"""Base class of models of token sequences: positions, checks of ids, and embeddings."""
+"""Base class of token sequence models: positions, checks of ids, and embeddings."""
 
 import math
 from typing import Any
@@ -20,7 +20,7 @@ from molflt.attention.positions.absolute import ABSOLUTE, sinusoids
 
 
 class TokenModel(nn.Module):
-    """Base class of models of token sequences.
+    """Base class of token sequence models.
 
     Subclasses build the stack, the embeddings, and `places` with `_set_places`, in this order.
 
@@ -89,7 +89,7 @@ class TokenModel(nn.Module):
         return self.stack.position
 
     def _check_axes(self, position: Position | None) -> None:
-        """Raises ValueError for an encoding of another number of coordinates."""
+        """Raises ValueError for an encoding with an unsuitable number of coordinates."""
         if position is not None and position.dim != 1:
             raise ValueError(
                 f"tokens have one coordinate; got position_options dim={position.dim}; leave it out"
@@ -97,12 +97,12 @@ class TokenModel(nn.Module):
 
     @property
     def longest(self) -> int | None:
-        """Most tokens that the model can be given at once; None without a limit."""
+        """Maximum number of tokens that the model accepts at once; None without a limit."""
         return self._table if self._table is not None else self.max_length
 
     @property
     def _table(self) -> int | None:
-        """Largest number of tokens of learned positions and of tables of relative encodings."""
+        """Maximum number of tokens for learned positions and tables of relative encodings."""
         table = None if self._relative is None else self._relative.longest
         limits = [] if table is None else [math.ceil(table / self.position_scale)]
         if self.places is not None:
@@ -131,7 +131,7 @@ class TokenModel(nn.Module):
         return tokens.long(), torch.arange(start, end, device=tokens.device)
 
     def _with_places(self, x: Tensor, index: Tensor) -> Tensor:
-        """Adds the absolute encoding of places with index (n,) to embeddings (batch, n, dim)."""
+        """Adds the absolute encoding of token indices (n,) to embeddings (batch, n, dim)."""
         if self.places is not None:
             return x + self.places(index)
         if self.absolute == "sinusoidal":
@@ -139,20 +139,20 @@ class TokenModel(nn.Module):
         return x
 
     def _positions(self, index: Tensor, stack: Stack) -> Tensor | None:
-        """Returns positions (1, n, l) of index (n,); None without a relative encoding."""
+        """Returns positions (1, n, l) of token indices (n,); None without a relative encoding."""
         if stack.position is None:
             return None
-        # Half precision does not represent odd numbers above 2048, nor bfloat16 above 256
+        # float16 cannot represent odd numbers above 2048, and bfloat16 cannot above 256
         dtype = torch.promote_types(next(self.parameters()).dtype, torch.float32)
         return self._coordinates(index).to(dtype)[None] * self.position_scale
 
     def _coordinates(self, index: Tensor) -> Tensor:
-        """Returns the coordinates (n, l) of index (n,)."""
+        """Returns the coordinates (n, l) of token indices (n,)."""
         return index[:, None]
 
 
 def embedding(count: int, dim: int, std: float) -> nn.Embedding:
-    """Draws embeddings from a normal distribution of that width."""
+    """Draws embeddings from a normal distribution with standard deviation `std`."""
     made = nn.Embedding(count, dim)
     nn.init.normal_(made.weight, std=std)
     return made
@@ -163,7 +163,7 @@ def expect_targets(hidden: Tensor, targets: Tensor, vocabulary: int, none: str) 
 
     Args:
         hidden: (batch, length, ...), hidden states or ids of the tokens.
-        targets: ids (batch, length), -1 for none.
+        targets: ids (batch, length), -1 for tokens without a target.
         vocabulary: number of ids.
         none: meaning of -1, for messages.
     """

@@ -1,4 +1,4 @@
-"""Conversion of published BERT and FNet weights from the names of transformers."""
+"""Conversion of published BERT and FNet weights from the tensor names of transformers."""
 
 import re
 from collections.abc import Mapping
@@ -44,20 +44,20 @@ _HEAD = 64  # width of a head, in all published sizes
 
 
 def is_transformers(weights: Mapping[str, object]) -> bool:
-    """Returns True if tensors have the names of transformers' BERT or FNet."""
+    """Returns True if tensors are named as in the BERT or FNet models of transformers."""
     return any(f"{prefix}{_WORDS}" in weights for prefix in ("", *(f"{k}." for k in _KINDS)))
 
 
 def renamed(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Renames tensors to this package's names; others keep theirs.
+    """Renames tensors as in this package; unknown names are kept.
 
-    `molflt.sequence.MaskedLanguageModel` and `SequenceClassifier` with `options_of` have parameters
-    of these names. Tensors are shared, not copied.
+    The names are those of the parameters of `molflt.sequence.MaskedLanguageModel` and
+    `SequenceClassifier` built with `options_of`. Tensors are shared, not copied.
     """
     found = {}
     for name, tensor in weights.items():
         if name.endswith("position_ids") or name.startswith("cls.predictions.decoder."):
-            continue  # counted up, and tied
+            continue  # indices that count up, and tied weights
         found[_own(name)] = tensor
     return found
 
@@ -74,8 +74,8 @@ def options_of(weights: Mapping[str, Tensor], config: Mapping[str, object]) -> d
 
     Args:
         weights: returned by `renamed`.
-        config: config.json of transformers. Missing entries follow from shapes, with heads of width
-            64, and from the papers.
+        config: content of config.json of transformers. Missing entries are derived from shapes,
+            with heads of width 64, or taken from the papers.
     """
     vocabulary, dim = weights["encoder.words.weight"].shape
     layers = sum(name.endswith(".ffn.0.weight") for name in weights)

@@ -23,12 +23,12 @@ _Data = TypeVar("_Data", contravariant=True)
 
 
 class _Sums(Protocol):
-    """A NamedTuple of float64 scalars: sums over items, which add up over batches and ranks."""
+    """NamedTuple of float64 scalars: sums over items, which are added over batches and ranks."""
 
     def __iter__(self) -> Iterator[Tensor]: ...
 
     def metrics(self) -> dict[str, float]:
-        """Returns the metrics of all items in the sums."""
+        """Returns the metrics over all items in the sums."""
 
 
 class Task(ABC, Generic[_Batch, _Data]):
@@ -42,21 +42,21 @@ class Task(ABC, Generic[_Batch, _Data]):
         lr: peak learning rate.
         warmup_steps: number of steps of linear warm-up.
         schedule: learning rate after the warm-up: "linear" or "cosine" (to 0 at the last step),
-            "inverse_sqrt" (1 / sqrt(step), independent of the last step), or "constant".
+            "inverse_sqrt" (as 1 / sqrt(step), independent of the last step), or "constant".
         optimizer: "adamw" (decoupled weight decay, called Adam by fairseq and the papers), or
             "adam" (weight decay added to the gradient).
         betas: averaging coefficients of Adam.
         eps: term added to the denominator of Adam.
         weight_decay: weight decay coefficient.
-        redraw_every: steps between draws of new random features; null keeps the first ones.
+        redraw_every: steps between draws of new random features; null keeps the initial ones.
         freeze: names of parameters to freeze, with wildcards such as embedding.*; null freezes
             nothing.
-        lr_factors: factors of the learning rate by names of parameters with wildcards, such as
-            {"embedding.*": 0.1}; the first match counts. null: 1 for all parameters.
+        lr_factors: factors of the learning rate by parameter name with wildcards, such as
+            {"embedding.*": 0.1}; the first match applies. null: 1 for all parameters.
         seed: seed of dropout, augmentation and redrawn features.
 
     Attributes:
-        unit: unit of the throughput.
+        unit: unit of throughput.
         sums: class of the sums, a NamedTuple of scalar tensors with `metrics()`.
         metrics: metrics by name, in the order of tables and figures.
         best: validation metric that selects the best weights; see `ranking`.
@@ -110,7 +110,7 @@ class Task(ABC, Generic[_Batch, _Data]):
                 )
 
     def check_new(self) -> None:
-        """Raises ValueError for options without effect; resumed runs are not checked."""
+        """Raises ValueError for options that have no effect; resumed runs are not checked."""
         if self.redraw_every is not None and not _is_random(self.model):
             raise ValueError(
                 f"task.redraw_every={self.redraw_every}: this model does not have random features; "
@@ -128,15 +128,15 @@ class Task(ABC, Generic[_Batch, _Data]):
         """Sets buffers of the model from the training data, before a new run."""
 
     def files(self) -> dict[str, bytes]:
-        """Returns files about the data to write into the run folder, by name."""
+        """Returns files that describe the data, by name, for the run folder."""
         return {}
 
     @abstractmethod
     def loss(self, batch: _Batch, progress: float) -> tuple[Tensor, _Sums]:
-        """Returns loss and sums of a training batch; `progress` goes from 0 to 1."""
+        """Returns the loss and sums of a training batch; `progress` rises from 0 to 1."""
 
     def judge(self, batch: _Batch) -> _Sums:
-        """Returns the sums of a validation batch, by default as in training."""
+        """Returns the sums of a validation batch, by default computed as in training."""
         return self.loss(batch, 1.0)[1]
 
     @abstractmethod
@@ -148,18 +148,18 @@ class Task(ABC, Generic[_Batch, _Data]):
         return f"a batch of {self.size(batch)} {self.unit}"
 
     def blame(self, batch: _Batch, diverges: Callable[[_Batch], bool]) -> str:
-        """Names the items of a batch that diverge individually; empty without any."""
+        """Names the items of a batch that diverge individually; empty if no item does."""
         return ""
 
     def summarize(self, totals: Tensor) -> dict[str, float]:
-        """Returns the metrics of added sums, (fields,)."""
+        """Returns the metrics for total sums, (fields,)."""
         make: Callable[..., _Sums] = self.sums
         return make(*totals).metrics()
 
     def ranking(self, found: Mapping[str, float]) -> list[str]:
         """Returns the names of the metrics that select the best weights, in order.
 
-        The first finite metric decides; each further one breaks ties of those before it.
+        The first finite metric decides; each of the others breaks ties of those before it.
         """
         return list(dict.fromkeys([self.best, *(name for name in self.metrics if name in found)]))
 

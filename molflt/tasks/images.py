@@ -27,14 +27,14 @@ class _ImageSums(NamedTuple):
     top5: Tensor
     """number of images whose class is among the five highest scores"""
     nats: Tensor
-    """cross-entropy"""
+    """sum of the cross-entropy"""
     images: Tensor
 
     @classmethod
     def of(cls, logits: Tensor, labels: Tensor) -> _ImageSums:
         """Returns the sums of logits (images, classes) and labels (images,)."""
         own = logits.gather(1, labels[:, None])
-        # ties and NaN count as errors, or a constant output would always be right
+        # ties and NaN count as errors; otherwise a constant output would always be right
         rank = (~(logits < own)).sum(dim=1)
         nats = F.cross_entropy(logits.double(), labels, reduction="sum")
         parts = [(rank <= 1).sum(), (rank <= 5).sum(), nats, torch.tensor(len(labels))]
@@ -52,11 +52,11 @@ class _ImageSums(NamedTuple):
 class ImageTask(Task[_Batch, "ImageData"]):
     """Cross-entropy of image classes.
 
-    Batches are images, (batch, channels, height, width) uint8, and labels (batch,).
+    Batches consist of images, (batch, channels, height, width) uint8, and labels, (batch,).
 
     Args:
         model: `molflt.image.ImageClassifier`, or a model with the same forward.
-        label_smoothing: share of the target spread over all classes in training.
+        label_smoothing: share of the target that is spread over all classes in training.
         augment: augmentation of training images; see `molflt.data.images.augment.augment`.
         optimization: further arguments of `molflt.tasks.base.Task`.
     """
@@ -85,7 +85,7 @@ class ImageTask(Task[_Batch, "ImageData"]):
         self.augment = augment
 
     def prepare(self, data: ImageData) -> None:
-        """Stores mean and standard deviation of the training set's channels in the model."""
+        """Stores the channel means and standard deviations of the training set in the model."""
         self.model.set_normalizer(*data.statistics())
 
     def loss(self, batch: _Batch, progress: float) -> tuple[Tensor, _ImageSums]:

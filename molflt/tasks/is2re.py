@@ -1,7 +1,7 @@
-"""Relaxed energies, and the displacements of the relaxation as an auxiliary target."""
+"""Relaxed energies, with the displacements of the relaxation as an auxiliary target."""
 
-# Without `from __future__ import annotations`, or jsonargparse would import everything below
-# TYPE_CHECKING, including PyG, to resolve the annotations.
+# `from __future__ import annotations` is omitted: it would make jsonargparse import everything
+# below TYPE_CHECKING, including PyG, to resolve the annotations.
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
@@ -29,7 +29,7 @@ class _EnergySums(NamedTuple):
     square: Tensor
     """sum of error^2, eV^2"""
     within: Tensor
-    """structures with |error| strictly below EWT_THRESHOLD"""
+    """number of structures with |error| strictly below EWT_THRESHOLD"""
     structures: Tensor
     displacement: Tensor
     """sum of the displacement errors of training batches, Å"""
@@ -44,9 +44,9 @@ class _EnergySums(NamedTuple):
         displacement: Tensor | None = None,
         known: Tensor | None = None,
     ) -> "_EnergySums":
-        """Returns the sums of predictions and labels, (structures,), eV.
+        """Returns the sums for predictions and labels, (structures,) in eV.
 
-        The displacement error, Å, is included if `known`, (atoms,), is True for at least one atom.
+        The displacement error, in Å, is included if `known`, (atoms,), is True for any atom.
         """
         _same_shape(energy, target)
         error = (energy.double() - target.double()).abs()
@@ -70,31 +70,31 @@ class _EnergySums(NamedTuple):
 class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
     """Loss, optimizer and schedule of IS2RE direct training (3D-Graphormer, arXiv:2203.04810).
 
-    Loss = L1(normalized energy) + w(t) L1(displacement), where the displacement error is averaged
-    over the free atoms of a structure and then over structures, and w falls linearly over training.
+    Loss = L1(normalized energy) + w(t) L1(displacement). The displacement error is averaged over
+    the free atoms of a structure and then over structures; w decreases linearly during training.
     Structures without relaxed positions do not have the second term. If the model moves atoms
-    between its passes, the displacement errors after each pass are averaged.
+    between its passes, the displacement errors of all passes are averaged.
 
     Args:
         model: `molflt.graph.regressor.EnergyRegressor`, or a model with the same forward.
-        position_weight: w at the first step; with 0 here and below, displacements are ignored.
+        position_weight: w at the first step; if both weights are 0, displacements are ignored.
         position_weight_final: w at the last step.
-        energy_mean: eV, subtracted from energies in the loss; null uses the mean of the training
-            set.
-        energy_std: eV, divides energies in the loss; null uses the standard deviation of the
+        energy_mean: energy in eV, subtracted from energies in the loss; null uses the mean of the
             training set.
+        energy_std: energy in eV, by which energies are divided in the loss; null uses the standard
+            deviation of the training set.
         references: energy of each element, subtracted from the labels and stored with the weights.
             fit: least squares on the training set; a JSON or YAML file of energies in eV by symbol;
-            none: no references; null: fit if the model reads out adsorbates ("adsorbate"), or else
-            none, and total energies are refused. References apply to all atoms for total energies
-            (model.readout: all), or else to adsorbate atoms.
+            none: no references; null: fit if the model reads out adsorbates ("adsorbate"),
+            otherwise none; null refuses total energies. References apply to all atoms for total
+            energies (model.readout: all), otherwise to adsorbate atoms.
         rotate: rotate and mirror training structures at random, about z (the surface normal) or in
             all directions. FLT's random nodes are not rotation invariant.
         interpolate: share of training structures that start at a random point between their initial
-            and relaxed positions, if these are known. The label stays the relaxed energy.
-        noise: standard deviation of normal noise on the free atoms of these structures, Å.
-        repeat: share of training structures whose slab is repeated in the plane, 2 x 1, 1 x 2 or
-            2 x 2, with one adsorbate; see `molflt.data.structures.augment.repeat`. The model learns
+            and relaxed positions, if these are known. The label remains the relaxed energy.
+        noise: standard deviation, in Å, of normal noise on the free atoms of these structures.
+        repeat: share of training structures whose slab is repeated 2 x 1, 1 x 2 or 2 x 2 in the
+            plane, with one adsorbate; see `molflt.data.structures.augment.repeat`. The model learns
             that energies do not depend on the size of the cell.
         optimization: further arguments of `molflt.tasks.base.Task`.
     """
@@ -148,7 +148,7 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
         self.repeat = repeat
 
     def prepare(self, data: "IS2REData") -> None:
-        """Stores energies of elements, mean and standard deviation, eV, in buffers of the model."""
+        """Stores element energies, mean and standard deviation, in eV, in buffers of the model."""
         self.check_data(data)
         if self.interpolate:
             data.expect_relaxed(f"task.interpolate={self.interpolate:g}")
@@ -212,7 +212,7 @@ def _refuse_offsets(mean: float | None, references: str | Path | None) -> None:
 
 
 def _goal(batch: "Batch") -> tuple[Tensor, Tensor]:
-    """Returns displacements, (atoms, 3), Å, and the mask of free atoms with a known one."""
+    """Returns displacements, (atoms, 3) in Å, and a mask of free atoms where they are known."""
     target = batch.pos_relaxed - batch.pos
     return target, torch.isfinite(target).all(dim=1) & ~batch.fixed
 

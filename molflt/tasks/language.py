@@ -1,4 +1,4 @@
-"""Language modeling and image generation: the next token of a text or byte of an image."""
+"""Language modeling and image generation: the next token of a text, or byte of an image."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _Batch = tuple[Tensor, Tensor]
 
 
 def perplexity(nats: float) -> float:
-    """Returns exp(nats), or infinity where it overflows, as for diverging runs."""
+    """Returns exp(nats), or infinity if this overflows, as in diverging runs."""
     return math.exp(nats) if nats < 700 else math.inf
 
 
@@ -77,8 +77,8 @@ class _PixelSums(_TokenSums):
 class PixelTask(LanguageTask):
     """Mean negative log-likelihood of the next byte of an image, in nats.
 
-    Batches are images, (batch, channels, height, width) uint8, and labels, which are ignored. Bits
-    per dimension are nats / ln 2 / bytes, over all bytes of a split.
+    Batches consist of images, (batch, channels, height, width) uint8, and labels, which are
+    ignored. Bits per dimension are nats / ln 2 / bytes, over all bytes of a split.
     """
 
     model: PixelModel

@@ -1,7 +1,8 @@
-"""Masked language modeling: hidden tokens, and optionally whether two parts belong together.
+"""Masked language modeling of BERT (arXiv:1810.04805), section 3.1.
 
-BERT (arXiv:1810.04805), section 3.1. Random numbers are arguments: training draws new ones at each
-step, and validation derives them from the tokens of each sequence, independent of the batch.
+The model predicts hidden tokens and, optionally, whether two parts belong together. Random numbers
+are arguments: training draws new ones at each step, and validation derives them from the tokens of
+each sequence, independently of the batch.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ class _GapSums(NamedTuple):
     nats: Tensor
     """negative log-likelihood of hidden tokens"""
     right: Tensor
-    """hidden tokens with the highest score"""
+    """number of hidden tokens that have the highest score"""
     gaps: Tensor
     pairs_right: Tensor
-    """correctly classified pairs"""
+    """number of correctly classified pairs"""
     pairs: Tensor
 
     def metrics(self) -> dict[str, float]:
@@ -46,16 +47,17 @@ class _GapSums(NamedTuple):
 
 
 class MaskedTask(Task[_Batch, "TokenizedText"]):
-    """Mean negative log-likelihood of hidden tokens, in nats, and next-sentence loss.
+    """Mean negative log-likelihood of hidden tokens, in nats, plus the next-sentence loss.
 
-    Batches are ids, types and a mask of existing tokens, (batch, length) each. Hidden tokens are
-    drawn at every step in training, and depend only on the sequence in validation.
+    Batches consist of ids, types and a mask of existing tokens, (batch, length) each. Hidden tokens
+    are drawn anew at every training step; in validation, they depend only on the sequence.
 
     Args:
         model: `molflt.sequence.MaskedLanguageModel`.
         mask_rate: share of tokens to predict.
-        mask_share: share of these replaced by the mask.
-        random_share: share of these replaced by a random token; the rest is unchanged.
+        mask_share: share of these tokens that is replaced by the mask.
+        random_share: share of these tokens that is replaced by random tokens; the rest is
+            unchanged.
         optimization: further arguments of `molflt.tasks.base.Task`.
     """
 
@@ -155,7 +157,7 @@ class MaskedTask(Task[_Batch, "TokenizedText"]):
 
 
 class Draws(NamedTuple):
-    """Uniform numbers in [0, 1)."""
+    """Uniform random numbers in [0, 1)."""
 
     tokens: Tensor
     """(3, batch, length)"""
@@ -170,7 +172,7 @@ class Draws(NamedTuple):
 
     @staticmethod
     def of_content(tokens: Tensor, there: Tensor) -> Draws:
-        """Derives the numbers of each sequence from its tokens, independent of batch and padding.
+        """Derives the numbers of a sequence from its tokens, independently of batch and padding.
 
         Args:
             tokens: ids (batch, length).
@@ -205,10 +207,10 @@ def hide(
         draws: (3, batch, length), uniform in [0, 1), for the choice of hidden tokens, the kind of
             replacement, and the random token.
         mask_id: id of the mask, a scalar.
-        ordinary: (vocabulary,) bool, ids that may be hidden or drawn.
+        ordinary: (vocabulary,) bool, True for ids that may be hidden or drawn.
         rate: share of ordinary tokens to hide.
-        mask_share: share of these replaced by `mask_id`.
-        random_share: share of these replaced by a random ordinary id; the rest is unchanged.
+        mask_share: share of these that is replaced by `mask_id`.
+        random_share: share of these that is replaced by random ordinary ids; the rest is unchanged.
 
     Returns:
         Input ids and targets (-1 if not hidden), (batch, length) each.
@@ -226,11 +228,11 @@ def hide(
 def swap_parts(
     tokens: Tensor, types: Tensor, there: Tensor, draws: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gives half of the pairs the second part of the previous sequence in the batch.
+    """Replaces the second part of half of the pairs with that of the previous sequence.
 
     Args:
         tokens: ids (batch, length); nothing is swapped in a batch of one.
-        types: (batch, length), 1 in the second part and the padding behind it; equal in all rows.
+        types: (batch, length), 1 in the second part and the padding after it; equal in all rows.
         there: mask of existing tokens (batch, length).
         draws: (batch,), uniform in [0, 1).
 

@@ -1,4 +1,4 @@
-"""Learning to optimize: losses of small problems, and functions with populations."""
+"""Learning to optimize: small problems for coordinate optimizers, functions for populations."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SMALLEST = 1e-12  # lower bound of best values, for the logarithm
 
 class _OptimizerSums(NamedTuple):
     mean: Tensor
-    """log of the loss relative to the first one, averaged over steps"""
+    """logarithm of the loss relative to the first loss, averaged over steps"""
     last: Tensor
     """the same after the last step"""
     problems: Tensor
@@ -45,17 +45,17 @@ class _OptimizerSums(NamedTuple):
 
 
 class OptimizerTask(Task[Tensor, object]):
-    """Mean over steps and problems of log(f / f_0), by truncated unrolls.
+    """Mean of log(f / f_0) over steps and problems, in truncated unrolls.
 
     Batches are seeds of problems, (batch,). Each problem is first optimized for a random number of
-    steps, up to `burn_in` and uniform in its logarithm, and then for `unroll` steps that enter the
-    loss. Meta-steps are therefore independent, training can resume from any of them, and late
-    stages of an optimization are learned at low cost.
+    steps, which is log-uniform up to `burn_in`, and then for `unroll` steps that enter the loss.
+    Meta-steps are therefore independent: training can resume from any of them, and late stages of
+    an optimization are learned at low cost.
 
     Args:
         model: `molflt.optimizers.coordinate.CoordinateOptimizer`.
         unroll: number of steps in the loss, 20 to 100 in the literature.
-        burn_in: largest number of steps before them. Validation measures all `burn_in` + `unroll`
+        burn_in: maximum number of steps before these. Validation measures all `burn_in` + `unroll`
             steps.
         optimization: further arguments of `molflt.tasks.base.Task`.
     """
@@ -86,7 +86,7 @@ class OptimizerTask(Task[Tensor, object]):
         return found.loss.to(next(self.model.parameters()).dtype), _OptimizerSums.of(found)
 
     def judge(self, batch: Tensor) -> _OptimizerSums:
-        # problems cannot be differentiated with tensors of inference mode
+        # problems cannot be differentiated with tensors created in inference mode
         with torch.inference_mode(False), torch.no_grad():
             return _OptimizerSums.of(self._unroll(batch, self.burn_in + self.unroll, 0))
 
@@ -114,7 +114,7 @@ class _PopulationSums(NamedTuple):
 
 
 class PopulationTask(Task[Tensor, ProblemData]):
-    """Meta-training by truncated unrolls on shifted, rotated Rastrigin-like functions.
+    """Meta-training by truncated unrolls on shifted and rotated Rastrigin-like functions.
 
     Batches are seeds of problems, (batch,). Each is a function of the family "rastrigin_like"
     (`molflt.optimizers.functions`) with a population that starts from N(0, 2.5^2). The loss is the
@@ -122,15 +122,15 @@ class PopulationTask(Task[Tensor, ProblemData]):
 
         log(b_t / b_0 + resolution)
 
-    with b_t the best value after generation t (the minimum of the functions is 0) and b_0 the
-    median of the first generation. Functions are differentiable; the gradient flows through their
-    values and the positions within windows of `window` generations (truncated backpropagation).
+    where b_t is the best value after generation t (the minimum of the functions is 0) and b_0 is
+    the median of the first generation. Functions are differentiable; the gradient flows through
+    values and positions within windows of `window` generations (truncated backpropagation).
 
     Args:
         model: `molflt.optimizers.population_model.PopulationModel`.
         members: number of members of a population.
         generations: number of generations in an unroll.
-        window: number of generations between cuts of the gradient.
+        window: number of generations after which the gradient is cut.
         resolution: fraction of b_0 below which improvements hardly change the loss.
         optimization: further arguments of `molflt.tasks.base.Task`.
     """
@@ -188,7 +188,7 @@ class PopulationTask(Task[Tensor, ProblemData]):
         return _sums(populations.state)
 
     def _begin(self, batch: Tensor) -> tuple[Functions, Populations]:
-        """Returns the functions of seeds, and populations to minimize them."""
+        """Returns the functions for seeds, and populations that minimize them."""
         seeds, family = batch.tolist(), next(iter(FAMILIES))
         generators = [generator_of(seed, 0) for seed in seeds]
         functions = Functions.draw(family, self.model.dimension, generators)

@@ -1,7 +1,7 @@
 """Energies, forces and stress of interatomic potentials."""
 
-# Without `from __future__ import annotations`, or jsonargparse would import everything below
-# TYPE_CHECKING, including PyG, to resolve the annotations.
+# `from __future__ import annotations` is omitted: it would make jsonargparse import everything
+# below TYPE_CHECKING, including PyG, to resolve the annotations.
 
 import math
 from collections.abc import Mapping
@@ -25,11 +25,11 @@ __all__ = ["PotentialTask", "point_errors"]
 
 _HUBER = 0.01  # end of the quadratic part in units of forces, as in MACE's universal loss
 _FORCE_LABELS = "force_labels_meV_per_A"
-_NO_FORCE = 1.0  # meV/Å, mean size of a component that is 0 except for noise
+_NO_FORCE = 1.0  # meV/Å; components of a smaller mean size are 0 except for noise
 
 
 class _Errors(NamedTuple):
-    """Errors of the labels that exist in a batch."""
+    """Errors for the labels that exist in a batch."""
 
     energy: Tensor
     """(structures,), eV per atom"""
@@ -40,7 +40,7 @@ class _Errors(NamedTuple):
     virial: Tensor
     """stress times the volume per atom, eV per atom"""
     labels: Tensor
-    """(components,), forces, eV/Å"""
+    """(components,), force labels, eV/Å"""
 
 
 class _PointSums(NamedTuple):
@@ -71,7 +71,7 @@ class _PointSums(NamedTuple):
         )
 
     def metrics(self) -> dict[str, float]:
-        """Returns metrics in meV per atom, meV/Å and, with stress, meV/Å^3; NaN without labels."""
+        """Returns metrics in meV per atom, meV/Å and, for stress, meV/Å^3; NaN without labels."""
         energy, square, count, forces, forces_square, components, stress, stresses, labels = map(
             float, self
         )
@@ -90,15 +90,16 @@ class PotentialTask(OfStructures, Task["Batch", "PotentialData"]):
     """Loss, optimizer and schedule of interatomic potentials.
 
     Loss = energy_weight L(energy per atom) + force_weight L(force components) + stress_weight
-    L(virial per atom), each averaged over existing labels, in units of the root mean square force
-    of the training set (times Å).
+    L(virial per atom), where each term is averaged over the existing labels. The unit of forces is
+    their root mean square on the training set; that of energies and virials is this force times Å.
 
     Args:
         model: `molflt.graph.potential.Potential`, or a model with the same forward.
         energy_weight: weight of energies.
         force_weight: weight of forces.
         stress_weight: weight of stress.
-        loss: L. huber: |x| beyond 0.01, quadratic below; l1: |x|; mse: x^2, as in MACE and NequIP.
+        loss: form of L. huber: linear beyond 0.01 and quadratic below; l1: |x|; mse: x^2, as in
+            MACE and NequIP.
         references: energy of each element, subtracted from the labels and stored with the weights.
             fit: least squares on the training set; a JSON or YAML file of energies in eV by symbol,
             such as those of free atoms; none: no references.
@@ -116,7 +117,7 @@ class PotentialTask(OfStructures, Task["Batch", "PotentialData"]):
     best = "force_mae_meV_per_A"
 
     def ranking(self, found: Mapping[str, float]) -> list[str]:
-        """Puts forces first, unless all labels are 0 (by symmetry) or forces have no weight."""
+        """Ranks forces first unless all labels are 0 (by symmetry) or forces have no weight."""
         names = super().ranking(found)
         if self.weights[1] and found.get(_FORCE_LABELS, math.inf) > _NO_FORCE:
             return names
@@ -146,7 +147,7 @@ class PotentialTask(OfStructures, Task["Batch", "PotentialData"]):
         self.references = references
 
     def prepare(self, data: "PotentialData") -> None:
-        """Stores energies of elements and the size of forces in buffers of the model."""
+        """Stores element energies and the scale of forces in buffers of the model."""
         self.check_data(data)
         if self.weights[1]:
             data.expect_forces()
@@ -176,8 +177,8 @@ def point_errors(out: Mapping[str, Tensor], batch: "Batch") -> _Errors:
 
     Args:
         out: output of `molflt.graph.potential.Potential`.
-        batch: labels energy (graphs,) eV, forces (atoms, 3) eV/Å, stress (graphs, 3, 3) eV/Å^3; NaN
-            if unknown.
+        batch: structures with labels, NaN if unknown: energy, (graphs,) in eV; forces, (atoms, 3)
+            in eV/Å; stress, (graphs, 3, 3) in eV/Å^3.
     """
     counts = batch.ptr.diff()
     for name in ("energy", "forces"):

@@ -1,4 +1,4 @@
-"""Classification or scoring of sentences and pairs."""
+"""Classification or scoring of sentences and sentence pairs."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _Batch = tuple[Tensor, Tensor, Tensor, Tensor]
 class _LabelSums(NamedTuple):
     items: Tensor
     right: Tensor
-    """correctly classified items"""
+    """number of correctly classified items"""
     loss: Tensor
     told: Tensor
-    """sum of predicted scores, or of indices of classes"""
+    """sum of predicted scores or class indices"""
     label: Tensor
     told_square: Tensor
     label_square: Tensor
@@ -34,7 +34,7 @@ class _LabelSums(NamedTuple):
 
     @classmethod
     def of(cls, told: Tensor, label: Tensor, loss: Tensor) -> _LabelSums:
-        """Returns the sums of predictions and labels (items,), and of the loss."""
+        """Returns the sums for predictions and labels, (items,) each, and the summed loss."""
         told, label = told.detach().double(), label.double()
         parts = (told, label, told.square(), label.square(), told * label)
         right = (told == label).sum()
@@ -54,10 +54,10 @@ class _LabelSums(NamedTuple):
 
 
 class SentenceTask(Task[_Batch, object]):
-    """Cross-entropy of classes, or the squared error of scores.
+    """Cross-entropy of classes, or squared error of scores.
 
-    Batches are ids, types and a mask of existing tokens, (batch, length) each, and labels (batch,).
-    The correlation is Pearson's, which for two classes equals Matthews'.
+    Batches consist of ids, types and a mask of existing tokens, (batch, length) each, and labels,
+    (batch,). The correlation is Pearson's; for two classes, it equals that of Matthews.
 
     Args:
         model: `molflt.sequence.SequenceClassifier`.
@@ -92,7 +92,7 @@ class SentenceTask(Task[_Batch, object]):
             )
         self.measure = measure or ("correlation" if scores else "accuracy")
         named = self.metrics[self.best]._replace(label=self.measure)
-        self.metrics = {**self.metrics, self.best: named}  # type: ignore[misc]  # of this one
+        self.metrics = {**self.metrics, self.best: named}  # type: ignore[misc]  # of this task
 
     def loss(self, batch: _Batch, progress: float) -> tuple[Tensor, _LabelSums]:
         tokens, types, there, label = batch
@@ -102,7 +102,7 @@ class SentenceTask(Task[_Batch, object]):
             loss = F.mse_loss(told, label.to(told.dtype), reduction="sum")
         else:
             told = logits.argmax(dim=1).float()
-            told = told.masked_fill(logits.isnan().any(dim=1), math.nan)  # argmax takes NaN's place
+            told = told.masked_fill(logits.isnan().any(dim=1), math.nan)  # argmax selects NaN
             loss = F.cross_entropy(logits, label.long(), reduction="sum")
         return loss / len(label), _LabelSums.of(told, label, loss)
 
@@ -111,7 +111,7 @@ class SentenceTask(Task[_Batch, object]):
         return len(batch[3])
 
     def summarize(self, totals: Tensor) -> dict[str, float]:
-        """Returns the metrics of added sums, (fields,), starting with the measure."""
+        """Returns the metrics for total sums, (fields,), starting with the measure."""
         found = super().summarize(totals)
         score = found[f"{self.measure}_percent"]
         if self.model.classes == 1:

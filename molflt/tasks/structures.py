@@ -1,7 +1,7 @@
 """Methods shared by tasks on atomic structures."""
 
-# Without `from __future__ import annotations`, or jsonargparse would import everything below
-# TYPE_CHECKING, including PyG, to resolve the annotations.
+# `from __future__ import annotations` is omitted: it would make jsonargparse import everything
+# below TYPE_CHECKING, including PyG, to resolve the annotations.
 
 import json
 from collections.abc import Callable
@@ -23,7 +23,7 @@ __all__ = ["OfStructures"]
 
 
 class OfStructures:
-    """Mixin for `Task`: energies of elements, and names of the structures in a batch."""
+    """Mixin for `Task`: element energies, and names of the structures in a batch."""
 
     unit: ClassVar[str] = "atoms"
     model: nn.Module
@@ -35,7 +35,7 @@ class OfStructures:
         references: Literal["none", "fit"] | Path | None,
         of_adsorbates: bool = False,
     ) -> "ElementEnergies | None":
-        """Stores energies of elements, fitted or from a file, in the buffer of the model."""
+        """Stores element energies, fitted or read from a file, in a buffer of the model."""
         # the same annotation as in the tasks, because typing caches unions in their first order
         from ase.data import chemical_symbols
 
@@ -66,7 +66,7 @@ class OfStructures:
                 )
 
     def files(self) -> dict[str, bytes]:
-        """Returns references.json, eV by symbol, if there are energies of elements."""
+        """Returns references.json, in eV by symbol, if there are element energies."""
         if not self._fitted:
             return {}
         return {"references.json": (json.dumps(self._fitted, indent=2) + "\n").encode()}
@@ -80,8 +80,7 @@ class OfStructures:
         return f"sids {', '.join(map(str, batch.sid.tolist()))}"
 
     def blame(self, batch: "Batch", diverges: Callable[["Batch"], bool]) -> str:
-        """Names the structures that diverge on their own or, if there are not any, those with
-        coinciding atoms."""
+        """Names the structures that diverge individually, or else those with coinciding atoms."""
         from molflt.data.structures.overlaps import atoms_coincide
 
         records = {int(record.sid): record.cpu() for record in batch.to_data_list()}

@@ -1,4 +1,4 @@
-"""Translation: the next target token."""
+"""Translation: prediction of the next target token."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _TargetSums(NamedTuple):
     nats: Tensor
     """negative log-likelihood"""
     smoothed: Tensor
-    """the same with smoothed labels, which is minimized"""
+    """the same with smoothed labels; training minimizes it"""
     tokens: Tensor
 
     def metrics(self) -> dict[str, float]:
@@ -34,13 +34,13 @@ class _TargetSums(NamedTuple):
 class TranslationTask(Task[_Batch, object]):
     """Cross-entropy of the next target token, given the source and the previous target tokens.
 
-    Batches are source ids and their mask, (batch, n) each, and target ids as input and as labels,
-    (batch, t) each, -1 for padding. Perplexity is computed without label smoothing. BLEU is
-    measured by `molflt evaluate`.
+    Batches consist of source ids and their mask, (batch, n) each, and of target ids as inputs and
+    as labels, (batch, t) each; labels are -1 at padding. Perplexity is computed without label
+    smoothing. BLEU is measured by `molflt evaluate`.
 
     Args:
         model: `molflt.sequence.EncoderDecoder`.
-        label_smoothing: share of the label spread over all ids.
+        label_smoothing: share of the label that is spread over all ids.
         optimization: further arguments of `molflt.tasks.base.Task`.
     """
 

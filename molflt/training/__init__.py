@@ -1,1 +1,1 @@
-"""Training: the loop, the folder of a run, and what can be trained."""
+"""Training: the loop, the run folder, and recipes of what can be trained."""

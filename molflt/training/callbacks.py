@@ -33,7 +33,7 @@ _HANGUP = getattr(signal, "SIGHUP", None)  # not on Windows
 def _callbacks_of(
     task: Task[Never, Never], folder: RunFolder, options: TrainerOptions
 ) -> list[Callback]:
-    """Returns the callbacks of a training, in order.
+    """Returns the callbacks of a training run, in order.
 
     Callbacks that need the validated weights precede the averaging callback, which restores the
     current weights at the end of a validation epoch.
@@ -51,7 +51,7 @@ def _callbacks_of(
 
 
 class _Averages(WeightAveraging):
-    """Moving average of weights. Lightning's default rounds, so frozen weights would drift."""
+    """Moving average of weights. Lightning's default rounds and would make frozen weights drift."""
 
     def __init__(self, decay: float) -> None:
         def average(kept: Tensor, new: Tensor, _: int | Tensor) -> Tensor:
@@ -72,7 +72,7 @@ class _Averages(WeightAveraging):
 
 
 class _Interrupted(Exception):
-    """Raised after a signal asked training to stop and the state was saved."""
+    """Raised when a signal has stopped training and the state has been saved."""
 
     def __init__(self, signum: int, step: int) -> None:
         super().__init__(signum, step)
@@ -81,10 +81,10 @@ class _Interrupted(Exception):
 
 
 class _BestWeights(Callback):
-    """Saves the weights of the best validation so far, and stops training without improvement.
+    """Saves the weights of the best validation so far, and stops if there is no improvement.
 
-    `Task.ranking` compares validations. Of two equal ones the later is kept. A validation with a
-    non-finite sum, such as the loss, is never the best.
+    `Task.ranking` compares validations. If two are equal, the later one is kept. A validation is
+    never the best if one of its sums, such as the loss, is not finite.
 
     Lightning's `EarlyStopping` reads logged metrics; these modules do not log any.
     """
@@ -101,7 +101,7 @@ class _BestWeights(Callback):
         self.best: dict[str, float] = {"step": 0, "since": 0}
 
     def _scores(self, found: Mapping[str, float], names: Sequence[str]) -> list[float]:
-        """Returns scores, the larger the better; -inf for missing or non-finite metrics."""
+        """Returns scores, where larger is better; -inf for missing or non-finite metrics."""
         scores = []
         for name in names:
             value = found.get(name, math.nan)
@@ -116,7 +116,7 @@ class _BestWeights(Callback):
         found, step = module.validation_metrics(), trainer.global_step
         names = self.task.ranking(found)
         new, old = self._scores(found, names), self._scores(self.best, names)
-        # An accuracy is finite for any outputs; the sums include the loss
+        # Accuracy is finite for any outputs, but the sums include the loss
         finite = module.validation_is_finite and max(new) > -math.inf
         since = 0 if finite and new > old else int(self.best["since"]) + 1
         if finite and new >= old:
@@ -137,7 +137,7 @@ class _BestWeights(Callback):
         return dict(self.best)
 
     def load_state_dict(self, state_dict: dict[str, float]) -> None:
-        """Restores the best validation, unless its file was removed."""
+        """Restores the best validation unless its weights file was removed."""
         self.best |= state_dict  # earlier versions lack "since"
         if not self.folder.last.with_name("best.safetensors").is_file():
             self._forget()
@@ -147,14 +147,14 @@ class _LastCheckpoint(Checkpoint):
     """Saves ``last.ckpt`` and then ``last.safetensors``, and stops on signals.
 
     Checkpoints are saved after complete steps: after optimizer, schedule and averages, but before
-    the validation of that step, so a run killed during validation repeats it. After the last step
-    the checkpoint is saved when validation has finished. The first one is saved before any weights,
-    at the latest before the last step: weights without a checkpoint never belong to an interrupted
-    run.
+    the validation of that step. A run killed during validation therefore repeats it. After the last
+    step, the checkpoint is saved when validation has finished. The first checkpoint is saved before
+    any weights, and always before the last step. Weights without a checkpoint therefore never
+    belong to an interrupted run.
 
-    A closed terminal sends SIGHUP; nohup ignores it, and this callback leaves it ignored.
+    Closing a terminal sends SIGHUP. If nohup has disabled this signal, it stays disabled.
 
-    Lightning sorts `Checkpoint` callbacks last, after the averaging of weights, as required here.
+    Lightning places `Checkpoint` callbacks last, after weight averaging, as required here.
     """
 
     def __init__(self, folder: RunFolder, every: int) -> None:
@@ -166,7 +166,7 @@ class _LastCheckpoint(Checkpoint):
         self._weights: dict[str, Tensor] = {}
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Installs signal handlers; Lightning restores the earlier ones at the end.
+        """Installs signal handlers; Lightning restores the previous ones at the end.
 
         Lightning's own SIGTERM handler communicates between ranks within the handler, and its
         SIGINT handler stops in the middle of a step.
@@ -194,7 +194,7 @@ class _LastCheckpoint(Checkpoint):
         self.signum = self.signum or signum
 
     def _agreed_signal(self, trainer: pl.Trainer) -> int:
-        """Returns the signal that any rank received, or 0; all ranks must call it."""
+        """Returns a signal received by any rank, or 0; all ranks must call this method."""
         if trainer.world_size == 1:
             return self.signum
         # `signum` is not overwritten: a signal may arrive during the communication
@@ -213,7 +213,7 @@ class _LastCheckpoint(Checkpoint):
         if not cast(_Module, pl_module).step_completed():
             return  # checkpoints cannot store accumulated gradients
         if step >= trainer.max_steps:
-            trainer.should_stop = True  # Lightning then validates, whatever the interval
+            trainer.should_stop = True  # Lightning then validates regardless of the interval
         elif not cast(_Module, pl_module).validation_follows():
             signum = self._agreed_signal(trainer)
             if signum or step % self.every == 0:
@@ -223,7 +223,7 @@ class _LastCheckpoint(Checkpoint):
             self._save_early(trainer)
 
     def _save_early(self, trainer: pl.Trainer) -> None:
-        """Saves a checkpoint before the last step unless there is one."""
+        """Saves a checkpoint before the last step unless one exists."""
         if trainer.global_step == trainer.max_steps - 1 and not self.folder.last.exists():
             self._save(trainer)
 
@@ -234,7 +234,7 @@ class _LastCheckpoint(Checkpoint):
                 raise _Interrupted(signum, trainer.global_step)
 
     def on_validation_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
-        # ranks may have different numbers of batches; several ranks agree at the end
+        # ranks may have different numbers of batches, so several ranks agree at the end
         if self.signum and trainer.world_size == 1 and trainer.global_step < trainer.max_steps:
             raise _Interrupted(self.signum, trainer.global_step)
 

@@ -1,4 +1,4 @@
-"""Weights and checkpoints of a run, read without running code from them."""
+"""Weights and checkpoints of a run, read without executing code from them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 Checkpoint = dict[str, Any]
-"""Lightning's checkpoint; key "molflt" holds a `molflt.training.resume.Provenance`."""
+"""Lightning's checkpoint; its key "molflt" holds a `molflt.training.resume.Provenance`."""
 
 _RESTORE = "restore the file, or start a new run"
 _PARTS = ("global_step", "loops", "state_dict")
@@ -52,14 +52,14 @@ def save_weights(
     files: Mapping[str, str],
     metadata: Mapping[str, object],
 ) -> None:
-    """Writes the weights of a model as safetensors with a digest.
+    """Writes the weights of a model to a safetensors file with a digest.
 
     Args:
         path: file to write.
         weights: weights by name.
         options: arguments of the model; :func:`load_run` compares them with the configuration.
-        files: sha256 by name of other files in the run folder, which are compared as well.
-        metadata: further entries of the header; values are converted to strings.
+        files: sha256, by name, of other files in the run folder, which are compared as well.
+        metadata: further header entries; values are converted to strings.
     """
     own = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
     header = {name: str(value) for name, value in metadata.items()}
@@ -117,7 +117,7 @@ def weights_of(run: Path, checkpoint: str) -> Path:
 
 
 def weights_digest(path: Path) -> str:
-    """Returns the sha256 in the header of a weights file, or else of its bytes; "" if missing."""
+    """Returns the sha256 stored in a weights file, or else that of its bytes; "" if missing."""
     if not path.is_file():
         return ""
     digest = None
@@ -130,9 +130,9 @@ def check_unchanged(kept: Path, weights: Path, files: Mapping[str, object]) -> N
     """Raises ValueError if a file of a run has changed since the weights were trained.
 
     Args:
-        kept: the file; a missing one is accepted.
+        kept: the file, which may be missing.
         weights: the weights file, for messages.
-        files: sha256 by name, from the header of the weights.
+        files: sha256 by name, from the header of the weights file.
     """
     if kept.name not in files or not kept.is_file():
         return
@@ -168,8 +168,8 @@ def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, object], dict
     """Reads a weights file.
 
     Returns:
-        The weights by name, and the `options` and `files` given to :func:`save_weights`; these are
-        empty for files of other programs or earlier versions.
+        The weights by name, and the `options` and `files` given to :func:`save_weights`. The latter
+        two are empty for files written by other programs or earlier versions.
     """
     if not path.is_file():
         names = sorted(file.name for file in path.parent.glob("*.safetensors"))
@@ -191,11 +191,11 @@ def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, object], dict
 
 
 def check_weights(path: Path, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Raises ValueError for weights of another model, or weights that are not finite.
+    """Raises ValueError for weights of another model or weights that are not finite.
 
     Args:
         path: the file of the weights, for messages.
-        model: the model to load them into; tensors in its `added_later` may be missing.
+        model: the model to load them into; tensors named in its `added_later` may be missing.
         weights: weights by name.
     """
     expected = model.state_dict()
@@ -239,7 +239,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def read_plain(path: Path) -> Any:
-    """Reads a file of tensors and plain values written by torch; nothing in it is executed."""
+    """Reads a file of tensors and plain values written by torch, without executing its content."""
     content = io.BytesIO(path.read_bytes())
     try:
         if zipfile.is_zipfile(content):
@@ -260,7 +260,7 @@ def read_plain(path: Path) -> Any:
 
 
 def model_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """Returns the weights of the model in a checkpoint: averaged ones if the run averages."""
+    """Returns the model weights in a checkpoint, or their averages if the run uses averaging."""
     return {
         name.removeprefix("model."): tensor
         for name, tensor in checkpoint["state_dict"].items()

@@ -1,4 +1,4 @@
-"""Options of a run, and the reader of config.yaml."""
+"""Options of a run, and functions that read config.yaml."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _ADVICE = "restore the file that training wrote"
 def add_options(parser: ArgumentParser, recipe: str) -> None:
     """Adds the options of ``molflt train``, which are the keys of config.yaml.
 
-    Groups model, data, task and trainer are the arguments of the classes that the recipe names.
+    The groups model, data, task and trainer are the arguments of the classes in the recipe.
     """
     parts = Recipe.of({"recipe": recipe})
     parser.add_argument(
@@ -85,7 +85,7 @@ def defaults(recipe: str) -> dict[str, Any]:
 
 
 def read_config(run: Path) -> Config:
-    """Reads config.yaml in the folder of a run, and adds the defaults of missing options."""
+    """Reads config.yaml in the folder of a run, and adds defaults for missing options."""
     path = Path(run) / "config.yaml"
     if not path.is_file():
         above = (parent for parent in Path(run).parents if (parent / "config.yaml").is_file())
@@ -116,7 +116,7 @@ def read_config(run: Path) -> Config:
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML loader that refuses repeated keys, where PyYAML keeps only the last one."""
+    """Safe YAML loader that refuses repeated keys; PyYAML would keep only the last one."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         found = super().compose_mapping_node(anchor)
@@ -139,7 +139,7 @@ def read_yaml(path: Path, advice: str = "") -> dict[str, object]:
 
     Args:
         path: the file.
-        advice: end of the message if the file is not valid.
+        advice: end of the error message if the file is not valid.
     """
     try:
         content = yaml.load(path.read_bytes().decode(), _Loader)
@@ -157,7 +157,7 @@ def read_yaml(path: Path, advice: str = "") -> dict[str, object]:
 
 
 def below(folder: Path, value: object) -> object:
-    """Makes a path or a list of paths absolute; ``hf:OWNER/NAME`` is kept."""
+    """Resolves a path or a list of paths against a folder; ``hf:OWNER/NAME`` is kept."""
     if isinstance(value, list | tuple):
         return [below(folder, part) for part in value]
     if not isinstance(value, str | Path) or str(value).startswith(HUB):

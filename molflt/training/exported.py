@@ -1,7 +1,7 @@
 """Exported models: one safetensors file with the weights and everything needed to use them.
 
 The header describes the model and its training as JSON; config.json next to the file is a copy for
-readers and for the Hugging Face Hub. Neither names code.
+human readers and for the Hugging Face Hub. Neither refers to code.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Exported(NamedTuple):
     """Content of an exported file."""
 
     content: Mapping[str, object]
-    """the header, with checked types"""
+    """content of the header, with checked types"""
     weights: dict[str, Tensor]
 
 
@@ -57,9 +57,9 @@ def write_exported(
 
     Args:
         folder: folder to write into; created if missing.
-        weights: weights by name; those of several models are named "members.0.NAME", ....
+        weights: weights by name; with several models, names start with "members.0.", "members.1.".
         content: recipe, models (the options of each), about, license, datasets, task (options),
-            results, and files (content of each small file of a run).
+            results, and files (the content of each small file of a run).
 
     Returns:
         The files that were written.
@@ -74,7 +74,7 @@ def write_exported(
 
 
 def check_replaceable(folder: Path) -> None:
-    """Raises ValueError if an export would overwrite anything but an earlier export."""
+    """Raises ValueError if an export would overwrite anything other than an earlier export."""
     try:
         if is_exported(folder / "model.safetensors"):
             return
@@ -127,7 +127,7 @@ def read_exported(path: Path) -> Exported:
 
 
 def _parsed(text: str) -> dict[str, object]:
-    """Returns the object in a JSON text; empty if it is not one."""
+    """Returns the object in a JSON text; empty if the text is not an object."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
@@ -140,7 +140,7 @@ def build(path: Path, exported: Exported) -> list[nn.Module]:
 
     Args:
         path: the file, for messages.
-        exported: its content.
+        exported: content of the file.
     """
     content, weights = exported
     members = cast(list[dict[str, Any]], content["models"])

@@ -1,4 +1,4 @@
-"""The training loop on Lightning's Trainer, and its optional loggers."""
+"""Training loop that uses Lightning's Trainer, and its optional loggers."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def fit(
 
     Args:
         task: model, loss and optimizer.
-        data: training and validation data, set up.
-        folder: for checkpoints and metrics.
+        data: training and validation data, already set up.
+        folder: run folder for checkpoints and metrics.
         options: options of the loop.
 
     Returns:
@@ -72,8 +72,8 @@ def fit(
             precision=options.precision,
             accelerator="cuda" if computes_on(options.accelerator)[0] == "GPU" else "cpu",
             devices=options.devices,
-            # Buffers change equally on all ranks; broadcasting them would block if a rank has one
-            # validation batch less
+            # Buffers change identically on all ranks; broadcasting them would block if a rank has
+            # one validation batch fewer
             strategy=DDPStrategy(broadcast_buffers=False) if ddp else "auto",
             use_distributed_sampler=False,
             gradient_clip_val=options.gradient_clip,
@@ -110,7 +110,7 @@ def fit(
 def _clearer(
     error: Exception, folder: RunFolder, ddp: bool, restoring: bool
 ) -> ChildProcessError | ValueError | None:
-    """Returns an error that explains a lost process or an unsuitable checkpoint, if it is one."""
+    """Returns an error that explains a lost process or an unsuitable checkpoint, or None."""
     if ddp and _LOST.search(str(error)) and not isinstance(error, ValueError):
         return ChildProcessError(
             f"{folder.path}: another process of this training has ended; see its own message; the "
@@ -132,12 +132,12 @@ def _silence_lightning() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=PossibleUserWarning)
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # caused by Lightning
-    # the replacement broadcasts buffers once more, and some supported releases lack it
+    # the replacement adds another broadcast of buffers, and some supported releases lack it
     warnings.filterwarnings("ignore", message=".*`broadcast_buffers` is deprecated.*")
 
 
 def _warn_of_slow_average(decay: float | None, max_steps: int) -> None:
-    """Warns if the initial weights keep a large share of the averaged weights."""
+    """Warns if the initial weights make up a large share of the averaged weights."""
     first = 0.0 if decay is None else decay ** (max_steps - 1)
     if first > 0.1:
         warnings.warn(
@@ -152,7 +152,7 @@ def _warn_of_slow_average(decay: float | None, max_steps: int) -> None:
 def _loggers(name: LoggerName, folder: RunFolder) -> Iterator[list[Logger]]:
     """Opens Lightning's logger; metrics.csv is written in any case, and csv needs no logger.
 
-    A resumed run continues its logs: TensorBoard drops the steps that are repeated, and Weights &
+    A resumed run continues its logs. TensorBoard drops the steps that are repeated; Weights &
     Biases identifies the run by a digest of its folder and start.
     """
     if name == "csv" or not folder.writes:
@@ -164,14 +164,14 @@ def _loggers(name: LoggerName, folder: RunFolder) -> Iterator[list[Logger]]:
         yield [logger]
     finally:
         if name == "wandb":
-            logger.experiment.finish()  # or the next run of this process would write into it
+            logger.experiment.finish()  # otherwise the next run of this process would write to it
 
 
 def _tensorboard(folder: RunFolder) -> TensorBoardLogger:
     from lightning.pytorch.loggers import TensorBoardLogger
 
-    # Includes the step of the checkpoint, whose validation may be repeated; if it is not, its rows
-    # are logged again from metrics.csv.
+    # The step of the checkpoint is purged as well, because its validation may be repeated. If it is
+    # not repeated, its rows are logged again from metrics.csv.
     step = None if folder.checkpoint is None else folder.checkpoint["global_step"]
     return TensorBoardLogger(folder.path, name="", version="tensorboard", purge_step=step)
 

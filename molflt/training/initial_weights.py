@@ -1,4 +1,4 @@
-"""Initial weights: a new run that starts from the weights of another model (``--init``)."""
+"""Initial weights of a new run, taken from another model (``--init``)."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ from molflt.training.sources import find_weights
 __all__ = ["InitialWeights", "Initializer", "read_initial_weights", "recipe_of"]
 
 _MASKED = "masked_language"  # recipe of published encoders
-_MOST = 8  # names in a printed line; init.json has them all
+_MOST = 8  # names per printed line; init.json has them all
 
 
 class InitialWeights(NamedTuple):
-    """Weights named by ``--init``, and the model and data they belong to."""
+    """Weights named by ``--init``, and information about their model and data."""
 
     path: Path
     sha256: str
     """digest of the file"""
     recipe: str | None
-    """None for a file of weights only"""
+    """None for a file that only holds weights"""
     options: dict[str, object]
     """arguments of the model"""
     files: dict[str, object] | None
-    """files of the training data by name: sha256, or in an export the content as JSON; None if
+    """sha256 of the files of the training data by name, or their JSON content in an export; None if
     unknown"""
     weights: dict[str, Tensor]
     domain: object
-    """content of domain.json; None without one"""
+    """content of domain.json; None if there is no such file"""
 
 
 def recipe_of(weights: Path) -> str | None:
-    """Returns the recipe of a weights file outside of a run, from its header; None if unknown."""
+    """Returns the recipe of a weights file outside a run from its header; None if unknown."""
     if is_exported(weights):
         return exported_recipe(weights)
     with safetensors.safe_open(weights, framework="pt") as file:
@@ -95,7 +95,7 @@ def read_initial_weights(name: str) -> InitialWeights:
 def _of_transformers(
     path: Path, published: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, object], dict[str, object] | None]:
-    """Converts weights, options and tokenizer of a BERT or FNet of transformers."""
+    """Converts the weights, options and tokenizer of a BERT or FNet model from transformers."""
     weights, config_file = renamed(published), path.with_name("config.json")
     try:
         config = json.loads(config_file.read_bytes()) if config_file.is_file() else {}
@@ -112,11 +112,11 @@ def _of_transformers(
 
 
 class _Transfer(NamedTuple):
-    """The fate of each tensor."""
+    """Tensors by the way they are initialized."""
 
     loaded: dict[str, Tensor]
     new: dict[str, str]
-    """tensors that keep their random values: the reason"""
+    """reason for each tensor that keeps its random values, by name"""
     of_data: tuple[str, ...]
     """buffers computed from the new data"""
     left_over: dict[str, Tensor]
@@ -128,7 +128,7 @@ class Initializer:
 
     Args:
         folder: the run folder.
-        init: see `molflt.training.sources.find_weights`.
+        init: name of the weights; see `molflt.training.sources.find_weights`.
 
     Attributes:
         options: arguments of the source's model.
@@ -145,7 +145,7 @@ class Initializer:
     def domain(self) -> tuple[str, object] | None:
         """Returns a name for messages and the content of the source's domain.json.
 
-        A resumed run takes it from its checkpoint. None if there is no such file.
+        A resumed run takes the content from its checkpoint. Returns None if there is no such file.
         """
         source = self._source
         found = self.folder.remember(None if source is None else source.domain)
@@ -170,17 +170,17 @@ class Initializer:
             )
 
     def files(self, model: nn.Module) -> dict[str, bytes]:
-        """Returns init.json, by name."""
+        """Returns the content of init.json, by file name."""
         if self._source is None or self._done is None:
             return {}
         return {INIT_RECORD: _record(self.name, self._source, self._done, model)}
 
     def say(self, model: nn.Module, options: Mapping[str, object]) -> None:
-        """Prints the fate of the tensors.
+        """Prints which tensors were loaded, are new, or were left over.
 
         Args:
             model: the model, after the data have set its buffers.
-            options: its arguments.
+            options: arguments of the model.
         """
         if self._source is not None and self._done is not None:
             lines = _report(self._source, self._done, model, options)
@@ -188,15 +188,15 @@ class Initializer:
 
 
 def _transfer(source: InitialWeights, model: nn.Module, files: Mapping[str, bytes]) -> _Transfer:
-    """Loads the tensors whose name and shape fit, except those that the data determine.
+    """Loads the tensors whose name and shape match, except those that depend on the data.
 
     The model's `of_data` lists prefixes of names. Buffers with such a prefix, such as the
     normalizer, are never loaded. Parameters with such a prefix, such as the logits of classes, are
     loaded only if the files of the data (vocabulary, classes) are the same; if `of_data` lists
-    prefixes for each file, only that file is compared. All other buffers are loaded: the weights
-    were trained with these random features, and records of the training data, such as elements, are
-    extended by the new training. Such a record is not loaded if the weight that the model's
-    `seen_by` names for it is new.
+    prefixes for each file, only that file is compared. All other buffers are loaded. These are
+    random features, with which the weights were trained, and records of the training data, such as
+    its elements, which the new training extends. A record is not loaded if the weight that the
+    model's `seen_by` names for it is new.
     """
     own, buffers = model.state_dict(), dict(model.named_buffers())
     file_of = _file_of_prefix(model)
@@ -233,7 +233,7 @@ def _transfer(source: InitialWeights, model: nn.Module, files: Mapping[str, byte
 
 
 def _file_of_prefix(model: nn.Module) -> dict[str, str | None]:
-    """Returns the prefixes in `of_data` with the file that each depends on; None for any file."""
+    """Returns the file on which each prefix in `of_data` depends; None stands for any file."""
     named = getattr(model, "of_data", ())
     if isinstance(named, Mapping):
         return {prefix: file for file, prefixes in named.items() for prefix in prefixes}
@@ -241,7 +241,7 @@ def _file_of_prefix(model: nn.Module) -> dict[str, str | None]:
 
 
 def _is_same(kept: object, content: bytes) -> bool:
-    """Compares a file of the data with the one of the source, a digest or parsed JSON."""
+    """Compares a data file with that of the source, given as a digest or parsed JSON."""
     if isinstance(kept, str):
         return kept == hashlib.sha256(content).hexdigest()
     return kept is not None and kept == json.loads(content)

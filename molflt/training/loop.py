@@ -1,4 +1,4 @@
-"""Lightning modules of tasks and data: reproducible steps, exact resuming, refusal of NaN."""
+"""Lightning modules for tasks and data: reproducible steps, exact resuming, errors for NaN."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
         self.validation_is_finite = True
 
     def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
-        """Seeds torch from the task's seed, rank, step and the position of the batch in the step.
+        """Seeds torch from the task's seed, rank, step, and index of the batch within the step.
 
-        A resumed run therefore draws the same dropout on every rank.
+        A resumed run therefore draws the same dropout masks on every rank.
         """
         task, step = self.task, self.global_step
         self._step_before = step
@@ -64,7 +64,7 @@ class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
             task.redraw(torch.Generator().manual_seed(int(common.generate_state(1)[0])))
 
     def training_step(self, batch: _Batch, batch_idx: int) -> dict[str, Tensor]:
-        """Returns the loss, and a row of sums: loss, 1, size of the batch, and the task's sums."""
+        """Returns the loss, and a row of sums: loss, 1, batch size, and the sums of the task."""
         progress = self.global_step / max(1, self.trainer.max_steps)
         self._batch, self._size = self.task.name(batch), self.task.size(batch)
         self._parts.append(batch)
@@ -77,7 +77,7 @@ class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
         return {"loss": loss, "sums": _row(row, self.device)}
 
     def _share_seen(self) -> None:
-        """Shares records of the training data, such as rare elements, between ranks."""
+        """Shares records of the training data, such as its elements, between ranks."""
         if self.trainer.world_size > 1:
             for name in getattr(self.model, "seen_by", ()):
                 seen = self.model.get_buffer(name)
@@ -100,7 +100,7 @@ class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
         return self.global_step > self._step_before
 
     def validation_follows(self) -> bool:
-        """Returns True if a validation follows the last step."""
+        """Returns True if a validation follows the current step."""
         every = int(self.trainer.val_check_interval) // self.trainer.accumulate_grad_batches
         step = self.global_step
         return step > 0 and (step >= self.trainer.max_steps or step % every == 0)
@@ -113,7 +113,7 @@ class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
         self._sums.append(_row(list(self.task.judge(batch)), self.device))
 
     def validation_metrics(self) -> dict[str, float]:
-        """Returns metrics over the split and all ranks; all ranks must call it."""
+        """Returns metrics over the split and all ranks; all ranks must call this method."""
         if self._metrics is None:
             width = len(self.task.sums.__annotations__)  # a rank may have no batch
             zero = torch.zeros(width, dtype=torch.float64, device=self.device)
@@ -134,7 +134,7 @@ class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
     def on_train_start(self) -> None:
         """Recomputes the learning rate, because a resumed run may have more steps than before.
 
-        Otherwise it equals the learning rate in the checkpoint bit for bit.
+        With the same number of steps, it equals the rate in the checkpoint bit for bit.
         """
         factor = self._lr_factor(self.global_step)
         for config in self.trainer.lr_scheduler_configs:
@@ -176,7 +176,7 @@ class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
 
 
 def _row(parts: list[Tensor], device: torch.device) -> Tensor:
-    """Stacks scalars, float64."""
+    """Stacks scalars as float64."""
     return torch.stack([part.to(device, torch.float64) for part in parts])
 
 
@@ -210,10 +210,10 @@ class _Loaders(pl.LightningDataModule):
 
 
 class _CheckpointIO(CheckpointIO):
-    """Checkpoint access of Lightning through the run folder.
+    """Gives Lightning access to checkpoints through the run folder.
 
     Attributes:
-        restoring: True between loading a checkpoint and asking for the next batch.
+        restoring: True between loading a checkpoint and requesting the next batch.
     """
 
     def __init__(self, folder: RunFolder) -> None:

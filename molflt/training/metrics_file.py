@@ -1,4 +1,4 @@
-"""metrics.csv of a run: rows of training steps and of validations."""
+"""File metrics.csv of a run, with rows for training steps and validations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _Module = _LightningTask[object, object]
 
 
 class _MetricsFile(Callback):
-    """Writes ``metrics.csv``, and restores it to the state of the checkpoint on resuming."""
+    """Writes ``metrics.csv``, and restores it to the state of the checkpoint when resuming."""
 
     def __init__(self, task: Task[Never, Never], folder: RunFolder, log_every: int) -> None:
         self.folder = folder
@@ -51,7 +51,7 @@ class _MetricsFile(Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._forget()
-        if self._kept:  # the sum over ranks, restored on the first one
+        if self._kept:  # the sum over ranks, restored on the first rank
             width = 3 + len(cast(_Module, pl_module).task.sums.__annotations__)
             kept = [*self._kept["totals"], *[0.0] * width][:width]  # earlier versions have fewer
             totals = torch.tensor(kept, dtype=torch.float64)
@@ -85,7 +85,7 @@ class _MetricsFile(Callback):
         self._kept = state_dict
 
     def _rewind(self, step: int, validates: bool) -> list[dict[str, str]]:
-        """Drops rows after the checkpoint, whose steps are repeated; returns those of its step."""
+        """Drops rows after the checkpoint, whose steps are repeated; returns rows of its step."""
         rows = [
             (at, row)
             for at, row in (self._read() if step > 0 else ())
@@ -97,7 +97,7 @@ class _MetricsFile(Callback):
         return [row for at, row in rows if at == step]
 
     def _read(self) -> list[tuple[int, dict[str, str]]]:
-        """Reads steps and rows, without an incomplete last row."""
+        """Reads steps and rows, and ignores an incomplete last row."""
         try:
             text = self.path.read_bytes().decode()
             whole = text[: text.rfind("\n") + 1]
@@ -148,7 +148,7 @@ class _MetricsFile(Callback):
         loss /= batches
         speed = size / (time.perf_counter() - self._since)
         known = [name for name in self.names["train"] if name in metrics]
-        # the scheduler has already advanced; this row describes the steps before
+        # the scheduler has already advanced; this row describes the steps before that
         row = {
             "step": trainer.global_step,
             "lr": module.last_lr,

@@ -1,4 +1,4 @@
-"""The result of a run so far: its best validation, steps, curve and last line."""
+"""Result of a run so far: its best validation, steps, curve and final message."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def best_of(run: Path) -> Best | None:
 
 
 def steps_of(run: Path, weights: str = "last") -> int:
-    """Reads the number of steps of "last" or "best" weights from their header; 0 without them."""
+    """Reads the number of steps from the header of "last" or "best" weights; 0 if missing."""
     path = Path(run) / "checkpoints" / f"{weights}.safetensors"
     return int(_number(path, read_header(path), "step")) if path.is_file() else 0
 
@@ -82,7 +82,7 @@ def duration(seconds: float) -> str:
 
 
 def outcome(run: Path, metrics: Mapping[str, Metric], steps: int, seconds: float) -> str:
-    """Returns the last line of a training.
+    """Returns the message printed at the end of training.
 
     Args:
         run: folder of the run, as the user named it.

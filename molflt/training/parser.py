@@ -1,4 +1,4 @@
-"""The command line of ``molflt train``: recipe, shipped names, ``--resume`` and ``--init``."""
+"""Command line of ``molflt train``: recipe, shipped names, ``--resume`` and ``--init``."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
 
 
 def _recipe_named(words: list[str]) -> str:
-    """Returns the recipe of a command line or of its last configuration that names one."""
+    """Returns the recipe given on a command line or in the files that it names."""
     found = [DEFAULT, *_values_in("recipe", _values_of("--resume", words))]
     for name in _inits(words):
         with contextlib.suppress(ValueError, OSError):  # reported when the weights are read
@@ -60,13 +60,13 @@ def _recipe_named(words: list[str]) -> str:
 
 
 def _inits(words: list[str]) -> list[str]:
-    """Returns all values of init in configurations and words."""
+    """Returns all values of init in configurations and on the command line."""
     found = [*_values_in("init", _values_of("--config", words)), *_values_of("--init", words)]
     return [] if found[-1:] == ["null"] else found
 
 
 def _values_in(key: str, files: Sequence[str]) -> list[str]:
-    """Returns the values of a key in YAML files and run folders; init and run become paths."""
+    """Returns the values of a key in YAML files and run folders; init and run become absolute."""
     found = []
     for name in files:
         # errors are reported by the parser
@@ -80,10 +80,10 @@ def _values_in(key: str, files: Sequence[str]) -> list[str]:
 
 
 class _TrainParser(ArgumentParser):
-    """Takes defaults from the run with ``--resume RUN``, and those of the model with ``--init``.
+    """Parser with defaults from the run of ``--resume``, or model defaults from ``--init``.
 
-    Shipped configurations are found by name. Paths in a configuration are relative to its file,
-    paths on the command line to the current folder.
+    Shipped configurations are found by name. Paths in a configuration are relative to its file;
+    paths on the command line are relative to the current folder.
     """
 
     def parse_args(self, args: Sequence[str] | None = None) -> Namespace:  # type: ignore[override]
@@ -100,7 +100,7 @@ class _TrainParser(ArgumentParser):
                     f"--init {starts[-1]} with --resume {runs[-1]}: a resumed run already has "
                     "weights; remove one of the two"
                 )
-            same = own.resolve(), own.parent.resolve()  # its key run is outdated in a moved run
+            same = own.resolve(), own.parent.resolve()  # in a moved run, its key run is outdated
             files = [x for x in _values_of("--config", words) if Path(x).resolve() not in same]
             given = [(f"{file}: run", _values_in("run", [file])) for file in files]
             given.append(("--run", _values_of("--run", words)))
@@ -129,7 +129,7 @@ class _TrainParser(ArgumentParser):
         return config
 
     def _take_model_of(self, init: str, recipe: str) -> None:
-        """Sets the defaults of the model to those of a source; the data are compared later."""
+        """Sets the model defaults to the options of a source; the data are compared later."""
         source = read_initial_weights(init)
         related = source.recipe in Recipe.of({"recipe": recipe}).relatives
         if source.recipe not in (None, recipe) and not related:
@@ -162,7 +162,7 @@ class _TrainParser(ArgumentParser):
 
 
 def _let_words_decide(config: Namespace, words: list[str]) -> None:
-    """Drops the steps of a configuration if the words give epochs, and vice versa."""
+    """Drops steps of a configuration if the command line gives epochs, and vice versa."""
     both = ("max_steps", "max_epochs")
     given = [key for key in both if {*_values_of(f"--trainer.{key}", words)} - {"null"}]
     if len(given) == 1:
@@ -170,7 +170,7 @@ def _let_words_decide(config: Namespace, words: list[str]) -> None:
 
 
 def _tokenizer_of(weights: Path) -> Path | None:
-    """Returns the folder with the tokenizer of weights: their own, or the run's."""
+    """Returns the folder that holds the tokenizer of a weights file or of its run."""
     folder = weights.absolute().parent
     above = folder.parent if folder.name == "checkpoints" else folder
     return above if (above / TOKENIZER).is_file() or (above / "config.json").is_file() else None
@@ -182,14 +182,14 @@ def _holds_paths(hint: object) -> bool:
 
 
 def _words_in(hint: object) -> list[object]:
-    """Returns the words that a type allows besides paths, as ``Literal["fit"] | Path``."""
+    """Returns the words that a type allows besides paths, as in ``Literal["fit"] | Path``."""
     if get_origin(hint) is Literal:
         return [*get_args(hint)]
     return [word for part in get_args(hint) for word in _words_in(part)]
 
 
 def _with_files(words: Sequence[str]) -> list[str]:
-    """Replaces names of shipped configurations and models by their files."""
+    """Replaces names of shipped configurations and models with the paths of their files."""
     named: dict[str, Callable[[str], object]] = {
         "--config": find_config,
         "--init": lambda name: find(name) if is_packaged(name) else name,
@@ -204,7 +204,7 @@ def _with_files(words: Sequence[str]) -> list[str]:
 
 
 def _values_of(option: str, words: list[str]) -> list[str]:
-    """Returns all values of an option."""
+    """Returns all values of an option on the command line."""
     values = [value for word, value in itertools.pairwise(words) if word == option]
     return values + [w.partition("=")[2] for w in words if w.startswith(f"{option}=")]
 
@@ -216,7 +216,7 @@ def dated_run(name: str, folder: Path = Path("runs")) -> Path:
 
     Args:
         name: name of the training, such as the name of its configuration.
-        folder: folder of all runs.
+        folder: folder that holds all runs.
     """
     if "LOCAL_RANK" in os.environ:
         if _SHARED not in os.environ:

@@ -1,4 +1,4 @@
-"""Progress of a training: a bar on terminals, a line per validation elsewhere."""
+"""Training progress: a bar on terminals, one line per validation elsewhere."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from molflt.training.outcome import duration
 from molflt.training.run_folder import RunFolder
 
 _Shown = Callable[[], dict[str, str]]
-_SECONDS = 0.1  # between updates of the bar in a validation
+_SECONDS = 0.1  # between updates of the bar during validation
 
 
 class _Lines(Callback):
-    """One line per validation, for logs."""
+    """Prints one line per validation, for logs."""
 
     def __init__(self, task: Task[Never, Never], folder: RunFolder, shown: _Shown) -> None:
         self.metrics = {n: m for n, m in task.metrics.items() if "val" in m.measured_in}
@@ -50,12 +50,12 @@ class _Lines(Callback):
 
 
 class _StepBar(Callback):
-    """A progress bar over all steps of the training, with the metrics of the task."""
+    """Progress bar over all training steps, with the metrics of the task."""
 
     def __init__(self, shown: _Shown, refresh_rate: int) -> None:
         self._shown = shown
         self._refresh_rate = refresh_rate
-        self._next = 0.0  # earliest time of the next update in a validation
+        self._next = 0.0  # earliest time of the next update during validation
         self._bar = tqdm(disable=True)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -14,7 +14,7 @@ _Loaded = Callable[..., Any]
 
 
 class Recipe(NamedTuple):
-    """Parts as ``module:name``; `load` imports one of them."""
+    """Parts of a recipe, given as ``module:name``; `load` imports one of them."""
 
     model: str
     data: str
@@ -33,7 +33,7 @@ class Recipe(NamedTuple):
         return RECIPES[name]
 
     def load(self, part: str) -> _Loaded:
-        """Imports the class or function of "model", "data", "task" or "evaluate"."""
+        """Imports the class or function of a part: "model", "data", "task" or "evaluate"."""
         loaded: _Loaded = pkgutil.resolve_name(getattr(self, part))
         return loaded
 
@@ -104,4 +104,4 @@ RECIPES: dict[str, Recipe] = {
 }
 
 DEFAULT = next(iter(RECIPES))
-"""Recipe of configurations without this key."""
+"""Recipe of configurations without the key recipe."""

@@ -1,4 +1,4 @@
-"""Provenance of a run in its checkpoints, and the checks of a resumed run against it."""
+"""Provenance of a run, stored in its checkpoints, and checks of resumed runs against it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = [
 
 
 class Stopped(TypedDict):
-    """State of a training that early stopping ended."""
+    """State of a run that was ended by early stopping."""
 
     step: int
     since: int
@@ -35,7 +35,7 @@ class Stopped(TypedDict):
 
 
 class Provenance(TypedDict, total=False):
-    """Information about a run in its checkpoints, under key "molflt"."""
+    """Information about a run, stored in its checkpoints under the key "molflt"."""
 
     config: Config
     data: Mapping[str, Fingerprint]
@@ -43,16 +43,16 @@ class Provenance(TypedDict, total=False):
     stopped: Stopped
     seconds: float
     initial: object
-    """domain.json of the initial weights"""
+    """content of domain.json of the initial weights"""
 
 
 def read_provenance(run: Path) -> Provenance:
-    """Reads the provenance in last.ckpt; empty without a checkpoint or in earlier versions."""
+    """Reads the provenance in last.ckpt; empty if missing or written by an earlier version."""
     last = Path(run) / "checkpoints" / "last.ckpt"
     return cast(Provenance, read_checkpoint(last).get("molflt", {}) if last.is_file() else {})
 
 
-# Options that do not change the steps. Data are compared by content, epochs as steps.
+# Options that do not affect the steps. Data are compared by content, and epochs as steps.
 _FREE = {
     "run",
     "data.root",
@@ -78,7 +78,7 @@ def check_config(path: Path, was: Config, now: Config, done: int) -> None:
     """Raises ValueError if a resumed run has options that would change its steps.
 
     Options in `_FREE` may change. ``trainer.max_steps`` and ``trainer.max_epochs`` may be raised;
-    the schedule is then that of the new number. All others are refused, including
+    the schedule then follows the new number. Other changes are refused, including those of
     `trainer.devices`, which multiplies the batch size.
 
     Args:
@@ -87,7 +87,7 @@ def check_config(path: Path, was: Config, now: Config, done: int) -> None:
         now: config.yaml combined with the command line.
         done: number of completed steps.
     """
-    # an option that was added later had its default
+    # options that were added later had their defaults
     old = dict(_flat(cast(Mapping[str, object], plain(defaults(now["recipe"])))))
     old, new = {**old, **dict(_flat(was))}, dict(_flat(now))
     wrong = [
@@ -111,11 +111,11 @@ def check_config(path: Path, was: Config, now: Config, done: int) -> None:
 
 
 def check_stopped(path: Path, stop: Stopped | None, now: Config) -> None:
-    """Raises ValueError for a run that early stopping ended, unless patience was raised.
+    """Raises ValueError for a run ended by early stopping, unless patience was raised.
 
     Args:
         path: the run, for messages.
-        stop: from the checkpoint; None if the run was not stopped early.
+        stop: state from the checkpoint; None if the run was not stopped early.
         now: the new configuration.
     """
     patience = now["trainer"].get("patience")
@@ -128,7 +128,7 @@ def check_stopped(path: Path, stop: Stopped | None, now: Config) -> None:
 
 
 def _flat(config: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    """Yields options as named on the command line, with their values."""
+    """Yields options, named as on the command line, with their values."""
     for name, value in config.items():
         if isinstance(value, Mapping):
             yield from ((f"{name}.{key}", part) for key, part in value.items())
@@ -156,7 +156,7 @@ def check_data(run: Path, was: Mapping[str, Fingerprint], now: Mapping[str, Fing
 
 
 def machine_changes(was: Mapping[str, object], now: Mapping[str, object]) -> str | None:
-    """Returns a line about differences that can change rounding; None without any."""
+    """Returns a line about differences that can affect rounding, or None."""
     differs = [
         f"{key} was {was[key]}, is {now[key]}" for key in was if key in now and was[key] != now[key]
     ]

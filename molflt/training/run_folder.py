@@ -1,4 +1,4 @@
-"""The folder of a run: its lock, configuration, versions, weights and checkpoints."""
+"""Folder of a run: its lock, configuration, versions, weights and checkpoints."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ from molflt.version import __version__
 __all__ = ["INIT_RECORD", "KEPT", "RunFolder", "read_versions"]
 
 KEPT = (DOMAIN, "references.json", "vocabulary.json", "classes.json", "tokenizer.json")
-"""Files that give weights their meaning; a run has those of its recipe."""
+"""Files needed to interpret the weights; a run has those of its recipe."""
 INIT_RECORD = "init.json"
-"""File about the initial weights of a run."""
+"""File that describes the initial weights of a run."""
 
 _VERSIONS = "versions.json"
 _BUSY = (
@@ -58,15 +58,15 @@ _BUSY = (
 
 
 class RunFolder:
-    """Reads and writes the folder of a run; only the first process of a run writes.
+    """Reads and writes the folder of a run; only its first process writes.
 
     Args:
         path: the folder.
 
     Attributes:
-        path: as given.
+        path: the folder, as given.
         writes: True in the first process.
-        provenance: what checkpoints store about the run.
+        provenance: information about the run, stored in its checkpoints.
         checkpoint: the checkpoint to resume from; None in a new run.
     """
 
@@ -84,7 +84,7 @@ class RunFolder:
 
     @property
     def last(self) -> Path:
-        """Path of the checkpoint to resume from."""
+        """Path of the checkpoint from which to resume."""
         return self.path / "checkpoints" / "last.ckpt"
 
     @contextmanager
@@ -123,7 +123,7 @@ class RunFolder:
             )
 
     def check_config(self, config: Config) -> None:
-        """Compares the configuration with that of the checkpoint, and adopts it."""
+        """Compares the configuration with that of the checkpoint, and stores it."""
         now = cast(Config, plain(config))
         if self.checkpoint is not None:
             was = self._was().get("config") or read_config(self.path)
@@ -138,14 +138,14 @@ class RunFolder:
 
         Args:
             fingerprints: fingerprint of each split.
-            files: files of the data; weights store their digests.
+            files: content of the data files by name; weights store their digests.
         """
         check_data(self.path, self._was().get("data", {}), fingerprints)
         self.provenance["data"] = fingerprints
         self._files = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
 
     def _was(self) -> Provenance:
-        """Returns the provenance in the checkpoint; empty in earlier versions."""
+        """Returns the provenance in the checkpoint; empty for those of earlier versions."""
         return cast(Provenance, (self.checkpoint or {}).get("molflt", {}))
 
     def remember(self, domain: object) -> object:
@@ -162,7 +162,7 @@ class RunFolder:
     def check_weights(self, model: nn.Module) -> None:
         """Checks that the checkpoint fits the model, and rewrites last.safetensors from it.
 
-        The rewriting matters if the run was killed between the two files.
+        Rewriting is needed if the run was killed after writing only one of the two files.
         """
         if self.checkpoint is not None:
             weights = model_weights(self.checkpoint)
@@ -172,7 +172,7 @@ class RunFolder:
             self.save_weights("last", weights, {"step": self.checkpoint["global_step"]})
 
     def start_steps(self, machine: Mapping[str, object]) -> None:
-        """Starts the clock, stores properties that affect rounding, and prints changes of them."""
+        """Starts the clock, stores properties that affect rounding, and prints their changes."""
         self._begun = time.perf_counter()
         line = machine_changes(self._was().get("machine", {}), machine)
         if line is not None:
@@ -180,19 +180,19 @@ class RunFolder:
         self.provenance["machine"] = machine
 
     def say(self, text: str, file: TextIO | None = None) -> None:
-        """Prints in the first process."""
+        """Prints a text in the first process only."""
         if self.writes:
             print(text, file=file)
 
     def write(self, data_files: Mapping[str, bytes]) -> None:
-        """Writes config.yaml, versions.json and the files of the data."""
+        """Writes config.yaml, versions.json and the data files."""
         if not self.writes:
             return
         for folder in (self.path, self.last.parent):
             clear_parts(folder)
         if self.checkpoint is None:
             path = self.path / _VERSIONS  # written first: it marks config.yaml as ours
-            # an interrupted start may have had other data, recipe or weights
+            # an interrupted start may have used other data, recipe or weights
             for name in {*KEPT, INIT_RECORD} - data_files.keys() if path.exists() else ():
                 (self.path / name).unlink(missing_ok=True)
             write_atomically(path, (json.dumps(_versions(), indent=2) + "\n").encode())
@@ -218,7 +218,7 @@ class RunFolder:
     def save_weights(
         self, name: str, weights: Mapping[str, Tensor], metadata: Mapping[str, object]
     ) -> None:
-        """Writes weights of the model as checkpoints/NAME.safetensors."""
+        """Writes the model weights to checkpoints/NAME.safetensors."""
         if self.writes:
             self._expect_held()
             path = self.last.with_name(f"{name}.safetensors")
@@ -239,7 +239,7 @@ class RunFolder:
             append(self.path / "metrics.csv", row)  # on disk before any later checkpoint
 
     def draw_curve(self, metrics: Mapping[str, Metric], best: str) -> None:
-        """Draws curve.png if there are rows; a failure never hides an error of the training."""
+        """Draws curve.png if there are rows; a failure never hides a training error."""
         table, png = self.path / "metrics.csv", self.path / "curve.png"
         ending = sys.exception()
         try:
@@ -264,7 +264,7 @@ def _versions() -> dict[str, str | None]:
 
 
 def read_versions(run: Path) -> dict[str, object]:
-    """Reads versions.json of a run; empty without the file."""
+    """Reads versions.json of a run; empty if the file is missing."""
     path = Path(run) / _VERSIONS
     if not path.is_file():
         return {}

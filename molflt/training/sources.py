@@ -1,4 +1,4 @@
-"""Finding trained models: run folders, exported files, packaged models, Hugging Face Hub."""
+"""Search for trained models: runs, exported files, packaged models, the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from molflt.files import shown
 __all__ = ["EXPECTED", "HUB", "RECOMMENDED", "find", "find_weights", "is_packaged", "is_trained"]
 
 HUB = "hf:"
-"""Prefix of repositories on the Hugging Face Hub."""
+"""Prefix of the names of repositories on the Hugging Face Hub."""
 RECOMMENDED = "game-net"
 """The packaged model used by default."""
 
@@ -53,11 +53,11 @@ def find_weights(name: str) -> tuple[Path, Path | None]:
     """Resolves the weights that `--init` names, without reading them.
 
     Args:
-        name: see `find`; a safetensors file without a configuration is accepted as well. The folder
-            of a run selects its best weights.
+        name: see `find`; a safetensors file without a configuration is accepted as well. For the
+            folder of a run, the best weights are selected.
 
     Returns:
-        The weights file, and the folder with its config.yaml if there is one.
+        The weights file, and the folder with config.yaml if there is one.
     """
     path = find(name)
     if (path / "config.yaml").is_file():
@@ -73,7 +73,7 @@ def find_weights(name: str) -> tuple[Path, Path | None]:
 
 
 def is_packaged(name: str) -> bool:
-    """Returns True for the name of a packaged model unless a file has this name."""
+    """Returns True for the name of a packaged model unless a file has the same name."""
     packaged = {file.parent.name for file in _WEIGHTS.glob(f"*/{_MODEL}")}
     return name in packaged and not Path(name).exists()
 

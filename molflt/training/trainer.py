@@ -1,4 +1,4 @@
-"""Options of the training loop, the group trainer of a configuration."""
+"""Options of the training loop: the group trainer of a configuration."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ class TrainerOptions:
     """Options of the training loop.
 
     Args:
-        max_steps: total number of optimizer steps; null: max_epochs decides, or 10,000.
-        max_epochs: total number of passes over the training data, instead of max_steps; rounded up
-            to whole steps, which set warm-up and schedule.
-        precision: number format of the arithmetic.
+        max_steps: total number of optimizer steps; null: determined by max_epochs, or else 10,000.
+        max_epochs: total number of passes over the training data, an alternative to max_steps;
+            rounded up to whole steps, on which the learning rate schedule is based.
+        precision: number format of the computation.
         accelerator: where to compute; auto uses a CUDA GPU if there is one.
         devices: number of GPUs, or of processes on the CPU.
-        strategy: ddp for several devices; auto chooses it.
-        gradient_clip: largest norm of the gradient; null for no limit.
+        strategy: ddp, which trains on several devices, or auto, which uses ddp if necessary.
+        gradient_clip: maximum norm of the gradient; null for no limit.
         val_every: steps between validations; the last step is always followed by one.
-        checkpoint_every: steps between checkpoints; a checkpoint precedes each validation.
+        checkpoint_every: steps between checkpoints; one is also saved before each validation.
         ema_decay: decay of the moving average of weights that is validated and kept; null for no
-            average. After max_steps steps the first weights still have the share decay^max_steps.
+            average. After max_steps steps, the share of the first weights is still decay^max_steps.
         log_every: steps between rows of metrics.csv.
-        num_sanity: validation batches that are tried before training.
-        accumulate: number of batches whose gradients are averaged for one step. The step is that of
-            a larger batch, in the memory of a small one.
+        num_sanity: number of validation batches to try before training.
+        accumulate: number of batches whose gradients are averaged for one step. This gives the step
+            of a larger batch with the memory of a small one.
         patience: number of validations without improvement after which training stops; null to
             never stop early.
-        logger: where the rows of metrics.csv are also written: nowhere (csv), TensorBoard files in
-            the run folder, or Weights & Biases.
+        logger: additional destination of the rows of metrics.csv: nothing (csv), TensorBoard files
+            in the run folder, or Weights & Biases.
     """
 
     max_steps: int | None = None
@@ -61,7 +61,7 @@ class TrainerOptions:
     logger: LoggerName = "csv"
 
     def steps(self, data: BatchedData[Any]) -> int:
-        """Returns the total number of optimizer steps on data that are set up."""
+        """Returns the total number of optimizer steps for data that have been set up."""
         if self.max_epochs is None:
             return STEPS if self.max_steps is None else self.max_steps
         steps = -(-data.batches_in(self.max_epochs) // (self.devices * self.accumulate))
@@ -73,7 +73,7 @@ class TrainerOptions:
         return steps
 
     def check(self) -> None:
-        """Raises ValueError for options that contradict each other or exceed this machine."""
+        """Raises ValueError for options that conflict or exceed the available devices."""
         counted = ("max_steps", "max_epochs", "devices", "accumulate", "patience")
         for name in (*counted, "val_every", "checkpoint_every", "log_every"):
             value = getattr(self, name)
@@ -104,7 +104,7 @@ class TrainerOptions:
 def computes_on(accelerator: str) -> tuple[str, int]:
     """Returns the kind of device, "GPU" or "core", and how many there are.
 
-    Apple's GPUs do not count: they lack float64, in which energies are summed.
+    Apple GPUs are not counted because they lack float64, in which energies are summed.
     """
     import torch
 

@@ -30,11 +30,11 @@ PROJECTIONS: dict[str, type[Projection]] = {
 
 
 class Features(NamedTuple):
-    """Features phi = values * exp(log_scale) of queries or keys; None means ones (values) or zeros
-    (log_scale).
+    """Features phi = values * exp(log_scale) of queries or keys.
 
-    Exponential maps overflow when they are evaluated too early. They return their logarithm
-    instead, and mixing subtracts the part that cancels in the ratio of sums.
+    None stands for ones in `values` and for zeros in `log_scale`. Exponential maps overflow if they
+    are evaluated too early. They return their logarithm instead, and mixing subtracts the part that
+    cancels in the ratio of sums.
     """
 
     values: Tensor | None
@@ -48,7 +48,7 @@ class Features(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Number of tokens."""
+        """Returns the number of tokens."""
         return self._given.shape[-2]
 
     @property
@@ -58,18 +58,18 @@ class Features(NamedTuple):
         return tensor
 
     def materialize(self) -> Tensor:
-        """phi itself, without any stabilizer."""
+        """Returns phi itself, without stabilization."""
         return self.shifted(self._given.new_zeros(()))
 
     def shifted(self, shift: Tensor) -> Tensor:
-        """values * exp(log_scale - shift)."""
+        """Returns values * exp(log_scale - shift)."""
         if self.log_scale is None:
             return self._given
-        scale = (self.log_scale - shift.to(self.log_scale)).exp_()  # features are many
+        scale = (self.log_scale - shift.to(self.log_scale)).exp_()  # in place, to save memory
         return scale if self.values is None else self.values * scale
 
     def masked(self, mask: Tensor | None) -> "Features":
-        """Features that are 0 where `mask` (broadcastable to batch, heads, tokens) is False."""
+        """Sets features to 0 where `mask`, broadcastable to (batch, heads, tokens), is False."""
         if mask is None:
             return self
         out = ~mask[..., None]
@@ -80,14 +80,14 @@ class Features(NamedTuple):
         )
 
     def scaled(self, log_factor: Tensor) -> "Features":
-        """Features times exp(log_factor), (batch, heads, tokens)."""
+        """Multiplies features by exp(log_factor), where log_factor is (batch, heads, tokens)."""
         factor = log_factor[..., None]
         return Features(self.values, factor if self.log_scale is None else self.log_scale + factor)
 
     def kronecker(self, factors: Tensor) -> "Features":
-        """Row-wise Kronecker product with (batch, heads, tokens, p): m p features.
+        """Returns the row-wise Kronecker product with (batch, heads, tokens, p): m p features.
 
-        Products phi_i . phi_j are multiplied by factors_i . factors_j.
+        This multiplies phi_i . phi_j by factors_i . factors_j.
         """
         p = factors.shape[-1]
         values, log_scale = self
@@ -99,11 +99,11 @@ class Features(NamedTuple):
         return Features(outer, log_scale)
 
     def bounded(self) -> "Features":
-        """Clips features at e^-61 (float32) or e^-495 (float64) of the largest one of their token.
+        """Clips features below e^-61 (float32) or e^-495 (float64) times the token's largest one.
 
-        Every key then has a large enough share in a query's largest feature: normalizers do not
-        underflow, and their gradients do not overflow. Causal attention needs this, because it
-        cannot scale features by keys that come later.
+        Every key then contributes enough to a query's largest feature: normalizers do not
+        underflow, and their gradients do not overflow. Causal attention needs this because it
+        cannot scale features by later keys.
         """
         if self.log_scale is None or self.log_scale.shape[-1] == 1:
             return self
@@ -112,12 +112,12 @@ class Features(NamedTuple):
         return Features(self.values, torch.maximum(self.log_scale, largest + reach))
 
     def at_least_float32(self) -> "Features":
-        """In float32 at least."""
+        """Converts the features to at least float32."""
         return Features(*(None if part is None else at_least_float32(part) for part in self))
 
 
 class Projected(NamedTuple):
-    """Columns in several parts that are never concatenated; supports projections only."""
+    """Random projections and squared norms of columns, for maps that need only these."""
 
     products: Tensor
     """w_s . x, (batch, heads, tokens, m)"""
@@ -140,7 +140,7 @@ def _joined(*columns: Columns) -> Tensor:
 
 
 def _squared_norm(*columns: Columns) -> Tensor:
-    """|x|^2 of x in columns, (..., n, .) -> (..., n, 1), by products that keep no square of x."""
+    """Returns |x|^2 of x in columns, (..., n, .) -> (..., n, 1), without storing squares of x."""
     first, *others = (
         x.square if isinstance(x, Projected) else torch.linalg.vecdot(x, x).unsqueeze(-1)
         for x in columns
@@ -149,33 +149,33 @@ def _squared_norm(*columns: Columns) -> Tensor:
 
 
 class FeatureMap(nn.Module):
-    """Base class: one map, applied to queries and to keys.
+    """Base class of feature maps; the same map is applied to queries and keys.
 
     A new map overrides `forward`, sets its class attributes and gets a line in `FEATURE_MAPS`.
 
     Args:
         dim: width of the queries and keys given to the map.
         heads: number of heads; every head has its own projection.
-        num_features: rows m of the projection, 64 by default. Maps without a projection refuse the
-            option.
+        num_features: number of rows m of the projection, 64 by default. Maps without a projection
+            reject this option.
         projection: key of `PROJECTIONS`, the distribution of the random rows; "orthogonal" by
-            default. Maps without a projection refuse the option.
-        degree: degree of polynomial maps; others refuse one.
+            default. Maps without a projection reject this option.
+        degree: degree of polynomial maps; other maps reject this option.
 
     Attributes:
         width: number of features per token that `forward` returns.
         projection: the random matrix, or None.
-        paper: source of the map: arXiv number and place.
-        cost: cost of attention with it, for N tokens, m features and head width d.
+        paper: source of the map: arXiv number and location.
+        cost: cost of attention with the map, for N tokens, m features and head width d.
         random: True if the map owns a random projection that `redraw_` renews.
-        learned: True if it learns a projection that is drawn at the start.
+        learned: True if the map learns a projection that is drawn at random initially.
         signed: True if features can be negative.
-        positive_kernel: True if all phi(q). phi(k) are positive, and therefore all normalizers. For
-            other maps, look for small ones in `Attention.sums(...).normalizer`.
-        estimates_exp: True if the products estimate exp(q . k), without bias if they are random.
+        positive_kernel: True if all phi(q) . phi(k), and therefore all normalizers, are positive.
+            For other maps, look for small normalizers in `Attention.sums(...).normalizer`.
+        estimates_exp: True if the products estimate exp(q . k); random maps do so without bias.
         takes_projected: True if random projections of the columns suffice.
-        unit_norm: True if it expects queries and keys of norm 1 with a learned temperature, which
-            are then the default of attention.
+        unit_norm: True if the map expects queries and keys of norm 1 and a learned temperature,
+            which are then the defaults of attention.
         per_row: features per row of the projection.
     """
 
@@ -217,7 +217,7 @@ class FeatureMap(nn.Module):
         self._add(rows, projection)
 
     def _drawn(self, rows: int, projection: str) -> Projection:
-        """The random projection of a map that has one."""
+        """Draws the random projection of a map that has one."""
         return PROJECTIONS[projection](self.heads, rows, self.dim)
 
     def _add(self, rows: int, projection: str) -> None:
@@ -229,7 +229,7 @@ class FeatureMap(nn.Module):
             self.projection.redraw_(generator)
 
     def forward(self, *columns: Columns) -> Features:
-        """Features of tokens: (batch, heads, tokens, dim) -> (batch, heads, tokens, width).
+        """Computes features: (batch, heads, tokens, dim) -> (batch, heads, tokens, width).
 
         Several arguments are parts of one input along the last axis, as in [N1, q]; most maps do
         not concatenate them.
@@ -237,7 +237,7 @@ class FeatureMap(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} must override forward(*columns)")
 
     def project(self, *columns: Columns) -> Tensor:
-        """w_s . x: (batch, heads, tokens, dim), in columns -> (batch, heads, tokens, m)."""
+        """Computes w_s . x of columns: (batch, heads, tokens, dim) -> (batch, heads, tokens, m)."""
         assert self.projection is not None
         out: Tensor = self.projection(*(x for x in columns if isinstance(x, Tensor)))
         return sum((x.products for x in columns if isinstance(x, Projected)), out)
@@ -247,20 +247,20 @@ class FeatureMap(nn.Module):
 
 
 class Operand(NamedTuple):
-    """Queries or keys whose features mixing evaluates, all at once or a few tokens at a time."""
+    """Queries or keys, whose features are evaluated all at once or a few tokens at a time."""
 
     feature_map: FeatureMap
     x: Tensor
     """scaled, (batch, heads, tokens, d)"""
     columns: Columns | None = None
-    """N1 or N2, (batch or 1, heads or 1, tokens, .), columns before x"""
+    """N1 or N2, (batch or 1, heads or 1, tokens, .), columns prepended to x"""
     mask: Tensor | None = None
     """broadcastable to (batch, heads, tokens), False where features are 0"""
     log_weight: Tensor | None = None
-    """the same shape; logarithm of a factor of the features"""
+    """logarithm of a factor of the features, of the same shape"""
 
     def features(self) -> Features:
-        """phi([columns, x]), in float32 at least."""
+        """Returns phi([columns, x]) in at least float32."""
         with torch.autocast(self.x.device.type, enabled=False):
             x = at_least_float32(self.x)
             inputs: tuple[Columns, ...] = (x,)
@@ -278,14 +278,13 @@ class Operand(NamedTuple):
             return features.masked(self.mask)
 
     def without_columns(self) -> Self:
-        """Returns phi([0, x]), with zeros for the columns, or phi(x) if its width is the same."""
+        """Replaces the columns with zeros, or removes them if x already has the full width."""
         missing = self.feature_map.dim - self.x.shape[-1]
         zeros = self.x.new_zeros(1, 1, 1, missing) if missing else None
         return self._replace(columns=zeros)
 
     def split(self, size: int) -> list["Operand"]:
-        """Splits the tokens by `Tensor.split`, because the gradient of each slice would have the
-        size of the whole tensor."""
+        """Splits the tokens; with slices, each gradient would have the size of the whole tensor."""
         x = self.x.split(size, dim=-2)
         mask, weight = (cut(y, size, len(x), dim=-1) for y in (self.mask, self.log_weight))
         if isinstance(self.columns, Projected):
@@ -298,7 +297,7 @@ class Operand(NamedTuple):
 
 
 def cut(x: Tensor | None, size: int, pieces: int, dim: int = -2) -> tuple[Tensor | None, ...]:
-    """Splits x along an axis; repeats None, or x itself, if the axis is missing."""
+    """Splits x along an axis; repeats x if it is None or if the axis has size 1."""
     if x is None or x.shape[dim] == 1 != pieces:
         return (x,) * pieces
     return x.split(size, dim=dim)

@@ -1,5 +1,4 @@
-"""Random projections as products of sparse orthogonal factors, applied without forming the
-matrix."""
+"""Random projections by sparse orthogonal factors, applied without forming their product."""
 
 import math
 
@@ -11,11 +10,11 @@ from molflt.attention.features.projections import Projection, _rand, _randn
 
 
 class _FactoredProjection(Projection):
-    """Base class of products of sparse orthogonal factors; override `_draw_factors`, `_rotate`.
+    """Base class of sparse orthogonal factors; override `_draw_factors` and `_rotate`.
 
-    Rows come in independent blocks of `size`; norms are drawn from the chi distribution with `size`
-    degrees of freedom. Internally, tokens are the last dimension, which gives long contiguous runs
-    in memory.
+    Rows form independent blocks of `size`. Their norms are drawn from the chi distribution with
+    `size` degrees of freedom. Internally, tokens are the last dimension, which gives long
+    contiguous runs in memory.
     """
 
     norms: Tensor  # (heads, rows)
@@ -26,15 +25,15 @@ class _FactoredProjection(Projection):
 
     @property
     def blocks(self) -> int:
-        """Returns the number of blocks; the last one may be used in part."""
+        """Returns the number of blocks; the last one may be used only in part."""
         return -(-self.num_rows // self.size)
 
     def _draw_factors(self, generator: torch.Generator | None) -> dict[str, Tensor]:
-        """Buffers of one head that define the factors of its blocks."""
+        """Returns the buffers of one head that define the factors of its blocks."""
         raise NotImplementedError
 
     def _rotate(self, x: Tensor) -> Tensor:
-        """Orthogonal part: (heads, dim, n) -> (heads, blocks, size, n)."""
+        """Applies the orthogonal part: (heads, dim, n) -> (heads, blocks, size, n)."""
         raise NotImplementedError
 
     def _draw(self, generator: torch.Generator | None) -> dict[str, Tensor]:
@@ -49,25 +48,25 @@ class _FactoredProjection(Projection):
         batch, heads, tokens, dim = x.shape
         rotated = self._rotate(x.permute(1, 3, 0, 2).reshape(heads, dim, batch * tokens))
         rows = rotated.reshape(heads, self.blocks * self.size, batch, tokens)[:, : self.num_rows]
-        # Contiguous like a matrix product; callers may view it.
+        # Contiguous, like a matrix product, because callers may view it.
         scaled = rows * self.norms.to(x.dtype)[..., None, None]
         return scaled.permute(2, 0, 3, 1).contiguous()
 
 
 class _HadamardProjection(_FactoredProjection):
-    """Rows of H D_1 H D_2 H D_3 / p^(3/2): Hadamard matrices and random signs (H-ORF).
+    """Rows of H D_1 H D_2 H D_3 / p^(3/2), with Hadamard matrix H and random signs D (H-ORF).
 
-    x is padded with zeros to p = 2^ceil(log2 dim): p orthogonal rows per block in p dimensions,
-    hence in `dim` where that is a power of two. O(m log d) operations, O(m) numbers; on one CPU
-    core slower than a dense matrix up to p = 128, equal near 256, faster beyond.
-    FAVOR (arXiv:2006.03555), section 2.4; the product is that of arXiv:1703.00864.
+    x is padded with zeros to p = 2^ceil(log2 dim) dimensions. The p rows of a block are orthogonal
+    there, and in `dim` dimensions if `dim` is a power of two. This takes O(m log d) operations and
+    O(m) numbers. On one CPU core, it is slower than a dense matrix up to p = 128, equal near 256
+    and faster beyond. FAVOR (arXiv:2006.03555), section 2.4; the product is from arXiv:1703.00864.
 
-    E w = 0 and E w w^T = I exactly. Uniform directions in p dimensions, with chi-distributed norms
-    of p degrees of freedom, would give rows N(0, I_p), and their first `dim` coordinates would be
-    N(0, I). They nearly are: E (w . z)^4 = 3 |z|^4 (1 + 2/p) (1 - 2/p + 4 (3 - 2 s) / (3 p^2)), s =
-    sum_i z_i^4 / |z|^4. For p >= 8 the worst z is an axis: the kernel is low by the fraction |z|^4
-    / (3 p^2) to leading order; measured 0.13 % at p = 16, |z| = 1 and 1.4 % at |z| = 2; below 0.1 %
-    and 0.6 % at p = 64.
+    E w = 0 and E w w^T = I hold exactly. Uniform directions in p dimensions, with norms from the
+    chi distribution with p degrees of freedom, would give rows N(0, I_p) and N(0, I) for the first
+    `dim` coordinates. The rows are close to this: E (w . z)^4 = 3 |z|^4 (1 + 2/p) (1 - 2/p + 4 (3 -
+    2 s) / (3 p^2)), where s = sum_i z_i^4 / |z|^4. For p >= 8, the worst z is along an axis. The
+    kernel is then too small by the fraction |z|^4 / (3 p^2) to leading order. Measured errors for
+    |z| = 1 and 2 are 0.13 % and 1.4 % at p = 16, and below 0.1 % and 0.6 % at p = 64.
     """
 
     paper = "2006.03555, sec. 2.4"
@@ -92,30 +91,30 @@ class _HadamardProjection(_FactoredProjection):
 class _GivensProjection(_FactoredProjection):
     """Rows of a product of random Givens rotations (G-ORF).
 
-    A layer permutes the coordinates at random and rotates pairs (2 k, 2 k + 1) by angles uniform on
-    the circle, dim // 2 at a time. Every block has L = `LAYERS_PER_LEVEL` ceil(log2 dim) layers of
-    its own. O(m log d) operations, but memory-bound: on a CPU 10x slower than a dense matrix at d =
-    64. FAVOR (arXiv:2006.03555), section 2.4; Choromanski et al. 2019, Unifying orthogonal Monte
-    Carlo.
+    A layer permutes the coordinates at random and rotates the dim // 2 pairs (2 k, 2 k + 1) by
+    angles uniform on the circle. Every block has L = `LAYERS_PER_LEVEL` ceil(log2 dim) layers of
+    its own. This takes O(m log d) operations but is memory-bound: on a CPU, it is 10x slower than a
+    dense matrix at d = 64. FAVOR (arXiv:2006.03555), section 2.4; Choromanski et al. 2019, Unifying
+    orthogonal Monte Carlo.
 
-    Blocks are orthogonal, E w = 0 and E w w^T = I exactly. E (w . z)^4 = 3 |z|^4 (1 + e r^L) in the
-    mean over a block, with r = 3/4 - 3 / (4 (d - 1)) for even and 3/4 - 1 / (2 d) for odd d, and e
-    = (d + 2) / 3 sum_i z_i^4 / |z|^4 - 1 <= (d - 1) / 3, the worst case a coordinate axis: with c
-    layers per level the excess falls as d^(1 - 0.415 c). In this case, measured at d = 64, the
-    kernel is too large by 1.1 %, 0.2 %, 0.01 % for c = 3, 4, 6 at |z| = 1 and by 20 %, 3 %, 0.1 %
-    at |z| = 2.
+    Blocks are orthogonal, and E w = 0 and E w w^T = I hold exactly. Averaged over a block, E (w .
+    z)^4 = 3 |z|^4 (1 + e r^L), where r = 3/4 - 3 / (4 (d - 1)) for even d, r = 3/4 - 1 / (2 d) for
+    odd d, and e = (d + 2) / 3 sum_i z_i^4 / |z|^4 - 1 <= (d - 1) / 3. The worst case is a
+    coordinate axis; with c layers per level, the excess falls as d^(1 - 0.415 c). In this case,
+    measured at d = 64 for c = 3, 4 and 6, the kernel is too large by 1.1 %, 0.2 % and 0.01 % at |z|
+    = 1, and by 20 %, 3 % and 0.1 % at |z| = 2.
     """
 
     paper = "2006.03555, sec. 2.4"
     cost = "m log d"
     LAYERS_PER_LEVEL = 4
 
-    order: Tensor  # (heads, blocks, layers, dim), each last axis a permutation
-    angles: Tensor  # (heads, blocks, layers, dim // 2), radian
+    order: Tensor  # (heads, blocks, layers, dim), permutations along the last axis
+    angles: Tensor  # (heads, blocks, layers, dim // 2), in radians
 
     @property
     def layers(self) -> int:
-        """Layers per block; at least one."""
+        """Returns the number of layers per block, at least one."""
         return max(1, self.LAYERS_PER_LEVEL * (self.dim - 1).bit_length())
 
     def _draw_factors(self, generator: torch.Generator | None) -> dict[str, Tensor]:
@@ -129,7 +128,7 @@ class _GivensProjection(_FactoredProjection):
         cos, sin = self.angles.to(x.dtype).cos(), self.angles.to(x.dtype).sin()
         rotations = torch.stack((cos, -sin, sin, cos), dim=-1)
         # Vectors of all heads and blocks are stacked, and each starts at `base`; the first layer
-        # reads the one vector that the blocks of a head share.
+        # reads the single vector that the blocks of a head share.
         vectors = torch.arange(heads * self.blocks, device=x.device).view(heads, self.blocks, 1)
         base = vectors // self.blocks * dim
         for layer in range(self.layers):
@@ -145,11 +144,10 @@ class _GivensProjection(_FactoredProjection):
 
 
 def _walsh_hadamard(x: Tensor) -> Tensor:
-    """H x along the second-to-last dimension, where H is the Sylvester-Hadamard matrix, not
-    normalized.
+    """Applies the unnormalized Sylvester-Hadamard matrix H along the second-to-last dimension.
 
     H of order p is a Kronecker product of log8(p) factors of order 8 (the last may be smaller). On
-    one CPU core they take 0.55 to 0.85 of the time of log2(p) butterflies, p = 16 ... 1024.
+    one CPU core, they take 0.55 to 0.85 of the time of log2(p) butterflies for p = 16 to 1024.
     """
     size, n = x.shape[-2:]
     vectors, flat, stride = math.prod(x.shape[:-2]), x, 1

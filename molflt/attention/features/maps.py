@@ -1,7 +1,7 @@
-"""The feature maps phi of kernelized attention, A_ij = phi(q_i) . phi(k_j).
+"""Feature maps phi of kernelized attention, A_ij = phi(q_i) . phi(k_j).
 
 Inputs are already scaled (x = q d^(-1/4)). A map returns `Features`. Exponential maps return
-logarithms: before mixing exponentiates them, it subtracts the part that cancels.
+logarithms; before mixing exponentiates these, it subtracts the part that cancels.
 """
 
 import math
@@ -36,15 +36,15 @@ class _PositiveFeatures(FeatureMap):
 
     def forward(self, *columns: Columns) -> Features:
         shift = _squared_norm(*columns) + math.log(self.width)
-        # a sum, because the gradient of a difference would be negated in full first
+        # a sum, because a difference would first negate the whole gradient
         return Features(None, self.project(*columns).add_(shift / -2))
 
 
 class _TrigonometricFeatures(FeatureMap):
-    """phi(x) = exp(|x|^2 / 2) [sin(w_s . x), cos(w_s . x)] / sqrt(m), of width 2m.
+    """Features phi(x) = exp(|x|^2 / 2) [sin(w_s . x), cos(w_s . x)] / sqrt(m), with width 2m.
 
-    Unbiased for exp(x . y), but signed: the variance explodes where exp(x . y) is small. NPRF
-    (arXiv:2106.12566), eq. 4; safe on queries and keys of unit norm.
+    Unbiased for exp(x . y), but signed; the variance becomes very large where exp(x . y) is small.
+    NPRF (arXiv:2106.12566), eq. 4. Safe for queries and keys of unit norm.
     """
 
     paper = "2106.12566, eq. 4"
@@ -65,9 +65,9 @@ class _TrigonometricFeatures(FeatureMap):
 class _Favor2020Features(_TrigonometricFeatures):
     """FAVOR as first published: phi(x) = D_x sqrt(2 / m) cos(w_s . x + b_s).
 
-    D_x = exp(|x|^2 / 2), which is exp(|q|^2 / 2 sqrt(d)) of the unscaled query: D_Q and D_K of
-    FAVOR (arXiv:2006.03555), eqs. 5-12. b_s is uniform in [0, 2 pi). Unbiased for exp(x . y);
-    signed.
+    D_x = exp(|x|^2 / 2) is exp(|q|^2 / (2 sqrt(d))) for the unscaled query, as in D_Q and D_K of
+    FAVOR (arXiv:2006.03555), eqs. 5-12. The phases b_s are uniform in [0, 2 pi). Unbiased for exp(x
+    . y), but signed.
     """
 
     paper = "2006.03555, eqs. 5-12"
@@ -96,8 +96,9 @@ class _Favor2020Features(_TrigonometricFeatures):
 class _GeneralizedFeatures(FeatureMap):
     """Generalized attention: phi(x) = f(w_s . x) + eps.
 
-    FAVOR (arXiv:2006.03555), sections 2.2 and 4.3; `normalize="none"` of `Attention` switches the
-    renormalization of that paper off. eps > 0 keeps the normalizers of a non-negative f positive.
+    FAVOR (arXiv:2006.03555), sections 2.2 and 4.3; `normalize="none"` of `Attention` turns off the
+    renormalization of that paper. A positive eps keeps the normalizers of a non-negative f
+    positive.
     """
 
     paper = "2006.03555, sec. 2.2"
@@ -117,7 +118,7 @@ class _ReluFeatures(_GeneralizedFeatures):
 
 
 class _SquaredReluFeatures(_GeneralizedFeatures):
-    """Generalized attention with f = relu squared."""
+    """Generalized attention with f = relu^2."""
 
     function = staticmethod(lambda x: F.relu(x).square())
 
@@ -135,7 +136,7 @@ class _AbsFeatures(_GeneralizedFeatures):
 
 
 class _SignedFeatures(_GeneralizedFeatures):
-    """Generalized attention with a signed f, without an eps, which would only hide a failure."""
+    """Generalized attention with a signed f, without an eps, which would only hide failures."""
 
     signed = True
     positive_kernel = False
@@ -167,7 +168,7 @@ class _IdentityFeatures(_SignedFeatures):
 
 
 class _ExpFeatures(FeatureMap):
-    """Generalized attention with f = exp: phi(x) = exp(w_s . x), through its logarithm.
+    """Generalized attention with f = exp: phi(x) = exp(w_s . x), returned as its logarithm.
 
     FAVOR (arXiv:2006.03555), section 4.3. Positive without an eps.
     """
@@ -183,7 +184,7 @@ class _ExpFeatures(FeatureMap):
 class _LearnableExpFeatures(FeatureMap):
     """Exponential of a learned projection per head: phi(x) = exp(W x).
 
-    FLT (arXiv:2302.01925), image experiments; W starts as a random draw of `projection`.
+    FLT (arXiv:2302.01925), image experiments. W is initialized with a random draw of `projection`.
     """
 
     paper = "2302.01925, sec. 5.2"
@@ -194,7 +195,7 @@ class _LearnableExpFeatures(FeatureMap):
         self.weight = nn.Parameter(drawn.to(torch.get_default_dtype()))
 
     def product(self, *columns: Columns) -> Tensor:
-        """W x: (batch, heads, tokens, dim), in columns -> (batch, heads, tokens, m)."""
+        """Computes W x of columns: (batch, heads, tokens, dim) -> (batch, heads, tokens, m)."""
         x = _joined(*columns)
         return by_head(x, self.weight.to(x.dtype).mT)
 
@@ -215,7 +216,7 @@ class _LearnableReluFeatures(_LearnableExpFeatures):
 
 
 class _EluFeatures(FeatureMap):
-    """Linear Transformer: phi(x) = elu(x) + 1, of the width of x (arXiv:2006.16236, eq. 7)."""
+    """Linear Transformer: phi(x) = elu(x) + 1, with the width of x (arXiv:2006.16236, eq. 7)."""
 
     paper = "2006.16236, eq. 7"
     cost = "N d²"
@@ -225,9 +226,9 @@ class _EluFeatures(FeatureMap):
 
 
 class _CosformerFeatures(_EluFeatures):
-    """cosFormer: phi(x) = relu(x), of the width of x (arXiv:2202.08791, eq. 7).
+    """cosFormer: phi(x) = relu(x), with the width of x (arXiv:2202.08791, eq. 7).
 
-    The re-weighting by position is `position="cosine"`.
+    Its re-weighting by position is available as `position="cosine"`.
     """
 
     paper = "2202.08791, eq. 7"
@@ -237,10 +238,10 @@ class _CosformerFeatures(_EluFeatures):
 
 
 class _RfaFeatures(FeatureMap):
-    """Base of the features of random feature attention, RFA (arXiv:2103.02143), section 3.1.
+    """Base class for features of random feature attention, RFA (arXiv:2103.02143), section 3.1.
 
-    Queries and keys are divided by their norms and stretched by a learned scale per head and
-    dimension, the reparametrized width of the random rows.
+    Queries and keys are divided by their norms and multiplied by a learned scale per head and
+    dimension, which reparametrizes the width of the random rows.
     """
 
     paper = "2103.02143, sec. 3.1"
@@ -255,9 +256,9 @@ class _RfaFeatures(FeatureMap):
 
 
 class _RfaGaussianFeatures(_RfaFeatures):
-    """RFA with a Gaussian kernel: phi(x) = [sin(w_s . x), cos(w_s . x)] / sqrt(m), of width 2m.
+    """RFA with a Gaussian kernel: phi(x) = [sin(w_s . x), cos(w_s . x)] / sqrt(m), with width 2m.
 
-    Signed.
+    The features are signed.
     """
 
     positive_kernel = False

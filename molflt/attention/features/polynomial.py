@@ -1,9 +1,9 @@
-"""Deterministic features whose products are a polynomial of q . k, close to exp(q . k).
+"""Deterministic features whose products are a polynomial in q . k, close to exp(q . k).
 
-On the sphere |x|^2 = rho, exp(x . y) is a sum over spherical harmonics, one term for each degree,
-whose weights are modified Bessel functions (Funk and Hecke). Up to degree p it is the best
-polynomial of degree p in the mean square over directions. With Taylor's polynomial at q . k = 0,
-its limit for small rho, outputs of attention have 1.5 to 2 times the error.
+On the sphere |x|^2 = rho, exp(x . y) is a sum over spherical harmonics, with one term for each
+degree. The weights are modified Bessel functions (Funk and Hecke). Truncated at degree p, it is the
+best polynomial of degree p in the mean square over directions. Its limit for small rho is the
+Taylor polynomial at q . k = 0, with which outputs of attention have 1.5 to 2 times the error.
 """
 
 import math
@@ -23,29 +23,30 @@ from molflt.attention.features.base import (
 )
 from molflt.attention.features.projections import Projection
 
-_WIDEST = 2**14  # features per head; softmax takes less time up to about as many tokens
+_WIDEST = 2**14  # features per head; up to about as many tokens, softmax is faster
 _TERMS = 6  # levels of the continued fraction
-_LEAST = 0.04  # least share of a weight that is kept
+_LEAST = 0.04  # smallest fraction of a weight that is kept
 
 
 class _PolynomialFeatures(FeatureMap):
-    """All monomials of x up to degree 2 or 3: phi(x) . phi(y) is nearly exp(x . y).
+    """All monomials of x up to degree 2 or 3: phi(x) . phi(y) approximates exp(x . y).
 
-    With q, k of norm 1 and a temperature tau, x . y = tau cos(q, k), and the products are exp(x .
-    y) without its spherical harmonics of degree 3 (4) and more; see `harmonics`. Degree 2 takes (d
-    + 1)(d + 2) / 2 features, 45, 153, 561 for d = 8, 16, 32, and degree 3 (d + 3) / 3 times as
-    many. Products of degree 2 are above 0 for any x, y; those of degree 3 for x, y of one norm up
-    to tau = 1.6, beyond which nearly opposite tokens can have weights below 0.
+    For q and k of norm 1 and a temperature tau, x . y = tau cos(q, k). The products are then exp(x
+    . y) without its spherical harmonics of degree 3 (4) and above; see `harmonics`. Degree 2 takes
+    (d + 1)(d + 2) / 2 features: 45, 153 and 561 for d = 8, 16 and 32. Degree 3 takes (d + 3) / 3
+    times as many. Products of degree 2 are positive for all x and y. Those of degree 3 are positive
+    for x and y of equal norm up to tau = 1.6; beyond that, nearly opposite tokens can have negative
+    weights.
 
     Args:
         dim: width d of the queries and keys given to the map.
         heads: number of heads.
-        num_features: a smaller number of features: products of random projections then replace the
-            monomials of the highest degree. The estimate is unbiased, but products can be negative,
-            and half of the features have 10 times the error unless heads are wide and q, k lie in
+        num_features: smaller number of features; products of random projections then replace the
+            monomials of the highest degree. The estimate is unbiased, but products can be negative.
+            Half of the features give 10 times the error, unless heads are wide and q and k lie in
             few directions.
-        projection: law of these projections, key of `PROJECTIONS`.
-        degree: 2 by default, or 3.
+        projection: distribution of these projections, key of `PROJECTIONS`.
+        degree: 2 (the default) or 3.
     """
 
     paper = "2402.18668; 1201.6530"
@@ -89,7 +90,7 @@ class _PolynomialFeatures(FeatureMap):
             self.register_buffer(f"power_{power}", _monomials(dim, power), persistent=False)
 
     def _drawn(self, rows: int, projection: str) -> Projection:
-        # Factors of one product have to be independent, as heads are.
+        # The factors of one product must be independent, like heads.
         return PROJECTIONS[projection](self.heads * self.degree, rows, self.dim)
 
     def forward(self, *columns: Columns) -> Features:
@@ -103,7 +104,7 @@ class _PolynomialFeatures(FeatureMap):
         return Features(torch.cat(powers, dim=-1), log_mean / 2)
 
     def _power(self, power: int, first: Tensor, other: Tensor) -> Tensor:
-        """Features whose products are (first . first') (other . other')^(power - 1)."""
+        """Returns features whose products are (first . first') (other . other')^(power - 1)."""
         if power == self.degree and self.projection is not None:
             inputs = torch.stack((first, *(power - 1) * (other,)), dim=2).flatten(1, 2)
             factors = self.project(inputs).unflatten(1, (self.heads, power)).unbind(2)
@@ -119,14 +120,15 @@ class _PolynomialFeatures(FeatureMap):
 
 
 def harmonics(square: Tensor, dim: int, degree: int) -> tuple[Tensor, list[Tensor]]:
-    """Computes exp(x . y), |x|^2 = |y|^2 = rho, without its spherical harmonics above a degree.
+    """Expands exp(x . y), |x|^2 = |y|^2 = rho, in spherical harmonics up to a degree.
 
-    exp(log_mean) sum_n w_n (x . y)^n, with nu = d / 2 - 1, r_n = I_(nu + n)(rho) / I_nu(rho) and,
-    up to degree 3, w_0 = 1 - (nu + 2) r_2, w_1 = 2 (nu + 1) (r_1 - (nu + 3) r_3) / rho, w_2 = 2 (nu
-    + 1) (nu + 2) r_2 / rho^2, w_3 = (4 / 3) (nu + 1) (nu + 2) (nu + 3) r_3 / rho^3: Gegenbauer's
-    expansion of exp. Features are real if no w_n is negative, and their products of degree 2 are
-    positive if w_1^2 < 4 w_0 w_2. Where rho is too large (above 3 for d = 8, 4 for 16, 5.7 for 32),
-    w_0 is the smallest and r_3 the largest value that keeps both conditions.
+    The result is exp(log_mean) sum_n w_n (x . y)^n, Gegenbauer's expansion of exp. With nu = d / 2
+    - 1 and r_n = I_(nu + n)(rho) / I_nu(rho), the weights up to degree 3 are w_0 = 1 - (nu + 2)
+    r_2, w_1 = 2 (nu + 1) (r_1 - (nu + 3) r_3) / rho, w_2 = 2 (nu + 1) (nu + 2) r_2 / rho^2 and w_3
+    = (4 / 3) (nu + 1) (nu + 2) (nu + 3) r_3 / rho^3. Features are real if no w_n is negative, and
+    their products of degree 2 are positive if w_1^2 < 4 w_0 w_2. Where rho is too large for these
+    conditions (above 3 for d = 8, 4 for 16 and 5.7 for 32), w_0 is the smallest and r_3 the largest
+    value that satisfies both.
 
     Args:
         square: rho, of any shape.
@@ -138,7 +140,7 @@ def harmonics(square: Tensor, dim: int, degree: int) -> tuple[Tensor, list[Tenso
     """
     nu, above = dim / 2 - 1, dim / 2 - 1 + _TERMS
     square = square.square()  # only rho^2 enters
-    # I_(nu+k) / (rho I_(nu+k-1)) from k + 1 down to k, and at first by its asymptotic bound.
+    # I_(nu+k) / (rho I_(nu+k-1)) by recursion from k + 1 to k, starting from the asymptotic bound.
     ratio = 1 / (above - 1 + (square + (above + 1) ** 2).sqrt())
     log_mean, ratios = _log_mean(square, above - 1), [ratio]
     for k in range(_TERMS - 1, 0, -1):
@@ -148,7 +150,7 @@ def harmonics(square: Tensor, dim: int, degree: int) -> tuple[Tensor, list[Tenso
     two = first * second
     weights = [1 - (nu + 2) * square * two, 2 * (nu + 1) * first, 2 * (nu + 1) * (nu + 2) * two]
     if degree == 3:
-        # Above that the weight of degree 1 would be below 0; rho^2 is then far above 1.
+        # Above this value, the weight of degree 1 would be negative; rho^2 is then far above 1.
         largest = (1 - _LEAST) / ((nu + 3) * square.clamp(min=1.0) * second)
         three = two * torch.minimum(third, largest)
         weights[1] = weights[1] - 2 * (nu + 1) * (nu + 3) * square * three
@@ -159,21 +161,21 @@ def harmonics(square: Tensor, dim: int, degree: int) -> tuple[Tensor, list[Tenso
 
 
 def _log_mean(square: Tensor, order: float) -> Tensor:
-    """log of Gamma(nu + 1) (2 / rho)^nu I_nu(rho), nu the order: two terms of Debye's expansion."""
+    """Returns log(Gamma(nu + 1) (2 / rho)^nu I_nu(rho)) by two terms of Debye's expansion."""
     root = (1 + square / order**2).sqrt()
     first = (3 / root - 5 / root**3 + 2) / (24 * order)
     return order * (root - 1 - ((1 + root) / 2).log()) - root.log() / 2 + first
 
 
 def _monomials(dim: int, power: int) -> Tensor:
-    """Tables (power, dim, features) that turn x into all monomials of a degree; exact integers.
+    """Returns tables (power, dim, features) of integers that turn x into all monomials of a degree.
 
-    The product over the first axis of x @ rows, the first by their roots, has the products
-    (x . y)^power.
+    Products of x @ rows over the first axis, with square roots of the first rows, are features
+    whose inner products are (x . y)^power.
     """
     chosen = torch.tensor([*combinations_with_replacement(range(dim), power)], device="cpu")
     rows = torch.nn.functional.one_hot(chosen, dim).double()  # [features, power, dim]
     orders = math.lgamma(power + 1) - torch.lgamma(rows.sum(dim=1) + 1).sum(dim=-1)
-    rows[:, 0] *= orders.exp().round()[:, None]  # the number of orders of its factors
+    rows[:, 0] *= orders.exp().round()[:, None]  # the number of orderings of the factors
     rows = rows.permute(1, 2, 0).contiguous()
     return torch.empty(rows.shape, dtype=torch.get_default_dtype()).copy_(rows)

@@ -1,8 +1,9 @@
 """Random projections x -> (w_1 . x, ..., w_m . x) of queries and keys, one draw per head.
 
-Positive features use E exp(w . z) = exp(|z|^2 / 2), which holds for rows with the marginal N(0, I);
-dependence between rows only changes the variance. Projections are modules because two of them
-(`hadamard`, `givens`) are products of sparse factors, applied without forming their matrix.
+Positive features use E exp(w . z) = exp(|z|^2 / 2), which holds for rows with marginal distribution
+N(0, I). Dependence between rows affects only the variance. Projections are modules because two of
+them (`hadamard`, `givens`) are products of sparse factors, which are applied without forming the
+matrix.
 """
 
 import math
@@ -15,13 +16,13 @@ from torch.nn import functional as F
 from molflt.attention.checks import at_least_one, on_cpu
 from molflt.attention.numerics import by_head
 
-# On the CPU whatever torch's default device is: the generator lives there.
+# On the CPU, regardless of torch's default device, because the generator is there.
 _rand = partial(torch.rand, dtype=torch.float64, device="cpu")
 _randn = partial(torch.randn, dtype=torch.float64, device="cpu")
 
 
 class Projection(nn.Module):
-    """Base class: buffers drawn on the CPU in float64, and the product w_s . x.
+    """Base class: draws buffers on the CPU in float64 and computes the products w_s . x.
 
     A new projection overrides `_draw` and `forward`.
 
@@ -31,7 +32,7 @@ class Projection(nn.Module):
         dim: dimension d of the projected vectors.
 
     Attributes:
-        paper: source of the projection: arXiv number and place.
+        paper: source of the projection: arXiv number and location.
         cost: cost of projecting one token.
     """
 
@@ -49,31 +50,31 @@ class Projection(nn.Module):
             self.register_buffer(name, torch.empty(drawn.shape, dtype=dtype).copy_(drawn))
 
     def _draw(self, generator: torch.Generator | None) -> dict[str, Tensor]:
-        """Buffers of one head by name, on the CPU; real numbers in float64."""
+        """Returns the buffers of one head by name, on the CPU, with real numbers in float64."""
         raise NotImplementedError
 
     def _draw_heads(self, generator: torch.Generator | None) -> dict[str, Tensor]:
-        """Draws the buffers of all heads, one head after the other: (heads, ...) each."""
+        """Draws the buffers of all heads, one head after the other, (heads, ...) each."""
         heads = [self._draw(generator) for _ in range(self.heads)]
         return {name: torch.stack([head[name] for head in heads]) for name in heads[0]}
 
     @torch.no_grad()
     def redraw_(self, generator: torch.Generator | None = None) -> None:
-        """Draws new rows in place, from torch's global generator or one on the CPU.
+        """Draws new rows in place, from torch's global generator or a given one on the CPU.
 
-        Equal generators give equal rows, rounded to the buffers, on any device: use the same seed
-        on every rank.
+        Equal generators give equal rows on any device, up to rounding to the dtype of the buffers.
+        Use the same seed on every rank.
         """
         on_cpu(generator)
         for name, value in self._draw_heads(generator).items():
             self.get_buffer(name).copy_(value)
 
     def forward(self, *columns: Tensor) -> Tensor:
-        """Projects tokens x, in the precision of x.
+        """Projects tokens x in the precision of x.
 
         Args:
-            columns: x, (batch, heads, tokens, dim), usually q d^(-1/4), without unit; or several
-                tensors that joined along the last axis give x.
+            columns: x, (batch, heads, tokens, dim), usually q d^(-1/4), dimensionless; or several
+                tensors whose concatenation along the last axis is x.
 
         Returns:
             w_s . x, (batch, heads, tokens, rows).
@@ -81,7 +82,7 @@ class Projection(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} must override forward(*columns)")
 
     def matrix(self) -> Tensor:
-        """The rows w_s themselves, (heads, rows, dim) in the dtype of the buffers: a fresh copy."""
+        """Returns a new copy of the rows w_s, (heads, rows, dim), in the dtype of the buffers."""
         buffer = next(buffer for buffer in self.buffers() if buffer.is_floating_point())
         identity = torch.eye(self.dim, dtype=buffer.dtype, device=buffer.device)
         return self.forward(identity.expand(1, self.heads, -1, -1))[0].mT.contiguous()
@@ -91,13 +92,13 @@ class Projection(nn.Module):
 
 
 class DenseProjection(Projection):
-    """Base class of projections stored as a matrix: O(m d) numbers; override `_draw_rows`."""
+    """Base class of projections stored as a matrix of O(m d) numbers; override `_draw_rows`."""
 
     rows: Tensor  # (heads, rows, dim)
 
     @staticmethod
     def _draw_rows(rows: int, dim: int, generator: torch.Generator | None) -> Tensor:
-        """The rows of one head: (rows, dim) float64 on the CPU."""
+        """Returns the rows of one head, (rows, dim), in float64 on the CPU."""
         raise NotImplementedError
 
     def _draw(self, generator: torch.Generator | None) -> dict[str, Tensor]:
@@ -113,7 +114,7 @@ class DenseProjection(Projection):
 
 
 class _IidProjection(DenseProjection):
-    """Rows drawn independently from N(0, I). Unbiased."""
+    """Rows drawn independently from N(0, I); unbiased."""
 
     paper = "2006.03555, sec. 2.3"
 
@@ -123,12 +124,12 @@ class _IidProjection(DenseProjection):
 
 
 class OrthogonalProjection(DenseProjection):
-    """Rows with the marginal N(0, I), orthogonal within each block of `dim` rows (R-ORF).
+    """Rows with marginal distribution N(0, I), orthogonal within each block of `dim` rows (R-ORF).
 
     Directions are the rows of Haar-distributed orthogonal matrices; norms are drawn independently
-    from the chi distribution with `dim` degrees of freedom. Every single row is then exactly
-    standard normal, and the kernel estimate stays unbiased. Performer (arXiv:2009.14794), section
-    2.4; FAVOR (arXiv:2006.03555), section 2.4.
+    from the chi distribution with `dim` degrees of freedom. Every row is then exactly standard
+    normal, and the kernel estimate remains unbiased. Performer (arXiv:2009.14794), section 2.4;
+    FAVOR (arXiv:2006.03555), section 2.4.
     """
 
     paper = "2006.03555, sec. 2.4"
@@ -138,8 +139,8 @@ class OrthogonalProjection(DenseProjection):
         blocks = []
         for start in range(0, rows, dim):
             q, r = torch.linalg.qr(_randn(dim, dim, generator=generator))
-            # Without the sign of diag(R), LAPACK's choice of signs makes Q depart from Haar
-            # measure, which biases the estimator.
+            # Without the sign of diag(R), LAPACK's choice of signs makes Q deviate from the
+            # Haar measure, which biases the estimator.
             q = q * torch.sign(torch.diagonal(r))
             blocks.append(q[: rows - start])
         norms = _randn(rows, dim, generator=generator).norm(dim=-1)
@@ -147,12 +148,13 @@ class OrthogonalProjection(DenseProjection):
 
 
 class _SphereProjection(DenseProjection):
-    """Rows independent and uniform on the sphere of radius sqrt(dim) (sphere-PRF).
+    """Independent rows, uniform on the sphere of radius sqrt(dim) (sphere-PRF).
 
-    E w = 0 and E w w^T = I, but equal norms make E exp(w . z) = Gamma(d/2) I_{d/2-1}(t) /
-    (t/2)^{d/2-1}, t = sqrt(d) |z|, I the modified Bessel function. That is below exp(|z|^2 / 2) by
-    the fraction |z|^4 / (4 (d + 2)) to leading order: at d = 16 (64) by 1.3 % (0.4 %) for |z| = 1
-    and by 16 % (5 %) for |z| = 2. Kernelized attention with RPE (arXiv:2106.12566), section 4.5.
+    E w = 0 and E w w^T = I, but because all norms are equal, E exp(w . z) = Gamma(d/2) I_{d/2-1}(t)
+    / (t/2)^{d/2-1}, where t = sqrt(d) |z| and I is the modified Bessel function. To leading order,
+    this is smaller than exp(|z|^2 / 2) by the fraction |z|^4 / (4 (d + 2)). At d = 16 (64), it is
+    smaller by 1.3 % (0.4 %) for |z| = 1 and by 16 % (5 %) for |z| = 2. Kernelized attention with
+    RPE (arXiv:2106.12566), section 4.5.
     """
 
     paper = "2106.12566, sec. 4.5"
@@ -163,11 +165,11 @@ class _SphereProjection(DenseProjection):
 
 
 class SobolProjection(DenseProjection):
-    """Rows from scrambled Sobol points, mapped to N(0, I) by the inverse normal distribution.
+    """Rows from scrambled Sobol points, mapped to N(0, I) by the inverse normal CDF.
 
-    The scramble's random shift makes every single point uniform, so each row is N(0, I) and the
-    estimate unbiased; together they fill space evenly, best if `rows` is a power of two.
-    Quasi-Monte Carlo feature maps (arXiv:1412.8293).
+    The random shift of the scrambling makes every point uniform; therefore each row is N(0, I) and
+    the estimate is unbiased. Together, the points fill space evenly, best if `rows` is a power of
+    two. Quasi-Monte Carlo feature maps (arXiv:1412.8293).
     """
 
     paper = "1412.8293"
@@ -179,7 +181,7 @@ class SobolProjection(DenseProjection):
             raise ValueError(f"dim must be at most {engine.MAXDIM}; got {dim}; use 'orthogonal'")
         seed = int(torch.randint(2**62, (), generator=generator, device="cpu"))
         points = engine(dim, scramble=True, seed=seed).draw(rows, dtype=torch.float64)
-        # Points are multiples of 2^-bits; the center of a cell is never 0 or 1. Only the first one
-        # comes in single precision, where the last cells round up to 1.
+        # Points are multiples of 2^-bits; the center of a cell is never 0 or 1. Only the first
+        # point has single precision, in which the last cells round up to 1.
         cell = 2.0**-engine.MAXBIT
         return torch.special.ndtri(points.clamp(max=1 - cell) + cell / 2)

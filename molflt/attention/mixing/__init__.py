@@ -1,1 +1,1 @@
-"""Sums over keys in linear time, and their quadratic oracle."""
+"""Sums over keys in linear time, and their quadratic reference."""

@@ -11,15 +11,15 @@ from molflt.attention.mixing.sums import Sums, _causal_mask
 from molflt.attention.numerics import at_least_float32, recomputed
 
 _CHUNK = 128  # fastest of 32..512 for m = 64 and d = 64 on a CPU
-_CHUNKS_AT_ONCE = 8  # intermediate tensors are recomputed in backward, not kept
-_EMPTY = -1e30  # logarithm of an empty sum; finite, because differences of two are taken
+_CHUNKS_AT_ONCE = 8  # intermediate tensors are not kept but recomputed in backward
+_EMPTY = -1e30  # logarithm of an empty sum; finite, because differences are taken
 
 
 class State(NamedTuple):
     """State of the tokens seen so far: sum_j phi(k_j) [v_j, 1] = sums exp(log_max)."""
 
     log_max: Tensor
-    """running maximum of the key's log scale, (batch, heads, m or 1, 1)"""
+    """running maximum of the log scale of keys, (batch, heads, m or 1, 1)"""
     sums: Tensor
     """(batch, heads, m, dv + 1)"""
 
@@ -32,7 +32,7 @@ class KeyValues(NamedTuple):
     value: Tensor
     """(batch, heads, tokens, d)"""
     mask: Tensor | None = None
-    """(batch, 1, tokens), True where a key exists; None where all do"""
+    """(batch, 1, tokens), True where a key exists; None if all exist"""
 
 
 DecodeState = KeyValues | tuple[State, ...]
@@ -46,26 +46,26 @@ def causal_linear(
     state: State | None = None,
     chunk: int = _CHUNK,
 ) -> tuple[Sums, State]:
-    """Kernelized attention of each token to itself and those before it. O(N m dv) time.
+    """Computes kernelized attention of each token to itself and earlier tokens, in O(N m dv) time.
 
-    Weights inside a chunk are materialized, (chunk, chunk); a running sum is carried across chunks,
-    as in the chunked forms of linear attention (Transformer Quality in Linear Time,
-    arXiv:2202.10447, section 3.2). `CHUNKS_AT_ONCE` chunks are computed at a time, and again in
-    backward: beyond queries, keys, values and sums, at most O(N m dv / chunk) numbers are kept,
-    never (N, m, dv).
+    The weights (chunk, chunk) inside a chunk are materialized. A running sum is carried across
+    chunks, as in the chunked forms of linear attention (Transformer Quality in Linear Time,
+    arXiv:2202.10447, section 3.2). `_CHUNKS_AT_ONCE` chunks are computed at a time and recomputed
+    in the backward pass. Apart from queries, keys, values and sums, at most O(N m dv / chunk)
+    numbers are kept, never (N, m, dv).
 
-    Later keys never scale a query. Keys have a maximum per token inside a chunk, the carried sum
-    has a running maximum per feature, and each query subtracts the largest exponent among those
-    that it sees. A large later key therefore cannot make an earlier sum underflow. Instead of an
-    eps, `Features.bounded` clips far below relevant values.
+    Later keys never scale a query. Inside a chunk, keys have a maximum per token; the carried sum
+    has a running maximum per feature. Each query subtracts the largest exponent that it sees. A
+    large later key therefore cannot make an earlier sum underflow. In place of an eps,
+    `Features.bounded` clips far below relevant values.
 
     Args:
         query: (batch, heads, tokens, m).
-        key: (batch, heads, tokens, m), zero for keys to be left out.
+        key: (batch, heads, tokens, m), zero for excluded keys.
         value: (batch, heads, tokens, dv).
-        log_decay: (batch, heads, tokens), at most 0: the weight of key j for query i is multiplied
+        log_decay: (batch, heads, tokens), at most 0; the weight of key j for query i is multiplied
             by exp(sum of log_decay over j < l <= i).
-        state: returned by an earlier call; continues after its tokens.
+        state: returned by an earlier call, whose tokens precede these.
         chunk: tokens per chunk.
 
     Returns:
@@ -93,14 +93,14 @@ def causal_linear(
 
 
 def _cut(part: Tensor | None, tokens: int, span: int) -> tuple[Tensor | None, ...]:
-    """Uses `split`, because the gradient of each slice would have the size of the whole tensor."""
+    """Splits a tensor; with slices, each gradient would have the size of the whole tensor."""
     return (None,) * -(-tokens // span) if part is None else part.split(span, dim=-2)
 
 
 def _step(
     query: Features, key: Features, value: Tensor, log_decay: Tensor | None, state: State | None
 ) -> tuple[Sums, State]:
-    """`causal_linear` for one token, as in decoding, without the matrices of a chunk."""
+    """Computes `causal_linear` for one token, as in decoding, without the matrices of a chunk."""
     with torch.autocast(value.device.type, enabled=False):
         query, key = query.at_least_float32().bounded(), key.at_least_float32().bounded()
         value = at_least_float32(value)
@@ -133,7 +133,7 @@ def _scan(
     state: State | None,
     chunk: int,
 ) -> tuple[Sums, State]:
-    """`causal_linear`, all chunks at once."""
+    """Computes `causal_linear` for all chunks at once."""
     tokens = value.shape[-2]
     with torch.autocast(value.device.type, enabled=False):
         length = max(1, min(chunk, tokens))
@@ -145,7 +145,7 @@ def _scan(
 
 
 class _Chunks(NamedTuple):
-    """A sequence cut into chunks: (batch, heads, chunks, length, .) each."""
+    """Sequence cut into chunks, (batch, heads, chunks, length, .) each."""
 
     query: Tensor  # values exp(log_q - query_max)
     log_q: Tensor  # log_q - query_max, (..., m or 1)
@@ -186,14 +186,14 @@ class _Chunks(NamedTuple):
         )
 
     def empty_state(self) -> State:
-        """The state before the first token."""
+        """Returns the state before the first token."""
         b, h = self.value.shape[:2]
         log_max = self.value.new_full((b, h, self.log_k.shape[-1], 1), _EMPTY)
         width = Features(self.key_values, self.log_k).width
         return State(log_max, self.value.new_zeros(b, h, width, self.value.shape[-1]))
 
     def carry(self, state: State) -> tuple[State, State]:
-        """States before each chunk, stacked along a chunk axis, and the state after the last."""
+        """Returns the states before each chunk, stacked along an axis, and that after the last."""
         total = self.decay[..., -1:, :]  # [b, h, c, 1, 1]
         log_k = self.log_k + (total - self.decay)  # relative to the end of the chunk
         highest = log_k.detach().amax(dim=-2, keepdim=True)  # [b, h, c, 1, m]
@@ -219,7 +219,7 @@ class _Chunks(NamedTuple):
 
     def mix(self, before: State) -> tuple[Tensor, Tensor, Tensor]:
         key_max = self.log_k.detach().amax(dim=-1, keepdim=True)
-        own = (key_max - self.decay.detach()).cummax(dim=-2).values  # largest one in the chunk
+        own = (key_max - self.decay.detach()).cummax(dim=-2).values  # largest exponent in the chunk
         past = self.log_q + before.log_max.transpose(-1, -2)
         row = torch.maximum(own, past.detach().amax(dim=-1, keepdim=True))
         row = torch.where(row > _EMPTY / 2, row, 0.0)  # no key at all so far

@@ -10,15 +10,15 @@ from molflt.attention.features.base import Operand, cut
 from molflt.attention.mixing.sums import Sums, _stable_query
 from molflt.attention.numerics import at_least_float32, finite, recomputed, undecided
 
-_AT_ONCE = 2**22  # numbers that a chunk of the tokens may hold at once
-_LONG = 2**24  # numbers of all tokens from which chunks are worthwhile
-_LEAST = 1024  # fewest tokens of a chunk
+_AT_ONCE = 2**22  # numbers that one chunk of tokens may hold at once
+_LONG = 2**24  # numbers held for all tokens above which chunks are worthwhile
+_LEAST = 1024  # fewest tokens per chunk
 
 
 def chunk_size(query: Operand, key: Operand, value: Tensor, columns: int = 0) -> int:
-    """Returns the tokens per chunk; 0 if the features of all tokens are few enough to be kept.
+    """Returns the number of tokens per chunk, or 0 if the features of all tokens can be kept.
 
-    Arguments as for `linear_in_chunks`, and the columns p of the kernel, 0 without one.
+    The arguments are those of `linear_in_chunks` and the number of columns p of the kernel, if any.
     """
     graphs, heads, queries, _ = query.x.shape
     widths = query.feature_map.width, columns * (value.shape[-1] + 1)
@@ -37,11 +37,12 @@ def linear_in_chunks(
     size: int,
     kernel: tuple[Tensor, Tensor] | None = None,
 ) -> Sums:
-    """`linear`, or `linear_with_kernel` without pairs, computed in chunks of `size` tokens.
+    """Computes `linear`, or `linear_with_kernel` without pairs, in chunks of `size` tokens.
 
-    Features, and products of values and kernel, are computed again in backward; beyond the
-    arguments only the sums are kept. Each feature of the keys carries its running maximum, which
-    cancels as in `_stabilize`. The kernel is U and V, (batch or 1, heads or 1, tokens, p) each.
+    Features and the products of values and kernel are recomputed in the backward pass; apart from
+    the arguments, only the sums are kept. Each feature of the keys has a running maximum, which
+    cancels as in `_stabilize`. The kernel consists of U and V, (batch or 1, heads or 1, tokens, p)
+    each.
     """
     left, right = kernel or (None, None)
     queries, keys = query.split(size), key.split(size)
@@ -63,19 +64,19 @@ def linear_in_chunks(
 
 
 class KeySums(NamedTuple):
-    """Sums over the keys of linear attention: sum_j phi(k_j) [v_j, 1] = context exp(.).
+    """Sums over the keys of linear attention: sum_j phi(k_j) [v_j, 1] = context exp(log_max).
 
-    The exponent is the maximum of the log features over keys; each query subtracts the part that
+    The exponent is the maximum of the log features over keys. Each query subtracts the part that
     cancels.
     """
 
     context: Tensor
-    """(batch, heads, m, dv + 1), with a positional kernel (dv + 1) p columns"""
+    """(batch, heads, m, dv + 1); (dv + 1) p columns with a positional kernel"""
     log_max: Tensor | None
     """(batch, heads, 1, m or 1), -inf without keys; None for features without a logarithm"""
 
     def plus(self, added: "KeySums") -> "KeySums":
-        """The sums over the keys of both."""
+        """Returns the sums over the keys of both."""
         if self.log_max is None or added.log_max is None:
             return KeySums(self.context + added.context, None)
         peak = torch.maximum(self.log_max, added.log_max)
@@ -86,7 +87,7 @@ class KeySums(NamedTuple):
 
 
 def absorb(key: Operand, value: Tensor, right: Tensor | None = None) -> KeySums:
-    """Sums over keys with values (batch, heads, keys, dv), and V of a positional kernel, if any."""
+    """Sums over keys, with values (batch, heads, keys, dv) and, if given, the kernel factor V."""
     phi = key.features().at_least_float32()
     with torch.autocast(value.device.type, enabled=False):
         value = F.pad(at_least_float32(value), (0, 1), value=1.0)
@@ -103,7 +104,7 @@ def absorb(key: Operand, value: Tensor, right: Tensor | None = None) -> KeySums:
 
 
 def answer(query: Operand, keys: KeySums, left: Tensor | None = None) -> Sums:
-    """Computes the sums of queries over the keys of `absorb`, with U of the same kernel."""
+    """Computes the sums of queries over the keys given to `absorb`, with U of the same kernel."""
     phi = query.features().at_least_float32()
     with torch.autocast(keys.context.device.type, enabled=False):
         log_max = None if keys.log_max is None else finite(keys.log_max)  # infinite if masked

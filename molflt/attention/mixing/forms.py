@@ -1,7 +1,7 @@
-"""Softmax attention, and kernelized attention through its matrix and in linear time.
+"""Softmax attention, and kernelized attention by its matrix and in linear time.
 
 Shapes are (batch, heads, tokens, dim) throughout. Linear-time forms with a positional kernel are in
-`multiplicative` and `toeplitz`, the causal one is in `causal`.
+`multiplicative` and `toeplitz`; the causal form is in `causal`.
 """
 
 import torch
@@ -22,16 +22,16 @@ def softmax(
     dropout: float = 0.0,
     causal: bool = False,
 ) -> Tensor:
-    """Softmax attention with an additive mask, O(N^2): FLT (arXiv:2302.01925), eq. 1.
+    """Computes softmax attention with an additive mask, O(N^2): FLT (arXiv:2302.01925), eq. 1.
 
     Args:
-        query: (batch, heads, queries, d), scaled: logits are their products with the keys.
+        query: (batch, heads, queries, d), scaled; their products with the keys are the logits.
         key: (batch, heads, keys, d), scaled.
         value: (batch, heads, keys, dv).
         bias: f(r_i - r_j), broadcastable to (batch, heads, queries, keys).
         key_mask: broadcastable to (batch, heads, keys), True where a key exists.
-        dropout: probability with which an attention weight is dropped.
-        causal: each query sees the keys up to its own place; the last query sees all keys.
+        dropout: probability of dropping an attention weight.
+        causal: each query sees the keys up to its own position; the last query sees all keys.
 
     Returns:
         (batch, heads, queries, dv); rows without any valid key are 0.
@@ -61,7 +61,7 @@ def softmax(
 def joined_bias(
     bias: Tensor | None, log_weight: Tensor | None, query: Tensor, key: Tensor
 ) -> Tensor | None:
-    """Returns the terms of encoding and key weights that are added to the logits of softmax."""
+    """Returns the encoding's bias plus the log weights of keys, for the logits of softmax."""
     sizes = query.shape[-2], key.shape[-2]
     if bias is not None and bias.shape[-2:] != sizes:
         raise ValueError(
@@ -83,19 +83,18 @@ def quadratic(
     log_kernel: Tensor | None = None,
     log_decay: Tensor | None = None,
 ) -> Sums:
-    """Kernelized attention through its N x N matrix, O(N^2): the reference for all linear-time
-    forms.
+    """Computes kernelized attention in O(N^2), the reference for all linear-time forms.
 
     A_ij = phi(q_i) . phi(k_j) kernel_ij exp(log_kernel_ij) prod_(j < l <= i) exp(log_decay_l)
 
     Args:
         query: (batch, heads, queries, m).
-        key: (batch, heads, keys, m), zero for keys to be left out.
+        key: (batch, heads, keys, m), zero for excluded keys.
         value: (batch, heads, keys, dv).
-        causal: each query sees the keys up to its own place; the last query sees all keys.
+        causal: each query sees the keys up to its own position; the last query sees all keys.
         kernel: positional kernel, broadcastable to (batch, heads, queries, keys).
-        log_kernel: logarithm of a positive kernel, of the same shape.
-        log_decay: (batch, heads, keys), at most 0; needs `causal` and as many queries as keys.
+        log_kernel: logarithm of a positive kernel, with the same shape.
+        log_decay: (batch, heads, keys), at most 0; requires `causal` and as many queries as keys.
     """
     with torch.autocast(value.device.type, enabled=False):
         query, key = query.at_least_float32(), key.at_least_float32()
@@ -104,8 +103,8 @@ def quadratic(
             total = at_least_float32(log_decay).cumsum(dim=-1)
             logs.append(total[..., :, None] - total[..., None, :])
         if causal:
-            # No key may scale an earlier query: each token is scaled by itself, and each row by its
-            # largest visible entry.
+            # No key may scale an earlier query. Each token is therefore scaled by itself, and each
+            # row by its largest visible entry.
             phi_q, top = _per_token(query.bounded())
             phi_k, key_log = _per_token(key.bounded())
             shift = phi_q.new_zeros(()) if top is None else finite(top)
@@ -126,9 +125,9 @@ def quadratic(
 
 
 def linear(query: Features, key: Features, value: Tensor) -> Sums:
-    """Kernelized attention in linear time: phi(Q) (phi(K)^T V) and phi(Q) (phi(K)^T 1). O(N m dv).
+    """Computes phi(Q) (phi(K)^T V) and phi(Q) (phi(K)^T 1) in linear time, O(N m dv).
 
-    Performer (arXiv:2009.14794), eq. 4. Arguments and result as for `quadratic`.
+    Performer (arXiv:2009.14794), eq. 4. The arguments and the result are those of `quadratic`.
     """
     with torch.autocast(value.device.type, enabled=False):
         phi_q, phi_k, shift = _stabilize(query.at_least_float32(), key.at_least_float32())
@@ -140,9 +139,9 @@ def linear(query: Features, key: Features, value: Tensor) -> Sums:
 def cheaper(queries: int, keys: int, features: int, dim: int, columns: int | None = None) -> str:
     """Returns the faster form of the same sums: "quadratic" or "linear".
 
-    Compares the multiplications, queries keys (m + dv + p) and (queries + keys) m dv p, for m
-    features, values of width dv and a kernel of p columns, if any. The latter count twice if there
-    are many columns, whose products are computed again in the backward pass.
+    Compares the numbers of multiplications, queries keys (m + dv + p) and (queries + keys) m dv p,
+    for m features, values of width dv and a kernel of p columns, if any. The second number is
+    doubled for many columns, whose products are recomputed in the backward pass.
     """
     kernel, columns = columns is not None, 1 if columns is None else columns
     by_matrix = queries * keys * (features + dim + columns)

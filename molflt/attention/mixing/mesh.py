@@ -15,20 +15,20 @@ from molflt.attention.mixing.sums import Sums, _stabilize
 from molflt.attention.nodes.mesh import Mesh
 from molflt.attention.numerics import at_least_float32, recomputed, uncompiled
 
-_CHANNELS = 272  # products of features and values on the mesh at once; more are not faster
-_ON_MESH = 2**22  # numbers on the mesh at once, except that one feature is always allowed
+_CHANNELS = 272  # products of features and values on the mesh at once; more would not be faster
+_ON_MESH = 2**22  # numbers on the mesh at once; a single feature is always allowed
 _SPARSE = 4  # time of a multiplication in a sparse product relative to a dense one
 
 
 class MeshKernel(NamedTuple):
-    """A kernel h(r_i - r_j) for the tokens of a batch, with one mesh per graph."""
+    """Kernel h(r_i - r_j) for the tokens of a batch, with one mesh per graph."""
 
     rows: Tensor
     """(tokens,), index of each token in batch x tokens"""
     pattern: Pattern
-    """places of the tokens of all graphs on the points of all meshes"""
+    """mesh points of each token, for all graphs and meshes"""
     weight: Tensor
-    """(tokens s,), weights of the splines on the s points around each token"""
+    """(tokens s,), spline weights of the s points around each token"""
     turned: Tensor
     """the weights sorted by point, without gradient"""
     meshes: tuple[Mesh, ...]
@@ -53,7 +53,7 @@ class MeshKernel(NamedTuple):
         grids = grid.split([mesh.points for mesh in self.meshes])
         parts = zip(self.meshes, grids, self.coefficients, strict=True)
         convolved = [mesh.convolve(part, c[head].to(x.dtype)) for mesh, part, c in parts]
-        # joining would copy a single one
+        # concatenation would copy a single one
         out = convolved[0] if len(convolved) == 1 else torch.cat(convolved)
         return gather(weight, out, self.pattern, turned)
 
@@ -83,8 +83,9 @@ def linear_with_mesh(
 ) -> Sums:
     """Computes sums with A_ij = (h(r_i - r_j) + w_ij) phi(q_i) . phi(k_j) in linear time.
 
-    sum_a phi_a(q_i) sum_j h(r_i - r_j) [phi_a(k_j) v_j] is computed head by head for a few features
-    a at a time, and again in the backward pass. O(N m dv + pairs (m + dv)).
+    sum_a phi_a(q_i) sum_j h(r_i - r_j) [phi_a(k_j) v_j] is computed head by head, for a few
+    features a at a time, and recomputed in the backward pass. The cost is O(N m dv + pairs (m +
+    dv)).
     """
     with torch.autocast(value.device.type, enabled=False):
         phi_q, phi_k, shift = _stabilize(query.at_least_float32(), key.at_least_float32())
@@ -109,8 +110,7 @@ def linear_with_mesh(
 
 
 def _pieces(phi: Tensor, features: int) -> list[tuple[int, slice]]:
-    """Returns the head and the features that are put on the mesh together in each piece, for phi
-    (batch, heads, n, m)."""
+    """Returns the head and the slice of features of each piece, for phi (batch, heads, n, m)."""
     starts = range(0, phi.shape[-1], features)
     return [(head, slice(i, i + features)) for head in range(phi.shape[1]) for i in starts]
 
@@ -118,7 +118,7 @@ def _pieces(phi: Tensor, features: int) -> list[tuple[int, slice]]:
 def _part(
     query: Tensor, key: Tensor, value: Tensor, kernel: MeshKernel, weight: Tensor, *own: Tensor
 ) -> Tensor:
-    """Sums over m' features of a head, (n', dv), with `own` coefficients for each mesh."""
+    """Returns sums over m' features of a head, (n', dv), with coefficients `own` for each mesh."""
     with torch.autocast(value.device.type, enabled=False):
         q, k, v = (x.flatten(0, 1).index_select(0, kernel.rows) for x in (query, key, value))
         products = (k[:, :, None] * v[:, None, :]).flatten(1)

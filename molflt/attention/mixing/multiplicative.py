@@ -1,4 +1,4 @@
-"""Sums with a positional kernel, given by factors, that multiplies the products of features."""
+"""Sums with a factorized positional kernel that multiplies the products of features."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from molflt.attention.mixing.pairs import _TRANSIENT, Pairs, SortedPairs, _pair_
 from molflt.attention.mixing.sums import Sums, _stabilize
 from molflt.attention.numerics import at_least_float32, recomputed, undecided
 
-_COMPILED = 8  # columns of a chunk
+_COMPILED = 8  # columns per chunk in compiled code
 
 
 def linear_with_kernel(
@@ -20,17 +20,17 @@ def linear_with_kernel(
 ) -> Sums:
     """Computes sums with A_ij = (U_i . V_j + w_ij) phi(q_i) . phi(k_j) in linear time.
 
-    Column by column of U and V, sum_s U_is phi(q_i) . [sum_j V_js v_j phi(k_j)], or, with many
-    columns, feature by feature, sum_a phi_a(q_i) U_i . [sum_j V_j phi_a(k_j) v_j]; never with the
-    (N, m p) Kronecker product. Chunks of columns, features and pairs are recomputed in the backward
-    pass. O(N m p dv + pairs (m + dv)).
+    The sums run over the columns of U and V, sum_s U_is phi(q_i) . [sum_j V_js v_j phi(k_j)], or,
+    with many columns, over the features, sum_a phi_a(q_i) U_i . [sum_j V_j phi_a(k_j) v_j]. The (N,
+    m p) Kronecker product is never formed. Chunks of columns, features and pairs are recomputed in
+    the backward pass. The cost is O(N m p dv + pairs (m + dv)).
 
     Args:
         query: (batch, heads, queries, m).
-        key: (batch, heads, keys, m), zero for keys to be left out.
+        key: (batch, heads, keys, m), zero for excluded keys.
         value: (batch, heads, keys, dv).
         kernel: U (batch or 1, heads or 1, queries, p) and V (batch or 1, heads or 1, keys, p).
-        pairs: w.
+        pairs: w_ij, corrections for single pairs.
     """
     with torch.autocast(value.device.type, enabled=False):
         phi_q, phi_k, shift = _stabilize(query.at_least_float32(), key.at_least_float32())

@@ -1,4 +1,4 @@
-"""Corrections for single pairs of tokens, to a positional kernel or to the sums."""
+"""Corrections to a positional kernel, or to the sums, for single pairs of tokens."""
 
 from typing import NamedTuple
 
@@ -16,14 +16,14 @@ from molflt.attention.numerics import (
 )
 
 _TRANSIENT = 2**22  # numbers that one chunk of columns or pairs may hold at once
-_MANY = 2**18  # pairs whose products of features are recomputed in backward
+_MANY = 2**18  # pairs above which products of features are recomputed in backward
 
 
 class Pairs(NamedTuple):
-    """Corrections of the positional kernel, a sparse matrix per head."""
+    """Corrections to the positional kernel: one sparse matrix per head."""
 
     batch: Tensor
-    """(pairs,)"""
+    """(pairs,) index in the batch"""
     query: Tensor
     """(pairs,) index of the query"""
     key: Tensor
@@ -34,7 +34,7 @@ class Pairs(NamedTuple):
     """f (heads, pairs) and s (pairs,): adds s exp(q_i . k_j + f) to A_ij"""
 
     def by_query(self, batch: int, queries: int, keys: int) -> "Pairs | SortedPairs":
-        """Returns the pairs sorted by query, or unchanged without support for sparse products."""
+        """Returns the pairs sorted by query, or unchanged if sparse products are unsupported."""
         compiling = torch.compiler.is_compiling()
         if compiling or self.weight.device.type != "cpu" or not has_sparse_products(self.weight):
             return self
@@ -110,8 +110,8 @@ def with_exact_pairs(
 ) -> Sums:
     """Adds the exact terms s exp(q_i . k_j + f_ij) of pairs to sums over keys.
 
-    Queries and keys (batch, heads, tokens, d) are scaled; the mask is broadcastable to (batch,
-    heads, keys), False for missing or dropped keys.
+    Queries and keys (batch, heads, tokens, d) are scaled. The mask is broadcastable to (batch,
+    heads, keys) and False for missing or dropped keys.
     """
     assert pairs.exact is not None
     with torch.autocast(value.device.type, enabled=False):

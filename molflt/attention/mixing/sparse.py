@@ -10,7 +10,7 @@ from torch.autograd.function import FunctionCtx
 
 from molflt.attention.checks import in_transform
 
-_TRANSIENT = 2**22  # numbers that a piece of the plain form may hold at once
+_TRANSIENT = 2**22  # numbers that one piece of the plain form may hold at once
 
 
 class Pattern(NamedTuple):
@@ -29,7 +29,7 @@ class Pattern(NamedTuple):
 
     @classmethod
     def of(cls, row: Tensor, column: Tensor, rows: int, columns: int) -> "Pattern":
-        """Returns the pattern of places (n,) int64, sorted by `row`."""
+        """Builds the pattern from the rows and columns (n,) int64 of places sorted by row."""
         order = column.argsort(stable=True)
         return cls(
             _begin(row, rows),
@@ -77,7 +77,7 @@ def _sparse(begin: Tensor, columns: Tensor, values: Tensor, size: tuple[int, int
 
 
 def spread(weight: Tensor, x: Tensor, pattern: Pattern, turned: Tensor | None = None) -> Tensor:
-    """Returns the transposed matrix times x, sum_i w_ip x_i: from tokens to points.
+    """Multiplies the transposed matrix by x, sum_i w_ip x_i: from tokens to points.
 
     Args:
         weight: (n,).
@@ -91,7 +91,7 @@ def spread(weight: Tensor, x: Tensor, pattern: Pattern, turned: Tensor | None = 
 
 
 def gather(weight: Tensor, y: Tensor, pattern: Pattern, turned: Tensor | None = None) -> Tensor:
-    """Returns the matrix times y: from points (columns, channels) to tokens (rows, channels)."""
+    """Multiplies the matrix by y: from points (columns, channels) to tokens (rows, channels)."""
     if has_sparse_products(weight):
         return cast(Tensor, _Product.apply(weight, y, pattern, False, turned))
     return _plain(weight, y, pattern.places, pattern.rows(), pattern.size[0])
@@ -121,15 +121,15 @@ def has_sparse_products(weight: Tensor) -> bool:
 
 
 def _as_given(x: Tensor) -> torch.autocast:
-    """Turns autocast off: sparse products do not support half precision."""
+    """Turns off autocast, because sparse products do not support half precision."""
     return torch.autocast(x.device.type, enabled=False)
 
 
-# The derivatives of each product are the other two, which gives gradients of any order.
+# The derivatives of each product are the other two, which allows derivatives of any order.
 
 
 class _Product(Function):
-    """Product of the sparse matrix, or of its transpose, with a dense one."""
+    """Product of the sparse matrix, or its transpose, and a dense matrix."""
 
     @staticmethod
     def forward(

@@ -1,7 +1,7 @@
-"""Sums over keys before the division, and their scaling against overflow.
+"""Sums over keys before division, and their scaling to prevent overflow.
 
-Shapes are (batch, heads, tokens, dim) throughout. Sums of kernelized attention run in float32 at
-least, also under autocast.
+Shapes are (batch, heads, tokens, dim) throughout. Sums of kernelized attention are computed in at
+least float32, even under autocast.
 """
 
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -31,23 +31,23 @@ class Sums(NamedTuple):
     """(batch, heads, queries, 1), or a scalar 0"""
 
     def ratio(self, floor: float = 0.0) -> Tensor:
-        """sum_j A_ij v_j / sum_j A_ij; 0 with zero gradient where no key was left.
+        """Returns sum_j A_ij v_j / sum_j A_ij, or 0 with zero gradient where no key remains.
 
         Args:
-            floor: smallest |sum_j A_ij|. Smaller sums are replaced by it, with their sign. It
-                applies to the sum itself, not to the scaled `normalizer`, and is the same in every
-                form.
+            floor: lower bound on |sum_j A_ij|. Smaller sums are replaced by it and keep their sign.
+                It applies to the sum itself, not to the scaled `normalizer`, and is the same in
+                every form.
         """
         return self.ratio_to(self, floor)
 
     def ratio_to(self, other: "Sums", floor: float = 0.0) -> Tensor:
-        """Returns sum_j A_ij v_j over the normalizer of other sums, to which `floor` applies."""
+        """Divides sum_j A_ij v_j by the normalizer of other sums, to which `floor` applies."""
         numerator, normalizer = self.numerator, other.normalizer
         if other is not self:
             numerator = numerator * (self.log_scale - other.log_scale).exp()
         empty = normalizer == 0
         if floor:
-            # Beyond the bound on the exponent the quotient is 0 in float32 either way.
+            # Beyond the bound on the exponent, the quotient is 0 in float32 in any case.
             least = floor * (-other.log_scale).clamp(max=80.0).exp()
             least = torch.copysign(least.expand_as(normalizer), normalizer)
             normalizer = torch.where(normalizer.abs() < least.abs(), least, normalizer)
@@ -55,17 +55,17 @@ class Sums(NamedTuple):
         return (numerator / normalizer.masked_fill(empty, 1.0)).masked_fill(empty, 0.0)
 
     def extensive(self, kept: float = 1.0) -> Tensor:
-        """sum_j A_ij v_j itself, over the share of keys that dropout keeps; can overflow."""
+        """Returns sum_j A_ij v_j, divided by the fraction of keys kept by dropout; can overflow."""
         return self.numerator * self.log_scale.exp() / kept
 
 
 def _stabilize(query: Features, key: Features) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns phi_q and phi_k of a whole sequence, scaled, and the logarithm of the missing factor.
+    """Returns scaled phi_q and phi_k of a whole sequence, and the logarithm of the missing factor.
 
-    For each feature, the maximum over the valid keys of the same sequence moves to the queries.
-    Each query then subtracts its maximum over features. Both shifts cancel in the ratio of sums:
-    they do not need to be detached for gradients, and sequences stay separate. The largest term of
-    every normalizer of positive features is exactly 1, so normalizers cannot underflow.
+    For each feature, the maximum over the valid keys of the same sequence is moved to the queries.
+    Each query then subtracts its maximum over features. Both shifts cancel in the ratio of sums and
+    need no gradients, and sequences stay separate. For positive features, the largest term of every
+    normalizer is exactly 1, and normalizers therefore cannot underflow.
     """
     log_k, key_max = key.log_scale, None
     if log_k is not None and log_k.shape[-2]:
@@ -76,7 +76,7 @@ def _stabilize(query: Features, key: Features) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _stable_query(query: Features, key_max: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Returns phi_q with the maxima of the keys minus the largest exponent, and that exponent."""
+    """Returns phi_q times the keys' maxima, divided by its largest scale, and log of this scale."""
     log_q = query.log_scale
     if key_max is not None:
         log_q = key_max.expand(*key_max.shape[:2], query.tokens, -1) + (
@@ -91,7 +91,7 @@ def _stable_query(query: Features, key_max: Tensor | None) -> tuple[Tensor, Tens
 
 
 def _per_token(features: Features) -> tuple[Tensor, Tensor | None]:
-    """Returns features with the largest log scale 0 per token, and that scale, -inf if masked."""
+    """Returns features divided by the token's largest scale, and its logarithm (-inf if masked)."""
     if features.log_scale is None:
         return features.materialize(), None
     top = features.log_scale.detach().amax(dim=-1, keepdim=True)
@@ -99,11 +99,11 @@ def _per_token(features: Features) -> tuple[Tensor, Tensor | None]:
 
 
 def _causal_mask(queries: int, keys: int, device: torch.device | None = None) -> Tensor:
-    """(queries, keys) bool, True up to the query's own place; the last query sees all keys."""
+    """Returns a causal mask (queries, keys), aligned such that the last query sees all keys."""
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 
 
 def drop_keys(key: Tensor, mask: Tensor | None, rate: float) -> Tensor:
-    """Draws a (batch, heads, keys) mask; a factor 1 / (1 - rate) would cancel in ratios of sums."""
+    """Draws a mask (batch, heads, keys); a factor 1 / (1 - rate) would cancel in ratios of sums."""
     kept = torch.rand(key.shape[:-1], device=key.device) >= rate
     return kept if mask is None else kept & mask

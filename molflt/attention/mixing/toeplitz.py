@@ -2,7 +2,7 @@
 
     A_ij = phi(q_i) . phi(k_j) c_(j-i)
 
-NPRF (arXiv:2106.12566), section 3.2, in one dimension and on H x W grids, by fast Fourier
+NPRF (arXiv:2106.12566), section 3.2, in one dimension and on H x W grids, computed by fast Fourier
 transforms or by blocks of the matrix.
 """
 
@@ -20,8 +20,8 @@ from molflt.attention.numerics import at_least_float32, finite, recomputed
 
 METHODS = ("auto", "fft", "blocks")
 _BLOCK = 128  # queries per block: fastest of 64..512 on a CPU
-# Numbers transformed at once, unless one column of all sequences and heads has more. On a CPU 2^20,
-# which fits the cache, took 2/3 of the time of 2^24; other devices prefer few large transforms.
+# Numbers transformed at once, unless one column of all sequences and heads has more. On a CPU, 2^20
+# fits into the cache and takes 2/3 of the time of 2^24; other devices prefer few large transforms.
 _TRANSIENT = {"cpu": 2**20}
 _TRANSIENT_ELSEWHERE = 2**24
 
@@ -35,25 +35,25 @@ def toeplitz(
     causal: bool = False,
     method: str = "auto",
 ) -> Sums:
-    """Computes kernelized attention with a positional kernel c = exp(log_kernel) of the offset.
+    """Computes kernelized attention with a kernel of the offset, c = exp(log_kernel).
 
-    "fft" takes O(m dv N log N) time, as in NPRF (arXiv:2106.12566), eqs. 11-13, and O(N) memory.
-    Rounding errors are relative to the largest key and the largest c of the whole sequence, in
-    causal attention including later keys; rows with much smaller terms lose precision. Normalize
-    queries and keys for causal attention.
+    "fft" (NPRF, arXiv:2106.12566, eqs. 11-13) takes O(m dv N log N) time and O(N) memory. Rounding
+    errors are relative to the largest key and the largest c of the whole sequence, including later
+    keys in causal attention. Rows with much smaller terms lose precision. Normalize queries and
+    keys for causal attention.
 
-    "blocks" takes O(N^2 (m + dv)) time and O(N x block) memory. Every row has its own scale and is
-    accurate; later keys have no effect at all.
+    "blocks" takes O(N^2 (m + dv)) time and O(N x block) memory. Each row is scaled separately and
+    is therefore accurate; later keys have no effect at all.
 
     Args:
         query: (batch, heads, queries, m).
-        key: (batch, heads, keys, m), zero for keys to be left out.
+        key: (batch, heads, keys, m), zero for excluded keys.
         value: (batch, heads, keys, dv).
-        log_kernel: (heads or 1, queries + keys - 1) with entry [j - i + queries - 1]; or, for
-            tokens that fill an H x W grid from its start in row-major order, (heads or 1, 2H - 1,
-            2W - 1) with entry [dy + H - 1, dx + W - 1], where (dy, dx) is the place of key j minus
-            that of query i. -inf where the kernel vanishes.
-        causal: each query sees the keys up to its own place; the last query sees all keys.
+        log_kernel: (heads or 1, queries + keys - 1), with entry [j - i + queries - 1] for query i
+            and key j. For tokens that fill an H x W grid from its start in row-major order, (heads
+            or 1, 2H - 1, 2W - 1), with entry [dy + H - 1, dx + W - 1], where (dy, dx) is the offset
+            of key j from query i. Entries are -inf where the kernel vanishes.
+        causal: each query sees the keys up to its own position; the last query sees all keys.
         method: one of `METHODS`; "auto" chooses by size, but never "fft" for causal attention.
     """
     queries, keys = query.tokens, value.shape[-2]
@@ -84,7 +84,7 @@ def toeplitz(
 
 
 def dense_log_kernel(log_kernel: Tensor, queries: int, keys: int) -> Tensor:
-    """Returns the matrix, (heads, queries, keys), of a kernel that is given as for `toeplitz`."""
+    """Returns the matrix (heads, queries, keys) of a kernel in the format of `toeplitz`."""
     layout = _Layout.of(log_kernel, queries, keys)
     if queries == 0 or keys == 0:
         return log_kernel.new_zeros(len(log_kernel), queries, keys)
@@ -94,7 +94,7 @@ def dense_log_kernel(log_kernel: Tensor, queries: int, keys: int) -> Tensor:
 def toeplitz_matmul(kernel: Tensor, x: Tensor) -> Tensor:
     """Returns sum_j kernel[j - i + rows - 1] x_j by FFT, O(L log L).
 
-    Kernel (heads, rows + columns - 1) and x (heads, columns, r) -> (heads, rows, r).
+    Shapes: kernel (heads, rows + columns - 1), x (heads, columns, r) -> (heads, rows, r).
     """
     columns = x.shape[-2]
     layout = _Layout((kernel.shape[-1] + 1 - columns,), (columns,))
@@ -130,25 +130,25 @@ class _Layout(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Returns the tokens per row of the first axis."""
+        """Returns the number of tokens per row of the first axis."""
         return math.prod(self.query[1:])
 
     def cut(self, kernel: Tensor) -> Tensor:
-        """Returns the offsets that occur, (heads, n + k - 1 per axis)."""
+        """Returns the kernel at the offsets that occur, (heads, n + k - 1 per axis)."""
         if len(self.query) == 1:
             return kernel
         height = (kernel.shape[1] + 1) // 2
         return kernel[:, height - self.query[0] : height - 1 + self.key[0]]
 
     def future(self, kernel: Tensor) -> Tensor:
-        """Returns True for offsets of keys after the query's own place, in row-major order."""
+        """Returns a mask of the offsets of keys after the query's own place in row-major order."""
         offsets = torch.arange(kernel[0].numel(), device=kernel.device).view(kernel.shape[1:])
         if len(self.query) == 1:
             return offsets >= self.key[0]  # j - i > keys - queries
         return offsets > kernel[0].numel() // 2
 
     def spectrum(self, kernel: Tensor) -> Tensor:
-        """Returns the transform of (heads, n + k - 1 per axis), for `convolve`."""
+        """Returns the transform of a kernel (heads, n + k - 1 per axis), for `convolve`."""
         axes = tuple(range(1, kernel.ndim))
         missing = [n - size for n, size in zip(self.lengths, kernel.shape[1:], strict=True)]
         kernel = F.pad(kernel.flip(axes), [x for n in missing[::-1] for x in (0, n)])
@@ -169,7 +169,7 @@ class _Layout(NamedTuple):
 def _by_fft(
     query: Features, key: Features, value: Tensor, kernel: Tensor, layout: _Layout
 ) -> tuple[Tensor, Tensor]:
-    """Returns [numerator, normalizer] and their log scale, a few features and columns at a time."""
+    """Computes [numerator, normalizer] and log scale, a few features and columns at a time."""
     phi_q, phi_k, shift = _stabilize(query, key)
     top = finite(kernel.detach().flatten(1).amax(dim=1)).view(-1, *(1,) * len(layout.query))
     spectrum = layout.spectrum((kernel - top).exp())[:, None, None]
@@ -191,8 +191,8 @@ def _by_fft(
         products = (recomputed(product, *part, piece, spectrum, several=several) for part in parts)
         pieces.append(sum(products, columns.new_zeros(())))
     sums = torch.cat(pieces, dim=-1)
-    # Transforms leave rounding noise in empty sums: count the terms of each row in float64, where
-    # rounding stays below 1/2.
+    # Transforms leave rounding noise in empty sums. The terms of each row are therefore counted in
+    # float64, where rounding errors stay below 1/2.
     valid = (phi_k.detach() != 0).any(dim=-1).double()
     seen = layout.spectrum((kernel.detach() > -torch.inf).double())
     terms = layout.convolve(valid, seen)[..., : phi_q.shape[-2], None]
@@ -202,7 +202,7 @@ def _by_fft(
 def _by_blocks(
     query: Features, key: Features, value: Tensor, kernel: Tensor, layout: _Layout, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """Returns [numerator, normalizer] and their log scale, by blocks of queries."""
+    """Computes [numerator, normalizer] and their log scale by blocks of queries."""
     queries, keys = query.tokens, key.tokens
     query, key = (query.bounded(), key.bounded()) if causal else _move_maximum(query, key)
     phi_q, query_log = _per_token(query)
@@ -225,7 +225,7 @@ def _by_blocks(
     parts = []
     for start in range(0, rows, step):
         stop = min(start + step, rows)
-        # At least one key: queries before all keys only have offsets with kernel 0.
+        # At least one key: queries before all keys have only offsets with kernel 0.
         seen = min(keys, max(1, stop * width + keys - queries)) if causal else keys
         window = kernel[:, rows - stop : rows - 1 - start - (-seen // width)]
         parts.append(
@@ -244,7 +244,7 @@ def _by_blocks(
 
 
 def _faster(layout: _Layout, m: int, dv: int) -> str:
-    """Returns the faster form."""
+    """Returns the faster method."""
     # Fitted to forward plus backward, float32, one CPU thread, one head, m = 16, 64, 128, dv = 16
     # and 64, N = 512..8192: "fft" 1.6 ns m (dv + 1) L log2 L for transforms of length L; "blocks"
     # 13 ns N^2 (1 + (m + dv) / 120). Equal at N = 1900, 7200 and 12000 for dv = 64.
@@ -256,7 +256,7 @@ def _faster(layout: _Layout, m: int, dv: int) -> str:
 
 
 def _dense(kernel: Tensor, key: tuple[int, ...]) -> Tensor:
-    """Returns the matrix of offsets: (heads, n + k - 1 per axis) -> (heads, queries, keys)."""
+    """Returns the matrix of a kernel: (heads, n + k - 1 per axis) -> (heads, queries, keys)."""
     axes = tuple(range(1, kernel.ndim))
     for axis in axes:
         kernel = kernel.unfold(axis, key[axis - 1], 1)  # its gradient needs no scattered sums
@@ -264,7 +264,7 @@ def _dense(kernel: Tensor, key: tuple[int, ...]) -> Tensor:
 
 
 def _move_maximum(query: Features, key: Features) -> tuple[Features, Features]:
-    """Moves the key's maximum over tokens, one per feature, to the query's side."""
+    """Moves the maximum of each feature over the keys to the queries."""
     if key.log_scale is None:
         return query, key
     top = finite(key.log_scale.detach().amax(dim=-2, keepdim=True))
@@ -273,7 +273,7 @@ def _move_maximum(query: Features, key: Features) -> tuple[Features, Features]:
 
 
 def _fast_length(n: int) -> int:
-    """Returns the smallest integer >= n without prime factors above 5."""
+    """Returns the smallest integer >= n that has no prime factor above 5."""
     while True:
         rest = n
         for prime in (2, 3, 5):

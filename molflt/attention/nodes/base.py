@@ -1,6 +1,7 @@
 """Base class of rules that sample a spectrum.
 
-The integral of FLT (arXiv:2302.01925), eq. 4, by a sum. Frequencies in cycles per unit of length.
+A sum replaces the integral of FLT (arXiv:2302.01925), eq. 4. Frequencies are in cycles per unit of
+length.
 """
 
 from typing import ClassVar
@@ -12,9 +13,9 @@ from molflt.attention.spectra import Spectrum
 
 
 class Nodes(nn.Module):
-    """Base class of the rules: nodes xi_s and weights c_s with integral g ~= sum_s c_s g(xi_s).
+    """Base class of rules with nodes xi_s and weights c_s: integral g ~= sum_s c_s g(xi_s).
 
-    A new rule overrides `forward`, and gets a line in `NODES`.
+    A new rule overrides `forward` and gets an entry in `NODES`.
 
     Attributes:
         paper: source of the rule.
@@ -29,7 +30,7 @@ class Nodes(nn.Module):
     dim: int
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """Nodes (heads or 1, r, l) in cycles per unit of length and weights (heads or 1, r)."""
+        """Returns nodes (heads or 1, r, l), in cycles per length, and weights (heads or 1, r)."""
         raise NotImplementedError(f"{type(self).__name__} must override forward()")
 
     def sample(self, spectrum: Spectrum) -> tuple[Tensor, Tensor]:
@@ -41,19 +42,19 @@ class Nodes(nn.Module):
         """Draws new nodes in place; use the same seed on every rank."""
 
     def log_density(self, xi: Tensor) -> Tensor:
-        """log p(xi), (heads or 1, n, l) -> (heads, n); g / p shows how well nodes fit."""
+        """Returns log p(xi), (heads or 1, n, l) -> (heads, n); g / p shows how well nodes fit."""
         raise ValueError(
             f"{type(self).__name__} do not have a density log p(xi); compare the masks instead"
         )
 
     @classmethod
     def sizes(cls, spectrum: Spectrum, num_nodes: int | None) -> dict[str, object]:
-        """Returns arguments that depend on the spectrum, for rules built by name."""
+        """Returns constructor arguments that depend on the spectrum, for rules built by name."""
         count = {} if num_nodes is None else {"num_nodes": num_nodes}
         return {"heads": spectrum.heads, "dim": spectrum.dim, **count}
 
     def check(self, spectrum: Spectrum) -> None:
-        """Raises ValueError if these nodes cannot sample a spectrum."""
+        """Raises ValueError if these nodes cannot sample the spectrum."""
         if spectrum.dim != self.dim:
             raise ValueError(
                 f"the spectrum has {spectrum.dim} dimensions and its nodes have {self.dim}; give "
@@ -67,9 +68,9 @@ class Nodes(nn.Module):
 
 
 def hermitian(spectrum: Spectrum, xi: Tensor) -> Tensor:
-    """(g(xi) + conj g(-xi)) / 2, the part of g that determines the mask: as `Spectrum.spectrum`.
+    """Returns (g(xi) + conj g(-xi)) / 2, the part of g that determines the mask.
 
-    Antipodes have the same columns cos and sin. If this part is used, one node of twice the weight
-    replaces both, for even and odd masks.
+    Shapes are those of `Spectrum.spectrum`. Antipodes have the same cos and sin columns. With this
+    part of g, one node of twice the weight replaces both, for even and odd masks.
     """
     return 0.5 * (spectrum.spectrum(xi) + spectrum.spectrum(-xi).conj())

@@ -1,4 +1,4 @@
-"""Lattices of structures: periodic directions from the cell, others from a virtual box."""
+"""Lattices of structures: periodic directions come from the cell, others from a virtual box."""
 
 import itertools
 import math
@@ -12,16 +12,16 @@ from molflt.attention.numerics import at_least_float32, counts_of, finite, searc
 
 _DEGENERATE = 1e-6  # volume of the periodic vectors relative to the product of their lengths
 _SHARPNESS = 4.0  # 1/Å, of smooth extents
-_MOST_REDUCTIONS = 64  # passes over a cell; two or three suffice for sound cells
+_MOST_REDUCTIONS = 64  # passes over a cell; two or three suffice for well-formed cells
 
 
 class Lattice(NamedTuple):
-    """The lattice of each graph; along directions that are not periodic a virtual one."""
+    """Lattice of each graph; virtual along directions that are not periodic."""
 
     vectors: Tensor
-    """(b, 3, 3) in rows, Å; the periodic ones first, of a reduced cell"""
+    """(b, 3, 3), lattice vectors in rows, Å; periodic ones first, from a reduced cell"""
     dual: Tensor
-    """(b, 3, 3) in rows, reciprocal vectors without 2 pi, cycles/Å"""
+    """(b, 3, 3), reciprocal vectors in rows, without 2 pi, cycles/Å"""
     volume: Tensor
     """(b,), Å^3"""
 
@@ -29,7 +29,7 @@ class Lattice(NamedTuple):
     def of(
         cls, cell: Tensor, pbc: Tensor, extent: Tensor | None = None, reach: float = 20.0
     ) -> "Lattice":
-        """Arguments, precision and errors as for `reciprocal_nodes`."""
+        """Builds lattices; arguments, precision and errors are those of `reciprocal_nodes`."""
         positive(reach=reach)
         rows, periodic = _sorted_rows(cell, pbc)
         if extent is None:
@@ -55,18 +55,18 @@ class Lattice(NamedTuple):
 def free_extent(
     positions: Tensor, graph: Tensor, cell: Tensor, pbc: Tensor, smooth: bool = False
 ) -> Tensor:
-    """Extent of each graph perpendicular to its periodic lattice vectors.
+    """Returns the extent of each graph perpendicular to its periodic lattice vectors.
 
-    Neither a translation nor a lattice shift of any atom changes it.
+    The extent does not change if the graph is shifted or if an atom moves by a lattice vector.
 
     Args:
         positions: (n, 3), Å.
-        graph: (n,), of each atom.
+        graph: (n,), index of the graph of each atom.
         cell: (b, 3, 3), Å, as for `reciprocal_nodes`.
         pbc: (b, 3) bool.
-        smooth: use logarithms of mean exponentials instead of the largest and smallest coordinates,
-            whose slopes jump where another atom becomes the outermost. They are analytic, equal in
-            supercells, and up to log(n) / 4 Å further inside on each side.
+        smooth: replace the largest and smallest coordinates, whose slopes jump where another atom
+            becomes the outermost, by logarithms of mean exponentials. These are analytic, do not
+            change in supercells, and lie up to log(n) / 4 Å further inside on each side.
 
     Returns:
         (b, 3) Å, 0 for the periodic directions, which come first, and for graphs without atoms.
@@ -85,17 +85,17 @@ def free_extent(
         terms = (scaled - top[graph]).exp()
         mean = torch.zeros_like(span).index_add(0, graph, terms) / count.clamp(min=1)
         span = span + (top + torch.where(none, 1.0, mean).log()) / _SHARPNESS
-    return torch.where(none, 0.0, span.clamp(min=0.0))  # negative only by rounding
+    return torch.where(none, 0.0, span.clamp(min=0.0))  # may be negative by rounding
 
 
 def _largest(x: Tensor, graph: Tensor, graphs: int) -> Tensor:
-    """Reduces over the atoms of each graph: (n, 3) -> (graphs, 3), -inf without atoms."""
+    """Returns the maximum over each graph's atoms: (n, 3) -> (graphs, 3); -inf without atoms."""
     start = x.new_full((graphs, x.shape[1]), -math.inf)
     return start.scatter_reduce(0, graph[:, None].expand_as(x), x, "amax")
 
 
 def _sorted_rows(cell: Tensor, pbc: Tensor) -> tuple[Tensor, Tensor]:
-    """Periodic lattice vectors, then unit normals, (b, 3, 3), and which are periodic, (b, 3)."""
+    """Returns periodic lattice vectors followed by unit normals, (b, 3, 3), and a mask (b, 3)."""
     if cell.ndim != 3 or cell.shape[1:] != (3, 3) or not cell.is_floating_point():
         raise ValueError(
             f"cell must be (graphs, 3, 3), floating point; got shape {tuple(cell.shape)}, "
@@ -124,21 +124,21 @@ def _sorted_rows(cell: Tensor, pbc: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _reduced(cell: Tensor, pbc: Tensor) -> Tensor:
-    """Short vectors of the same lattice by Gauss's reduction, 0 for axes that are not periodic.
+    """Finds short vectors of the same lattice by Gauss's reduction; 0 for nonperiodic axes.
 
     In a skewed cell, reciprocal vectors are small differences of large products, and random
     features of frequencies magnify their rounding errors.
     """
     rows = cell.masked_fill(~pbc[..., None], 0.0)
     combination, dependent = _reduction(rows.detach().double())
-    # Products and sums: a cell that is short as it is keeps its bits.
+    # Products and sums leave a cell that is already short unchanged to the last bit.
     found = (combination.to(rows.dtype)[..., None] * rows[:, None]).sum(dim=2)
     return found.masked_fill(dependent[..., None], 0.0)
 
 
 @searched(lambda cell: (torch.empty_like(cell), cell.new_empty(cell.shape[:2], dtype=torch.bool)))
 def _reduction(cell: Tensor) -> tuple[Tensor, Tensor]:
-    """Multiples of lattice vectors (b, 3, 3) that shorten them, and a mask (b, 3) of zeros."""
+    """Returns combinations (b, 3, 3) that shorten lattice vectors; mask of zero vectors (b, 3)."""
     combination = torch.eye(3, dtype=torch.float64, device=cell.device)
     combination = combination.repeat(len(cell), 1, 1)
     short = cell.clone()
@@ -146,7 +146,8 @@ def _reduction(cell: Tensor) -> tuple[Tensor, Tensor]:
         moved = False
         for i, j in itertools.permutations(range(3), 2):
             product = (short[:, i] * short[:, j]).sum(dim=-1) / short[:, j].square().sum(dim=-1)
-            # A tie of one half changes no length. NaN of zero vectors compares as False.
+            # For a product of 1/2 the length would not change. NaN from zero vectors compares as
+            # False.
             times = torch.where(product.abs() > 0.501, product.round(), 0.0)[:, None]
             if bool((times != 0).any()):
                 moved = True
@@ -164,7 +165,7 @@ def _check_rows(rows: Tensor, periodic: Tensor) -> None:
     rows = rows.double()
     first, second, third = (rows / rows.norm(dim=-1, keepdim=True)).unbind(1)
     volume = (torch.linalg.cross(first, second) * third).sum(dim=-1).abs()
-    bad = ~(volume > _DEGENERATE)  # NaN is bad, too
+    bad = ~(volume > _DEGENERATE)  # NaN is also bad
     if bool(bad.any()):
         graph = int(bad.nonzero()[0])
         raise ValueError(
@@ -180,7 +181,7 @@ def _unit_normal(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _dual(lattice: Tensor) -> tuple[Tensor, Tensor]:
-    """Reciprocal vectors (b, 3, 3) in rows, a_i . b_j = 1 if i = j else 0, and volumes (b,)."""
+    """Returns reciprocal vectors b_j in rows, (b, 3, 3), a_i . b_j = delta_ij, and volumes (b,)."""
     a, b, c = lattice.unbind(1)
     normals = torch.stack(
         (torch.linalg.cross(b, c), torch.linalg.cross(c, a), torch.linalg.cross(a, b)), dim=1

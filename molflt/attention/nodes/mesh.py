@@ -1,16 +1,16 @@
-"""Sums over a reciprocal lattice through a mesh, at constant cost per token.
+"""Sums over a reciprocal lattice by means of a mesh, at constant cost per token.
 
 The kernel of a crystal, (1 / V) sum_G g(G) exp(2 pi i G . (r_i - r_j)), needs as many waves per
 token as there are nodes G, whose number grows with the cell. A mesh of points in the cell avoids
-them. B-splines spread tokens over the points around them, the mesh is convolved with the kernel,
-whose Fourier coefficients are those above, and the same splines interpolate the result at the
-tokens, as in smooth particle mesh Ewald sums (Essmann et al., J. Chem. Phys. 103, 8577 (1995)).
-Only low frequencies are needed; products with three small matrices of waves replace fast Fourier
-transforms.
+these waves. B-splines spread tokens over the points around them. The mesh is then convolved with
+the kernel, whose Fourier coefficients are those above, and the same splines interpolate the result
+at the tokens. This is the method of smooth particle mesh Ewald sums (Essmann et al., J. Chem. Phys.
+103, 8577 (1995)). Only low frequencies are needed, and products with three small matrices of waves
+replace fast Fourier transforms.
 
-The error is that of the interpolation of waves by splines. It falls with the order and with the
-number of points per wave. It bounds the changes with shifts against the mesh, with other cells of
-the same crystal and with supercells. With `reciprocal_nodes` these changes are 0.
+The error is that of interpolating waves by splines. It falls with the order and with the number of
+points per wave. It bounds the changes caused by shifts relative to the mesh, by other cells of the
+same crystal and by supercells. With `reciprocal_nodes` these changes are 0.
 """
 
 import math
@@ -24,31 +24,31 @@ from molflt.attention.nodes.reciprocal import _TAPERS
 from molflt.attention.numerics import distances, sinc
 
 OVERSAMPLING = {4: 1.25, 5: 1.25, 6: 2.0, 8: 2.0}
-"""Points per half of the shortest wave, by the order of the splines.
+"""Points per half of the shortest wavelength, by order of the splines.
 
 Relative errors of kernelized attention with the positive taper are at most 3e-3, 6e-4, 6e-6, 2e-7;
-those of its gradients by positions up to ten times as large."""
+those of its gradients with respect to positions are up to ten times as large."""
 
-# Most points of a graph: 10^6 atoms take a fifth of them and some 5 GB. Beyond it, a cell or its
-# frequencies are considered a mistake.
+# Largest number of mesh points of a graph: 10^6 atoms take a fifth of it and some 5 GB. A larger
+# number is considered a mistake in the cell or its frequencies.
 _MOST_POINTS = 2**24
 
 
 class Mesh(NamedTuple):
-    """The mesh of one graph and its reciprocal vectors."""
+    """Mesh of one graph and its reciprocal vectors."""
 
     sides: tuple[int, int, int]
     """points along each lattice vector"""
     waves: tuple[Tensor, Tensor, Tensor]
-    """exp(-2 pi i m n / side) as real matrices: for m = 0 ... bound along the first axis, from
-    (side,) to (m, real and imaginary part); for m = -bound ... bound along the others, from (real
+    """exp(-2 pi i m n / side) as real matrices. For the first axis, m = 0 ... bound, they map
+    (side,) to (m, real and imaginary part). For the others, m = -bound ... bound, they map (real
     and imaginary part, side) to (m, real and imaginary part)"""
     inside: Tensor
-    """(a, b, c) bool, which triples m are below the end of the spectrum"""
+    """(a, b, c) bool, True for triples m below the end of the spectrum"""
     xi: Tensor
-    """(r, 3), their frequencies, cycles/Å"""
+    """(r, 3), frequencies of these triples, cycles/Å"""
     weights: Tensor
-    """(r,), 1/Å^3: taper / V, over the transforms of the splines; of m and -m in one"""
+    """(r,), 1/Å^3: taper / V, divided by the transforms of the splines; m and -m are combined"""
 
     @property
     def points(self) -> int:
@@ -57,7 +57,7 @@ class Mesh(NamedTuple):
 
     @classmethod
     def of(cls, lattice: Lattice, graph: int, max_frequency: float, order: int) -> "Mesh":
-        """Lays the mesh of one graph, up to a frequency in cycles/Å, with splines of an order."""
+        """Builds the mesh of one graph up to a frequency in cycles/Å, for splines of an order."""
         check_order(order)
         dual, volume = lattice.dual[graph], lattice.volume[graph]
         length = lattice.vectors[graph].detach().double().norm(dim=-1)
@@ -75,7 +75,7 @@ class Mesh(NamedTuple):
             for axis, m in enumerate(bounds)
         ]
         triple = torch.stack(torch.meshgrid(*ranges, indexing="ij"), dim=-1)  # [a, b, c, 3]
-        # Products and sums instead of a matrix product, as in `reciprocal_nodes`.
+        # Uses products and sums instead of a matrix product, as in `reciprocal_nodes`.
         xi = (triple.to(dual.dtype)[..., None] * dual).sum(dim=-2)
         x = distances(xi) / max_frequency
         inside = x.detach() < 1
@@ -97,9 +97,9 @@ class Mesh(NamedTuple):
         )
 
     def stencil(self, fractional: Tensor, order: int) -> tuple[Tensor, Tensor]:
-        """Returns the p^3 points around each token, int64, and its weights there, which sum to 1.
+        """Returns the p^3 mesh points around each token, int64, and their weights, which sum to 1.
 
-        Fractional coordinates (tokens, 3) -> (tokens, p^3) twice.
+        Maps fractional coordinates (tokens, 3) to two tensors (tokens, p^3).
         """
         index, weight = [], []
         for axis, side in enumerate(self.sides):
@@ -116,7 +116,7 @@ class Mesh(NamedTuple):
         return flat, (product[:, :, None] * c[:, None, :]).flatten(1)
 
     def convolve(self, grid: Tensor, coefficients: Tensor) -> Tensor:
-        """The mesh after the kernel, (points, channels); coefficients g(xi) `weights`, (r,)."""
+        """Convolves a mesh (points, channels) with a kernel: coefficients g(xi) `weights`, (r,)."""
         first, second, third = (wave.to(grid.dtype) for wave in self.waves)
         (n, _, last), (a, b, c) = self.sides, self.inside.shape
         # Products of real matrices; each leaves the axes in the order that the next one needs.
@@ -131,19 +131,19 @@ class Mesh(NamedTuple):
 
 
 def check_order(order: int) -> None:
-    """Raises ValueError for an order without splines."""
+    """Raises ValueError for an order that is not supported."""
     if order not in OVERSAMPLING:
         known = ", ".join(map(str, OVERSAMPLING))
         raise ValueError(f"mesh_order must be one of {known}; got {order}")
 
 
 def splines(t: Tensor, order: int) -> Tensor:
-    """Cardinal B-splines M_p(t + p - 1), ..., M_p(t): (...) -> (..., p), positive, 1 in all.
+    """Cardinal B-splines M_p(t + p - 1), ..., M_p(t): (...) -> (..., p); positive with sum 1.
 
-    t is the distance from the last point at or before a token, in units of that between points;
-    splines are p - 2 times differentiable.
+    t is the distance from the last point at or before a token, in units of the mesh spacing. The
+    splines are p - 2 times continuously differentiable.
     """
-    # The recursion of Essmann et al., eq. 4.1, M_n(u) from M_(n-1)(u) and M_(n-1)(u - 1).
+    # Recursion of Essmann et al., eq. 4.1: M_n(u) from M_(n-1)(u) and M_(n-1)(u - 1).
     w = [1 - t, t]
     for n in range(3, order + 1):
         inner = [(t + n - 1 - k) * w[k - 1] + (k + 1 - t) * w[k] for k in range(1, n - 1)]
@@ -152,7 +152,7 @@ def splines(t: Tensor, order: int) -> Tensor:
 
 
 def _waves(m: Tensor, side: int) -> Tensor:
-    """exp(-2 pi i m n / side) by real and imaginary parts, (m, out, in, side) float64."""
+    """Returns exp(-2 pi i m n / side) in real and imaginary parts, (m, out, in, side) float64."""
     n = torch.arange(side, device=m.device)
     phase = 2 * math.pi / side * ((m[:, None] * n) % side).double()
     cos, sin = phase.cos(), phase.sin()

@@ -1,7 +1,7 @@
-"""Nodes xi_s and weights c_s at which a spectrum is sampled: integral g ~= sum_s c_s g(xi_s).
+"""Random nodes xi_s and weights c_s that sample a spectrum: integral g ~= sum_s c_s g(xi_s).
 
-Monte Carlo by importance sampling: xi_s ~ p and c_s = 1 / (r p(xi_s)), FLT (arXiv:2302.01925),
-eqs. 4-5.
+The rules use importance sampling: xi_s ~ p and c_s = 1 / (r p(xi_s)), FLT (arXiv:2302.01925), eqs.
+4-5.
 """
 
 import math
@@ -21,22 +21,22 @@ from molflt.attention.spectra import ShiftInvariant, Spectrum
 
 
 class GaussianNodes(Nodes):
-    """Monte Carlo nodes xi = mu + sigma eps, eps ~ N(0, I) fixed, sigma learnable per head.
+    """Monte Carlo nodes xi = mu + sigma eps: fixed eps ~ N(0, I), learnable sigma per head.
 
-    Importance sampling with p = N(mu, sigma^2 I): c_s = 1 / (r p(xi_s)), which makes the mask
-    estimate unbiased for every sigma and mu at which it has an expectation. FLT (arXiv:2302.01925),
-    eq. 5 and OC20 experiment; the paper's language models use the standard normal distribution:
-    `sigma=1.0, learn_sigma=False`.
+    Importance sampling with p = N(mu, sigma^2 I) has weights c_s = 1 / (r p(xi_s)). The estimate of
+    the mask is unbiased for every sigma and mu for which its expectation exists. Source: FLT
+    (arXiv:2302.01925), eq. 5 and OC20 experiment. The paper's language models use the standard
+    normal distribution: `sigma=1.0, learn_sigma=False`.
 
-    The variance is finite only if g falls faster than sqrt(p): for a Gaussian mask of width w, if
-    sigma > 1 / (2 sqrt(2) pi w); never for spectra with power-law tails.
+    The variance is finite only if g falls faster than sqrt(p). For a Gaussian mask of width w this
+    requires sigma > 1 / (2 sqrt(2) pi w). For spectra with power-law tails it is never finite.
 
     Args:
         heads: number of heads; every head has its own draw and its own sigma.
         num_nodes: number of nodes r.
         dim: dimension l of positions.
         sigma: initial standard deviation, in cycles per unit of length.
-        mean: "zero", or "learned" for one mu (heads, l) that starts at zero.
+        mean: "zero", or "learned" for a learnable mu (heads, l) that starts at zero.
         learn_sigma: make sigma a parameter; otherwise it is a constant buffer.
     """
 
@@ -93,7 +93,7 @@ class GaussianNodes(Nodes):
         return self._log_density(eps.square().sum(dim=-1))
 
     def _log_density(self, square: Tensor) -> Tensor:
-        """log p from |eps|^2 (heads, n), with the Jacobian of sigma: (heads, n)."""
+        """Returns log p (heads, n) from |eps|^2 (heads, n), including the Jacobian of sigma."""
         log_volume = self.dim * (self.log_sigma[:, None] + 0.5 * math.log(2 * math.pi))
         return -0.5 * square - log_volume
 
@@ -110,22 +110,22 @@ class _StructuredNodes(GaussianNodes):
 
 
 class OrthogonalNodes(_StructuredNodes):
-    """Gaussian nodes whose eps are orthogonal within each block of l, with chi-distributed norms.
+    """Gaussian nodes with eps orthogonal within blocks of l, with chi-distributed norms.
 
     Every node has the distribution of `GaussianNodes`, so the estimate of the mask is also
     unbiased. In three dimensions its error is hardly smaller, because a block holds only three
-    nodes. Arguments as those of `GaussianNodes`.
+    nodes. The arguments are those of `GaussianNodes`.
     """
 
     _rows = OrthogonalProjection
 
 
 class SobolNodes(_StructuredNodes):
-    """Gaussian nodes whose eps are scrambled Sobol points, through the inverse normal distribution.
+    """Gaussian nodes whose eps are scrambled Sobol points mapped to the normal distribution.
 
     Every node has the distribution of `GaussianNodes`, so the estimate of the mask is also
-    unbiased. Its error falls nearly as 1 / r for smooth masks, best if r is a power of two.
-    Arguments as those of `GaussianNodes`.
+    unbiased. Its error falls nearly as 1 / r for smooth masks and is smallest if r is a power of
+    two. The arguments are those of `GaussianNodes`.
     """
 
     _rows = SobolProjection
@@ -134,18 +134,18 @@ class SobolNodes(_StructuredNodes):
 class DensityNodes(Nodes):
     """Nodes drawn from the spectral density of a shift-invariant kernel, xi = u / length.
 
-    For the kernel's own spectrum every c_s g(xi_s) is C / r: the ratio g / p is constant, which is
-    the best density there is for Theorem 4.2 of FLT (arXiv:2302.01925, eq. 7 and appendix A.4). The
-    draws u are fixed; length stays learnable through the reparametrization. Other spectra can also
-    be sampled at these nodes, with a finite variance if g^2 / p is integrable.
+    For the kernel's own spectrum, g / p is constant and every c_s g(xi_s) is C / r. This density is
+    optimal for Theorem 4.2 of FLT (arXiv:2302.01925, eq. 7 and appendix A.4). The draws u are
+    fixed, and length remains learnable through the reparametrization. Other spectra can also be
+    sampled at these nodes; the variance is finite if g^2 / p is integrable.
 
     Args:
-        density: the kernel whose density is drawn; the nodes have its heads and its dimension.
+        density: kernel from whose density nodes are drawn; they have its heads and dimension.
         num_nodes: number of nodes r.
-        shared: True if the kernel is the spectrum that is sampled, and so already part of the
-            model: it is then stored by reference and not registered, because its parameters would
-            otherwise be saved twice. False if it is a proposal density for another spectrum: its
-            length is then a parameter of the nodes.
+        shared: True if the kernel is the sampled spectrum and therefore already part of the model.
+            It is then stored by reference and not registered, to avoid saving its parameters twice.
+            False if it is a proposal density for another spectrum, whose length is a parameter of
+            the nodes.
     """
 
     paper: ClassVar[str] = "2302.01925, eq. 7"
@@ -166,7 +166,7 @@ class DensityNodes(Nodes):
 
     @property
     def density(self) -> ShiftInvariant:
-        """The kernel whose spectral density is drawn."""
+        """Kernel from whose spectral density the nodes are drawn."""
         return self._density[0]
 
     @classmethod

@@ -1,20 +1,21 @@
-"""Nodes of periodic masks: the reciprocal lattice of each graph, from crystals to molecules.
+"""Nodes of periodic masks on the reciprocal lattice of each graph, from crystals to molecules.
 
 Poisson's summation formula, with positions in Å and frequencies in cycles/Å,
 
     sum_T f(z + T) = (1 / V) sum_G g(G) exp(2 pi i G . z),   T = n . cell, G = n . cell^-T,
 
-turns a decaying mask f into that of a crystal: the spectrum g of FLT (arXiv:2302.01925, eq. 4),
-sampled at the reciprocal lattice with the weights 1 / V. The result does not depend on the choice
-of the cell or on the periodic image of an atom. Where the mask multiplies (`MultiplicativePosition`
+turns a decaying mask f into that of a crystal. The spectrum g of FLT (arXiv:2302.01925, eq. 4) is
+sampled at the reciprocal lattice with weights 1 / V. The result does not depend on the choice of
+the cell or on the periodic image of an atom. With a multiplicative mask (`MultiplicativePosition`
 without a background), it does not depend on the size of a supercell either, because V grows with
-it. This does not hold for additive masks, which are exponentiated afterwards.
+that size. This does not hold for additive masks, which are exponentiated afterwards.
 
-Along directions that are not periodic the lattice is a virtual one. Its vectors are perpendicular
-to the periodic ones and as long as the graph is wide plus the reach of the mask, which keeps copies
-out of reach: the trapezoid rule for the integral over frequencies, whose error is the mask beyond
-its reach. The mask of a wire or a molecule that turns in its box changes by no more than that;
-masks of crystals and slabs do not change. Graphs do not depend on the rest of their batch.
+Along directions that are not periodic, the lattice is virtual. Its vectors are perpendicular to the
+periodic ones, and their length is the width of the graph plus the reach of the mask, which keeps
+copies out of reach. This is the trapezoid rule for the integral over frequencies, and its error is
+the mask beyond its reach. Rotating a wire or a molecule in its box changes its mask by no more than
+this error; masks of crystals and slabs do not change. Graphs do not depend on the rest of their
+batch.
 """
 
 import math
@@ -29,7 +30,7 @@ from molflt.attention.nodes.lattice import Lattice
 from molflt.attention.numerics import counts_of, distances, fade, gauss_rule, searched, sinc
 from molflt.attention.spectra import Spectrum
 
-# Most nodes of a batch; beyond it, a cell or its frequencies are considered a mistake.
+# Largest number of nodes of a batch; more are considered a mistake in a cell or its frequencies.
 _MOST_CANDIDATES = 2**20
 
 
@@ -41,44 +42,46 @@ def reciprocal_nodes(
     reach: float = 20.0,
     taper: Literal["step", "positive"] = "step",
 ) -> tuple[Tensor, Tensor]:
-    """Reciprocal lattice vectors below a frequency, and their weights, for each graph of a batch.
+    """Returns each graph's reciprocal lattice vectors below a frequency, and their weights.
 
-    G and -G have the same columns and are one node of twice the weight; see `hermitian`. There are
-    about (2 pi / 3) k^3 V of them for k = max_frequency: for OC20's slabs in cells of 8 x 8 x 30 Å
-    60 at 0.25 cycles/Å, 110 at 0.3 and 500 at 0.5. A virtual box is as wide as extent plus reach:
+    G and -G have the same columns and form one node of twice the weight; see `hermitian`. There are
+    about (2 pi / 3) k^3 V nodes for k = max_frequency. OC20's slabs in cells of 8 x 8 x 30 Å have
+    60 at 0.25 cycles/Å, 110 at 0.3 and 500 at 0.5. The width of a virtual box is extent plus reach;
     prefer `ShellNodes` if all graphs are molecules.
 
-    Nodes enter and leave at k with the weight 0: the taper goes to 0 there with two derivatives.
-    Rounding of |G|, by another cell or a rotation, does not matter. Choices of the taper:
+    Nodes enter and leave at k with weight 0, because the taper and its first two derivatives vanish
+    there. Rounding of |G| by another cell or a rotation therefore does not matter. Choices of the
+    taper:
 
     - "step": 1 up to 0.8 k. A mask without higher frequencies does not change: a Gaussian of width
-    w is kept to 1e-6, 1e-7 and 1e-10 of its height for w k = 1, 1.1 and 1.3. A sharper one is
-    smoothed and ripples below zero: by 6 percent of its height for w k = 0.2. - "positive":
-    Wendland's (1 - x)^4 (1 + 4 x), x = |G| / k, whose transform is also positive: a non-negative
-    mask stays non-negative, smoothed over about 0.6 / k.
+      w is kept to 1e-6, 1e-7 and 1e-10 of its height for w k = 1, 1.1 and 1.3. A sharper mask is
+      smoothed and ripples below zero, by 6 percent of its height for w k = 0.2.
+    - "positive": Wendland's (1 - x)^4 (1 + 4 x), x = |G| / k, whose transform is also positive. A
+      non-negative mask stays non-negative and is smoothed over about 0.6 / k.
 
     Args:
-        cell: (b, 3, 3) rows are lattice vectors, Å; rows that are not periodic are not read.
-        pbc: (b, 3) bool, which of them are periodic.
+        cell: (b, 3, 3), lattice vectors in rows, Å; rows of nonperiodic axes are ignored.
+        pbc: (b, 3) bool, True for periodic lattice vectors.
         max_frequency: k, in cycles/Å.
-        extent: (b, 3) widths of the graphs from `free_extent`, Å; needed unless all is periodic.
-        reach: distance beyond which the mask is negligible, Å. The error of the mask, as a share of
-            its height, is 4e-4, 4e-7 and 3e-11 for Gaussians and a reach of 4, 5.5 and 7 widths,
-            and about 3e-4 and 4e-5 for k reach = 6 and 9 if the taper cuts into the spectrum. It
-            matters only where a direction is not periodic.
+        extent: (b, 3) widths of the graphs from `free_extent`, Å; required unless all axes are
+            periodic.
+        reach: distance beyond which the mask is negligible, Å. The error relative to the height of
+            the mask is 4e-4, 4e-7 and 3e-11 for Gaussians and a reach of 4, 5.5 and 7 widths. It is
+            about 3e-4 and 4e-5 for k reach = 6 and 9 if the taper cuts into the spectrum. The reach
+            only affects directions that are not periodic.
         taper: see above.
 
     Returns:
-        Nodes (b, r, 3) in cycles/Å and weights (b, r) in 1/Å^3, as `SpectralPosition.factors` takes
-        them. They have the dtype of the cell (at least float32), and are differentiable with
-        respect to the cell and the extent. G = 0 comes first; graphs with fewer nodes are filled up
-        by zeros of weight 0.
+        Nodes (b, r, 3) in cycles/Å and weights (b, r) in 1/Å^3, in the format of
+        `SpectralPosition.factors`. They have the dtype of the cell (at least float32) and are
+        differentiable with respect to the cell and the extent. G = 0 comes first; graphs with fewer
+        nodes are padded with zeros of weight 0.
     """
     positive(max_frequency=max_frequency)
     one_of("taper", taper, _TAPERS)
     lattice, dual, volume = Lattice.of(cell, pbc, extent, reach)
     index, valid = _indices(lattice.detach(), dual.detach(), max_frequency)
-    # Products and sums instead of a matrix product: the same bits whatever else is in the batch.
+    # Unlike matrix products, these sums give the same bits regardless of the rest of the batch.
     nodes = (index.to(dual.dtype)[..., None] * dual[:, None]).sum(dim=2)
     weights = _TAPERS[taper](distances(nodes) / max_frequency) / volume[:, None]
     weights = torch.where(valid, weights, 0.0)
@@ -88,18 +91,18 @@ def reciprocal_nodes(
 def tapered_mask(
     spectrum: Spectrum, distance: Tensor, max_frequency: float, taper: str, farthest: float
 ) -> Tensor:
-    """Returns the mask that `reciprocal_nodes` sample: the transform of the tapered spectrum.
+    """Returns the mask that `reciprocal_nodes` samples: the transform of the tapered spectrum.
 
-    f(r) = int_0^k 4 pi xi^2 taper(xi / k) g(xi) sinc(2 xi r) d xi, by Gauss's rule.
+    Computes f(r) = int_0^k 4 pi xi^2 taper(xi / k) g(xi) sinc(2 xi r) d xi by Gauss's rule.
 
     Args:
-        spectrum: in three dimensions, a function of |xi| alone.
+        spectrum: spectrum in three dimensions that depends only on |xi|.
         distance: (n,), Å; the result is (heads, n).
         max_frequency: k, in cycles/Å.
         taper: as for `reciprocal_nodes`.
         farthest: upper bound of the distances, Å.
     """
-    # `index`: one number also where a compiler takes attributes of modules for variables.
+    # `index` gives a fixed number even if a compiler treats module attributes as variables.
     count = operator.index(16 + math.ceil(8 * max_frequency * farthest))
     rule = torch.tensor(gauss_rule(count), dtype=torch.float64, device=distance.device)
     x, steps = rule
@@ -115,12 +118,12 @@ def tapered_mask(
 
 
 def _half_space_indices(bounds: Tensor) -> tuple[Tensor, Tensor]:
-    """All triples with |n_i| <= bound_i of each graph, but only one of n and -n.
+    """Returns all triples with |n_i| <= bound_i of each graph, but only one of n and -n.
 
-    Bounds (b, 3) -> graphs (t,) and triples (t, 3), sorted by graph, (0, 0, 0) first.
+    Bounds (b, 3) -> graphs (t,) and triples (t, 3), sorted by graph, with (0, 0, 0) first.
     """
     sides = 2 * bounds + 1
-    # In this order n and -n are equally far from the middle, which is 0; take the second half.
+    # In this order, n and -n are equally far from 0, which is in the middle; take the second half.
     half = sides.prod(dim=1) // 2
     graph = torch.arange(len(bounds), device=bounds.device).repeat_interleave(half + 1)
     begin = (half + 1).cumsum(0) - (half + 1)
@@ -141,11 +144,11 @@ def _unknown_indices(lattice: Tensor, dual: Tensor, max_frequency: float) -> tup
 @searched(_unknown_indices)
 @torch.no_grad()
 def _indices(lattice: Tensor, dual: Tensor, max_frequency: float) -> tuple[Tensor, Tensor]:
-    """Triples n (b, r, 3) with |n . dual| < max_frequency, padded with 0, and which are valid."""
+    """Returns triples n (b, r, 3), |n . dual| < max_frequency, padded with 0, and a mask (b, r)."""
     lattice, dual = lattice.double(), dual.double()
     bounds = (max_frequency * lattice.norm(dim=-1)).floor()  # n_i = G . a_i
     candidates = (2 * bounds + 1).prod(dim=1) / 2
-    if not float(candidates.sum()) <= _MOST_CANDIDATES:  # nor NaN
+    if not float(candidates.sum()) <= _MOST_CANDIDATES:  # or NaN
         most = int(candidates.argmax())
         raise ValueError(
             f"too many reciprocal lattice vectors below {max_frequency} cycles/Å; expected at most "

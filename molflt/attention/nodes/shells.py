@@ -1,6 +1,6 @@
-"""Quadrature of a spectrum on shells of directions.
+"""Quadrature of a spectrum on spherical shells.
 
-Shells chosen by their error are in `molflt.attention.nodes.suggest`.
+`molflt.attention.nodes.suggest` chooses shells by their error.
 """
 
 import functools
@@ -16,28 +16,28 @@ from molflt.attention.nodes.base import Nodes, hermitian
 from molflt.attention.numerics import gauss_rule
 from molflt.attention.spectra import Spectrum
 
-# Degrees of Lebedev's rules. Those of 13, 25 and 27 are left out: some of their weights are
-# negative, which would turn a positive mask into one with negative parts.
+# Degrees of Lebedev's rules. Degrees 13, 25 and 27 are left out: some of their weights are
+# negative, which could give a positive mask negative parts.
 _DEGREES = (3, 5, 7, 9, 11, 15, 17, 19, 21, 23, 29, 31, *range(35, 132, 6))
-# On the CPU whatever torch's default device is: cached rules also serve modules on "meta".
+# Always on the CPU, regardless of torch's default device: modules on "meta" share cached rules.
 _DOUBLE: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
 
 
 class _Directions(NamedTuple):
-    """Quadrature of the unit sphere with one point of each antipodal pair."""
+    """Quadrature of the unit sphere that keeps one point of each antipodal pair."""
 
     unit: Tensor
     """(n, l), float64 on the CPU"""
     weights: Tensor
-    """(n,), weights, sum 1"""
+    """(n,), weights, with sum 1"""
 
 
 @functools.lru_cache(maxsize=64)
 def _directions(dim: int, degree: int) -> _Directions:
-    """Half of an antipodal quadrature of the sphere, exact for even polynomials up to a degree.
+    """Half of an antipodal sphere quadrature, exact for even polynomials up to a degree.
 
-    The line for l = 1, equal angles for l = 2, Lebedev's rules with positive weights for l = 3.
-    Takes the next degree that exists; degree 1 is a single pair.
+    Uses the line for l = 1, equal angles for l = 2, and Lebedev's rules with positive weights for l
+    = 3. It takes the next available degree; degree 1 is a single pair.
     """
     if dim not in (1, 2, 3):
         raise ValueError(f"dim must be 1, 2 or 3; got {dim}; use 'sobol' nodes in more dimensions")
@@ -63,34 +63,36 @@ def _directions(dim: int, degree: int) -> _Directions:
 
 
 class ShellNodes(Nodes):
-    """Directions times radial shells: integral g = sum_k S_l k^(l-1) dk mean_u g(k u).
+    """Nodes on radial shells times directions: integral g = sum_k S_l k^(l-1) dk mean_u g(k u).
 
-    S_l is the surface of the unit sphere: 2, 2 pi, 4 pi. All nodes of a shell share the radial
-    weight, each has its direction's, and the mask is invariant under rotations to the accuracy of
-    the directions. A wave of frequency k over the distance |z| <= diameter needs the degree
-    x = 2 pi k diameter; outer shells matter less, so `degree_factor` x + 3 with 0.6 to 1 is enough.
-    `molflt.attention.nodes.suggest.suggest_nodes` chooses all sizes for a mask and an error.
+    S_l is the surface area of the unit sphere: 2, 2 pi, 4 pi. The weight of a node is the product
+    of the radial weight of its shell and the weight of its direction. The mask is rotationally
+    invariant up to the accuracy of the directions. A wave of frequency k over the distance |z| <=
+    diameter needs the degree x = 2 pi k diameter. Outer shells matter less, and `degree_factor` x +
+    3 with a factor of 0.6 to 1 is enough. `molflt.attention.nodes.suggest.suggest_nodes` chooses
+    all sizes for a given mask and error.
 
-    One of two antipodes, which have the same columns, is kept at twice the weight; `sample`
-    combines g(xi) and conj g(-xi) there, for any spectrum.
+    Two antipodes have the same columns, and only one of them is kept, with twice the weight; there
+    `sample` combines g(xi) and conj g(-xi), for any spectrum.
 
     Args:
         diameter: largest distance |z| at which the mask must be accurate, 2 R, in units of length.
         max_frequency: end of the spectrum, in cycles per unit of length.
-        num_shells: number of shells without the origin; None: 2 diameter max_frequency, which keeps
-            periodic copies away from masks of any width.
+        num_shells: number of shells without the origin. The default, 2 diameter max_frequency,
+            keeps periodic copies away from masks of any width.
         dim: dimension l, 1 to 3.
         radial: "trapezoid", radii j k / n with k = max_frequency; "midpoint", radii (j - 1/2) k /
-            n; "gauss", Gauss-Legendre on [0, k]. The first two are exact up to images of the mask
-            at the distance n / k - |z| if g vanishes beyond k; they are refused in two dimensions,
-            where that does not hold. None: "gauss" in two dimensions, else "trapezoid".
+            n; "gauss", Gauss-Legendre on [0, k]. If g vanishes beyond k, the first two are exact up
+            to images of the mask at distance n / k - |z|. This does not hold in two dimensions,
+            where they are refused. The default is "gauss" in two dimensions and "trapezoid"
+            otherwise.
         degree_factor: see above.
-        degrees: degree of every shell instead, innermost first; see `directions`.
-        normalized: make the weights of each shell sum to 1, for `ShellWeights`.
+        degrees: degree of each shell, innermost first; replaces the rule of `degree_factor`.
+        normalized: normalize the weights of each shell to sum 1, for `ShellWeights`.
 
     Attributes:
-        shell: (r,) index of the shell of every node. The trapezoid rule in one dimension has the
-            origin xi = 0, whose weight is not 0 there, as shell 0.
+        shell: (r,) index of the shell of every node. For the trapezoid rule in one dimension, shell
+            0 is the origin xi = 0, whose weight there is not 0.
         shell_radius: (shells,) radii, in cycles per unit of length.
     """
 
@@ -177,7 +179,7 @@ class ShellNodes(Nodes):
 def shells(
     max_frequency: float, count: int, dim: int = 3, radial: str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Radii k and measures S_l k^(l-1) dk of `ShellNodes`, (count,) float64 on the CPU."""
+    """Returns radii k and measures S_l k^(l-1) dk of `ShellNodes`, (count,) float64 on the CPU."""
     if dim not in (1, 2, 3):
         raise ValueError(f"dim must be 1, 2 or 3; got {dim}; use 'sobol' nodes in more dimensions")
     radial = radial or ("gauss" if dim == 2 else "trapezoid")

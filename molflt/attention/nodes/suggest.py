@@ -1,4 +1,4 @@
-"""The smallest shells for a mask of a given width and error."""
+"""Search for the smallest rule of shells for a mask of a given width and error."""
 
 import itertools
 import math
@@ -16,20 +16,21 @@ class _SuggestedNodes(NamedTuple):
     """Result of `suggest_nodes`."""
 
     nodes: ShellNodes
-    """the rule"""
+    """suggested rule"""
     error: float
-    """root-mean-square error of the mask, f(0) = 1, over pairs in the ball, at its worst width"""
+    """root-mean-square error of a mask with f(0) = 1 over pairs in the ball, at the worst width"""
 
 
 def suggest_nodes(
     radius: float, width: float, tol: float = 1e-2, widest: float | None = None
 ) -> _SuggestedNodes:
-    """Finds a small rule of shells for the masks of a molecule or cluster by its measured error.
+    """Finds a small rule of shells for the masks of a molecule or cluster, by its measured error.
 
-    For f(z) = exp(-|z|^2 / 2 width^2) and pairs of points uniform in a ball. It searches the radii
-    and their end, and then raises the degree of one shell at a time where that removes most error
-    per node. Wider Gaussians need closer shells, so a basis of Gaussians needs its smallest and its
-    largest width. Found for one width (nodes r, and the error reached):
+    The error is that of f(z) = exp(-|z|^2 / 2 width^2) for pairs of points uniform in a ball. The
+    search varies the radii and their upper end, and then raises the degree of one shell at a time,
+    where this removes the most error per node. Wider Gaussians need closer shells, so a basis of
+    Gaussians needs its smallest and its largest width. Results for one width (nodes r and the error
+    reached):
 
     | diameter / width | tol = 0.03 | 0.01 | 0.003 | 0.001 |
     |---|---|---|---|---|
@@ -39,11 +40,11 @@ def suggest_nodes(
     | 20 | - | 444 (9.9e-3) | 1191 (2.9e-3) | 1954 (9.6e-4) |
 
     Args:
-        radius: radius of the ball that holds the positions, in units of length.
+        radius: radius of the ball that contains the positions, in units of length.
         width: standard deviation of the narrowest Gaussian of the mask, in units of length.
-        widest: width of the widest mask; `width` if None.
-        tol: largest root-mean-square error, f(0) = 1; at least 1e-6, and at most half the root mean
-            square of the mask itself, which excludes narrow masks in a large ball.
+        widest: width of the widest mask; by default `width`.
+        tol: largest root-mean-square error of a mask with f(0) = 1; at least 1e-6, and at most half
+            the root mean square of the mask itself. This excludes narrow masks in a large ball.
     """
     widest = width if widest is None else widest
     positive(radius=radius, width=width, widest=widest)
@@ -83,7 +84,7 @@ _Radial = Literal["trapezoid", "midpoint"]
 
 
 class _Pruned(NamedTuple):
-    """A rule in units of the width."""
+    """Rule in units of the width."""
 
     size: int
     error: float
@@ -93,8 +94,8 @@ class _Pruned(NamedTuple):
 
 
 def _ball_pairs(ratio: float) -> tuple[Tensor, Tensor]:
-    """Differences in a ball: distances and their shares (n,), in widths."""
-    share, weights = torch.tensor(gauss_rule(24), dtype=torch.float64)  # of the diameter
+    """Returns distances of pairs in a ball, in units of the width, and their shares, (n,) each."""
+    share, weights = torch.tensor(gauss_rule(24), dtype=torch.float64)  # as shares of the diameter
     density = 24 * share**2 * (1 - 1.5 * share + 0.5 * share**3)
     return ratio * share, density * weights / 2
 
@@ -102,7 +103,7 @@ def _ball_pairs(ratio: float) -> tuple[Tensor, Tensor]:
 def _radial_candidates(
     ratio: float, widths: Tensor, tol: float
 ) -> list[tuple[float, int, _Radial]]:
-    """Yields end, number and rule of radii with small errors, fewest nodes first."""
+    """Returns end, number and rule of radii with small errors, fewest nodes first."""
     distance, share = _ball_pairs(ratio)
     exact = (-0.5 * (distance / widths).square()).exp()  # [w, n]
     found = []
@@ -110,12 +111,12 @@ def _radial_candidates(
     for max_frequency in (0.03 * step for step in range(5, 34)):
         if 2 * math.pi * max_frequency * ratio > _DEGREES[-1]:
             break
-        most = 2 + int(max_frequency * (ratio + 8 * widths[-1].item()))  # images: 8 widths away
+        most = 2 + int(max_frequency * (ratio + 8 * widths[-1].item()))  # images are 8 widths away
         for count, radial in itertools.product(range(1, most), rules):
             radius, measure = shells(max_frequency, count, 3, radial)
             waves = torch.sinc(2 * distance[:, None] * radius)
             error = measure * _density(radius, widths) @ waves.T - exact
-            if (error.square() @ share).max().sqrt() < 0.8 * tol:  # rest: directions
+            if (error.square() @ share).max().sqrt() < 0.8 * tol:  # the rest is for directions
                 guess = (2 * math.pi * 0.7 * radius * ratio + 3).square().sum().item()
                 found.append((guess, max_frequency, count, radial))
     return [rule[1:] for rule in sorted(found)[:12]]
@@ -124,10 +125,10 @@ def _radial_candidates(
 def _prune(
     ratio: float, widths: Tensor, tol: float, max_frequency: float, count: int, radial: _Radial
 ) -> _Pruned | None:
-    """Raises degrees greedily, by the error removed per node; None if tol is out of reach."""
+    """Raises degrees greedily by error removed per node; returns None if tol is out of reach."""
     distance, share = _ball_pairs(ratio)
     each = 64
-    # Every distance has its own directions: degrees cannot be fitted to a few of them.
+    # Each distance has its own directions, to avoid fitting the degrees to a few directions.
     unit = _even_directions(each * len(distance)).unflatten(0, (each, len(distance)))
     z = (distance[:, None] * unit).flatten(0, 1)
     share = share.repeat(each) / each
@@ -140,7 +141,7 @@ def _prune(
             unit, shares = _directions(3, degree)
             values = weight[:, None] * ((2 * math.pi * k * z @ unit.T).cos() @ shares)
             own.append((degree, len(unit), values))
-            if degree > 2 * math.pi * k * ratio + 6:  # exact for all purposes
+            if degree > 2 * math.pi * k * ratio + 6:  # exact in practice
                 break
         choices.append(own)
         error = error + own[0][2]
@@ -165,12 +166,12 @@ def _prune(
 
 
 def _excess(error: Tensor, share: Tensor, tol: float) -> float:
-    """Excess of the mean square error over tol^2, summed over the widths."""
+    """Returns the excess of the mean square error over tol^2, summed over the widths."""
     return (error.square() @ share - tol**2).clamp(min=0.0).sum().item()
 
 
 def _even_directions(count: int) -> Tensor:
-    """Returns unit vectors (n, 3), spread over half the sphere off Lebedev's mirror planes."""
+    """Returns unit vectors (n, 3) spread over half the sphere, off Lebedev's mirror planes."""
     index = torch.arange(count, dtype=torch.float64)
     height = 1 - (index + 0.5) / count
     angle = math.pi * (1 + math.sqrt(5)) * (index + 0.5)
@@ -179,6 +180,6 @@ def _even_directions(count: int) -> Tensor:
 
 
 def _density(radius: Tensor, widths: Tensor) -> Tensor:
-    """Spectra of Gaussians: radii (n,) and widths (w, 1) -> (w, n)."""
+    """Returns spectra of Gaussians: radii (n,) and widths (w, 1) -> (w, n)."""
     exponent = -2 * math.pi**2 * (widths * radius).square()
     return (2 * math.pi * widths.square()) ** 1.5 * exponent.exp()

@@ -1,4 +1,4 @@
-"""The relative positional encodings."""
+"""Relative positional encodings."""
 
 import inspect
 from collections.abc import Callable
@@ -45,7 +45,7 @@ else:
 
 
 def known_options(name: str, **options: object) -> dict[str, object]:
-    """Returns the options that the constructor of an encoding has; none if it is unknown."""
+    """Returns the options that an encoding's constructor takes; empty for unknown encodings."""
     known = inspect.signature(POSITIONS[name]).parameters if name in POSITIONS else {}
     return {key: value for key, value in options.items() if key in known}
 
@@ -53,13 +53,13 @@ def known_options(name: str, **options: object) -> dict[str, object]:
 def make_position(
     name: str, heads: int, head_dim: int, *, mixing: str = "linear", **options: object
 ) -> Position | None:
-    """Builds an encoding for attention of a given size.
+    """Builds an encoding for attention with given sizes; returns None for "none".
 
     Args:
         name: key of `POSITIONS`, or "none".
         heads: number of heads.
         head_dim: width d of queries and keys per head.
-        mixing: mixing of the attention that uses it.
+        mixing: mixing of the attention that uses the encoding.
         options: further arguments of the encoding's constructor.
     """
     if name == "none":
@@ -67,7 +67,7 @@ def make_position(
         return None
     one_of("position", name, ("none", *POSITIONS))
     build = POSITIONS[name]
-    # Each encoding takes the sizes that it depends on.
+    # Each encoding gets the sizes that it depends on.
     known = inspect.signature(build).parameters
     sizes = {"heads": heads, "head_dim": head_dim, "sampled": mixing != "softmax"}
     options = {**known_options(name, **sizes), **options}

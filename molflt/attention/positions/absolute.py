@@ -9,8 +9,8 @@ ABSOLUTE = ("none", "sinusoidal", "learned")
 def sinusoids(index: Tensor, dim: int) -> Tensor:
     """Sinusoidal positions, arXiv:1706.03762, section 3.5: (n,) -> (n, dim) float64.
 
-    Sines in the first half of the columns, cosines in the second; float64, because the phase at
-    10^4 has no more than 3 digits in float32.
+    Sines are in the first half of the columns and cosines in the second. The result is float64,
+    because the phase at 10^4 has no more than 3 digits in float32.
     """
     half = torch.arange(dim // 2, dtype=torch.float64, device=index.device)
     phase = index.double()[:, None] * torch.pow(10000.0, -2 * half / dim)

@@ -25,20 +25,22 @@ AS_FACTOR = ("f", "exp f multiplies the weight")
 class Position(nn.Module):
     """Base class of positional encodings.
 
-    A new one overrides `forward`, sets its class attributes and gets a line in `POSITIONS`.
+    A new encoding overrides `forward`, sets its class attributes and gets an entry in `POSITIONS`.
 
     Attributes:
         paper: source of the encoding.
-        cost: cost of kernelized attention with it, for N tokens, m features and values of width d.
-        dim: dimension l of the positions that it takes.
-        mixings: entries of `MIXINGS` that can use it.
-        causal: True if causal attention can use it.
-        decodes: True if linear causal attention keeps a state of constant size with it.
-        redraws: True if training should redraw its random numbers, as those of random features.
-            Nodes of a spectrum stay, because the mask is learned with them.
-        weighs: True if it changes the weight of a key; otherwise it only rotates queries and keys.
-        placement: quantity that pictures of the encoding show, and how it enters attention.
-        grid: True if tokens must be in the order of a regular grid and cannot be permuted.
+        cost: cost of kernelized attention with the encoding, for N tokens, m features and values of
+            width d.
+        dim: dimension l of the positions.
+        mixings: entries of `MIXINGS` that can use the encoding.
+        causal: True if causal attention can use the encoding.
+        decodes: True if linear causal attention has a state of constant size with the encoding.
+        redraws: True if training should redraw its random numbers along with random features. Nodes
+            of a spectrum are kept, because the mask is learned with them.
+        weighs: True if the encoding changes the weights of keys; otherwise it only rotates queries
+            and keys.
+        placement: quantity shown in plots of the encoding, and how it enters attention.
+        grid: True if tokens must be ordered along a regular grid and cannot be permuted.
     """
 
     paper: ClassVar[str] = ""
@@ -55,11 +57,11 @@ class Position(nn.Module):
 
     @property
     def longest(self) -> int | None:
-        """Upper bound of positions along every axis; None without a limit."""
+        """Upper bound of positions along every axis; None if there is no limit."""
         return None
 
     def width(self, head_dim: int) -> int:
-        """Width of the queries and keys at the feature map, for the width d of heads."""
+        """Returns the width of queries and keys at the feature map, for heads of width d."""
         return head_dim
 
     def forward(self, mixing: str, positions: Tensor, key_positions: Tensor) -> Encoding:
@@ -67,8 +69,8 @@ class Position(nn.Module):
 
         Args:
             mixing: one of `mixings`.
-            positions: of the queries, (batch, queries, l).
-            key_positions: (batch, keys, l); the same object as `positions` if they are equal.
+            positions: positions of the queries, (batch, queries, l).
+            key_positions: (batch, keys, l); the same object as `positions` if both are equal.
         """
         raise NotImplementedError(f"{type(self).__name__} must override forward")
 
@@ -88,7 +90,7 @@ class Position(nn.Module):
             )
 
     def use_for(self, mixing: str) -> None:
-        """Freezes parameters that this mixing does not use."""
+        """Freezes parameters that a mixing does not use."""
 
     def check_axes(self, *positions: Tensor) -> None:
         """Raises ValueError unless positions have the shape (batch, tokens, l)."""
@@ -108,7 +110,7 @@ class Position(nn.Module):
             )
 
     def check_range(self, positions: Tensor, max_tokens: int, integers: bool = False) -> None:
-        """Raises ValueError for a position outside [0, max_tokens) or, on request, not an integer.
+        """Raises ValueError for positions outside [0, max_tokens) or, if required, not integers.
 
         Does nothing in compiled or transformed code.
         """
@@ -145,14 +147,14 @@ class Positioned(nn.Module):
             )
         self.position = position
 
-    if TYPE_CHECKING:  # torch declares that a call returns anything
+    if TYPE_CHECKING:  # torch declares Any as the result of a call
 
         def __call__(self, *args: Any, **kwargs: Any) -> Tensor: ...
 
     def _evaluate(
         self, mixing: str, positions: Tensor | None, key_positions: Tensor | None
     ) -> Encoding | None:
-        """The encoding at these positions; None without one."""
+        """Evaluates the encoding at these positions; returns None without a position."""
         position, name = self.position, type(self).__name__.lower()
         if position is None:
             if positions is not None or key_positions is not None:
@@ -174,7 +176,8 @@ class Positioned(nn.Module):
     def share_position(self) -> None:
         """Hands the position over to the enclosing module, which then owns its parameters.
 
-        It stays readable here, but unregistered: a shared parameter has one name in a checkpoint.
+        It stays readable here but is not registered, because a shared parameter must have only one
+        name in a checkpoint.
         """
         position = self.position
         if position is not None:
@@ -192,10 +195,10 @@ def check_tokens(places: int, x: Tensor) -> None:
 
 
 def differences(positions: Tensor, key_positions: Tensor) -> Tensor:
-    """r_i - r_j: (batch, queries, l), (batch, keys, l) -> (batch, queries, keys, l)."""
+    """Returns r_i - r_j: (batch, queries, l), (batch, keys, l) -> (batch, queries, keys, l)."""
     return _real(positions)[:, :, None] - _real(key_positions)[:, None]
 
 
 def _real(positions: Tensor) -> Tensor:
-    """In float32 at least; integers in float64, for accurate phases."""
+    """Converts to at least float32, and integers to float64, for accurate phases."""
     return at_least_float32(positions) if positions.is_floating_point() else positions.double()

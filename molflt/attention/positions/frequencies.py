@@ -1,4 +1,4 @@
-"""Random features of factors with nodes on the reciprocal lattice of each graph."""
+"""Random features of Fourier factors with nodes on the reciprocal lattice of each graph."""
 
 import torch
 from torch import Tensor, nn
@@ -9,27 +9,27 @@ from molflt.attention.numerics import at_least_float32
 
 
 class FrequencyProjection(nn.Module):
-    """Rows of a random projection of Fourier factors, as functions of the frequency.
+    """Random projection of Fourier factors whose rows are functions of the frequency.
 
     The number of nodes of a reciprocal lattice differs between graphs, their order depends on the
-    choice of the cell, and each represents xi and -xi. The normal variables that multiply the
-    columns cos and sin of a node are therefore computed from its frequency:
+    choice of the cell, and each node represents xi and -xi. The normal variables that multiply the
+    cos and sin columns of a node are therefore computed from its frequency:
 
         eta(xi) = Phi^-1(frac(u . xi + (v . xi)(w . xi) + b)),
         (eta(xi) + eta(-xi)) / sqrt(2) for cos,  (eta(xi) - eta(-xi)) / sqrt(2) for sin.
 
-    Over the draws of u, v, w (normal) and b (uniform), every eta is exactly normal, and those of
-    different nodes are independent as far as 2 pi |u . (xi - xi')| is large, which it is in cells
+    Over the draws of u, v, w (normal) and b (uniform), every eta is exactly normal. Those of
+    different nodes are independent to the extent that 2 pi |u . (xi - xi')| is large, as in cells
     up to about `LENGTH`. Rounding errors of xi change eta by a similar amount.
 
     Args:
         heads: number of heads; every head has its own rows.
-        num_features: rows m, as many as the feature map has.
+        num_features: number of rows m, the same as in the feature map.
         dim: dimension l of frequencies.
     """
 
     LENGTH = 100.0  # Å, standard deviation of u
-    BEND = 30.0  # Å, of v and w: breaks the linear relations among the vectors of a lattice
+    BEND = 30.0  # Å, the same of v and w; breaks linear relations among lattice vectors
 
     vectors: Tensor  # (3, heads, m, l): u, v, w
     turns: Tensor  # (heads, m): b
@@ -53,15 +53,15 @@ class FrequencyProjection(nn.Module):
         self.turns.copy_(turns)
 
     def rows(self, nodes: Tensor) -> Tensor:
-        """Normal variables of the columns: (batch, r, l) -> (batch, heads, 2r, m).
+        """Returns the normal variables of the columns: (batch, r, l) -> (batch, heads, 2r, m).
 
-        Frequencies count as fixed: no gradient flows into the rows.
+        Frequencies are treated as constants, and gradients do not flow through the rows.
         """
         xi = nodes.detach().double()[:, None]  # [b, 1, r, l]
         u, v, w = (xi @ vector.double().mT for vector in self.vectors)  # [b, h, r, m]
         even = v * w + self.turns.double()[:, None]
         ahead, behind = (_normal(even + u), _normal(even - u))
-        # At xi = 0 both are one variable.
+        # At xi = 0 both are the same variable.
         origin = (xi == 0).all(dim=-1, keepdim=True)
         scale = torch.where(origin, 0.5, 0.5**0.5)
         return torch.cat(((ahead + behind) * scale, (ahead - behind) * scale), dim=2)
@@ -77,5 +77,5 @@ class FrequencyProjection(nn.Module):
 
 
 def _normal(turns: Tensor) -> Tensor:
-    """Phi^-1 of the fractional part, without the ends of the interval."""
+    """Returns Phi^-1 of the fractional part, which is kept off the ends of the interval."""
     return torch.special.ndtri(turns.remainder(1.0).clamp(1e-12, 1 - 1e-12))

@@ -1,4 +1,4 @@
-"""The exact bias of 3D-Graphormer: a network of Gaussian functions of the distance."""
+"""Exact bias of 3D-Graphormer: a network of Gaussian functions of the distance."""
 
 import math
 
@@ -14,25 +14,26 @@ from molflt.attention.positions.base import Position, differences
 class GaussianBias(Position):
     """f_h(z) = (W_2 gelu(W_1 psi(|z|)))_h, added to the logits of softmax attention.
 
-    psi_k(|z|) = exp(-(|z| - mu_k)^2 / (2 sigma_k^2)) / (sqrt(2 pi) sigma_k), K Gaussians with
-    learnable mu_k and sigma_k. 3D-Graphormer (arXiv:2203.04810), section on 3D spatial encoding.
-    Without Fourier factors it cannot be mixed in linear time; it is a baseline for masks learned
-    through their spectrum.
+    The psi_k are K Gaussians with learnable mu_k and sigma_k, psi_k(|z|) = exp(-(|z| - mu_k)^2 / (2
+    sigma_k^2)) / (sqrt(2 pi) sigma_k), from 3D-Graphormer (arXiv:2203.04810), section on 3D spatial
+    encoding. The bias has no Fourier factors for mixing in linear time; it is a baseline for masks
+    learned through their spectrum.
 
-    Differences: the paper stretches distances by a scale and a shift for each pair of elements.
-    Attention does not see elements here, and one scale and shift for all pairs would be redundant
-    with mu and sigma. sigma is exp(log_std); the paper's code takes an absolute value.
+    Differences from the paper: it applies a scale and a shift to distances for each pair of
+    elements. Here, attention does not see elements, and one scale and shift for all pairs would be
+    redundant with mu and sigma. sigma is exp(log_std), where the paper's code takes an absolute
+    value.
 
-    Memory is O(N^2 K) numbers per graph.
+    Memory is O(N^2 K) per graph.
 
     Args:
         heads: number of heads.
-        num_gaussians: Gaussians K.
+        num_gaussians: number of Gaussians K.
         dim: dimension l of positions.
-        hidden_dim: width of the hidden layer; K if None, as in the paper's code.
+        hidden_dim: width of the hidden layer; by default K, as in the paper's code.
         mean_range: smallest and largest initial mu, drawn uniformly, in units of length (Å).
-        std_range: smallest and largest initial sigma, drawn uniformly, in units of length (Å). The
-            paper's code draws from 0 on, where a Gaussian sees no pair.
+        std_range: smallest and largest initial sigma, drawn uniformly, in units of length (Å). In
+            the paper's code the range starts at 0, where a Gaussian would cover no pairs.
     """
 
     paper = "2203.04810"
@@ -75,11 +76,11 @@ class GaussianBias(Position):
         return self._of_distance(distances(at_least_float32(delta))).movedim(-1, 1)
 
     def radial_profile(self, distances: Tensor) -> Tensor:
-        """f at distances (n,), in units of length -> (heads, n), for plots."""
+        """Returns f for plots: distances (n,), in units of length -> (heads, n)."""
         return self._of_distance(distances).movedim(-1, 0)
 
     def _of_distance(self, distance: Tensor) -> Tensor:
-        """(...) -> (..., heads)."""
+        """Returns f of distances: (...) -> (..., heads)."""
         with torch.autocast(distance.device.type, enabled=False):
             log_std = at_least_float32(self.log_std)
             scaled = (distance[..., None] - self.mean) * (-log_std).exp()

@@ -1,7 +1,7 @@
-"""Positional encodings learned by offset, for tokens on a grid: one number for each j - i.
+"""Positional encodings for tokens on a grid, with one learned number per offset j - i.
 
-A table of offsets can hold any mask on a grid, but is not defined between grid points. Spectral
-encodings take real positions.
+A table of offsets can represent any mask on a grid but is not defined between grid points. Spectral
+encodings accept real positions.
 """
 
 import math
@@ -16,28 +16,29 @@ from molflt.attention.mixing.toeplitz import METHODS, toeplitz_matmul
 from molflt.attention.numerics import at_least_float32
 from molflt.attention.positions.base import ADDED, AS_FACTOR, Position, differences
 
-_TOLERANCE = 1e-3  # of positions that should be grid points, in units of their spacing
+_TOLERANCE = 1e-3  # for positions of grid points, in units of the spacing
 
 
 class ToeplitzPosition(Position):
-    """b_(j-i), learnable per head and offset.
+    """Table b_(j-i), learnable per head and offset.
 
     Softmax adds b to its logits. Kernelized attention multiplies phi(q_i) . phi(k_j) by
-    exp(b_(j-i)): NPRF (arXiv:2106.12566), section 3.2. In two dimensions there is one number for
-    each pair of offsets (dy, dx), not a sum of two, as in Swin (arXiv:2103.14030), section 3.2.
+    exp(b_(j-i)): NPRF (arXiv:2106.12566), section 3.2. As in Swin (arXiv:2103.14030), section 3.2,
+    two dimensions have one number for each pair of offsets (dy, dx), not a sum of two numbers.
 
-    Softmax looks up differences of positions, rounded to integers; tokens can be in any order.
-    Linear and quadratic mixing use the index of a token in its sequence as its position, and check
-    that both agree: positions must count up from that of the first token (row by row on a grid of
-    two dimensions, from the start of a row), and the first key must be at the first query. The
-    checks cover all rows of a batch: give padding the next positions.
+    Softmax looks up differences of positions, rounded to integers, and tokens can be in any order.
+    Linear and quadratic mixing use the index of a token in its sequence as its position and check
+    that both agree. Positions must count up from that of the first token (row by row on a
+    two-dimensional grid, from the start of a row), and the first key must be at the position of the
+    first query. The checks include padding in all rows of a batch; give it the next positions.
 
     Args:
         heads: number of heads.
-        max_tokens: longest sequence L, for a table of 2L - 1 offsets; not used with `shape`.
-        shape: rows H and columns W of a grid of two dimensions, whose positions are (row, column).
+        max_tokens: length L of the longest sequence, for a table of 2L - 1 offsets; ignored with
+            `shape`.
+        shape: rows H and columns W of a two-dimensional grid with positions (row, column).
         std: standard deviation of the initial b.
-        method: algorithm of linear mixing: "fft", "blocks" or "auto", the faster one.
+        method: algorithm of linear mixing: "fft", "blocks" or "auto", the faster of the two.
     """
 
     placement = AS_FACTOR
@@ -104,19 +105,20 @@ class ToeplitzPosition(Position):
 
 
 class BucketedPosition(Position):
-    """T5's relative positions: b of the bucket of j - i, learnable per head.
+    """T5's relative positions: a bias b for the bucket of j - i, learnable per head.
 
-    T5 (arXiv:1910.10683), section 2.1. Half of the buckets of each direction hold one distance
-    each, and the other half hold distances up to `max_distance` on a logarithmic scale; the last
-    one also holds all larger distances. b is a function of j - i, and can also be the logarithm of
-    a Toeplitz kernel. Positions are those of `ToeplitzPosition`, without a maximum length.
+    See T5 (arXiv:1910.10683), section 2.1. In each direction, half of the buckets hold one distance
+    each, and the other half hold distances up to `max_distance` on a logarithmic scale. The last
+    bucket also holds all larger distances. b is a function of j - i and can also be used as the
+    logarithm of a Toeplitz kernel. Positions are those of `ToeplitzPosition`, without a maximum
+    length.
 
     Args:
         heads: number of heads.
-        num_buckets: buckets of both directions together.
-        max_distance: distance from which all tokens are in the last bucket.
-        bidirectional: give half of the buckets to keys after the query. Otherwise, as in T5's
-            decoder, they share the bucket of distance 0, and buckets are finer.
+        num_buckets: total number of buckets of both directions.
+        max_distance: distance from which on all tokens are in the last bucket.
+        bidirectional: use half of the buckets for keys after the query. Otherwise these keys share
+            the bucket of distance 0, as in T5's decoder, and buckets are finer.
         std: standard deviation of the initial b.
     """
 
@@ -147,8 +149,9 @@ class BucketedPosition(Position):
             )
         self.bidirectional = bidirectional
         self.table = nn.Parameter(std * torch.randn(heads, num_buckets))
-        # With a table, rounding at the edge of a bucket is the same on every device. T5 computes in
-        # float32. It is not a buffer, which modules on the meta device would lack.
+        # A table makes rounding at the edges of buckets the same on every device. Like T5, it is
+        # computed in float32. It is not a buffer, because buffers on the meta device have no
+        # values.
         distance = torch.arange(max_distance + 1, device="cpu")
         log_distance = torch.log(distance.clamp(min=1) / single)
         steps = log_distance / math.log(max_distance / single) * (size - single)
@@ -167,7 +170,7 @@ class BucketedPosition(Position):
         return Toeplitz(_look_up(self.table, self.bucket(offsets)[None])[0])
 
     def bucket(self, offset: Tensor) -> Tensor:
-        """Bucket of integer offsets j - i, of any shape."""
+        """Returns the buckets of integer offsets j - i of any shape."""
         size = self.table.shape[1]
         buckets = torch.tensor(self.buckets, device=offset.device)
         if not self.bidirectional:
@@ -179,29 +182,29 @@ class BucketedPosition(Position):
 class LowRankPosition(ToeplitzPosition):
     """Factors of a learnable Toeplitz mask N_ij = b_(j-i), appended to queries and keys.
 
-    The Factor-Performer of FLT (arXiv:2302.01925), section 4.2.1: random vectors probe N, and an
-    orthonormal basis Q of their images gives N ~= Q (Q^T N) (Halko et al., arXiv:0909.4061,
-    algorithms 4.1 and 4.4). Products with N are Toeplitz products by FFT, O(L r log L), once for
-    all sequences. The paper's variant did not train "due to the numerical instability of the
-    Gram-Schmidt orthogonalization"; here Householder reflections compute the basis, also for masks
-    whose rank is below r.
+    This is the Factor-Performer of FLT (arXiv:2302.01925), section 4.2.1. Random vectors probe N,
+    and an orthonormal basis Q of their images gives N ~= Q (Q^T N) (Halko et al., arXiv:0909.4061,
+    algorithms 4.1 and 4.4). Products with N are Toeplitz products by FFT, O(L r log L), computed
+    once for all sequences. The paper's variant did not train "due to the numerical instability of
+    the Gram-Schmidt orthogonalization"; here Householder reflections compute the basis, even for
+    masks whose rank is below r.
 
-    Q is a constant of each evaluation: the gradient is that of Q Q^T N for the Q at hand, linear in
-    N and finite for every mask. For r = L it is the gradient of N itself. The columns of both
-    factors are scaled to the same norm, which does not change their product.
+    Q is treated as a constant in each evaluation. The gradient is that of Q Q^T N for the current
+    Q, which is linear in N and finite for every mask. For r = L it is the gradient of N itself. The
+    columns of both factors are scaled to the same norm, which does not change their product.
 
-    Rows of the factors are looked up by position: tokens can be in any order, and linear causal
-    attention keeps a state of constant size. The product depends on differences of positions as far
-    as r suffices. The factors do not, and feature maps see single factors. Softmax uses the table
-    itself.
+    Rows of the factors are looked up by position, and tokens can therefore be in any order. Linear
+    causal attention has a state of constant size. If r is large enough, the product depends only on
+    differences of positions; single factors, which feature maps see, depend on the positions
+    themselves. Softmax uses the table itself.
 
     Args:
         heads: number of heads.
-        max_tokens: L; positions are integers in [0, L), also those of padding.
+        max_tokens: L; positions, including those of padding, are integers in [0, L).
         rank: number of appended columns r, at most L.
         power_iterations: products with N N^T before the basis is taken. For Gaussian masks with a
             width of L / 5, L = 64 and 4 to 10 columns, the squared error was 5 to 80 times the
-            smallest possible one without such products, and at most 1.4 times with one.
+            smallest possible error without these products, and at most 1.4 times with one product.
         std: standard deviation of the initial b.
     """
 
@@ -243,15 +246,15 @@ class LowRankPosition(ToeplitzPosition):
         return Factors(self._rows(left, positions), self._rows(right, key_positions))
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """N1 and N2 of all positions, (heads, L, r) each: N ~= N1 N2^T."""
+        """Returns N1 and N2 for all positions, (heads, L, r) each: N ~= N1 N2^T."""
         with torch.autocast(self.table.device.type, enabled=False):
             table = at_least_float32(self.table)
             with torch.no_grad():
                 probe = self.probe.to(table.dtype).expand(len(table), -1, -1)
                 basis = torch.linalg.qr(toeplitz_matmul(table, probe)).Q
                 for _ in range(self.power_iterations):
-                    # Orthonormalize in between; otherwise rounding would leave only the largest
-                    # direction.
+                    # Orthonormalize after each product; otherwise rounding would leave only the
+                    # dominant direction.
                     basis = torch.linalg.qr(toeplitz_matmul(table.flip(-1), basis)).Q
                     basis = torch.linalg.qr(toeplitz_matmul(table, basis)).Q
             right = toeplitz_matmul(table.flip(-1), basis)  # N^T Q
@@ -264,7 +267,7 @@ class LowRankPosition(ToeplitzPosition):
         self.probe.copy_(drawn)
 
     def _rows(self, factor: Tensor, positions: Tensor) -> Tensor:
-        """Rows (heads, L, r) at positions (batch, n, 1): (batch, heads, n, r)."""
+        """Looks up rows of (heads, L, r) at positions: (batch, n, 1) -> (batch, heads, n, r)."""
         self.check_axes(positions)
         self.check_range(positions, self.shape[0], integers=True)
         index = positions[..., 0].long().clamp(0, self.shape[0] - 1)
@@ -278,7 +281,7 @@ def _offsets(positions: Tensor, key_positions: Tensor) -> Tensor:
 
 
 def _look_up(table: Tensor, index: Tensor) -> Tensor:
-    """(heads, size) at (batch, ...) -> (batch, heads, ...)."""
+    """Looks up a table (heads, size) at indices (batch, ...): (batch, heads, ...)."""
     return F.embedding(index, table.T).movedim(-1, 1)
 
 
@@ -294,7 +297,7 @@ def _expect_grid(
         index = torch.arange(given.shape[1], device=given.device)
         axes = (index,) if width is None else (index // width, index % width)
         error = (given - given[:, :1] - torch.stack(axes, dim=-1)).abs()
-        if not (error <= _TOLERANCE).all():  # NaN fails too
+        if not (error <= _TOLERANCE).all():  # NaN also fails
             raise ValueError(
                 f"{name} needs tokens in order on a grid, positions 0, 1, 2, ... or row by row, in "
                 "every sequence of the batch, for linear and quadratic mixing; got others; sort "

@@ -1,4 +1,4 @@
-"""A positional kernel that multiplies the products of features."""
+"""Positional kernel that multiplies the products of features."""
 
 from typing import ClassVar, Literal
 
@@ -17,24 +17,26 @@ from molflt.attention.spectra import Spectrum
 
 
 class MultiplicativePosition(SpectralPosition):
-    """A learned positional kernel h: A_ij = h(r_i - r_j) phi(q_i) . phi(k_j).
+    """Learned positional kernel h: A_ij = h(r_i - r_j) phi(q_i) . phi(k_j).
 
-    h(z) = background + f(z), f and its Fourier factors as in `SpectralPosition`. Attention depends
-    on differences of positions only, for any feature map. With the additive encoding phi sees
-    single factors, which depend on positions. The kernel of cosFormer is the case r = 1.
+    The kernel is h(z) = background + f(z), with f and its Fourier factors from `SpectralPosition`.
+    Attention depends only on differences of positions, for any feature map. With the additive
+    encoding, in contrast, phi sees single factors, which depend on positions. The kernel of
+    cosFormer is the case r = 1.
 
-    h can become negative, by learning or by ripples of few nodes: count such rows in
-    `Attention.sums(...).normalizer`, and bound them by `Attention(floor=...)`.
+    h can become negative, through learning or through ripples of few nodes. Count such rows in
+    `Attention.sums(...).normalizer`, and bound them with `Attention(floor=...)`.
 
     Args:
         spectrum: family of f.
-        nodes: rule that samples its transform.
-        background: kernel between distant tokens. 1 makes all pairs equal at the start. Use 0 for
-            periodic crystals, where a constant for each pair would grow with the cell.
+        nodes: rule that samples the Fourier transform of f.
+        background: kernel between distant tokens. With 1, the kernel is nearly equal for all pairs
+            at the start. Use 0 for periodic crystals, where the sum of a constant over pairs would
+            grow with the cell.
     """
 
     positive = 1e-9  # smallest h whose logarithm softmax attention takes
-    # Taper of the spectrum: a kernel that multiplies must not become negative.
+    # Taper of the spectrum; a multiplicative kernel must not become negative.
     taper: ClassVar[Literal["step", "positive"]] = "positive"
     placement: ClassVar[tuple[str, str]] = ("log h", "h multiplies the weight")
     paper: ClassVar[str] = "molflt"
@@ -56,13 +58,13 @@ class MultiplicativePosition(SpectralPosition):
         return self.kernel(delta).clamp(min=self.positive).log()
 
     def kernel(self, delta: Tensor) -> Tensor:
-        """Exact h: differences (batch, ..., l) -> (batch, heads, ...)."""
+        """Computes the exact h: differences (batch, ..., l) -> (batch, heads, ...)."""
         return super().bias(delta) + self.background
 
     def factors(
         self, positions: Tensor, key_positions: Tensor, nodes: GraphNodes | None = None
     ) -> tuple[Tensor, Tensor]:
-        """U and V with U_i . V_j ~= h(r_i - r_j), of 2r columns, or 2r + 1 with a background."""
+        """Returns U, V: U_i . V_j ~= h(r_i - r_j); 2r columns, or 2r + 1 with a background."""
         left, right = super().factors(positions, key_positions, nodes)
         if not self.background:
             return left, right
@@ -73,7 +75,7 @@ class MultiplicativePosition(SpectralPosition):
         )
 
     def check_isotropic(self) -> None:
-        """Raises ValueError if h cannot be on a mesh."""
+        """Raises ValueError if h cannot be computed on a mesh."""
         if not self.spectrum.isotropic:
             raise ValueError(
                 f"a mesh needs an isotropic spectrum; got {type(self.spectrum).__name__}; use "
@@ -83,7 +85,7 @@ class MultiplicativePosition(SpectralPosition):
     def on_mesh(
         self, positions: Tensor, mask: Tensor, lattice: Lattice, max_frequency: float, order: int
     ) -> MeshKernel:
-        """h on meshes: the same as from `reciprocal_nodes` up to the error of interpolation.
+        """Computes h on meshes; equals that of `reciprocal_nodes` up to the interpolation error.
 
         Args:
             positions: (batch, tokens, 3), Å.
@@ -100,7 +102,7 @@ class MultiplicativePosition(SpectralPosition):
             number = mask[graph].nonzero()[:, 0]
             tokens = positions[graph, number].to(lattice.dual.dtype)
             near, w = mesh.stencil((tokens[:, None] * lattice.dual[graph]).sum(dim=-1), order)
-            by_place = near[:, 0].argsort()  # neighbors in space are neighbors in memory: faster
+            by_place = near[:, 0].argsort()  # faster: spatial neighbors are close in memory
             rows.append(number[by_place] + graph * mask.shape[1])
             places.append(near[by_place] + before)
             weight.append(w[by_place].to(dtype))

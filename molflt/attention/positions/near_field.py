@@ -1,4 +1,4 @@
-"""Exact positional kernels for pairs within a cutoff."""
+"""Exact positional kernel for pairs within a cutoff."""
 
 import torch
 from torch import Tensor, nn
@@ -9,18 +9,19 @@ from molflt.attention.spectra import Spectrum
 
 
 class NearField(nn.Module):
-    """Makes a positional kernel exact for pairs nearer than a cutoff.
+    """Correction that makes a positional kernel exact for pairs closer than a cutoff.
 
-    A_ij = [h_far + s(r_ij) (h_near - h_far)] phi(q_i). phi(k_j), h_near(z) = exp(f(z)): a few nodes
-    represent the smooth far part, and pairs of neighbors the sharp near part, as in an Ewald sum. s
-    is 1 up to `onset` times the cutoff and goes to 0 at the cutoff, twice differentiable. With
-    `exact` the product of features is also corrected, and attention of near pairs is that of
-    softmax: A_ij = (1 - s) h_far phi(q_i). phi(k_j) + s exp(q_i. k_j + f).
+    The kernel is A_ij = [h_far + s(r_ij) (h_near - h_far)] phi(q_i) . phi(k_j) with h_near(z) =
+    exp(f(z)). As in an Ewald sum, a few nodes represent the smooth far part, and pairs of neighbors
+    represent the sharp near part. The switch s is 1 up to `onset` times the cutoff and falls to 0
+    at the cutoff; it is twice differentiable. With `exact` the product of features is also
+    corrected, and the attention of near pairs is that of softmax: A_ij = (1 - s) h_far phi(q_i) .
+    phi(k_j) + s exp(q_i . k_j + f).
 
     Args:
-        spectrum: family of f; only its exact mask is used.
+        spectrum: family of f, of which only the exact mask is used.
         cutoff: largest distance, in units of length (Å).
-        onset: share of the cutoff up to which the kernel equals h_near.
+        onset: fraction of the cutoff up to which the kernel equals h_near.
         exact: see above; for feature maps that estimate exp(q . k).
     """
 
@@ -41,16 +42,16 @@ class NearField(nn.Module):
         self.exact = exact
 
     def switch(self, distance: Tensor) -> Tensor:
-        """Returns s(r), in the shape of the distances."""
+        """Returns s(r), with the shape of the distances."""
         return fade((distance / self.cutoff - self.onset) / (1 - self.onset))
 
     def forward(self, pairs: Pairs, vector: Tensor, far: Tensor) -> Pairs:
         """Returns pairs with their corrections.
 
         Args:
-            pairs: indices of the tokens; the weight is not used.
+            pairs: indices of the tokens; weights are ignored.
             vector: r_j - r_i or its negative, (pairs, l).
-            far: h_far of the same pairs, (heads, pairs).
+            far: h_far of these pairs, (heads, pairs).
         """
         with torch.autocast(vector.device.type, enabled=False):
             vector = at_least_float32(vector)

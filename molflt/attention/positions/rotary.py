@@ -1,4 +1,4 @@
-"""Positional encodings that rotate by an angle per position: rotary and cosFormer's.
+"""Positional encodings by rotation with position-dependent angles: rotary and cosFormer's.
 
 Both are exact functions of differences because cos(x - y) = cos x cos y + sin x sin y.
 """
@@ -16,17 +16,17 @@ from molflt.attention.positions.base import Position, _real, check_tokens
 
 
 class RotaryPosition(Position):
-    """Rotary encoding: pairs of coordinates of queries and keys rotate with the position.
+    """Rotary encoding: rotates pairs of coordinates of queries and keys with the position.
 
-    Pair p of axis a turns by theta_p r_a, theta_p = base^(-p / P), with P pairs per axis: RoFormer
-    (arXiv:2104.09864), section 3.2.2, pairs adjacent as in its eq. 34. In several dimensions the
-    pairs are divided evenly among the axes; remaining coordinates do not rotate.
+    Pair p of axis a turns by theta_p r_a, where theta_p = base^(-p / P) for P pairs per axis. This
+    is RoFormer (arXiv:2104.09864), section 3.2.2, with adjacent pairs as in its eq. 34. In several
+    dimensions the pairs are divided evenly among the axes; the remaining coordinates do not rotate.
 
-    The product of a rotated query and key depends on r_i - r_j only, and so does softmax attention.
-    Feature maps see queries and keys one by one. Random features that estimate exp(q . k) without
-    bias keep this property in expectation over their draw, not for a single draw. Other maps (elu,
-    relu, learned ones) do not have it. RoFormer's eq. 19 rotates after the feature map: products
-    keep the property, but can become negative.
+    The product of a rotated query and key depends only on r_i - r_j, and so does softmax attention.
+    Feature maps, however, see queries and keys separately. Random features that estimate exp(q . k)
+    without bias keep this property in expectation over their draws, but not for a single draw.
+    Other maps (elu, relu, learned ones) do not have it. RoFormer's eq. 19 rotates after the feature
+    map, which keeps the property, but products can become negative.
 
     Args:
         head_dim: width d of queries and keys, at least 2 `dim`.
@@ -64,7 +64,7 @@ class RotaryPosition(Position):
         return Rotation(turn, functools.partial(_rotate, self._waves(key_positions)))
 
     def _waves(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin of the angles: (b, n, l) -> (b, 1, n, l P)."""
+        """Returns cos and sin of the angles: (b, n, l) -> (b, 1, n, l P)."""
         self.check_axes(positions)
         positions = _real(positions)
         steps = torch.arange(self.pairs, dtype=positions.dtype, device=positions.device)
@@ -74,12 +74,13 @@ class RotaryPosition(Position):
 
 
 class CosinePosition(Position):
-    """cosFormer's re-weighting: phi_i . phi_j is multiplied by cos(pi (i - j) / 2M).
+    """cosFormer's re-weighting: multiplies phi_i . phi_j by cos(pi (i - j) / 2M).
 
-    cosFormer (arXiv:2202.08791), "cos-based re-weighting": the positional kernel of rank 2 with U_i
-    = V_i = [cos, sin](pi i / 2M). It is positive for |i - j| < M: weights of non-negative features,
-    such as the paper's phi = relu, are not negative. The authors' code sets M to the length of the
-    batch, which makes outputs depend on padding; here M is constant.
+    The "cos-based re-weighting" of cosFormer (arXiv:2202.08791) is a positional kernel of rank 2
+    with U_i = V_i = [cos, sin](pi i / 2M). It is positive for |i - j| < M, and weights of
+    non-negative features, such as the paper's phi = relu, are therefore not negative. The authors'
+    code sets M to the length of the batch, which makes outputs depend on padding; here M is
+    constant.
 
     Args:
         max_tokens: M, in units of length (1 for tokens). Positions are in [0, M).
@@ -104,7 +105,7 @@ class CosinePosition(Position):
         return Kernel(left, left if same else self._waves(key_positions))
 
     def _waves(self, positions: Tensor) -> Tensor:
-        """[cos, sin] of pi i / 2M: (b, n, 1) -> (b, 1, n, 2)."""
+        """Returns [cos, sin] of pi i / 2M: (b, n, 1) -> (b, 1, n, 2)."""
         self.check_axes(positions)
         self.check_range(positions, self.max_tokens)
         angles = _real(positions).unsqueeze(1) * (0.5 * math.pi / self.max_tokens)
@@ -112,7 +113,7 @@ class CosinePosition(Position):
 
 
 def _rotate(waves: tuple[Tensor, Tensor], x: Tensor) -> Tensor:
-    """Turns adjacent pairs: (batch, heads, n, d), in the dtype of x."""
+    """Rotates adjacent pairs: (batch, heads, n, d), in the dtype of x."""
     check_tokens(waves[0].shape[-2], x)
     full = at_least_float32(x)
     cos, sin = (wave.to(full.dtype) for wave in waves)

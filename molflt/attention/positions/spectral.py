@@ -29,26 +29,27 @@ class GraphNodes(NamedTuple):
 
 
 class SpectralPosition(Position):
-    """FLT: the mask is learned through its Fourier transform g, sampled at r nodes.
+    """FLT: mask learned through its Fourier transform g, which is sampled at r nodes.
 
-    f(r_i - r_j) ~= sum_s c_s Re[g(xi_s) exp(2 pi i xi_s . (r_i - r_j))] = N1_i . N2_j, with 2r
-    columns. FLT (arXiv:2302.01925), eqs. 4-5. Real g give even masks, complex g asymmetric ones.
+    f(r_i - r_j) ~= sum_s c_s Re[g(xi_s) exp(2 pi i xi_s . (r_i - r_j))] = N1_i . N2_j, where the
+    factors have 2r columns; FLT (arXiv:2302.01925), eqs. 4-5. A real g gives an even mask, a
+    complex g an asymmetric one.
 
-    The factors depend on the origin although their product does not. Centre the positions of each
+    The factors depend on the origin although their product does not. Center the positions of each
     graph before calling `factors`, for the precision of the phases and because feature maps see
-    single factors. Causal models count from the first token instead, because a centre would reveal
+    single factors. Causal models count from the first token instead, because a center would reveal
     the length of the sequence.
 
     Args:
         spectrum: family of g, with `spectrum(xi)` and `mask(delta)`.
-        nodes: rule that samples g; None for nodes that come with each batch, see `factors`.
+        nodes: rule that samples g; None if nodes come with each batch, see `factors`.
     """
 
-    # Below this the two sides are not balanced; the gradient stays finite (and, unlike that of two
-    # square roots, does not vanish) where the spectrum crosses zero.
+    # Factors are not balanced below this value. Where the spectrum crosses zero, the gradient then
+    # stays finite and, unlike that of two square roots, does not vanish.
     floor = 1e-4
     taper: ClassVar[Literal["step", "positive"]] = "step"  # of reciprocal nodes
-    on_lattice = False  # True: nodes come with each batch, also for softmax
+    on_lattice = False  # True: nodes come with each batch, even for softmax
     paper: ClassVar[str] = "2302.01925, eqs. 3-5"
     cost: ClassVar[str] = "N m (d + 2r)"
 
@@ -72,20 +73,20 @@ class SpectralPosition(Position):
         sampled: bool = True,
         **options: object,
     ) -> Self:
-        """Builds the position from the names of its parts, as in a configuration.
+        """Builds the position from names of its parts, as in a configuration.
 
         Args:
             heads: number of heads.
             dim: dimension l of positions.
             spectrum: key of `SPECTRA`.
-            num_nodes: nodes r of random rules, 16 by default; not for shells.
-            nodes: key of `NODES`, by default the spectrum's own: "density", its spectral density,
-                where it is a kernel; "shells" for "shell_weights"; else "gaussian".
-            sampled: False for a position without nodes: softmax takes the exact mask, and nodes of
-                a reciprocal lattice come with each batch.
-            options: further arguments of the class and of the spectrum, and of the nodes with the
-                prefix `node_`, such as `node_sigma`, or `node_diameter` and `node_max_frequency` of
-                shells.
+            num_nodes: number of nodes r of random rules, 16 by default; not for shells.
+            nodes: key of `NODES`. By default the spectrum chooses: "density", its spectral density,
+                if it is a kernel; "shells" for "shell_weights"; "gaussian" otherwise.
+            sampled: False for a position without its own nodes: softmax uses the exact mask, and
+                nodes of a reciprocal lattice come with each batch.
+            options: further arguments of the class and of the spectrum. Arguments of the nodes have
+                the prefix `node_`, such as `node_sigma`, or `node_diameter` and
+                `node_max_frequency` for shells.
         """
         one_of("spectrum", spectrum, SPECTRA)
         family = SPECTRA[spectrum]
@@ -95,7 +96,7 @@ class SpectralPosition(Position):
         own = {key: options.pop(key) for key in list(options) if key.startswith("node_")}
         known = [*signature(cls.build).parameters, *signature(cls).parameters]
         beside = [x for x in dict.fromkeys(known) if x not in ("heads", "sampled", "options")]
-        if "radii" in signature(family).parameters:  # it lives on shells, which come first
+        if "radii" in signature(family).parameters:  # defined on shells, which are built first
             if name != "shells" or num_nodes is not None:
                 raise ValueError(
                     f"spectrum={spectrum!r} lives on shells, which count themselves; expected "
@@ -108,7 +109,8 @@ class SpectralPosition(Position):
         if not sampled:
             why = "for softmax, which takes the exact mask, or where nodes come with each batch"
             no_effect(why, nodes=nodes, num_nodes=num_nodes, **own)
-            # Drawn and discarded, to give the same other weights with and without nodes for a seed.
+            # Draw and discard nodes; for a given seed, other weights are then the same with and
+            # without nodes.
             _made(NODES[name], {}, "node_", (), **NODES[name].sizes(g, None))
             return cls(g, None, **mine)
         rule = NODES[name]
@@ -145,28 +147,28 @@ class SpectralPosition(Position):
     def factors(
         self, positions: Tensor, key_positions: Tensor, nodes: GraphNodes | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Fourier factors of the mask.
+        """Computes Fourier factors of the mask.
 
         Args:
-            positions: (batch, queries, l), centred per graph.
-            key_positions: (batch, keys, l), from the same centre.
-            nodes: nodes of each graph, instead of the module's own.
+            positions: (batch, queries, l), centered per graph.
+            key_positions: (batch, keys, l), relative to the same center.
+            nodes: nodes of each graph, used instead of those of the module.
 
         Returns:
             N1 (batch, heads, queries, 2r) and N2 (batch, heads, keys, 2r).
         """
         with torch.autocast(positions.device.type, enabled=False):
             xi, product, floor = self._sampled(nodes)
-            # a b = product for any a; a = sqrt|product| minimizes the norms of both sides.
+            # a b = product for any a; a = sqrt|product| minimizes the norms of both factors.
             square = (product.abs() + floor)[..., None, :]
             left = square.where(square > 0, 1.0).sqrt()
             right = product[..., None, :] / left
             left = left * (square > 0)
             cos, sin = _waves(positions, xi)
-            same = key_positions is positions  # no images: the usual case, computed once
+            same = key_positions is positions  # the usual case, without images; computed once
             key_cos, key_sin = (cos, sin) if same else _waves(key_positions, xi)
             if right.is_complex():
-                # Re[(a + ib) exp(i(x - y))], the phase of a + ib put on the key's side
+                # Re[(a + ib) exp(i(x - y))], with the phase of a + ib assigned to the key
                 a, b = right.real, right.imag
                 key_cos, key_sin = a * key_cos + b * key_sin, a * key_sin - b * key_cos
             else:
@@ -177,12 +179,12 @@ class SpectralPosition(Position):
             )
 
     def _sampled(self, nodes: GraphNodes | None) -> tuple[Tensor, Tensor, Tensor | float]:
-        """Returns frequencies, coefficients c_s g(xi_s) and the floor of their absolute values.
+        """Returns frequencies, coefficients c_s g(xi_s) and a floor for their absolute values.
 
-        xi (heads or 1, r, l), coefficients (heads, r) and the floor, a number. With nodes of each
-        graph the shapes are (batch, 1, r, l), (batch, heads, r) and (batch, 1, r). The floor is
-        then 0 where the weight is 0, because padding, and nodes that fade at the end of the
-        spectrum, must not contribute.
+        Shapes are (heads or 1, r, l) and (heads, r), and the floor is a number. With nodes of each
+        graph, shapes are (batch, 1, r, l), (batch, heads, r) and (batch, 1, r). The floor is then 0
+        where the weight is 0, because padding and nodes at the end of the spectrum must not
+        contribute.
         """
         if nodes is None:
             if self.nodes is not None:
@@ -196,14 +198,14 @@ class SpectralPosition(Position):
         return xi[:, None], self.coefficients(nodes), floor.detach()[:, None]
 
     def coefficients(self, nodes: GraphNodes) -> Tensor:
-        """c_s g(xi_s) of the nodes of each graph: (batch, heads, r)."""
+        """Returns c_s g(xi_s) for the nodes of each graph: (batch, heads, r)."""
         xi, weights = nodes
         graphs, r, _ = xi.shape
         g = hermitian(self.spectrum, xi.reshape(1, graphs * r, -1))  # [h, b r]
         return weights[:, None] * g.unflatten(-1, (graphs, r)).transpose(0, 1)
 
     def radial_profile(self, distances: Tensor) -> Tensor:
-        """Exact mask along a line: distances (n,) -> (heads, n), for plots."""
+        """Computes the exact mask along a line, for plots: distances (n,) -> (heads, n)."""
         delta = distances.new_zeros(1, len(distances), self.spectrum.dim)
         delta[0, :, 0] = distances
         return self.bias(delta)[0]
@@ -214,7 +216,7 @@ class SpectralPosition(Position):
 
 
 def _waves(positions: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin of 2 pi xi_s . r_i, (batch, heads or 1, n, r) each, at nodes of `_sampled`."""
+    """Returns cos and sin of 2 pi xi_s . r_i, (batch, heads or 1, n, r) each; xi of `_sampled`."""
     positions = _real(positions)[:, None]
     phase = 2 * math.pi * positions @ nodes.to(positions.dtype).transpose(-1, -2)
     return phase.cos(), phase.sin()
@@ -227,7 +229,7 @@ def _made(
     beside: Sequence[str] = (),
     **fixed: object,
 ) -> _T:
-    """Builds a spectrum or a rule from options with a prefix; `beside` are others, for messages."""
+    """Builds a spectrum or a rule from options with a prefix; error messages also list `beside`."""
     known = {
         prefix + name: parameter
         for name, parameter in signature(part).parameters.items()

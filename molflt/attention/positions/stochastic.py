@@ -1,20 +1,20 @@
-"""Stochastic positional encoding (SPE): relative positions by random queries and keys.
+"""Stochastic positional encoding (SPE): relative positions from random queries and keys.
 
-Liutkus et al. 2021 (arXiv:2105.08399). Queries and keys are multiplied by noise Qbar_d(i, r),
-Kbar_d(j, r) whose covariance is a kernel P_d(i - j) of positions, independent for coordinates d and
-realizations r:
+The method is that of Liutkus et al. 2021 (arXiv:2105.08399). Queries and keys are multiplied by
+noise Qbar_d(i, r) and Kbar_d(j, r), whose covariance is a kernel P_d(i - j) of positions. The noise
+is independent for coordinates d and realizations r:
 
     q^_ir = sum_d q_id Qbar_d(i, r) / sqrt(R),   k^_jr = sum_d k_jd Kbar_d(j, r) / sqrt(R)
     E[q^_i . k^_j] = sum_d q_id P_d(i - j) k_jd
 
-Logits then have a relative encoding in expectation, with a standard error of order 1 / sqrt(R).
-Logits are unbiased; their exponentials, and attention, are not. A single realization depends on the
-origin; only the expectation is invariant under translations.
+In expectation, logits then have a relative encoding, with a standard error of order 1 / sqrt(R).
+Logits are unbiased, but their exponentials and attention are not. A single realization depends on
+the origin; only the expectation is invariant under translations.
 
-Differences to the authors' code: the noise is drawn once and kept until `redraw_`, in training and
-evaluation (their forward passes draw each time); kernels have no factor that depends on the number
-of sines; positions are the given ones instead of 0, 1, 2, ...; the noise of the gate has the
-variance that makes its kernel exactly 1.
+Differences from the authors' code: the noise is drawn once and kept until `redraw_`, in training
+and evaluation (their code draws it in each forward pass); kernels do not have a factor that depends
+on the number of sines; positions are given by the caller instead of 0, 1, 2, ...; the noise of the
+gate has the variance that makes its kernel exactly 1.
 """
 
 import functools
@@ -35,18 +35,18 @@ _Code = Callable[[Tensor], Tensor]
 
 
 class _StochasticPosition(Position):
-    """Base class: the noise, the gate, and the product of both with queries and keys.
+    """Base class with the noise, the gate, and their products with queries and keys.
 
-    Gated SPE adds a constant kernel, delta_d + (1 - delta_d) P_d, by noise that all positions and
-    both sides share. At delta_d = 1, coordinate d does not see positions.
+    Gated SPE mixes in a constant kernel, delta_d + (1 - delta_d) P_d, through noise that all
+    positions, queries and keys share. At delta_d = 1, coordinate d is independent of positions.
 
-    A new one overrides `_code` and `_position_kernel`.
+    A subclass overrides `_code` and `_position_kernel`.
 
     Args:
         heads: number of heads; every head has its own noise and its own kernels.
         head_dim: width d of queries and keys.
-        num_realizations: realizations R, the width of the new queries and keys.
-        gated: learn delta_d = sigmoid(gate_d) per head; otherwise it is 0.
+        num_realizations: number of realizations R, the width of the new queries and keys.
+        gated: learn delta_d = sigmoid(gate_d) per head; otherwise delta_d is 0.
         noise_shape: shape of the standard normal noise.
     """
 
@@ -89,9 +89,9 @@ class _StochasticPosition(Position):
         return Rotation(*turns)
 
     def kernel(self, delta: Tensor) -> Tensor:
-        """delta_d + (1 - delta_d) P_d, the expectation of the products of one coordinate.
+        """Returns delta_d + (1 - delta_d) P_d, the expected product of noise in one coordinate.
 
-        Lags i - j of any shape, query minus key, in units of length -> (heads, d, *shape).
+        Maps lags i - j (query minus key) of any shape, in units of length, to (heads, d, *shape).
         """
         kernel = self._position_kernel(delta.flatten())
         if self.gate is not None:
@@ -109,22 +109,23 @@ class _StochasticPosition(Position):
             buffer.copy_(drawn)
 
     def _code(self, positions: Tensor, query: bool) -> _Code:
-        """The product with Qbar (or Kbar) at positions (b, n), without the factor 1 / sqrt(R)."""
+        """Returns the product with Qbar or Kbar at positions (b, n), without factor 1 / sqrt(R)."""
         raise NotImplementedError(f"{type(self).__name__} must override _code(positions, query)")
 
     def _position_kernel(self, lags: Tensor) -> Tensor:
-        """P_d: lags (m,) -> (heads, d, m)."""
+        """Returns P_d: lags (m,) -> (heads, d, m)."""
         raise NotImplementedError(f"{type(self).__name__} must override _position_kernel(lags)")
 
     def _encode(self, code: _Code, places: int, x: Tensor) -> Tensor:
-        """q^ of one side: (batch, heads, n, d) -> (batch, heads, n, R), in the dtype of x."""
+        """Encodes queries or keys: (batch, heads, n, d) -> (batch, heads, n, R), with x's dtype."""
         check_tokens(places, x)
         with torch.autocast(x.device.type, enabled=False):
             full = at_least_float32(x)
             if self.gate is None:
                 out = code(full)
             else:
-                # sqrt(sigmoid) through its logarithm: the gradient stays finite when it saturates.
+                # With the logarithm of the sigmoid, the gradient of its root stays finite if it
+                # saturates.
                 gate = self.gate.to(full.dtype)[:, None]  # [h, 1, d]
                 shared = (0.5 * F.logsigmoid(gate)).exp()
                 dependent = (0.5 * F.logsigmoid(-gate)).exp()
@@ -135,16 +136,16 @@ class _StochasticPosition(Position):
 class SineSPE(_StochasticPosition):
     """Sinusoidal SPE: P_d(i - j) = sum_k lambda_dk^2 cos(2 pi f_dk (i - j) + theta_dk).
 
-    The noise is a random sum of waves; Qbar has the phases theta_dk, Kbar none. arXiv:2105.08399,
-    "sineSPE". Frequencies are sigmoid(.) max_frequency and start low. lambda = softplus(.) starts
-    equal for all sines, with sum_k lambda^2 = 1; it is random in the authors' code. Positions may
-    be any real numbers. O(N d K R) operations.
+    This is "sineSPE" of arXiv:2105.08399. The noise is a random sum of waves; Qbar has the phases
+    theta_dk, and Kbar has zero phases. Frequencies are sigmoid(.) max_frequency and start low.
+    lambda = softplus(.) starts equal for all sines, with sum_k lambda^2 = 1; in the authors' code
+    it starts at random. Positions may be any real numbers. The cost is O(N d K R) operations.
 
     Args:
         heads, head_dim, num_realizations, gated: see `StochasticPosition`.
-        num_sines: waves K per coordinate.
-        max_frequency: largest f, in cycles per unit of length. Tokens at integer positions can
-            distinguish frequencies up to 0.5.
+        num_sines: number of waves K per coordinate.
+        max_frequency: largest f, in cycles per unit of length. Integer positions can distinguish
+            frequencies up to 0.5.
     """
 
     cost = "N d (K + m) R"
@@ -180,7 +181,8 @@ class SineSPE(_StochasticPosition):
         scaled = self.noise.to(x.dtype) * torch.cat((gain, gain), dim=-1)[..., None]
         pulse = 2 * math.pi * self.max_frequency * self.frequency.sigmoid()
         out = x.new_zeros(())
-        # One wave at a time, and again in the backward pass: (b, h, n, d) at once, never times K.
+        # Compute one wave at a time and recompute it in the backward pass: memory (b, h, n, d), not
+        # times K.
         for k in range(self.num_sines):
             offset = self.offset[:, None, :, k] if query else None
             cos_noise, sin_noise = scaled[:, :, k], scaled[:, :, self.num_sines + k]
@@ -197,12 +199,13 @@ class SineSPE(_StochasticPosition):
 class ConvSPE(_StochasticPosition):
     """Convolutional SPE: P_d(i - j) = sum_p phi^Q_d(p) phi^K_d(p + i - j), 0 for |i - j| >= P.
 
-    White noise z_d on the grid of positions, filtered by one filter for queries and one for keys:
-    Qbar_d(i) = sum_p phi^Q_d(p) z_d(i + p). arXiv:2105.08399, "convSPE". Filters start uniform on
-    [0, 2 / sqrt(P)], with P_d(0) = 1 in expectation. The noise covers `max_tokens` positions: h d
-    (max_tokens + P) R numbers in the state, and P times as many operations per forward pass. If all
-    sequences of a batch have the same positions, the shape (1, n, 1) saves much time in compiled
-    code. Positions have one dimension; the authors' code also handles images.
+    This is "convSPE" of arXiv:2105.08399. White noise z_d on the grid of positions is filtered by
+    one filter for queries and one for keys, Qbar_d(i) = sum_p phi^Q_d(p) z_d(i + p). Filters start
+    uniform on [0, 2 / sqrt(P)], with P_d(0) = 1 in expectation. The noise for `max_tokens`
+    positions takes h d (max_tokens + P) R numbers in the state, and P times as many operations per
+    forward pass. If all sequences of a batch have the same positions, passing them in the shape (1,
+    n, 1) saves much time in compiled code. Positions have one dimension; the authors' code also
+    handles images.
 
     Args:
         heads, head_dim, num_realizations, gated: see `StochasticPosition`.
@@ -248,20 +251,20 @@ class ConvSPE(_StochasticPosition):
         if index.shape[-1] * self.kernel_size > self.noise.shape[2]:
             bank = self._filter_all(kernel)
         if not torch.compiler.is_compiling() and len(index) and (index == index[:1]).all():
-            index = index[:1]  # such as consecutive tokens; compiled code takes the branch below
+            index = index[:1]  # e.g. consecutive tokens; compiled code takes the branch below
         if len(index) == 1:
             return functools.partial(_product, self._at(index[0], kernel, bank))
         return functools.partial(self._row_by_row, index, kernel, bank)
 
     def _filter_all(self, kernel: Tensor) -> Tensor:
-        """Qbar at all positions: filters (h, d, P) -> (h, d, max_tokens, R)."""
+        """Returns Qbar at all positions: filters (h, d, P) -> (h, d, max_tokens, R)."""
         full = at_least_float32(kernel).flatten(0, 1)[:, None, :, None]
         noise = self.noise.to(full.dtype).flatten(0, 1)[None]
-        # In two dimensions, with realizations last: its backward pass is several times faster.
+        # With a 2-D convolution and realizations last, the backward pass is several times faster.
         return F.conv2d(noise, full, groups=len(full))[0].unflatten(0, kernel.shape[:2])
 
     def _at(self, index: Tensor, kernel: Tensor, bank: Tensor | None) -> Tensor:
-        """Qbar at positions (n,): (h, d, n, R). A few positions do not need a bank."""
+        """Returns Qbar at positions (n,): (h, d, n, R); few positions do not need a bank."""
         if bank is not None:
             return bank[:, :, index]
         full = at_least_float32(kernel)
@@ -270,7 +273,7 @@ class ConvSPE(_StochasticPosition):
         return torch.einsum("hdnpr,hdp->hdnr", windows, full)
 
     def _row_by_row(self, index: Tensor, kernel: Tensor, bank: Tensor | None, x: Tensor) -> Tensor:
-        """Yields the code of one row of the batch at a time, (h, d, n, R)."""
+        """Computes one row of the batch at a time; the noise of a row is (h, d, n, R)."""
         rows = [
             recomputed(self._row, index[b], kernel, bank, x[b : b + 1], several=len(index) > 1)
             for b in range(len(index))
@@ -293,7 +296,7 @@ class ConvSPE(_StochasticPosition):
 def _wave(
     x: Tensor, positions: Tensor, pulse: Tensor, offset: Tensor | None, cos_z: Tensor, sin_z: Tensor
 ) -> Tensor:
-    """One wave: x (b, h, n, d), positions (b, n), pulse and offset (h, 1, d), noise (h, d, R)."""
+    """Multiplies x (b, h, n, d) by one wave of the noise: positions (b, n), noise (h, d, R)."""
     phase = positions[:, None, :, None] * pulse
     if offset is not None:
         phase = phase + offset
@@ -302,5 +305,5 @@ def _wave(
 
 
 def _product(code: Tensor, x: Tensor) -> Tensor:
-    """sum_d x_id Qbar_d(i, r): code (h, d, n, R), x (b, h, n, d)."""
+    """Returns sum_d x_id Qbar_d(i, r): code (h, d, n, R), x (b, h, n, d)."""
     return torch.einsum("bhnd,hdnr->bhnr", x, code.to(x.dtype))

@@ -1,4 +1,4 @@
-"""Families of learnable spectra g(xi) and the masks f(z) whose Fourier transform they are."""
+"""Families of learnable spectra g(xi), the Fourier transforms of masks f(z)."""
 
 from molflt.attention.spectra.base import Spectrum
 from molflt.attention.spectra.gaussian import GaussianBasis, GaussianMixture

@@ -1,12 +1,13 @@
 """Base class of spectra.
 
-f(z) = Re integral exp(2 pi i z . xi) g(xi) d xi, FLT (arXiv:2302.01925), eq. 4. Positions in the
-unit of length of the caller (Å for atoms, 1 for tokens), frequencies xi in cycles per that unit.
+The mask is f(z) = Re integral exp(2 pi i z . xi) g(xi) d xi, FLT (arXiv:2302.01925), eq. 4.
+Positions are in the caller's unit of length (Å for atoms, 1 for tokens) and frequencies xi in
+cycles per this unit.
 
-A real g gives an even mask; a complex one may give an asymmetric mask, which tells before from
-after. Every family has amplitudes per head in the unit of the mask: what it adds to a logit at zero
-distance. They start small and random, because at zero the gradient of the sampled mask would
-vanish.
+A real g gives an even mask; a complex g may give an asymmetric mask, which distinguishes before
+from after. Every family has amplitudes per head in the unit of the mask: the amounts added to a
+logit at zero distance. Amplitudes start small and random, because at zero the gradient of the
+sampled mask would vanish.
 """
 
 import math
@@ -20,9 +21,9 @@ from molflt.attention.numerics import options_of
 
 
 class Spectrum(nn.Module):
-    """Base class of the families g(xi): one learnable function per head.
+    """Base class of families g(xi) with one learnable function per head.
 
-    A family overrides `spectrum` and `mask`, which must be a Fourier pair, and gets a line in
+    A family overrides `spectrum` and `mask`, which must be a Fourier pair, and gets an entry in
     `SPECTRA`.
 
     Args:
@@ -31,13 +32,13 @@ class Spectrum(nn.Module):
 
     Attributes:
         paper: source of the family.
-        nodes: key of `NODES`, the rule that samples it by default.
-        isotropic: True if g depends only on |xi|, and f only on |z|.
-        integrable: True if g is absolutely integrable. Otherwise sums over more nodes do not
-            converge to the exact mask.
-        without_slope: parameters with respect to which `mask` is not differentiable, but a sampled
-            mask is.
-        radii: (shells,) buffer, radii of a family that is defined on shells; None for others.
+        nodes: key in `NODES` of the rule that samples the family by default.
+        isotropic: True if g depends only on |xi| and f only on |z|.
+        integrable: True if g is absolutely integrable. Otherwise sampled masks do not converge to
+            the exact mask as the number of nodes grows.
+        without_slope: parameters with respect to which a sampled mask is differentiable but `mask`
+            is not.
+        radii: (shells,) buffer, radii of a family defined on shells; None for other families.
     """
 
     paper: ClassVar[str] = ""
@@ -61,24 +62,25 @@ class Spectrum(nn.Module):
             xi: frequencies (heads or 1, nodes, l), in cycles per unit of length.
 
         Returns:
-            (heads, nodes), real where the mask is even and complex where it may be asymmetric; in
-            units of the mask times length^l.
+            (heads, nodes), real if the mask is even and complex if it may be asymmetric; in units
+            of the mask times length^l.
         """
         raise NotImplementedError(f"{type(self).__name__} must override spectrum(xi)")
 
     def mask(self, delta: Tensor) -> Tensor:
-        """Exact mask f = Re integral exp(2 pi i z . xi) g(xi) d xi.
+        """Computes the exact mask f = Re integral exp(2 pi i z . xi) g(xi) d xi.
 
         Args:
             delta: differences z (batch, ..., l), in units of length.
 
-        Returns: (batch, heads,...), added to a logit, dimensionless.
+        Returns:
+            (batch, heads, ...), dimensionless, added to logits.
         """
         raise NotImplementedError(f"{type(self).__name__} must override mask(delta)")
 
 
 def _log_spaced(name: str, bounds: tuple[float, float], count: int) -> Tensor:
-    """Returns logarithms (count,), evenly spaced between those of the two bounds."""
+    """Returns logarithms (count,), evenly spaced between those of two bounds."""
     low, high = bounds
     if not 0 < low <= high:
         raise ValueError(f"{name} must be two positive numbers, smallest first; got {bounds}")

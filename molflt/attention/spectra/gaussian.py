@@ -1,4 +1,4 @@
-"""Sums of Gaussians, around zero distance or modulated by waves."""
+"""Sums of Gaussians, centered at zero distance or modulated by waves."""
 
 import math
 from typing import ClassVar
@@ -16,17 +16,17 @@ class GaussianBasis(Spectrum):
     f_h(z) = sum_t a_ht exp(-|z|^2 / 2 sigma_t^2)
     g_h(xi) = sum_t a_ht (2 pi sigma_t^2)^(l/2) exp(-2 pi^2 sigma_t^2 |xi|^2)
 
-    This is FLT's basis for molecules (arXiv:2302.01925, OC20 experiment) with the weights
-    w_t = a_t (2 pi sigma_t^2)^(l/2): the amplitude a_t is what the mask adds to a logit at zero
-    distance, so amplitudes of all widths share one scale.
+    This is FLT's basis for molecules (arXiv:2302.01925, OC20 experiment) with the weights w_t = a_t
+    (2 pi sigma_t^2)^(l/2). The amplitude a_t is the amount that a Gaussian adds to a logit at zero
+    distance, and amplitudes of all widths therefore share one scale.
 
     Args:
         heads: number of heads; every head has its own mask.
         num_gaussians: number of Gaussians T.
         dim: dimension l of positions.
         width_range: smallest and largest initial width sigma_t, spaced evenly in the logarithm.
-        amplitude: standard deviation of the initial amplitudes a_ht; with `positive`, their size.
-        positive: a_ht = exp(.): f is positive everywhere and decays. Such kernels can multiply
+        amplitude: standard deviation of the initial amplitudes a_ht, or their size with `positive`.
+        positive: a_ht = exp(.): f is positive everywhere and decays. Such a kernel can multiply
             (`MultiplicativePosition`) and be summed over the images of a crystal.
     """
 
@@ -66,7 +66,7 @@ class GaussianBasis(Spectrum):
         return (gaussians @ self._amplitudes().T.to(gaussians)).movedim(-1, 1)
 
     def _amplitudes(self) -> Tensor:
-        """a_ht, (heads, T)."""
+        """Returns a_ht, (heads, T)."""
         return self.log_amplitude.exp() if self.positive else self.amplitude
 
 
@@ -77,10 +77,11 @@ class GaussianMixture(Spectrum):
     f(z) = sum_t exp(-2 pi^2 sigma_t^2 |z|^2) [a_t cos(2 pi mu_t . z) - b_t sin(2 pi mu_t . z)]
     w_t = (a_t + i b_t) (2 pi sigma_t^2)^(-l/2)
 
-    FLT (arXiv:2302.01925), eq. 6: T (2 + l) numbers per head, b_t = 0. Such a g is real but not
-    even, and its mask is even: waves of frequency mu_t in Gaussian envelopes of width 1 / (2 pi
-    sigma_t). Beyond the paper, `asymmetric` adds one number b_t per Gaussian, and with it the odd
-    part of the mask. The amplitude a_t is what the mask adds at zero distance.
+    FLT (arXiv:2302.01925), eq. 6, has T (2 + l) numbers per head and b_t = 0. Such a g is real but
+    not even, and its mask is even: waves of frequency mu_t in Gaussian envelopes of width 1 / (2 pi
+    sigma_t). As an extension of the paper, `asymmetric` adds one number b_t per Gaussian and
+    thereby the odd part of the mask. The amplitude a_t is the amount that the mask adds at zero
+    distance.
 
     Args:
         heads: number of heads.
@@ -89,7 +90,7 @@ class GaussianMixture(Spectrum):
         width_range: smallest and largest initial width of an envelope, 1 / (2 pi sigma_t), in units
             of length, spaced evenly in the logarithm.
         mean_scale: standard deviation of the initial mu_t in units of sigma_t. At 0 the gradient of
-            an odd part vanishes.
+            the odd part vanishes.
         amplitude: standard deviation of the initial a_t (and b_t).
         asymmetric: make w_t complex.
     """

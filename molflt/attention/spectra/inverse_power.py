@@ -14,18 +14,18 @@ _SERIES = 18  # terms: for x < 1 the next one is below 1e-17
 
 
 class InversePower(Spectrum):
-    """The far part f of 1 / r^p, smooth, with a spectrum g that falls off as a Gaussian.
+    """Smooth far part f of 1 / r^p, with a spectrum g that falls off as a Gaussian.
 
     With x = (a r)^2 and the incomplete gamma functions of p/2,
 
         f(r) = gamma(p/2, x) / (Gamma(p/2) r^p),   1 / r^p = f + Gamma(p/2, x) / (Gamma(p/2) r^p),
 
-    where the rest vanishes within a few 1 / a. Ewald's split for p = 1 (Ann. Phys. 369, 253, 1921),
-    for other powers as by Nijboer and De Wette (Physica 23, 309, 1957). Unlike the families of
-    `SPECTRA` it is fixed and shared by all heads; charges are learned.
+    where the last term vanishes within a few 1 / a. The split for p = 1 is Ewald's (Ann. Phys. 369,
+    253, 1921), and that for other powers is by Nijboer and De Wette (Physica 23, 309, 1957). Unlike
+    the families of `SPECTRA`, this spectrum is fixed and shared by all heads; charges are learned.
 
     Args:
-        power: p, one of 1, 2, 4, 6, for which there are closed forms.
+        power: p, one of 1, 2, 4, 6, which have closed forms.
         sharpness: a, in 1 / length.
     """
 
@@ -43,9 +43,10 @@ class InversePower(Spectrum):
         self.sharpness = sharpness
 
     def spectrum(self, xi: Tensor) -> Tensor:
-        """g, (1, nodes, 3) -> (1, nodes), length^(3 - p); for p < 3 its finite part at xi = 0.
+        """Returns g, (1, nodes, 3) -> (1, nodes), length^(3 - p); for p < 3 the finite part at 0.
 
-        This part corresponds to a uniform background that makes the mean of 1 / r^p vanish.
+        The finite part at xi = 0 corresponds to a uniform background that makes the mean of 1 / r^p
+        vanish.
         """
         s = math.pi / self.sharpness * distances(xi)  # k / 2a
         zero = s == 0
@@ -64,7 +65,7 @@ class InversePower(Spectrum):
         return self.smooth(delta.square().sum(dim=-1))[:, None]
 
     def smooth(self, square: Tensor) -> Tensor:
-        """f of squared distances, analytic in them: any shape, length^2 -> length^-p."""
+        """Returns f, analytic in squared distances (any shape, length^2), in length^-p."""
         x, half = self.sharpness**2 * square, self.power / 2
         low = x < 1
         small, large = torch.where(low, x, 0.5), torch.where(low, 1.0, x)
@@ -76,11 +77,11 @@ class InversePower(Spectrum):
         return self.sharpness**self.power * found
 
     def at_zero(self) -> float:
-        """f(0), the self-interaction of a charge: length^-p."""
+        """Returns f(0), the self-interaction of a charge, in length^-p."""
         return self.sharpness**self.power / math.gamma(self.power / 2 + 1)
 
     def _share(self, x: Tensor) -> Tensor:
-        """Gamma(p/2, x) / Gamma(p/2), which falls from 1 to 0."""
+        """Returns Gamma(p/2, x) / Gamma(p/2), which falls from 1 to 0."""
         if self.power == 1:
             return torch.special.erfc(x.sqrt())
         terms = {2: torch.ones_like(x), 4: 1 + x, 6: 1 + x + x**2 / 2}

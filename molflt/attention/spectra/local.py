@@ -1,7 +1,7 @@
-"""Spectra of local masks, which vanish outside a box: sums of sinc functions and their powers.
+"""Spectra of local masks, which vanish outside a box: sums of powers of sinc functions.
 
-FLT (arXiv:2302.01925), "Local RPEs", eqs. 8-12. Positions in the unit of length of the caller,
-frequencies in cycles per that unit.
+See FLT (arXiv:2302.01925), "Local RPEs", eqs. 8-12. Positions are in the caller's unit of length
+and frequencies in cycles per this unit.
 """
 
 import functools
@@ -15,30 +15,30 @@ from molflt.attention.checks import at_least_one, one_of
 from molflt.attention.numerics import sinc
 from molflt.attention.spectra.base import Spectrum, _log_spaced
 
-# Beyond it the closed form of the spline loses digits in float32, and it is close to a Gaussian.
+# Beyond this order, the spline is close to a Gaussian and its closed form is inaccurate in float32.
 _MAX_ORDER = 8
 
 
 class SmoothLocal(Spectrum):
-    """Masks of compact support that are piecewise polynomials, from powers of sinc functions.
+    """Piecewise polynomial masks of compact support; their spectra are powers of sinc functions.
 
     combine="sum":      f(z) = sum_t a_t prod_j B(z_j / 2 v_t),  g with S_t
     combine="product":  f(z) = prod_j sum_t w_t B(z_j / 2 v_t),  g with S_t
     S_t(xi) = (sin(2 pi v_t xi) / (pi xi))^k / norm_t,  norm_t = M_k(0) (2 v_t)^(k - 1)
 
-    B = M_k / M_k(0), with M_k the centered B-spline of order k with unit knots and B(0) = 1. It has
+    Here B = M_k / M_k(0), where M_k is the centered B-spline of order k with unit knots. B has
     support |z_j| <= k v_t and degree k - 1, and its first k - 2 derivatives are continuous. At k =
-    2 it is a linear hat. This is FLT's eq. 12 with the power on the whole fraction and C = a_t /
-    norm_t; as printed, the power is on the sine alone, and g would not be even for even k. The
-    amplitude a_t is what the mask adds at zero distance.
+    2 it is a hat function. This is FLT's eq. 12 with the power on the whole fraction and C = a_t /
+    norm_t. In the printed equation the power is on the sine alone, and g would not be even for even
+    k. The amplitude a_t is the amount that a box adds at zero distance.
 
-    In one dimension both ways to combine are the same. In more dimensions, "sum" is eq. 10 with
-    footnote 2 (a linear combination of boxes). With "product" the mask at zero distance is (sum_t
-    w_t)^l, which cannot be negative for even l and has no gradient where the sum vanishes.
+    In one dimension, "sum" and "product" are the same. In more dimensions, "sum" is eq. 10 with
+    footnote 2 (a linear combination of boxes). With "product", the mask at zero distance is (sum_t
+    w_t)^l, which cannot be negative for even l and has zero gradient where the sum vanishes.
 
-    g falls as |xi_j|^-k per axis: absolutely integrable, but slower than any Gaussian; Gaussian
-    nodes have an infinite variance. `DensityNodes` of a `Laplace` with `shared=False` have bounded
-    ratios g / p.
+    g falls as |xi_j|^-k along each axis. It is absolutely integrable but falls more slowly than any
+    Gaussian, and Gaussian nodes therefore have infinite variance. `DensityNodes` of a `Laplace`
+    with `shared=False` have bounded ratios g / p.
 
     Args:
         heads: number of heads.
@@ -48,7 +48,7 @@ class SmoothLocal(Spectrum):
         radius_range: smallest and largest initial v_t, in units of length, spaced evenly in the
             logarithm.
         amplitude: standard deviation of the initial a_t (or w_t).
-        per_axis: learn v_t for each axis, as in the paper's eq. 10.
+        per_axis: learn a separate v_t for each axis, as in the paper's eq. 10.
         combine: "sum" or "product", see above.
     """
 
@@ -93,7 +93,7 @@ class SmoothLocal(Spectrum):
         return self._combine(self._profile(distance, self.log_radius.exp())).movedim(-1, 1)
 
     def _profile(self, distance: Tensor, radius: Tensor) -> Tensor:
-        """B(z / 2 v), (..., heads, t, l): only the powers that start between z and the end."""
+        """Returns B(z / 2 v), (..., heads, t, l), from the truncated powers with knots at z > 0."""
         end = 0.5 * self.order - distance / (2 * radius)
         terms = (
             (-1) ** j * math.comb(self.order, j) * (end - j).clamp(min=0) ** (self.order - 1)
@@ -102,28 +102,28 @@ class SmoothLocal(Spectrum):
         return functools.reduce(torch.add, terms) / (math.factorial(self.order - 1) * self._peak)
 
     def _combine(self, factors: Tensor) -> Tensor:
-        """Factors per box and axis (..., heads, t, l) -> (..., heads)."""
+        """Combines the factors of boxes and axes: (..., heads, t, l) -> (..., heads)."""
         if self.combine == "sum":
             return (_product(factors) * self.amplitude).sum(dim=-1)
         return _product((factors * self.amplitude[..., None]).sum(dim=-2))
 
 
 class Local(SmoothLocal):
-    """Masks that are constant in boxes and vanish outside: the paper's local RPE.
+    """Masks that are constant inside boxes and vanish outside: the paper's local RPE.
 
     combine="sum":      f(z) = sum_t a_t prod_j 1[|z_j| <= v_t],  g with S_t
     combine="product":  f(z) = prod_j sum_t w_t 1[|z_j| <= v_t],  g with S_t
     S_t(xi) = sin(2 pi v_t xi) / (pi xi), whose limit at 0 is 2 v_t
 
-    FLT (arXiv:2302.01925), eqs. 8-11, and eqs. 20-21 of its appendix B.1 in one dimension, where
-    the amplitude a_t is the paper's w_t: what the mask adds at zero distance.
+    See FLT (arXiv:2302.01925), eqs. 8-11, and for one dimension eqs. 20-21 of its appendix B.1.
+    There the amplitude a_t, the amount added at zero distance, is the paper's w_t.
 
-    The family has two mathematical limits. The exact mask is not differentiable with respect to
-    v_t: only sampled masks learn the radii, and softmax freezes them. g falls as 1 / |xi|, which is
-    not absolutely integrable. Because integral g^2 / p >= (integral |g|)^2 for every density p,
-    random nodes do not have a finite variance, or even an expectation. Sampled masks do not
-    converge to the exact one as 1 / sqrt(r); a model learns the trigonometric sum over its own
-    nodes.
+    The family has two mathematical limitations. First, the exact mask is not differentiable with
+    respect to v_t: only sampled masks learn the radii, and softmax freezes them. Second, g falls as
+    1 / |xi|, which is not absolutely integrable. Because integral g^2 / p >= (integral |g|)^2 for
+    every density p, estimates from random nodes have neither a finite variance nor an expectation.
+    Sampled masks do not converge to the exact mask as 1 / sqrt(r); a model learns the trigonometric
+    sum over its own nodes.
 
     Args:
         heads, num_boxes, dim, radius_range, amplitude, per_axis, combine: see `SmoothLocal`.
@@ -147,17 +147,17 @@ class Local(SmoothLocal):
         super().__init__(heads, num_boxes, dim, 1, radius_range, amplitude, per_axis, combine)
 
     def _profile(self, distance: Tensor, radius: Tensor) -> Tensor:
-        """1[|z| <= v], (..., heads, t, l)."""
+        """Returns 1[|z| <= v], (..., heads, t, l)."""
         return (distance <= radius).to(self.amplitude.dtype)
 
 
 def _product(factors: Tensor) -> Tensor:
-    """Product over the last axis, with finite gradients at 0 and without reading the data."""
+    """Multiplies over the last axis, with finite gradients at 0 and without reading the data."""
     return functools.reduce(torch.mul, factors.unbind(dim=-1))
 
 
 def _spline_at_zero(order: int) -> float:
-    """M_k(0) of the centered B-spline with unit knots: 1, 1, 3/4, 2/3, ... for k = 1, 2, 3, 4."""
+    """Returns M_k(0) of the centered B-spline with unit knots: 1, 1, 3/4, 2/3 for k = 1 to 4."""
     terms = (
         (-1) ** j * math.comb(order, j) * (0.5 * order - j) ** (order - 1)
         for j in range((order + 1) // 2)

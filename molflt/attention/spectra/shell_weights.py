@@ -1,4 +1,4 @@
-"""A spectrum on shells, with one learned weight for each."""
+"""Spectrum on shells with one learned weight per shell."""
 
 import math
 from typing import ClassVar
@@ -11,16 +11,17 @@ from molflt.attention.spectra.base import Spectrum
 
 
 class ShellWeights(Spectrum):
-    """One learned weight per head and shell: f_h(z) = sum_k a_hk j(2 pi k |z|).
+    """Spectrum with one learned weight per head and shell: f_h(z) = sum_k a_hk j(2 pi k |z|).
 
-    j is the mean of a wave over all directions: sin(x) / x in three dimensions, cos(x) in one. The
-    mask depends on |z| only; for sampled masks this holds to the accuracy of the directions. g is a
-    density relative to the measure of the shells, the sum over k of the mean over directions, which
-    needs `normalized` shells.
+    j is the mean of a wave over all directions: sin(x) / x in three dimensions and cos(x) in one.
+    The mask depends only on |z|; for sampled masks this holds up to the accuracy of the directions.
+    g is a density relative to the measure of the shells: the sum over k of the mean over
+    directions. This requires `normalized` shells.
 
     Args:
         heads: number of heads.
-        radii: k, (shells,), radii of the `ShellNodes` with `normalized=True` that sample it.
+        radii: k, (shells,), radii of the `ShellNodes` with `normalized=True` that sample the
+            spectrum.
         dim: dimension l of positions, 1 or 3.
         amplitude: standard deviation of the initial a_hk, in the unit of the mask.
     """

@@ -1,7 +1,6 @@
-"""Spectra of shift-invariant kernels: an amplitude times a probability density that can be drawn
-from.
+"""Spectra of shift-invariant kernels: an amplitude times a density that can be sampled.
 
-Positions in the unit of length of the caller, frequencies in cycles per that unit.
+Positions are in the caller's unit of length and frequencies in cycles per this unit.
 """
 
 import math
@@ -15,16 +14,17 @@ from molflt.attention.spectra.base import Spectrum, _log_spaced
 
 
 class ShiftInvariant(Spectrum):
-    """A shift-invariant kernel as the mask: f_h(z) = C_h K(z / length_h).
+    """Shift-invariant kernel as the mask: f_h(z) = C_h K(z / length_h).
 
     Its spectrum is C_h times a probability density.
 
     By Bochner's theorem, g_h(xi) = C_h length_h^l p(length_h xi), where K is the characteristic
-    function of the density p, K(z) = E cos(2 pi z. u) for u ~ p. FLT (arXiv:2302.01925), eq. 7,
-    with the factor 2 pi in the draws u instead of the positions. Nodes drawn from p
-    (`molflt.attention.nodes.random.DensityNodes`) then all have the importance ratio C_h.
+    function of the density p: K(z) = E cos(2 pi z . u) for u ~ p. This is FLT (arXiv:2302.01925),
+    eq. 7, with the factor 2 pi in the draws u instead of the positions. All nodes drawn from p
+    (`molflt.attention.nodes.random.DensityNodes`) then have the importance ratio C_h.
 
-    Beyond the paper, C_h may be negative: a mask adds to logits and need not be positive definite.
+    Unlike in the paper, C_h may be negative, because a mask is added to logits and need not be
+    positive definite.
 
     Args:
         heads: number of heads.
@@ -49,19 +49,19 @@ class ShiftInvariant(Spectrum):
         self.amplitude = nn.Parameter(amplitude * torch.randn(heads))
 
     def profile(self, z: Tensor) -> Tensor:
-        """K at unit length: differences (..., l) -> (...), with K(0) = 1."""
+        """Returns K at unit length: differences (..., l) -> (...), with K(0) = 1."""
         raise NotImplementedError(f"{type(self).__name__} must override profile(z)")
 
     def unit_log_density(self, u: Tensor) -> Tensor:
-        """log p at unit length: frequencies (..., l) in cycles per length_h -> (...)."""
+        """Returns log p at unit length: frequencies (..., l) in cycles per length_h -> (...)."""
         raise NotImplementedError(f"{type(self).__name__} must override unit_log_density(u)")
 
     def draw(self, nodes: int, generator: torch.Generator | None = None) -> Tensor:
-        """Independent draws u ~ p at unit length: (heads, nodes, l), float64 on the CPU."""
+        """Returns independent draws u ~ p at unit length: (heads, nodes, l), float64 on the CPU."""
         raise NotImplementedError(f"{type(self).__name__} must override draw(nodes, generator)")
 
     def log_density(self, xi: Tensor) -> Tensor:
-        """log of length^l p(length xi): (heads or 1, nodes, l) -> (heads, nodes)."""
+        """Returns the log of length^l p(length xi): (heads or 1, nodes, l) -> (heads, nodes)."""
         length = self.log_length.exp()[:, None, None]
         return self.unit_log_density(length * xi) + self.dim * self.log_length[:, None]
 
@@ -74,7 +74,7 @@ class ShiftInvariant(Spectrum):
 
 
 class Gaussian(ShiftInvariant):
-    """K(z) = exp(-|z|^2 / 2); p is the normal density of standard deviation 1 / (2 pi)."""
+    """K(z) = exp(-|z|^2 / 2); p is the normal density with standard deviation 1 / (2 pi)."""
 
     isotropic: ClassVar[bool] = True
 
@@ -90,10 +90,11 @@ class Gaussian(ShiftInvariant):
 
 
 class Laplace(ShiftInvariant):
-    """K(z) = exp(-|z|_1); p is a product of Cauchy densities of scale 1 / (2 pi), one per axis.
+    """K(z) = exp(-|z|_1); p is a product of Cauchy densities with scale 1 / (2 pi), one per axis.
 
-    The tails of p fall as 1 / xi^2 per axis. It is therefore a safe proposal for other spectra that
-    fall at least as fast along every axis, such as `molflt.attention.spectra.local.SmoothLocal`.
+    The tails of p fall as 1 / xi^2 along each axis. p is therefore a safe proposal density for
+    other spectra that fall at least as fast along every axis, such as
+    `molflt.attention.spectra.local.SmoothLocal`.
     """
 
     def profile(self, z: Tensor) -> Tensor:
@@ -111,10 +112,10 @@ class Laplace(ShiftInvariant):
 class Matern(ShiftInvariant):
     """Matérn kernel of smoothness nu: isotropic, between exp(-|z|) and the Gaussian.
 
-    With s = sqrt(2 nu) |z|: exp(-s) for nu = 0.5, (1 + s) exp(-s) for 1.5 and
-    (1 + s + s^2 / 3) exp(-s) for 2.5. 2 pi u follows the multivariate Student t distribution of
-    2 nu degrees of freedom. Rasmussen and Williams, Gaussian Processes for Machine Learning (2006),
-    eqs. 4.14 to 4.17.
+    With s = sqrt(2 nu) |z|, it is exp(-s) for nu = 0.5, (1 + s) exp(-s) for 1.5 and (1 + s + s^2 /
+    3) exp(-s) for 2.5. 2 pi u follows a multivariate Student t distribution with 2 nu degrees of
+    freedom. Source: Rasmussen and Williams, Gaussian Processes for Machine Learning (2006), eqs.
+    4.14 to 4.17.
 
     Args:
         heads, dim, length_range, amplitude: see `ShiftInvariant`.
@@ -160,5 +161,5 @@ class Matern(ShiftInvariant):
 
 
 def _normal(size: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
-    """Standard normal draws in float64, the same on every device for one generator."""
+    """Returns standard normal draws in float64, the same on every device for one generator."""
     return torch.randn(size, dtype=torch.float64, generator=generator, device="cpu")

@@ -1,6 +1,6 @@
 """Random variants of training images.
 
-Random numbers are drawn on the CPU for a whole batch, thus they do not depend on the device.
+Random numbers are drawn on the CPU for a whole batch, so they do not depend on the device.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ __all__ = ["Augmentation", "augment"]
 
 Augmentation = Literal["none", "flip", "crop", "flip_crop", "resized_crop", "flip_resized_crop"]
 
-_SCALE = (0.08, 1.0)  # of the area, as for ImageNet (arXiv:1409.4842, section 6)
+_SCALE = (0.08, 1.0)  # share of the area, as for ImageNet (arXiv:1409.4842, section 6)
 _RATIO = (3 / 4, 4 / 3)  # width over height
-_TRIES = 10  # boxes, before the whole image is taken
+_TRIES = 10  # boxes drawn before the whole image is taken
 
 
 def augment(
@@ -31,9 +31,10 @@ def augment(
 
     Args:
         images: (batch, channels, height, width), bytes, or floating point in [0, 1].
-        kind: "flip" mirrors left and right; "crop" shifts, with a black margin of an eighth of the
-            side, or within the image if it is larger than `size`; "resized_crop" takes a box of
-            random area and shape. Without a crop, larger images are cut to their centers.
+        kind: "flip" mirrors images horizontally; "crop" shifts them, with a black margin of an
+            eighth of the side, or within the image if it is larger than `size`; "resized_crop"
+            takes a box of random area and shape. Without a crop, larger images are cut to their
+            centers.
         size: side of the result in pixels; the height of the images by default.
         generator: CPU generator; the global one by default.
 
@@ -66,7 +67,7 @@ def _center_crop(images: Tensor, size: int) -> Tensor:
 
 
 def _random_flip(images: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Mirrors each image left to right with a probability of one half."""
+    """Mirrors each image horizontally with probability 1/2."""
     mirrored = torch.rand(len(images), generator=generator) < 0.5
     return torch.where(mirrored.to(images.device)[:, None, None, None], images.flip(-1), images)
 
@@ -100,10 +101,10 @@ def _random_resized_crop(
 ) -> Tensor:
     """Resizes random boxes of the images to squares, in [0, 1].
 
-    The area, the logarithm of width over height, and the position are uniform. Boxes that do not
-    fit are drawn again, ten times at most, then the whole image is taken: GoogLeNet
-    (arXiv:1409.4842, section 6), "RandomResizedCrop" in the settings of FLT and MAE. The
-    interpolation is bilinear without a filter: boxes should not be much larger than the result.
+    The area, the logarithm of width over height, and the position are uniform. The first of ten
+    boxes that fits is used, or else the whole image. This follows GoogLeNet (arXiv:1409.4842,
+    section 6) and is "RandomResizedCrop" in the settings of FLT and MAE. The interpolation is
+    bilinear without a filter, so boxes should not be much larger than the result.
 
     Args:
         images: as for `augment`.

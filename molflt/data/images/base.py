@@ -1,4 +1,4 @@
-"""Base class of labeled images."""
+"""Base class for labeled images."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["LabeledImages"]
 
 
 class LabeledImages(Dataset[tuple[Tensor, Tensor]], ABC):
-    """Base class of data sets of labeled images of one size.
+    """Base class for data sets of labeled images of equal size.
 
     Items are (image, label): bytes (channels, height, width) and an int64.
 
@@ -48,14 +48,14 @@ class LabeledImages(Dataset[tuple[Tensor, Tensor]], ABC):
 
     @staticmethod
     def _fit(images: Tensor, size: int, name: str, box: bool = False) -> Tensor:
-        """Resizes images to squares: the shorter side becomes `size`, the longer one is cut.
+        """Resizes the shorter side of images to `size`, and crops the longer side to it.
 
         Args:
             images: (n, channels, height, width) uint8.
             size: side of the result in pixels.
             name: name of the images, for messages.
-            box: each pixel is the mean of the area that it covers, see `_box`; otherwise the filter
-                is bilinear and twice as wide.
+            box: set each pixel to the mean of the area that it covers, see `_box`; otherwise the
+                filter is bilinear and twice as wide.
         """
         height, width = images.shape[-2:]
         if (height, width) == (size, size):
@@ -68,7 +68,7 @@ class LabeledImages(Dataset[tuple[Tensor, Tensor]], ABC):
         return _center_crop(resized, size)
 
     def statistics(self, most: int = 2000) -> tuple[Tensor, Tensor]:
-        """Returns mean and standard deviation of each channel, for images scaled to [0, 1].
+        """Returns the mean and standard deviation of each channel, for images scaled to [0, 1].
 
         Args:
             most: maximum number of images to read, evenly spaced.
@@ -90,7 +90,7 @@ class LabeledImages(Dataset[tuple[Tensor, Tensor]], ABC):
 
 
 def _box(images: Tensor, size: int, name: str) -> Tensor:
-    """Scales squares down; each pixel is the rounded mean of the area that it covers."""
+    """Downscales square images; each pixel is the rounded mean of the area that it covers."""
     side = images.shape[-1]
     if side < size:
         raise ValueError(

@@ -19,19 +19,19 @@ __all__ = ["ImageData", "PixelData"]
 
 
 class ImageData(BatchedData[LabeledImages]):
-    """Labeled images of one size, in batches of bytes (channels, size, size) and labels.
+    """Labeled images of equal size, in batches of bytes (channels, size, size) and labels.
 
     Args:
-        train: training images: a folder with a folder for each class, an idx file of images (with
-            its labels next to it), or hf:OWNER/NAME:SPLIT.
-        val: validation images in one of these forms; null with `val_fraction`.
-        train_labels: idx file of the training labels, if its name does not follow from `train`.
-        val_labels: idx file of the validation labels, if its name does not follow from `val`.
-        val_fraction: share of `train` for validation, the last images of each class.
-        image_size: side in pixels of the central squares that images are resized to; null keeps the
-            size of the files, which must be equal squares.
+        train: training images: a folder with one subfolder per class, an idx file of images (with
+            the file of labels next to it), or hf:OWNER/NAME:SPLIT.
+        val: validation images in one of the same forms; null with `val_fraction`.
+        train_labels: idx file of the training labels, if its name cannot be derived from `train`.
+        val_labels: idx file of the validation labels, if its name cannot be derived from `val`.
+        val_fraction: share of `train` to validate on, taken from the end of each class.
+        image_size: side in pixels; images are resized to central squares of this size. Null keeps
+            the size of the files, which must then be squares of equal size.
         resize: side of the training images before `task.augment` cuts them to `image_size`;
-            validation images are cut to their centers. Null for `image_size`.
+            validation images are cut to their centers. Null means `image_size`.
         class_names: names of the classes of idx files, in the order of labels.
         batch_size: images in a batch, per device.
         workers: processes that read ahead; 0 reads in the main process.
@@ -82,7 +82,7 @@ class ImageData(BatchedData[LabeledImages]):
         self.channels = 0
 
     def setup(self, stage: str = "fit") -> None:
-        """Opens both sets once."""
+        """Opens both data sets once."""
         if self.datasets:
             return
         train = self._open("train", self.class_names)
@@ -122,20 +122,20 @@ class ImageData(BatchedData[LabeledImages]):
         ]
 
     def _digest(self, use: str, most: int | None = None) -> str:
-        """Returns a digest of all labels and of the images, at most 2000 if they are decoded."""
+        """Returns a digest of all labels and of the images, of which at most 2000 are decoded."""
         images = self.datasets[use]
         labels = hashlib.sha256(images.labels.numpy().tobytes()).hexdigest()
         return labels[:16] + super()._digest(use, most if images.in_memory else 2000)[:48]
 
     def judged(self, use: str) -> LabeledImages:
-        """Returns the images of a set as in validation: central squares of `image_size`."""
+        """Returns the images of a data set as in validation: central squares of `image_size`."""
         self.setup()
         return _Squares(self.datasets[use], None, self.datasets["val"].size[0])
 
     def statistics(self) -> tuple[Tensor, Tensor]:
-        """Returns mean and standard deviation of each channel of the training images.
+        """Returns the mean and standard deviation of each channel of the training images.
 
-        Images are scaled to [0, 1]; at most 2000 are decoded. (channels,) float64 each.
+        Images are scaled to [0, 1]; at most 2000 are decoded. Both tensors are (channels,) float64.
         """
         self.setup()
         train = self.datasets["train"]
@@ -145,8 +145,7 @@ class ImageData(BatchedData[LabeledImages]):
         return open_images(self.sources[use], self.labels[use], self.resize, classes)
 
     def _expect_alike(self, use: str, images: LabeledImages, train: LabeledImages) -> None:
-        """Raises ValueError unless images are square and have the size and channels of the training
-        images."""
+        """Raises ValueError unless images are square, with the size and channels of `train`."""
         (height, width), path = images.size, images.path
         if height != width:
             raise ValueError(
@@ -162,18 +161,18 @@ class ImageData(BatchedData[LabeledImages]):
 
 
 class PixelData(ImageData):
-    """Images for models that predict their bytes, in the batches of `ImageData`, without classes.
+    """Images without classes, for models that predict their bytes; batches are as in `ImageData`.
 
     Args:
-        train: training images: a folder of images, or with a folder for each class, an idx file of
-            images (with its labels next to it), or hf:OWNER/NAME:SPLIT.
-        val: validation images in one of these forms; null with `val_fraction`.
-        train_labels: idx file of the training labels, if its name does not follow from `train`.
-        val_labels: idx file of the validation labels, if its name does not follow from `val`.
-        val_fraction: share of `train` for validation, the last images of each class.
-        image_size: side in pixels of the central squares that images are scaled down to, where each
-            pixel is the mean of the area that it covers; null keeps the size of the files, which
-            must be equal squares.
+        train: training images: a folder with or without one subfolder per class, an idx file of
+            images (with the file of labels next to it), or hf:OWNER/NAME:SPLIT.
+        val: validation images in one of the same forms; null with `val_fraction`.
+        train_labels: idx file of the training labels, if its name cannot be derived from `train`.
+        val_labels: idx file of the validation labels, if its name cannot be derived from `val`.
+        val_fraction: share of `train` to validate on, taken from the end of each class.
+        image_size: side in pixels; images are downscaled to central squares of this size, in which
+            each pixel is the mean of the area that it covers. Null keeps the size of the files,
+            which must then be squares of equal size.
         batch_size: images in a batch, per device.
         workers: processes that read ahead; 0 reads in the main process.
     """
@@ -211,7 +210,7 @@ class PixelData(ImageData):
 
 
 class _Squares(LabeledImages):
-    """Central squares of some images."""
+    """Central squares of selected images."""
 
     def __init__(self, images: LabeledImages, index: Tensor | None, side: int) -> None:
         self.images = images

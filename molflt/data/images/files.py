@@ -30,7 +30,7 @@ _CHUNK = 4096  # images that are resized at once
 _SUFFIXES = (".png", ".jpg", ".jpeg")
 _GRAY = ("1", "L", "LA")
 _DEEP = ("I", "F")  # modes of more than 8 bits, which Pillow would clip
-_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # Pillow starts programs for some others
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # Pillow runs programs for some others
 
 
 def open_images(
@@ -44,12 +44,12 @@ def open_images(
     """Opens labeled images.
 
     Args:
-        source: folder of classes, idx file of images, or hf:OWNER/NAME.
-        labels: idx file of the labels, if its name does not follow from that of the images.
-        size: side in pixels of the squares that images are resized to; None keeps their size.
+        source: folder with one subfolder per class, idx file of images, or hf:OWNER/NAME.
+        labels: idx file of the labels, if its name cannot be derived from that of the images.
+        size: side in pixels of the squares to which images are resized; None keeps their size.
         classes: names of the classes, in the order of labels.
         box: each pixel of a resized image is the mean of the area that it covers.
-        flat: accept a folder of images without folders of classes, as one class.
+        flat: accept a folder of images without subfolders, as one class.
     """
     if labels is not None and (str(source).startswith("hf:") or source.is_dir()):
         raise ValueError(
@@ -80,7 +80,7 @@ def _decode(path: str, mode: str | None, fitted: int | None = None) -> Tensor:
 
 
 def _as_bytes(image: Image, name: str, mode: str = "RGB") -> Tensor:
-    """Returns the bytes of an image, and raises ValueError for more than 8 bits per channel."""
+    """Returns the bytes of an image; raises ValueError for more than 8 bits per channel."""
     if image.mode[0] in _DEEP:
         raise ValueError(
             f"{name}: expected 8 bits per channel; got mode {image.mode}; convert the image"
@@ -90,7 +90,7 @@ def _as_bytes(image: Image, name: str, mode: str = "RGB") -> Tensor:
 
 
 class _DecodedImages(LabeledImages):
-    """Base class of color images that are decoded on demand."""
+    """Base class for color images that are decoded on demand."""
 
     channels = 3
 
@@ -125,7 +125,7 @@ class _DecodedImages(LabeledImages):
 
 
 class _ImageFolder(_DecodedImages):
-    """Images in a folder for each class, named like the class; arguments of `open_images`."""
+    """Images in one folder per class, named after the class; arguments as for `open_images`."""
 
     def __init__(
         self,
@@ -178,7 +178,7 @@ class _ImageFolder(_DecodedImages):
         return self.files[index]
 
     def _decoded(self, index: int) -> Tensor:
-        # Reading a JPEG in part scales it by another filter than a box
+        # Reading a JPEG at a reduced size uses a filter other than a box
         return _decode(self.files[index], "RGB", None if self.box else self.fitted)
 
 
@@ -232,7 +232,7 @@ class _HubImages(_DecodedImages):
 
 @contextmanager
 def _decoding(name: str) -> Iterator[None]:
-    """Adds the name of the image to errors of Pillow."""
+    """Adds the name of the image to Pillow's errors."""
     try:
         yield
     except Exception as error:  # decoders raise many classes
@@ -246,7 +246,7 @@ def _is_image(name: str) -> bool:
 
 
 def _image_files(folder: Path) -> list[str]:
-    """Lists the images below a folder; follows links, but reads each folder once."""
+    """Lists the images below a folder; follows links but visits each folder only once."""
     seen: set[str] = set()
     found: list[str] = []
     for where, below, names in os.walk(folder, followlinks=True):
@@ -301,7 +301,7 @@ class _IdxImages(LabeledImages):
 
 
 def _read_file(path: Path, axes: int) -> Tensor:
-    """Reads the bytes of an idx file, plain or gzipped, with this number of axes."""
+    """Reads the bytes of an idx file, plain or gzipped, that has the given number of axes."""
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file; expected an idx file of {_AXES[axes]}")
     content = path.read_bytes()
@@ -330,7 +330,7 @@ def _read_file(path: Path, axes: int) -> Tensor:
 
 
 def _labels_next_to(path: Path) -> Path:
-    """Finds the idx file of the labels by the name of the images."""
+    """Finds the idx file of the labels from the name of the file of images."""
     name = path.name.replace("images", "labels").replace("idx3", "idx1")
     plain = name.removesuffix(".gz")
     for candidate in (name, plain, f"{plain}.gz"):

@@ -1,4 +1,4 @@
-"""Images without labels: a file, the files of a folder, or an idx file; and contact sheets."""
+"""Images without labels, from a file, a folder or an idx file, and contact sheets."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from molflt.files import write_atomically
 __all__ = ["read_alike", "read_images", "write_sheet"]
 
 _COLUMNS = 16
-_MARGIN = 2  # pixels of the sheet
-_LEAST = 56  # pixels of a side of an image on the sheet; smaller images are enlarged
+_MARGIN = 2  # pixels between images of the sheet
+_LEAST = 56  # minimum width of an image on the sheet, pixels; smaller images are enlarged
 
 
 def read_images(source: Path, side: int, channels: int) -> Iterator[tuple[str, Tensor]]:
-    """Yields the name and the bytes (channels, side, side) of images, resized to squares.
+    """Yields the name and the bytes (channels, side, side) of each image, resized to a square.
 
     Args:
         source: image, folder of images, or idx file of images.
         side: side of the squares in pixels.
-        channels: 1 for gray, 3 for colors.
+        channels: 1 for gray, 3 for color.
     """
     for file, name, image in _images(source, "L" if channels == 1 else "RGB", side):
         pixels = image.expand(1, channels, *image.shape[1:])
@@ -35,15 +35,15 @@ def read_images(source: Path, side: int, channels: int) -> Iterator[tuple[str, T
 
 
 def read_alike(source: Path, side: int, channels: int, fit: bool = False) -> Iterator[Tensor]:
-    """Yields the bytes (channels, side, side) of images without resizing, for a pixel model.
+    """Yields the bytes (channels, side, side) of images for a pixel model, by default not resized.
 
-    Gray images are accepted by a model of colors, with three equal channels as in training.
+    For color models, gray images get three equal channels, as in training.
 
     Args:
         source: image, folder of images, or idx file of images.
         side: side of the squares in pixels.
-        channels: 1 for gray, 3 for colors.
-        fit: scale the central squares of larger images down, as in training.
+        channels: 1 for gray, 3 for color.
+        fit: downscale the central squares of larger images, as in training.
     """
     for file, _, image in _images(source, None):
         if len(image) == 1:
@@ -66,7 +66,7 @@ def read_alike(source: Path, side: int, channels: int, fit: bool = False) -> Ite
 def _images(
     source: Path, mode: str | None, fitted: int | None = None
 ) -> Iterator[tuple[str, str, Tensor]]:
-    """Yields file, name and bytes of images; `mode` and `fitted` as for `_decode`."""
+    """Yields the file, name and bytes of each image; `mode` and `fitted` are as for `_decode`."""
     if not source.exists():
         raise FileNotFoundError(
             f"{source}: no such file or folder; expected an image, a folder of images, or an idx "
@@ -87,7 +87,7 @@ def _images(
 
 
 def write_sheet(path: Path, rows: Sequence[Tensor]) -> None:
-    """Writes rows of images as a PNG, in strips of 16 columns; pixels are repeated, not smoothed.
+    """Writes rows of images as a PNG, in strips of 16 columns, enlarged without smoothing.
 
     Args:
         path: file to write.

@@ -1,7 +1,7 @@
 """Reading, checking and storing atomic structures with energies.
 
-:func:`open_dataset` opens any source;:func:`molflt.data.structures.records.make_record` checks a
-structure;:func:`molflt.data.structures.store.write_store` writes the compact store used for
+:func:`open_dataset` opens any source, :func:`molflt.data.structures.records.make_record` checks a
+structure, and :func:`molflt.data.structures.store.write_store` writes the compact store used for
 training.
 """
 
@@ -30,15 +30,15 @@ def open_dataset(
 
     Args:
         path: a compact store (``.safetensors``), an OC20 LMDB (``.lmdb`` file, or a folder of
-            ``*.lmdb`` shards), or a file ASE reads without running code (``.traj``, ``.extxyz``,
-            ``.db``, ``.cif``, POSCAR, OUTCAR, ...); a folder of such files, a pattern of names such
-            as ``runs/*/OUTCAR``, or a list of these, which are joined.
-        skip_bad: read everything once, leave out structures that are not valid, and list them in
-            ``.bad`` as (name, reason), instead of refusing the source at the first one.
+            ``*.lmdb`` shards), or a file that ASE reads without running code (``.traj``,
+            ``.extxyz``, ``.db``, ``.cif``, POSCAR, OUTCAR, ...); or a folder of such files, a
+            pattern of names such as ``runs/*/OUTCAR``, or a list of these, which are joined.
+        skip_bad: read everything once, leave out invalid structures, and list them in ``.bad`` as
+            (name, reason), instead of refusing the source at the first one.
         reading: meaning of the entries of files that ASE reads.
-        once: True for callers that read everything once and leave out records that raise; see
-            :meth:`Structures.to_read_once`.
-        trained: meaning of the entries in training; ignored for sources without such options.
+        once: True for callers that read everything once and leave out records that raise an error;
+            see :meth:`Structures.to_read_once`.
+        trained: the same in training; options equal to these are ignored if a source lacks them.
     """
     if reading.tags == "guess":
         plain = reading._replace(tags="any", surface=None)
@@ -64,7 +64,7 @@ def _opened(
     once: bool,
     trained: Reading,
 ) -> Structures:
-    if "tags" not in source.options:  # what demands nothing
+    if "tags" not in source.options:  # ignore options that demand nothing
         tags = AS_IT_IS.tags if reading.tags == "any" else reading.tags
         reading = reading._replace(tags=tags, for_prediction=False, keep_atoms=False)
     given = reading._replace(surface=None)._asdict().items()

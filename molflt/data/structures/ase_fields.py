@@ -1,4 +1,4 @@
-"""Fields of ASE structures: refused, constraints, total charge, unused ones, and output."""
+"""Fields of ASE structures: checks, constraints, total charge, unused fields, and output."""
 
 from __future__ import annotations
 
@@ -36,15 +36,14 @@ _MULTIPLICITY = {"spin", "spins", "multiplicity", "mult"}
 
 
 def is_element(symbol: str) -> bool:
-    """True for the symbol of an element with a capital first letter."""
+    """Returns True for the symbol of an element with a capital first letter."""
     from ase.data import atomic_numbers
 
     return atomic_numbers.get(symbol, 0) > 0
 
 
 def atomic_number(symbol: str, atom: int) -> int:
-    """Returns the atomic number of a symbol; ValueError for isotopes, dummy atoms and other
-    text."""
+    """Returns the atomic number of a symbol; refuses isotopes, dummy atoms and other text."""
     from ase.data import atomic_numbers
 
     number = atomic_numbers.get(symbol.capitalize(), 0)
@@ -59,7 +58,7 @@ def atomic_number(symbol: str, atom: int) -> int:
 
 
 def check_fields(atoms: Atoms) -> None:
-    """Refuses dummy atoms, sites that are partly occupied, and cells too small for their atoms."""
+    """Refuses dummy atoms, partially occupied sites, and cells too small for their atoms."""
     dummies = np.flatnonzero(atoms.numbers == 0)
     if len(dummies):
         raise ValueError(
@@ -92,7 +91,7 @@ def _partial_site(atoms: Atoms) -> str:
     for name, values in named:
         rows = np.atleast_1d(np.asarray(values))
         if isinstance(values, Mapping) or rows.dtype.kind not in "fiub" or not rows.any():
-            continue  # all 0: not given
+            continue  # all 0 means not given
         for atom, value in enumerate(rows):
             if part := next(filter(_is_partial, np.ravel(value)), None):
                 return f"atom {atom} has the {name} {part:g}"
@@ -107,13 +106,13 @@ def _is_partial(share: object) -> bool:
 
 
 def fixed_atoms(atoms: Atoms) -> NDArray[np.bool_]:
-    """Atoms held in all three directions, (N,)."""
+    """Returns the mask of atoms held in all three directions, (N,)."""
     held, _ = _held(atoms)
     return np.logical_and.reduce(held, axis=1)
 
 
 def other_constraints(atoms: Atoms) -> set[str]:
-    """Kinds of constraints other than those that hold atoms in all three directions."""
+    """Returns the kinds of constraints except those that hold atoms in all three directions."""
     held, others = _held(atoms)
     some = held.any(axis=1) & ~held.all(axis=1)
     return others | ({"FixCartesian"} if bool(some.any()) else set())
@@ -143,9 +142,9 @@ def _held(atoms: Atoms) -> tuple[NDArray[np.bool_], set[str]]:
 
 
 def total_charge(atoms: Atoms) -> float | None:
-    """Returns the total charge in ``info`` or in the data of a database row, e; None if unknown.
+    """Returns the total charge (e) in ``info`` or in the data of a database row; None if unknown.
 
-    Its name is charge, total_charge or net_charge in any spelling.
+    The name of the entry is charge, total_charge or net_charge, in any spelling.
     """
     found: dict[str, float] = {}
     for name, value in entries(atoms).items():
@@ -169,10 +168,10 @@ def total_charge(atoms: Atoms) -> float | None:
 
 
 def unused_fields(atoms: Atoms) -> dict[str, str]:
-    """Returns charges, spin, magnetic moments and fields of a structure by name, as text.
+    """Returns the charges, spin, magnetic moments and fields of a structure by name, as text.
 
-    It reads ``info``, the data of a database row, ``arrays`` and stored results. It leaves out
-    zeros, a spin or multiplicity of 1, and the total charge.
+    They are read from ``info``, the data of a database row, ``arrays`` and stored results. Zeros, a
+    spin or multiplicity of 1, and the total charge are left out.
     """
     results = getattr(atoms.calc, "results", None) or {}
     own = {name: each for name, each in entries(atoms).items() if not _is_total(name, each)}
@@ -182,7 +181,7 @@ def unused_fields(atoms: Atoms) -> dict[str, str]:
 
 
 def unused_warning(where: str, fields: Mapping[str, str]) -> str:
-    """Returns a line that names the fields of a structure, or of a file."""
+    """Returns a warning that names the unused fields of a structure or of a file."""
     named = ", ".join(f"{name} ({text})" for name, text in fields.items())
     return f"{where}: {named} not used; models read elements, positions, cell and total charge"
 
@@ -200,7 +199,7 @@ def _words(name: str) -> set[str]:
 
 
 def _text(value: object, words: set[str]) -> str:
-    """Returns text for a field that changes the energy; "" for others, or for a neutral value."""
+    """Describes a field that changes the energy; "" for other fields and for neutral values."""
     field = bool(words & {"field", "fields"}) and bool(words & _KINDS or len(words) == 1)
     moment = bool(words & {"moment", "moments"}) and bool("magnetic" in words or len(words) == 1)
     if not (words & _WORDS or field or moment) or words & _RESULTS or value is None:
@@ -226,7 +225,7 @@ def drop_labels_(atoms: Atoms) -> None:
 
 
 def not_held(atoms: Atoms, suffix: str) -> list[str]:
-    """Describes what a file with this extension cannot hold: constraints, or arrays.
+    """Describes the constraints or arrays that a file with this extension cannot hold.
 
     Args:
         atoms: structure to write.

@@ -52,30 +52,30 @@ if TYPE_CHECKING:
 
 __all__ = ["AseStructures", "rows_of_aselmdb", "text_sid"]
 
-_MOST_BYTES = 2**28  # of a decompressed row
+_MOST_BYTES = 2**28  # maximum size of a decompressed row
 
 
 class AseStructures(Held):
     """Files or databases that ASE reads, held in memory.
 
     Reads positions, cell, periodic axes, ``atoms.get_tags()`` (0 subsurface, 1 surface, 2
-    adsorbate; 0 without tags), constraints that fix atoms in all directions (others are ignored
-    with a message), ``y_relaxed`` from `energy_key`, by default ``info["y_relaxed"]``, else the
-    stored calculator's energy, else ``info["energy"]``, ``y_init`` from ``info["y_init"]``, relaxed
-    positions from an array ``pos_relaxed``, and the sid from ``info["sid"]``, else the number of
-    the frame or row over all files. A textual sid is the name of the structure. In databases,
-    key-value pairs count as info. Energies are in eV and not converted; OC20's are adsorption
-    energies. For the total charge see `molflt.data.structures.ase_fields.total_charge`.
+    adsorbate; 0 without tags) and constraints that fix atoms in all directions; others are ignored
+    with a message. ``y_relaxed`` is the entry `energy_key`, by default ``info["y_relaxed"]``, else
+    the stored calculator's energy, else ``info["energy"]``. ``y_init`` is ``info["y_init"]``, and
+    the relaxed positions are the array ``pos_relaxed``. The sid is ``info["sid"]``, else the number
+    of the frame or row over all files; a textual sid is the name of the structure. In databases,
+    key-value pairs count as info. Energies are in eV and not converted; those of OC20 are
+    adsorption energies. For the total charge, see `molflt.data.structures.ase_fields.total_charge`.
 
-    For potentials also ``energy`` (of the calculator or info; not with relaxed positions, to which
-    it would belong), ``forces`` and ``stress``. For VASP's OUTCAR and vasprun.xml, ASE's energy is
-    "energy(sigma->0)"; ``energy_key="free_energy"`` takes the free energy.
+    For potentials, it also reads ``energy`` (from the calculator or info, but not with relaxed
+    positions, to which it would belong), ``forces`` and ``stress``. For VASP's OUTCAR and
+    vasprun.xml, ASE's energy is "energy(sigma->0)"; ``energy_key="free_energy"`` takes the free
+    energy.
 
     Args:
-        path: a file of a format in `molflt.data.structures.ase_formats`, which may be packed with
+        path: file in a format of `molflt.data.structures.ase_formats`, which may be compressed with
             gzip, bzip2 or xz.
-        skip_bad: leave out structures that are not valid; they are listed in ``bad`` as
-            (frame, reason).
+        skip_bad: leave out invalid structures; they are listed in ``bad`` as (frame, reason).
         energy_key, tags, forces_key, stress_key, for_prediction, keep_atoms: see :class:`Reading`;
             warns if tags look like those of the other convention.
         files: files to read, if `path` is a folder or a pattern.
@@ -193,7 +193,7 @@ class _Seen:
 
 
 def say_tags(name: str, others: int, count: int, tags: AnyTags) -> None:
-    """Warns if more than half of the structures have tags that look like the other kind."""
+    """Warns if the tags of more than half of the structures look like the other convention."""
     if 2 * others <= count:
         return
     found = (
@@ -223,7 +223,7 @@ def _record_from_atoms(
     if reading.for_prediction:
         at_pos, energies = {}, {name: _if_finite(each) for name, each in energies.items()}
     relaxed = atoms.arrays.get("pos_relaxed")
-    if relaxed is not None:  # the energy belongs to these
+    if relaxed is not None:  # the energy belongs to these positions
         at_pos.pop("energy", None)
     tags = atoms.get_tags() if atoms.has("tags") else None
     kept = tags if reading.tags == "any" else None  # not checked, but kept in outputs
@@ -243,7 +243,7 @@ def _record_from_atoms(
             **energies,
             **at_pos,
         )
-    except ValueError as error:  # by the name of the energy in the file
+    except ValueError as error:  # use the name of the energy in the file
         raise ValueError(str(error).replace(": y_relaxed ", f": {labels.named} ")) from None
     if kept is not None:
         record.tags = torch.as_tensor(kept, dtype=torch.long)
@@ -263,7 +263,7 @@ def _if_finite(energy: object) -> object:
 
 
 def _frames(path: Path, said: dict[str, None]) -> Iterator[tuple[int, Callable[[], Atoms]]]:
-    """Yields the number of each frame or row, and a function that reads it."""
+    """Yields the number of each frame or row, and a function that reads the structure."""
     kind = ase_format(path) or "vasp"
 
     def explained(load: Callable[[], Atoms]) -> Atoms:
@@ -307,7 +307,7 @@ def _reason(error: Exception, path: Path) -> str:
 
 @contextmanager
 def _heard(said: dict[str, None]) -> Iterator[None]:
-    """Collects ASE's warnings, to print each once."""
+    """Collects ASE's warnings, which are later printed once each."""
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         yield
@@ -318,7 +318,7 @@ def _heard(said: dict[str, None]) -> Iterator[None]:
 def _loads(
     path: Path, kind: str, said: dict[str, None]
 ) -> Iterator[tuple[int, Callable[[], Atoms]]]:
-    """Yields the number of each structure in a file, and a function that reads it."""
+    """Yields the number of each structure in a file, and a function that reads the structure."""
     from ase.io.formats import ioformats, iread
 
     if not path.stat().st_size:
@@ -369,7 +369,7 @@ def _rows(path: Path, kind: str) -> Iterator[tuple[int, Callable[[], Atoms]]]:
 
 
 def rows_of_aselmdb(path: Path) -> Iterator[tuple[int, Callable[[], Atoms]]]:
-    """Yields the id of each row and a function that reads it.
+    """Yields the id of each row, and a function that reads the row.
 
     Missing rows that were not deleted raise a ValueError when they are read.
     """

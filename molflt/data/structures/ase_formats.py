@@ -1,4 +1,4 @@
-"""Formats of ASE by file name or content. Their readers run no code from the file."""
+"""Formats of ASE, by file name or content, whose readers run no code from the file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["DATABASES", "ENDINGS", "ase_format", "opened", "without_packing"]
 
 DATABASES = {".db": "db", ".json": "json", ".aselmdb": "aselmdb"}
 _OPENERS: dict[str, Callable[..., IO[Any]]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
-# Ending -> ASE's name of the format
+# Extension -> ASE's name of the format
 ENDINGS = {
     **{".traj": "traj", ".extxyz": "extxyz", ".xyz": "extxyz", ".cif": "cif", ".vasp": "vasp"},
     **{".poscar": "vasp", ".xsf": "xsf", ".axsf": "xsf", ".pdb": "proteindatabank", ".gen": "gen"},
@@ -25,12 +25,12 @@ ENDINGS = {
     **{".xv": "siesta-xv", ".struct": "struct", ".mol": "mol", ".sdf": "sdf", ".xsd": "xsd"},
     **{".con": "eon", ".magres": "magres", **DATABASES},
 }
-_NAMES = {  # of files without a known ending, in lower case
+_NAMES = {  # of files without a known extension, in lower case
     **{f"*{name}*": "vasp" for name in ("poscar", "contcar", "centcar")},
     **{"*outcar*": "vasp-out", "*xdatcar*": "vasp-xdatcar", "*vasp*.xml": "vasp-xml"},
     **{"geometry.in*": "aims", "coord": "turbomole", "gradient": "turbomole-gradient"},
 }
-_BEGINNINGS = {  # these are recognized by ASE's own marks, and VASP's files by those below
+_BEGINNINGS = {  # recognized by ASE's own marks; VASP's files by those below
     *("abinit-out", "aims-output", "espresso-in", "espresso-out", "gaussian-out", "gpaw-out"),
     *("nwchem-out", "onetep-out", "orca-output", "turbomole", "turbomole-gradient"),
 }
@@ -39,19 +39,18 @@ _PEEK = 50_000  # bytes
 
 
 def without_packing(path: Path) -> Path:
-    """Returns the name without .gz, .bz2 or .xz."""
+    """Returns the path without .gz, .bz2 or .xz."""
     return path.with_suffix("") if path.suffix.lower() in _OPENERS else path
 
 
 def opened(path: Path, mode: str) -> IO[Any]:
-    """Opens a file that is decompressed while it is read."""
+    """Opens a file, which is decompressed while it is read."""
     options = {} if mode == "rb" else {"encoding": "utf-8", "errors": "surrogateescape"}
     return _OPENERS.get(path.suffix.lower(), open)(path, mode, **options)
 
 
 def ase_format(path: Path) -> str | None:
-    """Returns ASE's name of the format of a file, by its name or its first bytes; None if
-    unknown."""
+    """Returns ASE's name of a file's format, by file name or first bytes; None if unknown."""
     name = without_packing(path)
     found = ENDINGS.get(name.suffix.lower())
     if found is None:

@@ -26,15 +26,15 @@ _KINDS = {
     "forces": re.compile("force|^f$", re.IGNORECASE),
     "stress": re.compile("stress|virial", re.IGNORECASE),
 }
-_SETTING = re.compile("cut|tol|calc", re.IGNORECASE)  # of a calculation, such as cut_off_energy
-_MOST_KEYS = 12  # that a message lists
+_SETTING = re.compile("cut|tol|calc", re.IGNORECASE)  # settings, such as cut_off_energy
+_MOST_KEYS = 12  # maximum number listed in a message
 
 
 class Labels:
     """Records the labels in the structures of a file.
 
-    Names are chosen once for a file, by the first structure that has a label: energies of two
-    levels of theory, or of two references, would otherwise be mixed.
+    The first structure that has a label determines its name for the whole file. Otherwise, energies
+    of two levels of theory, or with two references, would be mixed.
 
     Args:
         reading: names of the entries that are labels.
@@ -47,18 +47,18 @@ class Labels:
         self.key = reading.energy_key
         self._derivatives = {"forces": reading.forces_key, "stress": reading.stress_key}
         self._used: dict[str, None] = {}  # in the order of their appearance
-        self._others: dict[str, None] = {}  # if the one in use is missing
+        self._others: dict[str, None] = {}  # found where the one in use is missing
         self._at_pos: dict[str, None] = {}
         self._chosen: dict[str, str] = {}  # by label
         self._there: dict[str, None] = {}
         self.fields: dict[str, str] = {}  # charge, spin, moments and fields, which are not read
         self._numbers: dict[str, None] = {}
-        self.named = "y_relaxed"  # entry of the last energy
+        self.named = "y_relaxed"  # name of the entry of the last energy
 
     def energy(self, atoms: Atoms) -> object:
         """Returns the entry with the energy of a structure, eV, or None.
 
-        By default ``info["y_relaxed"]``, else the stored calculator's energy, else
+        The default is ``info["y_relaxed"]``, else the stored calculator's energy, else
         ``info["energy"]``.
         """
         info, results = entries(atoms), _results(atoms)
@@ -68,7 +68,7 @@ class Labels:
         if results.get("free_energy") == results.get("energy"):
             there = [name for name in there if name != "free_energy"]
         if "energy" in results:
-            there = [name for name in there if name != "energies"]  # its parts, one per atom
+            there = [name for name in there if name != "energies"]  # energies of single atoms
         self._there |= dict.fromkeys(there)
         if self.key is not None:
             places: list[tuple[str, Mapping[str, object]]] = [(self.key, info), (self.key, results)]
@@ -85,8 +85,8 @@ class Labels:
     def at_pos(self, atoms: Atoms) -> dict[str, Any]:
         """Returns the available energy, forces and stress of a structure at its positions.
 
-        By default results of a calculator, else ``energy``, ``forces`` and ``stress``, else the
-        same with ``REF_``, as in data for MACE.
+        The defaults are the results of a calculator, else ``energy``, ``forces`` and ``stress``,
+        else the same with the prefix ``REF_``, as in data for MACE.
         """
         info, results = entries(atoms), _results(atoms)
         wanted: dict[str, tuple[str | None, Mapping[str, Any]]] = {"energy": (self.key, info)}
@@ -107,7 +107,7 @@ class Labels:
         return found
 
     def check(self) -> None:
-        """Raises ValueError if no structure has an entry that was named."""
+        """Raises ValueError if a named entry is missing from all structures."""
         if self.key is not None and not self._used:
             raise ValueError(
                 f"no structure has the energy_key {shown(self.key)}; expected an entry of info or "
@@ -129,7 +129,7 @@ class Labels:
 
     @property
     def for_potentials(self) -> list[str]:
-        """Labels that only potentials read."""
+        """Names of labels that only potentials read."""
         return [name for name in self._there if name in self._at_pos and name not in self._used]
 
     @property
@@ -139,7 +139,7 @@ class Labels:
 
     @property
     def hint(self) -> str:
-        """Returns a hint for missing energies."""
+        """Returns a hint about missing energies."""
         candidates = self._energies() or self._candidates()
         if self._used and self._others:
             return (
@@ -162,11 +162,11 @@ class Labels:
 
 
 def named_options(names: Iterable[str], *kinds: str) -> str:
-    """Names the option that reads labels of these names; "" if no name looks like a label.
+    """Names the options that read labels of these names; "" if no name looks like a label.
 
     Args:
         names: names of entries that are not read.
-        kinds: some of energy, forces and stress; all three by default.
+        kinds: one or more of energy, forces and stress; all three by default.
     """
     found = []
     for name in names:
@@ -179,7 +179,7 @@ def named_options(names: Iterable[str], *kinds: str) -> str:
 
 
 def entries(atoms: Atoms) -> dict[str, Any]:
-    """Returns info, and key-value pairs and data of a database."""
+    """Returns the entries of `info`, including the key-value pairs and data of a database."""
     info = {name: value for name, value in atoms.info.items() if isinstance(name, str)}
     for inner in ("data", "key_value_pairs"):
         value = info.get(inner)
@@ -194,7 +194,7 @@ def _kind(name: str) -> str:
 
 
 def _results(atoms: Atoms) -> dict[str, Any]:
-    """Returns a stored result of the calculator, or None."""
+    """Returns the stored results of the calculator, or an empty dict."""
     return getattr(atoms.calc, "results", None) or {}
 
 
@@ -213,10 +213,10 @@ def _listed(names: list[str]) -> str:
 
 
 def layers_as_tags(layers: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Converts ASE's numbers of layers to tags, (N,) -> (N,).
+    """Converts ASE's layer numbers to tags, (N,) -> (N,).
 
-    ``ase.build`` numbers from 1, the top layer, downwards, and leaves 0 for adsorbates. Without
-    layers all tags are 0, which means unknown. Negative numbers are kept, and refused later.
+    ``ase.build`` numbers layers downward from the top layer, 1, and uses 0 for adsorbates. Without
+    layers, all tags are 0, which means unknown. Negative numbers are kept and refused later.
     """
     if not (layers > 0).any():
         return layers
@@ -233,7 +233,7 @@ def tags_look_like(atoms: Atoms) -> Tags | None:
     first, second, third = (heights[tags == tag] for tag in (0, 1, 2))
     if not second.size or not (first.size or third.size):
         return None
-    # Adsorbates lie above the layer with tag 1; they have 0 in ASE, and 2 here.
+    # Adsorbates lie above the layer with tag 1; their tag is 0 in ASE and 2 here.
     middle = second.mean()
     if bool((first > middle).all() and (third < middle).all()):
         return "ase"

@@ -1,4 +1,4 @@
-"""Frames of XYZ, CIF and PDB files, with refusals of content that ASE misreads in silence."""
+"""Frames of XYZ, CIF and PDB files; content that ASE would silently misread is refused."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NOT_ANGSTROM = re.compile(r"(?<![/\w])(cell\(|(bohr|fractional|atomic_unit|nm)\
 
 
 def xyz_frames(file: IO[str], said: dict[str, None]) -> Iterator[Callable[[], Atoms]]:
-    """Frames of a plain or extended XYZ file, each parsed when it is called.
+    """Yields, for each frame of a plain or extended XYZ file, a function that parses it.
 
     Args:
         file: file open for reading.
@@ -117,7 +117,7 @@ def _check_columns(properties: str, rows: list[str], said: dict[str, None]) -> N
 
 
 def cif_frames(file: IO[bytes]) -> Iterator[Callable[[], Atoms]]:
-    """Yields a function for each structure in a CIF, which reads it."""
+    """Yields, for each structure in a CIF, a function that reads it."""
     from ase.io.cif import parse_cif
 
     for block in parse_cif(file):
@@ -135,7 +135,7 @@ def _cif_block(block: CIFBlock) -> Atoms:
                 f"site {site} is {shown(name, 20)}, which ASE reads as {letters[0]}; expected "
                 f"_atom_site_type_symbol {letters.title()} or {letters[0]}; write one of them"
             )
-        read = re.search("[A-Z][a-z]?", str(name))  # as ASE
+        read = re.search("[A-Z][a-z]?", str(name))  # as in ASE
         if read is None or read[0] != "D":  # deuterium becomes H
             atomic_number(letters if read is None else read[0], site)
     _check_sites(block)
@@ -181,7 +181,7 @@ def _check_sites(block: CIFBlock) -> None:
 
 
 def expect_elements_of_pdb(file: IO[str]) -> None:
-    """Refuses alternate locations, and ambiguous names of atoms."""
+    """Refuses alternate locations and ambiguous atom names."""
     cells = models = 0
     for number, line in enumerate(file, 1):
         cells, models = cells + line.startswith("CRYST1"), models + line.startswith("MODEL ")
@@ -207,7 +207,7 @@ def expect_elements_of_pdb(file: IO[str]) -> None:
 
 
 def expect_counts_of_poscar(file: IO[str]) -> None:
-    """Refuses a POSCAR with another number of counts than of elements."""
+    """Refuses a POSCAR in which the number of counts differs from the number of elements."""
     symbols, counts = (line.split() for line in islice(file, 5, 7))
     if not symbols[0].isdigit() and len(counts) != len(symbols):
         raise ValueError(

@@ -22,13 +22,13 @@ def random_orthogonal(count: int, about: Literal["z", "all"]) -> Tensor:
 
     Args:
         count: number of matrices.
-        about: "z" keeps the direction of the third axis, the normal of a surface; "all" is uniform
-            (Haar) over all orthogonal matrices.
+        about: "z" keeps the direction of the third axis, the normal of a surface; "all" draws
+            uniformly (Haar measure) from all orthogonal matrices.
     """
     if about == "all":
         q: Tensor
         q, r = torch.linalg.qr(torch.randn(count, 3, 3))
-        # Without the signs of diag(R) the result is not uniform.
+        # Without the signs of diag(R), the result is not uniform.
         return q * torch.sign(torch.diagonal(r, dim1=1, dim2=2))[:, None]
     angle = 2 * math.pi * torch.rand(count)
     mirror = torch.where(torch.rand(count) < 0.5, -1.0, 1.0)
@@ -43,7 +43,7 @@ def rotate(batch: Batch, matrix: Tensor) -> Batch:
     """Returns a shallow copy of the batch in which structure g is rotated by `matrix[g]`.
 
     Args:
-        batch: pos, pos_relaxed (atoms, 3) and cell (structures, 3, 3), Å, rows are vectors.
+        batch: pos, pos_relaxed (atoms, 3) and cell (structures, 3, 3), Å; rows are vectors.
         matrix: (structures, 3, 3), orthogonal.
     """
     matrix = matrix.to(batch.pos)
@@ -56,12 +56,11 @@ def rotate(batch: Batch, matrix: Tensor) -> Batch:
 
 
 def interpolate(batch: Batch, share: float, noise: float) -> Batch:
-    """Returns a shallow copy of the batch in which some structures start nearer to their relaxed
-    positions.
+    """Returns a shallow copy of a batch; some structures start nearer to their relaxed positions.
 
-    pos -> pos + t (pos_relaxed - pos) + noise, t uniform in [0, 1] for each structure, on free
-    atoms; pos_relaxed is in the periodic image nearest to pos. Targets, and structures without
-    relaxed positions, do not change.
+    On free atoms, pos -> pos + t (pos_relaxed - pos) + noise, with t uniform in [0, 1] for each
+    structure and pos_relaxed in the periodic image nearest to pos. Structures without relaxed
+    positions, and all targets, do not change.
 
     Args:
         batch: pos, pos_relaxed (atoms, 3), Å, the latter unwrapped or NaN; fixed, batch (atoms,).
@@ -84,11 +83,11 @@ _CELLS = ((2, 1), (1, 2), (2, 2))  # numbers of cells along the first two lattic
 
 
 def repeat(batch: Batch, share: float) -> Batch:
-    """Returns a batch in which some slabs are repeated in the plane, with one adsorbate each.
+    """Returns a batch in which some slabs, but not their adsorbates, are repeated in the plane.
 
-    Energies, and target positions of atoms of the first cell, do not change. Target positions of
-    the copies are unknown, because their adsorbate is far away. Structures whose adsorbate may be
-    bonded across the cell boundary are not repeated.
+    Energies and the target positions in the first cell do not change. Target positions of the
+    copies are unknown, because the adsorbate is far away. Structures whose adsorbate may be bonded
+    across the cell boundary are not repeated.
 
     Args:
         batch: pos, pos_relaxed (atoms, 3) and cell (structures, 3, 3), Å; tags (atoms,).
@@ -126,7 +125,7 @@ def repeat(batch: Batch, share: float) -> Batch:
 
 
 def _across(batch: Batch) -> Tensor:
-    """Mask of structures with adsorbate atoms near opposite ends of the cell, (structures,)."""
+    """Returns the mask (structures,) of adsorbates with atoms near opposite ends of the cell."""
     kept = batch.tags == Tag.ADSORBATE.value
     graph, cell = batch.batch[kept], batch.cell[:, :2]
     inverse = torch.linalg.pinv(batch.cell)[:, :, :2]

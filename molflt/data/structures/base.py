@@ -1,4 +1,4 @@
-"""Base class of sources of structures: map-style data sets with metadata."""
+"""Base class for sources of structures: map-style data sets with metadata."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ += ["Tags", "grouped", "to_atoms", "with_bar"]
 
 _Item = TypeVar("_Item")
 
-_SHOWN = 5  # most names and reasons in a message
+_SHOWN = 5  # maximum number of names and of reasons in a message
 _BLOCK = 10_000  # structures per block of compositions
 
 Tags = Literal["oc20", "ase", "guess"]
@@ -32,15 +32,15 @@ AnyTags = Literal["oc20", "ase", "guess", "any"]
 
 
 class Reading(NamedTuple):
-    """Meaning of the entries of other formats, for sources whose `options` name them."""
+    """Meaning of the entries in files, for sources whose `options` name these fields."""
 
     energy_key: str | None = None
-    """name of the entry that is the energy, eV; by default y_relaxed, else energy"""
+    """name of the entry with the energy, eV; by default y_relaxed, else energy"""
     tags: AnyTags = "oc20"
-    """oc20: 0 subsurface, 1 surface, 2 adsorbate; ase: ase.build's numbers of layers from the top,
-    1, 2, ..., and 0 for adsorbates; guess: ignored, and determined from the geometry by
-    `molflt.data.structures.tags.guess_tags`; any: integers without meaning, for potentials, which
-    do not read them"""
+    """oc20: 0 subsurface, 1 surface, 2 adsorbate; ase: ase.build's layer numbers from the top, 1,
+    2, ..., and 0 for adsorbates; guess: tags in files are ignored, and
+    `molflt.data.structures.tags.guess_tags` finds tags from the geometry; any: integers without
+    meaning, for potentials, which do not read them"""
     forces_key: str | None = None
     """name of the array of forces, (N, 3) eV/Å; by default forces, else REF_forces"""
     stress_key: str | None = None
@@ -51,17 +51,17 @@ class Reading(NamedTuple):
     keep_atoms: bool = False
     """also keep structures as ASE reads them, with all their constraints"""
     surface: tuple[float, float] | None = None
-    """smallest and largest share of the surface in a slab, for guessed tags"""
+    """smallest and largest share of surface atoms in a slab, for guessed tags"""
 
 
 AS_IT_IS = Reading()
 AS_TRAINED = "as trained"
-"""value of options that are taken from the training"""
+"""Value of options that are taken from the training run."""
 ANY_TAGS = Reading(tags="any")
 
 
 def grouped(bad: Iterable[tuple[str, str]], prefix: str = "") -> list[str]:
-    """Lists each reason once, with the names that it applies to.
+    """Lists each reason once, with the names to which it applies.
 
     Args:
         bad: (name, reason) pairs. Reasons that differ only in numbers count as one.
@@ -81,35 +81,34 @@ def grouped(bad: Iterable[tuple[str, str]], prefix: str = "") -> list[str]:
 
 
 def with_bar(items: Iterable[_Item], what: str) -> Iterable[_Item]:
-    """Iterates over items, with a progress bar on a terminal if they take more than a few
-    seconds."""
+    """Iterates over items; shows a progress bar on a terminal after a few seconds."""
     from tqdm import tqdm
 
     return tqdm(items, desc=what, delay=5, leave=False, disable=None)
 
 
 class Structures(Dataset["Data"], ABC):
-    """Base class of data sets of structures at one path; they can be sent to worker processes.
+    """Base class for data sets of structures at one path, which can be sent to worker processes.
 
-    A new source is a subclass with `suffixes`, ``__init__(path, skip_bad)``, ``len()``, ``[i]`` and
-    `natoms`, and a line in `molflt.data.structures.SOURCES`. Structures are made by
+    A new source needs a subclass with `suffixes`, ``__init__(path, skip_bad)``, ``len()``, ``[i]``
+    and `natoms`, and a line in `molflt.data.structures.SOURCES`. Structures are made by
     :func:`molflt.data.structures.records.make_record`, which checks them.
 
     Args:
         path: source to read.
-        skip_bad: leave out structures that are not valid and list them in `bad`, instead of
-            raising a ValueError for the first one.
+        skip_bad: leave out invalid structures and list them in `bad`, instead of raising a
+            ValueError for the first one.
 
     Attributes:
-        suffixes: endings of the files that this class reads, in lower case.
-        path: as given.
+        suffixes: file extensions that this class reads, in lower case.
+        path: path as given.
         files: paths that are read.
         names: names of structures with a textual sid, by index in the source.
         bad: (name, reason) of every structure that was left out.
-        hint: advice about missing labels, from the part read so far.
+        hint: advice about missing labels, based on the part read so far.
         unused: labels in the file that are not read.
         for_potentials: labels that only potentials read.
-        options: names of the entries of :class:`Reading` that the constructor takes.
+        options: names of the fields of :class:`Reading` that the constructor takes.
         joins_files: True if the constructor takes several `files` at once.
     """
 
@@ -126,7 +125,7 @@ class Structures(Dataset["Data"], ABC):
         self.hint = ""
         self.unused: list[str] = []
         self.for_potentials: list[str] = []
-        self._kept: np.ndarray | None = None  # indices in the file; None: all of them
+        self._kept: np.ndarray | None = None  # indices in the file; None for all
 
     def left_out(self) -> str:
         """Describes the structures that were left out, with reasons; "" if all are kept."""
@@ -137,9 +136,9 @@ class Structures(Dataset["Data"], ABC):
 
     @classmethod
     def to_read_once(cls, path: Path, skip_bad: bool) -> Structures:
-        """Opens a source for callers that read everything once and leave out records that raise.
+        """Opens a source for callers that read everything once and leave out records with errors.
 
-        Sources that otherwise read everything first to find bad records override it.
+        Sources that would otherwise read everything first to find bad records override this method.
         """
         return cls(path, skip_bad=skip_bad)
 
@@ -155,8 +154,7 @@ class Structures(Dataset["Data"], ABC):
         return next((file for file in files if file.is_file()), None)
 
     def verify(self) -> bool | None:
-        """Returns True if the file has a valid digest of its content; None for kinds without
-        digests."""
+        """Returns True if the digest of the file matches; None for files without digests."""
         return None
 
     @abstractmethod
@@ -166,19 +164,18 @@ class Structures(Dataset["Data"], ABC):
     def __getitem__(self, index: int) -> Data: ...
 
     def to_atoms(self, index: int) -> Atoms:
-        """Returns a structure for ASE: the original if it is kept, else one made from its
-        record."""
+        """Returns a structure for ASE: the original if it is kept, else a copy of its record."""
         return to_atoms(self[index])
 
     @property
     @abstractmethod
     def natoms(self) -> np.ndarray:
-        """Atoms in each structure, (len,) int64."""
+        """Number of atoms in each structure, (len,) int64."""
 
     @property
     def y_relaxed(self) -> np.ndarray:
         """Relaxed energies, (len,) float64, eV; NaN if missing."""
-        # A pickled LMDB of OC20's size takes minutes
+        # This takes minutes for a pickled LMDB of OC20's size
         records = with_bar(self, "reading labels")
         return np.array([float(record.y_relaxed) for record in records], dtype=np.float64)
 
@@ -205,7 +202,7 @@ class Structures(Dataset["Data"], ABC):
         return map(self.__getitem__, range(len(self)))
 
     def where(self, index: int) -> str:
-        """Returns the name of a structure in messages: file and place."""
+        """Returns the name of a structure for messages: file and place."""
         return f"{self.path}: structure {index}"
 
     def place(self, index: int) -> int:
@@ -221,19 +218,17 @@ class Structures(Dataset["Data"], ABC):
         return self.names.get(self._stored(index), sid)
 
     def origin(self, index: int) -> dict[str, str]:
-        """Returns further columns of tables: the file if there are several, and the name if there
-        is one."""
+        """Returns more columns of tables: the file if there are several, and the name if any."""
         found = {"file": str(self.file(index))} if len(self.files) > 1 else {}
         name = self.name(index, 0)
         return found | ({"name": name} if isinstance(name, str) else {})
 
     def with_unwrapped(self, index: int) -> tuple[Data, int]:
-        """Returns a structure, and the number of its free atoms that are in another periodic image
-        in the file."""
+        """Returns a structure and the number of its free atoms with unwrapped relaxed positions."""
         return self[index], 0
 
     def _stored(self, index: int) -> int:
-        """Converts an index, perhaps negative, to the index in the file."""
+        """Converts an index, which may be negative, to the index in the file."""
         length = len(self)
         if not -length <= index < length:
             raise IndexError(f"{self.path}: index {index} is outside 0..{length - 1}")
@@ -242,14 +237,14 @@ class Structures(Dataset["Data"], ABC):
 
 
 class Held(Structures):
-    """Base class of sources that keep their structures in memory; `_hold` adds one."""
+    """Base class for sources that keep their structures in memory; `_hold` adds one."""
 
     def __init__(self, path: str | Path, skip_bad: bool = False) -> None:
         super().__init__(path, skip_bad)
         self._records: list[dict[str, object]] = []
 
     def _hold(self, record: Data) -> None:
-        """Adds a structure; an array of one value, such as absent labels, takes no memory."""
+        """Adds a structure; constant arrays, such as absent labels, take no memory."""
         held: dict[str, object] = {}
         for key, value in record.to_dict().items():
             if isinstance(value, torch.Tensor):
@@ -271,13 +266,12 @@ class Held(Structures):
 
     @property
     def natoms(self) -> np.ndarray:
-        """Atoms in each structure, (len,) int64."""
+        """Number of atoms in each structure, (len,) int64."""
         return np.array([record["natoms"] for record in self._records], dtype=np.int64)
 
 
 def to_atoms(record: Data) -> Atoms:
-    """Converts a record to `ase.Atoms`: positions, cell, tags, fixed atoms, and sid and charge in
-    info."""
+    """Converts a record to `ase.Atoms`, with tags, fixed atoms, and sid and charge in info."""
     from ase import Atoms
     from ase.constraints import FixAtoms
 

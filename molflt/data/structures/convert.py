@@ -45,27 +45,28 @@ def convert(
 ) -> None:
     """Convert structures to a compact store: no edges, no pickle, much faster to read.
 
-    A folder becomes a folder, with a store for each file or folder in it. Several files, a pattern,
-    and a folder of files other than splits become one store if a store is named.
+    A folder becomes a folder with one store for each file or folder in it. If DST is a store,
+    several files, the matches of a pattern, or a folder of files that are not splits are combined
+    into it.
 
-    Relaxed positions are stored unwrapped, in the image nearest to the initial ones.
+    Relaxed positions are stored unwrapped, in the image nearest to the initial positions.
 
     Args:
         src: OC20 LMDB file or folder, compact store, file that ASE reads, folder of such files, or
             pattern in quotes; or several of these.
-        dst: compact store to write, ending in .safetensors; an existing one is replaced. A folder
-            for a folder of splits.
-        limit: number of structures to convert, the first ones.
-        skip_bad: leave out structures that are not valid, or lack a label that others have; they
-            are counted and listed on stderr.
+        dst: compact store to write, ending in .safetensors; an existing one is replaced. For a
+            folder of splits, this is a folder.
+        limit: maximum number of structures to convert, from the start.
+        skip_bad: leave out structures that are invalid or lack a label that others have; they are
+            counted and listed on stderr.
         energy_key: name of the energy, eV, in files that ASE reads; by default y_relaxed, else
             energy.
         tags: convention of the tags in files that ASE reads: oc20 (0 subsurface, 1 surface, 2
-            adsorbate) or ase (numbers of layers from the top, 1, 2, ..., and 0 for adsorbates).
+            adsorbate) or ase (layer numbers from the top, 1, 2, ..., and 0 for adsorbates).
         forces_key: name of the forces, eV/Å, in files that ASE reads; by default forces, else
             REF_forces.
-        stress_key: name of the stress, eV/Å^3, or of a virial, eV, which has "virial" in its name;
-            by default stress, else REF_stress.
+        stress_key: name of the stress, eV/Å^3, or, with "virial" in the name, of a virial, eV; by
+            default stress, else REF_stress.
     """
     paths = [Path(src)] if isinstance(src, str | Path) else list(src)
     one = paths[0] if len(paths) == 1 else None
@@ -74,7 +75,7 @@ def convert(
     if one is not None and one.is_dir() and not (whole and dst.suffix == ".safetensors"):
         jobs = _jobs_of(one, dst)
     for path, store in jobs:
-        if store.suffix != ".safetensors":  # before reading for half an hour
+        if store.suffix != ".safetensors":  # checked before reading, which can take half an hour
             raise ValueError(f"{store}: a compact store ends in .safetensors; got {store.suffix!r}")
         if (limit is not None or skip_bad) and any(is_same(store, f) for f in files_of(path)):
             raise ValueError(
@@ -87,7 +88,7 @@ def convert(
 
 
 def _jobs_of(src: Path, dst: Path) -> list[tuple[Paths, Path]]:
-    """Yields the store for each source in a folder."""
+    """Returns each source in a folder and the store for it."""
     if dst.suffix == ".safetensors" or dst.is_file():
         raise ValueError(f"{dst}: expected a folder, as {src} holds several sources; name one")
     if dst.exists() and dst.samefile(src):
@@ -100,9 +101,9 @@ def _jobs_of(src: Path, dst: Path) -> list[tuple[Paths, Path]]:
 
 def _convert_one(structures: _OnePass, dst: Path) -> None:
     src, skip_bad, unwrapped = structures.src, structures.skip_bad, 0
-    overlapping: dict[int, int] = {}  # sid by place among those that are read
+    overlapping: dict[int, int] = {}  # sid by place among the structures read
     kept: list[Data] = []  # with forces
-    absurd: dict[int, str] = {}  # also by place: faults of forces or stress
+    absurd: dict[int, str] = {}  # faults of forces or stress, also by place
 
     def records() -> Iterator[Data]:
         nonlocal unwrapped

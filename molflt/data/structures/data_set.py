@@ -20,7 +20,7 @@ class DataSet(NamedTuple):
     """A data set: its root and its splits.
 
     A folder has a file or a folder for each split. One file, a pattern of names, or a folder of
-    other files has two splits: `train` and `val`, drawn by `split_seed`.
+    other files has two splits: `train` and `val`, drawn with `split_seed`.
     """
 
     root: Path
@@ -29,17 +29,17 @@ class DataSet(NamedTuple):
     val: str = "val_id"
     """split to validate on"""
     val_fraction: float | None = None
-    """share of one file that is `val`; None for a folder, and for `VAL_FRACTION`"""
+    """share of one file that becomes `val`; None for a folder, or to use `VAL_FRACTION`"""
     split_seed: int = 0
-    """of the draw"""
+    """seed of the random split"""
     reading: Reading = AS_IT_IS
     """meaning of the entries of files that ASE reads"""
     trained: Reading = AS_IT_IS
-    """the same in the training of a run; does not apply to sources that have no such options"""
+    """the same in the training of a run; does not apply to sources without such options"""
 
     @classmethod
     def of_run(cls, data: Mapping[str, object], seed: int) -> DataSet:
-        """Returns the data set of a run. In version 0.1, the seed of the run also drew splits."""
+        """Returns the data set of a run, whose seed also set the splits in version 0.1."""
         reading = Reading(**{name: data[name] for name in Reading._fields if name in data})  # type: ignore[arg-type]
         return cls(
             Path(str(data["root"])),
@@ -57,20 +57,20 @@ class DataSet(NamedTuple):
 
     @property
     def folder(self) -> Path:
-        """The root, or the folder where the one file lies."""
+        """Root, or the folder of the single file."""
         return self.root if self.root.is_dir() else self.root.parent
 
     def has(self, split: str) -> bool:
-        """Returns True if a folder has a split."""
+        """Returns True if the folder has a split of this name."""
         try:
             return split_path(self.root, split).exists()
         except FileNotFoundError:
             return False
-        except ValueError:  # it has several
+        except ValueError:  # several of this name
             return True
 
     def open(self, splits: Iterable[str], skip_bad: bool = False) -> dict[str, Structures]:
-        """Opens splits, by name."""
+        """Opens splits and returns them by name."""
         if not self.is_one:
             if self.val_fraction is not None:
                 raise ValueError(
@@ -98,7 +98,7 @@ class DataSet(NamedTuple):
         return {split: parts[split] for split in splits}
 
     def whole(self, skip_bad: bool = False) -> Structures:
-        """All structures of one file."""
+        """Returns all structures of the single file."""
         return self._open(self.root, skip_bad)
 
     def _open(self, path: Path, skip_bad: bool) -> Structures:

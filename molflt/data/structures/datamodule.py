@@ -52,28 +52,29 @@ class IS2REData(BatchedData[Structures]):
         train_split: split to train on.
         val_split: split to validate on.
         batch_size: structures in a batch, per device.
-        max_atoms: maximum of the structures in a batch times the atoms of the largest one; null for
-            no limit.
+        max_atoms: limit on the number of structures in a batch times the number of atoms in the
+            largest one; null for no limit.
         bucket: number of random batches that are pooled and cut again by size, for models that pad.
-            1 keeps random batches, which learn faster per step (docs/results/emt-sample.md).
+            1 keeps random batches, with which models learn faster per step
+            (docs/results/emt-sample.md).
         workers: processes that read ahead; 0 reads in the main process.
         skip_bad: leave out and count records that are not finite or whose label is missing or
             absurd, instead of stopping at the first one.
         val_fraction: share of the structures of one file to validate on; null means 0.1. Folders
             have their own splits.
-        split_seed: seed of this draw. Runs of an ensemble share it and differ in `seed`. Otherwise
-            members are judged on training structures of others.
+        split_seed: seed of the random split of one file. Runs of an ensemble must share it and
+            differ in `seed`; otherwise, members are validated on training structures of others.
         energy_key: name of the energy, eV, in files that ASE reads, such as REF_energy; null for
             y_relaxed, else energy.
         tags: convention of the tags in files that ASE reads: oc20 (0 subsurface, 1 surface, 2
-            adsorbate), or ase (ase.build's numbers of layers from the top, 1, 2, ..., and 0 for
-            adsorbates); guess determines them from the geometry, in any source.
+            adsorbate), or ase (ase.build's layer numbers from the top, 1, 2, ..., and 0 for
+            adsorbates); guess determines tags from the geometry, in any source.
         allow_duplicates: accept validation structures that are also in training, with the same
-            elements, cell and positions; otherwise refuse them.
+            elements, cell and positions, which are otherwise refused.
     """
 
     items = "systems"
-    may_read: ClassVar[tuple[str, ...]] = ("none",)  # labels whose options are named if unused
+    may_read: ClassVar[tuple[str, ...]] = ("none",)  # labels whose options are suggested if unused
     datasets: dict[str, Structures]
 
     def __init__(
@@ -107,10 +108,10 @@ class IS2REData(BatchedData[Structures]):
         self.skip_bad = skip_bad
         self.allow_duplicates = allow_duplicates
         self._domain: Domain | None = None
-        self._copies: list[int] = []  # sids of validation that are also in training
+        self._copies: list[int] = []  # sids of validation structures that are also in training
 
     def setup(self, stage: str = "fit") -> None:
-        """Opens both splits, once."""
+        """Opens both splits once."""
         if self.datasets.keys() >= self.splits.keys():
             return
         train, val = self.splits["train"], self.splits["val"]
@@ -122,7 +123,7 @@ class IS2REData(BatchedData[Structures]):
             )
         self._refuse_names(data)
         opened = data.open([train, val], self.skip_bad)
-        first = os.environ.get("LOCAL_RANK", "0") == "0"  # once for all processes of a machine
+        first = os.environ.get("LOCAL_RANK", "0") == "0"  # once per machine, not per process
         for dataset in opened.values() if first else ():
             dataset.verify()
         labeled = self._labeled(opened)
@@ -150,7 +151,7 @@ class IS2REData(BatchedData[Structures]):
         self._say_unused(opened.values())
 
     def _refuse_names(self, data: DataSet) -> None:
-        """Raises ValueError for names of splits of one file, which have no effect."""
+        """Raises ValueError if splits of one file are named, which would have no effect."""
         for option, split, own in (("train", data.train, "train"), ("val", data.val, "val_id")):
             if data.is_one and split != own and data.train != data.val:
                 raise ValueError(
@@ -159,7 +160,7 @@ class IS2REData(BatchedData[Structures]):
                 )
 
     def _labeled(self, opened: Mapping[str, Structures]) -> dict[str, Structures]:
-        """Returns labeled structures by split; ValueError for wrong labels."""
+        """Returns labeled structures by split; raises ValueError for wrong labels."""
         return with_sound_labels(opened, *self.splits.values())
 
     def refuse_copies(self) -> None:
@@ -181,11 +182,11 @@ class IS2REData(BatchedData[Structures]):
         warnings.warn(said, stacklevel=3)
 
     def _unused(self, dataset: Structures) -> list[str]:
-        """Returns labels of a source that are not used."""
+        """Returns the labels of a source that are not used."""
         return [*dataset.for_potentials, *dataset.unused]
 
     def _say_unused(self, datasets: Iterable[Structures]) -> None:
-        """Warns once of labels in the files that are not used."""
+        """Warns once about labels in the files that are not used."""
         found = {dataset.path: self._unused(dataset) for dataset in datasets}
         names = dict.fromkeys(name for own in found.values() for name in own)
         if names:
@@ -205,10 +206,9 @@ class IS2REData(BatchedData[Structures]):
         ]
 
     def files(self) -> dict[str, bytes]:
-        """Returns domain.json, a description of the training split, with which predictions are
-        compared.
+        """Returns domain.json, a description of the training split, used to check predictions.
 
-        It includes the domain of initial weights, if it is known.
+        It includes the domain of the initial weights, if known.
         """
         return {DOMAIN: self._train_domain().to_bytes()}
 
@@ -254,7 +254,7 @@ class IS2REData(BatchedData[Structures]):
         }
 
     def _digest(self, use: str, most: int | None = None) -> str:
-        """Describes all structures; a compact store by columns, which is much faster."""
+        """Returns a digest of all structures; reads compact stores by columns, which is faster."""
         dataset = self.datasets[use]
         if not isinstance(dataset, StructureStore) or dataset.bad:
             return super()._digest(use, most)
@@ -265,9 +265,9 @@ class IS2REData(BatchedData[Structures]):
         return digest.hexdigest()
 
     def normalizer(self) -> tuple[float, float]:
-        """Mean and standard deviation of the relaxed energies of the training split, eV.
+        """Returns the mean and standard deviation of the relaxed energies for training, eV.
 
-        The deviation is 1 if all are equal.
+        The deviation is 1 if all energies are equal.
         """
         self.setup()
         energies = self.datasets["train"].y_relaxed
@@ -288,7 +288,7 @@ class IS2REData(BatchedData[Structures]):
             )
 
     def expect_slabs(self, option: str) -> None:
-        """Refuses an option for slabs where no training structure is an adsorbate on one."""
+        """Refuses an option for slabs if no training structure is an adsorbate on a slab."""
         domain, dataset = self._train_domain(), self.datasets["train"]
         if not (domain.adsorbate_atoms and any("xy" in axes for axes in domain.periodic)):
             raise ValueError(
@@ -315,7 +315,7 @@ class IS2REData(BatchedData[Structures]):
     def element_energies(
         self, references: Path | None = None, of_adsorbates: bool = False
     ) -> ElementEnergies:
-        """Fits energies per element to the training split; warns if they are undetermined."""
+        """Fits energies per element on the training split; warns if they are undetermined."""
         self.setup()
         train, dataset = self.datasets["train"], self.datasets["val"]
         given = None if references is None else read_element_energies(references)
@@ -345,7 +345,7 @@ class IS2REData(BatchedData[Structures]):
 
     @staticmethod
     def collate(items: list["Data"]) -> "Batch":
-        """One batch of structures."""
+        """Makes a batch of structures."""
         from torch_geometric.data import Batch
 
         return Batch.from_data_list(items)

@@ -1,4 +1,4 @@
-"""The domain of a training set. Outside it, energies are guesses or meaningless."""
+"""Domain of a training set. Outside it, energies are guesses or meaningless."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ DOMAIN = "domain.json"
 
 _SEEN = " (seen only by the initial weights)"
 _FAR = 0.1  # distance beyond the range of labels, in units of the range
-_ROUNDED = 0.02  # of a slab
+_ROUNDED = 0.02  # tolerance of the share of surface atoms
 _Range = tuple[int, int]
-_Aspect = tuple[str, str]  # and its element, if it concerns one
+_Aspect = tuple[str, str]  # name and, if it concerns one, element
 
 
 def read_domain(path: Path) -> object:
-    """Reads the domain.json of a run, for `Domain.from_json`; None without the file."""
+    """Reads the domain.json of a run, for `Domain.from_json`; None if there is no file."""
     if not path.is_file():
         return None
     return read_json(path, "JSON", "put back the file that training wrote")
@@ -60,7 +60,7 @@ class Elements(NamedTuple):
 
 @dataclass(frozen=True)
 class Domain:
-    """The contents of a training set.
+    """Contents of a training set.
 
     Attributes:
         systems: number of systems.
@@ -70,7 +70,7 @@ class Domain:
             None if no structure has tags.
         slab_atoms: the same for tags 0 and 1.
         untagged: number of structures without tags.
-        periodic: kinds of periodic boundaries, as "xyz", "xy" or "" for none.
+        periodic: kinds of periodic boundaries, such as "xyz" or "xy"; "" without periodic axes.
         relaxed: number of structures with relaxed positions.
         kind: kind of energies; see `molflt.data.structures.labels.energy_kind`.
         energy: smallest and largest relaxed energy, eV; None without labels.
@@ -78,9 +78,9 @@ class Domain:
             version 0.1.
         initial: domains of the initial weights, of their initial weights, and so on; empty for
             random initial weights. Kind and energies are those of the last data.
-        zero: True if clean slabs, and molecules without a slab, have the energy 0 in the model.
-            They can then be predicted, and the number of slab atoms is not compared. Not part of
-            the file.
+        zero: True for clean slabs, and for molecules without a slab, if they have the energy 0 in
+            the model. They can then be predicted, and the number of slab atoms is not compared. Not
+            part of the file.
     """
 
     systems: int
@@ -149,7 +149,7 @@ class Domain:
         )
 
     def after(self, initial: Domain) -> Domain:
-        """Returns the domain of a training that started from weights with another domain."""
+        """Returns the domain after training that started from weights with another domain."""
         return replace(self, initial=(replace(initial, initial=()), *initial.initial))
 
     def refusal(self, record: Data) -> str:
@@ -181,7 +181,7 @@ class Domain:
     def beyond_labels(self, energy: float) -> str:
         """Describes an energy, eV, that is far outside the training range; "" otherwise.
 
-        Total energies grow with the structure, so they are not compared.
+        Total energies grow with the size of the structure and are not compared.
         """
         if self.energy is None or self.kind == "total":
             return ""
@@ -207,7 +207,7 @@ class Domain:
         return [f"{', '.join(symbols)} {text}".strip() for text, symbols in found.items()]
 
     def _beyond(self, record: Data) -> dict[_Aspect, str]:
-        """Describes the difference of a structure from these data; "" if unknown."""
+        """Describes the differences of a structure from these data by aspect; "" if unknown."""
         slab, adsorbate, untagged = _parts(record)
         own, count = self.elements, len(record.atomic_numbers)
         found: dict[_Aspect, str] = {}
@@ -252,7 +252,7 @@ class Domain:
         return {"surface": f"share of surface (tag 1) in the slab: {share:.2f}, trained on {span}"}
 
     def describe(self) -> str:
-        """Summarizes number, elements and sizes of the systems."""
+        """Summarizes the number, elements and sizes of the systems."""
         parts = [_named(numbers) for numbers in self.elements]
         of = [f"{parts[0]}" if parts[0] else "", f"with {parts[1]}" if parts[1] else ""]
         if parts[2]:
@@ -264,7 +264,7 @@ class Domain:
         return "; from weights trained on ".join([own, *(one.describe() for one in self.initial)])
 
     def to_json(self) -> dict[str, object]:
-        """Returns plain numbers and lists."""
+        """Returns the domain as plain numbers, strings and lists."""
         return {
             "systems": self.systems,
             "elements": {
@@ -337,7 +337,7 @@ def _symbol(number: int) -> str:
 
 
 def _parts(record: Data) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns atomic numbers of slab, adsorbate, and structures without tags."""
+    """Returns the atomic numbers of slab and adsorbate, or those of a structure without tags."""
     numbers, tags = record.atomic_numbers, record.tags
     none = numbers[:0]
     if not bool((tags > Tag.SUBSURFACE).any()):
@@ -346,7 +346,7 @@ def _parts(record: Data) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _surface(record: Data) -> float:
-    """Returns the share of tag 1 in the slab."""
+    """Returns the share of atoms with tag 1 in the slab."""
     slab = record.tags[record.tags != Tag.ADSORBATE]
     return float((slab == Tag.SURFACE).float().mean())
 

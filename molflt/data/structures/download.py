@@ -1,4 +1,4 @@
-"""Downloads of public archives: disk space checked, resumed, verified; OC20 is unpacked in part."""
+"""Downloads of public archives, with checks of disk space and md5; OC20 is unpacked in part."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ GAME_NET = _Archive(
 _CHUNK = 1 << 20
 _ATTEMPTS = 5  # connections in a row without progress
 _TIMEOUT = 60.0  # s
-_RETRY = (408, 429)  # HTTP codes that pass, as do all from 500 on
+_RETRY = (408, 429)  # temporary HTTP errors, as are all from 500 on
 _SPLITS = ["10k/train", *VAL_SPLITS]
 _DOING = "is downloading to this folder; wait for it, or choose another folder"
 _FILE = "data.lmdb"
@@ -61,7 +61,7 @@ def download(
 ) -> None:
     """Download a public archive to DIRECTORY and verify it.
 
-    oc20-is2re: one archive for all splits, 8.1 GB (CC-BY-4.0); the requested ones are unpacked to
+    oc20-is2re: one archive for all splits, 8.1 GB (CC-BY-4.0); the requested splits are unpacked to
     DIRECTORY/is2re. game-net: GAME-Net's FG set, 3.1 MB (MIT), which scripts/game_net.py of the
     repository reads. Interrupted downloads are resumed; md5 sums are verified.
 
@@ -71,8 +71,8 @@ def download(
         splits: splits of OC20: 10k/train, 100k/train, all/train, val_id, val_ood_ads, val_ood_cat,
             val_ood_both, test_id, test_ood_ads, test_ood_cat, test_ood_both.
         base_url: address of the archive's folder, for mirrors.
-        md5: expected md5 of the archive, also of one that is already there. With another archive
-            than the official one, unpacked files are not compared with their sums.
+        md5: expected md5 of the archive, including one that is already there. With an archive other
+            than the official one, unpacked files are not compared with their checksums.
         keep_archive: keep OC20's archive after unpacking.
     """
     alone = FolderLock(directory, _DOING, ".lock.download").held
@@ -204,7 +204,7 @@ def _open(url: str, start: int) -> HTTPResponse:
 
 
 def _append(part: Path, start: int, reply: HTTPResponse, total: int) -> None:
-    """Writes a reply behind the first `start` bytes of a file."""
+    """Writes a reply after the first `start` bytes of a file."""
     options = {"unit": "B", "unit_scale": True, "desc": part.stem, "disable": None}
     with (
         open(part, "ab" if start else "wb") as raw,

@@ -1,4 +1,4 @@
-"""Checks of units and signs of energies, forces and stress from the data themselves."""
+"""Checks of the units and signs of energies, forces and stress, based on the data themselves."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ __all__ = [
 
 _Array = NDArray[np.float64]
 
-_ATOM = 20.92  # eV per Z^(7/3): upper bound for all electrons of an atom by Thomas and Fermi
+_ATOM = 20.92  # eV per Z^(7/3): upper bound for all electrons of an atom (Thomas and Fermi)
 
 MOST_FRAMES = 300
-"""most frames to compare; 300 frames of 1,000 atoms take 2 MB"""
+"""Maximum number of frames to compare; 300 frames of 1,000 atoms take 2 MB."""
 _FEWEST_PAIRS = 8
-_MOST_PAIRS = 50  # the nearest ones, because the trapezoidal rule is better for short paths
+_MOST_PAIRS = 50  # the nearest ones, because the trapezoidal rule is more accurate for short paths
 _SURE = 0.5  # smallest correlation of energy differences with predictions of forces or stress
-_FARTHEST = 0.5  # Å, largest root mean square distance of close frames
+_FARTHEST = 0.5  # Å, largest root mean square distance between close frames
 _MOST_STRAIN = 0.2
 _UNSURE = 0.5  # logarithm of the largest deviation from a unit
-_FORCES = {  # eV/Å of one unit
+_FORCES = {  # one unit in eV/Å
     "eV/Å": 1.0,
     "kcal/mol/Å": 0.0433641,
     "kJ/mol/Å": 0.0103643,
@@ -47,7 +47,7 @@ _FORCES = {  # eV/Å of one unit
     "meV/Å": 1e-3,
     "eV/nm": 0.1,
 }
-_STRESS = {  # eV/Å^3 of one unit
+_STRESS = {  # one unit in eV/Å^3
     "eV/Å^3": 1.0,
     "kbar": 6.2415091e-4,
     "GPa": 6.2415091e-3,
@@ -57,17 +57,17 @@ _STRESS = {  # eV/Å^3 of one unit
     "eV/bohr^3": 6.7483345,
 }
 _VIRIAL = "eV (stress times volume)"
-# Å. In one cell, the shear of virials (eV) spreads by this length times forces (eV/Å) and the root
-# of the number of atoms: 0.1 to 0.3 Å in EMT's crystals and slabs, 0.3 to 0.8 Å in DFT dynamics of
-# Cu, Li and Si.
+# Å. In one cell, the spread of the shear of virials (eV) is this length times the forces (eV/Å) and
+# the square root of the number of atoms. The length is 0.1 to 0.3 Å in crystals and slabs with EMT,
+# and 0.3 to 0.8 Å in DFT dynamics of Cu, Li and Si.
 _LENGTHS = (0.01, 10.0)
 _LENGTH = 0.35
 _CONVENTION = (
     "expected eV/Å^3 with ASE's sign, negative where a cell is compressed; VASP's are kbar, "
     "-1602.18 times that; a virial is minus the volume times that"
 )
-# Energy raises the pressure of a crystal: -2 to -4 with ASE's sign; the opposite, which a few
-# crystals that shrink when heated have, stays below.
+# The pressure of a crystal grows with its energy; the slope is -2 to -4 with ASE's sign. A few
+# crystals shrink when heated; their slope has the opposite sign but stays below this limit.
 _GRUENEISEN = 1.5
 _VACUUM = 4.0  # Å
 
@@ -102,7 +102,7 @@ def unit_fault(records: Iterable[Data]) -> str:
 
 
 def energy_unit_fault(records: Sequence[Data]) -> str:
-    """Returns why energies cannot be in eV, if they exceed those of all electrons; else ""."""
+    """Describes energies that exceed those of all electrons and cannot be in eV; else ""."""
     most = [
         float(-record.energy / (_ATOM * record.atomic_numbers.double() ** (7 / 3)).sum())
         for record in records
@@ -116,10 +116,10 @@ def energy_unit_fault(records: Sequence[Data]) -> str:
 
 
 def force_unit_fault(records: Iterable[Data]) -> str:
-    """Describes unit or sign of forces that do not fit the energies; "" if they fit or if unknown.
+    """Describes a wrong unit or sign of forces, judged by energies; "" if correct or unknown.
 
-    Between close frames of one system the energy changes by -(F_a + F_b) / 2 . (r_b - r_a) up to
-    the third order.
+    Between close frames of one system, the energy changes by -(F_a + F_b) / 2 . (r_b - r_a), up to
+    terms of third order.
 
     Args:
         records: structures with energies (eV) and forces; the first 300 are used.
@@ -134,7 +134,7 @@ def force_unit_fault(records: Iterable[Data]) -> str:
 
 
 def stress_unit_fault(records: Iterable[Data]) -> str:
-    """Describes unit or sign of stress that does not fit energies and forces; else "".
+    """Describes a wrong unit or sign of stress, judged by energies and forces; else "".
 
     Between close frames of one system with different cells, the energy changes by the volume times
     stress : strain, plus the work of the forces. If the cell is constant, the check relies on
@@ -147,7 +147,7 @@ def stress_unit_fault(records: Iterable[Data]) -> str:
 
 
 def stress_unjudged(records: Sequence[Data]) -> str:
-    """Reports that unit or sign of stress are unknown; "" if they are known, or without stress.
+    """Reports that the unit or sign of stress is unknown; "" if known, or without stress.
 
     Args:
         records: as for :func:`stress_unit_fault`.
@@ -159,7 +159,7 @@ def stress_unjudged(records: Sequence[Data]) -> str:
 
 
 def _judged_stress(records: Iterable[Data]) -> tuple[str, str]:
-    """Returns the fault of stress, and a note about what is unknown."""
+    """Returns the fault of stress, and the unknown properties of stress."""
     pairs, spreads = list[_Pair](), list[tuple[float, float, float]]()
     for frames in _systems(records, ("energy", "stress")):
         pairs += filter(None, (_strained(*two) for two in _nearest_frames(frames, strained=True)))
@@ -203,7 +203,7 @@ def _systems(records: Iterable[Data], known: Iterable[str]) -> list[list[_Frame]
 def _nearest_frames(
     frames: list[_Frame], strained: bool = False
 ) -> Iterator[tuple[_Frame, _Frame]]:
-    """Pairs each frame with the nearest one, in another cell or with all atoms close."""
+    """Pairs each frame with the nearest: in another cell if `strained`, else with close atoms."""
     points = np.stack([np.append(frame.pos, frame.cell) for frame in frames])
     if not strained:
         points = points[:, :-9]
@@ -222,7 +222,7 @@ def _nearest_frames(
 
 
 def _strained(a: _Frame, b: _Frame) -> _Pair | None:
-    """Returns None for frames that are too far apart, or without a volume."""
+    """Compares frames in different cells; None if they are too far apart or have no volume."""
     cell, volume = (a.cell + b.cell) / 2, abs(float(np.linalg.det((a.cell + b.cell) / 2)))
     if volume < 1:
         return None
@@ -238,7 +238,7 @@ def _strained(a: _Frame, b: _Frame) -> _Pair | None:
 
 
 def _in_one_cell(frames: list[_Frame]) -> list[tuple[float, float, float]]:
-    """Returns the spread of virials per force, Å, the slope of the trace, and the volume."""
+    """Returns the spread of virials per force (Å), the slope of the trace, and the volume."""
     cell = reduced_cell(frames[0].cell[None], np.ones((1, 3), dtype=bool))[0][0]
     count = len(frames)
     volume, root = abs(float(np.linalg.det(cell))), len(frames[0].pos) ** 0.5
@@ -260,7 +260,7 @@ def _in_one_cell(frames: list[_Frame]) -> list[tuple[float, float, float]]:
     clear = (
         count >= 5
         and abs(covariance[0, 1]) > 0.9 * variances**0.5 > 0
-        and np.trace(gram) ** 2 > directions / 2 * (gram**2).sum()  # not a path of a relaxation
+        and np.trace(gram) ** 2 > directions / 2 * (gram**2).sum()  # not the path of a relaxation
         and (gaps * lattice_heights(cell[None], np.ones((1, 3), dtype=bool))).max() < _VACUUM
     )
     slope = float(covariance[0, 1] / covariance[0, 0]) if clear else float("nan")
@@ -270,7 +270,7 @@ def _in_one_cell(frames: list[_Frame]) -> list[tuple[float, float, float]]:
 def _wrong_unit(
     label: str, pairs: list[_Pair], units: Mapping[str, float], fewest: int
 ) -> str | None:
-    """Returns the fault by the slope of energy changes; None if it is unknown."""
+    """Describes a wrong unit, by the slope of energy changes; "" if correct, None if unknown."""
     x, y = np.array([[pair.predicted, pair.change] for pair in pairs]).reshape(-1, 2).T
     if len(pairs) < fewest or not x.any() or not y.any():
         return None

@@ -1,4 +1,4 @@
-"""Structures in memory, of ASE or PyG, as a source."""
+"""Source of structures in memory, from ASE or PyG."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _EXPECTED = "expected ase.Atoms, PyG's Data or Batch, a list of them, or a data 
 
 
 class StructuresInMemory(Held):
-    """A list of structures to predict, with the checks of files.
+    """List of structures to predict, with the same checks as for files.
 
     Args:
         given: `ase.Atoms` (see `molflt.data.structures.ase_files.AseStructures`), `Data` or `Batch`
-            of PyG with pos, atomic_numbers (or z) and perhaps cell, pbc, tags, fixed, sid, charge
-            and y_relaxed, or any number of these.
+            of PyG with pos, atomic_numbers (or z) and optional cell, pbc, tags, fixed, sid, charge
+            and y_relaxed; or a sequence of these.
         reading: convention of the tags of `Atoms`.
     """
 
@@ -76,7 +76,7 @@ def is_one(given: object) -> bool:
 
 
 def _flat(given: object) -> Iterable[object]:
-    """Yields the structures of one structure, a batch, or a sequence of either."""
+    """Yields the structures in a single structure, a batch, or a sequence of these."""
     if is_one(given):
         yield given
     elif hasattr(given, "to_data_list"):
@@ -102,7 +102,7 @@ def _is_mapping(given: object) -> bool:
 
 
 def _is_atoms(given: object) -> TypeGuard[Atoms]:
-    """Checks without loading ASE: such objects exist only if ASE is loaded."""
+    """Returns True for `ase.Atoms`, without loading ASE."""
     return hasattr(given, "get_chemical_formula") and hasattr(given, "positions")
 
 
@@ -111,7 +111,7 @@ def _is_data(given: object) -> TypeGuard[Data]:
 
 
 def _record_from_data(data: Data, number: int) -> Data:
-    """Converts PyG's data to a record without relaxed positions."""
+    """Converts PyG's `Data` to a record without relaxed positions."""
     numbers = data.get("atomic_numbers")
     numbers = data.get("z") if numbers is None else numbers
     if data.get("pos") is None or numbers is None:

@@ -35,32 +35,33 @@ __all__ = [
 
 EnergyKind = Literal["adsorption", "total", "unknown"]
 
-# OC20 keeps adsorption energies within 10 eV of zero after relaxation; beyond twice that they are a
-# failed calculation or a total energy.
+# OC20 keeps relaxed adsorption energies within 10 eV of 0; beyond twice that, an energy is from a
+# failed calculation, or it is a total energy.
 MOST_ADSORPTION = 20.0  # eV
 MOST_FORCE = 1e3
-"""eV/Å. Organic molecules at 1,200 K stay below 12. By the repulsion of Ziegler, Biersack and
-Littmark, this is the force between two carbon atoms at 0.43 Å, or two copper atoms at 0.87 Å."""
+"""eV/Å. Forces in organic molecules at 1,200 K stay below 12. In the repulsive potential of
+Ziegler, Biersack and Littmark, this is the force between two carbon atoms at 0.43 Å, or two copper
+atoms at 0.87 Å."""
 MOST_STRESS = 10.0
-"""eV/Å^3, 1.6 TPa: five times the pressure in the center of the earth."""
+"""eV/Å^3, 1.6 TPa: five times the pressure at the center of the Earth."""
 
-# Median magnitude: adsorption energies stay small however large the system is, below 0.1 eV per
-# atom on slabs; total energies are 2 to 15 eV per atom, with all electrons far more.
+# Median magnitude. Adsorption energies stay small in large systems, below 0.1 eV per atom on slabs.
+# Total energies are 2 to 15 eV per atom, and far larger with all electrons.
 _TOTAL_PER_ATOM = 1.0  # eV
-# Relative to the largest label: far above rounding of float64, and below the resolution of methods
+# Relative to the largest label: far above float64 rounding, and below the resolution of methods
 _ROUNDING = 1e-12
-_MOST_BYTES = 100_000  # size of a file of references
+_MOST_BYTES = 100_000  # maximum size of a file of references
 _NEGLIGIBLE = 1e-10  # relative to the largest singular value
 
 
 def per_atom(energies: NDArray[np.float64], natoms: NDArray[np.int64]) -> float:
-    """Median magnitude of the known energies, eV per atom."""
+    """Returns the median magnitude of the known energies, eV per atom."""
     known = np.isfinite(energies)
     return float(np.median(np.abs(energies[known]) / natoms[known]))
 
 
 def energy_kind(energies: NDArray[np.float64], natoms: NDArray[np.int64]) -> EnergyKind:
-    """Returns "adsorption" or "total" by the magnitude; "unknown" without labels or in between."""
+    """Returns "adsorption" or "total", by magnitude; "unknown" without labels or in between."""
     known = np.isfinite(energies)
     if not known.any():
         return "unknown"
@@ -72,7 +73,7 @@ def energy_kind(energies: NDArray[np.float64], natoms: NDArray[np.int64]) -> Ene
 def other_kind(
     energies: NDArray[np.float64], natoms: NDArray[np.int64], learned: EnergyKind
 ) -> str:
-    """Describes energies of another kind than in training; "" for the same kind."""
+    """Describes energies whose kind differs from that in training; "" otherwise."""
     kind = energy_kind(energies, natoms)
     if {kind, learned} != {"adsorption", "total"}:
         return ""
@@ -83,7 +84,7 @@ def other_kind(
 
 
 def beyond_rounding(spread: float, energies: NDArray[np.float64]) -> float:
-    """Returns the standard deviation of energies, eV; 0 if it is only rounding."""
+    """Returns `spread`, the standard deviation of energies, eV; 0 if it is only rounding."""
     return spread if spread > _ROUNDING * float(np.abs(energies).max()) else 0.0
 
 
@@ -94,13 +95,13 @@ def label_faults(
     at_pos: bool = False,
     kind: EnergyKind | None = None,
 ) -> dict[int, str]:
-    """Returns faults by index of the system: missing labels, and adsorption energies beyond 20 eV.
+    """Returns faults by system index: missing labels, and adsorption energies beyond 20 eV.
 
     Args:
         energies: y_relaxed, (systems,), eV; NaN if missing.
         natoms: (systems,).
         required: count a missing label as a fault.
-        at_pos: energies of single points, which have no limit.
+        at_pos: True for energies of single points, which have no limit.
         kind: kind of the energies; None to determine it from them.
     """
     faults: dict[int, str] = {}
@@ -120,7 +121,7 @@ def point_fault(record: Data) -> str:
     """Returns the reason why forces or stress of a structure are absurd, or ""."""
     sizes = record.forces.double().norm(dim=1)
     stress = float(record.stress.abs().max())
-    if bool((sizes > MOST_FORCE).any()):  # NaN is not
+    if bool((sizes > MOST_FORCE).any()):  # False for NaN
         return (
             f"the force on atom {int(sizes.argmax())} is {float(sizes.max()):.4g} eV/Å; expected "
             f"at most {MOST_FORCE:g} eV/Å, far beyond dynamics and strained structures"
@@ -139,10 +140,10 @@ class ElementEnergies(NamedTuple):
 
     Attributes:
         energies: by atomic number, (119,), eV; 0 for elements that no structure has.
-        present: by atomic number, (119,) bool, elements with an energy.
+        present: by atomic number, (119,) bool; True for elements with an energy.
         undetermined: number of combinations of elements that the compositions do not determine;
             their energies are as small as possible.
-        mean: of the residual labels, eV.
+        mean: mean of the residual labels, eV.
         std: their standard deviation, eV; 0 if it is only rounding.
     """
 
@@ -158,10 +159,10 @@ def fit_element_energies(
     given: Mapping[int, float] | None = None,
     of_adsorbates: bool = False,
 ) -> ElementEnergies:
-    """Fits y_relaxed = sum over atoms of the energy of their element.
+    """Fits y_relaxed by sums of element energies over the atoms.
 
-    Least squares of smallest norm, from the triangle of a QR decomposition that takes structures in
-    blocks: exact in float64 for energies of 1e5 eV, with constant memory.
+    This is the least-squares solution of smallest norm, from the triangle of a QR decomposition
+    over blocks of structures. It is exact in float64 for energies of 1e5 eV, with constant memory.
 
     Args:
         dataset: structures with finite labels.
@@ -185,7 +186,7 @@ def fit_element_energies(
         energies[[*given]] = [*given.values()]
         expect_elements(str(dataset.path), present, given)
         present[[*given]] = True
-    # rotated residuals and ones, which keeps their products
+    # rotated residuals and ones; the rotation keeps their products
     left, ones = triangle[:, -1] - triangle[:, :-2] @ energies, triangle[:, -2]
     mean = float(left @ ones / count)
     spread = float(np.linalg.norm(left - mean * ones) / np.sqrt(count))
@@ -204,7 +205,7 @@ def expect_elements(name: str, present: NDArray[np.bool_], given: Mapping[int, f
 
 
 def read_element_energies(path: Path) -> dict[int, float]:
-    """Reads energies, eV, by atomic number from a JSON or YAML file of energies by symbol."""
+    """Reads a JSON or YAML file of energies, eV, by symbol; returns them by atomic number."""
     import yaml
     from ase.data import atomic_numbers
 
@@ -215,7 +216,7 @@ def read_element_energies(path: Path) -> dict[int, float]:
         text = path.read_bytes()[:_MOST_BYTES].decode()
         content = (
             None if "&" in text else yaml.safe_load(text)
-        )  # without anchors, which can grow exponentially
+        )  # without anchors, whose contents can grow exponentially
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise ValueError(f"{expected}; {shown(str(error), 80)}") from None
     if not isinstance(content, dict) or not content:

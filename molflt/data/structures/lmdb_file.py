@@ -1,7 +1,7 @@
-"""Reader of LMDB files without the library, in which a damaged page can crash the process.
+"""Reader for LMDB files without the LMDB library, which can crash on a damaged page.
 
-It reads one table. Format: https://git.openldap.org/openldap/openldap, mdb.c of LMDB 0.9, "Page
-headers" and following. Every offset in the file is checked before it is used.
+It reads one table. Format: https://git.openldap.org/openldap/openldap, mdb.c of LMDB 0.9, from the
+section "Page headers" onward. Every offset in the file is checked before it is used.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NO_PAGE = 2**64 - 1
 
 
 class _Root(NamedTuple):
-    """Reads the newer of the two meta pages."""
+    """Root of the table, from the newer of the two meta pages."""
 
     page_size: int
     depth: int
@@ -37,7 +37,7 @@ class _Root(NamedTuple):
 
 
 class LmdbFile:
-    """The unnamed table of an LMDB file, mapped to memory on first use in each process.
+    """Unnamed table of an LMDB file, mapped to memory on first use in each process.
 
     Args:
         path: the file.
@@ -82,7 +82,7 @@ class LmdbFile:
 
     @cached_property
     def _root(self) -> _Root:
-        """Returns the newer one of the two alternating tables."""
+        """Returns the root of the newer of the two alternating tables."""
         first = self._meta(0)
         second = first and self._meta(first[1].page_size)
         if not first or not second:
@@ -90,10 +90,10 @@ class LmdbFile:
                 f"{self.path}: not an LMDB file, or a damaged one; got "
                 f"{len(self._content)} bytes that begin otherwise; download or copy it again"
             )
-        return max(first, second, key=lambda meta: meta[0])[1]  # the first of equals, as LMDB
+        return max(first, second, key=lambda meta: meta[0])[1]  # if equal, the first, as in LMDB
 
     def _meta(self, at: int) -> tuple[int, _Root] | None:
-        """Returns number and table of the meta page at an offset, or None."""
+        """Returns the number and table of the meta page at an offset, or None."""
         content, start = self._content, at + _HEADER.size
         if len(content) < start + _META.size + 2 * _TABLE.size + 16:
             return None
@@ -112,7 +112,7 @@ class LmdbFile:
         return number, _Root(page_size, depth, entries, root, last_page)
 
     def _page(self, number: int) -> tuple[int, int, int]:
-        """Returns start, kind (2 leaf, 1 branch) and number of nodes of a page."""
+        """Returns the start, kind (2 leaf, 1 branch) and number of nodes of a page."""
         size = self._root.page_size
         start = number * size
         if number > self._root.last_page or start + size > len(self._content):
@@ -141,8 +141,8 @@ class LmdbFile:
             return None
         for _ in range(self._root.depth):
             start, kind, nodes = self._page(number)
-            first, beyond = 0, nodes  # last node up to the key
-            while beyond - first > 1:  # which has no key and covers all lower ones
+            first, beyond = 0, nodes  # search for the last node up to the key
+            while beyond - first > 1:  # the first node of a branch covers all lower keys
                 middle = (first + beyond) // 2
                 if self._node(start, middle)[2] <= key:
                     first = middle

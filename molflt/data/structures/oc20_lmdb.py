@@ -58,13 +58,12 @@ def _shards_in(folder: Path) -> list[Path]:
 class Oc20Lmdb(Structures):
     """OC20's pickled LMDB: one file, or a folder of shards sorted by name.
 
-    Reading costs about 2 ms a record; train from a compact store (``molflt data convert``).
+    Reading takes about 2 ms per record. Train from a compact store (``molflt data convert``).
 
     Args:
         path: LMDB file, or folder with ``*.lmdb`` shards.
-        skip_bad: leave out records that are missing or not valid and list them in ``bad`` as
-            (name, reason).
-        check: with `skip_bad`, read all records once; otherwise records that are not valid raise
+        skip_bad: leave out missing or invalid records and list them in ``bad`` as (name, reason).
+        check: with `skip_bad`, read all records once; otherwise, invalid records raise an error
             when they are read.
     """
 
@@ -100,7 +99,7 @@ class Oc20Lmdb(Structures):
 
     @property
     def natoms(self) -> np.ndarray:
-        """Atoms in each structure, (len,) int64, from metadata.npz or one pass over the records."""
+        """Number of atoms in each structure, (len,) int64, from metadata.npz or all records."""
         if self._natoms is None:
             counts = self._natoms_beside()
             if counts is None:
@@ -177,7 +176,7 @@ class Oc20Lmdb(Structures):
         return self.shards[shard], keys[index - int(self._ends[shard]) + len(keys)]
 
     def _name(self, index: int) -> str:
-        """Returns file and key of a record, for messages."""
+        """Returns the file and key of a record, for messages."""
         shard, key = self._locate(index)
         return f"{shard.path}: key '{key}'"
 
@@ -229,7 +228,7 @@ class Oc20Lmdb(Structures):
         return record
 
     def _natoms_beside(self) -> np.ndarray | None:
-        """Returns natoms of metadata.npz if its length, first and last number fit the records."""
+        """Returns natoms of metadata.npz if its length and end values match the records."""
         folder = self.path if self.path.is_dir() else self.path.parent
         file = folder / "metadata.npz"
         if not file.is_file() or len(_shards(folder)) != len(self.shards):
@@ -267,7 +266,7 @@ def _declared_length(shard: LmdbFile) -> int | None:
 
 
 def _gaps(keys: list[int], count: int | None) -> list[str]:
-    """Returns the gaps in sorted keys from 0 to count - 1; none without a count."""
+    """Describes the gaps in sorted keys from 0 to count - 1; empty if `count` is None."""
     ends = [] if count is None else [-1, *keys, count]
     gaps = [(a + 1, b - 1) for a, b in itertools.pairwise(ends) if b - a > 1]
     return [f"key '{a}'" if a == b else f"keys '{a}' to '{b}'" for a, b in gaps]

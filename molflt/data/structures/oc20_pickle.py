@@ -1,6 +1,6 @@
-"""Reader of OC20's pickled records that does not run code from them.
+"""Reader for OC20's pickled records that does not run code from them.
 
-Python's unpickler gets inert objects of this module for an allow-list of names.
+For names on an allow-list, Python's unpickler gets inert objects of this module.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _STORAGES = {  # name in torch -> numpy's type of its numbers
 
 
 class _Refused(ValueError):
-    """A pickle needs something outside the allow-list."""
+    """Raised if a pickle needs a name outside the allow-list."""
 
 
 class _Damaged(ValueError):
-    """A pickle is damaged, or not a record."""
+    """Raised if a pickle is damaged or not a record."""
 
 
 class _Instance:
-    """An object of PyG: its state, without behavior."""
+    """Object of PyG: its state, without behavior."""
 
     state: object = None
 
@@ -52,7 +52,7 @@ class _Data(_Instance):
 
 
 class _Dtype(_Instance):
-    """``numpy.dtype`` of a plain number; its state holds the byte order."""
+    """Replaces ``numpy.dtype`` for plain numbers; its state holds the byte order."""
 
     def __init__(self, code: object, align: object = False, copy: object = True) -> None:
         if not isinstance(code, str) or not re.fullmatch(r"[<>|=]?([iu][1248]|f[248]|b1)", code):
@@ -77,7 +77,7 @@ class _Storage(NamedTuple):
 
 
 def _scalar(dtype: _Dtype, content: bytes) -> np.generic:
-    """``numpy.core.multiarray.scalar`` for plain numbers."""
+    """Replaces ``numpy.core.multiarray.scalar`` for plain numbers."""
     (value,) = np.frombuffer(content, dtype.kind)
     return cast("np.generic", value)
 
@@ -85,7 +85,7 @@ def _scalar(dtype: _Dtype, content: bytes) -> np.generic:
 def _tensor(
     storage: _Storage, offset: int, size: tuple[int, ...], stride: tuple[int, ...], *_hooks: object
 ) -> Tensor:
-    """``torch._utils._rebuild_tensor_v2`` within the bounds of the storage and without hooks."""
+    """Replaces ``torch._utils._rebuild_tensor_v2``; checks bounds and ignores hooks."""
     if not isinstance(storage, _Storage):
         raise _Damaged("expected the storage of a tensor")
     kind, numbers = storage
@@ -105,17 +105,17 @@ def _tensor(
 
 
 def _no_hooks() -> dict[str, object]:
-    """``collections.OrderedDict`` of the hooks of a tensor."""
+    """Replaces ``collections.OrderedDict`` for the hooks of a tensor."""
     return {}
 
 
 def _made(cls: type[_Instance], base: object, state: None) -> _Instance:
-    """``copyreg._reconstructor``, which makes objects in protocols 0 and 1."""
+    """Replaces ``copyreg._reconstructor``, which makes objects in protocols 0 and 1."""
     return cls()
 
 
 def _encoded(text: str, encoding: str) -> bytes:
-    """``codecs.encode`` of bytes in protocols 0 to 2."""
+    """Replaces ``codecs.encode`` for bytes in protocols 0 to 2."""
     return text.encode("latin1")
 
 
@@ -128,7 +128,7 @@ def _build(reader: Any) -> None:
 
 
 class _Reader(pickle._Unpickler):
-    """The unpickler written in Python, whose memo uses only the memory that it needs."""
+    """Unpickler written in Python, whose memo uses only the memory that it needs."""
 
     dispatch = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: _build}  # noqa: RUF012
 
@@ -149,7 +149,7 @@ _STORAGE_NAMES = {f"torch.{kind}Storage": kind for kind in _STORAGES}
 
 
 def _storage(content: bytes) -> _Storage:
-    """``torch.storage._load_from_bytes``: five small pickles, a count, and the numbers."""
+    """Replaces ``torch.storage._load_from_bytes``: five small pickles, a count, and numbers."""
     file = io.BytesIO(content)
     try:
         found = [_Reader(file, _STORAGE_NAMES).load() for _ in range(5)]
@@ -205,7 +205,7 @@ def _fields(content: bytes) -> dict[str, _Field]:
 
 
 def _decode_record(content: bytes, where: str) -> dict[str, _Field]:
-    """Returns the fields of one pickled ``torch_geometric.data.Data``, of PyG 1.x or later.
+    """Returns the fields of one pickled ``torch_geometric.data.Data`` from PyG 1.x or later.
 
     Fields that are None are omitted. Raises ValueError for names other than tensors and plain
     numbers, and for damaged records.

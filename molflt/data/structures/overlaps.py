@@ -18,23 +18,24 @@ if TYPE_CHECKING:
 __all__ = ["TOO_NEAR", "atoms_coincide", "equal_structures", "fingerprint", "overlaps_of"]
 
 TOO_NEAR = 0.1
-"""Å; the shortest bond, that of hydrogen, has 0.74 Å."""
+"""Å; the shortest bond, in the hydrogen molecule, is 0.74 Å."""
 
 _SHIFTS = np.array([*product((0.0, 0.5), repeat=3)])
 _WAVES = np.random.default_rng(0).integers(1, 7, (12, 3)) * np.array(
     [*product((1, -1), (1, -1, 1), (1, -1))]
 )
 _CENTERS, _SHARP = np.random.default_rng(1).uniform(0, 2 * np.pi, (12, 3)), 6.0
-_LENGTH = 20.0  # Å, longest wave along axes that are not periodic
+_LENGTH = 20.0  # Å, longest wavelength along axes that are not periodic
 _EQUAL = 3e-5  # tolerance of features; float32 changes them by 1e-5
 _PLACES = np.array([1, 1_000_003, 1_000_003**2])  # larger than the number of bins along an axis
 
 
 def atoms_coincide(record: Data) -> bool:
-    """True if two atoms are closer than `TOO_NEAR`, periodic images included.
+    """Returns True if two atoms, or their periodic images, are closer than `TOO_NEAR`.
 
-    Sorts atoms into bins of twice that width, in eight grids shifted by half a bin. Atoms at this
-    distance share a bin in at least one grid. The time is linear in the number of atoms.
+    Atoms are sorted into bins of twice that width, in eight grids shifted by half a bin. Atoms
+    within this distance share a bin in at least one grid. The time is linear in the number of
+    atoms.
     """
     pos, axes = record.pos.double().numpy(), record.pbc[0].numpy()
     reduced = reduced_cell(record.cell.double().numpy(), record.pbc.numpy())[0][0]
@@ -55,11 +56,11 @@ def atoms_coincide(record: Data) -> bool:
 def fingerprint(record: Data) -> NDArray[np.float64]:
     """Returns features that are equal for equal structures up to rounding.
 
-    They contain sums over the atoms of waves, and of peaks for crystals whose waves cancel. They do
-    not depend on the order of atoms or on the periodic image.
+    They contain sums of waves over the atoms, and sums of peaks for crystals whose waves cancel.
+    They do not depend on the order of atoms or on the choice of periodic images.
 
     Returns:
-        (46,): hash of elements, periodic axes and total charge, cell (Å), sums.
+        (46,): hash of elements, periodic axes and total charge; cell (Å); sums.
     """
     numbers, axes = record.atomic_numbers.numpy(), record.pbc[0].numpy()
     whole = np.sort(numbers).tobytes() + axes.tobytes()
@@ -77,8 +78,7 @@ def fingerprint(record: Data) -> NDArray[np.float64]:
 
 
 def equal_structures(features: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Returns a number per structure, equal for equal structures: (structures, 46) ->
-    (structures,)."""
+    """Numbers structures; equal structures share a number: (structures, 46) -> (structures,)."""
     line = features[:, 1:] @ np.random.default_rng(1).normal(size=features.shape[1] - 1)
     order = np.lexsort((line, features[:, 0]))
     differ = (np.abs(np.diff(features[order], axis=0)) > _EQUAL).any(axis=1)
@@ -95,7 +95,7 @@ def _basis(cell: NDArray[np.float64], axes: NDArray[np.bool_]) -> NDArray[np.flo
 
 
 def overlaps_of(name: str, sids: Sequence[int] = (), count: int = 1) -> str:
-    """Describes `count` structures with coinciding atoms, with some sids."""
+    """Describes the structures in `sids`, out of `count`, that have coinciding atoms."""
     has, whose = "it has", "its energy means"
     if sids:
         has, whose = f"{len(sids)} of {count} structures have", "their energies mean"

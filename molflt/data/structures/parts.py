@@ -22,7 +22,7 @@ __all__ = ["Joined", "Part", "element_faults", "split_by_seed", "with_sound_labe
 
 
 class _View(Structures):
-    """Structures of other sources, located by `_at`."""
+    """Structures of other sources, which `_at` locates."""
 
     @abstractmethod
     def _at(self, index: int) -> tuple[Structures, int]:
@@ -85,7 +85,7 @@ class Joined(_View):
         return source, stored - int(self._ends[number]) + len(source)
 
     def place(self, index: int) -> int:
-        """Also counts skipped structures of earlier sources."""
+        """Returns the index of a structure over all sources, including skipped structures."""
         number = int(np.searchsorted(self._ends, self._stored(index), side="right"))
         before = sum(len(source) + len(source.bad) for source in self.sources[:number])
         return before + super().place(index)
@@ -96,7 +96,7 @@ class Joined(_View):
 
     @property
     def natoms(self) -> np.ndarray:
-        """Atoms in each structure, (len,) int64."""
+        """Number of atoms in each structure, (len,) int64."""
         return np.concatenate([source.natoms for source in self.sources])
 
     @property
@@ -106,11 +106,11 @@ class Joined(_View):
 
 
 class Part(_View):
-    """Structures of a source, in its order.
+    """Selected structures of a source, in the order of the source.
 
     Args:
         source: source of any kind.
-        kept: their indices in the source, ascending.
+        kept: indices of these structures in the source, ascending.
         energies: y_relaxed of the whole source, (len,), eV, if it is known.
     """
 
@@ -138,7 +138,7 @@ class Part(_View):
 
     @property
     def natoms(self) -> np.ndarray:
-        """Atoms in each structure, (len,) int64."""
+        """Number of atoms in each structure, (len,) int64."""
         natoms: np.ndarray = self.source.natoms[self._kept]
         return natoms
 
@@ -158,14 +158,14 @@ class Part(_View):
 def without(
     source: Structures, energies: NDArray[np.float64] | None, faults: Mapping[int, str]
 ) -> Structures:
-    """Returns the structures of a source without faults; others are listed in `bad`."""
+    """Returns the structures of a source that have no faults; others are listed in `bad`."""
     part = Part(source, np.setdiff1d(np.arange(len(source)), list(faults)), energies)
     part.bad += [(f"{source.path}: sid {int(source[i].sid)}", faults[i]) for i in faults]
     return part
 
 
 def element_faults(source: Structures, undescribed: Collection[int]) -> dict[int, str]:
-    """Returns reasons by index of structures with elements that a model does not support."""
+    """Returns faults, by index, for structures with elements that a model does not support."""
     from ase.data import chemical_symbols
 
     numbers, faults = np.array(sorted(undescribed), dtype=np.int64), {}
@@ -178,7 +178,7 @@ def element_faults(source: Structures, undescribed: Collection[int]) -> dict[int
 
 
 def split_by_seed(source: Structures, fraction: float, seed: int) -> tuple[Part, Part]:
-    """Draws a training and a validation part by seed."""
+    """Splits a source at random, by seed, into a training part and a validation part."""
     count = len(source)
     if count < 2:
         raise ValueError(
@@ -193,11 +193,10 @@ def split_by_seed(source: Structures, fraction: float, seed: int) -> tuple[Part,
 def with_sound_labels(
     opened: Mapping[str, Structures], train: str, val: str
 ) -> dict[str, Structures]:
-    """Refuses missing and absurd labels, or leaves their structures out.
+    """Refuses missing and absurd labels, or leaves out their structures.
 
-    Labels of one file are judged together in all splits. Warns if two files have labels of
+    Labels of one file are judged together, across all splits. Warns if two files have labels of
     different kinds.
-
     """
     energies = {split: part.y_relaxed for split, part in opened.items() if len(part)}
     natoms = {split: opened[split].natoms for split in energies}

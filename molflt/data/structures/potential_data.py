@@ -23,17 +23,17 @@ __all__ = ["PotentialData", "SinglePoints"]
 class SinglePoints(Part):
     """Structures of a source with energies at `pos`; others are left out.
 
-    `y_relaxed` holds these energies, the target.
+    `y_relaxed` holds these energies, which are the target.
 
     Args:
-        source: any.
+        source: source of any kind.
 
     Attributes:
         without_energy: number of structures that were left out.
-        with_forces, with_stress: number of structures with these labels.
-        force_scale: root mean square component of the forces, eV/Å; NaN without any.
-        force_size: mean magnitude of a component, eV/Å; NaN without any.
-        absurd: faults of forces or stress, by index in the source.
+        with_forces, with_stress: numbers of structures with these labels.
+        force_scale: root mean square of the force components, eV/Å; NaN without forces.
+        force_size: mean magnitude of the force components, eV/Å; NaN without forces.
+        absurd: faults found in forces or stress, by index in the source.
     """
 
     def __init__(self, source: Structures) -> None:
@@ -68,15 +68,15 @@ class PotentialData(IS2REData):
 
     Args:
         root: folder of the data set, with a file or a folder per split.
-        forces_key: array of forces in ASE's formats, eV/Å; by default results of a calculator,
-            forces, or REF_forces.
-        stress_key: name of the stress in info, eV/Å^3; by default results of a calculator, stress,
-            or REF_stress. A name with "virial" is read as a virial in eV.
-        tags: any: ignore tags in ASE's formats, which a potential does not need; oc20 or ase: check
+        forces_key: name of the forces in ASE's formats, eV/Å; by default the results of a
+            calculator, else forces, else REF_forces.
+        stress_key: name of the stress in info, eV/Å^3; by default the results of a calculator, else
+            stress, else REF_stress. A name with "virial" is read as a virial in eV.
+        tags: any ignores tags in ASE's formats, which a potential does not need; oc20 and ase check
             them.
-        check_units: refuse energies beyond what all electrons can give, forces and stress that do
-            not fit differences of energies between near frames, a force beyond 1,000 eV/Å and a
-            stress beyond 10 eV/Å^3, which `skip_bad` leaves out instead.
+        check_units: refuse energies beyond those of all electrons, and forces and stress that do
+            not match the energy differences between close frames. Also refuse forces beyond 1,000
+            eV/Å and stress beyond 10 eV/Å^3; with `skip_bad`, leave out these structures instead.
         options: see `molflt.data.structures.datamodule.IS2REData`.
     """
 
@@ -117,7 +117,7 @@ class PotentialData(IS2REData):
         return _sound(points) if self.check_units else points
 
     def expect_forces(self) -> None:
-        """Raises ValueError if the training split lacks forces, naming its other entries."""
+        """Raises ValueError if the training split lacks forces; suggests entries to use."""
         self.setup()
         points = self.datasets["train"]
         assert isinstance(points, SinglePoints)
@@ -141,15 +141,15 @@ class PotentialData(IS2REData):
         return said
 
     def force_scale(self) -> float:
-        """Root mean square component of the forces of the training split, eV/Å."""
+        """Returns the root mean square of the force components in the training split, eV/Å."""
         self.setup()
         points = self.datasets["train"]
         assert isinstance(points, SinglePoints)
-        return points.force_scale if points.force_scale > 1e-3 else 1.0  # 0 but for noise
+        return points.force_scale if points.force_scale > 1e-3 else 1.0  # 0 except for noise
 
 
 def _counts(known: Mapping[str, int], total: int, without: int) -> str:
-    """Counts the structures with each label."""
+    """Describes how many structures have each label."""
     parts = [
         f"{name} in {'all' if count == total else f'{count:,}'}"
         for name, count in known.items()

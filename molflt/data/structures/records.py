@@ -29,7 +29,7 @@ _TAGS = ", ".join(f"{tag:d} ({tag.name.lower()})" for tag in Tag)
 
 
 def _lattice_shift(delta: Tensor, cell: Tensor, pbc: Tensor) -> Tensor:
-    """Returns lattice vectors to subtract from differences for their shortest periodic images.
+    """Returns the lattice vectors to subtract from differences to get their shortest images.
 
     Args:
         delta: (N, 3), Å.
@@ -37,7 +37,7 @@ def _lattice_shift(delta: Tensor, cell: Tensor, pbc: Tensor) -> Tensor:
         pbc: (1, 3) bool.
 
     Returns:
-        (N, 3) float64, Å; exactly 0 where a vector is the shortest already.
+        (N, 3) float64, Å; exactly 0 where a vector is already the shortest.
     """
     axes = pbc.reshape(1, 3).numpy()
     reduced, _ = reduced_cell(cell.reshape(1, 3, 3).double().numpy(), axes)
@@ -46,8 +46,8 @@ def _lattice_shift(delta: Tensor, cell: Tensor, pbc: Tensor) -> Tensor:
         return torch.zeros_like(vectors)
     inverse = torch.linalg.pinv(basis)  # (3, axes): Cartesian -> fractional
     shift = torch.round(vectors @ inverse) @ basis
-    # Vectors up to half the smallest height of the cell are the shortest; for others the
-    # neighboring images are enough (Nguyen & Stehle, doi:10.1145/1597036.1597050).
+    # Vectors up to half the smallest height of the cell are the shortest; for others, it is enough
+    # to search the neighboring images (Nguyen & Stehle, doi:10.1145/1597036.1597050).
     doubtful = (vectors - shift).norm(dim=1) > 0.5 / inverse.norm(dim=0).max() * (1 - 1e-9)
     if doubtful.any():
         counts = sorted(itertools.product((0, -1, 1), repeat=len(basis)), key=np.count_nonzero)
@@ -80,13 +80,14 @@ def make_record(
     Args:
         pos: initial positions, (N, 3), Å, each coordinate within 1e5 Å. A structure whose center is
             more than 64 Å from the origin along an axis is moved, and an atom more than 256 Å from
-            the others to a nearer periodic image, because float32 would round their coordinates.
+            the others is moved to a nearer periodic image, because float32 would round their
+            coordinates.
         atomic_numbers: (N,), 1 to 118; floating point is accepted if the values are integral.
-        cell: lattice vectors as rows, (3, 3) or (1, 3, 3), Å; none for a molecule.
+        cell: lattice vectors as rows, (3, 3) or (1, 3, 3), Å; None for a molecule.
         pbc: periodic axes, (3,); by default all three if there is a cell, otherwise none.
         tags: (N,), 0 subsurface, 1 surface, 2 adsorbate; by default all 0 (unknown).
         fixed: (N,), True for atoms that are fixed in the relaxation; by default all are free.
-        sid: identifier of the system, an integer of 64 bits, in any type that holds it exactly.
+        sid: identifier of the system, a 64-bit integer in any type that holds it exactly.
         y_init: energy of the initial structure, eV; None if unknown.
         y_relaxed: energy of the relaxed structure, eV; None if unknown.
         pos_relaxed: relaxed positions, (N, 3), Å, in any periodic image; None if unknown. OC20
@@ -94,8 +95,8 @@ def make_record(
             initial position.
         energy: energy at `pos`, eV, for potentials; None if unknown.
         forces: forces at `pos`, (N, 3), eV/Å; None if unknown.
-        stress: at `pos`, (3, 3), (1, 3, 3) or in Voigt's order (6,): xx, yy, zz, yz, xz, xy, eV/Å^3
-            with ASE's sign; None if unknown.
+        stress: stress at `pos`, eV/Å^3 with ASE's sign, (3, 3), (1, 3, 3) or (6,) in Voigt order
+            (xx, yy, zz, yz, xz, xy); None if unknown.
         charge: total charge, e; None or NaN if unknown, which counts as 0.
 
     Returns:
@@ -158,7 +159,7 @@ def _tensor(value: _Array, key: str, name: str) -> Tensor:
     try:
         if isinstance(value, Tensor):
             tensor = value.detach().cpu()
-        else:  # a copy: the source may be a read-only map
+        else:  # a copy: the source may be a read-only memory map
             tensor = torch.from_numpy(np.array(value))
     except (TypeError, ValueError, OverflowError) as error:
         reason = f"got the text {shown(value)}" if isinstance(value, str) else error
@@ -169,7 +170,7 @@ def _tensor(value: _Array, key: str, name: str) -> Tensor:
 
 
 def _whole(value: object, key: str) -> int:
-    """Returns an exact integer of 64 bits from text, or from a number of any type."""
+    """Returns an exact 64-bit integer from text or from a number of any type."""
     if isinstance(value, str):
         number = int(value) if re.fullmatch(r"[+-]?[0-9]{1,19}", value.strip()) else None
     elif isinstance(value, bool | np.bool_):
@@ -206,7 +207,7 @@ def _shown(value: object) -> str:
 
 def _flags(tensor: Tensor, key: str, name: str) -> Tensor:
     """Converts numbers 0 and 1 to booleans of the same shape."""
-    wrong = (tensor != 0) & (tensor != 1)  # NaN, too
+    wrong = (tensor != 0) & (tensor != 1)  # also True for NaN
     if wrong.any():
         raise ValueError(f"{name}: {key} must be 0 or 1; got {tensor[wrong][0].item()}")
     return tensor != 0
@@ -218,7 +219,7 @@ def _positions(value: _Array, key: str, name: str, count: int | None = None) -> 
         expected = f"({'N' if count is None else count}, 3)"
         raise ValueError(f"{name}: {key} must be {expected} in Å; got shape {tuple(tensor.shape)}")
     tensor = tensor.double()
-    near = (tensor.abs() <= FARTHEST).all(dim=1)  # false for NaN, too
+    near = (tensor.abs() <= FARTHEST).all(dim=1)  # also False for NaN
     if not near.all():
         atom = int((~near).nonzero()[0])
         raise ValueError(
@@ -276,14 +277,14 @@ def _cell(cell: _Array | None, pbc: _Array | None, name: str) -> tuple[Tensor, T
 
 
 def origin_of(pos: Tensor) -> Tensor:
-    """Returns the offset to subtract from positions (N, 3) float64, Å: (3,), 0 near the origin."""
+    """Returns the offset (3,) to subtract from positions (N, 3) float64, Å; 0 near the origin."""
     center = pos.median(dim=0).values
     coarse = (center / 1000).round() * 1000  # structures moved by round numbers keep their bits
     return torch.where((center - coarse).abs() <= _CENTERED, coarse, center.round())
 
 
 def _near(pos: Tensor, cell: Tensor, pbc: Tensor) -> Tensor:
-    """Returns positions, Å, with the nearest images of atoms far from the others."""
+    """Returns positions, Å, in which atoms far from the others are moved to nearer images."""
     apart = pos - pos.median(dim=0).values
     far = (apart.abs() > _APART).any(dim=1)
     return pos - _lattice_shift(apart * far[:, None], cell, pbc) if far.any() else pos

@@ -70,7 +70,7 @@ def files_of(paths: Paths) -> list[Path]:
 
 
 def named(paths: Paths) -> Path:
-    """Returns the path for messages: the given one, or a pattern of all."""
+    """Returns the path for messages: the given one, or a pattern that stands for several."""
     if isinstance(paths, str | Path):
         return Path(paths)
     names = [str(path) for path in paths]
@@ -81,17 +81,17 @@ def named(paths: Paths) -> Path:
 
 
 def exists(path: Path) -> bool:
-    """True if the file or folder exists, or a file matches the pattern."""
+    """Returns True if the file or folder exists, or a file matches the pattern."""
     return path.exists() or (_is_pattern(path) and bool(_matching(path)))
 
 
 def is_same(a: Path, b: Path) -> bool:
-    """True if both paths lead to the same file or folder, or are equal patterns."""
+    """Returns True if both paths lead to the same file or folder, or are equal patterns."""
     return a.samefile(b) if a.exists() and b.exists() else a == b
 
 
 def is_one_source(path: Path) -> bool:
-    """True for a file, a pattern, or a folder of structures that are not splits."""
+    """Returns True for a file, a pattern, or a folder of structures that are not splits."""
     if not path.is_dir():
         return exists(path)
     if is_shards(path):
@@ -105,15 +105,15 @@ def is_one_source(path: Path) -> bool:
 def split_path(root: str | Path, split: str) -> Path:
     """Returns the path of a split of a data set.
 
-    Searched in this order: ``ROOT/SPLIT.safetensors``, ``ROOT/SPLIT.lmdb``, a folder ``ROOT/SPLIT``
-    of LMDB shards, what other classes of `SOURCES` read, a folder ``ROOT/SPLIT`` of such files,
-    then the same below the folders of the OC20 download: ``ROOT`` may be the download's directory,
-    its ``is2re`` folder, or one subset in it such as ``is2re/10k`` (whose validation splits are
-    those of ``is2re/all``).
+    The search order is ``ROOT/SPLIT.safetensors``, ``ROOT/SPLIT.lmdb``, a folder ``ROOT/SPLIT`` of
+    LMDB shards, files of other classes in `SOURCES`, a folder ``ROOT/SPLIT`` of such files, and
+    then the same in the folders of the OC20 download. ``ROOT`` may be the directory of the
+    download, its ``is2re`` folder, or one subset such as ``is2re/10k``, whose validation splits are
+    those of ``is2re/all``.
 
     Args:
         root: folder of the data set.
-        split: ``train``, ``val_id``, ..., or with a subset, ``10k/train``.
+        split: ``train``, ``val_id``, ..., or, with a subset, ``10k/train``.
     """
     root = Path(root)
     if not root.is_dir():
@@ -148,10 +148,9 @@ def split_path(root: str | Path, split: str) -> Path:
 
 
 def sources_in(folder: Path) -> tuple[dict[str, Path], list[str]]:
-    """Returns files and folders with structures by name, in the order of splits, and names of
-    others.
+    """Returns files and folders with structures by name, in split order, and the other names.
 
-    JSON files are structures only if they are named like a split; others are settings.
+    JSON files count as structures only if they are named like a split; others are settings.
     """
     found: dict[str, Path] = {}
     others = []
@@ -179,13 +178,13 @@ def sources_in(folder: Path) -> tuple[dict[str, Path], list[str]]:
 def _files_in(folder: Path) -> list[Path]:
     found, others = _scan(folder)
     if not found:
-        sources_in(folder)  # says what there is
+        sources_in(folder)  # raises an error that lists the contents
     if others:
         _say_others(folder, len(found), tuple(others))
     return found
 
 
-@cache  # once in a process
+@cache  # once per process
 def _say_others(folder: Path, count: int, others: Sequence[str]) -> None:
     more = f" and {len(others) - _LISTED} more" * (len(others) > _LISTED)
     print(
@@ -195,7 +194,7 @@ def _say_others(folder: Path, count: int, others: Sequence[str]) -> None:
 
 
 def _scan(folder: Path) -> tuple[list[Path], list[str]]:
-    """Returns files of structures and folders of shards below a folder, and other names."""
+    """Returns the files of structures and folders of shards below a folder, and other names."""
     if is_shards(folder):
         return [folder], []
     found: list[Path] = []
@@ -245,7 +244,7 @@ def is_shards(folder: Path) -> bool:
 
 
 def _name(path: Path) -> str:
-    """Returns the name of a source without its ending."""
+    """Returns the name of a source without its extension."""
     plain = without_packing(path)
     known = {suffix for source in SOURCES.values() for suffix in source.suffixes}
     return plain.stem if path.is_file() and plain.suffix.lower() in known else path.name
@@ -270,7 +269,7 @@ def _matching(path: Path) -> list[Path]:
 
 
 def _patterns(text: str) -> list[str]:
-    """Expands a pattern with braces."""
+    """Expands the braces of a pattern."""
     braces = re.search(r"\{([^{}]*,[^{}]*)\}", text)
     if braces is None:
         return [text]
@@ -279,5 +278,5 @@ def _patterns(text: str) -> list[str]:
 
 
 def _natural(path: Path) -> list[str | int]:
-    """Sorts 2.vasp before 10.vasp."""
+    """Returns a sort key that places 2.vasp before 10.vasp."""
     return [int(part) if part.isdigit() else part for part in re.split(r"([0-9]+)", str(path))]

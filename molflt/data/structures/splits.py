@@ -19,7 +19,7 @@ SPLITS_IN_ORDER = ("train", *VAL_SPLITS, *TEST_SPLITS)
 
 
 class _Oc20File(NamedTuple):
-    """An LMDB of the official download: number of records, size in GB, md5 of ``data.lmdb``."""
+    """LMDB of the official download: number of records, size in GB, and md5 of ``data.lmdb``."""
 
     records: int
     gigabytes: float
@@ -27,7 +27,7 @@ class _Oc20File(NamedTuple):
 
 
 class _Oc20Archive(NamedTuple):
-    """The archive of all IS2RE and IS2RS splits (CC-BY-4.0)."""
+    """Archive of all IS2RE and IS2RS splits (CC-BY-4.0)."""
 
     base_url: str
     name: str

@@ -1,7 +1,8 @@
 """The compact store: structures and labels of one split in one safetensors file.
 
-Arrays are concatenated over all structures, with the start of each in ``offsets``. Reading does not
-unpickle or decompress. Edges are not stored, because attention does not need them.
+Arrays are concatenated over all structures, and ``offsets`` holds the start of each structure.
+Reading needs no unpickling or decompression. Edges are not stored, because attention does not need
+them.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _COLUMNS: dict[str, tuple[str, tuple[int, ...], str]] = {
     "stress": ("<f4", (3, 3), "structure"),
     "charge": ("<f8", (), "structure"),
 }
-# missing if no structure has one
+# omitted if no structure has values
 _OPTIONAL = ("pos_relaxed", "energy", "forces", "stress", "charge")
 _BLOCK = 10_000  # structures per check
 _BLOCK_WRITTEN = 1000  # structures per concatenation
@@ -67,9 +68,9 @@ def write_store(
         path: file to write, ending in ``.safetensors``; an existing one is replaced.
         records: structures as :func:`molflt.data.structures.records.make_record` returns them,
             optionally with a `name`, which replaces the sid in tables.
-        source: origin of the structures, for the header.
-        left_out: function of sids, y_relaxed (eV) and natoms of all structures, (structures,) each,
-            that returns indices of structures to leave out.
+        source: origin of the structures, stored in the header.
+        left_out: function of the sids, y_relaxed (eV) and natoms of all structures, (structures,)
+            each, that returns the indices of structures to leave out.
 
     Returns:
         Number of structures written.
@@ -105,13 +106,13 @@ def write_store(
     named = {places[index]: name for index, name in names.items() if index in places}
     header = {"names": json.dumps(named)} if named else {}
     header |= {"format": STORE, "version": _VERSION, "source": source}
-    clear_parts(path.parent)  # left by conversions that were killed
+    clear_parts(path.parent)  # left by interrupted conversions
     save_tensors(path, columns, header)
     return int(kept.sum())
 
 
 def _columns(record: Data) -> dict[str, np.ndarray]:
-    """Returns the checked arrays of one structure in the types of the store."""
+    """Returns the checked arrays of one structure, in the types of the store."""
     checked = make_record(
         pos=record.pos,
         atomic_numbers=record.atomic_numbers,
@@ -138,12 +139,12 @@ def _present(label: Tensor) -> Tensor | None:
 
 
 class StructureStore(Structures):
-    """A memory-mapped compact store, which can be sent to worker processes.
+    """Memory-mapped compact store, which can be sent to worker processes.
 
     Args:
         path: a ``.safetensors`` file made by :func:`write_store`.
-        skip_bad: leave out structures that are not valid instead of refusing them; they are listed
-            in ``bad`` as (sid, reason).
+        skip_bad: leave out invalid structures instead of refusing them; they are listed in ``bad``
+            as (sid, reason).
     """
 
     suffixes = (".safetensors",)
@@ -175,7 +176,7 @@ class StructureStore(Structures):
 
     @property
     def natoms(self) -> np.ndarray:
-        """Atoms in each structure, (len,) int64."""
+        """Number of atoms in each structure, (len,) int64."""
         counts = np.diff(self._open()["offsets"])
         return counts if self._kept is None else counts[self._kept]
 
@@ -197,13 +198,13 @@ class StructureStore(Structures):
             counted = (maps["tags"][atoms] == Tag.ADSORBATE) | (not of_adsorbates)
             own = np.bincount(numbers[atoms][counted], minlength=len(row))
             if own[0] or len(own) > len(row):
-                self[index]  # raises with the fault
+                self[index]  # raises an error that names the fault
             row += own
         return counts
 
     @property
     def source(self) -> str:
-        """Origin of the structures, stored by the writer."""
+        """Origin of the structures, as stored by the writer."""
         return self._noted("source")
 
     def _noted(self, name: str) -> str:
@@ -289,7 +290,7 @@ def _map_columns(path: Path) -> dict[str, np.ndarray]:
             raw = np.asarray(content[begin:end])
             if entry["dtype"] in _TYPES:
                 raw = raw.view(_TYPES[entry["dtype"]]).reshape(entry["shape"])
-            else:  # bytes that no column may contain
+            else:  # a type that no column may have
                 raw = raw.view(np.void)
             columns[name] = raw
     _check_columns(path, columns)
@@ -300,7 +301,7 @@ def _check_columns(path: Path, columns: dict[str, np.ndarray]) -> None:
     offsets = columns.get("offsets")
     if offsets is None or offsets.dtype != "<i8" or offsets.ndim != 1 or len(offsets) < 2:
         raise ValueError(f"{path}: key 'offsets' must be (structures + 1,) int64; convert it again")
-    if offsets[0] != 0 or (offsets[1:] <= offsets[:-1]).any():  # a difference could overflow
+    if offsets[0] != 0 or (offsets[1:] <= offsets[:-1]).any():  # differences could overflow
         raise ValueError(f"{path}: key 'offsets' must rise from 0; damaged, convert it again")
     entries = {"atom": int(offsets[-1]), "structure": len(offsets) - 1}
     for name, (dtype, shape, per) in _COLUMNS.items():
@@ -317,7 +318,7 @@ def _check_columns(path: Path, columns: dict[str, np.ndarray]) -> None:
 
 
 def _structure_faults(maps: dict[str, np.ndarray]) -> dict[int, str]:
-    """Returns faults of cells, axes and labels by index of the structure."""
+    """Returns faults of cells, axes and labels by structure index."""
     cell, pbc = maps["cell"], maps["pbc"]
     finite = np.isfinite(cell).all(axis=(1, 2))
     heights = lattice_heights(np.where(finite[:, None, None], cell, 0.0).astype(float), pbc)
@@ -344,7 +345,7 @@ def _structure_faults(maps: dict[str, np.ndarray]) -> dict[int, str]:
 
 
 def _atom_faults(maps: dict[str, np.ndarray], first: int, last: int) -> dict[int, str]:
-    """Returns faults of atoms of structures `first` to `last` - 1, by index of the structure."""
+    """Returns faults of the atoms in structures `first` to `last` - 1, by structure index."""
     offsets = maps["offsets"][first : last + 1]
     columns: dict[str, np.ndarray] = {
         name: maps[name][offsets[0] : offsets[-1]]
@@ -382,5 +383,5 @@ def _atom_faults(maps: dict[str, np.ndarray], first: int, last: int) -> dict[int
 
 
 def _outside(vectors: np.ndarray, most: float) -> np.ndarray:
-    """Returns a mask of (atoms, 3) values that are larger than `most` or not finite."""
+    """Returns the mask (atoms,) of vectors with a component beyond `most` or not finite."""
     return ~(np.abs(vectors) <= most).all(axis=1)

@@ -39,7 +39,7 @@ Purpose = Literal["potential", "is2re"]
 Statistics = dict[str, float] | None
 
 _MOST_INITIAL = 100.0  # eV: an initial structure may be strained
-_ALL_ELECTRONS = 15.0  # eV per atom, above most pseudopotentials
+_ALL_ELECTRONS = 15.0  # eV per atom, above the energies of most pseudopotentials
 
 _LABELS = ("y_init", "y_relaxed", "energy")
 
@@ -47,10 +47,11 @@ _LABELS = ("y_init", "y_relaxed", "energy")
 class Summary(TypedDict):
     """Summary of a source, as printed by `molflt data inspect --json`.
 
-    `recipe` is the recipe that fits the labels. `verified` is True if the digest of the file fits,
-    and None for files without one. `energies_look_like` is "adsorption", "total" or "unknown",
-    judged by the energy per atom. Distributions are given as count, min, mean, median and max, or
-    None if unknown; forces by magnitude, stress by component.
+    `recipe` is the recipe that fits the labels. `verified` is True if the digest of the file
+    matches, and None for files without a digest. `energies_look_like` is "adsorption", "total" or
+    "unknown", judged by the energy per atom. Distributions are given as count, min, mean, median
+    and max, or None if unknown; those of forces are over magnitudes, those of stress over
+    components.
     """
 
     path: str
@@ -99,18 +100,18 @@ def summarize(
     reading: Reading = AS_IT_IS,
     recipe: Purpose | None = None,
 ) -> Inspected:
-    """Reads a source once. Structures that are not valid are left out and listed.
+    """Summarizes a source, which is read once; invalid structures are left out and listed.
 
     Args:
         path: source for :func:`molflt.data.structures.open_dataset`.
-        limit: number of structures to use, the first ones.
+        limit: maximum number of structures to use, from the start.
         reading: how to read entries of ASE's formats.
         recipe: use of the labels; determined from them by default.
     """
     structures, seen = _OnePass(path, limit, True, reading), _Seen()
     for record, moved in structures:
         seen.take(record, moved)
-    assert seen.shown is not None  # _OnePass raises without structures
+    assert seen.shown is not None  # _OnePass raises an error without structures
     labels = dict(zip(_LABELS, np.array(seen.labels).T, strict=True))
     atoms = np.array(seen.atoms)
     recipe = recipe or _purpose(seen, labels, atoms)
@@ -152,7 +153,7 @@ def summarize(
 
 
 class _Seen:
-    """Columns of one pass, with a number or an array for each structure."""
+    """Values collected in one pass, with a number or an array for each structure."""
 
     def __init__(self) -> None:
         self.sids, self.atoms, self.moved = list[int](), list[int](), 0
@@ -188,11 +189,11 @@ class _Seen:
         if len(self.kept) < MOST_FRAMES and bool(record.energy.isfinite()):
             self.kept.append(record)
         if self.shown is None or (len(self.sids) <= 100 and record.natoms < self.shown.natoms):
-            self.shown = record  # small structures are the ones a picture can show
+            self.shown = record  # a picture can show only small structures
 
 
 def _purpose(seen: _Seen, labels: dict[str, np.ndarray], atoms: np.ndarray) -> Purpose:
-    """Forces, stress, and total energies of unrelaxed structures are for potentials."""
+    """Returns "potential" for forces, stress, or total energies of unrelaxed structures."""
     if seen.forces or seen.stress:
         return "potential"
     total = energy_kind(labels["energy"], atoms) == "total"
@@ -212,7 +213,7 @@ def _joined(parts: list[np.ndarray]) -> np.ndarray:
 
 
 def _statistics(values: np.ndarray) -> Statistics:
-    """Returns count, min, mean, median and max of the finite values; None without any."""
+    """Returns the count, min, mean, median and max of the finite values; None without any."""
     finite = values[np.isfinite(values)]
     if len(finite) == 0:
         return None
@@ -226,7 +227,7 @@ def _statistics(values: np.ndarray) -> Statistics:
 
 
 def _absurd(faults: Iterable[tuple[int, str]], systems: int) -> list[str]:
-    """Returns a line about structures with absurd labels, by sid."""
+    """Returns a line that counts structures with absurd labels and names one by its sid."""
     found = list(faults)
     return [
         f"absurd labels: {len(found)} of {systems} systems, for instance sid {sid}: {reason}"
@@ -244,7 +245,7 @@ def _of_potentials(
         ("forces", summary["with_forces"], named["forces"]),
         ("stress", summary["with_stress"], named["stress"]),
     ):
-        if known < systems and (why or name != "stress"):  # rare
+        if known < systems and (why or name != "stress"):  # stress is rarely given
             found.append(
                 f"no {name}: {systems - known} of {systems} systems" + f"; {why}" * bool(why)
             )
@@ -320,7 +321,7 @@ def _of_all(summary: Summary, seen: _Seen, features: np.ndarray) -> list[str]:
 
 
 def energies_in_words(summary: Summary) -> str:
-    """Returns the kind of energies, from their size per atom and the tags."""
+    """Describes the kind of energies, judged by the energy per atom and the tags."""
     values, kind = summary["energies_per_atom_eV"], summary["energies_look_like"]
     if values is None:
         return ""

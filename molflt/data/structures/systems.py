@@ -34,7 +34,7 @@ def write_systems(folder: Path, splits: Iterable[tuple[str, Iterable[System]]]) 
 
     Args:
         folder: folder of the data set.
-        splits: names of splits and their systems.
+        splits: names of the splits and their systems.
     """
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")

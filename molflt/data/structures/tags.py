@@ -31,21 +31,21 @@ __all__ = [
 
 _VACUUM = 4.5  # Å without atoms along one axis; layers of layered crystals are closer
 _MOLECULAR = (1, 6, 7, 8, 9, 15, 16, 17, 35, 53)  # H C N O F P S Cl Br I
-_ALSO = (3, 5, 14)  # Li B Si, in molecules that lie on a slab of other elements
-_BOND, _CONTACT = 1.25, 1.3  # times the sum of covalent radii: within molecules, and with slabs
+_ALSO = (3, 5, 14)  # Li B Si, in molecules on a slab of other elements
+_BOND, _CONTACT = 1.25, 1.3  # times the sum of covalent radii: in molecules, and with slabs
 _TOP = 2.0  # Å below the highest atom of the slab: surface, as in OC20
-_OUTSIDE = 0.5  # Å between a slab and such atoms
-_DEEP = 1.5  # Å below the highest atom of the slab: no adsorbate
+_OUTSIDE = 0.5  # Å between a slab and atoms of `_ALSO`
+_DEEP = 1.5  # Å below the highest atom of the slab: not an adsorbate
 _SAME_SITE = 0.8  # Å from a site of the continued lattice
-_SHELL = 5.0  # Å: the environment that a lattice repeats
-_LISTED = 5  # kinds of structures in a message
-_LAYER = 0.15  # Å between two layers, at least
-_EVEN = 0.45  # largest length of the mean direction to the neighbors of an atom inside a slab
+_SHELL = 5.0  # Å: radius of the environment that a lattice repeats
+_LISTED = 5  # maximum number of kinds of structures in a message
+_LAYER = 0.15  # Å, minimum distance between two layers
+_EVEN = 0.45  # maximum length of the mean direction to the neighbors of an atom inside a slab
 _THICK = 3.0  # Å: thinner slabs do not have an inside
-_MOST = 200  # atoms to compare with
-_FEWEST = 4  # neighbors to compare
-_REPEATED, _ALL = 0.8, 0.95  # share of matching neighbors: at the surface, inside
-_HELD = 0.2  # smallest share of fixed atoms if the others are the surface
+_MOST = 200  # maximum number of atoms to compare with
+_FEWEST = 4  # minimum number of neighbors to compare
+_REPEATED, _ALL = 0.8, 0.95  # minimum share of matching neighbors: at the surface, inside
+_HELD = 0.2  # minimum share of fixed atoms if the others are the surface
 
 _Flags = NDArray[np.bool_]
 _Numbers = NDArray[np.int64]
@@ -56,7 +56,7 @@ class Guess(NamedTuple):
 
     Attributes:
         tags: (N,), all 0 without a guess.
-        text: the number of atoms of each kind, or the reason why a guess failed.
+        text: number of atoms of each kind, or the reason why the guess failed.
     """
 
     tags: _Numbers
@@ -64,21 +64,23 @@ class Guess(NamedTuple):
 
 
 def guess_tags(record: Data, share: tuple[float, float] | None = None) -> Guess:
-    """Finds adsorbate, surface and subsurface atoms of a slab with vacuum along one axis.
+    """Finds the adsorbate, surface and subsurface atoms of a slab with vacuum along one axis.
 
-    Molecules of H, C, N, O, F, P, S, Cl, Br and I on the slab are the adsorbate, except atoms that
-    continue its lattice, such as oxygen of an oxide. Li, B and Si that are bonded to them above a
-    slab of other elements also belong to it. All other elements belong to the slab if they touch
-    it. If some atoms of the slab are fixed, the free ones are the surface, as in OC20. Otherwise
-    the surface has the atoms within 2 Å of the top, or with fewer neighbors than deeper ones.
+    Molecules of H, C, N, O, F, P, S, Cl, Br and I on the slab are the adsorbate, except for atoms
+    that continue the lattice of the slab, such as oxygen in an oxide. Li, B and Si also belong to
+    the adsorbate if they are bonded to such molecules above a slab of other elements. All other
+    elements belong to the slab if they touch it. If some atoms of the slab are fixed, the free ones
+    are the surface, as in OC20. Otherwise, the surface consists of the atoms within 2 Å of the top
+    or with fewer neighbors than deeper atoms.
 
     Args:
         record: structure of `molflt.data.structures.records.make_record`; its tags are not read.
-        share: smallest and largest share of surface atoms in slabs of a model's training data. If a
-            guess is outside, the top layers with the nearest share are the surface.
+        share: smallest and largest share of surface atoms in the slabs of a model's training data.
+            If a guess is outside this range, the top layers with the nearest share are the surface.
 
     Returns:
-        All tags are 0 for crystals, molecules, clusters and slabs without adsorbate.
+        The guess; its tags are all 0 for crystals, molecules, clusters and slabs without
+        adsorbates.
     """
     unknown = np.zeros(record.natoms, dtype=np.int64)
     atoms = _Atoms(record)
@@ -94,7 +96,7 @@ def guess_tags(record: Data, share: tuple[float, float] | None = None) -> Guess:
 
 
 class _Atoms:
-    """A structure, its vacuum and its bonds."""
+    """Structure with its vacuum and its bonds."""
 
     def __init__(self, record: Data, bonds: bool = True) -> None:
         from ase.geometry import complete_cell
@@ -103,7 +105,7 @@ class _Atoms:
         self.pos = record.pos.double().numpy()
         self.pbc = record.pbc[0].numpy()
         given = record.cell[0].double().numpy()
-        # an open axis is taken along the normal of the others
+        # an axis that is not periodic is taken along the normal of the others
         self.cell = complete_cell(np.where(self.pbc[:, None], given, 0.0))
         self.fixed = record.fixed.numpy() & ~record.fixed.numpy().all()
         self.molecular = np.isin(self.numbers, _MOLECULAR)
@@ -142,7 +144,7 @@ class _Atoms:
         self.bonded = near & self.molecular[self.i] & self.molecular[self.j]
 
     def _of_molecules(self, number: int, near: _Flags) -> _Flags:
-        """Mask of an element whose atoms all lie outside the slab with bonds to nonmetals, (N,)."""
+        """Returns the mask (N,) of an element whose atoms are all in molecules outside the slab."""
         own = self.numbers == number
         others = ~self.molecular & ~own
         if not own.any() or own.sum() >= others.sum():
@@ -152,11 +154,11 @@ class _Atoms:
         known = self.molecular | own
         bonds = near & known[self.i] & known[self.j]
         held = np.bincount(self.i[bonds & self.molecular[self.j]], minlength=len(own)) > 0
-        alone = not (self._endless(bonds).any(axis=0) & own).any()  # no film, as h-BN
+        alone = not (self._endless(bonds).any(axis=0) & own).any()  # not a film, such as h-BN
         return own & (bool((outside & held)[own].all()) and alone)
 
     def adsorbate(self) -> _Flags:
-        """Mask of molecules that do not continue the lattice of the slab, (N,)."""
+        """Returns the mask (N,) of molecules that do not continue the lattice of the slab."""
         slab = self._frame() | self.fixed
         if not slab.any():
             return ~slab
@@ -167,7 +169,7 @@ class _Atoms:
         if high - low > _THICK:
             surrounded = self._surrounded(slab)
             inside = surrounded & deep | self.fixed
-        else:  # atoms on one side only are adsorbed
+        else:  # elements on only one side are adsorbates
             middle = (low + high) / 2
             ends = [self.numbers[touching & (s * (heights - middle) > -0.5)] for s in (1, -1)]
             inside = touching & np.isin(self.numbers, np.intersect1d(*ends)) | self.fixed
@@ -184,7 +186,7 @@ class _Atoms:
         return ~slab
 
     def _frame(self) -> _Flags:
-        """Returns the mask of slab atoms by bonds, (N,): metals, or a sheet of nonmetals."""
+        """Returns the mask (N,) of slab atoms found by bonds: metals, or a sheet of nonmetals."""
         solid = ~self.molecular
         sheet = self._endless(self.bonded).all(axis=0)
         if sheet.sum() <= solid.sum():
@@ -198,7 +200,7 @@ class _Atoms:
         return np.asarray(sheet)
 
     def _endless(self, kept: _Flags) -> _Flags:
-        """Mask of atoms with bonds to their own next image, for both periodic axes: (2, N)."""
+        """Returns the mask (2, N) of atoms connected to their next image, by periodic axis."""
         count, found = len(self.numbers), []
         for axis in sorted({0, 1, 2} - set(self.open_axes)):
             i, j, step = self.i[kept], self.j[kept], self.shifts[kept, axis]
@@ -210,7 +212,7 @@ class _Atoms:
         return np.array(found)
 
     def _surrounded(self, slab: _Flags) -> _Flags:
-        """Mask of atoms with neighbors of the slab on all sides, (N,)."""
+        """Returns the mask (N,) of atoms that have slab atoms as neighbors on all sides."""
         near = slab[self.j]
         total = np.zeros((len(self.numbers), 3))
         np.add.at(total, self.i[near], self.directions[near])
@@ -218,7 +220,7 @@ class _Atoms:
         return (count > 1) & (np.linalg.norm(total, axis=1) < _EVEN * count)
 
     def _unbonded(self, slab: _Flags) -> _Flags:
-        """Mask of atoms whose kinds of bonds all occur inside the slab, (N,)."""
+        """Returns the mask (N,) of atoms whose kinds of bonds all occur inside the slab."""
         kinds = self.numbers[self.i] * 1000 + self.numbers[self.j]
         known = np.unique(kinds[self.bonded & slab[self.i] & slab[self.j]])
         foreign = self.bonded & ~np.isin(kinds, known)
@@ -231,7 +233,7 @@ class _Atoms:
         twins = np.flatnonzero(slab & (self.numbers == self.numbers[atom]))
         if not any(self._repeats(int(twin), atom, slab, sites) for twin in twins[:_MOST]):
             return False
-        # sites of a lattice are occupied across the surface, those of adsorbates are not
+        # lattice sites are occupied across the surface; sites of adsorbates are not
         like = self.pos[sites & (self.numbers == self.numbers[atom])] - self.pos[atom]
         away = [self._wrapped(like - move) for move in moves]
         there = [np.linalg.norm(one, axis=1).min() < _SAME_SITE for one in away]
@@ -254,7 +256,7 @@ class _Atoms:
     def _repeats(
         self, start: int, end: int, slab: _Flags, sites: _Flags, least: float = _REPEATED
     ) -> bool:
-        """Returns True if the surroundings of an atom in the slab occur around another one."""
+        """Returns True if the environment of a slab atom also occurs around another atom."""
         heights = self.heights[slab]
         shell = self._wrapped(self.pos[slab] - self.pos[start])
         away = np.linalg.norm(shell, axis=1)
@@ -269,12 +271,12 @@ class _Atoms:
         return bool(((lengths < _SAME_SITE) & same).any(axis=1).mean() >= least)
 
     def _wrapped(self, vectors: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Subtracts the nearest lattice vectors, by fractional coordinates."""
+        """Subtracts the nearest lattice vectors, found from fractional coordinates."""
         turns = np.round(vectors @ np.linalg.inv(self.cell)) * self.pbc
         return np.asarray(vectors - turns @ self.cell)
 
     def surface(self, adsorbate: _Flags, share: tuple[float, float] | None) -> _Flags:
-        """Mask of the surface atoms of the slab, (N,)."""
+        """Returns the mask (N,) of the surface atoms of the slab."""
         slab = ~adsorbate
         held = slab & self.fixed
         heights = self.depth(adsorbate)
@@ -303,7 +305,7 @@ class _Atoms:
         return slab & (heights >= order[ends[off.argmin()]] - 1e-9)
 
     def depth(self, adsorbate: _Flags) -> NDArray[np.float64]:
-        """Returns heights that increase towards the sides with adsorbates, (N,), Å."""
+        """Returns heights (N,), Å, that increase toward the sides with adsorbates."""
         slab = ~adsorbate
         if not slab.any():
             return self.heights
@@ -333,13 +335,13 @@ class _Atoms:
 
 
 def slab_has_one_tag(record: Data) -> bool:
-    """True if all atoms of a tagged slab are surface, or all are subsurface."""
+    """Returns True if all atoms of a tagged slab are surface atoms, or all are subsurface atoms."""
     slab = record.tags[record.tags != Tag.ADSORBATE]
     return bool(record.tags.any()) and len(slab) > 0 and bool((slab == slab[0]).all())
 
 
 def one_tagged(sids: Sequence[int], count: int) -> str:
-    """Returns a warning for structures with `slab_has_one_tag`."""
+    """Returns a warning about structures for which `slab_has_one_tag` is True."""
     return (
         f"slabs of one tag: {len(sids)} of {count} systems have slabs whose atoms are all surface "
         f"(tag 1) or all subsurface (tag 0), for instance sid {sids[0]}; correct the tags, except "
@@ -348,7 +350,7 @@ def one_tagged(sids: Sequence[int], count: int) -> str:
 
 
 def _groups(i: _Numbers, j: _Numbers, count: int) -> _Numbers:
-    """Labels of connected atoms, (count,)."""
+    """Returns labels (count,) of atoms, which are equal for connected atoms."""
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import connected_components
 
@@ -359,7 +361,7 @@ def _groups(i: _Numbers, j: _Numbers, count: int) -> _Numbers:
 def adsorbates(record: Data) -> _Numbers:
     """Returns the index of the adsorbate of each atom, (N,); -1 for atoms of the slab.
 
-    Adsorbates are connected atoms with tag 2, in the order of their first atoms.
+    Adsorbates are connected atoms with tag 2, numbered in the order of their first atoms.
     """
     from ase.data import covalent_radii
     from ase.geometry import complete_cell
@@ -376,8 +378,7 @@ def adsorbates(record: Data) -> _Numbers:
 
 
 def heights_agree(record: Data) -> bool:
-    """Returns False if the average heights of subsurface, surface and adsorbate are out of
-    order."""
+    """Returns False if mean heights of subsurface, surface and adsorbate are out of order."""
     atoms = _Atoms(record, bonds=False)
     if len(atoms.open_axes) != 1:
         return True
@@ -388,12 +389,12 @@ def heights_agree(record: Data) -> bool:
 
 
 class Tagged(Part):
-    """A source with guessed tags. It is read once, and a summary is printed.
+    """Source with guessed tags. It is read once, and a summary is printed.
 
     Structures without a guess have tags of 0.
 
     Args:
-        source: any.
+        source: source of any kind.
         share: see :func:`guess_tags`.
     """
 

@@ -18,14 +18,14 @@ from molflt.data.text.vocabulary import _FIXED, Vocabulary, _Level
 
 __all__ = ["Blocks", "TextData", "TextSets", "TokenBlocks", "read_blocks"]
 
-_MOST_UNKNOWN = 0.5  # a greater share of <unk> means the wrong vocabulary
+_MOST_UNKNOWN = 0.5  # a larger share of <unk> indicates the wrong vocabulary
 _NO_TARGET = -1
 _Item = TypeVar("_Item", covariant=True)
 _Items = TypeVar("_Items", bound=Sized)
 
 
 class Blocks(Dataset[_Item]):
-    """Base class of texts that are cut into blocks.
+    """Base class for texts that are cut into blocks.
 
     Args:
         ids: ids of the text, (tokens,) integers.
@@ -49,14 +49,14 @@ class TokenBlocks(Blocks[tuple[Tensor, Tensor]]):
     """Blocks of a text in which every token is predicted exactly once.
 
     The stream is [<eos>, t_1, ..., t_n]. Block i has the inputs stream[i L : (i + 1) L] and the
-    targets t_(i L + 1) ... t_((i + 1) L). Blocks do not see earlier ones; the language models of
-    FLT are trained and evaluated in this way (arXiv:2302.01925, appendix B.1).
+    targets t_(i L + 1) ... t_((i + 1) L). A block does not see earlier blocks. The language models
+    of FLT are trained and evaluated in this way (arXiv:2302.01925, appendix B.1).
 
     Args:
         ids: ids of the text without the first <eos>, (n,) integers.
         length: L, tokens in a block.
         eos: id of <eos>.
-        keep_last: keep an incomplete last block, padded with <eos> without targets (-1).
+        keep_last: keep an incomplete last block; its padding is <eos>, with the target -1.
         source: name of the text, for messages.
     """
 
@@ -91,12 +91,12 @@ class TokenBlocks(Blocks[tuple[Tensor, Tensor]]):
 
 
 class TextSets(BatchedData[_Items]):
-    """Base class of a training, a validation and an optional test text.
+    """Base class for a training text, a validation text and an optional test text.
 
     Args:
         batch_size: items in a batch, per device.
         workers: processes that read ahead; 0 reads in the main process.
-        sources: source of "train", "val" and "test", which may be None.
+        sources: sources of "train", "val" and "test"; None for a missing text.
     """
 
     def __init__(self, batch_size: int, workers: int, sources: dict[str, Path | None]) -> None:
@@ -104,7 +104,7 @@ class TextSets(BatchedData[_Items]):
         self.sources = {use: str(source) for use, source in sources.items() if source is not None}
 
     def setup(self, stage: str = "fit") -> None:
-        """Reads the texts once, the test text only in other stages than "fit"."""
+        """Reads the texts once; the test text only in stages other than "fit"."""
         for use in self.sources:
             if use not in self.datasets and (use != "test" or stage != "fit"):
                 self.datasets[use] = self.open(use)
@@ -122,11 +122,12 @@ class TextSets(BatchedData[_Items]):
 
 
 class TextData(TextSets[TokenBlocks]):
-    """Blocks of a training, a validation and an optional test text.
+    """Blocks of a training text, a validation text and an optional test text.
 
-    Each text is a UTF-8 file, plain or ending in .gz or .xz, or a Hugging Face data set if the
-    package `datasets` is installed: hf:OWNER/NAME[/CONFIG][:SPLIT[.COLUMN]], such as
-    hf:Salesforce/wikitext/wikitext-2-v1:train.text, whose rows are lines.
+    Each text is a UTF-8 file, plain or compressed (.gz or .xz), or, if the package `datasets` is
+    installed, a Hugging Face data set whose rows are lines:
+    hf:OWNER/NAME[/CONFIG][:SPLIT[.COLUMN]], such as
+    hf:Salesforce/wikitext/wikitext-2-v1:train.text.
 
     Args:
         train: training text.
@@ -137,8 +138,9 @@ class TextData(TextSets[TokenBlocks]):
         length: tokens in a block.
         batch_size: blocks in a batch, per device.
         workers: processes that read ahead; 0 reads in the main process.
-        min_count: minimum count of a token in the training text; rarer ones become <unk>.
-        vocabulary: vocabulary.json of an earlier run; by default it is made from the training text.
+        min_count: minimum count of a token in the training text; rarer tokens become <unk>.
+        vocabulary: vocabulary.json of an earlier run; by default it is built from the training
+            text.
 
     Attributes:
         vocabulary: vocabulary, after `setup`.
@@ -201,13 +203,13 @@ class TextData(TextSets[TokenBlocks]):
 
 
 def read_blocks(source: str, vocabulary: Vocabulary, length: int, use: str = "val") -> TokenBlocks:
-    """Reads a whole text in blocks for evaluation.
+    """Reads a whole text as blocks for evaluation.
 
     Args:
         source: file or hf: name, see `TextData`.
         vocabulary: vocabulary of the model.
         length: tokens in a block.
-        use: "train", "val" or "test", the default split of a Hugging Face data set.
+        use: "train", "val" or "test"; sets the default split of a Hugging Face data set.
     """
     ids = vocabulary.encode_blocks(_text_blocks(source, vocabulary.level, use))
     if (share := _unknown(ids, vocabulary)) > _MOST_UNKNOWN:
@@ -232,5 +234,5 @@ def _read_vocabulary(path: Path, level: _Level) -> Vocabulary:
 
 
 def _unknown(ids: np.ndarray, vocabulary: Vocabulary) -> float:
-    """Returns the share of <unk>."""
+    """Returns the share of <unk> among the ids."""
     return float(np.mean(ids == vocabulary.unk)) if len(ids) else 0.0

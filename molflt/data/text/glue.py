@@ -33,16 +33,16 @@ __all__ = [
 ]
 
 VAL_FRACTION = 0.1
-"""Default share of the training rows for validation, for tasks without a validation file."""
+"""Default share of the training rows to validate on, for tasks without a validation file."""
 
-_UNLABELED = "unsup"  # folder of the published reviews
-_LUMA = torch.tensor([19595, 38470, 7471])  # ITU-R 601 in units of 2^-16, rounded as by Pillow
+_UNLABELED = "unsup"  # folder of unlabeled published reviews
+_LUMA = torch.tensor([19595, 38470, 7471])  # ITU-R 601 in units of 2^-16, rounded as in Pillow
 _TWO = ("0", "1")
 _ENTAILED = ("entailment", "not_entailment")
 
 
 class Example(NamedTuple):
-    """One row."""
+    """One row of a task."""
 
     first: str
     second: str | None
@@ -52,10 +52,10 @@ class Example(NamedTuple):
 
 
 class GlueTask(NamedTuple):
-    """Format of the files of a task, and its metrics."""
+    """File format and metrics of a task."""
 
     columns: Mapping[str, str]
-    """names of the columns first, second (for pairs) and label in the header"""
+    """header names of the columns first, second (for pairs) and label"""
     labels: tuple[str, ...] | None
     """names of the classes in the order of their index; None for scores from 0 to 5 and images"""
     metrics: tuple[str, ...] = ("accuracy",)
@@ -70,11 +70,11 @@ class GlueTask(NamedTuple):
     form: Literal["rows", "texts", "images"] = "rows"
     """table, folder of texts for each class, or images"""
     folder: str | None = None
-    """folder of the files, if it is not named like the task"""
+    """folder of the files, if its name differs from that of the task"""
 
     @property
     def held_out(self) -> bool:
-        """True for tasks without validation files, where training rows are used."""
+        """True for tasks without validation files, which are validated on training rows."""
         return self.form != "rows"
 
 
@@ -84,7 +84,7 @@ def _pair(first: str, second: str, label: str = "label") -> dict[str, str]:
 
 _MATCHED = {"val": ("dev_matched.tsv",), "val_mismatched": ("dev_mismatched.tsv",)}
 _USUAL = {"train": ("train.tsv",), "val": ("dev.tsv",), "test": ("test.tsv",)}
-_MRPC = {"test": ("msr_paraphrase_test.txt",)}  # its training file contains GLUE's dev.tsv
+_MRPC = {"test": ("msr_paraphrase_test.txt",)}  # MRPC's training file contains GLUE's dev.tsv
 _STS = {"train": ("sts-train.csv",), "val": ("sts-dev.csv",), "test": ("sts-test.csv",)}
 
 GLUE: dict[str, GlueTask] = {
@@ -180,16 +180,16 @@ def read_splits(
     val_fraction: float | None = None,
     classes: Sequence[str] | None = None,
 ) -> dict[str, tuple[Path, list[Example]]]:
-    """Reads the rows of splits; returns the file or folder and the rows of each.
+    """Returns the file or folder, and the rows, of each split.
 
-    Tasks without validation files are validated on the last training rows of each class. Reviews
-    of the same film are adjacent in IMDb, thus hardly any film is in both sets.
+    Tasks without validation files are validated on the last training rows of each class. Reviews of
+    the same film are adjacent in IMDb, so hardly any film is in both sets.
 
     Args:
         root: folder of the tasks.
         task: key of `TASKS`.
         splits: train, val, test, or val_mismatched for MNLI.
-        val_fraction: share of the training rows for validation; None for `VAL_FRACTION`.
+        val_fraction: share of the training rows to validate on; None for `VAL_FRACTION`.
         classes: see `read_examples`.
     """
     paths = {split: find_split(root, task, split) for split in splits}
@@ -207,19 +207,19 @@ def read_splits(
 
 
 def classes_in(path: Path, task: str) -> list[str]:
-    """Returns the names of the classes, for images those in `path`, and "score" for scores."""
+    """Returns the class names: for images, those found in `path`; for scores, "score"."""
     if TASKS[task].form == "images":
         return open_images(path).classes
     return list(TASKS[task].labels or ("score",))
 
 
 def read_examples(path: Path, task: str, classes: Sequence[str] | None = None) -> list[Example]:
-    """Reads all rows of a file; cells are separated by tabs, without quotation marks.
+    """Reads all rows of a file, whose cells are separated by tabs and not quoted.
 
     Args:
-        path: file, or folder for a task of folders.
+        path: file, or folder for a task whose files are in folders.
         task: key of `TASKS`.
-        classes: names of the classes of images, in the order of labels; by default those found.
+        classes: names of the classes of images, in the order of labels; by default the names found.
     """
     spec = TASKS[task]
     if spec.held_out:
@@ -250,7 +250,7 @@ def read_examples(path: Path, task: str, classes: Sequence[str] | None = None) -
 
 
 def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Yields the number, from 1, and the cells of each row that is not blank."""
+    """Yields the row number, counted from 1, and the cells of each nonblank row."""
     for number, line in enumerate(_lines(str(path)), 1):
         if line.strip():
             yield number, line.removesuffix("\r").split("\t")
@@ -286,7 +286,7 @@ def _example(
 
 
 def _read_texts(path: Path, classes: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """Yields the text, by `text_of`, and the class of the .txt files in a folder for each class."""
+    """Yields the text (see `text_of`) and class of each .txt file in the folders of the classes."""
     folders = {entry.name for entry in path.glob("[!.]*") if entry.is_dir()} - {_UNLABELED}
     if folders != {*classes}:
         raise ValueError(
@@ -304,12 +304,12 @@ def _read_texts(path: Path, classes: Sequence[str]) -> Iterator[tuple[str, int]]
 
 
 def _numbers(path: Path) -> list[tuple[int, str]]:
-    """Sorts 9_1 before 10_1."""
+    """Returns a sort key that places 9_1 before 10_1."""
     return [(int(one or 0), rest) for one, rest in re.findall(r"(\d*)(\D*)", path.name)]
 
 
 def _read_gray(path: Path, classes: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """Yields gray levels, by `text_of` and row by row, and the class of images."""
+    """Yields the gray levels of each image, row by row (see `text_of`), and its class."""
     images = open_images(path, classes=classes)
     for index in range(len(images)):
         image, label = images[index]

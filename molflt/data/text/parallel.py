@@ -1,4 +1,4 @@
-"""Parallel texts: files of sentences, and of their translations line by line."""
+"""Parallel texts: a file of sentences and a file of their translations, line by line."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class ParallelText(NamedTuple):
 
 
 class Pairs(Dataset[_Item]):
-    """Ids of sentences and of their translations.
+    """Token ids of sentences and of their translations.
 
     Args:
         text: sentences.
         tokenizer: tokenizer of both languages.
-        length: maximum number of tokens of a sentence, including the last one; longer pairs are
+        length: maximum number of tokens in a sentence, including the end token; longer pairs are
             left out. None for no limit.
 
     Attributes:
@@ -64,7 +64,7 @@ class Pairs(Dataset[_Item]):
         return len(self.pairs)
 
     def __getitem__(self, index: int) -> _Item:
-        """Returns the ids of the source and its end, and of begin, target and end, (n,) int64."""
+        """Returns ids (n,) int64: those of source and end, and those of begin, target and end."""
         source, target = self.pairs[index]
         return torch.tensor([*source, self.end]), torch.tensor([self.begin, *target, self.end])
 
@@ -75,7 +75,7 @@ class Pairs(Dataset[_Item]):
 
 
 def paired(items: Sequence[_Item], pad: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Makes a batch of items.
+    """Collates items into a padded batch.
 
     Returns:
         Ids and mask of the sources, (batch, longest source), and the inputs and targets of the
@@ -95,15 +95,15 @@ def _padded(rows: list[Tensor], value: int) -> Tensor:
 class ParallelData(TokenizedData[Pairs]):
     """Sentences and their translations for training, validation and an optional test.
 
-    Each option names two files of equally many lines, NAME.SOURCE and NAME.TARGET, in UTF-8, plain
-    or ending in .gz or .xz: data/train with the languages de and en means data/train.de and
-    data/train.en.
+    Each option names two UTF-8 files with the same number of lines, NAME.SOURCE and NAME.TARGET,
+    plain or compressed (.gz or .xz). For example, data/train with the languages de and en means
+    data/train.de and data/train.en.
 
     Args:
         train: name of the training files.
         val: name of the validation files.
-        source: ending of the files to translate from, such as de.
-        target: ending of the files to translate to.
+        source: extension of the files to translate from, such as de.
+        target: extension of the files to translate to.
         test: name of the files for the final evaluation.
         tokenizer: tokenizer.json, or the folder of a run that has one; by default one is learned
             from both sides of the training text.
@@ -112,11 +112,11 @@ class ParallelData(TokenizedData[Pairs]):
         pieces: maximum number of tokens of a learned tokenizer, 8192 by default.
         lowercase: ignore case in a learned tokenizer; false by default. BLEU ignores case if the
             tokenizer does.
-        length: maximum number of tokens of a sentence; longer pairs are left out of training and
+        length: maximum number of tokens in a sentence; longer pairs are left out of training and
             validation.
         batch_size: pairs in a batch, per device.
-        max_tokens: maximum of the number of pairs in a batch times the tokens of its longest
-            sentence; null for no limit.
+        max_tokens: limit on the number of pairs in a batch times the number of tokens in its
+            longest sentence; null for no limit.
         bucket: number of random batches that are pooled, sorted by length and cut again.
         workers: processes that read ahead; 0 reads in the main process.
     """
@@ -187,9 +187,9 @@ class ParallelData(TokenizedData[Pairs]):
 
 
 def read_lines(path: str) -> list[str]:
-    """Reads the lines of a file, each a sentence, and strips white space.
+    """Reads the lines of a file, one sentence each, and strips white space.
 
-    Lines end with a line feed only: other line breaks of Unicode occur within sentences.
+    Only a line feed ends a line; other Unicode line breaks occur within sentences.
     """
     found = [line.strip() for line in _lines(path)]
     if not found:
@@ -202,8 +202,8 @@ def read_parallel(name: str, source: str, target: str) -> ParallelText:
 
     Args:
         name: name of the two files, without the languages.
-        source: source language, the ending of the first file.
-        target: target language, the ending of the second file.
+        source: source language, the extension of the first file.
+        target: target language, the extension of the second file.
     """
     files = _file(name, source), _file(name, target)
     sides = [read_lines(path) for path in files]

@@ -21,7 +21,7 @@ from molflt.data.text.tokenizer import Tokenizer, TokenizerKind
 __all__ = ["CLASSES", "SentenceData", "Sentences", "TaskName", "padded"]
 
 CLASSES = "classes.json"
-"""File of a run with the names of its classes in order, or "score" for a task of scores."""
+"""File of a run that lists the names of its classes in order, or "score" for scores."""
 
 # The command line takes the choices of an option from its type
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ else:
 
 _Item = tuple[Tensor, Tensor, Tensor]
 _Ids = NDArray[np.int32]
-_AT_ONCE = 512  # texts, because the library needs 150 bytes for each token
+_AT_ONCE = 512  # texts encoded at once; the library needs 150 bytes per token
 
 
 class Sentences(Dataset[_Item]):
@@ -40,8 +40,8 @@ class Sentences(Dataset[_Item]):
     Args:
         examples: rows of the task.
         tokenizer: tokenizer of the texts.
-        length: maximum number of tokens; the longer sentence of a longer pair is cut at its end,
-            token by token.
+        length: maximum number of tokens; longer examples are cut at the end of the longer sentence,
+            one token at a time.
         source: name of the file, for messages.
 
     Attributes:
@@ -72,7 +72,7 @@ class Sentences(Dataset[_Item]):
         return len(self.parts)
 
     def __getitem__(self, index: int) -> _Item:
-        """Returns ids and types, (tokens,) int64 each, and the class or score, () float64."""
+        """Returns the ids and types, (tokens,) int64 each, and the class or score, () float64."""
         first, second = self.parts[index]
         tokens = [self.cls, *first.tolist(), self.sep]
         rest = [] if second is None else [*second.tolist(), self.sep]
@@ -92,7 +92,7 @@ def _cut(first: int, second: int, most: int) -> tuple[int, int]:
 
 
 def padded(items: Sequence[_Item], pad: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Makes a batch of items.
+    """Collates items into a padded batch.
 
     Returns:
         Ids, types and mask of the tokens, (batch, longest) each, and labels (batch,).
@@ -108,26 +108,26 @@ def padded(items: Sequence[_Item], pad: int) -> tuple[Tensor, Tensor, Tensor, Te
 
 
 class SentenceData(TokenizedData[Sentences]):
-    """Training and validation rows of a task of GLUE or Long Range Arena.
+    """Training and validation rows of a task from GLUE or Long Range Arena.
 
-    Tables are tab-separated files as published, plain or as .gz or .xz: ROOT/SST-2/train.tsv and
-    dev.tsv, or ROOT/SST-2.train.tsv. Reviews of IMDb are in ROOT/aclImdb/train/pos and neg. Images,
-    whose pixels become gray tokens, are in ROOT/Image/train, with a folder for each class, or in
-    ROOT/Image/train-images-idx3-ubyte.
+    Tables are the published tab-separated files, plain or compressed (.gz or .xz):
+    ROOT/SST-2/train.tsv and dev.tsv, or ROOT/SST-2.train.tsv. IMDb reviews are in the folders pos
+    and neg of ROOT/aclImdb/train. Images, whose pixels become gray tokens, are in ROOT/Image/train,
+    with one folder per class, or in ROOT/Image/train-images-idx3-ubyte.
 
     Args:
-        task: CoLA, SST-2, MRPC, STS-B, QQP, MNLI, QNLI or RTE of GLUE; or ListOps, IMDb or Image.
+        task: CoLA, SST-2, MRPC, STS-B, QQP, MNLI, QNLI or RTE from GLUE; or ListOps, IMDb or Image.
         root: folder with the files of the tasks.
         tokenizer: tokenizer.json, or the folder of a run or of a published model that has one; by
-            default that of the weights in --init, otherwise one is learned.
+            default the tokenizer of the weights in --init; without them, one is learned.
         kind: kind of the tokenizer, see `molflt.data.text.tokenized.TokenizedText`; by default
-            listops for ListOps, and byte for IMDb and Image.
+            listops for ListOps and byte for IMDb and Image.
         pieces: maximum number of tokens of a learned tokenizer, 8192 by default.
         lowercase: ignore case in a learned tokenizer; true by default.
-        length: maximum number of tokens of a sentence or pair, including special ones; longer ones
-            are cut.
-        val_fraction: share of the training rows of IMDb or Image for validation, the last ones of
-            each class; null for 0.1. Other tasks have validation files.
+        length: maximum number of tokens in a sentence or pair, including special tokens; longer
+            ones are cut.
+        val_fraction: share of the training rows of IMDb or Image to validate on, taken from the end
+            of each class; null means 0.1. Other tasks have validation files.
         batch_size: sentences or pairs in a batch, per device.
         workers: processes that read ahead; 0 reads in the main process.
     """
@@ -181,7 +181,7 @@ class SentenceData(TokenizedData[Sentences]):
             self.datasets[use] = Sentences(examples, self.tokenizer, self.length, str(path))
 
     def sizes(self) -> dict[str, int]:
-        return {**super().sizes(), "classes": len(self.classes)}  # a score is one class
+        return {**super().sizes(), "classes": len(self.classes)}  # a score counts as one class
 
     def files(self) -> dict[str, bytes]:
         return {**super().files(), CLASSES: (json.dumps(self.classes) + "\n").encode()}

@@ -1,4 +1,4 @@
-"""Readers of texts: files, compressed or not, and Hugging Face data sets."""
+"""Readers for texts: files, compressed or not, and Hugging Face data sets."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Record(NamedTuple):
     """One sequence of a FASTA file."""
 
     header: str
-    """line after the >"""
+    """text after the >"""
     residues: str
     """upper-case letters"""
 
@@ -46,7 +46,7 @@ def _text_blocks(source: str, level: _Level = "word", use: str = "train") -> Ite
 
 
 def _line_blocks(source: str, use: str = "train", any_bytes: bool = False) -> Iterator[str]:
-    """Yields pieces of a text that end with a line; arguments as for `_text_blocks`."""
+    """Yields pieces of a text that end at line breaks; arguments as for `_text_blocks`."""
     rest = ""
     for block in _decoded(_raw(source, use), source, "convert it", any_bytes):
         head, line_break, tail = block.rpartition("\n")
@@ -59,7 +59,7 @@ def _line_blocks(source: str, use: str = "train", any_bytes: bool = False) -> It
 
 
 def _lines(source: str, use: str = "train") -> Iterator[str]:
-    """Yields the lines of a text, which end with a line feed only."""
+    """Yields the lines of a text; only a line feed ends a line."""
     for block in _line_blocks(source, use):
         yield from block.removesuffix("\n").split("\n")
 
@@ -135,7 +135,7 @@ def _decoded(
 
 
 def _whole_words(blocks: Iterable[str]) -> Iterator[str]:
-    """Yields the same text in whole words; adds a line break to the last line if it is missing."""
+    """Yields a text in blocks of whole words; adds a line break at the end if it is missing."""
     rest = end = ""
     for block in blocks:
         end = block[-1:]

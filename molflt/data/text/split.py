@@ -27,19 +27,20 @@ def split(
     clusters: Path | None = None,
     seed: int = 0,
 ) -> None:
-    """Splits a FASTA file by its records, or by clusters of similar ones.
+    """Splits a FASTA file by record, or by clusters of similar records.
 
-    Writes train.fasta, val.fasta and test.fasta. Each cluster is in one file only; without
-    clusters, each sequence is, even if it occurs repeatedly. Similar sequences in two files make a
-    model look better than it is: give clusters, such as those of MMseqs2 at 30 % identity.
+    Writes train.fasta, val.fasta and test.fasta. Each cluster goes to one file only; without
+    clusters, all copies of a sequence go to one file. Similar sequences in different files make a
+    model look better than it is. To avoid this, give clusters, such as those of MMseqs2 at 30 %
+    identity.
 
     Args:
-        src: FASTA file, plain or as .gz or .xz.
-        dst: folder to write; files in it are replaced.
+        src: FASTA file, plain or compressed (.gz or .xz).
+        dst: folder to write to; existing files are replaced.
         val_fraction: maximum share of the records for validation.
         test_fraction: maximum share of the records for testing; 0 writes no test file.
-        clusters: file with a line for each record: its name, a tab, and the name of its cluster.
-        seed: seed of the draw.
+        clusters: file with one line per record: its name, a tab, and the name of its cluster.
+        seed: seed of the random split.
     """
     if val_fraction + test_fraction >= 1:
         raise ValueError(
@@ -116,7 +117,7 @@ def _group(record: Record, clusters: dict[str, str] | None, path: Path | None) -
 def _sides(
     groups: list[bytes], shares: dict[str, float], seed: int, source: str
 ) -> dict[bytes, str]:
-    """Draws the set of each group, as long as its records fit into the share of the set."""
+    """Assigns groups in random order to the first set that can hold them, or else to training."""
     sizes = Counter(groups)
     names = sorted(sizes)
     left = {use: share * len(groups) for use, share in shares.items()}

@@ -1,4 +1,4 @@
-"""Blocks of tokens for masked models, and the base class of data with a tokenizer."""
+"""Blocks of tokens for masked models, and the base class for data with a tokenizer."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _Items = TypeVar("_Items", bound=Sized)
 class PieceBlocks(Blocks[tuple[Tensor, Tensor, Tensor]]):
     """Blocks [CLS] ... [SEP] of a text, or [CLS] ... [SEP] ... [SEP] with two parts.
 
-    The two parts have equal lengths, up to one token, and are adjacent in the text.
+    The two parts are adjacent in the text, and their lengths differ by at most one token.
 
     Args:
         ids: ids of the text without special tokens, (n,) integers.
-        length: tokens in a block, including special ones.
+        length: tokens in a block, including special tokens.
         tokenizer: tokenizer of the ids.
         pairs: make blocks of two parts.
-        keep_last: keep an incomplete last block, padded.
+        keep_last: keep an incomplete last block, with padding.
         source: name of the text, for messages.
     """
 
@@ -57,7 +57,7 @@ class PieceBlocks(Blocks[tuple[Tensor, Tensor, Tensor]]):
         return self.count
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns ids and types, (length,) int64, and the mask of existing tokens, (length,)."""
+        """Returns ids and types, (length,) int64, and the mask (length,), False for padding."""
         if not 0 <= index < len(self):
             raise IndexError(f"block {index} of {len(self)}")
         piece = self.ids[index * self.inner : (index + 1) * self.inner].tolist()
@@ -73,7 +73,7 @@ class PieceBlocks(Blocks[tuple[Tensor, Tensor, Tensor]]):
 
 
 class TokenizedData(TextSets[_Items]):
-    """Base class of data with a tokenizer, which is given, learned, or kept by a run.
+    """Base class for data with a tokenizer, which is given, learned, or stored in a run.
 
     Args:
         batch_size: items in a batch, per device.
@@ -121,7 +121,7 @@ class TokenizedData(TextSets[_Items]):
         """Sets the tokenizer: that of the resumed run, the given one, or one learned from a text.
 
         Args:
-            lines: returns the text.
+            lines: function that returns the text.
             name: name of the text, for messages.
         """
         source = self.tokenizer_file
@@ -153,9 +153,9 @@ class TokenizedData(TextSets[_Items]):
 
 
 class TokenizedText(TokenizedData[PieceBlocks]):
-    """Blocks of a training, a validation and an optional test text; the task masks tokens.
+    """Blocks of a training, a validation and an optional test text, in which the task masks tokens.
 
-    Each text is a UTF-8 file, plain or ending in .gz or .xz, or a Hugging Face data set, see
+    Each text is a UTF-8 file, plain or compressed (.gz or .xz), or a Hugging Face data set; see
     `molflt.data.text.datamodule.TextData`.
 
     Args:
@@ -164,14 +164,14 @@ class TokenizedText(TokenizedData[PieceBlocks]):
         test: text for the final evaluation.
         tokenizer: tokenizer.json, or the folder of a run or of a published model that has one; by
             default one is learned from the training text.
-        kind: kind of a learned tokenizer: wordpiece (as in BERT), the default, unigram (as in
-            SentencePiece and FNet), or bpe. Or a fixed vocabulary, with [SEP] after each sequence:
-            protein (residues of the records in FASTA files), listops (symbols of the expressions in
-            lines), or byte (bytes of lines, which need not be UTF-8).
+        kind: kind of a learned tokenizer: wordpiece (as in BERT; the default), unigram (as in
+            SentencePiece and FNet), or bpe. Alternatively, a fixed vocabulary with [SEP] after each
+            sequence: protein (residues of FASTA records), listops (symbols of expressions, one per
+            line), or byte (bytes of lines, which need not be UTF-8).
         pieces: maximum number of tokens of a learned tokenizer, 8192 by default.
         lowercase: ignore case in a learned tokenizer; true by default.
         length: tokens in a block.
-        next_sentence: make blocks of two parts, for the prediction whether they are adjacent.
+        next_sentence: make blocks of two parts, for predicting whether they are adjacent.
         batch_size: blocks in a batch, per device; at least 2 with `next_sentence`.
         workers: processes that read ahead; 0 reads in the main process.
     """
@@ -217,7 +217,7 @@ class TokenizedText(TokenizedData[PieceBlocks]):
 def read_pieces(
     source: str, tokenizer: Tokenizer, length: int, pairs: bool = False, use: str = "val"
 ) -> PieceBlocks:
-    """Reads a text in blocks; an incomplete last block is dropped only in training.
+    """Reads a text as blocks; an incomplete last block is dropped only in training.
 
     Args:
         source: file or hf: name; FASTA for a tokenizer of residues.

@@ -29,8 +29,8 @@ _OTHER_NAMES = {
     "[SEP]": "</s>",
     "[MASK]": "<mask>",
 }
-_SPECIAL = tuple(_OTHER_NAMES)  # ids 0 to 4 of a tokenizer that is trained here
-_MOST_UNKNOWN = 0.5  # a greater share of unknown tokens means the wrong tokenizer
+_SPECIAL = tuple(_OTHER_NAMES)  # ids 0 to 4 of tokenizers that are trained here
+_MOST_UNKNOWN = 0.5  # a larger share of unknown tokens indicates the wrong tokenizer
 _CONFIG = "config.json"
 
 
@@ -43,13 +43,13 @@ class Tokenizer:
 
     Attributes:
         pad: id of padding.
-        unk: id of unknown text; None if every text is known.
+        unk: id of unknown text; None if every text can be encoded.
         cls: id of the first token of a sequence.
         sep: id of the token after a sentence.
         mask: id of the token that replaces a masked one.
         special: sorted ids of all special tokens.
         fixed: key of `molflt.data.text.vocabulary.FIXED` with these tokens, or None.
-        letters: ids of residues by letter if the tokens are residues, or None.
+        letters: ids of residues by letter; None if the tokens are not residues.
     """
 
     def __init__(self, inner: tokenizers.Tokenizer, name: str = TOKENIZER) -> None:
@@ -67,7 +67,7 @@ class Tokenizer:
         self.unk = ids.get(_UNKNOWN)
         self.pad, self.cls, self.sep, self.mask = (ids[n] for n in _SPECIAL if n != _UNKNOWN)
         added = {number for number, one in inner.get_added_tokens_decoder().items() if one.special}
-        # Replaced in `from_json`, because writing again rounds the scores of Unigram
+        # Replaced in `from_json`, because serializing again rounds the scores of Unigram
         self._content = inner.to_str().encode()
         self.special = sorted(added | set(ids.values()))
         known = inner.get_vocab() if type(inner.model).__name__ == "WordLevel" else {}
@@ -91,16 +91,17 @@ class Tokenizer:
         lowercase: bool,
         name: str = "text",
     ) -> Tokenizer:
-        """Learns the subwords of a text, or returns a tokenizer of a fixed vocabulary.
+        """Learns the subwords of a text, or returns a tokenizer with a fixed vocabulary.
 
         Kinds: WordPiece as in BERT (arXiv:1810.04805), Unigram as in SentencePiece
-        (arXiv:1808.06226), and byte pair encoding (arXiv:1508.07909) with marked spaces, from which
-        decoding restores the text. Rare subwords may get other ids when training is repeated.
+        (arXiv:1808.06226), and byte pair encoding (arXiv:1508.07909) with marked spaces, which
+        allow decoding to restore the text. Rare subwords may get different ids when training is
+        repeated.
 
         Args:
             kind: "wordpiece", "unigram", "bpe", or a key of `molflt.data.text.vocabulary.FIXED`.
             lines: text in whole lines; ignored for a fixed vocabulary.
-            size: maximum number of tokens, including special ones.
+            size: maximum number of tokens, including special tokens.
             lowercase: ignore case, and with WordPiece also accents.
             name: name of the text, for messages.
         """
@@ -114,7 +115,7 @@ class Tokenizer:
             return cls.from_json(inner.to_str().encode(), name)
         inner, trainer = _untrained(kind, library, size, lowercase)
         try:
-            # Lines are encoded one by one, thus no subword may contain a line break
+            # Lines are encoded one by one, so no subword may contain a line break
             single = (line for block in _utf8(lines, name) for line in block.splitlines())
             inner.train_from_iterator(single, trainer)
         except (ValueError, TypeError):
@@ -123,7 +124,7 @@ class Tokenizer:
             raise ValueError(f"{name}: cannot train a tokenizer on it; {error}") from None
         if inner.get_vocab_size() <= len(_SPECIAL):
             raise ValueError(f"{name}: expected text; got no words")
-        return cls.from_json(inner.to_str().encode(), name)  # the same object as a run reads again
+        return cls.from_json(inner.to_str().encode(), name)  # the same object that a run reads
 
     @classmethod
     def from_json(cls, content: bytes, name: str = TOKENIZER) -> Tokenizer:
@@ -151,9 +152,9 @@ class Tokenizer:
         """Returns the ids of each text, without special tokens around them.
 
         Args:
-            texts: texts; those of bytes come from `molflt.data.text.vocabulary.text_of`.
+            texts: texts to encode; for byte tokens, from `molflt.data.text.vocabulary.text_of`.
             source: name of the texts, for messages.
-            special: recognize [MASK] if the tokens are bytes, too; for other tokens it is always
+            special: recognize [MASK] even if the tokens are bytes; for other tokens, it is always
                 recognized.
         """
         if self._bytes is not None and not special:
@@ -172,8 +173,8 @@ class Tokenizer:
     def encode_blocks(self, blocks: Iterable[str], source: str = "") -> np.ndarray:
         """Returns the ids (tokens,) int32 of a text that is given in whole lines.
 
-        With a fixed vocabulary, [SEP] follows each line that is not blank. Only bytes preserve
-        white space; their lines end with a line feed only.
+        With a fixed vocabulary, [SEP] follows each nonblank line. Only byte tokens preserve white
+        space, and for them only a line feed ends a line.
         """
         found: list[np.ndarray] = [np.empty(0, dtype=np.int32)]
         for block in blocks:
@@ -187,7 +188,7 @@ class Tokenizer:
         return np.concatenate(found)
 
     def expect_known(self, ids: np.ndarray, source: str) -> None:
-        """Raises ValueError if most of the ids of a text are those of unknown text."""
+        """Raises ValueError if most tokens of a text are unknown."""
         if len(ids) and (share := float(np.mean(ids == self.unk))) > _MOST_UNKNOWN:
             raise ValueError(
                 f"{source}: expected text that the tokenizer knows; got {share:.0%} unknown "
@@ -200,7 +201,7 @@ class Tokenizer:
 
     @property
     def ignores_case(self) -> bool:
-        """True if upper case is read as lower case and never decoded."""
+        """True if upper-case letters are encoded as lower case and never decoded."""
         normalizer = self._inner.normalizer
         return normalizer is not None and bool(
             normalizer.normalize_str("A") == normalizer.normalize_str("a")
@@ -234,7 +235,7 @@ def find_tokenizer(path: Path) -> tuple[bytes, str]:
 
 
 def _exported(path: Path) -> bytes | None:
-    """Returns the tokenizer in the configuration of an exported model."""
+    """Returns the tokenizer stored in the configuration of an exported model."""
     try:
         content = json.loads(path.read_bytes()).get("files", {}).get(TOKENIZER)
     except (ValueError, RecursionError, AttributeError):
@@ -243,7 +244,7 @@ def _exported(path: Path) -> bytes | None:
 
 
 def _utf8(texts: Iterable[str], source: str) -> Iterator[str]:
-    """Yields texts, and raises ValueError for one of `text_of` that is not UTF-8."""
+    """Yields texts; raises ValueError for a text from `text_of` that is not valid UTF-8."""
     for text in texts:
         try:
             text.encode()

@@ -30,7 +30,7 @@ LISTOPS = ("[MIN", "[MAX", "[MED", "[SM", "]", *"0123456789")
 _VISIBLE = (*range(33, 127), *range(161, 173), *range(174, 256))
 _OTHER = [byte for byte in range(256) if byte not in _VISIBLE]
 BYTES = tuple(chr(b) if b in _VISIBLE else chr(256 + _OTHER.index(b)) for b in range(256))
-"""Visible character of each byte, as written by GPT-2 and the pre-tokenizer ByteLevel."""
+"""Visible character for each byte, as in GPT-2 and the pre-tokenizer ByteLevel."""
 
 _Level = Literal["word", "char", "byte", "protein"]
 _UNK, _EOS = "<unk>", "<eos>"
@@ -42,11 +42,11 @@ _FIXED = {"byte": [*map(chr, range(256)), _EOS], "protein": [*RESIDUES, _EOS]}
 class Vocabulary:
     """Tokens of a text by id, most frequent first.
 
-    Words are separated by white space, and each line, also an empty one, ends with `<eos>`:
-    perplexities per token of WikiText-2 and -103 are counted in this way (AWD-LSTM, fairseq).
-    Characters are code points, including line breaks. The id of a byte is its value, and 256 is
-    `<eos>`. The tokens of proteins are residues, and each sequence ends with `<eos>`. Bytes and
-    proteins do not have `<unk>`.
+    Words are separated by white space, and each line, even an empty one, ends with `<eos>`. Tokens
+    are counted in this way for perplexities on WikiText-2 and -103 (AWD-LSTM, fairseq). Characters
+    are code points, including line breaks. The id of a byte is its value, and 256 is `<eos>`. The
+    tokens of proteins are residues, and each sequence ends with `<eos>`. Bytes and proteins do not
+    have `<unk>`.
 
     Args:
         level: "word", "char", "byte" or "protein".
@@ -75,12 +75,12 @@ class Vocabulary:
     def count(
         cls, level: _Level, blocks: Iterable[bytes | str], min_count: int = 1
     ) -> tuple[Vocabulary, np.ndarray]:
-        """Returns the vocabulary of a text and its ids (tokens,) int32.
+        """Returns the vocabulary of a text and the ids of its tokens, (tokens,) int32.
 
         Args:
             level: see the class.
             blocks: text as for `encode_blocks`.
-            min_count: least count of a token in the vocabulary; rarer ones are <unk>.
+            min_count: minimum count of a token in the vocabulary; rarer tokens become <unk>.
         """
         if level in _FIXED:
             found = cls(level, _FIXED[level])
@@ -119,7 +119,7 @@ class Vocabulary:
         return _joined(_numbers(self.level, lambda t: ids.get(t, unknown), b) for b in blocks)
 
     def encode(self, text: str) -> Tensor:
-        """Returns the ids (tokens,) int64 of a text; its end does not become `<eos>`."""
+        """Returns the ids (tokens,) int64 of a text; does not append `<eos>`."""
         return torch.from_numpy(self.encode_blocks([text]).astype(np.int64))
 
     def decode(self, ids: Iterable[int] | Tensor) -> str:
@@ -183,7 +183,7 @@ def _numbers(level: str, number: Callable[[str], int], block: bytes | str) -> np
 
 
 def _joined(parts: Iterable[np.ndarray]) -> np.ndarray:
-    """Concatenates int32 arrays in place, without a second copy in memory."""
+    """Concatenates int32 arrays without a second copy in memory."""
     found = array("i")
     for part in parts:
         found.frombytes(part.tobytes())
@@ -191,12 +191,12 @@ def _joined(parts: Iterable[np.ndarray]) -> np.ndarray:
 
 
 def _pieces(ids: np.ndarray) -> Iterator[np.ndarray]:
-    """Yields views of an array, because NumPy converts indices to copies of 8 bytes each."""
+    """Yields slices of an array, because NumPy copies each index to 8 bytes."""
     return (ids[start : start + _PIECE] for start in range(0, len(ids), _PIECE))
 
 
 class FixedVocabulary(NamedTuple):
-    """Tokens, and the way in which a text is split into them."""
+    """Tokens, and the steps that split a text into them."""
 
     tokens: tuple[str, ...]
     what: str
@@ -204,7 +204,7 @@ class FixedVocabulary(NamedTuple):
     expected: str
     """all tokens, for messages"""
     configure: Callable[[Any, Any], None]
-    """(library, tokenizer) -> sets the steps that split and join a text"""
+    """function (library, tokenizer) that sets the steps that split and join a text"""
 
     def build(self, library: Any, special: tuple[str, ...], unknown: str) -> Any:
         """Returns a tokenizer of the library `tokenizers`; its special tokens come first."""
@@ -236,7 +236,7 @@ def _bytes(library: Any, inner: Any) -> None:
 
 
 def text_of(content: bytes) -> str:
-    """Returns bytes as a text, which `byte_ids` reads without loss even if they are not UTF-8."""
+    """Decodes bytes to a text that `byte_ids` reads without loss, even if they are not UTF-8."""
     return content.decode("utf-8", "surrogateescape")
 
 
@@ -244,14 +244,14 @@ def byte_ids(text: str, ids: NDArray[np.int32]) -> NDArray[np.int32]:
     """Returns the ids of the UTF-8 bytes of a text, (bytes,); special tokens are not recognized.
 
     Args:
-        text: any text, also from `text_of`.
+        text: any text, including one from `text_of`.
         ids: id of each byte, (256,).
     """
     return ids[np.frombuffer(text.encode("utf-8", "surrogateescape"), dtype=np.uint8)]
 
 
 def residue_ids(text: str, ids: Mapping[str, int], separator: int) -> NDArray[np.int32]:
-    """Returns the ids of residues, in upper or lower case, (characters of the text,).
+    """Returns the ids (characters,) of residues, which may be in upper or lower case.
 
     Args:
         text: sequences.
@@ -274,4 +274,4 @@ FIXED = {
     "listops": FixedVocabulary(LISTOPS, "ListOps symbol", " ".join(LISTOPS), _symbols),
     "byte": FixedVocabulary(BYTES, "byte", "256 of them", _bytes),
 }
-"""Fixed vocabularies by the kind of their tokenizer."""
+"""Fixed vocabularies by tokenizer kind."""

@@ -17,7 +17,7 @@ from molflt.version import __version__
 
 __all__ = ["page_of"]
 
-_LONGEST = 400  # characters of a text
+_LONGEST = 400  # maximum characters of a text
 
 
 def page_of(run: Path) -> tuple[str, list[str]]:
@@ -49,7 +49,7 @@ def _minus(cell: object) -> object:
 
 
 def _sections(found: Contents) -> Iterator[Section]:
-    """Yields the sections in their order; failures are recorded as missing."""
+    """Yields the sections in order; sections that fail are recorded as missing."""
     pictures, run = Pictures(), found.run
     makers: list[Callable[[], Section | None]] = []
     if run is not None:

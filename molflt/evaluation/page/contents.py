@@ -36,7 +36,7 @@ class Contents:
 
     Attributes:
         path: the folder.
-        run: the run as in comparisons; None without a configuration.
+        run: the run, read as for comparisons; None without a configuration.
         columns: columns of metrics.csv.
         results: content of results.json.
         predictions: rows of predictions.csv.
@@ -61,7 +61,7 @@ class Contents:
     missing: list[str] = field(default_factory=list)
 
     def attempt(self, read: Callable[[], _Found], otherwise: _Found) -> _Found:
-        """Calls `read`; if it fails, records the reason as missing and returns `otherwise`."""
+        """Calls `read`; if it fails, adds the reason to `missing` and returns `otherwise`."""
         try:
             return read()
         except KeyError as error:
@@ -107,7 +107,7 @@ def read_contents(path: Path) -> Contents:
     found.versions = found.attempt(lambda: read_versions(path), {})
     if not found.versions and not any("versions.json" in line for line in found.missing):
         found.missing.append(f"{path / 'versions.json'}: missing; versions are unknown")
-    # without results, other files may be left from a failed evaluation
+    # without results, other files may be left over from a failed evaluation
     found.evaluated = not found.unmeasured and (path / RESULTS).is_file()
     if found.evaluated:
         found.results = found.attempt(lambda: read_results(path / RESULTS), {})
@@ -140,7 +140,7 @@ def _run(found: Contents, config: Config, state: Checkpoint) -> Run:
 
 
 def _record_missing(found: Contents, run: Run, stopped: bool) -> None:
-    """Records what a finished and evaluated run would have in addition."""
+    """Records the missing parts of a run that is not finished or not evaluated."""
     most = int(str(run.config["trainer"]["max_steps"]))
     if run.step is not None and run.step < most and not stopped:
         found.missing.append(
@@ -163,7 +163,7 @@ def _record_missing(found: Contents, run: Run, stopped: bool) -> None:
 
 
 def _rows(path: Path) -> list[Row]:
-    """Reads the rows of a CSV file; empty without the file."""
+    """Returns the rows of a CSV file; empty if the file is missing."""
     if not path.is_file():
         return []
     try:

@@ -1,4 +1,4 @@
-"""Parts of the page, which page.html renders with escaped text; pictures are embedded."""
+"""Parts of the page; page.html renders them with escaped text and embedded pictures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Details", "Figure", "Grid", "Lines", "Part", "Pictures", "Section", 
 
 _LARGEST_SVG = 250_000  # bytes; larger pictures are drawn as PNG
 _LARGEST_PNG = 500_000  # bytes; larger pictures are reduced to a palette
-_BUDGET = 2_500_000  # bytes of all pictures, for a page of at most 3 MB
+_BUDGET = 2_500_000  # total bytes of all pictures, for a page of at most 3 MB
 
 
 class Table(NamedTuple):
@@ -27,9 +27,9 @@ class Table(NamedTuple):
     rows: Sequence[Sequence[object]]
     caption: str
     text_columns: int = 1
-    """number of columns with text; the others contain numbers, aligned right"""
+    """number of text columns; the other columns contain right-aligned numbers"""
     most: int = 30
-    """largest number of rows to show"""
+    """maximum number of rows to show"""
 
 
 class Figure(NamedTuple):
@@ -42,11 +42,11 @@ class Figure(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """Figures next to each other."""
+    """Figures arranged side by side."""
 
     parts: Sequence[Figure]
     pairs: bool = False
-    """figures with two panels each"""
+    """True for figures with two panels each"""
 
 
 class Details(NamedTuple):
@@ -82,7 +82,7 @@ class Pictures:
         self._left = _BUDGET
 
     def drawn(self, alt: str, caption: str, draw: Callable[[Path], object]) -> Figure:
-        """Draws a figure as SVG or, if that is large, as PNG; `alt` describes it for readers."""
+        """Draws a figure as SVG or, if that is large, as PNG; `alt` describes it in words."""
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "picture.svg"
             draw(file)
@@ -97,7 +97,7 @@ class Pictures:
         return self._figure("svg+xml", content, width, alt, caption, alt)
 
     def kept(self, file: Path, alt: str, caption: str) -> Figure:
-        """Returns a figure of a PNG file in the run."""
+        """Returns a PNG file of the run as a figure."""
         return self._png(file.read_bytes(), alt, caption, str(file))
 
     def _png(self, content: bytes, alt: str, caption: str, name: str) -> Figure:

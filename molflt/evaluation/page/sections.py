@@ -1,4 +1,4 @@
-"""Sections of the pages of all recipes."""
+"""Sections that the pages of all recipes share."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _NAMES = {
     "farthest": "attention on the farthest 10 % of the tokens",
 }
 _NAMED_BY = {"learned_optimizer": "--tasks", "population_optimizer": "--functions"}
-_VALIDATIONS = 20  # rows in their table
+_VALIDATIONS = 20  # rows in the table of validations
 _FILES = 200
 _KEPT = {  # pictures of evaluations -> title, description
     "encoding.png": (
@@ -120,7 +120,7 @@ def _counted(count: object) -> str:
 
 
 def heading(name: str, metrics: Mapping[str, Metric]) -> str:
-    """Returns a metric with its unit, and an arrow in the direction of better values."""
+    """Returns a metric with its unit and an arrow that shows which direction is better."""
     if name in metrics:
         return f"{metrics[name].axis} {'↑' if metrics[name].largest_is_best else '↓'}"
     if name in _NAMES:
@@ -163,7 +163,7 @@ def _number(value: float | None, error: float | None = None, metric: Metric | No
 
 
 def training(found: Contents, pictures: Pictures) -> Section | None:
-    """Shows curves and the last validations."""
+    """Shows training curves and the last validations."""
     if not found.columns:
         return None
     run = found.run
@@ -223,7 +223,7 @@ def settings(run: Run) -> Section:
 
 
 def files(found: Contents) -> Section:
-    """Shows versions, and the files in the folder."""
+    """Shows versions and the files in the folder."""
     parts: list[Part] = []
     if found.versions:
         rows = [(name, value) for name, value in found.versions.items() if value is not None]
@@ -256,7 +256,7 @@ def repeat(found: Contents) -> Section:
 
 
 def _of_results(found: Contents) -> list[str]:
-    """Returns the options of the evaluation of the results."""
+    """Returns the options of the evaluation that wrote the results."""
     recipe = "" if found.run is None else str(found.run.config["recipe"])
     if not found.results:
         return []

@@ -1,4 +1,4 @@
-"""Sections about predictions of structures: parity, errors by group, and the worst ones."""
+"""Sections about predictions of structures: parity, errors by group, and the worst predictions."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class _System(NamedTuple):
 
     split: str
     place: int
-    """index of the row within its split, and of the structure in the data"""
+    """index of the row in its split, which is also the index of the structure in the data"""
     sid: int
     name: str
     """adsorbate and slab, or formula"""
@@ -123,7 +123,7 @@ def _parity(found: Contents, pictures: Pictures, of_forces: bool) -> list[Part]:
 
 
 def _groups(found: Contents, pictures: Pictures, unit: str) -> list[Part]:
-    """Shows the errors of all splits by each kind of group, as a picture and a table."""
+    """Shows the errors over all splits for each kind of group, as a picture and a table."""
     key = "mae_eV" if unit == "eV" else "mae_meV_per_A"
     kinds: dict[str, list[GroupError]] = {}
     for row in found.groups:
@@ -205,7 +205,7 @@ def worst_systems(found: Contents, run: Run, pictures: Pictures) -> Section | No
 
 
 def _structures(found: Contents, run: Run, wanted: Sequence[_System]) -> list[tuple[_System, Data]]:
-    """Finds structures in the data of the run, and records missing ones."""
+    """Finds structures in the data of the run, and records those that are missing."""
     drawn: list[tuple[_System, Data]] = []
     for split in dict.fromkeys(one.split for one in wanted):
         own = [one for one in wanted if one.split == split]
