@@ -37,8 +37,7 @@ class Sorted(NamedTuple):
 
         Args:
             geometry: the batch.
-            columns: (graphs,), nodes, images or keys per atom of each graph; None if there are
-                none.
+            columns: (graphs,), nodes, images or keys per atom of each graph, if any.
         """
         if torch.compiler.is_compiling():  # one computation graph for all sizes
             return None
