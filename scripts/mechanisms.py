@@ -27,7 +27,7 @@ OPTIONS: dict[str, Mapping[str, Callable[..., object]]] = {
 }
 HEAD = """# Mechanisms
 
-Values of the options of attention; `python scripts/mechanisms.py --write` renews this page from the
+Values of the options of attention; `python scripts/mechanisms.py --write` updates the page from the
 classes. N tokens, m features, d the width of a head, r nodes. "softmax" and "kernelized" are the
 kinds of attention that a position goes with; without a "state" it cannot decode step by step.
 """

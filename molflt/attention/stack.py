@@ -343,7 +343,7 @@ def _mixed_layers(
     attention_layers: int | None,
     attention: Mapping[str, object],
 ) -> int:
-    """Returns the number of initial layers that have the mixer instead of attention."""
+    """Returns the number of initial layers that use the mixer instead of attention."""
     one_of("mixer", mixer, (ATTENTION, *TOKEN_MIXERS))
     if mixer == ATTENTION:
         why = f"with mixer={ATTENTION!r}"

@@ -235,7 +235,7 @@ def _configured(name: str, parser: ArgumentParser) -> Iterator[_Given]:
 def _leaves(
     config: Mapping[str, object], options: Mapping[str, Action], prefix: str = ""
 ) -> Iterator[tuple[str, object]]:
-    """Yields the entries of a nested configuration by the names of their options."""
+    """Yields each entry of a nested configuration as the name of its option and its value."""
     for name, value in config.items():
         key = f"{prefix}{name}"
         action = options.get(f"--{key}")

@@ -309,7 +309,7 @@ def _draw(
 
 
 def _names(part: Predictions) -> list[str]:
-    """Returns names, for pictures, of the systems with a label."""
+    """Returns the names of the systems with a label, for use in pictures."""
     named = zip(part.sid, part.adsorbate, part.slab, part.labeled, strict=True)
     return [f"sid {sid} {adsorbate} on {slab}" for sid, adsorbate, slab, known in named if known]
 
@@ -349,7 +349,8 @@ def write_submission(
     Args:
         path: file to write, ending in .npz.
         predictions: "id", "ood_ads", "ood_cat" and "ood_both" -> (ids, energies in eV).
-        any_counts: accept numbers of systems other than OC20's; the leaderboard rejects such files.
+        any_counts: accept splits whose number of systems differs from OC20's; the leaderboard
+            rejects such files.
     """
     arrays: dict[str, NDArray[np.generic]] = {}
     for split in _LEADERBOARD:

@@ -165,7 +165,7 @@ def infer(
         name: name of the data for the progress bar and messages.
         domain: domain of the training; None skips the comparison.
         by_atom: outputs per atom to keep: "displacement", "embedding", "forces".
-        force: also predict structures that the domain refuses, with a warning.
+        force: also predict structures that the domain check rejects, with a warning.
         on_batch: called with the indices of each batch, the batch, and the output of the model.
     """
     from torch_geometric.data import Batch

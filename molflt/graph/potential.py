@@ -193,7 +193,7 @@ class Potential(EnergyRegressor):
         return self._parts(batch)[0]
 
     def _parts(self, batch: "Data") -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Returns terms of energies, and the tokens, charges and dipoles for `forward`."""
+        """Returns the terms of the energies, and the tokens, charges and dipoles for `forward`."""
         untagged = copy.copy(batch)  # all atoms count equally
         untagged.tags = torch.full(batch.pos.shape[:1], int(Tag.SURFACE), device=batch.pos.device)
         charged = self.charge_share is not None

@@ -130,7 +130,7 @@ def _limits(pairs: Sequence[tuple[_Array, _Array]]) -> tuple[float, float]:
 def _parity_panel(
     axes: Axes, target: _Array, energy: _Array, low: float, high: float
 ) -> list[PolyCollection]:
-    """Draws points or, for many systems, their density, which is returned."""
+    """Draws points or, for many systems, their density; returns the density, if drawn."""
     densities: list[PolyCollection] = []
     axes.plot([low, high], [low, high], color=GREY, linewidth=1, zorder=1)
     if len(target) <= _MAX_POINTS:

@@ -23,8 +23,8 @@ class TrainerOptions:
 
     Args:
         max_steps: total number of optimizer steps; null: determined by max_epochs, or else 10,000.
-        max_epochs: total number of passes over the training data, an alternative to max_steps;
-            rounded up to whole steps, on which the learning rate schedule is based.
+        max_epochs: total number of passes over the training data, an alternative to max_steps; it
+            is converted to steps, rounded up, and the learning rate schedule is based on these.
         precision: number format of the computation.
         accelerator: where to compute; auto uses a CUDA GPU if there is one.
         devices: number of GPUs, or of processes on the CPU.

@@ -43,7 +43,7 @@ class _PolynomialFeatures(FeatureMap):
         heads: number of heads.
         num_features: smaller number of features; products of random projections then replace the
             monomials of the highest degree. The estimate is unbiased, but products can be negative.
-            Half of the features give 10 times the error, unless heads are wide and q and k lie in
+            Half as many features give 10 times the error, unless heads are wide and q and k lie in
             few directions.
         projection: distribution of these projections, key of `PROJECTIONS`.
         degree: 2 (the default) or 3.

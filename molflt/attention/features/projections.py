@@ -168,8 +168,8 @@ class SobolProjection(DenseProjection):
     """Rows from scrambled Sobol points, mapped to N(0, I) by the inverse normal CDF.
 
     The random shift of the scrambling makes every point uniform; therefore each row is N(0, I) and
-    the estimate is unbiased. Together, the points fill space evenly, best if `rows` is a power of
-    two. Quasi-Monte Carlo feature maps (arXiv:1412.8293).
+    the estimate is unbiased. Together, the points fill space evenly, and most evenly if `rows` is a
+    power of two. Quasi-Monte Carlo feature maps (arXiv:1412.8293).
     """
 
     paper = "1412.8293"

@@ -51,8 +51,8 @@ def causal_linear(
     The weights (chunk, chunk) inside a chunk are materialized. A running sum is carried across
     chunks, as in the chunked forms of linear attention (Transformer Quality in Linear Time,
     arXiv:2202.10447, section 3.2). `_CHUNKS_AT_ONCE` chunks are computed at a time and recomputed
-    in the backward pass. Apart from queries, keys, values and sums, at most O(N m dv / chunk)
-    numbers are kept, never (N, m, dv).
+    in the backward pass. Apart from queries, keys, values and sums, only O(N m dv / chunk) numbers
+    are kept, and never a tensor (N, m, dv).
 
     Later keys never scale a query. Inside a chunk, keys have a maximum per token; the carried sum
     has a running maximum per feature. Each query subtracts the largest exponent that it sees. A
@@ -93,7 +93,7 @@ def causal_linear(
 
 
 def _cut(part: Tensor | None, tokens: int, span: int) -> tuple[Tensor | None, ...]:
-    """Splits a tensor; with slices, each gradient would have the size of the whole tensor."""
+    """Splits a tensor; slicing would give each gradient the size of the whole tensor."""
     return (None,) * -(-tokens // span) if part is None else part.split(span, dim=-2)
 
 

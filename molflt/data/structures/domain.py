@@ -207,7 +207,7 @@ class Domain:
         return [f"{', '.join(symbols)} {text}".strip() for text, symbols in found.items()]
 
     def _beyond(self, record: Data) -> dict[_Aspect, str]:
-        """Describes the differences of a structure from these data by aspect; "" if unknown."""
+        """Describes, for each aspect, how a structure differs from these data; "" if unknown."""
         slab, adsorbate, untagged = _parts(record)
         own, count = self.elements, len(record.atomic_numbers)
         found: dict[_Aspect, str] = {}

@@ -64,7 +64,8 @@ class Pairs(Dataset[_Item]):
         return len(self.pairs)
 
     def __getitem__(self, index: int) -> _Item:
-        """Returns ids (n,) int64: those of source and end, and those of begin, target and end."""
+        """Returns ids, (n,) int64 each: the source followed by end, and the target between begin
+        and end."""
         source, target = self.pairs[index]
         return torch.tensor([*source, self.end]), torch.tensor([self.begin, *target, self.end])
 
