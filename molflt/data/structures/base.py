@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from torch_geometric.data import Data
 
 __all__ = ["ANY_TAGS", "AS_IT_IS", "AS_TRAINED", "AnyTags", "Held", "Reading", "Structures"]
-__all__ += ["Tags", "grouped", "to_atoms", "with_bar"]
+__all__ += ["Tags", "grouped", "to_atoms", "warn", "with_bar"]
 
 _Item = TypeVar("_Item")
 
@@ -58,6 +59,11 @@ AS_IT_IS = Reading()
 AS_TRAINED = "as trained"
 """Value of options that are taken from the training run."""
 ANY_TAGS = Reading(tags="any")
+
+
+def warn(text: str) -> None:
+    """Prints a warning in one line."""
+    print(f"molflt: warning: {text}", file=sys.stderr)
 
 
 def grouped(bad: Iterable[tuple[str, str]], prefix: str = "") -> list[str]:
@@ -133,14 +139,6 @@ class Structures(Dataset["Data"], ABC):
             return ""
         listed = "; ".join(grouped(self.bad, f"{self.path}: "))
         return f"{self.path}: {len(self.bad)} bad structure(s) left out: {listed}"
-
-    @classmethod
-    def to_read_once(cls, path: Path, skip_bad: bool) -> Structures:
-        """Opens a source for callers that read everything once and leave out records with errors.
-
-        Sources that would otherwise read everything first to find bad records override this method.
-        """
-        return cls(path, skip_bad=skip_bad)
 
     @classmethod
     def takes(cls, path: Path) -> bool:
@@ -227,6 +225,23 @@ class Structures(Dataset["Data"], ABC):
         """Returns a structure and the number of its free atoms with unwrapped relaxed positions."""
         return self[index], 0
 
+    def _leave_out_bad(self) -> NDArray[np.int64]:
+        """Leaves out structures that raise an error; returns the sizes of the others."""
+        kept, natoms = [], []
+        for index in with_bar(range(len(self)), f"{self.path.name}: checking"):
+            try:
+                natoms.append(self[index].natoms)
+                kept.append(index)
+            except ValueError as error:
+                self.note_bad(index, error)
+        self._kept = np.array(kept, dtype=np.int64)
+        return np.array(natoms, dtype=np.int64)
+
+    def note_bad(self, index: int, error: Exception) -> None:
+        """Adds a structure that raised an error to `bad`."""
+        name = self.where(index)
+        self.bad.append((name, str(error).removeprefix(f"{name}: ")))
+
     def _stored(self, index: int) -> int:
         """Converts an index, which may be negative, to the index in the file."""
         length = len(self)
@@ -241,17 +256,16 @@ class Held(Structures):
 
     def __init__(self, path: str | Path, skip_bad: bool = False) -> None:
         super().__init__(path, skip_bad)
-        self._records: list[dict[str, object]] = []
+        self._records: list[dict[str, Any]] = []
 
     def _hold(self, record: Data) -> None:
         """Adds a structure; constant arrays, such as absent labels, take no memory."""
-        held: dict[str, object] = {}
-        for key, value in record.to_dict().items():
+        held = record.to_dict()
+        for key, value in held.items():
             if isinstance(value, torch.Tensor):
-                value = value.numpy()
-                if np.array_equal(value, np.full_like(value, value.flat[0]), equal_nan=True):
-                    value = np.broadcast_to(value.flat[0], value.shape)
-            held[key] = value
+                held[key] = own = value.numpy()
+                if np.array_equal(own, np.full_like(own, own.flat[0]), equal_nan=True):
+                    held[key] = np.broadcast_to(own.flat[0], own.shape)
         self._records.append(held)
 
     def __len__(self) -> int:
@@ -260,9 +274,11 @@ class Held(Structures):
     def __getitem__(self, index: int) -> Data:
         from torch_geometric.data import Data
 
-        held = self._records[self._stored(index)].items()
-        arrays = {name: np.array(value) for name, value in held if isinstance(value, np.ndarray)}
-        return Data(**dict(held) | {name: torch.from_numpy(own) for name, own in arrays.items()})
+        held = dict(self._records[self._stored(index)])
+        for name, value in held.items():
+            if isinstance(value, np.ndarray):
+                held[name] = torch.from_numpy(np.array(value))
+        return Data(**held)
 
     @property
     def natoms(self) -> np.ndarray:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from molflt.data.structures import Structures
-from molflt.data.structures.ase_labels import named_options
+from molflt.data.structures.ase_fields import named_options
 from molflt.data.structures.base import AnyTags, with_bar
 from molflt.data.structures.datamodule import IS2REData
 from molflt.data.structures.force_units import MOST_FRAMES, stress_unjudged, unit_fault
@@ -55,6 +55,7 @@ class SinglePoints(Part):
             if fault := point_fault(record):
                 self.absurd[index] = fault
         super().__init__(source, np.flatnonzero(np.isfinite(energies)), energies)
+        self.source = source
         self.without_energy = len(source) - len(self)
         self.with_forces, self.with_stress = counts["forces"], counts["stress"]
         self.force_scale = float(np.sqrt(square / numbers)) if numbers else float("nan")
