@@ -117,14 +117,6 @@ def test_constraints_that_are_left_out_are_named_once(tmp_path, capsys):
         f"molflt: warning: {path}: constraints other than fixed atoms are left out: FixCartesian "
         "in 1, FixedPlane in 2 structures; atoms that they hold count as free\n"
     )
-    for one in (write(tmp_path / "b.extxyz", [slab()]), write(tmp_path / "b.traj", [slab()])):
-        open_dataset(one)
-    assert capsys.readouterr().err == ""
-    lines = ["x", "1.0", "8 0 0", "0 8 0", "0 0 9", "Cu", "2", "Selective dynamics", "Direct"]
-    lines += ["0 0 0 F F F", "0.5 0 0 T T F", ""]
-    (tmp_path / "POSCAR").write_text("\n".join(lines))
-    assert open_dataset(tmp_path / "POSCAR")[0].fixed.tolist() == [True, False]
-    assert "are left out: FixScaled in 1 structures" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["a.pkl", "a.py", "a"])

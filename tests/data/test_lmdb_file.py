@@ -60,12 +60,8 @@ def first_node(content, page):
 # What a page of keys says, and how: where in the page, what is written there.
 LIES = {
     "flags": (LEAF, lambda c, p: (p + 10, "<H", 8)),
-    "own number": (LEAF, lambda c, p: (p, "<Q", 12345)),
     "no nodes": (BRANCH, lambda c, p: (p + 12, "<H", 16)),
-    "nodes beyond the page": (LEAF, lambda c, p: (p + 12, "<H", 65534)),
     "node beyond the page": (LEAF, lambda c, p: (p + 16, "<H", 65000)),
-    "key beyond the page": (LEAF, lambda c, p: (first_node(c, p) + 6, "<H", 65000)),
-    "child beyond the file": (BRANCH, lambda c, p: (first_node(c, p), "<HHH", 65000, 65000, 65000)),
     "child is itself": (BRANCH, lambda c, p: (first_node(c, p), "<HHH", p // PAGE, 0, 0)),
 }
 

