@@ -203,21 +203,3 @@ def test_compositions_that_determine_nothing_have_small_references(tmp_path: Pat
     assert found.energies[6] == pytest.approx(pair / 2)  # the smallest norm
     assert found.energies[6] + found.energies[8] == pytest.approx(pair, rel=1e-12)
     assert found.energies[1] == pytest.approx(REFERENCES[1])
-
-
-def test_compositions_of_every_source_agree(tmp_path: Path) -> None:
-    """A store counts its columns, others their structures, a store with bad labels what is left."""
-    records = of_elements(drawn(9), dict.fromkeys(REFERENCES, -0.01))
-    store = stored(tmp_path / "train.safetensors", records)
-    indices = np.array([3, 0, 8])
-    expected = [[(item.atomic_numbers == z).sum() for z in range(119)] for item in store]
-    np.testing.assert_array_equal(store.compositions(indices), np.array(expected)[indices])
-    np.testing.assert_array_equal(
-        Structures.compositions(store, indices), store.compositions(indices)
-    )
-    records[1].y_relaxed[0] = 300.0
-    write_store(tmp_path / "train.safetensors", records)
-    data = IS2REData(tmp_path, val_split="train", skip_bad=True)
-    data.setup()
-    rest = data.datasets["train"].compositions(np.arange(8))
-    np.testing.assert_array_equal(rest, np.delete(np.array(expected), 1, axis=0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import random
 import re
 import struct
 
@@ -16,6 +17,7 @@ from oc20_files import fields, old_record, same, write_lmdb
 
 from molflt.commands.cli import main
 from molflt.data.structures import open_dataset
+from molflt.data.structures.lmdb_file import LmdbFile
 from molflt.data.structures.records import make_record
 
 NAN = float("nan")
@@ -76,22 +78,6 @@ def test_keys_beyond_length_are_listed_or_read(tmp_path):
     assert len(open_dataset(path, skip_bad=True).natoms) == 5
 
 
-def test_natoms_are_read_from_the_npz_file(tmp_path):
-    records = {str(i): old_record(i, atoms=3 + i) for i in range(4)}
-    path = write_lmdb(tmp_path / "data.lmdb", records)
-    assert open_dataset(path).natoms.tolist() == [3, 4, 5, 6]
-    np.savez(tmp_path / "metadata.npz", natoms=np.array([3, 99, 5, 6], dtype=np.int32))
-    trusted = open_dataset(path).natoms  # 99 shows that the records were not read
-    assert trusted.tolist() == [3, 99, 5, 6] and trusted.dtype == np.int64
-    assert open_dataset(tmp_path).natoms.tolist() == [3, 99, 5, 6]
-    for other in ([3, 4, 5], [9, 4, 5, 6]):  # about other records: not believed
-        np.savez(tmp_path / "metadata.npz", natoms=np.array(other))
-        assert open_dataset(path).natoms.tolist() == [3, 4, 5, 6]
-    (tmp_path / "metadata.npz").write_bytes(b"nothing")
-    with pytest.raises(ValueError, match=r"metadata\.npz: expected an npz"):
-        _ = open_dataset(path).natoms
-
-
 @pytest.mark.parametrize("size", [0, 10, 20000])
 def test_empty_and_truncated_files(tmp_path, size):
     path = write_lmdb(tmp_path / "data.lmdb", numbered(10))
@@ -147,6 +133,80 @@ def test_optional_fields_may_be_missing(tmp_path):
     path = write_lmdb(tmp_path / "data.lmdb", {"0": old_record(0), "1": old_record(1, **absent)})
     pos, numbers = (fields(1)[key] for key in ("pos", "atomic_numbers"))
     same(open_dataset(path)[1], make_record(pos=pos, atomic_numbers=numbers, sid=1))  # the key
+
+
+# --- pages of an LMDB ------------------------------------------------------------------------
+
+PAGE = 4096
+BRANCH, LEAF = 1, 2
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A file with two levels of pages, values in nodes, on one page and on several."""
+    path = tmp_path_factory.mktemp("lmdb") / "data.lmdb"
+    draw = random.Random(0)
+    content = {b"length": b"400", b"\xff" * 511: b""}
+    content |= {b"%d" % i: draw.randbytes((0, 30, 1500, 9000)[i % 4]) for i in range(400)}
+    with lmdb.open(str(path), subdir=False, map_size=1 << 26, lock=False) as environment:
+        for part in range(4):  # each transaction leaves old pages behind
+            with environment.begin(write=True) as transaction:
+                for key in list(content)[part::4]:
+                    transaction.put(key, content[key])
+        with environment.begin(write=True) as transaction:
+            for i in range(0, 400, 7):
+                transaction.delete(b"%d" % i)
+                del content[b"%d" % i]
+    return path, content
+
+
+def test_everything_is_read_as_by_the_library(written):
+    path, content = written
+    file = LmdbFile(path)
+    assert list(file) == sorted(content) and len(file) == len(content)
+    assert all(file.get(key) == value for key, value in content.items())
+    assert not any(file.get(key) for key in (b"", b"0", b"4000", b"zzz", b"\xff" * 512))
+
+
+def test_file_without_keys(tmp_path):
+    path = tmp_path / "empty.lmdb"
+    lmdb.open(str(path), subdir=False, map_size=1 << 20, lock=False).close()
+    assert len(LmdbFile(path)) == 0 and list(LmdbFile(path)) == []
+    assert LmdbFile(path).get(b"0") is None
+
+
+def pages_of(content, kind):
+    starts = range(0, len(content), PAGE)
+    return [at for at in starts if struct.unpack_from("<H", content, at + 10)[0] == kind]
+
+
+def first_node(content, page):
+    return page + struct.unpack_from("<H", content, page + 16)[0]
+
+
+# What a page of keys says, and how: where in the page, what is written there.
+LIES = {
+    "flags": (LEAF, lambda c, p: (p + 10, "<H", 8)),
+    "no nodes": (BRANCH, lambda c, p: (p + 12, "<H", 16)),
+    "node beyond the page": (LEAF, lambda c, p: (p + 16, "<H", 65000)),
+    "child is itself": (BRANCH, lambda c, p: (first_node(c, p), "<HHH", p // PAGE, 0, 0)),
+}
+
+
+@pytest.mark.parametrize(("kind", "lie"), LIES.values(), ids=LIES)
+def test_pages_that_lie(written, tmp_path, kind, lie):
+    content = bytearray(written[0].read_bytes())
+    for page in pages_of(content, kind):
+        at, form, *numbers = lie(content, page)
+        struct.pack_into(form, content, at, *numbers)
+    path = tmp_path / "lies.lmdb"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"lies\.lmdb: the LMDB is damaged: .*page") as caught:
+        list(LmdbFile(path))
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match=r"lies\.lmdb: key '1': the LMDB is damaged"):
+        for key in (b"1", b"399", b"99"):
+            LmdbFile(path).get(key)
 
 
 # --- an independent reading of the genuine records -------------------------------------------

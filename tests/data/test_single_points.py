@@ -22,7 +22,7 @@ from molflt.data.structures import Reading, open_dataset
 from molflt.data.structures.force_units import (
     energy_unit_fault,
     force_unit_fault,
-    stress_unit_fault,
+    judged_stress,
     stress_unjudged,
     unit_fault,
 )
@@ -244,7 +244,7 @@ def test_unit_and_sign_of_stress_are_seen_in_energies(tmp_path, capsys, frames, 
     for atoms in own:
         atoms.calc.results["stress"] *= -atoms.get_volume() if factor is None else factor
     ase.io.write(tmp_path / "train.traj", own)
-    found = stress_unit_fault(list(open_dataset(tmp_path / "train.traj")))
+    found = judged_stress(list(open_dataset(tmp_path / "train.traj")))[0]
     if unit is None:
         assert not found
         return
@@ -318,7 +318,7 @@ def test_stress_of_published_sets(symbol, split):
             make_record(pos=p, atomic_numbers=z, forces=f, cell=c, energy=e, stress=factor * s)
             for p, z, f, c, e, s in rows
         ]
-        found = stress_unit_fault(records)
+        found = judged_stress(records)[0]
         kinds = found.split(":")[0]
         assert said in kinds or (said == "minus kbar" and "minus eV (stress" in kinds), found
         assert bool(found) == bool(said)

@@ -7,11 +7,10 @@ import gzip
 import lzma
 import re
 import sqlite3
-import warnings
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from fnmatch import fnmatchcase
 from functools import partial
 from glob import escape
@@ -99,14 +98,15 @@ class AseStructures(Held):
         self.files = list(files) or [self.path]
         self.atoms: list[Atoms] = []  # as given, if they are kept
         self._at: list[tuple[int, Path, int]] = []  # number over all files, file and frame
-        self._said: dict[str, None] = {}  # warnings of ASE
         converter, place = Converter(Reading(**options)), -1
         for file in self.files:
-            for frame, (row, load) in enumerate(self._frames(file)):
+            for frame, (row, atoms) in enumerate(_frames(file)):
                 place += 1
                 try:
-                    atoms = load()
-                    self._hold(converter.record(atoms, row if len(self.files) == 1 else place))
+                    if isinstance(atoms, ValueError):
+                        raise atoms
+                    number = row if len(self.files) == 1 else place
+                    self._records.append(converter.record(atoms, number))
                 except ValueError as error:
                     if not skip_bad:
                         raise ValueError(f"{file}: frame {frame}: {error}") from None
@@ -126,9 +126,6 @@ class AseStructures(Held):
         self.hint, self.unused = converter.hint, converter.unused
         self.for_potentials = converter.for_potentials
         converter.warn(str(self.path))
-        if said := list(self._said):
-            more = f" (and {len(said) - 1} more)" if len(said) > 1 else ""
-            warn(f"{self.path}: {said[0]}{more}")
 
     @classmethod
     def takes(cls, path: Path) -> bool:
@@ -151,41 +148,21 @@ class AseStructures(Held):
     def to_atoms(self, index: int) -> Atoms:
         return self.atoms[index].copy() if self.atoms else super().to_atoms(index)
 
-    def _frames(self, path: Path) -> _Loads:
-        """Yields the number of each frame or row, and a function that reads the structure."""
-        kind = ase_format(path) or "vasp"
 
-        def read(load: Callable[[], Any]) -> Any:
-            try:
-                with self._heard():
-                    return load()
-            except Exception as error:  # errors differ between the formats of ASE
-                reason = _reason(error, path)
-                raise ValueError(f"cannot be read as {kind}: {reason}") from None
-
-        def failed(error: ValueError) -> Any:
-            raise error
-
-        frames, number = _loads(path, kind, self._said), -1
-        while True:
-            try:
-                found = read(partial(next, frames, None))
-            except ValueError as error:
-                yield number + 1, partial(failed, error)
-                return
-            if found is None:
-                return
-            number, load = found
-            yield number, partial(read, load)
-
-    @contextmanager
-    def _heard(self) -> Iterator[None]:
-        """Collects ASE's warnings, which are later printed once each."""
-        with warnings.catch_warnings(record=True) as heard:
-            warnings.simplefilter("always")
-            yield
-        for each in heard:
-            self._said[f"ASE: {shown(' '.join(str(each.message).split()), 200)}"] = None
+def _frames(path: Path) -> Iterator[tuple[int, Atoms | ValueError]]:
+    """Yields the number of each frame or row, and its structure or the reason why it has none."""
+    kind, number = ase_format(path) or "vasp", -1
+    loads = _loads(path, kind)
+    while True:
+        found: Atoms | ValueError
+        try:
+            number, load = next(loads)
+            found = load()
+        except StopIteration:
+            return
+        except Exception as error:  # errors differ between the formats of ASE
+            found = ValueError(f"cannot be read as {kind}: {_reason(error, path)}")
+        yield number, found
 
 
 def _reason(error: Exception, path: Path) -> str:
@@ -200,7 +177,7 @@ def _reason(error: Exception, path: Path) -> str:
     return text[:200] if isinstance(error, ValueError) else f"{type(error).__name__}: {text[:200]}"
 
 
-def _loads(path: Path, kind: str, said: dict[str, None]) -> _Loads:
+def _loads(path: Path, kind: str) -> _Loads:
     """Yields the number of each structure in a file, and a function that reads the structure."""
     from ase.io.formats import ioformats, iread
 
@@ -223,7 +200,7 @@ def _loads(path: Path, kind: str, said: dict[str, None]) -> _Loads:
             elif kind == "vasp":
                 expect_counts_of_poscar(file)
             elif kind == "vasp-xml" and "</modeling>" not in "".join(deque(file, 3)):
-                said["the file is cut; its last steps are not read"] = None
+                warn(f"{path}: the file is cut; its last steps are not read")
             file.seek(0)
             # an @ in a path would be read as ASE's file@index
             given: Any = file if form.acceptsfd else str(path)

@@ -48,7 +48,7 @@ def _xyz_frame(lines: list[str]) -> Atoms:
     from ase.io.extxyz import read_xyz
 
     _check_columns(_properties(lines[1]), lines[2:])
-    atoms: Atoms = next(read_xyz(StringIO("".join(lines)), slice(None)))
+    (atoms,) = read_xyz(StringIO("".join(lines)), slice(None))
     return atoms
 
 

@@ -7,10 +7,9 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, TypeVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
@@ -252,38 +251,22 @@ class Structures(Dataset["Data"], ABC):
 
 
 class Held(Structures):
-    """Base class for sources that keep their structures in memory; `_hold` adds one."""
+    """Base class for sources that keep their structures in memory."""
 
     def __init__(self, path: str | Path, skip_bad: bool = False) -> None:
         super().__init__(path, skip_bad)
-        self._records: list[dict[str, Any]] = []
-
-    def _hold(self, record: Data) -> None:
-        """Adds a structure; constant arrays, such as absent labels, take no memory."""
-        held = record.to_dict()
-        for key, value in held.items():
-            if isinstance(value, torch.Tensor):
-                held[key] = own = value.numpy()
-                if np.array_equal(own, np.full_like(own, own.flat[0]), equal_nan=True):
-                    held[key] = np.broadcast_to(own.flat[0], own.shape)
-        self._records.append(held)
+        self._records: list[Data] = []
 
     def __len__(self) -> int:
         return len(self._records)
 
     def __getitem__(self, index: int) -> Data:
-        from torch_geometric.data import Data
-
-        held = dict(self._records[self._stored(index)])
-        for name, value in held.items():
-            if isinstance(value, np.ndarray):
-                held[name] = torch.from_numpy(np.array(value))
-        return Data(**held)
+        return self._records[self._stored(index)].clone()
 
     @property
     def natoms(self) -> np.ndarray:
         """Number of atoms in each structure, (len,) int64."""
-        return np.array([record["natoms"] for record in self._records], dtype=np.int64)
+        return np.array([record.natoms for record in self._records], dtype=np.int64)
 
 
 def to_atoms(record: Data) -> Atoms:

@@ -118,12 +118,7 @@ class IS2REData(BatchedData[Structures]):
             return
         train, val = self.splits["train"], self.splits["val"]
         data = DataSet(self.root, train, val, self.val_fraction, self.split_seed, self.reading)
-        if self.split_seed and not data.is_one:
-            raise ValueError(
-                f"{self.root}: data.split_seed={self.split_seed} is for one file; got a folder, "
-                "whose splits are taken as they are; leave it out"
-            )
-        self._refuse_names(data)
+        self._refuse_options(data)
         opened = data.open([train, val], self.skip_bad)
         first = os.environ.get("LOCAL_RANK", "0") == "0"  # once per machine, not per process
         for dataset in opened.values() if first else ():
@@ -152,13 +147,20 @@ class IS2REData(BatchedData[Structures]):
             )
         self._say_unused(opened.values())
 
-    def _refuse_names(self, data: DataSet) -> None:
-        """Raises ValueError if splits of one file are named, which would have no effect."""
-        for option, split, own in (("train", data.train, "train"), ("val", data.val, "val_id")):
-            if data.is_one and split != own and data.train != data.val:
+    def _refuse_options(self, data: DataSet) -> None:
+        """Refuses options of splits that would have no effect."""
+        kind = "a folder of splits" if data.is_one else "one file"
+        given: dict[str, object] = {"split_seed": data.split_seed}
+        if data.is_one:
+            named = {"train_split": data.train, "val_split": data.val}
+            given = (
+                {} if data.train == data.val else dict(named)
+            )  # the same names are refused later
+        for name, value in given.items():
+            if value not in (0, "train", "val_id"):
+                got = "one file, which data.split_seed splits" if data.is_one else "a folder"
                 raise ValueError(
-                    f"{self.root}: data.{option}_split={split} is for a folder of splits; got one "
-                    "file, which is split by data.split_seed; leave it out"
+                    f"{self.root}: data.{name}={value} is for {kind}; got {got}; leave it out"
                 )
 
     def _labeled(self, opened: Mapping[str, Structures]) -> dict[str, Structures]:

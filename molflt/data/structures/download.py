@@ -10,36 +10,25 @@ import time
 import zlib
 from http.client import HTTPException
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple
+from typing import IO, Any, Literal
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
 from tqdm import tqdm
 
-from molflt.data.structures.splits import OC20_ARCHIVE, OC20_FILES, VAL_SPLITS
+from molflt.data.structures.splits import OC20_ARCHIVE, OC20_FILES, VAL_SPLITS, _Archive
 from molflt.files import readable_size
 from molflt.lock import FolderLock
 
 __all__ = ["download"]
 
 
-class _Archive(NamedTuple):
-    """A published archive."""
-
-    base_url: str
-    name: str
-    size: int
-    md5: str
-    licence: str
-
-
 GAME_NET = _Archive(
     base_url="https://raw.githubusercontent.com/ChenglongWang/GAME-Net/"
     "7850f6229061d7b48af7728d2c40b28cf8bb7f9c/benchmarks/ocp/datasets",
     name="FG_dataset_lite.tar.xz",
-    size=3_094_256,
     md5="e1e8f964e5634df436e9a5ecbd616fae",
-    licence="MIT, (c) 2022 iciq-tcc / nlopez-group",
+    inner="",
 )
 
 _CHUNK = 1 << 20
@@ -86,7 +75,7 @@ def download(
     with FolderLock(directory, doing, ".lock.download").held():
         if dataset == "game-net":
             archive, md5 = directory / GAME_NET.name, (md5 or GAME_NET.md5).lower()
-            print(f"{archive.name}: md5 {md5}; licence {GAME_NET.licence}")
+            print(f"{archive.name}: md5 {md5}; licence MIT, (c) 2022 iciq-tcc / nlopez-group")
             _get(archive, base_url or GAME_NET.base_url, md5, 0)
             print(f"next: python scripts/game_net.py {archive} {directory / 'fg'}")
             return

@@ -20,7 +20,7 @@ __all__ = [
     "MOST_FRAMES",
     "energy_unit_fault",
     "force_unit_fault",
-    "stress_unit_fault",
+    "judged_stress",
     "stress_unjudged",
     "unit_fault",
 ]
@@ -98,7 +98,7 @@ def unit_fault(records: Iterable[Data]) -> str:
     some = list(islice(records, MOST_FRAMES))
     sound = [record for record in some if not point_fault(record)]
     some = sound if 2 * len(sound) > len(some) else some
-    return energy_unit_fault(some) or force_unit_fault(some) or stress_unit_fault(some)
+    return energy_unit_fault(some) or force_unit_fault(some) or judged_stress(some)[0]
 
 
 def energy_unit_fault(records: Sequence[Data]) -> str:
@@ -133,8 +133,20 @@ def force_unit_fault(records: Iterable[Data]) -> str:
     return _wrong_unit("forces", sorted(pairs)[:_MOST_PAIRS], _FORCES, _FEWEST_PAIRS) or ""
 
 
-def stress_unit_fault(records: Iterable[Data]) -> str:
-    """Describes a wrong unit or sign of stress, judged by energies and forces; else "".
+def stress_unjudged(records: Sequence[Data]) -> str:
+    """Reports that the unit or sign of stress is unknown; "" if known, or without stress.
+
+    Args:
+        records: as for :func:`judged_stress`.
+    """
+    fault, unknown = judged_stress(records)
+    if fault or not unknown or not any(bool(r.stress.isfinite().all()) for r in records):
+        return ""
+    return f"{unknown} of stress could not be judged"
+
+
+def judged_stress(records: Iterable[Data]) -> tuple[str, str]:
+    """Returns a wrong unit or sign of stress in words, and what is unknown of both; else "".
 
     Between close frames of one system with different cells, the energy changes by the volume times
     stress : strain, plus the work of the forces. If the cell is constant, the check relies on
@@ -143,23 +155,6 @@ def stress_unit_fault(records: Iterable[Data]) -> str:
     Args:
         records: structures with energies (eV), stress and optional forces; the first 300 are used.
     """
-    return _judged_stress(records)[0]
-
-
-def stress_unjudged(records: Sequence[Data]) -> str:
-    """Reports that the unit or sign of stress is unknown; "" if known, or without stress.
-
-    Args:
-        records: as for :func:`stress_unit_fault`.
-    """
-    fault, unknown = _judged_stress(records)
-    if fault or not unknown or not any(bool(r.stress.isfinite().all()) for r in records):
-        return ""
-    return f"{unknown} of stress could not be judged"
-
-
-def _judged_stress(records: Iterable[Data]) -> tuple[str, str]:
-    """Returns the fault of stress, and the unknown properties of stress."""
     pairs, spreads = list[_Pair](), list[tuple[float, float, float]]()
     for frames in _systems(records, ("energy", "stress")):
         pairs += filter(None, (_strained(*two) for two in _nearest_frames(frames, strained=True)))

@@ -49,7 +49,7 @@ class StructuresInMemory(Held):
                     raise TypeError(f"{self.where(index)}: {_EXPECTED}; got {type(one).__name__}")
             except ValueError as error:
                 raise ValueError(f"{self.where(index)}: {error}") from None
-            self._hold(record)
+            self._records.append(record)
         converter.warn(str(self.path))
 
     def to_atoms(self, index: int) -> Atoms:

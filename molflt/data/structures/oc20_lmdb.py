@@ -20,7 +20,6 @@ from molflt.data.structures.oc20_pickle import (
     _Field,
 )
 from molflt.data.structures.records import _shown, _whole, make_record
-from molflt.files import read_arrays
 
 if TYPE_CHECKING:
     from torch_geometric.data import Data
@@ -84,13 +83,10 @@ class Oc20Lmdb(Structures):
 
     @property
     def natoms(self) -> np.ndarray:
-        """Number of atoms in each structure, (len,) int64, from metadata.npz or all records."""
+        """Number of atoms in each structure, (len,) int64, from one pass over all records."""
         if self._natoms is None:
-            counts = self._natoms_beside()
-            if counts is None:
-                indices = with_bar(range(len(self)), f"{self.path.name}: atoms")
-                counts = np.array([len(self._fields(index)["pos"]) for index in indices])  # type: ignore[arg-type]
-            self._natoms = counts.astype(np.int64)
+            fields = map(self._fields, with_bar(range(len(self)), f"{self.path.name}: atoms"))
+            self._natoms = np.array([np.shape(own["pos"])[0] for own in fields], dtype=np.int64)
         return self._natoms
 
     def where(self, index: int) -> str:
@@ -179,20 +175,6 @@ class Oc20Lmdb(Structures):
         except ValueError as error:
             raise ValueError(f"{self.where(index)}: {error}") from None
         return record
-
-    def _natoms_beside(self) -> np.ndarray | None:
-        """Returns natoms of metadata.npz if its length and end values match the records."""
-        folder = self.path if self.path.is_dir() else self.path.parent
-        file = folder / "metadata.npz"
-        whole = self._kept is None and len(_shards_in(folder)) == len(self.shards)
-        if not file.is_file() or not whole:
-            return None
-        counts = read_arrays(file, ["natoms"])["natoms"]
-        if counts.shape != (len(self),) or counts.dtype.kind not in "iu":
-            return None
-        ends = (0, len(self) - 1)
-        fits = all(counts[i] == len(self._fields(i)["pos"]) for i in ends)  # type: ignore[arg-type]
-        return counts if fits else None
 
 
 def _declared_length(shard: LmdbFile) -> int | None:

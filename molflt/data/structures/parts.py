@@ -108,14 +108,6 @@ class Part(Structures):
             return np.concatenate([source.y_relaxed for source in self.sources])
         return super().y_relaxed if self._energies is None else self._energies[self._kept]
 
-    def compositions(
-        self, indices: NDArray[np.int64], of_adsorbates: bool = False
-    ) -> NDArray[np.float64]:
-        if len(self.sources) > 1:
-            return super().compositions(indices, of_adsorbates)
-        stored = indices if self._kept is None else self._kept[indices]
-        return self.sources[0].compositions(stored, of_adsorbates)
-
 
 def without(
     source: Structures, energies: NDArray[np.float64] | None, faults: Mapping[int, str]

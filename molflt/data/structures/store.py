@@ -16,9 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from molflt.atoms import MAX_ATOMIC_NUMBER, Tag
 from molflt.data.structures.base import Structures
 from molflt.data.structures.records import make_record
 from molflt.files import clear_parts, read_header, save_tensors, shown, verify_tensors
@@ -171,20 +169,6 @@ class StructureStore(Structures):
         """Relaxed energies, (len,) float64, eV; NaN if missing."""
         energies = np.array(self._open()["y_relaxed"])
         return energies if self._kept is None else energies[self._kept]
-
-    def compositions(
-        self, indices: NDArray[np.int64], of_adsorbates: bool = False
-    ) -> NDArray[np.float64]:
-        maps = self._open()
-        counts = np.zeros((len(indices), MAX_ATOMIC_NUMBER + 1))
-        for row, index in zip(counts, indices, strict=True):
-            atoms, _ = self._slices(self._stored(index))
-            counted = (maps["tags"][atoms] == Tag.ADSORBATE) | (not of_adsorbates)
-            own = np.bincount(maps["atomic_numbers"][atoms][counted], minlength=len(row))
-            if own[0] or len(own) > len(row):
-                self[index]  # raises an error that names the fault
-            row += own
-        return counts
 
     def verify(self) -> bool:
         return verify_tensors(self.path)
