@@ -150,7 +150,7 @@ class AseStructures(Held):
 
 
 def _frames(path: Path) -> Iterator[tuple[int, Atoms | ValueError]]:
-    """Yields the number of each frame or row, and its structure or the reason why it has none."""
+    """Yields the number of each frame or row, and its structure or why it cannot be read."""
     kind, number = ase_format(path) or "vasp", -1
     loads = _loads(path, kind)
     while True:
