@@ -27,7 +27,6 @@ from molflt.data.structures import Reading, open_dataset
 from molflt.data.structures.ase_fields import Converter, total_charge, unused_fields
 from molflt.data.structures.ase_files import ENDINGS, AseStructures
 from molflt.data.structures.force_units import unit_fault
-from molflt.data.structures.in_memory import StructuresInMemory
 from molflt.data.structures.records import make_record
 
 
@@ -249,18 +248,6 @@ def test_fields_that_change_nothing_are_taken(tmp_path):
     ):
         (tmp_path / name).write_text(content)
         assert open_dataset(tmp_path / name)[0].atomic_numbers.tolist() == numbers
-
-
-def test_structures_in_memory_are_checked_as_files_are():
-    mixed = bulk("Cu")
-    mixed.info["occupancy"] = {"0": {"Cu": 0.5, "Au": 0.5}}
-    for atoms, words in (
-        (mixed, "Cu 0.5, Au 0.5"),
-        (Atoms("CuX", [[0, 0, 0], [0, 0, 2]]), "atom 1 is 'X'"),
-        (Atoms("Cu2", [[0, 0, 0], [0, 0, 0.5]], cell=[1, 1, 1], pbc=True), "per atom"),
-    ):
-        with pytest.raises(ValueError, match=f"structure 0: .*{words}"):
-            StructuresInMemory(atoms)
 
 
 @pytest.mark.parametrize("blank", ["", "\n\n  \n"])

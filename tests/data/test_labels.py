@@ -184,7 +184,7 @@ def test_references_are_recovered_exactly(tmp_path: Path, monkeypatch) -> None:
     left = noisy.y_relaxed - noisy.compositions(np.arange(60)) @ fit.energies
     assert fit.mean == pytest.approx(left.mean(), abs=1e-8)
     assert fit.std == pytest.approx(left.std(), rel=1e-7)
-    monkeypatch.setattr("molflt.data.structures.base._BLOCK", 7)
+    monkeypatch.setattr("molflt.data.structures.labels._BLOCK", 7)
     again = fit_element_energies(dataset)
     np.testing.assert_allclose(again.energies, found.energies, rtol=1e-12, atol=1e-9)
 

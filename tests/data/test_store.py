@@ -194,16 +194,3 @@ def test_names(tmp_path):
         open_dataset(tmp_path / "absent.safetensors")
     with pytest.raises(FileNotFoundError, match="molflt data convert"):
         StructureStore(tmp_path / "absent.safetensors")
-
-
-def test_other_byte_types_are_refused_as_tags(store):
-    """Both have one byte."""
-    columns, header = load_file(store), {"format": "molflt-structures", "version": "1"}
-    save_file(columns, store, metadata=header)
-    content = store.read_bytes()
-    was = re.search(rb'"tags":{"dtype":"U8"', content)[0]
-    size = int.from_bytes(content[:8], "little")
-    begin = content[8:].replace(was, was.replace(b"U8", b"I8"), 1)
-    store.write_bytes(size.to_bytes(8, "little") + begin)
-    with pytest.raises(ValueError, match="train.safetensors: key 'tags' must be uint8"):
-        StructureStore(store)

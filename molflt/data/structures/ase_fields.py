@@ -72,11 +72,9 @@ class Converter:
         self._last = b""
 
     def record(self, atoms: Atoms, number: int = 0) -> Data:
-        """Converts a structure; see `molflt.data.structures.ase_files.AseStructures`.
+        """Converts a structure, whose sid is `number` unless it has one.
 
-        Args:
-            atoms: the structure.
-            number: sid of structures without a number as their sid.
+        See `molflt.data.structures.ase_files.AseStructures`.
         """
         _check_fields(atoms)
         info, relaxed = _entries(atoms), atoms.arrays.get("pos_relaxed")
@@ -221,11 +219,9 @@ class Converter:
 
 
 def named_options(names: Iterable[str], *kinds: str) -> str:
-    """Names the options that read labels of these names; "" if no name looks like a label.
+    """Names the options that read entries of these names; "" if no name looks like a label.
 
-    Args:
-        names: names of entries that are not read.
-        kinds: one or more of energy, forces and stress; all three by default.
+    `kinds` are one or more of energy, forces and stress; all three by default.
     """
     found = []
     for name in names:
@@ -344,12 +340,7 @@ def drop_labels_(atoms: Atoms) -> None:
 
 
 def not_held(atoms: Atoms, suffix: str) -> list[str]:
-    """Describes the constraints or arrays that a file with this extension cannot hold.
-
-    Args:
-        atoms: structure to write.
-        suffix: .extxyz or .traj.
-    """
+    """Describes the constraints or arrays that an .extxyz or .traj file cannot hold."""
     if suffix == ".traj":
         lost, whole = {f"array {name}" for name in atoms.arrays.keys() - _IN_TRAJ}, ".extxyz"
     else:

@@ -25,7 +25,6 @@ __all__ += ["Tags", "grouped", "to_atoms", "warn", "with_bar"]
 _Item = TypeVar("_Item")
 
 _SHOWN = 5  # maximum number of names and of reasons in a message
-_BLOCK = 10_000  # structures per block of compositions
 
 Tags = Literal["oc20", "ase", "guess"]
 AnyTags = Literal["oc20", "ase", "guess", "any"]
@@ -66,11 +65,9 @@ def warn(text: str) -> None:
 
 
 def grouped(bad: Iterable[tuple[str, str]], prefix: str = "") -> list[str]:
-    """Lists each reason once, with the names to which it applies.
+    """Lists each reason in (name, reason) pairs once, with the names without a prefix.
 
-    Args:
-        bad: (name, reason) pairs. Reasons that differ only in numbers count as one.
-        prefix: prefix to omit from the names.
+    Reasons that differ only in numbers count as one.
     """
     kinds: dict[str, tuple[str, list[str]]] = {}
     for name, reason in bad:
@@ -186,14 +183,6 @@ class Structures(Dataset["Data"], ABC):
             counted = (record.tags == Tag.ADSORBATE) | (not of_adsorbates)
             row += np.bincount(record.atomic_numbers[counted].numpy(), minlength=len(row))
         return counts
-
-    def composition_blocks(
-        self, of_adsorbates: bool = False
-    ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float64]]]:
-        """Yields indices and `compositions` of all structures in blocks."""
-        for first in with_bar(range(0, len(self), _BLOCK), "reading elements"):
-            indices = np.arange(first, min(first + _BLOCK, len(self)))
-            yield indices, self.compositions(indices, of_adsorbates)
 
     def __iter__(self) -> Iterator[Data]:
         return map(self.__getitem__, range(len(self)))

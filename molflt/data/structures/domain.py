@@ -101,11 +101,9 @@ class Domain:
 
     @staticmethod
     def of(dataset: Structures, look: Callable[[Data], object] = lambda record: None) -> Domain:
-        """Determines the domain of a data set with at least one structure, in one pass.
+        """Determines the domain in one pass over a data set, which calls `look` for each structure.
 
-        Args:
-            dataset: training structures.
-            look: function called with each structure.
+        The data set has at least one structure.
         """
         seen = np.zeros((3, MAX_ATOMIC_NUMBER + 1), dtype=bool)  # slab, adsorbate, untagged
         slab, adsorbate, surface, periodic = [], [], [], set()
@@ -155,10 +153,7 @@ class Domain:
         return replace(self, initial=(replace(initial, initial=()), *initial.initial))
 
     def refusal(self, record: Data) -> str:
-        """Returns the reason why the tags of a structure are wrong, or "".
-
-        Models trained with tags cannot predict energies of structures without tags.
-        """
+        """Returns the reason why a model trained with tags cannot predict a structure, or ""."""
         if self.adsorbate_atoms is None or self.slab_atoms is None or self.untagged:
             return ""
         slab, adsorbate, untagged = _parts(record)
@@ -288,12 +283,7 @@ class Domain:
 
     @staticmethod
     def from_json(content: object, name: str) -> Domain:
-        """Reads the result of :meth:`to_json`.
-
-        Args:
-            content: content of the file.
-            name: name of the file, for messages.
-        """
+        """Reads the result of :meth:`to_json`; `name` is the file, for messages."""
         from ase.data import atomic_numbers
 
         given: Any = content

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from molflt.atoms import MAX_ATOMIC_NUMBER
-from molflt.data.structures.base import Structures
+from molflt.data.structures.base import Structures, with_bar
 from molflt.files import shown
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ _TOTAL_PER_ATOM = 1.0  # eV
 # Relative to the largest label: far above float64 rounding, and below the resolution of methods
 _ROUNDING = 1e-12
 _MOST_CHARACTERS = 100_000  # maximum size of a file of references
+_BLOCK = 10_000  # structures
 _NEGLIGIBLE = 1e-10  # relative to the largest singular value
 
 
@@ -173,7 +174,9 @@ def fit_element_energies(
     labels, count = dataset.y_relaxed, len(dataset)
     present = np.zeros(columns, dtype=bool)
     triangle = np.zeros((0, columns + 2))  # of compositions, ones and labels
-    for indices, atoms in dataset.composition_blocks(of_adsorbates):
+    for first in with_bar(range(0, count, _BLOCK), "reading elements"):
+        indices = np.arange(first, min(first + _BLOCK, count))
+        atoms = dataset.compositions(indices, of_adsorbates)
         present |= atoms.any(axis=0)
         block = np.column_stack([atoms, np.ones(len(indices)), labels[indices]])
         triangle = np.asarray(np.linalg.qr(np.vstack([triangle, block]), mode="r"))

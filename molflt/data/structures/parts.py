@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from molflt.data.structures.base import Structures
+from molflt.data.structures.base import Structures, with_bar
 
 if TYPE_CHECKING:
     from ase import Atoms
@@ -122,12 +122,11 @@ def element_faults(source: Structures, undescribed: Collection[int]) -> dict[int
     """Returns faults, by index, for structures with elements that a model does not support."""
     from ase.data import chemical_symbols
 
-    numbers, faults = np.array(sorted(undescribed), dtype=np.int64), {}
-    for indices, atoms in source.composition_blocks() if len(numbers) else ():
-        there = atoms[:, numbers] > 0
-        for row in np.flatnonzero(there.any(axis=1)):
-            symbols = ", ".join(chemical_symbols[number] for number in numbers[there[row]])
-            faults[int(indices[row])] = f"no descriptors are known of {symbols}"
+    faults = {}
+    for index, record in enumerate(with_bar(source, "reading elements")) if undescribed else ():
+        if there := sorted(set(record.atomic_numbers.tolist()) & set(undescribed)):
+            symbols = ", ".join(chemical_symbols[number] for number in there)
+            faults[index] = f"no descriptors are known of {symbols}"
     return faults
 
 

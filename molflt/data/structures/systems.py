@@ -29,12 +29,7 @@ class System(NamedTuple):
 
 
 def write_systems(folder: Path, splits: Iterable[tuple[str, Iterable[System]]]) -> None:
-    """Writes systems.csv: sid, name, molecule, family, metal, split.
-
-    Args:
-        folder: folder of the data set.
-        splits: names of the splits and their systems.
-    """
+    """Writes systems.csv: sid, name, molecule, family, metal, split."""
     with (
         atomically(folder / SYSTEMS) as part,
         open(part, "w", encoding="utf-8", newline="") as file,
