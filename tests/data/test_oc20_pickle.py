@@ -58,6 +58,7 @@ def planted(evil):
 
 NESTED = "posix.system, nested in a tensor's storage"
 REFUSED = {
+    "direct": (pickle.dumps, "posix.system"),
     "old Data": (lambda evil: old_pickle(b"}" + POS + opcodes(evil) + b"s"), "posix.system"),
     "new Data": (lambda evil: pickle.dumps(Data(pos=evil)), "posix.system"),
     "nested plain": (lambda evil: nested(pickle.dumps(evil)), NESTED),
@@ -101,6 +102,11 @@ TAMPERING = {
     "far place of the memo": b"Nr\xff\xff\xff\xff.",
     "text beyond the end": b"\x8d" + b"\xff" * 7 + b"\x00abc.",
     "deep lists": b"]" * 50_000 + b"a" * 49_999 + b".",
+    "new from a function": STORAGE + b")\x81.",
+    "append to a Data": DATA + b")\x81(K\x01e.",
+    "extension code": b"\x82\x01.",
+    "stack of nothing": b"0000ttt\x86\x87.",
+    "attribute of a function": REBUILD + b"N}X\x08\x00\x00\x00__call__" + STORAGE + b"s\x86b.",
     "object array": b"cnumpy.core.multiarray\nscalar\ncnumpy\ndtype\n" + opcodes("O8") + b"\x85R.",
 }
 
