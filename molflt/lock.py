@@ -45,27 +45,28 @@ class FolderLock:
         folder = self.path.parent
         made = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = self._acquire()
-        _held.add(self._file)
+        file = self._acquire()
+        _held.add(file)
         try:
             yield
         finally:
-            _held.discard(self._file)
+            _held.discard(file)
             if not self.is_gone():  # while this lock is still held
                 self.path.unlink(missing_ok=True)
-            self._file.close()
+            file.close()
             with contextlib.suppress(OSError):  # folders that are not empty remain
                 for path in made:
                     path.rmdir()
 
     def _acquire(self) -> TextIO:
         while True:
-            file = open(self.path, "a+", encoding="utf-8")  # noqa: SIM115 (held beyond this block)
+            self._file = file = open(self.path, "a+", encoding="utf-8")  # noqa: SIM115 (closed later)
             if not _flock(file):
-                holder = _holder(file)
+                time.sleep(0.1)  # holders write their name after locking
+                file.seek(0)
+                holder = file.read(300).strip() or "another process"
                 file.close()
                 raise ValueError(f"{self.path.parent}: {holder} {self.doing}")
-            self._file = file
             if self.is_gone():
                 file.close()  # the holder removed it after it was opened here
                 continue
@@ -83,15 +84,6 @@ class FolderLock:
             return not os.path.samestat(os.stat(self.path), os.fstat(self._file.fileno()))
         except FileNotFoundError:
             return True
-
-
-def _holder(file: TextIO) -> str:
-    for _ in range(100):  # holders write their name after locking
-        file.seek(0)
-        if name := file.read(300).strip():
-            return name
-        time.sleep(0.01)
-    return "another process"
 
 
 def _flock(file: TextIO) -> bool:

@@ -12,10 +12,9 @@ __all__ = ["available_memory", "is_out_of_memory", "within_memory"]
 # messages of torch (CPU and CUDA), C++ and vesin
 _WORDS = re.compile(r"out of memory|not enough memory|allocate memory|bad_alloc", re.IGNORECASE)
 _CGROUP, _GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
-_FILES = {  # cgroup versions 2 and 1 by folder: limit, use, and reclaimable part of the use
-    "": ("memory.max", "memory.current", "inactive_file"),
-    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-}
+# cgroup versions 2 and 1: folder, and files of the limit, the use, and its reclaimable part
+_V2 = ("", "memory.max", "memory.current", "inactive_file")
+_V1 = ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -33,11 +32,8 @@ def within_memory(what: Callable[[], str], advice: str) -> Iterator[None]:
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        asked = re.search(r"tried to allocate ([\d.]+ \w+)", str(error), re.IGNORECASE)
-        reason = f"{asked[1]} at once" if asked else " ".join(str(error).split())[:200]
-        raise ValueError(
-            f"{what()} does not fit into memory ({reason or 'no details'}); {advice}"
-        ) from None
+        reason = " ".join(str(error).split())[:200] or "no details"
+        raise ValueError(f"{what()} does not fit into memory ({reason}); {advice}") from None
 
 
 def available_memory() -> int | None:
@@ -49,33 +45,30 @@ def available_memory() -> int | None:
     return min((size for size in known if size is not None), default=None)
 
 
-def _numbers(path: Path) -> dict[str, int]:
-    """Returns the numbers in a file of /proc or /sys by name; a single number has name ""."""
+def _number(path: Path, name: str = "") -> int | None:
+    """Returns the number after a name in a file of /proc or /sys, or None."""
     try:
-        lines = [line.split() for line in path.read_text().splitlines()]
+        found = re.search(rf"^{name}\s*(\d+)\b", path.read_text(), re.MULTILINE)
     except (OSError, ValueError):
-        return {}
-    rows = [["", *words] if len(words) == 1 else words for words in lines]
-    return {row[0].rstrip(":"): int(row[1]) for row in rows if row[1:2] and row[1].isdigit()}
+        return None
+    return int(found[1]) if found else None
 
 
 def _of_machine() -> int | None:
-    kilobytes = _numbers(Path("/proc/meminfo")).get("MemAvailable")
+    kilobytes = _number(Path("/proc/meminfo"), "MemAvailable:")
     return None if kilobytes is None else kilobytes * 1024
 
 
 def _of_groups() -> Iterator[int]:
     """Yields the bytes left by each control group of this process, up to the root."""
-    if not _CGROUP.is_file():
-        return
-    own = {"": "", "memory": ""}
-    for line in _CGROUP.read_text().splitlines():  # number:controllers:path
+    for line in _CGROUP.read_text().splitlines() if _CGROUP.is_file() else ():
         _, controllers, path = line.split(":", 2)
-        own["memory" if "memory" in controllers.split(",") else controllers] = path
-    for version, (limit, used, cached) in _FILES.items():
-        root = _GROUPS / version
-        group = root / own[version].lstrip("/")
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        folder, limit, used, cached = _V1 if controllers else _V2
+        root = _GROUPS / folder
+        group = root / path.lstrip("/")
         for place in (group, *group.parents):
-            most, now = (_numbers(place / name).get("") for name in (limit, used))
+            most, now = _number(place / limit), _number(place / used)
             if most is not None and now is not None and place.is_relative_to(root):
-                yield max(0, most - now + _numbers(place / "memory.stat").get(cached, 0))
+                yield max(0, most - now + (_number(place / "memory.stat", cached) or 0))

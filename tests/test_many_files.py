@@ -53,9 +53,8 @@ FLAT = [f"{i}.vasp" for i in (0, 1, 2, 10)]
 NESTED = [f"{i}/POSCAR" for i in (0, 1, 2, 10)]
 
 
-@pytest.mark.parametrize("names", [FLAT, NESTED])
-def test_a_folder_is_predicted_and_inspected(run, tmp_path, names, capsys) -> None:
-    atoms = poscars(tmp_path / "data", names)
+def test_a_folder_is_predicted_and_inspected(run, tmp_path, capsys) -> None:
+    names, atoms = NESTED, poscars(tmp_path / "data", NESTED)
     out = tmp_path / "energies.csv"
     words = ["predict", str(run), str(tmp_path / "data"), "--out", str(out), "--device=cpu"]
     assert main([*words, "--force"]) == 0  # POSCARs have no tags

@@ -22,7 +22,6 @@ from molflt.graph import memory, neighbors
 from molflt.graph.geometry import Geometry
 from molflt.graph.regressor import EnergyRegressor
 from molflt.memory import within_memory
-from molflt.tasks.is2re import IS2RETask
 
 FAILURES = {
     "torch": lambda: torch.empty(2**58),
@@ -124,23 +123,6 @@ def test_reciprocal_nodes_are_limited_before_allocation(monkeypatch) -> None:
     model(batch)  # too small to check
 
 
-def test_training_and_prediction_check_memory_first(monkeypatch, tmp_path: Path) -> None:
-    model = small()
-    late = lambda *_: throw(AssertionError("too late"))  # noqa: E731
-    monkeypatch.setattr(model.encoding, "_evaluate", late)
-    monkeypatch.setattr(memory, "_SMALL", 0)
-    monkeypatch.setattr(neighbors, "expect_memory", lambda *_: None)  # neighbors come first
-    monkeypatch.setattr(memory, "available_memory", lambda: 1000)
-    task = IS2RETask(model)
-    for act in (lambda: task.loss(crystal(2), 0.0), lambda: task.judge(crystal(2))):
-        with pytest.raises(MemoryError, match="reciprocal nodes"):
-            act()
-    path = tmp_path / "one.safetensors"
-    write_store(path, crystal(2).to_data_list())
-    with pytest.raises(ValueError, match="sid 5 .*max_frequency"):
-        infer(model, open_dataset(path), 4, "one")
-
-
 @pytest.mark.parametrize("place", ["step 0", "step 1"])
 def test_training_names_step_and_batch(monkeypatch, tmp_path: Path, place: str) -> None:
     """In the validation before training, and in the second step."""
@@ -161,7 +143,7 @@ GIB = 2**30
 
 
 @pytest.mark.parametrize("version", [1, 2])
-@pytest.mark.parametrize("limited", ["job", "job/step", "", None])
+@pytest.mark.parametrize("limited", ["job", None])
 def test_limits_of_control_groups(monkeypatch, tmp_path, version, limited) -> None:
     """SLURM, systemd-run and containers limit the group of the process or one above it."""
     root = tmp_path / "memory" if version == 1 else tmp_path
@@ -184,10 +166,3 @@ def test_limits_of_control_groups(monkeypatch, tmp_path, version, limited) -> No
     monkeypatch.setattr(molflt.memory, "_CGROUP", own)
     monkeypatch.setattr(molflt.memory, "_of_machine", lambda: 100 * GIB)
     assert molflt.memory.available_memory() == (100 * GIB if limited is None else 3 * GIB // 4)
-
-
-def test_without_control_groups(monkeypatch, tmp_path) -> None:
-    monkeypatch.setattr(molflt.memory, "_GROUPS", tmp_path / "none")
-    monkeypatch.setattr(molflt.memory, "_CGROUP", tmp_path / "none")
-    monkeypatch.setattr(molflt.memory, "_of_machine", lambda: 5)
-    assert molflt.memory.available_memory() == 5

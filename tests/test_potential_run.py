@@ -354,11 +354,11 @@ def test_average_distance_within_threshold():
 def test_the_loss_ignores_missing_labels():
     from torch_geometric.data import Batch
 
-    from molflt.data.structures.ase_files import _record_from_atoms
+    from molflt.data.structures.ase_fields import Converter
 
     torch.manual_seed(0)
     task = PotentialTask(Potential(**SMALL).train())
-    records = [_record_from_atoms(atoms, i) for i, atoms in enumerate(argon(4, 0))]
+    records = [Converter().record(atoms, i) for i, atoms in enumerate(argon(4, 0))]
     total, sums = task.loss(Batch.from_data_list(records), 0.0)
     assert float(sums.structures) == 4 and float(sums.components) == 3 * 12
     assert float(sums.stresses) == 2 * 9

@@ -43,10 +43,9 @@ def run(data, tmp_path_factory) -> Path:
     return run
 
 
-@pytest.mark.parametrize("options", [(), ("--data.skip_bad=true",)])
-def test_training_is_refused_before_its_first_step(data, tmp_path, capsys, options) -> None:
+def test_training_is_refused_before_its_first_step(data, tmp_path, capsys) -> None:
     """The element is only in the validation split; a model without descriptors accepts it."""
-    split = ("--data.val_split=val_ood_ads", *options)
+    split = ("--data.val_split=val_ood_ads", "--data.skip_bad=true")
     words = ["train", *arguments(data, tmp_path / "run", *DESCRIBED, *split)]
     said = error_of(capsys, *words)
     assert "val_ood_ads.safetensors: sid 206: " in said and "He" in said
@@ -65,13 +64,6 @@ def test_predictions_name_or_skip_undescribed_structures(run, data, tmp_path, ca
         rows = list(csv.DictReader(lines))
     assert [int(row["sid"]) for row in rows] == [200, 201, 202, 203, 204, 205, 207]
     assert [int(row["index"]) for row in rows] == [0, 1, 2, 3, 4, 5, 7]
-
-
-def test_evaluations_name_or_skip_undescribed_structures(run, capsys) -> None:
-    words = ["evaluate", str(run), "--splits", "val_ood_ads", "--device", "cpu"]
-    assert "sid 206: " in error_of(capsys, *words)
-    assert main([*words, "--skip_bad"]) == 0
-    assert "sid 206: " in capsys.readouterr().err
 
 
 def test_inputs_of_machine_code_are_checked() -> None:

@@ -9,7 +9,6 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from game_net_files import ARCHIVE
 from oc20_files import old_record, write_lmdb
 
 from molflt.commands.cli import main
@@ -23,10 +22,7 @@ INNER = OC20_ARCHIVE.inner
 
 
 class Server:
-    """Serves one archive; can cut connections, ignore ranges, and remembers the ranges asked.
-
-    `codes` holds what it answers first.
-    """
+    """Serves one archive; can cut connections, ignore ranges, and remembers the ranges asked."""
 
     def __init__(self):
         self.content = b""
@@ -34,16 +30,13 @@ class Server:
         self.cut = []  # bytes to send before dropping the connection, one entry per request
         self.ranges = True
         self.asked = []
-        self.codes = []
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self):
                 wanted = self.headers.get("Range")
                 outer.asked.append(wanted)
-                if outer.codes:
-                    self.send_error(outer.codes.pop(0))
-                elif wanted and outer.ranges:
+                if wanted and outer.ranges:
                     start = int(wanted.removeprefix("bytes=").rstrip("-"))
                     self.answer(206, outer.content[start:])
                 else:
@@ -96,7 +89,7 @@ def archive(tmp_path, names=("10k/train", "all/val_id", "all/val_ood_ads"), extr
 
 
 def add(tar, member, content):
-    entry = member if isinstance(member, tarfile.TarInfo) else tarfile.TarInfo(member)
+    entry = tarfile.TarInfo(member)
     entry.size = len(content)
     tar.addfile(entry, io.BytesIO(content))
 
@@ -150,19 +143,12 @@ def test_wrong_md5_and_damaged_parts_are_refused(server, tmp_path):
     get(server, tmp_path / "a")
 
 
-def link(name, to):
-    entry = tarfile.TarInfo(name)
-    entry.type, entry.linkname = tarfile.SYMTYPE, to
-    return entry
-
-
 def test_hostile_members_stay_outside(tmp_path):
     outside = tmp_path / "outside"
     extra = [
         (f"{INNER}/all/val_id/../../../../../../../outside", b"x"),
         ("../outside", b"x"),
         (str(outside), b"x"),
-        (link(f"{INNER}/all/val_id/link", str(tmp_path)), b""),
     ]
     path = tmp_path / "some.tar.gz"
     path.write_bytes(archive(tmp_path, ["all/val_id"], extra))
@@ -185,30 +171,6 @@ def test_unpacked_sums_and_missing_splits(tmp_path, monkeypatch):
     assert (tmp_path / "in/is2re/all/val_id/data.lmdb").is_file()
 
 
-def test_a_busy_server_is_asked_again(server, tmp_path):
-    server.codes = [503, 429, 408, 500]
-    get(server, tmp_path / "a")
-    assert server.asked == [None] * 5
-    server.codes = [503] * module._ATTEMPTS
-    with pytest.raises(OSError, match="HTTP Error 503: .*run the same command again"):
-        get(server, tmp_path / "b")
-    server.codes, server.asked = [404], []
-    with pytest.raises(OSError, match=r"HTTP Error 404: .*is the address right\? --base_url"):
-        get(server, tmp_path / "b")
-    assert server.asked == [None]
-
-
-def test_an_archive_that_is_there_is_compared(server, tmp_path):
-    path = tmp_path / "a" / OC20_ARCHIVE.name
-    path.parent.mkdir()
-    path.write_bytes(server.content)
-    with pytest.raises(ValueError, match=rf"expected md5 0000; got {md5(server.content)}; delete"):
-        get(server, tmp_path / "a", md5="0000")
-    assert path.read_bytes() == server.content and not (tmp_path / "a/is2re").exists()
-    get(server, tmp_path / "a", md5=md5(server.content).upper())
-    assert server.asked == [] and (tmp_path / "a/is2re/all/val_id/data.lmdb").is_file()
-
-
 def test_game_net_is_fetched_resumed_and_compared(server, tmp_path, capsys):
     path = tmp_path / GAME_NET.name
     server.name, server.content = GAME_NET.name, b"archive" * 1000
@@ -219,24 +181,8 @@ def test_game_net_is_fetched_resumed_and_compared(server, tmp_path, capsys):
     assert "run the same command again" in capsys.readouterr().err
     assert main([*words, *sums]) == 0
     assert path.read_bytes() == server.content and server.asked[-1] == "bytes=2000-"
-    out = capsys.readouterr().out
-    for text in (
-        f"md5 {md5(server.content)}; licence MIT",
-        "7.0 kB, 2.0 kB of it already here",
-        f"next: python scripts/game_net.py {path}",
-    ):
-        assert text in out
     asked = len(server.asked)
     assert main([*words, *sums]) == 0 and len(server.asked) == asked  # it is there
     assert main([*words, "--base_url", server.url]) == 2  # but not the official one
     assert f"{path}: expected md5 {GAME_NET.md5}; got" in capsys.readouterr().err
-    path.unlink()
-    assert main([*words, "--base_url", server.url]) == 2
-    assert f"expected md5 {GAME_NET.md5}; got" in capsys.readouterr().err
-    assert not list(tmp_path.glob("*.part")) and not path.exists()
-
-
-@pytest.mark.skipif(not ARCHIVE.is_file(), reason=f"no GAME-Net archive at {ARCHIVE}")
-def test_published_facts_of_game_net():
-    content = ARCHIVE.read_bytes()
-    assert (len(content), md5(content)) == (GAME_NET.size, GAME_NET.md5)
+    assert not list(tmp_path.glob("*.part"))

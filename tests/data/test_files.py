@@ -7,7 +7,6 @@ import stat
 import numpy as np
 import pytest
 from safetensors import safe_open
-from safetensors.numpy import save_file
 
 from molflt.files import (
     append,
@@ -33,13 +32,6 @@ def test_a_block_that_fails_leaves_the_older_file(tmp_path):
     (path.parent / "plain.txt").touch()
     assert path.read_bytes() == b"new" and len(os.listdir(path.parent)) == 2
     assert stat.S_IMODE(path.stat().st_mode) == (path.parent / "plain.txt").stat().st_mode & 0o777
-
-
-def test_unwritable_paths_are_named(tmp_path):
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(OSError, match=r"folder: could not be written"):
-        write_atomically(tmp_path / "folder", b"")
-    assert os.listdir(tmp_path) == ["folder"]
 
 
 def test_unwritable_paths_are_named_in_advance(tmp_path):
@@ -94,11 +86,6 @@ def test_every_byte_of_tensors_is_guarded_by_their_digest(tmp_path):
     path.write_bytes(content[:-1])
     with pytest.raises(ValueError, match="not a complete safetensors file"):
         verify_tensors(path)
-
-
-def test_tensors_without_a_digest_are_not_refused(tmp_path):
-    save_file({"a": np.zeros(2)}, tmp_path / "old.safetensors", metadata={"step": "1"})
-    assert not verify_tensors(tmp_path / "old.safetensors")
 
 
 def test_the_new_name_is_published_after_the_bytes_and_written_down(tmp_path, monkeypatch):

@@ -147,11 +147,7 @@ def swap(text, a, b):
 
 DAMAGE = {
     "no CONTCAR": (lambda f: f.pop(CONTCAR), CONTCAR),
-    "no POSCAR": (lambda f: f.pop(POSCAR), POSCAR),
-    "no family": (lambda f: row(f, "groups.dat", BAD, None), "groups.dat"),
     "no energy": (lambda f: row(f, "energies.dat", BAD, None), "energies.dat"),
-    "no first": (lambda f: row(f, "energies_i.dat", BAD, None), "energies_i.dat"),
-    "NaN": (lambda f: row(f, "energies.dat", BAD, "nan"), "energies.dat"),
     "absurd": (lambda f: row(f, "energies.dat", BAD, "-1.5"), "119.500"),
     "elements": (lambda f: f.update({CONTCAR: f[CONTCAR].replace("H C", "C H")}), "same atoms"),
     "order": (lambda f: f.update({CONTCAR: swap(f[CONTCAR], 9, 11)}), "fixed"),
@@ -160,7 +156,6 @@ DAMAGE = {
         lambda f: f.update({p: f[p].replace("Cu", "Au") for p in (POSCAR, CONTCAR)}),
         "Au3H2C",
     ),
-    "cut": (lambda f: f.update({POSCAR: f[POSCAR][:300]}), POSCAR),
 }
 
 

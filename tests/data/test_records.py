@@ -37,37 +37,25 @@ def test_types_shapes_and_defaults():
     assert record.pbc.all() and not record.tags.any() and not record.fixed.any()
     assert record.y_relaxed.isnan().all() and record.pos_relaxed.isnan().all()
     assert not small(cell=None).pbc.any()
-
-
-def test_oc20_floats_become_integers_and_memory_is_not_shared():
-    pos = np.zeros((2, 3), dtype=np.float32)
-    numbers, fixed = torch.tensor([8.0, 78.0]), torch.tensor([0.0, 1.0])
-    record = small(pos=pos, atomic_numbers=numbers, fixed=fixed)
-    pos[:] = 9
-    assert record.atomic_numbers.tolist() == [8, 78] and not record.pos.any()
-    assert record.fixed.tolist() == [False, True]
+    numbers, fixed = torch.tensor([8.0, 78.0]), torch.tensor([0.0, 1.0])  # as in OC20
+    record = small(atomic_numbers=numbers, fixed=fixed)
+    assert record.atomic_numbers.tolist() == [8, 78] and record.fixed.tolist() == [False, True]
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"pos": [[0.0, 0.0, float("nan")], [0.0, 0.0, 0.0]]}, "pos must be finite.*atom 0"),
-        ({"pos": [[0.0, 0.0], [0.0, 0.0]]}, r"pos must be \(N, 3\) in Å"),
         ({"pos": np.zeros((0, 3)), "atomic_numbers": []}, "at least one atom"),
-        ({"charge": [1.0, 0.0]}, r"charge.*\(2,\)"),
-        ({"pos_relaxed": np.zeros((3, 3))}, r"pos_relaxed must be \(2, 3\)"),
         ({"atomic_numbers": [8, 119]}, "1 to 118; got 119; no such element"),
         ({"atomic_numbers": [8.0, 7.5]}, "whole numbers; got 7.5"),
-        ({"atomic_numbers": [8]}, r"shape \(2,\)"),
         ({"atomic_numbers": ["O", "Pt"]}, "array of numbers"),
         ({"tags": [1, 4]}, "tags must be 0 .* got 4"),
-        ({"y_relaxed": float("nan")}, "y_relaxed must be a finite energy in eV"),
+        ({"y_relaxed": float("nan")}, "y_relaxed must be finite, in eV; got .*nan"),
         ({"forces": np.zeros((3, 3))}, r"forces must be \(2, 3\) in eV/Å; got shape \(3, 3\)"),
         ({"forces": [[0, 0, 0], [0, np.inf, 0]]}, "forces must be finite, in eV/Å; .* for atom 1"),
-        ({"stress": [1.0, 2.0]}, r"stress must be finite, .* got shape \(2,\)"),
-        ({"y_init": [1.0, 2.0]}, "y_init must be one energy"),
-        ({"cell": np.eye(2)}, r"cell must be \(3, 3\)"),
-        ({"cell": np.full((3, 3), np.nan)}, "cell must be finite"),
+        ({"stress": [1.0, 2.0]}, r"stress must be \(1, 3, 3\) in eV/Å\^3; got shape \(2,\)"),
+        ({"y_init": [1.0, 2.0]}, r"y_init must be \(1,\) in eV; got shape \(2,\)"),
         ({"cell": np.diag([4.0, 5.0, 0.0])}, "linearly independent.*set pbc to False"),
         ({"pbc": [True, False]}, "pbc must be three booleans"),
         ({"pbc": [True, float("nan"), 0]}, "pbc must be 0 or 1; got nan"),
@@ -97,21 +85,12 @@ def test_refuses_naming_the_sid(change, message):
     ("sid", "number"),
     [
         (2**63 - 1, 2**63 - 1),
-        ("-12", -12),
-        (1234567.0, 1234567),
         (torch.tensor([2**60 + 1]), 2**60 + 1),
         (torch.tensor(255.0, dtype=torch.bfloat16), 255),
     ],
 )
 def test_sids_that_are_exact(sid, number):
     assert small(sid=sid).sid == number
-
-
-def test_bounds_are_inclusive():
-    record = small(
-        pos=[[0.0, 0.0, 0.0], [0.0, 0.0, 1e5]], cell=np.diag([0.5, 5.0, 0.0]), pbc=[1, 1, 0]
-    )
-    assert record.pbc.tolist() == [[True, True, False]] and float(record.pos[1, 2]) == 1e5
 
 
 def test_relaxed_positions_are_unwrapped_only_along_periodic_axes():

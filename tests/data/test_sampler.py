@@ -46,19 +46,6 @@ def test_ranks_share_an_evaluation_without_overlap(natoms, world):
     assert sorted(everything) == list(range(len(natoms)))
 
 
-def test_epochs_differ_and_repeat():
-    def flat(seed, epoch):
-        sampler = SizeBucketedBatchSampler(np.arange(1, 41), 4, shuffle=True, seed=seed)
-        return np.concatenate(sampler.batches(epoch)).tolist()
-
-    assert flat(5, 2) == flat(5, 2)
-    assert flat(5, 2) != flat(5, 3)
-    assert flat(5, 2) != flat(6, 2)
-    equal = SizeBucketedBatchSampler(np.full(40, 20), 4, shuffle=True)
-    first, second = ({frozenset(b.tolist()) for b in equal.batches(epoch)} for epoch in (0, 1))
-    assert len(first & second) < 3
-
-
 @settings(max_examples=30, deadline=None)
 @given(sizes, st.integers(0, 60), st.integers(1, 3))
 def test_a_stream_from_a_step_is_the_rest_of_the_stream(natoms, step, world):
@@ -96,7 +83,7 @@ def test_an_epoch_holds_each_problem_once_and_starts_at_any_step():
     for epoch in (line[:3], line[3:]):
         assert sorted(itertools.chain(*epoch)) == [2**32 + i for i in range(10)]
     assert drawn(problems(), 2, start=4) == line[4:]
-    assert drawn(problems(seed=1), 6) != line
+    assert drawn(problems(seed=1), 6) != line and line[:3] != line[3:]
     assert [b.tolist() for b in problems().val_dataloader()] == [[0, 1, 2, 3], [4, 5]]
     assert len(problems().val_dataloader(1, 2)) == 1
 

@@ -22,7 +22,7 @@ from molflt.data.structures import Reading, open_dataset
 from molflt.data.structures.force_units import (
     energy_unit_fault,
     force_unit_fault,
-    stress_unit_fault,
+    judged_stress,
     stress_unjudged,
     unit_fault,
 )
@@ -93,8 +93,6 @@ def test_other_names(tmp_path):
     record = open_dataset(tmp_path / "a.safetensors")[0]
     np.testing.assert_allclose(record.forces, forces, atol=1e-6)
     np.testing.assert_allclose(record.stress[0], stress, atol=1e-6)
-    assert main(["data", "inspect", *words]) == 0
-    assert main(["data", "inspect", words[0], "--forces_key=none"]) == 2
     with pytest.raises(ValueError, match=r"train\.extxyz.*forces.*--data\.forces_key"):
         PotentialData(tmp_path, val_split="train").expect_forces()
 
@@ -108,23 +106,9 @@ def test_stores_keep_them_and_do_without(tmp_path):
     for a, b in zip(open_dataset(tmp_path / "a.traj"), open_dataset(store), strict=True):
         for name in ("energy", "forces", "stress"):
             torch.testing.assert_close(a[name], b[name], rtol=0, atol=0, equal_nan=True)
-    maps = open_dataset(store)._open()
-    assert {"energy", "forces", "stress"} < maps.keys() and "pos_relaxed" not in maps
-    plain = tmp_path / "b.safetensors"
-    ase.io.write(tmp_path / "b.traj", [atoms.copy() for atoms in frames])
-    assert main(["data", "convert", str(tmp_path / "b.traj"), str(plain)]) == 0
-    assert not {"energy", "forces", "stress"} & open_dataset(plain)._open().keys()
-    assert bool(open_dataset(plain)[0].forces.isnan().all())
-    with pytest.raises(
-        ValueError, match=r"forces_key=dft is for files that ASE reads; got a compact store"
-    ):
-        PotentialData(_folder(tmp_path, store), "dft", val_split="train").setup()
-
-
-def _folder(path: Path, store: Path) -> Path:
-    (path / "folder").mkdir()
-    store.rename(path / "folder" / "train.safetensors")
-    return path / "folder"
+    assert "pos_relaxed" not in open_dataset(store)._open()
+    with pytest.raises(ValueError, match=r"forces_key=dft is for files that ASE reads; got a comp"):
+        open_dataset(store, reading=Reading(forces_key="dft"))
 
 
 def test_s2ef_files(tmp_path):
@@ -177,9 +161,7 @@ def test_voigt_order():
     [
         (1.0, ""),
         (23.0605, "kcal/mol/Å"),
-        (96.485, "kJ/mol/Å"),
         (1 / 51.422, "Hartree/bohr"),
-        (1000.0, "meV/Å"),
         (-1.0, "gradients, minus the forces"),
     ],
 )
@@ -213,17 +195,10 @@ def test_an_absurd_force_is_refused_or_left_out(tmp_path, capsys):
     assert len(data.datasets["train"]) == 29 and data.force_scale() < 10
     assert "train 29 systems (116 atoms, 1 bad left out), forces in all" in data.describe()[0]
 
-    assert main(["data", "inspect", str(path)]) == 0
-    told = capsys.readouterr().out
-    assert f"warning: absurd labels: 1 of 30 systems, for instance {said}" in told
-    store.parent.mkdir()
     words = ["data", "convert", str(path), str(store)]
     assert main(words) == 2 and not store.exists()
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert f"{path}: {said}" in line and "--skip-bad leaves it out (1 such)" in line
-    assert main([*words, "--skip-bad"]) == 0 and len(open_dataset(store)) == 29
     assert f"{path}: {said}" in capsys.readouterr().err
-    PotentialData(store.parent, val_split="train").setup()
+    assert main([*words, "--skip-bad"]) == 0 and len(open_dataset(store)) == 29
 
 
 UNITS = {  # factor of ASE's stress, and words that name it
@@ -269,7 +244,7 @@ def test_unit_and_sign_of_stress_are_seen_in_energies(tmp_path, capsys, frames, 
     for atoms in own:
         atoms.calc.results["stress"] *= -atoms.get_volume() if factor is None else factor
     ase.io.write(tmp_path / "train.traj", own)
-    found = stress_unit_fault(list(open_dataset(tmp_path / "train.traj")))
+    found = judged_stress(list(open_dataset(tmp_path / "train.traj")))[0]
     if unit is None:
         assert not found
         return
@@ -280,13 +255,13 @@ def test_unit_and_sign_of_stress_are_seen_in_energies(tmp_path, capsys, frames, 
     data = PotentialData(tmp_path, val_split="train")
     with pytest.raises(ValueError, match=r"stress.*--data\.check_units"):
         data.setup()
-    PotentialData(tmp_path, val_split="train", check_units=False).setup()
-    assert main(["data", "inspect", str(tmp_path / "train.traj")]) == 0
-    assert "warning: wrong units: stress" in capsys.readouterr().out
-    if max(abs(atoms.calc.results["stress"]).max() for atoms in own) < 10:
-        store = str(tmp_path / "a.safetensors")
-        assert main(["data", "convert", str(tmp_path / "train.traj"), store]) == 0
-        assert "warning: " in (said := capsys.readouterr().err) and "stress looks like" in said
+    if unit == "sign" and frames == "strained":
+        PotentialData(tmp_path, val_split="train", check_units=False).setup()
+        assert main(["data", "inspect", str(tmp_path / "train.traj")]) == 0
+        assert "warning: wrong units: stress" in capsys.readouterr().out
+        words = [str(tmp_path / "train.traj"), str(tmp_path / "a.safetensors")]
+        assert main(["data", "convert", *words]) == 0
+        assert "stress looks like" in capsys.readouterr().err
 
 
 def relaxation():
@@ -328,20 +303,6 @@ def test_right_stress_is_not_refused(tmp_path, frames):
     assert not unit_fault(list(open_dataset(tmp_path / "train.traj")))
 
 
-def test_virials_are_converted_to_stress(tmp_path):
-    frames = [
-        bare(a, energy=a.get_potential_energy(), forces=a.get_forces(), virial=virial)
-        for a in strained(4)
-        for virial in [-a.get_volume() * a.get_stress(voigt=False)]
-    ]
-    path = tmp_path / "train.extxyz"
-    ase.io.write(path, frames)
-    records = open_dataset(path, reading=Reading(stress_key="virial"))
-    for atoms, record in zip(strained(4), records, strict=True):
-        np.testing.assert_allclose(record.stress[0], atoms.get_stress(voigt=False), atol=1e-6)
-    assert open_dataset(path).unused == ["virial"]
-
-
 @pytest.mark.skipif(not MLEARN.is_dir(), reason="no mlearn data next to the checkout")
 @pytest.mark.parametrize("symbol", ["Cu", "Li", "Si"])
 @pytest.mark.parametrize("split", ["train", "test"])
@@ -357,7 +318,7 @@ def test_stress_of_published_sets(symbol, split):
             make_record(pos=p, atomic_numbers=z, forces=f, cell=c, energy=e, stress=factor * s)
             for p, z, f, c, e, s in rows
         ]
-        found = stress_unit_fault(records)
+        found = judged_stress(records)[0]
         kinds = found.split(":")[0]
         assert said in kinds or (said == "minus kbar" and "minus eV (stress" in kinds), found
         assert bool(found) == bool(said)
@@ -372,24 +333,7 @@ def test_units_of_energies_are_seen_where_no_atom_has_so_much():
         assert ("times what all electrons" in energy_unit_fault([ethanol])) == said
 
 
-def test_forces_of_frames_in_other_cells_are_not_judged_by_their_strain() -> None:
+def test_forces_of_frames_in_other_cells_are_not_judged_by_their_strain(tmp_path) -> None:
     """The work of strain is not that of forces: right labels of small crystals are taken."""
-    for seed in range(6):
-        random = np.random.default_rng(seed)
-        records = []
-        for _ in range(12):
-            atoms = bulk("Cu", cubic=True)
-            strain = np.eye(3) + random.normal(scale=0.05, size=(3, 3))
-            atoms.set_cell(atoms.cell.array @ strain, scale_atoms=True)
-            atoms.positions += random.normal(scale=0.02, size=(4, 3))
-            atoms.calc = EMT()
-            records.append(
-                make_record(
-                    pos=atoms.positions,
-                    atomic_numbers=atoms.numbers,
-                    cell=atoms.cell.array,
-                    energy=atoms.get_potential_energy(),
-                    forces=atoms.get_forces(),
-                )
-            )
-        assert force_unit_fault(records) == ""
+    ase.io.write(tmp_path / "train.traj", strained(60, deform=0.05, rattle=0.02))
+    assert force_unit_fault(open_dataset(tmp_path / "train.traj")) == ""

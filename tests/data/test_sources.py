@@ -15,14 +15,14 @@ import pytest
 import torch
 from ase import Atoms
 from ase.constraints import FixAtoms
-from oc20_files import old_record, record, same, write_lmdb
-from torch.utils.data import ConcatDataset
+from oc20_files import SHARED, old_record, record, same, write_lmdb
 from torch_geometric.loader import DataLoader
 
 from molflt.commands.cli import main
 from molflt.data.structures import SOURCES, open_dataset
 from molflt.data.structures.datamodule import IS2REData
 from molflt.data.structures.sources import split_path
+from molflt.data.structures.splits import OC20_FILES, TEST_SPLITS, VAL_SPLITS
 from molflt.data.structures.store import write_store
 
 
@@ -113,18 +113,6 @@ def test_every_source_keeps_the_protocol(tmp_path, name):
     assert len(pickle.dumps(structures)) < 20_000
 
 
-def test_every_source_is_read_by_a_spawned_process(tmp_path):
-    """After use here; one for all of them, as a new interpreter is slow to start."""
-    sources = []
-    for name in SOURCES:
-        file, write, _ = EXAMPLES[name]
-        write(tmp_path / file, [record(i, pos_relaxed=None) for i in range(4)])
-        sources.append(open_dataset(tmp_path / file))
-    expected = [item.sid for source in sources for item in source]
-    loader = DataLoader(ConcatDataset(sources), num_workers=1, multiprocessing_context="spawn")
-    assert [int(batch.sid) for batch in loader] == expected and len(expected) == 4 * len(SOURCES)
-
-
 MODULES = [f"structures.{name}" for name in ["convert", "download", "splits", "summary"]]
 MODULES += ["text.sources", "images.files"]
 
@@ -135,3 +123,36 @@ def test_reading_signatures_loads_nothing_heavy():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     heavy = {"torch_geometric", "lightning", "ase", "lmdb", "matplotlib", "datasets", "PIL"}
     assert not heavy & set(done.stdout.split())
+
+
+def touch(*paths: Path) -> None:
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"")
+
+
+@pytest.mark.parametrize("below", ["is2re", "is2res_train_val_test_lmdbs/data/is2re"])
+def test_layouts_of_the_download(tmp_path, below):
+    base = tmp_path / below
+    touch(base / "10k/train/data.lmdb", base / "all/val_id/data.lmdb")
+    for root in (tmp_path, base, base / "10k"):
+        assert split_path(root, "train") == base / "10k/train"
+        assert split_path(root, "val_id") == base / "all/val_id"
+    assert split_path(tmp_path, "10k/train") == base / "10k/train"
+    touch(base / "all/train/data.lmdb")
+    with pytest.raises(ValueError, match=r"several train splits: .*10k/train, .*all/train"):
+        split_path(tmp_path, "train")
+    assert split_path(base / "10k", "train") == base / "10k/train"
+    assert split_path(base / "all", "train") == base / "all/train"
+
+
+def test_table_names_every_split_with_published_sums():
+    names = ["10k/train", "100k/train", "all/train"]
+    names += [f"all/{split}" for split in VAL_SPLITS + TEST_SPLITS]
+    assert list(OC20_FILES) == names
+    sums = SHARED / "oc20_lmdb_md5sums.txt"
+    if not sums.is_file():
+        pytest.skip(f"the published md5 sums are not at {sums}")
+    published = dict(reversed(line.split()) for line in sums.read_text().splitlines())
+    for name, file in OC20_FILES.items():
+        assert published[f"is2re/{name}/data.lmdb"] == file.md5

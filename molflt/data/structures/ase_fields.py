@@ -1,38 +1,242 @@
-"""Fields of ASE structures: checks, constraints, total charge, unused fields, and output."""
+"""Conversion of ASE structures to records: checks, labels, tags, charge, and fields not read."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from numbers import Real
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from molflt.data.structures.ase_labels import entries
+from molflt.atoms import Tag
+from molflt.data.structures.base import AS_IT_IS, AnyTags, Reading, Tags, warn
+from molflt.data.structures.records import make_record
 from molflt.files import shown
 
 if TYPE_CHECKING:
     from ase import Atoms
+    from torch_geometric.data import Data
 
-__all__ = ["atomic_number", "check_fields", "drop_labels_", "fixed_atoms", "is_element", "not_held"]
-__all__ += ["other_constraints", "total_charge", "unused_fields", "unused_warning"]
+__all__ = ["Converter", "atomic_number", "drop_labels_", "fixed_atoms", "is_element"]
+__all__ += ["named_options", "not_held", "text_sid", "total_charge", "unused_fields"]
+__all__ += ["unused_warning"]
 
-_ISOTOPES = {"D": "H", "T": "H"}
 _NEAR_ONE = 1e-3
 _OCCUPANCY = re.compile(r"(site_?)?occ(upanc(y|ies))?", re.I)
 _DENSEST = 1.0  # Å^3 per atom; metallic hydrogen at 500 GPa has 1.3
-_LABELS = ("energy", "free_energy", "forces", "stress")
-_IN_EXTXYZ = {"FixAtoms", "FixCartesian"}
+_KINDS = {  # names of labels, by the option that reads them
+    "energy": re.compile("energ|etot|^e([_-]|$)", re.IGNORECASE),
+    "gradient": re.compile("grad", re.IGNORECASE),
+    "forces": re.compile("force|^f$", re.IGNORECASE),
+    "stress": re.compile("stress|virial", re.IGNORECASE),
+}
+_SETTING = re.compile("cut|tol|calc", re.IGNORECASE)  # settings, such as cut_off_energy
+_MOST_KEYS = 12  # maximum number listed in a message
 _IN_TRAJ = {"numbers", "positions", "tags", "momenta", "masses", "initial_magmoms"}
 _IN_TRAJ |= {"initial_charges"}
-_WORDS = {"charge", "charges", "spin", "spins", "multiplicity", "mult", "magmom", "magmoms"}
-_WORDS |= {"uhf", "nupdown", "magnetization", "magnetisation", "efield", "bfield", "nelect"}
-_WORDS |= {"electrons", "unpaired", "mag", "oxidation", "cation", "anion", "electrode", "hubbard"}
-_WORDS |= {"solvent", "excited"}
-_RESULTS = {"nuclear", "born", "dipole", "quadrupole", "inertia"}
-_KINDS = {"electric", "external", "magnetic", "applied", "electrostatic", "e", "b"}
-_MULTIPLICITY = {"spin", "spins", "multiplicity", "mult"}
+_NOT_READ = {"charge", "charges", "spin", "spins", "multiplicity", "mult", "magmom", "magmoms"}
+_NOT_READ |= {"uhf", "nupdown", "magnetization", "magnetisation", "efield", "bfield", "nelect"}
+_NOT_READ |= {"electrons", "unpaired", "mag", "oxidation", "cation", "anion", "electrode"}
+_NOT_READ |= {"hubbard", "solvent", "excited", "field", "fields", "moment", "moments"}
+_HARMLESS = {"nuclear", "born", "dipole", "quadrupole", "inertia", "force"}
+
+
+class Converter:
+    """Converts the structures of one source, and collects notes about what is not read.
+
+    The first structure that has a label determines its name for the whole source. Otherwise,
+    energies of two levels of theory, or with two references, would be mixed.
+
+    Args:
+        reading: names of the entries that are labels, and meaning of the tags.
+    """
+
+    def __init__(self, reading: Reading = AS_IT_IS) -> None:
+        if reading.tags not in get_args(AnyTags):
+            known = ", ".join(get_args(AnyTags))
+            raise ValueError(f"tags={reading.tags!r} is unknown; expected one of {known}")
+        self.reading = reading
+        self._keys = {"y_relaxed": reading.energy_key, "energy": reading.energy_key}
+        self._keys |= {"forces": reading.forces_key, "stress": reading.stress_key}
+        self._used: dict[str, str] = {}  # name of the entry that is read, by label
+        self._others: dict[str, None] = {}  # energies of structures that lack the one in use
+        self._there: dict[str, None] = {}  # names of all labels
+        self._numbers: dict[str, None] = {}  # names of other numbers, which may be energies
+        self._fields: dict[str, str] = {}  # spin, moments and fields
+        self._lost: Counter[str] = Counter()  # constraints
+        self._count = self._other_tags = self._steps = 0
+        self._last = b""
+
+    def record(self, atoms: Atoms, number: int = 0) -> Data:
+        """Converts a structure, whose sid is `number` unless it has one.
+
+        See `molflt.data.structures.ase_files.AseStructures`.
+        """
+        _check_fields(atoms)
+        info, relaxed = _entries(atoms), atoms.arrays.get("pos_relaxed")
+        labels = self._labels(atoms, info) | {"y_init": info.get("y_init")}
+        if relaxed is not None:  # the energy belongs to these positions
+            labels.pop("energy", None)
+        if self.reading.for_prediction:
+            labels = {name: _if_finite(labels.get(name)) for name in ("y_init", "y_relaxed")}
+        given = atoms.get_tags() if atoms.has("tags") else None
+        tags = None if self.reading.tags == "any" else given
+        if tags is not None and self.reading.tags == "ase":
+            tags = _layers_as_tags(tags)
+        try:
+            record = make_record(
+                pos=atoms.positions,
+                atomic_numbers=atoms.numbers,
+                cell=atoms.cell.array,
+                pbc=atoms.pbc,
+                tags=tags,
+                fixed=fixed_atoms(atoms),
+                sid=info.get("sid", number) if text_sid(atoms) is None else number,
+                pos_relaxed=relaxed,
+                charge=total_charge(atoms),
+                **labels,
+            )
+        except ValueError as error:  # use the name of the energy in the file
+            named = self._used.get("y_relaxed", "y_relaxed")
+            raise ValueError(str(error).replace(": y_relaxed ", f": {named} ")) from None
+        if given is not None and tags is None:  # not checked, but kept in outputs
+            record.tags = torch.as_tensor(given, dtype=torch.long)
+        self._note(atoms)
+        return record
+
+    def _labels(self, atoms: Atoms, info: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns y_relaxed, and the energy, forces and stress at the positions, if available."""
+        results = getattr(atoms.calc, "results", None) or {}
+        self._numbers |= dict.fromkeys(name for name, value in info.items() if _is_number(value))
+        named = (name for name in [*info, *atoms.arrays] if _kind(name))
+        there = [*results, *(name for name in named if not _SETTING.search(name))]
+        absent = {"free_energy"} if results.get("free_energy") == results.get("energy") else set()
+        absent |= {"energies"} if "energy" in results else set()  # of single atoms
+        self._there |= dict.fromkeys(name for name in there if name not in absent)
+        found: dict[str, Any] = {}
+        for label, key in self._keys.items():
+            stored = {**(atoms.arrays if label == "forces" else info), **results}
+            defaults = (label, "energy" if label == "y_relaxed" else f"REF_{label}")
+            names = [
+                name
+                for name in ((key,) if key is not None else defaults)
+                if stored.get(name) is not None
+                and (label == "y_relaxed" or not _all_nan(stored[name]))
+            ]
+            if names and (name := self._used.setdefault(label, names[0])) in names:
+                found[label] = stored[name]
+            elif label == "y_relaxed":
+                self._others |= dict.fromkeys(names)
+        name = self._used.get("stress", "").lower()
+        if "stress" in found and "virial" in name and "stress" not in name:
+            found["stress"] = -np.asarray(found["stress"]) / (atoms.cell.volume or np.nan)
+        return found
+
+    def _note(self, atoms: Atoms) -> None:
+        self._fields = {**unused_fields(atoms), **self._fields}
+        self._count += 1
+        tags = self.reading.tags
+        self._other_tags += tags != "any" and _tags_look_like(atoms) not in (None, tags)
+        same = atoms.numbers.tobytes() + atoms.cell.array.tobytes()
+        self._steps, self._last = self._steps + (same == self._last), same
+        self._lost.update(_held(atoms)[1])
+
+    def check(self) -> None:
+        """Raises ValueError if all structures lack an entry that an option names."""
+        for label, key in self._keys.items():
+            if key is None or key in self._used.values():
+                continue
+            option = "energy" if label == "y_relaxed" else label
+            there = [*self._energies, *self._numbers] if option == "energy" else [*self._there]
+            raise ValueError(
+                f"no structure has the {option}_key {shown(key)}; there are "
+                f"{_listed(there) or 'none'}; null takes the default"
+            )
+
+    def warn(self, name: str) -> None:
+        """Prints warnings about the structures; `name` is their file."""
+        reading, count = self.reading, self._count
+        if 2 * self._other_tags > count:
+            found = (
+                "look like ase.build's numbers of layers, from the top; if they are, read them "
+                "with --tags ase, in training --data.tags ase, in Python tags='ase'"
+                if reading.tags == "oc20"
+                else "were read as numbers of layers, but look like OC20's (0 below 1, 2 above it)"
+            )
+            warn(f"{name}: tags of {self._other_tags} of {count} structures {found}")
+        of_steps = reading.energy_key is None and self._used.get("y_relaxed") == "energy"
+        for_energies = reading.tags != "any" and not reading.for_prediction
+        if of_steps and for_energies and "forces" in self._used and 2 * self._steps > count:
+            warn(
+                f"{name}: frames with forces look like steps of relaxations or dynamics; train on "
+                "them with --recipe potential; relaxed energies need the first frame of each "
+                "relaxation, with the energy of the last one as y_relaxed"
+            )
+        if self._lost and not reading.keep_atoms:
+            found = ", ".join(f"{kind} in {count}" for kind, count in sorted(self._lost.items()))
+            warn(
+                f"{name}: constraints other than fixed atoms are left out: {found} structures; "
+                "atoms that they hold count as free"
+            )
+        if self._fields:
+            warn(unused_warning(name, self._fields))
+
+    @property
+    def unused(self) -> list[str]:
+        """Names of existing labels that are not read."""
+        read = {"y_init", *self._used.values()}
+        return [name for name in self._there if name not in read]
+
+    @property
+    def for_potentials(self) -> list[str]:
+        """Names of labels that only potentials read."""
+        read = {name for label, name in self._used.items() if label != "y_relaxed"}
+        return [name for name in self._there if name in read - {self._used.get("y_relaxed")}]
+
+    @property
+    def hint(self) -> str:
+        """Advice about missing energies."""
+        candidates = self._energies or list(self._numbers)
+        if (used := self._used.get("y_relaxed")) and self._others:
+            return (
+                f"the first structures have {used}, others only {_listed(self._others)}; name the "
+                "one to take with --energy_key, in training --data.energy_key"
+            )
+        if used or not candidates:
+            return ""
+        return (
+            f"name the energy with --energy_key {candidates[0]}, in training --data.energy_key "
+            f"{candidates[0]}; there are {_listed(candidates)}"
+        )
+
+    @property
+    def _energies(self) -> list[str]:
+        return [name for name in self._there if _kind(name) == "energy"]
+
+
+def named_options(names: Iterable[str], *kinds: str) -> str:
+    """Names the options that read entries of these names; "" if no name looks like a label.
+
+    `kinds` are one or more of energy, forces and stress; all three by default.
+    """
+    found = []
+    for name in names:
+        kind, key = _kind(name), shown(name, 40)[1:-1]
+        if kind == "gradient" and (not kinds or "forces" in kinds):
+            found.append(f"{key} looks like a gradient; forces are minus it, convert the file")
+        elif kind and (not kinds or kind in kinds):
+            found.append(f"--data.{kind}_key {key} reads {key}")
+    return "; ".join(found[:_MOST_KEYS])
+
+
+def text_sid(atoms: Atoms) -> str | None:
+    """Returns the sid of a structure if it is a name, not a number."""
+    sid = _entries(atoms).get("sid")
+    return sid if isinstance(sid, str) and not re.fullmatch(r"\s*[+-]?[0-9]+\s*", sid) else None
 
 
 def is_element(symbol: str) -> bool:
@@ -48,96 +252,35 @@ def atomic_number(symbol: str, atom: int) -> int:
 
     number = atomic_numbers.get(symbol.capitalize(), 0)
     if number == 0:
-        what = (
-            f"write {_ISOTOPES[symbol]}, whose energies are the same"
-            if symbol in _ISOTOPES
-            else "rename or remove it"
+        advice = (
+            "write H, whose energies are the same" if symbol in {*"DT"} else "rename or remove it"
         )
-        raise ValueError(f"atom {atom} is {shown(symbol, 20)}; expected an element; {what}")
+        raise ValueError(f"atom {atom} is {shown(symbol, 20)}; expected an element; {advice}")
     return number
-
-
-def check_fields(atoms: Atoms) -> None:
-    """Refuses dummy atoms, partially occupied sites, and cells too small for their atoms."""
-    dummies = np.flatnonzero(atoms.numbers == 0)
-    if len(dummies):
-        raise ValueError(
-            f"atom {dummies[0]} is 'X', a dummy atom or a vacancy; expected an element; remove it"
-        )
-    if partial := _partial_site(atoms):
-        raise ValueError(
-            f"{partial}; expected sites with one atom each; write an ordered structure, such as "
-            "a supercell with one element on each site"
-        )
-    volume = atoms.cell.volume / max(1, len(atoms))
-    if atoms.pbc.all() and 0 < volume < _DENSEST:
-        raise ValueError(
-            f"the cell has {volume:.2g} Å^3 per atom; expected at least {_DENSEST:g}; give the "
-            "cell in Å, or leave out a cell that is a placeholder"
-        )
-
-
-def _partial_site(atoms: Atoms) -> str:
-    """Describes the first site with an occupancy other than 1; "" if all sites are full."""
-    given = [*atoms.info.items(), *atoms.arrays.items()]
-    named = [(name, value) for name, value in given if _OCCUPANCY.fullmatch(str(name))]
-    sites = atoms.info.get("occupancy")
-    if isinstance(sites, Mapping):  # in a CIF: kind of site -> symbol -> occupancy
-        for site, shares in sites.items():
-            own = shares if isinstance(shares, Mapping) else {"it": shares}
-            if len(own) > 1 or any(_is_partial(share) for share in own.values()):
-                listed = ", ".join(f"{symbol} {share}" for symbol, share in own.items())
-                return f"site {site} has the occupancy {listed}"
-    for name, values in named:
-        rows = np.atleast_1d(np.asarray(values))
-        if isinstance(values, Mapping) or rows.dtype.kind not in "fiub" or not rows.any():
-            continue  # all 0 means not given
-        for atom, value in enumerate(rows):
-            if part := next(filter(_is_partial, np.ravel(value)), None):
-                return f"atom {atom} has the {name} {part:g}"
-    return ""
-
-
-def _is_partial(share: object) -> bool:
-    try:
-        return abs(float(share) - 1) > _NEAR_ONE  # type: ignore[arg-type]
-    except (TypeError, ValueError):  # "?" and "." in a CIF mean unknown
-        return False
 
 
 def fixed_atoms(atoms: Atoms) -> NDArray[np.bool_]:
     """Returns the mask of atoms held in all three directions, (N,)."""
-    held, _ = _held(atoms)
-    return np.logical_and.reduce(held, axis=1)
-
-
-def other_constraints(atoms: Atoms) -> set[str]:
-    """Returns the kinds of constraints except those that hold atoms in all three directions."""
-    held, others = _held(atoms)
-    some = held.any(axis=1) & ~held.all(axis=1)
-    return others | ({"FixCartesian"} if bool(some.any()) else set())
+    return np.logical_and.reduce(_held(atoms)[0], axis=1)
 
 
 def _held(atoms: Atoms) -> tuple[NDArray[np.bool_], set[str]]:
-    """Returns the axes along which each atom is held, (N, 3), and kinds of other constraints."""
+    """Returns the axes along which atoms are held, (N, 3), and the kinds of other constraints."""
     from ase.constraints import FixAtoms, FixCartesian, FixScaled
 
     held, others = np.zeros((len(atoms), 3), dtype=bool), set()
     for constraint in atoms.constraints:
-        if isinstance(constraint, FixAtoms | FixCartesian | FixScaled):
-            mask = np.asarray(getattr(constraint, "mask", True))
-            if isinstance(constraint, FixScaled) and mask.any() and not mask.all():
-                others.add("FixScaled")  # along lattice vectors
-                continue
-            index = np.asarray(constraint.index)
-            if index.size and not -len(atoms) <= index.min() <= index.max() < len(atoms):
-                raise ValueError(
-                    f"a constraint holds atom {index.max()}; expected one of 0..{len(atoms) - 1}; "
-                    "the file is damaged"
-                )
-            held[index] |= mask
-        else:
+        mask = np.asarray(getattr(constraint, "mask", True))
+        of_lattice = isinstance(constraint, FixScaled) and mask.any() and not mask.all()
+        if of_lattice or not isinstance(constraint, FixAtoms | FixCartesian | FixScaled):
             others.add(type(constraint).__name__)
+            continue
+        try:
+            held[np.asarray(constraint.index)] |= mask
+        except IndexError as error:
+            raise ValueError(f"a constraint holds an atom that is not there; {error}") from None
+    if (held.any(axis=1) & ~held.all(axis=1)).any():
+        others.add("FixCartesian")
     return held, others
 
 
@@ -147,7 +290,7 @@ def total_charge(atoms: Atoms) -> float | None:
     The name of the entry is charge, total_charge or net_charge, in any spelling.
     """
     found: dict[str, float] = {}
-    for name, value in entries(atoms).items():
+    for name, value in _entries(atoms).items():
         multiple = bool(_words(name) & {"multiplicity", "mult"})
         if not (multiple or _is_total(name, value)):
             continue
@@ -174,9 +317,12 @@ def unused_fields(atoms: Atoms) -> dict[str, str]:
     spin or multiplicity of 1, and the total charge are left out.
     """
     results = getattr(atoms.calc, "results", None) or {}
-    own = {name: each for name, each in entries(atoms).items() if not _is_total(name, each)}
-    fields = {**results, **atoms.arrays, **own}
-    found = {name: _text(value, _words(name)) for name, value in fields.items()}
+    own = {name: each for name, each in _entries(atoms).items() if not _is_total(name, each)}
+    found = {
+        name: _not_neutral(value, _words(name))
+        for name, value in {**results, **atoms.arrays, **own}.items()
+        if _words(name) & _NOT_READ and not _words(name) & _HARMLESS and value is not None
+    }
     return {name: text for name, text in found.items() if text}
 
 
@@ -184,6 +330,78 @@ def unused_warning(where: str, fields: Mapping[str, str]) -> str:
     """Returns a warning that names the unused fields of a structure or of a file."""
     named = ", ".join(f"{name} ({text})" for name, text in fields.items())
     return f"{where}: {named} not used; models read elements, positions, cell and total charge"
+
+
+def drop_labels_(atoms: Atoms) -> None:
+    """Removes energies, forces and stress, in place."""
+    for name in ("energy", "free_energy", "forces", "stress"):
+        atoms.info.pop(name, None)
+        atoms.arrays.pop(name, None)
+
+
+def not_held(atoms: Atoms, suffix: str) -> list[str]:
+    """Describes the constraints or arrays that an .extxyz or .traj file cannot hold."""
+    if suffix == ".traj":
+        lost, whole = {f"array {name}" for name in atoms.arrays.keys() - _IN_TRAJ}, ".extxyz"
+    else:
+        kinds = {type(one).__name__ for one in atoms.constraints}
+        lost, whole = kinds - {"FixAtoms", "FixCartesian"}, ".traj"
+    return [f"{kind} cannot be held by {suffix}; write {whole} to keep it" for kind in sorted(lost)]
+
+
+def _check_fields(atoms: Atoms) -> None:
+    """Refuses dummy atoms, partially occupied sites, and cells too small for their atoms."""
+    dummies = np.flatnonzero(atoms.numbers == 0)
+    if len(dummies):
+        raise ValueError(
+            f"atom {dummies[0]} is 'X', a dummy atom or a vacancy; expected an element; remove it"
+        )
+    if partial := _partial_site(atoms):
+        raise ValueError(
+            f"{partial}; expected sites with one atom each; write an ordered structure, such as "
+            "a supercell with one element on each site"
+        )
+    volume = atoms.cell.volume / max(1, len(atoms))
+    if atoms.pbc.all() and 0 < volume < _DENSEST:
+        raise ValueError(
+            f"the cell has {volume:.2g} Å^3 per atom; expected at least {_DENSEST:g}; give the "
+            "cell in Å, or leave out a cell that is a placeholder"
+        )
+
+
+def _partial_site(atoms: Atoms) -> str:
+    """Describes the first site with an occupancy other than 1; "" if all sites are full."""
+    for name, values in [*atoms.info.items(), *atoms.arrays.items()]:
+        if not _OCCUPANCY.fullmatch(str(name)):
+            continue
+        if isinstance(values, Mapping):  # in a CIF: kind of site -> symbol -> occupancy
+            for site, shares in values.items():
+                own = shares if isinstance(shares, Mapping) else {"it": shares}
+                if len(own) > 1 or any(map(_is_partial, own.values())):
+                    listed = ", ".join(f"{symbol} {share}" for symbol, share in own.items())
+                    return f"site {site} has the occupancy {listed}"
+            continue
+        rows = np.atleast_1d(np.asarray(values))
+        partial = np.flatnonzero([any(map(_is_partial, np.ravel(row))) for row in rows])
+        if len(partial) and rows.dtype.kind in "fiub" and rows.any():  # all 0 means not given
+            return f"atom {partial[0]} has the {name} {rows[partial[0]]}"
+    return ""
+
+
+def _is_partial(share: object) -> bool:
+    try:
+        return abs(float(share) - 1) > _NEAR_ONE  # type: ignore[arg-type]
+    except (TypeError, ValueError):  # "?" and "." in a CIF mean unknown
+        return False
+
+
+def _entries(atoms: Atoms) -> dict[str, Any]:
+    """Returns the entries of `info`, including the key-value pairs and data of a database."""
+    info = {name: value for name, value in atoms.info.items() if isinstance(name, str)}
+    for inner in ("data", "key_value_pairs"):
+        if isinstance(value := info.get(inner), Mapping):
+            info |= {str(name): each for name, each in value.items()}
+    return info
 
 
 def _is_total(name: str, value: Any) -> bool:
@@ -198,41 +416,69 @@ def _words(name: str) -> set[str]:
     return set(re.split(r"[^a-z]+", apart.lower()))
 
 
-def _text(value: object, words: set[str]) -> str:
-    """Describes a field that changes the energy; "" for other fields and for neutral values."""
-    field = bool(words & {"field", "fields"}) and bool(words & _KINDS or len(words) == 1)
-    moment = bool(words & {"moment", "moments"}) and bool("magnetic" in words or len(words) == 1)
-    if not (words & _WORDS or field or moment) or words & _RESULTS or value is None:
-        return ""
+def _not_neutral(value: object, words: set[str]) -> str:
+    """Describes a value other than zero, or other than one for spins; else ""."""
     try:
         numbers = np.asarray(value, dtype=np.float64)
     except (TypeError, ValueError):
         return shown(value, 40)
-    if numbers.size == 1 and words & _MULTIPLICITY and numbers == 1:
-        return ""
-    if not np.nan_to_num(numbers).any():
+    of_spin = numbers.size == 1 and bool(words & {"spin", "spins", "multiplicity", "mult"})
+    if not np.nan_to_num(numbers).any() or (of_spin and numbers == 1):
         return ""
     if numbers.size == 1:
         return f"{numbers.item():g}"
     return f"{np.nanmin(numbers):g} to {np.nanmax(numbers):g}"
 
 
-def drop_labels_(atoms: Atoms) -> None:
-    """Removes energies, forces and stress, in place."""
-    for name in _LABELS:
-        atoms.info.pop(name, None)
-        atoms.arrays.pop(name, None)
+def _if_finite(energy: object) -> object:
+    """Returns an energy; None if it is NaN or infinite."""
+    unknown = isinstance(energy, float | np.floating) and not np.isfinite(energy)
+    return None if unknown else energy
 
 
-def not_held(atoms: Atoms, suffix: str) -> list[str]:
-    """Describes the constraints or arrays that a file with this extension cannot hold.
+def _kind(name: str) -> str:
+    """Returns the label that a name looks like: energy, gradient, forces, stress or ""."""
+    return next((kind for kind, names in _KINDS.items() if names.search(name)), "")
 
-    Args:
-        atoms: structure to write.
-        suffix: .extxyz or .traj.
+
+def _all_nan(value: object) -> bool:
+    array = np.asarray(value)
+    return array.dtype.kind == "f" and bool(np.isnan(array).all())
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool | np.bool_ | int | np.integer)
+
+
+def _listed(names: Iterable[str]) -> str:
+    names = list(names)
+    more = f" and {len(names) - _MOST_KEYS} more" if len(names) > _MOST_KEYS else ""
+    return ", ".join(shown(name, 40)[1:-1] for name in names[:_MOST_KEYS]) + more
+
+
+def _layers_as_tags(layers: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Converts ASE's layer numbers to tags, (N,) -> (N,).
+
+    ``ase.build`` numbers layers downward from the top layer, 1, and uses 0 for adsorbates. Without
+    layers, all tags are 0, which means unknown. Negative numbers are kept and refused later.
     """
-    if suffix == ".traj":
-        lost, whole = {f"array {name}" for name in atoms.arrays.keys() - _IN_TRAJ}, ".extxyz"
-    else:
-        lost, whole = {type(one).__name__ for one in atoms.constraints} - _IN_EXTXYZ, ".traj"
-    return [f"{kind} cannot be held by {suffix}; write {whole} to keep it" for kind in sorted(lost)]
+    if not (layers > 0).any():
+        return layers
+    known = [layers == 0, layers == 1, layers > 1]
+    return np.select(known, [Tag.ADSORBATE, Tag.SURFACE, Tag.SUBSURFACE], layers)
+
+
+def _tags_look_like(atoms: Atoms) -> Tags | None:
+    """Guesses the convention of tags from the heights of atoms; None if undecided."""
+    tags, cell = atoms.get_tags(), atoms.cell.array
+    normal = np.cross(cell[0], cell[1])
+    normal = normal * np.sign(normal @ cell[2]) if (normal @ cell[2]) else np.array([0.0, 0, 1])
+    heights = atoms.positions @ normal
+    first, second, third = (heights[tags == tag] for tag in (0, 1, 2))
+    if not second.size or not (first.size or third.size):
+        return None
+    # Adsorbates lie above the layer with tag 1; their tag is 0 in ASE and 2 here.
+    middle = second.mean()
+    if bool((first > middle).all() and (third < middle).all()):
+        return "ase"
+    return "oc20" if bool((first < middle).all() and (third > middle).all()) else None

@@ -20,25 +20,20 @@ if TYPE_CHECKING:
 
 __all__ = ["cif_frames", "expect_counts_of_poscar", "expect_elements_of_pdb", "xyz_frames"]
 
-_PLAIN = "species:S:1:pos:R:3"
 _READ = {name.lower(): name for name in ("Lattice", "pbc", "Properties")}
 _READ |= dict.fromkeys(("periodic", "periodicity", "boundary"), "pbc")
 _CELLS = ("cell", "unit_cell", "unitcell", "box", "lattice_vectors", "cell_vectors")
-_NEEDED = ("_cell_length", "_cell_angle", "_atom_site_fract", "_symmetry", "_space_group")
 _NOT_ANGSTROM = re.compile(r"(?<![/\w])(cell\(|(bohr|fractional|atomic_unit|nm)\b)", re.I)
+_WHOLE_SITES = {  # values in CIF files of sites whose atoms are all listed
+    "_atom_site_attached_hydrogens": {"0", ".", "?"},
+    "_atom_site_calc_flag": {"d", "c", "calc", ".", "?"},
+}
 
 
-def xyz_frames(file: IO[str], said: dict[str, None]) -> Iterator[Callable[[], Atoms]]:
-    """Yields, for each frame of a plain or extended XYZ file, a function that parses it.
-
-    Args:
-        file: file open for reading.
-        said: receives descriptions of ignored content.
-    """
-    line = file.readline()
-    while line:
+def xyz_frames(file: IO[str]) -> Iterator[Callable[[], Atoms]]:
+    """Yields, for each frame of a plain or extended XYZ file, a function that parses it."""
+    for line in file:
         if line.isspace():  # between frames
-            line = file.readline()
             continue
         if not line.strip().isdigit():
             raise ValueError(f"expected a number of atoms; got {shown(line.strip(), 40)}")
@@ -46,18 +41,14 @@ def xyz_frames(file: IO[str], said: dict[str, None]) -> Iterator[Callable[[], At
         lines = [line, *islice(file, count + 1)]
         if len(lines) < count + 2:
             raise ValueError(f"{max(0, len(lines) - 2)} of {count} atoms; the file is cut")
-        line = file.readline()
-        while line.lstrip().startswith("VEC"):
-            lines.append(line)
-            line = file.readline()
-        yield partial(_xyz_frame, lines, count, said)
+        yield partial(_xyz_frame, lines)
 
 
-def _xyz_frame(lines: list[str], count: int, said: dict[str, None]) -> Atoms:
+def _xyz_frame(lines: list[str]) -> Atoms:
     from ase.io.extxyz import read_xyz
 
-    _check_columns(_properties(lines[1]), lines[2 : count + 2], said)
-    atoms: Atoms = next(read_xyz(StringIO("".join(lines)), slice(None)))
+    _check_columns(_properties(lines[1]), lines[2:])
+    (atoms,) = read_xyz(StringIO("".join(lines)), slice(None))
     return atoms
 
 
@@ -76,18 +67,17 @@ def _properties(comment: str) -> str:
         raise ValueError(f'pbc is {shown(axes.tolist())}; expected pbc="T T F" or the like')
     for key, value in keys.items():
         read = _READ.get(key.lower())
-        if key.lower() in _CELLS and np.size(value) in (3, 6, 9) and "Lattice" not in keys:
+        if key.lower() in _CELLS and np.size(value) in (3, 6, 9):
             read = "Lattice"
-        if read in keys and key.lower() not in ("lattice", "pbc", "properties"):
-            read = None
-        if read not in (None, key) and f"{key}=" in comment.replace(" ", ""):
+        is_read = read in (None, key) or (read in keys and key.lower() != str(read).lower())
+        if not is_read and f"{key}=" in comment.replace(" ", ""):
             raise ValueError(f"key {key!r} is not read; expected {read}=...; rename it")
     return str(keys.get("Properties", ""))
 
 
-def _check_columns(properties: str, rows: list[str], said: dict[str, None]) -> None:
+def _check_columns(properties: str, rows: list[str]) -> None:
     """Refuses ambiguous columns, and elements that differ between two columns."""
-    names, _, widths = ((properties or _PLAIN).split(":")[first::3] for first in range(3))
+    names, _, widths = ((properties or "species:S:1:pos:R:3").split(":")[i::3] for i in range(3))
     ends = [0]
     for width in widths:
         ends.append(ends[-1] + int(width))
@@ -105,8 +95,6 @@ def _check_columns(properties: str, rows: list[str], said: dict[str, None]) -> N
             raise ValueError(
                 f"atom {atom} has {len(words)} columns; expected {ends[-1]}, as Properties says"
             )
-        if len(words) > ends[-1]:
-            said["columns after x, y, z are not read; name them with Properties="] = None
         given = [atomic_number(words[column], atom) for column in symbols]
         given += [int(words[column]) for column in numbers]
         if len(set(given)) > 1:
@@ -126,9 +114,8 @@ def cif_frames(file: IO[bytes]) -> Iterator[Callable[[], Atoms]]:
 
 
 def _cif_block(block: CIFBlock) -> Atoms:
-    for site, name in enumerate(
-        block.get("_atom_site_type_symbol") or block.get("_atom_site_label") or []
-    ):
+    names = block.get("_atom_site_type_symbol") or block.get("_atom_site_label") or []
+    for site, name in enumerate(names):
         letters = re.split("[^A-Za-z]", str(name))[0]
         if letters.isupper() and len(letters) == 2 and is_element(letters.title()):
             raise ValueError(
@@ -138,39 +125,16 @@ def _cif_block(block: CIFBlock) -> Atoms:
         read = re.search("[A-Z][a-z]?", str(name))  # as in ASE
         if read is None or read[0] != "D":  # deuterium becomes H
             atomic_number(letters if read is None else read[0], site)
-    _check_sites(block)
-    try:
-        atoms: Atoms = block.get_atoms()
-    except Exception as error:  # the usual cause is "?" for a value that ASE needs
-        unknown = [key for key in block if key.startswith(_NEEDED) and _is_unknown(block[key])]
-        if not unknown:
-            raise
-        raise ValueError(f"{unknown[0]} is empty; expected a value; fill it in") from error
-    return atoms
-
-
-def _is_unknown(value: object) -> bool:
-    return bool({"?", "."} & set(map(str, value if isinstance(value, list) else [value])))
-
-
-def _check_sites(block: CIFBlock) -> None:
-    """Refuses sites with missing, additional or disordered atoms."""
-    for key, fine in (
-        ("_atom_site_attached_hydrogens", ("0",)),
-        ("_atom_site_calc_flag", ("d", "c", "calc")),
-    ):
+    for key, whole in _WHOLE_SITES.items():
         for site, value in enumerate(block.get(key) or []):
-            if str(value) not in (*fine, ".", "?"):
+            if str(value) not in whole:
                 raise ValueError(f"site {site} has {key} {shown(value)}; expected listed atoms")
     groups = {str(one) for one in block.get("_atom_site_disorder_group") or []} - {".", "?", "0"}
     if len(groups) > 1:
         raise ValueError(
             f"sites have the disorder groups {sorted(groups)}; expected one; choose it"
         )
-    if block.get("_cell_modulation_dimension") not in (None, 0, "0", ".", "?"):
-        raise ValueError("the cell is modulated; expected a periodic structure")
     places = zip(*(block.get(f"_atom_site_fract_{axis}") or [] for axis in "xyz"), strict=False)
-    names = block.get("_atom_site_type_symbol") or block.get("_atom_site_label") or []
     known: dict[tuple[object, ...], object] = {}
     for site, (place, name) in enumerate(zip(places, names, strict=False)):
         if known.setdefault(place, name) != name and not block.get("_atom_site_occupancy"):
@@ -178,10 +142,12 @@ def _check_sites(block: CIFBlock) -> None:
                 f"site {site}: {shown(name)} and {shown(known[place])} share one place; expected "
                 "one element on each site"
             )
+    atoms: Atoms = block.get_atoms()
+    return atoms
 
 
 def expect_elements_of_pdb(file: IO[str]) -> None:
-    """Refuses alternate locations and ambiguous atom names."""
+    """Refuses alternate locations, ambiguous atom names, and models without their own cell."""
     cells = models = 0
     for number, line in enumerate(file, 1):
         cells, models = cells + line.startswith("CRYST1"), models + line.startswith("MODEL ")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, TypeVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
@@ -20,12 +20,11 @@ if TYPE_CHECKING:
     from torch_geometric.data import Data
 
 __all__ = ["ANY_TAGS", "AS_IT_IS", "AS_TRAINED", "AnyTags", "Held", "Reading", "Structures"]
-__all__ += ["Tags", "grouped", "to_atoms", "with_bar"]
+__all__ += ["Tags", "grouped", "to_atoms", "warn", "with_bar"]
 
 _Item = TypeVar("_Item")
 
 _SHOWN = 5  # maximum number of names and of reasons in a message
-_BLOCK = 10_000  # structures per block of compositions
 
 Tags = Literal["oc20", "ase", "guess"]
 AnyTags = Literal["oc20", "ase", "guess", "any"]
@@ -60,12 +59,15 @@ AS_TRAINED = "as trained"
 ANY_TAGS = Reading(tags="any")
 
 
-def grouped(bad: Iterable[tuple[str, str]], prefix: str = "") -> list[str]:
-    """Lists each reason once, with the names to which it applies.
+def warn(text: str) -> None:
+    """Prints a warning in one line."""
+    print(f"molflt: warning: {text}", file=sys.stderr)
 
-    Args:
-        bad: (name, reason) pairs. Reasons that differ only in numbers count as one.
-        prefix: prefix to omit from the names.
+
+def grouped(bad: Iterable[tuple[str, str]], prefix: str = "") -> list[str]:
+    """Lists each reason in (name, reason) pairs once, with the names without a prefix.
+
+    Reasons that differ only in numbers count as one.
     """
     kinds: dict[str, tuple[str, list[str]]] = {}
     for name, reason in bad:
@@ -135,14 +137,6 @@ class Structures(Dataset["Data"], ABC):
         return f"{self.path}: {len(self.bad)} bad structure(s) left out: {listed}"
 
     @classmethod
-    def to_read_once(cls, path: Path, skip_bad: bool) -> Structures:
-        """Opens a source for callers that read everything once and leave out records with errors.
-
-        Sources that would otherwise read everything first to find bad records override this method.
-        """
-        return cls(path, skip_bad=skip_bad)
-
-    @classmethod
     def takes(cls, path: Path) -> bool:
         """Returns True if this class opens a path, judging by its name."""
         return path.suffix.lower() in cls.suffixes
@@ -190,14 +184,6 @@ class Structures(Dataset["Data"], ABC):
             row += np.bincount(record.atomic_numbers[counted].numpy(), minlength=len(row))
         return counts
 
-    def composition_blocks(
-        self, of_adsorbates: bool = False
-    ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float64]]]:
-        """Yields indices and `compositions` of all structures in blocks."""
-        for first in with_bar(range(0, len(self), _BLOCK), "reading elements"):
-            indices = np.arange(first, min(first + _BLOCK, len(self)))
-            yield indices, self.compositions(indices, of_adsorbates)
-
     def __iter__(self) -> Iterator[Data]:
         return map(self.__getitem__, range(len(self)))
 
@@ -227,6 +213,23 @@ class Structures(Dataset["Data"], ABC):
         """Returns a structure and the number of its free atoms with unwrapped relaxed positions."""
         return self[index], 0
 
+    def _leave_out_bad(self) -> NDArray[np.int64]:
+        """Leaves out structures that raise an error; returns the sizes of the others."""
+        kept, natoms = [], []
+        for index in with_bar(range(len(self)), f"{self.path.name}: checking"):
+            try:
+                natoms.append(self[index].natoms)
+                kept.append(index)
+            except ValueError as error:
+                self.note_bad(index, error)
+        self._kept = np.array(kept, dtype=np.int64)
+        return np.array(natoms, dtype=np.int64)
+
+    def note_bad(self, index: int, error: Exception) -> None:
+        """Adds a structure that raised an error to `bad`."""
+        name = self.where(index)
+        self.bad.append((name, str(error).removeprefix(f"{name}: ")))
+
     def _stored(self, index: int) -> int:
         """Converts an index, which may be negative, to the index in the file."""
         length = len(self)
@@ -237,37 +240,22 @@ class Structures(Dataset["Data"], ABC):
 
 
 class Held(Structures):
-    """Base class for sources that keep their structures in memory; `_hold` adds one."""
+    """Base class for sources that keep their structures in memory."""
 
     def __init__(self, path: str | Path, skip_bad: bool = False) -> None:
         super().__init__(path, skip_bad)
-        self._records: list[dict[str, object]] = []
-
-    def _hold(self, record: Data) -> None:
-        """Adds a structure; constant arrays, such as absent labels, take no memory."""
-        held: dict[str, object] = {}
-        for key, value in record.to_dict().items():
-            if isinstance(value, torch.Tensor):
-                value = value.numpy()
-                if np.array_equal(value, np.full_like(value, value.flat[0]), equal_nan=True):
-                    value = np.broadcast_to(value.flat[0], value.shape)
-            held[key] = value
-        self._records.append(held)
+        self._records: list[Data] = []
 
     def __len__(self) -> int:
         return len(self._records)
 
     def __getitem__(self, index: int) -> Data:
-        from torch_geometric.data import Data
-
-        held = self._records[self._stored(index)].items()
-        arrays = {name: np.array(value) for name, value in held if isinstance(value, np.ndarray)}
-        return Data(**dict(held) | {name: torch.from_numpy(own) for name, own in arrays.items()})
+        return self._records[self._stored(index)].clone()
 
     @property
     def natoms(self) -> np.ndarray:
         """Number of atoms in each structure, (len,) int64."""
-        return np.array([record["natoms"] for record in self._records], dtype=np.int64)
+        return np.array([record.natoms for record in self._records], dtype=np.int64)
 
 
 def to_atoms(record: Data) -> Atoms:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from tqdm import tqdm
 
-from molflt.data.structures import AS_IT_IS, Reading, open_dataset
-from molflt.data.structures.base import Tags, grouped
+from molflt.data.structures import Reading, Structures, open_dataset
+from molflt.data.structures.base import Tags, grouped, warn
 from molflt.data.structures.force_units import MOST_FRAMES, unit_fault
 from molflt.data.structures.labels import label_faults, point_fault
 from molflt.data.structures.overlaps import atoms_coincide, overlaps_of
@@ -20,8 +20,6 @@ from molflt.data.structures.sources import (
     files_of,
     is_one_source,
     is_same,
-    is_shards,
-    named,
     sources_in,
 )
 from molflt.data.structures.store import write_store
@@ -30,7 +28,7 @@ from molflt.files import readable_size
 if TYPE_CHECKING:
     from torch_geometric.data import Data
 
-__all__ = ["convert"]
+__all__ = ["convert", "one_pass"]
 
 
 def convert(
@@ -71,8 +69,7 @@ def convert(
     paths = [Path(src)] if isinstance(src, str | Path) else list(src)
     one = paths[0] if len(paths) == 1 else None
     jobs: list[tuple[Paths, Path]] = [(paths, dst)]
-    whole = one is not None and (is_shards(one) or is_one_source(one))
-    if one is not None and one.is_dir() and not (whole and dst.suffix == ".safetensors"):
+    if one and one.is_dir() and not (is_one_source(one) and dst.suffix == ".safetensors"):
         jobs = _jobs_of(one, dst)
     for path, store in jobs:
         if store.suffix != ".safetensors":  # checked before reading, which can take half an hour
@@ -84,7 +81,7 @@ def convert(
             )
     reading = Reading(energy_key, tags, forces_key, stress_key)
     for path, store in jobs:
-        _convert_one(_OnePass(path, limit, skip_bad, reading), store)
+        _convert_one(path, store, limit, skip_bad, reading)
 
 
 def _jobs_of(src: Path, dst: Path) -> list[tuple[Paths, Path]]:
@@ -99,15 +96,18 @@ def _jobs_of(src: Path, dst: Path) -> list[tuple[Paths, Path]]:
     return [(path, dst / f"{name}.safetensors") for name, path in found.items()]
 
 
-def _convert_one(structures: _OnePass, dst: Path) -> None:
-    src, skip_bad, unwrapped = structures.src, structures.skip_bad, 0
+def _convert_one(
+    src: Paths, dst: Path, limit: int | None, skip_bad: bool, reading: Reading
+) -> None:
+    dataset, unwrapped = open_dataset(src, skip_bad, reading, once=True), 0
+    dataset.verify()
     overlapping: dict[int, int] = {}  # sid by place among the structures read
     kept: list[Data] = []  # with forces
     absurd: dict[int, str] = {}  # faults of forces or stress, also by place
 
     def records() -> Iterator[Data]:
         nonlocal unwrapped
-        for place, (record, moved) in enumerate(structures):
+        for place, (record, moved) in enumerate(one_pass(dataset, limit)):
             unwrapped += moved
             if atoms_coincide(record):
                 overlapping[place] = int(record.sid)
@@ -120,87 +120,75 @@ def _convert_one(structures: _OnePass, dst: Path) -> None:
     def left_out(sids: np.ndarray, energies: np.ndarray, natoms: np.ndarray) -> Collection[int]:
         some = skip_bad and bool(np.isfinite(energies).any())  # test splits are not labeled
         faults = absurd | label_faults(energies, natoms, required=some, at_pos=bool(kept))
-        found = [(f"{src}: sid {sids[index]}", reason) for index, reason in faults.items()]
-        if found and not skip_bad:
-            raise ValueError(f"{': '.join(found[0])}; --skip-bad leaves it out ({len(found)} such)")
-        structures.bad += found
+        _note_faults(dataset, faults, sids)
         for place in faults:
             overlapping.pop(place, None)
         return faults
 
-    count = write_store(dst, records(), source=src.name, left_out=left_out)
-    before, after = sum(map(_size_on_disk, structures.files)), _size_on_disk(dst)
-    print(f"{src} ({readable_size(before)}) -> {dst} ({readable_size(after)}): {count} structures")
-    moved = f"{unwrapped} relaxed positions were stored in another periodic image; unwrapped"
-    unused = f"labels that are there and not used: {', '.join(structures.unused)}"
-    hint = f"warning: not all structures have y_relaxed; {structures.hint}"
-    for text, known in ((moved, unwrapped), (unused, structures.unused), (hint, structures.hint)):
-        if known:
-            print(text)
-    said = [overlaps_of(str(src), [*overlapping.values()], count)] if overlapping else []
-    for text in [*said, *(f"{src}: {fault}" for fault in [unit_fault(kept)] if fault)]:
-        print(f"molflt: warning: {text}", file=sys.stderr)
-    _list_bad(structures.bad)
+    count = write_store(dst, records(), source=dataset.path.name, left_out=left_out)
+    _report(dataset, dst, count, unwrapped)
+    if overlapping:
+        warn(overlaps_of(str(dataset.path), [*overlapping.values()], count))
+    if fault := unit_fault(kept):
+        warn(f"{dataset.path}: {fault}")
 
 
-def _list_bad(bad: list[tuple[str, str]]) -> None:
-    if bad:
-        print(f"left out {len(bad)} structures that are not valid:", file=sys.stderr)
-        for line in grouped(bad):
-            print(f"  {line}", file=sys.stderr)
+def _report(dataset: Structures, dst: Path, count: int, unwrapped: int) -> None:
+    before, after = (readable_size(sum(map(_size, each))) for each in (dataset.files, [dst]))
+    print(f"{dataset.path} ({before}) -> {dst} ({after}): {count} structures")
+    if unwrapped:
+        print(f"{unwrapped} relaxed positions were stored in another periodic image; unwrapped")
+    if dataset.unused:
+        print(f"labels that are there and not used: {', '.join(dataset.unused)}")
+    if dataset.hint:
+        print(f"warning: not all structures have y_relaxed; {dataset.hint}")
+    if dataset.bad:
+        bad = [f"left out {len(dataset.bad)} structures that are not valid:", *grouped(dataset.bad)]
+        print("\n  ".join(bad), file=sys.stderr)
 
 
-class _OnePass:
-    """Iterates once over the structures of any source, with a progress bar on stderr."""
-
-    def __init__(
-        self,
-        src: Paths,
-        limit: int | None = None,
-        skip_bad: bool = False,
-        reading: Reading = AS_IT_IS,
-    ) -> None:
-        if limit is not None and limit < 1:
-            raise ValueError(f"limit must be at least 1; got {limit}")
-        self.paths, self.src = src, named(src)
-        self.limit, self.skip_bad, self.reading = limit, skip_bad, reading
-        self.bad: list[tuple[str, str]] = []
-        self.verified: bool | None = None
-        self.hint = ""
-        self.unused: list[str] = []
-        self.files: list[Path] = []
-
-    def __iter__(self) -> Iterator[tuple[Data, int]]:
-        dataset = open_dataset(self.paths, self.skip_bad, self.reading, once=True)
-        self.bad, self.verified = list(dataset.bad), dataset.verify()
-        self.unused, self.files = dataset.unused, dataset.files
-        count, total = 0, min(len(dataset), self.limit or len(dataset))
-        with tqdm(total=total, desc=self.src.name, unit=" structures", disable=None) as bar:
-            for index in range(len(dataset)):
-                try:
-                    found = dataset.with_unwrapped(index)
-                except ValueError as error:
-                    if not self.skip_bad:
-                        raise
-                    name = dataset.where(index)
-                    self.bad.append((name, str(error).removeprefix(f"{name}: ")))
-                    continue
-                self.hint = dataset.hint
-                given = dataset.name(index, found[0].sid)
-                if isinstance(given, str):
-                    found[0].name = given
-                yield found
-                count += 1
-                bar.update()
-                if count == self.limit:
-                    break
-        if count == 0:
-            why = f": {self.bad[0][1]}" if self.bad else ""
-            raise ValueError(f"{self.src}: no valid structures; expected at least one{why}")
+def _note_faults(dataset: Structures, faults: Mapping[int, str], sids: np.ndarray) -> None:
+    """Lists structures with absurd or missing labels, or raises ValueError for the first."""
+    found = [(f"{dataset.path}: sid {sids[i]}", reason) for i, reason in faults.items()]
+    if found and not dataset.skip_bad:
+        raise ValueError(f"{': '.join(found[0])}; --skip-bad leaves it out ({len(found)} such)")
+    dataset.bad += found
 
 
-def _size_on_disk(path: Path) -> int:
+def one_pass(dataset: Structures, limit: int | None = None) -> Iterator[tuple[Data, int]]:
+    """Yields each structure and the number of its unwrapped atoms, with a progress bar on stderr.
+
+    Structures that raise an error are added to ``dataset.bad`` if `skip_bad` is set.
+
+    Args:
+        dataset: result of `open_dataset` with `once`.
+        limit: maximum number of structures.
+    """
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit must be at least 1; got {limit}")
+    count, total, name = 0, min(len(dataset), limit or len(dataset)), dataset.path.name
+    with tqdm(total=total, desc=name, unit=" structures", disable=None) as bar:
+        for index in range(len(dataset)):
+            try:
+                record, moved = dataset.with_unwrapped(index)
+            except ValueError as error:
+                if not dataset.skip_bad:
+                    raise
+                dataset.note_bad(index, error)
+                continue
+            given = dataset.name(index, record.sid)
+            if isinstance(given, str):
+                record.name = given
+            yield record, moved
+            count += 1
+            bar.update()
+            if count == limit:
+                break
+    if count == 0:
+        why = f": {dataset.bad[0][1]}" if dataset.bad else ""
+        raise ValueError(f"{dataset.path}: no valid structures; expected at least one{why}")
+
+
+def _size(path: Path) -> int:
     """Returns the size of a file, or of the files in a folder, in bytes."""
-    if path.is_dir():
-        return sum(p.stat().st_size for p in path.iterdir() if p.is_file())
-    return path.stat().st_size
+    return sum(p.stat().st_size for p in (path.iterdir() if path.is_dir() else [path]))

@@ -78,8 +78,7 @@ class DataSet(NamedTuple):
                     f"folder, whose {self.val} is used for validation; leave it out"
                 )
             return {split: self._open(split_path(self.root, split), skip_bad) for split in splits}
-        fraction = VAL_FRACTION if self.val_fraction is None else self.val_fraction
-        whole = self.whole(skip_bad)
+        whole, fraction = self.whole(skip_bad), self.val_fraction or VAL_FRACTION
         if len(whole) == 0:
             return dict.fromkeys(splits, whole)  # readers report it
         if self.train == self.val:
@@ -88,13 +87,13 @@ class DataSet(NamedTuple):
                 "leave data.train_split and data.val_split out"
             )
         train, val = split_by_seed(whole, fraction, self.split_seed)
-        parts = {self.train: train, self.val: val}
-        unknown = [split for split in splits if split not in parts]
-        if unknown:
-            raise FileNotFoundError(
-                f"{self.root}: no split {unknown[0]!r}; expected {' or '.join(parts)}, into which "
-                "one file is split; give a folder with a file for each split"
-            )
+        parts: dict[str, Structures] = {self.train: train, self.val: val}
+        for split in splits:
+            if split not in parts:
+                raise FileNotFoundError(
+                    f"{self.root}: no split {split!r}; expected {' or '.join(parts)}, into which "
+                    "one file is split; give a folder with a file for each split"
+                )
         return {split: parts[split] for split in splits}
 
     def whole(self, skip_bad: bool = False) -> Structures:

@@ -14,7 +14,7 @@ import numpy as np
 
 from molflt.data.batches import BatchedData, Fingerprint, SizeBucketedBatchSampler
 from molflt.data.structures import Reading, Structures
-from molflt.data.structures.ase_labels import named_options
+from molflt.data.structures.ase_fields import named_options
 from molflt.data.structures.base import Tags, with_bar
 from molflt.data.structures.data_set import DataSet
 from molflt.data.structures.domain import DOMAIN, Domain
@@ -24,6 +24,8 @@ from molflt.data.structures.labels import (
     energy_kind,
     expect_elements,
     fit_element_energies,
+    label_faults,
+    other_kind,
     per_atom,
     read_element_energies,
 )
@@ -33,7 +35,7 @@ from molflt.data.structures.overlaps import (
     fingerprint,
     overlaps_of,
 )
-from molflt.data.structures.parts import with_sound_labels
+from molflt.data.structures.parts import without
 from molflt.data.structures.store import StructureStore
 from molflt.data.structures.tags import one_tagged, slab_has_one_tag
 
@@ -116,12 +118,7 @@ class IS2REData(BatchedData[Structures]):
             return
         train, val = self.splits["train"], self.splits["val"]
         data = DataSet(self.root, train, val, self.val_fraction, self.split_seed, self.reading)
-        if self.split_seed and not data.is_one:
-            raise ValueError(
-                f"{self.root}: data.split_seed={self.split_seed} is for one file; got a folder, "
-                "whose splits are taken as they are; leave it out"
-            )
-        self._refuse_names(data)
+        self._refuse_options(data)
         opened = data.open([train, val], self.skip_bad)
         first = os.environ.get("LOCAL_RANK", "0") == "0"  # once per machine, not per process
         for dataset in opened.values() if first else ():
@@ -150,18 +147,49 @@ class IS2REData(BatchedData[Structures]):
             )
         self._say_unused(opened.values())
 
-    def _refuse_names(self, data: DataSet) -> None:
-        """Raises ValueError if splits of one file are named, which would have no effect."""
-        for option, split, own in (("train", data.train, "train"), ("val", data.val, "val_id")):
-            if data.is_one and split != own and data.train != data.val:
+    def _refuse_options(self, data: DataSet) -> None:
+        """Refuses options of splits that would have no effect."""
+        kind = "a folder of splits" if data.is_one else "one file"
+        given: dict[str, object] = {"split_seed": data.split_seed}
+        if data.is_one:
+            named = {"train_split": data.train, "val_split": data.val}
+            given = (
+                {} if data.train == data.val else dict(named)
+            )  # the same names are refused later
+        for name, value in given.items():
+            if value not in (0, "train", "val_id"):
+                got = "one file, which data.split_seed splits" if data.is_one else "a folder"
                 raise ValueError(
-                    f"{self.root}: data.{option}_split={split} is for a folder of splits; got one "
-                    "file, which is split by data.split_seed; leave it out"
+                    f"{self.root}: data.{name}={value} is for {kind}; got {got}; leave it out"
                 )
 
     def _labeled(self, opened: Mapping[str, Structures]) -> dict[str, Structures]:
-        """Returns labeled structures by split; raises ValueError for wrong labels."""
-        return with_sound_labels(opened, *self.splits.values())
+        """Refuses missing and absurd labels, or leaves out their structures.
+
+        Labels of one file are judged together, across all splits.
+        """
+        energies = {split: part.y_relaxed for split, part in opened.items() if len(part)}
+        natoms = {split: opened[split].natoms for split in energies}
+        kind, sound = None, dict(opened)
+        if energies and len({part.path for part in opened.values()}) == 1:
+            kind = energy_kind(*(np.concatenate([*of.values()]) for of in (energies, natoms)))
+        for split, own in energies.items():
+            dataset = opened[split]
+            faults = label_faults(own, natoms[split], required=True, kind=kind)
+            if faults and not dataset.skip_bad:
+                index, reason = next(iter(faults.items()))
+                advice = "take a split with labels, or leave these out with --data.skip_bad"
+                raise ValueError(
+                    f"{dataset.path}: sid {int(dataset[index].sid)}: {reason} ({len(faults)} such "
+                    f"of {len(dataset)}); {dataset.hint or advice}"
+                )
+            sound[split] = without(dataset, own, faults) if faults else dataset
+        train, val = self.splits.values()
+        if kind is None and train in energies and val in energies:
+            learned = energy_kind(energies[train], natoms[train])
+            if text := other_kind(energies[val], natoms[val], learned):
+                warnings.warn(f"{opened[val].path}: {text}", stacklevel=4)
+        return sound
 
     def refuse_copies(self) -> None:
         """Refuses validation structures that are also in training, unless allowed."""

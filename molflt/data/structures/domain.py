@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -31,6 +31,8 @@ DOMAIN = "domain.json"
 _SEEN = " (seen only by the initial weights)"
 _FAR = 0.1  # distance beyond the range of labels, in units of the range
 _ROUNDED = 0.02  # tolerance of the share of surface atoms
+_RANGES = ("atoms", "adsorbate_atoms", "slab_atoms", "energy", "surface")
+_IN_JSON = {"energy": "energy_eV", "surface": "surface_share"}
 _Range = tuple[int, int]
 _Aspect = tuple[str, str]  # name and, if it concerns one, element
 
@@ -99,11 +101,9 @@ class Domain:
 
     @staticmethod
     def of(dataset: Structures, look: Callable[[Data], object] = lambda record: None) -> Domain:
-        """Determines the domain of a data set with at least one structure, in one pass.
+        """Determines the domain in one pass over a data set, which calls `look` for each structure.
 
-        Args:
-            dataset: training structures.
-            look: function called with each structure.
+        The data set has at least one structure.
         """
         seen = np.zeros((3, MAX_ATOMIC_NUMBER + 1), dtype=bool)  # slab, adsorbate, untagged
         slab, adsorbate, surface, periodic = [], [], [], set()
@@ -153,10 +153,7 @@ class Domain:
         return replace(self, initial=(replace(initial, initial=()), *initial.initial))
 
     def refusal(self, record: Data) -> str:
-        """Returns the reason why the tags of a structure are wrong, or "".
-
-        Models trained with tags cannot predict energies of structures without tags.
-        """
+        """Returns the reason why a model trained with tags cannot predict a structure, or ""."""
         if self.adsorbate_atoms is None or self.slab_atoms is None or self.untagged:
             return ""
         slab, adsorbate, untagged = _parts(record)
@@ -222,34 +219,37 @@ class Domain:
         sizes = {}
         if not self.zero[0] and not self.atoms[0] <= count <= self.atoms[1]:
             sizes["atoms"] = f"atoms: {count}, trained on {_span(self.atoms)}"
-        if len(untagged):
-            sizes |= {} if self.untagged else {"tags": "no tags, which training had"}
-        else:
-            if not self.zero[1]:
-                sizes |= _lacking(len(slab), self.slab_atoms, "slab (tags 0 and 1)")
-            if not self.zero[0]:
-                sizes |= _lacking(len(adsorbate), self.adsorbate_atoms, "adsorbate (tag 2)")
-            sizes |= self._size_of_adsorbate(len(adsorbate))
-            if len(slab) and len(adsorbate):
-                sizes |= self._share_of_surface(record)
+        if len(untagged) and not self.untagged:
+            sizes["tags"] = "no tags, which training had"
+        elif not len(untagged):
+            sizes |= self._beyond_parts(record, len(slab), len(adsorbate))
         if _axes(record) not in self.periodic:
             kinds = " or ".join(map(_along, sorted(self.periodic)))
             sizes["periodic"] = f"{_along(_axes(record))}, trained on {kinds}"
         return found | {(aspect, ""): text for aspect, text in sizes.items()}
 
-    def _size_of_adsorbate(self, count: int) -> dict[str, str]:
+    def _beyond_parts(self, record: Data, slab: int, adsorbate: int) -> dict[str, str]:
+        """Describes differences in the numbers of atoms of the slab and the adsorbate."""
+        sizes = {}
+        for part, count, known, allowed in (
+            ("no slab (tags 0 and 1)", slab, self.slab_atoms, self.zero[1]),
+            ("no adsorbate (tag 2)", adsorbate, self.adsorbate_atoms, self.zero[0]),
+        ):
+            if not (count or allowed) and (known is None or known[0]):
+                sizes[part] = "" if known is None else part
         known = self.adsorbate_atoms
-        if count == 0 or (known is not None and known[0] <= count <= known[1]):
-            return {}
-        text = "" if known is None else f"adsorbate atoms: {count}, trained on {_span(known)}"
-        return {"size of adsorbate": text}
-
-    def _share_of_surface(self, record: Data) -> dict[str, str]:
-        share, known = _surface(record), self.surface
-        if known is None or known[0] - _ROUNDED <= share <= known[1] + _ROUNDED:
-            return {}
-        span = " to ".join(dict.fromkeys(f"{one:.2f}" for one in known))
-        return {"surface": f"share of surface (tag 1) in the slab: {share:.2f}, trained on {span}"}
+        if adsorbate and known is None:
+            sizes["size of adsorbate"] = ""
+        elif adsorbate and known is not None and not known[0] <= adsorbate <= known[1]:
+            text = f"adsorbate atoms: {adsorbate}, trained on {_span(known)}"
+            sizes["size of adsorbate"] = text
+        if slab and adsorbate and self.surface is not None:
+            share, (low, high) = _surface(record), self.surface
+            if not low - _ROUNDED <= share <= high + _ROUNDED:
+                span = " to ".join(dict.fromkeys(f"{one:.2f}" for one in (low, high)))
+                text = f"share of surface (tag 1) in the slab: {share:.2f}, trained on {span}"
+                sizes["surface"] = text
+        return sizes
 
     def describe(self) -> str:
         """Summarizes the number, elements and sizes of the systems."""
@@ -265,23 +265,17 @@ class Domain:
 
     def to_json(self) -> dict[str, object]:
         """Returns the domain as plain numbers, strings and lists."""
-        return {
-            "systems": self.systems,
-            "elements": {
-                part: [_symbol(number) for number in sorted(numbers)]
-                for part, numbers in self.elements._asdict().items()
-            },
-            "atoms": list(self.atoms),
-            "adsorbate_atoms": None if self.adsorbate_atoms is None else [*self.adsorbate_atoms],
-            "slab_atoms": None if self.slab_atoms is None else [*self.slab_atoms],
-            "untagged": self.untagged,
-            "periodic": sorted(self.periodic),
-            "relaxed": self.relaxed,
-            "kind": self.kind,
-            "energy_eV": None if self.energy is None else [*self.energy],
-            "surface_share": None if self.surface is None else [*self.surface],
-            **({"initial": [one.to_json() for one in self.initial]} if self.initial else {}),
+        found: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self)}
+        found["elements"] = {
+            part: [_symbol(number) for number in sorted(numbers)]
+            for part, numbers in self.elements._asdict().items()
         }
+        found["periodic"] = sorted(self.periodic)
+        for name in _RANGES:
+            found[name] = None if found[name] is None else list(found[name])
+        found["initial"] = [one.to_json() for one in self.initial]
+        absent = {"zero"} if self.initial else {"zero", "initial"}
+        return {_IN_JSON.get(k, k): value for k, value in found.items() if k not in absent}
 
     def to_bytes(self) -> bytes:
         """Returns the content of the file in a run."""
@@ -289,39 +283,29 @@ class Domain:
 
     @staticmethod
     def from_json(content: object, name: str) -> Domain:
-        """Reads the result of :meth:`to_json`.
-
-        Args:
-            content: content of the file.
-            name: name of the file, for messages.
-        """
+        """Reads the result of :meth:`to_json`; `name` is the file, for messages."""
         from ase.data import atomic_numbers
-
-        def pair(key: str) -> Any:
-            return None if given.get(key) is None else (given[key][0], given[key][1])
 
         given: Any = content
         try:
-            parts = [
-                frozenset(atomic_numbers[one] for one in given["elements"][part])
-                for part in Elements._fields
-            ]
-            before = [Domain.from_json(one, f"{name}: initial") for one in given.get("initial", [])]
-            return Domain(
-                systems=int(given["systems"]),
-                elements=Elements(*parts),
-                atoms=(given["atoms"][0], given["atoms"][1]),
-                adsorbate_atoms=pair("adsorbate_atoms"),
-                slab_atoms=pair("slab_atoms"),
-                untagged=int(given["untagged"]),
-                periodic=frozenset(given["periodic"]),
-                relaxed=int(given["relaxed"]),
-                kind=given["kind"],
-                energy=pair("energy_eV"),
-                surface=pair("surface_share"),
-                initial=tuple(before),
-            )
-        except (KeyError, TypeError, IndexError, AttributeError) as error:
+            found = {
+                one.name: given.get(_IN_JSON.get(one.name, one.name))
+                for one in fields(Domain)
+                if one.name != "zero"
+            }
+            parts = (found["elements"][part] for part in Elements._fields)
+            found["elements"] = Elements(*(frozenset(atomic_numbers[z] for z in p) for p in parts))
+            found["periodic"] = frozenset(found["periodic"])
+            for key in ("systems", "untagged", "relaxed"):
+                found[key] = int(found[key])
+            for key in _RANGES:
+                if found[key] is not None or key == "atoms":
+                    low, high = found[key]
+                    found[key] = (low, high)
+            before = found["initial"] or ()
+            found["initial"] = tuple(Domain.from_json(one, f"{name}: initial") for one in before)
+            return Domain(**found)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(
                 f"{name}: expected the domain of a training; {type(error).__name__}: "
                 f"{shown(str(error))}; put back the file that training wrote"
@@ -329,9 +313,7 @@ class Domain:
 
 
 def _symbol(number: int) -> str:
-    from ase.data import (
-        chemical_symbols,
-    )  # imported here, because reading signatures must not load ASE
+    from ase.data import chemical_symbols  # reading signatures must not load ASE
 
     return str(chemical_symbols[number])
 
@@ -359,12 +341,6 @@ def _axes(record: Data) -> str:
 
 def _along(axes: str) -> str:
     return f"periodic along {', '.join(axes)}" if axes else "not periodic"
-
-
-def _lacking(count: int, known: _Range | None, part: str) -> dict[str, str]:
-    if count or (known is not None and known[0] == 0):
-        return {}
-    return {f"no {part}": "" if known is None else f"no {part}"}
 
 
 def _named(numbers: frozenset[int]) -> str:

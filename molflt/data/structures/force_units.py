@@ -20,7 +20,7 @@ __all__ = [
     "MOST_FRAMES",
     "energy_unit_fault",
     "force_unit_fault",
-    "stress_unit_fault",
+    "judged_stress",
     "stress_unjudged",
     "unit_fault",
 ]
@@ -30,7 +30,7 @@ _Array = NDArray[np.float64]
 _ATOM = 20.92  # eV per Z^(7/3): upper bound for all electrons of an atom (Thomas and Fermi)
 
 MOST_FRAMES = 300
-"""Maximum number of frames to compare; 300 frames of 1,000 atoms take 2 MB."""
+"""Number of frames that are compared, the first ones; 300 frames of 1,000 atoms take 2 MB."""
 _FEWEST_PAIRS = 8
 _MOST_PAIRS = 50  # the nearest ones, because the trapezoidal rule is more accurate for short paths
 _SURE = 0.5  # smallest correlation of energy differences with predictions of forces or stress
@@ -91,14 +91,12 @@ class _Pair(NamedTuple):
 def unit_fault(records: Iterable[Data]) -> str:
     """Returns the reason why labels are not in eV and Å; "" if they are, or if unknown.
 
-    Args:
-        records: structures with energies and optional forces and stress; the first 300 are used.
-            Structures with absurd labels are left out, unless they are the majority.
+    Uses the first 300 structures, except those with absurd labels unless they are the majority.
     """
     some = list(islice(records, MOST_FRAMES))
     sound = [record for record in some if not point_fault(record)]
     some = sound if 2 * len(sound) > len(some) else some
-    return energy_unit_fault(some) or force_unit_fault(some) or stress_unit_fault(some)
+    return energy_unit_fault(some) or force_unit_fault(some) or judged_stress(some)[0]
 
 
 def energy_unit_fault(records: Sequence[Data]) -> str:
@@ -119,10 +117,7 @@ def force_unit_fault(records: Iterable[Data]) -> str:
     """Describes a wrong unit or sign of forces, judged by energies; "" if correct or unknown.
 
     Between close frames of one system, the energy changes by -(F_a + F_b) / 2 . (r_b - r_a), up to
-    terms of third order.
-
-    Args:
-        records: structures with energies (eV) and forces; the first 300 are used.
+    terms of third order. The first 300 structures are used.
     """
     pairs = []
     for frames in _systems(records, ("energy", "forces")):
@@ -133,33 +128,21 @@ def force_unit_fault(records: Iterable[Data]) -> str:
     return _wrong_unit("forces", sorted(pairs)[:_MOST_PAIRS], _FORCES, _FEWEST_PAIRS) or ""
 
 
-def stress_unit_fault(records: Iterable[Data]) -> str:
-    """Describes a wrong unit or sign of stress, judged by energies and forces; else "".
-
-    Between close frames of one system with different cells, the energy changes by the volume times
-    stress : strain, plus the work of the forces. If the cell is constant, the check relies on
-    virials that vary with the forces.
-
-    Args:
-        records: structures with energies (eV), stress and optional forces; the first 300 are used.
-    """
-    return _judged_stress(records)[0]
-
-
 def stress_unjudged(records: Sequence[Data]) -> str:
-    """Reports that the unit or sign of stress is unknown; "" if known, or without stress.
-
-    Args:
-        records: as for :func:`stress_unit_fault`.
-    """
-    fault, unknown = _judged_stress(records)
+    """Reports that the unit or sign of stress is unknown; "" if known, or without stress."""
+    fault, unknown = judged_stress(records)
     if fault or not unknown or not any(bool(r.stress.isfinite().all()) for r in records):
         return ""
     return f"{unknown} of stress could not be judged"
 
 
-def _judged_stress(records: Iterable[Data]) -> tuple[str, str]:
-    """Returns the fault of stress, and the unknown properties of stress."""
+def judged_stress(records: Iterable[Data]) -> tuple[str, str]:
+    """Returns a wrong unit or sign of stress in words, and what is unknown of both; else "".
+
+    Between close frames of one system with different cells, the energy changes by the volume times
+    stress : strain, plus the work of the forces. If the cell is constant, the check relies on
+    virials that vary with the forces. The first 300 structures are used.
+    """
     pairs, spreads = list[_Pair](), list[tuple[float, float, float]]()
     for frames in _systems(records, ("energy", "stress")):
         pairs += filter(None, (_strained(*two) for two in _nearest_frames(frames, strained=True)))

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from molflt.atoms import MAX_ATOMIC_NUMBER
-from molflt.data.structures.base import Structures
+from molflt.data.structures.base import Structures, with_bar
 from molflt.files import shown
 
 if TYPE_CHECKING:
@@ -50,7 +50,8 @@ MOST_STRESS = 10.0
 _TOTAL_PER_ATOM = 1.0  # eV
 # Relative to the largest label: far above float64 rounding, and below the resolution of methods
 _ROUNDING = 1e-12
-_MOST_BYTES = 100_000  # maximum size of a file of references
+_MOST_CHARACTERS = 100_000  # maximum size of a file of references
+_BLOCK = 10_000  # structures
 _NEGLIGIBLE = 1e-10  # relative to the largest singular value
 
 
@@ -173,7 +174,9 @@ def fit_element_energies(
     labels, count = dataset.y_relaxed, len(dataset)
     present = np.zeros(columns, dtype=bool)
     triangle = np.zeros((0, columns + 2))  # of compositions, ones and labels
-    for indices, atoms in dataset.composition_blocks(of_adsorbates):
+    for first in with_bar(range(0, count, _BLOCK), "reading elements"):
+        indices = np.arange(first, min(first + _BLOCK, count))
+        atoms = dataset.compositions(indices, of_adsorbates)
         present |= atoms.any(axis=0)
         block = np.column_stack([atoms, np.ones(len(indices)), labels[indices]])
         triangle = np.asarray(np.linalg.qr(np.vstack([triangle, block]), mode="r"))
@@ -209,26 +212,23 @@ def read_element_energies(path: Path) -> dict[int, float]:
     import yaml
     from ase.data import atomic_numbers
 
-    expected = f"{path}: expected symbols of elements and their energies in eV, as H: -13.6"
     if not path.is_file():
         raise ValueError(f"task.references must be none, fit or a file; got {path}: no such file")
+    text, found = path.read_text(encoding="utf-8")[:_MOST_CHARACTERS], {}
     try:
-        text = path.read_bytes()[:_MOST_BYTES].decode()
-        content = (
-            None if "&" in text else yaml.safe_load(text)
-        )  # without anchors, whose contents can grow exponentially
-    except (ValueError, RecursionError, yaml.YAMLError) as error:
-        raise ValueError(f"{expected}; {shown(str(error), 80)}") from None
-    if not isinstance(content, dict) or not content:
-        raise ValueError(f"{expected}; got {shown(content)}")
-    found = {}
-    for key, value in content.items():
-        symbol = "No" if key is False else key  # YAML reads nobelium as a boolean
-        try:
+        # without anchors, whose contents can grow exponentially
+        content = {} if "&" in text else yaml.safe_load(text)
+        for key, value in content.items():
+            symbol = "No" if key is False else key  # YAML reads nobelium as a boolean
             number, energy = atomic_numbers[symbol], float(value)
-        except (KeyError, TypeError, ValueError):
-            number, energy = 0, float("nan")
-        if not 0 < number <= MAX_ATOMIC_NUMBER or not np.isfinite(energy) or value is True:
-            raise ValueError(f"{expected}; got {shown(key)}: {shown(value)}")
-        found[number] = energy
+            if number < 1 or not np.isfinite(energy):
+                raise ValueError(f"got {shown(key)}: {shown(value)}")
+            found[number] = energy
+        if not found:
+            raise ValueError("got none")
+    except (ValueError, TypeError, LookupError, AttributeError, yaml.YAMLError) as error:
+        raise ValueError(
+            f"{path}: expected symbols of elements and their energies in eV, as H: -13.6; "
+            f"{type(error).__name__}: {shown(str(error))}"
+        ) from None
     return found

@@ -33,12 +33,8 @@ _STORAGES = {  # name in torch -> numpy's type of its numbers
 }  # fmt: skip
 
 
-class _Refused(ValueError):
+class _Refused(Exception):
     """Raised if a pickle needs a name outside the allow-list."""
-
-
-class _Damaged(ValueError):
-    """Raised if a pickle is damaged or not a record."""
 
 
 class _Instance:
@@ -56,7 +52,7 @@ class _Dtype(_Instance):
 
     def __init__(self, code: object, align: object = False, copy: object = True) -> None:
         if not isinstance(code, str) or not re.fullmatch(r"[<>|=]?([iu][1248]|f[248]|b1)", code):
-            raise _Damaged("expected the dtype of a plain number")
+            raise ValueError("expected the dtype of a plain number")
         self.code = code
 
     @property
@@ -66,7 +62,7 @@ class _Dtype(_Instance):
                 return np.dtype(self.code)
             case (_, "<" | ">" | "|" | "=" as order, *_):
                 return np.dtype(self.code).newbyteorder(order)
-        raise _Damaged("expected a byte order in a dtype")
+        raise ValueError("expected a byte order in a dtype")
 
 
 class _Storage(NamedTuple):
@@ -87,15 +83,15 @@ def _tensor(
 ) -> Tensor:
     """Replaces ``torch._utils._rebuild_tensor_v2``; checks bounds and ignores hooks."""
     if not isinstance(storage, _Storage):
-        raise _Damaged("expected the storage of a tensor")
+        raise ValueError("expected the storage of a tensor")
     kind, numbers = storage
     if not all(type(n) is int and n >= 0 for n in (offset, *size, *stride)):
-        raise _Damaged("expected the sizes and strides of a tensor")
+        raise ValueError("expected the sizes and strides of a tensor")
     extent = sum((n - 1) * step for n, step in zip(size, stride, strict=True)) + 1
     if 0 not in size and offset + extent > len(numbers):
-        raise _Damaged(f"a tensor reaches beyond its {len(numbers)} numbers")
+        raise ValueError(f"a tensor reaches beyond its {len(numbers)} numbers")
     if math.prod(size) > len(numbers):
-        raise _Damaged(f"a tensor repeats its {len(numbers)} numbers")
+        raise ValueError(f"a tensor repeats its {len(numbers)} numbers")
     steps = [step * numbers.itemsize for step in stride]
     shown = np.lib.stride_tricks.as_strided(numbers[offset:], size, steps)
     tensor = torch.from_numpy(shown.copy())
@@ -109,21 +105,11 @@ def _no_hooks() -> dict[str, object]:
     return {}
 
 
-def _made(cls: type[_Instance], base: object, state: None) -> _Instance:
-    """Replaces ``copyreg._reconstructor``, which makes objects in protocols 0 and 1."""
-    return cls()
-
-
-def _encoded(text: str, encoding: str) -> bytes:
-    """Replaces ``codecs.encode`` for bytes in protocols 0 to 2."""
-    return text.encode("latin1")
-
-
 def _build(reader: Any) -> None:
     """Sets the state of an instance; nothing else can be changed."""
     state = reader.stack.pop()
     if not isinstance(reader.stack[-1], _Instance):
-        raise _Damaged("it changes something that cannot change")
+        raise ValueError("it changes something that cannot change")
     reader.stack[-1].state = state
 
 
@@ -161,11 +147,11 @@ def _storage(content: bytes) -> _Storage:
         ):
             numbers = np.dtype(_STORAGES[kind])
         case _:
-            raise _Damaged("expected a tensor's storage")
+            raise ValueError("expected a tensor's storage")
     (count,) = struct.unpack("<q", file.read(8))
     start = file.tell()
     if count * numbers.itemsize != len(content) - start:
-        raise _Damaged(f"a tensor's storage of {count} numbers has {len(content) - start} bytes")
+        raise ValueError(f"a tensor's storage of {count} numbers has {len(content) - start} bytes")
     return _Storage(kind, np.frombuffer(content, numbers, count, start))
 
 
@@ -175,9 +161,6 @@ _NAMES: dict[str, object] = {
     "torch_geometric.data.storage.BaseStorage": _Instance,
     "torch_geometric.data.data.DataEdgeAttr": _Instance,
     "torch_geometric.data.data.DataTensorAttr": _Instance,
-    "copy_reg._reconstructor": _made,
-    "__builtin__.object": "object",
-    "_codecs.encode": _encoded,
     "collections.OrderedDict": _no_hooks,
     "torch.storage._load_from_bytes": _storage,
     "torch._utils._rebuild_tensor_v2": _tensor,
@@ -190,15 +173,15 @@ _NAMES: dict[str, object] = {
 def _fields(content: bytes) -> dict[str, _Field]:
     data = _Reader(io.BytesIO(content), _NAMES).load()
     if not isinstance(data, _Data):
-        raise _Damaged(f"got {type(data).__name__.strip('_')}")
+        raise ValueError(f"got {type(data).__name__.strip('_')}")
     match data.state:
         case {"_store": _Instance(state={"_mapping": dict(fields)})} | dict(fields):
             pass  # PyG >= 2 keeps the fields one level down
         case _:
-            raise _Damaged("got no fields")
+            raise ValueError("got no fields")
     for name in (*_FIELDS, *_SINGLE_POINT, "sid", "natoms"):
         if not isinstance(fields.get(name), _Field | None):  # otherwise a label would seem absent
-            raise _Damaged(
+            raise ValueError(
                 f"{name} must be a tensor or a number; got {type(fields[name]).__name__}"
             )
     return {key: value for key, value in fields.items() if isinstance(value, _Field)}
@@ -221,7 +204,7 @@ def _decode_count(content: bytes, where: str) -> int:
 def _count(content: bytes) -> int:
     value = _Reader(io.BytesIO(content), _NAMES).load()
     if not isinstance(value, int | np.integer) or not 0 <= value < 2**63:
-        raise _Damaged("got something else")
+        raise ValueError("got something else")
     return int(value)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from molflt.data.structures import Structures
-from molflt.data.structures.ase_labels import named_options
+from molflt.data.structures.ase_fields import named_options
 from molflt.data.structures.base import AnyTags, with_bar
 from molflt.data.structures.datamodule import IS2REData
 from molflt.data.structures.force_units import MOST_FRAMES, stress_unjudged, unit_fault
@@ -38,25 +38,25 @@ class SinglePoints(Part):
 
     def __init__(self, source: Structures) -> None:
         energies = np.full(len(source), np.nan)
-        counts = {"forces": 0, "stress": 0}
         self.absurd: dict[int, str] = {}
+        self.with_forces = self.with_stress = 0
         square = size = numbers = 0.0
         for index, record in enumerate(with_bar(source, "reading labels")):
             energies[index] = float(record.energy)
             if np.isnan(energies[index]):
                 continue
-            for name in counts:
-                counts[name] += bool(record[name].isfinite().all())
+            self.with_stress += bool(record.stress.isfinite().all())
             forces = record.forces.double()
             if bool(forces.isfinite().all()):
+                self.with_forces += 1
                 square += float(forces.square().sum())
                 size += float(forces.abs().sum())
                 numbers += forces.numel()
             if fault := point_fault(record):
                 self.absurd[index] = fault
         super().__init__(source, np.flatnonzero(np.isfinite(energies)), energies)
+        self.source = source
         self.without_energy = len(source) - len(self)
-        self.with_forces, self.with_stress = counts["forces"], counts["stress"]
         self.force_scale = float(np.sqrt(square / numbers)) if numbers else float("nan")
         self.force_size = size / numbers if numbers else float("nan")
 
@@ -104,7 +104,7 @@ class PotentialData(IS2REData):
         return {split: self._points(dataset) for split, dataset in opened.items()}
 
     def _points(self, dataset: Structures) -> SinglePoints:
-        points = SinglePoints(dataset)
+        points, as_they_are = SinglePoints(dataset), "--data.check_units false"
         if not len(points):
             hint = dataset.hint or (
                 "potentials need energy and forces, as ASE's calculators and S2EF have them; for "
@@ -114,7 +114,21 @@ class PotentialData(IS2REData):
                 f"{dataset.path}: {len(dataset)} structures, all without an energy at their "
                 f"positions; {hint}"
             )
-        return _sound(points) if self.check_units else points
+        if self.check_units and (fault := unit_fault(points)):
+            raise ValueError(
+                f"{dataset.path}: {fault}; convert the labels, or take them as they are with "
+                f"{as_they_are}"
+            )
+        if not points.absurd or not self.check_units:
+            return points
+        if dataset.skip_bad:
+            return SinglePoints(without(dataset, None, points.absurd))
+        index, reason = next(iter(points.absurd.items()))
+        raise ValueError(
+            f"{dataset.path}: sid {int(dataset[index].sid)}: {reason} ({len(points.absurd)} such "
+            f"of {len(points)}); convert the labels, leave these out with --data.skip_bad, or take "
+            f"them as they are with {as_they_are}"
+        )
 
     def expect_forces(self) -> None:
         """Raises ValueError if the training split lacks forces; suggests entries to use."""
@@ -134,9 +148,11 @@ class PotentialData(IS2REData):
         said = []
         for text, dataset in zip(super().describe(), self.datasets.values(), strict=True):
             assert isinstance(dataset, SinglePoints)
-            known = {"forces": dataset.with_forces, "stress": dataset.with_stress}
+            for name, count in (("forces", dataset.with_forces), ("stress", dataset.with_stress)):
+                text += f", {name} in {'all' if count == len(dataset) else count}" * bool(count)
+            if dataset.without_energy:
+                text += f", {dataset.without_energy:,} without energy left out"
             unjudged = stress_unjudged(list(islice(dataset, MOST_FRAMES)))
-            text += _counts(known, len(dataset), dataset.without_energy)
             said.append(text + f", {unjudged}" * bool(unjudged and self.check_units))
         return said
 
@@ -146,33 +162,3 @@ class PotentialData(IS2REData):
         points = self.datasets["train"]
         assert isinstance(points, SinglePoints)
         return points.force_scale if points.force_scale > 1e-3 else 1.0  # 0 except for noise
-
-
-def _counts(known: Mapping[str, int], total: int, without: int) -> str:
-    """Describes how many structures have each label."""
-    parts = [
-        f"{name} in {'all' if count == total else f'{count:,}'}"
-        for name, count in known.items()
-        if count
-    ]
-    parts += [f"{without:,} without energy left out"] * bool(without)
-    return "".join(f", {part}" for part in parts)
-
-
-def _sound(points: SinglePoints) -> SinglePoints:
-    """Leaves out structures with absurd labels if allowed; raises ValueError for wrong units."""
-    source, absurd, as_they_are = points.source, points.absurd, "--data.check_units false"
-    sound = SinglePoints(without(source, None, absurd)) if absurd else points
-    if fault := unit_fault(points):
-        raise ValueError(
-            f"{points.path}: {fault}; convert the labels, or take them as they are with "
-            f"{as_they_are}"
-        )
-    if absurd and not points.skip_bad:
-        index, reason = next(iter(absurd.items()))
-        raise ValueError(
-            f"{points.path}: sid {int(source[index].sid)}: {reason} ({len(absurd)} such of "
-            f"{len(points)}); convert the labels, leave these out with --data.skip_bad, or take "
-            f"them as they are with {as_they_are}"
-        )
-    return sound

@@ -6,7 +6,8 @@ import itertools
 import math
 import operator
 import re
-from typing import TYPE_CHECKING, SupportsInt, TypeAlias
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, SupportsInt, TypeAlias
 
 import numpy as np
 import torch
@@ -124,6 +125,7 @@ def make_record(
     exact, periodic = _cell(cell, pbc, name)
     origin, lattice = origin_of(given), exact.float()
     start = _near(given - origin, exact, periodic).float()
+    unknown = charge is None or bool(_tensor(charge, "charge", name).isnan().all())
     return Data(
         pos=start,
         pos_relaxed=_relaxed(pos_relaxed, origin, start, lattice, periodic, name),
@@ -134,12 +136,12 @@ def make_record(
         fixed=_flags(_atom_integers(fixed, "fixed", count, name), "fixed", name),
         natoms=count,
         sid=number,
-        y_init=_energy(y_init, "y_init", name),
-        y_relaxed=_energy(y_relaxed, "y_relaxed", name),
-        energy=_energy(energy, "energy", name),
-        forces=_forces(forces, count, name),
-        stress=_stress(stress, name),
-        charge=_charge(charge, name),
+        y_init=_label(y_init, "y_init", "eV", (1,), torch.float64, name),
+        y_relaxed=_label(y_relaxed, "y_relaxed", "eV", (1,), torch.float64, name),
+        energy=_label(energy, "energy", "eV", (1,), torch.float64, name),
+        forces=_label(forces, "forces", "eV/Å", (count, 3), torch.float32, name),
+        stress=_label(stress, "stress", "eV/Å^3", (1, 3, 3), torch.float32, name),
+        charge=_label(None if unknown else charge, "charge", "e", (1,), torch.float64, name),
     )
 
 
@@ -171,38 +173,25 @@ def _tensor(value: _Array, key: str, name: str) -> Tensor:
 
 def _whole(value: object, key: str) -> int:
     """Returns an exact 64-bit integer from text or from a number of any type."""
+    number: Any = None
     if isinstance(value, str):
         number = int(value) if re.fullmatch(r"[+-]?[0-9]{1,19}", value.strip()) else None
-    elif isinstance(value, bool | np.bool_):
-        number = None
-    else:
-        try:
-            number = _exact(
-                value if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
-            )
-        except (TypeError, ValueError, OverflowError, RuntimeError):
-            number = None
+    elif not isinstance(value, bool | np.bool_):
+        with suppress(TypeError, ValueError, OverflowError, RuntimeError):
+            tensor = value if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
+            number = tensor.item()
+            if isinstance(number, float):  # larger ones may be rounded
+                exact = number.is_integer() and abs(number) < 2 / torch.finfo(tensor.dtype).eps
+                number = int(number) if exact else None
     if number is None or not -(2**63) <= number < 2**63:
         raise ValueError(f"{key} must be an integer of at most 64 bits; got {_shown(value)}")
-    return number
-
-
-def _exact(value: Tensor) -> int | None:
-    """Returns the integer in a tensor of one element; None for a float that may be rounded."""
-    number = value.item()
-    if not isinstance(number, float):
-        return operator.index(number)
-    exact = number.is_integer() and abs(number) < 2 / torch.finfo(value.dtype).eps
-    return int(number) if exact else None
+    return operator.index(number)
 
 
 def _shown(value: object) -> str:
     """Returns a value from a file, shortened for messages."""
-    if isinstance(value, int) and value.bit_length() > 200:
-        return f"an integer of {value.bit_length()} bits"  # Python refuses to print some of them
-    if isinstance(value, Tensor) and value.numel() != 1:
-        return f"shape {tuple(value.shape)}"
-    return shown(value)
+    several = isinstance(value, Tensor) and value.numel() != 1
+    return f"shape {tuple(value.shape)}" if several else shown(value)  # type: ignore[attr-defined]
 
 
 def _flags(tensor: Tensor, key: str, name: str) -> Tensor:
@@ -299,56 +288,26 @@ def _relaxed(
     return (relaxed - _lattice_shift(relaxed - pos.double(), cell, pbc)).float()
 
 
-def _energy(value: _Array | None, key: str, name: str) -> Tensor:
+def _label(
+    value: _Array | None, key: str, unit: str, shape: tuple[int, ...], dtype: torch.dtype, name: str
+) -> Tensor:
+    """Returns a finite label of this shape; NaN without one."""
     if value is None:
-        return torch.full((1,), math.nan, dtype=torch.float64, device="cpu")
-    tensor = _tensor(value, key, name)
-    if tensor.numel() != 1:
-        raise ValueError(f"{name}: {key} must be one energy in eV; got shape {tuple(tensor.shape)}")
-    tensor = tensor.reshape(1).double()
-    if not torch.isfinite(tensor).all():
-        raise ValueError(
-            f"{name}: {key} must be a finite energy in eV; got {float(tensor)}; "
-            f"leave the label out if it is unknown, or the structure with {_SKIP}"
-        )
-    return tensor.clone()
-
-
-def _charge(value: _Array | None, name: str) -> Tensor:
-    tensor = _tensor(math.nan if value is None else value, "charge", name)
-    if tensor.numel() != 1 or tensor.isinf().any():
-        raise ValueError(f"{name}: charge must be one finite number, e; got {_shown(tensor)}")
-    return tensor.reshape(1).double().clone()
-
-
-def _forces(value: _Array | None, count: int, name: str) -> Tensor:
-    if value is None:
-        return torch.full((count, 3), math.nan, device="cpu")
-    tensor = _tensor(value, "forces", name)
-    if tuple(tensor.shape) != (count, 3):
-        raise ValueError(
-            f"{name}: forces must be ({count}, 3) in eV/Å; got shape {tuple(tensor.shape)}"
-        )
-    tensor = tensor.float().contiguous()
-    finite = tensor.isfinite().all(dim=1)
-    if not finite.all():
-        atom = int((~finite).nonzero()[0])
-        raise ValueError(
-            f"{name}: forces must be finite, in eV/Å; got {tensor[atom].tolist()} for atom {atom}; "
-            f"leave the label out if it is unknown, or the structure with {_SKIP}"
-        )
-    return tensor
-
-
-def _stress(value: _Array | None, name: str) -> Tensor:
-    if value is None:
-        return torch.full((1, 3, 3), math.nan, device="cpu")
-    tensor = _tensor(value, "stress", name).float()
-    if tensor.numel() == 6:
+        return torch.full(shape, math.nan, dtype=dtype, device="cpu")
+    tensor = _tensor(value, key, name).to(dtype)
+    if key == "stress" and tensor.numel() == 6:
         tensor = tensor.flatten()[[0, 5, 4, 5, 1, 3, 4, 3, 2]]
-    if tensor.numel() != 9 or not tensor.isfinite().all():
+    if tensor.numel() != math.prod(shape) or (key == "forces" and tensor.shape != shape):
         raise ValueError(
-            f"{name}: stress must be finite, (3, 3) or (6,) in eV/Å^3; got shape "
-            f"{tuple(tensor.shape)}, {_shown(tensor.flatten()[:9].tolist())}"
+            f"{name}: {key} must be {shape} in {unit}; got shape {tuple(tensor.shape)}"
         )
-    return tensor.reshape(1, 3, 3).contiguous()
+    tensor = tensor.reshape(shape)
+    finite = tensor.isfinite().reshape(shape[0], -1).all(dim=1)
+    if not finite.all():
+        row = int((~finite).nonzero()[0])
+        raise ValueError(
+            f"{name}: {key} must be finite, in {unit}; got {tensor[row].tolist()}"
+            f"{f' for atom {row}' * (key == 'forces')}; leave the label out if it is unknown, or "
+            f"the structure with {_SKIP}"
+        )
+    return tensor.contiguous().clone()

@@ -1,4 +1,4 @@
-"""Search for structures: files, folders, patterns of names, and splits of a data set."""
+"""Kinds of sources, patterns of names, and splits of a data set."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from glob import has_magic, iglob
 from pathlib import Path
 from typing import TypeAlias
 
-from molflt.data.structures.ase_files import AseStructures
-from molflt.data.structures.ase_formats import ase_format, without_packing
+from molflt.data.structures.ase_files import AseStructures, ase_format, without_packing
 from molflt.data.structures.base import Structures
 from molflt.data.structures.oc20_lmdb import Oc20Lmdb
 from molflt.data.structures.splits import OC20_ARCHIVE, SPLITS_IN_ORDER
@@ -65,7 +64,14 @@ def files_of(paths: Paths) -> list[Path]:
         if not matches:
             raise FileNotFoundError(f"{path}: no file has a name of this pattern")
         for match in matches:
-            found += _files_in(match) if match.is_dir() and not is_shards(match) else [match]
+            if not match.is_dir() or is_shards(match):
+                found.append(match)
+                continue
+            files, others = _scan(match)
+            if not files:
+                sources_in(match)  # raises an error that lists the contents
+            _say_others(match, len(files), tuple(others))
+            found += files
     return list(dict.fromkeys(found))
 
 
@@ -92,10 +98,8 @@ def is_same(a: Path, b: Path) -> bool:
 
 def is_one_source(path: Path) -> bool:
     """Returns True for a file, a pattern, or a folder of structures that are not splits."""
-    if not path.is_dir():
+    if not path.is_dir() or is_shards(path):
         return exists(path)
-    if is_shards(path):
-        return True
     try:
         return not any(map(_LIKE_SPLITS.match, sources_in(path)[0]))
     except FileNotFoundError:
@@ -123,28 +127,27 @@ def split_path(root: str | Path, split: str) -> Path:
             "molflt data download and molflt data convert"
         )
     bases = [root, root / "is2re", root / OC20_ARCHIVE.inner]
-    for base in bases:
-        if (found := _in_folder(base, split)) is not None:
-            return found
     subsets = [base / name for base in bases for name in ("10k", "100k", "all")]
-    below = [path for folder in subsets if (path := _in_folder(folder, split)) is not None]
-    if len(below) > 1:
+    own, below = (
+        [path for folder in folders if (path := _in_folder(folder, split)) is not None]
+        for folders in (bases, subsets)
+    )
+    if not own and len(below) > 1:
         names = ", ".join(str(path.relative_to(root)) for path in below)
         raise ValueError(
             f"{root}: several {split} splits: {names}; name one, for instance "
             f"the folder {below[0].parent} instead of {root}"
         )
-    if not below and root.name in ("10k", "100k"):
-        other = _in_folder(root.parent / "all", split)
-        below = [other] if other is not None else []
-    if not below:
+    beside = _in_folder(root.parent / "all", split) if root.name in ("10k", "100k") else None
+    found = [*own, *below, *filter(None, [beside])]
+    if not found:
         there = sorted(p.name for p in root.iterdir() if not p.name.startswith("."))
         raise FileNotFoundError(
             f"{root}: no split {split!r}; expected {split}.safetensors, {split}.lmdb, a folder "
             f"{split} of LMDB shards, or a file that ASE reads; found "
             + (", ".join(there[:_LISTED]) or "an empty folder")
         )
-    return below[0]
+    return found[0]
 
 
 def sources_in(folder: Path) -> tuple[dict[str, Path], list[str]]:
@@ -152,82 +155,61 @@ def sources_in(folder: Path) -> tuple[dict[str, Path], list[str]]:
 
     JSON files count as structures only if they are named like a split; others are settings.
     """
-    found: dict[str, Path] = {}
-    others = []
-    for path in sorted(folder.iterdir(), key=_natural):
-        if path.name.startswith("."):
-            continue
-        if not (_scan(path)[0] if path.is_dir() else _is_structures(path)):
-            others.append(path.name)
-        elif (name := _name(path)) in found:
-            raise ValueError(
-                f"{path}: expected one file for {name}; got also {found[name].name}; move "
-                "one of them away, or name the files with a pattern"
-            )
-        else:
-            found[name] = path
+    found, others, _ = _children(folder)
     if not found:
         raise FileNotFoundError(
             f"{folder}: holds no structures; expected a file for each split, files that ASE reads, "
             f"or LMDB shards; found {', '.join(others[:_LISTED]) or 'an empty folder'}"
         )
     order = [name for name in SPLITS_IN_ORDER if name in found]
-    return {name: found[name] for name in dict.fromkeys([*order, *found])}, others
+    return {name: found[name][0] for name in dict.fromkeys([*order, *found])}, others
 
 
-def _files_in(folder: Path) -> list[Path]:
-    found, others = _scan(folder)
-    if not found:
-        sources_in(folder)  # raises an error that lists the contents
-    if others:
-        _say_others(folder, len(found), tuple(others))
-    return found
+def _children(folder: Path) -> tuple[dict[str, tuple[Path, list[Path]]], list[str], list[str]]:
+    """Returns what holds structures by name, with its files, other names, and those in folders."""
+    found: dict[str, tuple[Path, list[Path]]] = {}
+    others, below = [], []
+    for path in sorted(folder.iterdir(), key=_natural):
+        if path.name.startswith("."):
+            continue
+        files, rest = _scan(path) if path.is_dir() else ([path] * _is_structures(path), [])
+        if not files:
+            others.append(path.name)
+        elif (name := _name(path)) in found:
+            raise ValueError(
+                f"{path}: expected one file for {name}; got also {found[name][0].name}, which may "
+                "hold the same structures; move one of them away, or name the files with a pattern"
+            )
+        else:
+            found[name] = (path, files)
+            below += [f"{path.name}/{name}" for name in rest]
+    return found, others, below
 
 
 @cache  # once per process
 def _say_others(folder: Path, count: int, others: Sequence[str]) -> None:
-    more = f" and {len(others) - _LISTED} more" * (len(others) > _LISTED)
-    print(
-        f"molflt: {folder}: {count} sources; no structures in {', '.join(others[:_LISTED])}{more}",
-        file=sys.stderr,
-    )
+    if others:
+        more = f" and {len(others) - _LISTED} more" * (len(others) > _LISTED)
+        listed = ", ".join(others[:_LISTED]) + more
+        print(f"molflt: {folder}: {count} sources; no structures in {listed}", file=sys.stderr)
 
 
 def _scan(folder: Path) -> tuple[list[Path], list[str]]:
     """Returns the files of structures and folders of shards below a folder, and other names."""
     if is_shards(folder):
         return [folder], []
-    found: list[Path] = []
-    others: list[str] = []
-    names: dict[str, Path] = {}
-    for path in sorted(folder.iterdir(), key=_natural):
-        if path.name.startswith("."):
-            continue
-        if path.is_dir():
-            below = _scan(path)
-            found += below[0]
-            others += [f"{path.name}/{name}" for name in below[1]] if below[0] else [path.name]
-        elif not _is_structures(path):
-            others.append(path.name)
-        elif (name := _name(path)) in names:
-            raise ValueError(
-                f"{path}: and {names[name].name} next to it may hold the same structures; name the "
-                "files with a pattern"
-            )
-        else:
-            names[name] = path
-            found.append(path)
-    parts = {part: path for path in names.values() if (part := _part_of_calculation(path))}
+    found, others, below = _children(folder)
+    parts = {part: path for path, _ in found.values() if (part := _part_of_calculation(path))}
     if len(parts) > 1:
         raise ValueError(
             f"{folder}: {', '.join(path.name for path in parts.values())} may be of one "
-            f"calculation; name one kind with a pattern, such as '{folder}/{names.popitem()[0]}'"
+            f"calculation; name one kind with a pattern, such as '{folder}/{[*found][-1]}'"
         )
-    return found, others
+    return [file for _, files in found.values() for file in files], others + below
 
 
 def _part_of_calculation(path: Path) -> str | None:
-    if not (ase_format(path) or "").startswith("vasp"):
+    if path.is_dir() or not (ase_format(path) or "").startswith("vasp"):
         return None
     return next((part for part in _VASP if part in path.name.lower()), None)
 

@@ -7,12 +7,11 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Literal, NamedTuple, NotRequired, TypedDict
 
 import numpy as np
-import torch
 
 from molflt.atoms import MAX_ATOMIC_NUMBER, Tag
-from molflt.data.structures import AS_IT_IS, Reading
-from molflt.data.structures.ase_labels import named_options
-from molflt.data.structures.convert import _OnePass
+from molflt.data.structures import AS_IT_IS, Reading, open_dataset
+from molflt.data.structures.ase_fields import named_options
+from molflt.data.structures.convert import one_pass
 from molflt.data.structures.force_units import MOST_FRAMES, stress_unjudged, unit_fault
 from molflt.data.structures.labels import (
     EnergyKind,
@@ -108,15 +107,19 @@ def summarize(
         reading: how to read entries of ASE's formats.
         recipe: use of the labels; determined from them by default.
     """
-    structures, seen = _OnePass(path, limit, True, reading), _Seen()
-    for record, moved in structures:
+    dataset, seen = open_dataset(path, True, reading, once=True), _Seen()
+    verified = dataset.verify()
+    for record, moved in one_pass(dataset, limit):
         seen.take(record, moved)
-    assert seen.shown is not None  # _OnePass raises an error without structures
+    assert seen.shown is not None  # one_pass raises an error without structures
     labels = dict(zip(_LABELS, np.array(seen.labels).T, strict=True))
-    atoms = np.array(seen.atoms)
-    recipe = recipe or _purpose(seen, labels, atoms)
+    atoms, features = np.array(seen.atoms), np.array(seen.features)
+    if recipe is None:
+        of_points = not (seen.displacements or seen.tags[Tag.ADSORBATE])
+        total = of_points and energy_kind(labels["energy"], atoms) == "total"
+        recipe = "potential" if seen.forces or seen.stress or total else "is2re"
     judged = labels["energy" if recipe == "potential" else "y_relaxed"]
-    per_system = _statistics(atoms)
+    per_system = _statistics([atoms])
     assert per_system is not None
     summary: Summary = {
         "path": str(named(path)),
@@ -129,26 +132,23 @@ def summarize(
         "with_energy": int(np.isfinite(labels["energy"]).sum()),
         "with_forces": len(seen.forces),
         "with_stress": len(seen.stress),
-        "elements": _by_symbol(seen.compositions),
+        "elements": _elements(seen.compositions),
         "tags": {tag.name.lower(): seen.tags[tag] for tag in Tag},
-        "energies_eV": {name: _statistics(labels[name]) for name in _LABELS[:2]},
-        "energies_per_atom_eV": _statistics(judged / atoms),
+        "energies_eV": {name: _statistics([labels[name]]) for name in _LABELS[:2]},
+        "energies_per_atom_eV": _statistics([judged / atoms]),
         "energies_look_like": energy_kind(judged, atoms),
-        "displacements_A": _statistics(_joined(seen.displacements)),
-        "forces_eV_per_A": _statistics(_joined(seen.forces)),
-        "stress_eV_per_A3": _statistics(_joined(seen.stress)),
+        "displacements_A": _statistics(seen.displacements),
+        "forces_eV_per_A": _statistics(seen.forces),
+        "stress_eV_per_A3": _statistics(seen.stress),
         "unwrapped_atoms": seen.moved,
-        "verified": structures.verified,
-        "left_out": [{"name": name, "reason": reason} for name, reason in structures.bad],
-        "labels_not_used": structures.unused,
+        "verified": verified,
+        "left_out": [{"name": name, "reason": reason} for name, reason in dataset.bad],
+        "labels_not_used": dataset.unused,
         "warnings": [],
     }
-    features = np.array(seen.features)
     judge = _of_potentials if recipe == "potential" else _of_relaxations
-    summary["warnings"] = [
-        *judge(summary, seen, labels, structures.hint),
-        *_of_all(summary, seen, features),
-    ]
+    found = judge(summary, seen, labels, dataset.hint) + _of_all(summary, seen, features)
+    summary["warnings"] = found
     return Inspected(summary, labels, seen.shown, seen.sids, features)
 
 
@@ -180,7 +180,7 @@ class _Seen:
             self.forces.append(record.forces.double().norm(dim=1).numpy())
         if bool(record.stress.isfinite().all()):
             self.stress.append(record.stress.double().flatten().numpy())
-        if not bool(torch.isnan(record.pos_relaxed).any()):
+        if not bool(record.pos_relaxed.isnan().any()):
             moves = (record.pos_relaxed - record.pos)[~record.fixed]
             self.displacements.append(moves.norm(dim=1).numpy())
         if reason := point_fault(record):
@@ -192,28 +192,15 @@ class _Seen:
             self.shown = record  # a picture can show only small structures
 
 
-def _purpose(seen: _Seen, labels: dict[str, np.ndarray], atoms: np.ndarray) -> Purpose:
-    """Returns "potential" for forces, stress, or total energies of unrelaxed structures."""
-    if seen.forces or seen.stress:
-        return "potential"
-    total = energy_kind(labels["energy"], atoms) == "total"
-    return (
-        "potential" if total and not (seen.displacements or seen.tags[Tag.ADSORBATE]) else "is2re"
-    )
-
-
-def _by_symbol(counts: np.ndarray) -> dict[str, int]:
+def _elements(counts: np.ndarray) -> dict[str, int]:
     from ase.data import chemical_symbols
 
     return {chemical_symbols[number]: int(counts[number]) for number in np.flatnonzero(counts)}
 
 
-def _joined(parts: list[np.ndarray]) -> np.ndarray:
-    return np.concatenate(parts) if parts else np.array([])
-
-
-def _statistics(values: np.ndarray) -> Statistics:
+def _statistics(parts: list[np.ndarray]) -> Statistics:
     """Returns the count, min, mean, median and max of the finite values; None without any."""
+    values = np.concatenate(parts) if parts else np.array([])
     finite = values[np.isfinite(values)]
     if len(finite) == 0:
         return None
@@ -238,17 +225,15 @@ def _absurd(faults: Iterable[tuple[int, str]], systems: int) -> list[str]:
 def _of_potentials(
     summary: Summary, seen: _Seen, labels: dict[str, np.ndarray], hint: str
 ) -> list[str]:
-    systems, found = summary["systems"], []
-    named = {kind: named_options(summary["labels_not_used"], kind) for kind in ("forces", "stress")}
+    systems, found, unused = summary["systems"], [], summary["labels_not_used"]
     for name, known, why in (
         ("energy", summary["with_energy"], hint),
-        ("forces", summary["with_forces"], named["forces"]),
-        ("stress", summary["with_stress"], named["stress"]),
+        ("forces", summary["with_forces"], named_options(unused, "forces")),
+        ("stress", summary["with_stress"], named_options(unused, "stress")),
     ):
         if known < systems and (why or name != "stress"):  # stress is rarely given
-            found.append(
-                f"no {name}: {systems - known} of {systems} systems" + f"; {why}" * bool(why)
-            )
+            text = f"no {name}: {systems - known} of {systems} systems"
+            found.append(text + f"; {why}" * bool(why))
     if fault := unit_fault(seen.kept):
         return [*found, f"wrong units: {fault}"]
     if unjudged := stress_unjudged(seen.kept):
@@ -260,8 +245,7 @@ def _of_relaxations(
     summary: Summary, seen: _Seen, labels: dict[str, np.ndarray], hint: str
 ) -> list[str]:
     systems, kind, natoms = summary["systems"], summary["energies_look_like"], np.array(seen.atoms)
-    relaxed, initial = labels["y_relaxed"], labels["y_init"]
-    found = []
+    relaxed, initial, found = labels["y_relaxed"], labels["y_init"], list[str]()
     if seen.untagged:
         found.append(
             f"no tags: {seen.untagged} of {systems} systems have only tag 0; surface and "
@@ -272,10 +256,8 @@ def _of_relaxations(
     missing = np.flatnonzero(~np.isfinite(relaxed))
     if len(missing):
         first = "" if len(missing) == systems else f", for instance sid {seen.sids[missing[0]]}"
-        why = f"; {hint}" if hint else ""
-        found.append(
-            f"no labels: {len(missing)} of {systems} systems have no y_relaxed{first}{why}"
-        )
+        text = f"no labels: {len(missing)} of {systems} systems have no y_relaxed{first}"
+        found.append(text + f"; {hint}" * bool(hint))
     faults = label_faults(relaxed, natoms, required=False, at_pos=summary["with_forces"] > 0)
     found += _absurd(((seen.sids[index], reason) for index, reason in faults.items()), systems)
     strained = np.flatnonzero(np.abs(initial) > _MOST_INITIAL)
@@ -292,8 +274,7 @@ def _of_relaxations(
             "clean surface and of the molecule, or train with --task.references fit"
         )
     found += _absurd(seen.absurd, systems)
-    without = systems - summary["with_relaxed_positions"]
-    if without:
+    if without := systems - summary["with_relaxed_positions"]:
         found.append(f"no relaxed positions: {without} of {systems} systems have no pos_relaxed")
     if seen.moved:
         free = sum(map(len, seen.displacements))

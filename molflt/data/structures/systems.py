@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import csv
-import io
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from molflt.files import write_atomically
+from molflt.files import atomically
 
 __all__ = ["SYSTEMS", "System", "read_systems", "write_systems"]
 
@@ -30,26 +29,19 @@ class System(NamedTuple):
 
 
 def write_systems(folder: Path, splits: Iterable[tuple[str, Iterable[System]]]) -> None:
-    """Writes systems.csv: sid, name, molecule, family, metal, split.
-
-    Args:
-        folder: folder of the data set.
-        splits: names of the splits and their systems.
-    """
-    buffer = io.StringIO()
-    writer = csv.writer(buffer, lineterminator="\n")
-    writer.writerow([*System._fields, "split"])
-    for split, systems in splits:
-        writer.writerows([*system, split] for system in systems)
-    write_atomically(folder / SYSTEMS, buffer.getvalue().encode())
+    """Writes systems.csv: sid, name, molecule, family, metal, split."""
+    with (
+        atomically(folder / SYSTEMS) as part,
+        open(part, "w", encoding="utf-8", newline="") as file,
+    ):
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow([*System._fields, "split"])
+        for split, systems in splits:
+            writer.writerows([*system, split] for system in systems)
 
 
 def read_systems(folder: Path) -> dict[int, System]:
-    """Reads the systems of a data set, by sid.
-
-    Args:
-        folder: folder of the data set.
-    """
+    """Reads the systems of a data set in a folder, by sid."""
     path = folder / SYSTEMS
     if not path.is_file():
         raise FileNotFoundError(

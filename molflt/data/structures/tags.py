@@ -399,7 +399,7 @@ class Tagged(Part):
     """
 
     def __init__(self, source: Structures, share: tuple[float, float] | None = None) -> None:
-        super().__init__(source, range(len(source)))
+        super().__init__(source)
         guesses = [guess_tags(one, share) for one in with_bar(source, "guessing tags")]
         self._tags = [torch.from_numpy(one.tags) for one in guesses]
         found = Counter(one.text for one in guesses if one.tags.any())

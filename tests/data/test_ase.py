@@ -1,0 +1,513 @@
+"""Structures through ASE: what is read, named and refused, and that no file can run code."""
+
+from __future__ import annotations
+
+import gzip
+import sqlite3
+import zlib
+from pathlib import Path
+
+import ase
+import ase.db
+import ase.io
+import numpy as np
+import pytest
+import torch
+from ase import Atoms
+from ase.build import add_adsorbate, bulk, fcc111, molecule
+from ase.calculators.emt import EMT
+from ase.calculators.singlepoint import SinglePointCalculator
+from ase.constraints import FixAtoms, FixCartesian, FixedPlane, FixScaled
+from ase.db.row import AtomsRow
+from ase.io.formats import ioformats
+from ase.io.jsonio import encode
+from oc20_files import write_lmdb
+
+from molflt.data.structures import Reading, open_dataset
+from molflt.data.structures.ase_fields import Converter, total_charge, unused_fields
+from molflt.data.structures.ase_files import ENDINGS, AseStructures
+from molflt.data.structures.force_units import unit_fault
+from molflt.data.structures.records import make_record
+
+
+def slab(number=0):
+    """CO on Cu(111) with OC20 tags, a fixed lower part, a stored energy, relaxed positions."""
+    atoms = fcc111("Cu", (2, 2, 3), vacuum=6)
+    atoms.set_tags(np.where(atoms.get_tags() == 1, 1, 0))
+    surface = len(atoms)
+    add_adsorbate(atoms, molecule("CO"), 2.0, "ontop")
+    tags = atoms.get_tags()
+    tags[surface:] = 2
+    atoms.set_tags(tags)
+    atoms.info = {"sid": 100 + number, "y_init": 0.5 + number}
+    atoms.set_constraint(FixAtoms(np.flatnonzero(tags == 0)))
+    atoms.calc = SinglePointCalculator(atoms, energy=-1.0 - number)
+    return atoms
+
+
+def write(path, frames):
+    if path.suffix in (".db", ".json"):
+        with ase.db.connect(path) as database:
+            for atoms in frames:
+                database.write(atoms, **atoms.info)
+    else:
+        ase.io.write(path, frames, format=path.suffix[1:])
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.extxyz", "a.db", "a.json", "run@300K.traj"])
+def test_everything_is_taken(tmp_path, name):
+    path = write(tmp_path / Path(name).with_stem("written"), [slab(i) for i in range(3)])
+    path = path.rename(tmp_path / name)  # an at sign in a path is part of the name
+    dataset = open_dataset(path)
+    assert isinstance(dataset, AseStructures)
+    assert len(dataset) == 3 and dataset.path == path and dataset.natoms.tolist() == [14] * 3
+    for number, record in enumerate(dataset):
+        atoms = slab(number)
+        torch.testing.assert_close(record.pos, torch.tensor(atoms.positions).float())
+        torch.testing.assert_close(record.cell[0], torch.tensor(atoms.cell.array).float())
+        assert record.atomic_numbers.tolist() == atoms.numbers.tolist()
+        assert record.tags.tolist() == [0] * 8 + [1] * 4 + [2] * 2
+        assert record.fixed.tolist() == [True] * 8 + [False] * 6
+        assert record.pbc.tolist() == [[True, True, False]]
+        assert (record.sid, float(record.y_init)) == (100 + number, 0.5 + number)
+        assert float(record.y_relaxed) == -1.0 - number
+        assert record.pos_relaxed.isnan().all()
+
+
+def test_relaxed_positions_come_from_an_array_and_are_unwrapped(tmp_path):
+    atoms = slab()
+    moved = atoms.positions + np.array([0.1, 0.0, 0.05])
+    atoms.set_array("pos_relaxed", moved + atoms.cell[0] - 2 * atoms.cell[1])
+    record = open_dataset(write(tmp_path / "a.extxyz", [atoms]))[0]
+    torch.testing.assert_close(record.pos_relaxed, torch.tensor(moved).float(), atol=1e-5, rtol=0)
+
+
+def test_precedence_of_energies_and_that_nothing_is_computed():
+    atoms = slab()
+    atoms.info["energy"] = 7.0
+    assert float(Converter().record(atoms).y_relaxed) == -1.0
+    atoms.info["y_relaxed"] = 3.0
+    assert float(Converter().record(atoms).y_relaxed) == 3.0
+    atoms.calc = None
+    del atoms.info["y_relaxed"]
+    assert float(Converter().record(atoms).y_relaxed) == 7.0
+    del atoms.info["energy"]
+    atoms.calc = EMT()
+    assert Converter().record(atoms).y_relaxed.isnan().all()
+
+
+def test_only_atoms_held_in_all_directions_are_fixed():
+    atoms = slab()
+    planes = [FixCartesian(1, [True, True, False]), FixedPlane(2, [0, 0, 1])]
+    parts = [FixCartesian(5, [True, True, False]), FixCartesian(5, [False, False, True])]
+    scaled = [FixScaled([3]), FixScaled([4], [True, False, True])]
+    atoms.set_constraint([FixCartesian(0), *planes, *scaled, *parts])
+    assert Converter().record(atoms).fixed.nonzero().flatten().tolist() == [0, 3, 5]
+
+
+def test_constraints_that_are_left_out_are_named_once(tmp_path, capsys):
+    plane, both = slab(), slab(1)
+    plane.set_constraint([FixAtoms([0]), FixedPlane([2, 3], [0, 0, 1])])
+    both.set_constraint([FixedPlane([2], [0, 0, 1]), FixCartesian([1], [True, False, False])])
+    path = write(tmp_path / "a.traj", [slab(), plane, both])
+    assert open_dataset(path)[1].fixed.nonzero().flatten().tolist() == [0]
+    assert capsys.readouterr().err == (
+        f"molflt: warning: {path}: constraints other than fixed atoms are left out: FixCartesian "
+        "in 1, FixedPlane in 2 structures; atoms that they hold count as free\n"
+    )
+
+
+@pytest.mark.parametrize("name", ["a.pkl", "a.py", "a"])
+def test_formats_that_can_carry_code_are_refused(tmp_path, name):
+    sentinel = tmp_path / "it-ran"
+    path = tmp_path / name
+    path.write_text(f"open({str(sentinel)!r}, 'w')\n")
+    with pytest.raises(ValueError, match=r"unknown ending .* can carry code"):
+        open_dataset(path)
+    assert not sentinel.exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"tables"])
+def test_database_without_structures_is_not_written_to(tmp_path, content):
+    path = tmp_path / "a.db"
+    if content:
+        with sqlite3.connect(path) as tables:
+            tables.execute("CREATE TABLE other (x)")
+    else:
+        path.touch()
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match="a.db: .*(systems|is empty)"):
+        AseStructures(path)
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+
+
+CIF = """data_x
+_cell_length_a 9
+_cell_length_b 9
+_cell_length_c 9
+_cell_angle_alpha 90
+_cell_angle_beta 90
+_cell_angle_gamma 90
+_symmetry_space_group_name_H-M 'P 1'
+loop_
+_atom_site_label
+_atom_site_type_symbol
+_atom_site_fract_x
+_atom_site_fract_y
+_atom_site_fract_z
+"""
+
+
+OCCUPIED = f"{CIF}_atom_site_occupancy\n"
+
+
+LABELS = CIF.replace("_atom_site_type_symbol\n", "")
+
+
+ATOM = (
+    "ATOM      1 {name:>4}{place}LIG A   1       {x:.3f}   0.000   0.000  {share}  0.00{symbol}\n"
+)
+
+
+def pdb(name="CU", place=" ", share="1.00", symbol="          CU", x=0.0):
+    return ATOM.format(name=name, place=place, share=share, symbol=symbol, x=x)
+
+
+def xyz(comment, *rows):
+    return "\n".join([str(len(rows)), comment, *rows, ""])
+
+
+SPECIES = "Properties=species:S:1:pos:R:3"
+
+
+CELL = "9 0 0 0 9 0 0 0 9"
+
+
+REFUSED = {
+    "two_species.cif": (f"{OCCUPIED}A1 Cu 0 0 0 0.6\nA2 Zn 0 0 0 0.4\n", "Cu 0.6, Zn 0.4"),
+    "one_species.cif": (f"{OCCUPIED}A1 Cu 0 0 0 1\nA2 O .5 0 0 0.5(1)\n", "site 1 .*O 0.5"),
+    "capitals.cif": (f"{CIF}A1 CL 0 0 0\n", "'CL'.* reads as C"),
+    "vacancy.cif": (f"{CIF}A1 Va 0 0 0\n", "site 0|atom 0 is 'Va'"),
+    "part.pdb": (pdb(share="0.50") + pdb(x=2), "atom 0 .*occupancy 0.5"),
+    "places.pdb": (pdb(place="A") + pdb(place="B", x=2), "line 2: .*'B'"),
+    "calpha.pdb": (pdb(name="CA", symbol=""), "'CA' is C or Ca"),
+    "species_and_Z.xyz": (
+        xyz(f'Lattice="{CELL}" Properties=species:S:1:Z:I:1:pos:R:3', "Cu 8 0 0 0"),
+        "atom 0 is Cu .* and 8",
+    ),
+    "small_letters.xyz": (xyz(f'lattice="{CELL}" {SPECIES}', "Cu 0 0 0"), "'lattice'.*Lattice="),
+    "cell.xyz": (xyz(f'cell="{CELL}" {SPECIES}', "Cu 0 0 0"), "'cell'.*Lattice="),
+    "no_lattice.xyz": (xyz(f'pbc="T T T" {SPECIES}', "Cu 0 0 0"), "lattice vectors"),
+    "fractions.xyz": (xyz("Properties=species:S:1:frac_pos:R:3", "Cu 0 0 0.5"), "pos:R:3.*frac"),
+    "two_places.xyz": (
+        xyz("Properties=species:S:1:pos:R:3:positions:R:3", "Cu 0 0 0 1 1 1"),
+        "one column pos",
+    ),
+    "more.xyz": (xyz(SPECIES, "Cu 0 0 0 0.1 0.2 0.3"), "7 columns; expected 4"),
+    "deuterium.xyz": (xyz("", "O 0 0 0", "D 0 0.8 0.6", "D 0 -0.8 0.6"), "atom 1 is 'D'.*write H"),
+    "deuterium.vasp": ("x\n1\n9 0 0\n0 9 0\n0 0 9\nO D\n1 1\nDirect\n0 0 0\n.1 0 0\n", "'D'.*H"),
+    "axes.xyz": (xyz(f'Lattice="{CELL}" pbc="p p f" {SPECIES}', "Cu 0 0 0"), "'p p f'.*T T F"),
+    "periodic.xyz": (xyz(f'Lattice="{CELL}" periodic="T T F" {SPECIES}', "Cu 0 0 0"), "pbc="),
+    "bohr.xyz": (xyz("coordinates in bohr", "Cu 0 0 0"), "'bohr'.*Å"),
+    "ipi.xyz": (xyz("# CELL(abcABC): 4 4 4 90 90 90", "Cu 0 0 0"), "'CELL.'.*Lattice="),
+    "Occupancy.xyz": (xyz(f"{SPECIES}:Occupancy:R:1", "Cu 0 0 0 0.5"), "Occupancy 0.5"),
+    **{f"empty.{ending}": ("", "is empty") for ending in ("traj", "db", "xyz")},
+    "one_place.cif": (f"{CIF}A1 Cu 0 0 0\nA2 Au 0 0 0\n", "'Au' and 'Cu'"),
+    "counts.vasp": ("x\n1\n9 0 0\n0 9 0\n0 0 9\nO H N\n1 1\nDirect\n0 0 0\n.1 0 0\n", "2 counts"),
+    "models.pdb": (
+        f"CRYST1    9.000    9.000    9.000  90.00  90.00  90.00 P 1\nMODEL 1\n{pdb()}ENDMDL\n"
+        f"MODEL 2\n{pdb()}ENDMDL\n",
+        "CRYST1",
+    ),
+    "small.xyz": (
+        xyz(f'Lattice="1 0 0 0 1 0 0 0 1" {SPECIES}', "Cu 0 0 0", "Cu 0 0 .5"),
+        "per atom",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_files_of_ambiguous_structures_are_refused(tmp_path, name):
+    content, words = REFUSED[name]
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=rf"{name}: frame 0: .*({words})") as caught:
+        open_dataset(tmp_path / name)
+    assert "KeyError" not in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_fields_that_change_nothing_are_taken(tmp_path):
+    for name, content, numbers in (
+        ("whole.cif", f"{OCCUPIED}A1 Cu 0 0 0 1.0\nA2 O .5 0 0 ?\n", [29, 8]),
+        ("deuterium.cif", f"{CIF}A1 D 0 0 0\nA2 O2- .5 0 0\n", [1, 8]),
+        ("labels.cif", f"{LABELS}Cu1 0 0 0\nO1A .5 0 0\n", [29, 8]),
+        ("whole.pdb", pdb() + pdb(x=2), [29, 29]),
+        ("agree.xyz", xyz("Properties=species:S:1:Z:I:1:pos:R:3", "cu 29 0 0 0"), [29]),
+        ("axes.xyz", xyz(f'Lattice="{CELL}" pbc="1 1 0" {SPECIES}', "Cu 0 0 0"), [29]),
+        ("cell.xyz", xyz("the unit cell of copper", "Cu 0 0 0"), [29]),
+    ):
+        (tmp_path / name).write_text(content)
+        assert open_dataset(tmp_path / name)[0].atomic_numbers.tolist() == numbers
+
+
+@pytest.mark.parametrize("blank", ["", "\n\n  \n"])
+def test_frames_behind_a_blank_line_are_not_lost(tmp_path, blank):
+    (tmp_path / "a.xyz").write_text(xyz("", "Cu 0 0 0") + blank + xyz("", "O 0 0 0"))
+    assert [int(x.atomic_numbers) for x in open_dataset(tmp_path / "a.xyz")] == [29, 8]
+
+
+@pytest.mark.parametrize("name", ["a.xyz", "a.extxyz.gz", "a.traj"])
+def test_a_cut_file_names_the_frame(tmp_path, name):
+    frames = [bulk("Cu", cubic=True) for _ in range(8)]
+    whole = tmp_path / ("whole" + "".join((tmp_path / name).suffixes))
+    ase.io.write(whole, frames, format="traj" if name.endswith("traj") else "extxyz")
+    content = gzip.decompress(whole.read_bytes()) if name.endswith("gz") else whole.read_bytes()
+    content = content[: len(content) * 7 // 8 - 30]
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    with pytest.raises(ValueError, match=rf"{name}: frame \d: cannot be read"):
+        open_dataset(tmp_path / name)
+
+
+def test_only_bad_frames_are_left_out(tmp_path):
+    good = xyz("", "Cu 0 0 0")
+    path = tmp_path / "a.xyz"
+    path.write_text(good + xyz("", "D 0 0 0") + good + xyz("", "Cu 0 0") + good + "2\n\nCu 0 0 0")
+    dataset = open_dataset(path, skip_bad=True)
+    assert len(dataset) == 3 and [dataset.place(i) for i in range(3)] == [0, 2, 4]
+    assert [name for name, _ in dataset.bad] == [f"{path}: frame {i}" for i in (1, 3, 5)]
+
+
+EXAMPLES = Path(ase.__file__).parent / "test" / "testdata"
+
+
+def example(name: str) -> Path:
+    if not (EXAMPLES / name).is_file():
+        pytest.skip(f"ASE's example {name} is not at {EXAMPLES}")
+    return EXAMPLES / name
+
+
+@pytest.mark.parametrize("name", ["OUTCAR.3", "log", "OUTCAR.gz"])
+def test_outcar(tmp_path, name):
+    content = example("vasp/OUTCAR_example_1").read_bytes()
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    dataset = open_dataset(tmp_path / name)
+    expected = ase.io.read(example("vasp/OUTCAR_example_1"), format="vasp-out")
+    record = dataset[0]
+    assert record.atomic_numbers.tolist() == expected.numbers.tolist()
+    assert float(record.energy) == expected.get_potential_energy()
+    np.testing.assert_allclose(record.forces, expected.get_forces(), atol=1e-6)
+    assert "free_energy" in dataset.unused
+    free = open_dataset(tmp_path / name, reading=Reading("free_energy"))[0]
+    assert float(free.energy) == expected.get_potential_energy(force_consistent=True)
+    assert float(free.energy) != float(record.energy)
+
+
+@pytest.mark.parametrize("name", ["vasp_2.xml", "md.xml"])
+def test_vasprun(tmp_path, name, capsys):
+    content = example("vasp/vasprun_pstress.xml").read_text()
+    (tmp_path / name).write_text(content)
+    record = open_dataset(tmp_path / name)[0]
+    expected = ase.io.read(example("vasp/vasprun_pstress.xml"), format="vasp-xml")
+    assert float(record.energy) == expected.get_potential_energy()
+    np.testing.assert_allclose(record.stress[0], expected.get_stress(voigt=False), atol=1e-6)
+    assert "cut" not in capsys.readouterr().err
+    (tmp_path / name).write_text(content[: content.rindex("</modeling>")])
+    open_dataset(tmp_path / name)
+    assert "the file is cut" in capsys.readouterr().err
+
+
+CRYSTAL, MOLECULE = bulk("NaCl", "rocksalt", a=5.64, cubic=True), molecule("CH3OH")
+
+
+WRITTEN = {
+    "POSCAR_01": ("vasp", CRYSTAL),
+    "XDATCAR_300K": ("vasp-xdatcar", CRYSTAL),
+    "geometry.in": ("aims", CRYSTAL),
+    "a.pwi": ("espresso-in", CRYSTAL),
+    "scf.in": ("espresso-in", CRYSTAL),
+    "a.cube": ("cube", CRYSTAL),
+    "a.res": ("res", CRYSTAL),
+    "a.gen": ("gen", CRYSTAL),
+    "a.XSF": ("xsf", CRYSTAL),
+    "a.xsd": ("xsd", CRYSTAL),
+    "a.con": ("eon", CRYSTAL),
+    "a.cif.xz": ("cif", CRYSTAL),
+    "a.com": ("gaussian-in", MOLECULE),
+    "a.nwi": ("nwchem-in", MOLECULE),
+    "coord": ("turbomole", MOLECULE),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_inputs_of_other_programs(tmp_path, name):
+    kind, atoms = WRITTEN[name]
+    options = {"espresso-in": {"pseudopotentials": {"Na": "Na.upf", "Cl": "Cl.upf"}}}
+    ase.io.write(tmp_path / name, atoms, format=kind, **options.get(kind, {}))
+    record = open_dataset(tmp_path / name)[0]
+    assert sorted(record.atomic_numbers.tolist()) == sorted(atoms.numbers.tolist())
+    if atoms.pbc.all():
+        assert record.cell[0].det() == pytest.approx(atoms.cell.volume, rel=1e-3)
+    found = Atoms(record.atomic_numbers, record.pos, cell=record.cell[0], pbc=record.pbc[0])
+    distances = [np.sort(one.get_all_distances(mic=True), axis=None) for one in (found, atoms)]
+    np.testing.assert_allclose(*distances, atol=1e-3)
+
+
+def test_known_formats_are_those_that_ase_reads():
+    for kind in set(ENDINGS.values()) - {"aselmdb"}:
+        assert kind in ioformats and "pickle" not in ioformats[kind].module_name
+
+
+def frame(number):
+    atoms = molecule("CH3CH2OH", cell=[8, 9, 10], pbc=True)
+    atoms.rattle(0.1, seed=number)
+    atoms.set_constraint(FixAtoms([0, 2]))
+    forces = np.random.default_rng(number).normal(size=(len(atoms), 3))
+    stress = np.arange(6) * 1e-4
+    atoms.calc = SinglePointCalculator(atoms, energy=-1.5 - number, forces=forces, stress=stress)
+    return atoms
+
+
+def packed(thing):
+    return zlib.compress(encode(thing).encode())
+
+
+def row(number):
+    """A row as ase-db-backends writes it."""
+    own = AtomsRow(frame(number))
+    fields = {
+        name: own[name]
+        for name in own.__dict__
+        if name[0] != "_" and name not in (*own._keys, "id")
+    }
+    fields |= {"cell": np.asarray(own.cell), "mtime": 1.0, "ctime": 1.0, "user": "me"}
+    fields |= {"key_value_pairs": {"sid": 70 + number, "kind": "x"}, "data": {"extra": [1.0, 2.0]}}
+    fields["constraints"] = [each.todict() for each in own.constraints]
+    return packed(fields)
+
+
+def database(path, rows, next_id=None, deleted=None):
+    content = {str(number): row(number) for number in rows}
+    content |= {} if next_id is None else {"nextid": packed(next_id)}
+    content |= {} if deleted is None else {"deleted_ids": packed(deleted)}
+    return write_lmdb(path, content)
+
+
+def test_everything_in_an_lmdb_is_taken_and_nothing_is_written(tmp_path):
+    path = database(tmp_path / "a.aselmdb", [1, 3, 10], next_id=12, deleted=[2, *range(4, 10), 11])
+    dataset = open_dataset(path)
+    assert [record.sid for record in dataset] == [71, 73, 80]
+    for record, number in zip(dataset, [1, 3, 10], strict=True):
+        atoms = frame(number)
+        torch.testing.assert_close(record.pos, torch.tensor(atoms.positions).float())
+        assert record.fixed.nonzero().flatten().tolist() == [0, 2]
+        assert record.pbc.all() and float(record.y_relaxed) == -1.5 - number
+        torch.testing.assert_close(
+            record.forces, torch.tensor(atoms.calc.results["forces"]).float()
+        )
+        assert record.stress.abs().amax() == pytest.approx(5e-4)
+    assert [file.name for file in tmp_path.iterdir()] == ["a.aselmdb"]
+
+
+def test_missing_rows_are_named_and_all_others_read(tmp_path):
+    path = database(tmp_path / "a.aselmdb", [1, 2, 4, 7], next_id=6)  # 3 and 5; 7 is beyond
+    with pytest.raises(ValueError, match="row 3 is missing"):
+        open_dataset(path)
+    dataset = open_dataset(path, skip_bad=True)
+    assert [record.sid for record in dataset] == [71, 72, 74, 77]
+    assert ["row 3" in dataset.bad[0][1], "row 5" in dataset.bad[1][1]] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        ({"1": b"abc"}, "key '1' is damaged"),
+        ({"other": b"abc"}, "neither rows"),
+        ({"1": zlib.compress(b"[" + b" " * 2**29)}, "larger than"),
+    ],
+)
+def test_damaged_rows(tmp_path, content, named):
+    path = write_lmdb(tmp_path / "a.aselmdb", content)
+    with pytest.raises(ValueError, match=named) as caught:
+        open_dataset(path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "charges", "Spin_Multiplicity", "External_Field", "magnetic-moment",
+    ],
+)  # fmt: skip
+def test_info_is_named_with_its_value(name: str) -> None:
+    assert unused_fields(Atoms("H", info={name: -2.5})) == {name: "-2.5"}
+    assert unused_fields(Atoms("H", info={"data": {name: [0, 3]}})) == {name: "0 to 3"}
+    assert unused_fields(Atoms("H", info={name: 0})) == {}
+
+
+def test_arrays_and_results_are_named() -> None:
+    atoms = Atoms("H2", [[0, 0, 0], [0, 0, 1]], magmoms=[1, -1], charges=[0.5, 0])
+    assert unused_fields(atoms) == {"initial_magmoms": "-1 to 1", "initial_charges": "0 to 0.5"}
+    atoms = Atoms("H2", [[0, 0, 0], [0, 0, 1]], magmoms=[[0, 0, 1], [0, 0, 0]])
+    assert unused_fields(atoms) == {"initial_magmoms": "0 to 1"}
+    atoms = Atoms("H2")
+    atoms.calc = SinglePointCalculator(atoms, energy=1.0, magmom=2.0, magmoms=[1.0, 1.0])
+    assert unused_fields(atoms) == {"magmom": "2", "magmoms": "1 to 1"}
+
+
+@pytest.mark.parametrize(
+    "info",
+    [
+        {"charge": 0, "spin": 1, "multiplicity": 1},
+        {"charge": "0", "spin": np.array(0.0), "magmoms": [0, 0], "electric_field": [0.0, 0, 0]},
+        {"charge": None, "magmom": float("nan"), "electric_field": np.zeros(3)},
+        {"nuclear_charges": [1, 1], "force_field": 3, "discharge": 1, "energy": -1.0, "spindle": 2},
+        {"born_effective_charges": [1.0, -1.0], "dipole_moment": 2.0},
+    ],
+)
+def test_neutral_values_give_no_warning(info: dict[str, object]) -> None:
+    assert unused_fields(Atoms("H2", info=info)) == {}
+
+
+@pytest.mark.parametrize("name", ["charge", "CHARGE", "total_charge", "totalCharge", "net charge"])
+def test_total_charge(name: str) -> None:
+    for value in (-1, "-1", np.array([-1.0])):
+        atoms = Atoms("H", info={"data": {name: value}, "multiplicity": 1})
+        assert total_charge(atoms) == -1 and unused_fields(atoms) == {}
+    assert total_charge(Atoms("H", info={name: None, "nuclear_charge": 1})) is None
+    per_atom = Atoms("H2", info={name: [1, 0]})
+    assert total_charge(per_atom) is None and name in unused_fields(per_atom)
+
+
+@pytest.mark.parametrize(
+    ("info", "words"),
+    [
+        ({"charge": "high"}, "charge.*high"),
+        ({"charge": 1, "total_charge": 2}, "charge.*1.*2"),
+        ({"multiplicity": 3}, "multiplicity.* 1.*3"),
+        ({"Spin_Multiplicity": 2, "charge": 1}, "Spin_Multiplicity.*2"),
+    ],
+)
+def test_total_charges_that_cannot_be_right(info: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        total_charge(Atoms("H", info=info))
+
+
+def test_energies_of_two_charges_are_not_compared() -> None:
+    """An ionization energy is no fault of the units."""
+    frames = []
+    for number in range(60):
+        charge = number % 2  # the nearest frame of the other charge is longer by 0.001 Å
+        stretch = 0.05 + 0.01 * (number // 2) + 0.001 * charge
+        frames.append(
+            make_record(
+                pos=[[0, 0, 0], [0, 0, 1.1 + stretch]],
+                atomic_numbers=[6, 8],
+                energy=20 * stretch**2 + charge,
+                forces=[[0, 0, 40 * stretch], [0, 0, -40 * stretch]],
+                charge=charge,
+            )
+        )
+    assert unit_fault(frames) == ""
+    for frame in frames:
+        frame.charge[:] = 0
+    assert unit_fault(frames) != ""
