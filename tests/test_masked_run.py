@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 from script_files import load_script
-from sentence_files import write_sentences
 from tiny_run import differences, last_state, logged, page_of, table
+from token_files import write_sentences
 
 import molflt
 from molflt.commands.cli import main

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from data.test_images import idx
 from PIL import Image
 from tiny_run import error_of, logged
+from token_files import idx
 
 import molflt
 from molflt.commands.cli import main

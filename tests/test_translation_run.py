@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from script_files import load_script
 from tiny_run import differences, error_of, last_state, logged, page_of
-from translation_files import write_pairs
+from token_files import write_pairs
 
 import molflt
 from molflt.commands.cli import main
