@@ -13,8 +13,12 @@ from molflt.attention.spectra import GaussianBasis
 from molflt.data.problems import generator_of
 from molflt.optimizers.functions import Functions, haar_rotation
 from molflt.optimizers.population import PopulationOptimizer, Populations
-from molflt.optimizers.population_mask import PopulationMask
-from molflt.optimizers.population_model import Noise, PopulationModel, PopulationState
+from molflt.optimizers.population_model import (
+    Noise,
+    PopulationMask,
+    PopulationModel,
+    PopulationState,
+)
 from molflt.tasks.optimizers import PopulationTask
 
 D, MEMBERS, BATCH = 3, 6, 2
