@@ -23,8 +23,7 @@ from molflt.data.text.tokenizer import Tokenizer
 from molflt.data.text.vocabulary import Vocabulary
 from molflt.evaluation import translation
 from molflt.evaluation.sentences import official
-from molflt.sequence import EncoderDecoder, LanguageModel, MaskedLanguageModel, SequenceClassifier
-from molflt.tasks.language import LanguageTask
+from molflt.sequence import EncoderDecoder, MaskedLanguageModel, SequenceClassifier
 from molflt.tasks.masked import Draws, MaskedTask, hide, swap_parts
 from molflt.tasks.sentences import SentenceTask
 from molflt.training.checkpoint import load_run
@@ -122,17 +121,6 @@ def test_a_diverged_model_does_not_have_a_perplexity(tmp_path) -> None:
     assert main(["evaluate", str(copy), "--splits", "val"]) == 0
     found = json.loads((copy / "results.json").read_text())["val"]
     assert found["perplexity"] is None and found["bits_per_token"] > 1010
-
-
-def test_perplexity_of_sums() -> None:
-    task = LanguageTask(LanguageModel(7, 8, 2, layers=1))
-    metrics = task.summarize(torch.tensor([2 * math.log(8.0), 2.0], dtype=torch.float64))
-    assert metrics == pytest.approx({"perplexity": 8.0, "bits_per_token": 3.0})
-    inputs, targets = torch.randint(7, (2, 3, 5))
-    targets[0, 2:] = -1
-    loss, sums = task.loss((inputs, targets), 0.0)
-    assert sums.tokens == 12
-    assert float(loss.detach()) == pytest.approx(float(sums.nats) / 12, rel=1e-6)
 
 
 # --- masked models ------------------------------------------------------------------------------

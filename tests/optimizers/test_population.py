@@ -12,7 +12,7 @@ from torch import Tensor
 from molflt.attention.spectra import GaussianBasis
 from molflt.data.problems import generator_of
 from molflt.optimizers.functions import Functions, haar_rotation
-from molflt.optimizers.population import PopulationOptimizer, Populations
+from molflt.optimizers.population import PopulationOptimizer
 from molflt.optimizers.population_model import (
     Noise,
     PopulationMask,
@@ -132,23 +132,6 @@ def test_the_mask_determines_the_attention(kind: str) -> None:
         one, two = (model._attend(tokens, s, rank)[1] for s in (state, other))
         changes[name] = float((one - two).abs().max().detach())
     assert changes["performer"] == 0 and changes[kind] > 0.01
-
-
-def test_batching_does_not_change_results() -> None:
-    model = made()
-    functions = Functions.draw("levy", D, [generator_of(s) for s in range(3)])
-    with torch.no_grad():
-        together = Populations(model, [5, 6, 7], MEMBERS)
-    optimizer = PopulationOptimizer(model, MEMBERS, seed=6)
-    for _ in range(4):
-        told = functions(together.state.position)
-        members = optimizer.ask()
-        torch.testing.assert_close(members, together.state.position[1], rtol=0, atol=1e-10)
-        with torch.no_grad():
-            together.tell(told)
-        optimizer.tell(functions.only(1)(members[None])[0])
-    assert optimizer.evaluations == 4 * MEMBERS
-    assert optimizer.best.value == pytest.approx(float(together.state.best_value[1].min()), 1e-10)
 
 
 def test_resumes_to_the_bit() -> None:

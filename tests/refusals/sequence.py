@@ -125,6 +125,7 @@ ROWS = [
     # generation
     refused(generated(prompt=IDS[:1, :0]), "prompt", "(batch, n)", "(1, 0)"),
     refused(generated(prompt=IDS), "prompt", "(1, n)", "(2, 4)"),
+    refused(lambda: generate(make(LanguageModel, max_length=12), IDS[:1], 99), "99 more", "12"),
     refused(generated(temperature=-0.1), "temperature", "at least 0", "-0.1"),
     refused(lambda: generate(make(LanguageModel).train(), IDS[:1], 1), "eval"),
     refused(lambda: beam_search(translator().train(), IDS, begin=2, end=3), "eval"),

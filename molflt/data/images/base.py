@@ -18,19 +18,16 @@ __all__ = ["LabeledImages", "fitted"]
 class LabeledImages(Dataset[tuple[Tensor, Tensor]]):
     """Labeled images of equal size.
 
-    Items are (image, label): bytes (channels, height, width) and an int64.
+    Items are (image, label): bytes (channels, height, width) and an int64. `size` is (height,
+    width).
 
     Args:
         path: source of the images.
         labels: index of the class of each image, (n,) int64.
         classes: names of the classes.
-        read: function that returns the image of an index, (channels, height, width) uint8.
+        read: function that returns the image of an index.
         names: names of the images, for messages; by default their indices.
         in_memory: True if reading all images is cheap.
-
-    Attributes:
-        channels: number of color channels.
-        size: height and width in pixels.
     """
 
     def __init__(
@@ -67,11 +64,8 @@ class LabeledImages(Dataset[tuple[Tensor, Tensor]]):
     def statistics(self, most: int = 2000) -> tuple[Tensor, Tensor]:
         """Returns the mean and standard deviation of each channel, for images scaled to [0, 1].
 
-        Args:
-            most: maximum number of images to read, evenly spaced.
-
-        Returns:
-            (channels,) float64 each; a deviation of 0 becomes 1.
+        At most `most` images are read, evenly spaced. Both tensors are (channels,) float64; a
+        deviation of 0 becomes 1.
         """
         count = min(len(self), most)
         levels = torch.zeros(self.channels, 256, dtype=torch.int64)
@@ -87,14 +81,10 @@ class LabeledImages(Dataset[tuple[Tensor, Tensor]]):
 
 
 def fitted(images: Tensor, size: int, name: str, box: bool = False) -> Tensor:
-    """Resizes the shorter side of images to `size`, and crops the longer side to it.
+    """Resizes the shorter side of images (n, channels, height, width), and crops the longer one.
 
-    Args:
-        images: (n, channels, height, width) uint8.
-        size: side of the result in pixels.
-        name: name of the images, for messages.
-        box: set each pixel to the mean of the area that it covers, which is possible for images of
-            at least this size; otherwise the filter is bilinear and twice as wide.
+    With `box`, each pixel is the mean of the area that it covers, and images must be at least as
+    large as the result; otherwise the filter is bilinear and twice as wide.
     """
     height, width = images.shape[-2:]
     if (height, width) == (size, size):

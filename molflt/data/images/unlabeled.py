@@ -37,13 +37,8 @@ def read_images(source: Path, side: int, channels: int) -> Iterator[tuple[str, T
 def read_alike(source: Path, side: int, channels: int, fit: bool = False) -> Iterator[Tensor]:
     """Yields the bytes (channels, side, side) of images for a pixel model, by default not resized.
 
-    For color models, gray images get three equal channels, as in training.
-
-    Args:
-        source: image, folder of images, or idx file of images.
-        side: side of the squares in pixels.
-        channels: 1 for gray, 3 for color.
-        fit: downscale the central squares of larger images, as in training.
+    Sources are as for `read_images`. For color models, gray images get three equal channels, as in
+    training. With `fit`, the central squares of larger images are downscaled, as in training.
     """
     for name, image in _images(source, None):
         if len(image) not in (1, channels):

@@ -25,15 +25,10 @@ _Items = TypeVar("_Items", bound=Sized)
 
 
 class Blocks(Dataset[_Item]):
-    """Base class for texts that are cut into blocks.
+    """Base class for texts, ids (tokens,), that are cut into blocks of `length` tokens.
 
-    Args:
-        ids: ids of the text, (tokens,) integers.
-        length: tokens in a block.
-        inner: number of these that are tokens of the text.
-        shortest: minimum number of tokens of the text in an incomplete last block.
-        keep_last: keep an incomplete last block, with padding.
-        source: name of the text, for messages.
+    A block contains `inner` tokens of the text. An incomplete last block, with padding, contains at
+    least `shortest` of them, and is left out unless `keep_last` is set.
     """
 
     def __init__(
@@ -94,13 +89,7 @@ class TokenBlocks(Blocks[tuple[Tensor, Tensor]]):
 
 
 class TextSets(BatchedData[_Items]):
-    """Base class for a training text, a validation text and an optional test text.
-
-    Args:
-        batch_size: items in a batch, per device.
-        workers: processes that read ahead; 0 reads in the main process.
-        sources: sources of "train", "val" and "test"; None for a missing text.
-    """
+    """Base class for sources of "train", "val" and "test"; None for a missing text."""
 
     def __init__(self, batch_size: int, workers: int, sources: Mapping[str, Path | None]) -> None:
         super().__init__(batch_size, workers)
@@ -203,14 +192,9 @@ class TextData(TextSets[TokenBlocks]):
 def read_blocks(
     source: str, vocabulary: Vocabulary, length: int, use: str = "val", keep_last: bool = True
 ) -> TokenBlocks:
-    """Reads a text as blocks; warns if most of its tokens are unknown.
+    """Reads a text, a source of `TextData`, as blocks; warns if most of its tokens are unknown.
 
-    Args:
-        source: file or hf: name, see `TextData`.
-        vocabulary: vocabulary of the model.
-        length: tokens in a block.
-        use: "train", "val" or "test"; sets the default split of a Hugging Face data set.
-        keep_last: see `TokenBlocks`.
+    The default split of a Hugging Face data set is that of `use`: "train", "val" or "test".
     """
     ids = vocabulary.encode_blocks(_text_blocks(source, vocabulary.level, use))
     if len(ids) and (share := float(np.mean(ids == vocabulary.unk))) > _MOST_UNKNOWN:

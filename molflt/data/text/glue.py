@@ -127,10 +127,7 @@ TASKS = {**GLUE, **_LONG_RANGE}
 def find_split(root: Path, task: str, split: str) -> Path:
     """Finds the file of a split: ROOT/TASK/train.tsv or ROOT/TASK.train.tsv, plain, .gz or .xz.
 
-    Args:
-        root: folder of the tasks.
-        task: key of `TASKS`.
-        split: train, val, test, or val_mismatched for MNLI.
+    Splits are train, val, test, and val_mismatched for MNLI.
     """
     spec, root = TASKS[task], Path(root)
     names = [*spec.files.get(split, ()), *(() if spec.held_out else _USUAL.get(split, ()))]
@@ -157,14 +154,8 @@ def read_splits(
     """Returns the file or folder, and the rows, of each split.
 
     Tasks without validation files are validated on the last training rows of each class. Reviews of
-    the same film are adjacent in IMDb, so hardly any film is in both sets.
-
-    Args:
-        root: folder of the tasks.
-        task: key of `TASKS`.
-        splits: train, val, test, or val_mismatched for MNLI.
-        val_fraction: share of the training rows to validate on; None for 0.1.
-        classes: see `read_examples`.
+    the same film are adjacent in IMDb, so hardly any film is in both sets. `val_fraction` is 0.1 by
+    default.
     """
     paths = {split: find_split(root, task, split) for split in splits}
     rows = {path: read_examples(path, task, classes) for path in dict.fromkeys(paths.values())}
@@ -186,12 +177,9 @@ def classes_in(path: Path, task: str) -> list[str]:
 
 
 def read_examples(path: Path, task: str, classes: Sequence[str] | None = None) -> list[Example]:
-    """Reads all rows of a file, whose cells are separated by tabs and not quoted.
+    """Reads all rows of a file, whose cells are separated by tabs and not quoted, or of a folder.
 
-    Args:
-        path: file, or folder for a task whose files are in folders.
-        task: key of `TASKS`.
-        classes: names of the classes of images, in the order of labels; by default the names found.
+    Classes of images are numbered in the order of `classes`, by default those that are found.
     """
     spec = TASKS[task]
     if spec.held_out:

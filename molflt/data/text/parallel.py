@@ -36,11 +36,7 @@ class ParallelText(NamedTuple):
 class Pairs(Dataset[_Item]):
     """Token ids of sentences and of their translations.
 
-    Args:
-        text: sentences.
-        tokenizer: tokenizer of both languages.
-        length: maximum number of tokens in a sentence, including the end token; longer pairs are
-            left out. None for no limit.
+    Pairs with more than `length` tokens in a sentence, including the end token, are left out.
 
     Attributes:
         left_out: number of pairs that were too long.
@@ -178,13 +174,7 @@ def read_lines(path: str) -> list[str]:
 
 
 def read_parallel(name: str, source: str, target: str) -> ParallelText:
-    """Reads both sides of a parallel text.
-
-    Args:
-        name: name of the two files, without the languages.
-        source: source language, the extension of the first file.
-        target: target language, the extension of the second file.
-    """
+    """Reads both sides of a parallel text, the files NAME.SOURCE and NAME.TARGET."""
     files = _file(name, source), _file(name, target)
     sides = read_lines(files[0]), read_lines(files[1])
     if len(sides[0]) != len(sides[1]):

@@ -36,12 +36,8 @@ _AT_ONCE = 512  # texts encoded at once; the library needs 150 bytes per token
 class Sentences(Dataset[_Item]):
     """Labeled sequences [CLS] first [SEP], or [CLS] first [SEP] second [SEP].
 
-    Args:
-        examples: rows of the task.
-        tokenizer: tokenizer of the texts.
-        length: maximum number of tokens; longer examples are cut at the end of the longer sentence,
-            one token at a time.
-        source: name of the file, for messages.
+    Examples of more than `length` tokens are cut at the end of the longer sentence, one token at a
+    time.
 
     Attributes:
         cut: number of examples that were cut.

@@ -24,15 +24,8 @@ _Items = TypeVar("_Items", bound=Sized)
 class PieceBlocks(Blocks[tuple[Tensor, Tensor, Tensor]]):
     """Blocks [CLS] ... [SEP] of a text, or [CLS] ... [SEP] ... [SEP] with two parts.
 
-    The two parts are adjacent in the text, and their lengths differ by at most one token.
-
-    Args:
-        ids: ids of the text without special tokens, (n,) integers.
-        length: tokens in a block, including special tokens.
-        tokenizer: tokenizer of the ids.
-        pairs: make blocks of two parts.
-        keep_last: keep an incomplete last block, with padding.
-        source: name of the text, for messages.
+    The length includes special tokens, which are not in the ids (n,) of the text. With `pairs`, the
+    two parts are adjacent in the text, and their lengths differ by at most one token.
     """
 
     def __init__(
@@ -116,12 +109,7 @@ class TokenizedData(TextSets[_Items]):
         self.lowercase = self.default_lowercase if lowercase is None else lowercase
 
     def set_tokenizer(self, lines: Callable[[], Iterable[str]], name: str) -> None:
-        """Sets the tokenizer: that of the resumed run, the given one, or one learned from a text.
-
-        Args:
-            lines: function that returns the text.
-            name: name of the text, for messages.
-        """
+        """Sets the tokenizer: that of the resumed run, the given one, or a newly learned one."""
         source = self.tokenizer_file
         if self.kept is not None and (source is None or (self.kept / TOKENIZER).is_file()):
             source = self.kept / TOKENIZER
@@ -197,14 +185,9 @@ class TokenizedText(TokenizedData[PieceBlocks]):
 def read_pieces(
     source: str, tokenizer: Tokenizer, length: int, pairs: bool = False, use: str = "val"
 ) -> PieceBlocks:
-    """Reads a text as blocks; an incomplete last block is dropped only in training.
+    """Reads a text as blocks; an incomplete last block is dropped only if `use` is "train".
 
-    Args:
-        source: file or hf: name; FASTA for a tokenizer of residues.
-        tokenizer: tokenizer of the model.
-        length: tokens in a block.
-        pairs: make blocks of two parts.
-        use: "train", "val" or "test".
+    The source is a file or an hf: name; FASTA for a tokenizer of residues.
     """
     blocks = (
         _line_blocks(source, use, any_bytes=tokenizer.fixed == "byte")
