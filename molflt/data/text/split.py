@@ -47,8 +47,11 @@ def split(
             f"{val_fraction} and {test_fraction}"
         )
     records = list(_records(str(src)))
-    known = None if clusters is None else _read_clusters(clusters)
-    groups = [_group(record, known, clusters) for record in records]
+    if clusters is None:
+        codes = [record.residues.encode() for record in records]
+        groups = [hashlib.blake2b(code, digest_size=16).digest() for code in codes]
+    else:
+        groups = _read_clusters(clusters, records)
     shares = {use: share for use, share in shares.items() if share}
     side = _sides(groups, shares, seed, str(src))
     for use in ("val", "test"):
@@ -73,8 +76,8 @@ def split(
         print(f"  {use}: {len(own):,} records, {sum(len(x.residues) for x in own):,} residues")
 
 
-def _read_clusters(path: Path) -> dict[str, str]:
-    """Returns the cluster of each record by name."""
+def _read_clusters(path: Path, records: list[Record]) -> list[bytes]:
+    """Returns the cluster of each record."""
     found: dict[str, str] = {}
     for number, line in enumerate(_lines(str(path)), 1):
         cells = line.rstrip("\r").split("\t")
@@ -85,19 +88,12 @@ def _read_clusters(path: Path) -> dict[str, str]:
                 f"{path}: line {number}: expected the name of a record, a tab, and its one "
                 f"cluster; got {shown(line)}"
             )
-    return found
-
-
-def _group(record: Record, clusters: dict[str, str] | None, path: Path | None) -> bytes:
-    """Returns the cluster of a record, or a digest of its sequence."""
-    if clusters is None:
-        return hashlib.blake2b(record.residues.encode(), digest_size=16).digest()
-    if record.name not in clusters:
+    if missing := [record.name for record in records if record.name not in found]:
         raise ValueError(
-            f"{path}: expected a cluster of each record; got none of {shown(record.name)}; add it, "
+            f"{path}: expected a cluster of each record; got none of {shown(missing[0])}; add it, "
             "the first column is the record"
         )
-    return clusters[record.name].encode()
+    return [found[record.name].encode() for record in records]
 
 
 def _sides(
