@@ -50,15 +50,13 @@ class GlueTask(NamedTuple):
     places: Mapping[str, int] | None = None
     """indices of the same columns in files without a header"""
     files: Mapping[str, tuple[str, ...]] = {}
-    """additional file names of each split"""
+    """additional file names of each split, in the folder of the task or in another one"""
     broken_rows: bool = False
     """the published files contain rows with missing columns, which are skipped by convention"""
     kind: TokenizerKind | None = None
     """default kind of the tokenizer; None for a learned one"""
     form: Literal["rows", "texts", "images"] = "rows"
     """table, folder of texts for each class, or images"""
-    folder: str | None = None
-    """folder of the files, if its name differs from that of the task"""
 
     @property
     def held_out(self) -> bool:
@@ -102,7 +100,7 @@ GLUE: dict[str, GlueTask] = {
 }
 
 
-_IMDB = {"train": ("train",), "val": ("train",), "test": ("test",)}
+_IMDB = {"train": ("aclImdb/train",), "val": ("aclImdb/train",), "test": ("aclImdb/test",)}
 _PIXELS = {
     "train": ("train", "train-images-idx3-ubyte"),
     "test": ("test", "t10k-images-idx3-ubyte"),
@@ -117,7 +115,7 @@ _LONG_RANGE: dict[str, GlueTask] = {
         files={use: (f"{use}.tsv", f"basic_{use}.tsv") for use in ("train", "val", "test")},
         kind="listops",
     ),
-    "IMDb": GlueTask({}, ("neg", "pos"), files=_IMDB, kind="byte", form="texts", folder="aclImdb"),
+    "IMDb": GlueTask({}, ("neg", "pos"), files=_IMDB, kind="byte", form="texts"),
     "Image": GlueTask({}, None, files=_PIXELS, kind="byte", form="images"),
 }
 
@@ -131,7 +129,7 @@ def find_split(root: Path, task: str, split: str) -> Path:
     """
     spec, root = TASKS[task], Path(root)
     names = [*spec.files.get(split, ()), *(() if spec.held_out else _USUAL.get(split, ()))]
-    forms = [f"{spec.folder or task}/{name}" for name in names]
+    forms = [name if "/" in name else f"{task}/{name}" for name in names]
     for form in forms:
         for packed in ("", *_PACKED):
             for path in (root / f"{form}{packed}", root / f"{form.replace('/', '.', 1)}{packed}"):
