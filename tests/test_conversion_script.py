@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from recipe_runs import words_of
 from script_files import load_script
-from test_language_run import arguments, texts
 
 from molflt.commands.cli import main
 
-__all__ = ["texts"]
 
-
-def test_normalized_softmax_as_polynomial(texts: Path, tmp_path: Path, capsys) -> None:
+def test_normalized_softmax_as_polynomial(tmp_path: Path, capsys) -> None:
     run = tmp_path / "run"
     words = ["--trainer.max_steps=80", "--model.mixing=softmax", "--model.normalize_qk=true"]
-    features = SMALL_FEATURES
-    given = [word for word in arguments(texts, run, *words) if word not in features]
-    assert main(given) == 0
+    given = ["--model.num_features=8", "--model.position=spectral"]
+    assert main([word for word in words_of("language", run, *words) if word not in given]) == 0
     script = load_script("conversion")
     capsys.readouterr()
     assert script.main([str(run), "--features", "4", "--draws", "2", "--polynomial"]) == 0
@@ -29,6 +26,3 @@ def test_normalized_softmax_as_polynomial(texts: Path, tmp_path: Path, capsys) -
     assert all(value > 0 for value in found.values())
     assert script.main([str(run), "--beam", "3"]) == 2
     assert "beam" in capsys.readouterr().err
-
-
-SMALL_FEATURES = ("--model.num_features=8",)

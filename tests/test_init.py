@@ -5,8 +5,7 @@ import json
 import shutil
 
 import pytest
-import test_image_run as images
-import test_language_run as language
+import recipe_runs
 import torch
 import yaml
 from safetensors.torch import save_file
@@ -230,9 +229,10 @@ def test_the_folder_of_a_resumed_run_may_be_given_again(source, tmp_path):
 def test_words_keep_their_vectors_only_with_the_same_vocabulary(tmp_path):
     """Recipe and size of the vocabulary come from the source."""
     for name, seed in {"train": 0, "val": 1, "test": 2}.items():
-        language.write_text(tmp_path / f"{name}.txt", 40, seed)
+        recipe_runs.write_text(tmp_path / f"{name}.txt", 40, seed)
     words = ["--trainer.max_steps=4", "--model.dropout=0"]
-    assert main(language.arguments(tmp_path, tmp_path / "source", *words)) == 0
+    words = recipe_runs.words_of("language", tmp_path / "source", *words, data=tmp_path)
+    assert main([word for word in words if "position" not in word]) == 0
     text = (tmp_path / "train.txt").read_text()
     (tmp_path / "other.txt").write_text(text.replace("cat", "cow").replace("one", "hen"))
     short = [f"--init={tmp_path / 'source'}", f"--data.val={tmp_path / 'val.txt'}", *STILL]
@@ -255,11 +255,11 @@ def test_words_keep_their_vectors_only_with_the_same_vocabulary(tmp_path):
 
 
 def test_other_classes_get_new_logits(tmp_path):
-    images.write_images(tmp_path, "train", 40, 0)
-    images.write_images(tmp_path, "val", 20, 1)
-    words = images.arguments(tmp_path, tmp_path / "source", "--trainer.max_steps=4")
-    assert main(words) == 0
-    words = images.arguments(tmp_path, tmp_path / "run", *STILL, f"--init={tmp_path / 'source'}")
+    recipe_runs.write_shapes(tmp_path, "train", 40, 0)
+    recipe_runs.write_shapes(tmp_path, "val", 20, 1)
+    source, run = tmp_path / "source", tmp_path / "run"
+    assert main(recipe_runs.words_of("images", source, "--trainer.max_steps=4", data=tmp_path)) == 0
+    words = recipe_runs.words_of("images", run, *STILL, f"--init={source}", data=tmp_path)
     words = [{"frame": "ring"}.get(word, word) for word in words]
     assert main(words) == 0
     found = record(tmp_path / "run")

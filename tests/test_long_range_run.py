@@ -8,9 +8,8 @@ from pathlib import Path
 import listops
 import numpy as np
 import pytest
-from data.test_bytes import write_reviews
-from data.test_images import write_folder
 from tiny_run import error_of, logged
+from token_files import write_folder, write_reviews
 
 import molflt
 from molflt.commands.cli import main

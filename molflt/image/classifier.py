@@ -1,7 +1,7 @@
 """Vision Transformer for image classification."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -210,21 +210,19 @@ class ImageClassifier(nn.Module):
 def _patches_along(image_size: int | None, patch_size: int, **others: int | None) -> int:
     """Returns the number of patches along a side of the image."""
     sizes = {**others, "image_size": image_size, "patch_size": patch_size}
-    if wrong := {name: size for name, size in sizes.items() if size is None or size < 1}:
-        got = ", ".join(f"{name}={size}" for name, size in wrong.items())
+    if None in sizes.values():
         raise ValueError(
-            f"expected classes, channels, image_size and patch_size of at least 1; got {got}; give "
-            "numbers, or let `molflt train` take them from the data"
+            f"expected numbers; got {sizes}; give them, or let `molflt train` take them from the "
+            "data"
         )
-    assert image_size is not None
-    if image_size % patch_size:
-        near = [p for p in range(1, image_size + 1) if image_size % p == 0]
-        best = sorted(near, key=lambda p: abs(p - patch_size))[:3]
+    at_least_one(**cast("dict[str, int]", sizes))
+    side, rest = divmod(cast(int, image_size), patch_size)
+    if rest:
         raise ValueError(
             f"image_size={image_size} must be a multiple of patch_size={patch_size}; choose a "
-            f"patch_size of {', '.join(map(str, sorted(best)))}, or resize the images"
+            "divisor, or resize the images"
         )
-    return image_size // patch_size
+    return side
 
 
 def _filled(

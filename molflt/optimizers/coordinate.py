@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from molflt.attention.checks import at_least_one, no_effect, one_of, positive
-from molflt.attention.features import FEATURE_MAPS, FeatureMapName
-from molflt.attention.layer import DEFAULT_MAP
-from molflt.attention.positions import PositionName, known_options
+from molflt.attention.checks import at_least_one, known_names, no_effect, one_of, positive
 from molflt.optimizers.memories import (
     AttentionMemory,
     Memory,
@@ -70,20 +66,8 @@ class CoordinateOptimizer(nn.Module):
         dim: width of the memory.
         layers: number of layers of the memory.
         lr: initial learning rate.
-        heads: number of attention heads, 2 by default.
-        ffn_dim: hidden width of the feed-forward networks of attention, 2 dim by default.
-        mixing: kind of attention: "linear" (constant memory per coordinate), the default, or
-            "softmax" (over all steps so far).
-        feature_map: feature map of linear attention; see `molflt.attention.Attention`.
-        num_features: number of features of the map; 16 by default for random and learned maps.
-        normalize_qk: see `molflt.attention.Attention`.
-        position: encoding of time: "none" or a key of `molflt.attention.POSITIONS` that supports
-            decoding, such as "spectral" for FLT.
-        position_options: further arguments of the encoding; `dim` is 1.
-        position_scale: distance between neighboring steps, in the unit of length of the encoding;
-            0.01 by default.
-        window: number of steps that softmax sees, including the current one; null for all.
         states: number of complex states per channel of "state_space", 8 by default.
+        attention: further arguments of `molflt.optimizers.memories.AttentionMemory`.
     """
 
     def __init__(
@@ -92,17 +76,8 @@ class CoordinateOptimizer(nn.Module):
         dim: int = 16,
         layers: int = 1,
         lr: float = 0.01,
-        heads: int | None = None,
-        ffn_dim: int | None = None,
-        mixing: Literal["linear", "softmax"] | None = None,
-        feature_map: FeatureMapName | None = None,
-        num_features: int | None = None,
-        normalize_qk: bool | None = None,
-        position: PositionName = "none",
-        position_options: dict[str, Any] | None = None,
-        position_scale: float | None = None,
-        window: int | None = None,
         states: int | None = None,
+        **attention: Any,
     ) -> None:
         super().__init__()
         one_of("memory", memory, ("attention", "lstm", "state_space"))
@@ -111,23 +86,20 @@ class CoordinateOptimizer(nn.Module):
         self.dim = dim
         self.lr = lr
         self.take_in = nn.Linear(_FEATURES, dim)
-        attention: dict[str, Any] = {"heads": heads, "ffn_dim": ffn_dim, "mixing": mixing}
-        attention |= {"feature_map": feature_map, "num_features": num_features}
-        attention |= {"normalize_qk": normalize_qk, "window": window}
-        named = None if position == "none" else position
-        timing: dict[str, Any] = {"position": named, "position_scale": position_scale}
-        timing |= {"position_options": position_options or None}
         if memory != "state_space":
             no_effect(f"with memory={memory!r}", states=states)
-        if memory != "attention":
-            no_effect(f"with memory={memory!r}", **attention, **timing)
         self.memory: Memory
         if memory == "attention":
-            self.memory = _attention(dim, layers, attention, timing)
-        elif memory == "lstm":
-            self.memory = RecurrentMemory(dim, layers)
+            self.memory = AttentionMemory(dim, layers, **attention)
         else:
-            self.memory = StateSpaceMemory(dim, layers, 8 if states is None else states)
+            known_names(CoordinateOptimizer, attention, AttentionMemory)
+            given = {name: one for name, one in attention.items() if one not in ("none", {})}
+            no_effect(f"with memory={memory!r}", **given)
+            self.memory = (
+                RecurrentMemory(dim, layers)
+                if memory == "lstm"
+                else StateSpaceMemory(dim, layers, 8 if states is None else states)
+            )
         self.head = nn.Linear(dim, 2)
         nn.init.normal_(self.head.weight, std=0.01)
         nn.init.zeros_(self.head.bias)
@@ -195,25 +167,3 @@ class CoordinateOptimizer(nn.Module):
         own, rate = self.head(hidden).to(direction.dtype).unbind(dim=-1)
         out: Tensor = -self.lr * (_RATE * torch.tanh(rate / _RATE)).exp() * (direction + own)
         return out
-
-
-def _attention(
-    dim: int, layers: int, given: Mapping[str, Any], timing: Mapping[str, Any]
-) -> AttentionMemory:
-    """Builds the memory with attention; options that are None get the defaults of this module."""
-    own: dict[str, Any] = {"heads": 2, "ffn_dim": 2 * dim, "mixing": "linear", "window": None}
-    name = given["feature_map"] or DEFAULT_MAP
-    one_of("feature_map", name, FEATURE_MAPS)
-    if given["mixing"] != "softmax" and (FEATURE_MAPS[name].random or FEATURE_MAPS[name].learned):
-        own["num_features"] = 16
-    own |= {name: value for name, value in given.items() if value is not None}
-    name, scale = timing["position"], timing["position_scale"]
-    if name is None:
-        no_effect("with position='none'", **timing)
-        return AttentionMemory(dim, layers=layers, **own)
-    options = {**known_options(name, dim=1), **(timing["position_options"] or {})}
-    scale = 0.01 if scale is None else scale
-    positive(position_scale=scale)
-    return AttentionMemory(
-        dim, layers=layers, position=name, position_options=options, position_scale=scale, **own
-    )

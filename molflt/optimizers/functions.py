@@ -25,7 +25,6 @@ HALF_WIDTH = 5.0
 _FARTHEST = 4.0  # largest distance of a coordinate of the minimizer from 0
 # On the CPU regardless of torch's default device, because the generators are there.
 _rand = partial(torch.rand, dtype=torch.float64, device="cpu")
-_randn = partial(torch.randn, dtype=torch.float64, device="cpu")
 
 _Shape = Mapping[str, Tensor]
 
@@ -173,14 +172,15 @@ class Functions(NamedTuple):
 
     def only(self, place: int) -> Functions:
         """Returns one function as a batch of one."""
-        part = slice(place, place + 1)
-        shape = {name: drawn[part] for name, drawn in self.shape.items()}
-        return Functions(self.family, self.minimizer[part], self.rotation[part], shape)
+        return self._each(lambda drawn: drawn[place : place + 1])
 
     def to(self, device: torch.device) -> Functions:
         """Moves the functions to a device."""
-        shape = {name: drawn.to(device) for name, drawn in self.shape.items()}
-        return Functions(self.family, self.minimizer.to(device), self.rotation.to(device), shape)
+        return self._each(lambda drawn: drawn.to(device))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Functions:
+        shape = {name: change(drawn) for name, drawn in self.shape.items()}
+        return Functions(self.family, change(self.minimizer), change(self.rotation), shape)
 
 
 def haar_rotation(dimension: int, generator: torch.Generator) -> Tensor:
@@ -189,6 +189,7 @@ def haar_rotation(dimension: int, generator: torch.Generator) -> Tensor:
     This is Q of the QR decomposition of a normal matrix, with the signs that make the diagonal of R
     positive (Mezzadri, arXiv:math-ph/0609050).
     """
-    normal = _randn(dimension, dimension, generator=generator)
+    shape = dimension, dimension
+    normal = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
     q, r = torch.linalg.qr(normal)
     return q * r.diagonal().sign()

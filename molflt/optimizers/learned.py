@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Self, overload
 
@@ -11,12 +11,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from molflt.files import shown
 from molflt.optimizers.coordinate import CoordinateOptimizer, OptimizerState
 
 __all__ = ["LearnedOptimizer"]
-
-_DTYPES = (torch.float32, torch.float64)
 
 
 class LearnedOptimizer(Optimizer):
@@ -38,7 +35,6 @@ class LearnedOptimizer(Optimizer):
         lr: factor of the updates.
         chunk: number of coordinates that are updated at once, which limits the memory of a step.
             The state between steps covers all coordinates.
-
     """
 
     def __init__(
@@ -81,32 +77,6 @@ class LearnedOptimizer(Optimizer):
         # torch saves the common attributes; copies of the model are recreated
         return {**super().__getstate__(), "model": self.model, "chunk": self.chunk, "_models": {}}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state, as in torch; raises ValueError for that of another optimizer or model."""
-        saved = (number for group in state_dict["param_groups"] for number in group["params"])
-        own = (parameter for group in self.param_groups for parameter in group["params"])
-        for number, parameter in zip(saved, own, strict=False):  # torch refuses other counts
-            if kept := state_dict["state"].get(number):
-                self._expect_state(f"state of parameter {number}", kept, parameter)
-        super().load_state_dict(state_dict)
-
-    @torch.no_grad()
-    def _expect_state(self, name: str, kept: dict[str, Any], parameter: Tensor) -> None:
-        if kept.keys() != {"step", "moments", "memory"}:
-            raise ValueError(
-                f"{name}: expected step, moments, memory; got {', '.join(kept)}; take what "
-                "state_dict() of a LearnedOptimizer has returned"
-            )
-        own = self._model_for(parameter).step(parameter.new_zeros(1))[1]
-        wanted = [[parameter.numel(), *shape] for shape in _shapes(own.moments, *own.memory)]
-        parts = kept["moments"], *kept["memory"]
-        found = [[len(part), *shape] for part, shape in zip(parts, _shapes(*parts), strict=True)]
-        if found != wanted:
-            raise ValueError(
-                f"{name}: expected tensors of {shown(wanted)}, as this model keeps them; got "
-                f"{shown(found)}; build the optimizer with the model and parameters of that state"
-            )
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, as in torch; raises ValueError for an invalid lr or precision."""
         super().add_param_group(param_group)
@@ -117,13 +87,12 @@ class LearnedOptimizer(Optimizer):
                 f"lr of group {number} must be at least 0 and finite; got {group['lr']}; 1 is what "
                 "was learned"
             )
-        for name, parameter in _named(group, number):
-            if parameter.dtype not in _DTYPES:
-                self.param_groups.pop()
-                raise ValueError(
-                    f"{name} is {parameter.dtype}; expected float32 or float64; keep the weights "
-                    "in float32, and compute with torch.autocast"
-                )
+        if wrong := {one.dtype for one in group["params"]} - {torch.float32, torch.float64}:
+            self.param_groups.pop()
+            raise ValueError(
+                f"group {number} has parameters in {wrong.pop()}; expected float32 or float64; "
+                "keep the weights in float32, and compute with torch.autocast"
+            )
 
     @overload
     def step(self, closure: None = ...) -> None: ...
@@ -143,43 +112,21 @@ class LearnedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for own in list(self._gradients()):  # all are checked before one is changed
-            self._update(*own)
+        for number, group in enumerate(self.param_groups):  # all are checked before one is changed
+            for i, parameter in enumerate(group["params"]):
+                if parameter.grad is not None and not bool(parameter.grad.isfinite().all()):
+                    names = group.get("param_names")
+                    name = names[i] if names else f"parameter {i} of group {number}"
+                    raise ValueError(
+                        f"the gradient of {name}, shape {tuple(parameter.shape)}, has values that "
+                        "are NaN or infinite; expected finite numbers; look at that batch, or clip "
+                        "gradients; no parameter has been changed"
+                    )
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad, group["lr"])
         return loss
-
-    def _gradients(self) -> Iterator[tuple[Tensor, Tensor, float]]:
-        """Yields the parameters that have a gradient, their gradients and learning rates."""
-        found = count = 0
-        for number, group in enumerate(self.param_groups):
-            for name, parameter in _named(group, number):
-                count += 1
-                if parameter.grad is None:
-                    continue
-                found += 1
-                yield parameter, self._checked(name, parameter), group["lr"]
-        if count and not found:
-            raise ValueError(
-                f"{count} parameters without any gradient; expected some; call "
-                "loss.backward() before step()"
-            )
-
-    def _checked(self, name: str, parameter: Tensor) -> Tensor:
-        gradient = parameter.grad
-        assert gradient is not None
-        if gradient.layout != torch.strided:
-            raise ValueError(
-                f"the gradient of {name} is sparse; expected a dense one; use sparse=False in the "
-                "embedding"
-            )
-        if not bool(gradient.isfinite().all()):
-            wrong = int((~gradient.isfinite()).sum())
-            step = self.state[parameter].get("step", 0) if parameter in self.state else 0
-            raise ValueError(
-                f"the gradient of {name}, shape {tuple(parameter.shape)}, has {wrong:,} values "
-                f"that are NaN or infinite at step {step}; expected finite numbers; look at that "
-                "batch, or clip gradients; no parameter has been changed"
-            )
-        return gradient
 
     def _update(self, parameter: Tensor, gradient: Tensor, lr: float) -> None:
         """Updates one parameter in chunks."""
@@ -213,20 +160,6 @@ class LearnedOptimizer(Optimizer):
             own = copy.deepcopy(self.model).to(*key).eval().requires_grad_(False)
             self._models[key] = own
         return self._models[key]
-
-
-def _named(group: dict[str, Any], number: int) -> Iterator[tuple[str, Tensor]]:
-    """Yields the names and parameters of a group; parameters without a name are numbered."""
-    for i, parameter in enumerate(group["params"]):
-        if "param_names" in group:
-            yield group["param_names"][i], parameter
-        else:
-            yield f"parameter {i} of group {number}", parameter
-
-
-def _shapes(*parts: Tensor) -> list[list[int]]:
-    """Returns shapes per coordinate, without the axis that grows with the steps of softmax."""
-    return [[*part.shape[1:2], *part.shape[3:]] for part in parts]
 
 
 def _joined(parts: Iterable[Tensor]) -> Tensor:

@@ -10,16 +10,19 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from molflt.attention import Stack
-from molflt.attention.checks import at_least_one
+from molflt.attention.checks import at_least_one, no_effect, one_of, positive
 from molflt.attention.encodings import Bias, Encoding
+from molflt.attention.features import FEATURE_MAPS, FeatureMapName
+from molflt.attention.layer import DEFAULT_MAP
 from molflt.attention.mixing.causal import DecodeState, KeyValues, State
+from molflt.attention.positions import PositionName, known_options
 from molflt.attention.stack import Block, StackState
 
 __all__ = ["AttentionMemory", "Memory", "MemoryState", "RecurrentMemory", "StateSpaceMemory"]
@@ -29,13 +32,7 @@ MemoryState = tuple[Tensor, ...]
 
 
 class Memory(nn.Module, ABC):
-    """Base class of causal maps along steps: (coordinates, steps, dim) -> the same shape.
-
-    Attributes:
-        grows: True if the state grows with every step.
-    """
-
-    grows: ClassVar[bool] = False
+    """Base class of causal maps along steps: (coordinates, steps, dim) -> the same shape."""
 
     @abstractmethod
     def forward(self, x: Tensor, state: MemoryState = (), start: int = 0) -> Tensor:
@@ -45,9 +42,6 @@ class Memory(nn.Module, ABC):
             x: (coordinates, steps, dim).
             state: state after earlier steps, see `step`; empty at the start.
             start: number of earlier steps.
-
-        Returns:
-            (coordinates, steps, dim).
         """
 
     @abstractmethod
@@ -67,49 +61,77 @@ class AttentionMemory(Memory):
 
     Args:
         dim: width.
-        heads: number of attention heads.
-        position_scale: distance between neighboring steps, in the unit of length of the encoding.
-        window: number of steps, including the current one, that each softmax layer sees; None for
-            all.
-        stack: further arguments of `molflt.attention.Stack`.
+        layers: number of layers.
+        heads: number of attention heads, 2 by default.
+        ffn_dim: hidden width of the feed-forward networks of attention, 2 dim by default.
+        mixing: kind of attention: "linear" (constant memory per coordinate), the default, or
+            "softmax" (over all steps so far).
+        feature_map: feature map of linear attention; see `molflt.attention.Attention`.
+        num_features: number of features of the map; 16 by default for random and learned maps.
+        normalize_qk: see `molflt.attention.Attention`.
+        position: encoding of time: "none" or a key of `molflt.attention.POSITIONS` that supports
+            decoding, such as "spectral" for FLT.
+        position_options: further arguments of the encoding; `dim` is 1.
+        position_scale: distance between neighboring steps, in the unit of length of the encoding;
+            0.01 by default.
+        window: number of steps that softmax sees, including the current one; null for all.
     """
 
     def __init__(
         self,
         dim: int,
-        heads: int,
-        position_scale: float = 1.0,
+        layers: int,
+        heads: int | None = None,
+        ffn_dim: int | None = None,
+        mixing: Literal["linear", "softmax"] | None = None,
+        feature_map: FeatureMapName | None = None,
+        num_features: int | None = None,
+        normalize_qk: bool | None = None,
+        position: PositionName = "none",
+        position_options: dict[str, Any] | None = None,
+        position_scale: float | None = None,
         window: int | None = None,
-        **stack: Any,
     ) -> None:
         super().__init__()
-        self.stack = Stack(dim, heads, causal=True, **stack)
-        position = self.stack.position
-        if (position is not None and not position.decodes) or "quadratic" in self.stack.mixings:
+        one_of("mixing", mixing or "linear", ("linear", "softmax"))
+        one_of("feature_map", feature_map or DEFAULT_MAP, FEATURE_MAPS)
+        features = FEATURE_MAPS[feature_map or DEFAULT_MAP]
+        if num_features is None and mixing != "softmax" and (features.random or features.learned):
+            num_features = 16
+        given = {"feature_map": feature_map, "num_features": num_features}
+        given |= {"normalize_qk": normalize_qk}
+        options: dict[str, Any] = {k: value for k, value in given.items() if value is not None}
+        if position == "none":
+            timing = {"position_scale": position_scale, "position_options": position_options}
+            no_effect("with position='none'", **timing)
+        else:
+            known = {**known_options(position, dim=1), **(position_options or {})}
+            options |= {"position": position, "position_options": known}
+        self.position_scale = 0.01 if position_scale is None else position_scale
+        positive(position_scale=self.position_scale)
+        self.stack = Stack(
+            dim,
+            2 if heads is None else heads,
+            layers,
+            causal=True,
+            ffn_dim=2 * dim if ffn_dim is None else ffn_dim,
+            mixing=mixing or "linear",
+            **options,
+        )
+        encoding = self.stack.position
+        if encoding is not None and not encoding.decodes:
             raise ValueError(
-                "a memory needs a state; expected mixing 'linear' or 'softmax', and "
-                "a position such as 'spectral'; got one without a state"
+                f"a memory needs a state; expected a position such as 'spectral'; got {position!r},"
+                " which does not have one"
             )
         self.softmax = "softmax" in self.stack.mixings
-        if window is not None:
-            at_least_one(window=window)
-            if not self.softmax or position is not None:
-                raise ValueError(
-                    f"window={window} is for mixing='softmax' without a position, which keeps "
-                    "every step otherwise; leave it out"
-                )
-            if self.stack.refinements > 1:
-                raise ValueError(
-                    f"a window looks back in one pass through the layers; got window={window} and "
-                    f"refinements={self.stack.refinements}; leave one of them out"
-                )
-        self.position_scale = position_scale
+        if window is not None and (not self.softmax or encoding is not None):
+            raise ValueError(
+                f"window={window} is for mixing='softmax' without a position, which keeps every "
+                "step otherwise; leave it out"
+            )
+        at_least_one(window=1 if window is None else window)
         self.window = window
-
-    @property
-    def grows(self) -> bool:  # type: ignore[override]
-        """True for softmax without a window, which keeps every step."""
-        return self.softmax and self.window is None
 
     def forward(self, x: Tensor, state: MemoryState = (), start: int = 0) -> Tensor:
         steps = x.shape[1]
@@ -161,7 +183,7 @@ class AttentionMemory(Memory):
     def _unpacked(self, state: MemoryState) -> StackState | None:
         if not state:
             return None
-        count = len(self.stack.blocks) * self.stack.refinements
+        count = len(self.stack.blocks)
         each = len(state) // count
         parts = [state[i * each : (i + 1) * each] for i in range(count)]
         blocks: list[DecodeState] = (
@@ -233,20 +255,17 @@ class StateSpaceMemory(Memory):
         self.norm = nn.LayerNorm(dim)
 
     def forward(self, x: Tensor, state: MemoryState = (), start: int = 0) -> Tensor:
-        for number, layer in enumerate(self._layers()):
+        for number, layer in enumerate(self.layers):
             x = layer(x, state[number] if state else None)
         out: Tensor = self.norm(x)
         return out
 
     def step(self, x: Tensor, state: MemoryState, start: int) -> tuple[Tensor, MemoryState]:
         last = []
-        for number, layer in enumerate(self._layers()):
-            x, new = layer.step(x, state[number] if state else None)
+        for number, layer in enumerate(self.layers):
+            x, new = cast(_Diagonal, layer).step(x, state[number] if state else None)
             last.append(new)
         return self.norm(x), tuple(last)
-
-    def _layers(self) -> list[_Diagonal]:
-        return cast("list[_Diagonal]", list(self.layers))
 
 
 class _Diagonal(nn.Module):
@@ -279,12 +298,8 @@ class _Diagonal(nn.Module):
         spectrum = spectrum * torch.fft.rfft(kernel, n=2 * steps)
         y = torch.fft.irfft(spectrum, n=2 * steps)[..., :steps]
         if state is not None:
-            y = (
-                y
-                + torch.einsum(
-                    "ndk,dkt->ndt", torch.view_as_complex(state), out * powers[..., 1:]
-                ).real
-            )
+            before = torch.view_as_complex(state)
+            y = y + torch.einsum("ndk,dkt->ndt", before, out * powers[..., 1:]).real
         return self._after(x, y.transpose(1, 2) + self.skip * u)
 
     def step(self, x: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:

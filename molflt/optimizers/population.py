@@ -202,21 +202,18 @@ class PopulationOptimizer:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Returns the state and noise of the population, without weights, as tensors by name."""
-        state = {
-            name: part.cpu().clone() for name, part in self._populations.state._asdict().items()
-        }
-        asked = torch.tensor(self._asked, device="cpu")
+        state = self._populations.state._asdict()
         noise = self._populations.generators[0].get_state()
-        return {**state, "noise": noise, "asked": asked}
+        kept = {**state, "noise": noise, "asked": torch.tensor(self._asked, device="cpu")}
+        return {name: part.cpu().clone() for name, part in kept.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Loads a `state_dict`; with the same weights, results continue bit for bit."""
         now, given = ({n: tuple(x.shape) for n, x in s.items()} for s in (self.state_dict(), state))
-        if wrong := [name for name in {**now, **given} if now.get(name) != given.get(name)]:
+        if now != given:
             raise ValueError(
-                f"state {wrong[0]!r}: expected {now.get(wrong[0], 'no such part')}; got "
-                f"{given.get(wrong[0], 'no such part')}; take what state_dict() has returned, and "
-                "build the optimizer with as many members and dimensions"
+                f"expected a state of shapes {now}; got {given}; take what state_dict() has "
+                "returned, and build the optimizer with as many members and dimensions"
             )
         populations, kept = self._populations, {name: part.clone() for name, part in state.items()}
         populations.generators[0].set_state(kept.pop("noise"))

@@ -16,14 +16,15 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from molflt.attention import Attention, Stack
+from molflt.attention import Attention, Encoding, Stack
 from molflt.attention.checks import at_least_one, no_effect, one_of
+from molflt.attention.encodings import Bias, Factors
 from molflt.attention.features import FeatureMapName
-from molflt.attention.positions.base import MixingName
+from molflt.attention.positions.base import MixingName, differences
+from molflt.attention.positions.spectral import GraphNodes, SpectralPosition
 from molflt.attention.spectra import GaussianBasis
-from molflt.optimizers.population_mask import PopulationMask
 
-__all__ = ["Noise", "PopulationModel", "PopulationState"]
+__all__ = ["Noise", "PopulationMask", "PopulationModel", "PopulationState"]
 
 _TINY = 1e-150  # smallest spread whose square does not underflow
 _WIDTHS = (0.2, 2.0)  # of the mask, in units of the population's radius
@@ -75,6 +76,48 @@ class PopulationState(NamedTuple):
     """normal numbers that determine the nodes of the mask, (batch, nodes, d)"""
     generation: Tensor
     """number of values of each member so far, (batch,) float64"""
+
+
+class PopulationMask(SpectralPosition):
+    """FLT mask of positions, sampled at separate nodes for each population.
+
+    Nodes that are part of the weights would favor some directions of space. Nodes are therefore
+    drawn for each population from isotropic densities. Node s is drawn from the initial density of
+    Gaussian t = s mod T, N(0, 1 / (2 pi w_t)^2). Its weight is c_s = 1 / (r p(xi_s)), where p is
+    the mixture of these r densities (FLT, eq. 5).
+    """
+
+    def __init__(self, spectrum: GaussianBasis, num_nodes: int) -> None:
+        super().__init__(spectrum, None)
+        self.num_nodes = num_nodes
+        log_width = spectrum.log_width.detach().double()
+        self.register_buffer("log_sigma", -log_width - math.log(2 * math.pi))
+
+    def width(self, head_dim: int) -> int:
+        return head_dim + 2 * self.num_nodes
+
+    def evaluate(self, mixing: str, positions: Tensor, waves: Tensor) -> Encoding:
+        """Returns the encoding of positions (batch, members, d), in units of length."""
+        if mixing == "softmax":
+            return Bias(self.bias(differences(positions, positions)))
+        return Factors(*self.factors(positions, positions, self.nodes_of(waves)))
+
+    def nodes_of(self, waves: Tensor) -> GraphNodes:
+        """Returns nodes (batch, r, d) and their weights; node s belongs to Gaussian s mod T.
+
+        Args:
+            waves: normal numbers, (batch, r, d).
+        """
+        sigma = self.get_buffer("log_sigma").to(waves)
+        each = torch.arange(len(sigma), device=waves.device)
+        place = torch.arange(self.num_nodes, device=waves.device) % len(sigma)
+        count = (place == each[:, None]).sum(dim=-1)  # 0 for some Gaussians if r is below T
+        xi = waves * sigma[place].exp()[:, None]
+        square, d = xi.square().sum(dim=-1, keepdim=True), waves.shape[-1]
+        log_p = -0.5 * square * (-2 * sigma).exp() - d * (sigma + 0.5 * math.log(2 * math.pi))
+        log_rp = (log_p + count.to(log_p).log()).logsumexp(dim=-1)
+        # g is a volume and 1 / p an inverse volume: float64 is kept until they are multiplied
+        return GraphNodes(xi, (-log_rp).exp())
 
 
 class PopulationModel(nn.Module):
@@ -139,11 +182,8 @@ class PopulationModel(nn.Module):
             count = 8 if num_gaussians is None else num_gaussians
             basis = GaussianBasis(heads, count, dimension, _WIDTHS)
             mask = PopulationMask(basis, 16 if num_nodes is None else num_nodes)
-        kind: dict[str, Any] = {
-            "mixing": mixing,
-            "feature_map": feature_map,
-            "num_features": num_features,
-        }
+        kind: dict[str, Any] = {"mixing": mixing, "feature_map": feature_map}
+        kind["num_features"] = num_features
         self.embed = nn.Linear(_FEATURES, dim)
         self.stack = Stack(dim, heads, layers, ffn_dim=ffn_dim, position=mask, **kind)
         self.read = Attention(dim, heads, position=mask, **kind)
@@ -159,8 +199,8 @@ class PopulationModel(nn.Module):
     def waves(self) -> int:
         """Number of nodes of the mask per population; 0 without a sampled mask."""
         mask = self.stack.position
-        sampled = isinstance(mask, PopulationMask) and self.read.mixing != "softmax"
-        return mask.num_nodes if isinstance(mask, PopulationMask) and sampled else 0
+        exact = self.read.mixing == "softmax"
+        return mask.num_nodes if isinstance(mask, PopulationMask) and not exact else 0
 
     def of_dimension(self, dimension: int) -> PopulationModel:
         """Returns a model with the same weights for functions of another dimension."""
@@ -228,27 +268,18 @@ class PopulationModel(nn.Module):
         self, state: PopulationState, values: Tensor, improved: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Returns features of members, (batch, members, features), and ranks of best values."""
-        best, value, path = (
-            x.detach() for x in (state.best_position, state.best_value, state.path)
-        )
-        center = best.mean(dim=1, keepdim=True)
-        spread = _spread(best)
+        best, value = state.best_position.detach(), state.best_value.detach()
+        spread, rank = _spread(best), _rank(value)
         first = value.argmin(dim=1)[:, None, None].expand(-1, 1, best.shape[2])
-        away, last, lead = (
-            best - center,
-            state.position.detach() - best,
-            best.gather(1, first) - best,
-        )
-        moved = path[:, None].expand_as(best)
-        rank, vectors = _rank(value), (away, last, lead, moved)
+        away = best - best.mean(dim=1, keepdim=True)
+        last = state.position.detach() - best
+        lead = best.gather(1, first) - best
+        moved = state.path.detach()[:, None].expand_as(best)
         unit = spread[:, None] * best.shape[2] ** 0.5
-        lengths = [(x.norm(dim=-1) / unit).log1p() for x in vectors]
+        lengths = [(x.norm(dim=-1) / unit).log1p() for x in (away, last, lead, moved)]
         cosines = [_cosine(last, lead), _cosine(moved, away), _cosine(moved, lead)]
-        of_all = [
-            2 * improved.mean(dim=1) - 1,
-            (spread.log() - state.log_spread) / 5,
-            state.generation.log1p() / 4,
-        ]
+        of_all = [2 * improved.mean(dim=1) - 1, (spread.log() - state.log_spread) / 5]
+        of_all.append(state.generation.log1p() / 4)
         own = [2 * rank - 1, 2 * _rank(values) - 1, *_standardized(value, values)]
         own += [2 * improved - 1, state.age.log1p() / 2, *lengths, *cosines]
         own += [x[:, None].expand_as(rank) for x in of_all]

@@ -13,11 +13,11 @@ from torch.nn import functional as F
 
 from molflt.data.problems import generator_of
 
-__all__ = ["FAMILIES", "Problem", "cut", "draw_problem", "minibatch"]
+__all__ = ["FAMILIES", "Problem", "cut", "draw_problem", "fit", "layer_shapes", "perceptron"]
+__all__ += ["start_of"]
 
 _ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (torch.tanh, torch.relu, F.gelu)
 _POINTS = 256  # points of a data set
-_BATCH = 32
 
 
 class Problem(NamedTuple):
@@ -67,15 +67,13 @@ def _regression(seed: int, generator: torch.Generator, like: Tensor) -> Problem:
     x = _normal(generator, like, _POINTS, inputs) * torch.exp(_normal(generator, like, inputs) / 2)
     logits = x @ _normal(generator, like, inputs, classes)
     labels = (logits + _normal(generator, like, *logits.shape)).argmax(dim=1)
-    shapes = ((inputs, classes), (classes,))
     start = 0.1 * _normal(generator, like, (inputs + 1) * classes)
 
-    def loss(theta: Tensor, step: int) -> Tensor:
-        weight, bias = cut(theta, shapes)
-        rows = minibatch(seed, step, _POINTS, _BATCH, like.device)
-        return F.cross_entropy(x[rows] @ weight + bias, labels[rows])
+    def net(x: Tensor, theta: Tensor) -> Tensor:
+        weight, bias = cut(theta, ((inputs, classes), (classes,)))
+        return x @ weight + bias
 
-    return Problem(f"regression {inputs}-{classes}", start, loss)
+    return fit(f"regression {inputs}-{classes}", seed, start, net, x, labels)
 
 
 def _network(seed: int, generator: torch.Generator, like: Tensor) -> Problem:
@@ -86,18 +84,15 @@ def _network(seed: int, generator: torch.Generator, like: Tensor) -> Problem:
     act = _ACTIVATIONS[_integer(generator, 0, len(_ACTIVATIONS) - 1)]
     labeled = bool(_integer(generator, 0, 1))
     shapes = layer_shapes(widths)
+
+    def net(x: Tensor, theta: Tensor) -> Tensor:
+        return perceptron(x, cut(theta, shapes), act)
+
     x = _normal(generator, like, _POINTS, widths[0])
-    teacher = start_of(shapes, generator, like, 2.0)
-    wanted = perceptron(x, cut(teacher, shapes), act)
-    labels = wanted.argmax(dim=1)
+    wanted = net(x, start_of(shapes, generator, like, 2.0))
     start = start_of(shapes, generator, like)
-
-    def loss(theta: Tensor, step: int) -> Tensor:
-        rows = minibatch(seed, step, _POINTS, _BATCH, like.device)
-        out = perceptron(x[rows], cut(theta, shapes), act)
-        return F.cross_entropy(out, labels[rows]) if labeled else F.mse_loss(out, wanted[rows])
-
-    return Problem(f"network {'-'.join(map(str, widths))}", start, loss)
+    name = f"network {'-'.join(map(str, widths))}"
+    return fit(name, seed, start, net, x, wanted.argmax(dim=1) if labeled else wanted)
 
 
 FAMILIES: dict[str, Callable[[int, torch.Generator, Tensor], Problem]] = {
@@ -107,10 +102,36 @@ FAMILIES: dict[str, Callable[[int, torch.Generator, Tensor], Problem]] = {
 }
 
 
-def minibatch(seed: int, step: int, rows: int, size: int, device: torch.device) -> Tensor:
-    """Returns the rows for a step, (size,), determined by the seed of the problem and the step."""
-    generator = generator_of(seed, 1, step)
-    return torch.randint(rows, (size,), generator=generator, device="cpu").to(device)
+def fit(
+    name: str,
+    seed: int,
+    start: Tensor,
+    net: Callable[[Tensor, Tensor], Tensor],
+    x: Tensor,
+    wanted: Tensor,
+    batch: int = 32,
+) -> Problem:
+    """Returns the problem of learning outputs or classes in minibatches.
+
+    The rows of a minibatch depend on the seed of the problem and the step.
+
+    Args:
+        name: name of the problem.
+        seed: seed of the problem.
+        start: initial parameters, (n,).
+        net: function of inputs (rows, ...) and parameters (n,).
+        x: inputs, (points, ...).
+        wanted: outputs, or classes as integers, (points, ...).
+        batch: rows of a minibatch.
+    """
+    score = F.mse_loss if wanted.is_floating_point() else F.cross_entropy
+
+    def loss(theta: Tensor, step: int) -> Tensor:
+        generator = generator_of(seed, 1, step)
+        rows = torch.randint(len(x), (batch,), generator=generator, device="cpu").to(x.device)
+        return score(net(x[rows], theta), wanted[rows])
+
+    return Problem(name, start, loss)
 
 
 def cut(theta: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:

@@ -46,6 +46,7 @@ def unroll(
     """
     sizes = [len(problem.start) for problem in problems]
     theta = torch.cat([problem.start for problem in problems]).detach()
+    counts = torch.tensor(sizes, device=theta.device)
     state: OptimizerState | None = None
     with torch.no_grad():
         first, gradient = _slopes(problems, theta.split(sizes), 0)
@@ -66,7 +67,7 @@ def unroll(
             features.append(seen.features)
             directions.append(seen.direction)
             logs.append((floored / first).log())
-            pulls.append(gradient / floored.to(gradient).repeat_interleave(_counts(sizes, theta)))
+            pulls.append(gradient / floored.to(gradient).repeat_interleave(counts))
         # gradient for the update of a step, from all later losses
         pull = torch.stack(pulls, dim=1).flip(1).cumsum(dim=1).flip(1) / (steps * len(problems))
     found = torch.stack(logs)  # [steps, problems]
@@ -76,10 +77,6 @@ def unroll(
         surrogate = (updates * pull).sum()
         value = value + (surrogate - surrogate.detach()).to(value)
     return Unrolled(value, found.mean(dim=0), found[-1])
-
-
-def _counts(sizes: Sequence[int], like: Tensor) -> Tensor:
-    return torch.tensor(sizes, device=like.device)
 
 
 def _slopes(

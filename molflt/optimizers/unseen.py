@@ -12,14 +12,7 @@ from torch.nn import functional as F
 
 from molflt.data.images.files import open_images
 from molflt.data.problems import generator_of
-from molflt.optimizers.problems import (
-    Problem,
-    cut,
-    layer_shapes,
-    minibatch,
-    perceptron,
-    start_of,
-)
+from molflt.optimizers.problems import Problem, cut, fit, layer_shapes, perceptron, start_of
 
 __all__ = ["UNSEEN", "image_problems"]
 
@@ -64,20 +57,15 @@ def _deep_network(seed: int, like: Tensor) -> Problem:
     It learns the 10 classes of a teacher.
     """
     generator = generator_of(seed)
-    widths = (32, 32, 32, 32, 10)
-    shapes = layer_shapes(widths)
-    x = torch.randn(_POINTS, widths[0], generator=generator, device="cpu").to(like)
-    teacher = layer_shapes((32, 32, 10))
+    shapes, teacher = layer_shapes((32, 32, 32, 32, 10)), layer_shapes((32, 32, 10))
+    x = torch.randn(_POINTS, 32, generator=generator, device="cpu").to(like)
     logits = perceptron(x, cut(start_of(teacher, generator, like, 2.0), teacher), torch.tanh)
-    labels = logits.argmax(dim=1)
     start = start_of(shapes, generator, like)
 
-    def loss(theta: Tensor, step: int) -> Tensor:
-        rows = minibatch(seed, step, _POINTS, _BATCH, like.device)
-        out = perceptron(x[rows], cut(theta, shapes), F.silu)
-        return F.cross_entropy(out, labels[rows])
+    def net(x: Tensor, theta: Tensor) -> Tensor:
+        return perceptron(x, cut(theta, shapes), F.silu)
 
-    return Problem("deep network", start, loss)
+    return fit("deep network", seed, start, net, x, logits.argmax(dim=1), _BATCH)
 
 
 UNSEEN: dict[str, _Made] = {
@@ -118,13 +106,8 @@ def image_problems(source: Path) -> dict[str, _Made]:
     def problem(name: str, net: _Net, shapes: Sequence[tuple[int, ...]]) -> _Made:
         def made(seed: int, like: Tensor) -> Problem:
             start = start_of(shapes, generator_of(seed), like, math.sqrt(2))
-
-            def loss(theta: Tensor, step: int) -> Tensor:
-                rows = minibatch(seed, step, len(pixels), _BATCH, pixels.device)
-                out = net(pixels[rows].to(like), cut(theta, shapes))
-                return F.cross_entropy(out, labels[rows].to(like.device))
-
-            return Problem(name, start, loss)
+            x, wanted = pixels.to(like), labels.to(like.device)
+            return fit(name, seed, start, lambda x, t: net(x, cut(t, shapes)), x, wanted, _BATCH)
 
         return made
 

@@ -2,15 +2,14 @@
 
 from typing import Any, ClassVar, Literal
 
-import torch
 from torch import Tensor, nn
 
 from molflt.attention import Attention, Stack
 from molflt.attention.checks import at_least_one, known_names, one_of, share
-from molflt.sequence.encoder import TokenEncoder
+from molflt.sequence.encoder import EncoderModel, TokenEncoder
 
 
-class SequenceClassifier(nn.Module):
+class SequenceClassifier(EncoderModel):
     """Encoder, layer on its first token or the mean of its tokens, and linear classifier.
 
     This is the model for fine-tuning BERT (arXiv:1810.04805), section 4.1. A pair is one sequence
@@ -37,23 +36,17 @@ class SequenceClassifier(nn.Module):
         head_dropout: float = 0.1,
         **encoder: Any,
     ) -> None:
-        super().__init__()
         known_names(SequenceClassifier, encoder, TokenEncoder, Stack, Attention, but=("causal",))
         one_of("pool", pool, ("token", "mean"))
         share(head_dropout=head_dropout)
         if classes is None:
             raise ValueError("classes must be their number, at least 1; take it from the data")
         at_least_one(classes=classes)
+        super().__init__(TokenEncoder(vocabulary, **encoder))
         self.classes, self.pool = classes, pool
-        self.encoder = TokenEncoder(vocabulary, **encoder)
         self.pooler = nn.Linear(self.encoder.dim, self.encoder.dim)
         self.head_dropout = nn.Dropout(head_dropout)
         self.classify = nn.Linear(self.encoder.dim, classes)
-
-    @property
-    def vocabulary(self) -> int:
-        """Number of token ids."""
-        return self.encoder.vocabulary
 
     def forward(
         self, tokens: Tensor, types: Tensor | None = None, key_mask: Tensor | None = None
@@ -69,7 +62,3 @@ class SequenceClassifier(nn.Module):
             pooled = (hidden * there).sum(dim=1) / there.sum(dim=1).clamp(min=1)
         logits: Tensor = self.classify(self.head_dropout(self.pooler(pooled).tanh()))
         return logits
-
-    def redraw_(self, generator: torch.Generator | None = None) -> None:
-        """Draws new random features in place; use the same seed on every rank."""
-        self.encoder.redraw_(generator)

@@ -2,6 +2,7 @@
 
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from molflt.attention import TOKEN_MIXERS, Attention, Stack
@@ -119,3 +120,20 @@ class TokenEncoder(TokenModel):
         positions = self._positions(index, self.stack)
         hidden: Tensor = self.stack(x, positions, key_mask=key_mask)
         return hidden
+
+
+class EncoderModel(nn.Module):
+    """Base class of models on an encoder."""
+
+    def __init__(self, encoder: TokenEncoder) -> None:
+        super().__init__()
+        self.encoder = encoder
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of token ids."""
+        return self.encoder.vocabulary
+
+    def redraw_(self, generator: torch.Generator | None = None) -> None:
+        """Draws new random features in place; use the same seed on every rank."""
+        self.encoder.redraw_(generator)

@@ -17,11 +17,8 @@ def generate(
     generator: torch.Generator | None = None,
 ) -> Iterator[int]:
     """Draws tokens that follow a prompt (1, n), as `sample` does for several prompts."""
-    if prompt.ndim != 2 or len(prompt) != 1 or not prompt.shape[1]:
-        raise ValueError(
-            f"prompt must be ids of shape (1, n) with n of at least 1; got {tuple(prompt.shape)}; "
-            "begin with the end-of-line token for an empty text"
-        )
+    if prompt.ndim != 2 or len(prompt) != 1:
+        raise ValueError(f"prompt must be ids of shape (1, n); got {tuple(prompt.shape)}")
     return map(int, sample(model, prompt, count, temperature, top_k, generator))
 
 
@@ -57,18 +54,8 @@ def sample(
             "prompt must be ids of shape (batch, n) with n of at least 1; got "
             f"{tuple(prompt.shape)}; begin with a start token"
         )
-    low, high = (int(end) for end in prompt.aminmax())
-    if low < 0 or high >= model.vocabulary:
-        raise ValueError(
-            f"prompt has ids {low} to {high}; expected 0 to {model.vocabulary - 1}; encode it with "
-            "the vocabulary that the model was trained with"
-        )
-    if count < 0:
-        raise ValueError(f"count must be at least 0; got {count}")
     if not 0 <= temperature < float("inf"):
         raise ValueError(f"temperature must be at least 0 and finite; got {temperature}")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k must be at least 1; got {top_k}; leave it out for all tokens")
     needed = prompt.shape[1] + count - 1  # the last token drawn is never an input
     if count and model.longest is not None and needed > model.longest:
         raise ValueError(
@@ -108,17 +95,21 @@ def _choose(
 ) -> Tensor:
     """Draws one id per row of logits: (batch, vocabulary) -> (batch,), on the CPU."""
     logits = logits.double().cpu()
-    if not bool(logits.isfinite().all()):
+    expect_finite(logits)
+    if temperature == 0:
+        return logits.argmax(dim=-1)
+    index = torch.arange(logits.shape[-1]).expand_as(logits)
+    if top_k is not None:
+        logits, index = logits.topk(min(top_k, logits.shape[-1]), dim=-1)
+    # Subtract the maximum first: at low temperatures the quotients would overflow.
+    logits = (logits - logits.amax(dim=-1, keepdim=True)) / temperature
+    drawn = torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)
+    return index.gather(-1, drawn)[:, 0]
+
+
+def expect_finite(log_p: Tensor) -> None:
+    """Raises ValueError if a log-probability is NaN or infinite."""
+    if not bool(log_p.isfinite().all()):
         raise ValueError(
             "the probability of a token is not finite; expected a number; use another checkpoint"
         )
-    if temperature == 0:
-        return logits.argmax(dim=-1)
-    if top_k is not None:
-        values, index = logits.topk(min(top_k, logits.shape[-1]), dim=-1)
-    else:
-        values, index = logits, None
-    # Subtract the maximum first: at low temperatures the quotients would overflow.
-    values = (values - values.amax(dim=-1, keepdim=True)) / temperature
-    drawn = torch.multinomial(values.softmax(dim=-1), 1, generator=generator)
-    return (drawn if index is None else index.gather(-1, drawn))[:, 0]

@@ -7,12 +7,12 @@ from torch import Tensor, nn
 
 from molflt.attention import Attention, Stack
 from molflt.attention.checks import known_names
-from molflt.sequence.encoder import TokenEncoder
+from molflt.sequence.encoder import EncoderModel, TokenEncoder
 from molflt.sequence.heads import MaskedHead
 from molflt.sequence.places import expect_targets
 
 
-class MaskedLanguageModel(nn.Module):
+class MaskedLanguageModel(EncoderModel):
     """Encoder that predicts masked tokens and, optionally, whether one sentence follows another.
 
     This is the pre-training of BERT (arXiv:1810.04805), section 3.1, for any token encoder.
@@ -37,20 +37,14 @@ class MaskedLanguageModel(nn.Module):
     def __init__(
         self, vocabulary: int | None = None, next_sentence: bool | None = None, **encoder: Any
     ) -> None:
-        super().__init__()
         known_names(MaskedLanguageModel, encoder, TokenEncoder, Stack, Attention, but=("causal",))
-        self.encoder = TokenEncoder(vocabulary, **encoder)
+        super().__init__(TokenEncoder(vocabulary, **encoder))
         dim, eps = self.encoder.dim, self.encoder.embedding_norm.eps
         self.head = MaskedHead(self.encoder.words, encoder.get("activation", "gelu"), eps)
         self.pooler = nn.Linear(dim, dim) if next_sentence else None
         self.next_sentence = nn.Linear(dim, 2) if next_sentence else None
         self.register_buffer("mask_id", torch.tensor(-1))
         self.register_buffer("ordinary", torch.ones(self.encoder.vocabulary, dtype=torch.bool))
-
-    @property
-    def vocabulary(self) -> int:
-        """Number of token ids."""
-        return self.encoder.vocabulary
 
     def set_special(self, mask_id: int, special: list[int]) -> None:
         """Sets the ids of special tokens.
@@ -107,7 +101,3 @@ class MaskedLanguageModel(nn.Module):
             )
         logits: Tensor = self.next_sentence(self.pooler(hidden[:, 0]).tanh())
         return logits
-
-    def redraw_(self, generator: torch.Generator | None = None) -> None:
-        """Draws new random features in place; use the same seed on every rank."""
-        self.encoder.redraw_(generator)

@@ -12,6 +12,7 @@ from molflt.attention.checks import (
     beside_weights,
     no_effect,
     one_of,
+    positive,
     tensors,
     whole,
 )
@@ -22,16 +23,8 @@ from molflt.attention.positions.absolute import ABSOLUTE, sinusoids
 class TokenModel(nn.Module):
     """Base class of token sequence models.
 
-    Subclasses build the stack, the embeddings, and `places` with `_set_places`, in this order.
-
-    Args:
-        vocabulary: number of token ids.
-        dim: width of tokens.
-        heads: attention heads.
-        absolute: encoding of positions, added to embeddings.
-        max_length: maximum number of tokens; None for no limit.
-        position: name of the relative encoding.
-        position_scale: distance between neighboring tokens, in the unit of length of the encoding.
+    Subclasses build the stack, the embeddings, and `places` with `_set_places`, in this order. The
+    arguments are those of `molflt.sequence.LanguageModel`.
     """
 
     stack: Stack
@@ -49,20 +42,14 @@ class TokenModel(nn.Module):
     ) -> None:
         super().__init__()
         at_least_one(dim=dim, heads=heads)
-        if vocabulary is None or vocabulary < 1:
-            raise ValueError(
-                f"vocabulary must be the number of token ids, at least 1; got {vocabulary}; take "
-                "it from the data"
-            )
+        if vocabulary is None:
+            raise ValueError("vocabulary must be the number of token ids; take it from the data")
+        at_least_one(vocabulary=vocabulary, max_length=1 if max_length is None else max_length)
         one_of("absolute", absolute, ABSOLUTE)
-        if max_length is not None and max_length < 1:
-            raise ValueError(f"max_length must be at least 1; got {max_length}")
         if absolute == "learned" and max_length is None:
             raise ValueError("absolute='learned' needs max_length, the longest sequence; set it")
         if absolute == "sinusoidal" and dim % 2:
             raise ValueError(f"absolute='sinusoidal' needs an even dim; got {dim}")
-        if position_scale is not None and not position_scale > 0:
-            raise ValueError(f"position_scale must be positive; got {position_scale}")
         if position == "none":
             no_effect("with position='none'", position_scale=position_scale)
         self.vocabulary = vocabulary
@@ -70,6 +57,7 @@ class TokenModel(nn.Module):
         self.absolute = absolute
         self.max_length = max_length
         self.position_scale = 1.0 if position_scale is None else position_scale
+        positive(position_scale=self.position_scale)
 
     def _position_options(self, position: str, given: dict[str, Any] | None) -> dict[str, Any]:
         """Returns the arguments of the relative encoding."""
@@ -159,13 +147,9 @@ def embedding(count: int, dim: int, std: float) -> nn.Embedding:
 
 
 def expect_targets(hidden: Tensor, targets: Tensor, vocabulary: int, none: str) -> Tensor:
-    """Returns a mask of tokens with a target, (batch, length) bool.
+    """Returns a mask (batch, length) of targets that are not -1, which means `none`.
 
-    Args:
-        hidden: (batch, length, ...), hidden states or ids of the tokens.
-        targets: ids (batch, length), -1 for tokens without a target.
-        vocabulary: number of ids.
-        none: meaning of -1, for messages.
+    The shape of `hidden` is (batch, length, ...).
     """
     tensors(hidden=hidden, targets=targets)
     if targets.shape != hidden.shape[:2]:

@@ -51,8 +51,6 @@ def test_vocabulary_and_tokenizer_agree(tmp_path):
     assert vocabulary.decode(ids) == "MKVLU\nWX\n" and vocabulary.unk is None
     assert ids.tolist() == [RESIDUES.index(x) if x in RESIDUES else 25 for x in "MKVLU.WX."]
     assert vocabulary.encode("mkv").tolist() == ids[:3].tolist()
-    again = Vocabulary.from_json(vocabulary.to_json())
-    assert again.tokens == [*RESIDUES, "<eos>"] and again.level == "protein"
     pytest.importorskip("tokenizers")
     tokenizer = Tokenizer.train("protein", [], 8, True)
     own = tokenizer.encode_blocks(blocks)
@@ -75,10 +73,6 @@ def test_blocks_of_both_data_modules(tmp_path):
     assert "".join(letters[i] for i in tokens) == (
         "[CLS]MKVL[SEP][CLS]U[SEP]WX[SEP][CLS][SEP][SEP][PAD][PAD][PAD]"
     )
-    (tmp_path / "tokenizer.json").write_bytes(masked.files()["tokenizer.json"])
-    given = TokenizedText(*files, kind="protein", tokenizer=tmp_path, length=6)
-    given.setup()
-    assert given.fingerprints() == masked.fingerprints()
 
 
 def sides(folder: Path) -> dict[str, list]:
@@ -98,6 +92,7 @@ def test_equal_sequences_stay_together(tmp_path):
     assert sides(tmp_path / "out") != found
     assert main([*words, "--test_fraction", "0.2"]) == 0
     assert sides(tmp_path / "out") == found
+    assert main([*words, "--test_fraction", "0"]) == 2  # records of test.fasta would be in train
 
 
 def test_clusters_stay_together(tmp_path):
@@ -112,17 +107,13 @@ def test_clusters_stay_together(tmp_path):
     assert 33 < len(found["val"]) <= 40 and sum(map(len, found.values())) == 200
 
 
-@pytest.mark.parametrize(
-    ("name", "records", "residues"),
-    [("swissprot_mitochondria", 1273, 346_132), ("scop_astral_domains", 10_246, 1_795_362)],
-)
-def test_published_files_are_read_as_by_biopython(name, records, residues):
-    path = SHARED / f"{name}.fasta.xz"
+def test_published_files_are_read_as_by_biopython():
+    path = SHARED / "swissprot_mitochondria.fasta.xz"
     if not path.is_file():
         pytest.skip(f"{path.name} is not in {SHARED}")
     parser = pytest.importorskip("Bio.SeqIO.FastaIO").SimpleFastaParser
     found = list(_records(str(path)))
-    assert len(found) == records and sum(len(one.residues) for one in found) == residues
+    assert len(found) == 1273 and sum(len(one.residues) for one in found) == 346_132
     with lzma.open(path, "rt") as file:
         expected = [(header.strip(), letters.upper()) for header, letters in parser(file)]
     assert [(one.header, one.residues) for one in found] == expected

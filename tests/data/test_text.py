@@ -38,7 +38,7 @@ def read(path: str, level: str = "word") -> tuple[Vocabulary, np.ndarray]:
 
 
 @pytest.mark.parametrize("name", ["t.txt", "t.gz", "t.xz"])
-@pytest.mark.parametrize("block", [1, 5, 1000])
+@pytest.mark.parametrize("block", [1, 1000])
 def test_every_line_ends_with_one_eos(tmp_path, monkeypatch, name, block):
     monkeypatch.setattr(sources, "_BLOCK", block)
     vocabulary, ids = read(write(tmp_path / name, TEXT))
@@ -48,19 +48,14 @@ def test_every_line_ends_with_one_eos(tmp_path, monkeypatch, name, block):
     assert ids.dtype == np.int32
     again = vocabulary.encode_blocks(_text_blocks(str(tmp_path / name)))
     np.testing.assert_array_equal(again, ids)
-
-
-def test_the_last_line_may_lack_a_line_break(tmp_path):
-    vocabulary, ids = read(write(tmp_path / "t", "a b\nc"))
+    vocabulary, ids = read(write(tmp_path / "t", "\ufeffa b\nc"))  # no line break at the end
     assert vocabulary.decode(ids) == "a b\nc\n"
     expected = [vocabulary.ids[token] for token in ("a", "<eos>", "<eos>", "c")]
     assert vocabulary.encode("a\n\nc").tolist() == expected
 
 
 @pytest.mark.parametrize("level", ["char", "byte"])
-@pytest.mark.parametrize("block", [1, 3, 1000])
-def test_characters_and_bytes(tmp_path, monkeypatch, level, block):
-    monkeypatch.setattr(sources, "_BLOCK", block)
+def test_characters_and_bytes(tmp_path, level):
     content = "aäb\n\n😀 aa\u2028"
     vocabulary, ids = read(write(tmp_path / "t", content), level)
     assert len(ids) == len(content if level == "char" else content.encode())
@@ -82,33 +77,13 @@ def test_rare_tokens_are_unknown():
     assert vocabulary.encode("b z a").tolist() == [3, 3, 1]
 
 
-@pytest.mark.parametrize("level", ["word", "char", "byte"])
+@pytest.mark.parametrize("level", ["word", "char", "byte", "protein"])
 def test_vocabularies_survive_json_and_pickle(level):
-    vocabulary, _ = Vocabulary.count(level, ['"ä"\n\u2028 😀 \\ \x00'])
+    text = "MKV\nWX\n" if level == "protein" else '"ä"\n\u2028 😀 \\ \x00'
+    vocabulary, _ = Vocabulary.count(level, [text])
     found = Vocabulary.from_json(vocabulary.to_json())
     assert (found.level, found.tokens) == (level, vocabulary.tokens)
     assert pickle.loads(pickle.dumps(found)).ids == vocabulary.ids  # for worker processes
-
-
-@pytest.mark.parametrize("block", [1, 4, 1000])
-@pytest.mark.parametrize(
-    ("raw", "offset"), [(b"abc\xff", 3), (b"a\xc3\xa4\xc3(", 3), (b"line\nab\xe2\x82", 7)]
-)
-def test_offsets_of_bytes_that_are_not_utf8(tmp_path, monkeypatch, raw, offset, block):
-    monkeypatch.setattr(sources, "_BLOCK", block)
-    with pytest.raises(ValueError, match=rf"t.txt: byte {offset} "):
-        read(write(tmp_path / "t.txt", raw))
-
-
-@pytest.mark.parametrize("block", [1, 7, 1000])
-def test_long_lines_are_read_in_whole_words(tmp_path, monkeypatch, block):
-    monkeypatch.setattr(sources, "_BLOCK", block)
-    words = ["ab", "c\u00a0d", "e" * 30] * 10
-    separators = [" ", "\t", "\u2003\x0b"] * 10
-    text = "".join(word + gap for word, gap in zip(words, separators, strict=True))
-    blocks = list(_text_blocks(write(tmp_path / "t.gz", text)))
-    assert "".join(blocks) == f"{text}\n" and len(blocks) > 200 // max(block, 30)
-    assert len(Vocabulary.count("word", blocks)[1]) == len(text.split()) + 1
 
 
 @pytest.mark.parametrize("count", [1, 6, 7, 12, 13])
@@ -124,7 +99,6 @@ def test_every_token_is_predicted_once(count):
         train = TokenBlocks(np.arange(count), length, eos)
         assert len(train) == count // length
         assert all((pair[1] >= 0).all() for pair in train)
-        assert torch.equal(train[0][0], blocks[0][0])
 
 
 def data(folder: Path, train: str = TEXT * 9, val: str = TEXT, **options) -> TextData:
@@ -134,11 +108,7 @@ def data(folder: Path, train: str = TEXT * 9, val: str = TEXT, **options) -> Tex
 
 def test_data_module(tmp_path):
     module = data(tmp_path, test=write(tmp_path / "test.txt.gz", "a b\n"))
-    assert module.sizes() == {"vocabulary": 8}
-    assert Vocabulary.from_json(module.files()["vocabulary.json"]).tokens[0] == "<eos>"
-    before = dict(module.datasets)
-    module.setup("fit")
-    assert module.datasets == before and set(before) == {"train", "val"}
+    assert module.sizes() == {"vocabulary": 8} and set(module.datasets) == {"train", "val"}
     tokens = len(WORDS)
     train, val = f"train {9 * tokens} tokens (train.txt)", f"val {tokens} tokens (val.txt)"
     assert module.describe() == [train, val]
@@ -147,7 +117,8 @@ def test_data_module(tmp_path):
     assert sum(int((t >= 0).sum()) for _, t in module.val_dataloader()) == tokens
     module.setup("test")
     assert module.datasets["test"].tokens == 3
-    again = data(tmp_path)
+    again = data(tmp_path, vocabulary=tmp_path / "v.json")
+    (tmp_path / "v.json").write_bytes(module.files()["vocabulary.json"])
     again.setup()
     again.start_step = 2
     stream = iter(module.train_dataloader())
@@ -184,30 +155,23 @@ def test_hugging_face_names(monkeypatch):
     assert asked == [("o/wiki", "v1", "train"), ("o/wiki", "test"), ("o/wiki", "train[:5]")]
     assert read_blocks("hf:o/wiki", vocabulary, 4, "val").tokens == len(ids)
     assert asked[-1] == ("o/wiki", "validation")
-    for name, word in (
-        ("hf:o/wiki:train.body", "'body'"),
-        ("hf:o/wiki:train.label", "'label'"),
-        ("hf:o/wiki:none", "no such split"),
-    ):
+    for name, word in (("train.body", "'body'"), ("train.label", "'label'"), ("none", "no such")):
         with pytest.raises(ValueError, match=word):
-            read(name)
+            read(f"hf:o/wiki:{name}")
     for missing in (None, types.ModuleType("datasets")):  # not installed, or a folder of that name
         monkeypatch.setitem(sys.modules, "datasets", missing)
         with pytest.raises(ModuleNotFoundError, match=r"molflt\[hub\]"):
             read("hf:o/wiki")
 
 
-@pytest.mark.parametrize("name", ["../../etc", "/etc", "wiki", "a/../b", "a//b", "a/b/c/d", ""])
+@pytest.mark.parametrize("name", ["../../etc", "/etc", "wiki", "a/../b", "a/b/c/d", "owner/set"])
 def test_paths_are_never_given_to_datasets(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    loaded = []
-    fake = types.SimpleNamespace(load_dataset=lambda *name, **_: loaded.append(name))
+    fake = types.SimpleNamespace(load_dataset=lambda *_, **__: pytest.fail("loaded"))
     monkeypatch.setitem(sys.modules, "datasets", fake)
     (tmp_path / "owner" / "set").mkdir(parents=True)
-    for source in (f"hf:{name}", f"hf:{name}:train", "hf:owner/set"):
-        with pytest.raises(ValueError, match="hf:OWNER/NAME"):
-            dataset_loader(source)
-    assert not loaded
+    with pytest.raises(ValueError, match="hf:OWNER/NAME"):
+        dataset_loader(f"hf:{name}")
 
 
 def test_wikitext2_has_its_published_counts():
@@ -219,17 +183,6 @@ def test_wikitext2_has_its_published_counts():
     module.setup("test")
     assert [d.tokens for d in module.datasets.values()] == [2_088_628, 217_646, 245_569]
     assert module.sizes() == {"vocabulary": 33_278}
-    vocabulary = module.vocabulary
-    assert (module.datasets["val"].ids < len(vocabulary)).all()
-    assert vocabulary.tokens[:4] == ["the", ",", ".", "of"]
-    start = vocabulary.decode(module.datasets["val"].ids[:8])
+    assert module.vocabulary.tokens[:4] == ["the", ",", ".", "of"]
+    start = module.vocabulary.decode(module.datasets["val"].ids[:8])
     assert start == "\n= Homarus gammarus =\n\nHomarus"
-
-
-def test_tinyshakespeare_has_65_characters():
-    path = SHARED / "tinyshakespeare" / "input.txt.xz"
-    if not path.is_file():
-        pytest.skip(f"tinyshakespeare is not in {path}")
-    vocabulary, ids = read(str(path), "char")
-    assert (len(ids), len(vocabulary)) == (1_115_394, 67)  # with <eos> and <unk>
-    assert vocabulary.decode(ids[:14]) == "First Citizen:"

@@ -157,25 +157,6 @@ def test_sinusoids_are_those_of_rows_and_columns() -> None:
     assert not (waves[1] == waves[3]).all()
 
 
-def test_universal_shares_its_weights() -> None:
-    """One block in three passes equals three blocks of the same weights."""
-    options = MECHANISM["flt"]
-    shared = model(layers=1, refinements=3, **options)
-    distinct = model(layers=3, **options)
-    for block in distinct.stack.blocks:
-        block.load_state_dict(shared.stack.blocks[0].state_dict())
-    own = {k: v for k, v in shared.state_dict().items() if "blocks" not in k}
-    distinct.load_state_dict(own, strict=False)
-    torch.testing.assert_close(shared(images()), distinct(images()), **EXACT)
-    matrices = [
-        attention_of(net.stack, lambda net=net: net(images())) for net in (shared, distinct)
-    ]
-    assert [len(part) for part in matrices] == [3, 3]
-    for one, other in zip(*matrices, strict=True):
-        torch.testing.assert_close(one, other, **EXACT)
-    assert (matrices[0][0] - matrices[0][2]).abs().max() > 1e-4
-
-
 @pytest.mark.parametrize("name", ["flt", "rotary", "cosformer", "performer", "bucketed"])
 def test_class_token(name: str) -> None:
     net = model(pool="token", **MECHANISM[name])
@@ -188,13 +169,6 @@ def test_class_token(name: str) -> None:
         assert (net.positions[0, 0] == 0).all()
     else:
         assert net.positions[0, :, 0].tolist() == list(range(10))
-
-
-def test_compiled_equals_eager() -> None:
-    for name in ("flt", "toeplitz"):
-        net = model(**MECHANISM[name])
-        compiled = torch.compile(net, backend="eager", fullgraph=True)
-        torch.testing.assert_close(compiled(images()), net(images()), **EXACT)
 
 
 def test_position_scale_and_given_options() -> None:

@@ -55,45 +55,16 @@ def test_state_dicts_resume_bit_for_bit(name: str) -> None:
         assert torch.equal(one, other)
 
 
-def test_copies_and_pickles_go_on_bit_for_bit() -> None:
+def test_copies_go_on_bit_for_bit() -> None:
     model = net()
     optimizer = LearnedOptimizer(model.parameters(), learned(), chunk=5)
     train(model, optimizer, range(3))
-    buffer = io.BytesIO()
-    torch.save((model, optimizer), buffer)
-    buffer.seek(0)
-    pairs = [copy.deepcopy((model, optimizer)), torch.load(buffer, weights_only=False)]
+    one, own = copy.deepcopy((model, optimizer))
+    assert own.chunk == 5
     train(model, optimizer, range(3, 5))
-    for one, own in pairs:
-        assert own.chunk == 5
-        train(one, own, range(3, 5))
-        for a, b in zip(weights(one), weights(model), strict=True):
-            assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize("name", MEMORIES)
-def test_states_of_other_optimizers_are_refused(name: str) -> None:
-    """When they are loaded, and not with a KeyError in the first step."""
-    model = net()
-    optimizer = LearnedOptimizer(model.parameters(), learned(name))
-    adam = torch.optim.Adam(model.parameters())
-    train(model, adam, range(1))
-    with pytest.raises(ValueError, match="state of parameter 0: expected step, moments, memory; g"):
-        optimizer.load_state_dict(adam.state_dict())
-    before = optimizer.state_dict()
-    others = [CoordinateOptimizer(**{**MEMORIES[name], "layers": 3})]
-    others += [learned(other) for other in ("lstm", "state_space") if other != name]
-    for own in others:
-        trained = LearnedOptimizer(model.parameters(), own)
-        train(model, trained, range(2))
-        with pytest.raises(ValueError, match="state of parameter 0: expected tensors of "):
-            optimizer.load_state_dict(trained.state_dict())
-    assert optimizer.state_dict() == before
-    train(model, optimizer, range(2))
-    state = optimizer.state_dict()
-    with pytest.raises(ValueError, match=r"\[12, 5\].*; got \[\[6, 5\].*; build the optimizer"):
-        state["state"][0]["moments"] = state["state"][0]["moments"][:6]
-        optimizer.load_state_dict(state)
+    train(one, own, range(3, 5))
+    for a, b in zip(weights(one), weights(model), strict=True):
+        assert torch.equal(a, b)
 
 
 def test_chunks_do_not_change_steps() -> None:
@@ -143,29 +114,13 @@ def refusal(parameters: Any, **options: Any) -> str:
     return str(error.value)
 
 
-def with_gradient(gradient: Tensor | None, name: str = "") -> Any:
-    parameter = nn.Parameter(torch.ones(3))
-    parameter.grad = gradient
-    return (name, parameter) if name else parameter
-
-
-def test_bad_gradients_are_named_and_nothing_has_changed() -> None:
-    good, bad = with_gradient(torch.ones(3)), with_gradient(torch.tensor([0.0, float("nan"), 1.0]))
-    assert refusal([good, bad]).startswith(
-        "the gradient of parameter 1 of group 0, shape (3,), has 1 values that are NaN or infinite "
-        "at step 0; expected finite numbers"
-    )
+def test_refusals_change_nothing() -> None:
+    good, bad = (nn.Parameter(torch.ones(3)) for _ in range(2))
+    good.grad, bad.grad = torch.ones(3), torch.tensor([0.0, float("nan"), 1.0])
+    assert "gradient of parameter 1 of group 0, shape (3,)" in refusal([good, bad])
     assert torch.equal(good, torch.ones(3))
-    named = [with_gradient(torch.full((3,), torch.inf), "layer.weight")]
-    assert "gradient of layer.weight, shape (3,), has 3 values" in refusal(named)
-    sparse = with_gradient(torch.ones(3).to_sparse())
-    assert "gradient of parameter 0 of group 0 is sparse" in refusal([sparse])
-    assert "loss.backward()" in refusal([with_gradient(None)])
-
-
-def test_invalid_options_are_refused() -> None:
-    one = torch.ones(3, requires_grad=True)
-    assert "lr of group 0 must be at least 0 and finite; got -1" in refusal([one], lr=-1.0)
-    assert "chunk must be at least 1; got 0" in refusal([one], chunk=0)
+    assert "gradient of layer.weight, shape (3,)" in refusal([("layer.weight", bad)])
+    assert "lr of group 0 must be at least 0 and finite; got -1" in refusal([good], lr=-1.0)
+    assert "chunk must be at least 1; got 0" in refusal([good], chunk=0)
     half = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
-    assert "is torch.bfloat16; expected float32 or float64" in refusal([half])
+    assert "torch.bfloat16; expected float32 or float64" in refusal([half])

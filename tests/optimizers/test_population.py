@@ -12,9 +12,13 @@ from torch import Tensor
 from molflt.attention.spectra import GaussianBasis
 from molflt.data.problems import generator_of
 from molflt.optimizers.functions import Functions, haar_rotation
-from molflt.optimizers.population import PopulationOptimizer, Populations
-from molflt.optimizers.population_mask import PopulationMask
-from molflt.optimizers.population_model import Noise, PopulationModel, PopulationState
+from molflt.optimizers.population import PopulationOptimizer
+from molflt.optimizers.population_model import (
+    Noise,
+    PopulationMask,
+    PopulationModel,
+    PopulationState,
+)
 from molflt.tasks.optimizers import PopulationTask
 
 D, MEMBERS, BATCH = 3, 6, 2
@@ -102,18 +106,6 @@ def test_noise_has_the_covariance_that_attention_sees() -> None:
         torch.testing.assert_close(moved(zero)[i], best[0, i] + 0.7 * (mean - best[0, i]))
 
 
-def test_the_sampled_mask_is_the_exact_one() -> None:
-    """With many nodes of each population; with those of another one too, so no direction is odd."""
-    torch.manual_seed(0)
-    basis = GaussianBasis(2, 4, D, (0.2, 2.0), amplitude=0.5)
-    mask, x = PopulationMask(basis, 40_000).requires_grad_(False), 0.6 * normal(1, 5, D)
-    exact = mask.evaluate("softmax", x, normal(1, 1, D)).bias
-    for seed in (6, 7):
-        left, right = mask.evaluate("linear", x, normal(1, 40_000, D, seed=seed)).columns
-        torch.testing.assert_close(left @ right.mT, exact, rtol=0, atol=0.05, check_dtype=False)
-    assert float(exact.abs().max()) > 0.5
-
-
 @pytest.mark.parametrize("count", [4, 8, 12])
 @torch.no_grad()
 def test_few_nodes_have_the_exact_mask_as_their_mean(count: int) -> None:
@@ -142,23 +134,6 @@ def test_the_mask_determines_the_attention(kind: str) -> None:
     assert changes["performer"] == 0 and changes[kind] > 0.01
 
 
-def test_batching_does_not_change_results() -> None:
-    model = made()
-    functions = Functions.draw("levy", D, [generator_of(s) for s in range(3)])
-    with torch.no_grad():
-        together = Populations(model, [5, 6, 7], MEMBERS)
-    optimizer = PopulationOptimizer(model, MEMBERS, seed=6)
-    for _ in range(4):
-        told = functions(together.state.position)
-        members = optimizer.ask()
-        torch.testing.assert_close(members, together.state.position[1], rtol=0, atol=1e-10)
-        with torch.no_grad():
-            together.tell(told)
-        optimizer.tell(functions.only(1)(members[None])[0])
-    assert optimizer.evaluations == 4 * MEMBERS
-    assert optimizer.best.value == pytest.approx(float(together.state.best_value[1].min()), 1e-10)
-
-
 def test_resumes_to_the_bit() -> None:
     model = made()
 
@@ -183,16 +158,10 @@ def test_resumes_to_the_bit() -> None:
     copied = pickle.loads(pickle.dumps(third))
     for one in (third, copied):
         assert torch.equal(go(one, 4).best.position, whole.best.position)
-    with pytest.raises(ValueError, match=r"'position': expected \(1, 5, 3\); got \(1, 6, 3\)"):
+    with pytest.raises(ValueError, match=r"'position': \(1, 5, 3\).*'position': \(1, 6, 3\)"):
         PopulationOptimizer(model, 5).load_state_dict(kept)
-    with pytest.raises(ValueError, match="state 'best_position': expected .* got no such part"):
-        second.load_state_dict({"position": kept["position"]})
-
-
-def test_states_do_not_share_memory_with_the_population() -> None:
-    optimizer = PopulationOptimizer(made(), MEMBERS)
-    optimizer.ask().fill_(9.0)
-    assert float(optimizer.ask().abs().max()) < 9
+    whole.ask().fill_(99.0)  # a copy
+    assert float(whole.ask().abs().max()) < 99
 
 
 def test_misuse_is_named() -> None:

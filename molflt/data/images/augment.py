@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["Augmentation", "augment"]
+__all__ = ["Augmentation", "augment", "center_crop"]
 
 Augmentation = Literal["none", "flip", "crop", "flip_crop", "resized_crop", "flip_resized_crop"]
 
@@ -46,16 +46,17 @@ def augment(
         raise ValueError(f"augment={kind!r} is unknown; expected one of {known}")
     size = images.shape[-2] if size is None else size
     if kind.startswith("flip"):
-        images = _random_flip(images, generator)
+        mirrored = (torch.rand(len(images), generator=generator) < 0.5).to(images.device)
+        images = torch.where(mirrored[:, None, None, None], images.flip(-1), images)
     if kind.endswith("resized_crop"):
         return _random_resized_crop(images, size, generator=generator)
     if kind.endswith("crop"):
         larger = min(images.shape[-2:]) > size
         return _random_crop(images, size, 0 if larger else size // 8, generator)
-    return _center_crop(images, size)
+    return center_crop(images, size)
 
 
-def _center_crop(images: Tensor, size: int) -> Tensor:
+def center_crop(images: Tensor, size: int) -> Tensor:
     """Returns the central squares of images, (..., size, size)."""
     height, width = images.shape[-2:]
     if min(height, width) < size:
@@ -66,23 +67,12 @@ def _center_crop(images: Tensor, size: int) -> Tensor:
     return images[..., top : top + size, left : left + size]
 
 
-def _random_flip(images: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Mirrors each image horizontally with probability 1/2."""
-    mirrored = torch.rand(len(images), generator=generator) < 0.5
-    return torch.where(mirrored.to(images.device)[:, None, None, None], images.flip(-1), images)
-
-
 def _random_crop(
     images: Tensor, size: int, padding: int, generator: torch.Generator | None = None
 ) -> Tensor:
     """Adds a black margin and cuts random squares."""
     images = F.pad(images, (padding,) * 4)
     count, _, height, width = images.shape
-    if min(height, width) < size:
-        raise ValueError(
-            f"expected padded images of at least {size} x {size}; got {height} x {width}; decrease "
-            "size, or increase the padding"
-        )
     places = torch.rand(2, count, generator=generator)
     shifts = torch.tensor([height - size + 1, width - size + 1])[:, None]
     corners = (places * shifts).long().minimum(shifts - 1)
@@ -95,8 +85,6 @@ def _random_crop(
 def _random_resized_crop(
     images: Tensor,
     size: int,
-    scale: tuple[float, float] = _SCALE,
-    ratio: tuple[float, float] = _RATIO,
     generator: torch.Generator | None = None,
 ) -> Tensor:
     """Resizes random boxes of the images to squares, in [0, 1].
@@ -105,17 +93,10 @@ def _random_resized_crop(
     boxes that fits is used, or else the whole image. This follows GoogLeNet (arXiv:1409.4842,
     section 6) and is "RandomResizedCrop" in the settings of FLT and MAE. The interpolation is
     bilinear without a filter, so boxes should not be much larger than the result.
-
-    Args:
-        images: as for `augment`.
-        size: side of the result in pixels.
-        scale: minimum and maximum share of the area of the image.
-        ratio: minimum and maximum of width over height.
-        generator: CPU generator; the global one by default.
     """
     if not images.is_floating_point():
         images = images.to(torch.get_default_dtype()) / 255
-    boxes = _random_boxes(len(images), images.shape[-2:], scale, ratio, generator)
+    boxes = _random_boxes(len(images), images.shape[-2:], generator)
     top, left, height, width = boxes.to(images).unbind(dim=1)
     middle = (torch.arange(size).to(images) + 0.5) / size
     rows = 2 * (top[:, None] + height[:, None] * middle) / images.shape[-2] - 1
@@ -129,16 +110,14 @@ def _random_resized_crop(
 def _random_boxes(
     count: int,
     size: tuple[int, int] | torch.Size,
-    scale: tuple[float, float] = _SCALE,
-    ratio: tuple[float, float] = _RATIO,
     generator: torch.Generator | None = None,
 ) -> Tensor:
     """Returns random boxes (count, 4): top, left, height and width in pixels."""
     full_height, full_width = size
     area, shape = torch.rand(2, count, _TRIES, generator=generator)
     places = torch.rand(2, count, generator=generator)
-    area = full_height * full_width * (scale[0] + (scale[1] - scale[0]) * area)
-    low, high = (math.log(end) for end in ratio)
+    area = full_height * full_width * (_SCALE[0] + (_SCALE[1] - _SCALE[0]) * area)
+    low, high = (math.log(end) for end in _RATIO)
     shape = (low + (high - low) * shape).exp()
     height, width = (area / shape).sqrt(), (area * shape).sqrt()
     fits = (height <= full_height) & (width <= full_width)

@@ -1,8 +1,8 @@
-"""Base class for labeled images."""
+"""Labeled images of equal size, and their conversion to squares."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -10,31 +10,39 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
-from molflt.data.images.augment import _center_crop
+from molflt.data.images.augment import center_crop
 
-__all__ = ["LabeledImages"]
+__all__ = ["LabeledImages", "fitted"]
 
 
-class LabeledImages(Dataset[tuple[Tensor, Tensor]], ABC):
-    """Base class for data sets of labeled images of equal size.
+class LabeledImages(Dataset[tuple[Tensor, Tensor]]):
+    """Labeled images of equal size.
 
-    Items are (image, label): bytes (channels, height, width) and an int64.
+    Items are (image, label): bytes (channels, height, width) and an int64. `size` is (height,
+    width).
 
-    Attributes:
+    Args:
         path: source of the images.
         labels: index of the class of each image, (n,) int64.
         classes: names of the classes.
-        channels: number of color channels.
-        size: height and width in pixels.
+        read: function that returns the image of an index.
+        names: names of the images, for messages; by default their indices.
         in_memory: True if reading all images is cheap.
     """
 
-    in_memory: bool = False
-    path: Path
-    labels: Tensor
-    classes: list[str]
-    channels: int
-    size: tuple[int, int]
+    def __init__(
+        self,
+        path: Path,
+        labels: Tensor,
+        classes: list[str],
+        read: Callable[[int], Tensor],
+        names: Sequence[str] | None = None,
+        in_memory: bool = False,
+    ) -> None:
+        self.path, self.labels, self.classes = path, labels, classes
+        self.read, self.names, self.in_memory = read, names, in_memory
+        self.channels, *sides = read(0).shape
+        self.size = (sides[0], sides[1])
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -42,39 +50,22 @@ class LabeledImages(Dataset[tuple[Tensor, Tensor]], ABC):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         return self.image(index), self.labels[index]
 
-    @abstractmethod
     def image(self, index: int) -> Tensor:
         """Returns an image, (channels, height, width) uint8."""
-
-    @staticmethod
-    def _fit(images: Tensor, size: int, name: str, box: bool = False) -> Tensor:
-        """Resizes the shorter side of images to `size`, and crops the longer side to it.
-
-        Args:
-            images: (n, channels, height, width) uint8.
-            size: side of the result in pixels.
-            name: name of the images, for messages.
-            box: set each pixel to the mean of the area that it covers, see `_box`; otherwise the
-                filter is bilinear and twice as wide.
-        """
-        height, width = images.shape[-2:]
-        if (height, width) == (size, size):
-            return images
-        if box:
-            return _box(_center_crop(images, min(height, width)), size, name)
-        scale = size / min(height, width)
-        sides = [max(size, round(height * scale)), max(size, round(width * scale))]
-        resized = F.interpolate(images, size=sides, mode="bilinear", antialias=True)
-        return _center_crop(resized, size)
+        image = self.read(index)
+        if tuple(image.shape[1:]) != self.size:
+            name = f"{self.path}, image {index}" if self.names is None else self.names[index]
+            raise ValueError(
+                f"{name}: expected {self.size[0]} x {self.size[1]} pixels, as in the first image; "
+                f"got {image.shape[1]} x {image.shape[2]}; set data.image_size to resize all"
+            )
+        return image
 
     def statistics(self, most: int = 2000) -> tuple[Tensor, Tensor]:
         """Returns the mean and standard deviation of each channel, for images scaled to [0, 1].
 
-        Args:
-            most: maximum number of images to read, evenly spaced.
-
-        Returns:
-            (channels,) float64 each; a deviation of 0 becomes 1.
+        At most `most` images are read, evenly spaced. Both tensors are (channels,) float64; a
+        deviation of 0 becomes 1.
         """
         count = min(len(self), most)
         levels = torch.zeros(self.channels, 256, dtype=torch.int64)
@@ -87,6 +78,23 @@ class LabeledImages(Dataset[tuple[Tensor, Tensor]], ABC):
         mean = share @ level
         std = (share * (level - mean[:, None]).square()).sum(dim=1).sqrt()
         return mean, torch.where(std > 0, std, 1.0)
+
+
+def fitted(images: Tensor, size: int, name: str, box: bool = False) -> Tensor:
+    """Resizes the shorter side of images (n, channels, height, width), and crops the longer one.
+
+    With `box`, each pixel is the mean of the area that it covers, and images must be at least as
+    large as the result; otherwise the filter is bilinear and twice as wide.
+    """
+    height, width = images.shape[-2:]
+    if (height, width) == (size, size):
+        return images
+    if box:
+        return _box(center_crop(images, min(height, width)), size, name)
+    scale = size / min(height, width)
+    sides = [max(size, round(height * scale)), max(size, round(width * scale))]
+    resized = F.interpolate(images, size=sides, mode="bilinear", antialias=True)
+    return center_crop(resized, size)
 
 
 def _box(images: Tensor, size: int, name: str) -> Tensor:

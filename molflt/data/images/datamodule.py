@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from molflt.data.batches import BatchedData
 from molflt.data.held_out import held_out
-from molflt.data.images.augment import _center_crop
+from molflt.data.images.augment import center_crop
 from molflt.data.images.base import LabeledImages
 from molflt.data.images.files import open_images
 
@@ -63,10 +65,6 @@ class ImageData(BatchedData[LabeledImages]):
                 f"data.val_labels has no effect with data.val_fraction={val_fraction}, which takes "
                 "images of data.train; omit one of them"
             )
-        if val_fraction is not None and not 0 < val_fraction < 1:
-            raise ValueError(f"data.val_fraction must be between 0 and 1; got {val_fraction}")
-        if image_size is not None and image_size < 1:
-            raise ValueError(f"data.image_size must be at least 1; got {image_size}")
         if resize is not None and (image_size is None or resize < image_size):
             raise ValueError(
                 f"data.resize must be at least data.image_size={image_size}; got {resize}; give "
@@ -91,14 +89,14 @@ class ImageData(BatchedData[LabeledImages]):
         images = {"train": train, "val": train if split else self._open("val", self.classes)}
         for use, dataset in images.items():
             self._expect_alike(use, dataset, train)
-        indices: dict[str, Tensor | None] = {"train": None, "val": None}
+        indices = {use: torch.arange(len(dataset)) for use, dataset in images.items()}
         if self.val_fraction is not None:
             held = held_out(train.labels, self.val_fraction, train.path, "images")
             indices = {"train": (~held).nonzero()[:, 0], "val": held.nonzero()[:, 0]}
         side = self.image_size or train.size[0]
         self.image_size = side
         self.datasets = {
-            use: _Squares(dataset, indices[use], self.resize or side if use == "train" else side)
+            use: _squares(dataset, indices[use], self.resize or side if use == "train" else side)
             for use, dataset in images.items()
         }
 
@@ -130,7 +128,8 @@ class ImageData(BatchedData[LabeledImages]):
     def judged(self, use: str) -> LabeledImages:
         """Returns the images of a data set as in validation: central squares of `image_size`."""
         self.setup()
-        return _Squares(self.datasets[use], None, self.datasets["val"].size[0])
+        images = self.datasets[use]
+        return _squares(images, torch.arange(len(images)), self.datasets["val"].size[0])
 
     def statistics(self) -> tuple[Tensor, Tensor]:
         """Returns the mean and standard deviation of each channel of the training images.
@@ -166,37 +165,23 @@ class PixelData(ImageData):
     Args:
         train: training images: a folder with or without one subfolder per class, an idx file of
             images (with the file of labels next to it), or hf:OWNER/NAME:SPLIT.
-        val: validation images in one of the same forms; null with `val_fraction`.
-        train_labels: idx file of the training labels, if its name cannot be derived from `train`.
-        val_labels: idx file of the validation labels, if its name cannot be derived from `val`.
-        val_fraction: share of `train` to validate on, taken from the end of each class.
         image_size: side in pixels; images are downscaled to central squares of this size, in which
             each pixel is the mean of the area that it covers. Null keeps the size of the files,
             which must then be squares of equal size.
         batch_size: images in a batch, per device.
-        workers: processes that read ahead; 0 reads in the main process.
+        images: further arguments of `ImageData`.
     """
 
     def __init__(
-        self,
-        train: Path,
-        val: Path | None = None,
-        train_labels: Path | None = None,
-        val_labels: Path | None = None,
-        val_fraction: float | None = None,
-        image_size: int | None = None,
-        batch_size: int = 64,
-        workers: int = 0,
+        self, train: Path, image_size: int | None = None, batch_size: int = 64, **images: Any
     ) -> None:
         super().__init__(
             train,
-            val,
-            train_labels,
-            val_labels,
-            val_fraction,
-            image_size,
+            image_size=image_size,
             batch_size=batch_size,
-            workers=workers,
+            resize=None,
+            class_names=None,
+            **images,
         )
 
     def sizes(self) -> dict[str, int]:
@@ -209,16 +194,16 @@ class PixelData(ImageData):
         return open_images(self.sources[use], self.labels[use], self.resize, box=True, flat=True)
 
 
-class _Squares(LabeledImages):
-    """Central squares of selected images."""
+def _squares(images: LabeledImages, index: Tensor, side: int) -> LabeledImages:
+    """Returns the central squares of selected images."""
+    return LabeledImages(
+        images.path,
+        images.labels[index],
+        images.classes,
+        partial(_square, images, index, side),
+        in_memory=images.in_memory,
+    )
 
-    def __init__(self, images: LabeledImages, index: Tensor | None, side: int) -> None:
-        self.images = images
-        self.index = torch.arange(len(images)) if index is None else index
-        self.path, self.classes, self.channels = images.path, images.classes, images.channels
-        self.labels = images.labels[self.index]
-        self.size = (side, side)
-        self.in_memory = images.in_memory
 
-    def image(self, index: int) -> Tensor:
-        return _center_crop(self.images.image(int(self.index[index])), self.size[0])
+def _square(images: LabeledImages, index: Tensor, side: int, place: int) -> Tensor:
+    return center_crop(images.image(int(index[place])), side)

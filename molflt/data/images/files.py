@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-import os
 import warnings
-from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from molflt.data.images.base import LabeledImages
+from molflt.data.images.base import LabeledImages, fitted
 from molflt.data.packed import dataset_loader, unpacked
 from molflt.files import shown
 
@@ -51,30 +50,119 @@ def open_images(
         box: each pixel of a resized image is the mean of the area that it covers.
         flat: accept a folder of images without subfolders, as one class.
     """
-    if labels is not None and (str(source).startswith("hf:") or source.is_dir()):
+    named = str(source).startswith("hf:")
+    if labels is not None and (named or source.is_dir()):
         raise ValueError(
             f"{labels}: a file of labels has no effect with {source}, which contains classes; omit "
             "data.train_labels or data.val_labels"
         )
-    if str(source).startswith("hf:"):
-        return _HubImages(str(source), size, classes, box)
+    if named:
+        return _open_hub(str(source), size, classes, box)
     if source.is_dir():
-        return _ImageFolder(source, size, classes, box, flat)
+        return _open_folder(source, size, classes, box, flat)
     if not source.exists():
         raise FileNotFoundError(
             f"{source}: no such file or folder; expected a folder of classes, an idx file of "
             "images, or hf:OWNER/NAME"
         )
-    return _IdxImages(source, labels, size, classes, box)
+    return _open_idx(source, labels, size, classes, box)
 
 
-def _decode(path: str, mode: str | None, fitted: int | None = None) -> Tensor:
+def _open_folder(
+    path: Path, size: int | None, classes: Sequence[str] | None, box: bool, flat: bool
+) -> LabeledImages:
+    """Opens images in one folder per class, named after the class."""
+    entries = sorted(entry for entry in path.iterdir() if entry.name[0] != ".")
+    found = [entry.name for entry in entries if entry.is_dir()]
+    unused = [entry.name for entry in entries if _is_image(entry)]
+    if flat and not found:
+        found = ["."]
+    elif not found:
+        raise ValueError(
+            f"{path}: expected a folder of images for each class; got none; give an idx file, or "
+            f"make folders, as in {path}/cat/1.png"
+        )
+    elif unused:
+        warnings.warn(
+            f"{path}: {len(unused)} images outside the folders of classes are ignored, such as "
+            f"{shown(unused[0])}; move them into a folder, or away",
+            stacklevel=3,
+        )
+    known = found if classes is None else list(classes)
+    if unknown := sorted(set(found) - set(known)):
+        raise ValueError(
+            f"{path}: expected folders of the {len(known)} trained classes; got "
+            f"{', '.join(unknown[:5])} as well; rename or remove them"
+        )
+    files: list[str] = []
+    labels: list[int] = []
+    for name in found:
+        own = _image_files(path / name)
+        files += own
+        labels += [known.index(name)] * len(own)
+    read = partial(_read_image, files, size, box)
+    return LabeledImages(path, torch.tensor(labels), known, read, names=files)
+
+
+def _read_image(files: Sequence[str], size: int | None, box: bool, index: int) -> Tensor:
+    # Reading a JPEG at a reduced size uses a filter other than a box
+    pixels = _decode(files[index], "RGB", None if box else size)
+    return _squared(pixels, size, box, files[index])
+
+
+def _squared(pixels: Tensor, size: int | None, box: bool, name: str) -> Tensor:
+    """Returns an image that is resized to a square unless `size` is None."""
+    return (pixels if size is None else fitted(pixels[None], size, name, box)[0]).contiguous()
+
+
+def _open_hub(
+    source: str, size: int | None, classes: Sequence[str] | None, box: bool
+) -> LabeledImages:
+    """Opens the images of a Hugging Face data set."""
+    load = dataset_loader(source)
+    name, _, split = source.removeprefix("hf:").partition(":")
+    rows = load(name, split=split or "train")
+    columns = rows.features
+    image = [column for column in ("image", "img") if column in columns]
+    label = [column for column in ("label", "fine_label") if column in columns]
+    names = getattr(columns[label[0]], "names", None) if label else None
+    if not image or names is None:
+        raise ValueError(
+            f"{source}: expected columns image and label (classes); got {', '.join(columns)}; "
+            "use another set, or write it as a folder of classes"
+        )
+    labels = torch.tensor(list(rows[label[0]]), dtype=torch.int64)
+    if int(labels.min()) < 0:
+        raise ValueError(
+            f"{source}: expected the class of each image; got label {int(labels.min())} in "
+            f"{int((labels < 0).sum()):,} of {len(labels):,} rows, perhaps hidden; give a split "
+            "with labels"
+        )
+    if classes is not None and list(classes) != list(names):
+        raise ValueError(
+            f"{source}: expected the {len(classes)} trained classes; got {len(names)} others; "
+            "validate on the same classes"
+        )
+    read = partial(_read_row, rows, image[0], source, size, box)
+    return LabeledImages(Path(source), labels, list(names), read)
+
+
+def _read_row(
+    rows: Any, column: str, source: str, size: int | None, box: bool, index: int
+) -> Tensor:
+    name = f"{source}, row {index}"
+    with _decoding(name):
+        image = rows[index][column]
+    return _squared(_as_bytes(image, name), size, box, name)
+
+
+def _decode(path: str, mode: str | None, size: int | None = None) -> Tensor:
     """Reads an image as bytes (channels, height, width)."""
     from PIL import Image
 
     with _decoding(path), Image.open(path, formats=_FORMATS) as image:
-        if fitted is not None:
-            image.draft(mode, (fitted, fitted))
+        if size is not None:
+            image.draft(mode, (size, size))
         image.load()
     return _as_bytes(image, path, mode or ("L" if image.mode in _GRAY else "RGB"))
 
@@ -89,147 +177,6 @@ def _as_bytes(image: Image, name: str, mode: str = "RGB") -> Tensor:
     return pixels[None] if mode == "L" else pixels.permute(2, 0, 1)
 
 
-class _DecodedImages(LabeledImages):
-    """Base class for color images that are decoded on demand."""
-
-    channels = 3
-
-    def __init__(self, fitted: int | None, box: bool = False) -> None:
-        self.fitted, self.box = fitted, box
-        first = self._fitted(0)
-        self.size = (first.shape[1], first.shape[2])
-
-    @abstractmethod
-    def _name(self, index: int) -> str:
-        """Returns the name of an image, for messages."""
-
-    @abstractmethod
-    def _decoded(self, index: int) -> Tensor:
-        """Returns an image, (3, height, width) uint8."""
-
-    def _fitted(self, index: int) -> Tensor:
-        pixels = self._decoded(index)
-        if self.fitted is not None:
-            pixels = self._fit(pixels[None], self.fitted, self._name(index), self.box)[0]
-        return pixels.contiguous()
-
-    def image(self, index: int) -> Tensor:
-        image = self._fitted(index)
-        if tuple(image.shape[1:]) != self.size:
-            raise ValueError(
-                f"{self._name(index)}: expected {self.size[0]} x {self.size[1]} pixels, as in the "
-                f"first image; got {image.shape[1]} x {image.shape[2]}; set data.image_size to "
-                "resize all"
-            )
-        return image
-
-
-class _ImageFolder(_DecodedImages):
-    """Images in one folder per class, named after the class; arguments as for `open_images`."""
-
-    def __init__(
-        self,
-        path: Path,
-        size: int | None = None,
-        classes: Sequence[str] | None = None,
-        box: bool = False,
-        flat: bool = False,
-    ) -> None:
-        self.path = path
-        found = sorted(
-            entry.name for entry in path.iterdir() if entry.is_dir() and entry.name[0] != "."
-        )
-        if flat and not found:
-            found = ["."]
-        elif not found:
-            idx = sorted(entry.name for entry in path.glob("*idx3*"))
-            hint = f"give the file {path / idx[0]}" if idx else f"make them, as in {path}/cat/1.png"
-            raise ValueError(
-                f"{path}: expected a folder of images for each class; got none; {hint}"
-            )
-        elif unused := sorted(filter(_is_image, os.listdir(path))):
-            warnings.warn(
-                f"{path}: {len(unused)} images outside the folders of classes are ignored, such as "
-                f"{shown(unused[0])}; move them into a folder, or away",
-                stacklevel=3,
-            )
-        self.classes = found if classes is None else list(classes)
-        if unknown := sorted(set(found) - set(self.classes)):
-            raise ValueError(
-                f"{path}: expected folders of the {len(self.classes)} trained classes; got "
-                f"{', '.join(unknown[:5])}{', ...' if len(unknown) > 5 else ''} as well; rename or "
-                "remove them"
-            )
-        self.files: list[str] = []
-        labels: list[int] = []
-        for name in found:
-            files = sorted(_image_files(path / name))
-            if not files:
-                raise ValueError(
-                    f"{path / name}: expected images ({', '.join(_SUFFIXES)}); got none; remove "
-                    "the folder, or fill it"
-                )
-            self.files += files
-            labels += [self.classes.index(name)] * len(files)
-        self.labels = torch.tensor(labels)
-        super().__init__(size, box)
-
-    def _name(self, index: int) -> str:
-        return self.files[index]
-
-    def _decoded(self, index: int) -> Tensor:
-        # Reading a JPEG at a reduced size uses a filter other than a box
-        return _decode(self.files[index], "RGB", None if self.box else self.fitted)
-
-
-class _HubImages(_DecodedImages):
-    """Images of a Hugging Face data set."""
-
-    def __init__(
-        self,
-        source: str,
-        size: int | None = None,
-        classes: Sequence[str] | None = None,
-        box: bool = False,
-    ) -> None:
-        load = dataset_loader(source)
-        name, _, split = source.removeprefix("hf:").partition(":")
-        self.path = Path(source)
-        self.rows = load(name, split=split or "train")
-        columns = self.rows.features
-        image = [column for column in ("image", "img") if column in columns]
-        label = [column for column in ("label", "fine_label") if column in columns]
-        names = getattr(columns[label[0]], "names", None) if label else None
-        if not image or names is None:
-            raise ValueError(
-                f"{source}: expected columns image and label (classes); got {', '.join(columns)}; "
-                "use another set, or write it as a folder of classes"
-            )
-        self.column = image[0]
-        self.labels = torch.tensor(list(self.rows[label[0]]), dtype=torch.int64)
-        self.classes = list(names)
-        if bool((hidden := self.labels < 0).any()):
-            raise ValueError(
-                f"{source}: expected the class of each image; got label {int(self.labels.min())} "
-                f"in {int(hidden.sum()):,} of {len(hidden):,} rows, perhaps hidden; give a "
-                "split with labels"
-            )
-        if classes is not None and list(classes) != self.classes:
-            raise ValueError(
-                f"{source}: expected the {len(classes)} trained classes; got "
-                f"{len(self.classes)} others; validate on the same classes"
-            )
-        super().__init__(size, box)
-
-    def _name(self, index: int) -> str:
-        return f"{self.path}, row {index}"
-
-    def _decoded(self, index: int) -> Tensor:
-        with _decoding(self._name(index)):
-            image = cast("Image", self.rows[index][self.column])
-        return _as_bytes(image, self._name(index))
-
-
 @contextmanager
 def _decoding(name: str) -> Iterator[None]:
     """Adds the name of the image to Pillow's errors."""
@@ -241,74 +188,53 @@ def _decoding(name: str) -> Iterator[None]:
         ) from None
 
 
-def _is_image(name: str) -> bool:
-    return name.lower().endswith(_SUFFIXES) and not name.startswith(".")
+def _is_image(path: Path) -> bool:
+    return path.name.lower().endswith(_SUFFIXES) and not path.name.startswith(".")
 
 
 def _image_files(folder: Path) -> list[str]:
-    """Lists the images below a folder; follows links but visits each folder only once."""
-    seen: set[str] = set()
-    found: list[str] = []
-    for where, below, names in os.walk(folder, followlinks=True):
-        real = os.path.realpath(where)
-        if real in seen:
-            below.clear()
-            continue
-        seen.add(real)
-        found += [os.path.join(where, name) for name in filter(_is_image, names)]
+    """Lists the images below a folder."""
+    found = sorted(str(path) for path in folder.rglob("*") if _is_image(path))
+    if not found:
+        raise ValueError(
+            f"{folder}: expected images ({', '.join(_SUFFIXES)}); got none; remove the folder, or "
+            "fill it"
+        )
     return found
 
 
-class _IdxImages(LabeledImages):
-    """Gray images of an idx file, in memory, with the labels of a second file."""
-
-    in_memory = True
-
-    def __init__(
-        self,
-        path: Path,
-        labels: Path | None = None,
-        size: int | None = None,
-        classes: Sequence[str] | None = None,
-        box: bool = False,
-    ) -> None:
-        self.path = path
-        images = _read_file(path, axes=3)
-        file = _labels_next_to(path) if labels is None else labels
-        self.labels = _read_file(file, axes=1).long()
-        if len(images) != len(self.labels):
-            raise ValueError(
-                f"{file}: expected a label for each of the {len(images):,} images of {path.name}; "
-                f"got {len(self.labels):,} labels; give two files of the same set"
-            )
-        most = int(self.labels.max())
-        self.classes = [str(i) for i in range(most + 1)] if classes is None else list(classes)
-        if most >= len(self.classes):
-            raise ValueError(
-                f"{file}: expected labels below {len(self.classes)}, the number of classes; got "
-                f"{most}; train on a set with all classes, or name all of them"
-            )
-        self.images = images[:, None]
-        if size is not None and self.images.shape[-2:] != (size, size):
-            self.images = torch.cat(
-                [self._fit(part, size, str(path), box) for part in self.images.split(_CHUNK)]
-            )
-        self.channels = 1
-        self.size = (self.images.shape[-2], self.images.shape[-1])
-
-    def image(self, index: int) -> Tensor:
-        return self.images[index]
+def _open_idx(
+    path: Path, labels: Path | None, size: int | None, classes: Sequence[str] | None, box: bool
+) -> LabeledImages:
+    """Reads the gray images of an idx file, and the labels of a second file."""
+    images = _read_file(path, axes=3)[:, None]
+    file = _labels_next_to(path) if labels is None else labels
+    index = _read_file(file, axes=1).long()
+    if len(images) != len(index):
+        raise ValueError(
+            f"{file}: expected a label for each of the {len(images):,} images of {path.name}; "
+            f"got {len(index):,} labels; give two files of the same set"
+        )
+    most = int(index.max())
+    names = [str(i) for i in range(most + 1)] if classes is None else list(classes)
+    if most >= len(names):
+        raise ValueError(
+            f"{file}: expected labels below {len(names)}, the number of classes; got {most}; train "
+            "on a set with all classes, or name all of them"
+        )
+    if size is not None:
+        images = torch.cat([fitted(part, size, str(path), box) for part in images.split(_CHUNK)])
+    return LabeledImages(path, index, names, images.__getitem__, in_memory=True)
 
 
 def _read_file(path: Path, axes: int) -> Tensor:
     """Reads the bytes of an idx file, plain or gzipped, that has the given number of axes."""
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file; expected an idx file of {_AXES[axes]}")
-    content = path.read_bytes()
+    with open(path, "rb") as file:
+        content = file.read()
     if content[:2] == b"\x1f\x8b":
-        with unpacked(path, "gzip") as file:
-            content = file.read()
-    if len(content) < 4 or content[:3] != _MAGIC:
+        with unpacked(path, "gzip") as packed:
+            content = packed.read()
+    if content[:3] != _MAGIC or len(content) < 4:
         raise ValueError(
             f"{path}: expected an idx file of bytes, which begins with 00 00 08; got "
             f"{content[:4].hex(' ') or 'an empty file'}; give an idx file, or a folder of classes"
@@ -320,11 +246,11 @@ def _read_file(path: Path, axes: int) -> Tensor:
         )
     head = 4 + 4 * axes
     shape = np.frombuffer(content[4:head].ljust(4 * axes, b"\0"), ">u4").tolist()
-    expected, found = math.prod(shape), max(0, len(content) - head)
-    if not expected or found != expected:
+    if not math.prod(shape) or len(content) - head != math.prod(shape):
         raise ValueError(
-            f"{path}: expected {expected:,} bytes after the header, for the shape {shape}; got "
-            f"{found:,}; the file is truncated, empty or mislabeled; get it again"
+            f"{path}: expected {math.prod(shape):,} bytes after the header, for the shape {shape}; "
+            f"got {max(0, len(content) - head):,}; the file is truncated, empty or mislabeled; get "
+            "it again"
         )
     return torch.frombuffer(bytearray(content[head:]), dtype=torch.uint8).view(shape)
 

@@ -7,11 +7,12 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
+import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from molflt.data.images.base import LabeledImages
-from molflt.data.images.files import _SUFFIXES, _decode, _image_files, _read_file
+from molflt.data.images.base import fitted
+from molflt.data.images.files import _decode, _image_files, _read_file
 from molflt.files import write_atomically
 
 __all__ = ["read_alike", "read_images", "write_sheet"]
@@ -29,61 +30,45 @@ def read_images(source: Path, side: int, channels: int) -> Iterator[tuple[str, T
         side: side of the squares in pixels.
         channels: 1 for gray, 3 for color.
     """
-    for file, name, image in _images(source, "L" if channels == 1 else "RGB", side):
-        pixels = image.expand(1, channels, *image.shape[1:])
-        yield name, LabeledImages._fit(pixels, side, file)[0]
+    for name, image in _images(source, "L" if channels == 1 else "RGB", side):
+        yield name, fitted(image.expand(1, channels, -1, -1), side, name)[0]
 
 
 def read_alike(source: Path, side: int, channels: int, fit: bool = False) -> Iterator[Tensor]:
     """Yields the bytes (channels, side, side) of images for a pixel model, by default not resized.
 
-    For color models, gray images get three equal channels, as in training.
-
-    Args:
-        source: image, folder of images, or idx file of images.
-        side: side of the squares in pixels.
-        channels: 1 for gray, 3 for color.
-        fit: downscale the central squares of larger images, as in training.
+    Sources are as for `read_images`. For color models, gray images get three equal channels, as in
+    training. With `fit`, the central squares of larger images are downscaled, as in training.
     """
-    for file, _, image in _images(source, None):
-        if len(image) == 1:
-            image = image.expand(channels, -1, -1)
-        if len(image) != channels:
+    for name, image in _images(source, None):
+        if len(image) not in (1, channels):
             raise ValueError(
-                f"{file}: expected images of {channels} channels, as in training; got {len(image)};"
-                " convert it"
+                f"{name}: expected images of {channels} channels, as in training; got "
+                f"{len(image)}; convert it"
             )
+        image = image.expand(channels, -1, -1)
         if fit:
-            image = LabeledImages._fit(image[None], side, file, box=True)[0]
+            image = fitted(image[None], side, name, box=True)[0]
         if tuple(image.shape[1:]) != (side, side):
             raise ValueError(
-                f"{file}: expected {side} x {side} pixels, as in training; got {image.shape[1]} x "
+                f"{name}: expected {side} x {side} pixels, as in training; got {image.shape[1]} x "
                 f"{image.shape[2]}; resize it, or set --fit true"
             )
         yield image
 
 
 def _images(
-    source: Path, mode: str | None, fitted: int | None = None
-) -> Iterator[tuple[str, str, Tensor]]:
-    """Yields the file, name and bytes of each image; `mode` and `fitted` are as for `_decode`."""
-    if not source.exists():
-        raise FileNotFoundError(
-            f"{source}: no such file or folder; expected an image, a folder of images, or an idx "
-            "file of images"
-        )
-    if source.is_file() and "idx" in source.name:
+    source: Path, mode: str | None, size: int | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields the name and bytes of each image; `mode` and `size` are as for `_decode`."""
+    if source.is_dir():
+        for file in _image_files(source):
+            yield os.path.relpath(file, source), _decode(file, mode, size)
+    elif "idx" in source.name:
         for place, image in enumerate(_read_file(source, 3)):
-            yield str(source), f"{source.name}:{place}", image[None]
-        return
-    files = [str(source)] if source.is_file() else sorted(_image_files(source))
-    if not files:
-        raise ValueError(
-            f"{source}: expected images ({', '.join(_SUFFIXES)}); got none; give another folder"
-        )
-    for file in files:
-        name = Path(file).name if source.is_file() else os.path.relpath(file, source)
-        yield file, name, _decode(file, mode, fitted)
+            yield f"{source.name}:{place}", image[None]
+    else:
+        yield source.name, _decode(str(source), mode, size)
 
 
 def write_sheet(path: Path, rows: Sequence[Tensor]) -> None:
@@ -98,17 +83,18 @@ def write_sheet(path: Path, rows: Sequence[Tensor]) -> None:
 
     if path.suffix != ".png":
         raise ValueError(f"{path}: expected a name that ends in .png; rename it")
-    count, channels, height, width = rows[0].shape
+    count, _, _, width = rows[0].shape
     columns, zoom = min(count, _COLUMNS), max(1, -(-_LEAST // width))
-    step = zoom * height + _MARGIN, zoom * width + _MARGIN
-    lines = [row[start : start + columns] for start in range(0, count, columns) for row in rows]
-    sides = (len(lines) * step[0] + _MARGIN, columns * step[1] + _MARGIN, channels)
-    sheet = np.full(sides, 255, dtype=np.uint8)
-    for i, line in enumerate(lines):
-        for j, image in enumerate(line):
-            pixels = image.permute(1, 2, 0).cpu().numpy().repeat(zoom, 0).repeat(zoom, 1)
-            top, left = _MARGIN + i * step[0], _MARGIN + j * step[1]
-            sheet[top : top + zoom * height, left : left + zoom * width] = pixels
+    lines = []
+    for start in range(0, count, columns):
+        for row in rows:
+            strip = row[start : start + columns].cpu()
+            strip = strip.repeat_interleave(zoom, dim=2).repeat_interleave(zoom, dim=3)
+            strip = F.pad(strip, (_MARGIN, 0, _MARGIN, 0), value=255)
+            white = strip.new_full((columns - len(strip), *strip.shape[1:]), 255)
+            lines.append(torch.cat((*strip, *white), dim=2))
+    sheet = F.pad(torch.cat(lines, dim=1), (0, _MARGIN, 0, _MARGIN), value=255)
+    pixels = sheet.permute(1, 2, 0).numpy()
     content = io.BytesIO()
-    Image.fromarray(sheet[..., 0] if channels == 1 else sheet).save(content, format="PNG")
+    Image.fromarray(pixels[..., 0] if len(sheet) == 1 else pixels).save(content, format="PNG")
     write_atomically(path, content.getvalue())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sized
+from collections.abc import Mapping, Sized
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from molflt.data.batches import BatchedData
 from molflt.data.text.sources import _text_blocks
-from molflt.data.text.vocabulary import _FIXED, Vocabulary, _Level
+from molflt.data.text.vocabulary import FIXED, Vocabulary, _Level
 
 __all__ = ["Blocks", "TextData", "TextSets", "TokenBlocks", "read_blocks"]
 
@@ -25,24 +25,34 @@ _Items = TypeVar("_Items", bound=Sized)
 
 
 class Blocks(Dataset[_Item]):
-    """Base class for texts that are cut into blocks.
+    """Base class for texts, ids (tokens,), that are cut into blocks of `length` tokens.
 
-    Args:
-        ids: ids of the text, (tokens,) integers.
-        length: tokens in a block.
-        least: minimum number of tokens.
-        source: name of the text, for messages.
+    A block contains `inner` tokens of the text. An incomplete last block, with padding, contains at
+    least `shortest` of them, and is left out unless `keep_last` is set.
     """
 
-    def __init__(self, ids: np.ndarray, length: int, least: int, source: str) -> None:
+    def __init__(
+        self, ids: np.ndarray, length: int, inner: int, shortest: int, keep_last: bool, source: str
+    ) -> None:
+        least = shortest if keep_last else inner
         if len(ids) < least:
             raise ValueError(
                 f"{source}: expected at least {least} tokens for one block; got {len(ids)}; use a "
                 "longer text or a smaller data.length"
             )
-        self.ids = ids
-        self.tokens = len(ids)
-        self.length = length
+        whole, rest = divmod(len(ids), inner)
+        self.count = whole + (keep_last and rest >= shortest)
+        self.ids, self.tokens = ids, len(ids)
+        self.length, self.inner = length, inner
+
+    def __len__(self) -> int:
+        return self.count
+
+    def _piece(self, index: int) -> np.ndarray:
+        """Returns the tokens of the text in a block."""
+        if not 0 <= index < self.count:
+            raise IndexError(f"block {index} of {self.count}")
+        return self.ids[index * self.inner : (index + 1) * self.inner]
 
 
 class TokenBlocks(Blocks[tuple[Tensor, Tensor]]):
@@ -61,45 +71,27 @@ class TokenBlocks(Blocks[tuple[Tensor, Tensor]]):
     """
 
     def __init__(
-        self,
-        ids: np.ndarray,
-        length: int,
-        eos: int,
-        keep_last: bool = False,
-        source: str = "text",
+        self, ids: np.ndarray, length: int, eos: int, keep_last: bool = False, source: str = "text"
     ) -> None:
-        super().__init__(ids, length, 1 if keep_last else length, source)
+        super().__init__(ids, length, length, 1, keep_last, source)
         self.eos = eos
-        self.keep_last = keep_last
-
-    def __len__(self) -> int:
-        return -(-self.tokens // self.length) if self.keep_last else self.tokens // self.length
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         """Returns inputs and targets, (length,) int64 each; padding has the target -1."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"block {index} of {len(self)}")
-        start = index * self.length
-        piece = self.ids[start : start + self.length]
+        piece = self._piece(index)
         inputs = np.full(self.length, self.eos, dtype=np.int64)
         targets = np.full(self.length, _NO_TARGET, dtype=np.int64)
         targets[: len(piece)] = piece
-        if start:
-            inputs[0] = self.ids[start - 1]
+        if index:
+            inputs[0] = self.ids[index * self.length - 1]
         inputs[1 : len(piece)] = piece[:-1]
         return torch.from_numpy(inputs), torch.from_numpy(targets)
 
 
 class TextSets(BatchedData[_Items]):
-    """Base class for a training text, a validation text and an optional test text.
+    """Base class for sources of "train", "val" and "test"; None for a missing text."""
 
-    Args:
-        batch_size: items in a batch, per device.
-        workers: processes that read ahead; 0 reads in the main process.
-        sources: sources of "train", "val" and "test"; None for a missing text.
-    """
-
-    def __init__(self, batch_size: int, workers: int, sources: dict[str, Path | None]) -> None:
+    def __init__(self, batch_size: int, workers: int, sources: Mapping[str, Path | None]) -> None:
         super().__init__(batch_size, workers)
         self.sources = {use: str(source) for use, source in sources.items() if source is not None}
 
@@ -162,11 +154,8 @@ class TextData(TextSets[TokenBlocks]):
         vocabulary: Path | None = None,
     ) -> None:
         super().__init__(batch_size, workers, {"train": train, "val": val, "test": test})
-        for name, value in (("length", length), ("min_count", min_count)):
-            if value < 1:
-                raise ValueError(f"data.{name} must be at least 1; got {value}")
-        given = f"vocabulary={vocabulary}" if vocabulary is not None else f"level={level}"
-        if min_count > 1 and (vocabulary is not None or level in _FIXED):
+        if min_count > 1 and (vocabulary is not None or level in FIXED):
+            given = f"vocabulary={vocabulary}" if vocabulary is not None else f"level={level}"
             raise ValueError(
                 f"data.min_count has no effect with data.{given}, which fixes the vocabulary; omit "
                 "one of them"
@@ -177,21 +166,19 @@ class TextData(TextSets[TokenBlocks]):
         self.vocabulary_file = None if vocabulary is None else Path(vocabulary)
 
     def open(self, use: str) -> TokenBlocks:
-        source = self.sources[use]
-        if use != "train":
-            return read_blocks(source, self.vocabulary, self.length, use)
-        blocks = _text_blocks(source, self.level)
-        if self.vocabulary_file is None:
+        source, file = self.sources[use], self.vocabulary_file
+        if use == "train" and file is None:
+            blocks = _text_blocks(source, self.level)
             self.vocabulary, ids = Vocabulary.count(self.level, blocks, self.min_count)
-        else:
-            self.vocabulary = _read_vocabulary(self.vocabulary_file, self.level)
-            ids = self.vocabulary.encode_blocks(blocks)
-            if (share := _unknown(ids, self.vocabulary)) > _MOST_UNKNOWN:
+            return TokenBlocks(ids, self.length, self.vocabulary.eos, source=source)
+        if use == "train" and file is not None:
+            self.vocabulary = Vocabulary.from_json(file.read_bytes(), str(file))
+            if self.vocabulary.level != self.level:
                 raise ValueError(
-                    f"{self.vocabulary_file}: expected a vocabulary of {source}; got one without "
-                    f"{share:.0%} of its tokens; omit data.vocabulary to make one"
+                    f"{file}: expected a vocabulary of level {self.level!r}; got "
+                    f"{self.vocabulary.level!r}; change data.level"
                 )
-        return TokenBlocks(ids, self.length, self.vocabulary.eos, source=source)
+        return read_blocks(source, self.vocabulary, self.length, use, keep_last=use != "train")
 
     def sizes(self) -> dict[str, int]:
         self.setup()
@@ -202,37 +189,18 @@ class TextData(TextSets[TokenBlocks]):
         return {"vocabulary.json": self.vocabulary.to_json()}
 
 
-def read_blocks(source: str, vocabulary: Vocabulary, length: int, use: str = "val") -> TokenBlocks:
-    """Reads a whole text as blocks for evaluation.
+def read_blocks(
+    source: str, vocabulary: Vocabulary, length: int, use: str = "val", keep_last: bool = True
+) -> TokenBlocks:
+    """Reads a text, a source of `TextData`, as blocks; warns if most of its tokens are unknown.
 
-    Args:
-        source: file or hf: name, see `TextData`.
-        vocabulary: vocabulary of the model.
-        length: tokens in a block.
-        use: "train", "val" or "test"; sets the default split of a Hugging Face data set.
+    The default split of a Hugging Face data set is that of `use`: "train", "val" or "test".
     """
     ids = vocabulary.encode_blocks(_text_blocks(source, vocabulary.level, use))
-    if (share := _unknown(ids, vocabulary)) > _MOST_UNKNOWN:
+    if len(ids) and (share := float(np.mean(ids == vocabulary.unk))) > _MOST_UNKNOWN:
         warnings.warn(
             f"{source}: {share:.0%} of the tokens are not in the vocabulary and become <unk>: the "
             "perplexity says little about this text",
             stacklevel=2,
         )
-    return TokenBlocks(ids, length, vocabulary.eos, keep_last=True, source=source)
-
-
-def _read_vocabulary(path: Path, level: _Level) -> Vocabulary:
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file; expected a vocabulary.json")
-    vocabulary = Vocabulary.from_json(path.read_bytes(), str(path))
-    if vocabulary.level != level:
-        raise ValueError(
-            f"{path}: expected a vocabulary of level {level!r}; got {vocabulary.level!r}; change "
-            "data.level"
-        )
-    return vocabulary
-
-
-def _unknown(ids: np.ndarray, vocabulary: Vocabulary) -> float:
-    """Returns the share of <unk> among the ids."""
-    return float(np.mean(ids == vocabulary.unk)) if len(ids) else 0.0
+    return TokenBlocks(ids, length, vocabulary.eos, keep_last, source)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import math
+import contextlib
+import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,24 +20,11 @@ from molflt.files import shown
 if TYPE_CHECKING:
     from molflt.data.text.tokenizer import TokenizerKind
 
-__all__ = [
-    "GLUE",
-    "LONG_RANGE",
-    "TASKS",
-    "VAL_FRACTION",
-    "Example",
-    "GlueTask",
-    "classes_in",
-    "find_split",
-    "read_examples",
-    "read_splits",
-]
+__all__ = ["GLUE", "TASKS", "Example", "GlueTask", "classes_in", "find_split"]
+__all__ += ["read_examples", "read_splits"]
 
-VAL_FRACTION = 0.1
-"""Default share of the training rows to validate on, for tasks without a validation file."""
-
+_VAL_FRACTION = 0.1  # default for tasks without a validation file
 _UNLABELED = "unsup"  # folder of unlabeled published reviews
-_LUMA = torch.tensor([19595, 38470, 7471])  # ITU-R 601 in units of 2^-16, rounded as in Pillow
 _TWO = ("0", "1")
 _ENTAILED = ("entailment", "not_entailment")
 
@@ -62,15 +50,13 @@ class GlueTask(NamedTuple):
     places: Mapping[str, int] | None = None
     """indices of the same columns in files without a header"""
     files: Mapping[str, tuple[str, ...]] = {}
-    """additional file names of each split"""
+    """additional file names of each split, in the folder of the task or in another one"""
     broken_rows: bool = False
     """the published files contain rows with missing columns, which are skipped by convention"""
     kind: TokenizerKind | None = None
     """default kind of the tokenizer; None for a learned one"""
     form: Literal["rows", "texts", "images"] = "rows"
     """table, folder of texts for each class, or images"""
-    folder: str | None = None
-    """folder of the files, if its name differs from that of the task"""
 
     @property
     def held_out(self) -> bool:
@@ -82,19 +68,15 @@ def _pair(first: str, second: str, label: str = "label") -> dict[str, str]:
     return {"first": first, "second": second, "label": label}
 
 
+_SINGLE = {"first": "sentence", "label": "label"}
 _MATCHED = {"val": ("dev_matched.tsv",), "val_mismatched": ("dev_mismatched.tsv",)}
 _USUAL = {"train": ("train.tsv",), "val": ("dev.tsv",), "test": ("test.tsv",)}
 _MRPC = {"test": ("msr_paraphrase_test.txt",)}  # MRPC's training file contains GLUE's dev.tsv
 _STS = {"train": ("sts-train.csv",), "val": ("sts-dev.csv",), "test": ("sts-test.csv",)}
 
 GLUE: dict[str, GlueTask] = {
-    "CoLA": GlueTask(
-        {"first": "sentence", "label": "label"},
-        _TWO,
-        ("matthews",),
-        places={"first": 3, "label": 1},
-    ),
-    "SST-2": GlueTask({"first": "sentence", "label": "label"}, _TWO),
+    "CoLA": GlueTask(_SINGLE, _TWO, ("matthews",), places={"first": 3, "label": 1}),
+    "SST-2": GlueTask(_SINGLE, _TWO),
     "MRPC": GlueTask(
         _pair("#1 String", "#2 String", "Quality"), _TWO, ("accuracy", "f1"), files=_MRPC
     ),
@@ -118,11 +100,14 @@ GLUE: dict[str, GlueTask] = {
 }
 
 
-def _folders(train: str, test: str) -> dict[str, tuple[str, ...]]:
-    return {"train": (*train.split(),), "val": (*train.split(),), "test": (*test.split(),)}
+_IMDB = {"train": ("aclImdb/train",), "val": ("aclImdb/train",), "test": ("aclImdb/test",)}
+_PIXELS = {
+    "train": ("train", "train-images-idx3-ubyte"),
+    "test": ("test", "t10k-images-idx3-ubyte"),
+}
+_PIXELS["val"] = _PIXELS["train"]
 
-
-LONG_RANGE: dict[str, GlueTask] = {
+_LONG_RANGE: dict[str, GlueTask] = {
     "ListOps": GlueTask(
         {"first": "Source", "label": "Target"},
         tuple("0123456789"),
@@ -130,37 +115,21 @@ LONG_RANGE: dict[str, GlueTask] = {
         files={use: (f"{use}.tsv", f"basic_{use}.tsv") for use in ("train", "val", "test")},
         kind="listops",
     ),
-    "IMDb": GlueTask(
-        {},
-        ("neg", "pos"),
-        files=_folders("train", "test"),
-        kind="byte",
-        form="texts",
-        folder="aclImdb",
-    ),
-    "Image": GlueTask(
-        {},
-        None,
-        files=_folders("train train-images-idx3-ubyte", "test t10k-images-idx3-ubyte"),
-        kind="byte",
-        form="images",
-    ),
+    "IMDb": GlueTask({}, ("neg", "pos"), files=_IMDB, kind="byte", form="texts"),
+    "Image": GlueTask({}, None, files=_PIXELS, kind="byte", form="images"),
 }
 
-TASKS = {**GLUE, **LONG_RANGE}
+TASKS = {**GLUE, **_LONG_RANGE}
 
 
 def find_split(root: Path, task: str, split: str) -> Path:
     """Finds the file of a split: ROOT/TASK/train.tsv or ROOT/TASK.train.tsv, plain, .gz or .xz.
 
-    Args:
-        root: folder of the tasks.
-        task: key of `TASKS`.
-        split: train, val, test, or val_mismatched for MNLI.
+    Splits are train, val, test, and val_mismatched for MNLI.
     """
     spec, root = TASKS[task], Path(root)
     names = [*spec.files.get(split, ()), *(() if spec.held_out else _USUAL.get(split, ()))]
-    forms = [f"{spec.folder or task}/{name}" for name in names]
+    forms = [name if "/" in name else f"{task}/{name}" for name in names]
     for form in forms:
         for packed in ("", *_PACKED):
             for path in (root / f"{form}{packed}", root / f"{form.replace('/', '.', 1)}{packed}"):
@@ -183,26 +152,18 @@ def read_splits(
     """Returns the file or folder, and the rows, of each split.
 
     Tasks without validation files are validated on the last training rows of each class. Reviews of
-    the same film are adjacent in IMDb, so hardly any film is in both sets.
-
-    Args:
-        root: folder of the tasks.
-        task: key of `TASKS`.
-        splits: train, val, test, or val_mismatched for MNLI.
-        val_fraction: share of the training rows to validate on; None for `VAL_FRACTION`.
-        classes: see `read_examples`.
+    the same film are adjacent in IMDb, so hardly any film is in both sets. `val_fraction` is 0.1 by
+    default.
     """
     paths = {split: find_split(root, task, split) for split in splits}
     rows = {path: read_examples(path, task, classes) for path in dict.fromkeys(paths.values())}
     found = {split: rows[path] for split, path in paths.items()}
     for split in {"train", "val"} & found.keys() if TASKS[task].held_out else ():
         path, whole = paths[split], found[split]
-        share = VAL_FRACTION if val_fraction is None else val_fraction
+        share = _VAL_FRACTION if val_fraction is None else val_fraction
         labels = torch.tensor([one.label for one in whole])
-        held = held_out(labels, share, path, TASKS[task].form).tolist()
-        found[split] = [
-            one for one, kept in zip(whole, held, strict=True) if kept == (split == "val")
-        ]
+        kept = held_out(labels, share, path, TASKS[task].form) == (split == "val")
+        found[split] = list(itertools.compress(whole, kept.tolist()))
     return {split: (path, found[split]) for split, path in paths.items()}
 
 
@@ -214,75 +175,57 @@ def classes_in(path: Path, task: str) -> list[str]:
 
 
 def read_examples(path: Path, task: str, classes: Sequence[str] | None = None) -> list[Example]:
-    """Reads all rows of a file, whose cells are separated by tabs and not quoted.
+    """Reads all rows of a file, whose cells are separated by tabs and not quoted, or of a folder.
 
-    Args:
-        path: file, or folder for a task whose files are in folders.
-        task: key of `TASKS`.
-        classes: names of the classes of images, in the order of labels; by default the names found.
+    Classes of images are numbered in the order of `classes`, by default those that are found.
     """
     spec = TASKS[task]
     if spec.held_out:
         names = classes_in(path, task) if classes is None else classes
         read = _read_gray if spec.form == "images" else _read_texts
         return [Example(text, None, label) for text, label in read(path, names)]
-    rows = _rows(path)
-    number, head = next(rows, (0, []))
-    if not number:
+    lines = enumerate(_lines(str(path)), 1)
+    rows = [(i, line.removesuffix("\r").split("\t")) for i, line in lines if line.strip()]
+    if not rows:
         raise ValueError(f"{path}: the file is empty; expected rows of {task}")
+    head = rows[0][1]
     places = {what: head.index(name) for what, name in spec.columns.items() if name in head}
-    headless = spec.places is not None and not places
-    if headless and spec.places is not None:
+    if spec.places is not None and not places:
         places = dict(spec.places)
     elif missing := [name for what, name in spec.columns.items() if what not in places]:
         raise ValueError(
             f"{path}: row 1: expected a header with {', '.join(spec.columns.values())}; got "
             f"{shown(head)}, without {missing[0]!r}"
         )
-    found = [_example(path, number, head, places, spec)] if headless else []
-    for number, cells in rows:
-        if spec.broken_rows and len(cells) <= max(places.values()):
-            continue
-        found.append(_example(path, number, cells, places, spec))
-    if not found:
+    else:
+        rows = rows[1:]
+    if spec.broken_rows:
+        rows = [(i, cells) for i, cells in rows if len(cells) > max(places.values())]
+    if not rows:
         raise ValueError(f"{path}: no row after the header; expected rows of {task}")
-    return found
-
-
-def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Yields the row number, counted from 1, and the cells of each nonblank row."""
-    for number, line in enumerate(_lines(str(path)), 1):
-        if line.strip():
-            yield number, line.removesuffix("\r").split("\t")
+    return [_example(f"{path}: row {i}", cells, places, spec.labels) for i, cells in rows]
 
 
 def _example(
-    path: Path, number: int, cells: list[str], places: Mapping[str, int], spec: GlueTask
+    where: str, cells: list[str], places: Mapping[str, int], labels: tuple[str, ...] | None
 ) -> Example:
     if len(cells) <= max(places.values()):
         raise ValueError(
-            f"{path}: row {number}: expected at least {max(places.values()) + 1} columns, between "
-            f"tabs; got {len(cells)}; correct the row"
+            f"{where}: expected at least {max(places.values()) + 1} columns, between tabs; got "
+            f"{len(cells)}; correct the row"
         )
     first, label = cells[places["first"]], cells[places["label"]].strip()
     second = cells[places["second"]] if "second" in places else None
-    if spec.labels is not None:
-        if label not in spec.labels:
-            raise ValueError(
-                f"{path}: row {number}: expected one of the labels {', '.join(spec.labels)}; got "
-                f"{shown(label)}; correct the row, or change data.task"
-            )
-        return Example(first, second, spec.labels.index(label))
-    try:
-        score = float(label)
-    except ValueError:
-        score = math.nan
-    if not 0 <= score <= 5:
-        raise ValueError(
-            f"{path}: row {number}: expected a score from 0 to 5; got {shown(label)}; correct the "
-            "row, or change data.task"
-        )
-    return Example(first, second, score)
+    if labels is not None and label in labels:
+        return Example(first, second, labels.index(label))
+    with contextlib.suppress(ValueError):
+        if labels is None and 0 <= (score := float(label)) <= 5:
+            return Example(first, second, score)
+    expected = "a score from 0 to 5" if labels is None else f"one of {', '.join(labels)}"
+    raise ValueError(
+        f"{where}: expected {expected} as label; got {shown(label)}; correct the row, or change "
+        "data.task"
+    )
 
 
 def _read_texts(path: Path, classes: Sequence[str]) -> Iterator[tuple[str, int]]:
@@ -298,9 +241,7 @@ def _read_texts(path: Path, classes: Sequence[str]) -> Iterator[tuple[str, int]]
         if not files:
             raise ValueError(f"{path / name}: expected .txt files; got none; get the data again")
         for file in files:
-            if not (content := file.read_bytes()):
-                raise ValueError(f"{file}: the file is empty; expected text; remove the file")
-            yield text_of(content), label
+            yield text_of(file.read_bytes()), label
 
 
 def _numbers(path: Path) -> list[tuple[int, str]]:
@@ -310,10 +251,13 @@ def _numbers(path: Path) -> list[tuple[int, str]]:
 
 def _read_gray(path: Path, classes: Sequence[str]) -> Iterator[tuple[str, int]]:
     """Yields the gray levels of each image, row by row (see `text_of`), and its class."""
+    from PIL import Image
+
     images = open_images(path, classes=classes)
     for index in range(len(images)):
         image, label = images[index]
         if images.channels == 3:
-            levels = (image.permute(1, 2, 0).int() * _LUMA).sum(dim=-1)
-            image = ((levels + 2**15) >> 16).to(torch.uint8)
-        yield text_of(image.numpy().tobytes()), int(label)
+            gray = Image.fromarray(image.permute(1, 2, 0).numpy()).convert("L").tobytes()
+        else:
+            gray = image.numpy().tobytes()
+        yield text_of(gray), int(label)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -15,8 +15,8 @@ from torch.utils.data import Dataset
 
 from molflt.data.batches import SizeBucketedBatchSampler
 from molflt.data.text.sources import _PACKED, _lines
-from molflt.data.text.tokenized import TokenizedData
-from molflt.data.text.tokenizer import Tokenizer, TokenizerKind
+from molflt.data.text.tokenized import TokenizedData, padded_rows
+from molflt.data.text.tokenizer import Tokenizer
 
 __all__ = ["Pairs", "ParallelData", "ParallelText", "paired", "read_lines", "read_parallel"]
 
@@ -36,14 +36,11 @@ class ParallelText(NamedTuple):
 class Pairs(Dataset[_Item]):
     """Token ids of sentences and of their translations.
 
-    Args:
-        text: sentences.
-        tokenizer: tokenizer of both languages.
-        length: maximum number of tokens in a sentence, including the end token; longer pairs are
-            left out. None for no limit.
+    Pairs with more than `length` tokens in a sentence, including the end token, are left out.
 
     Attributes:
         left_out: number of pairs that were too long.
+        sizes: number of tokens of the longer side of each pair.
     """
 
     def __init__(self, text: ParallelText, tokenizer: Tokenizer, length: int | None = None) -> None:
@@ -53,6 +50,7 @@ class Pairs(Dataset[_Item]):
             tokenizer.expect_known(np.fromiter(chain.from_iterable(side), dtype=np.int64), name)
         pairs = list(zip(*sides, strict=True))
         self.pairs = [pair for pair in pairs if length is None or max(map(len, pair)) < length]
+        self.sizes = [max(map(len, pair)) + 1 for pair in self.pairs]
         self.left_out = len(pairs) - len(self.pairs)
         if not self.pairs:
             raise ValueError(
@@ -69,11 +67,6 @@ class Pairs(Dataset[_Item]):
         source, target = self.pairs[index]
         return torch.tensor([*source, self.end]), torch.tensor([self.begin, *target, self.end])
 
-    @property
-    def sizes(self) -> list[int]:
-        """Number of tokens of the longer side of each pair."""
-        return [max(map(len, pair)) + 1 for pair in self.pairs]
-
 
 def paired(items: Sequence[_Item], pad: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Collates items into a padded batch.
@@ -82,15 +75,11 @@ def paired(items: Sequence[_Item], pad: int) -> tuple[Tensor, Tensor, Tensor, Te
         Ids and mask of the sources, (batch, longest source), and the inputs and targets of the
         decoder, (batch, longest target); the target of padding is -1.
     """
-    sources, targets = (list(side) for side in zip(*items, strict=True))
-    source = _padded(sources, pad)
-    there = _padded([torch.ones_like(ids) for ids in sources], 0).bool()
-    seen = _padded([ids[:-1] for ids in targets], pad)
-    return source, there, seen, _padded([ids[1:] for ids in targets], _NO_TARGET)
-
-
-def _padded(rows: list[Tensor], value: int) -> Tensor:
-    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value)
+    sources, targets = zip(*items, strict=True)
+    there = padded_rows([torch.ones_like(ids) for ids in sources], 0).bool()
+    seen = padded_rows([ids[:-1] for ids in targets], pad)
+    following = padded_rows([ids[1:] for ids in targets], _NO_TARGET)
+    return padded_rows(sources, pad), there, seen, following
 
 
 class ParallelData(TokenizedData[Pairs]):
@@ -98,7 +87,7 @@ class ParallelData(TokenizedData[Pairs]):
 
     Each option names two UTF-8 files with the same number of lines, NAME.SOURCE and NAME.TARGET,
     plain or compressed (.gz or .xz). For example, data/train with the languages de and en means
-    data/train.de and data/train.en.
+    data/train.de and data/train.en. One tokenizer is learned from both sides.
 
     Args:
         train: name of the training files.
@@ -106,23 +95,18 @@ class ParallelData(TokenizedData[Pairs]):
         source: extension of the files to translate from, such as de.
         target: extension of the files to translate to.
         test: name of the files for the final evaluation.
-        tokenizer: tokenizer.json, or the folder of a run that has one; by default one is learned
-            from both sides of the training text.
-        kind: kind of a learned tokenizer, see `molflt.data.text.tokenized.TokenizedText`; bpe by
-            default.
-        pieces: maximum number of tokens of a learned tokenizer, 8192 by default.
-        lowercase: ignore case in a learned tokenizer; false by default. BLEU ignores case if the
-            tokenizer does.
         length: maximum number of tokens in a sentence; longer pairs are left out of training and
             validation.
         batch_size: pairs in a batch, per device.
         max_tokens: limit on the number of pairs in a batch times the number of tokens in its
             longest sentence; null for no limit.
         bucket: number of random batches that are pooled, sorted by length and cut again.
-        workers: processes that read ahead; 0 reads in the main process.
+        tokens: further arguments of `molflt.data.text.tokenized.TokenizedData`.
     """
 
     items = "pairs"
+    default_kind = "bpe"
+    default_lowercase = False
 
     def __init__(
         self,
@@ -131,22 +115,13 @@ class ParallelData(TokenizedData[Pairs]):
         source: str,
         target: str,
         test: Path | None = None,
-        tokenizer: Path | None = None,
-        kind: TokenizerKind | None = None,
-        pieces: int | None = None,
-        lowercase: bool | None = None,
         length: int = 256,
         batch_size: int = 128,
         max_tokens: int | None = None,
         bucket: int = 16,
-        workers: int = 0,
+        **tokens: Any,
     ) -> None:
-        sources = {"train": train, "val": val, "test": test}
-        super().__init__(batch_size, workers, sources, tokenizer, kind, pieces, lowercase)
-        self.kind, self.lowercase = kind or "bpe", bool(lowercase)
-        for name, value, least in (("length", length, 2), ("bucket", bucket, 1)):
-            if value < least:
-                raise ValueError(f"data.{name} must be at least {least}; got {value}")
+        super().__init__(batch_size, {"train": train, "val": val, "test": test}, **tokens)
         if max_tokens is not None and max_tokens < length:
             raise ValueError(
                 f"data.max_tokens must be at least data.length={length}; got {max_tokens}; change "
@@ -199,28 +174,21 @@ def read_lines(path: str) -> list[str]:
 
 
 def read_parallel(name: str, source: str, target: str) -> ParallelText:
-    """Reads both sides of a parallel text.
-
-    Args:
-        name: name of the two files, without the languages.
-        source: source language, the extension of the first file.
-        target: target language, the extension of the second file.
-    """
+    """Reads both sides of a parallel text, the files NAME.SOURCE and NAME.TARGET."""
     files = _file(name, source), _file(name, target)
-    sides = [read_lines(path) for path in files]
+    sides = read_lines(files[0]), read_lines(files[1])
     if len(sides[0]) != len(sides[1]):
         raise ValueError(
             f"expected equally many lines in {files[0]} and {files[1]}; got {len(sides[0]):,} and "
             f"{len(sides[1]):,}; line i of one must be the translation of line i of the other"
         )
-    for path, other, side in zip(files, files[::-1], sides, strict=True):
-        if empty := [number for number, line in enumerate(side, 1) if not line]:
+    for path, side in zip(files, sides, strict=True):
+        if "" in side:
             raise ValueError(
-                f"{path}: expected a sentence in each line; got {len(empty):,} empty "
-                f"line{'s' * (len(empty) > 1)}, first line {empty[0]:,}; remove it here and in "
-                f"{other}"
+                f"{path}: expected a sentence in each line; got an empty line "
+                f"{side.index('') + 1:,}; remove it in both files"
             )
-    return ParallelText(sides[0], sides[1], files)
+    return ParallelText(*sides, files)
 
 
 def _file(name: str, language: str) -> str:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from molflt.data.text.glue import TASKS, Example, classes_in, find_split, read_splits
-from molflt.data.text.tokenized import TokenizedData
+from molflt.data.text.tokenized import TokenizedData, padded_rows
 from molflt.data.text.tokenizer import Tokenizer, TokenizerKind
 
 __all__ = ["CLASSES", "SentenceData", "Sentences", "TaskName", "padded"]
@@ -30,19 +30,14 @@ else:
     TaskName = Literal[tuple(TASKS)]
 
 _Item = tuple[Tensor, Tensor, Tensor]
-_Ids = NDArray[np.int32]
 _AT_ONCE = 512  # texts encoded at once; the library needs 150 bytes per token
 
 
 class Sentences(Dataset[_Item]):
     """Labeled sequences [CLS] first [SEP], or [CLS] first [SEP] second [SEP].
 
-    Args:
-        examples: rows of the task.
-        tokenizer: tokenizer of the texts.
-        length: maximum number of tokens; longer examples are cut at the end of the longer sentence,
-            one token at a time.
-        source: name of the file, for messages.
+    Examples of more than `length` tokens are cut at the end of the longer sentence, one token at a
+    time.
 
     Attributes:
         cut: number of examples that were cut.
@@ -51,44 +46,32 @@ class Sentences(Dataset[_Item]):
     def __init__(
         self, examples: Sequence[Example], tokenizer: Tokenizer, length: int, source: str = ""
     ) -> None:
-        if length < 5:
-            raise ValueError(f"data.length must be at least 5; got {length}")
         self.labels = [one.label for one in examples]
-        self.cls, self.sep = tokenizer.cls, tokenizer.sep
-        self.parts: list[tuple[_Ids, _Ids | None]] = []
+        self.rows: list[tuple[NDArray[np.int32], int]] = []  # ids, and how many are of type 0
         self.cut = 0
+        cls, sep = tokenizer.cls, tokenizer.sep
         for start in range(0, len(examples), _AT_ONCE):
             some = examples[start : start + _AT_ONCE]
             first = tokenizer.encode([one.first for one in some], source)
             second = tokenizer.encode([one.second or "" for one in some], source)
             for one, a, b in zip(some, first, second, strict=True):
                 pair = one.second is not None
-                lengths = _cut(len(a), len(b), length - 2 - pair)
-                self.cut += sum(lengths) < len(a) + len(b)
-                rest = np.array(b[: lengths[1]], np.int32) if pair else None
-                self.parts.append((np.array(a[: lengths[0]], np.int32), rest))
+                most = length - 2 - pair
+                of_second = min(len(b), max(most - len(a), most // 2))
+                of_first = min(len(a), most - of_second)
+                self.cut += of_first + of_second < len(a) + len(b)
+                ids = [cls, *a[:of_first], sep, *([*b[:of_second], sep] if pair else [])]
+                self.rows.append((np.array(ids, np.int32), of_first + 2))
 
     def __len__(self) -> int:
-        return len(self.parts)
+        return len(self.rows)
 
     def __getitem__(self, index: int) -> _Item:
         """Returns the ids and types, (tokens,) int64 each, and the class or score, () float64."""
-        first, second = self.parts[index]
-        tokens = [self.cls, *first.tolist(), self.sep]
-        rest = [] if second is None else [*second.tolist(), self.sep]
-        types = torch.tensor([0] * len(tokens) + [1] * len(rest))
+        ids, first = self.rows[index]
+        types = torch.arange(len(ids)) >= first
         label = torch.tensor(self.labels[index], dtype=torch.float64)
-        return torch.tensor([*tokens, *rest]), types, label
-
-
-def _cut(first: int, second: int, most: int) -> tuple[int, int]:
-    """Returns the lengths of two sentences after cutting the longer one first."""
-    if first + second <= most:
-        return first, second
-    half = most // 2
-    if second <= half:
-        return most - second, second
-    return (first, most - first) if first <= most - half else (most - half, half)
+        return torch.from_numpy(ids).long(), types.long(), label
 
 
 def padded(items: Sequence[_Item], pad: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -97,14 +80,9 @@ def padded(items: Sequence[_Item], pad: int) -> tuple[Tensor, Tensor, Tensor, Te
     Returns:
         Ids, types and mask of the tokens, (batch, longest) each, and labels (batch,).
     """
-    longest = max(len(tokens) for tokens, _, _ in items)
-    ids = torch.full((len(items), longest), pad)
-    types = torch.zeros_like(ids)
-    there = torch.zeros(ids.shape, dtype=torch.bool)
-    for i, (tokens, kinds, _) in enumerate(items):
-        ids[i, : len(tokens)], types[i, : len(tokens)] = tokens, kinds
-        there[i, : len(tokens)] = True
-    return ids, types, there, torch.stack([label for _, _, label in items])
+    tokens, types, labels = zip(*items, strict=True)
+    there = padded_rows([torch.ones_like(row) for row in tokens], 0).bool()
+    return padded_rows(tokens, pad), padded_rows(types, 0), there, torch.stack(labels)
 
 
 class SentenceData(TokenizedData[Sentences]):
@@ -118,18 +96,15 @@ class SentenceData(TokenizedData[Sentences]):
     Args:
         task: CoLA, SST-2, MRPC, STS-B, QQP, MNLI, QNLI or RTE from GLUE; or ListOps, IMDb or Image.
         root: folder with the files of the tasks.
-        tokenizer: tokenizer.json, or the folder of a run or of a published model that has one; by
-            default the tokenizer of the weights in --init; without them, one is learned.
-        kind: kind of the tokenizer, see `molflt.data.text.tokenized.TokenizedText`; by default
+        tokenizer: see `molflt.data.text.tokenized.TokenizedData`.
+        kind: kind of the tokenizer, see `molflt.data.text.tokenized.TokenizedData`; by default
             listops for ListOps and byte for IMDb and Image.
-        pieces: maximum number of tokens of a learned tokenizer, 8192 by default.
-        lowercase: ignore case in a learned tokenizer; true by default.
         length: maximum number of tokens in a sentence or pair, including special tokens; longer
             ones are cut.
         val_fraction: share of the training rows of IMDb or Image to validate on, taken from the end
             of each class; null means 0.1. Other tasks have validation files.
         batch_size: sentences or pairs in a batch, per device.
-        workers: processes that read ahead; 0 reads in the main process.
+        tokens: further arguments of `molflt.data.text.tokenized.TokenizedData`.
     """
 
     items = "sentences"
@@ -140,25 +115,21 @@ class SentenceData(TokenizedData[Sentences]):
         root: Path,
         tokenizer: Path | None = None,
         kind: TokenizerKind | None = None,
-        pieces: int | None = None,
-        lowercase: bool | None = None,
         length: int = 128,
         val_fraction: float | None = None,
         batch_size: int = 16,
-        workers: int = 0,
+        **tokens: Any,
     ) -> None:
         if task not in TASKS:
             raise ValueError(f"data.task={task!r}; expected one of {', '.join(TASKS)}")
         kind = kind or (TASKS[task].kind if tokenizer is None else None)
-        super().__init__(batch_size, workers, {}, tokenizer, kind, pieces, lowercase)
+        super().__init__(batch_size, {}, tokenizer=tokenizer, kind=kind, **tokens)
         if length < 5:
             raise ValueError(f"data.length must be at least 5; got {length}")
         if val_fraction is not None and not TASKS[task].held_out:
             raise ValueError(
                 f"data.val_fraction has no effect on {task}, which has a validation file; omit it"
             )
-        if val_fraction is not None and not 0 < val_fraction < 1:
-            raise ValueError(f"data.val_fraction must be between 0 and 1; got {val_fraction}")
         self.task, self.root, self.length = task, Path(root), length
         self.val_fraction = val_fraction
         self.classes: list[str] = []
@@ -170,7 +141,8 @@ class SentenceData(TokenizedData[Sentences]):
         self.classes = classes_in(find_split(self.root, self.task, "train"), self.task)
         found = read_splits(self.root, self.task, ("train", "val"), self.val_fraction, self.classes)
         path, examples = found["train"]
-        self.set_tokenizer(partial(_texts, examples), str(path))
+        texts = (text for one in examples for text in one[:2] if text is not None)
+        self.set_tokenizer(lambda: texts, str(path))
         if TASKS[self.task].form == "images" and self.tokenizer.fixed != "byte":
             raise ValueError(
                 f"data.task={self.task}: expected a tokenizer of bytes, which are gray levels; got "
@@ -187,15 +159,9 @@ class SentenceData(TokenizedData[Sentences]):
         return {**super().files(), CLASSES: (json.dumps(self.classes) + "\n").encode()}
 
     def describe(self) -> list[str]:
+        what = "pairs" if "second" in TASKS[self.task].columns else "sentences"
         return [
-            f"{use} {len(rows):,} {'pairs' if rows.parts[0][1] is not None else 'sentences'}"
-            f" of {self.task}" + (f", {rows.cut:,} of them cut" if rows.cut else "")
+            f"{use} {len(rows):,} {what} of {self.task}"
+            + (f", {rows.cut:,} of them cut" if rows.cut else "")
             for use, rows in self.datasets.items()
         ]
-
-
-def _texts(examples: Sequence[Example]) -> Iterator[str]:
-    for one in examples:
-        yield one.first
-        if one.second is not None:
-            yield one.second

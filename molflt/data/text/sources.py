@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import codecs
-import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,26 +34,29 @@ class Record(NamedTuple):
 
 def _text_blocks(source: str, level: _Level = "word", use: str = "train") -> Iterator[bytes | str]:
     """Returns the pieces of a text for `Vocabulary`."""
+    if level == "byte":
+        return _raw(source, use)
     if level == "protein":
         return (f"{record.residues}\n" for record in _records(source, use))
-    raw = _raw(source, use)
-    if level == "byte":
-        return raw
-    text = _decoded(raw, source, "convert it, or use data.level byte")
-    return _whole_words(text) if level == "word" else text
+    blocks = _line_blocks(source, use)
+    if level == "char":
+        return blocks
+    return (block if block.endswith("\n") else f"{block}\n" for block in blocks)
 
 
 def _line_blocks(source: str, use: str = "train", any_bytes: bool = False) -> Iterator[str]:
     """Yields pieces of a text that end at line breaks; arguments as for `_text_blocks`."""
-    rest = ""
-    for block in _decoded(_raw(source, use), source, "convert it", any_bytes):
-        head, line_break, tail = block.rpartition("\n")
-        if line_break:
-            yield rest + head + line_break
-            rest = ""
-        rest += tail
-    if rest:
-        yield rest
+    done = 0
+    for raw in _raw(source, use):
+        try:
+            text = raw.decode(errors="surrogateescape" if any_bytes else "strict")
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{source}: byte {done + error.start} is not UTF-8 ({error.reason}); expected text "
+                "in UTF-8; convert it, or read bytes with data.level or data.kind"
+            ) from None
+        yield text if done or any_bytes else text.removeprefix(_BYTE_ORDER)
+        done += len(raw)
 
 
 def _lines(source: str, use: str = "train") -> Iterator[str]:
@@ -87,65 +88,29 @@ def _records(source: str, use: str = "train") -> Iterator[Record]:
 
 
 def _record(header: str, parts: list[str], source: str) -> Record:
-    record, letters = Record(header, "".join(parts).upper()), "".join(parts)
+    letters = "".join(parts)
+    record = Record(header, letters.upper())
     if not letters or not _LETTERS.issuperset(letters):
-        wrong = ((i, one) for i, one in enumerate(letters, 1) if one not in _LETTERS)
-        place, letter = next(wrong, (0, ""))
+        wrong = [f"{x!r} at residue {i}" for i, x in enumerate(letters, 1) if x not in _LETTERS]
         raise ValueError(
             f"{source}: record {shown(record.name)}: expected the letters {RESIDUES}; got "
-            f"{f'{letter!r} at residue {place}' if letter else 'no residues'}; correct or remove "
-            "the record"
+            f"{wrong[0] if wrong else 'no residues'}; correct or remove the record"
         )
     return record
 
 
 def _raw(source: str, use: str) -> Iterator[bytes]:
-    return _rows(source, use) if source.startswith(_HF) else _file(Path(source))
-
-
-def _file(path: Path) -> Iterator[bytes]:
+    """Yields the bytes of a text in pieces of whole lines."""
+    if source.startswith(_HF):
+        yield from _rows(source, use)
+        return
+    path = Path(source)
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file; expected a text, plain or as .gz or .xz")
     kind = _PACKED.get(path.suffix)
     with open(path, "rb") if kind is None else unpacked(path, kind) as file:
-        while block := file.read(_BLOCK):
-            yield block
-
-
-def _decoded(
-    raw: Iterable[bytes], source: str, advice: str, any_bytes: bool = False
-) -> Iterator[str]:
-    errors = "surrogateescape" if any_bytes else "strict"
-    decoder = codecs.getincrementaldecoder("utf-8")(errors)
-    done, begun = 0, any_bytes
-    for block in itertools.chain(raw, (b"",)):
-        waiting = len(decoder.getstate()[0])
-        try:
-            text = decoder.decode(block, final=not block)
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                f"{source}: byte {done - waiting + error.start} is not UTF-8 ({error.reason}); "
-                f"expected text in UTF-8; {advice}"
-            ) from None
-        done += len(block)
-        if text and not begun:
-            begun, text = True, text.removeprefix(_BYTE_ORDER)
-        if text:
-            yield text
-
-
-def _whole_words(blocks: Iterable[str]) -> Iterator[str]:
-    """Yields a text in blocks of whole words; adds a line break at the end if it is missing."""
-    rest = end = ""
-    for block in blocks:
-        end = block[-1:]
-        cut = len(block) if end.isspace() else len(block) - len(block.rsplit(maxsplit=1)[-1])
-        if cut:
-            yield rest + block[:cut]
-            rest = ""
-        rest += block[cut:]
-    if rest or end not in ("", "\n"):
-        yield f"{rest}\n"
+        while lines := file.readlines(_BLOCK):
+            yield b"".join(lines)
 
 
 def _rows(source: str, use: str) -> Iterator[bytes]:
@@ -158,9 +123,8 @@ def _rows(source: str, use: str) -> Iterator[bytes]:
     try:
         rows = load("/".join(parts[:2]), *parts[2:], split=split)
     except Exception as error:  # the library raises many classes
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(
-            f"{source}: cannot be loaded ({reason}); expected "
+            f"{source}: cannot be loaded ({' '.join(str(error).split())}); expected "
             "hf:OWNER/NAME[/CONFIG][:SPLIT[.COLUMN]]"
         ) from None
     if column not in rows.column_names:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +14,7 @@ from molflt.files import atomically, shown
 __all__ = ["split"]
 
 _WIDTH = 60  # residues in a line
-_TRAIN, _VAL, _TEST = "train", "val", "test"
+_TRAIN = "train"
 
 
 def split(
@@ -42,76 +40,60 @@ def split(
         clusters: file with one line per record: its name, a tab, and the name of its cluster.
         seed: seed of the random split.
     """
-    if val_fraction + test_fraction >= 1:
+    shares = {"val": val_fraction, "test": test_fraction}
+    if sum(shares.values()) >= 1:
         raise ValueError(
             "the sum of val_fraction and test_fraction must be below 1; got "
             f"{val_fraction} and {test_fraction}"
         )
-    source = str(src)
-    known = None if clusters is None else _read_clusters(clusters)
-    groups = [_group(record, known, clusters) for record in _records(source)]
-    shares = {_VAL: val_fraction, _TEST: test_fraction}
-    side = _sides(groups, {use: share for use, share in shares.items() if share}, seed, source)
-    counts: Counter[str] = Counter()
-    residues: Counter[str] = Counter()
-    with ExitStack() as stack:
-        paths = {use: Path(dst) / f"{use}.fasta" for use in (_TRAIN, *shares)}
-        for path in paths.values():
-            if path.exists() and path.samefile(src):
-                raise ValueError(f"{path}: is the source file; choose another folder")
-        used = {use: path for use, path in paths.items() if use in set(side.values())}
-        for use in paths.keys() - used.keys():
-            if paths[use].exists():
-                raise ValueError(
-                    f"{paths[use]}: expected no such file with {use}_fraction 0, because records "
-                    f"of an older one may be in the new {_TRAIN}.fasta; remove it, or choose "
-                    "another folder"
-                )
-        parts = {use: stack.enter_context(atomically(path)) for use, path in used.items()}
-        files = {use: stack.enter_context(open(part, "w")) for use, part in parts.items()}
-        for record, group in zip(_records(source), groups, strict=True):
-            use = side[group]
-            files[use].writelines(_fasta(record))
-            counts[use] += 1
-            residues[use] += len(record.residues)
-    what = "clusters" if clusters else "different sequences"
-    print(f"{dst}: {len(groups):,} records in {len(side):,} {what}")
-    for use in used:
-        print(f"  {use}: {counts[use]:,} records, {residues[use]:,} residues")
+    records = list(_records(str(src)))
+    if clusters is None:
+        codes = [record.residues.encode() for record in records]
+        groups = [hashlib.blake2b(code, digest_size=16).digest() for code in codes]
+    else:
+        groups = _read_clusters(clusters, records)
+    shares = {use: share for use, share in shares.items() if share}
+    side = _sides(groups, shares, seed, str(src))
+    for use in ("val", "test"):
+        if use not in shares and (old := Path(dst) / f"{use}.fasta").exists():
+            raise ValueError(
+                f"{old}: expected no such file with {use}_fraction 0, because its records may be "
+                f"in the new {_TRAIN}.fasta; remove it, or choose another folder"
+            )
+    print(
+        f"{dst}: {len(groups):,} records in {len(side):,} "
+        f"{'clusters' if clusters else 'different sequences'}"
+    )
+    for use in (_TRAIN, *shares):
+        own = [record for record, group in zip(records, groups, strict=True) if side[group] == use]
+        path = Path(dst) / f"{use}.fasta"
+        if path.exists() and path.samefile(src):
+            raise ValueError(f"{path}: is the source file; choose another folder")
+        with atomically(path) as part, open(part, "w") as file:
+            for header, residues in own:
+                lines = [residues[i : i + _WIDTH] for i in range(0, len(residues), _WIDTH)]
+                print(f">{header}", *lines, sep="\n", file=file)
+        print(f"  {use}: {len(own):,} records, {sum(len(x.residues) for x in own):,} residues")
 
 
-def _read_clusters(path: Path) -> dict[str, str]:
-    """Returns the cluster of each record by name."""
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file; expected names of records and clusters")
+def _read_clusters(path: Path, records: list[Record]) -> list[bytes]:
+    """Returns the cluster of each record."""
     found: dict[str, str] = {}
     for number, line in enumerate(_lines(str(path)), 1):
         cells = line.rstrip("\r").split("\t")
         if cells == [""]:
             continue
-        if len(cells) != 2 or not all(cells):
+        if len(cells) != 2 or not all(cells) or found.setdefault(*cells) != cells[1]:
             raise ValueError(
-                f"{path}: line {number}: expected the name of a record, a tab, and its cluster; "
-                f"got {shown(line)}"
+                f"{path}: line {number}: expected the name of a record, a tab, and its one "
+                f"cluster; got {shown(line)}"
             )
-        if found.setdefault(*cells) != cells[1]:
-            raise ValueError(
-                f"{path}: line {number}: expected one cluster of each record; got a second one of "
-                f"{shown(cells[0])}; the first column is the record"
-            )
-    return found
-
-
-def _group(record: Record, clusters: dict[str, str] | None, path: Path | None) -> bytes:
-    """Returns the cluster of a record, or a digest of its sequence."""
-    if clusters is None:
-        return hashlib.blake2b(record.residues.encode(), digest_size=16).digest()
-    if record.name not in clusters:
+    if missing := [record.name for record in records if record.name not in found]:
         raise ValueError(
-            f"{path}: expected a cluster of each record; got none of {shown(record.name)}; add it, "
+            f"{path}: expected a cluster of each record; got none of {shown(missing[0])}; add it, "
             "the first column is the record"
         )
-    return clusters[record.name].encode()
+    return [found[record.name].encode() for record in records]
 
 
 def _sides(
@@ -128,16 +110,9 @@ def _sides(
         side[group] = use
         if use in left:
             left[use] -= sizes[group]
-    missing = [use for use in (_TRAIN, *shares) if use not in side.values()]
-    if missing:
+    if missing := {_TRAIN, *shares} - set(side.values()):
         raise ValueError(
-            f"{source}: expected records for {missing[0]}; got {len(groups)} in {len(sizes)} "
+            f"{source}: expected records for {min(missing)}; got {len(groups)} in {len(sizes)} "
             f"groups; change the fractions {', '.join(map(str, shares.values()))}"
         )
     return side
-
-
-def _fasta(record: Record) -> Iterator[str]:
-    yield f">{record.header}\n"
-    for start in range(0, len(record.residues), _WIDTH):
-        yield f"{record.residues[start : start + _WIDTH]}\n"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from molflt.data.text.sources import _line_blocks, _text_blocks
 from molflt.data.text.tokenizer import TOKENIZER, Tokenizer, TokenizerKind, find_tokenizer
 from molflt.data.text.vocabulary import FIXED
 
-__all__ = ["PieceBlocks", "TokenizedData", "TokenizedText", "read_pieces"]
+__all__ = ["PieceBlocks", "TokenizedData", "TokenizedText", "padded_rows", "read_pieces"]
 
 _PIECES = 8192
 _Items = TypeVar("_Items", bound=Sized)
@@ -24,15 +24,8 @@ _Items = TypeVar("_Items", bound=Sized)
 class PieceBlocks(Blocks[tuple[Tensor, Tensor, Tensor]]):
     """Blocks [CLS] ... [SEP] of a text, or [CLS] ... [SEP] ... [SEP] with two parts.
 
-    The two parts are adjacent in the text, and their lengths differ by at most one token.
-
-    Args:
-        ids: ids of the text without special tokens, (n,) integers.
-        length: tokens in a block, including special tokens.
-        tokenizer: tokenizer of the ids.
-        pairs: make blocks of two parts.
-        keep_last: keep an incomplete last block, with padding.
-        source: name of the text, for messages.
+    The length includes special tokens, which are not in the ids (n,) of the text. With `pairs`, the
+    two parts are adjacent in the text, and their lengths differ by at most one token.
     """
 
     def __init__(
@@ -44,32 +37,24 @@ class PieceBlocks(Blocks[tuple[Tensor, Tensor, Tensor]]):
         keep_last: bool = False,
         source: str = "text",
     ) -> None:
-        self.inner = length - 2 - pairs
-        self.first = (self.inner + 1) // 2 if pairs else self.inner
+        inner = length - 2 - pairs
+        self.first = (inner + 1) // 2 if pairs else inner
         shortest = self.first + 1 if pairs else 1  # a second part has at least one token
-        super().__init__(ids, length, shortest if keep_last else self.inner, source)
+        super().__init__(ids, length, inner, shortest, keep_last, source)
         self.pairs = pairs
         self.cls, self.sep, self.pad = tokenizer.cls, tokenizer.sep, tokenizer.pad
-        whole, rest = divmod(len(ids), self.inner)
-        self.count = whole + (keep_last and rest >= shortest)
-
-    def __len__(self) -> int:
-        return self.count
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
         """Returns ids and types, (length,) int64, and the mask (length,), False for padding."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"block {index} of {len(self)}")
-        piece = self.ids[index * self.inner : (index + 1) * self.inner].tolist()
+        piece = self._piece(index).tolist()
         tokens = [self.cls, *piece[: self.first], self.sep]
-        types = np.zeros(self.length, dtype=np.int64)
+        types = torch.zeros(self.length, dtype=torch.int64)
         if self.pairs:
             types[len(tokens) :] = 1
             tokens += [*piece[self.first :], self.sep]
-        padded = np.full(self.length, self.pad, dtype=np.int64)
-        padded[: len(tokens)] = tokens
-        there = np.arange(self.length) < len(tokens)
-        return torch.from_numpy(padded), torch.from_numpy(types), torch.from_numpy(there)
+        padded = torch.full((self.length,), self.pad)
+        padded[: len(tokens)] = torch.tensor(tokens)
+        return padded, types, torch.arange(self.length) < len(tokens)
 
 
 class TokenizedData(TextSets[_Items]):
@@ -77,32 +62,38 @@ class TokenizedData(TextSets[_Items]):
 
     Args:
         batch_size: items in a batch, per device.
-        workers: processes that read ahead; 0 reads in the main process.
         sources: see `TextSets`.
-        tokenizer: file of a tokenizer, or folder of a run or published model.
-        kind: kind of a learned tokenizer, or key of `FIXED`.
-        pieces: maximum number of tokens of a learned tokenizer.
-        lowercase: ignore case in a learned tokenizer.
+        tokenizer: tokenizer.json, or the folder of a run or of a published model that has one; by
+            default that of the weights in --init, or else one is learned from the training text.
+        kind: kind of a learned tokenizer: wordpiece (as in BERT; the default), unigram (as in
+            SentencePiece and FNet), or bpe (the default for translation). Alternatively, a fixed
+            vocabulary with [SEP] after each sequence: protein (residues of FASTA records), listops
+            (symbols of expressions, one per line), or byte (bytes of lines, which need not be
+            UTF-8).
+        pieces: maximum number of tokens of a learned tokenizer, 8192 by default.
+        lowercase: ignore case in a learned tokenizer; by default true, but false for translation.
+            BLEU ignores case if the tokenizer does.
+        workers: processes that read ahead; 0 reads in the main process.
 
     Attributes:
         tokenizer: tokenizer, after `setup`.
     """
 
+    default_kind: ClassVar[TokenizerKind] = "wordpiece"
+    default_lowercase: ClassVar[bool] = True
     tokenizer: Tokenizer
 
     def __init__(
         self,
         batch_size: int,
-        workers: int,
-        sources: dict[str, Path | None],
-        tokenizer: Path | None,
-        kind: TokenizerKind | None,
-        pieces: int | None,
-        lowercase: bool | None,
+        sources: Mapping[str, Path | None],
+        tokenizer: Path | None = None,
+        kind: TokenizerKind | None = None,
+        pieces: int | None = None,
+        lowercase: bool | None = None,
+        workers: int = 0,
     ) -> None:
         super().__init__(batch_size, workers, sources)
-        if pieces is not None and pieces < 6:
-            raise ValueError(f"data.pieces must be at least 6; got {pieces}")
         self.tokenizer_file = None if tokenizer is None else Path(tokenizer)
         self.fixed = kind if kind in FIXED else None
         given = {"kind": None if self.fixed else kind, "pieces": pieces, "lowercase": lowercase}
@@ -113,25 +104,15 @@ class TokenizedData(TextSets[_Items]):
                 f"data.{idle[0]} has no effect with data.{reason}, which is not learned; omit one "
                 "of them"
             )
-        self.kind: TokenizerKind = kind or "wordpiece"
-        self.pieces = pieces or _PIECES
-        self.lowercase = lowercase is None or lowercase
+        self.kind = kind or self.default_kind
+        self.pieces = _PIECES if pieces is None else pieces
+        self.lowercase = self.default_lowercase if lowercase is None else lowercase
 
     def set_tokenizer(self, lines: Callable[[], Iterable[str]], name: str) -> None:
-        """Sets the tokenizer: that of the resumed run, the given one, or one learned from a text.
-
-        Args:
-            lines: function that returns the text.
-            name: name of the text, for messages.
-        """
+        """Sets the tokenizer: that of the resumed run, the given one, or a newly learned one."""
         source = self.tokenizer_file
-        if self.kept is not None and (self.kept / TOKENIZER).is_file():
+        if self.kept is not None and (source is None or (self.kept / TOKENIZER).is_file()):
             source = self.kept / TOKENIZER
-        elif self.kept is not None and source is None:
-            raise FileNotFoundError(
-                f"{self.kept / TOKENIZER}: no such file; expected the tokenizer of this run; "
-                "restore it, or give data.tokenizer if torchrun starts the processes"
-            )
         if source is None:
             self.tokenizer = Tokenizer.train(self.kind, lines(), self.pieces, self.lowercase, name)
             return
@@ -139,8 +120,8 @@ class TokenizedData(TextSets[_Items]):
         self.tokenizer = Tokenizer.from_json(content, label)
         if self.fixed and self.tokenizer.fixed != self.fixed:
             raise ValueError(
-                f"{label}: expected a tokenizer of {FIXED[self.fixed].what}s with "
-                f"data.kind={self.fixed}; got another one; change data.tokenizer, or omit it"
+                f"{label}: expected a tokenizer of data.kind={self.fixed}; got another one; change "
+                "data.tokenizer, or omit it"
             )
 
     def sizes(self) -> dict[str, int]:
@@ -162,18 +143,10 @@ class TokenizedText(TokenizedData[PieceBlocks]):
         train: training text.
         val: validation text.
         test: text for the final evaluation.
-        tokenizer: tokenizer.json, or the folder of a run or of a published model that has one; by
-            default one is learned from the training text.
-        kind: kind of a learned tokenizer: wordpiece (as in BERT; the default), unigram (as in
-            SentencePiece and FNet), or bpe. Alternatively, a fixed vocabulary with [SEP] after each
-            sequence: protein (residues of FASTA records), listops (symbols of expressions, one per
-            line), or byte (bytes of lines, which need not be UTF-8).
-        pieces: maximum number of tokens of a learned tokenizer, 8192 by default.
-        lowercase: ignore case in a learned tokenizer; true by default.
         length: tokens in a block.
         next_sentence: make blocks of two parts, for predicting whether they are adjacent.
         batch_size: blocks in a batch, per device; at least 2 with `next_sentence`.
-        workers: processes that read ahead; 0 reads in the main process.
+        tokens: further arguments of `TokenizedData`.
     """
 
     items = "blocks"
@@ -183,17 +156,12 @@ class TokenizedText(TokenizedData[PieceBlocks]):
         train: Path,
         val: Path,
         test: Path | None = None,
-        tokenizer: Path | None = None,
-        kind: TokenizerKind | None = None,
-        pieces: int | None = None,
-        lowercase: bool | None = None,
         length: int = 128,
         next_sentence: bool = False,
         batch_size: int = 64,
-        workers: int = 0,
+        **tokens: Any,
     ) -> None:
-        sources = {"train": train, "val": val, "test": test}
-        super().__init__(batch_size, workers, sources, tokenizer, kind, pieces, lowercase)
+        super().__init__(batch_size, {"train": train, "val": val, "test": test}, **tokens)
         if length < 3 + 2 * next_sentence:
             raise ValueError(f"data.length must be at least {3 + 2 * next_sentence}; got {length}")
         if next_sentence and batch_size < 2:
@@ -217,14 +185,9 @@ class TokenizedText(TokenizedData[PieceBlocks]):
 def read_pieces(
     source: str, tokenizer: Tokenizer, length: int, pairs: bool = False, use: str = "val"
 ) -> PieceBlocks:
-    """Reads a text as blocks; an incomplete last block is dropped only in training.
+    """Reads a text as blocks; an incomplete last block is dropped only if `use` is "train".
 
-    Args:
-        source: file or hf: name; FASTA for a tokenizer of residues.
-        tokenizer: tokenizer of the model.
-        length: tokens in a block.
-        pairs: make blocks of two parts.
-        use: "train", "val" or "test".
+    The source is a file or an hf: name; FASTA for a tokenizer of residues.
     """
     blocks = (
         _line_blocks(source, use, any_bytes=tokenizer.fixed == "byte")
@@ -234,3 +197,8 @@ def read_pieces(
     ids = tokenizer.encode_blocks(blocks, source)
     tokenizer.expect_known(ids, source)
     return PieceBlocks(ids, length, tokenizer, pairs, use != "train", source)
+
+
+def padded_rows(rows: Sequence[Tensor], value: int) -> Tensor:
+    """Stacks rows (n,) of different lengths, filled with `value` at their ends."""
+    return torch.nn.utils.rnn.pad_sequence([*rows], batch_first=True, padding_value=value)

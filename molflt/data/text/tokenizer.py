@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
-from molflt.data.text.vocabulary import BYTES, FIXED, byte_ids, residue_ids
+from molflt.data.text.vocabulary import BYTES, FIXED
 from molflt.files import shown
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ _OTHER_NAMES = {
 }
 _SPECIAL = tuple(_OTHER_NAMES)  # ids 0 to 4 of tokenizers that are trained here
 _MOST_UNKNOWN = 0.5  # a larger share of unknown tokens indicates the wrong tokenizer
-_CONFIG = "config.json"
 
 
 class Tokenizer:
@@ -56,9 +56,9 @@ class Tokenizer:
         self._inner = inner
         ids: dict[str, int] = {}
         for special, other in _OTHER_NAMES.items():
-            found = (inner.token_to_id(special), inner.token_to_id(other))
-            if numbers := [number for number in found if number is not None]:
-                ids[special] = numbers[0]
+            for token in (other, special):
+                if (number := inner.token_to_id(token)) is not None:
+                    ids[special] = number
         if missing := [one for one in _SPECIAL if one not in ids and one != _UNKNOWN]:
             raise ValueError(
                 f"{name}: expected a tokenizer with {', '.join(_SPECIAL)}; got one without "
@@ -72,12 +72,10 @@ class Tokenizer:
         self.special = sorted(added | set(ids.values()))
         known = inner.get_vocab() if type(inner.model).__name__ == "WordLevel" else {}
         ordinary = {token: i for token, i in known.items() if i not in self.special}
-        kinds = (kind for kind, one in FIXED.items() if ordinary.keys() == set(one.tokens))
+        kinds = (kind for kind, tokens in FIXED.items() if ordinary.keys() == set(tokens))
         self.fixed = next(kinds, None)
         self.letters = ordinary if self.fixed == "protein" else None
-        self._bytes = None
-        if self.fixed == "byte":
-            self._bytes = np.array([ordinary[one] for one in BYTES], dtype=np.int32)
+        self._bytes = [ordinary[one] for one in BYTES] if self.fixed == "byte" else None
 
     def __len__(self) -> int:
         return self._inner.get_vocab_size()
@@ -109,21 +107,15 @@ class Tokenizer:
             raise ValueError(
                 f"data.kind={kind!r}; expected one of {', '.join(get_args(TokenizerKind))}"
             )
-        library = _library()
         if kind in FIXED:
-            inner = FIXED[kind].build(library, _SPECIAL, _UNKNOWN)
-            return cls.from_json(inner.to_str().encode(), name)
-        inner, trainer = _untrained(kind, library, size, lowercase)
-        try:
+            inner = _fixed(kind, _library())
+        else:
+            inner, trainer = _untrained(kind, _library(), size, lowercase)
             # Lines are encoded one by one, so no subword may contain a line break
-            single = (line for block in _utf8(lines, name) for line in block.splitlines())
+            single = (line for block in lines for line in block.splitlines())
             inner.train_from_iterator(single, trainer)
-        except (ValueError, TypeError):
-            raise
-        except Exception as error:  # the library does not define a narrower class
-            raise ValueError(f"{name}: cannot train a tokenizer on it; {error}") from None
-        if inner.get_vocab_size() <= len(_SPECIAL):
-            raise ValueError(f"{name}: expected text; got no words")
+            if inner.get_vocab_size() <= len(_SPECIAL):
+                raise ValueError(f"{name}: expected text; got no words")
         return cls.from_json(inner.to_str().encode(), name)  # the same object that a run reads
 
     @classmethod
@@ -135,10 +127,9 @@ class Tokenizer:
             text = json.dumps(parsed, ensure_ascii=False, indent=0)
             inner = library.Tokenizer.from_str(text)
         except Exception as error:  # the library does not raise a narrower class
-            reason = shown(str(error).splitlines()[0] if str(error) else type(error).__name__)
             raise ValueError(
                 f"{name}: expected the {TOKENIZER} of a run or of a published model; got another "
-                f"file ({reason})"
+                f"file ({shown(str(error))})"
             ) from None
         found = cls(inner, name)
         found._content = f"{text}\n".encode()
@@ -158,16 +149,24 @@ class Tokenizer:
                 recognized.
         """
         if self._bytes is not None and not special:
-            return [byte_ids(text, self._bytes).tolist() for text in texts]
+            raw = (text.encode("utf-8", "surrogateescape") for text in texts)
+            return [[*map(self._bytes.__getitem__, one)] for one in raw]
         if self.letters is not None:
             texts = [text.upper() for text in texts]
-        found = self._inner.encode_batch([*_utf8(texts, source)], add_special_tokens=False)
+        where = f"{source}: " if source else ""
+        try:
+            found = self._inner.encode_batch(texts, add_special_tokens=False)
+        except TypeError:  # a text from `text_of`
+            raise ValueError(
+                f"{where}expected text in UTF-8; convert it, or use data.kind byte"
+            ) from None
         for text, one in zip(texts, found, strict=True) if self.fixed is not None else ():
             if self.unk in one.ids:
                 start, end = one.offsets[one.ids.index(self.unk)]
-                known, where = FIXED[str(self.fixed)], f"{source}: " if source else ""
-                wrong = shown(text[start:end])
-                raise ValueError(f"{where}{wrong} is not a {known.what}; expected {known.expected}")
+                raise ValueError(
+                    f"{where}{shown(text[start:end])} is unknown; expected the symbols "
+                    f"{' '.join(FIXED[str(self.fixed)])}"
+                )
         return [one.ids for one in found]
 
     def encode_blocks(self, blocks: Iterable[str], source: str = "") -> np.ndarray:
@@ -178,8 +177,9 @@ class Tokenizer:
         """
         found: list[np.ndarray] = [np.empty(0, dtype=np.int32)]
         for block in blocks:
-            if self.letters is not None:
-                found.append(residue_ids(block, self.letters, self.sep))
+            if self.letters is not None:  # much faster than the library
+                numbers = map({**self.letters, "\n": self.sep}.__getitem__, block)
+                found.append(np.fromiter(numbers, dtype=np.int32, count=len(block)))
                 continue
             split = block.splitlines() if self._bytes is None else block.split("\n")
             lines = [line for line in split if line.strip()]
@@ -225,36 +225,14 @@ def find_tokenizer(path: Path) -> tuple[bytes, str]:
     inside = path / TOKENIZER if path.is_dir() else path
     if inside.is_file():
         return inside.read_bytes(), str(inside)
-    found = _exported(path / _CONFIG) if (path / _CONFIG).is_file() else None
-    if found is None:
-        raise FileNotFoundError(
-            f"{inside}: no such file; expected a tokenizer; give its file or the folder of a run, "
-            "or omit data.tokenizer to train one"
-        )
-    return found, f"{path / _CONFIG}: {TOKENIZER}"
-
-
-def _exported(path: Path) -> bytes | None:
-    """Returns the tokenizer stored in the configuration of an exported model."""
-    try:
-        content = json.loads(path.read_bytes()).get("files", {}).get(TOKENIZER)
-    except (ValueError, RecursionError, AttributeError):
-        return None
-    return None if content is None else json.dumps(content, ensure_ascii=False, indent=0).encode()
-
-
-def _utf8(texts: Iterable[str], source: str) -> Iterator[str]:
-    """Yields texts; raises ValueError for a text from `text_of` that is not valid UTF-8."""
-    for text in texts:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            where = f"{source}: " if source else ""
-            raise ValueError(
-                f"{where}{shown(text[max(0, error.start - 20) : error.end])} is not UTF-8; "
-                "expected text; convert it, or use data.kind byte"
-            ) from None
-        yield text
+    config = path / "config.json"  # of an export
+    with contextlib.suppress(OSError, ValueError, LookupError, AttributeError, TypeError):
+        found = json.loads(config.read_bytes())["files"][TOKENIZER]
+        return json.dumps(found, ensure_ascii=False, indent=0).encode(), f"{config}: {TOKENIZER}"
+    raise FileNotFoundError(
+        f"{inside}: no such file; expected a tokenizer; give its file or the folder of a run, or "
+        "omit data.tokenizer to train one"
+    )
 
 
 def _library() -> Any:
@@ -289,3 +267,22 @@ def _untrained(kind: str, library: Any, size: int, lowercase: bool) -> tuple[Any
     inner.pre_tokenizer = library.pre_tokenizers.Sequence(splits) if splits[1:] else splits[0]
     inner.decoder = library.decoders.Metaspace()
     return inner, trainer
+
+
+def _fixed(kind: str, library: Any) -> Any:
+    """Returns a tokenizer with the tokens of `FIXED` after the special tokens."""
+    ids = {name: index for index, name in enumerate([*_SPECIAL, *FIXED[kind]])}
+    inner = library.Tokenizer(library.models.WordLevel(ids, unk_token=_UNKNOWN))
+    single = library.pre_tokenizers.Split(library.Regex(r"[\s\S]"), "isolated")
+    if kind == "protein":
+        inner.pre_tokenizer = single
+        inner.decoder = library.decoders.Fuse()
+    elif kind == "listops":
+        inner.normalizer = library.normalizers.Replace(library.Regex("[()]"), " ")
+        inner.pre_tokenizer = library.pre_tokenizers.WhitespaceSplit()
+    else:
+        level = library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        inner.pre_tokenizer = library.pre_tokenizers.Sequence([level, single])
+        inner.decoder = library.decoders.ByteLevel()
+    inner.add_special_tokens(list(_SPECIAL))
+    return inner

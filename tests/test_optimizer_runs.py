@@ -1,0 +1,164 @@
+"""Runs of learned optimizers and of populations, their evaluation and use."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from pathlib import Path
+
+import cma
+import numpy as np
+import pytest
+import torch
+from recipe_runs import trained, words_of
+from safetensors.torch import load_file
+from tiny_run import error_of, page_of, table
+from token_files import write_idx
+
+from molflt.commands.cli import main
+from molflt.data.problems import generator_of
+from molflt.evaluation.optimizers import final_loss, tasks_of
+from molflt.optimizers import LearnedOptimizer, PopulationOptimizer
+from molflt.optimizers.functions import Functions
+from molflt.optimizers.unseen import UNSEEN
+from molflt.training.checkpoint import load_run, save_weights
+
+# --- optimizers of single coordinates -----------------------------------------------------------
+
+
+def test_evaluation_with_adam(tmp_path: Path) -> None:
+    run = trained("learned_optimizer")
+    images = write_idx(tmp_path / "images")
+    words = ["--out", str(tmp_path), "--steps", "12", "--repeats", "2", "--data", str(images)]
+    assert main(["evaluate", str(run), *words, "--rates", "[0.01,0.1]"]) == 0
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert list(results) == [*UNSEEN, "image_network", "image_convolutions"]
+    rows = list(csv.DictReader((tmp_path / "curves.csv").open()))
+    assert len(rows) == 5 * 2 * 2 * 12 and (tmp_path / "optimizations.png").stat().st_size > 10_000
+    assert {"attention.png", "encoding.png"} <= {path.name for path in tmp_path.iterdir()}
+    for task, found in results.items():
+        own = [r for r in rows if r["task"] == task and float(r["step"]) == 11]
+        ends = [float(r["loss"]) for r in own if r["optimizer"] == run.name]
+        assert found["final_loss"] == pytest.approx(np.exp(np.mean(np.log(ends))), rel=1e-6)
+        tuned = {float(r["tuned"]) for r in own if r["optimizer"] == "Adam"}
+        assert {found["adam_lr"]} == tuned <= {0.01, 0.1}
+    assert "mean log(f / f₀)" in page_of(run)
+
+
+def test_a_run_optimizes_any_model() -> None:
+    torch.manual_seed(0)
+    net = torch.nn.Linear(3, 1)
+    run = trained("learned_optimizer")
+    optimizer = LearnedOptimizer.from_run(run, net.named_parameters(), lr=2.0)
+    x = torch.randn(20, 3)
+    losses = []
+    for _ in range(30):
+        optimizer.zero_grad()
+        loss = (net(x) - x.sum(dim=1, keepdim=True)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match="population_optimizer.*learned_optimizer"):
+        LearnedOptimizer.from_run(trained("population_optimizer"), [])
+    words = words_of("learned_optimizer", tmp_path / "x", "--model.memory=lstm")
+    idle = ["--model.ffn_dim=null", "--model.num_features=null"]
+    idle += ["--model.position=none", "--model.position_options=null"]
+    assert "task.redraw_every=5" in error_of(capsys, *words, *idle)
+    for names, data, word in (
+        (["ackley"], None, "'ackley'"),
+        (["image_network"], None, "image_network"),
+        (["rosenbrock"], Path("x"), "--data x"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            tasks_of(names, data)
+
+
+def test_final_losses() -> None:
+    curves = np.ones((2, 20))
+    curves[:, -2:] = [[1.0, 3.0], [100.0, 400.0]]
+    end, spread = final_loss(curves)
+    assert end == pytest.approx(np.sqrt(2 * 250))
+    assert spread == pytest.approx(np.std(np.log10([2, 250]), ddof=1))
+    curves[0, -1] = np.inf
+    assert final_loss(curves)[0] == np.inf
+
+
+# --- populations --------------------------------------------------------------------------------
+
+
+def test_evaluation_of_populations(tmp_path: Path) -> None:
+    run = trained("population_optimizer")
+    words = ["evaluate", str(run), "--runs=3", "--evaluations=50", f"--out={tmp_path}"]
+    assert main([*words, "--functions", "levy", "rastrigin_like"]) == 0
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert list(results) == ["levy", "rastrigin_like"]
+    rows = table(tmp_path / "best_values.csv")
+    last = {(row["function"], row["optimizer"], row["run"]): row for row in rows}
+    assert {row["evaluations"] for row in last.values()} == {"50"}
+    for name, prefix in (("FLT", ""), ("cma-es", "cma-es_"), ("random", "random_")):
+        found = [float(last["levy", name, str(i)]["log10_best"]) for i in range(3)]
+        assert results["levy"][f"{prefix}log10_best"] == pytest.approx(np.mean(found))
+        assert results["levy"][f"{prefix}log10_best_sd"] == pytest.approx(np.std(found, ddof=1))
+    seed = int(last["levy", "FLT", "1"]["seed"])
+    levy = Functions.draw("levy", 3, [generator_of(seed, 0)])
+    optimizer, values = PopulationOptimizer.from_run(run, seed=seed), []
+    while len(values) < 50:  # one run, by hand
+        told = levy(optimizer.ask()[None])[0]
+        optimizer.tell(told)
+        values += told.tolist()
+    found = float(last["levy", "FLT", "1"]["log10_best"])
+    assert np.log10(min(values[:50])) == pytest.approx(found, abs=1e-4)  # float32 weights
+    assert (tmp_path / "best_values.png").stat().st_size > 1000
+
+
+def test_baselines(tmp_path: Path, monkeypatch, capsys) -> None:
+    """CMA-ES finds the minimum of a sphere, and requires its package."""
+    words = ["evaluate", str(trained("population_optimizer")), "--runs=2", f"--out={tmp_path}"]
+    words.append("--functions=[sphere]")
+    assert main([*words, "--evaluations=900", "--dimension=2", "--members=9"]) == 0
+    found = json.loads((tmp_path / "results.json").read_text())["sphere"]
+    assert found["cma-es_log10_best"] < -8 and -4 < found["random_log10_best"] < 0
+    monkeypatch.setitem(__import__("sys").modules, "cma", None)
+    assert "pip install molflt[bench]" in error_of(capsys, *words)
+    for more, said in [
+        (["--evaluations=5"], "--evaluations"),
+        (["--functions=[spheer]"], "'spheer'"),
+        (["--functions=[rosenbrock]", "--dimension=1"], "rosenbrock"),
+    ]:
+        assert said in error_of(capsys, *words, "--baselines=[]", *more)
+
+
+def test_use_in_another_dimension() -> None:
+    """On a function of the package cma, which has the same interface."""
+    run = trained("population_optimizer")
+    optimizer = PopulationOptimizer.from_run(str(run), dimension=5, members=8, start=1.0)
+    assert optimizer.ask().shape == (8, 5)
+    for _ in range(12):
+        optimizer.tell([cma.ff.sphere(x.numpy()) for x in optimizer.ask()])
+    assert optimizer.evaluations == 96 and optimizer.generation == 12
+    assert cma.ff.sphere(optimizer.best.position.numpy()) == pytest.approx(optimizer.best.value)
+    model, _ = load_run(run)
+    assert model.of_dimension(3) is model
+    assert torch.equal(model.of_dimension(5).head.weight, model.head.weight)
+
+
+def test_a_diverged_population_is_evaluated_and_shown(tmp_path: Path) -> None:
+    """Its values are not finite from some generation, and JSON cannot store them."""
+    run = shutil.copytree(trained("population_optimizer"), tmp_path / "run")
+    file = run / "checkpoints" / "best.safetensors"
+    weights = {name: 1e30 * tensor for name, tensor in load_file(file).items()}
+    save_weights(file, weights, {}, {}, {})
+    words = ["--runs=2", "--evaluations=12", "--functions=[levy]", "--baselines=[random]"]
+    assert main(["evaluate", str(run), *words]) == 0
+    (row,) = json.loads((run / "results.json").read_text()).values()
+    assert row["random_log10_best"] is not None and row["random_log10_best_sd"] is not None
+    ends = [float(one["log10_best"]) for one in table(run / "best_values.csv")]
+    assert not any(np.isnan(ends))
+    assert row["log10_best"] is None or np.isfinite(row["log10_best"])
+    page = page_of(run)
+    assert "What is missing" not in page and page.count("<img") == 2

@@ -1,0 +1,50 @@
+"""Runs of the recipes for texts, images and optimizers: what all of them have in common."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from recipe_runs import CASES, evaluated, trained, words_of
+from tiny_run import differences, last_state, logged, page_of, table
+
+from molflt.commands.cli import main
+
+pytest.importorskip("tokenizers")
+pytest.importorskip("sacrebleu")
+pytest.importorskip("sklearn")
+OPTIMIZERS = ("learned_optimizer", "population_optimizer")
+NAMES = {"score_percent": "pearson_percent"}  # of the measure in results.json, if they differ
+RESUMED = [name for name, case in CASES.items() if case.resumed]
+SHORT = ["--trainer.val_every=3", "--task.warmup_steps=2", "--task.schedule=inverse_sqrt"]
+PARTS = ("state_dict", "current_model_state", "optimizer_states", "lr_schedulers")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training_learns_and_evaluation_repeats_the_best_validation(name: str) -> None:
+    case, run = CASES[name], trained(name)
+    found = logged(run, f"val_{case.metric}")
+    sign = 1 if case.metric.endswith("percent") else -1
+    assert len(found) > 1 and sign * found[-1] > sign * case.bound
+    columns = table(run / "metrics.csv")[0].keys()
+    assert any(column.endswith("_per_s") for column in columns)
+    assert any(column.startswith("train_") for column in columns)
+    assert (run / "curve.png").stat().st_size > 1000
+    if name not in OPTIMIZERS:
+        result = evaluated(name)["val"][NAMES.get(case.metric, case.metric)]
+        assert result == pytest.approx(sign * max(sign * one for one in found), rel=1e-4)
+        assert "What is missing" not in page_of(run)
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_resumed_run_has_the_same_weights(name: str, tmp_path: Path) -> None:
+    """With the dropout, masks, augmentation, redrawn features and averages of every step."""
+    for run, steps in (("whole", 6), ("half", 4)):
+        more = [*SHORT, *CASES[name].resumed.split(), f"--trainer.max_steps={steps}"]
+        words = words_of(name, tmp_path / run, *more)
+        kept = f"--data.tokenizer={trained(name)}"  # learned subwords may differ
+        assert main([kept if "data.pieces" in word else word for word in words]) == 0
+    assert main(["train", f"--resume={tmp_path / 'half'}", "--trainer.max_steps=6"]) == 0
+    one, other = (last_state(tmp_path / run) for run in ("whole", "half"))
+    for part in PARTS:
+        assert differences(one.get(part), other.get(part)) == [], part

@@ -1,0 +1,410 @@
+"""Runs of language models, masked models, classifiers and translators, and their evaluation."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from recipe_runs import ORDERED, TOPICS, data_of, evaluated, trained
+from safetensors.torch import load_file, save_file
+from script_files import load_script
+from tiny_run import error_of, logged, page_of, table
+
+import molflt
+from molflt.commands.cli import main
+from molflt.data.text.glue import GLUE
+from molflt.data.text.tokenizer import Tokenizer
+from molflt.data.text.vocabulary import Vocabulary
+from molflt.evaluation import translation
+from molflt.evaluation.sentences import official
+from molflt.sequence import EncoderDecoder, MaskedLanguageModel, SequenceClassifier
+from molflt.tasks.masked import Draws, MaskedTask, hide, swap_parts
+from molflt.tasks.sentences import SentenceTask
+from molflt.training.checkpoint import load_run
+
+pytest.importorskip("tokenizers")
+pytest.importorskip("sacrebleu")
+
+
+def printed(capsys, *words: str) -> str:
+    """Returns what a command prints."""
+    capsys.readouterr()
+    assert main([*words]) == 0
+    return capsys.readouterr().out
+
+
+def predicted(capsys, run: Path, folder: Path, text: str) -> list[dict[str, str]]:
+    """Returns the rows that ``molflt predict`` prints for a text."""
+    (folder / "given.txt").write_text(f"{text}\n")
+    said = printed(capsys, "predict", str(run), str(folder / "given.txt"), "--device=cpu")
+    return list(csv.DictReader(said.splitlines()))
+
+
+def vocabulary_of(run: Path) -> Vocabulary:
+    return Vocabulary.from_json((run / "vocabulary.json").read_bytes())
+
+
+# --- language models ----------------------------------------------------------------------------
+
+
+def test_evaluation_counts_every_token_once(tmp_path) -> None:
+    run, results = trained("language"), evaluated("language")
+    assert list(results) == ["val", "test"]
+    assert np.log2(logged(run, "val_perplexity")) == pytest.approx(
+        logged(run, "val_bits_per_token"), rel=1e-9
+    )
+    model, _ = load_run(run)
+    vocabulary = vocabulary_of(run)
+    assert set(vocabulary.tokens) == {*ORDERED, "<eos>", "<unk>"}
+    for name, found in results.items():
+        ids = vocabulary.encode((data_of("language") / f"{name}.txt").read_text())
+        assert found["tokens"] == len(ids)
+        nats = 0.0
+        stream = torch.cat((torch.tensor([vocabulary.eos]), ids))
+        for start in range(0, len(ids), 16):
+            piece = stream[start : start + 17][None]
+            with torch.no_grad():
+                score = model.log_probabilities(model(piece[:, :-1]))
+            nats -= float(score.gather(2, piece[:, 1:, None]).double().sum())
+        assert found["perplexity"] == pytest.approx(math.exp(nats / len(ids)), rel=1e-5)
+        assert 0 < found["nearest"] < 1 and 0 < found["farthest"] < 1
+    for name in ("losses", "attention", "encoding"):
+        assert (run / f"{name}.png").stat().st_size > 1000
+    text = tmp_path / "other.txt"
+    text.write_text("a mat and\n")
+    words = ["evaluate", str(run), "--data", str(text), f"--out={tmp_path}", "--batch-size=3"]
+    assert main(words) == 0
+    found = json.loads((tmp_path / "results.json").read_text())["other.txt"]
+    assert found["tokens"] == 4 and found["nearest"] is not None
+
+
+def test_generated_text(tmp_path, capsys) -> None:
+    """Greedy text, draws of a seed, and the same text from Python and from saved weights."""
+    run = trained("language")
+    words = ["--prompt=the cat", "--tokens=6", "--temperature=0"]
+    greedy = printed(capsys, "generate", str(run), *words)
+    assert greedy.startswith("the cat sat on a mat")
+    words = ["generate", str(run), "--tokens=30", "--top-k=5"]
+    drawn = [printed(capsys, *words, f"--seed={seed}") for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert {*" ".join(drawn).split()} <= {*ORDERED, "<unk>"}
+    model = molflt.load(run)
+    model.save_pretrained(tmp_path / "writer")
+    text = model.generate("the cat", tokens=12, seed=3)
+    words = [str(tmp_path / "writer"), "--prompt=the cat", "--tokens=12", "--seed=3"]
+    assert printed(capsys, "generate", *words) == f"{text}\n"
+
+
+def test_a_changed_vocabulary_is_refused(tmp_path, capsys) -> None:
+    """Words of the same number would silently take the places of others."""
+    copy = shutil.copytree(trained("language"), tmp_path / "run")
+    own = vocabulary_of(copy).tokens
+    tokens = [*own[:-2], own[-1], own[-2]]
+    (copy / "vocabulary.json").write_bytes(Vocabulary("word", tokens).to_json())
+    for command in ("evaluate", "generate"):
+        assert "vocabulary.json" in error_of(capsys, command, str(copy))
+    assert "changed" in error_of(capsys, "train", "--resume", str(copy), "--trainer.max_steps=130")
+
+
+def test_a_diverged_model_does_not_have_a_perplexity(tmp_path) -> None:
+    copy = shutil.copytree(trained("language"), tmp_path / "run")
+    path = copy / "checkpoints" / "best.safetensors"
+    state = load_file(path)
+    state["head.weight"] *= 1e5
+    save_file(state, path, {"format": "pt"})
+    assert main(["evaluate", str(copy), "--splits", "val"]) == 0
+    found = json.loads((copy / "results.json").read_text())["val"]
+    assert found["perplexity"] is None and found["bits_per_token"] > 1010
+
+
+# --- masked models ------------------------------------------------------------------------------
+
+
+def test_tokens_are_masked_as_in_bert() -> None:
+    """15 % of ordinary tokens: 80 % of these are masked, 10 % replaced, and 10 % kept."""
+    vocabulary, mask_id = 50, torch.tensor(4)
+    ordinary = torch.arange(vocabulary) > 4
+    torch.manual_seed(0)
+    tokens = torch.randint(vocabulary, (200, 500))
+    there = torch.rand(200, 500) < 0.9
+    seen, targets = hide(tokens, there, Draws.new(tokens).tokens, mask_id, ordinary)
+    told = targets >= 0
+    assert torch.equal(targets[told], tokens[told]) and torch.equal(seen[~told], tokens[~told])
+    assert (there & ordinary[tokens])[told].all() and ordinary[seen[told & (seen != 4)]].all()
+    allowed = (there & ordinary[tokens]).sum()
+    count = told.sum()
+    assert count / allowed == pytest.approx(0.15, abs=0.005)
+    assert (seen[told] == 4).sum() / count == pytest.approx(0.8, abs=0.015)
+    assert (seen[told] == tokens[told]).sum() / count == pytest.approx(0.1 + 0.1 / 45, abs=0.01)
+    drawn = seen[told & (seen != 4) & (seen != tokens)]
+    assert torch.bincount(drawn, minlength=50)[5:].min() > 0
+
+
+def test_validation_masks_depend_on_the_sequence_only() -> None:
+    tokens, there = torch.randint(5, 40, (3, 12)), torch.ones(3, 12, dtype=torch.bool)
+    there[1, 7:] = False
+    first = Draws.of_content(tokens, there)
+    single = Draws.of_content(tokens[1:2, :7], there[1:2, :7])
+    assert torch.equal(single.tokens[:, 0], first.tokens[:, 1, :7])
+    assert single.sequences[0] == first.sequences[1] and (first.tokens[:, 1, 7:] == 1).all()
+    assert not torch.equal(first.tokens[:, 0], first.tokens[:, 2])
+
+
+def test_half_of_the_pairs_get_another_second_part() -> None:
+    torch.manual_seed(0)
+    tokens = torch.arange(400)[:, None].expand(-1, 6)
+    types = torch.tensor([0, 0, 0, 1, 1, 1]).expand(400, -1)
+    there = torch.ones(400, 6, dtype=torch.bool)
+    there[7, 5] = False
+    draws = torch.rand(400)
+    draws[8] = 0.0
+    found, seen, label = swap_parts(tokens, types, there, draws)
+    assert torch.equal(found[:, :3], tokens[:, :3]) and 160 < label.sum() < 240
+    assert torch.equal(found[:, 3], (torch.arange(400) - label) % 400)
+    assert not seen[8, 5] and label[8] == 1
+    one = swap_parts(tokens[:1], types[:1], there[:1], torch.zeros(1))
+    assert torch.equal(one[0], tokens[:1]) and one[2].item() == 0  # nothing to swap with
+
+
+def test_sums_of_batches_add_up() -> None:
+    torch.manual_seed(0)
+    model = MaskedLanguageModel(30, dim=16, heads=2, layers=1, max_length=12).eval()
+    model.set_special(4, [0, 1, 2, 3])
+    task = MaskedTask(model, mask_rate=0.5)
+    tokens = torch.randint(5, 30, (6, 12))
+    batch = (tokens, torch.zeros_like(tokens), torch.ones_like(tokens).bool())
+    whole = task.judge(batch)
+    parts = [task.judge(tuple(part[i : i + 2] for part in batch)) for i in (0, 2, 4)]
+    total = torch.stack([sum(p) for p in zip(*parts, strict=True)])
+    torch.testing.assert_close(total, torch.stack([*whole]))
+    draws = Draws.of_content(tokens, batch[2])
+    seen, targets = hide(tokens, batch[2], draws.tokens, model.mask_id, model.ordinary, 0.5)
+    log_p = model.log_probabilities(model(seen))[targets >= 0].detach()
+    wanted = targets[targets >= 0]
+    nats = -float(log_p.gather(1, wanted[:, None]).sum())
+    assert float(whole.nats) == pytest.approx(nats, rel=1e-5)
+    assert whole.right == (log_p.argmax(1) == wanted).sum() and whole.gaps == len(wanted)
+    assert "next_sentence_percent" not in whole.metrics()
+    with pytest.raises(ValueError, match="0.8 and 0.3"):
+        MaskedTask(model, random_share=0.3)
+
+
+def test_masked_words_are_predicted(tmp_path, capsys) -> None:
+    run = trained("masked_language")
+    assert logged(run, "val_next_sentence_percent")[-1] > 55
+    result = evaluated("masked_language")["val"]
+    assert {"accuracy_percent", "next_sentence_percent", "gaps"} < result.keys()
+    assert (run / "attention.png").stat().st_size > 1000
+    text = "cat dog [MASK] cow cat cow dog"
+    (best,) = molflt.load(run).fill(text, count=3)
+    assert {one.name for one in best} == set(TOPICS[0])
+    assert best[0].probability > best[2].probability > 0
+    said = predicted(capsys, run, tmp_path, text)
+    assert [(row["piece"], float(row["probability"])) for row in said[:3]] == best
+
+
+def test_fine_tuning_starts_from_the_encoder(tmp_path) -> None:
+    """Its options and its tokenizer are used as well."""
+    run, root = trained("masked_language"), data_of("sentences")
+    words = ["train", "--recipe=sentences", f"--data.root={root}", "--trainer.accelerator=cpu"]
+    words += ["--data.length=24", "--trainer.max_steps=2", "--task.warmup_steps=1"]
+    tuned = tmp_path / "tuned"
+    assert main([*words, "--data.task=SST-2", f"--init={run}", f"--run={tuned}"]) == 0
+    record = json.loads((tuned / "init.json").read_text())
+    assert set(record["new"]) == {"classify.weight", "classify.bias"}
+    assert "encoder.words.weight" in record["loaded"] and "pooler.weight" in record["loaded"]
+    assert {"head.bias", "next_sentence.weight"} <= record["left_over"].keys()
+    assert (tuned / "tokenizer.json").read_bytes() == (run / "tokenizer.json").read_bytes()
+    again = tmp_path / "again"
+    assert main([*words, "--data.task=RTE", f"--init={tuned}", f"--run={again}"]) == 0
+    record = json.loads((again / "init.json").read_text())
+    assert "classes.json" in record["new"]["classify.weight"]["why"]
+
+
+@pytest.mark.parametrize("kind", ["Bert", "FNet"])
+def test_runs_start_from_published_weights(kind, tmp_path) -> None:
+    """From a folder of transformers, or its file of weights."""
+    transformers = pytest.importorskip("transformers")
+    text = (data_of("masked_language") / "train.txt").read_text()
+    tokenizer = Tokenizer.train("wordpiece", [text], 60, True)
+    source = tmp_path / "published"
+    source.mkdir()
+    (source / "tokenizer.json").write_bytes(tokenizer.to_json())
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 24}
+    sizes |= {"max_position_embeddings": 40, "vocab_size": len(tokenizer)}
+    sizes |= {"num_attention_heads": 4} if kind == "Bert" else {}
+    config = getattr(transformers, f"{kind}Config")(**sizes)
+    getattr(transformers, f"{kind}ForPreTraining")(config).save_pretrained(source)
+    init = source / "model.safetensors" if kind == "Bert" else source
+    run = tmp_path / "run"
+    words = ["train", "--recipe=sentences", "--data.task=RTE", "--trainer.max_steps=1"]
+    words += [f"--data.root={data_of('sentences')}", "--trainer.accelerator=cpu", f"--run={run}"]
+    assert main([*words, f"--init={init}"]) == 0
+    record = json.loads((run / "init.json").read_text())
+    assert set(record["new"]) == {"classify.weight", "classify.bias"}
+    config = (run / "config.yaml").read_text()
+    assert "max_length: 40" in config and f"tokenizer: {source}" in config
+    assert ("mixer: fourier" in config) == (kind == "FNet")
+
+
+# --- sentences ----------------------------------------------------------------------------------
+
+
+def test_all_ways_to_classify_agree(tmp_path, capsys) -> None:
+    run, result = trained("sentences"), evaluated("sentences")["val"]
+    assert result["glue_percent"] == result["accuracy_percent"] and result["n"] == 60
+    rows = (run / "predictions.csv").read_text().splitlines()
+    assert rows[0] == "split,index,label,predicted" and len(rows) == 61
+    assert "accuracy / % ↑" in page_of(run)
+    assert main(["export", str(run), str(tmp_path / "out"), "--about", "good or bad"]) == 0
+    texts = ["the cat is good", "the house is awful"]
+    labels = [molflt.load(path).classify(texts) for path in (run, tmp_path / "out")]
+    assert labels[0] == labels[1] and [one.name for one in labels[0]] == ["1", "0"]
+    assert predicted(capsys, run, tmp_path, "\n".join(texts)) == [
+        {"line": str(line), "label": one.name, "probability": str(one.probability)}
+        for line, one in enumerate(labels[0], 1)
+    ]
+    molflt.load(run).classify([" ".join(100 * texts)])
+    assert "1 of 1" in capsys.readouterr().err  # was cut
+
+
+def test_scores_are_predicted(tmp_path, capsys) -> None:
+    run = trained("scores")
+    assert not table(run / "metrics.csv")[-1].get("val_accuracy_percent")
+    score = molflt.load(run).classify([("a cat", "a cat")])[0]
+    assert score.name == "score"
+    said = predicted(capsys, run, tmp_path, "a cat\ta cat")
+    assert said == [{"line": "1", "score": str(score.probability)}]
+
+
+@pytest.mark.parametrize("task", GLUE)
+def test_sums_agree_with_the_official_metrics(task) -> None:
+    pytest.importorskip("sklearn")
+    draw = np.random.default_rng(0)
+    classes = GLUE[task].labels
+    model = SequenceClassifier(9, len(classes or "1"), dim=8, heads=2, layers=1, max_length=4)
+    learned = SentenceTask(model)
+    label = draw.integers(len(classes), size=50) if classes else draw.uniform(0, 5, 50)
+    noise = draw.integers(len(classes), size=50) if classes else label + draw.normal(size=50)
+    told = np.where(draw.random(50) < 0.6, label, noise)
+    sums = [
+        SentenceTask.sums.of(torch.tensor(told[part]), torch.tensor(label[part]), torch.tensor(0.0))
+        for part in (slice(20), slice(20, 50))
+    ]
+    found = learned.summarize(torch.stack([torch.stack([*one]) for one in sums]).sum(0))
+    exact = official(task, told.astype(float), label.astype(float))
+    mine = {"matthews": "correlation", "pearson": "correlation", "accuracy": "accuracy"}
+    name = GLUE[task].metrics[0]
+    assert found[f"{mine[name]}_percent"] == pytest.approx(exact[f"{name}_percent"], abs=1e-9)
+    mean = np.mean([exact[f"{one}_percent"] for one in GLUE[task].metrics])
+    assert exact["glue_percent"] == pytest.approx(mean)
+    constant = official(task, np.zeros(50), label.astype(float))
+    assert all(np.isfinite(value) for value in constant.values())
+    if classes is None:
+        with pytest.raises(ValueError, match="'accuracy'"):
+            SentenceTask(model, measure="accuracy")
+
+
+def test_the_table_of_glue() -> None:
+    """Contains medians over seeds and means over splits and metrics of a task."""
+    glue = load_script("glue")
+    values = {"val": (60.0, 70.0, 90.0), "val_mismatched": (50.0, 60.0, 80.0)}
+    rows = [
+        {"task": "MNLI", "seed": seed, "split": split, "accuracy_percent": x, "glue_percent": x}
+        for split, of_seeds in values.items()
+        for seed, x in enumerate(of_seeds)
+    ]
+    mrpc = {"accuracy_percent": 80.0, "f1_percent": 90.0, "glue_percent": 85.0}
+    rows.append({"task": "MRPC", "split": "val", **mrpc})
+    text = glue.table(rows, ["no QQP"])
+    assert "| val_mismatched | 3 | accuracy 60.0 | 60.0 |" in text
+    assert "accuracy 80.0, f1 90.0 | 85.0 |" in text
+    assert "average of 2 of 8 tasks" in text and "| 75.0 |" in text and "no QQP" in text
+
+
+# --- translation --------------------------------------------------------------------------------
+
+
+def test_translations_are_scored_by_sacrebleu() -> None:
+    run, results = trained("translation"), evaluated("translation")
+    assert results["test"]["bleu"] > 50 and results["test"]["pairs"] == 20
+    translations = (run / "translations-test.txt").read_text().splitlines()
+    references = (data_of("translation") / "test.en").read_text().splitlines()
+    score = translation.bleu(translations, references)
+    assert score.bleu == pytest.approx(results["test"]["bleu"])
+    assert {"attention.png", "cross-attention.png"} <= {path.name for path in run.iterdir()}
+    assert page_of(run).count("<img") == 3
+
+
+def test_all_ways_to_translate_agree(tmp_path, capsys) -> None:
+    run, files = trained("translation"), data_of("translation")
+    lines = (files / "test.de").read_text().splitlines()[:3]
+    expected = molflt.load(run).translate(lines)
+    (tmp_path / "in.txt").write_text("\n".join(lines) + "\n")
+    words = ["generate", str(run), "--file", str(tmp_path / "in.txt")]
+    assert printed(capsys, *words).splitlines() == expected
+    assert main(["export", str(run), str(tmp_path / "out"), "--about", "de-en"]) == 0
+    words = ["generate", str(tmp_path / "out"), "--prompt", lines[0], "--beam", "5"]
+    assert printed(capsys, *words).strip() == expected[0]
+    words = ["evaluate", str(run), "--data", str(files / "test"), f"--out={tmp_path}", "--beam=2"]
+    said = printed(capsys, *words)
+    assert "sacrebleu nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp|version:" in said
+    assert "beam 2" in said
+
+
+def test_requests_that_cannot_be_translated(tmp_path, capsys) -> None:
+    run = trained("translation")
+    for options, word in (
+        (["--tokens=3"], "--tokens"),
+        ([], "--prompt"),
+        (["--prompt=" + 60 * "ein "], "sentence 1"),
+    ):
+        assert word in error_of(capsys, "generate", str(run), *options)
+    with pytest.raises(ValueError, match="ein Hund"):
+        molflt.load(run).translate("ein Hund")
+    kept = shutil.copytree(run, tmp_path / "other") / "tokenizer.json"
+    kept.write_bytes(kept.read_bytes().replace(b"Hund", b"Hand"))
+    assert "tokenizer.json" in error_of(capsys, "evaluate", str(kept.parent))
+    (tmp_path / "x.de").write_text(60 * "ein " + "\n")
+    (tmp_path / "x.en").write_text("one\n")
+    message = error_of(capsys, "evaluate", str(run), "--data", str(tmp_path / "x"))
+    assert "x.de: line 1" in message and "40" in message
+
+
+@pytest.mark.parametrize("lowercase", [True, False])
+def test_bleu_ignores_case_if_the_tokenizer_does(lowercase, tmp_path, monkeypatch) -> None:
+    """Even if no option of the run says so."""
+    lines = ["The Cat sat on Anna's Mat in Berlin.", "A Dog met Peter in the Park."] * 3
+    for name in ("v.de", "v.en"):
+        (tmp_path / name).write_text("\n".join(lines) + "\n")
+    tokenizer = Tokenizer.train("bpe", lines, 90, lowercase)
+    (tmp_path / "tokenizer.json").write_bytes(tokenizer.to_json())
+    model = EncoderDecoder(len(tokenizer), dim=16, heads=2, layers=1, max_length=90).eval()
+    options = {"source": "de", "target": "en", "lowercase": None, "val": tmp_path / "v"}
+    config = {"data": options | {"train": None, "test": None}}
+    monkeypatch.setattr(
+        translation,
+        "translate",
+        lambda _, own, texts, *__: [own.decode(ids) for ids in own.encode(texts)],
+    )
+    report = translation.evaluate(tmp_path, model, config, tmp_path)
+    assert report.results["val"]["bleu"] == pytest.approx(100)
+    assert report.results["val"]["chrf"] == pytest.approx(100)
+    assert ("case:lc" in report.text) == lowercase
+
+
+def test_conversion_of_a_trained_model(capsys) -> None:
+    """Few random features lose nearly all of the BLEU score, many keep much of it (fig. 2)."""
+    script, run = load_script("conversion"), str(trained("translation"))
+    capsys.readouterr()
+    assert script.main([run, "--features", "4", "512", "--draws", "2", "--beam", "1"]) == 0
+    rows = [line.split("|") for line in capsys.readouterr().out.splitlines() if "|" in line][2:]
+    found = {row[1].strip(): float(row[2].split("±")[0]) for row in rows}
+    whole, few, many = (found[key] for key in ("softmax, as trained", "4 features", "512 features"))
+    assert len(found) == 3 and few < 0.3 * whole and many > 3 * few
