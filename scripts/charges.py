@@ -1,23 +1,20 @@
-"""Latent charges of a potential against quantum chemistry: charged chains and neutral dimers.
+"""Compare the latent charges of a potential with quantum chemistry: charged chains, neutral dimers.
 
     python scripts/charges.py chains carbon_chain.extxyz.xz --out runs/charges --seconds 240
     python scripts/charges.py dimers sapt_dimers.npz --out runs/charges --seconds 600
 
-chains: C10H2 and C10H3+ (Ko et al., Nat. Commun. 12, 398, 2021), energies, forces and Hirshfeld
-charges. One potential with total charges and 1/r, and the same one without, learn both molecules.
-dimers: interaction energies of neutral dimers and their SAPT parts (doi:10.1063/5.0204064). One
+chains: C10H2 and C10H3+ (Ko et al., Nat. Commun. 12, 398, 2021) with energies, forces and Hirshfeld
+charges. A potential learns both molecules, with and without total charges and 1/r.
+dimers: interaction energies of neutral dimers and their SAPT parts (doi:10.1063/5.0204064). A
 potential learns E(AB) - E(A) - E(B). Dimers of the same two formulas are one system, which is in
 the training set or in the test set.
 
---seconds is CPU time for each model. A run that was stopped goes on when it is started again.
+--seconds is the CPU time of each model. The same command continues a run that was stopped.
 """
-
-from __future__ import annotations
 
 import argparse
 import itertools
 import math
-import time
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -26,7 +23,9 @@ from typing import Any
 import numpy as np
 import torch
 from ase.symbols import Symbols
+from kit.budget import CpuBudget, resumed_steps
 from kit.rows import markdown
+from kit.words import described
 from torch import Tensor, nn
 from torch_geometric.data import Batch, Data
 
@@ -37,29 +36,22 @@ from molflt.graph.long_range import COULOMB, inverse_power_sums
 
 KCAL = 0.043364115  # eV, of 1 kcal/mol
 UNIT = 0.1  # eV, of interaction energies
-APART = 1e-3  # eV, of exchange: molecules of dimers with less do not overlap
+APART = 1e-3  # eV, of exchange: molecules with less do not overlap
 SIZES = {"dim": 64, "heads": 4, "ffn_dim": 128, "num_features": 16, "layers": 1, "refinements": 1}
-RATE, DECAY, EVERY = 2e-3, 0.99, 100  # learning rate, of averaged weights, steps between copies
+RATE, DECAY = 2e-3, 0.99  # learning rate; decay of the average of weights
 
 Loss = Callable[[Potential, int], Tensor]
 
 
 def fit(path: Path, model: Potential, loss: Loss, seconds: float) -> Potential:
-    """Averaged weights after some CPU seconds; `path` keeps the state every 100 steps."""
-    average = deepcopy(model)
+    """Averaged weights after a budget of CPU seconds; `path` is the file of `resumed_steps`."""
+    average, budget = deepcopy(model), CpuBudget(seconds)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=1e-3)
     parts = {"model": model, "average": average, "optimizer": optimizer}
-    step, spent = 0, 0.0
-    if path.is_file():
-        held = torch.load(path, weights_only=True)
-        step, spent = held["step"], held["spent"]
-        for name, part in parts.items():
-            part.load_state_dict(held[name])
-    start = time.process_time() - spent
-    while spent < seconds:
-        share = min(1.0, spent / seconds)
+    for step in resumed_steps(path, parts, budget):
         for group in optimizer.param_groups:
-            group["lr"] = RATE * min(1.0, (step + 1) / 50) * (1 + math.cos(math.pi * share)) / 2
+            decay = (1 + math.cos(math.pi * budget.share)) / 2
+            group["lr"] = RATE * min(1.0, (step + 1) / 50) * decay
         optimizer.zero_grad()
         found = loss(model.train(), step)
         found.backward()
@@ -68,17 +60,13 @@ def fit(path: Path, model: Potential, loss: Loss, seconds: float) -> Potential:
         with torch.no_grad():
             for mean, now in zip(average.parameters(), model.parameters(), strict=True):
                 mean.lerp_(now, 1 - min(DECAY, (step + 1) / (step + 10)))
-        step, spent = step + 1, time.process_time() - start
-        if step % EVERY == 0 or spent >= seconds:
-            state = {name: part.state_dict() for name, part in parts.items()}
-            torch.save(state | {"step": step, "spent": spent}, path.with_suffix(".part"))
-            path.with_suffix(".part").replace(path)
-            print(f"{path.stem}: step {step}, {spent:.0f} s, loss {found.item():.4f}", flush=True)
+        if step % 100 == 0:
+            print(f"{path.stem}: step {step}, {budget.used:.0f} s, loss {found.item():.4f}")
     return average.eval()
 
 
 def new(start: float, **options: Any) -> Potential:
-    """A potential without a far field whose first latent charges are `start` times the usual."""
+    """A potential without a far field; `start` multiplies its initial latent charges."""
     torch.manual_seed(0)
     model = Potential(radial_basis=0, far_field=False, **SIZES, **options)
     if model.long_range is not None:
@@ -87,12 +75,12 @@ def new(start: float, **options: Any) -> Potential:
 
 
 def drawn(step: int, count: int, of: int) -> list[int]:
-    """Different numbers below `of`, the same ones for each step."""
+    """Different numbers below `of`, which depend on the step only."""
     return torch.randperm(of, generator=torch.Generator().manual_seed(step))[:count].tolist()
 
 
 def graph(numbers: Any, pos: Any, **labels: Tensor) -> Data:
-    """A molecule in the precision of training."""
+    """A molecule as training data."""
     return Data(atomic_numbers=torch.as_tensor(numbers).long(), pos=torch.as_tensor(pos), **labels)
 
 
@@ -107,6 +95,7 @@ def chains(file: Path) -> list[Data]:
 
 
 def run_chains(options: argparse.Namespace) -> None:
+    """Prints the errors of both potentials, and the charges of the end of the chain."""
     frames = chains(options.file)
     order = torch.randperm(len(frames), generator=torch.Generator().manual_seed(0)).tolist()
     train, test = ([frames[i] for i in part] for part in (order[:100], order[100:]))
@@ -146,7 +135,7 @@ def run_chains(options: argparse.Namespace) -> None:
 
 
 def far_end(charges: Tensor, batch: Batch) -> list[list[str]]:
-    """Mean charges of the hydrogen atom farthest from the other ones with its carbon atoms."""
+    """Mean charges of the hydrogen atom farthest from the others, with its nearest carbon atoms."""
     rows = []
     for ion, count in itertools.product((0, 1), (2, 5)):
         found = []
@@ -179,7 +168,7 @@ def dimers(file: Path) -> tuple[list[list[Data]], Tensor, Tensor, list[str]]:
 
 
 def interactions(model: Potential, pairs: Sequence[Sequence[Data]], parts: bool = False) -> Tensor:
-    """E(AB) - E(A) - E(B), eV, (pairs,); with `parts` those of each power, (pairs, powers)."""
+    """E(AB) - E(A) - E(B), eV, (pairs,); with `parts` the part of each power, (pairs, powers)."""
     batch = Batch.from_data_list([one for kind in zip(*pairs, strict=True) for one in kind])
     energy = None if parts else model.energy(batch)
     if parts:
@@ -192,6 +181,7 @@ def interactions(model: Potential, pairs: Sequence[Sequence[Data]], parts: bool 
 
 
 def run_dimers(options: argparse.Namespace) -> None:
+    """Prints the errors of interaction energies and of their parts."""
     pairs, energies, sapt, names = dimers(options.file)
     systems = sorted(set(names))
     draw = torch.Generator().manual_seed(0)
@@ -234,7 +224,7 @@ def run_dimers(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = described(__doc__)
     parser.add_argument("what", choices=("chains", "dimers"))
     parser.add_argument("file", type=Path)
     parser.add_argument("--out", type=Path, default=Path("runs/charges"))

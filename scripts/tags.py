@@ -6,8 +6,6 @@ Each set is compared with and without its constraints, and with and without the 
 of a slab that is surface in the set, which a trained model knows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 from script_files import SCRIPTS, benchmark
-from test_benchmarks import bound, dimers
+from test_benchmarks import dimers
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -36,16 +36,6 @@ def test_error_of_rows_on_the_sphere_does_not_fall_below_their_bias() -> None:
         pick(rows, projection=name, quantity="matrix")[0]["mean"] for name in ("iid", "sphere")
     )
     assert sphere > 5 * iid
-
-
-def test_better_names_where_a_curve_lies_below_another() -> None:
-    def curve(*values: float) -> Rows:
-        return [{"R": 2.0**i, "mean": value} for i, value in enumerate(values)]
-
-    better = benchmark("norms").better
-    assert better(curve(2, 0.5, 0.5, 2), curve(1, 1, 1, 1), "R") == "1.41 to 5.66"
-    assert better(curve(2, 2), curve(1, 1), "R") == "nowhere"
-    assert better(curve(1, 1), curve(2, 2), "R") == "1 or less to 2 or more"
 
 
 def test_bounds_hold_where_there_are_any_and_are_sharp_for_a_familys_own_density() -> None:
@@ -144,15 +134,6 @@ def test_costs_are_the_multiplications_of_the_linear_forms(script, data, placeme
     assert mask.features(mask.cost(m, 9.0), 9.0) == m
 
 
-def test_rows_have_the_name_of_the_folder_of_their_data(script, tmp_path) -> None:
-    (tmp_path / "own").mkdir()
-    name = "val_id.safetensors"
-    (tmp_path / "own" / name).write_bytes((script.SAMPLE / name).read_bytes())
-    for data in (script.SAMPLE, tmp_path / "own"):
-        rows = script.measure(data, structures=1, seeds=1, features=(64,), few=True)
-        assert {row["slabs"] for row in rows} == {data.name}
-
-
 def test_fits_recover_functions_in_their_span(script, data) -> None:
     torch.manual_seed(0)
     shells = script.ShellNodes(data.diameter, 0.1, 3, normalized=True).double()
@@ -163,30 +144,8 @@ def test_fits_recover_functions_in_their_span(script, data) -> None:
     torch.testing.assert_close(script.along(found, data.distance), target, **close)
 
 
-def test_labels_of_a_potential_are_relaxed_once_and_compared_by_hand(tmp_path) -> None:
-    script, cache = benchmark("labels"), tmp_path / "cache.jsonl"
-    file, options = bound(tmp_path), {"calculator": "emt", "cache": cache}
-    rows = script.measure(file, systems=2, **options)
-    before = cache.read_text()
-    assert script.measure(file, systems=3, **options)[:2] == rows, "relaxed ones are read"
-    assert cache.read_text().startswith(before) and len(cache.read_text().splitlines()) == 3
-    cache.write_text(f"{before}{before[:30]}")  # stopped while it was written
-    assert script.measure(file, systems=2, **options) == rows and cache.read_text() == before
-    file.write_text(file.read_text().replace("y_relaxed=2.0", "y_relaxed=2.5"))  # names stay
-    script.measure(file, systems=1, **options)
-    assert len(cache.read_text().splitlines()) == 3
-    made = [
-        {"adsorbate": name, "dft": dft, "energy": energy}
-        for name, dft, energy in (("A", 0, 1), ("A", 1, 2), ("B", 0, 0), ("B", 2, 1))
-    ]
-    found = script.agreement(made)
-    assert found["systems"] == 4 and found["MAE"] == 0.75 and found["mean error"] == 0.25
-    assert found["MAE within"] == 0.25  # 0 of A; half an eV less of B, either side of its mean
-    with pytest.raises(ValueError, match="must be one of emt, chgnet; got dft"):
-        script.measure(file, calculator="dft")
-
-
-def test_adsorbates_of_few_systems_are_in_a_line_of_their_own() -> None:
+def test_agreement_of_labels_by_hand() -> None:
+    """Adsorbates with few systems share a line."""
     script = benchmark("labels")
     made = [("A", 0, 1), ("A", 1, 2), ("A", 2, 3), ("B", 0, 2), ("B", 1, 1), ("C", 2, 0)]
     rows = [
@@ -215,7 +174,7 @@ def test_sums_extrapolate_a_coulomb_law_that_message_passing_does_not_see(tmp_pa
     # mean of 14.4 / r at 13, 14, 15 Å, and of its difference to the last one trained on, meV
     found = script.references(rows)
     for name, error in (("energy 0", 1032.1), ("last in training", 167.9)):
-        assert script.errors(found, name, "test")["CC"] == [pytest.approx(error, abs=0.1)]
+        assert script.by_seed(found, name, "test")["CC"] == [pytest.approx(error, abs=0.1)]
 
 
 def test_charges_fitted_to_near_ions_are_those_of_far_ones(tmp_path) -> None:

@@ -1,19 +1,16 @@
 """Attention matrix and output against the number of features (arXiv:2006.03555, figure 2).
 
-Mean squared errors relative to the mean square of what is estimated, for the same queries, keys and
-values; rows of the matrix are independent, so that some of them are enough.
+Mean squared errors are relative to the mean square of the exact values. Rows of the matrix are
+independent; a part of them is enough.
 """
 
-from __future__ import annotations
-
 import itertools
-import math
 import statistics
 from pathlib import Path
 
 import torch
 from kit.pictures import UNIFORM, error_panels
-from kit.rows import Points, Promise, Rows, choose, exponent, markdown, names, pick
+from kit.rows import Points, Rows, choose, exponent, markdown, names, pick
 from torch import Tensor
 from tqdm import tqdm
 
@@ -72,7 +69,7 @@ def measure(
 
 
 def means(rows: Rows, **labels: object) -> list[float]:
-    """Errors of a curve."""
+    """Mean errors of a curve."""
     return [row["mean"] for row in pick(rows, **labels)]
 
 
@@ -82,13 +79,13 @@ def slope(rows: Rows, **labels: object) -> float:
 
 
 def to_iid(rows: Rows, projection: str, **labels: object) -> float:
-    """Geometric mean, over M, of the error relative to that of independent rows."""
+    """Geometric mean over M of the error in units of that of independent rows."""
     both = (means(rows, projection=name, **labels) for name in (projection, "iid"))
     return statistics.geometric_mean(a / b for a, b in zip(*both, strict=True))
 
 
 def table(rows: Rows) -> str:
-    """Slopes of log error against log M, and errors relative to those of independent rows."""
+    """Markdown: slopes of log error against log M, and errors relative to independent rows."""
     others = [name for name in names(rows, "projection") if name not in ("iid", UNIFORM)]
     head = ["map, scale, error", f"iid at M = {max(names(rows, 'm'))}", "uniform", "iid: slope"]
     head += [f"{name}: slope, / iid" for name in others]
@@ -109,37 +106,10 @@ def table(rows: Rows) -> str:
 
 
 def draw(png: Path, rows: Rows) -> None:
-    """One picture per scale, the first at `png`."""
+    """Draws a picture per scale, the first at `png`."""
     labels = ("features per token M", "relative mean squared error")
     for index, scale in enumerate(names(rows, "scale")):
         page = png.with_stem(f"{png.stem}-scale-{scale:g}") if index else png
         own = [row for row in pick(rows, scale=scale) if row["quantity"] != BELOW]
         panel = ("quantity", "feature_map")
         error_panels(page, own, panel, "projection", "m", labels, (2, 3), (7, 4.3))
-
-
-def worst(rows: Rows, name: str) -> float | None:
-    """Largest `to_iid` of the orthogonal projections of a map's matrix, s = 0.5."""
-    labels = {"feature_map": name, "scale": 0.5, "quantity": "matrix"}
-    found = [p for p in ("orthogonal", "hadamard", "givens") if means(rows, projection=p, **labels)]
-    return max((to_iid(rows, p, **labels) for p in found), default=None)
-
-
-def distance_to_law(rows: Rows) -> float | None:
-    """Largest distance of a slope from -1, independent rows, matrix, s = 0.5."""
-    labels = {"projection": "iid", "scale": 0.5, "quantity": "matrix"}
-    slopes = [slope(rows, feature_map=name, **labels) for name in names(rows, "feature_map")]
-    return max((abs(value + 1) for value in slopes if math.isfinite(value)), default=None)
-
-
-PROMISES = [
-    Promise("distance of a slope of the matrix's error from -1", distance_to_law, 0.15),
-    *(
-        Promise(
-            f"squared error of orthogonal rows / independent ones, {name}",
-            lambda rows, name=name: worst(rows, name),
-            most=0.6 if name == "trigonometric" else 0.95,
-        )
-        for name in MAPS
-    ),
-]

@@ -1,11 +1,9 @@
 """Distance of each placement of a mask from exact attention, at equal cost, on real slabs.
 
-Costs are multiplications per atom and head of the linear-time forms (docs/results has them for
-each): queries and keys are projected to m features, and each form gets the features that a budget
-leaves it. Trigonometric features need half of that, which is not taken off.
+The cost is the number of multiplications per atom and head of the linear-time forms, listed in
+docs/results. Each form gets as many features as its budget allows. Trigonometric features would
+need half of the projections; this is ignored.
 """
-
-from __future__ import annotations
 
 import itertools
 import math
@@ -14,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from kit.rows import Promise, Row, Rows, markdown, names, pick
+from kit.rows import Row, Rows, markdown, names, pick
 from torch import Tensor
 from torch.nn import functional as F
 from tqdm import tqdm
@@ -31,8 +29,8 @@ from molflt.data.structures.sources import split_path
 
 MASKS, DIM, CUTOFF = 8, 16, 5.0  # heads, d = dv, Å
 MOST = 256  # nodes of additive forms with random features, whose errors are above 1 by then
-AIM = 0.2  # what the near field is to make of the additive form's error
-CONTACT, AMPLITUDE = (1.0, 3.0), 1.5  # Å, where the largest |f| is the amplitude
+AIM = 0.2  # largest ratio of the near field's error to the additive form's
+CONTACT, AMPLITUDE = (1.0, 3.0), 1.5  # range, Å, in which the largest |f| is the amplitude
 # |q| = |k| = 1 or standard normal times d^(-1/4), and feature maps that do not fail for them.
 QK = {"unit": ("positive", "trigonometric"), "gaussian": ("positive",)}
 SAMPLE = Path(__file__).resolve().parents[2] / "datasets" / "chgnet-sample"
@@ -80,7 +78,7 @@ QUICK = {"structures": 2, "seeds": 2, "features": (64, 256), "few": True}
 
 
 class Slabs(NamedTuple):
-    """Structures of one source, and what forms are fitted to."""
+    """Structures of one source, and the histogram of distances that forms are fitted to."""
 
     name: str
     positions: list[Tensor]  # (1, n, 3) Å, centered, float64
@@ -125,8 +123,7 @@ def fit(
 ) -> None:
     """Sets the amplitudes by weighted least squares to the target (heads, n) at distances (n,), Å.
 
-    The ridge is 1e-6 of the largest diagonal element
-    of the normal equations, so that weights of opposite signs do not grow without need.
+    The ridge is 1e-6 of the largest diagonal element of the normal equations.
     """
     amplitude = spectrum.requires_grad_(False).amplitude
     columns = []
@@ -140,7 +137,7 @@ def fit(
 
 
 class Mask(NamedTuple):
-    """A form built for some slabs: what takes the place of exp(f)."""
+    """A form built for some slabs; it replaces exp(f)."""
 
     form: Form
     basis: GaussianBasis  # of f
@@ -162,7 +159,7 @@ class Mask(NamedTuple):
         return 2 * m * DIM + 2 * m * p * (DIM + 1) + neighbors * pair
 
     def features(self, budget: float, neighbors: float) -> int:
-        """The largest m of that cost; costs are linear in m. 0 where no draw is worth its time."""
+        """The largest m within the budget; 0 for forms that are left out."""
         if self.form.placement == "additive" and self.nodes > MOST:
             return 0
         fixed = self.cost(0, neighbors)
@@ -196,7 +193,7 @@ class Mask(NamedTuple):
 
 
 def build(form: Form, basis: GaussianBasis, data: Slabs, seed: int) -> Mask:
-    """A form for given masks; fitted to the pairs that the data have."""
+    """A form for given masks, fitted to the pairs in the data."""
     near = NearField(basis, CUTOFF) if form.placement in NEAR else None
     if form.rule == "constant":
         return Mask(form, basis, None, near)
@@ -219,7 +216,7 @@ def build(form: Form, basis: GaussianBasis, data: Slabs, seed: int) -> Mask:
 
 
 def tokens(x: Tensor, basis: GaussianBasis, qk: str, seed: int) -> Tokens:
-    """Random features, scaled, with the outputs of softmax and the exact mask: (1, heads, n, d)."""
+    """Random queries, keys and values, and the exact outputs: (1, heads, n, d) each."""
     generator = torch.Generator().manual_seed(seed)
     shape = (3, 1, MASKS, x.shape[1], DIM)
     query, key, value = torch.randn(shape, dtype=torch.float64, generator=generator)
@@ -243,7 +240,7 @@ def drawn(mask: Mask, name: str, m: int, seed: int) -> FeatureMap | None:
 
 
 def output(mask: Mask, x: Tensor, kernel: Tensor, given: Tokens, phi: FeatureMap | None) -> Tensor:
-    """Outputs by the N x N matrix: the same numbers as in linear time, faster for few atoms."""
+    """Outputs by the N x N matrix, equal to those in linear time and faster for few atoms."""
     query, key, value, _ = given
     if phi is None:
         weights = (query @ key.mT).exp() * kernel
@@ -265,7 +262,7 @@ def output(mask: Mask, x: Tensor, kernel: Tensor, given: Tokens, phi: FeatureMap
 def of_slabs(
     data: Slabs, forms: tuple[Form, ...], features: tuple[int, ...], seeds: int
 ) -> Iterator[Row]:
-    """All forms at all budgets, and with exact q . k."""
+    """Yields rows of all forms at all budgets, and with exact q . k."""
     basis = masks()
     paper = build(PAPER, basis, data, 0)
     budgets = [paper.cost(m, data.neighbors) for m in features]
@@ -307,7 +304,7 @@ def measure(
     features: tuple[int, ...] = (64, 256, 1024),
     few: bool = False,
 ) -> Rows:
-    """Errors on val_id of a folder of data, and on records of OC20 if they are given."""
+    """Errors on val_id of a data folder, and on an OC20 LMDB if there is one."""
     sources = {data.absolute().name: split_path(data, "val_id")} | ({"OC20": oc20} if oc20 else {})
     every = [slabs(name, path, structures) for name, path in sources.items()]
     return [row for own in every for row in of_slabs(own, FEW if few else FORMS, features, seeds)]
@@ -318,7 +315,7 @@ def best(rows: Rows, **labels: object) -> float:
     return min((row["error"] for row in pick(rows, **labels)), default=math.nan)
 
 
-# Lines of the table: a name, and which of the measurements may stand for it.
+# Lines of the table, and the measurements that each is the best of.
 LINES: dict[str, dict[str, object]] = {
     "no mask at all": {"form": "no mask"},
     "additive, papers' nodes, positive features": {
@@ -334,14 +331,14 @@ PAPERS, ADDITIVE, _, NEAREST, EXACT = list(LINES.values())[1:6]
 
 
 def verdict(rows: Rows, other: dict[str, object]) -> str:
-    """Ratios of the near field, with exact q . k in brackets, against the aim of a fifth."""
+    """Ratio of the near field's error, in brackets with exact q . k, compared with `AIM`."""
     values = [best(rows, **near) / best(rows, **other) for near in (NEAREST, EXACT)]
     words = ["pass" if value <= AIM else "**fail**" for value in values]
     return "{:.3f} ({:.3f}) ".format(*values) + " / ".join(dict.fromkeys(words))
 
 
 def table(rows: Rows) -> str:
-    """Errors of unit queries and keys at equal cost, and ratios to the additive form."""
+    """Markdown: errors of unit queries and keys at equal cost, and ratios to the additive form."""
     unit, slabs = pick(rows, qk="unit"), names(rows, "slabs")
     budgets = names([row for row in unit if row["budget"]], "budget")
     at = [pick(unit, slabs=name, budget=budget) for name in slabs for budget in budgets]
@@ -358,26 +355,3 @@ def table(rows: Rows) -> str:
         cells = [verdict(part, other) for other in (papers, ADDITIVE) for part in own]
         lines.append([f"{budget:,.0f} multiplications" if budget else "mask alone", *cells])
     return f"{errors}\n\n{markdown(['near field / additive', *head], lines)}"
-
-
-def worst(rows: Rows, near: dict[str, object], other: dict[str, object]) -> float:
-    """Largest ratio over sources, q . k exact."""
-    found = pick(rows, qk="unit", feature_map="exact")
-    parts = [pick(found, slabs=name) for name in names(rows, "slabs")]
-    return max(best(part, **near) / best(part, **other) for part in parts)
-
-
-def at_cost(rows: Rows) -> float | None:
-    """Largest ratio of the near exact form to the papers', from the second budget on."""
-    unit = [row for row in pick(rows, qk="unit") if row["budget"] > 9000]
-    pairs = dict.fromkeys((row["slabs"], row["budget"]) for row in unit)
-    parts = (pick(unit, slabs=name, budget=budget) for name, budget in pairs)
-    return max((best(part, **EXACT) / best(part, **PAPERS) for part in parts), default=None)
-
-
-ALONE = {**PAPERS, "feature_map": "exact"}
-PROMISES = [
-    Promise("mask, near field / best additive", lambda r: worst(r, NEAREST, ADDITIVE), AIM),
-    Promise("mask, near field / papers' form", lambda r: worst(r, NEAREST, ALONE), AIM),
-    Promise("near field, exact q.k / papers' form, 2nd budget on", at_cost, AIM),
-]

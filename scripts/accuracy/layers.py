@@ -1,16 +1,14 @@
 """A softmax stack converted to kernelized attention, by depth (arXiv:2006.03555, figure 7).
 
-`gain` multiplies the weights of queries and keys: it stands in for what training sharpens.
+`gain` multiplies the weights of queries and keys, to imitate the sharper attention of trained models.
 """
-
-from __future__ import annotations
 
 import itertools
 from pathlib import Path
 
 import torch
 from kit.pictures import UNIFORM, error_panels
-from kit.rows import Points, Promise, Rows, choose, markdown, names, pick
+from kit.rows import Points, Rows, choose, markdown, names, pick
 from torch import Tensor
 from torch.nn import functional as F
 from tqdm import tqdm
@@ -24,7 +22,7 @@ QUICK = {
 
 
 def run(stack: list[Block], x: Tensor) -> list[Tensor]:
-    """Output after each layer, with LayerNorm as at the end of a pre-norm stack."""
+    """Output of each layer after a LayerNorm, as at the end of a pre-norm stack."""
     outputs = itertools.accumulate(stack, lambda x, block: block(x), initial=x)
     return [F.layer_norm(output, x.shape[-1:]) for output in outputs][1:]
 
@@ -76,7 +74,7 @@ def measure(
 
 
 def table(rows: Rows) -> str:
-    """A line per map and number of features: the first layer and the last, for every gain."""
+    """Markdown: the first and the last layer, by map, number of features and gain."""
     gains, deepest = names(rows, "gain"), max(names(rows, "layers"))
     ends = list(itertools.product(gains, (1, deepest)))
     head = ["map", "m", *(f"gain {gain:g}: layer {depth}" for gain, depth in ends)]
@@ -93,21 +91,3 @@ def draw(png: Path, rows: Rows) -> None:
     error_panels(
         *(png, rows, ("feature_map", "gain"), "m", "layers", labels, (1, 4), (9, 2.8)), log_x=False
     )
-
-
-def last(rows: Rows, name: str, m: object) -> float:
-    """Error after the last layer, gain 1."""
-    return float(pick(rows, feature_map=name, gain=1, m=m)[-1]["mean"])
-
-
-def halved(rows: Rows) -> float | None:
-    """Error with 256 features over that with 16, and over uniform attention, worst map."""
-    if not all(pick(rows, gain=1, m=m) for m in (16, 256)):
-        return None
-    found = names(rows, "feature_map")
-    return max(
-        last(rows, n, 256) / min(2 * last(rows, n, UNIFORM), last(rows, n, 16)) for n in found
-    )
-
-
-PROMISES = [Promise("error of the last layer, m = 256 / m = 16, gain 1", halved, most=0.5)]

@@ -1,22 +1,12 @@
 """One row of attention against the norm of queries and keys (arXiv:2106.12566, figure 1b)."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from pathlib import Path
 
 import torch
 from kit.pictures import UNIFORM, error_panels
-from kit.rows import (
-    Points,
-    Promise,
-    Rows,
-    choose,
-    markdown,
-    names,
-    pick,
-)
+from kit.rows import Points, Rows, choose, markdown, names, pick
 from torch.nn import functional as F
 from tqdm import tqdm
 
@@ -58,7 +48,7 @@ def measure(
 
 
 def better(rows: Rows, baseline: Rows, x: str) -> str:
-    """Ends of the range where a curve lies below another one, interpolated in logarithms."""
+    """The range in which a curve lies below another, interpolated in logarithms."""
     place = [math.log(row[x]) for row in rows]
     gap = [math.log(a["mean"] / b["mean"]) for a, b in zip(rows, baseline, strict=True)]
     below = [i for i, value in enumerate(gap) if value < 0]
@@ -75,7 +65,7 @@ def better(rows: Rows, baseline: Rows, x: str) -> str:
 
 
 def table(rows: Rows) -> str:
-    """A line per map and number of features."""
+    """Markdown: a line per map and number of features."""
     radii = [radius for radius in names(rows, "R") if radius in (1, 2, 3)]
     lines = []
     for name, m in itertools.product(names(rows, "feature_map"), names(rows, "m")):
@@ -92,13 +82,3 @@ def draw(png: Path, rows: Rows) -> None:
     """Error against the norm."""
     labels = ("norm R of queries and keys", "L1 error of a row of attention")
     error_panels(*(png, rows, ("feature_map",), "m", "R", labels, (1, 2), (7.5, 3.2)), log_x=False)
-
-
-def at_the_end(rows: Rows) -> float:
-    """Least ratio of an estimate's error at the largest norm to that of uniform attention."""
-    far = pick(rows, R=max(names(rows, "R")))
-    uniform = pick(far, m=UNIFORM)[0]["mean"]
-    return min(row["mean"] for row in far) / float(uniform)
-
-
-PROMISES = [Promise("error / uniform attention, largest norm", at_the_end, least=1)]

@@ -1,10 +1,8 @@
 """Polynomial and random features against softmax of normalized queries and keys, and its gradients.
 
-Relative errors, in the norm over all tokens of a head, of the output and of the gradients of a
-random linear function of it. Random maps have as many features as the polynomial of degree 2.
+Relative errors of the output, and of the gradients of a random linear function of it, in the norm
+over all tokens of a head. Random maps have as many features as the polynomial of degree 2.
 """
-
-from __future__ import annotations
 
 import itertools
 import math
@@ -13,7 +11,7 @@ from pathlib import Path
 
 import torch
 from kit.pictures import error_panels
-from kit.rows import Points, Promise, Rows, markdown, names, pick
+from kit.rows import Points, Rows, markdown, names, pick
 from torch import Tensor
 from torch.nn import functional as F
 from tqdm import tqdm
@@ -22,7 +20,7 @@ from molflt.attention import FEATURE_MAPS
 from molflt.attention.mixing.forms import linear, softmax
 
 HEADS = 8  # one head is one sample
-CLUSTERS = 8  # of queries and keys that share directions, as those of trained models do
+CLUSTERS = 8  # of queries and keys with similar directions, as in trained models
 QUICK = {"dims": (8, 16), "temperatures": (0.5, 1.0), "tokens": 64, "samples": 8}
 QUANTITIES = ("output", "gradient", "gradient by q, k")
 Mix = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -36,7 +34,7 @@ def taylor(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def featured(name: str, dim: int, generator: torch.Generator, **options: object) -> Mix:
-    """Linear attention with a feature map whose projection is drawn anew."""
+    """Linear attention with a newly drawn feature map."""
     phi = FEATURE_MAPS[name](dim, HEADS, **options)
     phi.redraw_(generator)
     return lambda query, key, value: linear(phi(query), phi(key), value).ratio()
@@ -103,7 +101,7 @@ def measure(
 
 
 def table(rows: Rows) -> str:
-    """Errors in percent: of the output, and of the gradient by all inputs."""
+    """Markdown: errors of the output and of the gradient by all inputs, percent."""
     forms = names(rows, "form")
     lines = []
     keys = ("directions", "d", "temperature")
@@ -124,34 +122,3 @@ def draw(png: Path, rows: Rows) -> None:
     own = [row for row in rows if row["quantity"] == "output"]
     labels = ("temperature", "relative error of outputs")
     error_panels(*(png, own, ("directions", "d"), "form", "temperature", labels, (2, 4), (9, 5)))
-
-
-def at(rows: Rows, dim: int, form: str, quantity: str) -> float | None:
-    """Error at temperature 1, directions uniform."""
-    labels = {"directions": "uniform", "d": dim, "temperature": 1, "form": form}
-    found = pick(rows, **labels, quantity=quantity)
-    return found[0]["mean"] if found else None
-
-
-def ratio(rows: Rows, dim: int) -> float | None:
-    """Error of the output over that of the best random features of equal width."""
-    others = ("positive, iid", "positive, orthogonal", "trigonometric")
-    found = [at(rows, dim, form, "output") for form in ("polynomial", *others)]
-    return None if None in found else found[0] / min(found[1:])
-
-
-def promise(dim: int, quantity: str, most: float) -> Promise:
-    """A bound on an error of the polynomial of degree 2."""
-    text = f"{quantity}, d = {dim}, {math.comb(dim + 2, 2)} features"
-    return Promise(text, lambda rows: at(rows, dim, "polynomial", quantity), most)
-
-
-PROMISES = [
-    promise(16, "output", 0.01),
-    promise(8, "output", 0.02),
-    promise(16, "gradient", 0.015),
-    promise(8, "gradient", 0.035),
-    Promise(
-        "output of the polynomial / best random map, d = 16", lambda rows: ratio(rows, 16), 0.1
-    ),
-]

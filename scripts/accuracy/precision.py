@@ -1,11 +1,9 @@
 """Error of half precision against float64, at queries and keys of standard deviation 1 and 3."""
 
-from __future__ import annotations
-
 import math
 
 import torch
-from kit.rows import Promise, Rows, markdown, names, pick
+from kit.rows import Rows, markdown, names, pick
 from torch import Tensor
 
 from molflt.attention import FEATURE_MAPS
@@ -19,7 +17,7 @@ QUICK = {"tokens": 64}
 
 
 def outputs(query: Tensor, key: Tensor, value: Tensor) -> dict[str, Tensor]:
-    """Attention outputs by form, from inputs as they are; features in float32 at least."""
+    """Attention outputs by form; features are computed in float32 or float64."""
     found = {"softmax": softmax(query, key, value)}
     for name in MAPS:
         torch.manual_seed(0)
@@ -34,7 +32,7 @@ def outputs(query: Tensor, key: Tensor, value: Tensor) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def measure(deviations: tuple[float, ...] = (1.0, 3.0), tokens: int = 1024) -> Rows:
-    """Errors of all forms and types."""
+    """Errors of all forms and dtypes."""
     rows = []
     for deviation in deviations:
         generator = torch.Generator().manual_seed(0)
@@ -53,18 +51,8 @@ def measure(deviations: tuple[float, ...] = (1.0, 3.0), tokens: int = 1024) -> R
 
 
 def table(rows: Rows) -> str:
-    """A line per form."""
+    """Markdown: a line per form."""
     head = ["form", *(f"{r['dtype']}, sd {r['sd']:g}" for r in pick(rows, form="softmax"))]
     forms = names(rows, "form")
     lines = [[form, *(f"{row['error']:.1e}" for row in pick(rows, form=form))] for form in forms]
     return markdown(head, lines)
-
-
-PROMISES = [
-    Promise(
-        f"largest error of {name}",
-        lambda rows, name=name: max(row["error"] for row in pick(rows, dtype=name)),
-        most=most,
-    )
-    for name, most in (("float32", 1e-5), ("bfloat16", 0.05), ("float16", 0.01))
-]

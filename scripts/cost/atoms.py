@@ -3,24 +3,13 @@
 One structure of N atoms at random places, 12 Å^3 each as in a metal; see kit/layers.py.
 """
 
-from __future__ import annotations
-
 import time
 from functools import partial
 from typing import Any
 
 import torch
-from kit.layers import (
-    AtomLayer,
-    DenseBatch,
-    Mechanism,
-    Study,
-    cost_table,
-    draw_costs,
-    measure_layers,
-    pyg_performer,
-)
-from kit.rows import Promise, Rows, pick
+from kit import layers
+from kit.rows import Rows
 from torch import nn
 
 DIM, HEADS, FEATURES, NODES, NEAR = 128, 8, 64, 16, 4.5
@@ -29,17 +18,18 @@ QUICK = {"sizes": (500, 1000), "rounds": 1}
 
 
 def pyg(atoms: int, causal: bool) -> nn.Module:
-    """PyTorch Geometric's Performer with as many features as ours, of a ReLU."""
-    return DenseBatch(pyg_performer(DIM, HEADS, FEATURES))
+    """PyG's Performer with the same number of features, of a ReLU."""
+    return layers.DenseBatch(layers.pyg_performer(DIM, HEADS, FEATURES))
 
 
-def made(position: str, linear: bool = True, **options: Any) -> Mechanism:
-    """A layer of ours; exact softmax has no random features."""
+def made(position: str, linear: bool = True, **options: Any) -> layers.Mechanism:
+    """A layer of molflt; exact softmax has no random features."""
     if options.get("mixing") != "softmax":
         options["num_features"] = FEATURES
         if position != "none":
             options["position_options"] = {"num_nodes": NODES}
-    return Mechanism(partial(AtomLayer, position=position, **options), linear=linear)
+    build = partial(layers.AtomLayer, position=position, **options)
+    return layers.Mechanism(build, linear=linear)
 
 
 MECHANISMS = {
@@ -47,35 +37,26 @@ MECHANISMS = {
     "additive": made("spectral"),
     "multiplicative": made("multiplicative"),
     "multiplicative, near field": made("multiplicative", near_field=NEAR),
-    "PyG performer, relu": Mechanism(pyg, "torch_geometric"),
+    "PyG performer, relu": layers.Mechanism(pyg, "torch_geometric"),
     "softmax, no mask": made("none", mixing="softmax"),  # SDPA keeps no N x N matrix
     "softmax, exact mask": made("spectral", mixing="softmax", linear=False),
 }
-STYLES = dict(zip(MECHANISMS, enumerate(["-"] * 4 + ["--", ":", ":"]), strict=True))
-STUDY = Study("cost.atoms", MECHANISMS, lambda n: torch.randn(n, DIM), clock=time.perf_counter)
+STUDY = layers.Study(
+    *("cost.atoms", "atoms", MECHANISMS, lambda n: torch.randn(n, DIM)),
+    styles=dict(zip(MECHANISMS, enumerate(["-"] * 4 + ["--", ":", ":"]), strict=True)),
+    clock=time.perf_counter,
+)
 measure = partial(
-    *(measure_layers, STUDY),
+    *(layers.measure_layers, STUDY),
     sizes=(100, 1000, 10_000, 100_000, 1_000_000),
     seconds=1800.0,
     gigabytes=LIMIT,
 )
-table = partial(cost_table, unit="atoms")
-draw = partial(draw_costs, unit="atoms", styles=STYLES, limit=LIMIT)
+draw = partial(STUDY.draw, limit=LIMIT)
+LARGE = [(name, 1_000_000, False, layers.TRAINING) for name in ("performer", "additive")]
 
 
-def gigabytes(rows: Rows, name: str) -> float | None:
-    """Peak memory at 10^6 atoms; infinite if it was skipped."""
-    found = pick(rows, mechanism=name, length=1_000_000)
-    if not found:
-        return None
-    return float("inf") if found[0]["note"] else found[0]["process_MiB"] * 2**20 / 1e9
-
-
-PROMISES = [
-    Promise(
-        f"GB of the process of {name} with 10^6 atoms",
-        lambda rows, name=name: gigabytes(rows, name),
-        most=LIMIT,
-    )
-    for name in ("performer", "additive")
-]
+def table(rows: Rows) -> str:
+    """Markdown: costs, and the memory of whole processes with a million atoms."""
+    parts = STUDY.table(rows), layers.processes_table(rows, LARGE, STUDY.unit)
+    return "\n\n".join(filter(None, parts))

@@ -1,34 +1,29 @@
 """Time of a step of beam search, from the first token of a translation to the last.
 
-In every round all mechanisms of configs/translation that have a state take turns, and each searches
-for translations of the same sources at once, with random weights that never end a sentence.
-`kit.tenths` says what the numbers are; a step brings one more token to every hypothesis.
+In every round all mechanisms of configs/translation that have a state take turns. Each translates
+the same sources together, with random weights that never end a sentence. A step adds one token to
+every hypothesis; kit/decoding.py defines the numbers.
 """
-
-from __future__ import annotations
 
 import time
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
-from kit.decoders import decoders, held
-from kit.rows import Promise, Rows
-from kit.tenths import draw_tenths, measure_tenths, steepest, tenths_table
+from kit.decoding import decoders, draw_tenths, held, measure_tenths, tenths_table
+from kit.rows import Rows
 from torch import Tensor
 
 from molflt.sequence import EncoderDecoder, beam_search
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "translation"
 SIZES: dict[str, Any] = {"vocabulary": 5000, "heads": 4, "layers": 3, "ffn_dim": 512}
 BEGIN, END = 0, 1
 QUICK = {"tokens": 10, "sources": 2, "words": 3, "beam": 2, "rounds": 1}
 
 
 def search(model: EncoderDecoder, source: Tensor, beam: int, tokens: int) -> list[float]:
-    """Seconds of each step of a search that ends where its limit is."""
+    """Seconds of each step of a search that ends at its limit."""
     marks: list[float] = []
     plain = model.log_probabilities
 
@@ -47,7 +42,7 @@ def search(model: EncoderDecoder, source: Tensor, beam: int, tokens: int) -> lis
 
 
 def remembered(model: EncoderDecoder, source: Tensor, beam: int, tokens: int) -> int:
-    """Bytes of the state behind the last token of all hypotheses."""
+    """Bytes of the state after the last token of all hypotheses."""
     target = torch.full((len(source) * beam, tokens), BEGIN)
     with torch.inference_mode():
         _, state = model.advance(target[:, 1:], model.begin(model.encode(source)))
@@ -62,12 +57,13 @@ def measure(
     mechanisms: tuple[str, ...] = (),
     rounds: int = 5,
 ) -> Rows:
-    """Times and sizes of states: of `sources` sources of `words` tokens, `tokens` steps."""
-    models = decoders(CONFIGS, mechanisms, partial(EncoderDecoder, **SIZES, max_length=tokens + 1))
+    """Times and sizes of states: `tokens` steps for `sources` sources of `words` tokens."""
+    build = partial(EncoderDecoder, **SIZES, max_length=tokens + 1)
+    models = decoders("translation", mechanisms, build)
     generator = torch.Generator().manual_seed(0)
     source = torch.randint(END + 1, SIZES["vocabulary"], (sources, words), generator=generator)
     for model in models.values():
-        model.head.weight.data[END] = 0.0  # far less likely than the likeliest of all others
+        model.head.weight.data[END] = 0.0  # far less likely than the best of all others
     return measure_tenths(
         models,
         lambda model, _: search(model, source, beam, tokens),
@@ -79,7 +75,3 @@ def measure(
 
 table = partial(tenths_table, step="token", sequences="sentences")
 draw = partial(draw_tenths, step="token")
-
-PROMISES = [
-    Promise("time of a step with a state, last tenth / first", partial(steepest, least=500), 1.15)
-]

@@ -2,8 +2,8 @@
 
 nets        SchNet, DimeNet++, ViSNet and PaiNN on periodic edges
 ridge       descriptors, kernel ridge, the median
-jobs        one job: its description, its models, its result
-training    steps within a budget of CPU time
-pool        which jobs there are, and running them in processes of their own
+models      names and learning rates
+jobs        training and prediction of one model
+pool        the list of jobs, each run in its own process
 report      tables and pictures
 """

@@ -1,27 +1,78 @@
-"""Time of a step along a sequence that grows step by step, by tenths of the sequence.
+"""Models that decode from a state; the time of a step along a sequence, by tenths of the sequence.
 
-Times are the processor's, medians over the steps of a tenth and over rounds; ratios are medians
-over rounds of the ratio of two medians, or two sums, of one round. States are all memory that is
-kept alive behind the last step.
+Times are processor times: medians over the steps of a tenth and over rounds. Ratios are medians over
+rounds of the ratio of two medians, or two sums, of one round. The size of a state counts all memory
+that is kept after the last step.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
+import yaml
+from torch import Tensor
 from tqdm import tqdm
 
-from kit.decoders import SOFTMAX, Model, keeps_sums
 from kit.pictures import curves, legend
-from kit.rows import Rows, markdown, names, pick
+from kit.rows import Rows, choose, markdown, names, pick
 from kit.turns import paired
 from molflt.plots.figure import SERIES, picture
+from molflt.sequence import EncoderDecoder, LanguageModel, PixelModel
 
+SOFTMAX = "softmax"
 TENTHS = 10
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+
+Model = TypeVar("Model", LanguageModel, PixelModel, EncoderDecoder)
+
+
+def decoders(folder: str, given: Sequence[str], build: Callable[..., Model]) -> dict[str, Model]:
+    """Models of the configurations in a folder by name; by default all that decode from a state.
+
+    Args:
+        folder: name below configs/; files that name data are sizes, not mechanisms.
+        given: names of files; all if empty.
+        build: makes a model from the options `model` of a file.
+    """
+    paths = sorted((CONFIGS / folder).glob("*.yaml"))
+    configs = {path.stem: yaml.safe_load(path.read_text()) for path in paths}
+    known = {name: one.get("model", {}) for name, one in configs.items() if "data" not in one}
+    models = {}
+    for name in choose(given, known):
+        torch.manual_seed(0)
+        model = build(**known[name]).eval()
+        if model.decodes:
+            models[name] = model
+        elif given:
+            raise ValueError(f"mechanism {name!r} leaves no state to decode from; leave it out")
+    return models
+
+
+def held(state: object) -> int:
+    """Bytes of the storages of all tensors in a state, each storage counted once."""
+    storages: dict[int, int] = {}
+
+    def visit(part: object) -> None:
+        if isinstance(part, Tensor):
+            storage = part.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+        elif isinstance(part, (tuple, list)):
+            for child in part:
+                visit(child)
+
+    visit(state)
+    return sum(storages.values())
+
+
+def styles_of(mechanisms: Sequence[str]) -> dict[str, tuple[int, str]]:
+    """Color and line of each mechanism; the last color is softmax's, which comes last."""
+    colors = len(SERIES) - 1
+    order = sorted(mechanisms, key=SOFTMAX.__eq__)
+    styles = {name: (i % colors, "-" if i < colors else "--") for i, name in enumerate(order)}
+    return {**styles, SOFTMAX: (colors, "-")} if SOFTMAX in styles else styles
 
 
 def measure_tenths(
@@ -35,10 +86,10 @@ def measure_tenths(
 
     Args:
         models: by mechanism.
-        grow: seconds of each step of a model in a round with this number.
-        remembered: bytes of a model's last state.
-        rounds: how often each model grows its sequences.
-        count: sequences that grow at once.
+        grow: returns the seconds of each step of a model in the round of this number.
+        remembered: returns the bytes of a model's last state.
+        rounds: number of rounds.
+        count: number of sequences that grow together.
     """
     times: dict[str, list[list[float]]] = {name: [] for name in models}
     for turn in tqdm(range(rounds), desc="rounds", leave=False):
@@ -69,12 +120,12 @@ def _tenth(seconds: list[float], number: int) -> list[float]:
 
 
 def tenths_table(rows: Rows, step: str, sequences: str) -> str:
-    """Time in the first, a middle and the last tenth, sequences a second, states.
+    """Markdown: time in the first, a middle and the last tenth, sequences per second, states.
 
     Args:
-        rows: of `rows_of`.
-        step: what a step is: "byte".
-        sequences: what grows: "images".
+        rows: of `measure_tenths`.
+        step: name of a step, such as "byte".
+        sequences: name of the sequences, such as "images".
     """
     head = ["", f"ms a {step}, first tenth", "middle / first", "last / first", f"{sequences}/s"]
     head += ["softmax's time / its", "state, KiB"]
@@ -93,9 +144,7 @@ def tenths_table(rows: Rows, step: str, sequences: str) -> str:
 
 def draw_tenths(png: Path, rows: Rows, step: str) -> None:
     """Time of a step along the sequence."""
-    order = sorted(names(rows, "mechanism"), key=SOFTMAX.__eq__)
-    styles = {name: (i, "-") for i, name in enumerate(order)}
-    styles[SOFTMAX] = (len(SERIES) - 1, "-")
+    styles = styles_of(names(rows, "mechanism"))
     with picture(png, figsize=(6.0, 4.0)) as figure:
         axes = figure.subplots()
         points = {
@@ -103,17 +152,8 @@ def draw_tenths(png: Path, rows: Rows, step: str) -> None:
                 ((row["tenth"] - 0.5) / TENTHS * row["steps"], row["median_ms"])
                 for row in pick(rows, mechanism=name)
             ]
-            for name in order
+            for name in styles
         }
         curves(axes, points, styles, xlabel=f"{step}s so far", ylabel=f"ms per {step}")
         axes.set(xscale="linear", yscale="linear", xlim=(0, None), ylim=(0, None))
         legend(figure, axes)
-
-
-def steepest(rows: Rows, least: int) -> float | None:
-    """Largest ratio of the last tenth to the first of a mechanism other than softmax.
-
-    Sequences of fewer than `least` steps say nothing.
-    """
-    last = [row for row in pick(rows, tenth=TENTHS) if keeps_sums(row["mechanism"])]
-    return max((row["ratio"] for row in last if row["steps"] >= least), default=None)
