@@ -7,8 +7,8 @@
 Section 4.5 and fig. 2 of NPRF (arXiv:2106.12566) replace softmax by positive random features in
 translation models, which were trained with and without normalized queries and keys, and with and
 without a relative encoding. Mean and standard deviation are over draws of the features; the first
-row is the trained model. --polynomial adds rows of polynomials, which have no draws. Language models
-are evaluated by perplexity per token.
+row is the trained model. --polynomial adds rows of polynomials, which have no draws. Language
+models are evaluated by perplexity per token.
 """
 
 import argparse

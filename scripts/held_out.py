@@ -4,10 +4,10 @@
         --data datasets/game-net/held-out --config configs/game-net.yaml --out runs/held-out \\
         --seeds 0 1 2 --jobs 2
 
-Families and metals are assigned to groups in alphabetical order. Each training run lacks the families
-and metals of one group: every system is tested once with a new family, and once with a new metal.
-Kernel ridge and the training median are fitted to the same systems. Writes held_out.md and .csv (a
-line per system and model). The same command continues after an interruption.
+Families and metals are assigned to groups in alphabetical order. Each training run lacks the
+families and metals of one group: every system is tested once with a new family, and once with a new
+metal. Kernel ridge and the training median are fitted to the same systems. Writes held_out.md and
+.csv (a line per system and model). The same command continues after an interruption.
 """
 
 import sys

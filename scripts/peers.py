@@ -16,12 +16,11 @@ rates decrease with the used share of the time. The last weights are evaluated. 
 batches, targets, loss, optimizer, clipping and choice of atoms of --config. Their inputs are
 elements, tags and edges to periodic images. Peers have their usual learning rates, and DimeNet++
 has batches of 8, unless options behind -- set others. Averages of weights have the decay of
---config, but cover at most a tenth of the steps. Tuning tries three learning rates; with --tune-most
-it tries more while the best one is the largest or smallest. Differences have standard errors over
-seeds and systems. Systems count as independent, except those that share a value in a column of
-DIR/systems.csv (--alike molecule metal). Writes comparison.md and .csv, error-cpu.png,
-error-size.png, and jobs/* with predictions. The same command continues an interrupted
-comparison.
+--config, but cover at most a tenth of the steps. Tuning tries three learning rates; with
+--tune-most it tries more while the best one is the largest or smallest. Differences have standard
+errors over seeds and systems. Systems count as independent, except those that share a value in a
+column of DIR/systems.csv (--alike molecule metal). Writes comparison.md and .csv, error-cpu.png,
+error-size.png, and jobs/* with predictions. The same command continues an interrupted comparison.
 """
 
 import argparse

@@ -6,8 +6,8 @@
     python scripts/run.py decoding --redraw         # reuse the CSV instead of measuring
 
 Writes NAME.csv, .png and .md to a folder, by default runs/NAME. If a page of docs/results has marks
-for the benchmark, the table goes between them, and the other files next to the page. The exit status
-is 1 if a row could not be measured, for instance because a package is not installed.
+for the benchmark, the table goes between them, and the other files next to the page. The exit
+status is 1 if a row could not be measured, for instance because a package is not installed.
 """
 
 import argparse

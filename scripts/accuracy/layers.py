@@ -1,6 +1,7 @@
 """A softmax stack converted to kernelized attention, by depth (arXiv:2006.03555, figure 7).
 
-`gain` multiplies the weights of queries and keys, to imitate the sharper attention of trained models.
+`gain` multiplies the weights of queries and keys, to imitate the sharper attention of trained
+models.
 """
 
 import itertools

@@ -1,8 +1,8 @@
 """Choice of `mixing: auto` between its two forms, 10 to 10^4 atoms.
 
 One layer on graphs of equal size, at least 1,000 atoms in all, at random places, 12 Å^3 each. Every
-placement of the positions is measured alone and in periodic cells: in linear time, through the N x N
-matrix, and as chosen by `auto`. Processor time of forward and backward; see kit/layers.py.
+placement of the positions is measured alone and in periodic cells: in linear time, through the N x
+N matrix, and as chosen by `auto`. Processor time of forward and backward; see kit/layers.py.
 """
 
 from functools import partial

@@ -1,8 +1,8 @@
 """Models that decode from a state; the time of a step along a sequence, by tenths of the sequence.
 
-Times are processor times: medians over the steps of a tenth and over rounds. Ratios are medians over
-rounds of the ratio of two medians, or two sums, of one round. The size of a state counts all memory
-that is kept after the last step.
+Times are processor times: medians over the steps of a tenth and over rounds. Ratios are medians
+over rounds of the ratio of two medians, or two sums, of one round. The size of a state counts all
+memory that is kept after the last step.
 """
 
 from collections.abc import Callable, Mapping, Sequence

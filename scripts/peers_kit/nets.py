@@ -1,9 +1,9 @@
 """SchNet, DimeNet++ and ViSNet of PyG, and PaiNN, with edges to periodic images.
 
-PyG's own radius graphs need torch_cluster and ignore cells. Here `molflt.graph.PBCRadiusGraph` makes
-an edge for every image within the cutoff. Each net has a learned vector per tag, initially 0, which
-is added to the vector of the element. Its initial energy is the mean energy; DimeNet++ starts there
-by itself, and the others would spend a small budget on it.
+PyG's own radius graphs need torch_cluster and ignore cells. Here `molflt.graph.PBCRadiusGraph`
+makes an edge for every image within the cutoff. Each net has a learned vector per tag, initially 0,
+which is added to the vector of the element. Its initial energy is the mean energy; DimeNet++ starts
+there by itself, and the others would spend a small budget on it.
 """
 
 import math
@@ -204,8 +204,8 @@ class PeriodicViSNet(Peer):
         nn.init.zeros_(self.net.output_model.output_network[-1].update_net[-1].weight)
 
     def atomic(self, codes: Tensor, edges: Data) -> Tensor:
-        # ViSNet has an edge of length 0 from each atom to itself. It normalizes only vectors between
-        # different atoms, not those to the atom's own images; all are normalized here.
+        # ViSNet has an edge of length 0 from each atom to itself. It normalizes only vectors
+        # between different atoms, not those to the atom's own images; all are normalized here.
         own, zero = _one_each(codes), edges.edge_weight.new_zeros(len(codes))
         index = torch.cat((edges.edge_index, own.expand(2, -1)), dim=1)
         distance = torch.cat((edges.edge_weight, zero))

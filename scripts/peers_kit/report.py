@@ -167,10 +167,10 @@ def differences(results: Results, first: str, alike: Sequence[str] = ()) -> str:
     """Differences of the other models from one, by split, with the whole training set.
 
     Errors are averaged over the seeds of a model and compared system by system. The standard error
-    is sqrt(V + sd_a^2 / seeds_a + sd_b^2 / seeds_b), where V is the `variance_of_mean` over systems.
-    A second table shows Pearson's r between the signed errors of both models, averaged over pairs of
-    seeds. `alike` are at most two columns of systems.csv, such as molecule and metal: systems with
-    the same value are not independent.
+    is sqrt(V + sd_a^2 / seeds_a + sd_b^2 / seeds_b), where V is the `variance_of_mean` over
+    systems. A second table shows Pearson's r between the signed errors of both models, averaged
+    over pairs of seeds. `alike` are at most two columns of systems.csv, such as molecule and metal:
+    systems with the same value are not independent.
     """
     own = whole(results)
     models = list(dict.fromkeys(result["job"]["model"] for result in own))
@@ -214,9 +214,9 @@ def variance_of_mean(values: _Array, groups: Sequence[NDArray[np.int64]]) -> flo
     """Variance of the mean of values (n,) that are independent only between groups.
 
     Without groups it is s^2 / n. With one grouping it is the sum over its G groups of the squared
-    sums of x - mean, times G / (G - 1) / n^2; with two it is V_1 + V_2 - V_12, where 12 are the pairs
-    of both (Cameron, Gelbach and Miller, J. Bus. Econ. Stat. 29, 238, 2011), but at least the larger
-    of V_1 and V_2. Few groups underestimate it; a single group gives nan.
+    sums of x - mean, times G / (G - 1) / n^2; with two it is V_1 + V_2 - V_12, where 12 are the
+    pairs of both (Cameron, Gelbach and Miller, J. Bus. Econ. Stat. 29, 238, 2011), but at least the
+    larger of V_1 and V_2. Few groups underestimate it; a single group gives nan.
     """
     away = values - values.mean()
 

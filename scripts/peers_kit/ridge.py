@@ -37,9 +37,9 @@ def descriptors(data: Data, elements: list[int]) -> _Array:
 
     The slab is described by means and spreads of its elements' properties, which also describe new
     metals. Radial sums are smeared counts of distances: from atoms of the adsorbate to atoms of the
-    slab, weighted by each property and averaged; from each element of the adsorbate to the slab; and
-    between each pair of elements in the adsorbate. They are invariant under rotations and lattice
-    shifts. If tags are unknown, all atoms are the adsorbate.
+    slab, weighted by each property and averaged; from each element of the adsorbate to the slab;
+    and between each pair of elements in the adsorbate. They are invariant under rotations and
+    lattice shifts. If tags are unknown, all atoms are the adsorbate.
     """
     numbers, adsorbate = data.atomic_numbers.numpy(), _adsorbate(data)
     known = _properties()[numbers]

@@ -1,9 +1,9 @@
 """Two molecules at growing distances: a potential with and without long range, by validation.
 
-See kit/dimers.py for the data. Beyond 4 Å, the potential only has 1 / r^p between its latent charges.
-Its features stay as they were drawn. Charges and local energies are linear in the features, and are
-fitted by regularized least squares. Powers, width, weights and penalty are those with the smallest
-error when the largest training distances are held out.
+See kit/dimers.py for the data. Beyond 4 Å, the potential only has 1 / r^p between its latent
+charges. Its features stay as they were drawn. Charges and local energies are linear in the
+features, and are fitted by regularized least squares. Powers, width, weights and penalty are those
+with the smallest error when the largest training distances are held out.
 """
 
 import itertools

@@ -22,8 +22,9 @@ from molflt.plots.figure import SERIES, picture
 WIDTH, HEADS, FEATURES, BASIS, LAYERS = 32, 4, 16, 12, 2
 CUTOFF = 5.0  # Å, of message passing
 
-# Gaussians of either sign that decay to 0. A law as slow as 1 / r needs some that are wider than the
-# training distances. In a cell of 30 Å, Gaussians wider than 8 Å would be the same for all pairs.
+# Gaussians of either sign that decay to 0. A law as slow as 1 / r needs some that are wider than
+# the training distances. In a cell of 30 Å, Gaussians wider than 8 Å would be the same for all
+# pairs.
 FREE: dict[str, Any] = {"width_range": (2.0, 20.0), "num_gaussians": 12, "background": 0.0}
 SHELLS = {"nodes": "shells", "node_diameter": 22.0, "node_max_frequency": 0.15}
 PERIODIC: dict[str, Any] = {"width_range": (1.5, 8.0), "num_gaussians": 6, "positive": False}
