@@ -23,12 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kit.layers import crystals
 from kit.rows import Row, markdown, names, pick
 from kit.runs import publish
 from kit.words import described
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch_geometric.data import Batch, Data
+from torch_geometric.data import Batch
 
 import molflt
 from molflt.attention import FEATURE_MAPS
@@ -51,20 +52,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "EnergyRegressor": partial(EnergyRegressor, 32, 4, layers=2, messages=1, far_field=False),
     "Potential": partial(Potential, 32, 4, layers=1, messages=2),
 }
-
-
-def structures(sizes: tuple[int, ...]) -> Batch:
-    """Random crystals of 12 Å^3 per atom, in float64."""
-    generator, found = torch.Generator().manual_seed(0), []
-    for atoms in sizes:
-        side = (12.0 * atoms) ** (1 / 3)
-        pos = side * torch.rand(atoms, 3, generator=generator, dtype=torch.float64)
-        cell = side * torch.eye(3, dtype=torch.float64)[None]
-        tags = (torch.arange(atoms) + 1) % 3
-        numbers = torch.where(tags == 2, 6, 29)
-        given = {"pos": pos, "cell": cell, "pbc": torch.ones(1, 3, dtype=torch.bool)}
-        found.append(Data(**given, atomic_numbers=numbers, tags=tags, natoms=atoms))
-    return Batch.from_data_list(found)
 
 
 def outputs(model: nn.Module, batch: Batch, x: Tensor | None) -> list[Tensor]:
@@ -100,7 +87,8 @@ def numbers(device: str, tiny: bool) -> Iterator[Row]:
     builds |= MODELS
     if tiny:
         builds = dict([*builds.items()][-6:])
-    batch = structures(GRAPHS)
+    batch = Batch.from_data_list(crystals(GRAPHS))
+    batch.tags = (torch.arange(len(batch.pos)) + 1) % 3
     x = torch.randn(len(batch.pos), 32, generator=torch.Generator().manual_seed(1)).double()
     for name, build in builds.items():
         torch.manual_seed(0)

@@ -29,7 +29,6 @@ from making.systems import _LARGE, _SIDS_PER_SPLIT, _SPLITS, _Plan, _relax_syste
 from torch_geometric.data import Data
 from tqdm import tqdm
 
-from molflt.data.structures.records import make_record
 from molflt.data.structures.store import StructureStore, write_store
 from molflt.files import atomically, shown, write_atomically
 from molflt.lock import FolderLock
@@ -186,11 +185,11 @@ def _relax_one(task: _Task) -> None:
     system = _relax_system(task.plan, task.split, task.number)
     if task.plan.frames:
         for frame in system.frames:
-            frame.info["sid"] = int(system.fields["sid"])
+            frame.info["sid"] = system.record.sid
         with atomically(task.part.with_suffix(".extxyz")) as part:
             ase.io.write(part, system.frames, format="extxyz")
     note = {"names": system.names, "rejected": system.rejected}
-    write_store(task.part, [make_record(**system.fields)], source=json.dumps(note))
+    write_store(task.part, [system.record], source=json.dumps(note))
 
 
 def _join(directory: Path, split: str, tasks: list[_Task], made: dict[str, Any]) -> None:

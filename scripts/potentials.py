@@ -74,7 +74,8 @@ def build(name: str, options: argparse.Namespace) -> nn.Module:
     """An untrained model."""
     dim, layers = options.dim, options.layers
     if name == "schnet":
-        return LocalNet(PeriodicSchNet(dim, dim, layers, num_gaussians=50, cutoff=CUTOFF))
+        sizes = {"hidden_channels": dim, "num_filters": dim, "num_interactions": layers}
+        return LocalNet(PeriodicSchNet(CUTOFF, num_gaussians=50, **sizes))
     if name == "painn":
         return LocalNet(PeriodicPaiNN(dim, layers, cutoff=CUTOFF))
     return Potential(**yaml.safe_load(CONFIG.read_text())["model"])
@@ -120,12 +121,11 @@ def run(
     """Trains and evaluates one model, or reads the result of an earlier start."""
     done = options.out / f"{name}-{seed}.json"
     if done.exists():
-        return json.loads(done.read_text())  # type: ignore[no-any-return]
+        return json.loads(done.read_text())
     torch.manual_seed(seed)
     task = PotentialTask(build(name, options), lr=options.lr)
     task.prepare(data)
     train, state = data.datasets["train"], options.out / f"{name}-{seed}.ckpt"
-    assert isinstance(train, SinglePoints)
     budget = learn(task, train, state, seed, options)
     count = sum(p.numel() for p in task.model.parameters())
     about: Row = {"model": name, "seed": seed, "parameters": count, "steps": budget.steps}
@@ -143,14 +143,12 @@ def points_of(options: argparse.Namespace, split: str) -> tuple[PotentialData, S
     data = PotentialData(options.data, train_split=options.train, val_split=split)
     data.setup()
     found = data.datasets["val"]
-    assert isinstance(found, SinglePoints)
     return data, found
 
 
 def trivial(data: PotentialData, tests: Mapping[str, SinglePoints]) -> Rows:
     """Errors of element energies plus a constant per atom, and of zero forces."""
     own, train = data.element_energies().energies, data.datasets["train"]
-    assert isinstance(train, SinglePoints)
 
     def rest(points: SinglePoints) -> NDArray[np.float64]:
         known = points.compositions(np.arange(len(points))) @ own

@@ -18,7 +18,6 @@ import types
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any, get_args, get_origin
 
 import torch
@@ -32,24 +31,27 @@ LABELS = ("mechanism", "length", "pass")
 RESULTS = SCRIPTS.parent / "docs" / "results"
 
 
-def benchmarks() -> dict[str, str]:
-    """Module of each benchmark by name: the files that define `measure`."""
-    files = [path for folder in FOLDERS for path in sorted((SCRIPTS / folder).glob("*.py"))]
-    return {
-        path.stem: f"{path.parent.name}.{path.stem}"
-        for path in files
-        if re.search(r"^(def measure\(|measure = )", path.read_text(), re.M)
-    }
+def benchmarks() -> dict[str, tuple[str, str]]:
+    """Module and title of each benchmark by name, found without importing the modules."""
+    found = {}
+    for path in (path for folder in FOLDERS for path in sorted((SCRIPTS / folder).glob("*.py"))):
+        text, module = path.read_text(), f"{path.parent.name}.{path.stem}"
+        cases = re.findall(r'^    "(\w+)": Benchmark\(\s+"(.+)",$', text, re.M)
+        if not cases and re.search(r"^(def measure\(|measure = )", text, re.M):
+            cases = [(path.stem, text.removeprefix('"""').partition("\n")[0])]
+        found |= {name: (module, title) for name, title in cases}
+    return found
+
+
+def find(name: str) -> Any:
+    """The benchmark: a module, or a `Benchmark` of a module."""
+    module = import_module(benchmarks()[name][0])
+    return getattr(module, "BENCHMARKS", {}).get(name, module)
 
 
 def titles() -> str:
-    """Name and first docstring line of each benchmark, read without importing it."""
-    lines = []
-    for name, module in benchmarks().items():
-        path = SCRIPTS / f"{module.replace('.', '/')}.py"
-        first, _, _ = path.read_text().removeprefix('"""').partition("\n")
-        lines.append(f"{name:14s} {first}")
-    return "\n".join(lines)
+    """Name and title of each benchmark."""
+    return "\n".join(f"{name:14s} {title}" for name, (_, title) in benchmarks().items())
 
 
 def add_options(parser: argparse.ArgumentParser, measure: Any, redraw: bool) -> None:
@@ -83,7 +85,7 @@ def marked(text: str, name: str, block: str) -> str:
     return f"{before}{begin}\n\n{block}\n\n{end}{rest.partition(end)[2]}"
 
 
-def write(benchmark: ModuleType, name: str, rows: Rows, out: Path | None) -> bool:
+def write(benchmark: Any, name: str, rows: Rows, out: Path | None) -> bool:
     """Writes and prints the table, and draws the picture. Returns False if a row has failed."""
     text = benchmark.table(rows)
     page = None if out else page_of(name)
@@ -92,7 +94,7 @@ def write(benchmark: ModuleType, name: str, rows: Rows, out: Path | None) -> boo
         page.write_text(marked(page.read_text(), name, text))
     else:
         (folder / f"{name}.md").write_text(f"{text}\n")
-    if hasattr(benchmark, "draw"):
+    if getattr(benchmark, "draw", None):
         benchmark.draw(folder / f"{name}.png", rows)
     print(text)
     failed = [row for row in rows if not str(row.get("note") or SKIPPED).startswith(SKIPPED)]
@@ -108,13 +110,14 @@ def parse(words: Sequence[str]) -> tuple[str, argparse.Namespace, Mapping[str, A
     parser = described(f"{__doc__}\n{titles()}", "run.py")
     parser.add_argument("name", choices=modules, metavar="NAME")
     name = parser.parse_args(words[:1]).name
-    module = import_module(modules[name])
-    parser = described(module.__doc__, f"run.py {name}")
+    module, title = modules[name]
+    text = import_module(module).__doc__
+    parser = described(text if text.startswith(title) else f"{title}\n\n{text}", f"run.py {name}")
     parser.add_argument("--out", type=Path, help="folder for all files, instead of docs/results")
     parser.add_argument("--quick", action="store_true", help="smallest sizes; needs --out")
     parser.add_argument("--redraw", action="store_true", help="read the CSV instead of measuring")
     own = [action.dest for action in parser._actions]
-    add_options(parser, module.measure, "--redraw" in words)
+    add_options(parser, find(name).measure, "--redraw" in words)
     given = vars(parser.parse_args(words[1:]))
     options = argparse.Namespace(**{key: given[key] for key in given if key in own})
     if options.out is None and page_of(name) is None:
@@ -134,7 +137,7 @@ def main(words: Sequence[str] | None = None) -> int:
         print(titles())
         return 0
     name, options, given = parse(words)
-    benchmark = import_module(benchmarks()[name])
+    benchmark = find(name)
     path = (options.out or RESULTS) / f"{name}.csv"
     torch.set_num_threads(1)
     try:

@@ -3,52 +3,12 @@
 from __future__ import annotations
 
 import math
-import statistics
-from types import ModuleType
 
 import pytest
 import torch
-from script_files import SCRIPTS, benchmark
+from script_files import benchmark
 from test_benchmarks import dimers
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
-
-from kit.rows import Rows, pick, read_csv  # isort: skip
-from molflt.attention import FEATURE_MAPS
-from molflt.attention.mixing import forms
-from molflt.attention.mixing.multiplicative import linear_with_kernel
-from molflt.attention.mixing.pairs import Pairs, with_exact_pairs
-
-ROOT = SCRIPTS.parent
-
-
-def stored(name: str) -> Rows:
-    """What the documentation shows."""
-    return read_csv(ROOT / "docs" / "results" / f"{name}.csv")
-
-
-def test_error_of_rows_on_the_sphere_does_not_fall_below_their_bias() -> None:
-    sizes = {"features": (16384,), "scales": (0.5,), "samples": 2, "keys": 256, "queries": 256}
-    rows = benchmark("features").measure(
-        maps=("positive",), projections=("iid", "sphere"), dim=16, **sizes
-    )
-    iid, sphere = (
-        pick(rows, projection=name, quantity="matrix")[0]["mean"] for name in ("iid", "sphere")
-    )
-    assert sphere > 5 * iid
-
-
-def test_bounds_hold_where_there_are_any_and_are_sharp_for_a_familys_own_density() -> None:
-    script, rows = benchmark("masks"), stored("masks")
-    for family in script.FAMILIES:
-        ratio = pick(rows, family=family)[0]["largest g/p"]
-        if math.isinf(ratio):
-            continue
-        assert script.share(rows, family) < 1
-        assert abs(script.slope(rows, family) + 0.5) < 0.1
-        if family in script.OWN:  # light tails: the standard error itself is well known
-            assert ratio == 1 and script.share(rows, family) > 0.3
-            assert 0.6 < statistics.fmean(script.bias(rows, family)) < 1.5
 
 
 def test_largest_ratio_of_gaussians_in_closed_form() -> None:
@@ -80,68 +40,6 @@ def test_the_measure_of_isolation_finds_leaks() -> None:
     row = benchmark("isolation").changes("leaky", Leaky, cases=1, large=40)
     assert min(row["batch"], row["padding"], row["gradient"]) > 1e-3
     assert torch.get_default_dtype() == torch.float32
-
-
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    return benchmark("kernel_error")
-
-
-@pytest.fixture(scope="module")
-def data(script):
-    return script.slabs("CHGNet", script.SAMPLE / "val_id.safetensors", 2)
-
-
-@pytest.mark.parametrize("placement", ["near field", "near exact"])
-def test_outputs_are_those_of_the_linear_form(script, data, placement: str) -> None:
-    x, basis = data.positions[1], script.masks()
-    mask = script.build(script.Form(placement, "shells", 2, 0.05), basis, data, 0)
-    mask.near.exact = placement == "near exact"
-    i, j = torch.ones(x.shape[1], x.shape[1]).nonzero().T
-    left, right = mask.factors(x)
-    pairs = Pairs(torch.zeros_like(i), i, j, x.new_zeros(1, 1))
-    pairs = mask.near(pairs, x[0, i] - x[0, j], (left @ right.mT)[0, :, i, j])
-    tokens = script.tokens(x, basis, "unit", 0)
-    query, key, value = (t.float() for t in tokens[:3])
-    phi = script.drawn(mask, "positive", 32, 0)
-    exact = None if pairs.exact is None else tuple(t.float() for t in pairs.exact)
-    pairs = pairs._replace(weight=pairs.weight.float(), exact=exact)
-    sums = linear_with_kernel(phi(query), phi(key), value, (left.float(), right.float()), pairs)
-    if mask.near.exact:
-        sums = with_exact_pairs(sums, query, key, value, pairs)
-    dense = script.output(mask, x, mask.kernel(x), tokens, phi)
-    torch.testing.assert_close(dense, sums.ratio().double(), rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize("placement", ["additive", "multiplicative"])
-def test_costs_are_the_multiplications_of_the_linear_forms(script, data, placement: str) -> None:
-    mask = script.build(script.Form(placement, "shells", 1, 0.03), script.masks(), data, 0)
-    atoms, m = 50, 64
-    x = torch.randn(1, atoms, 3).double()
-    query = torch.randn(1, script.MASKS, atoms, script.DIM)
-    factors = tuple(f.float() for f in mask.factors(x))
-    additive = placement == "additive"
-    width = script.DIM + (2 * mask.nodes if additive else 0)
-    phi = FEATURE_MAPS["positive"](width, script.MASKS, m)
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        if additive:
-            sides = [torch.cat((f, query), dim=-1) for f in factors]
-            forms.linear(phi(sides[0]), phi(sides[1]), query)
-        else:
-            linear_with_kernel(phi(query), phi(query), query, factors)
-    counted = counter.get_total_flops() / 2 / atoms / script.MASKS
-    assert mask.cost(m, 0.0) == pytest.approx(counted, rel=0.03)
-    assert mask.features(mask.cost(m, 9.0), 9.0) == m
-
-
-def test_fits_recover_functions_in_their_span(script, data) -> None:
-    torch.manual_seed(0)
-    shells = script.ShellNodes(data.diameter, 0.1, 3, normalized=True).double()
-    truth, found = (script.ShellWeights(2, shells.shell_radius).double() for _ in range(2))
-    target = script.along(truth, data.distance)
-    script.fit(found, target, data.distance, data.share)
-    close = {"rtol": 0, "atol": 1e-3 * target.abs().max().item()}
-    torch.testing.assert_close(script.along(found, data.distance), target, **close)
 
 
 def test_agreement_of_labels_by_hand() -> None:

@@ -101,21 +101,6 @@ def test_bytes_are_those_of_the_states_and_only_softmax_has_more_for_more_tokens
         assert row["rounds"] == 1 and row["median_ms"] > 0
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_states_are_those_of_the_whole_sequence(name, monkeypatch) -> None:
-    """The next token's probabilities are those of `forward`, however the prompt is cut."""
-    script, ends = benchmark("decoding"), (1, 2, 7, 11)
-    monkeypatch.setattr(script, "PIECE", 4)
-    model = script.chosen([name], 16)[name].double()
-    tokens = torch.randint(1000, (1, 12), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        whole = model.log_probabilities(model(tokens))
-        for n, state in zip(ends, script.states(model, tokens, ends), strict=True):
-            assert state.length == n
-            found, _ = model.decode(tokens[:, n : n + 1], state)
-            torch.testing.assert_close(found[:, 0], whole[:, n], rtol=0, atol=1e-10)
-
-
 def test_growth_of_a_token_is_that_of_ratios() -> None:
     """The machine is 10 times slower in the second round, and time grows as n^2 from 10 on."""
     script = benchmark("decoding")

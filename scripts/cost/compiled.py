@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kit.layers import crystals
 from kit.rows import Row, Rows, choose, markdown
 from kit.turns import paired, turns
-from torch_geometric.data import Batch, Data
+from torch_geometric.data import Batch
 
 from molflt.graph import EnergyRegressor
 from molflt.graph.computation import CompiledEnergies, compile_energies
 
 Pair = tuple[EnergyRegressor, CompiledEnergies]
-VOLUME = 12.0  # Å^3 per atom
 DIM, HEADS, LAYERS = 128, 8, 4
 FORMS: dict[str, dict[str, Any]] = {
     "performer": {"position": "none"},
@@ -51,21 +51,8 @@ QUICK["precisions"] = ("float64",)
 
 
 def structures(sizes: list[int]) -> list[Batch]:
-    """Atoms at random places of cubic cells, 12 Å^3 each; graphs of similar size together."""
-    draw = torch.Generator().manual_seed(0)
-    made = []
-    for atoms in sorted(sizes):
-        side = (VOLUME * atoms) ** (1 / 3)
-        numbers = torch.tensor([1, 6, 8, 29, 78])
-        made.append(
-            Data(
-                pos=torch.rand(atoms, 3, generator=draw, dtype=torch.float64) * side,
-                atomic_numbers=numbers[torch.randint(5, (atoms,), generator=draw)],
-                tags=torch.ones(atoms, dtype=torch.int64),
-                cell=side * torch.eye(3, dtype=torch.float64)[None],
-                pbc=torch.ones(1, 3, dtype=torch.bool),
-            )
-        )
+    """Random crystals in batches of similar size."""
+    made = crystals(sorted(sizes))
     each = -(-len(made) // CLASSES)
     return [Batch.from_data_list(made[i : i + each]) for i in range(0, len(made), each)]
 

@@ -8,20 +8,17 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from kit.layers import pyg_performer
-from kit.pictures import legend
-from kit.rows import Row, Rows, choose, markdown, names, pick
+from kit.rows import Rows, choose, markdown, pick
 from kit.turns import paired, turns
 from torch import Tensor, nn
 from torch_geometric.utils import to_dense_batch
 
 from molflt.graph import GraphAttention
 from molflt.graph.geometry import Geometry
-from molflt.plots.figure import SERIES, picture
 
 DIM, HEADS, FEATURES, NODES, NEAR = 128, 8, 64, 16, 4.5
 VOLUME = 12.0  # Å^3 per atom
@@ -172,22 +169,3 @@ def table(rows: Rows) -> str:
         last = None if apart is None else f"{apart:.0e}"
         lines.append([mix, name, f"{statistics.median(seconds):.3g}", *cells, last])
     return markdown(head, lines)
-
-
-def draw(png: Path, rows: Rows) -> None:
-    """Bars of seconds by mechanism, a panel for each mix."""
-    mixes = names(rows, "mix")
-    ways = ("mixed", "equal", "padded")
-    with picture(png, figsize=(3.6 * len(mixes), 3.6)) as figure:
-        panels = figure.subplots(1, len(mixes), squeeze=False)[0]
-        for axes, mix in zip(panels, mixes, strict=True):
-            known = names(pick(rows, mix=mix), "mechanism")
-            for number, way in enumerate(ways):
-                own: list[Row] = pick(rows, mix=mix, way=way)
-                where = [known.index(row["mechanism"]) + 0.27 * (number - 1) for row in own]
-                seconds = [statistics.median(row["seconds"]) for row in own]
-                axes.bar(where, seconds, 0.27, color=SERIES[number], label=way)
-            axes.set(title=mix, yscale="log", ylabel="time, s")
-            axes.set_xticks(range(len(known)), known, rotation=40, ha="right", fontsize="small")
-            axes.grid(alpha=0.25, axis="y")
-        legend(figure, panels[0])

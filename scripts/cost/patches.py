@@ -102,7 +102,7 @@ MECHANISMS = {
     "softmax, 2-D bias": made("toeplitz", linear=False, mixing="softmax"),
 }
 STUDY = layers.Study(
-    *("cost.patches", "patches", MECHANISMS, lambda patches: torch.randn(1, patches, DIM)),
+    *("cost.patches:STUDY", "patches", MECHANISMS, lambda patches: torch.randn(1, patches, DIM)),
     styles=dict(zip(MECHANISMS, enumerate(["-", "-", "-", "--", "--", ":", ":"]), strict=True)),
     ratios=(
         layers.Ratio("time", "flt", "performer", FAR),

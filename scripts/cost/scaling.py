@@ -96,7 +96,7 @@ LAYERS = {
 }
 FAR = 8192
 STUDY = layers.Study(
-    *("cost.scaling", "tokens", {name: layer for name, (_, _, layer) in LAYERS.items()}),
+    *("cost.scaling:STUDY", "tokens", {name: layer for name, (_, _, layer) in LAYERS.items()}),
     lambda length: torch.randn(1, length, DIM),
     styles={name: (color, line) for name, (color, line, _) in LAYERS.items()},
     ratios=(

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from cost.compiled import structures
-from kit.layers import model_of
+from kit.layers import crystals, model_of
 from kit.rows import Row, Rows, choose, markdown, pick
 from kit.turns import paired, turns
 from torch.utils.flop_counter import FlopCounterMode
@@ -52,7 +51,7 @@ def measure(
     one = torch.rand(side, side)
     works: dict[str, Callable[[], object]] = {PRODUCT: partial(torch.mm, one, one)}
     counts = {PRODUCT: 2.0 * side**3}
-    batch = Batch.from_data_list([x for b in structures(list(sizes)) for x in b.to_data_list()])
+    batch = Batch.from_data_list(crystals(sorted(sizes)))
     batch.pos = batch.pos.float()
     batch.cell = batch.cell.float()
     batch.pos_relaxed, batch.y_relaxed = batch.pos + 0.1, torch.zeros(len(sizes))

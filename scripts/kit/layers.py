@@ -29,6 +29,7 @@ from unittest.mock import patch
 import torch
 import yaml
 from torch import Tensor, nn
+from torch_geometric.data import Data
 from tqdm import tqdm
 
 from kit.pictures import curves, legend
@@ -70,8 +71,8 @@ class Ratio(NamedTuple):
 class Study(NamedTuple):
     """The layers of a benchmark, and how they are measured and shown."""
 
-    module: str
-    """the module below scripts/ that defines it as STUDY"""
+    place: str
+    """module:name of this study below scripts/"""
     unit: str
     """of the lengths, such as "tokens" """
     mechanisms: Mapping[str, Mechanism]
@@ -159,10 +160,11 @@ def growth(work: Callable[[], object]) -> float:
     return resident("VmHWM") - before
 
 
-def cost(module: str, name: str, causal: bool, length: int, which: str) -> dict[str, Any]:
+def cost(place: str, name: str, causal: bool, length: int, which: str) -> dict[str, Any]:
     """Peak MiB of one pass and of its process, and its seconds; or a note about a failure."""
     torch.set_num_threads(1)
-    study: Study = import_module(module).STUDY
+    module, _, own = place.partition(":")
+    study: Study = getattr(import_module(module), own)
     try:
         one_pass(study, name, causal, 64, which)()
         work = one_pass(study, name, causal, length, which)
@@ -173,18 +175,18 @@ def cost(module: str, name: str, causal: bool, length: int, which: str) -> dict[
         return {"note": f"{type(error).__name__}: {error}".splitlines()[0]}
 
 
-def ask(module: str, key: Key, allocator: Mapping[str, str] = ALLOCATOR) -> dict[str, Any]:
+def ask(place: str, key: Key, allocator: Mapping[str, str] = ALLOCATOR) -> dict[str, Any]:
     """`cost` in its own process, a fork of one that has only imported the module."""
     if not os.access("/proc/self/clear_refs", os.W_OK):
         raise ValueError("peak memory is read from /proc/self/clear_refs, which only Linux has")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([module, *SLOW])
+    context.set_forkserver_preload([place.partition(":")[0], *SLOW])
     path = os.pathsep.join([str(SCRIPTS), *filter(None, [os.environ.get("PYTHONPATH")])])
     # the environment is read when the first process starts
     with patch.dict(os.environ, {**allocator, "PYTHONPATH": path}):
         try:
             with ProcessPoolExecutor(1, context) as pool:
-                return pool.submit(cost, module, *key).result()
+                return pool.submit(cost, place, *key).result()
         except BrokenProcessPool:
             return {"note": "the process was killed"}
 
@@ -230,7 +232,7 @@ def measure_layers(
                 needed = "would need about {:.1f} GB and {:.0f} s".format(*needs)
                 costs[key] = {"note": f"{SKIPPED}: {needed}"}
                 continue
-            costs[key] = found = ask(study.module, key, study.allocator)
+            costs[key] = found = ask(study.place, key, study.allocator)
             if "note" in found:
                 continue
             works[key] = work = one_pass(study, *key)
@@ -316,18 +318,23 @@ def processes_table(rows: Rows, keys: Sequence[tuple[Any, ...]], unit: str) -> s
     return markdown(["process", "GB"], lines) if lines else ""
 
 
-class Step(nn.Module):
-    """Training steps of a task with Adam, on batches made of uniform numbers (1, length)."""
-
-    def __init__(self, task: Any, batch_of: Callable[[Tensor], tuple[Tensor, ...]]) -> None:
-        super().__init__()
-        self.task, self.batch_of = task, batch_of
-        self.adam = torch.optim.Adam(task.model.parameters())
-
-    def forward(self, draws: Tensor) -> Tensor:
-        self.task.loss(self.batch_of(draws.detach()), 0.0)[0].backward()
-        self.adam.step()
-        return draws.sum()
+def crystals(sizes: Sequence[int]) -> list[Data]:
+    """Atoms at random places of cubic cells, 12 Å^3 each, in float64."""
+    draw = torch.Generator().manual_seed(0)
+    numbers = torch.tensor([1, 6, 8, 29, 78])
+    made = []
+    for atoms in sizes:
+        side = (VOLUME * atoms) ** (1 / 3)
+        made.append(
+            Data(
+                pos=torch.rand(atoms, 3, generator=draw, dtype=torch.float64) * side,
+                atomic_numbers=numbers[torch.randint(5, (atoms,), generator=draw)],
+                tags=2 - torch.arange(atoms) % 2,  # adsorbate and surface in turn
+                cell=side * torch.eye(3, dtype=torch.float64)[None],
+                pbc=torch.ones(1, 3, dtype=torch.bool),
+            )
+        )
+    return made
 
 
 class AtomLayer(nn.Module):

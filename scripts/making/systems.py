@@ -23,8 +23,10 @@ from making.slabs import (
 )
 from scipy.linalg import block_diag
 from scipy.sparse.csgraph import connected_components
+from torch_geometric.data import Data
 
 from molflt.atoms import Tag
+from molflt.data.structures.records import make_record
 
 # Held out: adsorbates similar to others, and alloys whose metals occur in others.
 _OOD_ADSORBATES = ("CH2", "NH2", "C2H3", "CH2O", "CHOH", "HCN", "CH3CO")
@@ -75,13 +77,13 @@ class _System(NamedTuple):
     """One accepted relaxation.
 
     Attributes:
-        fields: keyword arguments of :func:`molflt.data.structures.records.make_record`.
+        record: structure with its labels.
         names: adsorbate, catalyst, facet and site.
         frames: frames of the relaxation with total energies and forces, on request.
         rejected: number of draws that were refused before, by reason.
     """
 
-    fields: dict[str, np.ndarray | float]
+    record: Data
     names: dict[str, str]
     frames: list[Atoms]
     rejected: dict[str, int]
@@ -206,21 +208,21 @@ def _attempt(rng: np.random.Generator, plan: _Plan, split: str, sid: int) -> _Sy
         return reason
     fixed = np.zeros(len(system), dtype=bool)
     fixed[system.constraints[0].index] = True
-    fields = {
-        "pos": start.positions.astype(np.float32),
-        "pos_relaxed": system.positions.astype(np.float32),
-        "atomic_numbers": system.numbers.astype(np.int64),
-        "tags": system.get_tags().astype(np.int64),
-        "fixed": fixed,
-        "cell": system.cell.array.astype(np.float32).reshape(1, 3, 3),
-        "pbc": np.ones((1, 3), dtype=bool),
-        "sid": sid,
-        "y_init": y_init,
-        "y_relaxed": y_relaxed,
-    }
+    record = make_record(
+        pos=start.positions,
+        pos_relaxed=system.positions,
+        atomic_numbers=system.numbers,
+        tags=system.get_tags(),
+        fixed=fixed,
+        cell=system.cell.array,
+        pbc=np.ones(3, dtype=bool),
+        sid=sid,
+        y_init=y_init,
+        y_relaxed=y_relaxed,
+    )
     catalyst, facet = surface.catalyst, surface.name
     words = {"adsorbate": " ".join(names), "catalyst": catalyst, "facet": facet, "site": site}
-    return _System(fields, words, done.frames, {})
+    return _System(record, words, done.frames, {})
 
 
 def _relax_system(plan: _Plan, split: str, index: int) -> _System:

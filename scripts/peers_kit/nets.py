@@ -103,17 +103,10 @@ def _given(edges: tuple[Tensor, ...], *_: object) -> tuple[Tensor, ...]:
 class PeriodicSchNet(Peer):
     """SchNet (arXiv:1706.08566), in the size of OC20's IS2RE baseline (arXiv:2010.09990)."""
 
-    def __init__(
-        self,
-        hidden_channels: int = 384,
-        num_filters: int = 128,
-        num_interactions: int = 4,
-        num_gaussians: int = 100,
-        cutoff: float = 6.0,
-    ) -> None:
+    def __init__(self, cutoff: float = 6.0, **sizes: int) -> None:
         super().__init__(cutoff)
-        sizes = (hidden_channels, num_filters, num_interactions, num_gaussians, cutoff)
-        self.net = SchNet(*sizes, interaction_graph=_given)
+        sizes = {"hidden_channels": 384, "num_interactions": 4, "num_gaussians": 100, **sizes}
+        self.net = SchNet(cutoff=cutoff, interaction_graph=_given, **sizes)
         self.net.embedding = TaggedEmbedding(self.net.embedding)
         nn.init.zeros_(self.net.lin2.weight)
 
@@ -124,28 +117,11 @@ class PeriodicSchNet(Peer):
 class PeriodicDimeNet(Peer):
     """DimeNet++ (arXiv:2011.14115), in the size of the paper."""
 
-    def __init__(
-        self,
-        hidden_channels: int = 128,
-        num_blocks: int = 4,
-        int_emb_size: int = 64,
-        out_emb_channels: int = 256,
-        num_spherical: int = 7,
-        num_radial: int = 6,
-        cutoff: float = 5.0,
-    ) -> None:
+    def __init__(self, cutoff: float = 5.0, **sizes: int) -> None:
         super().__init__(cutoff)
-        self.net = DimeNetPlusPlus(
-            hidden_channels,
-            1,
-            num_blocks,
-            int_emb_size,
-            basis_emb_size=8,
-            out_emb_channels=out_emb_channels,
-            num_spherical=num_spherical,
-            num_radial=num_radial,
-            cutoff=cutoff,
-        )
+        usual = {"hidden_channels": 128, "num_blocks": 4, "int_emb_size": 64, "basis_emb_size": 8}
+        usual |= {"out_emb_channels": 256, "num_spherical": 7, "num_radial": 6}
+        self.net = DimeNetPlusPlus(out_channels=1, cutoff=cutoff, **{**usual, **sizes})
         self.net.emb.emb = TaggedEmbedding(self.net.emb.emb)
 
     def atomic(self, codes: Tensor, edges: Data) -> Tensor:
