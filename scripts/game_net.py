@@ -155,10 +155,8 @@ def _structure(system: System, files: Mapping[str, str], ending: str) -> Atoms:
 def held_out(systems: Sequence[System], groups: Sequence[str] = ()) -> Split:
     """Four validation splits like OC20's.
 
-    Args:
-        systems: sorted by name.
-        groups: metals and families that train does not have; by default three metals and every
-            fifth molecule of each family.
+    `groups` are metals and families that train does not have; by default three metals and every
+    fifth molecule of each family.
     """
     metals, families = ({s.metal for s in systems}, {s.family for s in systems})
     unknown = sorted(set(groups) - metals - families)
@@ -190,9 +188,7 @@ def held_out(systems: Sequence[System], groups: Sequence[str] = ()) -> Split:
 def pairs_of_folds(path: Path, systems: Sequence[System]) -> dict[str, Split]:
     """The authors' protocol: test on one fold, validate on another, train on the others.
 
-    Args:
-        path: JSON file of folds by name, or npz file with arrays name and fold.
-        systems: all systems; each needs a fold.
+    The file is a JSON file of folds by name, or an npz file with arrays name and fold.
     """
     if path.suffix == ".npz":
         arrays = read_arrays(path, ("name", "fold"))

@@ -1,7 +1,5 @@
 """The benchmarks of accuracy and training measure what they say: laws, oracles, small cases."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

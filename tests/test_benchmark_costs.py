@@ -1,7 +1,5 @@
 """What the benchmarks of time and memory measure is what they say."""
 
-from __future__ import annotations
-
 import math
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """scripts/run.py: every benchmark measures, and writes rows, a table and a picture."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """scripts/by_relaxation.py: direct prediction and relaxation of the same systems, once each."""
 
-from __future__ import annotations
-
 import csv
 
 import ase.io

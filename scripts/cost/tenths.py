@@ -48,12 +48,8 @@ def measure_tenths(
 ) -> Rows:
     """A row for each mechanism and tenth; in every round all mechanisms take turns.
 
-    Args:
-        models: by mechanism.
-        grow: returns the seconds of each step of a model in the round of this number.
-        remembered: returns the bytes of a model's last state.
-        rounds: number of rounds.
-        count: number of sequences that grow together.
+    `grow` returns the seconds of each step of a model in a round, `remembered` the bytes of its
+    last state, and `count` is the number of sequences that grow together.
     """
     times: dict[str, list[list[float]]] = {name: [] for name in models}
     for turn in tqdm(range(rounds), desc="rounds", leave=False):
@@ -84,13 +80,7 @@ def _tenth(seconds: list[float], number: int) -> list[float]:
 
 
 def tenths_table(rows: Rows, step: str, sequences: str) -> str:
-    """Markdown: time in the first, a middle and the last tenth, sequences per second, states.
-
-    Args:
-        rows: of `measure_tenths`.
-        step: name of a step, such as "byte".
-        sequences: name of the sequences, such as "images".
-    """
+    """Markdown: time in the first, a middle and the last tenth, sequences per second, states."""
     head = ["", f"ms a {step}, first tenth", "middle / first", "last / first", f"{sequences}/s"]
     head += ["softmax's time / its", "state, KiB"]
     lines = []

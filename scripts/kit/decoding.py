@@ -21,10 +21,7 @@ Model = TypeVar("Model", LanguageModel, PixelModel, EncoderDecoder)
 def decoders(folder: str, given: Sequence[str], build: Callable[..., Model]) -> dict[str, Model]:
     """Models of the configurations in a folder by name; by default all that decode from a state.
 
-    Args:
-        folder: name below configs/; files that name data are sizes, not mechanisms.
-        given: names of files; all if empty.
-        build: makes a model from the options `model` of a file.
+    Files that name data are sizes, not mechanisms. `build` makes a model from options.
     """
     paths = sorted((CONFIGS / folder).glob("*.yaml"))
     configs = {path.stem: yaml.safe_load(path.read_text()) for path in paths}

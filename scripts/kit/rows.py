@@ -123,14 +123,7 @@ def choose(names: Sequence[str], known: Iterable[str], what: str = "mechanism") 
 
 
 def by_group(rows: Rows, kind: str, value: str, head: str) -> str:
-    """A table of the mean of a value, eV, with a line per group and a column per model.
-
-    Args:
-        rows: one per model and system, with "model" and "name".
-        kind: label of the groups, such as "family".
-        value: column to average.
-        head: heading of the groups.
-    """
+    """A table of the mean of a value, eV, with a line per group and a column per model."""
     models, lines = names(rows, "model"), []
     for group in sorted(names(rows, kind)):
         own = pick(rows, **{kind: group})

@@ -80,10 +80,7 @@ LARGE: dict[str, _Adsorbate] = {
 def _oriented(rng: np.random.Generator, name: str, tilt: float) -> Atoms:
     """An adsorbate with its anchor at the origin and the rest above it, rotated and tilted.
 
-    Args:
-        rng: draws the anchor, the rotation about z, and the tilt.
-        name: a key of `ADSORBATES` or `LARGE`.
-        tilt: standard deviation of the angle to the surface's normal, degrees.
+    The tilt is the standard deviation of the angle to the surface's normal, degrees.
     """
     entry = {**ADSORBATES, **LARGE}[name]
     anchor = list(entry.anchors[int(rng.integers(len(entry.anchors)))])

@@ -114,14 +114,9 @@ CALCULATORS: dict[str, Potential] = {
 def relax(
     atoms: Atoms, potential: str, tolerance: float, steps: int = 300, frames: bool = False
 ) -> Relaxation:
-    """Relaxes in place with BFGS.
+    """Relaxes in place with BFGS, to a tolerance in eV/Å or a number of steps.
 
-    Args:
-        atoms: structure with its constraints.
-        potential: a key of `CALCULATORS`.
-        tolerance: largest force on a free atom at the end, eV/Å.
-        steps: largest number of steps.
-        frames: keep each structure on the way, with energy and forces.
+    With `frames`, each structure on the way is kept with energy and forces.
     """
     entry = CALCULATORS[potential]
     atoms.calc = entry.build()

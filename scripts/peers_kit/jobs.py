@@ -132,17 +132,9 @@ def train(
 ) -> tuple[nn.Module, list[dict[str, float]]]:
     """Trains until the budget is spent; the step that exceeds it is the last.
 
-    Args:
-        task: prepared task.
-        data: prepared data.
-        budget: CPU time; evaluation does not count.
-        options: `max_steps`, in units of which the schedule is written, `gradient_clip` and
-            `ema_decay` of `molflt train`.
-        evaluations: points of the curve, evenly spaced over the budget.
-        evaluate: returns the errors of a model.
-
-    Returns:
-        The trained model, or its moving average, in evaluation mode, and the curve of errors.
+    Evaluation does not count. The schedule is written in units of `max_steps`. Returns the trained
+    model, or its moving average, in evaluation mode, and the curve of errors with `evaluations`
+    points, evenly spaced over the budget.
     """
     due, curve = 1, []
     with budget.running():

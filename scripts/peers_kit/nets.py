@@ -142,15 +142,8 @@ class PeriodicDimeNet(Peer):
 def triplets(edge_index: Tensor, shift: Tensor, atoms: int) -> tuple[Tensor, Tensor]:
     """Pairs of edges k -> j, j -> i, where k may be an image of i but not i itself.
 
-    PyG's function also drops images.
-
-    Args:
-        edge_index: (2, edges), sources and ascending targets.
-        shift: (edges, 3), cell of the source.
-        atoms: number of atoms.
-
-    Returns:
-        Edges k -> j and edges j -> i, (triplets,) each.
+    PyG's function also drops images. Edges are (2, edges), sources and ascending targets; `shift`
+    is the cell of the source, (edges, 3).
     """
     source, target = edge_index
     degree = torch.bincount(target, minlength=atoms)

@@ -1,7 +1,5 @@
 """ListOps: published values, random expressions, and their tokens."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections import Counter
