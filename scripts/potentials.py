@@ -138,14 +138,6 @@ def run(
     return rows
 
 
-def points_of(options: argparse.Namespace, split: str) -> tuple[PotentialData, SinglePoints]:
-    """Data with a test split, and its points."""
-    data = PotentialData(options.data, train_split=options.train, val_split=split)
-    data.setup()
-    found = data.datasets["val"]
-    return data, found
-
-
 def trivial(data: PotentialData, tests: Mapping[str, SinglePoints]) -> Rows:
     """Errors of element energies plus a constant per atom, and of zero forces."""
     own, train = data.element_energies().energies, data.datasets["train"]
@@ -184,10 +176,15 @@ def measured(options: argparse.Namespace) -> Rows:
     own = ("out", "models", "seeds")  # they do not change other rows
     job = {key: value for key, value in vars(options).items() if key not in own}
     job |= {"data": str(options.data), "config": CONFIG.name, "content": CONFIG.read_text()}
-    opened = {split: points_of(options, split) for split in options.test}
-    job["digests"] = {split: data.fingerprints() for split, (data, _) in opened.items()}
+    every = {
+        split: PotentialData(options.data, train_split=options.train, val_split=split)
+        for split in options.test
+    }
+    for data in every.values():
+        data.setup()
+    job["digests"] = {split: data.fingerprints() for split, data in every.items()}
     prepare(options.out, job)
-    data, tests = opened[options.test[0]][0], {split: found[1] for split, found in opened.items()}
+    data, tests = every[options.test[0]], {name: own.datasets["val"] for name, own in every.items()}
     rows = trivial(data, tests)
     for seed in options.seeds:
         for name in options.models:

@@ -80,11 +80,11 @@ def write_data(folder: Path) -> dict[str, list[str]]:
 
 
 def train(names: tuple[str, ...], data: dict[str, list[str]], folder: Path, steps: int) -> Row:
-    """One training, and how it ended."""
+    """Trains a combination of files. Returns how the run ended."""
     files = [word for name in names for word in ("--config", f"{ROOT}/configs/{name}.yaml")]
     recipe = yaml.safe_load(Path(files[1]).read_text()).get("recipe", "is2re")
     own = yaml.safe_load(Path(files[-1]).read_text()).get("model", {})
-    small = SMALL[-1:] if "memory" in own else SMALL  # no heads there
+    small = SMALL[-1:] if "memory" in own else SMALL  # it has no heads
     words = [
         *files,
         *small,
