@@ -1,6 +1,6 @@
 # make demo    fresh machine: environment, train on the shipped sample, evaluate four splits -> runs/demo
 # make test    fresh machine: environment, all tests
-# make gpu     numbers, resume and costs on a GPU, in ten minutes: runs/gpu/gpu.md
+# make gpu     numbers and exact resume on a GPU: runs/gpu/gpu.md
 # make fuzz    thousands of damaged files through the readers
 # make docs    the documentation as a site: docs/_build/html/index.html
 # make bench NAME=decoding    a benchmark: docs/results/decoding.csv and .png, and its block of docs/results/*.md
@@ -19,8 +19,8 @@ SPLITS := val_id val_ood_ads val_ood_cat val_ood_both
 
 help:
 	@echo "make demo    train on the shipped sample and evaluate the four splits, into $(RUN)"
-	@echo "make bench   what can be measured; NAME=decoding measures it, ARGS has further options"
-	@echo "make gpu     numbers, resume and costs on a GPU against the CPU, in ten minutes"
+	@echo "make bench   list the benchmarks; NAME=decoding runs one, ARGS has further options"
+	@echo "make gpu     numbers and exact resume on a GPU against the CPU"
 	@echo "make fuzz    INPUTS damaged files of each format: read correctly or refused"
 	@echo "make test    all tests"
 	@echo "make quick   a part of them, in a minute"

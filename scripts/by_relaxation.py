@@ -1,16 +1,15 @@
-"""IS2RE twice: by direct prediction, and by relaxing with a potential; errors and cost in a table.
+"""Compare direct prediction with relaxation by a potential on IS2RE: errors and cost.
 
     python scripts/make_data.py DATA --calculator emt --frames true
     python scripts/by_relaxation.py DATA --direct runs/is2re --potential runs/potential \\
         --out runs/by-relaxation --splits val_id val_ood_both --count 200
 
-The potential is one of the total energies in DATA/frames/SPLIT.extxyz. A total energy becomes an
-adsorption energy by what clean slab and molecules take, which is the difference of both labels of a
-system. Writes by_relaxation.md and .csv, and to SPLIT/relaxed.jsonl a line per system as soon as it
-is relaxed; started again with the same options, weights and data, it goes on where it was stopped.
+The potential predicts the total energies in DATA/frames/SPLIT.extxyz. They are converted to
+adsorption energies with the difference of both labels of a system, the energy of the clean slab and
+the references. Writes by_relaxation.md and .csv, and a line per relaxed system to
+SPLIT/relaxed.jsonl. With the same options, weights and data, the command continues after an
+interruption.
 """
-
-from __future__ import annotations
 
 import argparse
 import time
@@ -20,30 +19,23 @@ from pathlib import Path
 import ase.io
 import numpy as np
 from kit.rows import Row, Rows, markdown, write_csv
-from kit.runs import add_row, begin_rows, digest, prepare
+from kit.runs import add_row, begin_rows, digest, prepare, publish
 from kit.words import described, guarded
-from peers_kit.jobs import Part
 from torch import nn
 
 from molflt import Calculator
 from molflt.data.structures import Structures, open_dataset
 from molflt.data.structures.base import to_atoms
+from molflt.data.structures.parts import Part
 from molflt.data.structures.sources import split_path
 from molflt.evaluation.predictions import infer
 from molflt.evaluation.relaxation import adwt, position_error, relax_atoms
-from molflt.files import write_atomically
 from molflt.training.checkpoint import load_run, weights_digest, weights_of
 from molflt.training.sources import find
 
 
-def file_of(potential: Path) -> Path:
-    """The weights that a calculator of a run or an exported model takes."""
-    source = find(potential)
-    return weights_of(source, "best") if source.is_dir() else source
-
-
 def offsets(frames: Path, dataset: Structures) -> dict[int, float]:
-    """Total energy minus adsorption energy of each system, eV, by sid: its last frame counts."""
+    """Total energy of the last frame minus adsorption energy of each system, eV, by sid."""
     if not frames.is_file():
         raise FileNotFoundError(f"{frames}: no such file; see scripts/make_data.py --frames true")
     totals = {
@@ -58,17 +50,15 @@ def offsets(frames: Path, dataset: Structures) -> dict[int, float]:
 
 def relax_all(
     dataset: Structures,
-    some: range,
     own: Mapping[int, float],
     path: Path,
     calculator: Calculator,
     options: argparse.Namespace,
 ) -> Rows:
-    """A row per system: those of earlier starts from their file, the others as they come."""
+    """A row per system; rows of earlier starts are read from the file."""
     rows = begin_rows(path)
     known = {row["sid"] for row in rows}
-    for index in some:
-        record = dataset[index]
+    for record in dataset:
         sid = int(record.sid)
         if sid in known:
             continue
@@ -83,7 +73,8 @@ def relax_all(
         }
         rows.append(row)
         add_row(path, row)
-    return [row for row in rows if row["sid"] in {int(dataset[i].sid) for i in some}]
+    sids = {int(record.sid) for record in dataset}
+    return [row for row in rows if row["sid"] in sids]
 
 
 def compare(
@@ -94,16 +85,18 @@ def compare(
     dataset = open_dataset(store)
     own = offsets(frames, dataset)
     job = {name: str(getattr(options, name)) for name in ("data", "fmax", "steps")}
+    source = find(options.potential)
+    weights = weights_of(source, "best") if source.is_dir() else source
     digests = {"store": digest(store), "frames": digest(frames)}
-    digests["potential"] = weights_digest(file_of(options.potential))
+    digests["potential"] = weights_digest(weights)
     folder = options.out / split
     prepare(folder, {"config": str(options.potential), **job, "digests": digests})
-    some = range(min(options.count, len(dataset)))
+    some = Part(dataset, range(min(options.count, len(dataset))), dataset.y_relaxed)
     began = time.perf_counter()
-    direct = infer(model, Part(dataset, np.array(some)), 32, split)
+    direct = infer(model, some, 32, split)
     seconds = time.perf_counter() - began
-    rows = relax_all(dataset, some, own, folder / "relaxed.jsonl", calculator, options)
-    errors = np.array([row["error"] for row in rows])
+    rows = relax_all(some, own, folder / "relaxed.jsonl", calculator, options)
+    errors, positions = (np.array([row[key] for row in rows]) for key in ("error", "position"))
     return [
         {
             "split": split,
@@ -117,7 +110,7 @@ def compare(
             "split": split,
             "way": "relaxation",
             "mae_eV": np.abs(errors).mean(),
-            "adwt_percent": adwt(np.array([row["position"] for row in rows])),
+            "adwt_percent": adwt(positions),
             "s_per_system": np.mean([row["seconds"] for row in rows]),
             "converged": f"{sum(row['converged'] for row in rows)} of {len(rows)}",
         },
@@ -126,14 +119,13 @@ def compare(
 
 @guarded
 def main(words: list[str] | None = None) -> None:
-    """Relaxes what is not relaxed yet."""
     parser = described(__doc__)
     parser.add_argument("data", type=Path)
     for name in ("direct", "potential", "out"):
         parser.add_argument(f"--{name}", type=Path, required=True)
     parser.add_argument("--splits", nargs="+", default=["val_id"])
-    for name, count in (("count", 200), ("steps", 200)):
-        parser.add_argument(f"--{name}", type=int, default=count)
+    for name in ("count", "steps"):
+        parser.add_argument(f"--{name}", type=int, default=200)
     parser.add_argument("--fmax", type=float, default=0.05)
     options = parser.parse_args(words)
     calculator = Calculator(options.potential, device="cpu")
@@ -141,9 +133,7 @@ def main(words: list[str] | None = None) -> None:
     found = [row for one in options.splits for row in compare(one, model, calculator, options)]
     write_csv(options.out / "by_relaxation.csv", found)
     cells = ([f"{x:.4g}" if isinstance(x, float) else x for x in row.values()] for row in found)
-    text = markdown(found[0], cells)
-    write_atomically(options.out / "by_relaxation.md", text.encode())
-    print(text)
+    publish(options.out / "by_relaxation.md", markdown(found[0], cells))
 
 
 if __name__ == "__main__":

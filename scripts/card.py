@@ -1,29 +1,24 @@
-"""Print the card of a data set that `scripts/make_data.py` has made.
+"""Print the card of a data set made by `scripts/make_data.py`.
 
 python scripts/card.py datasets/chgnet-sample > datasets/chgnet-sample/README.md
 """
 
-from __future__ import annotations
-
-import argparse
-import csv
 import hashlib
 import json
 import statistics
+from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
-from kit.rows import markdown
-from torch_geometric.data import Data
+from kit.rows import Rows, markdown, names, pick, read_csv
+from kit.words import described
 
 from molflt.atoms import Tag
 from molflt.data.structures.splits import VAL_SPLITS
 from molflt.data.structures.store import StructureStore
 
 SPLITS = ("train", *VAL_SPLITS)
-KNOWN = ("train", "val_id")
 LABELS = {
     "chgnet": (
         "**The labels are CHGNet energies, not DFT.** CHGNet (Deng et al., Nat. Mach. Intell. 5,\n"
@@ -35,8 +30,6 @@ LABELS = {
         "are rough: numbers compare models with each other, and with nothing else."
     ),
 }
-
-
 TITLES = {"chgnet": "CHGNet", "emt": "EMT"}
 CARD = """# {title} sample
 
@@ -79,42 +72,16 @@ Refused and drawn again: {refused}.
 """
 
 
-class System(NamedTuple):
-    """One system with its names."""
-
-    record: Data
-    adsorbate: str
-    catalyst: str
-
-    @property
-    def energy(self) -> float:
-        """Label, eV."""
-        return float(self.record.y_relaxed)
-
-    @property
-    def moved(self) -> float:
-        """Largest displacement of an atom of the adsorbate, Å."""
-        adsorbate = self.record.tags == Tag.ADSORBATE
-        away = (self.record.pos_relaxed - self.record.pos)[adsorbate]
-        return float(away.norm(dim=1).max())
-
-
-Systems = dict[str, list[System]]
-
-
-def read(folder: Path) -> Systems:
-    """All systems by split."""
-    with (folder / "systems.csv").open(newline="", encoding="utf-8") as file:
-        named = {
-            int(row["sid"]): (row["adsorbate"], row["catalyst"]) for row in csv.DictReader(file)
-        }
-    return {
-        split: [
-            System(record, *named[record.sid])
-            for record in StructureStore(folder / f"{split}.safetensors")
-        ]
-        for split in SPLITS
-    }
+def read(folder: Path) -> Rows:
+    """A row per system: split, adsorbate, catalyst, atoms, energy, eV, largest displacement, Å."""
+    named = {row["sid"]: row for row in read_csv(folder / "systems.csv")}
+    rows = []
+    for split in SPLITS:
+        for record in StructureStore(folder / f"{split}.safetensors"):
+            away = (record.pos_relaxed - record.pos)[record.tags == Tag.ADSORBATE]
+            numbers = {"energy": float(record.y_relaxed), "moved": float(away.norm(dim=1).max())}
+            rows.append({**named[record.sid], **numbers, "split": split, "atoms": record.natoms})
+    return rows
 
 
 def spread(energies: Iterable[float]) -> tuple[str, str]:
@@ -123,24 +90,24 @@ def spread(energies: Iterable[float]) -> tuple[str, str]:
     return f"{statistics.mean(e):.2f} ± {statistics.pstdev(e):.2f}", f"{min(e):.2f} to {max(e):.2f}"
 
 
-def split_table(systems: Systems, median: float) -> str:
+def split_table(rows: Rows, median: float) -> str:
     """A line for each split."""
     lines = []
-    for split, own in systems.items():
-        sizes = [one.record.natoms for one in own]
-        error = statistics.mean(abs(one.energy - median) for one in own)
+    for split in SPLITS:
+        own = pick(rows, split=split)
+        sizes, energies = ([row[key] for row in own] for key in ("atoms", "energy"))
+        error = statistics.mean(abs(energy - median) for energy in energies)
         atoms = f"{statistics.mean(sizes):.1f} ({min(sizes)} to {max(sizes)})"
-        lines.append([split, len(own), atoms, *spread(x.energy for x in own), f"{error:.3f}"])
+        lines.append([split, len(own), atoms, *spread(energies), f"{error:.3f}"])
     head = ("split", "systems", "atoms", "y_relaxed, mean ± sd, eV", "range, eV", "median MAE, eV")
     return markdown(head, lines)
 
 
-def adsorbate_table(systems: Systems) -> str:
-    """A line for each adsorbate, those that training does not have last."""
-    groups: dict[str, list[float]] = {}
-    known = {one.adsorbate for one in systems["train"]}
-    for one in (one for own in systems.values() for one in own):
-        groups.setdefault(one.adsorbate, []).append(one.energy)
+def adsorbate_table(rows: Rows, known: list[str]) -> str:
+    """A line for each adsorbate; those that training does not have come last."""
+    groups = defaultdict(list)
+    for row in rows:
+        groups[row["adsorbate"]].append(row["energy"])
     lines = [
         [name + " (held out)" * (name not in known), len(own), *spread(own)]
         for name, own in sorted(groups.items(), key=lambda item: (item[0] not in known, item[0]))
@@ -148,75 +115,66 @@ def adsorbate_table(systems: Systems) -> str:
     return markdown(("adsorbate", "systems", "y_relaxed, mean ± sd, eV", "range, eV"), lines)
 
 
-def by_adsorbate(systems: Systems) -> float:
+def by_adsorbate(rows: Rows) -> float:
     """MAE on val_id of the training median of each adsorbate, eV."""
-    own: dict[str, list[float]] = {}
-    for one in systems["train"]:
-        own.setdefault(one.adsorbate, []).append(one.energy)
-    medians = {name: statistics.median(energies) for name, energies in own.items()}
-    return statistics.mean(abs(x.energy - medians[x.adsorbate]) for x in systems["val_id"])
-
-
-def listed(systems: Systems, what: str) -> tuple[str, str]:
-    """Names that training has, and those that only the others have."""
-    names = {split: {getattr(one, what) for one in own} for split, own in systems.items()}
-    new = set().union(*names.values()) - names["train"]
-    return ", ".join(sorted(names["train"])), ", ".join(sorted(new))
+    train, val = (pick(rows, split=split) for split in ("train", "val_id"))
+    medians = {
+        name: statistics.median(row["energy"] for row in pick(train, adsorbate=name))
+        for name in names(train, "adsorbate")
+    }
+    return statistics.mean(abs(row["energy"] - medians[row["adsorbate"]]) for row in val)
 
 
 def files_table(folder: Path) -> str:
     """Size and checksum of each store."""
-    stores = [folder / f"{split}.safetensors" for split in SPLITS]
-    rows = [(one.name, one.read_bytes()) for one in stores]
-    lines = [
-        [f"`{name}`", f"{len(data):,}", f"`{hashlib.sha256(data).hexdigest()}`"]
-        for name, data in rows
-    ]
+    lines = []
+    for split in SPLITS:
+        data = (folder / f"{split}.safetensors").read_bytes()
+        checksum = hashlib.sha256(data).hexdigest()
+        lines.append([f"`{split}.safetensors`", f"{len(data):,}", f"`{checksum}`"])
     return markdown(("file", "bytes", "sha256"), lines)
 
 
 def facts(folder: Path) -> dict[str, object]:
-    """Values for the placeholders of the card."""
+    """Values of the placeholders of the card."""
     made = json.loads((folder / "made.json").read_text(encoding="utf-8"))
-    systems = read(folder)
-    everything = [one for own in systems.values() for one in own]
-    median = statistics.median(one.energy for one in systems["train"])
-    moved = np.array([one.moved for one in everything])
-    refused = {
+    rows, kind = read(folder), made["calculator"]
+    train = pick(rows, split="train")
+    median = statistics.median(row["energy"] for row in train)
+    moved = np.array([row["moved"] for row in rows])
+    counts = {
         reason: sum(counts[reason] for counts in made["rejected"].values())
         for reason in made["rejected"]["train"]
     }
-    kind = made["calculator"]
-    adsorbates, new_adsorbates = listed(systems, "adsorbate")
-    catalysts, new_catalysts = listed(systems, "catalyst")
-    return {
+    found: dict[str, object] = {}
+    for what in ("adsorbate", "catalyst"):
+        known = set(names(train, what))
+        found[f"{what}s"] = ", ".join(sorted(known))
+        found[f"new_{what}s"] = ", ".join(sorted(set(names(rows, what)) - known))
+    return found | {
         "title": TITLES[kind],
         "labels": LABELS[kind],
-        "count": f"{len(everything):,}",
+        "count": f"{len(rows):,}",
         "folder": folder.as_posix(),
         "options": f"--calculator {kind} --train {made['train']} --val {made['val']}",
         "versions": made["potential"].partition("(")[2].rstrip(")"),
         "elements": ", ".join(f"{name} {e:.4f}" for name, e in made["references_eV"].items()),
         "median": f"{median:.3f}",
-        "by_adsorbate": f"{by_adsorbate(systems):.3f}",
-        "splits": split_table(systems, median),
-        "adsorbates": adsorbates,
-        "new_adsorbates": new_adsorbates,
-        "catalysts": catalysts,
-        "new_catalysts": new_catalysts,
+        "by_adsorbate": f"{by_adsorbate(rows):.3f}",
+        "splits": split_table(rows, median),
         "moved": f"{np.median(moved):.2f}",
         "most_moved": f"{np.quantile(moved, 0.95):.2f}",
         "farthest": f"{moved.max():.2f}",
-        "by_name": adsorbate_table(systems),
-        "refused": ", ".join(f"{name} {count}" for name, count in refused.items() if count),
+        "by_name": adsorbate_table(rows, names(train, "adsorbate")),
+        "refused": ", ".join(f"{name} {count}" for name, count in counts.items() if count),
         "files": files_table(folder),
     }
 
 
 def main(words: list[str] | None = None) -> None:
     """Prints the card."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("folder", type=Path, help="of the data set")
+    parser = described(__doc__)
+    parser.add_argument("folder", type=Path, help="folder of the data set")
     print(CARD.format_map(facts(parser.parse_args(words).folder)), end="")
 
 

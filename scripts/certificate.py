@@ -4,8 +4,6 @@ python scripts/certificate.py FOLDER   # writes FOLDER/train.extxyz and FOLDER/v
 PYTHONPATH=scripts python -m molflt.certify certificate:mace --elements Cu O C H
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,18 +1,15 @@
-"""Trains variants of one configuration with several seeds, and compares: mean and sd over seeds.
+"""Train variants of a configuration with several seeds, and compare mean and sd over seeds.
 
     python scripts/compare.py --config configs/demo.yaml --out runs/compare --jobs 2
     python scripts/compare.py --config configs/lm/wikitext2.yaml --out runs/lm \\
         --variants configs/lm/performer.yaml configs/lm/flt-local.yaml,model.normalize_qk=true
-    python scripts/compare.py ... -- --trainer.max_steps 600      # more options for every training
+    python scripts/compare.py ... -- --trainer.max_steps 600      # options for every training run
     python scripts/compare.py ... -- --init runs/gaps/{variant}/seed{seed}
 
-A variant is a file of options, and changes of its own behind commas. {variant} and {seed} are
-filled in where options for every training name them. Evaluates every run, and writes
-comparison.md, .csv and .png. Started again, it goes on where it was stopped and
-repeats nothing.
+A variant is a file of options, with changes behind commas. {variant} and {seed} are replaced in the
+options for every training run. Evaluates every run, and writes comparison.md, .csv and .png. The
+same command continues an interrupted comparison.
 """
-
-from __future__ import annotations
 
 import argparse
 import hashlib
@@ -25,7 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from kit.rows import Rows, markdown, mean_sd, names, pick, write_csv
-from kit.runs import Job, errors_of_mean, prepare, run_all, run_logged
+from kit.runs import Job, errors_of_mean, prepare, publish, run_all, run_logged
 from kit.words import described, guarded, trainings
 
 from molflt.plots import intervals
@@ -34,7 +31,7 @@ from molflt.training.config import read_config
 from molflt.training.resume import read_provenance
 
 PAPERS = [f"configs/atoms/{name}.yaml" for name in ("flt", "performer", "softmax-mask", "softmax")]
-# what is compared, by its name in results.json: heading and digits
+# heading and digits of the compared numbers, by their name in results.json
 MEASURES = {
     "mae_eV": ("MAE, eV", 4),
     "bleu": ("BLEU", 2),
@@ -73,7 +70,7 @@ def name_of(variant: str) -> str:
 
 
 def job_of(options: argparse.Namespace, variant: str, seed: int) -> Job:
-    """Identity of a run, kept next to it to recognize the run."""
+    """Identity of a run, which is stored in its folder."""
     words = words_of(variant)
     files = [options.config, *(Path(word) for word in words if word.endswith(".yaml"))]
     own = {"variant": name_of(variant), "seed": str(seed)}
@@ -88,7 +85,7 @@ def job_of(options: argparse.Namespace, variant: str, seed: int) -> Job:
 
 
 def work(run: Path, job: Job, threads: int, evaluation: tuple[str, ...] = ()) -> None:
-    """Trains, or goes on training, and evaluates one run, with these options."""
+    """Trains or resumes one run, and evaluates it with these options."""
     if (run / "results.json").exists():
         return
     train = ["train", "--config", job["config"], "--run", str(run), *job["words"]]
@@ -97,7 +94,7 @@ def work(run: Path, job: Job, threads: int, evaluation: tuple[str, ...] = ()) ->
     else:
         shutil.rmtree(run / "checkpoints", ignore_errors=True)  # stopped before the first
     evaluate = ["evaluate", str(run), *evaluation]
-    # one that ended for want of patience is over, and --resume refuses it
+    # --resume refuses a run that was stopped early
     for words in (evaluate,) if read_provenance(run).get("stopped") else (train, evaluate):
         run_logged([sys.executable, "-m", "molflt", *words], run / "log.txt", threads)
 
@@ -105,7 +102,7 @@ def work(run: Path, job: Job, threads: int, evaluation: tuple[str, ...] = ()) ->
 def work_all(
     jobs: dict[Path, Job], options: argparse.Namespace, evaluation: tuple[str, ...] = ()
 ) -> int:
-    """Works on all runs, so many at a time; returns 1 if some failed."""
+    """Trains and evaluates all runs, several at a time. Returns 1 if one failed."""
     for run, job in jobs.items():
         prepare(run, job)
     works = [partial(work, run, job, options.threads, evaluation) for run, job in jobs.items()]
@@ -113,9 +110,9 @@ def work_all(
 
 
 def expect_same_data(runs: list[Path]) -> None:
-    """Refuses to average over runs whose data have changed in between."""
+    """Refuses to average over runs with different data."""
     every = {run: read_provenance(run).get("data") for run in runs}
-    known = {run: data for run, data in every.items() if data}  # earlier versions do not say
+    known = {run: data for run, data in every.items() if data}  # earlier versions lack it
     first = next(iter(known), None)
     for run, data in known.items():
         if data != known[first]:
@@ -126,7 +123,7 @@ def expect_same_data(runs: list[Path]) -> None:
 
 
 def collect(out: Path, kind: str, among: list[str], seeds: list[int]) -> Rows:
-    """One row per finished run and split: the numbers of its results.json; `kind` is its name's."""
+    """One row per finished run and split, from results.json; `kind` is the label of the name."""
     rows = []
     for name in among:
         for seed in seeds:
@@ -137,13 +134,13 @@ def collect(out: Path, kind: str, among: list[str], seeds: list[int]) -> Rows:
 
 
 def values(rows: Rows, measure: str, **labels: object) -> list[float]:
-    """A measure by seed; nothing if it is null in one, as a mean of the others would mislead."""
+    """A measure by seed; empty if it is null in one, to avoid a misleading mean."""
     found = [row.get(measure) for row in pick(rows, **labels)]
     return [] if None in found else found
 
 
 def table(rows: Rows, measure: str, out: Path) -> str:
-    """The measure of each split, EwT of val_id, and the ratio that FLT is judged by."""
+    """Markdown: the measure of each split, EwT of val_id, and the ratio of FLT to Performer."""
     splits, energies = names(rows, "split"), measure == "mae_eV"
     label, digits = MEASURES[measure]
     head = ["variant", "parameters", "seeds", *(f"{split} {label}" for split in splits)]
@@ -178,7 +175,7 @@ def table(rows: Rows, measure: str, out: Path) -> str:
 
 
 def _of_mean(runs: list[Path], splits: list[str]) -> list[object]:
-    """A line of the table: the runs as one model, whose energy is the mean of theirs."""
+    """A line of the table for the mean energies of several runs."""
     found = {split: errors_of_mean(runs, split) for split in splits}
     cells = ["–" if own is None else f"{own[0]:.4f}" for own in found.values()]
     known = found.get("val_id")
@@ -187,7 +184,7 @@ def _of_mean(runs: list[Path], splits: list[str]) -> list[object]:
 
 
 def draw(rows: Rows, measure: str, png: Path) -> None:
-    """Mean and spread of each variant that has them on the first split, best on top."""
+    """Draws mean and spread of each variant on the first split, best on top."""
     split, variants = rows[0]["split"], names(rows, "variant")
     found = {name: values(rows, measure, variant=name, split=split) for name in variants}
     means = {name: statistics.fmean(own) for name, own in found.items() if own}
@@ -204,7 +201,7 @@ def draw(rows: Rows, measure: str, png: Path) -> None:
 
 
 def write(out: Path, variants: list[str], seeds: list[int]) -> None:
-    """Writes and prints the comparison of all runs that are finished."""
+    """Writes and prints the comparison of all finished runs."""
     for variant in variants:
         expect_same_data([out / variant / f"seed{seed}" for seed in seeds])
     if rows := collect(out, "variant", variants, seeds):
@@ -215,10 +212,9 @@ def write(out: Path, variants: list[str], seeds: list[int]) -> None:
                 f"{', '.join(list(rows[0])[3:])}; compare such runs with molflt compare"
             )
         text = table(rows, measure, out)
-        (out / "comparison.md").write_text(f"{text}\n")
         draw(rows, measure, out / "comparison.png")
         write_csv(out / "comparison.csv", rows)
-        print(text)
+        publish(out / "comparison.md", text)
 
 
 @guarded
@@ -232,7 +228,7 @@ def main(words: list[str] | None = None) -> int:
     variants = [name_of(variant) for variant in options.variants]
     if len(set(variants)) < len(variants):
         raise ValueError(f"--variants: expected different names; got {', '.join(variants)}")
-    # seeds outside, so that a comparison stopped early has all variants
+    # all variants of the first seed come first
     jobs = {
         options.out / name_of(variant) / f"seed{seed}": job_of(options, variant, seed)
         for seed in options.seeds

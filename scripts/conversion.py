@@ -1,17 +1,15 @@
-"""A trained softmax model with kernelized attention, without training: its BLEU or perplexity.
+"""Convert the attention of a trained softmax model without training: BLEU or perplexity.
 
     python scripts/conversion.py runs/softmax-normalized-rpe
     python scripts/conversion.py runs/softmax --features 8 16 32 64 --draws 5 --beam 1
     python scripts/conversion.py runs/lm-softmax-normalized --features 64 --polynomial
 
-Translation: NPRF (arXiv:2106.12566), section 4.5, fig. 2: models trained with and without
-normalized queries and keys, with and without a relative encoding, in all of whose attention softmax
-is replaced by positive random features. Run it for each of the four. Mean and standard deviation
-are over draws of the features; the first row is the model as it was trained. --polynomial adds rows
-of polynomials, which draw nothing. Language models are judged by perplexity per token.
+Section 4.5 and fig. 2 of NPRF (arXiv:2106.12566) replace softmax by positive random features in
+translation models, which were trained with and without normalized queries and keys, and with and
+without a relative encoding. Mean and standard deviation are over draws of the features; the first
+row is the trained model. --polynomial adds rows of polynomials, which have no draws. Language
+models are evaluated by perplexity per token.
 """
-
-from __future__ import annotations
 
 import argparse
 import sys
@@ -22,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from kit.rows import markdown, mean_sd
-from kit.words import described
+from kit.words import described, guarded
 from torch import nn
 
 from molflt.attention import convert_weights_
@@ -40,9 +38,8 @@ DEGREES = 2, 3  # of polynomials
 
 
 def converted(model: nn.Module, options: dict[str, Any], draw: int, **own: object) -> nn.Module:
-    """The same weights in attention with options of its `own`, with a draw of its own."""
+    """A model with the same weights and other options of attention."""
     torch.manual_seed(draw)
-    # the data have told the run how many ids there are
     given = {**options, "vocabulary": model.vocabulary, **own}
     if isinstance(model, EncoderDecoder):
         decoder = {k: v for k, v in (options.get("decoder") or {}).items() if k not in own}
@@ -52,33 +49,15 @@ def converted(model: nn.Module, options: dict[str, Any], draw: int, **own: objec
     return made.to(next(model.parameters()).device).eval()
 
 
-def parse(words: list[str] | None = None) -> argparse.Namespace:
-    """Options of the script."""
-    parser = described(__doc__)
-    parser.add_argument("run", type=Path, help="of translation or language, with softmax")
-    parser.add_argument("--features", nargs="+", type=int, default=[8, 16, 32, 64, 128])
-    parser.add_argument("--polynomial", action="store_true", help="polynomials too, degree 2 and 3")
-    parser.add_argument("--draws", type=int, default=5)
-    parser.add_argument("--split", default="val", choices=["train", "val", "test"])
-    parser.add_argument("--beam", type=int, help="of translation, 5 by default")
-    parser.add_argument("--length-penalty", type=float, help="of translation, 1 by default")
-    parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--checkpoint", default="best")
-    parser.add_argument("--device", default="auto")
-    return parser.parse_args(words)
-
-
 def judge(
     run: Path, model: nn.Module, config: dict[str, Any], options: argparse.Namespace
 ) -> tuple[str, Callable[[Any], float]]:
-    """Metric of the models of this run, and the function that computes it."""
+    """Name of the metric for a run, and the function that computes it."""
     data = config["data"]
     if isinstance(model, EncoderDecoder):
         mixings = {*model.encoder.mixings, *model.decoder.stack.mixings}
-    elif isinstance(model, LanguageModel):
-        mixings = set(model.stack.mixings)
     else:
-        mixings = set()
+        mixings = set(model.stack.mixings) if isinstance(model, LanguageModel) else set()
     if mixings != {"softmax"}:
         raise ValueError(
             f"{run}: expected a run of the recipe translation or language with model.mixing "
@@ -87,7 +66,6 @@ def judge(
     (name,) = named_sources(data, [options.split], None).values()
     if isinstance(model, LanguageModel):
         no_effect("on a language model", beam=options.beam, length_penalty=options.length_penalty)
-
         vocabulary = load_vocabulary(run, model.vocabulary)
         blocks = read_blocks(name, vocabulary, int(data["length"]), options.split)
 
@@ -110,7 +88,7 @@ def judge(
 
 
 def measure(options: argparse.Namespace) -> str:
-    """A table: a row for the trained model, and one for each kernelized one."""
+    """A table with a row for the trained model and for each converted one."""
     model, config = load_run(options.run, options.checkpoint, options.device)
     heading, score = judge(options.run, model, config, options)
     rows: list[list[object]] = [["softmax, as trained", f"{score(model):.2f}", 1]]
@@ -127,16 +105,20 @@ def measure(options: argparse.Namespace) -> str:
     return markdown(["attention", heading, "draws"], rows)
 
 
-def main(words: list[str] | None = None) -> int:
-    """Prints the table; returns 2 for a run that cannot be converted."""
-    try:
-        options = parse(words)
-        table = measure(options)
-    except (ValueError, OSError) as error:
-        print(f"conversion.py: error: {error}", file=sys.stderr)
-        return 2
-    print(table)
-    return 0
+@guarded
+def main(words: list[str] | None = None) -> None:
+    parser = described(__doc__)
+    parser.add_argument("run", type=Path, help="run of translation or language with softmax")
+    parser.add_argument("--features", nargs="+", type=int, default=[8, 16, 32, 64, 128])
+    parser.add_argument("--polynomial", action="store_true", help="add polynomials of degree 2, 3")
+    parser.add_argument("--draws", type=int, default=5)
+    parser.add_argument("--split", default="val", choices=["train", "val", "test"])
+    parser.add_argument("--beam", type=int, help="for translation, default 5")
+    parser.add_argument("--length-penalty", type=float, help="for translation, default 1")
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--checkpoint", default="best")
+    parser.add_argument("--device", default="auto")
+    print(measure(parser.parse_args(words)))
 
 
 if __name__ == "__main__":

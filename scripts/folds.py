@@ -1,16 +1,14 @@
-"""Cross-validation: trains one configuration on every pair of folds, and averages over them.
+"""Cross-validation: train one configuration on every pair of folds, and average over them.
 
     python scripts/game_net.py datasets/game-net/FG_dataset_lite.tar.xz datasets/game-net/folds \\
         --folds published_predictions.npz
     python scripts/folds.py --config configs/game-net.yaml --data datasets/game-net/folds \\
         --out runs/folds --jobs 2 --published published_predictions.npz
 
-Each folder testI-valJ of the data is one training, chosen on val_id and judged on test_id; the
-trainings of one test fold are an ensemble, whose energy is their mean. Writes folds.md, .csv (a
-line per system) and .png. Started again, it goes on where it was stopped and repeats nothing.
+Each folder testI-valJ of the data is one training run, which selects weights on val_id and is
+evaluated on test_id. The runs of one test fold are an ensemble; its energy is their mean. Writes
+folds.md, .csv (a line per system) and .png. The same command continues after an interruption.
 """
-
-from __future__ import annotations
 
 import sys
 from collections import defaultdict
@@ -18,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 from compare import job_of, work_all
-from kit.rows import Rows, markdown, mean_sd, names, pick, write_csv
-from kit.runs import on_data, read_energies
+from kit.rows import Rows, by_group, markdown, mean_sd, names, pick, write_csv
+from kit.runs import on_data, publish, read_energies
 from kit.words import described, guarded, trainings
 
 from molflt import plots
@@ -31,23 +29,22 @@ TEST, VALIDATION = "test_id", "val_id"
 
 
 def collect(out: Path, folders: list[Path]) -> Rows:
-    """A row per system and finished training that has it in its test fold."""
+    """A row per system and finished run that has it in its test fold."""
     rows: Rows = []
     for folder in folders:
         run = out / folder.name
-        if not (run / "results.json").exists():
-            continue
-        systems = read_systems(folder)
-        fold, _, validated = folder.name.partition("-")
-        for sid, (energy, target) in read_energies(run, TEST).items():
-            label = {"fold": fold, "validated": validated, "sid": sid}
-            own = {"energy_eV": energy, "target_eV": target}
-            rows.append({**label, **systems[sid]._asdict(), **own})
+        if (run / "results.json").exists():
+            systems, fold = read_systems(folder), folder.name.partition("-")[0]
+            rows += [
+                {"run": run.name, "fold": fold, **systems[sid]._asdict(), "energy_eV": energy}
+                | {"target_eV": target}
+                for sid, (energy, target) in read_energies(run, TEST).items()
+            ]
     return rows
 
 
 def errors_of(rows: Rows, published: Published | None) -> Rows:
-    """Errors of our trainings and of published ones, alone and averaged, by system, eV."""
+    """Errors by system, eV, of molflt's runs and of published ones, single and averaged."""
     members: dict[str, Rows] = defaultdict(list)
     for row in rows:
         members[row["name"]].append(row)
@@ -71,45 +68,25 @@ def errors_of(rows: Rows, published: Published | None) -> Rows:
     return found
 
 
-def mean(rows: Rows, key: str) -> float:
-    return float(np.mean([row[key] for row in rows]))
-
-
 def table(errors: Rows) -> str:
-    """A line per model: single trainings and ensembles, with the spread over test folds."""
+    """A line per model: single runs and ensembles, with the spread over test folds."""
     lines = []
     for model in names(errors, "model"):
         own = pick(errors, model=model)
         folds = [pick(own, fold=fold) for fold in names(own, "fold")]
         cells = []
         for key in ("alone_eV", "together_eV"):
-            cells += [f"{mean(own, key):.4f}", mean_sd([mean(fold, key) for fold in folds], 4)]
+            whole, *means = (float(np.mean([row[key] for row in part])) for part in (own, *folds))
+            cells += [f"{whole:.4f}", mean_sd(means, 4)]
         within = 100 * float(np.mean([row["together_eV"] < EWT_THRESHOLD for row in own]))
         lines.append([model, own[0]["trainings"], len(own), *cells, f"{within:.1f}"])
     head = ["model", "trainings a fold", "systems", "single, MAE, eV", "over folds"]
     return markdown([*head, "their mean, MAE, eV", "over folds", "EwT of the mean, %"], lines)
 
 
-def by_group(errors: Rows, kind: str) -> str:
-    """Errors of ensembles by family or metal, a column per model."""
-    models = names(errors, "model")
-    lines = []
-    for group in sorted(names(errors, kind)):
-        parts = [pick(errors, model=model, **{kind: group}) for model in models]
-        lines.append([group, len(parts[0]), *(f"{mean(own, 'together_eV'):.3f}" for own in parts)])
-    return markdown([kind, "systems", *(f"{model}, MAE, eV" for model in models)], lines)
-
-
-def write(out: Path, folders: list[Path], published: Published | None) -> None:
-    """Writes and prints what all finished trainings together say."""
-    rows = collect(out, folders)
-    if not rows:
-        return
+def write(out: Path, rows: Rows, published: Published | None) -> None:
+    """Writes and prints the results of all finished runs."""
     errors = errors_of(rows, published)
-    trained = len({(row["fold"], row["validated"]) for row in rows})
-    parts = [table(errors), by_group(errors, "family"), by_group(errors, "metal")]
-    text = "\n\n".join([f"{trained} trainings", *parts])
-    (out / "folds.md").write_text(f"{text}\n")
     write_csv(out / "folds.csv", errors)
     panels = {}
     for model in names(errors, "model"):
@@ -117,7 +94,9 @@ def write(out: Path, folders: list[Path], published: Published | None) -> None:
         pair = (np.array([row[key] for row in own]) for key in ("target_eV", "mean_eV"))
         panels[f"{model}, mean of {own[0]['trainings']}"] = tuple(pair)
     plots.parity(panels, out / "folds.png")
-    print(text)
+    groups = [by_group(errors, kind, "together_eV", kind) for kind in ("family", "metal")]
+    parts = [f"{len(names(rows, 'run'))} trainings", table(errors), *groups]
+    publish(out / "folds.md", "\n\n".join(parts))
 
 
 @guarded
@@ -126,7 +105,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--config", type=Path, default=Path("configs/game-net.yaml"))
     parser.add_argument("--data", type=Path, required=True, help="folder of folders testI-valJ")
     parser.add_argument("--out", type=Path, default=Path("runs/folds"))
-    parser.add_argument("--published", type=Path, help="npz file of predictions of others")
+    parser.add_argument("--published", type=Path, help="npz file of published predictions")
     parser.add_argument("--seed", type=int, default=0)
     options = trainings(parser, words)
     folders = sorted(path.parent for path in options.data.glob("*/train.safetensors"))
@@ -140,7 +119,8 @@ def main(words: list[str] | None = None) -> int:
     job = job_of(options, str(options.config), options.seed)
     jobs = {options.out / folder.name: on_data(job, folder) for folder in folders}
     code = work_all(jobs, options, ("--splits", TEST, VALIDATION))
-    write(options.out, folders, published)
+    if rows := collect(options.out, folders):
+        write(options.out, rows, published)
     return code
 
 

@@ -4,32 +4,31 @@
     python scripts/game_net.py datasets/game-net/FG_dataset_lite.tar.xz datasets/game-net/fg
 
 Pablo-Garcia et al., Nat. Comput. Sci. 3, 433 (2023): organic molecules on 14 metals, PBE + D2. The
-archive holds an initial (POSCAR) and a relaxed (CONTCAR) structure of each system and tables of
-total energies. Energies of the stores are adsorption energies in eV: the total energy minus those
-of the relaxed clean surface and of the relaxed molecule. Tags: 0 fixed metal, 1 free metal, 2
-adsorbate. The sid of a system is its place among the sorted names; systems.csv holds the names.
+archive contains the initial (POSCAR) and relaxed (CONTCAR) structure of each system, and tables of
+total energies. Stores have adsorption energies, eV: the total energy minus those of the relaxed
+clean surface and the relaxed molecule. Tags: 0 fixed metal, 1 free metal, 2 adsorbate. The sid of a
+system is its place among the sorted names; systems.csv contains the names.
 
 The default splits are train, val_id, and systems with molecules (val_ood_ads), metals (val_ood_cat)
 or both (val_ood_both) that train does not have: Cu, Ir, Pd and every fifth molecule of a family.
 """
 
-from __future__ import annotations
-
-import argparse
 import io
 import json
-import math
 import re
 import sys
 import tarfile
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from lzma import LZMAError
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
 
 import numpy as np
-from kit.words import described
+from ase import Atoms
+from ase.data import atomic_numbers
+from ase.io.vasp import read_vasp_configuration
+from kit.words import described, guarded
+from torch_geometric.data import Data
 from tqdm import tqdm
 
 from molflt.atoms import Tag
@@ -41,36 +40,35 @@ from molflt.data.structures.store import write_store
 from molflt.data.structures.systems import System, write_systems
 from molflt.files import read_arrays
 
-if TYPE_CHECKING:
-    from ase import Atoms
-    from torch_geometric.data import Data
-
 RELAXED, INITIAL, FAMILIES = "energies.dat", "energies_i.dat", "groups.dat"
 START, END = ".poscar", ".contcar"
-SURFACE = "0000"  # in place of a molecule
 NAME = re.compile(r"([a-z]{2})-(\w{1,16})-([a-z]{1,4})", re.ASCII)  # metal, molecule, placing
 METALS = ("Cu", "Ir", "Pd")  # held out by default
 EVERY, FIRST = 5, 2  # of the sorted molecules of a family, the third, eighth, ...
 VAL, SHARE = 250, 5  # systems of val_id, at most a fifth of those that are not held out
 
 Split = dict[str, list[System]]
+Tables = Mapping[str, dict[str, str]]
 
 
 def read(path: Path) -> tuple[list[System], list[Data]]:
     """Systems of the archive, sorted by name, and their structures.
 
-    Where a table has a name twice, the last row counts, as it does for the authors' models.
+    If a table contains a name twice, the last row counts, as in the authors' models.
     """
     files = _texts(path)
-    tables = {name: _table(path, files, name) for name in (RELAXED, INITIAL, FAMILIES)}
+    if missing := {RELAXED, INITIAL, FAMILIES} - files.keys():
+        raise ValueError(f"{path}: expected GAME-Net's FG set; got no {min(missing)}")
+    tables: Tables = {
+        name: dict(line.split() for line in files[name].splitlines())
+        for name in (RELAXED, INITIAL, FAMILIES)
+    }
     stems = {PurePosixPath(name).stem for name in files if name not in tables}
     systems: list[System] = []
     for name in sorted(stems | tables[FAMILIES].keys()):
         if match := NAME.fullmatch(name):
             family, metal = tables[FAMILIES].get(name, ""), match[1].capitalize()
             systems.append(System(len(systems), name, match[2], family, metal))
-    if not systems:
-        raise ValueError(f"{path}: expected systems with names like ag-1211-a; got none")
     records = []
     for system in tqdm(systems, desc=path.name, unit=" systems", disable=None):
         try:
@@ -81,6 +79,7 @@ def read(path: Path) -> tuple[list[System], list[Data]]:
 
 
 def _texts(path: Path) -> dict[str, str]:
+    """Contents of all files in the archive."""
     found = {}
     try:
         with tarfile.open(path, "r:xz") as tar:
@@ -93,19 +92,8 @@ def _texts(path: Path) -> dict[str, str]:
     return found
 
 
-def _table(path: Path, files: Mapping[str, str], name: str) -> dict[str, str]:
-    if name not in files:
-        raise ValueError(f"{path}: expected GAME-Net's FG set; the archive has no {name}")
-    rows = [line.split() for line in files[name].splitlines()]
-    wrong = next((number for number, row in enumerate(rows, 1) if len(row) != 2), None)
-    if wrong is not None:
-        raise ValueError(f"{path}: {name}: line {wrong}: expected a name and a value")
-    return dict(rows)
-
-
-def _record(system: System, files: Mapping[str, str], tables: Mapping[str, dict[str, str]]) -> Data:
-    from ase.data import atomic_numbers
-
+def _record(system: System, files: Mapping[str, str], tables: Tables) -> Data:
+    """The record of a system; checks that both structures and the energies belong together."""
     if not system.family:
         raise ValueError(f"expected a row in {FAMILIES}; got none")
     relaxed, initial = (_adsorption(system, tables, table) for table in (RELAXED, INITIAL))
@@ -140,43 +128,35 @@ def _record(system: System, files: Mapping[str, str], tables: Mapping[str, dict[
     return record
 
 
-def _adsorption(system: System, tables: Mapping[str, dict[str, str]], table: str) -> float:
+def _adsorption(system: System, tables: Tables, table: str) -> float:
+    """Adsorption energy, eV, from the total energies in a table."""
     parts = (
         (system.name, table),
-        (f"{system.metal.lower()}-{SURFACE}", RELAXED),
+        (f"{system.metal.lower()}-0000", RELAXED),  # the clean surface
         (system.molecule, RELAXED),
     )
-    energies = []
-    for name, where in parts:
-        try:
-            energies.append(float(tables[where].get(name, "nan")))
-        except ValueError:
-            energies.append(math.nan)
-        if not math.isfinite(energies[-1]):
-            raise ValueError(f"expected an energy of {name} in {where}, in eV; got none")
+    energies = [float(tables[where].get(name, "nan")) for name, where in parts]
+    if not np.isfinite(energies).all():
+        (name, where) = parts[int(np.argmin(np.isfinite(energies)))]
+        raise ValueError(f"expected an energy of {name} in {where}, in eV; got none")
     return energies[0] - energies[1] - energies[2]
 
 
 def _structure(system: System, files: Mapping[str, str], ending: str) -> Atoms:
-    from ase.io.vasp import read_vasp_configuration
-
     name = f"{system.family}/structures/{system.name}{ending}"
     if name not in files:
         raise ValueError(f"expected {name} in the archive; got none")
     try:
-        atoms: Atoms = read_vasp_configuration(io.StringIO(files[name]))
+        return read_vasp_configuration(io.StringIO(files[name]))
     except Exception as error:  # ASE fails in many ways
         raise ValueError(f"{name}: expected a POSCAR of VASP 5: {error}") from None
-    return atoms
 
 
 def held_out(systems: Sequence[System], groups: Sequence[str] = ()) -> Split:
     """Four validation splits like OC20's.
 
-    Args:
-        systems: sorted by name.
-        groups: metals and families that train does not have; by default three metals and every
-            fifth molecule of each family.
+    `groups` are metals and families that train does not have; by default three metals and every
+    fifth molecule of each family.
     """
     metals, families = ({s.metal for s in systems}, {s.family for s in systems})
     unknown = sorted(set(groups) - metals - families)
@@ -184,42 +164,31 @@ def held_out(systems: Sequence[System], groups: Sequence[str] = ()) -> Split:
         known = ", ".join([*sorted(metals), *sorted(families)])
         raise ValueError(f"--hold-out: expected some of {known}; got {unknown[0]}")
     catalysts = set(groups) & metals if groups else set(METALS)
+    of_family: dict[str, set[str]] = defaultdict(set)
+    for system in systems:
+        of_family[system.family].add(system.molecule)
     molecules: set[tuple[str, str]] = set()
-    for family, members in _molecules(systems).items():
-        held = members if family in groups else [] if groups else members[FIRST::EVERY]
+    for family, members in of_family.items():
+        held = sorted(members)
+        held = held if family in groups else [] if groups else held[FIRST::EVERY]
         molecules |= {(family, molecule) for molecule in held}
     parts: Split = {split: [] for split in ("train", *VAL_SPLITS)}
+    names = {(False, False): "train", (True, False): "val_ood_ads", (False, True): "val_ood_cat"}
     for system in systems:
         new = (system.family, system.molecule) in molecules, system.metal in catalysts
-        names = {
-            (False, False): "train",
-            (True, False): "val_ood_ads",
-            (False, True): "val_ood_cat",
-        }
         parts[names.get(new, "val_ood_both")].append(system)
     seen = parts["train"]
     count = min(VAL, len(seen) // SHARE)
     drawn = set(np.random.default_rng(0).permutation(len(seen))[:count].tolist())
     parts["train"] = [system for i, system in enumerate(seen) if i not in drawn]
     parts["val_id"] = [system for i, system in enumerate(seen) if i in drawn]
-    if not parts["train"]:
-        raise ValueError("--hold-out: expected systems that are left to train on; got none")
     return parts
-
-
-def _molecules(systems: Iterable[System]) -> dict[str, list[str]]:
-    found: dict[str, set[str]] = defaultdict(set)
-    for system in systems:
-        found[system.family].add(system.molecule)
-    return {family: sorted(members) for family, members in found.items()}
 
 
 def pairs_of_folds(path: Path, systems: Sequence[System]) -> dict[str, Split]:
     """The authors' protocol: test on one fold, validate on another, train on the others.
 
-    Args:
-        path: JSON file of folds by name, or npz file with arrays name and fold.
-        systems: all of them, each with a fold.
+    The file is a JSON file of folds by name, or an npz file with arrays name and fold.
     """
     if path.suffix == ".npz":
         arrays = read_arrays(path, ("name", "fold"))
@@ -267,7 +236,7 @@ def convert(
     folds: Path | None = None,
     hold_out: Sequence[str] = (),
 ) -> None:
-    """Write a folder of stores, or one for each pair of folds; see the options of this script."""
+    """Writes a folder of stores, or one for each pair of folds; see the options of the script."""
     if sum(map(bool, (splits, folds, hold_out))) > 1:
         raise ValueError("expected at most one of --splits, --folds and --hold-out")
     systems, records = read(archive)
@@ -277,7 +246,9 @@ def convert(
         parts = {folder: named(splits, systems) if splits else held_out(systems, hold_out)}
     parts = {path: {name: own for name, own in s.items() if own} for path, s in parts.items()}
     for path, split in parts.items():
-        _refuse_others(path, split)
+        others = [old for old in sorted(path.glob("*.safetensors")) if old.stem not in split]
+        if others:  # its systems may be in the new train
+            raise ValueError(f"{others[0]}: of an earlier conversion; remove it first")
     for path, split in parts.items():
         for name, own in split.items():
             chosen = (records[system.sid] for system in own)
@@ -288,35 +259,17 @@ def convert(
         print(f"{path}: {counts} systems")
 
 
-def _refuse_others(folder: Path, splits: Collection[str]) -> None:
-    """Refuse stores of an earlier conversion, whose systems may be in the new train."""
-    others = [path for path in sorted(folder.glob("*.safetensors")) if path.stem not in splits]
-    if others:
-        raise ValueError(f"{others[0]}: of an earlier conversion; remove it first")
-
-
-def main(words: list[str] | None = None) -> int:
-    """Convert the archive; return 2 if it cannot be converted."""
+@guarded
+def main(words: list[str] | None = None) -> None:
     parser = described(__doc__)
     parser.add_argument("archive", type=Path, help="FG_dataset_lite.tar.xz")
     parser.add_argument("folder", type=Path, help="folder for the stores")
     parser.add_argument("--splits", type=Path, help="JSON file: split -> names of systems")
-    parser.add_argument(
-        "--folds",
-        type=Path,
-        help="JSON file (name -> fold) or npz file (arrays name, fold): a folder testI-valJ for "
-        "each pair of folds",
-    )
-    parser.add_argument(
-        "--hold-out", nargs="+", default=[], help="metals and families that train does not have"
-    )
-    options: argparse.Namespace = parser.parse_args(words)
-    try:
-        convert(**vars(options))
-    except (ValueError, OSError) as error:
-        print(f"game_net.py: error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    folds = "JSON file (name -> fold) or npz file (name, fold): a folder testI-valJ per pair"
+    parser.add_argument("--folds", type=Path, help=folds)
+    held = "metals and families that train does not have"
+    parser.add_argument("--hold-out", nargs="+", default=[], help=held)
+    convert(**vars(parser.parse_args(words)))
 
 
 if __name__ == "__main__":

@@ -1,15 +1,12 @@
-"""Fine-tunes trained weights on the tasks of GLUE, and makes the table with the average.
+"""Fine-tune trained weights on the tasks of GLUE, and write a table with the average.
 
     python scripts/glue.py --init runs/fnet --root datasets/glue --out runs/glue
     python scripts/glue.py --init hf:google-bert/bert-base-uncased ... --tasks RTE CoLA --jobs 2
-    python scripts/glue.py ... -- --task.lr 2e-5      # more options for every training
+    python scripts/glue.py ... -- --task.lr 2e-5      # options for every training run
 
-One set of hyperparameters for all tasks, medians over seeds. Tasks whose files are not there are
-named and left out. Writes glue.md and glue.csv. Started again, it goes on where it was stopped and
-repeats nothing.
+All tasks have the same hyperparameters; numbers are medians over seeds. Tasks without files are
+listed and left out. Writes glue.md and glue.csv. The same command continues after an interruption.
 """
-
-from __future__ import annotations
 
 import argparse
 import statistics
@@ -18,17 +15,16 @@ from pathlib import Path
 
 from compare import collect, job_of, work_all
 from kit.rows import Rows, markdown, names, pick, write_csv
-from kit.runs import Job
+from kit.runs import Job, publish
 from kit.words import described, guarded, trainings
 
 from molflt.data.text.glue import GLUE, find_split, read_examples
 
 BATCH = 16  # the default of data.batch_size
-SMALL = "configs/masked/glue.yaml"
 
 
 def available(root: Path, tasks: list[str]) -> tuple[list[str], list[str]]:
-    """Tasks whose training and validation files are there, and why others are not."""
+    """Tasks that have training and validation files, and messages about the others."""
     there, absent = [], []
     for task in tasks:
         try:
@@ -42,12 +38,11 @@ def available(root: Path, tasks: list[str]) -> tuple[list[str], list[str]]:
 
 
 def job(options: argparse.Namespace, task: str, seed: int) -> Job:
-    """The training of one task with one seed."""
+    """The training run of one task with one seed; it validates and selects after each epoch."""
     examples = read_examples(find_split(options.root, task, "train"), task)
     steps = max(1, round(options.epochs * len(examples) / BATCH))
     own = [f"--data.task={task}", f"--data.root={options.root}", f"--init={options.init}"]
     own += [f"--trainer.max_steps={steps}", f"--task.warmup_steps={round(0.06 * steps)}"]
-    # a validation per epoch, of which the best counts
     own += [f"--trainer.val_every={max(1, round(steps / options.epochs))}"]
     own += ["--task.measure=correlation"] if "matthews" in GLUE[task].metrics else []
     found = job_of(options, str(options.config), seed)
@@ -55,18 +50,16 @@ def job(options: argparse.Namespace, task: str, seed: int) -> Job:
 
 
 def table(rows: Rows, absent: list[str]) -> str:
-    """Medians of the metrics of each task, and the average of the tasks that there are."""
+    """Medians of the metrics of each task, and the average over tasks."""
     lines, scores = [], []
     for task in names(rows, "task"):
-        splits = names(pick(rows, task=task), "split")
         own = []
-        for split in splits:
+        for split in names(pick(rows, task=task), "split"):
             found = pick(rows, task=task, split=split)
-            keys = [f"{name}_percent" for name in GLUE[task].metrics]
             own.append(statistics.median(row["glue_percent"] for row in found))
             cells = [
-                f"{key.removesuffix('_percent')} {statistics.median(r[key] for r in found):.1f}"
-                for key in keys
+                f"{name} {statistics.median(row[f'{name}_percent'] for row in found):.1f}"
+                for name in GLUE[task].metrics
             ]
             lines.append([task, split, len(found), ", ".join(cells), f"{own[-1]:.1f}"])
         scores.append(statistics.fmean(own))
@@ -76,21 +69,16 @@ def table(rows: Rows, absent: list[str]) -> str:
     return "\n".join([markdown(head, lines), *(f"\nleft out: {line}" for line in absent)])
 
 
-def parse(words: list[str] | None = None) -> argparse.Namespace:
-    """Options of the script; what follows -- goes to every training."""
-    parser = described(__doc__)
-    parser.add_argument("--init", required=True, help="run or weights to start from")
-    parser.add_argument("--root", type=Path, required=True, help="folder of the tasks' files")
-    parser.add_argument("--out", type=Path, default=Path("runs/glue"))
-    parser.add_argument("--config", type=Path, default=Path(SMALL))
-    parser.add_argument("--tasks", nargs="+", default=list(GLUE), choices=list(GLUE))
-    parser.add_argument("--epochs", type=float, default=5)
-    return trainings(parser, words, seeds=[0, 1, 2, 3, 4])
-
-
 @guarded
 def main(words: list[str] | None = None) -> int:
-    options = parse(words)
+    parser = described(__doc__)
+    parser.add_argument("--init", required=True, help="initial run or weights")
+    parser.add_argument("--root", type=Path, required=True, help="folder of the tasks' files")
+    parser.add_argument("--out", type=Path, default=Path("runs/glue"))
+    parser.add_argument("--config", type=Path, default=Path("configs/masked/glue.yaml"))
+    parser.add_argument("--tasks", nargs="+", default=list(GLUE), choices=list(GLUE))
+    parser.add_argument("--epochs", type=float, default=5)
+    options = trainings(parser, words, seeds=[0, 1, 2, 3, 4])
     tasks, absent = available(options.root, options.tasks)
     if not tasks:
         raise ValueError(f"{options.root}: no task of GLUE; {absent[0]}")
@@ -101,11 +89,9 @@ def main(words: list[str] | None = None) -> int:
     }
     code = work_all(jobs, options)
     if rows := collect(options.out, "task", tasks, options.seeds):
-        text = table(rows, absent)
-        (options.out / "glue.md").write_text(f"{text}\n")
         keys = dict.fromkeys(key for row in rows for key in row)
         write_csv(options.out / "glue.csv", [{key: row.get(key) for key in keys} for row in rows])
-        print(text)
+        publish(options.out / "glue.md", table(rows, absent))
     return code
 
 

@@ -1,16 +1,14 @@
-"""Families of molecules and metals that training does not have: all of GAME-Net's, in turn.
+"""Hold out families of molecules and metals from training: all of GAME-Net's, in turn.
 
     python scripts/held_out.py datasets/game-net/FG_dataset_lite.tar.xz \\
         --data datasets/game-net/held-out --config configs/game-net.yaml --out runs/held-out \\
         --seeds 0 1 2 --jobs 2
 
-Families and metals are dealt to groups by the alphabet; each training lacks one group's
-families and metals, so that every system is once of a family, and once of a metal, that is new.
-Kernel ridge and the training median are fitted to the same systems. Writes held_out.md and .csv (a
-line per system and model). Started again, it goes on where it was stopped and repeats nothing.
+Families and metals are assigned to groups in alphabetical order. Each training run lacks the
+families and metals of one group: every system is tested once with a new family, and once with a new
+metal. Kernel ridge and the training median are fitted to the same systems. Writes held_out.md and
+.csv (a line per system and model). The same command continues after an interruption.
 """
-
-from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
@@ -19,10 +17,10 @@ from pathlib import Path
 import numpy as np
 from compare import job_of, work_all
 from game_net import convert, read
-from kit.rows import Row, Rows, markdown, mean_sd, names, pick, write_csv
-from kit.runs import on_data, read_energies
+from kit.rows import Row, Rows, by_group, markdown, mean_sd, names, pick, write_csv
+from kit.runs import on_data, publish, read_energies
 from kit.words import described, guarded, trainings
-from peers_kit.models import FITS, load
+from peers_kit.models import FITS
 
 from molflt.data.structures import open_dataset
 from molflt.data.structures.sources import split_path
@@ -32,12 +30,11 @@ from molflt.metrics import EWT_THRESHOLD
 
 Energies = dict[str, dict[int, tuple[float, float]]]  # split -> sid -> (energy, label), eV
 
-OURS = "molflt"
-NEW = {"val_ood_ads": "family", "val_ood_cat": "metal"}  # split -> what is new in it
+NEW = {"val_ood_ads": "family", "val_ood_cat": "metal"}  # what is new in a split
 
 
 def make_groups(archive: Path, data: Path, groups: int) -> list[Path]:
-    """Folders of stores, one per group, each with all systems; those that exist are kept."""
+    """Folders of stores, one per group, each with all systems; existing ones are kept."""
     folders = [data / f"{i}-of-{groups}" for i in range(groups)]
     missing = {i for i, folder in enumerate(folders) if not (folder / SYSTEMS).exists()}
     if folders and not missing:
@@ -68,10 +65,10 @@ def rows_of(folder: Path, model: str, seed: int, found: Energies) -> Rows:
 
 
 def fits(folder: Path) -> Iterator[Row]:
-    """Rows of models that are fitted at once."""
+    """Rows of kernel ridge and the median."""
     train = open_dataset(split_path(folder, "train"))
-    for name, place in FITS.items():
-        model = load(place)(seed=0)
+    for name, kind in FITS.items():
+        model = kind(seed=0)
         model.fit(train)
         found: Energies = {}
         for path in filter(Path.exists, (folder / f"{split}.safetensors" for split in VAL_SPLITS)):
@@ -83,44 +80,32 @@ def fits(folder: Path) -> Iterator[Row]:
 
 
 def table(rows: Rows) -> str:
-    """A line per model; means and spread over seeds of what all groups together say."""
+    """A line per model: means over the systems of all groups, with the spread over seeds."""
     splits = [split for split in VAL_SPLITS if split in names(rows, "split")]
     head = ["model", "seeds", *(f"{split} MAE, eV" for split in splits)]
     head += [f"{split} EwT, %" for split in splits]
     lines = []
     for model in names(rows, "model"):
-        own = pick(rows, model=model)
+        own, maes, within = pick(rows, model=model), [], []
         seeds = names(own, "seed")
-        by_seed = [[pick(own, seed=seed, split=split) for seed in seeds] for split in splits]
-        maes = [[float(np.mean([row["error_eV"] for row in r])) for r in each] for each in by_seed]
-        within = [
-            [100 * float(np.mean([row["error_eV"] < EWT_THRESHOLD for row in r])) for r in each]
-            for each in by_seed
-        ]
-        cells = [*(mean_sd(values, 4) for values in maes), *(mean_sd(v, 1) for v in within)]
-        lines.append([model, len(seeds), *cells])
+        for split in splits:
+            errors = [
+                np.array([row["error_eV"] for row in pick(own, seed=seed, split=split)])
+                for seed in seeds
+            ]
+            maes.append(mean_sd([float(one.mean()) for one in errors], 4))
+            within.append(mean_sd([100 * float((e < EWT_THRESHOLD).mean()) for e in errors], 1))
+        lines.append([model, len(seeds), *maes, *within])
     return markdown(head, lines)
 
 
-def by_group(rows: Rows, split: str) -> str:
-    """Error of each family or metal while it is new, a column per model, over all seeds."""
-    kind, models = NEW[split], names(rows, "model")
-    lines = []
-    for name in sorted(names(pick(rows, split=split), kind)):
-        own = pick(rows, split=split, **{kind: name})
-        parts = [[row["error_eV"] for row in pick(own, model=model)] for model in models]
-        count = len({row["sid"] for row in own})
-        lines.append([name, count, *(f"{np.mean(part):.3f}" for part in parts)])
-    return markdown([f"new {kind}", "systems", *(f"{m}, MAE, eV" for m in models)], lines)
-
-
 def write(out: Path, folders: list[Path], seeds: list[int]) -> None:
-    """Writes and prints what all finished trainings together say."""
-    done = {
-        seed: [folder for folder in folders if (_run(out, folder, seed) / "results.json").exists()]
+    """Writes and prints the results of all seeds whose runs are finished."""
+    whole = [
+        seed
         for seed in seeds
-    }
-    whole = [seed for seed, own in done.items() if own == folders]
+        if all((_run(out, folder, seed) / "results.json").exists() for folder in folders)
+    ]
     if not whole:
         print(f"no seed has all {len(folders)} groups yet")
         return
@@ -129,12 +114,14 @@ def write(out: Path, folders: list[Path], seeds: list[int]) -> None:
         for seed in whole:
             run = _run(out, folder, seed)
             found = {split: read_energies(run, split) for split in VAL_SPLITS}
-            rows += rows_of(folder, OURS, seed, found)
+            rows += rows_of(folder, "molflt", seed, found)
         rows += fits(folder)
-    text = "\n\n".join([table(rows), *(by_group(rows, split) for split in NEW)])
-    (out / "held_out.md").write_text(f"{text}\n")
     write_csv(out / "held_out.csv", rows)
-    print(text)
+    groups = [
+        by_group(pick(rows, split=split), kind, "error_eV", f"new {kind}")
+        for split, kind in NEW.items()
+    ]
+    publish(out / "held_out.md", "\n\n".join([table(rows), *groups]))
 
 
 def _run(out: Path, folder: Path, seed: int) -> Path:

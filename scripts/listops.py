@@ -3,8 +3,6 @@
 python scripts/listops.py datasets/lra/ListOps
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 import sys
@@ -13,9 +11,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from jsonargparse import auto_cli
+from kit.words import guarded
 
 from molflt.data.text.vocabulary import LISTOPS
-from molflt.files import atomically, shown
+from molflt.files import atomically
 
 END = "]"
 OPERATORS = LISTOPS[: LISTOPS.index(END)]
@@ -23,37 +22,25 @@ DIGITS = LISTOPS[LISTOPS.index(END) + 1 :]
 
 _OPERATOR_SHARE = 0.25  # of the arguments above the greatest depth
 _MOST_MISSES = 1_000_000
-_WITHOUT_PARENTHESES = str.maketrans("()", "  ")
 
 
 def evaluate(expression: str) -> int:
-    """The value of an expression, 0 to 9.
+    """The value of an expression, 0 to 9; parentheses are ignored.
 
     The smallest, the largest, the median (of an even number of arguments the mean of the two in the
     middle, rounded down), or the sum modulo 10 of the arguments.
-
-    Args:
-        expression: symbols of `LISTOPS` between white space; parentheses count for nothing.
     """
     open_lists: list[tuple[str, list[int]]] = [("", [])]
-    for symbol in expression.translate(_WITHOUT_PARENTHESES).split():
+    for symbol in expression.replace("(", " ").replace(")", " ").split():
         if symbol in OPERATORS:
             open_lists.append((symbol, []))
-        elif symbol in DIGITS:
-            open_lists[-1][1].append(int(symbol))
-        elif symbol == END and len(open_lists) > 1 and open_lists[-1][1]:
+        elif symbol == END:
             operator, arguments = open_lists.pop()
             open_lists[-1][1].append(_apply(operator, arguments))
         else:
-            raise ValueError(
-                f"{shown(symbol)} in {shown(expression)}; expected an expression of "
-                f"{' '.join(LISTOPS)}, with arguments between an operator and its {END}"
-            )
-    if len(open_lists) > 1 or len(open_lists[0][1]) != 1:
-        raise ValueError(
-            f"{shown(expression)}; expected one expression, with one {END} for each operator"
-        )
-    return open_lists[0][1][0]
+            open_lists[-1][1].append(int(symbol))
+    ((_, (value,)),) = open_lists
+    return value
 
 
 def _apply(operator: str, arguments: Sequence[int]) -> int:
@@ -70,17 +57,10 @@ def _apply(operator: str, arguments: Sequence[int]) -> int:
 def expressions(
     draw: random.Random, depth: int, arguments: int, min_length: int, max_length: int
 ) -> Iterator[tuple[str, int]]:
-    """Different random expressions and their values, without end.
+    """Yields different random expressions and their values; see `make` for the limits.
 
     An argument is a digit with probability 3/4, and otherwise a list of 2 to `arguments`
-    arguments; at the greatest depth it is a digit. What is too short or too long is drawn again.
-
-    Args:
-        draw: source of randomness.
-        depth: of lists inside of each other, the innermost digits counted.
-        arguments: most arguments of an operator.
-        min_length: tokens that an expression exceeds.
-        max_length: tokens that it stays below.
+    arguments; at the greatest depth it is a digit. Expressions of other lengths are drawn again.
     """
     known: set[bytes] = set()
     misses = 0
@@ -106,8 +86,8 @@ def expressions(
 def _grow(
     draw: random.Random, depth: int, arguments: int, max_length: int, tokens: list[str]
 ) -> int:
-    """Appends the tokens of an expression; its value."""
-    # an expression that is too long already will not be used: end it quickly
+    """Appends the tokens of an expression and returns its value."""
+    # an expression that is already too long will not be used: end it quickly
     if depth <= 1 or len(tokens) >= max_length or draw.random() >= _OPERATOR_SHARE:
         digit = draw.randrange(10)
         tokens.append(DIGITS[digit])
@@ -131,21 +111,21 @@ def make(
     max_length: int = 2000,
     seed: int = 0,
 ) -> None:
-    """Draws expressions of ListOps, by default as many and as long as those of Long Range Arena.
+    """Draw expressions of ListOps, by default as many and as long as those of Long Range Arena.
 
-    Writes train.tsv, val.tsv and test.tsv with the columns Source and Target. No expression comes
-    twice.
+    Writes train.tsv, val.tsv and test.tsv with the columns Source and Target. All expressions are
+    different.
 
     Args:
         dst: folder to write, such as datasets/long-range/ListOps; files in it are replaced.
-        train: expressions to train on.
-        val: expressions to validate on.
-        test: expressions to test on.
-        depth: greatest depth of lists inside of each other.
-        arguments: most arguments of an operator.
-        min_length: tokens that an expression exceeds.
-        max_length: tokens that it stays below.
-        seed: of the draw.
+        train: number of expressions for training.
+        val: number of expressions for validation.
+        test: number of expressions for testing.
+        depth: greatest depth of nested lists.
+        arguments: largest number of arguments of an operator.
+        min_length: expressions have more tokens.
+        max_length: expressions have fewer tokens.
+        seed: seed of the draws.
     """
     if max_length - min_length < 2:
         raise ValueError(
@@ -153,10 +133,9 @@ def make(
             f"{max_length} and {min_length}"
         )
     drawn = expressions(random.Random(seed), depth, arguments, min_length, max_length)
-    uses = {"train": train, "val": val, "test": test}
     lines = []
     with ExitStack() as stack:  # all files or none
-        for use, count in uses.items():
+        for use, count in {"train": train, "val": val, "test": test}.items():
             part = stack.enter_context(atomically(Path(dst) / f"{use}.tsv"))
             tokens = 0
             with open(part, "w") as file:
@@ -169,14 +148,9 @@ def make(
     print("\n".join([f"{dst}: ListOps", *lines]))
 
 
-def main(words: list[str] | None = None) -> int:
-    """Draw the expressions; return 2 if there are not enough of them."""
-    try:
-        auto_cli(make, args=words)
-    except (ValueError, OSError) as error:
-        print(f"listops.py: error: {error}", file=sys.stderr)
-        return 2
-    return 0
+@guarded
+def main(words: list[str] | None = None) -> None:
+    auto_cli(make, args=words)
 
 
 if __name__ == "__main__":

@@ -1,26 +1,248 @@
-"""Relax adsorbates on slabs with a potential: a data set in the OC20 IS2RE schema.
+"""Relax adsorbates on slabs with a potential: a data set in the schema of OC20's IS2RE task.
 
     python scripts/make_data.py DIR --calculator chgnet --train 5000 --val 500 --workers 2
 
-Interrupted, the same command continues. `--help` lists the options.
+`making/systems.py` draws and relaxes a system; this script makes many of them in several processes.
+The same command continues after an interruption. `--help` lists the options.
 """
 
-from __future__ import annotations
-
+import csv
+import io
+import json
+import multiprocessing
+import os
+import shutil
+import signal
 import sys
+from collections import Counter
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
+import ase.io
+import numpy as np
 from jsonargparse import auto_cli
-from making.run import make
+from kit.words import guarded
+from making.calculators import CALCULATORS, linear_references, molecule_energies
+from making.systems import _LARGE, _SIDS_PER_SPLIT, _SPLITS, _Plan, _relax_system
+from torch_geometric.data import Data
+from tqdm import tqdm
+
+from molflt.data.structures.store import StructureStore, write_store
+from molflt.files import atomically, shown, write_atomically
+from molflt.lock import FolderLock
+
+# Raise when the same seed would give other systems: an interrupted run must not mix the two.
+_GENERATOR_VERSION = 5
+_COLUMNS = ("sid", "split", "adsorbate", "catalyst", "facet", "site")
+_SIZES = ("train", "val", "large")
+_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+_BUSY = "is making data in this folder; wait for it, or choose another folder"
 
 
-def main(words: list[str] | None = None) -> int:
-    """Make the data set; return 2 if it cannot be made."""
+class _Task(NamedTuple):
+    """One system to relax, and the file that it is written to."""
+
+    plan: _Plan
+    split: str
+    number: int
+    part: Path
+
+
+def make(
+    directory: Path,
+    calculator: Literal["emt", "chgnet"] = "emt",
+    train: int = 2000,
+    val: int = 250,
+    seed: int = 0,
+    workers: int = 2,
+    frames: bool = False,
+    large: int = 0,
+) -> None:
+    """Make a data set of relaxations with an interatomic potential, in the OC20 schema.
+
+    35 adsorbates of H, C, N and O on slabs of 38 metals and ordered alloys, at most 23 atoms.
+    Energies are against the relaxed clean slab and OC20's references, gas-phase H2, H2O, CO and
+    N2, linear per element. The validation splits are those of OC20: val_id, and val_ood_ads,
+    val_ood_cat, val_ood_both with adsorbates, catalysts or both that train does not have. The same
+    seed gives the same systems for any number of workers. The same command continues after an
+    interruption; a larger train or val adds systems.
+
+    Args:
+        directory: folder for train.safetensors, val_id.safetensors, ..., systems.csv, made.json.
+        calculator: emt, an empirical potential of seven of the metals, about a system a second; or
+            chgnet, a learned potential of all, some seconds a system (pip install molflt[chgnet]).
+        train: number of training systems.
+        val: number of systems in each of the four validation splits.
+        seed: seed of every random draw, 0 or larger.
+        workers: number of processes.
+        frames: also keep each relaxation step by step, with total energies and forces, in
+            DIRECTORY/frames/SPLIT.extxyz.
+        large: number of systems in a further split, val_large, for tests at larger sizes: chains
+            and rings of three to six carbon atoms, or several small adsorbates, on slabs two to six
+            times as large.
+    """
+    numbers = {"train": train, "val": val, "seed": seed, "workers": workers, "large": large}
+    for name, value in numbers.items():
+        least, most = int(name not in ("seed", "large")), _SIDS_PER_SPLIT
+        if not least <= value <= most:
+            raise ValueError(f"--{name} must be from {least} to {most:,}; got {value}")
+    settings = {
+        "generator": _GENERATOR_VERSION,
+        "calculator": calculator,
+        "potential": CALCULATORS[calculator].describe(),
+        "seed": seed,
+        "frames": frames,
+        **{name: numbers[name] for name in _SIZES},
+    }
+    directory = Path(directory)
+    with FolderLock(directory, _BUSY).held():
+        made = _claim(directory, settings)
+        if "molecules_eV" not in made:
+            made["molecules_eV"] = molecule_energies(calculator)
+            made["references_eV"] = linear_references(made["molecules_eV"])
+            _write_json(directory / "made.json", made)
+        references = made["references_eV"]
+        words = ", ".join(f"{element} {energy:.4f}" for element, energy in references.items())
+        print(f"references of {calculator}, eV: {words} (from H2, H2O, CO, N2)")
+        plan = _Plan(calculator, seed, tuple(references.items()), frames)
+        sizes = dict.fromkeys(_SPLITS, val) | {"train": train, _LARGE: large}
+        tasks = {
+            split: [
+                _Task(plan, split, i, directory / ".parts" / split / f"{i:07d}.safetensors")
+                for i in range(len(_store(directory, split)), sizes[split])
+            ]
+            for split in _SPLITS
+        }
+        _relax_all([task for own in tasks.values() for task in own], workers)
+        for split, own in tasks.items():
+            if own:
+                _join(directory, split, own, made)
+        shutil.rmtree(directory / ".parts", ignore_errors=True)
+        _print_summary(directory, made)
+
+
+def _claim(directory: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """The content of made.json; refuses a folder of other settings, or of other data."""
+    path = directory / "made.json"
+    if not path.exists():
+        if found := sorted(directory.glob("*.safetensors")):
+            raise ValueError(
+                f"{found[0]}: already there, without {path.name}; choose another folder"
+            )
+        _write_json(path, settings)
+        return settings
+    made = json.loads(path.read_text(encoding="utf-8"))
+    others = [
+        f"{name} {shown(made.get(name))} (now {value!r})"
+        for name, value in settings.items()
+        if not (made.get(name, 0) <= value if name in _SIZES else made.get(name) == value)
+    ]
+    if others:
+        raise ValueError(
+            f"{directory}: begun with other settings: {', '.join(others)}; repeat those, or choose "
+            "another folder"
+        )
+    return made | {name: settings[name] for name in _SIZES}
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    text = json.dumps(content, indent=1, ensure_ascii=False)
+    write_atomically(path, f"{text}\n".encode())
+
+
+def _store(directory: Path, split: str) -> StructureStore | list[Data]:
+    """Systems of a split that an earlier call joined."""
+    path = directory / f"{split}.safetensors"
+    return StructureStore(path) if path.exists() else []
+
+
+def _relax_all(tasks: list[_Task], workers: int) -> None:
+    """Relaxes the systems that do not have a file."""
+    missing = [task for task in tasks if not task.part.exists()]
+    done = len(tasks) - len(missing)
+    with tqdm(total=len(tasks), initial=done, unit=" systems", disable=None) as bar:
+        for _ in _in_processes(missing, workers):
+            bar.update()
+
+
+def _in_processes(tasks: list[_Task], workers: int) -> Iterable[None]:
+    """Relaxes in processes of one thread; the last bits of energies depend on the threads."""
+    os.environ.update(dict.fromkeys(_THREADS, "1"))  # workers inherit them
+    ignore_interrupts = {"initializer": signal.signal, "initargs": (signal.SIGINT, signal.SIG_IGN)}
+    spawn = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, spawn, **ignore_interrupts)
     try:
-        auto_cli(make, args=words)
-    except (ValueError, OSError, ModuleNotFoundError) as error:
-        print(f"make_data.py: error: {error}", file=sys.stderr)
-        return 2
-    return 0
+        for done in as_completed([pool.submit(_relax_one, task) for task in tasks]):
+            yield done.result()
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _relax_one(task: _Task) -> None:
+    """Relaxes a system and writes its files, the store last."""
+    system = _relax_system(task.plan, task.split, task.number)
+    if task.plan.frames:
+        for frame in system.frames:
+            frame.info["sid"] = system.record.sid
+        with atomically(task.part.with_suffix(".extxyz")) as part:
+            ase.io.write(part, system.frames, format="extxyz")
+    note = {"names": system.names, "rejected": system.rejected}
+    write_store(task.part, [system.record], source=json.dumps(note))
+
+
+def _join(directory: Path, split: str, tasks: list[_Task], made: dict[str, Any]) -> None:
+    """Adds the files of new systems to those of their split, the store last."""
+    records = list(_store(directory, split))
+    count = len(records)
+    rows, rejected = [], Counter(made.setdefault("rejected", {}).get(split, {}))
+    for task in tasks:
+        part = StructureStore(task.part)
+        note = json.loads(part.source)
+        rejected.update(note["rejected"])
+        records += part
+        rows.append({**note["names"], "sid": records[-1].sid, "split": split})
+    if tasks[0].plan.frames:
+        path = directory / "frames" / f"{split}.extxyz"
+        files = [path] * (count > 0) + [task.part.with_suffix(".extxyz") for task in tasks]
+        with atomically(path) as whole, whole.open("wb") as file:
+            for own in files:
+                file.write(own.read_bytes())
+    path, text = directory / "systems.csv", io.StringIO()
+    known = csv.DictReader(path.read_text(encoding="utf-8").splitlines()) if path.exists() else ()
+    new = {row["sid"] for row in rows}
+    rows += [row for row in known if int(row["sid"]) not in new]
+    writer = csv.DictWriter(text, _COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(sorted(rows, key=lambda row: int(row["sid"])))
+    write_atomically(path, text.getvalue().encode())
+    made["rejected"][split] = dict(rejected)
+    _write_json(directory / "made.json", made)
+    words = ", ".join(f"{name} {made[name]}" for name in ("calculator", "potential", "seed"))
+    source = f"scripts/make_data.py: {split}, {words}"
+    write_store(directory / f"{split}.safetensors", records, source=source)
+
+
+def _print_summary(directory: Path, made: dict[str, Any]) -> None:
+    print(f"{'split':<14}{'systems':>8}{'atoms':>7}{'mean eV':>9}{'sd eV':>7}{'median MAE eV':>15}")
+    median = float(np.median(StructureStore(directory / "train.safetensors").y_relaxed))
+    for split in _SPLITS:
+        if store := _store(directory, split):
+            energies = store.y_relaxed
+            print(
+                f"{split:<14}{len(store):>8}{store.natoms.mean():>7.1f}{energies.mean():>9.3f}"
+                f"{energies.std():>7.3f}{np.abs(energies - median).mean():>15.3f}"
+            )
+    print(f"median MAE: the error of predicting train's median, {median:.3f} eV, for every system")
+    counts = sum(map(Counter, made["rejected"].values()), Counter())
+    words = ", ".join(f"{reason} {counts[reason]}" for reason in made["rejected"]["train"])
+    print(f"draws refused and drawn again: {words}")
+
+
+@guarded
+def main(words: list[str] | None = None) -> None:
+    auto_cli(make, args=words)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,6 @@
 Papers, costs and abilities stand on the classes.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Mapping
 from pathlib import Path

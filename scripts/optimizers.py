@@ -1,17 +1,14 @@
-"""Meta-trains learned optimizers with several memories, and runs them on unseen tasks beside Adam.
+"""Meta-train learned optimizers with several memories, and compare them with Adam on unseen tasks.
 
     python scripts/optimizers.py --data datasets/fashion-mnist/train-images-idx3-ubyte.gz \\
         --out runs/optimizers --jobs 2
     python scripts/optimizers.py ... --memories flt lstm --tasks rosenbrock --steps 500 \\
-        -- --trainer.max_steps 100      # more options for every training
+        -- --trainer.max_steps 100      # options for every training run
 
 Five tasks: Rosenbrock's function, the factorization of a matrix, a deep network, and, with --data,
 a network and a convolutional network on images. Adam has the best of 10 learning rates for each.
-Writes optimizers.md, .csv (loss curves) and .png. Started again, it goes on where it was stopped
-and repeats nothing.
+Writes optimizers.md, .csv (loss curves) and .png. The same command continues after an interruption.
 """
-
-from __future__ import annotations
 
 import argparse
 import csv
@@ -23,9 +20,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from compare import job_of, work_all
+from compare import collect, job_of, work_all
 from kit.rows import Rows, markdown, names, pick, write_csv
-from kit.runs import Job, expect_same
+from kit.runs import expect_same, publish
 from kit.words import described, guarded, trainings
 
 from molflt import plots
@@ -33,20 +30,12 @@ from molflt.data.images.base import LabeledImages
 from molflt.data.images.files import open_images
 from molflt.evaluation.optimizers import curve_rows, final_loss, tasks_of, tuned_adam
 
-CONFIG = Path("configs/optimizers/small.yaml")
 MEMORIES = ("flt", "performer", "softmax", "lstm", "state-space")
 ADAM = "Adam, tuned"
 
 
-def job(options: argparse.Namespace, memory: str, seed: int) -> Job:
-    """The training of one memory with one seed, and how it is evaluated."""
-    found = job_of(options, f"configs/optimizers/{memory}.yaml", seed)
-    images = {} if options.images is None else {"images": options.images}
-    return found | {"evaluation": list(evaluation(options)), **images}
-
-
 def digest_of(images: LabeledImages) -> str:
-    """sha256 of images with their labels, which may lie in a file of their own."""
+    """sha256 of images with their labels, which may be in another file."""
     found = hashlib.sha256()
     for image, label in (images[i] for i in range(len(images))):
         found.update(image.numpy().tobytes() + f" {int(label)} ".encode())
@@ -54,21 +43,20 @@ def digest_of(images: LabeledImages) -> str:
 
 
 def evaluation(options: argparse.Namespace) -> tuple[str, ...]:
-    """Options of ``molflt evaluate``; Adam, which is the same beside all of them, comes later."""
+    """Options of ``molflt evaluate``; without Adam, which is the same for all memories."""
     words = ["--steps", str(options.steps), "--repeats", str(options.repeats), "--rates=[]"]
     words += [] if options.data is None else ["--data", str(options.data)]
     words += [] if options.tasks is None else ["--tasks", *options.tasks]
     return tuple(words)
 
 
-def of_adam(options: argparse.Namespace) -> Rows:
-    """Rows of Adam's curves, computed once for these options and images, kept in adam.json."""
+def of_adam(options: argparse.Namespace) -> dict[str, dict]:
+    """Curves, final loss and learning rate of Adam on each task, stored in adam.json."""
     path = options.out / "adam.json"
     asked = {"steps": options.steps, "repeats": options.repeats, "tasks": options.tasks}
     asked["data"] = options.images
     kept = json.loads(path.read_text()) if path.exists() else {"asked": asked, "tasks": {}}
     expect_same(path, kept["asked"], asked)
-    rows: Rows = []
     for name, made in tasks_of(options.tasks, options.data).items():
         if name not in kept["tasks"]:
             found = tuned_adam(made, options.steps, options.repeats, torch.zeros(()))
@@ -77,35 +65,26 @@ def of_adam(options: argparse.Namespace) -> Rows:
             kept["tasks"][name] = {"rows": own, "end": end, "sd": spread, "lr": found.setting}
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(kept))
-        rows += kept["tasks"][name]["rows"]
-    return rows
+    return kept["tasks"]
 
 
-def collect(out: Path, memories: list[str], seeds: list[int]) -> tuple[Rows, Rows]:
-    """Rows of the curves, and of the final losses, of all finished runs."""
+def curves_of(out: Path, ends: Rows) -> Rows:
+    """Rows of the curves of all finished runs."""
     curves: Rows = []
-    ends: Rows = []
-    for memory in memories:
-        for seed in seeds:
-            run = out / memory / f"seed{seed}"
-            if not (run / "results.json").exists():
-                continue
-            with open(run / "curves.csv", newline="") as file:
-                for row in csv.DictReader(file):
-                    own = {**row, "optimizer": memory, "seed": seed}
-                    curves.append({**own, "step": float(row["step"]), "loss": float(row["loss"])})
-            for task, found in json.loads((run / "results.json").read_text()).items():
-                ends.append({"optimizer": memory, "seed": seed, "task": task, **found})
-    return curves, ends
+    for memory, seed in dict.fromkeys((row["optimizer"], row["seed"]) for row in ends):
+        with open(out / memory / f"seed{seed}" / "curves.csv", newline="") as file:
+            for row in csv.DictReader(file):
+                own = {**row, "optimizer": memory, "seed": seed}
+                curves.append({**own, "step": float(row["step"]), "loss": float(row["loss"])})
+    return curves
 
 
-def table(ends: Rows, out: Path) -> str:
-    """Final losses: geometric mean over seeds, and how many powers of ten they spread."""
-    adam = json.loads((out / "adam.json").read_text())["tasks"]
+def table(ends: Rows, adam: dict[str, dict]) -> str:
+    """Final losses: geometric mean over seeds, and standard deviation of the decimal logarithm."""
     lines = [[ADAM, 1, *(f"{own['end']:.4g} (lr {float(own['lr']):.2g})" for own in adam.values())]]
     for memory in names(ends, "optimizer"):
         own = pick(ends, optimizer=memory)
-        cells = [cell(pick(own, task=task)) for task in adam]
+        cells = [cell(pick(own, split=task)) for task in adam]
         lines.append([memory, len(names(own, "seed")), *cells])
     note = "final loss: mean of the last 10 % of the steps, geometric mean over repeats and seeds; "
     note += "sd of its decimal logarithm over seeds"
@@ -123,7 +102,7 @@ def cell(rows: Rows) -> str:
 
 
 def draw(curves: Rows, png: Path, steps: int) -> None:
-    """Curves of all optimizers, seeds and repeats of each in one band."""
+    """Draws the curves of each optimizer, all seeds and repeats in one band."""
     tasks: dict[str, dict[str, np.ndarray]] = {}
     for task in names(curves, "task"):
         own = pick(curves, task=task)
@@ -141,29 +120,32 @@ def main(words: list[str] | None = None) -> int:
     parser = described(__doc__)
     parser.add_argument("--data", type=Path, help="images, such as the idx file of Fashion-MNIST")
     parser.add_argument("--out", type=Path, default=Path("runs/optimizers"))
-    parser.add_argument("--config", type=Path, default=CONFIG)
+    parser.add_argument("--config", type=Path, default=Path("configs/optimizers/small.yaml"))
     parser.add_argument("--memories", nargs="+", default=list(MEMORIES), choices=MEMORIES)
-    parser.add_argument("--tasks", nargs="+", help="by default all that there are data for")
+    parser.add_argument("--tasks", nargs="+", help="default: all tasks with data")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--repeats", type=int, default=3)
     options = trainings(parser, words, seeds=[0, 1, 2])
     tasks_of(options.tasks, options.data)
     options.images = None if options.data is None else digest_of(open_images(options.data))
+    own = {"evaluation": list(evaluation(options))}
+    own |= {} if options.images is None else {"images": options.images}
     jobs = {
-        options.out / memory / f"seed{seed}": job(options, memory, seed)
+        options.out / memory / f"seed{seed}": own
+        | job_of(options, f"configs/optimizers/{memory}.yaml", seed)
         for seed in options.seeds
         for memory in options.memories
     }
     code = work_all(jobs, options, evaluation(options))
     adam = of_adam(options)
-    curves, ends = collect(options.out, options.memories, options.seeds)
+    ends = collect(options.out, "optimizer", options.memories, options.seeds)
+    curves = curves_of(options.out, ends)
     keys = ["task", "optimizer", "tuned", "seed", "repeat", "step", "loss"]
-    rows = [{key: row.get(key) for key in keys} for row in [*adam, *curves]]
+    rows = [row for task in adam.values() for row in task["rows"]] + curves
+    rows = [{key: row.get(key) for key in keys} for row in rows]
     write_csv(options.out / "optimizers.csv", rows)
     draw(rows, options.out / "optimizers.png", options.steps)
-    text = table(ends, options.out)
-    (options.out / "optimizers.md").write_text(f"{text}\n")
-    print(text)
+    publish(options.out / "optimizers.md", table(ends, adam))
     return code
 
 

@@ -1,31 +1,27 @@
-"""Trains what else one could take beside molflt: same data, seeds, and CPU time for each.
+"""Compare molflt with other models: same data, seeds and CPU time.
 
     python scripts/peers.py --data datasets/chgnet-sample --out runs/peers --minutes 10 --jobs 2
     python scripts/peers.py --data DIR --out runs/peers-few --minutes 10 --fractions 0.1 0.3 1.0 \\
         --models molflt painn kernel-ridge configs/atoms/near.yaml,model.heads=4
-    python scripts/peers.py ... --tune --tune-most 5        # learning rates first, on val_id
-    python scripts/peers.py ... --against molflt            # how far apart the others are
+    python scripts/peers.py ... --tune --tune-most 5        # tune learning rates on val_id first
+    python scripts/peers.py ... --against molflt            # differences of the others
     python scripts/peers.py ... -- --trainer.ema_decay 0.99 # options of molflt train, for all nets
 
-DIR holds compact stores: train, val_id and whatever other val and test splits there are. A model is
-one of ours, a file of options of molflt train with changes behind commas, or one of SchNet,
-DimeNet++, ViSNet, PaiNN, kernel ridge (needs molflt[bench]) and the median of training energies.
+DIR holds compact stores: train, val_id and other val and test splits. A model is one of molflt's, a
+file of options of molflt train with changes behind commas, or one of SchNet, DimeNet++, ViSNet,
+PaiNN, kernel ridge (needs molflt[bench]) and the median of training energies.
 
-Each job has one thread, and --minutes of CPU time for training; learning rates fall with the share
-of it that is used, and evaluation takes nothing of it. The weights judged are the last ones.
-Batches, targets, loss, optimizer and clipping are those of --config for all nets, and so is whether
-atoms below the surface are left out; element and tag are the inputs of all, and periodic images are
-edges. Peers have their usual learning rates, and DimeNet++ batches of 8, unless options behind --
-name others. An average of weights has the decay of --config, or forgets faster: it is over a tenth
-of the steps at most, or slow nets would be judged by their beginnings. Three learning rates are
-tried, and with --tune-most further ones as long as the best one is the largest or the smallest.
-Differences have standard errors over seeds and over systems, which count as independent, or but for
-those that have a column of DIR/systems.csv in common (--alike molecule metal). Writes comparison.md
-and .csv, error-cpu.png, error-size.png, and jobs/* with predictions and weights. Started again, it
-goes on where it was stopped and repeats no job.
+Each job has one thread and --minutes of CPU time for training; evaluation does not count. Learning
+rates decrease with the used share of the time. The last weights are evaluated. All nets share the
+batches, targets, loss, optimizer, clipping and choice of atoms of --config. Their inputs are
+elements, tags and edges to periodic images. Peers have their usual learning rates, and DimeNet++
+has batches of 8, unless options behind -- set others. Averages of weights have the decay of
+--config, but cover at most a tenth of the steps. Tuning tries three learning rates; with
+--tune-most it tries more while the best one is the largest or smallest. Differences have standard
+errors over seeds and systems. Systems count as independent, except those that share a value in a
+column of DIR/systems.csv (--alike molecule metal). Writes comparison.md and .csv, error-cpu.png,
+error-size.png, and jobs/* with predictions. The same command continues an interrupted comparison.
 """
-
-from __future__ import annotations
 
 import argparse
 import importlib.util
@@ -41,23 +37,23 @@ from peers_kit.models import MODELS, REPOSITORY, TRIED, title
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
-    """Options of the script; what follows -- goes to every training."""
+    """Options of the script; the words after -- go to every training run."""
     parser = described(__doc__)
     parser.add_argument("--data", type=Path, required=True, help="folder of compact stores")
     parser.add_argument("--out", type=Path, default=Path("runs/peers"))
-    # relative, so that results can be gone on with in another clone
+    # relative paths, to continue results in another clone
     demo = Path(os.path.relpath(REPOSITORY / "configs/demo.yaml"))
     parser.add_argument("--config", type=Path, default=demo)
     parser.add_argument("--models", nargs="+", default=list(MODELS), metavar="MODEL")
     parser.add_argument("--minutes", type=float, default=10.0, help="CPU time of each training")
-    parser.add_argument("--seeds", type=int, default=3, help="how many, from 0 on")
+    parser.add_argument("--seeds", type=int, default=3, help="number of seeds, from 0")
     parser.add_argument("--fractions", nargs="+", type=float, default=[1.0], metavar="F")
     parser.add_argument("--jobs", type=int, default=1, help="trainings at the same time")
     parser.add_argument("--evaluations", type=int, default=10, help="points of a curve")
     parser.add_argument("--tune", action="store_true", help="try learning rates of each net")
     parser.add_argument("--tune-minutes", type=float, help="of each; a fifth of --minutes")
     parser.add_argument("--tune-most", type=int, default=len(TRIED), help="at most so many rates")
-    parser.add_argument("--against", metavar="MODEL", help="adds the differences from this one")
+    parser.add_argument("--against", metavar="MODEL", help="add the differences from this model")
     parser.add_argument(
         "--alike", nargs="+", default=[], metavar="COLUMN", help="for --against, of systems.csv"
     )
@@ -78,7 +74,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Refuses before anything is trained what could not be."""
+    """Refuses impossible options before anything is trained."""
     titles = [title(model) for model in options.models]
     if len(set(titles)) < len(titles):
         raise ValueError(f"--models: expected different names; got {', '.join(titles)}")
@@ -93,7 +89,7 @@ def check(options: argparse.Namespace) -> None:
 
 
 def compare(options: argparse.Namespace) -> bool:
-    """Tunes if that is asked for, trains, writes; whether no job failed."""
+    """Tunes on request, trains and writes the results. Returns False if a job failed."""
     check(options)
     well, rates, tried = True, {}, {}
     if options.tune:
@@ -106,7 +102,7 @@ def compare(options: argparse.Namespace) -> bool:
         tried = {name: len(jobs) for name, jobs in trials.items()}
     jobs = pool.comparison(options, rates)
     well = pool.run(jobs, options.jobs) and well
-    if results := report.results_of(jobs):
+    if results := [pool.read(path) for path in jobs if path.exists()]:
         print(report.write(options.out, results, tried, options.against, options.alike))
     return well
 

@@ -1,26 +1,24 @@
-"""A potential of molflt beside SchNet (PyG) and PaiNN, at equal processor time on the same frames.
+"""Compare a potential of molflt with SchNet (PyG) and PaiNN: same frames, same processor time.
 
     python scripts/potentials.py FOLDER --out runs/potentials --seconds 3600
     python scripts/potentials.py FOLDER --out runs/potentials --test val_id val_hot --seeds 0 1 2
 
-FOLDER holds train and test splits (--train, --test) that `molflt data inspect` reads. molflt's is
-that of configs/potential.yaml; all see the same loss, batches and schedule, which follows the
-clock. Writes potentials.md and .csv; started again, it goes on where it was stopped and repeats
-nothing.
+FOLDER holds train and test splits (--train, --test) that `molflt data inspect` reads. molflt's
+potential is that of configs/potential.yaml. All models have the same loss, batches and schedule of
+learning rates, which depends on the used time. Writes potentials.md and .csv. The same command
+continues an interrupted comparison.
 """
-
-from __future__ import annotations
 
 import argparse
 import json
 import math
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import torch
 import yaml
+from kit.budget import CpuBudget, resumed_steps
 from kit.rows import Row, Rows, markdown, mean_sd, pick, write_csv
 from kit.runs import prepare
 from kit.words import described, guarded
@@ -34,12 +32,10 @@ from molflt.files import write_atomically
 from molflt.graph.geometry import Geometry
 from molflt.graph.potential import Potential
 from molflt.tasks.potential import PotentialTask
-from molflt.training.checkpoint import read_plain, write_checkpoint
 
 CONFIG = Path(__file__).parents[1] / "configs/potential.yaml"
 CUTOFF = 5.0  # Å
-SAVE_EVERY = 60  # seconds
-WARM = 0.02  # share of the time in which the learning rate rises
+WARM = 0.02  # share of the time with a rising learning rate
 MODELS = ("molflt", "schnet", "painn")
 MEASURES = {
     "energy_mae_meV_per_atom": "energy MAE, meV/atom",
@@ -50,7 +46,7 @@ MEASURES = {
 
 
 class LocalNet(nn.Module):
-    """A net of messages within a cutoff, and what `PotentialTask` asks of a model."""
+    """A net of messages within a cutoff, with the interface that `PotentialTask` needs."""
 
     element_energies: Tensor
     energy_std: Tensor
@@ -75,9 +71,11 @@ class LocalNet(nn.Module):
 
 
 def build(name: str, options: argparse.Namespace) -> nn.Module:
+    """An untrained model."""
     dim, layers = options.dim, options.layers
     if name == "schnet":
-        return LocalNet(PeriodicSchNet(dim, dim, layers, num_gaussians=50, cutoff=CUTOFF))
+        sizes = {"hidden_channels": dim, "num_filters": dim, "num_interactions": layers}
+        return LocalNet(PeriodicSchNet(CUTOFF, num_gaussians=50, **sizes))
     if name == "painn":
         return LocalNet(PeriodicPaiNN(dim, layers, cutoff=CUTOFF))
     return Potential(**yaml.safe_load(CONFIG.read_text())["model"])
@@ -95,39 +93,22 @@ def judge(task: PotentialTask, points: SinglePoints, batch_size: int) -> dict[st
 
 def learn(
     task: PotentialTask, points: SinglePoints, state: Path, seed: int, options: argparse.Namespace
-) -> tuple[int, float]:
-    """Steps until the time is over; those of earlier starts count. Returns steps and seconds."""
-    optimizer, step, spent = task.optimizer(), 0, 0.0
-    if state.exists():
-        kept = read_plain(state)
-        task.model.load_state_dict(kept["model"])
-        optimizer.load_state_dict(kept["optimizer"])
-        step, spent = kept["step"], kept["spent"]
-    began = saved = time.process_time()
+) -> CpuBudget:
+    """Trains until the time is spent, including the time of earlier starts."""
+    optimizer, budget = task.optimizer(), CpuBudget(options.seconds)
     task.model.train()
-
-    def keep(seconds: float) -> None:
-        parts = {"model": task.model.state_dict(), "optimizer": optimizer.state_dict()}
-        write_checkpoint(state, {**parts, "step": step, "spent": seconds})
-
-    while (elapsed := spent + time.process_time() - began) < options.seconds:
+    for step in resumed_steps(state, {"model": task.model, "optimizer": optimizer}, budget):
         draw = np.random.default_rng((seed, step))
         chosen = draw.choice(len(points), min(options.batch_size, len(points)), replace=False)
-        progress = elapsed / options.seconds
-        factor = min(progress / WARM, 0.5 * (1 + math.cos(math.pi * progress)))
+        factor = min(budget.share / WARM, 0.5 * (1 + math.cos(math.pi * budget.share)))
         for group in optimizer.param_groups:
             group["lr"] = options.lr * factor
-        loss, _ = task.loss(Batch.from_data_list([points[int(i)] for i in chosen]), progress)
+        loss, _ = task.loss(Batch.from_data_list([points[int(i)] for i in chosen]), budget.share)
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(task.model.parameters(), 5.0)
         optimizer.step()
-        step += 1
-        if time.process_time() - saved > SAVE_EVERY:
-            keep(spent + time.process_time() - began)
-            saved = time.process_time()
-    keep(elapsed)
-    return step, elapsed
+    return budget
 
 
 def run(
@@ -137,19 +118,18 @@ def run(
     tests: Mapping[str, SinglePoints],
     options: argparse.Namespace,
 ) -> Rows:
-    """Trains one model and judges it on each split, or reads what an earlier start has found."""
+    """Trains and evaluates one model, or reads the result of an earlier start."""
     done = options.out / f"{name}-{seed}.json"
     if done.exists():
-        return json.loads(done.read_text())  # type: ignore[no-any-return]
+        return json.loads(done.read_text())
     torch.manual_seed(seed)
     task = PotentialTask(build(name, options), lr=options.lr)
     task.prepare(data)
     train, state = data.datasets["train"], options.out / f"{name}-{seed}.ckpt"
-    assert isinstance(train, SinglePoints)
-    step, seconds = learn(task, train, state, seed, options)
+    budget = learn(task, train, state, seed, options)
     count = sum(p.numel() for p in task.model.parameters())
-    about: Row = {"model": name, "seed": seed, "parameters": count, "steps": step}
-    about["seconds"] = round(seconds)
+    about: Row = {"model": name, "seed": seed, "parameters": count, "steps": budget.steps}
+    about["seconds"] = round(budget.used)
     rows = [
         {**about, "split": split, **judge(task, points, options.batch_size)}
         for split, points in tests.items()
@@ -158,19 +138,9 @@ def run(
     return rows
 
 
-def points_of(options: argparse.Namespace, split: str) -> tuple[PotentialData, SinglePoints]:
-    """The training split, and another one to be judged on."""
-    data = PotentialData(options.data, train_split=options.train, val_split=split)
-    data.setup()
-    found = data.datasets["val"]
-    assert isinstance(found, SinglePoints)
-    return data, found
-
-
 def trivial(data: PotentialData, tests: Mapping[str, SinglePoints]) -> Rows:
-    """Energies of the elements plus a constant per atom, and no forces."""
+    """Errors of element energies plus a constant per atom, and of zero forces."""
     own, train = data.element_energies().energies, data.datasets["train"]
-    assert isinstance(train, SinglePoints)
 
     def rest(points: SinglePoints) -> NDArray[np.float64]:
         known = points.compositions(np.arange(len(points))) @ own
@@ -202,14 +172,19 @@ def table(rows: Rows) -> str:
 
 
 def measured(options: argparse.Namespace) -> Rows:
-    """A row for each model, seed and split; writes them as they come."""
-    own = ("out", "models", "seeds")  # which add rows, and change none
+    """A row for each model, seed and split; the files are written after each model."""
+    own = ("out", "models", "seeds")  # they do not change other rows
     job = {key: value for key, value in vars(options).items() if key not in own}
     job |= {"data": str(options.data), "config": CONFIG.name, "content": CONFIG.read_text()}
-    opened = {split: points_of(options, split) for split in options.test}
-    job["digests"] = {split: data.fingerprints() for split, (data, _) in opened.items()}
+    every = {
+        split: PotentialData(options.data, train_split=options.train, val_split=split)
+        for split in options.test
+    }
+    for data in every.values():
+        data.setup()
+    job["digests"] = {split: data.fingerprints() for split, data in every.items()}
     prepare(options.out, job)
-    data, tests = opened[options.test[0]][0], {split: found[1] for split, found in opened.items()}
+    data, tests = every[options.test[0]], {name: own.datasets["val"] for name, own in every.items()}
     rows = trivial(data, tests)
     for seed in options.seeds:
         for name in options.models:

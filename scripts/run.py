@@ -1,16 +1,14 @@
-"""Runs a benchmark: its rows, table, picture and promises.
+"""Run a benchmark and write its rows, table and picture.
 
-    python scripts/run.py                           # what there is
-    python scripts/run.py decoding                  # measure, and renew the documentation
-    python scripts/run.py decoding --out runs/d     # ... into a folder, the documentation stays
-    python scripts/run.py decoding --redraw         # the same from the CSV, without measuring
+    python scripts/run.py                           # list the benchmarks
+    python scripts/run.py decoding                  # measure, and update the documentation
+    python scripts/run.py decoding --out runs/d     # write to a folder instead
+    python scripts/run.py decoding --redraw         # reuse the CSV instead of measuring
 
-Writes NAME.csv, .png and .md into a folder, runs/NAME without --out. What has marks in a page of
-docs/results goes between them instead. Exits with 1 if a promise does not hold, or for a row that
-could not be measured, such as that of a package that is not installed.
+Writes NAME.csv, .png and .md to a folder, by default runs/NAME. If a page of docs/results has marks
+for the benchmark, the table goes between them, and the other files next to the page. The exit
+status is 1 if a row could not be measured, for instance because a package is not installed.
 """
-
-from __future__ import annotations
 
 import argparse
 import inspect
@@ -20,45 +18,47 @@ import types
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any, get_args, get_origin
 
 import torch
 from kit.layers import SKIPPED
-from kit.rows import Rows, Verdict, markdown, read_csv, write_csv
+from kit.rows import Rows, read_csv, write_csv
 from kit.words import described
 
 SCRIPTS = Path(__file__).resolve().parent
-ROOMS = ("cost", "accuracy", "training")
+FOLDERS = ("cost", "accuracy", "training")
 LABELS = ("mechanism", "length", "pass")
 RESULTS = SCRIPTS.parent / "docs" / "results"
 
 
-def benchmarks() -> dict[str, str]:
-    """Module of every benchmark by its name: files of the rooms that have a `measure`."""
-    files = [path for room in ROOMS for path in sorted((SCRIPTS / room).glob("*.py"))]
-    return {
-        path.stem: f"{path.parent.name}.{path.stem}"
-        for path in files
-        if re.search(r"^(def measure\(|measure = )", path.read_text(), re.M)
-    }
+def benchmarks() -> dict[str, tuple[str, str]]:
+    """Module and title of each benchmark by name, found without importing the modules."""
+    found = {}
+    for path in (path for folder in FOLDERS for path in sorted((SCRIPTS / folder).glob("*.py"))):
+        text, module = path.read_text(), f"{path.parent.name}.{path.stem}"
+        cases = re.findall(r'^    "(\w+)": Benchmark\(\s+"(.+)",$', text, re.M)
+        if not cases and re.search(r"^(def measure\(|measure = )", text, re.M):
+            cases = [(path.stem, text.removeprefix('"""').partition("\n")[0])]
+        found |= {name: (module, title) for name, title in cases}
+    return found
+
+
+def find(name: str) -> Any:
+    """The benchmark: a module, or a `Benchmark` of a module."""
+    module = import_module(benchmarks()[name][0])
+    return getattr(module, "BENCHMARKS", {}).get(name, module)
 
 
 def titles() -> str:
-    """A line for each benchmark, from its file alone."""
-    lines = []
-    for name, module in benchmarks().items():
-        path = SCRIPTS / f"{module.replace('.', '/')}.py"
-        first, _, _ = path.read_text().removeprefix('"""').partition("\n")
-        lines.append(f"{name:14s} {first}")
-    return "\n".join(lines)
+    """Name and title of each benchmark."""
+    return "\n".join(f"{name:14s} {title}" for name, (_, title) in benchmarks().items())
 
 
 def add_options(parser: argparse.ArgumentParser, measure: Any, redraw: bool) -> None:
-    """Keywords of `measure` as options: tuples take several words, booleans none."""
+    """Adds the keywords of `measure` as options; tuples take several words, booleans none."""
     for name, parameter in inspect.signature(measure, eval_str=True).parameters.items():
         needed = parameter.default is parameter.empty
-        default = "needed" if needed else f"by default {parameter.default}"
+        default = "required" if needed else f"default: {parameter.default}"
         options: dict[str, Any] = {"help": default, "required": needed and not redraw}
         kind = parameter.annotation
         if isinstance(kind, types.UnionType):  # Path | None
@@ -71,67 +71,53 @@ def add_options(parser: argparse.ArgumentParser, measure: Any, redraw: bool) -> 
 
 
 def page_of(name: str) -> Path | None:
-    """The page of the results that has the marks of a benchmark."""
+    """The results page with marks for a benchmark."""
     pages = sorted(RESULTS.glob("*.md"))
     return next((page for page in pages if f"<!-- bench: {name} -->" in page.read_text()), None)
 
 
 def marked(text: str, name: str, block: str) -> str:
-    """A page with the block between its marks."""
+    """A page with the block between the marks of a benchmark."""
     begin, end = f"<!-- bench: {name} -->", "<!-- end -->"
     before, mark, rest = text.partition(begin)
     if not mark or end not in rest:
-        raise ValueError(f"no {begin} ... {end}; add the marks, or give --out FOLDER")
+        raise ValueError(f"no {begin} ... {end}; add the marks, or use --out FOLDER")
     return f"{before}{begin}\n\n{block}\n\n{end}{rest.partition(end)[2]}"
 
 
-def block(benchmark: ModuleType, rows: Rows) -> tuple[str, list[Verdict]]:
-    """Markdown: table and promises; and what came of the latter."""
-    verdicts = [promise.verdict(rows) for promise in benchmark.PROMISES]
-    text: str = benchmark.table(rows)
-    if verdicts:
-        lines = [(verdict.text, verdict.measured, verdict.bound) for verdict in verdicts]
-        text += f"\n\n{markdown(('promised', 'measured', 'bound'), lines)}"
-    return text, verdicts
-
-
-def write(benchmark: ModuleType, name: str, rows: Rows, out: Path | None) -> bool:
-    """Block and picture of rows; whether all promises hold and no row failed, which it names."""
-    text, verdicts = block(benchmark, rows)
+def write(benchmark: Any, name: str, rows: Rows, out: Path | None) -> bool:
+    """Writes and prints the table, and draws the picture. Returns False if a row has failed."""
+    text = benchmark.table(rows)
     page = None if out else page_of(name)
     folder = out or RESULTS
     if page:
         page.write_text(marked(page.read_text(), name, text))
     else:
         (folder / f"{name}.md").write_text(f"{text}\n")
-    if hasattr(benchmark, "draw"):
+    if getattr(benchmark, "draw", None):
         benchmark.draw(folder / f"{name}.png", rows)
     print(text)
-    broken = [verdict for verdict in verdicts if not verdict.kept]
-    for text, measured, bound, _ in broken:
-        print(f"broken promise: {text} is {measured}, not {bound}", file=sys.stderr)
     failed = [row for row in rows if not str(row.get("note") or SKIPPED).startswith(SKIPPED)]
-    for row in failed:  # promises of it are not measured, and would seem to be kept
+    for row in failed:
         labels = ", ".join(str(row[key]) for key in LABELS if key in row)
         print(f"not measured: {labels}: {row['note']}", file=sys.stderr)
-    return not broken and not failed
+    return not failed
 
 
 def parse(words: Sequence[str]) -> tuple[str, argparse.Namespace, Mapping[str, Any]]:
-    """Name, options of this command, and those of the benchmark's `measure`."""
+    """Returns the name, the options of this script, and those of the benchmark's `measure`."""
     modules = benchmarks()
     parser = described(f"{__doc__}\n{titles()}", "run.py")
     parser.add_argument("name", choices=modules, metavar="NAME")
     name = parser.parse_args(words[:1]).name
-    module = import_module(modules[name])
-    parser = described(module.__doc__, f"run.py {name}")
-    parser.add_argument("--out", type=Path, help="folder for all files; the documentation stays")
-    parser.add_argument(
-        "--quick", action="store_true", help="smallest size, in seconds; with --out"
-    )
-    parser.add_argument("--redraw", action="store_true", help="read the CSV in place of measuring")
+    module, title = modules[name]
+    text = import_module(module).__doc__
+    parser = described(text if text.startswith(title) else f"{title}\n\n{text}", f"run.py {name}")
+    parser.add_argument("--out", type=Path, help="folder for all files, instead of docs/results")
+    parser.add_argument("--quick", action="store_true", help="smallest sizes; needs --out")
+    parser.add_argument("--redraw", action="store_true", help="read the CSV instead of measuring")
     own = [action.dest for action in parser._actions]
-    add_options(parser, module.measure, "--redraw" in words)
+    add_options(parser, find(name).measure, "--redraw" in words)
     given = vars(parser.parse_args(words[1:]))
     options = argparse.Namespace(**{key: given[key] for key in given if key in own})
     if options.out is None and page_of(name) is None:
@@ -140,18 +126,18 @@ def parse(words: Sequence[str]) -> tuple[str, argparse.Namespace, Mapping[str, A
         parser.error("--quick measures nothing worth keeping; give --out FOLDER")
     rest = {key: given[key] for key in given if key not in own}
     if options.redraw and (rest or options.quick):
-        parser.error("--redraw measures nothing, so that no other option but --out has an effect")
+        parser.error("--redraw measures nothing; no other option but --out has an effect")
     return name, options, rest
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Returns 1 for a broken promise, 2 for options outside their range."""
+    """Returns 1 if a row failed, 2 for options outside their range."""
     words = sys.argv[1:] if words is None else words
     if not words:
         print(titles())
         return 0
     name, options, given = parse(words)
-    benchmark = import_module(benchmarks()[name])
+    benchmark = find(name)
     path = (options.out or RESULTS) / f"{name}.csv"
     torch.set_num_threads(1)
     try:
@@ -161,8 +147,7 @@ def main(words: Sequence[str] | None = None) -> int:
             if not rows:
                 raise ValueError("expected rows; got none with these options; choose others")
             write_csv(path, rows)
-        rows = read_csv(path)
-        return 0 if write(benchmark, name, rows, options.out) else 1
+        return 0 if write(benchmark, name, read_csv(path), options.out) else 1
     except (ValueError, FileNotFoundError) as error:
         print(f"run.py {name}: error: {error}", file=sys.stderr)
         return 2

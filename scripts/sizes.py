@@ -1,21 +1,15 @@
-"""Measures how adsorption energies behave at sizes other than those of training.
+"""Measure how adsorption energies behave at sizes other than those of training.
 
     python scripts/sizes.py runs/game-net --data datasets/game-net/fg
-    python scripts/sizes.py runs/game-net peer:painn peer:schnet --data datasets/game-net/fg \\
-        --config configs/game-net.yaml --out runs/sizes -- --task.lr 0.0015
 
-RUN is the folder of a run or an exported model. peer:NAME is a net of scripts/peers.py, trained as
-there with the options of --config and those after --, for --minutes of CPU time and seed 0. Weights
-and results are kept in OUT/jobs; the script trains nothing twice.
-
-Structures are the initial ones of all splits that start with val, in proportion to their sizes.
-Columns are mean absolute values in eV:
+RUN is the folder of a run or an exported model. Structures are the initial ones of all splits whose
+names start with val, in proportion to their sizes. Columns are mean absolute values in eV:
 
 2x1, 2x2, 3x3   change if the slab is repeated in the plane under one adsorbate
 3x3 - 2x2       difference of the two
 whole           E / 2 - E(1x1) of the cell repeated 2x1 with its adsorbate
 slab            energy of the clean slab
-8 Å, 12 Å ...   energy with the adsorbate lifted by so much, under the same vacuum
+8 Å, 12 Å ...   energy with the adsorbate lifted by this distance, with the same vacuum above it
 vacuum          change if the vacuum is doubled
 two             E(AB) - E(A) - E(B) of two adsorbates on one slab, at least 10 Å apart
 
@@ -23,25 +17,22 @@ two             E(AB) - E(A) - E(B) of two adsorbates on one slab, at least 10 �
 sizes.json.
 """
 
-from __future__ import annotations
-
-import argparse
 import json
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from ase import Atoms
+from ase.geometry import get_distances
 from kit.rows import markdown
-from kit.slabs import System, higher, pairs, separate
-from kit.words import described, guarded, parsed
+from kit.words import described, guarded
 from numpy.typing import NDArray
-from peers_kit import pool
-from peers_kit.jobs import net_of
-from peers_kit.models import NETS
+from peers_kit.pool import splits_of
 from torch import nn
 from torch_geometric.data import Batch, Data
 
@@ -53,15 +44,95 @@ from molflt.data.structures.records import make_record
 from molflt.data.structures.sources import split_path
 from molflt.files import write_atomically
 
-PEER = "peer:"
 REPEATS = {"2x1": (2, 1, 1), "2x2": (2, 2, 1), "3x3": (3, 3, 1)}
 LIFTS = (8, 12, 20)  # Å
+APART = 10.0  # Å between two adsorbates on one slab
 MOST = 3_000  # atoms in a batch
 
 
+class System(NamedTuple):
+    """A slab below its vacuum, Å, and an adsorbate that no cell boundary cuts."""
+
+    slab: Atoms
+    adsorbate: Atoms
+    vacuum: float
+
+    @property
+    def whole(self) -> Atoms:
+        return self.slab + self.adsorbate
+
+
+def separate(atoms: Atoms) -> System:
+    """Moves atoms to other periodic images, and separates the adsorbate from the slab."""
+    atoms = atoms.copy()
+    scaled = atoms.get_scaled_positions(wrap=False)[:, 2]
+    order = np.sort(scaled % 1)
+    gaps = np.diff(order, append=order[0] + 1)
+    start = order[(gaps.argmax() + 1) % len(order)] - 1e-6
+    atoms.positions += np.round((scaled - start) % 1 + start - scaled)[:, None] * atoms.cell[2]
+    mask = atoms.get_tags() == Tag.ADSORBATE
+    adsorbate = atoms[mask]
+    done, left = [0], list(range(1, len(adsorbate)))
+    while left:  # attach the nearest atom by its nearest image
+        pos = adsorbate.positions
+        vectors, lengths = get_distances(pos[done], pos[left], atoms.cell, atoms.pbc)
+        i, j = np.unravel_index(lengths.argmin(), lengths.shape)
+        adsorbate.positions[left[j]] = pos[done[i]] + vectors[i, j]
+        done.append(left.pop(j))
+    vacuum = gaps.max() / np.linalg.norm(atoms.cell.reciprocal()[2])
+    return System(atoms[~mask], adsorbate, float(vacuum))
+
+
+def higher(atoms: Atoms, height: float, lift: float = 0.0) -> Atoms:
+    """Adds to the height of the cell, Å, and lifts the adsorbate."""
+    atoms = atoms.copy()
+    up = atoms.cell.reciprocal()[2]  # normal of the surface
+    up /= np.linalg.norm(up)
+    atoms.cell[2] += height * up
+    atoms.positions[atoms.get_tags() == Tag.ADSORBATE] += lift * up
+    return atoms
+
+
+def pair(one: System, other: System) -> tuple[Atoms, Atoms, Atoms] | None:
+    """Two adsorbates on one slab, and each alone on it, as close to each other as `APART` allows.
+
+    The slab is the smallest of 2x2 to 5x5 that has space for both; None if all are too small.
+    """
+    for n in range(2, 6):
+        large, places = one.slab.repeat((n, n, 1)), []
+        for i, j in product(range(n), repeat=2):
+            moved = other.adsorbate.copy()
+            moved.positions += i * one.slab.cell[0] + j * one.slab.cell[1]
+            both = one.adsorbate.positions, moved.positions
+            apart = get_distances(*both, large.cell, large.pbc)[1].min()
+            if apart >= APART:
+                places.append((apart, i, j, moved))
+        if places:
+            *_, moved = min(places, key=lambda place: place[:3])
+            return large + one.adsorbate + moved, large + one.adsorbate, large + moved
+    return None
+
+
+def pairs(systems: Sequence[System]) -> list[tuple[Atoms, Atoms, Atoms]]:
+    """Each system with the next one on the same slab, if there is space for both."""
+    found = []
+    for i, one in enumerate(systems):
+        others = (other for other in systems[i + 1 :] if _same(one.slab, other.slab))
+        other = next(others, None)
+        if other is not None and (atoms := pair(one, other)) is not None:
+            found.append(atoms)
+    return found
+
+
+def _same(one: Atoms, other: Atoms) -> bool:
+    close = len(one) == len(other) and np.allclose(one.positions, other.positions, atol=0.01)
+    cells = np.allclose(one.cell.array, other.cell.array, atol=0.01)
+    return close and cells and bool((one.numbers == other.numbers).all())
+
+
 def draw(root: Path, count: int) -> list[System]:
-    """Systems of all validation splits in proportion to their sizes, always the same ones."""
-    names = [name for name in pool.splits_of(root) if name.startswith("val")]
+    """Systems of all validation splits in proportion to their sizes; always the same ones."""
+    names = [name for name in splits_of(root) if name.startswith("val")]
     sets = [open_dataset(split_path(root, name)) for name in names]
     total, rng, systems = sum(map(len, sets)), np.random.default_rng(0), []
     for dataset in sets:
@@ -78,7 +149,7 @@ def draw(root: Path, count: int) -> list[System]:
 
 
 def build(systems: Sequence[System]) -> dict[str, list[Atoms]]:
-    """Structures by name, those of pairs in the order of `pairs`."""
+    """Structures by name; those of pairs are in the order of `pairs`."""
     found = {"1x1": [one.whole for one in systems]}
     for name, counts in REPEATS.items():
         found[name] = [one.slab.repeat(counts) + one.adsorbate for one in systems]
@@ -93,7 +164,7 @@ def build(systems: Sequence[System]) -> dict[str, list[Atoms]]:
 
 
 def record_of(atoms: Atoms) -> Data:
-    """A record in float64, to which `make_record` does not round it."""
+    """A record in float64; `make_record` alone rounds to float32."""
     pos, cell = atoms.positions, atoms.cell.array
     own = {"pos": pos, "cell": cell, "pbc": atoms.pbc, "tags": atoms.get_tags()}
     record = make_record(**own, atomic_numbers=atoms.numbers, fixed=fixed_atoms(atoms))
@@ -114,7 +185,7 @@ def energies(model: nn.Module, structures: Sequence[Atoms]) -> NDArray[np.float6
 
 
 def changes(energy: Mapping[str, NDArray[np.float64]]) -> dict[str, NDArray[np.float64]]:
-    """Deviations by column, eV, of energies of `build`."""
+    """Deviations by column, eV, from the energies of `build`."""
     one = energy["1x1"]
     found = {name: energy[name] - one for name in REPEATS}
     found["3x3 - 2x2"] = energy["3x3"] - energy["2x2"]
@@ -126,38 +197,19 @@ def changes(energy: Mapping[str, NDArray[np.float64]]) -> dict[str, NDArray[np.f
     return found
 
 
-def models(options: argparse.Namespace) -> dict[str, nn.Module]:
-    """Models by name; trains peers that have no result yet."""
-    peers = [run.removeprefix(PEER) for run in options.runs if run.startswith(PEER)]
-    if unknown := sorted({*peers} - {*NETS}):
-        raise ValueError(f"{PEER}{unknown[0]}: expected one of {', '.join(NETS)}")
-    ours = {run: molflt.load(run).model for run in options.runs if not run.startswith(PEER)}
-    own = {"models": peers, "seeds": 1, "fractions": [1.0], "evaluations": 1}
-    jobs = pool.comparison(argparse.Namespace(**{**vars(options), **own}), {})
-    if jobs and not pool.run(jobs, 1):
-        raise ValueError(f"{options.out / 'logs'}: a training failed; read its log")
-    nets = {PEER + job["model"]: net_of(job, path) for path, job in jobs.items()}
-    every = ours | nets
-    return {run: every[run].double().eval() for run in options.runs}
-
-
 @guarded
 def main(words: list[str] | None = None) -> None:
-    """Prints the table."""
     parser = described(__doc__)
     parser.add_argument("runs", nargs="+", metavar="RUN")
     parser.add_argument("--data", type=Path, required=True, help="folder of compact stores")
-    parser.add_argument("--systems", type=int, default=100, help="about how many are drawn")
+    parser.add_argument("--systems", type=int, default=100, help="approximate number of systems")
     parser.add_argument("--out", type=Path, default=Path("runs/sizes"))
-    parser.add_argument("--config", type=Path, default=Path("configs/game-net.yaml"))
-    parser.add_argument("--minutes", type=float, default=10.0, help="CPU time to train a peer")
-    options = parsed(parser, words)
-    torch.set_flush_denormal(True)  # SchNet is five times as slow without
-    structures = build(draw(options.data, options.systems))
-    nets, rows = models(options), {}
+    options = parser.parse_args(words)
+    structures, rows = build(draw(options.data, options.systems)), {}
     with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of sizes and elements that training does not have
-        for run, net in nets.items():
+        warnings.simplefilter("ignore")  # about sizes and elements that training does not have
+        for run in options.runs:
+            net = molflt.load(run).model.double().eval()
             found = changes({name: energies(net, part) for name, part in structures.items()})
             means = {name: float(np.abs(values).mean()) for name, values in found.items()}
             rows[run] = {name: None if np.isnan(mean) else mean for name, mean in means.items()}

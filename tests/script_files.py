@@ -2,9 +2,9 @@
 
 import importlib.util
 import sys
-from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -22,9 +22,9 @@ def load_script(name: str) -> ModuleType:
     return module
 
 
-def benchmark(name: str) -> ModuleType:
-    """The benchmark of that name."""
-    return import_module(load_script("run").benchmarks()[name])
+def benchmark(name: str) -> Any:
+    """The benchmark of that name: a module, or a `Benchmark` of a module."""
+    return load_script("run").find(name)
 
 
 class Trainings:

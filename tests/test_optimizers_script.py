@@ -1,7 +1,5 @@
 """scripts/optimizers.py: memories beside tuned Adam, and nothing twice."""
 
-from __future__ import annotations
-
 import csv
 import json
 from pathlib import Path

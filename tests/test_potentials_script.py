@@ -1,7 +1,5 @@
 """scripts/potentials.py: two models on the same frames, and nothing twice."""
 
-from __future__ import annotations
-
 import csv
 import json
 

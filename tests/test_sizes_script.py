@@ -8,23 +8,19 @@ import torch
 from ase.build import fcc111, molecule
 from ase.constraints import FixAtoms
 from ase.geometry import get_distances
-from peers_kit.jobs import net_of, run_job
 from script_files import load_script
 from tiny_run import start
 from torch import nn
 
-from molflt.data.structures import open_dataset
 from molflt.data.structures.ase_fields import fixed_atoms
 from molflt.data.structures.records import make_record
 from molflt.data.structures.store import write_store
-from molflt.evaluation.predictions import infer
 
 sizes = load_script("sizes")
-slabs = sizes.sys.modules["kit.slabs"]
 
 
 def slab_with(name: str, at: float = 0.0, down: float = 0.0, n: int = 3):
-    """Pt(111), n x n, whose deepest layer is fixed; the molecule is wrapped into the cell."""
+    """Pt(111), n x n, with a fixed bottom layer; the molecule is wrapped into the cell."""
     atoms = fcc111("Pt", (n, n, 3), vacuum=6.0, periodic=True)
     tags = np.where(atoms.positions[:, 2] < atoms.positions[:, 2].min() + 1, 0, 1)
     top = molecule(name)
@@ -39,7 +35,7 @@ def slab_with(name: str, at: float = 0.0, down: float = 0.0, n: int = 3):
 
 def test_a_molecule_and_a_slab_that_the_cell_cuts_are_put_together():
     for one in (slab_with("CH3OH", at=3.0), slab_with("CH3OH", at=0.0, down=8.0)):
-        one = slabs.separate(one)
+        one = sizes.separate(one)
         assert (len(one.slab), len(one.adsorbate)) == (27, 6)
         lengths = np.sort(one.adsorbate.get_all_distances()[0])
         assert lengths == pytest.approx(np.sort(molecule("CH3OH").get_all_distances()[0]))
@@ -49,33 +45,25 @@ def test_a_molecule_and_a_slab_that_the_cell_cuts_are_put_together():
 
 
 def test_structures_of_other_sizes():
-    systems = [slabs.separate(slab_with(name)) for name in ("CH3OH", "CO")]
+    systems = [sizes.separate(slab_with(name)) for name in ("CH3OH", "CO")]
     found = sizes.build(systems)
     assert {name: len(part[0]) for name, part in found.items()} == {
         **{"1x1": 33, "2x1": 60, "2x2": 114, "3x3": 249, "whole": 66, "slab": 27},
         **{"8 Å": 33, "12 Å": 33, "20 Å": 33, "vacuum": 33, "AB": 251, "A": 249, "B": 245},
     }
-    for part in found.values():
-        one = part[0]
-        cells = round(
-            one.cell.volume / one.cell[2, 2] / np.linalg.det(systems[0].slab.cell[:2, :2])
-        )
-        assert (one.get_tags() < 2).sum() == 27 * cells
-        assert fixed_atoms(one).sum() == 9 * cells
-        assert (
-            get_distances(one.positions, cell=one.cell, pbc=True)[1][
-                ~np.eye(len(one), dtype=bool)
-            ].min()
-            > 0.9
-        )
+    area = np.linalg.det(systems[0].slab.cell[:2, :2])
+    for one, *_ in found.values():
+        cells = round(one.cell.volume / one.cell[2, 2] / area)
+        assert (one.get_tags() < 2).sum() == 27 * cells and fixed_atoms(one).sum() == 9 * cells
+        apart = get_distances(one.positions, cell=one.cell, pbc=True)[1]
+        assert apart[~np.eye(len(one), dtype=bool)].min() > 0.9
     lifted, old = found["12 Å"][0], found["1x1"][0]
     moved = (lifted.positions - old.positions)[:, 2]
     assert moved == pytest.approx(12.0 * (old.get_tags() == 2))
     assert lifted.cell[2, 2] - old.cell[2, 2] == pytest.approx(12.0)
     (both,) = found["AB"]
     ends = both.positions[-8:-2], both.positions[-2:]
-    apart = get_distances(*ends, both.cell, both.pbc)[1].min()
-    assert 10.0 <= apart < 13.0
+    assert 10.0 <= get_distances(*ends, both.cell, both.pbc)[1].min() < 13.0
 
 
 class Sum(nn.Module):
@@ -90,7 +78,7 @@ class Sum(nn.Module):
 
 
 def test_changes_of_a_model_that_sums_atoms():
-    found = sizes.build([slabs.separate(slab_with(name)) for name in ("CH3OH", "CO")])
+    found = sizes.build([sizes.separate(slab_with(name)) for name in ("CH3OH", "CO")])
     energy = {name: sizes.energies(Sum(), part) for name, part in found.items()}
     means = {name: np.abs(values).mean() for name, values in sizes.changes(energy).items()}
     expected = {"2x1": 0.27, "2x2": 0.81, "3x3": 2.16, "3x3 - 2x2": 1.35, "whole": 0.5}
@@ -99,42 +87,23 @@ def test_changes_of_a_model_that_sums_atoms():
     assert means == pytest.approx(expected, nan_ok=True)
 
 
-def test_the_table_of_a_run_and_a_peer(tmp_path, capsys, monkeypatch):
-    data, out = tmp_path / "data", tmp_path / "out"
-    data.mkdir()
-    monkeypatch.setattr(sizes.pool, "_work", lambda path, job: run_job(job, path))
-    for split, names in {"train": ["CO", "H2O", "CH3OH"], "val_id": ["CH4", "N2"]}.items():
-        write_store(
-            data / f"{split}.safetensors", [record(name, i) for i, name in enumerate(names)]
-        )
-    assert start(data, tmp_path / "run", "--trainer.max_steps=1", "--trainer.val_every=1") == 0
-    words = [str(tmp_path / "run"), "peer:schnet", "--data", str(data), "--out", str(out)]
-    words += ["--systems", "2", "--minutes", "0.0001", "--config", "configs/demo.yaml"]
-    assert sizes.main(words) == 0
-    table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
-    assert [line.split()[1] for line in table[2:]] == [str(tmp_path / "run"), "peer:schnet"]
-    found = json.loads((out / "sizes.json").read_text())
-    assert found["structures"]["2x2"] == 2
-    assert found["eV"]["peer:schnet"]["2x2"] > 0
-    weights = out / "jobs" / "schnet_0.0001min_1_seed0.safetensors"
-    was, result = weights.stat().st_mtime_ns, json.loads(weights.with_suffix(".json").read_text())
-    net = net_of(result["job"], weights)
-    energy = infer(net, open_dataset(data / "val_id.safetensors"), 2, "val_id").energy
-    assert energy == pytest.approx(result["splits"]["val_id"]["energy_eV"], abs=1e-5)
-    monkeypatch.setattr(sizes.pool, "_work", None)  # would raise
-    assert sizes.main(words) == 0
-    assert weights.stat().st_mtime_ns == was
-    assert json.loads((out / "sizes.json").read_text()) == found
-    weights.unlink()
-    assert sizes.main(words) == 2
-    assert weights.name in capsys.readouterr().err
-    assert sizes.main(["peer:gemnet", *words[2:]]) == 2
-    assert "peer:gemnet" in capsys.readouterr().err
-
-
 def record(name: str, sid: int):
     atoms = slab_with(name, n=2)
     tags = atoms.get_tags()
     own = {"pos": atoms.positions, "cell": atoms.cell.array, "pbc": atoms.pbc, "tags": tags}
     more = {"fixed": tags == 0, "sid": sid, "y_relaxed": -1.0 - sid}
     return make_record(**own, **more, atomic_numbers=atoms.numbers, pos_relaxed=atoms.positions)
+
+
+def test_the_table_of_a_run(tmp_path, capsys):
+    for split, names in {"train": ["CO", "H2O", "CH3OH"], "val_id": ["CH4", "N2"]}.items():
+        records = [record(name, i) for i, name in enumerate(names)]
+        write_store(tmp_path / f"{split}.safetensors", records)
+    run = str(tmp_path / "run")
+    assert start(tmp_path, run, "--trainer.max_steps=1", "--trainer.val_every=1") == 0
+    words = [run, "--data", str(tmp_path), "--out", str(tmp_path), "--systems", "2"]
+    assert sizes.main(words) == 0
+    table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert [line.split()[1] for line in table[2:]] == [run]
+    found = json.loads((tmp_path / "sizes.json").read_text())
+    assert found["structures"]["2x2"] == 2 and found["eV"][run]["2x2"] > 0

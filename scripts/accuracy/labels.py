@@ -1,54 +1,35 @@
-"""Adsorption energies of a potential against DFT, on structures that DFT has relaxed.
+"""Adsorption energies of a potential against DFT, for structures relaxed with DFT.
 
-Reads a file of ASE with `y_relaxed` (eV), `adsorbate`, tags (2 = adsorbate) and `fixed`, as the
-public set of small adsorbates on metals and alloys of Deimel et al. (ACS Catal. 10, 13729, 2020).
-Slab with and without adsorbate are relaxed from there; references are those of that set, H2, H2O
-and CH4. What is relaxed is appended to a cache, from where the same command on the same file goes
-on.
+Reads an ASE file with `y_relaxed` (eV), `adsorbate`, tags (2 = adsorbate) and `fixed`, such as the
+public set of small adsorbates on metals and alloys by Deimel et al. (ACS Catal. 10, 13729, 2020).
+The slab is relaxed with and without the adsorbate. The references are those of that set: H2, H2O
+and CH4.
 """
-
-from __future__ import annotations
 
 import math
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from kit.rows import Promise, Row, Rows, markdown, names, pick
-from kit.runs import add_row, begin_rows, digest
-from making.calculators import CALCULATORS, relax
-from making.references import adsorption_energy
+from ase import Atoms
+from ase.constraints import FixAtoms
+from ase.io import read
+from kit.rows import Rows, choose, markdown, names, pick
+from making.calculators import CALCULATORS, adsorption_energy, molecule_energies, relax
 from numpy.typing import NDArray
 from tqdm import tqdm
 
 QUICK = {"systems": 3}
 TOLERANCE = 0.05  # eV/Å
 STEPS = 200
-VACUUM = 8.0  # Å
-PROMISES: tuple[Promise, ...] = ()
 
 
-def references(calculator: str) -> dict[str, float]:
-    """Energy of H, C and O in eV, from relaxed H2, H2O and CH4."""
-    from ase.build import molecule
-
-    found = {
-        name: relax(molecule(name, vacuum=VACUUM, pbc=True), calculator, TOLERANCE).after
-        for name in ("H2", "H2O", "CH4")
-    }
-    h2 = found["H2"]
-    return {"H": h2 / 2, "O": found["H2O"] - h2, "C": found["CH4"] - 2 * h2}
-
-
-def binding(atoms: Any, calculator: str, elements: dict[str, float]) -> tuple[float, bool]:
-    """Adsorption energy in eV, and whether both relaxations converged."""
-    from ase.constraints import FixAtoms
-
+def binding(atoms: Atoms, calculator: str, elements: dict[str, float]) -> tuple[float, bool]:
+    """Adsorption energy, eV, and True if both relaxations converged."""
     atoms = atoms.copy()
     atoms.pbc = True
     fixed = atoms.arrays["fixed"].astype(bool)
-    if not fixed.any():  # half of the slab, as in the others
+    if not fixed.any():  # fix half of the slab
         metal = atoms.get_tags() != 2
         fixed = metal & (atoms.positions[:, 2] < np.median(atoms.positions[metal, 2]))
     atoms.set_constraint(FixAtoms(mask=fixed))
@@ -60,51 +41,34 @@ def binding(atoms: Any, calculator: str, elements: dict[str, float]) -> tuple[fl
 
 
 def measure(
-    file: Path,
-    calculator: str = "chgnet",
-    systems: int = 40,
-    atoms: int = 50,
-    seed: int = 0,
-    cache: Path = Path("runs/labels.jsonl"),
+    file: Path, calculator: str = "chgnet", systems: int = 40, atoms: int = 50, seed: int = 0
 ) -> Rows:
-    """One row per system: DFT and potential, eV, of a random choice among those of few atoms."""
-    from ase.io import read
-
-    if calculator not in CALCULATORS:
-        raise ValueError(f"calculator must be one of {', '.join(CALCULATORS)}; got {calculator}")
-    potential = CALCULATORS[calculator].describe()
+    """One row per system, a random choice of those with at most `atoms` atoms; energies in eV."""
+    choose([calculator], CALCULATORS, "calculator")
     small = [one for one in read(file, ":") if len(one) <= atoms]
     order = np.random.default_rng(seed).permutation(len(small))[:systems]
-    same = {"potential": potential, "file": digest(file), "fmax": TOLERANCE, "steps": STEPS}
-    known: dict[str, Row] = {
-        row["name"]: {key: row[key] for key in row if key == "potential" or key not in same}
-        for row in begin_rows(cache)
-        if same.items() <= row.items()
-    }
-    elements: dict[str, float] = {}
+    gas = molecule_energies(calculator, ("H2", "H2O", "CH4"), TOLERANCE)
+    elements = {"H": gas["H2"] / 2, "O": gas["H2O"] - gas["H2"], "C": gas["CH4"] - 2 * gas["H2"]}
     rows = []
     for one in tqdm([small[i] for i in order], leave=False):
-        name = str(one.info["name"])
-        if name not in known:
-            elements = elements or references(calculator)
-            start = time.process_time()
-            energy, converged = binding(one, calculator, elements)
-            known[name] = {
-                "name": name,
-                "potential": potential,
+        start = time.process_time()
+        energy, converged = binding(one, calculator, elements)
+        rows.append(
+            {
+                "name": str(one.info["name"]),
+                "potential": CALCULATORS[calculator].describe(),
                 "adsorbate": str(one.info["adsorbate"]),
                 "dft": float(one.info["y_relaxed"]),
                 "energy": energy,
                 "converged": converged,
                 "seconds": time.process_time() - start,
             }
-            add_row(cache, known[name] | same)
-        rows.append(known[name])
+        )
     return rows
 
 
 def correlation(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
-    """Pearson's; nan of less than three systems, or where all of either kind are equal."""
+    """Pearson's r; nan for fewer than three systems, or if all values are equal."""
     known = len(a) > 2 and min(a.std(), b.std()) > 1e-9
     return float(np.corrcoef(a, b)[0, 1]) if known else math.nan
 
@@ -128,8 +92,8 @@ def agreement(rows: Rows) -> dict[str, float]:
 
 
 def table(rows: Rows) -> str:
-    """A line for each adsorbate of at least three systems, one for the others, and one for all."""
-    rows = [row for row in rows if row["converged"] in (True, "True")]
+    """Markdown: a line for each adsorbate with at least three systems, for the others, for all."""
+    rows = pick(rows, converged=True)
     parts = {name: pick(rows, adsorbate=name) for name in sorted(names(rows, "adsorbate"))}
     several = {name: own for name, own in parts.items() if len(own) > 2}
     others = [row for name, own in parts.items() if name not in several for row in own]

@@ -1,11 +1,9 @@
 """FLT's mask against the number of nodes (arXiv:2302.01925, theorems 4.1, 4.2, A.3 and A.4).
 
 Errors of sampled masks between points in a ball, and the bound of theorem 4.2. One head is one draw
-of nodes. All masks have f(0) = 1. "bias" is the root mean square, over pairs of points, of the mean
-error over draws; "standard error of bias" is that of this mean.
+of nodes. All masks have f(0) = 1. "bias" is the root mean square over pairs of points of the mean
+error over draws, and "standard error of bias" the standard error of this mean.
 """
-
-from __future__ import annotations
 
 import itertools
 import math
@@ -14,7 +12,7 @@ from pathlib import Path
 
 import torch
 from kit.pictures import error_panels
-from kit.rows import Points, Promise, Rows, exponent, markdown, names, pick
+from kit.rows import Points, Rows, exponent, markdown, names, pick
 from torch.nn import functional as F
 from tqdm import tqdm
 
@@ -129,7 +127,7 @@ def share(rows: Rows, label: str) -> float:
 
 
 def bias(rows: Rows, label: str) -> list[float]:
-    """In units of its standard error, by number of nodes."""
+    """Bias in units of its standard error, by number of nodes."""
     own = curves_of(rows, label)
     return [a / b for a, b in zip(own["bias"], own["standard error of bias"], strict=True)]
 
@@ -141,7 +139,7 @@ def slope(rows: Rows, label: str) -> float:
 
 
 def table(rows: Rows) -> str:
-    """A line per family; a family without a bound has no expectation either, or an infinite one."""
+    """Markdown: a line per family; some have no bound."""
     lines = []
     for label in names(rows, "family"):
         own, ratios = curves_of(rows, label), bias(rows, label)
@@ -156,27 +154,7 @@ def table(rows: Rows) -> str:
 
 
 def draw(png: Path, rows: Rows) -> None:
-    """Errors and the bound, a panel per family."""
+    """Draws errors and the bound, a panel per family."""
     seen = [row for row in rows if "bias" not in row["quantity"]]
     labels = ("nodes r", "error of the mask, f(0) = 1")
     error_panels(png, seen, ("family",), "quantity", "r", labels, (3, 3), (7, 5.4))
-
-
-def off(rows: Rows) -> float | None:
-    """Largest distance of a slope from -1/2 where masks have a bound and light tails."""
-    found = [abs(slope(rows, label) + 0.5) for label in OWN]
-    return max((value for value in found if math.isfinite(value)), default=None)
-
-
-def biased(rows: Rows) -> float | None:
-    """Slope where the error does not fall as it should."""
-    found = slope(rows, "local, σ = 0.25")
-    return found if math.isfinite(found) else None
-
-
-PROMISES = [
-    Promise("distance of a slope of the error from -1/2, own nodes", off, 0.1),
-    Promise("largest error / bound", lambda r: max(share(r, f) for f in OWN), most=1),
-    Promise("bias / standard error", lambda r: max(max(bias(r, f)) for f in OWN), 3),
-    Promise("slope of their error", biased, least=-0.35),
-]

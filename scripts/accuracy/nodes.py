@@ -1,17 +1,15 @@
-"""Error and rotation scatter of a mask in three dimensions, by the rule that places its nodes.
+"""Error and rotation scatter of a mask in three dimensions, by the placement of its nodes.
 
-The mask is exp(-|z|^2 / 2 s^2), its positions are uniform in a ball of diameter 2 R. Random rules
-draw from the mask's own spectral density, the best there is; shells come from `suggest_nodes`.
+The mask is exp(-|z|^2 / 2 s^2); positions are uniform in a ball of diameter 2 R. Random rules draw
+from the mask's own spectral density, which is optimal. Shells come from `suggest_nodes`.
 """
-
-from __future__ import annotations
 
 import math
 from pathlib import Path
 
 import torch
 from kit.pictures import error_panels
-from kit.rows import Promise, Rows, formatted, pick
+from kit.rows import Rows, formatted, pick
 from torch import Tensor
 
 from molflt.attention import NODES, SPECTRA, Nodes, Spectrum, suggest_nodes
@@ -44,13 +42,13 @@ def sampled(nodes: Nodes, spectrum: Spectrum, z: Tensor) -> Tensor:
 
 
 def errors(nodes: Nodes, ratio: float, heads: int, pairs: int, turned: int) -> dict[str, float]:
-    """Root mean squares over pairs and draws: of the error, and of the spread over rotations."""
+    """Root mean square, over pairs and draws, of the error and of the spread over rotations."""
     generator = torch.Generator().manual_seed(0)
     spectrum = SPECTRA["gaussian"](heads, length_range=(1.0, 1.0)).double()
     spectrum.amplitude.requires_grad_(False).fill_(1.0)
     z = ball_pairs(pairs, ratio, generator)
     error = sampled(nodes, spectrum, z) - (-0.5 * z.square().sum(dim=-1)).exp()
-    # A vector turned at random points anywhere; its lengths are those of the pairs.
+    # random directions stand for rotations; lengths are those of the pairs
     length = z[:turned].norm(dim=-1)
     shape = (turned, 8 * turned, 3)
     vectors = torch.randn(shape, dtype=torch.float64, generator=generator)
@@ -67,7 +65,7 @@ def measure(
     draws: int = 8,
     turned: int = 16,
 ) -> Rows:
-    """All rules at all sizes, for two diameters."""
+    """Errors of all rules at all sizes, for two diameters."""
     rows: Rows = []
     for ratio in (5.0, 10.0):
         for rule in RULES[:3]:
@@ -86,7 +84,7 @@ def measure(
 
 
 def table(rows: Rows) -> str:
-    """A line per rule and size: of the sizes up to each of some, the largest."""
+    """Markdown: a line per rule and size; the largest size up to each of `SHOWN`."""
     labels = {"2R / s": "{ratio:g}", "rule": "{rule}", "nodes r": "{nodes}"}
     numbers = {"rms error": "{error:.1e}", "scatter over rotations": "{scatter:.1e}"}
     shown = {}
@@ -105,24 +103,3 @@ def draw(png: Path, rows: Rows) -> None:
     ]
     labels = ("nodes r (pairs of columns)", "of a mask with f(0) = 1")
     error_panels(png, points, ("what", "2R / s"), "rule", "nodes", labels, (2, 2), (7, 5))
-
-
-def shells_against_sobol(rows: Rows, column: str = "error") -> float | None:
-    """Best shells of at most 512 nodes over 512 Sobol nodes, the worse diameter."""
-    ratios = []
-    for ratio in (5.0, 10.0):
-        sobol = pick(rows, ratio=ratio, rule="sobol", nodes=512)
-        shells = [r for r in pick(rows, ratio=ratio, rule="shells") if r["nodes"] <= 512]
-        if sobol and shells:
-            ratios.append(min(row[column] for row in shells) / sobol[0][column])
-    return max(ratios, default=None)
-
-
-PROMISES = [
-    Promise("error of shells / Sobol, 512 nodes", shells_against_sobol, 0.1),
-    Promise(
-        "scatter of shells / Sobol, 512 nodes",
-        lambda rows: shells_against_sobol(rows, "scatter"),
-        most=0.1,
-    ),
-]

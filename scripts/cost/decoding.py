@@ -1,13 +1,11 @@
-"""Time of one new token, and size of what decoding remembers, against the number of tokens so far.
+"""Time of one new token, and size of the decoding state, against the number of tokens so far.
 
 In every round all mechanisms take turns at all positions. A turn decodes 9 tokens one after another
-from the state at its position; the first brings weights and state back into the caches and is not
-counted. Times are the processor's, medians over tokens and rounds; a ratio is the median over
-rounds of the ratio of two turns of one round. Exponents are fitted to the longer half of the
-positions. Bytes are those of all memory that a state keeps alive.
+from the state at its position; the first, which fills the caches, is not counted. Times are
+processor times, medians over tokens and rounds. A ratio is the median over rounds of the ratio of
+two turns of one round. Exponents are fitted to the longer half of the positions. Bytes count all
+memory that a state keeps.
 """
-
-from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
@@ -17,25 +15,16 @@ from statistics import median
 from typing import Any
 
 import torch
-from kit.decoders import SOFTMAX, decoders, held, keeps_sums
+from kit.decoding import SOFTMAX, decoders, held, styles_of
 from kit.pictures import curves, legend
-from kit.rows import (
-    Promise,
-    Rows,
-    exponent,
-    markdown,
-    names,
-    pick,
-    upper_half,
-)
+from kit.rows import Rows, exponent, markdown, names, pick, upper_half
 from kit.turns import paired
 from torch import Tensor
 from tqdm import tqdm
 
-from molflt.plots.figure import SERIES, picture
+from molflt.plots.figure import picture
 from molflt.sequence.language_model import LanguageModel, LanguageState
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "lm"
 SIZES: dict[str, Any] = {
     **{"vocabulary": 1000, "dim": 128, "heads": 8, "layers": 4, "ffn_dim": 512},
     "absolute": "sinusoidal",
@@ -49,14 +38,14 @@ Times = dict[Key, list[list[float]]]  # seconds of each token of each round
 
 
 def chosen(given: Sequence[str], longest: int) -> dict[str, LanguageModel]:
-    """Models for as many tokens by name, as `decoders` has them."""
-    return decoders(CONFIGS, given, partial(LanguageModel, **SIZES, max_length=longest))
+    """Models for that number of tokens by name; see `decoders`."""
+    return decoders("lm", given, partial(LanguageModel, **SIZES, max_length=longest))
 
 
 def states(
     model: LanguageModel, tokens: Tensor, positions: Sequence[int]
 ) -> Iterator[LanguageState]:
-    """The state after each number of the tokens (1, n), the last of which came alone."""
+    """The state after each number of the tokens (1, n); the last token is decoded by itself."""
     state: LanguageState | None = None
     for end in positions:
         start = 0 if state is None else state.length
@@ -68,11 +57,7 @@ def states(
 
 
 def turn(model: LanguageModel, state: LanguageState, tokens: Tensor) -> list[float]:
-    """Seconds of each token but the first, one after another from a state.
-
-    By the clock, a token longer than a slice of the scheduler would look three times as long on a
-    busy machine, and a shorter one would not.
-    """
+    """Processor seconds of each token but the first, one after another from a state."""
     seconds = []
     for token in tokens.split(1, dim=1):
         start = time.thread_time()
@@ -129,7 +114,7 @@ def growth(rows: Rows) -> float:
 
 
 def table(rows: Rows) -> str:
-    """Time at the first position, ratios to it, exponents, states."""
+    """Markdown: time at the first position, ratios to it, exponents, states."""
     places = names(rows, "position")
     first, last = places[0], places[-1]
     head = ["", f"ms at {first}", *(f"{n} / {first}" for n in places[1:]), "time ~ n^"]
@@ -146,42 +131,14 @@ def table(rows: Rows) -> str:
 
 def draw(png: Path, rows: Rows) -> None:
     """Time per token and bytes of the state."""
-    order = sorted(names(rows, "mechanism"), key=SOFTMAX.__eq__)
-    colors = len(SERIES) - 1  # the last is softmax's
-    styles = {name: (i % colors, "-" if i < colors else "--") for i, name in enumerate(order)}
-    styles[SOFTMAX] = (colors, "-")
+    styles = styles_of(names(rows, "mechanism"))
     with picture(png, figsize=(7.6, 4.6)) as figure:
         panels = figure.subplots(1, 2, sharex=True)
         labels = {"median_ms": "ms per token", "state_bytes": "state, bytes"}
         for axes, (column, label) in zip(panels, labels.items(), strict=True):
             points = {
                 name: [(row["position"], row[column]) for row in pick(rows, mechanism=name)]
-                for name in order
+                for name in styles
             }
             curves(axes, points, styles, xlabel="tokens so far", ylabel=label)
         legend(figure, panels[0])
-
-
-def slowest(rows: Rows) -> float | None:
-    """Largest ratio of a linear mechanism at 10,000 tokens to the first position."""
-    far = [r["ratio"] for r in pick(rows, position=10_000) if keeps_sums(r["mechanism"])]
-    return max(far, default=None)
-
-
-def largest_growth_of_states(rows: Rows) -> float:
-    """Ratio of times at the last and the first position, without softmax."""
-    linear = [pick(rows, mechanism=name) for name in filter(keeps_sums, names(rows, "mechanism"))]
-    return max((own[-1]["state_bytes"] / own[0]["state_bytes"] for own in linear), default=1.0)
-
-
-def performer_gain(rows: Rows) -> float | None:
-    """Softmax's time in units of the Performer's at 10,000 tokens."""
-    found = pick(rows, mechanism="performer", position=10_000)
-    return found[0]["softmax_ratio"] if found else None
-
-
-PROMISES = [
-    Promise("state of the last position / first", largest_growth_of_states, 1.0),
-    Promise("time of a linear mechanism, 10,000 / first", slowest, 1.15),
-    Promise("softmax / performer, 10,000", performer_gain, least=3.0),
-]

@@ -1,12 +1,9 @@
 """Memory and processor time of `molflt predict` on crystals of 10^4 and 10^5 atoms.
 
-The model that comes with the package sees 5 Å and needs no mesh; `mesh_order` is for models with
-reciprocal nodes, such as that of version 0.1. Copper at the places of a cubic lattice, shaken by
-0.1 Å, with 12 Å^3 for each atom. Each prediction is a process of its own, from the start of Python
-to its CSV.
+The shipped model sees 5 Å and needs no mesh; `mesh_order` is for models with reciprocal nodes, such
+as that of version 0.1. The crystals are copper on a cubic lattice with random displacements of
+0.1 Å and 12 Å^3 per atom. Each prediction is a process, from the start of Python to its CSV.
 """
-
-from __future__ import annotations
 
 import os
 import subprocess
@@ -17,15 +14,14 @@ from pathlib import Path
 import numpy as np
 from ase import Atoms
 from ase.io import write
-from kit.rows import Promise, Rows, formatted, pick
+from kit.rows import Rows, formatted
 
 VOLUME = 12.0  # Å^3 per atom
-LIMITS = {25: 2.0, 47: 8.0}  # GB, by atoms along an edge
 QUICK = {"edges": (5,)}
 
 
 def crystal(edge: int) -> Atoms:
-    """edge^3 atoms of a surface layer, as far as tags go: all count."""
+    """edge^3 atoms, all with the tag of a surface."""
     step = VOLUME ** (1 / 3)
     places = np.stack(np.meshgrid(*[np.arange(edge)] * 3, indexing="ij"), axis=-1).reshape(-1, 3)
     shaken = step * places + np.random.default_rng(0).normal(0, 0.1, places.shape)
@@ -35,7 +31,7 @@ def crystal(edge: int) -> Atoms:
 
 
 def predict(file: Path, words: tuple[str, ...]) -> tuple[float, float]:
-    """GB at the peak, and seconds of processor time, of a prediction."""
+    """Peak memory, GB, and processor time, s, of a prediction."""
     command = [sys.executable, "-m", "molflt", "predict", str(file), "--force", *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         said = process.stdout.read() if process.stdout else ""
@@ -47,7 +43,7 @@ def predict(file: Path, words: tuple[str, ...]) -> tuple[float, float]:
     return used.ru_maxrss * unit / 1e9, used.ru_utime + used.ru_stime
 
 
-def measure(edges: tuple[int, ...] = tuple(LIMITS), mesh_order: int = 0) -> Rows:
+def measure(edges: tuple[int, ...] = (25, 47), mesh_order: int = 0) -> Rows:
     """One row for each crystal of edge^3 atoms."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -66,19 +62,3 @@ def table(rows: Rows) -> str:
     """A line per crystal."""
     cells = {"peak, GB": "{GB:.2f}", "processor time, s": "{processor_s:.0f}"}
     return formatted(rows, {"atoms": "{atoms:,}", "mesh_order": "{order}", **cells})
-
-
-def peak(rows: Rows, edge: int) -> float | None:
-    """GB; None unless it was measured."""
-    found = pick(rows, edge=edge)
-    return float(found[0]["GB"]) if found else None
-
-
-PROMISES = [
-    Promise(
-        f"GB of a prediction of {edge**3:,} atoms",
-        lambda rows, edge=edge: peak(rows, edge),
-        most=most,
-    )
-    for edge, most in LIMITS.items()
-]

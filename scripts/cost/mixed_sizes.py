@@ -1,29 +1,24 @@
-"""Time of one GraphAttention layer over graphs of unlike sizes, against equal ones and padding.
+"""Time of one GraphAttention layer over graphs of different sizes, against equal and padded graphs.
 
-"mixed" is the layer; "padded" the same with every graph padded to the largest, as PyG computes;
-"equal" the layer over as many atoms in as many graphs that differ by one atom at most.
+"mixed" is the layer. "padded" is the same layer with every graph padded to the largest, as in PyG.
+"equal" has the same numbers of atoms and graphs, and graphs that differ by at most one atom.
 """
-
-from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from kit.layers import pyg_performer
-from kit.pictures import legend
-from kit.rows import Promise, Row, Rows, choose, markdown, names, pick
+from kit.rows import Rows, choose, markdown, pick
 from kit.turns import paired, turns
 from torch import Tensor, nn
 from torch_geometric.utils import to_dense_batch
 
 from molflt.graph import GraphAttention
 from molflt.graph.geometry import Geometry
-from molflt.plots.figure import SERIES, picture
 
 DIM, HEADS, FEATURES, NODES, NEAR = 128, 8, 64, 16, 4.5
 VOLUME = 12.0  # Å^3 per atom
@@ -32,7 +27,7 @@ Inputs = dict[str, Tensor]
 
 
 def made(**options: Any) -> Callable[[int], nn.Module]:
-    """A layer of ours by its width, in linear form: what `auto` gains is not of padding."""
+    """A layer of molflt by its width, always in linear form."""
     return lambda dim: GraphAttention(
         dim, HEADS, mixing="linear", num_features=FEATURES, **{"periodic": "none", **options}
     )
@@ -54,7 +49,7 @@ FIXED = tuple(MECHANISMS)[:4]  # whose cost per atom does not grow with the cell
 
 
 class Mix(NamedTuple):
-    """Graphs of a batch, and what is measured of it."""
+    """Graphs of a batch, and the mechanisms and ways that are measured."""
 
     sizes: list[int]
     known: tuple[str, ...]
@@ -92,14 +87,14 @@ def inputs(sizes: list[int], dim: int) -> Inputs:
 
 
 def mixed(layer: nn.Module, given: Inputs) -> Tensor:
-    """The layer as it is."""
+    """The layer on the batch as it is."""
     if layer.encoding is None:
         return layer(given["x"], batch=given["batch"])
     return layer(**given)
 
 
 def padded(layer: nn.Module, given: Inputs) -> Tensor:
-    """All graphs padded to the largest; also a layer of PyG."""
+    """The layer, or one of PyG, with all graphs padded to the largest."""
     x, mask = to_dense_batch(given["x"], given["batch"])
     if not isinstance(layer, GraphAttention):
         return layer(x, mask)[mask]
@@ -111,14 +106,14 @@ def padded(layer: nn.Module, given: Inputs) -> Tensor:
 
 
 def step(run: Callable[[nn.Module, Inputs], Tensor], layer: nn.Module, given: Inputs) -> None:
-    """Forward and backward."""
+    """Makes one forward and backward pass."""
     run(layer, given).square().sum().backward()
     layer.zero_grad()
 
 
 @torch.no_grad()
 def difference(name: str, given: Inputs, dim: int) -> float:
-    """Largest between mixed and padded over the largest output, in float64."""
+    """Largest difference between mixed and padded over the largest output, in float64."""
     torch.manual_seed(0)
     layer = MECHANISMS[name](dim).double()
     given = {key: x.double() if x.is_floating_point() else x for key, x in given.items()}
@@ -127,7 +122,7 @@ def difference(name: str, given: Inputs, dim: int) -> float:
 
 
 def measure(rounds: int = 3, mixes: tuple[str, ...] = MEASURED, dim: int = DIM) -> Rows:
-    """All mechanisms, or those whose cost per atom does not grow with the cell."""
+    """A row for each mix, mechanism and way."""
     rows: Rows = []
     for mix in choose(mixes, MIXES, "mix"):
         known, ways = MIXES[mix].known, MIXES[mix].ways
@@ -154,14 +149,14 @@ def measure(rounds: int = 3, mixes: tuple[str, ...] = MEASURED, dim: int = DIM) 
 
 
 def ratio(rows: Rows, mix: str, name: str, way: str, other: str | None = None) -> float | None:
-    """Time of a way over that of the mixed batch; of another mechanism, if there is one."""
+    """Time of a way, or of another mechanism, in units of the mixed batch's."""
     of = pick(rows, mix=mix, mechanism=other or name, way=way)
     ours = pick(rows, mix=mix, mechanism=name, way="mixed")
     return paired(of[0]["seconds"], ours[0]["seconds"]) if of and ours else None
 
 
 def table(rows: Rows) -> str:
-    """A line for each mechanism and mix."""
+    """Markdown: a line for each mechanism and mix."""
     head = ["batch, atoms", "mechanism", "mixed, s", "mixed / equal", "padded / mixed"]
     head += ["PyG / mixed", "difference"]
     lines = []
@@ -174,56 +169,3 @@ def table(rows: Rows) -> str:
         last = None if apart is None else f"{apart:.0e}"
         lines.append([mix, name, f"{statistics.median(seconds):.3g}", *cells, last])
     return markdown(head, lines)
-
-
-def draw(png: Path, rows: Rows) -> None:
-    """Bars of seconds by mechanism, a panel for each mix."""
-    mixes = names(rows, "mix")
-    ways = ("mixed", "equal", "padded")
-    with picture(png, figsize=(3.6 * len(mixes), 3.6)) as figure:
-        panels = figure.subplots(1, len(mixes), squeeze=False)[0]
-        for axes, mix in zip(panels, mixes, strict=True):
-            known = names(pick(rows, mix=mix), "mechanism")
-            for number, way in enumerate(ways):
-                own: list[Row] = pick(rows, mix=mix, way=way)
-                where = [known.index(row["mechanism"]) + 0.27 * (number - 1) for row in own]
-                seconds = [statistics.median(row["seconds"]) for row in own]
-                axes.bar(where, seconds, 0.27, color=SERIES[number], label=way)
-            axes.set(title=mix, yscale="log", ylabel="time, s")
-            axes.set_xticks(range(len(known)), known, rotation=40, ha="right", fontsize="small")
-            axes.grid(alpha=0.25, axis="y")
-        legend(figure, panels[0])
-
-
-def least(rows: Rows, way: str, mixes: Sequence[str], known: Sequence[str]) -> float | None:
-    """Smallest ratio of all that were measured."""
-    found = [ratio(rows, mix, name, way) for mix in mixes for name in known]
-    return min((value for value in found if value is not None), default=None)
-
-
-def over_equal(rows: Rows) -> float | None:
-    """Largest mixed / equal of those that take as long for an atom of any graph."""
-    found = least(rows, "equal", MEASURED, FIXED)
-    return None if found is None else 1 / found
-
-
-PROMISES = [
-    Promise("mixed / equal, any batch of the first four", over_equal, most=1.3),
-    Promise(
-        f"PyG's performer / ours, {LARGE}",
-        lambda rows: ratio(rows, LARGE, "performer", "padded", PYG),
-        least=24,
-    ),
-    Promise(
-        f"padded / mixed of any of ours, {OC20}",
-        lambda rows: least(rows, "padded", (OC20,), tuple(MECHANISMS)),
-        least=1.4,
-    ),
-    Promise(
-        "difference between mixed and padded, float64",
-        lambda rows: max(
-            (row["difference"] for row in pick(rows, mix=OC20, way="mixed")), default=None
-        ),
-        most=1e-12,
-    ),
-]

@@ -1,31 +1,23 @@
 """Time and peak memory of one Transformer block against the number of patches of an image.
 
 The measurement of FLT (arXiv:2302.01925), fig. 1, in two dimensions: a pre-norm block and one
-image, forward and backward; relative encodings see row and column. See kit/layers.py; time is the
-processor's, so that other jobs on the machine do not lengthen it.
+image, forward and backward; relative encodings see row and column. See kit/layers.py; times are
+processor times.
 """
-
-from __future__ import annotations
 
 import math
 from functools import partial
 from typing import Any
 
 import torch
-from kit.layers import (
-    Mechanism,
-    Study,
-    cost_promise,
-    cost_table,
-    draw_costs,
-    measure_layers,
-)
+from kit import layers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from molflt.attention import Attention, Block, make_position
 
 DIM, HEADS, FFN, FEATURES, NODES, GAUSSIANS = 384, 12, 1536, 64, 64, 25
+FAR = 3136
 QUICK = {"sizes": (64, 256), "rounds": 1, "mechanisms": ("flt", "log-linear, FFT at once")}
 
 
@@ -54,7 +46,7 @@ class Patches(nn.Module):
 
 
 class AtOnce(Patches):
-    """Log-linear by one transform of the products of all features and values, as published."""
+    """Log-linear attention as published: one transform of all products of features and values."""
 
     def forward(self, x: Tensor) -> Tensor:
         layer, block = self.block.attention, self.block
@@ -89,14 +81,14 @@ def made(
     build: type[Patches] = Patches,
     options: dict[str, Any] | None = None,
     **attention: Any,
-) -> Mechanism:
-    """A block; kernelized ones with their features, Toeplitz ones as configs/image/log-linear."""
+) -> layers.Mechanism:
+    """A block; with a Toeplitz matrix as in configs/image/log-linear.yaml."""
     if attention.get("mixing") != "softmax":
         attention["num_features"] = FEATURES
         if position == "toeplitz":
             attention["normalize_qk"] = True
     parts = {"position": position, "options": options or {}, **attention}
-    return Mechanism(partial(build, **parts), linear=linear)
+    return layers.Mechanism(partial(build, **parts), linear=linear)
 
 
 MIXTURE = {"dim": 2, "spectrum": "gaussian_mixture", "num_gaussians": GAUSSIANS}
@@ -109,21 +101,18 @@ MECHANISMS = {
     "softmax": made(mixing="softmax"),  # SDPA keeps no N x N matrix
     "softmax, 2-D bias": made("toeplitz", linear=False, mixing="softmax"),
 }
-STYLES = dict(zip(MECHANISMS, enumerate(["-", "-", "-", "--", "--", ":", ":"]), strict=True))
-STUDY = Study(
-    *("cost.patches", MECHANISMS, lambda patches: torch.randn(1, patches, DIM)),
+STUDY = layers.Study(
+    *("cost.patches:STUDY", "patches", MECHANISMS, lambda patches: torch.randn(1, patches, DIM)),
+    styles=dict(zip(MECHANISMS, enumerate(["-", "-", "-", "--", "--", ":", ":"]), strict=True)),
+    ratios=(
+        layers.Ratio("time", "flt", "performer", FAR),
+        layers.Ratio("memory", "flt", "performer", FAR),
+        layers.Ratio("time", "softmax, 2-D bias", "flt", FAR),
+        layers.Ratio("memory", "softmax, 2-D bias", "flt", FAR),
+        layers.Ratio("memory", "log-linear, FFT at once", "flt", 1600),
+    ),
     budget=30.0,
 )
-measure = partial(measure_layers, STUDY, sizes=(196, 400, 784, (1600, "patches"), 3136))
-table = partial(cost_table, unit="patches")
-draw = partial(draw_costs, unit="patches", styles=STYLES)
-
-
-FAR = (3136, "patches")
-PROMISES = [
-    cost_promise("time", "flt", "performer", FAR, most=1.5),
-    cost_promise("memory", "flt", "performer", FAR, most=1.7),
-    cost_promise("time", "softmax, 2-D bias", "flt", FAR, least=5),
-    cost_promise("memory", "softmax, 2-D bias", "flt", FAR, least=6),
-    cost_promise("memory", "log-linear, FFT at once", "flt", (1600, "patches"), least=20),
-]
+measure = partial(layers.measure_layers, STUDY, sizes=(196, 400, 784, 1600, FAR))
+table = STUDY.table
+draw = STUDY.draw

@@ -1,12 +1,11 @@
-"""Speed and size of the compact store beside OC20's pickles: systems/s and bytes, on one core.
+"""Speed and size of the compact store and of OC20's pickles: systems/s and bytes, on one core.
 
-The records of a genuine OC20 LMDB (with edges, as published) are replicated and written in both
-forms; then both are read in the same random order, as training does, to the same tensors.
+The records of a published OC20 LMDB (with edges) are replicated and written in both forms. Then
+both are read in the same random order to the same tensors, as in training.
 """
 
-from __future__ import annotations
-
 import itertools
+import statistics
 import tempfile
 from collections.abc import Sequence
 from functools import partial
@@ -14,8 +13,8 @@ from pathlib import Path
 
 import lmdb
 import torch
-from kit.rows import Promise, Rows, formatted
-from kit.turns import medians, turns
+from kit.rows import Rows, formatted
+from kit.turns import turns
 
 from molflt.data.structures import open_dataset
 from molflt.data.structures.store import write_store
@@ -24,7 +23,7 @@ QUICK = {"systems": 30, "rounds": 1}
 
 
 def repeated(source: Path, target: Path, systems: int) -> None:
-    """An LMDB of the source's pickles under new keys."""
+    """Writes an LMDB with the source's pickles under new keys."""
     with lmdb.open(str(source), subdir=False, readonly=True, lock=False).begin() as transaction:
         records = [bytes(value) for key, value in transaction.cursor() if key.isdigit()]
     environment = lmdb.open(str(target), subdir=False, map_size=1 << 36, lock=False)
@@ -35,13 +34,13 @@ def repeated(source: Path, target: Path, systems: int) -> None:
 
 
 def read(dataset: torch.utils.data.Dataset, order: Sequence[int]) -> None:
-    """All structures in that order."""
+    """Reads all structures in that order."""
     for index in order:
         dataset[index]
 
 
 def measure(records: Path, systems: int = 2000, rounds: int = 5) -> Rows:
-    """Times of both forms in turns, for a genuine OC20 LMDB, pickled, with edges."""
+    """Times of both forms in turns; `records` is a published OC20 LMDB."""
     if not records.exists():
         raise FileNotFoundError(f"{records}: no such file; expected an OC20 LMDB")
     with tempfile.TemporaryDirectory() as folder:
@@ -52,7 +51,8 @@ def measure(records: Path, systems: int = 2000, rounds: int = 5) -> Rows:
         compact = open_dataset(store)
         order = torch.randperm(systems, generator=torch.Generator().manual_seed(0)).tolist()
         forms = {"OC20 LMDB, pickled": original, "compact store, mapped": compact}
-        spent = medians(turns({k: partial(read, v, order) for k, v in forms.items()}, rounds))
+        times = turns({k: partial(read, v, order) for k, v in forms.items()}, rounds)
+        spent = {form: statistics.median(own) for form, own in times.items()}
         sizes = [path.stat().st_size for path in (pickled, store)]
     first, size = next(iter(spent.values())), sizes[0]
     return [
@@ -65,18 +65,7 @@ def measure(records: Path, systems: int = 2000, rounds: int = 5) -> Rows:
 
 
 def table(rows: Rows) -> str:
-    """A line per form, with ratios to the first."""
+    """Markdown: a line per form, with ratios to the first."""
     speed = {"systems/s": "{systems_per_s:,.0f}", "times faster": "{faster:.1f}"}
     size = {"bytes": "{bytes:,}", "times smaller": "{smaller:.1f}"}
     return formatted(rows, {"form": "{form}", **speed, **size})
-
-
-def ratio(rows: Rows, column: str) -> float | None:
-    """Times of the store, from 1000 systems on."""
-    return float(rows[1][column]) if rows[1]["systems"] >= 1000 else None
-
-
-PROMISES = [
-    Promise("systems/s of store / LMDB", lambda rows: ratio(rows, "faster"), least=20),
-    Promise("bytes of LMDB / store", lambda rows: ratio(rows, "smaller"), least=40),
-]

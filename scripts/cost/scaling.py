@@ -1,27 +1,16 @@
-"""Time and peak memory of one attention layer against the length: ours and others' in one run.
+"""Time and peak memory of one attention layer against the length, also of other packages' layers.
 
-A layer with its projections (FNet has none) and its encoding, which is evaluated anew in every pass
-as in training; see kit/layers.py.
+A layer has its projections (FNet has none) and its encoding, which every pass evaluates as in
+training; see kit/layers.py.
 """
-
-from __future__ import annotations
 
 import time
 from functools import partial
 from typing import Any
 
 import torch
-from kit.layers import (
-    PASSES,
-    TRAINING,
-    Mechanism,
-    Study,
-    cost_promise,
-    cost_table,
-    draw_costs,
-    measure_layers,
-    pyg_performer,
-)
+from kit import layers
+from kit.layers import Mechanism, Ratio
 from torch import Tensor, nn
 
 from molflt.attention import Attention, make_position
@@ -29,7 +18,7 @@ from molflt.attention.fnet import FourierMixer
 
 HEADS, HEAD_DIM, FEATURES, NODES = 8, 64, 64, 32
 DIM = HEADS * HEAD_DIM
-QUICK = {"sizes": (512, 1024), "rounds": 1, "passes": (TRAINING,)}
+QUICK = {"sizes": (512, 1024), "rounds": 1, "passes": (layers.TRAINING,)}
 QUICK["mechanisms"] = ("flt", "softmax, Toeplitz bias", "PyG performer, relu")
 
 
@@ -43,7 +32,7 @@ class Layer(nn.Module):
             self.places = torch.rand(1, length, 3) * (12.0 * length) ** (1 / 3)
         mixing = options.get("mixing", "linear")
         sizes = {"toeplitz": {"max_tokens": length}, "spectral": {"dim": dim}}.get(position, {})
-        if position == "spectral" and mixing != "softmax":  # which takes the exact mask
+        if position == "spectral" and mixing != "softmax":  # softmax takes the exact mask
             sizes["num_nodes"] = NODES
         encoding = make_position(position, HEADS, HEAD_DIM, mixing=mixing, **sizes)
         self.attention = Attention(DIM, HEADS, causal=causal, position=encoding, **options)
@@ -53,14 +42,14 @@ class Layer(nn.Module):
 
 
 def performer_pytorch(length: int, causal: bool) -> nn.Module:
-    """Its chunked causal form in PyTorch: the other one needs CUDA and fast-transformers."""
+    """The chunked causal form in PyTorch; the other one needs CUDA and fast-transformers."""
     from performer_pytorch import SelfAttention
 
     return SelfAttention(DIM, causal=causal, heads=HEADS, dim_head=HEAD_DIM, nb_features=FEATURES)
 
 
 def pyg(length: int, causal: bool) -> nn.Module:
-    return pyg_performer(DIM, HEADS, FEATURES)
+    return layers.pyg_performer(DIM, HEADS, FEATURES)
 
 
 def transformers_fnet(length: int, causal: bool) -> nn.Module:
@@ -78,14 +67,14 @@ def transformers_fnet(length: int, causal: bool) -> nn.Module:
 def made(
     position: str = "none", dim: int = 1, both: bool = True, linear: bool = True, **options: Any
 ) -> Mechanism:
-    """A layer of ours; exact softmax has no random features."""
+    """A layer of molflt; exact softmax has no random features."""
     if options.get("mixing") != "softmax":
         options = {"num_features": FEATURES, **options}
     build = partial(Layer, position=position, dim=dim, **options)
     return Mechanism(build, causal=(False, True) if both else (False,), linear=linear)
 
 
-# Others' are dashed, softmax with a mask is dotted; one color for one kind of attention.
+# Other packages are dashed, softmax with a mask is dotted; one color per kind of attention.
 LAYERS = {
     "softmax": (6, "-", made(mixing="softmax")),  # SDPA keeps no N x N matrix
     "softmax, spectral mask": (
@@ -102,33 +91,26 @@ LAYERS = {
     "performer-pytorch": (
         *(0, "--", Mechanism(performer_pytorch, "performer-pytorch", (False, True))),
     ),
-    "PyG performer, relu": (
-        5,
-        "--",
-        Mechanism(pyg, "torch_geometric"),
-    ),
+    "PyG performer, relu": (5, "--", Mechanism(pyg, "torch_geometric")),
     "transformers fnet": (2, "--", Mechanism(transformers_fnet, "transformers")),
 }
-STYLES = {name: (color, line) for name, (color, line, _) in LAYERS.items()}
-STUDY = Study(
-    "cost.scaling",
-    {name: layer for name, (_, _, layer) in LAYERS.items()},
+FAR = 8192
+STUDY = layers.Study(
+    *("cost.scaling:STUDY", "tokens", {name: layer for name, (_, _, layer) in LAYERS.items()}),
     lambda length: torch.randn(1, length, DIM),
-    passes=PASSES,
+    styles={name: (color, line) for name, (color, line, _) in LAYERS.items()},
+    ratios=(
+        Ratio("time", "flt", "performer", FAR),
+        Ratio("memory", "flt", "performer", FAR),
+        Ratio("time", "flt, l = 1", "performer", FAR),
+        Ratio("memory", "flt, l = 1", "performer", FAR),
+        Ratio("time", "performer-pytorch", "performer", FAR, causal=True),
+        Ratio("memory", "performer-pytorch", "performer", FAR, causal=True),
+        Ratio("time", "fnet", "transformers fnet", FAR),
+    ),
+    passes=layers.PASSES,
     clock=time.perf_counter,
 )
-measure = partial(measure_layers, STUDY, sizes=(512, 1024, 2048, 4096, 8192))
-table = partial(cost_table, unit="tokens")
-draw = partial(draw_costs, unit="tokens", styles=STYLES)
-
-
-FAR = (8192, "tokens")
-PROMISES = [
-    cost_promise("time", "flt", "performer", FAR, most=1.6),
-    cost_promise("memory", "flt", "performer", FAR, most=1.35),
-    cost_promise("time", "flt, l = 1", "performer", FAR, most=1.6),
-    cost_promise("memory", "flt, l = 1", "performer", FAR, most=1.35),
-    cost_promise("time", "performer-pytorch", "performer", FAR, causal=True, least=4),
-    cost_promise("memory", "performer-pytorch", "performer", FAR, causal=True, least=5),
-    cost_promise("time", "fnet", "transformers fnet", FAR, most=1),
-]
+measure = partial(layers.measure_layers, STUDY, sizes=(512, 1024, 2048, 4096, FAR))
+table = STUDY.table
+draw = STUDY.draw

@@ -1,21 +1,17 @@
 """Share of the machine's matrix-product rate in a whole training step of OC20's 12 layers.
 
-Operations are those of matrix products, forward and backward, as torch counts them; the rate that
-they are compared with is that of one large product, which takes its turns with the steps.
+Operations are those of matrix products, forward and backward, as counted by torch. Their rate is
+compared with the rate of one large product, which takes turns with the steps.
 """
-
-from __future__ import annotations
 
 import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
-import yaml
-from cost.compiled import structures
-from kit.rows import Promise, Row, Rows, choose, markdown, pick
+from kit.layers import crystals, model_of
+from kit.rows import Row, Rows, choose, markdown, pick
 from kit.turns import paired, turns
 from torch.utils.flop_counter import FlopCounterMode
 from torch_geometric.data import Batch
@@ -23,7 +19,6 @@ from torch_geometric.data import Batch
 from molflt.graph import EnergyRegressor
 from molflt.tasks.is2re import IS2RETask
 
-CONFIGS = Path(__file__).parents[2] / "configs/oc20"
 MECHANISMS = ("performer", "flt", "softmax")
 SIZES = (40, 60, 80, 120) * 4  # atoms of the graphs of a batch, as in OC20
 SIDE = 2048  # of the large product
@@ -32,13 +27,10 @@ QUICK = {"rounds": 1, "mechanisms": ("performer",), "sizes": (3, 4), "side": 64}
 
 
 def made(mechanism: str) -> IS2RETask:
-    """The model of the papers, of one pass, and its optimizer."""
-    options = {}
-    for name in ("base", mechanism):
-        options |= yaml.safe_load((CONFIGS / f"{name}.yaml").read_text()).get("model", {})
+    """The task with the model of the papers and one pass."""
+    options = model_of("oc20/base", f"oc20/{mechanism}")
     torch.manual_seed(0)
-    model = EnergyRegressor(**{**options, "refinements": 1})
-    return IS2RETask(model)
+    return IS2RETask(EnergyRegressor(**{**options, "refinements": 1}))
 
 
 def step(task: IS2RETask, optimizer: torch.optim.Optimizer, batch: Batch) -> None:
@@ -59,7 +51,7 @@ def measure(
     one = torch.rand(side, side)
     works: dict[str, Callable[[], object]] = {PRODUCT: partial(torch.mm, one, one)}
     counts = {PRODUCT: 2.0 * side**3}
-    batch = Batch.from_data_list([x for b in structures(list(sizes)) for x in b.to_data_list()])
+    batch = Batch.from_data_list(crystals(sorted(sizes)))
     batch.pos = batch.pos.float()
     batch.cell = batch.cell.float()
     batch.pos_relaxed, batch.y_relaxed = batch.pos + 0.1, torch.zeros(len(sizes))
@@ -78,7 +70,7 @@ def measure(
 
 
 def share(rows: Rows, name: str) -> float | None:
-    """Rate of a step over that of the product."""
+    """Rate of a step in units of the product's; None if one of them was not measured."""
     own, product = pick(rows, mechanism=name), pick(rows, mechanism=PRODUCT)
     if not own or not product:
         return None
@@ -87,7 +79,7 @@ def share(rows: Rows, name: str) -> float | None:
 
 
 def table(rows: Rows) -> str:
-    """A line for each mechanism."""
+    """Markdown: a line for each mechanism."""
 
     def line(row: Row) -> list[object]:
         seconds = statistics.median(row["seconds"])
@@ -95,15 +87,3 @@ def table(rows: Rows) -> str:
         return [row["mechanism"], f"{seconds:.3g}", f"{rate:.1f}", f"{100 * (part or 0):.0f}"]
 
     return markdown(["", "s", "10⁹ operations/s", "% of the product's"], map(line, rows))
-
-
-PROMISES = [
-    Promise(
-        "rate of a step with the Performer / of one product",
-        lambda rows: share(rows, "performer"),
-        least=0.5,
-    ),
-    Promise(
-        "rate of a step with FLT / of one product", lambda rows: share(rows, "flt"), least=0.25
-    ),
-]

@@ -1,15 +1,14 @@
 """Time and peak memory of one pass of layers, against the length of their input.
 
-Time: all mechanisms take turns, see `turns`; a pass that takes longer than the budget is timed
-once, where its memory is measured. Memory (Linux): every measurement has a process of its own,
-forked from one that has computed nothing, warms up on 64 tokens, sets the kernel's peak of resident
-memory to the present value (/proc/self/clear_refs) and reports by how much one pass raises it. It
-sees what any library allocates, and no block is reused in silence, because the allocator gives
-every block above 64 KiB back to the system (MALLOC_MMAP_THRESHOLD_). Or it is as users have it
-(`Study.allocator`): then time and peak are of one pass, and what lies idle in the process counts.
-"""
+All mechanisms take turns for the times. A pass that takes longer than the budget is timed once.
 
-from __future__ import annotations
+Peak memory is measured on Linux. Each measurement runs in its own process, which is forked from one
+that has computed nothing. It warms up on 64 tokens, resets the kernel's record of peak resident
+memory (/proc/self/clear_refs), and reports by how much one pass raises the peak. This counts the
+memory of every library. Blocks above 64 KiB return to the system when they are freed
+(MALLOC_MMAP_THRESHOLD_), which prevents unseen reuse. `Study.allocator` can keep the allocator's
+defaults instead; then the peak depends on the idle memory of the process.
+"""
 
 import contextlib
 import math
@@ -19,36 +18,28 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import yaml
 from torch import Tensor, nn
+from torch_geometric.data import Data
 from tqdm import tqdm
 
 from kit.pictures import curves, legend
-from kit.rows import (
-    Promise,
-    Row,
-    Rows,
-    choose,
-    exponent,
-    markdown,
-    names,
-    pick,
-    upper_half,
-)
+from kit.rows import Row, Rows, choose, exponent, markdown, names, pick, upper_half
 from kit.turns import paired, turns
 from molflt.graph import GraphAttention
 from molflt.plots.figure import picture
 
 VOLUME = 12.0  # Å^3 per atom
-SKIPPED = "skipped"  # begins the notes of what was not tried
+SKIPPED = "skipped"  # start of the notes of rows that were not tried
 FORWARD, TRAINING = PASSES = ("forward", "forward+backward")
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
 SLOW = ("torch_geometric.nn.attention", "transformers.models.fnet.modeling_fnet")  # to import
@@ -59,7 +50,7 @@ Costs = dict[Key, dict[str, Any]]
 
 
 class Mechanism(NamedTuple):
-    """A mechanism: builder, package, forms, and whether its memory is O(N)."""
+    """A builder of (length, causal), its package, its forms, and True for O(N) memory."""
 
     build: Callable[[int, bool], nn.Module]
     who: str = "molflt"
@@ -67,32 +58,79 @@ class Mechanism(NamedTuple):
     linear: bool = True
 
 
-class Study(NamedTuple):
-    """The layers of a benchmark, and how they are measured."""
+class Ratio(NamedTuple):
+    """Cost of training with one mechanism, in units of another's."""
 
-    module: str
-    """that has it as STUDY, below scripts/"""
+    quantity: str
+    one: str
+    other: str
+    length: int
+    causal: bool = False
+
+
+class Study(NamedTuple):
+    """The layers of a benchmark, and how they are measured and shown."""
+
+    place: str
+    """module:name of this study below scripts/"""
+    unit: str
+    """of the lengths, such as "tokens" """
     mechanisms: Mapping[str, Mechanism]
     inputs: Callable[[int], Tensor]
+    styles: Mapping[str, tuple[int, str]] = {}
+    """color and line of each curve"""
+    ratios: Sequence[Ratio] = ()
+    """shown below the tables"""
     passes: tuple[str, ...] = (TRAINING,)
     budget: float = 12.0
     """seconds of all turns of a mechanism"""
     clock: Callable[[], float] = time.process_time
     allocator: Mapping[str, str] = ALLOCATOR
-    """environment of the processes in which memory is measured"""
+    """environment of the processes that measure memory"""
+
+    def table(self, rows: Rows, which: str = TRAINING) -> str:
+        """Markdown: `cost_table`, and the ratios that were measured."""
+        text = cost_table(rows, self.unit, which)
+        lines = []
+        for own in self.ratios:
+            label = f"{own.quantity} of {own.one} / {own.other}, {own.length} {self.unit}"
+            if value := cost_ratio(rows, *own):
+                lines.append([label + ", causal" * own.causal, f"{value:.3g}"])
+        return f"{text}\n\n{markdown(['ratio', 'measured'], lines)}" if lines else text
+
+    def draw(self, png: Path, rows: Rows, limit: float = math.nan) -> None:
+        """Time and memory against the length, causal and not; a line at the limit, GB."""
+        rows = pick(rows, **{"pass": TRAINING}) or rows
+        kinds = names(rows, "causal")
+        with picture(png, figsize=(7.6, 4.2) if len(kinds) < 2 else (8.2, 6.6)) as figure:
+            grid = figure.subplots(len(kinds), 2, sharex=True, sharey="col", squeeze=False)
+            for line, causal in zip(grid, kinds, strict=True):
+                for axes, quantity in zip(line, ("seconds", "MiB"), strict=True):
+                    points = {name: curve(rows, name, quantity, causal) for name in self.styles}
+                    what = (
+                        "forward and backward, s" if quantity == "seconds" else "peak memory, MiB"
+                    )
+                    curves(axes, points, self.styles, ylabel=f"{what}{', causal' * causal}")
+                    sizes = names(rows, "length")
+                    axes.set_xticks(sizes, [str(n) for n in sizes], fontsize="small")
+                    axes.minorticks_off()
+                line[1].axhline(limit * 1e9 / 2**20, color="gray", linewidth=0.8)
+            for axes in grid[-1]:
+                axes.set_xlabel(self.unit)
+            legend(figure, grid[0, 0])
 
 
 def model_of(*files: str) -> dict[str, Any]:
-    """The options of the model in files of configurations, later files win."""
+    """Options of the model in files of configurations; later files win."""
     paths = [SCRIPTS.parent / "configs" / f"{file}.yaml" for file in files]
     read = [yaml.safe_load(path.read_text()) for path in paths]
     return {key: value for part in read for key, value in part.get("model", {}).items()}
 
 
 def one_pass(study: Study, name: str, causal: bool, length: int, which: str) -> Callable[[], None]:
-    """A function that makes one pass, and leaves no gradient behind."""
+    """A function that makes one pass and deletes the gradients."""
     torch.manual_seed(0)
-    with contextlib.redirect_stdout(sys.stderr):  # one of them prints
+    with contextlib.redirect_stdout(sys.stderr):  # some layers print
         layer = study.mechanisms[name].build(length, causal)
     back = which == TRAINING
     x = study.inputs(length).requires_grad_(back)
@@ -109,23 +147,24 @@ def one_pass(study: Study, name: str, causal: bool, length: int, which: str) -> 
 
 
 def resident(field: str) -> float:
-    """MiB of this process: VmRSS at present, VmHWM at most."""
+    """Resident memory of this process, MiB: now for VmRSS, at the peak for VmHWM."""
     found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     return int(found[1]) / 1024 if found else math.nan
 
 
 def growth(work: Callable[[], object]) -> float:
-    """MiB by which a call raises this process's resident memory at its peak."""
+    """Growth of this process's resident memory at the peak of a call, MiB."""
     Path("/proc/self/clear_refs").write_text("5")
     before = resident("VmRSS")
     work()
     return resident("VmHWM") - before
 
 
-def cost(module: str, name: str, causal: bool, length: int, which: str) -> dict[str, Any]:
-    """Peak MiB of one pass and of its process, and its seconds; or why there are none."""
+def cost(place: str, name: str, causal: bool, length: int, which: str) -> dict[str, Any]:
+    """Peak MiB of one pass and of its process, and its seconds; or a note about a failure."""
     torch.set_num_threads(1)
-    study: Study = import_module(module).STUDY
+    module, _, own = place.partition(":")
+    study: Study = getattr(import_module(module), own)
     try:
         one_pass(study, name, causal, 64, which)()
         work = one_pass(study, name, causal, length, which)
@@ -136,27 +175,24 @@ def cost(module: str, name: str, causal: bool, length: int, which: str) -> dict[
         return {"note": f"{type(error).__name__}: {error}".splitlines()[0]}
 
 
-def ask(module: str, key: Key, allocator: Mapping[str, str] = ALLOCATOR) -> dict[str, Any]:
-    """`cost` in a process of its own, a fork of one that has only imported the module."""
+def ask(place: str, key: Key, allocator: Mapping[str, str] = ALLOCATOR) -> dict[str, Any]:
+    """`cost` in its own process, a fork of one that has only imported the module."""
     if not os.access("/proc/self/clear_refs", os.W_OK):
         raise ValueError("peak memory is read from /proc/self/clear_refs, which only Linux has")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([module, *SLOW])
+    context.set_forkserver_preload([place.partition(":")[0], *SLOW])
     path = os.pathsep.join([str(SCRIPTS), *filter(None, [os.environ.get("PYTHONPATH")])])
-    before = dict(os.environ)
-    os.environ.update(allocator, PYTHONPATH=path)  # read when the first process of all starts
-    try:
-        with ProcessPoolExecutor(1, context) as pool:
-            return pool.submit(cost, module, *key).result()
-    except BrokenProcessPool:
-        return {"note": "the process was killed"}
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+    # the environment is read when the first process starts
+    with patch.dict(os.environ, {**allocator, "PYTHONPATH": path}):
+        try:
+            with ProcessPoolExecutor(1, context) as pool:
+                return pool.submit(cost, place, *key).result()
+        except BrokenProcessPool:
+            return {"note": "the process was killed"}
 
 
 def expected(costs: Costs, key: Key, quantity: str) -> float:
-    """Predicts the cost of a length from the two before, or in proportion to one."""
+    """Predicts the cost of a length from the two lengths before, or in proportion to one."""
     name, causal, length, which = key
     known = [
         (other[2], found[quantity])
@@ -178,9 +214,9 @@ def measure_layers(
     gigabytes: float = 6.0,
     passes: tuple[str, ...] = (),
 ) -> Rows:
-    """One row per mechanism, size and pass, with the seconds of every round; `passes` if given.
+    """One row per mechanism, size and pass, with the seconds of every round.
 
-    What would take more seconds or gigabytes, judged from the sizes before, is skipped.
+    A pass is skipped if the smaller sizes predict more than `seconds` or `gigabytes` for it.
     """
     chosen = choose(mechanisms, study.mechanisms)
     passes = choose(passes, PASSES, "pass") if passes else study.passes
@@ -196,19 +232,19 @@ def measure_layers(
                 needed = "would need about {:.1f} GB and {:.0f} s".format(*needs)
                 costs[key] = {"note": f"{SKIPPED}: {needed}"}
                 continue
-            costs[key] = found = ask(study.module, key, study.allocator)
+            costs[key] = found = ask(study.place, key, study.allocator)
             if "note" in found:
                 continue
             works[key] = work = one_pass(study, *key)
             most[key] = max(1, min(rounds, int(study.budget / found["seconds"])))
-            if most[key] == 1:  # no cold call, nor one in a fork, is comparable with the others
+            if most[key] == 1:  # warm up: a cold call takes longer than the others
                 work()
         spent.update(turns(works, most, study.clock))
     return [row(study, key, found, spent.get(key, [])) for key, found in costs.items()]
 
 
 def row(study: Study, key: Key, found: Mapping[str, Any], seconds: list[float]) -> Row:
-    """Rows of the CSV, with a note for skipped mechanisms."""
+    """A row of the CSV; the note says why a pass was skipped or failed."""
     columns = ("mechanism", "who", "causal", "length", "pass", "seconds", "peak_MiB", "process_MiB")
     memory = found.get("MiB"), found.get("process")
     cells = (key[0], study.mechanisms[key[0]].who, *key[1:], seconds, *memory)
@@ -219,7 +255,7 @@ def row(study: Study, key: Key, found: Mapping[str, Any], seconds: list[float]) 
 def curve(
     rows: Rows, name: str, quantity: str, causal: bool = False, which: str = TRAINING
 ) -> list[tuple[float, float]]:
-    """(length, median seconds or peak MiB) of a mechanism, without what was skipped."""
+    """(length, median seconds or peak MiB) of a mechanism, without skipped lengths."""
     return [
         (r["length"], statistics.median(r["seconds"]) if quantity == "seconds" else r["peak_MiB"])
         for r in rows
@@ -228,7 +264,7 @@ def curve(
 
 
 def cost_table(rows: Rows, unit: str, which: str = TRAINING) -> str:
-    """Markdown: time and memory of a pass at every size, exponents, and what was skipped.
+    """Markdown: time and memory of a pass at every size, exponents, and the skipped passes.
 
     Exponents are fitted to the longer half of the sizes.
     """
@@ -253,64 +289,52 @@ def cost_table(rows: Rows, unit: str, which: str = TRAINING) -> str:
     return "\n\n".join(filter(None, [*parts, "\n".join(skipped)]))
 
 
-def draw_costs(
-    png: Path, rows: Rows, unit: str, styles: Mapping[str, tuple[int, str]], limit: float = math.nan
-) -> None:
-    """Time and memory of training against the size, causal and not; a line at the limit, GB."""
-    rows = pick(rows, **{"pass": TRAINING}) or rows
-    kinds = names(rows, "causal")
-    with picture(png, figsize=(7.6, 4.2) if len(kinds) < 2 else (8.2, 6.6)) as figure:
-        grid = figure.subplots(len(kinds), 2, sharex=True, sharey="col", squeeze=False)
-        for line, causal in zip(grid, kinds, strict=True):
-            for axes, quantity in zip(line, ("seconds", "MiB"), strict=True):
-                points = {name: curve(rows, name, quantity, causal) for name in styles}
-                what = "forward and backward, s" if quantity == "seconds" else "peak memory, MiB"
-                curves(axes, points, styles, ylabel=f"{what}{', causal' * causal}")
-                sizes = names(rows, "length")
-                axes.set_xticks(sizes, [str(n) for n in sizes], fontsize="small")
-                axes.minorticks_off()
-            line[1].axhline(limit * 1e9 / 2**20, color="gray", linewidth=0.8)
-        for axes in grid[-1]:
-            axes.set_xlabel(unit)
-        legend(figure, grid[0, 0])
+def trained(rows: Rows, name: str, length: int, causal: bool = False, which: str = TRAINING) -> Row:
+    """The row of a mechanism and length; empty if it was not measured."""
+    labels = {"mechanism": name, "length": length, "causal": causal, "pass": which, "note": None}
+    return (pick(rows, **labels) or [{}])[0]
 
 
 def cost_ratio(
     rows: Rows, quantity: str, one: str, other: str, length: int, causal: bool = False
 ) -> float | None:
-    """Cost of training of a mechanism in units of another's; None unless both were measured."""
-    labels = {"length": length, "causal": causal, "pass": TRAINING, "note": None}
-    found = [pick(rows, mechanism=name, **labels) for name in (one, other)]
-    if not all(found):
+    """Time or memory of training with a mechanism, in units of another's; None if unmeasured."""
+    a, b = (trained(rows, name, length, causal) for name in (one, other))
+    if not a or not b:
         return None
-    a, b = (own[0] for own in found)
     if quantity == "time":
         return paired(a["seconds"], b["seconds"])
     return float(a["peak_MiB"] / b["peak_MiB"])
 
 
-def cost_promise(
-    quantity: str, one: str, other: str, size: tuple[int, str], causal: bool = False, **bound: float
-) -> Promise:
-    """A bound on the cost of one / other at a size, such as (8192, "tokens")."""
-    text = f"{quantity} of {one} / {other}, {size[0]} {size[1]}{', causal' * causal}"
-    return Promise(
-        text, lambda rows: cost_ratio(rows, quantity, one, other, size[0], causal), **bound
-    )
+def processes_table(rows: Rows, keys: Sequence[tuple[Any, ...]], unit: str) -> str:
+    """Markdown: peak memory of the whole process, GB, for keys (name, length, causal, pass)."""
+    lines = []
+    for name, length, causal, which in keys:
+        if found := trained(rows, name, length, causal, which):
+            gigabytes = found["process_MiB"] * 2**20 / 1e9
+            label = f"{name}, {length:,} {unit}{', causal' * causal}, {which}"
+            lines.append([label, f"{gigabytes:.3g}"])
+    return markdown(["process", "GB"], lines) if lines else ""
 
 
-class Step(nn.Module):
-    """Training steps of a task with Adam, on batches made of uniform numbers (1, length)."""
-
-    def __init__(self, task: Any, batch_of: Callable[[Tensor], tuple[Tensor, ...]]) -> None:
-        super().__init__()
-        self.task, self.batch_of = task, batch_of
-        self.adam = torch.optim.Adam(task.model.parameters())
-
-    def forward(self, draws: Tensor) -> Tensor:
-        self.task.loss(self.batch_of(draws.detach()), 0.0)[0].backward()
-        self.adam.step()
-        return draws.sum()
+def crystals(sizes: Sequence[int]) -> list[Data]:
+    """Atoms at random places of cubic cells, 12 Å^3 each, in float64."""
+    draw = torch.Generator().manual_seed(0)
+    numbers = torch.tensor([1, 6, 8, 29, 78])
+    made = []
+    for atoms in sizes:
+        side = (VOLUME * atoms) ** (1 / 3)
+        made.append(
+            Data(
+                pos=torch.rand(atoms, 3, generator=draw, dtype=torch.float64) * side,
+                atomic_numbers=numbers[torch.randint(5, (atoms,), generator=draw)],
+                tags=2 - torch.arange(atoms) % 2,  # adsorbate and surface in turn
+                cell=side * torch.eye(3, dtype=torch.float64)[None],
+                pbc=torch.ones(1, 3, dtype=torch.bool),
+            )
+        )
+    return made
 
 
 class AtomLayer(nn.Module):
@@ -341,7 +365,7 @@ class AtomLayer(nn.Module):
 
 
 class DenseBatch(nn.Module):
-    """A module of PyG over dense batches, called as its own models call it."""
+    """A module of PyG over dense batches, called as PyG's own models call it."""
 
     def __init__(self, attention: nn.Module) -> None:
         super().__init__()
@@ -356,7 +380,7 @@ class DenseBatch(nn.Module):
 
 
 def pyg_performer(dim: int, heads: int, features: int) -> nn.Module:
-    """PyTorch Geometric's with ReLU features; it fixes m = d log d, so m is set afterwards."""
+    """PyG's Performer with ReLU features. PyG fixes m = d log d; here m is changed afterwards."""
     from torch_geometric.nn.attention import PerformerAttention
     from torch_geometric.nn.attention.performer import orthogonal_matrix
 

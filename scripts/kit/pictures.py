@@ -1,7 +1,5 @@
 """Curves of rows in panels, in the colors of the package's pictures."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path

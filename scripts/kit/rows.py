@@ -1,13 +1,11 @@
-"""Rows of numbers: CSV, Markdown, statistics and what is promised of them."""
-
-from __future__ import annotations
+"""Rows of numbers: CSV, Markdown and statistics."""
 
 import csv
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -15,35 +13,8 @@ Row = dict[str, Any]
 Rows = list[Row]
 
 
-class Verdict(NamedTuple):
-    """Result of a promise."""
-
-    text: str
-    measured: str
-    bound: str
-    kept: bool
-
-
-class Promise(NamedTuple):
-    """A statement about the rows of a benchmark."""
-
-    text: str
-    value: Callable[[Rows], float | None]
-    """None where the rows do not have what it speaks of"""
-    most: float = math.inf
-    least: float = -math.inf
-
-    def verdict(self, rows: Rows) -> Verdict:
-        """True if it holds or was not measured."""
-        value = self.value(rows)
-        bound = f"≤ {self.most:g}" if self.most < math.inf else f"≥ {self.least:g}"
-        measured = "not measured" if value is None else f"{value:.3g}"
-        kept = value is None or self.least <= value <= self.most
-        return Verdict(self.text, measured, bound, kept)
-
-
 class Points:
-    """Samples of every point, kept under the point's labels."""
+    """Samples by the labels of their point."""
 
     def __init__(self) -> None:
         self.samples: dict[tuple[tuple[str, Any], ...], list[float]] = {}
@@ -54,7 +25,7 @@ class Points:
         self.samples.setdefault(tuple(labels.items()), []).extend(values)
 
     def rows(self) -> Rows:
-        """One row per point: labels, mean and standard deviation of its samples, their number."""
+        """One row per point: labels, mean, standard deviation and number of its samples."""
         return [
             {
                 **dict(labels),
@@ -67,7 +38,7 @@ class Points:
 
 
 def write_csv(path: Path, rows: Rows) -> None:
-    """Numbers with six digits, lists of them separated by blanks."""
+    """Writes numbers with six digits, and lists separated by spaces."""
 
     def cell(value: object) -> object:
         if isinstance(value, list):
@@ -82,7 +53,7 @@ def write_csv(path: Path, rows: Rows) -> None:
 
 
 def read_csv(path: Path) -> Rows:
-    """Rows with whole numbers, numbers and words; empty cells are None, `seconds` are lists."""
+    """Reads integers, numbers and words; empty cells are None, `seconds` are lists."""
 
     def value(key: str, text: str) -> Any:
         if key == "seconds":
@@ -99,7 +70,7 @@ def read_csv(path: Path) -> Rows:
 
 
 def markdown(head: Iterable[object], lines: Iterable[Iterable[object]]) -> str:
-    """A table; None is an empty cell."""
+    """A table; None makes an empty cell."""
     head = list(head)
     cells = [head, ["---"] * len(head), *lines]
     return "\n".join(
@@ -109,7 +80,7 @@ def markdown(head: Iterable[object], lines: Iterable[Iterable[object]]) -> str:
 
 
 def formatted(rows: Rows, columns: Mapping[str, str]) -> str:
-    """A table with a line per row: formats of its values by heading, such as "{mae_eV:.3f}"."""
+    """A table with a line per row; `columns` maps headings to formats such as "{mae_eV:.3f}"."""
     return markdown(columns, ([form.format(**row) for form in columns.values()] for row in rows))
 
 
@@ -119,12 +90,12 @@ def pick(rows: Rows, **labels: object) -> Rows:
 
 
 def names(rows: Rows, key: str) -> list[Any]:
-    """Values of a label, in the order of the rows."""
+    """Different values of a label, in the order of the rows."""
     return list(dict.fromkeys(row[key] for row in rows))
 
 
 def exponent(points: Sequence[tuple[float, float]]) -> float:
-    """Slope in the doubly logarithmic plane: cost ~ length^exponent; nan for a single point."""
+    """Slope of log y against log x; nan for a single point."""
     if len(points) < 2:
         return math.nan
     x, y = ([math.log(value) for value in axis] for axis in zip(*points, strict=True))
@@ -132,20 +103,30 @@ def exponent(points: Sequence[tuple[float, float]]) -> float:
 
 
 def upper_half(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The points of the longer half of the lengths, the middle one included, but at least two."""
+    """The points with the larger x, including the middle one; at least two."""
     return points[min(len(points) // 2, max(0, len(points) - 2)) :]
 
 
 def mean_sd(values: Sequence[float], digits: int) -> str:
-    """Mean and sample standard deviation, which a single value does not have."""
+    """Mean and sample standard deviation; a single value has none."""
     mean = f"{statistics.fmean(values):.{digits}f}"
     return mean if len(values) < 2 else f"{mean} ± {statistics.stdev(values):.{digits}f}"
 
 
 def choose(names: Sequence[str], known: Iterable[str], what: str = "mechanism") -> list[str]:
-    """The names, or all that are known if there are none; what they are names of."""
+    """The names, or all known ones if there are none. Raises ValueError for unknown names."""
     known = list(known)
     for name in names:
         if name not in known:
             raise ValueError(f"{what} {name!r} is unknown; expected some of {'; '.join(known)}")
     return list(names) or known
+
+
+def by_group(rows: Rows, kind: str, value: str, head: str) -> str:
+    """A table of the mean of a value, eV, with a line per group and a column per model."""
+    models, lines = names(rows, "model"), []
+    for group in sorted(names(rows, kind)):
+        own = pick(rows, **{kind: group})
+        means = [statistics.fmean(row[value] for row in pick(own, model=m)) for m in models]
+        lines.append([group, len(names(own, "name")), *(f"{mean:.3f}" for mean in means)])
+    return markdown([head, "systems", *(f"{model}, MAE, eV" for model in models)], lines)

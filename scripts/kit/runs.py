@@ -1,6 +1,4 @@
-"""Folders of trainings: notes that identify them, processes, predictions, rows one by one."""
-
-from __future__ import annotations
+"""Folders of training runs: their identity, processes, predictions, and rows one by one."""
 
 import csv
 import hashlib
@@ -37,14 +35,14 @@ def digest(path: Path) -> str:
 
 
 def on_data(job: Job, folder: Path) -> Job:
-    """A training on the stores of a folder, with their digests: they may be made again, changed."""
+    """Adds the stores of a folder and their digests to a job."""
     paths = sorted([*folder.glob("*.safetensors"), *folder.glob(SYSTEMS)])
     stores = {path.as_posix(): digest(path) for path in paths}
     return job | {"words": [*job["words"], f"--data.root={folder}"], "stores": stores}
 
 
 def expect_same(place: Path, was: Job, job: Job) -> None:
-    """Refuses what was made by another job; notes of earlier versions may lack a key."""
+    """Raises ValueError if a result belongs to another job; earlier versions may lack a key."""
     if other := [key for key in was if was[key] != job.get(key)]:
         raise ValueError(
             f"{place}: this was made with other {', '.join(other)}; choose another --out, or "
@@ -53,7 +51,7 @@ def expect_same(place: Path, was: Job, job: Job) -> None:
 
 
 def prepare(run: Path, job: Job) -> None:
-    """Notes the job in a new folder, or checks that the folder belongs to it."""
+    """Writes the job to a new folder, or checks that the folder belongs to it."""
     note = run / "job.json"
     if note.exists():
         expect_same(run, json.loads(note.read_text()), job)
@@ -62,7 +60,7 @@ def prepare(run: Path, job: Job) -> None:
 
 
 def run_logged(command: Sequence[str], log: Path, threads: int, text: str = "") -> None:
-    """Runs a process with so many threads and this input; raises the last line of its log."""
+    """Runs a process with an input; raises RuntimeError with the last line of its log."""
     environment = os.environ | dict.fromkeys(THREADS, str(threads))
     with open(log, "a") as file:
         done = subprocess.run(
@@ -74,7 +72,7 @@ def run_logged(command: Sequence[str], log: Path, threads: int, text: str = "") 
 
 
 def run_all(works: Collection[Callable[[], object]], at_once: int) -> bool:
-    """Runs works in threads, and says which failed; returns True if none did."""
+    """Calls functions in threads and prints their errors. Returns True if all succeed."""
     well = True
     with ThreadPoolExecutor(at_once) as pool:
         waiting = [pool.submit(work) for work in works]
@@ -90,7 +88,7 @@ def run_all(works: Collection[Callable[[], object]], at_once: int) -> bool:
 
 
 def begin_rows(path: Path) -> Rows:
-    """Rows of earlier starts, one in each line; takes a line that was cut off out of the file."""
+    """Rows of earlier starts, one per line; removes an incomplete line from the file."""
     text = path.read_text() if path.exists() else ""
     rows: Rows = []
     for line in text.splitlines():
@@ -106,7 +104,7 @@ def add_row(path: Path, row: Row) -> None:
 
 
 def read_energies(run: Path, split: str) -> dict[int, tuple[float, float]]:
-    """Predicted energy and label of the systems of a split, by sid, eV; NaN without a label."""
+    """Predicted energy and label of each system of a split, by sid, eV; NaN without a label."""
     with open(run / "predictions.csv", newline="", encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if row["split"] == split]
     found = ((row["sid"], row["energy_eV"], row["target_eV"] or "nan") for row in rows)
@@ -122,3 +120,9 @@ def errors_of_mean(runs: Sequence[Path], split: str) -> tuple[float, float] | No
     energy = np.array([[own[sid][0] for sid in systems] for own in found]).mean(axis=0)
     error = np.abs(energy - [found[0][sid][1] for sid in systems])
     return float(error.mean()), float(100 * (error < EWT_THRESHOLD).mean())
+
+
+def publish(path: Path, text: str) -> None:
+    """Writes a text to a file, and prints it."""
+    write_atomically(path, f"{text}\n".encode())
+    print(text)

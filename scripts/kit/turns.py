@@ -1,6 +1,4 @@
-"""Time: works take turns, round after round, so that a busy moment hits all."""
-
-from __future__ import annotations
+"""Times of functions that take turns, round after round; a busy moment affects all of them."""
 
 import statistics
 import time
@@ -15,7 +13,10 @@ def turns(
     rounds: int | Mapping[Key, int],
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[Key, list[float]]:
-    """Seconds of every round in which a work took part, after one that is not counted."""
+    """Seconds of each function in each of its rounds, after an uncounted round.
+
+    A function with a single round has no uncounted one.
+    """
     most = {key: rounds if isinstance(rounds, int) else rounds[key] for key in works}
     if any(count < 1 for count in most.values()):
         raise ValueError(f"rounds must be at least 1; got {min(most.values())}")
@@ -31,11 +32,6 @@ def turns(
     return times
 
 
-def medians(times: Mapping[Key, Sequence[float]]) -> dict[Key, float]:
-    """Median seconds of each."""
-    return {key: statistics.median(own) for key, own in times.items()}
-
-
 def paired(one: Sequence[float], other: Sequence[float]) -> float:
-    """Median over rounds of the ratio of two works' seconds in the same round."""
+    """Median over rounds of the ratio of two functions' seconds in the same round."""
     return statistics.median(a / b for a, b in zip(one, other, strict=False))

@@ -1,7 +1,5 @@
 """Command lines of scripts."""
 
-from __future__ import annotations
-
 import argparse
 import functools
 import sys
@@ -16,7 +14,7 @@ def described(text: str | None, prog: str | None = None) -> argparse.ArgumentPar
 
 
 def parsed(parser: argparse.ArgumentParser, words: list[str] | None) -> argparse.Namespace:
-    """Options of a script; what follows -- stays as it is, in `words`."""
+    """Options of a script; the words after -- are kept in `words`."""
     words = sys.argv[1:] if words is None else words
     cut = words.index("--") if "--" in words else len(words)
     options = parser.parse_args(words[:cut])
@@ -27,23 +25,23 @@ def parsed(parser: argparse.ArgumentParser, words: list[str] | None) -> argparse
 def trainings(
     parser: argparse.ArgumentParser, words: list[str] | None, seeds: Sequence[int] = ()
 ) -> argparse.Namespace:
-    """Options of a script that trains; without default seeds it has no such option."""
+    """Options of a script that trains; --seeds exists only if there are default seeds."""
     if seeds:
         parser.add_argument("--seeds", nargs="+", type=int, default=list(seeds))
-    parser.add_argument("--jobs", type=int, default=1, help="trainings at the same time")
-    parser.add_argument("--threads", type=int, default=1, help="of each training")
+    parser.add_argument("--jobs", type=int, default=1, help="simultaneous training runs")
+    parser.add_argument("--threads", type=int, default=1, help="threads of each training run")
     return parsed(parser, words)
 
 
 def guarded(main: Callable[..., int | None]) -> Callable[..., int]:
-    """The main function of a script: what is wrong with options or files is one line, status 2."""
+    """Decorates a main function: errors in options or files are one line, with status 2."""
 
     @functools.wraps(main)
     def run(words: list[str] | None = None) -> int:
         try:
             return main(words) or 0
         except KeyboardInterrupt:
-            print("interrupted; start again with the same options to go on", file=sys.stderr)
+            print("interrupted; repeat the command to continue", file=sys.stderr)
             return 130
         except (ValueError, OSError, ModuleNotFoundError) as error:
             missing = isinstance(error, OSError) and error.filename

@@ -1,15 +1,11 @@
-"""Adsorbates of H, C, N and O as they come down to a surface: shapes, and atoms that may bind."""
+"""Adsorbates of H, C, N and O: shapes, and atoms that may bind."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from ase import Atoms
-
-__all__ = ["ADSORBATES", "LARGE"]
+from ase import Atoms
+from ase.build import molecule
+from scipy.spatial.transform import Rotation
 
 
 class _Adsorbate(NamedTuple):
@@ -17,9 +13,9 @@ class _Adsorbate(NamedTuple):
 
     Attributes:
         whole: name in the collection.
-        anchors: ways to bind, each an atom of `whole`, two that come down side by side, or more
-            whose middle comes down.
-        without: atoms of `whole` that are taken away.
+        anchors: ways to bind: one atom of `whole`, two atoms parallel to the surface, or the center
+            of more atoms.
+        without: atoms of `whole` that are removed.
     """
 
     whole: str
@@ -66,7 +62,7 @@ ADSORBATES: dict[str, _Adsorbate] = {
     "OOH": _Adsorbate("H2O2", ((0,), (0, 1)), (2,)),
 }
 
-# Of the split val_large, chains and rings; the order fixes its systems.
+# Chains and rings of the split val_large; the order fixes its systems.
 LARGE: dict[str, _Adsorbate] = {
     "C3H4": _Adsorbate("C3H4_C3v", ((0, 1),)),
     "C3H6": _Adsorbate("C3H6_Cs", ((1, 0),)),
@@ -82,26 +78,20 @@ LARGE: dict[str, _Adsorbate] = {
 
 
 def _oriented(rng: np.random.Generator, name: str, tilt: float) -> Atoms:
-    """An adsorbate with its anchor at the origin and the rest above it, turned and tilted.
+    """An adsorbate with its anchor at the origin and the rest above it, rotated and tilted.
 
-    Args:
-        rng: draws the anchor, the turn about z, and the tilt.
-        name: a key of `ADSORBATES` or `LARGE`.
-        tilt: standard deviation of the angle to the surface's normal, degrees.
+    The tilt is the standard deviation of the angle to the surface's normal, degrees.
     """
-    from ase.build import molecule
-    from scipy.spatial.transform import Rotation
-
     entry = {**ADSORBATES, **LARGE}[name]
     anchor = list(entry.anchors[int(rng.integers(len(entry.anchors)))])
     atoms: Atoms = molecule(entry.whole)
     points = atoms.positions - atoms.positions[anchor].mean(axis=0)
     kept = [i for i in range(len(atoms)) if i not in entry.without]
     up = points[kept].mean(axis=0)
-    if np.linalg.norm(up) < 0.05:  # as much above as below: the normal of its plane
+    if np.linalg.norm(up) < 0.05:  # symmetric: use the normal of its plane
         up = np.linalg.svd(points)[2][-1]
     ends, starts = [np.array((0.0, 0.0, 1.0))], [up]
-    if len(anchor) == 2:  # its bond parallel to the surface counts most
+    if len(anchor) == 2:  # its bond is parallel to the surface
         bond = points[anchor[1]] - points[anchor[0]]
         across = up - bond * (up @ bond) / (bond @ bond)
         if np.linalg.norm(across) < 0.05:

@@ -1,40 +1,44 @@
-"""Potentials that adsorption systems can be made with: ASE calculators by name, and relaxation.
+"""ASE calculators by name, relaxation, and references of adsorption energies.
 
-A potential that another package brings is imported when it is asked for, and never otherwise.
+References are those of OC20, gas-phase H2, H2O, CO and N2, linear per element: E_H = E(H2) / 2,
+E_O = E(H2O) - E(H2), E_C = E(CO) - E_O, E_N = E(N2) / 2. The adsorption energy is E(slab with
+adsorbate) - E(relaxed slab) - sum over the adsorbate's atoms of E_element (Chanussot et al., ACS
+Catal. 11, 6059, 2021). A model can infer them from the composition.
 """
-
-from __future__ import annotations
 
 import contextlib
 import io
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from ase import Atoms
-    from ase.calculators.calculator import Calculator
+from ase import Atoms
+from ase.build import molecule
+from ase.calculators.calculator import Calculator
+from ase.calculators.emt import EMT
+from ase.calculators.singlepoint import SinglePointCalculator
+from ase.optimize import BFGS
 
-__all__ = ["CALCULATORS", "Potential", "Relaxation", "relax"]
+VACUUM = 8.0  # Å on each side of slabs and molecules; CHGNet sees 6 Å
 
 
 class Potential(NamedTuple):
     """An entry of `CALCULATORS`.
 
     Attributes:
-        build: makes its ASE calculator, of energies, forces and stress.
-        label: what the energies are, without versions, for cards and tables.
-        packages: distributions whose versions energies depend on; the first one brings it.
-        install: what to install where that is missing.
-        metals: those that it has parameters of; None for any.
-        max_step: how far BFGS moves an atom at once, Å; beyond 0.1 many EMT relaxations do not end,
-            and CHGNet's take 1.8 times the steps at 0.1 as at 0.2.
-        intact: whether molecules stay whole on most surfaces. With EMT three of four come apart
-            while they settle, and what they become is then what is relaxed.
+        build: makes its ASE calculator, with energies, forces and stress.
+        label: description of the energies, without versions, for cards and tables.
+        packages: distributions whose versions energies depend on; the first one contains it.
+        install: command that installs it.
+        metals: metals that it supports; None for all.
+        max_step: largest displacement in a step of BFGS, Å. With more than 0.1, many EMT
+            relaxations do not converge; CHGNet needs 1.8 times the steps with 0.1.
+        intact: True if molecules stay whole on most surfaces. With EMT, three of four dissociate
+            while they settle; the fragments are then relaxed.
     """
 
     build: Callable[[], Calculator]
@@ -46,7 +50,7 @@ class Potential(NamedTuple):
     intact: bool = True
 
     def describe(self) -> str:
-        """Label and versions: another version is another potential."""
+        """Label and versions of the packages."""
         module = self.packages[0]
         if find_spec(module) is None:
             raise ModuleNotFoundError(
@@ -65,20 +69,14 @@ class Relaxation(NamedTuple):
     frames: list[Atoms]
 
 
-def _emt() -> Calculator:
-    from ase.calculators.emt import EMT
-
-    return EMT()
-
-
-@cache  # its weights take a second to load
+@cache  # loading its weights takes a second
 def _chgnet() -> Calculator:
-    """CHGNet on one CPU core; stress, nearly half of the time, only where it is asked for."""
-    with contextlib.redirect_stdout(io.StringIO()):  # it tells where it runs
+    """CHGNet on one CPU core; stress, nearly half of the time, is computed on request only."""
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints the device
         module = import_module("chgnet.model.dynamics")
         calculator = module.CHGNetCalculator(use_device="cpu", on_isolated_atoms="ignore")
-    calculator.model.requires_grad_(False)  # or weights are in the graph of forces: a tenth slower
-    compute: Callable[..., None] = calculator.calculate
+    calculator.model.requires_grad_(False)  # a tenth faster
+    compute = calculator.calculate
 
     def calculate(
         atoms: Atoms | None = None,
@@ -87,7 +85,7 @@ def _chgnet() -> Calculator:
     ) -> None:
         task = "efs" if "stress" in properties else "ef"
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # of how it builds its own tensors
+            warnings.simplefilter("ignore", UserWarning)  # about how it builds its own tensors
             compute(atoms, list(properties), list(system_changes), task=task)
 
     calculator.calculate = calculate
@@ -96,7 +94,7 @@ def _chgnet() -> Calculator:
 
 CALCULATORS: dict[str, Potential] = {
     "emt": Potential(
-        _emt,
+        EMT,
         "ASE's effective-medium potential, not DFT",
         ("ase",),
         "pip install ase",
@@ -116,18 +114,10 @@ CALCULATORS: dict[str, Potential] = {
 def relax(
     atoms: Atoms, potential: str, tolerance: float, steps: int = 300, frames: bool = False
 ) -> Relaxation:
-    """Relax in place with BFGS.
+    """Relaxes in place with BFGS, to a tolerance in eV/Å or a number of steps.
 
-    Args:
-        atoms: the structure; constraints hold.
-        potential: a key of `CALCULATORS`.
-        tolerance: largest force on a free atom at the end, eV/Å.
-        steps: after which it has not converged.
-        frames: keep each structure on the way, with energy and forces.
+    With `frames`, each structure on the way is kept with energy and forces.
     """
-    from ase.calculators.singlepoint import SinglePointCalculator
-    from ase.optimize import BFGS
-
     entry = CALCULATORS[potential]
     atoms.calc = entry.build()
     before = float(atoms.get_potential_energy())
@@ -145,5 +135,40 @@ def relax(
         optimizer.attach(keep)
     converged = bool(optimizer.run(fmax=tolerance, steps=steps))
     after = float(atoms.get_potential_energy())
-    atoms.calc = None  # one calculator may serve many structures
+    atoms.calc = None  # a calculator may serve many structures
     return Relaxation(before, after, converged, kept)
+
+
+def molecule_energies(
+    potential: str, names: Sequence[str] = ("H2", "H2O", "CO", "N2"), tolerance: float = 0.01
+) -> dict[str, float]:
+    """Energies of gas-phase molecules, eV, relaxed to a tolerance in eV/Å."""
+    energies = {}
+    for name in names:
+        atoms = molecule(name, vacuum=VACUUM, pbc=True)  # learned potentials need a cell
+        relaxed = relax(atoms, potential, tolerance)
+        if not relaxed.converged:
+            raise ValueError(
+                f"calculator {potential}: gas-phase {name} does not relax; expected forces below "
+                f"{tolerance} eV/Å; take another calculator"
+            )
+        energies[name] = relaxed.after
+    return energies
+
+
+def linear_references(molecules: Mapping[str, float]) -> dict[str, float]:
+    """Energy of each element, eV, from those of H2, H2O, CO and N2."""
+    oxygen = molecules["H2O"] - molecules["H2"]
+    return {
+        "H": molecules["H2"] / 2,
+        "C": molecules["CO"] - oxygen,
+        "N": molecules["N2"] / 2,
+        "O": oxygen,
+    }
+
+
+def adsorption_energy(
+    total: float, slab: float, adsorbate: Iterable[str], references: Mapping[str, float]
+) -> float:
+    """E(slab with adsorbate) - E(slab) - the references of the adsorbate's elements, eV."""
+    return total - slab - sum(references[element] for element in adsorbate)

@@ -1,26 +1,25 @@
 """Slabs of metals and ordered alloys, four layers and 16 atoms each, and the sites on them."""
 
-from __future__ import annotations
-
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
-from making.calculators import CALCULATORS, relax
+from ase import Atoms
+from ase.build import bulk, make_supercell
+from ase.build import surface as cut
+from ase.constraints import FixAtoms
+from ase.filters import FrechetCellFilter
+from ase.optimize import BFGS
+from making.calculators import CALCULATORS, VACUUM, relax
+from scipy.spatial import Voronoi
 
 from molflt.atoms import Tag
 
-if TYPE_CHECKING:
-    from ase import Atoms
-
-__all__ = ["CATALYSTS"]
-
 _FORCE_TOLERANCE = 0.05  # eV/Å
-_VACUUM = 8.0  # Å on each side of the slab; potentials see 6 Å far
 _MAX_SHIFT = 1.0  # Å, of an atom of the clean slab from its place in the crystal
 
-# Metals, then alloys as lattice, metals in it. Of L1_2 the first one has three of four sites. The
-# order fixes systems: a change is another version of the generator.
+# Lattice and metals. In L1_2 the first metal has three of four sites. The order fixes systems: a
+# change needs a new version of the generator.
 CATALYSTS: dict[str, tuple[str, tuple[str, ...]]] = {
     **{
         metal: ("fcc", (metal,)) for metal in ("Ag", "Al", "Au", "Cu", "Ir", "Ni", "Pd", "Pt", "Rh")
@@ -53,9 +52,9 @@ class _Facet(NamedTuple):
 
     Attributes:
         name: Miller indices.
-        indices: the same as numbers.
+        indices: Miller indices as numbers.
         layers: periods of the cell along the normal.
-        repeat: of the cut along its two vectors.
+        repeat: repetitions of the cut along its two vectors.
         rotated: cut from the cell with vectors (1, 1, 0), (-1, 1, 0), (0, 0, 1).
     """
 
@@ -84,7 +83,7 @@ _FACETS = {
 
 
 class _Surface(NamedTuple):
-    """A clean slab to draw: ``upside_down`` has the other end of an alloy on top."""
+    """A clean slab; ``upside_down`` has the other end of an alloy on top."""
 
     catalyst: str
     facet: _Facet
@@ -104,13 +103,9 @@ def _draw_surface(rng: np.random.Generator, catalyst: str) -> _Surface:
 
 def _unrelaxed_cell(catalyst: str) -> Atoms:
     """Unit cell with the mean of the metals' experimental volumes."""
-    from ase import Atoms
-    from ase.build import bulk
-
     lattice, metals = CATALYSTS[catalyst]
     if len(metals) == 1:
-        cell: Atoms = bulk(metals[0], cubic=True) if lattice != "hcp" else bulk(metals[0])
-        return cell
+        return bulk(metals[0], cubic=True) if lattice != "hcp" else bulk(metals[0])
     one, other = metals
     symbols, places = {
         "L1_2": ([other, one, one, one], [(0, 0, 0), (0, 1, 1), (1, 0, 1), (1, 1, 0)]),
@@ -124,13 +119,10 @@ def _unrelaxed_cell(catalyst: str) -> Atoms:
 
 @cache
 def _unit_cell(potential: str, catalyst: str) -> Atoms:
-    """Unit cell at the potential's own lattice constants, so that a slab is not strained."""
-    from ase.filters import FrechetCellFilter
-    from ase.optimize import BFGS
-
+    """Unit cell with the potential's own lattice constants."""
     cell = _unrelaxed_cell(catalyst)
     cell.calc = CALCULATORS[potential].build()
-    optimizer = BFGS(cast("Atoms", FrechetCellFilter(cell)), logfile=None)
+    optimizer = BFGS(FrechetCellFilter(cell), logfile=None)
     if not optimizer.run(fmax=0.01, steps=200):
         raise ValueError(
             f"calculator {potential}: the crystal {catalyst} does not relax; expected forces and "
@@ -142,20 +134,16 @@ def _unit_cell(potential: str, catalyst: str) -> Atoms:
 
 def _cut(cell: Atoms, surface: _Surface) -> Atoms:
     """Unrelaxed slab; tags are OC20's (1 = the topmost quarter, 0 = below), lower half fixed."""
-    from ase.build import make_supercell
-    from ase.build import surface as cut
-    from ase.constraints import FixAtoms
-
     facet = surface.facet
     if facet.rotated:
         cell = make_supercell(cell, [[1, 1, 0], [-1, 1, 0], [0, 0, 1]])
     cell = cell.copy()
     cell.positions += 0.1 * cell.cell.array.sum(axis=0) / 4  # no atom on the border of a layer
-    slab = cut(cell, facet.indices, facet.layers, vacuum=_VACUUM, periodic=True)
+    slab = cut(cell, facet.indices, facet.layers, vacuum=VACUUM, periodic=True)
     slab = slab.repeat((*facet.repeat, 1))
     if surface.upside_down:
         slab.positions *= -1  # the lattice of a slab is its own mirror image
-        slab.center(vacuum=_VACUUM, axis=2)
+        slab.center(vacuum=VACUUM, axis=2)
     slab = slab[np.argsort(slab.positions[:, 2].round(3), kind="stable")]
     slab.wrap(pbc=(True, True, False))
     count = len(slab)
@@ -167,7 +155,7 @@ def _cut(cell: Atoms, surface: _Surface) -> Atoms:
 
 @cache
 def _relaxed_slab(potential: str, surface: _Surface) -> tuple[Atoms, float] | None:
-    """Clean slab and its energy in eV; None if it does not keep its shape. Copy it."""
+    """Clean slab and its energy, eV; None if it reconstructs. Copy it before changes."""
     slab = _cut(_unit_cell(potential, surface.catalyst), surface)
     start = slab.positions.copy()
     done = relax(slab, potential, _FORCE_TOLERANCE)
@@ -176,12 +164,10 @@ def _relaxed_slab(potential: str, surface: _Surface) -> tuple[Atoms, float] | No
 
 
 def _draw_site(rng: np.random.Generator, slab: Atoms) -> tuple[str, np.ndarray]:
-    """Kind of a site, and its place across the surface, (2,) Å.
+    """Kind of a site, and its place in the plane of the surface, (2,) Å.
 
-    Atoms of the top, midpoints of near ones, corners of their Voronoi cells; each kind as often.
+    Top atoms, midpoints of neighbors, or corners of their Voronoi cells, with equal probability.
     """
-    from scipy.spatial import Voronoi
-
     top = slab.positions[slab.get_tags() == Tag.SURFACE][:, :2]
     lattice = slab.cell.array[:2, :2]
     shifts = np.array([(i, j) for i in range(-2, 3) for j in range(-2, 3)]) @ lattice

@@ -1,22 +1,19 @@
 """One adsorption system: drawn, relaxed with a potential, checked.
 
-Every system is a real relaxation that anyone can repeat: a slab of a metal or an ordered alloy, an
-adsorbate upright on one of its sites, and a calculator of ``CALCULATORS``. None of these is
-density-functional theory.
-
-A system depends on (calculator, seed, split, index) and on nothing else, so the number of workers,
-an interruption or a larger ``train`` leave the systems of a split as they were.
+A system is a slab of a metal or an ordered alloy with an adsorbate upright on one of its sites,
+relaxed with a calculator of ``CALCULATORS``. It depends only on (calculator, seed, split, index):
+the number of workers, interruptions and a larger ``train`` do not change the systems of a split.
 """
 
-from __future__ import annotations
-
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from ase import Atoms
+from ase.constraints import FixAtoms
+from ase.data import covalent_radii
 from making.adsorbates import ADSORBATES, LARGE, _oriented
-from making.calculators import CALCULATORS, relax
-from making.references import adsorption_energy
+from making.calculators import CALCULATORS, adsorption_energy, relax
 from making.slabs import (
     _FORCE_TOLERANCE,
     CATALYSTS,
@@ -24,18 +21,19 @@ from making.slabs import (
     _draw_surface,
     _relaxed_slab,
 )
+from scipy.linalg import block_diag
+from scipy.sparse.csgraph import connected_components
+from torch_geometric.data import Data
 
 from molflt.atoms import Tag
+from molflt.data.structures.records import make_record
 
-if TYPE_CHECKING:
-    from ase import Atoms
-
-# Held out: what differs by one atom from others, and alloys whose metals occur in others.
+# Held out: adsorbates similar to others, and alloys whose metals occur in others.
 _OOD_ADSORBATES = ("CH2", "NH2", "C2H3", "CH2O", "CHOH", "HCN", "CH3CO")
 _OOD_CATALYSTS = ("Pd", "Cu3Pt", "NiPt", "AgAu", "Pt3Co", "CoAl", "FePd")
 _ADSORBATES = tuple(name for name in ADSORBATES if name not in _OOD_ADSORBATES)
 _CATALYSTS = tuple(name for name in CATALYSTS if name not in _OOD_CATALYSTS)
-# Per split: the adsorbates and the catalysts it draws from. The order fixes sids: append only.
+# Adsorbates and catalysts of each split. The order fixes sids: only append.
 _SPLITS = {
     "train": (_ADSORBATES, _CATALYSTS),
     "val_id": (_ADSORBATES, _CATALYSTS),
@@ -53,9 +51,8 @@ _TILT = 15.0  # degrees, standard deviation
 _JITTER = 0.2  # Å, standard deviation of each coordinate across the surface, around the site
 # Distance at the start, in units of the sum of the covalent radii.
 _CONTACT = (1.0, 1.2)
-# What a molecule comes to depends on fine details of its start. So the initial structure is taken
-# after the molecule has settled on the frozen slab, and is then rattled: what is left to a
-# relaxation follows from the structure that a model sees.
+# Where a molecule ends depends on fine details of its start. The initial structure is therefore
+# taken after the molecule has settled on the frozen slab, and is then rattled.
 _SETTLED = 0.1  # eV/Å
 _RATTLE = 0.1  # Å, standard deviation of each coordinate of the adsorbate
 _MAX_ENERGY = 10.0  # eV, relaxed
@@ -68,7 +65,7 @@ _MAX_ATTEMPTS = 50
 
 
 class _Plan(NamedTuple):
-    """Settings that all systems of a data set share; ``references`` are (element, eV)."""
+    """Settings of a data set; ``references`` are (element, eV)."""
 
     calculator: str
     seed: int
@@ -80,13 +77,13 @@ class _System(NamedTuple):
     """One accepted relaxation.
 
     Attributes:
-        fields: keyword arguments of :func:`molflt.data.structures.records.make_record`.
-        names: adsorbate, catalyst, facet and site, for tables of groups.
-        frames: of its relaxation, with total energies and forces, if they were asked for.
-        rejected: how many draws were refused before this one, per reason.
+        record: structure with its labels.
+        names: adsorbate, catalyst, facet and site.
+        frames: frames of the relaxation with total energies and forces, on request.
+        rejected: number of draws that were refused before, by reason.
     """
 
-    fields: dict[str, np.ndarray | float]
+    record: Data
     names: dict[str, str]
     frames: list[Atoms]
     rejected: dict[str, int]
@@ -94,7 +91,7 @@ class _System(NamedTuple):
 
 @cache
 def _catalysts(calculator: str, split: str) -> tuple[str, ...]:
-    """Those of a split of whose metals the calculator has parameters."""
+    """Catalysts of a split whose metals the calculator supports."""
     metals = CALCULATORS[calculator].metals
     return tuple(
         name
@@ -104,9 +101,7 @@ def _catalysts(calculator: str, split: str) -> tuple[str, ...]:
 
 
 def _place(rng: np.random.Generator, slab: Atoms, adsorbate: Atoms, site: np.ndarray) -> Atoms:
-    """Slab plus the adsorbate, whose origin is lowered over `site`, (2,) Å, to first contact."""
-    from ase.data import covalent_radii
-
+    """Slab plus the adsorbate, lowered over `site`, (2,) Å, to first contact."""
     points = adsorbate.positions.copy()
     points[:, :2] += site + rng.normal(scale=_JITTER, size=2)
     contact = rng.uniform(*_CONTACT) * np.add.outer(
@@ -132,9 +127,7 @@ def _place(rng: np.random.Generator, slab: Atoms, adsorbate: Atoms, site: np.nda
 
 
 def _settle(rng: np.random.Generator, system: Atoms, calculator: str) -> bool:
-    """Relax the adsorbate alone, then rattle it; returns whether it converged."""
-    from ase.constraints import FixAtoms
-
+    """Relaxes the adsorbate alone, then rattles it. Returns True if it converged."""
     mine = system.get_tags() == Tag.ADSORBATE
     constraints = system.constraints
     system.set_constraint(FixAtoms(mask=~mine))
@@ -145,21 +138,16 @@ def _settle(rng: np.random.Generator, system: Atoms, calculator: str) -> bool:
 
 
 def _bonds(adsorbate: Atoms) -> np.ndarray:
-    """Returns bonds, also to periodic images, (N, N) bool."""
-    from ase.data import covalent_radii
-
+    """Bonds, also to periodic images, (N, N) bool."""
     radii = covalent_radii[adsorbate.numbers]
     distances = adsorbate.get_all_distances(mic=bool(adsorbate.pbc.any()))
-    bonded: np.ndarray = distances < _BOND * np.add.outer(radii, radii)
-    return bonded
+    return distances < _BOND * np.add.outer(radii, radii)
 
 
 def _rejection(
     start: Atoms, relaxed: Atoms, bonds: np.ndarray, energies: tuple[float, float]
 ) -> str | None:
-    """Why this relaxation is drawn again, or None. ``bonds`` are those that have to be left."""
-    from scipy.sparse.csgraph import connected_components
-
+    """The reason to refuse a relaxation, or None; ``bonds`` are the expected ones."""
     before, after = energies
     slab = len(relaxed) - len(bonds)
     if not (abs(after) <= _MAX_ENERGY and abs(before) <= _MAX_START_ENERGY):  # also catches NaN
@@ -176,9 +164,7 @@ def _rejection(
 
 
 def _attempt(rng: np.random.Generator, plan: _Plan, split: str, sid: int) -> _System | str:
-    """One draw: the system, or the name of the rule that refused it."""
-    from scipy.linalg import block_diag
-
+    """One draw: the system, or the reason for its refusal."""
     known, catalysts = _SPLITS[split][0], _catalysts(plan.calculator, split)
     names = [known[int(rng.integers(len(known)))]]
     surface = _draw_surface(rng, catalysts[int(rng.integers(len(catalysts)))])
@@ -222,40 +208,31 @@ def _attempt(rng: np.random.Generator, plan: _Plan, split: str, sid: int) -> _Sy
         return reason
     fixed = np.zeros(len(system), dtype=bool)
     fixed[system.constraints[0].index] = True
-    fields = {
-        "pos": start.positions.astype(np.float32),
-        "pos_relaxed": system.positions.astype(np.float32),
-        "atomic_numbers": system.numbers.astype(np.int64),
-        "tags": system.get_tags().astype(np.int64),
-        "fixed": fixed,
-        "cell": system.cell.array.astype(np.float32).reshape(1, 3, 3),
-        "pbc": np.ones((1, 3), dtype=bool),
-        "sid": sid,
-        "y_init": y_init,
-        "y_relaxed": y_relaxed,
-    }
+    record = make_record(
+        pos=start.positions,
+        pos_relaxed=system.positions,
+        atomic_numbers=system.numbers,
+        tags=system.get_tags(),
+        fixed=fixed,
+        cell=system.cell.array,
+        pbc=np.ones(3, dtype=bool),
+        sid=sid,
+        y_init=y_init,
+        y_relaxed=y_relaxed,
+    )
     catalyst, facet = surface.catalyst, surface.name
     words = {"adsorbate": " ".join(names), "catalyst": catalyst, "facet": facet, "site": site}
-    return _System(fields, words, done.frames, {})
+    return _System(record, words, done.frames, {})
 
 
 def _relax_system(plan: _Plan, split: str, index: int) -> _System:
-    """Draw and relax one system.
+    """Draws and relaxes the system with an index in a split.
 
-    A draw is refused, and the next one of the same (seed, split, index) taken, when the clean slab
-    does not keep its shape ("slab"); when settling or relaxing takes more than 300 steps of BFGS
-    ("not_converged"); when |y_relaxed| > 10 eV or |y_init| > 20 eV ("energy"); when the adsorbate
-    has lost or made a bond ("bonds"; since it settled, where the calculator leaves few molecules
-    whole), ends more than 4 Å from the slab ("desorbed"), or moves an atom of the slab by more
-    than 1 Å ("reconstructed").
-
-    Args:
-        plan: calculator, seed and references.
-        split: a key of ``_SPLITS``.
-        index: number of the system in its split, from 0.
-
-    Returns:
-        The system, with the number of refused draws per reason.
+    A draw is refused, and the next one of the same (seed, split, index) is taken, if the clean slab
+    reconstructs ("slab"); if settling or relaxing takes more than 300 steps of BFGS
+    ("not_converged"); if |y_relaxed| > 10 eV or |y_init| > 20 eV ("energy"); if the adsorbate loses
+    or makes a bond ("bonds"; with EMT, after it has settled), ends more than 4 Å from the slab
+    ("desorbed"), or moves an atom of the slab by more than 1 Å ("reconstructed").
     """
     number = list(_SPLITS).index(split)
     rejected = dict.fromkeys(_REJECTIONS, 0)

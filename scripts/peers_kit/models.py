@@ -1,14 +1,12 @@
-"""Compared models: names, builders and learning rates."""
-
-from __future__ import annotations
+"""Names, classes and learning rates of the compared models."""
 
 import os
-from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from compare import name_of, words_of
+
+from peers_kit import nets, ridge
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RECOMMENDED = "molflt"  # the form of --config
@@ -18,35 +16,26 @@ OURS = {
 
 
 class Net(NamedTuple):
-    """A peer that is trained by gradients."""
+    """A peer that is trained with gradients; batch size None: that of the configuration."""
 
-    make: str
-    """module:class"""
+    make: type[nets.Peer]
     lr: float
-    """usual one"""
     batch_size: int | None = None
-    """None: that of the configuration"""
 
 
 NETS = {
-    "schnet": Net("peers_kit.nets:PeriodicSchNet", 5e-4),
-    "dimenet++": Net("peers_kit.nets:PeriodicDimeNet", 1e-3, batch_size=8),
-    "visnet": Net("peers_kit.nets:PeriodicViSNet", 4e-4),
-    "painn": Net("peers_kit.nets:PeriodicPaiNN", 5e-4),
+    "schnet": Net(nets.PeriodicSchNet, 5e-4),
+    "dimenet++": Net(nets.PeriodicDimeNet, 1e-3, batch_size=8),
+    "visnet": Net(nets.PeriodicViSNet, 4e-4),
+    "painn": Net(nets.PeriodicPaiNN, 5e-4),
 }
-FITS = {"kernel-ridge": "peers_kit.ridge:KernelRidge", "median": "peers_kit.ridge:Median"}
+FITS = {"kernel-ridge": ridge.KernelRidge, "median": ridge.Median}
 MODELS = (RECOMMENDED, *OURS, *NETS, *FITS)
 TRIED = (1 / 3, 1.0, 3.0)  # learning rates, in units of the usual one
 
 
-def load(place: str) -> Callable[..., Any]:
-    """The class at module:class."""
-    module, _, name = place.partition(":")
-    return getattr(import_module(module), name)
-
-
 def title(model: str) -> str:
-    """Checks the name of a model: one of `MODELS`, or a variant FILE.yaml[,key=value]."""
+    """The name of a model: one of `MODELS`, or that of a variant FILE.yaml[,key=value]."""
     if model in MODELS:
         return model
     if not model.partition(",")[0].endswith(".yaml"):
@@ -58,8 +47,8 @@ def title(model: str) -> str:
 
 
 def variant_words(model: str) -> list[str]:
-    """Options of `molflt train` that make a model of ours what it is; none for others."""
+    """Options of `molflt train` that define a model of molflt; none for other models."""
     if model in OURS:
-        # relative, so that results can be gone on with in another clone
+        # relative paths, to continue results in another clone
         return words_of(os.path.relpath(REPOSITORY / OURS[model]))
     return [] if model in MODELS else words_of(model)

@@ -1,13 +1,10 @@
-"""SchNet, DimeNet++ and ViSNet of PyG, and PaiNN, with the images of periodic cells as edges.
+"""SchNet, DimeNet++ and ViSNet of PyG, and PaiNN, with edges to periodic images.
 
-PyG's own radius graphs need torch_cluster and know no cells. Here all edges come from
-`molflt.graph.PBCRadiusGraph`: every image within the cutoff is an edge, and there is no cap on
-their number. Each net gets a learned vector per tag, 0 at the start, added to that of the element,
-and starts from the mean energy, as DimeNet++ does by itself: sums over all atoms of what SchNet or
-ViSNet start from are far off, and a small budget would go into that.
+PyG's own radius graphs need torch_cluster and ignore cells. Here `molflt.graph.PBCRadiusGraph`
+makes an edge for every image within the cutoff. Each net has a learned vector per tag, initially 0,
+which is added to the vector of the element. Its initial energy is the mean energy; DimeNet++ starts
+there by itself, and the others would spend a small budget on it.
 """
-
-from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
@@ -28,13 +25,13 @@ _EPS = 1e-8  # under the root of a norm, whose gradient is not finite at 0
 
 
 class TaggedEmbedding(nn.Module):
-    """A vector per element, and one per tag that is 0 at the start; read by codes of `codes_of`."""
+    """A vector per element plus one per tag, which is initially 0; takes codes of `codes_of`."""
 
     def __init__(self, element: nn.Embedding) -> None:
         super().__init__()
         self.element = nn.Embedding(_ELEMENTS, element.embedding_dim)
         spread = float(element.weight.detach().abs().max())
-        if spread == 0:  # such as references of elements, which start from nothing
+        if spread == 0:  # references of elements
             nn.init.zeros_(self.element.weight)
         else:
             nn.init.normal_(self.element.weight, std=float(element.weight.detach().std()))
@@ -52,15 +49,15 @@ def codes_of(batch: Data) -> Tensor:
 
 
 class Peer(nn.Module, ABC):
-    """Wrapper for `molflt.tasks.is2re.IS2RETask`: energies of a batch, normalized inside.
+    """Base class with the interface that `molflt.tasks.is2re.IS2RETask` needs.
 
     Args:
-        cutoff: Å; all pairs within it are edges.
+        cutoff: largest length of an edge, Å.
 
     Attributes:
-        energy_mean, energy_std: eV, buffers that turn the normalized output into eV.
-        element_energies: (119,) eV, buffer: what each atom adds to that, as in `EnergyRegressor`.
-        subsurface: False leaves out atoms with tag 0, as `molflt.graph.EnergyRegressor` does.
+        energy_mean, energy_std: buffers, eV, that convert the normalized output.
+        element_energies: (119,) buffer, eV, added for each atom, as in `EnergyRegressor`.
+        subsurface: False leaves out atoms with tag 0, as in `molflt.graph.EnergyRegressor`.
     """
 
     energy_mean: Tensor
@@ -90,33 +87,26 @@ class Peer(nn.Module, ABC):
 
     @abstractmethod
     def atomic(self, codes: Tensor, edges: Data) -> Tensor:
-        """Energy of each atom, (atoms,), of codes (atoms,) and of what `PBCRadiusGraph` sets."""
+        """Energy of each atom, (atoms,), from codes (atoms,) and the edges of `PBCRadiusGraph`."""
 
 
 def _one_each(codes: Tensor) -> Tensor:
-    """Graph of each atom where each is its own: what sums over graphs then returns atoms."""
+    """A graph per atom: sums over graphs then return atomic values."""
     return torch.arange(len(codes), device=codes.device)
 
 
 def _given(edges: tuple[Tensor, ...], *_: object) -> tuple[Tensor, ...]:
-    """In place of a search: the nets hand on as positions what they were given."""
+    """Replaces the search for neighbors: the nets pass the edges in place of positions."""
     return edges
 
 
 class PeriodicSchNet(Peer):
     """SchNet (arXiv:1706.08566), in the size of OC20's IS2RE baseline (arXiv:2010.09990)."""
 
-    def __init__(
-        self,
-        hidden_channels: int = 384,
-        num_filters: int = 128,
-        num_interactions: int = 4,
-        num_gaussians: int = 100,
-        cutoff: float = 6.0,
-    ) -> None:
+    def __init__(self, cutoff: float = 6.0, **sizes: int) -> None:
         super().__init__(cutoff)
-        sizes = (hidden_channels, num_filters, num_interactions, num_gaussians, cutoff)
-        self.net = SchNet(*sizes, interaction_graph=_given)
+        sizes = {"hidden_channels": 384, "num_interactions": 4, "num_gaussians": 100, **sizes}
+        self.net = SchNet(cutoff=cutoff, interaction_graph=_given, **sizes)
         self.net.embedding = TaggedEmbedding(self.net.embedding)
         nn.init.zeros_(self.net.lin2.weight)
 
@@ -127,28 +117,11 @@ class PeriodicSchNet(Peer):
 class PeriodicDimeNet(Peer):
     """DimeNet++ (arXiv:2011.14115), in the size of the paper."""
 
-    def __init__(
-        self,
-        hidden_channels: int = 128,
-        num_blocks: int = 4,
-        int_emb_size: int = 64,
-        out_emb_channels: int = 256,
-        num_spherical: int = 7,
-        num_radial: int = 6,
-        cutoff: float = 5.0,
-    ) -> None:
+    def __init__(self, cutoff: float = 5.0, **sizes: int) -> None:
         super().__init__(cutoff)
-        self.net = DimeNetPlusPlus(
-            hidden_channels,
-            1,
-            num_blocks,
-            int_emb_size,
-            basis_emb_size=8,
-            out_emb_channels=out_emb_channels,
-            num_spherical=num_spherical,
-            num_radial=num_radial,
-            cutoff=cutoff,
-        )
+        usual = {"hidden_channels": 128, "num_blocks": 4, "int_emb_size": 64, "basis_emb_size": 8}
+        usual |= {"out_emb_channels": 256, "num_spherical": 7, "num_radial": 6}
+        self.net = DimeNetPlusPlus(out_channels=1, cutoff=cutoff, **{**usual, **sizes})
         self.net.emb.emb = TaggedEmbedding(self.net.emb.emb)
 
     def atomic(self, codes: Tensor, edges: Data) -> Tensor:
@@ -167,17 +140,10 @@ class PeriodicDimeNet(Peer):
 
 
 def triplets(edge_index: Tensor, shift: Tensor, atoms: int) -> tuple[Tensor, Tensor]:
-    """Pairs of edges k -> j, j -> i, of which k is not the very i, though it may be its image.
+    """Pairs of edges k -> j, j -> i, where k may be an image of i but not i itself.
 
-    PyG's function drops all with k = i, images too.
-
-    Args:
-        edge_index: (2, edges), sources and targets, the latter ascending.
-        shift: (edges, 3), cell of the source.
-        atoms: their number.
-
-    Returns:
-        Edges k -> j and edges j -> i, (triplets,) each.
+    PyG's function also drops images. Edges are (2, edges), sources and ascending targets; `shift`
+    is the cell of the source, (edges, 3).
     """
     source, target = edge_index
     degree = torch.bincount(target, minlength=atoms)
@@ -207,8 +173,8 @@ class PeriodicViSNet(Peer):
         nn.init.zeros_(self.net.output_model.output_network[-1].update_net[-1].weight)
 
     def atomic(self, codes: Tensor, edges: Data) -> Tensor:
-        # ViSNet has an edge of length 0 from each atom to itself; and it makes unit vectors only
-        # of edges between two atoms, not of those to an image, so all come as such.
+        # ViSNet has an edge of length 0 from each atom to itself. It normalizes only vectors
+        # between different atoms, not those to the atom's own images; all are normalized here.
         own, zero = _one_each(codes), edges.edge_weight.new_zeros(len(codes))
         index = torch.cat((edges.edge_index, own.expand(2, -1)), dim=1)
         distance = torch.cat((edges.edge_weight, zero))
@@ -224,7 +190,7 @@ class _Given(nn.Module):
 
 
 class _NearEmbedding(NeighborEmbedding):
-    """With images of the atom itself, which PyG takes for its edge of length 0."""
+    """Includes images of the atom itself, which PyG takes for its edge of length 0."""
 
     def forward(
         self, z: Tensor, x: Tensor, edge_index: Tensor, edge_weight: Tensor, edge_attr: Tensor
@@ -237,7 +203,7 @@ class _NearEmbedding(NeighborEmbedding):
 
 
 class PeriodicPaiNN(Peer):
-    """PaiNN (arXiv:2102.03150), written here: schnetpack wants another release of torch."""
+    """PaiNN (arXiv:2102.03150); PyG does not have it."""
 
     def __init__(
         self, features: int = 128, layers: int = 3, num_basis: int = 20, cutoff: float = 5.0
@@ -298,7 +264,7 @@ class _Message(nn.Module):
 
 
 class _Update(nn.Module):
-    """Equations 9 and 10: each atom's scalars and vectors among themselves."""
+    """Equations 9 and 10: scalars and vectors within each atom."""
 
     def __init__(self, features: int) -> None:
         super().__init__()

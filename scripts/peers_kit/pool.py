@@ -1,6 +1,4 @@
-"""List of jobs; runs unfinished ones in separate processes."""
-
-from __future__ import annotations
+"""List of jobs; unfinished ones run in separate processes."""
 
 import json
 import sys
@@ -17,14 +15,14 @@ from peers_kit.jobs import Job, config_of
 from peers_kit.models import FITS, TRIED, title, variant_words
 
 SCRIPT = Path(__file__).resolve().parents[1] / "peers.py"
-TUNING_SEED = 99  # of no training that is compared
+TUNING_SEED = 99  # differs from the seeds that are compared
 
 Jobs = dict[Path, Job]
 _digest = cache(digest)
 
 
 def splits_of(data: Path) -> list[str]:
-    """Names of the splits beside train, val_id first."""
+    """Names of all splits but train, val_id first."""
     stems = sorted(path.stem for path in data.glob("*.safetensors"))
     others = [stem for stem in stems if stem.startswith(("val", "test"))]
     if "train" not in stems or not others:
@@ -36,9 +34,14 @@ def splits_of(data: Path) -> list[str]:
     return known + [split for split in others if split not in known]
 
 
+def words_of_job(options: Namespace, model: str) -> list[str]:
+    """Options of `molflt train` for a model."""
+    return ["--config", str(options.config), *variant_words(model), *options.words]
+
+
 def job_of(options: Namespace, model: str, seed: int, fraction: float, lr: float | None) -> Job:
-    """The job of a model: everything that its result depends on."""
-    words = ["--config", str(options.config), *variant_words(model), *options.words]
+    """The job of a model: everything that its result depends on; lr None is the usual one."""
+    words = words_of_job(options, model)
     splits = splits_of(options.data)
     # --config FILE, or --config=FILE
     named = (word for word in words if word.endswith((".yaml", ".yml")))
@@ -59,7 +62,7 @@ def job_of(options: Namespace, model: str, seed: int, fraction: float, lr: float
 
 
 def comparison(options: Namespace, rates: Mapping[str, float | None]) -> Jobs:
-    """Jobs by the file of their result; seeds outermost, so that an early stop has all models."""
+    """Jobs by the file of their result; the first seed of all models comes first."""
     folder = options.out / "jobs"
     return {
         folder / f"{title(model)}_{options.minutes:g}min_{fraction:g}_seed{seed}.json": job_of(
@@ -72,15 +75,13 @@ def comparison(options: Namespace, rates: Mapping[str, float | None]) -> Jobs:
 
 
 def tuning(options: Namespace) -> dict[str, Jobs]:
-    """Short jobs by model, one per learning rate; only the curve's split is predicted."""
+    """Short jobs by model, one per learning rate; they predict the first split only."""
     found: dict[str, Jobs] = {}
     for model in options.models:
         name = title(model)
-        if name in FITS:
-            continue
-        words = ["--config", str(options.config), *variant_words(model), *options.words]
-        usual = config_of(name, words)["task"]["lr"]
-        found[name] = dict(_trial(options, model, factor * usual) for factor in TRIED)
+        if name not in FITS:
+            usual = config_of(name, words_of_job(options, model))["task"]["lr"]
+            found[name] = dict(_trial(options, model, factor * usual) for factor in TRIED)
     return found
 
 
@@ -93,7 +94,7 @@ def _trial(options: Namespace, model: str, rate: float) -> tuple[Path, Job]:
 
 
 def widen(options: Namespace, trials: dict[str, Jobs]) -> bool:
-    """Adds a rate beyond the best one where that is the largest or smallest; whether any was."""
+    """Adds a rate next to the best one if it is the largest or smallest. Returns True if any."""
     before = sum(map(len, trials.values()))
     for model in options.models:
         jobs = trials.get(title(model), {})
@@ -104,7 +105,7 @@ def widen(options: Namespace, trials: dict[str, Jobs]) -> bool:
 
 
 def best_rate(jobs: Jobs) -> float | None:
-    """The learning rate with the smallest error; None if none has one."""
+    """The learning rate with the smallest error; None if all diverged."""
     errors = {}
     for path, job in jobs.items():
         error = read(path)["splits"][job["splits"][0]]["mae_eV"] if path.exists() else None
@@ -115,12 +116,11 @@ def best_rate(jobs: Jobs) -> float | None:
 
 def read(path: Path) -> dict[str, Any]:
     """The result of a job."""
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
+    return json.loads(path.read_text())
 
 
 def run(jobs: Jobs, workers: int) -> bool:
-    """Runs jobs that have no result; refuses results of others. Returns True if all went well."""
+    """Runs jobs without a result; refuses results of other jobs. Returns True if all succeed."""
     for path, job in jobs.items():
         if path.exists():
             expect_same(path, read(path)["job"], job)
@@ -129,7 +129,7 @@ def run(jobs: Jobs, workers: int) -> bool:
 
 
 def _work(path: Path, job: Job) -> None:
-    """One job in a process with one thread."""
+    """Runs a job in a process with one thread."""
     log = path.parents[1] / "logs" / f"{path.stem}.txt"
     for folder in (path.parent, log.parent):
         folder.mkdir(parents=True, exist_ok=True)

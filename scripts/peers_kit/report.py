@@ -1,6 +1,4 @@
-"""Results of jobs as rows, a table and pictures."""
-
-from __future__ import annotations
+"""Results of jobs as rows, tables and pictures."""
 
 import csv
 import statistics
@@ -20,29 +18,19 @@ from molflt.evaluation.predictions import open_structures
 from molflt.metrics import EWT_THRESHOLD
 from molflt.plots.figure import GREY, SERIES, picture, plain_numbers
 from peers_kit.models import FITS
-from peers_kit.pool import Jobs, read
 
 Results = Sequence[Mapping[str, Any]]
+Curves = dict[str, list[tuple[float, float]]]
 _Array = NDArray[np.float64]
-_Groups = list[NDArray[np.int64]]
-
-
-def results_of(jobs: Jobs) -> Results:
-    """Results of all finished jobs."""
-    return [read(path) for path in jobs if path.exists()]
 
 
 def rows_of(results: Results) -> Rows:
     """One row per job and split."""
     return [
         {
-            "model": result["job"]["model"],
-            "fraction": result["job"]["fraction"],
-            "seed": result["job"]["seed"],
+            **{key: result["job"][key] for key in ("model", "fraction", "seed")},
             "split": split,
-            "mae_eV": found["mae_eV"],
-            "ewt_percent": found["ewt_percent"],
-            "n": found["n"],
+            **{key: found[key] for key in ("mae_eV", "ewt_percent", "n")},
             "parameters": result["parameters"],
             "lr": result["chosen"].get("lr"),
             "steps": result["steps"],
@@ -77,12 +65,11 @@ def _line(own: Rows, splits: Sequence[str], tried: int) -> list[object]:
     """Results of one model."""
     first, jobs = own[0], pick(own, split=splits[0])
     steps = [row["steps"] for row in jobs if row["steps"] is not None]
-    rate = "–" if first["lr"] is None else f"{first['lr']:g} ({tried})"
     return [
         first["model"],
         len(jobs),
         "–" if first["parameters"] is None else f"{first['parameters']:,}",
-        rate,
+        "–" if first["lr"] is None else f"{first['lr']:g} ({tried})",
         f"{statistics.fmean(steps):,.0f}" if steps else "–",
         f"{statistics.fmean(row['cpu_minutes'] for row in jobs):.2f}",
         f"{statistics.fmean(row['peak_memory_MB'] for row in jobs):,.0f}",
@@ -92,7 +79,7 @@ def _line(own: Rows, splits: Sequence[str], tried: int) -> list[object]:
 
 
 def _cell(rows: Rows, measure: str, digits: int) -> str:
-    """Nothing if it is missing for one seed: a mean of the others would mislead."""
+    """Mean and spread; a dash if one seed has no value, to avoid a misleading mean."""
     found = [row[measure] for row in rows]
     return "–" if None in found else mean_sd(found, digits)
 
@@ -103,11 +90,7 @@ def _mean(rows: Rows, model: str, split: str) -> float:
 
 
 def write(
-    out: Path,
-    results: Results,
-    tried: Mapping[str, int],
-    against: str | None = None,
-    alike: Sequence[str] = (),
+    out: Path, results: Results, tried: Mapping[str, int], against: str | None, alike: Sequence[str]
 ) -> str:
     """Writes comparison.csv, .md and the pictures; returns the table."""
     rows = rows_of(results)
@@ -117,46 +100,45 @@ def write(
         text += "\n\n" + differences(results, against, alike)
     (out / "comparison.md").write_text(f"{text}\n")
     split = names(rows, "split")[0]
-    draw_time(out / "error-cpu.png", results, split)
+    points, median = error_by_time(whole(results))
+    _draw(out / "error-cpu.png", points, "CPU time of training / minutes", split, median)
     if len(names(rows, "fraction")) > 1:
-        draw_size(out / "error-size.png", rows, split)
+        points = error_by_size(rows, split)
+        _draw(out / "error-size.png", points, "share of the training set", split)
     return text
 
 
-def draw_time(png: Path, results: Results, split: str) -> None:
-    """Mean error over seeds against CPU time, of the largest share of the training set.
-
-    What is not trained step by step has one point; the median is a line across. A model that has
-    diverged with one seed has no line, as it has no mean in the table.
-    """
+def whole(results: Results) -> Results:
+    """Results with the largest share of the training set."""
     most = max(result["job"]["fraction"] for result in results)
-    own = [result for result in results if result["job"]["fraction"] == most]
-    diverged = {result["job"]["model"] for result in own if not result["curve"]}
-    own = [result for result in own if result["job"]["model"] not in diverged]
-    points: dict[str, list[tuple[float, float]]] = {}
-    for model in dict.fromkeys(result["job"]["model"] for result in own):
-        found = [result["curve"] for result in own if result["job"]["model"] == model]
-        # as many points as the shortest curve: slow models may jump over one
-        points[model] = [
-            (
-                statistics.fmean(point["cpu_seconds"] for point in same) / 60,
-                statistics.fmean(point["mae_eV"] for point in same),
-            )
-            for same in zip(*found, strict=False)
-        ]
+    return [result for result in results if result["job"]["fraction"] == most]
+
+
+def error_by_time(results: Results) -> tuple[Curves, float | None]:
+    """Mean error over seeds against CPU minutes, by model; and the error of the median.
+
+    A model that diverged with one seed has no curve. Curves of several seeds have the length of the
+    shortest, because slow models may skip points.
+    """
+    diverged = {result["job"]["model"] for result in results if not result["curve"]}
+    points: Curves = {}
+    for model in dict.fromkeys(result["job"]["model"] for result in results):
+        if model not in diverged:
+            found = [result["curve"] for result in results if result["job"]["model"] == model]
+            points[model] = [
+                (
+                    statistics.fmean(point["cpu_seconds"] for point in same) / 60,
+                    statistics.fmean(point["mae_eV"] for point in same),
+                )
+                for same in zip(*found, strict=False)
+            ]
     median = points.pop("median", None)
-    with picture(png, figsize=(7.2, 4.8)) as figure:
-        axes = figure.subplots()
-        labels = {"xlabel": "CPU time of training / minutes", "ylabel": f"{split} MAE / eV"}
-        _draw(axes, points, labels)
-        if median:
-            axes.axhline(median[0][1], color=GREY, linestyle=":", label="median")
-        legend(figure, axes)
+    return points, median[0][1] if median else None
 
 
-def draw_size(png: Path, rows: Rows, split: str) -> None:
-    """Mean error over seeds against the share of the training set."""
-    points: dict[str, list[tuple[float, float]]] = {}
+def error_by_size(rows: Rows, split: str) -> Curves:
+    """Mean error over seeds against the share of the training set, by model."""
+    points: Curves = {}
     for model in names(rows, "model"):
         own = pick(rows, model=model, split=split)
         means = [
@@ -164,36 +146,33 @@ def draw_size(png: Path, rows: Rows, split: str) -> None:
             for share in sorted(names(own, "fraction"))
         ]
         points[model] = [point for point in means if point[1] < float("inf")]
+    return points
+
+
+def _draw(png: Path, points: Curves, xlabel: str, split: str, median: float | None = None) -> None:
+    """Draws curves; dashed from the second round of colors on."""
+    order, count = sorted(points, key=FITS.__contains__), len(SERIES)
+    styles = {model: (i % count, "-" if i < count else "--") for i, model in enumerate(order)}
     with picture(png, figsize=(7.2, 4.8)) as figure:
         axes = figure.subplots()
-        labels = {"xlabel": "share of the training set", "ylabel": f"{split} MAE / eV"}
-        _draw(axes, points, labels)
+        curves(axes, points, styles, xlabel=xlabel, ylabel=f"{split} MAE / eV")
+        for axis in (axes.xaxis, axes.yaxis):
+            plain_numbers(axis, wide=False)
+        if median is not None:
+            axes.axhline(median, color=GREY, linestyle=":", label="median")
         legend(figure, axes)
 
 
-def _draw(
-    axes: Any, points: Mapping[str, Sequence[tuple[float, float]]], labels: Mapping[str, str]
-) -> None:
-    """Curves with 0.2 in place of 2e-1 at the axes; dashes from the second round of colors on."""
-    order, count = sorted(points, key=FITS.__contains__), len(SERIES)
-    styles = {model: (i % count, "-" if i < count else "--") for i, model in enumerate(order)}
-    curves(axes, points, styles, **labels)
-    for axis in (axes.xaxis, axes.yaxis):
-        plain_numbers(axis, wide=False)
-
-
 def differences(results: Results, first: str, alike: Sequence[str] = ()) -> str:
-    """Differences of other models to one, by split, with the whole training set.
+    """Differences of the other models from one, by split, with the whole training set.
 
     Errors are averaged over the seeds of a model and compared system by system. The standard error
-    is sqrt(V + sd_a^2 / seeds_a + sd_b^2 / seeds_b), where V is of the mean over systems; see
-    `variance_of_mean`. A second table says how much of the errors is common to both: Pearson's r of
-    their signed errors over systems, the mean over pairs of seeds; that of the one with itself is
-    between its seeds. `alike` are at most two columns of systems.csv beside the data, such as
-    molecule and metal: systems that have one of them in common are not independent.
+    is sqrt(V + sd_a^2 / seeds_a + sd_b^2 / seeds_b), where V is the `variance_of_mean` over
+    systems. A second table shows Pearson's r between the signed errors of both models, averaged
+    over pairs of seeds. `alike` are at most two columns of systems.csv, such as molecule and metal:
+    systems with the same value are not independent.
     """
-    most = max(result["job"]["fraction"] for result in results)
-    own = [result for result in results if result["job"]["fraction"] == most]
+    own = whole(results)
     models = list(dict.fromkeys(result["job"]["model"] for result in own))
     root, splits = Path(own[0]["job"]["data"]), own[0]["job"]["splits"]
     cells: dict[str, list[object]] = {model: [model] for model in models if model != first}
@@ -214,8 +193,8 @@ def differences(results: Results, first: str, alike: Sequence[str] = ()) -> str:
     return f"{text}\n\n{table}\n\n{shared}"
 
 
-def groups_of(root: Path, dataset: Structures, columns: Sequence[str]) -> _Groups:
-    """Numbers of the groups that systems belong to, (n,) for each column of systems.csv."""
+def groups_of(root: Path, dataset: Structures, columns: Sequence[str]) -> list[NDArray[np.int64]]:
+    """Group number of each system, (n,), for each column of systems.csv."""
     if not columns:
         return []
     with (root / SYSTEMS).open(newline="") as file:
@@ -231,13 +210,13 @@ def groups_of(root: Path, dataset: Structures, columns: Sequence[str]) -> _Group
     return [np.unique(each, return_inverse=True)[1] for each in words]
 
 
-def variance_of_mean(values: _Array, groups: _Groups) -> float:
-    """Standard error of the mean of values (n,) that are independent only between groups.
+def variance_of_mean(values: _Array, groups: Sequence[NDArray[np.int64]]) -> float:
+    """Variance of the mean of values (n,) that are independent only between groups.
 
     Without groups it is s^2 / n. With one grouping it is the sum over its G groups of the squared
-    sums of x - mean, times G / (G - 1) / n^2; with two it is V_1 + V_2 - V_12, with 12 the pairs of
-    both (Cameron, Gelbach and Miller, J. Bus. Econ. Stat. 29, 238, 2011), but at least the larger
-    of V_1 and V_2. Few groups make it too small; one makes it unknown, nan.
+    sums of x - mean, times G / (G - 1) / n^2; with two it is V_1 + V_2 - V_12, where 12 are the
+    pairs of both (Cameron, Gelbach and Miller, J. Bus. Econ. Stat. 29, 238, 2011), but at least the
+    larger of V_1 and V_2. Few groups underestimate it; a single group gives nan.
     """
     away = values - values.mean()
 
@@ -246,8 +225,7 @@ def variance_of_mean(values: _Array, groups: _Groups) -> float:
         sums = np.bincount(numbers, weights=away)
         return float(count / (count - 1) * (sums**2).sum()) if count > 1 else float("nan")
 
-    if not groups:
-        groups = [np.arange(len(values))]
+    groups = groups or [np.arange(len(values))]
     each = [by(numbers) for numbers in groups]
     both = np.unique(np.stack(groups), axis=1, return_inverse=True)[1].ravel()
     total = max(sum(each) - by(both), *each) if len(each) > 1 else each[0]
@@ -262,7 +240,9 @@ def _errors(
     return None if None in found else np.array(found)[:, known] - labels
 
 
-def _difference(errors: _Array | None, others: _Array | None, groups: _Groups) -> str:
+def _difference(
+    errors: _Array | None, others: _Array | None, groups: Sequence[NDArray[np.int64]]
+) -> str:
     if errors is None or others is None or not errors.size:
         return "–"
     errors, others = np.abs(errors), np.abs(others)

@@ -1,7 +1,5 @@
 """Models without gradients: kernel ridge on descriptors of a system, and the median of energies."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import numpy as np
@@ -17,7 +15,7 @@ from molflt.graph.elements import descriptors as elements_in_numbers
 _Array = NDArray[np.float64]
 
 CUTOFF, WIDTH, SHELLS = 6.0, 0.4, 12  # Å, Å, number of radial sums
-MOST = 5_000  # systems that ridge is fitted to: its kernel grows with their square
+MOST = 5_000  # training systems: the size of the kernel is quadratic
 
 
 def elements_of(dataset: Structures) -> list[int]:
@@ -30,18 +28,18 @@ def elements_of(dataset: Structures) -> list[int]:
 
 
 def describe(dataset: Structures, elements: list[int]) -> _Array:
-    """Descriptors of all systems, (systems, numbers)."""
+    """Descriptors of all systems, (systems, descriptors)."""
     return np.stack([descriptors(dataset[i], elements) for i in range(len(dataset))])
 
 
 def descriptors(data: Data, elements: list[int]) -> _Array:
     """Atoms of the adsorbate, elements of the slab, and distances around and in the adsorbate.
 
-    The slab by means and spreads of what is known of its elements, not by their names, so that new
-    metals lie between others. Radial sums are smeared counts of distances: from atoms of the
-    adsorbate to those of the slab, weighted by each property of these and averaged; likewise, as
-    they are, for each element of the adsorbate; and for each pair of its elements, inside of it.
-    Invariant under turns and lattice shifts. Where tags are unknown, all atoms are the adsorbate.
+    The slab is described by means and spreads of its elements' properties, which also describe new
+    metals. Radial sums are smeared counts of distances: from atoms of the adsorbate to atoms of the
+    slab, weighted by each property and averaged; from each element of the adsorbate to the slab;
+    and between each pair of elements in the adsorbate. They are invariant under rotations and
+    lattice shifts. If tags are unknown, all atoms are the adsorbate.
     """
     numbers, adsorbate = data.atomic_numbers.numpy(), _adsorbate(data)
     known = _properties()[numbers]
@@ -79,7 +77,7 @@ def _adsorbate(data: Data) -> NDArray[np.bool_]:
 
 
 class KernelRidge:
-    """Kernel ridge; its kernel, width and penalty by cross-validation in the training set."""
+    """Kernel ridge; kernel, width and penalty are chosen by cross-validation."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -117,13 +115,13 @@ class KernelRidge:
 
 
 class Median:
-    """Always the median of the training energies."""
+    """Predicts the median of the training energies."""
 
     def __init__(self, seed: int) -> None:
         self.chosen: dict[str, float | str] = {}
 
     def fit(self, dataset: Structures) -> None:
-        """Takes it from a data set."""
+        """Computes the median of a data set."""
         self.median = float(torch.from_numpy(dataset.y_relaxed).quantile(0.5))
 
     def predict(self, dataset: Structures) -> _Array:

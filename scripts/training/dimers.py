@@ -1,21 +1,20 @@
-"""Two molecules drawn apart: a potential with and without a long range, chosen by validation.
+"""Two molecules at growing distances: a potential with and without long range, by validation.
 
-The data are those of long_range.py. The potential sees nothing beyond 4 Å but through 1 / r^p
-between its latent charges. Its features are as they were drawn; charges and local energies, which
-are linear in them, are fitted by regularized least squares. Powers, width, weights and penalty are
-those whose error is least where the farthest of the training distances are held out.
+See kit/dimers.py for the data. Beyond 4 Å, the potential only has 1 / r^p between its latent
+charges. Its features stay as they were drawn. Charges and local energies are linear in the
+features, and are fitted by regularized least squares. Powers, width, weights and penalty are those
+with the smallest error when the largest training distances are held out.
 """
-
-from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from kit.rows import Promise, Rows, markdown, names, pick
+from kit.dimers import errors, errors_table, frames_of
+from kit.rows import Rows, names, pick
 from torch import Tensor
 from torch_geometric.data import Batch, Data
 
@@ -24,12 +23,11 @@ from molflt.graph.geometry import Geometry
 from molflt.graph.long_range import COULOMB, inverse_power_sums
 
 CUTOFF = 4.0  # Å, of all that is local
-HELD_OUT = (2, 3)  # of the training distances of each class, the farthest
+HELD_OUT = (2, 3)  # numbers of the largest training distances of each class
 POWERS = ((1,), (1, 6), (1, 4, 6))
 WIDTHS = (24, 64)
-FLOORS = (1e-3, 1e-4)  # eV: errors count in units of |E| + this
+FLOORS = (1e-3, 1e-4)  # eV: errors are divided by |E| + this
 PENALTIES = (1e-4, 1e-5)  # of squared weights
-STEPS = 100
 QUICK = {"seeds": 1, "files": 1, "steps": 5, "tries": 1}
 
 
@@ -47,7 +45,7 @@ class Setting(NamedTuple):
 
 
 class Dimers(NamedTuple):
-    """Pairs of rigid molecules, and behind them these molecules, two of each class."""
+    """Pairs of rigid molecules, followed by the two molecules of each class."""
 
     graphs: list[Data]
     kind: Tensor  # (pairs,) class of each
@@ -62,7 +60,7 @@ class Dimers(NamedTuple):
         return energy[: len(self.kind)] - alone[self.kind]
 
     def held_out(self, count: int) -> Tensor:
-        """The so many farthest training distances of each class: (pairs,) bool."""
+        """The `count` largest training distances of each class: (pairs,) bool."""
         held = torch.zeros_like(self.test)
         for kind in range(len(self.labels)):
             own = ((self.kind == kind) & ~self.test).nonzero()[:, 0]
@@ -78,22 +76,14 @@ class Dimers(NamedTuple):
 
 def read(folder: Path, limit: int | None = None) -> Dimers:
     """All pairs of both splits."""
-    from ase.io import read as read_frames
-
-    files = sorted(folder.glob("train-id*.xyz"))[:limit]
-    if not files:
-        raise FileNotFoundError(
-            f"{folder}: no train-id*.xyz; give --data the folder of the dimers, see --help"
-        )
+    splits = [frames_of(folder, split, limit) for split in ("train", "test")]
     pairs, alone, labels = [], [], []
-    for kind, file in enumerate(files):
-        for split in ("train", "test"):
-            frames = read_frames(file.with_name(file.name.replace("train", split)), ":")
-            if split == "train":
-                second = int(frames[0].info["indexB"])
-                alone += [_graph(frames[0][:second]), _graph(frames[0][second:])]
-                labels.append(str(frames[0].info["label"]))
-            pairs += [(atoms, kind, split == "test") for atoms in frames]
+    for kind, (train, test) in enumerate(zip(*splits, strict=True)):
+        second = int(train[0].info["indexB"])
+        alone += [_graph(train[0][:second]), _graph(train[0][second:])]
+        labels.append(str(train[0].info["label"]))
+        pairs += [(atoms, kind, False) for atoms in train]
+        pairs += [(atoms, kind, True) for atoms in test]
     atoms, kinds, tests = zip(*pairs, strict=True)
     energy, distance = (
         torch.tensor([float(one.info[key]) for one in atoms], dtype=torch.float64)
@@ -127,37 +117,27 @@ def laws(graphs: Sequence[Data], powers: Sequence[int]) -> list[Tensor]:
 
 
 def potential(setting: Setting, seed: int) -> Potential:
-    """Returns the picture."""
+    """A potential with random features."""
     torch.manual_seed(seed)
-    sizes = {"layers": 1, "refinements": 1, "ffn_dim": setting.width, "num_features": 16}
-    charges = {"long_range": list(setting.powers), "long_range_channels": 1}
-    charges["long_range_neutral"] = False  # pairs of ions
-    return (
-        Potential(
-            setting.width,
-            4,
-            far_field=False,
-            near_field=CUTOFF,
-            neighbor_cutoff=CUTOFF,
-            radial_basis=12,
-            **(charges if setting.powers else {}),
-            **sizes,
-        )
-        .double()
-        .eval()
-    )
+    options: dict[str, Any] = {"layers": 1, "refinements": 1, "num_features": 16}
+    options |= {"ffn_dim": setting.width, "far_field": False, "radial_basis": 12}
+    options |= {"near_field": CUTOFF, "neighbor_cutoff": CUTOFF}
+    if setting.powers:  # charges of ions do not sum to 0
+        options |= {"long_range": list(setting.powers), "long_range_channels": 1}
+        options["long_range_neutral"] = False
+    return Potential(setting.width, 4, **options).double().eval()
 
 
 class Design(NamedTuple):
-    """Binding energies as functions of weights: w_p . Q_p w_p + L . a."""
+    """Binding energies as functions of the weights: w_p . Q_p w_p + L . a."""
 
     quadratic: Tensor  # (pairs, powers, width, width)
     linear: Tensor  # (pairs, width)
 
     @classmethod
     @torch.no_grad()
-    def of(cls, model: Potential, data: Dimers, kernels: Sequence[Tensor]) -> Design:
-        """Ridge regression on features of a model; `kernels` are those of its powers."""
+    def of(cls, model: Potential, data: Dimers, kernels: Sequence[Tensor]) -> "Design":
+        """The design of a model's features; `kernels` are the `laws` of its powers."""
         batch = Batch.from_data_list(data.graphs)
         h = EnergyRegressor.forward(model, batch)["embedding"]
         signs = [] if model.long_range is None else model.long_range.signs[:, 0].tolist()
@@ -184,10 +164,10 @@ class Design(NamedTuple):
 def solve(
     design: Design, energy: Tensor, unit: Tensor, start: Tensor, penalty: float, steps: int
 ) -> tuple[Tensor, Tensor]:
-    """Weights of least mean square of (E - energy) / unit plus penalty |weights|^2.
+    """Weights with the smallest mean square of (E - energy) / unit plus penalty |weights|^2.
 
-    Levenberg and Marquardt's way: each step solves the linearized problem, damped more after a step
-    that made it worse and less after one that did not.
+    Levenberg-Marquardt: each step solves the damped linearized problem. Damping grows after a step
+    that increases the cost, and shrinks otherwise.
     """
     share = 1 / (unit * len(energy) ** 0.5)
     w, a = start, torch.zeros_like(design.linear[0])
@@ -222,7 +202,7 @@ def solve(
 def fitted(
     model: Potential, design: Design, data: Dimers, setting: Setting, where: Tensor, steps: int
 ) -> tuple[Tensor, Tensor]:
-    """Weights from those pairs alone."""
+    """Weights fitted to the pairs `where`."""
     part = Design(design.quadratic[where], design.linear[where])
     start = torch.zeros(0, setting.width, dtype=torch.float64)
     if model.long_range is not None:
@@ -233,7 +213,7 @@ def fitted(
 
 @torch.no_grad()
 def predicted(model: Potential, data: Dimers, w: Tensor, a: Tensor) -> Tensor:
-    """Binding energies (pairs,) of the potential with these weights, by itself."""
+    """Binding energies (pairs,) of the potential itself with these weights."""
     first, last = model.readout.mlp[2], model.readout.factor
     first.weight.copy_(a[None])
     first.bias.zero_()
@@ -244,14 +224,8 @@ def predicted(model: Potential, data: Dimers, w: Tensor, a: Tensor) -> Tensor:
     return data.binding(torch.cat(energies))
 
 
-def settings(local: bool) -> Iterator[Setting]:
-    """All that are tried."""
-    powers = ((),) if local else POWERS
-    yield from itertools.starmap(Setting, itertools.product(powers, WIDTHS, FLOORS, PENALTIES))
-
-
 class Trial:
-    """Potentials of one setting, drawn several times, and what is known of them."""
+    """Potentials of one setting, drawn with several seeds."""
 
     def __init__(
         self, data: Dimers, kernels: Mapping[int, Sequence[Tensor]], setting: Setting, seeds: int
@@ -263,9 +237,9 @@ class Trial:
         self.designs = [Design.of(model, data, own) for model in self.models]
 
     def guess(self, known: Tensor, steps: int, by_model: bool = False) -> Tensor:
-        """Mean binding energy (pairs,) of potentials fitted to those that are known, eV.
+        """Mean binding energy (pairs,) of potentials fitted to the known pairs, eV.
 
-        With `by_model` of the potentials themselves, with these weights, instead of the design.
+        With `by_model` it is computed by the potentials instead of the designs.
         """
         found = []
         for model, design in zip(self.models, self.designs, strict=True):
@@ -275,7 +249,7 @@ class Trial:
         return torch.stack(found).mean(dim=0)
 
     def score(self, steps: int) -> float:
-        """Error where the farthest training distances are held out, over that of energy 0."""
+        """Error at held-out training distances, in units of that of energy 0."""
         found = []
         for count in HELD_OUT:
             held = self.data.held_out(count)
@@ -286,19 +260,18 @@ class Trial:
 
 
 def measure(
-    data: Path, seeds: int = 3, steps: int = STEPS, files: int = 10**9, tries: int = 10**9
+    data: Path, seeds: int = 3, steps: int = 100, files: int = 10**9, tries: int = 10**9
 ) -> Rows:
-    """One row per variant and pair of molecules: mean of potentials drawn `seeds` times, in eV."""
+    """One row per variant and pair of molecules: mean of potentials drawn `seeds` times, eV."""
     dimers = read(data, files)
     powers = sorted(set(itertools.chain(*POWERS)))
     kernels = dict(zip(powers, zip(*laws(dimers.graphs, powers), strict=True), strict=True))
     columns = (dimers.test, dimers.kind, dimers.distance, dimers.energy)
     rows: Rows = []
     for local in (True, False):
-        trials = (
-            Trial(dimers, kernels, setting, seeds)
-            for setting in itertools.islice(settings(local), tries)
-        )
+        choices = itertools.product(((),) if local else POWERS, WIDTHS, FLOORS, PENALTIES)
+        settings = itertools.islice(itertools.starmap(Setting, choices), tries)
+        trials = (Trial(dimers, kernels, setting, seeds) for setting in settings)
         best = min(trials, key=lambda trial: trial.score(steps))
         guess = best.guess(~dimers.test, steps, by_model=True)
         rows += [
@@ -317,43 +290,15 @@ def measure(
     return rows
 
 
-def errors(rows: Rows, variant: str, split: str = "test") -> dict[str, float]:
-    """Mean absolute errors by class, meV; those of energy 0 for the variant "energy 0"."""
-    zero = variant == "energy 0"
-    own = pick(rows, variant=rows[0]["variant"] if zero else variant, split=split)
-    found = {}
-    for label in sorted(names(own, "class")):
-        part = pick(own, **{"class": label})
-        wrong = (abs((0 if zero else r["predicted_eV"]) - r["energy_eV"]) for r in part)
-        found[label] = 1000 * statistics.fmean(wrong)
-    return {"all": statistics.fmean(found.values())} | found
-
-
 def table(rows: Rows) -> str:
-    """MAE in meV within the training distances and beyond them, by class."""
+    """Markdown: MAE in meV within and beyond the training distances, by class."""
+    zero = [
+        {**row, "variant": "energy 0", "predicted_eV": 0.0}
+        for row in pick(rows, variant=rows[0]["variant"])
+    ]
     lines = []
     for variant in ("energy 0", *names(rows, "variant")):
-        tested, trained = errors(rows, variant), errors(rows, variant, "train")["all"]
-        lines.append([variant, f"{trained:.2f}", *(f"{x:.3f}" for x in tested.values())])
-    labels = sorted(names(rows, "class"))
-    return markdown(["model", "train", "test", *(f"test {label}" for label in labels)], lines)
-
-
-def _chosen(rows: Rows) -> str:
-    return str(names(rows, "variant")[-1])
-
-
-def _error(rows: Rows) -> float | None:
-    """Mean of all six classes, meV."""
-    return errors(rows, _chosen(rows))["all"] if len(names(rows, "class")) == 6 else None
-
-
-def _share(rows: Rows) -> float | None:
-    error = _error(rows)
-    return None if error is None else error / errors(rows, "local")["all"]
-
-
-PROMISES = [
-    Promise("test error with a long range, meV", _error, most=3.0),
-    Promise("with a long range / local", _share, most=0.5),
-]
+        own = pick(zero + rows, variant=variant)
+        trained, tested = (errors(pick(own, split=split)) for split in ("train", "test"))
+        lines.append([variant, f"{trained['all']:.2f}", *(f"{x:.3f}" for x in tested.values())])
+    return errors_table(lines, rows)

@@ -1,18 +1,15 @@
-"""Two molecules drawn apart: local message passing against the same with GraphAttention.
+"""Two molecules at growing distances: local message passing with and without GraphAttention.
 
-The data are train-id*.xyz and test-id*.xyz of the LODE dimers (Huguenin-Dumittan et al., J. Phys.
-Chem. Lett. 14, 9612, 2023), from the cace-lr-fit repository; CC BY-NC 4.0.
+See kit/dimers.py for the data.
 """
 
-from __future__ import annotations
-
-import statistics
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from e3nn.math import soft_one_hot_linspace
-from kit.rows import Promise, Rows, choose, markdown, mean_sd, names, pick
+from kit.dimers import errors, errors_table, frames_of
+from kit.rows import Rows, choose, mean_sd, names, pick
 from torch import Tensor, nn
 from torch_geometric.data import Batch, Data
 from torch_geometric.nn.models.schnet import InteractionBlock
@@ -25,8 +22,9 @@ from molflt.plots.figure import SERIES, picture
 WIDTH, HEADS, FEATURES, BASIS, LAYERS = 32, 4, 16, 12, 2
 CUTOFF = 5.0  # Å, of message passing
 
-# Gaussians of either sign that decay to 0. A law as slow as 1 / r needs some wider than the region
-# trained on. In a cell of 30 Å all wider than 8 Å would be flat, alike for all pairs.
+# Gaussians of either sign that decay to 0. A law as slow as 1 / r needs some that are wider than
+# the training distances. In a cell of 30 Å, Gaussians wider than 8 Å would be the same for all
+# pairs.
 FREE: dict[str, Any] = {"width_range": (2.0, 20.0), "num_gaussians": 12, "background": 0.0}
 SHELLS = {"nodes": "shells", "node_diameter": 22.0, "node_max_frequency": 0.15}
 PERIODIC: dict[str, Any] = {"width_range": (1.5, 8.0), "num_gaussians": 6, "positive": False}
@@ -48,16 +46,16 @@ QUICK = {"steps": 3, "seeds": 1, "files": 2}
 
 
 class Dimers(NamedTuple):
-    """Pairs of molecules: each is three graphs, both molecules, the first, the second."""
+    """Pairs of molecules. Each pair has three graphs: both molecules, the first, the second."""
 
     graphs: list[Data]
     energy: Tensor  # (pairs,) eV, E(AB) - E(A) - E(B)
-    distance: list[float]  # Å, between the centers as the files have it
+    distance: list[float]  # Å, as given in the files
     label: list[str]
 
 
 class Model(nn.Module):
-    """Energy of each graph: local message passing, and perhaps attention on what it found.
+    """Energy of each graph: local message passing, optionally followed by attention.
 
     E = sum_i MLP(x_i) + sum_i a(x_i) . y_i, x from SchNet's interactions, y = GraphAttention(x).
 
@@ -96,24 +94,17 @@ class Model(nn.Module):
 
 
 def binding(model: Model, graphs: list[Data]) -> Tensor:
-    """E(AB) - E(A) - E(B) of every three graphs, eV."""
+    """E(AB) - E(A) - E(B) of each three graphs, eV."""
     both, first, second = model(Batch.from_data_list(graphs)).view(-1, 3).unbind(dim=1)
     return both - first - second
 
 
 def read(folder: Path, split: str, limit: int | None = None) -> Dimers:
     """All pairs of a split."""
-    from ase.io import iread
-
-    files = sorted(folder.glob(f"{split}-id*.xyz"))[:limit]
-    if not files:
-        raise FileNotFoundError(
-            f"{folder}: no {split}-id*.xyz; give --data the folder of the dimers, see --help"
-        )
     edges = PBCRadiusGraph(CUTOFF)
     found = Dimers([], torch.zeros(0), [], [])
     energies = []
-    for atoms in (frame for file in files for frame in iread(file)):
+    for atoms in (frame for frames in frames_of(folder, split, limit) for frame in frames):
         second = int(atoms.info["indexB"])
         for part in (atoms, atoms[:second], atoms[second:]):
             data = Data(
@@ -130,10 +121,7 @@ def read(folder: Path, split: str, limit: int | None = None) -> Dimers:
 
 
 def train(variant: str, data: Dimers, steps: int, seed: int, pairs: int = 20) -> Model:
-    """A model of that variant after so many steps on the mean squared error.
-
-    One cycle of learning rates; gradients of a norm of at most 1.
-    """
+    """A model of a variant, trained on the mean squared error with one cycle of learning rates."""
     torch.manual_seed(seed)
     model = Model(VARIANTS[variant])
     optimizer = torch.optim.Adam(model.parameters())
@@ -181,7 +169,7 @@ def measure(
 
 
 def references(rows: Rows) -> Rows:
-    """Rows of knowing nothing, as of variants: energy 0, and that of the last one trained on."""
+    """Rows of constant predictions: energy 0, and the energy at the largest training distance."""
     one = pick(rows, variant=rows[0]["variant"], seed=0)
     train = sorted(pick(one, split="train"), key=lambda row: row["distance_A"])
     last = {row["class"]: row["energy_eV"] for row in train}
@@ -193,35 +181,25 @@ def references(rows: Rows) -> Rows:
     ]
 
 
-def errors(rows: Rows, variant: str, split: str) -> dict[str, list[float]]:
-    """Mean absolute errors by class, meV, each by seed; "all" is the mean over classes."""
+def by_seed(rows: Rows, variant: str, split: str) -> dict[str, list[float]]:
+    """Mean absolute errors by class, meV, a value per seed."""
     own = pick(rows, variant=variant, split=split)
-    found = {
-        label: [
-            statistics.fmean(
-                1000 * abs(row["predicted_eV"] - row["energy_eV"])
-                for row in pick(own, seed=seed, **{"class": label})
-            )
-            for seed in names(own, "seed")
-        ]
-        for label in sorted(names(own, "class"))
-    }
-    return {"all": [statistics.fmean(seeds) for seeds in zip(*found.values(), strict=True)]} | found
+    found = [errors(pick(own, seed=seed)) for seed in names(own, "seed")]
+    return {label: [one[label] for one in found] for label in (found[0] if found else ())}
 
 
 def table(rows: Rows) -> str:
-    """MAE in meV, in training and beyond it, by class, mean and spread over seeds."""
-    labels = sorted(names(rows, "class"))
+    """Markdown: MAE in meV in and beyond the training distances, by class, over seeds."""
     rows, lines = references(rows) + rows, []
     for variant in names(rows, "variant"):
-        trained, tested = (errors(rows, variant, split) for split in ("train", "test"))
-        cells = [trained["all"], *tested.values()]
+        trained, tested = (by_seed(rows, variant, split) for split in ("train", "test"))
+        cells = [trained.get("all"), *tested.values()]
         lines.append([variant, *(mean_sd(cell, 1) if cell else None for cell in cells)])
-    return markdown(["model", "train", "test", *(f"test {label}" for label in labels)], lines)
+    return errors_table(lines, rows)
 
 
 def draw(png: Path, rows: Rows) -> None:
-    """Binding curves: true, and of every variant with its first seed; test region shaded."""
+    """Binding curves of the reference and of each variant's first seed; test region shaded."""
     labels = sorted(names(rows, "class"))
     with picture(png, figsize=(11, 6)) as figure:
         grid = figure.subplots(-(-len(labels) // 3), min(3, len(labels)), squeeze=False)
@@ -241,15 +219,3 @@ def draw(png: Path, rows: Rows) -> None:
         for axes in grid[:, 0]:
             axes.set_ylabel("binding energy, eV")
         grid[0, -1].legend(loc="lower right", fontsize="x-small", frameon=False)
-
-
-def beyond(rows: Rows) -> float | None:
-    """Test error of the worse sum in units of message passing's, from two seeds on."""
-    sums = [name for name in names(rows, "variant") if name.startswith("sum")]
-    if not sums or len(names(rows, "seed")) < 2:
-        return None
-    error = {name: statistics.fmean(errors(rows, name, "test")["all"]) for name in ("local", *sums)}
-    return max(error[name] for name in sums) / error["local"]
-
-
-PROMISES = [Promise("test error of sums / message passing", beyond, most=0.6)]

@@ -1,10 +1,8 @@
-"""Every shipped configuration in two processes on the CPU, by `molflt train`: a few steps each.
+"""A few steps of `molflt train` in two processes on the CPU, for every shipped configuration.
 
-Distributed training stops at a parameter that no loss reaches, which training in one process does
-not notice. Models and data are small; everything else is what the files say.
+Distributed training fails if the loss does not depend on a parameter; training in one process does
+not. Models and data are small; all other options are those of the files.
 """
-
-from __future__ import annotations
 
 import subprocess
 import sys
@@ -15,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import yaml
-from kit.rows import Promise, Row, Rows, markdown
+from kit.rows import Row, Rows, markdown
 from PIL import Image
 
 from molflt.commands.train import build_parser
@@ -26,7 +24,7 @@ SMALL = ["--model.dim=24", "--model.heads=3", "--model.ffn_dim=16", "--data.batc
 
 
 def combinations() -> Iterator[tuple[str, ...]]:
-    """Files that make a training, the one that goes below first."""
+    """Combinations of configuration files, the basic one first."""
     below = {"atoms": "demo", "oc20": "oc20/base", "lm": "lm/wikitext2"}
     below |= {"image": "image/fashion-mnist", "masked": "masked/wikitext2"}
     below |= {"pixels": "pixels/fashion-mnist", "optimizers": "optimizers/small"}
@@ -37,14 +35,14 @@ def combinations() -> Iterator[tuple[str, ...]]:
         name = path.relative_to(configs).with_suffix("").as_posix()
         content = yaml.safe_load(path.read_text())
         if content.get("recipe") == "sentences":
-            continue  # fine-tuning begins with another run
+            continue  # fine-tuning needs another run
         alone = "data" in content
         folder = "population" if "/population-" in name else name.split("/")[0]
         yield (name,) if alone else (below[folder], name)
 
 
 def write_data(folder: Path) -> dict[str, list[str]]:
-    """Data of each recipe, as options."""
+    """Writes data for each recipe. Returns the options."""
     words = (ROOT / "docs" / "attention.md").read_text()
     for split in ("train", "val"):
         (folder / f"{split}.txt").write_text(words)
@@ -82,11 +80,11 @@ def write_data(folder: Path) -> dict[str, list[str]]:
 
 
 def train(names: tuple[str, ...], data: dict[str, list[str]], folder: Path, steps: int) -> Row:
-    """One training, and how it ended."""
+    """Trains a combination of files. Returns how the run ended."""
     files = [word for name in names for word in ("--config", f"{ROOT}/configs/{name}.yaml")]
     recipe = yaml.safe_load(Path(files[1]).read_text()).get("recipe", "is2re")
     own = yaml.safe_load(Path(files[-1]).read_text()).get("model", {})
-    small = SMALL[-1:] if "memory" in own else SMALL  # no heads there
+    small = SMALL[-1:] if "memory" in own else SMALL  # it has no heads
     words = [
         *files,
         *small,
@@ -113,7 +111,7 @@ def train(names: tuple[str, ...], data: dict[str, list[str]], folder: Path, step
 
 
 def measure(only: tuple[str, ...] = (), steps: int = 3) -> Rows:
-    """Trains every combination of files, or those that end with one of the names."""
+    """Trains every combination of files, or those whose last file is in `only`."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         data = write_data(folder)
@@ -126,18 +124,10 @@ def measure(only: tuple[str, ...] = (), steps: int = 3) -> Rows:
 
 
 def table(rows: Rows) -> str:
-    """Counts by recipe, and failures."""
+    """Markdown: counts by recipe, and failures."""
     lines = []
     for recipe in dict.fromkeys(row["recipe"] for row in rows):
         own = [row for row in rows if row["recipe"] == recipe]
         bad = [row["configuration"] for row in own if row["ended"] != "well"]
         lines.append([recipe, str(len(own)), str(len(own) - len(bad)), ", ".join(bad) or "none"])
     return markdown(["recipe", "configurations", "trained in two processes", "others"], lines)
-
-
-def failures(rows: Rows) -> float:
-    """Configurations that did not train."""
-    return sum(row["ended"] != "well" for row in rows)
-
-
-PROMISES = [Promise("configurations that do not train in two processes", failures, most=0)]

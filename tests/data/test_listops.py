@@ -1,7 +1,5 @@
 """ListOps: published values, random expressions, and their tokens."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections import Counter
@@ -24,15 +22,26 @@ PUBLISHED = SHARED / "test_d20s.tsv.xz"
 TWO = "[SM [MED 3 1 8 4 ] [MIN 7 9 ] [MAX 2 5 4 ] ]"  # 3 (the mean of 3 and 4, down) + 7 + 5
 
 
-def test_random_expressions_are_distributed_as_published():
-    """Compares lengths, values and symbols; all published values are computed."""
+def symbols(text: str) -> list[str]:
+    return [one for one in text.split() if one not in "()"]
+
+
+@pytest.fixture(scope="module")
+def published() -> list[tuple[list[str], int]]:
     if not PUBLISHED.is_file():
         pytest.skip(f"{PUBLISHED} is missing")
     found = read_examples(PUBLISHED, "ListOps")
     assert [evaluate(one.first) for one in found] == [one.label for one in found]
-    published = [([x for x in e.first.split() if x not in "()"], int(e.label)) for e in found]
+    return [(symbols(one.first), int(one.label)) for one in found]
+
+
+def test_all_published_values(published):
     assert len(published) == 10_000
     assert {one for text, _ in published for one in text} == set(SYMBOLS)
+
+
+def test_random_expressions_are_distributed_as_published(published):
+    """Compares lengths, values and symbols."""
     drawn = expressions(random.Random(1), depth=20, arguments=5, min_length=6, max_length=2000)
     mine = [(text.split(), value) for text, value in itertools.islice(drawn, 4000)]
     theirs = [pair for pair in published if len(pair[0]) > 6]  # shorter ones repeat there
@@ -45,40 +54,29 @@ def test_random_expressions_are_distributed_as_published():
         assert np.abs(shares[0] - shares[1]).max() < 0.012  # three standard errors of the values
 
 
-def arguments_of(tokens: list[str]) -> tuple[list[int], int]:
-    """Returns the numbers of arguments of all operators, and the greatest depth."""
-    open_lists, found, deepest = [0], [], 1
-    for one in tokens:
-        if one == "]":
-            found.append(open_lists.pop())
-            continue
-        open_lists[-1] += 1
-        if one in OPERATORS:
-            open_lists.append(0)
-        deepest = max(deepest, len(open_lists))
-    return found, deepest
-
-
 def test_limits_of_random_expressions():
-    drawn = expressions(random.Random(0), depth=5, arguments=4, min_length=8, max_length=40)
-    pairs = list(itertools.islice(drawn, 3000))
-    some = [text.split() for text, _ in pairs]
-    assert {len(text) for text in some} == set(range(9, 40))
-    counts, depths = zip(*map(arguments_of, some), strict=True)
-    assert {n for each in counts for n in each} == {2, 3, 4} and max(depths) == 5
-    operators = Counter(x for text in some for x in text if x in OPERATORS)
+    limits = {"depth": 5, "arguments": 4, "min_length": 8, "max_length": 40}
+    some = list(itertools.islice(expressions(random.Random(0), **limits), 3000))
+    assert {len(text.split()) for text, _ in some} == set(range(9, 40))
+    nested = [text.replace("]", ")").replace("[M", "(").replace("[S", "(") for text, _ in some]
+    assert max(depth(text) for text in nested) == 4  # digits are the fifth level
+    operators = Counter(x for text, _ in some for x in text.split() if x in OPERATORS)
     assert chisquare([*operators.values()]).pvalue > 0.01
-    assert len({text for text, _ in pairs}) == 3000
-    assert all(evaluate(text) == value for text, value in pairs)
+    assert list(itertools.islice(expressions(random.Random(0), **limits), 3000)) == some
+    assert len({text for text, _ in some}) == 3000
+    assert all(evaluate(text) == value for text, value in some)
+
+
+def depth(text: str) -> int:
+    return max(itertools.accumulate((x == "(") - (x == ")") for x in text))
+
+
+def test_values_by_hand():
     assert evaluate(TWO) == 5 and evaluate("( ( ( [MAX 2 ) 9 ) ] )") == 9
     assert evaluate("7") == 7 and evaluate("[MED 1 9 8 ]") == 8 and evaluate("[MED 1 2 ]") == 1
 
 
-FILES = {"train": 30, "val": 5, "test": 4}
-
-
 def test_files_become_tokens_and_labels(tmp_path):
-    """Published files, with parentheses, have the same tokens as those of the command."""
     words = ["--train=30", "--val=5", "--test=4", "--depth=4", "--arguments=3", "--min_length=4"]
     folder = tmp_path / "ListOps"
     assert listops.main([str(folder), *words, "--max_length=30"]) == 0
@@ -94,14 +92,11 @@ def test_files_become_tokens_and_labels(tmp_path):
     own = [SYMBOLS.index(one) + 5 for one in rows["val"][0].first.split()]
     assert ids.tolist() == [data.tokenizer.cls, *own[:18], data.tokenizer.sep]
     assert not types.any() and label == rows["val"][0].label
-    basic = tmp_path / "other" / "ListOps"
-    basic.mkdir(parents=True)
-    for use in ("train", "val"):
-        lines = [f"( {one.first} )\t{one.label:.0f}\r\n" for one in rows[use]]
-        (basic / f"basic_{use}.tsv").write_bytes("".join(["Source\tTarget\r\n", *lines]).encode())
-    same = SentenceData("ListOps", tmp_path / "other", length=20)
-    same.setup()
-    assert same.datasets["val"][0][0].tolist() == ids.tolist()
+    cut = sum(len(one.first.split()) > 18 for one in rows["train"])
+    assert cut and data.datasets["train"].cut == cut
+
+
+FILES = {"train": 30, "val": 5, "test": 4}
 
 
 def test_each_line_of_a_text_is_an_expression(tmp_path):

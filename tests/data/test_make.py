@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from itertools import islice
 from pathlib import Path
 
+import make_data as generator
 import numpy as np
 import pytest
 from ase import Atoms
@@ -13,13 +14,13 @@ from ase.calculators.emt import EMT
 from ase.data import covalent_radii
 from ase.io import read
 from ase.optimize import BFGS
-from making import references, slabs
-from making import run as generator
+from make_data import main, make
+from making import calculators, slabs
 from making import systems as make_systems
-from making.adsorbates import _oriented
-from making.run import make
+from making.adsorbates import ADSORBATES, _oriented
 from making.slabs import CATALYSTS
 
+from molflt.data.structures.base import to_atoms
 from molflt.data.structures.store import StructureStore
 
 SMALL = {"train": 2, "val": 1, "seed": 7, "frames": True}
@@ -49,6 +50,21 @@ def made_here(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setattr(generator, "_in_processes", in_this_process(99))
         make(directory, **SMALL)
     return directory
+
+
+def test_finished_data_sets_have_all_files(made_here: Path, capsys) -> None:
+    splits = [split for split in make_systems._SPLITS if split != "val_large"]
+    stores = [f"{split}.safetensors" for split in splits]
+    frames = [f"frames/{split}.extxyz" for split in splits]
+    assert sorted(contents(made_here)) == sorted(["made.json", "systems.csv", *stores, *frames])
+    made = json.loads((made_here / "made.json").read_text())
+    assert made["potential"].startswith("ASE's effective-medium potential, not DFT (ase ")
+    assert made["rejected"].keys() == set(splits)
+    rows = (made_here / "systems.csv").read_text().splitlines()
+    assert rows[0] == "sid,split,adsorbate,catalyst,facet,site" and len(rows) == 1 + 6
+    make(made_here, **SMALL)  # relaxes nothing, and prints the summary again
+    said = capsys.readouterr().out
+    assert "references of emt, eV: H 0." in said and "draws refused and drawn again: slab " in said
 
 
 def test_frames_lead_from_the_initial_to_the_relaxed_structure(made_here: Path) -> None:
@@ -96,24 +112,44 @@ def test_references_and_adsorption_energy_by_hand() -> None:
         gas.calc = EMT()
         BFGS(gas, logfile=None, maxstep=0.1).run(fmax=0.01)
         energies[name] = gas.get_potential_energy()
-    found = references.molecule_energies("emt")
-    assert found == pytest.approx(energies, abs=1e-4)
-    elements = references.linear_references(found)
-    oxygen = energies["H2O"] - energies["H2"]
-    by_hand = {"H": energies["H2"] / 2, "O": oxygen, "C": energies["CO"] - oxygen}
-    assert elements == pytest.approx({**by_hand, "N": energies["N2"] / 2}, abs=1e-4)
-    simple = references.linear_references({"H2": -7.0, "H2O": -14.0, "CO": -15.0, "N2": -16.0})
+    assert calculators.molecule_energies("emt") == pytest.approx(energies, abs=1e-4)
+    simple = calculators.linear_references({"H2": -7.0, "H2O": -14.0, "CO": -15.0, "N2": -16.0})
     assert simple == {"H": -3.5, "O": -7.0, "C": -8.0, "N": -8.0}
     # CH3OH: one C, four H, one O
-    energy = references.adsorption_energy(-130.0, -100.0, ["C", "O", *"HHHH"], simple)
+    energy = calculators.adsorption_energy(-130.0, -100.0, ["C", "O", *"HHHH"], simple)
     assert energy == -130.0 + 100.0 + 8.0 + 7.0 + 14.0
-    # molecules that the references are made of, far from the slab, have no adsorption energy
-    for name in energies:
-        total = -100.0 + {"H2": -7.0, "H2O": -14.0, "CO": -15.0, "N2": -16.0}[name]
-        assert references.adsorption_energy(total, -100.0, molecule(name).symbols, simple) == 0.0
 
 
-@pytest.mark.parametrize("catalyst", ["Ru", "Cu3Au", "NiAl"])
+def test_folders_of_other_data_are_refused(tmp_path: Path, capsys) -> None:
+    (tmp_path / "val_id.safetensors").write_bytes(b"mine")
+    assert main([str(tmp_path)]) == 2 and (tmp_path / "val_id.safetensors").exists()
+    assert "already there" in capsys.readouterr().err
+    (tmp_path / "val_id.safetensors").unlink()
+    made = generator._claim(tmp_path, {"seed": 0, "train": 5, "val": 2, "large": 0})
+    assert generator._claim(tmp_path, {**made, "large": 3})["large"] == 3
+    with pytest.raises(ValueError, match=r"other settings: seed 0 \(now 1\), train 5 \(now 4\);"):
+        generator._claim(tmp_path, {**made, "seed": 1, "train": 4})
+
+
+def test_splits_hold_out_adsorbates_and_compositions() -> None:
+    splits = make_systems._SPLITS
+    for calculator in ("chgnet", "emt"):
+        seen = make_systems._catalysts(calculator, "train")
+        held = make_systems._catalysts(calculator, "val_ood_cat")
+        assert len(held) >= 4 and not set(seen) & set(held)
+        metals = {metal for name in seen for metal in CATALYSTS[name][1]}
+        assert metals >= {metal for name in held for metal in CATALYSTS[name][1]}
+        assert held == make_systems._catalysts(calculator, "val_ood_both")
+    assert splits["val_id"] == splits["train"]
+    seen, held = (
+        {_oriented(np.random.default_rng(0), name, 0.0).get_chemical_formula() for name in own}
+        for own in (splits["train"][0], splits["val_ood_ads"][0])
+    )
+    assert not seen & held
+    assert all(len(_oriented(np.random.default_rng(0), name, 0.0)) <= 8 for name in ADSORBATES)
+
+
+@pytest.mark.parametrize("catalyst", ["Cu", "Ru", "Fe", "Cu3Au", "NiPt", "NiAl"])
 def test_slabs_are_ordered_crystals_of_four_layers(catalyst: str) -> None:
     lattice, metals = CATALYSTS[catalyst]
     cell = slabs._unrelaxed_cell(catalyst)
@@ -141,19 +177,7 @@ def test_slabs_are_ordered_crystals_of_four_layers(catalyst: str) -> None:
             assert len(tops) == 2, "both ends of an alloy are drawn"
 
 
-def test_hollow_and_bridge_sites_lie_between_atoms() -> None:
-    slab = slabs._cut(slabs._unrelaxed_cell("Cu"), slabs._Surface("Cu", slabs._FCC[0], False))
-    top = slab[slab.get_tags() == 1]
-    edge, rng = 2.5527, np.random.default_rng(1)  # Å, between neighbors
-    expected = {"ontop": 0.0, "bridge": edge / 2, "hollow": edge / 3**0.5}
-    for _ in range(30):
-        kind, site = slabs._draw_site(rng, slab)
-        probe = top + Atoms("H", [(*site, top.positions[0, 2])])
-        distance = probe.get_all_distances(mic=True)[-1, :-1].min()
-        assert distance == pytest.approx(expected[kind], abs=0.01)
-
-
-@pytest.mark.parametrize("name", ["CO", "C2H4"])
+@pytest.mark.parametrize("name", ["H", "CO", "C2H4", "HCOO", "CH3NH"])
 def test_adsorbate_comes_down_upright_to_first_contact(name: str) -> None:
     slab = slabs._cut(slabs._unrelaxed_cell("NiPt"), slabs._Surface("NiPt", slabs._FCC[1], False))
     for seed in range(10):
@@ -171,11 +195,29 @@ def test_adsorbate_comes_down_upright_to_first_contact(name: str) -> None:
     upright = _oriented(np.random.default_rng(0), "CO", 0.0)
     assert str(upright.symbols) == "OC"
     np.testing.assert_allclose(upright.positions[0] - upright.positions[1], [0, 0, 1.15], atol=0.02)
-    flat = _oriented(np.random.default_rng(0), "C2H4", 0.0)
-    assert np.abs(flat.positions[:, 2]).max() < 1e-6
 
 
-def test_every_rule_of_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adsorbate_settles_on_a_frozen_slab(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(3)
+    slab = slabs._cut(slabs._unrelaxed_cell("Ni"), slabs._Surface("Ni", slabs._FCC[0], False))
+    adsorbate = _oriented(rng, "OH", 15.0)
+    system = make_systems._place(rng, slab, adsorbate, slabs._draw_site(rng, slab)[1])
+    placed, fixed = system.positions.copy(), system.constraints[0].index.copy()
+    monkeypatch.setattr(make_systems, "_RATTLE", 0.0)
+    assert make_systems._settle(rng, system, "emt")
+    np.testing.assert_array_equal(system.positions[:-2], placed[:-2])
+    np.testing.assert_array_equal(system.constraints[0].index, fixed)
+    settled = system.positions.copy()
+    system.calc = EMT()
+    forces = system.get_forces(apply_constraint=False)
+    assert np.linalg.norm(forces[-2:], axis=1).max() <= make_systems._SETTLED + 1e-9
+    monkeypatch.setattr(make_systems, "_RATTLE", 0.1)
+    assert make_systems._settle(rng, system, "emt")
+    shift = system.positions - settled
+    assert not shift[:-2].any() and 0.01 < np.abs(shift[-2:]).max() < 0.6
+
+
+def test_every_rule_of_refusal() -> None:
     gas = molecule("CO")
     slab = fcc111("Cu", (2, 2, 3), vacuum=8.0, periodic=True)
     adsorbate = gas.copy()
@@ -195,30 +237,30 @@ def test_every_rule_of_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reason({n: up, n + 1: up}) == "desorbed"
     assert reason({n: (0.0, 0.0, 0.8)}) == "bonds"
     assert reason({0: (0.0, 0.0, 1.1)}) == "reconstructed"
+    chain = Atoms("CC", [(0, 0, 0), (2.6, 0, 0)], cell=(2.9, 9, 9), pbc=True)
+    assert make_systems._bonds(chain)[0, 1]  # to the image, 0.3 Å away
+    assert not make_systems._bonds(Atoms("CC", [(0, 0, 0), (2.6, 0, 0)]))[0, 1]
 
-    rng, plan = np.random.default_rng(0), make_systems._Plan("emt", 0, ())
-    monkeypatch.setattr(make_systems, "_relaxed_slab", lambda *_: None)
-    assert make_systems._attempt(rng, plan, "train", 0) == "slab"
+
+def test_chgnet_is_a_calculator_if_installed(tmp_path: Path) -> None:
+    pytest.importorskip("chgnet", reason="molflt[chgnet] is not installed")
+    make(tmp_path, "chgnet", train=1, val=1, workers=1)
+    assert abs(float(StructureStore(tmp_path / "train.safetensors").y_relaxed[0])) < 10
 
 
 def test_large_systems_have_energies_of_a_larger_slab() -> None:
     plan = make_systems._Plan("emt", 7, (("H", 0.5), ("C", -0.1), ("N", 0.1), ("O", 0.8)))
     system = make_systems._relax_system(plan, "val_large", 1)
-    fields = system.fields
-    tags, names = fields["tags"], system.names["adsorbate"].split()
+    record, names = system.record, system.names["adsorbate"].split()
+    tags = record.tags.numpy()
     cells = int((tags == 1).sum()) // 4
     assert (tags < 2).sum() == 16 * cells and 1 < len(names) <= cells in (2, 4, 6)
-    adsorbed = Atoms(fields["atomic_numbers"][tags == 2]).symbols
+    relaxed = to_atoms(record)
+    relaxed.positions, relaxed.calc = record.pos_relaxed.numpy(), EMT()
+    adsorbed = relaxed.symbols[tags == 2]
     assert sorted(adsorbed) == sorted(s for name in names for s in Atoms(name).symbols)
     facet = next(one for one in slabs._FCC if one.name == system.names["facet"])
     _, energy = slabs._relaxed_slab("emt", slabs._Surface("Al", facet, False))
-    relaxed = Atoms(
-        fields["atomic_numbers"],
-        positions=fields["pos_relaxed"],
-        cell=fields["cell"][0],
-        pbc=True,
-        calculator=EMT(),
-    )
     references = sum(dict(plan.references)[symbol] for symbol in adsorbed)
     expected = relaxed.get_potential_energy() - cells * energy - references
-    assert fields["y_relaxed"] == pytest.approx(expected, abs=1e-3)
+    assert float(record.y_relaxed) == pytest.approx(expected, abs=1e-3)

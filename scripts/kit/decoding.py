@@ -1,6 +1,4 @@
-"""Models that decode from a state, and what it holds."""
-
-from __future__ import annotations
+"""Models that decode from a state, and the memory of the state."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,24 +9,22 @@ import yaml
 from torch import Tensor
 
 from kit.rows import choose
+from molflt.plots.figure import SERIES
 from molflt.sequence import EncoderDecoder, LanguageModel, PixelModel
 
 SOFTMAX = "softmax"
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 Model = TypeVar("Model", LanguageModel, PixelModel, EncoderDecoder)
 
 
-def decoders(folder: Path, given: Sequence[str], build: Callable[..., Model]) -> dict[str, Model]:
-    """Models of the configurations of a folder by name; of all, those that have a state.
+def decoders(folder: str, given: Sequence[str], build: Callable[..., Model]) -> dict[str, Model]:
+    """Models of the configurations in a folder by name; by default all that decode from a state.
 
-    Args:
-        folder: of YAML files; those that name data are sizes, not mechanisms.
-        given: names of files; all if there are none.
-        build: makes a model of the options `model` of a file.
+    Files that name data are sizes, not mechanisms. `build` makes a model from options.
     """
-    configs = {
-        path.stem: yaml.safe_load(path.read_text()) for path in sorted(folder.glob("*.yaml"))
-    }
+    paths = sorted((CONFIGS / folder).glob("*.yaml"))
+    configs = {path.stem: yaml.safe_load(path.read_text()) for path in paths}
     known = {name: one.get("model", {}) for name, one in configs.items() if "data" not in one}
     models = {}
     for name in choose(given, known):
@@ -41,13 +37,8 @@ def decoders(folder: Path, given: Sequence[str], build: Callable[..., Model]) ->
     return models
 
 
-def keeps_sums(name: str) -> bool:
-    """Returns True if the state of a mechanism has constant size, as all but that of softmax."""
-    return not name.startswith(SOFTMAX)
-
-
 def held(state: object) -> int:
-    """Bytes of the storages behind all tensors of a state, each counted once."""
+    """Bytes of the storages of all tensors in a state, each storage counted once."""
     storages: dict[int, int] = {}
 
     def visit(part: object) -> None:
@@ -60,3 +51,11 @@ def held(state: object) -> int:
 
     visit(state)
     return sum(storages.values())
+
+
+def styles_of(mechanisms: Sequence[str]) -> dict[str, tuple[int, str]]:
+    """Color and line of each mechanism; the last color is softmax's, which comes last."""
+    colors = len(SERIES) - 1
+    order = sorted(mechanisms, key=SOFTMAX.__eq__)
+    styles = {name: (i % colors, "-" if i < colors else "--") for i, name in enumerate(order)}
+    return {**styles, SOFTMAX: (colors, "-")} if SOFTMAX in styles else styles
