@@ -119,7 +119,7 @@ def test_words_win_over_a_configuration(tmp_path, capsys) -> None:
         assert CALLS[-1]["seed"] == 3
         assert CALLS[-1]["model"] == expected
     line = error_of(capsys, "fit", "--config", "c.yaml", "--model.normalize-qk=3")
-    assert "option --model.normalize_qk" in line and "c.yaml" not in line
+    assert "model.normalize_qk" in line and "bool" in line
 
 
 def test_a_printed_configuration_can_be_read(capsys, tmp_path) -> None:

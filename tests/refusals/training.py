@@ -273,7 +273,7 @@ NEW: list[tuple[str, Prepare | None, str, str, str]] = [
 AGAIN: list[tuple[str, Prepare, str, str, str]] = [
     ("--init={folder}/run", same, "--init", "--resume", ""),
     ("--run={folder}/a", same, "--run", "own folder", "/a"),
-    ("--config={folder}/a.yaml", beside, "a.yaml: run", "own folder", "/b"),
+    ("--config={folder}/a.yaml", beside, "--run", "own folder", "/b"),
     ("", remove("last.ckpt"), "last.ckpt", "", "no such checkpoint"),
     ("--model.dim=32", edit("lr: 0.0003", "lr: 0.5"), "model.dim is 16; got 32", "0.0003", "0.5"),
     ("--trainer.max_steps=5", same, "trainer.max_steps", "8", "5"),
