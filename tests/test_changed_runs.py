@@ -7,19 +7,9 @@ import signal
 import pytest
 import torch
 import yaml
-from tiny_run import (
-    arguments,
-    differences,
-    error_of,
-    last_state,
-    start,
-    structures,
-    table,
-)
+from tiny_run import arguments, assert_same_state, at_step, error_of, last_state, start, table
 
 from molflt.commands.cli import main
-from molflt.data.structures.store import write_store
-from molflt.training.loop import _LightningTask
 
 WORDS = ["--trainer.max_steps=6", "--trainer.val_every=4", "--trainer.ema_decay=0.5"]
 WORDS += ["--model.dropout=0.1"]
@@ -29,17 +19,9 @@ WORDS += ["--model.dropout=0.1"]
 def stopped(shared_data, tmp_path_factory):
     """A run stopped at step 3 of 6."""
     run = tmp_path_factory.mktemp("runs") / "run"
-    original = _LightningTask.training_step
-
-    def stop(self, batch, index):
-        if self.global_step == 2:
-            os.kill(os.getpid(), signal.SIGHUP)  # as a closed terminal does
-        return original(self, batch, index)
-
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored
     try:
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(_LightningTask, "training_step", stop)
+        with at_step(2, lambda _: os.kill(os.getpid(), signal.SIGHUP)):  # a closed terminal
             assert start(shared_data, run, *WORDS) == 128 + signal.SIGHUP
     finally:
         signal.signal(signal.SIGHUP, before)
@@ -60,9 +42,7 @@ def whole(shared_data, tmp_path_factory):
 
 
 def assert_same_end(run, whole):
-    one, other = last_state(run), last_state(whole)
-    for part in ("state_dict", "current_model_state", "optimizer_states", "lr_schedulers"):
-        assert differences(one[part], other[part]) == [], part
+    assert_same_state(run, whole)
     for name in ("best", "last"):
         left, right = (each / "checkpoints" / f"{name}.safetensors" for each in (run, whole))
         assert left.read_bytes() == right.read_bytes()
@@ -116,45 +96,19 @@ def test_removed_best_weights_are_found_again(whole, tmp_path):
     assert (run / "checkpoints" / "best.safetensors").exists()
 
 
-def test_removing_the_folder_ends_a_training(shared_data, tmp_path, capsys, monkeypatch):
+def test_removing_the_folder_ends_a_training(shared_data, tmp_path, capsys):
     run = tmp_path / "run"
-    original = _LightningTask.training_step
-
-    def remove(self, batch, index):
-        if self.global_step == 4:
-            shutil.rmtree(run)
-        return original(self, batch, index)
-
-    monkeypatch.setattr(_LightningTask, "training_step", remove)
-    line = error_of(capsys, "train", *arguments(shared_data, run, *WORDS))
+    with at_step(4, lambda _: shutil.rmtree(run)):
+        line = error_of(capsys, "train", *arguments(shared_data, run, *WORDS))
     assert line.startswith(f"{run}: ") and "removed" in line
     assert not run.exists()
 
 
-def test_an_ignored_hangup_stays_ignored(shared_data, tmp_path, monkeypatch):
+def test_an_ignored_hangup_stays_ignored(shared_data, tmp_path):
     """nohup ignores it."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    original = _LightningTask.training_step
-
-    def hang_up(self, batch, index):
-        os.kill(os.getpid(), signal.SIGHUP)
-        return original(self, batch, index)
-
-    monkeypatch.setattr(_LightningTask, "training_step", hang_up)
     try:
-        assert start(shared_data, tmp_path / "run", *WORDS) == 0
+        with at_step(2, lambda _: os.kill(os.getpid(), signal.SIGHUP)):
+            assert start(shared_data, tmp_path / "run", *WORDS) == 0
     finally:
         signal.signal(signal.SIGHUP, before)
-
-
-def test_warnings_are_single_lines(tmp_path, capsys):
-    records = list(structures(13))
-    for record in records:
-        record.tags[:] = 0
-    write_store(tmp_path / "train.safetensors", records)
-    write_store(tmp_path / "val_id.safetensors", records)
-    words = [*WORDS, "--data.allow_duplicates=true", "--model.readout=all"]
-    assert main(["train", *arguments(tmp_path, tmp_path / "run", *words)]) == 0
-    lines = [line for line in capsys.readouterr().err.splitlines() if "arning" in line]
-    (line,) = [line for line in lines if "tag > 0" in line]
-    assert line.startswith("molflt: warning: ") and "forward_call" not in " ".join(lines)

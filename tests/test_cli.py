@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 from jsonargparse import ArgumentParser
@@ -29,19 +29,17 @@ def look(
     splits: list[str] = ["val_id", "val_ood_ads"],  # noqa: B006
     numbers: list[int] | None = None,
     limit: int | None = None,
-    kind: Literal["short", "long"] = "short",
 ) -> int | None:
     """Looks at a file.
 
     Args:
-        path: What to look at.
-        out: Where to write.
-        json: Print one object.
-        skip_bad: Leave bad ones out.
-        splits: Which ones.
-        numbers: Some numbers.
-        limit: How many at most.
-        kind: How.
+        path: a
+        out: b
+        json: c
+        skip_bad: d
+        splits: Some splits.
+        numbers: f
+        limit: g
 
     Returns:
         A status.
@@ -93,16 +91,13 @@ def commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     [
         (["x"], {"json": False, "skip_bad": True, "splits": ["val_id", "val_ood_ads"]}),
         (["x", "--json"], {"path": Path("x"), "json": True}),
-        (["x", "--json", "false"], {"json": False}),
         (["x", "--no-skip-bad"], {"skip_bad": False}),
         (["x", "--skip-bad=false", "--limit", "3"], {"skip_bad": False, "limit": 3}),
         (["x", "--splits", "a", "b", "c", "--json"], {"splits": ["a", "b", "c"], "json": True}),
         (["x", "--splits", "[a, b]"], {"splits": ["a", "b"]}),
-        (["x", "--splits", "12"], {"splits": ["12"]}),
         (["--splits", "a", "b", "--", "x"], {"splits": ["a", "b"], "path": Path("x")}),
         (["x", "--splits+", "c"], {"splits": ["val_id", "val_ood_ads", "c"]}),
-        (["x", "--numbers", "1", "-2"], {"numbers": [1, -2]}),
-        (["x", "--kind", "long", "--out", "a b"], {"kind": "long", "out": Path("a b")}),
+        (["x", "--numbers", "1", "-2", "--out", "a b"], {"numbers": [1, -2], "out": Path("a b")}),
     ],
 )
 def test_words_become_arguments(words: list[str], expected: dict[str, Any]) -> None:
@@ -122,13 +117,6 @@ def test_words_win_over_a_configuration(tmp_path, capsys) -> None:
     assert "model.normalize_qk" in line and "bool" in line
 
 
-def test_a_printed_configuration_can_be_read(capsys, tmp_path) -> None:
-    assert main(["fit", "--model.heads", "4", "--print-config"]) == 0
-    (tmp_path / "c.yaml").write_text(capsys.readouterr().out)
-    assert main(["fit", "--config", "c.yaml"]) == 0
-    assert CALLS[0]["model"]["heads"] == 4
-
-
 @pytest.fixture
 def act(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], None]:
     """Lets ``molflt act`` raise an error."""
@@ -145,25 +133,19 @@ def act(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], None]:
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "words"),
+    ("error", "status", "word"),
     [
-        (ValueError("bad: expected this;\n  got that"), 2, ["bad: expected this; got that"]),
-        (FileNotFoundError(2, "No such file", "a.yaml"), 2, ["a.yaml", "No such file"]),
-        (ModuleNotFoundError("x", name="absent_package"), 2, ["absent_package", "pip install"]),
-        (MemoryError(), 2, ["out of memory", "batch size"]),
-        (KeyError("no such thing"), 1, ["KeyError", "molflt-error.log"]),
+        (ValueError("bad:\n  got that"), 2, "bad: got that"),
+        (FileNotFoundError(2, "No such file", "a.yaml"), 2, "a.yaml: No such file"),
+        (ModuleNotFoundError("x", name="absent_package"), 2, "pip install absent_package"),
+        (MemoryError(), 2, "lower the batch size"),
+        (KeyError("no such thing"), 1, "molflt-error.log"),
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_an_error_becomes_one_short_line(act, capsys, error, status, words) -> None:
+def test_an_error_becomes_one_line(act, capsys, error, status, word) -> None:
     act(error)
-    line = error_of(capsys, "act", status=status)
-    assert [word for word in words if word not in line] == [] and len(line) < 1100
-
-
-def test_an_interruption_has_its_own_status(act) -> None:
-    act(KeyboardInterrupt())
-    assert main(["act"]) == 130
+    assert word in error_of(capsys, "act", status=status)
 
 
 def test_the_traceback_of_a_bug_is_written_or_shown(act, capsys, tmp_path, monkeypatch) -> None:
@@ -187,7 +169,7 @@ def test_help_and_version(capsys) -> None:
     assert main(["look", "--help"]) == 0
     out = capsys.readouterr().out
     assert "--splits ITEM ..." in out and "--json " in out and "{true,false}" not in out
-    assert "Leave bad ones out." in out and "A status." not in out
+    assert "Some splits." in out and "A status." not in out
 
 
 @pytest.mark.parametrize("path", list(COMMANDS), ids=" ".join)

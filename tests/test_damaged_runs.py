@@ -2,11 +2,10 @@
 
 import numpy as np
 import torch
-from tiny_run import error_of, last_state, table
+from tiny_run import error_of
 
 from molflt.commands.cli import main
 from molflt.training.checkpoint import read_checkpoint
-from molflt.training.config import read_config
 
 
 def refused(path, read) -> bool:
@@ -18,10 +17,6 @@ def refused(path, read) -> bool:
         assert text.startswith(str(path)) and "\n" not in text, text
         return True
     return False
-
-
-def test_written_configurations_round_trip(shared_run):
-    assert read_config(shared_run) == last_state(shared_run)["molflt"]["config"]
 
 
 def test_damaged_checkpoints_are_refused(copied_run):
@@ -43,15 +38,6 @@ def test_damaged_checkpoints_are_refused(copied_run):
     for end in (0, 1, 100, 5_000, len(whole) - 71, len(whole) - 1):
         path.write_bytes(whole[:end])
         assert refused(path, lambda: read_checkpoint(path))
-
-
-def test_an_incomplete_last_row_is_dropped(copied_run):
-    path = copied_run / "metrics.csv"
-    rows = path.read_text()
-    path.write_text(rows + "1")  # the start of 16
-    assert main(["train", "--resume", str(copied_run), "--trainer.max_steps", "10"]) == 0
-    assert path.read_text().startswith(rows)
-    assert [row["step"] for row in table(path)][-2:] == ["10", "10"]
 
 
 def test_a_checkpoint_of_an_earlier_version_with_a_digest_resumes(copied_run, capsys):

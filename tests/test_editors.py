@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 from functools import cache
@@ -15,7 +14,7 @@ from jsonschema import Draft202012Validator
 from tiny_run import error_of
 
 from molflt.commands import completion
-from molflt.commands.cli import COMMANDS, main
+from molflt.commands.cli import COMMANDS
 from molflt.commands.limits import LIMITS, outside
 from molflt.commands.schema import config_schema
 from molflt.commands.train import build_parser
@@ -103,14 +102,6 @@ def test_every_number_has_its_range_on_the_command_line_and_in_the_schema() -> N
     assert checked > 50
 
 
-def test_the_schema_is_printed_and_written(tmp_path: Path, capsys: Any) -> None:
-    assert main(["schema"]) == 0
-    printed = capsys.readouterr().out
-    assert json.loads(printed) == validator().schema
-    assert main(["schema", "--out", str(tmp_path / "molflt.schema.json")]) == 0
-    assert (tmp_path / "molflt.schema.json").read_text() == printed
-
-
 COMPLETE = """
 source "$1"; shift
 COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMP_LINE="$*"; COMP_POINT=${#COMP_LINE}
@@ -151,18 +142,3 @@ def test_bash_completes(
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True)
     found = set(done.stdout.split())
     assert some <= found and not found & others, done.stderr
-
-
-def test_completion_needs_shtab(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setattr(completion, "find_spec", lambda name: None)
-    assert "molflt[completion]" in error_of(capsys, "completion", "bash")
-
-
-def test_the_script_is_printed_and_written(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
-) -> None:
-    monkeypatch.setattr(completion, "_script", lambda shell: f"script of {shell}")
-    monkeypatch.setattr(completion, "find_spec", lambda name: name)
-    assert main(["completion", "zsh"]) == 0 == main(["completion", "zsh", "--out", f"{tmp_path}/z"])
-    assert capsys.readouterr().out == f"script of zsh\nwritten: {tmp_path}/z\n"
-    assert (tmp_path / "z").read_text() == "script of zsh\n"

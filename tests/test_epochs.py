@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 import yaml
-from tiny_run import arguments, differences, error_of, last_state, logged, start
+from tiny_run import (
+    arguments,
+    assert_same_state,
+    at_step,
+    error_of,
+    last_state,
+    logged,
+    power_cut,
+    start,
+)
 
 from molflt.commands.cli import main
 from molflt.training.loop import _LightningTask
@@ -30,27 +39,17 @@ def test_epochs_equal_steps(two, shared_data, tmp_path):
     """Warm-up, schedule and weights agree."""
     assert (trainer(two)["max_epochs"], trainer(two)["max_steps"]) == (2, 12)
     start(shared_data, tmp_path / "steps", "--trainer.max_steps=12", *OFTEN)
-    for part in ("state_dict", "optimizer_states", "lr_schedulers"):
-        assert differences(last_state(two)[part], last_state(tmp_path / "steps")[part]) == []
+    assert_same_state(two, tmp_path / "steps")
     assert logged(two, "lr") == logged(tmp_path / "steps", "lr") and len(logged(two, "lr")) == 12
 
 
 def test_an_interrupted_run_of_epochs_resumes_to_the_bit(two, shared_data, tmp_path, capsys):
-    original = _LightningTask.training_step
-
-    def power_cut(self, batch, place):
-        if self.global_step == 8:
-            raise RuntimeError("power cut")
-        return original(self, batch, place)
-
     run = tmp_path / "run"
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(_LightningTask, "training_step", power_cut)
+    with at_step(8, power_cut):
         main(["train", *arguments(shared_data, run, "--trainer.max_epochs=2", *OFTEN)])
     assert last_state(run)["global_step"] == 6
     assert main(["train", f"--resume={run}"]) == 0
-    for part in ("state_dict", "optimizer_states", "lr_schedulers"):
-        assert differences(last_state(run)[part], last_state(two)[part]) == []
+    assert_same_state(run, two)
     line = error_of(capsys, "train", f"--resume={run}", "--trainer.max_epochs=1")
     assert "trainer.max_epochs=1" in line and "got 6" in line
     assert main(["train", f"--resume={run}", "--trainer.max_epochs=3"]) == 0

@@ -14,7 +14,6 @@ import molflt
 from molflt.commands.cli import main
 from molflt.data.structures.datamodule import IS2REData
 from molflt.data.structures.domain import Domain
-from molflt.data.structures.in_memory import StructuresInMemory
 from molflt.data.structures.store import write_store
 
 SEEN = " (seen only by the initial weights)"
@@ -74,13 +73,6 @@ def test_elements_of_the_initial_weights_are_reported(tuned, shared_run, gold, t
     assert all(cell.startswith(f"Cu not in training{SEEN}; Ru not in training") for cell in cells)
 
 
-def test_summaries_name_both_data_sets(tuned, shared_run, gold):
-    said = molflt.load(tuned).summary
-    new, old = alone(gold).describe(), held(shared_run).describe()
-    assert new in said and old in said
-    assert held(tuned).energy == alone(gold).energy != held(shared_run).energy
-
-
 def test_chains_and_exports_keep_all_domains(tuned, shared_run, gold, tmp_path):
     assert main(["export", str(tuned), str(tmp_path / "export"), *CARD]) == 0
     begin(gold, tmp_path / "run", tmp_path / "export", *STILL)
@@ -112,34 +104,3 @@ def test_a_missing_domain_of_the_source_gives_a_warning(copied_run, gold, tmp_pa
     # elements of the source count only with its embedding, which has another width in b
     seen = [weights(tmp_path / name)["trained_elements"].nonzero().flatten() for name in "ab"]
     assert [one.tolist() for one in seen] == [[1, 8, 29, 47, 78, 79], [1, 47, 79]]
-
-
-def test_other_properties_of_the_initial_weights_are_reported() -> None:
-    """Parts, tags and boundaries; unknown properties of the first data are not reported."""
-
-    def record(**changes):
-        one = next(iter(structures(1)))
-        one.atomic_numbers[:] = 29
-        for name, value in changes.items():
-            one[name] = value
-        return one
-
-    def domain(*records):
-        return Domain.of(StructuresInMemory(list(records)))
-
-    base = record()
-    tags = base.tags
-    new = domain(base)
-    molecule = record(tags=tags * 0, pbc=base.pbc & False)
-    bare = record(tags=tags.clamp(max=1))
-    for first, other, expected in (
-        (molecule, molecule, ["no tags, which training had", "not periodic, trained on"]),
-        (bare, bare, ["no adsorbate (tag 2)"]),
-    ):
-        found = new.after(domain(first)).outside(other)
-        assert [text.endswith(SEEN) for text in found] == [True] * len(expected), found
-        assert all(text.startswith(want) for text, want in zip(found, expected, strict=True))
-        assert not any(text.endswith(SEEN) for text in new.outside(other))
-    # without tags the parts of a structure are unknown
-    assert new.after(domain(molecule)).outside(bare) == ["no adsorbate (tag 2)"]
-    assert new.after(domain(base)).outside(base) == []

@@ -7,17 +7,18 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
 from tiny_run import (
     arguments,
+    assert_same_state,
+    at_step,
     differences,
     error_of,
     last_state,
+    power_cut,
     process,
     resume,
     start,
@@ -26,10 +27,8 @@ from tiny_run import (
 )
 
 import molflt.files
-from molflt.commands.cli import main
 from molflt.tasks.is2re import IS2RETask
 from molflt.training.checkpoint import load_run
-from molflt.training.loop import _LightningTask
 
 # Dropout, averaging and redrawn features exercise every kind of state. 22 systems are 6 batches per
 # epoch, so checkpoints every 7 steps fall in the middle of an epoch.
@@ -64,10 +63,7 @@ def header(run, name):
 
 
 def assert_same_end(run, reference):
-    one, other = last_state(run), last_state(reference)
-    assert one.keys() == other.keys()
-    for part in ("state_dict", "current_model_state", "optimizer_states", "lr_schedulers"):
-        assert differences(one.get(part), other.get(part)) == [], part
+    assert_same_state(run, reference)
     for name in ("best", "last"):
         assert differences(weights(run, name), weights(reference, name)) == [], name
         assert header(run, name) == header(reference, name)
@@ -82,22 +78,6 @@ def timeless(run):
 def assert_resumes(run, reference):
     assert resume(run) == 0
     assert_same_end(run, reference)
-
-
-@contextmanager
-def at_step(method, step, act):
-    """Calls `act` once before a step; its result, if any, replaces the batch."""
-    original, done = getattr(_LightningTask, method), []
-
-    def changed(self, batch, *more):
-        if self.global_step == step and not self.trainer.sanity_checking and not done:
-            done.append(step)
-            batch = act(batch) or batch
-        return original(self, batch, *more)
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(_LightningTask, method, changed)
-        yield
 
 
 def stop(words, ready, signum):
@@ -122,10 +102,6 @@ def test_kill_in_the_middle_of_an_epoch(shared_data, tmp_path):
     assert_resumes(run, reference)
 
 
-def power_cut(_):
-    raise RuntimeError("power cut")
-
-
 @pytest.mark.parametrize(
     ("method", "step", "resumes_from", "more"),
     [
@@ -140,7 +116,7 @@ def power_cut(_):
 )
 def test_crashes_everywhere(shared_data, whole, tmp_path, method, step, resumes_from, more):
     run = tmp_path / "run"
-    with at_step(method, step, power_cut), pytest.raises(RuntimeError, match="power cut"):
+    with at_step(step, power_cut, method), pytest.raises(RuntimeError, match="power cut"):
         begin(shared_data, run, *more)
     assert last_state(run)["global_step"] == resumes_from
     assert_resumes(run, whole)
@@ -152,7 +128,7 @@ def test_float64_resumes_to_the_bit(shared_data, tmp_path, decay):
     run, reference = tmp_path / "run", tmp_path / "reference"
     more = ["--trainer.precision=64-true", f"--trainer.ema_decay={decay}"]
     assert begin(shared_data, reference, *more, steps=17) == 0
-    with at_step("training_step", 15, power_cut), pytest.raises(RuntimeError, match="power cut"):
+    with at_step(15, power_cut), pytest.raises(RuntimeError, match="power cut"):
         begin(shared_data, run, *more, steps=17)
     assert last_state(run)["global_step"] == 14
     assert_resumes(run, reference)
@@ -164,23 +140,13 @@ def test_float64_resumes_to_the_bit(shared_data, tmp_path, decay):
 )
 def test_sigterm_saves_and_exits_143(shared_data, whole, tmp_path, capsys, method, step, saved_at):
     run, before = tmp_path / "run", signal.getsignal(signal.SIGTERM)
-    with at_step(method, step, lambda _: os.kill(os.getpid(), signal.SIGTERM)):
+    with at_step(step, lambda _: os.kill(os.getpid(), signal.SIGTERM), method):
         assert begin(shared_data, run) == 143
     assert signal.getsignal(signal.SIGTERM) == before
     assert f"molflt train --resume {run}" in capsys.readouterr().err
     assert last_state(run)["global_step"] == saved_at
     assert (run / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert_resumes(run, whole)
-
-
-def test_ctrl_c(shared_data, tmp_path):
-    run = tmp_path / "run"
-    words = arguments(shared_data, run, *STATEFUL, "--trainer.max_steps=100000")
-    status, errors = stop(words, (run / "checkpoints" / "last.ckpt").exists, signal.SIGINT)
-    assert status == 130
-    assert f"molflt train --resume {run}" in errors and "Traceback" not in errors
-    assert (run / "curve.png").read_bytes().startswith(b"\x89PNG")
-    assert load_run(run, "last")[1]["trainer"]["max_steps"] == 100000
 
 
 @pytest.mark.skipif(os.name != "posix", reason="POSIX only")
@@ -209,21 +175,6 @@ def test_a_closed_terminal(shared_data, tmp_path):
     assert load_run(run, "last")[1]["trainer"]["max_steps"] == 100000
 
 
-def test_a_second_signal_does_not_wait_for_the_step(shared_data, tmp_path, capsys):
-    run, before = tmp_path / "run", signal.getsignal(signal.SIGINT)
-
-    def twice(_):
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    with at_step("training_step", 9, twice):
-        words = arguments(shared_data, run, *STATEFUL, "--trainer.max_steps=30")
-        assert main(["train", *words]) == 130
-    assert capsys.readouterr().err.splitlines()[-1] == "molflt: interrupted"
-    assert last_state(run)["global_step"] == 8
-    assert signal.getsignal(signal.SIGINT) == before
-
-
 def test_the_number_of_steps_may_be_raised(shared_data, tmp_path):
     run = tmp_path / "run"
     begin(shared_data, run, steps=10)
@@ -235,19 +186,6 @@ def test_the_number_of_steps_may_be_raised(shared_data, tmp_path):
     # the schedule of 14 steps: the learning rate of the last one is 1/12 of the peak, not 0
     rates = {row["step"]: row["lr"] for row in table(run / "metrics.csv", "lr")}
     assert float(rates["14"]) == pytest.approx(3e-4 / 12)
-
-
-def test_names_of_runs_are_taken_literally(shared_data, tmp_path, monkeypatch, capsys):
-    """Brackets are not patterns, ~ is not the home folder, and printed commands are quoted."""
-    monkeypatch.chdir(tmp_path)
-    for name, every in (("a1", 5), ("a[1]", 3), ("~/my run", 3)):
-        run, words = Path(name), ["--trainer.max_steps=3", f"--trainer.log_every={every}"]
-        with at_step("training_step", 1, lambda _: os.kill(os.getpid(), signal.SIGTERM)):
-            start(shared_data, run, *words)
-    assert f"--resume '{run}'\n" in capsys.readouterr().err
-    for name in ("a[1]", "~/my run"):
-        assert resume(Path(name), "--trainer.max_steps=4") == 0
-        assert load_run(Path(name))[1]["trainer"]["log_every"] == 3
 
 
 def test_resuming_a_finished_run_changes_nothing(whole):
@@ -289,28 +227,10 @@ def test_diverging_run_keeps_the_last_checkpoint(shared_data, whole, tmp_path):
 
     run = tmp_path / "run"
     message = r"loss is inf at step 9 .* on sids (\d+, ){3}\d+; "
-    with at_step("training_step", 9, explode), pytest.raises(ValueError, match=message):
+    with at_step(9, explode), pytest.raises(ValueError, match=message):
         begin(shared_data, run)
     assert last_state(run)["global_step"] == 8
     assert_resumes(run, whole)
-
-
-def test_a_gradient_that_is_not_finite_is_not_applied(shared_data, tmp_path, monkeypatch):
-    run = tmp_path / "run"
-    original = _LightningTask.training_step
-
-    def explode(self, batch, index):
-        out = original(self, batch, index)
-        if self.global_step == 9:
-            # finite, with an infinite gradient
-            weight = next(self.model.parameters())
-            out["loss"] = out["loss"].detach() + (0 * weight.sum()).sqrt()
-        return out
-
-    monkeypatch.setattr(_LightningTask, "training_step", explode)
-    with pytest.raises(ValueError, match=r"gradient norm is nan at step 9 .* on sids"):
-        begin(shared_data, run)
-    assert all(torch.isfinite(p).all() for p in load_run(run, "last")[0].parameters())
 
 
 @pytest.mark.parametrize(("value", "what"), [(float("inf"), "loss"), (None, "gradient norm")])
@@ -334,18 +254,6 @@ def test_only_the_structure_that_diverges_is_named(shared_data, tmp_path, value,
         with pytest.raises(ValueError, match=what) as caught:
             start(shared_data, tmp_path / "run", *words)
     assert f" on sids {bad[0]}; expected" in str(caught.value)
-
-
-def test_unfinished_files_of_killed_processes_are_removed(shared_data, tmp_path):
-    run, ended = tmp_path / "run", subprocess.Popen(["true"])
-    ended.wait()
-    (run / "checkpoints").mkdir(parents=True)
-    left = [f".curve.png.{ended.pid}.part", f"checkpoints/.last.ckpt.{ended.pid}.part"]
-    kept = [".mine.part", f".report.html.{os.getppid()}.part"]  # of a process that is alive
-    for name in (*left, *kept):
-        (run / name).touch()
-    assert start(shared_data, run, "--trainer.max_steps=1") == 0
-    assert [name for name in (*left, *kept) if (run / name).exists()] == kept
 
 
 class Evil:

@@ -55,12 +55,6 @@ def test_one_of_two_threads_gets_the_folder(tmp_path):
     assert not list(tmp_path.rglob("*.lock"))
 
 
-def test_empty_folders_are_removed(tmp_path):
-    with lock_of(tmp_path / "runs" / "a").held():
-        assert (tmp_path / "runs" / "a").exists()
-    assert not (tmp_path / "runs").exists()
-
-
 def test_a_lock_ends_with_its_process_and_not_with_its_workers(tmp_path):
     words = [sys.executable, "-c", HOLDER, str(tmp_path / "run")]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True) as one:

@@ -13,6 +13,7 @@ from argparse import ArgumentError
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from operator import or_
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Union, get_args, get_origin
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "did_you_mean",
+    "expect_ending",
     "is_flag",
     "kinds_of",
     "normalized",
@@ -39,14 +41,15 @@ __all__ = [
 _POSITION = "model.position_options"
 
 
-def refuse_idle(run: str, kind: str, options: Mapping[str, object]) -> None:
-    """Raises ValueError if an option is given that this kind of model does not use.
+def expect_ending(out: Path | None, *endings: str) -> None:
+    """Raises ValueError if a file to write has another ending."""
+    if out is not None and out.suffix not in endings:
+        expected = ", ".join(endings)
+        raise ValueError(f"{out}: expected a name that ends in {expected}; got {out.suffix!r}")
 
-    Args:
-        run: name of the model, for the message.
-        kind: kind of the model, for the message.
-        options: name -> value; None if it is not given.
-    """
+
+def refuse_idle(run: str, kind: str, options: Mapping[str, object]) -> None:
+    """Raises ValueError if an option (None if not given) has no effect on this kind of model."""
     for name, value in options.items():
         if value is not None:
             word = f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")

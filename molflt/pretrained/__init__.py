@@ -2,8 +2,14 @@
 
 from molflt.pretrained.energies import EnergyPredictor, Prediction
 from molflt.pretrained.loading import load
-from molflt.pretrained.sentences import GapFiller, SentenceLabeler, Translator
-from molflt.pretrained.tokens import ImageLabeler, ImageWriter, TextWriter
+from molflt.pretrained.tokens import (
+    GapFiller,
+    ImageLabeler,
+    ImageWriter,
+    SentenceLabeler,
+    TextWriter,
+    Translator,
+)
 
 __all__ = ["EnergyPredictor", "GapFiller", "ImageLabeler", "Prediction", "SentenceLabeler"]
 __all__ += ["ImageWriter", "TextWriter", "Translator", "load"]

@@ -7,10 +7,16 @@ from pathlib import Path
 from typing import Any, get_args, overload
 
 from molflt.files import shown
+from molflt.pretrained.base import read_trained
 from molflt.pretrained.energies import EnergyPredictor
-from molflt.pretrained.sentences import GapFiller, SentenceLabeler, Translator
-from molflt.pretrained.tokens import ImageLabeler, ImageWriter, TextWriter
-from molflt.pretrained.trained import read_trained
+from molflt.pretrained.tokens import (
+    GapFiller,
+    ImageLabeler,
+    ImageWriter,
+    SentenceLabeler,
+    TextWriter,
+    Translator,
+)
 from molflt.training.sources import HUB
 
 __all__ = ["load"]
@@ -83,13 +89,14 @@ def load(
             f"{source}: compiled=True does not load code from the Hub; export with --compiled true"
         )
     trained = read_trained(source, checkpoint, device, also)
-    for kind in _KINDS:
-        if isinstance(trained.model, kind.models):
-            found = kind(trained)
-            if compiled:
-                found.use_compiled()
-            return found
-    raise ValueError(
-        f"{trained.path}: expected a model of energies, text or images; got recipe "
-        f"{shown(trained.recipe)}; use molflt.training.checkpoint.load_run"
-    )
+    kind = next((kind for kind in _KINDS if isinstance(trained.model, kind.models)), None)
+    if kind is None or (compiled and kind is not EnergyPredictor):
+        expected = "a model of energies, without which compiled has no effect"
+        raise ValueError(
+            f"{trained.path}: expected {expected if compiled else 'energies, text or images'}; got "
+            f"recipe {shown(trained.recipe)}; use molflt.training.checkpoint.load_run"
+        )
+    found = kind(trained)
+    if isinstance(found, EnergyPredictor) and compiled:
+        found.use_compiled()
+    return found

@@ -123,20 +123,13 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
         **optimization: Any,
     ) -> None:
         super().__init__(model, **optimization)
-        if energy_std is not None and not energy_std > 0:
-            raise ValueError(f"task.energy_std must be more than 0.0; got {energy_std}")
         if references not in (None, "none") and energy_mean is not None:
             raise ValueError(
                 f"task.references={references} already removes the mean; got "
                 f"task.energy_mean={energy_mean}; remove one of the two"
             )
-        if not 0 <= repeat <= 1:
-            raise ValueError(f"task.repeat must lie in [0, 1]; got {repeat}")
-        if not 0 <= interpolate <= 1 or noise < 0 or (noise and not interpolate):
-            raise ValueError(
-                "task.interpolate must lie in [0, 1], and task.noise must be at least 0, and 0 "
-                f"without interpolate; got interpolate={interpolate}, noise={noise}"
-            )
+        if noise and not interpolate:
+            raise ValueError(f"task.noise={noise} has no effect without task.interpolate")
         self.position_weight = position_weight
         self.position_weight_final = position_weight_final
         self.energy_mean = energy_mean

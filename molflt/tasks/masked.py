@@ -80,12 +80,10 @@ class MaskedTask(Task[_Batch, "TokenizedText"]):
         **optimization: Any,
     ) -> None:
         super().__init__(model, **optimization)
-        if not 0 < mask_rate < 1:
-            raise ValueError(f"task.mask_rate must lie in (0, 1); got {mask_rate}")
-        if min(mask_share, random_share) < 0 or mask_share + random_share > 1:
+        if mask_share + random_share > 1:
             raise ValueError(
-                "task.mask_share and task.random_share must be at least 0 and at most 1 together; "
-                f"got {mask_share} and {random_share}"
+                "task.mask_share and task.random_share must be at most 1 together; got "
+                f"{mask_share} and {random_share}"
             )
         self.shares = {"rate": mask_rate, "mask_share": mask_share, "random_share": random_share}
 

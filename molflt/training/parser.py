@@ -19,10 +19,11 @@ from jsonargparse import ArgumentParser, Namespace
 from molflt.data.text.tokenizer import TOKENIZER
 from molflt.files import shown
 from molflt.shipped import find_config
+from molflt.training.checkpoint import find_weights
 from molflt.training.config import absolute, add_options, check_groups, read_config, read_yaml
 from molflt.training.initial_weights import read_initial_weights, recipe_of
 from molflt.training.recipes import DEFAULT, Recipe
-from molflt.training.sources import find, find_weights, is_packaged
+from molflt.training.sources import find, is_packaged
 
 __all__ = ["build_parser", "dated_run"]
 
