@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -67,19 +66,6 @@ def parser_of(recipe: str) -> ArgumentParser:
     return build_parser(["--recipe", recipe])
 
 
-@cache
-def defaults_of(recipe: str) -> dict[str, Any]:
-    return dict(leaves(resolve(recipe)))
-
-
-def leaves(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in node.items():
-        if isinstance(value, dict):
-            yield from leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
 def parameters(model: dict[str, Any]) -> int:
     return _parameters(tuple(model.items()))
 
@@ -103,17 +89,6 @@ def configured(*names: str) -> dict[str, Any]:
 
 def oc20(model: str) -> dict[str, Any]:
     return configured(*(f"oc20/{name}" for name in OC20[model]))
-
-
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_configurations_omit_defaults(path: Path) -> None:
-    text = path.read_text()
-    assert len(text.splitlines()) <= 40
-    written = dict(leaves(yaml.safe_load(text)))
-    recipe = written.pop("recipe", "is2re")
-    defaults = defaults_of(recipe)
-    resolved = dict(leaves(resolve(recipe, "--config", str(path))))
-    assert not [key for key in written if resolved[key] == defaults.get(key, "none")], "defaults"
 
 
 @pytest.mark.parametrize("name", OC20)
@@ -218,14 +193,3 @@ def test_every_parameter_of_a_token_configuration_learns(names: tuple[str, ...])
     else:
         loss = net(torch.rand(2, 1, 28, 28)).square().sum()
     assert without_gradient(net, loss) == []
-
-
-@pytest.mark.parametrize("memory", ["flt", "performer", "softmax", "lstm", "state-space"])
-@pytest.mark.parametrize("size", ["small", "paper"])
-def test_every_parameter_of_an_optimizer_learns(size: str, memory: str) -> None:
-    config = configured(f"optimizers/{size}", f"optimizers/{memory}")
-    torch.manual_seed(0)
-    model = RECIPES["learned_optimizer"].load("model")(**{**config["model"], "lr": 0.1}).double()
-    features = torch.randn(3, 4, 8, dtype=torch.double)
-    loss = model(features, features[..., 0]).square().sum()
-    assert without_gradient(model, loss) == []

@@ -1,15 +1,21 @@
-"""Resuming is exact to the bit after kills, interruptions, full disks and diverged steps."""
+"""Resuming is exact to the bit after kills, interruptions, full disks and diverged steps.
+
+Some options may change, and damaged files are refused.
+"""
 
 import errno
 import os
 import pty
+import shutil
 import signal
 import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 import torch
+import yaml
 from safetensors import safe_open
 from tiny_run import (
     arguments,
@@ -27,8 +33,9 @@ from tiny_run import (
 )
 
 import molflt.files
+from molflt.commands.cli import main
 from molflt.tasks.is2re import IS2RETask
-from molflt.training.checkpoint import load_run
+from molflt.training.checkpoint import load_run, read_checkpoint
 
 # Dropout, averaging and redrawn features exercise every kind of state. 22 systems are 6 batches per
 # epoch, so checkpoints every 7 steps fall in the middle of an epoch.
@@ -80,24 +87,16 @@ def assert_resumes(run, reference):
     assert_same_end(run, reference)
 
 
-def stop(words, ready, signum):
-    """Sends a signal to a training process when `ready`; returns its status and stderr."""
-    running, deadline = process(*words), time.monotonic() + 600
-    while not ready():
-        assert running.poll() is None and time.monotonic() < deadline
-        time.sleep(0.002)
-    running.send_signal(signum)
-    _, errors = running.communicate(timeout=600)
-    return running.returncode, errors
-
-
 def test_kill_in_the_middle_of_an_epoch(shared_data, tmp_path):
     reference, run, steps = tmp_path / "reference", tmp_path / "killed", 120
     begin(shared_data, reference, steps=steps)
-    words = arguments(shared_data, run, *STATEFUL, f"--trainer.max_steps={steps}")
-    metrics = run / "metrics.csv"
-    ready = lambda: metrics.exists() and metrics.read_text().count("\n") > 9  # noqa: E731
-    assert stop(words, ready, signal.SIGKILL)[0] == -signal.SIGKILL
+    running = process(*arguments(shared_data, run, *STATEFUL, f"--trainer.max_steps={steps}"))
+    metrics, deadline = run / "metrics.csv", time.monotonic() + 600
+    while not metrics.exists() or metrics.read_text().count("\n") < 10:
+        assert running.poll() is None and time.monotonic() < deadline
+        time.sleep(0.002)
+    running.kill()
+    running.wait(timeout=600)
     assert 0 < last_state(run)["global_step"] < steps - 8
     assert_resumes(run, reference)
 
@@ -266,11 +265,136 @@ class Evil:
 
 def test_checkpoints_run_no_code(copied_run, tmp_path):
     path = copied_run / "checkpoints" / "last.ckpt"
-    content = path.read_bytes()
-    path.write_bytes(content[: len(content) // 2])
-    with pytest.raises(ValueError, match=r"last\.ckpt: not a complete checkpoint"):
-        resume(copied_run)
     torch.save({"state_dict": Evil(tmp_path / "was-here")}, path)
     with pytest.raises(ValueError, match=r"last\.ckpt: refused; .*posix\.mkdir"):
         resume(copied_run)
     assert not (tmp_path / "was-here").exists()
+
+
+def test_damaged_checkpoints_are_refused(copied_run):
+    """Wherever a tensor or the structure of the file is damaged; padding may change."""
+    path = copied_run / "checkpoints" / "last.ckpt"
+    whole, sound = path.read_bytes(), read_checkpoint(path)["state_dict"]
+    storage = next(t for name, t in sound.items() if name.endswith("mlp.0.weight"))
+    inside = whole.index(storage.numpy().tobytes()) + 9
+    count = 0
+    for place in (inside, *np.random.default_rng(0).integers(len(whole), size=60)):
+        content = bytearray(whole)
+        content[place] ^= 1
+        path.write_bytes(content)
+        try:
+            read_checkpoint(path)
+        except ValueError as error:
+            assert str(error).startswith(str(path))
+            count += 1
+        assert count  # the first one is inside a tensor
+    assert count > 30
+    for end in (0, 1, 100, 5_000, len(whole) - 71, len(whole) - 1):
+        path.write_bytes(whole[:end])
+        with pytest.raises(ValueError, match="last.ckpt"):
+            read_checkpoint(path)
+
+
+def test_a_checkpoint_of_an_earlier_version_with_a_digest_resumes(copied_run):
+    """Version 0.1 appended sha256 as the comment of the zip archive."""
+    path = copied_run / "checkpoints" / "last.ckpt"
+    comment = b"sha256:" + b"0" * 64
+    path.write_bytes(path.read_bytes()[:-2] + len(comment).to_bytes(2, "little") + comment)
+    assert torch.load(path, weights_only=True)["global_step"] == 8
+    assert main(["train", "--resume", str(copied_run), "--trainer.max_steps", "9"]) == 0
+
+
+WORDS = ["--trainer.max_steps=6", "--trainer.val_every=4", "--trainer.ema_decay=0.5"]
+WORDS += ["--model.dropout=0.1"]
+
+
+@pytest.fixture(scope="module")
+def stopped(shared_data, tmp_path_factory):
+    """A run stopped at step 3 of 6."""
+    run = tmp_path_factory.mktemp("runs") / "run"
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored
+    try:
+        with at_step(2, lambda _: os.kill(os.getpid(), signal.SIGHUP)):  # a closed terminal
+            assert start(shared_data, run, *WORDS) == 128 + signal.SIGHUP
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert last_state(run)["global_step"] == 3
+    return run
+
+
+@pytest.fixture
+def run(stopped, tmp_path):
+    return shutil.copytree(stopped, tmp_path / "run")
+
+
+@pytest.fixture(scope="module")
+def short(shared_data, tmp_path_factory):
+    run = tmp_path_factory.mktemp("short") / "run"
+    assert start(shared_data, run, *WORDS) == 0
+    return run
+
+
+def test_allowed_changes_take_effect_without_changing_steps(shared_data, run, short, tmp_path):
+    elsewhere, other = tmp_path / "moved", shutil.copytree(shared_data, tmp_path / "data")
+    run.rename(elsewhere)
+    words = [f"--data.root={other}", "--data.workers=1", "--trainer.log_every=1"]
+    words += ["--trainer.checkpoint_every=2", "--trainer.accelerator=auto"]
+    assert main(["train", "--resume", str(elsewhere), *words]) == 0
+    assert_same_state(elsewhere, short)
+    saved = yaml.safe_load((elsewhere / "config.yaml").read_text())
+    assert saved["run"] == str(elsewhere) and saved["data"]["root"] == str(other)
+    assert saved["data"]["workers"] == 1 and saved["trainer"]["log_every"] == 1
+    assert [row["step"] for row in table(elsewhere / "metrics.csv", "lr")] == ["4", "5", "6"]
+    assert last_state(elsewhere)["molflt"]["config"] == saved
+
+
+def test_another_number_of_threads_is_reported(run, capsys, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 17)
+    assert main(["train", "--resume", str(run)]) == 0
+    assert last_state(run)["molflt"]["machine"]["threads"] == 17
+    (line,) = [x for x in capsys.readouterr().err.splitlines() if "threads" in x]
+    assert line.startswith(f"{run}: ") and "17" in line
+
+
+def test_a_checkpoint_without_provenance_resumes(run, short):
+    """Earlier versions stored neither configuration nor fingerprints."""
+    path = run / "checkpoints" / "last.ckpt"
+    state = last_state(run)
+    del state["molflt"]
+    torch.save(state, path)
+    assert main(["train", "--resume", str(run)]) == 0
+    assert_same_state(run, short)
+
+
+def test_missing_last_weights_are_written_again(short, tmp_path):
+    run = shutil.copytree(short, tmp_path / "run")
+    path = run / "checkpoints" / "last.safetensors"
+    expected = path.read_bytes()
+    path.unlink()  # killed between the two files
+    assert main(["train", "--resume", str(run)]) == 0
+    assert path.read_bytes() == expected
+
+
+def test_removed_best_weights_are_found_again(short, tmp_path):
+    run = shutil.copytree(short, tmp_path / "run")
+    (run / "checkpoints" / "best.safetensors").unlink()
+    assert main(["train", "--resume", str(run), "--trainer.max_steps=8"]) == 0
+    assert (run / "checkpoints" / "best.safetensors").exists()
+
+
+def test_removing_the_folder_ends_a_training(shared_data, tmp_path, capsys):
+    run = tmp_path / "run"
+    with at_step(4, lambda _: shutil.rmtree(run)):
+        line = error_of(capsys, "train", *arguments(shared_data, run, *WORDS))
+    assert line.startswith(f"{run}: ") and "removed" in line
+    assert not run.exists()
+
+
+def test_an_ignored_hangup_stays_ignored(shared_data, tmp_path):
+    """nohup ignores it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with at_step(2, lambda _: os.kill(os.getpid(), signal.SIGHUP)):
+            assert start(shared_data, tmp_path / "run", *WORDS) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -38,6 +38,7 @@ def test_run_folder(shared_run):
     assert saved["recipe"] == "is2re"
     versions = json.loads((run / "versions.json").read_text())
     assert versions["torch"] == torch.__version__
+    assert versions["git_commit"] is None or len(versions["git_commit"]) == 40
     assert {"molflt", "python", "lightning", "torch-geometric", "started"} <= {*versions}
     names = {path.name for path in (run / "checkpoints").iterdir()}
     assert names == {"last.ckpt", "best.safetensors", "last.safetensors"}

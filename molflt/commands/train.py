@@ -63,9 +63,6 @@ def train(
     """
     run = dated_run(recipe) if run is None else run
     _trainer(trainer).check()
-    for path in (run, *run.parents):
-        if path.exists() and not path.is_dir():
-            raise ValueError(f"--run {run}: {path} is a file; expected a folder; choose another")
     folder = RunFolder(run)
     with folder.held(resume is not None), _one_line_warnings(folder):
         config = {"run": run, "seed": seed, "recipe": recipe, "init": init, "model": model}

@@ -30,8 +30,6 @@ from molflt.version import __version__
 
 __all__ = ["Card", "Pretrained", "Trained", "read_trained"]
 
-_LONGEST = 500  # characters of `about`
-
 
 class Trained(NamedTuple):
     """A trained model and the information about it."""
@@ -205,11 +203,6 @@ class Pretrained:
         """Writes the model to a folder, which must not contain other files of these names."""
         folder = Path(folder)
         check_replaceable(folder)
-        if self.about is not None and (len(self.about) > _LONGEST or not self.about.isprintable()):
-            raise ValueError(
-                f"about: expected one line of at most {_LONGEST} characters; got "
-                f"{shown(self.about)}"
-            )
         trained = self.trained
         content = {
             "molflt": __version__,

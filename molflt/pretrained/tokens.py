@@ -182,8 +182,6 @@ class ImageLabeler(Pretrained):
                 numbers in [0, 1].
             batch_size: images in a batch.
         """
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1; got {batch_size}")
         given = torch.as_tensor(images)
         side = self.model.image_size
         shape = (self.model.channels, side, side)

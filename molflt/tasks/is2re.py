@@ -154,7 +154,13 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
         if slab or references is None:
             data.refuse_totals()
         if slab:
-            _refuse_offsets(mean, references if adsorbate else None)
+            offsets = {"energy_mean": mean, "references": references if adsorbate else None}
+            for name, given in offsets.items():
+                if given not in (None, "none"):
+                    raise ValueError(
+                        f"task.{name}={given} would be added to structures without adsorbate; "
+                        "remove it, or use --model.readout all"
+                    )
             mean = 0.0
             references = "none" if adsorbate else references or "fit"
         if fit := self.store_references(data, references, of_adsorbates=slab):
@@ -192,16 +198,6 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
 
     def _position_weight(self, progress: float) -> float:
         return self.position_weight + progress * (self.position_weight_final - self.position_weight)
-
-
-def _refuse_offsets(mean: float | None, references: str | Path | None) -> None:
-    """Raises ValueError for energies that would be added to clean slabs."""
-    for name, given in {"energy_mean": mean, "references": references}.items():
-        if given not in (None, "none"):
-            raise ValueError(
-                f"task.{name}={given} would be added to structures without adsorbate; expected "
-                "none with this model.readout; remove it, or use --model.readout all"
-            )
 
 
 def _goal(batch: "Batch") -> tuple[Tensor, Tensor]:

@@ -103,12 +103,7 @@ class MaskedTask(Task[_Batch, "TokenizedText"]):
         return batch[0].numel()
 
     def expect_gaps(self, blocks: PieceBlocks, name: str) -> None:
-        """Raises ValueError for a text without hidden tokens, which would have perplexity 1.
-
-        Args:
-            blocks: blocks of the text.
-            name: name of the text, for messages.
-        """
+        """Raises ValueError for a text without hidden tokens, which would have perplexity 1."""
         for i in range(len(blocks)):
             tokens, types, there = (x[None].to(self.model.mask_id.device) for x in blocks[i])
             told = self.gaps((tokens, types, there), Draws.of_content(tokens, there))[1]

@@ -154,9 +154,9 @@ class _TrainParser(ArgumentParser):
             found = super().parse_path(path, *args, **kwargs)
         except ArgumentError as error:
             raise ArgumentError(None, f"{path}: {error}") from None
-        known = {action.dest for action in self._actions} - {"config", "resume"}
+        known = {action.dest for action in self._actions}
         for name, value in vars(found.as_flat()).items():
-            if name not in known:
+            if name not in known or (name == "resume" and value is not None):
                 raise ArgumentError(None, f"{path}: unknown key {name!r}")
             found[name] = absolute(value, Path(path).absolute().parent)
         return found

@@ -117,24 +117,6 @@ def relabeled(records: list) -> list:
     return records
 
 
-def stores(change: Callable[[Any], object]) -> Prepare:
-    """Writes a data set of changed structures."""
-
-    def prepare(folder: Path) -> None:
-        for seed, split in enumerate(("train", "val_id")):
-            records = list(tiny_run.structures(9, seed, first_sid=40 + 1000 * seed))
-            for record in records:
-                change(record)
-            write_store(folder / f"{split}.safetensors", records)
-
-    return prepare
-
-
-unlabeled = stores(lambda record: record.sid == 43 and record.y_relaxed.fill_(torch.nan))
-not_periodic = stores(lambda record: record.pbc.zero_())
-without_relaxed = stores(lambda record: record.pos_relaxed.fill_(torch.nan))
-
-
 def foreign(folder: Path) -> None:
     (folder / "new").mkdir()
     (folder / "new" / "config.yaml").write_text("trainer: {max_steps: 4}")
@@ -148,15 +130,6 @@ def saved(**weights: torch.Tensor) -> Prepare:
     return lambda folder: safetensors.torch.save_file(weights, folder / "w.safetensors")
 
 
-def copied(path: str) -> Prepare:
-    return lambda folder: shutil.copy(tiny_run.shared_run() / path, folder / Path(path).name)
-
-
-def two_files(folder: Path) -> None:
-    written("a.txt", "a b")(folder)
-    copied("checkpoints/best.safetensors")(folder)
-
-
 def lacking_checkpoint(folder: Path) -> None:
     run = shutil.copytree(tiny_run.shared_run(), folder / "new")
     (run / "checkpoints" / "last.ckpt").unlink()
@@ -166,7 +139,6 @@ LINE = nn.Linear(1, 1)
 BOTH = written("a.yaml", "trainer: {max_steps: 7, max_epochs: 1}")
 PLAIN = "--model.mixing=softmax --model.position=none --model.position_options=null "
 PLAIN += "--model.num_features=null"
-LANGUAGE = "--recipe=language --data.train={folder}/a.txt --data.val={folder}/a.txt"
 
 # words of a new run, what is prepared in the folder, option, expected, got
 NEW: list[tuple[str, Prepare | None, str, str, str]] = [
@@ -186,9 +158,6 @@ NEW: list[tuple[str, Prepare | None, str, str, str]] = [
     ('--task.lr_factors={{"readout.*":0}}', None, "task.lr_factors", "(0, ", ""),
     ("--data.train_split=absent", None, "split", "", "'absent'"),
     ("--data.max_atoms=10", None, "max_atoms", "", "10"),
-    ("--data.root={folder}", unlabeled, "train.safetensors", "finite", "sid 43"),
-    ("--data.root={folder} --task.repeat=0.5", not_periodic, "task.repeat=0.5", "slab", ""),
-    ("--data.root={folder} --task.interpolate=0.5", without_relaxed, "interpolate", "relaxed", ""),
     ("--run={run}", None, "holds checkpoints", "--resume", ""),
     ("", foreign, "new/config.yaml", "empty or new folder", ""),
     ("--config={folder}/new/../new/config.yaml", foreign, "--run", "--config", ""),
@@ -250,19 +219,10 @@ TASKS: list[tuple[Callable[[], object], str, str, str]] = [
     (lambda: MaskedTask(LINE, mask_share=0.9, random_share=0.2), "mask_share", "at most 1", "0.9"),
 ]
 
-OTHER = f"{LANGUAGE} --run={{folder}}/new --init="
 ROWS = [
     *(Refusal(new(words, prepare), *rest, Refused) for words, prepare, *rest in NEW),
     *(Refusal(again(change, words), *rest, Refused) for words, change, *rest in AGAIN),
     *(Refusal(evaluated(change), *rest, Refused) for change, *rest in READ),
     *(Refusal(other_data(change), *rest, Refused) for change, *rest in DATA),
     *(Refusal(lambda _, make=make: make(), *rest) for make, *rest in TASKS),
-    Refusal(
-        command(f"train {OTHER}{{folder}}/best.safetensors", two_files),
-        *("best.safetensors", "language", "'periodic'", Refused),
-    ),
-    Refusal(
-        lambda folder: command(f"train {OTHER}{tiny_run.shared_run()}", two_files)(folder),
-        *("--init", "language", "is2re", Refused),
-    ),
 ]
