@@ -45,12 +45,11 @@ def find_config(name: str | Path) -> Path:
     if str(name) in (short, f"{short}{_ENDING}") and short in names:
         return shipped("configs") / f"{short}{_ENDING}"
     leaves = {known.rpartition("/")[2]: known for known in names}
-    close = difflib.get_close_matches(short, names, 1, 0.6)
-    close += [leaves[leaf] for leaf in difflib.get_close_matches(short, leaves, 1, 0.7)]
-    hint = f"; did you mean {close[0]}?" if close else ""
-    listed = ", ".join(known for known in names if "/" not in known)
-    folders = sorted({known.partition("/")[0] for known in names if "/" in known})
+    leaves |= {known: known for known in names}
+    close = difflib.get_close_matches(short, leaves, 1, 0.7)
+    hint = f"; did you mean {leaves[close[0]]}?" if close else ""
+    listed = ", ".join(sorted({known.partition("/")[0] for known in names}))
     raise ValueError(
         f"{name}: no such file; expected a YAML configuration or the name of a shipped one{hint}; "
-        f"there are {listed}, {'/..., '.join(folders)}/..."
+        f"there are {listed}"
     )

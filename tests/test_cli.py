@@ -7,131 +7,66 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
-from jsonargparse import ArgumentParser
 from tiny_run import error_of
 
 from molflt import __version__
 from molflt.commands.cli import COMMANDS, Command, main, parser_of
+from molflt.commands.options import parse
 from molflt.training.recipes import RECIPES
 
 ROOT = Path(__file__).resolve().parents[1]
-CALLS: list[dict[str, Any]] = []
 
 
-def look(
-    path: Path,
-    out: Path | None = None,
-    json: bool = False,
-    skip_bad: bool = True,
-    splits: list[str] = ["val_id", "val_ood_ads"],  # noqa: B006
-    numbers: list[int] | None = None,
-    limit: int | None = None,
-    kind: Literal["short", "long"] = "short",
-) -> int | None:
-    """Looks at a file.
-
-    Args:
-        path: What to look at.
-        out: Where to write.
-        json: Print one object.
-        skip_bad: Leave bad ones out.
-        splits: Which ones.
-        numbers: Some numbers.
-        limit: How many at most.
-        kind: How.
-
-    Returns:
-        A status.
-    """
-    CALLS.append(dict(locals()))
-    return 130 if str(path) == "status" else None
-
-
-class Model:
-    """A model."""
-
-    def __init__(
-        self,
-        dim: int = 8,
-        heads: int = 2,
-        normalize_qk: bool | None = None,
-        rate: float = 0.1,
-        betas: tuple[float, float] = (0.9, 0.98),
-    ) -> None:
-        pass
-
-
-def build_parser(words: list[str]) -> ArgumentParser:
-    parser = ArgumentParser()
-    parser.add_argument("--config", action="config")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_class_arguments(Model, "model")
-    return parser
-
-
-def fit(**config: Any) -> None:
-    CALLS.append(config)
-
-
-@pytest.fixture(autouse=True)
-def commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Adds two commands with known options, and changes to an empty folder."""
-    monkeypatch.setitem(COMMANDS, ("look",), Command(f"{__name__}:look", "look at a file"))
-    monkeypatch.setitem(
-        COMMANDS, ("fit",), Command(f"{__name__}:fit", "fit", f"{__name__}:build_parser")
-    )
-    monkeypatch.delenv("MOLFLT_TRACEBACK", raising=False)
-    monkeypatch.chdir(tmp_path)
-    CALLS.clear()
+def parsed(line: str) -> dict[str, Any]:
+    """Returns the arguments of a command."""
+    words = line.split()
+    depth = 2 if words[0] == "data" else 1
+    path, rest = tuple(words[:depth]), words[depth:]
+    return dict(vars(parse(parser_of(path, rest), rest).as_flat()))
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("line", "expected"),
     [
-        (["x"], {"json": False, "skip_bad": True, "splits": ["val_id", "val_ood_ads"]}),
-        (["x", "--json"], {"path": Path("x"), "json": True}),
-        (["x", "--json", "false"], {"json": False}),
-        (["x", "--no-skip-bad"], {"skip_bad": False}),
-        (["x", "--skip-bad=false", "--limit", "3"], {"skip_bad": False, "limit": 3}),
-        (["x", "--splits", "a", "b", "c", "--json"], {"splits": ["a", "b", "c"], "json": True}),
-        (["x", "--splits", "[a, b]"], {"splits": ["a", "b"]}),
-        (["x", "--splits", "12"], {"splits": ["12"]}),
-        (["--splits", "a", "b", "--", "x"], {"splits": ["a", "b"], "path": Path("x")}),
-        (["x", "--splits+", "c"], {"splits": ["val_id", "val_ood_ads", "c"]}),
-        (["x", "--numbers", "1", "-2"], {"numbers": [1, -2]}),
-        (["x", "--kind", "long", "--out", "a b"], {"kind": "long", "out": Path("a b")}),
+        ("data inspect x y", {"path": [Path("x"), Path("y")], "json": False, "limit": None}),
+        ("data inspect x --json --limit 3", {"json": True, "limit": 3}),
+        ("data inspect x --json false --skip-bad", {"json": False, "skip_bad": True}),
+        ("evaluate x --no-skip-bad", {"skip_bad": False}),
+        ("evaluate x --splits a b --skip-bad", {"splits": ["a", "b"], "skip_bad": True}),
+        ("evaluate x --splits [a,b]", {"splits": ["a", "b"]}),
+        ("evaluate --splits a b -- x", {"splits": ["a", "b"], "run": Path("x")}),
+        ("evaluate x --splits a --splits+ b", {"splits": ["a", "b"]}),
+        ("train --data.root x --task.energy-mean -2", {"task.energy_mean": -2.0}),
+        ("train --data.root x --task.betas 0.8 0.9", {"task.betas": (0.8, 0.9)}),
+        ("train --data.root x --task.betas=[0.8,0.9]", {"task.betas": (0.8, 0.9)}),
     ],
 )
-def test_words_become_arguments(words: list[str], expected: dict[str, Any]) -> None:
-    assert main(["look", *words]) == 0
-    assert {key: CALLS[0][key] for key in expected} == expected
+def test_words_become_arguments(line: str, expected: dict[str, Any]) -> None:
+    found = parsed(line)
+    assert {key: found[key] for key in expected} == expected
 
 
-def test_words_win_over_a_configuration(tmp_path, capsys) -> None:
-    (tmp_path / "c.yaml").write_text("seed: 3\nmodel: {heads: 4, rate: 1e-3}")
-    words = ["--config", "c.yaml", "--model.heads", "6", "--model.normalize-qk"]
-    for pair in (["--model.betas", "0.8", "0.9"], ["--model.betas=[0.8, 0.9]"]):
-        assert main(["fit", *words, *pair]) == 0
-        expected = {"dim": 8, "heads": 6, "normalize_qk": True, "rate": 1e-3, "betas": (0.8, 0.9)}
-        assert CALLS[-1]["seed"] == 3
-        assert CALLS[-1]["model"] == expected
-    line = error_of(capsys, "fit", "--config", "c.yaml", "--model.normalize-qk=3")
-    assert "option --model.normalize_qk" in line and "c.yaml" not in line
+def test_words_win_over_a_configuration(tmp_path) -> None:
+    (tmp_path / "c.yaml").write_text("seed: 3\nmodel: {heads: 4, dropout: 1e-3}\ndata: {root: x}")
+    found = parsed(f"train --config {tmp_path}/c.yaml --model.heads 6 --model.normalize-qk")
+    expected = {"seed": 3, "model.heads": 6, "model.dropout": 1e-3, "model.normalize_qk": True}
+    assert {key: found[key] for key in expected} == expected
 
 
 def test_a_printed_configuration_can_be_read(capsys, tmp_path) -> None:
-    assert main(["fit", "--model.heads", "4", "--print-config"]) == 0
+    assert main(["train", "--data.root=x", "--model.heads", "4", "--print-config"]) == 0
     (tmp_path / "c.yaml").write_text(capsys.readouterr().out)
-    assert main(["fit", "--config", "c.yaml"]) == 0
-    assert CALLS[0]["model"]["heads"] == 4
+    assert parsed(f"train --config {tmp_path}/c.yaml")["model.heads"] == 4
 
 
 @pytest.fixture
-def act(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], None]:
+def act(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[BaseException], None]:
     """Lets ``molflt act`` raise an error."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MOLFLT_TRACEBACK", raising=False)
 
     def becomes(error: BaseException) -> None:
         def function() -> None:
@@ -139,38 +74,30 @@ def act(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], None]:
 
         monkeypatch.setitem(sys.modules, "acting", type(sys)("acting"))
         sys.modules["acting"].act = function
-        monkeypatch.setitem(COMMANDS, ("act",), Command("acting:act", "act"))
+        monkeypatch.setitem(COMMANDS, ("act",), Command("act", "acting:act"))
 
     return becomes
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "words"),
+    ("error", "status", "word"),
     [
-        (ValueError("bad: expected this;\n  got that"), 2, ["bad: expected this; got that"]),
-        (FileNotFoundError(2, "No such file", "a.yaml"), 2, ["a.yaml", "No such file"]),
-        (ModuleNotFoundError("x", name="absent_package"), 2, ["absent_package", "pip install"]),
-        (MemoryError(), 2, ["out of memory", "batch size"]),
-        (KeyError("no such thing"), 1, ["KeyError", "molflt-error.log"]),
+        (ValueError("bad:\n  got that"), 2, "bad: got that"),
+        (FileNotFoundError(2, "No such file", "a.yaml"), 2, "a.yaml: No such file"),
+        (ModuleNotFoundError("x", name="absent_package"), 2, "pip install absent_package"),
+        (MemoryError(), 2, "lower the batch size"),
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_an_error_becomes_one_short_line(act, capsys, error, status, words) -> None:
+def test_an_error_becomes_one_line(act, capsys, error, status, word) -> None:
     act(error)
-    line = error_of(capsys, "act", status=status)
-    assert [word for word in words if word not in line] == [] and len(line) < 1100
-
-
-def test_an_interruption_has_its_own_status(act) -> None:
-    act(KeyboardInterrupt())
-    assert main(["act"]) == 130
+    assert word in error_of(capsys, "act", status=status)
 
 
 def test_the_traceback_of_a_bug_is_written_or_shown(act, capsys, tmp_path, monkeypatch) -> None:
     act(KeyError("no such thing"))
-    error_of(capsys, "act", status=1)
-    log = (tmp_path / "molflt-error.log").read_text()
-    assert "Traceback" in log and "no such thing" in log
+    assert "molflt-error.log" in error_of(capsys, "act", status=1)
+    assert "no such thing" in (tmp_path / "molflt-error.log").read_text()
     monkeypatch.setenv("MOLFLT_TRACEBACK", "1")
     assert main(["act"]) == 1
     assert "Traceback (most recent call last)" in capsys.readouterr().err
@@ -184,10 +111,9 @@ def test_help_and_version(capsys) -> None:
     assert main(["data", "--help"]) == 0
     out = capsys.readouterr().out
     assert "convert" in out and "evaluate" not in out
-    assert main(["look", "--help"]) == 0
+    assert main(["evaluate", "--help"]) == 0
     out = capsys.readouterr().out
-    assert "--splits ITEM ..." in out and "--json " in out and "{true,false}" not in out
-    assert "Leave bad ones out." in out and "A status." not in out
+    assert "--splits ITEM ..." in out and "{true,false}" not in out and "best, last" in out
 
 
 @pytest.mark.parametrize("path", list(COMMANDS), ids=" ".join)

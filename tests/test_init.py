@@ -1,4 +1,4 @@
-"""Initial weights of other runs, frozen parameters, and learning rates by name."""
+"""Initial weights and their domains, frozen parameters, and learning rates by name."""
 
 import hashlib
 import json
@@ -9,12 +9,23 @@ import recipe_runs
 import torch
 import yaml
 from safetensors.torch import save_file
-from tiny_run import SMALL, differences, last_state, logged, resume, start, structures, weights
+from tiny_run import (
+    SMALL,
+    differences,
+    last_state,
+    logged,
+    resume,
+    start,
+    structures,
+    table,
+    weights,
+)
 
+import molflt
 from molflt.commands.cli import main
-from molflt.commands.train import build_parser
+from molflt.data.structures.datamodule import IS2REData
+from molflt.data.structures.domain import Domain
 from molflt.data.structures.store import StructureStore, write_store
-from molflt.training import sources
 
 STEPS = ["--trainer.max_steps=4", "--trainer.val_every=4"]
 # steps too small to change a weight: the last weights are the initial ones
@@ -79,21 +90,6 @@ def test_weights_and_options_are_those_of_the_source(others, source, tmp_path):
     assert float(weights(tmp_path / "kept")["energy_mean"]) == float(was["energy_mean"])
 
 
-def test_elements_of_both_trainings_are_known(source, tmp_path):
-    root = tmp_path / "data"
-
-    def gold(first, count):
-        for one in structures(count, seed=first, first_sid=first):
-            one.atomic_numbers[:] = 79
-            yield one
-
-    write_store(root / "train.safetensors", gold(1, 8))
-    write_store(root / "val_id.safetensors", gold(100, 4))
-    begin(root, tmp_path / "run", source, *STEPS)
-    seen = weights(tmp_path / "run")["trained_elements"].nonzero().flatten().tolist()
-    assert seen == [1, 8, 29, 78, 79]
-
-
 def test_the_readout_is_that_of_the_new_run(shared_data, others, source, tmp_path):
     """Also with weights of version 0.1, which do not name one."""
     start(shared_data, tmp_path / "own", *STEPS)
@@ -128,29 +124,15 @@ def test_tensors_that_do_not_fit_are_recorded(others, source, tmp_path, capsys):
     begin(others, run, source, *STILL, *more)
     said = capsys.readouterr().out
     found = record(run)
-    assert {"embedding.radial.weight", "embedding.neighbor_element.weight"} <= set(found["new"])
     assert found["new"]["embedding.radial.weight"]["why"] == "not in the source"
-    wide = [name for name, one in found["new"].items() if "in the source" in one["why"]]
-    assert any(one["why"].startswith("(16, 16)") for one in map(found["new"].get, wide))
+    assert any(one["why"].startswith("(16, 16)") for one in found["new"].values())
     assert found["left_over"] and all(".1." in name for name in found["left_over"])
     assert "embedding.radial.weight (16, 8)" in said and "ffn_dim 24, 16" in said
-    assert "and frozen embedding.neighbor_element.weight, embedding.radial.weight" in said
     was, now = weights(source, "best"), weights(run)
     assert all(torch.equal(was[name], now[name]) for name in found["loaded"])
     model = config(run)["model"]
     assert (model["dim"], model["layers"]) == (16, 1)
     assert model["position_options"] == {"num_nodes": 6, "num_gaussians": 4}
-
-
-def test_a_file_of_weights_outside_of_a_run(others, source, tmp_path):
-    """The header describes the model."""
-    file = tmp_path / "weights.safetensors"
-    shutil.copy(source / "checkpoints" / "last.safetensors", file)
-    begin(others, tmp_path / "run", file, *STILL)
-    assert config(tmp_path / "run")["model"] == config(source)["model"]
-    assert record(tmp_path / "run")["recipe"] is None
-    was, now = weights(source), weights(tmp_path / "run")
-    assert all(torch.equal(was[name], now[name]) for name in set(was) - OF_DATA)
 
 
 def test_a_source_in_a_configuration(others, source, tmp_path):
@@ -186,44 +168,18 @@ def test_resuming_does_not_need_the_source(others, source, tmp_path):
     assert logged(tmp_path / "run", "val_mae_eV") == logged(tmp_path / "whole", "val_mae_eV")
 
 
-def test_files_of_an_interrupted_start_are_removed(shared_data, tmp_path):
-    (tmp_path / "run").mkdir()
-    for name in ("init.json", "references.json", "classes.json", "versions.json"):
-        (tmp_path / "run" / name).write_text("{}")
-    start(shared_data, tmp_path / "run", *STEPS, "--model.readout=all")
-    left = {path.name for path in (tmp_path / "run").iterdir()}
-    assert not {"init.json", "references.json", "classes.json"} & left and "domain.json" in left
-    assert config(tmp_path / "run")["init"] is None
-
-
 def test_exports_and_models_on_the_hub_are_sources(shared_data, source, tmp_path, monkeypatch):
     assert main(["export", str(source), str(tmp_path / "export"), *CARD]) == 0
     begin(shared_data, tmp_path / "a", source, *STILL)
     hub = pytest.importorskip("huggingface_hub", reason="needs molflt[hub]")
     monkeypatch.setattr(hub, "snapshot_download", lambda *_, **__: str(tmp_path / "export"))
-    names = ["hf:me/small", "small"]
-    monkeypatch.setattr(sources, "_WEIGHTS", tmp_path / "weights")
-    shutil.copytree(tmp_path / "export", tmp_path / "weights" / "small")
-    for i, name in enumerate(names):
-        begin(shared_data, tmp_path / f"b{i}", name, *STILL)
-        found, expected = record(tmp_path / f"b{i}"), record(tmp_path / "a")
-        for key in ("recipe", "loaded", "new", "of_data", "left_over"):
-            assert found[key] == expected[key]
-        now, was = weights(tmp_path / f"b{i}"), weights(tmp_path / "a")
-        assert all(torch.equal(now[key], was[key]) for key in was)
-    assert config(tmp_path / "b0")["init"] == "hf:me/small"
-
-
-def test_the_folder_of_a_resumed_run_may_be_given_again(source, tmp_path):
-    moved = shutil.copytree(source, tmp_path / "moved")  # config.yaml has the old folder
-    file = tmp_path / "a.yaml"
-    file.write_text(f"run: {source}")
-    for run, word in (
-        (source, f"--run={source}"),
-        (source, f"--config={file}"),
-        (moved, f"--config={moved / 'config.yaml'}"),
-    ):
-        assert build_parser().parse_args([f"--resume={run}", word]).run == run
+    begin(shared_data, tmp_path / "b", "hf:me/small", *STILL)
+    found, expected = record(tmp_path / "b"), record(tmp_path / "a")
+    for key in ("recipe", "loaded", "new", "of_data", "left_over"):
+        assert found[key] == expected[key]
+    now, was = weights(tmp_path / "b"), weights(tmp_path / "a")
+    assert all(torch.equal(now[key], was[key]) for key in was)
+    assert config(tmp_path / "b")["init"] == "hf:me/small"
 
 
 def test_words_keep_their_vectors_only_with_the_same_vocabulary(tmp_path):
@@ -319,3 +275,81 @@ def test_learning_rates_by_name(others, source, tmp_path):
     assert resume(run, "--trainer.max_steps=2") == 0
     rates = [group["lr"] for group in last_state(run)["optimizer_states"][0]["param_groups"]]
     assert sorted(rate / rates[0] for rate in rates) == pytest.approx([0.1, 1, 10], rel=1e-6)
+
+
+SEEN = " (seen only by the initial weights)"
+
+
+def of_elements(mapping: dict[int, int], count: int, seed: int):
+    """Yields structures with exchanged elements."""
+    for one in structures(count, seed=seed, first_sid=1000 * seed):
+        for old, new in mapping.items():
+            one.atomic_numbers[one.atomic_numbers == old] = new
+        yield one
+
+
+@pytest.fixture(scope="module")
+def gold(tmp_path_factory):
+    """Slabs of gold and silver, without copper and platinum."""
+    root = tmp_path_factory.mktemp("gold")
+    swap = {29: 79, 78: 47, 8: 1}
+    write_store(root / "train.safetensors", of_elements(swap, 8, 3))
+    write_store(root / "val_id.safetensors", of_elements(swap, 4, 4))
+    return root
+
+
+@pytest.fixture(scope="module")
+def tuned(shared_run, gold, tmp_path_factory):
+    run = tmp_path_factory.mktemp("tuned") / "run"
+    assert begin(gold, run, shared_run, *STEPS) == 0
+    return run
+
+
+def held(run) -> Domain:
+    return Domain.from_json(json.loads((run / "domain.json").read_text()), "domain.json")
+
+
+def alone(root) -> Domain:
+    """Returns the domain of data without initial weights."""
+    return Domain.from_json(json.loads(IS2REData(root).files()["domain.json"]), "domain.json")
+
+
+def test_elements_of_the_initial_weights_are_reported(tuned, shared_run, gold, tmp_path, capsys):
+    own = held(tuned)
+    assert own == alone(gold).after(held(shared_run)) and own.initial == (held(shared_run),)
+    found = {}
+    for symbol, number in {"Au": 79, "Cu": 29, "Ru": 44}.items():
+        (one,) = of_elements(dict.fromkeys([1, 8, 29, 78], number), 1, 7)
+        found[symbol] = [text for text in own.outside(one) if text.startswith(symbol)]
+    assert found["Cu"] == [f"Cu not in training{SEEN}"]
+    assert found["Ru"] == ["Ru not in training"]
+    assert not any("not in training" in text for text in found["Au"])
+    store = tmp_path / "copper.safetensors"
+    write_store(store, of_elements({1: 29, 8: 29, 78: 44}, 2, 7))
+    capsys.readouterr()
+    assert main(["predict", str(tuned), str(store), f"--out={tmp_path / 'out.csv'}"]) == 0
+    told = capsys.readouterr().err
+    assert f"Cu not in training{SEEN} (2 structures)" in told and "Ru not in training (2" in told
+    cells = [row["outside"] for row in table(tmp_path / "out.csv")]
+    assert all(cell.startswith(f"Cu not in training{SEEN}; Ru not in training") for cell in cells)
+
+
+def test_chains_and_exports_keep_all_domains(tuned, shared_run, gold, tmp_path):
+    assert main(["export", str(tuned), str(tmp_path / "export"), *CARD]) == 0
+    begin(gold, tmp_path / "run", tmp_path / "export", *STILL)
+    assert held(tmp_path / "run").initial == (alone(gold), held(shared_run))
+    assert molflt.load(tmp_path / "run").domain == held(tmp_path / "run")
+
+
+def test_a_missing_domain_of_the_source_gives_a_warning(copied_run, gold, tmp_path, capsys):
+    """For a run, and for a file of weights."""
+    (copied_run / "domain.json").unlink()
+    weights_file = copied_run / "checkpoints" / "best.safetensors"
+    file = shutil.copy(weights_file, tmp_path / "w.safetensors")
+    for name, init, more in (("a", copied_run, []), ("b", file, ["--model.dim=24"])):
+        begin(gold, tmp_path / name, init, *STILL, *more)
+        assert f"--init {init}: no domain.json" in capsys.readouterr().err
+        assert held(tmp_path / name) == alone(gold)
+    # elements of the source count only with its embedding, which has another width in b
+    seen = [weights(tmp_path / name)["trained_elements"].nonzero().flatten() for name in "ab"]
+    assert [one.tolist() for one in seen] == [[1, 8, 29, 47, 78, 79], [1, 47, 79]]

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from ase import Atoms
 from ase.calculators.singlepoint import SinglePointCalculator
 from ase.constraints import FixBondLengths, FixCartesian, FixedPlane
@@ -27,18 +26,11 @@ from molflt.data.structures import open_dataset
 from molflt.data.structures.store import write_store
 from molflt.graph import EnergyRegressor
 from molflt.pretrained import EnergyPredictor
-from molflt.pretrained.trained import Trained
+from molflt.pretrained.base import Trained
 from molflt.training import sources
-from molflt.training.checkpoint import count_parameters, load_run
-from molflt.training.exported import Exported, build
+from molflt.training.checkpoint import load_run
 
 ABOUT = "energies of random slabs against nothing, by a formula"
-SHELLS = {
-    "periodic": "none",
-    "position": "multiplicative",
-    "near_field": 5.0,
-    "position_options": {"nodes": "shells", "node_diameter": 9.0, "node_max_frequency": 0.2},
-}
 STEPS = ("--trainer.max_steps=3", "--trainer.val_every=3", "--trainer.checkpoint_every=3")
 
 
@@ -116,7 +108,7 @@ def test_structures_in_any_form(run, val) -> None:
         model.predict({})
 
 
-def test_labels_that_are_not_finite_do_not_change_a_prediction(run, tmp_path, capsys) -> None:
+def test_labels_that_are_not_finite_do_not_change_a_prediction(run, tmp_path) -> None:
     model, file = molflt.load(run), str(tmp_path / "a.traj")
     given, energy = atoms(), model.predict(atoms()).energy
     given.info["y_init"] = np.float64(np.inf)
@@ -125,8 +117,6 @@ def test_labels_that_are_not_finite_do_not_change_a_prediction(run, tmp_path, ca
     assert model.predict(given).energy == energy
     write(file, given)
     assert [one.energy for one in model.predict(file)] == [energy]
-    words = ["evaluate", str(run), "--device", "cpu", "--data", file, "--out", str(tmp_path / "o")]
-    assert "y_init" in error_of(capsys, *words)
 
 
 def test_relaxed_positions_move_free_atoms(run, val) -> None:
@@ -205,61 +195,36 @@ def test_an_exported_ensemble_contains_its_calibration(runs, run, tmp_path, val,
     assert {"spread_eV", "uncertainty_eV"} <= table(out)[0].keys()
 
 
-def test_results_of_other_weights_or_data_are_left_out(runs, data, tmp_path, val) -> None:
+def test_results_of_other_weights_are_left_out(runs, tmp_path) -> None:
     one = Path(shutil.copytree(runs[0], tmp_path / "one"))
     for file in ("results.json", "results_of.json"):
         (one / file).unlink(missing_ok=True)
-    best, last = (one / "checkpoints" / f"{name}.safetensors" for name in ("best", "last"))
+    last = one / "checkpoints" / "last.safetensors"
     tensors = load_file(last)
     tensors["readout.mlp.0.weight"] += 0.1
     save_file(tensors, last)  # another step, without a digest
-
-    def measure(checkpoint: str = "best", **options) -> None:
-        evaluate(one, checkpoint, splits=["val_id"], device="cpu", **options)
-
-    def known(**options) -> tuple[bool, str]:
-        trained = molflt.load(one, **options).trained
-        return bool(trained.results), trained.unmeasured
-
-    measure("last")
-    assert known(checkpoint="last") == (True, "")
-    assert not known()[0] and "other weights" in known()[1]
-    shutil.copy(last, best)
-    measure(data=Path(shutil.copytree(data, tmp_path / "other")))
-    assert not known()[0] and "other data" in known()[1]
-    measure(data=data)
-    assert known()[0]
-    measure(also=[runs[1]])
-    assert known(also=[runs[1]])[0]
-    third = Path(shutil.copytree(runs[1], tmp_path / "third"))
-    shutil.copy(runs[0] / "checkpoints" / "best.safetensors", third / "checkpoints")
-    model = molflt.load(one, also=[third])
-    assert not model.trained.results and model.predict(val[0]).uncertainty is None
+    evaluate(one, "last", splits=["val_id"], device="cpu")
+    assert molflt.load(one, checkpoint="last").trained.results
+    trained = molflt.load(one).trained
+    assert not trained.results and "other weights" in trained.unmeasured
 
 
 def test_the_model_card_contains_results_and_training_data(exported, run) -> None:
-    from huggingface_hub import ModelCard
-
-    assert {path.name for path in exported.iterdir()} == {
-        "model.safetensors", "config.json", "README.md",
-    }  # fmt: skip
-    card = ModelCard.load(exported / "README.md")
-    assert card.data.license == "mit" and card.data.library_name == "molflt"
-    assert card.data.metrics == ["mae"] and {"molflt", "is2re"} <= set(card.data.tags)
+    card = (exported / "README.md").read_text()
+    header = yaml.safe_load(card.split("---")[1])
+    assert header["license"] == "mit" and header["library_name"] == "molflt"
+    assert header["metrics"] == ["mae"] and {"molflt", "is2re"} <= set(header["tags"])
     row = json.loads((run / "results.json").read_text())["val_id"]
-    assert f"| val_id | {row['mae_eV']:.4g} | {row['ewt_percent']:.4g} |" in card.text
-    assert ABOUT in card.text and "trained on 48 systems of H, O, Cu, Pt" in card.text
-    assert "molflt predict small structures.extxyz" in card.text
-    config = json.loads((exported / "config.json").read_text())
-    assert config["recipe"] == "is2re" and config["files"]["domain.json"]["systems"] == 48
+    assert f"| val_id | {row['mae_eV']:.4g} | {row['ewt_percent']:.4g} |" in card
+    assert ABOUT in card and "trained on 48 systems of H, O, Cu, Pt" in card
+    assert "molflt predict small structures.extxyz" in card
 
 
 def test_predictions_with_the_shipped_model(exported, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sources, "_WEIGHTS", tmp_path / "weights")
     write("in.extxyz", [atoms(), atoms("Au3PtO2H")])
-    line = error_of(capsys, "predict", "in.extxyz")
-    assert "include weights" in line and "molflt predict RUN" in line
+    assert "include weights" in error_of(capsys, "predict", "in.extxyz")
     shutil.copytree(exported, tmp_path / "weights" / "game-net")
     assert main(["predict", "in.extxyz", "--device", "cpu"]) == 0
     printed = capsys.readouterr()
@@ -267,12 +232,8 @@ def test_predictions_with_the_shipped_model(exported, tmp_path, monkeypatch, cap
     assert rows[0] == "index,sid,formula,natoms,outside,energy_eV" and len(rows) == 3
     assert rows[1].startswith("0,0,HCu3O2Pt,7,,") and ",Au not in training," in rows[2]
     assert f"molflt: game-net: {ABOUT}; trained on 48 systems of H, O, Cu, Pt" in printed.err
-    assert "1 of 2 structures" in printed.err
-    energies = [one.energy for one in molflt.load().predict("in.extxyz")]
+    energies = [one.energy for one in molflt.load("game-net").predict("in.extxyz")]
     assert energies == [float(row.split(",")[-1]) for row in rows[1:]]
-    assert molflt.load("game-net").about == ABOUT
-    assert main(["predict", "game-net", "in.extxyz", "--out", "named.csv"]) == 0
-    assert [float(row["energy_eV"]) for row in table(Path("named.csv"))] == energies
 
 
 def test_the_hub_and_back(exported, tmp_path, monkeypatch, val) -> None:
@@ -302,65 +263,15 @@ def test_the_hub_and_back(exported, tmp_path, monkeypatch, val) -> None:
         EnergyPredictor.from_pretrained("me/other", **away)
 
 
-def test_folders_do_not_need_huggingface_hub(exported, tmp_path) -> None:
-    code = (
-        "import sys; sys.modules['huggingface_hub'] = None\n"
-        "import molflt; from molflt.pretrained import EnergyPredictor\n"
-        "model = EnergyPredictor.from_pretrained(sys.argv[1]); model.save_pretrained(sys.argv[2])\n"
-        "for f in (lambda: model.push_to_hub('a/b'), lambda: molflt.load('hf:a/b'),\n"
-        "          lambda: EnergyPredictor.from_pretrained('a/b')):\n"
-        "    try: f()\n"
-        "    except ModuleNotFoundError as error: print(error)\n"
-    )
-    words = [sys.executable, "-c", code, str(exported), str(tmp_path / "small")]
-    done = subprocess.run(words, capture_output=True, text=True, check=True)
-    assert done.stdout.count("pip install molflt[hub]") == 3 == len(done.stdout.splitlines())
-    name = "model.safetensors"
-    assert (tmp_path / "small" / name).read_bytes() == (exported / name).read_bytes()
-
-
 def test_changed_files_are_refused(exported, tmp_path, capsys) -> None:
     words = ("in.extxyz", "--out", "o.csv")
     one = Path(shutil.copytree(exported, tmp_path / "one"))
     config, weights = one / "config.json", one / "model.safetensors"
     config.write_text(config.read_text().replace(ABOUT, "energies of DFT"))
-    line = error_of(capsys, "predict", str(one), *words)
-    assert line.startswith(str(config)) and "model.safetensors" in line
+    assert error_of(capsys, "predict", str(one), *words).startswith(str(config))
     config.unlink()  # it is not read
-    assert molflt.load(one).about == ABOUT
     with safe_open(weights, framework="pt") as file:
         header = file.metadata()
     tensors = {name: tensor + 1 for name, tensor in load_file(weights).items()}
     save_file(tensors, weights, metadata=header)
     assert "sha256" in error_of(capsys, "predict", str(one), *words)
-    weights.write_bytes(b"nothing")
-    assert "safetensors" in error_of(capsys, "predict", str(one), *words)
-
-
-@pytest.mark.parametrize("options", [SHELLS, {"position": "spectral", "periodic": "reciprocal"}])
-def test_models_with_nodes_are_rebuilt_and_counted(options, tmp_path) -> None:
-    options = {"dim": 16, "heads": 2, "layers": 1, "ffn_dim": 16, **options}
-    model = EnergyRegressor(**options)
-    content = {"recipe": "is2re", "models": [options]}
-    (again,) = build(tmp_path / "model.safetensors", Exported(content, model.state_dict()))
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(again.state_dict()[name], tensor)
-    numbers = sum(parameter.numel() for parameter in model.parameters())
-    assert count_parameters(tmp_path, {"recipe": "is2re", "model": options}) == numbers
-
-
-def test_runs_without_a_domain(run, tmp_path, val, capsys) -> None:
-    old = Path(shutil.copytree(run, tmp_path / "old"))
-    (old / "domain.json").unlink()
-    capsys.readouterr()
-    model = molflt.load(old)
-    assert model.domain is None and model.predict(atoms()).outside == ()
-    assert "outside" not in capsys.readouterr().err
-
-
-def test_an_export_overwrites_only_an_export(run, tmp_path, capsys) -> None:
-    name = "config.json"
-    (tmp_path / name).write_text("{}")
-    line = error_of(capsys, "export", str(run), str(tmp_path), "--about", ABOUT)
-    assert line.startswith(str(tmp_path / name))
-    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [(name, "{}")]

@@ -12,18 +12,14 @@ import yaml
 from tiny_run import (
     SMALL,
     arguments,
-    differences,
     error_of,
-    last_state,
     table,
     write_data,
 )
 
 from molflt.commands.cli import main
-from molflt.commands.train import _fit_warmup
-from molflt.training.outcome import best_of, duration
+from molflt.training.outcome import best_of
 from molflt.training.parser import dated_run
-from molflt.training.sources import find
 
 STEPS = ("--trainer.max_steps=4", "--trainer.val_every=2", "--trainer.log_every=1")
 
@@ -72,13 +68,6 @@ def test_terminals_show_progress_of_validation(data, tmp_path, monkeypatch, caps
     assert out.splitlines()[-1].endswith(f"molflt evaluate {tmp_path / 'run'}")
 
 
-@pytest.mark.parametrize(("steps", "warmup", "kept"), [(2, 100, 0), (20, 20, 2), (101, 100, 100)])
-def test_the_warm_up_is_shortened_to_fit(steps, warmup, kept) -> None:
-    task: dict[str, object] = {"warmup_steps": warmup}
-    assert (_fit_warmup(task, steps) is None) == (warmup == kept)
-    assert task["warmup_steps"] == kept
-
-
 def test_a_shortened_warm_up_is_reported(data, tmp_path, capsys) -> None:
     words = arguments(data, tmp_path / "run", "--task.warmup_steps=5", "--trainer.max_steps=1")
     assert main(["train", *words]) == 0
@@ -102,11 +91,6 @@ def test_default_names_have_a_date_and_are_unique(data, tmp_path, monkeypatch, c
     assert "--run" in error_of(capsys, *words)
 
 
-def test_durations() -> None:
-    said = [duration(seconds) for seconds in (0.2, 59.4, 60, 252, 3600, 7501)]
-    assert said == ["0 s", "59 s", "1 min 00 s", "4 min 12 s", "1 h 00 min", "2 h 05 min"]
-
-
 def test_info_describes_a_run(printed, data, capsys) -> None:
     run, _ = printed
     assert main(["info", str(run), "--json"]) == 0
@@ -125,34 +109,3 @@ def test_info_describes_a_run(printed, data, capsys) -> None:
     text = capsys.readouterr().out
     for words in (f"{sum(learned):,} parameters", "4 of 4", f"{best.value:.3f} eV", "8 systems"):
         assert words in text
-
-
-def test_info_of_an_incomplete_run(printed, tmp_path, capsys) -> None:
-    run, _ = printed
-    assert "training run" in error_of(capsys, "info", str(tmp_path))
-    (tmp_path / "config.yaml").write_bytes((run / "config.yaml").read_bytes())
-    assert main(["info", str(tmp_path)]) == 0
-    assert "no validation yet" in capsys.readouterr().out
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints" / "best.safetensors").write_bytes(b"\x08")
-    assert "best.safetensors" in error_of(capsys, "info", str(tmp_path))
-    (tmp_path / "checkpoints" / "best.safetensors").unlink()
-    (tmp_path / "versions.json").write_text("[" * 5000)
-    assert "versions.json" in error_of(capsys, "info", str(tmp_path))
-
-
-def test_messages_about_files_of_a_run_name_the_run(printed, capsys) -> None:
-    run, _ = printed
-    for name in ("config.yaml", "checkpoints/best.safetensors", "checkpoints"):
-        assert error_of(capsys, "evaluate", str(run / name)).endswith(f"; give {run}")
-    assert find(run / "config.yaml") == run
-
-
-def test_equal_seeds_give_equal_results(data, tmp_path) -> None:
-    words = ["--trainer.max_steps=3", "--model.dropout=0.2"]
-    for name, seed in (("one", 3), ("again", 3), ("other", 4)):
-        assert main(["train", *arguments(data, tmp_path / name, *words, f"--seed={seed}")]) == 0
-    one, again, other = (last_state(tmp_path / name) for name in ("one", "again", "other"))
-    for part in ("state_dict", "optimizer_states", "lr_schedulers"):
-        assert differences(one[part], again[part]) == [], part
-    assert differences(one["state_dict"], other["state_dict"])

@@ -2,10 +2,8 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
-import threading
 
 import pytest
 from tiny_run import arguments, error_of
@@ -29,36 +27,6 @@ with FolderLock(Path(sys.argv[1]), "is busy").held():
 
 def lock_of(folder):
     return FolderLock(folder, "is busy")
-
-
-def test_one_of_two_threads_gets_the_folder(tmp_path):
-    """The other one gets the name of the holder."""
-    gate, refused, held = threading.Barrier(2), [], []
-
-    def work():
-        gate.wait()
-        try:
-            with lock_of(tmp_path / "run").held():
-                held.append(threading.get_ident())
-                gate.wait()
-        except ValueError as error:
-            refused.append(str(error))
-            gate.wait()
-
-    threads = [threading.Thread(target=work) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=10)
-    assert len(held) == 1 and len(refused) == 1
-    assert f"process {os.getpid()} on {socket.gethostname()}" in refused[0]
-    assert not list(tmp_path.rglob("*.lock"))
-
-
-def test_empty_folders_are_removed(tmp_path):
-    with lock_of(tmp_path / "runs" / "a").held():
-        assert (tmp_path / "runs" / "a").exists()
-    assert not (tmp_path / "runs").exists()
 
 
 def test_a_lock_ends_with_its_process_and_not_with_its_workers(tmp_path):

@@ -1,18 +1,20 @@
-"""Steps of several batches, early stopping, and loggers."""
+"""Steps of several batches, epochs, early stopping, and loggers."""
 
-import importlib.util
 import json
 import shutil
 
 import pytest
 import torch
+import yaml
 from safetensors import safe_open
 from tiny_run import (
-    SMALL,
-    differences,
+    arguments,
+    assert_same_state,
+    at_step,
     error_of,
     last_state,
     logged,
+    power_cut,
     resume,
     start,
     table,
@@ -72,25 +74,9 @@ def test_accumulating_run_resumes_to_the_bit(data, tmp_path):
     start(data, tmp_path / "whole", *words, "--trainer.max_steps=9")
     start(data, tmp_path / "parts", *words, "--trainer.max_steps=5")
     assert resume(tmp_path / "parts", "--trainer.max_steps=9") == 0
-    one, other = last_state(tmp_path / "whole"), last_state(tmp_path / "parts")
-    for part in ("state_dict", "current_model_state", "optimizer_states", "lr_schedulers"):
-        assert differences(one[part], other[part]) == [], part
+    assert_same_state(tmp_path / "parts", tmp_path / "whole")
     last, other = (logged(tmp_path / name, "val_mae_eV")[-1] for name in ("parts", "whole"))
     assert last == other
-
-
-def test_batches_of_a_step_have_different_dropout(data, tmp_path):
-    drawn = []
-    original = _LightningTask.training_step
-
-    def noted(self, batch, batch_idx):
-        drawn.append(torch.initial_seed())
-        return original(self, batch, batch_idx)
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(_LightningTask, "training_step", noted)
-        start(data, tmp_path / "run", "--trainer.accumulate=3", "--trainer.max_steps=4")
-    assert len(drawn) == len(set(drawn)) == 12
 
 
 PATIENT = ["--trainer.max_steps=40", "--trainer.val_every=2", "--trainer.patience=3"]
@@ -133,19 +119,12 @@ def test_more_patience_resumes_to_the_bit(data, stopped, tmp_path, capsys):
     assert steps_of(run, "val_mae_eV")[-1] == 40
     assert "stopped" not in last_state(run)["molflt"]
     start(data, tmp_path / "whole", *PATIENT[:2], *WORSE)
-    for part in ("state_dict", "optimizer_states", "lr_schedulers"):
-        assert differences(last_state(run)[part], last_state(tmp_path / "whole")[part]) == []
+    assert_same_state(run, tmp_path / "whole")
     for column in ("val_mae_eV", "train_loss", "train_mae_eV"):
         assert logged(run, column) == logged(tmp_path / "whole", column)
 
 
-def power_cut_at_13(task, batch, place, original=_LightningTask.training_step):
-    if task.global_step == 13:
-        raise RuntimeError("power cut")
-    return original(task, batch, place)
-
-
-def test_tensorboard_has_every_row_once_after_resuming(data, tmp_path, monkeypatch):
+def test_tensorboard_has_every_row_once_after_resuming(data, tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -153,10 +132,8 @@ def test_tensorboard_has_every_row_once_after_resuming(data, tmp_path, monkeypat
     words = ["--trainer.val_every=2", "--trainer.log_every=2", "--trainer.logger=tensorboard"]
     start(data, run, *words, "--trainer.max_steps=4")
     resume(run, "--trainer.max_steps=8")
-    with monkeypatch.context() as patched:
-        patched.setattr(_LightningTask, "training_step", power_cut_at_13)
-        with pytest.raises(RuntimeError, match="power cut"):  # repeats the validation of step 12
-            resume(run, "--trainer.max_steps=16")
+    with at_step(13, power_cut), pytest.raises(RuntimeError, match="power cut"):
+        resume(run, "--trainer.max_steps=16")  # then repeats the validation of step 12
     resume(run)
     events = EventAccumulator(str(run / "tensorboard")).Reload()
     for column in ("train_loss", "val_mae_eV", "lr"):
@@ -180,15 +157,87 @@ def test_wandb_offline(data, tmp_path, monkeypatch):
     assert len({file.name for file in files}) == 1  # one run to wandb
 
 
-def test_missing_packages_of_loggers_are_named(data, tmp_path, capsys, monkeypatch):
-    find = importlib.util.find_spec
-    absent = ("tensorboard", "wandb")
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *x: None if name in absent else find(name, *x)
-    )
-    words = [*SMALL, f"--data.root={data}", f"--run={tmp_path / 'run'}", "--trainer.max_steps=4"]
-    for name in ("tensorboard", "wandb"):
-        text = error_of(capsys, "train", *words, f"--trainer.logger={name}")
-        assert f"trainer.logger={name}" in text and f"molflt[{name}]" in text
-    assert not (tmp_path / "run").exists()
-    assert main(["train", *words]) == 0  # csv does not need a package
+def test_batches_of_a_step_have_different_dropout(data, tmp_path):
+    drawn = []
+    original = _LightningTask.training_step
+
+    def noted(self, batch, batch_idx):
+        drawn.append(torch.initial_seed())
+        return original(self, batch, batch_idx)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(_LightningTask, "training_step", noted)
+        start(data, tmp_path / "run", "--trainer.accumulate=3", "--trainer.max_steps=4")
+    assert len(drawn) == len(set(drawn)) == 12
+
+
+@pytest.fixture(scope="module")
+def two(shared_data, tmp_path_factory):
+    """Two epochs of 22 structures: 6 batches of 4 each, the last of 2."""
+    run = tmp_path_factory.mktemp("two") / "run"
+    assert main(["train", *arguments(shared_data, run, "--trainer.max_epochs=2", *OFTEN)]) == 0
+    return run
+
+
+OFTEN = ["--trainer.val_every=5", "--trainer.log_every=1", "--trainer.checkpoint_every=3"]
+OFTEN += ["--task.warmup_steps=7"]  # longer than one epoch
+
+
+def trainer(run):
+    return yaml.safe_load((run / "config.yaml").read_text())["trainer"]
+
+
+def test_epochs_equal_steps(two, shared_data, tmp_path):
+    """Warm-up, schedule and weights agree."""
+    assert (trainer(two)["max_epochs"], trainer(two)["max_steps"]) == (2, 12)
+    start(shared_data, tmp_path / "steps", "--trainer.max_steps=12", *OFTEN)
+    assert_same_state(two, tmp_path / "steps")
+    assert logged(two, "lr") == logged(tmp_path / "steps", "lr") and len(logged(two, "lr")) == 12
+
+
+def test_an_interrupted_run_of_epochs_resumes_to_the_bit(two, shared_data, tmp_path, capsys):
+    run = tmp_path / "run"
+    with at_step(8, power_cut):
+        main(["train", *arguments(shared_data, run, "--trainer.max_epochs=2", *OFTEN)])
+    assert last_state(run)["global_step"] == 6
+    assert main(["train", f"--resume={run}"]) == 0
+    assert_same_state(run, two)
+    line = error_of(capsys, "train", f"--resume={run}", "--trainer.max_epochs=1")
+    assert "trainer.max_epochs=1" in line and "got 6" in line
+    assert main(["train", f"--resume={run}", "--trainer.max_epochs=3"]) == 0
+    assert (trainer(run)["max_epochs"], trainer(run)["max_steps"]) == (3, 18)
+    assert main(["train", f"--resume={run}", "--trainer.max_steps=19"]) == 0
+    assert (trainer(run)["max_epochs"], trainer(run)["max_steps"]) == (None, 19)
+
+
+@pytest.mark.parametrize(
+    ("words", "steps"),
+    [
+        (["--trainer.accumulate=4"], 2),  # 1.5 steps
+        (["--data.max_atoms=40"], None),  # batches differ from epoch to epoch
+        (["--data.batch_size=100"], 1),
+    ],
+)
+def test_an_epoch_covers_all_structures(shared_data, tmp_path, words, steps):
+    seen: list[int] = []
+    original = _LightningTask.training_step
+
+    def noted(self, batch, place):
+        seen.extend(batch.sid.tolist())
+        return original(self, batch, place)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(_LightningTask, "training_step", noted)
+        words = arguments(shared_data, tmp_path / "run", *words, "--trainer.max_epochs=1")
+        assert main(["train", *words]) == 0
+    assert set(seen) == set(range(22)) and len(seen) < 33
+    assert steps is None or trainer(tmp_path / "run")["max_steps"] == steps
+
+
+def test_epochs_on_the_command_line_replace_steps(shared_data, tmp_path):
+    (tmp_path / "steps.yaml").write_text("trainer: {max_steps: 7}")
+    words = ["--config", str(tmp_path / "steps.yaml"), "--trainer.max_epochs=1"]
+    words += ["--task.schedule=constant", "--task.lr=1e-3", "--trainer.log_every=1"]
+    assert start(shared_data, tmp_path / "run", *words) == 0
+    assert trainer(tmp_path / "run")["max_steps"] == 6
+    assert logged(tmp_path / "run", "lr") == pytest.approx([5e-4, *[1e-3] * 5])

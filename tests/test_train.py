@@ -9,17 +9,7 @@ import pytest
 import torch
 import yaml
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
-from tiny_run import (
-    arguments,
-    differences,
-    last_state,
-    logged,
-    start,
-    structures,
-    table,
-    weights,
-)
+from tiny_run import arguments, differences, last_state, logged, start, structures, table, weights
 from torch_geometric.data import Batch
 
 from molflt.commands.cli import main
@@ -48,6 +38,7 @@ def test_run_folder(shared_run):
     assert saved["recipe"] == "is2re"
     versions = json.loads((run / "versions.json").read_text())
     assert versions["torch"] == torch.__version__
+    assert versions["git_commit"] is None or len(versions["git_commit"]) == 40
     assert {"molflt", "python", "lightning", "torch-geometric", "started"} <= {*versions}
     names = {path.name for path in (run / "checkpoints").iterdir()}
     assert names == {"last.ckpt", "best.safetensors", "last.safetensors"}
@@ -127,15 +118,6 @@ def test_averaged_weights_are_validated_and_kept(shared_data, tmp_path, capsys):
     assert np.abs(predicted - labels).mean() == pytest.approx(maes[1], rel=1e-5)
 
 
-def test_averages_are_on_the_device_of_the_weights():
-    """Lightning creates them before it moves the weights to the device."""
-    averages, module = _Averages(0.9), pl.LightningModule()
-    module.layer = torch.nn.Linear(2, 2)
-    trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("meta")))
-    averages.setup(trainer, module, "fit")
-    assert {weight.device.type for weight in averages._average_model.parameters()} == {"meta"}
-
-
 def test_validation_keeps_float64_weights_and_averages(shared_data, tmp_path):
     words = ["--trainer.precision=64-true", "--trainer.ema_decay=0.5", "--trainer.max_steps=6"]
     for every in (2, 6):
@@ -145,17 +127,8 @@ def test_validation_keeps_float64_weights_and_averages(shared_data, tmp_path):
     for part in ("state_dict", "current_model_state"):
         assert differences(often[part], once[part]) == []
         assert torch.float32 not in {tensor.dtype for tensor in once[part].values()}
-    for name in ("best", "last"):
-        kept = load_file(tmp_path / "6" / "checkpoints" / f"{name}.safetensors")
-        assert torch.float64 in (dtypes := {tensor.dtype for tensor in kept.values()})
-        assert torch.float32 not in dtypes
-
-
-def test_mixed_precision(shared_data, tmp_path):
-    words = ["--trainer.precision=bf16-mixed", "--trainer.max_steps=4"]
-    assert start(shared_data, tmp_path / "run", *words) == 0
-    model, _ = load_run(tmp_path / "run")
-    assert next(model.parameters()).dtype == torch.float32
+    kept = weights(tmp_path / "6", "best").values()
+    assert torch.float32 not in {tensor.dtype for tensor in kept}
 
 
 def test_structures_without_relaxed_positions_train_on_energies(tmp_path, capsys):
@@ -223,13 +196,6 @@ def test_energy_metrics_by_hand():
     assert IS2RETask(torch.nn.Linear(1, 1)).summarize(totals) == pytest.approx(metrics)
 
 
-def test_energy_metrics_are_summed_in_float64():
-    """In float32 the sum of these errors would be wrong in the fourth digit."""
-    energy = torch.full((2_000_000,), 0.1)
-    mae = IS2RETask.sums.of(energy, torch.zeros(2_000_000)).metrics()["mae_eV"]
-    assert mae == pytest.approx(float(np.float32(0.1)), rel=1e-12)
-
-
 def test_features_are_redrawn_at_their_steps_only(shared_data, tmp_path, monkeypatch):
     steps = []
     original = EnergyRegressor.redraw_
@@ -250,26 +216,24 @@ def test_features_are_redrawn_at_their_steps_only(shared_data, tmp_path, monkeyp
     assert torch.equal(feature_map(model).projection.matrix(), steps[-1])
 
 
-def test_a_figure_that_cannot_be_drawn_does_not_fail_the_run(shared_data, tmp_path, capsys):
-    (tmp_path / "run" / "curve.png").mkdir(parents=True)
-    assert start(shared_data, tmp_path / "run", "--trainer.max_steps=1") == 0
-    assert f"{tmp_path / 'run' / 'curve.png'}: " in capsys.readouterr().err
+def test_averages_are_on_the_device_of_the_weights():
+    """Lightning creates them before it moves the weights to the device."""
+    averages, module = _Averages(0.9), pl.LightningModule()
+    module.layer = torch.nn.Linear(2, 2)
+    trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("meta")))
+    averages.setup(trainer, module, "fit")
+    assert {weight.device.type for weight in averages._average_model.parameters()} == {"meta"}
 
 
-def test_weights_that_do_not_fit_are_refused(shared_run, tmp_path):
-    path, name = tmp_path / "other.safetensors", "readout.mlp.0.weight"
-    state = weights(shared_run)
-    for changed, words in (
-        ({**state, name: torch.zeros(8, 16)}, rf"{name}.*\(16, 16\).*\(8, 16\)"),
-        ({key: value for key, value in state.items() if key != name}, f"{name}.*no such key"),
-        ({**state, name: torch.full((16, 16), torch.inf)}, f"{name}.*finite"),
-    ):
-        save_file(changed, path)
-        with pytest.raises(ValueError, match=words):
-            load_run(shared_run, str(path))
-    path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(ValueError, match="complete safetensors file"):
-        load_run(shared_run, str(path))
-    for other, words in (("lats", "best, last"), (str(tmp_path / "a.safetensors"), "other")):
-        with pytest.raises(FileNotFoundError, match=words):
-            load_run(shared_run, other)
+def test_mixed_precision(shared_data, tmp_path):
+    words = ["--trainer.precision=bf16-mixed", "--trainer.max_steps=4"]
+    assert start(shared_data, tmp_path / "run", *words) == 0
+    model, _ = load_run(tmp_path / "run")
+    assert next(model.parameters()).dtype == torch.float32
+
+
+def test_energy_metrics_are_summed_in_float64():
+    """In float32 the sum of these errors would be wrong in the fourth digit."""
+    energy = torch.full((2_000_000,), 0.1)
+    mae = IS2RETask.sums.of(energy, torch.zeros(2_000_000)).metrics()["mae_eV"]
+    assert mae == pytest.approx(float(np.float32(0.1)), rel=1e-12)

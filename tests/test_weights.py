@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from ase import Atoms
-from ase.build import add_adsorbate, bulk, fcc111, molecule, sort
+from ase.build import add_adsorbate, fcc111, molecule, sort
 from ase.io import write
 
 import molflt
@@ -76,14 +76,6 @@ def test_wrong_tags_are_refused() -> None:
         model.predict(thin)
 
 
-def test_crystals_and_molecules_are_refused(capsys) -> None:
-    model = molflt.load()
-    for atoms, reason in ((bulk("Cu", cubic=True), "no vacuum"), (molecule("CH3OH"), "no slab")):
-        with pytest.raises(ValueError, match="tags"):
-            model.predict(atoms, tags="guess")
-        assert reason in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("name", ["POSCAR", "slab.cif", "slab.xyz"])
 def test_files_without_tags_from_the_command_line(name: str, tmp_path, capsys) -> None:
     out = tmp_path / "out.csv"
@@ -97,14 +89,3 @@ def test_files_without_tags_from_the_command_line(name: str, tmp_path, capsys) -
     assert -1.0 < energy < 0.5
     assert main([*words, "--force", "true"]) == 2
     assert "tag > 0" in capsys.readouterr().err
-
-
-def test_predictions_from_memory() -> None:
-    slab = fcc111("Pt", (3, 4, 4), vacuum=8.0, periodic=True)
-    slab.set_tags(np.where(slab.get_tags() > 2, 0, 1))
-    gas = molecule("CH3OH")
-    gas.set_tags(2)
-    add_adsorbate(slab, gas, 2.2, "ontop")
-    known, unknown = molflt.load().predict([slab, Atoms("Na", tags=[2])], force=True)
-    assert -2.0 < known.energy < 0.5 and known.outside == ()
-    assert any("Na not in training" in reason for reason in unknown.outside)

@@ -1,4 +1,4 @@
-"""The installed package: its files, the commands of README.md, and its types."""
+"""The installed package: its files, and the commands of README.md."""
 
 from __future__ import annotations
 
@@ -124,14 +124,6 @@ def test_wheel_and_sdist_contain_all_files(installed: Installed) -> None:
     assert {"CITATION.cff", "CHANGELOG.md", "tests/test_wheel.py", "Makefile"} <= installed.sdist
 
 
-def test_the_command_of_the_installed_package(installed: Installed) -> None:
-    script = installed.python.parent / "molflt"
-    done = subprocess.run(
-        [script, "--version"], capture_output=True, text=True, cwd="/", check=True
-    )
-    assert done.stdout.split()[0] == "molflt"
-
-
 def shown() -> list[list[str] | str]:
     """Returns the commands and Python examples of README.md in order."""
     steps: list[list[str] | str] = []
@@ -160,66 +152,3 @@ def test_readme_in_another_folder(installed: Installed, tmp_path: Path) -> None:
     assert {step[0] for step in steps if isinstance(step, list)} >= {"train", "evaluate", "predict"}
     assert any(isinstance(step, str) for step in steps)
     installed.run(tmp_path, steps)
-
-
-USER = """
-import molflt, torch
-from molflt.graph import EnergyRegressor, GraphAttention
-from molflt.pretrained import EnergyPredictor
-
-reveal_type(molflt.load())
-reveal_type(molflt.load().predict("structures.extxyz"))
-reveal_type(molflt.load("runs/mine").predict("structures.extxyz")[0].energy)
-reveal_type(EnergyPredictor.from_pretrained("runs/mine").predict(["a"])[0].energy)
-reveal_type(EnergyRegressor(dim=16).forward)
-reveal_type(GraphAttention(64)(torch.ones(8, 64)))
-reveal_type(molflt.Stack(64, heads=4, layers=2)(torch.ones(1, 8, 64)))
-EnergyRegressor(dim="wide")
-GraphAttention(64)(torch.ones(8, 64), bach=None)
-"""
-SEEN = [
-    "molflt.pretrained.energies.EnergyPredictor",
-    "list[molflt.pretrained.energies.Prediction]",
-    "Any",  # the file decides the type
-    "float",
-    "def (batch: Any) -> Mapping[str, torch.Tensor]",
-    "torch.Tensor",
-    "torch.Tensor",
-]
-# stubs of torch, because mypy needs a minute for all of it
-OPEN = "from typing import Any, Callable\ndef __getattr__(name: str) -> Any: ...\n"
-MODULE = "    __call__: Callable[..., Any]\n    def __getattr__(self, name: str) -> Any: ...\n"
-TORCH = {
-    "__init__.pyi": f"{OPEN}class Tensor: ...\ndef ones(*size: int) -> Tensor: ...\n",
-    "nn/__init__.pyi": f"{OPEN}class Module:\n{MODULE}",
-}
-
-
-def test_types_for_users(installed: Installed, tmp_path: Path) -> None:
-    pytest.importorskip("mypy", reason="mypy is not installed")
-    for name, text in TORCH.items():
-        path = tmp_path / "stubs" / "torch" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    (tmp_path / "user.py").write_text(USER)
-    (tmp_path / "mypy.ini").write_text(
-        f"[mypy]\nfollow_imports = skip\nmypy_path = {tmp_path / 'stubs'}\n"
-        "[mypy-molflt.*,torch.*]\nfollow_imports = normal\n"
-    )
-    options = ["--config-file=mypy.ini", "--cache-dir=cache", "--no-error-summary"]
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "mypy",
-            *options,
-            f"--python-executable={installed.python}",
-            "user.py",
-        ],
-        **{"cwd": tmp_path, "capture_output": True, "text": True},
-    )
-    seen = re.findall(r'Revealed type is "(.*)"', done.stdout)
-    short = [re.sub(r"tuple\[.*fallback=([\w.]+)\]", r"\1", name) for name in seen]
-    assert [re.sub(r"\b(?:builtins|typing)\.", "", name) for name in short] == SEEN, done.stdout
-    errors = re.findall(r"error: (.*)", done.stdout)
-    assert len(errors) == 2 and "EnergyRegressor" in errors[0] and "bach" in errors[1], done.stdout

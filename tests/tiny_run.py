@@ -5,10 +5,12 @@ import os
 import subprocess
 import sys
 import tempfile
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from ase import Atoms
 from ase.build import bulk
@@ -21,6 +23,7 @@ from molflt.commands.cli import main
 from molflt.commands.train import build_parser, train
 from molflt.data.structures.records import make_record
 from molflt.data.structures.store import write_store
+from molflt.training.loop import _LightningTask
 
 SMALL = [
     "--model.dim=16",
@@ -185,6 +188,33 @@ def differences(one, other) -> list[str]:
         if not same:
             names.append(name)
     return names
+
+
+def assert_same_state(run: Path, reference: Path) -> None:
+    one, other = last_state(run), last_state(reference)
+    assert one.keys() == other.keys()
+    for part in ("state_dict", "current_model_state", "optimizer_states", "lr_schedulers"):
+        assert differences(one.get(part), other.get(part)) == [], part
+
+
+@contextmanager
+def at_step(step, act, method="training_step"):
+    """Calls `act` once before a step; its result, if any, replaces the batch."""
+    original, done = getattr(_LightningTask, method), []
+
+    def changed(self, batch, *more):
+        if self.global_step == step and not self.trainer.sanity_checking and not done:
+            done.append(step)
+            batch = act(batch) or batch
+        return original(self, batch, *more)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(_LightningTask, method, changed)
+        yield
+
+
+def power_cut(_):
+    raise RuntimeError("power cut")
 
 
 def page_of(run: Path) -> str:

@@ -33,82 +33,55 @@ _LONGEST = 1000  # characters of an error message
 class Command(NamedTuple):
     """A command of ``molflt``."""
 
-    function: str
-    """``module:function``; its arguments are the options"""
     summary: str
     """its line in ``molflt --help``"""
-    parser: str | None = None
-    """``module:build_parser`` if the command has its own parser"""
+    function: str = "molflt.commands.{0}:{0}"
+    """``module:function``, with {0} for the last name; its arguments are the options"""
+    has_parser: bool = False
+    """True if `build_parser` in the module of the function returns its parser"""
     places: Mapping[str, str] = {}
     """name -> help of the positional arguments; the first may take several values"""
 
 
 COMMANDS: dict[tuple[str, ...], Command] = {
     ("data", "inspect"): Command(
-        "molflt.commands.inspect:inspect",
         "contents of files of structures: counts, energies, warnings",
         places={"path": "files, folders or patterns"},
     ),
     ("data", "convert"): Command(
-        "molflt.data.structures.convert:convert",
         "convert readable files to a compact store",
+        "molflt.data.structures.convert:convert",
         places={
             "src": "files, folders or patterns to read",
             "dst": "compact store or folder to write",
         },
     ),
     ("data", "download"): Command(
-        "molflt.data.structures.download:download", "download, check and unpack a public data set"
+        "download, check and unpack a public data set", "molflt.data.structures.download:download"
     ),
     ("data", "split"): Command(
-        "molflt.data.text.split:split", "split a FASTA file into train, val and test"
+        "split a FASTA file into train, val and test", "molflt.data.text.split:split"
     ),
-    ("train",): Command(
-        "molflt.commands.train:train",
-        "train on structures, text or images, or resume a run",
-        "molflt.commands.train:build_parser",
-    ),
-    ("info",): Command(
-        "molflt.commands.info:info", "summary of a run: data, model, steps, best value"
-    ),
-    ("report",): Command(
-        "molflt.commands.report:report", "write a run as one HTML page: curves, errors, settings"
-    ),
-    ("evaluate",): Command(
-        "molflt.commands.evaluate:evaluate",
-        "metrics of a run on splits, with tables and plots",
-        "molflt.commands.evaluate:build_parser",
-    ),
+    ("train",): Command("train on structures, text or images, or resume a run", has_parser=True),
+    ("info",): Command("summary of a run: data, model, steps, best value"),
+    ("report",): Command("write a run as one HTML page: curves, errors, settings"),
+    ("evaluate",): Command("metrics of a run on splits, with tables and plots", has_parser=True),
     ("compare",): Command(
-        "molflt.commands.compare:compare",
         "compare runs: options, size, time, metrics, curves",
         places={"runs": "folders of two or more training runs"},
     ),
-    ("predict",): Command(
-        "molflt.commands.predict:predict",
-        "predict structures, sentences or images in files",
-        "molflt.commands.predict:build_parser",
-    ),
+    ("predict",): Command("predict structures, sentences or images in files", has_parser=True),
     ("merge",): Command(
-        "molflt.commands.predict:merge", "join the predictions of several processes"
+        "join the predictions of several processes", "molflt.commands.predict:merge"
     ),
-    ("export",): Command(
-        "molflt.commands.export:export", "write a model to use and share: weights, card"
-    ),
+    ("export",): Command("write a model to use and share: weights, card"),
     ("relax",): Command(
-        "molflt.commands.relax:relax",
         "relax structures with a trained potential",
         places={"structures": "files, folders or patterns"},
     ),
-    ("generate",): Command(
-        "molflt.commands.generate:generate", "generate text, translations or images"
-    ),
-    ("schema",): Command(
-        "molflt.commands.schema:schema", "JSON Schema of configurations, for editors"
-    ),
-    ("completion",): Command(
-        "molflt.commands.completion:completion", "completion script for a shell"
-    ),
+    ("generate",): Command("generate text, translations or images"),
+    ("schema",): Command("JSON Schema of configurations, for editors"),
+    ("completion",): Command("completion script for a shell"),
 }
 GROUPS = {"data": "inspect, convert, download and split data sets"}
 
@@ -159,9 +132,14 @@ def _dispatch(words: list[str]) -> int:
                 f"{', '.join(names)}; see `{where} --help`"
             )
         path = (*path, word)
-    function: Callable[..., object] = pkgutil.resolve_name(COMMANDS[path].function)
-    status = function(**parse(parser_of(path, words), words).as_dict())
+    status = _function(path)(**parse(parser_of(path, words), words).as_dict())
     return status if isinstance(status, int) and not isinstance(status, bool) else 0
+
+
+def _function(path: tuple[str, ...]) -> Callable[..., object]:
+    function: Callable[..., object]
+    function = pkgutil.resolve_name(COMMANDS[path].function.format(path[-1]))
+    return function
 
 
 def _names_below(path: tuple[str, ...]) -> list[str]:
@@ -192,18 +170,17 @@ def parser_of(path: tuple[str, ...], words: Sequence[str] = ()) -> ArgumentParse
     """
     from jsonargparse import ArgumentParser
 
-    command, name = COMMANDS[path], " ".join(("molflt", *path))
-    function: Callable[..., object] = pkgutil.resolve_name(command.function)
-    if command.parser is not None:
-        parser: ArgumentParser = pkgutil.resolve_name(command.parser)(words)
+    command, name, function = COMMANDS[path], " ".join(("molflt", *path)), _function(path)
+    parser = ArgumentParser()
+    if command.has_parser:
+        parser = pkgutil.resolve_name(f"{function.__module__}:build_parser")(words)
     else:
-        parser = ArgumentParser()
         for count, (place, text) in enumerate(command.places.items()):
             parser.add_argument(place, nargs=None if count else "+", type=Path, help=text)
         parser.add_function_arguments(
             function, as_group=False, as_positional=not command.places, skip={*command.places}
         )
-    if command.parser or command.places:
+    if command.has_parser or command.places:
         parser.usage = parser.usage or f"{name} [--OPTION VALUE ...]"  # instead of a full page
     recipe = next((each.default for each in parser._actions if each.dest == "recipe"), None)
     parser.prog = name if recipe in (None, DEFAULT) else f"{name} --recipe {recipe}"

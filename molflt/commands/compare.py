@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json as json_format
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -45,7 +45,7 @@ def compare(
         pictures: additional formats for the pictures.
     """
     if pictures and out is None:
-        raise ValueError("--pictures: expected --out FOLDER to write them to; got none; give one")
+        raise ValueError("--pictures: expected --out FOLDER to write them to; got none")
     found = read_runs(runs)
     text = json_format.dumps(_as_json(found), indent=2, allow_nan=False)
     print(text if json else _as_table(found))
@@ -60,33 +60,32 @@ def compare(
 
 
 def _as_json(runs: Sequence[Run]) -> dict[str, object]:
+    found = {}
+    for run in runs:
+        errors = {
+            split: {name: standard_error(run, split, name) for name in row}
+            for split, row in run.results.items()
+        }
+        found[run.name] = {
+            "path": str(run.path),
+            "recipe": run.config["recipe"],
+            "parameters": run.parameters,
+            "steps": run.step,
+            "seconds": run.seconds,
+            "measure": f"val_{run.measure}",
+            "best": run.best[0] if run.best else None,
+            "best_step": run.best[1] if run.best else None,
+            "results": run.results,
+            "standard_errors": {
+                split: {name: error for name, error in row.items() if error is not None}
+                for split, row in errors.items()
+            },
+        }
+    names = [run.name for run in runs]
+    unlike = differences(runs).items()
     return {
-        "runs": {
-            run.name: {
-                "path": str(run.path),
-                "recipe": run.config["recipe"],
-                "parameters": run.parameters,
-                "steps": run.step,
-                "seconds": run.seconds,
-                "measure": f"val_{run.measure}",
-                "best": run.best[0] if run.best else None,
-                "best_step": run.best[1] if run.best else None,
-                "results": run.results,
-                "standard_errors": {
-                    split: {
-                        name: error
-                        for name in row
-                        if (error := standard_error(run, split, name)) is not None
-                    }
-                    for split, row in run.results.items()
-                },
-            }
-            for run in runs
-        },
-        "differences": {
-            key: dict(zip((run.name for run in runs), values, strict=True))
-            for key, values in differences(runs).items()
-        },
+        "runs": found,
+        "differences": {key: dict(zip(names, values, strict=True)) for key, values in unlike},
         "notes": notes(runs),
     }
 
@@ -94,61 +93,56 @@ def _as_json(runs: Sequence[Run]) -> dict[str, object]:
 def _as_table(runs: Sequence[Run]) -> str:
     """Returns a table with a column per run and a row per metric and per option that differs."""
     rows: list[list[str]] = [["", *(run.name for run in runs)]]
-    for key, own in differences(runs).items():
-        rows.append([key, *("-" if value is None else _plain(value) for value in own)])
+    rows += [[key, *map(_cell, own)] for key, own in differences(runs).items()]
     rows.append(["parameters", *(f"{run.parameters:,}" for run in runs)])
     rows.append(["steps", *("-" if run.step is None else f"{run.step:,}" for run in runs)])
     rows.append(["time", *(run.time for run in runs)])
     for measure in dict.fromkeys(run.measure for run in runs):
-        best: list[tuple[float, int] | None]
         best = [run.best if run.measure == measure else None for run in runs]
-        metric = next(run.metrics[measure] for run in runs if run.measure == measure)
-        values: list[float | None] = [None if one is None else one[0] for one in best]
-        cells = _marked(values, _formatter(metric), metric)
-        steps = ["" if one is None else f" at {one[1]:,}" for one in best]
-        rows.append([f"val {measure}, best", *(c + s for c, s in zip(cells, steps, strict=True))])
-    rows += [_metric_row(runs, split, name) for split, name in measures_of(runs)]
-    text = align([[_cut(cell) for cell in row] for row in rows], text_columns=len(rows[0]))
+        ends = ["" if one is None else f" at {one[1]:,}" for one in best]
+        values = [None if one is None else one[0] for one in best]
+        rows.append([f"val {measure}, best", *_marked(runs, measure, values, ends)])
+    for split, name in measures_of(runs):
+        digits = _digits(runs, name)
+        errors = [
+            standard_error(run, split, name) if split in run.results else None for run in runs
+        ]
+        ends = ["" if error is None else f" ± {error:{digits}}" for error in errors]
+        values = [run.results.get(split, {}).get(name) for run in runs]
+        rows.append([f"{split} {name}", *_marked(runs, name, values, ends)])
+    text = align([[_cell(cell) for cell in row] for row in rows], text_columns=len(rows[0]))
     return "\n".join([text, "* best of the row; ± standard error over the systems", *notes(runs)])
 
 
-def _metric_row(runs: Sequence[Run], split: str, name: str) -> list[str]:
-    metrics = [run.metrics[name] for run in runs if name in run.metrics]
-    metric = metrics[0] if metrics else None
-    values = [run.results.get(split, {}).get(name) for run in runs]
-    cells = _marked(values, _formatter(metric), metric)
-    for place, run in enumerate(runs):
-        error = standard_error(run, split, name) if split in run.results else None
-        if error is not None:
-            cells[place] += f" ± {_formatter(metric)(error)}"
-    return [f"{split} {name}", *cells]
+def _metric(runs: Sequence[Run], name: str) -> Metric | None:
+    return next((run.metrics[name] for run in runs if name in run.metrics), None)
 
 
-def _formatter(metric: Metric | None) -> Callable[[float], str]:
-    if metric is None:
-        return lambda value: f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
-    digits = metric.digits + (metric.digits > 2)  # as in evaluations
-    return lambda value: f"{value:.{digits}f}"
+def _digits(runs: Sequence[Run], name: str) -> str:
+    """Returns the format of a metric, as in evaluations."""
+    metric = _metric(runs, name)
+    return ".4g" if metric is None else f".{metric.digits + (metric.digits > 2)}f"
 
 
 def _marked(
-    values: Sequence[float | None], form: Callable[[float], str], metric: Metric | None
+    runs: Sequence[Run], name: str, values: Sequence[float | None], ends: Sequence[str]
 ) -> list[str]:
     """Returns the cells of a row, with a star at the best of several values."""
-    known = [value for value in values if value is not None]
+    metric, known = _metric(runs, name), [value for value in values if value is not None]
     best = None
     if metric is not None and len(known) > 1:
         best = max(known) if metric.largest_is_best else min(known)
-    return ["-" if value is None else form(value) + "*" * (value == best) for value in values]
+    form = "," if all(isinstance(value, int) for value in known) else _digits(runs, name)
+    return [
+        "-" if value is None else f"{value:{form}}" + "*" * (value == best) + end
+        for value, end in zip(values, ends, strict=True)
+    ]
 
 
-def _plain(value: object) -> str:
-    return value if isinstance(value, str) else shown(value)
-
-
-def _cut(cell: str) -> str:
-    """Returns the end of a long cell, because paths differ at their ends."""
-    return cell if len(cell) <= _WIDEST else f"…{cell[1 - _WIDEST :]}"
+def _cell(value: object) -> str:
+    """Returns a value, or its end if it is long, because paths differ at their ends."""
+    text = "-" if value is None else value if isinstance(value, str) else shown(value)
+    return text if len(text) <= _WIDEST else f"…{text[1 - _WIDEST :]}"
 
 
 def _draw(runs: Sequence[Run], out: Path) -> list[Path]:

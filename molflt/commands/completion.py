@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
 from functools import reduce
 from importlib.util import find_spec
 from operator import or_
@@ -70,16 +69,20 @@ def _merged(path: tuple[str, ...]) -> ArgumentParser:
     from shtab import FILE
 
     merged = ArgumentParser()
+    parsers = [parser_of(path)]
+    if path == ("train",):
+        parsers = [parser_of(path, [f"--recipe={name}"]) for name in RECIPES]
+        config = merged.add_argument("--config", help="YAML file, or name of a shipped one")
+        config.complete = {**FILE, "bash": _CONFIGS}
+        merged.add_argument("--print_config", action="store_true", help="print all options as YAML")
+    elif path == ("evaluate",):
+        parsers = [recipe_parser(recipe) for recipe in RECIPES.values()]
     options: dict[str, list[Any]] = {}
-    for parser in _parsers(path):
+    for parser in parsers:
         places = {action.dest: action for action in parser._actions if not action.option_strings}
         for name, action in (places | options_of(parser)).items():
             if hasattr(action, "_typehint"):  # not --help or --config
                 options.setdefault(name, []).append(action)
-    if path == ("train",):
-        config = merged.add_argument("--config", help="YAML file, or name of a shipped one")
-        config.complete = {**FILE, "bash": _CONFIGS}
-        merged.add_argument("--print_config", action="store_true", help="print all options as YAML")
     for name, actions in options.items():
         if all(map(is_flag, actions)):
             merged.add_argument(name, action="store_true", help=actions[0].help)
@@ -90,13 +93,3 @@ def _merged(path: tuple[str, ...]) -> ArgumentParser:
                 added.complete = FILE
     show_usage(merged)
     return merged
-
-
-def _parsers(path: tuple[str, ...]) -> Iterator[ArgumentParser]:
-    """Yields the parser of a command, or one per recipe if the options depend on the recipe."""
-    if path == ("train",):
-        yield from (parser_of(path, [f"--recipe={name}"]) for name in RECIPES)
-    elif path == ("evaluate",):
-        yield from (recipe_parser(recipe) for recipe in RECIPES.values())
-    else:
-        yield parser_of(path)

@@ -55,17 +55,10 @@ def export(
         why = model.trained.unmeasured or f"{run}: no results.json"
         warn(f"{why}; the model card contains no errors; run `molflt evaluate` first")
     if compiled and (out.startswith(HUB) or not isinstance(model, EnergyPredictor)):
-        raise ValueError(
-            f"{out}: --compiled needs a model of energies and a local folder; got recipe "
-            f"{model.trained.recipe}; leave --compiled out"
-        )
+        raise ValueError(f"{out}: --compiled needs a model of energies and a local folder")
     if out.startswith(HUB):
         print(f"uploaded: {model.push_to_hub(out.removeprefix(HUB))}")
         return
-    if Path(out).exists() and not Path(out).is_dir():
-        raise ValueError(f"{out} is a file; expected a folder")
-    if (Path(out) / "config.yaml").exists():
-        raise ValueError(f"{out} is the folder of a run; expected another folder")
     model.save_pretrained(out)
     if compiled and isinstance(model, EnergyPredictor):
         model.save_compiled(Path(out))

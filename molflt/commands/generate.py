@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from molflt.commands.options import refuse_idle
+from molflt.commands.options import expect_ending, refuse_idle
 from molflt.data.images.unlabeled import read_alike, write_sheet
 from molflt.data.text.parallel import read_lines
 from molflt.files import expect_writable
@@ -75,17 +75,23 @@ def generate(
     search = {"beam": beam, "length_penalty": length_penalty}
     sheet = {"images": images, "rows": rows, "fit": fit or None, "out": out}
     if isinstance(model, ImageWriter):
-        idle = {"prompt": prompt or None, "tokens": tokens, **search}
-        refuse_idle(run, "a model of images", idle)
+        words = {"prompt": prompt or None, "tokens": tokens}
+        refuse_idle(run, "a model of images", {**words, **search})
         _draw(model, file, images, rows, fit, out, _given(drawing))
-        return
-    drawing["tokens"] = tokens
-    if isinstance(model, Translator):
-        refuse_idle(run, "a translation model", {**drawing, **sheet})
-        _translate(model, prompt, file, _given(search))
+    elif isinstance(model, Translator):
+        refuse_idle(run, "a translation model", {**drawing, "tokens": tokens, **sheet})
+        if bool(prompt) == (file is not None):
+            got = "both" if prompt else "neither"
+            raise ValueError(f"{run}: expected either --prompt TEXT or --file FILE; got {got}")
+        sentences = [prompt] if file is None else read_lines(str(file))
+        for line in model.translate(sentences, **_given(search)):
+            print(line)
     elif isinstance(model, TextWriter):
         refuse_idle(run, "a language model", {"file": file, **search, **sheet})
-        _write(model, prompt, _given(drawing))
+        _say_cost(model.model)
+        for piece in model.stream(prompt, **_given({**drawing, "tokens": tokens})):
+            print(piece, end="", flush=True)
+        print()
     else:
         raise ValueError(
             f"{run}: expected a model of recipe language, translation or image_generation; got "
@@ -96,18 +102,6 @@ def generate(
 def _given(options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the options that are not None."""
     return {name: value for name, value in options.items() if value is not None}
-
-
-def _translate(
-    model: Translator, prompt: str, file: Path | None, options: Mapping[str, Any]
-) -> None:
-    if bool(prompt) == (file is not None):
-        raise ValueError(
-            f"{model.name}: expected either --prompt TEXT or --file FILE to translate; got "
-            f"{'both' if prompt else 'neither'}"
-        )
-    for line in model.translate([prompt] if file is None else read_lines(str(file)), **options):
-        print(line)
 
 
 def _draw(
@@ -121,10 +115,9 @@ def _draw(
 ) -> None:
     """Generates images and writes them to one PNG."""
     whole, path = model.model, model.trained.path
-    sheet = _SAMPLES if file is None else _COMPLETIONS
-    out = (path / sheet if path.is_dir() else Path(sheet)) if out is None else out
-    if out.suffix != ".png":
-        raise ValueError(f"{out}: expected a name that ends in .png")
+    if out is None:
+        out = (path if path.is_dir() else Path()) / (_SAMPLES if file is None else _COMPLETIONS)
+    expect_ending(out, ".png")
     # in a folder of images, `out` would become one of them
     inside = file is not None and file.resolve() in out.resolve().parents
     expect_writable(out, *([] if file is None else [file]), *([out] if inside else []))
@@ -155,10 +148,3 @@ def _say_cost(model: LanguageModel) -> None:
             "molflt: this mechanism cannot decode step by step; each token recomputes the sequence",
             file=sys.stderr,
         )
-
-
-def _write(model: TextWriter, prompt: str, options: Mapping[str, Any]) -> None:
-    _say_cost(model.model)
-    for piece in model.stream(prompt, **options):
-        print(piece, end="", flush=True)
-    print()

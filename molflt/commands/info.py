@@ -7,7 +7,7 @@ from json import dumps
 from pathlib import Path
 from typing import Any
 
-from molflt.files import readable_size, shown
+from molflt.files import readable_size
 from molflt.metrics import Metric
 from molflt.training.checkpoint import count_parameters
 from molflt.training.config import read_config
@@ -51,7 +51,7 @@ def info(run: Path, json: bool = False) -> None:
 
 def _as_text(found: Mapping[str, Any], validated: str) -> str:
     sets = "; ".join(
-        f"{use} " + ", ".join(f"{_counted(count)} {name}" for name, count in own.items())
+        f"{use} " + ", ".join(f"{count:,} {name}" for name, count in own.items())
         for use, own in found["sets"].items()
     )
     places = [f"{key} {value}" for key, value in found["data"].items() if value is not None]
@@ -75,15 +75,4 @@ def _validated(found: Mapping[str, Any], best: Best | None) -> str:
         return "no validation yet"
     task: Any = Recipe.of(found).load("task")
     metrics: Mapping[str, Metric] = task.metrics
-    if best.metric not in metrics:
-        expected = ", ".join(metrics)
-        raise ValueError(
-            f"{found['run']}: best.safetensors belongs to another run; expected one of the "
-            f"metrics {expected}; got {shown(best.metric)}"
-        )
     return f"validation {metrics[best.metric].shown(best.value)} at step {best.step:,}"
-
-
-def _counted(count: object) -> str:
-    """Returns a number with separators."""
-    return f"{count:,}" if isinstance(count, int) else shown(count)

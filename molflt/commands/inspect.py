@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from json import dumps
 from pathlib import Path
 
@@ -107,23 +108,19 @@ def _inspect_folder(path: Path, json: bool, look: Callable[[Path], Inspected]) -
     print("\n\n".join([f"{path}: systems in {counts}{rest}", *map(_as_text, splits.values())]))
 
 
-def _shared(found: dict[str, Inspected]) -> list[tuple[str, str]]:
-    """Returns pairs of a split and a warning about structures that are also in an earlier split."""
+def _shared(found: dict[str, Inspected]) -> Iterator[tuple[str, str]]:
+    """Yields pairs of a split and a warning about structures that are also in an earlier split."""
     equal = equal_structures(np.concatenate([each.features for each in found.values()]))
     ends = np.cumsum([len(each.sids) for each in found.values()])
     numbers = dict(zip(found, np.split(equal, ends[:-1]), strict=True))
-    texts = []
-    for place, name in enumerate(found):
-        for other in list(found)[:place]:
-            both = np.flatnonzero(np.isin(numbers[name], numbers[other]))
-            if len(both):
-                first = found[name].sids[both[0]]
-                text = (
-                    f"structures of two splits: {len(both)} have the same elements, cell and "
-                    f"initial positions as one in {other}, for instance sid {first}"
-                )
-                texts.append((name, text))
-    return texts
+    for other, name in itertools.combinations(found, 2):
+        both = np.flatnonzero(np.isin(numbers[name], numbers[other]))
+        if len(both):
+            text = (
+                f"structures of two splits: {len(both)} have the same elements, cell and initial "
+                f"positions as one in {other}, for instance sid {found[name].sids[both[0]]}"
+            )
+            yield name, text
 
 
 def _as_text(summary: Summary) -> str:
@@ -135,43 +132,41 @@ def _as_text(summary: Summary) -> str:
         "forces": summary["with_forces"],
         "stress": summary["with_stress"],
     }
-    known = ", ".join(f"{count} {name}" for name, count in labels.items() if count)
-    purpose = "a potential" if potential else "relaxed energies"
-    lines = [
-        f"{summary['path']}: for {purpose} (--recipe {summary['recipe']})"
-        + (f"; {warned} warning{'s' * (warned > 1)} below" if warned else ""),
-        f"systems     {summary['systems']}",
-        f"atoms       {summary['atoms_total']} in all; per system {atoms['min']} to "
-        f"{atoms['max']}, mean {atoms['mean']:.1f}",
-        "elements    " + ", ".join(f"{name} {n}" for name, n in summary["elements"].items()),
-    ]
+    rows = {
+        "systems": summary["systems"],
+        "atoms": f"{summary['atoms_total']} in all; per system {atoms['min']} to {atoms['max']}, "
+        f"mean {atoms['mean']:.1f}",
+        "elements": ", ".join(f"{name} {n}" for name, n in summary["elements"].items()),
+        "tags": None if potential else ", ".join(f"{k} {n}" for k, n in summary["tags"].items()),
+        "labels": ", ".join(f"{count} {name}" for name, count in labels.items() if count) or "none",
+    }
     if not potential:
-        lines.append("tags        " + ", ".join(f"{k} {n}" for k, n in summary["tags"].items()))
-    lines.append(f"labels      {known or 'none'}")
-    if not potential:
-        for name, values in summary["energies_eV"].items():
-            lines.append(f"{name:<12}" + _range(values, "eV"))
+        rows |= {name: _range(found, "eV") for name, found in summary["energies_eV"].items()}
     if words:
         per_atom = _range(summary["energies_per_atom_eV"], "eV per atom")
-        lines += [f"per atom    {per_atom}", f"{'':12}look like {words}"]
+        rows["per atom"] = f"{per_atom}\n{'':12}look like {words}"
     if not potential:
-        lines.append("displaced   " + _range(summary["displacements_A"], "Å") + " (free atoms)")
+        rows["displaced"] = _range(summary["displacements_A"], "Å") + " (free atoms)"
     if summary["forces_eV_per_A"] is not None:
-        lines.append("forces      " + _range(summary["forces_eV_per_A"], "eV/Å") + " (magnitudes)")
+        rows["forces"] = _range(summary["forces_eV_per_A"], "eV/Å") + " (magnitudes)"
     if summary["stress_eV_per_A3"] is not None:
-        stress = _range(summary["stress_eV_per_A3"], "eV/Å^3", digits=5)
-        lines.append(f"stress      {stress} (components)")
+        rows["stress"] = _range(summary["stress_eV_per_A3"], "eV/Å^3", digits=5) + " (components)"
     if summary["verified"] is not None:
         absent = "none; molflt data convert adds one"
-        lines.append(f"digest      {'correct' if summary['verified'] else absent}")
-    if "plot" in summary:
-        lines.append(f"picture     {summary['plot']}")
-    if summary["labels_not_used"]:
-        lines.append(f"not used    {', '.join(summary['labels_not_used'])}")
-    lines += [f"warning: {text}" for text in summary["warnings"]]
+        rows["digest"] = "correct" if summary["verified"] else absent
+    rows["picture"] = summary.get("plot")
+    rows["not used"] = ", ".join(summary["labels_not_used"]) or None
     bad = [(item["name"], item["reason"]) for item in summary["left_out"]]
-    lines += [f"  left out {line}" for line in grouped(bad)]
-    return "\n".join(lines)
+    purpose = "a potential" if potential else "relaxed energies"
+    found = f"; {warned} warning{'s' * (warned > 1)} below" if warned else ""
+    return "\n".join(
+        [
+            f"{summary['path']}: for {purpose} (--recipe {summary['recipe']}){found}",
+            *(f"{name:<12}{text}" for name, text in rows.items() if text is not None),
+            *(f"warning: {text}" for text in summary["warnings"]),
+            *(f"  left out {line}" for line in grouped(bad)),
+        ]
+    )
 
 
 def _range(values: Statistics, unit: str, digits: int = 3) -> str:

@@ -13,9 +13,8 @@ import numpy as np
 import torch
 from jsonargparse import ArgumentParser
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
 
-from molflt.commands.options import normalized, refuse_idle
+from molflt.commands.options import expect_ending, normalized, refuse_idle
 from molflt.data.batches import Shard
 from molflt.data.images.unlabeled import read_images
 from molflt.data.structures import Structures
@@ -26,17 +25,16 @@ from molflt.data.structures.sources import exists, files_of
 from molflt.data.structures.store import STORE
 from molflt.data.text.parallel import read_lines
 from molflt.evaluation.calibration import uncertainty_of
-from molflt.evaluation.ensemble import load_ensemble
 from molflt.evaluation.predictions import Predictions, counted_reasons, open_structures
 from molflt.evaluation.results import csv_text, warn, write_csv
 from molflt.evaluation.shard_files import ENDINGS, made_of, merge_shards, noted
-from molflt.files import atomically, expect_writable, write_atomically
+from molflt.files import atomically, expect_writable, read_header, write_atomically
 from molflt.pretrained import (
     EnergyPredictor,
     GapFiller,
     ImageLabeler,
-    ImageWriter,
     SentenceLabeler,
+    TextWriter,
     load,
 )
 from molflt.training.sources import is_trained
@@ -108,7 +106,8 @@ def predict(
     """
     files = [Path(file)] if isinstance(file, str | Path) else list(map(Path, file))
     part = _shard(shard, out)
-    model = _load(run, files[0], checkpoint, device, also, compiled)
+    device = "cpu" if compiled and device == "auto" else device
+    model = load(run or None, device, checkpoint=checkpoint, also=also or (), compiled=compiled)
     if out is not None:
         read = files_of(files) if isinstance(model, EnergyPredictor) else files
         for written in (out, part.path(out)) if part else (out,):  # molflt merge writes `out`
@@ -122,11 +121,10 @@ def predict(
         model.use_mesh_(mesh_order)
     atoms = out is not None and out.suffix in _OF_ATOMS
     reading = model.reading_of(files, tags)._replace(keep_atoms=atoms)
-    dataset = open_structures(
-        files, skip_bad, reading, model.model, None if force else model.domain
-    )
+    domain = None if force else model.domain
+    dataset = open_structures(files, skip_bad, reading, model.model, domain)
     known = model.calibration(calibration)
-    marks = _marks(dataset)
+    note: dict[str, object] = {}
     if part is not None and out is not None:
         made = made_of(model.model, dataset, mesh_order=mesh_order, compiled=compiled)
         made |= {"batch_size": batch_size, "tags": reading.tags}
@@ -134,25 +132,38 @@ def predict(
         kept = part.indices(dataset.natoms, batch_size)
         note = noted(len(kept), len(dataset), made)
         dataset = Part(dataset, kept)
-        marks = [{**mark, **note} for mark in _marks(dataset)]
         out = part.path(out)
     if model.about is not None:
         print(f"molflt: {model.summary}", file=sys.stderr)
-    forces = ["forces"] if atoms and model.predicts_forces else []
+    forces = ["forces"] * (atoms and model.predicts_forces)
     name = files[0].name if len(files) == 1 else f"{len(files)} files"
     found = model.infer(dataset, batch_size, name, forces, force)
     columns = {"energy_eV": found.energy, **uncertainty_of(model.model, found, known)}
-    if out is None or out.suffix in _TABLES:
-        _write_rows(out, _rows(dataset, found, columns, marks))
+    rows = _rows(dataset, found, columns, note)
+    if out is not None and atoms:
+        _write_atoms(out, dataset, rows, found)
     else:
-        _write_atoms(out, dataset, columns, found, marks)
+        _write_rows(out, rows)
     if out is not None:
-        print(f"{out}: {_ranges(columns)}{_beyond(found)}")
+        print(f"{out}: {_summary(columns, found)}")
 
 
-def _label(model: _Labeler, files: Sequence[Path], out: Path | None, batch_size: int) -> None:
+def _shard(text: str | None, out: Path | None) -> Shard | None:
+    """Parses --shard and checks --out."""
+    part = None if text is None else Shard.of(text)
+    if part is not None and out is None:
+        raise ValueError(f"option --shard {text}; expected --out FILE with it; got none")
+    expect_ending(out, *(_TABLES + _OF_ATOMS if part is None else ENDINGS))
+    return part
+
+
+def _label(
+    model: _Labeler | TextWriter, files: Sequence[Path], out: Path | None, batch_size: int
+) -> None:
     """Predicts sentences or images."""
-    _check_ending(out, _TABLES)
+    expect_ending(out, *_TABLES)
+    if not isinstance(model, _Labeler):
+        raise ValueError(f"{model.name}: generates text or images; use molflt generate")
     if len(files) > 1:
         raise ValueError(f"{model.name}: expected one file or folder to predict; got {len(files)}")
     if isinstance(model, GapFiller):
@@ -202,38 +213,8 @@ def _is_run(word: str) -> bool:
     """Returns True if the first of several words names a model instead of structures."""
     path = Path(word)
     if path.suffix == ".safetensors" and path.is_file():
-        try:
-            with safe_open(path, framework="numpy") as file:
-                return (file.metadata() or {}).get("format") != STORE
-        except SafetensorError:  # refused when it is loaded
-            return True
+        return read_header(path).get("format") != STORE
     return is_trained(path) or path.suffix == ".yaml" or not exists(path)
-
-
-def _shard(text: str | None, out: Path | None) -> Shard | None:
-    """Parses --shard and checks --out."""
-    part = None if text is None else Shard.of(text)
-    if part is not None and out is None:
-        raise ValueError(f"option --shard {text}; expected --out FILE with it; got none")
-    _check_ending(out, (*_TABLES, *_OF_ATOMS) if part is None else ENDINGS)
-    return part
-
-
-def _marks(dataset: Structures) -> list[dict[str, object]]:
-    """Returns columns that identify each structure: index, and file if there are several."""
-    several = len(dataset.files) > 1
-    return [
-        {"index": dataset.place(i), **({"file": str(dataset.file(i))} if several else {})}
-        for i in range(len(dataset))
-    ]
-
-
-def _check_ending(out: Path | None, endings: Sequence[str]) -> None:
-    if out is not None and out.suffix not in endings:
-        raise ValueError(
-            f"{out}: expected a name that ends in {', '.join(endings)}; "
-            f"got {out.suffix or 'no ending'!r}"
-        )
 
 
 def _write_rows(out: Path | None, rows: Sequence[Mapping[str, object]]) -> None:
@@ -246,66 +227,38 @@ def _write_rows(out: Path | None, rows: Sequence[Mapping[str, object]]) -> None:
         write_atomically(out, (json.dumps(rows, indent=1) + "\n").encode())
 
 
-def _load(
-    run: str,
-    file: Path,
-    checkpoint: str | None,
-    device: str,
-    also: list[Path] | None,
-    compiled: bool,
-) -> EnergyPredictor | _Labeler:
-    if not run and is_trained(file):
-        raise ValueError(
-            f"{file} is a trained model; expected also a file to predict: molflt predict RUN FILE"
-        )
-    if also == []:
-        load_ensemble([Path(run)])  # raises the error for an ensemble of one run
-    device = "cpu" if compiled and device == "auto" else device
-    model = load(run or None, device, checkpoint=checkpoint, also=also or (), compiled=compiled)
-    if not isinstance(model, EnergyPredictor | _Labeler):
-        kind = "images" if isinstance(model, ImageWriter) else "text"
-        raise ValueError(
-            f"{run}: a model of recipe {model.trained.recipe}, which generates {kind}; use molflt "
-            "generate"
-        )
-    return model
-
-
-def _ranges(columns: Mapping[str, NDArray[np.float64]]) -> str:
-    """Returns the range of each column in words, energies first."""
+def _summary(columns: Mapping[str, NDArray[np.float64]], found: Predictions) -> str:
+    """Describes the range of each column, and the energies far outside the range in training."""
     energy = columns["energy_eV"]
-    ranges = [f"{len(energy):,} energies, {energy.min():.3f} to {energy.max():.3f} eV"]
+    parts = [f"{len(energy):,} energies, {energy.min():.3f} to {energy.max():.3f} eV"]
     for name, values in list(columns.items())[1:]:
-        ranges.append(f"{name} {values.min():.3f} to {values.max():.3f}")
-    return "; ".join(ranges)
-
-
-def _beyond(found: Predictions) -> str:
-    """Returns in words how many energies are far outside the range in training."""
+        parts.append(f"{name} {values.min():.3f} to {values.max():.3f}")
     reasons = [[one for one in own if one.startswith("energy: ")] for own in found.outside]
-    return "".join(f"; {reason}" for reason in counted_reasons(reasons))
+    return "; ".join([*parts, *counted_reasons(reasons)])
 
 
 def _rows(
     dataset: Structures,
     found: Predictions,
     columns: Mapping[str, NDArray[np.float64]],
-    marks: Sequence[Mapping[str, object]],
+    note: Mapping[str, object],
 ) -> list[dict[str, object]]:
+    """Returns the table; index, file (of several) and `note` identify each structure."""
+    several_files = len(dataset.files) > 1
     several = any(len(energies) > 1 for energies in found.by_adsorbate)
     return [
         {
-            **marks[i],
-            "sid": dataset.name(i, int(sid)),
-            "formula": formula,
-            "natoms": int(natoms),
-            "outside": "; ".join(outside) or None,
+            "index": dataset.place(i),
+            **({"file": str(dataset.file(i))} if several_files else {}),
+            **note,
+            "sid": dataset.name(i, int(found.sid[i])),
+            "formula": found.formula[i],
+            "natoms": int(found.natoms[i]),
+            "outside": "; ".join(found.outside[i]) or None,
             **({"by_adsorbate_eV": _joined(found.by_adsorbate[i])} if several else {}),
             **{name: float(values[i]) for name, values in columns.items()},
         }
-        for i, (sid, formula, natoms, outside) in enumerate(
-            zip(found.sid, found.formula, found.natoms, found.outside, strict=True)
-        )
+        for i in range(len(dataset))
     ]
 
 
@@ -314,32 +267,24 @@ def _joined(energies: Sequence[float]) -> str:
 
 
 def _write_atoms(
-    out: Path,
-    dataset: Structures,
-    columns: Mapping[str, NDArray[np.float64]],
-    found: Predictions,
-    marks: Sequence[Mapping[str, object]],
+    out: Path, dataset: Structures, rows: Sequence[Mapping[str, object]], found: Predictions
 ) -> None:
     """Writes structures with their energies, atomically."""
     from ase.calculators.singlepoint import SinglePointCalculator
     from ase.io import write
 
     frames, lost = [], dict[str, None]()
-    for i, energy in enumerate(columns["energy_eV"]):
+    for i, row in enumerate(rows):
         atoms = dataset.to_atoms(i)
         drop_labels_(atoms)
         lost |= dict.fromkeys(not_held(atoms, out.suffix))
-        atoms.info["sid"] = dataset.name(i, int(found.sid[i]))
-        more = {name: float(values[i]) for name, values in columns.items() if name != "energy_eV"}
-        atoms.info.update(more)
-        if found.by_adsorbate and len(found.by_adsorbate[i]) > 1:
-            atoms.info["by_adsorbate_eV"] = _joined(found.by_adsorbate[i])
-        if found.outside[i]:
-            atoms.info["outside"] = "; ".join(found.outside[i])
-        if len(marks[i]) > 1:  # an index alone is not needed in these formats
-            atoms.info.update({f"molflt_{name}": value for name, value in marks[i].items()})
+        info = {k: v for k, v in row.items() if k not in ("formula", "natoms", "energy_eV")}
+        marks = {k: info.pop(k) for k in ("index", "file", "shard") if k in info}
+        if len(marks) > 1:  # an index alone is not needed in these formats
+            info |= {f"molflt_{name}": value for name, value in marks.items()}
+        atoms.info |= {name: value for name, value in info.items() if value is not None}
         by_atom = {name: values[i] for name, values in found.by_atom.items()}
-        atoms.calc = SinglePointCalculator(atoms, energy=float(energy), **by_atom)
+        atoms.calc = SinglePointCalculator(atoms, energy=float(found.energy[i]), **by_atom)
         frames.append(atoms)
     with atomically(out) as part:
         write(str(part), frames, format=out.suffix.removeprefix("."))

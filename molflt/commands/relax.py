@@ -6,22 +6,20 @@ import re
 import sys
 import warnings
 from collections.abc import Sequence
-from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from tqdm import tqdm
 
+from molflt.commands.options import expect_ending
 from molflt.data.structures.ase_fields import drop_labels_, not_held
 from molflt.data.structures.sources import files_of
 from molflt.evaluation.relaxation import OptimizerName, Relaxed, readable_structures, relax_atoms
 from molflt.evaluation.results import csv_text, warn, write_csv
-from molflt.files import append, appending, atomically, expect_writable, shown, write_atomically
+from molflt.files import append, appending, atomically, expect_writable, shown
 from molflt.pretrained.calculator import Calculator
 
 if TYPE_CHECKING:
-    from ase import Atoms
-
     from molflt.data.structures import Structures
 
 __all__ = ["relax"]
@@ -72,8 +70,7 @@ def relax(
         0, or 3 if a relaxation did not converge.
     """
     out = Path(out)
-    if out.suffix not in (".extxyz", ".traj"):
-        raise ValueError(f"{out}: expected a name that ends in .extxyz, .traj; got {out.suffix!r}")
+    expect_ending(out, ".extxyz", ".traj")
     if not fmax > 0 or steps < 1:
         raise ValueError(f"--fmax must be above 0 and --steps at least 1; got {fmax} and {steps}")
     calculator = Calculator(run, checkpoint, device, dtype)
@@ -82,28 +79,35 @@ def relax(
     dataset, calculator.overlaps_told = readable_structures(structures, skip_bad, cell)
     steps_of = _trajectories(trajectories, dataset)
     bar = tqdm(total=len(dataset), unit=" structures", disable=None)
-    with _Output(out, len(dataset)) as output, bar:
+    found: dict[int, Relaxed] = {}  # by index in the file that was read
+    lost: dict[str, None] = {}  # messages, in order
+    try:
         for index, record in enumerate(dataset):
             atoms = dataset.to_atoms(index)
             sid = atoms.info["sid"] = dataset.name(index, int(record.sid))
             if len(dataset.files) > 1:
                 atoms.info["file"] = str(dataset.file(index))
             bar.set_description(f"sid {sid}")
-            output.add(
-                dataset.place(index),
-                relax_atoms(
-                    atoms,
-                    calculator,
-                    optimizer=optimizer,
-                    fmax=fmax,
-                    steps=steps,
-                    cell=cell,
-                    trajectory=steps_of[index],
-                    on_step=lambda step: bar.set_postfix(step=step),
-                ),
+            part = relax_atoms(
+                atoms,
+                calculator,
+                optimizer=optimizer,
+                fmax=fmax,
+                steps=steps,
+                cell=cell,
+                trajectory=steps_of[index],
+                on_step=lambda step: bar.set_postfix(step=step),
             )
+            lost |= _add(out, dataset.place(index), part, first=not found)
+            found[dataset.place(index)] = part
             bar.update()
-    return _summary(out, output.found)
+    finally:
+        bar.close()
+        for text in lost:
+            warn(f"{out}: {text}")
+        if 0 < len(found) < len(dataset):
+            print(f"molflt: {out} has {len(found)} of {len(dataset)}", file=sys.stderr)
+    return _summary(out, found)
 
 
 def _trajectories(folder: Path | None, dataset: Structures) -> list[Path | None]:
@@ -111,86 +115,28 @@ def _trajectories(folder: Path | None, dataset: Structures) -> list[Path | None]
     if folder is None:
         return [None] * len(dataset)
     folder.mkdir(parents=True, exist_ok=True)
-    paths = [
-        folder / f"{dataset.place(i):06d}-{_plain(dataset.name(i, int(record.sid)))}.traj"
-        for i, record in enumerate(dataset)
-    ]
-    for path in paths:
-        if path.exists():
-            expect_writable(path, *dataset.files)
+    paths = []
+    for i, record in enumerate(dataset):
+        name = re.sub(r"[^\w.+-]", "_", str(dataset.name(i, int(record.sid))))[:80]
+        paths.append(folder / f"{dataset.place(i):06d}-{name}.traj")
+        expect_writable(paths[-1], *dataset.files)
     return list(paths)
 
 
-def _plain(name: str | int) -> str:
-    """Replaces characters of a name that file names should not have."""
-    return re.sub(r"[^\w.+-]", "_", str(name))[:80]
+def _add(out: Path, place: int, part: Relaxed, first: bool) -> dict[str, None]:
+    """Adds a structure and its row to the files; returns what the format cannot store."""
+    from ase.io import Trajectory, write
 
-
-class _Output:
-    """Writes relaxed structures and their table one by one; the first one replaces older files.
-
-    Args:
-        out: file of structures, .extxyz or .traj.
-        total: number of structures to relax.
-    """
-
-    def __init__(self, out: Path, total: int) -> None:
-        self.out, self.table, self.total = out, out.with_suffix(".csv"), total
-        self.found: dict[int, Relaxed] = {}  # written so far, by index in the file read
-        self.lost: dict[str, None] = {}  # messages, in order
-
-    def add(self, place: int, part: Relaxed) -> None:
-        """Writes one structure, with its index in the file that was read."""
-        atoms = part.atoms
-        drop_labels_(atoms)
-        atoms.info |= {"converged": part.converged, "steps": part.steps}
-        row = _row(place, part)
-        self._add_atoms(atoms)
-        if self.found:
-            append(self.table, csv_text([row]).partition("\n")[2])
-        else:
-            write_csv(self.table, [row])
-        self.found[place] = part
-
-    def __enter__(self) -> _Output:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Prints what the format cannot store, and the count if some structures are missing."""
-        for text in self.lost:
-            warn(f"{self.out}: {text}")
-        if 0 < len(self.found) < self.total:
-            print(f"molflt: {self.out} has {len(self.found)} of {self.total}", file=sys.stderr)
-
-    def _add_atoms(self, atoms: Atoms) -> None:
-        from ase.io import Trajectory, write
-
-        self.lost |= dict.fromkeys(not_held(atoms, self.out.suffix))
-        if self.out.suffix == ".extxyz":
-            file = StringIO()
-            with warnings.catch_warnings(record=True) as heard:
-                warnings.simplefilter("always")
-                write(file, atoms, format="extxyz")
-            self.lost |= dict.fromkeys(f"ASE: {shown(str(each.message), 200)}" for each in heard)
-            if self.found:
-                append(self.out, file.getvalue())
-            else:
-                write_atomically(self.out, file.getvalue().encode())
-        elif self.found:
-            with appending(self.out), Trajectory(str(self.out), "a") as opened:
-                opened.write(atoms)
-        else:
-            with atomically(self.out) as new, Trajectory(str(new), "w") as opened:
-                opened.write(atoms)
-
-
-def _row(index: int, part: Relaxed) -> dict[str, object]:
-    return {
-        "index": index,
-        **({"file": part.atoms.info["file"]} if "file" in part.atoms.info else {}),
-        "sid": part.atoms.info["sid"],
-        "formula": part.atoms.get_chemical_formula(),
-        "natoms": len(part.atoms),
+    atoms = part.atoms
+    drop_labels_(atoms)
+    atoms.info |= {"converged": part.converged, "steps": part.steps}
+    lost = dict.fromkeys(not_held(atoms, out.suffix))
+    row = {
+        "index": place,
+        **({"file": atoms.info["file"]} if "file" in atoms.info else {}),
+        "sid": atoms.info["sid"],
+        "formula": atoms.get_chemical_formula(),
+        "natoms": len(atoms),
         "converged": part.converged,
         "steps": part.steps,
         "energy_before_eV": part.before,
@@ -200,9 +146,26 @@ def _row(index: int, part: Relaxed) -> dict[str, object]:
         "seconds": round(part.seconds, 3),
         "why": part.why or None,
     }
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        if first:
+            with atomically(out) as new:
+                write(str(new), atoms, format=out.suffix[1:])
+        elif out.suffix == ".traj":  # `write` would begin a second file inside
+            with appending(out), Trajectory(str(out), "a") as opened:
+                opened.write(atoms)
+        else:
+            with appending(out):
+                write(str(out), atoms, format="extxyz", append=True)
+    if first:
+        write_csv(out.with_suffix(".csv"), [row])
+    else:
+        append(out.with_suffix(".csv"), csv_text([row]).partition("\n")[2])
+    return lost | dict.fromkeys(f"ASE: {shown(str(each.message), 200)}" for each in heard)
 
 
 def _summary(out: Path, found: dict[int, Relaxed]) -> int:
+    """Prints a summary and returns the exit status."""
     lost = [(place, part) for place, part in found.items() if not part.converged]
     steps = sum(part.steps for part in found.values())
     seconds = sum(part.seconds for part in found.values())
@@ -211,10 +174,8 @@ def _summary(out: Path, found: dict[int, Relaxed]) -> int:
         f"steps in {seconds:.1f} s; table in {out.with_suffix('.csv')}"
     )
     for place, part in lost[:_MOST_LISTED]:
-        warn(
-            f"structure {place}, sid {part.atoms.info['sid']}, "
-            f"{part.atoms.get_chemical_formula()}: not converged: {part.why}"
-        )
+        name = f"sid {part.atoms.info['sid']}, {part.atoms.get_chemical_formula()}"
+        warn(f"structure {place}, {name}: not converged: {part.why}")
     if len(lost) > _MOST_LISTED:
         warn(f"and {len(lost) - _MOST_LISTED} more")
     return _NOT_CONVERGED if lost else 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from molflt.commands.options import expect_ending
 from molflt.evaluation.page.build import page_of
 from molflt.evaluation.results import warn
 from molflt.files import readable_size, write_atomically
@@ -23,8 +24,7 @@ def report(run: Path, out: Path | None = None) -> None:
     """
     run = Path(run)
     out = run / "report.html" if out is None else Path(out)
-    if out.suffix not in (".html", ".htm"):
-        raise ValueError(f"--out {out}: expected a name that ends in .html")
+    expect_ending(out, ".html", ".htm")
     page, missing = page_of(run)
     content = page.encode("utf-8", "backslashreplace")
     write_atomically(out, content)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from molflt.commands.limits import LIMITS
-from molflt.commands.options import position_types
+from molflt.commands.options import position_parser
 from molflt.commands.train import build_parser
 from molflt.files import write_atomically
 from molflt.training.recipes import DEFAULT, RECIPES
@@ -105,15 +105,11 @@ def _bound(described: _Schema, interval: str) -> None:
 
 def _position() -> _Schema:
     """Returns the schema of the options of all position modules."""
-    from jsonargparse import ArgumentParser
-
     from molflt.attention.nodes import NODES
     from molflt.attention.spectra import SPECTRA
 
-    parser = ArgumentParser()
-    for name, hint in position_types().items():
-        parser.add_argument(f"--{name}", type=hint)
-    found: _Schema = json.loads(parser.get_completion_script("jsonschema"))["properties"]
+    script = position_parser().get_completion_script("jsonschema")
+    found: _Schema = json.loads(script)["properties"]
     del found["$schema"]
     for described in found.values():
         _bound(described, LIMITS["model.position_options"])

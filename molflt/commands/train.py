@@ -63,26 +63,11 @@ def train(
     """
     run = dated_run(recipe) if run is None else run
     _trainer(trainer).check()
-    for path in (run, *run.parents):
-        if path.exists() and not path.is_dir():
-            raise ValueError(f"--run {run}: {path} is a file; expected a folder; choose another")
     folder = RunFolder(run)
     with folder.held(resume is not None), _one_line_warnings(folder):
         config = {"run": run, "seed": seed, "recipe": recipe, "init": init, "model": model}
         config |= {"data": data, "task": task, "trainer": trainer}
         return _train(folder, cast(Config, absolute(config)))
-
-
-def _fit_warmup(task: _Options, steps: int) -> str | None:
-    """Shortens a warm-up that is too long to a tenth of the steps; returns a message."""
-    warmup = cast(int, task["warmup_steps"])
-    if warmup < steps:
-        return None
-    task["warmup_steps"] = steps // 10
-    return (
-        f"task.warmup_steps={warmup} does not fit into trainer.max_steps={steps}; shortened to "
-        f"{steps // 10}, a tenth of them"
-    )
 
 
 def _train(folder: RunFolder, config: Config) -> int:
@@ -103,8 +88,9 @@ def _train(folder: RunFolder, config: Config) -> int:
     model, task, trainer = config["model"], config["task"], config["trainer"]
     steps = _trainer(trainer).steps(batches)
     trainer["max_steps"] = steps
-    if shortened := _fit_warmup(task, steps):
-        folder.say(shortened)
+    if (warmup := cast(int, task["warmup_steps"])) >= steps:
+        task["warmup_steps"] = steps // 10
+        folder.say(f"task.warmup_steps={warmup}: reduced to {steps // 10}, a tenth of the steps")
     if folder.writes:  # one process is enough, as this reads all data
         folder.check_data(batches.fingerprints(), batches.files())
     _fit_sizes(model, batches.sizes(), start.options)

@@ -1,9 +1,96 @@
 """Trained models, loaded from a run, from an export or from the Hugging Face Hub."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, overload
+
+from molflt.files import shown
+from molflt.pretrained.base import Pretrained, read_trained
 from molflt.pretrained.energies import EnergyPredictor, Prediction
-from molflt.pretrained.loading import load
-from molflt.pretrained.sentences import GapFiller, SentenceLabeler, Translator
-from molflt.pretrained.tokens import ImageLabeler, ImageWriter, TextWriter
+from molflt.pretrained.tokens import (
+    GapFiller,
+    ImageLabeler,
+    ImageWriter,
+    SentenceLabeler,
+    TextWriter,
+    Translator,
+)
+from molflt.training.sources import HUB
 
 __all__ = ["EnergyPredictor", "GapFiller", "ImageLabeler", "Prediction", "SentenceLabeler"]
 __all__ += ["ImageWriter", "TextWriter", "Translator", "load"]
+
+# PixelModel is also a LanguageModel
+_KINDS: tuple[type[Pretrained], ...] = (EnergyPredictor, ImageWriter, TextWriter, ImageLabeler)
+_KINDS += (GapFiller, SentenceLabeler, Translator)
+
+
+@overload
+def load(
+    source: None = ...,
+    device: str = ...,
+    *,
+    checkpoint: str | None = ...,
+    also: Sequence[str | Path] = ...,
+    compiled: bool = ...,
+) -> EnergyPredictor: ...
+
+
+@overload  # the file decides the type; `EnergyPredictor.from_pretrained(source)` is typed
+def load(
+    source: str | Path | None,
+    device: str = ...,
+    *,
+    checkpoint: str | None = ...,
+    also: Sequence[str | Path] = ...,
+    compiled: bool = ...,
+) -> Any: ...
+
+
+def load(
+    source: str | Path | None = None,
+    device: str = "cpu",
+    *,
+    checkpoint: str | None = None,
+    also: Sequence[str | Path] = (),
+    compiled: bool = False,
+) -> Pretrained:
+    """Loads a trained model.
+
+    Args:
+        source: folder of a run; folder or model.safetensors of an exported model; weights in a run;
+            ``hf:OWNER/NAME`` on the Hugging Face Hub; or the name of a model that comes with the
+            package, by default the recommended one.
+        device: cpu, cuda, cuda:N, or auto.
+        checkpoint: best (the default), last, or the path of a safetensors file; only for a run.
+        also: further runs that form an ensemble with `source`, whose spread indicates the
+            uncertainty.
+        compiled: compute energies with the machine code that `molflt export --compiled true` wrote
+            next to an exported model. Only use code that you trust.
+
+    Returns:
+        An object with the methods of the trained task, for instance an `EnergyPredictor`. Its
+        static type is Any; `EnergyPredictor.from_pretrained(source)` and similar calls are typed.
+    """
+    if isinstance(also, str | Path):
+        raise ValueError(f"also={also!r}: expected a list of runs; write [{str(also)!r}]")
+    if compiled and device != "cpu":
+        raise ValueError(f"compiled=True needs the CPU; got device={device!r}")
+    if compiled and str(source).startswith(HUB):
+        raise ValueError(
+            f"{source}: compiled=True does not load code from the Hub; export with --compiled true"
+        )
+    trained = read_trained(source, checkpoint, device, also)
+    kind = next((kind for kind in _KINDS if isinstance(trained.model, kind.models)), None)
+    if kind is None or (compiled and kind is not EnergyPredictor):
+        expected = "a model of energies, without which compiled has no effect"
+        raise ValueError(
+            f"{trained.path}: expected {expected if compiled else 'energies, text or images'}; got "
+            f"recipe {shown(trained.recipe)}; use molflt.training.checkpoint.load_run"
+        )
+    found = kind(trained)
+    if isinstance(found, EnergyPredictor) and compiled:
+        found.use_compiled()
+    return found

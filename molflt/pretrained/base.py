@@ -1,53 +1,155 @@
-"""The base class of trained models: export to a folder or to the Hugging Face Hub."""
+"""Trained models: reading of runs and exports, export to a folder or to the Hugging Face Hub."""
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import yaml
 from torch import nn
 
-from molflt.files import shown, write_atomically
-from molflt.pretrained.trained import Trained, read_trained
-from molflt.training.exported import check_replaceable, write_exported
+from molflt.evaluation.calibration import CALIBRATION
+from molflt.evaluation.ensemble import ENSEMBLE, EnsembleRegressor, load_ensemble
+from molflt.evaluation.results import RESULTS, why_of_others
+from molflt.files import read_json, shown, write_atomically
+from molflt.training.checkpoint import device_named, find_weights, load_run, weights_of
+from molflt.training.config import read_config
+from molflt.training.exported import (
+    build,
+    check_replaceable,
+    is_exported,
+    read_exported,
+    write_exported,
+)
+from molflt.training.run_folder import KEPT
 from molflt.training.sources import HUB
 from molflt.version import __version__
 
-__all__ = ["Pretrained"]
+__all__ = ["Card", "Pretrained", "Trained", "read_trained"]
 
-_LONGEST = 500  # characters of `about`
-_FIELDS = ["chemistry", "materials-science", "pytorch-geometric"]
-# recipe -> tags, metrics, lines of Python
-_TAGS = {
-    "language": (["text-generation"], ["perplexity"], ['print(model.generate("The"))']),
-    "masked_language": (["fill-mask"], ["perplexity"], ['print(model.fill("A [MASK].")[0][0])']),
-    "sentences": (["text-classification"], ["accuracy"], ['model.classify(["A text."])[0].name']),
-    "translation": (["translation"], ["bleu"], ['print(model.translate(["A text."])[0])']),
-    "image_generation": (
-        ["unconditional-image-generation"],
-        ["bits_per_dim"],
-        ["images = model.generate(4)  # (4, channels, side, side) bytes"],
-    ),
-    "potential": (
-        [*_FIELDS, "interatomic-potential", "forces"],
-        ["mae"],
-        ["atoms.calc = molflt.Calculator(model)  # of ASE: energy, forces, stress"],
-    ),
-    "images": (["image-classification"], ["accuracy"], ["model.classify(images)[0].name"]),
-}
-_ATOMS = (
-    [*_FIELDS, "adsorption", "IS2RE"],
-    ["mae"],
-    ['model.predict("structures.extxyz")[0].energy  # eV; also Atoms, lists, PyG batches'],
-)
 
-_COMMANDS = {
-    "is2re": "predict {} structures.extxyz",
-    "potential": "relax structures.extxyz --run {} --out relaxed.extxyz",
-}
+class Trained(NamedTuple):
+    """A trained model and the information about it."""
+
+    path: Path
+    """folder of the run, or exported file"""
+    recipe: str
+    model: nn.Module
+    """in evaluation mode; an `EnsembleRegressor` for several runs"""
+    options: Sequence[Mapping[str, object]]
+    """arguments of the model of each run"""
+    task: Mapping[str, object]
+    """options of training; for sentences also the `name` of the task, and for structures the
+    meaning of `tags`"""
+    results: Mapping[str, object]
+    """split -> metrics; empty without an evaluation"""
+    files: Mapping[str, object]
+    """contents of the small JSON files of the run, by name"""
+    about: str | None = None
+    license: str | None = None
+    datasets: Sequence[str] = ()
+    unmeasured: str = ""
+    """reason why results are missing, if they belong to other weights or data"""
+
+    def label(self, name: str) -> str:
+        """Returns how messages refer to one of its files."""
+        return str(self.path / name) if self.path.is_dir() else f"{self.path}: {name}"
+
+    def content(self, name: str) -> tuple[bytes, str]:
+        """Returns one of its files as JSON, and how messages refer to it."""
+        content = json.dumps(self.files.get(name), ensure_ascii=False)
+        return content.encode(), self.label(name)
+
+    @property
+    def name(self) -> str:
+        """Name of the run or of the exported folder."""
+        named = self.path.name == "model.safetensors"
+        return self.path.resolve().parent.name if named else self.path.stem
+
+
+def read_trained(
+    source: str | Path | None,
+    checkpoint: str | None = None,
+    device: str = "cpu",
+    also: Sequence[str | Path] = (),
+    hub: Mapping[str, object] | None = None,
+) -> Trained:
+    """Reads a trained model; see `molflt.load`, and `hub` of `molflt.training.sources.find`."""
+    path, run = find_weights(source, checkpoint, hub)
+    if run is None:
+        if also or not is_exported(path):
+            expected = "a run in an ensemble" if also else "weights in a run or an exported folder"
+            raise ValueError(f"{path}: expected {expected}; got weights without config.yaml")
+        return _exported(path, device_named(device))
+    members, checkpoint = [run, *map(Path, also)], checkpoint or path.stem
+    model: nn.Module
+    if also:
+        model, config = load_ensemble(members, checkpoint, device)
+    else:
+        model, config = load_run(run, str(path), device)
+    evaluated = run / ENSEMBLE if also else run
+    files = {name: content for name in KEPT if (content := _json(run / name)) is not None}
+    calibration = _json(evaluated / CALIBRATION)
+    if isinstance(model, EnsembleRegressor) and isinstance(calibration, dict):
+        own = calibration.get("members") == sorted(model.weights)
+        files |= {CALIBRATION: calibration} if own else {}
+    weights = [weights_of(one, checkpoint) for one in members] if also else [path]
+    unmeasured = why_of_others(evaluated, weights)
+    results = None if unmeasured else _json(evaluated / RESULTS)
+    data = {"name": config["data"].get("task"), "tags": config["data"].get("tags")}
+    return Trained(
+        path=run,
+        recipe=config["recipe"],
+        model=model,
+        options=[read_config(one)["model"] for one in members],
+        task=config["task"]
+        | {
+            own: data[name]
+            for own, name in {"name": "task", "tags": "tags"}.items()
+            if name in data
+        },
+        results=results if isinstance(results, dict) else {},
+        files=files,
+        unmeasured=unmeasured,
+    )
+
+
+def _json(path: Path) -> object:
+    """Returns the content of a JSON file of a run, or None without the file."""
+    return read_json(path, "JSON", "restore it, or write it again") if path.is_file() else None
+
+
+def _exported(path: Path, device: str) -> Trained:
+    exported = read_exported(path)
+    models = build(path, exported)
+    content: Any = exported.content
+    model = models[0] if len(models) == 1 else EnsembleRegressor(models).eval()
+    return Trained(
+        path=path,
+        recipe=str(content["recipe"]),
+        model=model.to(device),
+        options=content["models"],
+        task=content["task"],
+        results=content["results"],
+        files=content["files"],
+        about=content.get("about"),
+        license=content.get("license"),
+        datasets=content["datasets"],
+    )
+
+
+class Card(NamedTuple):
+    """Content of the model card that depends on the kind of model."""
+
+    tags: Sequence[str]
+    metric: str
+    python: str
+    """a line that uses `model`"""
+    command: str = ""
+    """of ``molflt``, with {} for the name of the model"""
 
 
 class Pretrained:
@@ -63,6 +165,7 @@ class Pretrained:
 
     Attributes:
         models: classes of the modules that this class supports.
+        card: tags, metric and examples of the model card.
         trained: the model and the information about it.
         name: name of the run or of the exported folder.
         about: one line about the predicted quantity; for energies also the structures, the
@@ -72,6 +175,7 @@ class Pretrained:
     """
 
     models: ClassVar[tuple[type[nn.Module], ...]] = ()
+    card: Card
 
     def __init__(self, trained: Trained) -> None:
         self.trained = trained
@@ -83,13 +187,6 @@ class Pretrained:
     def model(self) -> nn.Module:
         """The module in evaluation mode."""
         return self.trained.model
-
-    def use_compiled(self) -> None:
-        """Switches to machine code; only `EnergyPredictor` supports this."""
-        raise ValueError(
-            f"{self.name}: compiled needs a model of energies; got a model of recipe "
-            f"{self.trained.recipe}; leave compiled out"
-        )
 
     @property
     def summary(self) -> str:
@@ -106,11 +203,6 @@ class Pretrained:
         """Writes the model to a folder, which must not contain other files of these names."""
         folder = Path(folder)
         check_replaceable(folder)
-        if self.about is not None and (len(self.about) > _LONGEST or not self.about.isprintable()):
-            raise ValueError(
-                f"about: expected one line of at most {_LONGEST} characters; got "
-                f"{shown(self.about)}"
-            )
         trained = self.trained
         content = {
             "molflt": __version__,
@@ -124,9 +216,26 @@ class Pretrained:
             "files": trained.files,
         }
         write_exported(folder, self.model.state_dict(), content)
-        title = self.summary.removeprefix(f"{self.name}: ")
-        readme = _card(folder.name, title, trained, self.license, self.datasets)
-        write_atomically(folder / "README.md", readme.encode())
+        write_atomically(folder / "README.md", self._readme(folder.name).encode())
+
+    def _readme(self, name: str) -> str:
+        """Returns the model card for a folder or repository."""
+        card, recipe = self.card, self.trained.recipe
+        known = {"license": self.license, "datasets": self.datasets}
+        header = {
+            **{"library_name": "molflt", "tags": ["molflt", recipe, *card.tags]},
+            **{key: value for key, value in known.items() if value},
+            "metrics": [card.metric],
+        }
+        count = sum(weight.numel() for weight in self.model.parameters())
+        lines = ["---", yaml.safe_dump(header, sort_keys=False).strip(), "---", "", f"# {name}", ""]
+        lines += [self.summary.removeprefix(f"{self.name}: "), "", f"{count:,} parameters.", ""]
+        lines += ["## Use", "", "```python", "import molflt", "", f'model = molflt.load("{name}")']
+        lines += [card.python, "```", ""]
+        if card.command:
+            lines += ["```", f"molflt {card.command.format(name)}", "```", ""]
+        lines += ["`pip install molflt`; the weights contain a checksum and no code.", ""]
+        return "\n".join([*lines, "## Measured", "", *_table(self.trained.results), ""])
 
     def push_to_hub(
         self, repo_id: str, private: bool | None = None, token: str | None = None, **options: Any
@@ -179,30 +288,6 @@ class Pretrained:
         return cls(trained)
 
 
-def _card(
-    name: str, title: str, trained: Trained, license: str | None, datasets: Sequence[str]
-) -> str:
-    """Returns the README.md of a model in a folder or repository `name`."""
-    recipe = trained.recipe
-    tags, metrics, use = _TAGS.get(recipe, _ATOMS)
-    header: dict[str, object] = {"library_name": "molflt", "tags": ["molflt", recipe, *tags]}
-    if license:
-        header["license"] = license
-    if datasets:
-        header["datasets"] = list(datasets)
-    header["metrics"] = metrics
-    lines = ["---", yaml.safe_dump(header, sort_keys=False).strip(), "---", "", f"# {name}", ""]
-    lines += [title, ""]
-    lines += ["## Use", "", "```python", "import molflt", ""]
-    lines += [f'model = molflt.load("{name}")', *use, "```", ""]
-    if recipe in _COMMANDS:
-        lines += ["```", f"molflt {_COMMANDS[recipe].format(name)}", "```", ""]
-    lines += ["`pip install molflt`; the weights contain a checksum and no code.", ""]
-    lines += ["## Measured", "", *_table(trained.results), ""]
-    lines += ["## Form", "", *_form(trained), ""]
-    return "\n".join(lines)
-
-
 def _table(results: Mapping[str, object]) -> list[str]:
     """Returns the metrics by split as Markdown."""
     rows = {split: row for split, row in results.items() if isinstance(row, dict) and row}
@@ -211,22 +296,7 @@ def _table(results: Mapping[str, object]) -> list[str]:
     keys = list(dict.fromkeys(key for row in rows.values() for key in row))
     lines = [f"| {' | '.join(['split', *keys])} |", f"|{'---|' * (len(keys) + 1)}"]
     for split, row in rows.items():
-        cells = [_cell(row.get(key)) for key in keys]
+        values = [row.get(key) for key in keys]
+        cells = ["-" if value is None else f"{value:,.4g}" for value in values]
         lines.append(f"| {' | '.join([split, *cells])} |")
     return lines
-
-
-def _cell(value: object) -> str:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return "-"
-    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
-
-
-def _form(trained: Trained) -> list[str]:
-    """Returns the number of parameters, and the options of model and training as YAML."""
-    count = sum(weight.numel() for weight in trained.model.parameters())
-    several = f", an ensemble of {len(trained.options)}" if len(trained.options) > 1 else ""
-    shown = {"recipe": trained.recipe, "model": dict(trained.options[0])}
-    shown["task"] = dict(trained.task)
-    text = yaml.safe_dump(shown, sort_keys=False, allow_unicode=True).strip()
-    return [f"{count:,} parameters{several}.", "", "```yaml", text, "```"]

@@ -24,8 +24,7 @@ from molflt.evaluation.results import warn
 from molflt.graph.heads import undescribed
 from molflt.graph.potential import Potential
 from molflt.memory import within_memory
-from molflt.pretrained.base import Pretrained
-from molflt.pretrained.trained import read_trained
+from molflt.pretrained.base import Pretrained, read_trained
 from molflt.training.checkpoint import device_named
 
 if TYPE_CHECKING:

@@ -40,8 +40,7 @@ from molflt.graph.geometry import Geometry
 from molflt.graph.heads import by_contact
 from molflt.graph.mesh import use_mesh_
 from molflt.graph.potential import Potential
-from molflt.pretrained.base import Pretrained
-from molflt.pretrained.trained import Trained
+from molflt.pretrained.base import Card, Pretrained, Trained
 
 if TYPE_CHECKING:
     from ase import Atoms
@@ -83,6 +82,20 @@ class EnergyPredictor(Pretrained):
 
     models = (EnergyRegressor, EnsembleRegressor)
 
+    @property
+    def card(self) -> Card:  # type: ignore[override]  # of the recipe
+        """Tags, metric and examples of the model card."""
+        fields = ["chemistry", "materials-science", "pytorch-geometric"]
+        if self.predicts_forces:
+            python = "atoms.calc = molflt.Calculator(model)  # of ASE: energy, forces, stress"
+            command = "relax structures.extxyz --run {} --out relaxed.extxyz"
+            return Card([*fields, "interatomic-potential", "forces"], "mae", python, command)
+        python = (
+            'model.predict("structures.extxyz")[0].energy  # eV; also Atoms, lists, PyG batches'
+        )
+        command = "predict {} structures.extxyz"
+        return Card([*fields, "adsorption", "IS2RE"], "mae", python, command)
+
     def __init__(self, trained: Trained) -> None:
         super().__init__(trained)
         content = trained.files.get(DOMAIN)
@@ -97,25 +110,16 @@ class EnergyPredictor(Pretrained):
     @property
     def summary(self) -> str:
         trained_on = "" if self.domain is None else f"; trained on {self.domain.describe()}"
-        return super().summary + trained_on + self._measured
-
-    @property
-    def _measured(self) -> str:
-        """The error on the first evaluated split, in words."""
-        for split, row in self.trained.results.items():
-            error = row.get("mae_eV") if isinstance(row, dict) else None
-            if isinstance(error, float):
-                return f"; MAE {error:.3f} eV on {split}"
-        return ""
+        results = self.trained.results.items()
+        errors = {split: row.get("mae_eV") for split, row in results if isinstance(row, dict)}
+        measured = [f"; MAE {e:.3f} eV on {s}" for s, e in errors.items() if isinstance(e, float)]
+        return super().summary + trained_on + "".join(measured[:1])
 
     def use_compiled(self) -> None:
         """Switches to the machine code next to an exported model, which only computes energies."""
-        if not self.trained.path.is_file():
-            raise ValueError(
-                f"{self.trained.path}: compiled needs an exported model; got a run; use molflt "
-                "export RUN FOLDER --compiled true"
-            )
         weights = self.trained.path
+        if not weights.is_file():
+            raise ValueError(f"{weights}: compiled needs an exported model; got a run; {_AGAIN}")
         package, record = weights.with_name(_PACKAGE), weights.with_name(_RECORD)
         if not package.is_file() or not record.is_file():
             raise FileNotFoundError(f"{package}: no machine code, or no {_RECORD}; {_AGAIN}")
@@ -126,9 +130,9 @@ class EnergyPredictor(Pretrained):
                     f"{package}: made for {key} {shown(kept.get(key), 40)}; here is "
                     f"{shown(own, 40)}; {_AGAIN}"
                 )
-        self.compiled = CompiledEnergies(_one(self.model), package)
+        self.compiled = CompiledEnergies(cast(EnergyRegressor, self.model), package)
 
-    def save_compiled(self, folder: Path) -> list[Path]:
+    def save_compiled(self, folder: Path) -> None:
         """Writes machine code for the energies to a folder that `save_pretrained` wrote.
 
         The code needs a processor like this one and this version of torch; making it needs a C++
@@ -137,11 +141,11 @@ class EnergyPredictor(Pretrained):
         weights = Path(folder) / "model.safetensors"
         files = [weights.with_name(name) for name in (_PACKAGE, _RECORD)]
         files[1].unlink(missing_ok=True)  # it describes older code
+        model = cast(EnergyRegressor, self.model)
         with tempfile.TemporaryDirectory() as made, atomically(files[0]) as part:
-            shutil.copyfile(compile_energies(_one(self.model), Path(made) / _PACKAGE), part)
+            shutil.copyfile(compile_energies(model, Path(made) / _PACKAGE), part)
         text = json.dumps(_record(weights, files[0]), indent=1)
         write_atomically(files[1], text.encode())
-        return files
 
     @property
     def predicts_positions(self) -> bool:
@@ -348,23 +352,12 @@ def _moved(dataset: Structures, i: int, displacement: NDArray[np.float32]) -> At
 
 def _record(weights: Path, package: Path) -> Mapping[str, str]:
     """Returns the values that must match at load time."""
-    return {
+    found = {
         "torch": torch.__version__,
         "processor": f"{platform.system()} {platform.machine()} "
         f"{torch.backends.cpu.get_cpu_capability()}",
-        "weights": _digest(weights),
-        "package": _digest(package),
     }
-
-
-def _digest(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _one(model: nn.Module) -> EnergyRegressor:
-    if type(model) is EnergyRegressor:
-        return model
-    raise ValueError(
-        f"compiled needs a single model of energies; got {type(model).__name__}; leave compiled out"
-    )
+    for name, path in {"weights": weights, "package": package}.items():
+        with open(path, "rb") as file:
+            found[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found

@@ -6,7 +6,7 @@ import copy
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar, cast
 
@@ -82,13 +82,6 @@ class Task(ABC, Generic[_Batch, _Data]):
         lr_factors: dict[str, float] | None = None,
         seed: int = 0,
     ) -> None:
-        for name, value, low in (
-            ("lr", lr, 0.0),
-            ("warmup_steps", warmup_steps, -1),
-            ("redraw_every", 1 if redraw_every is None else redraw_every, 0),
-        ):
-            if not value > low:
-                raise ValueError(f"task.{name} must be more than {low}; got {value}")
         self.model = model
         self.lr = lr
         self.warmup_steps = warmup_steps
@@ -99,15 +92,16 @@ class Task(ABC, Generic[_Batch, _Data]):
         self.weight_decay = weight_decay
         self.redraw_every = redraw_every
         self.seed = seed
-        _freeze(model, freeze or [])
+        parameters = dict(model.named_parameters())
+        for pattern in freeze or []:
+            for name in _named(parameters, pattern, "freeze"):
+                parameters[name].requires_grad_(False)
+        if freeze and not any(parameter.requires_grad for parameter in parameters.values()):
+            raise ValueError(
+                f"task.freeze: all {len(parameters)} parameters are frozen; expected trainable "
+                "ones; remove a pattern"
+            )
         self.lr_factors = dict(lr_factors or {})
-        for pattern, factor in self.lr_factors.items():
-            _named(dict(model.named_parameters()), pattern, "lr_factors")
-            if not 0 < factor < math.inf:
-                raise ValueError(
-                    f"task.lr_factors {pattern!r} must be more than 0; got {factor}; use "
-                    "task.freeze to freeze parameters"
-                )
 
     def check_new(self) -> None:
         """Raises ValueError for options that have no effect; resumed runs are not checked."""
@@ -202,18 +196,6 @@ def _is_random(model: nn.Module) -> bool:
     cast(Any, other).redraw_(torch.Generator().manual_seed(0))
     before, after = model.state_dict(), other.state_dict()
     return any(not torch.equal(before[k].nan_to_num(), after[k].nan_to_num()) for k in before)
-
-
-def _freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    parameters = dict(model.named_parameters())
-    for pattern in patterns:
-        for name in _named(parameters, pattern, "freeze"):
-            parameters[name].requires_grad_(False)
-    if patterns and not any(parameter.requires_grad for parameter in parameters.values()):
-        raise ValueError(
-            f"task.freeze: all {len(parameters)} parameters are frozen; expected trainable ones; "
-            "remove a pattern"
-        )
 
 
 def _named(parameters: Mapping[str, nn.Parameter], pattern: str, option: str) -> list[str]:

@@ -79,8 +79,6 @@ class ImageTask(Task[_Batch, "ImageData"]):
         **optimization: Any,
     ) -> None:
         super().__init__(model, **optimization)
-        if not 0 <= label_smoothing < 1:
-            raise ValueError(f"task.label_smoothing must lie in [0, 1); got {label_smoothing}")
         self.label_smoothing = label_smoothing
         self.augment = augment
 

@@ -123,20 +123,13 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
         **optimization: Any,
     ) -> None:
         super().__init__(model, **optimization)
-        if energy_std is not None and not energy_std > 0:
-            raise ValueError(f"task.energy_std must be more than 0.0; got {energy_std}")
         if references not in (None, "none") and energy_mean is not None:
             raise ValueError(
                 f"task.references={references} already removes the mean; got "
                 f"task.energy_mean={energy_mean}; remove one of the two"
             )
-        if not 0 <= repeat <= 1:
-            raise ValueError(f"task.repeat must lie in [0, 1]; got {repeat}")
-        if not 0 <= interpolate <= 1 or noise < 0 or (noise and not interpolate):
-            raise ValueError(
-                "task.interpolate must lie in [0, 1], and task.noise must be at least 0, and 0 "
-                f"without interpolate; got interpolate={interpolate}, noise={noise}"
-            )
+        if noise and not interpolate:
+            raise ValueError(f"task.noise={noise} has no effect without task.interpolate")
         self.position_weight = position_weight
         self.position_weight_final = position_weight_final
         self.energy_mean = energy_mean
@@ -161,7 +154,13 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
         if slab or references is None:
             data.refuse_totals()
         if slab:
-            _refuse_offsets(mean, references if adsorbate else None)
+            offsets = {"energy_mean": mean, "references": references if adsorbate else None}
+            for name, given in offsets.items():
+                if given not in (None, "none"):
+                    raise ValueError(
+                        f"task.{name}={given} would be added to structures without adsorbate; "
+                        "remove it, or use --model.readout all"
+                    )
             mean = 0.0
             references = "none" if adsorbate else references or "fit"
         if fit := self.store_references(data, references, of_adsorbates=slab):
@@ -199,16 +198,6 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
 
     def _position_weight(self, progress: float) -> float:
         return self.position_weight + progress * (self.position_weight_final - self.position_weight)
-
-
-def _refuse_offsets(mean: float | None, references: str | Path | None) -> None:
-    """Raises ValueError for energies that would be added to clean slabs."""
-    for name, given in {"energy_mean": mean, "references": references}.items():
-        if given not in (None, "none"):
-            raise ValueError(
-                f"task.{name}={given} would be added to structures without adsorbate; expected "
-                "none with this model.readout; remove it, or use --model.readout all"
-            )
 
 
 def _goal(batch: "Batch") -> tuple[Tensor, Tensor]:

@@ -80,12 +80,10 @@ class MaskedTask(Task[_Batch, "TokenizedText"]):
         **optimization: Any,
     ) -> None:
         super().__init__(model, **optimization)
-        if not 0 < mask_rate < 1:
-            raise ValueError(f"task.mask_rate must lie in (0, 1); got {mask_rate}")
-        if min(mask_share, random_share) < 0 or mask_share + random_share > 1:
+        if mask_share + random_share > 1:
             raise ValueError(
-                "task.mask_share and task.random_share must be at least 0 and at most 1 together; "
-                f"got {mask_share} and {random_share}"
+                "task.mask_share and task.random_share must be at most 1 together; got "
+                f"{mask_share} and {random_share}"
             )
         self.shares = {"rate": mask_rate, "mask_share": mask_share, "random_share": random_share}
 
@@ -105,12 +103,7 @@ class MaskedTask(Task[_Batch, "TokenizedText"]):
         return batch[0].numel()
 
     def expect_gaps(self, blocks: PieceBlocks, name: str) -> None:
-        """Raises ValueError for a text without hidden tokens, which would have perplexity 1.
-
-        Args:
-            blocks: blocks of the text.
-            name: name of the text, for messages.
-        """
+        """Raises ValueError for a text without hidden tokens, which would have perplexity 1."""
         for i in range(len(blocks)):
             tokens, types, there = (x[None].to(self.model.mask_id.device) for x in blocks[i])
             told = self.gaps((tokens, types, there), Draws.of_content(tokens, there))[1]

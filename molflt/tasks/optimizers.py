@@ -73,10 +73,6 @@ class OptimizerTask(Task[Tensor, object]):
         self, model: nn.Module, unroll: int = 20, burn_in: int = 80, **optimization: Any
     ) -> None:
         super().__init__(model, **optimization)
-        if unroll < 1:
-            raise ValueError(f"task.unroll must be at least 1; got {unroll}")
-        if burn_in < 0:
-            raise ValueError(f"task.burn_in must be at least 0; got {burn_in}")
         self.unroll = unroll
         self.burn_in = burn_in
 
@@ -151,15 +147,6 @@ class PopulationTask(Task[Tensor, ProblemData]):
         **optimization: Any,
     ) -> None:
         super().__init__(model, **optimization)
-        for name, value, low in (
-            ("members", members, 2),
-            ("generations", generations, 2),
-            ("window", window, 2),
-        ):
-            if value < low:
-                raise ValueError(f"task.{name} must be at least {low}; got {value}")
-        if not resolution > 0:
-            raise ValueError(f"task.resolution must be more than 0; got {resolution}")
         self.members = members
         self.generations = generations
         self.window = window

@@ -134,15 +134,11 @@ class PotentialTask(OfStructures, Task["Batch", "PotentialData"]):
         **optimization: Any,
     ) -> None:
         super().__init__(model, **optimization)
-        weights = {"energy": energy_weight, "force": force_weight, "stress": stress_weight}
-        for name, weight in weights.items():
-            if not weight >= 0:
-                raise ValueError(f"task.{name}_weight must be at least 0; got {weight}")
-        if not any(weights.values()):
+        self.weights = energy_weight, force_weight, stress_weight
+        if not any(self.weights):
             raise ValueError(
                 "task.energy_weight, force_weight and stress_weight are 0; expected one above 0"
             )
-        self.weights = tuple(weights.values())
         self.kind = loss
         self.references = references
 

@@ -55,8 +55,6 @@ class TranslationTask(Task[_Batch, object]):
 
     def __init__(self, model: nn.Module, label_smoothing: float = 0.1, **optimization: Any) -> None:
         super().__init__(model, **optimization)
-        if not 0 <= label_smoothing < 1:
-            raise ValueError(f"task.label_smoothing must be in [0, 1); got {label_smoothing}")
         self.label_smoothing = label_smoothing
 
     def loss(self, batch: _Batch, progress: float) -> tuple[Tensor, _TargetSums]:

@@ -1,4 +1,4 @@
-"""Callbacks of the training loop: best weights, averages, checkpoints and signals."""
+"""Callbacks of the training loop: progress, best weights, averages, checkpoints and signals."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any, Never, cast
 
@@ -16,18 +17,21 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback, Checkpoint, WeightAveraging
 from torch import Tensor
+from tqdm import tqdm
 
 from molflt.tasks.base import Task
 from molflt.training.checkpoint import model_weights
 from molflt.training.loop import _LightningTask
 from molflt.training.metrics_file import _MetricsFile
-from molflt.training.progress import _Lines, _StepBar
+from molflt.training.outcome import duration
 from molflt.training.resume import Stopped
 from molflt.training.run_folder import RunFolder
 from molflt.training.trainer import TrainerOptions
 
 _Module = _LightningTask[object, object]
+_Shown = Callable[[], dict[str, str]]
 _HANGUP = getattr(signal, "SIGHUP", None)  # not on Windows
+_SECONDS = 0.1  # between updates of the bar during validation
 
 
 def _callbacks_of(
@@ -48,6 +52,93 @@ def _callbacks_of(
     if options.ema_decay is not None:
         callbacks.append(_Averages(options.ema_decay))
     return [*callbacks, _LastCheckpoint(folder, options.checkpoint_every)]
+
+
+class _Lines(Callback):
+    """Prints one line per validation, for logs."""
+
+    def __init__(self, task: Task[Never, Never], folder: RunFolder, shown: _Shown) -> None:
+        self.metrics = {n: m for n, m in task.metrics.items() if "val" in m.measured_in}
+        self.folder = folder
+        self.shown = shown
+        self._since = time.perf_counter()
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._since = time.perf_counter()
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.sanity_checking:
+            return
+        found = cast(_Module, pl_module).validation_metrics()
+        measured = [name for name in self.metrics if math.isfinite(found.get(name, math.nan))]
+        # the ranking metric may repeat another one under its own name
+        values = list(dict.fromkeys(self.metrics[name].shown(found[name]) for name in measured))
+        known = self.shown().items()
+        rest = [f"{name} {text}" for name, text in known if name == "loss" or name[-2:] == "/s"]
+        rest.append(duration(time.perf_counter() - self._since))
+        self.folder.say(
+            f"step {trainer.global_step:,} of {trainer.max_steps:,}: validation "
+            f"{', '.join(values[:2])}; {', '.join(rest)}"
+        )
+
+
+class _StepBar(Callback):
+    """Progress bar over all training steps, with the metrics of the task."""
+
+    def __init__(self, shown: _Shown, refresh_rate: int) -> None:
+        self._shown = shown
+        self._refresh_rate = refresh_rate
+        self._next = 0.0  # earliest time of the next update during validation
+        self._bar = tqdm(disable=True)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._bar = tqdm(
+            desc="training",
+            total=trainer.max_steps,
+            initial=trainer.global_step,
+            file=sys.stdout,
+            dynamic_ncols=True,
+            smoothing=0,
+            disable=not trainer.is_global_zero,
+        )
+
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: object,
+        batch: object,
+        batch_idx: int,
+    ) -> None:
+        step = trainer.global_step
+        if step % self._refresh_rate == 0 or step >= trainer.max_steps:
+            self._bar.update(step - self._bar.n)
+            self._bar.set_postfix(self._shown())
+
+    def on_validation_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: object,
+        batch: object,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        if not trainer.sanity_checking and time.monotonic() > self._next:
+            self._next = time.monotonic() + _SECONDS
+            (total,) = trainer.num_val_batches
+            self._bar.set_description(f"validating {batch_idx + 1}/{total}")
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not trainer.sanity_checking:
+            self._bar.set_description("training", refresh=False)
+            self._bar.set_postfix(self._shown())
+
+    def on_train_end(self, *_: object) -> None:
+        self._bar.close()
+
+    def on_exception(self, *_: object) -> None:
+        self._bar.close()
 
 
 class _Averages(WeightAveraging):

@@ -20,29 +20,17 @@ from torch import Tensor, nn
 from molflt.files import read_header, save_tensors, shown, verify_tensors, write_atomically
 from molflt.training.config import Config, read_config
 from molflt.training.recipes import Recipe
+from molflt.training.sources import EXPECTED, find
 
-__all__ = [
-    "Checkpoint",
-    "check_unchanged",
-    "check_weights",
-    "count_parameters",
-    "device_named",
-    "load_run",
-    "model_weights",
-    "read_checkpoint",
-    "read_plain",
-    "read_weights",
-    "save_weights",
-    "weights_digest",
-    "weights_of",
-    "write_checkpoint",
-]
+__all__ = ["Checkpoint", "check_unchanged", "check_weights", "count_parameters", "device_named"]
+__all__ += ["expect_finite", "find_weights", "load_run", "model_weights", "read_checkpoint"]
+__all__ += ["read_plain", "read_weights", "save_weights", "weights_digest", "weights_of"]
+__all__ += ["write_checkpoint"]
 
 Checkpoint = dict[str, Any]
 """Lightning's checkpoint; its key "molflt" holds a `molflt.training.resume.Provenance`."""
 
 _RESTORE = "restore the file, or start a new run"
-_PARTS = ("global_step", "loops", "state_dict")
 
 
 def save_weights(
@@ -116,6 +104,36 @@ def weights_of(run: Path, checkpoint: str) -> Path:
     return run / "checkpoints" / f"{checkpoint}.safetensors" if named else Path(checkpoint)
 
 
+def find_weights(
+    source: str | Path | None,
+    checkpoint: str | None = None,
+    hub: Mapping[str, object] | None = None,
+) -> tuple[Path, Path | None]:
+    """Resolves the name of a trained model to a weights file and the folder of its run.
+
+    Args:
+        source: see `molflt.training.sources.find`.
+        checkpoint: best (the default), last, or the path of a safetensors file; only for a run.
+        hub: options of `huggingface_hub.snapshot_download`.
+
+    Returns:
+        The file, and the folder with config.yaml if there is one.
+    """
+    path = find(source, hub)
+    if (path / "config.yaml").is_file():
+        return weights_of(path, checkpoint or "best"), path
+    if not path.is_file() or path.suffix != ".safetensors":
+        got = "another file" if path.is_file() else "no such file"
+        got = "a folder without its files" if path.is_dir() else got
+        raise FileNotFoundError(f"{source}: {EXPECTED}; got {got}")
+    if checkpoint is not None:
+        raise ValueError(
+            f"{source or path}: expected a run with checkpoint={checkpoint}; got weights"
+        )
+    run = path.parent.parent if path.parent.name == "checkpoints" else path.parent
+    return path, run if (run / "config.yaml").is_file() else None
+
+
 def weights_digest(path: Path) -> str:
     """Returns the sha256 stored in a weights file, or else that of its bytes; "" if missing."""
     if not path.is_file():
@@ -127,16 +145,13 @@ def weights_digest(path: Path) -> str:
 
 
 def check_unchanged(kept: Path, weights: Path, files: Mapping[str, object]) -> None:
-    """Raises ValueError if a file of a run has changed since the weights were trained.
+    """Raises ValueError if a file of a run differs from its sha256 in `files`.
 
-    Args:
-        kept: the file, which may be missing.
-        weights: the weights file, for messages.
-        files: sha256 by name, from the header of the weights file.
+    Files without a digest and missing files are accepted.
     """
-    if kept.name not in files or not kept.is_file():
+    digest = files.get(kept.name)
+    if digest is None or not kept.is_file():
         return
-    digest = files[kept.name]
     if hashlib.sha256(kept.read_bytes()).hexdigest() != digest:
         raise ValueError(
             f"{kept}: changed since {weights.name} was trained with it; expected sha256 "
@@ -173,9 +188,8 @@ def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, object], dict
     """
     if not path.is_file():
         names = sorted(file.name for file in path.parent.glob("*.safetensors"))
-        found = f"found {', '.join(names) or 'none'}"
-        found = found if path.suffix else "expected best, last, or a path of weights"
-        raise FileNotFoundError(f"{path}: no such checkpoint; {found}")
+        expected = f"best, last, or a path of weights; found {', '.join(names) or 'none'}"
+        raise FileNotFoundError(f"{path}: no such checkpoint; expected {expected}")
     verify_tensors(path)
     with safetensors.safe_open(path, framework="pt") as file:
         weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
@@ -193,15 +207,11 @@ def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, object], dict
 def check_weights(path: Path, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Raises ValueError for weights of another model or weights that are not finite.
 
-    Args:
-        path: the file of the weights, for messages.
-        model: the model to load them into; tensors named in its `added_later` may be missing.
-        weights: weights by name.
+    Tensors that the model names in `added_later` may be missing.
     """
     expected = model.state_dict()
-    for name in getattr(model, "added_later", ()):
-        if name not in weights:
-            del expected[name]
+    for name in {*getattr(model, "added_later", ())} - weights.keys():
+        del expected[name]
     for name in [*expected, *weights]:
         want = tuple(expected[name].shape) if name in expected else "no such key"
         got = tuple(weights[name].shape) if name in weights else "no such key"
@@ -210,11 +220,16 @@ def check_weights(path: Path, model: nn.Module, weights: Mapping[str, Tensor]) -
                 f"{path}: key {shown(name)}: the model of config.yaml expects {want}; got {got}; "
                 "the checkpoint belongs to another configuration"
             )
-        if not bool(torch.isfinite(weights[name]).all()):
-            raise ValueError(
-                f"{path}: key {name!r}: expected finite numbers; got NaN or infinity; the weights "
-                "are damaged, or the run diverged; use another checkpoint"
-            )
+        expect_finite(path, name, weights[name])
+
+
+def expect_finite(path: Path, name: str, tensor: Tensor) -> None:
+    """Raises ValueError for a tensor of a weights file that is not finite."""
+    if not bool(torch.isfinite(tensor).all()):
+        raise ValueError(
+            f"{path}: key {name!r}: expected finite numbers; got NaN or infinity; the weights are "
+            "damaged, or the run diverged; use another checkpoint"
+        )
 
 
 def write_checkpoint(path: Path, checkpoint: Mapping[str, object]) -> None:
@@ -229,12 +244,10 @@ def read_checkpoint(path: Path) -> Checkpoint:
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such checkpoint; nothing to resume; start a new run")
     checkpoint: Checkpoint = read_plain(path)
-    found = list(checkpoint) if isinstance(checkpoint, dict) else []
-    if missing := [part for part in _PARTS if part not in found]:
-        raise ValueError(
-            f"{path}: not a checkpoint of molflt; expected {missing[0]!r}; got {shown(found)}; "
-            f"{_RESTORE}"
-        )
+    for part in ("global_step", "loops", "state_dict"):
+        if not isinstance(checkpoint, dict) or part not in checkpoint:
+            got = shown(list(checkpoint) if isinstance(checkpoint, dict) else checkpoint)
+            raise ValueError(f"{path}: expected a checkpoint with {part!r}; got {got}; {_RESTORE}")
     return checkpoint
 
 

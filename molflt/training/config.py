@@ -10,23 +10,15 @@ from types import NoneType
 from typing import Any, Literal, TypedDict, cast, get_args
 
 import yaml
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentParser, Namespace
 
 from molflt.files import shown
 from molflt.training.recipes import DEFAULT, RECIPES, Recipe
 from molflt.training.sources import HUB
 from molflt.training.trainer import STEPS, TrainerOptions
 
-__all__ = [
-    "Config",
-    "absolute",
-    "add_options",
-    "below",
-    "defaults",
-    "plain",
-    "read_config",
-    "read_yaml",
-]
+__all__ = ["PARTS", "Config", "absolute", "add_options", "check_groups", "check_values"]
+__all__ += ["defaults", "plain", "read_config", "read_yaml"]
 
 
 class Config(TypedDict):
@@ -42,8 +34,8 @@ class Config(TypedDict):
     trainer: dict[str, object]
 
 
-_PARTS = ("model", "data", "task", "trainer")
-_ADVICE = "restore the file that training wrote"
+PARTS = ("model", "data", "task", "trainer")
+"""Groups of options."""
 
 
 def add_options(parser: ArgumentParser, recipe: str) -> None:
@@ -84,6 +76,23 @@ def defaults(recipe: str) -> dict[str, Any]:
     return parser.get_defaults().as_dict()
 
 
+def check_values(parser: ArgumentParser, config: Namespace) -> None:
+    """Raises ValueError for values that jsonargparse accepts: null, and groups without keys."""
+    for action in parser._actions:
+        hint = getattr(action, "_typehint", None)
+        optional = hint in (None, Any, object) or {NoneType, Any, object} & {*get_args(hint)}
+        if not optional and config.get(action.dest) is None:
+            raise ValueError(f"{action.dest}: expected a value; got none")
+
+
+def check_groups(path: Path, content: Mapping[str, object]) -> None:
+    """Raises ValueError if a group of a configuration does not consist of keys and values."""
+    for part in PARTS:
+        if not isinstance(content.get(part, {}), dict):
+            got = shown(content[part])
+            raise ValueError(f"{path}: key {part}: expected keys and values; got {got}")
+
+
 def read_config(run: Path) -> Config:
     """Reads config.yaml in the folder of a run, and adds defaults for missing options."""
     path = Path(run) / "config.yaml"
@@ -92,22 +101,16 @@ def read_config(run: Path) -> Config:
         advice = f"; give {found}" if (found := next(above, None)) else ""
         got = f"{run}: not a folder" if Path(run).is_file() else f"{path}: no such file"
         raise FileNotFoundError(f"{got}; expected the folder of a training run{advice}")
-    content = read_yaml(path, _ADVICE)
-    for part in _PARTS:
-        if not isinstance(content.get(part), dict):
-            got = shown(content[part]) if part in content else "no such key"
-            raise ValueError(f"{path}: key {part}: expected its options; got {got}; {_ADVICE}")
+    content = read_yaml(path)
+    check_groups(path, content)
     try:
         parser = ArgumentParser(exit_on_error=False)
         add_options(parser, str(content.get("recipe", DEFAULT)))
         found = parser.parse_object(content)
+        check_values(parser, found)
     except (ArgumentError, ValueError, TypeError, AttributeError, KeyError) as error:
-        raise ValueError(f"{path}: {' '.join(str(error).split())[:200]}; {_ADVICE}") from None
-    for action in parser._actions:
-        hint = getattr(action, "_typehint", None)
-        optional = hint is None or NoneType in get_args(hint)
-        if not optional and found.get(action.dest) is None:
-            raise ValueError(f"{path}: key {action.dest}: expected a value; got none; {_ADVICE}")
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"{path}: {reason}; restore the file that training wrote") from None
     for key in ("config", "resume"):
         found.pop(key, None)
     if found.trainer.max_steps is None:  # training writes a number
@@ -122,56 +125,39 @@ class _Loader(yaml.SafeLoader):
         found = super().compose_mapping_node(anchor)
         lines: dict[str, int] = {}
         for key, _ in found.value:
-            if key.tag != "tag:yaml.org,2002:str":
-                continue
             line = key.start_mark.line + 1
-            if key.value in lines:
-                raise yaml.YAMLError(
-                    f"key {shown(key.value, 30)} in lines {lines[key.value]} and {line}; "
-                    "expected it once; join them"
-                )
-            lines[key.value] = line
+            if isinstance(key, yaml.ScalarNode) and lines.setdefault(key.value, line) != line:
+                places = f"lines {lines[key.value]} and {line}"
+                raise yaml.YAMLError(f"key {key.value!r} in {places}; expected it once")
         return found
 
 
-def read_yaml(path: Path, advice: str = "") -> dict[str, object]:
-    """Reads a YAML file of keys and values.
-
-    Args:
-        path: the file.
-        advice: end of the error message if the file is not valid.
-    """
+def read_yaml(path: Path) -> dict[str, object]:
+    """Reads a YAML file of keys and values."""
     try:
         content = yaml.load(path.read_bytes().decode(), _Loader)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: byte {error.start} is not UTF-8; {advice}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f"line {mark.line + 1}: " if mark else ""
-        deep = isinstance(error, RecursionError)
-        problem = "nested too deeply" if deep else getattr(error, "problem", None) or error
-        raise ValueError(f"{path}: {place}not YAML: {shown(str(problem))}; {advice}") from None
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"{path}: expected YAML in UTF-8; got {reason}") from None
     if not isinstance(content, dict):
-        raise ValueError(f"{path}: expected `key: value`; got {shown(content)}; {advice}")
+        raise ValueError(f"{path}: expected `key: value`; got {shown(content)}")
     return content
 
 
-def below(folder: Path, value: object) -> object:
-    """Resolves a path or a list of paths against a folder; ``hf:OWNER/NAME`` is kept."""
-    if isinstance(value, list | tuple):
-        return [below(folder, part) for part in value]
-    if not isinstance(value, str | Path) or str(value).startswith(HUB):
-        return value
-    return Path(os.path.normpath(folder / value))
+def absolute(value: object, folder: Path | None = None) -> object:
+    """Resolves all paths in a configuration; ``hf:OWNER/NAME`` is kept.
 
-
-def absolute(value: object) -> object:
-    """Makes all paths in a configuration absolute."""
+    Args:
+        value: a configuration or a part of it.
+        folder: folder of relative paths; by default the current one.
+    """
     if isinstance(value, Mapping):
-        return {key: absolute(part) for key, part in value.items()}
+        return {key: absolute(part, folder) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(absolute(part) for part in value)
-    return below(Path.cwd(), value) if isinstance(value, Path) else value
+        return type(value)(absolute(part, folder) for part in value)
+    if not isinstance(value, Path) or str(value).startswith(HUB):
+        return value
+    return Path(os.path.normpath((folder or Path.cwd()) / value))
 
 
 def plain(value: object) -> object:

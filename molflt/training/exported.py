@@ -18,15 +18,8 @@ from molflt.files import read_header, save_tensors, shown, verify_tensors, write
 from molflt.training.checkpoint import check_weights
 from molflt.training.recipes import Recipe
 
-__all__ = [
-    "Exported",
-    "build",
-    "check_replaceable",
-    "exported_recipe",
-    "is_exported",
-    "read_exported",
-    "write_exported",
-]
+__all__ = ["Exported", "build", "check_replaceable", "exported_recipe", "is_exported"]
+__all__ += ["read_exported", "write_exported"]
 
 _KEY, _FORMAT = "molflt", 1
 _ADVICE = "export it again, or get the file again"
@@ -52,7 +45,7 @@ class Exported(NamedTuple):
 
 def write_exported(
     folder: Path, weights: Mapping[str, Tensor], content: Mapping[str, object]
-) -> list[Path]:
+) -> None:
     """Writes model.safetensors and config.json.
 
     Args:
@@ -60,27 +53,21 @@ def write_exported(
         weights: weights by name; with several models, names start with "members.0.", "members.1.".
         content: recipe, models (the options of each), about, license, datasets, task (options),
             results, and files (the content of each small file of a run).
-
-    Returns:
-        The files that were written.
     """
     text = json.dumps({"format": _FORMAT, **content}, indent=1, ensure_ascii=False)
     own = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
-    files = [folder / "model.safetensors", folder / "config.json"]
-    files[1].unlink(missing_ok=True)  # it must never describe other weights
-    save_tensors(files[0], own, {"format": "pt", _KEY: text})
-    write_atomically(files[1], text.encode())
-    return files
+    copy = folder / "config.json"
+    copy.unlink(missing_ok=True)  # it must never describe other weights
+    save_tensors(folder / "model.safetensors", own, {"format": "pt", _KEY: text})
+    write_atomically(copy, text.encode())
 
 
 def check_replaceable(folder: Path) -> None:
     """Raises ValueError if an export would overwrite anything other than an earlier export."""
-    try:
-        if is_exported(folder / "model.safetensors"):
-            return
-    except (ValueError, FileNotFoundError):
-        pass
-    for name in ("model.safetensors", "config.json", "README.md"):
+    weights = folder / "model.safetensors"
+    if weights.is_file() and is_exported(weights):
+        return
+    for name in ("config.yaml", "model.safetensors", "config.json", "README.md"):
         if (folder / name).exists():
             raise ValueError(
                 f"{folder / name}: exists and does not belong to an exported model; expected a new "
@@ -93,10 +80,9 @@ def is_exported(path: Path) -> bool:
     return _KEY in read_header(path)
 
 
-def exported_recipe(path: Path) -> str | None:
+def exported_recipe(path: Path) -> object:
     """Returns the recipe of an exported model without reading its weights."""
-    found = _parsed(read_header(path)[_KEY]).get("recipe")
-    return found if isinstance(found, str) else None
+    return _parsed(read_header(path)[_KEY]).get("recipe")
 
 
 def read_exported(path: Path) -> Exported:
@@ -117,10 +103,7 @@ def read_exported(path: Path) -> Exported:
     copy = path.with_name("config.json")
     copied = path.name == "model.safetensors" and copy.is_file()
     if copied and _parsed(copy.read_text(encoding="utf-8", errors="replace")) != content:
-        raise ValueError(
-            f"{copy}: differs from the header of {path.name}; expected a copy of it; remove it, "
-            "or get both files again"
-        )
+        raise ValueError(f"{copy}: expected a copy of the header of {path.name}; {_ADVICE}")
     with safetensors.safe_open(path, framework="pt") as file:
         weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     return Exported(content, weights)
@@ -136,12 +119,7 @@ def _parsed(text: str) -> dict[str, object]:
 
 
 def build(path: Path, exported: Exported) -> list[nn.Module]:
-    """Builds the models of an exported file, in evaluation mode.
-
-    Args:
-        path: the file, for messages.
-        exported: content of the file.
-    """
+    """Builds the models of an exported file, in evaluation mode; `path` is for messages."""
     content, weights = exported
     members = cast(list[dict[str, Any]], content["models"])
     make = Recipe.of({"recipe": content["recipe"]}).load("model")
@@ -153,10 +131,6 @@ def build(path: Path, exported: Exported) -> list[nn.Module]:
             for name, tensor in weights.items()
             if name.startswith(prefix)
         }
-        if not own:
-            raise ValueError(
-                f"{path}: key models: got {len(members)}, but no weights {prefix}*; {_ADVICE}"
-            )
         try:
             model: nn.Module = make(**options)
         except Exception as error:  # options of other versions can fail anywhere

@@ -25,7 +25,7 @@ from molflt.training.run_folder import RunFolder
 from molflt.training.trainer import LoggerName, TrainerOptions, computes_on
 
 if TYPE_CHECKING:
-    from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
+    from lightning.pytorch.loggers import Logger
 
 __all__ = ["fit"]
 
@@ -155,40 +155,32 @@ def _loggers(name: LoggerName, folder: RunFolder) -> Iterator[list[Logger]]:
     A resumed run continues its logs. TensorBoard drops the steps that are repeated; Weights &
     Biases identifies the run by a digest of its folder and start.
     """
+    from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
+
+    logger: TensorBoardLogger | WandbLogger
     if name == "csv" or not folder.writes:
         yield []
-        return
-    logger = _tensorboard(folder) if name == "tensorboard" else _wandb(folder)
-    logger.log_hyperparams(dict(folder.provenance["config"]))
-    try:
+    elif name == "tensorboard":
+        # The step of the checkpoint is purged as well, because its validation may be repeated. If
+        # it is not repeated, its rows are logged again from metrics.csv.
+        step = None if folder.checkpoint is None else folder.checkpoint["global_step"]
+        logger = TensorBoardLogger(folder.path, name="", version="tensorboard", purge_step=step)
+        logger.log_hyperparams(dict(folder.provenance["config"]))
         yield [logger]
-    finally:
-        if name == "wandb":
+    else:
+        begun = (folder.path / "versions.json").read_bytes()
+        own = hashlib.sha256(str(folder.path.resolve()).encode() + begun).hexdigest()[:16]
+        project = os.environ.get("WANDB_PROJECT", "molflt")
+        logger = WandbLogger(folder.path.name, save_dir=folder.path, project=project, id=own)
+        try:
+            logger.log_hyperparams(dict(folder.provenance["config"]))  # asks for the login
+        except Exception as error:  # wandb's exceptions have no common base class
+            reason = " ".join(str(error).split())[:200]
+            raise ValueError(
+                f"trainer.logger=wandb: could not start; {reason}; log in with `wandb login`, or "
+                "set WANDB_MODE=offline"
+            ) from error
+        try:
+            yield [logger]
+        finally:
             logger.experiment.finish()  # otherwise the next run of this process would write to it
-
-
-def _tensorboard(folder: RunFolder) -> TensorBoardLogger:
-    from lightning.pytorch.loggers import TensorBoardLogger
-
-    # The step of the checkpoint is purged as well, because its validation may be repeated. If it is
-    # not repeated, its rows are logged again from metrics.csv.
-    step = None if folder.checkpoint is None else folder.checkpoint["global_step"]
-    return TensorBoardLogger(folder.path, name="", version="tensorboard", purge_step=step)
-
-
-def _wandb(folder: RunFolder) -> WandbLogger:
-    from lightning.pytorch.loggers import WandbLogger
-
-    begun = (folder.path / "versions.json").read_bytes()
-    own = hashlib.sha256(str(folder.path.resolve()).encode() + begun).hexdigest()[:16]
-    project = os.environ.get("WANDB_PROJECT", "molflt")
-    logger = WandbLogger(folder.path.name, save_dir=folder.path, project=project, id=own)
-    try:
-        _ = logger.experiment  # asks for the login now, not in the middle of training
-    except Exception as error:  # wandb's exceptions have no common base class
-        reason = " ".join(str(error).split())[:200]
-        raise ValueError(
-            f"trainer.logger=wandb: could not start; {reason}; log in with `wandb login`, or set "
-            "WANDB_MODE=offline"
-        ) from error
-    return logger

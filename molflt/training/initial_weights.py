@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple, cast
 
 import safetensors
-import torch
 from torch import Tensor, nn
 
 from molflt.data.structures.domain import DOMAIN, read_domain
 from molflt.data.text.tokenizer import TOKENIZER, Tokenizer, find_tokenizer
 from molflt.files import shown
 from molflt.sequence.published import is_transformers, options_of, renamed
-from molflt.training.checkpoint import check_unchanged, read_weights
+from molflt.training.checkpoint import check_unchanged, expect_finite, find_weights, read_weights
 from molflt.training.config import read_config
 from molflt.training.exported import exported_recipe, is_exported, read_exported
 from molflt.training.run_folder import INIT_RECORD, RunFolder
-from molflt.training.sources import find_weights
 
 __all__ = ["InitialWeights", "Initializer", "read_initial_weights", "recipe_of"]
 
@@ -51,7 +48,8 @@ class InitialWeights(NamedTuple):
 def recipe_of(weights: Path) -> str | None:
     """Returns the recipe of a weights file outside a run from its header; None if unknown."""
     if is_exported(weights):
-        return exported_recipe(weights)
+        recipe = exported_recipe(weights)
+        return recipe if isinstance(recipe, str) else None
     with safetensors.safe_open(weights, framework="pt") as file:
         return _MASKED if is_transformers(dict.fromkeys(file.keys())) else None
 
@@ -82,11 +80,7 @@ def read_initial_weights(name: str) -> InitialWeights:
         check_unchanged(run / DOMAIN, path, files or {})
         domain = read_domain(run / DOMAIN)
     for key, tensor in weights.items():
-        if not bool(torch.isfinite(tensor).all()):
-            raise ValueError(
-                f"{path}: key {shown(key)}: expected finite numbers; got NaN or infinity; use "
-                "other weights"
-            )
+        expect_finite(path, key, tensor)
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return InitialWeights(path, digest, recipe, options, files, weights, domain)
@@ -128,7 +122,7 @@ class Initializer:
 
     Args:
         folder: the run folder.
-        init: name of the weights; see `molflt.training.sources.find_weights`.
+        init: name of the weights; see `molflt.training.checkpoint.find_weights`.
 
     Attributes:
         options: arguments of the source's model.
@@ -153,12 +147,7 @@ class Initializer:
         return None if found is None else (name, found)
 
     def load(self, model: nn.Module, files: Mapping[str, bytes]) -> None:
-        """Loads all tensors that fit; warns if the domain of the source is unknown.
-
-        Args:
-            model: the new model.
-            files: files of the new data, by name.
-        """
+        """Loads all tensors that fit; warns if the domain of the source is unknown."""
         if self._source is None:
             return
         self._done = _transfer(self._source, model, files)
@@ -171,20 +160,46 @@ class Initializer:
 
     def files(self, model: nn.Module) -> dict[str, bytes]:
         """Returns the content of init.json, by file name."""
-        if self._source is None or self._done is None:
+        source, done = self._source, self._done
+        if source is None or done is None:
             return {}
-        return {INIT_RECORD: _record(self.name, self._source, self._done, model)}
+        shapes = {key: list(tensor.shape) for key, tensor in model.state_dict().items()}
+        content = {
+            "source": self.name,
+            "weights": str(source.path),
+            "sha256": source.sha256,
+            "recipe": source.recipe,
+            "loaded": {key: shapes[key] for key in done.loaded},
+            "new": {key: {"shape": shapes[key], "why": why} for key, why in done.new.items()},
+            "of_data": list(done.of_data),
+            "left_over": {key: list(tensor.shape) for key, tensor in done.left_over.items()},
+        }
+        return {INIT_RECORD: (json.dumps(content, indent=1) + "\n").encode()}
 
     def say(self, model: nn.Module, options: Mapping[str, object]) -> None:
-        """Prints which tensors were loaded, are new, or were left over.
-
-        Args:
-            model: the model, after the data have set its buffers.
-            options: arguments of the model.
-        """
-        if self._source is not None and self._done is not None:
-            lines = _report(self._source, self._done, model, options)
-            self.folder.say(f"{self.folder.path}: {lines}")
+        """Prints which tensors were loaded, are new, or were left over."""
+        source, done = self._source, self._done
+        if source is None or done is None:
+            return
+        own = model.state_dict()
+        frozen = [n for n, p in model.named_parameters() if n in done.new and not p.requires_grad]
+        rows = {
+            "loaded": [f"{len(done.loaded)} of {len(own)} tensors"],
+            "new": [f"{name} {tuple(own[name].shape)}, {why}" for name, why in done.new.items()],
+            "random and frozen": frozen,
+            "of data": [
+                _change(name, own[name], source.weights.get(name)) for name in done.of_data
+            ],
+            "left over": [f"{name} {tuple(x.shape)}" for name, x in done.left_over.items()],
+            "differs": [
+                f"{name} {shown(options[name])}, {shown(was)} in the source"
+                for name, was in source.options.items()
+                if name in options and options[name] != was
+            ],
+        }
+        lines = [f"{name}: {_listed(items)}" for name, items in rows.items() if items]
+        start = f"{self.folder.path}: starts from {source.path} (sha256 {source.sha256[:12]})"
+        self.folder.say("\n  ".join([start, *lines]))
 
 
 def _transfer(source: InitialWeights, model: nn.Module, files: Mapping[str, bytes]) -> _Transfer:
@@ -199,7 +214,10 @@ def _transfer(source: InitialWeights, model: nn.Module, files: Mapping[str, byte
     model's `seen_by` names for it is new.
     """
     own, buffers = model.state_dict(), dict(model.named_buffers())
-    file_of = _file_of_prefix(model)
+    named = getattr(model, "of_data", ())
+    file_of: dict[str, str | None] = dict.fromkeys(named)  # None stands for any file
+    if isinstance(named, Mapping):
+        file_of = {prefix: file for file, prefixes in named.items() for prefix in prefixes}
     was = source.files
     changed = [n for n in files if was is not None and not _is_same(was.get(n), files[n])]
     loaded, new, of_data = {}, {}, []
@@ -232,14 +250,6 @@ def _transfer(source: InitialWeights, model: nn.Module, files: Mapping[str, byte
     return _Transfer(loaded, new, tuple(of_data), left)
 
 
-def _file_of_prefix(model: nn.Module) -> dict[str, str | None]:
-    """Returns the file on which each prefix in `of_data` depends; None stands for any file."""
-    named = getattr(model, "of_data", ())
-    if isinstance(named, Mapping):
-        return {prefix: file for file, prefixes in named.items() for prefix in prefixes}
-    return dict.fromkeys(named)
-
-
 def _is_same(kept: object, content: bytes) -> bool:
     """Compares a data file with that of the source, given as a digest or parsed JSON."""
     if isinstance(kept, str):
@@ -247,63 +257,13 @@ def _is_same(kept: object, content: bytes) -> bool:
     return kept is not None and kept == json.loads(content)
 
 
-def _record(name: str, source: InitialWeights, done: _Transfer, model: nn.Module) -> bytes:
-    """Returns the content of init.json."""
-    shapes = {key: list(tensor.shape) for key, tensor in model.state_dict().items()}
-    content = {
-        "source": name,
-        "weights": str(source.path),
-        "sha256": source.sha256,
-        "recipe": source.recipe,
-        "loaded": {key: shapes[key] for key in done.loaded},
-        "new": {key: {"shape": shapes[key], "why": why} for key, why in done.new.items()},
-        "of_data": list(done.of_data),
-        "left_over": {key: list(tensor.shape) for key, tensor in done.left_over.items()},
-    }
-    return (json.dumps(content, indent=1) + "\n").encode()
-
-
-def _report(
-    source: InitialWeights, done: _Transfer, model: nn.Module, options: Mapping[str, object]
-) -> str:
-    """Returns lines about loaded, new and unused tensors, for the terminal."""
-    own = model.state_dict()
-    parts = {name: tensor for name, tensor in own.items() if name in done.loaded}
-    lines = [f"starts from {source.path} (sha256 {source.sha256[:12]})"]
-    lines.append(
-        f"loaded     {len(parts)} of {len(own)} tensors, {_numbers(parts.values()):,}"
-        f" of {_numbers(own.values()):,} numbers"
-    )
-    new = [f"{name} {tuple(own[name].shape)}, {why}" for name, why in done.new.items()]
-    lines += [f"new        {_listed(new, '; ')}"] if new else []
-    frozen = [n for n, p in model.named_parameters() if n in done.new and not p.requires_grad]
-    lines += [f"and frozen {_listed(frozen)}: stays random"] if frozen else []
-    data = [_change(name, own[name], source.weights.get(name)) for name in done.of_data]
-    lines += [f"of data    {'; '.join(data)}"] if data else []
-    left = [f"{name} {tuple(tensor.shape)}" for name, tensor in done.left_over.items()]
-    lines += [f"left over  {_listed(left)}"] if left else []
-    unlike = [
-        f"{name} {shown(options[name])}, {shown(was)} in the source"
-        for name, was in source.options.items()
-        if name in options and options[name] != was
-    ]
-    lines += [f"differs    {_listed(unlike, '; ')}"] if unlike else []
-    return "\n  ".join(lines)
-
-
 def _change(name: str, now: Tensor, was: Tensor | None) -> str:
-    if was is None or now.shape != was.shape:
+    """Describes a buffer of the new data, and its value in the source if it is a number."""
+    if was is None or now.numel() != 1 or was.numel() != 1:
         return name
-    if now.numel() != 1:
-        most = float((now.double() - was.double()).abs().max())
-        return f"{name}, differs by up to {most:.3g} from the source"
     return f"{name} {float(now):.6g}, {float(was):.6g} in the source"
 
 
-def _numbers(tensors: Iterable[Tensor]) -> int:
-    return sum(math.prod(tensor.shape) for tensor in tensors)
-
-
-def _listed(names: list[str], separator: str = ", ") -> str:
-    more = f"{separator}and {len(names) - _MOST} more" if len(names) > _MOST else ""
-    return separator.join(names[:_MOST]) + more
+def _listed(names: list[str]) -> str:
+    more = [f"and {len(names) - _MOST} more"] if len(names) > _MOST else []
+    return "; ".join([*names[:_MOST], *more])

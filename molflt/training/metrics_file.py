@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
-from molflt.files import shown, write_atomically
+from molflt.files import write_atomically
 from molflt.tasks.base import Task
 from molflt.training.checkpoint import Checkpoint
 from molflt.training.loop import _LightningTask
@@ -104,19 +104,13 @@ class _MetricsFile(Callback):
             table = csv.DictReader(io.StringIO(whole), strict=True)
             if whole and table.fieldnames != self.columns:
                 raise ValueError(f"expected the columns {','.join(self.columns)}")
-            return [(self._step(row), row) for row in table]
+            return [(int(row["step"]), row) for row in table]
         except FileNotFoundError:
             return []
         except (ValueError, csv.Error) as error:
             raise ValueError(
                 f"{self.path}: {error}; restore the table, or move it away to start a new one"
             ) from None
-
-    def _step(self, row: dict[str, str]) -> int:
-        step = row["step"]
-        if not step.isdecimal() or len(step) > 18 or None in row or None in row.values():
-            raise ValueError(f"expected a row of step {shown(step, 20)} and numbers")
-        return int(step)
 
     def _lines(self, rows: Sequence[Mapping[str, object]], header: bool = False) -> str:
         buffer = io.StringIO()

@@ -13,9 +13,6 @@ from molflt.metrics import Metric
 
 __all__ = ["Best", "best_of", "draw_curve", "duration", "outcome", "steps_of"]
 
-_PREFIX = "val_"
-_RESTORE = "restore the file, or start a new run"
-
 
 class Best(NamedTuple):
     """The best validation of a run, whose weights are in best.safetensors."""
@@ -31,26 +28,27 @@ def best_of(run: Path) -> Best | None:
     path = Path(run) / "checkpoints" / "best.safetensors"
     if not path.is_file():
         return None
-    header = read_header(path)
-    name = next((name for name in header if name.startswith(_PREFIX)), "")
-    return Best(name.removeprefix(_PREFIX), _number(path, header, name), steps_of(run, "best"))
+    name = next((name for name in read_header(path) if name.startswith("val_")), "val_")
+    return Best(name.removeprefix("val_"), _number(path, name), steps_of(run, "best"))
 
 
 def steps_of(run: Path, weights: str = "last") -> int:
     """Reads the number of steps from the header of "last" or "best" weights; 0 if missing."""
     path = Path(run) / "checkpoints" / f"{weights}.safetensors"
-    return int(_number(path, read_header(path), "step")) if path.is_file() else 0
+    return int(_number(path, "step")) if path.is_file() else 0
 
 
-def _number(path: Path, header: Mapping[str, str], key: str) -> float:
+def _number(path: Path, key: str) -> float:
+    """Reads a finite number from the header of weights."""
+    header = read_header(path)
     try:
         number = float(header[key])
         int(number)  # raises for NaN and infinity
         return number
     except (KeyError, ValueError, OverflowError):
         raise ValueError(
-            f"{path}: expected weights whose header has the step and metric of their validation; "
-            f"got {shown(header.get(key))} for {key or 'a metric'}; {_RESTORE}"
+            f"{path}: expected weights with {key} in their header; got {shown(header.get(key))}; "
+            "restore the file, or start a new run"
         ) from None
 
 
@@ -82,20 +80,12 @@ def duration(seconds: float) -> str:
 
 
 def outcome(run: Path, metrics: Mapping[str, Metric], steps: int, seconds: float) -> str:
-    """Returns the message printed at the end of training.
-
-    Args:
-        run: folder of the run, as the user named it.
-        metrics: metrics of the task by name.
-        steps: total number of steps.
-        seconds: duration since the start or since resuming.
-    """
+    """Returns the message at the end of a training that took `steps` steps and `seconds`."""
     best = best_of(run)
-    known = (
-        "no validation with finite values"
-        if best is None
-        else f"best validation {metrics[best.metric].shown(best.value)} at step {best.step:,}"
-    )
+    known = "no validation with finite values"
+    if best is not None:
+        value = metrics[best.metric].shown(best.value)
+        known = f"best validation {value} at step {best.step:,}"
     return (
         f"{run}: {known}; {steps:,} steps, {duration(seconds)}; next: "
         f"molflt evaluate {shlex.quote(str(run))}"

@@ -9,19 +9,21 @@ import os
 import re
 import sys
 import time
+from argparse import ArgumentError
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
 from molflt.data.text.tokenizer import TOKENIZER
 from molflt.files import shown
 from molflt.shipped import find_config
-from molflt.training.config import add_options, below, read_config, read_yaml
+from molflt.training.checkpoint import find_weights
+from molflt.training.config import absolute, add_options, check_groups, read_config, read_yaml
 from molflt.training.initial_weights import read_initial_weights, recipe_of
 from molflt.training.recipes import DEFAULT, Recipe
-from molflt.training.sources import find, find_weights, is_packaged
+from molflt.training.sources import find, is_packaged
 
 __all__ = ["build_parser", "dated_run"]
 
@@ -35,15 +37,8 @@ def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
     Args:
         words: the command line, whose recipe determines the options.
     """
-    name = _recipe_named(list(words))
     parser = _TrainParser()
-    try:
-        add_options(parser, name)
-    except ValueError as error:
-        given = ["--"] if _values_of("--recipe", list(words)) else []
-        files = _values_of("--config", list(words))
-        where = [*(f"{file}: key " for file in files if _values_in("recipe", [file])), *given]
-        raise ValueError("".join(where[-1:]) + str(error)) from None
+    add_options(parser, _recipe_named(list(words)))
     return parser
 
 
@@ -75,7 +70,8 @@ def _values_in(key: str, files: Sequence[str]) -> list[str]:
             value = read_yaml(path).get(key)
             if value is not None:
                 folder = path.absolute().parent
-                found.append(str(below(folder, value) if key in ("init", "run") else value))
+                value = absolute(Path(str(value)), folder) if key in ("init", "run") else value
+                found.append(str(value))
     return found
 
 
@@ -88,45 +84,46 @@ class _TrainParser(ArgumentParser):
 
     def parse_args(self, args: Sequence[str] | None = None) -> Namespace:  # type: ignore[override]
         words = list(sys.argv[1:] if args is None else args)
-        runs = _values_of("--resume", words)
+        runs, files = _values_of("--resume", words), _values_of("--config", words)
         words = _with_files(words)
         if runs:
-            read_config(Path(runs[-1]))  # raises if it is damaged
-            # these are glob patterns, and ~ is expanded: escape both
-            own = Path(runs[-1], "config.yaml").absolute()
-            self.default_config_files = [glob.escape(str(own))]
-            if starts := _values_of("--init", words):
-                raise ValueError(
-                    f"--init {starts[-1]} with --resume {runs[-1]}: a resumed run already has "
-                    "weights; remove one of the two"
-                )
-            same = own.resolve(), own.parent.resolve()  # in a moved run, its key run is outdated
-            files = [x for x in _values_of("--config", words) if Path(x).resolve() not in same]
-            given = [(f"{file}: run", _values_in("run", [file])) for file in files]
-            given.append(("--run", _values_of("--run", words)))
-            where, folders = next((one for one in reversed(given) if one[1]), ("", runs))
-            if Path(folders[-1]).resolve() != Path(runs[-1]).resolve():
-                raise ValueError(
-                    f"{where} {folders[-1]} with --resume {runs[-1]}: a run is resumed in its own "
-                    "folder; remove run, or start a new run from its weights with --init"
-                )
+            self._resume(runs[-1], words, files)
         elif starts := _inits(words):
             self._take_model_of(starts[-1], _recipe_named(words))
         config = super().parse_args(words)
         for key in ("config", "__default_config__"):
             config.pop(key, None)
         _let_words_decide(config, words)
-        configs = [Path(name) for name in _values_of("--config", words)]
         if runs:
             config.run = Path(runs[-1])
         elif config.run is None:
-            config.run = dated_run("-".join(file.stem for file in configs) or config.recipe)
-        elif (config.run / "config.yaml").resolve() in [file.resolve() for file in configs]:
+            config.run = dated_run("-".join(Path(file).stem for file in files) or config.recipe)
+        elif (config.run / "config.yaml").resolve() in [Path(file).resolve() for file in files]:
             raise ValueError(
                 f"--run {config.run}: its config.yaml is given as --config and would be "
                 "overwritten; expected another folder; choose another --run"
             )
         return config
+
+    def _resume(self, run: str, words: list[str], files: list[str]) -> None:
+        """Takes the defaults from the configuration of a run."""
+        read_config(Path(run))  # raises if it is damaged
+        # these are glob patterns, and ~ is expanded: escape both
+        self.default_config_files = [glob.escape(str(Path(run, "config.yaml").absolute()))]
+        if starts := _values_of("--init", words):
+            raise ValueError(
+                f"--init {starts[-1]} with --resume {run}: a resumed run already has weights; "
+                "remove one of the two"
+            )
+        own = Path(run).resolve()
+        # in a moved run, its key run is outdated
+        others = [file for file in files if Path(file).resolve() != own / "config.yaml"]
+        given = [*_values_in("run", others), *_values_of("--run", words)]
+        if given and Path(given[-1]).resolve() != own:
+            raise ValueError(
+                f"--run {given[-1]} with --resume {run}: a run is resumed in its own folder; "
+                "remove run, or start a new run from its weights with --init"
+            )
 
     def _take_model_of(self, init: str, recipe: str) -> None:
         """Sets the model defaults to the options of a source; the data are compared later."""
@@ -152,12 +149,16 @@ class _TrainParser(ArgumentParser):
         self.set_defaults(taken)
 
     def parse_path(self, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Namespace:
-        found = super().parse_path(path, *args, **kwargs)
-        folder = Path(path).absolute().parent
-        for action in self._actions:
-            hint = getattr(action, "_typehint", None)
-            if _holds_paths(hint) and found.get(action.dest) not in (None, *_words_in(hint)):
-                found[action.dest] = below(folder, found[action.dest])
+        check_groups(Path(path), read_yaml(Path(path)))
+        try:
+            found = super().parse_path(path, *args, **kwargs)
+        except ArgumentError as error:
+            raise ArgumentError(None, f"{path}: {error}") from None
+        known = {action.dest for action in self._actions}
+        for name, value in vars(found.as_flat()).items():
+            if name not in known or (name == "resume" and value is not None):
+                raise ArgumentError(None, f"{path}: unknown key {name!r}")
+            found[name] = absolute(value, Path(path).absolute().parent)
         return found
 
 
@@ -174,18 +175,6 @@ def _tokenizer_of(weights: Path) -> Path | None:
     folder = weights.absolute().parent
     above = folder.parent if folder.name == "checkpoints" else folder
     return above if (above / TOKENIZER).is_file() or (above / "config.json").is_file() else None
-
-
-def _holds_paths(hint: object) -> bool:
-    """Returns True for Path and types that contain it, such as ``list[Path] | None``."""
-    return hint is Path or any(map(_holds_paths, get_args(hint)))
-
-
-def _words_in(hint: object) -> list[object]:
-    """Returns the words that a type allows besides paths, as in ``Literal["fit"] | Path``."""
-    if get_origin(hint) is Literal:
-        return [*get_args(hint)]
-    return [word for part in get_args(hint) for word in _words_in(part)]
 
 
 def _with_files(words: Sequence[str]) -> list[str]:

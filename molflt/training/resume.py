@@ -11,15 +11,7 @@ from molflt.files import shown
 from molflt.training.checkpoint import read_checkpoint
 from molflt.training.config import Config, defaults, plain
 
-__all__ = [
-    "Provenance",
-    "Stopped",
-    "check_config",
-    "check_data",
-    "check_stopped",
-    "machine_changes",
-    "read_provenance",
-]
+__all__ = ["Provenance", "Stopped", "check_config", "check_stopped", "read_provenance"]
 
 
 class Stopped(TypedDict):
@@ -90,19 +82,18 @@ def check_config(path: Path, was: Config, now: Config, done: int) -> None:
     # options that were added later had their defaults
     old = dict(_flat(cast(Mapping[str, object], plain(defaults(now["recipe"])))))
     old, new = {**old, **dict(_flat(was))}, dict(_flat(now))
+    steps = new[_STEPS]  # None if the number of epochs is given; compared again later
+    if steps is not None and int(str(steps)) < max(done, int(str(old[_STEPS]))):
+        by = "" if new[_EPOCHS] is None else f" from {_EPOCHS}={new[_EPOCHS]}"
+        raise ValueError(
+            f"{path}: {_STEPS} is {old[_STEPS]}; got {steps}{by} for --resume; it may only be "
+            f"raised; {done} steps are done"
+        )
     wrong = [
         f"{key} is {shown(old[key])}; got {shown(new[key])}"
         for key in old.keys() & new.keys()
         if key not in _FREE and key != _STEPS and old[key] != new[key]
     ]
-    steps = new[_STEPS]  # None if the number of epochs is given; compared again later
-    if steps is not None and int(str(steps)) < max(done, int(str(old[_STEPS]))):
-        epochs = new[_EPOCHS]
-        by = "" if epochs is None else f" from {_EPOCHS}={epochs}"
-        raise ValueError(
-            f"{path}: {_STEPS} is {old[_STEPS]}; got {steps}{by} for --resume; it may only be "
-            f"raised; {done} steps are done"
-        )
     if wrong:
         raise ValueError(
             f"{path}: {', '.join(sorted(wrong))} for --resume; start a new run instead, or set it "
@@ -111,13 +102,7 @@ def check_config(path: Path, was: Config, now: Config, done: int) -> None:
 
 
 def check_stopped(path: Path, stop: Stopped | None, now: Config) -> None:
-    """Raises ValueError for a run ended by early stopping, unless patience was raised.
-
-    Args:
-        path: the run, for messages.
-        stop: state from the checkpoint; None if the run was not stopped early.
-        now: the new configuration.
-    """
+    """Raises ValueError for a run ended by early stopping, unless patience was raised."""
     patience = now["trainer"].get("patience")
     if stop is not None and patience is not None and int(str(patience)) <= stop["since"]:
         raise ValueError(
@@ -134,30 +119,3 @@ def _flat(config: Mapping[str, object]) -> Iterator[tuple[str, object]]:
             yield from ((f"{name}.{key}", part) for key, part in value.items())
         else:
             yield name, value
-
-
-def check_data(run: Path, was: Mapping[str, Fingerprint], now: Mapping[str, Fingerprint]) -> None:
-    """Raises ValueError if the data differ from those in the checkpoint.
-
-    Args:
-        run: run folder, for messages.
-        was: fingerprints by split, from the checkpoint.
-        now: fingerprints of the current data.
-    """
-    for use, old in was.items():
-        new = now.get(use, {})
-        for key in old:
-            if old[key] != new.get(key):
-                raise ValueError(
-                    f"{run}: the data of this run have changed; {use}: {key} was "
-                    f"{shown(old[key], 16)}; got {shown(new.get(key), 16)}; restore the data, or "
-                    "start a new run"
-                )
-
-
-def machine_changes(was: Mapping[str, object], now: Mapping[str, object]) -> str | None:
-    """Returns a line about differences that can affect rounding, or None."""
-    differs = [
-        f"{key} was {was[key]}, is {now[key]}" for key in was if key in now and was[key] != now[key]
-    ]
-    return f"resumed with {'; '.join(differs)}: sums may round differently" if differs else None

@@ -34,13 +34,7 @@ from molflt.training.checkpoint import (
 )
 from molflt.training.config import Config, plain, read_config
 from molflt.training.outcome import draw_curve
-from molflt.training.resume import (
-    Provenance,
-    check_config,
-    check_data,
-    check_stopped,
-    machine_changes,
-)
+from molflt.training.resume import Provenance, check_config, check_stopped
 from molflt.version import __version__
 
 __all__ = ["INIT_RECORD", "KEPT", "RunFolder", "read_versions"]
@@ -89,11 +83,7 @@ class RunFolder:
 
     @contextmanager
     def held(self, resume: bool) -> Iterator[None]:
-        """Locks the folder, and reads the checkpoint or checks that the folder is new.
-
-        Args:
-            resume: True to resume the run in the folder.
-        """
+        """Locks the folder; reads the checkpoint to `resume`, or checks that the folder is new."""
         if resume and not self.last.is_file():
             read_checkpoint(self.last)  # raises before a folder is created
         with self._lock.held() if self.writes else nullcontext():
@@ -110,16 +100,13 @@ class RunFolder:
                 f"folder; resume it with --resume {shlex.quote(str(self.path))}, or choose "
                 "another --run"
             )
-        for kept in self.path.glob("checkpoints/*.safetensors"):  # written after last.ckpt
+        found = [*self.path.glob("checkpoints/*.safetensors")]  # of a run without last.ckpt
+        if not (self.path / _VERSIONS).exists():
+            found += self.path.glob("config.yaml")  # not of a run
+        if found:
             raise FileExistsError(
-                f"{kept}: belongs to an earlier run whose last.ckpt is missing; expected an empty "
-                "or new folder; choose another --run, or move the file away"
-            )
-        config = self.path / "config.yaml"
-        if config.exists() and not (self.path / _VERSIONS).exists():
-            raise FileExistsError(
-                f"{config}: does not belong to a run and would be overwritten; expected an empty "
-                "or new folder; choose another --run, or move the file away"
+                f"{found[0]}: exists, without a last.ckpt to resume from; expected an empty or new "
+                "folder; choose another --run, or move the file away"
             )
 
     def check_config(self, config: Config) -> None:
@@ -134,13 +121,16 @@ class RunFolder:
     def check_data(
         self, fingerprints: Mapping[str, Fingerprint], files: Mapping[str, bytes]
     ) -> None:
-        """Compares the data with those of the checkpoint.
-
-        Args:
-            fingerprints: fingerprint of each split.
-            files: content of the data files by name; weights store their digests.
-        """
-        check_data(self.path, self._was().get("data", {}), fingerprints)
+        """Compares the data with those of the checkpoint; weights store digests of `files`."""
+        for use, old in self._was().get("data", {}).items():
+            new = fingerprints.get(use, {})
+            for key in old:
+                if old[key] != new.get(key):
+                    raise ValueError(
+                        f"{self.path}: the data of this run have changed; {use}: {key} was "
+                        f"{shown(old[key], 16)}; got {shown(new.get(key), 16)}; restore the data, "
+                        "or start a new run"
+                    )
         self.provenance["data"] = fingerprints
         self._files = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
 
@@ -149,11 +139,7 @@ class RunFolder:
         return cast(Provenance, (self.checkpoint or {}).get("molflt", {}))
 
     def remember(self, domain: object) -> object:
-        """Stores the domain of the initial weights; returns the stored one in a resumed run.
-
-        Args:
-            domain: content of domain.json of the initial weights; None without one.
-        """
+        """Stores domain.json of the initial weights; returns that of the checkpoint if resumed."""
         kept = domain if self.checkpoint is None else self._was().get("initial")
         if kept is not None:
             self.provenance["initial"] = kept
@@ -174,9 +160,15 @@ class RunFolder:
     def start_steps(self, machine: Mapping[str, object]) -> None:
         """Starts the clock, stores properties that affect rounding, and prints their changes."""
         self._begun = time.perf_counter()
-        line = machine_changes(self._was().get("machine", {}), machine)
-        if line is not None:
-            self.say(f"{self.path}: {line}", sys.stderr)
+        was = self._was().get("machine", {})
+        differs = [
+            f"{key} was {was[key]}, is {value}"
+            for key, value in machine.items()
+            if was.get(key, value) != value
+        ]
+        if differs:
+            changes = "; ".join(differs)
+            self.say(f"{self.path}: resumed with {changes}: sums may round differently", sys.stderr)
         self.provenance["machine"] = machine
 
     def say(self, text: str, file: TextIO | None = None) -> None:
@@ -266,9 +258,7 @@ def _versions() -> dict[str, str | None]:
 def read_versions(run: Path) -> dict[str, object]:
     """Reads versions.json of a run; empty if the file is missing."""
     path = Path(run) / _VERSIONS
-    if not path.is_file():
-        return {}
-    found = read_json(path, "JSON", "restore it")
+    found = read_json(path, "JSON", "restore it") if path.is_file() else {}
     if not isinstance(found, dict):
         raise ValueError(f"{path}: expected versions by name; got {shown(found)}; restore it")
     return found

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from molflt.files import shown
 
-__all__ = ["EXPECTED", "HUB", "RECOMMENDED", "find", "find_weights", "is_packaged", "is_trained"]
+__all__ = ["EXPECTED", "HUB", "RECOMMENDED", "find", "is_packaged", "is_trained"]
 
 HUB = "hf:"
 """Prefix of the names of repositories on the Hugging Face Hub."""
@@ -47,29 +47,6 @@ def find(source: str | Path | None, hub: Mapping[str, object] | None = None) -> 
     if path.is_dir() and not (path / "config.yaml").exists() and (path / _MODEL).is_file():
         return path / _MODEL
     return path.parent if path.name == "config.yaml" else path
-
-
-def find_weights(name: str) -> tuple[Path, Path | None]:
-    """Resolves the weights that `--init` names, without reading them.
-
-    Args:
-        name: see `find`; a safetensors file without a configuration is accepted as well. For the
-            folder of a run, the best weights are selected.
-
-    Returns:
-        The weights file, and the folder with config.yaml if there is one.
-    """
-    path = find(name)
-    if (path / "config.yaml").is_file():
-        return path / "checkpoints" / "best.safetensors", path
-    if path.is_dir():
-        raise ValueError(f"--init {name}: a folder without config.yaml; {EXPECTED}")
-    if not path.is_file() or path.suffix != ".safetensors":
-        got = "another file" if path.is_file() else "no such file or folder"
-        raise ValueError(f"--init {name}: {EXPECTED}; got {got}")
-    above = [path.parent, path.parent.parent][path.parent.name == "checkpoints" :]
-    run = above[0] if (above[0] / "config.yaml").is_file() else None
-    return path, run
 
 
 def is_packaged(name: str) -> bool:

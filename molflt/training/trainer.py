@@ -74,11 +74,6 @@ class TrainerOptions:
 
     def check(self) -> None:
         """Raises ValueError for options that conflict or exceed the available devices."""
-        counted = ("max_steps", "max_epochs", "devices", "accumulate", "patience")
-        for name in (*counted, "val_every", "checkpoint_every", "log_every"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"trainer.{name} must be at least 1; got {value}")
         if self.logger != "csv" and importlib.util.find_spec(self.logger) is None:
             raise ModuleNotFoundError(
                 f"trainer.logger={self.logger} needs the package {self.logger}; got none; pip "

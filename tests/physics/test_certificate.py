@@ -13,7 +13,6 @@ import torch
 from ase import Atoms
 from ase.calculators.calculator import Calculator, PropertyNotImplementedError, all_changes
 from ase.calculators.emt import EMT
-from ase.calculators.lj import LennardJones
 from ase.neighborlist import neighbor_list
 from ase.stress import full_3x3_to_voigt_6_stress
 
@@ -220,24 +219,6 @@ def test_each_check_finds_a_fault(check):
 def failed(make, elements=(), **options) -> set[str]:
     rows = certify(make, elements, **options)
     return {row.check for row in rows if row.result.startswith("FAILED")}
-
-
-PATHS = {"jump as a pair is drawn apart", "jump as layers slide"}  # some seconds each
-SILENT = {f"{name} used or named" for name in ("charge", "spin", "moments")}
-BOX, PLACE = "no stress of a molecule in a box", "atoms at one place: finite or refused"
-
-
-def test_calculators_of_ase():
-    unknown = {f"element {number} refused by name" for number in (0, 119)}
-    lennard_jones = partial(LennardJones, sigma=2.3, rc=6.0)
-    names = CHECKS.keys() - PATHS
-    assert failed(lennard_jones, ["Cu"], names=names) == SILENT | {BOX, PLACE} | unknown
-    assert failed(EMT, names=names) == SILENT | {
-        BOX,
-        PLACE,
-        "pickle",
-        "element 119 refused by name",
-    }
 
 
 def potential(**options) -> molflt.Calculator:
