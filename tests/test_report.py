@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import shutil
@@ -17,9 +16,8 @@ from PIL import Image
 from tiny_run import page_of, start, table, write_data
 
 from molflt.commands.cli import main
-from molflt.evaluation.page.contents import Contents
-from molflt.evaluation.page.pictures import Pictures
-from molflt.evaluation.page.sections import repeat
+from molflt.evaluation.page import Page as Contents
+from molflt.evaluation.sections import _repeat
 
 STEPS = ["--trainer.max_steps=6", "--trainer.val_every=3", "--trainer.log_every=3"]
 HOSTILE = "<script>alert(1)</script>"
@@ -46,14 +44,12 @@ def whole(trained) -> str:
 
 @pytest.fixture
 def quick(monkeypatch) -> None:
-    """Replaces pictures by blank ones."""
-    buffer = io.BytesIO()
-    Image.new("RGB", (2, 2)).save(buffer, "PNG")
+    """Replaces drawn pictures by empty ones."""
 
     def blank(self, alt, caption, draw):
-        return self._png(buffer.getvalue(), alt, caption, alt)
+        return [{"src": "data:,", "width": 2, "alt": alt, "caption": caption}]
 
-    monkeypatch.setattr(Pictures, "drawn", blank)
+    monkeypatch.setattr(Contents, "drawn", blank)
 
 
 class Page(HTMLParser):
@@ -139,10 +135,10 @@ def test_worst_predictions_have_the_largest_errors(trained, whole) -> None:
     ],
 )
 def test_commands_have_the_options_of_their_recipe_and_one_line_each(recipe, given, words) -> None:
-    run = SimpleNamespace(config={"recipe": recipe})
-    found = Contents(Path("r"), run=run, results={"a": {}, "b c": {}}, given=given)
-    found.versions = {"molflt": "1\n2", "git_commit": "abc\ncurl x | sh\u2028y\rz"}
-    lines = repeat(found).parts[-1].lines
+    versions = {"molflt": "1\n2", "git_commit": "abc\ncurl x | sh\u2028y\rz"}
+    run = SimpleNamespace(results={"a": {}, "b c": {}})
+    page = SimpleNamespace(run=run, path=Path("r"), recipe=recipe, given=given, versions=versions)
+    lines = _repeat(page)[-1]["lines"]
     first, train, evaluate, report = "\n".join(lines).splitlines()
     assert first == "# molflt 1 2, commit abc curl x | sh y z"
     assert evaluate == f"molflt evaluate AGAIN {words}"
@@ -175,7 +171,6 @@ def cut(name: str, size: int = 60) -> Callable[[Path], None]:
         (_unfinished, "6 of 9 steps", ""),
         (lambda run: (run / "results.json").unlink(), "not evaluated", "Results"),
         (lambda run: (run / "metrics.csv").unlink(), "metrics.csv: missing", "Training"),
-        (cut("config.yaml", 99), "config.yaml: ", ""),  # the checkpoint also has it
         (cut("results.json"), "results.json: ", "Results"),
         (cut("predictions.csv", 250), "predictions.csv: ", "The worst predictions"),
         (_of_other_data, "predictions.csv", ""),

@@ -103,14 +103,19 @@ def training_curve(
 
 
 def read_columns(path: Path) -> dict[str, _Array]:
-    """Reads the columns of a metrics.csv, (rows,) each, with NaN for empty cells."""
+    """Reads the columns of a metrics.csv, (rows,) each, with NaN for empty cells.
+
+    Rows without a step are left out, such as a row of units.
+    """
     with open(path, newline="") as file:
         reader = csv.DictReader(file)
         names = reader.fieldnames or []
         rows = list(reader)
     if "step" not in names:
         raise ValueError(f"{path}: expected a column step; got {', '.join(names) or 'no columns'}")
-    return {name: np.array([_number(row[name]) for row in rows], dtype=float) for name in names}
+    columns = {name: np.array([_number(row[name]) for row in rows], dtype=float) for name in names}
+    known = np.isfinite(columns["step"])
+    return {name: values[known] for name, values in columns.items()}
 
 
 def _number(cell: str | None) -> float:
@@ -147,7 +152,7 @@ def _star(
 
 def _curve(axes: Axes, columns: dict[str, _Array], name: str, alone: bool) -> None:
     """Draws one column against the step."""
-    known = np.isfinite(columns["step"]) & np.isfinite(columns[name])
+    known = np.isfinite(columns[name])
     step, value = columns["step"][known], columns[name][known]
     label, color = {"val": ("validation", VERMILION), "lr": ("", GREEN)}.get(
         name.partition("_")[0], ("training", BLUE)

@@ -1,0 +1,424 @@
+"""A run as one self-contained HTML page: its sections, which page.html arranges."""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jinja2 import Environment
+
+from molflt import plots
+from molflt.data.structures.data_set import DataSet
+from molflt.data.structures.potential_data import SinglePoints
+from molflt.data.structures.sources import exists
+from molflt.evaluation.groups import without_compositions
+from molflt.evaluation.page import Page, Part, table
+from molflt.evaluation.runs import Run, flat_options, read_rows, standard_error
+from molflt.files import readable_size
+from molflt.metrics import Metric
+from molflt.plots import GroupError
+from molflt.training.config import defaults, plain
+from molflt.training.outcome import draw_curve
+from molflt.version import __version__
+
+__all__ = ["page_of"]
+
+_OF_STRUCTURES = ("is2re", "potential")  # recipes whose predictions.csv has a row per structure
+_LONGEST = 400  # maximum characters of a text
+_VALIDATIONS = 20  # rows in the table of validations
+_DRAWN, _LISTED = 6, 15  # worst predictions
+_UNITS = {"eV": "eV", "eV2": "eV²", "percent": "%", "A": "Å", "nats": "nats", "bits": "bits"}
+_UNITS |= {"meV_per_atom": "meV/atom", "meV_per_A": "meV/Å", "meV_per_A3": "meV/Å³"}
+_UNIT = re.compile(rf"^(.+)_({'|'.join(sorted(_UNITS, key=len, reverse=True))})$")
+_NAMES = {
+    "bleu": "BLEU ↑",
+    "chrf": "chrF ↑",
+    "nearest": "attention on the nearest 10 % of the tokens",
+    "farthest": "attention on the farthest 10 % of the tokens",
+}
+_NAMED_BY = {"learned_optimizer": "--tasks", "population_optimizer": "--functions"}
+_GROUPS = {
+    "adsorbate": "adsorbate",
+    "slab": "metal (elements of the slab)",
+    "element": "element",
+    "natoms": "number of atoms",
+}
+_KEPT = {  # pictures of evaluations -> title. description
+    "encoding.png": "Learned relative encodings. The relative positional encoding of each head "
+    "against the offset between two tokens, added to the logit or multiplied with the weight, see "
+    "the label of the axis.",
+    "attention.png": "Attention of the last layer. Attention matrices of queries (rows) and keys "
+    "(columns), a panel per head.",
+    "cross-attention.png": "Attention of the target on the source. Attention matrices of the "
+    "decoder on the source, a panel per head.",
+    "losses.png": "Loss against the position in the block. Mean loss per token, in nats, against "
+    "the number of preceding tokens.",
+    "substitutions.png": "Similarity of amino acids. The learned similarity of pairs of amino "
+    "acids, and BLOSUM62 if it is installed.",
+    "confusion.png": "Confusions. The share of the images of each class (row) that were assigned "
+    "to each class (column).",
+    "wrong.png": "Confident mistakes. The misclassified images with the largest probabilities.",
+    "best_values.png": "Unseen functions. The best value so far against the number of function "
+    "evaluations, a panel per function: mean and standard deviation over runs.",
+    "forces.png": "Forces. Predicted against labeled components of the forces, in eV/Å, a panel "
+    "per split.",
+    "optimizations.png": "Unseen tasks. Loss against the step on unseen tasks: mean and range over "
+    "repeats.",
+    "published.png": "Comparison with published models. Predicted against labeled energies, in "
+    "eV, a panel per model.",
+}
+
+
+def page_of(path: Path) -> tuple[str, list[str]]:
+    """Renders a run as one HTML page, and returns it with a line for each missing part."""
+    page = Page(path)
+    sections = []
+    for name, (title, make) in _SECTIONS.items():
+        if parts := page.attempt(partial(make, page), []):
+            sections.append({"name": name, "title": title, "parts": parts})
+    environment = Environment(autoescape=True)
+    environment.filters |= {"cut": _cut, "minus": _minus}
+    source = files("molflt.evaluation").joinpath("page.html").read_text("utf-8")
+    made = environment.from_string(source).render(
+        title=f"Run {page.run.name}",
+        summary=_summary(page.run),
+        missing=page.missing,
+        sections=sections,
+        version=__version__,
+    )
+    return made, page.missing
+
+
+def _cut(value: object, longest: int = _LONGEST) -> str:
+    """Returns a value as text, shortened if it is too long."""
+    whole = "–" if value is None else str(value)
+    return whole if len(whole) <= longest else f"{whole[:longest]}… ({len(whole):,} characters)"
+
+
+def _minus(cell: object) -> object:
+    """Replaces the hyphen of a negative number by a minus sign."""
+    return f"−{cell[1:]}" if isinstance(cell, str) and cell.startswith("-") else cell
+
+
+def _summary(run: Run) -> str:
+    said = f"Recipe {run.config['recipe']}, {run.parameters:,} parameters"
+    said += "" if run.step is None else f", {run.step:,} steps"
+    if (best := run.best) is None:
+        return f"{said}; not yet validated."
+    return f"{said}; best validation {run.metrics[run.measure].shown(best[0])}, step {best[1]:,}."
+
+
+def _overview(page: Page) -> list[Part]:
+    run = page.run
+    data, best, measure = run.config["data"], run.best, run.metrics[run.measure]
+    sets = (
+        (use, [f"{n:,} {key}" for key, n in own.items() if isinstance(n, int)])
+        for use, own in run.data.items()
+    )
+    steps = "unknown" if run.step is None else f"{run.step:,}"
+    rows = [
+        ("recipe", f"{page.recipe}, seed {run.config['seed']}"),
+        ("data", ", ".join(f"{k} {v}" for k, v in data.items() if isinstance(v, str))),
+        ("sets", "; ".join(f"{use}: {', '.join(own)}" for use, own in sets) or "unknown"),
+        ("parameters", f"{run.parameters:,}" if run.parameters else "unknown"),
+        ("steps", f"{steps} of {run.config['trainer']['max_steps']:,}"),
+        ("time of training", run.time if run.seconds is not None else "unknown"),
+        ("best validation", f"{measure.shown(best[0])} at step {best[1]:,}" if best else "none"),
+    ]
+    return [table(("property", "value"), rows, "The run at a glance.", 2)]
+
+
+def _heading(name: str, metrics: Mapping[str, Metric]) -> str:
+    """Returns a metric with its unit and an arrow that shows which direction is better."""
+    if name in metrics:
+        return f"{metrics[name].axis} {'↑' if metrics[name].largest_is_best else '↓'}"
+    if name in _NAMES:
+        return _NAMES[name]
+    inner = name.removeprefix("baseline_")
+    if inner != name and inner in metrics:
+        return f"baseline {metrics[inner].axis}"
+    found = _UNIT.match(name)
+    return f"{found[1].replace('_', ' ')} / {_UNITS[found[2]]}" if found else name.replace("_", " ")
+
+
+def _number(value: float | None, error: float | None = None, metric: Metric | None = None) -> str:
+    if value is None or not math.isfinite(value):
+        return "–"
+    if isinstance(value, int):
+        return f"{value:,}"
+    # as in tables of evaluations and comparisons
+    form = f".{metric.digits + (metric.digits > 2)}f" if metric is not None else ".4g"
+    form = ",.1f" if abs(value) >= 1000 else form
+    return f"{value:{form}}" + ("" if error is None else f" ± {error:{form}}")
+
+
+def _results(page: Page) -> list[Part]:
+    run, metrics = page.run, page.run.metrics
+    rows = []
+    for name in dict.fromkeys(name for row in run.results.values() for name in row):
+        cells = [
+            _number(
+                row.get(name),
+                standard_error(run, split, name) if name in row else None,
+                metrics.get(name),
+            )
+            for split, row in run.results.items()
+        ]
+        rows.append([_heading(name, metrics), *cells])
+    text = "Metrics by split (results.json); ↓ lower is better, ↑ higher is better"
+    if any(" ± " in cell for row in rows for cell in row):
+        text += "; ± is the standard error over the systems"
+    return [table(["metric", *run.results], rows, f"{text}.")] if rows else []
+
+
+def _training(page: Page) -> list[Part]:
+    """Shows training curves and the last validations."""
+    run, columns, metrics, measure = page.run, page.run.columns, page.run.metrics, page.run.measure
+    if not columns:
+        return []
+    steps = columns["step"]
+    alt = "Loss, metrics and learning rate against the step, up to step "
+    alt += f"{int(steps.max(initial=0)):,}."
+    if run.best is not None:
+        alt += f" Best validation: {metrics[measure].shown(run.best[0])} at step {run.best[1]:,}."
+    draw = partial(draw_curve, page.path, metrics=metrics, measure=measure)
+    parts = page.drawn(alt, "Training and validation.", draw)
+    names = [name for name in columns if name.startswith("val_")]
+    known = np.flatnonzero(np.isfinite([columns[name] for name in names]).any(axis=0))
+    if not len(known):
+        return parts
+    plain_names = [name.removeprefix("val_") for name in names]
+    rows = [[f"{steps[i]:.0f}"] for i in known[-_VALIDATIONS:]]
+    for row, i in zip(rows, known[-_VALIDATIONS:], strict=True):
+        for name, metric in zip(names, plain_names, strict=True):
+            row.append(_number(float(columns[name][i]), None, metrics.get(metric)))
+    head = ["step", *(_heading(name, metrics) for name in plain_names)]
+    caption = f"The last {len(rows)} of {len(known)} validations (metrics.csv)."
+    return [*parts, {"summary": "Validations", "inside": [table(head, rows, caption)]}]
+
+
+def _pictures(page: Page) -> list[Part]:
+    """Shows the pictures of the evaluation, encodings first."""
+    if not page.run.results:
+        return []
+    return [part for name, text in _KEPT.items() for part in page.kept(name, text)]
+
+
+def _settings(page: Page) -> list[Part]:
+    own = dict(flat_options(page.run.config))
+    usual = dict(flat_options(plain(defaults(page.recipe))))  # type: ignore[arg-type]
+    chosen = [(key, value) for key, value in own.items() if usual.get(key) != value]
+    head = ("option", "value")
+    changed = table(head, chosen, "Options that differ from their defaults.", 2, 500)
+    everything = table(head, list(own.items()), "config.yaml.", 2, 500)
+    return [changed, {"summary": "All options", "inside": [everything]}]
+
+
+def _files(page: Page) -> list[Part]:
+    parts: list[Part] = []
+    if rows := [(name, value) for name, value in page.versions.items() if value is not None]:
+        caption = "Versions at the start of the run (versions.json)."
+        parts.append(table(("package", "version"), rows, caption, 2, 100))
+    sizes = [
+        (path.relative_to(page.path).as_posix(), readable_size(path.stat().st_size))
+        for path in sorted(page.path.rglob("*"))
+        if path.is_file() and path.name != "report.html"
+    ]
+    listing = table(("file", "size"), sizes, "Files of the run.", most=200)
+    return [*parts, {"summary": "Files", "inside": [listing]}]
+
+
+def _repeat(page: Page) -> list[Part]:
+    """Shows the commands that repeat the run."""
+    lines = []
+    if version := page.versions.get("molflt"):
+        commit = page.versions.get("git_commit")
+        made = f"molflt {version}" + (f", commit {commit}" if commit else "")
+        lines.append(f"# {' '.join(made.split())}")  # on one line, as a comment
+    lines.append(f"molflt train --config {shlex.quote(str(page.path / 'config.yaml'))} --run AGAIN")
+    options: list[str] = []
+    if page.run.results:
+        options = [] if page.given is None else ["--data", page.given]
+        if not options or page.recipe in (*_OF_STRUCTURES, *_NAMED_BY):
+            named = _NAMED_BY.get(page.recipe, "--splits")
+            options = [named, *page.run.results, *options]
+    lines.append(shlex.join(["molflt", "evaluate", "AGAIN", *options]))
+    lines.append("molflt report AGAIN")
+    return ["AGAIN is the name of a new folder.", {"lines": lines}]
+
+
+class _System(NamedTuple):
+    """A row of predictions.csv; NaN without a label or forces."""
+
+    split: str
+    place: int
+    """index in the split"""
+    sid: int
+    name: str
+    """adsorbate and slab, or formula"""
+    natoms: int
+    energy: float
+    target: float
+    force: float
+    """mean error of its forces, eV/Å"""
+
+
+def _systems(page: Page) -> list[_System]:
+    """Reads the rows of predictions.csv; raises KeyError for missing columns."""
+    counts: dict[str, int] = {}
+    systems = []
+    for row in page.run.predictions if page.recipe in _OF_STRUCTURES else ():
+        split = row["split"]
+        place = counts[split] = counts.get(split, -1) + 1
+        slab = f" on {row['slab']}" if row.get("slab") else ""
+        name = row["formula"] if "formula" in row else row["adsorbate"] + slab
+        energies = float(row["energy_eV"]), float(row["target_eV"] or "nan")
+        force = float(row.get("force_mae_eV_per_A") or "nan")
+        sizes = int(row["sid"]), name, int(row["natoms"])
+        systems.append(_System(split, place, *sizes, *energies, force))
+    return systems
+
+
+def _errors(page: Page) -> list[Part]:
+    """Shows predictions against labels, and errors by group."""
+    if page.recipe not in _OF_STRUCTURES or not page.run.results:
+        return []
+    if not page.run.predictions:
+        raise ValueError(f"{page.path / 'predictions.csv'}: missing or empty; parity is not shown")
+    parts: list[Part] = page.attempt(lambda: _parity(page), [])
+    parts += page.attempt(lambda: _groups(page), [])
+    if errors := page.run.errors:
+        medians = ", ".join(f"{split} {np.median(own):.3f} eV" for split, own in errors.items())
+        caption = "Share of systems with a smaller error"
+        alt = f"{caption}, against the error. Medians: {medians}."
+        parts += page.drawn(alt, f"{caption}.", partial(plots.errors, {}, errors))
+    return parts
+
+
+def _parity(page: Page) -> list[Part]:
+    of_forces = page.recipe == "potential"
+    unit = "meV/atom" if of_forces else "eV"
+    quantity = "energy minus the mean of its formula" if of_forces else "energy"
+    caption = f"Predicted against labeled {quantity}; the largest errors are named."
+    figures = []
+    known = [one for one in _systems(page) if math.isfinite(one.target + one.energy)]
+    for split in dict.fromkeys(one.split for one in known):
+        own = [one for one in known if one.split == split]
+        target, energy = np.array([(one.target, one.energy) for one in own]).T
+        if of_forces:
+            sizes = [one.natoms for one in own]
+            target, energy = without_compositions([one.name for one in own], sizes, target, energy)
+        names = {split: [f"sid {one.sid} {one.name}" for one in own]}
+        mae = float(np.abs(energy - target).mean())
+        said = f"mean absolute error {mae:.3f} {unit} over {len(own):,} systems"
+        alt = f"Predicted against labeled {quantity}. {split}: {said}."
+        options = {"names": names, "quantity": quantity, "unit": unit}
+        draw = partial(plots.parity, {split: (target, energy)}, **options)  # type: ignore[arg-type]
+        figures += page.drawn(alt, f"{split}: {caption}", draw)
+    return [{"parts": figures}]
+
+
+def _groups(page: Page) -> list[Part]:
+    """Shows the errors over all splits for each kind of group, as a picture and a table."""
+    unit, key = ("meV/Å", "mae_meV_per_A") if page.recipe == "potential" else ("eV", "mae_eV")
+    file = page.path / "errors_by_group.csv"
+    kinds: dict[str, list[GroupError]] = {}
+    for row in read_rows(file):
+        if row["split"] == "all":
+            group = GroupError(row["group"], int(row["n"]), float(row[key]))
+            kinds.setdefault(row["kind"], []).append(group)
+    if not kinds:
+        raise ValueError(f"{file}: missing or empty; errors by group are not shown")
+    figures, tables = [], []
+    for kind, own in kinds.items():
+        title = f"Mean absolute error by {_GROUPS[kind]}, all splits, {unit}; lower is better."
+        worst = max(own, key=lambda one: one.mae)
+        alt = f"{title} Largest: {worst.group}, {worst.mae:.3f} {unit} (n = {worst.n:,})."
+        figures += page.drawn(alt, title, partial(plots.errors, {kind: own}, {}, unit=unit))
+        rows = [(one.group, f"{one.n:,}", f"{one.mae:.4g}") for one in own]
+        tables.append(table((_GROUPS[kind], "n", f"MAE / {unit}"), rows, title))
+    return [{"parts": figures}, {"summary": "The same as tables", "inside": tables}]
+
+
+def _worst(page: Page) -> list[Part]:
+    """Shows the systems with the largest errors, as a table and in pictures."""
+    systems: list[_System] = page.attempt(lambda: _systems(page), [])
+    of_forces = any(math.isfinite(one.force) for one in systems)
+    unit, form = ("meV/Å", ".1f") if of_forces else ("eV", "+.3f")
+    what = "mean error of the forces" if of_forces else "error"
+    errors = {one: 1e3 * one.force if of_forces else one.energy - one.target for one in systems}
+    known = [one for one in systems if math.isfinite(errors[one])]
+    known.sort(key=lambda one: -abs(errors[one]))
+    if not known:
+        return []
+    rows = []
+    for one in known[:_LISTED]:
+        numbers = (f"{errors[one]:{form}}", f"{one.target:.3f}", f"{one.energy:.3f}")
+        rows.append([one.name, *numbers, one.natoms, one.sid, one.split])
+    caption = f"The {len(rows)} systems with the largest {what}, of {len(known):,}."
+    named = "formula" if of_forces else "adsorbate and slab"
+    head = (named, f"{what} / {unit}", "label / eV", "prediction / eV", "atoms", "sid", "split")
+    figures: list[Part] = []
+    worst = known[:_DRAWN]
+    structures: dict[_System, Any] = {}
+    for split in dict.fromkeys(one.split for one in worst):
+        own = [one for one in worst if one.split == split]
+        structures |= page.attempt(partial(_structures, page.run, split, own), {})
+    for one in filter(structures.__contains__, worst):
+        wrong = f"{errors[one]:{form}} {unit}".replace("-", "−")
+        title = f"sid {one.sid} ({one.split}): {one.name}, {what} {wrong}"
+        alt = f"{title}; {one.natoms} atoms seen from the top and from the side."
+        figures += page.drawn(alt, title, partial(plots.structure_views, structures[one]))
+    parts: list[Part] = [table(head, rows, caption)]
+    if figures:
+        parts.append(
+            "Atoms of the adsorbate (tag 2) have thick edges, fixed atoms are hatched, the dashed "
+            "line is the cell. The structures are the input of the model."
+        )
+        parts.append({"parts": figures, "pairs": True})
+    return parts
+
+
+def _structures(run: Run, split: str, wanted: Sequence[_System]) -> dict[_System, Any]:
+    """Reads structures of one split of the data of the run."""
+    data = DataSet.of_run(run.config["data"], run.config["seed"])
+    advice = "the worst structures are not drawn"
+    if not exists(data.root):
+        raise ValueError(f"{data.root}: the data of the run are missing; {advice}")
+    for skip_bad in (False, True):  # evaluations may have omitted bad structures
+        try:
+            opened: Any = data.open([split], skip_bad)[split]
+            opened = SinglePoints(opened) if run.config["recipe"] == "potential" else opened
+            found = {one: opened[one.place] for one in wanted if one.place < len(opened)}
+        except ValueError:
+            continue
+        except FileNotFoundError:
+            raise ValueError(f"{data.root}: the data lack the split {split}; {advice}") from None
+        if len(found) == len(wanted) and all(
+            (int(record.sid), record.num_nodes) == (one.sid, one.natoms)
+            for one, record in found.items()
+        ):
+            return found
+    raise ValueError(
+        f"{data.root}: split {split} no longer holds the structures of predictions.csv; {advice}"
+    )
+
+
+_SECTIONS: Mapping[str, tuple[str, Callable[[Page], list[Part]]]] = {
+    "overview": ("Overview", _overview),
+    "results": ("Results", _results),
+    "training": ("Training", _training),
+    "errors": ("Predictions and errors", _errors),
+    "worst": ("The worst predictions", _worst),
+    "pictures": ("Encodings and pictures of the evaluation", _pictures),
+    "settings": ("Settings", _settings),
+    "versions": ("Versions and files", _files),
+    "repeat": ("How to repeat it", _repeat),
+}
