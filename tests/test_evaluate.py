@@ -198,7 +198,7 @@ def test_an_evaluation_removes_files_of_an_earlier_one(run, tmp_path, monkeypatc
     before = {path.name for path in done.iterdir()}
     assert {"errors_by_group.csv", "parity.png", "parity.svg", "results_of.json"} <= before
     named = {"splits": list(TEST_SPLITS), "submission": tmp_path / "s.npz"}
-    with pytest.raises(ValueError, match="'id'"):
+    with pytest.raises(ValueError, match="test_id"):
         evaluate(done, device="cpu", **named)
     assert {path.name for path in done.iterdir()} == before
     with monkeypatch.context() as patched:

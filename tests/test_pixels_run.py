@@ -19,7 +19,7 @@ from molflt.commands.cli import main
 from molflt.commands.generate import _draw
 from molflt.data.images.datamodule import PixelData
 from molflt.data.images.unlabeled import write_sheet
-from molflt.evaluation.pixels import _around
+from molflt.evaluation.images import _around
 from molflt.pretrained import ImageWriter
 
 SMALL = [

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import nn
 
 from molflt.data.structures import Structures
@@ -27,7 +28,16 @@ from molflt.training.config import Config, read_config
 from molflt.training.recipes import Recipe
 from molflt.training.resume import read_provenance
 
-__all__ = ["EvaluationData"]
+__all__ = ["EvaluationData", "warn_of_labels"]
+
+
+def warn_of_labels(split: str, sids: NDArray[np.int64], faults: Mapping[int, str]) -> None:
+    """Warns about the first implausible label of a split; `faults` are index -> reason."""
+    for index, reason in list(faults.items())[:1]:
+        warn(
+            f"{split}: sid {sids[index]}: {reason}; it counts in the errors anyway "
+            f"({len(faults)} such); remove it with molflt data convert --skip-bad"
+        )
 
 
 class EvaluationData:

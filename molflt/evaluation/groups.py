@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from molflt.evaluation.predictions import UNKNOWN, Predictions
-from molflt.evaluation.results import align
+from molflt.evaluation.results import align, write_csv
 from molflt.plots import GroupError
 
 __all__ = ["errors_by_group", "group_tables", "groups_by_name", "groups_by_size"]
-__all__ += ["without_compositions"]
+__all__ += ["without_compositions", "write_groups"]
 
-_KINDS = ("adsorbate", "slab", "natoms")
 _SIZE_BINS = 6
 _PRINTED = 12
 
@@ -27,25 +27,29 @@ def errors_by_group(found: Mapping[str, Predictions]) -> dict[str, dict[str, lis
     Returns:
         split, or "all" for all splits -> "adsorbate", "slab" (its elements) or "natoms" -> groups.
     """
-    parts: dict[str, tuple[NDArray[np.float64], list[NDArray[np.str_]], NDArray[np.int64]]] = {}
-    for split, part in found.items():
-        error = np.abs(part.energy - part.target)[part.labeled]
-        if len(error):
-            slab = part.slab or [UNKNOWN] * len(part.natoms)
-            named = [np.array(names)[part.labeled] for names in (part.adsorbate, slab)]
-            parts[split] = (error, named, part.natoms[part.labeled])
+    parts = {
+        split: (
+            np.abs(part.energy - part.target)[part.labeled],
+            np.array(part.adsorbate)[part.labeled],
+            np.array(part.slab or [UNKNOWN] * len(part.natoms))[part.labeled],
+            part.natoms[part.labeled],
+        )
+        for split, part in found.items()
+        if part.labeled.any()
+    }
     if not parts:
         return {}
-    errors, names, sizes = zip(*parts.values(), strict=True)
-    joined = [np.concatenate(own) for own in zip(*names, strict=True)]
-    parts["all"] = (np.concatenate(errors), joined, np.concatenate(sizes))
-    edges = _size_edges(parts["all"][2])
-    groups = {}
-    for split, (error, named, natoms) in parts.items():
-        by_size = groups_by_size(natoms, error, edges)
-        by_name = [groups_by_name(names, error) for names in named]
-        groups[split] = dict(zip(_KINDS, (*by_name, by_size), strict=True))
-    return groups
+    error, adsorbate, slab, natoms = map(np.concatenate, zip(*parts.values(), strict=True))
+    parts["all"] = (error, adsorbate, slab, natoms)
+    edges = _size_edges(natoms)
+    return {
+        split: {
+            "adsorbate": groups_by_name(adsorbate, error),
+            "slab": groups_by_name(slab, error),
+            "natoms": groups_by_size(natoms, error, edges),
+        }
+        for split, (error, adsorbate, slab, natoms) in parts.items()
+    }
 
 
 def without_compositions(
@@ -101,6 +105,19 @@ def _size_label(edges: NDArray[np.int64], i: int) -> str:
     low = int(edges[i])
     high = int(edges[-1] if i + 2 >= len(edges) else edges[i + 1] - 1)
     return f"{low}-{high}" if high > low else f"{low}"
+
+
+def write_groups(
+    out: Path, groups: Mapping[str, Mapping[str, Sequence[GroupError]]], metric: str
+) -> None:
+    """Writes errors_by_group.csv, where `metric` is the name of the MAE."""
+    rows = [
+        {"split": split, "kind": kind, "group": one.group, "n": one.n, metric: one.mae}
+        for split, kinds in groups.items()
+        for kind, own in kinds.items()
+        for one in own
+    ]
+    write_csv(out / "errors_by_group.csv", rows)
 
 
 def group_tables(groups: Mapping[str, Sequence[GroupError]]) -> str:

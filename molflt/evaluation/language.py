@@ -1,16 +1,19 @@
-"""Evaluation of language models: perplexity, loss against the position, attention."""
+"""Evaluation of language models, causal and masked: perplexity, accuracy, attention."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from molflt import plots
 from molflt.data.text.datamodule import TokenBlocks, read_blocks
+from molflt.data.text.tokenized import PieceBlocks, read_pieces
 from molflt.evaluation.common import (
     attention_of,
     batches,
@@ -18,25 +21,36 @@ from molflt.evaluation.common import (
     draw_attention,
     draw_encoding,
     expect_finite,
+    load_tokenizer,
     load_vocabulary,
     locality_of,
     named_sources,
+    total_of,
 )
 from molflt.evaluation.proteins import Residues
-from molflt.evaluation.results import Evaluation, Results, begin_results, results_table
+from molflt.evaluation.results import Evaluation, Results, begin_results, results_table, written
 from molflt.sequence.language_model import LanguageModel
+from molflt.sequence.masked import MaskedLanguageModel
 from molflt.tasks.language import LanguageTask
+from molflt.tasks.masked import Draws, MaskedTask
 from molflt.training.config import Config
 
-__all__ = ["evaluate", "metrics_of", "token_losses"]
+__all__ = ["evaluate", "evaluate_masked", "metrics_of", "token_losses"]
 
-_ATTENTION_TOKENS = 128  # tokens in the picture of attention matrices
+_SHOWN = 128  # tokens in the picture of attention matrices
+_FILES = ("losses.png", "attention.png", "encoding.png", "substitutions.png")
 _COLUMNS = {
     "perplexity": ("perplexity", 2),
     "bits_per_token": ("bits/token", 3),
     "tokens": ("tokens", 0),
     "nearest": ("nearest 10 %", 3),
     "farthest": ("farthest 10 %", 3),
+}
+_OF_GAPS = {
+    "perplexity": ("perplexity", 2),
+    "accuracy_percent": ("right / %", 2),
+    "next_sentence_percent": ("pairs right / %", 2),
+    "gaps": ("gaps", 0),
 }
 _NOTE = "10 %: attention on that share of the preceding tokens, mean over heads and layers"
 
@@ -71,8 +85,6 @@ def evaluate(
     """
     vocabulary = load_vocabulary(run, model.vocabulary)
     length, train = int(str(config["data"]["length"])), str(config["data"]["train"])
-    results: Results = {}
-    curves: dict[str, NDArray[np.float64]] = {}
     residues = None
     if vocabulary.level == "protein":  # the unigram model also predicts ends of records
         possible = np.ones(len(vocabulary), dtype=bool)
@@ -81,31 +93,30 @@ def evaluate(
         split: read_blocks(source, vocabulary, length, split)
         for split, source in named_sources(config["data"], splits, data).items()
     }
+    results: Results = {}
+    curves: dict[str, NDArray[np.float64]] = {}
     for split, blocks in texts.items():
         right: list[NDArray[np.bool_]] | None = None if residues is None else []
         losses = curves[split] = token_losses(model, blocks, batch_size, split, right)
-        counted = losses[np.isfinite(losses)]
-        scores = metrics_of(counted)
-        results[split] = {**scores, "tokens": len(counted), **_locality(model, blocks)}
+        known = np.isfinite(losses)
+        counted = losses[known]
+        results[split] = {**metrics_of(counted), "tokens": len(counted), **_locality(model, blocks)}
         if residues is not None and right is not None:
-            own, there = blocks.ids != blocks.eos, np.isfinite(losses)
-            hits = np.concatenate(right)[there][own]
-            results[split] |= residues.judge(
-                metrics_of(counted[own])["perplexity"], 100 * float(hits.mean()), blocks.ids[own]
-            )
-    begin_results(out, "losses.png", "attention.png", "encoding.png", "substitutions.png")
-    files = [out / "losses.png"]
-    plots.losses_by_place(curves, files[0])
-    first = blocks[0][0][:_ATTENTION_TOKENS].to(device_of(model))[None]
+            own = blocks.ids != blocks.eos
+            share = 100 * float(np.concatenate(right)[known][own].mean())
+            perplexity = metrics_of(counted[own])["perplexity"]
+            results[split] |= residues.judge(perplexity, share, blocks.ids[own])
+    begin_results(out, *_FILES)
+    plots.losses_by_place(curves, out / "losses.png")
+    first = blocks[0][0][:_SHOWN].to(device_of(model))[None]
     title = f"last layer, first {first.shape[1]} tokens of {split}"
-    files += draw_attention(model.stack, lambda: model(first), out / "attention.png", title)
-    position, scale = model.stack.position, model.position_scale
-    files += draw_encoding(position, scale, length, out / "encoding.png")
+    draw_attention(model.stack, lambda: model(first), out / "attention.png", title)
+    draw_encoding(model.stack.position, model.position_scale, length, out / "encoding.png")
     text = f"{results_table('text', _COLUMNS, results)}\n\n{_NOTE}"
     if residues is not None:
-        files.append(out / "substitutions.png")
-        text += residues.report(results, model.head, vocabulary.ids, files[-1])
-    return Evaluation(results, f", blocks of {length} tokens\n\n{text}\n", files)
+        text += residues.report(results, model.head, vocabulary.ids, out / "substitutions.png")
+    text = f", blocks of {length} tokens\n\n{text}\n"
+    return Evaluation(results, text, written(out, *_FILES))
 
 
 def metrics_of(losses: NDArray[np.float64]) -> dict[str, float]:
@@ -126,9 +137,8 @@ def token_losses(
     (batch, length). With None, the logits are not kept in memory.
     """
     device, found = device_of(model), []
-    with batches(
-        DataLoader(blocks, batch_size), name, f"{batch_size} x {blocks.length:,} tokens"
-    ) as loaded:
+    loader, batch = DataLoader(blocks, batch_size), f"{batch_size} x {blocks.length:,} tokens"
+    with batches(loader, name, batch) as loaded:
         for inputs, targets in loaded:
             wanted = targets.to(device)
             if right is None:
@@ -149,3 +159,89 @@ def _locality(model: LanguageModel, blocks: TokenBlocks) -> dict[str, float | No
     place = torch.arange(tokens.shape[1])
     distances = (place[:, None] - place).abs()
     return locality_of(attention_of(model.stack, lambda: model(tokens)), distances, causal=True)
+
+
+def evaluate_masked(
+    run: Path,
+    model: MaskedLanguageModel,
+    config: Config,
+    out: Path,
+    splits: list[str] | None = None,
+    data: Path | None = None,
+    batch_size: int | None = None,
+) -> Evaluation:
+    """Evaluates a masked language model: perplexity and accuracy of masked tokens (gaps).
+
+    The gaps are those of validation: they depend only on the sequence, not on the batch. Writes
+    attention.png (each head of the last attention layer) and, with a relative encoding,
+    encoding.png. For protein models, also compares the model with the unigram model of the training
+    file and writes substitutions.png.
+
+    Args:
+        splits: any of train, val and test; by default val, and also test if the run names it.
+        data: another text to evaluate instead: a file or an hf: name.
+        batch_size: sequences in a batch; the wrong second parts also depend on this; by default as
+            in training.
+
+    Returns:
+        Per split: perplexity, accuracy_percent, next_sentence_percent if the model predicts it, and
+        gaps (their number). For proteins also residue_perplexity, residue_accuracy_percent and
+        residues (their number) with the mask token in every gap, and unigram_perplexity and
+        unigram_accuracy_percent.
+    """
+    tokenizer, options = load_tokenizer(run, model.vocabulary), config["data"]
+    length, train = int(str(options["length"])), str(options["train"])
+    names = ("mask_rate", "mask_share", "random_share")
+    shares = {name: float(str(config["task"][name])) for name in names}
+    task = MaskedTask(model, **shares)
+    # in training, a tenth of the gaps show the right token
+    always = MaskedTask(model, shares["mask_rate"], mask_share=1.0, random_share=0.0)
+    size = int(str(options["batch_size"])) if batch_size is None else batch_size
+    letters, residues = tokenizer.letters, None
+    if letters is not None:
+        possible = model.ordinary.cpu().numpy()
+        residues = Residues(
+            train, lambda: read_pieces(train, tokenizer, length, use="train").ids, possible
+        )
+    texts = {}  # read all of them before evaluating the first
+    for split, source in named_sources(options, splits, data).items():
+        pairs = model.next_sentence is not None
+        texts[split] = read_pieces(source, tokenizer, length, pairs, split)
+        task.expect_gaps(texts[split], source)
+    results: Results = {}
+    for split, blocks in texts.items():
+        results[split] = _judged(task, blocks, size, split)
+        if residues is not None:
+            found = _judged(always, blocks, size, split)
+            scores = found["perplexity"], found["accuracy_percent"]
+            results[split] |= residues.judge(*scores, _targets(always, blocks, size))
+    begin_results(out, *_FILES)
+    tokens, types, there = (part[None] for part in blocks[0])
+    count = min(_SHOWN, int(there.sum()))
+    first: Sequence[Tensor] = [part[:, :count].to(device_of(model)) for part in (tokens, types)]
+    stack, scale = model.encoder.stack, model.encoder.position_scale
+    title = f"last layer with attention, first {count} tokens of {split}"
+    draw_attention(stack, lambda: model(*first), out / "attention.png", title)
+    draw_encoding(stack.position, scale, blocks.length, out / "encoding.png")
+    columns = {k: v for k, v in _OF_GAPS.items() if all(k in row for row in results.values())}
+    text = results_table("text", columns, results)
+    if residues is not None and letters is not None:
+        text += residues.report(results, model.head, letters, out / "substitutions.png")
+    return Evaluation(results, f"\n\n{text}\n", written(out, *_FILES))
+
+
+def _judged(task: MaskedTask, blocks: PieceBlocks, size: int, name: str) -> dict[str, float | None]:
+    """Returns the metrics of a text."""
+    loader = DataLoader(blocks, size)
+    total = total_of(task, loader, name, f"{size} x {blocks.length:,} tokens")
+    return {**task.summarize(total), "gaps": int(total[2])}
+
+
+def _targets(task: MaskedTask, blocks: PieceBlocks, size: int) -> NDArray[np.int64]:
+    """Returns the hidden tokens of a text, (gaps,)."""
+    found = []
+    for batch in DataLoader(blocks, size):
+        tokens, types, there = (part.to(device_of(task.model)) for part in batch)
+        targets = task.gaps((tokens, types, there), Draws.of_content(tokens, there))[1]
+        found.append(targets[targets >= 0].cpu().numpy())
+    return np.concatenate(found)

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from molflt import plots
 from molflt.data.problems import ProblemSeeds
 from molflt.evaluation.common import draw_attention, draw_encoding
-from molflt.evaluation.results import Evaluation, align, begin_results, write_csv
+from molflt.evaluation.results import Evaluation, align, begin_results, write_csv, written
 from molflt.memory import within_memory
 from molflt.optimizers.coordinate import CoordinateOptimizer, OptimizerState
 from molflt.optimizers.learned import LearnedOptimizer
@@ -28,10 +28,10 @@ from molflt.optimizers.problems import Problem
 from molflt.optimizers.unseen import UNSEEN, image_problems
 from molflt.training.config import Config
 
-__all__ = ["ADAM_RATES", "Raced", "curve_rows", "evaluate", "final_loss", "loss_curve", "race"]
-__all__ += ["intervals", "table", "tasks_of", "tuned_adam"]
+__all__ = ["Raced", "curve_rows", "evaluate", "final_loss", "tasks_of", "tuned_adam"]
 
-ADAM_RATES = tuple(round(10 ** (-4 + i / 3), 6) for i in range(10))  # 1e-4 to 0.1
+_FILES = ("curves.csv", "optimizations.png", "attention.png", "encoding.png")
+_RATES = tuple(round(10 ** (-4 + i / 3), 6) for i in range(10))  # 1e-4 to 0.1
 _END = 0.1  # the final loss is the mean over this last share of the steps
 _ROWS = 200  # intervals per curve in the file
 _SHOWN, _COORDINATES = 64, 32  # gradients and coordinates in the picture of attention
@@ -87,7 +87,7 @@ def evaluate(
     for name, value in (("steps", steps), ("repeats", repeats)):
         if value < 1:
             raise ValueError(f"--{name} must be at least 1; got {value}")
-    rates = list(ADAM_RATES) if rates is None else rates
+    rates = list(_RATES) if rates is None else rates
     if not all(0 < rate < math.inf for rate in rates):
         raise ValueError(f"--rates must be above 0; got {rates}")
     chosen = tasks_of(tasks, data)
@@ -96,30 +96,30 @@ def evaluate(
     with within_memory(lambda: f"{run}: the optimizer's state", "choose smaller --tasks"):
         for name, made in tqdm(chosen.items(), desc="tasks", leave=False, disable=None):
             opened = partial(LearnedOptimizer, model=model)
-            found[name] = {run.name: race(made, opened, steps, repeats, like)}
+            found[name] = {run.name: _race(made, opened, steps, repeats, like)}
             if rates:
                 found[name]["Adam"] = tuned_adam(made, steps, repeats, like, rates)
-    begin_results(out, "curves.csv", "optimizations.png", "attention.png", "encoding.png")
-    files = [write_csv(out / "curves.csv", curve_rows(found)), out / "optimizations.png"]
+    begin_results(out, *_FILES)
+    write_csv(out / "curves.csv", curve_rows(found))
     curves = {
-        task: {name: intervals(raced.curves)[1] for name, raced in own.items()}
+        task: {name: _intervals(raced.curves)[1] for name, raced in own.items()}
         for task, own in found.items()
     }
-    plots.loss_curves(curves, files[1], steps)
+    plots.loss_curves(curves, out / "optimizations.png", steps)
     task, made = list(chosen.items())[-1]
-    files += _draw_memory(model, made(int(ProblemSeeds("test", 1)[0]), like), task, steps, out)
+    _draw_memory(model, made(int(ProblemSeeds("test", 1)[0]), like), task, steps, out)
     results = {task: _metrics(*own.values()) for task, own in found.items()}
-    text = f", {steps:,} steps, {repeats} repeats\n\n{table(found)}\n"
-    return Evaluation(results, text, files)
+    text = f", {steps:,} steps, {repeats} repeats\n\n{_table(found)}\n"
+    return Evaluation(results, text, written(out, *_FILES))
 
 
 def _draw_memory(
     model: CoordinateOptimizer, problem: Problem, task: str, steps: int, out: Path
-) -> list[Path]:
+) -> None:
     """Draws the attention on past gradients, averaged over coordinates."""
     memory = model.memory
     if not isinstance(memory, AttentionMemory):
-        return []
+        return
     theta, seen = problem.start.detach(), []
     state: OptimizerState | None = None
     rows = torch.linspace(0, len(theta) - 1, min(_COORDINATES, len(theta))).long()
@@ -137,9 +137,9 @@ def _draw_memory(
     features = torch.stack(seen, dim=1)
     title = f"last layer, first {features.shape[1]} gradients of {task.replace('_', ' ')}"
     call = partial(model, features, features[..., 0])
-    files = draw_attention(memory.stack, call, out / "attention.png", title)
+    draw_attention(memory.stack, call, out / "attention.png", title)
     position, scale = memory.stack.position, memory.position_scale
-    return files + draw_encoding(position, scale, _REACH + 1, out / "encoding.png", "steps")
+    draw_encoding(position, scale, _REACH + 1, out / "encoding.png", "steps")
 
 
 def tasks_of(names: Sequence[str] | None, data: Path | None) -> dict[str, _Made]:
@@ -154,31 +154,31 @@ def tasks_of(names: Sequence[str] | None, data: Path | None) -> dict[str, _Made]
     wanted = names or [name for name in known if data is not None or name in UNSEEN]
     if data is not None and not set(wanted) & {*of_images}:
         raise ValueError(f"--data {data} has no effect on {', '.join(wanted)}; omit it")
-    there = {**UNSEEN, **(image_problems(data) if data is not None else {})}
+    there = UNSEEN if data is None else {**UNSEEN, **image_problems(data)}
     return {name: there[name] for name in wanted}
 
 
-def race(made: _Made, opened: _Opened, steps: int, repeats: int, like: Tensor) -> Raced:
+def _race(made: _Made, opened: _Opened, steps: int, repeats: int, like: Tensor) -> Raced:
     """Optimizes a task with `repeats` seeds that training never uses."""
     seeds = ProblemSeeds("test", repeats)
     problems = [made(int(seeds[i]), like) for i in range(repeats)]
-    return Raced(np.stack([loss_curve(problem, opened, steps) for problem in problems]))
+    return Raced(np.stack([_loss_curve(problem, opened, steps) for problem in problems]))
 
 
 def tuned_adam(
-    made: _Made, steps: int, repeats: int, like: Tensor, rates: Iterable[float] = ADAM_RATES
+    made: _Made, steps: int, repeats: int, like: Tensor, rates: Iterable[float] = _RATES
 ) -> Raced:
     """Optimizes a task with Adam at the learning rate with the smallest final loss."""
     best, least = Raced(np.empty(0)), math.inf
     for lr in rates:
-        found = race(made, partial(Adam, lr=lr), steps, repeats, like)
+        found = _race(made, partial(Adam, lr=lr), steps, repeats, like)
         end = final_loss(found.curves)[0]
         if end < least or not best.setting:
             best, least = Raced(found.curves, f"{lr:g}"), end
     return best
 
 
-def loss_curve(problem: Problem, opened: _Opened, steps: int) -> _Curve:
+def _loss_curve(problem: Problem, opened: _Opened, steps: int) -> _Curve:
     """Returns the loss before each step, (steps,); infinite from the first NaN on."""
     theta = nn.Parameter(problem.start.detach().clone())
     optimizer = opened([theta])
@@ -210,12 +210,11 @@ def _metrics(learned: Raced, adam: Raced | None = None) -> dict[str, float | Non
     for prefix, raced in (("", learned), ("adam_", adam)):
         if raced is not None:
             end, spread = final_loss(raced.curves)
-            found[f"{prefix}final_loss"] = end
-            found[f"{prefix}final_loss_sd"] = None if math.isnan(spread) else spread
+            found |= {f"{prefix}final_loss": end, f"{prefix}final_loss_sd": spread}
     return found if adam is None else {**found, "adam_lr": float(adam.setting)}
 
 
-def table(found: Mapping[str, Mapping[str, Raced]]) -> str:
+def _table(found: Mapping[str, Mapping[str, Raced]]) -> str:
     """Formats final losses, one line per task and optimizer."""
     lines = [("task", "optimizer", "tuned", "final loss", "sd of log10")]
     for task, own in found.items():
@@ -227,7 +226,7 @@ def table(found: Mapping[str, Mapping[str, Raced]]) -> str:
     return f"{align(lines, text_columns=2)}\n\n{note}"
 
 
-def intervals(curves: _Curve, most: int = _ROWS) -> tuple[_Curve, _Curve]:
+def _intervals(curves: _Curve, most: int = _ROWS) -> tuple[_Curve, _Curve]:
     """Returns the middle steps of intervals, (n,), and mean losses over each, (repeats, n)."""
     steps = curves.shape[1]
     edges = np.linspace(0, steps, min(steps, most) + 1).round().astype(int)
@@ -241,7 +240,7 @@ def curve_rows(found: Mapping[str, Mapping[str, Raced]]) -> list[dict[str, Any]]
     for task, own in found.items():
         for name, raced in own.items():
             label = {"task": task, "optimizer": name, "tuned": raced.setting}
-            middle, means = intervals(raced.curves)
+            middle, means = _intervals(raced.curves)
             for repeat, losses in enumerate(means):
                 pairs = zip(middle, losses, strict=True)
                 rows += [{**label, "repeat": repeat, "step": s, "loss": x} for s, x in pairs]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,21 +22,17 @@ _RESERVED = (_OURS, "energy", "target")  # published.csv has energy_eV and targe
 _Array = NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class Published:
-    """Published energies of other models.
-
-    Attributes:
-        path: file of the energies.
-        rows: name of a system -> its row.
-        models: name -> (systems, trainings), eV.
-        systems: sid -> system of the evaluated data set.
-    """
+class Published(NamedTuple):
+    """Published energies of other models."""
 
     path: Path
+    """file of the energies"""
     rows: dict[str, int]
+    """name of a system -> its row"""
     models: dict[str, _Array]
+    """name -> (systems, trainings), eV"""
     systems: dict[int, System]
+    """sid -> system of the evaluated data set"""
 
 
 class _Common(NamedTuple):
@@ -88,13 +83,10 @@ def read_published(path: Path, root: Path) -> Published:
 
 def compare(
     published: Published, common: list[_Common], found: Mapping[str, Predictions], out: Path
-) -> tuple[str, list[Path]]:
+) -> str:
     """Compares models over the systems that all of them predicted and that have a label.
 
-    Writes published.csv, published_errors.csv and published.png into `out`.
-
-    Returns:
-        Tables in plain text, and the files.
+    Writes published.csv, published_errors.csv and published.png into `out`; returns tables.
     """
     total = sum(len(part.energy) for part in found.values())
     target = np.array([one.target for one in common])
@@ -108,22 +100,29 @@ def compare(
         "metal": [one.system.metal for one in common],
     }
     rows = list(_error_rows(errors, groups))
-    files = [
-        write_csv(out / "published.csv", list(_system_rows(common, energies))),
-        write_csv(out / "published_errors.csv", rows),
-        out / "published.png",
+    write_csv(out / "published_errors.csv", rows)
+    names = {name: f"{'energy' if name == _OURS else name}_eV" for name in energies}
+    systems = [
+        {
+            "split": one.split,
+            **one.system._asdict(),
+            "target_eV": one.target,
+            **{names[name]: float(array[i].mean()) for name, array in energies.items()},
+        }
+        for i, one in enumerate(common)
     ]
+    write_csv(out / "published.csv", systems)
     panels = {}
     for name, array in energies.items():
         several = f", mean of {array.shape[1]}" if array.shape[1] > 1 else ""
         panels[f"{name}{several}"] = (target, array.mean(1))
-    plots.parity(panels, files[-1])
+    plots.parity(panels, out / "published.png")
     heading = (
         f"compared with {published.path.name}: MAE / eV over the {len(common):,} of {total:,} "
         "systems that all models predicted\n"
     )
     tables = [_table(rows, kind, several=kind == "split") for kind in groups]
-    return heading + "\n\n".join(tables), files
+    return heading + "\n\n".join(tables)
 
 
 def common_systems(published: Published, found: Mapping[str, Predictions]) -> list[_Common]:
@@ -165,21 +164,6 @@ def _error_rows(
                     "mae_eV": float(np.abs(error[chosen]).mean()),
                     "mae_of_mean_eV": float(np.abs(error[chosen].mean(1)).mean()),
                 }
-
-
-def _system_rows(
-    common: list[_Common], energies: Mapping[str, _Array]
-) -> Iterator[dict[str, object]]:
-    for i, one in enumerate(common):
-        yield {
-            "split": one.split,
-            **one.system._asdict(),
-            "target_eV": one.target,
-            **{
-                f"{'energy' if name == _OURS else name}_eV": float(array[i].mean())
-                for name, array in energies.items()
-            },
-        }
 
 
 def _table(rows: list[dict[str, object]], kind: str, several: bool) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import csv
 import io
-import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +18,6 @@ from molflt.training.run_folder import read_versions
 
 __all__ = ["Page", "Part", "table"]
 
-_LARGEST_SVG = 250_000  # bytes; larger pictures are drawn as PNG
 _LARGEST_PNG = 500_000  # bytes; larger pictures are reduced to a palette
 _BUDGET = 2_500_000  # total bytes of all pictures, for a page of at most 3 MB
 _EXPECTED = {  # files of a finished run -> result of their absence
@@ -82,17 +80,14 @@ class Page:
         self.missing += [line] * (line not in self.missing)
         return otherwise
 
-    def drawn(self, alt: str, caption: str, draw: Callable[[Path], object]) -> list[Part]:
-        """Draws a figure as SVG or, if that is large, as PNG; `alt` describes it in words."""
+    def drawn(self, text: str, draw: Callable[[Path], object]) -> list[Part]:
+        """Draws a figure; `text` describes it in words."""
 
         def make() -> list[Part]:
             with tempfile.TemporaryDirectory() as folder:
-                file = Path(folder) / "picture.svg"
+                file = Path(folder) / "picture.png"
                 draw(file)
-                if file.stat().st_size > _LARGEST_SVG:
-                    file = file.with_suffix(".png")
-                    draw(file)
-                return self._embedded(file, alt, alt, caption)
+                return self._embedded(file.read_bytes(), text, text)
 
         found: list[Part] = self.attempt(make, [])
         return found
@@ -102,17 +97,12 @@ class Page:
         file = self.path / name
         if not file.is_file():
             return []
-        alt = text.partition(". ")[2]
-        found: list[Part] = self.attempt(lambda: self._embedded(file, str(file), alt, text), [])
+        found: list[Part]
+        found = self.attempt(lambda: self._embedded(file.read_bytes(), str(file), text), [])
         return found
 
-    def _embedded(self, file: Path, name: str, alt: str, caption: str) -> list[Part]:
-        content, kind, width = file.read_bytes(), "svg+xml", 720
-        if file.suffix == ".png":
-            content, width = _png(content, name)
-            kind = "png"
-        elif points := re.search(rb'<svg[^>]*? width="([\d.]+)pt"', content):
-            width = round(float(points[1]) * 96 / 72)
+    def _embedded(self, content: bytes, name: str, text: str) -> list[Part]:
+        content, width = _png(content, name)
         data = base64.b64encode(content).decode()
         if len(data) > self._left:
             raise ValueError(
@@ -120,8 +110,7 @@ class Page:
                 "in the run"
             )
         self._left -= len(data)
-        src = f"data:image/{kind};base64,{data}"
-        return [{"src": src, "width": width, "alt": alt, "caption": caption}]
+        return [{"src": f"data:image/png;base64,{data}", "width": width, "text": text}]
 
 
 def _png(content: bytes, name: str) -> tuple[bytes, int]:

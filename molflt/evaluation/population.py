@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from molflt import plots
 from molflt.data.problems import ProblemSeeds, generator_of
-from molflt.evaluation.results import Evaluation, align, begin_results, write_csv
+from molflt.evaluation.results import Evaluation, align, begin_results, write_csv, written
 from molflt.optimizers.functions import FAMILIES, HALF_WIDTH, UNSEEN, Functions
 from molflt.optimizers.population import Populations
 from molflt.optimizers.population_model import PopulationModel
@@ -22,6 +22,7 @@ from molflt.training.config import Config
 
 __all__ = ["BASELINES", "evaluate"]
 
+_FILES = ("best_values.csv", "best_values.png")
 _SMALLEST = 1e-12  # smaller best values are rounding errors
 _POINTS = 100  # points in a curve
 _CMA_STEP = 2.0  # initial step size of CMA-ES, usual for BBOB's domain [-5, 5]
@@ -89,11 +90,11 @@ def evaluate(
         curves[name] = {key: _best(values)[:, counts - 1] for key, values in found.items()}
     results = {name: _summary(found, own) for name, found in curves.items()}
     rows = _rows(curves, counts, seeds)
-    png = out / "best_values.png"
-    begin_results(out, "best_values.csv", png.name)
-    plots.best_values(curves, counts.astype(float), png, runs)
+    begin_results(out, *_FILES)
+    write_csv(out / "best_values.csv", rows)
+    plots.best_values(curves, counts.astype(float), out / "best_values.png", runs)
     text = f"\n\n{_table(curves, evaluations, d, runs)}\n"
-    return Evaluation(results, text, [write_csv(out / "best_values.csv", rows), png])
+    return Evaluation(results, text, written(out, *_FILES))
 
 
 def _own_name(config: Config) -> str:

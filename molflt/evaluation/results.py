@@ -21,7 +21,7 @@ from molflt.training.config import Config, absolute
 
 __all__ = ["RESULTS", "Evaluation", "Provenance", "Results", "align", "begin_results", "csv_text"]
 __all__ += ["fixed", "given_data", "is_within", "provenance_of", "results_table", "run_weights"]
-__all__ += ["warn", "why_of_others", "write_csv", "write_results"]
+__all__ += ["warn", "why_of_others", "write_csv", "write_results", "written"]
 
 RESULTS = "results.json"
 """Name of the file with the metrics by split in the folder of an evaluation."""
@@ -126,6 +126,11 @@ def begin_results(out: Path, *names: str) -> None:
     others = [f"{stem}.{ending}" for stem in pictures for ending in FORMATS]
     for name in (RESULTS, _NOTE, *names, *others):  # RESULTS first
         (out / name).unlink(missing_ok=True)
+
+
+def written(out: Path, *names: str) -> list[Path]:
+    """Returns the files of `begin_results` that the evaluation has written."""
+    return [out / name for name in names if (out / name).is_file()]
 
 
 def write_results(

@@ -213,7 +213,7 @@ def standard_error(run: Run, split: str, name: str) -> float | None:
 
     It is also unknown for a share of 0 or 100 %.
     """
-    row = run.results[split]
+    row = run.results.get(split, {})
     value, count = row.get(name), row.get("n")
     if value is None or not count or count < 0:
         return None

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import re
 import shlex
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
@@ -18,12 +20,10 @@ from molflt import plots
 from molflt.data.structures.data_set import DataSet
 from molflt.data.structures.potential_data import SinglePoints
 from molflt.data.structures.sources import exists
-from molflt.evaluation.groups import without_compositions
 from molflt.evaluation.page import Page, Part, table
-from molflt.evaluation.runs import Run, flat_options, read_rows, standard_error
+from molflt.evaluation.runs import Run, flat_options, standard_error
 from molflt.files import readable_size
 from molflt.metrics import Metric
-from molflt.plots import GroupError
 from molflt.training.config import defaults, plain
 from molflt.training.outcome import draw_curve
 from molflt.version import __version__
@@ -44,35 +44,32 @@ _NAMES = {
     "farthest": "attention on the farthest 10 % of the tokens",
 }
 _NAMED_BY = {"learned_optimizer": "--tasks", "population_optimizer": "--functions"}
-_GROUPS = {
-    "adsorbate": "adsorbate",
-    "slab": "metal (elements of the slab)",
-    "element": "element",
-    "natoms": "number of atoms",
-}
-_KEPT = {  # pictures of evaluations -> title. description
+_PARITY = (
+    "Predictions. Predicted against labeled energies, a panel per split; the largest errors are "
+    "named."
+)
+_ERRORS = (
+    "Errors by group. Mean absolute error by adsorbate, metal (elements of the slab), element and "
+    "number of atoms, over all splits, and share of systems with a smaller error."
+)
+_KEPT = {  # pictures of evaluations
     "encoding.png": "Learned relative encodings. The relative positional encoding of each head "
     "against the offset between two tokens, added to the logit or multiplied with the weight, see "
     "the label of the axis.",
-    "attention.png": "Attention of the last layer. Attention matrices of queries (rows) and keys "
-    "(columns), a panel per head.",
-    "cross-attention.png": "Attention of the target on the source. Attention matrices of the "
-    "decoder on the source, a panel per head.",
-    "losses.png": "Loss against the position in the block. Mean loss per token, in nats, against "
-    "the number of preceding tokens.",
-    "substitutions.png": "Similarity of amino acids. The learned similarity of pairs of amino "
-    "acids, and BLOSUM62 if it is installed.",
-    "confusion.png": "Confusions. The share of the images of each class (row) that were assigned "
-    "to each class (column).",
-    "wrong.png": "Confident mistakes. The misclassified images with the largest probabilities.",
-    "best_values.png": "Unseen functions. The best value so far against the number of function "
-    "evaluations, a panel per function: mean and standard deviation over runs.",
-    "forces.png": "Forces. Predicted against labeled components of the forces, in eV/Å, a panel "
-    "per split.",
-    "optimizations.png": "Unseen tasks. Loss against the step on unseen tasks: mean and range over "
-    "repeats.",
-    "published.png": "Comparison with published models. Predicted against labeled energies, in "
-    "eV, a panel per model.",
+    "attention.png": "Attention of the last layer: queries (rows) and keys (columns), a panel per "
+    "head.",
+    "cross-attention.png": "Attention of the target on the source, a panel per head.",
+    "losses.png": "Mean loss per token, in nats, against the number of preceding tokens.",
+    "substitutions.png": "The learned similarity of pairs of amino acids, and BLOSUM62 if it is "
+    "installed.",
+    "confusion.png": "The share of the images of each class (row) that were assigned to each class "
+    "(column).",
+    "wrong.png": "The misclassified images with the largest probabilities.",
+    "best_values.png": "The best value so far against the number of evaluations of unseen "
+    "functions: mean and standard deviation over runs.",
+    "forces.png": "Predicted against labeled components of the forces, in eV/Å, a panel per split.",
+    "optimizations.png": "Loss against the step on unseen tasks: mean and range over repeats.",
+    "published.png": "Predicted against labeled energies of published models and of this run.",
 }
 
 
@@ -164,11 +161,7 @@ def _results(page: Page) -> list[Part]:
     rows = []
     for name in dict.fromkeys(name for row in run.results.values() for name in row):
         cells = [
-            _number(
-                row.get(name),
-                standard_error(run, split, name) if name in row else None,
-                metrics.get(name),
-            )
+            _number(row.get(name), standard_error(run, split, name), metrics.get(name))
             for split, row in run.results.items()
         ]
         rows.append([_heading(name, metrics), *cells])
@@ -180,28 +173,28 @@ def _results(page: Page) -> list[Part]:
 
 def _training(page: Page) -> list[Part]:
     """Shows training curves and the last validations."""
-    run, columns, metrics, measure = page.run, page.run.columns, page.run.metrics, page.run.measure
+    run, columns, metrics = page.run, page.run.columns, page.run.metrics
     if not columns:
         return []
-    steps = columns["step"]
-    alt = "Loss, metrics and learning rate against the step, up to step "
-    alt += f"{int(steps.max(initial=0)):,}."
+    text = "Loss, metrics and learning rate against the step, up to step "
+    text += f"{int(columns['step'].max(initial=0)):,}."
     if run.best is not None:
-        alt += f" Best validation: {metrics[measure].shown(run.best[0])} at step {run.best[1]:,}."
-    draw = partial(draw_curve, page.path, metrics=metrics, measure=measure)
-    parts = page.drawn(alt, "Training and validation.", draw)
-    names = [name for name in columns if name.startswith("val_")]
-    known = np.flatnonzero(np.isfinite([columns[name] for name in names]).any(axis=0))
-    if not len(known):
-        return parts
-    plain_names = [name.removeprefix("val_") for name in names]
-    rows = [[f"{steps[i]:.0f}"] for i in known[-_VALIDATIONS:]]
-    for row, i in zip(rows, known[-_VALIDATIONS:], strict=True):
-        for name, metric in zip(names, plain_names, strict=True):
-            row.append(_number(float(columns[name][i]), None, metrics.get(metric)))
-    head = ["step", *(_heading(name, metrics) for name in plain_names)]
+        text += f" Best validation: {metrics[run.measure].shown(run.best[0])} at step "
+        text += f"{run.best[1]:,}."
+    draw = partial(draw_curve, page.path, metrics=metrics, measure=run.measure)
+    names = {name.removeprefix("val_"): name for name in columns if name.startswith("val_")}
+    known = np.flatnonzero(np.isfinite([columns[name] for name in names.values()]).any(axis=0))
+    rows = [
+        [
+            f"{columns['step'][i]:.0f}",
+            *(_number(columns[n][i], None, metrics.get(key)) for key, n in names.items()),
+        ]
+        for i in known[-_VALIDATIONS:]
+    ]
+    head = ["step", *(_heading(name, metrics) for name in names)]
     caption = f"The last {len(rows)} of {len(known)} validations (metrics.csv)."
-    return [*parts, {"summary": "Validations", "inside": [table(head, rows, caption)]}]
+    details = {"summary": "Validations", "inside": [table(head, rows, caption)]}
+    return page.drawn(text, draw) + ([details] if rows else [])
 
 
 def _pictures(page: Page) -> list[Part]:
@@ -254,8 +247,20 @@ def _repeat(page: Page) -> list[Part]:
     return ["AGAIN is the name of a new folder.", {"lines": lines}]
 
 
+def _errors(page: Page) -> list[Part]:
+    """Shows predictions against labels, and errors by group."""
+    if page.recipe not in _OF_STRUCTURES or not page.run.results:
+        return []
+    if not page.run.predictions:
+        raise ValueError(f"{page.path / 'predictions.csv'}: missing or empty; parity is not shown")
+    parts = page.kept("parity.png", _PARITY)
+    if medians := [f"{split} {np.median(own):.3f} eV" for split, own in page.run.errors.items()]:
+        parts.append(f"Medians of the absolute errors: {', '.join(medians)}.")
+    return parts + page.kept("errors.png", _ERRORS)
+
+
 class _System(NamedTuple):
-    """A row of predictions.csv; NaN without a label or forces."""
+    """A row of predictions.csv."""
 
     split: str
     place: int
@@ -266,148 +271,77 @@ class _System(NamedTuple):
     natoms: int
     energy: float
     target: float
-    force: float
-    """mean error of its forces, eV/Å"""
+    error: float
+    """error of the energy, eV, or mean error of the forces, meV/Å"""
 
 
 def _systems(page: Page) -> list[_System]:
-    """Reads the rows of predictions.csv; raises KeyError for missing columns."""
-    counts: dict[str, int] = {}
+    """Reads the systems with a known error, largest errors first."""
+    counts: Counter[str] = Counter()
     systems = []
+    of_forces = any(row.get("force_mae_eV_per_A") for row in page.run.predictions)
     for row in page.run.predictions if page.recipe in _OF_STRUCTURES else ():
-        split = row["split"]
-        place = counts[split] = counts.get(split, -1) + 1
+        split, force = row["split"], float(row.get("force_mae_eV_per_A") or "nan")
         slab = f" on {row['slab']}" if row.get("slab") else ""
         name = row["formula"] if "formula" in row else row["adsorbate"] + slab
-        energies = float(row["energy_eV"]), float(row["target_eV"] or "nan")
-        force = float(row.get("force_mae_eV_per_A") or "nan")
-        sizes = int(row["sid"]), name, int(row["natoms"])
-        systems.append(_System(split, place, *sizes, *energies, force))
-    return systems
-
-
-def _errors(page: Page) -> list[Part]:
-    """Shows predictions against labels, and errors by group."""
-    if page.recipe not in _OF_STRUCTURES or not page.run.results:
-        return []
-    if not page.run.predictions:
-        raise ValueError(f"{page.path / 'predictions.csv'}: missing or empty; parity is not shown")
-    parts: list[Part] = page.attempt(lambda: _parity(page), [])
-    parts += page.attempt(lambda: _groups(page), [])
-    if errors := page.run.errors:
-        medians = ", ".join(f"{split} {np.median(own):.3f} eV" for split, own in errors.items())
-        caption = "Share of systems with a smaller error"
-        alt = f"{caption}, against the error. Medians: {medians}."
-        parts += page.drawn(alt, f"{caption}.", partial(plots.errors, {}, errors))
-    return parts
-
-
-def _parity(page: Page) -> list[Part]:
-    of_forces = page.recipe == "potential"
-    unit = "meV/atom" if of_forces else "eV"
-    quantity = "energy minus the mean of its formula" if of_forces else "energy"
-    caption = f"Predicted against labeled {quantity}; the largest errors are named."
-    figures = []
-    known = [one for one in _systems(page) if math.isfinite(one.target + one.energy)]
-    for split in dict.fromkeys(one.split for one in known):
-        own = [one for one in known if one.split == split]
-        target, energy = np.array([(one.target, one.energy) for one in own]).T
-        if of_forces:
-            sizes = [one.natoms for one in own]
-            target, energy = without_compositions([one.name for one in own], sizes, target, energy)
-        names = {split: [f"sid {one.sid} {one.name}" for one in own]}
-        mae = float(np.abs(energy - target).mean())
-        said = f"mean absolute error {mae:.3f} {unit} over {len(own):,} systems"
-        alt = f"Predicted against labeled {quantity}. {split}: {said}."
-        options = {"names": names, "quantity": quantity, "unit": unit}
-        draw = partial(plots.parity, {split: (target, energy)}, **options)  # type: ignore[arg-type]
-        figures += page.drawn(alt, f"{split}: {caption}", draw)
-    return [{"parts": figures}]
-
-
-def _groups(page: Page) -> list[Part]:
-    """Shows the errors over all splits for each kind of group, as a picture and a table."""
-    unit, key = ("meV/Å", "mae_meV_per_A") if page.recipe == "potential" else ("eV", "mae_eV")
-    file = page.path / "errors_by_group.csv"
-    kinds: dict[str, list[GroupError]] = {}
-    for row in read_rows(file):
-        if row["split"] == "all":
-            group = GroupError(row["group"], int(row["n"]), float(row[key]))
-            kinds.setdefault(row["kind"], []).append(group)
-    if not kinds:
-        raise ValueError(f"{file}: missing or empty; errors by group are not shown")
-    figures, tables = [], []
-    for kind, own in kinds.items():
-        title = f"Mean absolute error by {_GROUPS[kind]}, all splits, {unit}; lower is better."
-        worst = max(own, key=lambda one: one.mae)
-        alt = f"{title} Largest: {worst.group}, {worst.mae:.3f} {unit} (n = {worst.n:,})."
-        figures += page.drawn(alt, title, partial(plots.errors, {kind: own}, {}, unit=unit))
-        rows = [(one.group, f"{one.n:,}", f"{one.mae:.4g}") for one in own]
-        tables.append(table((_GROUPS[kind], "n", f"MAE / {unit}"), rows, title))
-    return [{"parts": figures}, {"summary": "The same as tables", "inside": tables}]
+        energy, target = float(row["energy_eV"]), float(row["target_eV"] or "nan")
+        error = 1e3 * force if of_forces else energy - target
+        own = (split, counts[split], int(row["sid"]), name, int(row["natoms"]), energy, target)
+        systems += [_System(*own, error)] if math.isfinite(error) else []
+        counts[split] += 1
+    return sorted(systems, key=lambda one: -abs(one.error))
 
 
 def _worst(page: Page) -> list[Part]:
     """Shows the systems with the largest errors, as a table and in pictures."""
-    systems: list[_System] = page.attempt(lambda: _systems(page), [])
-    of_forces = any(math.isfinite(one.force) for one in systems)
-    unit, form = ("meV/Å", ".1f") if of_forces else ("eV", "+.3f")
-    what = "mean error of the forces" if of_forces else "error"
-    errors = {one: 1e3 * one.force if of_forces else one.energy - one.target for one in systems}
-    known = [one for one in systems if math.isfinite(errors[one])]
-    known.sort(key=lambda one: -abs(errors[one]))
-    if not known:
+    systems = _systems(page)
+    if not systems:
         return []
+    unit, form, what, named = "eV", "+.3f", "error", "adsorbate and slab"
+    if page.recipe == "potential":
+        named = "formula"
+        if page.path.joinpath("forces.png").is_file():
+            unit, form, what = "meV/Å", ".1f", "mean error of the forces"
     rows = []
-    for one in known[:_LISTED]:
-        numbers = (f"{errors[one]:{form}}", f"{one.target:.3f}", f"{one.energy:.3f}")
+    for one in systems[:_LISTED]:
+        numbers = (f"{one.error:{form}}", f"{one.target:.3f}", f"{one.energy:.3f}")
         rows.append([one.name, *numbers, one.natoms, one.sid, one.split])
-    caption = f"The {len(rows)} systems with the largest {what}, of {len(known):,}."
-    named = "formula" if of_forces else "adsorbate and slab"
+    caption = f"The {len(rows)} systems with the largest {what}, of {len(systems):,}."
     head = (named, f"{what} / {unit}", "label / eV", "prediction / eV", "atoms", "sid", "split")
-    figures: list[Part] = []
-    worst = known[:_DRAWN]
-    structures: dict[_System, Any] = {}
+    worst, structures = systems[:_DRAWN], dict[_System, Any]()
     for split in dict.fromkeys(one.split for one in worst):
         own = [one for one in worst if one.split == split]
         structures |= page.attempt(partial(_structures, page.run, split, own), {})
+    figures: list[Part] = []
     for one in filter(structures.__contains__, worst):
-        wrong = f"{errors[one]:{form}} {unit}".replace("-", "−")
-        title = f"sid {one.sid} ({one.split}): {one.name}, {what} {wrong}"
-        alt = f"{title}; {one.natoms} atoms seen from the top and from the side."
-        figures += page.drawn(alt, title, partial(plots.structure_views, structures[one]))
-    parts: list[Part] = [table(head, rows, caption)]
-    if figures:
-        parts.append(
-            "Atoms of the adsorbate (tag 2) have thick edges, fixed atoms are hatched, the dashed "
-            "line is the cell. The structures are the input of the model."
-        )
-        parts.append({"parts": figures, "pairs": True})
-    return parts
+        wrong = f"{one.error:{form}} {unit}".replace("-", "−")
+        text = f"sid {one.sid} ({one.split}): {one.name}, {one.natoms} atoms from the top and from "
+        text += f"the side, {what} {wrong}"
+        figures += page.drawn(text, partial(plots.structure_views, structures[one]))
+    legend = (
+        "Atoms of the adsorbate (tag 2) have thick edges, fixed atoms are hatched, the dashed line "
+        "is the cell. The structures are the input of the model."
+    )
+    parts = [table(head, rows, caption)]
+    return parts + ([legend, {"parts": figures}] if figures else [])
 
 
 def _structures(run: Run, split: str, wanted: Sequence[_System]) -> dict[_System, Any]:
     """Reads structures of one split of the data of the run."""
     data = DataSet.of_run(run.config["data"], run.config["seed"])
-    advice = "the worst structures are not drawn"
     if not exists(data.root):
-        raise ValueError(f"{data.root}: the data of the run are missing; {advice}")
+        raise ValueError(f"{data.root}: the data are missing; the worst structures are not drawn")
     for skip_bad in (False, True):  # evaluations may have omitted bad structures
-        try:
+        with suppress(ValueError, FileNotFoundError):
             opened: Any = data.open([split], skip_bad)[split]
             opened = SinglePoints(opened) if run.config["recipe"] == "potential" else opened
             found = {one: opened[one.place] for one in wanted if one.place < len(opened)}
-        except ValueError:
-            continue
-        except FileNotFoundError:
-            raise ValueError(f"{data.root}: the data lack the split {split}; {advice}") from None
-        if len(found) == len(wanted) and all(
-            (int(record.sid), record.num_nodes) == (one.sid, one.natoms)
-            for one, record in found.items()
-        ):
-            return found
+            there = {(one.sid, one.natoms) for one in wanted}
+            if {(int(record.sid), record.num_nodes) for record in found.values()} == there:
+                return found
     raise ValueError(
-        f"{data.root}: split {split} no longer holds the structures of predictions.csv; {advice}"
+        f"{data.root}: split {split} does not have the structures of predictions.csv; the worst "
+        "structures are not drawn"
     )
 
 

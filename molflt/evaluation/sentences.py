@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
@@ -17,8 +18,9 @@ from molflt.data.text.sentences import Sentences, padded
 from molflt.data.text.tokenizer import Tokenizer
 from molflt.evaluation.common import (
     batches,
+    chosen_splits,
     device_of,
-    expect_one_source,
+    expect_finite,
     load_classes,
     load_tokenizer,
 )
@@ -70,12 +72,9 @@ def evaluate(
         predicted = logits[:, 0] if model.classes == 1 else logits.argmax(axis=1).astype(float)
         label = np.array([one.label for one in examples])
         results[split] = {**official(task, predicted, label), "n": len(label)}
-        for i, (right, ours) in enumerate(zip(label, predicted, strict=True)):
-            names = [
-                float(value) if model.classes == 1 else classes[int(value)]
-                for value in (right, ours)
-            ]
-            rows.append({"split": split, "index": i, "label": names[0], "predicted": names[1]})
+        for i, pair in enumerate(zip(label, predicted, strict=True)):
+            right, ours = pair if model.classes == 1 else (classes[int(one)] for one in pair)
+            rows.append({"split": split, "index": i, "label": right, "predicted": ours})
     begin_results(out, "predictions.csv")
     files = [write_csv(out / "predictions.csv", rows)]
     metrics = [key for key in next(iter(results.values())) if key not in ("n", "glue_percent")]
@@ -140,11 +139,9 @@ def logits_of(
     with batches(loader, name, f"{batch_size} x {length:,} tokens") as loaded:
         for batch in loaded:
             tokens, types, there = (part.to(device) for part in batch[:3])
-            found.append(model(tokens, types, there).double().cpu().numpy())
-    logits = np.concatenate(found)
-    if not np.isfinite(logits).all():
-        raise ValueError(f"{name}: a logit is not finite; expected numbers; use another checkpoint")
-    return logits
+            found.append(model(tokens, types, there).double().cpu())
+            expect_finite(name, found[-1], "a logit")
+    return torch.cat(found).numpy()
 
 
 def _examples(
@@ -154,24 +151,18 @@ def _examples(
     other: Path | None,
     classes: Sequence[str],
 ) -> dict[str, list[Example]]:
-    if other is not None:
-        expect_one_source(splits)
-        own = read_examples(Path(other), task, classes)
-        return {Path(other).name: _expect_enough(Path(other), task, own)}
     there = ["train", "val", "test"] + (["val_mismatched"] if task == "MNLI" else [])
-    wanted = list(dict.fromkeys(splits or [name for name in there if name.startswith("val")]))
-    if unknown := [name for name in wanted if name not in there]:
-        raise ValueError(f"{task} has no split {unknown[0]!r}; expected some of {', '.join(there)}")
-    share = cast("float | None", config["data"].get("val_fraction"))
-    found = read_splits(Path(str(config["data"]["root"])), task, wanted, share, classes)
-    return {name: _expect_enough(path, task, rows) for name, (path, rows) in found.items()}
-
-
-def _expect_enough(path: Path, task: str, examples: list[Example]) -> list[Example]:
-    """Returns the examples; raises ValueError if they are too few for a correlation."""
-    if len(examples) < 2 and "pearson" in TASKS[task].metrics:
-        raise ValueError(
-            f"{path}: expected at least 2 rows for a correlation; got {len(examples)}; use a "
-            "longer file"
-        )
-    return examples
+    usual = [name for name in there if name.startswith("val")]
+    wanted = chosen_splits(there, splits, usual, other)
+    if other is None:
+        share = cast("float | None", config["data"].get("val_fraction"))
+        found = read_splits(Path(str(config["data"]["root"])), task, wanted, share, classes)
+    else:
+        found = {Path(other).name: (Path(other), read_examples(Path(other), task, classes))}
+    for path, rows in found.values():
+        if len(rows) < 2 and "pearson" in TASKS[task].metrics:
+            raise ValueError(
+                f"{path}: expected at least 2 rows for a correlation; got {len(rows)}; use a "
+                "longer file"
+            )
+    return {name: rows for name, (_, rows) in found.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,7 +23,7 @@ from molflt.evaluation.common import (
     named_sources,
     total_of,
 )
-from molflt.evaluation.results import Evaluation, Results, begin_results, results_table
+from molflt.evaluation.results import Evaluation, Results, begin_results, results_table, written
 from molflt.files import write_atomically
 from molflt.sequence.beam import beam_search
 from molflt.sequence.encoder_decoder import EncoderDecoder
@@ -31,6 +32,7 @@ from molflt.training.config import Config
 
 __all__ = ["Bleu", "bleu", "evaluate", "translate"]
 
+_PICTURES = ("attention.png", "cross-attention.png", "encoding.png")
 _COLUMNS = {
     "bleu": ("BLEU", 2),
     "chrf": ("chrF", 2),
@@ -80,23 +82,27 @@ def evaluate(
         text = read_parallel(name, *languages)
         texts[split] = text, Pairs(text, tokenizer)
         _expect_short(text, tokenizer, model.longest)
+    task = TranslationTask(model, label_smoothing=0.0)
     for split, (text, pairs) in texts.items():
-        results[split] = _judged(model, pairs, tokenizer.pad, batch_size, split)
+        loader = DataLoader(pairs, batch_size, collate_fn=partial(paired, pad=tokenizer.pad))
+        total = total_of(task, loader, split, f"{batch_size} pairs")
+        results[split] = {"perplexity": task.summarize(total)["perplexity"]}
         translated = lines[split] = translate(
             model, tokenizer, text.source, beam, length_penalty, batch_size, split
         )
         found = bleu(translated, text.target, lowercase)
         scores = {"bleu": found.bleu, "chrf": found.chrf, "length_ratio": found.length_ratio}
         results[split] |= scores | {"pairs": len(translated)}
-    begin_results(out, "attention.png", "cross-attention.png", "encoding.png")
-    files = [out / f"translations-{split}.txt" for split in lines]
-    for path, translated in zip(files, lines.values(), strict=True):
-        write_atomically(path, ("\n".join(translated) + "\n").encode())
+    names = [f"translations-{split}.txt" for split in lines]
+    begin_results(out, *names, *_PICTURES)
+    for name, translated in zip(names, lines.values(), strict=True):
+        write_atomically(out / name, ("\n".join(translated) + "\n").encode())
+    _draw(out, model, pairs, tokenizer, split)
     how = f"beam {beam}, length penalty {length_penalty:g}, {'-'.join(languages)}"
     how += ", ignoring case, as the tokenizer does" if lowercase else ""
     table = results_table("text", _COLUMNS, results)
     tables = f", {how}\n\n{table}\n\nsacrebleu {found.signature}\n"
-    return Evaluation(results, tables, [*files, *_draw(out, model, pairs, tokenizer, split)])
+    return Evaluation(results, tables, written(out, *names, *_PICTURES))
 
 
 class Bleu(NamedTuple):
@@ -189,29 +195,16 @@ def _expect_length(place: str, tokens: int, longest: int | None) -> None:
         )
 
 
-def _judged(
-    model: EncoderDecoder, pairs: Pairs, pad: int, batch_size: int, name: str
-) -> dict[str, float | None]:
-    """Returns the perplexity of the references."""
-    task = TranslationTask(model, label_smoothing=0.0)
-    loader = DataLoader(pairs, batch_size=batch_size, collate_fn=lambda rows: paired(rows, pad))
-    total = total_of(task, loader, name, f"{batch_size} pairs")
-    return {"perplexity": task.summarize(total)["perplexity"]}
-
-
-def _draw(
-    out: Path, model: EncoderDecoder, pairs: Pairs, tokenizer: Tokenizer, split: str
-) -> list[Path]:
+def _draw(out: Path, model: EncoderDecoder, pairs: Pairs, tokenizer: Tokenizer, split: str) -> None:
     """Draws both kinds of attention of the decoder's last layer, and the relative encoding."""
     source, target = (ids[None].to(device_of(model)) for ids in pairs[0])
     seen = target[:, :-1]
     matrices = attention_of(model.decoder, lambda: model(source, seen), last=2)
-    files = [out / "attention.png", out / "cross-attention.png"]
     words = [[tokenizer.token(int(one)) for one in ids[0]] for ids in (seen, source)]
-    sides = zip(("target", "source"), words, strict=True)
-    for matrix, file, (what, keys) in zip(matrices, files, sides, strict=True):
+    sides = zip(_PICTURES, ("target", "source"), words, strict=False)
+    for matrix, (name, what, keys) in zip(matrices, sides, strict=True):
         title = f"last layer, target to {what}, first pair of {split}"
-        plots.attention_matrices(matrix[0], file, title=title, tokens=(words[0], keys))
+        plots.attention_matrices(matrix[0], out / name, title=title, tokens=(words[0], keys))
     tokens = min(max(pairs.sizes), model.longest or max(pairs.sizes))
     position, scale = model.decoder.stack.position, model.position_scale
-    return files + draw_encoding(position, scale, tokens, out / "encoding.png")
+    draw_encoding(position, scale, tokens, out / "encoding.png")
