@@ -145,10 +145,6 @@ def test_exports_are_calculators(trained, tmp_path):
     for source in (tmp_path / "exported", str(tmp_path / "exported" / "model.safetensors"), loaded):
         found, same = (molflt.Calculator(one, device="cpu") for one in (source, trained))
         assert np.array_equal(found.get_forces(atoms), same.get_forces(atoms))
-    ase.io.write(tmp_path / "in.xyz", atoms)
-    words = [str(tmp_path / "in.xyz"), "--run", str(tmp_path / "exported"), "--steps=1"]
-    assert main(["relax", *words, "--out", str(tmp_path / "out.extxyz")]) in (0, 3)
-    assert (tmp_path / "out.csv").is_file()
 
 
 def test_predictions_have_forces(trained, tmp_path):
@@ -174,16 +170,6 @@ def test_predictions_have_forces(trained, tmp_path):
         assert np.abs(written.get_forces() - expected).max() < 1e-4
         assert np.abs(one.forces - expected).max() < 1e-4
         assert one.energy == pytest.approx(calculator.get_potential_energy(atoms), abs=1e-4)
-
-
-def test_coinciding_atoms_give_one_warning(trained, capsys):
-    """Their forces vanish, as in a relaxed structure."""
-    two = Atoms("Ar2", [[1, 1, 1], [1, 1, 9]], cell=[8, 8, 8], pbc=True)  # a periodic image
-    calculator = molflt.Calculator(trained, device="cpu")
-    for _ in range(2):
-        calculator.get_potential_energy(two)
-        calculator.reset()
-    assert capsys.readouterr().err.count("0.1 Å") == 1
 
 
 def test_runs_of_relaxed_energies(copied_run, tmp_path, capsys):

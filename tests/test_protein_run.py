@@ -18,7 +18,7 @@ from molflt.data.text.sources import _records
 from molflt.data.text.tokenized import read_pieces
 from molflt.data.text.vocabulary import AMINO_ACIDS, RESIDUES
 from molflt.evaluation.common import load_tokenizer, load_vocabulary
-from molflt.evaluation.proteins import Residues, _blosum, correlation, draw_substitutions
+from molflt.evaluation.language import Residues, _blosum, correlation, draw_substitutions
 from molflt.sequence.heads import _PlainHead
 from molflt.tasks.masked import Draws
 from molflt.training.checkpoint import load_run

@@ -90,8 +90,3 @@ def test_missing_predictions_are_ignored(root: Path) -> None:
     others = read_published(published(root / "p.npz", a=gaps * np.nan), root)
     with pytest.raises(ValueError, match="7 systems; got none"):
         common_systems(others, FOUND)
-
-
-def test_a_data_set_without_names_is_refused(root: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"systems\.csv"):
-        read_published(published(root / "p.npz"), root / "elsewhere")

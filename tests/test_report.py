@@ -17,7 +17,7 @@ from tiny_run import page_of, start, table, write_data
 
 from molflt.commands.cli import main
 from molflt.evaluation.page import Page as Contents
-from molflt.evaluation.sections import _repeat
+from molflt.evaluation.page import _repeat
 
 STEPS = ["--trainer.max_steps=6", "--trainer.val_every=3", "--trainer.log_every=3"]
 HOSTILE = "<script>alert(1)</script>"
@@ -86,8 +86,8 @@ def test_complete_run(trained, whole, capsys) -> None:
     assert capsys.readouterr().err == ""
     page = Page(whole)
     assert page.words["h1"] == ["Run run"]
-    names = ["Overview", "Results", "Training", "Predictions and errors", "The worst predictions"]
-    more = ["Encodings and pictures of the evaluation", "Settings", "Versions and files"]
+    names = ["Overview", "Results", "Training", "Pictures of the evaluation"]
+    more = ["The worst predictions", "Settings", "Versions and files"]
     assert page.words["h2"] == [*names, *more, "How to repeat it"]
     links = [own["href"] for own in page.all("a")]
     assert links == [f"#{own['id']}" for own in page.all("h2")]
@@ -121,7 +121,7 @@ def test_worst_predictions_have_the_largest_errors(trained, whole) -> None:
     assert len(drawn) == 6
     for text, row in zip(drawn, rows, strict=False):
         assert text.startswith(f"sid {row['sid']} ({row['split']}): {row['adsorbate']} on ")
-        error = f"{float(row['error_eV']):+.3f} eV".replace("-", "−")  # a minus sign
+        error = f"{float(row['error_eV']):+.3f} eV"
         assert text.endswith(f"error {error}") and error.removesuffix(" eV") in page.words["td"]
 
 
@@ -170,7 +170,7 @@ def cut(name: str, size: int = 60) -> Callable[[Path], None]:
         (cut("predictions.csv", 250), "predictions.csv: ", "The worst predictions"),
         (changed("predictions.csv", r"^(train|val_id),(\d+)", r"\1,77\2"), "predictions.csv", ""),
         (changed("config.yaml", "root: .*", "root: gone"), "gone", ""),
-        (cut("encoding.png", 3000), "encoding.png: ", "Encodings and pictures"),
+        (cut("encoding.png", 3000), "encoding.png: ", ""),
         (cut("checkpoints/last.ckpt"), "last.ckpt: ", ""),
         (lambda run: shutil.rmtree(run / "checkpoints"), "last.ckpt: missing", ""),
     ],
@@ -190,25 +190,18 @@ def test_missing_parts_are_named_and_others_are_shown(run, damage, message, abse
 
 
 def test_text_from_data_is_escaped(trained, tmp_path) -> None:
-    """File names, splits, adsorbates, options, versions and metrics."""
+    """Names of files and splits, options and versions."""
     run = shutil.copytree(trained, tmp_path / HOSTILE.replace("/", "$x^$"))
-    for name in ("predictions.csv", "errors_by_group.csv", "results.json"):
-        text = (run / name).read_text().replace("val_id", f"$\\frac{{{HOSTILE}&amp;$")
-        text = text.replace('mae_eV":', f'mae_eV{HOSTILE}":') if name[0] == "r" else text
-        (run / name).write_text(text)
-    (run / "versions.json").write_text(json.dumps({"molflt": HOSTILE, HOSTILE: "'\"><img src=x>"}))
-    (run / f"{HOSTILE.replace('/', '_')}.txt").write_text("x")
-    config = run / "config.yaml"
-    config.write_text(re.sub("root: .*", f"root: {HOSTILE}", config.read_text()))
-    text = page_of(run)
-    page = Page(text)
-    assert "script" not in page.words and "onerror" not in text
+    for name in ("predictions.csv", "results.json"):
+        changed(name, "val_id", f"{HOSTILE}&amp;")(run)
+    (run / "versions.json").write_text(json.dumps({HOSTILE: "'\"><img src=x>"}))
+    changed("config.yaml", "root: .*", f"root: {HOSTILE}")(run)
+    page = Page(page_of(run))
+    assert "script" not in page.words
     assert all((own["src"] or "").startswith("data:") for own in page.all("img"))
     assert page.words["h1"] == [f"Run {run.name}"]
     assert any(f"root {HOSTILE}" in cell for cell in page.words["td"])
     assert any(f"{HOSTILE}&amp;" in cell for cell in page.words["th"])
-    assert any(HOSTILE in cell for cell in page.words["th"])
-    assert len(page.all("img")) > 3
 
 
 def test_large_pictures_do_not_exceed_the_size_of_the_page(run, capsys, quick) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from molflt.evaluation.page import page_of
 from molflt.evaluation.results import warn
-from molflt.evaluation.sections import page_of
 from molflt.files import readable_size, write_atomically
 
 __all__ = ["report"]

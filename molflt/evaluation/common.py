@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -27,7 +28,7 @@ from molflt.tasks.base import Task
 __all__ = ["attention_of", "batches", "chosen_splits", "classes_of", "device_of"]
 __all__ += ["draw_attention", "draw_encoding", "expect_finite", "load_classes", "load_tokenizer"]
 __all__ += ["load_vocabulary", "locality_of", "named_images", "named_sources", "tokenizer_of"]
-__all__ += ["total_of", "vocabulary_of"]
+__all__ += ["require", "total_of", "vocabulary_of"]
 
 _RESTORE = "restore the file that was written in training"
 _Call = tuple[Attention, tuple[Any, ...], dict[str, Any]]
@@ -55,10 +56,7 @@ def named_sources(
 ) -> dict[str, str]:
     """Returns the texts to evaluate by name; each is a file or an hf: name.
 
-    Args:
-        data: options of the run's data, with train, val and test.
-        splits: any of train, val and test; None means val, and also test if it is given.
-        other: another text to evaluate instead.
+    The default of `splits` is val, and also test if the options `data` of the run name it.
     """
     named = {name: str(data[name]) for name in ("train", "val", "test") if data[name]}
     usual = [name for name in named if name != "train"]
@@ -74,14 +72,7 @@ def named_images(
     splits: Sequence[str] | None,
     other: Path | None,
 ) -> tuple[_Images, dict[str, LabeledImages]]:
-    """Returns the data of a run, and images by name, prepared as for validation.
-
-    Args:
-        kind: class of the data.
-        options: options of the data of the run.
-        splits: train, val or both; None means val.
-        other: other images to evaluate instead.
-    """
+    """Returns the data of a run, and the images to evaluate by name, prepared as for validation."""
     wanted = chosen_splits(("train", "val"), splits, ["val"], other)
     if other is not None:
         options = {**options, "train": other, "val": other, "val_fraction": None}
@@ -89,6 +80,18 @@ def named_images(
     data = kind(**options)  # type: ignore[arg-type]  # from a checked configuration
     data.setup()
     return data, {name if other is None else Path(other).name: data.judged(name) for name in wanted}
+
+
+def require(module: str, use: str, extra: str) -> Any:
+    """Imports an optional module, which `use` needs and which an extra of molflt contains."""
+    try:
+        return import_module(module)
+    except ImportError:
+        package = module.partition(".")[0].replace("sklearn", "scikit-learn")
+        raise ModuleNotFoundError(
+            f"{use} needs the package {package}, which is not installed; run: pip install "
+            f"molflt[{extra}]"
+        ) from None
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -100,8 +103,7 @@ def device_of(model: nn.Module) -> torch.device:
 def batches(source: Iterable[_Batch], name: str, batch: str) -> Iterator[Iterable[_Batch]]:
     """Yields batches for inference, with a progress bar.
 
-    An out-of-memory error in the block becomes a ValueError that suggests a smaller batch. Its
-    message contains `batch`, a description of one batch, such as "64 images".
+    An out-of-memory error becomes a ValueError that describes a `batch`, such as "64 images".
     """
     what = f"{name}: a batch of {batch}"
     with torch.inference_mode(), within_memory(lambda: what, "lower --batch-size"):
@@ -130,11 +132,7 @@ def total_of(
 def draw_attention(stack: nn.Module, run: Callable[[], object], png: Path, title: str) -> None:
     """Draws the attention of each head of the last layer, averaged over the batch, if it exists.
 
-    Args:
-        stack: a part of a model in evaluation mode.
-        run: calls the model once.
-        png: file to write.
-        title: title of the picture.
+    See `attention_of` for `stack` and `run`.
     """
     if matrices := attention_of(stack, run, last=1):
         plots.attention_matrices(matrices[-1].mean(dim=0), png, title=title)
@@ -150,7 +148,7 @@ def draw_encoding(
         scale: distance between neighboring tokens in the encoding's unit of length.
         tokens: number of tokens along each axis.
         png: file to write.
-        what: plural noun for the tokens in the picture.
+        what: plural noun for the tokens.
     """
     if position is not None and plots.has_bias(position):
         unit = what if scale == 1 else f"{1 / scale:g} {what}"

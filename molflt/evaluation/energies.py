@@ -124,13 +124,7 @@ def evaluate(
             expect_writable(relaxed / f"{split}.extxyz", dataset.path)
     if submission is not None:
         expect_writable(submission, *filter(None, [published]))
-        for split in names.values():
-            expected, count = OC20_FILES[f"all/{split}"].records, len(datasets[split])
-            if split in TEST_SPLITS and count != expected:
-                raise ValueError(
-                    f"submission: split {split} must have the {expected} systems of OC20; got "
-                    f"{count}; predict the whole split"
-                )
+        _expect_counts({split: len(datasets[split]) for split in names.values()})
     median, baseline = source.training_median()
     by_atom = [] if relaxed is None else ["displacement"]
     found = {
@@ -141,37 +135,45 @@ def evaluate(
     structures, moved = write_relaxed(found, datasets, relaxed)
     uncertainty = assess(model, found, out, calibration_split, source.own.train)
     begin_results(out, *_FILES)  # after everything that may fail; keeps the calibration
-    results: Results = {}
-    for split, part in found.items():
-        warn_of_labels(split, part.sid, label_faults(part.target, part.natoms, required=False))
-        if absent := int((~part.labeled).sum()):
-            few = f"{absent} of {len(part.energy)} systems are without a label and do not count in"
-            all_absent = absent == len(part.energy)
-            warn(f"{split}: {'no labels; predicted only' if all_absent else f'{few} errors'}")
-        results[split] = {**_metrics(part, median), **uncertainty.rows.get(split, {})}
-        results[split] |= structures.get(split, {})
+    results: Results = {split: _metrics(part, median) for split, part in found.items()}
+    for split, row in results.items():
+        _warn_of_labels(split, found[split])
+        row |= {**uncertainty.rows.get(split, {}), **structures.get(split, {})}
     groups = errors_by_group(found)
     _write(out, datasets, found, uncertainty.columns)
-    if groups:
-        write_groups(out, groups, "mae_eV")
     _draw(out, found, groups, model)
     tables = [f" on {source}", f"{_results_table(results)}\n{baseline}"]
-    tables += [
-        source.absent,
-        uncertainty.text,
-        moved,
-        group_tables(groups["all"]) if groups else "",
-    ]
+    tables += [source.absent, uncertainty.text, moved]
+    tables += [group_tables(groups["all"])] if groups else []
     if others is not None:
         tables.append(compare(others, common, found, out))
     elif _is_oc20(datasets):
         tables.append(_published_table(results))
-    files = [*written(out, *_FILES), *uncertainty.files]
     if submission is not None:
         energies = {name: (found[split].ids, found[split].energy) for name, split in names.items()}
         write_submission(submission, energies)
-        files.append(submission)
+    files = [*written(out, *_FILES), *uncertainty.files, *filter(None, [submission])]
     return Evaluation(results, "\n\n".join(filter(None, tables)) + "\n", files)
+
+
+def _expect_counts(counts: Mapping[str, int]) -> None:
+    """Raises ValueError for test splits with another number of systems than OC20's."""
+    for split, count in counts.items():
+        expected = OC20_FILES[f"all/{split}"].records
+        if split in TEST_SPLITS and count != expected:
+            raise ValueError(
+                f"submission: split {split} must have the {expected} systems of OC20; got {count}; "
+                "predict the whole split"
+            )
+
+
+def _warn_of_labels(split: str, part: Predictions) -> None:
+    absent, count = int((~part.labeled).sum()), len(part.energy)
+    if absent == count:
+        warn(f"{split}: no labels; predicted only")
+    elif absent:
+        warn(f"{split}: {absent} of {count} systems are without a label and do not count in errors")
+    warn_of_labels(split, part.sid, label_faults(part.target, part.natoms, required=False))
 
 
 def _metrics(found: Predictions, median: float | None) -> dict[str, float | None]:
@@ -197,7 +199,6 @@ def _is_oc20(datasets: Mapping[str, Structures]) -> bool:
 
 
 def _results_table(results: Results) -> str:
-    """Formats the metrics of each split, and their averages."""
     rows = dict(results)
     known = [row for row in results.values() if row["mae_eV"] is not None]
     if len(known) > 1:
@@ -210,7 +211,6 @@ def _results_table(results: Results) -> str:
 
 
 def _published_table(results: Results) -> str:
-    """Formats published validation results on OC20 and `results`."""
     lines = [["model", "training", *VAL_SPLITS, "EwT val_id / %"]]
     for entry in PUBLISHED:
         values = [fixed(getattr(entry, split), 4) for split in VAL_SPLITS]
@@ -227,7 +227,6 @@ def _write(
     found: Mapping[str, Predictions],
     more: Mapping[str, Mapping[str, NDArray[np.float64]]],
 ) -> None:
-    """Writes predictions.npz, and predictions.csv with the columns `more`."""
     arrays: dict[str, NDArray[np.generic]] = {}
     rows: list[dict[str, object]] = []
     for split, part in found.items():
@@ -259,6 +258,7 @@ def _draw(
     model: nn.Module,
 ) -> None:
     if groups:
+        write_groups(out, groups, "mae_eV")
         panels, names, errors = {}, {}, {}
         for split, part in found.items():
             if part.labeled.any():

@@ -83,11 +83,12 @@ def groups_by_size(
     edges = _size_edges(natoms) if edges is None else edges
     # each bin starts at its edge; the last one includes its end
     bins = np.searchsorted(edges[1:-1], natoms, side="right")
-    return [
-        _group(_size_label(edges, i), error[bins == i])
-        for i in range(max(1, len(edges) - 1))
-        if (bins == i).any()
-    ]
+    groups = []
+    for i in np.unique(bins):
+        low, high = int(edges[i]), int(edges[-1] if i + 2 >= len(edges) else edges[i + 1] - 1)
+        label = f"{low}-{high}" if high > low else f"{low}"
+        groups.append(_group(label, error[bins == i]))
+    return groups
 
 
 def groups_by_name(names: NDArray[np.str_], error: NDArray[np.float64]) -> list[GroupError]:
@@ -98,13 +99,6 @@ def groups_by_name(names: NDArray[np.str_], error: NDArray[np.float64]) -> list[
 
 def _group(name: str, error: NDArray[np.float64]) -> GroupError:
     return GroupError(name, len(error), float(error.mean()))
-
-
-def _size_label(edges: NDArray[np.int64], i: int) -> str:
-    """Returns the inclusive range of sizes in bin i."""
-    low = int(edges[i])
-    high = int(edges[-1] if i + 2 >= len(edges) else edges[i + 1] - 1)
-    return f"{low}-{high}" if high > low else f"{low}"
 
 
 def write_groups(
@@ -122,13 +116,11 @@ def write_groups(
 
 def group_tables(groups: Mapping[str, Sequence[GroupError]]) -> str:
     """Formats errors by size, and errors by adsorbate and by metal for the largest groups only."""
-    names = {"adsorbate": "adsorbate", "slab": "slab", "natoms": "atoms"}
     tables = []
-    for kind, title in names.items():
+    for kind, title in {"adsorbate": "adsorbate", "slab": "slab", "natoms": "atoms"}.items():
         shown = groups[kind][:_PRINTED]
         rows = [[group.group, f"{group.n:,}", f"{group.mae:.4f}"] for group in shown]
-        text = align([[title, "systems", "MAE / eV"], *rows])
-        if len(shown) < len(groups[kind]):
-            text += f"\n({len(groups[kind]) - len(shown)} more in errors_by_group.csv)"
-        tables.append(text)
+        tables.append(align([[title, "systems", "MAE / eV"], *rows]))
+        if more := len(groups[kind]) - len(shown):
+            tables[-1] += f"\n({more} more in errors_by_group.csv)"
     return "\n\n".join(tables)

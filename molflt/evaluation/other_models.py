@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,9 +49,7 @@ class _Common(NamedTuple):
 def read_published(path: Path, root: Path) -> Published:
     """Reads an npz file with ``name``, (n,), and the energies of each model, (n,) or (n, k), eV.
 
-    Args:
-        path: the file; arrays of integers, such as ``fold``, are ignored.
-        root: folder of the data set, whose systems.csv contains the names.
+    Arrays of integers are ignored. The data set in `root` has a systems.csv with the names.
     """
     arrays = read_arrays(path, ("name",))
     names = arrays["name"]
@@ -60,10 +58,8 @@ def read_published(path: Path, root: Path) -> Published:
             f"{path}: name: expected a text for each system, all different; got {names.dtype} "
             f"{names.shape}"
         )
-    models = {}
-    for key, array in arrays.items():
-        if array.dtype.kind != "f":
-            continue
+    models = {key: array for key, array in arrays.items() if array.dtype.kind == "f"}
+    for key, array in models.items():
         if key in _RESERVED:
             raise ValueError(
                 f"{path}: {shown(key)}: expected the name of another model; got one that is "
@@ -121,7 +117,7 @@ def compare(
         f"compared with {published.path.name}: MAE / eV over the {len(common):,} of {total:,} "
         "systems that all models predicted\n"
     )
-    tables = [_table(rows, kind, several=kind == "split") for kind in groups]
+    tables = [_table(rows, kind) for kind in groups]
     return heading + "\n\n".join(tables)
 
 
@@ -146,7 +142,7 @@ def common_systems(published: Published, found: Mapping[str, Predictions]) -> li
 
 def _error_rows(
     errors: Mapping[str, _Array], groups: Mapping[str, list[str]]
-) -> Iterator[dict[str, object]]:
+) -> Iterator[dict[str, Any]]:
     """Yields errors by group and model: the mean MAE of trainings and the MAE of their mean."""
     for kind, names in groups.items():
         where = {name: np.array(names) == name for name in dict.fromkeys(names)}
@@ -166,18 +162,19 @@ def _error_rows(
                 }
 
 
-def _table(rows: list[dict[str, object]], kind: str, several: bool) -> str:
-    """Formats errors by group, with a column per model and, if `several`, per mean of trainings."""
-    chosen = [row for row in rows if row["kind"] == kind]
-    columns: dict[str, tuple[object, str]] = {}
-    for row in chosen:
-        columns[str(row["model"])] = row["model"], "mae_eV"
-        if several and row["trainings"] != 1:
-            columns[f"{row['model']}, mean of {row['trainings']}"] = row["model"], "mae_of_mean_eV"
-    groups = {row["group"]: row["n"] for row in chosen}
-    values = {(row["group"], row["model"]): row for row in chosen}
+def _table(rows: list[dict[str, Any]], kind: str) -> str:
+    columns: dict[str, dict[str, float]] = {}
+    counts: dict[str, int] = {}
+    for row in rows:
+        if row["kind"] == kind:
+            group, model = row["group"], row["model"]
+            counts[group] = row["n"]
+            columns.setdefault(model, {})[group] = row["mae_eV"]
+            if kind == "split" and row["trainings"] != 1:
+                mean = columns.setdefault(f"{model}, mean of {row['trainings']}", {})
+                mean[group] = row["mae_of_mean_eV"]
     lines = [[kind, "systems", *columns]]
-    for group, count in groups.items():
-        cells = [f"{values[group, model][key]:.4f}" for model, key in columns.values()]
-        lines.append([str(group), f"{count:,}", *cells])
+    for group, count in counts.items():
+        cells = [f"{column[group]:.4f}" for column in columns.values()]
+        lines.append([group, f"{count:,}", *cells])
     return align(lines)

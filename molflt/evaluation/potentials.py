@@ -97,7 +97,7 @@ def evaluate(
     found: dict[str, Points] = {}
     datasets: dict[str, SinglePoints] = {}
     for split, dataset in source.open(source.choose(splits), model, source.domain()).items():
-        points = SinglePoints(dataset)
+        points = datasets[split] = SinglePoints(dataset)
         if not len(points):
             raise ValueError(
                 f"{points.path}: no structure has an energy at its positions; "
@@ -109,28 +109,16 @@ def evaluate(
             warn(f"{split}: {points.without_energy} structures without an energy are omitted")
         sids = np.array([int(points.source[index].sid) for index in points.absurd])
         warn_of_labels(split, sids, dict(enumerate(points.absurd.values())))
-        datasets[split] = points
         found[split] = infer_points(model, points, batch_size, split)
         metrics = found[split].metrics
         row = {name: metrics.get(name) for name in _COLUMNS if name != "n"}
         results[split] = {**row, **_baseline(model, points), "n": len(points)}
-        _warn_if_trivial(split, results[split])
     begin_results(out, *_FILES)
     write_csv(out / "predictions.csv", _rows(datasets, found))
     _draw(out, found)
     table = results_table("split", _COLUMNS, results)
     text = "\n\n".join(filter(None, (f" on {source}", source.absent, table)))
     return Evaluation(results, f"{text}\n", written(out, *_FILES))
-
-
-def _warn_if_trivial(split: str, row: Mapping[str, float | None]) -> None:
-    """Warns if the energy errors are larger than those of energies per element."""
-    error, trivial = row["energy_mae_meV_per_atom"], row["baseline_energy_mae_meV_per_atom"]
-    if error is not None and trivial is not None and error > trivial > 0:
-        warn(
-            f"{split}: energy MAE {error:.1f} meV/atom is {error / trivial:.1f} times that of "
-            f"energies per element ({trivial:.1f}); train longer, or raise task.energy_weight"
-        )
 
 
 def _baseline(model: nn.Module, points: SinglePoints) -> dict[str, float | None]:
@@ -146,7 +134,6 @@ def _baseline(model: nn.Module, points: SinglePoints) -> dict[str, float | None]
 
 
 def _draw(out: Path, found: Mapping[str, Points]) -> None:
-    """Writes the pictures and, with force labels, the force errors by group."""
     panels, names, pairs = {}, {}, {}
     for split, part in found.items():
         own = part.energies

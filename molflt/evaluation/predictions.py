@@ -170,7 +170,7 @@ def infer(
     """
     from torch_geometric.data import Batch
 
-    if isinstance(model, EnsembleRegressor):
+    if isinstance(model, EnsembleRegressor) and len(dataset):
         expect_same_totals(model, dataset)
     device = next(iter(model.state_dict().values()), torch.empty(0)).device
     shared, beyond = by_contact(model)[0], undescribed(model)
@@ -292,7 +292,6 @@ class _Seen:
 
 
 def _expect_tags(record: Data, domain: Domain, dataset: Structures) -> None:
-    """Raises ValueError for implausible tags."""
     if reason := domain.refusal(record):
         formula = _hill(record.atomic_numbers.numpy())
         raise ValueError(
@@ -353,7 +352,6 @@ def _energies(out: Mapping[str, Tensor], batch: Batch, path: Path) -> NDArray[np
 
 
 def _hill(numbers: NDArray[np.int64]) -> str:
-    """Returns the Hill formula of atomic numbers."""
     from ase.symbols import Symbols
 
     return str(Symbols(numbers).get_chemical_formula(mode="hill"))

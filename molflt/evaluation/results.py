@@ -64,8 +64,7 @@ def results_table(
 
     Args:
         title: heading of the first column, which names the splits.
-        columns: metric -> heading and number of decimal digits; counts are written without
-            decimals.
+        columns: metric -> heading and number of decimals of values that are not counts.
         results: split -> metrics.
     """
     lines = [[title, *(heading for heading, _ in columns.values())]]
@@ -143,13 +142,8 @@ def write_results(
 ) -> list[Path]:
     """Writes results.json and results_of.json, and returns them.
 
-    Args:
-        out: folder.
-        results: split -> metrics, finite or None.
-        provenance: see `provenance_of`.
-        config: configuration of the run.
-        data: the value of --data; None for the data of the run.
-        reading: options for reading the data, such as energy_key and tags.
+    Metrics are finite or None; `data` is the value of --data; `reading` are options for reading the
+    data, such as energy_key and tags.
     """
     paths = [out / RESULTS, out / _NOTE]
     own = config["data"]

@@ -18,7 +18,7 @@ from molflt.files import read_json, shown
 from molflt.metrics import Metric
 from molflt.plots.training import best_place, read_columns
 from molflt.tasks.base import Task
-from molflt.training.checkpoint import Checkpoint, count_parameters, read_checkpoint
+from molflt.training.checkpoint import count_parameters, read_checkpoint
 from molflt.training.config import Config, read_config
 from molflt.training.outcome import Best, best_of, duration
 from molflt.training.recipes import Recipe
@@ -38,8 +38,10 @@ class Run(NamedTuple):
     config: Config
     parameters: int
     """number of parameters, including frozen ones"""
-    state: Checkpoint
-    """content of the last checkpoint"""
+    step: int | None
+    """number of steps; None without a last checkpoint"""
+    own: Mapping[str, Any]
+    """entries of molflt in the last checkpoint: "seconds", "data" and others"""
     columns: Mapping[str, NDArray[np.float64]]
     """columns of metrics.csv"""
     results: Results
@@ -50,23 +52,6 @@ class Run(NamedTuple):
     """split -> |error| of its systems, eV, if the predictions have them"""
     unmeasured: str
     """reason why the results in the folder do not belong to the run"""
-
-    @property
-    def step(self) -> int | None:
-        """Returns the number of steps; None without a last checkpoint."""
-        return self.state.get("global_step")
-
-    @property
-    def own(self) -> Mapping[str, Any]:
-        """Returns the entries of molflt in the last checkpoint."""
-        own: Mapping[str, Any] = self.state.get("molflt", {})
-        return own
-
-    @property
-    def data(self) -> Mapping[str, Mapping[str, object]]:
-        """Returns use of data -> fingerprint."""
-        found: Mapping[str, Mapping[str, object]] = self.own.get("data", {})
-        return found
 
     @property
     def _task(self) -> type[Task[Never, Never]]:
@@ -134,11 +119,8 @@ def read_run(
 ) -> Run:
     """Reads the folder of a run.
 
-    Args:
-        path: the folder.
-        name: name of the run.
-        attempt: called with a function that reads a file, and with the value of a damaged file; by
-            default, errors are raised.
+    `attempt` is called with a function that reads a file and with the value of a damaged file; by
+    default, errors are raised.
     """
     config = read_config(path)
     last, table = path / "checkpoints" / "last.ckpt", path / "metrics.csv"
@@ -146,12 +128,14 @@ def read_run(
     results = {} if unmeasured else attempt(lambda: read_results(path / RESULTS), {})
     file = path / "predictions.csv"
     rows = attempt(lambda: read_rows(file), []) if results else []
+    state = attempt(lambda: read_checkpoint(last), {}) if last.is_file() else {}
     return Run(
         name,
         path,
         config,
         attempt(lambda: count_parameters(path, config), 0),
-        attempt(lambda: read_checkpoint(last), {}) if last.is_file() else {},
+        state.get("global_step"),
+        state.get("molflt", {}),
         attempt(lambda: read_columns(table), {}) if table.is_file() else {},
         results,
         rows,
@@ -259,7 +243,7 @@ def notes(runs: Sequence[Run]) -> list[str]:
     if len(recipes) > 1:
         lines.append(f"different recipes ({', '.join(recipes)}): their metrics are not comparable")
     for use, what in (("train", "trained on"), ("val", "validated on")):
-        known = {run.name: run.data[use] for run in runs if use in run.data}
+        known = {run.name: own[use] for run in runs if use in (own := run.own.get("data", {}))}
         groups: dict[str, list[str]] = {}
         for name, one in known.items():
             groups.setdefault(json.dumps(one, sort_keys=True), []).append(name)

@@ -23,6 +23,7 @@ from molflt.evaluation.common import (
     expect_finite,
     load_classes,
     load_tokenizer,
+    require,
 )
 from molflt.evaluation.results import (
     Evaluation,
@@ -91,15 +92,9 @@ def official(task: str, predicted: _Numbers, label: _Numbers) -> dict[str, float
         predicted: indices of classes, or scores, (items,).
         label: true classes or scores, (items,).
     """
-    try:
-        from sklearn import metrics
-    except ImportError:
-        raise ModuleNotFoundError(
-            "the metrics of GLUE need the package scikit-learn, which is not installed; run: pip "
-            "install molflt[text]"
-        ) from None
     from scipy import stats
 
+    metrics = require("sklearn.metrics", "GLUE", "text")
     known: dict[str, Callable[..., Any]] = {
         "accuracy": metrics.accuracy_score,
         "f1": metrics.f1_score,

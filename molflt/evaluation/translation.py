@@ -21,6 +21,7 @@ from molflt.evaluation.common import (
     draw_encoding,
     load_tokenizer,
     named_sources,
+    require,
     total_of,
 )
 from molflt.evaluation.results import Evaluation, Results, begin_results, results_table, written
@@ -123,16 +124,10 @@ def bleu(translations: Sequence[str], references: Sequence[str], lowercase: bool
         references: one reference per translation.
         lowercase: ignore case.
     """
-    try:
-        from sacrebleu.metrics import BLEU, CHRF
-    except ImportError:
-        raise ModuleNotFoundError(
-            "BLEU needs the package sacrebleu, which is not installed; run: pip install "
-            "molflt[text]"
-        ) from None
-    metric = BLEU(lowercase=lowercase)
+    scores = require("sacrebleu.metrics", "BLEU", "text")
+    metric, others = scores.BLEU(lowercase=lowercase), scores.CHRF(lowercase=lowercase)
     score = metric.corpus_score(list(translations), [list(references)])
-    chrf = CHRF(lowercase=lowercase).corpus_score(list(translations), [list(references)]).score
+    chrf = others.corpus_score(list(translations), [list(references)]).score
     ratio = score.sys_len / max(1, score.ref_len)
     return Bleu(score.score, chrf, ratio, str(metric.get_signature()))
 
@@ -181,7 +176,6 @@ def translate(
 
 
 def _expect_short(text: ParallelText, tokenizer: Tokenizer, longest: int | None) -> None:
-    """Raises ValueError for the first sentence that is too long for the model."""
     for path, side in zip(text.files, text[:2], strict=True):
         for number, one in enumerate(tokenizer.encode(list(side)), 1):
             _expect_length(f"{path}: line {number:,}", len(one) + 1, longest)
@@ -196,7 +190,6 @@ def _expect_length(place: str, tokens: int, longest: int | None) -> None:
 
 
 def _draw(out: Path, model: EncoderDecoder, pairs: Pairs, tokenizer: Tokenizer, split: str) -> None:
-    """Draws both kinds of attention of the decoder's last layer, and the relative encoding."""
     source, target = (ids[None].to(device_of(model)) for ids in pairs[0])
     seen = target[:, :-1]
     matrices = attention_of(model.decoder, lambda: model(source, seen), last=2)

@@ -99,7 +99,7 @@ RECIPES: dict[str, Recipe] = {
         "molflt.optimizers.population_model:PopulationModel",
         "molflt.data.problems:ProblemData",
         "molflt.tasks.optimizers:PopulationTask",
-        "molflt.evaluation.population:evaluate",
+        "molflt.evaluation.optimizers:evaluate_population",
     ),
 }
 

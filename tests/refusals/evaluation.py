@@ -11,7 +11,12 @@ from molflt.data.structures.systems import System, write_systems
 from molflt.evaluation.calibration import Calibration
 from molflt.evaluation.common import classes_of, load_classes, named_sources
 from molflt.evaluation.energies import submission_splits, write_submission
-from molflt.evaluation.ensemble import EnsembleRegressor, _expect_same_aim, load_ensemble
+from molflt.evaluation.ensemble import (
+    EnsembleRegressor,
+    _expect_same_aim,
+    expect_same_totals,
+    load_ensemble,
+)
 from molflt.evaluation.other_models import read_published
 from molflt.evaluation.runs import read_results, read_runs
 from refusals import Refusal
@@ -87,6 +92,23 @@ def aims(other):
     return lambda _: _expect_same_aim(Path("two"), other, Path("one"), Member())
 
 
+class Hydrogen:
+    """A data set of hydrogen molecules."""
+
+    path = Path("h2")
+
+    def __len__(self) -> int:
+        return 3
+
+    def compositions(self, indices, contact):
+        return np.eye(119)[np.ones(len(indices), dtype=int)] * 2
+
+
+def totals(other):
+    members = EnsembleRegressor([Member(), other])
+    return lambda _: expect_same_totals(members, Hydrogen())
+
+
 DATA = {"train": "a.txt", "val": "b.txt", "test": None}
 AGAIN = "evaluate these runs"
 
@@ -111,8 +133,8 @@ ROWS = [
     Refusal(lambda f: read_published(f / "p.npz", f), "p.npz", "npz", "no such", FileNotFoundError),
     Refusal(aims(Member((1, 8))), "two", "elements of one", "Cu"),
     Refusal(aims(Member((1, 8, 29, 78, 79))), "one", "elements of two", "Pt, Au"),
-    Refusal(aims(Member(references=1.0)), "two", "references", "without"),
-    Refusal(aims(Member(mean=-400.0, std=90.0)), "two", "-1 ± 0.5 eV", "-400 ± 90 eV"),
+    Refusal(aims(Member(references=1.0)), "two", "references", "others"),
+    Refusal(totals(Member(mean=-400.0, std=90.0)), "model 2", "at most 90 eV", "399 eV"),
     Refusal(lambda _: EnsembleRegressor([nn.Linear(1, 1)]), "members", "two", "1"),
     Refusal(lambda _: load_ensemble([Path("a")]), "--also", "further runs", "none"),
     Refusal(
