@@ -163,6 +163,7 @@ def test_trial_submission_of_validation_splits(run, tmp_path, capsys) -> None:
         assert {f"val_{name}" for name in written.files} == set(file.files)
         for name in written.files:
             np.testing.assert_array_equal(written[name], file[f"val_{name}"])
+        assert written["id_ids"].dtype.kind == "U" and written["id_energy"].dtype == np.float64
     assert "test splits" in capsys.readouterr().err
 
 

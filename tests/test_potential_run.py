@@ -21,9 +21,6 @@ from ase.constraints import (
     FixBondLength,
     FixBondLengths,
     FixCartesian,
-    FixCom,
-    FixedLine,
-    FixedPlane,
     FixScaled,
 )
 from tiny_run import argon, error_of, logged, page_of
@@ -216,18 +213,10 @@ def test_relaxations(trained, tmp_path, capsys):
     assert "structure 1, sid 1, Ar2: not converged" in said.err
 
 
-def of_each_constraint() -> list[Atoms]:
+def constrained() -> list[Atoms]:
     frames = []
     for number, constraint in enumerate(
-        [
-            FixCartesian([0], mask=(True, True, False)),
-            FixedPlane([0], (0, 0, 1)),
-            FixedLine([0], (0, 0, 1)),
-            FixScaled([0], (True, True, False)),
-            FixBondLength(0, 1),
-            FixCom(),
-            FixScaled([0]),
-        ]
+        [FixCartesian([0], mask=(True, True, False)), FixBondLength(0, 1), FixScaled([0])]
     ):
         atoms = bulk("Ar", "fcc", 5.2, cubic=True)
         atoms.rattle(0.1, seed=number)
@@ -238,7 +227,7 @@ def of_each_constraint() -> list[Atoms]:
 
 
 def test_relaxations_respect_and_keep_constraints(trained, tmp_path, capsys):
-    frames = of_each_constraint()
+    frames = constrained()
     ase.io.write(tmp_path / "a.traj", frames)
     words = ["relax", str(tmp_path / "a.traj"), "--run", str(trained), "--device", "cpu"]
     assert main([*words, "--fmax=1e-9", "--steps=3", "--out", str(tmp_path / "b.traj")]) == 3
@@ -248,23 +237,21 @@ def test_relaxations_respect_and_keep_constraints(trained, tmp_path, capsys):
         assert one.constraints[0].todict() == atoms.constraints[0].todict()
         assert one.info["name"] == atoms.info["name"] and "energy" not in one.info
         assert np.abs(one.positions - atoms.positions)[1:].max() > 1e-3
-    moved = np.array([b.positions[0] - a.positions[0] for a, b in zip(frames, found, strict=True)])
-    for number, held in enumerate([[0, 1], [2], [0, 1], [0, 1]]):
-        free = [axis for axis in range(3) if axis not in held]
-        assert np.abs(moved[number][held]).max() < 1e-12 < np.abs(moved[number][free]).min()
-    assert found[4].get_distance(0, 1) == pytest.approx(frames[4].get_distance(0, 1), abs=1e-10)
-    shift = found[5].get_center_of_mass() - frames[5].get_center_of_mass()
-    assert np.abs(shift).max() < 1e-12 and np.abs(moved[6]).max() < 1e-12
+    line, _, fixed = (
+        np.abs(b.positions[0] - a.positions[0]) for a, b in zip(frames, found, strict=True)
+    )
+    assert line[:2].max() < 1e-12 < line[2] and fixed.max() < 1e-12
+    assert found[1].get_distance(0, 1) == pytest.approx(frames[1].get_distance(0, 1), abs=1e-10)
     calculator = molflt.Calculator(trained, device="cpu")
     for row, atoms in zip(csv.DictReader((tmp_path / "b.csv").open()), frames, strict=True):
         expected = calculator.get_potential_energy(atoms)  # with positions in float64
         assert float(row["energy_before_eV"]) == pytest.approx(expected, abs=1e-12)
     main([*words, "--steps=1", "--out", str(tmp_path / "b.extxyz")])
-    assert capsys.readouterr().err.count("cannot be held by .extxyz") == 5
+    assert capsys.readouterr().err.count("cannot be held by .extxyz") == 1
 
 
 def test_an_interruption_keeps_finished_relaxations(trained, tmp_path, monkeypatch, capsys):
-    frames = of_each_constraint()[:3]
+    frames = constrained()
     ase.io.write(tmp_path / "a.traj", frames)
     out = tmp_path / "b.extxyz"
     out.write_text("older")

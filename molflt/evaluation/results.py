@@ -19,8 +19,16 @@ from molflt.plots.figure import FORMATS
 from molflt.training.checkpoint import weights_digest
 from molflt.training.config import Config, absolute
 
-__all__ = ["RESULTS", "Evaluation", "Provenance", "Results", "align", "begin_results", "csv_text"]
-__all__ += ["fixed", "given_data", "is_within", "provenance_of", "results_table", "run_weights"]
+__all__ = ["RESULTS", "Evaluation", "Provenance", "Results", "align", "begin_results", "csv_rows"]
+__all__ += [
+    "csv_text",
+    "fixed",
+    "given_data",
+    "is_within",
+    "provenance_of",
+    "results_table",
+    "run_weights",
+]
 __all__ += ["warn", "why_of_others", "write_csv", "write_results", "written"]
 
 RESULTS = "results.json"
@@ -101,6 +109,14 @@ def csv_text(rows: Sequence[Mapping[str, object]]) -> str:
     writer.writeheader()
     writer.writerows(rows)
     return buffer.getvalue()
+
+
+def csv_rows(text: str) -> list[dict[str, str]]:
+    """Parses a table; raises ValueError or csv.Error if it is damaged."""
+    rows: list[dict[str, str]] = list(csv.DictReader(io.StringIO(text), strict=True))
+    if any(None in row or None in row.values() for row in rows):
+        raise ValueError("a line has another number of cells than the first")
+    return rows
 
 
 def warn(text: str) -> None:

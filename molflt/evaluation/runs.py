@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Never, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from molflt.evaluation.results import RESULTS, Results, run_weights, why_of_others
+from molflt.evaluation.results import RESULTS, Results, csv_rows, run_weights, why_of_others
 from molflt.files import read_json, shown
 from molflt.metrics import Metric
 from molflt.plots.training import best_place, read_columns
@@ -168,13 +168,9 @@ def read_rows(path: Path) -> Sequence[Row]:
     if not path.is_file():
         return []
     try:
-        with open(path, newline="", encoding="utf-8") as file:
-            rows: list[dict[str, str]] = list(csv.DictReader(file, strict=True))
+        return csv_rows(path.read_text(encoding="utf-8"))
     except (ValueError, csv.Error) as error:
         raise ValueError(f"{path}: expected CSV; {shown(str(error))}; evaluate again") from None
-    if any(None in row or None in row.values() for row in rows):
-        raise ValueError(f"{path}: expected rows of one length; evaluate the run again")
-    return rows
 
 
 def _errors(rows: Sequence[Row], path: Path) -> dict[str, NDArray[np.float64]]:

@@ -10,19 +10,19 @@ from __future__ import annotations
 
 import csv
 import hashlib
-import io
 import json
 import re
 from collections.abc import Callable, Mapping
 from itertools import islice, zip_longest
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
 from molflt.data.batches import Shard
 from molflt.data.structures import Structures
 from molflt.evaluation.ensemble import digest_of
-from molflt.evaluation.results import csv_text
+from molflt.evaluation.results import csv_rows, csv_text
 from molflt.files import shown, write_atomically
 
 __all__ = ["ENDINGS", "made_of", "merge_shards", "noted"]
@@ -51,13 +51,6 @@ def made_of(model: nn.Module, dataset: Structures, **options: object) -> dict[st
     return {"weights": weights.hexdigest()[:16], "data": data.hexdigest()[:16], **options}
 
 
-def _csv_rows(text: str) -> list[_Row]:
-    rows: list[_Row] = list(csv.DictReader(io.StringIO(text), strict=True))
-    if any(None in row or None in row.values() for row in rows):
-        raise ValueError("a line has another number of cells than the first")
-    return rows
-
-
 def _frames(text: str) -> list[_Row]:
     """Splits an extended XYZ file into structures and removes their notes from the text."""
     lines = iter(text.splitlines(keepends=True))
@@ -72,8 +65,8 @@ def _frames(text: str) -> list[_Row]:
     return rows
 
 
-_FORMATS: dict[str, tuple[Callable[[str], list[_Row]], Callable[[list[_Row]], str]]] = {
-    ".csv": (_csv_rows, csv_text),
+_FORMATS: dict[str, tuple[Callable[[str], Any], Callable[[list[_Row]], str]]] = {
+    ".csv": (csv_rows, csv_text),
     ".json": (json.loads, lambda rows: json.dumps(rows, indent=1) + "\n"),
     ".extxyz": (_frames, lambda rows: "".join(str(row["frame"]) for row in rows)),
 }
