@@ -13,7 +13,7 @@ from molflt.evaluation.results import align, write_csv
 from molflt.plots import GroupError
 
 __all__ = ["errors_by_group", "group_tables", "groups_by_name", "groups_by_size"]
-__all__ += ["without_compositions", "write_groups"]
+__all__ += ["write_groups"]
 
 _SIZE_BINS = 6
 _PRINTED = 12
@@ -50,23 +50,6 @@ def errors_by_group(found: Mapping[str, Predictions]) -> dict[str, dict[str, lis
         }
         for split, (error, adsorbate, slab, natoms) in parts.items()
     }
-
-
-def without_compositions(
-    formulas: Sequence[str],
-    natoms: Sequence[int] | NDArray[np.int64],
-    target: NDArray[np.float64],
-    energy: NDArray[np.float64],
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Subtracts the mean label of each formula from labels and predictions, (structures,), eV.
-
-    Returns:
-        Labels and predictions, meV per atom.
-    """
-    groups = np.unique(np.array(formulas), return_inverse=True)[1]
-    means = (np.bincount(groups, target) / np.bincount(groups))[groups]
-    unit = np.asarray(natoms) / 1e3
-    return (target - means) / unit, (energy - means) / unit
 
 
 def _size_edges(natoms: NDArray[np.int64]) -> NDArray[np.int64]:

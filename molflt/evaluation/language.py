@@ -16,19 +16,7 @@ from torch.utils.data import DataLoader
 from molflt import plots
 from molflt.data.text.datamodule import TokenBlocks, read_blocks
 from molflt.data.text.tokenized import PieceBlocks, read_pieces
-from molflt.evaluation.common import (
-    attention_of,
-    batches,
-    device_of,
-    draw_attention,
-    draw_encoding,
-    expect_finite,
-    load_tokenizer,
-    load_vocabulary,
-    locality_of,
-    named_sources,
-    total_of,
-)
+from molflt.evaluation import common
 from molflt.evaluation.results import Evaluation, Results, begin_results, results_table, written
 from molflt.sequence.heads import Head
 from molflt.sequence.language_model import LanguageModel
@@ -93,7 +81,7 @@ def evaluate(
         heads and layers. For proteins also residue_perplexity, residue_accuracy_percent, residues
         (their number, without ends of records), unigram_perplexity and unigram_accuracy_percent.
     """
-    vocabulary = load_vocabulary(run, model.vocabulary)
+    vocabulary = common.load_vocabulary(run, model.vocabulary)
     length, train = int(str(config["data"]["length"])), str(config["data"]["train"])
     residues = None
     if vocabulary.level == "protein":  # the unigram model also predicts ends of records
@@ -101,7 +89,7 @@ def evaluate(
         residues = Residues(train, lambda: read_blocks(train, vocabulary, length).ids, possible)
     texts = {  # read all of them before evaluating the first
         split: read_blocks(source, vocabulary, length, split)
-        for split, source in named_sources(config["data"], splits, data).items()
+        for split, source in common.named_sources(config["data"], splits, data).items()
     }
     results: Results = {}
     curves: dict[str, NDArray[np.float64]] = {}
@@ -118,10 +106,10 @@ def evaluate(
             results[split] |= residues.judge(perplexity, share, blocks.ids[own])
     begin_results(out, *_FILES)
     plots.losses_by_place(curves, out / "losses.png")
-    first = blocks[0][0][:_SHOWN].to(device_of(model))[None]
+    first = blocks[0][0][:_SHOWN].to(common.device_of(model))[None]
     title = f"last layer, first {first.shape[1]} tokens of {split}"
-    draw_attention(model.stack, lambda: model(first), out / "attention.png", title)
-    draw_encoding(model.stack.position, model.position_scale, length, out / "encoding.png")
+    common.draw_attention(model.stack, lambda: model(first), out / "attention.png", title)
+    common.draw_encoding(model.stack.position, model.position_scale, length, out / "encoding.png")
     text = f"{results_table('text', _COLUMNS, results)}\n\n{_NOTE}"
     if residues is not None:
         text += residues.report(results, model.head, vocabulary.ids, out / "substitutions.png")
@@ -146,9 +134,9 @@ def token_losses(
     For each batch, appends to `right` a mask of the tokens that were the most probable ones,
     (batch, length). With None, the logits are not kept in memory.
     """
-    device, found = device_of(model), []
+    device, found = common.device_of(model), []
     loader, batch = DataLoader(blocks, batch_size), f"{batch_size} x {blocks.length:,} tokens"
-    with batches(loader, name, batch) as loaded:
+    with common.batches(loader, name, batch) as loaded:
         for inputs, targets in loaded:
             wanted = targets.to(device)
             if right is None:
@@ -158,16 +146,18 @@ def token_losses(
                 score = log_p.gather(2, wanted.clamp(min=0)[..., None])[..., 0]
                 right.append((log_p.argmax(dim=2) == wanted).cpu().numpy())
             loss = -score.double().cpu()
-            expect_finite(name, loss)
+            common.expect_finite(name, loss)
             found.append(np.where(targets.numpy() < 0, np.nan, loss.numpy()))
     return np.concatenate(found)
 
 
 def _locality(model: LanguageModel, blocks: TokenBlocks) -> dict[str, float | None]:
-    tokens = blocks[0][0][blocks[0][1] >= 0].to(device_of(model))[None]
+    tokens = blocks[0][0][blocks[0][1] >= 0].to(common.device_of(model))[None]
     place = torch.arange(tokens.shape[1])
     distances = (place[:, None] - place).abs()
-    return locality_of(attention_of(model.stack, lambda: model(tokens)), distances, causal=True)
+    return common.locality_of(
+        common.attention_of(model.stack, lambda: model(tokens)), distances, causal=True
+    )
 
 
 def evaluate_masked(
@@ -198,7 +188,7 @@ def evaluate_masked(
         residues (their number) with the mask token in every gap, and unigram_perplexity and
         unigram_accuracy_percent.
     """
-    tokenizer, options = load_tokenizer(run, model.vocabulary), config["data"]
+    tokenizer, options = common.load_tokenizer(run, model.vocabulary), config["data"]
     length, train = int(str(options["length"])), str(options["train"])
     names = ("mask_rate", "mask_share", "random_share")
     shares = {name: float(str(config["task"][name])) for name in names}
@@ -213,7 +203,7 @@ def evaluate_masked(
             train, lambda: read_pieces(train, tokenizer, length, use="train").ids, possible
         )
     texts = {}  # read all of them before evaluating the first
-    for split, source in named_sources(options, splits, data).items():
+    for split, source in common.named_sources(options, splits, data).items():
         pairs = model.next_sentence is not None
         texts[split] = read_pieces(source, tokenizer, length, pairs, split)
         task.expect_gaps(texts[split], source)
@@ -227,11 +217,13 @@ def evaluate_masked(
     begin_results(out, *_FILES)
     tokens, types, there = (part[None] for part in blocks[0])
     count = min(_SHOWN, int(there.sum()))
-    first: Sequence[Tensor] = [part[:, :count].to(device_of(model)) for part in (tokens, types)]
+    first: Sequence[Tensor] = [
+        part[:, :count].to(common.device_of(model)) for part in (tokens, types)
+    ]
     stack, scale = model.encoder.stack, model.encoder.position_scale
     title = f"last layer with attention, first {count} tokens of {split}"
-    draw_attention(stack, lambda: model(*first), out / "attention.png", title)
-    draw_encoding(stack.position, scale, blocks.length, out / "encoding.png")
+    common.draw_attention(stack, lambda: model(*first), out / "attention.png", title)
+    common.draw_encoding(stack.position, scale, blocks.length, out / "encoding.png")
     columns = {k: v for k, v in _OF_GAPS.items() if all(k in row for row in results.values())}
     text = results_table("text", columns, results)
     if residues is not None and letters is not None:
@@ -241,7 +233,7 @@ def evaluate_masked(
 
 def _judged(task: MaskedTask, blocks: PieceBlocks, size: int, name: str) -> dict[str, float | None]:
     loader = DataLoader(blocks, size)
-    total = total_of(task, loader, name, f"{size} x {blocks.length:,} tokens")
+    total = common.total_of(task, loader, name, f"{size} x {blocks.length:,} tokens")
     return {**task.summarize(total), "gaps": int(total[2])}
 
 
@@ -249,7 +241,7 @@ def _targets(task: MaskedTask, blocks: PieceBlocks, size: int) -> NDArray[np.int
     """Returns the hidden tokens of a text, (gaps,)."""
     found = []
     for batch in DataLoader(blocks, size):
-        tokens, types, there = (part.to(device_of(task.model)) for part in batch)
+        tokens, types, there = (part.to(common.device_of(task.model)) for part in batch)
         targets = task.gaps((tokens, types, there), Draws.of_content(tokens, there))[1]
         found.append(targets[targets >= 0].cpu().numpy())
     return np.concatenate(found)
@@ -302,7 +294,7 @@ def draw_substitutions(head: Head, ids: Mapping[str, int], png: Path) -> str:
     appendix of Performer (arXiv:2009.14794). Without Biopython, which provides BLOSUM62, only the
     learned table is drawn. Returns a line with the correlation between the two tables.
     """
-    places = torch.tensor([ids[letter] for letter in _ORDER], device=device_of(head))
+    places = torch.tensor([ids[letter] for letter in _ORDER], device=common.device_of(head))
     with torch.inference_mode():
         vectors = head.embed(places).double().cpu().numpy()
     vectors = vectors - vectors.mean(axis=0)

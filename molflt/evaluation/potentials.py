@@ -16,12 +16,7 @@ from molflt.data.structures.base import AS_TRAINED
 from molflt.data.structures.force_units import unit_fault
 from molflt.data.structures.potential_data import SinglePoints
 from molflt.evaluation.evaluated import EvaluationData, warn_of_labels
-from molflt.evaluation.groups import (
-    groups_by_name,
-    groups_by_size,
-    without_compositions,
-    write_groups,
-)
+from molflt.evaluation.groups import groups_by_name, groups_by_size, write_groups
 from molflt.evaluation.predictions import Predictions, infer
 from molflt.evaluation.results import (
     Evaluation,
@@ -137,7 +132,10 @@ def _draw(out: Path, found: Mapping[str, Points]) -> None:
     panels, names, pairs = {}, {}, {}
     for split, part in found.items():
         own = part.energies
-        panels[split] = without_compositions(own.formula, own.natoms, own.target, own.energy)
+        groups = np.unique(own.formula, return_inverse=True)[1]
+        means = (np.bincount(groups, own.target) / np.bincount(groups))[groups]
+        unit = own.natoms / 1e3
+        panels[split] = (own.target - means) / unit, (own.energy - means) / unit
         names[split] = [f"sid {sid} {f}" for sid, f in zip(own.sid, own.formula, strict=True)]
         if part.forces.size:
             label, predicted = 1e3 * part.forces.reshape(2, -1)
@@ -146,9 +144,9 @@ def _draw(out: Path, found: Mapping[str, Points]) -> None:
     plots.parity(panels, out / "parity.png", names, quantity, "meV/atom")
     if pairs:
         plots.parity(pairs, out / "forces.png", quantity="force component", unit="meV/Å")
-        groups = _force_errors(found)
-        plots.errors(groups, {}, out / "errors.png", unit="meV/Å")
-        write_groups(out, {"all": groups}, "mae_meV_per_A")
+        errors = _force_errors(found)
+        plots.errors(errors, {}, out / "errors.png", unit="meV/Å")
+        write_groups(out, {"all": errors}, "mae_meV_per_A")
 
 
 def _force_errors(found: Mapping[str, Points]) -> dict[str, list[GroupError]]:

@@ -16,15 +16,7 @@ from torch.utils.data import DataLoader
 from molflt.data.text.glue import GLUE, TASKS, Example, read_examples, read_splits
 from molflt.data.text.sentences import Sentences, padded
 from molflt.data.text.tokenizer import Tokenizer
-from molflt.evaluation.common import (
-    batches,
-    chosen_splits,
-    device_of,
-    expect_finite,
-    load_classes,
-    load_tokenizer,
-    require,
-)
+from molflt.evaluation import common
 from molflt.evaluation.results import (
     Evaluation,
     Results,
@@ -64,8 +56,8 @@ def evaluate(
         mean of these metrics, which counts in the GLUE average.
     """
     task, length = str(config["data"]["task"]), int(str(config["data"]["length"]))
-    tokenizer = load_tokenizer(run, model.vocabulary)
-    classes = load_classes(run, model.classes)
+    tokenizer = common.load_tokenizer(run, model.vocabulary)
+    classes = common.load_classes(run, model.classes)
     results: Results = {}
     rows: list[dict[str, object]] = []
     for split, examples in _examples(config, task, splits, data, classes).items():
@@ -94,7 +86,7 @@ def official(task: str, predicted: _Numbers, label: _Numbers) -> dict[str, float
     """
     from scipy import stats
 
-    metrics = require("sklearn.metrics", "GLUE", "text")
+    metrics = common.require("sklearn.metrics", "GLUE", "text")
     known: dict[str, Callable[..., Any]] = {
         "accuracy": metrics.accuracy_score,
         "f1": metrics.f1_score,
@@ -125,17 +117,17 @@ def logits_of(
     Inputs of more than `length` tokens are truncated, as in training, with a warning. Labels are
     ignored.
     """
-    device, found = device_of(model), []
+    device, found = common.device_of(model), []
     rows = Sentences(examples, tokenizer, length, name)
     if rows.cut:
         warn(f"{name}: {rows.cut:,} of {len(rows):,} have more than {length} tokens, and were cut")
     collate = partial(padded, pad=tokenizer.pad)
     loader = DataLoader(rows, batch_size=batch_size, collate_fn=collate)
-    with batches(loader, name, f"{batch_size} x {length:,} tokens") as loaded:
+    with common.batches(loader, name, f"{batch_size} x {length:,} tokens") as loaded:
         for batch in loaded:
             tokens, types, there = (part.to(device) for part in batch[:3])
             found.append(model(tokens, types, there).double().cpu())
-            expect_finite(name, found[-1], "a logit")
+            common.expect_finite(name, found[-1], "a logit")
     return torch.cat(found).numpy()
 
 
@@ -148,7 +140,7 @@ def _examples(
 ) -> dict[str, list[Example]]:
     there = ["train", "val", "test"] + (["val_mismatched"] if task == "MNLI" else [])
     usual = [name for name in there if name.startswith("val")]
-    wanted = chosen_splits(there, splits, usual, other)
+    wanted = common.chosen_splits(there, splits, usual, other)
     if other is None:
         share = cast("float | None", config["data"].get("val_fraction"))
         found = read_splits(Path(str(config["data"]["root"])), task, wanted, share, classes)

@@ -14,16 +14,7 @@ from torch.utils.data import DataLoader
 from molflt import plots
 from molflt.data.text.parallel import Pairs, ParallelText, paired, read_parallel
 from molflt.data.text.tokenizer import Tokenizer
-from molflt.evaluation.common import (
-    attention_of,
-    batches,
-    device_of,
-    draw_encoding,
-    load_tokenizer,
-    named_sources,
-    require,
-    total_of,
-)
+from molflt.evaluation import common
 from molflt.evaluation.results import Evaluation, Results, begin_results, results_table, written
 from molflt.files import write_atomically
 from molflt.sequence.beam import beam_search
@@ -72,21 +63,21 @@ def evaluate(
         Per split: bleu, chrf, perplexity, pairs (their number), and length_ratio (translations to
         references).
     """
-    tokenizer, options = load_tokenizer(run, model.vocabulary), config["data"]
+    tokenizer, options = common.load_tokenizer(run, model.vocabulary), config["data"]
     languages = str(options["source"]), str(options["target"])
     lowercase = tokenizer.ignores_case
     bleu(["a"], ["a"])  # fails without sacrebleu, before anything is computed
     results: Results = {}
     lines: dict[str, list[str]] = {}
     texts = {}  # read all of them before translating the first
-    for split, name in named_sources(options, splits, data).items():
+    for split, name in common.named_sources(options, splits, data).items():
         text = read_parallel(name, *languages)
         texts[split] = text, Pairs(text, tokenizer)
         _expect_short(text, tokenizer, model.longest)
     task = TranslationTask(model, label_smoothing=0.0)
     for split, (text, pairs) in texts.items():
         loader = DataLoader(pairs, batch_size, collate_fn=partial(paired, pad=tokenizer.pad))
-        total = total_of(task, loader, split, f"{batch_size} pairs")
+        total = common.total_of(task, loader, split, f"{batch_size} pairs")
         results[split] = {"perplexity": task.summarize(total)["perplexity"]}
         translated = lines[split] = translate(
             model, tokenizer, text.source, beam, length_penalty, batch_size, split
@@ -124,7 +115,7 @@ def bleu(translations: Sequence[str], references: Sequence[str], lowercase: bool
         references: one reference per translation.
         lowercase: ignore case.
     """
-    scores = require("sacrebleu.metrics", "BLEU", "text")
+    scores = common.require("sacrebleu.metrics", "BLEU", "text")
     metric, others = scores.BLEU(lowercase=lowercase), scores.CHRF(lowercase=lowercase)
     score = metric.corpus_score(list(translations), [list(references)])
     chrf = others.corpus_score(list(translations), [list(references)]).score
@@ -154,8 +145,10 @@ def translate(
             raise ValueError(f"{name}: sentence {number:,} is empty; expected text; leave it out")
     order = sorted(range(len(ids)), key=lambda i: len(ids[i]), reverse=True)
     parts = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
-    device, translations = device_of(model), [""] * len(ids)
-    with batches(parts, name, f"{batch_size} sentences with {beam} hypotheses each") as loaded:
+    device, translations = common.device_of(model), [""] * len(ids)
+    with common.batches(
+        parts, name, f"{batch_size} sentences with {beam} hypotheses each"
+    ) as loaded:
         for batch in loaded:
             rows = [torch.tensor(ids[i]) for i in batch]
             source = pad_sequence(rows, batch_first=True, padding_value=tokenizer.pad)
@@ -190,9 +183,9 @@ def _expect_length(place: str, tokens: int, longest: int | None) -> None:
 
 
 def _draw(out: Path, model: EncoderDecoder, pairs: Pairs, tokenizer: Tokenizer, split: str) -> None:
-    source, target = (ids[None].to(device_of(model)) for ids in pairs[0])
+    source, target = (ids[None].to(common.device_of(model)) for ids in pairs[0])
     seen = target[:, :-1]
-    matrices = attention_of(model.decoder, lambda: model(source, seen), last=2)
+    matrices = common.attention_of(model.decoder, lambda: model(source, seen), last=2)
     words = [[tokenizer.token(int(one)) for one in ids[0]] for ids in (seen, source)]
     sides = zip(_PICTURES, ("target", "source"), words, strict=False)
     for matrix, (name, what, keys) in zip(matrices, sides, strict=True):
@@ -200,4 +193,4 @@ def _draw(out: Path, model: EncoderDecoder, pairs: Pairs, tokenizer: Tokenizer, 
         plots.attention_matrices(matrix[0], out / name, title=title, tokens=(words[0], keys))
     tokens = min(max(pairs.sizes), model.longest or max(pairs.sizes))
     position, scale = model.decoder.stack.position, model.position_scale
-    draw_encoding(position, scale, tokens, out / "encoding.png")
+    common.draw_encoding(position, scale, tokens, out / "encoding.png")
