@@ -78,7 +78,7 @@ _EXPECTED = {  # files of a finished run -> result of their absence
     "versions.json": "versions are unknown",
 }
 
-Part = Mapping[str, Any] | str  # a table, figure, row of figures, ...; a string is a paragraph
+_Part = Mapping[str, Any] | str  # a table, figure, row of figures, ...; a string is a paragraph
 
 
 class Page:
@@ -131,28 +131,28 @@ class Page:
         self.missing += [line] * (line not in self.missing)
         return otherwise
 
-    def drawn(self, text: str, draw: Callable[[Path], object]) -> list[Part]:
+    def drawn(self, text: str, draw: Callable[[Path], object]) -> list[_Part]:
         """Draws a figure; `text` describes it in words."""
 
-        def make() -> list[Part]:
+        def make() -> list[_Part]:
             with tempfile.TemporaryDirectory() as folder:
                 file = Path(folder) / "picture.png"
                 draw(file)
                 return self._embedded(file.read_bytes(), text, text)
 
-        found: list[Part] = self.attempt(make, [])
+        found: list[_Part] = self.attempt(make, [])
         return found
 
-    def kept(self, name: str, text: str) -> list[Part]:
+    def kept(self, name: str, text: str) -> list[_Part]:
         """Returns a PNG file of the run as a figure, if it exists."""
         file = self.path / name
         if not file.is_file():
             return []
-        found: list[Part]
+        found: list[_Part]
         found = self.attempt(lambda: self._embedded(file.read_bytes(), str(file), text), [])
         return found
 
-    def _embedded(self, content: bytes, name: str, text: str) -> list[Part]:
+    def _embedded(self, content: bytes, name: str, text: str) -> list[_Part]:
         content, width = _png(content, name)
         data = base64.b64encode(content).decode()
         if len(data) > self._left:
@@ -189,7 +189,7 @@ def _table(
     caption: str,
     text_columns: int = 1,
     most: int = 30,
-) -> Part:
+) -> _Part:
     """Returns a table of at most `most` rows, with numbers after the first `text_columns`."""
     parts = {"head": head, "rows": rows, "caption": caption}
     return {**parts, "text_columns": text_columns, "most": most}
@@ -220,7 +220,7 @@ def _cut(value: object, longest: int = _LONGEST) -> str:
     return whole if len(whole) <= longest else f"{whole[:longest]}… ({len(whole):,} characters)"
 
 
-def _overview(page: Page) -> list[Part]:
+def _overview(page: Page) -> list[_Part]:
     run = page.run
     data, best, measure = run.config["data"], run.best, run.metrics[run.measure]
     sets = (
@@ -263,7 +263,7 @@ def _number(value: float | None, error: float | None = None, metric: Metric | No
     return f"{value:{form}}" + ("" if error is None else f" ± {error:{form}}")
 
 
-def _results(page: Page) -> list[Part]:
+def _results(page: Page) -> list[_Part]:
     run, metrics = page.run, page.run.metrics
     rows = []
     for name in dict.fromkeys(name for row in run.results.values() for name in row):
@@ -278,7 +278,7 @@ def _results(page: Page) -> list[Part]:
     return [_table(["metric", *run.results], rows, f"{text}.")] if rows else []
 
 
-def _training(page: Page) -> list[Part]:
+def _training(page: Page) -> list[_Part]:
     run, columns, metrics = page.run, page.run.columns, page.run.metrics
     if not columns:
         return []
@@ -303,13 +303,13 @@ def _training(page: Page) -> list[Part]:
     return page.drawn(text, draw) + ([details] if rows else [])
 
 
-def _pictures(page: Page) -> list[Part]:
+def _pictures(page: Page) -> list[_Part]:
     if not page.run.results:
         return []
     return [part for name, text in _KEPT.items() for part in page.kept(name, text)]
 
 
-def _settings(page: Page) -> list[Part]:
+def _settings(page: Page) -> list[_Part]:
     own = dict(flat_options(page.run.config))
     usual = dict(flat_options(plain(defaults(page.recipe))))  # type: ignore[arg-type]
     chosen = [(key, value) for key, value in own.items() if usual.get(key) != value]
@@ -319,8 +319,8 @@ def _settings(page: Page) -> list[Part]:
     return [changed, {"summary": "All options", "inside": [everything]}]
 
 
-def _files(page: Page) -> list[Part]:
-    parts: list[Part] = []
+def _files(page: Page) -> list[_Part]:
+    parts: list[_Part] = []
     if rows := [(name, value) for name, value in page.versions.items() if value is not None]:
         caption = "Versions at the start of the run (versions.json)."
         parts.append(_table(("package", "version"), rows, caption, 2, 100))
@@ -333,7 +333,7 @@ def _files(page: Page) -> list[Part]:
     return [*parts, {"summary": "Files", "inside": [listing]}]
 
 
-def _repeat(page: Page) -> list[Part]:
+def _repeat(page: Page) -> list[_Part]:
     lines = []
     if version := page.versions.get("molflt"):
         commit = page.versions.get("git_commit")
@@ -384,7 +384,7 @@ def _systems(page: Page) -> list[_System]:
     return sorted(systems, key=lambda one: -abs(one.error))
 
 
-def _worst(page: Page) -> list[Part]:
+def _worst(page: Page) -> list[_Part]:
     if page.recipe not in _OF_STRUCTURES or not page.run.results:
         return []
     if not page.run.predictions:
@@ -406,7 +406,7 @@ def _worst(page: Page) -> list[Part]:
     for split in dict.fromkeys(one.split for one in worst):
         own = [one for one in worst if one.split == split]
         structures |= page.attempt(partial(_structures, page.run, split, own), {})
-    figures: list[Part] = []
+    figures: list[_Part] = []
     for one in filter(structures.__contains__, worst):
         wrong = f"{one.error:{form}} {unit}"
         text = f"sid {one.sid} ({one.split}): {one.name}, {one.natoms} atoms from the top and from "
@@ -438,7 +438,7 @@ def _structures(run: Run, split: str, wanted: Sequence[_System]) -> dict[_System
     )
 
 
-_SECTIONS: Mapping[str, tuple[str, Callable[[Page], list[Part]]]] = {
+_SECTIONS: Mapping[str, tuple[str, Callable[[Page], list[_Part]]]] = {
     "overview": ("Overview", _overview),
     "results": ("Results", _results),
     "training": ("Training", _training),

@@ -259,13 +259,13 @@ class _Seen:
         self.elements: set[int] = set()
         self.adsorbed: set[int] = set()
         self.bare = 0
-        self.overlapping: set[int] = set()
+        self.overlapping: list[int] = []
 
     def take(self, record: Data) -> None:
         self.elements.update(record.atomic_numbers.tolist())
         self.adsorbed.update(record.atomic_numbers[record.tags == Tag.ADSORBATE.value].tolist())
         self.bare += not bool((record.tags > Tag.SUBSURFACE).any())
-        self.overlapping |= {int(record.sid)} if atoms_coincide(record) else set()
+        self.overlapping += [int(record.sid)] * atoms_coincide(record)
 
     def warn(self, found: Predictions, name: str, domain: Domain | None, untagged: bool) -> None:
         count = len(found.sid)
@@ -276,8 +276,7 @@ class _Seen:
                 "subsurface, 1 surface, 2 adsorbate), or find them with --tags guess"
             )
         if self.overlapping:
-            sids = [sid for sid in found.sid.tolist() if sid in self.overlapping]
-            warn(overlaps_of(name, sids, count))
+            warn(overlaps_of(name, sorted(self.overlapping), count))
         if domain is None:
             return
         if reasons := counted_reasons(found.outside):
