@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from ase.build import add_adsorbate, fcc111
+from ase.build import add_adsorbate, fcc111, molecule
 
 from molflt.graph.potential import Potential
 from molflt.pretrained.calculator import Calculator
@@ -38,18 +38,47 @@ def test_outputs_are_valid(dtype):
     validate_model_outputs(model, torch.device("cpu"), getattr(torch, dtype))
 
 
+def slabs() -> list:
+    found = []
+    for k in range(8):
+        atoms = fcc111("Cu", (1, 1 + k % 2, 3), vacuum=5.0)
+        add_adsorbate(atoms, "O", 1.2 + 0.05 * k, "fcc")
+        found.append(atoms)
+    return found
+
+
+def test_relaxations_in_a_batch_are_independent():
+    ts = pytest.importorskip("torch_sim")
+    constraints = pytest.importorskip("torch_sim.constraints", reason="torch-sim below 0.5")
+    from molflt.pretrained.torch_sim import TorchSimModel
+
+    model = TorchSimModel(potential(), device="cpu")
+
+    def relaxed(structures: list) -> list:
+        state = ts.initialize_state(structures, model.device, model.dtype)
+        tags = np.concatenate([atoms.get_tags() for atoms in structures])
+        state.constraints = constraints.FixAtoms(atom_mask=torch.as_tensor(tags > 1))
+        done = ts.generate_force_convergence_fn(1e-9, include_cell_forces=False)
+        options = {"optimizer": ts.Optimizer.fire, "convergence_fn": done, "max_steps": 10}
+        return ts.optimize(system=state, model=model, **options).to_atoms()
+
+    structures, calculator = slabs(), Calculator(model.model, device="cpu")
+    for before, after in zip(structures, relaxed(structures), strict=True):
+        (alone,) = relaxed([before])
+        assert np.abs(after.positions - alone.positions).max() < 1e-10
+        moved = np.abs(after.positions - before.positions).max(axis=1)
+        assert moved[before.get_tags() == 0].min() > 1e-4 and not moved[before.get_tags() > 1].any()
+        assert after.pbc.tolist() == [True, True, False]
+        assert calculator.get_potential_energy(after) < calculator.get_potential_energy(before)
+
+
 def test_results_are_those_of_the_calculator():
-    """For two slabs in a batch, periodic along two axes."""
     ts = pytest.importorskip("torch_sim")
     from molflt.pretrained.torch_sim import TorchSimModel
 
-    model, pair = TorchSimModel(potential(), device="cpu"), []
-    for size in (1, 2):
-        pair.append(fcc111("Cu", (1, size, 3), vacuum=5.0))
-        add_adsorbate(pair[-1], "O", 1.2, "fcc")
-    found = model(ts.initialize_state(pair, torch.device("cpu"), torch.float64))
-    calculator = Calculator(model.model, device="cpu")
-    forces = found["forces"].split([len(atoms) for atoms in pair])
-    for atoms, energy, own in zip(pair, found["energy"], forces, strict=True):
-        assert abs(float(energy) - calculator.get_potential_energy(atoms)) < 1e-10
-        assert np.abs(own.numpy() - calculator.get_forces(atoms)).max() < 1e-10
+    model, atoms = TorchSimModel(potential(), device="cpu"), molecule("C6H6")
+    state = ts.initialize_state([atoms, atoms], torch.device("cpu"), torch.float64)
+    found, calculator = model(state), Calculator(model.model, device="cpu")
+    energy, forces = calculator.get_potential_energy(atoms), calculator.get_forces(atoms)
+    assert np.abs(found["energy"].numpy() - energy).max() < 1e-10
+    assert np.abs(found["forces"].numpy() - np.tile(forces, (2, 1))).max() < 1e-10
