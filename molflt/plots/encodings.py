@@ -74,21 +74,13 @@ def rpe_curves(
             grid of tokens.
         unit: unit of positions.
     """
-    import torch
-
     module = _found(position, "rpe_curves")
     if module.dim != 1:
         raise ValueError(f"rpe_curves: expected a position of dimension 1; got one of {module.dim}")
     (reach,) = _extents("max_offset", max_offset, 1, module.grid)
-    if module.grid:
-        offsets = np.arange(-reach, reach + 1.0)
-        curves = _grid_bias(module, (int(reach),))
-    else:
-        # A fine grid, which includes all integer offsets if the end is an integer.
-        parts = max(1, -(-400 // math.ceil(reach)))
-        count = 2 * math.ceil(reach) * parts + 1
-        line = torch.linspace(-reach, reach, count, dtype=torch.float64).to(_like(module))
-        offsets, curves = _array(line), _bias(module, line[:, None])
+    # A fine line, which includes all integer offsets if the end is an integer.
+    count = 2 * math.ceil(reach) * max(1, -(-400 // math.ceil(reach))) + 1
+    (offsets,), curves = _sampled(module, (reach,), count)
     label = f"offset $r_i - r_j$ / {unit}\n(left: keys after the query; right: before it)"
     marker = "." if len(offsets) <= 65 else ""
     _draw_curves(file, offsets, curves, label, _of_offsets(module), marker)
@@ -131,23 +123,12 @@ def rpe_surfaces(
         unit: unit of positions.
         points: number of values along each axis; on a grid, one value per offset is drawn instead.
     """
-    import torch
-
     module = _found(position, "rpe_surfaces")
     if module.dim < 2:
         raise ValueError("rpe_surfaces: expected a position of dimension 2 or more; got one of 1")
     reach = _extents("extent", extent, 2, module.grid)
-    if module.grid:
-        down, across = map(int, reach)
-        surfaces = _grid_bias(module, (down, across)).reshape(-1, 2 * down + 1, 2 * across + 1)
-        pad = (0.5, 0.5)
-    else:
-        lines = [torch.linspace(-end, end, points, dtype=torch.float64) for end in reach]
-        plane = torch.cartesian_prod(*lines)
-        delta = plane.new_zeros(len(plane), module.dim)
-        delta[:, :2] = plane
-        surfaces = _bias(module, delta.to(_like(module))).reshape(-1, points, points)
-        pad = (reach[0] / (points - 1), reach[1] / (points - 1))  # half a pixel
+    axes, surfaces = _sampled(module, reach, points)
+    pad = [(line[1] - line[0]) / 2 for line in axes]  # half a pixel
     cut = "" if module.dim == 2 else "cut through offset 0 along all other axes"
     ends, label = (reach[0] + pad[0], reach[1] + pad[1]), _of_offsets(module)
     _draw_surfaces(file, surfaces, ends, label, unit, cut)
@@ -247,6 +228,27 @@ def _grid_bias(position: torch.nn.Module, ends: tuple[int, ...]) -> _Array:
     queries = np.ravel_multi_index(tuple(np.maximum(offsets, 0)), shape)
     keys = np.ravel_multi_index(tuple(np.maximum(-offsets, 0)), shape)
     return np.empty((0, 0)) if values is None else values[:, queries, keys]
+
+
+def _sampled(position: Any, reach: tuple[float, ...], points: int) -> tuple[list[_Array], _Array]:
+    """Returns offsets along the first axes, up to `reach`, and f, (heads, offsets, ...).
+
+    On a grid of tokens, the offsets are integers; otherwise there are `points` along each axis.
+    """
+    import torch
+
+    if position.grid:
+        ends = tuple(map(int, reach))
+        axes = [np.arange(-end, end + 1.0) for end in ends]
+        values = _grid_bias(position, ends)
+    else:
+        like = _like(position)
+        lines = [torch.linspace(-end, end, points, dtype=torch.float64).to(like) for end in reach]
+        axes, grid = [_array(line) for line in lines], torch.meshgrid(*lines, indexing="ij")
+        delta = like.new_zeros(points ** len(reach), position.dim)
+        delta[:, : len(reach)] = torch.stack(grid, dim=-1).flatten(0, -2)
+        values = _bias(position, delta)
+    return axes, values.reshape(-1, *map(len, axes))
 
 
 def _extents(
