@@ -114,11 +114,8 @@ def _shares(distance: NDArray[np.float64], fraction: float) -> list[NDArray[np.f
 def _check_shapes(probability: NDArray[np.float64], distance: NDArray[np.float64]) -> None:
     fits = probability.ndim >= 2 and probability.size and distance.ndim >= 2
     fits = fits and probability.shape[-2:] == distance.shape[-2:]
-    try:
-        fits = fits and np.broadcast_shapes(probability.shape, distance.shape) == probability.shape
-    except ValueError:
-        fits = False
-    if not fits:
+    both = zip(probability.shape[::-1], distance.shape[::-1], strict=False)
+    if not fits or distance.ndim > probability.ndim or any(d not in (1, p) for p, d in both):
         raise ValueError(
             "expected non-empty weights (..., queries, keys) and distances (queries, keys) that "
             f"broadcast to them; got {probability.shape} and {distance.shape}"

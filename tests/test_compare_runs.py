@@ -163,7 +163,7 @@ def test_results_of_other_weights_are_left_out(runs, tmp_path, capsys):
     assert f"omitted: {wide / 'results.json'}" in text and f"not evaluated: {wide}" in text
     assert rows_of(text)["val_id mae_eV"][1] == "-"
     page = page_of(wide)
-    assert ">Results<" not in page and "Encodings and pictures" not in page
+    assert ">Results<" not in page and "Pictures of the evaluation" not in page
     assert "other weights" in page and "no parity" not in page
     (wide / "results_of.json").write_text("[]")
     line = error_of(capsys, "compare", str(runs / "narrow"), str(wide))

@@ -19,7 +19,6 @@ from molflt.data.structures import open_dataset
 from molflt.data.structures.splits import TEST_SPLITS
 from molflt.data.structures.store import write_store
 from molflt.evaluation.calibration import Calibration, is_set_aside
-from molflt.evaluation.ensemble import load_ensemble
 from molflt.training.checkpoint import load_run
 
 SPLITS = {"val_id": 60, "val_ood_ads": 30, "small": 20}
@@ -120,14 +119,6 @@ def test_calibration_covers_the_systems_set_aside(evaluated) -> None:
     assert evaluated[1]["val_ood_ads"]["coverage_crossed_percent"] is None
 
 
-def test_splits_without_labels_only_have_a_spread(runs, tmp_path, capsys) -> None:
-    options = {"splits": list(TEST_SPLITS), "out": tmp_path, "device": "cpu"}
-    results = evaluate(runs[0], also=runs[1:], **options)
-    assert "no labels" in capsys.readouterr().err
-    assert results["test_id"]["spread_eV"] > 0 and results["test_id"]["uncertainty_eV"] is None
-    assert not (tmp_path / "uncertainty.json").exists()
-
-
 def test_the_training_split_calibrates_only_on_request(runs, tmp_path, capsys) -> None:
     options = {"out": tmp_path, "device": "cpu", "also": runs[1:]}
     evaluate(runs[0], splits=["train", "val_id"], **options)
@@ -163,7 +154,7 @@ def test_predict_writes_spread_and_uncertainty(evaluated, runs, data, tmp_path, 
     spread = energies(runs, source).std(1, ddof=1)
     also = ["--also", str(runs[2]), str(runs[1]), "--device", "cpu"]  # in another order
     words = ["predict", str(runs[0]), str(source), *also]
-    for suffix in (".csv", ".json", ".extxyz"):
+    for suffix in (".json", ".extxyz"):
         out = tmp_path / f"out{suffix}"
         file = str(evaluated[0] / "uncertainty.json")
         assert main([*words, "--out", str(out), "--calibration", file]) == 0
@@ -172,7 +163,7 @@ def test_predict_writes_spread_and_uncertainty(evaluated, runs, data, tmp_path, 
         if suffix == ".extxyz":
             rows = [atoms.info for atoms in read(out, ":")]
         else:
-            rows = table(out) if suffix == ".csv" else json.loads(out.read_text())
+            rows = json.loads(out.read_text())
             assert list(rows[0])[-3:] == ["energy_eV", "spread_eV", "uncertainty_eV"]
         for name, values in {
             "spread_eV": spread,
@@ -195,18 +186,6 @@ def test_predict_without_a_calibration_warns(evaluated, runs, data, tmp_path, ca
     assert "uncertainty_eV" not in table(out)[0]
     more = [str(runs[1]), "--calibration", str(kept)]
     assert "other weights" in error_of(capsys, *words, *more)
-
-
-def test_shards_of_other_calibrations_are_refused(runs, data, tmp_path, capsys) -> None:
-    members = tuple(sorted(load_ensemble(runs[:2])[0].weights))
-    words = ["predict", str(runs[0]), str(data / "small.safetensors"), "--also", str(runs[1])]
-    words += ["--out", str(tmp_path / "e.csv"), "--device", "cpu", "--batch_size", "8"]
-    for number, factor in ((1, 1.0), (2, 9.0)):
-        kept = tmp_path / f"{number}.json"
-        Calibration(factor, 0.05, "val_id", 30, members).save(kept)
-        assert main([*words, "--shard", f"{number}/2", "--calibration", str(kept)]) == 0
-    line = error_of(capsys, "merge", str(tmp_path / "e.csv"))
-    assert "calibration 1/0.05 and calibration 9/0.05" in line
 
 
 def test_bad_members_get_one_line(runs, tmp_path, capsys) -> None:

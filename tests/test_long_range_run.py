@@ -66,28 +66,6 @@ def test_expressions(tmp_path: Path) -> None:
     assert sorted(kept, key=kept.get)[5:] == [*SYMBOLS]
 
 
-def test_reviews(tmp_path: Path) -> None:
-    root, masked, run = write_reviews(tmp_path), tmp_path / "masked", tmp_path / "run"
-    text = tmp_path / "reviews.txt"
-    files = sorted((root / "aclImdb" / "train").rglob("*.txt"))
-    text.write_bytes(b"".join(file.read_bytes() + b"\n" for file in files))
-    words = ["train", "--recipe=masked_language", "--data.kind=byte", *SIZE]
-    words += [f"--data.{use}={text}" for use in ("train", "val")]
-    assert main([*words, *steps(2), f"--run={masked}"]) == 0
-    assert len(molflt.load(masked).fill("gr[MASK]at", 3)[0]) == 3
-
-    words = ["train", "--recipe=sentences", "--data.task=IMDb", f"--data.root={root}"]
-    words += ["--data.val_fraction=0.25", "--model.pool=mean"]
-    assert main([*words, *steps(30), f"--run={run}", f"--init={masked}"]) == 0
-    assert "encoder.words.weight" not in json.loads((run / "init.json").read_text())["new"]
-    assert main(["evaluate", str(run), "--splits", "train", "val", "test"]) == 0
-    found = json.loads((run / "results.json").read_text())
-    assert [found[use]["n"] for use in ("train", "val", "test")] == [30, 10, 40]
-    assert found["val"]["accuracy_percent"] == pytest.approx(logged(run, "val_score_percent")[-1])
-    assert found["test"]["accuracy_percent"] > 90
-    assert found["test"]["accuracy_percent"] == pytest.approx(accuracy(root, "IMDb", run))
-
-
 def test_gray_images(tmp_path: Path, capsys) -> None:
     """A run keeps the names of its classes: a test folder may contain fewer of them."""
     write_folder(tmp_path / "Image" / "train", count=4, side=4)

@@ -21,9 +21,6 @@ from ase.constraints import (
     FixBondLength,
     FixBondLengths,
     FixCartesian,
-    FixCom,
-    FixedLine,
-    FixedPlane,
     FixScaled,
 )
 from tiny_run import argon, error_of, logged, page_of
@@ -113,10 +110,8 @@ def test_errors_of_forces_by_group_and_the_page(trained, tmp_path):
         assert float(row["mae_meV_per_A"]) == pytest.approx(np.mean(errors), rel=1e-4)
     page = page_of(run)
     assert (run / "forces.png").is_file()
-    found = json.loads((run / "results.json").read_text())["val_id"]
-    assert f"{found['energy_mae_meV_per_atom']:.3f} meV/atom" in page
-    # curve, parity, two kinds of groups, six worst structures, forces
-    assert page.count("<img") == 1 + 1 + 2 + 6 + 1
+    # curve, parity, groups, six worst structures, forces
+    assert page.count("<img") == 1 + 1 + 1 + 6 + 1
 
 
 def test_calculator(trained):
@@ -147,10 +142,6 @@ def test_exports_are_calculators(trained, tmp_path):
     for source in (tmp_path / "exported", str(tmp_path / "exported" / "model.safetensors"), loaded):
         found, same = (molflt.Calculator(one, device="cpu") for one in (source, trained))
         assert np.array_equal(found.get_forces(atoms), same.get_forces(atoms))
-    ase.io.write(tmp_path / "in.xyz", atoms)
-    words = [str(tmp_path / "in.xyz"), "--run", str(tmp_path / "exported"), "--steps=1"]
-    assert main(["relax", *words, "--out", str(tmp_path / "out.extxyz")]) in (0, 3)
-    assert (tmp_path / "out.csv").is_file()
 
 
 def test_predictions_have_forces(trained, tmp_path):
@@ -176,16 +167,6 @@ def test_predictions_have_forces(trained, tmp_path):
         assert np.abs(written.get_forces() - expected).max() < 1e-4
         assert np.abs(one.forces - expected).max() < 1e-4
         assert one.energy == pytest.approx(calculator.get_potential_energy(atoms), abs=1e-4)
-
-
-def test_coinciding_atoms_give_one_warning(trained, capsys):
-    """Their forces vanish, as in a relaxed structure."""
-    two = Atoms("Ar2", [[1, 1, 1], [1, 1, 9]], cell=[8, 8, 8], pbc=True)  # a periodic image
-    calculator = molflt.Calculator(trained, device="cpu")
-    for _ in range(2):
-        calculator.get_potential_energy(two)
-        calculator.reset()
-    assert capsys.readouterr().err.count("0.1 Å") == 1
 
 
 def test_runs_of_relaxed_energies(copied_run, tmp_path, capsys):
@@ -232,18 +213,10 @@ def test_relaxations(trained, tmp_path, capsys):
     assert "structure 1, sid 1, Ar2: not converged" in said.err
 
 
-def of_each_constraint() -> list[Atoms]:
+def constrained() -> list[Atoms]:
     frames = []
     for number, constraint in enumerate(
-        [
-            FixCartesian([0], mask=(True, True, False)),
-            FixedPlane([0], (0, 0, 1)),
-            FixedLine([0], (0, 0, 1)),
-            FixScaled([0], (True, True, False)),
-            FixBondLength(0, 1),
-            FixCom(),
-            FixScaled([0]),
-        ]
+        [FixCartesian([0], mask=(True, True, False)), FixBondLength(0, 1), FixScaled([0])]
     ):
         atoms = bulk("Ar", "fcc", 5.2, cubic=True)
         atoms.rattle(0.1, seed=number)
@@ -254,7 +227,7 @@ def of_each_constraint() -> list[Atoms]:
 
 
 def test_relaxations_respect_and_keep_constraints(trained, tmp_path, capsys):
-    frames = of_each_constraint()
+    frames = constrained()
     ase.io.write(tmp_path / "a.traj", frames)
     words = ["relax", str(tmp_path / "a.traj"), "--run", str(trained), "--device", "cpu"]
     assert main([*words, "--fmax=1e-9", "--steps=3", "--out", str(tmp_path / "b.traj")]) == 3
@@ -264,23 +237,22 @@ def test_relaxations_respect_and_keep_constraints(trained, tmp_path, capsys):
         assert one.constraints[0].todict() == atoms.constraints[0].todict()
         assert one.info["name"] == atoms.info["name"] and "energy" not in one.info
         assert np.abs(one.positions - atoms.positions)[1:].max() > 1e-3
-    moved = np.array([b.positions[0] - a.positions[0] for a, b in zip(frames, found, strict=True)])
-    for number, held in enumerate([[0, 1], [2], [0, 1], [0, 1]]):
-        free = [axis for axis in range(3) if axis not in held]
-        assert np.abs(moved[number][held]).max() < 1e-12 < np.abs(moved[number][free]).min()
-    assert found[4].get_distance(0, 1) == pytest.approx(frames[4].get_distance(0, 1), abs=1e-10)
-    shift = found[5].get_center_of_mass() - frames[5].get_center_of_mass()
-    assert np.abs(shift).max() < 1e-12 and np.abs(moved[6]).max() < 1e-12
+    line, _, fixed = (
+        np.abs(b.positions[0] - a.positions[0]) for a, b in zip(frames, found, strict=True)
+    )
+    assert line[:2].max() < 1e-12 < line[2] and fixed.max() < 1e-12
+    bonds = [atoms.get_distance(0, 1, mic=True) for atoms in (found[1], frames[1])]
+    assert bonds[0] == pytest.approx(bonds[1], abs=1e-10)
     calculator = molflt.Calculator(trained, device="cpu")
     for row, atoms in zip(csv.DictReader((tmp_path / "b.csv").open()), frames, strict=True):
         expected = calculator.get_potential_energy(atoms)  # with positions in float64
         assert float(row["energy_before_eV"]) == pytest.approx(expected, abs=1e-12)
     main([*words, "--steps=1", "--out", str(tmp_path / "b.extxyz")])
-    assert capsys.readouterr().err.count("cannot be held by .extxyz") == 5
+    assert capsys.readouterr().err.count("cannot be held by .extxyz") == 2
 
 
 def test_an_interruption_keeps_finished_relaxations(trained, tmp_path, monkeypatch, capsys):
-    frames = of_each_constraint()[:3]
+    frames = constrained()
     ase.io.write(tmp_path / "a.traj", frames)
     out = tmp_path / "b.extxyz"
     out.write_text("older")

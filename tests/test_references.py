@@ -130,14 +130,14 @@ def test_members_of_one_kind_of_totals_make_an_ensemble(data, run, again, tmp_pa
     command = ["evaluate", str(run), "--splits", "val_id", "--out", str(tmp_path / "e")]
     command += ["--device=cpu", "--also"]
     line = error_of(capsys, *command, str(shifted))
-    assert line.startswith(f"{shifted}: its references give structures of {data}")
+    assert line.startswith(f"{shifted}: its references and mean give structures of {data}")
     away = float(line.partition(" energies ")[2].split()[0])
     assert away == pytest.approx(2.0 * 11, abs=4) and f"from those of {run}; expected at" in line
     assert not (tmp_path / "e").exists()
     assert main([*command, str(again)]) == 0
     file = str(data / "val_id.safetensors")
     assert main(["predict", str(run), file, "--also", str(shifted)]) == 2
-    assert "train all members on total energies of one kind" in capsys.readouterr().err
+    assert "train all members on energies of one kind" in capsys.readouterr().err
     assert main(["predict", str(run), file, "--also", str(again)]) == 0
 
 

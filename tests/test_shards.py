@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ase.io import read, write
+from ase.io import write
 from tiny_run import error_of, structures, table
 
 import molflt
@@ -126,14 +126,6 @@ def test_shards_of_other_models_or_structures_are_refused(source, tmp_path, unli
         merge_shards(out)
 
 
-@pytest.mark.parametrize("text", ["0/3", "4/3", "1", "a/b", "1/99999"])
-def test_malformed_shards_are_refused(source, tmp_path, text, capsys) -> None:
-    said = error_of(
-        capsys, "predict", str(source), f"--out={tmp_path / 'x.csv'}", f"--shard={text}"
-    )
-    assert "--shard" in said and "I/N" in said and repr(text) in said
-
-
 def test_options_that_do_not_fit_together(source, tmp_path, capsys) -> None:
     said = error_of(capsys, "predict", str(source), "--shard=1/2")
     assert "--out" in said
@@ -143,29 +135,6 @@ def test_options_that_do_not_fit_together(source, tmp_path, capsys) -> None:
     said = error_of(capsys, *words[:3], "--shard=1/9", "--batch_size=2")
     assert "--shard" in said and "6 batches" in said
     assert "x.1-of-8.csv" in error_of(capsys, "merge", str(tmp_path / "x.csv"))
-
-
-def test_shards_do_not_overwrite_their_source(tmp_path, capsys) -> None:
-    file = tmp_path / "in.extxyz"
-    write(file, [to_atoms(record) for record in structures(3)])
-    said = error_of(capsys, "predict", str(file), f"--out={file}", "--shard=1/2", "--batch_size=1")
-    assert "in.extxyz: is also the input" in said
-    assert [path.name for path in tmp_path.iterdir()] == ["in.extxyz"]
-
-
-def test_entries_with_the_names_of_notes_are_kept(tmp_path) -> None:
-    frames = [to_atoms(record) for record in structures(4)]
-    for number, atoms in enumerate(frames):
-        atoms.info |= {"index": 100 + number, "shard": "mine"}
-        atoms.numbers[-1] = 5 if number % 2 else atoms.numbers[-1]
-    write(tmp_path / "in.extxyz", frames)
-    predict(tmp_path / "in.extxyz", tmp_path / "whole.extxyz")
-    for word in ("1/2", "2/2"):
-        predict(tmp_path / "in.extxyz", tmp_path / "out.extxyz", f"--shard={word}")
-    assert merge_shards(tmp_path / "out.extxyz") == 4
-    assert (tmp_path / "out.extxyz").read_bytes() == (tmp_path / "whole.extxyz").read_bytes()
-    found = read(tmp_path / "out.extxyz", ":")
-    assert [atoms.info["index"] for atoms in found] == [100, 101, 102, 103]
 
 
 def test_indices_count_omitted_structures(tmp_path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from molflt.commands.options import expect_ending
-from molflt.evaluation.page.build import page_of
+from molflt.evaluation.page import page_of
 from molflt.evaluation.results import warn
 from molflt.files import readable_size, write_atomically
 

@@ -2,9 +2,7 @@
 
 The method is split conformal prediction (Papadopoulos et al. 2002; Lei et al., arXiv:1604.04173)
 with the score |error| / sqrt(spread² + floor²). It is calibrated on half of a split and evaluated
-on all other systems. Unlike scaling the variance by maximum likelihood, it does not assume a
-distribution of errors. It was found to be well calibrated for neural force fields (Hu et al.,
-arXiv:2208.08337).
+on all other systems, and does not assume a distribution of errors.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -78,7 +76,7 @@ class Calibration:
     members: tuple[str, ...]
 
     @staticmethod
-    def fit(error: _Array, spread: _Array, split: str, members: tuple[str, ...]) -> Calibration:
+    def fit(error: _Array, spread: _Array, split: str, members: Sequence[str]) -> Calibration:
         """Calibrates on systems that are set aside.
 
         The factor is `conformal_factor`. The floor minimizes the interval score, a proper score of
@@ -104,12 +102,9 @@ class Calibration:
                 "name different trainings"
             )
         error = np.abs(error)
-        best = min(
-            (_interval_score(error, np.hypot(spread, floor)), floor) for floor in scale * _FLOORS
-        )
-        floor = float(best[1])
+        floor = min(scale * _FLOORS, key=lambda one: _interval_score(error, np.hypot(spread, one)))
         factor = conformal_factor(error / np.hypot(spread, floor))
-        return Calibration(factor, floor, split, len(error), tuple(sorted(members)))
+        return Calibration(factor, float(floor), split, len(error), tuple(sorted(members)))
 
     def uncertainty(self, spread: _Array) -> _Array:
         """Returns the uncertainties, in eV, for spreads in eV."""
@@ -117,14 +112,8 @@ class Calibration:
 
     def save(self, path: Path) -> None:
         """Writes the calibration as JSON."""
-        content = {
-            "level": LEVEL,
-            "factor": self.factor,
-            "floor_eV": self.floor,
-            "split": self.split,
-            "systems": self.systems,
-            "members": self.members,
-        }
+        content = {"level": LEVEL, **asdict(self)}
+        content["floor_eV"] = content.pop("floor")
         write_atomically(path, (json.dumps(content, indent=2) + "\n").encode())
 
     @staticmethod
@@ -132,25 +121,24 @@ class Calibration:
         """Reads a file that :meth:`save` wrote."""
         if not path.is_file():
             raise FileNotFoundError(f"{path}: no such calibration; {_AGAIN}")
-        content = read_json(path, "a calibration in JSON", _AGAIN)
-        return Calibration.from_json(content, str(path))
+        return Calibration.from_json(read_json(path, "a calibration in JSON", _AGAIN), str(path))
 
     @staticmethod
-    def from_json(content: object, name: str) -> Calibration:
+    def from_json(content: Any, name: str) -> Calibration:
         """Returns the calibration in the content of a file; `name` is its path, for messages."""
         try:
-            found: Any = content
-            factor, floor = float(found["factor"]), float(found["floor_eV"])
-            level, systems, members = found["level"], int(found["systems"]), tuple(found["members"])
-            made = Calibration(factor, floor, str(found["split"]), systems, members)
+            factor, floor = float(content["factor"]), float(content["floor_eV"])
+            members = tuple(content["members"])
+            if content["level"] != LEVEL or not (0 < factor < math.inf and 0 < floor < math.inf):
+                raise ValueError
+            return Calibration(
+                factor, floor, str(content["split"]), int(content["systems"]), members
+            )
         except (KeyError, TypeError, ValueError):
-            level = None
-        if level != LEVEL or not (0 < factor < math.inf and 0 < floor < math.inf):
             raise ValueError(
                 f"{name}: expected a calibration of level {LEVEL} with a factor and a floor above "
                 f"0; got {shown(content, 300)}; {_AGAIN}"
-            )
-        return made
+            ) from None
 
 
 def conformal_factor(scores: _Array, level: float = LEVEL) -> float:
@@ -229,37 +217,39 @@ def assess(
     """
     if not isinstance(model, EnsembleRegressor):
         return Uncertainty({}, "", {}, [])
-    labeled = [name for name, part in found.items() if part.labeled.any() and name != learned]
     columns = {name: {"spread_eV": part.spread} for name, part in found.items()}
     only_spread = Uncertainty({name: _row(part) for name, part in found.items()}, "", columns, [])
+    labeled = [name for name, part in found.items() if part.labeled.any() and name != learned]
     if split is None and not labeled:
         why = f" other than those of {learned}, which was learned" if learned in found else ""
         warn(f"no labels to calibrate the uncertainty with{why}; there is only the spread")
         return only_spread
-    named, split = split, split or labeled[0]
-    part = found[split]
-    aside = is_set_aside(part.sid) & part.labeled
-    if named is None and aside.sum() < _LEAST:
+    chosen = split or labeled[0]
+    aside = is_set_aside(found[chosen].sid) & found[chosen].labeled
+    if split is None and aside.sum() < _LEAST:
         warn(
-            f"{split}: {aside.sum()} systems with labels in the half that calibrates the "
+            f"{chosen}: {aside.sum()} systems with labels in the half that calibrates the "
             f"uncertainty, expected at least {_LEAST}; there is only the spread, spread_eV; hold "
             "out more, or name a larger split with --calibration_split"
         )
         return only_spread
-    calibrating = _errors(part, aside)
-    calibration = Calibration.fit(*calibrating, split, model.weights)
-    judged = {}
+    calibrating = _errors(found[chosen], aside)
+    calibration = Calibration.fit(*calibrating, chosen, model.weights)
+    judged, rows = {}, {}
     for name, part in found.items():
         columns[name]["uncertainty_eV"] = calibration.uncertainty(part.spread)
-        judged[name] = _errors(part, part.labeled & ~aside if name == split else part.labeled)
-    rows = {name: _row(part, judged[name], calibration) for name, part in found.items()}
-    rows[split]["coverage_crossed_percent"] = _crossed(calibration, calibrating, judged[split])
+        own = part.labeled & ~aside if name == chosen else part.labeled
+        if own.any():
+            judged[name] = _errors(part, own)
+        rows[name] = _row(part, judged.get(name), calibration)
+    if chosen in judged:
+        crossed = _crossed(calibration, calibrating, judged[chosen])
+        rows[chosen]["coverage_crossed_percent"] = crossed
     files = [out / CALIBRATION]
     calibration.save(files[0])
-    known = {name: one for name, one in judged.items() if len(one.error)}
-    if known:
+    if judged:
         files.append(out / "uncertainty.png")
-        _draw(calibration, calibrating, known, files[-1])
+        _draw(calibration, calibrating, judged, files[-1])
     heading = (
         f"uncertainty: {calibration.factor:.3g} * sqrt(spread^2 + ({calibration.floor:.3g} eV)^2) "
         f"covers {100 * LEVEL:.0f} % of the errors of {calibration.systems:,} systems of "
@@ -277,6 +267,8 @@ def _row(
     part: Predictions, judged: _Errors | None = None, calibration: Calibration | None = None
 ) -> dict[str, float | None]:
     """Returns the metrics of a split; those that need missing labels are None."""
+    from scipy.stats import spearmanr
+
     row: dict[str, float | None] = dict.fromkeys([*list(_COLUMNS)[1:], "coverage_n"])
     row["spread_eV"] = float(part.spread.mean())
     if part.labeled.any():
@@ -285,38 +277,26 @@ def _row(
     if calibration is None:
         return row
     row["uncertainty_eV"] = float(calibration.uncertainty(part.spread).mean())
-    if judged is not None and len(judged.error) > 0:
+    if judged is not None:
         n = len(judged.error)
         inside = judged.error <= calibration.uncertainty(judged.spread)
         row["coverage_percent"] = 100 * float(inside.mean())
         # at the nominal level, because it would be 0 at a coverage of 0 or 100 %
         row["coverage_se_percent"] = 100 * float(np.sqrt(LEVEL * (1 - LEVEL) / n))
         row["coverage_n"] = n
-        row["rank_correlation"] = _rank_correlation(judged)
+        if np.ptp(judged.spread) > 0 and np.ptp(judged.error) > 0:
+            row["rank_correlation"] = float(spearmanr(judged.spread, judged.error).statistic)
     return row
 
 
 def _crossed(calibration: Calibration, aside: _Errors, rest: _Errors) -> float | None:
-    """Returns the coverage, %, if each half calibrates the other; None if a half is too small.
-
-    Differences between the halves cancel: intervals calibrated on the half with larger errors cover
-    too much of the other half, and vice versa.
-    """
+    """Returns the coverage, %, if each half calibrates the other; None if a half is too small."""
     if len(rest.error) < _LEAST:
         return None
     other = Calibration.fit(*rest, calibration.split, calibration.members)
     held = [rest.error <= calibration.uncertainty(rest.spread)]
     held.append(aside.error <= other.uncertainty(aside.spread))
     return 100 * float(np.concatenate(held).mean())
-
-
-def _rank_correlation(judged: _Errors) -> float | None:
-    """Returns Spearman's correlation between spread and |error|; None if either is constant."""
-    from scipy.stats import spearmanr
-
-    if np.ptp(judged.spread) == 0 or np.ptp(judged.error) == 0:
-        return None
-    return float(spearmanr(judged.spread, judged.error).statistic)
 
 
 def _draw(calibration: Calibration, aside: _Errors, judged: dict[str, _Errors], png: Path) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -24,15 +25,30 @@ from molflt.memory import within_memory
 from molflt.metrics import locality
 from molflt.tasks.base import Task
 
-__all__ = ["attention_of", "batches", "classes_of", "device_of", "draw_attention"]
-__all__ += ["draw_encoding", "expect_finite", "expect_one_source", "load_classes"]
-__all__ += ["load_tokenizer", "load_vocabulary", "locality_of", "named_images", "named_sources"]
-__all__ += ["tokenizer_of", "total_of", "vocabulary_of"]
+__all__ = ["attention_of", "batches", "chosen_splits", "classes_of", "device_of"]
+__all__ += ["draw_attention", "draw_encoding", "expect_finite", "load_classes", "load_tokenizer"]
+__all__ += ["load_vocabulary", "locality_of", "named_images", "named_sources", "tokenizer_of"]
+__all__ += ["require", "total_of", "vocabulary_of"]
 
 _RESTORE = "restore the file that was written in training"
 _Call = tuple[Attention, tuple[Any, ...], dict[str, Any]]
 _Batch = TypeVar("_Batch")
 _Images = TypeVar("_Images", bound=ImageData)
+_Part = TypeVar("_Part")
+_Sized = TypeVar("_Sized", bound=Sized)
+
+
+def chosen_splits(
+    there: Collection[str], splits: Sequence[str] | None, usual: Sequence[str], other: Path | None
+) -> list[str]:
+    """Returns the splits of a run to evaluate, by default `usual`; `other` are other data."""
+    if splits and other is not None:
+        raise ValueError("give either --splits or --data; got both")
+    wanted = list(dict.fromkeys(splits or usual))
+    for name in wanted:
+        if name not in there:
+            raise ValueError(f"the run has no split {name!r}; expected some of {', '.join(there)}")
+    return wanted
 
 
 def named_sources(
@@ -40,19 +56,13 @@ def named_sources(
 ) -> dict[str, str]:
     """Returns the texts to evaluate by name; each is a file or an hf: name.
 
-    Args:
-        data: options of the run's data, with train, val and test.
-        splits: any of train, val and test; None means val, and also test if it is given.
-        other: another text to evaluate instead.
+    The default of `splits` is val, and also test if the options `data` of the run name it.
     """
-    if other is not None:
-        expect_one_source(splits)
-        return {Path(other).name: str(other)}
     named = {name: str(data[name]) for name in ("train", "val", "test") if data[name]}
-    wanted = list(dict.fromkeys(splits or [name for name in named if name != "train"]))
-    for name in wanted:
-        if name not in named:
-            raise ValueError(f"the run has no split {name!r}; expected some of {', '.join(named)}")
+    usual = [name for name in named if name != "train"]
+    wanted = chosen_splits(named, splits, usual, other)
+    if other is not None:
+        return {Path(other).name: str(other)}
     return {name: named[name] for name in wanted}
 
 
@@ -62,32 +72,26 @@ def named_images(
     splits: Sequence[str] | None,
     other: Path | None,
 ) -> tuple[_Images, dict[str, LabeledImages]]:
-    """Returns the data of a run, and images by name, prepared as for validation.
-
-    Args:
-        kind: class of the data.
-        options: options of the data of the run.
-        splits: train, val or both; None means val.
-        other: other images to evaluate instead.
-    """
+    """Returns the data of a run, and the images to evaluate by name, prepared as for validation."""
+    wanted = chosen_splits(("train", "val"), splits, ["val"], other)
     if other is not None:
-        expect_one_source(splits)
         options = {**options, "train": other, "val": other, "val_fraction": None}
         options |= {"train_labels": None, "val_labels": None}
-    wanted = list(dict.fromkeys(splits or ["val"]))
-    if unknown := sorted(set(wanted) - {"train", "val"}):
-        raise ValueError(f"the run has no split {unknown[0]!r}; expected some of train, val")
     data = kind(**options)  # type: ignore[arg-type]  # from a checked configuration
     data.setup()
-    if other is not None:
-        return data, {Path(other).name: data.judged("val")}
-    return data, {name: data.judged(name) for name in wanted}
+    return data, {name if other is None else Path(other).name: data.judged(name) for name in wanted}
 
 
-def expect_one_source(splits: Sequence[str] | None) -> None:
-    """Raises ValueError if splits of the run are given together with other data."""
-    if splits:
-        raise ValueError("give either --splits or --data; got both")
+def require(module: str, use: str, extra: str) -> Any:
+    """Imports an optional module, which `use` needs and which an extra of molflt contains."""
+    try:
+        return import_module(module)
+    except ImportError:
+        package = module.partition(".")[0].replace("sklearn", "scikit-learn")
+        raise ModuleNotFoundError(
+            f"{use} needs the package {package}, which is not installed; run: pip install "
+            f"molflt[{extra}]"
+        ) from None
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -99,21 +103,17 @@ def device_of(model: nn.Module) -> torch.device:
 def batches(source: Iterable[_Batch], name: str, batch: str) -> Iterator[Iterable[_Batch]]:
     """Yields batches for inference, with a progress bar.
 
-    An out-of-memory error in the block becomes a ValueError that suggests a smaller batch. Its
-    message contains `batch`, a description of one batch, such as "64 images".
+    An out-of-memory error becomes a ValueError that describes a `batch`, such as "64 images".
     """
     what = f"{name}: a batch of {batch}"
     with torch.inference_mode(), within_memory(lambda: what, "lower --batch-size"):
         yield tqdm(source, desc=name, leave=False, disable=None)
 
 
-def expect_finite(name: str, values: Tensor) -> None:
-    """Raises ValueError for losses, or sums of losses, that are not finite."""
+def expect_finite(name: str, values: Tensor, what: str = "the probability of a token") -> None:
+    """Raises ValueError if values are not finite, for instance losses or logits."""
     if not bool(values.isfinite().all()):
-        raise ValueError(
-            f"{name}: the probability of a token is not finite; expected a number; use another "
-            "checkpoint"
-        )
+        raise ValueError(f"{name}: {what} is not finite; expected a number; use another checkpoint")
 
 
 def total_of(
@@ -129,43 +129,31 @@ def total_of(
     return total
 
 
-def draw_attention(
-    stack: nn.Module, run: Callable[[], object], png: Path, title: str
-) -> list[Path]:
-    """Draws the attention of each head of the last attention layer, averaged over the batch.
+def draw_attention(stack: nn.Module, run: Callable[[], object], png: Path, title: str) -> None:
+    """Draws the attention of each head of the last layer, averaged over the batch, if it exists.
 
-    Args:
-        stack: a part of a model in evaluation mode.
-        run: calls the model once.
-        png: file to write. The function returns it in a list, which is empty without attention
-            layers.
-        title: title of the picture.
+    See `attention_of` for `stack` and `run`.
     """
-    matrices = attention_of(stack, run, last=1)
-    if not matrices:
-        return []
-    plots.attention_matrices(matrices[-1].mean(dim=0), png, title=title)
-    return [png]
+    if matrices := attention_of(stack, run, last=1):
+        plots.attention_matrices(matrices[-1].mean(dim=0), png, title=title)
 
 
 def draw_encoding(
     position: Position | None, scale: float, tokens: int, png: Path, what: str = "tokens"
-) -> list[Path]:
-    """Draws a relative encoding against the offset of tokens; returns the written file, if any.
+) -> None:
+    """Draws a relative encoding, if it exists, against the offset of tokens.
 
     Args:
         position: positional encoding of the stack.
         scale: distance between neighboring tokens in the encoding's unit of length.
         tokens: number of tokens along each axis.
         png: file to write.
-        what: plural noun for the tokens in the picture.
+        what: plural noun for the tokens.
     """
-    if position is None or not plots.has_bias(position):
-        return []
-    unit = what if scale == 1 else f"{1 / scale:g} {what}"
-    draw = plots.rpe_curves if position.dim == 1 else plots.rpe_surfaces
-    draw(position, png, (tokens - 1) * scale, unit)
-    return [png]
+    if position is not None and plots.has_bias(position):
+        unit = what if scale == 1 else f"{1 / scale:g} {what}"
+        draw = plots.rpe_curves if position.dim == 1 else plots.rpe_surfaces
+        draw(position, png, (tokens - 1) * scale, unit)
 
 
 def attention_of(
@@ -226,61 +214,52 @@ def locality_of(matrices: list[Tensor], distances: Tensor, causal: bool) -> dict
 
 def load_vocabulary(run: Path, size: int) -> Vocabulary:
     """Loads the vocabulary of a run and checks its size."""
-    path = run / "vocabulary.json"
-    return vocabulary_of(_read(path, "vocabulary"), str(path), size)
-
-
-def vocabulary_of(content: bytes, name: str, size: int) -> Vocabulary:
-    """Parses the content of vocabulary.json; `name` is its path, for messages."""
-    vocabulary = Vocabulary.from_json(content, name)
-    _expect_size(name, len(vocabulary), size, "tokens")
-    return vocabulary
+    return _load(run / "vocabulary.json", vocabulary_of, size)
 
 
 def load_tokenizer(run: Path, size: int) -> Tokenizer:
-    """Loads the tokenizer of a run; see `load_vocabulary`."""
-    path = run / TOKENIZER
-    return tokenizer_of(_read(path, "tokenizer"), str(path), size)
-
-
-def tokenizer_of(content: bytes, name: str, size: int) -> Tokenizer:
-    """Parses the content of tokenizer.json; `name` is its path, for messages."""
-    tokenizer = Tokenizer.from_json(content, name)
-    _expect_size(name, len(tokenizer), size, "tokens")
-    return tokenizer
+    """Loads the tokenizer of a run and checks its size."""
+    return _load(run / TOKENIZER, tokenizer_of, size)
 
 
 def load_classes(run: Path, count: int) -> list[str]:
     """Loads the names of the classes of a run and checks their number."""
-    path = run / CLASSES
-    return classes_of(_read(path, "classes"), str(path), count)
+    return _load(run / CLASSES, classes_of, count)
+
+
+def _load(path: Path, parse: Callable[[bytes, str, int], _Part], size: int) -> _Part:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file; expected the {path.stem} of this run")
+    return parse(path.read_bytes(), str(path), size)
+
+
+def vocabulary_of(content: bytes, name: str, size: int) -> Vocabulary:
+    """Parses the content of vocabulary.json; `name` is its path, for messages."""
+    return _sized(Vocabulary.from_json(content, name), name, size, "tokens")
+
+
+def tokenizer_of(content: bytes, name: str, size: int) -> Tokenizer:
+    """Parses the content of tokenizer.json; see `vocabulary_of`."""
+    return _sized(Tokenizer.from_json(content, name), name, size, "tokens")
 
 
 def classes_of(content: bytes, name: str, count: int) -> list[str]:
-    """Parses the content of classes.json; `name` is its path, for messages."""
+    """Parses the content of classes.json; see `vocabulary_of`."""
     try:
-        classes: list[str] = json.loads(content)
+        classes = json.loads(content)
     except (ValueError, RecursionError):
-        classes = []
+        classes = None
     if not isinstance(classes, list) or not all(isinstance(one, str) for one in classes):
-        classes = []
-    if not classes:
         raise ValueError(
             f"{name}: expected a JSON list of the names of classes; got something else; {_RESTORE}"
         )
-    _expect_size(name, len(classes), count, "classes")
-    return classes
+    return _sized(classes, name, count, "classes")
 
 
-def _read(path: Path, what: str) -> bytes:
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file; expected the {what} of this run")
-    return path.read_bytes()
-
-
-def _expect_size(name: str, found: int, size: int, what: str) -> None:
-    if found != size:
+def _sized(found: _Sized, name: str, size: int, what: str) -> _Sized:
+    if len(found) != size:
         raise ValueError(
-            f"{name}: {found:,} {what}, but the checkpoint has {size:,}; expected those of the "
-            f"training; {_RESTORE}"
+            f"{name}: {len(found):,} {what}, but the checkpoint has {size:,}; expected those of "
+            f"the training; {_RESTORE}"
         )
+    return found

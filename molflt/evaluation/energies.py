@@ -17,8 +17,8 @@ from molflt.data.structures.base import AS_TRAINED, Tags
 from molflt.data.structures.labels import label_faults
 from molflt.data.structures.splits import OC20_FILES, PUBLISHED, TEST_SPLITS, VAL_SPLITS
 from molflt.evaluation.calibration import assess, check_calibration_split
-from molflt.evaluation.evaluated import EvaluationData
-from molflt.evaluation.groups import errors_by_group, group_tables
+from molflt.evaluation.evaluated import EvaluationData, warn_of_labels
+from molflt.evaluation.groups import errors_by_group, group_tables, write_groups
 from molflt.evaluation.other_models import common_systems, compare, read_published
 from molflt.evaluation.predictions import Predictions, infer
 from molflt.evaluation.relaxation import write_relaxed
@@ -31,6 +31,7 @@ from molflt.evaluation.results import (
     results_table,
     warn,
     write_csv,
+    written,
 )
 from molflt.files import expect_writable, write_atomically
 from molflt.plots import GroupError
@@ -121,7 +122,9 @@ def evaluate(
     if relaxed is not None:
         for split, dataset in datasets.items():
             expect_writable(relaxed / f"{split}.extxyz", dataset.path)
-    _expect_submission(submission, names, datasets, published)
+    if submission is not None:
+        expect_writable(submission, *filter(None, [published]))
+        _expect_counts({split: len(datasets[split]) for split in names.values()})
     median, baseline = source.training_median()
     by_atom = [] if relaxed is None else ["displacement"]
     found = {
@@ -132,64 +135,59 @@ def evaluate(
     structures, moved = write_relaxed(found, datasets, relaxed)
     uncertainty = assess(model, found, out, calibration_split, source.own.train)
     begin_results(out, *_FILES)  # after everything that may fail; keeps the calibration
-    _warn_of_labels(found)
     results: Results = {split: _metrics(part, median) for split, part in found.items()}
     for split, row in results.items():
+        _warn_of_labels(split, found[split])
         row |= {**uncertainty.rows.get(split, {}), **structures.get(split, {})}
     groups = errors_by_group(found)
+    _write(out, datasets, found, uncertainty.columns)
+    _draw(out, found, groups, model)
     tables = [f" on {source}", f"{_results_table(results)}\n{baseline}"]
-    tables += [text for text in (source.absent, uncertainty.text, moved) if text]
+    tables += [source.absent, uncertainty.text, moved]
     tables += [group_tables(groups["all"])] if groups else []
-    files = [*_write(out, datasets, found, groups, uncertainty.columns), *uncertainty.files]
-    files += _draw(out, found, groups, model)
-    if others is None:
-        tables += [_published_table(results)] if _is_oc20(datasets) else []
-    else:
-        table, compared = compare(others, common, found, out)
-        tables.append(table)
-        files += compared
+    if others is not None:
+        tables.append(compare(others, common, found, out))
+    elif _is_oc20(datasets):
+        tables.append(_published_table(results))
     if submission is not None:
-        files.append(_submit(submission, names, found))
-    return Evaluation(results, "\n\n".join(tables) + "\n", files)
+        energies = {name: (found[split].ids, found[split].energy) for name, split in names.items()}
+        write_submission(submission, energies)
+    files = [*written(out, *_FILES), *uncertainty.files, *filter(None, [submission])]
+    return Evaluation(results, "\n\n".join(filter(None, tables)) + "\n", files)
 
 
-def _expect_submission(
-    path: Path | None,
-    names: Mapping[str, str],
-    datasets: Mapping[str, Structures],
-    published: Path | None,
-) -> None:
-    """Checks that a submission can be written, before anything is computed."""
-    if path is not None:
-        expect_writable(path, *filter(None, [published]))
-        for name, split in names.items():
-            _expect_count(name, len(datasets[split]), any_counts=_is_trial(names))
+def _expect_counts(counts: Mapping[str, int]) -> None:
+    """Raises ValueError for test splits with another number of systems than OC20's."""
+    for split, count in counts.items():
+        expected = OC20_FILES[f"all/{split}"].records
+        if split in TEST_SPLITS and count != expected:
+            raise ValueError(
+                f"submission: split {split} must have the {expected} systems of OC20; got {count}; "
+                "predict the whole split"
+            )
 
 
-def _submit(path: Path, names: Mapping[str, str], found: Mapping[str, Predictions]) -> Path:
-    trial = _is_trial(names)
-    parts = {name: (found[split].ids, found[split].energy) for name, split in names.items()}
-    write_submission(path, parts, any_counts=trial)
-    if trial:
-        warn(f"{path}: contains validation splits; the leaderboard expects test splits")
-    return path
+def _warn_of_labels(split: str, part: Predictions) -> None:
+    absent, count = int((~part.labeled).sum()), len(part.energy)
+    if absent == count:
+        warn(f"{split}: no labels; predicted only")
+    elif absent:
+        warn(f"{split}: {absent} of {count} systems are without a label and do not count in errors")
+    warn_of_labels(split, part.sid, label_faults(part.target, part.natoms, required=False))
 
 
 def _metrics(found: Predictions, median: float | None) -> dict[str, float | None]:
     """Returns the metrics of a split; `median` is that of the training energies, eV."""
     energy, target = map(torch.from_numpy, found.only_labeled())
+    metrics: dict[str, float | None]
+    metrics = dict.fromkeys(("mae_eV", "ewt_percent", "baseline_mae_eV"))
     if not len(target):
-        errors = dict.fromkeys(("mae_eV", "ewt_percent", "baseline_mae_eV"))
-        return {**errors, "n": len(found.energy)}
+        return {**metrics, "n": len(found.energy)}
     ours = IS2RETask.sums.of(energy, target).metrics()
-    always = torch.full_like(target, float("nan") if median is None else median)
-    baseline = IS2RETask.sums.of(always, target).metrics()["mae_eV"]
-    return {
-        "mae_eV": ours["mae_eV"],
-        "ewt_percent": ours["ewt_percent"],
-        "baseline_mae_eV": None if median is None else baseline,
-        "n": len(target),
-    }
+    metrics |= {"mae_eV": ours["mae_eV"], "ewt_percent": ours["ewt_percent"]}
+    if median is not None:
+        metrics["baseline_mae_eV"] = float((target - median).abs().mean())
+    return {**metrics, "n": len(target)}
 
 
 def _is_oc20(datasets: Mapping[str, Structures]) -> bool:
@@ -200,40 +198,19 @@ def _is_oc20(datasets: Mapping[str, Structures]) -> bool:
     )
 
 
-def _warn_of_labels(found: Mapping[str, Predictions]) -> None:
-    for split, part in found.items():
-        absent = int((~part.labeled).sum())
-        if absent == len(part.energy):
-            warn(f"{split}: no labels; predicted only")
-        elif absent:
-            warn(
-                f"{split}: {absent} of {len(part.energy)} systems are without a label and do not "
-                "count in errors"
-            )
-        absurd = label_faults(part.target, part.natoms, required=False)
-        for index, reason in list(absurd.items())[:1]:
-            warn(
-                f"{split}: sid {part.sid[index]}: {reason}; it counts in the errors anyway "
-                f"({len(absurd)} such); remove it with molflt data convert --skip-bad"
-            )
-
-
 def _results_table(results: Results) -> str:
-    """Formats the metrics of each split, and their averages."""
-    keys = ("mae_eV", "ewt_percent", "baseline_mae_eV")
     rows = dict(results)
     known = [row for row in results.values() if row["mae_eV"] is not None]
     if len(known) > 1:
         average: dict[str, float | None] = {"n": sum(row["n"] or 0 for row in known)}
-        for key in keys:
-            values = [value for row in known if (value := row[key]) is not None]
-            average[key] = float(np.mean(values)) if len(values) == len(known) else None
+        for key in ("mae_eV", "ewt_percent", "baseline_mae_eV"):
+            values = [row[key] for row in known]
+            average[key] = None if None in values else float(np.mean(values))  # type: ignore[arg-type]
         rows["average"] = average
     return results_table("split", _COLUMNS, rows)
 
 
 def _published_table(results: Results) -> str:
-    """Formats published validation results on OC20 and `results`."""
     lines = [["model", "training", *VAL_SPLITS, "EwT val_id / %"]]
     for entry in PUBLISHED:
         values = [fixed(getattr(entry, split), 4) for split in VAL_SPLITS]
@@ -248,42 +225,30 @@ def _write(
     out: Path,
     datasets: Mapping[str, Structures],
     found: Mapping[str, Predictions],
-    groups: Mapping[str, Mapping[str, Sequence[GroupError]]],
     more: Mapping[str, Mapping[str, NDArray[np.float64]]],
-) -> list[Path]:
-    """Writes predictions.npz, predictions.csv with the columns `more`, and errors_by_group.csv."""
+) -> None:
     arrays: dict[str, NDArray[np.generic]] = {}
     rows: list[dict[str, object]] = []
     for split, part in found.items():
-        arrays[f"{split}_ids"], arrays[f"{split}_energy"] = part.ids, part.energy
-        named = (part.sid, part.adsorbate, part.slab)
-        columns = (*named, part.natoms, part.energy, part.target, part.labeled)
-        rows += [
-            {
-                "split": split,
-                "sid": sid,
-                **datasets[split].origin(i),
-                "adsorbate": adsorbate,
-                "slab": slab,
-                "natoms": natoms,
-                "energy_eV": float(energy),
-                "target_eV": float(target) if known else None,
-                "error_eV": float(energy - target) if known else None,
-                **{name: float(values[i]) for name, values in more.get(split, {}).items()},
-            }
-            for i, (sid, adsorbate, slab, natoms, energy, target, known) in enumerate(
-                zip(*columns, strict=True)
+        arrays |= {f"{split}_ids": part.ids, f"{split}_energy": part.energy}
+        for i, known in enumerate(part.labeled):
+            energy, target = float(part.energy[i]), float(part.target[i])
+            rows.append(
+                {
+                    "split": split,
+                    "sid": part.sid[i],
+                    **datasets[split].origin(i),
+                    "adsorbate": part.adsorbate[i],
+                    "slab": part.slab[i],
+                    "natoms": part.natoms[i],
+                    "energy_eV": energy,
+                    "target_eV": target if known else None,
+                    "error_eV": energy - target if known else None,
+                    **{name: float(values[i]) for name, values in more.get(split, {}).items()},
+                }
             )
-        ]
     _save_arrays(out / "predictions.npz", arrays)
-    written = [out / "predictions.npz", write_csv(out / "predictions.csv", rows)]
-    errors = [
-        {"split": split, "kind": kind, "group": group.group, "n": group.n, "mae_eV": group.mae}
-        for split, kinds in groups.items()
-        for kind, own in kinds.items()
-        for group in own
-    ]
-    return written + ([write_csv(out / "errors_by_group.csv", errors)] if errors else [])
+    write_csv(out / "predictions.csv", rows)
 
 
 def _draw(
@@ -291,27 +256,23 @@ def _draw(
     found: Mapping[str, Predictions],
     groups: Mapping[str, Mapping[str, Sequence[GroupError]]],
     model: nn.Module,
-) -> list[Path]:
-    drawn = []
+) -> None:
     if groups:
-        pairs = {split: part.only_labeled() for split, part in found.items() if part.labeled.any()}
-        names = {split: _names(found[split]) for split in pairs}
-        panels = {split: pair[::-1] for split, pair in pairs.items()}
+        write_groups(out, groups, "mae_eV")
+        panels, names, errors = {}, {}, {}
+        for split, part in found.items():
+            if part.labeled.any():
+                energy, target = part.only_labeled()
+                panels[split], errors[split] = (target, energy), np.abs(energy - target)
+                named = zip(part.sid, part.adsorbate, part.slab, part.labeled, strict=True)
+                names[split] = [
+                    f"sid {sid} {a} on {slab}" for sid, a, slab, known in named if known
+                ]
         plots.parity(panels, out / "parity.png", names)
-        absolute = {split: np.abs(energy - target) for split, (energy, target) in pairs.items()}
-        plots.errors(groups["all"], absolute, out / "errors.png")
-        drawn += [out / "parity.png", out / "errors.png"]
+        plots.errors(groups["all"], errors, out / "errors.png")
     position = getattr(getattr(model, "encoding", None), "position", None)
     if position is not None and plots.has_bias(position):
         plots.rpe_profiles(model, out / "encoding.png")
-        drawn.append(out / "encoding.png")
-    return drawn
-
-
-def _names(part: Predictions) -> list[str]:
-    """Returns the names of the systems with a label, for use in pictures."""
-    named = zip(part.sid, part.adsorbate, part.slab, part.labeled, strict=True)
-    return [f"sid {sid} {adsorbate} on {slab}" for sid, adsorbate, slab, known in named if known]
 
 
 def _save_arrays(path: Path, arrays: Mapping[str, NDArray[np.generic]]) -> None:
@@ -326,6 +287,8 @@ def submission_splits(path: Path, splits: Sequence[str]) -> dict[str, str]:
         raise ValueError(f"{path}: a submission must end in .npz; got {path.suffix!r}")
     for group in (TEST_SPLITS, VAL_SPLITS):
         if set(splits) == set(group):
+            if group == VAL_SPLITS:
+                warn(f"{path}: contains validation splits; the leaderboard expects test splits")
             return dict(zip(_LEADERBOARD, group, strict=True))
     raise ValueError(
         f"{path}: a submission needs --splits {' '.join(TEST_SPLITS)} (or, for a trial, the four "
@@ -333,24 +296,14 @@ def submission_splits(path: Path, splits: Sequence[str]) -> dict[str, str]:
     )
 
 
-def _is_trial(names: Mapping[str, str]) -> bool:
-    """Returns True if not all splits from `submission_splits` are test splits."""
-    return not set(names.values()) <= set(TEST_SPLITS)
-
-
 def write_submission(
-    path: Path,
-    predictions: Mapping[str, tuple[Sequence[str] | NDArray[np.str_], ArrayLike]],
-    *,
-    any_counts: bool = False,
+    path: Path, predictions: Mapping[str, tuple[Sequence[str] | NDArray[np.str_], ArrayLike]]
 ) -> None:
-    """Checks predictions and writes the file for the leaderboard.
+    """Writes the file for the leaderboard.
 
     Args:
         path: file to write, ending in .npz.
-        predictions: "id", "ood_ads", "ood_cat" and "ood_both" -> (ids, energies in eV).
-        any_counts: accept splits whose number of systems differs from OC20's; the leaderboard
-            rejects such files.
+        predictions: "id", "ood_ads", "ood_cat" and "ood_both" -> (unique ids, energies in eV).
     """
     arrays: dict[str, NDArray[np.generic]] = {}
     for split in _LEADERBOARD:
@@ -361,17 +314,5 @@ def write_submission(
                 f"submission: ids of split {split!r} must be unique; got {values[counts > 1][0]} "
                 f"{counts.max()} times"
             )
-        _expect_count(split, len(ids), any_counts=any_counts)
-        arrays[f"{split}_ids"] = ids
-        arrays[f"{split}_energy"] = energy
+        arrays |= {f"{split}_ids": ids, f"{split}_energy": energy}
     _save_arrays(path, arrays)
-
-
-def _expect_count(split: str, count: int, *, any_counts: bool) -> None:
-    """Raises ValueError if the number of systems differs from that of OC20's test split."""
-    expected = OC20_FILES[f"all/test_{split}"].records
-    if count != expected and not any_counts:
-        raise ValueError(
-            f"submission: split {split!r} must have the {expected} systems of OC20's "
-            f"test_{split}; got {count}; predict the whole split"
-        )

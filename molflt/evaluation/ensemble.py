@@ -96,8 +96,9 @@ def load_ensemble(
         The ensemble in evaluation mode, and the configuration of the first run.
     """
     runs = [Path(run) for run in runs]
+    first = runs[0]
     if len(runs) < 2:
-        raise ValueError(f"--also: expected further runs in addition to {runs[0]}; got none")
+        raise ValueError(f"--also: expected further runs in addition to {first}; got none")
     if checkpoint not in ("best", "last"):
         raise ValueError(
             f"--checkpoint {checkpoint}: expected best or last with --also, which each run has"
@@ -106,30 +107,31 @@ def load_ensemble(
     for i, run in enumerate(runs):
         if places[i] in places[:i]:
             raise ValueError(f"{run}: named twice; expected different runs in an ensemble")
-        recipe = read_config(run)["recipe"]
-        if recipe != _RECIPE:
+        if (recipe := read_config(run)["recipe"]) != _RECIPE:
             raise ValueError(
                 f"{run}: expected a run of the recipe {_RECIPE} in an ensemble; got {recipe}; "
                 "ensembles predict energies"
             )
-    loaded = [load_run(run, checkpoint, device) for run in runs]
-    data = [DataSet.of_run(config["data"], config["seed"]) for _, config in loaded]
-    for run, one in zip(runs, data, strict=True):
-        if one.reading.tags != data[0].reading.tags:
-            raise ValueError(
-                f"{run}: trained with data.tags {one.reading.tags}; expected, as {runs[0]}, "
-                f"{data[0].reading.tags} in an ensemble, whose members read the same structures"
-            )
-    own = dict(zip(runs, data, strict=True))
-    ensemble = EnsembleRegressor([model for model, _ in loaded], own)
+    models, configs = zip(*(load_run(run, checkpoint, device) for run in runs), strict=True)
+    data = {
+        run: DataSet.of_run(config["data"], config["seed"])
+        for run, config in zip(runs, configs, strict=True)
+    }
+    ensemble = EnsembleRegressor(models, data)
+    own = ensemble.weights
     for i, run in enumerate(runs):
-        if ensemble.weights[i] in ensemble.weights[:i]:
-            twin = runs[ensemble.weights.index(ensemble.weights[i])]
+        if (tags := data[run].reading.tags) != data[first].reading.tags:
             raise ValueError(
-                f"{run}: has the weights of {twin}; expected different trainings in an ensemble"
+                f"{run}: trained with data.tags {tags}; expected, as {first}, "
+                f"{data[first].reading.tags} in an ensemble, whose members read the same structures"
             )
-        _expect_same_aim(run, ensemble.members[i], runs[0], ensemble.members[0])
-    return ensemble.eval(), loaded[0][1]
+        if own[i] in own[:i]:
+            raise ValueError(
+                f"{run}: has the weights of {runs[own.index(own[i])]}; expected different "
+                "trainings in an ensemble"
+            )
+        _expect_same_aim(run, models[i], first, models[0])
+    return ensemble.eval(), configs[0]
 
 
 def digest_of(model: nn.Module) -> str:
@@ -142,7 +144,6 @@ def digest_of(model: nn.Module) -> str:
 
 
 def _expect_same_aim(run: Path, model: nn.Module, first: Path, other: nn.Module) -> None:
-    """Raises ValueError if two members were trained on different elements or energies."""
     own, theirs = _elements(model), _elements(other)
     for missing, lacks, has in ((theirs - own, run, first), (own - theirs, first, run)):
         if missing:
@@ -153,60 +154,49 @@ def _expect_same_aim(run: Path, model: nn.Module, first: Path, other: nn.Module)
                 f"{lacks}: not trained on {names}; expected the elements of {has} in an ensemble; "
                 "train on data that have them"
             )
-    read = [by_contact(one) for one in (model, other)]
-    if read[0] != read[1]:
-        raise ValueError(
-            f"{run}: model.readout: expected that of {first} in an ensemble; got another; "
-            "train all members in the same way"
-        )
-    referred = [has_references(one) for one in (model, other)]
-    if referred[0] != referred[1]:
-        kinds = ["with" if one else "without" for one in referred]
-        raise ValueError(
-            f"{run}: trained {kinds[0]} references per element; expected, as {first}, {kinds[1]}; "
-            "train all members in the same way"
-        )
-    if referred[0]:
-        return  # `expect_same_totals` compares total energies, which need compositions
-    (mean, std), (their_mean, their_std) = _energies(model), _energies(other)
-    if abs(mean - their_mean) > max(std, their_std):
-        raise ValueError(
-            f"{run}: trained on energies of {mean:.3g} ± {std:.3g} eV; expected those of {first}, "
-            f"{their_mean:.3g} ± {their_std:.3g} eV; train all members on the same kind of energies"
-        )
-
-
-def expect_same_totals(ensemble: EnsembleRegressor, dataset: Structures) -> None:
-    """Raises ValueError if the references of members belong to different kinds of energies.
-
-    The training compositions may leave individual references undetermined. Therefore, the sums of
-    references over the structures to predict are compared. Members without references have already
-    been compared by `load_ensemble`.
-    """
-    first, *others = ensemble.members
-    if not has_references(first) or not len(dataset):
-        return
-    indices = np.unique(np.linspace(0, len(dataset) - 1, _COMPARED).astype(np.int64))
-    atoms = torch.from_numpy(dataset.compositions(indices, by_contact(ensemble)[0]))
-    negligible = _NEGLIGIBLE * float(atoms.sum(dim=1).median())
-    names = [str(run) for run in ensemble.data]
-    names = names or [f"model {i + 1} of the ensemble" for i in range(len(others) + 1)]
-    totals, (_, std) = _totals(first, atoms), _energies(first)
-    for name, member in zip(names[1:], others, strict=True):
-        apart = float((_totals(member, atoms) - totals).abs().median())
-        most = max(std, _energies(member)[1], negligible)
-        if apart > most:
+    for what, read in (("model.readout", by_contact), ("references per element", has_references)):
+        if read(model) != read(other):
             raise ValueError(
-                f"{name}: its references give structures of {dataset.path} energies {apart:.3g} eV "
-                f"from those of {names[0]}; expected at most {most:.3g} eV; train all members on "
-                "total energies of one kind"
+                f"{run}: {what}: expected those of {first} in an ensemble; got others; train all "
+                "members in the same way"
             )
 
 
-def _totals(model: nn.Module, atoms: Tensor) -> Tensor:
-    """Returns references plus mean, (structures,), eV, for compositions of (structures, 119)."""
-    references = model.get_buffer("element_energies").detach().cpu().double()
-    return atoms @ references + _energies(model)[0]
+def expect_same_totals(ensemble: EnsembleRegressor, dataset: Structures) -> None:
+    """Raises ValueError if members were trained on different kinds of energies.
+
+    The training compositions may leave individual references undetermined. Therefore, the sums of
+    references and mean over the structures to predict are compared.
+    """
+    indices = np.unique(np.linspace(0, len(dataset) - 1, _COMPARED).astype(np.int64))
+    atoms = torch.from_numpy(dataset.compositions(indices, by_contact(ensemble)[0]))
+    first, *others = ensemble.members
+    negligible = _NEGLIGIBLE * float(atoms.sum(dim=1).median()) if has_references(first) else 0.0
+    names = [str(run) for run in ensemble.data]
+    names = names or [f"model {i + 1} of the ensemble" for i in range(len(others) + 1)]
+    totals, std = _totals(first, atoms)
+    for name, member in zip(names[1:], others, strict=True):
+        theirs, their_std = _totals(member, atoms)
+        apart, most = float((theirs - totals).abs().median()), max(std, their_std, negligible)
+        if apart > most:
+            raise ValueError(
+                f"{name}: its references and mean give structures of {dataset.path} energies "
+                f"{apart:.3g} eV from those of {names[0]}; expected at most {most:.3g} eV; train "
+                "all members on energies of one kind"
+            )
+
+
+def _totals(model: nn.Module, atoms: Tensor) -> tuple[Tensor, float]:
+    """Returns references plus mean, (structures,), and the sd of training energies, eV.
+
+    The sd is infinite if it is unknown. The compositions `atoms` are (structures, 119).
+    """
+    buffers = dict(model.named_buffers())
+    if not {"energy_mean", "energy_std"} <= buffers.keys():
+        return atoms.new_zeros(len(atoms)), float("inf")
+    mean, std = float(buffers["energy_mean"]), float(buffers["energy_std"])
+    references = buffers.get("element_energies", torch.zeros(atoms.shape[1]))
+    return atoms @ references.detach().to("cpu", atoms.dtype) + mean, std
 
 
 def _elements(model: nn.Module) -> set[int]:
@@ -218,11 +208,3 @@ def has_references(model: nn.Module) -> bool:
     """Returns True if a model adds energies per element to its output."""
     energies = getattr(model, "element_energies", None)
     return isinstance(energies, Tensor) and bool(energies.any())
-
-
-def _energies(model: nn.Module) -> tuple[float, float]:
-    """Returns the mean and sd of the training energies, eV; (0, inf) if unknown."""
-    mean, std = (getattr(model, f"energy_{name}", None) for name in ("mean", "std"))
-    if not (isinstance(mean, Tensor) and isinstance(std, Tensor)):
-        return 0.0, float("inf")
-    return float(mean), float(std)

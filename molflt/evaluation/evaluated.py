@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import nn
 
 from molflt.data.structures import Structures
@@ -27,7 +28,16 @@ from molflt.training.config import Config, read_config
 from molflt.training.recipes import Recipe
 from molflt.training.resume import read_provenance
 
-__all__ = ["EvaluationData"]
+__all__ = ["EvaluationData", "warn_of_labels"]
+
+
+def warn_of_labels(split: str, sids: NDArray[np.int64], faults: Mapping[int, str]) -> None:
+    """Warns about the first implausible label of a split; `faults` are index -> reason."""
+    for index, reason in list(faults.items())[:1]:
+        warn(
+            f"{split}: sid {sids[index]}: {reason}; it counts in the errors anyway "
+            f"({len(faults)} such); remove it with molflt data convert --skip-bad"
+        )
 
 
 class EvaluationData:
@@ -142,7 +152,6 @@ class EvaluationData:
         return {split: check_structures(one, model, domain) for split, one in opened.items()}
 
     def _expect_same_split(self, model: EnsembleRegressor) -> None:
-        """Raises ValueError if members held out different structures of the same file."""
         first, here = self.own, self.data.root
         for run, member in model.data.items():
             shared = member.root in (first.root, here) or is_same(member.root, here)
@@ -163,7 +172,6 @@ class EvaluationData:
                 )
 
     def _expect_same_unseen(self, splits: Sequence[str], model: EnsembleRegressor) -> None:
-        """Raises ValueError if some members, but not all, were trained on a split."""
         for split in splits:
             learned = [
                 run
@@ -179,7 +187,6 @@ class EvaluationData:
                 )
 
     def _expect_unchanged(self, run: Path) -> None:
-        """Raises ValueError if the file of a run would be split differently now."""
         if self._same_held_out(run) is False:
             raise ValueError(
                 f"{self.data.root}: has changed since {run} was trained on it; some of the "
@@ -198,10 +205,7 @@ class EvaluationData:
         seed = DataSet.of_run(config["data"], config["seed"]).split_seed
         more = {"root": self.data.root, "split_seed": seed}
         batches = Recipe.of(config).load("data")(**config["data"] | more)
-        with (
-            warnings.catch_warnings(),
-            redirect_stderr(io.StringIO()),
-        ):
+        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             batches.setup()
         return bool(batches.fingerprints()["val"] == held)
@@ -226,11 +230,8 @@ class EvaluationData:
             dataset = source.open([source.train], self._own_skip_bad)[source.train]
         except FileNotFoundError as error:
             return None, f"no baseline, because the training split is missing: {error}"
-        energy = dataset.y_relaxed
+        energy, where = dataset.y_relaxed, dataset.path
         if not np.isfinite(energy).any():
-            return None, f"no baseline, because {dataset.path} has no labels"
+            return None, f"no baseline, because {where} has no labels"
         median = float(np.nanmedian(energy))
-        return (
-            median,
-            f"baseline: always {median:.4f} eV, the median of the energies in {dataset.path}",
-        )
+        return median, f"baseline: always {median:.4f} eV, the median of the energies in {where}"

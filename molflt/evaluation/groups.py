@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from molflt.evaluation.predictions import UNKNOWN, Predictions
-from molflt.evaluation.results import align
+from molflt.evaluation.results import align, write_csv
 from molflt.plots import GroupError
 
 __all__ = ["errors_by_group", "group_tables", "groups_by_name", "groups_by_size"]
-__all__ += ["without_compositions"]
+__all__ += ["write_groups"]
 
-_KINDS = ("adsorbate", "slab", "natoms")
 _SIZE_BINS = 6
 _PRINTED = 12
 
@@ -27,42 +27,29 @@ def errors_by_group(found: Mapping[str, Predictions]) -> dict[str, dict[str, lis
     Returns:
         split, or "all" for all splits -> "adsorbate", "slab" (its elements) or "natoms" -> groups.
     """
-    parts: dict[str, tuple[NDArray[np.float64], list[NDArray[np.str_]], NDArray[np.int64]]] = {}
-    for split, part in found.items():
-        error = np.abs(part.energy - part.target)[part.labeled]
-        if len(error):
-            slab = part.slab or [UNKNOWN] * len(part.natoms)
-            named = [np.array(names)[part.labeled] for names in (part.adsorbate, slab)]
-            parts[split] = (error, named, part.natoms[part.labeled])
+    parts = {
+        split: (
+            np.abs(part.energy - part.target)[part.labeled],
+            np.array(part.adsorbate)[part.labeled],
+            np.array(part.slab or [UNKNOWN] * len(part.natoms))[part.labeled],
+            part.natoms[part.labeled],
+        )
+        for split, part in found.items()
+        if part.labeled.any()
+    }
     if not parts:
         return {}
-    errors, names, sizes = zip(*parts.values(), strict=True)
-    joined = [np.concatenate(own) for own in zip(*names, strict=True)]
-    parts["all"] = (np.concatenate(errors), joined, np.concatenate(sizes))
-    edges = _size_edges(parts["all"][2])
-    groups = {}
-    for split, (error, named, natoms) in parts.items():
-        by_size = groups_by_size(natoms, error, edges)
-        by_name = [groups_by_name(names, error) for names in named]
-        groups[split] = dict(zip(_KINDS, (*by_name, by_size), strict=True))
-    return groups
-
-
-def without_compositions(
-    formulas: Sequence[str],
-    natoms: Sequence[int] | NDArray[np.int64],
-    target: NDArray[np.float64],
-    energy: NDArray[np.float64],
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Subtracts the mean label of each formula from labels and predictions, (structures,), eV.
-
-    Returns:
-        Labels and predictions, meV per atom.
-    """
-    groups = np.unique(np.array(formulas), return_inverse=True)[1]
-    means = (np.bincount(groups, target) / np.bincount(groups))[groups]
-    unit = np.asarray(natoms) / 1e3
-    return (target - means) / unit, (energy - means) / unit
+    error, adsorbate, slab, natoms = map(np.concatenate, zip(*parts.values(), strict=True))
+    parts["all"] = (error, adsorbate, slab, natoms)
+    edges = _size_edges(natoms)
+    return {
+        split: {
+            "adsorbate": groups_by_name(adsorbate, error),
+            "slab": groups_by_name(slab, error),
+            "natoms": groups_by_size(natoms, error, edges),
+        }
+        for split, (error, adsorbate, slab, natoms) in parts.items()
+    }
 
 
 def _size_edges(natoms: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -79,11 +66,12 @@ def groups_by_size(
     edges = _size_edges(natoms) if edges is None else edges
     # each bin starts at its edge; the last one includes its end
     bins = np.searchsorted(edges[1:-1], natoms, side="right")
-    return [
-        _group(_size_label(edges, i), error[bins == i])
-        for i in range(max(1, len(edges) - 1))
-        if (bins == i).any()
-    ]
+    groups = []
+    for i in np.unique(bins):
+        low, high = int(edges[i]), int(edges[-1] if i + 2 >= len(edges) else edges[i + 1] - 1)
+        label = f"{low}-{high}" if high > low else f"{low}"
+        groups.append(_group(label, error[bins == i]))
+    return groups
 
 
 def groups_by_name(names: NDArray[np.str_], error: NDArray[np.float64]) -> list[GroupError]:
@@ -96,22 +84,26 @@ def _group(name: str, error: NDArray[np.float64]) -> GroupError:
     return GroupError(name, len(error), float(error.mean()))
 
 
-def _size_label(edges: NDArray[np.int64], i: int) -> str:
-    """Returns the inclusive range of sizes in bin i."""
-    low = int(edges[i])
-    high = int(edges[-1] if i + 2 >= len(edges) else edges[i + 1] - 1)
-    return f"{low}-{high}" if high > low else f"{low}"
+def write_groups(
+    out: Path, groups: Mapping[str, Mapping[str, Sequence[GroupError]]], metric: str
+) -> None:
+    """Writes errors_by_group.csv, where `metric` is the name of the MAE."""
+    rows = [
+        {"split": split, "kind": kind, "group": one.group, "n": one.n, metric: one.mae}
+        for split, kinds in groups.items()
+        for kind, own in kinds.items()
+        for one in own
+    ]
+    write_csv(out / "errors_by_group.csv", rows)
 
 
 def group_tables(groups: Mapping[str, Sequence[GroupError]]) -> str:
     """Formats errors by size, and errors by adsorbate and by metal for the largest groups only."""
-    names = {"adsorbate": "adsorbate", "slab": "slab", "natoms": "atoms"}
     tables = []
-    for kind, title in names.items():
+    for kind, title in {"adsorbate": "adsorbate", "slab": "slab", "natoms": "atoms"}.items():
         shown = groups[kind][:_PRINTED]
         rows = [[group.group, f"{group.n:,}", f"{group.mae:.4f}"] for group in shown]
-        text = align([[title, "systems", "MAE / eV"], *rows])
-        if len(shown) < len(groups[kind]):
-            text += f"\n({len(groups[kind]) - len(shown)} more in errors_by_group.csv)"
-        tables.append(text)
+        tables.append(align([[title, "systems", "MAE / eV"], *rows]))
+        if more := len(groups[kind]) - len(shown):
+            tables[-1] += f"\n({more} more in errors_by_group.csv)"
     return "\n\n".join(tables)

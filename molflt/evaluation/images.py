@@ -1,7 +1,8 @@
-"""Evaluation of image classifiers: accuracy, confusions, mistakes, attention."""
+"""Evaluation of image classifiers and of autoregressive image models."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -9,29 +10,41 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from molflt import plots
 from molflt.data.images.base import LabeledImages
-from molflt.data.images.datamodule import ImageData
+from molflt.data.images.datamodule import ImageData, PixelData
 from molflt.evaluation.common import (
     attention_of,
     batches,
     device_of,
     draw_attention,
     draw_encoding,
+    expect_finite,
     load_classes,
     locality_of,
     named_images,
 )
-from molflt.evaluation.results import Evaluation, Results, begin_results, results_table, write_csv
+from molflt.evaluation.results import (
+    Evaluation,
+    Results,
+    begin_results,
+    results_table,
+    write_csv,
+    written,
+)
 from molflt.image.classifier import ImageClassifier
+from molflt.memory import within_memory
+from molflt.sequence.pixels import LEVELS, PixelModel
 from molflt.tasks.images import ImageTask
+from molflt.tasks.language import PixelTask
 from molflt.training.config import Config
 
-__all__ = ["evaluate"]
+__all__ = ["evaluate", "evaluate_pixels"]
 
+_FILES = ("predictions.csv", "wrong.png", "confusion.png", "attention.png", "encoding.png")
 _COLUMNS = {
     "n": ("n", 0),
     "top1_percent": ("top-1 / %", 2),
@@ -41,6 +54,15 @@ _COLUMNS = {
     "farthest": ("farthest 10 %", 3),
 }
 _NOTE = "10 %: attention on that share of the patches, mean over heads and layers"
+_OF_PIXELS = ("losses.png", "attention.png", "encoding.png")
+_BITS = {
+    "n": ("n", 0),
+    "bits_per_dim": ("bits/dim", 3),
+    "histogram_bits_per_dim": ("histogram", 3),
+    "uniform_bits_per_dim": ("uniform", 3),
+}
+_AT_ONCE = 64  # images in a batch for the histogram
+_AROUND = 7  # pixels above and to the sides in the picture of attention
 
 
 class _Classified(NamedTuple):
@@ -83,22 +105,14 @@ def evaluate(
     for split, images in _datasets(config["data"], classes, splits, data).items():
         found = _classify(model, images, batch_size, split)
         results[split] = {**found.metrics, "n": len(found.label), **_locality(model, images)}
-        columns = (found.label, found.predicted, found.confidence)
-        rows += [
-            {
-                "split": split,
-                "index": i,
-                "class": classes[label],
-                "predicted": classes[predicted],
-                "probability": float(probability),
-            }
-            for i, (label, predicted, probability) in enumerate(zip(*columns, strict=True))
-        ]
-    pictures = ("wrong.png", "confusion.png", "attention.png", "encoding.png")
-    begin_results(out, "predictions.csv", *pictures)
-    files = [write_csv(out / "predictions.csv", rows), *_draw(out, model, images, found, classes)]
-    table = f"{results_table('images', _COLUMNS, results)}\n\n{_NOTE}"
-    return Evaluation(results, f"\n\n{table}\n", files)
+        for i, probability in enumerate(found.confidence):
+            names = {"class": classes[found.label[i]], "predicted": classes[found.predicted[i]]}
+            rows.append({"split": split, "index": i, **names, "probability": float(probability)})
+    begin_results(out, *_FILES)
+    write_csv(out / "predictions.csv", rows)
+    _draw(out, model, images, found, classes)
+    text = f"\n\n{results_table('images', _COLUMNS, results)}\n\n{_NOTE}\n"
+    return Evaluation(results, text, written(out, *_FILES))
 
 
 def _classify(model: nn.Module, images: LabeledImages, batch_size: int, name: str) -> _Classified:
@@ -107,10 +121,7 @@ def _classify(model: nn.Module, images: LabeledImages, batch_size: int, name: st
         for batch, label in loaded:
             logits.append(model(batch.to(device_of(model))).double().cpu())
             labels.append(label)
-            if not bool(logits[-1].isfinite().all()):
-                raise ValueError(
-                    f"{name}: a logit is not finite; expected numbers; use another checkpoint"
-                )
+            expect_finite(name, logits[-1], "a logit")
     scores, label = torch.cat(logits), torch.cat(labels)
     metrics = ImageTask.sums.of(scores, label).metrics()
     confidence, predicted = scores.softmax(dim=1).max(dim=1)
@@ -144,11 +155,10 @@ def _locality(model: ImageClassifier, images: LabeledImages) -> dict[str, float 
 
 def _draw(
     out: Path, model: ImageClassifier, images: LabeledImages, found: _Classified, classes: list[str]
-) -> list[Path]:
-    files = [out / "confusion.png"]
+) -> None:
     counts = np.zeros((len(classes), len(classes)), dtype=int)
     np.add.at(counts, (found.label, found.predicted), 1)
-    plots.confusion(counts, classes, files[0])
+    plots.confusion(counts, classes, out / "confusion.png")
     mistakes = np.flatnonzero(found.predicted != found.label)
     mistakes = mistakes[np.argsort(-found.confidence[mistakes], kind="stable")][:32]
     if len(mistakes):
@@ -160,11 +170,143 @@ def _draw(
         wrong = [images[int(i)][0].numpy() for i in mistakes]
         title = "classified wrongly, the most confident first"
         plots.image_sheet(wrong, captions, out / "wrong.png", title)
-        files.append(out / "wrong.png")
     first = images[0][0][None].to(device_of(model))
     title = "last layer, first image; patches row by row"
-    files += draw_attention(model.stack, lambda: model(first), out / "attention.png", title)
+    draw_attention(model.stack, lambda: model(first), out / "attention.png", title)
     position, scale, side = model.stack.position, model.position_scale, model.side
     if position is not None and position.dim == 1:
         scale, side = 1.0, side**2
-    return files + draw_encoding(position, scale, side, out / "encoding.png", "patches")
+    draw_encoding(position, scale, side, out / "encoding.png", "patches")
+
+
+def evaluate_pixels(
+    run: Path,
+    model: PixelModel,
+    config: Config,
+    out: Path,
+    splits: list[str] | None = None,
+    data: Path | None = None,
+    batch_size: int = 16,
+) -> Evaluation:
+    """Evaluates an autoregressive image model: bits per dimension.
+
+    The baselines are the uniform distribution of a byte, 8 bits, and the histogram of each
+    position: the frequency of each value in the training images, with every count increased by one.
+    Writes losses.png (loss against the position in the sequence), attention.png (attention of the
+    last layer on the pixels around each pixel, averaged over one image) and, with a relative
+    encoding, encoding.png.
+
+    Args:
+        splits: train, val or both; by default val.
+        data: other images to evaluate instead: a folder of classes or an idx file.
+        batch_size: images in a batch.
+
+    Returns:
+        Per split: bits_per_dim, uniform_bits_per_dim, histogram_bits_per_dim (null without the
+        training images), n and bytes (of all images).
+    """
+    own, named = named_images(PixelData, config["data"], splits, data)
+    for images in named.values():
+        if (images.channels, images.size[0]) != (model.channels, model.image_size):
+            raise ValueError(
+                f"{images.path}: expected images of {model.image_size} pixels and {model.channels} "
+                f"channels, as in training; got {images.size[0]} and {images.channels}; use such "
+                "images"
+            )
+    tables, note = _histograms(own if data is None else None, config["data"], model)
+    results: Results = {}
+    curves: dict[str, NDArray[np.float64]] = {}
+    for split, images in named.items():
+        nats, histogram = _judge(model, images, tables, batch_size, split)
+        curves[split] = nats.numpy()[None]
+        results[split] = {
+            **PixelTask.sums(nats.sum(), torch.tensor(nats.numel())).metrics(),
+            "uniform_bits_per_dim": math.log2(LEVELS),
+            "histogram_bits_per_dim": histogram,
+            "n": len(images),
+            "bytes": len(images) * model.longest,
+        }
+    begin_results(out, *_OF_PIXELS)
+    plots.losses_by_place(curves, out / "losses.png")
+    _draw_around(model, next(iter(named.values()))[0][0], out / "attention.png")
+    position, png = model.stack.position, out / "encoding.png"
+    line = position is None or position.dim == 1
+    axis = (model.longest, png, "tokens") if line else (model.image_size, png, "pixels")
+    draw_encoding(position, model.position_scale, *axis)
+    text = f"\n\n{results_table('images', _BITS, results)}\n\n{note}\n"
+    return Evaluation(results, text, written(out, *_OF_PIXELS))
+
+
+def _histograms(
+    own: PixelData | None, options: Mapping[str, object], model: PixelModel
+) -> tuple[Tensor | None, str]:
+    """Returns the bits of each value at each position of training images, and a line about them.
+
+    The bits are -log2((n + 1) / (images + 256)), (bytes of an image, 256); None without training
+    images.
+    """
+    if own is None:
+        own = PixelData(**options)  # type: ignore[arg-type]  # as in `named_images`
+        try:
+            own.setup()
+        except FileNotFoundError as error:
+            return None, f"no histogram, because the training images are missing: {error}"
+    train = own.datasets["train"]
+    counts = torch.zeros(model.longest * LEVELS, dtype=torch.int64)
+    first = LEVELS * torch.arange(model.longest)
+    with batches(DataLoader(train, _AT_ONCE), "histogram", f"{_AT_ONCE} images") as loaded:
+        for images, _ in loaded:
+            values = model.bytes_of(images.to(device_of(model))).cpu()
+            counts += torch.bincount((values + first).flatten(), minlength=len(counts))
+    bits = math.log2(len(train) + LEVELS) - (counts + 1).double().log2()
+    return bits.view(-1, LEVELS), f"histogram of each position: {len(train):,} training images"
+
+
+def _judge(
+    model: PixelModel, images: LabeledImages, tables: Tensor | None, batch_size: int, name: str
+) -> tuple[Tensor, float | None]:
+    """Returns the mean nats at each position, (bytes of an image,), and the tables' mean bits."""
+    nats, bits = torch.zeros(model.longest, dtype=torch.float64), 0.0
+    place = torch.arange(model.longest)
+    batch_of = f"{batch_size} images of {model.longest:,} bytes"
+    with batches(DataLoader(images, batch_size), name, batch_of) as loaded:
+        for batch, _ in loaded:
+            given = batch.to(device_of(model))
+            loss = -model.image_log_likelihood(given).double().cpu()
+            expect_finite(name, loss)
+            nats += loss.sum(dim=0)
+            if tables is not None:
+                bits += float(tables[place, model.bytes_of(given).cpu()].sum())
+    histogram = None if tables is None else bits / (len(images) * model.longest)
+    return nats / len(images), histogram
+
+
+def _draw_around(model: PixelModel, image: Tensor, png: Path) -> None:
+    """Draws the attention of the last layer for an image (channels, side, side)."""
+    given = image[None].to(device_of(model))
+    what = f"the attention matrix of an image of {model.longest:,} bytes"
+    with within_memory(lambda: what, "use a smaller model or smaller images"):
+        matrices = attention_of(model.stack, lambda: model.image_log_likelihood(given), last=1)
+    if matrices:
+        title = "last layer, mean over the pixels of an image"
+        plots.attention_around(_around(matrices[-1][0], model), png, title=title)
+
+
+def _around(weights: Tensor, model: PixelModel) -> Tensor:
+    """Returns the mean weight for each offset, summed over channels, (heads, rows, columns).
+
+    In the weights, (heads, bytes, bytes), key j has seen byte j - 1, and the first key has seen
+    nothing.
+    """
+    heads, channels, side = len(weights), model.channels, model.image_size
+    reach = min(_AROUND, side - 1)
+    known = torch.cat((weights[..., 1:], torch.zeros_like(weights[..., :1])), dim=-1)
+    pixels = known.unflatten(2, (side, side, channels)).sum(dim=-1)
+    pixels = pixels.unflatten(1, (side, side, channels)).mean(dim=3)  # [h, r, c, r, c]
+    out = weights.new_zeros(heads, reach + 1, 2 * reach + 1)
+    for up in range(reach + 1):
+        rows = pixels.diagonal(-up, 1, 3)  # [h, column, key's column, row]
+        for right in range(-reach, reach + 1):
+            own = rows.diagonal(right, 1, 2)
+            out[:, reach - up, reach + right] = own.flatten(1).mean(dim=1)
+    return out

@@ -1,42 +1,54 @@
-"""Evaluation of language models: perplexity, loss against the position, attention."""
+"""Evaluation of language models, causal and masked: perplexity, accuracy, attention."""
 
 from __future__ import annotations
 
+import importlib.util
+import math
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from molflt import plots
 from molflt.data.text.datamodule import TokenBlocks, read_blocks
-from molflt.evaluation.common import (
-    attention_of,
-    batches,
-    device_of,
-    draw_attention,
-    draw_encoding,
-    expect_finite,
-    load_vocabulary,
-    locality_of,
-    named_sources,
-)
-from molflt.evaluation.proteins import Residues
-from molflt.evaluation.results import Evaluation, Results, begin_results, results_table
+from molflt.data.text.tokenized import PieceBlocks, read_pieces
+from molflt.evaluation import common
+from molflt.evaluation.results import Evaluation, Results, begin_results, results_table, written
+from molflt.sequence.heads import Head
 from molflt.sequence.language_model import LanguageModel
+from molflt.sequence.masked import MaskedLanguageModel
 from molflt.tasks.language import LanguageTask
+from molflt.tasks.masked import Draws, MaskedTask
 from molflt.training.config import Config
 
-__all__ = ["evaluate", "metrics_of", "token_losses"]
+__all__ = ["Residues", "evaluate", "evaluate_masked", "metrics_of", "token_losses"]
 
-_ATTENTION_TOKENS = 128  # tokens in the picture of attention matrices
+_SHOWN = 128  # tokens in the picture of attention matrices
+_FILES = ("losses.png", "attention.png", "encoding.png", "substitutions.png")
 _COLUMNS = {
     "perplexity": ("perplexity", 2),
     "bits_per_token": ("bits/token", 3),
     "tokens": ("tokens", 0),
     "nearest": ("nearest 10 %", 3),
     "farthest": ("farthest 10 %", 3),
+}
+_OF_GAPS = {
+    "perplexity": ("perplexity", 2),
+    "accuracy_percent": ("right / %", 2),
+    "next_sentence_percent": ("pairs right / %", 2),
+    "gaps": ("gaps", 0),
+}
+_ORDER = "CSTPAGNDEQHRKMILVFYW"  # similar amino acids are adjacent, as in Dayhoff's tables
+_OF_RESIDUES = {
+    "residue_perplexity": ("perplexity", 2),
+    "residue_accuracy_percent": ("right / %", 2),
+    "unigram_perplexity": ("unigram", 2),
+    "unigram_accuracy_percent": ("unigram right / %", 2),
+    "residues": ("residues", 0),
 }
 _NOTE = "10 %: attention on that share of the preceding tokens, mean over heads and layers"
 
@@ -69,43 +81,40 @@ def evaluate(
         heads and layers. For proteins also residue_perplexity, residue_accuracy_percent, residues
         (their number, without ends of records), unigram_perplexity and unigram_accuracy_percent.
     """
-    vocabulary = load_vocabulary(run, model.vocabulary)
+    vocabulary = common.load_vocabulary(run, model.vocabulary)
     length, train = int(str(config["data"]["length"])), str(config["data"]["train"])
-    results: Results = {}
-    curves: dict[str, NDArray[np.float64]] = {}
     residues = None
     if vocabulary.level == "protein":  # the unigram model also predicts ends of records
         possible = np.ones(len(vocabulary), dtype=bool)
         residues = Residues(train, lambda: read_blocks(train, vocabulary, length).ids, possible)
     texts = {  # read all of them before evaluating the first
         split: read_blocks(source, vocabulary, length, split)
-        for split, source in named_sources(config["data"], splits, data).items()
+        for split, source in common.named_sources(config["data"], splits, data).items()
     }
+    results: Results = {}
+    curves: dict[str, NDArray[np.float64]] = {}
     for split, blocks in texts.items():
         right: list[NDArray[np.bool_]] | None = None if residues is None else []
         losses = curves[split] = token_losses(model, blocks, batch_size, split, right)
-        counted = losses[np.isfinite(losses)]
-        scores = metrics_of(counted)
-        results[split] = {**scores, "tokens": len(counted), **_locality(model, blocks)}
+        known = np.isfinite(losses)
+        counted = losses[known]
+        results[split] = {**metrics_of(counted), "tokens": len(counted), **_locality(model, blocks)}
         if residues is not None and right is not None:
-            own, there = blocks.ids != blocks.eos, np.isfinite(losses)
-            hits = np.concatenate(right)[there][own]
-            results[split] |= residues.judge(
-                metrics_of(counted[own])["perplexity"], 100 * float(hits.mean()), blocks.ids[own]
-            )
-    begin_results(out, "losses.png", "attention.png", "encoding.png", "substitutions.png")
-    files = [out / "losses.png"]
-    plots.losses_by_place(curves, files[0])
-    first = blocks[0][0][:_ATTENTION_TOKENS].to(device_of(model))[None]
+            own = blocks.ids != blocks.eos
+            share = 100 * float(np.concatenate(right)[known][own].mean())
+            perplexity = metrics_of(counted[own])["perplexity"]
+            results[split] |= residues.judge(perplexity, share, blocks.ids[own])
+    begin_results(out, *_FILES)
+    plots.losses_by_place(curves, out / "losses.png")
+    first = blocks[0][0][:_SHOWN].to(common.device_of(model))[None]
     title = f"last layer, first {first.shape[1]} tokens of {split}"
-    files += draw_attention(model.stack, lambda: model(first), out / "attention.png", title)
-    position, scale = model.stack.position, model.position_scale
-    files += draw_encoding(position, scale, length, out / "encoding.png")
+    common.draw_attention(model.stack, lambda: model(first), out / "attention.png", title)
+    common.draw_encoding(model.stack.position, model.position_scale, length, out / "encoding.png")
     text = f"{results_table('text', _COLUMNS, results)}\n\n{_NOTE}"
     if residues is not None:
-        files.append(out / "substitutions.png")
-        text += residues.report(results, model.head, vocabulary.ids, files[-1])
-    return Evaluation(results, f", blocks of {length} tokens\n\n{text}\n", files)
+        text += residues.report(results, model.head, vocabulary.ids, out / "substitutions.png")
+    text = f", blocks of {length} tokens\n\n{text}\n"
+    return Evaluation(results, text, written(out, *_FILES))
 
 
 def metrics_of(losses: NDArray[np.float64]) -> dict[str, float]:
@@ -125,10 +134,9 @@ def token_losses(
     For each batch, appends to `right` a mask of the tokens that were the most probable ones,
     (batch, length). With None, the logits are not kept in memory.
     """
-    device, found = device_of(model), []
-    with batches(
-        DataLoader(blocks, batch_size), name, f"{batch_size} x {blocks.length:,} tokens"
-    ) as loaded:
+    device, found = common.device_of(model), []
+    loader, batch = DataLoader(blocks, batch_size), f"{batch_size} x {blocks.length:,} tokens"
+    with common.batches(loader, name, batch) as loaded:
         for inputs, targets in loaded:
             wanted = targets.to(device)
             if right is None:
@@ -138,14 +146,183 @@ def token_losses(
                 score = log_p.gather(2, wanted.clamp(min=0)[..., None])[..., 0]
                 right.append((log_p.argmax(dim=2) == wanted).cpu().numpy())
             loss = -score.double().cpu()
-            expect_finite(name, loss)
+            common.expect_finite(name, loss)
             found.append(np.where(targets.numpy() < 0, np.nan, loss.numpy()))
     return np.concatenate(found)
 
 
 def _locality(model: LanguageModel, blocks: TokenBlocks) -> dict[str, float | None]:
-    """Returns `locality_of` for the first block."""
-    tokens = blocks[0][0][blocks[0][1] >= 0].to(device_of(model))[None]
+    tokens = blocks[0][0][blocks[0][1] >= 0].to(common.device_of(model))[None]
     place = torch.arange(tokens.shape[1])
     distances = (place[:, None] - place).abs()
-    return locality_of(attention_of(model.stack, lambda: model(tokens)), distances, causal=True)
+    return common.locality_of(
+        common.attention_of(model.stack, lambda: model(tokens)), distances, causal=True
+    )
+
+
+def evaluate_masked(
+    run: Path,
+    model: MaskedLanguageModel,
+    config: Config,
+    out: Path,
+    splits: list[str] | None = None,
+    data: Path | None = None,
+    batch_size: int | None = None,
+) -> Evaluation:
+    """Evaluates a masked language model: perplexity and accuracy of masked tokens (gaps).
+
+    The gaps are those of validation: they depend only on the sequence, not on the batch. Writes
+    attention.png (each head of the last attention layer) and, with a relative encoding,
+    encoding.png. For protein models, also compares the model with the unigram model of the training
+    file and writes substitutions.png.
+
+    Args:
+        splits: any of train, val and test; by default val, and also test if the run names it.
+        data: another text to evaluate instead: a file or an hf: name.
+        batch_size: sequences in a batch; the wrong second parts also depend on this; by default as
+            in training.
+
+    Returns:
+        Per split: perplexity, accuracy_percent, next_sentence_percent if the model predicts it, and
+        gaps (their number). For proteins also residue_perplexity, residue_accuracy_percent and
+        residues (their number) with the mask token in every gap, and unigram_perplexity and
+        unigram_accuracy_percent.
+    """
+    tokenizer, options = common.load_tokenizer(run, model.vocabulary), config["data"]
+    length, train = int(str(options["length"])), str(options["train"])
+    names = ("mask_rate", "mask_share", "random_share")
+    shares = {name: float(str(config["task"][name])) for name in names}
+    task = MaskedTask(model, **shares)
+    # in training, a tenth of the gaps show the right token
+    always = MaskedTask(model, shares["mask_rate"], mask_share=1.0, random_share=0.0)
+    size = int(str(options["batch_size"])) if batch_size is None else batch_size
+    letters, residues = tokenizer.letters, None
+    if letters is not None:
+        possible = model.ordinary.cpu().numpy()
+        residues = Residues(
+            train, lambda: read_pieces(train, tokenizer, length, use="train").ids, possible
+        )
+    texts = {}  # read all of them before evaluating the first
+    for split, source in common.named_sources(options, splits, data).items():
+        pairs = model.next_sentence is not None
+        texts[split] = read_pieces(source, tokenizer, length, pairs, split)
+        task.expect_gaps(texts[split], source)
+    results: Results = {}
+    for split, blocks in texts.items():
+        results[split] = _judged(task, blocks, size, split)
+        if residues is not None:
+            found = _judged(always, blocks, size, split)
+            scores = found["perplexity"], found["accuracy_percent"]
+            results[split] |= residues.judge(*scores, _targets(always, blocks, size))
+    begin_results(out, *_FILES)
+    tokens, types, there = (part[None] for part in blocks[0])
+    count = min(_SHOWN, int(there.sum()))
+    first: Sequence[Tensor] = [
+        part[:, :count].to(common.device_of(model)) for part in (tokens, types)
+    ]
+    stack, scale = model.encoder.stack, model.encoder.position_scale
+    title = f"last layer with attention, first {count} tokens of {split}"
+    common.draw_attention(stack, lambda: model(*first), out / "attention.png", title)
+    common.draw_encoding(stack.position, scale, blocks.length, out / "encoding.png")
+    columns = {k: v for k, v in _OF_GAPS.items() if all(k in row for row in results.values())}
+    text = results_table("text", columns, results)
+    if residues is not None and letters is not None:
+        text += residues.report(results, model.head, letters, out / "substitutions.png")
+    return Evaluation(results, f"\n\n{text}\n", written(out, *_FILES))
+
+
+def _judged(task: MaskedTask, blocks: PieceBlocks, size: int, name: str) -> dict[str, float | None]:
+    loader = DataLoader(blocks, size)
+    total = common.total_of(task, loader, name, f"{size} x {blocks.length:,} tokens")
+    return {**task.summarize(total), "gaps": int(total[2])}
+
+
+def _targets(task: MaskedTask, blocks: PieceBlocks, size: int) -> NDArray[np.int64]:
+    """Returns the hidden tokens of a text, (gaps,)."""
+    found = []
+    for batch in DataLoader(blocks, size):
+        tokens, types, there = (part.to(common.device_of(task.model)) for part in batch)
+        targets = task.gaps((tokens, types, there), Draws.of_content(tokens, there))[1]
+        found.append(targets[targets >= 0].cpu().numpy())
+    return np.concatenate(found)
+
+
+class Residues:
+    """Metrics of residues, and of the unigram model of the training file if that file exists.
+
+    The unigram model has p_i = (n_i + 1) / (n + ids); thus, tokens that are missing in the file
+    have a finite loss. `read` returns the token ids of the file `source`, and `possible` is a mask
+    of the ids that can be predicted, (ids,).
+    """
+
+    def __init__(
+        self, source: str, read: Callable[[], NDArray[np.integer]], possible: NDArray[np.bool_]
+    ) -> None:
+        self._counts: NDArray[np.float64] | None = None
+        self._note = f"no unigram model, because the training file {source} is missing"
+        if Path(source).is_file():
+            counts = np.bincount(read(), minlength=len(possible)).astype(np.float64)
+            self._counts = np.where(possible, counts + 1, 0)
+            self._note = f"unigram: frequencies in {source}"
+
+    def judge(
+        self, perplexity: float | None, accuracy: float | None, targets: NDArray[np.integer]
+    ) -> dict[str, float | None]:
+        """Returns metrics for residues with ids `targets`, (n,), including those of the model."""
+        metrics: dict[str, float | None] = {
+            "residue_perplexity": perplexity,
+            "residue_accuracy_percent": accuracy,
+            "residues": len(targets),
+        }
+        if (counts := self._counts) is not None:
+            nats = -np.log(counts[targets] / counts.sum())
+            metrics["unigram_perplexity"] = math.exp(nats.mean())
+            hits = targets == counts.argmax()
+            metrics["unigram_accuracy_percent"] = 100 * float(hits.mean())
+        return metrics
+
+    def report(self, results: Results, head: Head, ids: Mapping[str, int], png: Path) -> str:
+        """Draws the similarities of amino acids; returns a table of residue metrics with notes."""
+        table = results_table("per residue", _OF_RESIDUES, results)
+        return f"\n\n{table}\n\n{self._note}\n{draw_substitutions(head, ids, png)}"
+
+
+def draw_substitutions(head: Head, ids: Mapping[str, int], png: Path) -> str:
+    """Draws the similarity of the output embeddings of amino acids next to BLOSUM62.
+
+    The similarity is the cosine between embeddings after subtracting their mean; compare the
+    appendix of Performer (arXiv:2009.14794). Without Biopython, which provides BLOSUM62, only the
+    learned table is drawn. Returns a line with the correlation between the two tables.
+    """
+    places = torch.tensor([ids[letter] for letter in _ORDER], device=common.device_of(head))
+    with torch.inference_mode():
+        vectors = head.embed(places).double().cpu().numpy()
+    vectors = vectors - vectors.mean(axis=0)
+    norms = np.linalg.norm(vectors, axis=1, keepdims=True)
+    unit = vectors / np.maximum(norms, np.finfo(float).tiny)
+    table = unit @ unit.T
+    tables, blosum = {"cosine of output embeddings": table}, _blosum()
+    if blosum is None:
+        note = f"{png.name}: without BLOSUM62, which needs Biopython: pip install biopython"
+    else:
+        r = correlation(table, blosum)
+        tables["BLOSUM62"] = blosum
+        note = f"{png.name}: correlation with BLOSUM62 over 190 pairs of amino acids {r:.3f}"
+    plots.substitutions(tables, _ORDER, png)
+    return note
+
+
+def correlation(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:
+    """Returns Pearson's correlation between two symmetric tables, ignoring the diagonals."""
+    above = np.triu_indices(len(one), 1)
+    return float(np.corrcoef(one[above], other[above])[0, 1])
+
+
+def _blosum() -> NDArray[np.float64] | None:
+    """Returns BLOSUM62 in the order of the picture; None without Biopython."""
+    if importlib.util.find_spec("Bio") is None:
+        return None
+    from Bio.Align import substitution_matrices
+
+    known = substitution_matrices.load("BLOSUM62")
+    return np.array([[known[a, b] for b in _ORDER] for a in _ORDER], dtype=np.float64)

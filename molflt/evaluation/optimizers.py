@@ -1,4 +1,4 @@
-"""Evaluation of learned optimizers: loss curves on unseen problems, compared with tuned Adam."""
+"""Evaluation of learned optimizers and population optimizers on unseen problems."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -17,21 +17,26 @@ from torch.optim import Adam, Optimizer
 from tqdm import tqdm
 
 from molflt import plots
-from molflt.data.problems import ProblemSeeds
-from molflt.evaluation.common import draw_attention, draw_encoding
-from molflt.evaluation.results import Evaluation, align, begin_results, write_csv
+from molflt.data.problems import ProblemSeeds, generator_of
+from molflt.evaluation.common import draw_attention, draw_encoding, require
+from molflt.evaluation.results import Evaluation, align, begin_results, write_csv, written
 from molflt.memory import within_memory
+from molflt.optimizers import functions as objectives
 from molflt.optimizers.coordinate import CoordinateOptimizer, OptimizerState
+from molflt.optimizers.functions import FAMILIES, HALF_WIDTH, Functions
 from molflt.optimizers.learned import LearnedOptimizer
 from molflt.optimizers.memories import AttentionMemory
+from molflt.optimizers.population import Populations
+from molflt.optimizers.population_model import PopulationModel
 from molflt.optimizers.problems import Problem
 from molflt.optimizers.unseen import UNSEEN, image_problems
 from molflt.training.config import Config
 
-__all__ = ["ADAM_RATES", "Raced", "curve_rows", "evaluate", "final_loss", "loss_curve", "race"]
-__all__ += ["intervals", "table", "tasks_of", "tuned_adam"]
+__all__ = ["Raced", "curve_rows", "evaluate", "evaluate_population", "final_loss", "tasks_of"]
+__all__ += ["tuned_adam"]
 
-ADAM_RATES = tuple(round(10 ** (-4 + i / 3), 6) for i in range(10))  # 1e-4 to 0.1
+_FILES = ("curves.csv", "optimizations.png", "attention.png", "encoding.png")
+_RATES = tuple(round(10 ** (-4 + i / 3), 6) for i in range(10))  # 1e-4 to 0.1
 _END = 0.1  # the final loss is the mean over this last share of the steps
 _ROWS = 200  # intervals per curve in the file
 _SHOWN, _COORDINATES = 64, 32  # gradients and coordinates in the picture of attention
@@ -39,6 +44,11 @@ _REACH = 200  # steps in the picture of the encoding
 _Curve = NDArray[np.float64]
 _Made = Callable[[int, Tensor], Problem]
 _Opened = Callable[[list[Tensor]], Optimizer]
+_Search = Callable[[Functions, list[int], int], _Curve]
+_OF_POPULATIONS = ("best_values.csv", "best_values.png")
+_SMALLEST = 1e-12  # smaller best values are rounding errors
+_POINTS = 100  # points in a curve
+_CMA_STEP = 2.0  # initial step size of CMA-ES, usual for BBOB's domain [-5, 5]
 
 
 class Raced(NamedTuple):
@@ -87,7 +97,7 @@ def evaluate(
     for name, value in (("steps", steps), ("repeats", repeats)):
         if value < 1:
             raise ValueError(f"--{name} must be at least 1; got {value}")
-    rates = list(ADAM_RATES) if rates is None else rates
+    rates = list(_RATES) if rates is None else rates
     if not all(0 < rate < math.inf for rate in rates):
         raise ValueError(f"--rates must be above 0; got {rates}")
     chosen = tasks_of(tasks, data)
@@ -96,30 +106,29 @@ def evaluate(
     with within_memory(lambda: f"{run}: the optimizer's state", "choose smaller --tasks"):
         for name, made in tqdm(chosen.items(), desc="tasks", leave=False, disable=None):
             opened = partial(LearnedOptimizer, model=model)
-            found[name] = {run.name: race(made, opened, steps, repeats, like)}
+            found[name] = {run.name: _race(made, opened, steps, repeats, like)}
             if rates:
                 found[name]["Adam"] = tuned_adam(made, steps, repeats, like, rates)
-    begin_results(out, "curves.csv", "optimizations.png", "attention.png", "encoding.png")
-    files = [write_csv(out / "curves.csv", curve_rows(found)), out / "optimizations.png"]
+    begin_results(out, *_FILES)
+    write_csv(out / "curves.csv", curve_rows(found))
     curves = {
-        task: {name: intervals(raced.curves)[1] for name, raced in own.items()}
+        task: {name: _intervals(raced.curves)[1] for name, raced in own.items()}
         for task, own in found.items()
     }
-    plots.loss_curves(curves, files[1], steps)
+    plots.loss_curves(curves, out / "optimizations.png", steps)
     task, made = list(chosen.items())[-1]
-    files += _draw_memory(model, made(int(ProblemSeeds("test", 1)[0]), like), task, steps, out)
+    _draw_memory(model, made(int(ProblemSeeds("test", 1)[0]), like), task, steps, out)
     results = {task: _metrics(*own.values()) for task, own in found.items()}
-    text = f", {steps:,} steps, {repeats} repeats\n\n{table(found)}\n"
-    return Evaluation(results, text, files)
+    text = f", {steps:,} steps, {repeats} repeats\n\n{_table(found)}\n"
+    return Evaluation(results, text, written(out, *_FILES))
 
 
 def _draw_memory(
     model: CoordinateOptimizer, problem: Problem, task: str, steps: int, out: Path
-) -> list[Path]:
-    """Draws the attention on past gradients, averaged over coordinates."""
+) -> None:
     memory = model.memory
     if not isinstance(memory, AttentionMemory):
-        return []
+        return
     theta, seen = problem.start.detach(), []
     state: OptimizerState | None = None
     rows = torch.linspace(0, len(theta) - 1, min(_COORDINATES, len(theta))).long()
@@ -137,9 +146,9 @@ def _draw_memory(
     features = torch.stack(seen, dim=1)
     title = f"last layer, first {features.shape[1]} gradients of {task.replace('_', ' ')}"
     call = partial(model, features, features[..., 0])
-    files = draw_attention(memory.stack, call, out / "attention.png", title)
+    draw_attention(memory.stack, call, out / "attention.png", title)
     position, scale = memory.stack.position, memory.position_scale
-    return files + draw_encoding(position, scale, _REACH + 1, out / "encoding.png", "steps")
+    draw_encoding(position, scale, _REACH + 1, out / "encoding.png", "steps")
 
 
 def tasks_of(names: Sequence[str] | None, data: Path | None) -> dict[str, _Made]:
@@ -154,31 +163,31 @@ def tasks_of(names: Sequence[str] | None, data: Path | None) -> dict[str, _Made]
     wanted = names or [name for name in known if data is not None or name in UNSEEN]
     if data is not None and not set(wanted) & {*of_images}:
         raise ValueError(f"--data {data} has no effect on {', '.join(wanted)}; omit it")
-    there = {**UNSEEN, **(image_problems(data) if data is not None else {})}
+    there = UNSEEN if data is None else {**UNSEEN, **image_problems(data)}
     return {name: there[name] for name in wanted}
 
 
-def race(made: _Made, opened: _Opened, steps: int, repeats: int, like: Tensor) -> Raced:
+def _race(made: _Made, opened: _Opened, steps: int, repeats: int, like: Tensor) -> Raced:
     """Optimizes a task with `repeats` seeds that training never uses."""
     seeds = ProblemSeeds("test", repeats)
     problems = [made(int(seeds[i]), like) for i in range(repeats)]
-    return Raced(np.stack([loss_curve(problem, opened, steps) for problem in problems]))
+    return Raced(np.stack([_loss_curve(problem, opened, steps) for problem in problems]))
 
 
 def tuned_adam(
-    made: _Made, steps: int, repeats: int, like: Tensor, rates: Iterable[float] = ADAM_RATES
+    made: _Made, steps: int, repeats: int, like: Tensor, rates: Iterable[float] = _RATES
 ) -> Raced:
     """Optimizes a task with Adam at the learning rate with the smallest final loss."""
     best, least = Raced(np.empty(0)), math.inf
     for lr in rates:
-        found = race(made, partial(Adam, lr=lr), steps, repeats, like)
+        found = _race(made, partial(Adam, lr=lr), steps, repeats, like)
         end = final_loss(found.curves)[0]
         if end < least or not best.setting:
             best, least = Raced(found.curves, f"{lr:g}"), end
     return best
 
 
-def loss_curve(problem: Problem, opened: _Opened, steps: int) -> _Curve:
+def _loss_curve(problem: Problem, opened: _Opened, steps: int) -> _Curve:
     """Returns the loss before each step, (steps,); infinite from the first NaN on."""
     theta = nn.Parameter(problem.start.detach().clone())
     optimizer = opened([theta])
@@ -210,13 +219,11 @@ def _metrics(learned: Raced, adam: Raced | None = None) -> dict[str, float | Non
     for prefix, raced in (("", learned), ("adam_", adam)):
         if raced is not None:
             end, spread = final_loss(raced.curves)
-            found[f"{prefix}final_loss"] = end
-            found[f"{prefix}final_loss_sd"] = None if math.isnan(spread) else spread
+            found |= {f"{prefix}final_loss": end, f"{prefix}final_loss_sd": spread}
     return found if adam is None else {**found, "adam_lr": float(adam.setting)}
 
 
-def table(found: Mapping[str, Mapping[str, Raced]]) -> str:
-    """Formats final losses, one line per task and optimizer."""
+def _table(found: Mapping[str, Mapping[str, Raced]]) -> str:
     lines = [("task", "optimizer", "tuned", "final loss", "sd of log10")]
     for task, own in found.items():
         for name, raced in own.items():
@@ -227,7 +234,7 @@ def table(found: Mapping[str, Mapping[str, Raced]]) -> str:
     return f"{align(lines, text_columns=2)}\n\n{note}"
 
 
-def intervals(curves: _Curve, most: int = _ROWS) -> tuple[_Curve, _Curve]:
+def _intervals(curves: _Curve, most: int = _ROWS) -> tuple[_Curve, _Curve]:
     """Returns the middle steps of intervals, (n,), and mean losses over each, (repeats, n)."""
     steps = curves.shape[1]
     edges = np.linspace(0, steps, min(steps, most) + 1).round().astype(int)
@@ -241,8 +248,186 @@ def curve_rows(found: Mapping[str, Mapping[str, Raced]]) -> list[dict[str, Any]]
     for task, own in found.items():
         for name, raced in own.items():
             label = {"task": task, "optimizer": name, "tuned": raced.setting}
-            middle, means = intervals(raced.curves)
+            middle, means = _intervals(raced.curves)
             for repeat, losses in enumerate(means):
                 pairs = zip(middle, losses, strict=True)
                 rows += [{**label, "repeat": repeat, "step": s, "loss": x} for s, x in pairs]
     return rows
+
+
+def evaluate_population(
+    run: Path,
+    model: PopulationModel,
+    config: Config,
+    out: Path,
+    functions: list[str] | None = None,
+    evaluations: int = 5000,
+    runs: int = 10,
+    dimension: int | None = None,
+    members: int | None = None,
+    baselines: list[Literal["cma-es", "random"]] | None = None,
+) -> Evaluation:
+    """Evaluates a population optimizer, with CMA-ES and random search as baselines.
+
+    Writes best_values.csv and best_values.png. Each run has its own shifted and rotated function,
+    which is the same for all optimizers. Populations start from N(0, 2.5^2), as in training. CMA-ES
+    (the package cma with its defaults, stopped only by the number of evaluations) starts from a
+    uniform point in [-5, 5]^d with step size 2. Random search draws uniform points from the same
+    domain.
+
+    Args:
+        functions: keys of `molflt.optimizers.functions.FAMILIES`; by default those that training
+            never uses: ellipsoid, rosenbrock, ackley, griewank and levy.
+        evaluations: number of function evaluations in a run of an optimizer.
+        runs: number of functions of each kind.
+        dimension: dimension of the functions; by default that of training.
+        members: size of the population; by default that of training.
+        baselines: optimizers to compare with, by default cma-es and random; an empty list omits
+            them.
+
+    Returns:
+        Per function: log10_best and log10_best_sd, the mean and standard deviation over runs of
+        log10 of the best value; the same for each baseline, such as cma-es_log10_best; and n, the
+        number of runs.
+    """
+    trained: Any = config["task"]["members"]
+    size = trained if members is None else members
+    d = model.dimension if dimension is None else dimension
+    for name, value, low in (("evaluations", evaluations, size), ("runs", runs, 1)):
+        if value < low:
+            raise ValueError(f"--{name} must be at least {low}; got {value}")
+    if size < 2 or d < 1:
+        raise ValueError(f"--members must be at least 2, --dimension 1; got {size} and {d}")
+    wanted = list(BASELINES) if baselines is None else list(dict.fromkeys(baselines))
+    if "cma-es" in wanted:
+        require("cma", "CMA-ES", "bench")  # fails without the package, before anything is computed
+    own = _own_name(config)
+    searches: dict[str, _Search] = {own: _of_model(model.of_dimension(d), size)}
+    searches |= {name: BASELINES[name] for name in wanted}
+    problems = ProblemSeeds("test", runs)
+    seeds = [int(problems[place]) for place in range(runs)]
+    counts = np.unique(np.linspace(size, evaluations, _POINTS).astype(int))
+    curves: dict[str, dict[str, _Curve]] = {}
+    for name in tqdm(dict.fromkeys(functions or objectives.UNSEEN), leave=False, disable=None):
+        drawn = Functions.draw(name, d, [generator_of(seed, 0) for seed in seeds])
+        found = {key: search(drawn, seeds, evaluations) for key, search in searches.items()}
+        curves[name] = {key: _best(values)[:, counts - 1] for key, values in found.items()}
+    results = {name: _summary(found, own) for name, found in curves.items()}
+    rows = _best_rows(curves, counts, seeds)
+    begin_results(out, *_OF_POPULATIONS)
+    write_csv(out / "best_values.csv", rows)
+    plots.best_values(curves, counts.astype(float), out / "best_values.png", runs)
+    text = f"\n\n{_best_table(curves, evaluations, d, runs)}\n"
+    return Evaluation(results, text, written(out, *_OF_POPULATIONS))
+
+
+def _own_name(config: Config) -> str:
+    options = config["model"]
+    masked, softmax = options["position"] != "none", options["mixing"] == "softmax"
+    if softmax:
+        return "softmax + mask" if masked else "softmax"
+    return "FLT" if masked else "Performer"
+
+
+def _of_model(model: PopulationModel, members: int) -> _Search:
+    """Returns a search with the populations of all runs in one batch."""
+
+    @torch.no_grad()
+    def search(functions: Functions, seeds: list[int], evaluations: int) -> _Curve:
+        populations = Populations(model, seeds, members)
+        functions = functions.to(populations.device)
+        values: list[Tensor] = []
+        for _ in range(-(-evaluations // members)):
+            values.append(functions(populations.state.position))
+            populations.tell(values[-1])
+        found: _Curve = torch.cat(values, dim=1)[:, :evaluations].cpu().numpy()
+        return found
+
+    return search
+
+
+def _cma_es(functions: Functions, seeds: list[int], evaluations: int) -> _Curve:
+    """Runs CMA-ES one run at a time, with its default population size."""
+    cma, found = require("cma", "CMA-ES", "bench"), []
+    never: dict[str, float] = dict.fromkeys(("tolfun", "tolfunhist", "tolfunrel", "tolx"), 0)
+    never |= {"tolstagnation": 10**9, "tolflatfitness": 10**9, "tolconditioncov": 1e300}
+    for place, seed in enumerate(seeds):
+        generator = generator_of(seed, 2)
+        function = functions.only(place)
+        start = _uniform(1, functions, generator)[0].numpy()
+        number = int(torch.randint(1, 2**31, (1,), generator=generator))
+        options = {"seed": number, "verbose": -9, "maxfevals": 10 * evaluations, **never}
+        strategy = cma.CMAEvolutionStrategy(start, _CMA_STEP, options)
+        known: list[float] = []
+        while len(known) < evaluations:
+            asked = strategy.ask()
+            points = torch.as_tensor(np.array(asked))[None]
+            values = function(points)[0].tolist()
+            strategy.tell(asked, values)
+            known += values
+        found.append(known[:evaluations])
+    return np.array(found)
+
+
+def _random(functions: Functions, seeds: list[int], evaluations: int) -> _Curve:
+    draws = [_uniform(evaluations, functions, generator_of(seed, 3)) for seed in seeds]
+    found: _Curve = functions(torch.stack(draws)).numpy()
+    return found
+
+
+BASELINES: dict[str, _Search] = {"cma-es": _cma_es, "random": _random}
+"""Searches by name: (functions, seeds, evaluations) -> values in order of evaluation, (runs, .)"""
+
+
+def _uniform(count: int, functions: Functions, generator: torch.Generator) -> Tensor:
+    """Draws uniform points from the search domain, (count, d)."""
+    d = functions.minimizer.shape[1]
+    return HALF_WIDTH * (2 * torch.rand(count, d, generator=generator, dtype=torch.float64) - 1)
+
+
+def _best(values: _Curve) -> _Curve:
+    """Returns log10 of the best value so far, (runs, evaluations)."""
+    # NaN of a diverged model never counts as an improvement
+    known = np.where(np.isnan(values), np.inf, values)
+    found: _Curve = np.log10(np.maximum(np.minimum.accumulate(known, axis=1), _SMALLEST))
+    return found
+
+
+def _summary(found: Mapping[str, _Curve], own: str) -> dict[str, float | None]:
+    """Returns the mean and standard deviation of the final values over runs."""
+    summary: dict[str, float | None] = {}
+    for name, curves in found.items():
+        prefix, last = "" if name == own else f"{name}_", curves[:, -1]
+        summary[f"{prefix}log10_best"] = float(last.mean())
+        known = len(last) > 1 and bool(np.isfinite(last).all())
+        summary[f"{prefix}log10_best_sd"] = float(last.std(ddof=1)) if known else None
+    return {**summary, "n": len(found[own])}
+
+
+def _best_rows(
+    curves: Mapping[str, Mapping[str, _Curve]], counts: NDArray[np.int64], seeds: list[int]
+) -> list[dict[str, object]]:
+    rows: list[dict[str, object]] = []
+    for name, found in curves.items():
+        for optimizer, values in found.items():
+            for place, seed in enumerate(seeds):
+                own = {"function": name, "optimizer": optimizer, "run": place, "seed": seed}
+                pairs = zip(counts.tolist(), values[place].tolist(), strict=True)
+                rows += [{**own, "evaluations": n, "log10_best": value} for n, value in pairs]
+    return rows
+
+
+def _best_table(
+    curves: Mapping[str, Mapping[str, _Curve]], evaluations: int, dimension: int, runs: int
+) -> str:
+    lines = [("function", *next(iter(curves.values())))]
+    for function, found in curves.items():
+        last = [values[:, -1] for values in found.values()]
+        cells = (f"{x.mean():.2f} ± {x.std(ddof=min(1, len(x) - 1)):.2f}" for x in last)
+        known = function == next(iter(FAMILIES))
+        lines.append((f"{function} (trained on)" if known else function, *cells))
+    note = (
+        f"log10 of the best of {evaluations:,} values in {dimension} dimensions, mean ± standard "
+        f"deviation over {runs} runs; the minimum is 0; values below -12 count as -12"
+    )
+    return f"{align(lines)}\n\n{note}"

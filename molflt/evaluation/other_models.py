@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,21 +22,17 @@ _RESERVED = (_OURS, "energy", "target")  # published.csv has energy_eV and targe
 _Array = NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class Published:
-    """Published energies of other models.
-
-    Attributes:
-        path: file of the energies.
-        rows: name of a system -> its row.
-        models: name -> (systems, trainings), eV.
-        systems: sid -> system of the evaluated data set.
-    """
+class Published(NamedTuple):
+    """Published energies of other models."""
 
     path: Path
+    """file of the energies"""
     rows: dict[str, int]
+    """name of a system -> its row"""
     models: dict[str, _Array]
+    """name -> (systems, trainings), eV"""
     systems: dict[int, System]
+    """sid -> system of the evaluated data set"""
 
 
 class _Common(NamedTuple):
@@ -54,9 +49,7 @@ class _Common(NamedTuple):
 def read_published(path: Path, root: Path) -> Published:
     """Reads an npz file with ``name``, (n,), and the energies of each model, (n,) or (n, k), eV.
 
-    Args:
-        path: the file; arrays of integers, such as ``fold``, are ignored.
-        root: folder of the data set, whose systems.csv contains the names.
+    Arrays of integers are ignored. The data set in `root` has a systems.csv with the names.
     """
     arrays = read_arrays(path, ("name",))
     names = arrays["name"]
@@ -65,10 +58,8 @@ def read_published(path: Path, root: Path) -> Published:
             f"{path}: name: expected a text for each system, all different; got {names.dtype} "
             f"{names.shape}"
         )
-    models = {}
-    for key, array in arrays.items():
-        if array.dtype.kind != "f":
-            continue
+    models = {key: array for key, array in arrays.items() if array.dtype.kind == "f"}
+    for key, array in models.items():
         if key in _RESERVED:
             raise ValueError(
                 f"{path}: {shown(key)}: expected the name of another model; got one that is "
@@ -88,13 +79,10 @@ def read_published(path: Path, root: Path) -> Published:
 
 def compare(
     published: Published, common: list[_Common], found: Mapping[str, Predictions], out: Path
-) -> tuple[str, list[Path]]:
+) -> str:
     """Compares models over the systems that all of them predicted and that have a label.
 
-    Writes published.csv, published_errors.csv and published.png into `out`.
-
-    Returns:
-        Tables in plain text, and the files.
+    Writes published.csv, published_errors.csv and published.png into `out`; returns tables.
     """
     total = sum(len(part.energy) for part in found.values())
     target = np.array([one.target for one in common])
@@ -108,22 +96,29 @@ def compare(
         "metal": [one.system.metal for one in common],
     }
     rows = list(_error_rows(errors, groups))
-    files = [
-        write_csv(out / "published.csv", list(_system_rows(common, energies))),
-        write_csv(out / "published_errors.csv", rows),
-        out / "published.png",
+    write_csv(out / "published_errors.csv", rows)
+    names = {name: f"{'energy' if name == _OURS else name}_eV" for name in energies}
+    systems = [
+        {
+            "split": one.split,
+            **one.system._asdict(),
+            "target_eV": one.target,
+            **{names[name]: float(array[i].mean()) for name, array in energies.items()},
+        }
+        for i, one in enumerate(common)
     ]
+    write_csv(out / "published.csv", systems)
     panels = {}
     for name, array in energies.items():
         several = f", mean of {array.shape[1]}" if array.shape[1] > 1 else ""
         panels[f"{name}{several}"] = (target, array.mean(1))
-    plots.parity(panels, files[-1])
+    plots.parity(panels, out / "published.png")
     heading = (
         f"compared with {published.path.name}: MAE / eV over the {len(common):,} of {total:,} "
         "systems that all models predicted\n"
     )
-    tables = [_table(rows, kind, several=kind == "split") for kind in groups]
-    return heading + "\n\n".join(tables), files
+    tables = [_table(rows, kind) for kind in groups]
+    return heading + "\n\n".join(tables)
 
 
 def common_systems(published: Published, found: Mapping[str, Predictions]) -> list[_Common]:
@@ -147,7 +142,7 @@ def common_systems(published: Published, found: Mapping[str, Predictions]) -> li
 
 def _error_rows(
     errors: Mapping[str, _Array], groups: Mapping[str, list[str]]
-) -> Iterator[dict[str, object]]:
+) -> Iterator[dict[str, Any]]:
     """Yields errors by group and model: the mean MAE of trainings and the MAE of their mean."""
     for kind, names in groups.items():
         where = {name: np.array(names) == name for name in dict.fromkeys(names)}
@@ -167,33 +162,19 @@ def _error_rows(
                 }
 
 
-def _system_rows(
-    common: list[_Common], energies: Mapping[str, _Array]
-) -> Iterator[dict[str, object]]:
-    for i, one in enumerate(common):
-        yield {
-            "split": one.split,
-            **one.system._asdict(),
-            "target_eV": one.target,
-            **{
-                f"{'energy' if name == _OURS else name}_eV": float(array[i].mean())
-                for name, array in energies.items()
-            },
-        }
-
-
-def _table(rows: list[dict[str, object]], kind: str, several: bool) -> str:
-    """Formats errors by group, with a column per model and, if `several`, per mean of trainings."""
-    chosen = [row for row in rows if row["kind"] == kind]
-    columns: dict[str, tuple[object, str]] = {}
-    for row in chosen:
-        columns[str(row["model"])] = row["model"], "mae_eV"
-        if several and row["trainings"] != 1:
-            columns[f"{row['model']}, mean of {row['trainings']}"] = row["model"], "mae_of_mean_eV"
-    groups = {row["group"]: row["n"] for row in chosen}
-    values = {(row["group"], row["model"]): row for row in chosen}
+def _table(rows: list[dict[str, Any]], kind: str) -> str:
+    columns: dict[str, dict[str, float]] = {}
+    counts: dict[str, int] = {}
+    for row in rows:
+        if row["kind"] == kind:
+            group, model = row["group"], row["model"]
+            counts[group] = row["n"]
+            columns.setdefault(model, {})[group] = row["mae_eV"]
+            if kind == "split" and row["trainings"] != 1:
+                mean = columns.setdefault(f"{model}, mean of {row['trainings']}", {})
+                mean[group] = row["mae_of_mean_eV"]
     lines = [[kind, "systems", *columns]]
-    for group, count in groups.items():
-        cells = [f"{values[group, model][key]:.4f}" for model, key in columns.values()]
-        lines.append([str(group), f"{count:,}", *cells])
+    for group, count in counts.items():
+        cells = [f"{column[group]:.4f}" for column in columns.values()]
+        lines.append([group, f"{count:,}", *cells])
     return align(lines)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -16,8 +15,8 @@ from molflt import plots
 from molflt.data.structures.base import AS_TRAINED
 from molflt.data.structures.force_units import unit_fault
 from molflt.data.structures.potential_data import SinglePoints
-from molflt.evaluation.evaluated import EvaluationData
-from molflt.evaluation.groups import groups_by_name, groups_by_size, without_compositions
+from molflt.evaluation.evaluated import EvaluationData, warn_of_labels
+from molflt.evaluation.groups import groups_by_name, groups_by_size, write_groups
 from molflt.evaluation.predictions import Predictions, infer
 from molflt.evaluation.results import (
     Evaluation,
@@ -26,6 +25,7 @@ from molflt.evaluation.results import (
     results_table,
     warn,
     write_csv,
+    written,
 )
 from molflt.plots import GroupError
 from molflt.tasks.potential import PotentialTask, point_errors
@@ -92,46 +92,28 @@ def evaluate(
     found: dict[str, Points] = {}
     datasets: dict[str, SinglePoints] = {}
     for split, dataset in source.open(source.choose(splits), model, source.domain()).items():
-        points = SinglePoints(dataset)
+        points = datasets[split] = SinglePoints(dataset)
         if not len(points):
             raise ValueError(
                 f"{points.path}: no structure has an energy at its positions; "
                 + (dataset.hint or "molflt predict needs no labels")
             )
-        _warn_of_labels(split, points)
-        datasets[split] = points
+        if fault := unit_fault(points):
+            warn(f"{split}: {fault}")
+        if points.without_energy:
+            warn(f"{split}: {points.without_energy} structures without an energy are omitted")
+        sids = np.array([int(points.source[index].sid) for index in points.absurd])
+        warn_of_labels(split, sids, dict(enumerate(points.absurd.values())))
         found[split] = infer_points(model, points, batch_size, split)
         metrics = found[split].metrics
         row = {name: metrics.get(name) for name in _COLUMNS if name != "n"}
         results[split] = {**row, **_baseline(model, points), "n": len(points)}
-        _warn_if_trivial(split, results[split])
     begin_results(out, *_FILES)
-    files = [write_csv(out / "predictions.csv", _rows(datasets, found)), *_draw(out, found)]
+    write_csv(out / "predictions.csv", _rows(datasets, found))
+    _draw(out, found)
     table = results_table("split", _COLUMNS, results)
     text = "\n\n".join(filter(None, (f" on {source}", source.absent, table)))
-    return Evaluation(results, f"{text}\n", files)
-
-
-def _warn_of_labels(split: str, points: SinglePoints) -> None:
-    if fault := unit_fault(points):
-        warn(f"{split}: {fault}")
-    if points.without_energy:
-        warn(f"{split}: {points.without_energy} structures without an energy are omitted")
-    for index, reason in list(points.absurd.items())[:1]:
-        warn(
-            f"{split}: sid {int(points.source[index].sid)}: {reason}; it counts in the errors "
-            f"anyway ({len(points.absurd)} such); remove it with molflt data convert --skip-bad"
-        )
-
-
-def _warn_if_trivial(split: str, row: Mapping[str, float | None]) -> None:
-    """Warns if the energy errors are larger than those of energies per element."""
-    error, trivial = row["energy_mae_meV_per_atom"], row["baseline_energy_mae_meV_per_atom"]
-    if error is not None and trivial is not None and error > trivial > 0:
-        warn(
-            f"{split}: energy MAE {error:.1f} meV/atom is {error / trivial:.1f} times that of "
-            f"energies per element ({trivial:.1f}); train longer, or raise task.energy_weight"
-        )
+    return Evaluation(results, f"{text}\n", written(out, *_FILES))
 
 
 def _baseline(model: nn.Module, points: SinglePoints) -> dict[str, float | None]:
@@ -146,35 +128,25 @@ def _baseline(model: nn.Module, points: SinglePoints) -> dict[str, float | None]
     }
 
 
-def _draw(out: Path, found: Mapping[str, Points]) -> list[Path]:
-    """Writes the pictures and the force errors by group."""
-    files = [out / "parity.png"]
-    panels, names = {}, {}
+def _draw(out: Path, found: Mapping[str, Points]) -> None:
+    panels, names, pairs = {}, {}, {}
     for split, part in found.items():
         own = part.energies
-        panels[split] = without_compositions(own.formula, own.natoms, own.target, own.energy)
+        groups = np.unique(own.formula, return_inverse=True)[1]
+        means = (np.bincount(groups, own.target) / np.bincount(groups))[groups]
+        unit = own.natoms / 1e3
+        panels[split] = (own.target - means) / unit, (own.energy - means) / unit
         names[split] = [f"sid {sid} {f}" for sid, f in zip(own.sid, own.formula, strict=True)]
-    plots.parity(panels, files[0], names, "energy minus the mean of its formula", "meV/atom")
-    forces = {split: 1e3 * part.forces.reshape(2, -1) for split, part in found.items()}
-    pairs = {split: (pair[0], pair[1]) for split, pair in forces.items() if pair.size}
-    if not pairs:
-        return files
-    plots.parity(pairs, out / "forces.png", quantity="force component", unit="meV/Å")
-    groups = _force_errors(found)
-    plots.errors(groups, {}, out / "errors.png", unit="meV/Å")
-    rows = [
-        {
-            "split": "all",
-            "kind": kind,
-            "group": group.group,
-            "n": group.n,
-            "mae_meV_per_A": group.mae,
-        }
-        for kind, own in groups.items()
-        for group in own
-    ]
-    table = write_csv(out / "errors_by_group.csv", rows)
-    return [*files, out / "forces.png", out / "errors.png", table]
+        if part.forces.size:
+            label, predicted = 1e3 * part.forces.reshape(2, -1)
+            pairs[split] = label, predicted
+    quantity = "energy minus the mean of its formula"
+    plots.parity(panels, out / "parity.png", names, quantity, "meV/atom")
+    if pairs:
+        plots.parity(pairs, out / "forces.png", quantity="force component", unit="meV/Å")
+        errors = _force_errors(found)
+        plots.errors(errors, {}, out / "errors.png", unit="meV/Å")
+        write_groups(out, {"all": errors}, "mae_meV_per_A")
 
 
 def _force_errors(found: Mapping[str, Points]) -> dict[str, list[GroupError]]:
@@ -188,11 +160,10 @@ def _force_errors(found: Mapping[str, Points]) -> dict[str, list[GroupError]]:
     numbers = np.concatenate([part.elements for part in found.values()])
     forces = np.concatenate([part.forces for part in found.values()], axis=1)
     symbols = np.array([chemical_symbols[z] for z in numbers])
-    by_atom = 1e3 * np.abs(forces[1] - forces[0]).mean(axis=1)
     natoms = np.concatenate([part.energies.natoms for part in found.values()])
     of_structure = 1e3 * np.concatenate([part.force_mae for part in found.values()])
     known = np.isfinite(of_structure)
-    groups = {"element": groups_by_name(symbols, by_atom)}
+    groups = {"element": groups_by_name(symbols, 1e3 * np.abs(forces[1] - forces[0]).mean(axis=1))}
     if known.any():
         groups["natoms"] = groups_by_size(natoms[known], of_structure[known])
     return groups
@@ -201,46 +172,35 @@ def _force_errors(found: Mapping[str, Points]) -> dict[str, list[GroupError]]:
 def _rows(
     datasets: Mapping[str, SinglePoints], found: Mapping[str, Points]
 ) -> list[dict[str, object]]:
-    rows: list[dict[str, object]] = []
-    for split, part in found.items():
-        own = part.energies
-        columns = (own.sid, own.formula, own.natoms, own.energy, own.target, part.force_mae)
-        rows += [
-            {
-                "split": split,
-                "sid": int(sid),
-                **datasets[split].origin(i),
-                "formula": formula,
-                "natoms": int(natoms),
-                "energy_eV": float(energy),
-                "target_eV": float(target),
-                "force_mae_eV_per_A": float(error) if np.isfinite(error) else None,
-            }
-            for i, (sid, formula, natoms, energy, target, error) in enumerate(
-                zip(*columns, strict=True)
-            )
-        ]
-    return rows
+    return [
+        {
+            "split": split,
+            "sid": int(part.energies.sid[i]),
+            **datasets[split].origin(i),
+            "formula": part.energies.formula[i],
+            "natoms": int(part.energies.natoms[i]),
+            "energy_eV": float(part.energies.energy[i]),
+            "target_eV": float(part.energies.target[i]),
+            "force_mae_eV_per_A": float(error) if np.isfinite(error) else None,
+        }
+        for split, part in found.items()
+        for i, error in enumerate(part.force_mae)
+    ]
 
 
-@dataclass(frozen=True)
-class Points:
-    """Predictions of a potential for the structures of one source, in the order of the source.
-
-    Attributes:
-        energies: predictions and labels of energies, eV.
-        force_mae: mean error of the force components of each structure, (systems,), eV/Å; NaN
-            without labels.
-        metrics: metrics of all structures together, as in training.
-        elements: atomic numbers of the atoms with force labels, (atoms,).
-        forces: labels and predictions for these atoms, (2, atoms, 3), eV/Å.
-    """
+class Points(NamedTuple):
+    """Predictions of a potential for the structures of one source, in the order of the source."""
 
     energies: Predictions
+    """predictions and labels of energies, eV"""
     force_mae: _Numbers
+    """mean error of the force components of each structure, (systems,), eV/Å; NaN without labels"""
     metrics: dict[str, float]
+    """metrics of all structures together, as in training"""
     elements: NDArray[np.int64]
+    """atomic numbers of the atoms with force labels, (atoms,)"""
     forces: _Numbers
+    """labels and predictions for these atoms, (2, atoms, 3), eV/Å"""
 
 
 def infer_points(model: nn.Module, dataset: SinglePoints, batch_size: int, name: str) -> Points:

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -33,11 +33,11 @@ from molflt.memory import within_memory
 if TYPE_CHECKING:
     from torch_geometric.data import Batch, Data
 
-__all__ = ["UNKNOWN", "Predictions", "check_structures", "counted_reasons", "expect_described"]
-__all__ += ["hill", "infer", "open_structures", "refuse_undescribed"]
-__all__ += ["warn_of_elements"]
+__all__ = ["UNKNOWN", "Predictions", "check_structures", "counted_reasons", "infer"]
+__all__ += ["open_structures", "refuse_undescribed", "warn_of_elements"]
 
 UNKNOWN = "unknown"  # adsorbate and slab of a structure without tags
+_ADSORBATES = "adsorbate_energy"
 _LISTED = 5  # reasons listed in a warning
 _NUMBERED = re.compile(r"(?:([^:]*: )(-?\d+(?:[.,]\d+)*))?(.+)")  # label, number, rest
 _FORCE = "or predict anyway with --force (force=True)"
@@ -170,12 +170,12 @@ def infer(
     """
     from torch_geometric.data import Batch
 
-    if isinstance(model, EnsembleRegressor):
+    if isinstance(model, EnsembleRegressor) and len(dataset):
         expect_same_totals(model, dataset)
     device = next(iter(model.state_dict().values()), torch.empty(0)).device
-    several = len(model.members) if isinstance(model, EnsembleRegressor) else None
-    rows, beyond = _Rows(len(dataset), several or 1), undescribed(model)
-    shared = by_contact(model)[0]
+    shared, beyond = by_contact(model)[0], undescribed(model)
+    rows: dict[int, dict[str, Any]] = {}
+    seen = _Seen()
     # disable=None: no bar if stderr is a file
     bar = tqdm(total=len(dataset), desc=name, unit=" systems", leave=False, disable=None)
     with bar, torch.device("cpu"), torch.inference_mode(), warnings.catch_warnings():
@@ -183,129 +183,119 @@ def infer(
         warnings.filterwarnings("ignore", message=".*without an atom with tag > 0.*")
         for indices in SizeBucketedBatchSampler(dataset.natoms, batch_size):
             records = [dataset[i] for i in indices]
-            expect_described(records, beyond, dataset.path)
-            if domain is not None and not force:
-                _expect_tags(records, domain, dataset)
+            for record in records:  # before the batch goes to a GPU
+                present = set(record.atomic_numbers.unique().tolist())
+                refuse_undescribed(present, beyond, f"{dataset.path}: sid {int(record.sid)}")
+                if domain is not None and not force:
+                    _expect_tags(record, domain, dataset)
+                seen.take(record)
             batch = Batch.from_data_list(records).to(device)
             out = _outputs(model, batch, dataset.path)
-            rows.members[indices] = _energies(out, batch, dataset.path)
-            for i, record in zip(indices, records, strict=True):
-                rows.take(i, record, domain, force)
-            kept = {one: out[one] for one in by_atom if one in out}
-            rows.take_atoms(indices, kept, [record.natoms for record in records])
-            if shared and "adsorbate_energy" in out:
-                rows.take_adsorbates(indices, records, out["adsorbate_energy"])
+            kept = {one: out[one].float() for one in by_atom if one in out}
+            if shared and _ADSORBATES in out:
+                kept[_ADSORBATES] = out[_ADSORBATES]
+            natoms = [record.natoms for record in records]
+            parts = {one: value.cpu().split(natoms) for one, value in kept.items()}
+            energies = _energies(out, batch, dataset.path)
+            for place, (i, record) in enumerate(zip(indices, records, strict=True)):
+                own = {one: part[place].numpy().copy() for one, part in parts.items()}
+                rows[i] = _row(record, energies[place], own, domain, force)
             if on_batch is not None:
                 on_batch(indices, batch, out)
             bar.update(len(indices))
-    warn_of_elements(model, rows.present, name, rows.adsorbed)
-    rows.warn(name, domain, isinstance(model, Potential))
-    return rows.predictions(several is not None)
+    columns: dict[str, Any] = {key: [rows[i][key] for i in range(len(dataset))] for key in rows[0]}
+    columns |= {key: np.array(columns[key]) for key in ("sid", "natoms", "energy", "target")}
+    if rows[0]["by_adsorbate"] is None:
+        columns["by_adsorbate"] = []
+    members = np.array(columns["members"]) if isinstance(model, EnsembleRegressor) else None
+    by_name = {one: [row[one] for row in columns["by_atom"]] for one in rows[0]["by_atom"]}
+    found = Predictions(**{**columns, "members": members, "by_atom": by_name})
+    warn_of_elements(model, seen.elements, name, seen.adsorbed)
+    seen.warn(found, name, domain, isinstance(model, Potential))
+    return found
 
 
-class _Rows:
-    """Predictions of each system, filled batch by batch."""
+def _row(
+    record: Data,
+    energies: NDArray[np.float64],
+    by_atom: dict[str, NDArray[np.float32]],
+    domain: Domain | None,
+    force: bool,
+) -> dict[str, Any]:
+    """Returns the prediction of one system, with the keys of `Predictions`."""
+    from ase.data import chemical_symbols
 
-    def __init__(self, count: int, members: int) -> None:
-        self.sid, self.natoms = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.int64)
-        self.target, self.members = np.empty(count), np.empty((count, members))
-        self.formula, self.adsorbate, self.slab = ([""] * count for _ in range(3))
-        self.outside: list[Sequence[str]] = [()] * count
-        self.by_atom: dict[str, list[NDArray[np.float32]]] = {}
-        self.by_adsorbate: list[tuple[float, ...]] = []
-        self.untagged = 0
-        self.overlapping: list[int] = []
-        self.present: set[int] = set()
+    reasons: list[str] = []
+    if domain is not None:
+        refused = domain.refusal(record) if force else ""
+        beyond = domain.beyond_labels(float(energies.mean()))
+        reasons = list(filter(None, dict.fromkeys([refused, *domain.outside(record), beyond])))
+    shares: tuple[float, ...] | None = None
+    if _ADSORBATES in by_atom:
+        labels = adsorbates(record)
+        kept = labels >= 0
+        shares = tuple(np.bincount(labels[kept], by_atom.pop(_ADSORBATES)[kept]).tolist())
+    numbers, adsorbed = record.atomic_numbers.numpy(), record.tags.numpy() == Tag.ADSORBATE.value
+    slab = numbers[~adsorbed] if adsorbed.any() else numbers[:0]
+    return {
+        "sid": int(record.sid),
+        "natoms": len(numbers),
+        "energy": float(energies.mean()),
+        "target": float(record.y_relaxed),
+        "formula": _hill(numbers),
+        "adsorbate": _hill(numbers[adsorbed]) or UNKNOWN,
+        "members": energies,
+        "outside": reasons,
+        "by_atom": by_atom,
+        "slab": "-".join(sorted({chemical_symbols[number] for number in slab})) or UNKNOWN,
+        "by_adsorbate": shares,
+    }
+
+
+class _Seen:
+    """Properties of all structures, for warnings."""
+
+    def __init__(self) -> None:
+        self.elements: set[int] = set()
         self.adsorbed: set[int] = set()
+        self.bare = 0
+        self.overlapping: list[int] = []
 
-    def take(self, i: int, record: Data, domain: Domain | None, force: bool) -> None:
-        from ase.data import chemical_symbols
+    def take(self, record: Data) -> None:
+        self.elements.update(record.atomic_numbers.tolist())
+        self.adsorbed.update(record.atomic_numbers[record.tags == Tag.ADSORBATE.value].tolist())
+        self.bare += not bool((record.tags > Tag.SUBSURFACE).any())
+        self.overlapping += [int(record.sid)] * atoms_coincide(record)
 
-        self.sid[i], self.natoms[i] = record.sid, record.natoms
-        self.target[i] = float(record.y_relaxed)
-        self.present.update(record.atomic_numbers.unique().tolist())
-        adsorbed = record.tags == Tag.ADSORBATE.value
-        self.adsorbed.update(record.atomic_numbers[adsorbed].tolist())
-        self.formula[i] = hill(record.atomic_numbers.numpy())
-        self.adsorbate[i] = hill(record.atomic_numbers[adsorbed].numpy()) or UNKNOWN
-        slab = record.atomic_numbers[~adsorbed] if bool(adsorbed.any()) else adsorbed[:0]
-        self.slab[i] = "-".join(sorted(chemical_symbols[z] for z in slab.unique())) or UNKNOWN
-        self.untagged += not bool((record.tags > Tag.SUBSURFACE).any())
-        self.overlapping += [i] * atoms_coincide(record)
-        if domain is not None:
-            refused = domain.refusal(record) if force else ""
-            beyond = domain.beyond_labels(float(self.members[i].mean()))
-            found = [refused, *domain.outside(record), beyond]
-            self.outside[i] = [reason for reason in dict.fromkeys(found) if reason]
-
-    def take_atoms(
-        self, indices: Sequence[int], out: Mapping[str, Tensor], natoms: Sequence[int]
-    ) -> None:
-        for name, tensor in out.items():
-            kept = self.by_atom.setdefault(name, [np.empty((0, 0), np.float32)] * len(self.sid))
-            parts = tensor.float().cpu().split(list(natoms))
-            for i, part in zip(indices, parts, strict=True):
-                kept[i] = part.numpy().copy()
-
-    def take_adsorbates(
-        self, indices: Sequence[int], records: Sequence[Data], energies: Tensor
-    ) -> None:
-        self.by_adsorbate = self.by_adsorbate or [()] * len(self.sid)
-        parts = energies.cpu().split([record.natoms for record in records])
-        for i, record, part in zip(indices, records, parts, strict=True):
-            labels = adsorbates(record)
-            kept = labels >= 0
-            self.by_adsorbate[i] = tuple(np.bincount(labels[kept], part.numpy()[kept]).tolist())
-
-    def warn(self, name: str, domain: Domain | None, untagged: bool) -> None:
-        count = len(self.sid)
-        if self.untagged and not untagged and domain is None:
+    def warn(self, found: Predictions, name: str, domain: Domain | None, untagged: bool) -> None:
+        count = len(found.sid)
+        if self.bare and not untagged and domain is None:
             warn(
-                f"{name}: {self.untagged} of {count} structures have no atom with a tag above 0; "
-                "their energies sum over all atoms instead of surface and adsorbate; set tags (0 "
+                f"{name}: {self.bare} of {count} structures have no atom with a tag above 0; their "
+                "energies sum over all atoms instead of surface and adsorbate; set tags (0 "
                 "subsurface, 1 surface, 2 adsorbate), or find them with --tags guess"
             )
         if self.overlapping:
-            sids = [int(self.sid[i]) for i in sorted(self.overlapping)]
-            warn(overlaps_of(name, sids, count))
+            warn(overlaps_of(name, sorted(self.overlapping), count))
         if domain is None:
             return
-        if reasons := counted_reasons(self.outside):
-            far = sum(map(bool, self.outside))
+        if reasons := counted_reasons(found.outside):
+            far = sum(map(bool, found.outside))
             more = [f"and {len(reasons) - _LISTED} more"] * (len(reasons) > _LISTED)
             warn(
                 f"{name}: {far} of {count} structures are outside the training data, expect larger "
                 f"errors: {'; '.join([*reasons[:_LISTED], *more])}"
             )
-        if text := other_kind(self.target, self.natoms, domain.kind):
+        if text := other_kind(found.target, found.natoms, domain.kind):
             warn(f"{name}: {text}")
 
-    def predictions(self, ensemble: bool) -> Predictions:
-        return Predictions(
-            self.sid,
-            self.natoms,
-            self.members.mean(axis=1),
-            self.target,
-            self.formula,
-            self.adsorbate,
-            self.members if ensemble else None,
-            self.outside,
-            self.by_atom,
-            self.slab,
-            self.by_adsorbate,
-        )
 
-
-def _expect_tags(records: Sequence[Data], domain: Domain, dataset: Structures) -> None:
-    """Raises ValueError for structures with implausible tags."""
-    refused = [(domain.refusal(record), record) for record in records]
-    if found := [(reason, record) for reason, record in refused if reason]:
-        reason, record = found[0]
-        formula = hill(record.atomic_numbers.numpy())
-        more = f" (and {len(found) - 1} more structures)" if len(found) > 1 else ""
+def _expect_tags(record: Data, domain: Domain, dataset: Structures) -> None:
+    if reason := domain.refusal(record):
+        formula = _hill(record.atomic_numbers.numpy())
         raise ValueError(
-            f"{dataset.path}: sid {int(record.sid)} ({formula}){more}: {reason}; its energy would "
-            f"be meaningless; {_SET_TAGS if isinstance(dataset, Tagged) else _INSTEAD}"
+            f"{dataset.path}: sid {int(record.sid)} ({formula}): {reason}; its energy would be "
+            f"meaningless; {_SET_TAGS if isinstance(dataset, Tagged) else _INSTEAD}"
         )
 
 
@@ -331,22 +321,24 @@ def counted_reasons(outside: Sequence[Sequence[str]]) -> list[str]:
 
 def _outputs(model: nn.Module, batch: Batch, path: Path) -> Mapping[str, Tensor]:
     """Runs the model on a batch; errors name its largest structure."""
-    with within_memory(lambda: f"{_largest(batch, path)},", "lower --batch-size"):
+
+    def described() -> str:
+        counts = batch.ptr.diff()
+        most = int(counts.argmax())
+        sid, count = int(batch.sid[most]), int(counts[most])
+        return f"{path}: a batch of {batch.num_graphs}, of which sid {sid} has {count:,} atoms"
+
+    with within_memory(lambda: f"{described()},", "lower --batch-size"):
         try:
             out: Mapping[str, Tensor] = model(batch)
         except ValueError as error:
-            raise ValueError(f"{_largest(batch, path)}: {error}") from None
+            raise ValueError(f"{described()}: {error}") from None
     return out
 
 
 def _energies(out: Mapping[str, Tensor], batch: Batch, path: Path) -> NDArray[np.float64]:
     """Returns the energies of each member, (graphs, members), eV; a single model has one column."""
     energy: NDArray[np.float64] = out["energy"].double().cpu().numpy()
-    if energy.shape != (batch.num_graphs,):
-        raise ValueError(
-            f"the model must return one energy per structure, ({batch.num_graphs},); got "
-            f"{energy.shape}"
-        )
     if len(bad := np.flatnonzero(~np.isfinite(energy))):
         raise ValueError(
             f"{path}: sid {int(batch.sid[bad[0]])}: the predicted energy is {energy[bad[0]]} eV; "
@@ -358,28 +350,10 @@ def _energies(out: Mapping[str, Tensor], batch: Batch, path: Path) -> NDArray[np
     return by_member
 
 
-def _largest(batch: Batch, path: Path) -> str:
-    """Describes a batch by its largest structure."""
-    counts = batch.ptr.diff()
-    most = int(counts.argmax())
-    return (
-        f"{path}: a batch of {batch.num_graphs}, of which sid {int(batch.sid[most])} has "
-        f"{int(counts[most]):,} atoms"
-    )
-
-
-def hill(numbers: NDArray[np.int64]) -> str:
-    """Returns the Hill formula of atomic numbers."""
+def _hill(numbers: NDArray[np.int64]) -> str:
     from ase.symbols import Symbols
 
     return str(Symbols(numbers).get_chemical_formula(mode="hill"))
-
-
-def expect_described(records: Sequence[Data], beyond: frozenset[int], path: Path) -> None:
-    """Raises ValueError for an element without descriptors, before the batch goes to a GPU."""
-    for record in records if beyond else ():
-        present = set(record.atomic_numbers.unique().tolist())
-        refuse_undescribed(present, beyond, f"{path}: sid {int(record.sid)}")
 
 
 def refuse_undescribed(present: set[int], beyond: frozenset[int], name: str) -> None:

@@ -23,7 +23,6 @@ from molflt.files import atomically
 if TYPE_CHECKING:
     from ase import Atoms
     from ase.calculators.calculator import Calculator
-    from ase.filters import Filter
     from torch_geometric.data import Data
 
 __all__ = ["OptimizerName", "Relaxed", "adwt", "position_error", "readable_structures"]
@@ -115,7 +114,7 @@ def relax_atoms(
     moving.calc = calculator
     subject = FrechetCellFilter(moving) if cell else moving
     last: Atoms = atoms.copy()
-    seen: list[_Seen] = []
+    seen: list[tuple[float, float, float]] = []  # energy, largest force and virial of each step
     options: dict[str, Any] = {"logfile": None, "trajectory": trajectory and str(trajectory)}
     converged, count, why = False, 0, ""
     made = getattr(ase.optimize, _CLASSES[optimizer])(subject, maxstep=_LARGEST_STEP, **options)
@@ -123,16 +122,19 @@ def relax_atoms(
         for at_rest in made.irun(fmax=fmax, steps=steps):
             converged = bool(at_rest)
             last = _frame(moving, calculator)
-            seen.append(_Seen.of(subject, moving))
+            forces = np.linalg.norm(moving.get_forces(), axis=1)
+            # the cell acts as three more atoms
+            virial = np.linalg.norm(subject.get_forces()[len(moving) :], axis=1).max(initial=0.0)
+            seen.append((float(calculator.results["energy"]), float(forces.max()), float(virial)))
             count = made.nsteps
             on_step(count)
-    except ValueError as error:  # keep the last finite structure
-        converged, why = False, " ".join(str(error).split())
-    except RuntimeError as error:
-        if str(error) != _UNMET:
+    except (ValueError, RuntimeError) as error:  # keep the last finite structure
+        if isinstance(error, RuntimeError) and str(error) != _UNMET:
             raise
-        converged, why = False, "constraints on bond lengths cannot be met"
-    before, (energy, largest, virial) = (seen[0].energy, seen[-1]) if seen else (nan, _Seen())
+        unmet = isinstance(error, RuntimeError)
+        reason = "constraints on bond lengths cannot be met" if unmet else str(error)
+        converged, why = False, " ".join(reason.split())
+    before, (energy, largest, virial) = (seen[0][0], seen[-1]) if seen else (nan, (nan, nan, nan))
     if not converged and not why:
         of_cell = f" and virial {virial:.3g} eV per atom" if cell else ""
         why = f"largest force {largest:.3g} eV/Å{of_cell} after {count} steps"
@@ -141,25 +143,7 @@ def relax_atoms(
     return Relaxed(last, converged, count, before, energy, largest, moved, seconds, why)
 
 
-class _Seen(NamedTuple):
-    """Energy and largest force of one step; NaN before the first step."""
-
-    energy: float = nan
-    force: float = nan
-    """eV/Å"""
-    virial: float = nan
-    """largest force on the cell, which acts as three more atoms, eV per atom; 0 without `cell`"""
-
-    @classmethod
-    def of(cls, subject: Atoms | Filter, moving: Atoms) -> _Seen:
-        forces = np.linalg.norm(moving.get_forces(), axis=1)
-        of_cell = np.linalg.norm(subject.get_forces()[len(moving) :], axis=1)
-        energy = moving.calc.results["energy"]
-        return cls(float(energy), float(forces.max()), float(of_cell.max(initial=0.0)))
-
-
 def _frame(moving: Atoms, calculator: Calculator) -> Atoms:
-    """Returns a copy of a structure with the calculator's last results."""
     from ase.calculators.singlepoint import SinglePointCalculator
 
     frame, names = moving.copy(), ("energy", "forces", "stress")

@@ -19,9 +19,17 @@ from molflt.plots.figure import FORMATS
 from molflt.training.checkpoint import weights_digest
 from molflt.training.config import Config, absolute
 
-__all__ = ["RESULTS", "Evaluation", "Provenance", "Results", "align", "begin_results", "csv_text"]
-__all__ += ["fixed", "given_data", "is_within", "provenance_of", "results_table", "run_weights"]
-__all__ += ["warn", "why_of_others", "write_csv", "write_results"]
+__all__ = ["RESULTS", "Evaluation", "Provenance", "Results", "align", "begin_results", "csv_rows"]
+__all__ += [
+    "csv_text",
+    "fixed",
+    "given_data",
+    "is_within",
+    "provenance_of",
+    "results_table",
+    "run_weights",
+]
+__all__ += ["warn", "why_of_others", "write_csv", "write_results", "written"]
 
 RESULTS = "results.json"
 """Name of the file with the metrics by split in the folder of an evaluation."""
@@ -64,8 +72,7 @@ def results_table(
 
     Args:
         title: heading of the first column, which names the splits.
-        columns: metric -> heading and number of decimal digits; counts are written without
-            decimals.
+        columns: metric -> heading and number of decimals of values that are not counts.
         results: split -> metrics.
     """
     lines = [[title, *(heading for heading, _ in columns.values())]]
@@ -104,6 +111,14 @@ def csv_text(rows: Sequence[Mapping[str, object]]) -> str:
     return buffer.getvalue()
 
 
+def csv_rows(text: str) -> list[dict[str, str]]:
+    """Parses a table; raises ValueError or csv.Error if it is damaged."""
+    rows: list[dict[str, str]] = list(csv.DictReader(io.StringIO(text), strict=True))
+    if any(None in row or None in row.values() for row in rows):
+        raise ValueError("a line has another number of cells than the first")
+    return rows
+
+
 def warn(text: str) -> None:
     """Prints a warning to stderr."""
     print(f"molflt: warning: {text}", file=sys.stderr)
@@ -128,6 +143,11 @@ def begin_results(out: Path, *names: str) -> None:
         (out / name).unlink(missing_ok=True)
 
 
+def written(out: Path, *names: str) -> list[Path]:
+    """Returns the files of `begin_results` that the evaluation has written."""
+    return [out / name for name in names if (out / name).is_file()]
+
+
 def write_results(
     out: Path,
     results: Results,
@@ -138,13 +158,8 @@ def write_results(
 ) -> list[Path]:
     """Writes results.json and results_of.json, and returns them.
 
-    Args:
-        out: folder.
-        results: split -> metrics, finite or None.
-        provenance: see `provenance_of`.
-        config: configuration of the run.
-        data: the value of --data; None for the data of the run.
-        reading: options for reading the data, such as energy_key and tags.
+    Metrics are finite or None; `data` is the value of --data; `reading` are options for reading the
+    data, such as energy_key and tags.
     """
     paths = [out / RESULTS, out / _NOTE]
     own = config["data"]

@@ -6,14 +6,14 @@ import csv
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Never, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from molflt.evaluation.results import RESULTS, Results, run_weights, why_of_others
+from molflt.evaluation.results import RESULTS, Results, csv_rows, run_weights, why_of_others
 from molflt.files import read_json, shown
 from molflt.metrics import Metric
 from molflt.plots.training import best_place, read_columns
@@ -23,12 +23,14 @@ from molflt.training.config import Config, read_config
 from molflt.training.outcome import Best, best_of, duration
 from molflt.training.recipes import Recipe
 
-__all__ = ["Run", "differences", "flat_options", "measures_of", "notes", "read_errors"]
-__all__ += ["read_results", "read_runs", "standard_error"]
+__all__ = ["Row", "Run", "differences", "flat_options", "measures_of", "notes", "read_results"]
+__all__ += ["read_rows", "read_run", "read_runs", "standard_error"]
+
+Row = Mapping[str, str]
 
 
 class Run(NamedTuple):
-    """Contents of a run folder."""
+    """Contents of a run folder; empty where files are missing."""
 
     name: str
     """short, unique name"""
@@ -38,17 +40,17 @@ class Run(NamedTuple):
     """number of parameters, including frozen ones"""
     step: int | None
     """number of steps; None without a last checkpoint"""
-    seconds: float | None
-    """time of training and validation; None in runs of earlier versions"""
-    data: Mapping[str, Mapping[str, object]]
-    """use of data -> fingerprint; empty without a last checkpoint"""
+    own: Mapping[str, Any]
+    """entries of molflt in the last checkpoint: "seconds", "data" and others"""
     columns: Mapping[str, NDArray[np.float64]]
-    """columns of metrics.csv; empty without the file"""
+    """columns of metrics.csv"""
     results: Results
-    """content of results.json; empty before an evaluation"""
+    """content of results.json, if it belongs to the run"""
+    predictions: Sequence[Row]
+    """rows of predictions.csv, if there are results"""
     errors: Mapping[str, NDArray[np.float64]]
-    """split -> |error| of its systems, eV, if predictions.csv has them"""
-    unmeasured: str = ""
+    """split -> |error| of its systems, eV, if the predictions have them"""
+    unmeasured: str
     """reason why the results in the folder do not belong to the run"""
 
     @property
@@ -79,11 +81,16 @@ class Run(NamedTuple):
         """Returns the value and step of the best validation; None before the first validation."""
         if (chosen := self._chosen) is not None:
             return chosen.value, chosen.step
-        largest = self.metrics[self.measure].largest_is_best
-        place = best_place(self.columns, f"val_{self.measure}", largest)
+        name = f"val_{self.measure}"
+        place = best_place(self.columns, name, self.metrics[self.measure].largest_is_best)
         if place is None:
             return None
-        return float(self.columns[f"val_{self.measure}"][place]), int(self.columns["step"][place])
+        return float(self.columns[name][place]), int(self.columns["step"][place])
+
+    @property
+    def seconds(self) -> float | None:
+        """Returns the time of training and validation; None in runs of earlier versions."""
+        return self.own.get("seconds")
 
     @property
     def time(self) -> str:
@@ -100,27 +107,39 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
         raise ValueError(f"expected two runs or more, each once; got {got}")
     above = Path(os.path.commonpath([path.parent for path in whole]))
     names = [path.relative_to(above).as_posix() for path in whole]
-    return [_read_run(path, name) for path, name in zip(map(Path, paths), names, strict=True)]
+    return [read_run(path, name) for path, name in zip(map(Path, paths), names, strict=True)]
 
 
-def _read_run(path: Path, name: str) -> Run:
+def _read(read: Callable[[], Any], otherwise: Any) -> Any:
+    return read()
+
+
+def read_run(
+    path: Path, name: str, attempt: Callable[[Callable[[], Any], Any], Any] = _read
+) -> Run:
+    """Reads the folder of a run.
+
+    `attempt` is called with a function that reads a file and with the value of a damaged file; by
+    default, errors are raised.
+    """
     config = read_config(path)
     last, table = path / "checkpoints" / "last.ckpt", path / "metrics.csv"
-    state = read_checkpoint(last) if last.is_file() else {}
-    own = state.get("molflt", {})
-    unmeasured = why_of_others(path, run_weights(path))
-    results = {} if unmeasured else read_results(path / RESULTS)
+    unmeasured = attempt(lambda: why_of_others(path, run_weights(path)), "")
+    results = {} if unmeasured else attempt(lambda: read_results(path / RESULTS), {})
+    file = path / "predictions.csv"
+    rows = attempt(lambda: read_rows(file), []) if results else []
+    state = attempt(lambda: read_checkpoint(last), {}) if last.is_file() else {}
     return Run(
         name,
         path,
         config,
-        count_parameters(path, config),
+        attempt(lambda: count_parameters(path, config), 0),
         state.get("global_step"),
-        own.get("seconds"),
-        own.get("data", {}),
-        read_columns(table) if table.is_file() else {},
+        state.get("molflt", {}),
+        attempt(lambda: read_columns(table), {}) if table.is_file() else {},
         results,
-        read_errors(path / "predictions.csv") if results else {},
+        rows,
+        attempt(lambda: _errors(rows, file), {}),
         unmeasured,
     )
 
@@ -139,23 +158,29 @@ def read_results(path: Path) -> Results:
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if value is not None and not (number and abs(value) < 1e300):  # false for NaN
             raise ValueError(
-                f"{path}: key {shown(key)}: expected a number or null; got {shown(value)}; "
-                "evaluate the run again"
+                f"{path}: key {shown(key)}: expected a number or null; got {shown(value)}; {hint}"
             )
     return found
 
 
-def read_errors(path: Path) -> dict[str, NDArray[np.float64]]:
-    """Reads |error_eV| by split from a predictions.csv; empty without the column."""
+def read_rows(path: Path) -> Sequence[Row]:
+    """Returns the rows of a CSV file of an evaluation; empty if the file is missing."""
     if not path.is_file():
-        return {}
+        return []
+    try:
+        return csv_rows(path.read_text(encoding="utf-8"))
+    except (ValueError, csv.Error) as error:
+        raise ValueError(f"{path}: expected CSV; {shown(str(error))}; evaluate again") from None
+
+
+def _errors(rows: Sequence[Row], path: Path) -> dict[str, NDArray[np.float64]]:
+    """Returns |error_eV| by split; empty without the column."""
     errors: dict[str, list[float]] = {}
     try:
-        with open(path, newline="", encoding="utf-8") as file:
-            for row in csv.DictReader(file):
-                if row.get("error_eV"):
-                    errors.setdefault(row["split"], []).append(abs(float(row["error_eV"])))
-    except (ValueError, KeyError, csv.Error) as error:
+        for row in rows:
+            if row.get("error_eV"):
+                errors.setdefault(row["split"], []).append(abs(float(row["error_eV"])))
+    except (ValueError, KeyError) as error:
         raise ValueError(
             f"{path}: expected columns split and error_eV; {shown(str(error))}; evaluate the run "
             "again"
@@ -168,7 +193,7 @@ def standard_error(run: Run, split: str, name: str) -> float | None:
 
     It is also unknown for a share of 0 or 100 %.
     """
-    row = run.results[split]
+    row = run.results.get(split, {})
     value, count = row.get(name), row.get("n")
     if value is None or not count or count < 0:
         return None
@@ -214,7 +239,7 @@ def notes(runs: Sequence[Run]) -> list[str]:
     if len(recipes) > 1:
         lines.append(f"different recipes ({', '.join(recipes)}): their metrics are not comparable")
     for use, what in (("train", "trained on"), ("val", "validated on")):
-        known = {run.name: run.data[use] for run in runs if use in run.data}
+        known = {run.name: own[use] for run in runs if use in (own := run.own.get("data", {}))}
         groups: dict[str, list[str]] = {}
         for name, one in known.items():
             groups.setdefault(json.dumps(one, sort_keys=True), []).append(name)

@@ -9,19 +9,14 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
 from molflt.data.text.glue import GLUE, TASKS, Example, read_examples, read_splits
 from molflt.data.text.sentences import Sentences, padded
 from molflt.data.text.tokenizer import Tokenizer
-from molflt.evaluation.common import (
-    batches,
-    device_of,
-    expect_one_source,
-    load_classes,
-    load_tokenizer,
-)
+from molflt.evaluation import common
 from molflt.evaluation.results import (
     Evaluation,
     Results,
@@ -61,8 +56,8 @@ def evaluate(
         mean of these metrics, which counts in the GLUE average.
     """
     task, length = str(config["data"]["task"]), int(str(config["data"]["length"]))
-    tokenizer = load_tokenizer(run, model.vocabulary)
-    classes = load_classes(run, model.classes)
+    tokenizer = common.load_tokenizer(run, model.vocabulary)
+    classes = common.load_classes(run, model.classes)
     results: Results = {}
     rows: list[dict[str, object]] = []
     for split, examples in _examples(config, task, splits, data, classes).items():
@@ -70,12 +65,9 @@ def evaluate(
         predicted = logits[:, 0] if model.classes == 1 else logits.argmax(axis=1).astype(float)
         label = np.array([one.label for one in examples])
         results[split] = {**official(task, predicted, label), "n": len(label)}
-        for i, (right, ours) in enumerate(zip(label, predicted, strict=True)):
-            names = [
-                float(value) if model.classes == 1 else classes[int(value)]
-                for value in (right, ours)
-            ]
-            rows.append({"split": split, "index": i, "label": names[0], "predicted": names[1]})
+        for i, pair in enumerate(zip(label, predicted, strict=True)):
+            right, ours = pair if model.classes == 1 else (classes[int(one)] for one in pair)
+            rows.append({"split": split, "index": i, "label": right, "predicted": ours})
     begin_results(out, "predictions.csv")
     files = [write_csv(out / "predictions.csv", rows)]
     metrics = [key for key in next(iter(results.values())) if key not in ("n", "glue_percent")]
@@ -92,15 +84,9 @@ def official(task: str, predicted: _Numbers, label: _Numbers) -> dict[str, float
         predicted: indices of classes, or scores, (items,).
         label: true classes or scores, (items,).
     """
-    try:
-        from sklearn import metrics
-    except ImportError:
-        raise ModuleNotFoundError(
-            "the metrics of GLUE need the package scikit-learn, which is not installed; run: pip "
-            "install molflt[text]"
-        ) from None
     from scipy import stats
 
+    metrics = common.require("sklearn.metrics", "GLUE", "text")
     known: dict[str, Callable[..., Any]] = {
         "accuracy": metrics.accuracy_score,
         "f1": metrics.f1_score,
@@ -131,20 +117,18 @@ def logits_of(
     Inputs of more than `length` tokens are truncated, as in training, with a warning. Labels are
     ignored.
     """
-    device, found = device_of(model), []
+    device, found = common.device_of(model), []
     rows = Sentences(examples, tokenizer, length, name)
     if rows.cut:
         warn(f"{name}: {rows.cut:,} of {len(rows):,} have more than {length} tokens, and were cut")
     collate = partial(padded, pad=tokenizer.pad)
     loader = DataLoader(rows, batch_size=batch_size, collate_fn=collate)
-    with batches(loader, name, f"{batch_size} x {length:,} tokens") as loaded:
+    with common.batches(loader, name, f"{batch_size} x {length:,} tokens") as loaded:
         for batch in loaded:
             tokens, types, there = (part.to(device) for part in batch[:3])
-            found.append(model(tokens, types, there).double().cpu().numpy())
-    logits = np.concatenate(found)
-    if not np.isfinite(logits).all():
-        raise ValueError(f"{name}: a logit is not finite; expected numbers; use another checkpoint")
-    return logits
+            found.append(model(tokens, types, there).double().cpu())
+            common.expect_finite(name, found[-1], "a logit")
+    return torch.cat(found).numpy()
 
 
 def _examples(
@@ -154,24 +138,18 @@ def _examples(
     other: Path | None,
     classes: Sequence[str],
 ) -> dict[str, list[Example]]:
-    if other is not None:
-        expect_one_source(splits)
-        own = read_examples(Path(other), task, classes)
-        return {Path(other).name: _expect_enough(Path(other), task, own)}
     there = ["train", "val", "test"] + (["val_mismatched"] if task == "MNLI" else [])
-    wanted = list(dict.fromkeys(splits or [name for name in there if name.startswith("val")]))
-    if unknown := [name for name in wanted if name not in there]:
-        raise ValueError(f"{task} has no split {unknown[0]!r}; expected some of {', '.join(there)}")
-    share = cast("float | None", config["data"].get("val_fraction"))
-    found = read_splits(Path(str(config["data"]["root"])), task, wanted, share, classes)
-    return {name: _expect_enough(path, task, rows) for name, (path, rows) in found.items()}
-
-
-def _expect_enough(path: Path, task: str, examples: list[Example]) -> list[Example]:
-    """Returns the examples; raises ValueError if they are too few for a correlation."""
-    if len(examples) < 2 and "pearson" in TASKS[task].metrics:
-        raise ValueError(
-            f"{path}: expected at least 2 rows for a correlation; got {len(examples)}; use a "
-            "longer file"
-        )
-    return examples
+    usual = [name for name in there if name.startswith("val")]
+    wanted = common.chosen_splits(there, splits, usual, other)
+    if other is None:
+        share = cast("float | None", config["data"].get("val_fraction"))
+        found = read_splits(Path(str(config["data"]["root"])), task, wanted, share, classes)
+    else:
+        found = {Path(other).name: (Path(other), read_examples(Path(other), task, classes))}
+    for path, rows in found.values():
+        if len(rows) < 2 and "pearson" in TASKS[task].metrics:
+            raise ValueError(
+                f"{path}: expected at least 2 rows for a correlation; got {len(rows)}; use a "
+                "longer file"
+            )
+    return {name: rows for name, (_, rows) in found.items()}

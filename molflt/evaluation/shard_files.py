@@ -10,26 +10,26 @@ from __future__ import annotations
 
 import csv
 import hashlib
-import io
 import json
 import re
 from collections.abc import Callable, Mapping
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
-from molflt.data.batches import MOST_SHARDS, Shard
+from molflt.data.batches import Shard
 from molflt.data.structures import Structures
 from molflt.evaluation.ensemble import digest_of
-from molflt.evaluation.results import csv_text
+from molflt.evaluation.results import csv_rows, csv_text
 from molflt.files import shown, write_atomically
 
 __all__ = ["ENDINGS", "made_of", "merge_shards", "noted"]
 
 _KEY = "shard"
-_NOTE = re.compile(r"(\d+) of (\d+; .*)")  # rows, rows of all shards, and `made_of`
-_SHOWN = 16  # characters kept of a digest
+_COUNT = re.compile(r"(\d+) of (\d+); ")  # rows, and rows of all shards
+_NOTED = re.compile(r' molflt_index=(\d+) molflt_shard="([^"]*)"(?=\s|$)')
 
 _Row = dict[str, object]
 
@@ -48,42 +48,25 @@ def made_of(model: nn.Module, dataset: Structures, **options: object) -> dict[st
     for file in sorted(path.glob("*.lmdb")) if path.is_dir() else [path]:
         with open(file, "rb") as opened:
             data.update(hashlib.file_digest(opened, "sha256").digest())
-    digests = {"weights": weights, "data": data}
-    return {**{name: one.hexdigest()[:_SHOWN] for name, one in digests.items()}, **options}
-
-
-def _csv_rows(text: str) -> list[_Row]:
-    rows: list[_Row] = list(csv.DictReader(io.StringIO(text), strict=True))
-    if any(None in row or None in row.values() for row in rows):
-        raise ValueError("a line has another number of cells than the first")
-    return rows
-
-
-_COUNT = re.compile(r"\d{1,9}\n")
-_NOTED = re.compile(r' molflt_index=(\d+) molflt_shard="([^"]*)"(?=\s|$)')
+    return {"weights": weights.hexdigest()[:16], "data": data.hexdigest()[:16], **options}
 
 
 def _frames(text: str) -> list[_Row]:
     """Splits an extended XYZ file into structures and removes their notes from the text."""
-    lines = text.splitlines(keepends=True)
+    lines = iter(text.splitlines(keepends=True))
     rows: list[_Row] = []
-    start = 0
-    while start < len(lines):
-        if not _COUNT.fullmatch(lines[start]):
-            raise ValueError(f"line {start + 1}: expected a number of atoms")
-        end = start + int(lines[start]) + 2
-        found = _NOTED.search(lines[start + 1]) if end <= len(lines) else None
-        if found is None:
+    for count in lines:
+        head, atoms = next(lines, ""), list(islice(lines, int(count)))
+        found = _NOTED.search(head)
+        if found is None or len(atoms) < int(count):
             raise ValueError("a structure is truncated, or lacks its index")
-        head = _NOTED.sub("", lines[start + 1], count=1)
-        frame = "".join([lines[start], head, *lines[start + 2 : end]])
+        frame = "".join([count, _NOTED.sub("", head, count=1), *atoms])
         rows.append({"index": found[1], _KEY: found[2], "frame": frame})
-        start = end
     return rows
 
 
-_FORMATS: dict[str, tuple[Callable[[str], list[_Row]], Callable[[list[_Row]], str]]] = {
-    ".csv": (_csv_rows, csv_text),
+_FORMATS: dict[str, tuple[Callable[[str], Any], Callable[[list[_Row]], str]]] = {
+    ".csv": (csv_rows, csv_text),
     ".json": (json.loads, lambda rows: json.dumps(rows, indent=1) + "\n"),
     ".extxyz": (_frames, lambda rows: "".join(str(row["frame"]) for row in rows)),
 }
@@ -97,32 +80,33 @@ def merge_shards(out: Path) -> int:
         The number of structures.
     """
     if out.suffix not in _FORMATS:
-        raise ValueError(
-            f"{out}: expected a name that ends in {', '.join(ENDINGS)}; got "
-            f"{out.suffix or 'no ending'!r}"
-        )
+        raise ValueError(f"{out}: expected a name that ends in {', '.join(ENDINGS)}")
     read, write = _FORMATS[out.suffix]
     rows: list[_Row] = []
-    notes: dict[Shard, str] = {}
-    faults = []
+    first = note = ""
     for shard in _shards(out):
+        path = shard.path(out)
         try:
-            own, notes[shard] = _whole(shard.path(out).read_text(encoding="utf-8"), read)
-            rows += own
+            text = path.read_text(encoding="utf-8")
+            own = read(text)
+            notes = {str(row.pop(_KEY)) for row in own if int(str(row["index"])) >= 0}
+            (found,) = notes
+            if not text.endswith("\n") or int(_COUNT.findall(found)[0][0]) != len(own):
+                raise ValueError("lines are missing")
         except (ValueError, LookupError, TypeError, AttributeError, csv.Error) as error:
-            faults.append(f"{shard.path(out)}: damaged: {shown(str(error), 100)}; {_again(shard)}")
-    if faults:
-        raise ValueError("; ".join(faults))
-    first = next(iter(notes))
-    for shard, note in notes.items():
-        pairs = zip_longest(notes[first].split("; "), note.split("; "))
+            why = shown(str(error), 100)
+            raise ValueError(f"{path}: damaged: {why}; repeat it with --shard {shard}") from None
+        rows += own
+        found = found.partition(" of ")[2]
+        first, note = first or str(path), note or found
+        pairs = zip_longest(note.split("; "), found.split("; "))
         if unlike := [f"{one} and {other}" for one, other in pairs if one != other]:
             raise ValueError(
-                f"{first.path(out)} and {shard.path(out)}: shards of different predictions: "
+                f"{first} and {path}: shards of different predictions: "
                 f"{shown(', '.join(unlike), 300)}; predict all shards again with the same model, "
                 "structures and options"
             )
-    if len({str(row["index"]) for row in rows}) != int(notes[first].partition(";")[0]):
+    if len({str(row["index"]) for row in rows}) != int(note.partition(";")[0]):
         raise ValueError(f"{out}: expected each structure in one shard; predict all shards again")
     rows.sort(key=lambda row: int(str(row["index"])))
     write_atomically(out, write(rows).encode())
@@ -130,8 +114,7 @@ def merge_shards(out: Path) -> int:
 
 
 def _shards(out: Path) -> list[Shard]:
-    """Lists all shards of a file; raises an error if one is missing."""
-    name = re.compile(rf"{re.escape(out.stem)}\.(\d{{1,9}})-of-(\d{{1,9}}){re.escape(out.suffix)}")
+    name = re.compile(rf"{re.escape(out.stem)}\.(\d{{1,5}})-of-(\d{{1,5}}){re.escape(out.suffix)}")
     matches = [name.fullmatch(path.name) for path in out.parent.glob(f"*{out.suffix}")]
     found = {Shard(int(match[1]), int(match[2])) for match in matches if match is not None}
     counts = sorted({shard.total for shard in found})
@@ -140,7 +123,7 @@ def _shards(out: Path) -> list[Shard]:
             f"{out}: no shards; expected {Shard(1, 8).path(out).name} and others, as molflt "
             "predict --shard 1/8 --out writes them"
         )
-    if len(counts) > 1 or counts[0] > MOST_SHARDS:
+    if len(counts) > 1:
         raise ValueError(
             f"{out}: shards of divisions by {', '.join(map(str, counts))}; expected one division; "
             "delete the files of the others"
@@ -149,23 +132,6 @@ def _shards(out: Path) -> list[Shard]:
     if missing := [shard for shard in everything if shard not in found]:
         raise ValueError(
             f"{out}: {len(missing)} of {counts[0]} shards missing: "
-            f"{shown([shard.number for shard in missing])}; {_again(missing[0])}"
-            + (", and so on" if len(missing) > 1 else "")
+            f"{shown([shard.number for shard in missing])}; repeat --shard {missing[0]} and so on"
         )
     return everything
-
-
-def _whole(text: str, read: Callable[[str], list[_Row]]) -> tuple[list[_Row], str]:
-    """Returns the rows of a shard and their common note; raises ValueError if rows are missing."""
-    if not text.endswith("\n"):
-        raise ValueError("truncated in its last line")
-    rows = read(text)
-    notes = {str(row.pop(_KEY)) for row in rows if int(str(row["index"])) >= 0}
-    found = _NOTE.fullmatch(" ".join(notes))
-    if found is None or int(found[1]) != len(rows):
-        raise ValueError(f"expected one number of rows; got {len(rows)} rows of {sorted(notes)}")
-    return rows, found[2]
-
-
-def _again(shard: Shard) -> str:
-    return f"repeat it with --shard {shard}"

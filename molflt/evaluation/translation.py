@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,16 +14,8 @@ from torch.utils.data import DataLoader
 from molflt import plots
 from molflt.data.text.parallel import Pairs, ParallelText, paired, read_parallel
 from molflt.data.text.tokenizer import Tokenizer
-from molflt.evaluation.common import (
-    attention_of,
-    batches,
-    device_of,
-    draw_encoding,
-    load_tokenizer,
-    named_sources,
-    total_of,
-)
-from molflt.evaluation.results import Evaluation, Results, begin_results, results_table
+from molflt.evaluation import common
+from molflt.evaluation.results import Evaluation, Results, begin_results, results_table, written
 from molflt.files import write_atomically
 from molflt.sequence.beam import beam_search
 from molflt.sequence.encoder_decoder import EncoderDecoder
@@ -31,6 +24,7 @@ from molflt.training.config import Config
 
 __all__ = ["Bleu", "bleu", "evaluate", "translate"]
 
+_PICTURES = ("attention.png", "cross-attention.png", "encoding.png")
 _COLUMNS = {
     "bleu": ("BLEU", 2),
     "chrf": ("chrF", 2),
@@ -69,34 +63,38 @@ def evaluate(
         Per split: bleu, chrf, perplexity, pairs (their number), and length_ratio (translations to
         references).
     """
-    tokenizer, options = load_tokenizer(run, model.vocabulary), config["data"]
+    tokenizer, options = common.load_tokenizer(run, model.vocabulary), config["data"]
     languages = str(options["source"]), str(options["target"])
     lowercase = tokenizer.ignores_case
     bleu(["a"], ["a"])  # fails without sacrebleu, before anything is computed
     results: Results = {}
     lines: dict[str, list[str]] = {}
     texts = {}  # read all of them before translating the first
-    for split, name in named_sources(options, splits, data).items():
+    for split, name in common.named_sources(options, splits, data).items():
         text = read_parallel(name, *languages)
         texts[split] = text, Pairs(text, tokenizer)
         _expect_short(text, tokenizer, model.longest)
+    task = TranslationTask(model, label_smoothing=0.0)
     for split, (text, pairs) in texts.items():
-        results[split] = _judged(model, pairs, tokenizer.pad, batch_size, split)
+        loader = DataLoader(pairs, batch_size, collate_fn=partial(paired, pad=tokenizer.pad))
+        total = common.total_of(task, loader, split, f"{batch_size} pairs")
+        results[split] = {"perplexity": task.summarize(total)["perplexity"]}
         translated = lines[split] = translate(
             model, tokenizer, text.source, beam, length_penalty, batch_size, split
         )
         found = bleu(translated, text.target, lowercase)
         scores = {"bleu": found.bleu, "chrf": found.chrf, "length_ratio": found.length_ratio}
         results[split] |= scores | {"pairs": len(translated)}
-    begin_results(out, "attention.png", "cross-attention.png", "encoding.png")
-    files = [out / f"translations-{split}.txt" for split in lines]
-    for path, translated in zip(files, lines.values(), strict=True):
-        write_atomically(path, ("\n".join(translated) + "\n").encode())
+    names = [f"translations-{split}.txt" for split in lines]
+    begin_results(out, *names, *_PICTURES)
+    for name, translated in zip(names, lines.values(), strict=True):
+        write_atomically(out / name, ("\n".join(translated) + "\n").encode())
+    _draw(out, model, pairs, tokenizer, split)
     how = f"beam {beam}, length penalty {length_penalty:g}, {'-'.join(languages)}"
     how += ", ignoring case, as the tokenizer does" if lowercase else ""
     table = results_table("text", _COLUMNS, results)
     tables = f", {how}\n\n{table}\n\nsacrebleu {found.signature}\n"
-    return Evaluation(results, tables, [*files, *_draw(out, model, pairs, tokenizer, split)])
+    return Evaluation(results, tables, written(out, *names, *_PICTURES))
 
 
 class Bleu(NamedTuple):
@@ -117,16 +115,10 @@ def bleu(translations: Sequence[str], references: Sequence[str], lowercase: bool
         references: one reference per translation.
         lowercase: ignore case.
     """
-    try:
-        from sacrebleu.metrics import BLEU, CHRF
-    except ImportError:
-        raise ModuleNotFoundError(
-            "BLEU needs the package sacrebleu, which is not installed; run: pip install "
-            "molflt[text]"
-        ) from None
-    metric = BLEU(lowercase=lowercase)
+    scores = common.require("sacrebleu.metrics", "BLEU", "text")
+    metric, others = scores.BLEU(lowercase=lowercase), scores.CHRF(lowercase=lowercase)
     score = metric.corpus_score(list(translations), [list(references)])
-    chrf = CHRF(lowercase=lowercase).corpus_score(list(translations), [list(references)]).score
+    chrf = others.corpus_score(list(translations), [list(references)]).score
     ratio = score.sys_len / max(1, score.ref_len)
     return Bleu(score.score, chrf, ratio, str(metric.get_signature()))
 
@@ -153,8 +145,10 @@ def translate(
             raise ValueError(f"{name}: sentence {number:,} is empty; expected text; leave it out")
     order = sorted(range(len(ids)), key=lambda i: len(ids[i]), reverse=True)
     parts = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
-    device, translations = device_of(model), [""] * len(ids)
-    with batches(parts, name, f"{batch_size} sentences with {beam} hypotheses each") as loaded:
+    device, translations = common.device_of(model), [""] * len(ids)
+    with common.batches(
+        parts, name, f"{batch_size} sentences with {beam} hypotheses each"
+    ) as loaded:
         for batch in loaded:
             rows = [torch.tensor(ids[i]) for i in batch]
             source = pad_sequence(rows, batch_first=True, padding_value=tokenizer.pad)
@@ -175,7 +169,6 @@ def translate(
 
 
 def _expect_short(text: ParallelText, tokenizer: Tokenizer, longest: int | None) -> None:
-    """Raises ValueError for the first sentence that is too long for the model."""
     for path, side in zip(text.files, text[:2], strict=True):
         for number, one in enumerate(tokenizer.encode(list(side)), 1):
             _expect_length(f"{path}: line {number:,}", len(one) + 1, longest)
@@ -189,29 +182,15 @@ def _expect_length(place: str, tokens: int, longest: int | None) -> None:
         )
 
 
-def _judged(
-    model: EncoderDecoder, pairs: Pairs, pad: int, batch_size: int, name: str
-) -> dict[str, float | None]:
-    """Returns the perplexity of the references."""
-    task = TranslationTask(model, label_smoothing=0.0)
-    loader = DataLoader(pairs, batch_size=batch_size, collate_fn=lambda rows: paired(rows, pad))
-    total = total_of(task, loader, name, f"{batch_size} pairs")
-    return {"perplexity": task.summarize(total)["perplexity"]}
-
-
-def _draw(
-    out: Path, model: EncoderDecoder, pairs: Pairs, tokenizer: Tokenizer, split: str
-) -> list[Path]:
-    """Draws both kinds of attention of the decoder's last layer, and the relative encoding."""
-    source, target = (ids[None].to(device_of(model)) for ids in pairs[0])
+def _draw(out: Path, model: EncoderDecoder, pairs: Pairs, tokenizer: Tokenizer, split: str) -> None:
+    source, target = (ids[None].to(common.device_of(model)) for ids in pairs[0])
     seen = target[:, :-1]
-    matrices = attention_of(model.decoder, lambda: model(source, seen), last=2)
-    files = [out / "attention.png", out / "cross-attention.png"]
+    matrices = common.attention_of(model.decoder, lambda: model(source, seen), last=2)
     words = [[tokenizer.token(int(one)) for one in ids[0]] for ids in (seen, source)]
-    sides = zip(("target", "source"), words, strict=True)
-    for matrix, file, (what, keys) in zip(matrices, files, sides, strict=True):
+    sides = zip(_PICTURES, ("target", "source"), words, strict=False)
+    for matrix, (name, what, keys) in zip(matrices, sides, strict=True):
         title = f"last layer, target to {what}, first pair of {split}"
-        plots.attention_matrices(matrix[0], file, title=title, tokens=(words[0], keys))
+        plots.attention_matrices(matrix[0], out / name, title=title, tokens=(words[0], keys))
     tokens = min(max(pairs.sizes), model.longest or max(pairs.sizes))
     position, scale = model.decoder.stack.position, model.position_scale
-    return files + draw_encoding(position, scale, tokens, out / "encoding.png")
+    common.draw_encoding(position, scale, tokens, out / "encoding.png")

@@ -95,7 +95,6 @@ def _heat_maps(
     extent: tuple[float, float, float, float],
     aspect: Literal["equal", "auto"] = "equal",
 ) -> None:
-    """Draws masked maps (heads, rows, columns) with one color bar."""
     for axes, one in zip(panels, maps, strict=True):
         image = axes.imshow(one, scaled.colors, scaled.norm, extent=extent, aspect=aspect)
         axes.locator_params(nbins=5, integer=True)
@@ -152,8 +151,9 @@ def _block_means(matrices: _Array, down: int, across: int) -> _Array:
     for axis, step in ((1, down), (2, across)):
         starts = np.arange(0, matrices.shape[axis], step)
         counts = np.diff(np.append(starts, matrices.shape[axis]))
-        sums = np.add.reduceat(matrices, starts, axis=axis)
-        matrices = sums / (counts[:, None] if axis == 1 else counts)
+        matrices = np.add.reduceat(matrices, starts, axis) / (
+            counts[:, None] if axis == 1 else counts
+        )
     return matrices
 
 

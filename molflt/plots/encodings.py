@@ -56,7 +56,8 @@ def rpe_profiles(model: torch.nn.Module, file: Path, r_max: float = 8.0, unit: s
         profiles = _bias(position, delta)
     # values beyond a cutoff would flatten the rest of the curve
     profiles = np.where(profiles < profiles.max(axis=1, keepdims=True) - _DEPTH, -np.inf, profiles)
-    y_label = _label(position, "(r)")
+    name, meaning = position.placement
+    y_label = f"{name}(r), {meaning}"
     _draw_curves(file, _array(distances), profiles, f"distance r / {unit}", y_label)
 
 
@@ -73,24 +74,16 @@ def rpe_curves(
             grid of tokens.
         unit: unit of positions.
     """
-    import torch
-
     module = _found(position, "rpe_curves")
     if module.dim != 1:
         raise ValueError(f"rpe_curves: expected a position of dimension 1; got one of {module.dim}")
     (reach,) = _extents("max_offset", max_offset, 1, module.grid)
-    if module.grid:
-        offsets = np.arange(-reach, reach + 1.0)
-        curves = _grid_bias(module, (int(reach),))
-    else:
-        # A fine grid, which includes all integer offsets if the end is an integer.
-        parts = max(1, -(-400 // math.ceil(reach)))
-        count = 2 * math.ceil(reach) * parts + 1
-        line = torch.linspace(-reach, reach, count, dtype=torch.float64).to(_like(module))
-        offsets, curves = _array(line), _bias(module, line[:, None])
+    # A fine line, which includes all integer offsets if the end is an integer.
+    count = 2 * math.ceil(reach) * max(1, -(-400 // math.ceil(reach))) + 1
+    (offsets,), curves = _sampled(module, (reach,), count)
     label = f"offset $r_i - r_j$ / {unit}\n(left: keys after the query; right: before it)"
     marker = "." if len(offsets) <= 65 else ""
-    _draw_curves(file, offsets, curves, label, _label(module, "($r_i - r_j$)"), marker)
+    _draw_curves(file, offsets, curves, label, _of_offsets(module), marker)
 
 
 def _draw_curves(
@@ -130,25 +123,14 @@ def rpe_surfaces(
         unit: unit of positions.
         points: number of values along each axis; on a grid, one value per offset is drawn instead.
     """
-    import torch
-
     module = _found(position, "rpe_surfaces")
     if module.dim < 2:
         raise ValueError("rpe_surfaces: expected a position of dimension 2 or more; got one of 1")
     reach = _extents("extent", extent, 2, module.grid)
-    if module.grid:
-        down, across = map(int, reach)
-        surfaces = _grid_bias(module, (down, across)).reshape(-1, 2 * down + 1, 2 * across + 1)
-        pad = (0.5, 0.5)
-    else:
-        lines = [torch.linspace(-end, end, points, dtype=torch.float64) for end in reach]
-        plane = torch.cartesian_prod(*lines)
-        delta = plane.new_zeros(len(plane), module.dim)
-        delta[:, :2] = plane
-        surfaces = _bias(module, delta.to(_like(module))).reshape(-1, points, points)
-        pad = (reach[0] / (points - 1), reach[1] / (points - 1))  # half a pixel
+    axes, surfaces = _sampled(module, reach, points)
+    pad = [(line[1] - line[0]) / 2 for line in axes]  # half a pixel
     cut = "" if module.dim == 2 else "cut through offset 0 along all other axes"
-    ends, label = (reach[0] + pad[0], reach[1] + pad[1]), _label(module, "($r_i - r_j$)")
+    ends, label = (reach[0] + pad[0], reach[1] + pad[1]), _of_offsets(module)
     _draw_surfaces(file, surfaces, ends, label, unit, cut)
 
 
@@ -156,23 +138,20 @@ def _draw_surfaces(
     file: Path, surfaces: _Array, ends: tuple[float, float], label: str, unit: str, title: str
 ) -> None:
     from matplotlib import colormaps
-    from matplotlib.colors import Normalize
 
     finite = np.ma.masked_invalid(surfaces)
     most = float(np.abs(finite).max() or 1.0)
     colors = colormaps["RdBu_r"].with_extremes(bad=ZERO)
     across, down = (2.4 * end / max(ends) for end in reversed(ends))
     panel = (max(across, 1.4), max(down, 1.0) + 0.25)
+    extent = (-ends[1], ends[1], ends[0], -ends[0])
     with _head_panels(file, len(surfaces), panel, (1.7, 0.8)) as (figure, shown):
         for head, (axes, surface) in enumerate(zip(shown, finite, strict=True)):
-            image = axes.imshow(
-                surface,
-                cmap=colors,
-                norm=Normalize(-most, most),
-                extent=(-ends[1], ends[1], ends[0], -ends[0]),
-                aspect="equal",
-            )
-            axes.set_title(f"head {head}: {_range(surface)}", fontsize="small")
+            image = axes.imshow(surface, colors, vmin=-most, vmax=most, extent=extent)
+            span = "−∞"
+            if np.ma.count(surface):
+                span = f"{surface.min():.2g} to {surface.max():.2g}".replace("-", "−")
+            axes.set_title(f"head {head}: {span}", fontsize="small")
             axes.locator_params(nbins=5)
         gray = "; gray: −∞" if np.ma.is_masked(finite) else ""
         figure.colorbar(image, ax=shown, label=f"{label}{gray}", aspect=30, fraction=0.05)
@@ -180,12 +159,6 @@ def _draw_surfaces(
         figure.supylabel(f"offset along axis 1 / {unit}", fontsize="medium")
         if title:
             figure.suptitle(title, fontsize="medium")
-
-
-def _range(surface: np.ma.MaskedArray[tuple[int, ...], np.dtype[np.float64]]) -> str:
-    if np.ma.count(surface) == 0:
-        return "−∞"
-    return f"{surface.min():.2g} to {surface.max():.2g}".replace("-", "−")
 
 
 def _found(model: object, caller: str) -> Any:
@@ -205,10 +178,10 @@ def _found(model: object, caller: str) -> Any:
     return position
 
 
-def _label(position: Any, of: str) -> str:
+def _of_offsets(position: Any) -> str:
     """Returns the name of an encoding and its effect on attention."""
     name, meaning = position.placement
-    return f"{name}{of}, {meaning}"
+    return f"{name}($r_i - r_j$), {meaning}"
 
 
 def _like(position: torch.nn.Module) -> torch.Tensor:
@@ -257,14 +230,34 @@ def _grid_bias(position: torch.nn.Module, ends: tuple[int, ...]) -> _Array:
     return np.empty((0, 0)) if values is None else values[:, queries, keys]
 
 
+def _sampled(position: Any, reach: tuple[float, ...], points: int) -> tuple[list[_Array], _Array]:
+    """Returns offsets along the first axes, up to `reach`, and f, (heads, offsets, ...).
+
+    On a grid of tokens, the offsets are integers; otherwise there are `points` along each axis.
+    """
+    import torch
+
+    if position.grid:
+        ends = tuple(map(int, reach))
+        axes = [np.arange(-end, end + 1.0) for end in ends]
+        values = _grid_bias(position, ends)
+    else:
+        like = _like(position)
+        lines = [torch.linspace(-end, end, points, dtype=torch.float64).to(like) for end in reach]
+        axes, grid = [_array(line) for line in lines], torch.meshgrid(*lines, indexing="ij")
+        delta = like.new_zeros(points ** len(reach), position.dim)
+        delta[:, : len(reach)] = torch.stack(grid, dim=-1).flatten(0, -2)
+        values = _bias(position, delta)
+    return axes, values.reshape(-1, *map(len, axes))
+
+
 def _extents(
     name: str, extent: float | tuple[float, ...], axes: int, whole: bool
 ) -> tuple[float, ...]:
-    """Returns the largest offset along each axis."""
-    ends = tuple(extent) if isinstance(extent, tuple | list) else (extent,) * axes
+    ends = extent if isinstance(extent, tuple) else (extent,) * axes
     fits = len(ends) == axes and all(0 < end < math.inf for end in ends)
     if not fits or (whole and any(end != int(end) for end in ends)):
         raise ValueError(
             f"{name} must be {axes} positive numbers, whole on a grid of tokens; got {extent}"
         )
-    return tuple(float(end) for end in ends)
+    return ends

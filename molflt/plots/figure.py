@@ -124,6 +124,7 @@ def label_ends(axes: Axes, ends: Sequence[LineEnd], height: float) -> None:
         places[one] = min(places[one], highest)
         highest = places[one] - step
     for end, place in zip(ends, places, strict=True):
+        arrow = {"arrowstyle": "-", "color": end.color, "linewidth": 0.5, "relpos": (0, 0.5)}
         axes.annotate(
             plain(end.name),
             (end.x, end.y),
@@ -132,12 +133,7 @@ def label_ends(axes: Axes, ends: Sequence[LineEnd], height: float) -> None:
             va="center",
             fontsize=7,
             color=end.color,
-            arrowprops={
-                "arrowstyle": "-",
-                "color": end.color,
-                "linewidth": 0.5,
-                "relpos": (0, 0.5),
-            },
+            arrowprops=arrow,
             annotation_clip=False,
         )
 
@@ -186,14 +182,6 @@ def panel_grid(
         for axes in grid.flat[count - columns : count]:  # the lowest panel of each column
             axes.tick_params(labelbottom=True)
         yield figure, list(grid.flat[:count])
-
-
-def curve_in_band(
-    axes: Axes, x: _Array, y: _Array, band: tuple[_Array, _Array], name: str, color: str
-) -> None:
-    """Draws y over x with a band from low to high, all (n,)."""
-    axes.plot(x, y, color=color, linewidth=1.4, label=plain(name))
-    axes.fill_between(x, *band, color=color, alpha=0.2, linewidth=0)
 
 
 def legend_outside(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,9 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["calibration", "parity"]
 
 _MAX_POINTS = 2000  # more points are drawn as a density
-_NAMED = 3  # systems named in a panel
-_PANEL = 230.0  # approximate side of a panel, points
-_SHIFTS = [(9.0, 0.0), (-9.0, 0.0), (0.0, 9.0), (0.0, -9.0)]  # offsets of a number from its point
+_SHIFTS = [(9.0, 0.0), (-9.0, 0.0), (0.0, 9.0)]  # offsets of the number of a named point
 
 _BIN = 25  # minimum number of systems in a bin of uncertainties
 _MOST_BINS = 8
@@ -87,40 +85,24 @@ def _name_worst(
 ) -> list[str]:
     """Numbers the points with the largest errors; returns a line about each of them."""
     error = energy - target
-    worst = np.argsort(-np.abs(error), kind="stable")[:_NAMED]
-    low, high = axes.get_xlim()
-    scale = _PANEL / (high - low)  # points per unit of energy
-    taken: list[_Array] = []
-    for number, one in enumerate(worst, start=1):
-        if not low <= energy[one] <= high:
-            continue
-        at = scale * np.array([target[one], energy[one]])
-        apart = [[np.hypot(*(at + shift - other)) for other in taken] for shift in _SHIFTS]
-        shift = _SHIFTS[int(np.argmax([min(own, default=0.0) for own in apart]))]
-        taken.append(at + shift)
-        axes.plot(target[one], energy[one], "o", color=VERMILION, mfc="none", markersize=6)
-        axes.annotate(
-            str(number),
-            (target[one], energy[one]),
-            xytext=shift,
-            textcoords="offset points",
-            ha="center",
-            va="center",
-            fontsize="small",
-            color=VERMILION,
-        )
-    digits = 1 if unit.startswith("m") else 2
-    return [
-        f"{number}: {plain(names[one])}, error "
-        + f"{error[one]:+.{digits}f} {unit}".replace("-", "−")
-        for number, one in enumerate(worst, start=1)
-    ]
+    worst = np.argsort(-np.abs(error), kind="stable")[: len(_SHIFTS)]
+    digits, lines = 1 if unit.startswith("m") else 2, []
+    for number, (one, shift) in enumerate(zip(worst, _SHIFTS, strict=False), start=1):
+        said = f"{error[one]:+.{digits}f} {unit}".replace("-", "−")
+        lines.append(f"{number}: {plain(names[one])}, error {said}")
+        place = target[one], energy[one]
+        if axes.get_ylim()[0] <= energy[one] <= axes.get_ylim()[1]:
+            axes.plot(*place, "o", color=VERMILION, mfc="none", markersize=6)
+            text: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "va": "center"}
+            axes.annotate(
+                str(number), place, xytext=shift, **text, fontsize="small", color=VERMILION
+            )
+    return lines
 
 
 def _limits(pairs: Sequence[tuple[_Array, _Array]]) -> tuple[float, float]:
     """Returns the range of the labels and of 99 % of the predictions."""
-    targets = np.concatenate([target for target, _ in pairs])
-    energies = np.concatenate([energy for _, energy in pairs])
+    targets, energies = (np.concatenate(values) for values in zip(*pairs, strict=True))
     low = min(targets.min(), np.quantile(energies, 0.005))
     high = max(targets.max(), np.quantile(energies, 0.995))
     pad = 0.04 * (high - low) or 0.5
@@ -137,17 +119,13 @@ def _parity_panel(
         axes.scatter(target, energy, s=9, alpha=0.5, color=BLUE, linewidths=0, zorder=2)
     else:
         box = (low, high, low, high)
-        density = axes.hexbin(
-            target, energy, gridsize=60, extent=box, bins="log", mincnt=1, cmap="cividis"
-        )
-        densities.append(density)
+        options: dict[str, Any] = {"bins": "log", "mincnt": 1, "cmap": "cividis"}
+        densities.append(axes.hexbin(target, energy, gridsize=60, extent=box, **options))
     axes.set(xlim=(low, high), ylim=(low, high), aspect="equal")
     axes.grid(alpha=0.3)
-    outside = int(((energy < low) | (energy > high)).sum())
-    if outside:
-        axes.text(
-            0.03, 0.97, f"{outside} outside", transform=axes.transAxes, va="top", fontsize="small"
-        )
+    if outside := int(((energy < low) | (energy > high)).sum()):
+        at = axes.transAxes
+        axes.text(0.03, 0.97, f"{outside} outside", transform=at, va="top", fontsize="small")
     return densities
 
 

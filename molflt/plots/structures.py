@@ -52,8 +52,7 @@ def _histogram(axes: Axes, energies: Mapping[str, np.ndarray]) -> None:
     """Draws a histogram of labels, eV, over the range that contains 98 % of them."""
     finite = {name: values[np.isfinite(values)] for name, values in energies.items()}
     present = {name: values for name, values in finite.items() if len(values)}
-    axes.set_xlabel("energy (eV)")
-    axes.set_ylabel("systems")
+    axes.set(xlabel="energy (eV)", ylabel="systems")
     if not present:
         axes.text(0.5, 0.5, "no labels", ha="center", transform=axes.transAxes)
         return
@@ -100,10 +99,8 @@ def _view(axes: Axes, structure: Data, view: str) -> None:
     radius = float(covalent_radii[numbers].max())
     for axis, limits in ((across, axes.set_xlim), (up, axes.set_ylim)):
         limits(pos[:, axis].min() - 1.5 * radius, pos[:, axis].max() + 1.5 * radius)
-    axes.set_aspect("equal")
-    axes.set_xlabel(f"{'xyz'[across]} (Å)")
-    axes.set_ylabel(f"{'xyz'[up]} (Å)")
-    present = "".join(sorted({chemical_symbols[z] + " " for z in numbers})).strip()
+    axes.set(aspect="equal", xlabel=f"{'xyz'[across]} (Å)", ylabel=f"{'xyz'[up]} (Å)")
+    present = " ".join(sorted({chemical_symbols[z] for z in numbers}))
     energy = float(structure.y_relaxed)
     label = "" if math.isnan(energy) else f", label {energy:.2f} eV".replace("-", "−")
     axes.set_title(f"sid {structure.sid}, {view} view{label}\n{present}", fontsize=9)

@@ -6,7 +6,7 @@ import itertools
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -88,14 +88,9 @@ def confusion(counts: ArrayLike, classes: Sequence[str], file: Path) -> None:
         if len(classes) <= 20:
             for (row, column), share in np.ndenumerate(shares):
                 if share >= 0.5:
+                    middle: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": "x-small"}
                     color = "white" if share > 60 else "black"
-                    axes.text(
-                        *(column, row, f"{share:.0f}"),
-                        ha="center",
-                        va="center",
-                        fontsize="x-small",
-                        color=color,
-                    )
+                    axes.text(column, row, f"{share:.0f}", color=color, **middle)
         figure.supylabel("class", fontsize="medium")
         axes.set_xlabel("predicted class")
         figure.colorbar(image, ax=axes, label="share of the class / %", fraction=0.05)

@@ -7,7 +7,7 @@ import itertools
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,6 @@ from molflt.plots.figure import (
     SKY,
     VERMILION,
     LineEnd,
-    curve_in_band,
     label_ends,
     legend_outside,
     panel_grid,
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
 
 _MAX_BARS = 20
 _STYLES = ("-", "--", ":", "-.")
-_COLUMNS = 3  # columns of panels of optimizers
 _LEAST = 1e-30  # smallest loss on a logarithmic axis
 
 _KINDS = {  # kind of groups -> axis, title
@@ -45,6 +43,7 @@ _KINDS = {  # kind of groups -> axis, title
 }
 
 _Array = NDArray[np.float64]
+_Band = tuple[_Array, _Array, _Array, _Array]  # x, y, low, high
 
 
 class GroupError(NamedTuple):
@@ -103,14 +102,19 @@ def training_curve(
 
 
 def read_columns(path: Path) -> dict[str, _Array]:
-    """Reads the columns of a metrics.csv, (rows,) each, with NaN for empty cells."""
+    """Reads the columns of a metrics.csv, (rows,) each, with NaN for empty cells.
+
+    Rows without a step are left out, such as a row of units.
+    """
     with open(path, newline="") as file:
         reader = csv.DictReader(file)
         names = reader.fieldnames or []
         rows = list(reader)
     if "step" not in names:
         raise ValueError(f"{path}: expected a column step; got {', '.join(names) or 'no columns'}")
-    return {name: np.array([_number(row[name]) for row in rows], dtype=float) for name in names}
+    columns = {name: np.array([_number(row[name]) for row in rows], dtype=float) for name in names}
+    known = np.isfinite(columns["step"])
+    return {name: values[known] for name, values in columns.items()}
 
 
 def _number(cell: str | None) -> float:
@@ -136,7 +140,6 @@ def best_place(columns: Mapping[str, _Array], name: str, largest_is_best: bool) 
 def _star(
     axes: Axes, columns: dict[str, _Array], name: str, metric: Metric, best: int | None
 ) -> None:
-    """Marks the best validation."""
     at = np.flatnonzero((columns["step"] == best) & np.isfinite(columns[name]))
     place = at[-1] if len(at) else best_place(columns, name, metric.largest_is_best)
     if place is not None:
@@ -146,14 +149,12 @@ def _star(
 
 
 def _curve(axes: Axes, columns: dict[str, _Array], name: str, alone: bool) -> None:
-    """Draws one column against the step."""
-    known = np.isfinite(columns["step"]) & np.isfinite(columns[name])
-    step, value = columns["step"][known], columns[name][known]
-    label, color = {"val": ("validation", VERMILION), "lr": ("", GREEN)}.get(
-        name.partition("_")[0], ("training", BLUE)
-    )
+    known = np.isfinite(columns[name])
+    kinds = {"val": ("validation", VERMILION), "lr": ("", GREEN), "train": ("training", BLUE)}
+    label, color = kinds[name.partition("_")[0]]
     label += " only" if alone and label else ""
-    marker = "o" if len(step) < 40 else ""
+    marker = "o" if known.sum() < 40 else ""
+    step, value = columns["step"][known], columns[name][known]
     axes.plot(step, value, color=color, label=label, marker=marker, markersize=3)
 
 
@@ -164,6 +165,10 @@ def _log_if_wide(axes: Axes, values: _Array) -> None:
         return
     axes.set_yscale("log")
     plain_numbers(axes.yaxis, wide=bool(high / low >= 60))
+
+
+def _better(largest_is_best: bool) -> str:
+    return f"{'higher' if largest_is_best else 'lower'} is better"
 
 
 def overlaid_curves(
@@ -186,14 +191,13 @@ def overlaid_curves(
         last = max(float(np.nanmax(columns["step"], initial=1.0)) for columns in runs.values())
         for axes, name in zip(panels, shown, strict=True):
             drawn, ends = [], []
-            for place, (run, columns) in enumerate(runs.items()):
+            styles = itertools.cycle(itertools.product(_STYLES, SERIES))
+            for (run, columns), (style, color) in zip(runs.items(), styles, strict=False):
                 values = columns.get(name, np.full(len(columns["step"]), np.nan))
                 known = np.isfinite(values)
                 steps, values = columns["step"][known], values[known]
                 drawn.append(values)
-                color = SERIES[place % len(SERIES)]
-                style = _STYLES[place // len(SERIES) % len(_STYLES)]
-                marker = "o" if known.sum() < 40 else ""
+                marker = "o" if len(values) < 40 else ""
                 line = {"color": color, "linewidth": 1.4, "linestyle": style, "marker": marker}
                 axes.plot(steps, values, markersize=3, **line)
                 if len(values):
@@ -201,17 +205,12 @@ def overlaid_curves(
             if metrics[name].scale == "log":
                 _log_if_wide(axes, np.concatenate(drawn))
             axes.set_xlim(0, 1.02 * last)
-            axes.set_ylabel(f"{metrics[name].axis}\n({better(metrics[name].largest_is_best)})")
+            axes.set_ylabel(f"{metrics[name].axis}\n({_better(metrics[name].largest_is_best)})")
             axes.grid(alpha=0.3)
             label_ends(axes, ends, height)
         panels[-1].set_xlabel("step")
         panels[0].set_title(f"n = {len(runs)} runs", fontsize="medium")
         figure.align_ylabels()
-
-
-def better(largest_is_best: bool) -> str:
-    """Returns in words which direction is better."""
-    return f"{'higher' if largest_is_best else 'lower'} is better"
 
 
 def intervals(
@@ -239,7 +238,7 @@ def intervals(
             axes.set_yticks(range(len(order)), [plain(name) for name in order])
             axes.set_ylim(-0.6, len(order) - 0.4)
             axes.locator_params(axis="x", nbins=5)
-            axes.set_xlabel(f"{label}\n({better(largest_is_best)})")
+            axes.set_xlabel(f"{label}\n({_better(largest_is_best)})")
             axes.grid(alpha=0.3)
 
 
@@ -251,22 +250,15 @@ def loss_curves(tasks: Mapping[str, Mapping[str, _Array]], file: Path, steps: in
             spaced steps; infinite values are left out.
         steps: number of steps that the n losses span.
     """
-    names = list(dict.fromkeys(name for own in tasks.values() for name in own))
-    sizes = (3.1, 2.6), (1.0, 0.8)
-    with panel_grid(file, len(tasks), _COLUMNS, *sizes) as (figure, shown_axes):
-        for axes, (task, own) in zip(shown_axes, tasks.items(), strict=True):
-            for name, losses in own.items():
-                color = SERIES[names.index(name) % len(SERIES)]
-                at = (np.arange(losses.shape[1]) + 0.5) * steps / losses.shape[1]
-                shown = np.where(np.isfinite(losses), np.maximum(losses, _LEAST), np.nan)
-                middle = np.exp(np.log(shown).mean(axis=0))
-                band = shown.min(axis=0), shown.max(axis=0)
-                curve_in_band(axes, at, middle, band, name, color)
-            axes.set_yscale("log")
-            axes.set_title(plain(task.replace("_", " ")), fontsize="medium")
-            axes.set(xlabel="step", ylabel="loss")
-            axes.grid(alpha=0.3)
-        legend_outside(figure, shown_axes[0], "lower", min(len(names), 5))
+    panels: dict[str, dict[str, _Band]] = {}
+    for task, own in tasks.items():
+        panel = panels[task.replace("_", " ")] = {}
+        for name, losses in own.items():
+            at = (np.arange(losses.shape[1]) + 0.5) * steps / losses.shape[1]
+            shown = np.where(np.isfinite(losses), np.maximum(losses, _LEAST), np.nan)
+            middle = np.exp(np.log(shown).mean(axis=0))
+            panel[name] = at, middle, shown.min(axis=0), shown.max(axis=0)
+    _bands(file, panels, "step", "loss", "log")
 
 
 def best_values(
@@ -283,22 +275,37 @@ def best_values(
         evaluations: number of evaluations at each point, (points,).
         runs: number of runs of each optimizer, for the title.
     """
-    sizes = (3.1, 2.5), (0.4, 0.7)
-    with panel_grid(file, len(panels), _COLUMNS, *sizes, sharex=True) as (figure, shown):
-        for axes, (name, found) in zip(shown, panels.items(), strict=True):
-            colors = itertools.cycle(SERIES)
-            for color, (optimizer, values) in zip(colors, found.items(), strict=False):
-                mean, width = values.mean(axis=0), values.std(axis=0, ddof=min(1, len(values) - 1))
-                band = mean - width, mean + width
-                curve_in_band(axes, evaluations, mean, band, optimizer, color)
-            axes.set_title(plain(name), fontsize="medium")
+    bands: dict[str, dict[str, _Band]] = {}
+    for function, found in panels.items():
+        panel = bands[function] = {}
+        for name, values in found.items():
+            mean, width = values.mean(axis=0), values.std(axis=0, ddof=min(1, len(values) - 1))
+            panel[name] = evaluations, mean, mean - width, mean + width
+    label = "log10 of the best value\n(lower is better)"
+    title = f"mean ± standard deviation, n = {runs} runs"
+    _bands(file, bands, "evaluations", label, "linear", title)
+
+
+def _bands(
+    file: Path,
+    panels: Mapping[str, Mapping[str, _Band]],
+    x_label: str,
+    y_label: str,
+    scale: Literal["linear", "log"],
+    title: str | None = None,
+) -> None:
+    """Draws curves in bands, with a panel per task and one legend."""
+    names = list(dict.fromkeys(name for own in panels.values() for name in own))
+    with panel_grid(file, len(panels), 3, (3.1, 2.6), (1.0, 0.8)) as (figure, shown):
+        for axes, (task, own) in zip(shown, panels.items(), strict=True):
+            for name, (x, y, low, high) in own.items():
+                color = SERIES[names.index(name) % len(SERIES)]
+                axes.plot(x, y, color=color, linewidth=1.4, label=plain(name))
+                axes.fill_between(x, low, high, color=color, alpha=0.2, linewidth=0)
+            axes.set(xlabel=x_label, ylabel=y_label, yscale=scale)
+            axes.set_title(plain(task), fontsize="medium")
             axes.grid(alpha=0.3)
-        for axes in shown[::_COLUMNS]:
-            axes.set_ylabel("log10 of the best value\n(lower is better)")
-        for axes in shown[-_COLUMNS:]:
-            axes.set_xlabel("evaluations")
-        title = f"mean ± standard deviation, n = {runs} runs"
-        legend_outside(figure, shown[0], "upper", title=title)
+        legend_outside(figure, shown[0], "lower", min(len(names), 5), title=title)
 
 
 def errors(
@@ -338,20 +345,12 @@ def errors(
 
 
 def _bars(axes: Axes, groups: Sequence[GroupError], label: str, unit: str) -> None:
-    places = np.arange(len(groups))
     values = [group.mae for group in groups]
-    axes.barh(places, values, color=SKY, height=0.75)
+    bars = axes.barh(range(len(groups)), values, color=SKY, height=0.75)
     digits = 3 if unit == "eV" else 1
-    for place, group in zip(places, groups, strict=True):
-        axes.annotate(
-            f"{group.mae:.{digits}f}  (n = {group.n:,})",
-            (group.mae, place),
-            xytext=(3, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize="small",
-        )
-    axes.set_yticks(places, [_subscripts(group.group) for group in groups])
+    numbers = [f"{group.mae:.{digits}f}  (n = {group.n:,})" for group in groups]
+    axes.bar_label(bars, numbers, padding=3, fontsize="small")
+    axes.set_yticks(range(len(groups)), [_subscripts(group.group) for group in groups])
     axes.set_xlim(0, 1.55 * max(values) or 1.0)  # space for the numbers
     axes.set_ylim(min(-0.6, len(groups) - 4.4), len(groups) - 0.4)
     axes.set_xlabel(f"MAE / {unit} (lower is better)")
@@ -367,17 +366,17 @@ def _subscripts(formula: str) -> str:
 
 def _distribution(axes: Axes, absolute: Mapping[str, _Array]) -> None:
     """Draws the share of systems below each error; the dashed line marks the EwT."""
+    from matplotlib.ticker import PercentFormatter
+
     floor = 1e-3
     for color, (split, values) in zip(SERIES * len(absolute), absolute.items(), strict=False):
-        ordered = np.sort(np.maximum(values, floor))
-        share = 100.0 * np.arange(len(ordered) + 1) / len(ordered)
-        ordered = np.append(ordered[0], ordered)  # curves begin at 0 %
-        axes.step(ordered, share, where="post", color=color, label=plain(split))
+        axes.ecdf(np.maximum(values, floor), color=color, label=plain(split))
     axes.axvline(EWT_THRESHOLD, color="black", linestyle="--", linewidth=1)
-    axes.text(EWT_THRESHOLD, 99, f"EwT: {EWT_THRESHOLD} eV ", rotation=90, ha="right", va="top")
+    axes.text(EWT_THRESHOLD, 0.99, f"EwT: {EWT_THRESHOLD} eV ", rotation=90, ha="right", va="top")
     axes.set_xscale("log")
     largest = max(float(np.quantile(values, 0.999)) for values in absolute.values())
-    axes.set(xlim=(floor, max(2 * EWT_THRESHOLD, 1.2 * largest)), ylim=(0, 101))
+    axes.set(xlim=(floor, max(2 * EWT_THRESHOLD, 1.2 * largest)), ylim=(0, 1.01))
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, symbol=""))
     axes.set_xlabel("|error| / eV")
     axes.set_ylabel("systems with a smaller error / %")
     axes.grid(alpha=0.3)

@@ -61,7 +61,7 @@ RECIPES: dict[str, Recipe] = {
         "molflt.sequence.masked:MaskedLanguageModel",
         "molflt.data.text.tokenized:TokenizedText",
         "molflt.tasks.masked:MaskedTask",
-        "molflt.evaluation.masked:evaluate",
+        "molflt.evaluation.language:evaluate_masked",
         relatives=("sentences",),
     ),
     "sentences": Recipe(
@@ -87,7 +87,7 @@ RECIPES: dict[str, Recipe] = {
         "molflt.sequence.pixels:PixelModel",
         "molflt.data.images.datamodule:PixelData",
         "molflt.tasks.language:PixelTask",
-        "molflt.evaluation.pixels:evaluate",
+        "molflt.evaluation.images:evaluate_pixels",
     ),
     "learned_optimizer": Recipe(
         "molflt.optimizers.coordinate:CoordinateOptimizer",
@@ -99,7 +99,7 @@ RECIPES: dict[str, Recipe] = {
         "molflt.optimizers.population_model:PopulationModel",
         "molflt.data.problems:ProblemData",
         "molflt.tasks.optimizers:PopulationTask",
-        "molflt.evaluation.population:evaluate",
+        "molflt.evaluation.optimizers:evaluate_population",
     ),
 }
 

@@ -1,0 +1,450 @@
+"""A run as one self-contained HTML page, which page.html arranges."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import io
+import math
+import shlex
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jinja2 import Environment
+
+from molflt import plots
+from molflt.data.structures.data_set import DataSet
+from molflt.data.structures.potential_data import SinglePoints
+from molflt.data.structures.sources import exists
+from molflt.evaluation.results import RESULTS, given_data
+from molflt.evaluation.runs import Run, flat_options, read_run, standard_error
+from molflt.files import readable_size, shown, verify_tensors
+from molflt.metrics import Metric
+from molflt.plots.figure import DPI
+from molflt.training.config import defaults, plain
+from molflt.training.outcome import draw_curve
+from molflt.training.run_folder import read_versions
+from molflt.version import __version__
+
+__all__ = ["Page", "page_of"]
+
+_OF_STRUCTURES = ("is2re", "potential")  # recipes whose predictions.csv has a row per structure
+_LONGEST = 400  # maximum characters of a text
+_VALIDATIONS = 20  # rows in the table of validations
+_DRAWN, _LISTED = 6, 15  # worst predictions
+_NAMES = {
+    "bleu": "BLEU ↑",
+    "chrf": "chrF ↑",
+    "nearest": "attention on the nearest 10 % of the tokens",
+    "farthest": "attention on the farthest 10 % of the tokens",
+}
+_NAMED_BY = {"learned_optimizer": "--tasks", "population_optimizer": "--functions"}
+_KEPT = {  # pictures of evaluations
+    "parity.png": "Predicted against labeled energies, a panel per split; the largest errors are "
+    "named.",
+    "errors.png": "Mean absolute error by adsorbate, metal (elements of the slab), element and "
+    "number of atoms, over all splits; share of systems with a smaller error.",
+    "forces.png": "Predicted against labeled components of the forces, in eV/Å, a panel per split.",
+    "encoding.png": "Learned relative encodings. The relative positional encoding of each head "
+    "against the offset between two tokens, added to the logit or multiplied with the weight, see "
+    "the label of the axis.",
+    "attention.png": "Attention of the last layer: queries (rows) and keys (columns), a panel per "
+    "head.",
+    "cross-attention.png": "Attention of the target on the source, a panel per head.",
+    "losses.png": "Mean loss per token, in nats, against the number of preceding tokens.",
+    "substitutions.png": "The learned similarity of pairs of amino acids, and BLOSUM62 if it is "
+    "installed.",
+    "confusion.png": "The share of the images of each class (row) that were assigned to each class "
+    "(column).",
+    "wrong.png": "The misclassified images with the largest probabilities.",
+    "best_values.png": "The best value so far against the number of evaluations of unseen "
+    "functions: mean and standard deviation over runs.",
+    "optimizations.png": "Loss against the step on unseen tasks: mean and range over repeats.",
+    "published.png": "Predicted against labeled energies of published models and of this run.",
+}
+_LARGEST_PNG = 500_000  # bytes; larger pictures are reduced to a palette
+_BUDGET = 2_500_000  # total bytes of all pictures, for a page of at most 3 MB
+_EXPECTED = {  # files of a finished run -> result of their absence
+    "checkpoints/last.ckpt": "time and data of the training are unknown",
+    "checkpoints/best.safetensors": "the best weights are lost, or there was no validation",
+    "metrics.csv": "curves are not shown",
+    "versions.json": "versions are unknown",
+}
+
+_Part = Mapping[str, Any] | str  # a table, figure, row of figures, ...; a string is a paragraph
+
+
+class Page:
+    """Contents of a run folder, and pictures until the page would become too large.
+
+    Attributes:
+        missing: a line for each missing or damaged part.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path = Path(path)
+        if not (path / "config.yaml").is_file():
+            raise FileNotFoundError(
+                f"{path}: expected the folder of a training run, with config.yaml; got "
+                f"{'another folder' if path.is_dir() else 'no such folder'}; name the folder of "
+                "molflt train --run"
+            )
+        self.missing: list[str] = []
+        self._left = _BUDGET
+        self.run = run = read_run(path, path.resolve().name, self.attempt)
+        self.recipe = str(run.config["recipe"])
+        self.versions: Mapping[str, object] = self.attempt(lambda: read_versions(path), {})
+        self.given = self.attempt(lambda: given_data(path), None)
+        self.missing += [
+            f"{path / name}: missing; {lost}"
+            for name, lost in _EXPECTED.items()
+            if not (path / name).is_file()
+        ]
+        if (best := path / "checkpoints" / "best.safetensors").is_file():
+            self.attempt(lambda: verify_tensors(best), False)
+        most = int(str(run.config["trainer"]["max_steps"]))
+        if run.step is not None and run.step < most and "stopped" not in run.own:
+            self.missing.append(
+                f"{path}: {run.step:,} of {most:,} steps are done; resume with molflt train "
+                "--resume"
+            )
+        if run.unmeasured:
+            self.missing.append(f"{run.unmeasured}; not shown; run molflt evaluate RUN")
+        elif not (path / RESULTS).is_file():
+            self.missing.append(f"{path}: not evaluated; run molflt evaluate RUN")
+
+    def attempt(self, read: Callable[[], Any], otherwise: Any) -> Any:
+        """Calls `read`; if it fails, adds the reason to `missing` and returns `otherwise`."""
+        try:
+            return read()
+        except KeyError as error:
+            line = f"{self.path}: a table lacks the column {shown(error.args[0])}"
+        except (ValueError, OSError, ArithmeticError, csv.Error) as error:
+            line = " ".join(str(error).split())
+        self.missing += [line] * (line not in self.missing)
+        return otherwise
+
+    def drawn(self, text: str, draw: Callable[[Path], object]) -> list[_Part]:
+        """Draws a figure; `text` describes it in words."""
+
+        def make() -> list[_Part]:
+            with tempfile.TemporaryDirectory() as folder:
+                file = Path(folder) / "picture.png"
+                draw(file)
+                return self._embedded(file.read_bytes(), text, text)
+
+        found: list[_Part] = self.attempt(make, [])
+        return found
+
+    def kept(self, name: str, text: str) -> list[_Part]:
+        """Returns a PNG file of the run as a figure, if it exists."""
+        file = self.path / name
+        if not file.is_file():
+            return []
+        found: list[_Part]
+        found = self.attempt(lambda: self._embedded(file.read_bytes(), str(file), text), [])
+        return found
+
+    def _embedded(self, content: bytes, name: str, text: str) -> list[_Part]:
+        content, width = _png(content, name)
+        data = base64.b64encode(content).decode()
+        if len(data) > self._left:
+            raise ValueError(
+                f"{name}: not shown, because the page would become larger than 3 MB; open the file "
+                "in the run"
+            )
+        self._left -= len(data)
+        return [{"src": f"data:image/png;base64,{data}", "width": width, "text": text}]
+
+
+def _png(content: bytes, name: str) -> tuple[bytes, int]:
+    """Returns a PNG file, reduced to a palette if it is large, and its width on the page."""
+    from PIL import Image
+
+    try:
+        with Image.open(io.BytesIO(content), formats=["PNG"]) as image:
+            width = round(image.width * 96 / DPI)
+            image.load()
+            if len(content) <= _LARGEST_PNG:
+                return content, width
+            buffer = io.BytesIO()
+            image.convert("RGB").quantize(256).save(buffer, "PNG", optimize=True)
+            return buffer.getvalue(), width
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise ValueError(
+            f"{name}: expected a PNG; {shown(str(error), 100)}; evaluate the run again"
+        ) from None
+
+
+def _table(
+    head: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    caption: str,
+    text_columns: int = 1,
+    most: int = 30,
+) -> _Part:
+    """Returns a table of at most `most` rows, with numbers after the first `text_columns`."""
+    parts = {"head": head, "rows": rows, "caption": caption}
+    return {**parts, "text_columns": text_columns, "most": most}
+
+
+def page_of(path: Path) -> tuple[str, list[str]]:
+    """Renders a run as one HTML page, and returns it with a line for each missing part."""
+    page = Page(path)
+    sections = []
+    for name, (title, make) in _SECTIONS.items():
+        if parts := page.attempt(partial(make, page), []):
+            sections.append({"name": name, "title": title, "parts": parts})
+    environment = Environment(autoescape=True)
+    environment.filters["cut"] = _cut
+    source = files("molflt.evaluation").joinpath("page.html").read_text("utf-8")
+    made = environment.from_string(source).render(
+        title=f"Run {page.run.name}",
+        missing=page.missing,
+        sections=sections,
+        version=__version__,
+    )
+    return made, page.missing
+
+
+def _cut(value: object, longest: int = _LONGEST) -> str:
+    """Returns a value as text, shortened if it is too long."""
+    whole = "–" if value is None else str(value)
+    return whole if len(whole) <= longest else f"{whole[:longest]}… ({len(whole):,} characters)"
+
+
+def _overview(page: Page) -> list[_Part]:
+    run = page.run
+    data, best, measure = run.config["data"], run.best, run.metrics[run.measure]
+    sets = (
+        (use, [f"{n:,} {key}" for key, n in own.items() if isinstance(n, int)])
+        for use, own in run.own.get("data", {}).items()
+    )
+    steps = "unknown" if run.step is None else f"{run.step:,}"
+    rows = [
+        ("recipe", f"{page.recipe}, seed {run.config['seed']}"),
+        ("data", ", ".join(f"{k} {v}" for k, v in data.items() if isinstance(v, str))),
+        ("sets", "; ".join(f"{use}: {', '.join(own)}" for use, own in sets) or "unknown"),
+        ("parameters", f"{run.parameters:,}" if run.parameters else "unknown"),
+        ("steps", f"{steps} of {run.config['trainer']['max_steps']:,}"),
+        ("time of training", run.time if run.seconds is not None else "unknown"),
+        ("best validation", f"{measure.shown(best[0])} at step {best[1]:,}" if best else "none"),
+    ]
+    return [_table(("property", "value"), rows, "The run at a glance.", 2)]
+
+
+def _heading(name: str, metrics: Mapping[str, Metric]) -> str:
+    """Returns a metric with its unit and an arrow that shows which direction is better."""
+    if name in metrics:
+        return f"{metrics[name].axis} {'↑' if metrics[name].largest_is_best else '↓'}"
+    if name in _NAMES:
+        return _NAMES[name]
+    inner = name.removeprefix("baseline_")
+    if inner != name and inner in metrics:
+        return f"baseline {metrics[inner].axis}"
+    return name.replace("_", " ")
+
+
+def _number(value: float | None, error: float | None = None, metric: Metric | None = None) -> str:
+    if value is None or not math.isfinite(value):
+        return "–"
+    if isinstance(value, int):
+        return f"{value:,}"
+    # as in tables of evaluations and comparisons
+    form = f".{metric.digits + (metric.digits > 2)}f" if metric is not None else ".4g"
+    form = ",.1f" if abs(value) >= 1000 else form
+    return f"{value:{form}}" + ("" if error is None else f" ± {error:{form}}")
+
+
+def _results(page: Page) -> list[_Part]:
+    run, metrics = page.run, page.run.metrics
+    rows = []
+    for name in dict.fromkeys(name for row in run.results.values() for name in row):
+        cells = [
+            _number(row.get(name), standard_error(run, split, name), metrics.get(name))
+            for split, row in run.results.items()
+        ]
+        rows.append([_heading(name, metrics), *cells])
+    text = "Metrics by split (results.json); ↓ lower is better, ↑ higher is better"
+    if any(" ± " in cell for row in rows for cell in row):
+        text += "; ± is the standard error over the systems"
+    return [_table(["metric", *run.results], rows, f"{text}.")] if rows else []
+
+
+def _training(page: Page) -> list[_Part]:
+    run, columns, metrics = page.run, page.run.columns, page.run.metrics
+    if not columns:
+        return []
+    text = "Loss, metrics and learning rate against the step, up to step "
+    text += f"{int(columns['step'].max(initial=0)):,}."
+    if run.best is not None:
+        text += f" Best validation: {metrics[run.measure].shown(run.best[0])} at step "
+        text += f"{run.best[1]:,}."
+    draw = partial(draw_curve, page.path, metrics=metrics, measure=run.measure)
+    names = {name.removeprefix("val_"): name for name in columns if name.startswith("val_")}
+    known = np.flatnonzero(np.isfinite([columns[name] for name in names.values()]).any(axis=0))
+    rows = [
+        [
+            f"{columns['step'][i]:.0f}",
+            *(_number(columns[n][i], None, metrics.get(key)) for key, n in names.items()),
+        ]
+        for i in known[-_VALIDATIONS:]
+    ]
+    head = ["step", *(_heading(name, metrics) for name in names)]
+    caption = f"The last {len(rows)} of {len(known)} validations (metrics.csv)."
+    details = {"summary": "Validations", "inside": [_table(head, rows, caption)]}
+    return page.drawn(text, draw) + ([details] if rows else [])
+
+
+def _pictures(page: Page) -> list[_Part]:
+    if not page.run.results:
+        return []
+    return [part for name, text in _KEPT.items() for part in page.kept(name, text)]
+
+
+def _settings(page: Page) -> list[_Part]:
+    own = dict(flat_options(page.run.config))
+    usual = dict(flat_options(plain(defaults(page.recipe))))  # type: ignore[arg-type]
+    chosen = [(key, value) for key, value in own.items() if usual.get(key) != value]
+    head = ("option", "value")
+    changed = _table(head, chosen, "Options that differ from their defaults.", 2, 500)
+    everything = _table(head, list(own.items()), "config.yaml.", 2, 500)
+    return [changed, {"summary": "All options", "inside": [everything]}]
+
+
+def _files(page: Page) -> list[_Part]:
+    parts: list[_Part] = []
+    if rows := [(name, value) for name, value in page.versions.items() if value is not None]:
+        caption = "Versions at the start of the run (versions.json)."
+        parts.append(_table(("package", "version"), rows, caption, 2, 100))
+    sizes = [
+        (path.relative_to(page.path).as_posix(), readable_size(path.stat().st_size))
+        for path in sorted(page.path.rglob("*"))
+        if path.is_file() and path.name != "report.html"
+    ]
+    listing = _table(("file", "size"), sizes, "Files of the run.", most=200)
+    return [*parts, {"summary": "Files", "inside": [listing]}]
+
+
+def _repeat(page: Page) -> list[_Part]:
+    lines = []
+    if version := page.versions.get("molflt"):
+        commit = page.versions.get("git_commit")
+        made = f"molflt {version}" + (f", commit {commit}" if commit else "")
+        lines.append(f"# {' '.join(made.split())}")  # on one line, as a comment
+    lines.append(f"molflt train --config {shlex.quote(str(page.path / 'config.yaml'))} --run AGAIN")
+    options: list[str] = []
+    if page.run.results:
+        options = [] if page.given is None else ["--data", page.given]
+        if not options or page.recipe in (*_OF_STRUCTURES, *_NAMED_BY):
+            named = _NAMED_BY.get(page.recipe, "--splits")
+            options = [named, *page.run.results, *options]
+    lines.append(shlex.join(["molflt", "evaluate", "AGAIN", *options]))
+    lines.append("molflt report AGAIN")
+    return ["AGAIN is the name of a new folder.", {"lines": lines}]
+
+
+class _System(NamedTuple):
+    """A row of predictions.csv."""
+
+    split: str
+    place: int
+    """index in the split"""
+    sid: int
+    name: str
+    """adsorbate and slab, or formula"""
+    natoms: int
+    energy: float
+    target: float
+    error: float
+    """error of the energy, eV, or mean error of the forces, meV/Å"""
+
+
+def _systems(page: Page) -> list[_System]:
+    """Reads the systems with a known error, largest errors first."""
+    counts: Counter[str] = Counter()
+    systems = []
+    of_forces = any(row.get("force_mae_eV_per_A") for row in page.run.predictions)
+    for row in page.run.predictions:
+        split, force = row["split"], float(row.get("force_mae_eV_per_A") or "nan")
+        slab = f" on {row['slab']}" if row.get("slab") else ""
+        name = row["formula"] if "formula" in row else row["adsorbate"] + slab
+        energy, target = float(row["energy_eV"]), float(row["target_eV"] or "nan")
+        error = 1e3 * force if of_forces else energy - target
+        own = (split, counts[split], int(row["sid"]), name, int(row["natoms"]), energy, target)
+        systems += [_System(*own, error)] if math.isfinite(error) else []
+        counts[split] += 1
+    return sorted(systems, key=lambda one: -abs(one.error))
+
+
+def _worst(page: Page) -> list[_Part]:
+    if page.recipe not in _OF_STRUCTURES or not page.run.results:
+        return []
+    if not page.run.predictions:
+        raise ValueError(f"{page.path / 'predictions.csv'}: missing or empty; evaluate again")
+    if not (systems := _systems(page)):
+        return []
+    unit, form, what, named = "eV", "+.3f", "error", "adsorbate and slab"
+    if page.recipe == "potential":
+        named = "formula"
+        if page.path.joinpath("forces.png").is_file():
+            unit, form, what = "meV/Å", ".1f", "mean error of the forces"
+    rows = []
+    for one in systems[:_LISTED]:
+        numbers = (f"{one.error:{form}}", f"{one.target:.3f}", f"{one.energy:.3f}")
+        rows.append([one.name, *numbers, one.natoms, one.sid, one.split])
+    caption = f"The {len(rows)} systems with the largest {what}, of {len(systems):,}."
+    head = (named, f"{what} / {unit}", "label / eV", "prediction / eV", "atoms", "sid", "split")
+    worst, structures = systems[:_DRAWN], dict[_System, Any]()
+    for split in dict.fromkeys(one.split for one in worst):
+        own = [one for one in worst if one.split == split]
+        structures |= page.attempt(partial(_structures, page.run, split, own), {})
+    figures: list[_Part] = []
+    for one in filter(structures.__contains__, worst):
+        wrong = f"{one.error:{form}} {unit}"
+        text = f"sid {one.sid} ({one.split}): {one.name}, {one.natoms} atoms from the top and from "
+        text += f"the side, {what} {wrong}"
+        figures += page.drawn(text, partial(plots.structure_views, structures[one]))
+    legend = (
+        "Atoms of the adsorbate (tag 2) have thick edges, fixed atoms are hatched, the dashed line "
+        "is the cell. The structures are the input of the model."
+    )
+    parts = [_table(head, rows, caption)]
+    return parts + ([legend, {"parts": figures}] if figures else [])
+
+
+def _structures(run: Run, split: str, wanted: Sequence[_System]) -> dict[_System, Any]:
+    data = DataSet.of_run(run.config["data"], run.config["seed"])
+    if not exists(data.root):
+        raise ValueError(f"{data.root}: the data are missing; the worst structures are not drawn")
+    for skip_bad in (False, True):  # evaluations may have omitted bad structures
+        with suppress(ValueError, FileNotFoundError):
+            opened: Any = data.open([split], skip_bad)[split]
+            opened = SinglePoints(opened) if run.config["recipe"] == "potential" else opened
+            found = {one: opened[one.place] for one in wanted if one.place < len(opened)}
+            there = {(one.sid, one.natoms) for one in wanted}
+            if {(int(record.sid), record.num_nodes) for record in found.values()} == there:
+                return found
+    raise ValueError(
+        f"{data.root}: split {split} does not have the structures of predictions.csv; the worst "
+        "structures are not drawn"
+    )
+
+
+_SECTIONS: Mapping[str, tuple[str, Callable[[Page], list[_Part]]]] = {
+    "overview": ("Overview", _overview),
+    "results": ("Results", _results),
+    "training": ("Training", _training),
+    "pictures": ("Pictures of the evaluation", _pictures),
+    "worst": ("The worst predictions", _worst),
+    "settings": ("Settings", _settings),
+    "versions": ("Versions and files", _files),
+    "repeat": ("How to repeat it", _repeat),
+}
