@@ -100,6 +100,14 @@ COMMANDS: dict[tuple[str, ...], Command] = {
         "relax structures with a trained potential",
         places={"structures": "files, folders or patterns"},
     ),
+    ("adsorb",): Command(
+        "molflt.commands.adsorb:adsorb",
+        "place a molecule on slabs and rank the placements",
+        places={
+            "slabs": "files, folders or patterns; with --facet also elements",
+            "molecule": "name in ase.build.molecule, element, file, or smiles:TEXT",
+        },
+    ),
     ("generate",): Command(
         "molflt.commands.generate:generate", "generate text, translations or images"
     ),
