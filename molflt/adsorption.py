@@ -146,7 +146,7 @@ class _Tiles:
         near = cdist(self.pos[outer], self.pos)
         near = near < _NEIGHBOR * np.add.outer(self.covalent[outer], self.covalent)
         name = ("top", "bridge", "hollow")[min(touched.sum(), 3) - 1]
-        name += f" {Symbols(self.numbers[outer])}"
+        name += f" {Symbols(self.numbers[outer]).get_chemical_formula()}"
         name += f" above {Symbols(self.numbers[below][:1])}" if below.any() else ""
         name += f" ({' '.join(map(str, np.sort(near.sum(axis=1) - 1)))})"
         around = np.flatnonzero((wide > 0.5) & (along > -2 * self.radii))

@@ -54,7 +54,7 @@ def placement_views(structures: Mapping[str, Data], file: Path) -> None:
     Args:
         structures: records of `molflt.data.structures.records.make_record`.
     """
-    with picture(file, figsize=(2.9 * len(structures), 6.2)) as figure:
+    with picture(file, figsize=(2.9 * len(structures), 5.6)) as figure:
         grid = figure.subplots(2, len(structures), squeeze=False)
         for column, (title, structure) in zip(grid.T, structures.items(), strict=True):
             for axes, view in zip(column, ("top", "side"), strict=True):
