@@ -328,11 +328,12 @@ def _prepared(slab: Atoms) -> Atoms:
     """Returns a slab in one piece, periodic along all axes, with fixed atoms."""
     from ase.constraints import FixAtoms
 
-    normal = np.linalg.norm(np.cross(*slab.cell.array[:2]))
-    period = slab.cell.volume / normal if normal else 0.0
-    along = np.sort(slab.get_scaled_positions()[:, 2]) if period else np.zeros(1)
-    gaps = np.diff(along, append=along[:1] + 1)
-    if not slab.pbc[:2].all() or not len(gaps) or gaps.max() * period < _VACUUM:
+    area = np.linalg.norm(np.cross(*slab.cell.array[:2]))
+    period = slab.cell.volume / area if area else 0.0
+    heights = slab.get_scaled_positions(wrap=False)[:, 2] if period else np.zeros(0)
+    order = np.sort(heights % 1)
+    gaps = np.diff(order, append=order[:1] + 1)
+    if not slab.pbc[:2].all() or gaps.max(initial=0) * period < _VACUUM:
         raise ValueError(
             f"{slab.symbols}: no slab; expected atoms that are periodic along the first two cell "
             f"vectors, with vacuum of at least {_VACUUM} Å along the third; cut a crystal along a "
@@ -340,12 +341,11 @@ def _prepared(slab: Atoms) -> Atoms:
         )
     whole = slab.copy()
     whole.pbc = True
-    low = along[(gaps.argmax() + 1) % len(along)] - 1e-6
-    heights = whole.get_scaled_positions()[:, 2]
-    whole.positions[heights < low] += whole.cell.array[2]
-    heights[heights < low] += 1
+    turns = np.floor(heights - order[(gaps.argmax() + 1) % len(order)] + 1e-6)
+    whole.positions -= turns[:, None] * whole.cell.array[2]
+    heights = (heights - turns) * period
     if not fixed_atoms(whole).any():
-        middle = (heights.min() + heights.max()) / 2 - 0.1 / period
+        middle = (heights.min() + heights.max()) / 2 - 0.1
         whole.set_constraint(FixAtoms(mask=heights < middle))
     return whole
 

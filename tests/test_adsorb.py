@@ -122,8 +122,10 @@ def test_molecules_touch_without_overlaps_and_keep_their_shape(slab: Atoms) -> N
 def test_placements_are_ready_for_calculations() -> None:
     slab = fcc111("Cu", (2, 2, 4), vacuum=6)
     slab.positions[:, 2] -= 7.0
+    outside = keys(placements(slab, "H2O"))
     slab.wrap(pbc=True)  # in two pieces
-    one = placements(slab, "H2O")[0]
+    one = (placed := placements(slab, "H2O"))[0]
+    assert keys(placed) == outside
     assert one.pbc.all() and Counter(one.get_tags()) == {0: 8, 1: 8, 2: 3}
     assert np.ptp(one.positions[:16, 2]) < 7 < one.positions[16:, 2].min() - one.positions[0, 2]
     assert sorted(one.constraints[0].index) == list(np.flatnonzero(one.get_tags() == 0))
