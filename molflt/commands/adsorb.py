@@ -65,7 +65,7 @@ def adsorb(
         rotation: step of the rotation about the normal of the surface, degrees.
         repeat: N,M, repetitions of the slabs along their first two cell vectors.
         facet: H,K,L, Miller indices, of the cubic cell for primitive fcc and bcc crystals.
-        layers: number of layers, with --facet.
+        layers: number of layers of `ase.build.surface`, with --facet.
         vacuum: Å between the slab and its next image, with --facet.
         relax: relax the best placements with a potential: a run, an exported potential, or
             module:Class of an ASE calculator. They are then ordered by slab and relaxed energy.
