@@ -28,18 +28,14 @@ from tiny_run import error_of, table
 from molflt.adsorption import placements, ranked, sites, varied
 from molflt.commands.cli import main
 
-# Distinct sites that the literature names. fcc(111): top, bridge, hcp, fcc. bcc(110): top, short
-# bridge, long bridge, hollow. fcc(110): top of both rows, bridges along and across, and hollows on
-# both facets of the trough. pymatgen's AdsorbateSiteFinder also finds 4, 3, 4 and 4 for the first.
+# Sites in the literature; pymatgen's AdsorbateSiteFinder also finds 4, 3, 4 and 4 for the first. On
+# fcc(110), it looks at the upper row only.
 KNOWN = {
     "fcc111": (lambda n: fcc111("Cu", (n, n, 4), vacuum=8), "top bridge hollow hollow"),
     "fcc100": (lambda n: fcc100("Cu", (n, n, 4), vacuum=8), "top bridge hollow"),
     "hcp0001": (lambda n: hcp0001("Ru", (n, n, 4), vacuum=8), "top bridge hollow hollow"),
     "bcc110": (lambda n: bcc110("Fe", (n, n, 4), vacuum=8), "top bridge bridge hollow"),
-    "fcc110": (
-        lambda n: fcc110("Pt", (n, n, 4), vacuum=8),
-        "top top" + 2 * " bridge" + 2 * " hollow",
-    ),
+    "fcc110": (lambda n: fcc110("Pt", (n, n, 4), vacuum=8), 2 * "top bridge hollow "),
     "graphene": (lambda n: graphene(size=(n, n, 1), vacuum=8), "top bridge hollow"),
 }
 
@@ -52,17 +48,13 @@ def test_known_surfaces_have_their_sites(name: str, n: int) -> None:
     slab.rotate(20, "z", rotate_cell=True)
     slab.rattle(1e-3)
     found = sites(slab)
-    assert [one.name.split()[0] for one in found] == expected.split()
+    order = ("top", "bridge", "hollow")
+    assert [one.name.split()[0] for one in found] == sorted(expected.split(), key=order.index)
     for one in found:
         np.testing.assert_allclose(one.axes @ one.axes.T, np.eye(3), atol=1e-9)
         apart = one.point - slab.repeat((3, 3, 1)).positions + slab.cell.array[:2].sum(axis=0)
         gaps = np.linalg.norm(apart, axis=1) - covalent_radii[slab.repeat((3, 3, 1)).numbers]
         assert abs(gaps.min() - 0.75) < 1e-3
-
-
-def test_hollows_are_told_apart() -> None:
-    names = [one.name for one in sites(fcc111("Cu", (2, 2, 4), vacuum=8))]
-    assert {"hollow Cu3 (9 9 9)", "hollow Cu3 above Cu (9 9 9)"} < {*names}
 
 
 def test_sites_of_alloys_differ_by_element() -> None:
@@ -75,7 +67,9 @@ def test_sites_of_alloys_differ_by_element() -> None:
     assert Counter(" ".join(one.name.split()[:2]) for one in found) == kinds | {"hollow Cu3": 2}
 
 
-def test_steps_have_edges_and_corners() -> None:
+def test_hollows_and_sites_of_steps_have_their_names() -> None:
+    names = {one.name for one in sites(fcc111("Cu", (2, 2, 4), vacuum=8))}
+    assert {"hollow Cu3 (9 9 9)", "hollow Cu3 above Cu (9 9 9)"} < names
     found = {one.name: one for one in sites(fcc211("Pt", (3, 2, 4), vacuum=8))}
     assert {"top Pt (7)", "bridge Pt2 above Pt (7 7)"} < found.keys()
     foot = found["hollow Pt4 above Pt (7 7 10 10)"]  # square site at the foot of the step
@@ -126,6 +120,8 @@ def test_placements_are_ready_for_calculations() -> None:
     slab.wrap(pbc=True)  # in two pieces
     one = (placed := placements(slab, "H2O"))[0]
     assert keys(placed) == outside
+    flat = placements(fcc111("Cu", (2, 2, 4), vacuum=3.5), "CH3OH", rotation=90)
+    assert max(x.positions[16:, 2].max() - x.positions[15, 2] for x in flat) < 4  # 3 Å to the next
     assert one.pbc.all() and Counter(one.get_tags()) == {0: 8, 1: 8, 2: 3}
     assert np.ptp(one.positions[:16, 2]) < 7 < one.positions[16:, 2].min() - one.positions[0, 2]
     assert sorted(one.constraints[0].index) == list(np.flatnonzero(one.get_tags() == 0))
@@ -155,9 +151,9 @@ def test_ranking_is_by_energy_and_varied() -> None:
     chosen = [kinds.index(one) for one in dict.fromkeys(kinds)][:7]
     assert [atoms for atoms, _ in varied(found, 7)] == [found[i][0] for i in chosen]
     model.domain = SimpleNamespace(kind="total")  # energies of different slabs are not compared
-    assert [atoms.info["slab"] for atoms, _ in ranked(model, placed)] == sorted(
-        atoms.info["slab"] for atoms in placed
-    )
+    assert [one.info["slab"] for one, _ in ranked(model, placed)] == [
+        one.info["slab"] for one in placed
+    ]
 
 
 def test_command_on_a_file_of_a_step(tmp_path: Path, capsys) -> None:
@@ -194,7 +190,6 @@ def test_crystals_are_cut(tmp_path: Path) -> None:
     ("slab", "words", "expected"),
     [
         (fcc111("Cu", (1, 1, 4), vacuum=8), "C6H6", "C6H6: too large for the cell"),
-        (fcc111("Cu", (2, 2, 4), vacuum=3), "C6H6", "too large"),
         (fcc111("Cu", (2, 2, 4), vacuum=8), "XyZ", "XyZ: no such file or name"),
         (bulk("Cu", cubic=True), "CO", "no slab; expected"),
         (molecule("H2O"), "CO", "no slab; expected"),
