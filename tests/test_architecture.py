@@ -25,12 +25,23 @@ MAX_FUNCTION_LINES = 60
 
 # Subpackages and top-level modules in the order of their imports.
 ORDER = ["version", "atoms", "files", "lock", "memory", "metrics", "shipped", "attention"]
-ORDER += ["graph", "sequence", "image", "data", "plots", "optimizers", "tasks", "training"]
+ORDER += [
+    "graph",
+    "sequence",
+    "image",
+    "data",
+    "adsorption",
+    "plots",
+    "optimizers",
+    "tasks",
+    "training",
+]
 ORDER += ["evaluation", "pretrained", "certify", "commands", "__main__"]
 
 # The parts that each may import.
 ADAPTERS = {"graph", "sequence", "image"}
 LEAVES: dict[str, set[str]] = {
+    "adsorption": {"atoms", "data"},
     "atoms": set(),
     "attention": set(),
     "files": set(),

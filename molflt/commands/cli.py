@@ -79,6 +79,13 @@ COMMANDS: dict[tuple[str, ...], Command] = {
         "relax structures with a trained potential",
         places={"structures": "files, folders or patterns"},
     ),
+    ("adsorb",): Command(
+        "place a molecule on slabs and rank the placements",
+        places={
+            "slabs": "files, folders or patterns; with --facet also elements",
+            "molecule": "name in ase.build.molecule, element, file, or smiles:TEXT",
+        },
+    ),
     ("generate",): Command("generate text, translations or images"),
     ("schema",): Command("JSON Schema of configurations, for editors"),
     ("completion",): Command("completion script for a shell"),

@@ -18,9 +18,9 @@ _RANGES = {
         trainer.patience trainer.val_every""",
     "[0, 2e9]": "task.warmup_steps",
     "[1, 1e9]": """
-        batch_size data.batch_size data.bucket data.length data.problems data.val_problems images
-        model.adaptive_cutoffs model.classes model.max_length model.vocabulary model.window repeats
-        runs steps task.unroll trainer.accumulate""",
+        batch_size best data.batch_size data.bucket data.length data.problems data.val_problems
+        images layers model.adaptive_cutoffs model.classes model.max_length model.vocabulary
+        model.window repeats runs steps task.unroll trainer.accumulate""",
     "[0, 1e9]": """
         model.floor task.burn_in task.energy_weight task.force_weight task.position_weight
         task.position_weight_final task.stress_weight task.weight_decay trainer.num_sanity""",
@@ -51,6 +51,7 @@ _RANGES = {
     "(0, 100]": "model.image_cutoff model.neighbor_cutoff",  # Å
     "[0, 100]": "length_penalty model.long_range_smearing model.near_field task.noise",
     "[1, 100]": "model.long_range_cutoff",  # Å
+    "[1, 360]": "rotation",  # degrees
     "(0, 10]": "model.max_frequency",  # cycles/Å
 }
 LIMITS = {name: interval for interval, names in _RANGES.items() for name in names.split()}

@@ -9,7 +9,7 @@ from molflt.plots.attention import attention_around, attention_matrices
 from molflt.plots.encodings import has_bias, rpe_curves, rpe_profiles, rpe_surfaces
 from molflt.plots.figure import further_formats
 from molflt.plots.parity import calibration, parity
-from molflt.plots.structures import structure_overview, structure_views
+from molflt.plots.structures import placement_views, structure_overview, structure_views
 from molflt.plots.tokens import confusion, image_sheet, losses_by_place, substitutions
 from molflt.plots.training import (
     GroupError,
@@ -37,6 +37,7 @@ __all__ = [
     "losses_by_place",
     "overlaid_curves",
     "parity",
+    "placement_views",
     "rpe_curves",
     "rpe_profiles",
     "rpe_surfaces",

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from torch_geometric.data import Data
 
-__all__ = ["structure_overview", "structure_views"]
+__all__ = ["placement_views", "structure_overview", "structure_views"]
 
 
 def structure_overview(
@@ -46,6 +46,20 @@ def structure_views(structure: Data, file: Path) -> None:
     with picture(file, figsize=(5.8, 3.1)) as figure:
         for axes, view in zip(figure.subplots(1, 2), ("top", "side"), strict=True):
             _view(axes, structure, view)
+
+
+def placement_views(structures: Mapping[str, Data], file: Path) -> None:
+    """Draws structures by title, side by side, from the top and from the side.
+
+    Args:
+        structures: records of `molflt.data.structures.records.make_record`.
+    """
+    with picture(file, figsize=(2.9 * len(structures), 5.6)) as figure:
+        grid = figure.subplots(2, len(structures), squeeze=False)
+        for column, (title, structure) in zip(grid.T, structures.items(), strict=True):
+            for axes, view in zip(column, ("top", "side"), strict=True):
+                _view(axes, structure, view)
+                axes.set_title(title if view == "top" else "", fontsize=9)
 
 
 def _histogram(axes: Axes, energies: Mapping[str, np.ndarray]) -> None:

@@ -1,0 +1,169 @@
+"""``molflt adsorb``: places a molecule on slabs and ranks the placements."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from molflt import plots
+from molflt.adsorption import placements, ranked, varied
+from molflt.data.structures.ase_fields import not_held
+from molflt.data.structures.base import ANY_TAGS
+from molflt.data.structures.in_memory import StructuresInMemory
+from molflt.data.structures.sources import exists, files_of
+from molflt.evaluation.predictions import open_structures
+from molflt.evaluation.relaxation import relax_atoms
+from molflt.evaluation.results import warn, write_csv
+from molflt.files import atomically, expect_writable
+from molflt.pretrained import EnergyPredictor, load
+from molflt.pretrained.calculator import Calculator
+
+if TYPE_CHECKING:
+    from ase import Atoms
+
+__all__ = ["adsorb"]
+
+_DRAWN = 5
+_TO_CUBIC = {60: [[-1, 1, 1], [1, -1, 1], [1, 1, -1]], 109: [[0, 1, 1], [1, 0, 1], [1, 1, 0]]}
+"""angle between the primitive vectors of fcc and bcc, degrees -> cubic cell"""
+
+
+def adsorb(
+    slabs: Path | Sequence[Path],
+    molecule: Path,
+    *,
+    run: str | None = None,
+    out: Path = Path("adsorbed.extxyz"),
+    best: int = 10,
+    rotation: float = 30.0,
+    repeat: str = "1,1",
+    facet: str | None = None,
+    layers: int = 4,
+    vacuum: float = 15.0,
+    relax: str | None = None,
+    fmax: float = 0.05,
+    steps: int = 200,
+    device: str = "auto",
+) -> None:
+    """Places a molecule on all distinct sites of slabs, and ranks the placements by energy.
+
+    Writes the best placements that differ in site or orientation, a table of all placements (.csv),
+    and a picture of the best five (.png).
+
+    Args:
+        slabs: files of slabs with vacuum along their third cell vector, folders of these, or
+            patterns in quotes. With --facet, crystals to cut: files, or names of elements.
+        molecule: name in ase.build.molecule, such as CH3OH; an element; a file; or smiles:TEXT.
+        run: folder of a training run, an exported model, or hf:OWNER/NAME; by default the energy
+            model that comes with the package.
+        out: file to write, .extxyz.
+        best: number of placements to write.
+        rotation: step of the rotation about the normal of the surface, degrees.
+        repeat: N,M, repetitions of the slabs along their first two cell vectors.
+        facet: H,K,L, Miller indices, of the cubic cell for primitive fcc and bcc crystals.
+        layers: number of layers of `ase.build.surface`, with --facet.
+        vacuum: Å between the slab and its next image, with --facet.
+        relax: relax the best placements with a potential: a run, an exported potential, or
+            module:Class of an ASE calculator. They are then ordered by slab and relaxed energy.
+        fmax: largest force on a free atom at convergence, eV/Å.
+        steps: maximum number of steps of a relaxation.
+        device: auto, cpu, cuda or cuda:N.
+    """
+    out, paths = Path(out), [Path(slabs)] if isinstance(slabs, str | Path) else list(slabs)
+    if out.suffix != ".extxyz":
+        raise ValueError(f"{out}: expected a name that ends in .extxyz; got {out.suffix!r}")
+    for ending in (".extxyz", ".csv", ".png"):
+        expect_writable(out.with_suffix(ending), *files_of([one for one in paths if exists(one)]))
+    indices = None if facet is None else _whole("facet", facet, 3)
+    given = _read(paths, indices, layers, vacuum)
+    repeated = [one.repeat((*_whole("repeat", repeat, 2), 1)) for one in given.values()]
+    model = load(run, device)
+    if not isinstance(model, EnergyPredictor):
+        raise ValueError(f"{run}: expected a model of energies; got recipe {model.trained.recipe}")
+    share = None if model.domain is None else model.domain.surface
+    calculator = None if relax is None else _calculator(relax, device)
+    placed = ranked(model, placements(repeated, str(molecule), rotation=rotation, share=share))
+    rows = {}
+    for place, (atoms, found) in enumerate(placed, start=1):
+        atoms.info["slab"] = list(given)[atoms.info["slab"]]
+        energies = {"energy_eV": found.energy, "uncertainty_eV": found.uncertainty}
+        rows[id(atoms)] = {"rank": place, **atoms.info, **energies, "outside": None}
+        rows[id(atoms)]["outside"] = "; ".join(found.outside) or None
+        atoms.info |= {f"predicted_{key}": one for key, one in energies.items() if one is not None}
+    print(_summary(list(rows.values())))
+    frames = [atoms for atoms, _ in varied(placed, best)]
+    if calculator is not None:
+        done = [relax_atoms(one, calculator, fmax=fmax, steps=steps) for one in frames]
+        for atoms, one in zip(frames, done, strict=True):
+            rows[id(atoms)] |= {"relaxed_energy_eV": one.after, "converged": one.converged}
+        done.sort(key=lambda one: (one.atoms.info["slab"], one.after))
+        frames = [one.atoms for one in done]
+    _write(out, frames, list(rows.values()))
+
+
+def _whole(name: str, text: str, count: int) -> tuple[int, ...]:
+    """Parses whole numbers separated by commas."""
+    words = text.split(",")
+    if len(words) != count or not all(word.strip().lstrip("-").isdecimal() for word in words):
+        raise ValueError(f"--{name} {text}: expected {count} whole numbers separated by commas")
+    return tuple(map(int, words))
+
+
+def _calculator(source: str, device: str) -> Any:
+    module, _, name = source.partition(":")
+    return resolve_name(source)() if name and module != "hf" else Calculator(source, device=device)
+
+
+def _read(
+    paths: Sequence[Path], facet: tuple[int, ...] | None, layers: int, vacuum: float
+) -> dict[str, Atoms]:
+    """Returns the slabs by name."""
+    from ase.build import bulk, make_supercell, surface
+
+    found: dict[str, Atoms] = {}
+    for path in paths:
+        if facet is not None and not exists(path):
+            try:
+                found[str(path)] = bulk(str(path))
+            except (KeyError, ValueError, RuntimeError) as error:
+                raise ValueError(f"{path}: no such file or element; {error}") from None
+            continue
+        dataset = open_structures(path, False, ANY_TAGS._replace(keep_atoms=True))
+        for i in range(len(dataset)):
+            found[f"{dataset.file(i)} {dataset.place(i)}"] = dataset.to_atoms(i)
+    for name, crystal in found.items() if facet is not None else ():
+        lengths, angles = np.split(crystal.cell.cellpar(), 2)
+        if np.ptp(lengths) < 1e-3 and np.ptp(angles) < 1e-2:
+            crystal = make_supercell(crystal, _TO_CUBIC.get(int(angles[0] + 0.1), np.eye(3)))
+        crystal.positions += 0.02 * crystal.cell.sum(axis=0)  # no atoms between two layers
+        found[name] = surface(crystal, facet, layers, vacuum / 2, periodic=True)
+    return found
+
+
+def _summary(rows: Sequence[dict[str, Any]]) -> str:
+    first, kinds = rows[0], len({(row["slab"], row["site"]) for row in rows})
+    text, more = f"{len(rows):,} placements on {kinds} sites; best: {first['energy_eV']:.3f}", ""
+    if (half := first["uncertainty_eV"]) is not None:
+        close = sum(row["energy_eV"] <= first["energy_eV"] + half for row in rows) - 1
+        more = f" ± {half:.3f} eV, an interval that contains {close:,} others"
+    return f"{text}{more or ' eV'}; {first['site']}, {first['orientation']}, {first['rotation']:g}°"
+
+
+def _write(out: Path, frames: Sequence[Atoms], rows: Sequence[dict[str, Any]]) -> None:
+    from ase.io import write
+
+    for text in dict.fromkeys(text for one in frames for text in not_held(one, out.suffix)):
+        warn(f"{out}: {text}")
+    with atomically(out) as part:
+        write(str(part), frames, format="extxyz")
+    write_csv(out.with_suffix(".csv"), rows)
+    records, shown = StructuresInMemory(frames[:_DRAWN], ANY_TAGS), {}
+    for place, one in enumerate(frames[:_DRAWN]):
+        note = f"{one.info['site']}\n{one.info['orientation']}, {one.info['rotation']:g}°"
+        shown[f"{one.info['predicted_energy_eV']:.3f} eV\n{note}"] = records[place]
+    plots.placement_views(shown, out.with_suffix(".png"))
+    print(f"{out}: {len(frames)} placements; all are in {out.with_suffix('.csv')}")

@@ -1,0 +1,203 @@
+"""Sites, placements and the command ``molflt adsorb``."""
+
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from ase import Atoms
+from ase.build import (
+    bcc110,
+    bulk,
+    fcc100,
+    fcc110,
+    fcc111,
+    fcc211,
+    graphene,
+    hcp0001,
+    molecule,
+    surface,
+)
+from ase.calculators.emt import EMT
+from ase.constraints import FixAtoms
+from ase.data import covalent_radii
+from ase.io import read, write
+from tiny_run import error_of, table
+
+from molflt.adsorption import placements, ranked, sites, varied
+from molflt.commands.cli import main
+
+# Sites in the literature; pymatgen's AdsorbateSiteFinder also finds 4, 3, 4 and 4 for the first. On
+# fcc(110), it looks at the upper row only.
+KNOWN = {
+    "fcc111": (lambda n: fcc111("Cu", (n, n, 4), vacuum=8), "top bridge hollow hollow"),
+    "fcc100": (lambda n: fcc100("Cu", (n, n, 4), vacuum=8), "top bridge hollow"),
+    "hcp0001": (lambda n: hcp0001("Ru", (n, n, 4), vacuum=8), "top bridge hollow hollow"),
+    "bcc110": (lambda n: bcc110("Fe", (n, n, 4), vacuum=8), "top bridge bridge hollow"),
+    "fcc110": (lambda n: fcc110("Pt", (n, n, 4), vacuum=8), 2 * "top bridge hollow "),
+    "graphene": (lambda n: graphene(size=(n, n, 1), vacuum=8), "top bridge hollow"),
+}
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("name", KNOWN)
+def test_known_surfaces_have_their_sites(name: str, n: int) -> None:
+    make, expected = KNOWN[name]
+    slab = make(n)
+    slab.rotate(20, "z", rotate_cell=True)
+    slab.rattle(1e-3)
+    found = sites(slab)
+    order = ("top", "bridge", "hollow")
+    assert [one.name.split()[0] for one in found] == sorted(expected.split(), key=order.index)
+    for one in found:
+        np.testing.assert_allclose(one.axes @ one.axes.T, np.eye(3), atol=1e-9)
+        apart = one.point - slab.repeat((3, 3, 1)).positions + slab.cell.array[:2].sum(axis=0)
+        gaps = np.linalg.norm(apart, axis=1) - covalent_radii[slab.repeat((3, 3, 1)).numbers]
+        assert abs(gaps.min() - 0.75) < 1e-3
+
+
+def test_sites_of_alloys_differ_by_element() -> None:
+    """Cu3Pt(111), where no two Pt atoms touch, has these nine sites."""
+    corners = [(0, 0, 0), (0, 0.5, 0.5), (0.5, 0, 0.5), (0.5, 0.5, 0)]
+    crystal = Atoms("PtCu3", scaled_positions=corners, cell=3 * [3.7], pbc=True)
+    crystal.positions += 0.1
+    found = sites(surface(crystal, (1, 1, 1), 4, vacuum=8))
+    kinds = {"top Cu": 1, "top Pt": 1, "bridge CuPt": 1, "bridge Cu2": 2, "hollow Cu2Pt": 2}
+    assert Counter(" ".join(one.name.split()[:2]) for one in found) == kinds | {"hollow Cu3": 2}
+
+
+def test_hollows_and_sites_of_steps_have_their_names() -> None:
+    names = {one.name for one in sites(fcc111("Cu", (2, 2, 4), vacuum=8))}
+    assert {"hollow Cu3 (9 9 9)", "hollow Cu3 above Cu (9 9 9)"} < names
+    found = {one.name: one for one in sites(fcc211("Pt", (3, 2, 4), vacuum=8))}
+    assert {"top Pt (7)", "bridge Pt2 above Pt (7 7)"} < found.keys()
+    foot = found["hollow Pt4 above Pt (7 7 10 10)"]  # square site at the foot of the step
+    assert foot.axes[2, 2] < 0.9 and len(found) == 11
+
+
+def keys(placed: list[Atoms]) -> Counter[tuple[object, ...]]:
+    return Counter((one.info["orientation"], one.info["height"]) for one in placed)
+
+
+def test_supercells_have_the_same_placements() -> None:
+    small, large = (placements(fcc111("Cu", (n, n, 4), vacuum=8), "CO") for n in (2, 4))
+    assert len(small) == 24 and keys(small) == keys(large)
+
+
+def test_benzene_lies_flat_in_the_eight_known_ways() -> None:
+    """Top, bridge, hcp and fcc, each turned by 0 and 30 degrees."""
+    placed = placements(fcc111("Pt", (4, 4, 4), vacuum=8), "C6H6")
+    flat = [one for one in placed if np.ptp(one.positions[-12:, 2]) < 1e-6]
+    assert Counter(one.info["site"][0] for one in flat) == dict.fromkeys("0123", 2)
+
+
+@pytest.mark.parametrize(
+    "slab", [fcc111("Cu", (2, 2, 4), vacuum=8), fcc211("Pt", (3, 2, 4), vacuum=8)]
+)
+def test_molecules_touch_without_overlaps_and_keep_their_shape(slab: Atoms) -> None:
+    slab.pbc = True
+    own = molecule("CH3OH")
+    radii = covalent_radii[own.numbers] + np.where(own.numbers == 1, 0.5, 0.1)
+    for one in placements(slab, own, rotation=60):
+        placed = one[one.get_tags() == 2]
+        placed.pbc = False
+        np.testing.assert_allclose(placed.get_all_distances(), own.get_all_distances(), atol=1e-9)
+        volumes = [np.linalg.det(x.positions[[1, 2, 4]] - x.positions[0]) for x in (own, placed)]
+        assert abs(volumes[0] - volumes[1]) < 1e-6  # not a mirror image
+        count = len(slab)
+        away = one.get_all_distances(mic=True)[count:, :count]
+        gap = away - np.add.outer(radii, covalent_radii[slab.numbers])
+        assert abs(gap.min()) < 1e-6
+        images = one[count:].repeat((2, 2, 1))
+        assert images.get_all_distances(mic=True)[:6, 6:].min() > 1.6
+
+
+def test_placements_are_ready_for_calculations() -> None:
+    slab = fcc111("Cu", (2, 2, 4), vacuum=6)
+    slab.positions[:, 2] -= 7.0
+    outside = keys(placements(slab, "H2O"))
+    slab.wrap(pbc=True)  # in two pieces
+    one = (placed := placements(slab, "H2O"))[0]
+    assert keys(placed) == outside
+    flat = placements(fcc111("Cu", (2, 2, 4), vacuum=3.5), "CH3OH", rotation=90)
+    assert max(x.positions[16:, 2].max() - x.positions[15, 2] for x in flat) < 4  # 3 Å to the next
+    assert one.pbc.all() and Counter(one.get_tags()) == {0: 8, 1: 8, 2: 3}
+    assert np.ptp(one.positions[:16, 2]) < 7 < one.positions[16:, 2].min() - one.positions[0, 2]
+    assert sorted(one.constraints[0].index) == list(np.flatnonzero(one.get_tags() == 0))
+    slab = fcc111("Cu", (2, 2, 4), vacuum=6)
+    slab.set_constraint(FixAtoms(indices=range(4)))
+    assert Counter(placements(slab, "H2O")[0].get_tags()) == {0: 4, 1: 12, 2: 3}
+    shared = placements(slab, "H2O", share=(0.2, 0.3))[0]
+    assert Counter(shared.get_tags()) == {0: 12, 1: 4, 2: 3}
+
+
+def test_ranking_is_by_energy_and_varied() -> None:
+    placed = placements(
+        [fcc111("Cu", (2, 2, 3), vacuum=8), fcc100("Cu", (2, 2, 3), vacuum=8)], "CO"
+    )
+    energies = np.random.default_rng(0).normal(size=len(placed))
+
+    def predict(given: list[Atoms], tags: str) -> list[SimpleNamespace]:
+        return [SimpleNamespace(energy=energy) for energy in energies]
+
+    model = SimpleNamespace(predict=predict, domain=None)
+    found = ranked(model, placed)
+    assert [one.energy for _, one in found] == sorted(energies)
+    assert all(atoms is placed[list(energies).index(one.energy)] for atoms, one in found[:5])
+    kinds = [
+        tuple(atoms.info[key] for key in ("slab", "site", "orientation")) for atoms, _ in found
+    ]
+    chosen = [kinds.index(one) for one in dict.fromkeys(kinds)][:7]
+    assert [atoms for atoms, _ in varied(found, 7)] == [found[i][0] for i in chosen]
+    model.domain = SimpleNamespace(kind="total")  # energies of different slabs are not compared
+    assert [one.info["slab"] for one, _ in ranked(model, placed)] == [
+        one.info["slab"] for one in placed
+    ]
+
+
+def test_command_on_a_file_of_a_step(tmp_path: Path, capsys) -> None:
+    slab, out = tmp_path / "slab.extxyz", tmp_path / "best.extxyz"
+    write(slab, fcc211("Cu", (3, 2, 3), vacuum=8))
+    words = ["adsorb", str(slab), "H2O", "--rotation=90", "--best=3", f"--out={out}"]
+    assert main([*words, "--relax=ase.calculators.emt:EMT", "--steps=2"]) == 0
+    assert "sites; best: " in capsys.readouterr().out
+    rows, frames = table(out.with_suffix(".csv")), read(out, ":")
+    energies = [float(row["energy_eV"]) for row in rows]
+    assert energies == sorted(energies) and len(rows) > 50
+    assert {row["slab"] for row in rows} == {f"{slab} 0"} and float(rows[0]["uncertainty_eV"]) > 0
+    relaxed = sorted(float(row["relaxed_energy_eV"]) for row in rows if row["relaxed_energy_eV"])
+    assert len(frames) == 3 and [one.get_potential_energy() for one in frames] == relaxed
+    frames[0].calc = EMT()
+    assert abs(frames[0].get_potential_energy() - relaxed[0]) < 1e-4
+    assert Counter(frames[0].get_tags()) == {0: 10, 1: 8, 2: 3} and frames[0].constraints
+    assert out.with_suffix(".png").stat().st_size > 5000
+
+
+def test_crystals_are_cut(tmp_path: Path) -> None:
+    """A primitive cell as a file, and the name of an element, give the same slabs."""
+    write(tmp_path / "cu.cif", bulk("Cu"))
+    found = []
+    for name in (tmp_path / "cu.cif", "Cu"):
+        words = [str(name), "CH3OH", "--facet=1,0,0", "--best=1", "--rotation=180"]
+        assert main(["adsorb", *words, f"--out={tmp_path / 'x.extxyz'}"]) == 0
+        found.append(table(tmp_path / "x.csv"))
+    assert len({row["site"] for row in found[0]}) == 3
+    assert [row["energy_eV"][:6] for row in found[0]] == [row["energy_eV"][:6] for row in found[1]]
+
+
+@pytest.mark.parametrize(
+    ("slab", "words", "expected"),
+    [
+        (fcc111("Cu", (1, 1, 4), vacuum=8), "C6H6", "C6H6: too large for the cell"),
+        (fcc111("Cu", (2, 2, 4), vacuum=8), "XyZ", "XyZ: no such file or name"),
+        (bulk("Cu", cubic=True), "CO", "no slab; expected"),
+        (molecule("H2O"), "CO", "no slab; expected"),
+        (fcc111("Cu", (2, 2, 4), vacuum=8), "CO --out a.xyz", ".extxyz"),
+        (bulk("Cu"), "CO --facet 1,1", "--facet 1,1: expected 3 whole numbers"),
+    ],
+)
+def test_refusals(slab: Atoms, words: str, expected: str, tmp_path: Path, capsys) -> None:
+    write(tmp_path / "slab.extxyz", slab)
+    assert expected in error_of(capsys, "adsorb", str(tmp_path / "slab.extxyz"), *words.split())
+    assert len(list(tmp_path.iterdir())) == 1
