@@ -10,8 +10,7 @@ from torch_geometric.data import Batch
 from molflt.graph import EnergyRegressor, GraphAttention
 from molflt.graph.dense import DenseAtoms
 from molflt.graph.geometry import Geometry
-from molflt.graph.periodic import Images
-from molflt.graph.schemes import PERIODIC
+from molflt.graph.periodic import PERIODIC, Images
 
 
 class AllImages(Images):
