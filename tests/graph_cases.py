@@ -3,7 +3,9 @@
 from typing import NamedTuple
 
 import torch
+from ase import Atoms
 from torch import Tensor
+from torch_geometric.data import Data
 
 from molflt.graph import GraphAttention
 
@@ -59,6 +61,17 @@ def collated(graphs: list[Graph]) -> dict:
 def run(layer: GraphAttention, graphs: list[Graph]) -> list[Tensor]:
     """Outputs of each graph from one batch."""
     return list(layer(**collated(graphs)).split([len(each.x) for each in graphs]))
+
+
+def data(atoms: Atoms, **more: Tensor) -> Data:
+    """The structure of PyG, float64."""
+    return Data(
+        pos=torch.tensor(atoms.positions),
+        atomic_numbers=torch.tensor(atoms.numbers),
+        cell=torch.tensor(atoms.cell.array)[None],
+        pbc=torch.tensor(atoms.pbc)[None],
+        **more,
+    )
 
 
 class Kind(NamedTuple):

@@ -61,7 +61,8 @@ class Geometry(NamedTuple):
         pos = _points(pos, atoms)
         if pbc is not None and pbc.is_floating_point():
             raise ValueError(f"pbc must be bool, one for each axis; got {pbc.dtype}; use .bool()")
-        stacked = [len(x) for x, axes in ((cell, 3), (pbc, 2)) if x is not None and x.ndim == axes]
+        given = ((cell, 3), (pbc, 2))  # `len` would fix the size in exported programs
+        stacked = [x.shape[0] for x, axes in given if x is not None and x.ndim == axes]
         if batch is not None:
             batch = _in_order(batch, pos, graphs)
         else:

@@ -63,17 +63,6 @@ def test_one_package_for_all_sizes(exported, monkeypatch):
         fast.use_mesh_()
 
 
-def test_predictions_with_compiled_code(exported, tmp_path, capsys):
-    write(tmp_path / "in.extxyz", structures(5, 9))
-    tables = []
-    for words in ([], ["--compiled=true"]):
-        capsys.readouterr()
-        assert main(["predict", str(exported), str(tmp_path / "in.extxyz"), *words]) == 0
-        lines = capsys.readouterr().out.splitlines()[1:]
-        tables.append([float(line.rpartition(",")[2]) for line in lines])
-    assert tables[1] == pytest.approx(tables[0], abs=1e-5)
-
-
 def test_unsupported_inputs_of_compiled_code_are_refused(exported, tmp_path, capsys):
     out = tmp_path / "out"
     shutil.copytree(exported, out)

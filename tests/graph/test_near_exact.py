@@ -100,10 +100,8 @@ def test_lattice_shifts_and_supercells_change_nothing():
 
 
 def test_float32_neither_overflows_nor_loses_rows():
-    layer = build(near_field=4.0).float()
     x, pos, batch, _, _ = (t.float() if t.is_floating_point() else t for t in atoms(60.0))
-    x.requires_grad_()
-    out = layer(x, pos, batch)
+    out = build(near_field=4.0).float()(x.requires_grad_(), pos, batch)
     out.square().sum().backward()
     assert out.isfinite().all() and x.grad.isfinite().all()
 
