@@ -13,7 +13,8 @@ EXACT = {"rtol": 0.0, "atol": 1e-10}
 DIM, HEADS = 16, 2
 SHELLS = {"node_diameter": 12.0, "node_max_frequency": 0.2, "node_num_shells": 3}
 NODES = {"gaussian": {"num_nodes": 5}, "sobol": {"num_nodes": 5}, "shells": SHELLS}
-SCHEMES = {"images": {"image_cutoff": 4.0}, "reciprocal": {"max_frequency": 0.2}}
+SCHEMES = {"images": {"image_cutoff": 4.0}}
+SCHEMES |= {name: {"max_frequency": 0.2} for name in ("reciprocal", "mesh")}
 TRICLINIC = torch.tensor([[7.0, 0.4, 0.1], [-2.0, 6.0, 0.3], [0.5, 1.0, 6.5]])
 # Not periodic along the third axis, which so need not have a vector.
 SLAB = torch.tensor([[6.0, 0.3, 0.2], [1.5, 6.5, -0.4], [0.0, 0.0, 0.0]])
@@ -79,7 +80,7 @@ class Kind(NamedTuple):
 
     position: str
     periodic: str
-    near: bool
+    near: bool | str  # "exact": q.k of near pairs, too
     nodes: str
     mixing: str
 
@@ -89,7 +90,7 @@ class Kind(NamedTuple):
     def build(self, seed: int = 0, **options) -> GraphAttention:
         """A float64 layer whose mask is far from uniform."""
         extra = {"num_gaussians": 6}
-        lattice = self.periodic == "reciprocal"
+        lattice = self.periodic in ("reciprocal", "mesh")
         if not lattice and self.mixing != "softmax":
             extra |= {"nodes": self.nodes, **NODES[self.nodes]}
         if self.position == "multiplicative" and not lattice:
@@ -99,6 +100,7 @@ class Kind(NamedTuple):
             "position": self.position,
             "periodic": self.periodic,
             "near_field": 3.0 if self.near else None,
+            "near_exact": self.near == "exact",
             "mixing": self.mixing,
             **SCHEMES.get(self.periodic, {}),
             **({} if self.mixing == "softmax" else {"num_features": 16}),
@@ -129,6 +131,9 @@ def kinds(*mixings: str) -> list[Kind]:
                 found.append(Kind("spectral", periodic, False, nodes, mixing))
                 for near in (False, True)[: 1 if periodic == "images" else 2]:
                     found.append(Kind("multiplicative", periodic, near, nodes, mixing))
+        if mixing != "softmax":
+            more = ("none", "exact"), ("reciprocal", "exact"), ("mesh", False), ("mesh", True)
+            found += [Kind("multiplicative", *each, "gaussian", mixing) for each in more]
     return found
 
 

@@ -8,14 +8,15 @@ from torch import Tensor
 from molflt.graph import GraphAttention
 from molflt.graph.geometry import Geometry
 
-POSITIONS = ("spectral", "multiplicative", "near")
+POSITIONS = ("spectral", "multiplicative", "near", "exact")
 UNIMODULAR = torch.tensor([[1.0, 1.0, 0.0], [0.0, 1.0, 0.0], [0.0, 2.0, 1.0]])
 IN_PLANE = torch.tensor([[1.0, 3.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
 
 
 def reciprocal(position: str, mixing: str = "linear", **options) -> GraphAttention:
-    """A layer with nodes on reciprocal lattices; "near": multiplicative with a near field."""
-    near = position == "near"
+    """A layer with nodes on reciprocal lattices; "near", "exact": forms of the near field."""
+    near = {"near": True, "exact": "exact"}.get(position, False)
+    mixing = "quadratic" if position == "exact" and mixing == "softmax" else mixing
     kind = Kind("multiplicative" if near else position, "reciprocal", near, "gaussian", mixing)
     return kind.build(**options)
 
@@ -64,7 +65,7 @@ SUPERCELLS = [("crystal", (2, 2, 2)), ("crystal", (2, 1, 1)), ("slab", (2, 2, 1)
 
 @pytest.mark.parametrize("mixing", ["linear", "quadratic", "softmax"])
 @pytest.mark.parametrize(("structure", "copies"), SUPERCELLS)
-@pytest.mark.parametrize("position", ["multiplicative", "near"])
+@pytest.mark.parametrize("position", POSITIONS[1:])
 def test_supercells_of_the_multiplicative_position(position, structure, copies, mixing):
     layer = reciprocal(position, mixing)
     assert against_supercell(layer, structure, copies).abs().max() < 1e-10
