@@ -164,32 +164,6 @@ def test_there_is_no_import_cycle() -> None:
     assert not [path for path, node in nodes(SOURCES, ast.ImportFrom) if node.level]  # see `cycle`
 
 
-HIDDEN = ["def f():\n    {}\n", "if TYPE_CHECKING:\n    {}\n", "{}\n"]
-
-
-@pytest.mark.parametrize("place", HIDDEN)
-def test_forbidden_imports_are_found(
-    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Inside functions, for type checkers, and at the top of a file."""
-    monkeypatch.setitem(globals(), "ROOT", tmp_path)
-    (tmp_path / "a.py").write_text("import b\n")
-    (tmp_path / "b.py").write_text(place.format("from a import g"))
-    assert set(cycle(sorted(tmp_path.glob("*.py")))) == {"a", "b"}
-    folder = tmp_path / "molflt" / "tasks"
-    folder.mkdir(parents=True)
-    for number, (line, count) in enumerate(
-        {
-            "from molflt.training.config import Config": 1,
-            "from molflt import evaluation, metrics": 1,
-            "from molflt.data.batches import BatchedData": 0,
-        }.items()
-    ):
-        probe = folder / f"probe{number}.py"
-        probe.write_text(place.format(line))
-        assert len(forbidden(probe)) == count
-
-
 def test_attention_needs_only_torch() -> None:
     allowed = {"torch", "numpy", "scipy", "molflt", *sys.stdlib_module_names}
     found = {name.partition(".")[0]: f"{p}:{n}" for p in CORE_FILES for name, n in imports(p)}

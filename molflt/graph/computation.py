@@ -120,10 +120,6 @@ class EnergyComputation(nn.Module):
 
     Args:
         model: trained regressor; it is copied.
-
-    Raises:
-        ValueError: for periodic images, atoms that move between passes, softmax attention or a
-            potential.
     """
 
     def __init__(self, model: EnergyRegressor) -> None:
@@ -174,12 +170,8 @@ class EnergyComputation(nn.Module):
 def export_energies(model: EnergyRegressor, batch: "Data") -> "ExportedProgram":
     """Exports an `EnergyComputation` with `torch.export`, for any number of atoms and graphs.
 
-    Args:
-        model: a trained regressor.
-        batch: an example of at least two graphs with at least two atoms each.
-
-    Returns:
-        Program whose `.module()` maps `EnergyInputs` of any batch to energies, eV.
+    The example must have at least two graphs of two atoms. `.module()` of the program maps
+    `EnergyInputs` of any batch to energies, eV.
     """
     from torch.export import Dim, export
 
@@ -219,11 +211,9 @@ def _check(model: nn.Module) -> None:
 
 
 def compile_energies(model: EnergyRegressor, path: Path) -> Path:
-    """Compiles `EnergyComputation` for this machine's processor, which takes minutes.
+    """Compiles a model's `EnergyComputation` for this processor and writes it to a .pt2 file.
 
-    Args:
-        model: a trained regressor, on the CPU.
-        path: package to write, with the extension .pt2.
+    This takes minutes. Returns the path.
     """
     from torch._inductor import aoti_compile_and_package
     from torch._inductor.exc import InvalidCxxCompiler
@@ -246,9 +236,6 @@ class CompiledEnergies(nn.Module):
         model: regressor that was compiled; it prepares batches.
         path: package written by `compile_energies`. It contains machine code, which may do
             anything; load only files that you trust.
-
-    Raises:
-        RuntimeError: if the package was compiled for another kind of processor.
     """
 
     def __init__(self, model: EnergyRegressor, path: Path) -> None:
@@ -283,6 +270,6 @@ def _example(model: EnergyRegressor) -> "Data":
         batch=torch.tensor([0, 0, 0, 1, 1]),
         atomic_numbers=torch.tensor([29, 29, 8, 29, 29]),
         tags=torch.tensor([1, 2, 2, 1, 2]),
-        cell=8 * torch.eye(3),
-        pbc=torch.ones(3, dtype=torch.bool),
+        cell=8 * torch.eye(3).expand(2, 3, 3),
+        pbc=torch.ones(2, 3, dtype=torch.bool),
     )

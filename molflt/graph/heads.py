@@ -113,9 +113,7 @@ class AtomEmbedding(nn.Module):
         dim: width of the embedding.
         num_basis: size of the radial basis b; 0 leaves the summary out.
         cutoff: radius of the neighborhood, Å.
-        descriptors: see `ElementEmbedding`.
-        messages: number of layers of messages; 0 leaves them out.
-        message_pairs: "all", or "adsorbate" for pairs that include an adsorbate atom.
+        descriptors, messages, message_pairs: see `EnergyRegressor`.
     """
 
     def __init__(
@@ -208,14 +206,9 @@ class EnergyReadout(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Computes the contribution of each atom to the energy.
 
-        Args:
-            h: (atoms, dim), tokens.
-            geometry: graphs with tags.
-            neighbors: pairs within the cutoff; not needed if all atoms count fully.
-
-        Returns:
-            Energies (atoms,), and bonds -log(1 - s(d)) across the interface, (pairs,) or None if
-            all atoms count fully.
+        Takes tokens (atoms, dim), graphs with tags and, if some atoms count by contact, the pairs
+        within the cutoff. Returns energies (atoms,), and bonds -log(1 - s(d)) across the interface,
+        (pairs,) or None if all atoms count fully.
         """
         counted = geometry.above_subsurface()
         assert geometry.tags is not None

@@ -46,12 +46,10 @@ _LEAST = 1e-12  # added to each weight of the total charge: equal shares if all 
 
 
 class LongRangeEnergy(NamedTuple):
-    """Energies of graphs, and the latent charges that they are computed from."""
+    """Sharp and smooth part of the energies, (graphs,) float64, eV, and the latent charges."""
 
     near: Tensor
-    """(graphs,) float64, eV, sharp part of pairs within the cutoff"""
     far: Tensor
-    """(graphs,) float64, eV, smooth part of all pairs"""
     charges: Tensor
     """(atoms, powers, channels); those of p = 1 are in e"""
 

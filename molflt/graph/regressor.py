@@ -232,10 +232,6 @@ class EnergyRegressor(nn.Module):
             mode, unless `readout` is "all", also "adsorbate_energy": (atoms,) float64, eV, the
             contribution of each adsorbate atom and of the slab atoms in contact with it; the sum
             over an adsorbate is its energy.
-
-        Raises:
-            TypeError: if the input is not PyG data.
-            ValueError: if an attribute is missing or wrong; the message names it.
         """
         atoms = Atoms.of(batch, self.embedding.element.weight)
         whole, references = atoms.geometry, self._references(atoms)

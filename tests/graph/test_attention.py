@@ -11,9 +11,7 @@ from graph_cases import (
     EXACT,
     FEW,
     HEADS,
-    SLAB,
     TRICLINIC,
-    Kind,
     close,
     collated,
     graph,
@@ -52,8 +50,8 @@ def test_a_graph_does_not_see_its_batch(kind):
 def test_symmetries(kind):
     """Order of atoms, translation of each graph and, of the exact mask, rotation.
 
-    Translations along lattices are exact with neither a mesh nor, tested below, an additive
-    position with nodes. Molecules of "reciprocal" turn in a box of finite size.
+    Translations along lattices are exact with neither a mesh nor an additive position with nodes.
+    Molecules of "reciprocal" turn in a box of finite size.
     """
     layer, graphs = kind.build(), mixed()
     exact, lattice = kind.mixing == "softmax", kind.periodic in ("reciprocal", "mesh")
@@ -95,19 +93,6 @@ def test_linear_equals_quadratic(kind):
     for one, other in zip(*found, strict=True):
         assert torch.isfinite(one).all()
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
-
-
-def test_additive_reciprocal_promises_no_translation_along_periodic_axes():
-    """Its random features see where the crystal lies; perpendicular to a slab they do not."""
-    layer = Kind("spectral", "reciprocal", False, "gaussian", "linear").build()
-    slab = graph("slab", 12)
-    straight = run(layer, [slab])[0]
-    for step, bounds in (
-        (torch.linalg.cross(*SLAB[:2].double()), (0, 1e-10)),
-        (SLAB[0], (1e-3, 1)),
-    ):
-        moved = run(layer, [slab._replace(pos=slab.pos + 0.3 * step / step.norm())])[0]
-        assert bounds[0] <= (moved - straight).abs().max() < bounds[1]
 
 
 def test_performer_needs_no_positions():

@@ -70,19 +70,11 @@ def test_unsupported_inputs_of_compiled_code_are_refused(exported, tmp_path, cap
     write(tmp_path / "in.extxyz", structures(5))
     record = json.loads((out / "energies.json").read_text())
     for key in record:
-        changed = json.dumps({**record, key: "other"})
-        (out / "energies.json").write_text(changed)
+        (out / "energies.json").write_text(json.dumps({**record, key: "other"}))
         assert f"made for {key} 'other'; here is" in error_of(capsys, *words)
-    (out / "energies.json").write_text("[")
-    assert "energies.json: expected a JSON object" in error_of(capsys, *words)
     (out / "energies.json").unlink()
     assert "export the run again, with --compiled true" in error_of(capsys, *words)
     assert "the CPU; got device='cuda'" in error_of(capsys, *words, "--device=cuda")
-    with pytest.raises(ValueError, match="Hub"):
-        molflt.load("hf:someone/something", compiled=True)
-    run = exported.parent / "run"
-    message = error_of(capsys, "predict", str(run), *words[2:])
-    assert "needs an exported model" in message
 
 
 def test_a_missing_compiler_is_named(tmp_path, monkeypatch):

@@ -51,15 +51,6 @@ def supercell(given: Graph, copies: tuple[int, int, int]) -> Graph:
     return Graph(given.x.repeat(len(steps), 1), pos.flatten(0, 1), cell, given.pbc)
 
 
-def against_supercell(
-    layer: GraphAttention, structure: str, copies: tuple[int, int, int]
-) -> Tensor:
-    """Outputs in the supercell minus those in the cell, for every copy of every atom."""
-    given = graph(structure, 4)
-    large = run(layer, [supercell(given, copies)])[0]
-    return large.unflatten(0, (-1, 4)) - run(layer, [given])[0]
-
-
 SUPERCELLS = [("crystal", (2, 2, 2)), ("crystal", (2, 1, 1)), ("slab", (2, 2, 1))]
 
 
@@ -67,26 +58,9 @@ SUPERCELLS = [("crystal", (2, 2, 2)), ("crystal", (2, 1, 1)), ("slab", (2, 2, 1)
 @pytest.mark.parametrize(("structure", "copies"), SUPERCELLS)
 @pytest.mark.parametrize("position", POSITIONS[1:])
 def test_supercells_of_the_multiplicative_position(position, structure, copies, mixing):
-    layer = reciprocal(position, mixing)
-    assert against_supercell(layer, structure, copies).abs().max() < 1e-10
-
-
-@pytest.mark.parametrize("mixing", ["linear", "softmax"])
-def test_additive_position_promises_nothing_about_supercells(mixing):
-    """It exponentiates the sum over images, and exp(a + b) is not exp(a) + exp(b)."""
-    found = against_supercell(reciprocal("spectral", mixing), "crystal", (2, 1, 1))
-    assert torch.isfinite(found).all() and found.abs().max() > 1e-6
-
-
-@pytest.mark.parametrize(
-    "options", [{"position_options": {"background": 1.0}}, {"normalize": "unmasked"}], ids=str
-)
-def test_options_that_break_supercells_are_off_by_default(options):
-    """What all pairs see of each other, and a normalizer without the kernel, double with a cell."""
-    default = reciprocal("multiplicative").encoding.position
-    assert default.background == 0 and default.spectrum.positive
-    layer = reciprocal("multiplicative", **options)
-    assert against_supercell(layer, "crystal", (2, 1, 1)).abs().max() > 1e-6
+    given, layer = graph(structure, 4), reciprocal(position, mixing)
+    large = run(layer, [supercell(given, copies)])[0].unflatten(0, (-1, 4))
+    assert (large - run(layer, [given])[0]).abs().max() < 1e-10
 
 
 def kernel_at(layer: GraphAttention, distance: float) -> Tensor:

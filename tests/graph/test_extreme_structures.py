@@ -12,9 +12,7 @@ from ase.geometry import minkowski_reduce
 from torch import Tensor
 from torch_geometric.data import Batch, Data
 
-from molflt.atoms import lattice_heights, reduced_cell
-from molflt.data.structures.overlaps import atoms_coincide
-from molflt.data.structures.records import make_record
+from molflt.atoms import reduced_cell
 from molflt.graph import Potential
 from molflt.graph import long_range as long_range_module
 from molflt.graph.geometry import Geometry
@@ -72,22 +70,6 @@ def test_reduction_is_unimodular_and_that_of_ase():
             expected, _ = minkowski_reduce(cell, axes)
             lengths = [np.sort(np.linalg.norm(x[axes], axis=1)) for x in (found, expected)]
             np.testing.assert_allclose(*lengths, rtol=2e-3)  # ties are left as they are
-
-
-def test_records_take_skewed_cells_and_refuse_flat_ones():
-    skewed = CELL.clone()
-    skewed[0] += 100 * CELL[1]
-    record = make_record(pos=POS, atomic_numbers=[6, 8, 1], cell=skewed)
-    assert not atoms_coincide(record)
-    pos = torch.cat((POS, POS[:1] + 50 * CELL[1] + CELL[2] + 0.01))
-    assert atoms_coincide(make_record(pos=pos, atomic_numbers=[6, 8, 1, 1], cell=skewed))
-    assert lattice_heights(skewed.numpy()[None], np.ones((1, 3), dtype=bool)).min() > 4
-    flat = CELL.clone()
-    flat[0] = 7 * CELL[1] + 0.01
-    with pytest.raises(ValueError, match="cell"):
-        make_record(pos=POS, atomic_numbers=[6, 8, 1], cell=flat)
-    with pytest.raises(ValueError, match="graph 0.* Å apart"):
-        potential()(batch(POS, flat))
 
 
 @pytest.mark.parametrize(("dtype", "gap"), [(torch.float32, 0.0), (torch.float64, 1e-17)])
