@@ -84,7 +84,7 @@ class GraphEncoding(nn.Module):
         made = make_position(position, heads, 0, mixing=mixing, **{"dim": 3, **options})
         self.position = cast(SpectralPosition, made)
         self.position.on_lattice = self.periodic.lattice
-        self.periodic.check(self.position, self.softmax)
+        self.periodic.check(self.position, self.softmax, bool(near_field))
         self.near_field: NearField | None = None
         self.frequency_projection: FrequencyProjection | None = None
         if near_field:
@@ -95,7 +95,6 @@ class GraphEncoding(nn.Module):
                     f"Å, the width of its narrowest Gaussian; got near_field={near_field} and "
                     f"position={position!r}"
                 )
-            self.periodic.check_near_field(spectrum)
             # Near kernels learn much faster if they start differently in each head.
             basis = GaussianBasis(heads, 32, width_range=(_NARROWEST, near_field), amplitude=0.7)
             self.near_field = NearField(basis, near_field, exact=near_exact)

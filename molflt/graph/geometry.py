@@ -45,17 +45,10 @@ class Geometry(NamedTuple):
         graphs: int | None = None,
         atoms: int | None = None,
     ) -> "Geometry":
-        """Builds a geometry from the given tensors.
+        """Builds a geometry from tensors as for `GraphAttention.forward`; checks them.
 
-        Args:
-            pos: (atoms, 3), Å.
-            batch: (atoms,), ascending; None if all atoms are in one graph.
-            cell: (graphs, 3, 3) or (3, 3), Å. Rows of nonperiodic axes are ignored.
-            pbc: (graphs, 3) or (3,) bool; by default all True if there is a cell, otherwise all
-                False.
-            tags: (atoms,).
-            graphs: number of graphs, needed if the last ones may be empty.
-            atoms: number of atoms, if known.
+        `graphs` is the number of graphs, needed if the last ones may be empty, and `atoms` that of
+        atoms, if known. Rows of the cell along nonperiodic axes are ignored.
         """
         tensors(pos=pos, batch=batch, cell=cell, pbc=pbc, tags=tags)
         pos = _points(pos, atoms)
@@ -223,13 +216,9 @@ class Atoms(NamedTuple):
 
     @classmethod
     def of(cls, data: "Data", weight: Tensor, charged: bool = False) -> "Atoms":
-        """Reads one structure or a batch of structures.
+        """Reads data as for `EnergyRegressor.forward`, next to any weight of the model.
 
-        Args:
-            data: data as for `molflt.graph.EnergyRegressor.forward`.
-            weight: any weight of the model.
-            charged: True if the model takes total charges; otherwise charges other than 0 are
-                refused.
+        Total charges other than 0 are refused unless `charged` is True.
         """
         geometry = Geometry.of_data(data)
         pos, numbers = geometry.pos, data.get("atomic_numbers")

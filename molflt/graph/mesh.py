@@ -27,5 +27,5 @@ def use_mesh_(model: nn.Module, order: int = 5) -> None:
     for part in parts:
         if isinstance(part.periodic, Reciprocal):
             mesh = OnMesh(part.periodic.max_frequency, order)
-            mesh.check(part.position, part.softmax)
+            mesh.check(part.position, part.softmax, part.near_field is not None)
             part.periodic = mesh

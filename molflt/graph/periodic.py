@@ -37,12 +37,10 @@ class Open:
     arguments of its constructor are its options.
 
     Attributes:
-        near: True if the scheme supports a near field.
         needs_cell: True if the scheme reads the cell, which periodic structures must then have.
         lattice: True if nodes of the mask come with each batch instead of from the position.
     """
 
-    near: ClassVar[bool] = True
     needs_cell: ClassVar[bool] = False
     lattice: ClassVar[bool] = False
 
@@ -50,15 +48,8 @@ class Open:
         """Returns options of the position that differ from its own defaults."""
         return {}
 
-    def check_near_field(self, spectrum: str) -> None:
-        """Raises ValueError if the scheme does not support a near field."""
-        if not self.near:
-            raise ValueError(
-                f"near_field finds images itself; got {self!r}; use periodic='none' or 'reciprocal'"
-            )
-
-    def check(self, position: SpectralPosition, softmax: bool) -> None:
-        """Raises ValueError if the scheme does not support the position or softmax."""
+    def check(self, position: SpectralPosition, softmax: bool, near: bool) -> None:
+        """Raises ValueError if the scheme does not support the position, softmax or near field."""
 
     def dense(self, geometry: Geometry) -> DenseAtoms:
         """Returns atoms and keys in the input format of attention."""
@@ -129,12 +120,17 @@ class Images(Open):
         image_cutoff: cutoff, Å.
     """
 
-    near = False
     needs_cell = True
 
     def __init__(self, image_cutoff: float = 8.0) -> None:
         positive(image_cutoff=image_cutoff)
         self.image_cutoff = image_cutoff
+
+    def check(self, position: SpectralPosition, softmax: bool, near: bool) -> None:
+        if near:
+            raise ValueError(
+                f"near_field finds images itself; got {self!r}; use periodic='none' or 'reciprocal'"
+            )
 
     def dense(self, geometry: Geometry) -> DenseAtoms:
         mask, positions, *_ = DenseAtoms.of(geometry)
@@ -261,12 +257,12 @@ class Reciprocal(Open):
         decays: dict[str, object] = {"background": 0.0}
         return decays | ({"positive": True} if spectrum == "gaussian_basis" else {})
 
-    def check_near_field(self, spectrum: str) -> None:
-        if not SPECTRA[spectrum].isotropic:
+    def check(self, position: SpectralPosition, softmax: bool, near: bool) -> None:
+        if near and not position.spectrum.isotropic:
             known = (name for name, family in SPECTRA.items() if family.isotropic)
             raise ValueError(
                 f"near_field with reciprocal nodes needs an isotropic spectrum; got "
-                f"{spectrum!r}; use one of {', '.join(known)}"
+                f"{type(position.spectrum).__name__}; use one of {', '.join(known)}"
             )
 
     def dense(self, geometry: Geometry) -> DenseAtoms:
@@ -347,7 +343,7 @@ class OnMesh(Reciprocal):
         check_order(mesh_order)
         self.mesh_order = mesh_order
 
-    def check(self, position: SpectralPosition, softmax: bool) -> None:
+    def check(self, position: SpectralPosition, softmax: bool, near: bool) -> None:
         if softmax or not isinstance(position, MultiplicativePosition):
             raise ValueError(
                 "periodic='mesh' is for a kernel that multiplies in kernelized attention; got "

@@ -57,11 +57,8 @@ class SizeClasses(NamedTuple):
     ) -> "SizeClasses":
         """Sorts a batch into classes.
 
-        Args:
-            geometry: the batch.
-            encode: function of the geometry of a class and the indices of its graphs, which are
-                None for a single class of all graphs.
-            columns: (graphs,), nodes, images or keys per atom of each graph, if any.
+        `encode` maps the geometry of a class and the indices of its graphs, None for a single class
+        of all. `columns` are nodes, images or keys per atom of each graph, (graphs,), if any.
         """
         if torch.compiler.is_compiling():  # one computation graph for all sizes
             return cls([encode(geometry, None)])
@@ -79,15 +76,9 @@ class SizeClasses(NamedTuple):
         return cls(classes, torch.cat(atoms))
 
     def apply(self, layer: Callable[..., Tensor], x: Tensor) -> Tensor:
-        """Applies a layer to every class.
+        """Applies a layer to every class: (atoms, dim) -> (atoms, dim).
 
-        Args:
-            layer: function of tokens (graphs, atoms, dim), with `encoding` and `Keys` as keyword
-                arguments.
-            x: (atoms, dim).
-
-        Returns:
-            (atoms, dim).
+        The layer maps tokens (graphs, atoms, dim) and takes `encoding` and `Keys` as keywords.
         """
         if self.atoms is None:
             return self.classes[0].apply(layer, x)

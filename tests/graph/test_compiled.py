@@ -75,16 +75,3 @@ def test_unsupported_inputs_of_compiled_code_are_refused(exported, tmp_path, cap
     (out / "energies.json").unlink()
     assert "export the run again, with --compiled true" in error_of(capsys, *words)
     assert "the CPU; got device='cuda'" in error_of(capsys, *words, "--device=cuda")
-
-
-def test_a_missing_compiler_is_named(tmp_path, monkeypatch):
-    from graph.test_regressor import model
-    from torch._inductor import exc
-
-    def none(*_, **__):
-        raise exc.InvalidCxxCompiler
-
-    monkeypatch.setattr("torch._inductor.aoti_compile_and_package", none)
-    monkeypatch.setattr(computation, "export_energies", lambda *_: None)
-    with pytest.raises(RuntimeError, match="needs a C\\+\\+ compiler; got none"):
-        computation.compile_energies(model().eval(), tmp_path / "x.pt2")
