@@ -213,25 +213,10 @@ def test_atoms_below_the_surface_are_left_out():
     torch.testing.assert_close(shift, torch.tensor([-14000.0, -6000.0]).double(), **EXACT)
 
 
-def moving(**options):
-    """A model whose position head moves atoms by a few tenths of an Å."""
-    return model(**{**VARIANTS["near-reciprocal-moving"], **options})
-
-
-def test_atoms_that_do_not_move_change_nothing():
-    net, still = (moving(move_atoms=move) for move in (True, False))
-    for either in (net, still):
-        torch.nn.init.zeros_(either.position_head.weight.weight)
-    still.load_state_dict(net.state_dict())
-    out = predict(net, STRUCTURES)
-    assert (out["displacement_by_pass"] == 0).all()
-    torch.testing.assert_close(out["energy"], predict(still, STRUCTURES)["energy"], **EXACT)
-
-
 @pytest.mark.parametrize("scale", [0.02, 1])
 def test_the_mask_follows_free_atoms_and_fixed_ones_stay(scale):
     """The second pass sees the positions that the first one predicted, no atom 1 Å or more away."""
-    net, seen = moving(), []
+    net, seen = model(**VARIANTS["near-reciprocal-moving"]), []
     net.position_head.weight.weight.data *= scale
     net.encoding.register_forward_pre_hook(lambda _, geometry: seen.append(geometry[0].pos))
     batch = Batch.from_data_list(STRUCTURES)
