@@ -3,7 +3,9 @@
 from typing import NamedTuple
 
 import torch
+from ase import Atoms
 from torch import Tensor
+from torch_geometric.data import Data
 
 from molflt.graph import GraphAttention
 
@@ -11,7 +13,8 @@ EXACT = {"rtol": 0.0, "atol": 1e-10}
 DIM, HEADS = 16, 2
 SHELLS = {"node_diameter": 12.0, "node_max_frequency": 0.2, "node_num_shells": 3}
 NODES = {"gaussian": {"num_nodes": 5}, "sobol": {"num_nodes": 5}, "shells": SHELLS}
-SCHEMES = {"images": {"image_cutoff": 4.0}, "reciprocal": {"max_frequency": 0.2}}
+SCHEMES = {"images": {"image_cutoff": 4.0}}
+SCHEMES |= {name: {"max_frequency": 0.2} for name in ("reciprocal", "mesh")}
 TRICLINIC = torch.tensor([[7.0, 0.4, 0.1], [-2.0, 6.0, 0.3], [0.5, 1.0, 6.5]])
 # Not periodic along the third axis, which so need not have a vector.
 SLAB = torch.tensor([[6.0, 0.3, 0.2], [1.5, 6.5, -0.4], [0.0, 0.0, 0.0]])
@@ -61,12 +64,23 @@ def run(layer: GraphAttention, graphs: list[Graph]) -> list[Tensor]:
     return list(layer(**collated(graphs)).split([len(each.x) for each in graphs]))
 
 
+def data(atoms: Atoms, **more: Tensor) -> Data:
+    """The structure of PyG, float64."""
+    return Data(
+        pos=torch.tensor(atoms.positions),
+        atomic_numbers=torch.tensor(atoms.numbers),
+        cell=torch.tensor(atoms.cell.array)[None],
+        pbc=torch.tensor(atoms.pbc)[None],
+        **more,
+    )
+
+
 class Kind(NamedTuple):
     """One allowed combination."""
 
     position: str
     periodic: str
-    near: bool
+    near: bool | str  # "exact": q.k of near pairs, too
     nodes: str
     mixing: str
 
@@ -76,7 +90,7 @@ class Kind(NamedTuple):
     def build(self, seed: int = 0, **options) -> GraphAttention:
         """A float64 layer whose mask is far from uniform."""
         extra = {"num_gaussians": 6}
-        lattice = self.periodic == "reciprocal"
+        lattice = self.periodic in ("reciprocal", "mesh")
         if not lattice and self.mixing != "softmax":
             extra |= {"nodes": self.nodes, **NODES[self.nodes]}
         if self.position == "multiplicative" and not lattice:
@@ -86,6 +100,7 @@ class Kind(NamedTuple):
             "position": self.position,
             "periodic": self.periodic,
             "near_field": 3.0 if self.near else None,
+            "near_exact": self.near == "exact",
             "mixing": self.mixing,
             **SCHEMES.get(self.periodic, {}),
             **({} if self.mixing == "softmax" else {"num_features": 16}),
@@ -116,6 +131,9 @@ def kinds(*mixings: str) -> list[Kind]:
                 found.append(Kind("spectral", periodic, False, nodes, mixing))
                 for near in (False, True)[: 1 if periodic == "images" else 2]:
                     found.append(Kind("multiplicative", periodic, near, nodes, mixing))
+        if mixing != "softmax":
+            more = ("none", "exact"), ("reciprocal", "exact"), ("mesh", False), ("mesh", True)
+            found += [Kind("multiplicative", *each, "gaussian", mixing) for each in more]
     return found
 
 

@@ -7,13 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from molflt.attention.checks import (
-    at_least_one,
-    beside_weights,
-    known_names,
-    like_weights,
-    tensors,
-)
+from molflt.attention.checks import at_least_one, beside_weights, known_names, like_weights, tensors
 from molflt.attention.features import FeatureMapName
 from molflt.attention.layer import Attention
 from molflt.attention.numerics import at_least_float32
@@ -38,17 +32,11 @@ class GraphAttention(nn.Module):
         heads: number of heads.
         position: "spectral" (FLT's mask), "multiplicative" (a kernel) or "none" (a Performer
             without positions).
-        position_options: further arguments of the position; see
-            :class:`~molflt.graph.encoding.GraphEncoding`.
         periodic: "none" ignores boundaries; "images", "reciprocal" and "mesh" are periodic. With
             None, periodic structures are refused. Without tags, "images" uses images of all atoms,
-            along all periodic axes. See `EnergyRegressor`, also for `image_cutoff`,
-            `max_frequency`, `mesh_order`, `near_field` and `near_exact`.
-        mixing: "linear"; "quadratic", the same result through the N x N matrix, faster for few
-            atoms; "auto", the cheaper of these two; or "softmax", a different function with the
-            exact mask, O(atoms^2).
-        feature_map: key of `molflt.attention.FEATURE_MAPS`, "positive" by default.
-        num_features: number of random or learned features m per head, 64 by default.
+            along all periodic axes.
+        position_options, image_cutoff, max_frequency, mesh_order, near_field, near_exact, mixing,
+            feature_map, num_features: see `EnergyRegressor`.
         attention: further arguments of `molflt.attention.Attention`: projection, normalize_qk,
             normalize, floor, dropout. With normalize="unmasked", outputs for crystals depend on the
             number of cells, even with "reciprocal" and "mesh".
@@ -77,11 +65,7 @@ class GraphAttention(nn.Module):
         at_least_one(dim=dim, heads=heads)
         if attention.get("causal") or attention.get("gate"):
             raise ValueError("atoms are not ordered; got causal or gate; leave them out")
-        kind: dict[str, Any] = {
-            "mixing": mixing,
-            "feature_map": feature_map,
-            "num_features": num_features,
-        }
+        kind = dict[str, Any](mixing=mixing, feature_map=feature_map, num_features=num_features)
         where: dict[str, Any] = {
             "position_options": position_options,
             "periodic": periodic,
@@ -144,49 +128,39 @@ class GraphAttention(nn.Module):
         if x.ndim != 2 or x.shape[1] != self.dim:
             raise ValueError(f"x must have shape (atoms, {self.dim}); got {tuple(x.shape)}")
         like_weights("x", x, self.attention.to_query.weight)
-        if self.encoding is None:
-            geometry = Geometry.of(x.new_zeros(x.shape[0], 3), batch, cell, pbc, graphs=batch_size)
+        encoding = self.encoding
+        if encoding is None:
+            pos = x.new_zeros(x.shape[0], 3)
         else:
-            geometry = self._geometry(self.encoding, x, pos, batch, cell, pbc, batch_size)
+            self._expect_cell(encoding, cell, pbc)
+            if pos is not None:
+                weight = next(encoding.parameters())
+                beside_weights("pos", pos, weight)
+                if pos.is_floating_point():  # ASE's positions are float64
+                    pos = pos.to(at_least_float32(weight).dtype)
+        geometry = Geometry.of(pos, batch, cell, pbc, graphs=batch_size, atoms=x.shape[0])
         if not x.shape[0]:
             return x.clone()
-        return _encode(self.encoding, geometry).apply(self.attention, x)
+        return _encode(encoding, geometry).apply(self.attention, x)
 
     if TYPE_CHECKING:  # torch declares Any as the result of a call
         __call__ = forward
 
-    def _geometry(
-        self,
-        encoding: GraphEncoding,
-        x: Tensor,
-        pos: Tensor | None,
-        batch: Tensor | None,
-        cell: Tensor | None,
-        pbc: Tensor | None,
-        graphs: int | None,
-    ) -> Geometry:
-        """Checks the arguments and makes a `Geometry` of them, in the precision of the weights."""
+    def _expect_cell(
+        self, encoding: GraphEncoding, cell: Tensor | None, pbc: Tensor | None
+    ) -> None:
+        """Raises ValueError for a periodic structure without a cell or a choice of `periodic`."""
         if encoding.periodic.needs_cell:
-            if cell is None and _is_periodic(pbc):
-                raise ValueError(
-                    f"periodic={encoding.periodic!r} needs cell, (graphs, 3, 3), Å; got None; "
-                    "pass it, or pbc of False for molecules"
-                )
-        elif self.periodic is None and (cell is not None or pbc is not None) and _is_periodic(pbc):
+            wrong = cell is None
+        else:
+            wrong = self.periodic is None and (cell is not None or pbc is not None)
+        compiling = torch.compiler.is_compiling()
+        if wrong and (pbc is None or compiling or bool(pbc.any())):
             raise ValueError(
-                "got a periodic structure, and the layer was not told what to do with it; build it "
-                "with periodic='reciprocal' or 'images', or 'none' to leave the boundaries out"
+                f"got a periodic structure, which needs cell, (graphs, 3, 3), Å, and periodic="
+                f"'reciprocal' or 'images', or 'none' to leave the boundaries out; the layer has "
+                f"periodic={self.periodic!r}; pass pbc of False for molecules"
             )
-        if pos is not None:
-            beside_weights("pos", pos, next(encoding.parameters()))
-        if pos is not None and pos.is_floating_point():  # ASE's positions are float64
-            pos = pos.to(at_least_float32(next(encoding.parameters())).dtype)
-        return Geometry.of(pos, batch, cell, pbc, graphs=graphs, atoms=x.shape[0])
 
     def extra_repr(self) -> str:
         return f"{self.dim}, heads={self.attention.heads}"
-
-
-def _is_periodic(pbc: Tensor | None) -> bool:
-    """Returns True if any axis is periodic; synchronizes with the device."""
-    return pbc is None or torch.compiler.is_compiling() or bool(pbc.any())

@@ -17,10 +17,9 @@ from molflt.attention import Attention
 from molflt.attention.positions.spectral import GraphNodes
 from molflt.graph.dense import DenseAtoms
 from molflt.graph.geometry import Atoms, Geometry
-from molflt.graph.mesh import OnMesh
 from molflt.graph.near import NearPairs, _Found
 from molflt.graph.neighbors import Neighbors, neighbor_list
-from molflt.graph.periodic import Images
+from molflt.graph.periodic import Images, OnMesh
 from molflt.graph.regressor import EnergyRegressor
 from molflt.graph.sizes import SizeClass
 
@@ -64,18 +63,15 @@ class EnergyInputs(NamedTuple):
     node_weights: Tensor
     """(graphs, nodes), Å^-3; 0 for padding"""
     pair_graphs: Tensor
-    """(pairs,) int64, graphs of pairs within the near field; pairs of an atom with itself come
-    first"""
+    """(pairs,) int64, graphs of pairs within the near field; each atom with itself comes first"""
     pair_queries: Tensor
-    """(pairs,) int64, index of the query within its graph"""
+    """(pairs,) int64, index of an atom within its graph, as in `pair_keys`"""
     pair_keys: Tensor
-    """(pairs,) int64, index of the other atom within its graph"""
     pair_vectors: Tensor
     """(pairs, 3), from query to key"""
     edge_centers: Tensor
-    """(edges,) int64, atoms that have neighbors, for the embedding"""
+    """(edges,) int64, atoms, as in `edge_neighbors`: neighbors for the embedding and the readout"""
     edge_neighbors: Tensor
-    """(edges,) int64"""
     edge_vectors: Tensor
     """(edges, 3), from center to neighbor"""
 
@@ -91,34 +87,27 @@ class EnergyInputs(NamedTuple):
         model.embedding.element.check(numbers)
         assert geometry.tags is not None
         encoding, nothing = model.encoding, geometry.pos.new_zeros(geometry.graphs, 2, 3)
-        found = _Found(None)
-        around = None
+        around, found, dense = None, _Found(None), DenseAtoms.of(geometry)
         if model.sees_neighbors:
             around = neighbor_list(geometry, model.neighbor_cutoff)
-        if encoding is None:
-            dense = DenseAtoms.of(geometry)
-        else:
+        if encoding is not None:
             dense = encoding.periodic.dense(geometry)
             found = encoding._found(geometry, model._near(around))
         nodes = found.nodes or GraphNodes(nothing, nothing[..., 0])
         none = numbers.new_zeros(2)
         near = found.near or NearPairs(none, none, none, geometry.pos.new_zeros(2, 3))
-        edges = (none, none, geometry.pos.new_ones(2, 3))
-        if around is not None:
-            edges = around.center, around.neighbor, around.vector
-        places = SizeClass.of(geometry, dense).places
-        dtype = geometry.pos.dtype
+        edges: tuple[Tensor, ...] = (none, none, geometry.pos.new_ones(2, 3))
         return cls(
             numbers,
             geometry.tags,
-            places,
+            SizeClass.of(geometry, dense).places,
             references,
             dense.mask,
             dense.positions,
-            nodes.xi.to(dtype),
-            nodes.weights.to(dtype),
+            nodes.xi.to(geometry.pos),
+            nodes.weights.to(geometry.pos),
             *near,
-            *edges,
+            *(edges if around is None else around[:3]),
         )
 
 
@@ -131,10 +120,6 @@ class EnergyComputation(nn.Module):
 
     Args:
         model: trained regressor; it is copied.
-
-    Raises:
-        ValueError: for periodic images, atoms that move between passes, softmax attention or a
-            potential.
     """
 
     def __init__(self, model: EnergyRegressor) -> None:
@@ -156,11 +141,11 @@ class EnergyComputation(nn.Module):
             lattice, near = model.encoding.periodic.lattice, None
             nodes = GraphNodes(given.nodes, given.node_weights) if lattice else None
             if model.encoding.near_field is not None:
-                near = NearPairs(*given[_place("pair_graphs") : _place("edge_centers")])
+                near = NearPairs(*given[8:12])
             encoded = model.encoding._evaluate(dense, _Found(nodes, None, near))
         edges = None
         if model.sees_neighbors:
-            center, neighbor, vector = given[_place("edge_centers") :]
+            center, neighbor, vector = given[12:]
             edges = Neighbors(center, neighbor, vector, vector.norm(dim=-1))
         ends = mask.sum(dim=1).cumsum(0)
         nowhere = given.positions.new_zeros(3)  # the encoding and the edges contain positions
@@ -176,19 +161,17 @@ class EnergyComputation(nn.Module):
         padded = SizeClass(dense, encoded, given.places)
         for _ in range(model.stack.refinements):
             x = padded.apply(model.stack.one_pass, x)
-        energy: Tensor = model.readout(model.stack.norm(x), geometry, edges)
-        return energy.double() * model.energy_std + model.energy_mean + given.references
+        atomic, _ = model.readout(model.stack.norm(x), geometry, edges)
+        return (
+            geometry.sum(atomic).double() * model.energy_std + model.energy_mean + given.references
+        )
 
 
 def export_energies(model: EnergyRegressor, batch: "Data") -> "ExportedProgram":
     """Exports an `EnergyComputation` with `torch.export`, for any number of atoms and graphs.
 
-    Args:
-        model: a trained regressor.
-        batch: an example of at least two graphs with at least two atoms each.
-
-    Returns:
-        Program whose `.module()` maps `EnergyInputs` of any batch to energies, eV.
+    The example must have at least two graphs of two atoms. `.module()` of the program maps
+    `EnergyInputs` of any batch to energies, eV.
     """
     from torch.export import Dim, export
 
@@ -210,10 +193,6 @@ def takes_matrix(model: EnergyRegressor) -> bool:
     return encoding is not None and bool(encoding.periodic.lattice or encoding.near_field)
 
 
-def _place(name: str) -> int:
-    return EnergyInputs._fields.index(name)
-
-
 def _check(model: nn.Module) -> None:
     """Raises ValueError for a model whose energies are not one function of tensors."""
     if type(model) is not EnergyRegressor:
@@ -221,25 +200,20 @@ def _check(model: nn.Module) -> None:
             f"expected one EnergyRegressor; got {type(model).__name__}, which cannot be exported; "
             "use molflt.load(...).predict"
         )
-    encoding, why = model.encoding, None
-    if model.move_atoms:
-        why = "move_atoms=True searches neighbors between its passes"
-    elif "softmax" in model.stack.mixings:
-        why = "mixing='softmax' has another exact mask for each choice"
-    elif encoding is not None and isinstance(encoding.periodic, Images):
-        why = "periodic='images' has keys of its own"
-    elif encoding is not None and isinstance(encoding.periodic, OnMesh):
-        why = "periodic='mesh' has sparse matrices"
-    if why:
-        raise ValueError(f"the model cannot be exported: {why}; use molflt.load(...)")
+    scheme = None if model.encoding is None else model.encoding.periodic
+    softmax = "softmax" in model.stack.mixings
+    if model.move_atoms or softmax or isinstance(scheme, Images | OnMesh):
+        raise ValueError(
+            "models with move_atoms, mixing='softmax' and periodic='images' or 'mesh' cannot be "
+            f"exported; got move_atoms={model.move_atoms}, mixing of {model.stack.mixings} and "
+            f"periodic={scheme!r}; use molflt.load(...)"
+        )
 
 
 def compile_energies(model: EnergyRegressor, path: Path) -> Path:
-    """Compiles `EnergyComputation` for this machine's processor, which takes minutes.
+    """Compiles a model's `EnergyComputation` for this processor and writes it to a .pt2 file.
 
-    Args:
-        model: a trained regressor, on the CPU.
-        path: package to write, with the extension .pt2.
+    This takes minutes. Returns the path.
     """
     from torch._inductor import aoti_compile_and_package
     from torch._inductor.exc import InvalidCxxCompiler
@@ -262,9 +236,6 @@ class CompiledEnergies(nn.Module):
         model: regressor that was compiled; it prepares batches.
         path: package written by `compile_energies`. It contains machine code, which may do
             anything; load only files that you trust.
-
-    Raises:
-        RuntimeError: if the package was compiled for another kind of processor.
     """
 
     def __init__(self, model: EnergyRegressor, path: Path) -> None:
@@ -291,18 +262,14 @@ class CompiledEnergies(nn.Module):
 
 def _example(model: EnergyRegressor) -> "Data":
     """Returns two graphs, of three and two atoms, that every model accepts."""
-    from torch_geometric.data import Batch, Data
+    from torch_geometric.data import Data
 
-    dtype = model.embedding.element.weight.dtype
-    pos = torch.tensor([[0.0, 0.0, 0.0], [0.0, 0.0, 1.5], [1.5, 0.0, 3.0]], dtype=dtype)
-    made = [
-        Data(
-            pos=pos[:atoms],
-            atomic_numbers=torch.tensor([29, 29, 8])[:atoms],
-            tags=torch.tensor([1, 2, 2])[:atoms],
-            cell=8 * torch.eye(3, dtype=dtype)[None],
-            pbc=torch.ones(1, 3, dtype=torch.bool),
-        )
-        for atoms in (3, 2)
-    ]
-    return Batch.from_data_list(made)
+    places = [[0.0, 0.0, 0.0], [0.0, 0.0, 1.5], [1.5, 0.0, 3.0], [0.0, 0.0, 0.0], [0.0, 0.0, 1.5]]
+    return Data(
+        pos=torch.tensor(places, dtype=model.embedding.element.weight.dtype),
+        batch=torch.tensor([0, 0, 0, 1, 1]),
+        atomic_numbers=torch.tensor([29, 29, 8, 29, 29]),
+        tags=torch.tensor([1, 2, 2, 1, 2]),
+        cell=8 * torch.eye(3).expand(2, 3, 3),
+        pbc=torch.ones(2, 3, dtype=torch.bool),
+    )

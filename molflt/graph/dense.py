@@ -41,12 +41,9 @@ class DenseAtoms(NamedTuple):
     def of(cls, geometry: Geometry, lattice: bool = False) -> "DenseAtoms":
         """Centers and pads the atoms, which are also the keys.
 
-        Args:
-            geometry: the atoms.
-            lattice: center only perpendicular to all periodic lattice vectors. Along these vectors,
-                the mean depends on the choice of the cell and of images. Features of the additive
-                encoding see single factors, which depend on the position of the crystal along
-                periodic directions; the multiplicative encoding does not depend on it.
+        With `lattice`, they are centered only perpendicular to all periodic lattice vectors. Along
+        these vectors, the mean depends on the choice of the cell and of images. Features of the
+        additive encoding see where a crystal lies along them; those of the multiplicative do not.
         """
         mask = atom_mask(geometry)
         centred = geometry.pos - _centres(geometry, lattice)[geometry.batch]

@@ -35,31 +35,23 @@ _ELECTRONEGATIVITY = """
 """
 
 
-def period_and_place(number: int) -> tuple[int, int]:
-    """Returns the row of an element and its place in the row, both counted from 1."""
-    period = next(i for i, last in enumerate(_NOBLE) if number <= last)
-    return period, number - _NOBLE[period - 1]
-
-
 def period_and_group(number: int) -> tuple[int, int]:
     """Returns the row and column of an element; lanthanides and actinides are in group 3."""
-    period, place = period_and_place(number)
-    if place <= 2 and period > 1:
+    period = next(i for i, last in enumerate(_NOBLE) if number <= last)
+    place = number - _NOBLE[period - 1]
+    if place <= 2 and number != 2:
         return period, place
-    if period == 1:
-        return period, 1 if place == 1 else 18
-    return period, max(3, place + 18 - (_NOBLE[period] - _NOBLE[period - 1]))
+    return period, max(3, 18 - (_NOBLE[period] - number))
 
 
 def _valence(number: int) -> tuple[int, int, int, int]:
     """Returns the numbers of s, p, d and f electrons outside closed shells."""
+    if number == 2:
+        return 2, 0, 0, 0
     period, group = period_and_group(number)
-    _, place = period_and_place(number)
-    s = 2 if number == 2 else min(2, group)
-    p = 0 if number == 2 else max(0, group - 12)
     d = group - 2 if 3 <= group <= 12 else 0
-    f = max(0, min(14, place - 3)) if group == 3 and period >= 6 else 0
-    return s, p, d, f
+    f = max(0, min(14, number - _NOBLE[period - 1] - 3)) if group == 3 and period >= 6 else 0
+    return min(2, group), max(0, group - 12), d, f
 
 
 def descriptors() -> Tensor:

@@ -1,6 +1,7 @@
 """Relative encoding of the atoms of a batch: mask or kernel, periodicity, near field."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -24,9 +25,8 @@ from molflt.graph.geometry import Geometry
 from molflt.graph.memory import _expect_memory
 from molflt.graph.near import NearPairs, _bound, _Found, in_pieces
 from molflt.graph.neighbors import Neighbors, neighbor_list
-from molflt.graph.periodic import Open
-from molflt.graph.schemes import make_periodic
-from molflt.graph.sizes import SizeClass, SizeClasses, Sorted
+from molflt.graph.periodic import Open, make_periodic
+from molflt.graph.sizes import SizeClass, SizeClasses
 
 _NARROWEST = 0.2  # Å, narrowest Gaussian of the near field
 _GRAPH_POSITIONS = ("none", "spectral", "multiplicative")
@@ -48,9 +48,9 @@ class GraphEncoding(nn.Module):
         position_options: further arguments of the position, see `SpectralPosition.build`: spectrum,
             nodes, num_nodes, arguments of the spectrum, and arguments of the nodes with the prefix
             `node_`.
-        periodic: see `EnergyRegressor`, also for `image_cutoff`, `max_frequency`, `mesh_order`,
-            `near_field` and `near_exact`; or a scheme of `molflt.graph.periodic`.
-        mixing: see `GraphAttention`, also for `feature_map` and `num_features`.
+        periodic: see `EnergyRegressor`; or a scheme of `molflt.graph.periodic`.
+        near_field, near_exact, mixing, feature_map, num_features: see `EnergyRegressor`.
+        scheme: image_cutoff, max_frequency or mesh_order; see `EnergyRegressor`.
 
     Attributes:
         position: mask or kernel.
@@ -63,25 +63,18 @@ class GraphEncoding(nn.Module):
         position: GraphPositionName = "spectral",
         position_options: Mapping[str, object] | None = None,
         periodic: str | Open = "none",
-        image_cutoff: float | None = None,
-        max_frequency: float | None = None,
-        mesh_order: int | None = None,
         near_field: float | None = None,
         near_exact: bool = False,
         mixing: str = "linear",
         feature_map: str | None = None,
         num_features: int | None = None,
+        **scheme: float | None,
     ) -> None:
         super().__init__()
         one_of("position", position, _GRAPH_POSITIONS[1:])
         feature_map = feature_map or DEFAULT_MAP
         one_of("feature_map", feature_map, FEATURE_MAPS)
-        self.periodic = make_periodic(
-            periodic,
-            image_cutoff=image_cutoff,
-            max_frequency=max_frequency,
-            mesh_order=mesh_order,
-        )
+        self.periodic = make_periodic(periodic, **scheme)
         self.mixing, self.softmax = mixing, mixing == "softmax"
         options = dict(position_options or {})
         spectrum = str(options.get("spectrum", "gaussian_basis"))
@@ -91,55 +84,31 @@ class GraphEncoding(nn.Module):
         made = make_position(position, heads, 0, mixing=mixing, **{"dim": 3, **options})
         self.position = cast(SpectralPosition, made)
         self.position.on_lattice = self.periodic.lattice
-        self.periodic.check(self.position, self.softmax)
+        self.periodic.check(self.position, self.softmax, bool(near_field))
         self.near_field: NearField | None = None
         self.frequency_projection: FrequencyProjection | None = None
         if near_field:
-            self._check_near_field(position, spectrum, near_field)
+            positive(near_field=near_field)
+            if near_field <= _NARROWEST or position != "multiplicative":
+                raise ValueError(
+                    f"near_field corrects a kernel that multiplies, and must be above {_NARROWEST} "
+                    f"Å, the width of its narrowest Gaussian; got near_field={near_field} and "
+                    f"position={position!r}"
+                )
             # Near kernels learn much faster if they start differently in each head.
             basis = GaussianBasis(heads, 32, width_range=(_NARROWEST, near_field), amplitude=0.7)
             self.near_field = NearField(basis, near_field, exact=near_exact)
         if near_exact:
-            self._check_exact(mixing, feature_map)
+            if self.near_field is None:
+                no_effect("without near_field", near_exact=True)
+            if self.softmax:
+                no_effect("with mixing='softmax', whose q.k is exact everywhere", near_exact=True)
+            _expect_map(feature_map, "estimates_exp", "near_exact=True adds exp(q.k) to estimates")
         if self.periodic.lattice and position == "spectral" and not self.softmax:
-            self._check_projected(feature_map)
+            why = "reciprocal nodes of position='spectral' give random projections of factors"
+            _expect_map(feature_map, "takes_projected", why)
             sizes = {} if num_features is None else {"num_features": num_features}
             self.frequency_projection = FrequencyProjection(heads, **sizes)
-
-    def _check_near_field(self, position: str, spectrum: str, near_field: float) -> None:
-        positive(near_field=near_field)
-        if near_field <= _NARROWEST:
-            raise ValueError(
-                f"near_field must be above {_NARROWEST} Å, the width of its narrowest Gaussian; "
-                f"got {near_field}; no atoms are nearer"
-            )
-        if position != "multiplicative":
-            raise ValueError(
-                f"near_field={near_field} corrects a kernel that multiplies; got position="
-                f"{position!r}; use 'multiplicative'"
-            )
-        self.periodic.check_near_field(spectrum)
-
-    def _check_exact(self, mixing: str, feature_map: str) -> None:
-        if self.near_field is None:
-            no_effect("without near_field", near_exact=True)
-        if mixing == "softmax":
-            no_effect("with mixing='softmax', whose q.k is exact everywhere", near_exact=True)
-        if not FEATURE_MAPS[feature_map].estimates_exp:
-            known = (name for name, phi in FEATURE_MAPS.items() if phi.estimates_exp)
-            raise ValueError(
-                f"near_exact=True joins exp(q.k) of near pairs to features that estimate it; got "
-                f"feature_map={feature_map!r}; use one of {', '.join(known)}"
-            )
-
-    def _check_projected(self, feature_map: str) -> None:
-        if not FEATURE_MAPS[feature_map].takes_projected:
-            known = (name for name, phi in FEATURE_MAPS.items() if phi.takes_projected)
-            raise ValueError(
-                f"position='spectral' with reciprocal nodes gives random projections of its "
-                f"factors; feature_map={feature_map!r} needs the factors; use one of "
-                f"{', '.join(known)}"
-            )
 
     def forward(self, geometry: Geometry, neighbors: Neighbors | None = None) -> SizeClasses:
         """Evaluates the encoding in classes of graphs of similar size.
@@ -151,14 +120,12 @@ class GraphEncoding(nn.Module):
         found = self._found(geometry, neighbors)
         compiling = torch.compiler.is_compiling()
         columns = None if compiling else self._columns(geometry, found)
-        by_size = Sorted.of(geometry, columns)
-        if by_size is None:
-            return SizeClasses([self.padded(geometry, found)])
-        found, classes = found.reordered(by_size.order), []
-        for graphs in by_size.classes:
-            part = by_size.geometry.part(graphs)
-            classes.append(self.padded(part, found.part(graphs)))
-        return SizeClasses(classes, by_size.atoms)
+
+        def encode(part: Geometry, graphs: Tensor | None) -> SizeClass:
+            own = found if graphs is None else found.select(graphs, geometry.graphs)
+            return self.padded(part, own)
+
+        return SizeClasses.of(geometry, encode, columns)
 
     def padded(self, geometry: Geometry, found: _Found | None = None) -> SizeClass:
         """Evaluates the encoding with all graphs padded to the size of the largest."""
@@ -173,7 +140,8 @@ class GraphEncoding(nn.Module):
         dense = self.periodic.dense(geometry)
         mesh = self.periodic.mesh(geometry, dense, self.position)
         if mesh is not None and isinstance(self.position, MultiplicativePosition):
-            encoding: Encoding = MeshNodes(mesh, self._near(found, self.position))
+            far = partial(self.periodic.far, self.position, None)
+            encoding: Encoding = MeshNodes(mesh, self._near(found, far))
         else:
             encoding = self._evaluate(dense, found)
         return SizeClass.of(geometry, dense, encoding)
@@ -210,7 +178,8 @@ class GraphEncoding(nn.Module):
         rounded = None if nodes is None else GraphNodes(*(x.to(dtype) for x in nodes))
         factors = self.position.factors(dense.positions, dense.key_positions, rounded)
         if isinstance(self.position, MultiplicativePosition):
-            encoding = Kernel(*factors, self._near(found, self.position, factors))
+            far = partial(self.periodic.far, self.position, factors)
+            encoding = Kernel(*factors, self._near(found, far))
             if not self.softmax:
                 return encoding
             kernel = encoding.dense(dense.positions.shape[1], dense.key_positions.shape[1])
@@ -223,56 +192,42 @@ class GraphEncoding(nn.Module):
 
     def _exact(self, dense: DenseAtoms, found: _Found) -> Encoding:
         """Computes the exact mask for softmax, including the near field, without nodes."""
-        positions, keys = dense.positions, dense.key_positions
-        if self.near_field is None or not isinstance(self.position, MultiplicativePosition):
-            encoding: Encoding = self.position("softmax", positions, keys)
+        positions, keys, position = dense.positions, dense.key_positions, self.position
+        if self.near_field is None or not isinstance(position, MultiplicativePosition):
+            encoding: Encoding = position("softmax", positions, keys)
             return encoding
-        kernel = self.position.kernel(differences(positions, keys))
-        pairs = self._near(found, self.position, exact=True)
+        kernel = position.kernel(differences(positions, keys))
+        pairs = self._near(found, lambda some, _: position.kernel(some.vector[None])[0])
         if pairs is not None:
             batch, queries, _ = positions.shape
             kernel = kernel + pairs.dense(batch, queries, keys.shape[1])
-        return Bias(kernel.clamp(min=self.position.positive).log())
+        return Bias(kernel.clamp(min=position.positive).log())
 
-    def _near(
-        self,
-        found: _Found,
-        position: MultiplicativePosition,
-        factors: tuple[Tensor, Tensor] | None = None,
-        exact: bool = False,
-    ) -> Pairs | None:
-        """Returns pairs in the near field, including each atom with itself, with corrections."""
+    def _near(self, found: _Found, far: Callable[[NearPairs, float], Tensor]) -> Pairs | None:
+        """Returns pairs in the near field, including each atom with itself, with corrections.
+
+        `far` computes the far field, (heads, pairs), of pairs and a bound of their distances.
+        """
         if found.near is None:
             return None
         near, alone = found.near, found.alone
         cutoff = 0.0 if self.near_field is None else self.near_field.cutoff
         farthest = cutoff if alone is None else _bound(distances(near.vector), cutoff)
-        parts = in_pieces(self._added, near, alone, position, factors, farthest, exact)
-        weight, *own = (torch.cat(x, dim=-1) for x in zip(*parts, strict=True))
-        return near.pairs()._replace(weight=weight, exact=(own[0], own[1]) if own else None)
 
-    def _added(
-        self,
-        near: NearPairs,
-        alone: Tensor | None,
-        position: MultiplicativePosition,
-        factors: tuple[Tensor, Tensor] | None,
-        farthest: float,
-        exact: bool,
-    ) -> tuple[Tensor, ...]:
-        """Computes the corrections of some pairs: the weight and the terms of `Pairs.exact`."""
-        vector, pairs, distance = near.vector, near.pairs(), distances(near.vector)
-        if exact:
-            far = position.kernel(vector[None])[0]
-        else:
-            far = self.periodic.far(position, factors, pairs, distance, farthest)
-        out = pairs._replace(weight=torch.zeros_like(far))
-        if self.near_field is not None:
-            out = self.near_field(pairs, vector, far)
-        weight = out.weight
-        if alone is not None:
-            weight = weight + far * alone[pairs.batch]
-        return weight, *(out.exact or ())
+        def added(some: NearPairs) -> tuple[Tensor, ...]:
+            """Returns the weights of some pairs and the terms of `Pairs.exact`."""
+            pairs, kernel = some.pairs(), far(some, farthest)
+            out = pairs._replace(weight=torch.zeros_like(kernel))
+            if self.near_field is not None:
+                out = self.near_field(pairs, some.vector, kernel)
+            weight = out.weight
+            if alone is not None:
+                weight = weight + kernel * alone[some.graph]
+            return weight, *(out.exact or ())
+
+        parts = zip(*in_pieces(added, near), strict=True)
+        weight, *own = (torch.cat(x, dim=-1) for x in parts)
+        return near.pairs()._replace(weight=weight, exact=(own[0], own[1]) if own else None)
 
     @torch.no_grad()
     def radial_profile(self, distance: Tensor) -> Tensor:
@@ -303,6 +258,13 @@ class GraphEncoding(nn.Module):
         return f"position={type(self.position).__name__}, periodic={self.periodic!r}"
 
 
+def _expect_map(feature_map: str, able: str, why: str) -> None:
+    """Raises ValueError unless a feature map has an ability."""
+    known = [name for name, phi in FEATURE_MAPS.items() if getattr(phi, able)]
+    if feature_map not in known:
+        raise ValueError(f"{why}; got feature_map={feature_map!r}; use one of {', '.join(known)}")
+
+
 def _make_encoding(
     heads: int, position: str, kind: dict[str, Any], periodic: str | Open | None, **where: Any
 ) -> GraphEncoding | None:
@@ -310,9 +272,8 @@ def _make_encoding(
     one_of("position", position, _GRAPH_POSITIONS)
     if position != "none":
         return GraphEncoding(heads, position=position, periodic=periodic or "none", **where, **kind)
-    scheme = None if periodic == "none" else periodic
-    idle = {"periodic": scheme, **where}
-    no_effect("with position='none'", **{name: value or None for name, value in idle.items()})
+    where["periodic"] = None if periodic == "none" else periodic
+    no_effect("with position='none'", **{name: value or None for name, value in where.items()})
     return None
 
 
@@ -320,4 +281,6 @@ def _encode(
     encoding: GraphEncoding | None, geometry: Geometry, neighbors: Neighbors | None = None
 ) -> SizeClasses:
     """Returns a batch in the input format of attention."""
-    return SizeClasses.of(geometry) if encoding is None else encoding(geometry, neighbors)
+    if encoding is not None:
+        return encoding(geometry, neighbors)
+    return SizeClasses.of(geometry, lambda part, _: SizeClass.of(part, DenseAtoms.of(part)))

@@ -1,7 +1,5 @@
 """Positions, cells and batch indices of a PyG batch, checked and in a uniform format."""
 
-import math
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
@@ -13,6 +11,8 @@ from molflt.attention.numerics import at_least_float32, counts_of
 
 if TYPE_CHECKING:
     from torch_geometric.data import Data
+
+_MOST_GRAPHS = 2**31
 
 
 class Geometry(NamedTuple):
@@ -45,53 +45,53 @@ class Geometry(NamedTuple):
         graphs: int | None = None,
         atoms: int | None = None,
     ) -> "Geometry":
-        """Builds a geometry from the given tensors.
+        """Builds a geometry from tensors as for `GraphAttention.forward`; checks them.
 
-        Args:
-            pos: (atoms, 3), Å.
-            batch: (atoms,), ascending; None if all atoms are in one graph.
-            cell: (graphs, 3, 3) or (3, 3), Å. Rows of nonperiodic axes are ignored.
-            pbc: (graphs, 3) or (3,) bool; by default all True if there is a cell, otherwise all
-                False.
-            tags: (atoms,).
-            graphs: number of graphs, needed if the last ones may be empty.
-            atoms: number of atoms, if known.
+        `graphs` is the number of graphs, needed if the last ones may be empty, and `atoms` that of
+        atoms, if known. Rows of the cell along nonperiodic axes are ignored.
         """
         tensors(pos=pos, batch=batch, cell=cell, pbc=pbc, tags=tags)
         pos = _points(pos, atoms)
         if pbc is not None and pbc.is_floating_point():
             raise ValueError(f"pbc must be bool, one for each axis; got {pbc.dtype}; use .bool()")
-        if batch is None and pos.shape[0]:
-            _expect_one_graph(graphs, cell, pbc)
-            graphs = 1 if graphs is None else graphs
-        batch = _in_order(batch, pos, graphs)
+        given = ((cell, 3), (pbc, 2))  # `len` would fix the size in exported programs
+        stacked = [x.shape[0] for x, axes in given if x is not None and x.ndim == axes]
+        if batch is not None:
+            batch = _in_order(batch, pos, graphs)
+        else:
+            batch = torch.zeros(pos.shape[0], dtype=torch.long, device=pos.device)
+            if pos.shape[0]:
+                found = 1 if graphs is None else graphs, max(stacked, default=1)
+                if found != (1, 1):
+                    raise ValueError(
+                        f"batch is missing, and one graph expected; got batch_size={graphs} and "
+                        f"{found[1]} by cell or pbc; pass batch, (atoms,), the graph of each atom"
+                    )
+                graphs = 1
         if graphs is None:
-            graphs = _number_of_graphs(batch, cell, pbc)
+            graphs = _number_of_graphs(batch, stacked)
         if pbc is None:
             pbc = torch.full((3,), cell is not None, device=pos.device)
         cell = pos.new_zeros(3, 3) if cell is None else cell.to(pos)
         pbc = _for_each("pbc", pbc.to(pos.device).bool(), (3,), graphs)
         cell = _for_each("cell", cell, (3, 3), graphs).masked_fill(~pbc[..., None], 0.0)
         counts = counts_of(batch, graphs).cumsum(0)
-        found = cls(
-            pos,
-            batch,
-            torch.cat((counts.new_zeros(1), counts)),
-            cell,
-            pbc,
-            tags,
-        )
-        if at_hand(pos) and not bool(found.cell.isfinite().all()):
+        if at_hand(pos) and not bool(cell.isfinite().all()):
             raise ValueError(
                 "cell must be finite along periodic axes; got NaN or infinity; mend it"
             )
-        return found
+        return cls(pos, batch, torch.cat((counts.new_zeros(1), counts)), cell, pbc, tags)
 
     @classmethod
     def of_data(cls, data: "Data") -> "Geometry":
         """Builds the geometry of a PyG structure or batch, with tags if they exist."""
         if not hasattr(data, "stores"):  # all PyG data have `stores`; avoids loading PyG
-            raise TypeError(_no_data(data))
+            raise TypeError(
+                f"expected Data or a Batch of PyG; got {type(data).__name__}; use Data(**mapping), "
+                "Batch.from_data_list(list), or make_record(pos=atoms.positions, "
+                "atomic_numbers=atoms.numbers, cell=atoms.cell.array, pbc=atoms.pbc) of "
+                "molflt.data.structures.records"
+            )
         pos, batch, cell, pbc, tags = (
             data.get(name) for name in ("pos", "batch", "cell", "pbc", "tags")
         )
@@ -108,38 +108,23 @@ class Geometry(NamedTuple):
         """Number of graphs."""
         return self.ptr.shape[0] - 1
 
-    def reordered(self, order: Tensor) -> tuple["Geometry", Tensor]:
-        """Reorders graphs by indices (graphs,); also returns the previous index of each atom."""
-        counts = self.ptr.diff()[order]
+    def select(self, graphs: Tensor) -> tuple["Geometry", Tensor]:
+        """Returns graphs by indices (n,), and the index of each of their atoms in this batch."""
+        counts = self.ptr.diff()[graphs]
         ends = counts.cumsum(0)
-        batch = torch.arange(len(order), device=order.device).repeat_interleave(counts)
-        atoms = torch.arange(len(batch), device=order.device)
-        atoms = atoms + (self.ptr[order] - ends + counts)[batch]
+        batch = torch.arange(len(graphs), device=graphs.device).repeat_interleave(counts)
+        atoms = torch.arange(len(batch), device=graphs.device)
+        atoms = atoms + (self.ptr[graphs] - ends + counts)[batch]
         found = Geometry(
             self.pos[atoms],
             batch,
             torch.cat((ends.new_zeros(1), ends)),
-            self.cell[order],
-            self.pbc[order],
-            None if self.tags is None else self.tags[atoms],
-            None if self.charge is None else self.charge[order],
-        )
-        return found, atoms
-
-    def part(self, graphs: slice) -> "Geometry":
-        """Returns consecutive graphs, with indices counted from 0."""
-        ptr = self.ptr[graphs.start : graphs.stop + 1]
-        first, end = ptr[[0, -1]].tolist()
-        atoms = slice(first, end)
-        return Geometry(
-            self.pos[atoms],
-            self.batch[atoms] - graphs.start,
-            ptr - first,
             self.cell[graphs],
             self.pbc[graphs],
             None if self.tags is None else self.tags[atoms],
             None if self.charge is None else self.charge[graphs],
         )
+        return found, atoms
 
     def above_subsurface(self) -> Tensor:
         """Returns the mask of atoms with tag > 0 and of graphs that lack such atoms: (atoms,)."""
@@ -154,18 +139,9 @@ class Geometry(NamedTuple):
         return _sum_by(x, self.batch, self.graphs)
 
 
-def _no_data(given: object) -> str:
-    hint = "make Data of it"
-    if isinstance(given, Mapping):
-        hint = "use torch_geometric.data.Data(**...)"
-    elif isinstance(given, Sequence) and not isinstance(given, str):
-        hint = "use torch_geometric.data.Batch.from_data_list(...)"
-    if type(given).__module__.startswith("ase."):
-        hint = (
-            "use molflt.data.structures.records.make_record(pos=atoms.positions, "
-            "atomic_numbers=atoms.numbers, cell=atoms.cell.array, pbc=atoms.pbc)"
-        )
-    return f"expected Data or a Batch of PyG; got {type(given).__name__}; {hint}"
+def _sum_by(x: Tensor, index: Tensor, size: int) -> Tensor:
+    """Sums the rows with equal index: (n, ...), (n,) -> (size, ...)."""
+    return x.new_zeros(size, *x.shape[1:]).index_add(0, index, x)
 
 
 def _points(pos: Tensor | None, atoms: int | None) -> Tensor:
@@ -188,89 +164,42 @@ def _points(pos: Tensor | None, atoms: int | None) -> Tensor:
     return pos
 
 
-def _in_order(batch: Tensor | None, atoms: Tensor, graphs: int | None) -> Tensor:
-    """Checks the graph of each atom, (atoms,), by default 0; `atoms` has one row per atom."""
-    if graphs is not None and (isinstance(graphs, float) or graphs < 0):
-        raise ValueError(f"batch_size must be the number of graphs; got {graphs}; correct it")
-    if batch is None:
-        return torch.zeros(atoms.shape[0], dtype=torch.long, device=atoms.device)
-    if batch.is_floating_point() or batch.is_complex() or batch.dtype == torch.bool:
+def _in_order(batch: Tensor, atoms: Tensor, graphs: int | None) -> Tensor:
+    """Checks the graph of each atom, (atoms,); `atoms` has one row per atom."""
+    if batch.device != atoms.device or batch.shape != atoms.shape[:1]:
         raise ValueError(
-            f"batch must be whole numbers, the graph of each atom; got {batch.dtype}; use .long()"
+            f"batch must have shape ({len(atoms)},), the graph of each atom, on {atoms.device}; "
+            f"got {tuple(batch.shape)} on {batch.device}; correct it"
         )
-    if batch.device != atoms.device:
-        raise ValueError(
-            f"batch is on {batch.device}, but pos on {atoms.device}; move one of them with .to()"
-        )
-    if batch.shape != atoms.shape[:1]:
-        raise ValueError(
-            f"batch must have shape ({len(atoms)},), the graph of each atom; got "
-            f"{tuple(batch.shape)}; correct it"
-        )
+    last = _MOST_GRAPHS if graphs is None else graphs - 1
+    whole("batch", batch, 0, last, "the graph of each atom, below batch_size")
     batch = batch.long()
-    if torch.compiler.is_compiling():
-        return batch
-    if bool((batch[1:] < batch[:-1]).any()):
+    if not torch.compiler.is_compiling() and bool((batch[1:] < batch[:-1]).any()):
         raise ValueError(
             "batch must be ascending; got a graph after a later one; sort atoms by graph, as PyG's "
             "Batch does"
         )
-    if len(batch):
-        first, last = batch[[0, -1]].tolist()
-        if first < 0 or (graphs is not None and last >= graphs):
-            raise ValueError(
-                f"batch must count graphs from 0 to batch_size - 1; got {first} to {last} with "
-                f"batch_size={graphs}; correct one of them"
-            )
     return batch
 
 
-def _expect_one_graph(graphs: int | None, cell: Tensor | None, pbc: Tensor | None) -> None:
-    """Raises ValueError for cells or axes of several graphs if `batch` is missing."""
-    found = {"batch_size": 1 if graphs is None else graphs, "cell or pbc": _of_none(cell, pbc)}
-    for name, count in found.items():
-        if count != 1:
-            raise ValueError(
-                f"batch is missing, and one graph expected; got {count} by {name}; pass batch, "
-                "(atoms,), the graph of each atom"
-            )
-
-
-def _sum_by(x: Tensor, index: Tensor, size: int) -> Tensor:
-    """Sums the rows with equal index: (n, ...), (n,) -> (size, ...)."""
-    return x.new_zeros(size, *x.shape[1:]).index_add(0, index, x)
-
-
-def _number_of_graphs(batch: Tensor, cell: Tensor | None, pbc: Tensor | None) -> int:
-    """Returns the number of graphs from the last index, cells or axes."""
+def _number_of_graphs(batch: Tensor, stacked: list[int]) -> int:
+    """Returns the number of graphs from the last index, or from the numbers of cells and axes."""
     if torch.compiler.is_compiling():  # these are sizes, unlike the numbers in `batch`
-        stacked = (cell is not None and cell.ndim == 3) or (pbc is not None and pbc.ndim == 2)
         if stacked:
-            return _of_none(cell, pbc)
+            return max(stacked)
         last = cast(int, batch[-1].item())
         torch._check(last >= 0)
         return last + 1
-    return int(batch[-1]) + 1 if len(batch) else _of_none(cell, pbc)
-
-
-def _of_none(cell: Tensor | None, pbc: Tensor | None) -> int:
-    """Returns the number of graphs in a batch without atoms, from cells or axes, or 1."""
-    cells = cell.shape[0] if cell is not None and cell.ndim == 3 else 1
-    axes = pbc.shape[0] if pbc is not None and pbc.ndim == 2 else 1
-    return axes if cells == 1 else cells
+    return int(batch[-1]) + 1 if len(batch) else max(stacked, default=1)
 
 
 def _for_each(name: str, given: Tensor, shape: tuple[int, ...], graphs: int) -> Tensor:
-    compiling = torch.compiler.is_compiling()
-    if not compiling and given.shape not in (shape, (graphs, *shape)):
-        hint = "give every graph its own"
-        if given.shape[1:] == shape and len(given) > graphs:
-            hint = f"if the last graphs are empty, pass batch_size={len(given)}"
-        elif given.shape[1:] == shape[1:] and given.numel() % math.prod(shape) == 0:
-            hint = f"PyG joins those of a batch so; store {(1, *shape)} in the Data of each graph"
+    """Returns the cells or axes of all graphs."""
+    if not torch.compiler.is_compiling() and given.shape not in (shape, (graphs, *shape)):
         raise ValueError(
             f"{name} must have shape {(graphs, *shape)} or {shape}; got {tuple(given.shape)}; "
-            f"{hint}"
+            f"store {(1, *shape)} in the Data of each graph, and pass batch_size if the last "
+            "graphs are empty"
         )
     return given.expand(graphs, *shape)
 
@@ -287,17 +216,22 @@ class Atoms(NamedTuple):
 
     @classmethod
     def of(cls, data: "Data", weight: Tensor, charged: bool = False) -> "Atoms":
-        """Reads one structure or a batch of structures.
+        """Reads data as for `EnergyRegressor.forward`, next to any weight of the model.
 
-        Args:
-            data: data as for `molflt.graph.EnergyRegressor.forward`.
-            weight: any weight of the model.
-            charged: True if the model takes total charges; otherwise charges other than 0 are
-                refused.
+        Total charges other than 0 are refused unless `charged` is True.
         """
         geometry = Geometry.of_data(data)
-        _expect(data, geometry, weight)
-        pos, numbers = geometry.pos, data.atomic_numbers
+        pos, numbers = geometry.pos, data.get("atomic_numbers")
+        beside_weights("pos", pos, weight)
+        if numbers is None:
+            raise ValueError(
+                "the data need atomic_numbers, (atoms,) int64; got "
+                f"{', '.join(sorted(map(str, data.keys())))}; set data.atomic_numbers"
+            )
+        if data.get("cell") is None and at_hand(geometry.pbc) and bool(geometry.pbc.any()):
+            raise ValueError(
+                "pbc is True, which needs cell, (graphs, 3, 3), Å; got None; set one of them"
+            )
         none = torch.zeros(len(pos), dtype=torch.long, device=pos.device)
         tags = none if geometry.tags is None else geometry.tags
         fixed = none.bool() if data.get("fixed") is None else data.fixed
@@ -365,18 +299,3 @@ def _charges(data: "Data", geometry: Geometry, charged: bool) -> Tensor | None:
                 f"{graph}; leave it out, or {hint}"
             )
     return found
-
-
-def _expect(data: "Data", geometry: Geometry, weight: Tensor) -> None:
-    """Raises ValueError for data on another device or without required attributes."""
-    beside_weights("pos", geometry.pos, weight)
-    if data.get("atomic_numbers") is None:
-        hint = "; set data.atomic_numbers = data.z" if "z" in data else ""
-        raise ValueError(
-            "the data need atomic_numbers, (atoms,) int64; got "
-            f"{', '.join(sorted(map(str, data.keys())))}{hint}"
-        )
-    if data.get("cell") is None and at_hand(geometry.pbc) and bool(geometry.pbc.any()):
-        raise ValueError(
-            "pbc is True, which needs cell, (graphs, 3, 3), Å; got None; set it, or pbc to False"
-        )

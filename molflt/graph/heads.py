@@ -89,10 +89,8 @@ class ElementEmbedding(nn.Embedding):
 
 def by_contact(model: nn.Module) -> tuple[bool, bool]:
     """Returns whether slab atoms, and whether adsorbate atoms, count by contact in all members."""
-    found = [
-        part.by_contact.tolist() for part in model.modules() if isinstance(part, EnergyReadout)
-    ]
-    slab, adsorbate = (all(one) for one in zip(*found, strict=True)) if found else (False, False)
+    found = [part.by_contact for part in model.modules() if isinstance(part, EnergyReadout)]
+    slab, adsorbate = torch.stack(found).all(dim=0).tolist() if found else (False, False)
     return slab, adsorbate
 
 
@@ -115,9 +113,7 @@ class AtomEmbedding(nn.Module):
         dim: width of the embedding.
         num_basis: size of the radial basis b; 0 leaves the summary out.
         cutoff: radius of the neighborhood, Å.
-        descriptors: see `ElementEmbedding`.
-        messages: number of layers of messages; 0 leaves them out.
-        message_pairs: "all", or "adsorbate" for pairs that include an adsorbate atom.
+        descriptors, messages, message_pairs: see `EnergyRegressor`.
     """
 
     def __init__(
@@ -205,29 +201,25 @@ class EnergyReadout(nn.Module):
         nn.init.constant_(self.factor.weight, 0.5 if self.sees_neighbors else 0.1)  # fewer atoms
         self.register_buffer("by_contact", torch.tensor(READOUTS[atoms]))
 
-    def forward(self, h: Tensor, geometry: Geometry, neighbors: Neighbors | None = None) -> Tensor:
-        """Returns energies (graphs,); arguments as for `by_atom`."""
-        return geometry.sum(self.by_atom(h, geometry, neighbors)[0])
-
-    def by_atom(
+    def forward(
         self, h: Tensor, geometry: Geometry, neighbors: Neighbors | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Computes the contribution of each atom to the energy.
 
-        Args:
-            h: (atoms, dim), tokens.
-            geometry: graphs with tags.
-            neighbors: pairs within the cutoff; not needed if all atoms count fully.
-
-        Returns:
-            Energies (atoms,), and bonds (pairs,) for `on_adsorbates`, which are None if all atoms
-            count fully.
+        Takes tokens (atoms, dim), graphs with tags and, if some atoms count by contact, the pairs
+        within the cutoff. Returns energies (atoms,), and bonds -log(1 - s(d)) across the interface,
+        (pairs,) or None if all atoms count fully.
         """
         counted = geometry.above_subsurface()
         assert geometry.tags is not None
         untagged = counted & (geometry.tags == Tag.SUBSURFACE.value)
         if not torch.compiler.is_compiling() and bool(untagged.any()):
-            self._expect_tags(len(geometry.batch[untagged].unique()))
+            graphs = len(geometry.batch[untagged].unique())
+            what = f"{graphs} structure(s) without an atom with tag > 0"
+            hint = "set tags, 1 surface and 2 adsorbate, for adsorption energies"
+            if self.by_contact.any():
+                raise ValueError(f"{what}; {hint}, or use readout='all' for total energies")
+            warnings.warn(f"{what}; their energy sums over all atoms; {hint}", stacklevel=2)
         tags = torch.where(untagged, Tag.SURFACE.value, geometry.tags)
         atomic = (self.mlp(h) * self.factor(tags)).squeeze(-1)
         if not self.sees_neighbors:
@@ -235,7 +227,9 @@ class EnergyReadout(nn.Module):
         if neighbors is None:
             raise ValueError("contacts need neighbors; got None")
         adsorbate = tags == Tag.ADSORBATE.value
-        bonds = self._bonds(adsorbate, neighbors)
+        across = adsorbate[neighbors.center] != adsorbate[neighbors.neighbor]
+        left = 1 - fade((neighbors.distance / self.cutoff - _ONSET) / (1 - _ONSET)) * across
+        bonds = -left.clamp(min=torch.finfo(left.dtype).tiny).log()
         weight = 1 - _sum_by(bonds, neighbors.center, len(h)).neg().exp()
         by_contact = torch.where(adsorbate, self.by_contact[1], self.by_contact[0])
         return atomic * torch.where(by_contact, weight, counted.to(weight)), bonds
@@ -245,14 +239,8 @@ class EnergyReadout(nn.Module):
     ) -> Tensor:
         """Distributes energies of slab atoms over the adsorbate atoms in contact with them.
 
-        Args:
-            energies: (atoms,), from `by_atom`.
-            bonds: (pairs,), also from `by_atom`.
-            adsorbate: (atoms,) bool.
-            neighbors: pairs within the cutoff.
-
-        Returns:
-            (atoms,), with the same sums over graphs and 0 for slab atoms that count by contact.
+        Takes the results of `forward` and adsorbate (atoms,) bool. Returns (atoms,), with the same
+        sums over graphs and 0 for slab atoms that count by contact.
         """
         center, neighbor = neighbors.center, neighbors.neighbor
         total = _sum_by(bonds, center, len(energies))
@@ -260,26 +248,6 @@ class EnergyReadout(nn.Module):
         share = bonds / torch.where(moved, total, 1.0)[center]
         gained = _sum_by(share * (energies * moved)[center], neighbor, len(energies))
         return torch.where(moved, 0.0, energies) + gained
-
-    def _bonds(self, adsorbate: Tensor, neighbors: Neighbors) -> Tensor:
-        """Returns -log(1 - s(d)) for pairs across the interface and 0 for others: (pairs,)."""
-        across = adsorbate[neighbors.center] != adsorbate[neighbors.neighbor]
-        left = 1 - fade((neighbors.distance / self.cutoff - _ONSET) / (1 - _ONSET)) * across
-        return -left.clamp(min=torch.finfo(left.dtype).tiny).log()
-
-    def _expect_tags(self, untagged: int) -> None:
-        """Warns about graphs without tags, or refuses them if energies depend on tags."""
-        what = f"{untagged} structure(s) without an atom with tag > 0"
-        if self.by_contact.any():
-            raise ValueError(
-                f"{what}; expected tags, 1 surface and 2 adsorbate, for adsorption energies; set "
-                "them, or use readout='all' for total energies"
-            )
-        warnings.warn(
-            f"{what}; their energy sums over all atoms. Set tags (1 surface, 2 adsorbate) for "
-            "adsorption energies.",
-            stacklevel=3,
-        )
 
 
 class PositionHead(nn.Module):

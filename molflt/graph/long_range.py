@@ -19,7 +19,14 @@ from torch import Tensor, nn
 from molflt.attention.checks import at_least_one, not_negative, positive
 from molflt.attention.nodes.lattice import Lattice, free_extent
 from molflt.attention.nodes.reciprocal import reciprocal_nodes
-from molflt.attention.numerics import at_least_float32, distances, fade, recomputed, uncompiled
+from molflt.attention.numerics import (
+    at_least_float32,
+    distances,
+    fade,
+    options_of,
+    recomputed,
+    uncompiled,
+)
 from molflt.attention.spectra import InversePower
 from molflt.graph.geometry import Geometry, _sum_by
 from molflt.graph.near import _all_pairs
@@ -29,7 +36,7 @@ from molflt.graph.radial import softened
 COULOMB = 14.399645  # eV Å, for two elementary charges
 _DEPTH = 4.0  # sharpness times cutoff: near pairs end below 1e-6 of 1 / r
 _ONSET = 0.9  # fraction of the cutoff at which near pairs start to fade
-_HIGHEST = 1.44  # largest frequency over sharpness: nodes end at 3e-6 of the first
+_HIGHEST = 1.55  # largest frequency over sharpness; 1.44 leaves 3e-6 meV between distant slabs
 _APART = 5.0  # gap between images of a slab, over sharpness; they see 1e-12 of each other
 _LARGEST = 800.0  # volume over cutoff cubed above which the cutoff grows with the cell
 _TRANSIENT = 2**21  # largest number of values of waves in one chunk of nodes
@@ -39,12 +46,10 @@ _LEAST = 1e-12  # added to each weight of the total charge: equal shares if all 
 
 
 class LongRangeEnergy(NamedTuple):
-    """Energies of graphs, and the latent charges that they are computed from."""
+    """Sharp and smooth part of the energies, (graphs,) float64, eV, and the latent charges."""
 
     near: Tensor
-    """(graphs,) float64, eV, sharp part of pairs within the cutoff"""
     far: Tensor
-    """(graphs,) float64, eV, smooth part of all pairs"""
     charges: Tensor
     """(atoms, powers, channels); those of p = 1 are in e"""
 
@@ -129,6 +134,8 @@ class LongRange(nn.Module):
                 f"powers of 1 / r^p must be given, each once; got {list(powers)}; leave it out for "
                 "no long range"
             )
+        for power in powers:
+            InversePower(power, _DEPTH / cutoff)  # refuses others
         if smearing >= cutoff / (_DEPTH * 2**0.5):
             raise ValueError(
                 f"smearing must be below {cutoff / (_DEPTH * 2**0.5):.3g} Å, the width that the "
@@ -174,9 +181,7 @@ class LongRange(nn.Module):
         near, far = ((x * strength).sum(dim=(1, 2)) for x in (near, far))
         return LongRangeEnergy(near, far, charges)
 
-    def extra_repr(self) -> str:
-        names = ("powers", "channels", "cutoff", "smearing")
-        return ", ".join(f"{name}={getattr(self, name)}" for name in names)
+    extra_repr = options_of
 
 
 def dipole(charges: Tensor, geometry: Geometry) -> Tensor:
@@ -201,9 +206,7 @@ def inverse_power_sums(
     Args:
         charges: (atoms, powers, channels).
         geometry: the atoms.
-        powers: p of each column; see `InversePower`.
-        cutoff: cutoff of near pairs, Å.
-        smearing: see `LongRange`.
+        powers, cutoff, smearing: see `LongRange`.
         neighbors: pairs within the cutoff; searched for if None.
 
     Returns:
@@ -212,7 +215,12 @@ def inverse_power_sums(
     with torch.autocast(charges.device.type, enabled=False):
         charges = at_least_float32(charges)
         axes = geometry.pbc.sum(dim=1).tolist()
-        _check_axes(axes, powers)
+        for graph, count in enumerate(axes):
+            if count == 1 or (count == 2 and max(powers) > 1):
+                raise ValueError(
+                    f"long_range={list(powers)} does not converge for {count} periodic axes; got "
+                    f"those of graph {graph}; set pbc to True along all axes, with vacuum between"
+                )
         laws = [InversePower(power, _DEPTH / cutoff) for power in powers]
         scale = _scales(geometry, cutoff).to(geometry.pos.dtype)
         scaled = geometry._replace(
@@ -239,18 +247,6 @@ def _scales(geometry: Geometry, cutoff: float) -> Tensor:
     volume = Lattice.of(cell, pbc, 2 * extent, 2 * _APART * cutoff / _DEPTH).volume
     scale = (volume / (_LARGEST * cutoff**3)).clamp(min=1.0) ** (1 / 3)
     return torch.where(pbc.any(dim=1), scale, 1.0)
-
-
-def _check_axes(axes: Sequence[int], powers: Sequence[int]) -> None:
-    """Raises ValueError for the first graph whose periodic axes are not supported."""
-    for graph, count in enumerate(axes):
-        what = {1: "one periodic axis", 2: "two periodic axes and p > 1"}.get(count)
-        if what is not None and (count == 1 or max(powers) > 1):
-            raise ValueError(
-                f"long_range={list(powers)} does not converge for {what}, whose images along the "
-                f"others would not converge; got that of graph {graph}; set pbc to True along all "
-                "axes, with vacuum between"
-            )
 
 
 def _pair_sums(
@@ -314,13 +310,8 @@ def _far_of_lattice(
     for xi, factor in zip(nodes[0].split(chunk), factors.split(chunk), strict=True):
         several = chunk < len(factors)
         total = total + recomputed(_power, pos, charges, xi, factor, several=several)
-    itself = torch.stack(
-        [
-            law.at_zero() * q.double().square().sum(0)
-            for law, q in zip(laws, charges.unbind(1), strict=True)
-        ]
-    )
-    return (total - itself) / 2
+    own = charges.new_tensor([law.at_zero() for law in laws], dtype=torch.float64)
+    return (total - own[:, None] * charges.double().square().sum(dim=0)) / 2
 
 
 def _power(pos: Tensor, charges: Tensor, xi: Tensor, factor: Tensor) -> Tensor:

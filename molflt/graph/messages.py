@@ -18,15 +18,12 @@ _SPARSEST = 8  # matrix elements per pair beyond which pairs are gathered instea
 
 
 class _Edges(NamedTuple):
-    """Pairs of neighbors with functions of their distances."""
+    """Pairs of atom indices with functions of their distances."""
 
     center: Tensor
-    """(pairs,) atom index"""
     neighbor: Tensor
-    """(pairs,) atom index"""
     basis: Tensor
-    """(pairs, functions), functions of the distance; they vanish at the cutoff with all
-    derivatives"""
+    """(pairs, functions)"""
     direction: Tensor
     """(pairs, 3, 1), from center to neighbor; unit vectors beyond 0.1 Å"""
 
@@ -93,13 +90,7 @@ class EquivariantMessages(nn.Module):
         self.layers = nn.ModuleList(_Interaction(dim, first=i == 0) for i in range(layers))
 
     def forward(self, tokens: Tensor, neighbors: Neighbors, geometry: Geometry) -> Tensor:
-        """Adds the neighborhoods of atoms to their tokens.
-
-        Args:
-            tokens: (atoms, dim).
-            neighbors: pairs within the cutoff.
-            geometry: the graphs.
-        """
+        """Adds the neighborhoods of atoms, pairs within the cutoff, to tokens (atoms, dim)."""
         basis = radial_waves(neighbors.distance, _NUM_BASIS, self.cutoff)
         # tends to 0 instead of NaN as two atoms approach each other
         square = neighbors.vector.square().sum(dim=-1, keepdim=True)

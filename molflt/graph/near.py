@@ -39,35 +39,19 @@ class NearPairs(NamedTuple):
     ) -> "NearPairs":
         """Combines neighbors within the cutoff with all pairs of the graphs in `alone`."""
         own = torch.arange(geometry.pos.shape[0], device=geometry.pos.device)
-        queries, keys, vectors = [own], [own], [torch.zeros_like(geometry.pos)]
-        if neighbors is not None:
-            found: tuple[Tensor, ...] = neighbors[:3]
-            if alone is not None:
-                kept = ~alone[geometry.batch[neighbors.center]]
-                found = tuple(x[kept] for x in found)
-            for parts, part in zip((queries, keys, vectors), found, strict=True):
-                parts.append(part)
+        found: list[tuple[Tensor, ...]] = [(own, own, torch.zeros_like(geometry.pos))]
+        if neighbors is not None and alone is None:
+            found.append(neighbors[:3])
+        elif neighbors is not None and alone is not None:
+            kept = ~alone[geometry.batch[neighbors.center]]
+            found.append(tuple(x[kept] for x in neighbors[:3]))
         if alone is not None:
             query, key = _all_pairs(geometry, alone)
-            queries.append(query)
-            keys.append(key)
-            vectors.append(nearest_images(geometry, query, key))
-        query, key = torch.cat(queries), torch.cat(keys)
+            found.append((query, key, nearest_images(geometry, query, key)))
+        query, key, vector = (torch.cat(parts) for parts in zip(*found, strict=True))
         graph = geometry.batch[query]
         first = geometry.ptr[graph]
-        return cls(graph, query - first, key - first, torch.cat(vectors))
-
-    def reordered(self, order: Tensor) -> "NearPairs":
-        """Returns the pairs after reordering graphs by indices (graphs,)."""
-        place = torch.zeros(int(order.max()) + 1, dtype=torch.long, device=order.device)
-        place[order] = torch.arange(len(order), device=order.device)
-        return self._replace(graph=place[self.graph])
-
-    def part(self, graphs: slice) -> "NearPairs":
-        """Returns the pairs of consecutive graphs, with graphs counted from 0."""
-        inside = ((self.graph >= graphs.start) & (self.graph < graphs.stop)).nonzero()[:, 0]
-        graph, *rest = (x.index_select(0, inside) for x in self)
-        return NearPairs(graph - graphs.start, *rest)
+        return cls(graph, query - first, key - first, vector)
 
     def pairs(self) -> Pairs:
         """Returns the pairs in the input format of attention, without corrections."""
@@ -87,25 +71,19 @@ class _Found(NamedTuple):
         place = torch.arange(1, self.nodes.xi.shape[1] + 1, device=self.nodes.xi.device)
         return ((self.nodes.weights.detach() != 0) * place).amax(dim=1)
 
-    def reordered(self, order: Tensor) -> "_Found":
-        """Returns nodes and pairs after reordering graphs by indices (graphs,)."""
-        return _Found(
-            None if self.nodes is None else GraphNodes(*(x[order] for x in self.nodes)),
-            None if self.alone is None else self.alone[order],
-            None if self.near is None else self.near.reordered(order),
-        )
-
-    def part(self, graphs: slice) -> "_Found":
-        """Returns nodes and pairs of consecutive graphs, without padding for other graphs."""
-        nodes = self.nodes
+    def select(self, graphs: Tensor, total: int) -> "_Found":
+        """Returns nodes and pairs of graphs (n,) of `total`, without padding for other graphs."""
+        nodes, near = self.nodes, self.near
         if nodes is not None:
             most = max(1, int(self.counts()[graphs].max()))
             nodes = GraphNodes(*(x[graphs, :most] for x in nodes))
-        return _Found(
-            nodes,
-            None if self.alone is None else self.alone[graphs],
-            None if self.near is None else self.near.part(graphs),
-        )
+        if near is not None:
+            place = graphs.new_full((total,), -1)
+            place[graphs] = torch.arange(len(graphs), device=graphs.device)
+            graph = place[near.graph]
+            inside = (graph >= 0).nonzero()[:, 0]
+            near = NearPairs(*(x.index_select(0, inside) for x in (graph, *near[1:])))
+        return _Found(nodes, None if self.alone is None else self.alone[graphs], near)
 
 
 def _all_pairs(geometry: Geometry, graphs: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,8 +20,6 @@ from molflt.graph.memory import expect_memory
 _MOST_CELLS = 1e5
 _FEWEST_ALONG_AXIS = 4  # vesin rounds down once for each axis
 _PAIR = 240  # bytes per pair during the search for neighbors, measured
-_PLACES = np.array([1, 1_000_003, 1_000_003**2])  # strides of cubes along the axes
-
 
 _Array: TypeAlias = NDArray[np.float64]
 
@@ -46,20 +44,12 @@ def expect_lattice(geometry: Geometry) -> None:
 
 
 def neighbor_list(geometry: Geometry, cutoff: float) -> Neighbors:
-    """Finds all pairs within `cutoff`, with vesin, for each graph in its reduced cell.
+    """Finds all pairs within `cutoff`, Å, with vesin, for each graph in its reduced cell.
 
-    Args:
-        geometry: the atoms.
-        cutoff: radius, Å.
-
-    Returns:
-        Pairs of all graphs with indices into the atoms of the batch; each pair appears in both
-        directions.
+    Indices are those of the atoms of the batch, and each pair appears in both directions.
 
     Raises:
-        ValueError: with the index of the graph, for positions or lattice vectors that are not
-            finite, lattice planes of the reduced cell less than 0.5 Å apart, or a cell that is far
-            too long and thin.
+        ValueError: for invalid positions or cells; names the graph.
         MemoryError: if the pairs do not fit into memory.
     """
     pos, cell = geometry.pos, geometry.cell
@@ -92,8 +82,11 @@ def _neighbors(
         _closed(points[start:stop], reduced[graph], periodic[graph], cutoff)
         for graph, (start, stop) in enumerate(pairwise(first))
     ]
-    _check_shapes(np.stack([box for _, box in closed]), boxes, periodic, cutoff)
-    _expect_pairs([_least_pairs(*each, cutoff) for each in closed], np.diff(first), cutoff)
+    closed_boxes = np.stack([box for _, box in closed])
+    _check_shapes(closed_boxes, boxes, periodic, cutoff)
+    volumes = np.abs(np.linalg.det(closed_boxes))
+    expected = np.diff(first) ** 2 * 4 / 3 * math.pi * cutoff**3 / volumes
+    _expect_pairs(expected.tolist(), np.diff(first), cutoff)
     search = NeighborList(cutoff=cutoff, full_list=True)
     found, counts = [], []
     for graph, (inside, box) in enumerate(closed):
@@ -111,17 +104,10 @@ def _neighbors(
 
 @uncompiled
 def nearest_images(geometry: Geometry, query: Tensor, key: Tensor) -> Tensor:
-    """Returns vectors from atoms to the nearest images of other atoms.
+    """Returns vectors (pairs, 3), Å, from atoms `query` to the nearest images of atoms `key`.
 
-    Images are found by rounding fractional coordinates in a reduced cell.
-
-    Args:
-        geometry: the batch.
-        query: (pairs,), indices of atoms.
-        key: (pairs,), indices of atoms in the same graphs.
-
-    Returns:
-        (pairs, 3), Å, differentiable in positions and cells.
+    Images are found by rounding fractional coordinates in a reduced cell. The result is
+    differentiable in positions and cells.
     """
     vector = geometry.pos[key] - geometry.pos[query]
     periodic = _numbers(geometry.pbc)
@@ -159,19 +145,14 @@ def _check_finite(
 ) -> None:
     """Raises ValueError for atoms (atoms, 3) or boxes (graphs, 3, 3), Å, that are not finite."""
     near = (np.abs(points) <= FARTHEST).all(axis=1)  # False for NaN, too
-    if not near.all():
-        atom = int(near.argmin())
-        graph = int(np.searchsorted(ptr, atom, side="right")) - 1
+    known = (np.isfinite(boxes).all(axis=2) | ~periodic).all(axis=1)
+    if not (near.all() and known.all()):
+        graph = int(known.argmin())
+        if known.all():
+            graph = int(np.searchsorted(ptr, near.argmin(), side="right")) - 1
         raise ValueError(
-            f"graph {graph}: pos must be finite and within {FARTHEST:g} Å; got "
-            f"{points[atom].tolist()} for atom {atom - ptr[graph]}; remove the atom or move the "
-            "structure"
-        )
-    known = np.isfinite(boxes).all(axis=2) | ~periodic
-    if not known.all():
-        graph = int(known.all(axis=1).argmin())
-        raise ValueError(
-            f"graph {graph}: cell must be finite along periodic axes; got {boxes[graph].tolist()}"
+            f"graph {graph}: pos must be finite and within {FARTHEST:g} Å, and cell finite along "
+            "periodic axes; remove atoms that are far away, or move the structure"
         )
 
 
@@ -208,9 +189,8 @@ def _check_shapes(
     if thin.any():
         graph = int(thin.argmax())
         raise ValueError(
-            f"graph {graph}: it spans {heights[graph].max():.3g} Å along one direction and "
-            f"{heights[graph].min():.3g} Å along another, too many cutoffs of {cutoff:g} Å; check "
-            "units (Å)"
+            f"graph {graph}: it spans {heights[graph].max():.3g} Å along one direction, too many "
+            f"cutoffs of {cutoff:g} Å; check units (Å)"
         )
 
 
@@ -224,14 +204,6 @@ def _check_heights(heights: _Array, boxes: _Array, periodic: NDArray[np.bool_]) 
             f"{heights[graph][periodic[graph]].min():.2g} Å in the reduced form of cell "
             f"{boxes[graph].tolist()}; set pbc to False along axes without a lattice vector"
         )
-
-
-def _least_pairs(points: _Array, box: _Array, cutoff: float) -> float:
-    """Returns a lower bound of the number of pairs, from the density and from small cubes."""
-    even = len(points) ** 2 * 4 / 3 * math.pi * cutoff**3 / abs(np.linalg.det(box))
-    cubes = np.floor(points * (3**0.5 / cutoff)).astype(np.int64)
-    _, shared = np.unique(cubes @ _PLACES, return_counts=True)
-    return max(even, float(np.square(shared).sum() - len(points)))
 
 
 def _expect_pairs(pairs: Sequence[float], atoms: NDArray[np.int64], cutoff: float) -> None:

@@ -1,25 +1,27 @@
 """Schemes of periodic boundaries in attention, one class per scheme."""
 
+import inspect
 import itertools
-import math
-from typing import ClassVar
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from molflt.atoms import Tag
-from molflt.attention.checks import at_hand, positive
+from molflt.attention.checks import no_effect, one_of, positive
 from molflt.attention.mixing.mesh import MeshKernel
-from molflt.attention.mixing.pairs import Pairs, products
-from molflt.attention.nodes.lattice import free_extent
+from molflt.attention.mixing.pairs import products
+from molflt.attention.nodes.lattice import Lattice, free_extent
+from molflt.attention.nodes.mesh import check_order
 from molflt.attention.nodes.reciprocal import reciprocal_nodes, tapered_mask
-from molflt.attention.numerics import distances, fade, searched
+from molflt.attention.numerics import distances, fade, searched, uncompiled
 from molflt.attention.positions.multiplicative import MultiplicativePosition
 from molflt.attention.positions.spectral import GraphNodes, SpectralPosition
 from molflt.attention.spectra import SPECTRA
 from molflt.graph.dense import DenseAtoms, padded, places_of
 from molflt.graph.geometry import Geometry
-from molflt.graph.memory import expect_memory
+from molflt.graph.near import NearPairs
 from molflt.graph.neighbors import expect_lattice, images_are_far
 
 _FADE = 1.0  # Å before the cutoff, over which an image fades out
@@ -31,16 +33,14 @@ _IN_PLANE = [(a, b, 0) for a, b in itertools.product((-1, 0, 1), repeat=2) if (a
 class Open:
     """Open boundaries, and base class of the schemes: atoms only see the given atoms.
 
-    A new scheme overrides what differs and gets an entry in `molflt.graph.schemes.PERIODIC`. The
+    A new scheme overrides what differs and gets an entry in `PERIODIC`. The
     arguments of its constructor are its options.
 
     Attributes:
-        near: True if the scheme supports a near field.
         needs_cell: True if the scheme reads the cell, which periodic structures must then have.
         lattice: True if nodes of the mask come with each batch instead of from the position.
     """
 
-    near: ClassVar[bool] = True
     needs_cell: ClassVar[bool] = False
     lattice: ClassVar[bool] = False
 
@@ -48,15 +48,8 @@ class Open:
         """Returns options of the position that differ from its own defaults."""
         return {}
 
-    def check_near_field(self, spectrum: str) -> None:
-        """Raises ValueError if the scheme does not support a near field."""
-        if not self.near:
-            raise ValueError(
-                f"near_field finds images itself; got {self!r}; use periodic='none' or 'reciprocal'"
-            )
-
-    def check(self, position: SpectralPosition, softmax: bool) -> None:
-        """Raises ValueError if the scheme does not support the position or softmax."""
+    def check(self, position: SpectralPosition, softmax: bool, near: bool) -> None:
+        """Raises ValueError if the scheme does not support the position, softmax or near field."""
 
     def dense(self, geometry: Geometry) -> DenseAtoms:
         """Returns atoms and keys in the input format of attention."""
@@ -88,8 +81,7 @@ class Open:
         self,
         position: MultiplicativePosition,
         factors: tuple[Tensor, Tensor] | None,
-        pairs: Pairs,
-        distance: Tensor,
+        near: NearPairs,
         farthest: float,
     ) -> Tensor:
         """Computes the far field of pairs of atoms, where each image is a pair: (heads, pairs).
@@ -97,12 +89,11 @@ class Open:
         Args:
             position: kernel.
             factors: factors of the kernel; None on a mesh.
-            pairs: indices of the pairs.
-            distance: (pairs,), Å.
-            farthest: upper bound of the distances, Å.
+            near: the pairs.
+            farthest: upper bound of their distances, Å.
         """
         assert factors is not None
-        return products(*factors, pairs)
+        return products(*factors, near.pairs())
 
     def radial_profile(self, position: MultiplicativePosition, distance: Tensor) -> Tensor:
         """Returns h of one image at distances (n,), Å: (heads, n)."""
@@ -129,54 +120,34 @@ class Images(Open):
         image_cutoff: cutoff, Å.
     """
 
-    near = False
     needs_cell = True
 
     def __init__(self, image_cutoff: float = 8.0) -> None:
         positive(image_cutoff=image_cutoff)
         self.image_cutoff = image_cutoff
 
+    def check(self, position: SpectralPosition, softmax: bool, near: bool) -> None:
+        if near:
+            raise ValueError(
+                f"near_field finds images itself; got {self!r}; use periodic='none' or 'reciprocal'"
+            )
+
     def dense(self, geometry: Geometry) -> DenseAtoms:
-        with torch.autocast(geometry.pos.device.type, enabled=False):
-            return self._dense(geometry)
-
-    def _dense(self, geometry: Geometry) -> DenseAtoms:
-        atoms = DenseAtoms.of(geometry)
-        if geometry.tags is None:
-            return self._with_images(geometry, atoms, atoms.mask, atoms.mask)
-        adsorbate = geometry.tags == Tag.ADSORBATE.value
-        adsorbate = padded(adsorbate[:, None], atoms.mask, places_of(geometry, atoms.mask))[..., 0]
-        has_adsorbate = adsorbate.any(dim=1, keepdim=True)
-        near = torch.where(has_adsorbate, adsorbate, atoms.mask)
-        sources = torch.where(has_adsorbate, ~adsorbate & atoms.mask, atoms.mask)
-        return self._with_images(geometry, atoms, near, sources)
-
-    def images(self, geometry: Geometry) -> Tensor:
-        """Implements `Open.images`; refuses invalid lattices here, where errors can name graphs."""
-        expect_lattice(geometry)
+        mask, positions, *_ = DenseAtoms.of(geometry)
+        centres = sources = mask
         if geometry.tags is not None:
-            return torch.full_like(geometry.ptr[1:], len(_IN_PLANE))
-        inverse = torch.linalg.pinv(geometry.cell.detach())
-        most = (1 + self.image_cutoff * inverse.norm(dim=1)).floor() * geometry.pbc
-        return (2 * most + 1).prod(dim=1) - 1
-
-    def _with_images(
-        self, geometry: Geometry, atoms: DenseAtoms, centres: Tensor, sources: Tensor
-    ) -> DenseAtoms:
-        """Adds images of the sources near centers, both (graphs, atoms) bool, as keys."""
-        mask, positions = atoms.mask, atoms.positions
+            adsorbate = (geometry.tags == Tag.ADSORBATE.value)[:, None]
+            adsorbate = padded(adsorbate, mask, places_of(geometry, mask))[..., 0]
+            has_adsorbate = adsorbate.any(dim=1, keepdim=True)
+            centres = torch.where(has_adsorbate, adsorbate, mask)
+            sources = torch.where(has_adsorbate, ~adsorbate & mask, mask)
         cell, plane = geometry.cell.to(positions.dtype), geometry.tags is not None
-        index, step, kept = _images(
-            positions.detach(),
-            mask,
-            cell.detach(),
-            geometry.pbc,
-            centres,
-            sources,
-            self.image_cutoff,
-            plane,
-        )
-        places = positions.gather(1, index[..., None].expand(-1, -1, 3)) + step @ cell
+        box = cell.detach(), geometry.pbc
+        with torch.autocast(mask.device.type, enabled=False):
+            index, step, kept = _images(
+                positions.detach(), mask, *box, centres, sources, self.image_cutoff, plane
+            )
+            places = positions.gather(1, index[..., None].expand(-1, -1, 3)) + step @ cell
         weight = self._weight(places, positions, centres)
         there = kept & (weight > 0)
         one = torch.ones_like(positions[..., 0])
@@ -189,6 +160,14 @@ class Images(Open):
             torch.cat((number, index), dim=1),
             torch.cat((one, weight.masked_fill(~there, 1.0)), dim=1),
         )
+
+    def images(self, geometry: Geometry) -> Tensor:
+        expect_lattice(geometry)  # here, where errors can name graphs
+        if geometry.tags is not None:
+            return torch.full_like(geometry.ptr[1:], len(_IN_PLANE))
+        inverse = torch.linalg.pinv(geometry.cell.detach())
+        most = (1 + self.image_cutoff * inverse.norm(dim=1)).floor() * geometry.pbc
+        return (2 * most + 1).prod(dim=1) - 1
 
     def _weight(self, places: Tensor, positions: Tensor, centres: Tensor) -> Tensor:
         """Returns the weight of each image, (graphs, images)."""
@@ -247,16 +226,6 @@ def _steps(positions: Tensor, mask: Tensor, cell: Tensor, pbc: Tensor, cutoff: f
     span = upper - fractional.masked_fill(outside, torch.inf).amin(dim=1)
     reach = span.clamp(min=0.0) + cutoff * inverse.norm(dim=1)
     most = (reach * pbc).amax(dim=0).floor().long().tolist()
-    cells = math.prod(2 * n + 1 for n in most)
-    size = cells * mask.numel() * mask.shape[1] * cell.element_size()
-    expect_memory(
-        size if at_hand(cell) else 0,
-        lambda: (
-            f"distances of {mask.numel():,} atoms to those in {cells:,} cells around, "
-            f"within image_cutoff={cutoff:g} Å of any of them,"
-        ),
-        "put all atoms into one cell, or take a smaller image_cutoff",
-    )
     axes = [torch.arange(-n, n + 1, device=cell.device) for n in most]
     steps = torch.cartesian_prod(*axes).view(-1, 3)
     return steps[(steps != 0).any(dim=1)]
@@ -282,30 +251,25 @@ class Reciprocal(Open):
         self.smooth = smooth
 
     def defaults(self, position: str, spectrum: str) -> dict[str, object]:
-        """Returns options as `Open.defaults` does.
-
-        The kernel decays and does not have a background, because sums over images must converge and
-        supercells must give the same result.
-        """
         if position != "multiplicative":
             return {}
+        # Sums over images must converge, and supercells must give the same result.
         decays: dict[str, object] = {"background": 0.0}
         return decays | ({"positive": True} if spectrum == "gaussian_basis" else {})
 
-    def check_near_field(self, spectrum: str) -> None:
-        if not SPECTRA[spectrum].isotropic:
+    def check(self, position: SpectralPosition, softmax: bool, near: bool) -> None:
+        if near and not position.spectrum.isotropic:
             known = (name for name, family in SPECTRA.items() if family.isotropic)
             raise ValueError(
                 f"near_field with reciprocal nodes needs an isotropic spectrum; got "
-                f"{spectrum!r}; use one of {', '.join(known)}"
+                f"{type(position.spectrum).__name__}; use one of {', '.join(known)}"
             )
 
     def dense(self, geometry: Geometry) -> DenseAtoms:
         return DenseAtoms.of(geometry, lattice=True)
 
     def nodes(self, geometry: Geometry, position: SpectralPosition) -> GraphNodes | None:
-        """Returns nodes as in `Open.nodes`, in float64 because random features depend on them."""
-        cell, pbc = geometry.cell.double(), geometry.pbc
+        cell, pbc = geometry.cell.double(), geometry.pbc  # random features depend on the nodes
         alone = self.without_nodes(geometry)
         if alone is not None:  # an arbitrary small cell, whose few nodes get weight 0
             pbc = pbc | alone[:, None]
@@ -318,31 +282,27 @@ class Reciprocal(Open):
         return GraphNodes(found[0], found[1].masked_fill(alone[:, None], 0.0))
 
     def without_nodes(self, geometry: Geometry) -> Tensor | None:
-        """Returns the mask of `Open.without_nodes`."""
         if not self.smooth:
             return None
         return images_are_far(geometry, _ALONE) & (geometry.ptr.diff() <= _MOST_PAIRED)
 
     def neighborhood(self, geometry: Geometry) -> Geometry:
-        """Returns the geometry itself: images are also neighbors; see `Open.neighborhood`."""
-        return geometry
+        return geometry  # images are also neighbors
 
     def far(
         self,
         position: MultiplicativePosition,
         factors: tuple[Tensor, Tensor] | None,
-        pairs: Pairs,
-        distance: Tensor,
+        near: NearPairs,
         farthest: float,
     ) -> Tensor:
-        """Computes the far field of pairs as `Open.far` does; each image is a separate pair."""
-        spectrum, taper = position.spectrum, position.taper
-        return tapered_mask(spectrum, distance, self.max_frequency, taper, farthest)
+        return self._mask(position, distances(near.vector), farthest)
 
     def radial_profile(self, position: MultiplicativePosition, distance: Tensor) -> Tensor:
-        farthest = float(distance.max())
-        spectrum, taper = position.spectrum, position.taper
-        return tapered_mask(spectrum, distance, self.max_frequency, taper, farthest)
+        return self._mask(position, distance, float(distance.max()))
+
+    def _mask(self, position: MultiplicativePosition, r: Tensor, farthest: float) -> Tensor:
+        return tapered_mask(position.spectrum, r, self.max_frequency, position.taper, farthest)
 
 
 class Near(Reciprocal):
@@ -352,14 +312,81 @@ class Near(Reciprocal):
     """
 
     def nodes(self, geometry: Geometry, position: SpectralPosition) -> GraphNodes:
-        """Returns one node of weight 0; see `Open.nodes`."""
         nothing = geometry.pos.new_zeros(geometry.graphs, 1, 3, dtype=torch.float64)
         return GraphNodes(nothing, nothing[..., 0])
 
     def without_nodes(self, geometry: Geometry) -> None:
-        """Returns None, because graphs do not need all pairs; see `Open.without_nodes`."""
+        return None
 
     far = Open.far
 
     def radial_profile(self, position: MultiplicativePosition, distance: Tensor) -> Tensor:
         return distance.new_zeros(position.spectrum.heads, len(distance))
+
+
+class OnMesh(Reciprocal):
+    """Computes kernels of `Reciprocal` at a cost per atom that does not grow with the cell.
+
+    Use a mesh for large cells: 1,000 atoms or more at 0.25 cycles/Å, and 5,000 or more at 0.1. It
+    supports multiplicative kernels with an isotropic spectrum. The invariances of nodes (shifts of
+    all atoms, the choice of the cell, supercells except with normalize="unmasked") hold up to the
+    interpolation error.
+
+    Args:
+        max_frequency: largest |G|, cycles/Å.
+        mesh_order: order of the splines: 4, 5, 6 or 8, with errors of attention up to 3e-3, 6e-4,
+            6e-6 and 2e-7; orders 6 and 8 also use more points.
+    """
+
+    def __init__(self, max_frequency: float = 0.25, mesh_order: int = 5) -> None:
+        super().__init__(max_frequency)
+        check_order(mesh_order)
+        self.mesh_order = mesh_order
+
+    def check(self, position: SpectralPosition, softmax: bool, near: bool) -> None:
+        if softmax or not isinstance(position, MultiplicativePosition):
+            raise ValueError(
+                "periodic='mesh' is for a kernel that multiplies in kernelized attention; got "
+                f"{'mixing=softmax' if softmax else type(position).__name__}; use "
+                "position='multiplicative', or periodic='reciprocal'"
+            )
+        position.check_isotropic()
+
+    def nodes(self, geometry: Geometry, position: SpectralPosition) -> None:
+        return None
+
+    @uncompiled
+    def mesh(self, geometry: Geometry, dense: DenseAtoms, position: SpectralPosition) -> MeshKernel:
+        assert isinstance(position, MultiplicativePosition)
+        cell, pbc = geometry.cell.double(), geometry.pbc
+        extent = free_extent(geometry.pos.double(), geometry.batch, cell, pbc)
+        lattice = Lattice.of(cell, pbc, extent)
+        where = self.max_frequency, self.mesh_order
+        return position.on_mesh(dense.positions, dense.mask, lattice, *where)
+
+
+PERIODIC: dict[str, type[Open]] = {
+    "none": Open,
+    "images": Images,
+    "reciprocal": Reciprocal,
+    "mesh": OnMesh,
+}
+
+# The command line lists the choices of an option from its type.
+if TYPE_CHECKING:
+    PeriodicName = str
+else:
+    PeriodicName = Literal[tuple(PERIODIC)]
+
+
+def make_periodic(periodic: str | Open, **options: float | None) -> Open:
+    """Builds a scheme from its name and the given options; returns existing schemes."""
+    known: Iterable[str] = ()
+    if not isinstance(periodic, Open):
+        one_of("periodic", periodic, PERIODIC)
+        known = inspect.signature(PERIODIC[periodic]).parameters
+    idle = {name: value for name, value in options.items() if name not in known}
+    no_effect(f"with periodic={periodic!r}", **idle)
+    if isinstance(periodic, Open):
+        return periodic
+    return PERIODIC[periodic](**{k: v for k, v in options.items() if k in known and v is not None})

@@ -17,9 +17,8 @@ from molflt.graph.encoding import GraphPositionName
 from molflt.graph.geometry import Atoms, Geometry
 from molflt.graph.long_range import ChargeShare, LongRange, dipole
 from molflt.graph.neighbors import Neighbors
-from molflt.graph.periodic import Reciprocal
+from molflt.graph.periodic import PeriodicName, Reciprocal
 from molflt.graph.regressor import EnergyRegressor
-from molflt.graph.schemes import PeriodicName
 
 if TYPE_CHECKING:
     from torch_geometric.data import Data
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
 _CHARGE_UNIT = 10.0  # scale of tokens per e; shares of 0.1 e are common
 # feature maps that are smooth and positive everywhere
 _SMOOTH_MAPS = ("positive", "exp", "learnable_exp", "sigmoid", "polynomial")
+_FIXED = {"message_pairs", "subsurface", "position_head", "move_atoms", "readout"}
 
 
 class Potential(EnergyRegressor):
@@ -69,9 +69,7 @@ class Potential(EnergyRegressor):
         element_energies: (119,) eV, buffer; constants added to atomic energies, by atomic number.
 
     Raises:
-        TypeError: for an unknown argument, or one of `EnergyRegressor` that is fixed here.
-        ValueError: for a choice whose energy is not smooth or not extensive, with the reason, or
-            for an option out of range.
+        ValueError: for a choice whose energy is not smooth or not extensive.
     """
 
     # without energy_std, which scales the forces of the original model
@@ -96,7 +94,8 @@ class Potential(EnergyRegressor):
         total_charge: bool = False,
         **options: Any,
     ) -> None:
-        _refuse_rough(feature_map, position, periodic, options)
+        form = {"position": position, "periodic": periodic, "feature_map": feature_map}
+        _refuse_rough({**options, **form})
         smooth = {} if max_frequency is None else {"max_frequency": max_frequency}
         scheme = Reciprocal(**smooth, smooth=True) if far_field else periodic
         super().__init__(
@@ -116,20 +115,23 @@ class Potential(EnergyRegressor):
             **options,
         )
         nn.init.ones_(self.readout.factor.weight)  # all tags are equal
-        self.long_range = _make_long_range(
-            dim,
-            long_range,
+        given = dict[str, Any](
             channels=long_range_channels,
             cutoff=long_range_cutoff,
             smearing=long_range_smearing,
             neutral=long_range_neutral,
-            total_charge=total_charge,
         )
+        self.long_range: LongRange | None = None
+        if long_range:
+            law = {name: value for name, value in given.items() if value is not None}
+            self.long_range = LongRange(dim, long_range, total_charge=total_charge, **law)
+            self.added_later = (*self.added_later, "long_range.neutral")
+        else:
+            idle = {f"long_range_{name}": value for name, value in given.items()}
+            no_effect("without long_range", total_charge=total_charge or None, **idle)
         self.charge_share = ChargeShare(dim) if total_charge else None
         if total_charge:
             self.charge_vector = nn.Parameter(torch.zeros(dim))
-        if self.long_range is not None:
-            self.added_later = (*self.added_later, "long_range.neutral")
 
     def forward(self, batch: "Data") -> Mapping[str, Tensor]:
         """Computes energies and derivatives; in training mode, these are differentiable.
@@ -146,10 +148,6 @@ class Potential(EnergyRegressor):
             "energy_near" and "energy_far"; see `parts`. With power 1 also "charges": (atoms,), e,
             of the first channel, and "dipole": (graphs, 3), e Å, about the mean position of the
             atoms, NaN with periodic axes.
-
-        Raises:
-            TypeError: if the input is not PyG data.
-            ValueError: if an attribute is missing or wrong; the message names it.
         """
         # also works inside torch.inference_mode, where existing tensors cannot be differentiated
         with torch.inference_mode(False), torch.enable_grad():
@@ -180,15 +178,8 @@ class Potential(EnergyRegressor):
     def parts(self, batch: "Data") -> dict[str, Tensor]:
         """Returns the parts of energies, (graphs,) float64, eV, each differentiable.
 
-        Args:
-            batch: as for `forward`.
-
-        Returns:
-            "local", from elements and attention; with `long_range` also "near" and "far", the sharp
-            and smooth parts of the interaction of latent charges.
-
-        Raises:
-            ValueError: as in `forward`, and for periodic axes that `long_range` does not support.
+        These are "local", from elements and attention, and with `long_range` also "near" and "far",
+        the sharp and smooth parts of the interaction of latent charges.
         """
         return self._parts(batch)[0]
 
@@ -217,18 +208,6 @@ class Potential(EnergyRegressor):
         return super()._refine(geometry, tokens, neighbors, fixed)
 
 
-def _make_long_range(
-    dim: int, powers: list[int] | None, total_charge: bool, **options: Any
-) -> LongRange | None:
-    """Builds a `LongRange`; without powers, returns None and refuses its options."""
-    if not powers:
-        given = {f"long_range_{k}": v for k, v in options.items()}
-        no_effect("without long_range", total_charge=total_charge or None, **given)
-        return None
-    given = {k: v for k, v in options.items() if v is not None}
-    return LongRange(dim, powers, total_charge=total_charge, **given)
-
-
 def _sum(parts: Mapping[str, Tensor]) -> Tensor:
     return torch.stack(list(parts.values())).sum(dim=0)
 
@@ -254,49 +233,51 @@ def _strained(batch: "Data") -> tuple["Data", Tensor, Tensor | None]:
     return out, pos, strain
 
 
-def _refuse_rough(
-    feature_map: str | None, position: str, periodic: str, options: Mapping[str, Any]
-) -> None:
-    """Raises ValueError for forms whose energy is not extensive or not smooth."""
-    why = {
-        "spectral": "its random features see single waves, and energies depend on where a "
-        "structure lies and jump with the cell",
-        "none": "energies would not depend on distances",
-        "images": "images come and go with atoms, and energies depend on the choice of the cell",
-        "mesh": "energies depend on where a structure lies on it",
-        "softmax": "it takes a logarithm of the kernel that is cut off at 1e-9",
+def _refuse_rough(given: Mapping[str, Any]) -> None:
+    """Raises ValueError for options whose energy is not extensive or not smooth."""
+    if fixed := _FIXED & given.keys():
+        raise TypeError(f"Potential sets the argument {min(fixed)!r} itself; leave it out")
+    kernel, products = given.get("position_options") or {}, given["feature_map"] == "polynomial"
+    rules = {
+        "position": (
+            given["position"] == "multiplicative",
+            "'multiplicative'; energies of others jump with the cell or do not see distances",
+        ),
+        "periodic": (
+            given["periodic"] == "reciprocal",
+            "'reciprocal', also for molecules, with pbc of False; energies of others depend on the "
+            "choice of the cell or of a mesh",
+        ),
+        "mixing": (
+            given.get("mixing") != "softmax",
+            "linear, quadratic or auto; softmax takes a logarithm of the kernel, cut off at 1e-9",
+        ),
+        "feature_map": (
+            given["feature_map"] in (None, *_SMOOTH_MAPS),
+            f"one of {', '.join(_SMOOTH_MAPS)}; others have kinks or sums that pass 0",
+        ),
+        "num_features": (
+            not (products and given.get("num_features")),
+            "None with the polynomial; projected products may fall below 0",
+        ),
+        "degree": (given.get("degree") in (None, 2), "2; others have products below 0"),
+        "normalize_qk": (
+            not (products and given.get("normalize_qk") is False),
+            "True with the polynomial; products may fall below 0",
+        ),
+        "floor": (not given.get("floor"), "0; sums that are cut off have kinks"),
+        "normalize": (
+            given.get("normalize") != "unmasked",
+            "'none' or the default; energies per atom would depend on the size of the cell",
+        ),
+        "position_options": (
+            not kernel.get("background") and kernel.get("positive") is not False,
+            "without a background, which would grow with the cell, and positive=True, because sums "
+            "must not pass 0",
+        ),
     }
-    axes = {"none": "boundaries would be left out; molecules need no option, only pbc of False"}
-    for name, given, wanted, reason in (
-        ("position", position, "multiplicative", why.get(position, "")),
-        ("periodic", periodic, "reciprocal", (why | axes).get(periodic, "")),
-    ):
-        if given != wanted:
-            told = f"{given!r}: {reason}" if reason else f"{given!r}"
-            raise ValueError(f"a potential needs {name}={wanted!r}; got {told}; leave it out")
-    if options.get("mixing") == "softmax":
-        raise ValueError(
-            f"mixing='softmax' of a potential: {why['softmax']}; use linear, quadratic or auto"
-        )
-    if feature_map is not None and feature_map not in _SMOOTH_MAPS:
-        raise ValueError(
-            f"feature_map={feature_map!r} has kinks or sums that pass 0, where forces jump; a "
-            f"potential takes one of {', '.join(_SMOOTH_MAPS)}"
-        )
-    if feature_map == "polynomial":
-        for name, fits in (("num_features", None), ("degree", 2), ("normalize_qk", True)):
-            if (value := options.get(name)) not in (None, fits):
-                raise ValueError(f"{name}={value} lets products fall below 0; leave it out")
-    if options.get("floor"):
-        raise ValueError("floor cuts sums off, where forces jump; leave it out of a potential")
-    if options.get("normalize") == "unmasked":
-        raise ValueError(
-            "normalize='unmasked' divides by all atoms of the cell, and energies per atom "
-            "depend on its size; leave it out of a potential, or take 'none'"
-        )
-    kernel = options.get("position_options") or {}
-    if kernel.get("background") or kernel.get("positive") is False:
-        raise ValueError(
-            "position_options of a potential need background=0, as a constant for each pair would "
-            "grow with the cell, and positive=True, as sums must not pass 0; leave them out"
-        )
+    for name, (fits, wanted) in rules.items():
+        if not fits:
+            raise ValueError(
+                f"{name} of a potential must be {wanted}; got {name}={given[name]!r}; leave it out"
+            )

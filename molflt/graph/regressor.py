@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from molflt.atoms import MAX_ATOMIC_NUMBER, Tag
-from molflt.attention import Attention, Position, Stack
+from molflt.attention import Attention, Stack
 from molflt.attention.checks import at_least_one, known_names, no_effect, not_negative, positive
 from molflt.attention.features import FeatureMapName
 from molflt.attention.positions.base import MixingName
@@ -19,8 +19,7 @@ from molflt.graph.encoding import GraphEncoding, GraphPositionName, _encode, _ma
 from molflt.graph.geometry import Atoms, Geometry
 from molflt.graph.heads import AtomEmbedding, EnergyReadout, MessagePairs, PositionHead, ReadoutName
 from molflt.graph.neighbors import Neighbors, neighbor_list
-from molflt.graph.periodic import Near
-from molflt.graph.schemes import PeriodicName
+from molflt.graph.periodic import Near, Open, PeriodicName
 
 if TYPE_CHECKING:
     from torch_geometric.data import Data
@@ -139,7 +138,13 @@ class EnergyRegressor(nn.Module):
     ) -> None:
         super().__init__()
         known_names(EnergyRegressor, stack, Stack, Attention, but=_NOT_OURS)
-        _check_numbers(dim, heads, radial_basis, messages, neighbor_cutoff, position_head)
+        at_least_one(dim=dim, heads=heads)
+        not_negative(radial_basis=radial_basis, messages=messages)
+        if not (position_head or radial_basis or messages):
+            why = "without position_head, radial_basis and messages"
+            no_effect(why, neighbor_cutoff=neighbor_cutoff)
+        self.neighbor_cutoff = cutoff = 5.0 if neighbor_cutoff is None else neighbor_cutoff
+        positive(neighbor_cutoff=cutoff)
         if not messages:
             no_effect("without messages", message_pairs=message_pairs)
         if message_pairs == "adsorbate" and readout == "all":
@@ -147,17 +152,15 @@ class EnergyRegressor(nn.Module):
                 "message_pairs='adsorbate' is for energies of adsorbates; got readout='all', which "
                 "also takes structures without tags; leave one out"
             )
-        kind = {"mixing": mixing, "feature_map": feature_map, "num_features": num_features}
-        form = _best_form(position, periodic, near_field)
+        kind = dict[str, Any](mixing=mixing, feature_map=feature_map, num_features=num_features)
         if not far_field:
-            form["periodic"] = _near_alone(
-                **form, max_frequency=max_frequency, position_options=position_options
-            )
+            why = "with far_field=False"
+            no_effect(why, max_frequency=max_frequency, position_options=position_options)
         self.encoding: GraphEncoding | None = _make_encoding(
             heads,
             position,
             kind,
-            **form,
+            **_best_form(position, periodic, near_field, far_field),
             position_options=position_options,
             image_cutoff=image_cutoff,
             max_frequency=max_frequency,
@@ -165,10 +168,25 @@ class EnergyRegressor(nn.Module):
             near_exact=near_exact,
         )
         own = None if self.encoding is None else self.encoding.position
-        blocks = _stack_of_atoms(dim, heads, own, kind, **stack)
+        blocks = Stack(
+            dim,
+            heads,
+            position=own,
+            causal=False,
+            mixer=ATTENTION,
+            mixer_options=None,
+            attention_layers=None,
+            **kind,
+            **stack,
+        )
         blocks.share_position()
-        _refuse_misfits(move_atoms, position_head, blocks.refinements, self.encoding is not None)
-        self.neighbor_cutoff = cutoff = 5.0 if neighbor_cutoff is None else neighbor_cutoff
+        passes = blocks.refinements
+        if move_atoms and not (position_head and passes > 1 and self.encoding is not None):
+            raise ValueError(
+                "move_atoms moves atoms between passes, for the mask; got "
+                f"position_head={position_head}, refinements={passes} and position={position!r}; "
+                "use a position head, 2 passes or more and a position"
+            )
         self.embedding = AtomEmbedding(
             dim, radial_basis, cutoff, descriptors, messages, message_pairs or "all"
         )
@@ -214,10 +232,6 @@ class EnergyRegressor(nn.Module):
             mode, unless `readout` is "all", also "adsorbate_energy": (atoms,) float64, eV, the
             contribution of each adsorbate atom and of the slab atoms in contact with it; the sum
             over an adsorbate is its energy.
-
-        Raises:
-            TypeError: if the input is not PyG data.
-            ValueError: if an attribute is missing or wrong; the message names it.
         """
         atoms = Atoms.of(batch, self.embedding.element.weight)
         whole, references = atoms.geometry, self._references(atoms)
@@ -250,7 +264,7 @@ class EnergyRegressor(nn.Module):
             self.trained_elements[numbers] = True
         tokens = self.embedding(numbers, geometry, neighbors)
         h, displacement = self._refine(geometry, tokens, neighbors, fixed)
-        atomic, bonds = self.readout.by_atom(h, geometry, neighbors)
+        atomic, bonds = self.readout(h, geometry, neighbors)
         energy = geometry.sum(atomic).double() * self.energy_std + self.energy_mean
         out = {"energy": energy, "embedding": h}
         if bonds is not None and neighbors is not None and not self.training:
@@ -299,23 +313,6 @@ class EnergyRegressor(nn.Module):
             self.encoding.redraw_(generator)
 
 
-def _stack_of_atoms(
-    dim: int, heads: int, position: Position | None, kind: dict[str, Any], **stack: Any
-) -> Stack:
-    """Builds a stack without the options that depend on the order of tokens."""
-    return Stack(
-        dim,
-        heads,
-        position=position,
-        causal=False,
-        mixer=ATTENTION,
-        mixer_options=None,
-        attention_layers=None,
-        **kind,
-        **stack,
-    )
-
-
 def _among(x: Tensor, kept: Tensor) -> Tensor:
     """Inserts rows (..., kept atoms, n) into zeros for all atoms."""
     out = x.new_zeros(*x.shape[:-2], len(kept), x.shape[-1])
@@ -337,46 +334,19 @@ def _bounded(step: Tensor) -> Tensor:
     return step * (1 + (step / _MAX_MOVE).square().sum(dim=-1, keepdim=True)).rsqrt()
 
 
-def _best_form(position: str, periodic: str | None, near_field: float | None) -> dict[str, Any]:
+def _best_form(
+    position: str, periodic: str | Open | None, near_field: float | None, far_field: bool
+) -> dict[str, Any]:
     """Fills in missing options of the encoding with the best form of docs/results."""
     multiplies = position == "multiplicative"
     scheme = periodic or ("reciprocal" if multiplies else "none")
     if near_field is None and multiplies and scheme != "images":
         near_field = 5.0
+    if not far_field:
+        if scheme != "reciprocal" or not near_field:
+            raise ValueError(
+                "far_field=False leaves a multiplicative position its near field, with periodic "
+                f"'reciprocal'; got periodic={scheme!r} and near_field={near_field}; leave one out"
+            )
+        scheme = Near()
     return {"periodic": scheme, "near_field": near_field}
-
-
-def _near_alone(periodic: str, near_field: float | None, **idle: object) -> Near:
-    """Returns the periodic scheme without a far field."""
-    if periodic != "reciprocal" or not near_field:
-        raise ValueError(
-            "far_field=False leaves a multiplicative position its near field, with periodic "
-            f"'reciprocal'; got periodic={periodic!r} and near_field={near_field}; leave one out"
-        )
-    no_effect("with far_field=False", **idle)
-    return Near()
-
-
-def _check_numbers(
-    dim: int,
-    heads: int,
-    radial_basis: int,
-    messages: int,
-    cutoff: float | None,
-    position_head: bool,
-) -> None:
-    at_least_one(dim=dim, heads=heads)
-    not_negative(radial_basis=radial_basis, messages=messages)
-    if not (position_head or radial_basis or messages):
-        no_effect("without position_head, radial_basis and messages", neighbor_cutoff=cutoff)
-    if cutoff is not None:
-        positive(neighbor_cutoff=cutoff)
-
-
-def _refuse_misfits(move_atoms: bool, position_head: bool, passes: int, encoded: bool) -> None:
-    if move_atoms and not (position_head and passes > 1 and encoded):
-        raise ValueError(
-            "move_atoms moves atoms between passes, for the mask; got "
-            f"position_head={position_head}, refinements={passes} and a mask: {encoded}; "
-            "use a position head, 2 passes or more and a position"
-        )

@@ -1,7 +1,6 @@
 """Classes of graphs of similar size, to reduce padding."""
 
 from collections.abc import Callable
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -18,37 +17,6 @@ _START_ELSEWHERE = 8192
 # Number of nodes, images or, in a matrix, atoms per atom that doubles the time for an atom.
 _COLUMNS = 64
 _PREPARED = 4  # factor for preparing nodes and pairs of each class separately
-
-
-class Sorted(NamedTuple):
-    """Batch with its graphs sorted by size, the largest first, without empty graphs."""
-
-    geometry: Geometry
-    order: Tensor
-    """(graphs,), index in the batch of each sorted graph"""
-    atoms: Tensor
-    """(atoms,), index in the batch of each sorted atom"""
-    classes: list[slice]
-    """graphs of each class"""
-
-    @classmethod
-    def of(cls, geometry: Geometry, columns: Tensor | None = None) -> "Sorted | None":
-        """Sorts a batch into classes; returns None if one class for all graphs is best.
-
-        Args:
-            geometry: the batch.
-            columns: (graphs,), nodes, images or keys per atom of each graph, if any.
-        """
-        if torch.compiler.is_compiling():  # one computation graph for all sizes
-            return None
-        start = _START.get(geometry.pos.device.type, _START_ELSEWHERE)
-        start *= 1 if columns is None else _PREPARED
-        order, classes = _classes(geometry.ptr, columns, start)
-        if len(classes) < 2:
-            return None
-        places = torch.tensor(order, device=geometry.ptr.device)
-        found, atoms = geometry.reordered(places)
-        return cls(found, places, atoms, classes)
 
 
 class SizeClass(NamedTuple):
@@ -81,24 +49,36 @@ class SizeClasses(NamedTuple):
     """(atoms,), index in the batch of each atom of the classes; None for a single class"""
 
     @classmethod
-    def of(cls, geometry: Geometry) -> "SizeClasses":
-        """Builds the classes of a batch without an encoding."""
-        found = Sorted.of(geometry)
-        if found is None:
-            return cls([SizeClass.of(geometry, DenseAtoms.of(geometry))])
-        parts = [found.geometry.part(graphs) for graphs in found.classes]
-        return cls([SizeClass.of(part, DenseAtoms.of(part)) for part in parts], found.atoms)
+    def of(
+        cls,
+        geometry: Geometry,
+        encode: Callable[[Geometry, Tensor | None], SizeClass],
+        columns: Tensor | None = None,
+    ) -> "SizeClasses":
+        """Sorts a batch into classes.
+
+        `encode` maps the geometry of a class and the indices of its graphs, None for a single class
+        of all. `columns` are nodes, images or keys per atom of each graph, (graphs,), if any.
+        """
+        if torch.compiler.is_compiling():  # one computation graph for all sizes
+            return cls([encode(geometry, None)])
+        start = _START.get(geometry.pos.device.type, _START_ELSEWHERE)
+        start *= 1 if columns is None else _PREPARED
+        members = _members(geometry.ptr, columns, start)
+        if len(members) < 2:
+            return cls([encode(geometry, None)])
+        classes, atoms = [], []
+        for each in members:
+            graphs = torch.tensor(each, device=geometry.ptr.device)
+            part, own = geometry.select(graphs)
+            classes.append(encode(part, graphs))
+            atoms.append(own)
+        return cls(classes, torch.cat(atoms))
 
     def apply(self, layer: Callable[..., Tensor], x: Tensor) -> Tensor:
-        """Applies a layer to every class.
+        """Applies a layer to every class: (atoms, dim) -> (atoms, dim).
 
-        Args:
-            layer: function of tokens (graphs, atoms, dim), with `encoding` and `Keys` as keyword
-                arguments.
-            x: (atoms, dim).
-
-        Returns:
-            (atoms, dim).
+        The layer maps tokens (graphs, atoms, dim) and takes `encoding` and `Keys` as keywords.
         """
         if self.atoms is None:
             return self.classes[0].apply(layer, x)
@@ -108,19 +88,21 @@ class SizeClasses(NamedTuple):
         return torch.zeros_like(out).index_copy(0, self.atoms, out)
 
 
-def _classes(ptr: Tensor, columns: Tensor | None, start: int) -> tuple[list[int], list[slice]]:
-    """Returns nonempty graphs, largest first, and classes that end where padding is costly."""
+def _members(ptr: Tensor, columns: Tensor | None, start: int) -> list[list[int]]:
+    """Returns nonempty graphs by class, largest first; a class ends where padding is costly."""
     atoms = ptr.diff().tolist()
     each = [0.0] * len(atoms) if columns is None else columns.tolist()
     cost = [1 + number / _COLUMNS for number in each]  # of one atom of each graph
     graphs = [graph for graph, count in enumerate(atoms) if count]
     graphs.sort(key=lambda graph: -atoms[graph] * cost[graph])
-    cuts, most, highest, needed = [0], 0, 0.0, 0.0
-    for place, graph in enumerate(graphs):
+    classes: list[list[int]] = [[]]
+    most, highest, needed = 0, 0.0, 0.0
+    for graph in graphs:
         most, highest = max(most, atoms[graph]), max(highest, cost[graph])
         needed += atoms[graph] * cost[graph]
-        if (place + 1 - cuts[-1]) * most * highest - needed > start:
-            cuts.append(place)
+        if (len(classes[-1]) + 1) * most * highest - needed > start:
+            classes.append([])
             most, highest = atoms[graph], cost[graph]
             needed = most * highest
-    return graphs, [slice(*ends) for ends in pairwise([*cuts, len(graphs)])]
+        classes[-1].append(graph)
+    return classes

@@ -7,7 +7,7 @@ from torch_geometric.transforms import BaseTransform
 
 from molflt.attention.checks import at_least_one, positive
 from molflt.graph.geometry import Geometry
-from molflt.graph.neighbors import neighbor_list
+from molflt.graph.neighbors import _neighbors
 
 _TIE = 1e-4  # Å; smaller differences in distance count as ties
 
@@ -49,25 +49,19 @@ class PBCRadiusGraph(BaseTransform):
                 a cell; for a batch also `batch` (atoms,), ascending.
         """
         geometry = Geometry.of_data(data)
-        pos, cell = geometry.pos, geometry.cell
-        # in double precision, because shifts are computed from the vectors
-        found = neighbor_list(geometry._replace(pos=pos.double(), cell=cell.double()), self.r)
-        target, source, vector, distance = (part.detach() for part in found)
-        if self.max_neighbors is not None:
-            kept = _nearest(target, distance, len(pos), self.max_neighbors)
-            target, source, vector = target[kept], source[kept], vector[kept]
-        order = torch.argsort(target, stable=True)
-        target, source, vector = target[order], source[order], vector[order]
-        graph = geometry.batch[target]
-        inside = (pos[source] - pos[target]).detach().double()
-        lattice = cell.detach().double() * geometry.pbc[..., None]
-        shift = ((vector - inside)[:, None] @ torch.linalg.pinv(lattice)[graph])[:, 0].round()
+        lattice = geometry.cell.double(), geometry.pbc, geometry.ptr
+        ends, shift, graph = _neighbors(geometry.pos.double(), *lattice, self.r)
+        pos, cell, (target, source) = geometry.pos, geometry.cell, ends
         with torch.autocast(cell.device.type, enabled=False):
             offset = (shift.to(cell.dtype)[:, None] @ cell[graph])[:, 0]
-        data.edge_index = torch.stack((source, target))
-        data.edge_vec = pos[source] - pos[target] + offset
-        data.edge_weight = data.edge_vec.norm(dim=-1)
-        data.edge_shift = shift.long()
+        vector = pos[source] - pos[target] + offset
+        distance = vector.norm(dim=-1)
+        kept = torch.argsort(target, stable=True)
+        if self.max_neighbors is not None:
+            kept = _nearest(target, distance.detach(), len(pos), self.max_neighbors)
+        data.edge_index = torch.stack((source, target))[:, kept]
+        data.edge_vec, data.edge_weight = vector[kept], distance[kept]
+        data.edge_shift = shift[kept]
         if "edge_attr" in data:
             del data.edge_attr
         return data

@@ -55,20 +55,6 @@ def test_a_molecule_needs_neither_cell_nor_tags(model) -> None:
         torch.testing.assert_close(untagged, energy(model, data(tags=0 * data().tags)))
 
 
-def test_nothing_is_read_along_open_axes(model) -> None:
-    """Molecules may carry any cell."""
-    open_axes = {"pbc": torch.zeros(1, 3, dtype=torch.bool)}
-    found = energy(model, data(cell=torch.full((1, 3, 3), torch.nan), **open_axes))
-    torch.testing.assert_close(found, energy(model, data(cell=None, **open_axes)))
-
-
-def test_a_wrong_batch_marks_no_element_as_trained() -> None:
-    model = EnergyRegressor(**SMALL)
-    with pytest.raises(ValueError, match="tags must be"):
-        model.train()(data(tags=torch.full((6,), 3)))
-    assert not model.trained_elements.any()
-
-
 def test_a_forgotten_batch_of_data(model) -> None:
     whole = Batch.from_data_list([data(), data()])
     joined = Data(**{key: whole[key] for key in ("pos", "atomic_numbers", "cell", "pbc")})
@@ -95,20 +81,8 @@ def test_half_precision_inputs_are_accepted_under_autocast() -> None:
     assert own(X.bfloat16(), POS.double()).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("make", [EnergyRegressor, Potential])
-def test_positions_of_any_precision_are_those_numbers(make, dtype) -> None:
-    torch.manual_seed(0)
-    net = make(**SMALL).double().eval()
-    pos = data().pos.to(dtype)
-    found, expected = net(data(pos=pos)), net(data(pos=pos.double()))
-    assert found["energy"].dtype == torch.float64
-    torch.testing.assert_close(found["energy"], expected["energy"], rtol=0, atol=1e-5)
-
-
 DEVICES = {
     "near": (EnergyRegressor, {}),
-    "linear": (EnergyRegressor, {"mixing": "linear"}),
     "mesh": (EnergyRegressor, {"periodic": "mesh", "mixing": "linear"}),
     "images": (EnergyRegressor, {"periodic": "images", "position": "spectral"}),
     "moves": (EnergyRegressor, {"move_atoms": True, "refinements": 2}),

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from graph.test_regressor import structure
-from graph_cases import DIM, HEADS, Graph, close, collated, graph, mixed, run, uneven
+from graph_cases import DIM, HEADS, Graph, close, collated, graph, run, uneven
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 from torch_geometric.data import Batch
@@ -81,56 +81,25 @@ def test_a_layer_is_that_of_the_nodes_with_its_gradients(near):
         assert (one - other).norm() < 1e-5 * max(1e-3, float(other.norm()))
 
 
-def test_its_two_forms_are_equal_with_gradients():
-    given = collated([crystal(), graph("slab", 12), graph("molecule", 5)])
-    given["pos"].requires_grad_()
-    found = []
-    for mixing in ("linear", "quadratic", "auto"):
-        net = layer(mixing=mixing, near_field=3.0)
-        out = net(**given)
-        found.append([out, *torch.autograd.grad(out.square().sum(), [given["pos"]])])
-    close(found[0], found[1])
-    close(found[0], found[2])
-
-
-def test_graphs_do_not_see_their_batch():
-    net, graphs = layer(near_field=3.0), mixed()
-    together = run(net, graphs)
-    close([run(net, [each])[0] for each in graphs], together)
-    close(run(net, graphs[::-1])[::-1], together)
-    given = collated(graphs)
-    given["x"].requires_grad_()
-    first = len(graphs[0].x)
-    slope = torch.autograd.grad(net(**given)[:first].sum(), given["x"])[0]
-    assert bool((slope[first:] == 0).all()) and bool((slope[:first] != 0).any())
-
-
 def test_invariances_of_the_mesh():
+    """Lattice shifts of single atoms and rotations are exact, others hold up to interpolation."""
     net, given = layer(near_field=3.0), crystal()
-    out = run(net, [given])[0]
-    order = torch.randperm(7)
-    close([run(net, [given._replace(x=given.x[order], pos=given.pos[order])])[0]], [out[order]])
+    out = run(net, [given])
     steps = torch.tensor([[2.0, -1.0, 0.0]]).double().repeat(7, 1)
     steps[3] = torch.tensor([0.0, 1.0, -3.0])
-    close([run(net, [given._replace(pos=given.pos + steps @ given.cell)])[0]], [out])
+    close(run(net, [given._replace(pos=given.pos + steps @ given.cell)]), out)
     turn = torch.linalg.qr(torch.randn(3, 3, dtype=torch.float64)).Q
-    close([run(net, [given._replace(pos=given.pos @ turn, cell=given.cell @ turn)])[0]], [out])
+    close(run(net, [given._replace(pos=given.pos @ turn, cell=given.cell @ turn)]), out)
     shifted = given._replace(pos=given.pos + torch.tensor([0.37, 0.2, -0.5]).double())
-    skewed = given._replace(
-        cell=torch.tensor([[1.0, 0, 0], [1, 1, 0], [0, -1, 1]]).double() @ given.cell
-    )
-    double = Graph(
-        given.x.repeat(2, 1),
-        torch.cat((given.pos, given.pos + given.cell[0])),
-        given.cell * torch.tensor([[2.0], [1.0], [1.0]]).double(),
-        given.pbc,
-    )
+    skew = torch.tensor([[1.0, 0, 0], [1, 1, 0], [0, -1, 1]]).double()
+    pos = torch.cat((given.pos, given.pos + given.cell[0]))
+    sides = torch.tensor([[2.0], [1.0], [1.0]]).double()
+    double = Graph(given.x.repeat(2, 1), pos, given.cell * sides, given.pbc)
     for order, bound in ((5, 1e-3), (8, 1e-6)):
         net = layer(near_field=3.0, mesh_order=order)
         out = run(net, [given])[0]
-        for other in (shifted, skewed, double):
-            found = run(net, [other])[0][:7]
-            assert 0 < (found - out).norm() < bound * out.norm()
+        for other in (shifted, given._replace(cell=skew @ given.cell), double):
+            assert 0 < (run(net, [other])[0][:7] - out).norm() < bound * out.norm()
 
 
 def test_gradients_by_positions_and_cell_of_two_orders():
@@ -143,18 +112,6 @@ def test_gradients_by_positions_and_cell_of_two_orders():
     inputs = (given["pos"].requires_grad_(), given["cell"].requires_grad_())
     assert gradcheck(energy, inputs)
     assert gradgradcheck(energy, inputs)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_lower_precision(dtype):
-    given = collated([crystal(), graph("slab", 12)])
-    exact = layer(near_field=3.0)(**given)
-    net = layer(near_field=3.0).float()
-    single = {name: x.float() if name in ("x", "pos", "cell") else x for name, x in given.items()}
-    with torch.autocast("cpu", dtype=dtype, enabled=dtype is torch.bfloat16):
-        found = net(**single)
-    assert found.isfinite().all()
-    assert (found - exact).norm() < (1e-5 if dtype is torch.float32 else 0.05) * exact.norm()
 
 
 def test_trained_models_can_use_a_mesh():
@@ -184,12 +141,9 @@ def test_many_pairs_and_pieces_change_nothing(near, monkeypatch):
         total = out["energy"].sum() + out["displacement"].square().sum()
         weights = [w for w in net.parameters() if w.requires_grad]
         (force,) = torch.autograd.grad(total, batch.pos, create_graph=True)
-        second = torch.autograd.grad(force.square().sum(), weights, allow_unused=True)
-        first = torch.autograd.grad(
-            net(batch)["energy"].sum(), [batch.pos, *weights], allow_unused=True
-        )
-        given = (x for x in (*first, *second) if x is not None)
-        return [out["energy"], out["displacement"], force, *given]
+        first = torch.autograd.grad(total, weights, retain_graph=True, materialize_grads=True)
+        second = torch.autograd.grad(force.square().sum(), weights, materialize_grads=True)
+        return [out["energy"], out["displacement"], force, *first, *second]
 
     whole = found()
     monkeypatch.setattr("molflt.attention.mixing.mesh._CHANNELS", 10)
@@ -197,10 +151,3 @@ def test_many_pairs_and_pieces_change_nothing(near, monkeypatch):
     monkeypatch.setattr("molflt.graph.near._MANY", 8)
     monkeypatch.setattr("molflt.graph.near._PIECE", 50)
     close(found(), whole)
-
-
-def test_too_many_mesh_points_are_refused():
-    lost = graph("molecule", 5)
-    lost.pos[0] = 9e4
-    with pytest.raises(ValueError, match=r"too many mesh points below 0\.2 cycles/Å; .* graph 0"):
-        run(layer(), [lost])

@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 from graph.test_regressor import structure
-from scipy.spatial.transform import Rotation
 from torch_geometric.data import Batch
 
 from molflt.graph import EnergyRegressor, near
@@ -74,28 +73,6 @@ def test_sums_are_those_of_the_equations(layers):
     torch.testing.assert_close(apply(net, tokens, around(pos)), by_hand(net, tokens, pos), **EXACT)
 
 
-@pytest.mark.parametrize("mirrored", [False, True])
-@torch.no_grad()
-def test_tokens_do_not_turn(mirrored):
-    net, pos = messages(3), points()
-    turn = torch.from_numpy(Rotation.random(random_state=1).as_matrix())
-    tokens = torch.randn(len(pos), 8, dtype=pos.dtype)
-    turned = pos @ turn.T * (-1 if mirrored else 1) + 7.0
-    torch.testing.assert_close(
-        apply(net, tokens, around(turned)), apply(net, tokens, around(pos)), **EXACT
-    )
-
-
-@torch.no_grad()
-def test_angles_are_seen_where_distances_to_the_center_are_equal():
-    """Two neighbors at 90 and at 180 degrees, too far from each other to exchange a message."""
-    net, tokens = messages(1), torch.randn(3, 8, dtype=torch.float64)
-    bent = torch.tensor([[0.0, 0, 0], [3, 0, 0], [0, 3, 0]], dtype=torch.float64)
-    straight = torch.tensor([[0.0, 0, 0], [3, 0, 0], [-3, 0, 0]], dtype=torch.float64)
-    change = apply(net, tokens, around(bent)) - apply(net, tokens, around(straight))
-    assert change[0].abs().max() > 1e-6 and change[1:].abs().max() < 1e-12
-
-
 def test_messages_end_with_all_derivatives_at_the_cutoff():
     distance = torch.tensor([CUTOFF - 1e-3, CUTOFF, CUTOFF + 0.1], dtype=torch.float64)
     distance.requires_grad_()
@@ -160,13 +137,3 @@ def test_messages_of_adsorbates_leave_out_pairs_of_slab_atoms():
     expected = layers(tokens, Neighbors(*(part[across] for part in pairs)), geometry)
     torch.testing.assert_close(found, expected, **EXACT)
     assert (found - layers(tokens, pairs, geometry)).abs().max() > 1e-3
-
-
-@torch.no_grad()
-def test_single_and_missing_atoms():
-    net = messages(2)
-    alone = Geometry.of_data(Batch.from_data_list([structure(1, 0)]))
-    tokens = torch.ones(1, 8, dtype=torch.float64)
-    far = neighbor_list(alone, 1.0)
-    assert len(far.center) == 0 and apply(net, tokens, far).shape == (1, 8)
-    assert apply(net, tokens[:0], far).shape == (0, 8)

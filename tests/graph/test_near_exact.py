@@ -8,17 +8,14 @@ import torch
 from molflt.attention.mixing.forms import softmax
 from molflt.graph import GraphAttention
 
-EXACT = {"rtol": 0.0, "atol": 1e-10}
 PTR = (0, 6, 7, 16)
 POLYNOMIAL = {"feature_map": "polynomial", "num_features": None}
 
 
 def build(**options):
     torch.manual_seed(0)
-    options = {"near_field": 3.0, "near_exact": True, "periodic": "none", **options}
-    if options["periodic"] == "none":
-        options["position_options"] = {"num_nodes": 4}
-    options = {"num_features": 6, "position": "multiplicative", **options}
+    options = {"near_field": 3.0, "num_features": 6, "position": "multiplicative", **options}
+    options |= {"near_exact": True, "periodic": "none", "position_options": {"num_nodes": 4}}
     return GraphAttention(8, 2, **options).double()
 
 
@@ -26,8 +23,7 @@ def atoms(scale: float = 1.0):
     torch.manual_seed(1)
     batch = torch.repeat_interleave(torch.arange(3), torch.tensor(PTR).diff())
     x, pos = scale * torch.randn(16, 8).double(), 3 * torch.rand(16, 3).double()
-    cell = 5 * torch.eye(3).double() + 0.3 * torch.randn(3, 3, 3).double()
-    return x, pos, batch, cell, torch.tensor([[1, 1, 1], [0, 0, 0], [1, 1, 0]]).bool()
+    return x, pos, batch
 
 
 def every_third(key, mask=None, rate=0.0):
@@ -58,7 +54,7 @@ def test_all_near_pairs_equal_softmax(mixing, scale, options, kept, monkeypatch)
         layer.attention.dropout = 0.4
         monkeypatch.setattr("molflt.attention.layer.drop_keys", kept)
     layer.encoding.near_field.onset = 0.9
-    x, pos, batch, _, _ = atoms(scale)
+    x, pos, batch = atoms(scale)
     x.requires_grad_()
     out = layer(x, pos, batch)
     expected = torch.cat([softmax_of(layer, x[a:b], pos[a:b], kept) for a, b in pairwise(PTR)])
@@ -67,50 +63,16 @@ def test_all_near_pairs_equal_softmax(mixing, scale, options, kept, monkeypatch)
     torch.testing.assert_close(*grads, rtol=1e-7, atol=1e-7)
 
 
-@pytest.mark.parametrize(("periodic", "options"), [("none", {}), ("reciprocal", POLYNOMIAL)])
-def test_forms_agree_and_graphs_are_independent(periodic, options):
-    x, pos, batch, cell, pbc = atoms()
-    forms = ("linear", "quadratic")
-    layer, other = (build(periodic=periodic, mixing=form, **options) for form in forms)
-    other.load_state_dict(layer.state_dict())
-    pos.requires_grad_()
-    out, dense = (net(x, pos, batch, cell, pbc) for net in (layer, other))
-    torch.testing.assert_close(out, dense, **EXACT)
-    grads = [torch.autograd.grad(o.square().sum(), pos, retain_graph=True)[0] for o in (out, dense)]
-    torch.testing.assert_close(*grads, rtol=0, atol=1e-9)
-    for graph, (a, b) in enumerate(pairwise(PTR)):
-        alone = layer(x[a:b], pos[a:b], None, cell[graph], pbc[graph])
-        torch.testing.assert_close(out[a:b], alone, **EXACT)
-    (across,) = torch.autograd.grad(out[:6].sum(), pos)
-    assert not across[6:].any() and across[:6].any()
-
-
-def test_lattice_shifts_and_supercells_change_nothing():
-    x, pos, _, cell, pbc = atoms()
-    x, pos, cell, pbc = x[:6], pos[:6], cell[0], pbc[0]
-    layer = build(periodic="reciprocal")
-    out = layer(x, pos, None, cell, pbc)
-    shifted = pos.clone()
-    shifted[2] += cell[0] - 2 * cell[1]
-    torch.testing.assert_close(layer(x, shifted, None, cell, pbc), out, **EXACT)
-    double = cell.clone()
-    double[0] *= 2
-    twice = layer(torch.cat((x, x)), torch.cat((pos, pos + cell[0])), None, double, pbc)
-    torch.testing.assert_close(twice, torch.cat((out, out)), **EXACT)
-
-
 def test_float32_neither_overflows_nor_loses_rows():
-    layer = build(near_field=4.0).float()
-    x, pos, batch, _, _ = (t.float() if t.is_floating_point() else t for t in atoms(60.0))
-    x.requires_grad_()
-    out = layer(x, pos, batch)
+    x, pos, batch = (t.float() if t.is_floating_point() else t for t in atoms(60.0))
+    out = build(near_field=4.0).float()(x.requires_grad_(), pos, batch)
     out.square().sum().backward()
     assert out.isfinite().all() and x.grad.isfinite().all()
 
 
 def test_dropout_takes_near_pairs_as_well():
     """All keys at a rate next to 1; and on average nothing at any rate."""
-    x, pos, *_ = atoms()
+    x, pos, _ = atoms()
     layer = build(dropout=0.5, normalize="none")
     layer.attention.to_out = torch.nn.Identity()
     batch = torch.arange(500).repeat_interleave(6)

@@ -4,13 +4,12 @@ from functools import partial
 
 import pytest
 import torch
-from graph_cases import ALL, DIM, EXACT, FEW, HEADS, TRICLINIC, Kind, collated, graph, kinds
+from graph_cases import ALL, DIM, EXACT, FEW, HEADS, Kind, collated, graph, kinds
 from torch_geometric.data import Data
 
 from molflt.graph import GraphAttention
 from molflt.graph.dense import DenseAtoms
 from molflt.graph.geometry import Geometry
-from molflt.graph.mesh import use_mesh_
 from molflt.graph.neighbors import neighbor_list
 from molflt.graph.periodic import Images
 from molflt.graph.transforms import PBCRadiusGraph
@@ -92,31 +91,15 @@ def test_weights_of_images():
 
 
 @pytest.mark.parametrize("tags", [None, torch.tensor([1, 2, 1, 2])])
-@pytest.mark.parametrize(
-    ("rows", "height"),
-    [
-        (torch.zeros(3, 3), "0"),
-        ([[4, 0, 0], [0, 4, 0], [4, 4, 0]], "0"),
-        (torch.eye(3) / 10, "0.1"),
-    ],
-)
-def test_images_need_a_lattice(rows, height, tags):
+@pytest.mark.parametrize("rows", [[[4, 0, 0], [0, 4, 0], [4, 4, 0]], torch.eye(3) / 10])
+def test_images_need_a_lattice(rows, tags):
     """As neighbors do; flat cells had no images, and tiny ones more than a tensor can have."""
     cell = torch.stack((4 * torch.eye(3), torch.as_tensor(rows).float()))
     given = Geometry.of(torch.rand(4, 3), torch.tensor([0, 0, 1, 1]), cell, tags=tags)
     encoding = imaged().float().encoding
-    for look in (encoding, partial(neighbor_list, cutoff=5.0)):
-        with pytest.raises(ValueError, match=f"^graph 1: .* got {height} Å"):
-            look(given)
+    with pytest.raises(ValueError, match="^graph 1: .* Å apart"):
+        encoding(given)
     encoding(given._replace(pbc=torch.tensor([[True] * 3, [False] * 3])))
-
-
-def test_images_of_far_atoms_that_do_not_fit(monkeypatch):
-    monkeypatch.setattr("molflt.graph.memory.available_memory", lambda: 2**30)
-    pos = torch.tensor([[0.0, 0.0, 0.0], [9e4, 9e4, 0.0]])
-    message = "distances of 2 atoms to those in 10,1.* GB are free; put all atoms into one cell"
-    with pytest.raises(MemoryError, match=message):
-        Images().dense(Geometry.of(pos, cell=4 * torch.eye(3)))
 
 
 def same_under_autocast(compute, *arguments) -> None:
@@ -142,7 +125,9 @@ def test_where_atoms_are_is_not_rounded_under_autocast():
 
 
 @pytest.mark.parametrize(
-    "kind", [kind for kind in kinds("quadratic", "softmax") if kind.nodes == "gaussian"], ids=str
+    "kind",
+    [k for k in kinds("quadratic", "softmax") if k.nodes == "gaussian" and k.near != "exact"],
+    ids=str,
 )
 def test_encodings_are_not_rounded_under_autocast(kind):
     """What the N x N form and softmax take is as exact as what the linear form takes."""
@@ -158,30 +143,21 @@ def test_encodings_are_not_rounded_under_autocast(kind):
         return dense.positions, dense.key_positions, matrix
 
     same_under_autocast(evaluated)
-    if kind == Kind("multiplicative", "reciprocal", True, "gaussian", "quadratic"):
-        use_mesh_(layer)
-        same_under_autocast(evaluated)
 
 
 def test_additive_reciprocal_refuses_gradients_by_the_cell():
-    cell = (4.0 * torch.eye(3, dtype=torch.float64)).requires_grad_()
-    pos = 4 * torch.rand(4, 3, dtype=torch.float64, generator=torch.manual_seed(0))
-    x = torch.randn(4, DIM, dtype=torch.float64)
-    layers = {
-        position: GraphAttention(
-            DIM, HEADS, position=position, periodic="reciprocal", mixing="linear"
-        ).double()
-        for position in ("spectral", "multiplicative")
-    }
+    given, found = graph("crystal", 4), {}
+    cell = given.cell.clone().requires_grad_()
+    for position, mixing in (("spectral", "linear"), ("multiplicative", "linear")):
+        found[position] = Kind(position, "reciprocal", False, "gaussian", mixing).build()
     with pytest.raises(ValueError, match="gradient.*cell.*position='multipl"):
-        layers["spectral"](x, pos, cell=cell)
+        found["spectral"](given.x, given.pos, cell=cell)
     with torch.no_grad():
-        layers["spectral"](x, pos, cell=cell)
-    layers["spectral"](x, pos.requires_grad_(), cell=cell.detach()).sum().backward()
-    exact = GraphAttention(DIM, HEADS, periodic="reciprocal", mixing="softmax").double()
-    for layer in (layers["multiplicative"], exact):
+        found["spectral"](given.x, given.pos, cell=cell)
+    exact = Kind("spectral", "reciprocal", False, "gaussian", "softmax").build()
+    for layer in (found["multiplicative"], exact):
         check = torch.autograd.gradcheck
-        assert check(lambda c, layer=layer: layer(x, pos, cell=c).square().sum(), (cell,))
+        assert check(lambda c, net=layer: net(given.x, given.pos, cell=c).square().sum(), (cell,))
 
 
 @pytest.mark.parametrize(
@@ -198,30 +174,6 @@ def test_rows_of_axes_that_are_not_periodic_are_not_read(kind, garbage):
     out = layer(**{**given, "cell": cell})
     torch.testing.assert_close(out, expected, **EXACT)
     assert torch.autograd.grad(out.sum(), pos)[0].isfinite().all()
-
-
-@pytest.mark.parametrize(("position", "tolerance"), [("multiplicative", 1e-12), ("spectral", 1e-9)])
-def test_skewed_cells_of_one_crystal(position, tolerance):
-    """Multiples of up to about a hundred: random features of frequencies magnify rounding."""
-    torch.manual_seed(0)
-    layer = GraphAttention(
-        DIM, HEADS, position=position, periodic="reciprocal", mixing="linear", max_frequency=0.3
-    ).double()
-    most = 0.0
-    for seed in range(12):
-        draw = torch.manual_seed(seed)
-        pos = torch.rand(5, 3, generator=draw, dtype=torch.float64) @ TRICLINIC.double()
-        x = torch.randn(5, DIM, generator=draw, dtype=torch.float64)
-        change = torch.eye(3, dtype=torch.float64)
-        for row, other in ((0, 1), (2, 0), (1, 2), (0, 2)):
-            times = torch.randint(-4, 5, (1,), generator=draw).double()
-            change[row] += times * change[other]
-        out = layer(x, pos, cell=change @ TRICLINIC.double())
-        torch.testing.assert_close(
-            out, layer(x, pos, cell=TRICLINIC.double()), rtol=0.0, atol=tolerance
-        )
-        most = max(most, float(change.abs().max()))
-    assert most > 20
 
 
 @pytest.mark.parametrize("kind", FEW, ids=str)

@@ -1,10 +1,12 @@
 """Batches in classes of graphs of similar size are what they are padded to the largest graph."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from graph.test_potential import data, ethanol, potential, salt, slab
 from graph.test_regressor import STRUCTURES, VARIANTS, model, structure
-from graph_cases import DIM, HEADS, Graph, Kind, collated, graph, kinds, mixed, run
+from graph_cases import Graph, Kind, collated, graph, kinds, mixed, run
 from torch import Tensor
 from torch_geometric.data import Batch
 
@@ -17,9 +19,16 @@ EACH = [
 ]
 
 
-def starting(monkeypatch, atoms: float) -> None:
-    """Makes a further class as dear as so many padded atoms."""
-    monkeypatch.setattr(sizes, "_START", {"cpu": atoms})
+def in_classes(monkeypatch, compute: Callable[[], list[Tensor]]) -> list[list[Tensor]]:
+    """Results in one class and in as many classes as there are sizes, which are equal."""
+    found = []
+    for start in (torch.inf, 0):
+        monkeypatch.setattr(sizes, "_START", {"cpu": start})
+        found.append(compute())
+    for one, other in zip(*found, strict=True):
+        scale = max(1.0, float(other.detach().nan_to_num().abs().max()))
+        torch.testing.assert_close(one / scale, other / scale, **ROUNDING, equal_nan=True)
+    return found
 
 
 def batch() -> list[Graph]:
@@ -43,25 +52,10 @@ def with_gradients(layer: GraphAttention, graphs: list[Graph]) -> list[Tensor]:
 @pytest.mark.parametrize("kind", EACH, ids=str)
 def test_classes_are_the_padded_batch(kind, monkeypatch):
     """To 1e-12, gradients too; and each graph alone."""
-    layer, graphs, found = kind.build(), batch(), {}
-    for start in (torch.inf, 0):
-        starting(monkeypatch, start)
-        found[start] = with_gradients(layer, graphs)
-    for one, other in zip(*found.values(), strict=True):
-        scale = max(1.0, float(other.abs().max()))
-        torch.testing.assert_close(one / scale, other / scale, **ROUNDING)
+    layer, graphs = kind.build(), batch()
+    found = in_classes(monkeypatch, lambda: with_gradients(layer, graphs))
     alone = torch.cat([run(layer, [each])[0] for each in graphs])
-    torch.testing.assert_close(found[0][0], alone, **ROUNDING)
-
-
-def test_without_positions(monkeypatch):
-    torch.manual_seed(0)
-    layer, given = GraphAttention(DIM, HEADS, position="none").double(), collated(batch())
-    found = []
-    for start in (torch.inf, 0):
-        starting(monkeypatch, start)
-        found.append(layer(given["x"], batch=given["batch"], batch_size=given["batch_size"]))
-    torch.testing.assert_close(*found, **ROUNDING)
+    torch.testing.assert_close(found[1][0], alone, **ROUNDING)
 
 
 @pytest.mark.parametrize(
@@ -70,43 +64,37 @@ def test_without_positions(monkeypatch):
 )
 def test_energies_and_displacements(variant, monkeypatch):
     """Of the regressor, with their gradients, atoms moved between passes or not."""
-    net, found = model(**VARIANTS[variant]), []
-    for start in (torch.inf, 0):
-        starting(monkeypatch, start)
+    net = model(**VARIANTS[variant])
+
+    def compute() -> list[Tensor]:
         given = Batch.from_data_list([*STRUCTURES, structure(11, 3)])
         given.pos.requires_grad_()
         out = net(given)
         parts = [out["energy"], out["displacement"]]
         loss = sum((part * part.detach().cos()).sum() for part in parts)
         wanted = [given.pos, *net.parameters()]
-        found.append([*parts, *torch.autograd.grad(loss, wanted, materialize_grads=True)])
-    for one, other in zip(*found, strict=True):
-        scale = max(1.0, float(other.detach().abs().max()))
-        torch.testing.assert_close(one / scale, other / scale, **ROUNDING)
+        return [*parts, *torch.autograd.grad(loss, wanted, materialize_grads=True)]
+
+    in_classes(monkeypatch, compute)
 
 
 def test_forces_stress_and_training_on_them(monkeypatch):
     """Second derivatives, in molecules, which have all pairs in place of nodes, and crystals."""
-    net, found = potential().train(), []
-    for start in (torch.inf, 0):
-        starting(monkeypatch, start)
+    net = potential().train()
+
+    def compute() -> list[Tensor]:
         out = net(Batch.from_data_list([data(atoms) for atoms in (salt(), ethanol(), slab())]))
         loss = (out["forces"] - 0.1).square().sum() + out["energy"].sum()
         grads = torch.autograd.grad(loss, net.parameters(), materialize_grads=True)
-        found.append([out["energy"], out["forces"], out["stress"], *grads])
-    for one, other in zip(*found, strict=True):
-        scale = max(1.0, float(other.detach().nan_to_num().abs().max()))
-        torch.testing.assert_close(one / scale, other / scale, **ROUNDING, equal_nan=True)
+        return [out["energy"], out["forces"], out["stress"], *grads]
 
-
-def ptr(*atoms: int) -> Tensor:
-    return torch.tensor([0, *atoms]).cumsum(0)
+    in_classes(monkeypatch, compute)
 
 
 def members(atoms: list[int], columns: Tensor | None = None, start: int = 64) -> list[list[int]]:
     """Atoms of the graphs of each class."""
-    order, classes = sizes._classes(ptr(*atoms), columns, start)
-    return [[atoms[graph] for graph in order[graphs]] for graphs in classes]
+    ptr = torch.tensor([0, *atoms]).cumsum(0)
+    return [[atoms[graph] for graph in each] for each in sizes._members(ptr, columns, start)]
 
 
 def test_size_classes_are_chosen_by_cost():
@@ -118,16 +106,6 @@ def test_size_classes_are_chosen_by_cost():
     assert members([20, 20, 20], nodes) == [[20], [20, 20]]
 
 
-def test_padding_never_costs_more_than_the_classes():
-    generator = torch.manual_seed(0)
-    for _ in range(20):
-        atoms = (2000 ** torch.rand(64, generator=generator)).long().tolist()
-        found = members(atoms)
-        padding = [max(each) * len(each) - sum(each) for each in found]
-        assert max(padding) <= 64 and sum(map(len, found)) == 64
-        assert sum(padding) < 0.25 * sum(atoms)
-
-
 def test_nodes_are_those_of_the_largest_cell_of_a_class(monkeypatch):
     """Not those of the largest cell of the batch, as they are where all graphs are padded."""
     layer = Kind("multiplicative", "reciprocal", False, "gaussian", "linear").build()
@@ -136,7 +114,7 @@ def test_nodes_are_those_of_the_largest_cell_of_a_class(monkeypatch):
     geometry = Geometry.of(given["pos"], given["batch"], given["cell"], given["pbc"])
     widths = []
     for start in (torch.inf, 0):
-        starting(monkeypatch, start)
+        monkeypatch.setattr(sizes, "_START", {"cpu": start})
         classes = layer.encoding(geometry).classes
         widths.append([each.encoding.kernel[0].shape[-1] for each in classes])
     assert widths[0] == widths[1][:1] and widths[1][0] > 10 * widths[1][1]
@@ -145,7 +123,7 @@ def test_nodes_are_those_of_the_largest_cell_of_a_class(monkeypatch):
 @pytest.mark.parametrize("near", [False, True])
 def test_errors_name_the_graph_of_the_batch(near, monkeypatch):
     """Not that of its class."""
-    starting(monkeypatch, 0)
+    monkeypatch.setattr(sizes, "_START", {"cpu": 0})
     layer = Kind("multiplicative", "reciprocal", near, "gaussian", "linear").build()
     graphs = batch()
     graphs[5] = graphs[5]._replace(cell=1e-3 * graphs[5].cell)
