@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from kit.rows import Rows, pick, read_csv  # isort: skip
 from molflt.attention import FEATURE_MAPS
 from molflt.attention.mixing import forms
-from molflt.attention.mixing.multiplicative import linear_with_kernel
+from molflt.attention.mixing.forms import linear_with_kernel
 from molflt.attention.mixing.pairs import Pairs, with_exact_pairs
 
 ROOT = SCRIPTS.parent

@@ -30,7 +30,8 @@ from molflt.attention.fnet import TOKEN_MIXERS
 from molflt.attention.layer import Attention
 from molflt.attention.nodes import NODES, Nodes
 from molflt.attention.nodes.suggest import suggest_nodes
-from molflt.attention.positions import MIXINGS, POSITIONS, Position, make_position
+from molflt.attention.positions import POSITIONS, Position, make_position
+from molflt.attention.positions.base import MIXINGS
 from molflt.attention.spectra import SPECTRA, Spectrum
 from molflt.attention.stack import Block, Stack
 

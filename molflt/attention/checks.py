@@ -54,7 +54,7 @@ def one_of(option: str, choice: str, choices: Iterable[str]) -> None:
 def no_effect(why: str, **options: object) -> None:
     """Raises ValueError for the first option that is not None although it has no effect.
 
-    `why` is the condition under which the options have no effect, such as "with mixing='softmax'".
+    `why` is the condition under which this holds, such as "with mixing='softmax'".
     """
     for name, value in options.items():
         if value is not None:
@@ -104,10 +104,9 @@ def tensors(**arguments: object) -> None:
 
 
 def whole(name: str, values: torch.Tensor, low: int, high: int, of: str) -> None:
-    """Raises ValueError unless all values are integers from `low` to `high`.
+    """Raises ValueError unless all values are integers from `low` to `high`; `of` describes them.
 
-    The range is checked only on the CPU; on other devices, reading values would force a
-    synchronization. `of` describes the values in error messages.
+    The range is checked only where reading values does not force a synchronization.
     """
     if values.dtype.is_floating_point or values.dtype.is_complex or values.dtype == torch.bool:
         raise ValueError(f"{name} must be whole numbers, {of}; got {values.dtype}; use .long()")

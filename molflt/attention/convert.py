@@ -22,8 +22,7 @@ def convert_weights_(source: nn.Module, target: nn.Module) -> list[str]:
             place. It keeps its own random projections if the source does not have any.
 
     Returns:
-        Names of the target's parameters that the source does not have, such as those of a learned
-        feature map; these are left unchanged.
+        Names of the target's parameters that the source does not have; these are left unchanged.
     """
     _refuse_other_logits(source, target)
     given, own = source.state_dict(), target.state_dict()

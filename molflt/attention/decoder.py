@@ -47,8 +47,8 @@ class CrossAttention(Attention):
             context_mask: (batch, keys) bool, True where a token exists.
 
         Returns:
-            For softmax, keys and values: O(keys d) numbers. For kernelized attention, sums over
-            keys: O(m d) numbers.
+            For softmax, keys and values: O(keys d) numbers. Otherwise sums over keys: O(m d)
+            numbers.
         """
         _, source = without_masked(context, context_mask)
         key, value = (self._by_head(to, source) for to in (self.to_key, self.to_value))
@@ -78,12 +78,10 @@ class CrossAttention(Attention):
 
 
 class DecoderState(NamedTuple):
-    """Decoding state: the memories of the other sequence, and the state of the stack."""
+    """Decoding state: memories of the other sequence, one per layer, and the state of the stack."""
 
     memory: list[Memory]
-    """one for each layer"""
     stack: StackState | None = None
-    """None before the first token"""
 
 
 class Decoder(nn.Module):
@@ -138,16 +136,13 @@ class Decoder(nn.Module):
         positions: Tensor | None = None,
         context_mask: Tensor | None = None,
     ) -> Tensor:
-        """Applies all blocks to the tokens.
+        """Applies all blocks and a final LayerNorm: (batch, tokens, dim) -> (batch, tokens, dim).
 
         Args:
             x: (batch, tokens, dim).
             context: (batch, keys, dim), tokens of the other sequence.
             positions: (batch, tokens, l), for the encoding of self-attention, if any.
             context_mask: (batch, keys) bool, True where a token of that sequence exists.
-
-        Returns:
-            (batch, tokens, dim), normalized by a final LayerNorm.
         """
         encoding = self.stack._evaluate(self.stack._face, positions, None)
         for block, cross, norm in self._layers():
@@ -167,16 +162,12 @@ class Decoder(nn.Module):
     ) -> tuple[Tensor, DecoderState]:
         """Applies all blocks to new tokens without recomputing earlier ones.
 
-        `forward(x, context)` equals `step(x, remember(context))[0]`, even if x is given in several
-        steps.
+        `forward(x, context)` equals `step(x, remember(context))[0]`, also in several steps.
 
         Args:
             x: (batch k, new tokens, dim), k consecutive rows for each remembered sequence.
             state: returned by the previous call, or by `remember` at the start.
             positions: (batch k or 1, new tokens, l), positions of the new tokens, for the encoding.
-
-        Returns:
-            The result, (batch k, new tokens, dim), and the state after the new tokens.
         """
         encoding, keys = self.stack._evaluate_new(positions, state.stack)
         before = [None] * len(self.cross) if state.stack is None else state.stack.blocks

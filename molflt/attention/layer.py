@@ -9,7 +9,7 @@ from molflt.attention.checks import _head_width, no_effect, not_negative, one_of
 from molflt.attention.encodings import KERNELIZED, SOFTMAX, Encoding
 from molflt.attention.features import FEATURE_MAPS, FeatureMap, FeatureMapName, ProjectionName
 from molflt.attention.features.base import Operand
-from molflt.attention.keys import Keys, all_placed, log_weights, passed_over, placed, without_masked
+from molflt.attention.keys import Keys, log_weights, placed, without_masked
 from molflt.attention.mixing.causal import DecodeState, KeyValues, State
 from molflt.attention.mixing.forms import joined_bias, softmax
 from molflt.attention.mixing.sums import NORMALIZE, NormalizeName, Sums, drop_keys
@@ -24,12 +24,8 @@ _States = tuple[State, ...]
 class Scaling(nn.Module):
     """Scales queries and keys before they are compared: by d^(-1/4), or by norm and temperature.
 
-    Args:
-        heads: number of heads.
-        head_dim: width d of queries and keys.
-        normalize: `normalize_qk` of `Attention`.
-        learn_temperature: see `Attention`; temperatures start at 1.
-        unit_norm: default of the two options above, given by the feature map.
+    The options are those of `Attention`; `unit_norm`, given by the feature map, is their default.
+    Temperatures start at 1.
     """
 
     extra_repr = options_of
@@ -189,7 +185,7 @@ class Attention(Positioned):
     def forward(
         self, x: Tensor, positions: Tensor | None = None, **where: Unpack[_Where]
     ) -> Tensor:
-        """Mixes tokens.
+        """Mixes tokens: (batch, tokens, dim) -> (batch, tokens, dim).
 
         Args:
             x: (batch, tokens, dim).
@@ -199,9 +195,6 @@ class Attention(Positioned):
             key_positions: (batch, keys, l), if the keys are not the tokens.
             key_mask, key_weight, key_index: (batch, keys), see `Keys`.
             context: (batch, keys, dim), tokens to attend to instead of x (cross-attention).
-
-        Returns:
-            (batch, tokens, dim).
         """
         heads, encoding = self._prepare(x, positions, **where)
         return self._join(self._mix(heads, encoding, self.dropout * self.training)[0])
@@ -243,8 +236,6 @@ class Attention(Positioned):
             key = torch.cat((state.key, heads.key), dim=2)
             value = torch.cat((state.value, heads.value), dim=2)
             heads, state = heads._replace(key=key, value=value), None
-        if self.mixing == "softmax" and positions is not None:
-            all_placed(positions, key_positions, heads.key.shape[2])
         out, last = self._mix(heads, encoding, self.dropout * self.training, state or ())
         return self._join(out), last if last else KeyValues(heads.key, heads.value)
 
@@ -324,7 +315,9 @@ class Attention(Positioned):
             key, value = key.gather(2, index), value.gather(2, index)
         mask = None if key_mask is None else key_mask[:, None]
         weight = log_weights(key_weight, key_mask, key)
-        gate = None if self.to_gate is None else passed_over(self.to_gate(x).mT, mask)
+        gate = None if self.to_gate is None else self.to_gate(x).mT
+        if gate is not None and mask is not None:
+            gate = gate.masked_fill(~mask, torch.inf)  # masked tokens keep all of the past
         return _Heads(query, key, value, mask, weight, gate)
 
     def _by_head(self, to: nn.Module, tokens: Tensor) -> Tensor:
@@ -334,7 +327,7 @@ class Attention(Positioned):
     def _mix(
         self, heads: _Heads, encoding: Encoding, dropout: float = 0.0, states: _States = ()
     ) -> tuple[Tensor, _States]:
-        """Returns the outputs of all heads and, if there is one, the state after the last token."""
+        """Returns the outputs of all heads, and the states after the last token, if any."""
         if self.mixing == "softmax":
             compared = encoding.transform(heads.query, heads.key)
             bias = joined_bias(encoding.bias, heads.log_weight, *compared)
@@ -347,7 +340,7 @@ class Attention(Positioned):
         if self.normalize == "unmasked":
             plain = query.without_columns(), key.without_columns()
             other, bare = self._sums(*plain, heads, Encoding(), states[1:])
-            out, last = sums.ratio_to(other, self.floor), [*last, bare]
+            out, last = sums.ratio(self.floor, other), [*last, bare]
         elif self.normalize == "masked":
             out = sums.ratio(self.floor)
         else:
@@ -371,10 +364,9 @@ class Attention(Positioned):
     def _sums(
         self, query: Operand, key: Operand, heads: _Heads, encoding: Encoding, states: _States = ()
     ) -> tuple[Sums, State | None]:
-        form, causal, gate = self.mixing, self.causal, heads.gate
-        state = states[0] if states else None
+        state, gate = next(iter(states), None), heads.gate
         return encoding.attend(
-            query, key, heads.value, form=form, causal=causal, gate=gate, state=state
+            query, key, heads.value, form=self.mixing, causal=self.causal, gate=gate, state=state
         )
 
     def _join(self, out: Tensor) -> Tensor:

@@ -17,6 +17,10 @@ from molflt.attention.checks import in_checkpoint, in_transform
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
+# Draws on the CPU, regardless of torch's default device, because the generator is there.
+rand64 = functools.partial(torch.rand, dtype=torch.float64, device="cpu")
+randn64 = functools.partial(torch.randn, dtype=torch.float64, device="cpu")
+
 
 def options_of(module: torch.nn.Module) -> str:
     """Returns the constructor arguments that a module keeps; serves as `extra_repr`."""
@@ -68,8 +72,7 @@ def fade(x: Tensor) -> Tensor:
 def by_head(x: Tensor, matrices: Tensor) -> Tensor:
     """Returns x @ matrices, one per head: (batch, heads, n, d), (heads, d, m) -> (..., n, m).
 
-    Many short sequences, as in decoding, are joined into one product per head to avoid copies of
-    the matrices.
+    Many short sequences are joined into one product per head to avoid copies of the matrices.
     """
     d, m = matrices.shape[-2:]
     # One compiled program serves all sizes.
@@ -94,7 +97,7 @@ def recomputed(function: Callable[..., _R], *arguments: object, several: bool = 
     """Returns function(*arguments), recomputing intermediate tensors in the backward pass.
 
     The function must be deterministic and must not read anything that changes before the backward
-    pass. If `several` is False, a single piece is not recomputed, because that would save nothing.
+    pass. A single piece (`several` is False) is not recomputed.
     """
     if not several or not torch.is_grad_enabled() or in_transform():
         return function(*arguments)
@@ -138,11 +141,11 @@ def gauss_rule(count: int) -> tuple[list[float], list[float]]:
 def searched(
     fake: Callable[..., object],
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Decorates a function of tensors that compilers should treat as opaque.
+    """Decorates a function of tensors that becomes one opaque operation of compiled graphs.
 
-    The function becomes one operation of a compiled graph, without a gradient. It may read values
-    and raise errors when the graph runs. `fake` returns empty results for the same arguments; sizes
-    that depend on values come from `torch.library.get_ctx().new_dynamic_size`.
+    It has no gradient, and may read values and raise errors when the graph runs. `fake` returns
+    empty results for the same arguments; sizes that depend on values come from
+    `torch.library.get_ctx().new_dynamic_size`.
     """
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:

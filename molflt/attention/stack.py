@@ -19,8 +19,7 @@ from molflt.attention.positions.base import Position, Positioned
 _NormName = Literal["pre", "post"]
 _ActivationName = Literal["gelu", "gelu_tanh"]
 ATTENTION = "attention"
-MIXER_OPTIONS = ("mixer", "mixer_options", "attention_layers")
-"""Options of a stack that do not apply to unordered or causal tokens."""
+MIXER_OPTIONS = ("mixer", "mixer_options", "attention_layers")  # not for unordered, causal tokens
 
 # The command line lists the choices of an option from its type.
 if TYPE_CHECKING:
@@ -40,8 +39,7 @@ class Block(nn.Module):
         dropout: dropout rate after attention and in the feed-forward network.
         norm: position of LayerNorm. "pre": x + Attention(LN x); "post": LN(x + Attention(x)), as in
             FNet (arXiv:2105.03824) and BERT.
-        activation: activation of the feed-forward network: "gelu", or "gelu_tanh", the tanh
-            approximation with which FNet was trained.
+        activation: "gelu", or "gelu_tanh", the tanh approximation with which FNet was trained.
         norm_eps: constant that LayerNorm adds to the variance.
     """
 
@@ -122,7 +120,6 @@ class StackState(NamedTuple):
     """Decoding states of all blocks in all passes, and the positions of the tokens so far."""
 
     positions: Tensor | None
-    """(batch, tokens, l)"""
     blocks: list[DecodeState]
 
 
@@ -131,7 +128,6 @@ class Stack(Positioned):
 
     The output of each pass is fed back as the input of the next (`refinements` passes), as in
     3D-Graphormer (arXiv:2203.04810) and FLT's OC20 experiment. The encoding is evaluated only once.
-    `Stack.of` builds a stack from existing blocks.
 
     Args:
         dim: width of tokens; a multiple of `heads`.
@@ -185,28 +181,22 @@ class Stack(Positioned):
             no_effect("with a position that is made", position_options=position_options)
         given = {**attention, "dropout": attention_dropout}
         mixed = _mixed_layers(layers, mixer, mixer_options, attention_layers, given)
-        blocks = []
-        layer: Attention | Mixer
-        for number in range(layers):
-            if number < mixed:
-                layer = _make_mixer(mixer, dim, mixer_options or {})
-            else:
-                layer = Attention(
-                    dim, heads, position=position, dropout=attention_dropout, **attention
-                )
-            blocks.append(Block(layer, ffn_dim, dropout, norm, activation, norm_eps))
+        made: list[Attention | Mixer] = [
+            _make_mixer(mixer, dim, mixer_options or {})
+            if number < mixed
+            else Attention(dim, heads, position=position, **given)
+            for number in range(layers)
+        ]
+        blocks = [Block(layer, ffn_dim, dropout, norm, activation, norm_eps) for layer in made]
         self._assemble(blocks, position, refinements)
 
     @classmethod
     def of(
         cls, blocks: Sequence[Block], position: Position | None = None, refinements: int = 1
     ) -> Self:
-        """Builds a stack from existing blocks.
+        """Builds a stack from existing blocks, with attention or mixers.
 
-        Args:
-            blocks: the distinct layers, with attention or mixers.
-            position: the encoding with which their attention layers were built, or None.
-            refinements: number of passes through the blocks.
+        `position` is the encoding with which their attention layers were built, or None.
         """
         stack = cls.__new__(cls)
         stack._assemble(blocks, position, refinements)
@@ -240,21 +230,17 @@ class Stack(Positioned):
         key_positions: Tensor | None = None,
         **keys: Unpack[Keys],
     ) -> Tensor:
-        """Applies all passes to the tokens.
+        """Applies all passes and a final LayerNorm: (batch, tokens, dim) -> (batch, tokens, dim).
 
         Args:
             x: (batch, tokens, dim).
             positions: (batch, tokens, l), centered for each graph; for the encoding, if any.
             key_positions: (batch, keys, l), from the same center; None for those of the queries.
             keys: key_mask, key_weight and key_index, see `Keys`.
-
-        Returns:
-            (batch, tokens, dim), normalized by a final LayerNorm.
         """
         mask = keys.get("key_mask")
         x, _ = without_masked(x, mask, keys.get("key_index"))
-        where = placed(positions, key_positions, mask)
-        encoding = self._evaluate(self._face, *where)
+        encoding = self._evaluate(self._face, *placed(positions, key_positions, mask))
         for _ in range(self.refinements):
             x = self.one_pass(x, encoding, **keys)
         out: Tensor = self.norm(x)

@@ -24,7 +24,7 @@ from molflt.attention.mixing.forms import quadratic, softmax
 from molflt.attention.nodes import ShellNodes
 from molflt.attention.positions import MultiplicativePosition, SpectralPosition
 from molflt.attention.positions.base import differences
-from molflt.attention.positions.near_field import NearField
+from molflt.attention.positions.multiplicative import NearField
 from molflt.attention.spectra import GaussianBasis, ShellWeights
 from molflt.data.structures import open_dataset
 from molflt.data.structures.sources import split_path

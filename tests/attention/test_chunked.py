@@ -107,11 +107,3 @@ def test_only_long_sequences_are_cut():
 
     assert size(1, 8_000) == 0 and size(1, 40_000) == chunked._AT_ONCE // (8 * 64)
     assert size(10_000, 30) == 0  # a large batch of short ones
-
-
-def test_chunks_compile(cut):
-    cut(16)
-    run, (x, *_) = layer(position="spectral")
-    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
-    found = [torch.autograd.grad(f().square().sum(), x)[0] for f in (compiled, run)]
-    torch.testing.assert_close(*found, **contract.EXACT)

@@ -1,17 +1,14 @@
-"""Nodes and the spectral position: importance ratios, factors, and parts by name."""
+"""Nodes and the spectral position: importance ratios and factors."""
 
 import copy
-import io
 
 import pytest
 import torch
-from families import EXACT, make, randn
+from families import EXACT, make
 
-from molflt.attention.nodes import NODES
 from molflt.attention.nodes.random import DensityNodes, GaussianNodes
-from molflt.attention.positions import SpectralPosition, make_position
+from molflt.attention.positions import SpectralPosition
 from molflt.attention.spectra.gaussian import GaussianBasis
-from molflt.attention.spectra.shift_invariant import Matern
 
 
 @pytest.mark.parametrize("variant", ["gaussian", "laplace", "matern", "matern, nu=0.5"])
@@ -59,24 +56,6 @@ def test_a_shared_kernel_is_saved_once_and_survives_a_copy():
     ]
 
 
-@pytest.mark.parametrize("rule", [rule for rule in NODES if rule != "shells"])
-def test_redraw_follows_the_generator_and_compiles(rule):
-    kernel = Matern(2)
-    nodes = DensityNodes(kernel, 8) if rule == "density" else NODES[rule](2, 8)
-    first = nodes()[0].clone()
-    nodes.redraw_(torch.Generator().manual_seed(5))
-    second = nodes()[0].clone()
-    nodes.redraw_(torch.Generator().manual_seed(5))
-    assert torch.equal(nodes()[0], second) and not torch.equal(first, second)
-    assert nodes.num_nodes == 8 and nodes.dim == 3
-    torch._dynamo.reset()
-    compiled = torch.compile(lambda: nodes(), backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(), nodes())
-
-
-SHELLS = {"node_diameter": 5.0, "node_max_frequency": 0.3, "node_num_shells": 4}
-
-
 def random_position(heads: int, nodes: int, seed: int = 0) -> SpectralPosition:
     torch.manual_seed(seed)
     position = SpectralPosition(
@@ -110,39 +89,3 @@ def test_both_factors_have_one_size():
     coefficients = position.nodes.sample(position.spectrum)[1]
     torch.testing.assert_close(left, (coefficients.abs() + position.floor).sqrt(), **EXACT)
     torch.testing.assert_close(left * right, coefficients, **EXACT)
-
-
-def test_gradients_of_the_factors():
-    position = random_position(2, 3)
-    r = torch.randn(1, 4, 3, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: position.factors(x, x), (r,))
-    parameters = tuple(position.parameters())
-    out = estimate(position, r[0])
-    for grad in torch.autograd.grad(out.square().sum(), parameters):
-        assert torch.isfinite(grad).all() and grad.abs().max() > 0
-
-
-@pytest.mark.parametrize("name", ["spectral", "multiplicative"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        *({"nodes": rule} for rule in ("gaussian", "orthogonal", "sobol")),
-        {"nodes": "shells", **SHELLS},
-        {"spectrum": "shell_weights", **SHELLS},
-        {"spectrum": "matern", "nodes": "shells", **SHELLS},
-        {"spectrum": "matern"},
-    ],
-)
-def test_parts_by_name_survive_saving(name, options):
-    x = randn(2, 7, 3)
-    positions = [make_position(name, 4, 8, **options).double() for _ in range(2)]
-    file = io.BytesIO()
-    torch.save(positions[0].state_dict(), file)
-    file.seek(0)
-    positions[1].load_state_dict(torch.load(file))
-    products = [left @ right.mT for left, right in (p.factors(x, x) for p in positions)]
-    assert products[0].shape == (2, 4, 7, 7)
-    torch.testing.assert_close(*products, **EXACT)
-    expected = {"shell_weights": "ShellNodes", "matern": "DensityNodes"}
-    rule = options.get("nodes") and NODES[options["nodes"]].__name__
-    assert type(positions[0].nodes).__name__ == (rule or expected[options["spectrum"]])

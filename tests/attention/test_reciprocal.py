@@ -10,7 +10,7 @@ from scipy.spatial.transform import Rotation
 from torch import Tensor
 
 from molflt.attention.features.base import Features
-from molflt.attention.mixing.multiplicative import linear_with_kernel
+from molflt.attention.mixing.forms import linear_with_kernel
 from molflt.attention.nodes.lattice import free_extent
 from molflt.attention.nodes.random import GaussianNodes
 from molflt.attention.nodes.reciprocal import reciprocal_nodes

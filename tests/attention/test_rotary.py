@@ -55,30 +55,12 @@ def test_rotated_pair_is_a_complex_product():
             torch.testing.assert_close(torch.view_as_real(expected), pair, **EXACT)
 
 
-def test_rotary_gradients_and_integers():
-    position = RotaryPosition(6, 2)
-    q, k = (x[:1, :, :3].requires_grad_() for x in qk(3, 6))
-    r = places(3, 2, batch=1).requires_grad_()
-    assert torch.autograd.gradcheck(lambda r, q, k: rotated(position, r, q, k), (r, q, k))
-    counted = torch.arange(3)[None, :, None].expand(1, 3, 2)
-    torch.testing.assert_close(
-        rotated(position, counted, q, k), rotated(position, counted.double(), q, k), **EXACT
-    )
-
-
-def cosine_kernel(position: CosinePosition, r: torch.Tensor) -> torch.Tensor:
-    u, v = position("linear", r, r).kernel
-    return u @ v.mT
-
-
-def test_cosine_kernel_is_positive_and_exact():
+def test_cosine_kernel_is_exact():
     m = 16
     r = torch.arange(m, dtype=F64)[None, :, None]
-    kernel = cosine_kernel(CosinePosition(m), r)[0, 0]
-    for i in range(m):
-        for j in range(m):
-            assert abs(kernel[i, j].item() - math.cos(math.pi * (i - j) / (2 * m))) < 1e-10
-    assert kernel.min() > 0.09  # cos(pi 15 / 32) = 0.098
+    u, v = CosinePosition(m)("linear", r, r).kernel
+    expected = torch.cos(math.pi * (r[0] - r[0].T) / (2 * m))
+    torch.testing.assert_close((u @ v.mT)[0, 0], expected, **EXACT)
 
 
 def make(heads: int = 2, num_gaussians: int = 6, dim: int = 3, seed: int = 0) -> GaussianBias:
@@ -114,26 +96,14 @@ def test_bias_is_the_formula_of_the_paper(dim):
                 assert abs(got[b, :, i, j].detach().numpy() - expected).max() < 1e-10
 
 
-def test_gradients_also_at_zero_distance():
+def test_gradients_are_finite_at_zero_distance():
     module = make()
-    r = atoms(4).requires_grad_()
-    # Off the diagonal; on it the distance stays 0 however positions move.
-    assert torch.autograd.gradcheck(lambda x: bias(module, x), (r,))
-    assert torch.autograd.gradgradcheck(lambda x: bias(module, x)[:, 0, 0, 1], (r,))
     together = torch.zeros(1, 3, 3, dtype=F64, requires_grad=True)
     out = bias(module, together).square().sum()
     (grad,) = torch.autograd.grad(out, together, create_graph=True)
     assert (grad == 0).all()
     (again,) = torch.autograd.grad(grad.sum(), together, allow_unused=True)
     assert again is None or again.isfinite().all()
-    bias(module, r).square().sum().backward()
+    bias(module, atoms(4)).square().sum().backward()
     for name, parameter in module.named_parameters():
         assert parameter.grad.isfinite().all() and parameter.grad.abs().max() > 1e-8, name
-
-
-def test_radial_profile_is_the_bias_along_a_line():
-    module = make()
-    distances = torch.linspace(0, 9, 5, dtype=F64)
-    r = torch.zeros(1, 5, 3, dtype=F64)
-    r[0, :, 2] = distances
-    torch.testing.assert_close(module.radial_profile(distances), bias(module, r)[0, :, 0], **EXACT)

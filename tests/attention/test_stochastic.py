@@ -121,15 +121,6 @@ def test_a_saturated_gate_has_finite_gradients(kind):
     assert all(p.grad.isfinite().all() for p in spe.parameters())
 
 
-class _Logits(torch.nn.Module):
-    def __init__(self, spe) -> None:
-        super().__init__()
-        self.spe = spe
-
-    def forward(self, r, q, k):
-        return logits(self.spe, r, q, k)
-
-
 @KINDS
 def test_noise_is_the_same_until_redrawn(kind):
     spe = make(kind)
@@ -138,11 +129,6 @@ def test_noise_is_the_same_until_redrawn(kind):
     torch.manual_seed(99)
     for twin in (spe, spe.eval(), copy.deepcopy(spe)):
         torch.testing.assert_close(logits(twin, count(6), q, k), before, rtol=0, atol=0)
-    spe.redraw_(torch.Generator().manual_seed(1))
-    first = logits(spe, count(6), q, k)
-    spe.redraw_(torch.Generator().manual_seed(1))
-    torch.testing.assert_close(logits(spe, count(6), q, k), first, rtol=0, atol=0)
-    assert (first - before).abs().max() > 0.1
     spe = make(kind, 500)
     assert all(abs(noise.std() - 1) < 0.03 and abs(noise.mean()) < 0.03 for noise in spe.buffers())
 
@@ -166,17 +152,3 @@ def test_batching_is_exact(kind):
     permuted = logits(spe, count(10)[:, order], q[:, :, order], k[:, :, order])
     torch.testing.assert_close(permuted, shared[:, :, order][..., order], **tight)
     assert logits(spe, rows[:0], q[:0], k[:0]).shape == (0, HEADS, 10, 10)
-
-
-@KINDS
-def test_compiled_equals_eager_with_gradients(kind):
-    spe = make(kind)
-    q, k = (x.requires_grad_() for x in qk(8))
-    rows = torch.cat((count(8), count(8, start=3)))
-    compiled = torch.compile(_Logits(spe), fullgraph=True, backend="aot_eager")
-    for r in (count(8), rows):
-        outputs = [module(r, q, k) for module in (compiled, _Logits(spe))]
-        torch.testing.assert_close(*outputs, **EXACT)
-        grads = [torch.autograd.grad(x.square().sum(), (q, *spe.parameters())) for x in outputs]
-        for a, b in zip(*grads, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)

@@ -31,7 +31,7 @@ from molflt.attention.nodes.reciprocal import reciprocal_nodes
 from molflt.attention.positions import SpectralPosition
 from molflt.attention.positions.gaussian_bias import GaussianBias
 from molflt.attention.positions.grid import BucketedPosition, LowRankPosition, ToeplitzPosition
-from molflt.attention.positions.near_field import NearField
+from molflt.attention.positions.multiplicative import NearField
 from molflt.attention.positions.rotary import CosinePosition, RotaryPosition
 from molflt.attention.positions.stochastic import ConvSPE, SineSPE
 from molflt.attention.spectra import (
@@ -223,7 +223,7 @@ ROWS = [
     refused(
         lambda: layer(position("toeplitz"), causal=True).decode(X, line()), "Toeplitz", "spectral"
     ),
-    refused(softmax_decoding, "key_positions", "all 6 tokens", "got 1"),
+    refused(softmax_decoding, "key_positions", "6 keys", "(1, 1)"),
     refused(
         lambda: layer(**SOFTMAX)(X, encoding=position("rotary")("softmax", line(4), line(4))),
         "encoding",

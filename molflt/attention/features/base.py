@@ -7,26 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from molflt.attention.checks import at_least_one, no_effect, one_of
-from molflt.attention.features.factored import _GivensProjection, _HadamardProjection
-from molflt.attention.features.projections import (
-    OrthogonalProjection,
-    Projection,
-    SobolProjection,
-    _IidProjection,
-    _SphereProjection,
-)
+from molflt.attention.features.projections import PROJECTIONS, Projection
 from molflt.attention.numerics import at_least_float32
 
 NUM_FEATURES = 64
-
-PROJECTIONS: dict[str, type[Projection]] = {
-    "iid": _IidProjection,
-    "orthogonal": OrthogonalProjection,
-    "hadamard": _HadamardProjection,
-    "givens": _GivensProjection,
-    "sphere": _SphereProjection,
-    "sobol": SobolProjection,
-}
 
 
 class Features(NamedTuple):
@@ -48,7 +32,6 @@ class Features(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Returns the number of tokens."""
         return self._given.shape[-2]
 
     @property
@@ -85,10 +68,7 @@ class Features(NamedTuple):
         return Features(self.values, factor if self.log_scale is None else self.log_scale + factor)
 
     def kronecker(self, factors: Tensor) -> "Features":
-        """Returns the row-wise Kronecker product with (batch, heads, tokens, p): m p features.
-
-        This multiplies phi_i . phi_j by factors_i . factors_j.
-        """
+        """Multiplies phi_i . phi_j by factors_i . factors_j, (batch, heads, tokens, p)."""
         p = factors.shape[-1]
         values, log_scale = self
         ones = factors.new_ones(()).expand(*factors.shape[:-1], self.width)
@@ -117,12 +97,10 @@ class Features(NamedTuple):
 
 
 class Projected(NamedTuple):
-    """Random projections and squared norms of columns, for maps that need only these."""
+    """Random projections w_s . x, (b, h, n, m), and |x|^2, (b, h, n, 1), of columns x."""
 
     products: Tensor
-    """w_s . x, (batch, heads, tokens, m)"""
     square: Tensor
-    """|x|^2, (batch, heads, tokens, 1)"""
 
 
 Columns = Tensor | Projected
@@ -156,10 +134,9 @@ class FeatureMap(nn.Module):
     Args:
         dim: width of the queries and keys given to the map.
         heads: number of heads; every head has its own projection.
-        num_features: number of rows m of the projection, 64 by default. Maps without a projection
-            reject this option.
+        num_features: number of rows m of the projection, 64 by default.
         projection: key of `PROJECTIONS`, the distribution of the random rows; "orthogonal" by
-            default. Maps without a projection reject this option.
+            default. Maps without a projection reject both options.
         degree: degree of polynomial maps; other maps reject this option.
 
     Attributes:
@@ -171,7 +148,6 @@ class FeatureMap(nn.Module):
         learned: True if the map learns a projection that is drawn at random initially.
         signed: True if features can be negative.
         positive_kernel: True if all phi(q) . phi(k), and therefore all normalizers, are positive.
-            For other maps, look for small normalizers in `Attention.sums(...).normalizer`.
         estimates_exp: True if the products estimate exp(q . k); random maps do so without bias.
         takes_projected: True if random projections of the columns suffice.
         unit_norm: True if the map expects queries and keys of norm 1 and a learned temperature,
@@ -250,14 +226,10 @@ class Operand(NamedTuple):
     """Queries or keys, whose features are evaluated all at once or a few tokens at a time."""
 
     feature_map: FeatureMap
-    x: Tensor
-    """scaled, (batch, heads, tokens, d)"""
-    columns: Columns | None = None
-    """N1 or N2, (batch or 1, heads or 1, tokens, .), columns prepended to x"""
-    mask: Tensor | None = None
-    """broadcastable to (batch, heads, tokens), False where features are 0"""
-    log_weight: Tensor | None = None
-    """logarithm of a factor of the features, of the same shape"""
+    x: Tensor  # scaled, (batch, heads, tokens, d)
+    columns: Columns | None = None  # N1 or N2, (b or 1, h or 1, tokens, .), prepended to x
+    mask: Tensor | None = None  # broadcastable to (b, h, tokens), False where features are 0
+    log_weight: Tensor | None = None  # logarithm of a factor of the features, of the same shape
 
     def features(self) -> Features:
         """Returns phi([columns, x]) in at least float32."""

@@ -18,21 +18,16 @@ _EMPTY = -1e30  # logarithm of an empty sum; finite, because differences are tak
 class State(NamedTuple):
     """State of the tokens seen so far: sum_j phi(k_j) [v_j, 1] = sums exp(log_max)."""
 
-    log_max: Tensor
-    """running maximum of the log scale of keys, (batch, heads, m or 1, 1)"""
-    sums: Tensor
-    """(batch, heads, m, dv + 1)"""
+    log_max: Tensor  # running maximum of the log scale of keys, (batch, heads, m or 1, 1)
+    sums: Tensor  # (batch, heads, m, dv + 1)
 
 
 class KeyValues(NamedTuple):
     """State of causal softmax: all keys and values so far."""
 
-    key: Tensor
-    """(batch, heads, tokens, d), scaled, before any rotation"""
-    value: Tensor
-    """(batch, heads, tokens, d)"""
-    mask: Tensor | None = None
-    """(batch, 1, tokens), True where a key exists; None if all exist"""
+    key: Tensor  # (batch, heads, tokens, d), scaled, before any rotation
+    value: Tensor  # (batch, heads, tokens, d)
+    mask: Tensor | None = None  # (batch, 1, tokens), True where a key exists; None if all exist
 
 
 DecodeState = KeyValues | tuple[State, ...]
@@ -49,10 +44,9 @@ def causal_linear(
     """Computes kernelized attention of each token to itself and earlier tokens, in O(N m dv) time.
 
     The weights (chunk, chunk) inside a chunk are materialized. A running sum is carried across
-    chunks, as in the chunked forms of linear attention (Transformer Quality in Linear Time,
-    arXiv:2202.10447, section 3.2). `_CHUNKS_AT_ONCE` chunks are computed at a time and recomputed
-    in the backward pass. Apart from queries, keys, values and sums, only O(N m dv / chunk) numbers
-    are kept, and never a tensor (N, m, dv).
+    chunks (Transformer Quality in Linear Time, arXiv:2202.10447, section 3.2). `_CHUNKS_AT_ONCE`
+    chunks are computed at a time and recomputed in the backward pass. Apart from the arguments and
+    the sums, only O(N m dv / chunk) numbers are kept.
 
     Later keys never scale a query. Inside a chunk, keys have a maximum per token; the carried sum
     has a running maximum per feature. Each query subtracts the largest exponent that it sees. A
@@ -60,16 +54,11 @@ def causal_linear(
     `Features.bounded` clips far below relevant values.
 
     Args:
-        query: (batch, heads, tokens, m).
-        key: (batch, heads, tokens, m), zero for excluded keys.
-        value: (batch, heads, tokens, dv).
+        query, key, value: see `quadratic`, for the same tokens.
         log_decay: (batch, heads, tokens), at most 0; the weight of key j for query i is multiplied
             by exp(sum of log_decay over j < l <= i).
         state: returned by an earlier call, whose tokens precede these.
         chunk: tokens per chunk.
-
-    Returns:
-        The sums, and the state after the last token.
     """
     tokens, span = value.shape[-2], _CHUNKS_AT_ONCE * chunk
     if tokens == 1:
@@ -186,7 +175,6 @@ class _Chunks(NamedTuple):
         )
 
     def empty_state(self) -> State:
-        """Returns the state before the first token."""
         b, h = self.value.shape[:2]
         log_max = self.value.new_full((b, h, self.log_k.shape[-1], 1), _EMPTY)
         width = Features(self.key_values, self.log_k).width

@@ -1,8 +1,4 @@
-"""Base class of rules that sample a spectrum.
-
-A sum replaces the integral of FLT (arXiv:2302.01925), eq. 4. Frequencies are in cycles per unit of
-length.
-"""
+"""Base class of rules that sample a spectrum: sums replace the integral of FLT, eq. 4."""
 
 from typing import ClassVar
 
@@ -70,7 +66,7 @@ class Nodes(nn.Module):
 def hermitian(spectrum: Spectrum, xi: Tensor) -> Tensor:
     """Returns (g(xi) + conj g(-xi)) / 2, the part of g that determines the mask.
 
-    Shapes are those of `Spectrum.spectrum`. Antipodes have the same cos and sin columns. With this
-    part of g, one node of twice the weight replaces both, for even and odd masks.
+    Antipodes have the same cos and sin columns. With this part of g, one node of twice the weight
+    replaces both, for even and odd masks.
     """
     return 0.5 * (spectrum.spectrum(xi) + spectrum.spectrum(-xi).conj())

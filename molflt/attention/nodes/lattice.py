@@ -18,12 +18,9 @@ _MOST_REDUCTIONS = 64  # passes over a cell; two or three suffice for well-forme
 class Lattice(NamedTuple):
     """Lattice of each graph; virtual along directions that are not periodic."""
 
-    vectors: Tensor
-    """(b, 3, 3), lattice vectors in rows, Å; periodic ones first, from a reduced cell"""
-    dual: Tensor
-    """(b, 3, 3), reciprocal vectors in rows, without 2 pi, cycles/Å"""
-    volume: Tensor
-    """(b,), Å^3"""
+    vectors: Tensor  # (b, 3, 3), in rows, Å; periodic ones first, from a reduced cell
+    dual: Tensor  # (b, 3, 3), reciprocal vectors in rows, without 2 pi, cycles/Å
+    volume: Tensor  # (b,), Å^3
 
     @classmethod
     def of(
@@ -55,21 +52,18 @@ class Lattice(NamedTuple):
 def free_extent(
     positions: Tensor, graph: Tensor, cell: Tensor, pbc: Tensor, smooth: bool = False
 ) -> Tensor:
-    """Returns the extent of each graph perpendicular to its periodic lattice vectors.
+    """Returns the extent of each graph perpendicular to its periodic lattice vectors, (b, 3) Å.
 
-    The extent does not change if the graph is shifted or if an atom moves by a lattice vector.
+    It is 0 for the periodic directions, which come first, and for graphs without atoms. It does not
+    change if the graph is shifted or if an atom moves by a lattice vector.
 
     Args:
         positions: (n, 3), Å.
         graph: (n,), index of the graph of each atom.
-        cell: (b, 3, 3), Å, as for `reciprocal_nodes`.
-        pbc: (b, 3) bool.
+        cell, pbc: see `reciprocal_nodes`.
         smooth: replace the largest and smallest coordinates, whose slopes jump where another atom
             becomes the outermost, by logarithms of mean exponentials. These are analytic, do not
             change in supercells, and lie up to log(n) / 4 Å further inside on each side.
-
-    Returns:
-        (b, 3) Å, 0 for the periodic directions, which come first, and for graphs without atoms.
     """
     rows, periodic = _sorted_rows(cell, pbc)
     along = (positions[:, None] * rows[graph].to(positions.dtype)).sum(dim=-1)  # [n, 3]
@@ -126,8 +120,7 @@ def _sorted_rows(cell: Tensor, pbc: Tensor) -> tuple[Tensor, Tensor]:
 def _reduced(cell: Tensor, pbc: Tensor) -> Tensor:
     """Finds short vectors of the same lattice by Gauss's reduction; 0 for nonperiodic axes.
 
-    In a skewed cell, reciprocal vectors are small differences of large products, and random
-    features of frequencies magnify their rounding errors.
+    Reciprocal vectors of skewed cells would be small differences of large products.
     """
     rows = cell.masked_fill(~pbc[..., None], 0.0)
     combination, dependent = _reduction(rows.detach().double())

@@ -13,12 +13,10 @@ from molflt.attention.numerics import gauss_rule
 
 
 class _SuggestedNodes(NamedTuple):
-    """Result of `suggest_nodes`."""
+    """Suggested rule, and its error at the worst width."""
 
     nodes: ShellNodes
-    """suggested rule"""
     error: float
-    """root-mean-square error of a mask with f(0) = 1 over pairs in the ball, at the worst width"""
 
 
 def suggest_nodes(
@@ -26,11 +24,11 @@ def suggest_nodes(
 ) -> _SuggestedNodes:
     """Finds a small rule of shells for the masks of a molecule or cluster, by its measured error.
 
-    The error is that of f(z) = exp(-|z|^2 / 2 width^2) for pairs of points uniform in a ball. The
-    search varies the radii and their upper end, and then raises the degree of one shell at a time,
-    where this removes the most error per node. Wider Gaussians need closer shells, so a basis of
-    Gaussians needs its smallest and its largest width. Results for one width (nodes r and the error
-    reached):
+    Returns `nodes` and their `error`, the root mean square of the error of f(z) = exp(-|z|^2 / 2
+    width^2) for pairs of points uniform in a ball. The search varies the radii and their upper end,
+    and then raises the degree of one shell at a time. Wider Gaussians need closer shells, so a
+    basis of Gaussians needs its smallest and its largest width. Results for one width (nodes r and
+    error):
 
     | diameter / width | tol = 0.03 | 0.01 | 0.003 | 0.001 |
     |---|---|---|---|---|

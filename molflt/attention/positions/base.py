@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 else:
     MixingName = Literal[(*MIXINGS, "auto")]
 
-
+ABSOLUTE = ("none", "sinusoidal", "learned")  # positions added to tokens before attention
 ADDED = ("f", "added to the logit")
 AS_FACTOR = ("f", "exp f multiplies the weight")
 
@@ -29,16 +29,14 @@ class Position(nn.Module):
 
     Attributes:
         paper: source of the encoding.
-        cost: cost of kernelized attention with the encoding, for N tokens, m features and values of
-            width d.
+        cost: cost of kernelized attention with it, for N tokens, m features and values of width d.
         dim: dimension l of the positions.
         mixings: entries of `MIXINGS` that can use the encoding.
         causal: True if causal attention can use the encoding.
         decodes: True if linear causal attention has a state of constant size with the encoding.
         redraws: True if training should redraw its random numbers along with random features. Nodes
             of a spectrum are kept, because the mask is learned with them.
-        weighs: True if the encoding changes the weights of keys; otherwise it only rotates queries
-            and keys.
+        weighs: True if it changes the weights of keys; otherwise it only rotates queries and keys.
         placement: quantity shown in plots of the encoding, and how it enters attention.
         grid: True if tokens must be ordered along a regular grid and cannot be permuted.
     """
@@ -110,10 +108,7 @@ class Position(nn.Module):
             )
 
     def check_range(self, positions: Tensor, max_tokens: int, integers: bool = False) -> None:
-        """Raises ValueError for positions outside [0, max_tokens) or, if required, not integers.
-
-        Does nothing in compiled or transformed code.
-        """
+        """Raises ValueError for positions outside [0, max_tokens) or, if required, not integers."""
         if not positions.numel() or torch.compiler.is_compiling() or in_transform():
             return
         low, high = (float(end) for end in positions.detach().aminmax())
@@ -176,8 +171,7 @@ class Positioned(nn.Module):
     def share_position(self) -> None:
         """Hands the position over to the enclosing module, which then owns its parameters.
 
-        It stays readable here but is not registered, because a shared parameter must have only one
-        name in a checkpoint.
+        It stays readable here but is not registered: a parameter has only one name in a checkpoint.
         """
         position = self.position
         if position is not None:
@@ -190,7 +184,7 @@ def check_tokens(places: int, x: Tensor) -> None:
     if x.shape[2] != places:
         raise ValueError(
             f"the encoding is of {places} positions; got {x.shape[2]} tokens; evaluate it for "
-            "these, in decoding with all so far as keys"
+            "these, in decoding with the key_positions of all so far"
         )
 
 
@@ -202,3 +196,13 @@ def differences(positions: Tensor, key_positions: Tensor) -> Tensor:
 def _real(positions: Tensor) -> Tensor:
     """Converts to at least float32, and integers to float64, for accurate phases."""
     return at_least_float32(positions) if positions.is_floating_point() else positions.double()
+
+
+def sinusoids(index: Tensor, dim: int) -> Tensor:
+    """Sinusoidal positions, arXiv:1706.03762, section 3.5: (n,) -> (n, dim) float64, sines first.
+
+    Float32 would resolve the phase at 10^4 to no more than 3 digits.
+    """
+    half = torch.arange(dim // 2, dtype=torch.float64, device=index.device)
+    phase = index.double()[:, None] * torch.pow(10000.0, -2 * half / dim)
+    return torch.cat((phase.sin(), phase.cos()), dim=-1)

@@ -17,14 +17,8 @@ class GaussianBias(Position):
     The psi_k are K Gaussians with learnable mu_k and sigma_k, psi_k(|z|) = exp(-(|z| - mu_k)^2 / (2
     sigma_k^2)) / (sqrt(2 pi) sigma_k), from 3D-Graphormer (arXiv:2203.04810), section on 3D spatial
     encoding. The bias has no Fourier factors for mixing in linear time; it is a baseline for masks
-    learned through their spectrum.
-
-    Differences from the paper: it applies a scale and a shift to distances for each pair of
-    elements. Here, attention does not see elements, and one scale and shift for all pairs would be
-    redundant with mu and sigma. sigma is exp(log_std), where the paper's code takes an absolute
-    value.
-
-    Memory is O(N^2 K) per graph.
+    learned through their spectrum. The paper also scales and shifts distances for each pair of
+    elements, which attention does not see here. Memory is O(N^2 K) per graph.
 
     Args:
         heads: number of heads.
@@ -69,7 +63,6 @@ class GaussianBias(Position):
         )
 
     def forward(self, mixing: str, positions: Tensor, key_positions: Tensor) -> Encoding:
-        self.check_axes(positions, key_positions)
         return Bias(self.bias(differences(positions, key_positions)))
 
     def bias(self, delta: Tensor) -> Tensor:

@@ -23,14 +23,14 @@ class ToeplitzPosition(Position):
     """Table b_(j-i), learnable per head and offset.
 
     Softmax adds b to its logits. Kernelized attention multiplies phi(q_i) . phi(k_j) by
-    exp(b_(j-i)): NPRF (arXiv:2106.12566), section 3.2. As in Swin (arXiv:2103.14030), section 3.2,
-    two dimensions have one number for each pair of offsets (dy, dx), not a sum of two numbers.
+    exp(b_(j-i)): NPRF (arXiv:2106.12566), section 3.2. As in Swin (arXiv:2103.14030), two
+    dimensions have one number for each pair of offsets (dy, dx), not a sum of two numbers.
 
     Softmax looks up differences of positions, rounded to integers, and tokens can be in any order.
     Linear and quadratic mixing use the index of a token in its sequence as its position and check
     that both agree. Positions must count up from that of the first token (row by row on a
     two-dimensional grid, from the start of a row), and the first key must be at the position of the
-    first query. The checks include padding in all rows of a batch; give it the next positions.
+    first query. The checks include padding; give it the next positions.
 
     Args:
         heads: number of heads.
@@ -90,7 +90,6 @@ class ToeplitzPosition(Position):
         return Toeplitz(table, self.method)
 
     def bias(self, positions: Tensor, key_positions: Tensor) -> Tensor:
-        self.check_axes(positions, key_positions)
         offsets = _offsets(positions, key_positions)
         index = torch.zeros_like(offsets[..., 0])
         for offset, n in zip(offsets.unbind(dim=-1), self.shape, strict=True):
@@ -109,9 +108,8 @@ class BucketedPosition(Position):
 
     See T5 (arXiv:1910.10683), section 2.1. In each direction, half of the buckets hold one distance
     each, and the other half hold distances up to `max_distance` on a logarithmic scale. The last
-    bucket also holds all larger distances. b is a function of j - i and can also be used as the
-    logarithm of a Toeplitz kernel. Positions are those of `ToeplitzPosition`, without a maximum
-    length.
+    bucket also holds all larger distances. Positions are those of `ToeplitzPosition`, without a
+    maximum length.
 
     Args:
         heads: number of heads.
@@ -160,7 +158,6 @@ class BucketedPosition(Position):
         self.buckets = buckets.tolist()
 
     def forward(self, mixing: str, positions: Tensor, key_positions: Tensor) -> Encoding:
-        self.check_axes(positions)
         if mixing == "softmax":
             bucket = self.bucket(_offsets(positions, key_positions)[..., 0])
             return Bias(_look_up(self.table, bucket))
@@ -185,18 +182,15 @@ class LowRankPosition(ToeplitzPosition):
     This is the Factor-Performer of FLT (arXiv:2302.01925), section 4.2.1. Random vectors probe N,
     and an orthonormal basis Q of their images gives N ~= Q (Q^T N) (Halko et al., arXiv:0909.4061,
     algorithms 4.1 and 4.4). Products with N are Toeplitz products by FFT, O(L r log L), computed
-    once for all sequences. The paper's variant did not train "due to the numerical instability of
-    the Gram-Schmidt orthogonalization"; here Householder reflections compute the basis, even for
-    masks whose rank is below r.
+    once for all sequences. The paper's variant did not train because of Gram-Schmidt; Householder
+    reflections compute the basis even for masks whose rank is below r.
 
     Q is treated as a constant in each evaluation. The gradient is that of Q Q^T N for the current
-    Q, which is linear in N and finite for every mask. For r = L it is the gradient of N itself. The
-    columns of both factors are scaled to the same norm, which does not change their product.
+    Q, which is linear in N and finite for every mask; for r = L it is the gradient of N itself.
+    Columns of both factors are scaled to the same norm.
 
-    Rows of the factors are looked up by position, and tokens can therefore be in any order. Linear
-    causal attention has a state of constant size. If r is large enough, the product depends only on
-    differences of positions; single factors, which feature maps see, depend on the positions
-    themselves. Softmax uses the table itself.
+    Tokens can be in any order, and linear causal attention has a state of constant size. Feature
+    maps see single factors, which depend on the positions themselves. Softmax uses the table.
 
     Args:
         heads: number of heads.
@@ -268,7 +262,6 @@ class LowRankPosition(ToeplitzPosition):
 
     def _rows(self, factor: Tensor, positions: Tensor) -> Tensor:
         """Looks up rows of (heads, L, r) at positions: (batch, n, 1) -> (batch, heads, n, r)."""
-        self.check_axes(positions)
         self.check_range(positions, self.shape[0], integers=True)
         index = positions[..., 0].long().clamp(0, self.shape[0] - 1)
         rows = F.embedding(index, factor.transpose(0, 1).flatten(1))
@@ -289,7 +282,6 @@ def _expect_grid(
     position: Position, positions: Tensor, key_positions: Tensor, width: int | None = None
 ) -> None:
     """Raises ValueError unless tokens are in the order of a grid; does nothing in compiled code."""
-    position.check_axes(positions, key_positions)
     if torch.compiler.is_compiling():
         return
     name = type(position).__name__

@@ -45,8 +45,7 @@ class InversePower(Spectrum):
     def spectrum(self, xi: Tensor) -> Tensor:
         """Returns g, (1, nodes, 3) -> (1, nodes), length^(3 - p); for p < 3 the finite part at 0.
 
-        The finite part at xi = 0 corresponds to a uniform background that makes the mean of 1 / r^p
-        vanish.
+        That part corresponds to a uniform background that makes the mean of 1 / r^p vanish.
         """
         s = math.pi / self.sharpness * distances(xi)  # k / 2a
         zero = s == 0
