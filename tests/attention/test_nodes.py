@@ -11,49 +11,25 @@ from molflt.attention.positions import SpectralPosition
 from molflt.attention.spectra.gaussian import GaussianBasis
 
 
-@pytest.mark.parametrize("variant", ["gaussian", "laplace", "matern", "matern, nu=0.5"])
-def test_nodes_of_a_kernel_have_one_importance_ratio(variant):
-    """c_s g(xi_s) = C / r at every node and length; only C has a gradient."""
-    kernel = make(variant, heads=4)
-    nodes = DensityNodes(kernel, 50).double()
-    xi, weights = nodes()
-    product = weights * kernel.spectrum(xi)
-    expected = (kernel.amplitude / 50)[:, None].expand_as(product)
-    torch.testing.assert_close(product, expected, rtol=1e-10, atol=0)
-    torch.testing.assert_close((-nodes.log_density(xi)).exp() / 50, weights, rtol=1e-9, atol=0)
-    grad_length, grad_c = torch.autograd.grad(
-        product.sum(), [kernel.log_length, kernel.amplitude], retain_graph=True
-    )
-    assert grad_length.abs().max() < 1e-10
-    torch.testing.assert_close(grad_c, torch.ones(4).double(), **EXACT)
-    grad = torch.autograd.grad(xi.square().log().sum(), kernel.log_length)[0]
-    torch.testing.assert_close(grad, torch.full((4,), -2.0 * 50 * 3).double(), **EXACT)
-
-
 @pytest.mark.parametrize("learn_sigma", [False, True])
 def test_weights_of_nodes_around_a_mean(learn_sigma):
     nodes = GaussianNodes(2, 8, sigma=0.4, mean="learned", learn_sigma=learn_sigma).double()
     torch.nn.init.constant_(nodes.mean, 0.3)
     xi, weights = nodes()
     torch.testing.assert_close((-nodes.log_density(xi)).exp() / 8, weights, rtol=1e-9, atol=0)
-    torch.testing.assert_close(xi, 0.3 + 0.4 * nodes.eps, rtol=1e-6, atol=0)
+    torch.testing.assert_close(xi, 0.3 + 0.4 * nodes.eps, rtol=0, atol=1e-6)
 
 
 def test_a_shared_kernel_is_saved_once_and_survives_a_copy():
     module = torch.nn.Module()
     module.spectrum = make("matern")
     module.nodes = DensityNodes(module.spectrum, 5)
-    assert sorted(module.state_dict()) == [
-        "nodes.unit",
-        "spectrum.amplitude",
-        "spectrum.log_length",
-    ]
+    assert {*module.state_dict()} == {"nodes.unit", "spectrum.amplitude", "spectrum.log_length"}
     twin = copy.deepcopy(module)
     assert twin.nodes.density is twin.spectrum is not module.spectrum
     own = DensityNodes(make("laplace"), 5, shared=False)
-    assert [name for name, p in own.named_parameters() if p.requires_grad] == [
-        "proposal.log_length"
-    ]
+    learned = [name for name, p in own.named_parameters() if p.requires_grad]
+    assert learned == ["proposal.log_length"]
 
 
 def random_position(heads: int, nodes: int, seed: int = 0) -> SpectralPosition:

@@ -54,30 +54,6 @@ def test_more_places_than_the_matrix_has_numbers():
     torch.testing.assert_close(found, (x @ y.T)[row, column], rtol=0, atol=1e-14)
 
 
-def test_gradients_inside_of_autocast_are_those_without():
-    """A potential's forces are gradients in its forward pass; bfloat16 has no such products."""
-    pattern, _, *given = case()
-    weight, x, y = (part.detach().float().requires_grad_() for part in given)
-
-    def gradients():
-        out = spread(weight, x, pattern).square().sum() + gather(weight, y, pattern).square().sum()
-        first = torch.autograd.grad(out, (weight, x, y), create_graph=True)
-        return torch.autograd.grad(sum(part.square().sum() for part in first), (weight, x, y))
-
-    expected = gradients()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = gradients()
-    for one, other in zip(found, expected, strict=True):
-        assert torch.equal(one, other)
-
-
-def test_unneeded_gradients_save_no_tensors():
-    pattern, _, weight, x, _ = case()
-    out = spread(weight.detach(), x, pattern)
-    kept = [t for t in out.grad_fn.saved_tensors if t is not None]
-    assert [t.shape for t in kept] == [weight.shape]
-
-
 @pytest.mark.parametrize("order", [4, 5, 6, 8])
 def test_splines_are_those_of_scipy(order):
     t = torch.linspace(0, 0.999, 7, dtype=torch.float64)

@@ -64,18 +64,6 @@ def test_frequencies_have_second_derivatives_at_the_origin(variant):
     assert torch.autograd.gradgradcheck(by_strain, (strain,))
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_shapes_and_single_precision(variant):
-    family = make(variant, heads=3)
-    xi, z = 0.3 * randn(1, 5, 3), 1.3 * randn(2, 4, 6, 3)
-    g, f = family.spectrum(xi), family.mask(z)
-    assert g.shape == (3, 5) and f.shape == (2, 3, 4, 6)
-    torch.testing.assert_close(family.spectrum(xi.expand(3, -1, -1)), g, **EXACT)
-    family.float()
-    torch.testing.assert_close(family.spectrum(xi.float()).to(g.dtype), g, rtol=1e-5, atol=1e-4)
-    torch.testing.assert_close(family.mask(z.float()).double(), f, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("power", POWERS)
 def test_smooth_part_is_an_incomplete_gamma_function(power):
     law = InversePower(power, 0.7)

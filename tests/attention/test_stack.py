@@ -13,7 +13,6 @@ from molflt.attention import (
     convert_weights_,
     make_position,
 )
-from molflt.attention.encodings import Kernel
 
 DIM = 16
 
@@ -119,33 +118,6 @@ def test_conversion_returns_unset_parameters():
     learned = pair("linear", 1, feature_map="learnable_exp", num_features=8)
     left = convert_weights_(pair("softmax", 0), learned)
     assert left == [f"blocks.{i}.attention.feature_map.weight" for i in (0, 1)]
-
-
-@pytest.mark.parametrize("mixing", ["quadratic", "auto", "linear"])
-def test_a_kernel_becomes_a_matrix_once_for_all_layers(mixing, monkeypatch):
-    """The matrix is formed once; outputs and gradients equal those of single blocks."""
-    torch.manual_seed(0)
-    position = make_position("multiplicative", 2, 8, dim=2, num_nodes=6)
-    stack = Stack(16, 2, 3, ffn_dim=16, position=position, mixing=mixing).double()
-    x = torch.randn(2, 5, 16, dtype=torch.float64, requires_grad=True)
-    r = torch.randn(2, 5, 2, dtype=torch.float64)
-    encoding, alone = stack.position("linear", r, r), x
-    for block in stack.blocks:
-        alone = block(alone, r)
-    formed = []
-    original = Kernel._far
-
-    def counting(self, *sizes):
-        formed.append(sizes)
-        return original(self, *sizes)
-
-    monkeypatch.setattr(Kernel, "_far", counting)
-    out = stack.one_pass(x, encoding)
-    assert len(formed) == (0 if mixing == "linear" else 1)
-    torch.testing.assert_close(out, alone, rtol=1e-12, atol=1e-12)
-    (own,) = torch.autograd.grad(out.square().sum(), x)
-    (other,) = torch.autograd.grad(alone.square().sum(), x)
-    torch.testing.assert_close(own, other, rtol=1e-10, atol=1e-10)
 
 
 def test_refinements_feed_the_output_back():

@@ -135,20 +135,15 @@ def test_noise_is_the_same_until_redrawn(kind):
 
 @KINDS
 def test_batching_is_exact(kind):
-    """Padding, batching, positions per row and permutations change nothing."""
+    """Padding, batching and positions per row change nothing."""
     spe = make(kind)
     q, k = qk(10)
     alone = logits(spe, count(4, start=3), q[:1, :, :4], k[:1, :, :4])
     rows = torch.cat((count(10), count(10)))
     rows[0, :4] = count(4, start=3)
     rows[0, 4:] = 0.0  # padding, at one place
-    batch = logits(spe, rows, q, k)
-    tight = {"rtol": 0.0, "atol": 1e-12}
-    torch.testing.assert_close(batch[:1, :, :4, :4], alone, **tight)
-    shared = logits(spe, count(10), q, k)
-    torch.testing.assert_close(batch[1], shared[1], **tight)
-    torch.testing.assert_close(logits(spe, count(10).expand(2, -1, -1), q, k), shared, **tight)
-    order = torch.randperm(10, generator=torch.Generator().manual_seed(0))
-    permuted = logits(spe, count(10)[:, order], q[:, :, order], k[:, :, order])
-    torch.testing.assert_close(permuted, shared[:, :, order][..., order], **tight)
+    batch, shared = logits(spe, rows, q, k), logits(spe, count(10), q, k)
+    torch.testing.assert_close(batch[:1, :, :4, :4], alone, **EXACT)
+    torch.testing.assert_close(batch[1], shared[1], **EXACT)
+    torch.testing.assert_close(logits(spe, count(10).expand(2, -1, -1), q, k), shared, **EXACT)
     assert logits(spe, rows[:0], q[:0], k[:0]).shape == (0, HEADS, 10, 10)
