@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import io
 import itertools
 import math
 import random
@@ -10,7 +9,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from molflt.attention import (
@@ -409,16 +407,6 @@ def check_precision(combination: Combination) -> None:
             assert torch.isfinite(a).all()
             error = (a.double() - b).square().mean().sqrt() if a.numel() else 0.0
             assert error < tolerance, error
-
-
-def check_save_load(module: nn.Module, twin: nn.Module, call: Callable[[nn.Module], Any]) -> None:
-    """A module from another seed gives the same outputs after loading the state dict."""
-    twin.load_state_dict(load(save(module.state_dict())))
-    buffer = io.BytesIO()
-    torch.save(module.state_dict(), buffer)
-    buffer.seek(0)
-    torch.load(buffer, weights_only=True)
-    torch.testing.assert_close(call(twin), call(module), rtol=0.0, atol=0.0)
 
 
 def check_compile(module: nn.Module, case: str, backend: str = "aot_eager") -> None:

@@ -62,15 +62,6 @@ def no_effect(why: str, **options: object) -> None:
             raise ValueError(f"{name}{shown} has no effect {why}; leave it out")
 
 
-def on_cpu(generator: torch.Generator | None) -> None:
-    """Raises ValueError unless a generator is on the CPU; equal seeds must give equal draws."""
-    if generator is not None and generator.device.type != "cpu":
-        raise ValueError(
-            f"generator must be on the CPU; got one on {generator.device}; use torch.Generator() "
-            "and use the same seed on every rank"
-        )
-
-
 def known_names(
     owner: Callable[..., object],
     options: Iterable[str],
@@ -139,8 +130,7 @@ def beside_weights(name: str, x: torch.Tensor, weight: torch.Tensor) -> None:
     """Raises ValueError if a tensor is not on the device of the weights."""
     if x.device != weight.device:
         raise ValueError(
-            f"{name} is on {x.device}, but the weights are on {weight.device}; move one of them "
-            "with .to(device)"
+            f"{name} is on {x.device}, but the weights are on {weight.device}; move one"
         )
 
 
@@ -153,7 +143,4 @@ def like_weights(name: str, x: torch.Tensor, weight: torch.Tensor) -> None:
     double = torch.float64 in (x.dtype, weight.dtype)
     cast = x.is_floating_point() and not double and torch.is_autocast_enabled(x.device.type)
     if x.dtype != weight.dtype and not cast:
-        raise ValueError(
-            f"{name} is {x.dtype}, but the weights are {weight.dtype}; convert one of them with "
-            ".to(dtype)"
-        )
+        raise ValueError(f"{name} is {x.dtype}, but the weights are {weight.dtype}; convert one")

@@ -30,15 +30,12 @@ def convert_weights_(source: nn.Module, target: nn.Module) -> list[str]:
     parameters = {name for name, _ in target.named_parameters()}
     if not parameters.intersection(shared):
         raise ValueError(
-            f"{type(source).__name__} and {type(target).__name__} do not share a parameter; "
-            "give two modules of one architecture"
+            f"{type(source).__name__} and {type(target).__name__} do not share a parameter"
         )
     for name in shared:
-        if given[name].shape != own[name].shape:
-            raise ValueError(
-                f"{name}: {tuple(given[name].shape)} in the source; expected "
-                f"{tuple(own[name].shape)}; build the target with the source's sizes"
-            )
+        shapes = tuple(given[name].shape), tuple(own[name].shape)
+        if shapes[0] != shapes[1]:
+            raise ValueError(f"{name}: {shapes[0]} in the source, {shapes[1]} in the target")
     with torch.no_grad():
         for name in shared:
             own[name].copy_(given[name])
@@ -52,18 +49,9 @@ def _refuse_other_logits(source: nn.Module, target: nn.Module) -> None:
         given = modules.get(name)
         if not isinstance(own, Scaling) or not isinstance(given, Scaling):
             continue
-        if own.heads != given.heads:
-            raise ValueError(
-                f"{name}: {given.heads} heads in the source, {own.heads} in the target, of the "
-                "same weights; logits would be others; build the target with the source's heads"
-            )
-        if own.normalize != given.normalize:
-            raise ValueError(
-                f"{name}: normalize_qk={given.normalize} in the source, {own.normalize} in the "
-                "target; logits would be others; build the target with the source's"
-            )
+        for option in ("heads", "normalize"):
+            here, there = getattr(own, option), getattr(given, option)
+            if here != there:
+                raise ValueError(f"{name}: {option}={there} in the source, {here} in the target")
         if given.log_temperature is not None and own.log_temperature is None:
-            raise ValueError(
-                f"{name}: the source has a learned temperature, the target none; build it with "
-                "learn_temperature=True"
-            )
+            raise ValueError(f"{name} of the source has a temperature; set learn_temperature=True")

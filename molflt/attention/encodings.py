@@ -38,19 +38,12 @@ class Terms(NamedTuple):
 
 
 class Encoding:
-    """Base class of encodings; the class itself stands for no encoding.
+    """Base class of encodings; the class itself stands for no encoding."""
 
-    Attributes:
-        faces: kinds of attention that can use the encoding: softmax, kernelized, or both.
-        decodes: True if causal attention with the encoding keeps a state of constant size.
-        chunked: True if sums over many keys can be computed in chunks.
-        kernel: factors U (b, h, queries, p) and V (b, h, keys, p) of a multiplicative kernel, or
-            None.
-    """
-
-    faces: ClassVar[tuple[str, ...]] = (SOFTMAX, KERNELIZED)
-    decodes: ClassVar[bool] = True
-    chunked = True
+    faces: ClassVar[tuple[str, ...]] = (SOFTMAX, KERNELIZED)  #: attention that can use it
+    decodes: ClassVar[bool] = True  #: True if causal attention keeps a state of constant size
+    chunked = True  #: True if sums over many keys can be computed in chunks
+    #: factors U (b, h, queries, p) and V (b, h, keys, p) of a multiplicative kernel, or None
     kernel: tuple[Tensor, Tensor] | None = None
 
     @property

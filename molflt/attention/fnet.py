@@ -64,19 +64,12 @@ def _dft_matrices(
 
 
 class Mixer(nn.Module):
-    """Base class of token mixers, with the interface of `Attention`; subclasses override `mix`.
-
-    Attributes:
-        paper: source of the mixer: arXiv number and location.
-        cost: cost for N tokens of width d.
-        mixing: key of the mixer in `TOKEN_MIXERS`.
-        bounded: True if the mixer takes `max_tokens`, the length of the longest sequence.
-    """
+    """Base class of token mixers, with the interface of `Attention`; subclasses override `mix`."""
 
     paper = "2105.03824, sec. 4.1"
-    cost = "N² d + N d²"
-    mixing: str
-    bounded = False
+    cost = "N² d + N d²"  # for N tokens of width d
+    mixing: str  # key in `TOKEN_MIXERS`
+    bounded = False  # True if the mixer takes `max_tokens`, the length of the longest sequence
     causal = False
     heads = 0
     extra_repr = options_of

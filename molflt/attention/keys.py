@@ -37,11 +37,9 @@ def log_weights(key_weight: Tensor | None, key_mask: Tensor | None, key: Tensor)
     """Returns the logarithms (batch, 1, keys) of weights (batch, keys), 0 for masked keys."""
     if key_weight is None:
         return None
-    if key_weight.shape != (key.shape[0], key.shape[2]):
-        raise ValueError(
-            f"key_weight must have shape {(len(key), key.shape[2])}, one for each key; got "
-            f"{tuple(key_weight.shape)}; expand it"
-        )
+    expected = key.shape[0], key.shape[2]
+    if key_weight.shape != expected:
+        raise ValueError(f"key_weight must have shape {expected}; got {tuple(key_weight.shape)}")
     weight = key_weight.to(at_least_float32(key).dtype)
     if key_mask is not None:  # before the logarithm, whose derivative at 0 is infinite
         weight = weight.masked_fill(~key_mask, 1.0)

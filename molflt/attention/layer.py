@@ -1,6 +1,6 @@
 """Multi-head attention: one layer for all feature maps, positional encodings and mixings."""
 
-from typing import NamedTuple, Unpack
+from typing import NamedTuple, Unpack, get_args
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from molflt.attention.features.base import Operand
 from molflt.attention.keys import Keys, log_weights, placed, without_masked
 from molflt.attention.mixing.causal import DecodeState, KeyValues, State
 from molflt.attention.mixing.forms import joined_bias, softmax
-from molflt.attention.mixing.sums import NORMALIZE, NormalizeName, Sums, drop_keys
+from molflt.attention.mixing.sums import NormalizeName, Sums, drop_keys
 from molflt.attention.numerics import at_least_float32, options_of, unit
 from molflt.attention.positions.base import MIXINGS, MixingName, Position, Positioned
 
@@ -138,12 +138,12 @@ class Attention(Positioned):
         super().__init__(position)
         self.head_dim = _head_width(dim, heads)
         one_of("mixing", mixing, (*MIXINGS, "auto"))
-        one_of("normalize", normalize, NORMALIZE)
+        one_of("normalize", normalize, get_args(NormalizeName))
         share(dropout=dropout)
         not_negative(floor=floor)
         self.dim = dim
         self.heads = heads
-        self.mixing = mixing
+        self.mixing: str = mixing
         self.causal = causal
         self.normalize = normalize
         self.floor = floor
@@ -222,14 +222,13 @@ class Attention(Positioned):
         """
         if not self.causal or self.mixing == "quadratic":
             raise ValueError(
-                f"decode needs causal=True and mixing 'linear' or 'softmax'; got causal="
-                f"{self.causal}, mixing={self.mixing!r}"
+                "decode needs causal=True and mixing 'linear' or 'softmax'; got "
+                f"causal={self.causal}, mixing={self.mixing!r}"
             )
         encoding = self._encode(positions, key_positions, encoding)
         if self.mixing != "softmax" and not encoding.decodes:
             raise ValueError(
-                "a Toeplitz kernel leaves no state of constant size to decode from; call forward "
-                "on the whole sequence, or choose a spectral position"
+                "a Toeplitz kernel leaves no state to decode from; use a spectral position"
             )
         heads = self._split(x)
         if isinstance(state, KeyValues):

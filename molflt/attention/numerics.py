@@ -125,17 +125,14 @@ class Once(Generic[_R]):
         return self._kept[1]
 
 
-def constant(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Marks functions of plain numbers as constant for the compiler, without loading it."""
-    vars(function)["_dynamo_marked_constant"] = True
-    return function
-
-
-@constant
 def gauss_rule(count: int) -> tuple[list[float], list[float]]:
     """Returns the points of Gauss-Legendre quadrature in [0, 1], and weights whose sum is 2."""
     points, steps = np.polynomial.legendre.leggauss(count)
     return ((points + 1) / 2).tolist(), steps.tolist()
+
+
+# A constant for the compiler, which is not loaded.
+vars(gauss_rule)["_dynamo_marked_constant"] = True
 
 
 def searched(

@@ -208,8 +208,7 @@ class Stack(Positioned):
         super().__init__(None)
         if not blocks or refinements < 1:
             raise ValueError(
-                f"a Stack needs at least one block and one pass; got layers={len(blocks)}, "
-                f"refinements={refinements}"
+                f"expected at least one block and pass; got layers={len(blocks)}, {refinements=}"
             )
         attentions = [b.attention for b in blocks if isinstance(b.attention, Attention)]
         _refuse_misfits(attentions, position)
@@ -304,10 +303,7 @@ def _refuse_misfits(attentions: Sequence[Attention], position: Position | None) 
             )
     faces = sorted({"softmax" if a.mixing == "softmax" else "linear" for a in attentions})
     if position is not None and len(faces) > 1:
-        raise ValueError(
-            f"one {name} serves one kind of attention; got blocks of {' and '.join(faces)}; "
-            "use one mixing, or a stack for each"
-        )
+        raise ValueError(f"one {name} serves one kind of attention; got {' and '.join(faces)}")
 
 
 def _make_mixer(name: str, dim: int, options: Mapping[str, Any]) -> Mixer:
@@ -315,10 +311,7 @@ def _make_mixer(name: str, dim: int, options: Mapping[str, Any]) -> Mixer:
     make = TOKEN_MIXERS[name]
     known_names(make, options, but=("dim",))
     if make.bounded and "max_tokens" not in options:
-        raise ValueError(
-            f"mixer={name!r} has a matrix of all tokens; expected mixer_options max_tokens, the "
-            "longest sequence; got none; set it"
-        )
+        raise ValueError(f"mixer={name!r} needs mixer_options max_tokens, the longest sequence")
     return make(dim, **options)
 
 
@@ -337,15 +330,9 @@ def _mixed_layers(
         return 0
     last = attention_layers or 0
     if not 0 <= last < layers:
-        raise ValueError(
-            f"attention_layers must be 0 to {layers - 1}, fewer than layers={layers}; got {last}; "
-            f"use mixer={ATTENTION!r} for all of them"
-        )
+        raise ValueError(f"attention_layers must be 0 to {layers - 1} for {layers=}; got {last}")
     if attention.get("causal"):
-        raise ValueError(
-            f"mixer={mixer!r} sees all tokens; expected causal=False; got True; use "
-            f"mixer={ATTENTION!r}"
-        )
+        raise ValueError(f"mixer={mixer!r} sees all tokens; expected causal=False; got True")
     if not last:
         defaults = signature(Attention).parameters
         named = {"dropout": "attention_dropout"}  # of the stack

@@ -51,13 +51,6 @@ def test_precision(combination):
     contract.check_precision(combination)
 
 
-@pytest.mark.parametrize("combination", [c for c in some("positive") if not c.causal], ids=str)
-def test_save_load(combination):
-    stack, twin = (contract.make_stack(combination, seed=seed) for seed in (0, 1))
-    items = contract.ragged(combination.case)
-    contract.check_save_load(stack, twin, lambda s: contract.run(s, items, 12, combination.case)[2])
-
-
 @pytest.mark.parametrize("feature_map", FEATURE_MAPS)
 def test_normalized_queries_and_keys(feature_map):
     combination = Combination(feature_map, "gaussian_basis", "linear", False)

@@ -120,25 +120,6 @@ def test_a_stack_registers_a_shared_position_once():
     assert all(p.grad is not None for p in own.parameters())
 
 
-@pytest.mark.parametrize("name", ["spectral", "rotary"])
-def test_softmax_decodes_with_the_places_of_all_tokens_or_not_at_all(name):
-    """Otherwise one position would be broadcast to all keys."""
-    own = position(name, mixing="softmax")
-    block = Block(layer(own, mixing="softmax", causal=True), 24).double()
-    x, r = (part.double() for part in tokens(own.dim))
-    found, state = [], None
-    for i in range(5):
-        places = {"key_positions": r[:, : i + 1]}
-        out, state = block.decode(x[:, i : i + 1], r[:, i : i + 1], state, **places)
-        found.append(out)
-    torch.testing.assert_close(torch.cat(found, dim=1), block(x, r), rtol=0, atol=1e-10)
-    for missing in (None, r[:, :1], r[:, :5]):
-        with pytest.raises(ValueError, match="key_positions"):
-            block.decode(x[:, :1], r[:, :1], state, key_positions=missing)
-    with pytest.raises(ValueError, match="encoding"):
-        block.decode(x[:, :1], None, state, encoding=own("softmax", r[:, :1], r[:, :1]))
-
-
 def test_softmax_freezes_radii_of_boxes_with_a_warning():
     """The mask of a box is not differentiable with respect to its radius; other masks are."""
 

@@ -1,7 +1,5 @@
 """Reciprocal nodes: explicit image sums, invariances, crystals of known energy, mixed batches."""
 
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -66,58 +64,6 @@ def test_equals_the_sum_over_images(kind):
     fast = mask(spectrum, x, CELL[None], periodic(kind), 0.6, reach=16.1)
     exact = image_sum(spectrum, x, CELL[None], periodic(kind))
     assert (fast - exact).abs().max() < 1e-8
-
-
-@pytest.mark.parametrize("taper", ["step", "positive"])
-@pytest.mark.parametrize("kind", PBC)
-def test_depends_only_on_the_structure(kind, taper):
-    """Translations, lattice shifts of single atoms, other cells: even of a mask that is cut off."""
-    spectrum, x, pbc = gaussians(0.7, 5.0), atoms(), periodic(kind)
-    expected = mask(spectrum, x, CELL[None], pbc, 0.3, taper=taper)
-    moved = x + torch.tensor([31.0, -47.0, 12.0])
-    found = mask(spectrum, moved, CELL[None], pbc, 0.3, taper=taper)
-    torch.testing.assert_close(found, expected, **EXACT)
-    steps = torch.randint(-3, 4, (6, 3), generator=torch.Generator().manual_seed(1)) * pbc
-    shifted = x + steps.double() @ CELL
-    found = mask(spectrum, shifted, CELL[None], pbc, 0.3, taper=taper)
-    torch.testing.assert_close(found, expected, **EXACT)
-    # Only combinations of periodic vectors are other cells, and rows along free axes are not read.
-    change = torch.diag(torch.tensor([-1.0, 1.0, 1.0])).double() if kind == "wire" else UNIMODULAR
-    other = (change @ CELL).where(pbc[0, :, None], math.nan)
-    found = mask(spectrum, x, other[None], pbc, 0.3, taper=taper)
-    torch.testing.assert_close(found, expected, **EXACT)
-
-
-@pytest.mark.parametrize("taper", ["step", "positive"])
-def test_gradients(taper):
-    """Gradients of positions and cell, with all kinds of periodicity in one batch."""
-    spectrum, pbc = gaussians(1.5, 3.0), torch.cat([periodic(kind) for kind in PBC])
-    x = torch.cat([atoms(3, seed) for seed in range(4)]).requires_grad_()
-    cell = CELL.repeat(4, 1, 1).requires_grad_()
-    options = {"max_frequency": 0.2, "reach": 6.0, "taper": taper}
-    torch.autograd.gradcheck(lambda x, cell: mask(spectrum, x, cell, pbc, **options), (x, cell))
-    grad = torch.autograd.grad(mask(spectrum, x, cell, pbc, **options).square().sum(), cell)[0]
-    assert grad[0].abs().amin() > 1e-9 and grad[3].abs().max() == 0
-
-
-def test_batching_does_not_change_results():
-    """The same bits, whatever the other graphs, and no gradient of one graph from another."""
-    pbc = torch.cat([periodic(kind) for kind in ANY_AXIS])
-    cell = CELL + 0.3 * randn(6, 3, 3)
-    cell.requires_grad_()
-    extent = torch.rand(6, 3, generator=torch.Generator().manual_seed(0)).double() * ~pbc
-    nodes, weights = reciprocal_nodes(cell, pbc, 0.4, extent)
-    counts = []
-    for i in range(6):
-        part = slice(i, i + 1)
-        own, own_weights = reciprocal_nodes(cell[part], pbc[part], 0.4, extent[part])
-        counts.append(own.shape[1])
-        assert torch.equal(own[0], nodes[i, : counts[-1]])
-        assert torch.equal(own_weights[0], weights[i, : counts[-1]])
-        assert (weights[i, counts[-1] :] == 0).all() and (own_weights != 0).all()
-    assert len(set(counts)) > 3 and max(counts) == nodes.shape[1]
-    grad = torch.autograd.grad(nodes[0].sum() + weights[0].square().sum(), cell)[0]
-    assert (grad[0] != 0).any() and (grad[1:] == 0).all()
 
 
 @pytest.mark.parametrize("max_frequency", [0.25, 0.5])

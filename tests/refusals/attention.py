@@ -1,7 +1,6 @@
 """Refused feature maps, positions, nodes, spectra, layers and stacks."""
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -218,10 +217,8 @@ ROWS = [
         "(32, 32)",
         "(16, 16)",
     ),
-    refused(converted({"heads": 4}, {}), "scaling", "2 in the target", "4 heads"),
-    refused(
-        converted({"normalize_qk": False}, {"normalize_qk": True}), "normalize_qk=False", "True"
-    ),
+    refused(converted({"heads": 4}, {}), "scaling", "2 in the target", "heads=4"),
+    refused(converted({"normalize_qk": False}, {"normalize_qk": True}), "normalize=False", "True"),
     refused(
         converted(
             {**SOFTMAX, "normalize_qk": True, "learn_temperature": True}, {"normalize_qk": True}
@@ -235,12 +232,6 @@ ROWS = [
     refused(lambda: FourierMixer(DIM)(X[0]), "x", "(batch, tokens, 16)", "(5, 16)"),
     refused(lambda: FourierMixer(DIM)(X, X), "positions", "no effect", "'fourier'"),
     # feature maps and projections
-    refused(
-        lambda: PROJECTIONS["iid"](2, 4, 3).redraw_(SimpleNamespace(device=torch.device("cuda"))),
-        "generator",
-        "CPU",
-        "cuda",
-    ),
     refused(lambda: PROJECTIONS["sobol"](1, 1, 21202), "dim", "21201", "21202"),
     refused(
         lambda: Operand(FEATURE_MAPS["elu"](4, 2), torch.ones(1, 2, 5, 4), PROJECTED).features(),

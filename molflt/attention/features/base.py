@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from molflt.attention.checks import at_least_one, no_effect, one_of
 from molflt.attention.features.projections import PROJECTIONS, Projection
-from molflt.attention.numerics import at_least_float32
+from molflt.attention.numerics import at_least_float32, options_of
 
 NUM_FEATURES = 64
 
@@ -111,8 +111,8 @@ def _joined(*columns: Columns) -> Tensor:
     whole = [part for part in columns if isinstance(part, Tensor)]
     if len(whole) < len(columns):
         raise ValueError(
-            "this feature map needs the factors of the encoding themselves; got their random "
-            "projections, as for reciprocal nodes; use 'positive', 'relu' or another random map"
+            "this feature map needs the factors of the encoding; got random projections, as for "
+            "reciprocal nodes; use 'positive', 'relu' or another random map"
         )
     return whole[0] if len(whole) == 1 else torch.cat(whole, dim=-1)
 
@@ -138,34 +138,21 @@ class FeatureMap(nn.Module):
         projection: key of `PROJECTIONS`, the distribution of the random rows; "orthogonal" by
             default. Maps without a projection reject both options.
         degree: degree of polynomial maps; other maps reject this option.
-
-    Attributes:
-        width: number of features per token that `forward` returns.
-        projection: the random matrix, or None.
-        paper: source of the map: arXiv number and location.
-        cost: cost of attention with the map, for N tokens, m features and head width d.
-        random: True if the map owns a random projection that `redraw_` renews.
-        learned: True if the map learns a projection that is drawn at random initially.
-        signed: True if features can be negative.
-        positive_kernel: True if all phi(q) . phi(k), and therefore all normalizers, are positive.
-        estimates_exp: True if the products estimate exp(q . k); random maps do so without bias.
-        takes_projected: True if random projections of the columns suffice.
-        unit_norm: True if the map expects queries and keys of norm 1 and a learned temperature,
-            which are then the defaults of attention.
-        per_row: features per row of the projection.
     """
 
-    paper = ""
-    cost = "N m d"
-    random = False
-    learned = False
-    signed = False
-    positive_kernel = True
-    estimates_exp = False
-    takes_projected = False
-    unit_norm = False
-    degrees: tuple[int, ...] = ()
-    per_row = 1
+    paper = ""  #: source of the map: arXiv number and location
+    cost = "N m d"  #: for N tokens, m features and head width d
+    random = False  #: True if the map owns a random projection that `redraw_` renews
+    learned = False  #: True if the map learns a projection that is drawn at random initially
+    signed = False  #: True if features can be negative
+    positive_kernel = True  #: True if all phi(q) . phi(k), and thereby normalizers, are positive
+    estimates_exp = False  #: True if the products estimate exp(q . k)
+    takes_projected = False  #: True if random projections of the columns suffice
+    unit_norm = False  #: True for queries and keys of norm 1 and a learned temperature by default
+    extra_repr = options_of
+    degrees: tuple[int, ...] = ()  #: allowed degrees of a polynomial
+    per_row = 1  #: features per row of the projection
+    width: int  #: number of features per token
     projection: Projection | None
 
     def __init__(
@@ -217,9 +204,6 @@ class FeatureMap(nn.Module):
         assert self.projection is not None
         out: Tensor = self.projection(*(x for x in columns if isinstance(x, Tensor)))
         return sum((x.products for x in columns if isinstance(x, Projected)), out)
-
-    def extra_repr(self) -> str:
-        return f"dim={self.dim}, heads={self.heads}, width={self.width}"
 
 
 class Operand(NamedTuple):

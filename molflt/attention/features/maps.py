@@ -103,26 +103,18 @@ class _GeneralizedFeatures(FeatureMap):
 
 
 class _ReluFeatures(_GeneralizedFeatures):
-    """Generalized attention with f = relu."""
-
     function = staticmethod(F.relu)
 
 
 class _SquaredReluFeatures(_GeneralizedFeatures):
-    """Generalized attention with f = relu^2."""
-
     function = staticmethod(lambda x: F.relu(x).square())
 
 
 class _SigmoidFeatures(_GeneralizedFeatures):
-    """Generalized attention with f = sigmoid."""
-
     function = staticmethod(torch.sigmoid)
 
 
 class _AbsFeatures(_GeneralizedFeatures):
-    """Generalized attention with f = |x|."""
-
     function = staticmethod(torch.abs)
 
 
@@ -135,26 +127,18 @@ class _SignedFeatures(_GeneralizedFeatures):
 
 
 class _GeluFeatures(_SignedFeatures):
-    """Generalized attention with f = gelu."""
-
     function = staticmethod(F.gelu)
 
 
 class _CosFeatures(_SignedFeatures):
-    """Generalized attention with f = cos."""
-
     function = staticmethod(torch.cos)
 
 
 class _TanhFeatures(_SignedFeatures):
-    """Generalized attention with f = tanh."""
-
     function = staticmethod(torch.tanh)
 
 
 class _IdentityFeatures(_SignedFeatures):
-    """Generalized attention with f = x."""
-
     function = staticmethod(lambda x: x)
 
 

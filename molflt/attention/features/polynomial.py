@@ -71,9 +71,8 @@ class _PolynomialFeatures(FeatureMap):
         width = num_features or whole
         if width > _WIDEST:
             raise ValueError(
-                f"a polynomial of degree {self.degree} in {dim} dimensions has {whole} features "
-                f"per head; at most {_WIDEST}; use more heads, degree=2, num_features or a "
-                "position that puts no columns before queries and keys"
+                f"a polynomial of degree {self.degree} in {dim} dimensions has {whole} features; "
+                f"expected at most {_WIDEST}; use more heads, degree=2 or num_features"
             )
         super().__init__(dim, heads, width - lower if self.random else None, projection)
         self.width = width

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from molflt.attention.checks import at_least_one, on_cpu
-from molflt.attention.numerics import by_head, rand64, randn64
+from molflt.attention.checks import at_least_one
+from molflt.attention.numerics import by_head, options_of, rand64, randn64
 
 
 class Projection(nn.Module):
@@ -28,6 +28,7 @@ class Projection(nn.Module):
 
     paper = ""
     cost = "m d"
+    extra_repr = options_of
 
     def __init__(self, heads: int, rows: int, dim: int) -> None:
         super().__init__()
@@ -54,7 +55,6 @@ class Projection(nn.Module):
 
         Equal generators give equal rows on any device; use the same seed on every rank.
         """
-        on_cpu(generator)
         for name, value in self._draw_heads(generator).items():
             self.get_buffer(name).copy_(value)
 
@@ -71,9 +71,6 @@ class Projection(nn.Module):
         buffer = next(buffer for buffer in self.buffers() if buffer.is_floating_point())
         identity = torch.eye(self.dim, dtype=buffer.dtype, device=buffer.device)
         return self.forward(identity.expand(1, self.heads, -1, -1))[0].mT.contiguous()
-
-    def extra_repr(self) -> str:
-        return f"heads={self.heads}, rows={self.num_rows}, dim={self.dim}"
 
 
 class DenseProjection(Projection):

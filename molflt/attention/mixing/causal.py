@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from molflt.attention.features import Features
+from molflt.attention.features.base import Features, cut
 from molflt.attention.mixing.sums import Sums, _causal_mask
 from molflt.attention.numerics import at_least_float32, recomputed
 
@@ -67,10 +67,9 @@ def causal_linear(
         return _scan(query, key, value, log_decay, state, chunk)
     decays = log_decay if log_decay is None else log_decay[..., None]
     parts = (*query, *key, value, decays)
+    cuts = (cut(x, span, -(-tokens // span)) for x in parts)
     pieces = []
-    for q, q_scale, k, k_scale, v, decay in zip(
-        *(_cut(x, tokens, span) for x in parts), strict=True
-    ):
+    for q, q_scale, k, k_scale, v, decay in zip(*cuts, strict=True):
         own = None if decay is None else decay[..., 0]
         sums, state = recomputed(
             _scan, Features(q, q_scale), Features(k, k_scale), v, own, state, chunk
@@ -79,11 +78,6 @@ def causal_linear(
     joined = (torch.cat(parts, dim=-2) for parts in zip(*pieces, strict=True))
     assert state is not None
     return Sums(*joined), state
-
-
-def _cut(part: Tensor | None, tokens: int, span: int) -> tuple[Tensor | None, ...]:
-    """Splits a tensor; slicing would give each gradient the size of the whole tensor."""
-    return (None,) * -(-tokens // span) if part is None else part.split(span, dim=-2)
 
 
 def _step(

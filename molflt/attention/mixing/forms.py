@@ -66,9 +66,8 @@ def joined_bias(
     sizes = query.shape[-2], key.shape[-2]
     if bias is not None and bias.shape[-2:] != sizes:
         raise ValueError(
-            f"the encoding must be of {sizes[0]} queries and {sizes[1]} keys; got one of "
-            f"{tuple(bias.shape[-2:])}; evaluate it for these tokens, in decoding with the "
-            "key_positions of all so far"
+            f"the encoding must be of {sizes[0]} queries and {sizes[1]} keys; got "
+            f"{tuple(bias.shape[-2:])}; in decoding, give the key_positions of all tokens so far"
         )
     if log_weight is None:
         return bias

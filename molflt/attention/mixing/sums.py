@@ -4,7 +4,7 @@ Shapes are (batch, heads, tokens, dim) throughout. Sums of kernelized attention 
 least float32, even under autocast.
 """
 
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,12 +12,7 @@ from torch import Tensor
 from molflt.attention.features import Features
 from molflt.attention.numerics import finite
 
-NORMALIZE = ("masked", "unmasked", "none")
-
-if TYPE_CHECKING:  # the command line lists the choices of an option from its type
-    NormalizeName = str
-else:
-    NormalizeName = Literal[NORMALIZE]
+NormalizeName = Literal["masked", "unmasked", "none"]
 
 
 class Sums(NamedTuple):

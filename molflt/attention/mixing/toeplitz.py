@@ -54,8 +54,8 @@ def toeplitz(
     layout = _Layout.of(log_kernel, queries, keys)
     if causal and len(layout.query) == 2 and queries != keys:
         raise ValueError(
-            f"causal attention on a grid needs as many queries as keys; got {queries} and {keys}; "
-            "use causal=False"
+            f"causal=True on a grid needs as many queries as keys; got {queries} and {keys}; use "
+            "causal=False"
         )
     if queries == 0 or keys == 0:
         nothing = at_least_float32(value).new_zeros(*value.shape[:2], queries, value.shape[-1] + 1)
@@ -111,9 +111,8 @@ class _Layout(NamedTuple):
             if max(queries, keys) <= height * width:
                 return cls((-(-queries // width), width), (-(-keys // width), width))
         raise ValueError(
-            f"log_kernel of shape {tuple(log_kernel.shape)} does not fit {queries} queries and "
-            f"{keys} keys; expected (heads, {queries + keys - 1}), or (heads, 2H - 1, 2W - 1) with "
-            "H W at least the larger number; cut it to the present tokens"
+            f"log_kernel must be (heads, {queries + keys - 1}), or (heads, 2H - 1, 2W - 1) with "
+            f"H W at least {max(queries, keys)}; got {tuple(log_kernel.shape)}"
         )
 
     @property

@@ -12,18 +12,12 @@ class Nodes(nn.Module):
     """Base class of rules with nodes xi_s and weights c_s: integral g ~= sum_s c_s g(xi_s).
 
     A new rule overrides `forward` and gets an entry in `NODES`.
-
-    Attributes:
-        paper: source of the rule.
-        random: True if nodes are drawn from the density whose logarithm is `log_density`.
-        num_nodes: number of nodes r.
-        dim: dimension l of positions.
     """
 
-    paper: ClassVar[str] = ""
-    random: ClassVar[bool] = False
-    num_nodes: int
-    dim: int
+    paper: ClassVar[str] = ""  #: source of the rule
+    random: ClassVar[bool] = False  #: True if nodes are drawn from the density of `log_density`
+    num_nodes: int  #: number of nodes r
+    dim: int  #: dimension l of positions
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """Returns nodes (heads or 1, r, l), in cycles per length, and weights (heads or 1, r)."""

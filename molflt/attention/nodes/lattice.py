@@ -92,14 +92,10 @@ def _sorted_rows(cell: Tensor, pbc: Tensor) -> tuple[Tensor, Tensor]:
     """Returns periodic lattice vectors followed by unit normals, (b, 3, 3), and a mask (b, 3)."""
     if cell.ndim != 3 or cell.shape[1:] != (3, 3) or not cell.is_floating_point():
         raise ValueError(
-            f"cell must be (graphs, 3, 3), floating point; got shape {tuple(cell.shape)}, "
-            f"{cell.dtype}"
+            f"cell must be floats (graphs, 3, 3); got {tuple(cell.shape)}, {cell.dtype}"
         )
     if pbc.shape != cell.shape[:2] or pbc.dtype != torch.bool:
-        raise ValueError(
-            f"pbc must be bool of shape {tuple(cell.shape[:2])}; got shape {tuple(pbc.shape)}, "
-            f"{pbc.dtype}"
-        )
+        raise ValueError(f"pbc must be bool (graphs, 3); got {tuple(pbc.shape)}, {pbc.dtype}")
     cell = _reduced(at_least_float32(cell), pbc)
     order = (~pbc).to(torch.uint8).argsort(dim=1, stable=True)
     given = cell.gather(1, order[..., None].expand(-1, -1, 3))
@@ -163,8 +159,7 @@ def _check_rows(rows: Tensor, periodic: Tensor) -> None:
         graph = int(bad.nonzero()[0])
         raise ValueError(
             f"lattice vectors along periodic axes must be finite and linearly independent; got "
-            f"{rows[graph][periodic[graph]].tolist()} of graph {graph}; set pbc to False along "
-            "axes without a lattice vector"
+            f"{rows[graph][periodic[graph]].tolist()} of graph {graph}; set pbc to False elsewhere"
         )
 
 

@@ -58,8 +58,7 @@ class Mesh(NamedTuple):
         if math.prod(sides) > _MOST_POINTS:
             raise ValueError(
                 f"too many mesh points below {max_frequency} cycles/Å; expected at most "
-                f"{_MOST_POINTS:,}; got {math.prod(sides):.3g} of graph {graph} with sides "
-                f"{length.tolist()} Å; reduce max_frequency"
+                f"{_MOST_POINTS:,}; got sides {length.tolist()} Å of graph {graph}"
             )
         ranges = [
             torch.arange(-m * (axis > 0), m + 1, device=dual.device)

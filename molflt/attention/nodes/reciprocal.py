@@ -134,10 +134,9 @@ def _indices(lattice: Tensor, dual: Tensor, max_frequency: float) -> tuple[Tenso
     if not float(candidates.sum()) <= _MOST_CANDIDATES:  # or NaN
         most = int(candidates.argmax())
         raise ValueError(
-            f"too many reciprocal lattice vectors below {max_frequency} cycles/Å; expected at most "
-            f"{_MOST_CANDIDATES} candidates; got {float(candidates.sum()):.3g}, most of graph "
-            f"{most} with sides {lattice[most].norm(dim=-1).tolist()} Å; reduce max_frequency, "
-            "set pbc to False along axes with vacuum, or train a potential with far_field=False"
+            f"too many reciprocal lattice vectors below {max_frequency} cycles/Å; got sides "
+            f"{lattice[most].norm(dim=-1).tolist()} Å of graph {most}; reduce max_frequency, set "
+            "pbc to False along axes with vacuum, or train a potential with far_field=False"
         )
     graph, index = _half_space_indices(bounds.long())
     square = (index[..., None] * dual[graph]).sum(dim=1).square().sum(dim=-1)

@@ -148,8 +148,7 @@ class ShellNodes(Nodes):
             return super().check(spectrum)
         if spectrum.radii is None:
             raise ValueError(
-                f"shells with normalized=True are for ShellWeights; got {type(spectrum).__name__}; "
-                "build them with normalized=False"
+                f"normalized shells are for ShellWeights; got {type(spectrum).__name__}"
             )
         radii = spectrum.radii.to(self.shell_radius)
         alike = radii.shape == self.shell_radius.shape
@@ -157,13 +156,9 @@ class ShellNodes(Nodes):
             alike = torch.allclose(radii, self.shell_radius)
         if not alike:
             raise ValueError(
-                f"the radii of ShellWeights must be those of the shells; got {len(radii)} other "
-                f"ones for {len(self.shell_radius)} shells; build them for these shells"
+                f"ShellWeights must have the radii of the shells; got {len(radii)} other ones for "
+                f"{len(self.shell_radius)} shells"
             )
-
-    def extra_repr(self) -> str:
-        last = self.shell_radius[-1].item()
-        return f"num_nodes={self.num_nodes}, shells={len(self.shell_radius)}, outermost={last:.4g}"
 
 
 def shells(

@@ -55,18 +55,14 @@ def suggest_nodes(
     zero = ((-distance.square()).exp() @ share).sqrt().item()
     if tol > 0.5 * zero:
         raise ValueError(
-            f"tol must be at most half of what no mask at all errs by, {zero:.2g} for 2 radius / "
-            f"width = {ratio:.3g}; got {tol:g}"
+            f"tol must be at most half of {zero:.2g}, the error of no mask; got {tol:g}"
         )
     between = 1 if widest == width else 2 + int(math.log2(widest / width))
     widths = torch.logspace(0, math.log10(widest / width), between, dtype=torch.float64)[:, None]
     candidates = _radial_candidates(ratio, widths, tol)
     rules = [_prune(ratio, widths, tol, *candidate) for candidate in candidates]
     if not any(rules):
-        raise ValueError(
-            f"no shells reach tol={tol:g} for 2 radius / width = {ratio:.3g}; increase tol or "
-            "width, and use a near field for sharp masks"
-        )
+        raise ValueError(f"no shells reach tol={tol:g} for 2 radius / width = {ratio:.3g}")
     best = min(filter(None, rules), key=lambda rule: (rule.size, rule.error))
     nodes = ShellNodes(
         2 * radius,

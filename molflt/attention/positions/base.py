@@ -10,12 +10,7 @@ from molflt.attention.encodings import Encoding
 from molflt.attention.numerics import at_least_float32, options_of
 
 MIXINGS = ("linear", "quadratic", "softmax")
-
-# The command line lists the choices of an option from its type.
-if TYPE_CHECKING:
-    MixingName = str
-else:
-    MixingName = Literal[(*MIXINGS, "auto")]
+MixingName = Literal["linear", "quadratic", "softmax", "auto"]
 
 ABSOLUTE = ("none", "sinusoidal", "learned")  # positions added to tokens before attention
 ADDED = ("f", "added to the logit")
@@ -26,31 +21,20 @@ class Position(nn.Module):
     """Base class of positional encodings.
 
     A new encoding overrides `forward`, sets its class attributes and gets an entry in `POSITIONS`.
-
-    Attributes:
-        paper: source of the encoding.
-        cost: cost of kernelized attention with it, for N tokens, m features and values of width d.
-        dim: dimension l of the positions.
-        mixings: entries of `MIXINGS` that can use the encoding.
-        causal: True if causal attention can use the encoding.
-        decodes: True if linear causal attention has a state of constant size with the encoding.
-        redraws: True if training should redraw its random numbers along with random features. Nodes
-            of a spectrum are kept, because the mask is learned with them.
-        weighs: True if it changes the weights of keys; otherwise it only rotates queries and keys.
-        placement: quantity shown in plots of the encoding, and how it enters attention.
-        grid: True if tokens must be ordered along a regular grid and cannot be permuted.
     """
 
-    paper: ClassVar[str] = ""
-    cost: ClassVar[str] = ""
-    dim: int = 1
-    mixings: ClassVar[tuple[str, ...]] = MIXINGS
-    causal: ClassVar[bool] = True
-    decodes: ClassVar[bool] = True
+    paper: ClassVar[str] = ""  #: source of the encoding
+    cost: ClassVar[str] = ""  #: for N tokens, m features and values of width d
+    dim: int = 1  #: dimension l of the positions
+    mixings: ClassVar[tuple[str, ...]] = MIXINGS  #: those that can use the encoding
+    causal: ClassVar[bool] = True  #: True if causal attention can use the encoding
+    decodes: ClassVar[bool] = True  #: True if linear causal attention has a state of constant size
+    #: True if training should redraw its random numbers along with random features. Nodes of a
+    #: spectrum are kept, because the mask is learned with them.
     redraws: ClassVar[bool] = False
-    weighs: ClassVar[bool] = True
-    placement: ClassVar[tuple[str, str]] = ADDED
-    grid: ClassVar[bool] = False
+    weighs: ClassVar[bool] = True  #: False if it only rotates queries and keys
+    placement: ClassVar[tuple[str, str]] = ADDED  #: quantity of plots, and how it enters attention
+    grid: ClassVar[bool] = False  #: True if tokens must be ordered along a regular grid
     extra_repr = options_of
 
     @property
@@ -77,8 +61,7 @@ class Position(nn.Module):
         name = type(self).__name__
         if mixing not in self.mixings:
             raise ValueError(
-                f"{name} does not go with mixing={mixing!r}; expected one of "
-                f"{', '.join(self.mixings)}; change one of them"
+                f"{name} does not go with mixing={mixing!r}; expected {' or '.join(self.mixings)}"
             )
         if causal and not self.causal:
             raise ValueError(f"{name} is not causal; use causal=False or another position")
@@ -119,10 +102,7 @@ class Position(nn.Module):
                 f"{high:g}; count from 0, fill padding with 0, or raise max_tokens"
             )
         if integers and not (positions == positions.long()).all():
-            raise ValueError(
-                f"positions of {type(self).__name__} must be integers; got fractions; count "
-                "tokens, fill padding with 0, or use SineSPE, which takes real positions"
-            )
+            raise ValueError(f"positions of {type(self).__name__} must be integers; got fractions")
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
         """Draws new random numbers in place; use the same seed on all ranks."""
@@ -153,10 +133,7 @@ class Positioned(nn.Module):
         position, name = self.position, type(self).__name__.lower()
         if position is None:
             if positions is not None or key_positions is not None:
-                raise ValueError(
-                    f"got positions, but the {name} lacks an encoding; build it with "
-                    "position=..., or leave them out"
-                )
+                raise ValueError(f"got positions, but the {name} was built without position=...")
             return None
         if positions is None:
             raise ValueError(
@@ -183,8 +160,8 @@ def check_tokens(places: int, x: Tensor) -> None:
     """Raises ValueError unless each query or key (batch, heads, tokens, d) has a position."""
     if x.shape[2] != places:
         raise ValueError(
-            f"the encoding is of {places} positions; got {x.shape[2]} tokens; evaluate it for "
-            "these, in decoding with the key_positions of all so far"
+            f"the encoding is of {places} positions; got {x.shape[2]} tokens; in decoding, give "
+            "the key_positions of all tokens so far"
         )
 
 

@@ -66,18 +66,15 @@ class GaussianBias(Position):
         return Bias(self.bias(differences(positions, key_positions)))
 
     def bias(self, delta: Tensor) -> Tensor:
-        return self._of_distance(distances(at_least_float32(delta))).movedim(-1, 1)
-
-    def radial_profile(self, distances: Tensor) -> Tensor:
-        """Returns f for plots: distances (n,), in units of length -> (heads, n)."""
-        return self._of_distance(distances).movedim(-1, 0)
-
-    def _of_distance(self, distance: Tensor) -> Tensor:
-        """Returns f of distances: (...) -> (..., heads)."""
+        distance = distances(at_least_float32(delta))
         with torch.autocast(distance.device.type, enabled=False):
             log_std = at_least_float32(self.log_std)
             scaled = (distance[..., None] - self.mean) * (-log_std).exp()
             psi = (-0.5 * scaled.square() - log_std).exp() / math.sqrt(2 * math.pi)
         # The network runs in the precision of its weights, or of autocast.
         out: Tensor = self.mlp(psi.to(self.mean.dtype))
-        return out
+        return out.movedim(-1, 1)
+
+    def radial_profile(self, distances: Tensor) -> Tensor:
+        """Returns f for plots: distances (n,), in units of length -> (heads, n)."""
+        return self.bias(distances[None, :, None])[0]

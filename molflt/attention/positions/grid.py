@@ -61,10 +61,7 @@ class ToeplitzPosition(Position):
         self.shape = (max_tokens,) if shape is None else tuple(shape)
         self.dim = len(self.shape)
         if shape is not None and self.dim != 2:
-            raise ValueError(
-                f"shape must be the two sides of a grid; got {shape}; in one dimension use "
-                "max_tokens"
-            )
+            raise ValueError(f"shape must be the two sides of a grid; got {shape}")
         at_least_one(heads=heads, **{"max_tokens or a side of shape": min(self.shape)})
         self.table = nn.Parameter(std * torch.randn(heads, *(2 * n - 1 for n in self.shape)))
 
@@ -80,8 +77,7 @@ class ToeplitzPosition(Position):
         most = math.prod(self.shape)
         if max(queries, keys) > most:
             raise ValueError(
-                f"{max(queries, keys)} tokens are more than the {most} places of "
-                f"{type(self).__name__}; raise max_tokens or shape, or cut the sequence"
+                f"{max(queries, keys)} tokens are more than the {most} places of the table"
             )
         if self.dim == 2:
             return Toeplitz(self.table, self.method)
@@ -95,9 +91,8 @@ class ToeplitzPosition(Position):
         for offset, n in zip(offsets.unbind(dim=-1), self.shape, strict=True):
             if not torch.compiler.is_compiling() and offset.numel() and offset.abs().max() >= n:
                 raise ValueError(
-                    f"positions of {type(self).__name__} must differ by at most {n - 1}; got a "
-                    f"difference of {int(offset.abs().max())}; raise max_tokens or shape, and give "
-                    "padding the positions that follow"
+                    f"positions of {type(self).__name__} must differ by at most {n - 1}; got "
+                    f"{int(offset.abs().max())}; raise max_tokens or shape"
                 )
             index = index * (2 * n - 1) + offset.clamp(1 - n, n - 1) + (n - 1)
         return _look_up(self.table.flatten(1), index)
@@ -141,9 +136,8 @@ class BucketedPosition(Position):
         single = size // 2
         if num_buckets % directions or size < 2 or max_distance <= single:
             raise ValueError(
-                "expected at least 2 buckets per direction, equally many for both, and "
-                f"max_distance above their half; got num_buckets={num_buckets}, max_distance="
-                f"{max_distance}, bidirectional={bidirectional}; change one of them"
+                "expected at least 2 buckets per direction, equally many, and max_distance above "
+                f"their half; got {num_buckets=}, {max_distance=}, {bidirectional=}"
             )
         self.bidirectional = bidirectional
         self.table = nn.Parameter(std * torch.randn(heads, num_buckets))
@@ -224,7 +218,7 @@ class LowRankPosition(ToeplitzPosition):
         if rank > max_tokens or power_iterations < 0:
             raise ValueError(
                 f"expected rank up to max_tokens={max_tokens} and power_iterations of 0 or more; "
-                f"got rank={rank}, power_iterations={power_iterations}; lower or raise them"
+                f"got {rank=}, {power_iterations=}"
             )
         self.rank = rank
         self.power_iterations = power_iterations
@@ -292,8 +286,7 @@ def _expect_grid(
         if not (error <= _TOLERANCE).all():  # NaN also fails
             raise ValueError(
                 f"{name} needs tokens in order on a grid, positions 0, 1, 2, ... or row by row, in "
-                "every sequence of the batch, for linear and quadratic mixing; got others; sort "
-                "the tokens, let padding count on, or use mixing='softmax'"
+                "every sequence, including padding; sort the tokens, or use mixing='softmax'"
             )
     start = (positions[:, :1] - key_positions[:, :1]).abs()
     if not (start <= _TOLERANCE).all():

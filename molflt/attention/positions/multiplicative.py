@@ -77,8 +77,7 @@ class MultiplicativePosition(SpectralPosition):
         """Raises ValueError if h cannot be computed on a mesh."""
         if not self.spectrum.isotropic:
             raise ValueError(
-                f"a mesh needs an isotropic spectrum; got {type(self.spectrum).__name__}; use "
-                "another, or reciprocal nodes"
+                f"a mesh needs an isotropic spectrum; got {type(self.spectrum).__name__}"
             )
 
     def on_mesh(
@@ -139,10 +138,7 @@ class NearField(nn.Module):
     ) -> None:
         super().__init__()
         if cutoff <= 0 or not 0 <= onset < 1:
-            raise ValueError(
-                f"expected a cutoff above 0 and an onset in [0, 1); got cutoff={cutoff}, "
-                f"onset={onset}"
-            )
+            raise ValueError(f"expected cutoff > 0 and onset in [0, 1); got {cutoff=}, {onset=}")
         self.spectrum = spectrum
         self.cutoff = cutoff
         self.onset = onset

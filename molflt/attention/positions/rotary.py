@@ -42,10 +42,7 @@ class RotaryPosition(Position):
         super().__init__()
         at_least_one(dim=dim)
         if head_dim < 2 * dim:
-            raise ValueError(
-                f"head_dim must be at least {2 * dim}, a pair for each of {dim} axes; got "
-                f"{head_dim}; use wider or fewer heads"
-            )
+            raise ValueError(f"head_dim must be at least {2 * dim} for {dim} axes; got {head_dim}")
         positive(base=base)
         self.head_dim = head_dim
         self.dim = dim

@@ -186,8 +186,7 @@ class SpectralPosition(Position):
             if self.nodes is not None:
                 return *self.nodes.sample(self.spectrum), self.floor
             raise ValueError(
-                "the nodes come with each batch; expected them as `nodes`; got none; call "
-                "factors(queries, keys, GraphNodes(*reciprocal_nodes(...)))"
+                "the nodes come with each batch; expected GraphNodes as `nodes`; got none"
             )
         xi, weights = nodes
         floor = self.floor * weights / weights.amax(dim=1, keepdim=True)

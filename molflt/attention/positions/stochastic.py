@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from molflt.attention.checks import at_least_one, on_cpu, positive
+from molflt.attention.checks import at_least_one, positive
 from molflt.attention.encodings import Encoding, Rotation
 from molflt.attention.numerics import at_least_float32, randn64, recomputed
 from molflt.attention.positions.base import Position, check_tokens
@@ -96,7 +96,6 @@ class _StochasticPosition(Position):
 
     @torch.no_grad()
     def redraw_(self, generator: torch.Generator | None = None) -> None:
-        on_cpu(generator)
         for buffer in self.buffers():
             buffer.copy_(randn64(buffer.shape, generator=generator))
 

@@ -25,21 +25,14 @@ class Spectrum(nn.Module):
     Args:
         heads: number of heads; every head has its own mask.
         dim: dimension l of positions.
-
-    Attributes:
-        paper: source of the family.
-        nodes: key in `NODES` of the rule that samples the family by default.
-        isotropic: True if g depends only on |xi| and f only on |z|.
-        without_slope: parameters with respect to which a sampled mask is differentiable but `mask`
-            is not.
-        radii: (shells,) buffer, radii of a family defined on shells; None for other families.
     """
 
-    paper: ClassVar[str] = ""
-    nodes: ClassVar[str] = "gaussian"
-    isotropic: ClassVar[bool] = False
+    paper: ClassVar[str] = ""  #: source of the family
+    nodes: ClassVar[str] = "gaussian"  #: rule of `NODES` that samples the family by default
+    isotropic: ClassVar[bool] = False  #: True if g depends only on |xi| and f only on |z|
+    #: parameters with respect to which a sampled mask is differentiable but `mask` is not
     without_slope: ClassVar[tuple[str, ...]] = ()
-    radii: Tensor | None = None
+    radii: Tensor | None = None  #: (shells,), radii of a family defined on shells
     extra_repr = options_of
 
     def __init__(self, heads: int, dim: int) -> None:

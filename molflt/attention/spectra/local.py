@@ -64,10 +64,7 @@ class SmoothLocal(Spectrum):
         super().__init__(heads, dim)
         at_least_one(num_boxes=num_boxes)
         if not self.smallest_order <= order <= _MAX_ORDER:
-            raise ValueError(
-                f"order must be {self.smallest_order} to {_MAX_ORDER}; got {order}; "
-                "order 1 is the mask 'local'"
-            )
+            raise ValueError(f"order must be {self.smallest_order} to {_MAX_ORDER}; got {order}")
         one_of("combine", combine, ("sum", "product"))
         self.order = order
         self.combine = combine

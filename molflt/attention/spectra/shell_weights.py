@@ -32,10 +32,7 @@ class ShellWeights(Spectrum):
     def __init__(self, heads: int, radii: Tensor, dim: int = 3, amplitude: float = 0.1) -> None:
         super().__init__(heads, dim)
         if dim == 2:
-            raise ValueError(
-                "shells must have dim 1 or 3; got 2, whose mask needs Bessel's J0, which torch "
-                "cannot differentiate; use 'gaussian_basis' there"
-            )
+            raise ValueError("dim must be 1 or 3; got 2, whose mask torch cannot differentiate")
         self.amplitude = nn.Parameter(amplitude * torch.randn(heads, len(radii)))
         self.register_buffer("radius", radii.clone())
 
