@@ -202,10 +202,8 @@ class _Multiplied(Encoding):
 class Kernel(_Multiplied):
     """Multiplicative positional kernel: A_ij = (U_i . V_j + w_ij) phi(q_i) . phi(k_j).
 
-    Args:
-        left: U (b, h, queries, p).
-        right: V (b, h, keys, p).
-        pairs: w, the near field; its `exact`, if given, defines terms added to A_ij itself.
+    U is (b, h, queries, p) and V is (b, h, keys, p); `pairs` are w, the near field, whose `exact`
+    defines terms added to A_ij itself.
     """
 
     kernel: tuple[Tensor, Tensor]

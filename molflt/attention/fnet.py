@@ -16,7 +16,6 @@ from molflt.attention.encodings import Encoding
 from molflt.attention.keys import check_mask
 from molflt.attention.numerics import at_least_float32, options_of
 
-_METHODS = ("fft", "dft")
 # Standard deviation of N(0, 1) truncated at 2; LeCun's truncated initialization divides by it.
 _TRUNCATED_STD = math.sqrt(1 - 4 * math.exp(-2) / math.sqrt(2 * math.pi) / math.erf(math.sqrt(2)))
 
@@ -142,7 +141,7 @@ class FourierMixer(Mixer):
 
     def __init__(self, dim: int, method: str = "fft", normalize: bool = False) -> None:
         super().__init__(dim)
-        one_of("method", method, _METHODS)
+        one_of("method", method, ("fft", "dft"))
         self.method = method
         self.normalize = normalize
 

@@ -210,7 +210,7 @@ class Attention(Positioned):
     ) -> tuple[Tensor, DecodeState]:
         """Applies causal attention to new tokens without recomputing earlier ones.
 
-        `forward(x)` equals `decode(x)[0]`, and decoding piece by piece gives the same result.
+        `forward(x)` equals `decode(x)[0]`, also piece by piece.
 
         Args:
             x: (batch, new tokens, dim); a single token or a whole prompt.
@@ -369,8 +369,7 @@ class Attention(Positioned):
         )
 
     def _join(self, out: Tensor) -> Tensor:
-        joined: Tensor = self.to_out(out.transpose(1, 2).flatten(2))
-        return joined
+        return self.to_out(out.transpose(1, 2).flatten(2))
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
         """Draws new random features in place; see `FeatureMap.redraw_`."""

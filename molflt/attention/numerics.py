@@ -101,8 +101,7 @@ def recomputed(function: Callable[..., _R], *arguments: object, several: bool = 
     """
     if not several or not torch.is_grad_enabled() or in_transform():
         return function(*arguments)
-    out: _R = checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
-    return out
+    return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
 class Once(Generic[_R]):
@@ -154,8 +153,7 @@ def searched(
         def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             if not torch.compiler.is_compiling():
                 return function(*args, **kwargs)
-            found: _R = operation(*args, **kwargs)
-            return found
+            return operation(*args, **kwargs)
 
         return call
 

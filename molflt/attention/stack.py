@@ -100,14 +100,12 @@ class Block(nn.Module):
 
     def _before(self, x: Tensor, norm: nn.Module | None = None) -> Tensor:
         """Returns the input of the sublayer that has this LayerNorm, by default attention."""
-        out: Tensor = (norm or self.attention_norm)(x) if self.norm == "pre" else x
-        return out
+        return (norm or self.attention_norm)(x) if self.norm == "pre" else x
 
     def _added(self, x: Tensor, new: Tensor, norm: nn.Module) -> Tensor:
         """Adds the output of the sublayer that has this LayerNorm to the tokens."""
         x = x + self.dropout(new)
-        out: Tensor = x if self.norm == "pre" else norm(x)
-        return out
+        return x if self.norm == "pre" else norm(x)
 
     def _after(self, x: Tensor, mixed: Tensor) -> Tensor:
         return self._after_ffn(self._added(x, mixed, self.attention_norm))
@@ -242,8 +240,7 @@ class Stack(Positioned):
         encoding = self._evaluate(self._face, *placed(positions, key_positions, mask))
         for _ in range(self.refinements):
             x = self.one_pass(x, encoding, **keys)
-        out: Tensor = self.norm(x)
-        return out
+        return self.norm(x)
 
     def one_pass(self, x: Tensor, encoding: Encoding | None, **keys: Unpack[Keys]) -> Tensor:
         """Applies all blocks once, without the final LayerNorm, using an evaluated encoding."""

@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 import torch
+from contract import EXACT
+from families import randn
 from scipy import linalg
 from torch import Tensor, nn
 
@@ -15,7 +17,6 @@ from molflt.attention.fnet import (
     _real_dft,
 )
 
-EXACT = {"rtol": 0.0, "atol": 1e-10}
 DIM = 10
 BUILDS = {
     "fft": lambda dim=DIM: FourierMixer(dim),
@@ -38,13 +39,9 @@ def make(name: str, dim: int = DIM) -> Mixer:
     return mixer
 
 
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
 def ragged(width: int, fill: float = 0.0, order: int = 1) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Sequences of 5, 1, 12, 0, 5 and 7 tokens, with holes between the tokens."""
-    items = [normal(n, DIM, seed=n + i) for i, n in enumerate((5, 1, 12, 0, 5, 7))][::order]
+    items = [randn(n, DIM, seed=n + i) for i, n in enumerate((5, 1, 12, 0, 5, 7))][::order]
     x = torch.full((len(items), width, DIM), fill, dtype=torch.float64)
     mask = torch.zeros(len(items), width, dtype=torch.bool)
     for i, item in enumerate(items):
@@ -57,7 +54,7 @@ def ragged(width: int, fill: float = 0.0, order: int = 1) -> tuple[Tensor, Tenso
 @pytest.mark.parametrize("tokens, dim", SIZES)
 def test_transform_is_that_of_scipy(tokens, dim):
     """Independent: the complex DFT matrices of scipy; odd and even sizes, and sizes 1 and 2."""
-    x = normal(2, tokens, dim)
+    x = randn(2, tokens, dim)
     expected = np.einsum("kn,bnm,ml->bkl", linalg.dft(tokens), x.numpy(), linalg.dft(dim)).real
     for name in ("fft", "dft"):
         torch.testing.assert_close(make(name, dim)(x), torch.from_numpy(expected), **EXACT)
@@ -70,7 +67,7 @@ def test_transform_is_that_of_scipy(tokens, dim):
 
 def test_float32_phases_do_not_drift():
     """Angles reach 13000 radians, which float32 resolves to 1e-3."""
-    x = normal(1, 2048, 8)
+    x = randn(1, 2048, 8)
     expected = FourierMixer(8)(x)
     for method, bound in (("fft", 5e-7), ("dft", 2e-6)):  # measured 1.4e-7 and 8.2e-7
         out = FourierMixer(8, method)(x.float())
@@ -81,7 +78,7 @@ def test_float32_phases_do_not_drift():
 @pytest.mark.parametrize("name", BUILDS)
 def test_gradients(name):
     mixer = make(name)
-    x = normal(2, 7, DIM).requires_grad_()
+    x = randn(2, 7, DIM).requires_grad_()
     mask = torch.rand(2, 7, generator=torch.Generator().manual_seed(1)) < 0.6
     for key_mask in (None, mask):
 
@@ -131,8 +128,8 @@ def test_half_precision_loses_only_the_rounding_of_input_and_output(name):
 @pytest.mark.parametrize("name", BUILDS)
 def test_compiled_in_one_graph(name):
     mixer = make(name)
-    x = normal(2, 9, DIM).requires_grad_()
-    weight = normal(2, 9, DIM, seed=1)
+    x = randn(2, 9, DIM).requires_grad_()
+    weight = randn(2, 9, DIM, seed=1)
     compiled = torch.compile(mixer, fullgraph=True, backend="aot_eager")
     out, expected = compiled(x), mixer(x)
     torch.testing.assert_close(out, expected, **EXACT)
@@ -144,7 +141,7 @@ def test_two_matrices_and_their_transposes():
     """Sums run over the right index; shorter sequences use the leading rows and columns."""
     for name in ("dense", "random"):
         mixer = make(name)
-        x = normal(2, 9, DIM)
+        x = randn(2, 9, DIM)
         expected = torch.einsum(
             "nm,bmi,ij->bnj", mixer.sequence_weight[:9, :9], x, mixer.hidden_weight
         )
@@ -167,7 +164,7 @@ def test_random_matrices_have_the_variance_of_the_public_code():
 
 def test_backward_saves_nothing():
     kept = []
-    x = normal(1, 64, 64).requires_grad_()
+    x = randn(1, 64, 64).requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         _real_dft(x)
     assert not kept

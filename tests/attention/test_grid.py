@@ -1,26 +1,23 @@
 """Encodings learned by offset: tables, T5's buckets and low-rank factors."""
 
+import contract
 import pytest
 import torch
+from families import EXACT
 
 from molflt.attention.mixing.toeplitz import dense_log_kernel
 from molflt.attention.positions.base import Position
 from molflt.attention.positions.grid import BucketedPosition, LowRankPosition, ToeplitzPosition
 
-EXACT = {"rtol": 1e-10, "atol": 1e-10}
 HEADS = 2
-HEAD_DIM = 8
 
 
-def line(tokens, start=0.0):
-    """(1, tokens, 1)"""
-    return start + torch.arange(tokens, dtype=torch.float64)[None, :, None]
+def line(tokens):
+    return contract.line(tokens)[None]
 
 
-def cells(tokens, width):
-    """(1, tokens, 2), row by row"""
-    index = torch.arange(tokens)
-    return torch.stack((index // width, index % width), dim=-1)[None].double()
+def cells(tokens):
+    return contract.cells(tokens)[None]
 
 
 def large(position: Position) -> Position:
@@ -41,7 +38,7 @@ def smooth(position: LowRankPosition) -> LowRankPosition:
 
 def toeplitz_case(name):
     if name == "2d":
-        return large(ToeplitzPosition(HEADS, shape=(5, 4))), lambda n: cells(n, 4)
+        return large(ToeplitzPosition(HEADS, shape=contract.GRID)), cells
     kinds = {"1d": ToeplitzPosition, "bucketed": BucketedPosition}
     options = {"1d": {"max_tokens": 20}, "bucketed": {"num_buckets": 8, "max_distance": 10}}
     return large(kinds[name](HEADS, **options[name])), line
@@ -64,7 +61,7 @@ def test_kernel_and_bias_are_one_function_of_the_offset(name, queries, keys):
 
 def test_bias_on_a_grid_is_the_entry_of_both_offsets():
     position = large(ToeplitzPosition(HEADS, shape=(3, 4)))
-    r = cells(12, 4)
+    r = cells(12)
     order = torch.randperm(12, generator=torch.Generator().manual_seed(1))
     bias = position("softmax", r[:, order], r).bias
     for i, place in enumerate(order.tolist()):
@@ -169,6 +166,6 @@ def test_rows_are_gathered_by_position():
     query_positions = torch.randint(0, 16, (3, 5, 1), generator=generator)
     key_positions = torch.randint(0, 16, (3, 7, 1), generator=generator).double()
     left, right = position("linear", query_positions, key_positions).columns
-    assert left.shape == (3, HEADS, 5, 16) and position.width(HEAD_DIM) == HEAD_DIM + 16
+    assert left.shape == (3, HEADS, 5, 16) and position.width(8) == 24
     bias = position("softmax", query_positions, key_positions).bias
     torch.testing.assert_close(left @ right.transpose(-1, -2), bias, **EXACT)

@@ -4,6 +4,7 @@ import importlib
 
 import pytest
 import torch
+from families import EXACT
 from scipy.linalg import matmul_toeplitz
 
 from molflt.attention.features.base import Features
@@ -13,7 +14,6 @@ from molflt.attention.mixing.toeplitz import dense_log_kernel, toeplitz, toeplit
 # The package exports the function under the module's name.
 module = importlib.import_module("molflt.attention.mixing.toeplitz")
 
-EXACT = {"rtol": 1e-10, "atol": 1e-10}
 HEADS, M, DV = 3, 5, 4
 FORMS = ("fft", "blocks")
 # queries, keys, shape of the grid (None: one dimension)

@@ -18,12 +18,8 @@ from molflt.attention.numerics import by_head, options_of, rand64, randn64
 class Projection(nn.Module):
     """Base class: draws buffers on the CPU in float64 and computes the products w_s . x.
 
-    A new projection overrides `_draw` and `forward`.
-
-    Args:
-        heads: number of heads; every head has its own draw.
-        rows: number of random features m.
-        dim: dimension d of the projected vectors.
+    A new projection overrides `_draw` and `forward`. Every head has its own draw of `rows` rows of
+    width `dim`.
     """
 
     paper = ""

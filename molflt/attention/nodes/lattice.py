@@ -26,7 +26,7 @@ class Lattice(NamedTuple):
     def of(
         cls, cell: Tensor, pbc: Tensor, extent: Tensor | None = None, reach: float = 20.0
     ) -> "Lattice":
-        """Builds lattices; arguments, precision and errors are those of `reciprocal_nodes`."""
+        """Builds lattices; the arguments and errors are those of `reciprocal_nodes`."""
         positive(reach=reach)
         rows, periodic = _sorted_rows(cell, pbc)
         if extent is None:

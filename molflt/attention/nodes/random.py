@@ -159,7 +159,6 @@ class DensityNodes(Nodes):
 
     @property
     def density(self) -> ShiftInvariant:
-        """Returns the kernel from whose spectral density the nodes are drawn."""
         return self._density[0]
 
     @classmethod

@@ -59,18 +59,12 @@ def suggest_nodes(
         )
     between = 1 if widest == width else 2 + int(math.log2(widest / width))
     widths = torch.logspace(0, math.log10(widest / width), between, dtype=torch.float64)[:, None]
-    candidates = _radial_candidates(ratio, widths, tol)
-    rules = [_prune(ratio, widths, tol, *candidate) for candidate in candidates]
+    rules = [_prune(ratio, widths, tol, *each) for each in _radial_candidates(ratio, widths, tol)]
     if not any(rules):
         raise ValueError(f"no shells reach tol={tol:g} for 2 radius / width = {ratio:.3g}")
     best = min(filter(None, rules), key=lambda rule: (rule.size, rule.error))
-    nodes = ShellNodes(
-        2 * radius,
-        best.max_frequency / width,
-        len(best.degrees),
-        radial=best.radial,
-        degrees=best.degrees,
-    )
+    end, degrees = best.max_frequency / width, best.degrees
+    nodes = ShellNodes(2 * radius, end, len(degrees), radial=best.radial, degrees=degrees)
     return _SuggestedNodes(nodes, best.error)
 
 

@@ -1,6 +1,6 @@
 """Base class of relative positional encodings."""
 
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -122,10 +122,6 @@ class Positioned(nn.Module):
             )
         self.position = position
 
-    if TYPE_CHECKING:  # torch declares Any as the result of a call
-
-        def __call__(self, *args: Any, **kwargs: Any) -> Tensor: ...
-
     def _evaluate(
         self, mixing: str, positions: Tensor | None, key_positions: Tensor | None
     ) -> Encoding | None:
@@ -142,8 +138,7 @@ class Positioned(nn.Module):
             )
         keys = positions if key_positions is None else key_positions
         position.check_axes(positions, keys)
-        encoding: Encoding = position(mixing, positions, keys)
-        return encoding
+        return position(mixing, positions, keys)
 
     def share_position(self) -> None:
         """Hands the position over to the enclosing module, which then owns its parameters.

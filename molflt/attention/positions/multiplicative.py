@@ -85,12 +85,8 @@ class MultiplicativePosition(SpectralPosition):
     ) -> MeshKernel:
         """Computes h on meshes; equals that of `reciprocal_nodes` up to the interpolation error.
 
-        Args:
-            positions: (batch, tokens, 3), Å.
-            mask: (batch, tokens) bool, True where a token exists.
-            lattice: lattice of each graph.
-            max_frequency: end of the spectrum, cycles/Å.
-            order: order of the splines; see `OVERSAMPLING`.
+        Positions (batch, tokens, 3) are in Å, the end of the spectrum is in cycles/Å, and the mask
+        is True where a token exists; for the order of the splines, see `OVERSAMPLING`.
         """
         self.check_isotropic()
         dtype = torch.promote_types(positions.dtype, torch.float32)

@@ -79,13 +79,12 @@ class SpectralPosition(Position):
             dim: dimension l of positions.
             spectrum: key of `SPECTRA`.
             num_nodes: number of nodes r of random rules, 16 by default; not for shells.
-            nodes: key of `NODES`. By default the spectrum chooses: "density", its spectral density,
-                if it is a kernel; "shells" for "shell_weights"; "gaussian" otherwise.
+            nodes: key of `NODES`. By default the spectrum chooses: "density" if it is a kernel,
+                "shells" for "shell_weights", and otherwise "gaussian".
             sampled: False for a position without its own nodes: softmax uses the exact mask, and
                 nodes of a reciprocal lattice come with each batch.
-            options: further arguments of the class and of the spectrum. Arguments of the nodes have
-                the prefix `node_`, such as `node_sigma`, or `node_diameter` and
-                `node_max_frequency` for shells.
+            options: further arguments of the class and of the spectrum, and those of the nodes with
+                the prefix `node_`, such as `node_sigma`.
         """
         one_of("spectrum", spectrum, SPECTRA)
         family = SPECTRA[spectrum]
@@ -144,15 +143,12 @@ class SpectralPosition(Position):
     def factors(
         self, positions: Tensor, key_positions: Tensor, nodes: GraphNodes | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Computes Fourier factors of the mask.
+        """Returns Fourier factors N1 (batch, heads, queries, 2r) and N2 (batch, heads, keys, 2r).
 
         Args:
             positions: (batch, queries, l), centered per graph.
             key_positions: (batch, keys, l), relative to the same center.
             nodes: nodes of each graph, used instead of those of the module.
-
-        Returns:
-            N1 (batch, heads, queries, 2r) and N2 (batch, heads, keys, 2r).
         """
         with torch.autocast(positions.device.type, enabled=False):
             xi, product, floor = self._sampled(nodes)

@@ -36,9 +36,7 @@ class _StochasticPosition(Position):
     """Base class with the noise, the gate, and their products with queries and keys.
 
     Gated SPE mixes in a constant kernel, delta_d + (1 - delta_d) P_d, through noise that all
-    positions, queries and keys share. At delta_d = 1, coordinate d is independent of positions.
-
-    A subclass overrides `_code` and `_position_kernel`.
+    positions, queries and keys share. A subclass overrides `_code` and `_position_kernel`.
 
     Args:
         heads: number of heads; every head has its own noise and its own kernels.

@@ -65,7 +65,6 @@ class GaussianBasis(Spectrum):
         return (gaussians @ self._amplitudes().T.to(gaussians)).movedim(-1, 1)
 
     def _amplitudes(self) -> Tensor:
-        """Returns a_ht, (heads, T)."""
         return self.log_amplitude.exp() if self.positive else self.amplitude
 
 
