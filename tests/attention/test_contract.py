@@ -4,10 +4,9 @@ import os
 
 import contract
 import pytest
-import torch
-from contract import CASES, Combination
+from contract import Combination
 
-from molflt.attention import FEATURE_MAPS, PROJECTIONS, Attention
+from molflt.attention import FEATURE_MAPS, PROJECTIONS
 
 COMBINATIONS = contract.combinations()
 
@@ -77,11 +76,3 @@ def test_projections(feature_map, projection):
 def test_compile(case, mixing, causal):
     stack = contract.make_stack(Combination("positive", case, mixing, causal))
     contract.check_compile(stack, case)
-
-
-def test_compile_to_machine_code():
-    """Compiles forward and backward of a single layer, because a C++ compiler is slow."""
-    torch.manual_seed(0)
-    position = CASES["gaussian_basis"].build()
-    layer = Attention(contract.DIM, contract.HEADS, num_features=24, position=position)
-    contract.check_compile(layer.double().eval(), "gaussian_basis", "inductor")

@@ -1,8 +1,4 @@
-"""Feature maps phi of kernelized attention, A_ij = phi(q_i) . phi(k_j).
-
-Inputs are already scaled (x = q d^(-1/4)). A map returns `Features`. Exponential maps return
-logarithms; before mixing exponentiates these, it subtracts the part that cancels.
-"""
+"""Feature maps phi of kernelized attention; inputs are already scaled (x = q d^(-1/4))."""
 
 import math
 from collections.abc import Callable

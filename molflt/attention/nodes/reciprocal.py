@@ -5,13 +5,9 @@ Poisson's summation formula, with positions in Å and frequencies in cycles/Å,
     sum_T f(z + T) = (1 / V) sum_G g(G) exp(2 pi i G . z),   T = n . cell, G = n . cell^-T,
 
 turns a decaying mask f into that of a crystal. The result does not depend on the choice of the cell
-or on the periodic image of an atom, and with a multiplicative mask (`MultiplicativePosition`
-without a background) it does not depend on the size of a supercell either.
-
-Along directions that are not periodic, the lattice is virtual. Its vectors are perpendicular to the
-periodic ones, and their length is the width of the graph plus the reach of the mask, which keeps
-copies out of reach. This is the trapezoid rule for the integral over frequencies, and its error is
-the mask beyond its reach, also when a wire or a molecule is rotated in its box.
+or on the periodic image of an atom. Along directions that are not periodic, the lattice is virtual.
+Its vectors are perpendicular to the periodic ones, and their length is the width of the graph plus
+the reach of the mask, which keeps copies out of reach. The error is the mask beyond its reach.
 """
 
 import math

@@ -16,9 +16,8 @@ class GaussianBias(Position):
 
     The psi_k are K Gaussians with learnable mu_k and sigma_k, psi_k(|z|) = exp(-(|z| - mu_k)^2 / (2
     sigma_k^2)) / (sqrt(2 pi) sigma_k), from 3D-Graphormer (arXiv:2203.04810), section on 3D spatial
-    encoding. The bias has no Fourier factors for mixing in linear time; it is a baseline for masks
-    learned through their spectrum. The paper also scales and shifts distances for each pair of
-    elements, which attention does not see here. Memory is O(N^2 K) per graph.
+    encoding. The paper also scales and shifts distances for each pair of elements, which attention
+    does not see here. Memory is O(N^2 K) per graph.
 
     Args:
         heads: number of heads.
@@ -26,8 +25,7 @@ class GaussianBias(Position):
         dim: dimension l of positions.
         hidden_dim: width of the hidden layer; by default K, as in the paper's code.
         mean_range: smallest and largest initial mu, drawn uniformly, in units of length (Å).
-        std_range: smallest and largest initial sigma, drawn uniformly, in units of length (Å). In
-            the paper's code the range starts at 0, where a Gaussian would cover no pairs.
+        std_range: smallest and largest initial sigma, drawn uniformly, in units of length (Å).
     """
 
     paper = "2203.04810"

@@ -1,8 +1,4 @@
-"""Positional encodings for tokens on a grid, with one learned number per offset j - i.
-
-A table of offsets can represent any mask on a grid but is not defined between grid points. Spectral
-encodings accept real positions.
-"""
+"""Positional encodings for tokens on a grid, with one learned number per offset j - i."""
 
 import math
 

@@ -1,7 +1,4 @@
-"""Positional encodings by rotation with position-dependent angles: rotary and cosFormer's.
-
-Both are exact functions of differences because cos(x - y) = cos x cos y + sin x sin y.
-"""
+"""Positional encodings by rotation with position-dependent angles: rotary and cosFormer's."""
 
 import functools
 import math

@@ -188,10 +188,9 @@ class ConvSPE(_StochasticPosition):
 
     This is "convSPE" of arXiv:2105.08399. White noise z_d on the grid of positions is filtered by
     one filter for queries and one for keys, Qbar_d(i) = sum_p phi^Q_d(p) z_d(i + p). Filters start
-    uniform on [0, 2 / sqrt(P)], with P_d(0) = 1 in expectation. The noise takes h d (max_tokens +
-    P) R numbers in the state, and P times as many operations per forward pass. If all sequences of
-    a batch have the same positions, pass them in the shape (1, n, 1), which saves much time in
-    compiled code.
+    uniform on [0, 2 / sqrt(P)]. The noise takes h d (max_tokens + P) R numbers in the state, and P
+    times as many operations per forward pass. Pass positions that all sequences of a batch share in
+    the shape (1, n, 1), which saves much time in compiled code.
 
     Args:
         heads, head_dim, num_realizations, gated: see `_StochasticPosition`.
