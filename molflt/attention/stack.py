@@ -179,13 +179,14 @@ class Stack(Positioned):
             no_effect("with a position that is made", position_options=position_options)
         given = {**attention, "dropout": attention_dropout}
         mixed = _mixed_layers(layers, mixer, mixer_options, attention_layers, given)
-        made: list[Attention | Mixer] = [
-            _make_mixer(mixer, dim, mixer_options or {})
-            if number < mixed
-            else Attention(dim, heads, position=position, **given)
-            for number in range(layers)
-        ]
-        blocks = [Block(layer, ffn_dim, dropout, norm, activation, norm_eps) for layer in made]
+        blocks = []
+        for number in range(layers):
+            layer: Attention | Mixer
+            if number < mixed:
+                layer = _make_mixer(mixer, dim, mixer_options or {})
+            else:
+                layer = Attention(dim, heads, position=position, **given)
+            blocks.append(Block(layer, ffn_dim, dropout, norm, activation, norm_eps))
         self._assemble(blocks, position, refinements)
 
     @classmethod
