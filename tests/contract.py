@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import io
 import itertools
 import math
 import random
@@ -10,7 +9,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from molflt.attention import (
@@ -19,7 +17,6 @@ from molflt.attention import (
     NODES,
     POSITIONS,
     SPECTRA,
-    Features,
     Position,
     Spectrum,
     Stack,
@@ -46,11 +43,6 @@ LONGEST = 24  # tokens of a padded batch
 GRID = (6, 4)
 
 
-def plain(values: Tensor) -> Features:
-    """Returns features without a logarithm."""
-    return Features(values)
-
-
 def cloud(size: int, generator: torch.Generator) -> Tensor:
     """Centred points in space."""
     r = 3 * torch.randn(size, 3, dtype=torch.float64, generator=generator)
@@ -71,18 +63,14 @@ def cells(size: int, generator: torch.Generator | None = None) -> Tensor:
 class Case(NamedTuple):
     """A positional encoding with options."""
 
-    name: str
-    """`none` or a key of `POSITIONS`"""
+    name: str  # `none` or a key of `POSITIONS`
     options: dict[str, Any]
-    core: bool = True
-    """if it is combined with every feature map, not only with two of them"""
+    core: bool = True  # combined with every feature map, not only with two of them
 
     def build(self) -> Position | None:
-        """Returns the encoding for `HEADS` heads of `HEAD_DIM`; None for no encoding."""
         return make_position(self.name, HEADS, HEAD_DIM, **self.options)
 
     def positions(self, size: int, generator: torch.Generator) -> Tensor:
-        """Returns suitable positions: points in space, a line or the cells of a grid."""
         position = self.build()
         kinds = {1: line, 2: cells, 3: cloud}
         return kinds[3 if position is None else position.dim](size, generator)
@@ -95,7 +83,6 @@ class Case(NamedTuple):
 
     @property
     def mixings(self) -> tuple[str, ...]:
-        """Mixings that support it."""
         position = self.build()
         return MIXINGS if position is None else position.mixings
 
@@ -171,8 +158,7 @@ def combinations() -> list[Combination]:
     """Returns feature map x position x mixing, without combinations that repeat others.
 
     Two feature maps are enough for each spectrum, which does not depend on the map. `ELEMENTWISE`
-    maps differ from relu only in a function of single numbers. `check_oracle` compares the
-    quadratic form with the linear one.
+    maps differ from relu only in a function of single numbers.
     """
     found = []
     for name, case in CASES.items():
@@ -233,10 +219,7 @@ def ragged(case: str = "none", seed: int = 0) -> list[Item]:
 
 
 def pad(items: list[Item], length: int, case: str = "none", fill: float = 0.0) -> tuple:
-    """Returns tokens (b, length, dim), positions (b, length, l) and mask; padding holds `fill`.
-
-    On a grid, positions of the padding continue the grid.
-    """
+    """Returns tokens (b, length, dim), positions (b, length, l) and mask; padding holds `fill`."""
     generator = torch.Generator().manual_seed(3)
     r = CASES[case].positions(length, generator).expand(len(items), -1, -1).clone()
     if CASES[case].in_space:
@@ -426,16 +409,6 @@ def check_precision(combination: Combination) -> None:
             assert error < tolerance, error
 
 
-def check_save_load(module: nn.Module, twin: nn.Module, call: Callable[[nn.Module], Any]) -> None:
-    """A module from another seed gives the same outputs after loading the state dict."""
-    twin.load_state_dict(load(save(module.state_dict())))
-    buffer = io.BytesIO()
-    torch.save(module.state_dict(), buffer)
-    buffer.seek(0)
-    torch.load(buffer, weights_only=True)
-    torch.testing.assert_close(call(twin), call(module), rtol=0.0, atol=0.0)
-
-
 def check_compile(module: nn.Module, case: str, backend: str = "aot_eager") -> None:
     """torch.compile gives the same numbers, outputs and gradients, without a graph break."""
     x, r, mask = pad(ragged(case), max(SIZES), case)
@@ -509,8 +482,8 @@ def normal_points(count: int, dim: int, seed: int = 0) -> Tensor:
 def frequency_rule(dim: int, radii: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Returns frequencies (n, l) and weights (n,) to integrate functions that decay by 5 cycles.
 
-    Quasi-Monte Carlo from a mixture of Gaussians of 8 widths. With `radii`, the sum over shells of
-    the mean over directions, which is the measure of spectra on shells.
+    Quasi-Monte Carlo from a mixture of Gaussians of 8 widths, or, with `radii`, the sum over shells
+    of the mean over directions.
     """
     if radii is not None:
         unit = torch.nn.functional.normalize(normal_points(2**11, dim), dim=-1)
@@ -544,10 +517,7 @@ def check_fourier_pair(spectrum: Spectrum) -> None:
                 wave = torch.polar(torch.ones(len(xi)).double(), 2 * math.pi * xi @ centre)
                 found, expected = (g * wave).real @ envelope, f.mean(dim=-1)
                 error = ((found - expected).abs() / f.abs().amax(dim=-1)).max()
-                assert error < (3e-4 if dim == 1 else 1e-2), (
-                    f"{type(spectrum).__name__}: mask(z) is not the Fourier transform of "
-                    f"spectrum(xi) in {dim} dimensions; they differ by {error:.2g} of the mask"
-                )
+                assert error < (3e-4 if dim == 1 else 1e-2), f"no Fourier pair, error {error:.2g}"
 
 
 def check_draws(kernel: ShiftInvariant) -> None:
@@ -568,10 +538,7 @@ def check_draws(kernel: ShiftInvariant) -> None:
 
             found, expected = wave(draws), density @ wave(u)
             score = (found.mean(-1) - expected).abs() / (found.std(-1) / math.sqrt(count))
-            assert score.max() < 5, (
-                f"{type(kernel).__name__}: draw(n) does not follow unit_log_density(u) in {dim} "
-                f"dimensions; a mean is {float(score.max()):.1f} standard errors off"
-            )
+            assert score.max() < 5, "draw(n) does not follow unit_log_density(u)"
 
 
 def check_nodes(name: str, dim: int = 3) -> None:
@@ -588,10 +555,10 @@ def check_nodes(name: str, dim: int = 3) -> None:
         left, right = SpectralPosition(spectrum, nodes).factors(z[None], 0 * z[None, :1])
         error = (left @ right.mT)[0, :, :, 0] - spectrum.mask(z[None])[0]
         if not rule.random:
-            assert error.abs().max() < 2e-3, f"{name}: error {error.abs().max():.2g} of a Gaussian"
+            assert error.abs().max() < 2e-3
             return
         xi, weights = nodes()
         expected = (-nodes.log_density(xi)).exp() / nodes.num_nodes
-    torch.testing.assert_close(weights, expected, rtol=1e-9, atol=0, msg=f"{name}: not 1 / (r p)")
+    torch.testing.assert_close(weights, expected, rtol=1e-9, atol=0)
     score = error.mean(0).abs() / (error.std(0) / math.sqrt(heads) + 1e-12)
-    assert score.max() < 4.5, f"{name}: biased by {float(score.max()):.1f} standard errors"
+    assert score.max() < 4.5, "biased"

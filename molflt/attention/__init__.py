@@ -15,10 +15,6 @@
                            |
     Attention  layer.py  ->  Block, Stack  stack.py  ->  Decoder  decoder.py
 
-Each kind of encoding enters attention in its own way. Bias is added to the logits of softmax (FLT,
-arXiv:2302.01925, eq. 1). Factors extend queries and keys before the feature map (eq. 3). Kernel,
-MeshNodes and Toeplitz multiply phi(q) . phi(k). Rotation transforms queries and keys.
-
 Requires torch, with numpy and scipy for quadratures. Code for graphs is in `molflt.graph`.
 """
 
@@ -30,7 +26,8 @@ from molflt.attention.fnet import TOKEN_MIXERS
 from molflt.attention.layer import Attention
 from molflt.attention.nodes import NODES, Nodes
 from molflt.attention.nodes.suggest import suggest_nodes
-from molflt.attention.positions import MIXINGS, POSITIONS, Position, make_position
+from molflt.attention.positions import POSITIONS, Position, make_position
+from molflt.attention.positions.base import MIXINGS
 from molflt.attention.spectra import SPECTRA, Spectrum
 from molflt.attention.stack import Block, Stack
 

@@ -54,21 +54,12 @@ def one_of(option: str, choice: str, choices: Iterable[str]) -> None:
 def no_effect(why: str, **options: object) -> None:
     """Raises ValueError for the first option that is not None although it has no effect.
 
-    `why` is the condition under which the options have no effect, such as "with mixing='softmax'".
+    `why` is the condition under which this holds, such as "with mixing='softmax'".
     """
     for name, value in options.items():
         if value is not None:
             shown = f"={value!r}" if isinstance(value, str | int | float) else ""
             raise ValueError(f"{name}{shown} has no effect {why}; leave it out")
-
-
-def on_cpu(generator: torch.Generator | None) -> None:
-    """Raises ValueError unless a generator is on the CPU; equal seeds must give equal draws."""
-    if generator is not None and generator.device.type != "cpu":
-        raise ValueError(
-            f"generator must be on the CPU; got one on {generator.device}; use torch.Generator() "
-            "and use the same seed on every rank"
-        )
 
 
 def known_names(
@@ -104,10 +95,9 @@ def tensors(**arguments: object) -> None:
 
 
 def whole(name: str, values: torch.Tensor, low: int, high: int, of: str) -> None:
-    """Raises ValueError unless all values are integers from `low` to `high`.
+    """Raises ValueError unless all values are integers from `low` to `high`; `of` describes them.
 
-    The range is checked only on the CPU; on other devices, reading values would force a
-    synchronization. `of` describes the values in error messages.
+    The range is checked only where reading values does not force a synchronization.
     """
     if values.dtype.is_floating_point or values.dtype.is_complex or values.dtype == torch.bool:
         raise ValueError(f"{name} must be whole numbers, {of}; got {values.dtype}; use .long()")
@@ -140,8 +130,7 @@ def beside_weights(name: str, x: torch.Tensor, weight: torch.Tensor) -> None:
     """Raises ValueError if a tensor is not on the device of the weights."""
     if x.device != weight.device:
         raise ValueError(
-            f"{name} is on {x.device}, but the weights are on {weight.device}; move one of them "
-            "with .to(device)"
+            f"{name} is on {x.device}, but the weights are on {weight.device}; move one"
         )
 
 
@@ -154,7 +143,4 @@ def like_weights(name: str, x: torch.Tensor, weight: torch.Tensor) -> None:
     double = torch.float64 in (x.dtype, weight.dtype)
     cast = x.is_floating_point() and not double and torch.is_autocast_enabled(x.device.type)
     if x.dtype != weight.dtype and not cast:
-        raise ValueError(
-            f"{name} is {x.dtype}, but the weights are {weight.dtype}; convert one of them with "
-            ".to(dtype)"
-        )
+        raise ValueError(f"{name} is {x.dtype}, but the weights are {weight.dtype}; convert one")

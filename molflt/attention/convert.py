@@ -9,8 +9,7 @@ from molflt.attention.layer import Scaling
 def convert_weights_(source: nn.Module, target: nn.Module) -> list[str]:
     """Copies the parameters that two models share, such as a softmax model and a kernelized one.
 
-    Queries, keys, values and outputs have the same meaning in every mechanism. A trained softmax
-    layer can therefore continue as a kernelized one, and vice versa. This is Performer's backward
+    Queries, keys, values and outputs have the same meaning in every mechanism: Performer's backward
     compatibility (FAVOR, arXiv:2006.03555, section 4.2) and the conversion of NPRF
     (arXiv:2106.12566, section 4.5). Outputs with the feature map "polynomial" are within 1 % of
     those of softmax layers with normalized queries and keys and a temperature of about 1. Models
@@ -22,8 +21,7 @@ def convert_weights_(source: nn.Module, target: nn.Module) -> list[str]:
             place. It keeps its own random projections if the source does not have any.
 
     Returns:
-        Names of the target's parameters that the source does not have, such as those of a learned
-        feature map; these are left unchanged.
+        Names of the target's parameters that the source does not have; these are left unchanged.
     """
     _refuse_other_logits(source, target)
     given, own = source.state_dict(), target.state_dict()
@@ -31,15 +29,12 @@ def convert_weights_(source: nn.Module, target: nn.Module) -> list[str]:
     parameters = {name for name, _ in target.named_parameters()}
     if not parameters.intersection(shared):
         raise ValueError(
-            f"{type(source).__name__} and {type(target).__name__} do not share a parameter; "
-            "give two modules of one architecture"
+            f"{type(source).__name__} and {type(target).__name__} do not share a parameter"
         )
     for name in shared:
-        if given[name].shape != own[name].shape:
-            raise ValueError(
-                f"{name}: {tuple(given[name].shape)} in the source; expected "
-                f"{tuple(own[name].shape)}; build the target with the source's sizes"
-            )
+        shapes = tuple(given[name].shape), tuple(own[name].shape)
+        if shapes[0] != shapes[1]:
+            raise ValueError(f"{name}: {shapes[0]} in the source, {shapes[1]} in the target")
     with torch.no_grad():
         for name in shared:
             own[name].copy_(given[name])
@@ -53,18 +48,9 @@ def _refuse_other_logits(source: nn.Module, target: nn.Module) -> None:
         given = modules.get(name)
         if not isinstance(own, Scaling) or not isinstance(given, Scaling):
             continue
-        if own.heads != given.heads:
-            raise ValueError(
-                f"{name}: {given.heads} heads in the source, {own.heads} in the target, of the "
-                "same weights; logits would be others; build the target with the source's heads"
-            )
-        if own.normalize != given.normalize:
-            raise ValueError(
-                f"{name}: normalize_qk={given.normalize} in the source, {own.normalize} in the "
-                "target; logits would be others; build the target with the source's"
-            )
+        for option in ("heads", "normalize"):
+            here, there = getattr(own, option), getattr(given, option)
+            if here != there:
+                raise ValueError(f"{name}: {option}={there} in the source, {here} in the target")
         if given.log_temperature is not None and own.log_temperature is None:
-            raise ValueError(
-                f"{name}: the source has a learned temperature, the target none; build it with "
-                "learn_temperature=True"
-            )
+            raise ValueError(f"{name} of the source has a temperature; set learn_temperature=True")

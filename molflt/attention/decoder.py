@@ -16,7 +16,6 @@ from molflt.attention.mixing.forms import softmax
 from molflt.attention.stack import ATTENTION, MIXER_OPTIONS, Block, Stack, StackState
 
 Memory = KeyValues | KeySums
-"""Memory of cross-attention: keys and values of the other sequence, or sums over them."""
 
 _OF_SELF_ATTENTION = ("causal", "gate", "position")
 
@@ -26,12 +25,7 @@ class CrossAttention(Attention):
 
     Calling `remember` and then `recall` gives the same result as `Attention.forward` with
     `context`. Relative encodings do not apply between two sequences, as in T5 (arXiv:1910.10683,
-    section 2.1); NPRF (arXiv:2106.12566, eq. 6) uses one within a sequence.
-
-    Args:
-        dim: width of tokens; a multiple of `heads`.
-        heads: number of heads.
-        attention: further arguments of `Attention`.
+    section 2.1). The arguments are those of `Attention`, except causal, gate and position.
     """
 
     def __init__(self, dim: int, heads: int, **attention: Any) -> None:
@@ -46,9 +40,7 @@ class CrossAttention(Attention):
             context: (batch, keys, dim).
             context_mask: (batch, keys) bool, True where a token exists.
 
-        Returns:
-            For softmax, keys and values: O(keys d) numbers. For kernelized attention, sums over
-            keys: O(m d) numbers.
+        Returns keys and values for softmax, O(keys d) numbers, and otherwise O(m d) sums.
         """
         _, source = without_masked(context, context_mask)
         key, value = (self._by_head(to, source) for to in (self.to_key, self.to_value))
@@ -61,9 +53,7 @@ class CrossAttention(Attention):
     def recall(self, x: Tensor, memory: Memory) -> Tensor:
         """Computes `forward(x, context=..., key_mask=...)` from a memory, without dropout.
 
-        Args:
-            x: (batch k, tokens, dim), k consecutive rows for each sequence of the memory.
-            memory: result of `remember` for `batch` sequences.
+        x is (batch k, tokens, dim), k consecutive rows for each of the `batch` sequences.
         """
         rows = memory.key if isinstance(memory, KeyValues) else memory.context
         tokens = len(x) // max(1, len(rows)) * x.shape[1]
@@ -78,12 +68,10 @@ class CrossAttention(Attention):
 
 
 class DecoderState(NamedTuple):
-    """Decoding state: the memories of the other sequence, and the state of the stack."""
+    """Decoding state: memories of the other sequence, one per layer, and the state of the stack."""
 
     memory: list[Memory]
-    """one for each layer"""
     stack: StackState | None = None
-    """None before the first token"""
 
 
 class Decoder(nn.Module):
@@ -138,16 +126,13 @@ class Decoder(nn.Module):
         positions: Tensor | None = None,
         context_mask: Tensor | None = None,
     ) -> Tensor:
-        """Applies all blocks to the tokens.
+        """Applies all blocks and a final LayerNorm: (batch, tokens, dim) -> (batch, tokens, dim).
 
         Args:
             x: (batch, tokens, dim).
             context: (batch, keys, dim), tokens of the other sequence.
             positions: (batch, tokens, l), for the encoding of self-attention, if any.
             context_mask: (batch, keys) bool, True where a token of that sequence exists.
-
-        Returns:
-            (batch, tokens, dim), normalized by a final LayerNorm.
         """
         encoding = self.stack._evaluate(self.stack._face, positions, None)
         for block, cross, norm in self._layers():
@@ -155,8 +140,7 @@ class Decoder(nn.Module):
             x = block._added(x, mixed, block.attention_norm)
             seen = cross(block._before(x, norm), context=context, key_mask=context_mask)
             x = block._after_ffn(block._added(x, seen, norm))
-        out: Tensor = self.stack.norm(x)
-        return out
+        return self.stack.norm(x)
 
     def remember(self, context: Tensor, context_mask: Tensor | None = None) -> DecoderState:
         """Returns the state before the first token; the arguments are those of `forward`."""
@@ -167,16 +151,12 @@ class Decoder(nn.Module):
     ) -> tuple[Tensor, DecoderState]:
         """Applies all blocks to new tokens without recomputing earlier ones.
 
-        `forward(x, context)` equals `step(x, remember(context))[0]`, even if x is given in several
-        steps.
+        `forward(x, context)` equals `step(x, remember(context))[0]`, also in several steps.
 
         Args:
             x: (batch k, new tokens, dim), k consecutive rows for each remembered sequence.
             state: returned by the previous call, or by `remember` at the start.
             positions: (batch k or 1, new tokens, l), positions of the new tokens, for the encoding.
-
-        Returns:
-            The result, (batch k, new tokens, dim), and the state after the new tokens.
         """
         encoding, keys = self.stack._evaluate_new(positions, state.stack)
         before = [None] * len(self.cross) if state.stack is None else state.stack.blocks

@@ -14,9 +14,8 @@ from molflt.attention.features import Features
 from molflt.attention.features.base import Columns, Operand
 from molflt.attention.mixing.causal import State, causal_linear
 from molflt.attention.mixing.chunked import chunk_size, linear_in_chunks
-from molflt.attention.mixing.forms import cheaper, linear, quadratic
+from molflt.attention.mixing.forms import cheaper, linear, linear_with_kernel, quadratic
 from molflt.attention.mixing.mesh import MeshKernel, linear_with_mesh
-from molflt.attention.mixing.multiplicative import linear_with_kernel
 from molflt.attention.mixing.pairs import Pairs, SortedPairs, with_exact_pairs
 from molflt.attention.mixing.sums import Sums
 from molflt.attention.mixing.toeplitz import dense_log_kernel, toeplitz
@@ -33,28 +32,18 @@ class Terms(NamedTuple):
     query: Features
     key: Features
     value: Tensor
-    causal: bool = False
-    """each token sees only itself and earlier tokens"""
-    log_decay: Tensor | None = None
-    """see `causal_linear`"""
-    state: State | None = None
-    """state of the preceding tokens, for causal attention"""
+    causal: bool = False  # each token sees only itself and earlier tokens
+    log_decay: Tensor | None = None  # see `causal_linear`
+    state: State | None = None  # of the preceding tokens, for causal attention
 
 
 class Encoding:
-    """Base class of encodings; the class itself stands for no encoding.
+    """Base class of encodings; the class itself stands for no encoding."""
 
-    Attributes:
-        faces: kinds of attention that can use the encoding: softmax, kernelized, or both.
-        decodes: True if causal attention with the encoding keeps a state of constant size.
-        chunked: True if sums over many keys can be computed in chunks.
-        kernel: factors U (b, h, queries, p) and V (b, h, keys, p) of a multiplicative kernel, or
-            None.
-    """
-
-    faces: ClassVar[tuple[str, ...]] = (SOFTMAX, KERNELIZED)
-    decodes: ClassVar[bool] = True
-    chunked = True
+    faces: ClassVar[tuple[str, ...]] = (SOFTMAX, KERNELIZED)  #: attention that can use it
+    decodes: ClassVar[bool] = True  #: True if causal attention keeps a state of constant size
+    chunked = True  #: True if sums over many keys can be computed in chunks
+    #: factors U (b, h, queries, p) and V (b, h, keys, p) of a multiplicative kernel, or None
     kernel: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -86,7 +75,7 @@ class Encoding:
         gate: Tensor | None = None,
         state: State | None = None,
     ) -> tuple[Sums, State | None]:
-        """Computes the sums of kernelized attention.
+        """Computes the sums of kernelized attention and, if linear and causal, the last state.
 
         Args:
             query: (batch, heads, queries, d).
@@ -96,9 +85,6 @@ class Encoding:
             causal: each token sees only itself and earlier tokens.
             gate: logits of the fraction of the past that each token keeps, (batch, heads, tokens).
             state: state of the preceding tokens, for causal attention.
-
-        Returns:
-            The sums and, for linear causal attention, the state after the last token.
         """
         matrix = form == "quadratic"
         if form == "auto" and not causal:
@@ -115,12 +101,8 @@ class Encoding:
         sums, last = (self.by_matrix(terms), None) if matrix else self.mix(terms)
         return self._with_single_pairs(sums, query, key, value), last
 
-    def by_matrix(self, terms: Terms) -> Sums:
+    def by_matrix(self, terms: Terms, **kernel: Tensor) -> Sums:
         """Computes the sums from the N x N attention matrix, as a reference for `mix`."""
-        return self._quadratic(terms)
-
-    @staticmethod
-    def _quadratic(terms: Terms, **kernel: Tensor) -> Sums:
         query, key, value, causal, log_decay, _ = terms
         return quadratic(query, key, value, causal, log_decay=log_decay, **kernel)
 
@@ -141,11 +123,7 @@ class Encoding:
 
 
 class Bias(Encoding):
-    """Bias f(r_i - r_j) added to the logits of softmax: FLT (arXiv:2302.01925), eq. 1.
-
-    Args:
-        matrix: (b, h, queries, keys).
-    """
+    """Bias f(r_i - r_j), (b, h, queries, keys), added to the logits of softmax: FLT, eq. 1."""
 
     faces = (SOFTMAX,)
 
@@ -163,9 +141,7 @@ class Bias(Encoding):
 class Factors(Encoding):
     """Factors of the mask, prepended to queries and keys: q^ = [N1, q], k^ = [N2, k] (FLT, eq. 3).
 
-    Args:
-        left: N1 (b, h, queries, 2r), or random projections of it.
-        right: N2 (b, h, keys, 2r), or random projections of it.
+    N1 is (b, h, queries, 2r) and N2 is (b, h, keys, 2r), or both are random projections of them.
     """
 
     faces = (KERNELIZED,)
@@ -218,17 +194,16 @@ class _Multiplied(Encoding):
             return sums
         return with_exact_pairs(sums, query.x, key.x, value, self.pairs, key.mask)
 
-    def by_matrix(self, terms: Terms) -> Sums:
-        return self._quadratic(terms, kernel=self.dense(terms.query.tokens, terms.key.tokens))
+    def by_matrix(self, terms: Terms, **kernel: Tensor) -> Sums:
+        dense = self.dense(terms.query.tokens, terms.key.tokens)
+        return super().by_matrix(terms, kernel=dense)
 
 
 class Kernel(_Multiplied):
     """Multiplicative positional kernel: A_ij = (U_i . V_j + w_ij) phi(q_i) . phi(k_j).
 
-    Args:
-        left: U (b, h, queries, p).
-        right: V (b, h, keys, p).
-        pairs: w, the near field; its `exact`, if given, defines terms added to A_ij itself.
+    U is (b, h, queries, p) and V is (b, h, keys, p); `pairs` are w, the near field, whose `exact`
+    defines terms added to A_ij itself.
     """
 
     kernel: tuple[Tensor, Tensor]
@@ -255,9 +230,7 @@ class Kernel(_Multiplied):
 class MeshNodes(_Multiplied):
     """Multiplicative positional kernel on a mesh: A_ij = (h_ij + w_ij) phi(q_i) . phi(k_j).
 
-    Args:
-        on_mesh: h, for queries and keys that are the same tokens.
-        pairs: w, as for `Kernel`.
+    Queries and keys are the same tokens; `pairs` are w, as for `Kernel`.
     """
 
     decodes = False
@@ -286,9 +259,7 @@ class MeshNodes(_Multiplied):
 class Toeplitz(Encoding):
     """Multiplicative kernel of the offset on a grid: NPRF (arXiv:2106.12566), section 3.2.
 
-    Args:
-        log_kernel: see `molflt.attention.mixing.toeplitz`.
-        method: how products are computed, one of `molflt.attention.mixing.toeplitz.METHODS`.
+    The arguments are those of `molflt.attention.mixing.toeplitz.toeplitz`.
     """
 
     faces = (KERNELIZED,)
@@ -302,25 +273,19 @@ class Toeplitz(Encoding):
     def dense(self, queries: int, keys: int) -> Tensor:
         return dense_log_kernel(self.log_kernel, queries, keys).exp()[None]
 
-    def by_matrix(self, terms: Terms) -> Sums:
+    def by_matrix(self, terms: Terms, **kernel: Tensor) -> Sums:
         sizes = terms.query.tokens, terms.value.shape[-2]
-        return self._quadratic(terms, log_kernel=dense_log_kernel(self.log_kernel, *sizes))
+        return super().by_matrix(terms, log_kernel=dense_log_kernel(self.log_kernel, *sizes))
 
     def mix(self, terms: Terms) -> tuple[Sums, State | None]:
-        causal, method = terms.causal, self.method
-        return toeplitz(*terms[:3], self.log_kernel, causal=causal, method=method), None
+        return toeplitz(*terms[:3], self.log_kernel, terms.causal, self.method), None
 
     def _matrix_is_cheaper(self, query: Operand, key: Operand, value: Tensor) -> bool:
         return False  # few tokens use its own method "blocks"
 
 
 class Rotation(Encoding):
-    """Transforms of queries and keys by their positions: rotary and stochastic encodings.
-
-    Args:
-        turn_query: function that rotates scaled queries (batch, heads, queries, d).
-        turn_key: the same for keys.
-    """
+    """Transforms of scaled queries and keys (batch, heads, tokens, d) by their positions."""
 
     def __init__(self, turn_query: _Turn, turn_key: _Turn) -> None:
         self.turn_query, self.turn_key = turn_query, turn_key

@@ -16,13 +16,12 @@ from molflt.attention.encodings import Encoding
 from molflt.attention.keys import check_mask
 from molflt.attention.numerics import at_least_float32, options_of
 
-_METHODS = ("fft", "dft")
 # Standard deviation of N(0, 1) truncated at 2; LeCun's truncated initialization divides by it.
 _TRUNCATED_STD = math.sqrt(1 - 4 * math.exp(-2) / math.sqrt(2 * math.pi) / math.erf(math.sqrt(2)))
 
 
 class _RealDFT(torch.autograd.Function):
-    """Re(F_seq F_hidden x), a symmetric map: backward equals forward and saves nothing."""
+    """Re(F_seq F_hidden x) by unnormalized FFT, FNet, eqs. 1 and 3: backward equals forward."""
 
     generate_vmap_rule = True
 
@@ -50,7 +49,6 @@ class _RealDFT(torch.autograd.Function):
 
 
 def _real_dft(x: Tensor) -> Tensor:
-    """Computes Re(F_seq F_hidden x) by unnormalized FFT: FNet (arXiv:2105.03824), eqs. 1 and 3."""
     return _RealDFT.apply(x)
 
 
@@ -65,24 +63,12 @@ def _dft_matrices(
 
 
 class Mixer(nn.Module):
-    """Base class of token mixers, with the interface of `Attention`; subclasses override `mix`.
-
-    Args:
-        dim: width of the tokens, at least 1.
-
-    Attributes:
-        paper: source of the mixer: arXiv number and location.
-        cost: cost for N tokens of width d.
-        mixing: key of the mixer in `TOKEN_MIXERS`.
-        bounded: True if the mixer takes `max_tokens`, the length of the longest sequence.
-        causal: False, because every token reaches every other.
-        heads: 0, because mixers do not have heads.
-    """
+    """Base class of token mixers, with the interface of `Attention`; subclasses override `mix`."""
 
     paper = "2105.03824, sec. 4.1"
-    cost = "N² d + N d²"
-    mixing: str
-    bounded = False
+    cost = "N² d + N d²"  # for N tokens of width d
+    mixing: str  # key in `TOKEN_MIXERS`
+    bounded = False  # True if the mixer takes `max_tokens`, the length of the longest sequence
     causal = False
     heads = 0
     extra_repr = options_of
@@ -102,22 +88,22 @@ class Mixer(nn.Module):
         key_weight: Tensor | None = None,
         key_index: Tensor | None = None,
     ) -> Tensor:
-        """Mixes tokens in at least float32, even under autocast.
+        """Mixes tokens (batch, tokens, dim) in at least float32, even under autocast.
 
-        Args:
-            x: (batch, tokens, dim).
-            positions, encoding: must be None.
-            key_mask: (batch, tokens), True where a token exists, in any pattern. The existing
-                tokens form a sequence in their order.
-            key_weight, key_index: must be None.
-
-        Returns:
-            (batch, tokens, dim) in the dtype of `x`; 0 where no token exists.
+        `key_mask` is (batch, tokens), True where a token exists, in any pattern. The existing
+        tokens form a sequence in their order; the result is 0 elsewhere. Other arguments must be
+        None.
         """
         why = f"with mixing={self.mixing!r}, which knows neither positions nor keys"
         given = {"positions": positions, "encoding": encoding}
         no_effect(why, **given, key_weight=key_weight, key_index=key_index)
-        self._check(x, key_mask)
+        if x.ndim != 3 or x.shape[-1] != self.dim:
+            raise ValueError(
+                f"x has the wrong shape; expected (batch, tokens, {self.dim}); got "
+                f"{tuple(x.shape)}; build the mixer with the width of the tokens"
+            )
+        if key_mask is not None:
+            check_mask(key_mask, x.shape[:2])
         with torch.autocast(x.device.type, enabled=False):
             full = at_least_float32(x)
             if key_mask is None:
@@ -133,15 +119,6 @@ class Mixer(nn.Module):
     def redraw_(self, generator: torch.Generator | None = None) -> None:
         """Draws new random matrices in place; use the same seed on all ranks."""
 
-    def _check(self, x: Tensor, key_mask: Tensor | None) -> None:
-        if x.ndim != 3 or x.shape[-1] != self.dim:
-            raise ValueError(
-                f"x has the wrong shape; expected (batch, tokens, {self.dim}); got "
-                f"{tuple(x.shape)}; build the mixer with the width of the tokens"
-            )
-        if key_mask is not None:
-            check_mask(key_mask, x.shape[:2])
-
 
 class FourierMixer(Mixer):
     """FNet's Fourier sublayer, y = Re(F_seq F_hidden x), without parameters.
@@ -152,9 +129,8 @@ class FourierMixer(Mixer):
 
     Args:
         dim: width of the tokens.
-        method: "fft", O(N d log(N d)), or "dft", by matrices, O(N^2 d + N d^2). The latter is
-            faster on hardware built for matrix products (section 3.3) and does not loop over
-            sequence lengths.
+        method: "fft", O(N d log(N d)), or "dft", by matrices, O(N^2 d + N d^2), which is faster on
+            hardware built for matrix products (section 3.3).
         normalize: divide by sqrt(tokens dim), as in eq. 2. This keeps the scale of the tokens, for
             blocks that apply LayerNorm first.
     """
@@ -165,7 +141,7 @@ class FourierMixer(Mixer):
 
     def __init__(self, dim: int, method: str = "fft", normalize: bool = False) -> None:
         super().__init__(dim)
-        one_of("method", method, _METHODS)
+        one_of("method", method, ("fft", "dft"))
         self.method = method
         self.normalize = normalize
 
@@ -199,10 +175,7 @@ class FourierMixer(Mixer):
 
 
 class _LinearMixer(Mixer):
-    """y = W_seq x W_hidden with learned matrices: FNet (arXiv:2105.03824), section 4.1, "Linear".
-
-    A sequence of n <= `max_tokens` tokens uses the first n rows and columns of W_seq.
-    """
+    """y = W_seq x W_hidden with learned matrices; n tokens use n rows and columns of W_seq."""
 
     mixing = "dense"
     bounded = True
@@ -243,10 +216,10 @@ class _LinearMixer(Mixer):
 
 
 class _RandomMixer(_LinearMixer):
-    """y = W_seq x W_hidden with constant random matrices: FNet (arXiv:2105.03824), section 4.1.
+    """y = W_seq x W_hidden with constant random matrices, of buffers.
 
     Entries are normally distributed, truncated at two standard deviations, with variances 1 /
-    max_tokens and 1 / dim, as in the public FNet code. The matrices are buffers.
+    max_tokens and 1 / dim, as in the public FNet code.
     """
 
     mixing = "random"
@@ -265,11 +238,7 @@ class _RandomMixer(_LinearMixer):
 
 
 class _NoMixer(Mixer):
-    """No token mixing, y = 0: FNet's FF-only model (arXiv:2105.03824, section 4.1).
-
-    The paper removes the sublayer; its public code keeps LayerNorm(x + x), which is LayerNorm(x).
-    With y = 0, the residual sum around the sublayer is x in every block.
-    """
+    """No token mixing, y = 0: FNet's FF-only model; the residual sum is x in every block."""
 
     cost = "0"
     mixing = "none"

@@ -37,11 +37,9 @@ def log_weights(key_weight: Tensor | None, key_mask: Tensor | None, key: Tensor)
     """Returns the logarithms (batch, 1, keys) of weights (batch, keys), 0 for masked keys."""
     if key_weight is None:
         return None
-    if key_weight.shape != (key.shape[0], key.shape[2]):
-        raise ValueError(
-            f"key_weight must have shape {(len(key), key.shape[2])}, one for each key; got "
-            f"{tuple(key_weight.shape)}; expand it"
-        )
+    expected = key.shape[0], key.shape[2]
+    if key_weight.shape != expected:
+        raise ValueError(f"key_weight must have shape {expected}; got {tuple(key_weight.shape)}")
     weight = key_weight.to(at_least_float32(key).dtype)
     if key_mask is not None:  # before the logarithm, whose derivative at 0 is infinite
         weight = weight.masked_fill(~key_mask, 1.0)
@@ -54,14 +52,9 @@ def log_weights(key_weight: Tensor | None, key_mask: Tensor | None, key: Tensor)
     return weight.log()[:, None]
 
 
-def finite_where_masked(x: Tensor, key_mask: Tensor) -> Tensor:
+def _finite(x: Tensor, key_mask: Tensor) -> Tensor:
     """Replaces infinities and NaN in masked tokens of x, (batch, tokens, .), with 0."""
     return torch.where(key_mask[..., None], x, x.nan_to_num(0.0, 0.0, 0.0))
-
-
-def passed_over(gate: Tensor, mask: Tensor | None) -> Tensor:
-    """Changes gate logits to make masked tokens keep all of the past."""
-    return gate if mask is None else gate.masked_fill(~mask, torch.inf)
 
 
 def placed(
@@ -71,18 +64,8 @@ def placed(
     if key_mask is None or positions is None:
         return positions, key_positions
     if key_positions is not None:
-        return positions, finite_where_masked(key_positions, key_mask)
-    return finite_where_masked(positions, key_mask), None
-
-
-def all_placed(positions: Tensor, key_positions: Tensor | None, keys: int) -> None:
-    """Raises ValueError unless each key of softmax has a position, including remembered keys."""
-    got = (positions if key_positions is None else key_positions).shape[1]
-    if got != keys:
-        raise ValueError(
-            f"key_positions must be of all {keys} tokens so far, as softmax compares the new ones "
-            f"with them; got {got}; join those of each call, or decode with a Stack, which does"
-        )
+        return positions, _finite(key_positions, key_mask)
+    return _finite(positions, key_mask), None
 
 
 def without_masked(
@@ -91,17 +74,11 @@ def without_masked(
     key_index: Tensor | None = None,
     context: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the tokens used as queries and those used as keys; masked keys are set to 0.
+    """Returns the tokens used as queries and those used as keys, (batch, tokens or keys, dim) each.
 
-    A weight of 0 would not suffice, because 0 times infinity is NaN in sums and gradients.
-
-    Args:
-        x: (batch, tokens, dim).
-        key_mask, key_index: see `Keys`.
-        context: (batch, keys, dim), the tokens used as keys if they are not x.
-
-    Returns:
-        Queries and keys; in the queries, infinities and NaN of masked tokens are replaced with 0.
+    Masked keys are 0: a weight of 0 would not suffice, because 0 times infinity is NaN in sums and
+    gradients. In queries, infinities and NaN of masked tokens are replaced with 0. The arguments
+    are those of `Attention.forward`.
     """
     source = x if context is None else context
     if key_mask is None:
@@ -112,5 +89,5 @@ def without_masked(
         seen = torch.zeros(source.shape[:2], dtype=torch.uint8, device=source.device)
         used = seen.scatter_reduce(1, key_index, key_mask.to(seen.dtype), "amax").bool()
     if context is None:
-        x = finite_where_masked(x, used)
+        x = _finite(x, used)
     return x, source.masked_fill(~used[..., None], 0.0)

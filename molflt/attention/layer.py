@@ -1,6 +1,6 @@
 """Multi-head attention: one layer for all feature maps, positional encodings and mixings."""
 
-from typing import NamedTuple, Unpack
+from typing import NamedTuple, Unpack, get_args
 
 import torch
 from torch import Tensor, nn
@@ -9,10 +9,10 @@ from molflt.attention.checks import _head_width, no_effect, not_negative, one_of
 from molflt.attention.encodings import KERNELIZED, SOFTMAX, Encoding
 from molflt.attention.features import FEATURE_MAPS, FeatureMap, FeatureMapName, ProjectionName
 from molflt.attention.features.base import Operand
-from molflt.attention.keys import Keys, all_placed, log_weights, passed_over, placed, without_masked
+from molflt.attention.keys import Keys, log_weights, placed, without_masked
 from molflt.attention.mixing.causal import DecodeState, KeyValues, State
 from molflt.attention.mixing.forms import joined_bias, softmax
-from molflt.attention.mixing.sums import NORMALIZE, NormalizeName, Sums, drop_keys
+from molflt.attention.mixing.sums import NormalizeName, Sums, drop_keys
 from molflt.attention.numerics import at_least_float32, options_of, unit
 from molflt.attention.positions.base import MIXINGS, MixingName, Position, Positioned
 
@@ -24,12 +24,8 @@ _States = tuple[State, ...]
 class Scaling(nn.Module):
     """Scales queries and keys before they are compared: by d^(-1/4), or by norm and temperature.
 
-    Args:
-        heads: number of heads.
-        head_dim: width d of queries and keys.
-        normalize: `normalize_qk` of `Attention`.
-        learn_temperature: see `Attention`; temperatures start at 1.
-        unit_norm: default of the two options above, given by the feature map.
+    The options are those of `Attention`; `unit_norm`, given by the feature map, is their default.
+    Temperatures start at 1.
     """
 
     extra_repr = options_of
@@ -142,12 +138,12 @@ class Attention(Positioned):
         super().__init__(position)
         self.head_dim = _head_width(dim, heads)
         one_of("mixing", mixing, (*MIXINGS, "auto"))
-        one_of("normalize", normalize, NORMALIZE)
+        one_of("normalize", normalize, get_args(NormalizeName))
         share(dropout=dropout)
         not_negative(floor=floor)
         self.dim = dim
         self.heads = heads
-        self.mixing = mixing
+        self.mixing: str = mixing
         self.causal = causal
         self.normalize = normalize
         self.floor = floor
@@ -189,7 +185,7 @@ class Attention(Positioned):
     def forward(
         self, x: Tensor, positions: Tensor | None = None, **where: Unpack[_Where]
     ) -> Tensor:
-        """Mixes tokens.
+        """Mixes tokens: (batch, tokens, dim) -> (batch, tokens, dim).
 
         Args:
             x: (batch, tokens, dim).
@@ -199,9 +195,6 @@ class Attention(Positioned):
             key_positions: (batch, keys, l), if the keys are not the tokens.
             key_mask, key_weight, key_index: (batch, keys), see `Keys`.
             context: (batch, keys, dim), tokens to attend to instead of x (cross-attention).
-
-        Returns:
-            (batch, tokens, dim).
         """
         heads, encoding = self._prepare(x, positions, **where)
         return self._join(self._mix(heads, encoding, self.dropout * self.training)[0])
@@ -217,7 +210,7 @@ class Attention(Positioned):
     ) -> tuple[Tensor, DecodeState]:
         """Applies causal attention to new tokens without recomputing earlier ones.
 
-        `forward(x)` equals `decode(x)[0]`, and decoding piece by piece gives the same result.
+        `forward(x)` equals `decode(x)[0]`, also piece by piece.
 
         Args:
             x: (batch, new tokens, dim); a single token or a whole prompt.
@@ -229,22 +222,19 @@ class Attention(Positioned):
         """
         if not self.causal or self.mixing == "quadratic":
             raise ValueError(
-                f"decode needs causal=True and mixing 'linear' or 'softmax'; got causal="
-                f"{self.causal}, mixing={self.mixing!r}"
+                "decode needs causal=True and mixing 'linear' or 'softmax'; got "
+                f"causal={self.causal}, mixing={self.mixing!r}"
             )
         encoding = self._encode(positions, key_positions, encoding)
         if self.mixing != "softmax" and not encoding.decodes:
             raise ValueError(
-                "a Toeplitz kernel leaves no state of constant size to decode from; call forward "
-                "on the whole sequence, or choose a spectral position"
+                "a Toeplitz kernel leaves no state to decode from; use a spectral position"
             )
         heads = self._split(x)
         if isinstance(state, KeyValues):
             key = torch.cat((state.key, heads.key), dim=2)
             value = torch.cat((state.value, heads.value), dim=2)
             heads, state = heads._replace(key=key, value=value), None
-        if self.mixing == "softmax" and positions is not None:
-            all_placed(positions, key_positions, heads.key.shape[2])
         out, last = self._mix(heads, encoding, self.dropout * self.training, state or ())
         return self._join(out), last if last else KeyValues(heads.key, heads.value)
 
@@ -324,7 +314,9 @@ class Attention(Positioned):
             key, value = key.gather(2, index), value.gather(2, index)
         mask = None if key_mask is None else key_mask[:, None]
         weight = log_weights(key_weight, key_mask, key)
-        gate = None if self.to_gate is None else passed_over(self.to_gate(x).mT, mask)
+        gate = None if self.to_gate is None else self.to_gate(x).mT
+        if gate is not None and mask is not None:
+            gate = gate.masked_fill(~mask, torch.inf)  # masked tokens keep all of the past
         return _Heads(query, key, value, mask, weight, gate)
 
     def _by_head(self, to: nn.Module, tokens: Tensor) -> Tensor:
@@ -334,7 +326,7 @@ class Attention(Positioned):
     def _mix(
         self, heads: _Heads, encoding: Encoding, dropout: float = 0.0, states: _States = ()
     ) -> tuple[Tensor, _States]:
-        """Returns the outputs of all heads and, if there is one, the state after the last token."""
+        """Returns the outputs of all heads, and the states after the last token, if any."""
         if self.mixing == "softmax":
             compared = encoding.transform(heads.query, heads.key)
             bias = joined_bias(encoding.bias, heads.log_weight, *compared)
@@ -347,7 +339,7 @@ class Attention(Positioned):
         if self.normalize == "unmasked":
             plain = query.without_columns(), key.without_columns()
             other, bare = self._sums(*plain, heads, Encoding(), states[1:])
-            out, last = sums.ratio_to(other, self.floor), [*last, bare]
+            out, last = sums.ratio(self.floor, other), [*last, bare]
         elif self.normalize == "masked":
             out = sums.ratio(self.floor)
         else:
@@ -371,15 +363,13 @@ class Attention(Positioned):
     def _sums(
         self, query: Operand, key: Operand, heads: _Heads, encoding: Encoding, states: _States = ()
     ) -> tuple[Sums, State | None]:
-        form, causal, gate = self.mixing, self.causal, heads.gate
-        state = states[0] if states else None
+        state, gate = next(iter(states), None), heads.gate
         return encoding.attend(
-            query, key, heads.value, form=form, causal=causal, gate=gate, state=state
+            query, key, heads.value, form=self.mixing, causal=self.causal, gate=gate, state=state
         )
 
     def _join(self, out: Tensor) -> Tensor:
-        joined: Tensor = self.to_out(out.transpose(1, 2).flatten(2))
-        return joined
+        return self.to_out(out.transpose(1, 2).flatten(2))
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
         """Draws new random features in place; see `FeatureMap.redraw_`."""

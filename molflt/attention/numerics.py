@@ -17,6 +17,10 @@ from molflt.attention.checks import in_checkpoint, in_transform
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
+# Draws on the CPU, regardless of torch's default device, because the generator is there.
+rand64 = functools.partial(torch.rand, dtype=torch.float64, device="cpu")
+randn64 = functools.partial(torch.randn, dtype=torch.float64, device="cpu")
+
 
 def options_of(module: torch.nn.Module) -> str:
     """Returns the constructor arguments that a module keeps; serves as `extra_repr`."""
@@ -68,8 +72,7 @@ def fade(x: Tensor) -> Tensor:
 def by_head(x: Tensor, matrices: Tensor) -> Tensor:
     """Returns x @ matrices, one per head: (batch, heads, n, d), (heads, d, m) -> (..., n, m).
 
-    Many short sequences, as in decoding, are joined into one product per head to avoid copies of
-    the matrices.
+    Many short sequences are joined into one product per head to avoid copies of the matrices.
     """
     d, m = matrices.shape[-2:]
     # One compiled program serves all sizes.
@@ -94,12 +97,11 @@ def recomputed(function: Callable[..., _R], *arguments: object, several: bool = 
     """Returns function(*arguments), recomputing intermediate tensors in the backward pass.
 
     The function must be deterministic and must not read anything that changes before the backward
-    pass. If `several` is False, a single piece is not recomputed, because that would save nothing.
+    pass. A single piece (`several` is False) is not recomputed.
     """
     if not several or not torch.is_grad_enabled() or in_transform():
         return function(*arguments)
-    out: _R = checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
-    return out
+    return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
 class Once(Generic[_R]):
@@ -122,27 +124,24 @@ class Once(Generic[_R]):
         return self._kept[1]
 
 
-def constant(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Marks functions of plain numbers as constant for the compiler, without loading it."""
-    vars(function)["_dynamo_marked_constant"] = True
-    return function
-
-
-@constant
 def gauss_rule(count: int) -> tuple[list[float], list[float]]:
     """Returns the points of Gauss-Legendre quadrature in [0, 1], and weights whose sum is 2."""
     points, steps = np.polynomial.legendre.leggauss(count)
     return ((points + 1) / 2).tolist(), steps.tolist()
 
 
+# A constant for the compiler, which is not loaded.
+vars(gauss_rule)["_dynamo_marked_constant"] = True
+
+
 def searched(
     fake: Callable[..., object],
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Decorates a function of tensors that compilers should treat as opaque.
+    """Decorates a function of tensors that becomes one opaque operation of compiled graphs.
 
-    The function becomes one operation of a compiled graph, without a gradient. It may read values
-    and raise errors when the graph runs. `fake` returns empty results for the same arguments; sizes
-    that depend on values come from `torch.library.get_ctx().new_dynamic_size`.
+    It has no gradient, and may read values and raise errors when the graph runs. `fake` returns
+    empty results for the same arguments; sizes that depend on values come from
+    `torch.library.get_ctx().new_dynamic_size`.
     """
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -154,8 +153,7 @@ def searched(
         def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             if not torch.compiler.is_compiling():
                 return function(*args, **kwargs)
-            found: _R = operation(*args, **kwargs)
-            return found
+            return operation(*args, **kwargs)
 
         return call
 

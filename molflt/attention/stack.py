@@ -19,8 +19,7 @@ from molflt.attention.positions.base import Position, Positioned
 _NormName = Literal["pre", "post"]
 _ActivationName = Literal["gelu", "gelu_tanh"]
 ATTENTION = "attention"
-MIXER_OPTIONS = ("mixer", "mixer_options", "attention_layers")
-"""Options of a stack that do not apply to unordered or causal tokens."""
+MIXER_OPTIONS = ("mixer", "mixer_options", "attention_layers")  # not for unordered, causal tokens
 
 # The command line lists the choices of an option from its type.
 if TYPE_CHECKING:
@@ -40,8 +39,7 @@ class Block(nn.Module):
         dropout: dropout rate after attention and in the feed-forward network.
         norm: position of LayerNorm. "pre": x + Attention(LN x); "post": LN(x + Attention(x)), as in
             FNet (arXiv:2105.03824) and BERT.
-        activation: activation of the feed-forward network: "gelu", or "gelu_tanh", the tanh
-            approximation with which FNet was trained.
+        activation: "gelu", or "gelu_tanh", the tanh approximation with which FNet was trained.
         norm_eps: constant that LayerNorm adds to the variance.
     """
 
@@ -102,14 +100,12 @@ class Block(nn.Module):
 
     def _before(self, x: Tensor, norm: nn.Module | None = None) -> Tensor:
         """Returns the input of the sublayer that has this LayerNorm, by default attention."""
-        out: Tensor = (norm or self.attention_norm)(x) if self.norm == "pre" else x
-        return out
+        return (norm or self.attention_norm)(x) if self.norm == "pre" else x
 
     def _added(self, x: Tensor, new: Tensor, norm: nn.Module) -> Tensor:
         """Adds the output of the sublayer that has this LayerNorm to the tokens."""
         x = x + self.dropout(new)
-        out: Tensor = x if self.norm == "pre" else norm(x)
-        return out
+        return x if self.norm == "pre" else norm(x)
 
     def _after(self, x: Tensor, mixed: Tensor) -> Tensor:
         return self._after_ffn(self._added(x, mixed, self.attention_norm))
@@ -122,7 +118,6 @@ class StackState(NamedTuple):
     """Decoding states of all blocks in all passes, and the positions of the tokens so far."""
 
     positions: Tensor | None
-    """(batch, tokens, l)"""
     blocks: list[DecodeState]
 
 
@@ -131,7 +126,6 @@ class Stack(Positioned):
 
     The output of each pass is fed back as the input of the next (`refinements` passes), as in
     3D-Graphormer (arXiv:2203.04810) and FLT's OC20 experiment. The encoding is evaluated only once.
-    `Stack.of` builds a stack from existing blocks.
 
     Args:
         dim: width of tokens; a multiple of `heads`.
@@ -186,14 +180,12 @@ class Stack(Positioned):
         given = {**attention, "dropout": attention_dropout}
         mixed = _mixed_layers(layers, mixer, mixer_options, attention_layers, given)
         blocks = []
-        layer: Attention | Mixer
         for number in range(layers):
+            layer: Attention | Mixer
             if number < mixed:
                 layer = _make_mixer(mixer, dim, mixer_options or {})
             else:
-                layer = Attention(
-                    dim, heads, position=position, dropout=attention_dropout, **attention
-                )
+                layer = Attention(dim, heads, position=position, **given)
             blocks.append(Block(layer, ffn_dim, dropout, norm, activation, norm_eps))
         self._assemble(blocks, position, refinements)
 
@@ -201,12 +193,9 @@ class Stack(Positioned):
     def of(
         cls, blocks: Sequence[Block], position: Position | None = None, refinements: int = 1
     ) -> Self:
-        """Builds a stack from existing blocks.
+        """Builds a stack from existing blocks, with attention or mixers.
 
-        Args:
-            blocks: the distinct layers, with attention or mixers.
-            position: the encoding with which their attention layers were built, or None.
-            refinements: number of passes through the blocks.
+        `position` is the encoding with which their attention layers were built, or None.
         """
         stack = cls.__new__(cls)
         stack._assemble(blocks, position, refinements)
@@ -218,8 +207,7 @@ class Stack(Positioned):
         super().__init__(None)
         if not blocks or refinements < 1:
             raise ValueError(
-                f"a Stack needs at least one block and one pass; got layers={len(blocks)}, "
-                f"refinements={refinements}"
+                f"expected at least one block and pass; got layers={len(blocks)}, {refinements=}"
             )
         attentions = [b.attention for b in blocks if isinstance(b.attention, Attention)]
         _refuse_misfits(attentions, position)
@@ -240,25 +228,20 @@ class Stack(Positioned):
         key_positions: Tensor | None = None,
         **keys: Unpack[Keys],
     ) -> Tensor:
-        """Applies all passes to the tokens.
+        """Applies all passes and a final LayerNorm: (batch, tokens, dim) -> (batch, tokens, dim).
 
         Args:
             x: (batch, tokens, dim).
             positions: (batch, tokens, l), centered for each graph; for the encoding, if any.
             key_positions: (batch, keys, l), from the same center; None for those of the queries.
             keys: key_mask, key_weight and key_index, see `Keys`.
-
-        Returns:
-            (batch, tokens, dim), normalized by a final LayerNorm.
         """
         mask = keys.get("key_mask")
         x, _ = without_masked(x, mask, keys.get("key_index"))
-        where = placed(positions, key_positions, mask)
-        encoding = self._evaluate(self._face, *where)
+        encoding = self._evaluate(self._face, *placed(positions, key_positions, mask))
         for _ in range(self.refinements):
             x = self.one_pass(x, encoding, **keys)
-        out: Tensor = self.norm(x)
-        return out
+        return self.norm(x)
 
     def one_pass(self, x: Tensor, encoding: Encoding | None, **keys: Unpack[Keys]) -> Tensor:
         """Applies all blocks once, without the final LayerNorm, using an evaluated encoding."""
@@ -318,10 +301,7 @@ def _refuse_misfits(attentions: Sequence[Attention], position: Position | None) 
             )
     faces = sorted({"softmax" if a.mixing == "softmax" else "linear" for a in attentions})
     if position is not None and len(faces) > 1:
-        raise ValueError(
-            f"one {name} serves one kind of attention; got blocks of {' and '.join(faces)}; "
-            "use one mixing, or a stack for each"
-        )
+        raise ValueError(f"one {name} serves one kind of attention; got {' and '.join(faces)}")
 
 
 def _make_mixer(name: str, dim: int, options: Mapping[str, Any]) -> Mixer:
@@ -329,10 +309,7 @@ def _make_mixer(name: str, dim: int, options: Mapping[str, Any]) -> Mixer:
     make = TOKEN_MIXERS[name]
     known_names(make, options, but=("dim",))
     if make.bounded and "max_tokens" not in options:
-        raise ValueError(
-            f"mixer={name!r} has a matrix of all tokens; expected mixer_options max_tokens, the "
-            "longest sequence; got none; set it"
-        )
+        raise ValueError(f"mixer={name!r} needs mixer_options max_tokens, the longest sequence")
     return make(dim, **options)
 
 
@@ -351,15 +328,9 @@ def _mixed_layers(
         return 0
     last = attention_layers or 0
     if not 0 <= last < layers:
-        raise ValueError(
-            f"attention_layers must be 0 to {layers - 1}, fewer than layers={layers}; got {last}; "
-            f"use mixer={ATTENTION!r} for all of them"
-        )
+        raise ValueError(f"attention_layers must be 0 to {layers - 1} for {layers=}; got {last}")
     if attention.get("causal"):
-        raise ValueError(
-            f"mixer={mixer!r} sees all tokens; expected causal=False; got True; use "
-            f"mixer={ATTENTION!r}"
-        )
+        raise ValueError(f"mixer={mixer!r} sees all tokens; expected causal=False; got True")
     if not last:
         defaults = signature(Attention).parameters
         named = {"dropout": "attention_dropout"}  # of the stack

@@ -15,10 +15,8 @@ from molflt.attention.mixing.pairs import Pairs
 from molflt.attention.numerics import distances, products_of_all
 from molflt.attention.positions import make_position
 from molflt.attention.positions.base import differences
-from molflt.attention.positions.frequencies import FrequencyProjection
-from molflt.attention.positions.multiplicative import MultiplicativePosition
-from molflt.attention.positions.near_field import NearField
-from molflt.attention.positions.spectral import GraphNodes, SpectralPosition
+from molflt.attention.positions.multiplicative import MultiplicativePosition, NearField
+from molflt.attention.positions.spectral import FrequencyProjection, GraphNodes, SpectralPosition
 from molflt.attention.spectra import GaussianBasis
 from molflt.graph.dense import DenseAtoms
 from molflt.graph.geometry import Geometry

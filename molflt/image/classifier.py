@@ -18,7 +18,7 @@ from molflt.attention.checks import (
 )
 from molflt.attention.numerics import at_least_float32
 from molflt.attention.positions import PositionName, known_options
-from molflt.attention.positions.absolute import ABSOLUTE, sinusoids
+from molflt.attention.positions.base import ABSOLUTE, sinusoids
 
 
 class ImageClassifier(nn.Module):

@@ -17,7 +17,7 @@ from molflt.attention.checks import (
     whole,
 )
 from molflt.attention.positions import known_options
-from molflt.attention.positions.absolute import ABSOLUTE, sinusoids
+from molflt.attention.positions.base import ABSOLUTE, sinusoids
 
 
 class TokenModel(nn.Module):

@@ -5,8 +5,6 @@ import pytest
 import torch
 
 from molflt.attention import Attention, make_position
-from molflt.attention.features.base import Operand
-from molflt.attention.mixing import chunked
 
 TOKENS = 23
 CASES = {
@@ -95,23 +93,3 @@ def test_nothing_of_the_size_of_all_features_is_kept():
     assert sizes and max(sizes) <= 2 * x.numel() < 8 * 64 * 40_000
     out.sum().backward()
     assert x.grad.isfinite().all()
-
-
-def test_only_long_sequences_are_cut():
-    attention = Attention(16, 8, num_features=64)
-
-    def size(batch, tokens):
-        x = torch.zeros(1, 8, 1, 2).expand(batch, 8, tokens, 2)
-        operand = Operand(attention.feature_map, x)
-        return chunked.chunk_size(operand, operand, x)
-
-    assert size(1, 8_000) == 0 and size(1, 40_000) == chunked._AT_ONCE // (8 * 64)
-    assert size(10_000, 30) == 0  # a large batch of short ones
-
-
-def test_chunks_compile(cut):
-    cut(16)
-    run, (x, *_) = layer(position="spectral")
-    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
-    found = [torch.autograd.grad(f().square().sum(), x)[0] for f in (compiled, run)]
-    torch.testing.assert_close(*found, **contract.EXACT)

@@ -4,10 +4,9 @@ import os
 
 import contract
 import pytest
-import torch
-from contract import CASES, Combination
+from contract import Combination
 
-from molflt.attention import FEATURE_MAPS, PROJECTIONS, Attention
+from molflt.attention import FEATURE_MAPS, PROJECTIONS
 
 COMBINATIONS = contract.combinations()
 
@@ -51,13 +50,6 @@ def test_precision(combination):
     contract.check_precision(combination)
 
 
-@pytest.mark.parametrize("combination", [c for c in some("positive") if not c.causal], ids=str)
-def test_save_load(combination):
-    stack, twin = (contract.make_stack(combination, seed=seed) for seed in (0, 1))
-    items = contract.ragged(combination.case)
-    contract.check_save_load(stack, twin, lambda s: contract.run(s, items, 12, combination.case)[2])
-
-
 @pytest.mark.parametrize("feature_map", FEATURE_MAPS)
 def test_normalized_queries_and_keys(feature_map):
     combination = Combination(feature_map, "gaussian_basis", "linear", False)
@@ -84,11 +76,3 @@ def test_projections(feature_map, projection):
 def test_compile(case, mixing, causal):
     stack = contract.make_stack(Combination("positive", case, mixing, causal))
     contract.check_compile(stack, case)
-
-
-def test_compile_to_machine_code():
-    """Compiles forward and backward of a single layer, because a C++ compiler is slow."""
-    torch.manual_seed(0)
-    position = CASES["gaussian_basis"].build()
-    layer = Attention(contract.DIM, contract.HEADS, num_features=24, position=position)
-    contract.check_compile(layer.double().eval(), "gaussian_basis", "inductor")

@@ -12,11 +12,13 @@ from molflt.attention import (
     FEATURE_MAPS,
     NODES,
     POSITIONS,
+    PROJECTIONS,
     SPECTRA,
+    TOKEN_MIXERS,
     Stack,
     make_position,
 )
-from molflt.attention.spectra import ShiftInvariant
+from molflt.attention.spectra import Gaussian, ShiftInvariant
 
 
 def kernels() -> list[str]:
@@ -89,6 +91,37 @@ def test_positions_compile(case, mixing):
     torch._dynamo.reset()
     compiled = torch.compile(evaluated, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(r[None]), evaluated(r[None]), **contract.EXACT)
+
+
+REDRAWN = {
+    **{f"map {name}": lambda make=make: make(8, 2) for name, make in FEATURE_MAPS.items()},
+    **{f"rows {name}": lambda make=make: make(2, 20, 7) for name, make in PROJECTIONS.items()},
+    **{
+        f"nodes {name}": lambda rule=rule: rule(**rule.sizes(Gaussian(2), 8))
+        for name, rule in NODES.items()
+        if rule.random
+    },
+    "low rank": lambda: make_position("low_rank", 2, 8, max_tokens=9, rank=3),
+    "sines": lambda: make_position("sine_spe", 2, 8),
+    "convolutions": lambda: make_position("conv_spe", 2, 8, max_tokens=9),
+    "mixer": lambda: TOKEN_MIXERS["random"](8, 6),
+}
+
+
+@pytest.mark.parametrize("name", REDRAWN)
+def test_redraw_follows_its_generator(name):
+    """All buffers, and nothing else, depend on the seed alone."""
+    module = REDRAWN[name]()
+    buffers = {key for key, _ in module.named_buffers() if key in module.state_dict()}
+
+    def drawn(seed: int) -> dict[str, Tensor]:
+        torch.rand(7)
+        module.redraw_(torch.Generator().manual_seed(seed))
+        return {key: value.clone() for key, value in module.state_dict().items()}
+
+    first, other, again = drawn(5), drawn(6), drawn(5)
+    assert all(torch.equal(first[key], again[key]) for key in first)
+    assert {key for key in first if not torch.equal(first[key], other[key])} == buffers
 
 
 class RationalQuadratic(ShiftInvariant):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from contract import EXACT
+from families import randn
 from torch.utils.checkpoint import checkpoint
 
 from molflt.attention import Attention, Block, Encoding
@@ -23,11 +24,6 @@ from molflt.attention.nodes.lattice import Lattice
 from molflt.attention.positions.multiplicative import MultiplicativePosition
 
 TOKENS, DIM, HEADS = 7, 4, 2
-
-
-def randn(*size: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*size, dtype=torch.float64, generator=generator)
 
 
 def pairs(exact: bool = False) -> Pairs:

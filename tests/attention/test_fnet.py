@@ -1,10 +1,10 @@
 """FNet's mixers: the public transform, every sequence at its own length, and the ablations."""
 
-import copy
-
 import numpy as np
 import pytest
 import torch
+from contract import EXACT
+from families import randn
 from scipy import linalg
 from torch import Tensor, nn
 
@@ -17,7 +17,6 @@ from molflt.attention.fnet import (
     _real_dft,
 )
 
-EXACT = {"rtol": 0.0, "atol": 1e-10}
 DIM = 10
 BUILDS = {
     "fft": lambda dim=DIM: FourierMixer(dim),
@@ -40,13 +39,9 @@ def make(name: str, dim: int = DIM) -> Mixer:
     return mixer
 
 
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
 def ragged(width: int, fill: float = 0.0, order: int = 1) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Sequences of 5, 1, 12, 0, 5 and 7 tokens, with holes between the tokens."""
-    items = [normal(n, DIM, seed=n + i) for i, n in enumerate((5, 1, 12, 0, 5, 7))][::order]
+    items = [randn(n, DIM, seed=n + i) for i, n in enumerate((5, 1, 12, 0, 5, 7))][::order]
     x = torch.full((len(items), width, DIM), fill, dtype=torch.float64)
     mask = torch.zeros(len(items), width, dtype=torch.bool)
     for i, item in enumerate(items):
@@ -59,7 +54,7 @@ def ragged(width: int, fill: float = 0.0, order: int = 1) -> tuple[Tensor, Tenso
 @pytest.mark.parametrize("tokens, dim", SIZES)
 def test_transform_is_that_of_scipy(tokens, dim):
     """Independent: the complex DFT matrices of scipy; odd and even sizes, and sizes 1 and 2."""
-    x = normal(2, tokens, dim)
+    x = randn(2, tokens, dim)
     expected = np.einsum("kn,bnm,ml->bkl", linalg.dft(tokens), x.numpy(), linalg.dft(dim)).real
     for name in ("fft", "dft"):
         torch.testing.assert_close(make(name, dim)(x), torch.from_numpy(expected), **EXACT)
@@ -72,7 +67,7 @@ def test_transform_is_that_of_scipy(tokens, dim):
 
 def test_float32_phases_do_not_drift():
     """Angles reach 13000 radians, which float32 resolves to 1e-3."""
-    x = normal(1, 2048, 8)
+    x = randn(1, 2048, 8)
     expected = FourierMixer(8)(x)
     for method, bound in (("fft", 5e-7), ("dft", 2e-6)):  # measured 1.4e-7 and 8.2e-7
         out = FourierMixer(8, method)(x.float())
@@ -83,7 +78,7 @@ def test_float32_phases_do_not_drift():
 @pytest.mark.parametrize("name", BUILDS)
 def test_gradients(name):
     mixer = make(name)
-    x = normal(2, 7, DIM).requires_grad_()
+    x = randn(2, 7, DIM).requires_grad_()
     mask = torch.rand(2, 7, generator=torch.Generator().manual_seed(1)) < 0.6
     for key_mask in (None, mask):
 
@@ -91,67 +86,50 @@ def test_gradients(name):
             return mixer(x, key_mask=key_mask)
 
         assert torch.autograd.gradcheck(run, (x, *mixer.parameters()))
-        assert torch.autograd.gradgradcheck(run, (x,), fast_mode=True)
 
 
 @pytest.mark.parametrize("name", BUILDS)
 def test_sequence_is_the_same_in_any_batch_with_any_padding(name):
     mixer = make(name)
-    for width, fill, order in ((12, 0.0, 1), (12, 0.0, -1), (21, 3.7, 1), (40, torch.nan, -1)):
+    for width, fill, order in ((12, 0.0, 1), (21, 3.7, 1), (40, torch.nan, -1)):
         x, mask, items = ragged(width, fill, order)
+        x.requires_grad_()
         out = mixer(x, key_mask=mask)
         assert (out[~mask] == 0).all()
         for row, there, item in zip(out, mask, items, strict=True):
             torch.testing.assert_close(row[there], mixer(item[None])[0], **EXACT)
             assert name == "none" or not len(item) or row[there].abs().max() > 1e-3
-
-
-@pytest.mark.parametrize("name", BUILDS)
-def test_no_gradient_between_sequences_or_from_padding(name):
-    mixer = make(name)
-    x, mask, _ = ragged(15, fill=3.7)
-    x.requires_grad_()
-    out = mixer(x, key_mask=mask)
-    for i in range(len(x)):
-        (grad,) = torch.autograd.grad(out[i].square().sum(), x, retain_graph=True)
-        assert (grad[torch.arange(len(x)) != i] == 0).all() and (grad[~mask] == 0).all()
-        assert name == "none" or not mask[i].any() or (grad[i, mask[i]] != 0).all()
+        (grad,) = torch.autograd.grad(out[2].square().sum(), x)
+        assert (grad[[0, 1, 3, 4, 5]] == 0).all() and (grad[~mask] == 0).all()
+        assert name == "none" or not mask[2].any() or (grad[2, mask[2]] != 0).all()
 
 
 @pytest.mark.parametrize("name", BUILDS)
 def test_nothing_to_mix(name):
     mixer = make(name)
-    for shape in ((2, 0), (0, 3), (0, 20), (0, 0)):
+    for shape in ((2, 0), (0, 3), (0, 0)):
         x = torch.zeros(*shape, DIM, dtype=torch.float64, requires_grad=True)
-        masks = (None, torch.ones(shape, dtype=torch.bool))
-        for mask in masks[1:] if shape[1] == 20 else masks:
+        for mask in (None, torch.ones(shape, dtype=torch.bool)):
             out = mixer(x, key_mask=mask)
             assert out.shape == x.shape
             out.sum().backward()
-    x = torch.full((2, 3, DIM), torch.nan, dtype=torch.float64)
-    assert (mixer(x, key_mask=torch.zeros(2, 3, dtype=torch.bool)) == 0).all()
 
 
 @pytest.mark.parametrize("name", BUILDS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_loses_only_the_rounding_of_input_and_output(name, dtype):
-    """The bound is the rounding itself, half a unit in the last place."""
-    mixer = make(name)
-    x, mask, _ = ragged(12)
-    for key_mask in (None, mask):
-        exact = mixer(x.to(dtype).double(), key_mask=key_mask)
-        with torch.autocast("cpu", dtype=torch.bfloat16):  # which has no effect
-            out = copy.deepcopy(mixer).float()(x.to(dtype), key_mask=key_mask)
-        assert out.dtype is dtype
-        error = (out.double() - exact).norm()
-        assert error <= torch.finfo(dtype).eps / 2 * exact.norm()
+def test_half_precision_loses_only_the_rounding_of_input_and_output(name):
+    mixer, (x, mask, _) = make(name), ragged(12)
+    exact = mixer(x.half().double(), key_mask=mask)
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # which has no effect
+        out = mixer.float()(x.half(), key_mask=mask)
+    assert out.dtype is torch.float16
+    assert (out.double() - exact).norm() <= torch.finfo(out.dtype).eps / 2 * exact.norm()
 
 
 @pytest.mark.parametrize("name", BUILDS)
 def test_compiled_in_one_graph(name):
     mixer = make(name)
-    x = normal(2, 9, DIM).requires_grad_()
-    weight = normal(2, 9, DIM, seed=1)
+    x = randn(2, 9, DIM).requires_grad_()
+    weight = randn(2, 9, DIM, seed=1)
     compiled = torch.compile(mixer, fullgraph=True, backend="aot_eager")
     out, expected = compiled(x), mixer(x)
     torch.testing.assert_close(out, expected, **EXACT)
@@ -163,7 +141,7 @@ def test_two_matrices_and_their_transposes():
     """Sums run over the right index; shorter sequences use the leading rows and columns."""
     for name in ("dense", "random"):
         mixer = make(name)
-        x = normal(2, 9, DIM)
+        x = randn(2, 9, DIM)
         expected = torch.einsum(
             "nm,bmi,ij->bnj", mixer.sequence_weight[:9, :9], x, mixer.hidden_weight
         )
@@ -184,19 +162,9 @@ def test_random_matrices_have_the_variance_of_the_public_code():
     assert not list(mixer.parameters()) and len(mixer.state_dict()) == 2
 
 
-def test_redraw_follows_the_generator():
-    mixer, other = _RandomMixer(8, 6), _RandomMixer(8, 6)
-    before = mixer.sequence_weight.clone(), mixer.hidden_weight.clone()
-    for one in (mixer, other):
-        with torch.device("meta"):  # whatever the default device, the draw is the CPU's
-            one.redraw_(torch.Generator().manual_seed(3))
-    for weight, old, same in zip(mixer.buffers(), before, other.buffers(), strict=True):
-        assert torch.equal(weight, same) and not torch.equal(weight, old)
-
-
 def test_backward_saves_nothing():
     kept = []
-    x = normal(1, 64, 64).requires_grad_()
+    x = randn(1, 64, 64).requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         _real_dft(x)
     assert not kept

@@ -1,26 +1,23 @@
 """Encodings learned by offset: tables, T5's buckets and low-rank factors."""
 
+import contract
 import pytest
 import torch
+from families import EXACT
 
 from molflt.attention.mixing.toeplitz import dense_log_kernel
 from molflt.attention.positions.base import Position
 from molflt.attention.positions.grid import BucketedPosition, LowRankPosition, ToeplitzPosition
 
-EXACT = {"rtol": 1e-10, "atol": 1e-10}
 HEADS = 2
-HEAD_DIM = 8
 
 
-def line(tokens, start=0.0):
-    """(1, tokens, 1)"""
-    return start + torch.arange(tokens, dtype=torch.float64)[None, :, None]
+def line(tokens):
+    return contract.line(tokens)[None]
 
 
-def cells(tokens, width):
-    """(1, tokens, 2), row by row"""
-    index = torch.arange(tokens)
-    return torch.stack((index // width, index % width), dim=-1)[None].double()
+def cells(tokens):
+    return contract.cells(tokens)[None]
 
 
 def large(position: Position) -> Position:
@@ -41,7 +38,7 @@ def smooth(position: LowRankPosition) -> LowRankPosition:
 
 def toeplitz_case(name):
     if name == "2d":
-        return large(ToeplitzPosition(HEADS, shape=(5, 4))), lambda n: cells(n, 4)
+        return large(ToeplitzPosition(HEADS, shape=contract.GRID)), cells
     kinds = {"1d": ToeplitzPosition, "bucketed": BucketedPosition}
     options = {"1d": {"max_tokens": 20}, "bucketed": {"num_buckets": 8, "max_distance": 10}}
     return large(kinds[name](HEADS, **options[name])), line
@@ -62,18 +59,9 @@ def test_kernel_and_bias_are_one_function_of_the_offset(name, queries, keys):
         torch.testing.assert_close(dense, bias[0], rtol=0.0, atol=0.0)
 
 
-def test_bias_is_the_entry_of_key_less_query():
-    position = ToeplitzPosition(1, max_tokens=4)
-    with torch.no_grad():
-        position.table.copy_(torch.arange(-3.0, 4.0)[None])
-    r = torch.tensor([[[0.0], [3.0], [1.0]]])
-    expected = torch.tensor([[0.0, 3, 1], [-3, 0, -2], [-1, 2, 0]])
-    torch.testing.assert_close(position("softmax", r, r).bias[0, 0], expected)
-
-
 def test_bias_on_a_grid_is_the_entry_of_both_offsets():
     position = large(ToeplitzPosition(HEADS, shape=(3, 4)))
-    r = cells(12, 4)
+    r = cells(12)
     order = torch.randperm(12, generator=torch.Generator().manual_seed(1))
     bias = position("softmax", r[:, order], r).bias
     for i, place in enumerate(order.tolist()):
@@ -116,45 +104,25 @@ def matrix(position: LowRankPosition) -> torch.Tensor:
     return dense_log_kernel(position.table, *position.shape * 2)
 
 
-def test_factors_of_full_rank_are_the_mask_with_its_gradient():
+def test_factors_of_full_rank_are_the_mask():
     position = large(LowRankPosition(HEADS, max_tokens=12, rank=12))
     left, right = position.factors()
     product = left @ right.transpose(-1, -2)
     torch.testing.assert_close(product, matrix(position), **EXACT)
-    weights = torch.arange(product.numel(), dtype=product.dtype).sin().view_as(product)
-    fast, exact = (
-        torch.autograd.grad((m * weights).sum(), position.table)[0]
-        for m in (product, matrix(position))
-    )
-    torch.testing.assert_close(fast, exact, **EXACT)
 
 
-@pytest.mark.parametrize("power_iterations", [0, 1])
-@pytest.mark.parametrize("rank", [4, 6, 10])
-def test_error_is_near_the_best_of_that_rank(rank, power_iterations):
-    """Halko et al. (arXiv:0909.4061), theorem 10.5: E error^2 <= (1 + k / (p - 1)) tail_k^2.
-
-    r = k + p. The mean over draws of the probe, against the smallest bound over k.
-    """
+@pytest.mark.parametrize("rank", [4, 10])
+def test_error_is_near_the_best_of_that_rank(rank):
+    """Measured 1.16 to 1.42 times the smallest, in the mean over draws of the probe."""
     torch.manual_seed(0)
-    position = smooth(
-        LowRankPosition(HEADS, max_tokens=64, rank=rank, power_iterations=power_iterations)
-    )
-    exact = matrix(position)
-    singular = torch.linalg.svdvals(exact)
-    tail = singular.square().flip(-1).cumsum(-1).flip(-1)  # sum of squares from k on
-    squares = []
-    for seed in range(40):
+    position = smooth(LowRankPosition(HEADS, max_tokens=64, rank=rank))
+    exact, squares = matrix(position), []
+    for seed in range(20):
         position.redraw_(torch.Generator().manual_seed(seed))
         left, right = position.factors()
-        squares.append((left @ right.transpose(-1, -2) - exact).square().sum((-1, -2)))
-    mean = torch.stack(squares).mean(0)
-    bound = torch.stack([tail[:, k] * (1 + k / (rank - k - 1)) for k in range(rank - 1)]).amin(0)
-    best = tail[:, rank]
-    assert (mean >= best * (1 - 1e-9)).all()
-    assert (mean <= bound).all(), (mean, bound)
-    if power_iterations:  # measured: 1.16 to 1.42; without, 5 to 80
-        assert (mean <= 1.7 * best).all(), mean / best
+        squares.append((left @ right.mT - exact).square().sum((-1, -2)))
+    ratio = torch.stack(squares).mean(0) / torch.linalg.svdvals(exact)[:, rank:].square().sum(-1)
+    assert (ratio >= 1 - 1e-9).all() and (ratio <= 1.7).all()
 
 
 @pytest.mark.parametrize("table", ["zero", "constant", "one entry", "tiny", "huge"])
@@ -198,6 +166,6 @@ def test_rows_are_gathered_by_position():
     query_positions = torch.randint(0, 16, (3, 5, 1), generator=generator)
     key_positions = torch.randint(0, 16, (3, 7, 1), generator=generator).double()
     left, right = position("linear", query_positions, key_positions).columns
-    assert left.shape == (3, HEADS, 5, 16) and position.width(HEAD_DIM) == HEAD_DIM + 16
+    assert left.shape == (3, HEADS, 5, 16) and position.width(8) == 24
     bias = position("softmax", query_positions, key_positions).bias
     torch.testing.assert_close(left @ right.transpose(-1, -2), bias, **EXACT)

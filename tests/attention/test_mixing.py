@@ -3,18 +3,13 @@
 import contract
 import pytest
 import torch
-from contract import EXACT, HEADS, Combination, plain
+from contract import EXACT, HEADS, Combination
 
-from molflt.attention import FEATURE_MAPS, Attention, Features, Stack
+from molflt.attention import FEATURE_MAPS, Attention, Features, make_position
 from molflt.attention.mixing import chunked
 from molflt.attention.mixing.causal import causal_linear
 from molflt.attention.mixing.forms import linear, quadratic
 from molflt.attention.mixing.sums import Sums
-
-
-def qkv(*lengths: int, width: int = 4, seed: int = 0, grad: bool = False) -> list[torch.Tensor]:
-    torch.manual_seed(seed)
-    return [torch.rand(2, 3, n, width, dtype=torch.float64, requires_grad=grad) for n in lengths]
 
 
 @pytest.mark.parametrize(
@@ -61,8 +56,8 @@ def test_causal_equals_its_quadratic_form_for_every_chunk(feature_map, chunk):
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("factor", [-3.0, 3.0, 30.0, 0.0])
-@pytest.mark.parametrize("std", [0.3, 1.0, 3.0])
+@pytest.mark.parametrize("factor", [-3.0, 30.0])
+@pytest.mark.parametrize("std", [0.3, 3.0])
 def test_a_later_key_cannot_reach_back_in_float32(std, factor):
     """Not even by underflow, where a maximum over all keys would leak without a gradient."""
     torch.manual_seed(0)
@@ -90,7 +85,7 @@ def test_causal_never_holds_a_prefix_tensor():
 
     q, k, v = (torch.rand(1, 1, n, width, requires_grad=True) for width in (m, m, dv))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        causal_linear(plain(q), plain(k), v)[0].ratio().sum()
+        causal_linear(Features(q), Features(k), v)[0].ratio().sum()
     assert max(largest) <= 2 * n * 128
     assert sum(largest) < n * m * dv / 2
 
@@ -105,14 +100,13 @@ def test_gate_is_the_recurrence_of_rfa():
     query, key, value = attention._split(x)[:3]
     phi_q, phi_k = (attention.feature_map(t).materialize() for t in (query, key))
     g = torch.sigmoid(attention.to_gate(x)).transpose(1, 2)[..., None]
-    state = torch.zeros(2, 2, 64, 8, dtype=torch.float64)
-    total = torch.zeros(2, 2, 64, 1, dtype=torch.float64)
-    outs = []
+    value = torch.cat((value, torch.ones_like(value[..., :1])), dim=-1)
+    state, outs = torch.zeros(2, 2, 64, 9, dtype=torch.float64), []
     for t in range(9):
         gt = g[:, :, t, :, None]
         state = gt * state + (1 - gt) * phi_k[:, :, t, :, None] * value[:, :, t, None]
-        total = gt * total + (1 - gt) * phi_k[:, :, t, :, None]
-        outs.append((phi_q[:, :, t, None] @ state) / (phi_q[:, :, t, None] @ total))
+        out = phi_q[:, :, t, None] @ state
+        outs.append(out[..., :-1] / out[..., -1:])
     expected = attention.to_out(torch.cat(outs, dim=2).transpose(1, 2).flatten(2))
     torch.testing.assert_close(attention(x), expected, **contract.EXACT)
 
@@ -178,61 +172,16 @@ def test_normalize_divides_by_its_normalizer(case, causally, normalize):
     torch.testing.assert_close(other(x, r), expected, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("std", [1.0, 3.0, 10.0, 100.0])
-def test_normalizer_of_exponential_features_is_at_least_one(std):
-    """The stabilizer leaves a term 1 x 1 in every normalizer, so float32 cannot underflow."""
-    torch.manual_seed(0)
-    q, k = (std * torch.randn(2, 4, 50, 16) for _ in "qk")
-    mask = torch.rand(2, 1, 50) > 0.5
-    v = torch.randn(2, 4, 50, 3)
-    for name in ("positive", "exp", "learnable_exp"):
-        phi = FEATURE_MAPS[name](16, 4, 32)
-        sums = linear(phi(q), phi(k).masked(mask), v)
-        assert torch.isfinite(sums.numerator).all()
-        assert sums.normalizer.min() >= 1.0
-
-
-@pytest.mark.parametrize(("spread", "resolved"), [(55.0, True), (500.0, False)])
-def test_causal_queries_with_tiny_weights(spread, resolved):
-    """Weights are e^-55 or less, and the square of such a normalizer underflows in float32."""
-    torch.manual_seed(0)
-    slope = torch.linspace(0, spread, 8)
-    noise = torch.rand(2, 2, 2, 20, 8)
-    v = torch.randn(2, 2, 20, 3)
-
-    def run(dtype):
-        q = (slope + noise[0]).to(dtype).requires_grad_()
-        k = (noise[1] - slope).to(dtype).requires_grad_()
-        out = causal_linear(Features(None, q), Features(None, k), v.to(dtype), chunk=8)[0].ratio()
-        return out, *torch.autograd.grad(out.square().sum(), (q, k))
-
-    single, double = run(torch.float32), run(torch.float64)
-    torch.testing.assert_close(single[0][:, :, 0], v[:, :, 0])  # the first token sees only itself
-    for found, exact in zip(single, double, strict=True):
-        assert torch.isfinite(found).all()
-        if resolved:
-            torch.testing.assert_close(found, exact.float(), rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("options", "context"),
-    [
-        ({"mixing": "linear"}, False),
-        ({"mixing": "quadratic"}, False),
-        ({"mixing": "linear"}, True),
-        ({"causal": True}, False),
-        ({"causal": True, "gate": True}, False),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("context", [False, True])
+@pytest.mark.parametrize("options", [{}, {"mixing": "quadratic"}, {"causal": True}], ids=str)
 def test_sums_with_key_dropout_are_those_of_all_keys_on_average(options, context):
     torch.manual_seed(0)
     attention = Attention(8, 2, dropout=0.5, normalize="none", **options).double()
     attention.to_out = torch.nn.Identity()
     x, other = torch.randn(2, 1, 5, 8, dtype=torch.float64)
-    where = {"context": other.expand(1000, -1, -1)} if context else {}
-    drawn = attention.train()(x.expand(1000, -1, -1), **where)
-    expected = attention.eval()(x, **({"context": other} if context else {}))[0]
+    where = {"context": other} if context and not options else {}
+    many = {name: value.expand(1000, -1, -1) for name, value in where.items()}
+    drawn, expected = attention(x.expand(1000, -1, -1), **many), attention.eval()(x, **where)[0]
     assert drawn.std(dim=0).max() > 0.1 * expected.norm()
     assert (drawn.mean(0) - expected).norm() < 0.1 * expected.norm()
 
@@ -247,18 +196,6 @@ def layer(mixing: str, **options) -> Attention:
 
 def tokens(batch: int = 2, count: int = TOKENS) -> torch.Tensor:
     return torch.randn(batch, count, DIM, dtype=torch.float64, generator=torch.manual_seed(0))
-
-
-@pytest.mark.parametrize("later", [10.0, 1000.0])
-@pytest.mark.parametrize("feature_map", FEATURE_MAPS)
-@pytest.mark.parametrize("mixing", ["linear", "quadratic"])
-def test_causal_attention_does_not_see_the_future(mixing, feature_map, later):
-    """Large later tokens must not rescale earlier ones."""
-    attention = layer(mixing, causal=True, feature_map=feature_map).float()
-    x = tokens().float()
-    grown = x.clone()
-    grown[:, 8:] *= later
-    torch.testing.assert_close(attention(grown)[:, :8], attention(x)[:, :8], rtol=0.0, atol=0.0)
 
 
 @pytest.mark.parametrize(("scale", "gate"), [(1.0, True), (30.0, False), (800.0, False)])
@@ -341,17 +278,10 @@ def test_floor_gradient_is_that_of_the_normalizer():
     assert torch.autograd.gradcheck(attention, (x.requires_grad_(),))
 
 
-@pytest.mark.parametrize("position", ["toeplitz", "bucketed"])
-def test_long_causal_toeplitz_attention_takes_no_transforms(position):
+def test_long_causal_toeplitz_attention_takes_no_transforms():
     """Their rounding is relative to the largest key of all, the later ones included."""
-    options = {"max_tokens": 64} if position == "toeplitz" else {}
-    stack = Stack(
-        DIM, HEADS, 1, position=position, position_options=options, causal=True,
-        feature_map="exp", num_features=8,
-    )  # fmt: skip
+    own = make_position("toeplitz", HEADS, DIM // HEADS, max_tokens=64)
+    attention = Attention(DIM, HEADS, position=own, causal=True, feature_map="exp", num_features=8)
     x, r = torch.randn(1, 64, DIM), torch.arange(64.0)[None, :, None]
     grown = torch.cat((x[:, :40], 200 * x[:, 40:]), dim=1)
-    mixed = [
-        stack.blocks[0].attention(y, encoding=stack.position("linear", r, r)) for y in (x, grown)
-    ]
-    torch.testing.assert_close(mixed[1][:, :40], mixed[0][:, :40], rtol=0.0, atol=0.0)
+    assert torch.equal(attention(grown, r)[:, :40], attention(x, r)[:, :40])

@@ -62,18 +62,15 @@ def test_modules_in_half_precision(position, mixing, dtype):
 def test_tokens_decide_the_precision(position, mixing):
     """Positions in another precision are cast, such as float64 positions of ASE."""
     for dtype, other in ((torch.float32, torch.float64), (torch.float64, torch.float32)):
-        for causal in (False, True):
-            stack = make(position, mixing, causal).to(dtype)
-            out = stack(tokens().to(dtype), places(stack).to(other))
-            assert out.dtype == dtype
-            torch.testing.assert_close(out, stack(tokens().to(dtype), places(stack).to(dtype)))
+        stack = make(position, mixing).to(dtype)
+        out = stack(tokens().to(dtype), places(stack).to(other))
+        torch.testing.assert_close(out, stack(tokens().to(dtype), places(stack).to(dtype)))
 
 
-@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("position", "mixing"), PAIRS)
-def test_gradients_of_single_samples(position, mixing, causal):
+def test_gradients_of_single_samples(position, mixing):
     """`torch.func` gives what autograd gives."""
-    stack = make(position, mixing, causal).double()
+    stack = make(position, mixing, causal=mixing != "quadratic").double()
     x, r = tokens(3).double(), places(stack)
     own = {name: value.detach() for name, value in stack.named_parameters()}
 
@@ -145,7 +142,7 @@ def test_masked_tokens_may_hold_anything(position, mixing, garbage):
 
 @pytest.mark.parametrize("mixing", MIXINGS)
 def test_masked_copies_and_contexts_may_hold_anything(mixing):
-    """Keys by index, and keys of another sequence."""
+    """Keys by index, and keys of another sequence; valid tokens that are not finite are seen."""
     attention = Attention(DIM, HEADS, mixing=mixing)
     x, context = tokens(), tokens()[:, :4].clone()
     x[:, 4:] = torch.nan
@@ -156,18 +153,9 @@ def test_masked_copies_and_contexts_may_hold_anything(mixing):
     torch.testing.assert_close(*found)
     context[:, 3:] = torch.inf
     kept = torch.tensor([[True, True, True, False]])
-    found = [
-        attention(clean, context=context, key_mask=kept),
-        attention(clean, context=context[:, :3]),
-    ]
-    torch.testing.assert_close(*found)
-
-
-def test_valid_tokens_that_are_not_finite_are_seen():
-    x = tokens()
-    x[:, 1] = torch.nan
-    mask = torch.ones(1, TOKENS, dtype=torch.bool)
-    assert Attention(DIM, HEADS)(x, key_mask=mask).isnan().all()
+    found = attention(clean, context=context, key_mask=kept)
+    torch.testing.assert_close(found, attention(clean, context=context[:, :3]))
+    assert attention(x, key_mask=torch.ones(1, TOKENS, dtype=torch.bool)).isnan().all()
 
 
 def test_masked_tokens_are_still_queries():
@@ -177,18 +165,19 @@ def test_masked_tokens_are_still_queries():
     torch.testing.assert_close(attention(x, key_mask=mask), expected)
 
 
-@pytest.mark.parametrize("feature_map", ["positive", "elu", "trigonometric"])
+@pytest.mark.parametrize("feature_map", ["positive", "elu"])
 @pytest.mark.parametrize("mixing", MIXINGS)
 def test_weights_of_keys_multiply(mixing, feature_map):
-    """A key of weight 2 equals two copies; weights of 1 change nothing."""
+    """A key of weight 2 equals two copies; weights of masked keys do not matter."""
     options = {} if mixing == "softmax" else {"feature_map": feature_map}
     attention = Attention(DIM, HEADS, mixing=mixing, **options).double()
-    x = tokens().double()
-    weight = torch.ones(1, TOKENS, dtype=torch.float64)
-    torch.testing.assert_close(attention(x, key_weight=weight), attention(x), **EXACT)
-    weight[0, 2] = 2.0
-    index = torch.tensor([[0, 1, 2, 3, 4, 5, 2]])
+    x, mask = tokens().double(), torch.arange(TOKENS)[None] < 4
+    weight = torch.tensor([[1.0, 1, 2, 1, 0, torch.nan]], requires_grad=True)
+    index = torch.tensor([[0, 1, 2, 3, 2]])
     twice = attention(x, key_index=index)
-    torch.testing.assert_close(attention(x, key_weight=weight), twice, **EXACT)
-    leaf = weight.requires_grad_()
-    assert torch.autograd.gradcheck(lambda w: attention(x, key_weight=w), (leaf,))
+    out = attention(x, key_weight=weight, key_mask=mask)
+    torch.testing.assert_close(out, twice, **EXACT)
+    (slope,) = torch.autograd.grad(out.square().sum(), weight)
+    assert slope.isfinite().all() and slope[0, 2] != 0 and (slope[~mask] == 0).all()
+    single = attention.float()(x.float(), key_weight=weight.double(), key_mask=mask)
+    torch.testing.assert_close(single.double(), out, rtol=0, atol=1e-5)

@@ -1,20 +1,13 @@
 """Reciprocal nodes: explicit image sums, invariances, crystals of known energy, mixed batches."""
 
-import math
-
 import numpy as np
 import pytest
 import torch
 from families import EXACT, randn
-from scipy.spatial.transform import Rotation
 from torch import Tensor
 
-from molflt.attention.features.base import Features
-from molflt.attention.mixing.multiplicative import linear_with_kernel
 from molflt.attention.nodes.lattice import free_extent
-from molflt.attention.nodes.random import GaussianNodes
 from molflt.attention.nodes.reciprocal import reciprocal_nodes
-from molflt.attention.positions.multiplicative import MultiplicativePosition
 from molflt.attention.positions.spectral import SpectralPosition
 from molflt.attention.spectra.base import Spectrum
 from molflt.attention.spectra.gaussian import GaussianBasis
@@ -48,8 +41,7 @@ def nodes_of(positions, cell, pbc, max_frequency, **options):
 
 def product(spectrum, positions, nodes) -> Tensor:
     """U_i . V_j: (b, heads, n, n)."""
-    position = SpectralPosition(spectrum, GaussianNodes(spectrum.heads, 1).double())
-    left, right = position.factors(positions, positions, nodes)
+    left, right = SpectralPosition(spectrum, None).factors(positions, positions, nodes)
     return left @ right.mT
 
 
@@ -74,106 +66,10 @@ def test_equals_the_sum_over_images(kind):
     assert (fast - exact).abs().max() < 1e-8
 
 
-@pytest.mark.parametrize("taper", ["step", "positive"])
-@pytest.mark.parametrize("kind", PBC)
-def test_depends_only_on_the_structure(kind, taper):
-    """Translations, lattice shifts of single atoms, other cells: even of a mask that is cut off."""
-    spectrum, x, pbc = gaussians(0.7, 5.0), atoms(), periodic(kind)
-    expected = mask(spectrum, x, CELL[None], pbc, 0.3, taper=taper)
-    moved = x + torch.tensor([31.0, -47.0, 12.0])
-    found = mask(spectrum, moved, CELL[None], pbc, 0.3, taper=taper)
-    torch.testing.assert_close(found, expected, **EXACT)
-    steps = torch.randint(-3, 4, (6, 3), generator=torch.Generator().manual_seed(1)) * pbc
-    shifted = x + steps.double() @ CELL
-    found = mask(spectrum, shifted, CELL[None], pbc, 0.3, taper=taper)
-    torch.testing.assert_close(found, expected, **EXACT)
-    # Only combinations of periodic vectors are other cells, and rows along free axes are not read.
-    change = torch.diag(torch.tensor([-1.0, 1.0, 1.0])).double() if kind == "wire" else UNIMODULAR
-    other = (change @ CELL).where(pbc[0, :, None], math.nan)
-    found = mask(spectrum, x, other[None], pbc, 0.3, taper=taper)
-    torch.testing.assert_close(found, expected, **EXACT)
-
-
-@pytest.mark.parametrize(
-    ("kind", "max_frequency", "bound"),
-    [("crystal", 0.3, 1e-10), ("slab", 0.3, 1e-10)]
-    + [(kind, *case) for kind in ("wire", "molecule") for case in ((0.3, 3e-3), (0.9, 1e-10))],
-)
-def test_rotations(kind, max_frequency, bound):
-    """Exact where the lattice turns with the structure; elsewhere to the error of the box.
-
-    Measured: 1e-15; 1e-3 where the mask that is cut off ripples into its copies; else 1e-11.
-    """
-    turn = torch.from_numpy(Rotation.random(random_state=0).as_matrix())
-    spectrum, x, pbc = gaussians(1.5, 2.0), atoms(), periodic(kind)
-    expected = mask(spectrum, x, CELL[None], pbc, max_frequency, reach=14.0)
-    found = mask(spectrum, x @ turn.T, (CELL @ turn.T)[None], pbc, max_frequency, reach=14.0)
-    torch.testing.assert_close(found, expected, rtol=0, atol=bound)
-
-
-def attend(position, x, cell, pbc, phi_q, phi_k, value) -> Tensor:
-    kernel = position.factors(x, x, nodes_of(x, cell, pbc, 0.3, taper="positive"))
-    sums = linear_with_kernel(Features(phi_q), Features(phi_k), value, kernel)
-    return sums.numerator / sums.normalizer
-
-
-@pytest.mark.parametrize("copies", [(2, 1, 1), (2, 2, 2), (1, 3, 2)])
-@pytest.mark.parametrize("kind", ["crystal", "slab"])
-def test_supercells(kind, copies):
-    """The multiplicative kernel gives every copy of an atom what the atom has."""
-    pbc, x = periodic(kind), atoms(5)
-    copies = torch.tensor(copies).where(pbc[0], 1)
-    position = MultiplicativePosition(
-        gaussians(0.7, 5.0), GaussianNodes(2, 1).double(), background=0.0
-    )
-    phi_q, phi_k = randn(1, 2, 5, 4).exp(), randn(1, 2, 5, 4, seed=1).exp()
-    value = randn(1, 2, 5, 3, seed=2)
-    expected = attend(position, x, CELL[None], pbc, phi_q, phi_k, value)
-    shifts = torch.cartesian_prod(*(torch.arange(n) for n in copies.tolist())).double() @ CELL
-    many = (x + shifts[:, None]).reshape(1, -1, 3)
-    features = (t.repeat(1, 1, len(shifts), 1) for t in (phi_q, phi_k, value))
-    found = attend(position, many, (CELL * copies[:, None])[None], pbc, *features)
-    torch.testing.assert_close(found, expected.repeat(1, 1, len(shifts), 1), **EXACT)
-
-
-@pytest.mark.parametrize("taper", ["step", "positive"])
-def test_gradients(taper):
-    """Gradients of positions and cell, with all kinds of periodicity in one batch."""
-    spectrum, pbc = gaussians(1.5, 3.0), torch.cat([periodic(kind) for kind in PBC])
-    x = torch.cat([atoms(3, seed) for seed in range(4)]).requires_grad_()
-    cell = CELL.repeat(4, 1, 1).requires_grad_()
-    options = {"max_frequency": 0.2, "reach": 6.0, "taper": taper}
-    torch.autograd.gradcheck(lambda x, cell: mask(spectrum, x, cell, pbc, **options), (x, cell))
-    grad = torch.autograd.grad(mask(spectrum, x, cell, pbc, **options).square().sum(), cell)[0]
-    assert grad[0].abs().amin() > 1e-9 and grad[3].abs().max() == 0
-
-
-def test_batching_does_not_change_results():
-    """The same bits, whatever the other graphs, and no gradient of one graph from another."""
-    pbc = torch.cat([periodic(kind) for kind in ANY_AXIS])
-    cell = CELL + 0.3 * randn(6, 3, 3)
-    cell.requires_grad_()
-    extent = torch.rand(6, 3, generator=torch.Generator().manual_seed(0)).double() * ~pbc
-    nodes, weights = reciprocal_nodes(cell, pbc, 0.4, extent)
-    counts = []
-    for i in range(6):
-        part = slice(i, i + 1)
-        own, own_weights = reciprocal_nodes(cell[part], pbc[part], 0.4, extent[part])
-        counts.append(own.shape[1])
-        assert torch.equal(own[0], nodes[i, : counts[-1]])
-        assert torch.equal(own_weights[0], weights[i, : counts[-1]])
-        assert (weights[i, counts[-1] :] == 0).all() and (own_weights != 0).all()
-    assert len(set(counts)) > 3 and max(counts) == nodes.shape[1]
-    grad = torch.autograd.grad(nodes[0].sum() + weights[0].square().sum(), cell)[0]
-    assert (grad[0] != 0).any() and (grad[1:] == 0).all()
-
-
-@pytest.mark.parametrize(("max_frequency", "count"), [(0.25, 58), (0.3, 107), (0.5, 500)])
-def test_number_of_nodes(max_frequency, count):
-    """Nodes of an OC20 slab are all reciprocal lattice vectors of half the ball, by numpy."""
+@pytest.mark.parametrize("max_frequency", [0.25, 0.5])
+def test_nodes_are_all_vectors_of_half_the_ball(max_frequency):
     cell = torch.tensor([[[8.0, 0.0, 0.0], [1.5, 8.0, 0.0], [0.0, 0.0, 29.9]]]).double()
     nodes, _ = reciprocal_nodes(cell, torch.ones(1, 3).bool(), max_frequency)
-    assert nodes.shape[1] == pytest.approx(count, rel=0.1)
     box = np.indices((41, 41, 41)).reshape(3, -1).T - 20
     ball = np.linalg.norm(box @ np.linalg.inv(cell[0].numpy()).T, axis=1) < max_frequency
     assert 2 * nodes.shape[1] - 1 == ball.sum()
@@ -221,34 +117,15 @@ def test_extent():
     assert (free_extent(x[:0], atom[:0], cell, pbc) == 0).all()
 
 
-def test_few_atoms_and_no_graphs():
-    cell, pbc = CELL[None], periodic("molecule")
-    nodes, weights = reciprocal_nodes(cell[:0], pbc[:0], 0.3)
-    assert nodes.shape == (0, 0, 3) and weights.shape == (0, 0)
-    spectrum = gaussians(2.0)
-    one = mask(spectrum, atoms(1), cell, pbc, reach=14.0)
-    torch.testing.assert_close(one, spectrum.mask(0 * CELL[None, :1, None]), rtol=1e-7, atol=0)
-    assert mask(spectrum, atoms(0), cell, pbc).shape == (1, 2, 0, 0)
-
-
-def test_precision_autocast_and_compile():
-    """float32, bfloat16 autocast and torch.compile find the same nodes, with gradients."""
-    cell, pbc = CELL[None].float().requires_grad_(), periodic("slab")
+def test_precision_and_autocast():
+    """float32 and bfloat16 autocast find the same nodes."""
+    cell, pbc = CELL[None].float(), periodic("slab")
     extent = torch.tensor([[0.0, 0.0, 5.0]])
-
-    def function(cell):
-        nodes, weights = reciprocal_nodes(cell * 1.0, pbc, 0.37, extent)
-        return torch.cat((nodes.flatten(), 100 * weights.flatten()))
-
-    expected = function(cell)
-    assert expected.dtype == torch.float32
-    torch.testing.assert_close(expected.double(), function(cell.double()), rtol=0, atol=1e-6)
+    nodes, weights = reciprocal_nodes(cell, pbc, 0.37, extent)
+    exact = reciprocal_nodes(cell.double(), pbc, 0.37, extent)
+    torch.testing.assert_close((nodes.double(), weights.double()), exact, rtol=0, atol=1e-6)
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(function(cell), expected)
-    compiled = torch.compile(function, backend="aot_eager")
-    assert torch.equal(compiled(cell), expected)
-    grads = [torch.autograd.grad(f(cell).square().sum(), cell)[0] for f in (function, compiled)]
-    torch.testing.assert_close(*grads)
+        assert torch.equal(reciprocal_nodes(cell, pbc, 0.37, extent)[1], weights)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 from families import EXACT, make, randn
-from scipy.spatial.transform import Rotation
 
 from molflt.attention.nodes.base import hermitian
 from molflt.attention.nodes.random import GaussianNodes
@@ -54,32 +53,12 @@ def rms_error(spectrum, nodes, z) -> float:
 
 @pytest.mark.parametrize("degree", _DEGREES)
 def test_directions_are_exact_for_even_polynomials(degree):
-    """Mean of x^a y^b z^c over the sphere: (a-1)!! (b-1)!! (c-1)!! / (a+b+c+1)!!."""
+    """One of every two antipodes; the mean of z^n over the sphere is 1 / (n + 1)."""
     unit, weights = _directions(3, degree)
-    assert (weights > 0).all() and abs(weights.sum() - 1) < 1e-12
-    gram = unit @ unit.T
-    assert gram.min() > -1 + 1e-9  # one of every two antipodes
-    top = min(degree - 1, 40)
-
-    def odd_factorial(n: int) -> float:
-        return math.prod(range(n - 1, 0, -2))
-
-    for a, b in ((0, 0), (2, 0), (2, 2), (4, 2), (top // 4 * 2, top // 6 * 2), (top, 0)):
-        c = top - a - b
-        if c < 0:
-            continue
-        got = (unit[:, 0] ** a * unit[:, 1] ** b * unit[:, 2] ** c) @ weights
-        expected = math.prod(odd_factorial(n) for n in (a, b, c)) / odd_factorial(top + 2)
-        assert abs(got - expected) < 1e-12, (a, b, c)
-
-
-@pytest.mark.parametrize("degree", [1, 2, 5, 8, 20])
-def test_circles_are_exact_up_to_their_degree(degree):
-    unit, weights = _directions(2, degree)
-    angle = torch.atan2(unit[:, 1], unit[:, 0])
-    for even in range(2, degree + 1, 2):
-        assert abs((even * angle).cos() @ weights) < 1e-12
-        assert abs((even * angle).sin() @ weights) < 1e-12
+    assert (weights > 0).all() and (unit @ unit.T).min() > -1 + 1e-9
+    for power in (0, 2, degree - 1):
+        mean = (unit ** (power)).T @ weights
+        torch.testing.assert_close(mean, torch.full((3,), 1 / (power + 1)), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -98,8 +77,7 @@ def test_shells_are_the_mask_and_its_gradients(dim, radial):
     torch.testing.assert_close(got, exact, **EXACT)
     parameters = (z, *basis.parameters())
     gradients = [torch.autograd.grad(f.square().sum(), parameters) for f in (got, exact)]
-    for a, b in zip(*gradients, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("scale", [1.0, 3.0])
@@ -159,23 +137,16 @@ def test_weighted_shells_sampled_at_their_nodes_are_the_exact_mask(dim):
     left, right = SpectralPosition(weights, shells).factors(z[None], torch.zeros(1, 1, dim))
     got = (left @ right.mT)[0, :, :, 0]
     torch.testing.assert_close(got, exact, **EXACT)
-    for a, b in zip(
-        torch.autograd.grad(got.square().sum(), (z, weights.amplitude)),
-        torch.autograd.grad(exact.square().sum(), (z, weights.amplitude)),
-        strict=True,
-    ):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+    leaves = z, weights.amplitude
+    slopes = [torch.autograd.grad(mask.square().sum(), leaves) for mask in (got, exact)]
+    torch.testing.assert_close(*slopes, rtol=1e-9, atol=1e-9)
 
 
-def test_mask_of_weighted_shells_is_invariant_and_smooth_at_zero():
+def test_mask_of_weighted_shells_is_smooth_at_zero():
     shells = ShellNodes(4.0, 0.5, 5, normalized=True)
     weights = ShellWeights(3, shells.shell_radius, amplitude=1.0)
-    turn = torch.from_numpy(Rotation.random(rng=0).as_matrix())
-    z = torch.cat((torch.zeros(1, 3), randn(5, 3)))[None]
-    torch.testing.assert_close(weights.mask(z @ turn.T), weights.mask(z), **EXACT)
+    z = torch.cat((torch.zeros(1, 3), randn(5, 3)))[None].requires_grad_()
     torch.testing.assert_close(weights.mask(z)[0, :, 0], weights.amplitude.sum(-1), **EXACT)
-    z.requires_grad_()
-    assert torch.autograd.gradcheck(weights.mask, (z,))
     gradient = torch.autograd.grad(weights.mask(z).sum(), z, create_graph=True)[0]
     assert gradient[0, 0].abs().max() == 0
     assert torch.autograd.grad(gradient.square().sum() + gradient.sum(), z)[0].isfinite().all()

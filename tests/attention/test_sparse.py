@@ -8,10 +8,9 @@ from scipy.interpolate import BSpline
 from torch.autograd import gradcheck, gradgradcheck
 
 from molflt.attention.features import Features
-from molflt.attention.mixing import multiplicative
+from molflt.attention.mixing import forms
 from molflt.attention.mixing import sparse as products
-from molflt.attention.mixing.forms import quadratic
-from molflt.attention.mixing.multiplicative import linear_with_kernel
+from molflt.attention.mixing.forms import linear_with_kernel, quadratic
 from molflt.attention.mixing.sparse import Pattern, correlate, gather, spread
 from molflt.attention.nodes.mesh import splines
 
@@ -38,12 +37,7 @@ def test_sparse_products_equal_dense_ones_with_two_gradients(sparse, monkeypatch
     matrix = matrix.index_put(places, weight, accumulate=True)
     torch.testing.assert_close(spread(weight, x, pattern), matrix.T @ x, rtol=0, atol=1e-14)
     torch.testing.assert_close(gather(weight, y, pattern), matrix @ y, rtol=0, atol=1e-14)
-    turned = pattern.turned(weight.detach())
     for product, other in ((spread, x), (gather, y)):
-        for known in (None, turned):
-            assert torch.equal(
-                product(weight, other, pattern), product(weight, other, pattern, known)
-            )
         assert gradcheck(lambda w, z, f=product: f(w, z, pattern), (weight, other))
         assert gradgradcheck(lambda w, z, f=product: f(w, z, pattern), (weight, other))
     expected = (x @ y.T)[places]
@@ -54,43 +48,10 @@ def test_sparse_products_equal_dense_ones_with_two_gradients(sparse, monkeypatch
 
 def test_more_places_than_the_matrix_has_numbers():
     """A small cell has many images of few atoms."""
-    row = torch.tensor([0, 0, 0, 1, 1, 1])
-    pattern = Pattern.of(row, torch.tensor([1, 1, 0, 0, 1, 0]), 2, 2)
+    row, column = torch.tensor([0, 0, 0, 1, 1, 1]), torch.tensor([1, 1, 0, 0, 1, 0])
     x, y = torch.randn(2, 2, 3, dtype=torch.float64).unbind()
-    expected = torch.stack([x[i] @ y[j] for i, j in zip(row, pattern.places, strict=True)])
-    torch.testing.assert_close(correlate(x, y, pattern), expected, rtol=0, atol=1e-14)
-
-
-def test_gradients_inside_of_autocast_are_those_without():
-    """A potential's forces are gradients in its forward pass; bfloat16 has no such products."""
-    pattern, _, *given = case()
-    weight, x, y = (part.detach().float().requires_grad_() for part in given)
-
-    def gradients():
-        out = spread(weight, x, pattern).square().sum() + gather(weight, y, pattern).square().sum()
-        first = torch.autograd.grad(out, (weight, x, y), create_graph=True)
-        return torch.autograd.grad(sum(part.square().sum() for part in first), (weight, x, y))
-
-    expected = gradients()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = gradients()
-    for one, other in zip(found, expected, strict=True):
-        assert torch.equal(one, other)
-
-
-def test_unneeded_gradients_save_no_tensors():
-    pattern, _, weight, x, _ = case()
-    out = spread(weight.detach(), x, pattern)
-    kept = [t for t in out.grad_fn.saved_tensors if t is not None]
-    assert [t.shape for t in kept] == [weight.shape]
-
-
-def test_transforms_take_the_plain_form():
-    pattern, _, *tensors = case()
-    weight, x, _ = (z.detach() for z in tensors)
-    batch = torch.stack((x, 2 * x))
-    found = torch.func.vmap(lambda one: spread(weight, one, pattern))(batch)
-    torch.testing.assert_close(found[1], 2 * spread(weight, x, pattern))
+    found = correlate(x, y, Pattern.of(row, column, 2, 2))
+    torch.testing.assert_close(found, (x @ y.T)[row, column], rtol=0, atol=1e-14)
 
 
 @pytest.mark.parametrize("order", [4, 5, 6, 8])
@@ -104,21 +65,16 @@ def test_splines_are_those_of_scipy(order):
     torch.testing.assert_close(found.sum(dim=-1), torch.ones_like(t), rtol=0, atol=1e-14)
 
 
-@pytest.mark.parametrize("transient", [2**22, 1, 200], ids=["whole", "one by one", "pieces"])
+@pytest.mark.parametrize("transient", [2**22, 200], ids=["whole", "pieces"])
 @pytest.mark.parametrize("shared", [True, False], ids=["factors of all heads", "of each head"])
-@pytest.mark.parametrize("columns", [1, 4, 5, 19])
+@pytest.mark.parametrize("columns", [1, 4, 19])
 def test_by_column_and_by_feature(columns, shared, transient, monkeypatch):
     """Values, gradients and second derivatives, with 4 features: above 4 columns, by feature."""
-    monkeypatch.setattr(multiplicative, "_TRANSIENT", transient)
+    monkeypatch.setattr(forms, "_TRANSIENT", transient)
     torch.manual_seed(0)
     heads = 1 if shared else 3
-    shapes = [
-        (2, 3, 6, 4),
-        (2, 3, 7, 4),
-        (2, 3, 7, 2),
-        (2, heads, 6, columns),
-        (2, heads, 7, columns),
-    ]
+    features, kernel = [(2, 3, 6, 4), (2, 3, 7, 4)], [(2, heads, n, columns) for n in (6, 7)]
+    shapes = [*features, (2, 3, 7, 2), *kernel]
     leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
     query, key, value, left, right = leaves
 

@@ -13,21 +13,8 @@ from molflt.attention import (
     convert_weights_,
     make_position,
 )
-from molflt.attention.encodings import Kernel
 
 DIM = 16
-
-
-def mixer(name: str):
-    build = TOKEN_MIXERS[name]
-    return build(DIM, 24) if build.bounded else build(DIM)
-
-
-def stack_of(*names: str, norm: str = "post", **options) -> Stack:
-    """Mixers by name; "attention" for attention with the options."""
-    torch.manual_seed(0)
-    layers = [Attention(DIM, 2, **options) if n == "attention" else mixer(n) for n in names]
-    return Stack.of([Block(layer, 24, norm=norm) for layer in layers]).double().eval()
 
 
 def test_fnet_block_equals_transformers():
@@ -57,10 +44,12 @@ def test_fnet_block_equals_transformers():
     torch.testing.assert_close(ours(x), theirs(x)[0], **contract.EXACT)
 
 
-@pytest.mark.parametrize("names", ["fourier fourier attention", "dense attention"])
-def test_hybrids_keep_the_contract(names):
+def test_hybrids_keep_the_contract():
     """FNet with attention in the last layers: no effect of padding or of other sequences."""
-    stack, items = stack_of(*names.split()), contract.ragged()
+    torch.manual_seed(0)
+    layers = TOKEN_MIXERS["fourier"](DIM), TOKEN_MIXERS["dense"](DIM, 24), Attention(DIM, 2)
+    stack = Stack.of([Block(layer, 24, norm="post") for layer in layers]).double().eval()
+    items = contract.ragged()
     for got, (x, _) in zip(contract.run(stack, items, 21, fill=3.7), items, strict=True):
         torch.testing.assert_close(got, stack(x[None])[0], **contract.EXACT)
     x, _, mask = contract.pad(items, 12)
@@ -126,45 +115,9 @@ def test_softmax_to_kernelized_and_back():
 
 
 def test_conversion_returns_unset_parameters():
-    left = convert_weights_(
-        pair("softmax", 0), pair("linear", 1, feature_map="learnable_exp", num_features=8)
-    )
+    learned = pair("linear", 1, feature_map="learnable_exp", num_features=8)
+    left = convert_weights_(pair("softmax", 0), learned)
     assert left == [f"blocks.{i}.attention.feature_map.weight" for i in (0, 1)]
-
-
-@pytest.mark.parametrize("mixing", ["quadratic", "auto", "linear"])
-def test_a_kernel_becomes_a_matrix_once_for_all_layers(mixing, monkeypatch):
-    """The matrix is formed once; outputs and gradients equal those of single blocks."""
-    torch.manual_seed(0)
-    options = {"dim": 2, "num_nodes": 6}
-    stack = Stack(
-        16,
-        2,
-        layers=3,
-        ffn_dim=16,
-        position="multiplicative",
-        position_options=options,
-        mixing=mixing,
-    ).double()
-    x = torch.randn(2, 5, 16, dtype=torch.float64, requires_grad=True)
-    r = torch.randn(2, 5, 2, dtype=torch.float64)
-    encoding, alone = stack.position("linear", r, r), x
-    for block in stack.blocks:
-        alone = block(alone, r)
-    formed = []
-    original = Kernel._far
-
-    def counting(self, *sizes):
-        formed.append(sizes)
-        return original(self, *sizes)
-
-    monkeypatch.setattr(Kernel, "_far", counting)
-    out = stack.one_pass(x, encoding)
-    assert len(formed) == (0 if mixing == "linear" else 1)
-    torch.testing.assert_close(out, alone, rtol=1e-12, atol=1e-12)
-    (own,) = torch.autograd.grad(out.square().sum(), x)
-    (other,) = torch.autograd.grad(alone.square().sum(), x)
-    torch.testing.assert_close(own, other, rtol=1e-10, atol=1e-10)
 
 
 def test_refinements_feed_the_output_back():

@@ -44,7 +44,7 @@ def test_random_expressions_are_distributed_as_published(published):
     """Compares lengths, values and symbols."""
     drawn = expressions(random.Random(1), depth=20, arguments=5, min_length=6, max_length=2000)
     mine = [(text.split(), value) for text, value in itertools.islice(drawn, 4000)]
-    theirs = [pair for pair in published if len(pair[0]) > 6]  # shorter ones repeat there
+    theirs = [pair for pair in published if len(pair[0]) > 6]  # see configs/lra/README.md
     sizes = [[len(text) for text, _ in some] for some in (mine, theirs)]
     assert ks_2samp(*sizes).pvalue > 0.01
     for what in (lambda text, value: [value], lambda text, value: text):

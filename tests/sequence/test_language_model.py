@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from molflt.attention.positions.absolute import sinusoids
+from molflt.attention.positions.base import sinusoids
 from molflt.sequence import heads
 from molflt.sequence.language_model import LanguageModel
 

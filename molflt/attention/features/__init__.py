@@ -3,19 +3,10 @@
 from typing import TYPE_CHECKING, Literal
 
 from molflt.attention.features import maps
-from molflt.attention.features.base import PROJECTIONS, FeatureMap, Features
+from molflt.attention.features.base import FeatureMap
+from molflt.attention.features.base import Features as Features
 from molflt.attention.features.polynomial import _PolynomialFeatures
-from molflt.attention.features.projections import Projection
-
-__all__ = [
-    "FEATURE_MAPS",
-    "PROJECTIONS",
-    "FeatureMap",
-    "FeatureMapName",
-    "Features",
-    "Projection",
-    "ProjectionName",
-]
+from molflt.attention.features.projections import PROJECTIONS
 
 FEATURE_MAPS: dict[str, type[FeatureMap]] = {
     "positive": maps._PositiveFeatures,

@@ -7,26 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from molflt.attention.checks import at_least_one, no_effect, one_of
-from molflt.attention.features.factored import _GivensProjection, _HadamardProjection
-from molflt.attention.features.projections import (
-    OrthogonalProjection,
-    Projection,
-    SobolProjection,
-    _IidProjection,
-    _SphereProjection,
-)
-from molflt.attention.numerics import at_least_float32
+from molflt.attention.features.projections import PROJECTIONS, Projection
+from molflt.attention.numerics import at_least_float32, options_of
 
 NUM_FEATURES = 64
-
-PROJECTIONS: dict[str, type[Projection]] = {
-    "iid": _IidProjection,
-    "orthogonal": OrthogonalProjection,
-    "hadamard": _HadamardProjection,
-    "givens": _GivensProjection,
-    "sphere": _SphereProjection,
-    "sobol": SobolProjection,
-}
 
 
 class Features(NamedTuple):
@@ -48,7 +32,6 @@ class Features(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Returns the number of tokens."""
         return self._given.shape[-2]
 
     @property
@@ -85,10 +68,7 @@ class Features(NamedTuple):
         return Features(self.values, factor if self.log_scale is None else self.log_scale + factor)
 
     def kronecker(self, factors: Tensor) -> "Features":
-        """Returns the row-wise Kronecker product with (batch, heads, tokens, p): m p features.
-
-        This multiplies phi_i . phi_j by factors_i . factors_j.
-        """
+        """Multiplies phi_i . phi_j by factors_i . factors_j, (batch, heads, tokens, p)."""
         p = factors.shape[-1]
         values, log_scale = self
         ones = factors.new_ones(()).expand(*factors.shape[:-1], self.width)
@@ -117,12 +97,10 @@ class Features(NamedTuple):
 
 
 class Projected(NamedTuple):
-    """Random projections and squared norms of columns, for maps that need only these."""
+    """Random projections w_s . x, (b, h, n, m), and |x|^2, (b, h, n, 1), of columns x."""
 
     products: Tensor
-    """w_s . x, (batch, heads, tokens, m)"""
     square: Tensor
-    """|x|^2, (batch, heads, tokens, 1)"""
 
 
 Columns = Tensor | Projected
@@ -133,8 +111,8 @@ def _joined(*columns: Columns) -> Tensor:
     whole = [part for part in columns if isinstance(part, Tensor)]
     if len(whole) < len(columns):
         raise ValueError(
-            "this feature map needs the factors of the encoding themselves; got their random "
-            "projections, as for reciprocal nodes; use 'positive', 'relu' or another random map"
+            "this feature map needs the factors of the encoding; got random projections, as for "
+            "reciprocal nodes; use 'positive', 'relu' or another random map"
         )
     return whole[0] if len(whole) == 1 else torch.cat(whole, dim=-1)
 
@@ -156,40 +134,25 @@ class FeatureMap(nn.Module):
     Args:
         dim: width of the queries and keys given to the map.
         heads: number of heads; every head has its own projection.
-        num_features: number of rows m of the projection, 64 by default. Maps without a projection
-            reject this option.
+        num_features: number of rows m of the projection, 64 by default.
         projection: key of `PROJECTIONS`, the distribution of the random rows; "orthogonal" by
-            default. Maps without a projection reject this option.
+            default. Maps without a projection reject both options.
         degree: degree of polynomial maps; other maps reject this option.
-
-    Attributes:
-        width: number of features per token that `forward` returns.
-        projection: the random matrix, or None.
-        paper: source of the map: arXiv number and location.
-        cost: cost of attention with the map, for N tokens, m features and head width d.
-        random: True if the map owns a random projection that `redraw_` renews.
-        learned: True if the map learns a projection that is drawn at random initially.
-        signed: True if features can be negative.
-        positive_kernel: True if all phi(q) . phi(k), and therefore all normalizers, are positive.
-            For other maps, look for small normalizers in `Attention.sums(...).normalizer`.
-        estimates_exp: True if the products estimate exp(q . k); random maps do so without bias.
-        takes_projected: True if random projections of the columns suffice.
-        unit_norm: True if the map expects queries and keys of norm 1 and a learned temperature,
-            which are then the defaults of attention.
-        per_row: features per row of the projection.
     """
 
-    paper = ""
-    cost = "N m d"
-    random = False
-    learned = False
-    signed = False
-    positive_kernel = True
-    estimates_exp = False
-    takes_projected = False
-    unit_norm = False
-    degrees: tuple[int, ...] = ()
-    per_row = 1
+    paper = ""  #: source of the map: arXiv number and location
+    cost = "N m d"  #: for N tokens, m features and head width d
+    random = False  #: True if the map owns a random projection that `redraw_` renews
+    learned = False  #: True if the map learns a projection that is drawn at random initially
+    signed = False  #: True if features can be negative
+    positive_kernel = True  #: True if all phi(q) . phi(k), and thereby normalizers, are positive
+    estimates_exp = False  #: True if the products estimate exp(q . k)
+    takes_projected = False  #: True if random projections of the columns suffice
+    unit_norm = False  #: True for queries and keys of norm 1 and a learned temperature by default
+    extra_repr = options_of
+    degrees: tuple[int, ...] = ()  #: allowed degrees of a polynomial
+    per_row = 1  #: features per row of the projection
+    width: int  #: number of features per token
     projection: Projection | None
 
     def __init__(
@@ -242,22 +205,15 @@ class FeatureMap(nn.Module):
         out: Tensor = self.projection(*(x for x in columns if isinstance(x, Tensor)))
         return sum((x.products for x in columns if isinstance(x, Projected)), out)
 
-    def extra_repr(self) -> str:
-        return f"dim={self.dim}, heads={self.heads}, width={self.width}"
-
 
 class Operand(NamedTuple):
     """Queries or keys, whose features are evaluated all at once or a few tokens at a time."""
 
     feature_map: FeatureMap
-    x: Tensor
-    """scaled, (batch, heads, tokens, d)"""
-    columns: Columns | None = None
-    """N1 or N2, (batch or 1, heads or 1, tokens, .), columns prepended to x"""
-    mask: Tensor | None = None
-    """broadcastable to (batch, heads, tokens), False where features are 0"""
-    log_weight: Tensor | None = None
-    """logarithm of a factor of the features, of the same shape"""
+    x: Tensor  # scaled, (batch, heads, tokens, d)
+    columns: Columns | None = None  # N1 or N2, (b or 1, h or 1, tokens, .), prepended to x
+    mask: Tensor | None = None  # broadcastable to (b, h, tokens), False where features are 0
+    log_weight: Tensor | None = None  # logarithm of a factor of the features, of the same shape
 
     def features(self) -> Features:
         """Returns phi([columns, x]) in at least float32."""

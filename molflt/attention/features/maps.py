@@ -1,8 +1,4 @@
-"""Feature maps phi of kernelized attention, A_ij = phi(q_i) . phi(k_j).
-
-Inputs are already scaled (x = q d^(-1/4)). A map returns `Features`. Exponential maps return
-logarithms; before mixing exponentiates these, it subtracts the part that cancels.
-"""
+"""Feature maps phi of kernelized attention; inputs are already scaled (x = q d^(-1/4))."""
 
 import math
 from collections.abc import Callable
@@ -12,22 +8,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from molflt.attention.features.base import (
-    PROJECTIONS,
     Columns,
     FeatureMap,
     Features,
     _joined,
     _squared_norm,
 )
-from molflt.attention.numerics import by_head, unit
+from molflt.attention.features.projections import PROJECTIONS
+from molflt.attention.numerics import by_head, rand64, unit
 
 
 class _PositiveFeatures(FeatureMap):
-    """Positive random features: phi(x) = exp(w_s . x - |x|^2 / 2) / sqrt(m).
-
-    Unbiased: E[phi(x) . phi(y)] = exp(x . y). Performer (arXiv:2009.14794), lemma 1; kernelized
-    attention with RPE (arXiv:2106.12566), eq. 5.
-    """
+    """Unbiased positive random features: phi(x) = exp(w_s . x - |x|^2 / 2) / sqrt(m)."""
 
     paper = "2106.12566, eq. 5; 2009.14794, lemma 1"
     estimates_exp = True
@@ -44,7 +36,6 @@ class _TrigonometricFeatures(FeatureMap):
     """Features phi(x) = exp(|x|^2 / 2) [sin(w_s . x), cos(w_s . x)] / sqrt(m), with width 2m.
 
     Unbiased for exp(x . y), but signed; the variance becomes very large where exp(x . y) is small.
-    NPRF (arXiv:2106.12566), eq. 4. Safe for queries and keys of unit norm.
     """
 
     paper = "2106.12566, eq. 4"
@@ -66,8 +57,7 @@ class _Favor2020Features(_TrigonometricFeatures):
     """FAVOR as first published: phi(x) = D_x sqrt(2 / m) cos(w_s . x + b_s).
 
     D_x = exp(|x|^2 / 2) is exp(|q|^2 / (2 sqrt(d))) for the unscaled query, as in D_Q and D_K of
-    FAVOR (arXiv:2006.03555), eqs. 5-12. The phases b_s are uniform in [0, 2 pi). Unbiased for exp(x
-    . y), but signed.
+    FAVOR. The phases b_s are uniform in [0, 2 pi). Unbiased for exp(x . y), but signed.
     """
 
     paper = "2006.03555, eqs. 5-12"
@@ -83,9 +73,8 @@ class _Favor2020Features(_TrigonometricFeatures):
         self._draw_phase(generator)
 
     def _draw_phase(self, generator: torch.Generator | None = None) -> None:
-        turns = torch.rand(self.phase.shape, dtype=torch.float64, generator=generator, device="cpu")
         with torch.no_grad():
-            self.phase.copy_(2 * math.pi * turns)
+            self.phase.copy_(2 * math.pi * rand64(self.phase.shape, generator=generator))
 
     def forward(self, *columns: Columns) -> Features:
         projected = self.project(*columns)
@@ -94,11 +83,9 @@ class _Favor2020Features(_TrigonometricFeatures):
 
 
 class _GeneralizedFeatures(FeatureMap):
-    """Generalized attention: phi(x) = f(w_s . x) + eps.
+    """Generalized attention: phi(x) = f(w_s . x) + eps, FAVOR (arXiv:2006.03555), section 2.2.
 
-    FAVOR (arXiv:2006.03555), sections 2.2 and 4.3; `normalize="none"` of `Attention` turns off the
-    renormalization of that paper. A positive eps keeps the normalizers of a non-negative f
-    positive.
+    A positive eps keeps the normalizers of a non-negative f positive.
     """
 
     paper = "2006.03555, sec. 2.2"
@@ -112,26 +99,18 @@ class _GeneralizedFeatures(FeatureMap):
 
 
 class _ReluFeatures(_GeneralizedFeatures):
-    """Generalized attention with f = relu."""
-
     function = staticmethod(F.relu)
 
 
 class _SquaredReluFeatures(_GeneralizedFeatures):
-    """Generalized attention with f = relu^2."""
-
     function = staticmethod(lambda x: F.relu(x).square())
 
 
 class _SigmoidFeatures(_GeneralizedFeatures):
-    """Generalized attention with f = sigmoid."""
-
     function = staticmethod(torch.sigmoid)
 
 
 class _AbsFeatures(_GeneralizedFeatures):
-    """Generalized attention with f = |x|."""
-
     function = staticmethod(torch.abs)
 
 
@@ -144,34 +123,23 @@ class _SignedFeatures(_GeneralizedFeatures):
 
 
 class _GeluFeatures(_SignedFeatures):
-    """Generalized attention with f = gelu."""
-
     function = staticmethod(F.gelu)
 
 
 class _CosFeatures(_SignedFeatures):
-    """Generalized attention with f = cos."""
-
     function = staticmethod(torch.cos)
 
 
 class _TanhFeatures(_SignedFeatures):
-    """Generalized attention with f = tanh."""
-
     function = staticmethod(torch.tanh)
 
 
 class _IdentityFeatures(_SignedFeatures):
-    """Generalized attention with f = x."""
-
     function = staticmethod(lambda x: x)
 
 
 class _ExpFeatures(FeatureMap):
-    """Generalized attention with f = exp: phi(x) = exp(w_s . x), returned as its logarithm.
-
-    FAVOR (arXiv:2006.03555), section 4.3. Positive without an eps.
-    """
+    """Generalized attention with f = exp: phi(x) = exp(w_s . x), returned as its logarithm."""
 
     paper = "2006.03555, sec. 4.3"
     random = True
@@ -182,10 +150,7 @@ class _ExpFeatures(FeatureMap):
 
 
 class _LearnableExpFeatures(FeatureMap):
-    """Exponential of a learned projection per head: phi(x) = exp(W x).
-
-    FLT (arXiv:2302.01925), image experiments. W is initialized with a random draw of `projection`.
-    """
+    """Exponential of a learned projection per head, phi(x) = exp(W x), drawn at random at first."""
 
     paper = "2302.01925, sec. 5.2"
     learned = True
@@ -204,10 +169,7 @@ class _LearnableExpFeatures(FeatureMap):
 
 
 class _LearnableReluFeatures(_LearnableExpFeatures):
-    """ReLU of a learned projection per head: phi(x) = relu(W x) + eps.
-
-    FLT (arXiv:2302.01925), image experiments.
-    """
+    """ReLU of a learned projection per head: phi(x) = relu(W x) + eps."""
 
     eps = _GeneralizedFeatures.eps
 
@@ -216,7 +178,7 @@ class _LearnableReluFeatures(_LearnableExpFeatures):
 
 
 class _EluFeatures(FeatureMap):
-    """Linear Transformer: phi(x) = elu(x) + 1, with the width of x (arXiv:2006.16236, eq. 7)."""
+    """Linear Transformer: phi(x) = elu(x) + 1, with the width of x."""
 
     paper = "2006.16236, eq. 7"
     cost = "N d²"
@@ -226,10 +188,7 @@ class _EluFeatures(FeatureMap):
 
 
 class _CosformerFeatures(_EluFeatures):
-    """cosFormer: phi(x) = relu(x), with the width of x (arXiv:2202.08791, eq. 7).
-
-    Its re-weighting by position is available as `position="cosine"`.
-    """
+    """cosFormer: phi(x) = relu(x), with the width of x; see also `position="cosine"`."""
 
     paper = "2202.08791, eq. 7"
 
@@ -238,7 +197,7 @@ class _CosformerFeatures(_EluFeatures):
 
 
 class _RfaFeatures(FeatureMap):
-    """Base class for features of random feature attention, RFA (arXiv:2103.02143), section 3.1.
+    """Base class of random feature attention, RFA (arXiv:2103.02143), section 3.1.
 
     Queries and keys are divided by their norms and multiplied by a learned scale per head and
     dimension, which reparametrizes the width of the random rows.
@@ -256,10 +215,7 @@ class _RfaFeatures(FeatureMap):
 
 
 class _RfaGaussianFeatures(_RfaFeatures):
-    """RFA with a Gaussian kernel: phi(x) = [sin(w_s . x), cos(w_s . x)] / sqrt(m), with width 2m.
-
-    The features are signed.
-    """
+    """RFA with a Gaussian kernel: phi(x) = [sin(w_s . x), cos(w_s . x)] / sqrt(m)."""
 
     positive_kernel = False
     signed = True

@@ -1,9 +1,8 @@
 """Deterministic features whose products are a polynomial in q . k, close to exp(q . k).
 
 On the sphere |x|^2 = rho, exp(x . y) is a sum over spherical harmonics, with one term for each
-degree. The weights are modified Bessel functions (Funk and Hecke). Truncated at degree p, it is the
-best polynomial of degree p in the mean square over directions. Its limit for small rho is the
-Taylor polynomial at q . k = 0, with which outputs of attention have 1.5 to 2 times the error.
+degree. Truncated at degree p, it is the best polynomial of degree p in the mean square over
+directions; the Taylor polynomial at q . k = 0 has 1.5 to 2 times the error.
 """
 
 import math
@@ -14,14 +13,13 @@ from torch import Tensor
 
 from molflt.attention.checks import no_effect
 from molflt.attention.features.base import (
-    PROJECTIONS,
     Columns,
     FeatureMap,
     Features,
     _joined,
     _squared_norm,
 )
-from molflt.attention.features.projections import Projection
+from molflt.attention.features.projections import PROJECTIONS, Projection
 
 _WIDEST = 2**14  # features per head; up to about as many tokens, softmax is faster
 _TERMS = 6  # levels of the continued fraction
@@ -33,20 +31,12 @@ class _PolynomialFeatures(FeatureMap):
 
     For q and k of norm 1 and a temperature tau, x . y = tau cos(q, k). The products are then exp(x
     . y) without its spherical harmonics of degree 3 (4) and above; see `harmonics`. Degree 2 takes
-    (d + 1)(d + 2) / 2 features: 45, 153 and 561 for d = 8, 16 and 32. Degree 3 takes (d + 3) / 3
-    times as many. Products of degree 2 are positive for all x and y. Those of degree 3 are positive
-    for x and y of equal norm up to tau = 1.6; beyond that, nearly opposite tokens can have negative
-    weights.
+    (d + 1)(d + 2) / 2 features, degree 3 (d + 3) / 3 times as many. Products of degree 2 are
+    positive for all x and y, those of degree 3 for x and y of equal norm up to tau = 1.6.
 
-    Args:
-        dim: width d of the queries and keys given to the map.
-        heads: number of heads.
-        num_features: smaller number of features; products of random projections then replace the
-            monomials of the highest degree. The estimate is unbiased, but products can be negative.
-            Half as many features give 10 times the error, unless heads are wide and q and k lie in
-            few directions.
-        projection: distribution of these projections, key of `PROJECTIONS`.
-        degree: 2 (the default) or 3.
+    With fewer `num_features`, products of random projections replace the monomials of the highest
+    degree. The estimate is unbiased, but products can be negative, and half as many features give
+    10 times the error.
     """
 
     paper = "2402.18668; 1201.6530"
@@ -80,9 +70,8 @@ class _PolynomialFeatures(FeatureMap):
         width = num_features or whole
         if width > _WIDEST:
             raise ValueError(
-                f"a polynomial of degree {self.degree} in {dim} dimensions has {whole} features "
-                f"per head; at most {_WIDEST}; use more heads, degree=2, num_features or a "
-                "position that puts no columns before queries and keys"
+                f"a polynomial of degree {self.degree} in {dim} dimensions has {whole} features; "
+                f"expected at most {_WIDEST}; use more heads, degree=2 or num_features"
             )
         super().__init__(dim, heads, width - lower if self.random else None, projection)
         self.width = width
@@ -120,23 +109,16 @@ class _PolynomialFeatures(FeatureMap):
 
 
 def harmonics(square: Tensor, dim: int, degree: int) -> tuple[Tensor, list[Tensor]]:
-    """Expands exp(x . y), |x|^2 = |y|^2 = rho, in spherical harmonics up to a degree.
+    """Expands exp(x . y), |x|^2 = |y|^2 = rho, in spherical harmonics up to degree 2 or 3.
 
-    The result is exp(log_mean) sum_n w_n (x . y)^n, Gegenbauer's expansion of exp. With nu = d / 2
-    - 1 and r_n = I_(nu + n)(rho) / I_nu(rho), the weights up to degree 3 are w_0 = 1 - (nu + 2)
-    r_2, w_1 = 2 (nu + 1) (r_1 - (nu + 3) r_3) / rho, w_2 = 2 (nu + 1) (nu + 2) r_2 / rho^2 and w_3
-    = (4 / 3) (nu + 1) (nu + 2) (nu + 3) r_3 / rho^3. Features are real if no w_n is negative, and
-    their products of degree 2 are positive if w_1^2 < 4 w_0 w_2. Where rho is too large for these
-    conditions (above 3 for d = 8, 4 for 16 and 5.7 for 32), w_0 is the smallest and r_3 the largest
-    value that satisfies both.
-
-    Args:
-        square: rho, of any shape.
-        dim: d.
-        degree: 2 or 3.
-
-    Returns:
-        The logarithm of the mean of exp over the sphere, and w_0 to w_degree, all positive.
+    Returns the logarithm of the mean of exp over the sphere, and positive weights w_0 to w_degree:
+    exp(x . y) ~= exp(log_mean) sum_n w_n (x . y)^n, Gegenbauer's expansion of exp. `square` is rho,
+    of any shape. With nu = d / 2 - 1 and r_n = I_(nu + n)(rho) / I_nu(rho), the weights up to
+    degree 3 are w_0 = 1 - (nu + 2) r_2, w_1 = 2 (nu + 1) (r_1 - (nu + 3) r_3) / rho, w_2 = 2 (nu +
+    1) (nu + 2) r_2 / rho^2 and w_3 = (4 / 3) (nu + 1) (nu + 2) (nu + 3) r_3 / rho^3. Features are
+    real if no w_n is negative, and their products of degree 2 are positive if w_1^2 < 4 w_0 w_2.
+    Where rho is too large for these conditions (above 3 for d = 8, 4 for 16 and 5.7 for 32), w_0 is
+    the smallest and r_3 the largest value that satisfies both.
     """
     nu, above = dim / 2 - 1, dim / 2 - 1 + _TERMS
     square = square.square()  # only rho^2 enters
@@ -170,8 +152,8 @@ def _log_mean(square: Tensor, order: float) -> Tensor:
 def _monomials(dim: int, power: int) -> Tensor:
     """Returns tables (power, dim, features) of integers that turn x into all monomials of a degree.
 
-    Products of x @ rows over the first axis, with square roots of the first rows, are features
-    whose inner products are (x . y)^power.
+    The products of x @ rows over the first axis, with square roots of the first rows, have the
+    inner products (x . y)^power.
     """
     chosen = torch.tensor([*combinations_with_replacement(range(dim), power)], device="cpu")
     rows = torch.nn.functional.one_hot(chosen, dim).double()  # [features, power, dim]

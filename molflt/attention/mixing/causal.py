@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from molflt.attention.features import Features
+from molflt.attention.features.base import Features, cut
 from molflt.attention.mixing.sums import Sums, _causal_mask
 from molflt.attention.numerics import at_least_float32, recomputed
 
@@ -18,21 +18,16 @@ _EMPTY = -1e30  # logarithm of an empty sum; finite, because differences are tak
 class State(NamedTuple):
     """State of the tokens seen so far: sum_j phi(k_j) [v_j, 1] = sums exp(log_max)."""
 
-    log_max: Tensor
-    """running maximum of the log scale of keys, (batch, heads, m or 1, 1)"""
-    sums: Tensor
-    """(batch, heads, m, dv + 1)"""
+    log_max: Tensor  # running maximum of the log scale of keys, (batch, heads, m or 1, 1)
+    sums: Tensor  # (batch, heads, m, dv + 1)
 
 
 class KeyValues(NamedTuple):
     """State of causal softmax: all keys and values so far."""
 
-    key: Tensor
-    """(batch, heads, tokens, d), scaled, before any rotation"""
-    value: Tensor
-    """(batch, heads, tokens, d)"""
-    mask: Tensor | None = None
-    """(batch, 1, tokens), True where a key exists; None if all exist"""
+    key: Tensor  # (batch, heads, tokens, d), scaled, before any rotation
+    value: Tensor  # (batch, heads, tokens, d)
+    mask: Tensor | None = None  # (batch, 1, tokens), True where a key exists; None if all exist
 
 
 DecodeState = KeyValues | tuple[State, ...]
@@ -49,10 +44,9 @@ def causal_linear(
     """Computes kernelized attention of each token to itself and earlier tokens, in O(N m dv) time.
 
     The weights (chunk, chunk) inside a chunk are materialized. A running sum is carried across
-    chunks, as in the chunked forms of linear attention (Transformer Quality in Linear Time,
-    arXiv:2202.10447, section 3.2). `_CHUNKS_AT_ONCE` chunks are computed at a time and recomputed
-    in the backward pass. Apart from queries, keys, values and sums, only O(N m dv / chunk) numbers
-    are kept, and never a tensor (N, m, dv).
+    chunks (Transformer Quality in Linear Time, arXiv:2202.10447, section 3.2). `_CHUNKS_AT_ONCE`
+    chunks are computed at a time and recomputed in the backward pass. Apart from the arguments and
+    the sums, only O(N m dv / chunk) numbers are kept.
 
     Later keys never scale a query. Inside a chunk, keys have a maximum per token; the carried sum
     has a running maximum per feature. Each query subtracts the largest exponent that it sees. A
@@ -60,16 +54,11 @@ def causal_linear(
     `Features.bounded` clips far below relevant values.
 
     Args:
-        query: (batch, heads, tokens, m).
-        key: (batch, heads, tokens, m), zero for excluded keys.
-        value: (batch, heads, tokens, dv).
+        query, key, value: see `quadratic`, for the same tokens.
         log_decay: (batch, heads, tokens), at most 0; the weight of key j for query i is multiplied
             by exp(sum of log_decay over j < l <= i).
         state: returned by an earlier call, whose tokens precede these.
         chunk: tokens per chunk.
-
-    Returns:
-        The sums, and the state after the last token.
     """
     tokens, span = value.shape[-2], _CHUNKS_AT_ONCE * chunk
     if tokens == 1:
@@ -78,10 +67,9 @@ def causal_linear(
         return _scan(query, key, value, log_decay, state, chunk)
     decays = log_decay if log_decay is None else log_decay[..., None]
     parts = (*query, *key, value, decays)
+    cuts = (cut(x, span, -(-tokens // span)) for x in parts)
     pieces = []
-    for q, q_scale, k, k_scale, v, decay in zip(
-        *(_cut(x, tokens, span) for x in parts), strict=True
-    ):
+    for q, q_scale, k, k_scale, v, decay in zip(*cuts, strict=True):
         own = None if decay is None else decay[..., 0]
         sums, state = recomputed(
             _scan, Features(q, q_scale), Features(k, k_scale), v, own, state, chunk
@@ -90,11 +78,6 @@ def causal_linear(
     joined = (torch.cat(parts, dim=-2) for parts in zip(*pieces, strict=True))
     assert state is not None
     return Sums(*joined), state
-
-
-def _cut(part: Tensor | None, tokens: int, span: int) -> tuple[Tensor | None, ...]:
-    """Splits a tensor; slicing would give each gradient the size of the whole tensor."""
-    return (None,) * -(-tokens // span) if part is None else part.split(span, dim=-2)
 
 
 def _step(
@@ -186,7 +169,6 @@ class _Chunks(NamedTuple):
         )
 
     def empty_state(self) -> State:
-        """Returns the state before the first token."""
         b, h = self.value.shape[:2]
         log_max = self.value.new_full((b, h, self.log_k.shape[-1], 1), _EMPTY)
         width = Features(self.key_values, self.log_k).width

@@ -18,7 +18,7 @@ _LEAST = 1024  # fewest tokens per chunk
 def chunk_size(query: Operand, key: Operand, value: Tensor, columns: int = 0) -> int:
     """Returns the number of tokens per chunk, or 0 if the features of all tokens can be kept.
 
-    The arguments are those of `linear_in_chunks` and the number of columns p of the kernel, if any.
+    `columns` is the number of columns p of the kernel, if any.
     """
     graphs, heads, queries, _ = query.x.shape
     widths = query.feature_map.width, columns * (value.shape[-1] + 1)
@@ -39,10 +39,8 @@ def linear_in_chunks(
 ) -> Sums:
     """Computes `linear`, or `linear_with_kernel` without pairs, in chunks of `size` tokens.
 
-    Features and the products of values and kernel are recomputed in the backward pass; apart from
-    the arguments, only the sums are kept. Each feature of the keys has a running maximum, which
-    cancels as in `_stabilize`. The kernel consists of U and V, (batch or 1, heads or 1, tokens, p)
-    each.
+    Features and products of values and kernel are recomputed in the backward pass. Each feature of
+    the keys has a running maximum, which cancels as in `_stabilize`.
     """
     left, right = kernel or (None, None)
     queries, keys = query.split(size), key.split(size)
@@ -70,10 +68,8 @@ class KeySums(NamedTuple):
     cancels.
     """
 
-    context: Tensor
-    """(batch, heads, m, dv + 1); (dv + 1) p columns with a positional kernel"""
-    log_max: Tensor | None
-    """(batch, heads, 1, m or 1), -inf without keys; None for features without a logarithm"""
+    context: Tensor  # (batch, heads, m, dv + 1); (dv + 1) p columns with a positional kernel
+    log_max: Tensor | None  # (b, h, 1, m or 1), -inf without keys; None: no logarithm
 
     def plus(self, added: "KeySums") -> "KeySums":
         """Returns the sums over the keys of both."""

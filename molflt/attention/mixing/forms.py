@@ -1,7 +1,7 @@
 """Softmax attention, and kernelized attention by its matrix and in linear time.
 
-Shapes are (batch, heads, tokens, dim) throughout. Linear-time forms with a positional kernel are in
-`multiplicative` and `toeplitz`; the causal form is in `causal`.
+Shapes are (batch, heads, tokens, dim) throughout. Other linear-time forms are in `toeplitz`,
+`mesh`, `causal` and `chunked`.
 """
 
 import torch
@@ -9,8 +9,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from molflt.attention.features import Features
+from molflt.attention.mixing.pairs import _TRANSIENT, Pairs, SortedPairs, _pair_sums
 from molflt.attention.mixing.sums import Sums, _causal_mask, _per_token, _stabilize
-from molflt.attention.numerics import at_least_float32, finite, undecided
+from molflt.attention.numerics import at_least_float32, finite, recomputed, undecided
+
+_COMPILED = 8  # columns per chunk in compiled code
 
 
 def softmax(
@@ -29,12 +32,10 @@ def softmax(
         key: (batch, heads, keys, d), scaled.
         value: (batch, heads, keys, dv).
         bias: f(r_i - r_j), broadcastable to (batch, heads, queries, keys).
-        key_mask: broadcastable to (batch, heads, keys), True where a key exists.
+        key_mask: broadcastable to (batch, heads, keys), True where a key exists. Rows without any
+            key are 0.
         dropout: probability of dropping an attention weight.
         causal: each query sees the keys up to its own position; the last query sees all keys.
-
-    Returns:
-        (batch, heads, queries, dv); rows without any valid key are 0.
     """
     queries, keys = query.shape[-2], key.shape[-2]
     if keys == 0:
@@ -65,9 +66,8 @@ def joined_bias(
     sizes = query.shape[-2], key.shape[-2]
     if bias is not None and bias.shape[-2:] != sizes:
         raise ValueError(
-            f"the encoding must be of {sizes[0]} queries and {sizes[1]} keys; got one of "
-            f"{tuple(bias.shape[-2:])}; evaluate it for these tokens, in decoding with all so far "
-            "as keys"
+            f"the encoding must be of {sizes[0]} queries and {sizes[1]} keys; got "
+            f"{tuple(bias.shape[-2:])}; in decoding, give the key_positions of all tokens so far"
         )
     if log_weight is None:
         return bias
@@ -125,10 +125,7 @@ def quadratic(
 
 
 def linear(query: Features, key: Features, value: Tensor) -> Sums:
-    """Computes phi(Q) (phi(K)^T V) and phi(Q) (phi(K)^T 1) in linear time, O(N m dv).
-
-    Performer (arXiv:2009.14794), eq. 4. The arguments and the result are those of `quadratic`.
-    """
+    """Computes phi(Q) (phi(K)^T V) and phi(Q) (phi(K)^T 1), O(N m dv): see `quadratic`."""
     with torch.autocast(value.device.type, enabled=False):
         phi_q, phi_k, shift = _stabilize(query.at_least_float32(), key.at_least_float32())
         context = phi_k.transpose(-1, -2) @ at_least_float32(value)  # [b, h, m, dv]
@@ -136,12 +133,60 @@ def linear(query: Features, key: Features, value: Tensor) -> Sums:
         return Sums(phi_q @ context, phi_q @ total, shift)
 
 
+def linear_with_kernel(
+    query: Features,
+    key: Features,
+    value: Tensor,
+    kernel: tuple[Tensor, Tensor],
+    pairs: Pairs | SortedPairs | None = None,
+) -> Sums:
+    """Computes sums with A_ij = (U_i . V_j + w_ij) phi(q_i) . phi(k_j) in linear time.
+
+    The sums run over the columns of U and V, sum_s U_is phi(q_i) . [sum_j V_js v_j phi(k_j)], or,
+    with many columns, over the features, sum_a phi_a(q_i) U_i . [sum_j V_j phi_a(k_j) v_j]. The (N,
+    m p) Kronecker product is never formed. Chunks are recomputed in the backward pass.
+
+    Args:
+        query, key, value: see `quadratic`.
+        kernel: U (batch or 1, heads or 1, queries, p) and V (batch or 1, heads or 1, keys, p).
+        pairs: w_ij, corrections for single pairs.
+    """
+    with torch.autocast(value.device.type, enabled=False):
+        phi_q, phi_k, shift = _stabilize(query.at_least_float32(), key.at_least_float32())
+        value = at_least_float32(value)
+        value = torch.cat((value, torch.ones_like(value[..., :1])), dim=-1)
+        left, right = (factor.to(value.dtype) for factor in kernel)
+        sums = torch.zeros_like(phi_q[..., :1]).expand(*phi_q.shape[:-1], value.shape[-1])
+        # Multiplies values by features or by columns, whichever are fewer; the rest are matmuls.
+        by_feature = undecided(left.shape[-1] > phi_q.shape[-1], True)
+        parts, rest = ((phi_q, phi_k), (left, right))[:: 1 if by_feature else -1]
+        # Compiled code has the same number of chunks for all sizes.
+        compiling = torch.compiler.is_compiling()
+        chunk = _COMPILED if compiling else max(1, _TRANSIENT // max(1, value.numel()))
+        for u, v in zip(*(part.split(chunk, dim=-1) for part in parts), strict=True):
+            several = chunk < parts[0].shape[-1]
+            sums = sums + recomputed(_grouped, *rest, value, u, v, several=several)
+        if pairs is not None:
+            sums = sums + _pair_sums(phi_q, phi_k, value, pairs)
+        return Sums(sums[..., :-1], sums[..., -1:], shift)
+
+
+def _grouped(query: Tensor, key: Tensor, value: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """Returns sum_s left_is query_i . [sum_j key_j right_js v_j], (batch, heads, queries, dv)."""
+    columns = right.shape[-1]
+    waves = (right[..., :, None] * value[..., None, :]).flatten(-2)  # [b, h, key, s dv]
+    mixed = query @ (key.transpose(-1, -2) @ waves)
+    return torch.einsum(
+        "bhns,bhnsv->bhnv", left.expand(*mixed.shape[:-1], -1), mixed.unflatten(-1, (columns, -1))
+    )
+
+
 def cheaper(queries: int, keys: int, features: int, dim: int, columns: int | None = None) -> str:
     """Returns the faster form of the same sums: "quadratic" or "linear".
 
-    Compares the numbers of multiplications, queries keys (m + dv + p) and (queries + keys) m dv p,
-    for m features, values of width dv and a kernel of p columns, if any. The second number is
-    doubled for many columns, whose products are recomputed in the backward pass.
+    Compares the numbers of multiplications, for m features, values of width dv and a kernel of p
+    columns, if any: queries keys (m + dv + p), and (queries + keys) m dv p, doubled for many
+    columns, whose products are recomputed in the backward pass.
     """
     kernel, columns = columns is not None, 1 if columns is None else columns
     by_matrix = queries * keys * (features + dim + columns)

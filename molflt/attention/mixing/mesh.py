@@ -23,21 +23,14 @@ _SPARSE = 4  # time of a multiplication in a sparse product relative to a dense 
 class MeshKernel(NamedTuple):
     """Kernel h(r_i - r_j) for the tokens of a batch, with one mesh per graph."""
 
-    rows: Tensor
-    """(tokens,), index of each token in batch x tokens"""
-    pattern: Pattern
-    """mesh points of each token, for all graphs and meshes"""
-    weight: Tensor
-    """(tokens s,), spline weights of the s points around each token"""
-    turned: Tensor
-    """the weights sorted by point, without gradient"""
+    rows: Tensor  # (tokens,), index of each token in batch x tokens
+    pattern: Pattern  # mesh points of each token, for all graphs and meshes
+    weight: Tensor  # (tokens s,), spline weights of the s points around each token
     meshes: tuple[Mesh, ...]
-    coefficients: tuple[Tensor, ...]
-    """(heads or 1, r) for each graph"""
+    coefficients: tuple[Tensor, ...]  # (heads or 1, r) for each graph
 
     @property
     def heads(self) -> int:
-        """Returns the number of kernels, 1 if all heads share one."""
         return len(self.coefficients[0])
 
     def matrix_is_cheaper(self, tokens: int, features: int, dim: int) -> bool:
@@ -48,14 +41,13 @@ class MeshKernel(NamedTuple):
     def apply(self, x: Tensor, head: int) -> Tensor:
         """Returns sum_j h(r_i - r_j) x_j over the tokens of each graph, (tokens, channels)."""
         head = min(head, self.heads - 1)
-        weight, turned = self.weight.to(x.dtype), self.turned.to(x.dtype)
-        grid = spread(weight, x, self.pattern, turned)
-        grids = grid.split([mesh.points for mesh in self.meshes])
+        weight = self.weight.to(x.dtype)
+        grids = spread(weight, x, self.pattern).split([mesh.points for mesh in self.meshes])
         parts = zip(self.meshes, grids, self.coefficients, strict=True)
         convolved = [mesh.convolve(part, c[head].to(x.dtype)) for mesh, part, c in parts]
         # concatenation would copy a single one
         out = convolved[0] if len(convolved) == 1 else torch.cat(convolved)
-        return gather(weight, out, self.pattern, turned)
+        return gather(weight, out, self.pattern)
 
     @uncompiled
     def dense(self, tokens: int) -> Tensor:
@@ -84,8 +76,7 @@ def linear_with_mesh(
     """Computes sums with A_ij = (h(r_i - r_j) + w_ij) phi(q_i) . phi(k_j) in linear time.
 
     sum_a phi_a(q_i) sum_j h(r_i - r_j) [phi_a(k_j) v_j] is computed head by head, for a few
-    features a at a time, and recomputed in the backward pass. The cost is O(N m dv + pairs (m +
-    dv)).
+    features a at a time, and recomputed in the backward pass.
     """
     with torch.autocast(value.device.type, enabled=False):
         phi_q, phi_k, shift = _stabilize(query.at_least_float32(), key.at_least_float32())

@@ -22,16 +22,12 @@ _MANY = 2**18  # pairs above which products of features are recomputed in backwa
 class Pairs(NamedTuple):
     """Corrections to the positional kernel: one sparse matrix per head."""
 
-    batch: Tensor
-    """(pairs,) index in the batch"""
-    query: Tensor
-    """(pairs,) index of the query"""
-    key: Tensor
-    """(pairs,) index of the key; pairs may repeat"""
-    weight: Tensor
-    """(heads or 1, pairs)"""
+    batch: Tensor  # (pairs,) index in the batch; pairs may repeat
+    query: Tensor  # (pairs,) index of the query
+    key: Tensor  # (pairs,) index of the key
+    weight: Tensor  # (heads or 1, pairs)
+    # f (heads, pairs) and s (pairs,): adds s exp(q_i . k_j + f) to A_ij
     exact: tuple[Tensor, Tensor] | None = None
-    """f (heads, pairs) and s (pairs,): adds s exp(q_i . k_j + f) to A_ij"""
 
     def by_query(self, batch: int, queries: int, keys: int) -> "Pairs | SortedPairs":
         """Returns the pairs sorted by query, or unchanged if sparse products are unsupported."""
@@ -54,10 +50,8 @@ class Pairs(NamedTuple):
 class SortedPairs(NamedTuple):
     """The weights of `Pairs` in the order of their queries."""
 
-    pattern: Pattern
-    """queries of all graphs x keys of all graphs"""
-    weight: Tensor
-    """(heads or 1, pairs)"""
+    pattern: Pattern  # queries of all graphs x keys of all graphs
+    weight: Tensor  # (heads or 1, pairs)
 
 
 def _pair_sums(phi_q: Tensor, phi_k: Tensor, value: Tensor, pairs: Pairs | SortedPairs) -> Tensor:

@@ -16,28 +16,18 @@ _TRANSIENT = 2**22  # numbers that one piece of the plain form may hold at once
 class Pattern(NamedTuple):
     """Pattern of a sparse matrix: mesh points of each token, or keys of each query."""
 
-    begin: Tensor
-    """(rows + 1,) int32, start of each row in `places`"""
-    places: Tensor
-    """(n,) int32, columns; a row may contain a column several times"""
-    order: Tensor
-    """(n,) int32, indices of the places sorted by column"""
-    begin_sorted: Tensor
-    """(columns + 1,) int32, start of each column in `order`"""
-    rows_sorted: Tensor
-    """(n,) int32, rows of the places in that order"""
+    begin: Tensor  # (rows + 1,) int32, start of each row in `places`
+    places: Tensor  # (n,) int32, columns; a row may contain a column several times
+    order: Tensor  # (n,) int32, indices of the places sorted by column
+    begin_sorted: Tensor  # (columns + 1,) int32, start of each column in `order`
+    rows_sorted: Tensor  # (n,) int32, rows of the places in that order
 
     @classmethod
     def of(cls, row: Tensor, column: Tensor, rows: int, columns: int) -> "Pattern":
         """Builds the pattern from the rows and columns (n,) int64 of places sorted by row."""
         order = column.argsort(stable=True)
-        return cls(
-            _begin(row, rows),
-            column.int(),
-            order.int(),
-            _begin(column, columns),
-            row[order].int(),
-        )
+        starts = _begin(row, rows), _begin(column, columns)
+        return cls(starts[0], column.int(), order.int(), starts[1], row[order].int())
 
     @property
     def size(self) -> tuple[int, int]:
@@ -49,18 +39,6 @@ class Pattern(NamedTuple):
         number = torch.arange(self.size[0], dtype=torch.int32, device=self.begin.device)
         return number.repeat_interleave(self.begin.diff(), output_size=len(self.places))
 
-    def turned(self, weight: Tensor) -> Tensor:
-        """Returns weights (n,) sorted by column."""
-        return weight.index_select(0, self.order)
-
-    def matrix(self, weight: Tensor) -> Tensor:
-        """Returns the sparse matrix (rows, columns) of weights (n,)."""
-        return _sparse(self.begin, self.places, weight, self.size)
-
-    def transposed(self, turned: Tensor) -> Tensor:
-        """Returns the sparse matrix (columns, rows) of weights sorted by column."""
-        return _sparse(self.begin_sorted, self.rows_sorted, turned, self.size[::-1])
-
 
 def _begin(index: Tensor, size: int) -> Tensor:
     begin = torch.zeros(size + 1, dtype=torch.int32, device=index.device)
@@ -68,32 +46,30 @@ def _begin(index: Tensor, size: int) -> Tensor:
     return begin
 
 
-def _sparse(begin: Tensor, columns: Tensor, values: Tensor, size: tuple[int, int]) -> Tensor:
+def _sparse(pattern: Pattern, weight: Tensor, transposed: bool = False) -> Tensor:
+    """Returns the sparse matrix (rows, columns) of weights (n,), or its transpose."""
+    begin, places, size = pattern.begin, pattern.places, pattern.size
+    if transposed:
+        begin, places, size = pattern.begin_sorted, pattern.rows_sorted, size[::-1]
+        weight = weight.index_select(0, pattern.order)
     with warnings.catch_warnings():  # torch warns that the layout is in beta
         warnings.simplefilter("ignore", UserWarning)
         return torch.sparse_csr_tensor(
-            begin, columns, values, size, device=values.device, check_invariants=False
+            begin, places, weight, size, device=weight.device, check_invariants=False
         )
 
 
-def spread(weight: Tensor, x: Tensor, pattern: Pattern, turned: Tensor | None = None) -> Tensor:
-    """Multiplies the transposed matrix by x, sum_i w_ip x_i: from tokens to points.
-
-    Args:
-        weight: (n,).
-        x: (rows, channels); the result is (columns, channels).
-        pattern: places of the weights.
-        turned: `pattern.turned(weight)`, if already computed.
-    """
+def spread(weight: Tensor, x: Tensor, pattern: Pattern) -> Tensor:
+    """Returns sum_i w_ip x_i: weights (n,) of the places, x (rows, c) -> (columns, c)."""
     if has_sparse_products(weight):
-        return cast(Tensor, _Product.apply(weight, x, pattern, True, turned))
+        return cast(Tensor, _Product.apply(weight, x, pattern, True))
     return _plain(weight, x, pattern.rows(), pattern.places, pattern.size[1])
 
 
-def gather(weight: Tensor, y: Tensor, pattern: Pattern, turned: Tensor | None = None) -> Tensor:
-    """Multiplies the matrix by y: from points (columns, channels) to tokens (rows, channels)."""
+def gather(weight: Tensor, y: Tensor, pattern: Pattern) -> Tensor:
+    """Returns sum_p w_ip y_p: weights (n,) of the places, y (columns, c) -> (rows, c)."""
     if has_sparse_products(weight):
-        return cast(Tensor, _Product.apply(weight, y, pattern, False, turned))
+        return cast(Tensor, _Product.apply(weight, y, pattern, False))
     return _plain(weight, y, pattern.places, pattern.rows(), pattern.size[0])
 
 
@@ -120,7 +96,7 @@ def has_sparse_products(weight: Tensor) -> bool:
     return weight.is_cuda or (weight.device.type == "cpu" and torch.backends.mkl.is_available())
 
 
-def _as_given(x: Tensor) -> torch.autocast:
+def _full_precision(x: Tensor) -> torch.autocast:
     """Turns off autocast, because sparse products do not support half precision."""
     return torch.autocast(x.device.type, enabled=False)
 
@@ -133,35 +109,25 @@ class _Product(Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
-        weight: Tensor,
-        x: Tensor,
-        pattern: Pattern,
-        spreads: bool,
-        turned: Tensor | None,
+        ctx: FunctionCtx, weight: Tensor, x: Tensor, pattern: Pattern, spreads: bool
     ) -> Tensor:
         # Save only what a gradient needs: the mesh of a chunk is large.
         by_weight, by_x = ctx.needs_input_grad[:2]  # type: ignore[attr-defined]
         kept = weight if by_x else None, x if by_weight else None
         ctx.save_for_backward(*kept)  # type: ignore[arg-type]
         ctx.pattern, ctx.spreads = pattern, spreads  # type: ignore[attr-defined]
-        ctx.turned = turned  # type: ignore[attr-defined]
-        with _as_given(x):
-            if not spreads:
-                return pattern.matrix(weight) @ x
-            return pattern.transposed(pattern.turned(weight) if turned is None else turned) @ x
+        with _full_precision(x):
+            return _sparse(pattern, weight, spreads) @ x
 
     @staticmethod
     def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         weight, x = ctx.saved_tensors  # type: ignore[attr-defined]
-        pattern, turned, (grad,) = ctx.pattern, ctx.turned, grads  # type: ignore[attr-defined]
-        if ctx.spreads:  # type: ignore[attr-defined]
-            by_weight = None if x is None else correlate(x, grad, pattern)
-            by_x = None if weight is None else gather(weight, grad, pattern, turned)
-        else:
-            by_weight = None if x is None else correlate(grad, x, pattern)
-            by_x = None if weight is None else spread(weight, grad, pattern, turned)
-        return by_weight, by_x, None, None, None
+        pattern, spreads, (grad,) = ctx.pattern, ctx.spreads, grads  # type: ignore[attr-defined]
+        sides = (x, grad) if spreads else (grad, x)
+        by_weight = None if x is None else correlate(sides[0], sides[1], pattern)
+        transposed = gather if spreads else spread
+        by_x = None if weight is None else transposed(weight, grad, pattern)
+        return by_weight, by_x, None, None
 
 
 class _Correlate(Function):
@@ -171,10 +137,10 @@ class _Correlate(Function):
         kept = x if by_y else None, y if by_x else None
         ctx.save_for_backward(*kept)  # type: ignore[arg-type]
         ctx.pattern = pattern  # type: ignore[attr-defined]
-        with _as_given(x):
+        with _full_precision(x):
             if len(pattern.places) > len(x) * len(y):  # many images, too many for sampled_addmm
                 return (x @ y.mT)[pattern.rows(), pattern.places]
-            places = pattern.matrix(x.new_ones(len(pattern.places)))
+            places = _sparse(pattern, x.new_ones(len(pattern.places)))
             found: Tensor = torch.sparse.sampled_addmm(places, x, y.mT, beta=0.0)
             return found.values()
 

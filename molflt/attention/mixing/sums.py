@@ -4,7 +4,7 @@ Shapes are (batch, heads, tokens, dim) throughout. Sums of kernelized attention 
 least float32, even under autocast.
 """
 
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,12 +12,7 @@ from torch import Tensor
 from molflt.attention.features import Features
 from molflt.attention.numerics import finite
 
-NORMALIZE = ("masked", "unmasked", "none")
-
-if TYPE_CHECKING:  # the command line lists the choices of an option from its type
-    NormalizeName = str
-else:
-    NormalizeName = Literal[NORMALIZE]
+NormalizeName = Literal["masked", "unmasked", "none"]
 
 
 class Sums(NamedTuple):
@@ -30,25 +25,23 @@ class Sums(NamedTuple):
     log_scale: Tensor
     """(batch, heads, queries, 1), or a scalar 0"""
 
-    def ratio(self, floor: float = 0.0) -> Tensor:
+    def ratio(self, floor: float = 0.0, divisor: "Sums | None" = None) -> Tensor:
         """Returns sum_j A_ij v_j / sum_j A_ij, or 0 with zero gradient where no key remains.
 
         Args:
             floor: lower bound on |sum_j A_ij|. Smaller sums are replaced by it and keep their sign.
                 It applies to the sum itself, not to the scaled `normalizer`, and is the same in
                 every form.
+            divisor: other sums whose normalizer divides.
         """
-        return self.ratio_to(self, floor)
-
-    def ratio_to(self, other: "Sums", floor: float = 0.0) -> Tensor:
-        """Divides sum_j A_ij v_j by the normalizer of other sums, to which `floor` applies."""
-        numerator, normalizer = self.numerator, other.normalizer
-        if other is not self:
-            numerator = numerator * (self.log_scale - other.log_scale).exp()
+        numerator, normalizer, log_scale = self
+        if divisor is not None:
+            _, normalizer, log_scale = divisor
+            numerator = numerator * (self.log_scale - log_scale).exp()
         empty = normalizer == 0
         if floor:
             # Beyond the bound on the exponent, the quotient is 0 in float32 in any case.
-            least = floor * (-other.log_scale).clamp(max=80.0).exp()
+            least = floor * (-log_scale).clamp(max=80.0).exp()
             least = torch.copysign(least.expand_as(normalizer), normalizer)
             normalizer = torch.where(normalizer.abs() < least.abs(), least, normalizer)
         # A quotient, because the gradient of a reciprocal overflows below 1e-19.
@@ -64,8 +57,7 @@ def _stabilize(query: Features, key: Features) -> tuple[Tensor, Tensor, Tensor]:
 
     For each feature, the maximum over the valid keys of the same sequence is moved to the queries.
     Each query then subtracts its maximum over features. Both shifts cancel in the ratio of sums and
-    need no gradients, and sequences stay separate. For positive features, the largest term of every
-    normalizer is exactly 1, and normalizers therefore cannot underflow.
+    need no gradients. For positive features, the largest term of every normalizer is exactly 1.
     """
     log_k, key_max = key.log_scale, None
     if log_k is not None and log_k.shape[-2]:

@@ -1,9 +1,7 @@
 """Kernelized attention with a positional kernel on a grid, by Toeplitz products.
 
-    A_ij = phi(q_i) . phi(k_j) c_(j-i)
-
-NPRF (arXiv:2106.12566), section 3.2, in one dimension and on H x W grids, computed by fast Fourier
-transforms or by blocks of the matrix.
+NPRF (arXiv:2106.12566), section 3.2: A_ij = phi(q_i) . phi(k_j) c_(j-i), in one dimension and on H
+x W grids, computed by fast Fourier transforms or by blocks of the matrix.
 """
 
 import math
@@ -31,7 +29,6 @@ def toeplitz(
     key: Features,
     value: Tensor,
     log_kernel: Tensor,
-    *,
     causal: bool = False,
     method: str = "auto",
 ) -> Sums:
@@ -39,21 +36,17 @@ def toeplitz(
 
     "fft" (NPRF, arXiv:2106.12566, eqs. 11-13) takes O(m dv N log N) time and O(N) memory. Rounding
     errors are relative to the largest key and the largest c of the whole sequence, including later
-    keys in causal attention. Rows with much smaller terms lose precision. Normalize queries and
-    keys for causal attention.
+    keys in causal attention; rows with much smaller terms lose precision.
 
     "blocks" takes O(N^2 (m + dv)) time and O(N x block) memory. Each row is scaled separately and
     is therefore accurate; later keys have no effect at all.
 
     Args:
-        query: (batch, heads, queries, m).
-        key: (batch, heads, keys, m), zero for excluded keys.
-        value: (batch, heads, keys, dv).
+        query, key, value, causal: see `quadratic`.
         log_kernel: (heads or 1, queries + keys - 1), with entry [j - i + queries - 1] for query i
             and key j. For tokens that fill an H x W grid from its start in row-major order, (heads
             or 1, 2H - 1, 2W - 1), with entry [dy + H - 1, dx + W - 1], where (dy, dx) is the offset
             of key j from query i. Entries are -inf where the kernel vanishes.
-        causal: each query sees the keys up to its own position; the last query sees all keys.
         method: one of `METHODS`; "auto" chooses by size, but never "fft" for causal attention.
     """
     queries, keys = query.tokens, value.shape[-2]
@@ -61,8 +54,8 @@ def toeplitz(
     layout = _Layout.of(log_kernel, queries, keys)
     if causal and len(layout.query) == 2 and queries != keys:
         raise ValueError(
-            f"causal attention on a grid needs as many queries as keys; got {queries} and {keys}; "
-            "use causal=False"
+            f"causal=True on a grid needs as many queries as keys; got {queries} and {keys}; use "
+            "causal=False"
         )
     if queries == 0 or keys == 0:
         nothing = at_least_float32(value).new_zeros(*value.shape[:2], queries, value.shape[-1] + 1)
@@ -118,9 +111,8 @@ class _Layout(NamedTuple):
             if max(queries, keys) <= height * width:
                 return cls((-(-queries // width), width), (-(-keys // width), width))
         raise ValueError(
-            f"log_kernel of shape {tuple(log_kernel.shape)} does not fit {queries} queries and "
-            f"{keys} keys; expected (heads, {queries + keys - 1}), or (heads, 2H - 1, 2W - 1) with "
-            "H W at least the larger number; cut it to the present tokens"
+            f"log_kernel must be (heads, {queries + keys - 1}), or (heads, 2H - 1, 2W - 1) with "
+            f"H W at least {max(queries, keys)}; got {tuple(log_kernel.shape)}"
         )
 
     @property
@@ -244,7 +236,6 @@ def _by_blocks(
 
 
 def _faster(layout: _Layout, m: int, dv: int) -> str:
-    """Returns the faster method."""
     # Fitted to forward plus backward, float32, one CPU thread, one head, m = 16, 64, 128, dv = 16
     # and 64, N = 512..8192: "fft" 1.6 ns m (dv + 1) L log2 L for transforms of length L; "blocks"
     # 13 ns N^2 (1 + (m + dv) / 120). Equal at N = 1900, 7200 and 12000 for dv = 64.

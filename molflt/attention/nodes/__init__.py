@@ -4,16 +4,6 @@ from molflt.attention.nodes.base import Nodes
 from molflt.attention.nodes.random import DensityNodes, GaussianNodes, OrthogonalNodes, SobolNodes
 from molflt.attention.nodes.shells import ShellNodes
 
-__all__ = [
-    "NODES",
-    "DensityNodes",
-    "GaussianNodes",
-    "Nodes",
-    "OrthogonalNodes",
-    "ShellNodes",
-    "SobolNodes",
-]
-
 NODES: dict[str, type[Nodes]] = {
     "gaussian": GaussianNodes,
     "orthogonal": OrthogonalNodes,

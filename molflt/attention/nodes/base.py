@@ -1,8 +1,4 @@
-"""Base class of rules that sample a spectrum.
-
-A sum replaces the integral of FLT (arXiv:2302.01925), eq. 4. Frequencies are in cycles per unit of
-length.
-"""
+"""Base class of rules that sample a spectrum: sums replace the integral of FLT, eq. 4."""
 
 from typing import ClassVar
 
@@ -16,18 +12,12 @@ class Nodes(nn.Module):
     """Base class of rules with nodes xi_s and weights c_s: integral g ~= sum_s c_s g(xi_s).
 
     A new rule overrides `forward` and gets an entry in `NODES`.
-
-    Attributes:
-        paper: source of the rule.
-        random: True if nodes are drawn from the density whose logarithm is `log_density`.
-        num_nodes: number of nodes r.
-        dim: dimension l of positions.
     """
 
-    paper: ClassVar[str] = ""
-    random: ClassVar[bool] = False
-    num_nodes: int
-    dim: int
+    paper: ClassVar[str] = ""  #: source of the rule
+    random: ClassVar[bool] = False  #: True if nodes are drawn from the density of `log_density`
+    num_nodes: int  #: number of nodes r
+    dim: int  #: dimension l of positions
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """Returns nodes (heads or 1, r, l), in cycles per length, and weights (heads or 1, r)."""
@@ -70,7 +60,7 @@ class Nodes(nn.Module):
 def hermitian(spectrum: Spectrum, xi: Tensor) -> Tensor:
     """Returns (g(xi) + conj g(-xi)) / 2, the part of g that determines the mask.
 
-    Shapes are those of `Spectrum.spectrum`. Antipodes have the same cos and sin columns. With this
-    part of g, one node of twice the weight replaces both, for even and odd masks.
+    Antipodes have the same cos and sin columns. With this part of g, one node of twice the weight
+    replaces both, for even and odd masks.
     """
     return 0.5 * (spectrum.spectrum(xi) + spectrum.spectrum(-xi).conj())

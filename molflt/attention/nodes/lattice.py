@@ -18,18 +18,15 @@ _MOST_REDUCTIONS = 64  # passes over a cell; two or three suffice for well-forme
 class Lattice(NamedTuple):
     """Lattice of each graph; virtual along directions that are not periodic."""
 
-    vectors: Tensor
-    """(b, 3, 3), lattice vectors in rows, Å; periodic ones first, from a reduced cell"""
-    dual: Tensor
-    """(b, 3, 3), reciprocal vectors in rows, without 2 pi, cycles/Å"""
-    volume: Tensor
-    """(b,), Å^3"""
+    vectors: Tensor  # (b, 3, 3), in rows, Å; periodic ones first, from a reduced cell
+    dual: Tensor  # (b, 3, 3), reciprocal vectors in rows, without 2 pi, cycles/Å
+    volume: Tensor  # (b,), Å^3
 
     @classmethod
     def of(
         cls, cell: Tensor, pbc: Tensor, extent: Tensor | None = None, reach: float = 20.0
     ) -> "Lattice":
-        """Builds lattices; arguments, precision and errors are those of `reciprocal_nodes`."""
+        """Builds lattices; the arguments and errors are those of `reciprocal_nodes`."""
         positive(reach=reach)
         rows, periodic = _sorted_rows(cell, pbc)
         if extent is None:
@@ -55,21 +52,18 @@ class Lattice(NamedTuple):
 def free_extent(
     positions: Tensor, graph: Tensor, cell: Tensor, pbc: Tensor, smooth: bool = False
 ) -> Tensor:
-    """Returns the extent of each graph perpendicular to its periodic lattice vectors.
+    """Returns the extent of each graph perpendicular to its periodic lattice vectors, (b, 3) Å.
 
-    The extent does not change if the graph is shifted or if an atom moves by a lattice vector.
+    It is 0 for the periodic directions, which come first, and for graphs without atoms. It does not
+    change if the graph is shifted or if an atom moves by a lattice vector.
 
     Args:
         positions: (n, 3), Å.
         graph: (n,), index of the graph of each atom.
-        cell: (b, 3, 3), Å, as for `reciprocal_nodes`.
-        pbc: (b, 3) bool.
+        cell, pbc: see `reciprocal_nodes`.
         smooth: replace the largest and smallest coordinates, whose slopes jump where another atom
             becomes the outermost, by logarithms of mean exponentials. These are analytic, do not
             change in supercells, and lie up to log(n) / 4 Å further inside on each side.
-
-    Returns:
-        (b, 3) Å, 0 for the periodic directions, which come first, and for graphs without atoms.
     """
     rows, periodic = _sorted_rows(cell, pbc)
     along = (positions[:, None] * rows[graph].to(positions.dtype)).sum(dim=-1)  # [n, 3]
@@ -98,14 +92,10 @@ def _sorted_rows(cell: Tensor, pbc: Tensor) -> tuple[Tensor, Tensor]:
     """Returns periodic lattice vectors followed by unit normals, (b, 3, 3), and a mask (b, 3)."""
     if cell.ndim != 3 or cell.shape[1:] != (3, 3) or not cell.is_floating_point():
         raise ValueError(
-            f"cell must be (graphs, 3, 3), floating point; got shape {tuple(cell.shape)}, "
-            f"{cell.dtype}"
+            f"cell must be floats (graphs, 3, 3); got {tuple(cell.shape)}, {cell.dtype}"
         )
     if pbc.shape != cell.shape[:2] or pbc.dtype != torch.bool:
-        raise ValueError(
-            f"pbc must be bool of shape {tuple(cell.shape[:2])}; got shape {tuple(pbc.shape)}, "
-            f"{pbc.dtype}"
-        )
+        raise ValueError(f"pbc must be bool (graphs, 3); got {tuple(pbc.shape)}, {pbc.dtype}")
     cell = _reduced(at_least_float32(cell), pbc)
     order = (~pbc).to(torch.uint8).argsort(dim=1, stable=True)
     given = cell.gather(1, order[..., None].expand(-1, -1, 3))
@@ -126,8 +116,7 @@ def _sorted_rows(cell: Tensor, pbc: Tensor) -> tuple[Tensor, Tensor]:
 def _reduced(cell: Tensor, pbc: Tensor) -> Tensor:
     """Finds short vectors of the same lattice by Gauss's reduction; 0 for nonperiodic axes.
 
-    In a skewed cell, reciprocal vectors are small differences of large products, and random
-    features of frequencies magnify their rounding errors.
+    Reciprocal vectors of skewed cells would be small differences of large products.
     """
     rows = cell.masked_fill(~pbc[..., None], 0.0)
     combination, dependent = _reduction(rows.detach().double())
@@ -170,8 +159,7 @@ def _check_rows(rows: Tensor, periodic: Tensor) -> None:
         graph = int(bad.nonzero()[0])
         raise ValueError(
             f"lattice vectors along periodic axes must be finite and linearly independent; got "
-            f"{rows[graph][periodic[graph]].tolist()} of graph {graph}; set pbc to False along "
-            "axes without a lattice vector"
+            f"{rows[graph][periodic[graph]].tolist()} of graph {graph}; set pbc to False elsewhere"
         )
 
 

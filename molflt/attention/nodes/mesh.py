@@ -1,16 +1,12 @@
 """Sums over a reciprocal lattice by means of a mesh, at constant cost per token.
 
 The kernel of a crystal, (1 / V) sum_G g(G) exp(2 pi i G . (r_i - r_j)), needs as many waves per
-token as there are nodes G, whose number grows with the cell. A mesh of points in the cell avoids
-these waves. B-splines spread tokens over the points around them. The mesh is then convolved with
-the kernel, whose Fourier coefficients are those above, and the same splines interpolate the result
-at the tokens. This is the method of smooth particle mesh Ewald sums (Essmann et al., J. Chem. Phys.
-103, 8577 (1995)). Only low frequencies are needed, and products with three small matrices of waves
-replace fast Fourier transforms.
-
-The error is that of interpolating waves by splines. It falls with the order and with the number of
-points per wave. It bounds the changes caused by shifts relative to the mesh, by other cells of the
-same crystal and by supercells. With `reciprocal_nodes` these changes are 0.
+token as there are nodes G, whose number grows with the cell. Instead, B-splines spread tokens over
+the points of a mesh, which is convolved with the kernel, and the same splines interpolate the
+result at the tokens: smooth particle mesh Ewald sums (Essmann et al., J. Chem. Phys. 103, 8577
+(1995)). Only low frequencies are needed, and products with three small matrices of waves replace
+fast Fourier transforms. The interpolation error bounds the changes caused by shifts relative to the
+mesh, by other cells of the same crystal and by supercells; with `reciprocal_nodes` these are 0.
 """
 
 import math
@@ -37,22 +33,17 @@ _MOST_POINTS = 2**24
 class Mesh(NamedTuple):
     """Mesh of one graph and its reciprocal vectors."""
 
-    sides: tuple[int, int, int]
-    """points along each lattice vector"""
+    sides: tuple[int, int, int]  # points along each lattice vector
+    # exp(-2 pi i m n / side) as real matrices: for the first axis, m = 0 ... bound, from (side,) to
+    # (m, 2), real and imaginary part; for others, m = -bound ... bound, from (2, side) to (m, 2)
     waves: tuple[Tensor, Tensor, Tensor]
-    """exp(-2 pi i m n / side) as real matrices. For the first axis, m = 0 ... bound, they map
-    (side,) to (m, real and imaginary part). For the others, m = -bound ... bound, they map (real
-    and imaginary part, side) to (m, real and imaginary part)"""
-    inside: Tensor
-    """(a, b, c) bool, True for triples m below the end of the spectrum"""
-    xi: Tensor
-    """(r, 3), frequencies of these triples, cycles/Å"""
+    inside: Tensor  # (a, b, c) bool, True for triples m below the end of the spectrum
+    xi: Tensor  # (r, 3), frequencies of these triples, cycles/Å
+    # (r,), 1/Å^3: taper / V, divided by the transforms of the splines; m and -m are combined
     weights: Tensor
-    """(r,), 1/Å^3: taper / V, divided by the transforms of the splines; m and -m are combined"""
 
     @property
     def points(self) -> int:
-        """Number of points."""
         return math.prod(self.sides)
 
     @classmethod
@@ -67,8 +58,7 @@ class Mesh(NamedTuple):
         if math.prod(sides) > _MOST_POINTS:
             raise ValueError(
                 f"too many mesh points below {max_frequency} cycles/Å; expected at most "
-                f"{_MOST_POINTS:,}; got {math.prod(sides):.3g} of graph {graph} with sides "
-                f"{length.tolist()} Å; reduce max_frequency"
+                f"{_MOST_POINTS:,}; got sides {length.tolist()} Å of graph {graph}"
             )
         ranges = [
             torch.arange(-m * (axis > 0), m + 1, device=dual.device)
@@ -97,9 +87,9 @@ class Mesh(NamedTuple):
         )
 
     def stencil(self, fractional: Tensor, order: int) -> tuple[Tensor, Tensor]:
-        """Returns the p^3 mesh points around each token, int64, and their weights, which sum to 1.
+        """Returns the p^3 mesh points around each token and their weights, (tokens, p^3) each.
 
-        Maps fractional coordinates (tokens, 3) to two tensors (tokens, p^3).
+        Weights sum to 1. `fractional` are the fractional coordinates (tokens, 3).
         """
         index, weight = [], []
         for axis, side in enumerate(self.sides):
@@ -140,8 +130,7 @@ def check_order(order: int) -> None:
 def splines(t: Tensor, order: int) -> Tensor:
     """Cardinal B-splines M_p(t + p - 1), ..., M_p(t): (...) -> (..., p); positive with sum 1.
 
-    t is the distance from the last point at or before a token, in units of the mesh spacing. The
-    splines are p - 2 times continuously differentiable.
+    t is the distance from the last point at or before a token, in units of the mesh spacing.
     """
     # Recursion of Essmann et al., eq. 4.1: M_n(u) from M_(n-1)(u) and M_(n-1)(u - 1).
     w = [1 - t, t]

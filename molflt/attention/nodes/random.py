@@ -1,8 +1,4 @@
-"""Random nodes xi_s and weights c_s that sample a spectrum: integral g ~= sum_s c_s g(xi_s).
-
-The rules use importance sampling: xi_s ~ p and c_s = 1 / (r p(xi_s)), FLT (arXiv:2302.01925), eqs.
-4-5.
-"""
+"""Random nodes by importance sampling: xi_s ~ p and c_s = 1 / (r p(xi_s)), FLT, eqs. 4-5."""
 
 import math
 from typing import ClassVar, Literal
@@ -17,16 +13,17 @@ from molflt.attention.features.projections import (
     SobolProjection,
 )
 from molflt.attention.nodes.base import Nodes
+from molflt.attention.numerics import randn64
 from molflt.attention.spectra import ShiftInvariant, Spectrum
 
 
 class GaussianNodes(Nodes):
     """Monte Carlo nodes xi = mu + sigma eps: fixed eps ~ N(0, I), learnable sigma per head.
 
-    Importance sampling with p = N(mu, sigma^2 I) has weights c_s = 1 / (r p(xi_s)). The estimate of
-    the mask is unbiased for every sigma and mu for which its expectation exists. Source: FLT
-    (arXiv:2302.01925), eq. 5 and OC20 experiment. The paper's language models use the standard
-    normal distribution: `sigma=1.0, learn_sigma=False`.
+    The weights are c_s = 1 / (r p(xi_s)) with p = N(mu, sigma^2 I). The estimate of the mask is
+    unbiased for every sigma and mu for which its expectation exists. Source: FLT
+    (arXiv:2302.01925), eq. 5 and OC20 experiment. The paper's language models use `sigma=1.0,
+    learn_sigma=False`.
 
     The variance is finite only if g falls faster than sqrt(p). For a Gaussian mask of width w this
     requires sigma > 1 / (2 sqrt(2) pi w). For spectra with power-law tails it is never finite.
@@ -72,8 +69,7 @@ class GaussianNodes(Nodes):
         self.redraw_()
 
     def _draw(self, generator: torch.Generator | None) -> Tensor:
-        """Standard normal eps: (heads, r, l) float64 on the CPU."""
-        return torch.randn(self.eps.shape, dtype=torch.float64, generator=generator, device="cpu")
+        return randn64(self.eps.shape, generator=generator)
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
         draw = self._draw(generator)
@@ -110,22 +106,20 @@ class _StructuredNodes(GaussianNodes):
 
 
 class OrthogonalNodes(_StructuredNodes):
-    """Gaussian nodes with eps orthogonal within blocks of l, with chi-distributed norms.
+    """Unbiased Gaussian nodes with eps orthogonal within blocks of l, with chi-distributed norms.
 
-    Every node has the distribution of `GaussianNodes`, so the estimate of the mask is also
-    unbiased. In three dimensions its error is hardly smaller, because a block holds only three
-    nodes. The arguments are those of `GaussianNodes`.
+    In three dimensions the error is hardly smaller than that of `GaussianNodes`, whose arguments it
+    has, because a block holds only three nodes.
     """
 
     _rows = OrthogonalProjection
 
 
 class SobolNodes(_StructuredNodes):
-    """Gaussian nodes whose eps are scrambled Sobol points mapped to the normal distribution.
+    """Unbiased Gaussian nodes whose eps are scrambled Sobol points mapped to normal variables.
 
-    Every node has the distribution of `GaussianNodes`, so the estimate of the mask is also
-    unbiased. Its error falls nearly as 1 / r for smooth masks and is smallest if r is a power of
-    two. The arguments are those of `GaussianNodes`.
+    The error falls nearly as 1 / r for smooth masks and is smallest if r is a power of two. The
+    arguments are those of `GaussianNodes`.
     """
 
     _rows = SobolProjection
@@ -136,16 +130,15 @@ class DensityNodes(Nodes):
 
     For the kernel's own spectrum, g / p is constant and every c_s g(xi_s) is C / r. This density is
     optimal for Theorem 4.2 of FLT (arXiv:2302.01925, eq. 7 and appendix A.4). The draws u are
-    fixed, and length remains learnable through the reparametrization. Other spectra can also be
-    sampled at these nodes; the variance is finite if g^2 / p is integrable.
+    fixed, and length remains learnable. For other spectra, the variance is finite if g^2 / p is
+    integrable.
 
     Args:
         density: kernel from whose density nodes are drawn; they have its heads and dimension.
         num_nodes: number of nodes r.
-        shared: True if the kernel is the sampled spectrum and therefore already part of the model.
-            It is then stored by reference and not registered, to avoid saving its parameters twice.
-            False if it is a proposal density for another spectrum, whose length is a parameter of
-            the nodes.
+        shared: True if the kernel is the sampled spectrum; it is then stored by reference and not
+            registered, to avoid saving its parameters twice. False for a proposal density of
+            another spectrum, whose length is a parameter of the nodes.
     """
 
     paper: ClassVar[str] = "2302.01925, eq. 7"
@@ -166,7 +159,6 @@ class DensityNodes(Nodes):
 
     @property
     def density(self) -> ShiftInvariant:
-        """Kernel from whose spectral density the nodes are drawn."""
         return self._density[0]
 
     @classmethod

@@ -4,18 +4,10 @@ Poisson's summation formula, with positions in Å and frequencies in cycles/Å,
 
     sum_T f(z + T) = (1 / V) sum_G g(G) exp(2 pi i G . z),   T = n . cell, G = n . cell^-T,
 
-turns a decaying mask f into that of a crystal. The spectrum g of FLT (arXiv:2302.01925, eq. 4) is
-sampled at the reciprocal lattice with weights 1 / V. The result does not depend on the choice of
-the cell or on the periodic image of an atom. With a multiplicative mask (`MultiplicativePosition`
-without a background), it does not depend on the size of a supercell either, because V grows with
-that size. This does not hold for additive masks, which are exponentiated afterwards.
-
-Along directions that are not periodic, the lattice is virtual. Its vectors are perpendicular to the
-periodic ones, and their length is the width of the graph plus the reach of the mask, which keeps
-copies out of reach. This is the trapezoid rule for the integral over frequencies, and its error is
-the mask beyond its reach. Rotating a wire or a molecule in its box changes its mask by no more than
-this error; masks of crystals and slabs do not change. Graphs do not depend on the rest of their
-batch.
+turns a decaying mask f into that of a crystal. The result does not depend on the choice of the cell
+or on the periodic image of an atom. Along directions that are not periodic, the lattice is virtual.
+Its vectors are perpendicular to the periodic ones, and their length is the width of the graph plus
+the reach of the mask, which keeps copies out of reach. The error is the mask beyond its reach.
 """
 
 import math
@@ -44,14 +36,13 @@ def reciprocal_nodes(
 ) -> tuple[Tensor, Tensor]:
     """Returns each graph's reciprocal lattice vectors below a frequency, and their weights.
 
-    G and -G have the same columns and form one node of twice the weight; see `hermitian`. There are
-    about (2 pi / 3) k^3 V nodes for k = max_frequency. OC20's slabs in cells of 8 x 8 x 30 Å have
-    60 at 0.25 cycles/Å, 110 at 0.3 and 500 at 0.5. The width of a virtual box is extent plus reach;
-    prefer `ShellNodes` if all graphs are molecules.
+    Nodes (b, r, 3) in cycles/Å and weights (b, r) in 1/Å^3 have the dtype of the cell (at least
+    float32) and its gradients. G = 0 comes first; graphs with fewer nodes are padded with zeros of
+    weight 0. G and -G form one node of twice the weight; see `hermitian`. There are about (2 pi /
+    3) k^3 V nodes for k = max_frequency.
 
     Nodes enter and leave at k with weight 0, because the taper and its first two derivatives vanish
-    there. Rounding of |G| by another cell or a rotation therefore does not matter. Choices of the
-    taper:
+    there. Choices of the taper:
 
     - "step": 1 up to 0.8 k. A mask without higher frequencies does not change: a Gaussian of width
       w is kept to 1e-6, 1e-7 and 1e-10 of its height for w k = 1, 1.1 and 1.3. A sharper mask is
@@ -65,17 +56,11 @@ def reciprocal_nodes(
         max_frequency: k, in cycles/Å.
         extent: (b, 3) widths of the graphs from `free_extent`, Å; required unless all axes are
             periodic.
-        reach: distance beyond which the mask is negligible, Å. The error relative to the height of
-            the mask is 4e-4, 4e-7 and 3e-11 for Gaussians and a reach of 4, 5.5 and 7 widths. It is
-            about 3e-4 and 4e-5 for k reach = 6 and 9 if the taper cuts into the spectrum. The reach
-            only affects directions that are not periodic.
+        reach: distance beyond which the mask is negligible, Å, along nonperiodic axes. The error
+            relative to the height of the mask is 4e-4, 4e-7 and 3e-11 for Gaussians and a reach of
+            4, 5.5 and 7 widths. It is about 3e-4 and 4e-5 for k reach = 6 and 9 if the taper cuts
+            into the spectrum.
         taper: see above.
-
-    Returns:
-        Nodes (b, r, 3) in cycles/Å and weights (b, r) in 1/Å^3, in the format of
-        `SpectralPosition.factors`. They have the dtype of the cell (at least float32) and are
-        differentiable with respect to the cell and the extent. G = 0 comes first; graphs with fewer
-        nodes are padded with zeros of weight 0.
     """
     positive(max_frequency=max_frequency)
     one_of("taper", taper, _TAPERS)
@@ -91,16 +76,10 @@ def reciprocal_nodes(
 def tapered_mask(
     spectrum: Spectrum, distance: Tensor, max_frequency: float, taper: str, farthest: float
 ) -> Tensor:
-    """Returns the mask that `reciprocal_nodes` samples: the transform of the tapered spectrum.
+    """Returns the mask that `reciprocal_nodes` samples, (heads, n): the transform of the tapered g.
 
-    Computes f(r) = int_0^k 4 pi xi^2 taper(xi / k) g(xi) sinc(2 xi r) d xi by Gauss's rule.
-
-    Args:
-        spectrum: spectrum in three dimensions that depends only on |xi|.
-        distance: (n,), Å; the result is (heads, n).
-        max_frequency: k, in cycles/Å.
-        taper: as for `reciprocal_nodes`.
-        farthest: upper bound of the distances, Å.
+    Computes f(r) = int_0^k 4 pi xi^2 taper(xi / k) g(xi) sinc(2 xi r) d xi by Gauss's rule, for an
+    isotropic spectrum in three dimensions and distances (n,) up to `farthest`, Å.
     """
     # `index` gives a fixed number even if a compiler treats module attributes as variables.
     count = operator.index(16 + math.ceil(8 * max_frequency * farthest))
@@ -151,10 +130,9 @@ def _indices(lattice: Tensor, dual: Tensor, max_frequency: float) -> tuple[Tenso
     if not float(candidates.sum()) <= _MOST_CANDIDATES:  # or NaN
         most = int(candidates.argmax())
         raise ValueError(
-            f"too many reciprocal lattice vectors below {max_frequency} cycles/Å; expected at most "
-            f"{_MOST_CANDIDATES} candidates; got {float(candidates.sum()):.3g}, most of graph "
-            f"{most} with sides {lattice[most].norm(dim=-1).tolist()} Å; reduce max_frequency, "
-            "set pbc to False along axes with vacuum, or train a potential with far_field=False"
+            f"too many reciprocal lattice vectors below {max_frequency} cycles/Å; got sides "
+            f"{lattice[most].norm(dim=-1).tolist()} Å of graph {most}; reduce max_frequency, set "
+            "pbc to False along axes with vacuum, or train a potential with far_field=False"
         )
     graph, index = _half_space_indices(bounds.long())
     square = (index[..., None] * dual[graph]).sum(dim=1).square().sum(dim=-1)

@@ -1,7 +1,4 @@
-"""Quadrature of a spectrum on spherical shells.
-
-`molflt.attention.nodes.suggest` chooses shells by their error.
-"""
+"""Quadrature of a spectrum on spherical shells."""
 
 import functools
 import math
@@ -26,18 +23,16 @@ _DOUBLE: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
 class _Directions(NamedTuple):
     """Quadrature of the unit sphere that keeps one point of each antipodal pair."""
 
-    unit: Tensor
-    """(n, l), float64 on the CPU"""
-    weights: Tensor
-    """(n,), weights, with sum 1"""
+    unit: Tensor  # (n, l), float64 on the CPU
+    weights: Tensor  # (n,), with sum 1
 
 
 @functools.lru_cache(maxsize=64)
 def _directions(dim: int, degree: int) -> _Directions:
     """Half of an antipodal sphere quadrature, exact for even polynomials up to a degree.
 
-    Uses the line for l = 1, equal angles for l = 2, and Lebedev's rules with positive weights for l
-    = 3. It takes the next available degree; degree 1 is a single pair.
+    Equal angles for l = 2, and Lebedev's rules with positive weights for l = 3, of the next
+    available degree; degree 1 is a single pair.
     """
     if dim not in (1, 2, 3):
         raise ValueError(f"dim must be 1, 2 or 3; got {dim}; use 'sobol' nodes in more dimensions")
@@ -65,27 +60,22 @@ def _directions(dim: int, degree: int) -> _Directions:
 class ShellNodes(Nodes):
     """Nodes on radial shells times directions: integral g = sum_k S_l k^(l-1) dk mean_u g(k u).
 
-    S_l is the surface area of the unit sphere: 2, 2 pi, 4 pi. The weight of a node is the product
-    of the radial weight of its shell and the weight of its direction. The mask is rotationally
-    invariant up to the accuracy of the directions. A wave of frequency k over the distance |z| <=
-    diameter needs the degree x = 2 pi k diameter. Outer shells matter less, and `degree_factor` x +
-    3 with a factor of 0.6 to 1 is enough. `molflt.attention.nodes.suggest.suggest_nodes` chooses
-    all sizes for a given mask and error.
-
-    Two antipodes have the same columns, and only one of them is kept, with twice the weight; there
-    `sample` combines g(xi) and conj g(-xi), for any spectrum.
+    S_l is the surface area of the unit sphere. The mask is rotationally invariant up to the
+    accuracy of the directions. A wave of frequency k over the distance |z| <= diameter needs the
+    degree x = 2 pi k diameter. Outer shells matter less, and `degree_factor` x + 3 with a factor of
+    0.6 to 1 is enough. `suggest_nodes` chooses all sizes for a given mask and error. Of two
+    antipodes, only one is kept, with twice the weight; see `hermitian`.
 
     Args:
-        diameter: largest distance |z| at which the mask must be accurate, 2 R, in units of length.
+        diameter: largest distance |z| at which the mask must be accurate, in units of length.
         max_frequency: end of the spectrum, in cycles per unit of length.
         num_shells: number of shells without the origin. The default, 2 diameter max_frequency,
             keeps periodic copies away from masks of any width.
         dim: dimension l, 1 to 3.
         radial: "trapezoid", radii j k / n with k = max_frequency; "midpoint", radii (j - 1/2) k /
             n; "gauss", Gauss-Legendre on [0, k]. If g vanishes beyond k, the first two are exact up
-            to images of the mask at distance n / k - |z|. This does not hold in two dimensions,
-            where they are refused. The default is "gauss" in two dimensions and "trapezoid"
-            otherwise.
+            to images of the mask at distance n / k - |z|, except in two dimensions, where they are
+            refused. The default is "gauss" in two dimensions and "trapezoid" otherwise.
         degree_factor: see above.
         degrees: degree of each shell, innermost first; replaces the rule of `degree_factor`.
         normalized: normalize the weights of each shell to sum 1, for `ShellWeights`.
@@ -158,8 +148,7 @@ class ShellNodes(Nodes):
             return super().check(spectrum)
         if spectrum.radii is None:
             raise ValueError(
-                f"shells with normalized=True are for ShellWeights; got {type(spectrum).__name__}; "
-                "build them with normalized=False"
+                f"normalized shells are for ShellWeights; got {type(spectrum).__name__}"
             )
         radii = spectrum.radii.to(self.shell_radius)
         alike = radii.shape == self.shell_radius.shape
@@ -167,13 +156,9 @@ class ShellNodes(Nodes):
             alike = torch.allclose(radii, self.shell_radius)
         if not alike:
             raise ValueError(
-                f"the radii of ShellWeights must be those of the shells; got {len(radii)} other "
-                f"ones for {len(self.shell_radius)} shells; build them for these shells"
+                f"ShellWeights must have the radii of the shells; got {len(radii)} other ones for "
+                f"{len(self.shell_radius)} shells"
             )
-
-    def extra_repr(self) -> str:
-        last = self.shell_radius[-1].item()
-        return f"num_nodes={self.num_nodes}, shells={len(self.shell_radius)}, outermost={last:.4g}"
 
 
 def shells(

@@ -13,12 +13,10 @@ from molflt.attention.numerics import gauss_rule
 
 
 class _SuggestedNodes(NamedTuple):
-    """Result of `suggest_nodes`."""
+    """Suggested rule, and its error at the worst width."""
 
     nodes: ShellNodes
-    """suggested rule"""
     error: float
-    """root-mean-square error of a mask with f(0) = 1 over pairs in the ball, at the worst width"""
 
 
 def suggest_nodes(
@@ -26,11 +24,11 @@ def suggest_nodes(
 ) -> _SuggestedNodes:
     """Finds a small rule of shells for the masks of a molecule or cluster, by its measured error.
 
-    The error is that of f(z) = exp(-|z|^2 / 2 width^2) for pairs of points uniform in a ball. The
-    search varies the radii and their upper end, and then raises the degree of one shell at a time,
-    where this removes the most error per node. Wider Gaussians need closer shells, so a basis of
-    Gaussians needs its smallest and its largest width. Results for one width (nodes r and the error
-    reached):
+    Returns `nodes` and their `error`, the root mean square of the error of f(z) = exp(-|z|^2 / 2
+    width^2) for pairs of points uniform in a ball. The search varies the radii and their upper end,
+    and then raises the degree of one shell at a time. Wider Gaussians need closer shells, so a
+    basis of Gaussians needs its smallest and its largest width. Results for one width (nodes r and
+    error):
 
     | diameter / width | tol = 0.03 | 0.01 | 0.003 | 0.001 |
     |---|---|---|---|---|
@@ -57,26 +55,16 @@ def suggest_nodes(
     zero = ((-distance.square()).exp() @ share).sqrt().item()
     if tol > 0.5 * zero:
         raise ValueError(
-            f"tol must be at most half of what no mask at all errs by, {zero:.2g} for 2 radius / "
-            f"width = {ratio:.3g}; got {tol:g}"
+            f"tol must be at most half of {zero:.2g}, the error of no mask; got {tol:g}"
         )
     between = 1 if widest == width else 2 + int(math.log2(widest / width))
     widths = torch.logspace(0, math.log10(widest / width), between, dtype=torch.float64)[:, None]
-    candidates = _radial_candidates(ratio, widths, tol)
-    rules = [_prune(ratio, widths, tol, *candidate) for candidate in candidates]
+    rules = [_prune(ratio, widths, tol, *each) for each in _radial_candidates(ratio, widths, tol)]
     if not any(rules):
-        raise ValueError(
-            f"no shells reach tol={tol:g} for 2 radius / width = {ratio:.3g}; increase tol or "
-            "width, and use a near field for sharp masks"
-        )
+        raise ValueError(f"no shells reach tol={tol:g} for 2 radius / width = {ratio:.3g}")
     best = min(filter(None, rules), key=lambda rule: (rule.size, rule.error))
-    nodes = ShellNodes(
-        2 * radius,
-        best.max_frequency / width,
-        len(best.degrees),
-        radial=best.radial,
-        degrees=best.degrees,
-    )
+    end, degrees = best.max_frequency / width, best.degrees
+    nodes = ShellNodes(2 * radius, end, len(degrees), radial=best.radial, degrees=degrees)
     return _SuggestedNodes(nodes, best.error)
 
 

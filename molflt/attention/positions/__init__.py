@@ -5,24 +5,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
 from molflt.attention.checks import no_effect, one_of
-from molflt.attention.positions.base import MIXINGS, Position
+from molflt.attention.positions.base import Position
 from molflt.attention.positions.gaussian_bias import GaussianBias
 from molflt.attention.positions.grid import BucketedPosition, LowRankPosition, ToeplitzPosition
 from molflt.attention.positions.multiplicative import MultiplicativePosition
 from molflt.attention.positions.rotary import CosinePosition, RotaryPosition
 from molflt.attention.positions.spectral import SpectralPosition
 from molflt.attention.positions.stochastic import ConvSPE, SineSPE
-
-__all__ = [
-    "MIXINGS",
-    "POSITIONS",
-    "MultiplicativePosition",
-    "Position",
-    "PositionName",
-    "SpectralPosition",
-    "known_options",
-    "make_position",
-]
 
 POSITIONS: dict[str, Callable[..., Position]] = {
     "spectral": SpectralPosition.build,

@@ -1,6 +1,6 @@
 """Base class of relative positional encodings."""
 
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -10,14 +10,9 @@ from molflt.attention.encodings import Encoding
 from molflt.attention.numerics import at_least_float32, options_of
 
 MIXINGS = ("linear", "quadratic", "softmax")
+MixingName = Literal["linear", "quadratic", "softmax", "auto"]
 
-# The command line lists the choices of an option from its type.
-if TYPE_CHECKING:
-    MixingName = str
-else:
-    MixingName = Literal[(*MIXINGS, "auto")]
-
-
+ABSOLUTE = ("none", "sinusoidal", "learned")  # positions added to tokens before attention
 ADDED = ("f", "added to the logit")
 AS_FACTOR = ("f", "exp f multiplies the weight")
 
@@ -26,33 +21,20 @@ class Position(nn.Module):
     """Base class of positional encodings.
 
     A new encoding overrides `forward`, sets its class attributes and gets an entry in `POSITIONS`.
-
-    Attributes:
-        paper: source of the encoding.
-        cost: cost of kernelized attention with the encoding, for N tokens, m features and values of
-            width d.
-        dim: dimension l of the positions.
-        mixings: entries of `MIXINGS` that can use the encoding.
-        causal: True if causal attention can use the encoding.
-        decodes: True if linear causal attention has a state of constant size with the encoding.
-        redraws: True if training should redraw its random numbers along with random features. Nodes
-            of a spectrum are kept, because the mask is learned with them.
-        weighs: True if the encoding changes the weights of keys; otherwise it only rotates queries
-            and keys.
-        placement: quantity shown in plots of the encoding, and how it enters attention.
-        grid: True if tokens must be ordered along a regular grid and cannot be permuted.
     """
 
-    paper: ClassVar[str] = ""
-    cost: ClassVar[str] = ""
-    dim: int = 1
-    mixings: ClassVar[tuple[str, ...]] = MIXINGS
-    causal: ClassVar[bool] = True
-    decodes: ClassVar[bool] = True
+    paper: ClassVar[str] = ""  #: source of the encoding
+    cost: ClassVar[str] = ""  #: for N tokens, m features and values of width d
+    dim: int = 1  #: dimension l of the positions
+    mixings: ClassVar[tuple[str, ...]] = MIXINGS  #: those that can use the encoding
+    causal: ClassVar[bool] = True  #: True if causal attention can use the encoding
+    decodes: ClassVar[bool] = True  #: True if linear causal attention has a state of constant size
+    #: True if training should redraw its random numbers along with random features. Nodes of a
+    #: spectrum are kept, because the mask is learned with them.
     redraws: ClassVar[bool] = False
-    weighs: ClassVar[bool] = True
-    placement: ClassVar[tuple[str, str]] = ADDED
-    grid: ClassVar[bool] = False
+    weighs: ClassVar[bool] = True  #: False if it only rotates queries and keys
+    placement: ClassVar[tuple[str, str]] = ADDED  #: quantity of plots, and how it enters attention
+    grid: ClassVar[bool] = False  #: True if tokens must be ordered along a regular grid
     extra_repr = options_of
 
     @property
@@ -79,8 +61,7 @@ class Position(nn.Module):
         name = type(self).__name__
         if mixing not in self.mixings:
             raise ValueError(
-                f"{name} does not go with mixing={mixing!r}; expected one of "
-                f"{', '.join(self.mixings)}; change one of them"
+                f"{name} does not go with mixing={mixing!r}; expected {' or '.join(self.mixings)}"
             )
         if causal and not self.causal:
             raise ValueError(f"{name} is not causal; use causal=False or another position")
@@ -110,10 +91,7 @@ class Position(nn.Module):
             )
 
     def check_range(self, positions: Tensor, max_tokens: int, integers: bool = False) -> None:
-        """Raises ValueError for positions outside [0, max_tokens) or, if required, not integers.
-
-        Does nothing in compiled or transformed code.
-        """
+        """Raises ValueError for positions outside [0, max_tokens) or, if required, not integers."""
         if not positions.numel() or torch.compiler.is_compiling() or in_transform():
             return
         low, high = (float(end) for end in positions.detach().aminmax())
@@ -124,10 +102,7 @@ class Position(nn.Module):
                 f"{high:g}; count from 0, fill padding with 0, or raise max_tokens"
             )
         if integers and not (positions == positions.long()).all():
-            raise ValueError(
-                f"positions of {type(self).__name__} must be integers; got fractions; count "
-                "tokens, fill padding with 0, or use SineSPE, which takes real positions"
-            )
+            raise ValueError(f"positions of {type(self).__name__} must be integers; got fractions")
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
         """Draws new random numbers in place; use the same seed on all ranks."""
@@ -147,10 +122,6 @@ class Positioned(nn.Module):
             )
         self.position = position
 
-    if TYPE_CHECKING:  # torch declares Any as the result of a call
-
-        def __call__(self, *args: Any, **kwargs: Any) -> Tensor: ...
-
     def _evaluate(
         self, mixing: str, positions: Tensor | None, key_positions: Tensor | None
     ) -> Encoding | None:
@@ -158,10 +129,7 @@ class Positioned(nn.Module):
         position, name = self.position, type(self).__name__.lower()
         if position is None:
             if positions is not None or key_positions is not None:
-                raise ValueError(
-                    f"got positions, but the {name} lacks an encoding; build it with "
-                    "position=..., or leave them out"
-                )
+                raise ValueError(f"got positions, but the {name} was built without position=...")
             return None
         if positions is None:
             raise ValueError(
@@ -170,14 +138,12 @@ class Positioned(nn.Module):
             )
         keys = positions if key_positions is None else key_positions
         position.check_axes(positions, keys)
-        encoding: Encoding = position(mixing, positions, keys)
-        return encoding
+        return position(mixing, positions, keys)
 
     def share_position(self) -> None:
         """Hands the position over to the enclosing module, which then owns its parameters.
 
-        It stays readable here but is not registered, because a shared parameter must have only one
-        name in a checkpoint.
+        It stays readable here but is not registered: a parameter has only one name in a checkpoint.
         """
         position = self.position
         if position is not None:
@@ -189,8 +155,8 @@ def check_tokens(places: int, x: Tensor) -> None:
     """Raises ValueError unless each query or key (batch, heads, tokens, d) has a position."""
     if x.shape[2] != places:
         raise ValueError(
-            f"the encoding is of {places} positions; got {x.shape[2]} tokens; evaluate it for "
-            "these, in decoding with all so far as keys"
+            f"the encoding is of {places} positions; got {x.shape[2]} tokens; in decoding, give "
+            "the key_positions of all tokens so far"
         )
 
 
@@ -202,3 +168,13 @@ def differences(positions: Tensor, key_positions: Tensor) -> Tensor:
 def _real(positions: Tensor) -> Tensor:
     """Converts to at least float32, and integers to float64, for accurate phases."""
     return at_least_float32(positions) if positions.is_floating_point() else positions.double()
+
+
+def sinusoids(index: Tensor, dim: int) -> Tensor:
+    """Sinusoidal positions, arXiv:1706.03762, section 3.5: (n,) -> (n, dim) float64, sines first.
+
+    Float32 would resolve the phase at 10^4 to no more than 3 digits.
+    """
+    half = torch.arange(dim // 2, dtype=torch.float64, device=index.device)
+    phase = index.double()[:, None] * torch.pow(10000.0, -2 * half / dim)
+    return torch.cat((phase.sin(), phase.cos()), dim=-1)

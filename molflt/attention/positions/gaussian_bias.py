@@ -16,15 +16,8 @@ class GaussianBias(Position):
 
     The psi_k are K Gaussians with learnable mu_k and sigma_k, psi_k(|z|) = exp(-(|z| - mu_k)^2 / (2
     sigma_k^2)) / (sqrt(2 pi) sigma_k), from 3D-Graphormer (arXiv:2203.04810), section on 3D spatial
-    encoding. The bias has no Fourier factors for mixing in linear time; it is a baseline for masks
-    learned through their spectrum.
-
-    Differences from the paper: it applies a scale and a shift to distances for each pair of
-    elements. Here, attention does not see elements, and one scale and shift for all pairs would be
-    redundant with mu and sigma. sigma is exp(log_std), where the paper's code takes an absolute
-    value.
-
-    Memory is O(N^2 K) per graph.
+    encoding. The paper also scales and shifts distances for each pair of elements, which attention
+    does not see here. Memory is O(N^2 K) per graph.
 
     Args:
         heads: number of heads.
@@ -32,8 +25,7 @@ class GaussianBias(Position):
         dim: dimension l of positions.
         hidden_dim: width of the hidden layer; by default K, as in the paper's code.
         mean_range: smallest and largest initial mu, drawn uniformly, in units of length (Å).
-        std_range: smallest and largest initial sigma, drawn uniformly, in units of length (Å). In
-            the paper's code the range starts at 0, where a Gaussian would cover no pairs.
+        std_range: smallest and largest initial sigma, drawn uniformly, in units of length (Å).
     """
 
     paper = "2203.04810"
@@ -69,22 +61,18 @@ class GaussianBias(Position):
         )
 
     def forward(self, mixing: str, positions: Tensor, key_positions: Tensor) -> Encoding:
-        self.check_axes(positions, key_positions)
         return Bias(self.bias(differences(positions, key_positions)))
 
     def bias(self, delta: Tensor) -> Tensor:
-        return self._of_distance(distances(at_least_float32(delta))).movedim(-1, 1)
-
-    def radial_profile(self, distances: Tensor) -> Tensor:
-        """Returns f for plots: distances (n,), in units of length -> (heads, n)."""
-        return self._of_distance(distances).movedim(-1, 0)
-
-    def _of_distance(self, distance: Tensor) -> Tensor:
-        """Returns f of distances: (...) -> (..., heads)."""
+        distance = distances(at_least_float32(delta))
         with torch.autocast(distance.device.type, enabled=False):
             log_std = at_least_float32(self.log_std)
             scaled = (distance[..., None] - self.mean) * (-log_std).exp()
             psi = (-0.5 * scaled.square() - log_std).exp() / math.sqrt(2 * math.pi)
         # The network runs in the precision of its weights, or of autocast.
         out: Tensor = self.mlp(psi.to(self.mean.dtype))
-        return out
+        return out.movedim(-1, 1)
+
+    def radial_profile(self, distances: Tensor) -> Tensor:
+        """Returns f for plots: distances (n,), in units of length -> (heads, n)."""
+        return self.bias(distances[None, :, None])[0]

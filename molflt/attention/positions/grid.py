@@ -1,8 +1,4 @@
-"""Positional encodings for tokens on a grid, with one learned number per offset j - i.
-
-A table of offsets can represent any mask on a grid but is not defined between grid points. Spectral
-encodings accept real positions.
-"""
+"""Positional encodings for tokens on a grid, with one learned number per offset j - i."""
 
 import math
 
@@ -23,14 +19,14 @@ class ToeplitzPosition(Position):
     """Table b_(j-i), learnable per head and offset.
 
     Softmax adds b to its logits. Kernelized attention multiplies phi(q_i) . phi(k_j) by
-    exp(b_(j-i)): NPRF (arXiv:2106.12566), section 3.2. As in Swin (arXiv:2103.14030), section 3.2,
-    two dimensions have one number for each pair of offsets (dy, dx), not a sum of two numbers.
+    exp(b_(j-i)): NPRF (arXiv:2106.12566), section 3.2. As in Swin (arXiv:2103.14030), two
+    dimensions have one number for each pair of offsets (dy, dx), not a sum of two numbers.
 
     Softmax looks up differences of positions, rounded to integers, and tokens can be in any order.
     Linear and quadratic mixing use the index of a token in its sequence as its position and check
     that both agree. Positions must count up from that of the first token (row by row on a
     two-dimensional grid, from the start of a row), and the first key must be at the position of the
-    first query. The checks include padding in all rows of a batch; give it the next positions.
+    first query. The checks include padding; give it the next positions.
 
     Args:
         heads: number of heads.
@@ -61,10 +57,7 @@ class ToeplitzPosition(Position):
         self.shape = (max_tokens,) if shape is None else tuple(shape)
         self.dim = len(self.shape)
         if shape is not None and self.dim != 2:
-            raise ValueError(
-                f"shape must be the two sides of a grid; got {shape}; in one dimension use "
-                "max_tokens"
-            )
+            raise ValueError(f"shape must be the two sides of a grid; got {shape}")
         at_least_one(heads=heads, **{"max_tokens or a side of shape": min(self.shape)})
         self.table = nn.Parameter(std * torch.randn(heads, *(2 * n - 1 for n in self.shape)))
 
@@ -80,8 +73,7 @@ class ToeplitzPosition(Position):
         most = math.prod(self.shape)
         if max(queries, keys) > most:
             raise ValueError(
-                f"{max(queries, keys)} tokens are more than the {most} places of "
-                f"{type(self).__name__}; raise max_tokens or shape, or cut the sequence"
+                f"{max(queries, keys)} tokens are more than the {most} places of the table"
             )
         if self.dim == 2:
             return Toeplitz(self.table, self.method)
@@ -90,15 +82,13 @@ class ToeplitzPosition(Position):
         return Toeplitz(table, self.method)
 
     def bias(self, positions: Tensor, key_positions: Tensor) -> Tensor:
-        self.check_axes(positions, key_positions)
         offsets = _offsets(positions, key_positions)
         index = torch.zeros_like(offsets[..., 0])
         for offset, n in zip(offsets.unbind(dim=-1), self.shape, strict=True):
             if not torch.compiler.is_compiling() and offset.numel() and offset.abs().max() >= n:
                 raise ValueError(
-                    f"positions of {type(self).__name__} must differ by at most {n - 1}; got a "
-                    f"difference of {int(offset.abs().max())}; raise max_tokens or shape, and give "
-                    "padding the positions that follow"
+                    f"positions of {type(self).__name__} must differ by at most {n - 1}; got "
+                    f"{int(offset.abs().max())}; raise max_tokens or shape"
                 )
             index = index * (2 * n - 1) + offset.clamp(1 - n, n - 1) + (n - 1)
         return _look_up(self.table.flatten(1), index)
@@ -109,9 +99,8 @@ class BucketedPosition(Position):
 
     See T5 (arXiv:1910.10683), section 2.1. In each direction, half of the buckets hold one distance
     each, and the other half hold distances up to `max_distance` on a logarithmic scale. The last
-    bucket also holds all larger distances. b is a function of j - i and can also be used as the
-    logarithm of a Toeplitz kernel. Positions are those of `ToeplitzPosition`, without a maximum
-    length.
+    bucket also holds all larger distances. Positions are those of `ToeplitzPosition`, without a
+    maximum length.
 
     Args:
         heads: number of heads.
@@ -143,9 +132,8 @@ class BucketedPosition(Position):
         single = size // 2
         if num_buckets % directions or size < 2 or max_distance <= single:
             raise ValueError(
-                "expected at least 2 buckets per direction, equally many for both, and "
-                f"max_distance above their half; got num_buckets={num_buckets}, max_distance="
-                f"{max_distance}, bidirectional={bidirectional}; change one of them"
+                "expected at least 2 buckets per direction, equally many, and max_distance above "
+                f"their half; got {num_buckets=}, {max_distance=}, {bidirectional=}"
             )
         self.bidirectional = bidirectional
         self.table = nn.Parameter(std * torch.randn(heads, num_buckets))
@@ -160,7 +148,6 @@ class BucketedPosition(Position):
         self.buckets = buckets.tolist()
 
     def forward(self, mixing: str, positions: Tensor, key_positions: Tensor) -> Encoding:
-        self.check_axes(positions)
         if mixing == "softmax":
             bucket = self.bucket(_offsets(positions, key_positions)[..., 0])
             return Bias(_look_up(self.table, bucket))
@@ -185,18 +172,15 @@ class LowRankPosition(ToeplitzPosition):
     This is the Factor-Performer of FLT (arXiv:2302.01925), section 4.2.1. Random vectors probe N,
     and an orthonormal basis Q of their images gives N ~= Q (Q^T N) (Halko et al., arXiv:0909.4061,
     algorithms 4.1 and 4.4). Products with N are Toeplitz products by FFT, O(L r log L), computed
-    once for all sequences. The paper's variant did not train "due to the numerical instability of
-    the Gram-Schmidt orthogonalization"; here Householder reflections compute the basis, even for
-    masks whose rank is below r.
+    once for all sequences. The paper's variant did not train because of Gram-Schmidt; Householder
+    reflections compute the basis even for masks whose rank is below r.
 
     Q is treated as a constant in each evaluation. The gradient is that of Q Q^T N for the current
-    Q, which is linear in N and finite for every mask. For r = L it is the gradient of N itself. The
-    columns of both factors are scaled to the same norm, which does not change their product.
+    Q, which is linear in N and finite for every mask; for r = L it is the gradient of N itself.
+    Columns of both factors are scaled to the same norm.
 
-    Rows of the factors are looked up by position, and tokens can therefore be in any order. Linear
-    causal attention has a state of constant size. If r is large enough, the product depends only on
-    differences of positions; single factors, which feature maps see, depend on the positions
-    themselves. Softmax uses the table itself.
+    Tokens can be in any order, and linear causal attention has a state of constant size. Feature
+    maps see single factors, which depend on the positions themselves. Softmax uses the table.
 
     Args:
         heads: number of heads.
@@ -230,7 +214,7 @@ class LowRankPosition(ToeplitzPosition):
         if rank > max_tokens or power_iterations < 0:
             raise ValueError(
                 f"expected rank up to max_tokens={max_tokens} and power_iterations of 0 or more; "
-                f"got rank={rank}, power_iterations={power_iterations}; lower or raise them"
+                f"got {rank=}, {power_iterations=}"
             )
         self.rank = rank
         self.power_iterations = power_iterations
@@ -268,7 +252,6 @@ class LowRankPosition(ToeplitzPosition):
 
     def _rows(self, factor: Tensor, positions: Tensor) -> Tensor:
         """Looks up rows of (heads, L, r) at positions: (batch, n, 1) -> (batch, heads, n, r)."""
-        self.check_axes(positions)
         self.check_range(positions, self.shape[0], integers=True)
         index = positions[..., 0].long().clamp(0, self.shape[0] - 1)
         rows = F.embedding(index, factor.transpose(0, 1).flatten(1))
@@ -289,7 +272,6 @@ def _expect_grid(
     position: Position, positions: Tensor, key_positions: Tensor, width: int | None = None
 ) -> None:
     """Raises ValueError unless tokens are in the order of a grid; does nothing in compiled code."""
-    position.check_axes(positions, key_positions)
     if torch.compiler.is_compiling():
         return
     name = type(position).__name__
@@ -300,8 +282,7 @@ def _expect_grid(
         if not (error <= _TOLERANCE).all():  # NaN also fails
             raise ValueError(
                 f"{name} needs tokens in order on a grid, positions 0, 1, 2, ... or row by row, in "
-                "every sequence of the batch, for linear and quadratic mixing; got others; sort "
-                "the tokens, let padding count on, or use mixing='softmax'"
+                "every sequence, including padding; sort the tokens, or use mixing='softmax'"
             )
     start = (positions[:, :1] - key_positions[:, :1]).abs()
     if not (start <= _TOLERANCE).all():

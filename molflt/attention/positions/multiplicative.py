@@ -1,16 +1,18 @@
-"""Positional kernel that multiplies the products of features."""
+"""Positional kernel that multiplies the products of features, and its exact near field."""
 
 from typing import ClassVar, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from molflt.attention.encodings import Bias, Encoding, Kernel
 from molflt.attention.mixing.mesh import MeshKernel
+from molflt.attention.mixing.pairs import Pairs
 from molflt.attention.mixing.sparse import Pattern
 from molflt.attention.nodes import Nodes
 from molflt.attention.nodes.lattice import Lattice
 from molflt.attention.nodes.mesh import Mesh
+from molflt.attention.numerics import at_least_float32, distances, fade, options_of
 from molflt.attention.positions.base import differences
 from molflt.attention.positions.spectral import GraphNodes, SpectralPosition
 from molflt.attention.spectra import Spectrum
@@ -20,12 +22,9 @@ class MultiplicativePosition(SpectralPosition):
     """Learned positional kernel h: A_ij = h(r_i - r_j) phi(q_i) . phi(k_j).
 
     The kernel is h(z) = background + f(z), with f and its Fourier factors from `SpectralPosition`.
-    Attention depends only on differences of positions, for any feature map. With the additive
-    encoding, in contrast, phi sees single factors, which depend on positions. The kernel of
-    cosFormer is the case r = 1.
-
-    h can become negative, through learning or through ripples of few nodes. Count such rows in
-    `Attention.sums(...).normalizer`, and bound them with `Attention(floor=...)`.
+    Attention depends only on differences of positions, for any feature map. The kernel of cosFormer
+    is the case r = 1. h can become negative, through learning or through ripples of few nodes; see
+    `Attention.sums` and `floor`.
 
     Args:
         spectrum: family of f.
@@ -78,8 +77,7 @@ class MultiplicativePosition(SpectralPosition):
         """Raises ValueError if h cannot be computed on a mesh."""
         if not self.spectrum.isotropic:
             raise ValueError(
-                f"a mesh needs an isotropic spectrum; got {type(self.spectrum).__name__}; use "
-                "another, or reciprocal nodes"
+                f"a mesh needs an isotropic spectrum; got {type(self.spectrum).__name__}"
             )
 
     def on_mesh(
@@ -87,12 +85,8 @@ class MultiplicativePosition(SpectralPosition):
     ) -> MeshKernel:
         """Computes h on meshes; equals that of `reciprocal_nodes` up to the interpolation error.
 
-        Args:
-            positions: (batch, tokens, 3), Å.
-            mask: (batch, tokens) bool, True where a token exists.
-            lattice: lattice of each graph.
-            max_frequency: end of the spectrum, cycles/Å.
-            order: order of the splines; see `OVERSAMPLING`.
+        Positions (batch, tokens, 3) are in Å, the end of the spectrum is in cycles/Å, and the mask
+        is True where a token exists; for the order of the splines, see `OVERSAMPLING`.
         """
         self.check_isotropic()
         dtype = torch.promote_types(positions.dtype, torch.float32)
@@ -114,5 +108,47 @@ class MultiplicativePosition(SpectralPosition):
         place, w = torch.cat(places), torch.cat(weight).flatten()
         row = torch.arange(len(place), device=place.device).repeat_interleave(place.shape[1])
         pattern = Pattern.of(row, place.flatten(), len(place), before)
-        turned = pattern.turned(w.detach())
-        return MeshKernel(torch.cat(rows), pattern, w, turned, tuple(meshes), tuple(coefficients))
+        return MeshKernel(torch.cat(rows), pattern, w, tuple(meshes), tuple(coefficients))
+
+
+class NearField(nn.Module):
+    """Correction that makes a positional kernel exact for pairs closer than a cutoff.
+
+    The kernel is A_ij = [h_far + s(r_ij) (h_near - h_far)] phi(q_i) . phi(k_j) with h_near(z) =
+    exp(f(z)). As in an Ewald sum, a few nodes represent the smooth far part, and pairs of neighbors
+    the sharp near part. The switch s falls from 1 to 0 between `onset` times the cutoff and the
+    cutoff, twice differentiable. With `exact`, the attention of near pairs is that of softmax: A_ij
+    = (1 - s) h_far phi(q_i) . phi(k_j) + s exp(q_i . k_j + f).
+
+    Args:
+        spectrum: family of f, of which only the exact mask is used.
+        cutoff: largest distance, in units of length (Å).
+        onset: fraction of the cutoff up to which the kernel equals h_near.
+        exact: see above; for feature maps that estimate exp(q . k).
+    """
+
+    extra_repr = options_of
+
+    def __init__(
+        self, spectrum: Spectrum, cutoff: float = 4.5, onset: float = 0.5, exact: bool = False
+    ) -> None:
+        super().__init__()
+        if cutoff <= 0 or not 0 <= onset < 1:
+            raise ValueError(f"expected cutoff > 0 and onset in [0, 1); got {cutoff=}, {onset=}")
+        self.spectrum = spectrum
+        self.cutoff = cutoff
+        self.onset = onset
+        self.exact = exact
+
+    def switch(self, distance: Tensor) -> Tensor:
+        """Returns s(r), with the shape of the distances."""
+        return fade((distance / self.cutoff - self.onset) / (1 - self.onset))
+
+    def forward(self, pairs: Pairs, vector: Tensor, far: Tensor) -> Pairs:
+        """Returns pairs with corrections, from r_j - r_i (pairs, l) and h_far (heads, pairs)."""
+        with torch.autocast(vector.device.type, enabled=False):
+            vector = at_least_float32(vector)
+            f, s = self.spectrum.mask(vector[None])[0], self.switch(distances(vector))
+            if self.exact:
+                return pairs._replace(weight=-s * far, exact=(f, s))
+            return pairs._replace(weight=s * (f.exp() - far))

@@ -1,7 +1,4 @@
-"""Positional encodings by rotation with position-dependent angles: rotary and cosFormer's.
-
-Both are exact functions of differences because cos(x - y) = cos x cos y + sin x sin y.
-"""
+"""Positional encodings by rotation with position-dependent angles: rotary and cosFormer's."""
 
 import functools
 import math
@@ -23,10 +20,9 @@ class RotaryPosition(Position):
     dimensions the pairs are divided evenly among the axes; the remaining coordinates do not rotate.
 
     The product of a rotated query and key depends only on r_i - r_j, and so does softmax attention.
-    Feature maps, however, see queries and keys separately. Random features that estimate exp(q . k)
-    without bias keep this property in expectation over their draws, but not for a single draw.
-    Other maps (elu, relu, learned ones) do not have it. RoFormer's eq. 19 rotates after the feature
-    map, which keeps the property, but products can become negative.
+    Feature maps see queries and keys separately: those that estimate exp(q . k) without bias keep
+    this property in expectation over their draws, and others (elu, relu, learned ones) do not have
+    it. RoFormer's eq. 19 rotates after the feature map; products can then become negative.
 
     Args:
         head_dim: width d of queries and keys, at least 2 `dim`.
@@ -43,10 +39,7 @@ class RotaryPosition(Position):
         super().__init__()
         at_least_one(dim=dim)
         if head_dim < 2 * dim:
-            raise ValueError(
-                f"head_dim must be at least {2 * dim}, a pair for each of {dim} axes; got "
-                f"{head_dim}; use wider or fewer heads"
-            )
+            raise ValueError(f"head_dim must be at least {2 * dim} for {dim} axes; got {head_dim}")
         positive(base=base)
         self.head_dim = head_dim
         self.dim = dim
@@ -65,7 +58,6 @@ class RotaryPosition(Position):
 
     def _waves(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Returns cos and sin of the angles: (b, n, l) -> (b, 1, n, l P)."""
-        self.check_axes(positions)
         positions = _real(positions)
         steps = torch.arange(self.pairs, dtype=positions.dtype, device=positions.device)
         angles = positions[..., None] * torch.pow(self.base, -steps / self.pairs)  # [b, n, l, P]
@@ -76,11 +68,9 @@ class RotaryPosition(Position):
 class CosinePosition(Position):
     """cosFormer's re-weighting: multiplies phi_i . phi_j by cos(pi (i - j) / 2M).
 
-    The "cos-based re-weighting" of cosFormer (arXiv:2202.08791) is a positional kernel of rank 2
-    with U_i = V_i = [cos, sin](pi i / 2M). It is positive for |i - j| < M, and weights of
-    non-negative features, such as the paper's phi = relu, are therefore not negative. The authors'
-    code sets M to the length of the batch, which makes outputs depend on padding; here M is
-    constant.
+    This is a positional kernel of rank 2 with U_i = V_i = [cos, sin](pi i / 2M). It is positive for
+    |i - j| < M. The authors' code sets M to the length of the batch, which makes outputs depend on
+    padding; here M is constant.
 
     Args:
         max_tokens: M, in units of length (1 for tokens). Positions are in [0, M).
@@ -106,7 +96,6 @@ class CosinePosition(Position):
 
     def _waves(self, positions: Tensor) -> Tensor:
         """Returns [cos, sin] of pi i / 2M: (b, n, 1) -> (b, 1, n, 2)."""
-        self.check_axes(positions)
         self.check_range(positions, self.max_tokens)
         angles = _real(positions).unsqueeze(1) * (0.5 * math.pi / self.max_tokens)
         return torch.cat((angles.cos(), angles.sin()), dim=-1)

@@ -2,17 +2,18 @@
 
 import math
 import warnings
-from collections.abc import Sequence
 from inspect import signature
 from typing import ClassVar, Literal, NamedTuple, Self, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from molflt.attention.checks import no_effect, one_of
+from molflt.attention.checks import at_least_one, no_effect, one_of
 from molflt.attention.encodings import Bias, Encoding, Factors
+from molflt.attention.features.base import NUM_FEATURES, Projected
 from molflt.attention.nodes import NODES, Nodes, ShellNodes
 from molflt.attention.nodes.base import hermitian
+from molflt.attention.numerics import at_least_float32, rand64, randn64
 from molflt.attention.positions.base import Position, _real, differences
 from molflt.attention.spectra import SPECTRA, Spectrum
 
@@ -20,12 +21,10 @@ _T = TypeVar("_T")
 
 
 class GraphNodes(NamedTuple):
-    """Nodes of each graph, such as those of its reciprocal lattice."""
+    """Nodes (batch, r, l) of each graph and weights (batch, r), as of its reciprocal lattice."""
 
     xi: Tensor
-    """(batch, r, l)"""
     weights: Tensor
-    """(batch, r)"""
 
 
 class SpectralPosition(Position):
@@ -80,13 +79,12 @@ class SpectralPosition(Position):
             dim: dimension l of positions.
             spectrum: key of `SPECTRA`.
             num_nodes: number of nodes r of random rules, 16 by default; not for shells.
-            nodes: key of `NODES`. By default the spectrum chooses: "density", its spectral density,
-                if it is a kernel; "shells" for "shell_weights"; "gaussian" otherwise.
+            nodes: key of `NODES`. By default the spectrum chooses: "density" if it is a kernel,
+                "shells" for "shell_weights", and otherwise "gaussian".
             sampled: False for a position without its own nodes: softmax uses the exact mask, and
                 nodes of a reciprocal lattice come with each batch.
-            options: further arguments of the class and of the spectrum. Arguments of the nodes have
-                the prefix `node_`, such as `node_sigma`, or `node_diameter` and
-                `node_max_frequency` for shells.
+            options: further arguments of the class and of the spectrum, and those of the nodes with
+                the prefix `node_`, such as `node_sigma`.
         """
         one_of("spectrum", spectrum, SPECTRA)
         family = SPECTRA[spectrum]
@@ -94,8 +92,6 @@ class SpectralPosition(Position):
         one_of("nodes", name, NODES)
         mine = {key: options.pop(key) for key in list(options) if key in signature(cls).parameters}
         own = {key: options.pop(key) for key in list(options) if key.startswith("node_")}
-        known = [*signature(cls.build).parameters, *signature(cls).parameters]
-        beside = [x for x in dict.fromkeys(known) if x not in ("heads", "sampled", "options")]
         if "radii" in signature(family).parameters:  # defined on shells, which are built first
             if name != "shells" or num_nodes is not None:
                 raise ValueError(
@@ -103,18 +99,18 @@ class SpectralPosition(Position):
                     f"nodes='shells' and no num_nodes; got {name!r}, {num_nodes}"
                 )
             shells = _made(ShellNodes, own, "node_", dim=dim, normalized=True)
-            g = _made(family, options, "", beside, heads=heads, dim=dim, radii=shells.shell_radius)
+            g = _made(family, options, heads=heads, dim=dim, radii=shells.shell_radius)
             return cls(g, shells, **mine)
-        g = _made(family, options, "", beside, heads=heads, dim=dim)
+        g = _made(family, options, heads=heads, dim=dim)
         if not sampled:
             why = "for softmax, which takes the exact mask, or where nodes come with each batch"
             no_effect(why, nodes=nodes, num_nodes=num_nodes, **own)
             # Draw and discard nodes; for a given seed, other weights are then the same with and
             # without nodes.
-            _made(NODES[name], {}, "node_", (), **NODES[name].sizes(g, None))
+            _made(NODES[name], {}, "node_", **NODES[name].sizes(g, None))
             return cls(g, None, **mine)
-        rule = NODES[name]
-        return cls(g, _made(rule, own, "node_", (), **rule.sizes(g, num_nodes)), **mine)
+        sizes = NODES[name].sizes(g, num_nodes)
+        return cls(g, _made(NODES[name], own, "node_", **sizes), **mine)
 
     def width(self, head_dim: int) -> int:
         return head_dim + (0 if self.nodes is None else 2 * self.nodes.num_nodes)
@@ -147,15 +143,12 @@ class SpectralPosition(Position):
     def factors(
         self, positions: Tensor, key_positions: Tensor, nodes: GraphNodes | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Computes Fourier factors of the mask.
+        """Returns Fourier factors N1 (batch, heads, queries, 2r) and N2 (batch, heads, keys, 2r).
 
         Args:
             positions: (batch, queries, l), centered per graph.
             key_positions: (batch, keys, l), relative to the same center.
             nodes: nodes of each graph, used instead of those of the module.
-
-        Returns:
-            N1 (batch, heads, queries, 2r) and N2 (batch, heads, keys, 2r).
         """
         with torch.autocast(positions.device.type, enabled=False):
             xi, product, floor = self._sampled(nodes)
@@ -181,17 +174,15 @@ class SpectralPosition(Position):
     def _sampled(self, nodes: GraphNodes | None) -> tuple[Tensor, Tensor, Tensor | float]:
         """Returns frequencies, coefficients c_s g(xi_s) and a floor for their absolute values.
 
-        Shapes are (heads or 1, r, l) and (heads, r), and the floor is a number. With nodes of each
-        graph, shapes are (batch, 1, r, l), (batch, heads, r) and (batch, 1, r). The floor is then 0
-        where the weight is 0, because padding and nodes at the end of the spectrum must not
-        contribute.
+        Shapes are (heads or 1, r, l) and (heads, r), or, with nodes of each graph, (batch, 1, r, l)
+        and (batch, heads, r). The floor is then 0 where the weight is 0: padding and nodes at the
+        end of the spectrum must not contribute.
         """
         if nodes is None:
             if self.nodes is not None:
                 return *self.nodes.sample(self.spectrum), self.floor
             raise ValueError(
-                "the nodes come with each batch; expected them as `nodes`; got none; call "
-                "factors(queries, keys, GraphNodes(*reciprocal_nodes(...)))"
+                "the nodes come with each batch; expected GraphNodes as `nodes`; got none"
             )
         xi, weights = nodes
         floor = self.floor * weights / weights.amax(dim=1, keepdim=True)
@@ -222,14 +213,8 @@ def _waves(positions: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
     return phase.cos(), phase.sin()
 
 
-def _made(
-    part: type[_T],
-    options: dict[str, object],
-    prefix: str = "",
-    beside: Sequence[str] = (),
-    **fixed: object,
-) -> _T:
-    """Builds a spectrum or a rule from options with a prefix; error messages also list `beside`."""
+def _made(part: type[_T], options: dict[str, object], prefix: str = "", **fixed: object) -> _T:
+    """Builds a spectrum or a rule from options with a prefix, and from fixed arguments."""
     known = {
         prefix + name: parameter
         for name, parameter in signature(part).parameters.items()
@@ -238,11 +223,70 @@ def _made(
     if unknown := sorted(set(options) - set(known)):
         raise ValueError(
             f"{part.__name__} does not take {', '.join(unknown)}; expected some of "
-            f"{', '.join((*known, *beside))}"
+            f"{', '.join(known)}"
         )
     required = [name for name, parameter in known.items() if parameter.default is parameter.empty]
     if missing := [name for name in required if name not in options]:
-        raise ValueError(
-            f"{part.__name__} needs {', '.join(required)}; got no {', '.join(missing)}"
-        )
+        raise ValueError(f"{part.__name__} needs {', '.join(missing)}; set them")
     return part(**fixed, **{name[len(prefix) :]: value for name, value in options.items()})
+
+
+class FrequencyProjection(nn.Module):
+    """Random projection of Fourier factors whose rows are functions of the frequency.
+
+    The number of nodes of a reciprocal lattice differs between graphs, their order depends on the
+    choice of the cell, and each node represents xi and -xi. The normal variables that multiply the
+    cos and sin columns of a node are therefore computed from its frequency:
+
+        eta(xi) = Phi^-1(frac(u . xi + (v . xi)(w . xi) + b)),
+        (eta(xi) + eta(-xi)) / sqrt(2) for cos,  (eta(xi) - eta(-xi)) / sqrt(2) for sin.
+
+    Over the draws of u, v, w (normal) and b (uniform), every eta is exactly normal. Those of
+    different nodes are independent to the extent that 2 pi |u . (xi - xi')| is large, as in cells
+    up to about `LENGTH`. `num_features` is that of the feature map.
+    """
+
+    LENGTH = 100.0  # Å, standard deviation of u
+    BEND = 30.0  # Å, the same of v and w; breaks linear relations among lattice vectors
+
+    vectors: Tensor  # (3, heads, m, l): u, v, w
+    turns: Tensor  # (heads, m): b
+
+    def __init__(self, heads: int, num_features: int = NUM_FEATURES, dim: int = 3) -> None:
+        super().__init__()
+        at_least_one(heads=heads, num_features=num_features, dim=dim)
+        self.register_buffer("vectors", torch.empty(3, heads, num_features, dim))
+        self.register_buffer("turns", torch.empty(heads, num_features))
+        self.redraw_()
+
+    @torch.no_grad()
+    def redraw_(self, generator: torch.Generator | None = None) -> None:
+        u, *others = randn64(self.vectors.shape, generator=generator)
+        scaled = (self.LENGTH * u, *(self.BEND * other for other in others))
+        self.vectors.copy_(torch.stack(scaled))
+        self.turns.copy_(rand64(self.turns.shape, generator=generator))
+
+    def rows(self, nodes: Tensor) -> Tensor:
+        """Returns the constant rows of columns: nodes (batch, r, l) -> (batch, heads, 2r, m)."""
+        xi = nodes.detach().double()[:, None]  # [b, 1, r, l]
+        u, v, w = (xi @ vector.double().mT for vector in self.vectors)  # [b, h, r, m]
+        even = v * w + self.turns.double()[:, None]
+        ahead, behind = (_normal(even + u), _normal(even - u))
+        # At xi = 0 both are the same variable.
+        origin = (xi == 0).all(dim=-1, keepdim=True)
+        scale = torch.where(origin, 0.5, 0.5**0.5)
+        return torch.cat(((ahead + behind) * scale, (ahead - behind) * scale), dim=2)
+
+    def forward(self, factors: tuple[Tensor, Tensor], nodes: Tensor) -> tuple[Projected, Projected]:
+        with torch.autocast(nodes.device.type, enabled=False):
+            rows = self.rows(nodes).to(at_least_float32(nodes).dtype)
+            left, right = (
+                Projected(x @ rows.to(x.dtype), x.square().sum(dim=-1, keepdim=True))
+                for x in factors
+            )
+            return left, right
+
+
+def _normal(turns: Tensor) -> Tensor:
+    """Returns Phi^-1 of the fractional part, which is kept off the ends of the interval."""
+    return torch.special.ndtri(turns.remainder(1.0).clamp(1e-12, 1 - 1e-12))

@@ -7,14 +7,12 @@ is independent for coordinates d and realizations r:
     q^_ir = sum_d q_id Qbar_d(i, r) / sqrt(R),   k^_jr = sum_d k_jd Kbar_d(j, r) / sqrt(R)
     E[q^_i . k^_j] = sum_d q_id P_d(i - j) k_jd
 
-In expectation, logits then have a relative encoding, with a standard error of order 1 / sqrt(R).
-Logits are unbiased, but their exponentials and attention are not. A single realization depends on
-the origin; only the expectation is invariant under translations.
+In expectation, logits then have a relative encoding, with a standard error of order 1 / sqrt(R). A
+single realization depends on the origin; only the expectation is invariant under translations.
 
 Differences from the authors' code: the noise is drawn once and kept until `redraw_`, in training
-and evaluation (their code draws it in each forward pass); kernels do not have a factor that depends
-on the number of sines; positions are given by the caller instead of 0, 1, 2, ...; the noise of the
-gate has the variance that makes its kernel exactly 1.
+and evaluation; kernels do not have a factor that depends on the number of sines; positions are
+given by the caller; the noise of the gate has the variance that makes its kernel exactly 1.
 """
 
 import functools
@@ -25,9 +23,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from molflt.attention.checks import at_least_one, on_cpu, positive
+from molflt.attention.checks import at_least_one, positive
 from molflt.attention.encodings import Encoding, Rotation
-from molflt.attention.numerics import at_least_float32, recomputed
+from molflt.attention.numerics import at_least_float32, randn64, recomputed
 from molflt.attention.positions.base import Position, check_tokens
 
 _Code = Callable[[Tensor], Tensor]
@@ -38,9 +36,7 @@ class _StochasticPosition(Position):
     """Base class with the noise, the gate, and their products with queries and keys.
 
     Gated SPE mixes in a constant kernel, delta_d + (1 - delta_d) P_d, through noise that all
-    positions, queries and keys share. At delta_d = 1, coordinate d is independent of positions.
-
-    A subclass overrides `_code` and `_position_kernel`.
+    positions, queries and keys share. A subclass overrides `_code` and `_position_kernel`.
 
     Args:
         heads: number of heads; every head has its own noise and its own kernels.
@@ -65,6 +61,7 @@ class _StochasticPosition(Position):
         noise_shape: tuple[int, ...],
     ) -> None:
         super().__init__()
+        at_least_one(heads=heads, head_dim=head_dim, num_realizations=num_realizations)
         self.heads = heads
         self.head_dim = head_dim
         self.num_realizations = num_realizations
@@ -80,7 +77,6 @@ class _StochasticPosition(Position):
         return self.num_realizations
 
     def forward(self, mixing: str, positions: Tensor, key_positions: Tensor) -> Encoding:
-        self.check_axes(positions, key_positions)
         with torch.autocast(positions.device.type, enabled=False):
             query_code = self._code(positions[..., 0], query=True)
             key_code = self._code(key_positions[..., 0], query=False)
@@ -89,10 +85,7 @@ class _StochasticPosition(Position):
         return Rotation(*turns)
 
     def kernel(self, delta: Tensor) -> Tensor:
-        """Returns delta_d + (1 - delta_d) P_d, the expected product of noise in one coordinate.
-
-        Maps lags i - j (query minus key) of any shape, in units of length, to (heads, d, *shape).
-        """
+        """Returns delta_d + (1 - delta_d) P_d at lags i - j of any shape: (heads, d, *shape)."""
         kernel = self._position_kernel(delta.flatten())
         if self.gate is not None:
             gate = self.gate.sigmoid()[..., None]
@@ -101,12 +94,8 @@ class _StochasticPosition(Position):
 
     @torch.no_grad()
     def redraw_(self, generator: torch.Generator | None = None) -> None:
-        on_cpu(generator)
         for buffer in self.buffers():
-            drawn = torch.randn(
-                buffer.shape, dtype=torch.float64, generator=generator, device="cpu"
-            )
-            buffer.copy_(drawn)
+            buffer.copy_(randn64(buffer.shape, generator=generator))
 
     def _code(self, positions: Tensor, query: bool) -> _Code:
         """Returns the product with Qbar or Kbar at positions (b, n), without factor 1 / sqrt(R)."""
@@ -136,13 +125,13 @@ class _StochasticPosition(Position):
 class SineSPE(_StochasticPosition):
     """Sinusoidal SPE: P_d(i - j) = sum_k lambda_dk^2 cos(2 pi f_dk (i - j) + theta_dk).
 
-    This is "sineSPE" of arXiv:2105.08399. The noise is a random sum of waves; Qbar has the phases
-    theta_dk, and Kbar has zero phases. Frequencies are sigmoid(.) max_frequency and start low.
-    lambda = softplus(.) starts equal for all sines, with sum_k lambda^2 = 1; in the authors' code
-    it starts at random. Positions may be any real numbers. The cost is O(N d K R) operations.
+    This is "sineSPE" of arXiv:2105.08399. Qbar has the phases theta_dk, and Kbar has zero phases.
+    Frequencies are sigmoid(.) max_frequency and start low. lambda = softplus(.) starts equal for
+    all sines, with sum_k lambda^2 = 1; in the authors' code it starts at random. Positions may be
+    any real numbers. The cost is O(N d K R) operations.
 
     Args:
-        heads, head_dim, num_realizations, gated: see `StochasticPosition`.
+        heads, head_dim, num_realizations, gated: see `_StochasticPosition`.
         num_sines: number of waves K per coordinate.
         max_frequency: largest f, in cycles per unit of length. Integer positions can distinguish
             frequencies up to 0.5.
@@ -159,9 +148,7 @@ class SineSPE(_StochasticPosition):
         gated: bool = True,
         max_frequency: float = 0.5,
     ) -> None:
-        at_least_one(
-            heads=heads, head_dim=head_dim, num_realizations=num_realizations, num_sines=num_sines
-        )
+        at_least_one(num_sines=num_sines)
         positive(max_frequency=max_frequency)
         noise_shape = (heads, head_dim, 2 * num_sines, num_realizations)
         super().__init__(heads, head_dim, num_realizations, gated, noise_shape)
@@ -201,14 +188,12 @@ class ConvSPE(_StochasticPosition):
 
     This is "convSPE" of arXiv:2105.08399. White noise z_d on the grid of positions is filtered by
     one filter for queries and one for keys, Qbar_d(i) = sum_p phi^Q_d(p) z_d(i + p). Filters start
-    uniform on [0, 2 / sqrt(P)], with P_d(0) = 1 in expectation. The noise for `max_tokens`
-    positions takes h d (max_tokens + P) R numbers in the state, and P times as many operations per
-    forward pass. If all sequences of a batch have the same positions, passing them in the shape (1,
-    n, 1) saves much time in compiled code. Positions have one dimension; the authors' code also
-    handles images.
+    uniform on [0, 2 / sqrt(P)]. The noise takes h d (max_tokens + P) R numbers in the state, and P
+    times as many operations per forward pass. Pass positions that all sequences of a batch share in
+    the shape (1, n, 1), which saves much time in compiled code.
 
     Args:
-        heads, head_dim, num_realizations, gated: see `StochasticPosition`.
+        heads, head_dim, num_realizations, gated: see `_StochasticPosition`.
         kernel_size: length P of the filters.
         max_tokens: positions are integers in [0, max_tokens).
     """
@@ -224,13 +209,7 @@ class ConvSPE(_StochasticPosition):
         gated: bool = True,
         max_tokens: int = 512,
     ) -> None:
-        at_least_one(
-            heads=heads,
-            head_dim=head_dim,
-            num_realizations=num_realizations,
-            kernel_size=kernel_size,
-            max_tokens=max_tokens,
-        )
+        at_least_one(kernel_size=kernel_size, max_tokens=max_tokens)
         noise_shape = (heads, head_dim, max_tokens + kernel_size - 1, num_realizations)
         super().__init__(heads, head_dim, num_realizations, gated, noise_shape)
         self.kernel_size = kernel_size
@@ -254,7 +233,7 @@ class ConvSPE(_StochasticPosition):
             index = index[:1]  # e.g. consecutive tokens; compiled code takes the branch below
         if len(index) == 1:
             return functools.partial(_product, self._at(index[0], kernel, bank))
-        return functools.partial(self._row_by_row, index, kernel, bank)
+        return functools.partial(self._by_row, index, kernel, bank)
 
     def _filter_all(self, kernel: Tensor) -> Tensor:
         """Returns Qbar at all positions: filters (h, d, P) -> (h, d, max_tokens, R)."""
@@ -272,16 +251,17 @@ class ConvSPE(_StochasticPosition):
         windows = self.noise[:, :, index[:, None] + steps].to(full.dtype)  # [h, d, n, p, r]
         return torch.einsum("hdnpr,hdp->hdnr", windows, full)
 
-    def _row_by_row(self, index: Tensor, kernel: Tensor, bank: Tensor | None, x: Tensor) -> Tensor:
+    def _by_row(self, index: Tensor, kernel: Tensor, bank: Tensor | None, x: Tensor) -> Tensor:
         """Computes one row of the batch at a time; the noise of a row is (h, d, n, R)."""
-        rows = [
-            recomputed(self._row, index[b], kernel, bank, x[b : b + 1], several=len(index) > 1)
-            for b in range(len(index))
-        ]
-        return torch.cat(rows) if rows else x.new_zeros(*x.shape[:-1], self.num_realizations)
 
-    def _row(self, index: Tensor, kernel: Tensor, bank: Tensor | None, x: Tensor) -> Tensor:
-        return _product(self._at(index, kernel, bank), x)
+        def product(index: Tensor, kernel: Tensor, bank: Tensor | None, x: Tensor) -> Tensor:
+            return _product(self._at(index, kernel, bank), x)
+
+        rows = [x.new_zeros(0, *x.shape[1:-1], self.num_realizations)]
+        for b, i in enumerate(index):
+            part = x[b : b + 1]
+            rows.append(recomputed(product, i, kernel, bank, part, several=len(index) > 1))
+        return torch.cat(rows)
 
     def _position_kernel(self, lags: Tensor) -> Tensor:
         last = self.kernel_size - 1

@@ -2,12 +2,8 @@
 
 The mask is f(z) = Re integral exp(2 pi i z . xi) g(xi) d xi, FLT (arXiv:2302.01925), eq. 4.
 Positions are in the caller's unit of length (Å for atoms, 1 for tokens) and frequencies xi in
-cycles per this unit.
-
-A real g gives an even mask; a complex g may give an asymmetric mask, which distinguishes before
-from after. Every family has amplitudes per head in the unit of the mask: the amounts added to a
-logit at zero distance. Amplitudes start small and random, because at zero the gradient of the
-sampled mask would vanish.
+cycles per this unit. Amplitudes are the amounts added to a logit at zero distance. They start small
+and random, because at zero the gradient of the sampled mask would vanish.
 """
 
 import math
@@ -29,24 +25,14 @@ class Spectrum(nn.Module):
     Args:
         heads: number of heads; every head has its own mask.
         dim: dimension l of positions.
-
-    Attributes:
-        paper: source of the family.
-        nodes: key in `NODES` of the rule that samples the family by default.
-        isotropic: True if g depends only on |xi| and f only on |z|.
-        integrable: True if g is absolutely integrable. Otherwise sampled masks do not converge to
-            the exact mask as the number of nodes grows.
-        without_slope: parameters with respect to which a sampled mask is differentiable but `mask`
-            is not.
-        radii: (shells,) buffer, radii of a family defined on shells; None for other families.
     """
 
-    paper: ClassVar[str] = ""
-    nodes: ClassVar[str] = "gaussian"
-    isotropic: ClassVar[bool] = False
-    integrable: ClassVar[bool] = True
+    paper: ClassVar[str] = ""  #: source of the family
+    nodes: ClassVar[str] = "gaussian"  #: rule of `NODES` that samples the family by default
+    isotropic: ClassVar[bool] = False  #: True if g depends only on |xi| and f only on |z|
+    #: parameters with respect to which a sampled mask is differentiable but `mask` is not
     without_slope: ClassVar[tuple[str, ...]] = ()
-    radii: Tensor | None = None
+    radii: Tensor | None = None  #: (shells,), radii of a family defined on shells
     extra_repr = options_of
 
     def __init__(self, heads: int, dim: int) -> None:
@@ -56,26 +42,14 @@ class Spectrum(nn.Module):
         self.dim = dim
 
     def spectrum(self, xi: Tensor) -> Tensor:
-        """Returns the spectrum g, which sampled masks evaluate at their nodes.
+        """Returns the spectrum g at frequencies (heads or 1, nodes, l): (heads, nodes).
 
-        Args:
-            xi: frequencies (heads or 1, nodes, l), in cycles per unit of length.
-
-        Returns:
-            (heads, nodes), real if the mask is even and complex if it may be asymmetric; in units
-            of the mask times length^l.
+        It is real if the mask is even and complex if it may be asymmetric, in units of length^l.
         """
         raise NotImplementedError(f"{type(self).__name__} must override spectrum(xi)")
 
     def mask(self, delta: Tensor) -> Tensor:
-        """Computes the exact mask f = Re integral exp(2 pi i z . xi) g(xi) d xi.
-
-        Args:
-            delta: differences z (batch, ..., l), in units of length.
-
-        Returns:
-            (batch, heads, ...), dimensionless, added to logits.
-        """
+        """Returns the exact mask f of differences (batch, ..., l): (batch, heads, ...)."""
         raise NotImplementedError(f"{type(self).__name__} must override mask(delta)")
 
 

@@ -17,8 +17,7 @@ class GaussianBasis(Spectrum):
     g_h(xi) = sum_t a_ht (2 pi sigma_t^2)^(l/2) exp(-2 pi^2 sigma_t^2 |xi|^2)
 
     This is FLT's basis for molecules (arXiv:2302.01925, OC20 experiment) with the weights w_t = a_t
-    (2 pi sigma_t^2)^(l/2). The amplitude a_t is the amount that a Gaussian adds to a logit at zero
-    distance, and amplitudes of all widths therefore share one scale.
+    (2 pi sigma_t^2)^(l/2); amplitudes of all widths share one scale.
 
     Args:
         heads: number of heads; every head has its own mask.
@@ -66,7 +65,6 @@ class GaussianBasis(Spectrum):
         return (gaussians @ self._amplitudes().T.to(gaussians)).movedim(-1, 1)
 
     def _amplitudes(self) -> Tensor:
-        """Returns a_ht, (heads, T)."""
         return self.log_amplitude.exp() if self.positive else self.amplitude
 
 
@@ -79,9 +77,7 @@ class GaussianMixture(Spectrum):
 
     FLT (arXiv:2302.01925), eq. 6, has T (2 + l) numbers per head and b_t = 0. Such a g is real but
     not even, and its mask is even: waves of frequency mu_t in Gaussian envelopes of width 1 / (2 pi
-    sigma_t). As an extension of the paper, `asymmetric` adds one number b_t per Gaussian and
-    thereby the odd part of the mask. The amplitude a_t is the amount that the mask adds at zero
-    distance.
+    sigma_t). As an extension of the paper, `asymmetric` adds the odd part of the mask.
 
     Args:
         heads: number of heads.
@@ -92,7 +88,7 @@ class GaussianMixture(Spectrum):
         mean_scale: standard deviation of the initial mu_t in units of sigma_t. At 0 the gradient of
             the odd part vanishes.
         amplitude: standard deviation of the initial a_t (and b_t).
-        asymmetric: make w_t complex.
+        asymmetric: learn b_t; w_t is then complex.
     """
 
     paper: ClassVar[str] = "2302.01925, eq. 6"

@@ -20,9 +20,8 @@ class InversePower(Spectrum):
 
         f(r) = gamma(p/2, x) / (Gamma(p/2) r^p),   1 / r^p = f + Gamma(p/2, x) / (Gamma(p/2) r^p),
 
-    where the last term vanishes within a few 1 / a. The split for p = 1 is Ewald's (Ann. Phys. 369,
-    253, 1921), and that for other powers is by Nijboer and De Wette (Physica 23, 309, 1957). Unlike
-    the families of `SPECTRA`, this spectrum is fixed and shared by all heads; charges are learned.
+    where the last term vanishes within a few 1 / a (Ewald, Ann. Phys. 369, 253, 1921; Nijboer and
+    De Wette, Physica 23, 309, 1957). The spectrum is fixed and shared by all heads.
 
     Args:
         power: p, one of 1, 2, 4, 6, which have closed forms.
@@ -45,8 +44,7 @@ class InversePower(Spectrum):
     def spectrum(self, xi: Tensor) -> Tensor:
         """Returns g, (1, nodes, 3) -> (1, nodes), length^(3 - p); for p < 3 the finite part at 0.
 
-        The finite part at xi = 0 corresponds to a uniform background that makes the mean of 1 / r^p
-        vanish.
+        That part corresponds to a uniform background that makes the mean of 1 / r^p vanish.
         """
         s = math.pi / self.sharpness * distances(xi)  # k / 2a
         zero = s == 0

@@ -1,7 +1,6 @@
 """Spectra of local masks, which vanish outside a box: sums of powers of sinc functions.
 
-See FLT (arXiv:2302.01925), "Local RPEs", eqs. 8-12. Positions are in the caller's unit of length
-and frequencies in cycles per this unit.
+See FLT (arXiv:2302.01925), "Local RPEs", eqs. 8-12.
 """
 
 import functools
@@ -27,18 +26,14 @@ class SmoothLocal(Spectrum):
     S_t(xi) = (sin(2 pi v_t xi) / (pi xi))^k / norm_t,  norm_t = M_k(0) (2 v_t)^(k - 1)
 
     Here B = M_k / M_k(0), where M_k is the centered B-spline of order k with unit knots. B has
-    support |z_j| <= k v_t and degree k - 1, and its first k - 2 derivatives are continuous. At k =
-    2 it is a hat function. This is FLT's eq. 12 with the power on the whole fraction and C = a_t /
-    norm_t. In the printed equation the power is on the sine alone, and g would not be even for even
-    k. The amplitude a_t is the amount that a box adds at zero distance.
+    support |z_j| <= k v_t and degree k - 1, and its first k - 2 derivatives are continuous. This is
+    FLT's eq. 12 with the power on the whole fraction and C = a_t / norm_t; with the power on the
+    sine alone, as printed, g would not be even for even k. "sum" is eq. 10 with footnote 2. With
+    "product", the mask at zero distance is (sum_t w_t)^l, which cannot be negative for even l.
 
-    In one dimension, "sum" and "product" are the same. In more dimensions, "sum" is eq. 10 with
-    footnote 2 (a linear combination of boxes). With "product", the mask at zero distance is (sum_t
-    w_t)^l, which cannot be negative for even l and has zero gradient where the sum vanishes.
-
-    g falls as |xi_j|^-k along each axis. It is absolutely integrable but falls more slowly than any
-    Gaussian, and Gaussian nodes therefore have infinite variance. `DensityNodes` of a `Laplace`
-    with `shared=False` have bounded ratios g / p.
+    g falls as |xi_j|^-k along each axis, more slowly than any Gaussian, and Gaussian nodes
+    therefore have infinite variance. `DensityNodes` of a `Laplace` with `shared=False` have bounded
+    ratios g / p.
 
     Args:
         heads: number of heads.
@@ -69,10 +64,7 @@ class SmoothLocal(Spectrum):
         super().__init__(heads, dim)
         at_least_one(num_boxes=num_boxes)
         if not self.smallest_order <= order <= _MAX_ORDER:
-            raise ValueError(
-                f"order must be {self.smallest_order} to {_MAX_ORDER}; got {order}; "
-                "order 1 is the mask 'local'"
-            )
+            raise ValueError(f"order must be {self.smallest_order} to {_MAX_ORDER}; got {order}")
         one_of("combine", combine, ("sum", "product"))
         self.order = order
         self.combine = combine
@@ -111,26 +103,17 @@ class SmoothLocal(Spectrum):
 class Local(SmoothLocal):
     """Masks that are constant inside boxes and vanish outside: the paper's local RPE.
 
-    combine="sum":      f(z) = sum_t a_t prod_j 1[|z_j| <= v_t],  g with S_t
-    combine="product":  f(z) = prod_j sum_t w_t 1[|z_j| <= v_t],  g with S_t
-    S_t(xi) = sin(2 pi v_t xi) / (pi xi), whose limit at 0 is 2 v_t
-
-    See FLT (arXiv:2302.01925), eqs. 8-11, and for one dimension eqs. 20-21 of its appendix B.1.
-    There the amplitude a_t, the amount added at zero distance, is the paper's w_t.
+    The case of order 1 of `SmoothLocal`, with B(z_j / 2 v_t) = 1[|z_j| <= v_t] and S_t(xi) = sin(2
+    pi v_t xi) / (pi xi): FLT (arXiv:2302.01925), eqs. 8-11 and 20-21. The arguments are those of
+    `SmoothLocal`.
 
     The family has two mathematical limitations. First, the exact mask is not differentiable with
     respect to v_t: only sampled masks learn the radii, and softmax freezes them. Second, g falls as
-    1 / |xi|, which is not absolutely integrable. Because integral g^2 / p >= (integral |g|)^2 for
-    every density p, estimates from random nodes have neither a finite variance nor an expectation.
-    Sampled masks do not converge to the exact mask as 1 / sqrt(r); a model learns the trigonometric
-    sum over its own nodes.
-
-    Args:
-        heads, num_boxes, dim, radius_range, amplitude, per_axis, combine: see `SmoothLocal`.
+    1 / |xi|, which is not absolutely integrable. Estimates from random nodes have neither a finite
+    variance nor an expectation; a model learns the trigonometric sum over its own nodes.
     """
 
     paper: ClassVar[str] = "2302.01925, eqs. 8-11"
-    integrable: ClassVar[bool] = False
     without_slope: ClassVar[tuple[str, ...]] = ("log_radius",)
     smallest_order = 1
 

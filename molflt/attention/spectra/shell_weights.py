@@ -13,10 +13,8 @@ from molflt.attention.spectra.base import Spectrum
 class ShellWeights(Spectrum):
     """Spectrum with one learned weight per head and shell: f_h(z) = sum_k a_hk j(2 pi k |z|).
 
-    j is the mean of a wave over all directions: sin(x) / x in three dimensions and cos(x) in one.
-    The mask depends only on |z|; for sampled masks this holds up to the accuracy of the directions.
-    g is a density relative to the measure of the shells: the sum over k of the mean over
-    directions. This requires `normalized` shells.
+    j is the mean of a wave over all directions: sin(x) / x in three dimensions and cos(x) in one. g
+    is a density relative to the measure of the shells, which must be `normalized`.
 
     Args:
         heads: number of heads.
@@ -34,10 +32,7 @@ class ShellWeights(Spectrum):
     def __init__(self, heads: int, radii: Tensor, dim: int = 3, amplitude: float = 0.1) -> None:
         super().__init__(heads, dim)
         if dim == 2:
-            raise ValueError(
-                "shells must have dim 1 or 3; got 2, whose mask needs Bessel's J0, which torch "
-                "cannot differentiate; use 'gaussian_basis' there"
-            )
+            raise ValueError("dim must be 1 or 3; got 2, whose mask torch cannot differentiate")
         self.amplitude = nn.Parameter(amplitude * torch.randn(heads, len(radii)))
         self.register_buffer("radius", radii.clone())
 

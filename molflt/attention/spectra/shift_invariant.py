@@ -1,7 +1,4 @@
-"""Spectra of shift-invariant kernels: an amplitude times a density that can be sampled.
-
-Positions are in the caller's unit of length and frequencies in cycles per this unit.
-"""
+"""Spectra of shift-invariant kernels: an amplitude times a density that can be sampled."""
 
 import math
 from typing import ClassVar
@@ -9,22 +6,18 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from molflt.attention.numerics import root
+from molflt.attention.numerics import rand64, randn64, root
 from molflt.attention.spectra.base import Spectrum, _log_spaced
 
 
 class ShiftInvariant(Spectrum):
     """Shift-invariant kernel as the mask: f_h(z) = C_h K(z / length_h).
 
-    Its spectrum is C_h times a probability density.
-
     By Bochner's theorem, g_h(xi) = C_h length_h^l p(length_h xi), where K is the characteristic
     function of the density p: K(z) = E cos(2 pi z . u) for u ~ p. This is FLT (arXiv:2302.01925),
     eq. 7, with the factor 2 pi in the draws u instead of the positions. All nodes drawn from p
-    (`molflt.attention.nodes.random.DensityNodes`) then have the importance ratio C_h.
-
-    Unlike in the paper, C_h may be negative, because a mask is added to logits and need not be
-    positive definite.
+    (`DensityNodes`) then have the importance ratio C_h. Unlike in the paper, C_h may be negative,
+    because a mask is added to logits and need not be positive definite.
 
     Args:
         heads: number of heads.
@@ -86,15 +79,14 @@ class Gaussian(ShiftInvariant):
         return constant - 2 * math.pi**2 * u.square().sum(dim=-1)
 
     def draw(self, nodes: int, generator: torch.Generator | None = None) -> Tensor:
-        return _normal((self.heads, nodes, self.dim), generator) / (2 * math.pi)
+        return randn64(self.heads, nodes, self.dim, generator=generator) / (2 * math.pi)
 
 
 class Laplace(ShiftInvariant):
     """K(z) = exp(-|z|_1); p is a product of Cauchy densities with scale 1 / (2 pi), one per axis.
 
-    The tails of p fall as 1 / xi^2 along each axis. p is therefore a safe proposal density for
-    other spectra that fall at least as fast along every axis, such as
-    `molflt.attention.spectra.local.SmoothLocal`.
+    p is a safe proposal density for other spectra that fall at least as 1 / xi^2 along every axis,
+    such as `SmoothLocal`.
     """
 
     def profile(self, z: Tensor) -> Tensor:
@@ -104,8 +96,7 @@ class Laplace(ShiftInvariant):
         return (math.log(2) - (2 * math.pi * u).square().log1p()).sum(dim=-1)
 
     def draw(self, nodes: int, generator: torch.Generator | None = None) -> Tensor:
-        size = (self.heads, nodes, self.dim)
-        uniform = torch.rand(size, dtype=torch.float64, generator=generator, device="cpu")
+        uniform = rand64(self.heads, nodes, self.dim, generator=generator)
         return (math.pi * (uniform - 0.5)).tan() / (2 * math.pi)
 
 
@@ -115,11 +106,7 @@ class Matern(ShiftInvariant):
     With s = sqrt(2 nu) |z|, it is exp(-s) for nu = 0.5, (1 + s) exp(-s) for 1.5 and (1 + s + s^2 /
     3) exp(-s) for 2.5. 2 pi u follows a multivariate Student t distribution with 2 nu degrees of
     freedom. Source: Rasmussen and Williams, Gaussian Processes for Machine Learning (2006), eqs.
-    4.14 to 4.17.
-
-    Args:
-        heads, dim, length_range, amplitude: see `ShiftInvariant`.
-        nu: smoothness, 0.5, 1.5 or 2.5, for which the kernel has a closed form.
+    4.14 to 4.17. Arguments other than `nu` are those of `ShiftInvariant`.
     """
 
     isotropic: ClassVar[bool] = True
@@ -155,11 +142,7 @@ class Matern(ShiftInvariant):
 
     def draw(self, nodes: int, generator: torch.Generator | None = None) -> Tensor:
         degrees = round(2 * self.nu)
-        normal = _normal((self.heads, nodes, self.dim), generator)
-        chi_square = _normal((self.heads, nodes, degrees), generator).square().sum(-1, keepdim=True)
+        normal = randn64(self.heads, nodes, self.dim, generator=generator)
+        others = randn64(self.heads, nodes, degrees, generator=generator)
+        chi_square = others.square().sum(dim=-1, keepdim=True)
         return normal / (chi_square / degrees).sqrt() / (2 * math.pi)
-
-
-def _normal(size: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
-    """Returns standard normal draws in float64, the same on every device for one generator."""
-    return torch.randn(size, dtype=torch.float64, generator=generator, device="cpu")
