@@ -9,7 +9,7 @@ import listops
 import numpy as np
 import pytest
 from tiny_run import error_of, logged
-from token_files import write_folder, write_reviews
+from token_files import write_folder
 
 import molflt
 from molflt.commands.cli import main
