@@ -185,7 +185,10 @@ class Stack(Positioned):
             if number < mixed:
                 layer = _make_mixer(mixer, dim, mixer_options or {})
             else:
-                layer = Attention(dim, heads, position=position, **given)
+                # spelled out: jsonargparse reads the options of the command line from this call
+                layer = Attention(
+                    dim, heads, position=position, dropout=attention_dropout, **attention
+                )
             blocks.append(Block(layer, ffn_dim, dropout, norm, activation, norm_eps))
         self._assemble(blocks, position, refinements)
 

@@ -79,7 +79,7 @@ def test_decoding_equals_forward(mechanism, absolute):
     model = tiny(mechanism, absolute=absolute)
     if not model.decodes:
         quadratic = "quadratic" in model.stack.mixings
-        words = "mixing 'linear' or 'softmax'" if quadratic else "no state of constant size"
+        words = "mixing 'linear' or 'softmax'" if quadratic else "leaves no state"
         with pytest.raises(ValueError, match=words):
             model.decode(ids())
         return
