@@ -19,7 +19,7 @@ from molflt.graph.dense import DenseAtoms
 from molflt.graph.geometry import Atoms, Geometry
 from molflt.graph.near import NearPairs, _Found
 from molflt.graph.neighbors import Neighbors, neighbor_list
-from molflt.graph.periodic import Images, OnMesh
+from molflt.graph.periodic import Auto, Images, OnMesh, Reciprocal
 from molflt.graph.regressor import EnergyRegressor
 from molflt.graph.sizes import SizeClass
 
@@ -93,6 +93,9 @@ class EnergyInputs(NamedTuple):
         if encoding is not None:
             dense = encoding.periodic.dense(geometry)
             found = encoding._found(geometry, model._near(around))
+            if isinstance(encoding.periodic, Auto):  # one form for graphs of all sizes
+                by_nodes = Reciprocal(encoding.periodic.max_frequency)
+                found = found._replace(nodes=by_nodes.nodes(geometry, encoding.position))
         nodes = found.nodes or GraphNodes(nothing, nothing[..., 0])
         none = numbers.new_zeros(2)
         near = found.near or NearPairs(none, none, none, geometry.pos.new_zeros(2, 3))
@@ -202,7 +205,7 @@ def _check(model: nn.Module) -> None:
         )
     scheme = None if model.encoding is None else model.encoding.periodic
     softmax = "softmax" in model.stack.mixings
-    if model.move_atoms or softmax or isinstance(scheme, Images | OnMesh):
+    if model.move_atoms or softmax or isinstance(scheme, Images) or type(scheme) is OnMesh:
         raise ValueError(
             "models with move_atoms, mixing='softmax' and periodic='images' or 'mesh' cannot be "
             f"exported; got move_atoms={model.move_atoms}, mixing of {model.stack.mixings} and "

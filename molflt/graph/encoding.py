@@ -123,7 +123,7 @@ class GraphEncoding(nn.Module):
             own = found if graphs is None else found.select(graphs, geometry.graphs)
             return self.padded(part, own)
 
-        return SizeClasses.of(geometry, encode, columns)
+        return SizeClasses.of(geometry, encode, columns, self.periodic.on_mesh(geometry))
 
     def padded(self, geometry: Geometry, found: _Found | None = None) -> SizeClass:
         """Evaluates the encoding with all graphs padded to the size of the largest."""

@@ -3,7 +3,7 @@
 from torch import nn
 
 from molflt.graph.encoding import GraphEncoding
-from molflt.graph.periodic import OnMesh, Reciprocal
+from molflt.graph.periodic import Auto, OnMesh, Reciprocal
 
 
 def use_mesh_(model: nn.Module, order: int = 5) -> None:
@@ -19,7 +19,7 @@ def use_mesh_(model: nn.Module, order: int = 5) -> None:
     parts = [part for part in model.modules() if isinstance(part, GraphEncoding)]
     schemes = [part.periodic for part in parts]
     found = [scheme for scheme in schemes if isinstance(scheme, Reciprocal)]
-    if not found or any(type(one) not in (Reciprocal, OnMesh) or one.smooth for one in found):
+    if not found or any(type(one) not in (Reciprocal, OnMesh, Auto) or one.smooth for one in found):
         raise ValueError(
             f"mesh_order={order} computes sums over reciprocal nodes on a mesh; got "
             f"{type(model).__name__} with periodic={schemes}; leave it out"

@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -26,6 +27,7 @@ from molflt.graph.neighbors import expect_lattice, images_are_far
 
 _FADE = 1.0  # Å before the cutoff, over which an image fades out
 _MOST_PAIRED = 1000  # largest number of atoms of a molecule with all pairs computed
+_MOST_BY_NODES = 1000  # atoms, and reciprocal nodes, above which `Auto` uses a mesh
 _ALONE = 200.0  # Å of vacuum beyond which an image sees 1e-8 of a kernel
 _IN_PLANE = [(a, b, 0) for a, b in itertools.product((-1, 0, 1), repeat=2) if (a, b) != (0, 0)]
 
@@ -71,10 +73,14 @@ class Open:
         """Returns the mask of graphs with a far field from pairs, not nodes: (graphs,) or None."""
         return None
 
+    def on_mesh(self, geometry: Geometry) -> Tensor | None:
+        """Returns the mask of graphs that need classes without others, (graphs,), or None."""
+        return None
+
     def mesh(
         self, geometry: Geometry, dense: DenseAtoms, position: SpectralPosition
     ) -> MeshKernel | None:
-        """Returns the far field on a mesh for schemes that use a mesh, otherwise None."""
+        """Returns the far field on a mesh for graphs on a mesh, otherwise None."""
         return None
 
     def far(
@@ -270,16 +276,20 @@ class Reciprocal(Open):
 
     def nodes(self, geometry: Geometry, position: SpectralPosition) -> GraphNodes | None:
         cell, pbc = geometry.cell.double(), geometry.pbc  # random features depend on the nodes
-        alone = self.without_nodes(geometry)
-        if alone is not None:  # an arbitrary small cell, whose few nodes get weight 0
-            pbc = pbc | alone[:, None]
+        left_out = self._left_out(geometry)
+        if left_out is not None:  # an arbitrary small cell, whose few nodes get weight 0
+            pbc = pbc | left_out[:, None]
             small = torch.eye(3, dtype=cell.dtype, device=cell.device)
-            cell = torch.where(alone[:, None, None], small, cell)
+            cell = torch.where(left_out[:, None, None], small, cell)
         extent = free_extent(geometry.pos.double(), geometry.batch, cell, pbc, self.smooth)
         found = reciprocal_nodes(cell, pbc, self.max_frequency, extent, taper=position.taper)
-        if alone is None:
+        if left_out is None:
             return GraphNodes(*found)
-        return GraphNodes(found[0], found[1].masked_fill(alone[:, None], 0.0))
+        return GraphNodes(found[0], found[1].masked_fill(left_out[:, None], 0.0))
+
+    def _left_out(self, geometry: Geometry) -> Tensor | None:
+        """Returns the mask of graphs without nodes, (graphs,), or None."""
+        return self.without_nodes(geometry)
 
     def without_nodes(self, geometry: Geometry) -> Tensor | None:
         if not self.smooth:
@@ -352,22 +362,66 @@ class OnMesh(Reciprocal):
             )
         position.check_isotropic()
 
-    def nodes(self, geometry: Geometry, position: SpectralPosition) -> None:
+    def nodes(self, geometry: Geometry, position: SpectralPosition) -> GraphNodes | None:
         return None
 
     @uncompiled
-    def mesh(self, geometry: Geometry, dense: DenseAtoms, position: SpectralPosition) -> MeshKernel:
+    def mesh(
+        self, geometry: Geometry, dense: DenseAtoms, position: SpectralPosition
+    ) -> MeshKernel | None:
         assert isinstance(position, MultiplicativePosition)
-        cell, pbc = geometry.cell.double(), geometry.pbc
-        extent = free_extent(geometry.pos.double(), geometry.batch, cell, pbc)
-        lattice = Lattice.of(cell, pbc, extent)
         where = self.max_frequency, self.mesh_order
-        return position.on_mesh(dense.positions, dense.mask, lattice, *where)
+        return position.on_mesh(dense.positions, dense.mask, _lattice(geometry), *where)
+
+
+class Auto(OnMesh):
+    """Uses nodes for small cells, as `Reciprocal`, and a mesh for large ones, as `OnMesh`.
+
+    A graph is on a mesh if it has more than `_MOST_BY_NODES` atoms and as many reciprocal nodes.
+    The choice depends on the graph alone, not on its batch. Forms that meshes do not support, and
+    compiled ones, always use nodes.
+    """
+
+    nodes_only = False
+
+    def check(self, position: SpectralPosition, softmax: bool, near: bool) -> None:
+        multiplies = isinstance(position, MultiplicativePosition)
+        self.nodes_only = softmax or not (multiplies and position.spectrum.isotropic)
+        Reciprocal.check(self, position, softmax, near)
+
+    def on_mesh(self, geometry: Geometry) -> Tensor | None:
+        large = geometry.ptr.diff() > _MOST_BY_NODES
+        if self.nodes_only or torch.compiler.is_compiling() or not large.any():
+            return None
+        nodes = 4 / 3 * math.pi * self.max_frequency**3 * _lattice(geometry).volume
+        large = large & (nodes > _MOST_BY_NODES)
+        return large if large.any() else None
+
+    def nodes(self, geometry: Geometry, position: SpectralPosition) -> GraphNodes | None:
+        return Reciprocal.nodes(self, geometry, position)
+
+    def _left_out(self, geometry: Geometry) -> Tensor | None:
+        return self.on_mesh(geometry)
+
+    def mesh(
+        self, geometry: Geometry, dense: DenseAtoms, position: SpectralPosition
+    ) -> MeshKernel | None:
+        large = self.on_mesh(geometry)
+        if large is None:
+            return None
+        assert large.all(), "graphs on a mesh are classes of their own"
+        return super().mesh(geometry, dense, position)
+
+
+def _lattice(geometry: Geometry) -> Lattice:
+    cell, pbc = geometry.cell.double(), geometry.pbc
+    return Lattice.of(cell, pbc, free_extent(geometry.pos.double(), geometry.batch, cell, pbc))
 
 
 PERIODIC: dict[str, type[Open]] = {
     "none": Open,
     "images": Images,
+    "auto": Auto,
     "reciprocal": Reciprocal,
     "mesh": OnMesh,
 }

@@ -50,9 +50,10 @@ class EnergyRegressor(nn.Module):
         position_options: spectrum, num_gaussians, nodes, num_nodes, ... of the position; see
             `molflt.graph.encoding.GraphEncoding`.
         periodic: "none"; "images", in-plane periodic images near the adsorbate as extra keys;
-            "reciprocal", nodes on the reciprocal lattice of each cell, exactly periodic; or "mesh",
-            the same for large cells. By default "reciprocal" for a multiplicative position and
-            "none" for others.
+            "reciprocal", nodes on the reciprocal lattice of each cell, exactly periodic; "mesh",
+            the same sums by splines, for large cells; or "auto", a mesh for cells of more than
+            1,000 atoms and nodes, and nodes for others. By default "auto" for a multiplicative
+            position and "none" for others.
         image_cutoff: distance from the adsorbate within which images are kept, 8 Å by default.
         max_frequency: end of the spectrum of reciprocal nodes, 0.25 cycles/Å by default; their
             number grows as its cube.
@@ -339,11 +340,11 @@ def _best_form(
 ) -> dict[str, Any]:
     """Fills in missing options of the encoding with the best form of docs/results."""
     multiplies = position == "multiplicative"
-    scheme = periodic or ("reciprocal" if multiplies else "none")
+    scheme = periodic or ("auto" if multiplies else "none")
     if near_field is None and multiplies and scheme != "images":
         near_field = 5.0
     if not far_field:
-        if scheme != "reciprocal" or not near_field:
+        if scheme not in ("auto", "reciprocal") or not near_field:
             raise ValueError(
                 "far_field=False leaves a multiplicative position its near field, with periodic "
                 f"'reciprocal'; got periodic={scheme!r} and near_field={near_field}; leave one out"

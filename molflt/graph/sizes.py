@@ -54,17 +54,19 @@ class SizeClasses(NamedTuple):
         geometry: Geometry,
         encode: Callable[[Geometry, Tensor | None], SizeClass],
         columns: Tensor | None = None,
+        apart: Tensor | None = None,
     ) -> "SizeClasses":
         """Sorts a batch into classes.
 
         `encode` maps the geometry of a class and the indices of its graphs, None for a single class
         of all. `columns` are nodes, images or keys per atom of each graph, (graphs,), if any.
+        Graphs in the mask `apart`, (graphs,), do not share a class with others.
         """
         if torch.compiler.is_compiling():  # one computation graph for all sizes
             return cls([encode(geometry, None)])
         start = _START.get(geometry.pos.device.type, _START_ELSEWHERE)
         start *= 1 if columns is None else _PREPARED
-        members = _members(geometry.ptr, columns, start)
+        members = _members(geometry.ptr, columns, start, apart)
         if len(members) < 2:
             return cls([encode(geometry, None)])
         classes, atoms = [], []
@@ -88,19 +90,23 @@ class SizeClasses(NamedTuple):
         return torch.zeros_like(out).index_copy(0, self.atoms, out)
 
 
-def _members(ptr: Tensor, columns: Tensor | None, start: int) -> list[list[int]]:
+def _members(
+    ptr: Tensor, columns: Tensor | None, start: int, apart: Tensor | None = None
+) -> list[list[int]]:
     """Returns nonempty graphs by class, largest first; a class ends where padding is costly."""
     atoms = ptr.diff().tolist()
     each = [0.0] * len(atoms) if columns is None else columns.tolist()
     cost = [1 + number / _COLUMNS for number in each]  # of one atom of each graph
+    kind = [False] * len(atoms) if apart is None else apart.tolist()
     graphs = [graph for graph, count in enumerate(atoms) if count]
-    graphs.sort(key=lambda graph: -atoms[graph] * cost[graph])
+    graphs.sort(key=lambda graph: (not kind[graph], -atoms[graph] * cost[graph]))
     classes: list[list[int]] = [[]]
     most, highest, needed = 0, 0.0, 0.0
     for graph in graphs:
         most, highest = max(most, atoms[graph]), max(highest, cost[graph])
         needed += atoms[graph] * cost[graph]
-        if (len(classes[-1]) + 1) * most * highest - needed > start:
+        other = classes[-1] and kind[classes[-1][-1]] != kind[graph]
+        if other or (len(classes[-1]) + 1) * most * highest - needed > start:
             classes.append([])
             most, highest = atoms[graph], cost[graph]
             needed = most * highest

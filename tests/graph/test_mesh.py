@@ -15,6 +15,7 @@ from molflt.attention.nodes.reciprocal import reciprocal_nodes
 from molflt.attention.positions.multiplicative import MultiplicativePosition
 from molflt.attention.positions.spectral import GraphNodes
 from molflt.graph import EnergyRegressor, GraphAttention
+from molflt.graph.computation import EnergyComputation, EnergyInputs
 from molflt.graph.mesh import use_mesh_
 
 ERROR = {4: 3e-3, 5: 6e-4, 6: 6e-6, 8: 2e-7}  # as documented, of the kernel of a worst case
@@ -125,6 +126,29 @@ def test_trained_models_can_use_a_mesh():
     assert all(torch.equal(x, weights[name]) for name, x in net.state_dict().items())
     use_mesh_(net, 5)  # another order
     assert (net(batch)["energy"] - by_nodes).abs().max() > (by_mesh - by_nodes).abs().max()
+
+
+def test_auto_chooses_by_each_graph(monkeypatch):
+    """Large crystals are on a mesh and others by nodes, in any batch; exports use nodes for all."""
+    graphs = [structure(9, 3), structure(6, 4), structure(12, 5)]
+
+    def energies(periodic: str, order: int | None, *picked: int) -> Tensor:
+        torch.manual_seed(0)
+        net = EnergyRegressor(16, 2, layers=2, near_field=3.0, periodic=periodic, mesh_order=order)
+        net, batch = net.double().eval(), Batch.from_data_list([graphs[i] for i in picked])
+        if periodic == "auto":
+            exported = EnergyComputation(net)(*EnergyInputs.of(net, batch))
+            close([exported], [energies("reciprocal", None, *picked)])
+        return net(batch)["energy"]
+
+    nodes, mesh = energies("reciprocal", None, 0, 1, 2), energies("mesh", 5, 0, 1, 2)
+    assert (nodes != mesh).all()
+    close([energies("auto", None, 0, 1, 2)], [nodes])
+    monkeypatch.setattr("molflt.graph.periodic._MOST_BY_NODES", 8)
+    mixed = torch.stack((mesh[0], nodes[1], mesh[2]))
+    close([energies("auto", None, 0, 1, 2)], [mixed])
+    close([energies("auto", None, i)[0] for i in range(3)], list(mixed))
+    close([energies("auto", None, 2, 0)], [mixed[[2, 0]]])
 
 
 @pytest.mark.parametrize("near", [None, 3.0])
