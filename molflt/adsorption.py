@@ -3,7 +3,7 @@
 A site is a place where a probe, a sphere with the covalent radius of C, N and O, rests on the
 outside of a slab: on one atom (top), in the saddle between two (bridge), or on three or more
 (hollow). Unlike a triangulation of the topmost layer, this includes steps and open surfaces. Places
-with the same elements at the same distances are one site.
+with the same elements at the same distances count as one site.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Site(NamedTuple):
 
     Attributes:
         name: such as "hollow Cu3 above Cu (9 9 9)": the atoms that the probe touches, an atom
-            straight below, and how many neighbors in the slab each touched atom has.
+            directly below, and the number of neighbors in the slab of each touched atom.
         point: center of the probe, (3,), Å.
         axes: (3, 3), rows: two directions along the surface, and its outward normal.
     """
@@ -228,13 +228,14 @@ def placements(
 ) -> list[Atoms]:
     """Returns all distinct placements of a rigid molecule on the sites of slabs.
 
-    Each atom, each pair of neighbors other than hydrogen, and both ends of the three principal axes
-    point to each site. The molecule is turned about the outward normal, and lowered until it
+    Each atom, each pair of non-hydrogen neighbors, and each end of the three principal axes point
+    toward each site in turn. The molecule is rotated about the outward normal, and lowered until it
     touches the slab. Placements near an image of the molecule or of the slab are left out.
 
     The results are periodic along all axes. Their tags are 0 subsurface, 1 surface, 2 adsorbate. If
-    no atom of a slab is fixed, the lower half is. `info` has slab (its number), site (its number
-    and name), orientation, rotation (degrees) and height (of the lowest atom above the slab, Å).
+    no atom of a slab is fixed, its lower half is fixed. `info` has slab (its number), site (its
+    number and name), orientation, rotation (degrees) and height (of the lowest atom above the slab,
+    Å).
 
     Args:
         slabs: slabs with vacuum along their third cell vector.
@@ -363,7 +364,7 @@ def _tag(structures: Sequence[Atoms], count: int, share: tuple[float, float] | N
 def ranked(model: Any, structures: Sequence[Atoms]) -> list[tuple[Atoms, Any]]:
     """Returns placements with their `molflt.pretrained.Prediction`, lowest energy first.
 
-    Total energies of different slabs are not compared; for such a model, slabs stay in order.
+    Total energies of different slabs are not compared; for such a model, slabs keep their order.
 
     Args:
         model: model of energies, such as `molflt.load()`.

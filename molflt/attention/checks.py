@@ -52,7 +52,7 @@ def one_of(option: str, choice: str, choices: Iterable[str]) -> None:
 
 
 def no_effect(why: str, **options: object) -> None:
-    """Raises ValueError for the first option that is not None although it has no effect.
+    """Raises ValueError for the first option that is set although it has no effect.
 
     `why` is the condition under which this holds, such as "with mixing='softmax'".
     """
@@ -120,7 +120,7 @@ def in_checkpoint() -> bool:
 
 
 def at_hand(values: torch.Tensor) -> bool:
-    """Returns True if values can be read at no cost: on the CPU, not compiled or transformed."""
+    """Returns True if values can be read without cost: on the CPU, not compiled or transformed."""
     if torch.compiler.is_compiling() or in_transform():
         return False
     return values.device.type == "cpu"

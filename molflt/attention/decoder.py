@@ -21,7 +21,7 @@ _OF_SELF_ATTENTION = ("causal", "gate", "position")
 
 
 class CrossAttention(Attention):
-    """Attention to the tokens of another sequence, whose part is computed only once.
+    """Attention to another sequence, whose keys and values are computed only once.
 
     Calling `remember` and then `recall` gives the same result as `Attention.forward` with
     `context`. Relative encodings do not apply between two sequences, as in T5 (arXiv:1910.10683,
@@ -115,7 +115,7 @@ class Decoder(nn.Module):
 
     @property
     def decodes(self) -> bool:
-        """Returns True if `step` can continue from a state instead of recomputing all tokens."""
+        """Returns True if `step` can continue from a state without recomputing all tokens."""
         position = self.stack.position
         return (position is None or position.decodes) and "quadratic" not in self.stack.mixings
 
@@ -151,7 +151,8 @@ class Decoder(nn.Module):
     ) -> tuple[Tensor, DecoderState]:
         """Applies all blocks to new tokens without recomputing earlier ones.
 
-        `forward(x, context)` equals `step(x, remember(context))[0]`, also in several steps.
+        `forward(x, context)` equals `step(x, remember(context))[0]`, even if split into several
+        steps.
 
         Args:
             x: (batch k, new tokens, dim), k consecutive rows for each remembered sequence.

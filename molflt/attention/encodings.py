@@ -1,4 +1,4 @@
-"""Positional encodings evaluated for one batch, with one class per way of entering attention.
+"""Positional encodings evaluated for one batch: one class for each way of entering attention.
 
 Every class has `dense`, which returns the full matrix for reference, and `mix`, which never forms
 it. In shapes, b is the batch size or 1, and h is the number of heads or 1.
@@ -38,7 +38,7 @@ class Terms(NamedTuple):
 
 
 class Encoding:
-    """Base class of encodings; the class itself stands for no encoding."""
+    """Base class of encodings; an instance of the class itself means that there is no encoding."""
 
     faces: ClassVar[tuple[str, ...]] = (SOFTMAX, KERNELIZED)  #: attention that can use it
     decodes: ClassVar[bool] = True  #: True if causal attention keeps a state of constant size
@@ -202,8 +202,8 @@ class _Multiplied(Encoding):
 class Kernel(_Multiplied):
     """Multiplicative positional kernel: A_ij = (U_i . V_j + w_ij) phi(q_i) . phi(k_j).
 
-    U is (b, h, queries, p) and V is (b, h, keys, p); `pairs` are w, the near field, whose `exact`
-    defines terms added to A_ij itself.
+    U is (b, h, queries, p) and V is (b, h, keys, p). `pairs` contains w, the near field; its
+    `exact` defines terms added to A_ij itself.
     """
 
     kernel: tuple[Tensor, Tensor]
@@ -230,7 +230,7 @@ class Kernel(_Multiplied):
 class MeshNodes(_Multiplied):
     """Multiplicative positional kernel on a mesh: A_ij = (h_ij + w_ij) phi(q_i) . phi(k_j).
 
-    Queries and keys are the same tokens; `pairs` are w, as for `Kernel`.
+    Queries and keys are the same tokens; `pairs` contains w, as in `Kernel`.
     """
 
     decodes = False

@@ -216,7 +216,7 @@ class _LinearMixer(Mixer):
 
 
 class _RandomMixer(_LinearMixer):
-    """y = W_seq x W_hidden with constant random matrices, of buffers.
+    """y = W_seq x W_hidden with constant random matrices, stored as buffers.
 
     Entries are normally distributed, truncated at two standard deviations, with variances 1 /
     max_tokens and 1 / dim, as in the public FNet code.

@@ -210,7 +210,7 @@ class Attention(Positioned):
     ) -> tuple[Tensor, DecodeState]:
         """Applies causal attention to new tokens without recomputing earlier ones.
 
-        `forward(x)` equals `decode(x)[0]`, also piece by piece.
+        `forward(x)` equals `decode(x)[0]`, even if x is decoded piece by piece.
 
         Args:
             x: (batch, new tokens, dim); a single token or a whole prompt.

@@ -108,7 +108,7 @@ class Once(Generic[_R]):
     """Tensor shared by several layers and computed by the first of them.
 
     A tensor computed without gradients is not reused by layers with gradients. Inside a checkpoint,
-    each layer computes its own, because the backward pass would find that of a later layer.
+    each layer computes its own, because the backward pass would use the tensor of a later layer.
     """
 
     def __init__(self) -> None:

@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0 on success; 2 for bad input, with one line on stderr; 1 for an unexpected error, with its
         traceback in a file; 130 when interrupted. With ``MOLFLT_TRACEBACK=1`` in the environment,
-        errors print their traceback.
+        errors also print a traceback.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

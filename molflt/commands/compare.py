@@ -40,7 +40,7 @@ def compare(
     Args:
         runs: folders of two or more training runs.
         out: folder for comparison.json, curves.png (training curves) and metrics.png (the metric
-            that chooses the best weights, by split); by default nothing is written.
+            that selects the best weights, by split); by default nothing is written.
         json: print JSON instead of a table.
         pictures: additional formats for the pictures.
     """

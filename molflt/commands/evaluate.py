@@ -38,7 +38,7 @@ def evaluate(
     relative encoding.
 
     Args:
-        run: folder of a training run; its recipe determines the further options.
+        run: folder of a training run; its recipe determines the other options.
         checkpoint: best, last, or a safetensors file.
         out: folder to write; by default the run folder, or its subfolder ensemble with `also`.
         device: auto, cpu, cuda or cuda:N.

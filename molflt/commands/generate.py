@@ -58,8 +58,8 @@ def generate(
         tokens: number of tokens to generate (language; default 100).
         temperature: below 1, likely tokens become more likely; 0 takes the most likely token
             (language, images; default 1).
-        top_k: number of most likely tokens to draw from (language, images; default all).
-        seed: seed of the draws (language, images; default 0).
+        top_k: sample only from this number of most likely tokens (language, images; default all).
+        seed: random seed (language, images; default 0).
         images: number of images; with `file`, its first images are used (images; default 8).
         rows: number of rows given at the top of each image in `file` (images; default half).
         fit: scale down larger images in `file`, as data.image_size does in training (images).

@@ -40,7 +40,7 @@ def inspect(
 ) -> None:
     """Prints a summary of a file or folder of structures, with units and warnings.
 
-    Invalid structures are left out, counted and listed by reason. A folder is read file by file; a
+    Invalid structures are skipped, counted and listed by reason. A folder is read file by file; a
     folder of shards counts as one file.
 
     Args:
@@ -109,7 +109,7 @@ def _inspect_folder(path: Path, json: bool, look: Callable[[Path], Inspected]) -
 
 
 def _shared(found: dict[str, Inspected]) -> Iterator[tuple[str, str]]:
-    """Yields pairs of a split and a warning about structures that are also in an earlier split."""
+    """Yields each split that shares structures with an earlier split, with a warning."""
     equal = equal_structures(np.concatenate([each.features for each in found.values()]))
     ends = np.cumsum([len(each.sids) for each in found.values()])
     numbers = dict(zip(found, np.split(equal, ends[:-1]), strict=True))

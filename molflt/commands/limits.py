@@ -1,6 +1,6 @@
 """Ranges of numeric options, as intervals: [0, 1) contains 0 but not 1.
 
-Constructors check their own arguments. These ranges catch typing errors in a command line or a
+Constructors check their own arguments. These ranges catch typos in a command line or a
 configuration before anything is loaded or written.
 """
 

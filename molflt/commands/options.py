@@ -1,6 +1,6 @@
 """Parsing of command lines with jsonargparse, with readable errors.
 
-jsonargparse reads ``--skip_bad=true`` and ``--splits=[a,b]``; people type ``--skip-bad`` and
+jsonargparse reads ``--skip_bad=true`` and ``--splits=[a,b]``; users type ``--skip-bad`` and
 ``--splits a b``.
 """
 
@@ -42,7 +42,7 @@ _POSITION = "model.position_options"
 
 
 def expect_ending(out: Path | None, *endings: str) -> None:
-    """Raises ValueError if a file to write has another ending."""
+    """Raises ValueError if an output file does not have the expected extension."""
     if out is not None and out.suffix not in endings:
         expected = ", ".join(endings)
         raise ValueError(f"{out}: expected a name that ends in {expected}; got {out.suffix!r}")
@@ -103,7 +103,7 @@ def is_flag(action: Action | None) -> bool:
 
 
 def show_usage(parser: ArgumentParser) -> None:
-    """Lets ``--help`` show flags and lists as people type them."""
+    """Lets ``--help`` show flags and lists as users type them."""
     for action in options_of(parser).values():
         if is_flag(action):
             action.metavar = ""
@@ -186,7 +186,7 @@ def _is_value(word: str) -> bool:
 
 
 def _check_ranges(config: Mapping[str, object]) -> None:
-    """Raises ValueError for a number out of range, and for wrong options of a position module."""
+    """Raises ValueError for a number out of range, and for invalid options of a position module."""
     for key, value in config.items():
         if key == _POSITION and isinstance(value, dict) and value:
             try:
@@ -199,7 +199,7 @@ def _check_ranges(config: Mapping[str, object]) -> None:
 
 
 def position_parser() -> ArgumentParser:
-    """Returns a parser of the options of all position modules, spectra and node rules."""
+    """Returns a parser for the options of all position modules, spectra and node rules."""
     from jsonargparse import ArgumentParser
 
     from molflt.attention.nodes import NODES

@@ -83,7 +83,7 @@ def predict(
         checkpoint: best (the default), last, or a safetensors file; only for a run.
         batch_size: structures, sentences or images in a batch.
         device: auto, cpu, cuda or cuda:N.
-        skip_bad: leave out and list invalid structures (energies).
+        skip_bad: skip and list invalid structures (energies).
         also: further runs that form an ensemble with `run` (energies). The output contains the
             mean, the standard deviation over the runs (spread_eV) and, if calibrated, the 68 %
             interval (uncertainty_eV).
@@ -200,7 +200,7 @@ def merge(out: Path) -> None:
     """Joins the files written by all N calls of molflt predict --shard I/N, and keeps them.
 
     The result is equal to the file that a single process would have written. If a shard is missing
-    or damaged, an error names it and the command that makes it again.
+    or damaged, an error names it and the command that recreates it.
 
     Args:
         out: the --out of these calls; .csv, .json or .extxyz.
@@ -228,7 +228,7 @@ def _write_rows(out: Path | None, rows: Sequence[Mapping[str, object]]) -> None:
 
 
 def _summary(columns: Mapping[str, NDArray[np.float64]], found: Predictions) -> str:
-    """Describes the range of each column, and the energies far outside the range in training."""
+    """Describes the range of each column, and the energies far outside the training range."""
     energy = columns["energy_eV"]
     parts = [f"{len(energy):,} energies, {energy.min():.3f} to {energy.max():.3f} eV"]
     for name, values in list(columns.items())[1:]:

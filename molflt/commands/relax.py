@@ -64,7 +64,7 @@ def relax(
         checkpoint: best (the default), last, or a safetensors file; only for a run.
         device: auto, cpu, cuda or cuda:N.
         dtype: precision of the computation.
-        skip_bad: leave out and list invalid structures.
+        skip_bad: skip and list invalid structures.
 
     Returns:
         0, or 3 if a relaxation did not converge.

@@ -41,7 +41,7 @@ def train(
     resume: Path | None = None,
     init: Path | None = None,
 ) -> int:
-    """Trains a model, optionally from the weights of another (--init), or resumes a run.
+    """Trains a model, optionally from existing weights (--init), or resumes a run.
 
     The run folder contains config.yaml (all options, including defaults), versions.json,
     metrics.csv, curve.png, files of the data such as a vocabulary, and checkpoints/ with last.ckpt
@@ -59,7 +59,7 @@ def train(
         init: run folder or weights to start from; has no effect on a resumed run.
 
     Returns:
-        0, or 128 + the number of the signal that stopped the training after saving its state.
+        0, or 128 + the number of the signal that stopped training after its state was saved.
     """
     run = dated_run(recipe) if run is None else run
     _trainer(trainer).check()
@@ -137,7 +137,7 @@ def _trainer(options: _Options) -> TrainerOptions:
 
 
 def _say_end(folder: RunFolder, metrics: Mapping[str, Metric], steps: int, seconds: float) -> None:
-    """Prints the result of a training, and the reason if it stopped early."""
+    """Prints the result of a training run, and the reason if it stopped early."""
     if stop := folder.provenance.get("stopped"):
         steps = stop["step"]
         folder.say(

@@ -33,7 +33,7 @@ class SizeBucketedBatchSampler(Sampler[list[int]]):
 
     Iterating makes one pass: in order of size, or, with `shuffle`, in the random order of
     ``epoch``. Rank r of w takes the batches r, r + w, ..., so the number of batches may differ by
-    one between ranks. Training uses `_TrainingStream`, where it is equal.
+    one between ranks. Training uses `_TrainingStream`, in which the numbers are equal.
 
     Args:
         natoms: atoms in each structure, (structures,).

@@ -1,8 +1,7 @@
 """Energies of a regressor as a function of tensors only, for export and compilation.
 
 `EnergyInputs` prepares everything whose size depends on the values of the data: neighbors,
-reciprocal nodes, padding. The rest only has dynamic sizes, and one computation graph serves all of
-them.
+reciprocal nodes, padding. All other sizes are dynamic and share one computation graph.
 """
 
 import copy
@@ -118,8 +117,8 @@ class EnergyComputation(nn.Module):
     """Computes energies (graphs,), float64, eV, from `EnergyInputs` without inspecting values.
 
     Attention has one form for all sizes. With a near field or reciprocal nodes, this is the N x N
-    matrix of each graph, O(width^2), which is faster up to some thousand atoms. Otherwise it is the
-    linear form. Both give the same sums as the model itself.
+    matrix of each graph, O(width^2), which is faster up to a few thousand atoms. Otherwise it is
+    the linear form. Both give the same sums as the model itself.
 
     Args:
         model: trained regressor; it is copied.

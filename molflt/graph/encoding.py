@@ -204,7 +204,8 @@ class GraphEncoding(nn.Module):
     def _near(self, found: _Found, far: Callable[[NearPairs, float], Tensor]) -> Pairs | None:
         """Returns pairs in the near field, including each atom with itself, with corrections.
 
-        `far` computes the far field, (heads, pairs), of pairs and a bound of their distances.
+        `far` computes the far field, (heads, pairs), from pairs and an upper bound of their
+        distances.
         """
         if found.near is None:
             return None
@@ -257,7 +258,7 @@ class GraphEncoding(nn.Module):
 
 
 def _expect_map(feature_map: str, able: str, why: str) -> None:
-    """Raises ValueError unless a feature map has an ability."""
+    """Raises ValueError unless a feature map has a required capability."""
     known = [name for name, phi in FEATURE_MAPS.items() if getattr(phi, able)]
     if feature_map not in known:
         raise ValueError(f"{why}; got feature_map={feature_map!r}; use one of {', '.join(known)}")

@@ -216,7 +216,7 @@ class Atoms(NamedTuple):
 
     @classmethod
     def of(cls, data: "Data", weight: Tensor, charged: bool = False) -> "Atoms":
-        """Reads data as for `EnergyRegressor.forward`, next to any weight of the model.
+        """Reads data as for `EnergyRegressor.forward`, on the device of `weight`.
 
         Total charges other than 0 are refused unless `charged` is True.
         """
@@ -257,9 +257,9 @@ class Atoms(NamedTuple):
         return cls(geometry, numbers.long(), fixed)
 
     def above_subsurface(self) -> tuple["Atoms", Tensor]:
-        """Returns graphs without atoms of tag 0, and the mask of the atoms kept.
+        """Returns the graphs with atoms of tag 0 removed, and the mask of the remaining atoms.
 
-        Graphs that only have atoms of tag 0 are kept whole.
+        Graphs that only have atoms of tag 0 are not changed.
         """
         geometry, kept = self.geometry, self.geometry.above_subsurface()
         assert geometry.tags is not None

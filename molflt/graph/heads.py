@@ -46,7 +46,7 @@ class ElementEmbedding(nn.Embedding):
             to the vectors, which then start at 0. This describes elements not seen in training by
             their place in the periodic table; otherwise their vectors keep random initial values.
             Each training step leaves out the vectors of a random half of the elements. The function
-            must then describe these elements as it later describes unseen ones.
+            then learns to describe elements without vectors, such as unseen ones.
     """
 
     def __init__(self, dim: int, descriptors: bool = False) -> None:
@@ -173,7 +173,7 @@ class EnergyReadout(nn.Module):
 
         c_i = 1 - prod_j (1 - s(d_ij)),
 
-    where s falls from 1 at 0.8 of the cutoff to 0 at the cutoff and is twice differentiable; j
+    where s falls from 1 at 0.8 times the cutoff to 0 at the cutoff and is twice differentiable; j
     includes periodic images.
 
     Args:
@@ -254,7 +254,8 @@ class PositionHead(nn.Module):
     """Predicts displacements to relaxed positions: sum over neighbors of w_ij (r_j - r_i), in Å.
 
     The weights w_ij = MLP(h_i, h_j, b(|r_ij|)) depend only on invariants. The result therefore
-    rotates with the structure, as exactly as h is invariant. Pairs fade smoothly at the cutoff.
+    rotates with the structure, to the accuracy to which h is invariant. Pairs fade smoothly at the
+    cutoff.
 
     Args:
         dim: width of tokens.

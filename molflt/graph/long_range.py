@@ -46,7 +46,7 @@ _LEAST = 1e-12  # added to each weight of the total charge: equal shares if all 
 
 
 class LongRangeEnergy(NamedTuple):
-    """Sharp and smooth part of the energies, (graphs,) float64, eV, and the latent charges."""
+    """Sharp and smooth parts of the energies, (graphs,) float64, eV, and the latent charges."""
 
     near: Tensor
     far: Tensor
@@ -107,9 +107,9 @@ class LongRange(nn.Module):
             by their neighbors. Separate groups of atoms then have net charges.
         total_charge: True if graphs have total charges.
         smearing: sigma, Å, of a spectrum that falls as exp(-sigma^2 k^2 / 2); 1 in latent Ewald
-            summation (arXiv:2408.15165). For p = 1, the law of pairs is erf(r / (sqrt(2) sigma)) /
-            r; beyond 5 sigma it is 1 / r^p. 0 means point charges, whose law is bounded below 0.1
-            Å.
+            summation (arXiv:2408.15165). For p = 1, the interaction of a pair is erf(r / (sqrt(2)
+            sigma)) / r; beyond 5 sigma it is 1 / r^p. 0 means point charges, whose interaction is
+            bounded below 0.1 Å.
     """
 
     signs: Tensor
@@ -201,7 +201,7 @@ def inverse_power_sums(
     smearing: float = 0.0,
     neighbors: Neighbors | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Computes 1/2 sum_ij' q_i q_j / |r_ij|^p over all images, split into near and far part.
+    """Computes 1/2 sum_ij' q_i q_j / |r_ij|^p over all images, split into near and far parts.
 
     Args:
         charges: (atoms, powers, channels).
@@ -241,7 +241,7 @@ def inverse_power_sums(
 
 
 def _scales(geometry: Geometry, cutoff: float) -> Tensor:
-    """Returns units of length that bound the number of nodes, mostly 1: (graphs,) float64."""
+    """Returns units of length that bound the number of nodes, usually 1: (graphs,) float64."""
     cell, pbc = geometry.cell.detach().double(), geometry.pbc
     extent = free_extent(geometry.pos.detach().double(), geometry.batch, cell, pbc)
     volume = Lattice.of(cell, pbc, 2 * extent, 2 * _APART * cutoff / _DEPTH).volume

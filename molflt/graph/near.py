@@ -102,7 +102,7 @@ def _all_pairs(geometry: Geometry, graphs: Tensor) -> tuple[Tensor, Tensor]:
 def in_pieces(
     function: Callable[..., _R], pairs: tuple[Tensor, ...], *rest: object
 ) -> Iterator[_R]:
-    """Yields function(pairs, *rest) for pieces of a long list of pairs; keeps only results."""
+    """Yields function(pairs, *rest) for each piece of a long list of pairs, to save memory."""
     # Compiled code has one computation graph for all sizes.
     if torch.compiler.is_compiling() or len(pairs[0]) <= _MANY:
         yield function(pairs, *rest)

@@ -40,7 +40,7 @@ class Open:
 
     Attributes:
         needs_cell: True if the scheme reads the cell, which periodic structures must then have.
-        lattice: True if nodes of the mask come with each batch instead of from the position.
+        lattice: True if the scheme computes nodes for each batch and the position has no nodes.
     """
 
     needs_cell: ClassVar[bool] = False
@@ -66,15 +66,15 @@ class Open:
         return None
 
     def neighborhood(self, geometry: Geometry) -> Geometry:
-        """Returns the geometry whose pairs the near field corrects: those of the far field."""
+        """Returns the geometry of the far field, whose pairs the near field corrects."""
         return geometry._replace(pbc=torch.zeros_like(geometry.pbc))
 
     def without_nodes(self, geometry: Geometry) -> Tensor | None:
-        """Returns the mask of graphs with a far field from pairs, not nodes: (graphs,) or None."""
+        """Returns the mask of graphs whose far field uses pairs, not nodes: (graphs,) or None."""
         return None
 
     def on_mesh(self, geometry: Geometry) -> Tensor | None:
-        """Returns the mask of graphs that need classes without others, (graphs,), or None."""
+        """Returns the mask of graphs that need a size class of their own, (graphs,), or None."""
         return None
 
     def mesh(
@@ -243,8 +243,8 @@ class Reciprocal(Open):
     Args:
         max_frequency: largest |G|, cycles/Å; the number of nodes grows as its cube.
         smooth: make nodes analytic functions of positions along nonperiodic directions. Otherwise
-            forces jump by some 1e-4 eV/Å where another atom becomes the outermost. Molecules of up
-            to 1,000 atoms, including those in cells higher than 200 Å along all periodic axes, use
+            forces jump by about 1e-4 eV/Å where another atom becomes the outermost. Molecules of up
+            to 1,000 atoms, including those in cells larger than 200 Å along all periodic axes, use
             all pairs instead of nodes; their energy does not depend on the orientation.
     """
 
@@ -318,7 +318,7 @@ class Reciprocal(Open):
 class Near(Reciprocal):
     """Scheme without a far field: attention ends at the cutoff of the near field.
 
-    It is suited to potentials whose far part is a law of charges; see `molflt.graph.long_range`.
+    It suits potentials whose long-range part acts between charges; see `molflt.graph.long_range`.
     """
 
     def nodes(self, geometry: Geometry, position: SpectralPosition) -> GraphNodes:
@@ -377,8 +377,8 @@ class OnMesh(Reciprocal):
 class Auto(OnMesh):
     """Uses nodes for small cells, as `Reciprocal`, and a mesh for large ones, as `OnMesh`.
 
-    A graph is on a mesh if it has more than `_MOST_BY_NODES` atoms and as many reciprocal nodes.
-    The choice depends on the graph alone, not on its batch. Forms that meshes do not support, and
+    A graph uses a mesh if its numbers of atoms and of nodes both exceed `_MOST_BY_NODES`. The
+    choice depends on the graph alone, not on its batch. Forms that meshes do not support, and
     compiled ones, always use nodes.
     """
 

@@ -31,8 +31,8 @@ def radial_waves(distance: Tensor, number: int, cutoff: float) -> Tensor:
     """Returns standing waves that fade out: (pairs,), Å -> (pairs, number).
 
     These are DimeNet's Bessel functions (arXiv:2003.03123, eq. 7) with another envelope, c / r
-    sin(n pi u) exp(-u^2 / (1 - u^2)) for n = 1, ..., number and u = r / c. They resolve the
-    different lengths of a bond, which lie within one bump.
+    sin(n pi u) exp(-u^2 / (1 - u^2)) for n = 1, ..., number and u = r / c. They resolve different
+    lengths of a bond, which all lie within one bump.
     """
     u = distance / cutoff
     rest = 1 - u * u

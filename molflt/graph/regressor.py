@@ -98,7 +98,7 @@ class EnergyRegressor(nn.Module):
         of_data: names of buffers that each run computes from its own data, even if it starts from
             the weights of another run.
         seen_by: names of buffers that record the data seen by a weight, with the name of that
-            weight. Another run takes over either both or neither.
+            weight. Another run copies either both or neither.
     """
 
     added_later: tuple[str, ...] = ("element_energies", "readout.by_contact")

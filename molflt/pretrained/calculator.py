@@ -139,7 +139,7 @@ class Calculator(AseCalculator):
             )
 
     def check_state(self, atoms: Atoms, tol: float = 1e-15) -> list[str]:
-        """Returns the changes, as in ASE; warns about unused fields if results are still valid."""
+        """Returns the changes, as in ASE; warns about unused fields even if results stay valid."""
         self._warn_of_unused(atoms)
         changes: list[str] = super().check_state(atoms, tol)
         if self.atoms is not None and total_charge(atoms) != total_charge(self.atoms):

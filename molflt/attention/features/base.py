@@ -207,7 +207,7 @@ class FeatureMap(nn.Module):
 
 
 class Operand(NamedTuple):
-    """Queries or keys, whose features are evaluated all at once or a few tokens at a time."""
+    """Queries or keys, with features evaluated all at once or a few tokens at a time."""
 
     feature_map: FeatureMap
     x: Tensor  # scaled, (batch, heads, tokens, d)
@@ -240,7 +240,7 @@ class Operand(NamedTuple):
         return self._replace(columns=zeros)
 
     def split(self, size: int) -> list["Operand"]:
-        """Splits the tokens; with slices, each gradient would have the size of the whole tensor."""
+        """Splits the tokens; the gradient of a slice would have the size of the whole tensor."""
         x = self.x.split(size, dim=-2)
         mask, weight = (cut(y, size, len(x), dim=-1) for y in (self.mask, self.log_weight))
         if isinstance(self.columns, Projected):

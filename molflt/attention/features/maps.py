@@ -115,7 +115,7 @@ class _AbsFeatures(_GeneralizedFeatures):
 
 
 class _SignedFeatures(_GeneralizedFeatures):
-    """Generalized attention with a signed f, without an eps, which would only hide failures."""
+    """Generalized attention with a signed f and without eps, which would only hide failures."""
 
     signed = True
     positive_kernel = False
@@ -150,7 +150,7 @@ class _ExpFeatures(FeatureMap):
 
 
 class _LearnableExpFeatures(FeatureMap):
-    """Exponential of a learned projection per head, phi(x) = exp(W x), drawn at random at first."""
+    """Exponential of a learned projection per head, phi(x) = exp(W x), initialized at random."""
 
     paper = "2302.01925, sec. 5.2"
     learned = True

@@ -18,8 +18,8 @@ from molflt.attention.numerics import by_head, options_of, rand64, randn64
 class Projection(nn.Module):
     """Base class: draws buffers on the CPU in float64 and computes the products w_s . x.
 
-    A new projection overrides `_draw` and `forward`. Every head has its own draw of `rows` rows of
-    width `dim`.
+    A new projection overrides `_draw` and `forward`. Every head has its own random sample of `rows`
+    rows of width `dim`.
     """
 
     paper = ""
@@ -142,7 +142,7 @@ class _SphereProjection(DenseProjection):
 class SobolProjection(DenseProjection):
     """Rows from scrambled Sobol points, mapped to N(0, I) by the inverse normal CDF; unbiased.
 
-    Together, the points fill space evenly, and most evenly if `rows` is a power of two.
+    The points fill space evenly, and most evenly if `rows` is a power of two.
     """
 
     paper = "1412.8293"
@@ -175,7 +175,7 @@ class _FactoredProjection(Projection):
 
     @property
     def blocks(self) -> int:
-        """Returns the number of blocks; the last one may be used only in part."""
+        """Returns the number of blocks; the last one may be only partly used."""
         return -(-self.num_rows // self.size)
 
     def _draw_factors(self, generator: torch.Generator | None) -> dict[str, Tensor]:
@@ -207,10 +207,10 @@ class _HadamardProjection(_FactoredProjection):
     """Rows of H D_1 H D_2 H D_3 / p^(3/2), with Hadamard matrix H and random signs D (H-ORF).
 
     x is padded with zeros to p = 2^ceil(log2 dim) dimensions. E w = 0 and E w w^T = I hold exactly.
-    The rows are close to N(0, I): for p >= 8, kernels are too small by at most the fraction |z|^4 /
-    (3 p^2) to leading order. Measured for |z| = 1 and 2: 0.13 % and 1.4 % at p = 16, and below 0.1
-    % and 0.6 % at p = 64. On one CPU core, a dense matrix is faster up to p = 128. The product is
-    from arXiv:1703.00864.
+    The rows are close to N(0, I): for p >= 8, kernels are too small by a fraction of at most |z|^4
+    / (3 p^2), to leading order. Measured for |z| = 1 and 2: 0.13 % and 1.4 % at p = 16, and below
+    0.1 % and 0.6 % at p = 64. On one CPU core, a dense matrix is faster up to p = 128. The product
+    is from arXiv:1703.00864.
     """
 
     paper = "2006.03555, sec. 2.4"
@@ -236,7 +236,7 @@ class _GivensProjection(_FactoredProjection):
     """Rows of a product of random Givens rotations (G-ORF).
 
     A layer permutes the coordinates at random and rotates the dim // 2 pairs (2 k, 2 k + 1) by
-    angles uniform on the circle. Every block has `LAYERS_PER_LEVEL` ceil(log2 dim) layers of its
+    uniformly distributed angles. Every block has `LAYERS_PER_LEVEL` ceil(log2 dim) layers of its
     own. E w = 0 and E w w^T = I hold exactly. The worst z is along an axis: at d = 64, its kernel
     is too large by 0.2 % at |z| = 1 and by 3 % at |z| = 2. On a CPU, this is 10x slower than a
     dense matrix at d = 64. Choromanski et al. 2019, Unifying orthogonal Monte Carlo.

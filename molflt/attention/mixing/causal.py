@@ -50,7 +50,7 @@ def causal_linear(
 
     Later keys never scale a query. Inside a chunk, keys have a maximum per token; the carried sum
     has a running maximum per feature. Each query subtracts the largest exponent that it sees. A
-    large later key therefore cannot make an earlier sum underflow. In place of an eps,
+    large later key therefore cannot make an earlier sum underflow. Instead of adding an eps,
     `Features.bounded` clips far below relevant values.
 
     Args:

@@ -24,7 +24,7 @@ class Pattern(NamedTuple):
 
     @classmethod
     def of(cls, row: Tensor, column: Tensor, rows: int, columns: int) -> "Pattern":
-        """Builds the pattern from the rows and columns (n,) int64 of places sorted by row."""
+        """Builds the pattern from the rows and columns, (n,) int64, of entries sorted by row."""
         order = column.argsort(stable=True)
         starts = _begin(row, rows), _begin(column, columns)
         return cls(starts[0], column.int(), order.int(), starts[1], row[order].int())
@@ -35,7 +35,7 @@ class Pattern(NamedTuple):
         return len(self.begin) - 1, len(self.begin_sorted) - 1
 
     def rows(self) -> Tensor:
-        """Returns the row of each place, (n,) int32."""
+        """Returns the row of each entry, (n,) int32."""
         number = torch.arange(self.size[0], dtype=torch.int32, device=self.begin.device)
         return number.repeat_interleave(self.begin.diff(), output_size=len(self.places))
 
@@ -60,14 +60,14 @@ def _sparse(pattern: Pattern, weight: Tensor, transposed: bool = False) -> Tenso
 
 
 def spread(weight: Tensor, x: Tensor, pattern: Pattern) -> Tensor:
-    """Returns sum_i w_ip x_i: weights (n,) of the places, x (rows, c) -> (columns, c)."""
+    """Returns sum_i w_ip x_i: weights (n,) of the entries, x (rows, c) -> (columns, c)."""
     if has_sparse_products(weight):
         return cast(Tensor, _Product.apply(weight, x, pattern, True))
     return _plain(weight, x, pattern.rows(), pattern.places, pattern.size[1])
 
 
 def gather(weight: Tensor, y: Tensor, pattern: Pattern) -> Tensor:
-    """Returns sum_p w_ip y_p: weights (n,) of the places, y (columns, c) -> (rows, c)."""
+    """Returns sum_p w_ip y_p: weights (n,) of the entries, y (columns, c) -> (rows, c)."""
     if has_sparse_products(weight):
         return cast(Tensor, _Product.apply(weight, y, pattern, False))
     return _plain(weight, y, pattern.places, pattern.rows(), pattern.size[0])
@@ -83,7 +83,7 @@ def _plain(weight: Tensor, x: Tensor, source: Tensor, target: Tensor, size: int)
 
 
 def correlate(x: Tensor, y: Tensor, pattern: Pattern) -> Tensor:
-    """Returns x_i . y_p at each place: (rows, channels) and (columns, channels) -> (n,)."""
+    """Returns x_i . y_p for each entry: (rows, channels) and (columns, channels) -> (n,)."""
     if not has_sparse_products(x):
         return (x[pattern.rows()] * y[pattern.places]).sum(dim=-1)
     return cast(Tensor, _Correlate.apply(x, y, pattern))

@@ -32,7 +32,7 @@ class Sums(NamedTuple):
             floor: lower bound on |sum_j A_ij|. Smaller sums are replaced by it and keep their sign.
                 It applies to the sum itself, not to the scaled `normalizer`, and is the same in
                 every form.
-            divisor: other sums whose normalizer divides.
+            divisor: other sums, whose normalizer is used as the divisor.
         """
         numerator, normalizer, log_scale = self
         if divisor is not None:

@@ -116,7 +116,7 @@ def _sorted_rows(cell: Tensor, pbc: Tensor) -> tuple[Tensor, Tensor]:
 def _reduced(cell: Tensor, pbc: Tensor) -> Tensor:
     """Finds short vectors of the same lattice by Gauss's reduction; 0 for nonperiodic axes.
 
-    Reciprocal vectors of skewed cells would be small differences of large products.
+    In skewed cells, reciprocal vectors would otherwise be small differences of large products.
     """
     rows = cell.masked_fill(~pbc[..., None], 0.0)
     combination, dependent = _reduction(rows.detach().double())

@@ -108,8 +108,8 @@ class _StructuredNodes(GaussianNodes):
 class OrthogonalNodes(_StructuredNodes):
     """Unbiased Gaussian nodes with eps orthogonal within blocks of l, with chi-distributed norms.
 
-    In three dimensions the error is hardly smaller than that of `GaussianNodes`, whose arguments it
-    has, because a block holds only three nodes.
+    In three dimensions, the error is hardly smaller than that of `GaussianNodes`, because a block
+    holds only three nodes. The arguments are those of `GaussianNodes`.
     """
 
     _rows = OrthogonalProjection

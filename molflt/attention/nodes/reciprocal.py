@@ -7,7 +7,8 @@ Poisson's summation formula, with positions in Å and frequencies in cycles/Å,
 turns a decaying mask f into that of a crystal. The result does not depend on the choice of the cell
 or on the periodic image of an atom. Along directions that are not periodic, the lattice is virtual.
 Its vectors are perpendicular to the periodic ones, and their length is the width of the graph plus
-the reach of the mask, which keeps copies out of reach. The error is the mask beyond its reach.
+the reach of the mask, which keeps copies out of reach. The error is the part of the mask beyond its
+reach.
 """
 
 import math
@@ -54,12 +55,12 @@ def reciprocal_nodes(
         cell: (b, 3, 3), lattice vectors in rows, Å; rows of nonperiodic axes are ignored.
         pbc: (b, 3) bool, True for periodic lattice vectors.
         max_frequency: k, in cycles/Å.
-        extent: (b, 3) widths of the graphs from `free_extent`, Å; required unless all axes are
+        extent: (b, 3), widths of the graphs, Å, from `free_extent`; required unless all axes are
             periodic.
         reach: distance beyond which the mask is negligible, Å, along nonperiodic axes. The error
             relative to the height of the mask is 4e-4, 4e-7 and 3e-11 for Gaussians and a reach of
-            4, 5.5 and 7 widths. It is about 3e-4 and 4e-5 for k reach = 6 and 9 if the taper cuts
-            into the spectrum.
+            4, 5.5 and 7 widths. It is about 3e-4 and 4e-5 for k reach = 6 and 9 if the taper
+            truncates the spectrum.
         taper: see above.
     """
     positive(max_frequency=max_frequency)

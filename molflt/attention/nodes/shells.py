@@ -73,16 +73,17 @@ class ShellNodes(Nodes):
             keeps periodic copies away from masks of any width.
         dim: dimension l, 1 to 3.
         radial: "trapezoid", radii j k / n with k = max_frequency; "midpoint", radii (j - 1/2) k /
-            n; "gauss", Gauss-Legendre on [0, k]. If g vanishes beyond k, the first two are exact up
-            to images of the mask at distance n / k - |z|, except in two dimensions, where they are
-            refused. The default is "gauss" in two dimensions and "trapezoid" otherwise.
+            n; "gauss", Gauss-Legendre on [0, k]. "trapezoid" and "midpoint" are refused in two
+            dimensions. If g vanishes beyond k, their only error is an image of the mask at the
+            distance n / k - |z|. The default is "gauss" in two dimensions and "trapezoid"
+            otherwise.
         degree_factor: see above.
         degrees: degree of each shell, innermost first; replaces the rule of `degree_factor`.
-        normalized: normalize the weights of each shell to sum 1, for `ShellWeights`.
+        normalized: normalize the weights of each shell to a sum of 1, for `ShellWeights`.
 
     Attributes:
         shell: (r,) index of the shell of every node. For the trapezoid rule in one dimension, shell
-            0 is the origin xi = 0, whose weight there is not 0.
+            0 is the origin xi = 0, which has a weight there.
         shell_radius: (shells,) radii, in cycles per unit of length.
     """
 

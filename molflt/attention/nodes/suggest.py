@@ -26,9 +26,9 @@ def suggest_nodes(
 
     Returns `nodes` and their `error`, the root mean square of the error of f(z) = exp(-|z|^2 / 2
     width^2) for pairs of points uniform in a ball. The search varies the radii and their upper end,
-    and then raises the degree of one shell at a time. Wider Gaussians need closer shells, so a
-    basis of Gaussians needs its smallest and its largest width. Results for one width (nodes r and
-    error):
+    and then raises the degree of one shell at a time. Wider Gaussians need more closely spaced
+    shells; for a basis of Gaussians, give both the smallest and the largest width. Results for one
+    width (nodes r and error):
 
     | diameter / width | tol = 0.03 | 0.01 | 0.003 | 0.001 |
     |---|---|---|---|---|

@@ -39,7 +39,7 @@ class Position(nn.Module):
 
     @property
     def longest(self) -> int | None:
-        """Upper bound of positions along every axis; None if there is no limit."""
+        """Upper bound on positions along every axis; None if there is no limit."""
         return None
 
     def width(self, head_dim: int) -> int:
@@ -173,7 +173,7 @@ def _real(positions: Tensor) -> Tensor:
 def sinusoids(index: Tensor, dim: int) -> Tensor:
     """Sinusoidal positions, arXiv:1706.03762, section 3.5: (n,) -> (n, dim) float64, sines first.
 
-    Float32 would resolve the phase at 10^4 to no more than 3 digits.
+    In float32, the phase at position 10^4 would have only 3 digits.
     """
     half = torch.arange(dim // 2, dtype=torch.float64, device=index.device)
     phase = index.double()[:, None] * torch.pow(10000.0, -2 * half / dim)

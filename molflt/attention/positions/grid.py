@@ -1,4 +1,4 @@
-"""Positional encodings for tokens on a grid, with one learned number per offset j - i."""
+"""Positional encodings for tokens on a grid, with a learned number per offset j - i."""
 
 import math
 
@@ -26,7 +26,7 @@ class ToeplitzPosition(Position):
     Linear and quadratic mixing use the index of a token in its sequence as its position and check
     that both agree. Positions must count up from that of the first token (row by row on a
     two-dimensional grid, from the start of a row), and the first key must be at the position of the
-    first query. The checks include padding; give it the next positions.
+    first query. The checks include padding, which must have the next positions.
 
     Args:
         heads: number of heads.
@@ -104,8 +104,8 @@ class BucketedPosition(Position):
 
     Args:
         heads: number of heads.
-        num_buckets: total number of buckets of both directions.
-        max_distance: distance from which on all tokens are in the last bucket.
+        num_buckets: total number of buckets for both directions.
+        max_distance: distance at and beyond which all tokens are in the last bucket.
         bidirectional: use half of the buckets for keys after the query. Otherwise these keys share
             the bucket of distance 0, as in T5's decoder, and buckets are finer.
         std: standard deviation of the initial b.

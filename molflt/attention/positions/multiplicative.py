@@ -22,8 +22,8 @@ class MultiplicativePosition(SpectralPosition):
     """Learned positional kernel h: A_ij = h(r_i - r_j) phi(q_i) . phi(k_j).
 
     The kernel is h(z) = background + f(z), with f and its Fourier factors from `SpectralPosition`.
-    Attention depends only on differences of positions, for any feature map. The kernel of cosFormer
-    is the case r = 1. h can become negative, through learning or through ripples of few nodes; see
+    Attention depends only on differences of positions, for any feature map. cosFormer's kernel is
+    the case r = 1. h can become negative, through learning or because few nodes cause ripples; see
     `Attention.sums` and `floor`.
 
     Args:
@@ -121,7 +121,7 @@ class NearField(nn.Module):
     = (1 - s) h_far phi(q_i) . phi(k_j) + s exp(q_i . k_j + f).
 
     Args:
-        spectrum: family of f, of which only the exact mask is used.
+        spectrum: family of f; only its exact mask is used.
         cutoff: largest distance, in units of length (Å).
         onset: fraction of the cutoff up to which the kernel equals h_near.
         exact: see above; for feature maps that estimate exp(q . k).

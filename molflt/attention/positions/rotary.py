@@ -13,7 +13,7 @@ from molflt.attention.positions.base import Position, _real, check_tokens
 
 
 class RotaryPosition(Position):
-    """Rotary encoding: rotates pairs of coordinates of queries and keys with the position.
+    """Rotary encoding: rotates pairs of coordinates by angles proportional to the position.
 
     Pair p of axis a turns by theta_p r_a, where theta_p = base^(-p / P) for P pairs per axis. This
     is RoFormer (arXiv:2104.09864), section 3.2.2, with adjacent pairs as in its eq. 34. In several

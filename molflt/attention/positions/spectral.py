@@ -288,5 +288,5 @@ class FrequencyProjection(nn.Module):
 
 
 def _normal(turns: Tensor) -> Tensor:
-    """Returns Phi^-1 of the fractional part, which is kept off the ends of the interval."""
+    """Returns Phi^-1 of the fractional part, which is kept away from the ends of the interval."""
     return torch.special.ndtri(turns.remainder(1.0).clamp(1e-12, 1 - 1e-12))

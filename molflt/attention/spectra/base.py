@@ -3,7 +3,7 @@
 The mask is f(z) = Re integral exp(2 pi i z . xi) g(xi) d xi, FLT (arXiv:2302.01925), eq. 4.
 Positions are in the caller's unit of length (Å for atoms, 1 for tokens) and frequencies xi in
 cycles per this unit. Amplitudes are the amounts added to a logit at zero distance. They start small
-and random, because at zero the gradient of the sampled mask would vanish.
+and random, because the gradient of the sampled mask vanishes at amplitude 0.
 """
 
 import math

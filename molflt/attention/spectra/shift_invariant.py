@@ -15,7 +15,7 @@ class ShiftInvariant(Spectrum):
 
     By Bochner's theorem, g_h(xi) = C_h length_h^l p(length_h xi), where K is the characteristic
     function of the density p: K(z) = E cos(2 pi z . u) for u ~ p. This is FLT (arXiv:2302.01925),
-    eq. 7, with the factor 2 pi in the draws u instead of the positions. All nodes drawn from p
+    eq. 7, with the factor 2 pi in the samples u instead of the positions. All nodes drawn from p
     (`DensityNodes`) then have the importance ratio C_h. Unlike in the paper, C_h may be negative,
     because a mask is added to logits and need not be positive definite.
 
