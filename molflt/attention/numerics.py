@@ -32,7 +32,7 @@ def options_of(module: torch.nn.Module) -> str:
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """Casts half precision to float32 to avoid overflow in exp and lost phases at a few Å."""
+    """Casts half precision to float32, which avoids overflow in exp and wrong phases at a few Å."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
@@ -161,7 +161,7 @@ def searched(
 
 
 def undecided(condition: bool, otherwise: bool) -> bool:
-    """Returns the condition, or `otherwise` if it depends on sizes unknown to the compiler."""
+    """Returns a condition, or `otherwise` if the compiler does not know the sizes it depends on."""
     if not torch.compiler.is_compiling():
         return condition
     from torch.fx.experimental.symbolic_shapes import guard_or_false, guard_or_true

@@ -267,7 +267,7 @@ def _expect_map(feature_map: str, able: str, why: str) -> None:
 def _make_encoding(
     heads: int, position: str, kind: dict[str, Any], periodic: str | Open | None, **where: Any
 ) -> GraphEncoding | None:
-    """Builds a `GraphEncoding`, or None for position "none"; `kind`: options of attention."""
+    """Builds a `GraphEncoding`, or None for position "none"; `kind` are options of attention."""
     one_of("position", position, _GRAPH_POSITIONS)
     if position != "none":
         return GraphEncoding(heads, position=position, periodic=periodic or "none", **where, **kind)

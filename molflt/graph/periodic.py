@@ -74,7 +74,7 @@ class Open:
         return None
 
     def on_mesh(self, geometry: Geometry) -> Tensor | None:
-        """Returns the mask of graphs that need a size class of their own, (graphs,), or None."""
+        """Returns the mask of graphs that need size classes of their own, (graphs,), or None."""
         return None
 
     def mesh(

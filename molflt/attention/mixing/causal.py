@@ -175,7 +175,7 @@ class _Chunks(NamedTuple):
         return State(log_max, self.value.new_zeros(b, h, width, self.value.shape[-1]))
 
     def carry(self, state: State) -> tuple[State, State]:
-        """Returns the states before each chunk, stacked along an axis, and that after the last."""
+        """Returns the states before each chunk, stacked along an axis, and the final state."""
         total = self.decay[..., -1:, :]  # [b, h, c, 1, 1]
         log_k = self.log_k + (total - self.decay)  # relative to the end of the chunk
         highest = log_k.detach().amax(dim=-2, keepdim=True)  # [b, h, c, 1, m]

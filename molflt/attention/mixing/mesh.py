@@ -109,7 +109,7 @@ def _pieces(phi: Tensor, features: int) -> list[tuple[int, slice]]:
 def _part(
     query: Tensor, key: Tensor, value: Tensor, kernel: MeshKernel, weight: Tensor, *own: Tensor
 ) -> Tensor:
-    """Returns sums over m' features of a head, (n', dv), with coefficients `own` for each mesh."""
+    """Returns sums over m' features of a head, (n', dv); `own` are coefficients of each mesh."""
     with torch.autocast(value.device.type, enabled=False):
         q, k, v = (x.flatten(0, 1).index_select(0, kernel.rows) for x in (query, key, value))
         products = (k[:, :, None] * v[:, None, :]).flatten(1)

@@ -96,6 +96,6 @@ def _causal_mask(queries: int, keys: int, device: torch.device | None = None) ->
 
 
 def drop_keys(key: Tensor, mask: Tensor | None, rate: float) -> Tensor:
-    """Draws a mask (batch, heads, keys); a factor 1 / (1 - rate) would cancel in ratios of sums."""
+    """Draws a mask (batch, heads, keys) without 1 / (1 - rate), which cancels in ratios of sums."""
     kept = torch.rand(key.shape[:-1], device=key.device) >= rate
     return kept if mask is None else kept & mask

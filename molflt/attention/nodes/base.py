@@ -32,7 +32,7 @@ class Nodes(nn.Module):
         """Draws new nodes in place; use the same seed on every rank."""
 
     def log_density(self, xi: Tensor) -> Tensor:
-        """Returns log p(xi), (heads or 1, n, l) -> (heads, n); g / p shows how well nodes fit."""
+        """Returns log p(xi), (heads or 1, n, l) -> (heads, n); g / p shows how well nodes fit g."""
         raise ValueError(
             f"{type(self).__name__} do not have a density log p(xi); compare the masks instead"
         )

@@ -106,7 +106,7 @@ class _StructuredNodes(GaussianNodes):
 
 
 class OrthogonalNodes(_StructuredNodes):
-    """Unbiased Gaussian nodes with eps orthogonal within blocks of l, with chi-distributed norms.
+    """Unbiased Gaussian nodes; eps is orthogonal within blocks of l, with chi-distributed norms.
 
     In three dimensions, the error is hardly smaller than that of `GaussianNodes`, because a block
     holds only three nodes. The arguments are those of `GaussianNodes`.

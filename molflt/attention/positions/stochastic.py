@@ -243,7 +243,7 @@ class ConvSPE(_StochasticPosition):
         return F.conv2d(noise, full, groups=len(full))[0].unflatten(0, kernel.shape[:2])
 
     def _at(self, index: Tensor, kernel: Tensor, bank: Tensor | None) -> Tensor:
-        """Returns Qbar at positions (n,): (h, d, n, R), directly if there are few positions."""
+        """Returns Qbar at positions (n,), from the bank if there is one: (h, d, n, R)."""
         if bank is not None:
             return bank[:, :, index]
         full = at_least_float32(kernel)
