@@ -123,7 +123,7 @@ def _refusal(calculator: Any, atoms: Atoms) -> str:
 
 
 def _supported(calculator: Any) -> list[str]:
-    """Returns the elements that the calculator computes as a single atom or as a crystal."""
+    """Returns the elements that the calculator supports as a single atom or as a crystal."""
     boxes: list[dict[str, Any]] = [{}, {"cell": [2.5] * 3, "pbc": True}]
     refused = {s: [_refusal(calculator, Atoms([s], **box)) for box in boxes] for s in _TRIED}
     return [symbol for symbol in _TRIED if not all(refused[symbol])] or _TRIED
@@ -325,7 +325,7 @@ def _stale(case: _Case) -> float:
 
 
 def _ignored(case: _Case, word: str, put: Callable[[Atoms], object]) -> float:
-    """Returns 0 if a quantity is used, also after a change, or named in a message; otherwise 1."""
+    """Returns 0 if a quantity is used, even after a change, or named in a message; otherwise 1."""
     atoms = case.of("molecule crystal")[0]
     atoms.calc, used = case.make(), False
     with _quiet() as text:
@@ -451,7 +451,7 @@ def certify(
     Args:
         make: function that returns a new ASE calculator.
         elements: symbols for the test structures; by default those of Cu, O, C, H that the
-            calculator computes.
+            calculator supports.
         float32: use bounds that are 1000 times wider, for calculators in single precision.
         names: checks to run; by default all.
 

@@ -2,7 +2,7 @@
 
 The memory of a model that pads is bounded by the number of structures in a batch times the number
 of atoms in the largest one. Batches of structures of similar size waste less memory, but they are
-not random draws; see `bucket`.
+not random samples; see `bucket`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Fingerprint = dict[str, int | str]
 
 
 class SizeBucketedBatchSampler(Sampler[list[int]]):
-    """Cuts a data set into batches; each pass contains every structure exactly once.
+    """Divides a data set into batches; each pass contains every structure exactly once.
 
     Iterating makes one pass: in order of size, or, with `shuffle`, in the random order of
     ``epoch``. Rank r of w takes the batches r, r + w, ..., so the number of batches may differ by
@@ -43,9 +43,10 @@ class SizeBucketedBatchSampler(Sampler[list[int]]):
         shuffle: draw new batches for every epoch.
         bucket: number of random batches that are pooled, sorted by size and cut again if `shuffle`
             is set. 1 keeps random batches. Larger values make the sizes in a batch similar, which
-            helps models that pad (`EnergyRegressor` hardly does). But structures of equal size have
-            much else in common, which makes gradients noisier; see docs/results/emt-sample.md.
-        seed: seed of the draws; a batch depends only on `seed`, `epoch` and the sizes.
+            helps models that pad (`EnergyRegressor` hardly does). But structures of equal size are
+            also similar in other respects, which makes gradients noisier; see
+            docs/results/emt-sample.md.
+        seed: random seed; a batch depends only on `seed`, `epoch` and the sizes.
         rank: index of this process.
         world: number of processes.
     """
@@ -99,7 +100,7 @@ class SizeBucketedBatchSampler(Sampler[list[int]]):
         return [batches[i] for i in draw.permutation(len(batches))]
 
     def _cut(self, order: _Indices) -> list[_Indices]:
-        """Cuts indices, sorted by increasing size, into batches."""
+        """Divides indices, sorted by increasing size, into batches."""
         if self.max_atoms is None:
             return np.split(order, range(self.batch_size, len(order), self.batch_size))
         sizes = self.natoms[order]

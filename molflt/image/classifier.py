@@ -32,9 +32,9 @@ class ImageClassifier(nn.Module):
     (arXiv:2106.12566), appendix A.4. One layer with several `refinements` is the weight-shared
     Universal Transformer of FLT, fig. 3.
 
-    Two-dimensional relative encodings see (row, column) of each patch from the center of the image,
-    in units of patches times `position_scale`. One-dimensional encodings, such as cosFormer's, see
-    the index in the sequence of patches, row by row, from 0.
+    Two-dimensional relative encodings use (row, column) of each patch relative to the center of the
+    image, in units of patches times `position_scale`. One-dimensional encodings, such as
+    cosFormer's, use the index in the sequence of patches, row by row, from 0.
 
     Args:
         classes: number of classes; null: set by the data.
@@ -161,7 +161,7 @@ class ImageClassifier(nn.Module):
 
     @property
     def places(self) -> Tensor:
-        """Exact rows and columns of patches from the center, or indices 0, 1, 2, ... of tokens.
+        """Exact rows and columns of patches relative to the center, or token indices 0, 1, 2, ...
 
         Shape (1, tokens, 2) or (1, tokens, 1).
         """

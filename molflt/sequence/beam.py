@@ -35,11 +35,11 @@ def beam_search(
 ) -> list[Hypothesis]:
     """Finds the best complete target of each source.
 
-    The search keeps `beam` unfinished hypotheses for each source, and ends when the same number is
-    complete (as in fairseq and, with `early_stopping`, in transformers). The result has the largest
-    log p / length^length_penalty (arXiv:1609.08144, section 7, without its constants). A beam of 1
-    selects the most probable token at each step. Mechanisms with a state do not recompute earlier
-    tokens; others recompute the whole target at each step (see `EncoderDecoder.decodes`).
+    The search keeps `beam` unfinished hypotheses for each source, and ends when `beam` hypotheses
+    are complete (as in fairseq and, with `early_stopping`, in transformers). The result has the
+    largest log p / length^length_penalty (arXiv:1609.08144, section 7, without its constants). A
+    beam of 1 selects the most probable token at each step. Mechanisms with a state do not recompute
+    earlier tokens; others recompute the whole target at each step (see `EncoderDecoder.decodes`).
 
     Args:
         model: model in evaluation mode.
@@ -47,7 +47,7 @@ def beam_search(
         source_mask: (batch, n) bool, True where a token exists; None if all tokens exist.
         begin: id of the start token.
         end: id of the end token.
-        beam: hypotheses per source.
+        beam: number of hypotheses per source.
         length_penalty: 0 compares log p, which favors short targets; values above 1 favor long
             ones.
         limit: maximum length of a target, including the end token; by default 10 plus twice the

@@ -31,8 +31,8 @@ class LanguageModel(TokenModel):
         dim: width of tokens.
         heads: number of attention heads, a divisor of `dim`.
         absolute: encoding of positions, added to embeddings: "none" (sufficient with relative
-            encodings, because causal attention sees how many tokens came before), "sinusoidal"
-            (arXiv:1706.03762, section 3.5) or "learned".
+            encodings, because causal attention depends on the number of earlier tokens),
+            "sinusoidal" (arXiv:1706.03762, section 3.5) or "learned".
         max_length: maximum sequence length, needed by "learned" positions and by encodings with a
             table (as their `max_tokens`). None: no limit.
         position: "none" or a key of `molflt.attention.POSITIONS`, shared by all layers but

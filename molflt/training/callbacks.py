@@ -174,8 +174,8 @@ class _Interrupted(Exception):
 class _BestWeights(Callback):
     """Saves the weights of the best validation so far, and stops if there is no improvement.
 
-    `Task.ranking` compares validations. If two are equal, the later one is kept. A validation is
-    never the best if one of its sums, such as the loss, is not finite.
+    `Task.ranking` compares validations. If two are equal, the later one counts as better. A
+    validation is never the best if one of its sums, such as the loss, is not finite.
 
     Lightning's `EarlyStopping` reads logged metrics; these modules do not log any.
     """

@@ -135,7 +135,7 @@ def find_weights(
 
 
 def weights_digest(path: Path) -> str:
-    """Returns the sha256 stored in a weights file, or else that of its bytes; "" if missing."""
+    """Returns the sha256 stored in a weights file, or that of the file; "" if it is missing."""
     if not path.is_file():
         return ""
     digest = None

@@ -46,8 +46,8 @@ def fit(
         options: options of the loop.
 
     Returns:
-        The number of the signal that stopped the training and the step that was saved; None if
-        the training finished.
+        The number of the signal that stopped training, and the step that was saved; None if
+        training finished.
     """
     options.check()
     max_steps = options.steps(data)

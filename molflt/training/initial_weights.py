@@ -106,7 +106,7 @@ def _of_transformers(
 
 
 class _Transfer(NamedTuple):
-    """Tensors by the way they are initialized."""
+    """Tensors, grouped by how they are initialized."""
 
     loaded: dict[str, Tensor]
     new: dict[str, str]
@@ -177,7 +177,7 @@ class Initializer:
         return {INIT_RECORD: (json.dumps(content, indent=1) + "\n").encode()}
 
     def say(self, model: nn.Module, options: Mapping[str, object]) -> None:
-        """Prints which tensors were loaded, are new, or were left over."""
+        """Prints which tensors were loaded, are new, or were not used."""
         source, done = self._source, self._done
         if source is None or done is None:
             return

@@ -80,7 +80,7 @@ def duration(seconds: float) -> str:
 
 
 def outcome(run: Path, metrics: Mapping[str, Metric], steps: int, seconds: float) -> str:
-    """Returns the message at the end of a training that took `steps` steps and `seconds`."""
+    """Returns the final message of a training run that took `steps` steps and `seconds`."""
     best = best_of(run)
     known = "no validation with finite values"
     if best is not None:

@@ -201,10 +201,10 @@ def _values_of(option: str, words: list[str]) -> list[str]:
 def dated_run(name: str, folder: Path = Path("runs")) -> Path:
     """Returns a folder that does not exist yet, such as ``runs/2026-11-22-demo``.
 
-    All processes of one training get the same folder.
+    All processes of a training run get the same folder.
 
     Args:
-        name: name of the training, such as the name of its configuration.
+        name: name of the training run, such as that of its configuration.
         folder: folder that holds all runs.
     """
     if "LOCAL_RANK" in os.environ:

@@ -1,4 +1,4 @@
-"""Recipes: the model, data, task and evaluation of everything that can be trained."""
+"""Recipes: the model, data, task and evaluation for each kind of training."""
 
 from __future__ import annotations
 

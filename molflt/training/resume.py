@@ -76,7 +76,7 @@ def check_config(path: Path, was: Config, now: Config, done: int) -> None:
     Args:
         path: config.yaml, for messages.
         was: the configuration in the checkpoint.
-        now: config.yaml combined with the command line.
+        now: the new configuration, config.yaml combined with the command line.
         done: number of completed steps.
     """
     # options that were added later had their defaults

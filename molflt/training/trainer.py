@@ -33,7 +33,8 @@ class TrainerOptions:
         val_every: steps between validations; the last step is always followed by one.
         checkpoint_every: steps between checkpoints; one is also saved before each validation.
         ema_decay: decay of the moving average of weights that is validated and kept; null for no
-            average. After max_steps steps, the share of the first weights is still decay^max_steps.
+            average. After max_steps steps, the initial weights still have the share
+            decay^max_steps.
         log_every: steps between rows of metrics.csv.
         num_sanity: number of validation batches to try before training.
         accumulate: number of batches whose gradients are averaged for one step. This gives the step

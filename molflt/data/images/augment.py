@@ -35,7 +35,7 @@ def augment(
             eighth of the side, or within the image if it is larger than `size`; "resized_crop"
             takes a box of random area and shape. Without a crop, larger images are cut to their
             centers.
-        size: side of the result in pixels; the height of the images by default.
+        size: side length of the result in pixels; the height of the images by default.
         generator: CPU generator; the global one by default.
 
     Returns:

@@ -30,9 +30,9 @@ class ImageData(BatchedData[LabeledImages]):
         train_labels: idx file of the training labels, if its name cannot be derived from `train`.
         val_labels: idx file of the validation labels, if its name cannot be derived from `val`.
         val_fraction: share of `train` to validate on, taken from the end of each class.
-        image_size: side in pixels; images are resized to central squares of this size. Null keeps
-            the size of the files, which must then be squares of equal size.
-        resize: side of the training images before `task.augment` cuts them to `image_size`;
+        image_size: side length in pixels; images are resized to central squares of this size. Null
+            keeps the size of the files, which must then be squares of equal size.
+        resize: side length of the training images before `task.augment` cuts them to `image_size`;
             validation images are cut to their centers. Null means `image_size`.
         class_names: names of the classes of idx files, in the order of labels.
         batch_size: images in a batch, per device.
@@ -165,9 +165,9 @@ class PixelData(ImageData):
     Args:
         train: training images: a folder with or without one subfolder per class, an idx file of
             images (with the file of labels next to it), or hf:OWNER/NAME:SPLIT.
-        image_size: side in pixels; images are downscaled to central squares of this size, in which
-            each pixel is the mean of the area that it covers. Null keeps the size of the files,
-            which must then be squares of equal size.
+        image_size: side length in pixels; images are downscaled to central squares of this size, in
+            which each pixel is the mean of the area that it covers. Null keeps the size of the
+            files, which must then be squares of equal size.
         batch_size: images in a batch, per device.
         images: further arguments of `ImageData`.
     """

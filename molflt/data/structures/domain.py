@@ -1,4 +1,4 @@
-"""Domain of a training set. Outside it, energies are guesses or meaningless."""
+"""Domain of a training set. Outside it, energies are extrapolations or meaningless."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ class Domain:
             version 0.1.
         initial: domains of the initial weights, of their initial weights, and so on; empty for
             random initial weights. Kind and energies are those of the last data.
-        zero: True for clean slabs, and for molecules without a slab, if they have the energy 0 in
-            the model. They can then be predicted, and the number of slab atoms is not compared. Not
+        zero: True for clean slabs, and for molecules without a slab, if their energy is 0 in the
+            model. They can then be predicted, and the number of slab atoms is not compared. Not
             part of the file.
     """
 

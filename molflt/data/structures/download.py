@@ -59,8 +59,8 @@ def download(
         splits: splits of OC20: 10k/train, 100k/train, all/train, val_id, val_ood_ads, val_ood_cat,
             val_ood_both, test_id, test_ood_ads, test_ood_cat, test_ood_both.
         base_url: address of the archive's folder, for mirrors.
-        md5: expected md5 of the archive, including one that is already there. With an archive other
-            than the official one, unpacked files are not compared with their checksums.
+        md5: expected md5 of the archive, including an existing one. With an archive other than the
+            official one, unpacked files are not compared with their checksums.
         keep_archive: keep OC20's archive after unpacking.
     """
     if dataset == "game-net" and (keep_archive or list(splits) != _SPLITS):
@@ -117,7 +117,7 @@ def _expect_md5(path: Path, md5: str, advice: str, name: object = None) -> None:
 
 
 def _get(archive: Path, base_url: str, md5: str, unpacked: int) -> None:
-    """Downloads an archive, or verifies one that is there; needs `unpacked` further bytes."""
+    """Downloads an archive, or verifies an existing one; needs `unpacked` further bytes."""
     if archive.is_file():
         _check_space(archive, 0, archive.stat().st_size, unpacked)
         _expect_md5(archive, md5, "delete it to download it again, or give its sum as --md5")
@@ -151,7 +151,7 @@ def _check_space(file: Path, missing: int, size: int, unpacked: int) -> None:
 
 
 def _fetch(url: str, part: Path, unpacked: int) -> None:
-    """Downloads a file, continuing a partial one; tries again while the server makes progress."""
+    """Downloads a file, continuing a partial one; retries as long as data arrive."""
     idle, size = 0, None
     while idle < _ATTEMPTS:
         have = part.stat().st_size if part.exists() else 0

@@ -116,8 +116,8 @@ def energy_unit_fault(records: Sequence[Data]) -> str:
 def force_unit_fault(records: Iterable[Data]) -> str:
     """Describes a wrong unit or sign of forces, judged by energies; "" if correct or unknown.
 
-    Between close frames of one system, the energy changes by -(F_a + F_b) / 2 . (r_b - r_a), up to
-    terms of third order. The first 300 structures are used.
+    Between similar frames of one system, the energy changes by -(F_a + F_b) / 2 . (r_b - r_a), up
+    to terms of third order. The first 300 structures are used.
     """
     pairs = []
     for frames in _systems(records, ("energy", "forces")):
@@ -139,8 +139,8 @@ def stress_unjudged(records: Sequence[Data]) -> str:
 def judged_stress(records: Iterable[Data]) -> tuple[str, str]:
     """Returns a wrong unit or sign of stress in words, and what is unknown of both; else "".
 
-    Between close frames of one system with different cells, the energy changes by the volume times
-    stress : strain, plus the work of the forces. If the cell is constant, the check relies on
+    Between similar frames of one system with different cells, the energy changes by the volume
+    times stress : strain, plus the work of the forces. If the cell is constant, the check relies on
     virials that vary with the forces. The first 300 structures are used.
     """
     pairs, spreads = list[_Pair](), list[tuple[float, float, float]]()

@@ -28,7 +28,7 @@ class StructuresInMemory(Held):
         given: `ase.Atoms` (see `molflt.data.structures.ase_files.AseStructures`), `Data` or `Batch`
             of PyG with pos, atomic_numbers (or z) and optional cell, pbc, tags, fixed, sid, charge
             and y_relaxed; or a sequence of these.
-        reading: convention of the tags of `Atoms`.
+        reading: options for reading `Atoms`: the convention of their tags.
     """
 
     def __init__(self, given: object, reading: Reading = AS_IT_IS) -> None:

@@ -75,7 +75,7 @@ class PotentialData(IS2REData):
         tags: any ignores tags in ASE's formats, which a potential does not need; oc20 and ase check
             them.
         check_units: refuse energies beyond those of all electrons, and forces and stress that do
-            not match the energy differences between close frames. Also refuse forces beyond 1,000
+            not match the energy differences between similar frames. Also refuse forces beyond 1,000
             eV/Å and stress beyond 10 eV/Å^3; with `skip_bad`, leave out these structures instead.
         options: see `molflt.data.structures.datamodule.IS2REData`.
     """

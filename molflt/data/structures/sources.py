@@ -87,7 +87,7 @@ def named(paths: Paths) -> Path:
 
 
 def exists(path: Path) -> bool:
-    """Returns True if the file or folder exists, or a file matches the pattern."""
+    """Returns True if the file or folder exists, or if a file matches the pattern."""
     return path.exists() or (_is_pattern(path) and bool(_matching(path)))
 
 

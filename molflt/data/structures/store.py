@@ -205,7 +205,7 @@ class StructureStore(Structures):
         return {**self.__dict__, "_maps": None}  # each process maps the file itself
 
     def _slices(self, stored: int) -> tuple[slice, slice]:
-        """Returns the places of a structure in the columns of atoms and of structures."""
+        """Returns the slices of a structure in the columns of atoms and of structures."""
         start, end = self._open()["offsets"][stored : stored + 2]
         return slice(int(start), int(end)), slice(stored, stored + 1)
 
