@@ -166,7 +166,7 @@ def sources_in(folder: Path) -> tuple[dict[str, Path], list[str]]:
 
 
 def _children(folder: Path) -> tuple[dict[str, tuple[Path, list[Path]]], list[str], list[str]]:
-    """Returns what holds structures by name, with its files, other names, and those in folders."""
+    """Returns sources of structures by name, with their files, other names and those in folders."""
     found: dict[str, tuple[Path, list[Path]]] = {}
     others, below = [], []
     for path in sorted(folder.iterdir(), key=_natural):
