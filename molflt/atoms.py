@@ -54,7 +54,7 @@ def reduced_cell(
 
 
 def _shortening(vectors: NDArray[np.float64], shortest: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Returns unimodular matrices that shorten rows, both (n, 3, 3); identities if none does.
+    """Returns unimodular matrices that shorten rows, both (n, 3, 3); identities if rows are short.
 
     Rows with squared lengths up to `shortest`, (n,), depend on other rows within rounding and do
     not change.

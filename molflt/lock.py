@@ -24,7 +24,7 @@ if hasattr(os, "register_at_fork"):
 class FolderLock:
     """Lets one process at a time work in a folder.
 
-    The system releases the lock (``flock``) when the process ends, also after ``kill -9`` or a
+    The system releases the lock (``flock``) when the process ends, even after ``kill -9`` or a
     power failure. The file ``.lock`` names the holder and is removed at the end; a file left behind
     has no effect.
 

@@ -57,13 +57,13 @@ def locality(
     FLT (arXiv:2302.01925), appendix C.2, reports 0.279 and 0.068 for 10 % of the tokens, averaged
     over the heads of a language model. Uniform attention gives exactly `fraction` for both, for any
     number of keys, because tokens at equal distances and the token at the edge of the 10 % count in
-    part. The token of the query is one of the nearest.
+    part. The query's own token counts as one of the nearest.
 
     Args:
         weights: attention probabilities (..., queries, keys), such as (heads, queries, keys) of
             `Attention.weights`. The sum over keys is 1; signed features allow negative weights.
         distances: distances between query and key, (queries, keys) or a shape that broadcasts to
-            that of the weights, in any unit; infinite for masked keys, such as padding.
+            the shape of `weights`, in any unit; infinite for masked keys, such as padding.
         fraction: share of the unmasked keys of a query, above 0 and at most 1.
         causal: also mask the keys after each query; the last query sees all keys.
 

@@ -161,7 +161,7 @@ class BatchedData(Generic[_Items]):
         workers: processes that read ahead; 0 reads in the main process.
 
     Attributes:
-        seed: seed of the order of the training items.
+        seed: seed that determines the order of the training items.
         start_step: step at which training starts.
         datasets: data sets "train" and "val".
         kept: folder with the `files` of a resumed run, or of a run whose first process has written
@@ -269,7 +269,7 @@ class BatchedData(Generic[_Items]):
 
 
 def _parts(item: object) -> Iterator[bytes]:
-    """Yields the bytes of the tensors, names and numbers in an item."""
+    """Yields the tensors, names and numbers in an item as bytes."""
     if isinstance(item, torch.Tensor):
         yield f"{item.dtype}{tuple(item.shape)}".encode()
         yield item.contiguous().numpy().tobytes()

@@ -106,7 +106,7 @@ class Open:
         return position.radial_profile(distance).exp()
 
     def __repr__(self) -> str:
-        """Returns the scheme with the options that are not 0."""
+        """Returns the name of the scheme and its nonzero options."""
         options = ", ".join(f"{name}={value:g}" for name, value in vars(self).items() if value)
         return f"{type(self).__name__}({options})"
 

@@ -58,9 +58,10 @@ class SizeClasses(NamedTuple):
     ) -> "SizeClasses":
         """Sorts a batch into classes.
 
-        `encode` maps the geometry of a class and the indices of its graphs, None for a single class
-        of all. `columns` are nodes, images or keys per atom of each graph, (graphs,), if any.
-        Graphs in the mask `apart`, (graphs,), do not share a class with others.
+        `encode` builds a class from the geometry and the indices of its graphs, which are None if
+        one class holds all graphs. `columns` are nodes, images or keys per atom of each graph,
+        (graphs,), if any. Graphs in the mask `apart`, (graphs,), do not share a class with other
+        graphs.
         """
         if torch.compiler.is_compiling():  # one computation graph for all sizes
             return cls([encode(geometry, None)])

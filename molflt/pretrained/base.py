@@ -55,11 +55,11 @@ class Trained(NamedTuple):
     """reason why results are missing, if they belong to other weights or data"""
 
     def label(self, name: str) -> str:
-        """Returns how messages refer to one of its files."""
+        """Returns the name of one of its files in messages."""
         return str(self.path / name) if self.path.is_dir() else f"{self.path}: {name}"
 
     def content(self, name: str) -> tuple[bytes, str]:
-        """Returns one of its files as JSON, and how messages refer to it."""
+        """Returns one of its files as JSON, and its name in messages."""
         content = json.dumps(self.files.get(name), ensure_ascii=False)
         return content.encode(), self.label(name)
 

@@ -135,7 +135,7 @@ class EnergyPredictor(Pretrained):
     def save_compiled(self, folder: Path) -> None:
         """Writes machine code for the energies to a folder that `save_pretrained` wrote.
 
-        The code needs a processor like this one and this version of torch; making it needs a C++
+        The code needs a similar processor and the same version of torch; compiling it needs a C++
         compiler. See `molflt.graph.computation` for models that cannot be compiled.
         """
         weights = Path(folder) / "model.safetensors"
@@ -303,7 +303,7 @@ class EnergyPredictor(Pretrained):
         by_atom: Collection[str] = (),
         force: bool = False,
     ) -> Predictions:
-        """Calls `molflt.evaluation.predictions.infer` with the domain of the training."""
+        """Calls `molflt.evaluation.predictions.infer` with the domain of the training data."""
         model = self.model if self.compiled is None else self.compiled
         return infer(model, dataset, batch_size, name, self.domain, by_atom, force)
 

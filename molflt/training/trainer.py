@@ -1,4 +1,4 @@
-"""Options of the training loop: the group trainer of a configuration."""
+"""Options of the training loop: the group `trainer` of a configuration."""
 
 from __future__ import annotations
 

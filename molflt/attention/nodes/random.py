@@ -29,7 +29,7 @@ class GaussianNodes(Nodes):
     requires sigma > 1 / (2 sqrt(2) pi w). For spectra with power-law tails it is never finite.
 
     Args:
-        heads: number of heads; every head has its own draw and its own sigma.
+        heads: number of heads; every head has its own nodes and its own sigma.
         num_nodes: number of nodes r.
         dim: dimension l of positions.
         sigma: initial standard deviation, in cycles per unit of length.

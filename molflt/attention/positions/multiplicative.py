@@ -22,9 +22,9 @@ class MultiplicativePosition(SpectralPosition):
     """Learned positional kernel h: A_ij = h(r_i - r_j) phi(q_i) . phi(k_j).
 
     The kernel is h(z) = background + f(z), with f and its Fourier factors from `SpectralPosition`.
-    Attention depends only on differences of positions, for any feature map. cosFormer's kernel is
-    the case r = 1. h can become negative, through learning or because few nodes cause ripples; see
-    `Attention.sums` and `floor`.
+    Attention depends only on differences of positions, for any feature map. The case r = 1 is the
+    kernel of cosFormer. h can become negative, through learning or because few nodes cause ripples;
+    see `Attention.sums` and `floor`.
 
     Args:
         spectrum: family of f.

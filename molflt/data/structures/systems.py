@@ -41,7 +41,7 @@ def write_systems(folder: Path, splits: Iterable[tuple[str, Iterable[System]]]) 
 
 
 def read_systems(folder: Path) -> dict[int, System]:
-    """Reads the systems of a data set in a folder, by sid."""
+    """Reads the systems of a data set from its folder; returns them by sid."""
     path = folder / SYSTEMS
     if not path.is_file():
         raise FileNotFoundError(
