@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command.
 
     Args:
-        argv: arguments after ``molflt``; by default those of the process.
+        argv: arguments after ``molflt``; by default the command line of the process.
 
     Returns:
         0 on success; 2 for bad input, with one line on stderr; 1 for an unexpected error, with its

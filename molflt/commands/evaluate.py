@@ -1,4 +1,4 @@
-"""``molflt evaluate``: evaluates a run with the evaluation of its recipe."""
+"""``molflt evaluate``: evaluates a run as its recipe specifies."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ __all__ = ["held_out"]
 
 
 def held_out(labels: Tensor, fraction: float, source: Path, items: str) -> Tensor:
-    """Returns a bool mask (n,) of the last rows of each class, their number rounded down.
+    """Returns a bool mask (n,) of the last rows of each class; their number is rounded down.
 
     Args:
         labels: class of each row, (n,).

@@ -42,7 +42,7 @@ class SizeClass(NamedTuple):
 
 
 class SizeClasses(NamedTuple):
-    """Batch in classes of graphs of similar size."""
+    """Batch, sorted into classes of graphs of similar size."""
 
     classes: list[SizeClass]
     atoms: Tensor | None = None

@@ -142,7 +142,7 @@ class _StepBar(Callback):
 
 
 class _Averages(WeightAveraging):
-    """Moving average of weights. Lightning's default rounds; frozen weights would drift."""
+    """Moving average of weights. Lightning's default would change frozen weights by rounding."""
 
     def __init__(self, decay: float) -> None:
         def average(kept: Tensor, new: Tensor, _: int | Tensor) -> Tensor:

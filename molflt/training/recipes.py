@@ -1,4 +1,4 @@
-"""Recipes: the model, data, task and evaluation for each kind of training."""
+"""Recipes: a model, data, a task and an evaluation for everything that can be trained."""
 
 from __future__ import annotations
 

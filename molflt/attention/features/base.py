@@ -194,8 +194,8 @@ class FeatureMap(nn.Module):
     def forward(self, *columns: Columns) -> Features:
         """Computes features: (batch, heads, tokens, dim) -> (batch, heads, tokens, width).
 
-        Several arguments are parts of one input along the last axis, as in [N1, q]; most maps do
-        not concatenate them.
+        An input can be given as several parts along the last axis, as in [N1, q]; most maps do not
+        concatenate them.
         """
         raise NotImplementedError(f"{type(self).__name__} must override forward(*columns)")
 

@@ -1,8 +1,8 @@
 """Deterministic features whose products are a polynomial in q . k, close to exp(q . k).
 
 On the sphere |x|^2 = rho, exp(x . y) is a sum over spherical harmonics, with one term for each
-degree. Truncated at degree p, it is the best polynomial of degree p in the mean square over
-directions; the Taylor polynomial at q . k = 0 has 1.5 to 2 times the error.
+degree. Truncated at degree p, it is the polynomial of degree p with the smallest mean square error
+over directions; the Taylor polynomial at q . k = 0 has 1.5 to 2 times the error.
 """
 
 import math

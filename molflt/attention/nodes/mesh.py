@@ -25,7 +25,7 @@ OVERSAMPLING = {4: 1.25, 5: 1.25, 6: 2.0, 8: 2.0}
 Relative errors of kernelized attention with the positive taper are at most 3e-3, 6e-4, 6e-6, 2e-7;
 those of its gradients with respect to positions are up to ten times as large."""
 
-# Largest number of mesh points of a graph: 10^6 atoms take a fifth of it and some 5 GB. A larger
+# Largest number of mesh points of a graph: 10^6 atoms take a fifth of it and about 5 GB. A larger
 # number is considered a mistake in the cell or its frequencies.
 _MOST_POINTS = 2**24
 

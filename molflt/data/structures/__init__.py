@@ -38,7 +38,7 @@ def open_dataset(
         skip_bad: read everything once, leave out invalid structures, and list them in ``.bad`` as
             (name, reason), instead of refusing the source at the first one.
         reading: meaning of the entries of files that ASE reads.
-        once: True for callers that read everything once and leave out records that raise an error.
+        once: True if the caller reads everything once and leaves out records that raise an error.
         trained: the same in training; options equal to these are ignored if a source lacks them.
     """
     if reading.tags == "guess":

@@ -307,7 +307,7 @@ class Domain:
             return Domain(**found)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(
-                f"{name}: expected the domain of a training; {type(error).__name__}: "
+                f"{name}: expected the domain of a training run; {type(error).__name__}: "
                 f"{shown(str(error))}; put back the file that training wrote"
             ) from None
 
