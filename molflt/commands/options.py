@@ -60,8 +60,11 @@ def parse(parser: ArgumentParser, words: Sequence[str]) -> Namespace:
     """Parses command-line words; a ValueError names the first wrong option or key."""
     from molflt.training.config import check_values  # loads jsonargparse
 
-    parser.exit_on_error = False parser.allow_abbrev = False  # an abbreviation would turn a typo
-    into another option show_usage(parser) words = normalized(words, parser) try:
+    parser.exit_on_error = False
+    parser.allow_abbrev = False  # an abbreviation would turn a typo into another option
+    show_usage(parser)
+    words = normalized(words, parser)
+    try:
         config: Namespace = parser.parse_args(words)
     except (ArgumentError, RecursionError) as error:
         raise ValueError(f"{_readable(str(error))}; see `{parser.prog} --help`") from error
