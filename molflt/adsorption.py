@@ -50,7 +50,7 @@ class Site(NamedTuple):
 
     Attributes:
         name: such as "hollow Cu3 above Cu (9 9 9)": the atoms that the probe touches, an atom
-            directly below, and the number of neighbors in the slab of each touched atom.
+            directly below, and the number of slab neighbors of each touched atom.
         point: center of the probe, (3,), Å.
         axes: (3, 3), rows: two directions along the surface, and its outward normal.
     """

@@ -56,8 +56,8 @@ def locality(
 
     FLT (arXiv:2302.01925), appendix C.2, reports 0.279 and 0.068 for 10 % of the tokens, averaged
     over the heads of a language model. Uniform attention gives exactly `fraction` for both, for any
-    number of keys, because tokens at equal distances and the token at the edge of the 10 % count in
-    part. The query's own token counts as one of the nearest.
+    number of keys, because tokens at equal distances and the token at the edge of the 10 % count
+    partially. The query's own token counts as one of the nearest.
 
     Args:
         weights: attention probabilities (..., queries, keys), such as (heads, queries, keys) of

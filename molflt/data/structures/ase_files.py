@@ -75,10 +75,10 @@ class AseStructures(Held):
     key-value pairs count as info. Energies are in eV and not converted; those of OC20 are
     adsorption energies. For the total charge, see `molflt.data.structures.ase_fields.total_charge`.
 
-    For potentials, it also reads ``energy`` (from the calculator or info, but not with relaxed
-    positions, to which it would belong), ``forces`` and ``stress``, also with the prefix ``REF_``,
-    as in data for MACE. For VASP's OUTCAR and vasprun.xml, ASE's energy is "energy(sigma->0)";
-    ``energy_key="free_energy"`` takes the free energy.
+    For potentials, it also reads ``energy`` (from the calculator or info, unless there are relaxed
+    positions, to which it would then belong), ``forces`` and ``stress``, also with the prefix
+    ``REF_``, as in data for MACE. For VASP's OUTCAR and vasprun.xml, ASE's energy is
+    "energy(sigma->0)"; ``energy_key="free_energy"`` takes the free energy.
 
     Args:
         path: file in one of the formats `ENDINGS`, which may be compressed with gzip, bzip2 or xz.
