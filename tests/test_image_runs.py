@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from molflt.evaluation.pixels import _around
 from PIL import Image
 from recipe_runs import SHAPES, SIDE, data_of, trained, words_of
 from tiny_run import error_of, logged, page_of, table
@@ -22,7 +21,7 @@ from molflt.commands.cli import main
 from molflt.commands.generate import _draw
 from molflt.data.images.datamodule import ImageData, PixelData
 from molflt.evaluation import images as evaluation
-from molflt.evaluation.images import _classify, _datasets
+from molflt.evaluation.images import _around, _classify, _datasets
 from molflt.image import ImageClassifier
 from molflt.metrics import locality
 from molflt.tasks.images import ImageTask
