@@ -99,18 +99,14 @@ def read_trained(
     weights = [weights_of(one, checkpoint) for one in members] if also else [path]
     unmeasured = why_of_others(evaluated, weights)
     results = None if unmeasured else _json(evaluated / RESULTS)
-    data = {"name": config["data"].get("task"), "tags": config["data"].get("tags")}
+    data, of_data = config["data"], {"name": "task", "tags": "tags"}
+    named = {own: data[name] for own, name in of_data.items() if name in data}
     return Trained(
         path=run,
         recipe=config["recipe"],
         model=model,
         options=[read_config(one)["model"] for one in members],
-        task=config["task"]
-        | {
-            own: data[name]
-            for own, name in {"name": "task", "tags": "tags"}.items()
-            if name in data
-        },
+        task={**config["task"], **named},
         results=results if isinstance(results, dict) else {},
         files=files,
         unmeasured=unmeasured,
