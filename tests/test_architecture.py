@@ -48,8 +48,8 @@ NAMES = {path.stem for path in PACKAGE.glob("*.py")} | {
     path.parent.name for path in PACKAGE.glob("*/__init__.py")
 }
 # Subpackages and modules of the core in the order of their imports.
-CORE = ["checks", "numerics", "keys", "scaling", "features", "spectra", "nodes", "mixing"]
-CORE += ["encodings", "positions", "fnet", "layer", "mixers", "stack", "decoder", "convert"]
+CORE = ["checks", "numerics", "keys", "features", "spectra", "nodes", "mixing"]
+CORE += ["encodings", "positions", "fnet", "layer", "stack", "decoder", "convert"]
 
 
 def test_every_part_has_a_rule_and_a_place_in_the_order() -> None:

@@ -95,7 +95,7 @@ class Potential(EnergyRegressor):
         **options: Any,
     ) -> None:
         form = {"position": position, "periodic": periodic, "feature_map": feature_map}
-        _refuse_rough({**options, **form})
+        _refuse_rough({**options, **form}, far_field)
         smooth = {} if max_frequency is None else {"max_frequency": max_frequency}
         scheme = Reciprocal(**smooth, smooth=True) if far_field else periodic
         super().__init__(
@@ -233,7 +233,7 @@ def _strained(batch: "Data") -> tuple["Data", Tensor, Tensor | None]:
     return out, pos, strain
 
 
-def _refuse_rough(given: Mapping[str, Any]) -> None:
+def _refuse_rough(given: Mapping[str, Any], far_field: bool) -> None:
     """Raises ValueError for options whose energy is not extensive or not smooth."""
     if fixed := _FIXED & given.keys():
         raise TypeError(f"Potential sets the argument {min(fixed)!r} itself; leave it out")
@@ -271,9 +271,11 @@ def _refuse_rough(given: Mapping[str, Any]) -> None:
             "'none' or the default; energies per atom would depend on the size of the cell",
         ),
         "position_options": (
-            not kernel.get("background") and kernel.get("positive") is not False,
-            "without a background, which would grow with the cell, and positive=True, because sums "
-            "must not pass 0",
+            not kernel.get("background")
+            and kernel.get("positive") is not False
+            and (kernel.get("spectrum", "gaussian_basis") == "gaussian_basis" or not far_field),
+            "without a background, which would grow with the cell, and with spectrum "
+            "gaussian_basis and positive=True, because sums must not pass 0",
         ),
     }
     for name, (fits, wanted) in rules.items():

@@ -101,6 +101,7 @@ POTENTIALS: list[tuple[dict[str, Any], *Words]] = [
     ({"normalize": "unmasked"}, "normalize='unmasked'", "'none'", "energies per atom"),
     ({"position_options": {"background": 1.0}}, "position_options", "background"),
     ({"position_options": {"positive": False}}, "position_options", "positive=True"),
+    ({"position_options": {"spectrum": "matern"}}, "position_options", "gaussian_basis"),
     ({"long_range_cutoff": 9.0}, "long_range_cutoff=9.0", "no effect without long_range"),
     ({"long_range": [1, 1]}, "powers", "each once", "[1, 1]"),
     ({"long_range": [3]}, "powers", "1, 2, 4, 6", "3"),

@@ -151,7 +151,11 @@ class Converter:
             if key is None or key in self._used.values():
                 continue
             option = "energy" if label == "y_relaxed" else label
-            there = [*self._energies, *self._numbers] if option == "energy" else [*self._there]
+            there = (
+                [*dict.fromkeys([*self._energies, *self._numbers])]
+                if option == "energy"
+                else [*self._there]
+            )
             raise ValueError(
                 f"no structure has the {option}_key {shown(key)}; there are "
                 f"{_listed(there) or 'none'}; null takes the default"
