@@ -369,7 +369,7 @@ def _tensors(state: Any) -> list[Tensor]:
 def check_weights(combination: Combination) -> None:
     """`Attention.weights` is the matrix that mixes the values, with rows of sum 1."""
     attention = make_stack(combination).blocks[0].attention
-    x, r, mask = pad(ragged(combination.case), max(SIZES), combination.case)
+    x, r, mask = pad(ragged(combination.case), max(SIZES), combination.case, fill=0.0)
     r = r if attention.position else None
     weights = attention.weights(x, r, key_mask=mask)
     out = attention._join(weights @ attention._split(x).value)
@@ -395,6 +395,8 @@ def check_precision(combination: Combination) -> None:
         (0.3, torch.float32, True),
         (0.6, torch.bfloat16, False),
     ):
+        if dtype == torch.bfloat16 and case == "asymmetric":
+            continue  # bfloat16 has no complex numbers
         cast = copy.deepcopy(stack).to(dtype)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
             got = run(cast, [(x.to(dtype), r) for x, r in items], max(SIZES), case)
