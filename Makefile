@@ -9,9 +9,8 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 RUN    ?= runs/demo
 INPUTS ?= 1000
-QUICK  := tests/test_architecture.py tests/attention/test_layer.py \
-          tests/attention/test_encodings.py tests/attention/test_stack.py tests/graph/test_extensions.py \
-          tests/graph/test_near_exact.py tests/sequence/test_generation.py tests/data/test_records.py
+QUICK  := tests/test_architecture.py tests/attention/test_layer.py tests/attention/test_encodings.py \
+          tests/graph/test_messages.py tests/sequence/test_encoder.py tests/data/test_records.py
 SPLITS := val_id val_ood_ads val_ood_cat val_ood_both
 
 .DEFAULT_GOAL := help

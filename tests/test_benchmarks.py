@@ -94,7 +94,7 @@ def check_memory(study: layers.Study, rows: Rows) -> None:
 
 
 class NotCompiled:
-    """Replaces machine code, which tests/graph/test_compiled.py makes, by the model itself."""
+    """Replaces machine code, which tests/graph/test_computation.py makes, by the model itself."""
 
     matrix = False
 

@@ -4,9 +4,11 @@ import os
 
 import contract
 import pytest
+import torch
 from contract import Combination
+from torch.func import functional_call, grad, vmap
 
-from molflt.attention import FEATURE_MAPS, PROJECTIONS
+from molflt.attention.nodes.shells import _directions
 
 COMBINATIONS = contract.combinations()
 
@@ -50,18 +52,43 @@ def test_precision(combination):
     contract.check_precision(combination)
 
 
-@pytest.mark.parametrize("feature_map", FEATURE_MAPS)
-def test_normalized_queries_and_keys(feature_map):
-    combination = Combination(feature_map, "gaussian_basis", "linear", False)
-    contract.check_oracle(combination, normalize_qk=True)
+ONE_OF_EACH_CASE = {
+    c.case: c for c in reversed(some("positive")) if c.feature_map == "positive"
+}.values()
 
 
-@pytest.mark.parametrize("projection", PROJECTIONS)
-@pytest.mark.parametrize("feature_map", ["positive", "trigonometric", "learnable_exp"])
-def test_projections(feature_map, projection):
-    """Linear and quadratic forms agree for every projection, random or learned."""
-    combination = Combination(feature_map, "none", "linear", False)
-    contract.check_oracle(combination, projection=projection)
+@pytest.mark.parametrize("combination", ONE_OF_EACH_CASE, ids=str)
+def test_gradients_of_single_samples(combination):
+    """`torch.func` gives what autograd gives."""
+    stack = contract.make_stack(combination)
+    x, r = contract.ragged(combination.case)[2]
+    x = torch.stack((x.flip(0), x))
+    own = {name: value.detach() for name, value in stack.named_parameters()}
+
+    def loss(parameters, one):
+        places = None if stack.position is None else r[None]
+        return functional_call(stack, parameters, (one[None], places)).square().sum()
+
+    single = vmap(grad(loss), in_dims=(None, 0))(own, x)
+    loss(dict(stack.named_parameters()), x[1]).backward()
+    for name, value in stack.named_parameters():
+        expected = torch.zeros_like(value) if value.grad is None else value.grad
+        torch.testing.assert_close(single[name][1], expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("combination", ONE_OF_EACH_CASE, ids=str)
+def test_modules_made_without_memory(combination):
+    """A module on the meta device needs only a state dict."""
+    _directions.cache_clear()  # cached tensors must not be on the meta device
+    with torch.device("meta"):
+        empty = contract.make_stack(combination)
+    stack, empty = contract.make_stack(combination), empty.to_empty(device="cpu")
+    with torch.no_grad():
+        for value in (*empty.parameters(), *empty.buffers()):
+            value.fill_(7)  # arbitrary memory
+    empty.load_state_dict(stack.state_dict())
+    x, r = (part[None] for part in contract.ragged(combination.case)[2])
+    assert torch.equal(contract.refine(empty, x, r), contract.refine(stack, x, r))
 
 
 @pytest.mark.parametrize(

@@ -1,24 +1,26 @@
-"""Every entry of a dictionary passes its contract; a new entry is one class and one line."""
+"""Spectra, nodes and random draws: Fourier pairs, closed forms, gradients, seeds."""
 
-import math
+from __future__ import annotations
 
 import contract
+import numpy as np
 import pytest
 import torch
-from families import VARIANTS, make, randn
+from families import EXACT, VARIANTS, make, randn
+from scipy.interpolate import BSpline
+from scipy.special import gammainc
 from torch import Tensor
 
 from molflt.attention import (
     FEATURE_MAPS,
     NODES,
-    POSITIONS,
     PROJECTIONS,
     SPECTRA,
     TOKEN_MIXERS,
-    Stack,
     make_position,
 )
-from molflt.attention.spectra import Gaussian, ShiftInvariant
+from molflt.attention.spectra import Gaussian, InversePower, ShiftInvariant
+from molflt.attention.spectra.inverse_power import POWERS
 
 
 def kernels() -> list[str]:
@@ -45,52 +47,6 @@ def test_draws_follow_the_density(variant, dim):
 @pytest.mark.parametrize("rule", NODES)
 def test_nodes_give_the_mask(rule, dim):
     contract.check_nodes(rule, dim)
-
-
-def uncovered() -> set[tuple[str, str | None, str]]:
-    """Returns supported (position, spectrum, mixing) that no case covers."""
-    claimed = set()
-    for name, build in POSITIONS.items():
-        mixings = getattr(build, "__self__", build).mixings
-        spectra = SPECTRA if contract.has_spectrum(name) else (None,)
-        claimed |= {(name, spectrum, mixing) for spectrum in spectra for mixing in mixings}
-    found = set()
-    for _, case, mixing, _ in contract.combinations():
-        name, options = contract.CASES[case][:2]
-        # Linear attention is compared with its quadratic form, see `check_oracle`.
-        for each in {"linear": ("linear", "quadratic")}.get(mixing, (mixing,)):
-            found.add((name, options.get("spectrum"), each))
-    return claimed - found
-
-
-def test_every_position_spectrum_and_mixing_has_a_case():
-    assert not uncovered(), "add what it needs to OPTIONS or SPECTRUM_OPTIONS of tests/contract.py"
-    assert {c.feature_map for c in contract.combinations()} == set(FEATURE_MAPS)
-
-
-@pytest.mark.parametrize(
-    ("case", "mixing"),
-    [
-        (name, mixing)
-        for name, case in contract.CASES.items()
-        for mixing in case.mixings
-        if name != "none" and case.core and mixing != "quadratic"
-    ],
-)
-def test_positions_compile(case, mixing):
-    """Compiles the dense matrix, or rotated queries and keys, without a graph break."""
-    position = contract.CASES[case].build().double()
-    _, r = contract.ragged(case)[2]
-    x = randn(1, contract.HEADS, len(r), contract.HEAD_DIM)
-
-    def evaluated(r):
-        encoding = position(mixing, r, r)
-        dense = encoding.dense(len(x[0, 0]), len(x[0, 0]))
-        return encoding.transform(x, x) if dense is None else dense
-
-    torch._dynamo.reset()
-    compiled = torch.compile(evaluated, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(r[None]), evaluated(r[None]), **contract.EXACT)
 
 
 REDRAWN = {
@@ -124,48 +80,83 @@ def test_redraw_follows_its_generator(name):
     assert {key for key in first if not torch.equal(first[key], other[key])} == buffers
 
 
-class RationalQuadratic(ShiftInvariant):
-    """K(z) = (1 + |z|^2)^(-(l + 1) / 2); p falls as exp(-2 pi |u|): Poisson's kernel."""
-
-    isotropic = True
-
-    def profile(self, z: Tensor) -> Tensor:
-        return (1 + z.square().sum(dim=-1)) ** (-0.5 * (self.dim + 1))
-
-    def unit_log_density(self, u: Tensor) -> Tensor:
-        half = 0.5 * (self.dim + 1)
-        radius = u.square().sum(dim=-1).clamp(min=1e-24).sqrt()
-        return half * math.log(math.pi) - math.lgamma(half) - 2 * math.pi * radius
-
-    def draw(self, nodes: int, generator: torch.Generator | None = None) -> Tensor:
-        size = (self.heads, nodes, self.dim)
-        uniform = torch.rand(size, dtype=torch.float64, generator=generator)
-        normal = torch.randn(size, dtype=torch.float64, generator=generator)
-        radius = -uniform.log().sum(dim=-1, keepdim=True) / (2 * math.pi)
-        return radius * torch.nn.functional.normalize(normal, dim=-1)
+@pytest.mark.parametrize("order", range(2, 9))
+def test_smooth_local_is_scipys_spline(order):
+    family = make("smooth_local", heads=1, dim=1, order=order, num_boxes=1, radius_range=(0.7, 0.7))
+    z = torch.linspace(-7, 7, 401, dtype=torch.float64)
+    radius = family.log_radius.exp().item()
+    knots = [radius * (2 * k - order) for k in range(order + 1)]
+    spline = BSpline.basis_element(knots, extrapolate=False)
+    expected = torch.nan_to_num(torch.from_numpy(spline(z.numpy()) / spline(0.0)))
+    mask = family.mask(z[None, :, None])[0, 0]
+    torch.testing.assert_close(mask, family.amplitude.item() * expected, rtol=0, atol=1e-13)
+    single = family.float().mask(z.float()[None, :, None])[0, 0]
+    torch.testing.assert_close(single.double(), mask, rtol=0, atol=2e-6)
 
 
-def test_a_spectrum_is_one_class_and_one_line(monkeypatch):
-    monkeypatch.setitem(SPECTRA, "rational_quadratic", RationalQuadratic)
-    monkeypatch.setitem(VARIANTS, "rational_quadratic", {})
-    for dim in (1, 3):
-        contract.check_fourier_pair(make("rational_quadratic", dim=dim))
-        contract.check_draws(make("rational_quadratic", dim=dim))
-    assert uncovered() == {
-        (position, "rational_quadratic", mixing)
-        for position in ("spectral", "multiplicative")
-        for mixing in ("linear", "quadratic", "softmax")
-    }
-    monkeypatch.setattr(contract, "CASES", contract.cases())
-    assert not uncovered()
-    chosen = [c for c in contract.combinations() if "rational_quadratic" in c.case]
-    assert len(chosen) == 12
-    for combination in chosen:
-        for check in contract.suite(combination):
-            check(combination)
-    position = make_position("spectral", 2, 8, spectrum="rational_quadratic", length_range=(2, 3))
-    assert type(position.nodes).__name__ == "DensityNodes"
-    options = {"position": "multiplicative", "mixing": "auto"}
-    stack = Stack(16, 2, 2, position_options={"spectrum": "rational_quadratic"}, **options)
-    stack(torch.randn(1, 9, 16), torch.randn(1, 9, 3)).square().sum().backward()
-    assert all(p.grad.abs().max() > 0 for p in stack.position.parameters())
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dim", [1, 3])
+def test_amplitude_is_the_mask_at_zero_distance(variant, dim):
+    family = make(variant, dim=dim)
+    mask = family.mask(torch.zeros(1, 1, dim, dtype=torch.float64))[0, :, 0]
+    total = family.amplitude if family.amplitude.ndim == 1 else family.amplitude.sum(dim=-1)
+    power = dim if "product" in variant else 1
+    torch.testing.assert_close(mask, total**power, **EXACT)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gradients_are_finite_at_the_origin(variant):
+    family = make(variant, num_boxes=2) if "local" in variant else make(variant)
+    for which, shape in (("spectrum", (1, 4, 3)), ("mask", (1, 4, 4, 3))):
+        zero = torch.zeros(shape, dtype=torch.float64, requires_grad=True)
+        inputs = [zero, *family.parameters()]
+        out = getattr(family, which)(zero)
+        out = torch.view_as_real(out) if out.is_complex() else out
+        for grad in torch.autograd.grad(out.sum(), inputs, allow_unused=True):
+            assert grad is None or torch.isfinite(grad).all()
+
+
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if v != "shell_weights"])
+def test_frequencies_have_second_derivatives_at_the_origin(variant):
+    """Training on stress needs them: every reciprocal lattice has the node 0."""
+    spectrum, xi = make(variant), randn(1, 4, 3)
+    xi[:, 0] = 0.0
+    xi[:, 1, 0] = 0.0
+
+    def by_strain(strain):
+        return spectrum.spectrum(xi @ (torch.eye(3) - strain)).abs().square().sum()
+
+    strain = torch.zeros(3, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(by_strain, (strain,))
+
+
+@pytest.mark.parametrize("power", POWERS)
+def test_smooth_part_is_an_incomplete_gamma_function(power):
+    law = InversePower(power, 0.7)
+    square = torch.logspace(-4, 3, 300, dtype=torch.float64, requires_grad=True)
+    found, r = law.smooth(square), square.detach().numpy() ** 0.5
+    expected = gammainc(power / 2, 0.49 * r**2) / r**power
+    np.testing.assert_allclose(found.detach().numpy(), expected, rtol=1e-12)
+    at_zero = law.smooth(torch.zeros(1, dtype=torch.float64))
+    torch.testing.assert_close(at_zero, torch.full_like(at_zero, law.at_zero()))
+    # branches that `where` discards must not affect the gradient
+    (slope,) = torch.autograd.grad(found.sum(), square)
+    rest = law.smooth(square.detach() + 1e-7) - law.smooth(square.detach() - 1e-7)
+    torch.testing.assert_close(slope, rest / 2e-7, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("power", POWERS)
+def test_spectrum_is_its_transform(power):
+    contract.check_fourier_pair(InversePower(power, 0.7))
+
+
+@pytest.mark.parametrize("power", [4, 6])
+def test_spectrum_at_zero_is_the_integral(power):
+    """Beyond 100, 1 / r^p is integrated in closed form, which needs p > 3."""
+    law, end = InversePower(power, 0.7), 100.0
+    x, step = (torch.from_numpy(a) for a in np.polynomial.legendre.leggauss(600))
+    r = end * (x + 1) / 2
+    tail = 4 * np.pi * end ** (3 - power) / (power - 3)
+    integral = float((4 * np.pi * r**2 * law.smooth(r**2) * step).sum() * end / 2 + tail)
+    at_zero = float(law.spectrum(torch.zeros(1, 1, 3, dtype=torch.float64)))
+    assert integral == pytest.approx(at_zero, rel=1e-10)

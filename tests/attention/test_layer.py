@@ -1,21 +1,23 @@
-"""The layer against that of torch, its automatic choices, and the position that it owns."""
+"""Layers, blocks and stacks: other implementations, positions, keys, conversion of weights."""
 
 import copy
 
 import contract
 import pytest
 import torch
+from contract import DIM, EXACT, HEADS, Combination
 from safetensors.torch import load, save
 
-from molflt.attention import Attention, Block, Stack, make_position
+from molflt.attention import (
+    MIXINGS,
+    TOKEN_MIXERS,
+    Attention,
+    Block,
+    Stack,
+    convert_weights_,
+    make_position,
+)
 from molflt.attention.layer import Scaling
-from molflt.attention.mixing.forms import cheaper
-
-
-@pytest.mark.parametrize(("tokens", "form"), [(3, "quadratic"), (200, "linear")])
-@pytest.mark.parametrize("columns", [None, 4])
-def test_auto_takes_the_form_with_fewer_multiplications(tokens, form, columns):
-    assert cheaper(tokens, tokens, 6, 4, columns) == form
 
 
 def test_softmax_is_attention_of_torch():
@@ -30,8 +32,8 @@ def test_softmax_is_attention_of_torch():
     x = 3 * torch.randn(2, 7, 12, dtype=torch.float64)
     mask = torch.arange(7) < torch.tensor([[7], [4]])
     expected, weights = theirs(x, x, x, key_padding_mask=~mask, average_attn_weights=False)
-    torch.testing.assert_close(ours(x, key_mask=mask), expected, **contract.EXACT)
-    torch.testing.assert_close(ours.weights(x, key_mask=mask), weights, **contract.EXACT)
+    torch.testing.assert_close(ours(x, key_mask=mask), expected, **EXACT)
+    torch.testing.assert_close(ours.weights(x, key_mask=mask), weights, **EXACT)
 
 
 def test_normalized_logits_are_temperature_times_cosine():
@@ -40,7 +42,7 @@ def test_normalized_logits_are_temperature_times_cosine():
     q, k = torch.randn(2, 1, 2, 5, 8, dtype=torch.float64)
     cosine = torch.nn.functional.cosine_similarity(q[..., :, None, :], k[..., None, :, :], dim=-1)
     expected = scaling.log_temperature.exp()[:, None, None] * cosine
-    torch.testing.assert_close(scaling(q) @ scaling(k).mT, expected, **contract.EXACT)
+    torch.testing.assert_close(scaling(q) @ scaling(k).mT, expected, **EXACT)
 
 
 def test_norms_are_taken_in_single_precision_under_autocast():
@@ -51,9 +53,6 @@ def test_norms_are_taken_in_single_precision_under_autocast():
         with torch.autocast("cpu", dtype=torch.float16):
             found = scaling(x)
         assert torch.equal(found, scaling(x))
-
-
-DIM, HEADS = 16, 2
 
 
 def position(name: str = "spectral", **options):
@@ -69,9 +68,6 @@ def tokens(axes: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(1, 5, DIM), torch.arange(5.0)[None, :, None].expand(1, 5, axes)
 
 
-POSITIONED = ["spectral", "multiplicative", "low_rank", "toeplitz", "rotary", "sine_spe"]
-
-
 @pytest.mark.parametrize("mixing", ["linear", "softmax"])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8])
 @pytest.mark.parametrize("name", ["spectral", "multiplicative", "rotary"])
@@ -84,19 +80,6 @@ def test_integers_are_positions(name, dtype, mixing):
         r = 2**26 + 1 + r.long()
         expected = made.double()(x.double(), r.double())
         torch.testing.assert_close(made(x.double(), r), expected, rtol=0, atol=1e-10)
-
-
-@pytest.mark.parametrize("name", POSITIONED)
-def test_a_position_reaches_every_layer(name):
-    """Outputs of layers and stacks depend on positions."""
-    x, r = tokens(position(name).dim)
-    order = torch.tensor([0, 3, 1, 4, 2])
-    options = {"mixing": "softmax"} if name == "toeplitz" else {}  # else in order on a grid
-    built = position(name)
-    for model in (layer(built, **options), Stack(DIM, HEADS, 1, position=built, **options)):
-        for parameter in model.parameters():
-            torch.nn.init.normal_(parameter) if parameter.ndim == 2 else None
-        assert (model(x, r) - model(x, r[:, order])).abs().max() > 1e-6
 
 
 def test_a_stack_registers_a_shared_position_once():
@@ -140,3 +123,133 @@ def test_softmax_freezes_radii_of_boxes_with_a_warning():
         net = build(own, mixing=mixing)
         (slope,) = torch.autograd.grad(net(x, r).square().sum(), own.spectrum.log_radius)
         assert slope.abs().max() > 0
+
+
+def test_attention_of_a_hybrid_gets_its_encoding():
+    torch.manual_seed(0)
+    position = make_position("spectral", 2, DIM // 2, dim=1, num_nodes=3)
+    blocks = [
+        Block(TOKEN_MIXERS["fourier"](DIM), 24, norm="post"),
+        Block(Attention(DIM, 2, position=position), 24, norm="post"),
+        Block(Attention(DIM, 2, mixing="quadratic", position=position), 24, norm="post"),
+    ]
+    stack = Stack.of(blocks, position).double().eval()
+    assert stack.mixings == ["linear", "quadratic"]
+    x = torch.randn(1, 7, DIM, dtype=torch.float64)
+    r = torch.arange(7.0, dtype=torch.float64)[None, :, None]
+    h = blocks[0](x)
+    h = blocks[1](h, r)
+    h = blocks[2](h, encoding=position("linear", r, r))
+    torch.testing.assert_close(stack(x, r), h, **EXACT)
+
+
+def test_redraw_renews_features_and_noise_but_not_the_nodes_of_a_mask():
+    for case, moves in (("sine_spe", True), ("gaussian_basis", False)):
+        stack = contract.make_stack(Combination("positive", case, "linear", False))
+        before = {key: value.clone() for key, value in stack.state_dict().items()}
+        stack.redraw_(torch.Generator().manual_seed(9))
+        changed = {k for k, v in stack.state_dict().items() if not torch.equal(v, before[k])}
+        assert any("feature_map.projection" in key for key in changed)
+        assert any(key.startswith("position.") for key in changed) == moves
+        buffers = {key for key, _ in stack.named_buffers()}
+        assert changed <= buffers
+
+
+# --- conversion of weights ------------------------------------------------------------------
+
+
+def pair(mixing: str, seed: int, **options) -> Stack:
+    torch.manual_seed(seed)
+    position = make_position("spectral", 2, DIM // 2, dim=1, num_nodes=8, num_gaussians=4)
+    options.update(mixing=mixing, position=position)
+    return Stack(DIM, 2, 2, ffn_dim=24, **options).double().eval()
+
+
+def test_softmax_to_kernelized_and_back():
+    trained = pair("softmax", 0)
+    x = torch.randn(2, 30, DIM, dtype=torch.float64)
+    r = torch.arange(30.0, dtype=torch.float64).sub(14.5)[None, :, None].expand(2, -1, -1)
+    fast, back = pair("linear", 1, num_features=16), pair("softmax", 2)
+    assert convert_weights_(trained, fast) == convert_weights_(fast, back) == []
+    torch.testing.assert_close(back(x, r), trained(x, r), rtol=0, atol=0)
+
+
+def test_conversion_returns_unset_parameters():
+    learned = pair("linear", 1, feature_map="learnable_exp", num_features=8)
+    left = convert_weights_(pair("softmax", 0), learned)
+    assert left == [f"blocks.{i}.attention.feature_map.weight" for i in (0, 1)]
+
+
+def test_refinements_feed_the_output_back():
+    stack = Stack(16, 2, 2, refinements=3).double()
+    x = refined = torch.randn(2, 5, 16, dtype=torch.float64)
+    for _ in range(3):
+        refined = stack.one_pass(refined, None)
+    torch.testing.assert_close(stack(x), stack.norm(refined), rtol=0, atol=0)
+
+
+TOKENS = 6
+
+
+def words(count: int = 1) -> torch.Tensor:
+    return torch.randn(count, TOKENS, DIM, generator=torch.manual_seed(1))
+
+
+@pytest.mark.parametrize("mixing", MIXINGS)
+def test_masked_copies_and_contexts_may_hold_anything(mixing):
+    """Keys by index, and keys of another sequence; valid tokens that are not finite are seen."""
+    attention = Attention(DIM, HEADS, mixing=mixing)
+    x, context = words(), words()[:, :4].clone()
+    x[:, 4:] = torch.nan
+    index = torch.tensor([[0, 1, 2, 3, 5, 0, 4]])
+    mask = torch.tensor([[True, True, True, True, False, True, False]])
+    clean = x.nan_to_num(0.0)
+    found = [attention(y, key_index=index, key_mask=mask)[:, :4] for y in (x, clean)]
+    torch.testing.assert_close(*found)
+    context[:, 3:] = torch.inf
+    kept = torch.tensor([[True, True, True, False]])
+    found = attention(clean, context=context, key_mask=kept)
+    torch.testing.assert_close(found, attention(clean, context=context[:, :3]))
+    assert attention(x, key_mask=torch.ones(1, TOKENS, dtype=torch.bool)).isnan().all()
+
+
+@pytest.mark.parametrize("feature_map", ["positive", "elu"])
+@pytest.mark.parametrize("mixing", MIXINGS)
+def test_weights_of_keys_multiply(mixing, feature_map):
+    """A key of weight 2 equals two copies; weights of masked keys do not matter."""
+    options = {} if mixing == "softmax" else {"feature_map": feature_map}
+    attention = Attention(DIM, HEADS, mixing=mixing, **options).double()
+    x, mask = words().double(), torch.arange(TOKENS)[None] < 4
+    weight = torch.tensor([[1.0, 1, 2, 1, 0, torch.nan]], requires_grad=True)
+    index = torch.tensor([[0, 1, 2, 3, 2]])
+    twice = attention(x, key_index=index)
+    out = attention(x, key_weight=weight, key_mask=mask)
+    torch.testing.assert_close(out, twice, **EXACT)
+    (slope,) = torch.autograd.grad(out.square().sum(), weight)
+    assert slope.isfinite().all() and slope[0, 2] != 0 and (slope[~mask] == 0).all()
+    single = attention.float()(x.float(), key_weight=weight.double(), key_mask=mask)
+    torch.testing.assert_close(single.double(), out, rtol=0, atol=1e-5)
+
+
+FIRST_OF_SEED_0 = {  # numbers of tensors, in the order of the draws
+    "position.spectrum.amplitude": -0.1125840,
+    "position.nodes.eps": -0.0917417,
+    "blocks.0.attention.to_query.weight": -0.1628664,
+    "blocks.0.attention.feature_map.projection.rows": -1.3265783,
+    "blocks.1.attention.to_out.weight": 0.1006569,
+    "blocks.1.attention.feature_map.projection.rows": -0.7274079,
+    "blocks.1.ffn.3.bias": 0.0206064,
+}
+
+
+def test_initial_weights_of_a_seed():
+    """Runs are repeated by their seed: a change of the order of draws must be noticed."""
+    options = {
+        "num_features": 8,
+        "position": "multiplicative",
+        "position_options": {"num_nodes": 3},
+    }
+    torch.manual_seed(0)
+    state = Stack(DIM, HEADS, 2, **options).state_dict()
+    found = {name: float(state[name].flatten()[0]) for name in FIRST_OF_SEED_0}
+    assert found == pytest.approx(FIRST_OF_SEED_0, abs=1e-5)

@@ -52,8 +52,7 @@ def test_causal_equals_its_quadratic_form_for_every_chunk(feature_map, chunk):
             torch.autograd.grad((o / scale).sum(), (q, k, v, decay), retain_graph=True)
             for o in (fast, exact)
         ]
-        for a, b in zip(*grads, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("factor", [-3.0, 30.0])
@@ -72,22 +71,6 @@ def test_a_later_key_cannot_reach_back_in_float32(std, factor):
     exact = [Features(None, phi(x).log_scale.double()) for x in (q, k)]
     expected = quadratic(*exact, v.double(), causal=True).ratio()
     torch.testing.assert_close(after.ratio().double(), expected, rtol=0, atol=1e-4)
-
-
-def test_causal_never_holds_a_prefix_tensor():
-    """A plain cumulative sum would save a (tokens, m, dv) tensor, 16 times the largest here."""
-    n, m, dv = 2048, 64, 64
-    largest = []
-
-    def pack(tensor):
-        largest.append(tensor.numel())
-        return tensor
-
-    q, k, v = (torch.rand(1, 1, n, width, requires_grad=True) for width in (m, m, dv))
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        causal_linear(Features(q), Features(k), v)[0].ratio().sum()
-    assert max(largest) <= 2 * n * 128
-    assert sum(largest) < n * m * dv / 2
 
 
 def test_gate_is_the_recurrence_of_rfa():
@@ -133,8 +116,7 @@ def test_gate_passes_over_masked_keys(feature_map, mixing):
     torch.testing.assert_close(*outs, **contract.EXACT)
     wanted = [x, *attention.parameters()]
     grads = [torch.autograd.grad(out.square().sum(), wanted) for out in outs]
-    for given, expected in zip(*grads, strict=True):
-        torch.testing.assert_close(given, expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("normalize", ["masked", "unmasked", "none"])

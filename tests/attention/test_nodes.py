@@ -1,14 +1,151 @@
-"""Nodes and the spectral position: importance ratios and factors."""
+"""Nodes: shells, random nodes and reciprocal lattices against quadrature and sums over images."""
 
-import copy
+import math
 
+import numpy as np
 import pytest
 import torch
-from families import EXACT, make
+from families import EXACT, make, randn
+from torch import Tensor
 
-from molflt.attention.nodes.random import DensityNodes, GaussianNodes
-from molflt.attention.positions import SpectralPosition
+from molflt.attention.nodes.base import hermitian
+from molflt.attention.nodes.lattice import free_extent
+from molflt.attention.nodes.random import GaussianNodes
+from molflt.attention.nodes.reciprocal import reciprocal_nodes
+from molflt.attention.nodes.shells import _DEGREES, ShellNodes, _directions
+from molflt.attention.nodes.suggest import suggest_nodes
+from molflt.attention.positions.spectral import GraphNodes, SpectralPosition
+from molflt.attention.spectra.base import Spectrum
 from molflt.attention.spectra.gaussian import GaussianBasis
+from molflt.attention.spectra.shell_weights import ShellWeights
+from molflt.attention.spectra.shift_invariant import Gaussian
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    """Makes buffers double precision, for exact identities."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def unit_gaussian(heads: int = 1, dim: int = 3) -> Gaussian:
+    """exp(-|z|^2 / 2) in every head."""
+    kernel = Gaussian(heads, dim, length_range=(1.0, 1.0))
+    with torch.no_grad():
+        kernel.amplitude.fill_(1.0)
+    return kernel
+
+
+@torch.no_grad()
+def sampled(spectrum, nodes, z):
+    """The mask by the factors of attention: differences (n, l) -> (heads, n)."""
+    left, right = SpectralPosition(spectrum, nodes).factors(z[None], torch.zeros_like(z[None, :1]))
+    return (left @ right.mT)[0, :, :, 0]
+
+
+def ball_pairs(count: int, radius: float, seed: int = 0):
+    """Differences of points uniform in a ball, (count, 3)."""
+    points = randn(2 * count, 3, seed=seed)
+    draw = torch.rand(2 * count, 1, generator=torch.Generator().manual_seed(seed))
+    points = radius * draw ** (1 / 3) * points / points.norm(dim=-1, keepdim=True)
+    return points[:count] - points[count:]
+
+
+def rms_error(spectrum, nodes, z) -> float:
+    error = sampled(spectrum, nodes, z) - spectrum.mask(z[None])[0]
+    return error.square().mean().sqrt().item()
+
+
+@pytest.mark.parametrize("degree", _DEGREES)
+def test_directions_are_exact_for_even_polynomials(degree):
+    """One of every two antipodes; the mean of z^n over the sphere is 1 / (n + 1)."""
+    unit, weights = _directions(3, degree)
+    assert (weights > 0).all() and (unit @ unit.T).min() > -1 + 1e-9
+    for power in (0, 2, degree - 1):
+        mean = (unit ** (power)).T @ weights
+        torch.testing.assert_close(mean, torch.full((3,), 1 / (power + 1)), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("dim", "radial"),
+    [(2, "gauss")] + [(dim, rule) for dim in (1, 3) for rule in ("trapezoid", "midpoint", "gauss")],
+)
+def test_shells_are_the_mask_and_its_gradients(dim, radial):
+    """To 1e-10: the closed form of the mask is the independent reference."""
+    basis = make("gaussian_basis", dim=dim, num_gaussians=2, width_range=(1.0, 1.5))
+    count = 40 if radial == "gauss" else 24
+    nodes = ShellNodes(3.0, 1.4, count, dim, radial, degrees=[53] * count)
+    z = ball_pairs(12, 1.5, seed=1)[:, :dim].contiguous().requires_grad_()
+    position = SpectralPosition(basis, nodes)
+    left, right = position.factors(z[None], torch.zeros_like(z[None, :1]))
+    got, exact = (left @ right.mT)[0, :, :, 0], basis.mask(z[None])[0]
+    torch.testing.assert_close(got, exact, **EXACT)
+    parameters = (z, *basis.parameters())
+    gradients = [torch.autograd.grad(f.square().sum(), parameters) for f in (got, exact)]
+    torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.0])
+@pytest.mark.parametrize(("ratio", "tol"), [(2, 1e-2), (5, 3e-2), (5, 1e-4), (10, 1e-2)])
+def test_suggested_shells_have_the_stated_error(ratio, tol, scale):
+    """On other pairs than those that chose them, at any unit of length."""
+    nodes, error = suggest_nodes(ratio * scale / 2, scale, tol)
+    kernel = unit_gaussian()
+    with torch.no_grad():
+        kernel.log_length.fill_(math.log(scale))
+    got = rms_error(kernel, nodes, ball_pairs(20_000, ratio * scale / 2, seed=5))
+    assert error <= tol and got == pytest.approx(error, rel=0.1)
+
+
+def test_suggested_shells_serve_all_widths_between_two():
+    """Shells chosen for the narrowest width only are too far apart for wider ones."""
+    alone, both = (suggest_nodes(2.5, 1.0, 1e-3, widest).nodes for widest in (None, 5.0))
+    kernel, z = unit_gaussian(), ball_pairs(4000, 2.5)
+    errors = {}
+    for width in (1.0, 1.2, 1.5, 1.8, 2.5, 3.5, 5.0):
+        with torch.no_grad():
+            kernel.log_length.fill_(math.log(width))
+        errors[width] = rms_error(kernel, alone, z), rms_error(kernel, both, z)
+        assert errors[width][1] < 1.2e-3, errors
+    assert errors[5.0][0] > 0.1
+
+
+def test_one_node_replaces_two_antipodes_for_any_spectrum():
+    """Also for asymmetric masks, and for nodes per graph, which are half spaces."""
+    mixture = make("gaussian_mixture, asymmetric", width_range=(1.0, 1.2), mean_scale=0.5)
+    nodes = ShellNodes(3.0, 1.6, 26, degrees=[53] * 26)
+    z = ball_pairs(12, 1.5, seed=1)
+    exact = mixture.mask(z[None])[0]
+    assert (exact - mixture.mask(-z[None])[0]).abs().max() > 0.1
+    torch.testing.assert_close(sampled(mixture, nodes, z), exact, rtol=1e-8, atol=1e-8)
+    xi, weights = nodes()
+    naive = weights * mixture.spectrum(xi)
+    assert (naive - weights * hermitian(mixture, xi)).abs().max() > 1e-3
+    position = SpectralPosition(mixture, GaussianNodes(2, 1))
+    left, right = position.factors(
+        z[None], torch.zeros_like(z[None, :1]), nodes=GraphNodes(xi, weights)
+    )
+    torch.testing.assert_close((left @ right.mT)[0, :, :, 0], exact, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("dim", [1, 3])
+def test_weighted_shells_sampled_at_their_nodes_are_the_exact_mask(dim):
+    """Up to the accuracy of the directions, with gradients."""
+    torch.manual_seed(0)
+    shells = ShellNodes(4.0, 0.5, 5, dim, degrees=[41] * 5, normalized=True)
+    weights = ShellWeights(2, shells.shell_radius, dim, amplitude=1.0)
+    torch.testing.assert_close(
+        torch.zeros(5).index_add(0, shells.shell, shells.weights[0]), torch.ones(5), **EXACT
+    )
+    z = ball_pairs(12, 2.0)[:, :dim].contiguous().requires_grad_()
+    exact = weights.mask(z[None])[0]
+    left, right = SpectralPosition(weights, shells).factors(z[None], torch.zeros(1, 1, dim))
+    got = (left @ right.mT)[0, :, :, 0]
+    torch.testing.assert_close(got, exact, **EXACT)
+    leaves = z, weights.amplitude
+    slopes = [torch.autograd.grad(mask.square().sum(), leaves) for mask in (got, exact)]
+    torch.testing.assert_close(*slopes, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("learn_sigma", [False, True])
@@ -18,18 +155,6 @@ def test_weights_of_nodes_around_a_mean(learn_sigma):
     xi, weights = nodes()
     torch.testing.assert_close((-nodes.log_density(xi)).exp() / 8, weights, rtol=1e-9, atol=0)
     torch.testing.assert_close(xi, 0.3 + 0.4 * nodes.eps, rtol=0, atol=1e-6)
-
-
-def test_a_shared_kernel_is_saved_once_and_survives_a_copy():
-    module = torch.nn.Module()
-    module.spectrum = make("matern")
-    module.nodes = DensityNodes(module.spectrum, 5)
-    assert {*module.state_dict()} == {"nodes.unit", "spectrum.amplitude", "spectrum.log_length"}
-    twin = copy.deepcopy(module)
-    assert twin.nodes.density is twin.spectrum is not module.spectrum
-    own = DensityNodes(make("laplace"), 5, shared=False)
-    learned = [name for name, p in own.named_parameters() if p.requires_grad]
-    assert learned == ["proposal.log_length"]
 
 
 def random_position(heads: int, nodes: int, seed: int = 0) -> SpectralPosition:
@@ -65,3 +190,122 @@ def test_both_factors_have_one_size():
     coefficients = position.nodes.sample(position.spectrum)[1]
     torch.testing.assert_close(left, (coefficients.abs() + position.floor).sqrt(), **EXACT)
     torch.testing.assert_close(left * right, coefficients, **EXACT)
+
+
+CELL = torch.tensor([[7.0, 0.0, 0.0], [2.5, 6.0, 0.0], [-1.5, 2.0, 8.0]], dtype=torch.float64)
+PBC = {"crystal": [1, 1, 1], "slab": [1, 1, 0], "wire": [1, 0, 0], "molecule": [0, 0, 0]}
+ANY_AXIS = {**PBC, "slab along b and c": [0, 1, 1], "slab along a and c": [1, 0, 1]}
+
+
+def gaussians(*widths: float, heads: int = 2) -> GaussianBasis:
+    torch.manual_seed(0)
+    basis = GaussianBasis(heads, len(widths), amplitude=0.5, positive=True).double()
+    basis.log_width.data = torch.tensor(widths).double().log()
+    return basis
+
+
+def periodic(kind: str) -> Tensor:
+    return torch.tensor([ANY_AXIS[kind]]).bool()
+
+
+def atoms(count: int = 6, seed: int = 0) -> Tensor:
+    return 3 + randn(1, count, 3, seed=seed).clamp(-1.5, 1.5) * 2
+
+
+def nodes_of(positions, cell, pbc, max_frequency, **options):
+    graph = torch.arange(len(positions)).repeat_interleave(positions.shape[1])
+    extent = free_extent(positions.flatten(0, 1), graph, cell, pbc)
+    return reciprocal_nodes(cell, pbc, max_frequency, extent, **options)
+
+
+def product(spectrum, positions, nodes) -> Tensor:
+    """U_i . V_j: (b, heads, n, n)."""
+    left, right = SpectralPosition(spectrum, None).factors(positions, positions, nodes)
+    return left @ right.mT
+
+
+def mask(spectrum: Spectrum, positions, cell, pbc, max_frequency=0.6, **options) -> Tensor:
+    return product(spectrum, positions, nodes_of(positions, cell, pbc, max_frequency, **options))
+
+
+def image_sum(spectrum: Spectrum, positions: Tensor, cell: Tensor, pbc: Tensor) -> Tensor:
+    """sum_T f(r_i - r_j + T) over 13 images on either side of every periodic axis."""
+    steps = [torch.arange(-13.0, 14.0) if p else torch.zeros(1) for p in pbc[0].tolist()]
+    images = torch.cartesian_prod(*steps).double() @ torch.where(pbc[0, :, None], cell[0], 0.0)
+    delta = positions[:, :, None] - positions[:, None]
+    return spectrum.mask(delta[..., None, :] + images).sum(dim=-1)
+
+
+@pytest.mark.parametrize("kind", ANY_AXIS)
+def test_equals_the_sum_over_images(kind):
+    """Measured 1.5e-9 with the frequencies 1.2 / width and a reach of 7 widths."""
+    spectrum, x = gaussians(2.0, 2.3), atoms()
+    fast = mask(spectrum, x, CELL[None], periodic(kind), 0.6, reach=16.1)
+    exact = image_sum(spectrum, x, CELL[None], periodic(kind))
+    assert (fast - exact).abs().max() < 1e-8
+
+
+@pytest.mark.parametrize("max_frequency", [0.25, 0.5])
+def test_nodes_are_all_vectors_of_half_the_ball(max_frequency):
+    cell = torch.tensor([[[8.0, 0.0, 0.0], [1.5, 8.0, 0.0], [0.0, 0.0, 29.9]]]).double()
+    nodes, _ = reciprocal_nodes(cell, torch.ones(1, 3).bool(), max_frequency)
+    box = np.indices((41, 41, 41)).reshape(3, -1).T - 20
+    ball = np.linalg.norm(box @ np.linalg.inv(cell[0].numpy()).T, axis=1) < max_frequency
+    assert 2 * nodes.shape[1] - 1 == ball.sum()
+    assert nodes[0, 0].abs().max() == 0 and nodes.norm(dim=-1).max() < max_frequency
+    integers = nodes @ cell.mT
+    torch.testing.assert_close(integers, integers.round(), **EXACT)
+
+
+@pytest.mark.parametrize("taper", ["step", "positive"])
+def test_nodes_enter_with_weight_zero(taper):
+    """A threshold exactly at lattice vectors, passed by rounding, makes no difference."""
+    spectrum, x = gaussians(0.7), atoms()
+    cube = 6 * torch.eye(3).double()[None]
+    inside, outside = (
+        nodes_of(x, cube, periodic("crystal"), k, taper=taper) for k in (0.5 - 5e-7, 0.5 + 5e-7)
+    )
+    assert outside[0].shape[1] - inside[0].shape[1] == 15  # pairs of (3, 0, 0), (2, 2, 1)
+    difference = (product(spectrum, x, inside) - product(spectrum, x, outside)).abs().max()
+    assert 0 < difference < 1e-5
+
+
+def test_positive_taper_keeps_positive():
+    """A sharp positive kernel, far below the resolution: the step ripples to -6 % of its height."""
+    spectrum, cell = gaussians(0.7), 40 * torch.eye(3).double()[None]
+    line = torch.zeros(1, 100, 3).double()
+    line[0, :, 0] = torch.linspace(0, 20, 100)
+    step, positive = (
+        product(spectrum, line, reciprocal_nodes(cell, periodic("crystal"), 0.3, taper=taper))[0, 0]
+        for taper in ("step", "positive")
+    )
+    assert step[0].min() < -0.05 * step[0, 0]
+    assert 0 < positive[0].min() < 1e-4 * positive[0, 0]  # with a kink in the taper: 6e-4
+
+
+def test_extent():
+    """Per direction that is free, 0 without atoms."""
+    x = torch.tensor([[0.0, 0.0, 1.0], [2.0, 5.0, 4.0]]).double().repeat(4, 1)[:7]
+    atom = torch.tensor([0, 0, 1, 1, 2, 2, 3])
+    pbc = torch.tensor([[1, 1, 1], [0, 1, 1], [0, 0, 0], [0, 0, 0], [0, 0, 0]]).bool()
+    cell = 9 * torch.eye(3).double().repeat(5, 1, 1)
+    expected = torch.tensor([[0.0, 0, 0], [0, 0, 2], [2, 3, 5], [0, 0, 0], [0, 0, 0]]).double()
+    for origin in (-100.0, 100.0):
+        found = free_extent(x + origin, atom, cell, pbc).sort(dim=1).values
+        torch.testing.assert_close(found, expected)
+    assert (free_extent(x[:0], atom[:0], cell, pbc) == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_skewed_cells_have_the_gradient_of_their_nodes(dtype):
+    """Nodes of a cell that has to be reduced follow a strain as those of the reduced one do."""
+    short = torch.tensor([[4.0, 0.2, 0.1], [0.3, 4.5, 0.2], [0.1, 0.2, 5.0]], dtype=dtype)
+    skew = torch.tensor([[1.0, 2, 0], [0, 1, 0], [3, 1, 1]], dtype=dtype)
+    found = []
+    for basis in (torch.eye(3, dtype=dtype), skew):
+        strain = torch.zeros(3, 3, dtype=dtype, requires_grad=True)
+        cell = basis @ short @ (torch.eye(3, dtype=dtype) + strain)
+        nodes, weights = reciprocal_nodes(cell[None], torch.ones(1, 3).bool(), 0.5)
+        total = (weights * (-nodes.square().sum(dim=-1)).exp()).sum()
+        found.append(torch.autograd.grad(total, strain)[0])
+    torch.testing.assert_close(*found)

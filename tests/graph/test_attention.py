@@ -1,17 +1,19 @@
-"""GraphAttention keeps its promises, whatever it is built from: batches, symmetries, errors."""
+"""GraphAttention in any batch and class of sizes: symmetries, forms, precision, compilation."""
 
 import copy
+from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
+from graph.test_potential import data, ethanol, potential, salt, slab
 from graph_cases import (
     ALL,
     DIM,
-    EXACT,
     FEW,
     HEADS,
     TRICLINIC,
+    Graph,
     close,
     collated,
     graph,
@@ -19,10 +21,11 @@ from graph_cases import (
     mixed,
     run,
 )
+from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.export import Dim, export
+from torch_geometric.data import Batch
 
-from molflt.graph import GraphAttention
+from molflt.graph import GraphAttention, sizes
 
 
 @pytest.mark.parametrize("kind", ALL, ids=str)
@@ -95,16 +98,6 @@ def test_linear_equals_quadratic(kind):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
 
 
-def test_performer_needs_no_positions():
-    torch.manual_seed(0)
-    layer = GraphAttention(DIM, HEADS, position="none", mixing="linear").double()
-    arguments = {name: collated(mixed())[name] for name in ("x", "batch", "batch_size")}
-    out = layer(**arguments)
-    torch.testing.assert_close(layer(**arguments, pos=torch.zeros(25, 3)), out, **EXACT)
-    x = arguments["x"]
-    torch.testing.assert_close(layer(x[:7]), out[:7], **EXACT)
-
-
 @pytest.mark.parametrize("kind", FEW, ids=str)
 def test_defaults_of_batch_cell_and_pbc(kind):
     """One graph needs no batch; (3, 3) and (3,) serve all graphs; a cell alone is periodic."""
@@ -120,20 +113,8 @@ def test_defaults_of_batch_cell_and_pbc(kind):
     close([alone], run(layer, [molecule]))
 
 
-@pytest.mark.parametrize("kind", FEW, ids=str)
-def test_no_atoms_at_all(kind):
-    layer = kind.build()
-    x = torch.zeros(0, DIM, dtype=torch.float64, requires_grad=True)
-    for more in ({}, {"batch": torch.zeros(0, dtype=torch.long), "batch_size": 3}):
-        out = layer(x, torch.zeros(0, 3), cell=TRICLINIC, **more)
-        assert out.shape == (0, DIM)
-        out.sum().backward()
-    no_graphs = {"cell": torch.zeros(0, 3, 3), "batch": torch.zeros(0, dtype=torch.long)}
-    assert layer(x, torch.zeros(0, 3), **no_graphs).shape == (0, DIM)
-
-
 @pytest.mark.parametrize("kind", [*FEW, kinds("softmax")[0]], ids=str)
-def test_reset_redraw_load_and_copy(kind):
+def test_redraw_load_and_copy(kind):
     layer, graphs = kind.build(), mixed()
     twin, before = kind.build(seed=1), torch.cat(run(layer, graphs))
     assert (torch.cat(run(twin, graphs)) - before).abs().max() > 1e-3
@@ -148,12 +129,6 @@ def test_reset_redraw_load_and_copy(kind):
     assert ((redrawn - before).abs().max() > 1e-6) == (kind.mixing != "softmax")
     assert torch.equal(torch.cat(run(twin, graphs)), redrawn)
     assert all((value == learned[name]).all() for name, value in layer.named_parameters())
-
-    layer.reset_parameters()
-    state = layer.state_dict()
-    assert all(value.dtype == torch.float64 for value in layer.parameters())
-    assert not torch.equal(state["attention.to_query.weight"], learned["attention.to_query.weight"])
-    assert torch.isfinite(torch.cat(run(layer, graphs))).all()
 
 
 @pytest.mark.parametrize("kind", [*FEW, *kinds("softmax")[:2]], ids=str)
@@ -221,38 +196,59 @@ def test_one_compiled_graph_for_all_sizes(form):
     assert count.frame_count == (2 if backend == "aot_eager" else 1)  # forward and backward
 
 
-@pytest.mark.parametrize("batch", [None, torch.zeros(6, dtype=torch.long)])
-def test_one_cell_without_a_batch_size_compiles(batch):
-    """One graph is known from `batch=None`; the last index is not below 0."""
-    torch.compiler.reset()
-    torch.manual_seed(0)
-    layer = GraphAttention(DIM, HEADS, num_features=4, **FORMS["reciprocal"]).double().eval()
-    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="eager")
-    given = (
-        torch.randn(6, DIM).double(),
-        5 * torch.rand(6, 3).double(),
-        batch,
-        6 * torch.eye(3).double(),
+ROUNDING = {"rtol": 1e-12, "atol": 1e-12}
+EACH = [
+    kind for kind in kinds("linear", "quadratic", "softmax", "auto") if kind.nodes == "gaussian"
+]
+
+
+def in_classes(monkeypatch, compute: Callable[[], list[Tensor]]) -> list[list[Tensor]]:
+    """Results in one class and in as many classes as there are sizes, which are equal."""
+    found = []
+    for start in (torch.inf, 0):
+        monkeypatch.setattr(sizes, "_START", {"cpu": start})
+        found.append(compute())
+    for one, other in zip(*found, strict=True):
+        scale = max(1.0, float(other.detach().nan_to_num().abs().max()))
+        torch.testing.assert_close(one / scale, other / scale, **ROUNDING, equal_nan=True)
+    return found
+
+
+def batch() -> list[Graph]:
+    """Also two of one size, and sizes that are not in order."""
+    return [*mixed(), graph("slab", 9), graph("crystal", 12)]
+
+
+def with_gradients(layer: GraphAttention, graphs: list[Graph]) -> list[Tensor]:
+    """Outputs, and gradients in atoms, positions, perhaps cells, and all parameters."""
+    arguments = collated(graphs)
+    by_cell = layer.encoding.frequency_projection is None
+    leaves = [arguments[name].requires_grad_() for name in ("x", "pos", "cell")[: 2 + by_cell]]
+    out = layer(**arguments)
+    loss = (out * out.detach().cos()).sum()
+    grads = torch.autograd.grad(
+        loss, [*leaves, *layer.parameters()], allow_unused=True, materialize_grads=True
     )
-    with torch.no_grad():
-        close(compiled(*given), layer(*given))
+    return [out.detach(), *grads]
 
 
-def test_one_exported_program_for_all_sizes():
-    torch.manual_seed(0)
-    layer = GraphAttention(DIM, HEADS, num_features=4, **FORMS["reciprocal"]).double()
-    atoms, graphs = Dim("atoms", min=2), Dim("graphs", min=2)
-    given = arguments_of(SHAPES[0], True)
-    shapes = {name: {0: graphs if name in ("cell", "pbc") else atoms} for name in given}
-    program = export(layer, (), given, dynamic_shapes=shapes).module()
-    for shape in SHAPES[1:]:
-        given = arguments_of(shape, True)
-        close(program(**given), layer(**given))
+@pytest.mark.parametrize("kind", EACH, ids=str)
+def test_classes_are_the_padded_batch(kind, monkeypatch):
+    """To 1e-12, gradients too; and each graph alone."""
+    layer, graphs = kind.build(), batch()
+    found = in_classes(monkeypatch, lambda: with_gradients(layer, graphs))
+    alone = torch.cat([run(layer, [each])[0] for each in graphs])
+    torch.testing.assert_close(found[1][0], alone, **ROUNDING)
 
 
-def test_compiled_layers_refuse_data_dependent_checks():
-    """A periodic structure for a layer that was not told what to do with it."""
-    layer = GraphAttention(DIM, HEADS).double()
-    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="eager")
-    with pytest.raises(Exception, match="periodic="):
-        compiled(**arguments_of(SHAPES[0], True))
+def test_forces_stress_and_training_on_them(monkeypatch):
+    """Second derivatives, in molecules, which have all pairs in place of nodes, and crystals."""
+    net = potential().train()
+
+    def compute() -> list[Tensor]:
+        out = net(Batch.from_data_list([data(atoms) for atoms in (salt(), ethanol(), slab())]))
+        loss = (out["forces"] - 0.1).square().sum() + out["energy"].sum()
+        grads = torch.autograd.grad(loss, net.parameters(), materialize_grads=True)
+        return [out["energy"], out["forces"], out["stress"], *grads]
+
+    in_classes(monkeypatch, compute)

@@ -1,11 +1,19 @@
 """Energies as a function of tensors alone, also exported, are those of the model."""
 
+import json
+import shutil
+
 import pytest
 import torch
+from ase import Atoms
+from ase.io import write
 from graph.test_regressor import FLT, KERNEL, PERFORMER, STRUCTURES, model, structure
-from torch._dynamo.testing import CompileCounterWithBackend
+from tiny_run import error_of, start, write_data
 from torch_geometric.data import Batch
 
+import molflt
+from molflt.commands.cli import main
+from molflt.graph import computation
 from molflt.graph.computation import EnergyComputation, EnergyInputs, export_energies
 
 EXACT = {"rtol": 0.0, "atol": 1e-10}
@@ -43,24 +51,6 @@ def test_computation_from_tensors_equals_the_model(variant):
         torch.testing.assert_close(found, net(batch)["energy"], **EXACT)
 
 
-@pytest.mark.parametrize("variant", ["surface", "flt-reciprocal"])
-@torch.no_grad()
-def test_one_compiled_graph_for_all_sizes(variant):
-    """Of two atoms, graphs and nodes and more: compilers treat a size of 1 on its own.
-
-    They also take sizes that are equal at first for one size, so there are 5 graphs at first.
-    """
-    net = model(**{**VARIANTS[variant], "layers": 1}).eval()
-    torch.compiler.reset()
-    count = CompileCounterWithBackend("eager")
-    compute = torch.compile(EnergyComputation(net), fullgraph=True, dynamic=True, backend=count)
-    for sizes in ([9, 12, 7, 5, 8], [20, 13, 15, 8], [30, 14]):
-        batch = Batch.from_data_list([structure(n, n) for n in sizes])
-        found = compute(*EnergyInputs.of(net, batch))
-        torch.testing.assert_close(found, net(batch)["energy"], **EXACT)
-    assert count.frame_count == 1
-
-
 @torch.no_grad()
 def test_one_exported_program_for_all_sizes():
     """Reciprocal nodes, near pairs, radial summary and all, from a single atom on."""
@@ -69,3 +59,66 @@ def test_one_exported_program_for_all_sizes():
     for batch in batches(untagged=False):
         found = run(*EnergyInputs.of(net, batch))
         torch.testing.assert_close(found, net(batch)["energy"], **EXACT)
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """The folder of an exported model with machine code."""
+    if shutil.which("g++") is None and shutil.which("clang++") is None:
+        pytest.skip("no C++ compiler")
+    root = tmp_path_factory.mktemp("compiled")
+    steps = ["--trainer.max_steps=2", "--trainer.val_every=2", "--trainer.checkpoint_every=2"]
+    assert start(write_data(root / "data"), root / "run", *steps, "--model.layers=1") == 0
+    words = ["export", str(root / "run"), str(root / "out"), "--about=energies"]
+    assert main([*words, "--compiled=true"]) == 0
+    return root / "out"
+
+
+def structures(*sizes: int) -> list[Atoms]:
+    torch.manual_seed(0)
+    found = []
+    for size in sizes:
+        atoms = Atoms([29] * (size - 1) + [8], 2 * torch.rand(size, 3) * size**0.5, pbc=True)
+        atoms.set_cell([8, 9, 10])
+        atoms.set_tags([1] * (size - 1) + [2])
+        found.append(atoms)
+    return found
+
+
+def test_one_package_for_all_sizes(exported, monkeypatch):
+    """From one atom on; what has no room in a matrix is left to the model."""
+    given = structures(1, 2, 3, 17, 60, 300)
+    eager, fast = molflt.load(exported), molflt.load(exported, compiled=True)
+    for batch_size in (1, 6):
+        energies = [
+            [one.energy for one in m.predict(given, batch_size, force=True)] for m in (eager, fast)
+        ]
+        assert energies[1] == pytest.approx(energies[0], abs=1e-5)  # float32
+    calls = []
+    program, fast.compiled.program = (
+        fast.compiled.program,
+        lambda *x: calls.append(x) or program(*x),
+    )
+    monkeypatch.setattr(computation, "_MOST_IN_MATRIX", 20)
+    assert [one.energy for one in fast.predict(given, 1, force=True)] == pytest.approx(
+        energies[0], abs=1e-5
+    )
+    assert len(calls) == (4 if fast.compiled.matrix else 6)
+    with pytest.raises(ValueError, match="embedding"):
+        fast.predict(given, embedding="pooled", force=True)
+    with pytest.raises(ValueError, match="mesh_order"):
+        fast.use_mesh_()
+
+
+def test_unsupported_inputs_of_compiled_code_are_refused(exported, tmp_path, capsys):
+    out = tmp_path / "out"
+    shutil.copytree(exported, out)
+    words = ["predict", str(out), str(tmp_path / "in.extxyz"), "--compiled=true"]
+    write(tmp_path / "in.extxyz", structures(5))
+    record = json.loads((out / "energies.json").read_text())
+    for key in record:
+        (out / "energies.json").write_text(json.dumps({**record, key: "other"}))
+        assert f"made for {key} 'other'; here is" in error_of(capsys, *words)
+    (out / "energies.json").unlink()
+    assert "export the run again, with --compiled true" in error_of(capsys, *words)
+    assert "the CPU; got device='cuda'" in error_of(capsys, *words, "--device=cuda")

@@ -1,4 +1,4 @@
-"""Skewed and huge cells, and atoms at one place: the same numbers, or a refusal."""
+"""Extreme structures and inputs of several forms: the same numbers, or a refusal."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 from ase.geometry import minkowski_reduce
+from refusals.graph import SMALL, data
 from torch import Tensor
 from torch_geometric.data import Batch, Data
 
 from molflt.atoms import reduced_cell
-from molflt.graph import Potential
+from molflt.graph import EnergyRegressor, Potential
 from molflt.graph import long_range as long_range_module
 from molflt.graph.geometry import Geometry
 from molflt.graph.long_range import inverse_power_sums
@@ -135,19 +136,71 @@ def test_the_split_of_large_cells_changes_nothing(monkeypatch, pbc, powers):
             torch.testing.assert_close(mine, first, rtol=1e-7, atol=1e-6)
 
 
-def test_far_fragments_do_not_add_cost(monkeypatch):
-    """No cell list, node or pair grows with the space between them."""
-    monkeypatch.setattr("molflt.graph.memory._SMALL", 0)
-    monkeypatch.setattr("molflt.graph.memory.available_memory", lambda: 2**25)
-    model, rng = potential(far_field=False, messages=1, radial_basis=0), np.random.default_rng(0)
-    count = 150
-    fragment = torch.tensor(4 * rng.random((4, 3)))
-    places = torch.tensor(9e4 * rng.random((count, 1, 3)))
-    many = batch(fragment, pbc=False)
-    many.pos = (fragment + places).reshape(-1, 3)
-    many.atomic_numbers = many.atomic_numbers.repeat(count)
-    many.batch = torch.zeros(4 * count, dtype=torch.long)
-    many.ptr = torch.tensor([0, 4 * count])
-    found, one = model(many), model(batch(fragment, pbc=False))
-    assert float((found["energy"] / count - one["energy"]).abs()) < 1e-9
-    assert float((found["forces"] - one["forces"].repeat(count, 1)).abs().max()) < 1e-8
+@pytest.fixture(scope="module")
+def model() -> EnergyRegressor:
+    torch.manual_seed(0)
+    net = EnergyRegressor(**SMALL, readout="all").eval()
+    torch.nn.init.normal_(net.position_head.weight.weight)
+    return net
+
+
+def energy(model: EnergyRegressor, given: Data) -> torch.Tensor:
+    with torch.no_grad():
+        return model(given)["energy"]
+
+
+def test_forms_of_one_structure(model) -> None:
+    """A cell of (3, 3), another precision or integer type, and defaults are no other structure."""
+    expected = energy(model, data())
+    cell, axes = 6 * torch.eye(3), torch.tensor([True, True, False])
+    for same in (
+        data(cell=cell, pbc=axes),
+        data(pos=data().pos.double(), cell=cell[None].double()),
+        data(atomic_numbers=data().atomic_numbers.int(), tags=data().tags.to(torch.uint8)),
+        data(cell=6 * torch.eye(3, dtype=torch.long)[None]),
+        data(fixed=None),
+        Batch.from_data_list([data()]),
+        Batch.from_data_list([data(cell=cell, pbc=axes)]),
+    ):
+        torch.testing.assert_close(energy(model, same), expected, rtol=0, atol=1e-6)
+    half = energy(model, data(pos=data().pos.half()))
+    torch.testing.assert_close(half, expected, rtol=0, atol=1e-2)
+    two = energy(model, Batch.from_data_list([data(cell=cell, pbc=axes)] * 2))
+    torch.testing.assert_close(two, expected.expand(2), rtol=0, atol=1e-6)
+
+
+def test_a_molecule_needs_no_cell(model) -> None:
+    far = data(cell=100 * torch.eye(3)[None], pbc=torch.zeros(1, 3, dtype=torch.bool))
+    expected = energy(model, far)
+    for molecule in (
+        data(cell=None, pbc=None),
+        data(cell=None, pbc=torch.zeros(3, dtype=torch.bool)),
+    ):
+        torch.testing.assert_close(energy(model, molecule), expected, rtol=0, atol=1e-6)
+
+
+DEVICES = {
+    "near": (EnergyRegressor, {}),
+    "mesh": (EnergyRegressor, {"periodic": "mesh", "mixing": "linear"}),
+    "images": (EnergyRegressor, {"periodic": "images", "position": "spectral"}),
+    "moves": (EnergyRegressor, {"move_atoms": True, "refinements": 2}),
+    "potential": (Potential, {"messages": 1}),
+    "long range": (Potential, {"long_range": [1], "far_field": False}),
+}
+
+
+@pytest.mark.parametrize("case", DEVICES)
+def test_another_default_device_changes_nothing(case) -> None:
+    """Energies, and gradients of a step of training."""
+    make, options = DEVICES[case]
+    torch.manual_seed(0)
+    net, found = make(**SMALL, **options), []
+    batch = Batch.from_data_list([data(), data()])
+    for device in ("cpu", "meta"):
+        net.zero_grad()
+        with torch.device(device):
+            out = net.train()(batch)
+            out["energy"].sum().backward()
+        grads = [p.grad.flatten() for p in net.parameters() if p.grad is not None]
+        found.append(torch.cat([out["energy"].flatten(), *grads]))
+    assert torch.equal(*found)

@@ -1,7 +1,8 @@
-"""The potential: smooth, extensive, exactly periodic; forces and stress are its derivatives."""
+"""The potential: smooth, extensive, exactly periodic; derivatives; sums of inverse powers."""
 
 from __future__ import annotations
 
+import math
 import warnings
 
 import numpy as np
@@ -10,11 +11,14 @@ import torch
 from ase import Atoms
 from ase.build import add_adsorbate, bulk, fcc111, molecule
 from graph_cases import data
-from scipy.spatial.transform import Rotation
-from torch_geometric.data import Batch, Data
+from torch import Tensor
+from torch_geometric.data import Batch
 
+import molflt
 from molflt.atoms import Tag
+from molflt.graph import long_range
 from molflt.graph.geometry import Geometry
+from molflt.graph.long_range import COULOMB, LongRange, inverse_power_sums
 from molflt.graph.neighbors import neighbor_list
 from molflt.graph.periodic import Reciprocal
 from molflt.graph.potential import Potential
@@ -72,15 +76,6 @@ def forces_along(model: torch.nn.Module, atoms: Atoms, step: np.ndarray, count: 
 def kink(forces: np.ndarray) -> float:
     """Largest second difference, over that of every second place: 1/4 if smooth, 1 of a kink."""
     return np.abs(np.diff(forces, 2)).max() / np.abs(np.diff(forces[::2], 2)).max()
-
-
-@pytest.mark.parametrize("atoms", [ethanol(), slab(), salt()], ids=["molecule", "slab", "crystal"])
-def test_no_kink_along_a_path_of_600_points(atoms):
-    """Past neighbors, through cutoffs, and out of what the structure spans."""
-    step = np.zeros((len(atoms), 3))
-    step[-1] = [3.0, 2.0, 3.5]
-    forces = forces_along(potential(radial_basis=0), atoms, step, 601)
-    assert np.ptp(forces) > 1e-4 and kink(forces) < 0.3
 
 
 def test_smooth_extents_remove_the_kink():
@@ -171,46 +166,6 @@ def test_forces_and_stress_are_exact_under_autocast(monkeypatch):
     assert all(torch.equal(found[name], expected[name]) for name in ("energy", "forces", "stress"))
 
 
-def test_potentials_train_and_predict_under_autocast():
-    batch = Batch.from_data_list([data(salt()), data(slab())])
-    for name in ("pos", "cell"):
-        batch[name] = batch[name].float()
-    for more in ({"near_exact": True}, {"long_range": [1], "far_field": False}):
-        model = potential(near_field=4.0, **more).float()
-        exact = model(batch)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            found = model(batch)
-            model.train()(batch)["forces"].square().sum().backward()
-        error = found["forces"] - exact["forces"]
-        assert 0 < error.norm() < 0.05 * exact["forces"].norm(), error.norm()
-        assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
-
-
-def test_a_molecule_turns_and_needs_no_cell():
-    model, atoms = potential(), ethanol()
-    alone = Data(pos=torch.tensor(atoms.positions), atomic_numbers=torch.tensor(atoms.numbers))
-    out = model(alone)
-    assert out.keys() == {"energy", "forces", "embedding"}
-    turn = Rotation.random(random_state=0).as_matrix()
-    alone.pos = alone.pos @ torch.tensor(turn).T
-    turned = model(alone)
-    assert abs(float(turned["energy"] - out["energy"])) < 1e-10
-    back = turned["forces"] @ torch.tensor(turn)
-    assert float((back - out["forces"]).abs().max()) < 1e-10
-
-
-@pytest.mark.parametrize("options", [{}, {"near_field": 0}, {"near_exact": True}])
-def test_all_pairs_of_a_molecule_are_its_crystal_in_a_large_box(options):
-    """Two ways to one number, but for what the kernel is beyond half of the box."""
-    atoms, found = ethanol(), []
-    for side, pbc in ((10.0, False), (40.0, True)):
-        atoms.set_cell([side] * 3)
-        atoms.pbc = pbc
-        found.append(potential(**options)(data(atoms)))
-    assert abs(float(found[0]["energy"] - found[1]["energy"])) < 1e-4
-    assert float((found[0]["forces"] - found[1]["forces"]).abs().max()) < 1e-4
-
-
 def test_inference_mode_has_forces():
     model = potential()
     with torch.inference_mode():
@@ -224,3 +179,284 @@ def test_a_molecule_without_end_is_refused():
     with pytest.raises(ValueError, match="atoms of a molecule are 90,000 Å apart; expected at mos"):
         potential()(data(far))
     assert potential()(data(near))["forces"].isfinite().all()
+
+
+# Epstein's zeta function of the simple cubic lattice: sum' 1 / r^p, for p < 3 continued
+EPSTEIN = {1: -2.83729747948, 2: -8.91363291758, 4: 16.5323159597617, 6: 8.40192397482754}
+MADELUNG = {  # of the nearest distance, in units of the cube's side
+    "rocksalt": (1.747564594633, 1 / 2),
+    "cesiumchloride": (1.762674773071, 3**0.5 / 2),
+    "zincblende": (1.638055053389, 3**0.5 / 4),
+}
+
+
+@pytest.fixture
+def exact(monkeypatch):
+    """Near pairs and nodes that end below rounding: what is left is no error of the cutoffs."""
+    monkeypatch.setattr(long_range, "_DEPTH", 6.6)
+    monkeypatch.setattr(long_range, "_HIGHEST", 2.4)
+    monkeypatch.setattr(long_range, "_APART", 6.5)
+
+
+def skewed(height: float = 0.0, pbc=(True, True, False)) -> Atoms:
+    """Four atoms on a skewed plane."""
+    places = [[0, 0, 0], [2.0, 2.1, 0.4], [2.2, 0.1, 3.0], [0.1, 1.9, 4.1]]
+    cell = [[4.0, 0.3, 0], [0.2, 4.2, 0], [0, 0, height]]
+    return Atoms("NaClNaCl", places, cell=cell, pbc=pbc)
+
+
+def energy(atoms: Atoms, charges, powers=(1,), **options) -> Tensor:
+    """1/2 sum q q / r^p of the same charges for each power: (powers,)."""
+    return sum(parts(atoms, charges, powers, **options))
+
+
+def parts(atoms: Atoms, charges, powers=(1,), dtype=torch.float64, **options) -> list[Tensor]:
+    geometry = Geometry.of_data(data(atoms))
+    geometry = geometry._replace(pos=geometry.pos.to(dtype), cell=geometry.cell.to(dtype))
+    q = torch.as_tensor(charges, dtype=dtype).view(-1, 1, 1).expand(-1, len(powers), 1)
+    return [x[0, :, 0] for x in inverse_power_sums(q, geometry, powers, **options)]
+
+
+def derivatives(atoms: Atoms, charges, power: int, **options) -> list[Tensor]:
+    """Energy and its gradients by positions, cell and charges."""
+    inputs = [torch.tensor(x) for x in (atoms.positions, atoms.cell.array, np.array(charges))]
+    pos, cell, q = (x.requires_grad_() for x in inputs)
+    geometry = Geometry.of(pos, cell=cell, pbc=torch.tensor(atoms.pbc))
+    near, far = inverse_power_sums(q.view(-1, 1, 1), geometry, [power], **options)
+    total = (near + far).sum()
+    return [total, *torch.autograd.grad(total, (pos, cell, q))]
+
+
+@pytest.mark.parametrize("structure", MADELUNG)
+def test_madelung_constants(structure):
+    constant, nearest = MADELUNG[structure]
+    names = {"rocksalt": "NaCl", "cesiumchloride": "CsCl", "zincblende": "ZnS"}
+    atoms = bulk(names[structure], structure, 5.0)
+    for cutoff in (5.0, 8.0, 11.0):
+        found = -float(energy(atoms, [1.0, -1.0], cutoff=cutoff)) * 5.0 * nearest
+        assert found == pytest.approx(constant, abs=5e-7)
+
+
+@pytest.mark.parametrize("power", EPSTEIN)
+def test_sums_over_the_cubic_lattice(power, exact):
+    """Of one kind of charge: for p < 3 with the background that neutralizes it."""
+    atoms = Atoms("Na", cell=[2.5] * 3, pbc=True)
+    found = 2 * float(energy(atoms, [1.0], (power,), cutoff=7.0)) * 2.5**power
+    assert found == pytest.approx(EPSTEIN[power], abs=1e-10)
+
+
+@pytest.mark.parametrize("power", EPSTEIN)
+def test_the_split_does_not_matter(power, exact):
+    """Near and far parts come from different formulas, and only their sum does not depend on it."""
+    charges = [0.7, -0.4]
+    one, other = (derivatives(salt(), charges, power, cutoff=cutoff) for cutoff in (5.0, 7.0))
+    for a, b in zip(one, other, strict=True):
+        assert float(a.detach().abs().max()) > 1e-3
+        torch.testing.assert_close(a, b, rtol=0, atol=2e-10)
+
+
+@pytest.mark.parametrize("charges", [[0.7, -0.4, -0.5, 0.2], [0.7, 0.4, 0.5, -0.2]])
+def test_a_slab_is_its_crystal_with_the_dipole_term(charges, exact):
+    """J. Chem. Phys. 131, 094107 (2009), also of net charges; with gradients."""
+    height, q = 30.0, torch.tensor(charges)
+    found = derivatives(skewed(), charges, 1, cutoff=7.0)
+    expected = derivatives(skewed(height, True), charges, 1, cutoff=7.0)
+    pos = torch.tensor(skewed().positions, requires_grad=True)
+    cell = torch.tensor(skewed().cell.array, requires_grad=True)
+    area, z = torch.linalg.cross(cell[0], cell[1]).norm(), pos[:, 2]
+    dipole = (q * z).sum() ** 2 - q.sum() * (q * z**2).sum() - q.sum() ** 2 * height**2 / 12
+    term = 2 * math.pi / (area * height) * dipole
+    slopes = torch.autograd.grad(term, (pos, cell))
+    assert abs(float(found[0] - expected[0] - term)) < 1e-10
+    torch.testing.assert_close(found[1], expected[1] + slopes[0], rtol=0, atol=1e-10)
+    along = found[2][:2, :2] - (expected[2] + slopes[1])[:2, :2]
+    assert float(along.abs().max()) < 1e-10
+
+
+@pytest.mark.parametrize("power", EPSTEIN)
+@pytest.mark.parametrize("smearing", [0.0, 0.8])
+def test_molecules_are_all_pairs(power, smearing):
+    atoms = ethanol()
+    atoms.positions[-1] += 12.0  # beyond the cutoff
+    charges = np.linspace(-1, 2, len(atoms))
+    pos = torch.tensor(atoms.positions, requires_grad=True)
+    i, j = torch.triu_indices(len(atoms), len(atoms), 1)
+    r, q = (pos[i] - pos[j]).norm(dim=1), torch.tensor(charges)
+    law = torch.special.gammainc(torch.tensor(power / 2), r**2 / 2 / smearing**2) if smearing else 1
+    total = (q[i] * q[j] * law / r**power).sum()
+    near, far = parts(atoms, charges, (power,), smearing=smearing)
+    assert float(near + far) == pytest.approx(float(total), abs=1e-10)
+    assert abs(float(near)) > 1e-3 and abs(float(far)) > 1e-4
+    options = {"smearing": smearing, "cutoff": 8.0}
+    (slope,) = torch.autograd.grad(total, pos)
+    atoms.set_cell(np.eye(3))  # not read
+    found = derivatives(atoms, charges, power, **options)
+    torch.testing.assert_close(found[1], slope, rtol=0, atol=1e-9)
+
+
+def test_smearing_is_gone_at_five_widths():
+    atoms = Atoms("NaCl", [[0, 0, 0], [5.0, 0, 0]], cell=[10.0] * 3, pbc=True)
+    point, wide = (energy(atoms, [1.0, -1.0], smearing=width) for width in (0.0, 1.0))
+    assert float(point - wide) == pytest.approx(0.0, abs=2e-6)
+    atoms.positions[1, 0] = 1.0
+    point, wide = (energy(atoms, [1.0, -1.0], smearing=width) for width in (0.0, 1.0))
+    assert float(wide - point) == pytest.approx(math.erfc(0.5**0.5), abs=1e-6)
+
+
+@pytest.mark.parametrize("atoms", [salt(), skewed()], ids=["crystal", "slab"])
+def test_supercells_other_cells_and_other_images(atoms):
+    charges, per = np.linspace(0.7, -0.4, len(atoms)), 1 / len(atoms)
+    first = energy(atoms, charges) * per
+    for repeat in ((2, 1, 1), (1, 3, 1), (2, 2, 1)):
+        large = atoms.repeat(repeat)
+        found = energy(large, np.tile(charges, len(large) // len(atoms))) / len(large)
+        assert abs(float(found - first)) < 1e-10
+    other = atoms.copy()
+    other.cell[0] += 2 * other.cell[1]
+    other.positions[0] += 3 * other.cell[1] - other.cell[0]
+    other.positions += [0.3, -7.0, 2.0]
+    assert abs(float(energy(other, charges) * per - first)) < 1e-10
+
+
+@pytest.mark.parametrize("atoms", [salt(), skewed()], ids=["crystal", "slab"])
+def test_gradients_by_differences(atoms):
+    """Also of gradients, which is what training on forces takes."""
+    pbc, half = torch.tensor(atoms.pbc), torch.tensor(2)
+    powers = [1, 2, 4, 6] if atoms.pbc.all() else [1]
+
+    def total(pos: Tensor, cell: Tensor, q: Tensor) -> Tensor:
+        charges = q[:, None, None].expand(-1, len(powers), -1)
+        near, far = inverse_power_sums(charges, Geometry.of(pos, cell=cell, pbc=pbc), powers, 4.0)
+        return (near + far).sum() / half
+
+    inputs = (torch.tensor(x) for x in (atoms.positions, atoms.cell.array, np.arange(len(atoms))))
+    inputs = tuple(x.double().requires_grad_() for x in inputs)
+    assert torch.autograd.gradcheck(total, inputs, fast_mode=True)
+    assert torch.autograd.gradgradcheck(total, inputs, fast_mode=True)
+
+
+def test_nodes_in_chunks_are_the_same(monkeypatch):
+    """Also when forces are learned, which differentiates twice what was forgotten."""
+
+    def found() -> list[Tensor]:
+        pos = torch.tensor(salt().positions, requires_grad=True)
+        q = torch.tensor([0.7, -0.4]).view(2, 1, 1).requires_grad_()
+        geometry = Geometry.of_data(data(salt()))._replace(pos=pos)
+        total = sum(inverse_power_sums(q, geometry, [4])).sum()
+        (slope,) = torch.autograd.grad(total, pos, create_graph=True)
+        return [total, slope, *torch.autograd.grad(slope.square().sum(), (pos, q))]
+
+    whole = found()
+    monkeypatch.setattr(long_range, "_TRANSIENT", 64)
+    for a, b in zip(whole, found(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+
+
+def test_single_precision():
+    """Phases are rounded after whole turns are taken off: far from the origin, too."""
+    atoms, charges = salt(), [0.7, -0.4]
+    atoms.positions += 100 * atoms.cell.array.sum(axis=0).round()
+    exact = energy(atoms, charges, (1, 6))
+    atoms.positions = atoms.positions.astype(np.float32)
+    single = energy(atoms, charges, (1, 6), dtype=torch.float32)
+    assert single.dtype == torch.float64
+    torch.testing.assert_close(single, exact, rtol=2e-5, atol=0)
+
+
+def test_axes_without_a_sum_are_refused():
+    other = salt()
+    for pbc, powers in (((True, False, False), (1,)), ((True, True, False), (1, 6))):
+        other.pbc = pbc
+        geometry = Geometry.of_data(Batch.from_data_list([data(salt()), data(other)]))
+        with pytest.raises(ValueError, match=r"does not converge for . periodic axes.*graph 1"):
+            LongRange(3, powers)(torch.zeros(4, 3), geometry)
+
+
+def charged(powers=(1,), **options):
+    """A potential whose latent charges are no longer small."""
+    model = potential(long_range=list(powers), **options)
+    with torch.no_grad():
+        model.long_range.charge.weight.mul_(30)
+    return model
+
+
+def test_weights_of_earlier_versions_keep_their_charges():
+    old, new = charged((1,), long_range_neutral=False), charged((1,))
+    weights = {k: v for k, v in old.state_dict().items() if k != "long_range.neutral"}
+    before = new(data(ethanol()))["energy"]
+    new.load_state_dict(weights)
+    after = new(data(ethanol()))["energy"]
+    assert float(after) == float(old(data(ethanol()))["energy"]) != float(before)
+    new.load_state_dict(charged((1,)).state_dict())
+    assert bool(new.long_range.neutral)
+
+
+def test_parts_of_an_energy():
+    model, batch = charged((1, 6)), Batch.from_data_list([data(salt()), data(ethanol())])
+    out, found = model(batch), model.parts(batch)
+    charges = model.long_range(out["embedding"], Geometry.of_data(batch)).charges
+    assert found.keys() == {"local", "near", "far"}
+    for name, part in found.items():
+        assert part.dtype == torch.float64 and float(part.abs().min()) > 1e-3
+        torch.testing.assert_close(out[f"energy_{name}"], part)
+    torch.testing.assert_close(out["energy"], sum(found.values()), rtol=0, atol=1e-12)
+    signs = torch.tensor([[1.0] * 4, [-1, 1, -1, 1]])  # charges of p = 1 repel their like
+    sums = inverse_power_sums(charges, Geometry.of_data(batch), (1, 6), 8.0, 1.0)
+    for name, part in zip(("near", "far"), sums, strict=True):
+        torch.testing.assert_close(found[name], COULOMB * (part * signs).sum((1, 2)))
+    atoms = salt()
+    atoms.calc = molflt.Calculator(model)
+    total = atoms.get_potential_energy()
+    assert total == pytest.approx(sum(atoms.calc.results[f"energy_{name}"] for name in found))
+
+
+def test_charges_dipoles_and_forces_of_ions():
+    """An ion, a molecule and a charged crystal."""
+    model = charged((1,), total_charge=True, messages=1)
+    with torch.no_grad():
+        model.charge_vector.normal_()
+    batch = Batch.from_data_list([data(ethanol()), data(ethanol()), data(salt())])
+    batch.charge = torch.tensor([1.0, torch.nan, -1.0])
+    out = model(batch)
+    sums = Geometry.of_data(batch).sum(out["charges"])
+    torch.testing.assert_close(sums, torch.tensor([1.0, 0.0, -1.0]).double())
+    first = slice(0, 9)
+    center = batch.pos[first] - batch.pos[first].mean(dim=0)
+    torch.testing.assert_close(out["dipole"][0], out["charges"][first] @ center)
+    assert out["dipole"][:2].isfinite().all() and out["dipole"][2].isnan().all()
+    neutral = model(data(ethanol()))
+    assert abs(float(out["energy"][1] - neutral["energy"])) < 1e-10
+    torch.testing.assert_close(out["charges"][9:18], neutral["charges"])
+    assert abs(float(out["energy"][0] - neutral["energy"])) > 1e-2
+    assert "charges" not in charged((6,))(data(ethanol()))
+    model.train()
+    pos, h = batch.pos.clone(), 1e-4
+    found = []
+    for sign in (1, -1):
+        batch.pos = pos.clone()
+        batch.pos[2, 0] += sign * h
+        found.append(float(model(batch)["energy"].sum()))
+    batch.pos = pos
+    forces = model(batch)["forces"]
+    assert float(forces[2, 0]) == pytest.approx(-(found[0] - found[1]) / 2 / h, abs=1e-5)
+    forces.square().sum().backward()
+    for name in ("charge_vector", "charge_share.score.weight", "long_range.share.score.weight"):
+        gradient = model.get_parameter(name).grad
+        assert gradient.isfinite().all() and gradient.abs().max() > 1e-6
+
+
+LONG_RANGE = {"long_range_cutoff": 4.0, "far_field": False, "long_range_smearing": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("atoms", "options"),
+    [(ethanol(), {}), (slab(), {}), (salt(), {}), (salt(), LONG_RANGE)],
+    ids=["molecule", "slab", "crystal", "long range"],
+)
+def test_no_kink_along_a_path_of_600_points(atoms, options):
+    """Past neighbors, through cutoffs, and out of what the structure spans."""
+    model = charged(radial_basis=0, **options) if options else potential(radial_basis=0)
+    step = np.zeros((len(atoms), 3))
+    step[-1] = [3.0, 2.0, 3.5]
+    forces = forces_along(model, atoms, step, 601)
+    assert np.ptp(forces) > 1e-4 and kink(forces) < 0.3

@@ -1,11 +1,19 @@
-"""The encoder of tokens: published BERT and FNet, padding, mixers, gaps and classes."""
+"""Encoders of tokens and models of pixels: published weights, padding, places, decoding."""
 
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
+from torch import Tensor
 
 from molflt.attention import TOKEN_MIXERS
-from molflt.sequence import MaskedLanguageModel, SequenceClassifier, TokenEncoder
+from molflt.sequence import MaskedLanguageModel, PixelModel, SequenceClassifier, TokenEncoder
 from molflt.sequence.published import is_transformers, options_of, renamed
 
 EXACT = {"rtol": 0, "atol": 1e-10}
@@ -111,8 +119,7 @@ def test_only_gaps_are_scored(monkeypatch):
             torch.autograd.grad(x.sum(), list(model.parameters()), retain_graph=True)
             for x in (score, wanted)
         )
-        for one, other in zip(mine, exact, strict=True):
-            torch.testing.assert_close(one, other, **EXACT)
+        torch.testing.assert_close(mine, exact, **EXACT)
 
 
 @pytest.mark.parametrize("pool", ["token", "mean"])
@@ -125,3 +132,86 @@ def test_classes_do_not_depend_on_padding(pool):
     full = torch.ones(1, 8, dtype=torch.bool)
     torch.testing.assert_close(model(tokens[1:]), model(tokens[1:], key_mask=full), **EXACT)
     assert (padded[0] - model(tokens)[0]).abs().max() > 1e-4
+
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "pixels"
+CONFIGURED = ("softmax", "prf", "nprf", "nprf-rpe", "flt", "flt-3d")
+SIDE, CHANNELS = 3, 3
+FLT = {"position": "spectral", "position_scale": 0.5}
+SPACE = {"dim": 3, "num_nodes": 5, "num_gaussians": 4}
+
+
+def tiny(channels: int = CHANNELS, **options: Any) -> PixelModel:
+    """A small model in float64, with a mask that is strong enough to be seen."""
+    torch.manual_seed(0)
+    small = {"dim": 16, "heads": 2, "layers": 2, "ffn_dim": 16, "num_features": 8}
+    if options.get("mixing") == "softmax":
+        del small["num_features"]
+    model = PixelModel(channels, SIDE, **{**options, **small}).double().eval()
+    with torch.no_grad():
+        for name, parameter in model.stack.named_parameters():
+            if name.startswith("position.") and name.endswith(("amplitude", "table")):
+                parameter.normal_()
+    return model
+
+
+def configured(mechanism: str, **options: Any) -> PixelModel:
+    written = yaml.safe_load((CONFIGS / f"{mechanism}.yaml").read_text())
+    return tiny(**{**written["model"], **options})
+
+
+def images(batch: int = 2, channels: int = CHANNELS) -> Tensor:
+    draw = torch.Generator().manual_seed(1)
+    return torch.randint(256, (batch, channels, SIDE, SIDE), generator=draw, dtype=torch.uint8)
+
+
+def places() -> Tensor:
+    """(row, column, channel) of each byte, counted by NumPy."""
+    grid = np.unravel_index(np.arange(SIDE * SIDE * CHANNELS), (SIDE, SIDE, CHANNELS))
+    return torch.tensor(np.stack(grid, axis=-1)).double() * FLT["position_scale"]
+
+
+def test_places_in_three_dimensions() -> None:
+    model = tiny(**FLT, position_options=SPACE)
+    at = model._positions(torch.arange(model.longest), model.stack)
+    torch.testing.assert_close(at[0], places())
+
+
+@pytest.mark.parametrize("mechanism", CONFIGURED)
+def test_step_by_step_is_the_whole_and_no_byte_sees_itself(mechanism) -> None:
+    model = configured(mechanism)
+    values = model.bytes_of(images())
+    given = torch.cat((torch.zeros_like(values[:, :1]), values[:, :-1]), dim=1)
+    whole = model.log_probabilities(model(given))
+    score = model.image_log_likelihood(images())
+    torch.testing.assert_close(score, whole.gather(2, values[..., None])[..., 0], **EXACT)
+    torch.testing.assert_close(whole.exp().sum(-1), torch.ones_like(score), **EXACT)
+    assert whole.shape[-1] == 256
+    other = images()
+    other[:, 2, 1, 2] ^= 255  # blue of row 1, column 2: byte (1 * 3 + 2) * 3 + 2
+    changed = model.image_log_likelihood(other) != score
+    assert changed[:, 17:19].all() and not changed[:, :17].any()
+    assert model.decodes == (mechanism != "nprf-rpe")
+    if model.decodes:
+        parts, state = [], None
+        for piece in (given[:, :4], *given[:, 4:].split(1, dim=1)):
+            out, state = model.decode(piece, state)
+            parts.append(out)
+        torch.testing.assert_close(torch.cat(parts, dim=1), whole, **EXACT)
+
+
+def test_images_survive_as_bytes_in_the_order_of_the_paper() -> None:
+    model, given = tiny(), images()
+    values = model.bytes_of(given)
+    assert values[0, :4].tolist() == [*given[0, :, 0, 0].tolist(), int(given[0, 0, 0, 1])]
+    assert torch.equal(model.images_of(values), given)
+    gray = tiny(1)
+    assert torch.equal(gray.bytes_of(images(1, 1)), images(1, 1).flatten(1).long())
+
+
+def test_places_of_large_images_in_half_precision() -> None:
+    small: dict[str, Any] = {"dim": 8, "heads": 1, "layers": 1, "absolute": "none"}
+    where: dict[str, Any] = {"position": "multiplicative", "position_options": {"dim": 3}}
+    model = PixelModel(1, 258, **small, **where).bfloat16()
+    found = model._positions(torch.tensor([258 * 257 + 255, 258 * 257 + 257]), model.stack)
+    assert found is not None and found[0].tolist() == [[257, 255, 0], [257, 257, 0]]
