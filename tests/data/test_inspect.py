@@ -9,6 +9,7 @@ from itertools import product
 import ase.io
 import numpy as np
 import pytest
+import torch
 from ase import Atoms
 from ase.calculators.singlepoint import SinglePointCalculator
 from oc20_files import fields, old_record, record, same, write_lmdb
@@ -37,6 +38,7 @@ def test_an_lmdb_is_inspected_and_converted(tmp_path, capsys):
     """Wrapped relaxed positions are unwrapped and counted; bad records are listed."""
     content = {str(i): old_record(i) for i in range(5)}
     content |= {"1": old_record(1, y_relaxed=math.nan), "3": b"damaged"}
+    content |= {"2": old_record(2, fixed=torch.ones(7))}  # whose atoms do not count
     path, store = write_lmdb(tmp_path / "data.lmdb", content), tmp_path / "out" / "a.safetensors"
     found = as_json(capsys, path)
     assert (found["systems"], found["atoms_total"], found["with_labels"]) == (3, 21, 3)
@@ -44,7 +46,7 @@ def test_an_lmdb_is_inspected_and_converted(tmp_path, capsys):
     assert [item["name"] for item in found["left_out"]] == [f"{path}: key '{i}'" for i in (1, 3)]
     original = open_dataset(path, skip_bad=True)
     jumps = [(fields(i)["pos_relaxed"] - fields(i)["pos"]).norm(dim=1) > 3 for i in (0, 2, 4)]
-    assert found["unwrapped_atoms"] == sum(
+    assert jumps[1].any() and found["unwrapped_atoms"] == sum(
         int((jump & ~one.fixed).sum()) for jump, one in zip(jumps, original, strict=True)
     )
     assert as_json(capsys, path, "--limit", 1)["systems"] == 1

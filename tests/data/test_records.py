@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch_geometric.data import Batch
 
-from molflt.data.structures.augment import interpolate, random_orthogonal, rotate
+from molflt.data.structures.augment import interpolate, random_orthogonal, repeat, rotate
 from molflt.data.structures.records import _lattice_shift, make_record
 
 CELL = np.diag([4.0, 5.0, 20.0])
@@ -217,3 +219,21 @@ def test_interpolated_positions_lie_on_the_path():
     assert abs(away[away != 0].std() - 0.1) < 0.03 and 0.2 < (away != 0).double().mean() < 0.55
     for key in ("pos_relaxed", "fixed", "cell"):
         torch.testing.assert_close(moved[key], batch[key], equal_nan=True)
+
+
+def test_slabs_are_repeated_without_their_adsorbate():
+    pos, cell = [[1, 1, 1], [2, 1, 1], [1, 1, 3]], [[8, 0, 0], [2, 8, 0], [0, 0, 20]]
+    own = {"tags": [1, 1, 2], "cell": cell, "pos_relaxed": pos}
+    batch = Batch.from_data_list([make_record(pos=pos, atomic_numbers=[29, 29, 8], **own)] * 12)
+    torch.manual_seed(0)
+    large = repeat(batch, share=1.0)
+    seen = set()
+    for graph in range(12):
+        mine, (a, b) = large.batch == graph, (large.cell[graph].diagonal()[:2] / 8).int().tolist()
+        steps = [(i, j) for i, j in product(range(a), range(b)) if i + j]
+        expected = [*pos, *(np.add(p, np.dot([*ij, 0], cell)) for ij in steps for p in pos[:2])]
+        np.testing.assert_allclose(large.pos[mine], np.array(expected), atol=1e-5)
+        assert torch.equal(large.cell[graph], torch.tensor([[a], [b], [1]]) * batch.cell[0])
+        assert large.pos_relaxed[mine].isfinite().all(dim=1).sum() == 3
+        seen.add((a, b))
+    assert seen == {(1, 2), (2, 1), (2, 2)} and large.num_nodes == int(large.ptr[-1])

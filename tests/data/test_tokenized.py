@@ -219,6 +219,9 @@ def test_batches_contain_both_sides(tmp_path):
     made.setup()
     pairs, own = made.datasets["train"], made.tokenizer
     items = [pairs[i] for i in (0, 3, 5)]
+    for side, language in enumerate(("de", "en")):
+        line = (tmp_path / f"train.{language}").read_text().splitlines()[0]
+        assert own.decode(items[0][side]) == line
     source, there, seen, following = paired(items, own.pad)
     for row, (ids, target) in enumerate(items):
         assert torch.equal(source[row][there[row]], ids) and ids[-1] == own.sep

@@ -114,12 +114,6 @@ ROWS = [
         "(16, 16)",
     ),
     refused(converted({"heads": 4}, {}), "scaling", "2 in the target", "heads=4"),
-    refused(
-        converted(
-            {**SOFTMAX, "normalize_qk": True, "learn_temperature": True}, {"normalize_qk": True}
-        ),
-        "learn_temperature=True",
-    ),
     # token mixers
     refused(
         lambda: TOKEN_MIXERS["dense"](DIM, 4)(X, key_mask=MASK), "max_tokens=4", "at most", "5"
@@ -128,9 +122,6 @@ ROWS = [
     # positions by name
     refused(lambda: position("sinusoid"), "position", "spectral", "'sinusoid'"),
     refused(lambda: position("toeplitz", radius=3), "radius", "max_tokens", "'toeplitz'"),
-    refused(
-        lambda: position(nodes="shells", node_max_frequency=1.0), "node_diameter", "ShellNodes"
-    ),
     refused(lambda: position(sampled=False, num_nodes=8), "num_nodes", "no effect", "softmax"),
     # positions on a grid
     refused(lambda: ToeplitzPosition(2, 4)("linear", line(), line()), "5 tokens", "4 places"),
@@ -143,9 +134,6 @@ ROWS = [
         "fractions",
     ),
     # spectra and nodes
-    refused(
-        lambda: GaussianBasis(2, width_range=(5.0, 1.0)), "width_range", "smallest", "(5.0, 1.0"
-    ),
     shells("degree", "at most 131", "133", 100.0, 1.0),
     refused(
         lambda: SpectralPosition(GaussianBasis(2, dim=2), ShellNodes(5.0, 0.3)),

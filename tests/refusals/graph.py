@@ -122,10 +122,6 @@ def net(given: object) -> Callable[[Any], object]:
     return lambda _: EnergyRegressor(**SMALL, readout="all")(given)
 
 
-def traced(_: object) -> None:
-    torch.jit.trace(GraphAttention(16, 2), (torch.zeros(6, 16), POS), check_trace=False)
-
-
 ROWS = [
     *(
         Refusal(lambda _, o=o: GraphAttention(**{"dim": 16, "heads": 2, **o}), *w)
@@ -151,5 +147,4 @@ ROWS = [
     Refusal(
         lambda _: use_mesh_(EnergyRegressor(**SMALL, periodic="none", near_field=0)), "mesh_order=5"
     ),
-    Refusal(traced, "torch.jit.trace", "torch.export"),
 ]
