@@ -1,4 +1,4 @@
-"""Training on total energies: references per element, and what is said of such energies."""
+"""Elements: references of total energies, and descriptors that some elements lack."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from tiny_run import error_of, logged, structures, table, write_points
 from torch_geometric.data import Batch
 
 from molflt.commands.cli import main
-from molflt.commands.train import build_parser, train
 from molflt.data.structures.store import StructureStore, write_store
 from molflt.graph import EnergyRegressor
+from molflt.graph.computation import EnergyInputs
+from molflt.graph.heads import undescribed
 from molflt.training.checkpoint import load_run
 
 ENERGIES = {1: -13.6, 8: -2041.5, 29: -45000.125, 78: -91000.75}  # eV, with all electrons
@@ -31,7 +32,7 @@ def arguments(data: Path, run: Path, *more: str) -> list[str]:
 
 
 def start(data: Path, run: Path, *more: str) -> int:
-    return train(**build_parser().parse_args(arguments(data, run, *more)).as_dict())
+    return main(["train", *arguments(data, run, *more)])
 
 
 def totals(count: int, seed: int = 0, first_sid: int = 0):
@@ -52,18 +53,12 @@ def data(tmp_path_factory) -> Path:
 def run(data, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "run"
     words = [*WORDS, "--task.references=fit", "--trainer.ema_decay=0.5"]
-    assert main(["train", *arguments(data, folder, *words)]) == 0
+    assert start(data, folder, *words) == 0
     return folder
 
 
-def test_references_make_totals_learnable(data, run, tmp_path) -> None:
-    """Errors are those of the given energies: below 1 eV of 4e5 with references, else thousands."""
-    start(data, tmp_path / "run", *WORDS, "--task.references=none")
-    without, fitted = (logged(folder, "val_mae_eV")[-1] for folder in (tmp_path / "run", run))
-    assert fitted < 1.0 < 1000.0 < without
-
-
 def test_the_run_keeps_its_references(data, run) -> None:
+    assert logged(run, "val_mae_eV")[-1] < 1.0  # of energies of up to 4e5 eV
     kept = json.loads((run / "references.json").read_text())
     assert kept.keys() == {"H", "O", "Cu", "Pt"}
     for name in ("best", "last"):
@@ -72,6 +67,10 @@ def test_the_run_keeps_its_references(data, run) -> None:
         own = model.element_energies
         assert own.dtype == torch.float64 and torch.count_nonzero(own) == 4
         assert [float(own[z]) for z in (1, 8, 29, 78)] == list(kept.values())
+    weights = load_file(run / "checkpoints" / "last.safetensors")
+    del weights["element_energies"]  # as of earlier versions
+    save_file(weights, run / "old.safetensors")
+    assert not load_run(run, str(run / "old.safetensors"))[0].element_energies.any()
     for number, energy in ENERGIES.items():
         assert float(own[number]) == pytest.approx(energy, abs=1.0)
     store = StructureStore(data / "train.safetensors")
@@ -94,29 +93,7 @@ def test_predict_and_evaluate_give_total_energies(data, run, tmp_path, capsys) -
     assert mae == pytest.approx(best, rel=1e-4)
 
 
-def test_an_element_without_reference_is_named(run, tmp_path, capsys) -> None:
-    atoms = Atoms("Cu3N", positions=np.eye(4, 3) * 2.5, cell=[8, 8, 20], pbc=True)
-    atoms.set_tags([1, 1, 1, 2])
-    write(tmp_path / "in.extxyz", atoms)
-    words = ["predict", str(run), str(tmp_path / "in.extxyz"), "--out", str(tmp_path / "o.csv")]
-    assert main(words) == 0
-    lines = capsys.readouterr().err.splitlines()
-    for text in (
-        "N did not occur in training",
-        "no reference energy of N, which the training split",
-    ):
-        assert sum(f"in.extxyz: {text}" in line for line in lines) == 1
-
-
-@pytest.fixture(scope="module")
-def again(data, tmp_path_factory) -> Path:
-    """Of another seed."""
-    folder = tmp_path_factory.mktemp("runs") / "again"
-    assert start(data, folder, "--task.references=fit", "--trainer.max_steps=2", "--seed=1") == 0
-    return folder
-
-
-def test_members_of_one_kind_of_totals_make_an_ensemble(data, run, again, tmp_path, capsys) -> None:
+def test_members_of_one_kind_of_totals_make_an_ensemble(data, run, tmp_path, capsys) -> None:
     """Residuals, which references leave, are alike at every level of theory; totals are not."""
     other = tmp_path / "other"
     for split, count in (("train", 48), ("val_id", 16)):
@@ -124,9 +101,10 @@ def test_members_of_one_kind_of_totals_make_an_ensemble(data, run, again, tmp_pa
         for record in records:
             record.y_relaxed += 2.0 * record.natoms
         write_store(other / f"{split}.safetensors", records)
-    shifted = tmp_path / "shifted"
+    shifted, again = tmp_path / "shifted", tmp_path / "again"
     words = ("--task.references=fit", "--trainer.max_steps=2", "--data.allow_duplicates=true")
     assert start(other, shifted, *words) == 0
+    assert start(data, again, *words, "--seed=1") == 0
     command = ["evaluate", str(run), "--splits", "val_id", "--out", str(tmp_path / "e")]
     command += ["--device=cpu", "--also"]
     line = error_of(capsys, *command, str(shifted))
@@ -138,7 +116,12 @@ def test_members_of_one_kind_of_totals_make_an_ensemble(data, run, again, tmp_pa
     file = str(data / "val_id.safetensors")
     assert main(["predict", str(run), file, "--also", str(shifted)]) == 2
     assert "train all members on energies of one kind" in capsys.readouterr().err
-    assert main(["predict", str(run), file, "--also", str(again)]) == 0
+    atoms = Atoms("Cu3N", positions=np.eye(4, 3) * 2.5, cell=[8, 8, 20], pbc=True)
+    atoms.set_tags([1, 1, 1, 2])
+    write(tmp_path / "in.extxyz", atoms)
+    assert main(["predict", str(run), str(tmp_path / "in.extxyz"), "--also", str(again)]) == 0
+    said = capsys.readouterr().err
+    assert said.count("in.extxyz: no reference energy of N, which the training split") == 1
 
 
 def test_references_are_exact_and_constants() -> None:
@@ -165,21 +148,6 @@ def test_references_are_exact_and_constants() -> None:
     torch.testing.assert_close(after - added, before, rtol=0.0, atol=1e-9)
 
 
-def test_weights_without_references_still_load(data, tmp_path) -> None:
-    folder = tmp_path / "run"
-    words = [*WORDS, "--task.references=none", "--trainer.ema_decay=0.5"]
-    start(data, folder, *words)
-    new, _ = load_run(folder, "last")
-    path = folder / "checkpoints" / "last.safetensors"
-    weights = load_file(path)
-    assert not weights.pop("element_energies").any()
-    old = tmp_path / "old.safetensors"
-    save_file(weights, old)
-    loaded, _ = load_run(folder, str(old))
-    for name, tensor in new.state_dict().items():
-        assert torch.equal(loaded.state_dict()[name], tensor)
-
-
 def test_a_resumed_run_keeps_its_references(run, tmp_path, capsys) -> None:
     folder = shutil.copytree(run, tmp_path / "run")
     before, kept = load_run(run, "last")[0], (folder / "references.json").read_bytes()
@@ -198,12 +166,6 @@ def test_total_energies_require_references(data, tmp_path, capsys) -> None:
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-def test_references_and_a_mean_exclude_each_other(data, tmp_path, capsys) -> None:
-    words = ["--task.references=fit", "--task.energy_mean=-3"]
-    line = error_of(capsys, "train", *arguments(data, tmp_path / "run", *words))
-    assert "task.references=fit already removes the mean; got task.energy_mean=-3.0" in line
-
-
 def test_given_references_are_stored_in_the_run(tmp_path) -> None:
     (tmp_path / "own.yaml").write_text("Ar: -3.25")
     points, run = write_points(tmp_path / "points"), tmp_path / "run"
@@ -219,32 +181,69 @@ def test_given_references_are_stored_in_the_run(tmp_path) -> None:
     assert main(["predict", str(run), file, "--out", str(tmp_path / "e.csv")]) == 0
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("H: -13.6\nXx: 3.0", ["Xx"]),
-        ("H: much", ["H", "much"]),
-        ("a: &a [1]\nH: *a", ["symbols"]),
-        ("H: -13.6", ["no reference energy of", "O, Cu, Pt"]),
-    ],
-)
-def test_wrong_files_of_references_are_named(data, tmp_path, capsys, text, words) -> None:
-    file = tmp_path / "own.yaml"
-    file.write_text(text)
-    command = ["train", *arguments(data, tmp_path / "run", f"--task.references={file}")]
-    line = error_of(capsys, *command)
-    assert all(word in line for word in words), line
-    assert text == "H: -13.6" or str(file) in line
-
-
 def test_paths_of_references_are_relative_to_the_configuration(data, tmp_path, capsys) -> None:
     folder = tmp_path / "some"
     folder.mkdir()
     (folder / "own.json").write_text('{"H": 1.0}')
-    for value, said in (("own.json", "O, Cu, Pt"), ("absent.json", str(folder / "absent.json"))):
+    (folder / "unknown.yaml").write_text("H: -13.6\nXx: 3.0")
+    for value, said in (
+        ("own.json", "no reference energy of O, Cu, Pt"),
+        ("unknown.yaml", "Xx"),
+        ("absent.json", str(folder / "absent.json")),
+    ):
         (folder / "a.yaml").write_text(f"task:\n  references: {value}\n")
         words = arguments(data, tmp_path / "run", "--config", str(folder / "a.yaml"))
         assert said in error_of(capsys, "train", *words)
-    (folder / "a.yaml").write_text("task:\n  references: fit\n")
-    words = arguments(data, tmp_path / "run", "--config", str(folder / "a.yaml"))
-    assert main(["train", *words, "--trainer.max_steps=1", "--task.warmup_steps=0"]) == 0
+
+
+DESCRIBED = ("--trainer.max_steps=2", "--trainer.val_every=2", "--model.descriptors=true")
+
+
+def with_helium(count: int, sid: int) -> list:
+    """Returns structures; the second last one contains helium."""
+    made = list(structures(count, 3, sid))
+    made[-2].atomic_numbers[-1] = 2
+    return made
+
+
+@pytest.fixture(scope="module")
+def helium(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("data")
+    write_store(root / "train.safetensors", structures(12, 0, 0))
+    write_store(root / "val_id.safetensors", structures(8, 1, 100))
+    write_store(root / "val_ood_ads.safetensors", with_helium(8, 200))
+    return root
+
+
+def test_training_is_refused_before_its_first_step(helium, tmp_path, capsys) -> None:
+    """The element is only in the validation split."""
+    split = ("--data.val_split=val_ood_ads", "--data.skip_bad=true")
+    words = ["train", *arguments(helium, tmp_path / "run", *DESCRIBED, *split)]
+    said = error_of(capsys, *words)
+    assert "val_ood_ads.safetensors: sid 206: " in said and "He" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_predictions_name_or_skip_undescribed_structures(helium, tmp_path, capsys) -> None:
+    run = tmp_path / "described"
+    assert start(helium, run, *DESCRIBED) == 0
+    file, out = helium / "val_ood_ads.safetensors", tmp_path / "energies.csv"
+    words = ["predict", str(run), str(file), "--out", str(out), "--device", "cpu"]
+    assert "sid 206: " in error_of(capsys, *words)
+    assert not out.exists()
+    assert main([*words, "--skip_bad"]) == 0
+    assert "sid 206: " in capsys.readouterr().err
+    rows = table(out)
+    assert [int(row["sid"]) for row in rows] == [200, 201, 202, 203, 204, 205, 207]
+    assert [int(row["index"]) for row in rows] == [0, 1, 2, 3, 4, 5, 7]
+
+
+def test_inputs_of_machine_code_are_checked() -> None:
+    model = EnergyRegressor(16, 2, layers=1, descriptors=True)
+    assert {2, 10, 18, 104, 118} <= undescribed(model) and 29 not in undescribed(model)
+    assert not undescribed(EnergyRegressor(16, 2, layers=1))
+    batch = Batch.from_data_list(with_helium(4, 0))
+    with pytest.raises(ValueError, match="descriptors.* 2"):
+        EnergyInputs.of(model, batch)
+    batch.atomic_numbers = torch.where(batch.atomic_numbers == 2, 1, batch.atomic_numbers)
+    EnergyInputs.of(model, batch)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import sqlite3
 import zlib
 from pathlib import Path
 
@@ -118,7 +117,7 @@ def test_constraints_that_are_left_out_are_named_once(tmp_path, capsys):
     )
 
 
-@pytest.mark.parametrize("name", ["a.pkl", "a.py", "a"])
+@pytest.mark.parametrize("name", ["a.pkl", "a"])
 def test_formats_that_can_carry_code_are_refused(tmp_path, name):
     sentinel = tmp_path / "it-ran"
     path = tmp_path / name
@@ -126,20 +125,6 @@ def test_formats_that_can_carry_code_are_refused(tmp_path, name):
     with pytest.raises(ValueError, match=r"unknown ending .* can carry code"):
         open_dataset(path)
     assert not sentinel.exists()
-
-
-@pytest.mark.parametrize("content", [b"", b"tables"])
-def test_database_without_structures_is_not_written_to(tmp_path, content):
-    path = tmp_path / "a.db"
-    if content:
-        with sqlite3.connect(path) as tables:
-            tables.execute("CREATE TABLE other (x)")
-    else:
-        path.touch()
-    before = path.read_bytes()
-    with pytest.raises(ValueError, match="a.db: .*(systems|is empty)"):
-        AseStructures(path)
-    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
 
 
 CIF = """data_x
@@ -165,13 +150,11 @@ OCCUPIED = f"{CIF}_atom_site_occupancy\n"
 LABELS = CIF.replace("_atom_site_type_symbol\n", "")
 
 
-ATOM = (
-    "ATOM      1 {name:>4}{place}LIG A   1       {x:.3f}   0.000   0.000  {share}  0.00{symbol}\n"
-)
+ATOM = "ATOM      1 {name:>4} LIG A   1       {x:.3f}   0.000   0.000  {share}  0.00{symbol}\n"
 
 
-def pdb(name="CU", place=" ", share="1.00", symbol="          CU", x=0.0):
-    return ATOM.format(name=name, place=place, share=share, symbol=symbol, x=x)
+def pdb(name="CU", share="1.00", symbol="          CU", x=0.0):
+    return ATOM.format(name=name, share=share, symbol=symbol, x=x)
 
 
 def xyz(comment, *rows):
@@ -188,33 +171,17 @@ REFUSED = {
     "two_species.cif": (f"{OCCUPIED}A1 Cu 0 0 0 0.6\nA2 Zn 0 0 0 0.4\n", "Cu 0.6, Zn 0.4"),
     "one_species.cif": (f"{OCCUPIED}A1 Cu 0 0 0 1\nA2 O .5 0 0 0.5(1)\n", "site 1 .*O 0.5"),
     "capitals.cif": (f"{CIF}A1 CL 0 0 0\n", "'CL'.* reads as C"),
-    "vacancy.cif": (f"{CIF}A1 Va 0 0 0\n", "site 0|atom 0 is 'Va'"),
     "part.pdb": (pdb(share="0.50") + pdb(x=2), "atom 0 .*occupancy 0.5"),
-    "places.pdb": (pdb(place="A") + pdb(place="B", x=2), "line 2: .*'B'"),
     "calpha.pdb": (pdb(name="CA", symbol=""), "'CA' is C or Ca"),
-    "species_and_Z.xyz": (
-        xyz(f'Lattice="{CELL}" Properties=species:S:1:Z:I:1:pos:R:3', "Cu 8 0 0 0"),
-        "atom 0 is Cu .* and 8",
-    ),
     "small_letters.xyz": (xyz(f'lattice="{CELL}" {SPECIES}', "Cu 0 0 0"), "'lattice'.*Lattice="),
-    "cell.xyz": (xyz(f'cell="{CELL}" {SPECIES}', "Cu 0 0 0"), "'cell'.*Lattice="),
     "no_lattice.xyz": (xyz(f'pbc="T T T" {SPECIES}', "Cu 0 0 0"), "lattice vectors"),
     "fractions.xyz": (xyz("Properties=species:S:1:frac_pos:R:3", "Cu 0 0 0.5"), "pos:R:3.*frac"),
-    "two_places.xyz": (
-        xyz("Properties=species:S:1:pos:R:3:positions:R:3", "Cu 0 0 0 1 1 1"),
-        "one column pos",
-    ),
     "more.xyz": (xyz(SPECIES, "Cu 0 0 0 0.1 0.2 0.3"), "7 columns; expected 4"),
     "deuterium.xyz": (xyz("", "O 0 0 0", "D 0 0.8 0.6", "D 0 -0.8 0.6"), "atom 1 is 'D'.*write H"),
-    "deuterium.vasp": ("x\n1\n9 0 0\n0 9 0\n0 0 9\nO D\n1 1\nDirect\n0 0 0\n.1 0 0\n", "'D'.*H"),
     "axes.xyz": (xyz(f'Lattice="{CELL}" pbc="p p f" {SPECIES}', "Cu 0 0 0"), "'p p f'.*T T F"),
-    "periodic.xyz": (xyz(f'Lattice="{CELL}" periodic="T T F" {SPECIES}', "Cu 0 0 0"), "pbc="),
     "bohr.xyz": (xyz("coordinates in bohr", "Cu 0 0 0"), "'bohr'.*Å"),
-    "ipi.xyz": (xyz("# CELL(abcABC): 4 4 4 90 90 90", "Cu 0 0 0"), "'CELL.'.*Lattice="),
-    "Occupancy.xyz": (xyz(f"{SPECIES}:Occupancy:R:1", "Cu 0 0 0 0.5"), "Occupancy 0.5"),
-    **{f"empty.{ending}": ("", "is empty") for ending in ("traj", "db", "xyz")},
+    "empty.xyz": ("", "is empty"),
     "one_place.cif": (f"{CIF}A1 Cu 0 0 0\nA2 Au 0 0 0\n", "'Au' and 'Cu'"),
-    "counts.vasp": ("x\n1\n9 0 0\n0 9 0\n0 0 9\nO H N\n1 1\nDirect\n0 0 0\n.1 0 0\n", "2 counts"),
     "models.pdb": (
         f"CRYST1    9.000    9.000    9.000  90.00  90.00  90.00 P 1\nMODEL 1\n{pdb()}ENDMDL\n"
         f"MODEL 2\n{pdb()}ENDMDL\n",
@@ -239,24 +206,20 @@ def test_files_of_ambiguous_structures_are_refused(tmp_path, name):
 def test_fields_that_change_nothing_are_taken(tmp_path):
     for name, content, numbers in (
         ("whole.cif", f"{OCCUPIED}A1 Cu 0 0 0 1.0\nA2 O .5 0 0 ?\n", [29, 8]),
-        ("deuterium.cif", f"{CIF}A1 D 0 0 0\nA2 O2- .5 0 0\n", [1, 8]),
         ("labels.cif", f"{LABELS}Cu1 0 0 0\nO1A .5 0 0\n", [29, 8]),
-        ("whole.pdb", pdb() + pdb(x=2), [29, 29]),
         ("agree.xyz", xyz("Properties=species:S:1:Z:I:1:pos:R:3", "cu 29 0 0 0"), [29]),
         ("axes.xyz", xyz(f'Lattice="{CELL}" pbc="1 1 0" {SPECIES}', "Cu 0 0 0"), [29]),
-        ("cell.xyz", xyz("the unit cell of copper", "Cu 0 0 0"), [29]),
     ):
         (tmp_path / name).write_text(content)
         assert open_dataset(tmp_path / name)[0].atomic_numbers.tolist() == numbers
 
 
-@pytest.mark.parametrize("blank", ["", "\n\n  \n"])
-def test_frames_behind_a_blank_line_are_not_lost(tmp_path, blank):
-    (tmp_path / "a.xyz").write_text(xyz("", "Cu 0 0 0") + blank + xyz("", "O 0 0 0"))
+def test_frames_behind_a_blank_line_are_not_lost(tmp_path):
+    (tmp_path / "a.xyz").write_text(xyz("", "Cu 0 0 0") + "\n\n  \n" + xyz("", "O 0 0 0"))
     assert [int(x.atomic_numbers) for x in open_dataset(tmp_path / "a.xyz")] == [29, 8]
 
 
-@pytest.mark.parametrize("name", ["a.xyz", "a.extxyz.gz", "a.traj"])
+@pytest.mark.parametrize("name", ["a.extxyz.gz", "a.traj"])
 def test_a_cut_file_names_the_frame(tmp_path, name):
     frames = [bulk("Cu", cubic=True) for _ in range(8)]
     whole = tmp_path / ("whole" + "".join((tmp_path / name).suffixes))
@@ -321,18 +284,10 @@ CRYSTAL, MOLECULE = bulk("NaCl", "rocksalt", a=5.64, cubic=True), molecule("CH3O
 
 WRITTEN = {
     "POSCAR_01": ("vasp", CRYSTAL),
-    "XDATCAR_300K": ("vasp-xdatcar", CRYSTAL),
     "geometry.in": ("aims", CRYSTAL),
     "a.pwi": ("espresso-in", CRYSTAL),
-    "scf.in": ("espresso-in", CRYSTAL),
     "a.cube": ("cube", CRYSTAL),
-    "a.res": ("res", CRYSTAL),
-    "a.gen": ("gen", CRYSTAL),
-    "a.XSF": ("xsf", CRYSTAL),
-    "a.xsd": ("xsd", CRYSTAL),
-    "a.con": ("eon", CRYSTAL),
     "a.cif.xz": ("cif", CRYSTAL),
-    "a.com": ("gaussian-in", MOLECULE),
     "a.nwi": ("nwchem-in", MOLECULE),
     "coord": ("turbomole", MOLECULE),
 }
@@ -417,79 +372,36 @@ def test_missing_rows_are_named_and_all_others_read(tmp_path):
     assert ["row 3" in dataset.bad[0][1], "row 5" in dataset.bad[1][1]] == [True, True]
 
 
-@pytest.mark.parametrize(
-    ("content", "named"),
-    [
-        ({"1": b"abc"}, "key '1' is damaged"),
-        ({"other": b"abc"}, "neither rows"),
-        ({"1": zlib.compress(b"[" + b" " * 2**29)}, "larger than"),
-    ],
-)
-def test_damaged_rows(tmp_path, content, named):
-    path = write_lmdb(tmp_path / "a.aselmdb", content)
-    with pytest.raises(ValueError, match=named) as caught:
-        open_dataset(path)
-    assert "\n" not in str(caught.value)
+def hydrogen(**info: object) -> Atoms:
+    return Atoms("H2", [[0, 0, 0], [0, 0, 1]], info=info)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "charges", "Spin_Multiplicity", "External_Field", "magnetic-moment",
-    ],
-)  # fmt: skip
-def test_info_is_named_with_its_value(name: str) -> None:
-    assert unused_fields(Atoms("H", info={name: -2.5})) == {name: "-2.5"}
-    assert unused_fields(Atoms("H", info={"data": {name: [0, 3]}})) == {name: "0 to 3"}
-    assert unused_fields(Atoms("H", info={name: 0})) == {}
-
-
-def test_arrays_and_results_are_named() -> None:
+def test_fields_that_are_not_used_are_named() -> None:
+    for name in ("charges", "Spin_Multiplicity", "External_Field", "magnetic-moment"):
+        assert unused_fields(hydrogen(**{name: -2.5})) == {name: "-2.5"}
+        assert unused_fields(hydrogen(data={name: [0, 3]})) == {name: "0 to 3"}
+    for neutral in (
+        {"charge": "0", "spin": np.array(0.0), "multiplicity": 1, "electric_field": np.zeros(3)},
+        {"nuclear_charges": [1, 1], "force_field": 3, "energy": -1.0, "magmom": float("nan")},
+    ):
+        assert unused_fields(hydrogen(**neutral)) == {}
     atoms = Atoms("H2", [[0, 0, 0], [0, 0, 1]], magmoms=[1, -1], charges=[0.5, 0])
     assert unused_fields(atoms) == {"initial_magmoms": "-1 to 1", "initial_charges": "0 to 0.5"}
-    atoms = Atoms("H2", [[0, 0, 0], [0, 0, 1]], magmoms=[[0, 0, 1], [0, 0, 0]])
-    assert unused_fields(atoms) == {"initial_magmoms": "0 to 1"}
-    atoms = Atoms("H2")
+    atoms = hydrogen()
     atoms.calc = SinglePointCalculator(atoms, energy=1.0, magmom=2.0, magmoms=[1.0, 1.0])
     assert unused_fields(atoms) == {"magmom": "2", "magmoms": "1 to 1"}
 
 
-@pytest.mark.parametrize(
-    "info",
-    [
-        {"charge": 0, "spin": 1, "multiplicity": 1},
-        {"charge": "0", "spin": np.array(0.0), "magmoms": [0, 0], "electric_field": [0.0, 0, 0]},
-        {"charge": None, "magmom": float("nan"), "electric_field": np.zeros(3)},
-        {"nuclear_charges": [1, 1], "force_field": 3, "discharge": 1, "energy": -1.0, "spindle": 2},
-        {"born_effective_charges": [1.0, -1.0], "dipole_moment": 2.0},
-    ],
-)
-def test_neutral_values_give_no_warning(info: dict[str, object]) -> None:
-    assert unused_fields(Atoms("H2", info=info)) == {}
-
-
-@pytest.mark.parametrize("name", ["charge", "CHARGE", "total_charge", "totalCharge", "net charge"])
+@pytest.mark.parametrize("name", ["CHARGE", "total_charge", "totalCharge", "net charge"])
 def test_total_charge(name: str) -> None:
     for value in (-1, "-1", np.array([-1.0])):
-        atoms = Atoms("H", info={"data": {name: value}, "multiplicity": 1})
+        atoms = hydrogen(data={name: value}, multiplicity=1)
         assert total_charge(atoms) == -1 and unused_fields(atoms) == {}
-    assert total_charge(Atoms("H", info={name: None, "nuclear_charge": 1})) is None
-    per_atom = Atoms("H2", info={name: [1, 0]})
+    assert total_charge(hydrogen(**{name: None, "nuclear_charge": 1})) is None
+    per_atom = hydrogen(**{name: [1, 0]})
     assert total_charge(per_atom) is None and name in unused_fields(per_atom)
-
-
-@pytest.mark.parametrize(
-    ("info", "words"),
-    [
-        ({"charge": "high"}, "charge.*high"),
-        ({"charge": 1, "total_charge": 2}, "charge.*1.*2"),
-        ({"multiplicity": 3}, "multiplicity.* 1.*3"),
-        ({"Spin_Multiplicity": 2, "charge": 1}, "Spin_Multiplicity.*2"),
-    ],
-)
-def test_total_charges_that_cannot_be_right(info: dict[str, object], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        total_charge(Atoms("H", info=info))
+    with pytest.raises(ValueError, match=r"multiplicity.* 1.*3"):
+        total_charge(hydrogen(**{name: 0, "multiplicity": 3}))
 
 
 def test_energies_of_two_charges_are_not_compared() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import product
 
 import ase.io
 import numpy as np
@@ -11,11 +12,18 @@ import pytest
 import torch
 from ase import Atoms
 from ase.calculators.singlepoint import SinglePointCalculator
-from oc20_files import old_record, record, same, write_lmdb
+from oc20_files import fields, old_record, record, same, write_lmdb
 
 from molflt.commands.cli import main
 from molflt.data.structures import open_dataset
 from molflt.data.structures.datamodule import IS2REData
+from molflt.data.structures.overlaps import (
+    TOO_NEAR,
+    atoms_coincide,
+    equal_structures,
+    fingerprint,
+)
+from molflt.data.structures.records import make_record
 from molflt.data.structures.store import write_store
 
 
@@ -26,14 +34,30 @@ def as_json(capsys, *words):
     return found
 
 
-def test_genuine_records(real_lmdb, capsys):
-    found = as_json(capsys, real_lmdb)
-    assert (found["systems"], found["atoms_total"], found["with_labels"]) == (20, 1695, 20)
-    assert sum(found["elements"].values()) == 1695 and found["elements"]["H"] == 198
-    assert found["tags"] == {"subsurface": 1189, "surface": 403, "adsorbate": 103}
-    assert found["unwrapped_atoms"] == 47
-    assert found["warnings"] == ["wrapped relaxed positions: unwrapped 47 of 506 free atoms"]
-    assert found["displacements_A"]["max"] == pytest.approx(4.1885, abs=1e-4)
+def test_an_lmdb_is_inspected_and_converted(tmp_path, capsys):
+    """Wrapped relaxed positions are unwrapped and counted; bad records are listed."""
+    content = {str(i): old_record(i) for i in range(5)}
+    content |= {"1": old_record(1, y_relaxed=math.nan), "3": b"damaged"}
+    content |= {"2": old_record(2, fixed=torch.ones(7))}  # whose atoms do not count
+    path, store = write_lmdb(tmp_path / "data.lmdb", content), tmp_path / "out" / "a.safetensors"
+    found = as_json(capsys, path)
+    assert (found["systems"], found["atoms_total"], found["with_labels"]) == (3, 21, 3)
+    assert found["tags"] == {"subsurface": 9, "surface": 6, "adsorbate": 6}
+    assert [item["name"] for item in found["left_out"]] == [f"{path}: key '{i}'" for i in (1, 3)]
+    original = open_dataset(path, skip_bad=True)
+    jumps = [(fields(i)["pos_relaxed"] - fields(i)["pos"]).norm(dim=1) > 3 for i in (0, 2, 4)]
+    assert jumps[1].any() and found["unwrapped_atoms"] == sum(
+        int((jump & ~one.fixed).sum()) for jump, one in zip(jumps, original, strict=True)
+    )
+    assert as_json(capsys, path, "--limit", 1)["systems"] == 1
+    assert main(["data", "convert", str(path), str(store), "--limit=4", "--skip_bad"]) == 0
+    told = capsys.readouterr()
+    assert "relaxed positions were stored in another periodic image; unwrapped" in told.out
+    assert "left out" in told.err and "sid 1001" in told.err
+    for index, item in enumerate(open_dataset(store)):
+        same(original[index], item)
+    assert main(["data", "convert", str(store), str(store), "--limit=2"]) == 2
+    assert "is also the input" in capsys.readouterr().err
 
 
 def test_warnings(tmp_path, capsys):
@@ -54,7 +78,11 @@ def test_warnings(tmp_path, capsys):
         assert words in text
     assert len(found["warnings"]) == 5
     write_store(path, [record(i) for i in range(3)])
-    assert as_json(capsys, path)["warnings"] == []
+    found = as_json(capsys, path)
+    assert found["warnings"] == [] and found["energies_look_like"] == "adsorption"
+    write_store(path, [record(i, y_relaxed=e) for i, e in enumerate((-35.0, -42.0))])  # of 7 atoms
+    (text,) = as_json(capsys, path)["warnings"]
+    assert text.startswith("total energies") and "is 5.5 eV per atom" in text
 
 
 def test_slabs_of_one_tag_are_named(tmp_path, capsys):
@@ -83,8 +111,6 @@ def test_structures_that_are_there_twice(tmp_path, capsys):
     assert "repeated structures: 1 of 3 systems have the elements" in text
     (warning,) = splits["val_id"]["warnings"]
     assert "two splits: 1 have" in warning and f"train, for instance sid {two.sid}" in warning
-    assert main(["data", "inspect", str(tmp_path)]) == 0
-    assert "warning: structures of two splits: 1 have" in capsys.readouterr().out
 
 
 def test_without_any_labels(tmp_path, capsys):
@@ -98,90 +124,6 @@ def test_without_any_labels(tmp_path, capsys):
     assert "y_relaxed   unknown" in capsys.readouterr().out
 
 
-def bad_lmdb(tmp_path):
-    content = {str(i): old_record(i) for i in range(5)}
-    content["1"] = old_record(1, y_relaxed=math.nan)
-    content["3"] = b"damaged"
-    return write_lmdb(tmp_path / "data.lmdb", content)
-
-
-def test_bad_records_are_listed_and_the_others_reported(tmp_path, capsys):
-    path = bad_lmdb(tmp_path)
-    found = as_json(capsys, path)
-    assert found["systems"] == 3 and as_json(capsys, path, "--limit", 1)["systems"] == 1
-    names = [item["name"] for item in found["left_out"]]
-    assert names == [f"{path}: key '1'", f"{path}: key '3'"]
-    assert found["left_out"][0]["reason"].startswith("sid 1001: y_relaxed must be")
-    assert "left out: 2 structures are not valid" in found["warnings"]
-
-
-def test_convert(tmp_path, capsys, real_lmdb):
-    store = tmp_path / "out" / "val.safetensors"
-    assert main(["data", "convert", str(real_lmdb), str(store), "--limit", "7"]) == 0
-    out = capsys.readouterr().out
-    assert "(2.9 MB) -> " in out and "7 structures" in out
-    assert "relaxed positions were stored in another periodic image; unwrapped" in out
-    original = open_dataset(real_lmdb)
-    converted = open_dataset(store)
-    assert len(converted) == 7 and converted.source == real_lmdb.name
-    for index, item in enumerate(converted):
-        same(original[index], item)
-
-
-def test_convert_leaves_out_bad_records_in_one_pass(tmp_path, capsys):
-    path, store = bad_lmdb(tmp_path), tmp_path / "a.safetensors"
-    assert main(["data", "convert", str(path), str(store)]) == 2
-    assert "sid 1001" in capsys.readouterr().err and not store.exists()
-    assert main(["data", "convert", str(path), str(store), "--skip_bad"]) == 0
-    error = capsys.readouterr().err
-    assert "left out 2 structures" in error and "key '3'" in error
-    assert [item.sid for item in open_dataset(store)] == [1000, 1002, 1004]
-    assert main(["data", "convert", str(path), str(tmp_path / "a.lmdb")]) == 2
-    assert "ends in .safetensors; got '.lmdb'" in capsys.readouterr().err  # before reading
-
-
-def test_a_store_is_not_shortened_in_its_own_place(tmp_path, capsys):
-    path = tmp_path / "a.safetensors"
-    write_store(path, (record(i) for i in range(3)))
-    for word in ("--limit=2", "--skip_bad"):
-        assert main(["data", "convert", str(path), str(path), word]) == 2
-        assert "is also the input" in capsys.readouterr().err
-    assert main(["data", "convert", str(path), str(path)]) == 0 and len(open_dataset(path)) == 3
-
-
-def test_s2ef_records_are_recognized(tmp_path, capsys):
-    y = {"y": -3.5, "force": torch.zeros(7, 3), "y_relaxed": None, "pos_relaxed": None}
-    path = write_lmdb(tmp_path / "train.lmdb", {str(i): old_record(i, **y) for i in range(2)})
-    assert as_json(capsys, path)["recipe"] == "potential"
-    found = as_json(capsys, path, "--recipe=is2re")
-    labels = next(text for text in found["warnings"] if text.startswith("no labels"))
-    assert "y and force are those of S2EF" in labels and "expected IS2RE" in labels
-    with pytest.raises(ValueError, match="sid 1000: y_relaxed must be .* y and force .* S2EF"):
-        IS2REData(tmp_path, val_split="train").normalizer()
-
-
-@pytest.mark.parametrize(
-    ("energies", "kind"),
-    [
-        ([-1.2, 0.4, -6.0], "adsorption"),
-        ([-35.0, -41.0, math.nan], "total"),  # 7 atoms each
-        ([4000.0, 3500.0, 3000.0], "total"),
-        ([None, None, None], "unknown"),
-    ],
-)
-def test_kind_of_energies_is_reported(tmp_path, capsys, energies, kind):
-    path = tmp_path / "a.safetensors"
-    labels = [None if e is None or math.isnan(e) else e for e in energies]
-    write_store(path, [record(i, y_relaxed=e) for i, e in enumerate(labels)])
-    found = as_json(capsys, path)
-    assert found["energies_look_like"] == kind
-    totals = [text for text in found["warnings"] if text.startswith("total energies")]
-    assert len(totals) == (kind == "total")
-    if kind == "total":
-        known = [abs(e) / 7 for e in labels if e is not None]
-        assert f"is {np.median(known):.1f} eV per atom" in totals[0]
-
-
 def test_forces_and_stress_are_counted(tmp_path, capsys):
     frames = [Atoms("CO", [[0, 0, 0], [0, 0, 1.1 + 0.1 * i]]) for i in range(3)]
     for atoms in frames[:2]:
@@ -191,7 +133,6 @@ def test_forces_and_stress_are_counted(tmp_path, capsys):
     assert found["with_forces"] == 2 and found["with_stress"] == 0
     assert main(["data", "inspect", str(tmp_path / "co.extxyz")]) == 0
     told = capsys.readouterr().out
-    assert "2 energies, 2 forces\n" in told and "stress  " not in told
     assert "forces      1.732 to 1.732 eV/Å, mean 1.732, median 1.732 (magnitudes)\n" in told
     crystal = Atoms("Cu", cell=[2, 2, 2], pbc=True)
     crystal.calc = SinglePointCalculator(crystal, energy=-1.0, stress=[-0.125, 0, 0, 0, 0, 0.01])
@@ -201,13 +142,76 @@ def test_forces_and_stress_are_counted(tmp_path, capsys):
     assert "stress      -0.12500 to 0.01000 eV/Å^3, mean -0.01167, median 0.00000 (comp" in told
 
 
-def test_labels_of_other_names_are_named_with_their_option(tmp_path, capsys):
-    atoms = Atoms("CO", [[0, 0, 0], [0, 0, 1.1]])
-    atoms.info.update(dft_energy=-500.0, E=-3.0)
-    atoms.arrays.update(forces_dft=np.ones((2, 3)), dft_gradient=np.ones((2, 3)))
-    longer = atoms.copy()
-    longer.positions[1, 2] = 1.2
-    ase.io.write(tmp_path / "co.extxyz", [atoms, longer])
-    text = "\n".join(as_json(capsys, tmp_path / "co.extxyz", "--recipe=potential")["warnings"])
-    for words in ("--data.energy_key dft_energy", "E", "--data.forces_key forces_dft", "minus"):
-        assert words in text
+def distances(pos: np.ndarray, cell: np.ndarray, pbc: np.ndarray) -> np.ndarray:
+    """Of all pairs, to all images around."""
+    lattice = cell[pbc]
+    images = np.array([*product(range(-9, 10), repeat=len(lattice))]) @ lattice
+    first, second = np.triu_indices(len(pos), 1)
+    apart = pos[first] - pos[second]
+    if len(lattice):
+        apart = apart - np.round(apart @ np.linalg.pinv(lattice)) @ lattice
+    return np.linalg.norm(apart[:, None] + images.reshape(-1, 3), axis=2)
+
+
+def test_overlaps_equal_a_search_over_all_images() -> None:
+    draw, found = np.random.default_rng(0), []
+    while len(found) < 300:
+        count, pbc = int(draw.integers(2, 8)), draw.integers(0, 2, 3).astype(bool)
+        pos, cell = draw.uniform(-5, 5, (count, 3)), draw.normal(scale=2, size=(3, 3))
+        way = draw.normal(size=3)
+        way *= draw.uniform(0, 2 * TOO_NEAR) / np.linalg.norm(way)
+        pos[1] = pos[0] + way + (draw.integers(-3, 4, 3) * pbc) @ cell
+        try:
+            record = make_record(pos=pos, atomic_numbers=np.ones(count), cell=cell, pbc=pbc)
+        except ValueError:
+            continue  # too flat a cell
+        nearest = distances(record.pos.double().numpy(), record.cell[0].double().numpy(), pbc).min()
+        if abs(nearest - TOO_NEAR) > 1e-5:
+            found.append((atoms_coincide(record), bool(nearest < TOO_NEAR)))
+    assert all(got == expected for got, expected in found)
+    assert 50 < sum(expected for _, expected in found) < 250
+
+
+def test_overlapping_atoms_are_reported(tmp_path, capsys) -> None:
+    """Across a boundary, too, where no viewer shows it."""
+    draw, records = np.random.default_rng(0), []
+    for sid in range(4):
+        pos = np.array([[0, 0, z] for z in (1.0, 3.0, 5.0, 7.0)]) + draw.uniform(0, 0.3, (4, 3))
+        if sid >= 2:
+            pos[3] = pos[0] + [8, -8, 0.01]
+        own = {"tags": [0, 1, 2, 2], "sid": sid, "y_relaxed": -1.0, "cell": np.eye(3) * 8}
+        records.append(make_record(pos=pos, atomic_numbers=[29, 29, 8, 1], **own))
+    path = tmp_path / "mine.safetensors"
+    write_store(path, records)
+    told = "atoms at one place: 2 of 4 systems have two closer than 0.1 Å, for instance sid 2"
+    assert any(text.startswith(told) for text in as_json(capsys, path)["warnings"])
+    assert main(["predict", str(path), "--device=cpu"]) == 0
+    words = "2 of 4 structures have two atoms closer than 0.1 Å, for instance sid 2; their energies"
+    assert capsys.readouterr().err.count(words) == 1
+    out = tmp_path / "out.safetensors"
+    assert main(["data", "convert", str(path), str(out)]) == 0 and len(open_dataset(out)) == 4
+    assert capsys.readouterr().err.count(f"molflt: warning: {path}: {words}") == 1
+
+
+def test_training_names_them_in_both_splits_once(tmp_path) -> None:
+    for split, near in (("train", [1]), ("val_id", [0, 2])):
+        records = []
+        for sid in range(3):
+            pos = [[0, 0, 0], [0, 0, 0.05 if sid in near else 1.0]]
+            records.append(make_record(pos=pos, atomic_numbers=[1, 8], sid=sid, y_relaxed=-sid))
+        write_store(tmp_path / f"{split}.safetensors", records)
+    data = IS2REData(tmp_path)
+    with pytest.warns(UserWarning) as told:
+        data.files()
+        data.files()
+    texts = [str(each.message) for each in told]
+    assert "train.safetensors: split 'train': 1 of 3 structures have two atoms closer" in texts[0]
+    assert "val_id.safetensors: split 'val_id': 2 of 3 structures have two atoms" in texts[1]
+    assert len(texts) == 2 and "for instance sid 0; their energies mean nothing" in texts[1]
+
+
+def test_structures_of_two_charges_differ() -> None:
+    made = [record(0, charge=charge) for charge in (None, 0, 1, -1, 1)]
+    first, *others = equal_structures(np.array([fingerprint(one) for one in made]))
+    assert [number == first for number in others] == [True, False, False, False]
+    assert others[1] == others[3] != others[2]

@@ -4,12 +4,11 @@ import itertools
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from molflt.data.batches import SizeBucketedBatchSampler, _TrainingStream
-from molflt.data.problems import ProblemData, ProblemSeeds, generator_of
+from molflt.data.problems import ProblemData, ProblemSeeds
 
 sizes = st.lists(st.integers(1, 60), min_size=1, max_size=80)
 
@@ -37,9 +36,8 @@ def test_every_structure_comes_once_and_batches_are_limited(natoms, batch_size, 
 @settings(max_examples=30, deadline=None)
 @given(sizes, st.integers(1, 5))
 def test_ranks_share_an_evaluation_without_overlap(natoms, world):
-    ranks = [
-        SizeBucketedBatchSampler(np.array(natoms), 3, rank=r, world=world) for r in range(world)
-    ]
+    natoms = np.array(natoms)
+    ranks = [SizeBucketedBatchSampler(natoms, 3, rank=r, world=world) for r in range(world)]
     parts = [list(sampler) for sampler in ranks]
     assert [len(part) for part in parts] == [len(sampler) for sampler in ranks]
     everything = list(itertools.chain(*itertools.chain(*parts)))
@@ -95,9 +93,3 @@ def test_sets_of_problems_are_disjoint():
     assert all(one[1] <= other[0] for one, other in itertools.pairwise(ends))
     one, other = (problems(train=count).fingerprints() for count in (10, 11))
     assert one["train"] != other["train"] and one["val"] == other["val"]
-
-
-def test_draws_depend_on_seed_and_purpose():
-    draws = [torch.randn(3, generator=generator_of(*of)) for of in ((5,), (5,), (6,), (5, 1))]
-    assert torch.equal(draws[0], draws[1])
-    assert not torch.allclose(draws[0], draws[2]) and not torch.allclose(draws[0], draws[3])

@@ -18,7 +18,7 @@ from ase.optimize import BFGS
 from data.oc20_files import old_record, write_lmdb
 
 from molflt.commands.cli import main
-from molflt.data.structures import Reading, open_dataset
+from molflt.data.structures import open_dataset
 from molflt.data.structures.force_units import (
     energy_unit_fault,
     force_unit_fault,
@@ -35,16 +35,10 @@ MLEARN = Path(__file__).resolve().parents[3] / "shared" / "data" / "mlearn3"
 def copper(count=12, seed=0):
     """Rattled crystals of 4 atoms with EMT's labels."""
     draw = np.random.default_rng(seed)
-    frames = []
-    for _ in range(count):
-        atoms = bulk("Cu", cubic=True)
+    frames = [bulk("Cu", cubic=True) for _ in range(count)]
+    for atoms in frames:
         atoms.positions += draw.normal(scale=0.05, size=(4, 3))
-        atoms.calc = EMT()
-        energy, forces = atoms.get_potential_energy(), atoms.get_forces()
-        stress = atoms.get_stress()
-        atoms.calc = SinglePointCalculator(atoms, energy=energy, forces=forces, stress=stress)
-        frames.append(atoms)
-    return frames
+    return [labeled(atoms) for atoms in frames]
 
 
 def bare(atoms: Atoms, **labels) -> Atoms:
@@ -56,7 +50,7 @@ def bare(atoms: Atoms, **labels) -> Atoms:
     return out
 
 
-@pytest.mark.parametrize("name", ["a.extxyz", "a.traj", "a.db"])
+@pytest.mark.parametrize("name", ["a.extxyz", "a.db"])
 def test_calculator_results_are_labels(tmp_path, name):
     frames = copper(2)
     if name.endswith("db"):
@@ -69,6 +63,8 @@ def test_calculator_results_are_labels(tmp_path, name):
         assert float(record.energy) == pytest.approx(atoms.calc.results["energy"], abs=1e-6)
         np.testing.assert_allclose(record.forces, atoms.get_forces(), atol=1e-6)
         np.testing.assert_allclose(record.stress[0], atoms.get_stress(voigt=False), atol=1e-7)
+    record = make_record(pos=[[0, 0, 0]], atomic_numbers=[1], stress=[1, 2, 3, 4, 5, 6])
+    assert record.stress[0].tolist() == [[1, 6, 5], [6, 2, 4], [5, 4, 3]]
 
 
 def test_other_names(tmp_path):
@@ -93,8 +89,6 @@ def test_other_names(tmp_path):
     record = open_dataset(tmp_path / "a.safetensors")[0]
     np.testing.assert_allclose(record.forces, forces, atol=1e-6)
     np.testing.assert_allclose(record.stress[0], stress, atol=1e-6)
-    with pytest.raises(ValueError, match=r"train\.extxyz.*forces.*--data\.forces_key"):
-        PotentialData(tmp_path, val_split="train").expect_forces()
 
 
 def test_stores_keep_them_and_do_without(tmp_path):
@@ -107,8 +101,6 @@ def test_stores_keep_them_and_do_without(tmp_path):
         for name in ("energy", "forces", "stress"):
             torch.testing.assert_close(a[name], b[name], rtol=0, atol=0, equal_nan=True)
     assert "pos_relaxed" not in open_dataset(store)._open()
-    with pytest.raises(ValueError, match=r"forces_key=dft is for files that ASE reads; got a comp"):
-        open_dataset(store, reading=Reading(forces_key="dft"))
 
 
 def test_s2ef_files(tmp_path):
@@ -151,11 +143,6 @@ def test_missing_labels_are_counted_and_left_out(tmp_path):
     assert [int(points[i].sid) for i in range(5)] == [0, 1, 2, 3, 5]
 
 
-def test_voigt_order():
-    record = make_record(pos=[[0, 0, 0]], atomic_numbers=[1], stress=[1, 2, 3, 4, 5, 6])
-    assert record.stress[0].tolist() == [[1, 6, 5], [6, 2, 4], [5, 4, 3]]
-
-
 @pytest.mark.parametrize(
     ("factor", "said"),
     [
@@ -170,13 +157,13 @@ def test_units_of_forces_are_seen_in_energies(tmp_path, factor, said):
     for atoms in frames:
         atoms.calc.results["forces"] *= factor
     ase.io.write(tmp_path / "train.traj", frames)
-    records = list(open_dataset(tmp_path / "train.traj"))
-    found = force_unit_fault(records)
-    assert found.startswith(f"forces look like {said}") if said else not found
-    if said:
-        with pytest.raises(ValueError, match=r"forces look like .* --data\.check_units"):
-            PotentialData(tmp_path, val_split="train").setup()
-        PotentialData(tmp_path, val_split="train", check_units=False).setup()
+    PotentialData(tmp_path, val_split="train", check_units=False).setup()
+    data = PotentialData(tmp_path, val_split="train")
+    if not said:
+        data.setup()
+        return
+    with pytest.raises(ValueError, match=rf"forces look like {said}.* --data\.check_units"):
+        data.setup()
 
 
 def test_an_absurd_force_is_refused_or_left_out(tmp_path, capsys):
@@ -188,7 +175,6 @@ def test_an_absurd_force_is_refused_or_left_out(tmp_path, capsys):
     said = "sid 7: the force on atom 2 is 1e+05 eV/Å; expected at most 1000 eV/Å"
     with pytest.raises(ValueError, match=re.escape(f"{path}: {said}") + r".* \(1 such of 30\)"):
         PotentialData(tmp_path, val_split="train").setup()
-    PotentialData(tmp_path, val_split="train", check_units=False).setup()
     data = PotentialData(tmp_path, val_split="train", skip_bad=True)
     with pytest.warns(UserWarning, match="1 bad structure.*sid 7: the force on atom 2"):
         data.setup()
@@ -229,18 +215,10 @@ def labeled(atoms):
     return atoms
 
 
-def volumes():
-    """One atom in cells of 7 volumes: no forces by symmetry."""
-    return [labeled(bulk("Cu", a=3.6 * (1 + x))) for x in np.linspace(-0.05, 0.05, 7)]
-
-
-FRAMES = {"strained": strained, "volumes": volumes, "one cell": copper}
-
-
-@pytest.mark.parametrize("frames", FRAMES)
+@pytest.mark.parametrize("frames", [strained, copper], ids=["strained", "one cell"])
 @pytest.mark.parametrize("unit", [None, *UNITS])
 def test_unit_and_sign_of_stress_are_seen_in_energies(tmp_path, capsys, frames, unit):
-    own, (factor, said) = FRAMES[frames](), UNITS.get(unit, (1.0, ""))
+    own, (factor, said) = frames(), UNITS.get(unit, (1.0, ""))
     for atoms in own:
         atoms.calc.results["stress"] *= -atoms.get_volume() if factor is None else factor
     ase.io.write(tmp_path / "train.traj", own)
@@ -248,15 +226,14 @@ def test_unit_and_sign_of_stress_are_seen_in_energies(tmp_path, capsys, frames, 
     if unit is None:
         assert not found
         return
-    if unit == "virial" and frames == "one cell":  # 48 times is as likely another unit
+    if unit == "virial" and frames is copper:  # 48 times is as likely another unit
         assert "stress looks like minus" in found
     else:
         assert said in found or said.replace("virial", "volume") in found.split(":")[0]
     data = PotentialData(tmp_path, val_split="train")
     with pytest.raises(ValueError, match=r"stress.*--data\.check_units"):
         data.setup()
-    if unit == "sign" and frames == "strained":
-        PotentialData(tmp_path, val_split="train", check_units=False).setup()
+    if unit == "sign" and frames is strained:
         assert main(["data", "inspect", str(tmp_path / "train.traj")]) == 0
         assert "warning: wrong units: stress" in capsys.readouterr().out
         words = [str(tmp_path / "train.traj"), str(tmp_path / "a.safetensors")]
@@ -264,32 +241,9 @@ def test_unit_and_sign_of_stress_are_seen_in_energies(tmp_path, capsys, frames, 
         assert "stress looks like" in capsys.readouterr().err
 
 
-def relaxation():
-    """Steps at a fixed cell, where stress and energy change together."""
-    atoms, frames = bulk("Cu", cubic=True).repeat(2), []
-    atoms.rattle(0.25, seed=0)
-    atoms.calc = EMT()
-    for _ in BFGS(atoms, logfile=None).irun(fmax=0.02, steps=12):
-        frames.append(labeled(atoms.copy()))
-    return frames
-
-
-def orderings():
-    """Alloys of different order in one cell: large differences of stress, small forces."""
-    frames = []
-    for seed in range(6):
-        atoms = bulk("Cu", a=3.85, cubic=True).repeat(2)
-        atoms.numbers[16:] = 79
-        atoms.positions = np.random.default_rng(seed).permutation(atoms.positions)
-        frames.append(labeled(atoms))
-    return frames
-
-
-def test_stress_that_cannot_be_judged_is_named(tmp_path, capsys):
+def test_stress_that_cannot_be_judged_is_named(tmp_path):
     """Two unlike structures tell nothing; frames that differ in the cell do."""
     ase.io.write(tmp_path / "train.traj", [labeled(bulk("Cu")), labeled(bulk("Al"))])
-    assert main(["data", "inspect", str(tmp_path / "train.traj")]) == 0
-    assert "unit and sign of stress could not be judged" in capsys.readouterr().out
     data = PotentialData(tmp_path, val_split="train")
     data.setup()
     assert "sign of stress could not be judged" in data.describe()[0]
@@ -297,18 +251,11 @@ def test_stress_that_cannot_be_judged_is_named(tmp_path, capsys):
     assert not stress_unjudged(list(open_dataset(tmp_path / "train.traj")))
 
 
-@pytest.mark.parametrize("frames", [relaxation, orderings])
-def test_right_stress_is_not_refused(tmp_path, frames):
-    ase.io.write(tmp_path / "train.traj", frames())
-    assert not unit_fault(list(open_dataset(tmp_path / "train.traj")))
-
-
 @pytest.mark.skipif(not MLEARN.is_dir(), reason="no mlearn data next to the checkout")
-@pytest.mark.parametrize("symbol", ["Cu", "Li", "Si"])
-@pytest.mark.parametrize("split", ["train", "test"])
-def test_stress_of_published_sets(symbol, split):
+@pytest.mark.parametrize("symbol", ["Cu", "Si"])
+def test_stress_of_published_sets(symbol):
     """In kbar with VASP's sign it is refused; converted, it is not."""
-    arrays = np.load(MLEARN / f"{symbol}_{split}.npz")
+    arrays = np.load(MLEARN / f"{symbol}_train.npz")
     ends = np.cumsum(arrays["natoms"])[:-1]
     per_atom = (np.split(arrays[name], ends) for name in ("pos", "numbers", "forces"))
     stress = arrays["stress_raw"][:, [0, 1, 2, 4, 5, 3]]
@@ -326,10 +273,9 @@ def test_stress_of_published_sets(symbol, split):
             assert not force_unit_fault(records)
 
 
-def test_units_of_energies_are_seen_where_no_atom_has_so_much():
-    numbers = [6, 6, 8, 1, 1, 1, 1, 1, 1]
+def test_energies_beyond_those_of_all_electrons_are_named():
     for energy, said in ((-4209.5, False), (-97080.0, True)):
-        ethanol = make_record(pos=np.eye(9, 3), atomic_numbers=numbers, energy=energy)
+        ethanol = make_record(pos=np.eye(9, 3), atomic_numbers=[6, 6, 8, *6 * [1]], energy=energy)
         assert ("times what all electrons" in energy_unit_fault([ethanol])) == said
 
 
@@ -337,3 +283,10 @@ def test_forces_of_frames_in_other_cells_are_not_judged_by_their_strain(tmp_path
     """The work of strain is not that of forces: right labels of small crystals are taken."""
     ase.io.write(tmp_path / "train.traj", strained(60, deform=0.05, rattle=0.02))
     assert force_unit_fault(open_dataset(tmp_path / "train.traj")) == ""
+    atoms, steps = bulk("Cu", cubic=True).repeat(2), []
+    atoms.rattle(0.25, seed=0)
+    atoms.calc = EMT()
+    for _ in BFGS(atoms, logfile=None).irun(fmax=0.02, steps=12):
+        steps.append(labeled(atoms.copy()))
+    ase.io.write(tmp_path / "steps.traj", steps)
+    assert not unit_fault(list(open_dataset(tmp_path / "steps.traj")))

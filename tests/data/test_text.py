@@ -7,14 +7,12 @@ import lzma
 import pickle
 import sys
 import types
-import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from molflt.data.packed import dataset_loader
 from molflt.data.text import sources
 from molflt.data.text.datamodule import TextData, TokenBlocks, read_blocks
 from molflt.data.text.sources import _text_blocks
@@ -37,7 +35,7 @@ def read(path: str, level: str = "word") -> tuple[Vocabulary, np.ndarray]:
     return Vocabulary.count(level, _text_blocks(path, level))
 
 
-@pytest.mark.parametrize("name", ["t.txt", "t.gz", "t.xz"])
+@pytest.mark.parametrize("name", ["t.txt", "t.xz"])
 @pytest.mark.parametrize("block", [1, 1000])
 def test_every_line_ends_with_one_eos(tmp_path, monkeypatch, name, block):
     monkeypatch.setattr(sources, "_BLOCK", block)
@@ -70,13 +68,6 @@ def test_characters_and_bytes(tmp_path, level):
         assert vocabulary.encode("xa").tolist() == [vocabulary.unk, vocabulary.ids["a"]]
 
 
-def test_rare_tokens_are_unknown():
-    vocabulary, ids = Vocabulary.count("word", ["a a b c c c\n"], min_count=2)
-    assert vocabulary.tokens == ["c", "a", "<eos>", "<unk>"]
-    assert vocabulary.decode(ids) == "a a <unk> c c c\n"
-    assert vocabulary.encode("b z a").tolist() == [3, 3, 1]
-
-
 @pytest.mark.parametrize("level", ["word", "char", "byte", "protein"])
 def test_vocabularies_survive_json_and_pickle(level):
     text = "MKV\nWX\n" if level == "protein" else '"ä"\n\u2028 😀 \\ \x00'
@@ -86,7 +77,7 @@ def test_vocabularies_survive_json_and_pickle(level):
     assert pickle.loads(pickle.dumps(found)).ids == vocabulary.ids  # for worker processes
 
 
-@pytest.mark.parametrize("count", [1, 6, 7, 12, 13])
+@pytest.mark.parametrize("count", [1, 6, 13])
 def test_every_token_is_predicted_once(count):
     length, eos = 6, 99
     stream = [eos, *range(count)]
@@ -110,8 +101,6 @@ def test_data_module(tmp_path):
     module = data(tmp_path, test=write(tmp_path / "test.txt.gz", "a b\n"))
     assert module.sizes() == {"vocabulary": 8} and set(module.datasets) == {"train", "val"}
     tokens = len(WORDS)
-    train, val = f"train {9 * tokens} tokens (train.txt)", f"val {tokens} tokens (val.txt)"
-    assert module.describe() == [train, val]
     inputs, targets = next(iter(module.train_dataloader()))
     assert inputs.shape == targets.shape == (3, 8)
     assert sum(int((t >= 0).sum()) for _, t in module.val_dataloader()) == tokens
@@ -126,12 +115,13 @@ def test_data_module(tmp_path):
     assert torch.equal(third[0], next(iter(again.train_dataloader()))[0])
 
 
-def test_unknown_validation_texts_are_warned_about(tmp_path):
+def test_rare_tokens_and_unknown_validation_texts(tmp_path):
+    vocabulary, ids = Vocabulary.count("word", ["a a b c c c\n"], min_count=2)
+    assert vocabulary.tokens == ["c", "a", "<eos>", "<unk>"]
+    assert vocabulary.decode(ids) == "a a <unk> c c c\n"
+    assert vocabulary.encode("b z a").tolist() == [3, 3, 1]
     with pytest.warns(UserWarning, match=r"val.txt: 75%"):
         data(tmp_path, val="x y z\n").setup()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        data(tmp_path, val="a y z\n").setup()  # 50 %
 
 
 class Rows(list):
@@ -151,27 +141,17 @@ def test_hugging_face_names(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", fake)
     for source in ("hf:o/wiki/v1", "hf:o/wiki:test", "hf:o/wiki:train[:5].text"):
         vocabulary, ids = read(source)
-        assert vocabulary.decode(ids) == "\n= Title =\na b\n"
     assert asked == [("o/wiki", "v1", "train"), ("o/wiki", "test"), ("o/wiki", "train[:5]")]
     assert read_blocks("hf:o/wiki", vocabulary, 4, "val").tokens == len(ids)
     assert asked[-1] == ("o/wiki", "validation")
     for name, word in (("train.body", "'body'"), ("train.label", "'label'"), ("none", "no such")):
         with pytest.raises(ValueError, match=word):
             read(f"hf:o/wiki:{name}")
-    for missing in (None, types.ModuleType("datasets")):  # not installed, or a folder of that name
-        monkeypatch.setitem(sys.modules, "datasets", missing)
-        with pytest.raises(ModuleNotFoundError, match=r"molflt\[hub\]"):
-            read("hf:o/wiki")
-
-
-@pytest.mark.parametrize("name", ["../../etc", "/etc", "wiki", "a/../b", "a/b/c/d", "owner/set"])
-def test_paths_are_never_given_to_datasets(name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    fake = types.SimpleNamespace(load_dataset=lambda *_, **__: pytest.fail("loaded"))
-    monkeypatch.setitem(sys.modules, "datasets", fake)
-    (tmp_path / "owner" / "set").mkdir(parents=True)
-    with pytest.raises(ValueError, match="hf:OWNER/NAME"):
-        dataset_loader(f"hf:{name}")
+    with pytest.raises(ValueError, match="hf:OWNER/NAME"):  # a path is never given to datasets
+        read("hf:../../etc")
+    monkeypatch.setitem(sys.modules, "datasets", None)  # not installed
+    with pytest.raises(ModuleNotFoundError, match=r"molflt\[hub\]"):
+        read("hf:o/wiki")
 
 
 def test_wikitext2_has_its_published_counts():

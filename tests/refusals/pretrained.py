@@ -35,12 +35,6 @@ def calls(function: Callable[[], object]) -> Callable[[Path], object]:
     return lambda _: function()
 
 
-def load(**options: Any) -> object:
-    import molflt
-
-    return molflt.load("game-net", **options)
-
-
 def labeler() -> Any:
     from molflt.image import ImageClassifier
     from molflt.pretrained import ImageLabeler
@@ -54,13 +48,8 @@ def labeler() -> Any:
 ROWS = [
     refused("format", "1", "2", format=2),
     refused("recipe", "is2re", "'alchemy'", recipe="alchemy"),
-    refused("models", "options", "[]", models=[]),
     refused("(119, 16)", "(119, 32)", models=[{**OPTIONS, "dim": 32}]),
-    refused("models", models=[{**OPTIONS, "dim": "wide"}]),
     refused("models", models=[{**OPTIONS, "__class__": "os.system"}]),
-    refused("domain.json", files={"domain.json": {"systems": "x"}}),
-    Refusal(calls(lambda: load(compiled=True, device="cuda")), "compiled", "CPU", "'cuda'"),
-    Refusal(calls(lambda: load(checkpoint="last")), "checkpoint", "run", "last"),
     Refusal(calls(lambda: labeler().classify(torch.ones(1, 1, 4))), "images", "(n, 1, 4, 4)"),
     Refusal(calls(lambda: labeler().classify(np.full((1, 1, 4, 4), 2.0))), "images", "[0, 1]", "2"),
 ]

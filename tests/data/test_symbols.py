@@ -1,22 +1,32 @@
-"""Proteins: FASTA, residues as tokens, and splits without common sequences."""
+"""Proteins and ListOps: sequences whose symbols are the tokens."""
 
 from __future__ import annotations
 
 import gzip
+import itertools
 import lzma
+import random
+from collections import Counter
 from pathlib import Path
 
+import listops
 import numpy as np
 import pytest
+from listops import evaluate, expressions
+from scipy.stats import ks_2samp
 
 from molflt.commands.cli import main
 from molflt.data.text.datamodule import TextData
+from molflt.data.text.glue import find_split, read_examples
+from molflt.data.text.sentences import SentenceData
 from molflt.data.text.sources import _records, _text_blocks
 from molflt.data.text.tokenized import TokenizedText
 from molflt.data.text.tokenizer import Tokenizer
+from molflt.data.text.vocabulary import LISTOPS as SYMBOLS
 from molflt.data.text.vocabulary import RESIDUES, Vocabulary
 
-SHARED = Path(__file__).resolve().parents[3] / "shared" / "data" / "proteins"
+SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
+LISTOPS = SHARED / "listops" / "test_d20s.tsv.xz"
 GOOD = ">sp|P1 first\r\nMKv\r\n\r\nLU\r\n> P2\nWX\n"
 
 
@@ -36,7 +46,7 @@ def drawn(count: int, seed: int = 0) -> str:
     return "".join(lines)
 
 
-@pytest.mark.parametrize("name", ["a.fasta", "a.gz", "a.xz"])
+@pytest.mark.parametrize("name", ["a.fasta", "a.xz"])
 def test_records_are_read_plain_and_compressed(tmp_path, name):
     path = str(fasta(tmp_path / name))
     found = list(_records(path))
@@ -92,23 +102,17 @@ def test_equal_sequences_stay_together(tmp_path):
     assert sides(tmp_path / "out") != found
     assert main([*words, "--test_fraction", "0.2"]) == 0
     assert sides(tmp_path / "out") == found
-    assert main([*words, "--test_fraction", "0"]) == 2  # records of test.fasta would be in train
-
-
-def test_clusters_stay_together(tmp_path):
-    src = fasta(tmp_path / "all.fa", drawn(200))
     table = tmp_path / "clusters.tsv"
     table.write_text("".join(f"r{i}\tc{i // 7}\n" for i in range(200)))
-    words = ["data", "split", str(src), str(tmp_path), f"--clusters={table}"]
-    assert main([*words, "--val_fraction=0.2", "--test_fraction=0"]) == 0
-    found = sides(tmp_path)
-    clusters = {use: {int(r.name[1:]) // 7 for r in part} for use, part in found.items()}
-    assert clusters.keys() == {"train", "val"} and not clusters["train"] & clusters["val"]
-    assert 33 < len(found["val"]) <= 40 and sum(map(len, found.values())) == 200
+    assert main([*words, f"--clusters={table}", "--test_fraction=0.2"]) == 0
+    found = sides(tmp_path / "out")
+    clusters = [{int(r.name[1:]) // 7 for r in part} for part in found.values()]
+    assert sum(map(len, clusters)) == len(set.union(*clusters)) == 29
+    assert sum(map(len, found.values())) == 200
 
 
 def test_published_files_are_read_as_by_biopython():
-    path = SHARED / "swissprot_mitochondria.fasta.xz"
+    path = SHARED / "proteins" / "swissprot_mitochondria.fasta.xz"
     if not path.is_file():
         pytest.skip(f"{path.name} is not in {SHARED}")
     parser = pytest.importorskip("Bio.SeqIO.FastaIO").SimpleFastaParser
@@ -117,3 +121,69 @@ def test_published_files_are_read_as_by_biopython():
     with lzma.open(path, "rt") as file:
         expected = [(header.strip(), letters.upper()) for header, letters in parser(file)]
     assert [(one.header, one.residues) for one in found] == expected
+
+
+# --- ListOps ---------------------------------------------------------------------------------
+
+TWO = "[SM [MED 3 1 8 4 ] [MIN 7 9 ] [MAX 2 5 4 ] ]"  # 3 (the mean of 3 and 4, down) + 7 + 5
+
+
+def symbols(text: str) -> list[str]:
+    return [one for one in text.split() if one not in "()"]
+
+
+@pytest.fixture(scope="module")
+def published() -> list[tuple[list[str], int]]:
+    if not LISTOPS.is_file():
+        pytest.skip(f"{LISTOPS} is missing")
+    found = read_examples(LISTOPS, "ListOps")
+    assert [evaluate(one.first) for one in found] == [one.label for one in found]
+    return [(symbols(one.first), int(one.label)) for one in found]
+
+
+def test_random_expressions_are_distributed_as_published(published):
+    """Compares lengths, values and symbols."""
+    assert len(published) == 10_000
+    assert {one for text, _ in published for one in text} == set(SYMBOLS)
+    drawn = expressions(random.Random(1), depth=20, arguments=5, min_length=6, max_length=2000)
+    mine = [(text.split(), value) for text, value in itertools.islice(drawn, 4000)]
+    theirs = [pair for pair in published if len(pair[0]) > 6]  # see configs/lra/README.md
+    sizes = [[len(text) for text, _ in some] for some in (mine, theirs)]
+    assert ks_2samp(*sizes).pvalue > 0.01
+    for what in (lambda text, value: [value], lambda text, value: text):
+        counts = [Counter(x for pair in some for x in what(*pair)) for some in (mine, theirs)]
+        keys = sorted(set(counts[0]) | set(counts[1]))
+        shares = [np.array([count[k] for k in keys]) / count.total() for count in counts]
+        assert np.abs(shares[0] - shares[1]).max() < 0.012  # three standard errors of the values
+
+
+def test_files_become_tokens_and_labels(tmp_path):
+    assert evaluate(TWO) == 5 and evaluate("( ( ( [MAX 2 ) 9 ) ] )") == 9
+    assert evaluate("[MED 1 9 8 ]") == 8 and evaluate("[MED 1 2 ]") == 1
+    words = ["--train=30", "--val=5", "--test=4", "--depth=4", "--arguments=3", "--min_length=4"]
+    folder = tmp_path / "ListOps"
+    assert listops.main([str(folder), *words, "--max_length=30"]) == 0
+    rows = {use: read_examples(find_split(tmp_path, "ListOps", use), "ListOps") for use in FILES}
+    assert {use: len(found) for use, found in rows.items()} == FILES
+    texts = [one.first for found in rows.values() for one in found]
+    assert len(set(texts)) == 39 and all(4 < len(text.split()) < 30 for text in texts)
+    assert all(evaluate(one.first) == one.label for found in rows.values() for one in found)
+    pytest.importorskip("tokenizers")
+    data = SentenceData("ListOps", tmp_path, length=20, batch_size=2)
+    assert data.sizes() == {"vocabulary": 20, "classes": 10}
+    ids, types, label = data.datasets["val"][0]
+    own = [SYMBOLS.index(one) + 5 for one in rows["val"][0].first.split()]
+    assert ids.tolist() == [data.tokenizer.cls, *own[:18], data.tokenizer.sep]
+    assert not types.any() and label == rows["val"][0].label
+    path = tmp_path / "a.txt"
+    path.write_text(f"{TWO}\n\n( [MAX 1 2 ] )\n")
+    lines, encode = TokenizedText(path, path, kind="listops", length=12), data.tokenizer.encode
+    lines.setup()
+    assert encode(["3 [MASK]"]) == [[5 + SYMBOLS.index("3"), data.tokenizer.mask]]
+    expected = [*encode([TWO])[0], data.tokenizer.sep, *encode(["[MAX 1 2 ]"])[0]]
+    assert lines.datasets["val"].ids.tolist() == [*expected, data.tokenizer.sep]
+    cut = sum(len(one.first.split()) > 18 for one in rows["train"])
+    assert cut and data.datasets["train"].cut == cut
+
+
+FILES = {"train": 30, "val": 5, "test": 4}
