@@ -7,10 +7,8 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from molflt import plots
-from molflt.adsorption import placements, ranked, varied
+from molflt.adsorption import cut, placements, ranked, varied
 from molflt.data.structures.ase_fields import not_held
 from molflt.data.structures.base import ANY_TAGS
 from molflt.data.structures.in_memory import StructuresInMemory
@@ -28,8 +26,6 @@ if TYPE_CHECKING:
 __all__ = ["adsorb"]
 
 _DRAWN = 5
-_TO_CUBIC = {60: [[-1, 1, 1], [1, -1, 1], [1, 1, -1]], 109: [[0, 1, 1], [1, 0, 1], [1, 1, 0]]}
-"""angle between the primitive vectors of fcc and bcc, degrees -> cubic cell"""
 
 
 def adsorb(
@@ -78,8 +74,10 @@ def adsorb(
         raise ValueError(f"{out}: expected a name that ends in .extxyz; got {out.suffix!r}")
     for ending in (".extxyz", ".csv", ".png"):
         expect_writable(out.with_suffix(ending), *files_of([one for one in paths if exists(one)]))
-    indices = None if facet is None else _whole("facet", facet, 3)
-    given = _read(paths, indices, layers, vacuum)
+    given = _read(paths, facet is not None)
+    if facet is not None:
+        indices = _whole("facet", facet, 3)
+        given = {name: cut(one, indices, layers, vacuum) for name, one in given.items()}
     repeated = [one.repeat((*_whole("repeat", repeat, 2), 1)) for one in given.values()]
     model = load(run, device)
     if not isinstance(model, EnergyPredictor):
@@ -91,8 +89,8 @@ def adsorb(
     for place, (atoms, found) in enumerate(placed, start=1):
         atoms.info["slab"] = list(given)[atoms.info["slab"]]
         energies = {"energy_eV": found.energy, "uncertainty_eV": found.uncertainty}
-        rows[id(atoms)] = {"rank": place, **atoms.info, **energies, "outside": None}
-        rows[id(atoms)]["outside"] = "; ".join(found.outside) or None
+        outside = "; ".join(found.outside) or None
+        rows[id(atoms)] = {"rank": place, **atoms.info, **energies, "outside": outside}
         atoms.info |= {f"predicted_{key}": one for key, one in energies.items() if one is not None}
     print(_summary(list(rows.values())))
     frames = [atoms for atoms, _ in varied(placed, best)]
@@ -118,15 +116,13 @@ def _calculator(source: str, device: str) -> Any:
     return resolve_name(source)() if name and module != "hf" else Calculator(source, device=device)
 
 
-def _read(
-    paths: Sequence[Path], facet: tuple[int, ...] | None, layers: int, vacuum: float
-) -> dict[str, Atoms]:
-    """Returns the slabs by name."""
-    from ase.build import bulk, make_supercell, surface
+def _read(paths: Sequence[Path], names: bool) -> dict[str, Atoms]:
+    """Returns structures by name; paths that do not exist may be `names` of elements."""
+    from ase.build import bulk
 
     found: dict[str, Atoms] = {}
     for path in paths:
-        if facet is not None and not exists(path):
+        if names and not exists(path):
             try:
                 found[str(path)] = bulk(str(path))
             except (KeyError, ValueError, RuntimeError) as error:
@@ -135,22 +131,22 @@ def _read(
         dataset = open_structures(path, False, ANY_TAGS._replace(keep_atoms=True))
         for i in range(len(dataset)):
             found[f"{dataset.file(i)} {dataset.place(i)}"] = dataset.to_atoms(i)
-    for name, crystal in found.items() if facet is not None else ():
-        lengths, angles = np.split(crystal.cell.cellpar(), 2)
-        if np.ptp(lengths) < 1e-3 and np.ptp(angles) < 1e-2:
-            crystal = make_supercell(crystal, _TO_CUBIC.get(int(angles[0] + 0.1), np.eye(3)))
-        crystal.positions += 0.02 * crystal.cell.sum(axis=0)  # no atoms between two layers
-        found[name] = surface(crystal, facet, layers, vacuum / 2, periodic=True)
     return found
 
 
 def _summary(rows: Sequence[dict[str, Any]]) -> str:
-    first, kinds = rows[0], len({(row["slab"], row["site"]) for row in rows})
-    text, more = f"{len(rows):,} placements on {kinds} sites; best: {first['energy_eV']:.3f}", ""
+    first, more = rows[0], " eV"
     if (half := first["uncertainty_eV"]) is not None:
         close = sum(row["energy_eV"] <= first["energy_eV"] + half for row in rows) - 1
         more = f" ± {half:.3f} eV, an interval that contains {close:,} others"
-    return f"{text}{more or ' eV'}; {first['site']}, {first['orientation']}, {first['rotation']:g}°"
+    return (
+        f"{len(rows):,} placements on {len({(row['slab'], row['site']) for row in rows})} sites; "
+        f"best: {first['energy_eV']:.3f}{more}; {_place(first)}"
+    )
+
+
+def _place(info: dict[str, Any], between: str = ", ") -> str:
+    return f"{info['site']}{between}{info['orientation']}, {info['rotation']:g}°"
 
 
 def _write(out: Path, frames: Sequence[Atoms], rows: Sequence[dict[str, Any]]) -> None:
@@ -162,8 +158,7 @@ def _write(out: Path, frames: Sequence[Atoms], rows: Sequence[dict[str, Any]]) -
         write(str(part), frames, format="extxyz")
     write_csv(out.with_suffix(".csv"), rows)
     records, shown = StructuresInMemory(frames[:_DRAWN], ANY_TAGS), {}
-    for place, one in enumerate(frames[:_DRAWN]):
-        note = f"{one.info['site']}\n{one.info['orientation']}, {one.info['rotation']:g}°"
-        shown[f"{one.info['predicted_energy_eV']:.3f} eV\n{note}"] = records[place]
+    for record, one in zip(records, frames, strict=False):
+        shown[f"{one.info['predicted_energy_eV']:.3f} eV\n{_place(one.info, chr(10))}"] = record
     plots.placement_views(shown, out.with_suffix(".png"))
     print(f"{out}: {len(frames)} placements; all are in {out.with_suffix('.csv')}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -176,17 +176,12 @@ def attention_of(
 
     layers = [module for module in stack.modules() if isinstance(module, Attention)]
     hooks = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
-    try:
-        with torch.no_grad():
-            run()
-    finally:
+    with torch.no_grad():
+        run()
         for hook in hooks:
             hook.remove()
-    with torch.no_grad():
-        return [
-            layer.weights(*inputs, **options)
-            for layer, inputs, options in calls[-last if last else 0 :]
-        ]
+        calls = calls[-last if last else 0 :]
+        return [layer.weights(*inputs, **options) for layer, inputs, options in calls]
 
 
 def locality_of(matrices: list[Tensor], distances: Tensor, causal: bool) -> dict[str, float | None]:
@@ -213,7 +208,7 @@ def locality_of(matrices: list[Tensor], distances: Tensor, causal: bool) -> dict
 
 
 def load_vocabulary(run: Path, size: int) -> Vocabulary:
-    """Loads the vocabulary of a run and checks its size."""
+    """Loads the vocabulary of a run; raises ValueError if it has another size."""
     return _load(run / "vocabulary.json", vocabulary_of, size)
 
 
@@ -245,15 +240,14 @@ def tokenizer_of(content: bytes, name: str, size: int) -> Tokenizer:
 
 def classes_of(content: bytes, name: str, count: int) -> list[str]:
     """Parses the content of classes.json; see `vocabulary_of`."""
-    try:
-        classes = json.loads(content)
-    except (ValueError, RecursionError):
-        classes = None
-    if not isinstance(classes, list) or not all(isinstance(one, str) for one in classes):
+    found: object = None
+    with suppress(ValueError):
+        found = json.loads(content)
+    if not isinstance(found, list):
         raise ValueError(
             f"{name}: expected a JSON list of the names of classes; got something else; {_RESTORE}"
         )
-    return _sized(classes, name, count, "classes")
+    return _sized(found, name, count, "classes")
 
 
 def _sized(found: _Sized, name: str, size: int, what: str) -> _Sized:

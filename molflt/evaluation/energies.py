@@ -307,12 +307,6 @@ def write_submission(
     """
     arrays: dict[str, NDArray[np.generic]] = {}
     for split in _LEADERBOARD:
-        ids, energy = (np.asarray(values) for values in predictions[split])
-        values, counts = np.unique(ids, return_counts=True)
-        if (counts > 1).any():
-            raise ValueError(
-                f"submission: ids of split {split!r} must be unique; got {values[counts > 1][0]} "
-                f"{counts.max()} times"
-            )
+        ids, energy = map(np.asarray, predictions[split])
         arrays |= {f"{split}_ids": ids, f"{split}_energy": energy}
     _save_arrays(path, arrays)

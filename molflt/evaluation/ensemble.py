@@ -97,16 +97,11 @@ def load_ensemble(
     """
     runs = [Path(run) for run in runs]
     first = runs[0]
-    if len(runs) < 2:
-        raise ValueError(f"--also: expected further runs in addition to {first}; got none")
     if checkpoint not in ("best", "last"):
         raise ValueError(
             f"--checkpoint {checkpoint}: expected best or last with --also, which each run has"
         )
-    places = [run.resolve() for run in runs]
-    for i, run in enumerate(runs):
-        if places[i] in places[:i]:
-            raise ValueError(f"{run}: named twice; expected different runs in an ensemble")
+    for run in runs:
         if (recipe := read_config(run)["recipe"]) != _RECIPE:
             raise ValueError(
                 f"{run}: expected a run of the recipe {_RECIPE} in an ensemble; got {recipe}; "

@@ -41,8 +41,7 @@ class _Common(NamedTuple):
     split: str
     system: System
     target: float
-    energies: _Array
-    """(trainings,), eV"""
+    energies: _Array  # (trainings,), eV
     row: int
 
 

@@ -149,9 +149,9 @@ class LearnedOptimizer(Optimizer):
             return
         memories = zip(*(state.memory for state in states), strict=True)
         kept["step"] = states[0].step
-        kept["moments"] = _joined([state.moments for state in states])
-        kept["memory"] = [_joined(parts) for parts in memories]
-        parameter.add_(_joined(updates).view_as(parameter), alpha=lr)
+        kept["moments"] = torch.cat([state.moments for state in states])
+        kept["memory"] = [torch.cat(parts) for parts in memories]
+        parameter.add_(torch.cat(updates).view_as(parameter), alpha=lr)
 
     def _model_for(self, parameter: Tensor) -> CoordinateOptimizer:
         """Returns the model on the device and in the precision of a parameter."""
@@ -160,9 +160,3 @@ class LearnedOptimizer(Optimizer):
             own = copy.deepcopy(self.model).to(*key).eval().requires_grad_(False)
             self._models[key] = own
         return self._models[key]
-
-
-def _joined(parts: Iterable[Tensor]) -> Tensor:
-    """Concatenates chunks; a single one is returned unchanged."""
-    own = list(parts)
-    return own[0].contiguous() if len(own) == 1 else torch.cat(own)

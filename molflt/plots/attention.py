@@ -136,25 +136,24 @@ def _matrices(weights: ArrayLike | torch.Tensor) -> _Array:
             f"weights must be non-empty, (heads, queries, keys); got {matrices.shape}; select one "
             "of a batch with weights[0]"
         )
-    bad = np.argwhere(~np.isfinite(matrices))
-    if len(bad):
-        head, query, key = bad[0]
+    if bad := int((~np.isfinite(matrices)).sum()):
         raise ValueError(
-            f"weights must be finite; got {matrices[head, query, key]} at head {head}, query "
-            f"{query}, key {key} ({len(bad)} of {matrices.size}); remove padding"
+            f"weights must be finite; got {bad} of {matrices.size} that are not; remove padding"
         )
     return matrices
 
 
 def _block_means(matrices: _Array, down: int, across: int) -> _Array:
     """Averages over blocks of queries and keys; the last blocks may be smaller."""
-    for axis, step in ((1, down), (2, across)):
-        starts = np.arange(0, matrices.shape[axis], step)
-        counts = np.diff(np.append(starts, matrices.shape[axis]))
-        matrices = np.add.reduceat(matrices, starts, axis) / (
-            counts[:, None] if axis == 1 else counts
-        )
-    return matrices
+    rows, columns = (
+        np.arange(0, size, step)
+        for size, step in zip(matrices.shape[1:], (down, across), strict=True)
+    )
+    sums, counts = (
+        np.add.reduceat(np.add.reduceat(one, rows, 1), columns, 2)
+        for one in (matrices, np.ones_like(matrices[:1]))
+    )
+    return sums / counts
 
 
 class _Scaled(NamedTuple):
@@ -163,8 +162,7 @@ class _Scaled(NamedTuple):
     norm: Normalize
     colors: Colormap
     name: str
-    extend: str
-    """extended ends of the color bar"""
+    extend: str  # extended ends of the color bar
 
 
 def _weight_colors(pixels: _Array, scale: str) -> _Scaled:

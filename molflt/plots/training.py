@@ -6,6 +6,7 @@ import csv
 import itertools
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -118,10 +119,9 @@ def read_columns(path: Path) -> dict[str, _Array]:
 
 
 def _number(cell: str | None) -> float:
-    try:
+    with suppress(ValueError):  # a row of units
         return float(cell or "nan")
-    except ValueError:  # a row of units
-        return float("nan")
+    return float("nan")
 
 
 def best_place(columns: Mapping[str, _Array], name: str, largest_is_best: bool) -> int | None:
@@ -322,8 +322,6 @@ def errors(
         absolute: split -> |error| of each system, (systems,), eV; may be empty.
         unit: unit of the MAE.
     """
-    if not (groups or absolute) or not all(groups.values()):
-        raise ValueError("errors: expected groups, or splits with labels; got none")
     shown = {
         kind: [*own][::-1] if kind == "natoms" else sorted(own, key=lambda g: g.mae)[-_MAX_BARS:]
         for kind, own in groups.items()

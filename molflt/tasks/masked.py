@@ -28,13 +28,10 @@ _Batch = tuple[Tensor, Tensor, Tensor]
 
 
 class _GapSums(NamedTuple):
-    nats: Tensor
-    """negative log-likelihood of hidden tokens"""
-    right: Tensor
-    """number of hidden tokens that have the highest score"""
+    nats: Tensor  # negative log-likelihood of hidden tokens
+    right: Tensor  # number of hidden tokens that have the highest score
     gaps: Tensor
-    pairs_right: Tensor
-    """number of correctly classified pairs"""
+    pairs_right: Tensor  # number of correctly classified pairs
     pairs: Tensor
 
     def metrics(self) -> dict[str, float]:

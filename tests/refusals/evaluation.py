@@ -10,7 +10,7 @@ from torch import nn
 from molflt.data.structures.systems import System, write_systems
 from molflt.evaluation.calibration import Calibration
 from molflt.evaluation.common import classes_of, load_classes, named_sources
-from molflt.evaluation.energies import submission_splits, write_submission
+from molflt.evaluation.energies import submission_splits
 from molflt.evaluation.ensemble import (
     EnsembleRegressor,
     _expect_same_aim,
@@ -46,11 +46,6 @@ def file(name, content, read):
         read(path)
 
     return call
-
-
-def submission(folder: Path) -> None:
-    splits = ("id", "ood_ads", "ood_cat", "ood_both")
-    write_submission(folder / "s.npz", dict.fromkeys(splits, (["1", "1"], [0.0, 0.0])))
 
 
 def published(**arrays):
@@ -108,7 +103,6 @@ ROWS = [
     Refusal(
         lambda folder: Calibration.read(folder / "u.json"), "u.json", AGAIN, "", FileNotFoundError
     ),
-    Refusal(submission, "ids", "unique", "2 times"),
     Refusal(lambda _: submission_splits(Path("a.json"), []), "a.json", ".npz", ".json"),
     Refusal(
         lambda _: submission_splits(Path("a.npz"), ["val_id"]), "--splits", "test_id", "val_id"
@@ -123,12 +117,11 @@ ROWS = [
     Refusal(aims(Member(references=1.0)), "two", "references", "others"),
     Refusal(totals(Member(mean=-400.0, std=90.0)), "model 2", "at most 90 eV", "399 eV"),
     Refusal(lambda _: EnsembleRegressor([nn.Linear(1, 1)]), "members", "two", "1"),
-    Refusal(lambda _: load_ensemble([Path("a")]), "--also", "further runs", "none"),
     Refusal(
         lambda _: load_ensemble([Path("a"), Path("b")], "w.pt"), "--checkpoint", "best", "w.pt"
     ),
     Refusal(lambda _: read_runs([Path("a")]), "runs", "two", "1"),
-    Refusal(file("r.json", b'{"a": {"b": "x"}}', read_results), "'b'", "number", "'x'"),
+    Refusal(file("r.json", b'{"a": {"b": "x"}}', read_results), "r.json", "metrics", "'x'"),
     Refusal(lambda _: named_sources(DATA, ["test"], None), "split", "train, val", "'test'"),
     Refusal(lambda _: named_sources(DATA, ["val"], Path("x")), "--splits", "--data", "both"),
     Refusal(lambda _: classes_of(b"{}", "c.json", 2), "c.json", "JSON list", "something else"),

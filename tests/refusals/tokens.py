@@ -237,7 +237,6 @@ ROWS = [
         "x.de",
         error=FileNotFoundError,
     ),
-    Refusal(pairs(target="de"), "data.target", "two languages", "'de'"),
     Refusal(pairs(max_tokens=20), "data.max_tokens", "data.length=256", "20"),
     Refusal(pairs(), "x.de", "knows", "unknown tokens"),
     # proteins

@@ -209,10 +209,7 @@ class Tokenizer:
 
     def token(self, index: int) -> str:
         """Returns the token of an id, as written in the vocabulary."""
-        found = self._inner.id_to_token(index)
-        if found is None:
-            raise ValueError(f"token id {index}; expected 0 to {len(self) - 1}")
-        return found
+        return str(self._inner.id_to_token(index))
 
 
 def find_tokenizer(path: Path) -> tuple[bytes, str]:
