@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from molflt import plots
 from molflt.adsorption import cut, placements, ranked, varied
-from molflt.data.structures.ase_fields import not_held
 from molflt.data.structures.base import ANY_TAGS
 from molflt.data.structures.in_memory import StructuresInMemory
 from molflt.data.structures.sources import exists, files_of
 from molflt.evaluation.predictions import open_structures
 from molflt.evaluation.relaxation import relax_atoms
-from molflt.evaluation.results import warn, write_csv
+from molflt.evaluation.results import write_csv
 from molflt.files import atomically, expect_writable
 from molflt.pretrained import EnergyPredictor, load
 from molflt.pretrained.calculator import Calculator
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from ase import Atoms
 
 __all__ = ["adsorb"]
-
-_DRAWN = 5
 
 
 def adsorb(
@@ -105,10 +103,10 @@ def adsorb(
 
 def _whole(name: str, text: str, count: int) -> tuple[int, ...]:
     """Parses whole numbers separated by commas."""
-    words = text.split(",")
-    if len(words) != count or not all(word.strip().lstrip("-").isdecimal() for word in words):
-        raise ValueError(f"--{name} {text}: expected {count} whole numbers separated by commas")
-    return tuple(map(int, words))
+    with suppress(ValueError):
+        if len(found := tuple(map(int, text.split(",")))) == count:
+            return found
+    raise ValueError(f"--{name} {text}: expected {count} whole numbers separated by commas")
 
 
 def _calculator(source: str, device: str) -> Any:
@@ -145,20 +143,19 @@ def _summary(rows: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def _place(info: dict[str, Any], between: str = ", ") -> str:
-    return f"{info['site']}{between}{info['orientation']}, {info['rotation']:g}°"
+def _place(info: dict[str, Any]) -> str:
+    return f"{info['site']}, {info['orientation']}, {info['rotation']:g}°"
 
 
 def _write(out: Path, frames: Sequence[Atoms], rows: Sequence[dict[str, Any]]) -> None:
     from ase.io import write
 
-    for text in dict.fromkeys(text for one in frames for text in not_held(one, out.suffix)):
-        warn(f"{out}: {text}")
     with atomically(out) as part:
         write(str(part), frames, format="extxyz")
     write_csv(out.with_suffix(".csv"), rows)
-    records, shown = StructuresInMemory(frames[:_DRAWN], ANY_TAGS), {}
+    records, shown = StructuresInMemory(frames[:5], ANY_TAGS), {}
     for record, one in zip(records, frames, strict=False):
-        shown[f"{one.info['predicted_energy_eV']:.3f} eV\n{_place(one.info, chr(10))}"] = record
+        note = _place(one.info).replace(", ", "\n", 1)
+        shown[f"{one.info['predicted_energy_eV']:.3f} eV\n{note}"] = record
     plots.placement_views(shown, out.with_suffix(".png"))
     print(f"{out}: {len(frames)} placements; all are in {out.with_suffix('.csv')}")

@@ -171,10 +171,8 @@ def is_set_aside(sid: NDArray[np.int64]) -> NDArray[np.bool_]:
 class Uncertainty(NamedTuple):
     """Evaluated uncertainty of an ensemble."""
 
-    rows: Results
-    """split -> metrics"""
-    text: str
-    """table of the metrics"""
+    rows: Results  # split -> metrics
+    text: str  # table of the metrics
     columns: dict[str, dict[str, _Array]]
     """split -> spread_eV and, if calibrated, uncertainty_eV; each (systems,)"""
     files: list[Path]

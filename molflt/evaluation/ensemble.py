@@ -87,13 +87,8 @@ def load_ensemble(
 ) -> tuple[EnsembleRegressor, Config]:
     """Loads runs as one model; their seeds, data and configurations may differ.
 
-    Args:
-        runs: folders of two or more training runs.
-        checkpoint: best or last, for all runs.
-        device: see `molflt.training.checkpoint.load_run`.
-
-    Returns:
-        The ensemble in evaluation mode, and the configuration of the first run.
+    Returns the ensemble in evaluation mode, and the configuration of the first run. See
+    `molflt.training.checkpoint.load_run` for `device`; `checkpoint` is best or last, for all runs.
     """
     runs = [Path(run) for run in runs]
     first = runs[0]

@@ -43,10 +43,8 @@ class Evaluation(NamedTuple):
     """The result of an evaluation."""
 
     results: Results
-    text: str
-    """tables, to be printed after the name of the run"""
-    files: list[Path]
-    """the files that were written"""
+    text: str  # tables, to be printed after the name of the run
+    files: list[Path]  # the files that were written
 
 
 def fixed(value: float | None, digits: int) -> str:

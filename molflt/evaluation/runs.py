@@ -32,26 +32,18 @@ Row = Mapping[str, str]
 class Run(NamedTuple):
     """Contents of a run folder; empty where files are missing."""
 
-    name: str
-    """short, unique name"""
+    name: str  # short, unique name
     path: Path
     config: Config
-    parameters: int
-    """number of parameters, including frozen ones"""
-    step: int | None
-    """number of steps; None without a last checkpoint"""
-    own: Mapping[str, Any]
-    """entries of molflt in the last checkpoint: "seconds", "data" and others"""
-    columns: Mapping[str, NDArray[np.float64]]
-    """columns of metrics.csv"""
-    results: Results
-    """content of results.json, if it belongs to the run"""
-    predictions: Sequence[Row]
-    """rows of predictions.csv, if there are results"""
+    parameters: int  # number of parameters, including frozen ones
+    step: int | None  # number of steps; None without a last checkpoint
+    own: Mapping[str, Any]  # entries of molflt in the last checkpoint: "seconds", "data" and others
+    columns: Mapping[str, NDArray[np.float64]]  # columns of metrics.csv
+    results: Results  # content of results.json, if it belongs to the run
+    predictions: Sequence[Row]  # rows of predictions.csv, if there are results
     errors: Mapping[str, NDArray[np.float64]]
     """split -> |error| of its systems, eV, if the predictions have them"""
-    unmeasured: str
-    """reason why the results in the folder do not belong to the run"""
+    unmeasured: str  # reason why the results in the folder do not belong to the run
 
     @property
     def _task(self) -> Any:

@@ -36,13 +36,7 @@ class Memory(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, x: Tensor, state: MemoryState = (), start: int = 0) -> Tensor:
-        """Computes the hidden vectors of all steps at once.
-
-        Args:
-            x: (coordinates, steps, dim).
-            state: state after earlier steps, see `step`; empty at the start.
-            start: number of earlier steps.
-        """
+        """Computes the hidden vectors of all steps, after `start` steps with the result `state`."""
 
     @abstractmethod
     def step(self, x: Tensor, state: MemoryState, start: int) -> tuple[Tensor, MemoryState]:

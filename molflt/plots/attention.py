@@ -106,10 +106,8 @@ def _heat_maps(
 def attention_around(weights: ArrayLike | torch.Tensor, file: Path, *, title: str) -> None:
     """Draws the mean attention of each head to the pixels around a predicted pixel.
 
-    Args:
-        weights: (heads, rows, columns), mean weights by relative position. The query is in the last
-            row and the middle column.
-        title: title of the picture.
+    `weights`, (heads, rows, columns), are means by relative position. The query is in the last row
+    and the middle column.
     """
     maps = _matrices(weights)
     heads, rows, columns = maps.shape

@@ -74,10 +74,9 @@ def rpe_curves(
     module = _found(position, "rpe_curves")
     if module.dim != 1:
         raise ValueError(f"rpe_curves: expected a position of dimension 1; got one of {module.dim}")
-    (reach,) = _extents("max_offset", max_offset, 1, module.grid)
     # A fine line, which includes all integer offsets if the end is an integer.
-    count = 2 * math.ceil(reach) * max(1, -(-400 // math.ceil(reach))) + 1
-    (offsets,), curves = _sampled(module, (reach,), count)
+    count = 2 * math.ceil(max_offset) * max(1, -(-400 // math.ceil(max_offset))) + 1
+    (offsets,), curves = _sampled(module, (max_offset,), count)
     label = f"offset $r_i - r_j$ / {unit}\n(left: keys after the query; right: before it)"
     marker = "." if len(offsets) <= 65 else ""
     _draw_curves(file, offsets, curves, label, _of_offsets(module), marker)
@@ -123,12 +122,11 @@ def rpe_surfaces(
     module = _found(position, "rpe_surfaces")
     if module.dim < 2:
         raise ValueError("rpe_surfaces: expected a position of dimension 2 or more; got one of 1")
-    reach = _extents("extent", extent, 2, module.grid)
+    reach = extent if isinstance(extent, tuple) else (extent, extent)
     axes, surfaces = _sampled(module, reach, points)
-    pad = [(line[1] - line[0]) / 2 for line in axes]  # half a pixel
     cut = "" if module.dim == 2 else "cut through offset 0 along all other axes"
-    ends, label = (reach[0] + pad[0], reach[1] + pad[1]), _of_offsets(module)
-    _draw_surfaces(file, surfaces, ends, label, unit, cut)
+    down, across = (1.5 * line[-1] - 0.5 * line[-2] for line in axes)  # half a pixel more
+    _draw_surfaces(file, surfaces, (down, across), _of_offsets(module), unit, cut)
 
 
 def _draw_surfaces(
@@ -237,15 +235,3 @@ def _sampled(position: Any, reach: tuple[float, ...], points: int) -> tuple[list
         delta[:, : len(reach)] = torch.stack(grid, dim=-1).flatten(0, -2)
         values = _bias(position, delta)
     return axes, values.reshape(-1, *map(len, axes))
-
-
-def _extents(
-    name: str, extent: float | tuple[float, ...], axes: int, whole: bool
-) -> tuple[float, ...]:
-    ends = extent if isinstance(extent, tuple) else (extent,) * axes
-    fits = len(ends) == axes and all(0 < end < math.inf for end in ends)
-    if not fits or (whole and any(end != int(end) for end in ends)):
-        raise ValueError(
-            f"{name} must be {axes} positive numbers, whole on a grid of tokens; got {extent}"
-        )
-    return ends

@@ -44,11 +44,8 @@ def parity(
 ) -> None:
     """Draws predictions against labels, with one panel per split and equal axes.
 
-    Args:
-        panels: split -> (labels, predictions), each (systems,), in `unit`.
-        names: split -> names of the systems; the points with the largest errors are labeled.
-        quantity: predicted quantity.
-        unit: unit of the quantity.
+    `panels` are split -> (labels, predictions), each (systems,), in the `unit` of the predicted
+    `quantity`. With `names`, split -> names of the systems, the largest errors are labeled.
     """
     low, high = _limits(list(panels.values()))
     dense = any(len(target) > _MAX_POINTS for target, _ in panels.values())

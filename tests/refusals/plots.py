@@ -49,7 +49,7 @@ def local(weights: Any, distances: Any, option: str, got: str = "", **options: A
 ONES, EYE = np.ones((2, 3, 3)), np.eye(3)
 APART = np.abs(np.arange(3)[:, None] - np.arange(3)).astype(float)
 PAIR = {"val_id": (np.zeros(3), np.ones(3))}
-GRID1, GRID2 = ToeplitzPosition(2, max_tokens=7), ToeplitzPosition(2, shape=(4, 3))
+GRID1 = ToeplitzPosition(2, max_tokens=7)
 BARE = SimpleNamespace(stack=SimpleNamespace(position=None))
 ROWS = [
     refused(attention(ONES[0]), "weights", "(heads, queries, keys)", "(3, 3)"),
@@ -60,8 +60,6 @@ ROWS = [
     refused(lambda png: plots.rpe_curves(RotaryPosition(8), png, 4), "logits", "", "Rotary"),
     refused(lambda png: plots.rpe_curves(GaussianBias(2), png, 4), "dimension 1", "", "of 3"),
     refused(lambda png: plots.rpe_surfaces(GRID1, png, 4), "dimension 2", "", "of 1"),
-    refused(lambda png: plots.rpe_surfaces(GRID2, png, (4.0, 1.5)), "extent", "whole", "1.5"),
-    refused(lambda png: plots.rpe_surfaces(GRID2, png, (4, 3, 2)), "extent", "2 ", "(4, 3, 2)"),
     refused(lambda png: plots.rpe_profiles(BARE, png), "rpe_profiles", "position", "without"),
     refused(lambda png: plots.parity(PAIR, png.with_suffix(".gif")), "a.gif", ".svg"),
     refused(curve("epoch,loss\n1,2\n"), "a.csv", "step", "epoch, loss"),

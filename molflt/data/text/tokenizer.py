@@ -213,11 +213,7 @@ class Tokenizer:
 
 
 def find_tokenizer(path: Path) -> tuple[bytes, str]:
-    """Returns the content and the name of a tokenizer.
-
-    Args:
-        path: file of the tokenizer, or folder of a run, a published model or an export.
-    """
+    """Returns content and name of a tokenizer: a file, or a folder of a run, model or export."""
     path = Path(path)
     inside = path / TOKENIZER if path.is_dir() else path
     if inside.is_file():
