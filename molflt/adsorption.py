@@ -20,7 +20,7 @@ from molflt.data.structures.tags import guess_tags
 if TYPE_CHECKING:
     from ase import Atoms
 
-__all__ = ["Site", "cut", "molecule", "placements", "ranked", "sites", "varied"]
+__all__ = ["cut", "element", "molecule", "placements", "ranked", "sites", "varied"]
 
 _VACUUM = 4.5  # Å; crystals have smaller gaps
 _CONTACT, _CONTACT_H = 0.1, 0.5  # Å added to radii in contacts with the slab; H in molecules
@@ -49,6 +49,16 @@ def cut(crystal: Atoms, facet: tuple[int, ...], layers: int = 4, vacuum: float =
         crystal = make_supercell(crystal, _TO_CUBIC.get(int(angles[0] + 0.1), np.eye(3)))
     crystal.positions += 0.02 * crystal.cell.sum(axis=0)  # no atoms between two layers
     return surface(crystal, facet, layers, vacuum / 2, periodic=True)
+
+
+def element(symbol: str) -> Atoms:
+    """Returns the crystal of an element, see `ase.build.bulk`."""
+    from ase.build import bulk
+
+    try:
+        return bulk(symbol)
+    except (KeyError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{symbol}: no such file or element; {error}") from None
 
 
 def molecule(name: str | Path) -> Atoms:

@@ -9,7 +9,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from molflt import plots
-from molflt.adsorption import cut, placements, ranked, varied
+from molflt.adsorption import cut, element, placements, ranked, varied
 from molflt.data.structures.base import ANY_TAGS
 from molflt.data.structures.in_memory import StructuresInMemory
 from molflt.data.structures.sources import exists, files_of
@@ -67,12 +67,15 @@ def adsorb(
         steps: maximum number of steps of a relaxation.
         device: auto, cpu, cuda or cuda:N.
     """
-    out, paths = Path(out), [Path(slabs)] if isinstance(slabs, str | Path) else list(slabs)
+    paths = [Path(slabs)] if isinstance(slabs, str | Path) else list(slabs)
     if out.suffix != ".extxyz":
         raise ValueError(f"{out}: expected a name that ends in .extxyz; got {out.suffix!r}")
     for ending in (".extxyz", ".csv", ".png"):
         expect_writable(out.with_suffix(ending), *files_of([one for one in paths if exists(one)]))
-    given = _read(paths, facet is not None)
+    given: dict[str, Atoms] = {}
+    for path in paths:
+        there = facet is None or exists(path)
+        given |= _read(path) if there else {str(path): element(str(path))}
     if facet is not None:
         indices = _whole("facet", facet, 3)
         given = {name: cut(one, indices, layers, vacuum) for name, one in given.items()}
@@ -80,8 +83,8 @@ def adsorb(
     model = load(run, device)
     if not isinstance(model, EnergyPredictor):
         raise ValueError(f"{run}: expected a model of energies; got recipe {model.trained.recipe}")
-    share = None if model.domain is None else model.domain.surface
     calculator = None if relax is None else _calculator(relax, device)
+    share = model.domain and model.domain.surface
     placed = ranked(model, placements(repeated, str(molecule), rotation=rotation, share=share))
     rows = {}
     for place, (atoms, found) in enumerate(placed, start=1):
@@ -96,8 +99,8 @@ def adsorb(
         done = [relax_atoms(one, calculator, fmax=fmax, steps=steps) for one in frames]
         for atoms, one in zip(frames, done, strict=True):
             rows[id(atoms)] |= {"relaxed_energy_eV": one.after, "converged": one.converged}
-        done.sort(key=lambda one: (one.atoms.info["slab"], one.after))
-        frames = [one.atoms for one in done]
+        order = sorted(done, key=lambda one: (one.atoms.info["slab"], one.after))
+        frames = [one.atoms for one in order]
     _write(out, frames, list(rows.values()))
 
 
@@ -114,22 +117,9 @@ def _calculator(source: str, device: str) -> Any:
     return resolve_name(source)() if name and module != "hf" else Calculator(source, device=device)
 
 
-def _read(paths: Sequence[Path], names: bool) -> dict[str, Atoms]:
-    """Returns structures by name; paths that do not exist may be `names` of elements."""
-    from ase.build import bulk
-
-    found: dict[str, Atoms] = {}
-    for path in paths:
-        if names and not exists(path):
-            try:
-                found[str(path)] = bulk(str(path))
-            except (KeyError, ValueError, RuntimeError) as error:
-                raise ValueError(f"{path}: no such file or element; {error}") from None
-            continue
-        dataset = open_structures(path, False, ANY_TAGS._replace(keep_atoms=True))
-        for i in range(len(dataset)):
-            found[f"{dataset.file(i)} {dataset.place(i)}"] = dataset.to_atoms(i)
-    return found
+def _read(path: Path) -> dict[str, Atoms]:
+    data = open_structures(path, False, ANY_TAGS._replace(keep_atoms=True))
+    return {f"{data.file(i)} {data.place(i)}": data.to_atoms(i) for i in range(len(data))}
 
 
 def _summary(rows: Sequence[dict[str, Any]]) -> str:
@@ -137,10 +127,9 @@ def _summary(rows: Sequence[dict[str, Any]]) -> str:
     if (half := first["uncertainty_eV"]) is not None:
         close = sum(row["energy_eV"] <= first["energy_eV"] + half for row in rows) - 1
         more = f" ± {half:.3f} eV, an interval that contains {close:,} others"
-    return (
-        f"{len(rows):,} placements on {len({(row['slab'], row['site']) for row in rows})} sites; "
-        f"best: {first['energy_eV']:.3f}{more}; {_place(first)}"
-    )
+    sites = len({(row["slab"], row["site"]) for row in rows})
+    best = f"{first['energy_eV']:.3f}{more}; {_place(first)}"
+    return f"{len(rows):,} placements on {sites} sites; best: {best}"
 
 
 def _place(info: dict[str, Any]) -> str:
