@@ -84,7 +84,7 @@ def adsorb(
     if not isinstance(model, EnergyPredictor):
         raise ValueError(f"{run}: expected a model of energies; got recipe {model.trained.recipe}")
     calculator = None if relax is None else _calculator(relax, device)
-    share = model.domain and model.domain.surface
+    share = None if model.domain is None else model.domain.surface
     placed = ranked(model, placements(repeated, str(molecule), rotation=rotation, share=share))
     rows = {}
     for place, (atoms, found) in enumerate(placed, start=1):
