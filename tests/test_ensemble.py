@@ -193,7 +193,7 @@ def test_bad_members_get_one_line(runs, tmp_path, capsys) -> None:
     twin = shutil.copytree(runs[0], tmp_path / "twin")
     small = ["--splits", "small"]
     for words, parts in (
-        (["--also", two, f"{one}/../{runs[0].name}"], ["named twice"]),
+        (["--also", two, f"{one}/../{runs[0].name}"], ["has the weights of"]),
         (["--also", str(twin)], [f"{twin}: has the weights of {one}"]),
         (["--also", two, *small, "--calibration_split", "small"],
          ["small", "at least 20", "got 8"]),

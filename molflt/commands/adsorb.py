@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from molflt import plots
-from molflt.adsorption import placements, ranked, varied
-from molflt.data.structures.ase_fields import not_held
+from molflt.adsorption import cut, element, placements, ranked, varied
 from molflt.data.structures.base import ANY_TAGS
 from molflt.data.structures.in_memory import StructuresInMemory
 from molflt.data.structures.sources import exists, files_of
 from molflt.evaluation.predictions import open_structures
 from molflt.evaluation.relaxation import relax_atoms
-from molflt.evaluation.results import warn, write_csv
+from molflt.evaluation.results import write_csv
 from molflt.files import atomically, expect_writable
 from molflt.pretrained import EnergyPredictor, load
 from molflt.pretrained.calculator import Calculator
@@ -26,10 +24,6 @@ if TYPE_CHECKING:
     from ase import Atoms
 
 __all__ = ["adsorb"]
-
-_DRAWN = 5
-_TO_CUBIC = {60: [[-1, 1, 1], [1, -1, 1], [1, 1, -1]], 109: [[0, 1, 1], [1, 0, 1], [1, 1, 0]]}
-"""angle between the primitive vectors of fcc and bcc, degrees -> cubic cell"""
 
 
 def adsorb(
@@ -73,26 +67,31 @@ def adsorb(
         steps: maximum number of steps of a relaxation.
         device: auto, cpu, cuda or cuda:N.
     """
-    out, paths = Path(out), [Path(slabs)] if isinstance(slabs, str | Path) else list(slabs)
+    paths = [Path(slabs)] if isinstance(slabs, str | Path) else list(slabs)
     if out.suffix != ".extxyz":
         raise ValueError(f"{out}: expected a name that ends in .extxyz; got {out.suffix!r}")
     for ending in (".extxyz", ".csv", ".png"):
         expect_writable(out.with_suffix(ending), *files_of([one for one in paths if exists(one)]))
-    indices = None if facet is None else _whole("facet", facet, 3)
-    given = _read(paths, indices, layers, vacuum)
+    given: dict[str, Atoms] = {}
+    for path in paths:
+        there = facet is None or exists(path)
+        given |= _read(path) if there else {str(path): element(str(path))}
+    if facet is not None:
+        indices = _whole("facet", facet, 3)
+        given = {name: cut(one, indices, layers, vacuum) for name, one in given.items()}
     repeated = [one.repeat((*_whole("repeat", repeat, 2), 1)) for one in given.values()]
     model = load(run, device)
     if not isinstance(model, EnergyPredictor):
         raise ValueError(f"{run}: expected a model of energies; got recipe {model.trained.recipe}")
-    share = None if model.domain is None else model.domain.surface
     calculator = None if relax is None else _calculator(relax, device)
+    share = None if model.domain is None else model.domain.surface
     placed = ranked(model, placements(repeated, str(molecule), rotation=rotation, share=share))
     rows = {}
     for place, (atoms, found) in enumerate(placed, start=1):
         atoms.info["slab"] = list(given)[atoms.info["slab"]]
         energies = {"energy_eV": found.energy, "uncertainty_eV": found.uncertainty}
-        rows[id(atoms)] = {"rank": place, **atoms.info, **energies, "outside": None}
-        rows[id(atoms)]["outside"] = "; ".join(found.outside) or None
+        outside = "; ".join(found.outside) or None
+        rows[id(atoms)] = {"rank": place, **atoms.info, **energies, "outside": outside}
         atoms.info |= {f"predicted_{key}": one for key, one in energies.items() if one is not None}
     print(_summary(list(rows.values())))
     frames = [atoms for atoms, _ in varied(placed, best)]
@@ -100,17 +99,17 @@ def adsorb(
         done = [relax_atoms(one, calculator, fmax=fmax, steps=steps) for one in frames]
         for atoms, one in zip(frames, done, strict=True):
             rows[id(atoms)] |= {"relaxed_energy_eV": one.after, "converged": one.converged}
-        done.sort(key=lambda one: (one.atoms.info["slab"], one.after))
-        frames = [one.atoms for one in done]
+        order = sorted(done, key=lambda one: (one.atoms.info["slab"], one.after))
+        frames = [one.atoms for one in order]
     _write(out, frames, list(rows.values()))
 
 
 def _whole(name: str, text: str, count: int) -> tuple[int, ...]:
     """Parses whole numbers separated by commas."""
-    words = text.split(",")
-    if len(words) != count or not all(word.strip().lstrip("-").isdecimal() for word in words):
-        raise ValueError(f"--{name} {text}: expected {count} whole numbers separated by commas")
-    return tuple(map(int, words))
+    with suppress(ValueError):
+        if len(found := tuple(map(int, text.split(",")))) == count:
+            return found
+    raise ValueError(f"--{name} {text}: expected {count} whole numbers separated by commas")
 
 
 def _calculator(source: str, device: str) -> Any:
@@ -118,52 +117,34 @@ def _calculator(source: str, device: str) -> Any:
     return resolve_name(source)() if name and module != "hf" else Calculator(source, device=device)
 
 
-def _read(
-    paths: Sequence[Path], facet: tuple[int, ...] | None, layers: int, vacuum: float
-) -> dict[str, Atoms]:
-    """Returns the slabs by name."""
-    from ase.build import bulk, make_supercell, surface
-
-    found: dict[str, Atoms] = {}
-    for path in paths:
-        if facet is not None and not exists(path):
-            try:
-                found[str(path)] = bulk(str(path))
-            except (KeyError, ValueError, RuntimeError) as error:
-                raise ValueError(f"{path}: no such file or element; {error}") from None
-            continue
-        dataset = open_structures(path, False, ANY_TAGS._replace(keep_atoms=True))
-        for i in range(len(dataset)):
-            found[f"{dataset.file(i)} {dataset.place(i)}"] = dataset.to_atoms(i)
-    for name, crystal in found.items() if facet is not None else ():
-        lengths, angles = np.split(crystal.cell.cellpar(), 2)
-        if np.ptp(lengths) < 1e-3 and np.ptp(angles) < 1e-2:
-            crystal = make_supercell(crystal, _TO_CUBIC.get(int(angles[0] + 0.1), np.eye(3)))
-        crystal.positions += 0.02 * crystal.cell.sum(axis=0)  # no atoms between two layers
-        found[name] = surface(crystal, facet, layers, vacuum / 2, periodic=True)
-    return found
+def _read(path: Path) -> dict[str, Atoms]:
+    data = open_structures(path, False, ANY_TAGS._replace(keep_atoms=True))
+    return {f"{data.file(i)} {data.place(i)}": data.to_atoms(i) for i in range(len(data))}
 
 
 def _summary(rows: Sequence[dict[str, Any]]) -> str:
-    first, kinds = rows[0], len({(row["slab"], row["site"]) for row in rows})
-    text, more = f"{len(rows):,} placements on {kinds} sites; best: {first['energy_eV']:.3f}", ""
+    first, more = rows[0], " eV"
     if (half := first["uncertainty_eV"]) is not None:
         close = sum(row["energy_eV"] <= first["energy_eV"] + half for row in rows) - 1
         more = f" ± {half:.3f} eV, an interval that contains {close:,} others"
-    return f"{text}{more or ' eV'}; {first['site']}, {first['orientation']}, {first['rotation']:g}°"
+    sites = len({(row["slab"], row["site"]) for row in rows})
+    best = f"{first['energy_eV']:.3f}{more}; {_place(first)}"
+    return f"{len(rows):,} placements on {sites} sites; best: {best}"
+
+
+def _place(info: dict[str, Any]) -> str:
+    return f"{info['site']}, {info['orientation']}, {info['rotation']:g}°"
 
 
 def _write(out: Path, frames: Sequence[Atoms], rows: Sequence[dict[str, Any]]) -> None:
     from ase.io import write
 
-    for text in dict.fromkeys(text for one in frames for text in not_held(one, out.suffix)):
-        warn(f"{out}: {text}")
     with atomically(out) as part:
         write(str(part), frames, format="extxyz")
     write_csv(out.with_suffix(".csv"), rows)
-    records, shown = StructuresInMemory(frames[:_DRAWN], ANY_TAGS), {}
-    for place, one in enumerate(frames[:_DRAWN]):
-        note = f"{one.info['site']}\n{one.info['orientation']}, {one.info['rotation']:g}°"
-        shown[f"{one.info['predicted_energy_eV']:.3f} eV\n{note}"] = records[place]
+    records, shown = StructuresInMemory(frames[:5], ANY_TAGS), {}
+    for record, one in zip(records, frames, strict=False):
+        note = _place(one.info).replace(", ", "\n", 1)
+        shown[f"{one.info['predicted_energy_eV']:.3f} eV\n{note}"] = record
     plots.placement_views(shown, out.with_suffix(".png"))
     print(f"{out}: {len(frames)} placements; all are in {out.with_suffix('.csv')}")

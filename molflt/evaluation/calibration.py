@@ -55,6 +55,7 @@ _COLUMNS = {
 }
 
 _Array = NDArray[np.float64]
+_Errors = tuple[_Array, _Array]  # |error| and spread of systems with labels, (systems,), eV
 
 
 @dataclass(frozen=True)
@@ -167,22 +168,11 @@ def is_set_aside(sid: NDArray[np.int64]) -> NDArray[np.bool_]:
     return np.array([digest.digest()[0] % 2 == 0 for digest in digests], dtype=bool)
 
 
-class _Errors(NamedTuple):
-    """Systems with labels."""
-
-    error: _Array
-    """|error|, (systems,), eV"""
-    spread: _Array
-    """(systems,), eV"""
-
-
 class Uncertainty(NamedTuple):
     """Evaluated uncertainty of an ensemble."""
 
-    rows: Results
-    """split -> metrics"""
-    text: str
-    """table of the metrics"""
+    rows: Results  # split -> metrics
+    text: str  # table of the metrics
     columns: dict[str, dict[str, _Array]]
     """split -> spread_eV and, if calibrated, uncertainty_eV; each (systems,)"""
     files: list[Path]
@@ -217,7 +207,7 @@ def assess(
     """
     if not isinstance(model, EnsembleRegressor):
         return Uncertainty({}, "", {}, [])
-    columns = {name: {"spread_eV": part.spread} for name, part in found.items()}
+    columns = {name: uncertainty_of(model, part, None) for name, part in found.items()}
     only_spread = Uncertainty({name: _row(part) for name, part in found.items()}, "", columns, [])
     labeled = [name for name, part in found.items() if part.labeled.any() and name != learned]
     if split is None and not labeled:
@@ -237,7 +227,7 @@ def assess(
     calibration = Calibration.fit(*calibrating, chosen, model.weights)
     judged, rows = {}, {}
     for name, part in found.items():
-        columns[name]["uncertainty_eV"] = calibration.uncertainty(part.spread)
+        columns[name] = uncertainty_of(model, part, calibration)
         own = part.labeled & ~aside if name == chosen else part.labeled
         if own.any():
             judged[name] = _errors(part, own)
@@ -260,7 +250,7 @@ def assess(
 
 
 def _errors(part: Predictions, chosen: NDArray[np.bool_]) -> _Errors:
-    return _Errors(np.abs(part.energy - part.target)[chosen], part.spread[chosen])
+    return np.abs(part.energy - part.target)[chosen], part.spread[chosen]
 
 
 def _row(
@@ -278,35 +268,37 @@ def _row(
         return row
     row["uncertainty_eV"] = float(calibration.uncertainty(part.spread).mean())
     if judged is not None:
-        n = len(judged.error)
-        inside = judged.error <= calibration.uncertainty(judged.spread)
-        row["coverage_percent"] = 100 * float(inside.mean())
+        error, spread = judged
+        n = len(error)
+        row["coverage_percent"] = 100 * float((error <= calibration.uncertainty(spread)).mean())
         # at the nominal level, because it would be 0 at a coverage of 0 or 100 %
         row["coverage_se_percent"] = 100 * float(np.sqrt(LEVEL * (1 - LEVEL) / n))
         row["coverage_n"] = n
-        if np.ptp(judged.spread) > 0 and np.ptp(judged.error) > 0:
-            row["rank_correlation"] = float(spearmanr(judged.spread, judged.error).statistic)
+        if np.ptp(spread) > 0 and np.ptp(error) > 0:
+            row["rank_correlation"] = float(spearmanr(spread, error).statistic)
     return row
 
 
 def _crossed(calibration: Calibration, aside: _Errors, rest: _Errors) -> float | None:
     """Returns the coverage, %, if each half calibrates the other; None if a half is too small."""
-    if len(rest.error) < _LEAST:
+    if len(rest[0]) < _LEAST:
         return None
     other = Calibration.fit(*rest, calibration.split, calibration.members)
-    held = [rest.error <= calibration.uncertainty(rest.spread)]
-    held.append(aside.error <= other.uncertainty(aside.spread))
+    halves = ((rest, calibration), (aside, other))
+    held = [error <= by.uncertainty(spread) for (error, spread), by in halves]
     return 100 * float(np.concatenate(held).mean())
 
 
 def _draw(calibration: Calibration, aside: _Errors, judged: dict[str, _Errors], png: Path) -> None:
-    scores = aside.error / np.hypot(aside.spread, calibration.floor)
-    factors = np.array([conformal_factor(scores, level) for level in _LEVELS])
-    coverage, errors = {}, {}
-    for split, one in judged.items():
-        own = one.error / np.hypot(one.spread, calibration.floor)
-        coverage[split] = (_LEVELS, (own[:, None] <= factors).mean(axis=0))
-        errors[split] = (calibration.uncertainty(one.spread), one.error)
+    def scores(one: _Errors) -> _Array:
+        return one[0] / np.hypot(one[1], calibration.floor)
+
+    factors = np.array([conformal_factor(scores(aside), level) for level in _LEVELS])
+    coverage = {
+        split: (_LEVELS, (scores(one)[:, None] <= factors).mean(axis=0))
+        for split, one in judged.items()
+    }
+    errors = {split: (calibration.uncertainty(one[1]), one[0]) for split, one in judged.items()}
     plots.calibration(coverage, errors, LEVEL, png)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -143,12 +143,7 @@ def draw_encoding(
 ) -> None:
     """Draws a relative encoding, if it exists, against the offset of tokens.
 
-    Args:
-        position: positional encoding of the stack.
-        scale: distance between neighboring tokens in the encoding's unit of length.
-        tokens: number of tokens along each axis.
-        png: file to write.
-        what: plural noun for the tokens.
+    Neighbors of the `tokens` along each axis, which are `what`, are `scale` units of length apart.
     """
     if position is not None and plots.has_bias(position):
         unit = what if scale == 1 else f"{1 / scale:g} {what}"
@@ -159,15 +154,10 @@ def draw_encoding(
 def attention_of(
     stack: nn.Module, run: Callable[[], object], last: int | None = None
 ) -> list[Tensor]:
-    """Returns the attention matrices of layers, in the order in which they are applied.
+    """Returns a tensor (batch, heads, queries, keys) for each call of an attention layer, in order.
 
-    Args:
-        stack: a part of a model in evaluation mode.
-        run: calls the model once.
-        last: number of matrices to compute, counted from the end; None for all.
-
-    Returns:
-        One tensor (batch, heads, queries, keys) for each attention layer in each pass.
+    The layers are those of `stack`, a part of the model that `run` calls once; `last` is the number
+    of matrices to compute, counted from the end, or None for all.
     """
     calls: list[_Call] = []
 
@@ -176,30 +166,20 @@ def attention_of(
 
     layers = [module for module in stack.modules() if isinstance(module, Attention)]
     hooks = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
-    try:
-        with torch.no_grad():
-            run()
-    finally:
+    with torch.no_grad():
+        run()
         for hook in hooks:
             hook.remove()
-    with torch.no_grad():
-        return [
-            layer.weights(*inputs, **options)
-            for layer, inputs, options in calls[-last if last else 0 :]
-        ]
+        calls = calls[-last if last else 0 :]
+        return [layer.weights(*inputs, **options) for layer, inputs, options in calls]
 
 
 def locality_of(matrices: list[Tensor], distances: Tensor, causal: bool) -> dict[str, float | None]:
-    """Returns the attention on the nearest and the farthest 10 % of the tokens.
+    """Returns the attention on the "nearest" and the "farthest" 10 % of the tokens.
 
-    Args:
-        matrices: each (batch, heads, tokens, tokens); see `attention_of`.
-        distances: (tokens, tokens), in any unit.
-        causal: True if a token attends only to itself and earlier tokens.
-
-    Returns:
-        "nearest" and "farthest", averaged over heads and layers; see `molflt.metrics.locality`.
-        They are None if rows of attention are not probabilities (normalize "none" or "unmasked").
+    They are averaged over heads and layers, see `attention_of` and `molflt.metrics.locality`, and
+    None if rows of attention are not probabilities (normalize "none" or "unmasked"). The
+    `distances` are (tokens, tokens), in any unit.
     """
     apart = distances.double().cpu().numpy()
     try:
@@ -213,7 +193,7 @@ def locality_of(matrices: list[Tensor], distances: Tensor, causal: bool) -> dict
 
 
 def load_vocabulary(run: Path, size: int) -> Vocabulary:
-    """Loads the vocabulary of a run and checks its size."""
+    """Loads the vocabulary of a run; raises ValueError if it has another size."""
     return _load(run / "vocabulary.json", vocabulary_of, size)
 
 
@@ -245,15 +225,14 @@ def tokenizer_of(content: bytes, name: str, size: int) -> Tokenizer:
 
 def classes_of(content: bytes, name: str, count: int) -> list[str]:
     """Parses the content of classes.json; see `vocabulary_of`."""
-    try:
-        classes = json.loads(content)
-    except (ValueError, RecursionError):
-        classes = None
-    if not isinstance(classes, list) or not all(isinstance(one, str) for one in classes):
+    found: object = None
+    with suppress(ValueError):
+        found = json.loads(content)
+    if not isinstance(found, list):
         raise ValueError(
             f"{name}: expected a JSON list of the names of classes; got something else; {_RESTORE}"
         )
-    return _sized(classes, name, count, "classes")
+    return _sized(found, name, count, "classes")
 
 
 def _sized(found: _Sized, name: str, size: int, what: str) -> _Sized:

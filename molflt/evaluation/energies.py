@@ -116,7 +116,7 @@ def evaluate(
     splits = source.choose(splits)
     check_calibration_split(model, calibration_split, splits)
     names = {} if submission is None else submission_splits(submission, splits)
-    others = None if published is None else read_published(published, source.folder)
+    others = None if published is None else read_published(published, source.data.folder)
     domain = source.domain(model)
     datasets = source.open(splits, model, None if force else domain)
     if relaxed is not None:
@@ -299,20 +299,12 @@ def submission_splits(path: Path, splits: Sequence[str]) -> dict[str, str]:
 def write_submission(
     path: Path, predictions: Mapping[str, tuple[Sequence[str] | NDArray[np.str_], ArrayLike]]
 ) -> None:
-    """Writes the file for the leaderboard.
+    """Writes the .npz file for the leaderboard.
 
-    Args:
-        path: file to write, ending in .npz.
-        predictions: "id", "ood_ads", "ood_cat" and "ood_both" -> (unique ids, energies in eV).
+    `predictions` are "id", "ood_ads", "ood_cat" and "ood_both" -> (unique ids, energies in eV).
     """
     arrays: dict[str, NDArray[np.generic]] = {}
     for split in _LEADERBOARD:
         ids, energy = (np.asarray(values) for values in predictions[split])
-        values, counts = np.unique(ids, return_counts=True)
-        if (counts > 1).any():
-            raise ValueError(
-                f"submission: ids of split {split!r} must be unique; got {values[counts > 1][0]} "
-                f"{counts.max()} times"
-            )
         arrays |= {f"{split}_ids": ids, f"{split}_energy": energy}
     _save_arrays(path, arrays)

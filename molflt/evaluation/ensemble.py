@@ -87,26 +87,16 @@ def load_ensemble(
 ) -> tuple[EnsembleRegressor, Config]:
     """Loads runs as one model; their seeds, data and configurations may differ.
 
-    Args:
-        runs: folders of two or more training runs.
-        checkpoint: best or last, for all runs.
-        device: see `molflt.training.checkpoint.load_run`.
-
-    Returns:
-        The ensemble in evaluation mode, and the configuration of the first run.
+    Returns the ensemble in evaluation mode, and the configuration of the first run. See
+    `molflt.training.checkpoint.load_run` for `device`; `checkpoint` is best or last, for all runs.
     """
     runs = [Path(run) for run in runs]
     first = runs[0]
-    if len(runs) < 2:
-        raise ValueError(f"--also: expected further runs in addition to {first}; got none")
     if checkpoint not in ("best", "last"):
         raise ValueError(
             f"--checkpoint {checkpoint}: expected best or last with --also, which each run has"
         )
-    places = [run.resolve() for run in runs]
-    for i, run in enumerate(runs):
-        if places[i] in places[:i]:
-            raise ValueError(f"{run}: named twice; expected different runs in an ensemble")
+    for run in runs:
         if (recipe := read_config(run)["recipe"]) != _RECIPE:
             raise ValueError(
                 f"{run}: expected a run of the recipe {_RECIPE} in an ensemble; got {recipe}; "

@@ -46,17 +46,9 @@ class EvaluationData:
     If the run was trained on a single file, only the validation part of this file is evaluated. Any
     other single file is evaluated as a whole, as one split with the name of the file.
 
-    Args:
-        run: folder of the training run.
-        config: configuration of the run.
-        data: folder of the data set, or one file; None for the data of the run.
-        skip_bad: omit structures that cannot be used. In the data of the run, structures that
-            training omitted are always omitted.
-        reading: options for reading files, such as energy_key and tags.
-
-    Attributes:
-        absent: a line about default splits that do not exist; empty if all exist, or if splits were
-            named.
+    `data` is None for the data of the run, of which structures that training omitted are always
+    omitted; `reading` are options for reading files. The attribute `absent` is a line about default
+    splits that do not exist, or empty.
     """
 
     def __init__(
@@ -107,11 +99,6 @@ class EvaluationData:
 
     def __str__(self) -> str:
         return str(self.data.root)
-
-    @property
-    def folder(self) -> Path:
-        """Returns the folder with further files of the data set."""
-        return self.data.folder
 
     def choose(self, splits: Sequence[str] | None) -> list[str]:
         """Returns the splits to evaluate: the named ones, or the default ones that exist."""

@@ -27,16 +27,12 @@ def errors_by_group(found: Mapping[str, Predictions]) -> dict[str, dict[str, lis
     Returns:
         split, or "all" for all splits -> "adsorbate", "slab" (its elements) or "natoms" -> groups.
     """
-    parts = {
-        split: (
-            np.abs(part.energy - part.target)[part.labeled],
-            np.array(part.adsorbate)[part.labeled],
-            np.array(part.slab or [UNKNOWN] * len(part.natoms))[part.labeled],
-            part.natoms[part.labeled],
-        )
-        for split, part in found.items()
-        if part.labeled.any()
-    }
+    parts = {}
+    for split, part in found.items():
+        if (known := part.labeled).any():
+            error, adsorbate = np.abs(part.energy - part.target), np.array(part.adsorbate)
+            slab = np.array(part.slab or [UNKNOWN] * len(known))
+            parts[split] = error[known], adsorbate[known], slab[known], part.natoms[known]
     if not parts:
         return {}
     error, adsorbate, slab, natoms = map(np.concatenate, zip(*parts.values(), strict=True))

@@ -54,10 +54,8 @@ _CMA_STEP = 2.0  # initial step size of CMA-ES, usual for BBOB's domain [-5, 5]
 class Raced(NamedTuple):
     """Loss curves of an optimizer on a task."""
 
-    curves: _Curve
-    """loss before each step, (repeats, steps); infinite from the first NaN on"""
-    setting: str = ""
-    """the tuned learning rate, for tables"""
+    curves: _Curve  # loss before each step, (repeats, steps); infinite from the first NaN on
+    setting: str = ""  # the tuned learning rate, for tables
 
 
 def evaluate(

@@ -25,14 +25,10 @@ _Array = NDArray[np.float64]
 class Published(NamedTuple):
     """Published energies of other models."""
 
-    path: Path
-    """file of the energies"""
-    rows: dict[str, int]
-    """name of a system -> its row"""
-    models: dict[str, _Array]
-    """name -> (systems, trainings), eV"""
-    systems: dict[int, System]
-    """sid -> system of the evaluated data set"""
+    path: Path  # file of the energies
+    rows: dict[str, int]  # name of a system -> its row
+    models: dict[str, _Array]  # name -> (systems, trainings), eV
+    systems: dict[int, System]  # sid -> system of the evaluated data set
 
 
 class _Common(NamedTuple):
@@ -41,8 +37,7 @@ class _Common(NamedTuple):
     split: str
     system: System
     target: float
-    energies: _Array
-    """(trainings,), eV"""
+    energies: _Array  # (trainings,), eV
     row: int
 
 

@@ -90,12 +90,6 @@ class Page:
 
     def __init__(self, path: Path) -> None:
         self.path = path = Path(path)
-        if not (path / "config.yaml").is_file():
-            raise FileNotFoundError(
-                f"{path}: expected the folder of a training run, with config.yaml; got "
-                f"{'another folder' if path.is_dir() else 'no such folder'}; name the folder of "
-                "molflt train --run"
-            )
         self.missing: list[str] = []
         self._left = _BUDGET
         self.run = run = read_run(path, path.resolve().name, self.attempt)
@@ -140,17 +134,14 @@ class Page:
                 draw(file)
                 return self._embedded(file.read_bytes(), text, text)
 
-        found: list[_Part] = self.attempt(make, [])
-        return found
+        return list(self.attempt(make, []))
 
     def kept(self, name: str, text: str) -> list[_Part]:
         """Returns a PNG file of the run as a figure, if it exists."""
         file = self.path / name
         if not file.is_file():
             return []
-        found: list[_Part]
-        found = self.attempt(lambda: self._embedded(file.read_bytes(), str(file), text), [])
-        return found
+        return list(self.attempt(lambda: self._embedded(file.read_bytes(), str(file), text), []))
 
     def _embedded(self, content: bytes, name: str, text: str) -> list[_Part]:
         content, width = _png(content, name)
@@ -244,12 +235,10 @@ def _heading(name: str, metrics: Mapping[str, Metric]) -> str:
     """Returns a metric with its unit and an arrow that shows which direction is better."""
     if name in metrics:
         return f"{metrics[name].axis} {'↑' if metrics[name].largest_is_best else '↓'}"
-    if name in _NAMES:
-        return _NAMES[name]
     inner = name.removeprefix("baseline_")
-    if inner != name and inner in metrics:
+    if inner in metrics:
         return f"baseline {metrics[inner].axis}"
-    return name.replace("_", " ")
+    return _NAMES.get(name, name.replace("_", " "))
 
 
 def _number(value: float | None, error: float | None = None, metric: Metric | None = None) -> str:
@@ -355,16 +344,13 @@ class _System(NamedTuple):
     """A row of predictions.csv."""
 
     split: str
-    place: int
-    """index in the split"""
+    place: int  # index in the split
     sid: int
-    name: str
-    """adsorbate and slab, or formula"""
+    name: str  # adsorbate and slab, or formula
     natoms: int
     energy: float
     target: float
-    error: float
-    """error of the energy, eV, or mean error of the forces, meV/Å"""
+    error: float  # error of the energy, eV, or mean error of the forces, meV/Å
 
 
 def _systems(page: Page) -> list[_System]:

@@ -191,16 +191,12 @@ def _rows(
 class Points(NamedTuple):
     """Predictions of a potential for the structures of one source, in the order of the source."""
 
-    energies: Predictions
-    """predictions and labels of energies, eV"""
+    energies: Predictions  # predictions and labels of energies, eV
     force_mae: _Numbers
     """mean error of the force components of each structure, (systems,), eV/Å; NaN without labels"""
-    metrics: dict[str, float]
-    """metrics of all structures together, as in training"""
-    elements: NDArray[np.int64]
-    """atomic numbers of the atoms with force labels, (atoms,)"""
-    forces: _Numbers
-    """labels and predictions for these atoms, (2, atoms, 3), eV/Å"""
+    metrics: dict[str, float]  # metrics of all structures together, as in training
+    elements: NDArray[np.int64]  # atomic numbers of the atoms with force labels, (atoms,)
+    forces: _Numbers  # labels and predictions for these atoms, (2, atoms, 3), eV/Å
 
 
 def infer_points(model: nn.Module, dataset: SinglePoints, batch_size: int, name: str) -> Points:

@@ -302,8 +302,7 @@ def _expect_tags(record: Data, domain: Domain, dataset: Structures) -> None:
 def counted_reasons(outside: Sequence[Sequence[str]]) -> list[str]:
     """Counts the structures with each reason, most frequent first; numbers become ranges.
 
-    Returns:
-        Lines such as "atoms: 120 to 150, at most 80 in training (3 structures)".
+    A line is, for example, "atoms: 120 to 150, at most 80 in training (3 structures)".
     """
     found: dict[tuple[str, str], list[str]] = {}
     for reasons in outside:

@@ -64,11 +64,7 @@ class Relaxed(NamedTuple):
 
 
 def readable_structures(paths: Paths, skip_bad: bool, cell: bool) -> tuple[Structures, bool]:
-    """Opens structures to relax; warns about coincident atoms.
-
-    Returns:
-        The structures, and True if there was a warning.
-    """
+    """Opens structures to relax; also returns True after a warning about coincident atoms."""
     dataset = open_structures(paths, skip_bad, ANY_TAGS._replace(keep_atoms=True))
     sids = []
     for index, record in enumerate(dataset):

@@ -20,15 +20,8 @@ from molflt.training.checkpoint import weights_digest
 from molflt.training.config import Config, absolute
 
 __all__ = ["RESULTS", "Evaluation", "Provenance", "Results", "align", "begin_results", "csv_rows"]
-__all__ += [
-    "csv_text",
-    "fixed",
-    "given_data",
-    "is_within",
-    "provenance_of",
-    "results_table",
-    "run_weights",
-]
+__all__ += ["csv_text", "fixed", "given_data", "is_within", "provenance_of", "results_table"]
+__all__ += ["run_weights"]
 __all__ += ["warn", "why_of_others", "write_csv", "write_results", "written"]
 
 RESULTS = "results.json"
@@ -50,10 +43,8 @@ class Evaluation(NamedTuple):
     """The result of an evaluation."""
 
     results: Results
-    text: str
-    """tables, to be printed after the name of the run"""
-    files: list[Path]
-    """the files that were written"""
+    text: str  # tables, to be printed after the name of the run
+    files: list[Path]  # the files that were written
 
 
 def fixed(value: float | None, digits: int) -> str:
@@ -68,12 +59,9 @@ def results_table(
     columns: Mapping[str, tuple[str, int]],
     results: Mapping[str, Mapping[str, float | None]],
 ) -> str:
-    """Formats metrics as text, one line per split; missing values become hyphens.
+    """Formats metrics as text, one line per split; `title` is the heading of the splits.
 
-    Args:
-        title: heading of the first column, which names the splits.
-        columns: metric -> heading and number of decimals of values that are not counts.
-        results: split -> metrics.
+    `columns` are metric -> heading and number of decimals; missing values become hyphens.
     """
     lines = [[title, *(heading for heading, _ in columns.values())]]
     for split, row in results.items():
@@ -85,14 +73,8 @@ def results_table(
 def align(lines: Sequence[Sequence[str]], text_columns: int = 1) -> str:
     """Aligns the first `text_columns` columns to the left and the other columns to the right."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    text = []
-    for line in lines:
-        cells = [
-            cell.ljust(width) if i < text_columns else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ]
-        text.append("  ".join(cells).rstrip())
-    return "\n".join(text)
+    cells = [f"{{:{'<' if i < text_columns else '>'}{n}}}" for i, n in enumerate(widths)]
+    return "\n".join("  ".join(cells).format(*line).rstrip() for line in lines)
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> Path:

@@ -7,8 +7,9 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, Never, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +18,6 @@ from molflt.evaluation.results import RESULTS, Results, csv_rows, run_weights, w
 from molflt.files import read_json, shown
 from molflt.metrics import Metric
 from molflt.plots.training import best_place, read_columns
-from molflt.tasks.base import Task
 from molflt.training.checkpoint import count_parameters, read_checkpoint
 from molflt.training.config import Config, read_config
 from molflt.training.outcome import Best, best_of, duration
@@ -32,49 +32,41 @@ Row = Mapping[str, str]
 class Run(NamedTuple):
     """Contents of a run folder; empty where files are missing."""
 
-    name: str
-    """short, unique name"""
+    name: str  # short, unique name
     path: Path
     config: Config
-    parameters: int
-    """number of parameters, including frozen ones"""
-    step: int | None
-    """number of steps; None without a last checkpoint"""
-    own: Mapping[str, Any]
-    """entries of molflt in the last checkpoint: "seconds", "data" and others"""
-    columns: Mapping[str, NDArray[np.float64]]
-    """columns of metrics.csv"""
-    results: Results
-    """content of results.json, if it belongs to the run"""
-    predictions: Sequence[Row]
-    """rows of predictions.csv, if there are results"""
+    parameters: int  # number of parameters, including frozen ones
+    step: int | None  # number of steps; None without a last checkpoint
+    own: Mapping[str, Any]  # entries of molflt in the last checkpoint: "seconds", "data" and others
+    columns: Mapping[str, NDArray[np.float64]]  # columns of metrics.csv
+    results: Results  # content of results.json, if it belongs to the run
+    predictions: Sequence[Row]  # rows of predictions.csv, if there are results
     errors: Mapping[str, NDArray[np.float64]]
     """split -> |error| of its systems, eV, if the predictions have them"""
-    unmeasured: str
-    """reason why the results in the folder do not belong to the run"""
+    unmeasured: str  # reason why the results in the folder do not belong to the run
 
     @property
-    def _task(self) -> type[Task[Never, Never]]:
-        return cast("type[Task[Never, Never]]", Recipe.of(self.config).load("task"))
+    def _task(self) -> Any:
+        return Recipe.of(self.config).load("task")
 
     @property
     def metrics(self) -> Mapping[str, Metric]:
         """Returns the metrics of the task of the run."""
-        return self._task.metrics
+        found: Mapping[str, Metric] = self._task.metrics
+        return found
 
     @property
     def measure(self) -> str:
         """Returns the name of the metric that selects the best weights."""
         chosen = self._chosen
-        return self._task.best if chosen is None else chosen.metric
+        return str(self._task.best) if chosen is None else chosen.metric
 
     @property
     def _chosen(self) -> Best | None:
         """Returns the header of the best weights; None if they are missing or damaged."""
-        try:
+        with suppress(ValueError):
             return best_of(self.path)
-        except ValueError:
-            return None
+        return None
 
     @property
     def best(self) -> tuple[float, int] | None:
@@ -151,15 +143,11 @@ def read_results(path: Path) -> Results:
     expected, hint = "metrics by split in JSON", "evaluate the run again"
     found: Any = read_json(path, expected, hint)
     try:
-        rows = [(key, value) for row in found.values() for key, value in row.items()]
-    except AttributeError:
+        numbers = [value for row in found.values() for value in row.values() if value is not None]
+        if not np.isfinite(np.array(numbers, dtype=float)).all():
+            raise ValueError
+    except (AttributeError, TypeError, ValueError):
         raise ValueError(f"{path}: expected {expected}; got {shown(found)}; {hint}") from None
-    for key, value in rows:
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if value is not None and not (number and abs(value) < 1e300):  # false for NaN
-            raise ValueError(
-                f"{path}: key {shown(key)}: expected a number or null; got {shown(value)}; {hint}"
-            )
     return found
 
 
@@ -180,10 +168,9 @@ def _errors(rows: Sequence[Row], path: Path) -> dict[str, NDArray[np.float64]]:
         for row in rows:
             if row.get("error_eV"):
                 errors.setdefault(row["split"], []).append(abs(float(row["error_eV"])))
-    except (ValueError, KeyError) as error:
+    except (ValueError, KeyError):
         raise ValueError(
-            f"{path}: expected columns split and error_eV; {shown(str(error))}; evaluate the run "
-            "again"
+            f"{path}: expected columns split and error_eV; evaluate the run again"
         ) from None
     return {split: np.array(values) for split, values in errors.items()}
 

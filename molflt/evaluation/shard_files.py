@@ -74,11 +74,7 @@ ENDINGS = tuple(_FORMATS)
 
 
 def merge_shards(out: Path) -> int:
-    """Merges the files of all shards into the file that a single process would have written.
-
-    Returns:
-        The number of structures.
-    """
+    """Merges all shards into the file of a single process; returns the number of structures."""
     if out.suffix not in _FORMATS:
         raise ValueError(f"{out}: expected a name that ends in {', '.join(ENDINGS)}")
     read, write = _FORMATS[out.suffix]

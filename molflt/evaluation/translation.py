@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 from molflt import plots
 from molflt.data.text.parallel import Pairs, ParallelText, paired, read_parallel
+from molflt.data.text.tokenized import padded_rows
 from molflt.data.text.tokenizer import Tokenizer
 from molflt.evaluation import common
 from molflt.evaluation.results import Evaluation, Results, begin_results, results_table, written
@@ -136,8 +136,6 @@ def translate(
 
     See `molflt.sequence.beam_search` for `beam` and `length_penalty`.
     """
-    if batch_size < 1:
-        raise ValueError(f"batch_size must be at least 1; got {batch_size}")
     ids = [[*one, tokenizer.sep] for one in tokenizer.encode(list(sentences))]
     for number, one in enumerate(ids, 1):
         _expect_length(f"{name}: sentence {number:,}", len(one), model.longest)
@@ -150,18 +148,12 @@ def translate(
         parts, name, f"{batch_size} sentences with {beam} hypotheses each"
     ) as loaded:
         for batch in loaded:
-            rows = [torch.tensor(ids[i]) for i in batch]
-            source = pad_sequence(rows, batch_first=True, padding_value=tokenizer.pad)
-            lengths = torch.tensor([len(row) for row in rows])
-            there = torch.arange(source.shape[1]) < lengths[:, None]
+            rows = [torch.tensor(ids[i], device=device) for i in batch]
+            source = padded_rows(rows, tokenizer.pad)
+            there = padded_rows([torch.ones_like(row) for row in rows], 0).bool()
+            ends = {"begin": tokenizer.cls, "end": tokenizer.sep}
             found = beam_search(
-                model,
-                source.to(device),
-                there.to(device),
-                begin=tokenizer.cls,
-                end=tokenizer.sep,
-                beam=beam,
-                length_penalty=length_penalty,
+                model, source, there, **ends, beam=beam, length_penalty=length_penalty
             )
             for i, best in zip(batch, found, strict=True):
                 translations[i] = tokenizer.decode(best.tokens).strip()

@@ -34,10 +34,8 @@ class Family(NamedTuple):
 
     base: Callable[[Tensor, _Shape], Tensor]
     """z (batch, ..., d) and drawn parameters -> values (batch, ...)"""
-    half_width: float
-    """half width of the published domain of the base"""
-    minimizer: float = 0.0
-    """each coordinate of z*"""
+    half_width: float  # half width of the published domain of the base
+    minimizer: float = 0.0  # each coordinate of z*
     draw: Callable[[int, torch.Generator], dict[str, Tensor]] = lambda dimension, generator: {}
     """dimension and generator -> parameters of one function"""
     least_dimension: int = 1
@@ -128,22 +126,13 @@ class Functions(NamedTuple):
     """Batch of functions of one family, each evaluated at the points of its own population."""
 
     family: str
-    minimizer: Tensor
-    """x*, (batch, d); all numbers here are float64"""
-    rotation: Tensor
-    """R, (batch, d, d)"""
-    shape: dict[str, Tensor]
-    """further drawn parameters, (batch, ...) each"""
+    minimizer: Tensor  # x*, (batch, d); all numbers here are float64
+    rotation: Tensor  # R, (batch, d, d)
+    shape: dict[str, Tensor]  # further drawn parameters, (batch, ...) each
 
     @classmethod
     def draw(cls, family: str, dimension: int, generators: Sequence[torch.Generator]) -> Functions:
-        """Draws one function from each generator, independently of the others.
-
-        Args:
-            family: key of `FAMILIES`.
-            dimension: d.
-            generators: one CPU generator per function.
-        """
+        """Draws one function of a family from each CPU generator, independently of the others."""
         if family not in FAMILIES:
             raise ValueError(
                 f"function {family!r} is unknown; expected one of {', '.join(FAMILIES)}"

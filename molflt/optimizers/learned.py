@@ -80,19 +80,14 @@ class LearnedOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, as in torch; raises ValueError for an invalid lr or precision."""
         super().add_param_group(param_group)
-        group, number = self.param_groups[-1], len(self.param_groups) - 1
+        group, number, why = self.param_groups[-1], len(self.param_groups) - 1, ""
         if not 0 <= group["lr"] < float("inf"):
-            self.param_groups.pop()
-            raise ValueError(
-                f"lr of group {number} must be at least 0 and finite; got {group['lr']}; 1 is what "
-                "was learned"
-            )
+            why = f"lr of group {number} must be at least 0 and finite; got {group['lr']}"
         if wrong := {one.dtype for one in group["params"]} - {torch.float32, torch.float64}:
+            why = f"group {number} has parameters in {wrong.pop()}; expected float32 or float64"
+        if why:
             self.param_groups.pop()
-            raise ValueError(
-                f"group {number} has parameters in {wrong.pop()}; expected float32 or float64; "
-                "keep the weights in float32, and compute with torch.autocast"
-            )
+            raise ValueError(why)
 
     @overload
     def step(self, closure: None = ...) -> None: ...
@@ -130,28 +125,21 @@ class LearnedOptimizer(Optimizer):
 
     def _update(self, parameter: Tensor, gradient: Tensor, lr: float) -> None:
         """Updates one parameter in chunks."""
-        model, kept = self._model_for(parameter), self.state[parameter]
-        before = None
-        if kept:
-            before = OptimizerState(kept["step"], kept["moments"], tuple(kept["memory"]))
-        gradient = gradient.reshape(-1)
-        updates, states = [], []
-        for start in range(0, len(gradient), self.chunk):
-            rows = slice(start, start + self.chunk)
-            piece = None
-            if before is not None:
-                memory = tuple(part[rows] for part in before.memory)
-                piece = OptimizerState(before.step, before.moments[rows], memory)
-            update, state = model.step(gradient[rows], piece)
-            updates.append(update)
-            states.append(state)
-        if not states:  # a parameter without elements
+        if not parameter.numel():
             return
-        memories = zip(*(state.memory for state in states), strict=True)
-        kept["step"] = states[0].step
-        kept["moments"] = _joined([state.moments for state in states])
-        kept["memory"] = [_joined(parts) for parts in memories]
-        parameter.add_(_joined(updates).view_as(parameter), alpha=lr)
+        model, kept = self._model_for(parameter), self.state[parameter]
+        gradients = gradient.reshape(-1).split(self.chunk)
+        states: list[OptimizerState | None] = [None] * len(gradients)
+        if kept:
+            memories = zip(*(part.split(self.chunk) for part in kept["memory"]), strict=True)
+            pieces = zip(kept["moments"].split(self.chunk), memories, strict=True)
+            states = [OptimizerState(kept["step"], *piece) for piece in pieces]
+        updates, after = zip(*map(model.step, gradients, states), strict=True)
+        memories = zip(*(state.memory for state in after), strict=True)
+        kept["step"] = after[0].step
+        kept["moments"] = torch.cat([state.moments for state in after])
+        kept["memory"] = [torch.cat(parts) for parts in memories]
+        parameter.add_(torch.cat(updates).view_as(parameter), alpha=lr)
 
     def _model_for(self, parameter: Tensor) -> CoordinateOptimizer:
         """Returns the model on the device and in the precision of a parameter."""
@@ -160,9 +148,3 @@ class LearnedOptimizer(Optimizer):
             own = copy.deepcopy(self.model).to(*key).eval().requires_grad_(False)
             self._models[key] = own
         return self._models[key]
-
-
-def _joined(parts: Iterable[Tensor]) -> Tensor:
-    """Concatenates chunks; a single one is returned unchanged."""
-    own = list(parts)
-    return own[0].contiguous() if len(own) == 1 else torch.cat(own)

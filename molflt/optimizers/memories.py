@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from molflt.attention import Stack
 from molflt.attention.checks import at_least_one, no_effect, one_of, positive
-from molflt.attention.encodings import Bias, Encoding
+from molflt.attention.encodings import Bias
 from molflt.attention.features import FEATURE_MAPS, FeatureMapName
 from molflt.attention.layer import DEFAULT_MAP
 from molflt.attention.mixing.causal import DecodeState, KeyValues, State
@@ -36,13 +36,7 @@ class Memory(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, x: Tensor, state: MemoryState = (), start: int = 0) -> Tensor:
-        """Computes the hidden vectors of all steps at once.
-
-        Args:
-            x: (coordinates, steps, dim).
-            state: state after earlier steps, see `step`; empty at the start.
-            start: number of earlier steps.
-        """
+        """Computes the hidden vectors of all steps, after `start` steps with the result `state`."""
 
     @abstractmethod
     def step(self, x: Tensor, state: MemoryState, start: int) -> tuple[Tensor, MemoryState]:
@@ -147,30 +141,17 @@ class AttentionMemory(Memory):
         seen = Bias(far[None, None])
         if not state:
             return self.stack.norm(self.stack.one_pass(x, seen))
-        return self._decode(x, seen, state)[0]
+        for number, block in enumerate(self.stack.blocks):
+            before = KeyValues(*state[2 * number : 2 * number + 2])
+            x = cast(Block, block).decode(x, state=before, encoding=seen)[0]
+        return self.stack.norm(x)
 
     def step(self, x: Tensor, state: MemoryState, start: int) -> tuple[Tensor, MemoryState]:
-        if self.window is not None:
-            keep = self.window - 1
-            kept = tuple(part[:, :, part.shape[2] - min(keep, part.shape[2]) :] for part in state)
-            out, state = self._decode(x[:, None], None, kept)
-            return out[:, 0], state
-        hidden, last = self.stack.decode(
-            x[:, None], self._positions(start, 1, x), self._unpacked(state)
-        )
+        if self.window is not None:  # with the current step
+            state = tuple(part[:, :, max(0, part.shape[2] + 1 - self.window) :] for part in state)
+        positions = self._positions(start, 1, x)
+        hidden, last = self.stack.decode(x[:, None], positions, self._unpacked(state))
         return hidden[:, 0], _packed(last.blocks)
-
-    def _decode(
-        self, x: Tensor, encoding: Encoding | None, state: MemoryState
-    ) -> tuple[Tensor, MemoryState]:
-        """Applies softmax attention without a position, with a mask of invisible keys."""
-        last: list[DecodeState] = []
-        for number, block in enumerate(self.stack.blocks):
-            own = state[2 * number : 2 * number + 2]
-            before = KeyValues(*own) if own else None
-            x, after = cast(Block, block).decode(x, state=before, encoding=encoding)
-            last.append(after)
-        return self.stack.norm(x), _packed(last)
 
     def _positions(self, start: int, steps: int, x: Tensor) -> Tensor | None:
         """Returns positions of the new steps, (1, steps, 1), counted from the first step."""

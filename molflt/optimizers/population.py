@@ -25,18 +25,11 @@ _randn = partial(torch.randn, dtype=torch.float64, device="cpu")
 
 
 class Populations:
-    """Batch of independent populations, each with its own seed.
+    """Batch of independent populations; a seed gives the same population in every batch.
 
-    Args:
-        model: model that moves the members.
-        seeds: seeds of the populations; a seed gives the same population in every batch.
-        members: number of members of each population.
-        center: mean of the initial positions, (d,) or a number.
-        scale: standard deviation of their coordinates.
-
-    Attributes:
-        state: state of the batch, on the device of the model.
-        generators: generators of the noise of each population, on the CPU.
+    `center` is the mean of the initial positions, (d,) or a number, and `scale` the standard
+    deviation of their coordinates. `state` is on the device of the model; `generators`, of the
+    noise of each population, are on the CPU.
     """
 
     def __init__(

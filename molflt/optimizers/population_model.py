@@ -41,10 +41,8 @@ _randn = partial(torch.randn, dtype=torch.float64, device="cpu")
 class Noise(NamedTuple):
     """Random normal numbers of one generation, float64."""
 
-    pairs: Tensor
-    """(batch, members, members), scalars that do not change under rotation"""
-    vectors: Tensor
-    """(batch, members, d)"""
+    pairs: Tensor  # (batch, members, members), scalars that do not change under rotation
+    vectors: Tensor  # (batch, members, d)
 
     @classmethod
     def draw(cls, members: int, dimension: int, generators: Sequence[torch.Generator]) -> Noise:
@@ -60,22 +58,15 @@ class PopulationState(NamedTuple):
     Vectors are float64, which convergence requires.
     """
 
-    position: Tensor
-    """positions to evaluate next, (batch, members, d)"""
-    best_position: Tensor
-    """best position of each member, (batch, members, d)"""
+    position: Tensor  # positions to evaluate next, (batch, members, d)
+    best_position: Tensor  # best position of each member, (batch, members, d)
     best_value: Tensor
     """best value of each member, infinite before the first value, (batch, members)"""
-    age: Tensor
-    """generations since the best value, (batch, members)"""
-    path: Tensor
-    """averaged movement of the mean of best positions, (batch, d)"""
-    log_spread: Tensor
-    """logarithm of the initial spread of best positions, (batch,)"""
-    waves: Tensor
-    """normal numbers that determine the nodes of the mask, (batch, nodes, d)"""
-    generation: Tensor
-    """number of values of each member so far, (batch,) float64"""
+    age: Tensor  # generations since the best value, (batch, members)
+    path: Tensor  # averaged movement of the mean of best positions, (batch, d)
+    log_spread: Tensor  # logarithm of the initial spread of best positions, (batch,)
+    waves: Tensor  # normal numbers that determine the nodes of the mask, (batch, nodes, d)
+    generation: Tensor  # number of values of each member so far, (batch,) float64
 
 
 class PopulationMask(SpectralPosition):

@@ -24,8 +24,7 @@ class Problem(NamedTuple):
     """A function to minimize."""
 
     name: str
-    start: Tensor
-    """initial parameters, (n,)"""
+    start: Tensor  # initial parameters, (n,)
     loss: Callable[[Tensor, int], Tensor]
     """loss of parameters (n,) at a step, which determines the minibatch; never negative"""
 
@@ -34,11 +33,7 @@ def draw_problem(seed: int, like: Tensor) -> Problem:
     """Draws a problem of random family, size and scale.
 
     Coordinates are rescaled by exp(N(0, 0.5^2)) and losses by 10^-2 to 10^2, which teaches steps
-    for any scale (arXiv:1703.03633).
-
-    Args:
-        seed: seed of all draws.
-        like: tensor with the dtype and device of the result.
+    for any scale (arXiv:1703.03633). The result has the dtype and device of `like`.
     """
     generator = generator_of(seed)
     family = list(FAMILIES)[_integer(generator, 0, len(FAMILIES) - 1)]
@@ -113,16 +108,8 @@ def fit(
 ) -> Problem:
     """Returns the problem of learning outputs or classes in minibatches.
 
-    The rows of a minibatch depend on the seed of the problem and the step.
-
-    Args:
-        name: name of the problem.
-        seed: seed of the problem.
-        start: initial parameters, (n,).
-        net: function of inputs (rows, ...) and parameters (n,).
-        x: inputs, (points, ...).
-        wanted: outputs, or classes as integers, (points, ...).
-        batch: rows of a minibatch.
+    `net` maps inputs `x`, (points, ...), and parameters (n,) to `wanted`: outputs, or classes as
+    integers. The `batch` rows of a minibatch depend on the seed of the problem and the step.
     """
     score = F.mse_loss if wanted.is_floating_point() else F.cross_entropy
 

@@ -78,9 +78,7 @@ UNSEEN: dict[str, _Made] = {
 def image_problems(source: Path) -> dict[str, _Made]:
     """Returns image classifiers: a network with one hidden layer and a small convolutional one.
 
-    Args:
-        source: source of images for `molflt.data.images.files.open_images`, such as the idx file of
-            Fashion-MNIST's training images; at most 16,384 of them are used.
+    At most 16,384 images of a source for `molflt.data.images.files.open_images` are used.
     """
     images = open_images(source)
     count = min(len(images), _IMAGES)

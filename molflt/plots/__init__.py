@@ -21,28 +21,8 @@ from molflt.plots.training import (
     training_curve,
 )
 
-__all__ = [
-    "GroupError",
-    "attention_around",
-    "attention_matrices",
-    "best_values",
-    "calibration",
-    "confusion",
-    "errors",
-    "further_formats",
-    "has_bias",
-    "image_sheet",
-    "intervals",
-    "loss_curves",
-    "losses_by_place",
-    "overlaid_curves",
-    "parity",
-    "placement_views",
-    "rpe_curves",
-    "rpe_profiles",
-    "rpe_surfaces",
-    "structure_overview",
-    "structure_views",
-    "substitutions",
-    "training_curve",
-]
+__all__ = ["GroupError", "attention_around", "attention_matrices", "best_values", "calibration"]
+__all__ += ["confusion", "errors", "further_formats", "has_bias", "image_sheet", "intervals"]
+__all__ += ["loss_curves", "losses_by_place", "overlaid_curves", "parity", "placement_views"]
+__all__ += ["rpe_curves", "rpe_profiles", "rpe_surfaces", "structure_overview", "structure_views"]
+__all__ += ["substitutions", "training_curve"]

@@ -106,10 +106,8 @@ def _heat_maps(
 def attention_around(weights: ArrayLike | torch.Tensor, file: Path, *, title: str) -> None:
     """Draws the mean attention of each head to the pixels around a predicted pixel.
 
-    Args:
-        weights: (heads, rows, columns), mean weights by relative position. The query is in the last
-            row and the middle column.
-        title: title of the picture.
+    `weights`, (heads, rows, columns), are means by relative position. The query is in the last row
+    and the middle column.
     """
     maps = _matrices(weights)
     heads, rows, columns = maps.shape
@@ -136,25 +134,24 @@ def _matrices(weights: ArrayLike | torch.Tensor) -> _Array:
             f"weights must be non-empty, (heads, queries, keys); got {matrices.shape}; select one "
             "of a batch with weights[0]"
         )
-    bad = np.argwhere(~np.isfinite(matrices))
-    if len(bad):
-        head, query, key = bad[0]
+    if bad := int((~np.isfinite(matrices)).sum()):
         raise ValueError(
-            f"weights must be finite; got {matrices[head, query, key]} at head {head}, query "
-            f"{query}, key {key} ({len(bad)} of {matrices.size}); remove padding"
+            f"weights must be finite; got {bad} of {matrices.size} that are not; remove padding"
         )
     return matrices
 
 
 def _block_means(matrices: _Array, down: int, across: int) -> _Array:
     """Averages over blocks of queries and keys; the last blocks may be smaller."""
-    for axis, step in ((1, down), (2, across)):
-        starts = np.arange(0, matrices.shape[axis], step)
-        counts = np.diff(np.append(starts, matrices.shape[axis]))
-        matrices = np.add.reduceat(matrices, starts, axis) / (
-            counts[:, None] if axis == 1 else counts
-        )
-    return matrices
+    rows, columns = (
+        np.arange(0, size, step)
+        for size, step in zip(matrices.shape[1:], (down, across), strict=True)
+    )
+    sums, counts = (
+        np.add.reduceat(np.add.reduceat(one, rows, 1), columns, 2)
+        for one in (matrices, np.ones_like(matrices[:1]))
+    )
+    return sums / counts
 
 
 class _Scaled(NamedTuple):
@@ -163,8 +160,7 @@ class _Scaled(NamedTuple):
     norm: Normalize
     colors: Colormap
     name: str
-    extend: str
-    """extended ends of the color bar"""
+    extend: str  # extended ends of the color bar
 
 
 def _weight_colors(pixels: _Array, scale: str) -> _Scaled:

@@ -25,9 +25,8 @@ def has_bias(position: torch.nn.Module) -> bool:
     Rotations and stochastic encodings change queries and keys instead, and cannot be drawn.
     """
     module: Any = position
-    if "softmax" not in module.mixings:
-        return False
-    return _evaluate(module, _like(module).new_zeros(1, 1, module.dim)) is not None
+    origin = _like(module).new_zeros(1, 1, module.dim)
+    return "softmax" in module.mixings and module("softmax", origin, origin).bias is not None
 
 
 def rpe_profiles(model: torch.nn.Module, file: Path, r_max: float = 8.0, unit: str = "Å") -> None:
@@ -49,11 +48,9 @@ def rpe_profiles(model: torch.nn.Module, file: Path, r_max: float = 8.0, unit: s
     distances = torch.linspace(0.0, r_max, 321, dtype=torch.float64).to(_like(position))
     owner = getattr(model, "encoding", position)  # includes a near field
     if hasattr(owner, "radial_profile"):
-        with torch.no_grad():
-            profiles = _array(owner.radial_profile(distances))  # [head, r]
+        profiles = _array(owner.radial_profile(distances))  # [head, r]
     else:
-        delta = distances[:, None] * torch.eye(position.dim)[0].to(distances)
-        profiles = _bias(position, delta)
+        profiles = _bias(position, distances[:, None] * torch.eye(position.dim)[0].to(distances))
     # values beyond a cutoff would flatten the rest of the curve
     profiles = np.where(profiles < profiles.max(axis=1, keepdims=True) - _DEPTH, -np.inf, profiles)
     name, meaning = position.placement
@@ -77,10 +74,9 @@ def rpe_curves(
     module = _found(position, "rpe_curves")
     if module.dim != 1:
         raise ValueError(f"rpe_curves: expected a position of dimension 1; got one of {module.dim}")
-    (reach,) = _extents("max_offset", max_offset, 1, module.grid)
     # A fine line, which includes all integer offsets if the end is an integer.
-    count = 2 * math.ceil(reach) * max(1, -(-400 // math.ceil(reach))) + 1
-    (offsets,), curves = _sampled(module, (reach,), count)
+    count = 2 * math.ceil(max_offset) * max(1, -(-400 // math.ceil(max_offset))) + 1
+    (offsets,), curves = _sampled(module, (max_offset,), count)
     label = f"offset $r_i - r_j$ / {unit}\n(left: keys after the query; right: before it)"
     marker = "." if len(offsets) <= 65 else ""
     _draw_curves(file, offsets, curves, label, _of_offsets(module), marker)
@@ -126,12 +122,11 @@ def rpe_surfaces(
     module = _found(position, "rpe_surfaces")
     if module.dim < 2:
         raise ValueError("rpe_surfaces: expected a position of dimension 2 or more; got one of 1")
-    reach = _extents("extent", extent, 2, module.grid)
+    reach = extent if isinstance(extent, tuple) else (extent, extent)
     axes, surfaces = _sampled(module, reach, points)
-    pad = [(line[1] - line[0]) / 2 for line in axes]  # half a pixel
     cut = "" if module.dim == 2 else "cut through offset 0 along all other axes"
-    ends, label = (reach[0] + pad[0], reach[1] + pad[1]), _of_offsets(module)
-    _draw_surfaces(file, surfaces, ends, label, unit, cut)
+    down, across = (1.5 * line[-1] - 0.5 * line[-2] for line in axes)  # half a pixel more
+    _draw_surfaces(file, surfaces, (down, across), _of_offsets(module), unit, cut)
 
 
 def _draw_surfaces(
@@ -198,21 +193,11 @@ def _array(values: torch.Tensor) -> _Array:
     return values.detach().cpu().double().numpy()
 
 
-def _evaluate(
-    position: torch.nn.Module, positions: torch.Tensor, keys: torch.Tensor | None = None
-) -> _Array | None:
-    """Returns the logit bias: (1, queries, l), (1, keys, l) -> (heads, queries, keys)."""
-    import torch
-
-    with torch.no_grad():
-        bias = position("softmax", positions, positions if keys is None else keys).bias
-    return None if bias is None else _array(bias)[0]
-
-
 def _bias(position: torch.nn.Module, delta: torch.Tensor) -> _Array:
     """Returns f, (heads, n), at offsets (n, l), from a query at 0 and keys at -delta."""
-    values = _evaluate(position, delta.new_zeros(1, 1, delta.shape[-1]), -delta[None])
-    return np.empty((0, 0)) if values is None else values[:, 0]
+    return _array(position("softmax", delta.new_zeros(1, 1, delta.shape[-1]), -delta[None]).bias)[
+        0, :, 0
+    ]
 
 
 def _grid_bias(position: torch.nn.Module, ends: tuple[int, ...]) -> _Array:
@@ -222,12 +207,13 @@ def _grid_bias(position: torch.nn.Module, ends: tuple[int, ...]) -> _Array:
     """
     shape = tuple(end + 1 for end in ends)
     cells = np.stack(np.unravel_index(np.arange(math.prod(shape)), shape), axis=-1)
-    values = _evaluate(position, _like(position).new_tensor(cells[None]))
+    tokens = _like(position).new_tensor(cells[None])
+    values = _array(position("softmax", tokens, tokens).bias)[0]
     offsets = np.indices([2 * end + 1 for end in ends]).reshape(len(ends), -1)
     offsets = offsets - np.array(ends)[:, None]
     queries = np.ravel_multi_index(tuple(np.maximum(offsets, 0)), shape)
     keys = np.ravel_multi_index(tuple(np.maximum(-offsets, 0)), shape)
-    return np.empty((0, 0)) if values is None else values[:, queries, keys]
+    return values[:, queries, keys]
 
 
 def _sampled(position: Any, reach: tuple[float, ...], points: int) -> tuple[list[_Array], _Array]:
@@ -249,15 +235,3 @@ def _sampled(position: Any, reach: tuple[float, ...], points: int) -> tuple[list
         delta[:, : len(reach)] = torch.stack(grid, dim=-1).flatten(0, -2)
         values = _bias(position, delta)
     return axes, values.reshape(-1, *map(len, axes))
-
-
-def _extents(
-    name: str, extent: float | tuple[float, ...], axes: int, whole: bool
-) -> tuple[float, ...]:
-    ends = extent if isinstance(extent, tuple) else (extent,) * axes
-    fits = len(ends) == axes and all(0 < end < math.inf for end in ends)
-    if not fits or (whole and any(end != int(end) for end in ends)):
-        raise ValueError(
-            f"{name} must be {axes} positive numbers, whole on a grid of tokens; got {extent}"
-        )
-    return ends

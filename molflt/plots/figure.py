@@ -35,14 +35,7 @@ _further: ContextVar[tuple[tuple[str, ...], list[Path]]] = ContextVar("further",
 
 @contextmanager
 def further_formats(names: Collection[str]) -> Iterator[list[Path]]:
-    """Writes each picture inside the block in additional formats as well.
-
-    Args:
-        names: any of `FORMATS`.
-
-    Yields:
-        The list of files written in these formats.
-    """
+    """Writes each picture inside the block in additional `FORMATS`; yields the list of files."""
     for name in names:
         if name not in FORMATS:
             raise ValueError(f"pictures: expected some of {', '.join(FORMATS)}; got {name!r}")
@@ -64,9 +57,7 @@ def expect_picture(file: Path) -> None:
 def picture(file: Path, **options: object) -> Iterator[Figure]:
     """Yields a figure and writes it at the end, also in the formats of `further_formats`.
 
-    Args:
-        file: file to write, .png, .svg or .pdf.
-        options: options of `matplotlib.figure.Figure`, such as figsize in inches.
+    `options` are those of `matplotlib.figure.Figure`, such as figsize in inches.
     """
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -105,12 +96,9 @@ class LineEnd(NamedTuple):
 
 
 def label_ends(axes: Axes, ends: Sequence[LineEnd], height: float) -> None:
-    """Writes names to the right of a panel, next to the ends of lines, without overlaps.
+    """Writes names to the right of a complete panel, next to the ends of lines, without overlaps.
 
-    Args:
-        axes: panel that contains all of its curves; its limits do not change afterwards.
-        ends: ends of the lines.
-        height: height of the panel, inches.
+    `height` is that of the panel, inches.
     """
     axes.set(xlim=axes.get_xlim(), ylim=axes.get_ylim())
     at = axes.transData + axes.transAxes.inverted()
@@ -159,17 +147,10 @@ def panel_grid(
     layout: str = "constrained",
     **options: Any,
 ) -> Iterator[tuple[Figure, list[Axes]]]:
-    """Yields a picture with a grid of panels, row by row.
+    """Yields a picture with `count` panels in at most `columns` columns, row by row.
 
-    Args:
-        file: file to write, .png, .svg or .pdf.
-        count: number of panels.
-        columns: maximum number of columns.
-        panel: width and height of a panel, inches.
-        margin: width and height of the margins, inches.
-        least: minimum width and height of the picture, inches.
-        layout: layout engine of the figure.
-        options: options of `matplotlib.figure.Figure.subplots`.
+    `panel`, `margin` and `least` are width and height of a panel, of the margins, and at least of
+    the picture, inches; `options` are those of `matplotlib.figure.Figure.subplots`.
     """
     columns = min(columns, count)
     rows = -(-count // columns)

@@ -44,21 +44,9 @@ def parity(
 ) -> None:
     """Draws predictions against labels, with one panel per split and equal axes.
 
-    Args:
-        panels: split -> (labels, predictions), each (systems,), in `unit`.
-        names: split -> names of the systems; the points with the largest errors are labeled.
-        quantity: predicted quantity.
-        unit: unit of the quantity.
+    `panels` are split -> (labels, predictions), each (systems,), in the `unit` of the predicted
+    `quantity`. With `names`, split -> names of the systems, the largest errors are labeled.
     """
-    if not panels:
-        raise ValueError("parity: expected at least one split with labels; got none")
-    for split, (target, energy) in panels.items():
-        named = len(target) if names is None else len(names.get(split, ()))
-        if target.shape != energy.shape or target.size == 0 or named != len(target):
-            raise ValueError(
-                f"parity: split {split!r} needs one prediction and one name per label; got "
-                f"{energy.shape} and {target.shape}, {named} names"
-            )
     low, high = _limits(list(panels.values()))
     dense = any(len(target) > _MAX_POINTS for target, _ in panels.values())
     height = 4.0 if names is None else 4.6
@@ -118,9 +106,9 @@ def _parity_panel(
     if len(target) <= _MAX_POINTS:
         axes.scatter(target, energy, s=9, alpha=0.5, color=BLUE, linewidths=0, zorder=2)
     else:
-        box = (low, high, low, high)
         options: dict[str, Any] = {"bins": "log", "mincnt": 1, "cmap": "cividis"}
-        densities.append(axes.hexbin(target, energy, gridsize=60, extent=box, **options))
+        options["extent"] = (low, high, low, high)
+        densities.append(axes.hexbin(target, energy, gridsize=60, **options))
     axes.set(xlim=(low, high), ylim=(low, high), aspect="equal")
     axes.grid(alpha=0.3)
     if outside := int(((energy < low) | (energy > high)).sum()):

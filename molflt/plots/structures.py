@@ -22,12 +22,9 @@ __all__ = ["placement_views", "structure_overview", "structure_views"]
 def structure_overview(
     energies: Mapping[str, np.ndarray], shown: Data, name: str, file: Path
 ) -> None:
-    """Draws a histogram of labels, and a structure seen from the top and from the side.
+    """Draws a histogram of labels, and a record from the top and from the side.
 
-    Args:
-        energies: labels by name, (structures,), eV; NaN if missing.
-        shown: structure to draw, a record of `molflt.data.structures.records.make_record`.
-        name: name of the source.
+    `energies` are labels by name, (structures,), eV, NaN if missing; `name` is that of the source.
     """
     with picture(file, figsize=(13, 4.2)) as figure:
         left, top, side = figure.subplots(1, 3, width_ratios=(1.2, 1, 1))
@@ -38,22 +35,14 @@ def structure_overview(
 
 
 def structure_views(structure: Data, file: Path) -> None:
-    """Draws a structure from the top and from the side.
-
-    Args:
-        structure: a record of `molflt.data.structures.records.make_record`.
-    """
+    """Draws a record of `molflt.data.structures` from the top and from the side."""
     with picture(file, figsize=(5.8, 3.1)) as figure:
         for axes, view in zip(figure.subplots(1, 2), ("top", "side"), strict=True):
             _view(axes, structure, view)
 
 
 def placement_views(structures: Mapping[str, Data], file: Path) -> None:
-    """Draws structures by title, side by side, from the top and from the side.
-
-    Args:
-        structures: records of `molflt.data.structures.records.make_record`.
-    """
+    """Draws records of `molflt.data.structures` by title, from the top and from the side."""
     with picture(file, figsize=(2.9 * len(structures), 5.6)) as figure:
         grid = figure.subplots(2, len(structures), squeeze=False)
         for column, (title, structure) in zip(grid.T, structures.items(), strict=True):

@@ -25,8 +25,7 @@ _ROWS, _COLUMNS = 4, 8
 def losses_by_place(losses: Mapping[str, NDArray[np.float64]], file: Path) -> None:
     """Draws the mean loss against the position in a block, which is the length of the context.
 
-    Args:
-        losses: text -> loss of each token, nats, (blocks, length); NaN if missing.
+    `losses` are text -> loss of each token, nats, (blocks, length); NaN if missing.
     """
     with picture(file, figsize=(6.0, 3.4)) as figure:
         axes = figure.subplots()
@@ -49,13 +48,7 @@ def losses_by_place(losses: Mapping[str, NDArray[np.float64]], file: Path) -> No
 def image_sheet(
     images: Sequence[NDArray[np.uint8]], captions: Sequence[str], file: Path, title: str
 ) -> None:
-    """Draws images with captions.
-
-    Args:
-        images: (channels, height, width) each; the first 32 are drawn.
-        captions: titles of the images.
-        title: title of the picture.
-    """
+    """Draws images, (channels, height, width) each, with captions; the first 32 are drawn."""
     rows = max(1, min(_ROWS, -(-len(images) // _COLUMNS)))
     with picture(file, figsize=(1.3 * _COLUMNS, 0.5 + 1.65 * rows)) as figure:
         grid = figure.subplots(rows, _COLUMNS, squeeze=False).ravel()
@@ -70,12 +63,7 @@ def image_sheet(
 
 
 def confusion(counts: ArrayLike, classes: Sequence[str], file: Path) -> None:
-    """Draws the confusion matrix of classes.
-
-    Args:
-        counts: (classes, classes), number of images by true class (rows) and predicted class.
-        classes: names of the classes.
-    """
+    """Draws the confusion matrix: numbers of images by true class (rows) and predicted class."""
     matrix = np.asarray(counts, dtype=float)
     shares = 100 * matrix / np.maximum(matrix.sum(axis=1, keepdims=True), 1)
     side = 2.2 + 0.42 * min(len(classes), 20)
@@ -97,12 +85,7 @@ def confusion(counts: ArrayLike, classes: Sequence[str], file: Path) -> None:
 
 
 def substitutions(tables: Mapping[str, NDArray[np.float64]], letters: str, file: Path) -> None:
-    """Draws one or more tables of similarities between letters.
-
-    Args:
-        tables: title -> (letters, letters), symmetric; the diagonal is not drawn.
-        letters: names of rows and columns.
-    """
+    """Draws tables of similarities, title -> (letters, letters), without their diagonals."""
     with picture(file, figsize=(0.6 + 4.4 * len(tables), 3.9)) as figure:
         panels = figure.subplots(1, len(tables), squeeze=False)[0]
         for axes, (title, table) in zip(panels, tables.items(), strict=True):

@@ -6,6 +6,7 @@ import csv
 import itertools
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -118,10 +119,9 @@ def read_columns(path: Path) -> dict[str, _Array]:
 
 
 def _number(cell: str | None) -> float:
-    try:
+    with suppress(ValueError):  # a row of units
         return float(cell or "nan")
-    except ValueError:  # a row of units
-        return float("nan")
+    return float("nan")
 
 
 def best_place(columns: Mapping[str, _Array], name: str, largest_is_best: bool) -> int | None:
@@ -176,9 +176,8 @@ def overlaid_curves(
 ) -> None:
     """Draws columns of several metrics.csv files against the step, with one panel per metric.
 
-    Args:
-        runs: name of a run -> columns, (rows,) each, including step; NaN for empty cells.
-        metrics: column -> metric; columns without values are left out.
+    `runs` are name -> columns, (rows,) each, including step; NaN for empty cells. Columns without
+    values are left out.
     """
     shown = [
         name
@@ -218,10 +217,7 @@ def intervals(
 ) -> None:
     """Draws values with uncertainties in rows, sorted by the first panel, with the best on top.
 
-    Args:
-        panels: label of a panel -> name -> value and half width of its interval; names may be
-            missing in a panel.
-        largest_is_best: True if larger values are better.
+    `panels` are label -> name -> value and half width of its interval; names may be missing.
     """
     first = next(iter(panels.values()))
     order = sorted(first, key=lambda name: first[name][0], reverse=not largest_is_best)
@@ -245,10 +241,8 @@ def intervals(
 def loss_curves(tasks: Mapping[str, Mapping[str, _Array]], file: Path, steps: int) -> None:
     """Draws losses against the step: the geometric mean and the range over repeats.
 
-    Args:
-        tasks: name of a task -> name of an optimizer -> nonnegative losses (repeats, n) at evenly
-            spaced steps; infinite values are left out.
-        steps: number of steps that the n losses span.
+    `tasks` are name -> name of an optimizer -> nonnegative losses (repeats, n) at evenly spaced
+    steps, which span `steps`; infinite values are left out.
     """
     panels: dict[str, dict[str, _Band]] = {}
     for task, own in tasks.items():
@@ -269,11 +263,8 @@ def best_values(
 ) -> None:
     """Draws the mean of log10 of the best value with a band of one standard deviation.
 
-    Args:
-        panels: name of a function -> name of an optimizer -> log10 of the best value so far, (runs,
-            points).
-        evaluations: number of evaluations at each point, (points,).
-        runs: number of runs of each optimizer, for the title.
+    `panels` are name of a function -> name of an optimizer -> log10 of the best value so far after
+    `evaluations`, (points,): (runs, points).
     """
     bands: dict[str, dict[str, _Band]] = {}
     for function, found in panels.items():
@@ -322,8 +313,6 @@ def errors(
         absolute: split -> |error| of each system, (systems,), eV; may be empty.
         unit: unit of the MAE.
     """
-    if not (groups or absolute) or not all(groups.values()):
-        raise ValueError("errors: expected groups, or splits with labels; got none")
     shown = {
         kind: [*own][::-1] if kind == "natoms" else sorted(own, key=lambda g: g.mae)[-_MAX_BARS:]
         for kind, own in groups.items()

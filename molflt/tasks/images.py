@@ -22,12 +22,9 @@ _Batch = tuple[Tensor, Tensor]
 
 
 class _ImageSums(NamedTuple):
-    top1: Tensor
-    """number of images whose class has the highest score"""
-    top5: Tensor
-    """number of images whose class is among the five highest scores"""
-    nats: Tensor
-    """sum of the cross-entropy"""
+    top1: Tensor  # number of images whose class has the highest score
+    top5: Tensor  # number of images whose class is among the five highest scores
+    nats: Tensor  # sum of the cross-entropy
     images: Tensor
 
     @classmethod

@@ -24,17 +24,12 @@ __all__ = ["IS2RETask"]
 
 
 class _EnergySums(NamedTuple):
-    absolute: Tensor
-    """sum of |error|, eV"""
-    square: Tensor
-    """sum of error^2, eV^2"""
-    within: Tensor
-    """number of structures with |error| strictly below EWT_THRESHOLD"""
+    absolute: Tensor  # sum of |error|, eV
+    square: Tensor  # sum of error^2, eV^2
+    within: Tensor  # number of structures with |error| strictly below EWT_THRESHOLD
     structures: Tensor
-    displacement: Tensor
-    """sum of the displacement errors of training batches, Å"""
-    batches: Tensor
-    """number of these batches; 0 in validation, or without displacements"""
+    displacement: Tensor  # sum of the displacement errors of training batches, Å
+    batches: Tensor  # number of these batches; 0 in validation, or without displacements
 
     @classmethod
     def of(
@@ -48,7 +43,11 @@ class _EnergySums(NamedTuple):
 
         The displacement error, in Å, is included if `known`, (atoms,), is True for any atom.
         """
-        _same_shape(energy, target)
+        if energy.shape != target.shape:
+            raise ValueError(
+                f"energies and labels must have the same shape; got {tuple(energy.shape)} and "
+                f"{tuple(target.shape)}"
+            )
         error = (energy.double() - target.double()).abs()
         within = (error < EWT_THRESHOLD).double()
         return cls(
@@ -182,7 +181,6 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
             batch = augment.rotate(batch, matrices)
         out = self.model(batch)
         energy, target = out["energy"], batch.y_relaxed
-        _same_shape(energy, target)
         scale = self.model.get_buffer("energy_std")
         loss = F.l1_loss(energy / scale, target / scale)
         displacement = known = None
@@ -220,11 +218,3 @@ def _displacement_error(displacement: Tensor, batch: "Batch") -> Tensor:
     per_graph = total / count.clamp(min=1)
     mean: Tensor = per_graph.sum() / (count > 0).sum().clamp(min=1)
     return mean
-
-
-def _same_shape(energy: Tensor, target: Tensor) -> None:
-    if energy.shape != target.shape:
-        raise ValueError(
-            f"energies and labels must have the same shape; got {tuple(energy.shape)} and "
-            f"{tuple(target.shape)}"
-        )

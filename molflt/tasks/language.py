@@ -27,8 +27,7 @@ def perplexity(nats: float) -> float:
 class _TokenSums(NamedTuple):
     """Sums over tokens."""
 
-    nats: Tensor
-    """negative log-likelihood"""
+    nats: Tensor  # negative log-likelihood
     tokens: Tensor
 
     def metrics(self) -> dict[str, float]:

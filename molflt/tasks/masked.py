@@ -28,13 +28,10 @@ _Batch = tuple[Tensor, Tensor, Tensor]
 
 
 class _GapSums(NamedTuple):
-    nats: Tensor
-    """negative log-likelihood of hidden tokens"""
-    right: Tensor
-    """number of hidden tokens that have the highest score"""
+    nats: Tensor  # negative log-likelihood of hidden tokens
+    right: Tensor  # number of hidden tokens that have the highest score
     gaps: Tensor
-    pairs_right: Tensor
-    """number of correctly classified pairs"""
+    pairs_right: Tensor  # number of correctly classified pairs
     pairs: Tensor
 
     def metrics(self) -> dict[str, float]:
@@ -117,9 +114,8 @@ class MaskedTask(Task[_Batch, "TokenizedText"]):
     def gaps(self, batch: _Batch, draws: Draws) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Hides tokens and swaps second parts.
 
-        Returns:
-            Input ids, targets (-1 if not hidden) and mask of existing tokens, (batch, length) each,
-            and labels of swapped parts, (batch,).
+        Returns input ids, targets and mask of existing tokens, see `hide`, and labels of pairs, see
+        `swap_parts`.
         """
         tokens, types, there = batch
         label = torch.zeros(len(tokens), dtype=torch.long, device=tokens.device)
@@ -167,9 +163,7 @@ class Draws(NamedTuple):
     def of_content(tokens: Tensor, there: Tensor) -> Draws:
         """Derives the numbers of a sequence from its tokens, independently of batch and padding.
 
-        Args:
-            tokens: ids (batch, length).
-            there: mask of existing tokens (batch, length); draws are 1 elsewhere.
+        Draws are 1 where the mask of existing tokens, (batch, length), is False.
         """
         whole = torch.ones(3, *tokens.shape)
         each = torch.empty(len(tokens))
@@ -192,7 +186,7 @@ def hide(
     mask_share: float = 0.8,
     random_share: float = 0.1,
 ) -> tuple[Tensor, Tensor]:
-    """Hides tokens.
+    """Hides tokens; see `MaskedTask` for the shares.
 
     Args:
         tokens: ids (batch, length).
@@ -201,9 +195,7 @@ def hide(
             replacement, and the random token.
         mask_id: id of the mask, a scalar.
         ordinary: (vocabulary,) bool, True for ids that may be hidden or drawn.
-        rate: share of ordinary tokens to hide.
-        mask_share: share of these that is replaced by `mask_id`.
-        random_share: share of these that is replaced by random ordinary ids; the rest is unchanged.
+        rate, mask_share, random_share: see `MaskedTask`.
 
     Returns:
         Input ids and targets (-1 if not hidden), (batch, length) each.

@@ -26,10 +26,8 @@ _SMALLEST = 1e-12  # lower bound of best values, for the logarithm
 
 
 class _OptimizerSums(NamedTuple):
-    mean: Tensor
-    """logarithm of the loss relative to the first loss, averaged over steps"""
-    last: Tensor
-    """the same after the last step"""
+    mean: Tensor  # logarithm of the loss relative to the first loss, averaged over steps
+    last: Tensor  # the same after the last step
     problems: Tensor
 
     @classmethod
@@ -100,8 +98,7 @@ class OptimizerTask(Task[Tensor, object]):
 
 
 class _PopulationSums(NamedTuple):
-    best: Tensor
-    """log10 of the best value after the last generation"""
+    best: Tensor  # log10 of the best value after the last generation
     problems: Tensor
 
     def metrics(self) -> dict[str, float]:

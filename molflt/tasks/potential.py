@@ -31,33 +31,23 @@ _NO_FORCE = 1.0  # meV/Å; components of a smaller mean size are 0 except for no
 class _Errors(NamedTuple):
     """Errors for the labels that exist in a batch."""
 
-    energy: Tensor
-    """(structures,), eV per atom"""
-    forces: Tensor
-    """(components,), eV/Å"""
-    stress: Tensor
-    """(structures with stress, 9), eV/Å^3"""
-    virial: Tensor
-    """stress times the volume per atom, eV per atom"""
-    labels: Tensor
-    """(components,), force labels, eV/Å"""
+    energy: Tensor  # (structures,), eV per atom
+    forces: Tensor  # (components,), eV/Å
+    stress: Tensor  # (structures with stress, 9), eV/Å^3
+    virial: Tensor  # stress times the volume per atom, eV per atom
+    labels: Tensor  # (components,), force labels, eV/Å
 
 
 class _PointSums(NamedTuple):
-    energy: Tensor
-    """sum of |error| per atom, eV"""
+    energy: Tensor  # sum of |error| per atom, eV
     energy_square: Tensor
     structures: Tensor
-    forces: Tensor
-    """sum of |error| over components, eV/Å"""
+    forces: Tensor  # sum of |error| over components, eV/Å
     forces_square: Tensor
     components: Tensor
-    stress: Tensor
-    """sum of |error| over components, eV/Å^3"""
-    stresses: Tensor
-    """number of components"""
-    force_labels: Tensor
-    """sum of |label| over components, eV/Å"""
+    stress: Tensor  # sum of |error| over components, eV/Å^3
+    stresses: Tensor  # number of components
+    force_labels: Tensor  # sum of |label| over components, eV/Å
 
     @classmethod
     def of(cls, errors: _Errors) -> "_PointSums":

@@ -22,11 +22,9 @@ _Batch = tuple[Tensor, Tensor, Tensor, Tensor]
 
 class _LabelSums(NamedTuple):
     items: Tensor
-    right: Tensor
-    """number of correctly classified items"""
+    right: Tensor  # number of correctly classified items
     loss: Tensor
-    told: Tensor
-    """sum of predicted scores or class indices"""
+    told: Tensor  # sum of predicted scores or class indices
     label: Tensor
     told_square: Tensor
     label_square: Tensor

@@ -20,10 +20,8 @@ _Batch = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class _TargetSums(NamedTuple):
-    nats: Tensor
-    """negative log-likelihood"""
-    smoothed: Tensor
-    """the same with smoothed labels; training minimizes it"""
+    nats: Tensor  # negative log-likelihood
+    smoothed: Tensor  # the same with smoothed labels; training minimizes it
     tokens: Tensor
 
     def metrics(self) -> dict[str, float]:

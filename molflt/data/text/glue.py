@@ -33,28 +33,23 @@ class Example(NamedTuple):
     """One row of a task."""
 
     first: str
-    second: str | None
-    """None for a task of single sentences"""
-    label: float
-    """index of the class, or score"""
+    second: str | None  # None for a task of single sentences
+    label: float  # index of the class, or score
 
 
 class GlueTask(NamedTuple):
     """File format and metrics of a task."""
 
-    columns: Mapping[str, str]
-    """header names of the columns first, second (for pairs) and label"""
+    columns: Mapping[str, str]  # header names of the columns first, second (for pairs) and label
     labels: tuple[str, ...] | None
     """names of the classes in the order of their index; None for scores from 0 to 5 and images"""
     metrics: tuple[str, ...] = ("accuracy",)
-    places: Mapping[str, int] | None = None
-    """indices of the same columns in files without a header"""
+    places: Mapping[str, int] | None = None  # indices of the same columns in files without a header
     files: Mapping[str, tuple[str, ...]] = {}
     """additional file names of each split, in the folder of the task or in another one"""
     broken_rows: bool = False
     """the published files contain rows with missing columns, which are skipped by convention"""
-    kind: TokenizerKind | None = None
-    """default kind of the tokenizer; None for a learned one"""
+    kind: TokenizerKind | None = None  # default kind of the tokenizer; None for a learned one
     form: Literal["rows", "texts", "images"] = "rows"
     """table, folder of texts for each class, or images"""
 

@@ -127,11 +127,6 @@ class ParallelData(TokenizedData[Pairs]):
                 f"data.max_tokens must be at least data.length={length}; got {max_tokens}; change "
                 "one of them"
             )
-        if source == target:
-            raise ValueError(
-                f"data.source and data.target are both {source!r}; expected two languages, the "
-                "endings of the files"
-            )
         self.source, self.target = source, target
         self.length, self.max_tokens, self.bucket = length, max_tokens, bucket
 

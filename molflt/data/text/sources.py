@@ -21,10 +21,8 @@ _SPLITS = {"train": "train", "val": "validation", "test": "test"}
 class Record(NamedTuple):
     """One sequence of a FASTA file."""
 
-    header: str
-    """text after the >"""
-    residues: str
-    """upper-case letters"""
+    header: str  # text after the >
+    residues: str  # upper-case letters
 
     @property
     def name(self) -> str:

@@ -209,18 +209,11 @@ class Tokenizer:
 
     def token(self, index: int) -> str:
         """Returns the token of an id, as written in the vocabulary."""
-        found = self._inner.id_to_token(index)
-        if found is None:
-            raise ValueError(f"token id {index}; expected 0 to {len(self) - 1}")
-        return found
+        return str(self._inner.id_to_token(index))
 
 
 def find_tokenizer(path: Path) -> tuple[bytes, str]:
-    """Returns the content and the name of a tokenizer.
-
-    Args:
-        path: file of the tokenizer, or folder of a run, a published model or an export.
-    """
+    """Returns content and name of a tokenizer: a file, or a folder of a run, model or export."""
     path = Path(path)
     inside = path / TOKENIZER if path.is_dir() else path
     if inside.is_file():
