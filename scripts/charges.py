@@ -96,8 +96,8 @@ def batch_of(frames: Sequence[Data], charged: bool) -> Batch:
 def run_chains(options: argparse.Namespace) -> str:
     """Errors of both potentials, and charges at the end of the chain."""
     frames = chains(options.file)
-    order = drawn(0, len(frames), len(frames))
-    train, test = ([frames[i] for i in part] for part in (order[:100], order[100:]))
+    order, cut = drawn(0, len(frames), len(frames)), 25 * len(frames) // 32
+    train, test = ([frames[i] for i in part] for part in (order[:cut], order[cut:]))
     counts = torch.stack([one.atomic_numbers.bincount(minlength=119) for one in train]).double()
     energies, forces = (torch.cat([one[name] for one in train]) for name in ("energy", "forces"))
     ions = torch.cat([one.charge for one in test]).round()
