@@ -26,8 +26,8 @@ NAMES = list(RUN.benchmarks())
 HISTORY = {"kernel_error"}  # rows of benchmarks of earlier commits
 STORED = sorted({path.stem for path in RESULTS.glob("*.csv")} - HISTORY)
 MEMORY = {"scaling", "atoms", "patches", "proteins", "arena"}
-# They train in other processes, as other tests do; the weekly workflow runs them.
-LONG = {"two_processes", "interruptions"} if not os.environ.get("MOLFLT_FULL") else set()
+# It trains in other processes, as other tests do; the weekly workflow runs it.
+LONG = {"interruptions"} if not os.environ.get("MOLFLT_FULL") else set()
 needs_linux = pytest.mark.skipif(
     not os.access("/proc/self/clear_refs", os.W_OK), reason="peak memory is read from Linux's /proc"
 )
@@ -163,7 +163,6 @@ def test_commands_of_the_documentation_exist() -> None:
         (["reading", "--records", "nowhere"], "nowhere: no such file; expected an OC20 LMDB"),
         (["dimers", "--data", "nowhere"], "nowhere: no train-id*.xyz"),
         (["nodes", "--redraw"], "nodes.csv"),
-        (["two_processes", "--only", "none"], "expected rows; got none with these options; choose"),
     ],
 )
 def test_errors_are_one_line(words, message, tmp_path, capsys) -> None:

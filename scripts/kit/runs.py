@@ -1,4 +1,4 @@
-"""Folders of training runs: their identity, processes, predictions, and rows one by one."""
+"""Folders of training runs: their identity, processes and predictions."""
 
 import csv
 import hashlib
@@ -9,16 +9,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
-from kit.rows import Row, Rows
 from molflt.data.structures.systems import SYSTEMS
-from molflt.files import append, write_atomically
+from molflt.files import write_atomically
 from molflt.metrics import EWT_THRESHOLD
 
 Job = dict[str, Any]
@@ -85,22 +83,6 @@ def run_all(works: Collection[Callable[[], object]], at_once: int) -> bool:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     return well
-
-
-def begin_rows(path: Path) -> Rows:
-    """Rows of earlier starts, one per line; removes an incomplete line from the file."""
-    text = path.read_text() if path.exists() else ""
-    rows: Rows = []
-    for line in text.splitlines():
-        with suppress(json.JSONDecodeError):
-            rows.append(json.loads(line))
-    write_atomically(path, "".join(f"{json.dumps(row)}\n" for row in rows).encode())
-    return rows
-
-
-def add_row(path: Path, row: Row) -> None:
-    """Adds a row to a file that `begin_rows` has read."""
-    append(path, f"{json.dumps(row)}\n")
 
 
 def read_energies(run: Path, split: str) -> dict[int, tuple[float, float]]:
