@@ -123,19 +123,17 @@ def pair(one: System, other: System) -> tuple[Atoms, Atoms, Atoms] | None:
 
 def pairs(systems: Sequence[System]) -> list[tuple[Atoms, Atoms, Atoms]]:
     """Each system with the next one on the same slab, if there is space for both."""
+
+    def same(one: Atoms, other: Atoms) -> bool:
+        ends = [np.concatenate((slab.positions, slab.cell.array)) for slab in (one, other)]
+        return str(one.symbols) == str(other.symbols) and np.allclose(*ends, atol=0.01)
+
     found = []
     for i, one in enumerate(systems):
-        others = (other for other in systems[i + 1 :] if _same(one.slab, other.slab))
-        other = next(others, None)
+        other = next((other for other in systems[i + 1 :] if same(one.slab, other.slab)), None)
         if other is not None and (atoms := pair(one, other)) is not None:
             found.append(atoms)
     return found
-
-
-def _same(one: Atoms, other: Atoms) -> bool:
-    close = len(one) == len(other) and np.allclose(one.positions, other.positions, atol=0.01)
-    cells = np.allclose(one.cell.array, other.cell.array, atol=0.01)
-    return close and cells and bool((one.numbers == other.numbers).all())
 
 
 def draw(root: Path, count: int) -> list[System]:

@@ -23,9 +23,10 @@ ROOT = SCRIPTS.parent
 RESULTS = ROOT / "docs" / "results"
 RUN = load_script("run")
 NAMES = list(RUN.benchmarks())
-HISTORY = {"kernel_error"}  # rows of benchmarks of earlier commits
+# rows of benchmarks of earlier commits
+HISTORY = {"kernel_error", "layers", "precision", "throughput"}
 STORED = sorted({path.stem for path in RESULTS.glob("*.csv")} - HISTORY)
-MEMORY = {"scaling", "atoms", "patches", "proteins", "arena"}
+MEMORY = {"scaling", "atoms", "patches", "arena"}
 # It trains in other processes, as other tests do; the weekly workflow runs it.
 LONG = {"interruptions"} if not os.environ.get("MOLFLT_FULL") else set()
 needs_linux = pytest.mark.skipif(
@@ -149,7 +150,7 @@ def test_commands_of_the_documentation_exist() -> None:
     text = "\n".join(page.read_text() for page in ROOT.glob("docs/**/*.md")).replace("\\\n", " ")
     text = re.sub(r"^git checkout .*?^```", "", text, flags=re.M | re.S)  # scripts of the history
     quoted = re.findall(r'make bench NAME=(\w+)(?: +ARGS="([^"]*)")?', text)
-    assert {name for name, _ in quoted} >= set(STORED) - {"layers", "norms", "masks"}
+    assert {name for name, _ in quoted} >= set(STORED) - {"norms", "masks"}
     for name, words in quoted:
         RUN.parse([name, *shlex.split(words)])
     for script in re.findall(r"python (scripts/\w+\.py)", text):

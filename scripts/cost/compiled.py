@@ -115,18 +115,12 @@ def compared(name: str, timed: Pair, exact: Pair, rounds: int) -> Row:
     }
 
 
-def faster(row: Row) -> float:
-    """Time of the model in units of machine code's, median over rounds."""
-    return paired([float(x) for x in str(row["model"]).split()], row["seconds"])
-
-
 def table(rows: Rows) -> str:
-    """Markdown: a line for each form and batch."""
     lines = []
     for row in rows:
-        model = statistics.median(float(x) for x in str(row["model"]).split())
-        code = statistics.median(row["seconds"])
-        times = (f"{1000 * model:.1f}", f"{1000 * code:.1f}", f"{faster(row):.2f}")
+        both = [float(x) for x in str(row["model"]).split()], row["seconds"]
+        times = [f"{1000 * statistics.median(seconds):.1f}" for seconds in both]
+        times.append(f"{paired(*both):.2f}")
         lines.append([row["form"], row["batch"], *times, f"{row['difference']:.0e}"])
     head = ["form", "graphs, atoms", "model, ms", "machine code, ms", "model / code", "difference"]
     return markdown(head, lines)

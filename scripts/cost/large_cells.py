@@ -62,6 +62,5 @@ def measure(
 
 
 def table(rows: Rows) -> str:
-    """A line per crystal."""
     cells = {"peak, GB": "{GB:.2f}", "processor time, s": "{processor_s:.0f}"}
     return formatted(rows, {"atoms": "{atoms:,}", "mesh_order": "{order}", **cells})

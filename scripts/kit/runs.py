@@ -7,7 +7,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from molflt.data.structures.systems import SYSTEMS
+from kit.rows import Rows
+from molflt.data.structures.systems import SYSTEMS, read_systems
 from molflt.files import write_atomically
 from molflt.metrics import EWT_THRESHOLD
 
@@ -91,6 +92,15 @@ def read_energies(run: Path, split: str) -> dict[int, tuple[float, float]]:
         rows = [row for row in csv.DictReader(file) if row["split"] == split]
     found = ((row["sid"], row["energy_eV"], row["target_eV"] or "nan") for row in rows)
     return {int(sid): (float(energy), float(target)) for sid, energy, target in found}
+
+
+def system_rows(folder: Path, energies: Mapping[int, tuple[float, float]], **labels: Any) -> Rows:
+    """A row per system of a folder of stores: labels, its names, and energies, eV."""
+    systems = read_systems(folder)
+    return [
+        {**labels, **systems[sid]._asdict(), "energy_eV": energy, "target_eV": target}
+        for sid, (energy, target) in energies.items()
+    ]
 
 
 def errors_of_mean(runs: Sequence[Path], split: str) -> tuple[float, float] | None:
