@@ -12,6 +12,7 @@ interruption.
 """
 
 import argparse
+import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +20,7 @@ from pathlib import Path
 import ase.io
 import numpy as np
 from kit.rows import Row, Rows, markdown, write_csv
-from kit.runs import add_row, begin_rows, digest, prepare, publish
+from kit.runs import digest, prepare, publish
 from kit.words import described, guarded
 from torch import nn
 
@@ -30,6 +31,7 @@ from molflt.data.structures.parts import Part
 from molflt.data.structures.sources import split_path
 from molflt.evaluation.predictions import infer
 from molflt.evaluation.relaxation import adwt, position_error, relax_atoms
+from molflt.files import write_atomically
 from molflt.training.checkpoint import load_run, weights_digest, weights_of
 from molflt.training.sources import find
 
@@ -56,7 +58,8 @@ def relax_all(
     options: argparse.Namespace,
 ) -> Rows:
     """A row per system; rows of earlier starts are read from the file."""
-    rows = begin_rows(path)
+    kept = path.read_text().splitlines() if path.exists() else []
+    rows: Rows = [json.loads(line) for line in kept]
     known = {row["sid"] for row in rows}
     for record in dataset:
         sid = int(record.sid)
@@ -72,7 +75,7 @@ def relax_all(
             "converged": found.converged,
         }
         rows.append(row)
-        add_row(path, row)
+        write_atomically(path, "".join(f"{json.dumps(row)}\n" for row in rows).encode())
     sids = {int(record.sid) for record in dataset}
     return [row for row in rows if row["sid"] in sids]
 

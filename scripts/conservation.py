@@ -33,10 +33,7 @@ def simulate(options: argparse.Namespace) -> Rows:
             f"--ps {options.ps:g} with --timestep {options.timestep:g} is {steps} steps; expected "
             f"at least --every, {options.every}, and these more than 0"
         )
-    try:
-        atoms = ase.io.read(options.structure)  # the last structure
-    except (AttributeError, IndexError, KeyError, TypeError, ase.io.ParseError) as error:
-        raise ValueError(f"{options.structure}: ASE cannot read it; {error}") from None
+    atoms = ase.io.read(options.structure)  # the last structure
     draw = np.random.default_rng(options.seed)
     MaxwellBoltzmannDistribution(atoms, temperature_K=options.temperature, rng=draw)
     Stationary(atoms)

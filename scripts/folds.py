@@ -17,11 +17,10 @@ from pathlib import Path
 import numpy as np
 from compare import job_of, work_all
 from kit.rows import Rows, by_group, markdown, mean_sd, names, pick, write_csv
-from kit.runs import on_data, publish, read_energies
+from kit.runs import on_data, publish, read_energies, system_rows
 from kit.words import described, guarded, trainings
 
 from molflt import plots
-from molflt.data.structures.systems import read_systems
 from molflt.evaluation.other_models import Published, read_published
 from molflt.metrics import EWT_THRESHOLD
 
@@ -34,12 +33,8 @@ def collect(out: Path, folders: list[Path]) -> Rows:
     for folder in folders:
         run = out / folder.name
         if (run / "results.json").exists():
-            systems, fold = read_systems(folder), folder.name.partition("-")[0]
-            rows += [
-                {"run": run.name, "fold": fold, **systems[sid]._asdict(), "energy_eV": energy}
-                | {"target_eV": target}
-                for sid, (energy, target) in read_energies(run, TEST).items()
-            ]
+            labels = {"run": run.name, "fold": folder.name.partition("-")[0]}
+            rows += system_rows(folder, read_energies(run, TEST), **labels)
     return rows
 
 

@@ -18,14 +18,14 @@ import numpy as np
 from compare import job_of, work_all
 from game_net import convert, read
 from kit.rows import Row, Rows, by_group, markdown, mean_sd, names, pick, write_csv
-from kit.runs import on_data, publish, read_energies
+from kit.runs import on_data, publish, read_energies, system_rows
 from kit.words import described, guarded, trainings
 from peers_kit.models import FITS
 
 from molflt.data.structures import open_dataset
 from molflt.data.structures.sources import split_path
 from molflt.data.structures.splits import VAL_SPLITS
-from molflt.data.structures.systems import SYSTEMS, read_systems
+from molflt.data.structures.systems import SYSTEMS
 from molflt.metrics import EWT_THRESHOLD
 
 Energies = dict[str, dict[int, tuple[float, float]]]  # split -> sid -> (energy, label), eV
@@ -52,16 +52,13 @@ def make_groups(archive: Path, data: Path, groups: int) -> list[Path]:
 
 def rows_of(folder: Path, model: str, seed: int, found: Energies) -> Rows:
     """A row per system."""
-    systems = read_systems(folder)
-    return [
-        {
-            **{"model": model, "seed": seed, "group": folder.name, "split": split},
-            **systems[sid]._asdict(),
-            **{"energy_eV": energy, "target_eV": target, "error_eV": abs(energy - target)},
-        }
+    labels = {"model": model, "seed": seed, "group": folder.name}
+    rows = [
+        row
         for split, energies in found.items()
-        for sid, (energy, target) in energies.items()
+        for row in system_rows(folder, energies, **labels, split=split)
     ]
+    return [row | {"error_eV": abs(row["energy_eV"] - row["target_eV"])} for row in rows]
 
 
 def fits(folder: Path) -> Iterator[Row]:

@@ -5,8 +5,9 @@ python scripts/listops.py datasets/lra/ListOps
 
 import hashlib
 import random
+import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -24,34 +25,13 @@ _OPERATOR_SHARE = 0.25  # of the arguments above the greatest depth
 _MOST_MISSES = 1_000_000
 
 
-def evaluate(expression: str) -> int:
-    """The value of an expression, 0 to 9; parentheses are ignored.
-
-    The smallest, the largest, the median (of an even number of arguments the mean of the two in the
-    middle, rounded down), or the sum modulo 10 of the arguments.
-    """
-    open_lists: list[tuple[str, list[int]]] = [("", [])]
-    for symbol in expression.replace("(", " ").replace(")", " ").split():
-        if symbol in OPERATORS:
-            open_lists.append((symbol, []))
-        elif symbol == END:
-            operator, arguments = open_lists.pop()
-            open_lists[-1][1].append(_apply(operator, arguments))
-        else:
-            open_lists[-1][1].append(int(symbol))
-    ((_, (value,)),) = open_lists
-    return value
-
-
-def _apply(operator: str, arguments: Sequence[int]) -> int:
-    if operator == "[MIN":
-        return min(arguments)
-    if operator == "[MAX":
-        return max(arguments)
-    if operator == "[SM":
-        return sum(arguments) % 10
-    ordered, half = sorted(arguments), len(arguments) // 2
-    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) // 2
+# the median of an even number of arguments is the mean of the two in the middle, rounded down
+VALUES: dict[str, Callable[[Sequence[int]], int]] = {
+    "[MIN": min,
+    "[MAX": max,
+    "[MED": lambda arguments: int(statistics.median(arguments)),
+    "[SM": lambda arguments: sum(arguments) % 10,
+}
 
 
 def expressions(
@@ -97,7 +77,7 @@ def _grow(
     count = draw.randint(2, arguments)
     values = [_grow(draw, depth - 1, arguments, max_length, tokens) for _ in range(count)]
     tokens.append(END)
-    return _apply(operator, values)
+    return VALUES[operator](values)
 
 
 def make(

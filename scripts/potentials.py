@@ -11,14 +11,13 @@ continues an interrupted comparison.
 
 import argparse
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import torch
 import yaml
-from kit.budget import CpuBudget, resumed_steps
+from kit.budget import CpuBudget, fit
 from kit.rows import Row, Rows, markdown, mean_sd, pick, write_csv
 from kit.runs import prepare
 from kit.words import described, guarded
@@ -35,7 +34,6 @@ from molflt.tasks.potential import PotentialTask
 
 CONFIG = Path(__file__).parents[1] / "configs/potential.yaml"
 CUTOFF = 5.0  # Å
-WARM = 0.02  # share of the time with a rising learning rate
 MODELS = ("molflt", "schnet", "painn")
 MEASURES = {
     "energy_mae_meV_per_atom": "energy MAE, meV/atom",
@@ -95,19 +93,15 @@ def learn(
     task: PotentialTask, points: SinglePoints, state: Path, seed: int, options: argparse.Namespace
 ) -> CpuBudget:
     """Trains until the time is spent, including the time of earlier starts."""
-    optimizer, budget = task.optimizer(), CpuBudget(options.seconds)
-    task.model.train()
-    for step in resumed_steps(state, {"model": task.model, "optimizer": optimizer}, budget):
+    budget = CpuBudget(options.seconds)
+
+    def loss_of(step: int) -> Tensor:
         draw = np.random.default_rng((seed, step))
         chosen = draw.choice(len(points), min(options.batch_size, len(points)), replace=False)
-        factor = min(budget.share / WARM, 0.5 * (1 + math.cos(math.pi * budget.share)))
-        for group in optimizer.param_groups:
-            group["lr"] = options.lr * factor
-        loss, _ = task.loss(Batch.from_data_list([points[int(i)] for i in chosen]), budget.share)
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(task.model.parameters(), 5.0)
-        optimizer.step()
+        batch = Batch.from_data_list([points[int(i)] for i in chosen])
+        return task.loss(batch, budget.share)[0]
+
+    fit(state, task.model, task.optimizer(), budget, loss_of, clip=5.0)
     return budget
 
 

@@ -1,9 +1,13 @@
 """Measure how adsorption energies behave at sizes other than those of training.
 
     python scripts/sizes.py runs/game-net --data datasets/game-net/fg
+    python scripts/sizes.py peer:painn peer:schnet --data datasets/game-net/fg --minutes 12 \\
+        --config configs/game-net.yaml --out runs/sizes-peers -- --task.lr 0.0015
 
-RUN is the folder of a run or an exported model. Structures are the initial ones of all splits whose
-names start with val, in proportion to their sizes. Columns are mean absolute values in eV:
+RUN is the folder of a run or an exported model. peer:NAME is a net of scripts/peers.py, trained as
+there with --config and the options after --, for --minutes of CPU time and seed 0. Results are kept
+in OUT/jobs. Structures are the initial ones of all splits whose names start with val, in proportion
+to their sizes. Columns are mean absolute values in eV:
 
 2x1, 2x2, 3x3   change if the slab is repeated in the plane under one adsorbate
 3x3 - 2x2       difference of the two
@@ -17,6 +21,7 @@ two             E(AB) - E(A) - E(B) of two adsorbates on one slab, at least 10 �
 sizes.json.
 """
 
+import argparse
 import json
 import sys
 import warnings
@@ -30,9 +35,11 @@ import torch
 from ase import Atoms
 from ase.geometry import get_distances
 from kit.rows import markdown
-from kit.words import described, guarded
+from kit.words import described, guarded, parsed
 from numpy.typing import NDArray
-from peers_kit.pool import splits_of
+from peers_kit import pool
+from peers_kit.jobs import net_of
+from peers_kit.models import NETS
 from torch import nn
 from torch_geometric.data import Batch, Data
 
@@ -44,6 +51,7 @@ from molflt.data.structures.records import make_record
 from molflt.data.structures.sources import split_path
 from molflt.files import write_atomically
 
+PEER = "peer:"
 REPEATS = {"2x1": (2, 1, 1), "2x2": (2, 2, 1), "3x3": (3, 3, 1)}
 LIFTS = (8, 12, 20)  # Å
 APART = 10.0  # Å between two adsorbates on one slab
@@ -115,24 +123,22 @@ def pair(one: System, other: System) -> tuple[Atoms, Atoms, Atoms] | None:
 
 def pairs(systems: Sequence[System]) -> list[tuple[Atoms, Atoms, Atoms]]:
     """Each system with the next one on the same slab, if there is space for both."""
+
+    def same(one: Atoms, other: Atoms) -> bool:
+        ends = [np.concatenate((slab.positions, slab.cell.array)) for slab in (one, other)]
+        return str(one.symbols) == str(other.symbols) and np.allclose(*ends, atol=0.01)
+
     found = []
     for i, one in enumerate(systems):
-        others = (other for other in systems[i + 1 :] if _same(one.slab, other.slab))
-        other = next(others, None)
+        other = next((other for other in systems[i + 1 :] if same(one.slab, other.slab)), None)
         if other is not None and (atoms := pair(one, other)) is not None:
             found.append(atoms)
     return found
 
 
-def _same(one: Atoms, other: Atoms) -> bool:
-    close = len(one) == len(other) and np.allclose(one.positions, other.positions, atol=0.01)
-    cells = np.allclose(one.cell.array, other.cell.array, atol=0.01)
-    return close and cells and bool((one.numbers == other.numbers).all())
-
-
 def draw(root: Path, count: int) -> list[System]:
     """Systems of all validation splits in proportion to their sizes; always the same ones."""
-    names = [name for name in splits_of(root) if name.startswith("val")]
+    names = [name for name in pool.splits_of(root) if name.startswith("val")]
     sets = [open_dataset(split_path(root, name)) for name in names]
     total, rng, systems = sum(map(len, sets)), np.random.default_rng(0), []
     for dataset in sets:
@@ -197,6 +203,19 @@ def changes(energy: Mapping[str, NDArray[np.float64]]) -> dict[str, NDArray[np.f
     return found
 
 
+def models(options: argparse.Namespace) -> dict[str, nn.Module]:
+    """Models by name; trains peers that have no result."""
+    peers = [run.removeprefix(PEER) for run in options.runs if run.startswith(PEER)]
+    if unknown := sorted({*peers} - {*NETS}):
+        raise ValueError(f"{PEER}{unknown[0]}: expected one of {', '.join(NETS)}")
+    own = {"models": peers, "seeds": 1, "fractions": [1.0], "evaluations": 1}
+    jobs = pool.comparison(argparse.Namespace(**{**vars(options), **own}), {})
+    if jobs and not pool.run(jobs, 1):
+        raise ValueError(f"{options.out / 'logs'}: a training failed; see its log")
+    found = {PEER + job["model"]: net_of(job, path) for path, job in jobs.items()}
+    return {run: found[run] if run in found else molflt.load(run).model for run in options.runs}
+
+
 @guarded
 def main(words: list[str] | None = None) -> None:
     parser = described(__doc__)
@@ -204,12 +223,16 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder of compact stores")
     parser.add_argument("--systems", type=int, default=100, help="approximate number of systems")
     parser.add_argument("--out", type=Path, default=Path("runs/sizes"))
-    options = parser.parse_args(words)
-    structures, rows = build(draw(options.data, options.systems)), {}
+    parser.add_argument("--config", type=Path, default=Path("configs/game-net.yaml"))
+    parser.add_argument("--minutes", type=float, default=10.0, help="CPU time to train a peer")
+    options = parsed(parser, words)
+    torch.set_flush_denormal(True)  # SchNet takes five times as long otherwise
+    structures, nets = build(draw(options.data, options.systems)), models(options)
+    rows: dict[str, dict[str, float | None]] = {}
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about sizes and elements that training does not have
-        for run in options.runs:
-            net = molflt.load(run).model.double().eval()
+        for run, net in nets.items():
+            net.double().eval()
             found = changes({name: energies(net, part) for name, part in structures.items()})
             means = {name: float(np.abs(values).mean()) for name, values in found.items()}
             rows[run] = {name: None if np.isnan(mean) else mean for name, mean in means.items()}

@@ -23,11 +23,12 @@ ROOT = SCRIPTS.parent
 RESULTS = ROOT / "docs" / "results"
 RUN = load_script("run")
 NAMES = list(RUN.benchmarks())
-HISTORY = {"kernel_error"}  # rows of benchmarks of earlier commits
+# rows of benchmarks of earlier commits
+HISTORY = {"kernel_error", "layers", "precision", "throughput"}
 STORED = sorted({path.stem for path in RESULTS.glob("*.csv")} - HISTORY)
-MEMORY = {"scaling", "atoms", "patches", "proteins", "arena"}
-# They train in other processes, as other tests do; the weekly workflow runs them.
-LONG = {"two_processes", "interruptions"} if not os.environ.get("MOLFLT_FULL") else set()
+MEMORY = {"scaling", "atoms", "patches", "arena"}
+# It trains in other processes, as other tests do; the weekly workflow runs it.
+LONG = {"interruptions"} if not os.environ.get("MOLFLT_FULL") else set()
 needs_linux = pytest.mark.skipif(
     not os.access("/proc/self/clear_refs", os.W_OK), reason="peak memory is read from Linux's /proc"
 )
@@ -149,7 +150,7 @@ def test_commands_of_the_documentation_exist() -> None:
     text = "\n".join(page.read_text() for page in ROOT.glob("docs/**/*.md")).replace("\\\n", " ")
     text = re.sub(r"^git checkout .*?^```", "", text, flags=re.M | re.S)  # scripts of the history
     quoted = re.findall(r'make bench NAME=(\w+)(?: +ARGS="([^"]*)")?', text)
-    assert {name for name, _ in quoted} >= set(STORED) - {"layers", "norms", "masks"}
+    assert {name for name, _ in quoted} >= set(STORED) - {"norms", "masks"}
     for name, words in quoted:
         RUN.parse([name, *shlex.split(words)])
     for script in re.findall(r"python (scripts/\w+\.py)", text):
@@ -163,7 +164,6 @@ def test_commands_of_the_documentation_exist() -> None:
         (["reading", "--records", "nowhere"], "nowhere: no such file; expected an OC20 LMDB"),
         (["dimers", "--data", "nowhere"], "nowhere: no train-id*.xyz"),
         (["nodes", "--redraw"], "nodes.csv"),
-        (["two_processes", "--only", "none"], "expected rows; got none with these options; choose"),
     ],
 )
 def test_errors_are_one_line(words, message, tmp_path, capsys) -> None:

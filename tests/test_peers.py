@@ -182,7 +182,7 @@ def test_budget_ends_training_within_a_step(tmp_path: Path) -> None:
 def test_an_average_of_weights_forgets_the_first_ones_of_a_short_training() -> None:
     """After 300 steps a fixed decay of 0.999 keeps 74 % of them."""
     model = nn.Linear(1, 1, bias=False)
-    average = jobs._average_of(model, 0.999)
+    average = jobs.averaged(model, 0.999)
     for weight in [1.0] + 300 * [0.0]:
         nn.init.constant_(model.weight, weight)
         average.update_parameters(model)
@@ -191,7 +191,6 @@ def test_an_average_of_weights_forgets_the_first_ones_of_a_short_training() -> N
         nn.init.constant_(model.weight, weight)
         average.update_parameters(model)
     assert float(average.module.weight) == pytest.approx(1e-3, rel=1e-3)
-    assert jobs._average_of(model, None) is None
 
 
 def test_shares_of_the_training_set_depend_only_on_the_seed(tmp_path: Path) -> None:

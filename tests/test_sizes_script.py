@@ -9,7 +9,7 @@ from ase.build import fcc111, molecule
 from ase.constraints import FixAtoms
 from ase.geometry import get_distances
 from script_files import load_script
-from tiny_run import start
+from tiny_run import SMALL, start
 from torch import nn
 
 from molflt.data.structures.ase_fields import fixed_atoms
@@ -17,6 +17,7 @@ from molflt.data.structures.records import make_record
 from molflt.data.structures.store import write_store
 
 sizes = load_script("sizes")
+from peers_kit.jobs import run_job  # noqa: E402
 
 
 def slab_with(name: str, at: float = 0.0, down: float = 0.0, n: int = 3):
@@ -95,15 +96,30 @@ def record(name: str, sid: int):
     return make_record(**own, **more, atomic_numbers=atoms.numbers, pos_relaxed=atoms.positions)
 
 
-def test_the_table_of_a_run(tmp_path, capsys):
+def test_the_table_of_a_run_and_of_a_peer_that_is_trained_once(tmp_path, capsys, monkeypatch):
+    done = []
+
+    def work(path, job):
+        done.append(job["minutes"])
+        path.parent.mkdir(parents=True)
+        run_job(json.loads(json.dumps(job)), path)
+
+    monkeypatch.setattr(sizes.pool, "_work", work)
     for split, names in {"train": ["CO", "H2O", "CH3OH"], "val_id": ["CH4", "N2"]}.items():
         records = [record(name, i) for i, name in enumerate(names)]
         write_store(tmp_path / f"{split}.safetensors", records)
     run = str(tmp_path / "run")
     assert start(tmp_path, run, "--trainer.max_steps=1", "--trainer.val_every=1") == 0
-    words = [run, "--data", str(tmp_path), "--out", str(tmp_path), "--systems", "2"]
+    words = [run, "peer:painn", "--data", str(tmp_path), "--out", str(tmp_path / "out")]
+    words += ["--systems", "2", "--minutes", "0.001", "--", *SMALL, "--task.lr=0.001"]
     assert sizes.main(words) == 0
     table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
-    assert [line.split()[1] for line in table[2:]] == [run]
-    found = json.loads((tmp_path / "sizes.json").read_text())
+    assert [line.split()[1] for line in table[2:]] == [run, "peer:painn"]
+    found = json.loads((tmp_path / "out" / "sizes.json").read_text())
     assert found["structures"]["2x2"] == 2 and found["eV"][run]["2x2"] > 0
+    # the trained net, whose energy starts at the mean; it is the same when it is read again
+    assert 1 < found["eV"]["peer:painn"]["slab"] < 2.5
+    assert sizes.main(words) == 0 and done == [0.001]
+    assert json.loads((tmp_path / "out" / "sizes.json").read_text()) == found
+    assert sizes.main(["peer:gemnet", *words[2:]]) == 2
+    assert "peer:gemnet: expected one of schnet, " in capsys.readouterr().err

@@ -11,11 +11,7 @@ import torch
 from kit.layers import DenseBatch
 from kit.rows import Row, Rows, markdown
 from torch import Tensor, nn
-from torch_geometric.nn.attention import (
-    PerformerAttention,
-    PolynormerAttention,
-    SGFormerAttention,
-)
+from torch_geometric.nn.attention import PerformerAttention, PolynormerAttention, SGFormerAttention
 
 from molflt.graph import GraphAttention
 
@@ -129,7 +125,6 @@ def measure(cases: int = 10, large: int = 200) -> Rows:
 
 
 def table(rows: Rows) -> str:
-    """Markdown: a line per layer."""
     large = rows[0]["large"]
     head = ["mechanism", "in a batch", f"beside {large} atoms", "batch reversed", "gradient across"]
     lines = [

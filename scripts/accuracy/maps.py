@@ -2,8 +2,6 @@
 
 features     mean squared errors relative to the mean square of the exact values, on a part of the
              rows of the matrix, which are independent
-layers       `gain` multiplies the weights of queries and keys, to imitate the sharper attention of
-             trained models
 polynomial   relative errors of the output, and of the gradients of a random linear function of it,
              over all tokens of a head; random maps have as many features as the polynomial of
              degree 2
@@ -19,20 +17,19 @@ from pathlib import Path
 import torch
 from kit import Benchmark
 from kit.pictures import UNIFORM, error_panels
-from kit.rows import Points, Rows, choose, exponent, markdown, names, pick
+from kit.rows import Points, Rows, exponent, markdown, names, pick
 from torch import Tensor
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from molflt.attention import FEATURE_MAPS, PROJECTIONS, Attention, Block, FeatureMap
-from molflt.attention.mixing.causal import causal_linear
+from molflt.attention import FEATURE_MAPS, PROJECTIONS, FeatureMap
 from molflt.attention.mixing.forms import linear, softmax
 
 BELOW = "normalizers <= 0"
+MAPS = ("positive", "trigonometric", "favor2020")
 HEADS = 8  # one head is one sample
 CLUSTERS = 8  # of queries and keys with similar directions, as in trained models
 QUANTITIES = ("output", "gradient", "gradient by q, k")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 Mix = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -56,16 +53,12 @@ def relative(estimate: Tensor, exact: Tensor) -> float:
 def measure_features(
     features: tuple[int, ...] = (16, 32, 64, 128, 256, 512, 1024),
     scales: tuple[float, ...] = (0.5, 1.0),
-    maps: tuple[str, ...] = ("positive", "trigonometric", "favor2020"),
-    projections: tuple[str, ...] = tuple(PROJECTIONS),
     samples: int = 30,
     keys: int = 4096,
     queries: int = 512,
     dim: int = 16,
 ) -> Rows:
     """Errors of all maps, projections and numbers of features."""
-    choose(maps, FEATURE_MAPS, "map")
-    choose(projections, PROJECTIONS, "projection")
     points, generator = Points(), torch.Generator().manual_seed(0)
     for scale, _ in tqdm(list(itertools.product(scales, range(samples))), leave=False):
         query, key, value = (
@@ -74,7 +67,7 @@ def measure_features(
         )
         exact, output = (query @ key.mT).exp(), softmax(query, key, value)
         flat = exact.mean(dim=-1, keepdim=True).expand_as(exact)  # the best constant of each row
-        for name, m, projection in itertools.product(maps, features, (*projections, UNIFORM)):
+        for name, m, projection in itertools.product(MAPS, features, (*PROJECTIONS, UNIFORM)):
             labels = {"feature_map": name, "scale": scale, "projection": projection, "m": m}
             estimate = flat
             if projection != UNIFORM:
@@ -121,21 +114,19 @@ def draw_features(png: Path, rows: Rows) -> None:
 def measure_norms(
     features: tuple[int, ...] = (4, 16, 64, 256, 1024),
     radii: tuple[float, ...] = tuple(0.25 * n for n in range(2, 17)),
-    maps: tuple[str, ...] = ("positive", "trigonometric"),
     samples: int = 128,
     keys: int = 1024,
-    dim: int = 64,
 ) -> Rows:
     """Errors of all maps and numbers of features at all norms."""
-    choose(maps, FEATURE_MAPS, "map")
-    points, generator, heads = Points(), torch.Generator().manual_seed(0), 16
+    points, generator = Points(), torch.Generator().manual_seed(0)
+    heads, dim = 16, 64
     for radius, _ in tqdm(list(itertools.product(radii, range(samples // heads))), leave=False):
         query, key = (
             radius * F.normalize(torch.randn(1, heads, n, dim, generator=generator), dim=-1)
             for n in (1, keys)
         )
         exact = (query @ key.mT).softmax(dim=-1)
-        for name in maps:
+        for name in MAPS[:2]:
             for m in features:
                 phi = FEATURE_MAPS[name](dim, heads, width(name, m))
                 estimate = products(phi, query, key, generator)
@@ -165,7 +156,6 @@ def better(rows: Rows, baseline: Rows, x: str) -> str:
 
 
 def table_norms(rows: Rows) -> str:
-    """Markdown: a line per map and number of features."""
     radii = [radius for radius in names(rows, "R") if radius in (1, 2, 3)]
     lines = []
     for name, m in itertools.product(names(rows, "feature_map"), names(rows, "m")):
@@ -175,111 +165,6 @@ def table_norms(rows: Rows) -> str:
         where = None if m == UNIFORM else better(curve, pick(own, m=UNIFORM), "R")
         lines.append([name, m, *cells, where])
     head = ["map", "m", *(f"R = {radius:g}" for radius in radii), "better than uniform for R of"]
-    return markdown(head, lines)
-
-
-def run(stack: list[Block], x: Tensor) -> list[Tensor]:
-    """Output of each layer after a LayerNorm, as at the end of a pre-norm stack."""
-    outputs = itertools.accumulate(stack, lambda x, block: block(x), initial=x)
-    return [F.layer_norm(output, x.shape[-1:]) for output in outputs][1:]
-
-
-@torch.no_grad()
-def measure_layers(
-    features: tuple[int, ...] = (16, 64, 256, 1024),
-    maps: tuple[str, ...] = ("positive", "trigonometric"),
-    gains: tuple[float, ...] = (1.0, 2.0),
-    samples: int = 10,
-    tokens: int = 1024,
-    depth: int = 8,
-    dim: int = 64,
-    heads: int = 4,
-) -> Rows:
-    """Errors of all maps, numbers of features and gains after each layer."""
-    choose(maps, FEATURE_MAPS, "map")
-    points, generator = Points(), torch.Generator().manual_seed(0)
-
-    def block(**options: object) -> Block:
-        return Block(Attention(dim, heads, **options), 4 * dim)
-
-    def record(exact: list[Tensor], found: list[Tensor], **labels: object) -> None:
-        for layer, (a, b) in enumerate(zip(exact, found, strict=True), start=1):
-            points.add(float((a - b).square().mean().sqrt()), **labels, layers=layer)
-
-    for gain, _ in tqdm(list(itertools.product(gains, range(samples))), leave=False):
-        x = torch.randn(1, tokens, dim, generator=generator)
-        torch.manual_seed(int(torch.randint(2**31, (), generator=generator)))
-        stack = [block(mixing="softmax") for _ in range(depth)]
-        for layer in (each.attention for each in stack):
-            layer.to_query.weight.mul_(gain)
-            layer.to_key.weight.mul_(gain)
-        exact = run(stack, x)
-        for name, m in itertools.product(maps, features):
-            converted = [block(feature_map=name, num_features=width(name, m)) for _ in stack]
-            for old, new in zip(stack, converted, strict=True):
-                new.load_state_dict(old.state_dict(), strict=False)  # keeps the drawn projections
-            record(exact, run(converted, x), feature_map=name, gain=gain, m=m)
-        for layer in (each.attention for each in stack):  # equal weights for all keys
-            layer.to_query.weight.zero_()
-            layer.to_query.bias.zero_()
-        for name in maps:
-            record(exact, run(stack, x), feature_map=name, gain=gain, m=UNIFORM)
-    return points.rows()
-
-
-def table_layers(rows: Rows) -> str:
-    """Markdown: the first and the last layer, by map, number of features and gain."""
-    gains, deepest = names(rows, "gain"), max(names(rows, "layers"))
-    ends = list(itertools.product(gains, (1, deepest)))
-    head = ["map", "m", *(f"gain {gain:g}: layer {depth}" for gain, depth in ends)]
-    lines = []
-    for name, m in itertools.product(names(rows, "feature_map"), names(rows, "m")):
-        found = [pick(rows, feature_map=name, m=m, gain=g, layers=d)[0] for g, d in ends]
-        lines.append([name, m, *(f"{row['mean']:.3f} ± {row['sd']:.3f}" for row in found)])
-    return markdown(head, lines)
-
-
-def outputs(query: Tensor, key: Tensor, value: Tensor) -> dict[str, Tensor]:
-    """Attention outputs by form; features are computed in float32 or float64."""
-    found = {"softmax": softmax(query, key, value)}
-    for name in ("positive", "elu", "relu"):
-        torch.manual_seed(0)
-        wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-        options = {} if name == "elu" else {"num_features": 64}
-        phi = FEATURE_MAPS[name](query.shape[-1], HEADS, **options).to(wide)
-        phi_q, phi_k = phi(query.to(wide)), phi(key.to(wide))
-        found[f"linear, {name}"] = linear(phi_q, phi_k, value).ratio()
-        found[f"causal, {name}"] = causal_linear(phi_q, phi_k, value)[0].ratio()
-    return found
-
-
-@torch.no_grad()
-def measure_precision(
-    deviations: tuple[float, ...] = (1.0, 3.0), tokens: int = 1024, dim: int = 64
-) -> Rows:
-    """Errors of all forms and dtypes."""
-    rows = []
-    for deviation in deviations:
-        generator = torch.Generator().manual_seed(0)
-        shape = (3, 1, HEADS, tokens, dim)
-        query, key, value = torch.randn(shape, dtype=torch.float64, generator=generator)
-        exact = [query * deviation * dim**-0.25, key * deviation * dim**-0.25, value]
-        expected = outputs(*exact)
-        for name, dtype in DTYPES.items():
-            with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
-                got = outputs(*(x.to(dtype) for x in exact))
-            for form, out in got.items():
-                error = ((out.double() - expected[form]).norm() / expected[form].norm()).item()
-                error = error if torch.isfinite(out).all() else math.inf
-                rows.append({"form": form, "sd": deviation, "dtype": name, "error": error})
-    return rows
-
-
-def table_precision(rows: Rows) -> str:
-    """Markdown: a line per form."""
-    head = ["form", *(f"{r['dtype']}, sd {r['sd']:g}" for r in pick(rows, form="softmax"))]
-    forms = names(rows, "form")
-    lines = [[form, *(f"{row['error']:.1e}" for row in pick(rows, form=form))] for form in forms]
     return markdown(head, lines)
 
 
@@ -381,7 +266,6 @@ def draw_polynomial(png: Path, rows: Rows) -> None:
 
 
 NORM_LABELS = ("norm R of queries and keys", "L1 error of a row of attention")
-LAYER_LABELS = ("layers", "relative error of outputs")
 BENCHMARKS = {
     "features": Benchmark(
         "Attention matrix and output against the number of features (arXiv:2006.03555, figure 2).",
@@ -403,23 +287,6 @@ BENCHMARKS = {
             **{"panel": ("feature_map",), "curve": "m", "x": "R", "labels": NORM_LABELS},
             **{"shape": (1, 2), "figsize": (7.5, 3.2), "log_x": False},
         ),
-    ),
-    "layers": Benchmark(
-        "A softmax stack converted to kernelized attention, by depth (arXiv:2006.03555, figure 7).",
-        measure_layers,
-        table_layers,
-        {"dim": 32, "heads": 2, "tokens": 64, "depth": 3, "samples": 3, "features": (16, 256)},
-        partial(
-            error_panels,
-            **{"panel": ("feature_map", "gain"), "curve": "m", "x": "layers"},
-            **{"labels": LAYER_LABELS, "shape": (1, 4), "figsize": (9, 2.8), "log_x": False},
-        ),
-    ),
-    "precision": Benchmark(
-        "Error of half precision against float64, at queries and keys of deviation 1 and 3.",
-        measure_precision,
-        table_precision,
-        {"tokens": 64},
     ),
     "polynomial": Benchmark(
         "Polynomial and random features against softmax of normalized queries and keys.",

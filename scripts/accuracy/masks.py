@@ -36,7 +36,6 @@ FAMILIES: dict[str, tuple[str, float | str]] = {
     "smooth_local, σ = 0.25": ("smooth_local", 0.25),
     "local, σ = 0.25": ("local", 0.25),
 }
-OWN = tuple(FAMILIES)[:3]
 QUICK = {"tokens": 12, "draws": 64, "nodes": (16, 32, 64, 128, 256)}
 
 
@@ -111,44 +110,28 @@ def measure(
     return points.rows()
 
 
-def curves_of(rows: Rows, label: str) -> dict[str, list[float]]:
-    """Means of a family by quantity; the bound is just "bound"."""
-    own = pick(rows, family=label)
-    return {
-        name.partition(",")[0]: [row["mean"] for row in pick(own, quantity=name)]
-        for name in names(own, "quantity")
-    }
-
-
-def share(rows: Rows, label: str) -> float:
-    """Largest part of the bound that the mean largest error reaches."""
-    own = curves_of(rows, label)
-    return max(a / b for a, b in zip(own["largest error"], own["bound"], strict=True))
-
-
-def bias(rows: Rows, label: str) -> list[float]:
-    """Bias in units of its standard error, by number of nodes."""
-    own = curves_of(rows, label)
-    return [a / b for a, b in zip(own["bias"], own["standard error of bias"], strict=True)]
-
-
-def slope(rows: Rows, label: str) -> float:
-    """Slope of log rms error against log r; nan for a single r."""
-    own = pick(rows, family=label, quantity="rms error")
-    return exponent([(row["r"], row["mean"]) for row in own])
-
-
 def table(rows: Rows) -> str:
     """Markdown: a line per family; some have no bound."""
+
+    def ratios(one: str, other: str) -> list[float]:
+        return [a / b for a, b in zip(means[one], means[other], strict=True)]
+
     lines = []
     for label in names(rows, "family"):
-        own, ratios = curves_of(rows, label), bias(rows, label)
-        ratio = pick(rows, family=label)[0]["largest g/p"]
-        bounded = [f"{ratio:.3g}", f"{share(rows, label):.2f}"] if ratio < math.inf else "∞-"
-        last = [f"{own[name][-1]:.2g}" for name in ("rms error", "largest error")]
-        biases = f"{statistics.fmean(ratios):.2f} ({max(ratios):.2f})"
-        slope_of_rms = f"{slope(rows, label):.2f}"
-        lines.append([label, bounded[0], slope_of_rms, *last, bounded[1], biases])
+        own = pick(rows, family=label)
+        quantities = {name.partition(",")[0]: name for name in names(own, "quantity")}
+        means = {
+            short: [row["mean"] for row in pick(own, quantity=name)]
+            for short, name in quantities.items()
+        }
+        largest, bias = own[0]["largest g/p"], ratios("bias", "standard error of bias")
+        bounded = ["∞", "-"]
+        if largest < math.inf:
+            bounded = [f"{largest:.3g}", f"{max(ratios('largest error', 'bound')):.2f}"]
+        slope = exponent(list(zip(names(own, "r"), means["rms error"], strict=True)))
+        last = [f"{means[name][-1]:.2g}" for name in ("rms error", "largest error")]
+        biases = f"{statistics.fmean(bias):.2f} ({max(bias):.2f})"
+        lines.append([label, bounded[0], f"{slope:.2f}", *last, bounded[1], biases])
     head = ["family, nodes", "C", "slope of rms", f"rms at r = {max(names(rows, 'r'))}"]
     return markdown([*head, "largest error", "of the bound", "bias"], lines)
 

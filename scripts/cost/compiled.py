@@ -47,7 +47,6 @@ PRECISIONS = ("float32", "float64")
 CLASSES = 4  # batches that graphs are sorted into by size, as in `molflt predict`
 FAR = ("1 of 10000", "1 of 100000")  # too large for the matrix of the recommended form
 QUICK = {"forms": ("performer",), "batches": ("2 of 2 and 3",), "rounds": 1, "dim": 8, "layers": 1}
-QUICK["precisions"] = ("float64",)
 
 
 def structures(sizes: list[int]) -> list[Batch]:
@@ -74,18 +73,16 @@ def measure(
     rounds: int = 5,
     forms: tuple[str, ...] = tuple(FORMS),
     batches: tuple[str, ...] = tuple(BATCHES)[:-1],
-    precisions: tuple[str, ...] = PRECISIONS,
     dim: int = DIM,
     layers: int = LAYERS,
 ) -> Rows:
     """A row for each form and batch."""
     asked = choose(batches, BATCHES, "batch")
-    choose(precisions, PRECISIONS, "precision")
     rows = []
     for form in choose(forms, FORMS, "form"):
         with tempfile.TemporaryDirectory() as folder:
             pairs = []
-            for precision in precisions:
+            for precision in PRECISIONS:
                 model = regressor(form, dim, layers, getattr(torch, precision))
                 path = compile_energies(model, Path(folder) / f"{precision}.pt2")
                 pairs.append((model, CompiledEnergies(model, path)))
@@ -115,18 +112,12 @@ def compared(name: str, timed: Pair, exact: Pair, rounds: int) -> Row:
     }
 
 
-def faster(row: Row) -> float:
-    """Time of the model in units of machine code's, median over rounds."""
-    return paired([float(x) for x in str(row["model"]).split()], row["seconds"])
-
-
 def table(rows: Rows) -> str:
-    """Markdown: a line for each form and batch."""
     lines = []
     for row in rows:
-        model = statistics.median(float(x) for x in str(row["model"]).split())
-        code = statistics.median(row["seconds"])
-        times = (f"{1000 * model:.1f}", f"{1000 * code:.1f}", f"{faster(row):.2f}")
+        both = [float(x) for x in str(row["model"]).split()], row["seconds"]
+        times = [f"{1000 * statistics.median(seconds):.1f}" for seconds in both]
+        times.append(f"{paired(*both):.2f}")
         lines.append([row["form"], row["batch"], *times, f"{row['difference']:.0e}"])
     head = ["form", "graphs, atoms", "model, ms", "machine code, ms", "model / code", "difference"]
     return markdown(head, lines)

@@ -37,11 +37,6 @@ Key = tuple[str, int]  # mechanism, position
 Times = dict[Key, list[list[float]]]  # seconds of each token of each round
 
 
-def chosen(given: Sequence[str], longest: int) -> dict[str, LanguageModel]:
-    """Models for that number of tokens by name; see `decoders`."""
-    return decoders("lm", given, partial(LanguageModel, **SIZES, max_length=longest))
-
-
 def states(
     model: LanguageModel, tokens: Tensor, positions: Sequence[int]
 ) -> Iterator[LanguageState]:
@@ -73,7 +68,8 @@ def measure(
 ) -> Rows:
     """Times and sizes of states."""
     positions = tuple(sorted(positions))
-    models = chosen(mechanisms, positions[-1] + TOKENS + 1)
+    build = partial(LanguageModel, **SIZES, max_length=positions[-1] + TOKENS + 1)
+    models = decoders("lm", mechanisms, build)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(SIZES["vocabulary"], (1, positions[-1]), generator=generator)
     new = torch.randint(SIZES["vocabulary"], (1, TOKENS + 1), generator=generator)

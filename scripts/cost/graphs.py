@@ -46,13 +46,24 @@ def pyg(atoms: int, causal: bool) -> nn.Module:
     return DenseBatch(pyg_performer(DIM, HEADS, FEATURES))
 
 
-def made(position: str, linear: bool = True, **options: Any) -> Mechanism:
-    """A layer on one structure; exact softmax has no random features."""
+def graphs(atoms: int) -> int:
+    """Number of graphs of that size in a batch of `forms`."""
+    return -(-LEAST // atoms)
+
+
+def layer(atoms: int, causal: bool = False, graphs: int = 1, **options: Any) -> AtomLayer:
+    """A layer; exact softmax has no random features, and lattices have their own nodes."""
+    cells = "periodic" in options
     if options.get("mixing") != "softmax":
-        options["num_features"] = FEATURES
-        if position != "none":
+        options = {"num_features": FEATURES, **options}
+        if not cells and options["position"] != "none":
             options["position_options"] = {"num_nodes": NODES}
-    return Mechanism(partial(AtomLayer, position=position, **options), linear=linear)
+    return AtomLayer(atoms, graphs=graphs, cells=cells, **options)
+
+
+def made(position: str, linear: bool = True, **options: Any) -> Mechanism:
+    """A layer on one structure."""
+    return Mechanism(partial(layer, position=position, **options), linear=linear)
 
 
 ATOMS = {
@@ -70,26 +81,18 @@ ATOMS_STUDY = Study(
     {name: (color, line) for color, (name, (_, line)) in enumerate(ATOMS.items())},
     clock=time.perf_counter,
 )
-CRYSTALS = {  # scheme, options, line
-    "nodes": ("reciprocal", {}, "-"),
-    "N × N": ("reciprocal", {"mixing": "quadratic"}, ":"),
-    "mesh": ("mesh", {}, "-"),
-    "nodes, 8 features": ("reciprocal", {"num_features": 8}, "--"),
-    "mesh, 8 features": ("mesh", {"num_features": 8}, "--"),
+CRYSTALS: dict[str, tuple[dict[str, Any], str]] = {
+    "nodes": ({"periodic": "reciprocal"}, "-"),
+    "N × N": ({"periodic": "reciprocal", "mixing": "quadratic"}, ":"),
+    "mesh": ({"periodic": "mesh"}, "-"),
+    "nodes, 8 features": ({"periodic": "reciprocal", "num_features": 8}, "--"),
+    "mesh, 8 features": ({"periodic": "mesh", "num_features": 8}, "--"),
 }
-
-
-def crystal(periodic: str, **options: Any) -> Mechanism:
-    """A layer of the recommended form on a crystal."""
-    options = {"mixing": "linear", "num_features": FEATURES, **NEARBY, **options}
-    return Mechanism(partial(AtomLayer, cells=True, periodic=periodic, **options))
-
-
 CRYSTALS_STUDY = Study(
     *("cost.graphs:CRYSTALS_STUDY", "atoms"),
-    {name: crystal(periodic, **options) for name, (periodic, options, _) in CRYSTALS.items()},
+    {n: made(**{**NEARBY, "mixing": "linear", **options}) for n, (options, _) in CRYSTALS.items()},
     lambda atoms: torch.randn(atoms, DIM),
-    {name: (color, line) for color, (name, (*_, line)) in enumerate(CRYSTALS.items())},
+    {name: (color, line) for color, (name, (_, line)) in enumerate(CRYSTALS.items())},
     allocator={},
 )
 ENDS, MESHES = (1000, 100_000), ("mesh", "mesh, 8 features")
@@ -106,24 +109,14 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def graphs(atoms: int) -> int:
-    """Number of graphs of that size in a batch of `forms`."""
-    return -(-LEAST // atoms)
-
-
-def layer(atoms: int, causal: bool = False, **options: Any) -> AtomLayer:
-    """A layer on the graphs of a batch."""
-    cells = "periodic" in options
-    if not cells and options["position"] != "none":
-        options["position_options"] = {"num_nodes": NODES}
-    options = {"num_features": FEATURES, **options}
-    return AtomLayer(atoms, graphs=graphs(atoms), cells=cells, **options)
+def batched(atoms: int, causal: bool, **options: Any) -> AtomLayer:
+    return layer(atoms, graphs=graphs(atoms), **options)
 
 
 FORMS_STUDY = Study(
     *("cost.graphs:FORMS_STUDY", "atoms"),
     {
-        f"{kind}: {form}": Mechanism(partial(layer, mixing=form, **options))
+        f"{kind}: {form}": Mechanism(partial(batched, mixing=form, **options))
         for kind, options in KINDS.items()
         for form in FORMS
     },

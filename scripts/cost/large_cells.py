@@ -1,8 +1,9 @@
 """Memory and processor time of `molflt predict` on crystals of 10^4 and 10^5 atoms.
 
-The shipped model sees 5 Å and needs no mesh; `mesh_order` is for models with reciprocal nodes, such
-as that of version 0.1. The crystals are copper on a cubic lattice with random displacements of
-0.1 Å and 12 Å^3 per atom. Each prediction is a process, from the start of Python to its CSV.
+By default with the shipped model, which sees 5 Å and needs no mesh; `run` is another model, and
+`mesh_order` is for models with reciprocal nodes. The crystals are copper on a cubic lattice with
+random displacements of 0.1 Å and 12 Å^3 per atom. Each prediction is a process, from the start of
+Python to its CSV.
 """
 
 import os
@@ -21,18 +22,18 @@ QUICK = {"edges": (5,)}
 
 
 def crystal(edge: int) -> Atoms:
-    """edge^3 atoms, all with the tag of a surface."""
+    """edge^3 atoms, in turn of an adsorbate and of a surface."""
     step = VOLUME ** (1 / 3)
     places = np.stack(np.meshgrid(*[np.arange(edge)] * 3, indexing="ij"), axis=-1).reshape(-1, 3)
     shaken = step * places + np.random.default_rng(0).normal(0, 0.1, places.shape)
     atoms = Atoms(f"Cu{edge**3}", positions=shaken, cell=[edge * step] * 3, pbc=True)
-    atoms.set_tags([1] * len(atoms))
+    atoms.set_tags(2 - np.arange(len(atoms)) % 2)
     return atoms
 
 
-def predict(file: Path, words: tuple[str, ...]) -> tuple[float, float]:
+def predict(words: list[str]) -> tuple[float, float]:
     """Peak memory, GB, and processor time, s, of a prediction."""
-    command = [sys.executable, "-m", "molflt", "predict", str(file), "--force", *words]
+    command = [sys.executable, "-m", "molflt", "predict", *words, "--force"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         said = process.stdout.read() if process.stdout else ""
         _, status, used = os.wait4(process.pid, 0)
@@ -43,22 +44,23 @@ def predict(file: Path, words: tuple[str, ...]) -> tuple[float, float]:
     return used.ru_maxrss * unit / 1e9, used.ru_utime + used.ru_stime
 
 
-def measure(edges: tuple[int, ...] = (25, 47), mesh_order: int = 0) -> Rows:
+def measure(
+    edges: tuple[int, ...] = (25, 47), mesh_order: int = 0, run: Path | None = None
+) -> Rows:
     """One row for each crystal of edge^3 atoms."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for edge in edges:
             file = Path(folder) / f"copper{edge}.extxyz"
             write(file, crystal(edge))
-            words = ("--mesh_order", str(mesh_order)) if mesh_order else ()
-            peak, seconds = predict(file, words)
-            atoms = edge**3
-            rows.append({"atoms": atoms, "edge": edge, "order": mesh_order, "GB": peak})
-            rows[-1]["processor_s"] = seconds
+            words = [str(path) for path in (run, file) if path is not None]
+            words += ["--mesh_order", str(mesh_order)] if mesh_order else []
+            peak, seconds = predict(words)
+            row = {"atoms": edge**3, "edge": edge, "order": mesh_order, "GB": peak}
+            rows.append({**row, "processor_s": seconds})
     return rows
 
 
 def table(rows: Rows) -> str:
-    """A line per crystal."""
     cells = {"peak, GB": "{GB:.2f}", "processor time, s": "{processor_s:.0f}"}
     return formatted(rows, {"atoms": "{atoms:,}", "mesh_order": "{order}", **cells})

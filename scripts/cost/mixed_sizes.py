@@ -156,7 +156,6 @@ def ratio(rows: Rows, mix: str, name: str, way: str, other: str | None = None) -
 
 
 def table(rows: Rows) -> str:
-    """Markdown: a line for each mechanism and mix."""
     head = ["batch, atoms", "mechanism", "mixed, s", "mixed / equal", "padded / mixed"]
     head += ["PyG / mixed", "difference"]
     lines = []

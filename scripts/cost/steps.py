@@ -4,8 +4,6 @@ arena         forward, backward and Adam of configs/lra/imdb.yaml with the mecha
               configs/masked, after table 5 of FNet (arXiv:2105.03824)
 pretraining   forward and backward of configs/masked/base.yaml with each of the mechanisms there, as
               in section 4.2 of FNet; without the optimizer, whose time is small
-proteins      forward, backward and Adam of the models of configs/proteins at paper size,
-              unidirectional (causal) or with gaps, and with exact softmax
 
 See kit/layers.py for the measurement.
 """
@@ -15,27 +13,17 @@ from typing import Any
 
 import torch
 from kit import Benchmark
-from kit.layers import (
-    TRAINING,
-    Mechanism,
-    Study,
-    cost_ratio,
-    curve,
-    measure_layers,
-    model_of,
-    processes_table,
-)
+from kit.layers import Mechanism, Study, cost_ratio, curve, measure_layers, model_of
 from kit.rows import Rows, markdown, names
 from torch import Tensor, nn
 
 from molflt.plots.figure import SERIES
-from molflt.sequence import LanguageModel, MaskedLanguageModel, SequenceClassifier
-from molflt.tasks.language import LanguageTask
+from molflt.sequence import MaskedLanguageModel, SequenceClassifier
 from molflt.tasks.masked import MaskedTask
 from molflt.tasks.sentences import SentenceTask
 
-SPECIAL = 5  # ids before those of bytes, pieces and residues
-BYTES, PIECES, RESIDUES = 256, 32_000, 25
+SPECIAL = 5  # ids before those of bytes and pieces
+BYTES, PIECES = 256, 32_000
 COLORS = len(SERIES) - 1  # the last one is softmax's
 
 
@@ -45,54 +33,35 @@ class Step(nn.Module):
     Args:
         task: the task with its model.
         symbols: number of different ids.
-        targets: labels of the sequence, if the ids are classified; next ids, if they are predicted.
-        adam: include the step of the optimizer.
+        classify: the sequence has a label, and the optimizer makes a step.
     """
 
-    def __init__(self, task: Any, symbols: int, targets: str = "", adam: bool = True) -> None:
+    def __init__(self, task: Any, symbols: int, classify: bool) -> None:
         super().__init__()
-        self.task, self.symbols, self.targets = task, symbols, targets
-        self.adam = torch.optim.Adam(task.model.parameters()) if adam else None
+        self.task, self.symbols = task, symbols
+        self.adam = torch.optim.Adam(task.model.parameters()) if classify else None
 
     def forward(self, draws: Tensor) -> Tensor:
         ids = (draws.detach() * self.symbols).long()
-        if self.targets == "next":
-            batch = ids, ids.roll(-1, 1)
-        else:
-            batch = ids + SPECIAL, torch.zeros_like(ids), torch.ones_like(ids, dtype=torch.bool)
-            batch += (torch.ones(1, dtype=torch.float64),) if self.targets == "class" else ()
-        loss, _ = self.task.loss(batch, 0.0)
+        batch = ids + SPECIAL, torch.zeros_like(ids), torch.ones_like(ids, dtype=torch.bool)
         if self.adam is None:
-            return loss + 0 * draws.sum()
-        loss.backward()
+            return self.task.loss(batch, 0.0)[0] + 0 * draws.sum()
+        self.task.loss((*batch, torch.ones(1, dtype=torch.float64)), 0.0)[0].backward()
         self.adam.step()
         return draws.sum()
-
-
-def masked(symbols: int, **options: Any) -> MaskedTask:
-    """A masked language model of that many symbols after the special ones."""
-    model = MaskedLanguageModel(symbols + SPECIAL, **options)
-    model.set_special(SPECIAL - 1, [*range(SPECIAL)])
-    return MaskedTask(model)
 
 
 def classifier(length: int, causal: bool, file: str) -> Step:
     options = {**model_of("lra/imdb", f"masked/{file}"), "max_length": length}
     model = SequenceClassifier(BYTES + SPECIAL, 2, **options)
-    return Step(SentenceTask(model), BYTES, "class")
+    return Step(SentenceTask(model), BYTES, classify=True)
 
 
 def pretrained(length: int, causal: bool, file: str) -> Step:
     options = {**model_of("masked/base", f"masked/{file}"), "max_length": length}
-    return Step(masked(PIECES - SPECIAL, **options), PIECES - SPECIAL, adam=False)
-
-
-def protein(length: int, causal: bool, **options: Any) -> Step:
-    options |= {"dim": 512, "heads": 8, "layers": 6, "ffn_dim": 2048, "dropout": 0.1}
-    if causal:
-        model = LanguageModel(RESIDUES + 1, absolute="sinusoidal", **options)
-        return Step(LanguageTask(model), RESIDUES, "next")
-    return Step(masked(RESIDUES, max_length=length, **options), RESIDUES)
+    model = MaskedLanguageModel(PIECES, **options)
+    model.set_special(SPECIAL - 1, [*range(SPECIAL)])
+    return Step(MaskedTask(model), PIECES - SPECIAL, classify=False)
 
 
 ARENA = Study(
@@ -112,20 +81,6 @@ PRETRAINING = Study(
     partial(torch.rand, 1),
     {**STYLES, "bert": (COLORS, "-")},
     budget=120.0,
-)
-LENGTH, LIMIT = 8192, 12.0  # residues; GB of the process
-PROTEINS = Study(
-    *("cost.steps:PROTEINS", "residues"),
-    {
-        name: Mechanism(partial(protein, **options), causal=(False, True))
-        for name, options in {
-            "performer": {},
-            "performer, sigmoid": {"feature_map": "sigmoid"},
-            "softmax": {"mixing": "softmax"},
-        }.items()
-    },
-    partial(torch.rand, 1),
-    {"performer": (0, "-"), "performer, sigmoid": (1, "-"), "softmax": (6, "-")},
 )
 
 
@@ -153,14 +108,6 @@ def table_pretraining(rows: Rows) -> str:
     return f"{speeds}\n\n{PRETRAINING.table(rows)}"
 
 
-def table_proteins(rows: Rows) -> str:
-    """Markdown: costs, and the memory of whole processes at full length."""
-    keys = [(m, LENGTH, causal, TRAINING) for m in PROTEINS.styles for causal in (False, True)]
-    return "\n\n".join(
-        filter(None, [PROTEINS.table(rows), processes_table(rows, keys, "residues")])
-    )
-
-
 BENCHMARKS = {
     "arena": Benchmark(
         "Time and peak memory of a training step of a classifier of Long Range Arena's bytes.",
@@ -185,18 +132,5 @@ BENCHMARKS = {
         table_pretraining,
         {"sizes": (16,), "mechanisms": ("ff-only",), "rounds": 1},
         *(PRETRAINING.draw, PRETRAINING),
-    ),
-    "proteins": Benchmark(
-        "Time and peak memory of a training step of Performer's protein models.",
-        partial(
-            *(measure_layers, PROTEINS),
-            sizes=(1024, 2048, 4096, LENGTH),
-            rounds=3,
-            seconds=900.0,
-            gigabytes=LIMIT,
-        ),
-        table_proteins,
-        {"sizes": (128,), "rounds": 1},
-        *(partial(PROTEINS.draw, limit=LIMIT), PROTEINS),
     ),
 }

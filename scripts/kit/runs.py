@@ -1,4 +1,4 @@
-"""Folders of training runs: their identity, processes, predictions, and rows one by one."""
+"""Folders of training runs: their identity, processes and predictions."""
 
 import csv
 import hashlib
@@ -7,18 +7,17 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
-from kit.rows import Row, Rows
-from molflt.data.structures.systems import SYSTEMS
-from molflt.files import append, write_atomically
+from kit.rows import Rows
+from molflt.data.structures.systems import SYSTEMS, read_systems
+from molflt.files import write_atomically
 from molflt.metrics import EWT_THRESHOLD
 
 Job = dict[str, Any]
@@ -87,28 +86,21 @@ def run_all(works: Collection[Callable[[], object]], at_once: int) -> bool:
     return well
 
 
-def begin_rows(path: Path) -> Rows:
-    """Rows of earlier starts, one per line; removes an incomplete line from the file."""
-    text = path.read_text() if path.exists() else ""
-    rows: Rows = []
-    for line in text.splitlines():
-        with suppress(json.JSONDecodeError):
-            rows.append(json.loads(line))
-    write_atomically(path, "".join(f"{json.dumps(row)}\n" for row in rows).encode())
-    return rows
-
-
-def add_row(path: Path, row: Row) -> None:
-    """Adds a row to a file that `begin_rows` has read."""
-    append(path, f"{json.dumps(row)}\n")
-
-
 def read_energies(run: Path, split: str) -> dict[int, tuple[float, float]]:
     """Predicted energy and label of each system of a split, by sid, eV; NaN without a label."""
     with open(run / "predictions.csv", newline="", encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if row["split"] == split]
     found = ((row["sid"], row["energy_eV"], row["target_eV"] or "nan") for row in rows)
     return {int(sid): (float(energy), float(target)) for sid, energy, target in found}
+
+
+def system_rows(folder: Path, energies: Mapping[int, tuple[float, float]], **labels: Any) -> Rows:
+    """A row per system of a folder of stores: labels, its names, and energies, eV."""
+    systems = read_systems(folder)
+    return [
+        {**labels, **systems[sid]._asdict(), "energy_eV": energy, "target_eV": target}
+        for sid, (energy, target) in energies.items()
+    ]
 
 
 def errors_of_mean(runs: Sequence[Path], split: str) -> tuple[float, float] | None:

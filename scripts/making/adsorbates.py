@@ -25,18 +25,9 @@ class _Adsorbate(NamedTuple):
 
 # The order fixes systems: a change is another version of the generator.
 ADSORBATES: dict[str, _Adsorbate] = {
-    "H": _Adsorbate("H"),
-    "C": _Adsorbate("C"),
-    "N": _Adsorbate("N"),
-    "O": _Adsorbate("O"),
-    "CH": _Adsorbate("CH"),
+    **{name: _Adsorbate(name) for name in ("H", "C", "N", "O", "CH")},
     "CH2": _Adsorbate("CH2_s3B1d"),
-    "CH3": _Adsorbate("CH3"),
-    "NH": _Adsorbate("NH"),
-    "NH2": _Adsorbate("NH2"),
-    "NH3": _Adsorbate("NH3"),
-    "OH": _Adsorbate("OH"),
-    "H2O": _Adsorbate("H2O"),
+    **{name: _Adsorbate(name) for name in ("CH3", "NH", "NH2", "NH3", "OH", "H2O")},
     "CO": _Adsorbate("CO", ((1,),)),
     "CHO": _Adsorbate("HCO", ((0,), (0, 1))),
     "COH": _Adsorbate("H2COH", ((0,),), (3, 4)),

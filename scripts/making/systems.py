@@ -14,13 +14,7 @@ from ase.constraints import FixAtoms
 from ase.data import covalent_radii
 from making.adsorbates import ADSORBATES, LARGE, _oriented
 from making.calculators import CALCULATORS, adsorption_energy, relax
-from making.slabs import (
-    _FORCE_TOLERANCE,
-    CATALYSTS,
-    _draw_site,
-    _draw_surface,
-    _relaxed_slab,
-)
+from making.slabs import _FORCE_TOLERANCE, CATALYSTS, _draw_site, _draw_surface, _relaxed_slab
 from scipy.linalg import block_diag
 from scipy.sparse.csgraph import connected_components
 from torch_geometric.data import Data

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from kit.budget import CpuBudget
+from kit.budget import CpuBudget, averaged
 from lightning.pytorch import seed_everything
 from numpy.typing import NDArray
-from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from safetensors.torch import load_file
+from torch import nn
 from torch_geometric.data import Batch
 
 from molflt.data.structures import Structures
@@ -21,7 +21,7 @@ from molflt.data.structures.datamodule import IS2REData
 from molflt.data.structures.parts import Part
 from molflt.data.structures.sources import split_path
 from molflt.evaluation.predictions import infer, open_structures
-from molflt.files import write_atomically
+from molflt.files import save_tensors, write_atomically
 from molflt.graph import EnergyRegressor
 from molflt.tasks.is2re import IS2RETask
 from molflt.training.config import plain
@@ -29,6 +29,7 @@ from molflt.training.parser import build_parser
 from peers_kit.models import FITS, NETS
 
 Job = dict[str, Any]  # everything that a result depends on; see `pool.job_of`
+WEIGHTS = ".safetensors"  # of a trained model, next to its result
 Energies = dict[str, NDArray[np.float64]]  # by split, eV
 
 
@@ -60,7 +61,8 @@ def run_job(job: Job, out: Path) -> None:
             f"{root}: split {job['splits'][0]}: expected labels for the curve of errors; got none"
         )
     found: dict[str, Any] = {"steps": None, "parameters": None, "diverged": None}
-    energies = (_fit if job["model"] in FITS else _train)(job, sets, budget, found)
+    fits = job["model"] in FITS
+    energies = _fit(job, sets, budget, found) if fits else _train(job, sets, budget, found, out)
     result = {
         "job": job,
         **found,
@@ -98,9 +100,9 @@ def _fit(
 
 
 def _train(
-    job: Job, sets: Mapping[str, Structures], budget: CpuBudget, found: dict[str, Any]
+    job: Job, sets: Mapping[str, Structures], budget: CpuBudget, found: dict[str, Any], out: Path
 ) -> Energies:
-    """A model that is trained step by step."""
+    """A model that is trained step by step; its weights are written next to the result."""
     task, data, options = prepare(job)
     count = sum(p.numel() for p in task.model.parameters() if p.requires_grad)
     found |= {"chosen": {"lr": task.lr}, "parameters": count, "curve": []}
@@ -119,7 +121,17 @@ def _train(
         found["diverged"] = str(error)
         return {}
     found |= {"steps": budget.steps, "curve": curve}
+    # SchNet's modules share weights, which safetensors refuses
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    save_tensors(out.with_suffix(WEIGHTS), weights, {})
     return {split: predict(model, split) for split in sets}
+
+
+def net_of(job: Job, result: Path) -> nn.Module:
+    """The trained model of a job."""
+    model = prepare(job)[0].model
+    model.load_state_dict(load_file(result.with_suffix(WEIGHTS)))
+    return model
 
 
 def train(
@@ -136,10 +148,10 @@ def train(
     model, or its moving average, in evaluation mode, and the curve of errors with `evaluations`
     points, evenly spaced over the budget.
     """
-    due, curve = 1, []
+    due, curve, decay = 1, [], options["ema_decay"]
     with budget.running():
         optimizer, batches = task.optimizer(), iter(data.train_dataloader())
-        average = _average_of(task.model, options["ema_decay"])
+        average = None if decay is None else averaged(task.model, decay)
     model = task.model if average is None else average.module
     while budget.used < budget.seconds:
         with budget.running():
@@ -154,22 +166,6 @@ def train(
             point = {"cpu_seconds": budget.used, "step": budget.steps}
             curve.append(point | evaluate(model.eval()))
     return model.eval(), curve
-
-
-def _average_of(model: nn.Module, decay: float | None) -> AveragedModel | None:
-    """Moving average of weights over at most a tenth of the steps so far.
-
-    With a fixed decay of 0.999, two thirds of a slow net's average after 400 steps would be its
-    initial weights.
-    """
-    if decay is None:
-        return None
-
-    def average(kept: tuple[Tensor, ...], new: tuple[Tensor, ...], count: Tensor | int) -> None:
-        warm = (1 + int(count)) / (10 + int(count))
-        get_ema_multi_avg_fn(min(decay, warm))(kept, new, count)
-
-    return AveragedModel(model, multi_avg_fn=average, use_buffers=False)
 
 
 def _redraw(task: IS2RETask, step: int) -> None:

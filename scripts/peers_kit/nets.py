@@ -95,9 +95,11 @@ def _one_each(codes: Tensor) -> Tensor:
     return torch.arange(len(codes), device=codes.device)
 
 
-def _given(edges: tuple[Tensor, ...], *_: object) -> tuple[Tensor, ...]:
+class _Given(nn.Module):
     """Replaces the search for neighbors: the nets pass the edges in place of positions."""
-    return edges
+
+    def forward(self, edges: tuple[Tensor, ...], *_: object) -> tuple[Tensor, ...]:
+        return edges
 
 
 class PeriodicSchNet(Peer):
@@ -106,7 +108,7 @@ class PeriodicSchNet(Peer):
     def __init__(self, cutoff: float = 6.0, **sizes: int) -> None:
         super().__init__(cutoff)
         sizes = {"hidden_channels": 384, "num_interactions": 4, "num_gaussians": 100, **sizes}
-        self.net = SchNet(cutoff=cutoff, interaction_graph=_given, **sizes)
+        self.net = SchNet(cutoff=cutoff, interaction_graph=_Given(), **sizes)
         self.net.embedding = TaggedEmbedding(self.net.embedding)
         nn.init.zeros_(self.net.lin2.weight)
 
@@ -182,11 +184,6 @@ class PeriodicViSNet(Peer):
         unit = torch.cat((unit, zero[:, None].expand(-1, 3)))
         energy, _ = self.net(codes, (index, distance, unit), own)
         return energy[:, 0]
-
-
-class _Given(nn.Module):
-    def forward(self, edges: tuple[Tensor, ...], batch: Tensor) -> tuple[Tensor, ...]:
-        return _given(edges)
 
 
 class _NearEmbedding(NeighborEmbedding):

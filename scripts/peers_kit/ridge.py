@@ -1,6 +1,7 @@
 """Models without gradients: kernel ridge on descriptors of a system, and the median of energies."""
 
 from functools import cache
+from itertools import chain
 
 import numpy as np
 import torch
@@ -20,16 +21,13 @@ MOST = 5_000  # training systems: the size of the kernel is quadratic
 
 def elements_of(dataset: Structures) -> list[int]:
     """Atomic numbers that occur in adsorbates."""
-    found: set[int] = set()
-    for i in range(len(dataset)):
-        data = dataset[i]
-        found.update(data.atomic_numbers[_adsorbate(data)].tolist())
-    return sorted(found)
+    numbers = (data.atomic_numbers[_adsorbate(data)].tolist() for data in dataset)
+    return sorted(set(chain.from_iterable(numbers)))
 
 
 def describe(dataset: Structures, elements: list[int]) -> _Array:
     """Descriptors of all systems, (systems, descriptors)."""
-    return np.stack([descriptors(dataset[i], elements) for i in range(len(dataset))])
+    return np.stack([descriptors(data, elements) for data in dataset])
 
 
 def descriptors(data: Data, elements: list[int]) -> _Array:

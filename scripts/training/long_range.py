@@ -141,11 +141,7 @@ def train(variant: str, data: Dimers, steps: int, seed: int, pairs: int = 20) ->
 
 
 def measure(
-    data: Path,
-    variants: tuple[str, ...] = (),
-    steps: int = 400,
-    seeds: int = 2,
-    files: int = 10**9,
+    data: Path, variants: tuple[str, ...] = (), steps: int = 400, seeds: int = 2, files: int = 10**9
 ) -> Rows:
     """One row per variant, seed and pair of molecules: energies in eV."""
     splits = {split: read(data, split, files) for split in ("train", "test")}

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from molflt import plots
-from molflt.attention.positions.grid import ToeplitzPosition
 from molflt.attention.positions.rotary import RotaryPosition
 from molflt.metrics import locality
 from refusals import Refusal
@@ -38,14 +37,10 @@ def local(weights: Any, distances: Any, option: str, got: str = "", **options: A
 ONES, EYE = np.ones((2, 3, 3)), np.eye(3)
 APART = np.abs(np.arange(3)[:, None] - np.arange(3)).astype(float)
 PAIR = {"val_id": (np.zeros(3), np.ones(3))}
-GRID2 = ToeplitzPosition(2, shape=(4, 3))
 ROWS = [
     refused(attention(ONES[0]), "weights", "(heads, queries, keys)", "(3, 3)"),
-    refused(attention([[[1.0, np.nan]]]), "weights", "finite", "nan at head 0, query 0, key 1"),
     refused(attention(ONES, scale="ln"), "scale", "auto, linear, log", "'ln'"),
     refused(lambda png: plots.rpe_curves(RotaryPosition(8), png, 4), "logits", "", "Rotary"),
-    refused(lambda png: plots.rpe_surfaces(GRID2, png, (4.0, 1.5)), "extent", "whole", "1.5"),
-    refused(lambda png: plots.parity({"a": (np.zeros(4), np.zeros(3))}, png), "'a'", "", "(3,)"),
     refused(lambda png: plots.parity(PAIR, png.with_suffix(".gif")), "a.gif", ".svg"),
     local(EYE, np.zeros((4, 4)), "distances", "(4, 4)"),
     local(2 * EYE, APART, "sum to 1", "2.0"),
