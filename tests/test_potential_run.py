@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
 from typing import Any
 
 import ase.io
@@ -33,14 +32,9 @@ from molflt.graph import Potential
 from molflt.tasks.potential import PotentialTask
 
 
-@pytest.fixture(scope="module")
-def trained(potential_run: Path) -> Path:
-    return potential_run
-
-
-def test_training_and_evaluation(trained, tmp_path):
+def test_training_and_evaluation(potential_run, tmp_path):
     """Forces are compared with the calculator, one structure at a time."""
-    run = shutil.copytree(trained, tmp_path / "run")
+    run = shutil.copytree(potential_run, tmp_path / "run")
     errors = logged(run, "val_force_mae_meV_per_A")
     assert errors[-1] < errors[0]
     assert main(["evaluate", str(run), "--device", "cpu"]) == 0
@@ -52,7 +46,7 @@ def test_training_and_evaluation(trained, tmp_path):
     assert len(rows) == 8 and rows[1]["force_mae_eV_per_A"] == ""  # without forces
     assert json.loads((run / "references.json").read_text()).keys() == {"Ar"}
     errors, calculator = [], molflt.Calculator(run, device="cpu")
-    for atoms in ase.io.read(trained.parent / "val_id.traj", ":"):
+    for atoms in ase.io.read(potential_run.parent / "val_id.traj", ":"):
         if "forces" in atoms.calc.results:
             errors.append(1e3 * np.abs(calculator.get_forces(atoms) - atoms.get_forces()).mean())
     rows = table(run / "errors_by_group.csv")
@@ -66,7 +60,7 @@ def test_training_and_evaluation(trained, tmp_path):
     assert page_of(run).count("<img") == 1 + 1 + 1 + 6 + 1
 
 
-def test_initial_weights_keep_their_forces(trained, tmp_path):
+def test_initial_weights_keep_their_forces(potential_run, tmp_path):
     """Independent of the weights of the loss and the size of the new forces."""
     for seed, split in enumerate(("train", "val_id"), start=5):
         frames = argon(6, seed)
@@ -74,21 +68,23 @@ def test_initial_weights_keep_their_forces(trained, tmp_path):
             if "forces" in atoms.calc.results:
                 atoms.calc.results["forces"] *= 0.3
         ase.io.write(tmp_path / f"{split}.traj", frames)
-    words = ["--recipe=potential", f"--init={trained}", f"--data.root={tmp_path}"]
+    words = ["--recipe=potential", f"--init={potential_run}", f"--data.root={tmp_path}"]
     words += ["--data.check_units=false", "--trainer.max_steps=1", "--task.lr=1e-30"]
     words += ["--trainer.accelerator=cpu", "--task.energy_weight=9", "--task.force_weight=0.1"]
     assert main(["train", *words, f"--run={tmp_path / 'run'}"]) == 0
-    main(["evaluate", str(trained), f"--data={tmp_path}", f"--out={tmp_path}", "--device=cpu"])
+    main(
+        ["evaluate", str(potential_run), f"--data={tmp_path}", f"--out={tmp_path}", "--device=cpu"]
+    )
     found = json.loads((tmp_path / "results.json").read_text())["val_id"]
     (error,) = logged(tmp_path / "run", "val_force_mae_meV_per_A")
     assert error == pytest.approx(found["force_mae_meV_per_A"], rel=1e-5)
 
 
-def test_calculator(trained, tmp_path):
+def test_calculator(potential_run, tmp_path):
     atoms = bulk("Ar", "fcc", 5.2)
     atoms.rattle(0.1)
-    atoms.calc = molflt.Calculator(trained, device="cpu")
-    loaded, out = molflt.load(trained), tmp_path / "exported"
+    atoms.calc = molflt.Calculator(potential_run, device="cpu")
+    loaded, out = molflt.load(potential_run), tmp_path / "exported"
     loaded.save_pretrained(out)
     for source in (out, str(out / "model.safetensors"), loaded):
         same = molflt.Calculator(source, device="cpu")
@@ -109,19 +105,19 @@ def test_calculator(trained, tmp_path):
         alone.get_stress()
 
 
-def test_predictions_have_forces(trained, tmp_path):
+def test_predictions_have_forces(potential_run, tmp_path):
     structures = [bulk("Ar", "fcc", 5.2, cubic=True), bulk("Ar", "fcc", 5.4)]
     for atoms in structures:
         atoms.rattle(0.1)
         atoms.set_tags(range(len(atoms), 0, -1))
     ase.io.write(tmp_path / "in.extxyz", structures)
     out = tmp_path / "out.extxyz"
-    words = ["predict", str(trained), str(tmp_path / "in.extxyz"), "--device=cpu", "--out"]
+    words = ["predict", str(potential_run), str(tmp_path / "in.extxyz"), "--device=cpu", "--out"]
     assert main([*words, str(out)]) == 0
-    model = molflt.load(trained)
+    model = molflt.load(potential_run)
     found = model.predict(structures, embedding="pooled")
     each = model.predict(structures, embedding="atoms")
-    calculator = molflt.Calculator(trained, device="cpu")
+    calculator = molflt.Calculator(potential_run, device="cpu")
     for written, one, two, atoms in zip(
         ase.io.read(out, ":"), found, each, structures, strict=True
     ):
@@ -151,14 +147,14 @@ def test_runs_of_relaxed_energies(copied_run, tmp_path, capsys):
     assert 0 <= found["adwt_percent"] <= 100 and found["position_error_A"] > 0
 
 
-def test_relaxations(trained, tmp_path, capsys):
+def test_relaxations(potential_run, tmp_path, capsys):
     atoms = bulk("Ar", "fcc", 5.2, cubic=True)
     atoms.rattle(0.1, seed=3)
     atoms.set_constraint(FixAtoms([0]))
     atoms.set_tags([4, 3, 2, 1])
     ase.io.write(tmp_path / "a.traj", [atoms, Atoms("Ar2", [[0, 0, 0], [3.5, 0, 0]])])
     out, steps = tmp_path / "b.extxyz", tmp_path / "steps"
-    words = ["relax", str(tmp_path / "a.traj"), "--run", str(trained), "--device", "cpu"]
+    words = ["relax", str(tmp_path / "a.traj"), "--run", str(potential_run), "--device", "cpu"]
     words += ["--out", str(out), "--trajectories", str(steps)]
     status = main([*words, "--fmax", "0.1"])
     said = capsys.readouterr()
@@ -191,10 +187,10 @@ def constrained() -> list[Atoms]:
     return frames
 
 
-def test_relaxations_respect_and_keep_constraints(trained, tmp_path, capsys):
+def test_relaxations_respect_and_keep_constraints(potential_run, tmp_path, capsys):
     frames = constrained()
     ase.io.write(tmp_path / "a.traj", frames)
-    words = ["relax", str(tmp_path / "a.traj"), "--run", str(trained), "--device", "cpu"]
+    words = ["relax", str(tmp_path / "a.traj"), "--run", str(potential_run), "--device", "cpu"]
     assert main([*words, "--fmax=1e-9", "--steps=3", "--out", str(tmp_path / "b.traj")]) == 3
     assert "constraints" not in capsys.readouterr().err
     found = ase.io.read(tmp_path / "b.traj", ":")
@@ -208,7 +204,7 @@ def test_relaxations_respect_and_keep_constraints(trained, tmp_path, capsys):
     assert line[:2].max() < 1e-12 < line[2] and fixed.max() < 1e-12
     bonds = [atoms.get_distance(0, 1, mic=True) for atoms in (found[1], frames[1])]
     assert bonds[0] == pytest.approx(bonds[1], abs=1e-10)
-    calculator = molflt.Calculator(trained, device="cpu")
+    calculator = molflt.Calculator(potential_run, device="cpu")
     for row, atoms in zip(table(tmp_path / "b.csv"), frames, strict=True):
         expected = calculator.get_potential_energy(atoms)  # with positions in float64
         assert float(row["energy_before_eV"]) == pytest.approx(expected, abs=1e-12)
@@ -216,7 +212,7 @@ def test_relaxations_respect_and_keep_constraints(trained, tmp_path, capsys):
     assert capsys.readouterr().err.count("cannot be held by .extxyz") == 2
 
 
-def test_an_interruption_keeps_finished_relaxations(trained, tmp_path, monkeypatch, capsys):
+def test_an_interruption_keeps_finished_relaxations(potential_run, tmp_path, monkeypatch, capsys):
     frames = constrained()
     ase.io.write(tmp_path / "a.traj", frames)
     out = tmp_path / "b.extxyz"
@@ -228,7 +224,7 @@ def test_an_interruption_keeps_finished_relaxations(trained, tmp_path, monkeypat
         return relax_atoms(atoms, LennardJones(sigma=3.4, epsilon=0.01), steps=1)
 
     monkeypatch.setattr("molflt.commands.relax.relax_atoms", interrupted)
-    words = ["relax", str(tmp_path / "a.traj"), "--run", str(trained), "--device", "cpu"]
+    words = ["relax", str(tmp_path / "a.traj"), "--run", str(potential_run), "--device", "cpu"]
     assert main([*words, "--out", str(out)]) == 130
     assert f"{out} has 2 of 3" in capsys.readouterr().err
     assert [one.info["name"] for one in ase.io.read(out, ":")] == ["number 0", "number 1"]
@@ -237,10 +233,10 @@ def test_an_interruption_keeps_finished_relaxations(trained, tmp_path, monkeypat
     assert all(float(row["energy_eV"]) < 0 for row in rows)
 
 
-def test_cells_are_relaxed(trained, tmp_path):
+def test_cells_are_relaxed(potential_run, tmp_path):
     atoms = bulk("Ar", "fcc", 5.0)
     ase.io.write(tmp_path / "a.traj", atoms)
-    words = ["--run", str(trained), "--out", str(tmp_path / "b.traj"), "--device", "cpu"]
+    words = ["--run", str(potential_run), "--out", str(tmp_path / "b.traj"), "--device", "cpu"]
     assert main(["relax", str(tmp_path / "a.traj"), "--cell", "true", *words]) in (0, 3)
     assert ase.io.read(tmp_path / "b.traj").get_volume() != pytest.approx(atoms.get_volume())
     found = relax_atoms(atoms, LennardJones(sigma=3.4, epsilon=0.01), fmax=1e-9, steps=0, cell=True)

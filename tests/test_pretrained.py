@@ -69,7 +69,7 @@ def test_python_and_the_command_give_the_same_numbers(run, exported, energy_data
             float(model(Batch.from_data_list([one]))["energy"]) for one in open_dataset(source)
         ]
     weights = run / "checkpoints" / "best.safetensors"
-    for name in (run, exported, exported / "model.safetensors", weights):
+    for name in (run, exported / "model.safetensors", weights):
         out = tmp_path / "out.csv"
         assert main(["predict", str(name), str(source), "--out", str(out), "--device", "cpu"]) == 0
         command = [float(row["energy_eV"]) for row in table(out)]

@@ -101,7 +101,7 @@ def test_checkpoints_hold_the_normalizer_of_the_training_set(shared_data, shared
     ],
 )
 def test_training_learns(shared_data, tmp_path, options, column):
-    words = ["--trainer.max_steps=120", "--task.lr=1e-2", "--trainer.log_every=20"]
+    words = ["--trainer.max_steps=60", "--task.lr=1e-2", "--trainer.log_every=10"]
     start(shared_data, tmp_path / "run", *words, *options.split())
     trained = logged(tmp_path / "run", column)
     assert trained[-1] < 0.5 * trained[0]
