@@ -8,18 +8,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from ase.io import read
 from matplotlib.figure import Figure
-from tiny_run import error_of, table
-from torch_geometric.data import Batch
+from tiny_run import alone, error_of, table
 
 from molflt import plots
 from molflt.commands.cli import main
 from molflt.commands.evaluate import evaluate
 from molflt.data.structures import open_dataset
 from molflt.evaluation.calibration import LEVEL, Calibration, conformal_factor, is_set_aside
-from molflt.training.checkpoint import load_run
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 SMALL = "val_ood_cat"
@@ -45,13 +42,7 @@ def evaluated(runs, tmp_path_factory) -> tuple[Path, dict]:
 
 def energies(runs: list[Path], path: Path) -> np.ndarray:
     """Predicts one structure at a time, (systems, runs)."""
-    columns = []
-    for run in runs:
-        model, _ = load_run(run)
-        with torch.no_grad():
-            batches = (Batch.from_data_list([record]) for record in open_dataset(path))
-            columns.append([float(model(batch)["energy"]) for batch in batches])
-    return np.array(columns).T
+    return np.array([alone(run, path) for run in runs]).T
 
 
 def test_results_match_an_independent_computation(evaluated, runs, data) -> None:

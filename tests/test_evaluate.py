@@ -12,13 +12,11 @@ from ase.build import add_adsorbate, fcc111
 from ase.constraints import FixAtoms, FixBondLength
 from ase.io import read, write
 from safetensors.torch import load_file, save_file
-from tiny_run import error_of, page_of, structures, table
-from torch_geometric.data import Batch
+from tiny_run import alone, error_of, page_of, structures, table
 
 from molflt.commands.cli import main
 from molflt.commands.evaluate import evaluate
 from molflt.commands.predict import predict
-from molflt.data.structures import open_dataset
 from molflt.data.structures.splits import TEST_SPLITS, VAL_SPLITS
 from molflt.data.structures.store import StructureStore, write_store
 from molflt.data.structures.systems import System, write_systems
@@ -45,19 +43,6 @@ def evaluated(tmp_path_factory, run: Path) -> tuple[Path, dict]:
     return out, evaluate(run, out=out, batch_size=4, device="cpu")
 
 
-def labels(path: Path) -> np.ndarray:
-    store = StructureStore(path)
-    return np.array([float(record.y_relaxed) for record in store])
-
-
-def alone(run: Path, path: Path) -> np.ndarray:
-    """Predicts one structure at a time, independently of the evaluation."""
-    model, _ = load_run(run)
-    with torch.no_grad():
-        batches = (Batch.from_data_list([record]) for record in open_dataset(path))
-        return np.array([float(model(batch)["energy"]) for batch in batches])
-
-
 def test_results_and_files_match_an_independent_computation(evaluated, run, data) -> None:
     out, results = evaluated
     names = "results.json results_of.json predictions.npz predictions.csv errors_by_group.csv"
@@ -65,13 +50,13 @@ def test_results_and_files_match_an_independent_computation(evaluated, run, data
     assert {path.name for path in out.iterdir()} == {*names.split(), *pictures.split()}
     assert json.loads((out / "results.json").read_text()) == results
     assert list(results) == list(VAL_SPLITS)
-    median = np.median(labels(data / "train.safetensors"))
+    median = np.median(StructureStore(data / "train.safetensors").y_relaxed)
     with np.load(out / "predictions.npz", allow_pickle=False) as file:
         arrays = dict(file)
     assert arrays.keys() == {f"{s}_{p}" for s in VAL_SPLITS for p in ("ids", "energy")}
     for split, row in results.items():
         store = StructureStore(data / f"{split}.safetensors")
-        target, energy = labels(store.path), alone(run, store.path)
+        target, energy = store.y_relaxed, alone(run, store.path)
         error = np.abs(energy - target)
         assert set(row) == {"mae_eV", "ewt_percent", "baseline_mae_eV", "n"}
         assert row["n"] == len(target)
@@ -184,8 +169,8 @@ def test_data_elsewhere_and_no_training_split(run, data, tmp_path, capsys, monke
         evaluate(run, out=tmp_path, device="cpu")
     options = {"splits": ["val_id"], "data": data, "out": tmp_path, "device": "cpu"}
     row = evaluate(run, **options)["val_id"]
-    median = np.median(labels(data / "train.safetensors"))
-    target = labels(data / "val_id.safetensors")
+    median = np.median(StructureStore(data / "train.safetensors").y_relaxed)
+    target = StructureStore(data / "val_id.safetensors").y_relaxed
     assert row["baseline_mae_eV"] == pytest.approx(np.abs(target - median).mean())
     saved["data"]["train_split"] = "elsewhere"
     row = evaluate(run, **options)["val_id"]
@@ -298,7 +283,7 @@ def test_comparison_with_published_predictions(run, data, tmp_path, capsys) -> N
     shutil.copytree(data, root)
     write_systems(root, [("val_id", systems)])
     others = tmp_path / "others.npz"
-    target = labels(data / "val_id.safetensors")
+    target = StructureStore(data / "val_id.safetensors").y_relaxed
     np.savez(others, name=[s.name for s in systems], rival=target + 0.25)
     words = ["evaluate", str(run), "--splits", "val_id", "--data", str(root), "--device", "cpu"]
     assert main([*words, "--out", str(tmp_path), "--published", str(others)]) == 0

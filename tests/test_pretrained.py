@@ -17,7 +17,7 @@ from ase.constraints import FixBondLengths, FixCartesian, FixedPlane
 from ase.io import write
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny_run import error_of, table
+from tiny_run import alone, error_of, table
 from torch_geometric.data import Batch
 
 import molflt
@@ -28,7 +28,6 @@ from molflt.graph import EnergyRegressor
 from molflt.pretrained import EnergyPredictor
 from molflt.pretrained.base import Trained
 from molflt.training import sources
-from molflt.training.checkpoint import load_run
 
 ABOUT = "energies of random slabs against nothing, by a formula"
 
@@ -63,11 +62,7 @@ def atoms(symbols: str = "Cu3PtO2H") -> Atoms:
 
 def test_python_and_the_command_give_the_same_numbers(run, exported, energy_data, tmp_path) -> None:
     source = energy_data / "val_id.safetensors"
-    with torch.no_grad():
-        model, _ = load_run(run)
-        alone = [
-            float(model(Batch.from_data_list([one]))["energy"]) for one in open_dataset(source)
-        ]
+    expected = alone(run, source)
     weights = run / "checkpoints" / "best.safetensors"
     for name in (run, exported / "model.safetensors", weights):
         out = tmp_path / "out.csv"
@@ -75,7 +70,7 @@ def test_python_and_the_command_give_the_same_numbers(run, exported, energy_data
         command = [float(row["energy_eV"]) for row in table(out)]
         python = [one.energy for one in molflt.load(name).predict(source)]
         assert command == python
-        np.testing.assert_allclose(python, alone, atol=1e-5)
+        np.testing.assert_allclose(python, expected, atol=1e-5)
 
 
 def test_structures_in_any_form(run, val) -> None:

@@ -18,12 +18,15 @@ from ase.calculators.lj import LennardJones
 from ase.calculators.singlepoint import SinglePointCalculator
 from ase.io import write
 from safetensors.torch import load_file
+from torch_geometric.data import Batch
 
 from molflt.commands.cli import main
 from molflt.commands.train import build_parser, train
+from molflt.data.structures import open_dataset
 from molflt.data.structures.records import make_record
 from molflt.data.structures.store import write_store
 from molflt.training import run_folder
+from molflt.training.checkpoint import load_run
 from molflt.training.loop import _LightningTask
 
 SMALL = [
@@ -258,6 +261,14 @@ def at_step(step, act, method="training_step"):
 
 def power_cut(_):
     raise RuntimeError("power cut")
+
+
+def alone(run: Path, path: Path, name: str = "best") -> np.ndarray:
+    """Predicts the energies of structures one by one, independently of the evaluation."""
+    model, _ = load_run(run, name)
+    with torch.no_grad():
+        batches = (Batch.from_data_list([record]) for record in open_dataset(path))
+        return np.array([float(model(batch)["energy"]) for batch in batches])
 
 
 def page_of(run: Path) -> str:
