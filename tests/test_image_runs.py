@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from molflt.evaluation.pixels import _around
 from PIL import Image
 from recipe_runs import SHAPES, SIDE, data_of, trained, words_of
 from tiny_run import error_of, logged, page_of, table
@@ -20,7 +19,7 @@ import molflt
 from molflt.commands.cli import main
 from molflt.data.images.datamodule import ImageData, PixelData
 from molflt.evaluation import images as evaluation
-from molflt.evaluation.images import _classify, _datasets
+from molflt.evaluation.images import _around, _classify, _datasets
 from molflt.image import ImageClassifier
 from molflt.metrics import locality
 from molflt.tasks.images import ImageTask

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from molflt.evaluation.proteins import Residues, _blosum, correlation, draw_substitutions
 from recipe_runs import data_of, evaluated, trained
 
 import molflt
@@ -19,6 +18,7 @@ from molflt.data.text.sources import _records
 from molflt.data.text.tokenized import read_pieces
 from molflt.data.text.vocabulary import AMINO_ACIDS, RESIDUES
 from molflt.evaluation.common import load_tokenizer, load_vocabulary
+from molflt.evaluation.language import Residues, _blosum, correlation, draw_substitutions
 from molflt.sequence.heads import _PlainHead
 from molflt.tasks.masked import Draws, MaskedTask
 from molflt.training.checkpoint import load_run

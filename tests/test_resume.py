@@ -430,18 +430,6 @@ def test_a_lock_ends_with_its_process_and_not_with_its_workers(tmp_path):
     assert not (tmp_path / "run" / ".lock").exists()
 
 
-def test_a_replaced_folder_is_noticed(tmp_path):
-    run, other = tmp_path / "run", lock_of(tmp_path / "run")
-    lock = lock_of(run)
-    with lock.held():
-        assert not lock.is_gone()
-        run.rename(tmp_path / "moved")
-        assert lock.is_gone()
-        run.mkdir()
-        with other.held():
-            assert lock.is_gone() and not other.is_gone()
-
-
 def test_a_second_training_is_refused(shared_data, copied_run, capsys):
     before = {path: path.read_bytes() for path in copied_run.rglob("*") if path.is_file()}
     with lock_of(copied_run).held():
