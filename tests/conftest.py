@@ -27,6 +27,50 @@ def shared_run() -> Path:
     return tiny_run.shared_run()
 
 
+@pytest.fixture(scope="session")
+def energy_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """40 training structures, splits with and without labels; tests only read them."""
+    import tiny_run
+
+    from molflt.data.structures.splits import TEST_SPLITS, VAL_SPLITS
+    from molflt.data.structures.store import write_store
+
+    root = tmp_path_factory.mktemp("energies")
+    sizes = {"train": 40, **dict(zip(VAL_SPLITS, (60, 30, 20, 9), strict=True))}
+    for i, (split, count) in enumerate({**sizes, **dict.fromkeys(TEST_SPLITS, 5)}.items()):
+        records = tiny_run.structures(count, i, 1000 * i, labels=split in sizes)
+        write_store(root / f"{split}.safetensors", records)
+    return root
+
+
+@pytest.fixture(scope="session")
+def energy_runs(energy_data: Path) -> list[Path]:
+    """Runs of 3 steps with three seeds, the last of another width; tests only read them."""
+    import tiny_run
+
+    words = ["--trainer.max_steps=3", "--trainer.val_every=3", "--model.descriptors=true"]
+    words += ["--model.readout=all"]
+    found = [energy_data / "runs" / f"seed{seed}" for seed in range(3)]
+    for seed, run in enumerate(found):
+        width = f"--model.ffn_dim={32 if seed == 2 else 16}"
+        assert tiny_run.start(energy_data, run, *words, f"--seed={seed}", width) == 0
+    return found
+
+
+@pytest.fixture(scope="session")
+def potential_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of a potential with charges on rattled argon; tests only read it."""
+    import tiny_run
+
+    return tiny_run.potential_run(tmp_path_factory.mktemp("argon"))
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evaluations of energies do not draw pictures, which take most of their time."""
+    monkeypatch.setattr("molflt.evaluation.energies._draw", lambda *_: None)
+
+
 @pytest.fixture
 def copied_run(shared_run: Path, tmp_path: Path) -> Path:
     """A copy of `shared_run` that a test may change."""

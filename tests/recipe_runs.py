@@ -21,23 +21,18 @@ SHAPES = ["bar", "block", "frame"]
 SIDE = 4
 
 
-def write_text(path: Path, lines: int, seed: int) -> None:
-    """Writes lines in which most words are followed by the next one of a fixed order."""
-    draw = np.random.default_rng(seed)
-    text = []
-    for _ in range(lines):
-        place, line = int(draw.integers(len(ORDERED))), []
-        for _ in range(int(draw.integers(3, 12))):
-            line.append(ORDERED[place])
-            place = int(draw.integers(len(ORDERED))) if draw.random() < 0.1 else place + 1
-            place %= len(ORDERED)
-        text.append(" ".join(line))
-    path.write_text("\n".join(text) + "\n")
-
-
 def _texts(root: Path) -> None:
+    """Writes lines in which most words are followed by the next one of a fixed order."""
     for seed, (name, lines) in enumerate({"train": 200, "val": 31, "test": 20}.items()):
-        write_text(root / f"{name}.txt", lines, seed)
+        draw, text = np.random.default_rng(seed), []
+        for _ in range(lines):
+            place, line = int(draw.integers(len(ORDERED))), []
+            for _ in range(int(draw.integers(3, 12))):
+                line.append(ORDERED[place])
+                place = int(draw.integers(len(ORDERED))) if draw.random() < 0.1 else place + 1
+                place %= len(ORDERED)
+            text.append(" ".join(line))
+        (root / f"{name}.txt").write_text("\n".join(text) + "\n")
 
 
 def _topics(root: Path) -> None:
@@ -261,10 +256,10 @@ def data_of(name: str) -> Path:
     return folder
 
 
-def words_of(name: str, run: Path, *more: str, data: Path | None = None) -> list[str]:
+def words_of(name: str, run: Path, *more: str) -> list[str]:
     """Returns the command that trains a case."""
     case = CASES[name]
-    files = [word.format(data or data_of(name)) for word in case.files.split()]
+    files = [word.format(data_of(name)) for word in case.files.split()]
     given = ["train", f"--recipe={case.recipe}", "--trainer.accelerator=cpu"]
     return [*given, "--trainer.log_every=10", *case.words.split(), *files, f"--run={run}", *more]
 

@@ -174,24 +174,11 @@ def test_command_on_a_file_of_a_step(tmp_path: Path, capsys) -> None:
     assert out.with_suffix(".png").stat().st_size > 5000
 
 
-def test_crystals_are_cut(tmp_path: Path) -> None:
-    """A primitive cell as a file, and the name of an element, give the same slabs."""
-    write(tmp_path / "cu.cif", bulk("Cu"))
-    found = []
-    for name in (tmp_path / "cu.cif", "Cu"):
-        words = [str(name), "CH3OH", "--facet=1,0,0", "--best=1", "--rotation=180"]
-        assert main(["adsorb", *words, f"--out={tmp_path / 'x.extxyz'}"]) == 0
-        found.append(table(tmp_path / "x.csv"))
-    assert len({row["site"] for row in found[0]}) == 3
-    assert [row["energy_eV"][:6] for row in found[0]] == [row["energy_eV"][:6] for row in found[1]]
-
-
 @pytest.mark.parametrize(
     ("slab", "words", "expected"),
     [
         (fcc111("Cu", (1, 1, 4), vacuum=8), "C6H6", "C6H6: too large for the cell"),
         (fcc111("Cu", (2, 2, 4), vacuum=8), "XyZ", "XyZ: no such file or name"),
-        (bulk("Cu", cubic=True), "CO", "no slab; expected"),
         (molecule("H2O"), "CO", "no slab; expected"),
         (fcc111("Cu", (2, 2, 4), vacuum=8), "CO --out a.xyz", ".extxyz"),
         (bulk("Cu"), "CO --facet 1,1", "--facet 1,1: expected 3 whole numbers"),

@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_run import error_of
+import yaml
+from tiny_run import SMALL, error_of, write_data
 
-from molflt import __version__
+from molflt import __version__, shipped
 from molflt.commands.cli import COMMANDS, Command, main, parser_of
 from molflt.commands.options import parse
+from molflt.commands.train import build_parser
+from molflt.shipped import config_names, find_config
 from molflt.training.recipes import RECIPES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,12 +39,10 @@ def parsed(line: str) -> dict[str, Any]:
         ("data inspect x --json false --skip-bad", {"json": False, "skip_bad": True}),
         ("evaluate x --no-skip-bad", {"skip_bad": False}),
         ("evaluate x --splits a b --skip-bad", {"splits": ["a", "b"], "skip_bad": True}),
-        ("evaluate x --splits [a,b]", {"splits": ["a", "b"]}),
         ("evaluate --splits a b -- x", {"splits": ["a", "b"], "run": Path("x")}),
         ("evaluate x --splits a --splits+ b", {"splits": ["a", "b"]}),
         ("train --data.root x --task.energy-mean -2", {"task.energy_mean": -2.0}),
         ("train --data.root x --task.betas 0.8 0.9", {"task.betas": (0.8, 0.9)}),
-        ("train --data.root x --task.betas=[0.8,0.9]", {"task.betas": (0.8, 0.9)}),
     ],
 )
 def test_words_become_arguments(line: str, expected: dict[str, Any]) -> None:
@@ -111,9 +112,6 @@ def test_help_and_version(capsys) -> None:
     assert main(["data", "--help"]) == 0
     out = capsys.readouterr().out
     assert "convert" in out and "evaluate" not in out
-    assert main(["evaluate", "--help"]) == 0
-    out = capsys.readouterr().out
-    assert "--splits ITEM ..." in out and "{true,false}" not in out and "best, last" in out
 
 
 @pytest.mark.parametrize("path", list(COMMANDS), ids=" ".join)
@@ -140,3 +138,59 @@ print({name.partition(".")[0] for name in sys.modules})"""
     loaded = ast.literal_eval(done.stdout.splitlines()[-1])
     heavy = {"torch_geometric", "lightning", "e3nn", "vesin", "ase", "matplotlib"}
     assert "torch" in loaded and not loaded & heavy
+
+
+# --- shipped configurations -----------------------------------------------------------------------
+
+
+STEPS = ("--trainer.max_steps=2", "--task.warmup_steps=1")
+
+
+def options(*words: str):
+    return build_parser(words).parse_args(list(words))
+
+
+def test_every_configuration_has_a_name(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert {"demo", "atoms/flt", "oc20/base"} <= set(config_names())
+    for name in config_names():
+        assert find_config(name) == ROOT / "configs" / f"{name}.yaml"
+    (tmp_path / "demo").write_text("seed: 7\n")  # a file precedes a name
+    assert options("--config", "demo", "--data.root=x").seed == 7
+
+
+def test_configurations_of_an_installed_package(tmp_path, monkeypatch) -> None:
+    package = tmp_path / "site-packages" / "molflt"
+    configs = package / "shipped" / "configs"
+    configs.mkdir(parents=True)
+    (configs / "demo.yaml").write_text("data: {root: ../datasets/some}\n")
+    monkeypatch.setattr(shipped, "files", lambda _: package)
+    assert config_names() == ["demo"]
+    assert options("--config=demo").data.root == package / "shipped" / "datasets" / "some"
+
+
+def test_paths_are_relative_to_the_configuration_that_names_them(tmp_path, monkeypatch) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "c.yaml").write_text("data: {root: ../data}\n")
+    (tmp_path / "b").mkdir()
+    monkeypatch.chdir(tmp_path / "b")
+    assert options("--config", "../a/c.yaml").data.root == tmp_path / "data"
+    assert options("--config=../a/c.yaml", "--data.root=mine").data.root == Path("mine")
+    text = "recipe: language\ndata: {train: t.txt, val: 'hf:some/set:test'}\n"
+    (tmp_path / "a" / "lm.yaml").write_text(text)
+    data = options("--config", "../a/lm.yaml").data
+    assert (data.train, str(data.val)) == (tmp_path / "a" / "t.txt", "hf:some/set:test")
+
+
+def test_the_run_folder_contains_absolute_paths(tmp_path, monkeypatch) -> None:
+    """Runs of earlier versions contain relative paths."""
+    write_data(tmp_path / "data", 6, 3)
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", *SMALL, *STEPS, "--data.root=data", "--run=runs/a"]) == 0
+    saved = yaml.safe_load(Path("runs/a/config.yaml").read_text())
+    assert (saved["data"]["root"], saved["run"]) == (f"{tmp_path}/data", f"{tmp_path}/runs/a")
+    saved["data"]["root"], saved["run"] = "data", "runs/a"
+    Path("runs/a/config.yaml").write_text(yaml.safe_dump(saved))
+    assert main(["evaluate", "runs/a", "--device=cpu"]) == 0
+    assert main(["train", "--resume", "runs/a", "--trainer.max_steps=4"]) == 0
+    assert yaml.safe_load(Path("runs/a/config.yaml").read_text())["data"]["root"].startswith("/")

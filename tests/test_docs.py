@@ -6,17 +6,21 @@ import contextlib
 import io
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from ase.build import add_adsorbate, fcc111
 from ase.calculators.singlepoint import SinglePointCalculator
 from ase.io import write
-from tiny_run import start, write_data, write_points
+from recipe_runs import trained
+from script_files import load_script
+from tiny_run import oxygen_on_copper, structures, write_data
 
 from molflt.commands import cli
 from molflt.commands.options import normalized, options_of
+from molflt.data.batches import Shard
+from molflt.data.structures.store import write_store
 from molflt.training.recipes import RECIPES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -44,23 +48,16 @@ def commands() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def workplace(
+    energy_runs: list[Path], potential_run: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """A folder with what the examples assume that the reader has: runs and a file of slabs."""
     root = tmp_path_factory.mktemp("reader")
-    data = write_data(root / "data")
-    for seed, run in enumerate(("mine", "mine2")):
-        steps = ("--trainer.max_steps=3", "--trainer.val_every=3", "--trainer.checkpoint_every=3")
-        assert start(data, root / "runs" / run, *steps, f"--seed={seed}") == 0
-    points = write_points(root / "points")
-    words = f"--data.root={points} --run={root}/runs/potential --model.dim=16 --model.layers=1"
-    words += " --trainer.max_steps=2 --trainer.val_every=2 --model.long_range=[1]"
-    assert cli.main(["train", "--recipe=potential", *words.split()]) == 0
-    words = f"--run={root}/runs/optimizer --data.batch_size=1 --trainer.max_steps=1"
-    words += " --data.val_problems=1 --task.burn_in=1 --task.unroll=2"
-    assert cli.main(["train", "--recipe=learned_optimizer", *words.split()]) == 0
-    atoms = fcc111("Cu", (2, 2, 3), vacuum=8.0, periodic=True)
-    add_adsorbate(atoms, "O", height=1.2, position="fcc")
-    atoms.set_tags([0] * 4 + [1] * 8 + [2])
+    runs = dict(zip(("mine", "mine2"), energy_runs, strict=False))
+    runs |= {"potential": potential_run, "optimizer": trained("learned_optimizer")}
+    for name, run in runs.items():
+        shutil.copytree(run, root / "runs" / name)
+    atoms = oxygen_on_copper()
     write(root / "structures.extxyz", [atoms, atoms])
     atoms.calc = SinglePointCalculator(atoms, energy=-1.0)
     write(root / "runs" / "relaxation.traj", [atoms, atoms])
@@ -134,3 +131,78 @@ def test_make_targets_exist() -> None:
     pages = "\n".join(page.read_text() for page in PAGES)
     named = set(" ".join(re.findall(r"^make ([a-z ]+?)(?: +#.*)?$", pages, re.M)).split())
     assert {"demo", "test"} <= named <= targets
+
+
+# --- docs/commands.md ----------------------------------------------------------------------------
+
+SHORT = ["--trainer.max_steps=1", "--trainer.val_every=1", "--trainer.checkpoint_every=1"]
+SMALL = ["--model.dim=16", "--model.heads=2", "--model.ffn_dim=16", "--data.batch_size=4"]
+NAMES = {"DIR": "data", "PATH": "structures.extxyz", "SRC": "structures.extxyz"}
+NAMES |= {"DST": "converted.safetensors", "FOLDER": "exported", "many.lmdb": "many.extxyz"}
+NAMES |= {"5000": "1"}
+DEMO = ["--data.root=data", "--data.batch_size=32"]  # one step sees all elements
+SPLITS = ("val_ood_ads", "val_ood_cat", "val_ood_both")
+ELSEWHERE = ("data download", "lm/wikitext2", "runs/lm", "image/", "runs/vit")  # other data
+
+
+def lines() -> list[list[str]]:
+    """Returns the words of each command on structures."""
+    blocks = re.findall(
+        r"^```\n(.*?)^```", (ROOT / "docs" / "commands.md").read_text(), re.M | re.S
+    )
+    found = [line.partition(" #")[0] for line in "".join(blocks).splitlines()]
+    kept = [line for line in found if line and not any(word in line for word in ELSEWHERE)]
+    return [[NAMES.get(word, word) for word in shlex.split(line)[1:]] for line in kept]
+
+
+def run(words: list[str]) -> None:
+    if words[0] == "train" and "--resume" not in words:
+        words = [*words, *(SMALL if "--init" not in words else SMALL[-1:])]
+        words += [*SHORT, *(DEMO if "demo" in words else [])]
+    if words[:2] == ["data", "make"]:
+        words = ["data", "make", "made", *words[3:], "--val", "1", "--workers", "1"]
+    if words[0] == "relax":  # whether a minimum is found depends on rounding
+        words = [*words, "--fmax=1000"]
+    assert cli.main(words) == 0, words
+
+
+@pytest.fixture
+def reader(potential_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Returns a folder with the files that the page assumes."""
+    atoms = oxygen_on_copper()
+    for name, count in {"mine": 6, "structures": 2, "many": 9, "slab": 1}.items():
+        frames = [atoms.copy() for _ in range(count)]
+        for seed, frame in enumerate(frames):
+            frame.rattle(0.05, seed=seed)
+            frame.info["y_relaxed"] = -1.0 - 0.1 * seed
+        write(tmp_path / f"{name}.extxyz", frames)
+    write_data(tmp_path / "data")
+    for seed, split in enumerate(SPLITS, 2):
+        write_store(tmp_path / "data" / f"{split}.safetensors", structures(8, seed, 1000 * seed))
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(potential_run, "runs/potential")
+    run(["train", "--config", "demo", "--run", "runs/mine2", "--seed", "1"])
+    return tmp_path
+
+
+def test_commands_of_the_page(reader: Path) -> None:
+    """The commands of docs/commands.md run from top to bottom."""
+    done = []
+    for words in lines():
+        if words[0] == "merge":  # the page shows one shard of eight
+            for number in (n for n in range(1, 9) if not Shard(n, 8).path(Path(words[1])).exists()):
+                run([*done[-1][:-1], f"{number}/8"])
+        if "--shard" in words:  # few structures here
+            words = [*words[:-2], "--batch_size=1", *words[-2:]]
+        run(words)
+        done.append(words)
+    assert len(done) >= 16 and (reader / "energies.csv").exists()
+    assert {"train", "evaluate", "predict", "merge", "relax", "data"} <= {w[0] for w in done}
+
+
+# --- docs/mechanisms.md ---------------------------------------------------------------------------
+
+
+def test_the_page_is_up_to_date():
+    script = load_script("mechanisms")
+    assert script.PAGE.read_text() == script.page(), "run: python scripts/mechanisms.py --write"

@@ -6,7 +6,7 @@ import ast
 import io
 import re
 import tokenize
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -29,11 +29,14 @@ PATTERNS = {
 }
 
 
-def prose(path: Path) -> Iterator[tuple[int, str]]:
+@cache
+def prose(path: Path) -> list[tuple[int, str]]:
     """Comments and strings with spaces, with their line numbers."""
-    for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
-        if token.type in (tokenize.COMMENT, tokenize.STRING) and " " in token.string:
-            yield token.start[0], " ".join(token.string.split())
+    return [
+        (token.start[0], " ".join(token.string.split()))
+        for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
+        if token.type in (tokenize.COMMENT, tokenize.STRING) and " " in token.string
+    ]
 
 
 def test_docstrings_begin_with_a_verb_or_a_noun() -> None:

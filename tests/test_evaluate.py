@@ -12,59 +12,35 @@ from ase.build import add_adsorbate, fcc111
 from ase.constraints import FixAtoms, FixBondLength
 from ase.io import read, write
 from safetensors.torch import load_file, save_file
-from tiny_run import error_of, page_of, start, structures, table
-from torch_geometric.data import Batch
+from tiny_run import alone, error_of, page_of, structures, table
 
 from molflt.commands.cli import main
 from molflt.commands.evaluate import evaluate
 from molflt.commands.predict import predict
-from molflt.data.structures import open_dataset
 from molflt.data.structures.splits import TEST_SPLITS, VAL_SPLITS
 from molflt.data.structures.store import StructureStore, write_store
 from molflt.data.structures.systems import System, write_systems
 from molflt.evaluation.energies import _metrics, _results_table
 from molflt.evaluation.groups import errors_by_group
+from molflt.evaluation.other_models import common_systems, compare, read_published
 from molflt.evaluation.predictions import Predictions
 from molflt.training.checkpoint import load_run
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    root = tmp_path_factory.mktemp("data")
-    write_store(root / "train.safetensors", structures(17))
-    for i, split in enumerate(VAL_SPLITS):
-        write_store(root / f"{split}.safetensors", structures(9 + i, i + 1, 1000 * (i + 1)))
-    for i, split in enumerate(TEST_SPLITS):
-        bare = structures(5 + i, i + 9, 9000 * (i + 1), labels=False)
-        write_store(root / f"{split}.safetensors", bare)
-    return root
+def data(energy_data: Path) -> Path:
+    return energy_data
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory, data: Path) -> Path:
-    folder = tmp_path_factory.mktemp("runs") / "one"
-    steps = ("--trainer.max_steps=3", "--trainer.val_every=3", "--trainer.checkpoint_every=3")
-    assert start(data, folder, *steps, "--model.readout=all") == 0
-    return folder
+def run(energy_runs: list[Path]) -> Path:
+    return energy_runs[0]
 
 
 @pytest.fixture(scope="module")
 def evaluated(tmp_path_factory, run: Path) -> tuple[Path, dict]:
     out = tmp_path_factory.mktemp("out")
     return out, evaluate(run, out=out, batch_size=4, device="cpu")
-
-
-def labels(path: Path) -> np.ndarray:
-    store = StructureStore(path)
-    return np.array([float(record.y_relaxed) for record in store])
-
-
-def alone(run: Path, path: Path) -> np.ndarray:
-    """Predicts one structure at a time, independently of the evaluation."""
-    model, _ = load_run(run)
-    with torch.no_grad():
-        batches = (Batch.from_data_list([record]) for record in open_dataset(path))
-        return np.array([float(model(batch)["energy"]) for batch in batches])
 
 
 def test_results_and_files_match_an_independent_computation(evaluated, run, data) -> None:
@@ -74,13 +50,13 @@ def test_results_and_files_match_an_independent_computation(evaluated, run, data
     assert {path.name for path in out.iterdir()} == {*names.split(), *pictures.split()}
     assert json.loads((out / "results.json").read_text()) == results
     assert list(results) == list(VAL_SPLITS)
-    median = np.median(labels(data / "train.safetensors"))
+    median = np.median(StructureStore(data / "train.safetensors").y_relaxed)
     with np.load(out / "predictions.npz", allow_pickle=False) as file:
         arrays = dict(file)
     assert arrays.keys() == {f"{s}_{p}" for s in VAL_SPLITS for p in ("ids", "energy")}
     for split, row in results.items():
         store = StructureStore(data / f"{split}.safetensors")
-        target, energy = labels(store.path), alone(run, store.path)
+        target, energy = store.y_relaxed, alone(run, store.path)
         error = np.abs(energy - target)
         assert set(row) == {"mae_eV", "ewt_percent", "baseline_mae_eV", "n"}
         assert row["n"] == len(target)
@@ -110,6 +86,7 @@ def test_results_and_files_match_an_independent_computation(evaluated, run, data
             assert weighted == pytest.approx(sum(row["n"] * row["mae_eV"] for row in chosen))
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_splits_without_labels_are_only_predicted(run, data, tmp_path, capsys) -> None:
     results = evaluate(run, splits=[*TEST_SPLITS, "val_id"], out=tmp_path, device="cpu")
     nothing = dict.fromkeys(("mae_eV", "ewt_percent", "baseline_mae_eV"))
@@ -121,9 +98,6 @@ def test_splits_without_labels_are_only_predicted(run, data, tmp_path, capsys) -
     assert "test_id: no labels" in captured.err
     rows = [row for row in table(tmp_path / "predictions.csv") if row["split"] == "test_id"]
     assert {(row["target_eV"], row["error_eV"]) for row in rows} == {("", "")}
-    bare = tmp_path / "bare"
-    evaluate(run, splits=list(TEST_SPLITS), out=bare, device="cpu")
-    assert not (bare / "parity.png").exists() and (bare / "predictions.npz").exists()
 
 
 def predictions(natoms, energy, target, adsorbate) -> Predictions:
@@ -156,6 +130,7 @@ def test_size_groups_contain_the_sizes_of_their_range(sizes) -> None:
     assert sum(group.n for group in groups) == count and ends == sorted(ends)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_trial_submission_of_validation_splits(run, tmp_path, capsys) -> None:
     path = tmp_path / "submission.npz"
     evaluate(run, out=tmp_path, submission=path, device="cpu")
@@ -168,15 +143,11 @@ def test_trial_submission_of_validation_splits(run, tmp_path, capsys) -> None:
 
 
 def test_an_evaluation_removes_files_of_an_earlier_one(run, tmp_path, monkeypatch) -> None:
-    """A refused evaluation keeps earlier results; a failed one leaves no results."""
+    """A failed evaluation leaves no results."""
     done = Path(shutil.copytree(run, tmp_path / "run"))
     evaluate(done, splits=["val_id"], device="cpu", pictures=["svg"])
-    before = {path.name for path in done.iterdir()}
-    assert {"errors_by_group.csv", "parity.png", "parity.svg", "results_of.json"} <= before
-    named = {"splits": list(TEST_SPLITS), "submission": tmp_path / "s.npz"}
-    with pytest.raises(ValueError, match="test_id"):
-        evaluate(done, device="cpu", **named)
-    assert {path.name for path in done.iterdir()} == before
+    stale = {"errors_by_group.csv", "parity.png", "parity.svg", "errors.png", "errors.svg"}
+    assert {*stale, "results_of.json"} <= {path.name for path in done.iterdir()}
     with monkeypatch.context() as patched:
         patched.setattr("molflt.evaluation.energies._draw", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -186,10 +157,10 @@ def test_an_evaluation_removes_files_of_an_earlier_one(run, tmp_path, monkeypatc
     assert "The worst predictions" not in page_of(done)  # they may belong to other weights
     evaluate(done, splits=["test_id"], device="cpu")
     left = {path.name for path in done.iterdir()}
-    stale = {"errors_by_group.csv", "parity.png", "parity.svg", "errors.png", "errors.svg"}
     assert "results.json" in left and not stale & left
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_data_elsewhere_and_no_training_split(run, data, tmp_path, capsys, monkeypatch) -> None:
     model, saved = load_run(run)
     saved["data"]["root"] = "was/here"
@@ -198,8 +169,8 @@ def test_data_elsewhere_and_no_training_split(run, data, tmp_path, capsys, monke
         evaluate(run, out=tmp_path, device="cpu")
     options = {"splits": ["val_id"], "data": data, "out": tmp_path, "device": "cpu"}
     row = evaluate(run, **options)["val_id"]
-    median = np.median(labels(data / "train.safetensors"))
-    target = labels(data / "val_id.safetensors")
+    median = np.median(StructureStore(data / "train.safetensors").y_relaxed)
+    target = StructureStore(data / "val_id.safetensors").y_relaxed
     assert row["baseline_mae_eV"] == pytest.approx(np.abs(target - median).mean())
     saved["data"]["train_split"] = "elsewhere"
     row = evaluate(run, **options)["val_id"]
@@ -207,6 +178,7 @@ def test_data_elsewhere_and_no_training_split(run, data, tmp_path, capsys, monke
     assert "no baseline, because" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_bad_structures(run, tmp_path, capsys) -> None:
     """A non-finite label is refused with its sid, and omitted with skip_bad."""
     path = tmp_path / "data" / "val_id.safetensors"
@@ -251,10 +223,10 @@ def test_predict_a_table(run, tmp_path, capsys) -> None:
     assert [row["formula"] for row in rows] == ["Cu8O", "HPt12", "NNi16"]
     assert [int(row["natoms"]) for row in rows] == [9, 13, 17]
     outside = [row["outside"] for row in rows]
-    assert outside[0] == "adsorbate atoms: 1, trained on 2 to 9"
+    assert outside[0] == "adsorbate atoms: 1, trained on 2 to 10"
     share = "share of surface (tag 1) in the slab: 0.67, trained on 0.50"
     assert outside[1] == f"{outside[0]}; {share}"
-    assert outside[2].startswith("N, Ni not in training; atoms: 17, trained on 6 to 13; ")
+    assert outside[2].startswith("N, Ni not in training; atoms: 17, trained on 6 to 14; ")
     energy = [float(row["energy_eV"]) for row in rows]
     np.testing.assert_allclose(energy, alone(run, tmp_path / "in.extxyz"), atol=1e-5)
 
@@ -303,6 +275,7 @@ def test_structures_without_tags_are_refused_unless_forced(run, tmp_path, capsys
     assert "1 adsorbate O, 4 surface, 4 subsurface atoms" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_comparison_with_published_predictions(run, data, tmp_path, capsys) -> None:
     store = StructureStore(data / "val_id.safetensors")
     systems = [System(r.sid, f"cu-{r.sid}", "m", "amides", "Cu") for r in store]
@@ -310,7 +283,7 @@ def test_comparison_with_published_predictions(run, data, tmp_path, capsys) -> N
     shutil.copytree(data, root)
     write_systems(root, [("val_id", systems)])
     others = tmp_path / "others.npz"
-    target = labels(data / "val_id.safetensors")
+    target = StructureStore(data / "val_id.safetensors").y_relaxed
     np.savez(others, name=[s.name for s in systems], rival=target + 0.25)
     words = ["evaluate", str(run), "--splits", "val_id", "--data", str(root), "--device", "cpu"]
     assert main([*words, "--out", str(tmp_path), "--published", str(others)]) == 0
@@ -320,3 +293,81 @@ def test_comparison_with_published_predictions(run, data, tmp_path, capsys) -> N
     ours = json.loads((tmp_path / "results.json").read_text())["val_id"]["mae_eV"]
     row = next(line for line in reversed(out.splitlines()) if line.startswith("val_id")).split()
     assert row == ["val_id", str(len(store)), f"{ours:.4f}", "0.2500"]
+
+
+# --- published predictions ------------------------------------------------------------------------
+
+
+NAMES = [f"cu-{i}" for i in range(8)]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Writes a data set of 8 systems, sids 100 to 107, in two families on two metals."""
+    systems = [
+        System(100 + i, name, f"m{i}", "amides" if i < 5 else "oximes", ("Cu", "Ag")[i % 2])
+        for i, name in enumerate(NAMES)
+    ]
+    write_systems(tmp_path, [("val_id", systems[:5]), ("val_ood_cat", systems[5:])])
+    return tmp_path
+
+
+def predicted(*sids: int) -> Predictions:
+    """Returns energies 0.1 eV above the labels; sid 101 has no label, 999 no name."""
+    target = np.array([np.nan if sid == 101 else -0.01 * sid for sid in sids])
+    words = ["X"] * len(sids)
+    energy = np.nan_to_num(target) + 0.1
+    return Predictions(np.array(sids), np.ones(len(sids), int), energy, target, words, words)
+
+
+FOUND = {"val_id": predicted(100, 101, 102, 103), "val_ood_cat": predicted(107, 105, 999)}
+
+
+def published(path: Path, names: list[str] = NAMES, **others: np.ndarray) -> Path:
+    """Writes two trainings of model a, off by +0.3 and -0.1 eV, and one of b, off by 0.2 eV."""
+    target = np.array([-0.01 * (100 + int(name[-1])) for name in names])
+    models = {"a": np.stack([target + 0.3, target - 0.1], axis=1), "b": target + 0.2}
+    np.savez(path, **{"name": np.array(names), "fold": np.arange(len(names)), **models, **others})
+    return path
+
+
+def test_systems_are_matched_by_name_in_any_order(root: Path) -> None:
+    names = [name for name in reversed(NAMES) if name != "cu-3"]  # 103 is only in the run
+    others = read_published(published(root / "p.npz", names), root)
+    text = compare(others, common_systems(others, FOUND), FOUND, root)
+    assert "p.npz" in text and "4 of 7 systems" in text
+    assert (root / "published.png").read_bytes()[:4] == b"\x89PNG"
+    rows = table(root / "published.csv")
+    assert [row["name"] for row in rows] == ["cu-0", "cu-2", "cu-7", "cu-5"]
+    for row in rows:
+        target = -0.01 * int(row["sid"])
+        columns = {"target_eV": 0.0, "energy_eV": 0.1, "a_eV": 0.1, "b_eV": 0.2}
+        for column, error in columns.items():
+            assert float(row[column]) == pytest.approx(target + error)
+    errors = {
+        (row["kind"], row["group"], row["model"]): row
+        for row in table(root / "published_errors.csv")
+    }
+    counts = {key[:2]: int(row["n"]) for key, row in errors.items()}
+    assert counts == {
+        ("split", "val_id"): 2, ("split", "val_ood_cat"): 2, ("split", "all"): 4,
+        ("family", "amides"): 2, ("family", "oximes"): 2, ("metal", "Ag"): 2, ("metal", "Cu"): 2,
+    }  # fmt: skip
+    for (_, _, model), row in errors.items():
+        single, mean = {"this run": (0.1, 0.1), "a": (0.2, 0.1), "b": (0.2, 0.2)}[model]
+        assert float(row["mae_eV"]) == pytest.approx(single)
+        assert float(row["mae_of_mean_eV"]) == pytest.approx(mean)
+    head = next(line for line in text.splitlines() if line.startswith("split"))
+    words = [word.strip() for word in head.split("  ") if word.strip()]
+    assert words == ["split", "systems", "this run", "a", "a, mean of 2", "b"]
+
+
+def test_missing_predictions_are_ignored(root: Path) -> None:
+    gaps = np.full((8, 2), -1.0)
+    gaps[2, 1] = np.nan
+    others = read_published(published(root / "p.npz", a=gaps), root)
+    text = compare(others, common_systems(others, FOUND), FOUND, root)
+    assert "4 of 7 systems" in text  # 100, 103, 105, 107
+    others = read_published(published(root / "p.npz", a=gaps * np.nan), root)
+    with pytest.raises(ValueError, match="7 systems; got none"):
+        common_systems(others, FOUND)

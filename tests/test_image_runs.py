@@ -7,7 +7,6 @@ import json
 import math
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +17,6 @@ from tiny_run import error_of, logged, page_of, table
 
 import molflt
 from molflt.commands.cli import main
-from molflt.commands.generate import _draw
 from molflt.data.images.datamodule import ImageData, PixelData
 from molflt.evaluation import images as evaluation
 from molflt.evaluation.images import _around, _classify, _datasets
@@ -245,7 +243,9 @@ def test_images_are_generated_and_completed(tmp_path: Path) -> None:
             model.generate(**options)
 
 
-def test_requests_that_cannot_be_drawn(capsys) -> None:
+def test_requests_that_cannot_be_drawn(tmp_path: Path, capsys) -> None:
+    photo = tmp_path / "photo.png"
+    Image.new("L", (SIDE, SIDE)).save(photo)
     run = str(trained("image_generation"))
     val = str(data_of("image_generation") / IMAGES.format("val"))
     for words, message in (
@@ -254,21 +254,7 @@ def test_requests_that_cannot_be_drawn(capsys) -> None:
         (["--rows", "2"], "--rows 2"),
         (["--prompt", "a"], "--prompt a"),
         (["--out", "a.jpg"], ".png"),
+        (["--file", str(photo.parent), "--out", str(photo)], "photo.png"),  # not overwritten
     ):
         assert message in error_of(capsys, "generate", run, *words)
     assert "images" in error_of(capsys, "predict", run, val)
-
-
-@pytest.mark.parametrize("whole", [True, False])
-def test_a_given_image_is_never_overwritten(tmp_path: Path, whole: bool) -> None:
-    """Named by itself or in its folder; checked before anything is drawn."""
-    writer = SimpleNamespace(  # drawing would be an AttributeError
-        model=SimpleNamespace(image_size=SIDE, channels=1, decodes=True),
-        trained=SimpleNamespace(path=tmp_path),
-        name="run",
-    )
-    photo = tmp_path / "photos" / "photo.png"
-    photo.parent.mkdir()
-    Image.new("L", (SIDE, SIDE)).save(photo)
-    with pytest.raises(ValueError, match="photo.png"):
-        _draw(writer, photo.parent if whole else photo, None, None, False, photo, {})

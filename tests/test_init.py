@@ -56,6 +56,14 @@ def begin(data, run, init, *more):
     return main(["train", *words])
 
 
+@pytest.fixture(scope="module")
+def started(others, source, tmp_path_factory):
+    """A run on other data that did not leave its initial weights."""
+    run = tmp_path_factory.mktemp("started") / "run"
+    assert begin(others, run, source, *STILL) == 0
+    return run
+
+
 def record(run):
     return json.loads((run / "init.json").read_text())
 
@@ -67,10 +75,8 @@ def config(run):
 OF_DATA = {"energy_mean", "energy_std", "element_energies", "readout.by_contact"}
 
 
-def test_weights_and_options_are_those_of_the_source(others, source, tmp_path):
-    run = tmp_path / "run"
-    assert begin(others, run, source, *STILL) == 0
-    was, now = weights(source, "best"), weights(run)
+def test_weights_and_options_are_those_of_the_source(others, source, started, tmp_path):
+    was, now, run = weights(source, "best"), weights(started), started
     assert set(was) == set(now)
     assert all(torch.equal(was[name], now[name]) for name in set(was) - OF_DATA)
     assert config(run)["model"] == config(source)["model"]
@@ -90,10 +96,9 @@ def test_weights_and_options_are_those_of_the_source(others, source, tmp_path):
     assert float(weights(tmp_path / "kept")["energy_mean"]) == float(was["energy_mean"])
 
 
-def test_the_readout_is_that_of_the_new_run(shared_data, others, source, tmp_path):
+def test_the_readout_is_that_of_the_new_run(shared_run, others, source, tmp_path):
     """Also with weights of version 0.1, which do not name one."""
-    start(shared_data, tmp_path / "own", *STEPS)
-    begin(others, tmp_path / "same", tmp_path / "own", *STILL)
+    begin(others, tmp_path / "same", shared_run, *STILL)
     old = {k: v for k, v in weights(source).items() if k != "readout.by_contact"}
     save_file(old, tmp_path / "old.safetensors")
     words = ["--model.readout=contact", "--model.layers=2", *SMALL]
@@ -117,11 +122,16 @@ def test_references_are_fitted_again_or_omitted(shared_data, others, tmp_path):
 
 
 def test_tensors_that_do_not_fit_are_recorded(others, source, tmp_path, capsys):
-    """One layer less, one summary more, and another width; given options win."""
-    run = tmp_path / "run"
+    """One layer less, one summary more, and another width; given options win.
+
+    The source is named in a configuration.
+    """
+    run, file = tmp_path / "run", tmp_path / "tune.yaml"
+    file.write_text(f"init: {source}\nmodel:\n  dropout: 0.1\n")
     more = ["--model.layers=1", "--model.radial_basis=8", "--model.ffn_dim=24"]
     more += ["--model.position_options.num_nodes=6", "--task.freeze", "embedding.*"]
-    begin(others, run, source, *STILL, *more)
+    more += ["--task.warmup_steps=2", "--trainer.accelerator=cpu", f"--data.root={others}"]
+    assert main(["train", f"--config={file}", f"--run={run}", *STILL, *more]) == 0
     said = capsys.readouterr().out
     found = record(run)
     assert found["new"]["embedding.radial.weight"]["why"] == "not in the source"
@@ -131,22 +141,8 @@ def test_tensors_that_do_not_fit_are_recorded(others, source, tmp_path, capsys):
     was, now = weights(source, "best"), weights(run)
     assert all(torch.equal(was[name], now[name]) for name in found["loaded"])
     model = config(run)["model"]
-    assert (model["dim"], model["layers"]) == (16, 1)
+    assert (model["dim"], model["layers"], model["dropout"]) == (16, 1, 0.1)
     assert model["position_options"] == {"num_nodes": 6, "num_gaussians": 4}
-
-
-def test_a_source_in_a_configuration(others, source, tmp_path):
-    file = tmp_path / "tune.yaml"
-    file.write_text(f"init: {source}\nmodel:\n  dropout: 0.1\n")
-    words = [f"--data.root={others}", f"--run={tmp_path / 'run'}", *STILL]
-    words += ["--task.warmup_steps=2", "--trainer.accelerator=cpu"]
-    assert main(["train", f"--config={file}", *words]) == 0
-    model = config(tmp_path / "run")["model"]
-    assert model == {**config(source)["model"], "dropout": 0.1}
-    assert len(record(tmp_path / "run")["loaded"]) == len(weights(source)) - len(OF_DATA)
-    words[1] = f"--run={tmp_path / 'new'}"
-    assert main(["train", f"--config={file}", *words, *SMALL, "--init=null"]) == 0
-    assert not (tmp_path / "new" / "init.json").exists()
 
 
 def test_resuming_does_not_need_the_source(others, source, tmp_path):
@@ -168,63 +164,52 @@ def test_resuming_does_not_need_the_source(others, source, tmp_path):
     assert logged(tmp_path / "run", "val_mae_eV") == logged(tmp_path / "whole", "val_mae_eV")
 
 
-def test_exports_and_models_on_the_hub_are_sources(shared_data, source, tmp_path, monkeypatch):
+def test_exports_and_models_on_the_hub_are_sources(others, source, started, tmp_path, monkeypatch):
     assert main(["export", str(source), str(tmp_path / "export"), *CARD]) == 0
-    begin(shared_data, tmp_path / "a", source, *STILL)
     hub = pytest.importorskip("huggingface_hub", reason="needs molflt[hub]")
     monkeypatch.setattr(hub, "snapshot_download", lambda *_, **__: str(tmp_path / "export"))
-    begin(shared_data, tmp_path / "b", "hf:me/small", *STILL)
-    found, expected = record(tmp_path / "b"), record(tmp_path / "a")
+    run = tmp_path / "run"
+    begin(others, run, "hf:me/small", *STILL)
+    found, expected = record(run), record(started)
     for key in ("recipe", "loaded", "new", "of_data", "left_over"):
         assert found[key] == expected[key]
-    now, was = weights(tmp_path / "b"), weights(tmp_path / "a")
-    assert all(torch.equal(now[key], was[key]) for key in was)
-    assert config(tmp_path / "b")["init"] == "hf:me/small"
+    assert differences(weights(run), weights(started)) == []
+    assert config(run)["init"] == "hf:me/small"
 
 
 def test_words_keep_their_vectors_only_with_the_same_vocabulary(tmp_path):
     """Recipe and size of the vocabulary come from the source."""
-    for name, seed in {"train": 0, "val": 1, "test": 2}.items():
-        recipe_runs.write_text(tmp_path / f"{name}.txt", 40, seed)
-    words = ["--trainer.max_steps=4", "--model.dropout=0"]
-    words = recipe_runs.words_of("language", tmp_path / "source", *words, data=tmp_path)
-    assert main([word for word in words if "position" not in word]) == 0
-    text = (tmp_path / "train.txt").read_text()
+    source, data = recipe_runs.trained("language"), recipe_runs.data_of("language")
+    text = (data / "train.txt").read_text()
     (tmp_path / "other.txt").write_text(text.replace("cat", "cow").replace("one", "hen"))
-    short = [f"--init={tmp_path / 'source'}", f"--data.val={tmp_path / 'val.txt'}", *STILL]
+    short = [f"--init={source}", f"--data.val={data / 'val.txt'}", *STILL]
     short += ["--data.length=16", "--data.batch_size=4", "--task.warmup_steps=2"]
 
     def tune(name, train, *more):
         run = f"--run={tmp_path / name}"
-        assert main(["train", *short, f"--data.train={tmp_path / train}.txt", run, *more]) == 0
+        assert main(["train", *short, f"--data.train={train}", run, *more]) == 0
         return record(tmp_path / name), weights(tmp_path / name)
 
-    was = weights(tmp_path / "source", "best")
-    found, now = tune("same", "train")
+    was = weights(source, "best")
+    found, now = tune("same", data / "train.txt")
     assert found["new"] == {} and torch.equal(now["head.weight"], was["head.weight"])
-    found, now = tune("other", "other")
+    found, now = tune("other", tmp_path / "other.txt")
     assert "vocabulary.json" in found["new"]["head.weight"]["why"]
     assert not torch.equal(now["head.weight"], was["head.weight"])
-    vocabulary = f"--data.vocabulary={tmp_path / 'source' / 'vocabulary.json'}"
-    found, now = tune("kept", "other", vocabulary)
+    vocabulary = f"--data.vocabulary={source / 'vocabulary.json'}"
+    found, now = tune("kept", tmp_path / "other.txt", vocabulary)
     assert found["new"] == {} and torch.equal(now["head.weight"], was["head.weight"])
 
 
 def test_other_classes_get_new_logits(tmp_path):
-    recipe_runs.write_shapes(tmp_path, "train", 40, 0)
-    recipe_runs.write_shapes(tmp_path, "val", 20, 1)
-    source, run = tmp_path / "source", tmp_path / "run"
-    assert main(recipe_runs.words_of("images", source, "--trainer.max_steps=4", data=tmp_path)) == 0
-    words = recipe_runs.words_of("images", run, *STILL, f"--init={source}", data=tmp_path)
+    source, run = recipe_runs.trained("images"), tmp_path / "run"
+    words = recipe_runs.words_of("images", run, *STILL, f"--init={source}")
     words = [{"frame": "ring"}.get(word, word) for word in words]
     assert main(words) == 0
-    found = record(tmp_path / "run")
+    found = record(run)
     assert set(found["new"]) == {"head.weight", "head.bias"}
     assert set(found["of_data"]) == {"image_mean", "image_std"}
-    assert torch.equal(
-        weights(tmp_path / "run")["embed.weight"],
-        weights(tmp_path / "source", "best")["embed.weight"],
-    )
+    assert torch.equal(weights(run)["embed.weight"], weights(source, "best")["embed.weight"])
 
 
 FREEZE = ["--task.freeze", "embedding.*", "*.log_width", "--task.weight_decay=0.3"]

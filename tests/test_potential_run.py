@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import shutil
-from pathlib import Path
+from typing import Any
 
 import ase.io
 import numpy as np
 import pytest
 import torch
 from ase import Atoms
-from ase.build import bulk, molecule
+from ase.build import bulk, fcc111, molecule
 from ase.calculators.calculator import PropertyNotImplementedError
 from ase.calculators.fd import calculate_numerical_forces, calculate_numerical_stress
 from ase.calculators.lj import LennardJones
@@ -23,54 +22,45 @@ from ase.constraints import (
     FixCartesian,
     FixScaled,
 )
-from tiny_run import argon, error_of, logged, page_of
+from tiny_run import argon, error_of, logged, page_of, table
 
 import molflt
+from molflt import Calculator
 from molflt.commands.cli import main
 from molflt.evaluation.relaxation import adwt, position_error, relax_atoms
-from molflt.graph.potential import Potential
+from molflt.graph import Potential
 from molflt.tasks.potential import PotentialTask
 
-SMALL = {"dim": 16, "heads": 2, "layers": 1, "ffn_dim": 16, "num_features": 8, "radial_basis": 8}
 
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory) -> Path:
-    root = tmp_path_factory.mktemp("argon")
-    for seed, (split, count) in enumerate({"train": 24, "val_id": 8}.items()):
-        frames = argon(count, seed)
-        for atoms in frames:
-            atoms.set_tags([4, 3, 2, 1])  # layers of ase.build; potentials ignore tags
-        ase.io.write(root / f"{split}.traj", frames)
-    words = [f"--model.{name}={value}" for name, value in SMALL.items()]
-    words += ["--recipe=potential", f"--data.root={root}", f"--run={root / 'run'}"]
-    words += ["--model.long_range", "1", "6", "--model.long_range_channels=2"]
-    words += ["--trainer.max_steps=60", "--trainer.val_every=30", "--task.warmup_steps=5"]
-    words += ["--task.lr=0.01", "--data.batch_size=8", "--trainer.accelerator=cpu"]
-    assert main(["train", *words]) == 0
-    return root / "run"
-
-
-def test_training_and_evaluation(trained, capsys):
-    rows = list(csv.DictReader((trained / "metrics.csv").open()))
-    errors = [
-        float(row["val_force_mae_meV_per_A"]) for row in rows if row["val_force_mae_meV_per_A"]
-    ]
+def test_training_and_evaluation(potential_run, tmp_path):
+    """Forces are compared with the calculator, one structure at a time."""
+    run = shutil.copytree(potential_run, tmp_path / "run")
+    errors = logged(run, "val_force_mae_meV_per_A")
     assert errors[-1] < errors[0]
-    assert main(["evaluate", str(trained), "--device", "cpu"]) == 0
-    text = capsys.readouterr().out
-    assert "F MAE / meV/Å" in text and "stress MAE / meV/Å³" in text
-    found = json.loads((trained / "results.json").read_text())["val_id"]
+    assert main(["evaluate", str(run), "--device", "cpu"]) == 0
+    found = json.loads((run / "results.json").read_text())["val_id"]
     assert found["n"] == 8 and found["stress_mae_meV_per_A3"] > 0
     assert found["force_mae_meV_per_A"] == pytest.approx(min(errors), rel=1e-4)
     assert found["force_mae_meV_per_A"] < found["baseline_force_mae_meV_per_A"]
-    table = list(csv.DictReader((trained / "predictions.csv").open()))
-    assert len(table) == 8 and table[1]["force_mae_eV_per_A"] == ""  # without forces
-    assert (trained / "parity.png").is_file()
-    assert json.loads((trained / "references.json").read_text()).keys() == {"Ar"}
+    rows = table(run / "predictions.csv")
+    assert len(rows) == 8 and rows[1]["force_mae_eV_per_A"] == ""  # without forces
+    assert json.loads((run / "references.json").read_text()).keys() == {"Ar"}
+    errors, calculator = [], molflt.Calculator(run, device="cpu")
+    for atoms in ase.io.read(potential_run.parent / "val_id.traj", ":"):
+        if "forces" in atoms.calc.results:
+            errors.append(1e3 * np.abs(calculator.get_forces(atoms) - atoms.get_forces()).mean())
+    rows = table(run / "errors_by_group.csv")
+    assert [(row["kind"], row["group"], row["n"]) for row in rows] == [
+        ("element", "Ar", str(4 * len(errors))),
+        ("natoms", "4", str(len(errors))),
+    ]
+    for row in rows:  # all have 4 atoms
+        assert float(row["mae_meV_per_A"]) == pytest.approx(np.mean(errors), rel=1e-4)
+    # curve, parity, groups, six worst structures, forces
+    assert page_of(run).count("<img") == 1 + 1 + 1 + 6 + 1
 
 
-def test_initial_weights_keep_their_forces(trained, tmp_path):
+def test_initial_weights_keep_their_forces(potential_run, tmp_path):
     """Independent of the weights of the loss and the size of the new forces."""
     for seed, split in enumerate(("train", "val_id"), start=5):
         frames = argon(6, seed)
@@ -78,46 +68,27 @@ def test_initial_weights_keep_their_forces(trained, tmp_path):
             if "forces" in atoms.calc.results:
                 atoms.calc.results["forces"] *= 0.3
         ase.io.write(tmp_path / f"{split}.traj", frames)
-    words = ["--recipe=potential", f"--init={trained}", f"--data.root={tmp_path}"]
+    words = ["--recipe=potential", f"--init={potential_run}", f"--data.root={tmp_path}"]
     words += ["--data.check_units=false", "--trainer.max_steps=1", "--task.lr=1e-30"]
-    words += ["--trainer.accelerator=cpu"]
-    errors, metrics = [], ("force_mae_meV_per_A", "energy_mae_meV_per_atom")
-    for number, weights in enumerate(([], ["--task.energy_weight=9", "--task.force_weight=0.1"])):
-        run = tmp_path / f"run{number}"
-        assert main(["train", *words, *weights, f"--run={run}"]) == 0
-        errors.append([logged(run, f"val_{name}")[-1] for name in metrics])
-    assert errors[0] == errors[1]
-    main(["evaluate", str(trained), f"--data={tmp_path}", f"--out={tmp_path}", "--device=cpu"])
+    words += ["--trainer.accelerator=cpu", "--task.energy_weight=9", "--task.force_weight=0.1"]
+    assert main(["train", *words, f"--run={tmp_path / 'run'}"]) == 0
+    main(
+        ["evaluate", str(potential_run), f"--data={tmp_path}", f"--out={tmp_path}", "--device=cpu"]
+    )
     found = json.loads((tmp_path / "results.json").read_text())["val_id"]
-    assert errors[0][0] == pytest.approx(found[metrics[0]], rel=1e-5)
+    (error,) = logged(tmp_path / "run", "val_force_mae_meV_per_A")
+    assert error == pytest.approx(found["force_mae_meV_per_A"], rel=1e-5)
 
 
-def test_errors_of_forces_by_group_and_the_page(trained, tmp_path):
-    """Compared with the calculator, one structure at a time."""
-    run = shutil.copytree(trained, tmp_path / "run")
-    assert main(["evaluate", str(run), "--device", "cpu"]) == 0
-    errors = []
-    calculator = molflt.Calculator(run, device="cpu")
-    for atoms in ase.io.read(trained.parent / "val_id.traj", ":"):
-        if "forces" in atoms.calc.results:
-            errors.append(1e3 * np.abs(calculator.get_forces(atoms) - atoms.get_forces()).mean())
-    rows = list(csv.DictReader((run / "errors_by_group.csv").open()))
-    assert [(row["kind"], row["group"], row["n"]) for row in rows] == [
-        ("element", "Ar", str(4 * len(errors))),
-        ("natoms", "4", str(len(errors))),
-    ]
-    for row in rows:  # all have 4 atoms
-        assert float(row["mae_meV_per_A"]) == pytest.approx(np.mean(errors), rel=1e-4)
-    page = page_of(run)
-    assert (run / "forces.png").is_file()
-    # curve, parity, groups, six worst structures, forces
-    assert page.count("<img") == 1 + 1 + 1 + 6 + 1
-
-
-def test_calculator(trained):
+def test_calculator(potential_run, tmp_path):
     atoms = bulk("Ar", "fcc", 5.2)
     atoms.rattle(0.1)
-    atoms.calc = molflt.Calculator(trained, device="cpu")
+    atoms.calc = molflt.Calculator(potential_run, device="cpu")
+    loaded, out = molflt.load(potential_run), tmp_path / "exported"
+    loaded.save_pretrained(out)
+    for source in (out, str(out / "model.safetensors"), loaded):
+        same = molflt.Calculator(source, device="cpu")
+        assert np.array_equal(same.get_forces(atoms), atoms.get_forces())
     energy = atoms.get_potential_energy()
     assert energy == atoms.get_potential_energy(force_consistent=True)
     by_differences = calculate_numerical_forces(atoms, 1e-3)
@@ -134,29 +105,19 @@ def test_calculator(trained):
         alone.get_stress()
 
 
-def test_exports_are_calculators(trained, tmp_path):
-    loaded = molflt.load(trained)
-    loaded.save_pretrained(tmp_path / "exported")
-    atoms = bulk("Ar", "fcc", 5.2)
-    atoms.rattle(0.1)
-    for source in (tmp_path / "exported", str(tmp_path / "exported" / "model.safetensors"), loaded):
-        found, same = (molflt.Calculator(one, device="cpu") for one in (source, trained))
-        assert np.array_equal(found.get_forces(atoms), same.get_forces(atoms))
-
-
-def test_predictions_have_forces(trained, tmp_path):
+def test_predictions_have_forces(potential_run, tmp_path):
     structures = [bulk("Ar", "fcc", 5.2, cubic=True), bulk("Ar", "fcc", 5.4)]
     for atoms in structures:
         atoms.rattle(0.1)
         atoms.set_tags(range(len(atoms), 0, -1))
     ase.io.write(tmp_path / "in.extxyz", structures)
     out = tmp_path / "out.extxyz"
-    words = ["predict", str(trained), str(tmp_path / "in.extxyz"), "--device=cpu", "--out"]
+    words = ["predict", str(potential_run), str(tmp_path / "in.extxyz"), "--device=cpu", "--out"]
     assert main([*words, str(out)]) == 0
-    model = molflt.load(trained)
+    model = molflt.load(potential_run)
     found = model.predict(structures, embedding="pooled")
     each = model.predict(structures, embedding="atoms")
-    calculator = molflt.Calculator(trained, device="cpu")
+    calculator = molflt.Calculator(potential_run, device="cpu")
     for written, one, two, atoms in zip(
         ase.io.read(out, ":"), found, each, structures, strict=True
     ):
@@ -186,14 +147,14 @@ def test_runs_of_relaxed_energies(copied_run, tmp_path, capsys):
     assert 0 <= found["adwt_percent"] <= 100 and found["position_error_A"] > 0
 
 
-def test_relaxations(trained, tmp_path, capsys):
+def test_relaxations(potential_run, tmp_path, capsys):
     atoms = bulk("Ar", "fcc", 5.2, cubic=True)
     atoms.rattle(0.1, seed=3)
     atoms.set_constraint(FixAtoms([0]))
     atoms.set_tags([4, 3, 2, 1])
     ase.io.write(tmp_path / "a.traj", [atoms, Atoms("Ar2", [[0, 0, 0], [3.5, 0, 0]])])
     out, steps = tmp_path / "b.extxyz", tmp_path / "steps"
-    words = ["relax", str(tmp_path / "a.traj"), "--run", str(trained), "--device", "cpu"]
+    words = ["relax", str(tmp_path / "a.traj"), "--run", str(potential_run), "--device", "cpu"]
     words += ["--out", str(out), "--trajectories", str(steps)]
     status = main([*words, "--fmax", "0.1"])
     said = capsys.readouterr()
@@ -204,8 +165,8 @@ def test_relaxations(trained, tmp_path, capsys):
         assert frame.info["converged"] and np.abs(frame.get_forces()).max() < 0.1
     assert list(frames[0].get_tags()) == [4, 3, 2, 1]
     np.testing.assert_allclose(frames[0].positions[0], atoms.positions[0], atol=1e-5)
-    table = list(csv.DictReader(out.with_suffix(".csv").open()))
-    assert float(table[0]["energy_eV"]) <= float(table[0]["energy_before_eV"])
+    row = table(out.with_suffix(".csv"))[0]
+    assert float(row["energy_eV"]) <= float(row["energy_before_eV"])
     assert len(list(steps.glob("*.traj"))) == 2
     assert main([*words, "--fmax", "1e-9", "--steps", "2"]) == 3
     said = capsys.readouterr()
@@ -226,10 +187,10 @@ def constrained() -> list[Atoms]:
     return frames
 
 
-def test_relaxations_respect_and_keep_constraints(trained, tmp_path, capsys):
+def test_relaxations_respect_and_keep_constraints(potential_run, tmp_path, capsys):
     frames = constrained()
     ase.io.write(tmp_path / "a.traj", frames)
-    words = ["relax", str(tmp_path / "a.traj"), "--run", str(trained), "--device", "cpu"]
+    words = ["relax", str(tmp_path / "a.traj"), "--run", str(potential_run), "--device", "cpu"]
     assert main([*words, "--fmax=1e-9", "--steps=3", "--out", str(tmp_path / "b.traj")]) == 3
     assert "constraints" not in capsys.readouterr().err
     found = ase.io.read(tmp_path / "b.traj", ":")
@@ -243,15 +204,15 @@ def test_relaxations_respect_and_keep_constraints(trained, tmp_path, capsys):
     assert line[:2].max() < 1e-12 < line[2] and fixed.max() < 1e-12
     bonds = [atoms.get_distance(0, 1, mic=True) for atoms in (found[1], frames[1])]
     assert bonds[0] == pytest.approx(bonds[1], abs=1e-10)
-    calculator = molflt.Calculator(trained, device="cpu")
-    for row, atoms in zip(csv.DictReader((tmp_path / "b.csv").open()), frames, strict=True):
+    calculator = molflt.Calculator(potential_run, device="cpu")
+    for row, atoms in zip(table(tmp_path / "b.csv"), frames, strict=True):
         expected = calculator.get_potential_energy(atoms)  # with positions in float64
         assert float(row["energy_before_eV"]) == pytest.approx(expected, abs=1e-12)
     main([*words, "--steps=1", "--out", str(tmp_path / "b.extxyz")])
     assert capsys.readouterr().err.count("cannot be held by .extxyz") == 2
 
 
-def test_an_interruption_keeps_finished_relaxations(trained, tmp_path, monkeypatch, capsys):
+def test_an_interruption_keeps_finished_relaxations(potential_run, tmp_path, monkeypatch, capsys):
     frames = constrained()
     ase.io.write(tmp_path / "a.traj", frames)
     out = tmp_path / "b.extxyz"
@@ -263,19 +224,19 @@ def test_an_interruption_keeps_finished_relaxations(trained, tmp_path, monkeypat
         return relax_atoms(atoms, LennardJones(sigma=3.4, epsilon=0.01), steps=1)
 
     monkeypatch.setattr("molflt.commands.relax.relax_atoms", interrupted)
-    words = ["relax", str(tmp_path / "a.traj"), "--run", str(trained), "--device", "cpu"]
+    words = ["relax", str(tmp_path / "a.traj"), "--run", str(potential_run), "--device", "cpu"]
     assert main([*words, "--out", str(out)]) == 130
     assert f"{out} has 2 of 3" in capsys.readouterr().err
     assert [one.info["name"] for one in ase.io.read(out, ":")] == ["number 0", "number 1"]
-    table = list(csv.DictReader(out.with_suffix(".csv").open()))
-    assert [row["index"] for row in table] == ["0", "1"]
-    assert all(float(row["energy_eV"]) < 0 for row in table)
+    rows = table(out.with_suffix(".csv"))
+    assert [row["index"] for row in rows] == ["0", "1"]
+    assert all(float(row["energy_eV"]) < 0 for row in rows)
 
 
-def test_cells_are_relaxed(trained, tmp_path):
+def test_cells_are_relaxed(potential_run, tmp_path):
     atoms = bulk("Ar", "fcc", 5.0)
     ase.io.write(tmp_path / "a.traj", atoms)
-    words = ["--run", str(trained), "--out", str(tmp_path / "b.traj"), "--device", "cpu"]
+    words = ["--run", str(potential_run), "--out", str(tmp_path / "b.traj"), "--device", "cpu"]
     assert main(["relax", str(tmp_path / "a.traj"), "--cell", "true", *words]) in (0, 3)
     assert ase.io.read(tmp_path / "b.traj").get_volume() != pytest.approx(atoms.get_volume())
     found = relax_atoms(atoms, LennardJones(sigma=3.4, epsilon=0.01), fmax=1e-9, steps=0, cell=True)
@@ -329,7 +290,7 @@ def test_the_loss_ignores_missing_labels():
     from molflt.data.structures.ase_fields import Converter
 
     torch.manual_seed(0)
-    task = PotentialTask(Potential(**SMALL).train())
+    task = PotentialTask(Potential(16, 2, layers=1, ffn_dim=16, radial_basis=8).train())
     records = [Converter().record(atoms, i) for i, atoms in enumerate(argon(4, 0))]
     total, sums = task.loss(Batch.from_data_list(records), 0.0)
     assert float(sums.structures) == 4 and float(sums.components) == 3 * 12
@@ -338,3 +299,106 @@ def test_the_loss_ignores_missing_labels():
     assert all(p.grad is None or bool(p.grad.isfinite().all()) for p in task.model.parameters())
     one, _ = task.loss(Batch.from_data_list(records[1:2]), 0.0)  # no forces, no stress
     assert bool(one.isfinite())
+
+
+# --- the calculator -------------------------------------------------------------------------------
+
+
+def calculator(model: dict[str, Any] | None = None, **options: Any) -> Calculator:
+    torch.manual_seed(0)
+    sizes = {"layers": 1, "ffn_dim": 16, "num_features": 16, "messages": 1, "radial_basis": 0}
+    made = Potential(16, 2, **sizes, **(model or {}))
+    made.trained_elements[:] = True
+    return Calculator(made, **options)
+
+
+def boxed(pbc: bool | list[bool]) -> Atoms:
+    atoms = molecule("CH3OH", vacuum=8.0)
+    atoms.pbc = pbc
+    return atoms
+
+
+@pytest.mark.parametrize("pbc", [False, [True, True, False]])
+def test_stress_needs_three_periodic_axes(pbc):
+    atoms = boxed(pbc)
+    atoms.calc = calculator()
+    with pytest.raises(PropertyNotImplementedError, match="slab_stress"):
+        atoms.get_stress()
+    atoms.get_potential_energy()
+    assert "stress" not in atoms.calc.results
+    atoms.pbc = True
+    assert np.isfinite(atoms.get_stress()).all()
+
+
+def test_stress_of_a_slab_with_slab_stress():
+    atoms = fcc111("Cu", (1, 1, 2), vacuum=6.0)
+    atoms.rattle(0.1, seed=1)
+    atoms.calc = calculator(slab_stress=True)
+    assert not atoms.pbc.all()
+    by_differences = calculate_numerical_stress(atoms, 1e-5)
+    np.testing.assert_allclose(atoms.get_stress(), by_differences, atol=1e-7)
+    alone = Atoms("H")
+    alone.calc = atoms.calc
+    with pytest.raises(PropertyNotImplementedError):  # no volume
+        alone.get_stress()
+
+
+@pytest.mark.parametrize("number", [0, 119])
+def test_unknown_elements_are_refused(number):
+    atoms = Atoms(numbers=[1, number], positions=[[0, 0, 0], [0, 0, 1]])
+    atoms.calc = calculator()
+    with pytest.raises(ValueError, match=f"1 to 118.*{number}"):
+        atoms.get_potential_energy()
+
+
+def test_unused_fields_are_named_once(capsys):
+    atoms, calc = boxed(False), calculator()
+    atoms.calc = calc
+    atoms.info |= {"charge": 0, "spin": 1}
+    atoms.set_initial_magnetic_moments(np.zeros(len(atoms)))
+    atoms.get_potential_energy()
+    assert capsys.readouterr().err == ""  # neutral fields
+    atoms.info["oxidation_state"] = -1
+    atoms.set_initial_magnetic_moments([0, 0, 0, 0, 0, 2])
+    for shift in (0.0, 0.1):
+        atoms.positions[0, 0] += shift
+        atoms.get_potential_energy()
+    err = capsys.readouterr().err
+    assert err.count("oxidation_state") == 1 and "-1" in err and "initial_magmoms" in err
+    for name, value in {"spin": 3, "electric_field": [0, 0, 0.1]}.items():
+        atoms.info[name] = value  # the last results are still valid
+        atoms.get_potential_energy()
+        assert name in capsys.readouterr().err
+
+
+def test_total_charge():
+    """A charge of the structure is an input, or refused."""
+    atoms, options = molecule("H2O"), {"long_range": [1], "total_charge": True}
+    atoms.calc = calculator(options)
+    neutral = atoms.get_potential_energy()
+    atoms.info["charge"] = 1  # atoms have not moved
+    assert abs(atoms.get_potential_energy() - neutral) > 1e-3
+    assert atoms.get_charges().sum() == pytest.approx(1.0)
+    center = atoms.positions - atoms.positions.mean(axis=0)
+    np.testing.assert_allclose(atoms.get_dipole_moment(), atoms.get_charges() @ center)
+    atoms.pbc, atoms.cell = True, [9.0] * 3
+    with pytest.raises(PropertyNotImplementedError, match="dipole"):
+        atoms.get_dipole_moment()
+    atoms.calc = calculator()
+    with pytest.raises(ValueError, match=r"charge.* 1 "):
+        atoms.get_potential_energy()
+    with pytest.raises(PropertyNotImplementedError):
+        atoms.get_charges()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("pbc", [True, False])
+def test_energies_do_not_depend_on_the_origin(dtype, pbc):
+    calc, energies = calculator(dtype=dtype), []
+    for move in ((0, 0, 0), (1e4, 0, 0), (9e4, -9e4, 12345.678)):
+        atoms = boxed(pbc)
+        atoms.positions += move
+        atoms.calc = calc
+        energies.append(atoms.get_potential_energy())
+        assert np.allclose(atoms.positions[0], boxed(pbc).positions[0] + move)
+    assert np.ptp(energies) < 1e-6

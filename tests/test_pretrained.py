@@ -11,50 +11,33 @@ import pytest
 import torch
 import yaml
 from ase import Atoms
+from ase.build import add_adsorbate, fcc111, molecule
 from ase.calculators.singlepoint import SinglePointCalculator
 from ase.constraints import FixBondLengths, FixCartesian, FixedPlane
 from ase.io import write
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny_run import error_of, start, structures, table
+from tiny_run import alone, error_of, table
 from torch_geometric.data import Batch
 
 import molflt
 from molflt.commands.cli import main
 from molflt.commands.evaluate import evaluate
 from molflt.data.structures import open_dataset
-from molflt.data.structures.store import write_store
 from molflt.graph import EnergyRegressor
 from molflt.pretrained import EnergyPredictor
 from molflt.pretrained.base import Trained
 from molflt.training import sources
-from molflt.training.checkpoint import load_run
 
 ABOUT = "energies of random slabs against nothing, by a formula"
-STEPS = ("--trainer.max_steps=3", "--trainer.val_every=3", "--trainer.checkpoint_every=3")
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    root = tmp_path_factory.mktemp("data")
-    for seed, (split, count) in enumerate({"train": 48, "val_id": 60}.items()):
-        write_store(root / f"{split}.safetensors", structures(count, seed, 1000 * seed))
-    return root
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory, data) -> list[Path]:
-    folder = tmp_path_factory.mktemp("runs")
-    found = [folder / f"seed{seed}" for seed in range(2)]
-    for seed, run in enumerate(found):
-        assert start(data, run, *STEPS, f"--seed={seed}", "--model.descriptors=true") == 0
-    return found
-
-
-@pytest.fixture(scope="module")
-def run(runs) -> Path:
-    evaluate(runs[0], splits=["val_id"], device="cpu")
-    return runs[0]
+def run(energy_runs, tmp_path_factory) -> Path:
+    """Returns an evaluated run."""
+    copy = shutil.copytree(energy_runs[0], tmp_path_factory.mktemp("runs") / "run")
+    evaluate(copy, splits=["val_id"], device="cpu")
+    return copy
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +48,8 @@ def exported(run, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def val(data) -> list:
-    return list(open_dataset(data / "val_id.safetensors"))[:5]
+def val(energy_data) -> list:
+    return list(open_dataset(energy_data / "val_id.safetensors"))[:5]
 
 
 def atoms(symbols: str = "Cu3PtO2H") -> Atoms:
@@ -77,21 +60,17 @@ def atoms(symbols: str = "Cu3PtO2H") -> Atoms:
     return found
 
 
-def test_python_and_the_command_give_the_same_numbers(run, exported, data, tmp_path) -> None:
-    source = data / "val_id.safetensors"
-    with torch.no_grad():
-        model, _ = load_run(run)
-        alone = [
-            float(model(Batch.from_data_list([one]))["energy"]) for one in open_dataset(source)
-        ]
+def test_python_and_the_command_give_the_same_numbers(run, exported, energy_data, tmp_path) -> None:
+    source = energy_data / "val_id.safetensors"
+    expected = alone(run, source)
     weights = run / "checkpoints" / "best.safetensors"
-    for name in (run, exported, exported / "model.safetensors", weights):
+    for name in (run, exported / "model.safetensors", weights):
         out = tmp_path / "out.csv"
         assert main(["predict", str(name), str(source), "--out", str(out), "--device", "cpu"]) == 0
         command = [float(row["energy_eV"]) for row in table(out)]
         python = [one.energy for one in molflt.load(name).predict(source)]
         assert command == python
-        np.testing.assert_allclose(python, alone, atol=1e-5)
+        np.testing.assert_allclose(python, expected, atol=1e-5)
 
 
 def test_structures_in_any_form(run, val) -> None:
@@ -178,9 +157,12 @@ def test_energies_are_read_from_embeddings(subsurface, val) -> None:
         assert float(energy) == pytest.approx(one.energy, abs=1e-5)
 
 
-def test_an_exported_ensemble_contains_its_calibration(runs, run, tmp_path, val, capsys) -> None:
-    evaluate(run, also=runs[1:], splits=["val_id"], device="cpu")
-    whole = molflt.load(run, also=runs[1:])
+def test_an_exported_ensemble_contains_its_calibration(
+    energy_runs, run, tmp_path, val, capsys
+) -> None:
+    also = energy_runs[1:]
+    evaluate(run, also=also, splits=["val_id"], device="cpu")
+    whole = molflt.load(run, also=also)
     found = whole.predict(val)
     assert all(one.uncertainty > 0 and one.spread > 0 and one.relaxed for one in found)
     whole.save_pretrained(tmp_path / "both")
@@ -195,16 +177,13 @@ def test_an_exported_ensemble_contains_its_calibration(runs, run, tmp_path, val,
     assert {"spread_eV", "uncertainty_eV"} <= table(out)[0].keys()
 
 
-def test_results_of_other_weights_are_left_out(runs, tmp_path) -> None:
-    one = Path(shutil.copytree(runs[0], tmp_path / "one"))
-    for file in ("results.json", "results_of.json"):
-        (one / file).unlink(missing_ok=True)
-    last = one / "checkpoints" / "last.safetensors"
-    tensors = load_file(last)
+def test_results_of_other_weights_are_left_out(run, tmp_path) -> None:
+    one = Path(shutil.copytree(run, tmp_path / "one"))
+    assert molflt.load(one).trained.results
+    best = one / "checkpoints" / "best.safetensors"
+    tensors = load_file(best)
     tensors["readout.mlp.0.weight"] += 0.1
-    save_file(tensors, last)  # another step, without a digest
-    evaluate(one, "last", splits=["val_id"], device="cpu")
-    assert molflt.load(one, checkpoint="last").trained.results
+    save_file(tensors, best)  # without a digest
     trained = molflt.load(one).trained
     assert not trained.results and "other weights" in trained.unmeasured
 
@@ -216,7 +195,7 @@ def test_the_model_card_contains_results_and_training_data(exported, run) -> Non
     assert header["metrics"] == ["mae"] and {"molflt", "is2re"} <= set(header["tags"])
     row = json.loads((run / "results.json").read_text())["val_id"]
     assert f"| val_id | {row['mae_eV']:.4g} | {row['ewt_percent']:.4g} |" in card
-    assert ABOUT in card and "trained on 48 systems of H, O, Cu, Pt" in card
+    assert ABOUT in card and "trained on 40 systems of H, O, Cu, Pt" in card
     assert "molflt predict small structures.extxyz" in card
 
 
@@ -231,7 +210,7 @@ def test_predictions_with_the_shipped_model(exported, tmp_path, monkeypatch, cap
     rows = printed.out.splitlines()
     assert rows[0] == "index,sid,formula,natoms,outside,energy_eV" and len(rows) == 3
     assert rows[1].startswith("0,0,HCu3O2Pt,7,,") and ",Au not in training," in rows[2]
-    assert f"molflt: game-net: {ABOUT}; trained on 48 systems of H, O, Cu, Pt" in printed.err
+    assert f"molflt: game-net: {ABOUT}; trained on 40 systems of H, O, Cu, Pt" in printed.err
     energies = [one.energy for one in molflt.load("game-net").predict("in.extxyz")]
     assert energies == [float(row.split(",")[-1]) for row in rows[1:]]
 
@@ -275,3 +254,69 @@ def test_changed_files_are_refused(exported, tmp_path, capsys) -> None:
     tensors = {name: tensor + 1 for name, tensor in load_file(weights).items()}
     save_file(tensors, weights, metadata=header)
     assert "sha256" in error_of(capsys, "predict", str(one), *words)
+
+
+# --- the packaged weights against DFT energies, and tags ------------------------------------------
+
+
+ROOT = Path(__file__).resolve().parents[1]
+WEIGHTS = ROOT / "molflt" / "weights" / "game-net"
+DFT = ROOT.parent / "shared" / "data" / "gamenet_fg"
+
+
+@pytest.mark.skipif(not DFT.exists(), reason=f"no GAME-Net data in {DFT}")
+def test_the_errors_on_the_card_are_those_on_dft() -> None:
+    systems = np.load(DFT / "gamenet_fg.npz")
+    splits = json.loads((DFT / "splits.json").read_text())
+    first = np.concatenate([[0], systems["natoms"].cumsum()])
+    place = {name: i for i, name in enumerate(systems["name"])}
+
+    def structure(i: int) -> Atoms:
+        own = slice(first[i], first[i + 1])
+        numbers, pos, tags = (systems[key][own] for key in ("atomic_numbers", "pos", "tags"))
+        return Atoms(numbers, pos, cell=systems["cell"][i], pbc=True, tags=tags)
+
+    model = molflt.load()
+    results = json.loads((WEIGHTS / "config.json").read_text())["results"]
+    assert results
+    for split, result in results.items():
+        rows = [place[name] for name in splits[split]]
+        found = model.predict([structure(i) for i in rows])
+        errors = np.abs([one.energy for one in found] - systems["y_relaxed"][rows])
+        assert len(rows) == result["n"]
+        assert errors.mean() == pytest.approx(result["mae_eV"], abs=1e-4)
+
+
+def on_copper(gas: str, tags: bool) -> Atoms:
+    slab = fcc111("Cu", (3, 4, 4), vacuum=8.0, periodic=True)
+    add_adsorbate(slab, molecule(gas), 2.0, "ontop")
+    if not tags:
+        slab.set_tags(0)
+    return slab
+
+
+@pytest.mark.parametrize("gas", ["CH3OH", "CH3CHO"])
+def test_tags_are_required_and_can_be_guessed(gas: str) -> None:
+    model, plain = molflt.load(), on_copper(gas, tags=False)
+    with pytest.raises(ValueError, match="tags"):
+        model.predict(plain)
+    known = model.predict(on_copper(gas, True), tags="ase")
+    guessed = model.predict(plain, tags="guess")
+    assert abs(known.energy - guessed.energy) < 0.5
+    # two of four layers are surface, as in the training data
+    assert guessed.outside == () and "0.25" in known.outside[0]
+    with pytest.raises(ValueError, match="tag"):
+        model.predict(plain, force=True)
+
+
+def test_wrong_tags_are_refused() -> None:
+    model = molflt.load()
+    for tag, reason in ((1, "no adsorbate"), (2, "no slab")):
+        atoms = on_copper("CH3OH", tags=False)
+        atoms.set_tags(tag)
+        with pytest.raises(ValueError, match=reason):
+            model.predict(atoms)
+    thin = fcc111("Cu", (3, 4, 2), vacuum=8.0, periodic=True)
+    add_adsorbate(thin, molecule("CH3OH"), 2.0, "ontop")  # the layers look like OC20's tags
+    with pytest.raises(ValueError, match="geometry.*CH4O"):
+        model.predict(thin)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import refusals
-from refusals import Refusal, Refused, command
+from refusals import Refusal
 
 TABLES = [module.name for module in pkgutil.iter_modules(refusals.__path__)]
 ROWS = [
@@ -25,10 +25,3 @@ def test_refusals_name_option_expectation_and_value(row: Refusal, tmp_path: Path
     message = str(caught.value)
     assert "\n" not in message and "Traceback" not in message
     assert [word for word in row.words if word.lower() not in message.lower()] == []
-
-
-def test_a_command_that_is_not_refused_is_seen(tmp_path: Path) -> None:
-    with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
-        test_refusals_name_option_expectation_and_value(
-            Refusal(command("--version"), "", error=Refused), tmp_path
-        )

@@ -18,6 +18,11 @@ from molflt.evaluation.shard_files import merge_shards
 from molflt.training.exported import read_exported, write_exported
 
 COUNT = 3
+CHANGES = {  # of rows, that keep their number
+    ".csv": ("^index", "indices", "index"),
+    ".json": ('"index": ', '"index": 0.', "int"),
+    ".extxyz": ("index=", "i=", "index"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -33,32 +38,25 @@ def predict(source: Path, out: Path, *words: str) -> None:
     assert main(["predict", *words]) == 0
 
 
-@pytest.fixture(scope="module", params=[".csv", ".json", ".extxyz"])
-def predicted(request, source, tmp_path_factory) -> tuple[Path, bytes]:
-    """Writes all shards of a file; returns its path, and the bytes that one process writes."""
+@pytest.fixture(scope="module")
+def predicted(source, tmp_path_factory) -> Path:
+    """Returns a folder with three files and all their shards."""
     folder = tmp_path_factory.mktemp("shards")
-    whole = folder / f"whole{request.param}"
-    predict(source, whole)
-    for number in range(1, COUNT + 1):
-        predict(source, folder / f"many{request.param}", f"--shard={number}/{COUNT}")
-    return folder / f"many{request.param}", whole.read_bytes()
+    for suffix in CHANGES:
+        predict(source, folder / f"whole{suffix}")
+        for number in range(1, COUNT + 1):
+            predict(source, folder / f"many{suffix}", f"--shard={number}/{COUNT}")
+    return folder
 
 
 @pytest.fixture
 def out(predicted, tmp_path) -> Path:
     """Copies the shards for tests that damage them."""
-    shutil.copytree(predicted[0].parent, tmp_path, dirs_exist_ok=True)
-    return tmp_path / predicted[0].name
+    return shutil.copytree(predicted, tmp_path / "shards") / "many.csv"
 
 
 def shard(out: Path, number: int) -> Path:
     return Shard(number, COUNT).path(out)
-
-
-def test_merged_shards_equal_the_file_of_one_process(predicted, out, capsys) -> None:
-    assert main(["merge", str(out)]) == 0
-    assert capsys.readouterr().out == f"{out}: 11 structures\n"
-    assert out.read_bytes() == predicted[1]
 
 
 @pytest.mark.parametrize(
@@ -80,7 +78,9 @@ def test_shards_that_do_not_fit_together_are_named(out, source, damage, said) ->
 
 
 @pytest.mark.parametrize("keep", [0.0, 0.4, 0.99])
-def test_truncated_shards_are_named(out, keep) -> None:
+@pytest.mark.parametrize("suffix", CHANGES)
+def test_truncated_shards_are_named(out, keep, suffix) -> None:
+    out = out.with_suffix(suffix)
     path = shard(out, 3)
     text = path.read_text()
     path.write_text(text[: int(keep * len(text.rstrip()))])
@@ -89,15 +89,14 @@ def test_truncated_shards_are_named(out, keep) -> None:
         merge_shards(out)
 
 
-CHANGES = {  # that keep the number of rows
-    ".csv": ("^index", "indices", "index"),
-    ".json": ('"index": ', '"index": 0.', "int"),
-    ".extxyz": ("index=", "i=", "index"),
-}
-
-
-def test_a_shard_with_other_rows_is_named(out) -> None:
-    old, new, said = CHANGES[out.suffix]
+@pytest.mark.parametrize("suffix", CHANGES)
+def test_merged_shards_equal_the_file_of_one_process(out, suffix, capsys) -> None:
+    """A shard with other rows is named."""
+    out = out.with_suffix(suffix)
+    assert main(["merge", str(out)]) == 0
+    assert capsys.readouterr().out == f"{out}: 11 structures\n"
+    assert out.read_bytes() == out.with_stem("whole").read_bytes()
+    old, new, said = CHANGES[suffix]
     text = shard(out, 2).read_text()
     shard(out, 2).write_text(re.sub(old, new, text, flags=re.M))
     with pytest.raises(ValueError, match=rf"^{re.escape(str(out.with_suffix('')))}.*{said}"):

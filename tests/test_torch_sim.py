@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
+import importlib
 import sys
 
 import numpy as np
@@ -14,10 +14,11 @@ from molflt.graph.potential import Potential
 from molflt.pretrained.calculator import Calculator
 
 
-def test_an_error_without_torch_sim_names_the_extra():
-    code = "import sys; sys.modules['torch_sim'] = None; import molflt.pretrained.torch_sim"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert "pip install molflt[torch-sim]" in done.stderr.splitlines()[-1]
+def test_an_error_without_torch_sim_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch_sim", None)
+    monkeypatch.delitem(sys.modules, "molflt.pretrained.torch_sim", raising=False)
+    with pytest.raises(ImportError, match=r"pip install molflt\[torch-sim\]"):
+        importlib.import_module("molflt.pretrained.torch_sim")
 
 
 def potential() -> Potential:

@@ -1,6 +1,8 @@
-"""Training of relaxed energies: loss, schedule, metrics and the run folder."""
+"""Training of relaxed energies: loss, schedule, metrics, the run folder and its description."""
 
 import json
+import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import lightning.pytorch as pl
@@ -9,7 +11,18 @@ import pytest
 import torch
 import yaml
 from safetensors import safe_open
-from tiny_run import arguments, differences, last_state, logged, start, structures, table, weights
+from tiny_run import (
+    SMALL,
+    alone,
+    differences,
+    error_of,
+    last_state,
+    logged,
+    start,
+    structures,
+    table,
+    weights,
+)
 from torch_geometric.data import Batch
 
 from molflt.commands.cli import main
@@ -18,14 +31,14 @@ from molflt.graph.regressor import EnergyRegressor
 from molflt.tasks.is2re import IS2RETask, _displacement_error
 from molflt.training.callbacks import _Averages
 from molflt.training.checkpoint import load_run
+from molflt.training.outcome import best_of
+from molflt.training.parser import dated_run
 
 
-def energies(root, split, model):
-    """Returns predictions and labels, one structure at a time."""
-    store = StructureStore(root / f"{split}.safetensors")
-    with torch.no_grad():
-        out = [float(model(Batch.from_data_list([record]))["energy"]) for record in store]
-    return np.array(out), np.array([float(record.y_relaxed) for record in store])
+def mae(run, root, name="best"):
+    """Returns the error of energies in validation, one structure at a time."""
+    path = root / "val_id.safetensors"
+    return np.abs(alone(run, path, name) - StructureStore(path).y_relaxed).mean()
 
 
 def test_run_folder(shared_run):
@@ -33,16 +46,11 @@ def test_run_folder(shared_run):
     saved = yaml.safe_load((run / "config.yaml").read_text())
     assert saved["model"]["dim"] == 16  # given
     assert saved["task"]["position_weight"] == 15.0  # a default
-    assert saved["task"]["energy_mean"] is None and saved["data"]["max_atoms"] is None
     assert set(saved) == {*("run", "seed", "recipe", "init", "model", "data", "task", "trainer")}
-    assert saved["recipe"] == "is2re"
     versions = json.loads((run / "versions.json").read_text())
     assert versions["torch"] == torch.__version__
     assert versions["git_commit"] is None or len(versions["git_commit"]) == 40
     assert {"molflt", "python", "lightning", "torch-geometric", "started"} <= {*versions}
-    names = {path.name for path in (run / "checkpoints").iterdir()}
-    assert names == {"last.ckpt", "best.safetensors", "last.safetensors"}
-    assert (run / "curve.png").read_bytes().startswith(b"\x89PNG")
     rows = table(run / "metrics.csv")
     assert {"train_mae_eV", "train_ewt_percent", "val_ewt_percent", "val_mse_eV2"} <= {*rows[0]}
     assert [int(row["step"]) for row in rows if row["train_loss"]] == [2, 4, 6, 8]
@@ -55,9 +63,8 @@ def test_best_weights_give_the_best_logged_mae(shared_data, shared_run):
     data, run = shared_data, shared_run
     model, saved = load_run(run)
     assert not model.training and saved["data"]["root"] == str(data)
-    predicted, labels = energies(data, "val_id", model)
     best = min(table(run / "metrics.csv", "val_mae_eV"), key=lambda row: float(row["val_mae_eV"]))
-    assert np.abs(predicted - labels).mean() == pytest.approx(float(best["val_mae_eV"]), rel=1e-5)
+    assert mae(run, data) == pytest.approx(float(best["val_mae_eV"]), rel=1e-5)
     with safe_open(run / "checkpoints" / "best.safetensors", framework="pt") as file:
         header = file.metadata()
     assert header["step"] == best["step"] and header["val_mae_eV"] == best["val_mae_eV"]
@@ -106,16 +113,12 @@ def test_averaged_weights_are_validated_and_kept(shared_data, tmp_path, capsys):
     start(data, tmp_path / "still", *words, "--trainer.ema_decay=0.999999999")
     assert "use 0.75 or less" in capsys.readouterr().err
     start(data, tmp_path / "plain", *words)
-    start(data, tmp_path / "quick", *words, "--trainer.ema_decay=0.75")
-    assert "averaged weights" not in capsys.readouterr().err
     maes, others = (logged(tmp_path / name, "val_mae_eV") for name in ("still", "plain"))
     assert maes[0] == pytest.approx(maes[1], rel=1e-4)
     assert others[0] != pytest.approx(others[1], rel=1e-3)
     # averaging does not change training
     assert logged(tmp_path / "still", "train_loss") == logged(tmp_path / "plain", "train_loss")
-    model, _ = load_run(tmp_path / "still", "last")
-    predicted, labels = energies(data, "val_id", model)
-    assert np.abs(predicted - labels).mean() == pytest.approx(maes[1], rel=1e-5)
+    assert mae(tmp_path / "still", data, "last") == pytest.approx(maes[1], rel=1e-5)
 
 
 def test_validation_keeps_float64_weights_and_averages(shared_data, tmp_path):
@@ -131,20 +134,17 @@ def test_validation_keeps_float64_weights_and_averages(shared_data, tmp_path):
     assert torch.float32 not in {tensor.dtype for tensor in kept}
 
 
-def test_structures_without_relaxed_positions_train_on_energies(tmp_path, capsys):
-    for seed, split in enumerate(("train", "val_id")):
-        records = list(structures(9, seed))
-        for record in records[: 9 - 7 * seed]:
-            record.pos_relaxed[:] = float("nan")
-        write_store(tmp_path / f"{split}.safetensors", records)
-    assert start(tmp_path, tmp_path / "run", "--trainer.max_steps=4") == 0
-    (tmp_path / "train.safetensors").unlink()
-    (tmp_path / "val_id.safetensors").rename(tmp_path / "train.safetensors")
+@pytest.mark.parametrize(
+    ("without", "more"), [(9, "--task.noise=0"), (2, "--task.interpolate=0.5")]
+)
+def test_structures_without_relaxed_positions_train_on_energies(tmp_path, capsys, without, more):
+    records = list(structures(9))
+    for record in records[:without]:
+        record.pos_relaxed[:] = float("nan")
+    write_store(tmp_path / "train.safetensors", records)
     write_store(tmp_path / "val_id.safetensors", structures(5, 7, first_sid=99))
-    capsys.readouterr()
-    words = arguments(tmp_path, tmp_path / "moved", "--trainer.max_steps=4")
-    assert main(["train", *words, "--task.interpolate=0.5"]) == 0
-    assert capsys.readouterr().err.count("2 of 9 structures") == 1
+    assert start(tmp_path, tmp_path / "run", "--trainer.max_steps=4", more) == 0
+    assert capsys.readouterr().err.count("2 of 9 structures") == (without == 2)
 
 
 def test_displacement_error_and_its_gradient_by_hand():
@@ -175,15 +175,6 @@ def test_learning_rate_rises_and_falls_linearly():
     assert IS2RETask(torch.nn.Linear(1, 1), warmup_steps=0).lr_factor(0, 10) == 1.0
 
 
-def test_position_weight_falls_linearly(shared_data, tmp_path, monkeypatch):
-    seen, original = [], IS2RETask._position_weight
-    noting = lambda *arguments: seen.append(original(*arguments)) or seen[-1]  # noqa: E731
-    monkeypatch.setattr(IS2RETask, "_position_weight", noting)
-    words = ["--trainer.max_steps=8", "--task.position_weight=9", "--task.position_weight_final=1"]
-    start(shared_data, tmp_path / "run", *words)
-    assert seen == pytest.approx(np.linspace(9, 1, 9)[:8])
-
-
 def test_energy_metrics_by_hand():
     """Errors within the threshold are strictly below 0.02 eV."""
     error = torch.tensor([0.02, -0.02, np.nextafter(0.02, 0), 0.5, 0.0], dtype=torch.float64)
@@ -196,9 +187,10 @@ def test_energy_metrics_by_hand():
     assert IS2RETask(torch.nn.Linear(1, 1)).summarize(totals) == pytest.approx(metrics)
 
 
-def test_features_are_redrawn_at_their_steps_only(shared_data, tmp_path, monkeypatch):
-    steps = []
-    original = EnergyRegressor.redraw_
+def test_changes_during_training(shared_data, tmp_path, monkeypatch):
+    """Features are redrawn, and the weight of positions falls linearly; in mixed precision."""
+    steps, seen = [], []
+    original, weight = EnergyRegressor.redraw_, IS2RETask._position_weight
 
     def feature_map(model):
         return model.stack.blocks[0].attention.feature_map
@@ -208,12 +200,17 @@ def test_features_are_redrawn_at_their_steps_only(shared_data, tmp_path, monkeyp
         steps.append(feature_map(self).projection.matrix())
 
     monkeypatch.setattr(EnergyRegressor, "redraw_", noting)
-    words = ["--trainer.max_steps=9", "--task.redraw_every=4"]
+    noting_weight = lambda *arguments: seen.append(weight(*arguments)) or seen[-1]  # noqa: E731
+    monkeypatch.setattr(IS2RETask, "_position_weight", noting_weight)
+    words = ["--trainer.max_steps=9", "--task.redraw_every=4", "--trainer.precision=bf16-mixed"]
+    words += ["--task.position_weight=10", "--task.position_weight_final=1"]
     start(shared_data, tmp_path / "run", *words)
+    assert seen == pytest.approx(np.linspace(10, 1, 10)[:9])
     _, *steps = steps  # the first call checks whether a copy is random
     assert len(steps) == 2 and not torch.equal(*steps)  # before steps 4 and 8
     model, _ = load_run(tmp_path / "run", "last")
     assert torch.equal(feature_map(model).projection.matrix(), steps[-1])
+    assert next(model.parameters()).dtype == torch.float32
 
 
 def test_averages_are_on_the_device_of_the_weights():
@@ -225,15 +222,65 @@ def test_averages_are_on_the_device_of_the_weights():
     assert {weight.device.type for weight in averages._average_model.parameters()} == {"meta"}
 
 
-def test_mixed_precision(shared_data, tmp_path):
-    words = ["--trainer.precision=bf16-mixed", "--trainer.max_steps=4"]
-    assert start(shared_data, tmp_path / "run", *words) == 0
-    model, _ = load_run(tmp_path / "run")
-    assert next(model.parameters()).dtype == torch.float32
-
-
 def test_energy_metrics_are_summed_in_float64():
     """In float32 the sum of these errors would be wrong in the fourth digit."""
     energy = torch.full((2_000_000,), 0.1)
-    mae = IS2RETask.sums.of(energy, torch.zeros(2_000_000)).metrics()["mae_eV"]
-    assert mae == pytest.approx(float(np.float32(0.1)), rel=1e-12)
+    found = IS2RETask.sums.of(energy, torch.zeros(2_000_000)).metrics()["mae_eV"]
+    assert found == pytest.approx(float(np.float32(0.1)), rel=1e-12)
+
+
+# --- output, names of runs, and molflt info -------------------------------------------------------
+
+
+def test_logs_have_one_line_per_validation_and_a_last_one(shared_run) -> None:
+    run, text = shared_run, shared_run.with_name("log").read_text()
+    assert "\r" not in text and "\x1b" not in text and "%|" not in text
+    lines = text.splitlines()
+    rows = table(run / "metrics.csv", "val_mae_eV")
+    steps = [line for line in lines if line.startswith("step ")]
+    assert len(steps) == len(rows) == 2 and len(lines) == 4
+    for line, row in zip(steps, rows, strict=True):
+        assert line.startswith(f"step {row['step']} of 8: ")
+        assert f"MAE {float(row['val_mae_eV']):.3f} eV" in line
+    best = min(rows, key=lambda row: float(row["val_mae_eV"]))
+    assert f"MAE {float(best['val_mae_eV']):.3f} eV at step {best['step']}; 8 steps" in lines[-1]
+    assert lines[-1].endswith(f"molflt evaluate {run}")
+
+
+def test_default_names_have_a_date_and_are_unique(
+    shared_data, tmp_path, monkeypatch, capsys
+) -> None:
+    """A shortened warm-up is reported."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    (tmp_path / "my own.yaml").write_text(f"data: {{root: {shared_data}}}\n")
+    words = ["train", "--config", "my own.yaml", *SMALL, "--trainer.max_steps=1"]
+    assert main(words) == main(words) == 0
+    assert "task.warmup_steps=2" in capsys.readouterr().out.splitlines()[0]
+    day = time.strftime("%Y-%m-%d")
+    assert {path.name for path in Path("runs").iterdir()} == {f"{day}-my-own", f"{day}-my-own-2"}
+    saved = yaml.safe_load(Path("runs", f"{day}-my-own", "config.yaml").read_text())
+    assert saved["task"]["warmup_steps"] == 0
+    assert dated_run("my own") == Path("runs") / f"{day}-my-own-3"
+    monkeypatch.setenv("LOCAL_RANK", "1")  # another process of this training
+    assert dated_run("anything") == Path("runs") / f"{day}-my-own-3"
+    monkeypatch.delenv("MOLFLT_RUN")
+    assert "--run" in error_of(capsys, *words)
+
+
+def test_info_describes_a_run(shared_run, shared_data, capsys) -> None:
+    run = shared_run
+    assert main(["info", str(run), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    best = best_of(run)
+    assert best is not None and found["best"] == best._asdict()
+    assert (found["recipe"], found["steps"], found["max_steps"]) == ("is2re", 8, 8)
+    assert found["data"]["root"] == str(shared_data) and found["model"]["dim"] == 16
+    assert found["sets"]["train"]["systems"] == 22 and found["sets"]["val"]["systems"] == 13
+    assert found["versions"]["molflt"] and "checkpoints/best.safetensors" in found["files"]
+    learned = [part.numel() for part in load_run(run)[0].parameters() if part.requires_grad]
+    assert found["parameters"] == sum(learned)
+    assert main(["info", str(run)]) == 0
+    text = capsys.readouterr().out
+    for words in (f"{sum(learned):,} parameters", "8 of 8", f"{best.value:.3f} eV", "22 systems"):
+        assert words in text

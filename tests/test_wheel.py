@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from ase.build import add_adsorbate, fcc111
 from ase.io import write
 from test_own_data import frames
-from tiny_run import write_points
+from tiny_run import oxygen_on_copper, write_points
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -142,11 +141,8 @@ def shown() -> list[list[str] | str]:
 def test_readme_in_another_folder(installed: Installed, tmp_path: Path) -> None:
     """Runs every command and example, on files that a reader has to provide."""
     write(tmp_path / "mine.extxyz", frames(12))
-    slab = fcc111("Cu", (2, 2, 3), vacuum=8.0, periodic=True)
-    add_adsorbate(slab, "O", height=1.2, position="fcc")
-    slab.set_tags([0] * 4 + [1] * 8 + [2])
     for name in ("structures.extxyz", "slab.extxyz"):
-        write(tmp_path / name, slab)
+        write(tmp_path / name, oxygen_on_copper())
     write_points(tmp_path / "frames")
     steps = shown()
     assert {step[0] for step in steps if isinstance(step, list)} >= {"train", "evaluate", "predict"}

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from functools import cache
 from pathlib import Path
 
@@ -13,16 +13,20 @@ import numpy as np
 import pytest
 import torch
 from ase import Atoms
-from ase.build import bulk
+from ase.build import add_adsorbate, bulk, fcc111
 from ase.calculators.lj import LennardJones
 from ase.calculators.singlepoint import SinglePointCalculator
 from ase.io import write
 from safetensors.torch import load_file
+from torch_geometric.data import Batch
 
 from molflt.commands.cli import main
 from molflt.commands.train import build_parser, train
+from molflt.data.structures import open_dataset
 from molflt.data.structures.records import make_record
 from molflt.data.structures.store import write_store
+from molflt.training import run_folder
+from molflt.training.checkpoint import load_run
 from molflt.training.loop import _LightningTask
 
 SMALL = [
@@ -39,6 +43,20 @@ SMALL = [
     "--task.warmup_steps=2",
     "--trainer.accelerator=cpu",
 ]
+
+
+_draw_curve, _curves = run_folder.draw_curve, {}
+
+
+def _curve(run: Path, file: Path, metrics, measure: str) -> None:
+    """Draws one curve per measure and copies it: curves take most of the time of a tiny run."""
+    if measure not in _curves:
+        _draw_curve(run, file, metrics, measure)
+        _curves[measure] = file.read_bytes()
+    file.write_bytes(_curves[measure])
+
+
+run_folder.draw_curve = _curve
 
 
 def structures(count: int, seed: int = 0, first_sid: int = 0, labels: bool = True):
@@ -81,12 +99,36 @@ def argon(count: int, seed: int) -> list[Atoms]:
     return frames
 
 
+def oxygen_on_copper() -> Atoms:
+    """Returns a slab with tags."""
+    atoms = fcc111("Cu", (2, 2, 3), vacuum=8.0, periodic=True)
+    add_adsorbate(atoms, "O", height=1.2, position="fcc")
+    atoms.set_tags([0] * 4 + [1] * 8 + [2])
+    return atoms
+
+
 def write_points(root: Path) -> Path:
     """Writes structures with energies, forces and stress."""
     root.mkdir(parents=True)
     for seed, split in enumerate(("train", "val_id")):
         write(root / f"{split}.extxyz", argon(6, seed))
     return root
+
+
+def potential_run(root: Path) -> Path:
+    """Trains a potential with charges on rattled argon."""
+    for seed, (split, count) in enumerate({"train": 24, "val_id": 8}.items()):
+        frames = argon(count, seed)
+        for atoms in frames:
+            atoms.set_tags([4, 3, 2, 1])  # layers of ase.build; potentials ignore tags
+        write(root / f"{split}.traj", frames)
+    words = "--model.dim=16 --model.heads=2 --model.layers=1 --model.ffn_dim=16 "
+    words += "--model.num_features=8 --model.radial_basis=8 --model.long_range 1 6 "
+    words += "--model.long_range_channels=2 --trainer.max_steps=60 --trainer.val_every=30 "
+    words += f"--task.warmup_steps=5 --task.lr=0.01 --data.batch_size=8 --data.root={root}"
+    words += " --trainer.accelerator=cpu"
+    assert main(["train", "--recipe=potential", *words.split(), f"--run={root / 'run'}"]) == 0
+    return root / "run"
 
 
 def write_data(root: Path, train: int = 22, val: int = 13) -> Path:
@@ -108,10 +150,14 @@ def shared_data() -> Path:
 
 @cache
 def shared_run() -> Path:
-    """Returns a finished is2re run of 8 steps on `shared_data`; only for reading."""
+    """Returns a finished is2re run of 8 steps on `shared_data`; only for reading.
+
+    Its output is in the file log in the parent folder.
+    """
     run = Path(_shared().name) / "run"
     words = ["--trainer.max_steps=8", "--trainer.val_every=4", "--trainer.log_every=2"]
-    assert start(shared_data(), run, *words) == 0
+    with open(run.with_name("log"), "w") as file, redirect_stdout(file):
+        assert start(shared_data(), run, *words) == 0
     return run
 
 
@@ -215,6 +261,14 @@ def at_step(step, act, method="training_step"):
 
 def power_cut(_):
     raise RuntimeError("power cut")
+
+
+def alone(run: Path, path: Path, name: str = "best") -> np.ndarray:
+    """Predicts the energies of structures one by one, independently of the evaluation."""
+    model, _ = load_run(run, name)
+    with torch.no_grad():
+        batches = (Batch.from_data_list([record]) for record in open_dataset(path))
+        return np.array([float(model(batch)["energy"]) for batch in batches])
 
 
 def page_of(run: Path) -> str:
