@@ -24,7 +24,7 @@ RESULTS = ROOT / "docs" / "results"
 RUN = load_script("run")
 NAMES = list(RUN.benchmarks())
 # rows of benchmarks of earlier commits
-HISTORY = {"kernel_error", "layers", "precision", "throughput"}
+HISTORY = {"kernel_error", "layers", "precision"}
 STORED = sorted({path.stem for path in RESULTS.glob("*.csv")} - HISTORY)
 MEMORY = {"scaling", "atoms", "patches", "arena"}
 # It trains in other processes, as other tests do; the weekly workflow runs it.
