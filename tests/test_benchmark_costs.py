@@ -35,18 +35,6 @@ def test_growth_measures_allocated_memory() -> None:
     assert 79 < float(grown.stdout) < 90
 
 
-@needs_linux
-def test_expensive_sizes_are_skipped_with_a_note() -> None:
-    study = benchmark("scaling").STUDY._replace(passes=(layers.TRAINING,))
-    found = layers.measure_layers(study, (512, 4096), ("fnet",), rounds=1, gigabytes=0.01)
-    assert found[0]["note"] is None and found[0]["seconds"] and found[0]["peak_MiB"] > 1
-    assert found[1]["note"].startswith("skipped: would need about 0.0 GB and")
-    text = study.table(found)
-    assert "| fnet | " in text and "- fnet, 4096 tokens: skipped" in text and " – |" in text
-    assert layers.cost_ratio(found, "time", "fnet", "fnet", 512) == 1
-    assert layers.cost_ratio(found, "memory", "fnet", "fnet", 4096) is None
-
-
 def test_works_take_turns_and_ratios_are_within_rounds() -> None:
     seen: list[str] = []
     ticks = iter(range(100))
@@ -56,30 +44,6 @@ def test_works_take_turns_and_ratios_are_within_rounds() -> None:
     assert turns.paired([1.0, 10.0, 2.0], [2.0, 20.0, 1.0]) == 0.5
     assert rows.exponent([(n, 3.0 * n**1.5) for n in (1, 10, 100)]) == pytest.approx(1.5)
     assert math.isnan(rows.exponent([(5, 1.0)]))
-
-
-def test_the_longest_pass_is_timed_as_the_others_are(monkeypatch) -> None:
-    """Warm and in this process; a cold call in a fork took up to twice as long."""
-    seen: list[int] = []
-    ticks = iter(range(100))
-
-    class Layer(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            seen.append(len(x))
-            return x
-
-    study = layers.Study(
-        *("none", "tokens"),
-        {"slow": layers.Mechanism(lambda length, causal: Layer())},
-        lambda length: torch.zeros(length),
-        passes=("forward",),
-        budget=12.0,
-        clock=lambda: float(next(ticks)),
-    )
-    fork = {"MiB": 1.0, "seconds": 40.0, "process": 1.0}
-    monkeypatch.setattr(layers, "ask", lambda *given: fork)
-    (found,) = layers.measure_layers(study, (64,))
-    assert seen == [64, 64] and found["seconds"] == [1.0] and found["rounds"] == 1
 
 
 def test_bytes_are_those_of_the_states_and_only_softmax_has_more_for_more_tokens() -> None:

@@ -3,7 +3,6 @@
 import os
 import re
 import shlex
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -155,63 +154,3 @@ def test_commands_of_the_documentation_exist() -> None:
         RUN.parse([name, *shlex.split(words)])
     for script in re.findall(r"python (scripts/\w+\.py)", text):
         assert (ROOT / script).exists(), script
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["decoding", "--mechanisms", "flash"], "'flash' is unknown; expected some of conv-spe"),
-        (["reading", "--records", "nowhere"], "nowhere: no such file; expected an OC20 LMDB"),
-        (["dimers", "--data", "nowhere"], "nowhere: no train-id*.xyz"),
-        (["nodes", "--redraw"], "nodes.csv"),
-    ],
-)
-def test_errors_are_one_line(words, message, tmp_path, capsys) -> None:
-    assert RUN.main([*words, "--out", str(tmp_path / "out")]) == 2
-    captured = capsys.readouterr()
-    assert captured.err.count("\n") == 1 and captured.err.startswith(f"run.py {words[0]}: error: ")
-    assert message in captured.err and not captured.out and not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["nodes", "--quick"], "give --out FOLDER"),
-        (["nodes", "--redraw", "--pairs", "3"], "no other option but --out has an effect"),
-        (["long_range"], "the following arguments are required: --data"),
-    ],
-)
-def test_options_without_effect_are_refused(words, message, capsys) -> None:
-    with pytest.raises(SystemExit):
-        RUN.main(words)
-    assert message in capsys.readouterr().err
-
-
-def test_rows_that_could_not_be_measured_are_named(tmp_path: Path, capsys) -> None:
-    """A failed import is an error; a skipped row is a result."""
-    module = benchmark("patches")
-    key = ("performer", False, 64, layers.TRAINING)
-    good = {"MiB": 1.0, "process": 9.0}
-    notes = [None, "skipped: would need about 7.2 GB and 40 s", "ImportError: No module named 'x'"]
-    for note, code in zip(notes, (0, 0, 1), strict=True):
-        rows = [layers.row(module.STUDY, key, good, [1.0])]
-        rows += [layers.row(module.STUDY, ("flt", *key[1:]), good | {"note": note}, [1.0])]
-        RUN.write_csv(tmp_path / "patches.csv", rows)
-        assert RUN.main(["patches", "--redraw", "--out", str(tmp_path)]) == code
-    error = capsys.readouterr().err
-    assert error == "not measured: flt, 64, forward+backward: ImportError: No module named 'x'\n"
-
-
-def test_without_a_name_all_are_listed(capsys, monkeypatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["run.py"])
-    assert RUN.main() == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == NAMES and min(map(len, lines)) > 40
-
-
-def test_a_block_replaces_the_one_before_and_nothing_else() -> None:
-    page = "a\n<!-- bench: x -->\nold\n<!-- end -->\nb\n<!-- bench: y -->\nkept\n<!-- end -->\n"
-    once = RUN.marked(page, "x", "new")
-    assert once == page.replace("old", "\nnew\n") == RUN.marked(once, "x", "new")
-    with pytest.raises(ValueError, match="no <!-- bench: z -->"):
-        RUN.marked(page, "z", "new")

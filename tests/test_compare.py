@@ -75,40 +75,6 @@ def test_mean_and_spread(trainings, words, tmp_path, capsys) -> None:
     assert (tmp_path / "out" / "comparison.png").stat().st_size > 1000
 
 
-@pytest.mark.parametrize("stopped", [False, True])
-def test_finished_runs_are_not_repeated(trainings, words, tmp_path, monkeypatch, stopped) -> None:
-    """A training that ended for want of patience is only evaluated."""
-    run = tmp_path / "out" / "flt" / "seed1"
-    trainings.broken = f"evaluate {run}"
-    assert COMPARE.main(words) == 1
-    trainings.broken = ""
-    trainings.commands.clear()
-    (run / "checkpoints").mkdir()
-    (run / "checkpoints" / "last.ckpt").touch()
-    if stopped:
-        early = {"step": 10, "since": 2, "metric": "mae_eV", "best": 0.1, "best_step": 6}
-        monkeypatch.setattr(resume, "read_checkpoint", lambda path: {"molflt": {"stopped": early}})
-    assert COMPARE.main(words) == 0
-    resumed = [] if stopped else [["train", "--resume", str(run)]]
-    assert trainings.commands == [*resumed, ["evaluate", str(run)]]
-
-
-def test_what_cannot_be_compared_is_refused(trainings, words, tmp_path, capsys) -> None:
-    assert COMPARE.main(words) == 0
-    trainings.commands.clear()
-    twice = ["configs/atoms/flt.yaml", "configs/other/flt.yaml"]
-    for given, message in (
-        ([*words, "--", "--model.dim=8"], "other words"),
-        ([*words[:4], "--variants", *twice], "--variants: expected different names; got flt"),
-    ):
-        assert COMPARE.main(given) == 2
-        assert message in capsys.readouterr().err
-    Path(words[1]).write_text("seed: 1\n")
-    assert COMPARE.main(words) == 2 and trainings.commands == []
-    assert COMPARE.main([*words[:4], "--variants", str(tmp_path / "other.yaml")]) == 2
-    assert "got speed, n" in capsys.readouterr().err
-
-
 def test_variants_are_files_with_changes(trainings, words, tmp_path, capsys) -> None:
     """A row that diverged in one seed has no mean: perplexities that overflow are null."""
     file = str(tmp_path / "tokens.yaml")
@@ -123,20 +89,3 @@ def test_variants_are_files_with_changes(trainings, words, tmp_path, capsys) -> 
     assert cells_of(text, "tokens") == [["10", "2", "31.00 ± 1.41", "31.00 ± 1.41"]]
     assert cells_of(text, "tokens,heads=2,num_nodes=8") == cells_of(text, "tokens")
     assert cells_of(text, "tokens-diverged") == [["10", "2", "–", "–"]]
-
-
-def test_runs_on_other_data_are_not_averaged(trainings, words, tmp_path, capsys, monkeypatch):
-    assert COMPARE.main(words) == 0
-    for seed in range(3):
-        last = tmp_path / "out" / "flt" / f"seed{seed}" / "checkpoints" / "last.ckpt"
-        last.parent.mkdir()
-        last.touch()
-
-    def read(path: Path) -> dict:
-        other = path.parts[-3] == "seed2"
-        return {"molflt": {"data": {"train": {"structures": 1000 + other}}}}
-
-    monkeypatch.setattr(resume, "read_checkpoint", read)
-    assert COMPARE.main(words) == 2
-    err = capsys.readouterr().err
-    assert "flt/seed2" in err and "other data" in err and "flt/seed0" in err

@@ -74,14 +74,3 @@ def test_single_models_and_ensembles_beside_published_ones(trainings, words, tmp
     assert cells["family0"] == ["2", "0.050", "0.100"] and cells["family1"][1] == "0.100"
     assert len((tmp_path / "out" / "folds.csv").read_text().splitlines()) == 1 + 2 * 4
     assert (tmp_path / "out" / "folds.png").stat().st_size > 1000
-
-
-def test_nothing_is_trained_without_published_energies(trainings, words, tmp_path, capsys):
-    path = tmp_path / "published.npz"
-    np.savez(path, name=np.array(["s1"]), other=np.zeros(1))
-    assert FOLDS.main([*words, "--published", str(path)]) == 2
-    assert "expected energies of s2; got none" in capsys.readouterr().err
-    assert not trainings.commands
-    trainings.broken = f"evaluate {tmp_path / 'out' / 'test0-val2'}"
-    assert FOLDS.main(words) == 1
-    assert "3 trainings" in capsys.readouterr().out

@@ -19,7 +19,6 @@ from torch_geometric.data import Batch, Data
 from molflt.data.structures import open_dataset
 from molflt.data.structures.records import make_record
 from molflt.data.structures.splits import VAL_SPLITS
-from molflt.graph import EnergyRegressor
 
 peers = load_script("peers")
 jobs, models, nets, pool, report, ridge = (
@@ -132,67 +131,6 @@ def test_atoms_below_the_surface_are_left_out_where_ours_leaves_them_out(name: s
     torch.testing.assert_close(found, energies(peer(name), untagged), rtol=0, atol=1e-9)
 
 
-class Ticks:
-    """A clock that goes on by a second whenever it is read."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        self.now += 1.0
-        return self.now
-
-
-def test_budget_ends_training_within_a_step(tmp_path: Path) -> None:
-    """Evaluation takes nothing of it."""
-    root = write_data(tmp_path)
-    data = jobs.IS2REData(root, batch_size=4)
-    data.setup()
-    model = EnergyRegressor(dim=8, heads=1, layers=1, position="none", mixing="softmax")
-    task = jobs.IS2RETask(model, lr=1.0, warmup_steps=0, optimizer="adam")
-    task.prepare(data)
-    rates, clock = [], Ticks()
-    task.loss, own = (
-        lambda batch, share: (rates.append((share, rate())), own(batch, share))[1],
-        task.loss,
-    )
-    make = task.optimizer
-    task.optimizer = lambda: kept.append(make()) or kept[0]
-    kept: list[torch.optim.Optimizer] = []
-
-    def rate() -> float:
-        return kept[0].param_groups[0]["lr"]
-
-    def evaluate(model: nn.Module) -> dict[str, float]:
-        assert not model.training
-        clock.now += 100.0
-        return {"mae_eV": 1.0}
-
-    own_budget = jobs.CpuBudget(10.5, clock)
-    options = {"max_steps": 1000, "gradient_clip": 1.0, "ema_decay": 0.9}
-    trained, curve = jobs.train(task, data, own_budget, options, 5, evaluate)
-    assert own_budget.steps == 10 and own_budget.used == 11.0  # one second each, and one before
-    assert own_budget.used - own_budget.longest < 10.5 <= own_budget.used
-    assert [point["cpu_seconds"] for point in curve] == [3.0, 5.0, 7.0, 9.0, 11.0]
-    assert [point["step"] for point in curve] == [2, 4, 6, 8, 10]
-    assert [share for share, _ in rates] == pytest.approx([i / 10.5 for i in range(1, 11)])
-    assert [lr for _, lr in rates] == pytest.approx([1 - i / 10.5 for i in range(1, 11)], abs=2e-3)
-    assert trained is not model and not trained.training  # the average
-
-
-def test_an_average_of_weights_forgets_the_first_ones_of_a_short_training() -> None:
-    """After 300 steps a fixed decay of 0.999 keeps 74 % of them."""
-    model = nn.Linear(1, 1, bias=False)
-    average = jobs.averaged(model, 0.999)
-    for weight in [1.0] + 300 * [0.0]:
-        nn.init.constant_(model.weight, weight)
-        average.update_parameters(model)
-    assert 0 < float(average.module.weight) < 1e-9
-    for weight in 20_000 * [0.0] + [1.0]:  # from 8,990 steps on the decay is the given one
-        nn.init.constant_(model.weight, weight)
-        average.update_parameters(model)
-    assert float(average.module.weight) == pytest.approx(1e-3, rel=1e-3)
-
-
 def test_shares_of_the_training_set_depend_only_on_the_seed(tmp_path: Path) -> None:
     whole = open_dataset(write_data(tmp_path) / "train.safetensors")
     sids = [{int(data.sid) for data in jobs.part_of(whole, share, 3)} for share in (0.2, 0.5, 1)]
@@ -248,59 +186,6 @@ def test_a_comparison_is_written_and_not_repeated(words, tmp_path, capsys) -> No
     assert own["mae_eV"] == pytest.approx(error.mean()) == result["curve"][-1]["mae_eV"]
     assert own["ewt_percent"] == pytest.approx(100 * (error < 0.02).mean())
 
-    (out / "jobs" / "median_0.002min_1_seed0.json").unlink()
-    assert peers.main(_with(words, "--seeds", "2", "--fractions", "1", "0.5")) == 0
-    assert pool.done == ["median_0.002min_1_seed0"]
-    pool.done.clear()
-    assert peers.main([*_with(words), "--task.betas", "[0.8,0.9]"]) == 2
-    assert "this was made with other words; choose another --out" in capsys.readouterr().err
-    write_data(tmp_path / "data", val=12)
-    pool._digest.cache_clear()
-    assert peers.main(_with(words)) == 2
-    assert "made with other digests" in capsys.readouterr().err and pool.done == []
-
-
-def test_learning_rates_are_chosen_on_val_id(words, tmp_path, capsys) -> None:
-    options = ["--seeds", "1", "--tune", "--tune-minutes", "0.001"]
-    assert peers.main(_with(words, *options)) == 0
-    assert len(pool.done) == 5
-    found = {}
-    for path in (tmp_path / "out" / "jobs").glob("tune_*.json"):
-        result = json.loads(path.read_text())
-        assert list(result["splits"]) == ["val_id"] and result["job"]["seed"] == pool.TUNING_SEED
-        found[result["job"]["lr"]] = result["splits"]["val_id"]["mae_eV"]
-    assert sorted(found) == pytest.approx([3.3e-4, 1e-3, 3e-3])
-    assert f"| {min(found, key=found.__getitem__):g} (3) |" in capsys.readouterr().out
-
-
-def test_differences_have_the_spread_of_systems_and_of_seeds(words, tmp_path, capsys) -> None:
-    labels = open_dataset(tmp_path / "data" / "val_id.safetensors").y_relaxed
-    rows = [f"{1000 + i},{i // 2},{i % 2}" for i in range(len(labels))]
-    (tmp_path / "data" / "systems.csv").write_text("\n".join(["sid,molecule,metal", *rows]))
-    words = _with(words, "--seeds", "2", "--against", "median", "--alike", "molecule", "metal")
-    assert peers.main(words) == 0
-
-    def errors(model: str) -> np.ndarray:
-        files = sorted((tmp_path / "out" / "jobs").glob(f"{model}_*.json"))
-        found = [json.loads(file.read_text())["splits"]["val_id"]["energy_eV"] for file in files]
-        return np.array(found) - labels
-
-    signed = errors("small")
-    with_median = np.mean([np.corrcoef(seed, errors("median")[0])[0, 1] for seed in signed])
-    ours, median = np.abs(signed), np.abs(errors("median"))
-    apart = (ours - median).mean(axis=0)
-    numbers = np.arange(len(labels))
-    variance = report.variance_of_mean(apart, [numbers // 2, numbers % 2])
-    error = (variance + ours.mean(axis=1).std(ddof=1) ** 2 / 2) ** 0.5
-    text = capsys.readouterr().out
-    assert "Mean ± standard error by molecule and metal" in text
-    assert f"| small | {apart.mean():.3f} ± {error:.3f} |" in text
-    assert "| r with errors of median | val_id |\n| --- | --- |\n| median | 1.00 |" in text
-    assert f"\n| small | {with_median:.2f} |" in text
-    pool.done.clear()
-    assert peers.main([word.replace("metal", "colour") for word in words]) == 2
-    assert "no colour of sid 1000; choose --alike" in capsys.readouterr().err and not pool.done
-
 
 @pytest.mark.parametrize("groupings", [0, 1, 2])
 def test_the_standard_error_matches_repeated_draws(groupings: int) -> None:
@@ -318,20 +203,6 @@ def test_the_standard_error_matches_repeated_draws(groupings: int) -> None:
     values = draw.normal(size=7)
     assert report.variance_of_mean(values, []) == pytest.approx(values.var(ddof=1) / 7)
     assert np.isnan(report.variance_of_mean(values, [np.zeros(7, int)]))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (["--models", "gemnet"], "model 'gemnet' is unknown; expected one of molflt, flt,"),
-        (["--", "--trainer.precision", "bf16-mixed"], "and trainer.precision 32-true; got is2re"),
-        (["--", "--trainer.accumulate", "2"], "peers do not support trainer.accumulate"),
-    ],
-)
-def test_impossible_comparisons_are_refused_before_training(words, change, message, capsys):
-    assert peers.main([*words, *change]) == 2
-    assert message in capsys.readouterr().err
-    assert pool.done == []
 
 
 @pytest.fixture(scope="module")

@@ -34,17 +34,6 @@ def slab_with(name: str, at: float = 0.0, down: float = 0.0, n: int = 3):
     return both
 
 
-def test_a_molecule_and_a_slab_that_the_cell_cuts_are_put_together():
-    for one in (slab_with("CH3OH", at=3.0), slab_with("CH3OH", at=0.0, down=8.0)):
-        one = sizes.separate(one)
-        assert (len(one.slab), len(one.adsorbate)) == (27, 6)
-        lengths = np.sort(one.adsorbate.get_all_distances()[0])
-        assert lengths == pytest.approx(np.sort(molecule("CH3OH").get_all_distances()[0]))
-        heights = one.whole.positions[:, 2]
-        assert one.vacuum == pytest.approx(one.whole.cell[2, 2] - np.ptp(heights))
-        assert heights[27:].min() - one.slab.positions[:, 2].max() == pytest.approx(2.0)
-
-
 def test_structures_of_other_sizes():
     systems = [sizes.separate(slab_with(name)) for name in ("CH3OH", "CO")]
     found = sizes.build(systems)

@@ -13,8 +13,6 @@ from molflt.data.structures.store import StructureStore
 from molflt.data.structures.systems import read_systems
 
 genuine = pytest.mark.skipif(not ARCHIVE.is_file(), reason=f"no GAME-Net archive at {ARCHIVE}")
-BAD, ENERGIES = "cu-00A1-a", "energies.dat"
-POSCAR, CONTCAR = (f"amides/structures/{BAD}.{end}" for end in ("poscar", "contcar"))
 
 
 @pytest.fixture(scope="module")
@@ -118,29 +116,3 @@ def test_groups_names_and_folds(archive, tmp_path):
     parts = stores(pairs / "test1-val3")
     assert parts["test_id"] == names[1::4] and parts["val_id"] == names[3::4]
     assert sorted(parts["train"]) == sorted(names[0::4] + names[2::4])
-
-
-DAMAGE = {
-    "no POSCAR": (lambda f: f.pop(POSCAR), POSCAR),
-    "absurd": (
-        lambda f: f.update({ENERGIES: f[ENERGIES].replace(f"{BAD} -122.1", f"{BAD} -1.5")}),
-        "119.500",
-    ),
-    "elements": (lambda f: f.update({CONTCAR: f[CONTCAR].replace("H C", "C H")}), "same atoms"),
-    "metal": (
-        lambda f: f.update({p: f[p].replace("Cu", "Au") for p in (POSCAR, CONTCAR)}),
-        "Au3H2C",
-    ),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_a_bad_system_is_named(tmp_path, capsys, damage):
-    files, path = content(), tmp_path / "FG.tar.xz"
-    change, reason = DAMAGE[damage]
-    change(files)
-    write_archive(path, files)
-    assert convert(path, tmp_path / "fg") == 2
-    error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert f"{path}: {BAD}: " in error and reason in error
-    assert not (tmp_path / "fg").exists()

@@ -10,15 +10,11 @@ import make_data as generator
 import numpy as np
 import pytest
 from ase import Atoms
-from ase.build import fcc111, molecule
 from ase.calculators.emt import EMT
-from ase.data import covalent_radii
 from ase.io import read
-from make_data import main, make
+from make_data import make
 from making import calculators, slabs
 from making import systems as make_systems
-from making.adsorbates import _oriented
-from making.slabs import CATALYSTS
 from script_files import load_script
 
 from molflt.data.structures.base import to_atoms
@@ -98,110 +94,6 @@ def test_references_and_adsorption_energy_by_hand() -> None:
     # CH3OH: one C, four H, one O
     energy = calculators.adsorption_energy(-130.0, -100.0, ["C", "O", *"HHHH"], simple)
     assert energy == -130.0 + 100.0 + 8.0 + 7.0 + 14.0
-
-
-def test_folders_of_other_data_are_refused(tmp_path: Path, capsys) -> None:
-    (tmp_path / "val_id.safetensors").write_bytes(b"mine")
-    assert main([str(tmp_path)]) == 2
-    assert "already there" in capsys.readouterr().err
-    (tmp_path / "val_id.safetensors").unlink()
-    made = generator._claim(tmp_path, {"seed": 0, "train": 5, "val": 2, "large": 0})
-    assert generator._claim(tmp_path, {**made, "large": 3})["large"] == 3
-    with pytest.raises(ValueError, match=r"other settings: seed 0 \(now 1\), train 5 \(now 4\);"):
-        generator._claim(tmp_path, {**made, "seed": 1, "train": 4})
-
-
-@pytest.mark.parametrize("catalyst", ["Ru", "Fe", "Cu3Au", "NiPt", "NiAl"])
-def test_slabs_are_ordered_crystals_of_four_layers(catalyst: str) -> None:
-    lattice, metals = CATALYSTS[catalyst]
-    cell = slabs._unrelaxed_cell(catalyst)
-    neighbors = cell.repeat(3).get_all_distances(mic=True)
-    nearest = neighbors[neighbors > 0.1].min()
-    for facet in slabs._FACETS[lattice]:
-        tops = set()
-        for upside_down in (False, True):
-            slab = slabs._cut(cell, slabs._Surface(catalyst, facet, upside_down))
-            tags, fixed = slab.get_tags(), slab.constraints[0].index
-            assert len(slab) == 16 and (tags == 1).sum() == 4 and len(fixed) == 8
-            heights = slab.positions[:, 2]
-            assert heights[tags == 1].min() >= heights[tags == 0].max() - 1e-6
-            assert heights[fixed].max() < np.delete(heights, fixed).min() - 0.3
-            distances = slab.get_all_distances(mic=True) + 9 * np.eye(16)
-            assert distances.min() == pytest.approx(nearest, abs=1e-6)
-            shares = {m: list(slab.symbols).count(m) for m in metals}
-            assert shares == ({metals[0]: 12, metals[1]: 4} if lattice == "L1_2" else
-                              dict.fromkeys(metals, 16 // len(metals)))  # fmt: skip
-            tops.add(str(sorted(slab.symbols[tags == 1])))
-            rng = np.random.default_rng(0)
-            kinds = {slabs._draw_site(rng, slab)[0] for _ in range(20)}
-            assert kinds == {"ontop", "bridge", "hollow"}
-        if lattice in ("L1_2", "L1_0", "B2") and facet.name == "100":
-            assert len(tops) == 2, "both ends of an alloy are drawn"
-
-
-@pytest.mark.parametrize("name", ["H", "C2H4", "CH3NH"])
-def test_adsorbate_comes_down_upright_to_first_contact(name: str) -> None:
-    slab = slabs._cut(slabs._unrelaxed_cell("NiPt"), slabs._Surface("NiPt", slabs._FCC[1], False))
-    for seed in range(10):
-        rng = np.random.default_rng(seed)
-        adsorbate = _oriented(rng, name, 15.0)
-        system = make_systems._place(rng, slab, adsorbate, slabs._draw_site(rng, slab)[1])
-        n = len(slab)
-        inside = system[n:].get_all_distances()
-        np.testing.assert_allclose(inside, adsorbate.get_all_distances(), atol=1e-9)
-        radii = covalent_radii[system.numbers]
-        distances = system.get_all_distances(mic=True)
-        ratio = (distances / np.add.outer(radii, radii))[n:, :n].min()
-        low, high = make_systems._CONTACT
-        assert low - 1e-6 <= ratio <= high + 1e-6
-    upright = _oriented(np.random.default_rng(0), "CO", 0.0)
-    assert str(upright.symbols) == "OC"
-    np.testing.assert_allclose(upright.positions[0] - upright.positions[1], [0, 0, 1.15], atol=0.02)
-
-
-def test_adsorbate_settles_on_a_frozen_slab(monkeypatch: pytest.MonkeyPatch) -> None:
-    rng = np.random.default_rng(3)
-    slab = slabs._cut(slabs._unrelaxed_cell("Ni"), slabs._Surface("Ni", slabs._FCC[0], False))
-    adsorbate = _oriented(rng, "OH", 15.0)
-    system = make_systems._place(rng, slab, adsorbate, slabs._draw_site(rng, slab)[1])
-    placed, fixed = system.positions.copy(), system.constraints[0].index.copy()
-    monkeypatch.setattr(make_systems, "_RATTLE", 0.0)
-    assert make_systems._settle(rng, system, "emt")
-    np.testing.assert_array_equal(system.positions[:-2], placed[:-2])
-    np.testing.assert_array_equal(system.constraints[0].index, fixed)
-    settled = system.positions.copy()
-    system.calc = EMT()
-    forces = system.get_forces(apply_constraint=False)
-    assert np.linalg.norm(forces[-2:], axis=1).max() <= make_systems._SETTLED + 1e-9
-    monkeypatch.setattr(make_systems, "_RATTLE", 0.1)
-    assert make_systems._settle(rng, system, "emt")
-    shift = system.positions - settled
-    assert not shift[:-2].any() and 0.01 < np.abs(shift[-2:]).max() < 0.6
-
-
-def test_every_rule_of_refusal() -> None:
-    gas = molecule("CO")
-    slab = fcc111("Cu", (2, 2, 3), vacuum=8.0, periodic=True)
-    adsorbate = gas.copy()
-    adsorbate.positions += slab.positions[-1] + (0.0, 0.0, 2.0) - gas.positions[1]
-    start = slab + adsorbate
-    n, fine, bonds = len(slab), (1.0, -1.0), make_systems._bonds(gas)
-
-    def reason(change: dict[int, tuple[float, ...]], energies=fine) -> object:
-        moved: Atoms = start.copy()
-        for atom, shift in change.items():
-            moved.positions[atom] += shift
-        return make_systems._rejection(start, moved, bonds, energies)
-
-    assert reason({}) is None
-    assert reason({}, (25.0, -1.0)) == reason({}, (1.0, float("nan"))) == "energy"
-    up = (0.0, 0.0, 2.5)
-    assert reason({n: up, n + 1: up}) == "desorbed"
-    assert reason({n: (0.0, 0.0, 0.8)}) == "bonds"
-    assert reason({0: (0.0, 0.0, 1.1)}) == "reconstructed"
-    chain = Atoms("CC", [(0, 0, 0), (2.6, 0, 0)], cell=(2.9, 9, 9), pbc=True)
-    assert make_systems._bonds(chain)[0, 1]  # to the image, 0.3 Å away
-    assert not make_systems._bonds(Atoms("CC", [(0, 0, 0), (2.6, 0, 0)]))[0, 1]
 
 
 def test_large_systems_have_energies_of_a_larger_slab() -> None:
