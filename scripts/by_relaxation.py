@@ -66,14 +66,9 @@ def relax_all(
         if sid in known:
             continue
         found = relax_atoms(to_atoms(record), calculator, fmax=options.fmax, steps=options.steps)
-        row: Row = {
-            "sid": sid,
-            "error": found.after - own[sid] - float(record.y_relaxed),
-            "position": position_error(found.atoms.positions, record),
-            "seconds": found.seconds,
-            "steps": found.steps,
-            "converged": found.converged,
-        }
+        row: Row = {"sid": sid, "error": found.after - own[sid] - float(record.y_relaxed)}
+        row["position"] = position_error(found.atoms.positions, record)
+        row |= {"seconds": found.seconds, "steps": found.steps, "converged": found.converged}
         rows.append(row)
         write_atomically(path, "".join(f"{json.dumps(row)}\n" for row in rows).encode())
     sids = {int(record.sid) for record in dataset}
@@ -100,24 +95,13 @@ def compare(
     seconds = time.perf_counter() - began
     rows = relax_all(some, own, folder / "relaxed.jsonl", calculator, options)
     errors, positions = (np.array([row[key] for row in rows]) for key in ("error", "position"))
-    return [
-        {
-            "split": split,
-            "way": "direct",
-            "mae_eV": np.abs(direct.energy - direct.target).mean(),
-            "adwt_percent": None,
-            "s_per_system": seconds / len(some),
-            "converged": None,
-        },
-        {
-            "split": split,
-            "way": "relaxation",
-            "mae_eV": np.abs(errors).mean(),
-            "adwt_percent": adwt(positions),
-            "s_per_system": np.mean([row["seconds"] for row in rows]),
-            "converged": f"{sum(row['converged'] for row in rows)} of {len(rows)}",
-        },
-    ]
+    columns = ("split", "way", "mae_eV", "adwt_percent", "s_per_system", "converged")
+    mae, converged = np.abs(direct.energy - direct.target).mean(), sum(r["converged"] for r in rows)
+    one = (split, "direct", mae, None, seconds / len(some), None)
+    mean = np.mean([row["seconds"] for row in rows])
+    other = (split, "relaxation", np.abs(errors).mean(), adwt(positions), mean)
+    relaxed = (*other, f"{converged} of {len(rows)}")
+    return [dict(zip(columns, way, strict=True)) for way in (one, relaxed)]
 
 
 @guarded

@@ -19,17 +19,11 @@ from molflt.data.structures.splits import VAL_SPLITS
 from molflt.data.structures.store import StructureStore
 
 SPLITS = ("train", *VAL_SPLITS)
-LABELS = {
-    "chgnet": (
-        "**The labels are CHGNet energies, not DFT.** CHGNet (Deng et al., Nat. Mach. Intell. 5,\n"
-        "1031, 2023) is a potential learned from DFT of bulk crystals, to which surfaces are new:\n"
-        "trends are chemistry, numbers are not."
-    ),
-    "emt": (
-        "**The labels are energies of ASE's EMT, not DFT**, whose parameters for H, C, N and O\n"
-        "are rough: numbers compare models with each other, and with nothing else."
-    ),
-}
+CHGNET = """**The labels are CHGNet energies, not DFT.** CHGNet (Deng et al., Nat. Mach. Intell. 5,
+1031, 2023) is a potential learned from DFT of bulk crystals, to which surfaces are new:
+trends are chemistry, numbers are not."""
+EMT = "**The labels are energies of ASE's EMT, not DFT**, whose parameters are rough."
+LABELS = {"chgnet": CHGNET, "emt": EMT}
 TITLES = {"chgnet": "CHGNet", "emt": "EMT"}
 CARD = """# {title} sample
 

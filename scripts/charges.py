@@ -211,9 +211,8 @@ def run_dimers(options: argparse.Namespace) -> str:
     guess, apart = torch.cat(found), sapt[test][:, 1] < APART
     known = torch.stack((energies, sapt[:, 0], sapt[:, 3]), dim=1)[test]
     lines = []
-    for column, label in enumerate(
-        ("interaction energy", "1/r and electrostatics", "1/r^6 and dispersion")
-    ):
+    labels = ("interaction energy", "1/r and electrostatics", "1/r^6 and dispersion")
+    for column, label in enumerate(labels):
         row = [label]
         for own in (torch.ones_like(apart), apart):
             a, b = guess[own, column], known[own, column]

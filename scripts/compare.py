@@ -54,10 +54,7 @@ def words_of(variant: str) -> list[str]:
     """Options of a variant FILE.yaml[,key=value ...]."""
     path, *changes = variant.split(",")
     if not path.endswith(".yaml"):
-        raise ValueError(
-            f"variant {variant!r} is not a YAML file; expected FILE.yaml[,key=value ...], such as "
-            f"{PAPERS[0]}"
-        )
+        raise ValueError(f"variant {variant!r}: expected FILE.yaml[,key=value ...]")
     return ["--config", path, *(f"--{change}" for change in changes)]
 
 
@@ -116,10 +113,7 @@ def expect_same_data(runs: list[Path]) -> None:
     first = next(iter(known), None)
     for run, data in known.items():
         if data != known[first]:
-            raise ValueError(
-                f"{run}: was trained on other data than {first}; expected the same data for all "
-                "seeds; remove one of them, or choose another --out"
-            )
+            raise ValueError(f"{run}: was trained on other data than {first}; remove one of them")
 
 
 def collect(out: Path, kind: str, among: list[str], seeds: list[int]) -> Rows:
@@ -207,10 +201,7 @@ def write(out: Path, variants: list[str], seeds: list[int]) -> None:
     if rows := collect(out, "variant", variants, seeds):
         measure = next((name for name in MEASURES if name in rows[0]), None)
         if measure is None:
-            raise ValueError(
-                f"{out}: expected one of {', '.join(MEASURES)} in results.json; got "
-                f"{', '.join(list(rows[0])[3:])}; compare such runs with molflt compare"
-            )
+            raise ValueError(f"{out}: expected one of {', '.join(MEASURES)} in results.json")
         text = table(rows, measure, out)
         draw(rows, measure, out / "comparison.png")
         write_csv(out / "comparison.csv", rows)

@@ -98,14 +98,10 @@ def _record(system: System, files: Mapping[str, str], tables: Tables) -> Data:
         raise ValueError(f"expected a row in {FAMILIES}; got none")
     relaxed, initial = (_adsorption(system, tables, table) for table in (RELAXED, INITIAL))
     if not abs(relaxed) <= MOST_ADSORPTION:
-        raise ValueError(
-            f"expected an adsorption energy of at most {MOST_ADSORPTION:g} eV; got {relaxed:.3f}"
-        )
+        raise ValueError(f"expected at most {MOST_ADSORPTION:g} eV; got {relaxed:.3f}")
     start, end = _structure(system, files, START), _structure(system, files, END)
     if start.numbers.tolist() != end.numbers.tolist():
         raise ValueError(f"expected the same atoms in {START} and {END}, in the same order")
-    if not np.allclose(start.cell.array, end.cell.array, atol=1e-3, rtol=0):
-        raise ValueError(f"expected the same cell in {START} and {END}")
     metal = start.numbers == atomic_numbers.get(system.metal, 0)
     if not metal.any() or metal.all():
         raise ValueError(f"expected {system.metal} with an adsorbate; got {start.symbols}")
@@ -146,10 +142,7 @@ def _structure(system: System, files: Mapping[str, str], ending: str) -> Atoms:
     name = f"{system.family}/structures/{system.name}{ending}"
     if name not in files:
         raise ValueError(f"expected {name} in the archive; got none")
-    try:
-        return read_vasp_configuration(io.StringIO(files[name]))
-    except Exception as error:  # ASE fails in many ways
-        raise ValueError(f"{name}: expected a POSCAR of VASP 5: {error}") from None
+    return read_vasp_configuration(io.StringIO(files[name]))
 
 
 def held_out(systems: Sequence[System], groups: Sequence[str] = ()) -> Split:

@@ -79,9 +79,7 @@ def check(options: argparse.Namespace) -> None:
     if len(set(titles)) < len(titles):
         raise ValueError(f"--models: expected different names; got {', '.join(titles)}")
     if "kernel-ridge" in titles and importlib.util.find_spec("sklearn") is None:
-        raise ValueError(
-            "kernel-ridge needs scikit-learn; pip install 'molflt[bench]', or name other --models"
-        )
+        raise ValueError("kernel-ridge needs scikit-learn; pip install 'molflt[bench]'")
     options_of(["--config", str(options.config), *options.words])
     for split in pool.splits_of(options.data):
         dataset = open_structures(split_path(options.data, split), False)

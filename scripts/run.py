@@ -23,7 +23,7 @@ from typing import Any, get_args, get_origin
 import torch
 from kit.layers import SKIPPED
 from kit.rows import Rows, read_csv, write_csv
-from kit.words import described
+from kit.words import described, guarded
 
 SCRIPTS = Path(__file__).resolve().parent
 FOLDERS = ("cost", "accuracy", "training")
@@ -130,6 +130,7 @@ def parse(words: Sequence[str]) -> tuple[str, argparse.Namespace, Mapping[str, A
     return name, options, rest
 
 
+@guarded
 def main(words: Sequence[str] | None = None) -> int:
     """Returns 1 if a row failed, 2 for options outside their range."""
     words = sys.argv[1:] if words is None else words
@@ -140,17 +141,12 @@ def main(words: Sequence[str] | None = None) -> int:
     benchmark = find(name)
     path = (options.out or RESULTS) / f"{name}.csv"
     torch.set_num_threads(1)
-    try:
-        if not options.redraw:
-            quick = benchmark.QUICK if options.quick else {}
-            rows = benchmark.measure(**{**quick, **given})
-            if not rows:
-                raise ValueError("expected rows; got none with these options; choose others")
-            write_csv(path, rows)
-        return 0 if write(benchmark, name, read_csv(path), options.out) else 1
-    except (ValueError, FileNotFoundError) as error:
-        print(f"run.py {name}: error: {error}", file=sys.stderr)
-        return 2
+    if not options.redraw:
+        rows = benchmark.measure(**{**(benchmark.QUICK if options.quick else {}), **given})
+        if not rows:
+            raise ValueError("expected rows; got none with these options; choose others")
+        write_csv(path, rows)
+    return 0 if write(benchmark, name, read_csv(path), options.out) else 1
 
 
 if __name__ == "__main__":

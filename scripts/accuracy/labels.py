@@ -53,17 +53,10 @@ def measure(
     for one in tqdm([small[i] for i in order], leave=False):
         start = time.process_time()
         energy, converged = binding(one, calculator, elements)
-        rows.append(
-            {
-                "name": str(one.info["name"]),
-                "potential": CALCULATORS[calculator].describe(),
-                "adsorbate": str(one.info["adsorbate"]),
-                "dft": float(one.info["y_relaxed"]),
-                "energy": energy,
-                "converged": converged,
-                "seconds": time.process_time() - start,
-            }
-        )
+        about = {"name": str(one.info["name"]), "potential": CALCULATORS[calculator].describe()}
+        about["adsorbate"] = str(one.info["adsorbate"])
+        found = {"dft": float(one.info["y_relaxed"]), "energy": energy, "converged": converged}
+        rows.append({**about, **found, "seconds": time.process_time() - start})
     return rows
 
 

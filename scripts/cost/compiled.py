@@ -24,14 +24,11 @@ from molflt.graph.computation import CompiledEnergies, compile_energies
 
 Pair = tuple[EnergyRegressor, CompiledEnergies]
 DIM, HEADS, LAYERS = 128, 8, 4
+RECOMMENDED = {"position": "multiplicative", "periodic": "reciprocal", "near_field": 5.0}
 FORMS: dict[str, dict[str, Any]] = {
     "performer": {"position": "none"},
     "FLT": {"position": "spectral", "periodic": "none"},
-    "reciprocal, near field": {
-        "position": "multiplicative",
-        "periodic": "reciprocal",
-        "near_field": 5.0,
-    },
+    "reciprocal, near field": RECOMMENDED,
 }
 OC20 = "32 of 20 to 225"
 BATCHES = {

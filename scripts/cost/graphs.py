@@ -177,41 +177,28 @@ def table_forms(rows: Rows) -> str:
     return "\n\n".join(parts)
 
 
+DECADES = (100, 1000, 10_000, 100_000, 1_000_000)
+CELLS = (100, 300, 1000, 3000, 10_000, 30_000, 100_000)
+GRAPHS = (10, 30, 100, 300, 1000, 3000, 10_000)
+LIMITS: dict[str, Any] = {"seconds": 200.0, "gigabytes": 8.0}
 BENCHMARKS = {
     "atoms": Benchmark(
         "Time and peak memory of one GraphAttention layer against the number of atoms.",
-        partial(
-            *(measure_layers, ATOMS_STUDY),
-            sizes=(100, 1000, 10_000, 100_000, 1_000_000),
-            seconds=1800.0,
-            gigabytes=16.0,
-        ),
+        partial(measure_layers, ATOMS_STUDY, sizes=DECADES, seconds=1800.0, gigabytes=16.0),
         table_atoms,
         {"sizes": (500, 1000), "rounds": 1},
         *(partial(ATOMS_STUDY.draw, limit=16.0), ATOMS_STUDY),
     ),
     "crystals": Benchmark(
         "Time and peak memory of one layer of the recommended form on crystals.",
-        partial(
-            *(measure_layers, CRYSTALS_STUDY),
-            sizes=(100, 300, 1000, 3000, 10_000, 30_000, 100_000),
-            rounds=3,
-            seconds=200.0,
-            gigabytes=8.0,
-        ),
+        partial(measure_layers, CRYSTALS_STUDY, sizes=CELLS, rounds=3, **LIMITS),
         table_crystals,
         {"sizes": (100, 200), "rounds": 1},
         *(partial(CRYSTALS_STUDY.draw, limit=8.0), CRYSTALS_STUDY),
     ),
     "forms": Benchmark(
         "Choice of `mixing: auto` between its two forms, 10 to 10^4 atoms.",
-        partial(
-            *(measure_layers, FORMS_STUDY),
-            sizes=(10, 30, 100, 300, 1000, 3000, 10_000),
-            rounds=5,
-            seconds=60.0,
-            gigabytes=8.0,
-        ),
+        partial(measure_layers, FORMS_STUDY, sizes=GRAPHS, rounds=5, gigabytes=8.0),
         table_forms,
         {"sizes": (10, 40), "rounds": 1, "mechanisms": ("Performer: linear", "Performer: auto")},
     ),

@@ -108,27 +108,17 @@ def table_pretraining(rows: Rows) -> str:
     return f"{speeds}\n\n{PRETRAINING.table(rows)}"
 
 
+LENGTHS = (512, 1024, 2048, 4096, 8192)
+LIMITS: dict[str, Any] = {"seconds": 300.0, "gigabytes": 12.0}
 BENCHMARKS = {
     "arena": Benchmark(
         "Time and peak memory of a training step of a classifier of Long Range Arena's bytes.",
-        partial(
-            *(measure_layers, ARENA),
-            sizes=(512, 1024, 2048, 4096, 8192),
-            rounds=5,
-            seconds=300.0,
-            gigabytes=12.0,
-        ),
+        partial(measure_layers, ARENA, sizes=LENGTHS, rounds=5, **LIMITS),
         *(table_arena, {"sizes": (64,), "rounds": 1}, ARENA.draw, ARENA),
     ),
     "pretraining": Benchmark(
         "Time and peak memory of a step of masked pre-training at BERT-base's size, by mixer.",
-        partial(
-            *(measure_layers, PRETRAINING),
-            sizes=(128, 512, 2048),
-            rounds=3,
-            seconds=300.0,
-            gigabytes=12.0,
-        ),
+        partial(measure_layers, PRETRAINING, sizes=(128, 512, 2048), rounds=3, **LIMITS),
         table_pretraining,
         {"sizes": (16,), "mechanisms": ("ff-only",), "rounds": 1},
         *(PRETRAINING.draw, PRETRAINING),

@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 from kit.layers import crystals, model_of
-from kit.rows import Row, Rows, choose, markdown, pick
+from kit.rows import Rows, choose, markdown, pick
 from kit.turns import paired, turns
 from torch.utils.flop_counter import FlopCounterMode
 from torch_geometric.data import Batch
@@ -24,13 +24,6 @@ SIZES = (40, 60, 80, 120) * 4  # atoms of the graphs of a batch, as in OC20
 SIDE = 2048  # of the large product
 PRODUCT = "one product"
 QUICK = {"rounds": 1, "mechanisms": ("performer",), "sizes": (3, 4), "side": 64}
-
-
-def made(mechanism: str) -> IS2RETask:
-    """The task with the model of the papers and one pass."""
-    options = model_of("oc20/base", f"oc20/{mechanism}")
-    torch.manual_seed(0)
-    return IS2RETask(EnergyRegressor(**{**options, "refinements": 1}))
 
 
 def step(task: IS2RETask, optimizer: torch.optim.Optimizer, batch: Batch) -> None:
@@ -57,7 +50,9 @@ def measure(
     batch.pos_relaxed, batch.y_relaxed = batch.pos + 0.1, torch.zeros(len(sizes))
     batch.fixed = torch.zeros(len(batch.pos), dtype=torch.bool)
     for name in choose(mechanisms, MECHANISMS):
-        task = made(name)
+        torch.manual_seed(0)
+        options = {**model_of("oc20/base", f"oc20/{name}"), "refinements": 1}  # one pass
+        task = IS2RETask(EnergyRegressor(**options))
         works[name] = partial(step, task, task.optimizer(), batch)
         with FlopCounterMode(display=False) as counter:
             works[name]()
@@ -69,21 +64,17 @@ def measure(
     ]
 
 
-def share(rows: Rows, name: str) -> float | None:
-    """Rate of a step in units of the product's; None if one of them was not measured."""
-    own, product = pick(rows, mechanism=name), pick(rows, mechanism=PRODUCT)
-    if not own or not product:
-        return None
-    faster = own[0]["operations"] / product[0]["operations"]
-    return faster * paired(product[0]["seconds"], own[0]["seconds"])
+def share(rows: Rows, name: str) -> float:
+    """Rate of a step in units of the product's."""
+    own, product = (pick(rows, mechanism=key)[0] for key in (name, PRODUCT))
+    return own["operations"] / product["operations"] * paired(product["seconds"], own["seconds"])
 
 
 def table(rows: Rows) -> str:
     """Markdown: a line for each mechanism."""
-
-    def line(row: Row) -> list[object]:
-        seconds = statistics.median(row["seconds"])
-        rate, part = 1e-9 * row["operations"] / seconds, share(rows, row["mechanism"])
-        return [row["mechanism"], f"{seconds:.3g}", f"{rate:.1f}", f"{100 * (part or 0):.0f}"]
-
-    return markdown(["", "s", "10⁹ operations/s", "% of the product's"], map(line, rows))
+    lines = []
+    for row in rows:
+        seconds, part = statistics.median(row["seconds"]), share(rows, row["mechanism"])
+        rate = f"{1e-9 * row['operations'] / seconds:.1f}"
+        lines.append([row["mechanism"], f"{seconds:.3g}", rate, f"{100 * part:.0f}"])
+    return markdown(["", "s", "10⁹ operations/s", "% of the product's"], lines)

@@ -17,9 +17,7 @@ def frames_of(folder: Path, split: str, limit: int | None = None) -> list[list[A
 
     files = sorted(folder.glob(f"{split}-id*.xyz"))[:limit]
     if not files:
-        raise FileNotFoundError(
-            f"{folder}: no {split}-id*.xyz; give --data the folder of the dimers, see --help"
-        )
+        raise FileNotFoundError(f"{folder}: no {split}-id*.xyz; see --help")
     return [read(file, ":") for file in files]
 
 

@@ -102,14 +102,12 @@ class Study(NamedTuple):
         """Time and memory against the length, causal and not; a line at the limit, GB."""
         rows = pick(rows, **{"pass": TRAINING}) or rows
         kinds = names(rows, "causal")
+        titles = {"seconds": "forward and backward, s", "MiB": "peak memory, MiB"}
         with picture(png, figsize=(7.6, 4.2) if len(kinds) < 2 else (8.2, 6.6)) as figure:
             grid = figure.subplots(len(kinds), 2, sharex=True, sharey="col", squeeze=False)
             for line, causal in zip(grid, kinds, strict=True):
-                for axes, quantity in zip(line, ("seconds", "MiB"), strict=True):
+                for axes, (quantity, what) in zip(line, titles.items(), strict=True):
                     points = {name: curve(rows, name, quantity, causal) for name in self.styles}
-                    what = (
-                        "forward and backward, s" if quantity == "seconds" else "peak memory, MiB"
-                    )
                     curves(axes, points, self.styles, ylabel=f"{what}{', causal' * causal}")
                     sizes = names(rows, "length")
                     axes.set_xticks(sizes, [str(n) for n in sizes], fontsize="small")
@@ -325,31 +323,19 @@ def crystals(sizes: Sequence[int]) -> list[Data]:
     made = []
     for atoms in sizes:
         side = (VOLUME * atoms) ** (1 / 3)
-        made.append(
-            Data(
-                pos=torch.rand(atoms, 3, generator=draw, dtype=torch.float64) * side,
-                atomic_numbers=numbers[torch.randint(5, (atoms,), generator=draw)],
-                tags=2 - torch.arange(atoms) % 2,  # adsorbate and surface in turn
-                cell=side * torch.eye(3, dtype=torch.float64)[None],
-                pbc=torch.ones(1, 3, dtype=torch.bool),
-            )
-        )
+        data = Data(pos=torch.rand(atoms, 3, generator=draw, dtype=torch.float64) * side)
+        data.atomic_numbers = numbers[torch.randint(5, (atoms,), generator=draw)]
+        data.tags = 2 - torch.arange(atoms) % 2  # adsorbate and surface in turn
+        data.cell = side * torch.eye(3, dtype=torch.float64)[None]
+        data.pbc = torch.ones(1, 3, dtype=torch.bool)
+        made.append(data)
     return made
 
 
 class AtomLayer(nn.Module):
     """GraphAttention on graphs of equal size, with atoms at random places of a metal's density."""
 
-    def __init__(
-        self,
-        atoms: int,
-        causal: bool = False,
-        graphs: int = 1,
-        cells: bool = False,
-        dim: int = 128,
-        heads: int = 8,
-        **options: Any,
-    ) -> None:
+    def __init__(self, atoms: int, graphs: int = 1, cells: bool = False, **options: Any) -> None:
         super().__init__()
         side = (VOLUME * atoms) ** (1 / 3)
         self.pos = torch.rand(graphs * atoms, 3) * side
@@ -358,7 +344,7 @@ class AtomLayer(nn.Module):
         if cells:
             self.cells["cell"] = (side * torch.eye(3)).expand(graphs, 3, 3)
             self.cells["pbc"] = torch.ones(graphs, 3, dtype=torch.bool)
-        self.layer = GraphAttention(dim, heads, **options)
+        self.layer = GraphAttention(128, 8, **options)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x, self.pos, self.batch, **self.cells)

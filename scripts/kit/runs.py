@@ -43,10 +43,7 @@ def on_data(job: Job, folder: Path) -> Job:
 def expect_same(place: Path, was: Job, job: Job) -> None:
     """Raises ValueError if a result belongs to another job; earlier versions may lack a key."""
     if other := [key for key in was if was[key] != job.get(key)]:
-        raise ValueError(
-            f"{place}: this was made with other {', '.join(other)}; choose another --out, or "
-            "remove it"
-        )
+        raise ValueError(f"{place}: made with other {', '.join(other)}; choose another --out")
 
 
 def prepare(run: Path, job: Job) -> None:

@@ -57,9 +57,7 @@ def run_job(job: Job, out: Path) -> None:
     root = Path(job["data"])
     sets = {split: open_structures(split_path(root, split), False) for split in job["splits"]}
     if not np.isfinite(sets[job["splits"][0]].y_relaxed).any():
-        raise ValueError(
-            f"{root}: split {job['splits'][0]}: expected labels for the curve of errors; got none"
-        )
+        raise ValueError(f"{root}: split {job['splits'][0]}: expected labels; got none")
     found: dict[str, Any] = {"steps": None, "parameters": None, "diverged": None}
     fits = job["model"] in FITS
     energies = _fit(job, sets, budget, found) if fits else _train(job, sets, budget, found, out)
@@ -189,9 +187,8 @@ def _learn(
     optimizer.zero_grad()
     loss, _ = task.loss(batch, share)
     loss.backward()
-    norm = nn.utils.clip_grad_norm_(
-        task.model.parameters(), float("inf") if limit is None else limit
-    )
+    most = float("inf") if limit is None else limit
+    norm = nn.utils.clip_grad_norm_(task.model.parameters(), most)
     if not (bool(loss.isfinite()) and bool(norm.isfinite())):
         raise Diverged(f"loss {loss.item()}, gradient norm {norm.item()} at step {budget.steps}")
     optimizer.step()
@@ -234,20 +231,13 @@ def config_of(model: str, words: list[str]) -> dict[str, Any]:
 def options_of(words: list[str]) -> dict[str, Any]:
     """Options of `molflt train` by part; refuses those that would change the comparison."""
     found = _parsed(words)
-    data, trainer = found["data"], found["trainer"]
-    idle = {
-        "init": found["init"] is not None,
-        "data.train_split": data.get("train_split") not in (None, "train"),
-        "trainer.accumulate": trainer["accumulate"] != 1,
-        "trainer.patience": trainer["patience"] is not None,
-    }
-    if named := [name for name, is_given in idle.items() if is_given]:
-        raise ValueError(f"peers do not support {', '.join(named)}; leave it out")
-    if found["recipe"] != "is2re" or trainer["precision"] != "32-true":
-        raise ValueError(
-            "peers are compared on energies, with recipe is2re and trainer.precision 32-true; got "
-            f"{found['recipe']} and {trainer['precision']}; choose another --config"
-        )
+    given = {"recipe": found["recipe"], "init": found["init"]}
+    given |= {key: found["trainer"][key] for key in ("precision", "accumulate", "patience")}
+    given["train_split"] = found["data"].get("train_split") or "train"
+    usual = ("is2re", None, "32-true", 1, None, "train")
+    for (key, value), known in zip(given.items(), usual, strict=True):
+        if value != known:
+            raise ValueError(f"peers are compared with {key} {known}; got {value}")
     return found
 
 

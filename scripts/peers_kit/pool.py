@@ -26,10 +26,7 @@ def splits_of(data: Path) -> list[str]:
     stems = sorted(path.stem for path in data.glob("*.safetensors"))
     others = [stem for stem in stems if stem.startswith(("val", "test"))]
     if "train" not in stems or not others:
-        raise ValueError(
-            f"--data {data}: expected train.safetensors and val_id.safetensors, as molflt data "
-            f"convert writes them; got {', '.join(stems) or 'none'}"
-        )
+        raise ValueError(f"--data {data}: expected train.safetensors and val_id.safetensors")
     known = [split for split in VAL_SPLITS if split in others]
     return known + [split for split in others if split not in known]
 

@@ -202,10 +202,8 @@ def groups_of(root: Path, dataset: Structures, columns: Sequence[str]) -> list[N
     own = [rows.get(str(int(record.sid)), {}) for record in dataset]
     for column in columns:
         if missing := [index for index, row in enumerate(own) if column not in row]:
-            raise ValueError(
-                f"{root / SYSTEMS}: no {column} of sid {int(dataset[missing[0]].sid)}; choose "
-                f"--alike among its columns, {', '.join(next(iter(rows.values())))}"
-            )
+            sid = int(dataset[missing[0]].sid)
+            raise ValueError(f"{root / SYSTEMS}: no {column} of sid {sid}; choose another --alike")
     words = (np.array([row[column] for row in own]) for column in columns)
     return [np.unique(each, return_inverse=True)[1] for each in words]
 

@@ -152,10 +152,8 @@ def measure(kills: int = 20, every: int = 1, seed: int = 0) -> Rows:
 def table(rows: Rows) -> str:
     """Markdown: counts of resumed, restarted and equal runs."""
     lines = []
-    for how, name in (
-        (KILLED, "SIGKILL at a random moment"),
-        (CUT, "before an operation on files"),
-    ):
+    titles = {KILLED: "SIGKILL at a random moment", CUT: "before an operation on files"}
+    for how, name in titles.items():
         own = pick(rows, how=how)
         resumed = len(pick(own, after="resumed"))
         same = len(pick(own, same=True))
