@@ -107,6 +107,10 @@ def main(words: list[str] | None = None) -> int:
     if not folders:
         raise ValueError(f"{options.data}: expected folders testI-valJ with train.safetensors")
     published = read_published(options.published, folders[0]) if options.published else None
+    if published:
+        known = {system.name for system in published.systems.values()}
+        if missing := sorted(known - published.rows.keys()):
+            raise ValueError(f"{options.published}: expected energies of {missing[0]}; got none")
     job = job_of(options, str(options.config), options.seed)
     jobs = {options.out / folder.name: on_data(job, folder) for folder in folders}
     code = work_all(jobs, options, ("--splits", TEST, VALIDATION))

@@ -1,4 +1,4 @@
-"""scripts/folds.py: singles and ensembles by hand, and that it repeats nothing."""
+"""scripts/folds.py: singles and ensembles by hand."""
 
 import csv
 from pathlib import Path
