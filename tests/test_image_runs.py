@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 from recipe_runs import SHAPES, SIDE, data_of, trained, words_of
-from tiny_run import error_of, logged, page_of, table
+from tiny_run import logged, page_of, table
 
 import molflt
 from molflt.commands.cli import main
@@ -241,20 +241,3 @@ def test_images_are_generated_and_completed(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=word):
             model.generate(**options)
-
-
-def test_requests_that_cannot_be_drawn(tmp_path: Path, capsys) -> None:
-    photo = tmp_path / "photo.png"
-    Image.new("L", (SIDE, SIDE)).save(photo)
-    run = str(trained("image_generation"))
-    val = str(data_of("image_generation") / IMAGES.format("val"))
-    for words, message in (
-        (["--file", val], "8 x 8"),
-        (["--file", val, "--fit", "--rows", "4"], "1 to 3"),
-        (["--rows", "2"], "--rows 2"),
-        (["--prompt", "a"], "--prompt a"),
-        (["--out", "a.jpg"], ".png"),
-        (["--file", str(photo.parent), "--out", str(photo)], "photo.png"),  # not overwritten
-    ):
-        assert message in error_of(capsys, "generate", run, *words)
-    assert "images" in error_of(capsys, "predict", run, val)

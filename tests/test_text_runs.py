@@ -357,22 +357,6 @@ def test_all_ways_to_translate_agree(tmp_path, capsys) -> None:
     assert "beam 2" in said
 
 
-def test_requests_that_cannot_be_translated(tmp_path, capsys) -> None:
-    run = trained("translation")
-    for options, word in (
-        (["--tokens=3"], "--tokens"),
-        ([], "--prompt"),
-        (["--prompt=" + 60 * "ein "], "sentence 1"),
-    ):
-        assert word in error_of(capsys, "generate", str(run), *options)
-    with pytest.raises(ValueError, match="ein Hund"):
-        molflt.load(run).translate("ein Hund")
-    (tmp_path / "x.de").write_text(60 * "ein " + "\n")
-    (tmp_path / "x.en").write_text("one\n")
-    message = error_of(capsys, "evaluate", str(run), "--data", str(tmp_path / "x"))
-    assert "x.de: line 1" in message and "40" in message
-
-
 @pytest.mark.parametrize("lowercase", [True, False])
 def test_bleu_ignores_case_if_the_tokenizer_does(lowercase, tmp_path, monkeypatch) -> None:
     """Even if no option of the run says so."""
