@@ -234,10 +234,3 @@ def test_images_are_generated_and_completed(tmp_path: Path) -> None:
     assert torch.equal(below[:, :, :2], images[:, :, :2])
     assert main(["export", run, str(tmp_path / "out"), "--about=stripes"]) == 0
     assert torch.equal(molflt.load(tmp_path / "out").generate(3, seed=1), images)
-    for options, word in (
-        ({"rows": 2}, "rows=2"),
-        ({"count": 2, "given": images}, "count=2"),
-        ({"given": images[..., :3]}, r"\(batch, 1, 4, 4\)"),
-    ):
-        with pytest.raises(ValueError, match=word):
-            model.generate(**options)
