@@ -9,7 +9,6 @@ import pytest
 from ase import Atoms
 from ase.build import (
     bcc110,
-    bulk,
     fcc100,
     fcc110,
     fcc111,
@@ -23,7 +22,7 @@ from ase.calculators.emt import EMT
 from ase.constraints import FixAtoms
 from ase.data import covalent_radii
 from ase.io import read, write
-from tiny_run import error_of, table
+from tiny_run import table
 
 from molflt.adsorption import placements, ranked, sites, varied
 from molflt.commands.cli import main
@@ -172,19 +171,3 @@ def test_command_on_a_file_of_a_step(tmp_path: Path, capsys) -> None:
     assert abs(frames[0].get_potential_energy() - relaxed[0]) < 1e-4
     assert Counter(frames[0].get_tags()) == {0: 10, 1: 8, 2: 3} and frames[0].constraints
     assert out.with_suffix(".png").stat().st_size > 5000
-
-
-@pytest.mark.parametrize(
-    ("slab", "words", "expected"),
-    [
-        (fcc111("Cu", (1, 1, 4), vacuum=8), "C6H6", "C6H6: too large for the cell"),
-        (fcc111("Cu", (2, 2, 4), vacuum=8), "XyZ", "XyZ: no such file or name"),
-        (molecule("H2O"), "CO", "no slab; expected"),
-        (fcc111("Cu", (2, 2, 4), vacuum=8), "CO --out a.xyz", ".extxyz"),
-        (bulk("Cu"), "CO --facet 1,1", "--facet 1,1: expected 3 whole numbers"),
-    ],
-)
-def test_refusals(slab: Atoms, words: str, expected: str, tmp_path: Path, capsys) -> None:
-    write(tmp_path / "slab.extxyz", slab)
-    assert expected in error_of(capsys, "adsorb", str(tmp_path / "slab.extxyz"), *words.split())
-    assert len(list(tmp_path.iterdir())) == 1

@@ -80,21 +80,6 @@ def act(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[BaseExcept
     return becomes
 
 
-@pytest.mark.parametrize(
-    ("error", "status", "word"),
-    [
-        (ValueError("bad:\n  got that"), 2, "bad: got that"),
-        (FileNotFoundError(2, "No such file", "a.yaml"), 2, "a.yaml: No such file"),
-        (ModuleNotFoundError("x", name="absent_package"), 2, "pip install absent_package"),
-        (MemoryError(), 2, "lower the batch size"),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_an_error_becomes_one_line(act, capsys, error, status, word) -> None:
-    act(error)
-    assert word in error_of(capsys, "act", status=status)
-
-
 def test_the_traceback_of_a_bug_is_written_or_shown(act, capsys, tmp_path, monkeypatch) -> None:
     act(KeyError("no such thing"))
     assert "molflt-error.log" in error_of(capsys, "act", status=1)

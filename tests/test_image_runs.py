@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 from recipe_runs import SHAPES, SIDE, data_of, trained, words_of
-from tiny_run import error_of, logged, page_of, table
+from tiny_run import logged, page_of, table
 
 import molflt
 from molflt.commands.cli import main
@@ -234,27 +234,3 @@ def test_images_are_generated_and_completed(tmp_path: Path) -> None:
     assert torch.equal(below[:, :, :2], images[:, :, :2])
     assert main(["export", run, str(tmp_path / "out"), "--about=stripes"]) == 0
     assert torch.equal(molflt.load(tmp_path / "out").generate(3, seed=1), images)
-    for options, word in (
-        ({"rows": 2}, "rows=2"),
-        ({"count": 2, "given": images}, "count=2"),
-        ({"given": images[..., :3]}, r"\(batch, 1, 4, 4\)"),
-    ):
-        with pytest.raises(ValueError, match=word):
-            model.generate(**options)
-
-
-def test_requests_that_cannot_be_drawn(tmp_path: Path, capsys) -> None:
-    photo = tmp_path / "photo.png"
-    Image.new("L", (SIDE, SIDE)).save(photo)
-    run = str(trained("image_generation"))
-    val = str(data_of("image_generation") / IMAGES.format("val"))
-    for words, message in (
-        (["--file", val], "8 x 8"),
-        (["--file", val, "--fit", "--rows", "4"], "1 to 3"),
-        (["--rows", "2"], "--rows 2"),
-        (["--prompt", "a"], "--prompt a"),
-        (["--out", "a.jpg"], ".png"),
-        (["--file", str(photo.parent), "--out", str(photo)], "photo.png"),  # not overwritten
-    ):
-        assert message in error_of(capsys, "generate", run, *words)
-    assert "images" in error_of(capsys, "predict", run, val)

@@ -164,19 +164,6 @@ def test_resuming_does_not_need_the_source(others, source, tmp_path):
     assert logged(tmp_path / "run", "val_mae_eV") == logged(tmp_path / "whole", "val_mae_eV")
 
 
-def test_exports_and_models_on_the_hub_are_sources(others, source, started, tmp_path, monkeypatch):
-    assert main(["export", str(source), str(tmp_path / "export"), *CARD]) == 0
-    hub = pytest.importorskip("huggingface_hub", reason="needs molflt[hub]")
-    monkeypatch.setattr(hub, "snapshot_download", lambda *_, **__: str(tmp_path / "export"))
-    run = tmp_path / "run"
-    begin(others, run, "hf:me/small", *STILL)
-    found, expected = record(run), record(started)
-    for key in ("recipe", "loaded", "new", "of_data", "left_over"):
-        assert found[key] == expected[key]
-    assert differences(weights(run), weights(started)) == []
-    assert config(run)["init"] == "hf:me/small"
-
-
 def test_words_keep_their_vectors_only_with_the_same_vocabulary(tmp_path):
     """Recipe and size of the vocabulary come from the source."""
     source, data = recipe_runs.trained("language"), recipe_runs.data_of("language")

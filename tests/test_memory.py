@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny_run import start, structures, write_data
+from tiny_run import structures
 from torch import nn
 from torch_geometric.data import Batch
 
@@ -88,19 +88,6 @@ def test_reciprocal_nodes_are_limited_before_allocation(monkeypatch) -> None:
     monkeypatch.setattr(memory, "available_memory", lambda: 1)
     monkeypatch.setattr(memory, "_SMALL", 2**26)
     model(batch)  # too small to check
-
-
-def test_training_names_step_and_batch(monkeypatch, tmp_path: Path) -> None:
-    data, steps = write_data(tmp_path / "data", 6, 4), []
-    forward = EnergyRegressor.forward
-
-    def greedy(self: EnergyRegressor, batch: Batch) -> object:
-        steps.extend([1] * self.training)
-        return FAILURES["torch"]() if len(steps) == 2 else forward(self, batch)
-
-    monkeypatch.setattr(EnergyRegressor, "forward", greedy)
-    with pytest.raises(ValueError, match=r"^step 1 with \d+ atoms, sids [\d, ]+"):
-        start(data, tmp_path / "run", "--trainer.max_steps=4", "--trainer.num_sanity=1")
 
 
 GIB = 2**30

@@ -11,15 +11,15 @@ import cma
 import numpy as np
 import pytest
 import torch
-from recipe_runs import trained, words_of
+from recipe_runs import trained
 from safetensors.torch import load_file
 from tiny_run import error_of, page_of, table
 from token_files import write_idx
 
 from molflt.commands.cli import main
 from molflt.data.problems import generator_of
-from molflt.evaluation.optimizers import final_loss, tasks_of
-from molflt.optimizers import LearnedOptimizer, PopulationOptimizer
+from molflt.evaluation.optimizers import final_loss
+from molflt.optimizers import PopulationOptimizer
 from molflt.optimizers.functions import Functions
 from molflt.optimizers.unseen import UNSEEN
 from molflt.training.checkpoint import load_run, save_weights
@@ -44,22 +44,6 @@ def test_evaluation_with_adam(tmp_path: Path) -> None:
         tuned = {float(r["tuned"]) for r in own if r["optimizer"] == "Adam"}
         assert {found["adam_lr"]} == tuned <= {0.01, 0.1}
     assert "mean log(f / f₀)" in page_of(run)
-
-
-def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ValueError, match="population_optimizer.*learned_optimizer"):
-        LearnedOptimizer.from_run(trained("population_optimizer"), [])
-    words = words_of("learned_optimizer", tmp_path / "x", "--model.memory=lstm")
-    idle = ["--model.ffn_dim=null", "--model.num_features=null"]
-    idle += ["--model.position=none", "--model.position_options=null"]
-    assert "task.redraw_every=5" in error_of(capsys, *words, *idle)
-    for names, data, word in (
-        (["ackley"], None, "'ackley'"),
-        (["image_network"], None, "image_network"),
-        (["rosenbrock"], Path("x"), "--data x"),
-    ):
-        with pytest.raises(ValueError, match=word):
-            tasks_of(names, data)
 
 
 def test_final_losses() -> None:
@@ -109,12 +93,6 @@ def test_baselines(tmp_path: Path, monkeypatch, capsys) -> None:
     assert found["cma-es_log10_best"] < -8 and -4 < found["random_log10_best"] < 0
     monkeypatch.setitem(__import__("sys").modules, "cma", None)
     assert "pip install molflt[bench]" in error_of(capsys, *words)
-    for more, said in [
-        (["--evaluations=5"], "--evaluations"),
-        (["--functions=[spheer]"], "'spheer'"),
-        (["--functions=[rosenbrock]", "--dimension=1"], "rosenbrock"),
-    ]:
-        assert said in error_of(capsys, *words, "--baselines=[]", *more)
 
 
 def test_use_in_another_dimension() -> None:

@@ -343,34 +343,6 @@ def test_stress_of_a_slab_with_slab_stress():
         alone.get_stress()
 
 
-@pytest.mark.parametrize("number", [0, 119])
-def test_unknown_elements_are_refused(number):
-    atoms = Atoms(numbers=[1, number], positions=[[0, 0, 0], [0, 0, 1]])
-    atoms.calc = calculator()
-    with pytest.raises(ValueError, match=f"1 to 118.*{number}"):
-        atoms.get_potential_energy()
-
-
-def test_unused_fields_are_named_once(capsys):
-    atoms, calc = boxed(False), calculator()
-    atoms.calc = calc
-    atoms.info |= {"charge": 0, "spin": 1}
-    atoms.set_initial_magnetic_moments(np.zeros(len(atoms)))
-    atoms.get_potential_energy()
-    assert capsys.readouterr().err == ""  # neutral fields
-    atoms.info["oxidation_state"] = -1
-    atoms.set_initial_magnetic_moments([0, 0, 0, 0, 0, 2])
-    for shift in (0.0, 0.1):
-        atoms.positions[0, 0] += shift
-        atoms.get_potential_energy()
-    err = capsys.readouterr().err
-    assert err.count("oxidation_state") == 1 and "-1" in err and "initial_magmoms" in err
-    for name, value in {"spin": 3, "electric_field": [0, 0, 0.1]}.items():
-        atoms.info[name] = value  # the last results are still valid
-        atoms.get_potential_energy()
-        assert name in capsys.readouterr().err
-
-
 def test_total_charge():
     """A charge of the structure is an input, or refused."""
     atoms, options = molecule("H2O"), {"long_range": [1], "total_charge": True}

@@ -181,21 +181,6 @@ def test_given_references_are_stored_in_the_run(tmp_path) -> None:
     assert main(["predict", str(run), file, "--out", str(tmp_path / "e.csv")]) == 0
 
 
-def test_paths_of_references_are_relative_to_the_configuration(data, tmp_path, capsys) -> None:
-    folder = tmp_path / "some"
-    folder.mkdir()
-    (folder / "own.json").write_text('{"H": 1.0}')
-    (folder / "unknown.yaml").write_text("H: -13.6\nXx: 3.0")
-    for value, said in (
-        ("own.json", "no reference energy of O, Cu, Pt"),
-        ("unknown.yaml", "Xx"),
-        ("absent.json", str(folder / "absent.json")),
-    ):
-        (folder / "a.yaml").write_text(f"task:\n  references: {value}\n")
-        words = arguments(data, tmp_path / "run", "--config", str(folder / "a.yaml"))
-        assert said in error_of(capsys, "train", *words)
-
-
 DESCRIBED = ("--trainer.max_steps=2", "--trainer.val_every=2", "--model.descriptors=true")
 
 

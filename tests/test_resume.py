@@ -35,7 +35,6 @@ from tiny_run import (
 import molflt.files
 from molflt.commands.cli import main
 from molflt.lock import FolderLock
-from molflt.tasks.is2re import IS2RETask
 from molflt.training.checkpoint import load_run, read_checkpoint
 
 # Dropout, averaging and redrawn features exercise every kind of state. 22 systems are 6 batches per
@@ -232,29 +231,6 @@ def test_diverging_run_keeps_the_last_checkpoint(shared_data, whole, tmp_path):
     assert_resumes(run, whole)
 
 
-@pytest.mark.parametrize(("value", "what"), [(float("inf"), "loss"), (None, "gradient norm")])
-def test_only_the_structure_that_diverges_is_named(shared_data, tmp_path, value, what):
-    """It is in the first of two batches of a step."""
-    bad: list[int] = []
-    original = IS2RETask.loss
-
-    def loss(self, batch, progress):
-        total, sums = original(self, batch, progress)
-        if not bad:
-            bad.append(int(batch.sid[2]))
-        if bad[0] in batch.sid.tolist():
-            slope = (0 * next(self.model.parameters()).sum()).sqrt()  # 0, but infinite
-            total = total * value if value else total + slope
-        return total, sums
-
-    words = ["--trainer.accumulate=2", "--trainer.max_steps=3", "--trainer.num_sanity=0"]
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(IS2RETask, "loss", loss)
-        with pytest.raises(ValueError, match=what) as caught:
-            start(shared_data, tmp_path / "run", *words)
-    assert f" on sids {bad[0]}; expected" in str(caught.value)
-
-
 class Evil:
     def __init__(self, path):
         self.path = str(path)
@@ -375,14 +351,6 @@ def test_missing_weights_are_written_again(short, tmp_path):
     best.unlink()
     assert main(["train", "--resume", str(run), "--trainer.max_steps=8"]) == 0
     assert best.exists()
-
-
-def test_removing_the_folder_ends_a_training(shared_data, tmp_path, capsys):
-    run = tmp_path / "run"
-    with at_step(4, lambda _: shutil.rmtree(run)):
-        line = error_of(capsys, "train", *arguments(shared_data, run, *WORDS))
-    assert line.startswith(f"{run}: ") and "removed" in line
-    assert not run.exists()
 
 
 def test_an_ignored_hangup_stays_ignored(shared_data, tmp_path):

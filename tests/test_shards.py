@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from ase.io import write
-from tiny_run import error_of, structures, table
+from tiny_run import structures, table
 
 import molflt
 from molflt.commands.cli import main
@@ -123,17 +123,6 @@ def test_shards_of_other_models_or_structures_are_refused(source, tmp_path, unli
     said = rf"^{re.escape(one)} and {re.escape(two)}.*'{unlike} \w+ and \w"
     with pytest.raises(ValueError, match=said):
         merge_shards(out)
-
-
-def test_options_that_do_not_fit_together(source, tmp_path, capsys) -> None:
-    said = error_of(capsys, "predict", str(source), "--shard=1/2")
-    assert "--out" in said
-    words = ["predict", str(source), f"--out={tmp_path / 'x.traj'}", "--shard=1/2"]
-    assert ".csv, .json, .extxyz" in error_of(capsys, *words)
-    words[2] = f"--out={tmp_path / 'x.csv'}"
-    said = error_of(capsys, *words[:3], "--shard=1/9", "--batch_size=2")
-    assert "--shard" in said and "6 batches" in said
-    assert "x.1-of-8.csv" in error_of(capsys, "merge", str(tmp_path / "x.csv"))
 
 
 def test_indices_count_omitted_structures(tmp_path) -> None:

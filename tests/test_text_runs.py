@@ -357,22 +357,6 @@ def test_all_ways_to_translate_agree(tmp_path, capsys) -> None:
     assert "beam 2" in said
 
 
-def test_requests_that_cannot_be_translated(tmp_path, capsys) -> None:
-    run = trained("translation")
-    for options, word in (
-        (["--tokens=3"], "--tokens"),
-        ([], "--prompt"),
-        (["--prompt=" + 60 * "ein "], "sentence 1"),
-    ):
-        assert word in error_of(capsys, "generate", str(run), *options)
-    with pytest.raises(ValueError, match="ein Hund"):
-        molflt.load(run).translate("ein Hund")
-    (tmp_path / "x.de").write_text(60 * "ein " + "\n")
-    (tmp_path / "x.en").write_text("one\n")
-    message = error_of(capsys, "evaluate", str(run), "--data", str(tmp_path / "x"))
-    assert "x.de: line 1" in message and "40" in message
-
-
 @pytest.mark.parametrize("lowercase", [True, False])
 def test_bleu_ignores_case_if_the_tokenizer_does(lowercase, tmp_path, monkeypatch) -> None:
     """Even if no option of the run says so."""
@@ -458,7 +442,7 @@ def test_expressions(tmp_path: Path) -> None:
     assert sorted(kept, key=kept.get)[5:] == [*SYMBOLS]
 
 
-def test_gray_images(tmp_path: Path, capsys) -> None:
+def test_gray_images(tmp_path: Path) -> None:
     """A run keeps the names of its classes: a test folder may contain fewer of them."""
     write_folder(tmp_path / "Image" / "train", count=4, side=4)
     other = write_folder(tmp_path / "other", count=2, side=4, classes="dog")
@@ -469,7 +453,3 @@ def test_gray_images(tmp_path: Path, capsys) -> None:
     assert main(["evaluate", str(run), "--data", str(other)]) == 0
     lines = (run / "predictions.csv").read_text().splitlines()
     assert [line.split(",")[2] for line in lines[1:]] == ["dog", "dog"]
-    (tmp_path / "text.txt").write_text("some text\n")
-    assert main(["export", str(run), str(tmp_path / "out"), "--about=animals"]) == 0
-    for model in (run, tmp_path / "out"):
-        assert "Image" in error_of(capsys, "predict", str(model), str(tmp_path / "text.txt"))

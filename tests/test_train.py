@@ -232,21 +232,6 @@ def test_energy_metrics_are_summed_in_float64():
 # --- output, names of runs, and molflt info -------------------------------------------------------
 
 
-def test_logs_have_one_line_per_validation_and_a_last_one(shared_run) -> None:
-    run, text = shared_run, shared_run.with_name("log").read_text()
-    assert "\r" not in text and "\x1b" not in text and "%|" not in text
-    lines = text.splitlines()
-    rows = table(run / "metrics.csv", "val_mae_eV")
-    steps = [line for line in lines if line.startswith("step ")]
-    assert len(steps) == len(rows) == 2 and len(lines) == 4
-    for line, row in zip(steps, rows, strict=True):
-        assert line.startswith(f"step {row['step']} of 8: ")
-        assert f"MAE {float(row['val_mae_eV']):.3f} eV" in line
-    best = min(rows, key=lambda row: float(row["val_mae_eV"]))
-    assert f"MAE {float(best['val_mae_eV']):.3f} eV at step {best['step']}; 8 steps" in lines[-1]
-    assert lines[-1].endswith(f"molflt evaluate {run}")
-
-
 def test_default_names_have_a_date_and_are_unique(
     shared_data, tmp_path, monkeypatch, capsys
 ) -> None:

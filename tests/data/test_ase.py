@@ -105,18 +105,6 @@ def test_only_atoms_held_in_all_directions_are_fixed():
     assert Converter().record(atoms).fixed.nonzero().flatten().tolist() == [0, 3, 5]
 
 
-def test_constraints_that_are_left_out_are_named_once(tmp_path, capsys):
-    plane, both = slab(), slab(1)
-    plane.set_constraint([FixAtoms([0]), FixedPlane([2, 3], [0, 0, 1])])
-    both.set_constraint([FixedPlane([2], [0, 0, 1]), FixCartesian([1], [True, False, False])])
-    path = write(tmp_path / "a.traj", [slab(), plane, both])
-    assert open_dataset(path)[1].fixed.nonzero().flatten().tolist() == [0]
-    assert capsys.readouterr().err == (
-        f"molflt: warning: {path}: constraints other than fixed atoms are left out: FixCartesian "
-        "in 1, FixedPlane in 2 structures; atoms that they hold count as free\n"
-    )
-
-
 @pytest.mark.parametrize("name", ["a.pkl", "a"])
 def test_formats_that_can_carry_code_are_refused(tmp_path, name):
     sentinel = tmp_path / "it-ran"

@@ -11,7 +11,6 @@ from safetensors import safe_open
 from molflt.files import (
     append,
     atomically,
-    expect_writable,
     save_tensors,
     verify_tensors,
     write_atomically,
@@ -32,19 +31,6 @@ def test_a_block_that_fails_leaves_the_older_file(tmp_path):
     (path.parent / "plain.txt").touch()
     assert path.read_bytes() == b"new" and len(os.listdir(path.parent)) == 2
     assert stat.S_IMODE(path.stat().st_mode) == (path.parent / "plain.txt").stat().st_mode & 0o777
-
-
-def test_unwritable_paths_are_named_in_advance(tmp_path):
-    there = tmp_path / "a.txt"
-    there.write_text("a")
-    for path, why in {tmp_path: "Is a directory", there / "b" / "c.txt": "Not a directory"}.items():
-        with pytest.raises(OSError, match=rf"{path}: could not be written \({why}\); nothing was"):
-            expect_writable(path)
-    (tmp_path / "link.txt").symlink_to(there)
-    with pytest.raises(ValueError, match=r"link\.txt: is also the input"):
-        expect_writable(tmp_path / "link.txt", tmp_path / "none", there)
-    expect_writable(tmp_path / "new" / "b.txt", there)
-    assert sorted(os.listdir(tmp_path)) == ["a.txt", "link.txt"] and there.read_text() == "a"
 
 
 def test_appending_is_atomic(tmp_path):

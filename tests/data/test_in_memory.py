@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 from ase import Atoms
 from ase.build import molecule
@@ -67,12 +66,3 @@ def test_total_charge_is_read_and_spin_named_once(capsys) -> None:
     assert float(first.charge) == 1 and capsys.readouterr().err.count("spin (2)") == 1
     (held,) = StructuresInMemory(again)
     assert float(held.charge) == 1 and to_atoms(held).info["charge"] == 1
-
-
-def test_other_objects_are_refused() -> None:
-    for given, message in (
-        (Data(pos=torch.rand(2, 3)), "structure 1: expected pos, .*; got pos"),
-        (Atoms("H", positions=[[np.nan] * 3]), "structure 1: .*pos must be finite"),
-    ):
-        with pytest.raises((TypeError, ValueError), match=message):
-            StructuresInMemory([WATER, given])

@@ -8,7 +8,6 @@ from itertools import product
 
 import ase.io
 import numpy as np
-import pytest
 import torch
 from ase import Atoms
 from ase.calculators.singlepoint import SinglePointCalculator
@@ -16,7 +15,6 @@ from oc20_files import fields, old_record, record, same, write_lmdb
 
 from molflt.commands.cli import main
 from molflt.data.structures import open_dataset
-from molflt.data.structures.datamodule import IS2REData
 from molflt.data.structures.overlaps import (
     TOO_NEAR,
     atoms_coincide,
@@ -85,20 +83,6 @@ def test_warnings(tmp_path, capsys):
     assert text.startswith("total energies") and "is 5.5 eV per atom" in text
 
 
-def test_slabs_of_one_tag_are_named(tmp_path, capsys):
-    """In inspect and before training; a slab with both tags is not named."""
-    kinds = [tags.masked_fill(tags < 2, fill) for tags in [record(0).tags] for fill in (0, 1)]
-    write_store(tmp_path / "train.safetensors", [record(0), *(record(9, tags=t) for t in kinds)])
-    write_store(tmp_path / "val_id.safetensors", [record(5)])
-    (text,) = [
-        one for one in as_json(capsys, tmp_path / "train.safetensors")["warnings"] if "tag 1" in one
-    ]
-    assert "2 of 3" in text and f"sid {int(record(9).sid)}" in text
-    data = IS2REData(tmp_path)
-    with pytest.warns(UserWarning, match="slabs of one tag: 2 of 3"):
-        data.files()
-
-
 def test_structures_that_are_there_twice(tmp_path, capsys):
     """In one source, and in two splits, where one would be judged by what it was trained on."""
     one, two = record(0), record(1)
@@ -111,17 +95,6 @@ def test_structures_that_are_there_twice(tmp_path, capsys):
     assert "repeated structures: 1 of 3 systems have the elements" in text
     (warning,) = splits["val_id"]["warnings"]
     assert "two splits: 1 have" in warning and f"train, for instance sid {two.sid}" in warning
-
-
-def test_without_any_labels(tmp_path, capsys):
-    path = tmp_path / "test_id.safetensors"
-    write_store(path, [record(i, y_init=None, y_relaxed=None, pos_relaxed=None) for i in (1, 2)])
-    found = as_json(capsys, path, "--plot", tmp_path / "a.png")
-    assert found["with_labels"] == 0
-    assert found["energies_eV"] == {"y_init": None, "y_relaxed": None}
-    assert found["displacements_A"] is None and (tmp_path / "a.png").is_file()
-    assert main(["data", "inspect", str(path)]) == 0
-    assert "y_relaxed   unknown" in capsys.readouterr().out
 
 
 def test_forces_and_stress_are_counted(tmp_path, capsys):
@@ -191,23 +164,6 @@ def test_overlapping_atoms_are_reported(tmp_path, capsys) -> None:
     out = tmp_path / "out.safetensors"
     assert main(["data", "convert", str(path), str(out)]) == 0 and len(open_dataset(out)) == 4
     assert capsys.readouterr().err.count(f"molflt: warning: {path}: {words}") == 1
-
-
-def test_training_names_them_in_both_splits_once(tmp_path) -> None:
-    for split, near in (("train", [1]), ("val_id", [0, 2])):
-        records = []
-        for sid in range(3):
-            pos = [[0, 0, 0], [0, 0, 0.05 if sid in near else 1.0]]
-            records.append(make_record(pos=pos, atomic_numbers=[1, 8], sid=sid, y_relaxed=-sid))
-        write_store(tmp_path / f"{split}.safetensors", records)
-    data = IS2REData(tmp_path)
-    with pytest.warns(UserWarning) as told:
-        data.files()
-        data.files()
-    texts = [str(each.message) for each in told]
-    assert "train.safetensors: split 'train': 1 of 3 structures have two atoms closer" in texts[0]
-    assert "val_id.safetensors: split 'val_id': 2 of 3 structures have two atoms" in texts[1]
-    assert len(texts) == 2 and "for instance sid 0; their energies mean nothing" in texts[1]
 
 
 def test_structures_of_two_charges_differ() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import ase.db
 import ase.io
@@ -28,8 +27,6 @@ from molflt.data.structures.force_units import (
 )
 from molflt.data.structures.potential_data import PotentialData, SinglePoints
 from molflt.data.structures.records import make_record
-
-MLEARN = Path(__file__).resolve().parents[3] / "shared" / "data" / "mlearn3"
 
 
 def copper(count=12, seed=0):
@@ -249,28 +246,6 @@ def test_stress_that_cannot_be_judged_is_named(tmp_path):
     assert "sign of stress could not be judged" in data.describe()[0]
     ase.io.write(tmp_path / "train.traj", strained())
     assert not stress_unjudged(list(open_dataset(tmp_path / "train.traj")))
-
-
-@pytest.mark.skipif(not MLEARN.is_dir(), reason="no mlearn data next to the checkout")
-@pytest.mark.parametrize("symbol", ["Cu", "Si"])
-def test_stress_of_published_sets(symbol):
-    """In kbar with VASP's sign it is refused; converted, it is not."""
-    arrays = np.load(MLEARN / f"{symbol}_train.npz")
-    ends = np.cumsum(arrays["natoms"])[:-1]
-    per_atom = (np.split(arrays[name], ends) for name in ("pos", "numbers", "forces"))
-    stress = arrays["stress_raw"][:, [0, 1, 2, 4, 5, 3]]
-    rows = list(zip(*per_atom, arrays["cell"], arrays["energy"], stress, strict=True))
-    for factor, said in ((-1 / 1602.1766, ""), (1.0, "minus kbar"), (1 / 1602.1766, "minus eV/Å")):
-        records = [
-            make_record(pos=p, atomic_numbers=z, forces=f, cell=c, energy=e, stress=factor * s)
-            for p, z, f, c, e, s in rows
-        ]
-        found = judged_stress(records)[0]
-        kinds = found.split(":")[0]
-        assert said in kinds or (said == "minus kbar" and "minus eV (stress" in kinds), found
-        assert bool(found) == bool(said)
-        if not said:
-            assert not force_unit_fault(records)
 
 
 def test_energies_beyond_those_of_all_electrons_are_named():

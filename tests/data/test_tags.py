@@ -21,7 +21,7 @@ from ase.constraints import FixAtoms
 
 from molflt.atoms import Tag
 from molflt.data.structures import open_dataset
-from molflt.data.structures.base import ANY_TAGS, Reading
+from molflt.data.structures.base import ANY_TAGS
 from molflt.data.structures.in_memory import StructuresInMemory
 from molflt.data.structures.tags import Tagged, guess_tags, heights_agree
 
@@ -167,20 +167,6 @@ def test_free_atoms_of_a_slab_are_its_surface() -> None:
 def test_tags_are_not_guessed_without_slab_vacuum_or_adsorbate(atoms: Atoms, why: str) -> None:
     guess = guessed(atoms)
     assert why in guess.text and not guess.tags.any()
-
-
-def test_guessed_tags_are_reported(tmp_path, capsys) -> None:
-    from ase.io import write
-
-    frames = [above(SLAB, "CO")[0], above(SLAB, "CO")[0], SLAB]
-    write(tmp_path / "a.extxyz", frames)
-    dataset = open_dataset(tmp_path / "a.extxyz", reading=Reading(tags="guess"))
-    assert [np.bincount(one.tags).tolist() for one in dataset] == [[27, 9, 2]] * 2 + [[36]]
-    assert (dataset.to_atoms(0).get_tags() == dataset[0].tags.numpy()).all()
-    told = capsys.readouterr().err.splitlines()
-    assert "2 of 3" in told[0] and "1 adsorbate CO, 9 surface, 27 subsurface" in told[0]
-    assert "1 of 3" in told[1] and "no adsorbate" in told[1]
-    assert len(Tagged(dataset)) == 3
 
 
 def test_tags_upside_down_are_noticed() -> None:

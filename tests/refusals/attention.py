@@ -15,12 +15,8 @@ from molflt.attention import (
 )
 from molflt.attention.nodes import ShellNodes
 from molflt.attention.nodes.reciprocal import reciprocal_nodes
-from molflt.attention.positions import SpectralPosition
 from molflt.attention.positions.grid import LowRankPosition, ToeplitzPosition
 from molflt.attention.positions.stochastic import ConvSPE
-from molflt.attention.spectra import (
-    GaussianBasis,
-)
 from refusals import Refusal
 
 DIM, HEADS = 16, 2
@@ -77,24 +73,18 @@ def converted(source: dict[str, Any], target: dict[str, Any]) -> Callable[[], ob
     )
 
 
-SOFTMAX = {"mixing": "softmax"}
 ROWS = [
     # options of a layer
     refused(lambda: layer(mixing="fast"), "mixing", "quadratic", "'fast'"),
-    refused(lambda: layer(feature_map="swish"), "feature_map", "positive", "'swish'"),
     refused(lambda: layer(gate=True), "gate=True", "causal=True"),
     refused(lambda: layer(position("gaussian_bias")), "mixing", "softmax", "'linear'"),
     # options without effect
     refused(lambda: layer(feature_map="elu", num_features=8), "num_features=8", "no effect", "Elu"),
-    refused(
-        lambda: layer(normalize_qk=False, learn_temperature=True), "learn_temperature", "no effect"
-    ),
     # inputs of a layer
     refused(lambda: layer(position())(X, R[..., 0]), "positions", "(batch", "(1, 5)"),
     refused(lambda: layer()(X, key_mask=MASK[:, :3]), "key_mask", "(1, 5)", "(1, 3)"),
     refused(lambda: layer()(X, key_weight=-X[..., 0]), "key_weight", "finite", "-1"),
     refused(lambda: layer(causal=True)(X, context=X), "context", "causal=False"),
-    refused(lambda: layer()(X, R), "positions", "position="),
     refused(lambda: layer(position())(X), "SpectralPosition", "(batch, tokens, 3)"),
     refused(
         lambda: layer(position("toeplitz"), causal=True).decode(X, line()), "Toeplitz", "spectral"
@@ -102,10 +92,6 @@ ROWS = [
     # stacks
     refused(lambda: stack(num_feature=3), "'num_feature'", "num_features", error=TypeError),
     refused(lambda: stack(mixer="fourier", causal=True), "mixer", "causal=False", "True"),
-    refused(
-        lambda: stack(mixer="fourier", attention_dropout=0.1), "attention_dropout=0.1", "no eff"
-    ),
-    refused(lambda: stack(position_options={"num_nodes": 8}), "num_nodes=8", "no effect", "'none'"),
     # conversion of weights
     refused(
         lambda: convert_weights_(layer(), Attention(32, 2)),
@@ -118,9 +104,7 @@ ROWS = [
     refused(
         lambda: TOKEN_MIXERS["dense"](DIM, 4)(X, key_mask=MASK), "max_tokens=4", "at most", "5"
     ),
-    # feature maps and projections
     # positions by name
-    refused(lambda: position("sinusoid"), "position", "spectral", "'sinusoid'"),
     refused(lambda: position("toeplitz", radius=3), "radius", "max_tokens", "'toeplitz'"),
     refused(lambda: position(sampled=False, num_nodes=8), "num_nodes", "no effect", "softmax"),
     # positions on a grid
@@ -135,13 +119,7 @@ ROWS = [
     ),
     # spectra and nodes
     shells("degree", "at most 131", "133", 100.0, 1.0),
-    refused(
-        lambda: SpectralPosition(GaussianBasis(2, dim=2), ShellNodes(5.0, 0.3)),
-        "2 dimensions",
-        "have 3",
-    ),
     # cells
     cells("max_frequency", "reduce", "graph", max_frequency=1e4),
-    cells("pbc", "bool", "float32", pbc=torch.ones(2, 3)),
     cells("pbc", "linearly independent", "graph 1", cell=FLAT),
 ]

@@ -9,12 +9,10 @@ import torch
 
 from molflt.image import ImageClassifier
 from molflt.sequence import (
-    EncoderDecoder,
     LanguageModel,
     MaskedLanguageModel,
     PixelModel,
     TokenEncoder,
-    beam_search,
     generate,
 )
 from molflt.sequence.published import options_of
@@ -58,13 +56,10 @@ def published(**config: Any) -> Callable[[], Any]:
 
 ROWS = [
     # options of models of tokens
-    refused(lambda: LanguageModel(**SMALL), "vocabulary", "number of token ids"),
-    refused(language(layer=2), "'layer'", "layers", error=TypeError),
     refused(language(absolute="learned"), "absolute", "max_length"),
     refused(language(absolute="sinusoidal", dim=15, heads=1), "absolute", "even dim", "15"),
     refused(language(position="spectral", position_scale=0.0), "position_scale", "positive", "0.0"),
     refused(language(position="cosine", mixing="softmax"), "mixing", "does not go", "softmax"),
-    refused(encoder(mixer="fourier", mixing="softmax"), "mixing='softmax'", "no effect"),
     refused(published(hidden_act="silu"), "hidden_act", "gelu", "'silu'"),
     # inputs of models of tokens
     *(
@@ -83,15 +78,10 @@ ROWS = [
     # generation
     refused(lambda: generate(make(LanguageModel, max_length=12), IDS[:1], 99), "99 more", "12"),
     refused(lambda: generate(make(LanguageModel).train(), IDS[:1], 1), "eval"),
-    refused(
-        lambda: beam_search(make(EncoderDecoder, max_length=12).train(), IDS, begin=2, end=3),
-        "eval",
-    ),
     # pixels
     refused(lambda: pixels().bytes_of(IMAGES), "images", "(batch, 1, 3, 3)", "(2, 1, 8, 8)"),
     # options of models of images
     refused(lambda: image(patch_size=5), "patch_size=5", "divisor"),
-    refused(lambda: image(absolute="sinusoidal", dim=18), "absolute", "4 divides", "18"),
     # images
     *(
         refused(lambda x=x: image()(x), "images", *words)

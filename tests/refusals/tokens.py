@@ -14,7 +14,6 @@ from molflt.data.images.unlabeled import read_alike
 from molflt.data.text.datamodule import TextData
 from molflt.data.text.glue import read_examples
 from molflt.data.text.parallel import read_parallel
-from molflt.data.text.sentences import SentenceData
 from molflt.data.text.sources import _records
 from molflt.data.text.tokenized import TokenizedText
 from molflt.data.text.tokenizer import Tokenizer
@@ -67,10 +66,6 @@ def subwords(train: str | bytes = LINES, **options: Any) -> Call:
 
 def rows(task: str, content: str) -> Call:
     return given(lambda f: read_examples(f / "train.tsv", task), {"train.tsv": content})
-
-
-def sentences(task: str = "SST-2", **options: Any) -> Call:
-    return lambda folder: SentenceData(task, folder, **options).setup()
 
 
 def parallel(content: bytes) -> Call:
@@ -127,14 +122,10 @@ ROWS = [
     Refusal(text(b""), "train.txt", "at least 8 tokens", "0"),
     Refusal(text(level="char", vocabulary="v.json"), "v.json", "'char'", "'word'"),
     # tokenizers
-    Refusal(lambda _: Tokenizer.from_json(b"{}", "x.json"), "x.json", "tokenizer.json"),
-    Refusal(subwords(tokenizer="t.json", pieces=60), "data.pieces", "data.tokenizer"),
-    Refusal(subwords(tokenizer="away.json"), "away.json", "a tokenizer", error=FileNotFoundError),
     Refusal(subwords(b"good\nb\xe9d\n"), "train.txt", "UTF-8", "byte 6"),
     Refusal(subwords("日本語\n" * 90, tokenizer="t.json"), "train.txt", "knows", "100%"),
     Refusal(subwords("1 [AVG 2 ]\n", kind="listops"), "train.txt", "[MIN", "'[AVG'"),
     # labeled sentences
-    Refusal(sentences(), "data.root", "SST-2/train.tsv", error=FileNotFoundError),
     Refusal(rows("SST-2", "text\tlabel\na\t1\n"), "row 1", "sentence", "text"),
     Refusal(rows("SST-2", "sentence\tlabel\na\t1\n\nb\n"), "row 4", "at least 2", "1"),
     Refusal(rows("SST-2", "sentence\tlabel\na\t2\n"), "row 2", "0, 1", "'2'"),
@@ -159,5 +150,4 @@ ROWS = [
         pictures(lambda f: open_images(f)[1], b"%!PS-Adobe-3.0 EPSF-3.0\n"), "dog/0.png", "image"
     ),
     Refusal(pictures(lambda f: list(read_alike(f / "dog", 9, 3))), "--fit", "9 x 9", "8 x 8"),
-    # image data and augmentation
 ]
