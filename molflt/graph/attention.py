@@ -32,11 +32,12 @@ class GraphAttention(nn.Module):
         heads: number of heads.
         position: "spectral" (FLT's mask), "multiplicative" (a kernel) or "none" (a Performer
             without positions).
-        periodic: "none" ignores boundaries; "images", "reciprocal" and "mesh" are periodic. With
-            None, periodic structures are refused. Without tags, "images" uses images of all atoms,
-            along all periodic axes.
-        position_options, image_cutoff, max_frequency, mesh_order, near_field, near_exact, mixing,
-            feature_map, num_features: see `EnergyRegressor`.
+        periodic: "none" ignores boundaries; "images", "reciprocal", "mesh" and "auto" are periodic.
+            With None, periodic structures are refused. Without tags, "images" uses images of all
+            atoms, along all periodic axes.
+        position_options, image_cutoff, max_frequency: see `EnergyRegressor`.
+        mesh_order, near_field, near_exact: see `EnergyRegressor`.
+        mixing, feature_map, num_features: see `EnergyRegressor`.
         attention: further arguments of `molflt.attention.Attention`: projection, normalize_qk,
             normalize, floor, dropout. With normalize="unmasked", outputs for crystals depend on the
             number of cells, even with "reciprocal" and "mesh".
