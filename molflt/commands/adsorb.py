@@ -126,7 +126,7 @@ def _summary(rows: Sequence[dict[str, Any]]) -> str:
     first, more = rows[0], " eV"
     if (half := first["uncertainty_eV"]) is not None:
         close = sum(row["energy_eV"] <= first["energy_eV"] + half for row in rows) - 1
-        more = f" ± {half:.3f} eV, an interval that contains {close:,} others"
+        more = f" ± {half:.3f} eV, an interval that contains {close:,} other{'s' * (close != 1)}"
     sites = len({(row["slab"], row["site"]) for row in rows})
     best = f"{first['energy_eV']:.3f}{more}; {_place(first)}"
     return f"{len(rows):,} placements on {sites} sites; best: {best}"
