@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
+from molflt.attention.checks import at_least_one, not_negative, positive
 from molflt.metrics import Metric
 
 __all__ = ["Task"]
@@ -83,6 +84,9 @@ class Task(ABC, Generic[_Batch, _Data]):
         seed: int = 0,
     ) -> None:
         self.model = model
+        positive(lr=lr)
+        not_negative(warmup_steps=warmup_steps)
+        at_least_one(redraw_every=1 if redraw_every is None else redraw_every)
         self.lr = lr
         self.warmup_steps = warmup_steps
         self.schedule = schedule

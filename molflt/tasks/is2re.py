@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from molflt.attention.checks import not_negative, positive
 from molflt.data.structures import augment
 from molflt.metrics import EWT_THRESHOLD, Metric
 from molflt.tasks.base import Task
@@ -126,6 +127,13 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
             raise ValueError(
                 f"task.references={references} already removes the mean; got "
                 f"task.energy_mean={energy_mean}; remove one of the two"
+            )
+        positive(energy_std=1.0 if energy_std is None else energy_std)
+        not_negative(repeat=repeat, interpolate=interpolate, noise=noise)
+        if max(repeat, interpolate) > 1:
+            raise ValueError(
+                "task.repeat and task.interpolate must be at most 1; got "
+                f"{repeat} and {interpolate}"
             )
         if noise and not interpolate:
             raise ValueError(f"task.noise={noise} has no effect without task.interpolate")

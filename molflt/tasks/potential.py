@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from molflt.attention.checks import not_negative
 from molflt.metrics import Metric
 from molflt.tasks.base import Task
 from molflt.tasks.structures import OfStructures
@@ -124,6 +125,9 @@ class PotentialTask(OfStructures, Task["Batch", "PotentialData"]):
         **optimization: Any,
     ) -> None:
         super().__init__(model, **optimization)
+        not_negative(
+            energy_weight=energy_weight, force_weight=force_weight, stress_weight=stress_weight
+        )
         self.weights = energy_weight, force_weight, stress_weight
         if not any(self.weights):
             raise ValueError(

@@ -10,8 +10,12 @@ import torch
 from torch import nn
 
 from molflt.data.structures.store import write_store
+from molflt.tasks.images import ImageTask
 from molflt.tasks.is2re import IS2RETask
+from molflt.tasks.language import LanguageTask
 from molflt.tasks.masked import MaskedTask
+from molflt.tasks.optimizers import OptimizerTask, PopulationTask
+from molflt.tasks.potential import PotentialTask
 from molflt.training.checkpoint import read_checkpoint, write_checkpoint
 from refusals import Refusal, Refused, command
 
@@ -155,6 +159,15 @@ READ: list[tuple[Prepare, str, str, str]] = [
 
 
 TASKS: list[tuple[Callable[[], object], str, str, str]] = [
+    (lambda: LanguageTask(LINE, lr=0), "lr", "positive", "0"),
+    (lambda: LanguageTask(LINE, redraw_every=0), "redraw_every", "at least 1", "0"),
+    (lambda: IS2RETask(LINE, energy_std=0), "energy_std", "positive", "0"),
+    (lambda: IS2RETask(LINE, repeat=2), "task.repeat", "at most 1", "2"),
+    (lambda: PotentialTask(LINE, force_weight=-1), "force_weight", "at least 0", "-1"),
+    (lambda: ImageTask(LINE, label_smoothing=1), "label_smoothing", "[0, 1)", "1"),
+    (lambda: MaskedTask(LINE, mask_rate=1), "mask_rate", "[0, 1)", "1"),
+    (lambda: OptimizerTask(LINE, unroll=0), "unroll", "at least 1", "0"),
+    (lambda: PopulationTask(LINE, window=1), "task.window", "at least 2", "1"),
     (lambda: IS2RETask.sums.of(torch.ones(3, 1), torch.ones(3)), "energies", "shape", "(3, 1)"),
     (lambda: MaskedTask(LINE, mask_share=0.9, random_share=0.2), "mask_share", "at most 1", "0.9"),
 ]
