@@ -1,13 +1,15 @@
-"""What the documentation shows works: Python examples, commands, options and links."""
+"""The documentation works: Python examples, tutorials, commands, options and links."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import re
 import shlex
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from recipe_runs import trained
 from script_files import load_script
 from tiny_run import oxygen_on_copper, structures, write_data
 
+from molflt.attention import FEATURE_MAPS
 from molflt.commands import cli
 from molflt.commands.options import normalized, options_of
 from molflt.data.batches import Shard
@@ -30,7 +33,7 @@ PAGES = sorted([*PAGES, *(ROOT / "configs").rglob("README.md")])
 EXAMPLES = [
     pytest.param(page, code, id=f"{page.stem}-{count}")
     for page in PAGES
-    if page.parent.name != "tutorials"  # tests/test_tutorials.py
+    if page.parent.name != "tutorials"
     for count, code in enumerate(
         re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
     )
@@ -64,6 +67,16 @@ def workplace(
     return root
 
 
+def output_of(code: str, page: Path, names: dict[str, object]) -> str:
+    """Returns what a block prints, after a comparison with its comments."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(compile(code, str(page), "exec"), names)
+    expected = re.findall(r"^print\(.*\)(?: +# (torch\.Size\(.*?\)|\[.*?\]|True))?", code, re.M)
+    for line, comment in zip(printed.getvalue().splitlines(), expected, strict=True):
+        assert comment in ("", line)  # numbers that depend on the reader's run have no comment
+    return printed.getvalue()
+
+
 @pytest.mark.parametrize(("page", "example"), EXAMPLES)
 def test_documentation_examples_print_their_comments(
     page: Path, example: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
@@ -73,12 +86,57 @@ def test_documentation_examples_print_their_comments(
     if "runs/" in example:
         monkeypatch.chdir(request.getfixturevalue("workplace"))
     torch.manual_seed(0)
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        exec(compile(example, str(page), "exec"), {})
-    expected = re.findall(r"^print\(.*\)(?: +# (torch\.Size\(.*?\)|\[.*?\]|True))?", example, re.M)
-    for line, comment in zip(printed.getvalue().splitlines(), expected, strict=True):
-        assert comment in ("", line)  # what depends on the reader's run has no comment
+    output_of(example, page, {})
+
+
+# --- tutorials, which run from top to bottom in an empty folder -----------------------------------
+
+TUTORIALS = [page for page in PAGES if page.parent.name == "tutorials"]
+
+
+def run_commands(lines: str, capsys: pytest.CaptureFixture[str]) -> str:
+    capsys.readouterr()
+    for line in lines.replace("\\\n", " ").splitlines():
+        program, *words = shlex.split(line)
+        assert program in ("molflt", "python"), line
+        assert cli.main(words[program == "python" :]) == 0, line
+    return capsys.readouterr().out
+
+
+def pattern(text: str) -> str:
+    """Returns a regular expression of an output; ... matches anything, and decimals may differ."""
+    escaped = re.escape(text.strip()).replace(re.escape("..."), ".*?")
+    decimals = re.sub(r"(\\-)?\d+\\\.\d+", r"-?\\d+\\.\\d+", escaped)
+    return re.sub(r"(\\ )+", r"\\s+", decimals)
+
+
+@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
+def test_tutorials_print_the_shown_output(
+    page: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    torch.manual_seed(0)
+    names: dict[str, object] = {}
+    output = ""
+    blocks = re.findall(r"^```(python|text|)\n(.*?)^```", page.read_text(), re.M | re.S)
+    with mock.patch.dict(FEATURE_MAPS), mock.patch.dict(RECIPES):  # removes additions
+        for kind, content in blocks:
+            if kind == "text":
+                assert re.search(pattern(content), output, re.S), f"{content}\nis not in\n{output}"
+            elif kind == "":
+                output = run_commands(content, capsys)
+            elif file := re.match(r"# (\w+)\.py\n", content):
+                Path(f"{file[1]}.py").write_text(content)
+                importlib.import_module(file[1])
+            else:
+                output = output_of(content, page, names)
+
+
+# --- commands, keys and links ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("line", commands())
@@ -107,15 +165,15 @@ def test_keys_named_in_the_documentation_exist() -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """What a link to a heading of a page says behind the #."""
+    """Returns the anchors of the headings of a page."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
     titles = re.findall(r"^#+ (.*?)\s*$", text, re.M)
     return {re.sub(r"[^\w\- ]", "", title).lower().replace(" ", "-") for title in titles}
 
 
 def test_relative_links_lead_somewhere() -> None:
-    pattern = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]+))?[^)]*\)")
-    links = [(page, *found) for page in PAGES for found in pattern.findall(page.read_text())]
+    link_of = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]+))?[^)]*\)")
+    links = [(page, *found) for page in PAGES for found in link_of.findall(page.read_text())]
     wrong = []
     for page, link, anchor in links:
         target = (page.parent / link).resolve() if link else page

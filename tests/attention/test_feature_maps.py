@@ -61,18 +61,6 @@ def test_maps_of_single_projections(name):
     torch.testing.assert_close(phi(x).materialize(), expected, rtol=1e-12, atol=1e-14)
 
 
-def test_favor2020_is_the_formula_of_the_paper():
-    """Eqs. 5-12 with the unscaled query: D_Q = exp(|q|^2 / 2 sqrt(d)), sqrt(2/M) cos(w q' + b)."""
-    torch.manual_seed(0)
-    d, m = 8, 20
-    phi = FEATURE_MAPS["favor2020"](d, 1, m).double()
-    q = torch.randn(1, 1, 5, d, dtype=torch.float64)
-    rows, phase = phi.projection.matrix()[0], phi.phase[0]
-    expected = torch.exp(q.square().sum(-1, keepdim=True) / (2 * math.sqrt(d)))
-    expected = expected * math.sqrt(2 / m) * torch.cos(q / d**0.25 @ rows.T + phase)
-    torch.testing.assert_close(phi(q * d**-0.25).materialize(), expected, rtol=1e-12, atol=1e-14)
-
-
 def kernel_estimates(name: str, m: int, draws: int, x, y, projection="orthogonal") -> torch.Tensor:
     """Estimates of the kernel at x, y: one per draw."""
     phi = FEATURE_MAPS[name](len(x), draws, m, projection).double()

@@ -185,17 +185,6 @@ def rotated(position, r, q, k):
     return position("softmax", r, r).transform(q, k)
 
 
-def test_rotary_equals_performer_pytorch():
-    from performer_pytorch.performer_pytorch import apply_rotary_pos_emb
-
-    q, k = randn(2, 2, 2, 9, 8)
-    r = torch.arange(9, dtype=F64)
-    angles = r[:, None] * 10000 ** (-torch.arange(0, 8, 2, dtype=F64) / 8)
-    expected = apply_rotary_pos_emb(q, k, torch.cat((angles.sin(), angles.cos()), dim=-1)[None])
-    got = rotated(RotaryPosition(8), r[None, :, None], q, k)
-    torch.testing.assert_close(got, expected, **EXACT)
-
-
 def test_rotated_pair_is_a_complex_product():
     """The formula itself, pair by pair: axis a, pair p turns by base^(-p / P) r_a."""
     q, k = randn(2, 2, 2, 5, 13)

@@ -2,12 +2,9 @@
 
 import importlib
 
-import numpy as np
 import pytest
 import torch
 from families import EXACT
-from scipy.interpolate import BSpline
-from scipy.linalg import matmul_toeplitz
 from torch.autograd import gradcheck, gradgradcheck
 
 from molflt.attention import Attention, make_position
@@ -16,8 +13,7 @@ from molflt.attention.mixing import forms
 from molflt.attention.mixing import sparse as products
 from molflt.attention.mixing.forms import linear_with_kernel, quadratic
 from molflt.attention.mixing.sparse import Pattern, correlate, gather, spread
-from molflt.attention.mixing.toeplitz import dense_log_kernel, toeplitz, toeplitz_matmul
-from molflt.attention.nodes.mesh import splines
+from molflt.attention.mixing.toeplitz import dense_log_kernel, toeplitz
 
 # The package exports the function under the module's name.
 module = importlib.import_module("molflt.attention.mixing.toeplitz")
@@ -110,34 +106,6 @@ def test_equals_the_dense_form_with_gradients(size, causal, method, kind):
         torch.testing.assert_close(fast / scale, exact / scale, **EXACT)
 
 
-@pytest.mark.parametrize("method", FORMS)
-def test_two_dimensions_equal_loops_over_cells(method):
-    """Independent of the oracle's gather: loops over cells."""
-    height, width, tokens = 3, 4, 10
-    phi_q, phi_k = (features("plain", tokens, seed) for seed in (0, 1))
-    value, log_kernel = values(tokens), kernel(tokens, tokens, (height, width))
-    for causal in (False, True):
-        expected = torch.zeros(2, HEADS, tokens, DV, dtype=torch.float64)
-        for i in range(tokens):
-            for j in range(i + 1 if causal else tokens):
-                dy, dx = j // width - i // width, j % width - i % width
-                c = log_kernel[:, dy + height - 1, dx + width - 1].exp()
-                product = (phi_q.values[:, :, i] * phi_k.values[:, :, j]).sum(-1)
-                expected[:, :, i] += (product * c)[..., None] * value[:, :, j]
-        sums = toeplitz(phi_q, phi_k, value, log_kernel, causal=causal, method=method)
-        torch.testing.assert_close(sums.extensive(), expected, **EXACT)
-
-
-@pytest.mark.parametrize(("rows", "columns"), [(50, 50), (17, 40), (40, 17), (1, 1)])
-def test_products_are_scipys(rows, columns):
-    table, x = kernel(rows, columns, None), values(columns)[0]
-    found = toeplitz_matmul(table, x)
-    for head in range(HEADS):
-        c = table[head].numpy()
-        expected = matmul_toeplitz((c[:rows][::-1], c[rows - 1 :]), x[head].numpy())
-        torch.testing.assert_close(found[head].numpy(), expected, rtol=0.0, atol=3e-14)
-
-
 def test_every_row_has_its_own_scale_in_blocks():
     """float32 with keys that grow by exp(300) and a kernel down to exp(-300)."""
     tokens = 40
@@ -200,17 +168,6 @@ def test_more_places_than_the_matrix_has_numbers():
     x, y = torch.randn(2, 2, 3, dtype=torch.float64).unbind()
     found = correlate(x, y, Pattern.of(row, column, 2, 2))
     torch.testing.assert_close(found, (x @ y.T)[row, column], rtol=0, atol=1e-14)
-
-
-@pytest.mark.parametrize("order", [4, 5, 6, 8])
-def test_splines_are_those_of_scipy(order):
-    t = torch.linspace(0, 0.999, 7, dtype=torch.float64)
-    found = splines(t, order)
-    cardinal = BSpline.basis_element(np.arange(order + 1), extrapolate=False)
-    for place in range(order):
-        expected = np.nan_to_num(cardinal(t.numpy() + order - 1 - place))
-        np.testing.assert_allclose(found[:, place], expected, atol=1e-14)
-    torch.testing.assert_close(found.sum(dim=-1), torch.ones_like(t), rtol=0, atol=1e-14)
 
 
 @pytest.mark.parametrize("transient", [2**22, 200], ids=["whole", "pieces"])
