@@ -18,7 +18,7 @@ from molflt.attention.positions.grid import ToeplitzPosition
 from molflt.attention.positions.spectral import SpectralPosition
 from molflt.attention.spectra.gaussian import GaussianBasis, GaussianMixture
 from molflt.attention.spectra.local import Local
-from molflt.plots import GroupError, figure, tokens, training
+from molflt.plots import GroupError, figure
 from molflt.tasks.is2re import IS2RETask
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -36,8 +36,7 @@ def figures(monkeypatch) -> list:
             drawn.append(made)
             yield made
 
-    for module in (training, figure, tokens):
-        monkeypatch.setattr(module, "picture", remember)
+    monkeypatch.setattr(figure, "picture", remember)
     return drawn
 
 

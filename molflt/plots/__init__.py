@@ -1,8 +1,8 @@
-"""Pictures of training, predictions, errors, attention and learned encodings, as PNG, SVG or PDF.
+"""Figures of training, predictions, errors, attention and learned encodings, as PNG, SVG or PDF.
 
-`file` is the picture to write, as .png, .svg or .pdf. Matplotlib is imported when a picture is
-drawn and does not need a display. Line colors are those of Okabe and Ito, which color-blind readers
-can distinguish.
+The argument `file` is the file to write; its name ends in .png, .svg or .pdf. Matplotlib is
+imported when the first figure is drawn, and does not need a display. The colors are those of Okabe
+and Ito, which color-blind readers can distinguish.
 """
 
 from molflt.plots.attention import attention_around, attention_matrices

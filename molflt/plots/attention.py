@@ -1,4 +1,4 @@
-"""Pictures of attention matrices, with one panel per head."""
+"""Figures of attention matrices, with one panel per head."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from molflt.plots.figure import DPI, ZERO, _head_panels
+from molflt.plots.figure import DPI, ZERO, head_panels
 
 if TYPE_CHECKING:
     import torch
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _MAX_PIXELS = 512  # pixels along each side of a heat map
-_LOG_RANGE = 1e4  # ratio of largest to smallest weight on a logarithmic color scale
+_LOG_RANGE = 1e4  # ratio of the largest to the smallest weight on a logarithmic color scale
 _MAX_NAMES = 32  # tokens written along an axis
 _NAME = 0.14  # inches for each token name
 _USUAL = 0.99  # share of signed weights within the color scale if there are outliers
@@ -38,18 +38,19 @@ def attention_matrices(
 ) -> None:
     """Draws the attention matrix of each head, as in fig. 5 of FLT (arXiv:2302.01925).
 
-    All heads share one color scale. Weights of exactly 0, such as masked keys, are gray. Negative
-    weights, which are possible with signed features, get a diverging color scale centered at 0,
-    which ignores the largest 1 % of the weights if these are outliers. Matrices with more than 512
-    queries or keys are averaged over blocks. The picture states which of these adjustments apply.
+    All heads share one color scale. Weights of exactly 0, such as those of masked keys, are gray.
+    If some weights are negative, which signed features allow, the color scale is diverging and
+    centered at 0, and excludes the largest 1 % of the weights if these are outliers. Matrices with
+    more than 512 queries or keys are averaged over blocks. The figure states such adjustments.
 
     Args:
         weights: (heads, queries, keys), for instance of one sequence from `Attention.weights`.
-        title: title of the picture, such as the layer.
-        tokens: names of the queries and of the keys, written along the axes if there are at most
-            32.
-        scale: "linear" from 0, "log" over at most four decades, or "auto": linear if weights have
-            both signs or the largest is below 30 times the median, otherwise log.
+        file: file to write.
+        title: title of the figure, such as the name of the layer.
+        tokens: names of the queries and of the keys, which are written along the axes if there are
+            at most 32.
+        scale: "linear" from 0, "log" over at most four decades, or "auto", which is "log" if all
+            weights are nonnegative and the largest is at least 30 times the median.
     """
     matrices = _matrices(weights)
     if scale not in _SCALES:
@@ -57,25 +58,21 @@ def attention_matrices(
     heads, queries, keys = matrices.shape
     named = tokens if tokens is not None and max(map(len, tokens)) <= _MAX_NAMES else None
     step = -(-queries // _MAX_PIXELS), -(-keys // _MAX_PIXELS)
-    pixels = _block_means(matrices, *step)
+    pixels = _block_means(matrices, step)
     scaled = _weight_colors(pixels, scale)
-    signed = bool((pixels < 0).any())
-    shown = np.ma.masked_equal(pixels, 0.0) if not signed else np.ma.asarray(pixels)
     notes = [title] if title else []
-    beyond = float((np.abs(pixels) > scaled.norm.vmax).mean())
-    if beyond:
+    if beyond := float((np.abs(pixels) > scaled.norm.vmax).mean()):
         notes.append(f"{100 * beyond:.1g} % of the pixels are beyond the color scale")
     if max(step) > 1:
         notes.append(f"each pixel is the mean over {step[0]} queries × {step[1]} keys")
-    square = 1 / 3 < queries / keys < 3
-    # One dot for each pixel, because drawing fewer would skip pixels.
+    # One dot per pixel, because drawing fewer dots would skip pixels.
     side = max(max(pixels.shape[1:]) * (_NAME if named else 1 / DPI), 2.2) + 0.2
     more = 0.5 if named else 0.0
-    panel, margin = (side, side + 0.15), (1.7 + more, 0.8 + more + 0.2 * len(notes))
-    right, bottom = step[1] * shown.shape[2], step[0] * shown.shape[1]
-    with _head_panels(file, heads, panel, margin) as (figure, panels):
-        extent = (-0.5, right - 0.5, bottom - 0.5, -0.5)
-        _heat_maps(figure, panels, shown, scaled, extent, "equal" if square else "auto")
+    size, margin = (side, side + 0.15), (1.7 + more, 0.8 + more + 0.2 * len(notes))
+    extent = (-0.5, step[1] * pixels.shape[2] - 0.5, step[0] * pixels.shape[1] - 0.5, -0.5)
+    with head_panels(file, heads, size, margin) as (figure, panels):
+        aspect: Literal["equal", "auto"] = "equal" if 1 / 3 < queries / keys < 3 else "auto"
+        _heat_maps(figure, panels, pixels, scaled, extent, aspect)
         for axes in panels:
             axes.set(xlim=(-0.5, keys - 0.5), ylim=(queries - 0.5, -0.5))
             if named is not None:
@@ -84,7 +81,27 @@ def attention_matrices(
         figure.supxlabel("key")
         figure.supylabel("query")
         if notes:
-            figure.suptitle("\n".join(notes), fontsize="medium")
+            figure.suptitle("\n".join(notes))
+
+
+def attention_around(weights: ArrayLike | torch.Tensor, file: Path, *, title: str) -> None:
+    """Draws the mean attention of each head to the pixels around a predicted pixel.
+
+    The `weights`, (heads, rows, columns), are means by relative position. The query is in the last
+    row and the middle column.
+    """
+    maps = _matrices(weights)
+    heads, rows, columns = maps.shape
+    side = columns // 2
+    size, margin = (2.2, 0.35 + 2.2 * rows / columns), (1.7, 0.8)
+    with head_panels(file, heads, size, margin) as (figure, panels):
+        extent = (-side - 0.5, side + 0.5, 0.5, 0.5 - rows)
+        _heat_maps(figure, panels, maps, _weight_colors(maps, "auto"), extent)
+        for axes in panels:
+            axes.plot(0, 0, marker="s", markersize=5, color="black", markerfacecolor="none")
+        figure.supxlabel("column offset from the predicted pixel (square)")
+        figure.supylabel("row offset")
+        figure.suptitle(title)
 
 
 def _heat_maps(
@@ -95,33 +112,13 @@ def _heat_maps(
     extent: tuple[float, float, float, float],
     aspect: Literal["equal", "auto"] = "equal",
 ) -> None:
-    for axes, one in zip(panels, maps, strict=True):
+    masked = np.ma.masked_where((maps == 0) & (maps.min() >= 0), maps)
+    for axes, one in zip(panels, masked, strict=True):
         image = axes.imshow(one, scaled.colors, scaled.norm, extent=extent, aspect=aspect)
         axes.locator_params(nbins=5, integer=True)
     bar = figure.colorbar(image, ax=panels, extend=scaled.extend, aspect=30, fraction=0.05)
-    gray = "; gray: 0" if np.ma.is_masked(maps) else ""
+    gray = "; gray: 0" if np.ma.is_masked(masked) else ""
     bar.set_label(f"attention weight, {scaled.name} scale{gray}")
-
-
-def attention_around(weights: ArrayLike | torch.Tensor, file: Path, *, title: str) -> None:
-    """Draws the mean attention of each head to the pixels around a predicted pixel.
-
-    `weights`, (heads, rows, columns), are means by relative position. The query is in the last row
-    and the middle column.
-    """
-    maps = _matrices(weights)
-    heads, rows, columns = maps.shape
-    side = columns // 2
-    panel, margin = (2.2, 0.35 + 2.2 * rows / columns), (1.7, 0.8)
-    with _head_panels(file, heads, panel, margin) as (figure, panels):
-        extent = (-side - 0.5, side + 0.5, 0.5, 0.5 - rows)
-        shown = np.ma.masked_equal(maps, 0.0)
-        _heat_maps(figure, panels, shown, _weight_colors(maps, "auto"), extent)
-        for axes in panels:
-            axes.plot(0, 0, marker="s", markersize=5, color="black", markerfacecolor="none")
-        figure.supxlabel("columns from the predicted pixel (square)", fontsize="medium")
-        figure.supylabel("rows from it", fontsize="medium")
-        figure.suptitle(title, fontsize="medium")
 
 
 def _matrices(weights: ArrayLike | torch.Tensor) -> _Array:
@@ -132,26 +129,21 @@ def _matrices(weights: ArrayLike | torch.Tensor) -> _Array:
     if matrices.ndim != 3 or matrices.size == 0:
         raise ValueError(
             f"weights must be non-empty, (heads, queries, keys); got {matrices.shape}; select one "
-            "of a batch with weights[0]"
+            "item of a batch with weights[0]"
         )
     if bad := int((~np.isfinite(matrices)).sum()):
         raise ValueError(
-            f"weights must be finite; got {bad} of {matrices.size} that are not; remove padding"
+            f"weights must be finite; {bad} of {matrices.size} are not; remove padding"
         )
     return matrices
 
 
-def _block_means(matrices: _Array, down: int, across: int) -> _Array:
+def _block_means(matrices: _Array, step: tuple[int, int]) -> _Array:
     """Averages over blocks of queries and keys; the last blocks may be smaller."""
-    rows, columns = (
-        np.arange(0, size, step)
-        for size, step in zip(matrices.shape[1:], (down, across), strict=True)
-    )
-    sums, counts = (
-        np.add.reduceat(np.add.reduceat(one, rows, 1), columns, 2)
-        for one in (matrices, np.ones_like(matrices[:1]))
-    )
-    return sums / counts
+    import torch
+
+    blocks = torch.nn.functional.avg_pool2d(torch.from_numpy(matrices), step, ceil_mode=True)
+    return blocks.numpy()
 
 
 class _Scaled(NamedTuple):
@@ -173,9 +165,9 @@ def _weight_colors(pixels: _Array, scale: str) -> _Scaled:
             least = float(pixels.min())
             raise ValueError(f"scale='log' needs weights of at least 0; got {least}; use 'linear'")
         usual = float(np.quantile(np.abs(pixels), _USUAL))
-        if 0 < usual < most / 3:  # rows with normalizers near 0 are outliers
-            return _Scaled(Normalize(-usual, usual), colormaps["RdBu_r"], "linear", "both")
-        return _Scaled(Normalize(-most, most), colormaps["RdBu_r"], "linear", "neither")
+        outliers = 0 < usual < most / 3  # of rows with normalizers near 0
+        limit, ends = (usual, "both") if outliers else (most, "neither")
+        return _Scaled(Normalize(-limit, limit), colormaps["RdBu_r"], "linear", ends)
     colors = colormaps["viridis"].with_extremes(bad=ZERO)
     positive = pixels[pixels > 0]
     wide = positive.size > 0 and most >= 30 * float(np.median(positive))

@@ -1,4 +1,4 @@
-"""Pictures of relative positional encodings, with one panel per head."""
+"""Figures of relative positional encodings, with one panel per head."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from molflt.plots.figure import BLUE, GREY, ZERO, _head_panels
+from molflt.plots.figure import BLUE, GREY, ZERO, head_panels
 
 if TYPE_CHECKING:
     import torch
@@ -20,9 +20,9 @@ _DEPTH = 12.0  # a curve ends this far below its largest value
 
 
 def has_bias(position: torch.nn.Module) -> bool:
-    """Returns True if a position module adds a bias to logits.
+    """Returns True if a position module adds a bias to logits, which can be drawn.
 
-    Rotations and stochastic encodings change queries and keys instead, and cannot be drawn.
+    Rotations and stochastic encodings change queries and keys instead.
     """
     module: Any = position
     origin = _like(module).new_zeros(1, 1, module.dim)
@@ -33,12 +33,13 @@ def rpe_profiles(model: torch.nn.Module, file: Path, r_max: float = 8.0, unit: s
     """Draws the learned relative encoding f(r) of each head, each on its own scale.
 
     Softmax attention adds f(r) to its logits; linear attention adds an estimate of it. Encodings
-    that are not isotropic are drawn along the first axis. For a kernel that multiplies attention
-    weights, its logarithm is drawn. Curves end 12 below their largest value, which is a factor of
-    1e5 in the weights.
+    that are not isotropic are drawn along the first axis. If a kernel multiplies the attention
+    weights, its logarithm is drawn. A curve ends where it is 12 below its largest value, which is a
+    factor of 1e5 in the weights.
 
     Args:
         model: a position module, or a model with one at `encoding.position`.
+        file: file to write.
         r_max: largest distance, in `unit`.
         unit: unit of positions.
     """
@@ -51,7 +52,7 @@ def rpe_profiles(model: torch.nn.Module, file: Path, r_max: float = 8.0, unit: s
         profiles = _array(owner.radial_profile(distances))  # [head, r]
     else:
         profiles = _bias(position, distances[:, None] * torch.eye(position.dim)[0].to(distances))
-    # values beyond a cutoff would flatten the rest of the curve
+    # Values beyond a cutoff would flatten the rest of the curve.
     profiles = np.where(profiles < profiles.max(axis=1, keepdims=True) - _DEPTH, -np.inf, profiles)
     name, meaning = position.placement
     y_label = f"{name}(r), {meaning}"
@@ -67,13 +68,14 @@ def rpe_curves(
 
     Args:
         position: a position module of dimension 1, or a model with one at `encoding.position`.
+        file: file to write.
         max_offset: largest offset between query and key, in `unit`; an integer for encodings on a
             grid of tokens.
         unit: unit of positions.
     """
     module = _found(position, "rpe_curves")
     if module.dim != 1:
-        raise ValueError(f"rpe_curves: expected a position of dimension 1; got one of {module.dim}")
+        raise ValueError(f"rpe_curves: expected a position of dimension 1; got {module.dim}")
     # A fine line, which includes all integer offsets if the end is an integer.
     count = 2 * math.ceil(max_offset) * max(1, -(-400 // math.ceil(max_offset))) + 1
     (offsets,), curves = _sampled(module, (max_offset,), count)
@@ -86,16 +88,16 @@ def _draw_curves(
     file: Path, x: _Array, curves: _Array, x_label: str, y_label: str, marker: str = ""
 ) -> None:
     sizes = ((2.3, 1.8), (0.6, 0.9), (3.4, 2.9))
-    with _head_panels(file, len(curves), *sizes, share_y=False) as (figure, shown):
+    with head_panels(file, len(curves), *sizes, share_y=False) as (figure, shown):
         for axes, curve in zip(shown, curves, strict=True):
             axes.axhline(0.0, color=GREY, linewidth=0.8)
             if x[0] < 0:
                 axes.axvline(0.0, color=GREY, linewidth=0.8)
             axes.plot(x, np.where(np.isfinite(curve), curve, np.nan), color=BLUE, marker=marker)
             axes.margins(x=0.01)
-            axes.grid(alpha=0.3)
-        figure.supxlabel(x_label, fontsize="medium")
-        figure.supylabel(y_label, fontsize="medium")
+            axes.grid()
+        figure.supxlabel(x_label)
+        figure.supylabel(y_label)
 
 
 def rpe_surfaces(
@@ -108,67 +110,58 @@ def rpe_surfaces(
     """Draws the encoding f(r_i - r_j) over the first two axes of the offset, as heat maps.
 
     FLT (arXiv:2302.01925), fig. 4, shows such functions as surfaces. All heads share one color
-    scale centered at 0; titles contain the range of each head. Offsets along further axes are 0. As
+    scale centered at 0, and their titles contain their ranges. Offsets along further axes are 0. As
     in images, the first axis points down.
 
     Args:
         position: a position module of dimension 2 or more, or a model with one at
             `encoding.position`.
-        extent: largest offset, as one number for both axes or one per axis, in `unit`; for
-            encodings on a grid of H x W tokens, (H - 1, W - 1).
+        file: file to write.
+        extent: largest offset in `unit`, as one number for both axes or one per axis; for encodings
+            on a grid of H x W tokens, (H - 1, W - 1).
         unit: unit of positions.
         points: number of values along each axis; on a grid, one value per offset is drawn instead.
     """
-    module = _found(position, "rpe_surfaces")
-    if module.dim < 2:
-        raise ValueError("rpe_surfaces: expected a position of dimension 2 or more; got one of 1")
-    reach = extent if isinstance(extent, tuple) else (extent, extent)
-    axes, surfaces = _sampled(module, reach, points)
-    cut = "" if module.dim == 2 else "cut through offset 0 along all other axes"
-    down, across = (1.5 * line[-1] - 0.5 * line[-2] for line in axes)  # half a pixel more
-    _draw_surfaces(file, surfaces, (down, across), _of_offsets(module), unit, cut)
-
-
-def _draw_surfaces(
-    file: Path, surfaces: _Array, ends: tuple[float, float], label: str, unit: str, title: str
-) -> None:
     from matplotlib import colormaps
 
+    module = _found(position, "rpe_surfaces")
+    if module.dim < 2:
+        raise ValueError("rpe_surfaces: expected a position of dimension 2 or more; got 1")
+    reach = extent if isinstance(extent, tuple) else (extent, extent)
+    lines, surfaces = _sampled(module, reach, points)
     finite = np.ma.masked_invalid(surfaces)
     most = float(np.abs(finite).max() or 1.0)
     colors = colormaps["RdBu_r"].with_extremes(bad=ZERO)
-    across, down = (2.4 * end / max(ends) for end in reversed(ends))
-    panel = (max(across, 1.4), max(down, 1.0) + 0.25)
-    extent = (-ends[1], ends[1], ends[0], -ends[0])
-    with _head_panels(file, len(surfaces), panel, (1.7, 0.8)) as (figure, shown):
+    down, across = (1.5 * line[-1] - 0.5 * line[-2] for line in lines)  # half a pixel more
+    width, height = (2.4 * end / max(down, across) for end in (across, down))
+    size = (max(width, 1.4), max(height, 1.0) + 0.25)
+    with head_panels(file, len(surfaces), size, (1.7, 0.8)) as (figure, shown):
         for head, (axes, surface) in enumerate(zip(shown, finite, strict=True)):
-            image = axes.imshow(surface, colors, vmin=-most, vmax=most, extent=extent)
+            ends = (-across, across, down, -down)
+            image = axes.imshow(surface, colors, vmin=-most, vmax=most, extent=ends)
             span = "−∞"
             if np.ma.count(surface):
                 span = f"{surface.min():.2g} to {surface.max():.2g}".replace("-", "−")
             axes.set_title(f"head {head}: {span}", fontsize="small")
             axes.locator_params(nbins=5)
         gray = "; gray: −∞" if np.ma.is_masked(finite) else ""
-        figure.colorbar(image, ax=shown, label=f"{label}{gray}", aspect=30, fraction=0.05)
-        figure.supxlabel(f"offset along axis 2 / {unit}", fontsize="medium")
-        figure.supylabel(f"offset along axis 1 / {unit}", fontsize="medium")
-        if title:
-            figure.suptitle(title, fontsize="medium")
+        label = f"{_of_offsets(module)}{gray}"
+        figure.colorbar(image, ax=shown, label=label, aspect=30, fraction=0.05)
+        figure.supxlabel(f"offset along axis 2 / {unit}")
+        figure.supylabel(f"offset along axis 1 / {unit}")
+        if module.dim > 2:
+            figure.suptitle("section at offset 0 along all other axes")
 
 
 def _found(model: object, caller: str) -> Any:
-    """Returns a position module, or the position module of a stack or model."""
+    """Returns a position module with a bias, or that of a model or stack."""
     owner = getattr(model, "encoding", None) or getattr(model, "stack", model)
     position: Any = getattr(owner, "position", model if hasattr(model, "grid") else None)
-    if position is None:
+    if position is None or not has_bias(position):
         raise ValueError(
-            f"{caller}: expected a position module, or a model with one at encoding.position; got "
-            f"{type(model).__name__} without a relative encoding"
-        )
-    if not has_bias(position):
-        raise ValueError(
-            f"{caller}: expected a position with a bias for mixing 'softmax'; got "
-            f"{type(position).__name__}, which adds nothing to logits; use attention_matrices"
+            f"{caller}: expected a position module with a bias for mixing 'softmax', or a model "
+            f"with one at encoding.position; got {type(position or model).__name__}; use "
+            "attention_matrices"
         )
     return position
 
@@ -183,10 +176,8 @@ def _like(position: torch.nn.Module) -> torch.Tensor:
     """Returns a tensor with the dtype and device of a module."""
     import torch
 
-    for tensor in (*position.parameters(), *position.buffers()):
-        if tensor.is_floating_point():
-            return tensor.detach()
-    return torch.empty(0)
+    tensors = (*position.parameters(), *position.buffers(), torch.empty(0))
+    return next(tensor.detach() for tensor in tensors if tensor.is_floating_point())
 
 
 def _array(values: torch.Tensor) -> _Array:
@@ -195,9 +186,8 @@ def _array(values: torch.Tensor) -> _Array:
 
 def _bias(position: torch.nn.Module, delta: torch.Tensor) -> _Array:
     """Returns f, (heads, n), at offsets (n, l), from a query at 0 and keys at -delta."""
-    return _array(position("softmax", delta.new_zeros(1, 1, delta.shape[-1]), -delta[None]).bias)[
-        0, :, 0
-    ]
+    origin = delta.new_zeros(1, 1, delta.shape[-1])
+    return _array(position("softmax", origin, -delta[None]).bias)[0, :, 0]
 
 
 def _grid_bias(position: torch.nn.Module, ends: tuple[int, ...]) -> _Array:
@@ -230,8 +220,10 @@ def _sampled(position: Any, reach: tuple[float, ...], points: int) -> tuple[list
     else:
         like = _like(position)
         lines = [torch.linspace(-end, end, points, dtype=torch.float64).to(like) for end in reach]
-        axes, grid = [_array(line) for line in lines], torch.meshgrid(*lines, indexing="ij")
+        axes = [_array(line) for line in lines]
         delta = like.new_zeros(points ** len(reach), position.dim)
-        delta[:, : len(reach)] = torch.stack(grid, dim=-1).flatten(0, -2)
+        delta[:, : len(reach)] = torch.stack(torch.meshgrid(*lines, indexing="ij"), -1).flatten(
+            0, -2
+        )
         values = _bias(position, delta)
     return axes, values.reshape(-1, *map(len, axes))

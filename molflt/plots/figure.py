@@ -1,4 +1,4 @@
-"""Shared parts of pictures: colors, layout of panels, and writing of files."""
+"""Shared parts of figures: colors, panels, labels, and the writing of files."""
 
 from __future__ import annotations
 
@@ -12,13 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from molflt.files import atomically
 
 if TYPE_CHECKING:
-    import numpy as np
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
-    from numpy.typing import NDArray
-
-    _Array = NDArray[np.float64]
 
 BLUE, VERMILION, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
 ORANGE, SKY, GREY = "#E69F00", "#56B4E9", "#777777"
@@ -27,18 +23,20 @@ SERIES = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, GREY, "black")
 ZERO = "#D9D9D9"  # color of masked values in heat maps
 DPI = 150
 
-_LONGEST = 48  # maximum characters of a name
+_LONGEST = 48  # maximum number of characters in a name
 FORMATS = ("png", "svg", "pdf")
 _UNDATED = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}  # reproducible bytes
+_STYLE: dict[Any, Any] = {
+    **{"axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": "medium"},
+    **{"figure.titlesize": "medium", "figure.labelsize": "medium", "svg.hashsalt": "molflt"},
+    **{"legend.frameon": False, "legend.fontsize": "small", "grid.alpha": 0.3},
+}
 _further: ContextVar[tuple[tuple[str, ...], list[Path]]] = ContextVar("further", default=((), []))
 
 
 @contextmanager
 def further_formats(names: Collection[str]) -> Iterator[list[Path]]:
-    """Writes each picture inside the block in additional `FORMATS`; yields the list of files."""
-    for name in names:
-        if name not in FORMATS:
-            raise ValueError(f"pictures: expected some of {', '.join(FORMATS)}; got {name!r}")
+    """Writes each figure also in the formats `names`, and yields the list of these files."""
     written: list[Path] = []
     token = _further.set((tuple(names), written))
     try:
@@ -55,7 +53,7 @@ def expect_picture(file: Path) -> None:
 
 @contextmanager
 def picture(file: Path, **options: object) -> Iterator[Figure]:
-    """Yields a figure and writes it at the end, also in the formats of `further_formats`.
+    """Yields a figure, and writes it at the end, also in the formats of `further_formats`.
 
     `options` are those of `matplotlib.figure.Figure`, such as figsize in inches.
     """
@@ -64,30 +62,30 @@ def picture(file: Path, **options: object) -> Iterator[Figure]:
     from matplotlib.figure import Figure
 
     file = Path(file)
-    expect_picture(file)
-    figure = Figure(**{"layout": "constrained", **options})  # type: ignore[arg-type]
-    FigureCanvasAgg(figure)
-    yield figure
-    for axes in figure.axes:
-        axes.spines[["top", "right"]].set_visible(False)
     names, written = _further.get()
     more = [path for name in names if (path := file.with_suffix(f".{name}")) != file]
     for path in (file, *more):
-        kind = path.suffix.removeprefix(".")
-        with rc_context({"svg.hashsalt": "molflt"}), atomically(path) as part:
-            figure.savefig(part, dpi=DPI, format=kind, metadata=_UNDATED[kind])
+        expect_picture(path)
+    with rc_context(_STYLE):
+        figure = Figure(**{"layout": "constrained", **options})  # type: ignore[arg-type]
+        FigureCanvasAgg(figure)
+        yield figure
+        for path in (file, *more):
+            kind = path.suffix.removeprefix(".")
+            with atomically(path) as part:
+                figure.savefig(part, dpi=DPI, format=kind, metadata=_UNDATED[kind])
     written += more
 
 
 def plain(text: str) -> str:
-    """Returns a name from data for a picture: dollar signs are escaped, long names shortened."""
+    """Returns a name from data as text for a figure: shortened, with dollar signs escaped."""
     shown = "".join(one if one.isprintable() else "?" for one in text)
     shown = shown if len(shown) <= _LONGEST else f"{shown[: _LONGEST - 1]}…"
     return shown.replace("$", r"\$")
 
 
 class LineEnd(NamedTuple):
-    """The end of a line with its name."""
+    """The end of a line, and the name of the line."""
 
     name: str
     x: float
@@ -96,9 +94,9 @@ class LineEnd(NamedTuple):
 
 
 def label_ends(axes: Axes, ends: Sequence[LineEnd], height: float) -> None:
-    """Writes names to the right of a complete panel, next to the ends of lines, without overlaps.
+    """Writes the names of lines next to their ends, on the right of a panel, without overlaps.
 
-    `height` is that of the panel, inches.
+    Everything else must have been drawn. `height` is the height of the panel in inches.
     """
     axes.set(xlim=axes.get_xlim(), ylim=axes.get_ylim())
     at = axes.transData + axes.transAxes.inverted()
@@ -127,7 +125,7 @@ def label_ends(axes: Axes, ends: Sequence[LineEnd], height: float) -> None:
 
 
 def plain_numbers(axis: Axis, wide: bool) -> None:
-    """Writes 0.2 instead of 2e-1 on a logarithmic axis; labels only powers of ten on a wide one."""
+    """Labels a logarithmic axis with numbers such as 0.2; a wide axis only at powers of ten."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axis.set_major_locator(LogLocator(subs=(1.0,) if wide else (1.0, 2.0, 5.0)))
@@ -136,26 +134,26 @@ def plain_numbers(axis: Axis, wide: bool) -> None:
 
 
 @contextmanager
-def panel_grid(
+def panels(
     file: Path,
     count: int,
     columns: int,
-    panel: tuple[float, float],
-    margin: tuple[float, float],
+    size: tuple[float, float],
+    margin: tuple[float, float] = (0.0, 0.0),
     least: tuple[float, float] = (0.0, 0.0),
     *,
     layout: str = "constrained",
     **options: Any,
 ) -> Iterator[tuple[Figure, list[Axes]]]:
-    """Yields a picture with `count` panels in at most `columns` columns, row by row.
+    """Yields a figure with `count` panels in at most `columns` columns, row by row.
 
-    `panel`, `margin` and `least` are width and height of a panel, of the margins, and at least of
-    the picture, inches; `options` are those of `matplotlib.figure.Figure.subplots`.
+    Width and height, in inches, are passed for a panel (`size`), for the margins, and for the
+    smallest figure (`least`). `options` are those of `matplotlib.figure.Figure.subplots`.
     """
     columns = min(columns, count)
     rows = -(-count // columns)
-    width = max(margin[0] + panel[0] * columns, least[0])
-    height = max(margin[1] + panel[1] * rows, least[1])
+    width = max(margin[0] + size[0] * columns, least[0])
+    height = max(margin[1] + size[1] * rows, least[1])
     with picture(file, figsize=(width, height), layout=layout) as figure:
         grid = figure.subplots(rows, columns, squeeze=False, **options)
         for axes in grid.flat[count:]:
@@ -168,19 +166,19 @@ def panel_grid(
 def legend_outside(
     figure: Figure, axes: Axes, place: str, columns: int | None = None, **options: Any
 ) -> None:
-    """Adds one legend for all panels from the names in `axes`; `place` is lower or upper."""
+    """Adds one legend of the names in `axes` outside the panels; `place` is lower or upper."""
     handles, labels = axes.get_legend_handles_labels()
     options |= {"loc": f"outside {place} center", "ncols": columns or len(labels)}
-    figure.legend(handles, labels, frameon=False, **options)
+    figure.legend(handles, labels, **options)
 
 
 @contextmanager
-def _head_panels(
+def head_panels(
     file: Path, heads: int, *sizes: tuple[float, float], share_y: bool = True
 ) -> Iterator[tuple[Figure, list[Axes]]]:
-    """Yields a picture with one panel per head; `sizes` as for `panel_grid`."""
+    """Yields a figure with one panel per head; `sizes` are those of `panels`."""
     columns = 4 if heads <= 16 else 8
-    with panel_grid(file, heads, columns, *sizes, sharex=True, sharey=share_y) as (figure, shown):
+    with panels(file, heads, columns, *sizes, sharex=True, sharey=share_y) as (figure, shown):
         for head, axes in enumerate(shown):
             axes.set_title(f"head {head}", fontsize="small")
         yield figure, shown

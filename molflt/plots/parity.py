@@ -1,4 +1,4 @@
-"""Pictures of predictions against labels, and of calibrations of uncertainties."""
+"""Figures of predictions against labels, and of the calibration of uncertainties."""
 
 from __future__ import annotations
 
@@ -9,16 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from molflt.plots.figure import (
-    BLUE,
-    GREY,
-    SERIES,
-    VERMILION,
-    panel_grid,
-    picture,
-    plain,
-    plain_numbers,
-)
+from molflt.plots.figure import BLUE, GREY, SERIES, VERMILION, plain, plain_numbers
+from molflt.plots.figure import panels as panels_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,20 +36,22 @@ def parity(
 ) -> None:
     """Draws predictions against labels, with one panel per split and equal axes.
 
-    `panels` are split -> (labels, predictions), each (systems,), in the `unit` of the predicted
-    `quantity`. With `names`, split -> names of the systems, the largest errors are labeled.
+    Args:
+        panels: split -> labels and predictions, each (systems,), in `unit`.
+        file: file to write.
+        names: split -> names of the systems; if present, the largest errors are labeled.
+        quantity: name of the predicted quantity.
+        unit: unit of the predicted quantity.
     """
     low, high = _limits(list(panels.values()))
     dense = any(len(target) > _MAX_POINTS for target, _ in panels.values())
-    height = 4.0 if names is None else 4.6
-    grid = 2, (3.7, height), (0.6 + 0.8 * dense, 0.4)
-    with panel_grid(file, len(panels), *grid, layout="compressed") as (figure, shown):
+    sizes = (3.7, 4.0 if names is None else 4.6), (0.6 + 0.8 * dense, 0.4)
+    with panels_of(file, len(panels), 2, *sizes, layout="compressed") as (figure, shown):
         densities = []
         for axes, (split, (target, energy)) in zip(shown, panels.items(), strict=True):
             densities += _parity_panel(axes, target, energy, low, high)
             mae, digits = np.abs(energy - target).mean(), 1 if unit.startswith("m") else 3
-            title = f"{plain(split)}: MAE {mae:.{digits}f} {unit} (n = {len(target):,})"
-            axes.set_title(title, fontsize="medium")
+            axes.set_title(f"{plain(split)}: MAE {mae:.{digits}f} {unit} (n = {len(target):,})")
             worst = [] if names is None else _name_worst(axes, target, energy, names[split], unit)
             axes.set_xlabel("\n".join([f"labeled {quantity} / {unit}", *worst]), fontsize="small")
         if densities:
@@ -65,13 +59,13 @@ def parity(
             for density in densities:
                 density.set_clim(1, max(most, 2))
             figure.colorbar(densities[0], ax=shown, label="points per cell", shrink=0.5, aspect=30)
-        figure.supylabel(f"predicted {quantity} / {unit}", fontsize="medium")
+        figure.supylabel(f"predicted {quantity} / {unit}")
 
 
 def _name_worst(
     axes: Axes, target: _Array, energy: _Array, names: Sequence[str], unit: str
 ) -> list[str]:
-    """Numbers the points with the largest errors; returns a line about each of them."""
+    """Numbers the points with the largest errors, and returns a line about each of them."""
     error = energy - target
     worst = np.argsort(-np.abs(error), kind="stable")[: len(_SHIFTS)]
     digits, lines = 1 if unit.startswith("m") else 2, []
@@ -100,7 +94,7 @@ def _limits(pairs: Sequence[tuple[_Array, _Array]]) -> tuple[float, float]:
 def _parity_panel(
     axes: Axes, target: _Array, energy: _Array, low: float, high: float
 ) -> list[PolyCollection]:
-    """Draws points or, for many systems, their density; returns the density, if drawn."""
+    """Draws points or, for many systems, their density, which is returned."""
     densities: list[PolyCollection] = []
     axes.plot([low, high], [low, high], color=GREY, linewidth=1, zorder=1)
     if len(target) <= _MAX_POINTS:
@@ -110,7 +104,7 @@ def _parity_panel(
         options["extent"] = (low, high, low, high)
         densities.append(axes.hexbin(target, energy, gridsize=60, **options))
     axes.set(xlim=(low, high), ylim=(low, high), aspect="equal")
-    axes.grid(alpha=0.3)
+    axes.grid()
     if outside := int(((energy < low) | (energy > high)).sum()):
         at = axes.transAxes
         axes.text(0.03, 0.97, f"{outside} outside", transform=at, va="top", fontsize="small")
@@ -126,28 +120,24 @@ def calibration(
     """Draws the coverage against the nominal level, and the errors against the uncertainty.
 
     Args:
-        coverage: split -> levels in (0, 1) and the shares of errors within their intervals,
-            each (levels,).
+        coverage: split -> levels in (0, 1), and fractions of errors within their intervals, each
+            (levels,).
         errors: split -> uncertainty and |error| of each system, (systems,), eV.
-        level: share of errors within the uncertainty, in (0, 1).
+        level: fraction of errors that the uncertainty should cover, in (0, 1).
+        file: file to write.
     """
     colors = dict(zip(errors, SERIES * len(errors), strict=False))
-    with picture(file, figsize=(10.5, 4.6)) as figure:
-        left, right = figure.subplots(1, 2)
-        left.set_title("coverage of the intervals", fontsize="medium")
-        right.set_title("errors against their uncertainty", fontsize="medium")
+    with panels_of(file, 2, 2, (5.25, 4.6)) as (_, (left, right)):
         left.plot([0, 100], [0, 100], color=GREY, linewidth=1)
         left.axvline(100 * level, color="black", linestyle="--", linewidth=1)
         left.text(100 * level, 2, f" {100 * level:.0f} %", fontsize="small")
         for split, (nominal, found) in coverage.items():
-            count = len(errors[split][0])
-            label = f"{split} (n = {count:,})"
+            label = f"{split} (n = {len(errors[split][0]):,})"
             left.plot(100 * nominal, 100 * found, color=colors[split], label=label)
-        left.set(xlim=(0, 100), ylim=(0, 100), aspect="equal")
-        left.set_xlabel("nominal level / %")
-        left.set_ylabel("systems within the interval / %")
-        left.grid(alpha=0.3)
-        left.legend(frameon=False, fontsize="small", loc="upper left")
+        left.set(xlim=(0, 100), ylim=(0, 100), aspect="equal", title="coverage of the intervals")
+        left.set(xlabel="nominal level / %", ylabel="systems within the interval / %")
+        left.grid()
+        left.legend(loc="upper left")
         _binned(right, errors, level, colors)
 
 
@@ -170,6 +160,6 @@ def _binned(
     axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high), aspect="equal")
     for axis in (axes.xaxis, axes.yaxis):
         plain_numbers(axis, wide=high / low >= 60)
-    axes.set_xlabel("mean uncertainty of a bin / eV")
-    axes.set_ylabel(f"{100 * level:.0f} % of its |errors| are below / eV")
-    axes.grid(alpha=0.3, which="both")
+    axes.set(title="errors against their uncertainty", xlabel="mean uncertainty of a bin / eV")
+    axes.set_ylabel(f"{100 * level:.0f} % quantile of |error| in the bin / eV")
+    axes.grid(which="both")

@@ -1,4 +1,4 @@
-"""Pictures of training curves, of several runs and optimizers, and of errors by group."""
+"""Figures of training curves, comparisons of runs and optimizers, and errors by group."""
 
 from __future__ import annotations
 
@@ -23,11 +23,10 @@ from molflt.plots.figure import (
     LineEnd,
     label_ends,
     legend_outside,
-    panel_grid,
-    picture,
     plain,
     plain_numbers,
 )
+from molflt.plots.figure import panels as panels_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,7 +47,7 @@ _Band = tuple[_Array, _Array, _Array, _Array]  # x, y, low, high
 
 
 class GroupError(NamedTuple):
-    """Error of a group of systems, such as those with one adsorbate."""
+    """Error of a group of systems, such as all systems with one adsorbate."""
 
     group: str
     n: int
@@ -63,41 +62,41 @@ def training_curve(
     best: str = "",
     step: int | None = None,
 ) -> None:
-    """Draws loss, metrics and learning rate against the step.
+    """Draws the loss, the metrics and the learning rate against the step.
 
     Args:
         metrics_csv: metrics.csv of a run, with the column step and any of train_loss, lr, and
             metrics with the prefix train_ or val_; cells may be empty.
+        file: file to write.
         metrics: metrics of the task; each measured metric has a panel.
         best: metric whose best validation is marked.
-        step: step of that validation; by default the one with the best value.
+        step: step of that validation; by default the step with the best value.
     """
     columns = read_columns(Path(metrics_csv))
-    panels = [("train_loss", Metric("loss", scale="log"), ["train_loss"])]
-    panels += [(n, metric, [f"train_{n}", f"val_{n}"]) for n, metric in metrics.items()]
-    panels.append(("lr", Metric("learning rate"), ["lr"]))
-    shown = [
-        (name, metric, lines)
-        for name, metric, known in panels
-        if (lines := [line for line in known if np.isfinite(columns.get(line, [])).any()])
-    ]
+    known = {"train_loss": Metric("loss", scale="log"), **metrics, "lr": Metric("learning rate")}
+    shown = {}
+    for name in known:
+        lines = [name] if name in ("train_loss", "lr") else [f"train_{name}", f"val_{name}"]
+        if lines := [line for line in lines if np.isfinite(columns.get(line, [])).any()]:
+            shown[name] = lines
     if not shown:
         raise ValueError(f"{metrics_csv}: nothing to draw; expected train_loss, lr or metrics")
-    with picture(file, figsize=(7.0, 0.6 + 1.9 * len(shown))) as figure:
-        rows = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
-        for axes, (name, metric, lines) in zip(rows, shown, strict=True):
+    sizes = (7.0, 1.9), (0.0, 0.6)
+    with panels_of(file, len(shown), 1, *sizes, sharex=True) as (figure, rows):
+        for axes, (name, lines) in zip(rows, shown.items(), strict=True):
+            metric = known[name]
             for line in lines:
                 _curve(axes, columns, line, alone=len(lines) == 1)
                 if line == f"val_{best}":
                     _star(axes, columns, line, metric, step)
             if name != "lr":
-                axes.legend(frameon=False, fontsize="small")
+                axes.legend()
             if metric.scale == "log":
                 _log_if_wide(axes, np.concatenate([columns[line] for line in lines]))
             else:
                 axes.set_ylim(bottom=0.0)
             axes.set_ylabel(metric.axis)
-            axes.grid(alpha=0.3)
+            axes.grid()
         rows[-1].set_xlabel("step")
         figure.align_ylabels()
 
@@ -105,7 +104,7 @@ def training_curve(
 def read_columns(path: Path) -> dict[str, _Array]:
     """Reads the columns of a metrics.csv, (rows,) each, with NaN for empty cells.
 
-    Rows without a step are left out, such as a row of units.
+    Rows without a step, such as a row of units, are omitted.
     """
     with open(path, newline="") as file:
         reader = csv.DictReader(file)
@@ -127,7 +126,7 @@ def _number(cell: str | None) -> float:
 def best_place(columns: Mapping[str, _Array], name: str, largest_is_best: bool) -> int | None:
     """Returns the row of metrics.csv with the best validation by one column, or None.
 
-    Validations in which any measured metric is not finite do not count.
+    Validations in which some measured metric is not finite are ignored.
     """
     measured = [v for key, v in columns.items() if key.startswith("val_") and np.isfinite(v).any()]
     if name not in columns or not measured:
@@ -159,7 +158,7 @@ def _curve(axes: Axes, columns: dict[str, _Array], name: str, alone: bool) -> No
 
 
 def _log_if_wide(axes: Axes, values: _Array) -> None:
-    """Makes the y axis logarithmic if values span a factor of 6 or more."""
+    """Makes the y axis logarithmic if the values span a factor of 6 or more."""
     low, high = np.nanmin(values), np.nanmax(values)
     if low <= 0 or high / low < 6:
         return
@@ -176,8 +175,8 @@ def overlaid_curves(
 ) -> None:
     """Draws columns of several metrics.csv files against the step, with one panel per metric.
 
-    `runs` are name -> columns, (rows,) each, including step; NaN for empty cells. Columns without
-    values are left out.
+    `runs` contains the columns of each run, (rows,) each, including step, with NaN for empty cells.
+    Columns without values are omitted.
     """
     shown = [
         name
@@ -185,10 +184,10 @@ def overlaid_curves(
         if any(np.isfinite(columns.get(name, [])).any() for columns in runs.values())
     ]
     height = max(2.2, 0.3 + 0.14 * len(runs))
-    with picture(file, figsize=(9.0, 0.8 + (height + 0.2) * len(shown))) as figure:
-        panels = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
+    sizes = (9.0, height + 0.2), (0.0, 0.8)
+    with panels_of(file, len(shown), 1, *sizes, sharex=True) as (figure, rows):
         last = max(float(np.nanmax(columns["step"], initial=1.0)) for columns in runs.values())
-        for axes, name in zip(panels, shown, strict=True):
+        for axes, name in zip(rows, shown, strict=True):
             drawn, ends = [], []
             styles = itertools.cycle(itertools.product(_STYLES, SERIES))
             for (run, columns), (style, color) in zip(runs.items(), styles, strict=False):
@@ -197,35 +196,34 @@ def overlaid_curves(
                 steps, values = columns["step"][known], values[known]
                 drawn.append(values)
                 marker = "o" if len(values) < 40 else ""
-                line = {"color": color, "linewidth": 1.4, "linestyle": style, "marker": marker}
-                axes.plot(steps, values, markersize=3, **line)
+                axes.plot(steps, values, f"{marker}{style}", color=color, lw=1.4, markersize=3)
                 if len(values):
                     ends.append(LineEnd(run, float(steps[-1]), float(values[-1]), color))
             if metrics[name].scale == "log":
                 _log_if_wide(axes, np.concatenate(drawn))
             axes.set_xlim(0, 1.02 * last)
             axes.set_ylabel(f"{metrics[name].axis}\n({_better(metrics[name].largest_is_best)})")
-            axes.grid(alpha=0.3)
+            axes.grid()
             label_ends(axes, ends, height)
-        panels[-1].set_xlabel("step")
-        panels[0].set_title(f"n = {len(runs)} runs", fontsize="medium")
+        rows[-1].set_xlabel("step")
+        rows[0].set_title(f"n = {len(runs)} runs")
         figure.align_ylabels()
 
 
 def intervals(
     panels: Mapping[str, Mapping[str, tuple[float, float]]], file: Path, largest_is_best: bool
 ) -> None:
-    """Draws values with uncertainties in rows, sorted by the first panel, with the best on top.
+    """Draws values with error bars in rows, sorted by the first panel, with the best row on top.
 
-    `panels` are label -> name -> value and half width of its interval; names may be missing.
+    `panels` contains, by label of a panel and name of a row, the value and half the length of its
+    error bar. A panel may lack names that others have.
     """
     first = next(iter(panels.values()))
     order = sorted(first, key=lambda name: first[name][0], reverse=not largest_is_best)
     others = [name for found in panels.values() for name in found if name not in first]
     order = [*dict.fromkeys(others), *order]
-    size = (3.2 + 3.2 * len(panels), 1.3 + 0.3 * len(order))
-    with picture(file, figsize=size) as figure:
-        row = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    sizes = (3.2, 0.3 * len(order)), (3.2, 1.3)
+    with panels_of(file, len(panels), len(panels), *sizes, sharey=True) as (_, row):
         for axes, (label, found) in zip(row, panels.items(), strict=True):
             for place, name in enumerate(order):
                 if name in found:
@@ -235,14 +233,14 @@ def intervals(
             axes.set_ylim(-0.6, len(order) - 0.4)
             axes.locator_params(axis="x", nbins=5)
             axes.set_xlabel(f"{label}\n({_better(largest_is_best)})")
-            axes.grid(alpha=0.3)
+            axes.grid()
 
 
 def loss_curves(tasks: Mapping[str, Mapping[str, _Array]], file: Path, steps: int) -> None:
     """Draws losses against the step: the geometric mean and the range over repeats.
 
-    `tasks` are name -> name of an optimizer -> nonnegative losses (repeats, n) at evenly spaced
-    steps, which span `steps`; infinite values are left out.
+    `tasks` contains, by name of a task and of an optimizer, nonnegative losses (repeats, n) at
+    evenly spaced steps, which span `steps`. Infinite values are omitted.
     """
     panels: dict[str, dict[str, _Band]] = {}
     for task, own in tasks.items():
@@ -263,8 +261,8 @@ def best_values(
 ) -> None:
     """Draws the mean of log10 of the best value with a band of one standard deviation.
 
-    `panels` are name of a function -> name of an optimizer -> log10 of the best value so far after
-    `evaluations`, (points,): (runs, points).
+    `panels` contains, by name of a function and of an optimizer, log10 of the best value so far
+    after each of the numbers of `evaluations`, (runs, points).
     """
     bands: dict[str, dict[str, _Band]] = {}
     for function, found in panels.items():
@@ -285,17 +283,17 @@ def _bands(
     scale: Literal["linear", "log"],
     title: str | None = None,
 ) -> None:
-    """Draws curves in bands, with a panel per task and one legend."""
+    """Draws curves with bands, with one panel per task and one legend."""
     names = list(dict.fromkeys(name for own in panels.values() for name in own))
-    with panel_grid(file, len(panels), 3, (3.1, 2.6), (1.0, 0.8)) as (figure, shown):
+    with panels_of(file, len(panels), 3, (3.1, 2.6), (1.0, 0.8)) as (figure, shown):
         for axes, (task, own) in zip(shown, panels.items(), strict=True):
             for name, (x, y, low, high) in own.items():
                 color = SERIES[names.index(name) % len(SERIES)]
                 axes.plot(x, y, color=color, linewidth=1.4, label=plain(name))
                 axes.fill_between(x, low, high, color=color, alpha=0.2, linewidth=0)
             axes.set(xlabel=x_label, ylabel=y_label, yscale=scale)
-            axes.set_title(plain(task), fontsize="medium")
-            axes.grid(alpha=0.3)
+            axes.set_title(plain(task))
+            axes.grid()
         legend_outside(figure, shown[0], "lower", min(len(names), 5), title=title)
 
 
@@ -311,24 +309,24 @@ def errors(
         groups: kind (adsorbate, slab, element, natoms) -> groups. Groups of natoms are sorted by
             size; for other kinds, the 20 groups with the largest errors are drawn.
         absolute: split -> |error| of each system, (systems,), eV; may be empty.
+        file: file to write.
         unit: unit of the MAE.
     """
     shown = {
         kind: [*own][::-1] if kind == "natoms" else sorted(own, key=lambda g: g.mae)[-_MAX_BARS:]
         for kind, own in groups.items()
-        if kind != "natoms" or len(own) > 1 or len(groups) == 1  # a single size is not informative
+        if kind != "natoms" or len(own) > 1 or len(groups) == 1  # one size alone says little
     }
-    bars = max(map(len, shown.values()), default=0)
     widths = [4.2] * len(shown) + [5.0] * bool(absolute)
-    size = (sum(widths), max(3.8, 1.3 + 0.27 * bars))
-    with picture(file, figsize=size) as figure:
-        row = figure.subplots(1, len(widths), width_ratios=widths, squeeze=False)[0]
+    count, bars = len(widths), max(map(len, shown.values()), default=0)
+    size = (sum(widths) / count, max(3.8, 1.3 + 0.27 * bars))
+    with panels_of(file, count, count, size, width_ratios=widths) as (_, row):
         for axes, (kind, own) in zip(row, shown.items(), strict=False):
             label, title = _KINDS[kind]
             _bars(axes, own, label, unit)
             if len(own) < len(groups[kind]):
-                title += f": the {len(own)} worst of {len(groups[kind])}"
-            axes.set_title(title, fontsize="medium")
+                title += f": the {len(own)} largest of {len(groups[kind])}"
+            axes.set_title(title)
         if absolute:
             _distribution(row[-1], absolute)
 
@@ -342,19 +340,18 @@ def _bars(axes: Axes, groups: Sequence[GroupError], label: str, unit: str) -> No
     axes.set_yticks(range(len(groups)), [_subscripts(group.group) for group in groups])
     axes.set_xlim(0, 1.55 * max(values) or 1.0)  # space for the numbers
     axes.set_ylim(min(-0.6, len(groups) - 4.4), len(groups) - 0.4)
-    axes.set_xlabel(f"MAE / {unit} (lower is better)")
-    axes.set_ylabel(label)
+    axes.set(xlabel=f"MAE / {unit} (lower is better)", ylabel=label)
 
 
 def _subscripts(formula: str) -> str:
-    """Returns a formula with subscripts; other text is unchanged."""
+    """Returns a formula with subscripts, and other text unchanged."""
     if not re.fullmatch(r"(?:[A-Z][a-z]?\d*)+", formula):
         return plain(formula)
     return re.sub(r"(\d+)", r"$_{\1}$", formula)
 
 
 def _distribution(axes: Axes, absolute: Mapping[str, _Array]) -> None:
-    """Draws the share of systems below each error; the dashed line marks the EwT."""
+    """Draws the fraction of systems below each error, and the EwT threshold as a dashed line."""
     from matplotlib.ticker import PercentFormatter
 
     floor = 1e-3
@@ -366,9 +363,6 @@ def _distribution(axes: Axes, absolute: Mapping[str, _Array]) -> None:
     largest = max(float(np.quantile(values, 0.999)) for values in absolute.values())
     axes.set(xlim=(floor, max(2 * EWT_THRESHOLD, 1.2 * largest)), ylim=(0, 1.01))
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, symbol=""))
-    axes.set_xlabel("|error| / eV")
-    axes.set_ylabel("systems with a smaller error / %")
-    axes.grid(alpha=0.3)
-    axes.legend(
-        frameon=False, fontsize="small", ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1)
-    )
+    axes.set(xlabel="|error| / eV", ylabel="systems with a smaller error / %")
+    axes.grid()
+    axes.legend(ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1))
