@@ -125,9 +125,10 @@ def _shared(found: dict[str, Inspected]) -> Iterator[tuple[str, str]]:
 
 def _as_text(summary: Summary) -> str:
     atoms, potential = summary["atoms_per_system"], summary["recipe"] == "potential"
+    label, relaxed = summary["label"], summary["label"] == "y_relaxed"
     words, warned = energies_in_words(summary), len(summary["warnings"])
     labels = {
-        "y_relaxed": 0 if potential else summary["with_labels"],
+        label: 0 if potential else summary["with_labels"],
         "energies": summary["with_energy"] if potential else 0,
         "forces": summary["with_forces"],
         "stress": summary["with_stress"],
@@ -140,12 +141,14 @@ def _as_text(summary: Summary) -> str:
         "tags": None if potential else ", ".join(f"{k} {n}" for k, n in summary["tags"].items()),
         "labels": ", ".join(f"{count} {name}" for name, count in labels.items() if count) or "none",
     }
-    if not potential:
+    if relaxed:
         rows |= {name: _range(found, "eV") for name, found in summary["energies_eV"].items()}
+    elif not potential:
+        rows[label] = _range(summary["energies_eV"]["y_relaxed"])
     if words:
         per_atom = _range(summary["energies_per_atom_eV"], "eV per atom")
         rows["per atom"] = f"{per_atom}\n{'':12}look like {words}"
-    if not potential:
+    if relaxed:
         rows["displaced"] = _range(summary["displacements_A"], "Å") + " (free atoms)"
     if summary["forces_eV_per_A"] is not None:
         rows["forces"] = _range(summary["forces_eV_per_A"], "eV/Å") + " (magnitudes)"
@@ -157,7 +160,9 @@ def _as_text(summary: Summary) -> str:
     rows["picture"] = summary.get("plot")
     rows["not used"] = ", ".join(summary["labels_not_used"]) or None
     bad = [(item["name"], item["reason"]) for item in summary["left_out"]]
-    purpose = "a potential" if potential else "relaxed energies"
+    purpose = (
+        "a potential" if potential else "relaxed energies" if relaxed else f"values of {label}"
+    )
     found = f"; {warned} warning{'s' * (warned > 1)} below" if warned else ""
     return "\n".join(
         [
@@ -169,10 +174,10 @@ def _as_text(summary: Summary) -> str:
     )
 
 
-def _range(values: Statistics, unit: str, digits: int = 3) -> str:
+def _range(values: Statistics, unit: str = "", digits: int = 3) -> str:
     if values is None:
         return "unknown"
     low, high, mean, median = (
         f"{values[name]:.{digits}f}" for name in ("min", "max", "mean", "median")
     )
-    return f"{low} to {high} {unit}, mean {mean}, median {median}"
+    return f"{low} to {f'{high} {unit}'.strip()}, mean {mean}, median {median}"

@@ -24,12 +24,13 @@ from oc20_files import old_record, write_lmdb
 
 from molflt.commands.cli import main
 from molflt.data.images.files import open_images
-from molflt.data.structures import open_dataset
+from molflt.data.structures import SOURCES, open_dataset
 from molflt.data.structures.base import to_atoms
 from molflt.data.structures.store import write_store
 
 SAMPLE = Path(__file__).resolve().parents[2] / "datasets/chgnet-sample/val_id.safetensors"
 EXAMPLES = int(os.environ.get("MOLFLT_FUZZ", "40"))
+TEXTS = [source for source in SOURCES.values() if source.example]
 property_test = settings(
     max_examples=EXAMPLES,
     deadline=None,
@@ -55,6 +56,8 @@ def originals() -> Path:
     ase.io.write(folder / "a.vasp", frames[0], format="vasp")
     content = (folder / "a.extxyz").read_bytes()
     (folder / "a.extxyz.gz").write_bytes(gzip.compress(content, mtime=0))
+    for source in TEXTS:
+        (folder / f"a{source.suffixes[0]}").write_text(source.example)
     pickles = {str(i): old_record(i) for i in range(3)}
     write_lmdb(folder / "a.lmdb", {**pickles, "length": pickle.dumps(3)})
     noise = np.random.default_rng(0).integers(0, 256, (4, 8, 8), dtype=np.uint8)
@@ -95,7 +98,7 @@ def refusal(error: Exception, path: Path) -> None:
 
 
 STRUCTURES = ["a.safetensors", "a.lmdb", "a.traj", "a.extxyz", "a.extxyz.gz", "a.cif", "a.vasp"]
-STRUCTURES += ["a.db", "a.json", "a.xsf"]
+STRUCTURES += ["a.db", "a.json", "a.xsf", *(f"a{source.suffixes[0]}" for source in TEXTS)]
 
 
 @pytest.mark.parametrize("name", STRUCTURES)

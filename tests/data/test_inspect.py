@@ -15,6 +15,7 @@ from oc20_files import fields, old_record, record, same, write_lmdb
 
 from molflt.commands.cli import main
 from molflt.data.structures import open_dataset
+from molflt.data.structures.datamodule import IS2REData
 from molflt.data.structures.overlaps import (
     TOO_NEAR,
     atoms_coincide,
@@ -113,6 +114,23 @@ def test_forces_and_stress_are_counted(tmp_path, capsys):
     assert main(["data", "inspect", str(tmp_path / "cu.extxyz")]) == 0
     told = capsys.readouterr().out
     assert "stress      -0.12500 to 0.01000 eV/Å^3, mean -0.01167, median 0.00000 (comp" in told
+
+
+def test_other_properties_are_not_judged_as_energies(tmp_path, capsys):
+    path, draw = tmp_path / "gaps.extxyz", np.random.default_rng(0)
+    gaps = [7.5, 9.0, 25.0, 0.5]
+    frames = [Atoms("H2", draw.normal(size=(2, 3)), info={"gap": gap}) for gap in gaps]
+    ase.io.write(path, frames)
+    found = as_json(capsys, path, "--energy_key", "gap")
+    assert (found["recipe"], found["label"], found["with_labels"]) == ("is2re", "gap", 4)
+    assert found["energies_look_like"] == "unknown" and found["energies_per_atom_eV"] is None
+    assert not [text for text in found["warnings"] if "energies" in text or "forces" in text]
+    assert main(["data", "inspect", str(path), "--energy_key", "gap"]) == 0
+    told = capsys.readouterr().out
+    assert "potential" not in told and "gap         0.500 to 25.000, mean 10.500" in told
+    data = IS2REData(path, energy_key="gap", val_fraction=0.5)  # beyond 20, if it were an energy
+    data.refuse_totals()
+    assert sum(map(len, data.datasets.values())) == 4
 
 
 def distances(pos: np.ndarray, cell: np.ndarray, pbc: np.ndarray) -> np.ndarray:

@@ -19,8 +19,10 @@ from safetensors.numpy import load_file, save_file
 from torch_geometric.loader import DataLoader
 
 from molflt.commands.cli import main
-from molflt.data.structures import SOURCES, open_dataset
+from molflt.data.structures import SOURCES, Structures, open_dataset
+from molflt.data.structures.ase_files import AseStructures
 from molflt.data.structures.datamodule import IS2REData
+from molflt.data.structures.oc20_lmdb import Oc20Lmdb
 from molflt.data.structures.records import make_record
 from molflt.data.structures.sources import split_path
 from molflt.data.structures.store import StructureStore, write_store
@@ -156,35 +158,24 @@ def test_writing_fails_as_a_whole(store):
 # --- the table of sources ---------------------------------------------------------------------
 
 
-def diatomics():
-    """The class that docs/data.md shows as an example."""
-    page = Path(__file__).resolve().parents[2] / "docs" / "data.md"
-    examples = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
-    found = {}
-    exec(next(code for code in examples if "class Diatomics" in code), found)
-    return found["Diatomics"]
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "data.md"
+(CODE,) = re.findall(r"^```python\n([^`]*class Diatomics.*?)^```", PAGE.read_text(), re.M | re.S)
+exec(CODE, globals())  # the example of a new source
+Diatomics: type[Structures] = globals()["Diatomics"]
 
 
 def test_a_new_source_is_a_class_and_a_line(tmp_path, monkeypatch, capsys):
     path = tmp_path / "train.diatomics"
-    path.write_text("1 1 0.74 -4.5\n6 8 1.13 -11.1\n7 7 1.10 -9.8\n")
+    path.write_text(Diatomics.example)
     with pytest.raises(ValueError, match=r"unknown ending '\.diatomics'; expected one of compact"):
         open_dataset(path)
-    monkeypatch.setitem(SOURCES, "table of diatomics", diatomics())
-
-    molecules = open_dataset(path)
-    assert [item.sid for item in molecules] == [0, 1, 2]
-    assert molecules.y_relaxed.tolist() == [-4.5, -11.1, -9.8] and molecules.bad == []
-    assert molecules.where(1) == f"{path}: structure 1"
+    monkeypatch.setitem(SOURCES, Diatomics.kind, Diatomics)
+    assert open_dataset(path).y_relaxed.tolist() == [-4.5, -11.1, -9.8]
     assert split_path(tmp_path, "train") == path
-    capsys.readouterr()  # the example prints as well
     assert main(["data", "inspect", str(path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["atoms_total"] == 6 and found["elements"] == {"H": 2, "C": 1, "N": 2, "O": 1}
-    store = tmp_path / "val_id.safetensors"
-    assert main(["data", "convert", str(path), str(store)]) == 0
-    for a, b in zip(molecules, open_dataset(store), strict=True):
-        same(a, b)
+    assert main(["data", "convert", str(path), str(tmp_path / "val_id.safetensors")]) == 0
     data = IS2REData(tmp_path, batch_size=3)
     assert data.normalizer() == pytest.approx((-25.4 / 3, np.std([-4.5, -11.1, -9.8])))
     with pytest.raises(ValueError, match=r"table of diatomics \(\.diatomics\)"):
@@ -208,31 +199,40 @@ def lmdb(path, records):
     write_lmdb(path, {str(i): old_record(i, pos_relaxed=None) for i in range(len(records))})
 
 
-# How each entry of the table would hold the records 0 to 3, and what it calls the third of them.
-EXAMPLES = {
-    "compact store": ("a.safetensors", write_store, "sid 1002"),
-    "OC20 LMDB": ("a.lmdb", lmdb, "key '2'"),
-    "file that ASE reads": ("a.traj", frames, "frame 2"),
+# Writers of formats without a textual example, and the names of third records.
+WRITERS = {
+    StructureStore: (write_store, "sid 1002"),
+    Oc20Lmdb: (lmdb, "key '2'"),
+    AseStructures: (frames, "frame 2"),
 }
 
 
-@pytest.mark.parametrize("name", SOURCES)
-def test_every_source_keeps_the_protocol(tmp_path, name):
-    file, write, third = EXAMPLES[name]
-    path, expected = tmp_path / file, [record(i, pos_relaxed=None) for i in range(4)]
-    write(path, expected)
+@pytest.mark.parametrize("source", [*SOURCES.values(), Diatomics], ids=lambda source: source.kind)
+def test_every_source_keeps_the_protocol(tmp_path, monkeypatch, source):
+    monkeypatch.setitem(SOURCES, source.kind, source)
+    path = tmp_path / f"a{source.suffixes[0]}"
+    if source.example:
+        path.write_text(source.example)
+        write_store(tmp_path / "copy.safetensors", open_dataset(path))
+        expected, third = list(open_dataset(tmp_path / "copy.safetensors")), ".+"
+    else:
+        expected = [record(i, pos_relaxed=None) for i in range(4)]
+        write, third = WRITERS[source]
+        write(path, expected)
+    count = len(expected)
     structures = open_dataset(path)
-    assert type(structures) is SOURCES[name] and structures.path == path and structures.bad == []
+    assert type(structures) is source and structures.path == path and structures.bad == []
     for a, b in zip(expected, structures, strict=True):
         same(a, b)
-    same(structures[-1], expected[3])
+    same(structures[-1], expected[-1])
     assert structures.natoms.tolist() == [item.natoms for item in expected]
     assert structures.natoms.dtype == np.int64
     assert structures.y_relaxed.tolist() == [float(item.y_relaxed) for item in expected]
-    assert structures.where(2) == structures.where(-2) == f"{path}: {third}"
+    assert re.fullmatch(f"{re.escape(str(path))}: {third}", structures.where(2))
+    assert structures.where(2) == structures.where(2 - count) != structures.where(1)
     same(structures.with_unwrapped(1)[0], expected[1])
-    with pytest.raises(IndexError, match=r"index 4 is outside 0\.\.3"):
-        structures[4]
+    with pytest.raises(IndexError):
+        structures[count]
     structures[0].pos.zero_()
     same(structures[0], expected[0])  # neither the file nor memory was written to
 

@@ -68,9 +68,8 @@ def _options(
         value = given.pop(name)
         # tags of any meaning, and True for optional labels and kept atoms, demand nothing
         if value not in ("any", True) and value != getattr(trained, name):
-            kind = next(kind for kind, known in SOURCES.items() if known is source)
             raise ValueError(
-                f"{path}: {name}={value} is for files that ASE reads; got a {kind}, which needs no "
-                f"{name}; leave it out"
+                f"{path}: {name}={value} is for files that ASE reads; got a {source.kind}, which "
+                f"does not need {name}; leave it out"
             )
     return given

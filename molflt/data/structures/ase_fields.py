@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ase import Atoms
     from torch_geometric.data import Data
 
-__all__ = ["Converter", "atomic_number", "drop_labels_", "fixed_atoms", "is_element"]
+__all__ = ["Converter", "atomic_number", "drop_labels_", "fixed_atoms", "is_element", "is_energy"]
 __all__ += ["named_options", "not_held", "text_sid", "total_charge", "unused_fields"]
 __all__ += ["unused_warning"]
 
@@ -71,11 +71,13 @@ class Converter:
         self._count = self._other_tags = self._steps = 0
         self._last = b""
 
-    def record(self, atoms: Atoms, number: int = 0) -> Data:
-        """Converts a structure, whose sid is `number` unless it has one.
+    def record(self, atoms: Atoms | ValueError, number: int = 0) -> Data:
+        """Converts a structure, whose sid is `number` unless it has one; raises a given error.
 
         See `molflt.data.structures.ase_files.AseStructures`.
         """
+        if isinstance(atoms, ValueError):  # the file has a structure that cannot be read
+            raise atoms
         _check_fields(atoms)
         info, relaxed = _entries(atoms), atoms.arrays.get("pos_relaxed")
         labels = self._labels(atoms, info) | {"y_init": info.get("y_init")}
@@ -235,6 +237,11 @@ def named_options(names: Iterable[str], *kinds: str) -> str:
         elif kind and (not kinds or kind in kinds):
             found.append(f"--data.{kind}_key {key} reads {key}")
     return "; ".join(found[:_MOST_KEYS])
+
+
+def is_energy(key: str | None) -> bool:
+    """Returns True if an `energy_key` names an energy, as by default, and not another property."""
+    return key is None or key.startswith("y_") or _kind(key) == "energy"
 
 
 def text_sid(atoms: Atoms) -> str | None:

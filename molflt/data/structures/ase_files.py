@@ -87,6 +87,7 @@ class AseStructures(Held):
         options: fields of :class:`Reading`; warns if tags look like those of the other convention.
     """
 
+    kind = "file that ASE reads"
     suffixes = tuple(ENDINGS)
     options = Reading._fields
     joins_files = True
@@ -97,27 +98,20 @@ class AseStructures(Held):
         super().__init__(path, skip_bad)
         self.files = list(files) or [self.path]
         self.atoms: list[Atoms] = []  # as given, if they are kept
-        self._at: list[tuple[int, Path, int]] = []  # number over all files, file and frame
-        converter, place = Converter(Reading(**options)), -1
+        self._files: list[Path] = []  # of each structure
+        converter, several = Converter(Reading(**options)), len(self.files) > 1
         for file in self.files:
             for frame, (row, atoms) in enumerate(_frames(file)):
-                place += 1
-                try:
-                    if isinstance(atoms, ValueError):
-                        raise atoms
-                    number = row if len(self.files) == 1 else place
-                    self._records.append(converter.record(atoms, number))
-                except ValueError as error:
-                    if not skip_bad:
-                        raise ValueError(f"{file}: frame {frame}: {error}") from None
-                    self.bad.append((f"{file}: frame {frame}", str(error)))
+                number = len(self) + len(self.bad) if several else row
+                make = partial(converter.record, atoms, number)
+                if not self.add(f"{file}: frame {frame}", make) or isinstance(atoms, ValueError):
                     continue
                 if (name := text_sid(atoms)) is not None:
-                    self.names[len(self._at)] = name
-                self._at.append((place, file, frame))
+                    self.names[len(self._files)] = name
+                self._files.append(file)
                 if converter.reading.keep_atoms:
                     self.atoms.append(atoms)
-        if place < 0:
+        if not self._files and not self.bad:
             raise ValueError(f"{self.path}: holds no structures; expected at least one")
         try:
             converter.check()
@@ -136,14 +130,8 @@ class AseStructures(Held):
         files = sorted(stem.parent.glob(f"{escape(stem.name)}.*"))
         return next((file for file in files if file.is_file() and cls.takes(file)), None)
 
-    def place(self, index: int) -> int:
-        return self._at[self._stored(index)][0]
-
     def file(self, index: int) -> Path:
-        return self._at[self._stored(index)][1]
-
-    def where(self, index: int) -> str:
-        return f"{self.file(index)}: frame {self._at[self._stored(index)][2]}"
+        return self._files[self._stored(index)]
 
     def to_atoms(self, index: int) -> Atoms:
         return self.atoms[index].copy() if self.atoms else super().to_atoms(index)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, TypeVar
 
@@ -92,9 +92,10 @@ def with_bar(items: Iterable[_Item], what: str) -> Iterable[_Item]:
 class Structures(Dataset["Data"], ABC):
     """Base class for data sets of structures at one path, which can be sent to worker processes.
 
-    A new source needs a subclass with `suffixes`, ``__init__(path, skip_bad)``, ``len()``, ``[i]``
-    and `natoms`, and a line in `molflt.data.structures.SOURCES`. Structures are made by
-    :func:`molflt.data.structures.records.make_record`, which checks them.
+    A new source needs a subclass with `kind`, `suffixes`, ``__init__(path, skip_bad)``, ``len()``,
+    ``[i]`` and `natoms`, or a subclass of `Held` with the first three, and an entry in
+    `molflt.data.structures.SOURCES`. :func:`molflt.data.structures.records.make_record` creates and
+    checks structures.
 
     Args:
         path: source to read.
@@ -102,7 +103,9 @@ class Structures(Dataset["Data"], ABC):
             ValueError for the first one.
 
     Attributes:
+        kind: name of the format in messages.
         suffixes: file extensions that this class reads, in lower case.
+        example: for text formats, a valid file with three structures, which tests read.
         path: path as given.
         files: paths that are read.
         names: names of structures with a textual sid, by index in the source.
@@ -114,7 +117,9 @@ class Structures(Dataset["Data"], ABC):
         joins_files: True if the constructor takes several `files` at once.
     """
 
+    kind: ClassVar[str]
     suffixes: ClassVar[tuple[str, ...]] = ()
+    example: ClassVar[str] = ""
     options: ClassVar[tuple[str, ...]] = ()
     joins_files: ClassVar[bool] = False
 
@@ -240,11 +245,39 @@ class Structures(Dataset["Data"], ABC):
 
 
 class Held(Structures):
-    """Base class for sources that keep their structures in memory."""
+    """Base class for sources that keep their structures in memory.
+
+    The constructor of a subclass calls `add` for each structure in the file.
+    """
 
     def __init__(self, path: str | Path, skip_bad: bool = False) -> None:
         super().__init__(path, skip_bad)
         self._records: list[Data] = []
+        self._places: list[tuple[int, str]] = []  # index in the file, name for messages
+
+    def add(self, where: str, make: Callable[[], Data]) -> bool:
+        """Adds a structure; returns False if it is invalid and left out.
+
+        Args:
+            where: name of the structure for messages.
+            make: function that returns the record or raises a ValueError.
+        """
+        place = len(self._records) + len(self.bad)
+        try:
+            self._records.append(make())
+        except ValueError as error:
+            if not self.skip_bad:
+                raise ValueError(f"{where}: {error}") from None
+            self.bad.append((where, str(error)))
+            return False
+        self._places.append((place, where))
+        return True
+
+    def place(self, index: int) -> int:
+        return self._places[self._stored(index)][0]
+
+    def where(self, index: int) -> str:
+        return self._places[self._stored(index)][1]
 
     def __len__(self) -> int:
         return len(self._records)

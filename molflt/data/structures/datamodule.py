@@ -14,12 +14,13 @@ import numpy as np
 
 from molflt.data.batches import BatchedData, Fingerprint, SizeBucketedBatchSampler
 from molflt.data.structures import Reading, Structures
-from molflt.data.structures.ase_fields import named_options
+from molflt.data.structures.ase_fields import is_energy, named_options
 from molflt.data.structures.base import Tags, with_bar
 from molflt.data.structures.data_set import DataSet
 from molflt.data.structures.domain import DOMAIN, Domain
 from molflt.data.structures.labels import (
     ElementEnergies,
+    EnergyKind,
     beyond_rounding,
     energy_kind,
     expect_elements,
@@ -170,8 +171,9 @@ class IS2REData(BatchedData[Structures]):
         """
         energies = {split: part.y_relaxed for split, part in opened.items() if len(part)}
         natoms = {split: opened[split].natoms for split in energies}
-        kind, sound = None, dict(opened)
-        if energies and len({part.path for part in opened.values()}) == 1:
+        sound = dict(opened)
+        kind: EnergyKind | None = None if is_energy(self.reading.energy_key) else "unknown"
+        if kind is None and energies and len({part.path for part in opened.values()}) == 1:
             kind = energy_kind(*(np.concatenate([*of.values()]) for of in (energies, natoms)))
         for split, own in energies.items():
             dataset = opened[split]
@@ -306,7 +308,7 @@ class IS2REData(BatchedData[Structures]):
         self.setup()
         dataset = self.datasets["train"]
         energies, natoms = dataset.y_relaxed, dataset.natoms
-        if energy_kind(energies, natoms) == "total":
+        if is_energy(self.reading.energy_key) and energy_kind(energies, natoms) == "total":
             raise ValueError(
                 f"{dataset.path}: y_relaxed look like total energies, "
                 f"{per_atom(energies, natoms):.1f} eV per atom in the median; expected adsorption "

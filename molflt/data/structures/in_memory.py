@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, TypeGuard, cast
 
 import numpy as np
@@ -38,18 +39,15 @@ class StructuresInMemory(Held):
             raise ValueError(f"{self.path}: none given; {_EXPECTED}")
         converter = Converter(reading._replace(for_prediction=True, keep_atoms=True))
         for index, one in enumerate(self.given):
-            try:
-                if _is_atoms(one):
-                    record = converter.record(one, index)
-                    if (name := text_sid(one)) is not None:
-                        self.names[index] = name
-                elif _is_data(one):
-                    record = _record(one, index)
-                else:
-                    raise TypeError(f"{self.where(index)}: {_EXPECTED}; got {type(one).__name__}")
-            except ValueError as error:
-                raise ValueError(f"{self.where(index)}: {error}") from None
-            self._records.append(record)
+            where = f"{self.path}: structure {index}"
+            if _is_atoms(one):
+                self.add(where, partial(converter.record, one, index))
+                if (name := text_sid(one)) is not None:
+                    self.names[index] = name
+            elif _is_data(one):
+                self.add(where, partial(_record, one, index))
+            else:
+                raise TypeError(f"{where}: {_EXPECTED}; got {type(one).__name__}")
         converter.warn(str(self.path))
 
     def to_atoms(self, index: int) -> Atoms:

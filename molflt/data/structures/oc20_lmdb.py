@@ -50,6 +50,7 @@ class Oc20Lmdb(Structures):
             when they are read.
     """
 
+    kind = "OC20 LMDB"
     suffixes = (".lmdb", ".mdb")
 
     def __init__(self, path: str | Path, skip_bad: bool = False, *, check: bool = True) -> None:

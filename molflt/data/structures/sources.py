@@ -21,11 +21,9 @@ __all__ += ["named", "source_of", "sources_in", "split_path"]
 
 Paths: TypeAlias = str | Path | Sequence[str | Path]
 
-# Name in messages -> class. The first class that takes a path opens it.
+# The first class that takes a path opens it.
 SOURCES: dict[str, type[Structures]] = {
-    "compact store": StructureStore,
-    "OC20 LMDB": Oc20Lmdb,
-    "file that ASE reads": AseStructures,
+    source.kind: source for source in (StructureStore, Oc20Lmdb, AseStructures)
 }
 _VASP = ("poscar", "contcar", "outcar", "xdatcar", "vasprun")  # files of one calculation
 _LIKE_SPLITS = re.compile("train|val|test|dev|eval|hold", re.IGNORECASE)
@@ -42,8 +40,7 @@ def source_of(path: Path) -> type[Structures]:
     for source in SOURCES.values():
         if source.takes(path):
             return source
-    endings = {name: [*source.suffixes[:6]] for name, source in SOURCES.items()}
-    known = "; ".join(f"{name} ({', '.join(some)})" for name, some in endings.items())
+    known = "; ".join(f"{name} ({', '.join(s.suffixes[:6])})" for name, s in SOURCES.items())
     raise ValueError(
         f"{path}: unknown ending {path.suffix!r}; expected one of {known}, POSCAR, OUTCAR; convert "
         f"it with `ase convert {path.name} {path.stem}.extxyz`; formats that can carry code, such "

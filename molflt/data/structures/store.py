@@ -129,6 +129,7 @@ class StructureStore(Structures):
             as (name, reason).
     """
 
+    kind = "compact store"
     suffixes = (".safetensors",)
 
     def __init__(self, path: str | Path, skip_bad: bool = False) -> None:

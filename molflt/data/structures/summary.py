@@ -10,7 +10,7 @@ import numpy as np
 
 from molflt.atoms import MAX_ATOMIC_NUMBER, Tag
 from molflt.data.structures import AS_IT_IS, Reading, open_dataset
-from molflt.data.structures.ase_fields import named_options
+from molflt.data.structures.ase_fields import is_energy, named_options
 from molflt.data.structures.convert import one_pass
 from molflt.data.structures.force_units import MOST_FRAMES, stress_unjudged, unit_fault
 from molflt.data.structures.labels import (
@@ -46,15 +46,17 @@ _LABELS = ("y_init", "y_relaxed", "energy")
 class Summary(TypedDict):
     """Summary of a source, as printed by `molflt data inspect --json`.
 
-    `recipe` is the recipe that fits the labels. `verified` is True if the digest of the file
-    matches, and None for files without a digest. `energies_look_like` is "adsorption", "total" or
-    "unknown", judged by the energy per atom. Distributions are given as count, min, mean, median
-    and max, or None if unknown; those of forces are over magnitudes, those of stress over
-    components.
+    `recipe` is the recipe that fits the labels, and `label` is the name of its target: y_relaxed,
+    energy, or the `energy_key` of another property. `energies_look_like` is "adsorption", "total"
+    or "unknown", judged by the energy per atom. `verified` is True if the digest of the file
+    matches, and None for files without a digest. Distributions are given as count, min, mean,
+    median and max, or None if unknown. Distributions of forces are over magnitudes, and those of
+    stress are over components.
     """
 
     path: str
     recipe: Purpose
+    label: str
     systems: int
     atoms_total: int
     atoms_per_system: dict[str, float]
@@ -114,16 +116,21 @@ def summarize(
     assert seen.shown is not None  # one_pass raises an error without structures
     labels = dict(zip(_LABELS, np.array(seen.labels).T, strict=True))
     atoms, features = np.array(seen.atoms), np.array(seen.features)
-    if recipe is None:
+    other = None if is_energy(reading.energy_key) else reading.energy_key
+    if recipe is None and other is not None:
+        recipe = "is2re"
+    elif recipe is None:
         of_points = not (seen.displacements or seen.tags[Tag.ADSORBATE])
         total = of_points and energy_kind(labels["energy"], atoms) == "total"
         recipe = "potential" if seen.forces or seen.stress or total else "is2re"
-    judged = labels["energy" if recipe == "potential" else "y_relaxed"]
+    label = "energy" if recipe == "potential" else "y_relaxed"
+    judged = labels[label]
     per_system = _statistics([atoms])
     assert per_system is not None
     summary: Summary = {
         "path": str(named(path)),
         "recipe": recipe,
+        "label": other or label,
         "systems": len(atoms),
         "atoms_total": int(atoms.sum()),
         "atoms_per_system": per_system,
@@ -135,8 +142,8 @@ def summarize(
         "elements": _elements(seen.compositions),
         "tags": {tag.name.lower(): seen.tags[tag] for tag in Tag},
         "energies_eV": {name: _statistics([labels[name]]) for name in _LABELS[:2]},
-        "energies_per_atom_eV": _statistics([judged / atoms]),
-        "energies_look_like": energy_kind(judged, atoms),
+        "energies_per_atom_eV": None if other else _statistics([judged / atoms]),
+        "energies_look_like": "unknown" if other else energy_kind(judged, atoms),
         "displacements_A": _statistics(seen.displacements),
         "forces_eV_per_A": _statistics(seen.forces),
         "stress_eV_per_A3": _statistics(seen.stress),
@@ -256,9 +263,10 @@ def _of_relaxations(
     missing = np.flatnonzero(~np.isfinite(relaxed))
     if len(missing):
         first = "" if len(missing) == systems else f", for instance sid {seen.sids[missing[0]]}"
-        text = f"no labels: {len(missing)} of {systems} systems have no y_relaxed{first}"
+        text = f"no labels: {len(missing)} of {systems} systems have no {summary['label']}{first}"
         found.append(text + f"; {hint}" * bool(hint))
-    faults = label_faults(relaxed, natoms, required=False, at_pos=summary["with_forces"] > 0)
+    at_pos = summary["with_forces"] > 0
+    faults = label_faults(relaxed, natoms, required=False, at_pos=at_pos, kind=kind)
     found += _absurd(((seen.sids[index], reason) for index, reason in faults.items()), systems)
     strained = np.flatnonzero(np.abs(initial) > _MOST_INITIAL)
     if len(strained) and kind == "adsorption":
@@ -274,7 +282,8 @@ def _of_relaxations(
             "clean surface and of the molecule, or train with --task.references fit"
         )
     found += _absurd(seen.absurd, systems)
-    if without := systems - summary["with_relaxed_positions"]:
+    without = systems - summary["with_relaxed_positions"]
+    if without and summary["label"] == "y_relaxed":
         found.append(f"no relaxed positions: {without} of {systems} systems have no pos_relaxed")
     if seen.moved:
         free = sum(map(len, seen.displacements))
