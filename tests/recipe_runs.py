@@ -98,7 +98,7 @@ class Case(NamedTuple):
     recipe: str
     write: Callable[[Path], None]
     files: str
-    """options that name the files, in which {} is their folder"""
+    """required options, in which {} is the folder of the files"""
     words: str
     """further options"""
     steps: str
@@ -181,10 +181,11 @@ CASES = {
     "translation": Case(
         "translation",
         _pairs,
-        "--data.train={}/train --data.val={}/val --data.test={}/test",
+        "--data.train={}/train --data.val={}/val --data.test={}/test --data.source=de "
+        "--data.target=en",
         "--model.dim=32 --model.heads=2 --model.layers=1 --model.ffn_dim=48 --model.mixing=softmax "
-        "--model.absolute=learned --model.max_length=40 --data.source=de --data.target=en "
-        "--data.pieces=80 --data.batch_size=32 --task.lr=5e-3 --task.warmup_steps=10",
+        "--model.absolute=learned --model.max_length=40 --data.pieces=80 --data.batch_size=32 "
+        "--task.lr=5e-3 --task.warmup_steps=10",
         "--trainer.max_steps=240 --trainer.val_every=80",
         "perplexity",
         5.0,

@@ -12,6 +12,7 @@ import torch
 import yaml
 from graph.test_regressor import structure
 from jsonargparse import ArgumentParser
+from recipe_runs import CASES
 from torch_geometric.data import Batch
 
 from molflt.attention import FEATURE_MAPS
@@ -39,24 +40,13 @@ TOKENS = [
 ]
 TOKENS += [("lra/listops-small", name) for size, name in TOKENS if size == "masked/wikitext2"]
 TOKENS += [(f"lra/{size}", "masked/fnet") for size in ("listops", "imdb", "image")]
-_PARALLEL = ("train", "val", "source", "target")
 # required options by recipe
-REQUIRED = {
-    "is2re": ["--data.root=somewhere"],
-    "potential": ["--data.root=somewhere"],
-    "language": ["--data.train=train.txt", "--data.val=val.txt"],
-    "images": ["--data.train=train", "--data.val_fraction=0.1"],
-    "masked_language": ["--data.train=train.txt", "--data.val=val.txt"],
-    "sentences": ["--data.task=RTE", "--data.root=somewhere"],
-    "image_generation": ["--data.train=train", "--data.val_fraction=0.1"],
-    "translation": [f"--data.{k}={v}" for k, v in zip(_PARALLEL, "abcd", strict=True)],
-    "learned_optimizer": [],
-    "population_optimizer": [],
-}
+REQUIRED = dict.fromkeys(("is2re", "potential"), "--data.root={}")
+REQUIRED |= {case.recipe: case.files for case in CASES.values()}
 
 
 def resolve(recipe: str, *words: str) -> dict[str, Any]:
-    words = (*REQUIRED[recipe], *words)
+    words = (*REQUIRED[recipe].replace("{}", "folder").split(), *words)
     config: dict[str, Any] = parser_of(recipe).parse_args(list(words)).as_dict()
     return config
 

@@ -9,6 +9,7 @@ from recipe_runs import CASES, evaluated, trained, words_of
 from tiny_run import differences, last_state, logged, page_of, table
 
 from molflt.commands.cli import main
+from molflt.training.recipes import RECIPES
 
 pytest.importorskip("tokenizers")
 pytest.importorskip("sacrebleu")
@@ -18,6 +19,11 @@ NAMES = {"score_percent": "pearson_percent"}  # of the measure in results.json, 
 RESUMED = [name for name, case in CASES.items() if case.resumed]
 SHORT = ["--trainer.val_every=3", "--task.warmup_steps=2", "--task.schedule=inverse_sqrt"]
 PARTS = ("state_dict", "current_model_state", "optimizer_states", "lr_schedulers")
+
+
+def test_every_recipe_has_a_case() -> None:
+    """Recipes for structures have their own tests of runs."""
+    assert {case.recipe for case in CASES.values()} == RECIPES.keys() - {"is2re", "potential"}
 
 
 @pytest.mark.parametrize("name", CASES)

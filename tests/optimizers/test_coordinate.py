@@ -43,9 +43,8 @@ def gradients(seed: int = 1) -> Tensor:
     return drawn * 10.0 ** torch.arange(-2, 4)
 
 
-def by_steps(
-    model: CoordinateOptimizer, shown: Tensor, state: OptimizerState | None = None
-) -> tuple[Tensor, OptimizerState]:
+def by_steps(model: CoordinateOptimizer, shown: Tensor) -> tuple[Tensor, OptimizerState]:
+    state: OptimizerState | None = None
     found = []
     for gradient in shown:
         update, state = model.step(gradient, state)
@@ -54,18 +53,14 @@ def by_steps(
     return torch.stack(found, dim=1), state
 
 
-def all_at_once(
-    model: CoordinateOptimizer, shown: Tensor, state: OptimizerState | None = None
-) -> Tensor:
-    moments, start = (None, 0) if state is None else (state.moments, state.step)
-    features, directions = [], []
-    for step, gradient in enumerate(shown, start):
+def all_at_once(model: CoordinateOptimizer, shown: Tensor) -> Tensor:
+    moments, features, directions = None, [], []
+    for step, gradient in enumerate(shown):
         seen = model.observe(gradient, moments, step)
         moments = seen.moments
         features.append(seen.features)
         directions.append(seen.direction)
-    memory = () if state is None else state.memory
-    updates: Tensor = model(torch.stack(features, 1), torch.stack(directions, 1), memory, start)
+    updates: Tensor = model(torch.stack(features, 1), torch.stack(directions, 1), (), 0)
     return updates
 
 
@@ -80,14 +75,6 @@ def test_steps_are_the_causal_pass_with_gradients(name: str) -> None:
     one, other = (torch.autograd.grad((x * weight).sum(), learned) for x in (stepped, whole))
     assert all(part.abs().max() > 0 for part in one)  # every parameter has a use
     torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
-
-
-@every_memory
-def test_causal_passes_continue_from_a_state(name: str) -> None:
-    model, shown = model_of(name), gradients()
-    _, state = by_steps(model, shown[:4])
-    whole = all_at_once(model, shown)
-    torch.testing.assert_close(all_at_once(model, shown[4:], state), whole[:, 4:])
 
 
 @every_memory
@@ -173,21 +160,6 @@ def test_problems_depend_only_on_seed_and_step() -> None:
     assert noisy.loss(noisy.start, 5) != noisy.loss(noisy.start, 6)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"memory": "lstm", "heads": 2}, "heads=2 has no effect with memory='lstm'"),
-        ({"states": 4}, "states=4 has no effect with memory='attention'"),
-        ({"position_scale": 0.1}, "position_scale=0.1 has no effect with position='none'"),
-        ({"window": 4}, "window=4 is for mixing='softmax' without a pos"),
-        ({"position": "toeplitz", "position_options": {"max_tokens": 9}}, "needs a state"),
-    ],
-)
-def test_options_that_do_nothing_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        CoordinateOptimizer(**options)
-
-
 def learned(name: str = "flt") -> CoordinateOptimizer:
     torch.manual_seed(0)
     model = CoordinateOptimizer(**MEMORIES[name])
@@ -270,19 +242,9 @@ def test_groups_closures_schedules_and_missing_gradients() -> None:
     assert torch.equal(a, kept) and schedule.get_last_lr() == [0.0] * 4
 
 
-def refusal(parameters: Any, **options: Any) -> str:
-    with pytest.raises(ValueError) as error:
-        LearnedOptimizer(parameters, learned("lstm"), **options).step()
-    return str(error.value)
-
-
-def test_refusals_change_nothing() -> None:
+def test_a_refused_step_changes_nothing() -> None:
     good, bad = (nn.Parameter(torch.ones(3)) for _ in range(2))
     good.grad, bad.grad = torch.ones(3), torch.tensor([0.0, float("nan"), 1.0])
-    assert "gradient of parameter 1 of group 0, shape (3,)" in refusal([good, bad])
+    with pytest.raises(ValueError, match=r"gradient of parameter 1 of group 0, shape \(3,\)"):
+        LearnedOptimizer([good, bad], learned("lstm")).step()
     assert torch.equal(good, torch.ones(3))
-    assert "gradient of layer.weight, shape (3,)" in refusal([("layer.weight", bad)])
-    assert "lr of group 0 must be at least 0 and finite; got -1" in refusal([good], lr=-1.0)
-    assert "chunk must be at least 1; got 0" in refusal([good], chunk=0)
-    half = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
-    assert "torch.bfloat16; expected float32 or float64" in refusal([half])

@@ -1,0 +1,54 @@
+"""Refused options and inputs of learned optimizers."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from molflt.data.problems import generator_of
+from molflt.optimizers import LearnedOptimizer
+from molflt.optimizers.coordinate import CoordinateOptimizer
+from molflt.optimizers.functions import Functions
+from molflt.optimizers.population import PopulationOptimizer
+from molflt.optimizers.population_model import PopulationModel
+from refusals import Refusal
+
+COORDINATE: list[tuple[dict[str, Any], str, str, str]] = [
+    ({"memory": "lstm", "heads": 2}, "heads=2", "no effect", "memory='lstm'"),
+    ({"states": 4}, "states=4", "no effect", "memory='attention'"),
+    ({"position_scale": 0.1}, "position_scale=0.1", "no effect", "position='none'"),
+    ({"window": 4}, "window=4", "mixing='softmax'", ""),
+    ({"position": "toeplitz", "position_options": {"max_tokens": 9}}, "state", "", "Toeplitz"),
+]
+
+
+def step(dtype: torch.dtype = torch.float32, **options: Any) -> None:
+    LearnedOptimizer([nn.Parameter(torch.ones(3, dtype=dtype))], CoordinateOptimizer(), **options)
+
+
+def population(**options: Any) -> PopulationOptimizer:
+    return PopulationOptimizer(PopulationModel(3, dim=8, heads=2, ffn_dim=8), 6, **options)
+
+
+def told(values: list[float]) -> None:
+    optimizer = population()
+    optimizer.ask()
+    optimizer.tell(values)
+
+
+def drawn(family: str, axes: int) -> None:
+    Functions.draw(family, axes, [generator_of(0)])
+
+
+ROWS = [
+    *(Refusal(lambda _, o=o: CoordinateOptimizer(**o), *words) for o, *words in COORDINATE),
+    Refusal(lambda _: step(lr=-1.0), "lr of group 0", "at least 0", "-1"),
+    Refusal(lambda _: step(chunk=0), "chunk", "at least 1", "0"),
+    Refusal(lambda _: step(torch.bfloat16), "bfloat16", "float32"),
+    Refusal(lambda _: population().tell([1.0] * 6), "tell", "ask", "generation 0"),
+    Refusal(lambda _: population().best, "tell"),
+    Refusal(lambda _: told([1.0] * 5), "member", "(6,)", "(5,)"),
+    Refusal(lambda _: population(start=[1.0, 2.0]), "start", "one finite number or 3"),
+    Refusal(lambda _: drawn("none", 3), "'none'"),
+    Refusal(lambda _: drawn("rosenbrock", 1), "2"),
+]
