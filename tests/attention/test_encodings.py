@@ -28,7 +28,7 @@ TOKENS, DIM, HEADS = 7, 4, 2
 
 def pairs(exact: bool = False) -> Pairs:
     """Three pairs of tokens of the second sequence, one of them twice."""
-    places = torch.tensor([[1, 1, 1, 1], [0, 3, 3, 6], [2, 3, 3, 5]])
+    places = torch.tensor([[1, 1, 1, 1], [3, 0, 6, 3], [3, 2, 5, 3]])
     f, switch = randn(HEADS, 4, seed=6), randn(4, seed=7).sigmoid()
     return Pairs(*places, randn(HEADS, 4, seed=5), (f, switch) if exact else None)
 

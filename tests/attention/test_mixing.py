@@ -101,6 +101,11 @@ def test_gate_keeps_the_contract(feature_map):
     contract.check_decoding(combination, gate=True)
 
 
+def test_decoding_keeps_a_state_for_each_normalizer():
+    combination = Combination("positive", "gaussian_mixture", "linear", True)
+    contract.check_decoding(combination, normalize="unmasked")
+
+
 @pytest.mark.parametrize("mixing", ["linear", "quadratic"])
 @pytest.mark.parametrize("feature_map", ["positive", "elu", "polynomial"])
 def test_gate_passes_over_masked_keys(feature_map, mixing):

@@ -1,8 +1,11 @@
 """GraphAttention in any batch and class of sizes: symmetries, forms, precision, compilation."""
 
 import copy
+import re
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +27,7 @@ from graph_cases import (
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch_geometric.data import Batch
+from torch_geometric.utils import to_dense_batch
 
 from molflt.graph import GraphAttention, sizes
 
@@ -129,6 +133,8 @@ def test_redraw_load_and_copy(kind):
     assert ((redrawn - before).abs().max() > 1e-6) == (kind.mixing != "softmax")
     assert torch.equal(torch.cat(run(twin, graphs)), redrawn)
     assert all((value == learned[name]).all() for name, value in layer.named_parameters())
+    layer.reset_parameters()
+    assert (torch.cat(run(layer, graphs)) - redrawn).abs().max() > 1e-6
 
 
 @pytest.mark.parametrize("kind", [*FEW, *kinds("softmax")[:2]], ids=str)
@@ -149,6 +155,38 @@ def test_float32_and_autocast(kind):
         out = single(**floats)
     assert torch.isfinite(torch.autograd.grad(out.float().square().sum(), floats["x"])[0]).all()
     assert 0 < (out - exact).abs().mean() < 0.03 * exact.abs().mean()
+
+
+class OfPyG(torch.nn.Module):
+    """PyG's attention with the arguments of `GraphAttention`."""
+
+    def __init__(self, attention: torch.nn.MultiheadAttention) -> None:
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, x: Tensor, pos: Tensor, batch: Tensor, *_: object) -> Tensor:
+        h, mask = to_dense_batch(x, batch)
+        return self.attention(h, h, h, key_padding_mask=~mask, need_weights=False)[0][mask]
+
+
+def test_the_documented_layer_is_that_of_pyg():
+    """With PyG's attention, outputs and gradients of the class in docs/graph.md are GPSConv's."""
+    page = Path(__file__).resolve().parents[2] / "docs" / "graph.md"
+    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
+    names: dict[str, Any] = {}
+    exec(next(block for block in blocks if "GPSConv" in block), names)
+    theirs = names["GPSConv"](64, names["layer"].conv, heads=4).double()
+    ours = names["SpatialGPSConv"](64, theirs.conv, heads=4).double()
+    ours.load_state_dict(theirs.state_dict())
+    ours.attn = OfPyG(ours.attn)
+    edges = {"edge_attr": names["edge_attr"].double()}
+    x, batch = names["x"].double(), names["batch"]
+    found = []
+    for layer, more in ((theirs, ()), (ours, (names["pos"].double(),))):
+        leaf = x.clone().requires_grad_()
+        out = layer(leaf, names["edge_index"], batch, *more, **edges)
+        found.append([out, torch.autograd.grad(out.square().sum(), leaf)[0]])
+    close(*found)
 
 
 KERNEL = {"position": "multiplicative"}

@@ -28,6 +28,7 @@ from torch_geometric.data import Batch, Data
 
 from molflt.attention.nodes.lattice import Lattice, free_extent
 from molflt.attention.nodes.reciprocal import reciprocal_nodes
+from molflt.attention.numerics import fade
 from molflt.attention.positions.multiplicative import MultiplicativePosition
 from molflt.attention.positions.spectral import GraphNodes
 from molflt.graph import EnergyRegressor, GraphAttention
@@ -113,6 +114,26 @@ def test_weights_of_images():
 
     assert weights(6.5) == [] and weights(7.5) == [1.0, 1.0]
     assert weights(7.0) == pytest.approx([0.5, 0.5])
+    pos = torch.tensor([[0.0, 0, 0], [0, 1, 0]], dtype=torch.float64)
+    given = Geometry.of(pos, cell=cell, pbc=torch.tensor([True, False, False]))
+    dense = Images(7.0).dense(given._replace(tags=torch.tensor([1, 2])))
+    expected = fade(torch.tensor((6.5**2 + 1) ** 0.5 - 6.0))  # by the distance from the adsorbate
+    found = dense.key_weight[0, 2:][dense.key_mask[0, 2:]]
+    torch.testing.assert_close(found, expected.double().expand(2), rtol=0, atol=1e-6)
+
+
+def test_images_of_all_atoms_equal_brute_force():
+    """Also of atoms that are several cells away from others."""
+    given = graph("slab", 12)
+    pos = 2 * given.pos
+    dense = Images(4.0).dense(Geometry.of(pos, cell=given.cell, pbc=given.pbc))
+    found = dense.key_positions[0, 12:][dense.key_mask[0, 12:]]
+    steps = torch.cartesian_prod(*[torch.arange(-9.0, 10)] * 2, torch.zeros(1)).double()
+    shifts = (steps @ given.cell)[(steps != 0).any(dim=1)]
+    places = (pos - pos.mean(dim=0) + shifts[:, None]).flatten(0, 1)
+    expected = places[torch.cdist(places, pos - pos.mean(dim=0)).amin(dim=1) < 4.0]
+    assert len(found) == len(expected) > 12
+    assert torch.cdist(found, expected).amin(dim=0).max() < 1e-6
 
 
 @pytest.mark.parametrize("tags", [None, torch.tensor([1, 2, 1, 2])])

@@ -12,7 +12,7 @@ from ase import Atoms
 from ase.build import add_adsorbate, bulk, fcc111, molecule
 from graph_cases import data
 from torch import Tensor
-from torch_geometric.data import Batch
+from torch_geometric.data import Batch, Data
 
 import molflt
 from molflt.atoms import Tag
@@ -141,6 +141,10 @@ def test_a_batch_changes_nothing_and_tags_are_not_read():
     for name in ("energy", "forces"):
         parts = torch.cat([out[name] for out in alone])
         torch.testing.assert_close(together[name], parts, rtol=0, atol=1e-10)
+    bare = Data(pos=structures[0].pos, atomic_numbers=structures[0].atomic_numbers)
+    found = model(bare)
+    torch.testing.assert_close(found["forces"], alone[0]["forces"], rtol=0, atol=1e-10)
+    assert "stress" not in found
     structures[1].tags = torch.randint(0, 3, structures[1].tags.shape)
     torch.testing.assert_close(model(structures[1])["energy"], alone[1]["energy"])
     assert bool(together["stress"][0].isnan().all()) and bool(
@@ -164,6 +168,15 @@ def test_forces_and_stress_are_exact_under_autocast(monkeypatch):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = model(batch)
     assert all(torch.equal(found[name], expected[name]) for name in ("energy", "forces", "stress"))
+
+
+def test_large_molecules_have_nodes(monkeypatch):
+    """Pairs of all atoms and nodes in a large box give nearly the same energy."""
+    model, small = potential(), data(ethanol())
+    by_pairs = model(small)["energy"]
+    monkeypatch.setattr("molflt.graph.periodic._MOST_PAIRED", 8)
+    by_nodes = model(small)["energy"]
+    assert 1e-7 < abs(float(by_nodes - by_pairs)) < 1e-2
 
 
 def test_inference_mode_has_forces():
