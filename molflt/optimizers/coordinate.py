@@ -1,4 +1,4 @@
-"""Learned optimizer: one small model with a memory, applied to every coordinate."""
+"""Learned optimizer: one small model with a memory, which is applied to each coordinate."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _SQUARES = (0.9, 0.999)  # the last one is Adam's
 _FEATURES = 2 + 1 + len(_MOMENTA) + 1 + 1
 _P = 10.0  # see Andrychowicz et al., appendix A
 _EPS = 1e-8  # Adam's
-_LARGEST = 1e15  # bound of gradients, whose squares must fit into float32
-_RATE = 3.0  # learned factors of the learning rate are exp(-3) to exp(3)
+_LARGEST = 1e15  # bound of gradients; their squares must fit into float32
+_RATE = 3.0  # the learned factors of the learning rate are exp(-3) to exp(3)
 
 
 class OptimizerState(NamedTuple):
@@ -34,7 +34,7 @@ class OptimizerState(NamedTuple):
     step: int
     """number of steps so far"""
     moments: Tensor
-    """running means of gradients and of their squares, (coordinates, 5)"""
+    """running means of gradients and of squared gradients, (coordinates, 5)"""
     memory: MemoryState
 
 
@@ -52,14 +52,15 @@ class Observed(NamedTuple):
 class CoordinateOptimizer(nn.Module):
     """Maps gradients (coordinates,) to updates (coordinates,), independently for each coordinate.
 
-    Features of a gradient are its logarithm and sign (arXiv:1606.04474, appendix A), the gradient
-    and its averages over several time scales in units of its root mean square (arXiv:1703.03633;
-    arXiv:2009.11243), its recent changes, and the logarithm of the step. A memory of these features
-    (Mnemosyne, Jain et al. 2023; FLT, arXiv:2302.01925, section 5.4) computes d and s in
+    The features of a gradient are its logarithm and sign (arXiv:1606.04474, appendix A), the
+    gradient and its averages over several time scales in units of its root mean square
+    (arXiv:1703.03633; arXiv:2009.11243), the change of this unit, and the logarithm of the step. A
+    memory of these features (Mnemosyne, Jain et al. 2023; FLT, arXiv:2302.01925, section 5.4)
+    computes d and s in
 
         update = -lr exp(s) (Adam's direction + d), |s| < 3.
 
-    Before training, this is Adam except for small random d and s.
+    Before training, d and s are small random numbers, and the updates are close to Adam's.
 
     Args:
         memory: "attention", "lstm" (arXiv:1606.04474) or "state_space" (arXiv:2206.11893).
@@ -67,7 +68,8 @@ class CoordinateOptimizer(nn.Module):
         layers: number of layers of the memory.
         lr: initial learning rate.
         states: number of complex states per channel of "state_space", 8 by default.
-        attention: further arguments of `molflt.optimizers.memories.AttentionMemory`.
+        attention: further arguments of `molflt.optimizers.memories.AttentionMemory`, if `memory` is
+            "attention".
     """
 
     def __init__(
@@ -105,7 +107,7 @@ class CoordinateOptimizer(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     def observe(self, gradient: Tensor, moments: Tensor | None, step: int) -> Observed:
-        """Returns detached features of gradients (coordinates,) after `step` earlier steps."""
+        """Returns the detached features of gradients (coordinates,) after `step` earlier steps."""
         with torch.no_grad():
             g = gradient.detach().clamp(-_LARGEST, _LARGEST)
             new = torch.stack((*(g for _ in _MOMENTA), *(g * g for _ in _SQUARES)), dim=-1)
@@ -127,16 +129,13 @@ class CoordinateOptimizer(nn.Module):
     def forward(
         self, features: Tensor, direction: Tensor, memory: MemoryState = (), start: int = 0
     ) -> Tensor:
-        """Computes the updates of all steps at once from the features of `observe`.
+        """Computes the updates of all steps at once, (coordinates, steps).
 
         Args:
-            features: (coordinates, steps, features).
-            direction: (coordinates, steps).
-            memory: state of the memory before these steps; empty at the beginning.
+            features: features returned by `observe`, (coordinates, steps, features).
+            direction: directions returned by `observe`, (coordinates, steps).
+            memory: state of the memory after earlier steps; empty at the start.
             start: number of earlier steps.
-
-        Returns:
-            (coordinates, steps), to be added to the parameters.
         """
         return self._decide(self.memory(self.take_in(features), memory, start), direction)
 
@@ -147,20 +146,20 @@ class CoordinateOptimizer(nn.Module):
 
         Args:
             gradient: (coordinates,).
-            state: state of the previous step; None at the start.
+            state: state after the previous step; None at the start.
         """
-        done = 0 if state is None else state.step
-        seen = self.observe(gradient, None if state is None else state.moments, done)
-        update, memory = self.react(seen, () if state is None else state.memory, done)
+        done, moments, memory = (0, None, ()) if state is None else state
+        seen = self.observe(gradient, moments, done)
+        update, memory = self.react(seen, memory, done)
         return update, OptimizerState(done + 1, seen.moments, memory)
 
     def react(self, seen: Observed, memory: MemoryState, start: int) -> tuple[Tensor, MemoryState]:
-        """Returns the update for an observed gradient, and the next memory state."""
+        """Returns the update for an observed gradient, and the next state of the memory."""
         hidden, memory = self.memory.step(self.take_in(seen.features), memory, start)
         return self._decide(hidden, seen.direction), memory
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
-        """Draws new random features of attention."""
+        """Draws new random features in place, if there are any."""
         self.memory.redraw_(generator)
 
     def _decide(self, hidden: Tensor, direction: Tensor) -> Tensor:

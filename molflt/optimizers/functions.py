@@ -4,8 +4,8 @@ A function is f(x) = base(z) with z = z* + k R (x - x*). Here z* is the minimize
 a rotation drawn from the Haar measure, x* is the minimizer of f, and k maps the search domain
 [-5, 5]^d to the published domain of the base. The minimum of every function is 0.
 
-The training family, "rastrigin_like", is that of LOIS (arXiv:1911.03787) and Open-L2O
-(arXiv:2103.12828): a quadratic form with cosines, expressed relative to its minimum.
+The training family, "rastrigin_like", is a quadratic form plus cosines, as in LOIS
+(arXiv:1911.03787) and Open-L2O (arXiv:2103.12828), shifted to have a minimum of 0.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from molflt.attention.checks import one_of
+
 __all__ = ["FAMILIES", "HALF_WIDTH", "UNSEEN", "Family", "Functions", "haar_rotation"]
 
 HALF_WIDTH = 5.0
 """half width of the search domain, which is centered at 0"""
-_FARTHEST = 4.0  # largest distance of a coordinate of the minimizer from 0
-# On the CPU regardless of torch's default device, because the generators are there.
+_FARTHEST = 4.0  # bound of the coordinates of the minimizer
+# on the CPU, like the generators, whatever torch's default device is
 _rand = partial(torch.rand, dtype=torch.float64, device="cpu")
 
 _Shape = Mapping[str, Tensor]
@@ -33,11 +35,11 @@ class Family(NamedTuple):
     """A family of functions."""
 
     base: Callable[[Tensor, _Shape], Tensor]
-    """z (batch, ..., d) and drawn parameters -> values (batch, ...)"""
+    """maps z (batch, ..., d) and the drawn parameters to values (batch, ...)"""
     half_width: float  # half width of the published domain of the base
     minimizer: float = 0.0  # each coordinate of z*
     draw: Callable[[int, torch.Generator], dict[str, Tensor]] = lambda dimension, generator: {}
-    """dimension and generator -> parameters of one function"""
+    """draws the parameters of one function for a dimension and a generator"""
     least_dimension: int = 1
 
 
@@ -45,13 +47,9 @@ def _sphere(z: Tensor, shape: _Shape) -> Tensor:
     return z.square().sum(dim=-1)
 
 
-def _exponents(z: Tensor) -> Tensor:
-    """Returns evenly spaced numbers from 0 to 1 for the coordinates, (d,)."""
-    return torch.linspace(0, 1, z.shape[-1], dtype=z.dtype, device=z.device)
-
-
 def _ellipsoid(z: Tensor, shape: _Shape) -> Tensor:
-    return (10 ** (6 * _exponents(z)) * z.square()).sum(dim=-1)
+    exponents = 6 * torch.linspace(0, 1, z.shape[-1], dtype=z.dtype, device=z.device)
+    return (10**exponents * z.square()).sum(dim=-1)
 
 
 def _rosenbrock(z: Tensor, shape: _Shape) -> Tensor:
@@ -64,7 +62,7 @@ def _rastrigin(z: Tensor, shape: _Shape) -> Tensor:
 
 
 def _ackley(z: Tensor, shape: _Shape) -> Tensor:
-    # sqrt(mean + tiny) has a gradient of 0 instead of NaN at the minimum
+    # the tiny number makes the gradient 0 instead of NaN at the minimum
     root = (z.square().mean(dim=-1) + 1e-300).sqrt()
     waves = (2 * math.pi * z).cos().mean(dim=-1)
     return 20 * -torch.expm1(-0.2 * root) + math.e * -torch.expm1(waves - 1)
@@ -91,11 +89,7 @@ def _rastrigin_like(z: Tensor, shape: _Shape) -> Tensor:
 
 
 def _draw_rastrigin_like(dimension: int, generator: torch.Generator) -> dict[str, Tensor]:
-    """Draws the parameters of one function.
-
-    The condition number is 1 to 100, the depth is 0 to 20 times a factor of 0.5 to 1 for each
-    coordinate, and there are 0.5 to 1.5 waves per unit.
-    """
+    """Draws a condition number of 1 to 100, depths of 0 to 20 and 0.5 to 1.5 waves per unit."""
     condition, depth, waves = _rand(3, generator=generator)
     factors = _rand(dimension, generator=generator)
     exponents = torch.linspace(-0.5, 0.5, dimension, dtype=torch.float64, device="cpu")
@@ -116,27 +110,24 @@ FAMILIES = {
     "griewank": Family(_griewank, 600.0),
     "levy": Family(_levy, 10.0, 1.0),
 }
-"""Families by name; the first one is used for training."""
+"""families by name; the first is used for training"""
 
 UNSEEN = ("ellipsoid", "rosenbrock", "ackley", "griewank", "levy")
-"""Families for testing optimizers trained on "rastrigin_like"."""
+"""families for tests, which training does not use"""
 
 
 class Functions(NamedTuple):
-    """Batch of functions of one family, each evaluated at the points of its own population."""
+    """Batch of functions of one family, one for each population; all tensors are float64."""
 
     family: str
-    minimizer: Tensor  # x*, (batch, d); all numbers here are float64
+    minimizer: Tensor  # x*, (batch, d)
     rotation: Tensor  # R, (batch, d, d)
     shape: dict[str, Tensor]  # further drawn parameters, (batch, ...) each
 
     @classmethod
     def draw(cls, family: str, dimension: int, generators: Sequence[torch.Generator]) -> Functions:
-        """Draws one function of a family from each CPU generator, independently of the others."""
-        if family not in FAMILIES:
-            raise ValueError(
-                f"function {family!r} is unknown; expected one of {', '.join(FAMILIES)}"
-            )
+        """Draws one function from each CPU generator, independently of the others."""
+        one_of("function", family, FAMILIES)
         kind = FAMILIES[family]
         if dimension < kind.least_dimension:
             raise ValueError(
@@ -144,15 +135,14 @@ class Functions(NamedTuple):
             )
         minimizers, rotations, shapes = [], [], []
         for generator in generators:
-            place = _rand(dimension, generator=generator)
-            minimizers.append(_FARTHEST * (2 * place - 1))
+            minimizers.append(_FARTHEST * (2 * _rand(dimension, generator=generator) - 1))
             rotations.append(haar_rotation(dimension, generator))
             shapes.append(kind.draw(dimension, generator))
         shape = {name: torch.stack([own[name] for own in shapes]) for name in shapes[0]}
         return cls(family, torch.stack(minimizers), torch.stack(rotations), shape)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Computes differentiable values at points: (batch, ..., d) -> (batch, ...)."""
+        """Computes the values at points (batch, ..., d), which are differentiable: (batch, ...)."""
         kind, batch = FAMILIES[self.family], len(self.minimizer)
         between = (1,) * (x.ndim - 2)
         moved = x - self.minimizer.view(batch, *between, -1)
@@ -160,7 +150,7 @@ class Functions(NamedTuple):
         return kind.base(kind.minimizer + kind.half_width / HALF_WIDTH * turned, self.shape)
 
     def only(self, place: int) -> Functions:
-        """Returns one function as a batch of one."""
+        """Returns a batch that contains only one of the functions."""
         return self._each(lambda drawn: drawn[place : place + 1])
 
     def to(self, device: torch.device) -> Functions:
@@ -173,9 +163,9 @@ class Functions(NamedTuple):
 
 
 def haar_rotation(dimension: int, generator: torch.Generator) -> Tensor:
-    """Draws an orthogonal matrix from the Haar measure, reflections included: (d, d) float64.
+    """Draws an orthogonal matrix from the Haar measure, including reflections: (d, d) float64.
 
-    This is Q of the QR decomposition of a normal matrix, with the signs that make the diagonal of R
+    This is Q of the QR decomposition of a normal matrix, with signs for which the diagonal of R is
     positive (Mezzadri, arXiv:math-ph/0609050).
     """
     shape = dimension, dimension

@@ -1,11 +1,11 @@
-"""A learned optimizer as a `torch.optim.Optimizer`, for any model."""
+"""A `torch.optim.Optimizer` that applies a learned optimizer to any model."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Self, overload
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ __all__ = ["LearnedOptimizer"]
 
 
 class LearnedOptimizer(Optimizer):
-    """Updates each parameter coordinate from its past gradients with a meta-trained model.
+    """Computes the update of each coordinate from its past gradients with a meta-trained model.
 
     ::
 
@@ -26,15 +26,15 @@ class LearnedOptimizer(Optimizer):
         optimizer.step()
 
     The learning rate does not need tuning; `lr` scales the learned steps. Schedulers, parameter
-    groups, closures and `state_dict` are those of torch. Parameters without a gradient do not
-    change.
+    groups, closures and `state_dict` work as in other optimizers of torch. Parameters without a
+    gradient do not change.
 
     Args:
-        params: parameters, named parameters, or groups of these, which can have their own `lr`.
-        model: the trained model; one copy is used for each device and precision.
-        lr: factor of the updates.
-        chunk: number of coordinates that are updated at once, which limits the memory of a step.
-            The state between steps covers all coordinates.
+        params: parameters, named parameters, or parameter groups, each with an optional `lr`.
+        model: trained model, which is copied once for each device and precision.
+        lr: factor that multiplies the updates.
+        chunk: number of coordinates that are updated at once. It limits the memory of a step, but
+            not the size of the state between steps.
     """
 
     def __init__(
@@ -74,11 +74,11 @@ class LearnedOptimizer(Optimizer):
         return cls(params, model, lr, chunk)
 
     def __getstate__(self) -> dict[str, Any]:
-        # torch saves the common attributes; copies of the model are recreated
+        # torch keeps only its own attributes; the copies of the model are made again
         return {**super().__getstate__(), "model": self.model, "chunk": self.chunk, "_models": {}}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, as in torch; raises ValueError for an invalid lr or precision."""
+        """Adds a parameter group; raises ValueError if its lr or precision is invalid."""
         super().add_param_group(param_group)
         group, number, why = self.param_groups[-1], len(self.param_groups) - 1, ""
         if not 0 <= group["lr"] < float("inf"):
@@ -89,33 +89,26 @@ class LearnedOptimizer(Optimizer):
             self.param_groups.pop()
             raise ValueError(why)
 
-    @overload
-    def step(self, closure: None = ...) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Updates all parameters that have a gradient.
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates all parameters that have a gradient, and returns the result of the closure.
+
+        Raises ValueError if a gradient is not finite. In this case no parameter changes.
 
         Args:
-            closure: function that recomputes the loss and its gradients; its result is returned. If
-                `step` raises ValueError for a gradient, the parameters are unchanged.
+            closure: function that recomputes the loss and its gradients, and returns the loss.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for number, group in enumerate(self.param_groups):  # all are checked before one is changed
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        for number, group in enumerate(self.param_groups):  # before any parameter changes
             for i, parameter in enumerate(group["params"]):
                 if parameter.grad is not None and not bool(parameter.grad.isfinite().all()):
                     names = group.get("param_names")
                     name = names[i] if names else f"parameter {i} of group {number}"
                     raise ValueError(
-                        f"the gradient of {name}, shape {tuple(parameter.shape)}, has values that "
-                        "are NaN or infinite; expected finite numbers; look at that batch, or clip "
-                        "gradients; no parameter has been changed"
+                        f"the gradient of {name}, shape {tuple(parameter.shape)}, contains NaN or "
+                        "infinite values; expected finite numbers; check the batch, or clip "
+                        "gradients; no parameter was changed"
                     )
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -145,6 +138,5 @@ class LearnedOptimizer(Optimizer):
         """Returns the model on the device and in the precision of a parameter."""
         key = parameter.device, parameter.dtype
         if key not in self._models:
-            own = copy.deepcopy(self.model).to(*key).eval().requires_grad_(False)
-            self._models[key] = own
+            self._models[key] = copy.deepcopy(self.model).to(*key).eval().requires_grad_(False)
         return self._models[key]

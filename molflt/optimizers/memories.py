@@ -1,8 +1,7 @@
 """Memories of learned optimizers: causal attention and baselines.
 
-A memory maps the features of a coordinate's past to one hidden vector per step. All memories have
-two forms that agree: `forward` over a whole sequence, and `step` with a state whose tensors have
-the coordinates as their first axis.
+A memory maps the sequence of features of each coordinate to one hidden vector per step. It has two
+equivalent forms: `forward` for a whole sequence, and `step` for one step with a state.
 """
 
 from __future__ import annotations
@@ -28,15 +27,21 @@ from molflt.attention.stack import Block, StackState
 __all__ = ["AttentionMemory", "Memory", "MemoryState", "RecurrentMemory", "StateSpaceMemory"]
 
 MemoryState = tuple[Tensor, ...]
-"""tensors of shape (coordinates, ...); empty before the first step"""
+"""tensors of shape (coordinates, ...); empty at the start"""
 
 
 class Memory(nn.Module, ABC):
-    """Base class of causal maps along steps: (coordinates, steps, dim) -> the same shape."""
+    """Base class of causal maps along steps."""
 
     @abstractmethod
     def forward(self, x: Tensor, state: MemoryState = (), start: int = 0) -> Tensor:
-        """Computes the hidden vectors of all steps, after `start` steps with the result `state`."""
+        """Computes the hidden vectors of all steps, (coordinates, steps, dim).
+
+        Args:
+            x: (coordinates, steps, dim).
+            state: state after earlier steps.
+            start: number of earlier steps.
+        """
 
     @abstractmethod
     def step(self, x: Tensor, state: MemoryState, start: int) -> tuple[Tensor, MemoryState]:
@@ -49,17 +54,16 @@ class Memory(nn.Module, ABC):
 class AttentionMemory(Memory):
     """Causal attention over the steps of each coordinate.
 
-    With Performers, this is Mnemosyne (Jain et al. 2023, NeurIPS); with the spectral encoding of
-    time, it is FLT (arXiv:2302.01925), section 5.4. Kernelized attention keeps sums of constant
-    size; softmax keeps the keys and values of all steps, or of the last `window` steps.
+    With Performers, this is Mnemosyne (Jain et al. 2023, NeurIPS). With the spectral encoding of
+    time, it is FLT (arXiv:2302.01925), section 5.4. The state of linear attention has a constant
+    size. The state of softmax contains the keys and values of all steps, or of the last `window`.
 
     Args:
         dim: width.
         layers: number of layers.
         heads: number of attention heads, 2 by default.
         ffn_dim: hidden width of the feed-forward networks of attention, 2 dim by default.
-        mixing: kind of attention: "linear" (constant memory per coordinate), the default, or
-            "softmax" (over all steps so far).
+        mixing: "linear" (the default) or "softmax".
         feature_map: feature map of linear attention; see `molflt.attention.Attention`.
         num_features: number of features of the map; 16 by default for random and learned maps.
         normalize_qk: see `molflt.attention.Attention`.
@@ -68,7 +72,7 @@ class AttentionMemory(Memory):
         position_options: further arguments of the encoding; `dim` is 1.
         position_scale: distance between neighboring steps, in the unit of length of the encoding;
             0.01 by default.
-        window: number of steps that softmax sees, including the current one; null for all.
+        window: number of steps that softmax attends to, including the current one; null for all.
     """
 
     def __init__(
@@ -92,15 +96,11 @@ class AttentionMemory(Memory):
         features = FEATURE_MAPS[feature_map or DEFAULT_MAP]
         if num_features is None and mixing != "softmax" and (features.random or features.learned):
             num_features = 16
-        given = {"feature_map": feature_map, "num_features": num_features}
-        given |= {"normalize_qk": normalize_qk}
-        options: dict[str, Any] = {k: value for k, value in given.items() if value is not None}
         if position == "none":
             timing = {"position_scale": position_scale, "position_options": position_options}
             no_effect("with position='none'", **timing)
         else:
-            known = {**known_options(position, dim=1), **(position_options or {})}
-            options |= {"position": position, "position_options": known}
+            position_options = {**known_options(position, dim=1), **(position_options or {})}
         self.position_scale = 0.01 if position_scale is None else position_scale
         positive(position_scale=self.position_scale)
         self.stack = Stack(
@@ -110,19 +110,22 @@ class AttentionMemory(Memory):
             causal=True,
             ffn_dim=2 * dim if ffn_dim is None else ffn_dim,
             mixing=mixing or "linear",
-            **options,
+            feature_map=feature_map,
+            num_features=num_features,
+            normalize_qk=normalize_qk,
+            position=position,
+            position_options=position_options,
         )
         encoding = self.stack.position
         if encoding is not None and not encoding.decodes:
             raise ValueError(
-                f"a memory needs a state; expected a position such as 'spectral'; got {position!r},"
-                " which does not have one"
+                f"position={position!r} does not support decoding, which a memory needs; expected "
+                "one such as 'spectral'"
             )
-        self.softmax = "softmax" in self.stack.mixings
+        self.softmax = mixing == "softmax"
         if window is not None and (not self.softmax or encoding is not None):
             raise ValueError(
-                f"window={window} is for mixing='softmax' without a position, which keeps every "
-                "step otherwise; leave it out"
+                f"window={window} needs mixing='softmax' and position='none'; leave it out"
             )
         at_least_one(window=1 if window is None else window)
         self.window = window
@@ -131,30 +134,25 @@ class AttentionMemory(Memory):
         steps = x.shape[1]
         if self.window is None:
             positions = self._positions(start, steps, x)
-            if not state:
-                return self.stack(x, positions)
             return self.stack.decode(x, positions, self._unpacked(state))[0]
         keys = steps + (state[0].shape[2] if state else 0)
-        ahead = torch.arange(keys, device=x.device) - (keys - steps)
-        lag = torch.arange(steps, device=x.device)[:, None] - ahead  # [query, key]
+        key_step = torch.arange(keys, device=x.device) - (keys - steps)
+        lag = torch.arange(steps, device=x.device)[:, None] - key_step  # [query, key]
         far = torch.zeros_like(lag, dtype=x.dtype).masked_fill(lag >= self.window, -torch.inf)
-        seen = Bias(far[None, None])
-        if not state:
-            return self.stack.norm(self.stack.one_pass(x, seen))
         for number, block in enumerate(self.stack.blocks):
-            before = KeyValues(*state[2 * number : 2 * number + 2])
-            x = cast(Block, block).decode(x, state=before, encoding=seen)[0]
+            before = KeyValues(*state[2 * number : 2 * number + 2]) if state else None
+            x = cast(Block, block).decode(x, state=before, encoding=Bias(far[None, None]))[0]
         return self.stack.norm(x)
 
     def step(self, x: Tensor, state: MemoryState, start: int) -> tuple[Tensor, MemoryState]:
-        if self.window is not None:  # with the current step
+        if self.window is not None:  # window - 1 earlier steps and the current one
             state = tuple(part[:, :, max(0, part.shape[2] + 1 - self.window) :] for part in state)
         positions = self._positions(start, 1, x)
         hidden, last = self.stack.decode(x[:, None], positions, self._unpacked(state))
         return hidden[:, 0], _packed(last.blocks)
 
     def _positions(self, start: int, steps: int, x: Tensor) -> Tensor | None:
-        """Returns positions of the new steps, (1, steps, 1), counted from the first step."""
+        """Returns the positions of new steps, (1, steps, 1), relative to the first step."""
         if self.stack.position is None:
             return None
         index = torch.arange(start, start + steps, device=x.device)
@@ -181,13 +179,8 @@ class AttentionMemory(Memory):
 
 def _packed(blocks: Sequence[DecodeState]) -> MemoryState:
     """Returns all tensors of decoding states in one tuple."""
-    found: list[Tensor] = []
-    for block in blocks:
-        if isinstance(block, KeyValues):
-            found += [block.key, block.value]
-        else:
-            found += [tensor for state in block for tensor in state]
-    return tuple(found)
+    parts = [(b[:2],) if isinstance(b, KeyValues) else b for b in blocks]
+    return tuple(tensor for states in parts for state in states for tensor in state)
 
 
 class RecurrentMemory(Memory):
@@ -200,7 +193,6 @@ class RecurrentMemory(Memory):
 
     def __init__(self, dim: int, layers: int) -> None:
         super().__init__()
-        at_least_one(layers=layers)
         self.cells = nn.LSTM(dim, dim, layers, batch_first=True)
 
     def forward(self, x: Tensor, state: MemoryState = (), start: int = 0) -> Tensor:
@@ -216,12 +208,12 @@ class RecurrentMemory(Memory):
 
 
 class StateSpaceMemory(Memory):
-    """Diagonal linear state-space layers between normalization and gated outputs.
+    """Diagonal linear state-space layers with normalized inputs and gated outputs.
 
-    h_t = a h_(t-1) + b x_t, y_t = Re(c . h_t) + d x_t for each channel, with a = exp(-exp(r) + i w)
-    and b = 1. This is S4D (arXiv:2206.11893) with learned decay and frequency; c absorbs the
-    zero-order hold. Initial rates are evenly spaced on a logarithmic scale, from 1 / 2 to 1 / 1000
-    per step.
+    Each channel has h_t = a h_(t-1) + x_t and y_t = Re(c . h_t) + d x_t with a = exp(-exp(r) + i
+    w). This is S4D (arXiv:2206.11893) with learned decay rates and frequencies; c absorbs the
+    zero-order hold. Initial rates exp(r) are evenly spaced on a logarithmic scale, from 1 / 2 to
+    1 / 1000 per step.
 
     Args:
         dim: width.
@@ -231,7 +223,7 @@ class StateSpaceMemory(Memory):
 
     def __init__(self, dim: int, layers: int, states: int) -> None:
         super().__init__()
-        at_least_one(layers=layers, states=states)
+        at_least_one(states=states)
         self.layers = nn.ModuleList(_Diagonal(dim, states) for _ in range(layers))
         self.norm = nn.LayerNorm(dim)
 
@@ -250,17 +242,14 @@ class StateSpaceMemory(Memory):
 
 
 class _Diagonal(nn.Module):
-    """Computes x + gate(SSM(LN x)).
-
-    States are (coordinates, dim, states, 2), with real and imaginary parts along the last axis.
-    """
+    """Layer x + gate(SSM(LN x)); states are (coordinates, dim, states, real or imaginary)."""
 
     def __init__(self, dim: int, states: int) -> None:
         super().__init__()
         rates = torch.linspace(math.log(0.5), math.log(1e-3), states)
         self.log_rate = nn.Parameter(rates.repeat(dim, 1))
         self.frequency = nn.Parameter(torch.linspace(0, math.pi / 4, states).repeat(dim, 1))
-        # makes y about as large as x for any rates
+        # y is then about as large as x, for any rates
         size = (2 * rates.exp() / states).sqrt()[None, :, None]
         self.out = nn.Parameter(torch.randn(dim, states, 2) * size)
         self.skip = nn.Parameter(torch.ones(dim))
@@ -268,7 +257,7 @@ class _Diagonal(nn.Module):
         self.gate = nn.Linear(dim, 2 * dim)
 
     def forward(self, x: Tensor, state: Tensor | None) -> Tensor:
-        """Computes (coordinates, steps, dim) by FFT convolution with the powers of a."""
+        """Computes (coordinates, steps, dim) by an FFT convolution with the powers of a."""
         u, steps = self.norm(x), x.shape[1]
         time = torch.arange(steps + 1, device=x.device)
         log_a = torch.complex(-self.log_rate.exp(), self.frequency)

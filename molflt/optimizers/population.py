@@ -1,10 +1,9 @@
-"""A learned population that minimizes functions without gradients: ask, evaluate, tell."""
+"""A learned population that minimizes functions from their values alone."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,16 +19,14 @@ __all__ = ["MEMBERS", "START_SCALE", "Best", "PopulationOptimizer", "Populations
 MEMBERS = 32
 START_SCALE = 2.5
 """standard deviation of initial coordinates, half of `molflt.optimizers.functions.HALF_WIDTH`"""
-# On the CPU regardless of torch's default device, because the generators are there.
-_randn = partial(torch.randn, dtype=torch.float64, device="cpu")
 
 
 class Populations:
-    """Batch of independent populations; a seed gives the same population in every batch.
+    """Batch of independent populations, each determined by its seed and not by the batch.
 
-    `center` is the mean of the initial positions, (d,) or a number, and `scale` the standard
-    deviation of their coordinates. `state` is on the device of the model; `generators`, of the
-    noise of each population, are on the CPU.
+    `center` is the mean of the initial positions, (d,) or a number, and `scale` is the standard
+    deviation of their coordinates. `state` is on the device of the model. The noise comes from
+    `generators`, which are on the CPU.
     """
 
     def __init__(
@@ -44,25 +41,24 @@ class Populations:
         self.device = model.log_pressure.device
         self.generators = [generator_of(seed, 1) for seed in seeds]
         middle = torch.as_tensor(center, dtype=torch.float64, device="cpu")
-        position = middle + scale * self._normal(members)
-        waves = self._normal(model.waves)
-        self.state = model.start(position.to(self.device), waves.to(self.device))
+        position = middle.to(self.device) + scale * self._normal(members, model.dimension)
+        self.state = model.start(position, self._normal(model.waves, model.dimension))
 
     def tell(self, values: Tensor) -> None:
-        """Takes the values at `state.position`, (batch, members), and moves the members."""
-        noise = Noise.draw(self.members, self.model.dimension, self.generators)
-        on_device = Noise(*(part.to(self.device) for part in noise))
-        self.state = self.model(self.state, values, on_device)
+        """Moves the members; `values` are those at `state.position`, (batch, members)."""
+        pairs = self._normal(self.members, self.members)
+        vectors = self._normal(self.members, self.model.dimension)
+        self.state = self.model(self.state, values, Noise(pairs, vectors))
 
-    def _normal(self, count: int) -> Tensor:
-        """Draws normal numbers, (batch, count, d)."""
-        shape = count, self.model.dimension
-        draws = [_randn(shape, generator=g) for g in self.generators]
-        return torch.stack(draws)
+    def _normal(self, *shape: int) -> Tensor:
+        """Draws float64 numbers, (batch, *shape), on the CPU, where the generators are."""
+        like: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
+        draws = [torch.randn(shape, generator=each, **like) for each in self.generators]
+        return torch.stack(draws).to(self.device)
 
 
 class Best(NamedTuple):
-    """The smallest value so far, and its position."""
+    """Smallest value so far, and its position."""
 
     position: Tensor
     """(d,) float64"""
@@ -70,7 +66,7 @@ class Best(NamedTuple):
 
 
 class PopulationOptimizer:
-    """Minimizes a function with learned steps that use only its values.
+    """Minimizes a function with learned steps, using only its values.
 
     ::
 
@@ -81,13 +77,12 @@ class PopulationOptimizer:
         print(optimizer.best)
 
     Args:
-        model: model that moves the members; see `from_run`.
-        members: number of members of the population, at least 2; `MEMBERS` is the default in
-            training.
-        seed: seed of the initial members and of all noise.
-        start: mean of the initial members, a number or d numbers.
-        scale: standard deviation of their coordinates, which should be about the distance to the
-            minimum.
+        model: model that moves the members.
+        members: number of members of the population, at least 2.
+        seed: seed of the initial positions and of the noise.
+        start: mean of the initial positions, a number or d numbers.
+        scale: standard deviation of the initial coordinates; it should be about the distance from
+            `start` to the minimum.
 
     Attributes:
         evaluations: number of function evaluations so far.
@@ -106,7 +101,7 @@ class PopulationOptimizer:
         if center.shape not in ((), (model.dimension,)) or not bool(center.isfinite().all()):
             raise ValueError(
                 f"start must be one finite number or {model.dimension}, one per dimension; got "
-                f"{tuple(center.shape)}: {center.flatten()[:4].tolist()}"
+                f"shape {tuple(center.shape)}: {center.flatten()[:4].tolist()}"
             )
         with torch.no_grad():
             self._populations = Populations(model, [seed], members, center, scale)
@@ -130,10 +125,10 @@ class PopulationOptimizer:
 
         Args:
             run: folder of the run.
-            dimension: dimension of the function; as in training if None.
-            members: number of members; as in training if None.
+            dimension: dimension of the function; by default that of training.
+            members: number of members; by default that of training.
             seed, start, scale: see the class.
-            checkpoint: best, last, or the path of a safetensors file.
+            checkpoint: best, last, or a safetensors file.
         """
         from molflt.training.checkpoint import load_run
 
@@ -144,21 +139,21 @@ class PopulationOptimizer:
         return cls(model, trained if members is None else members, seed, start, scale)
 
     def ask(self) -> Tensor:
-        """Returns the points to evaluate: (members, d) float64, the same until `tell`."""
+        """Returns the points to evaluate, (members, d) float64; only `tell` changes them."""
         self._asked = True
         return self._populations.state.position[0].cpu().clone()
 
     def tell(self, values: Tensor | Sequence[float]) -> None:
-        """Takes the values of the members returned by `ask`, in the same order.
+        """Moves the members, using the values at the points returned by `ask`.
 
         Args:
-            values: (members,), finite numbers.
+            values: finite numbers in the order of the points, (members,).
         """
         generation = self.generation
         if not self._asked:
             raise ValueError(
-                f"tell before ask in generation {generation}; expected values of the members that "
-                "ask() returns; call ask() first"
+                f"tell before ask in generation {generation}; expected the values at the points "
+                "that ask() returns; call ask() first"
             )
         told = torch.as_tensor(values, dtype=torch.float64).detach()
         if told.shape != (self.members,):
@@ -170,8 +165,8 @@ class PopulationOptimizer:
             member = int((~told.isfinite()).nonzero()[0])
             raise ValueError(
                 f"the value of member {member} in generation {generation} is "
-                f"{float(told[member])}; expected a finite number; tell a large one where the "
-                "function does not have one"
+                f"{float(told[member])}; expected a finite number; pass a large number where the "
+                "function is undefined"
             )
         with torch.no_grad():
             self._populations.tell(told[None].to(self._populations.device))
@@ -185,28 +180,28 @@ class PopulationOptimizer:
 
     @property
     def best(self) -> Best:
-        """The smallest value so far; raises ValueError before the first values."""
+        """Smallest value so far, with its position; raises ValueError before the first `tell`."""
         state = self._populations.state
         member = int(state.best_value[0].argmin())
         value = float(state.best_value[0, member])
         if math.isinf(value):
-            raise ValueError("best value: expected tell() before it; got none; ask and tell")
+            raise ValueError("best needs a call of tell(); got none; call ask() and tell() first")
         return Best(state.best_position[0, member].cpu().clone(), value)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Returns the state and noise of the population, without weights, as tensors by name."""
+        """Returns the state of the population and of its noise, without weights."""
         state = self._populations.state._asdict()
         noise = self._populations.generators[0].get_state()
         kept = {**state, "noise": noise, "asked": torch.tensor(self._asked, device="cpu")}
         return {name: part.cpu().clone() for name, part in kept.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Loads a `state_dict`; with the same weights, results continue bit for bit."""
-        now, given = ({n: tuple(x.shape) for n, x in s.items()} for s in (self.state_dict(), state))
-        if now != given:
+        """Loads a result of `state_dict`; with the same weights, it resumes bit for bit."""
+        now, new = ({n: tuple(x.shape) for n, x in s.items()} for s in (self.state_dict(), state))
+        if now != new:
             raise ValueError(
-                f"expected a state of shapes {now}; got {given}; take what state_dict() has "
-                "returned, and build the optimizer with as many members and dimensions"
+                f"expected a state of shapes {now}; got {new}; pass the result of state_dict() of "
+                "an optimizer with the same numbers of members and dimensions"
             )
         populations, kept = self._populations, {name: part.clone() for name, part in state.items()}
         populations.generators[0].set_state(kept.pop("noise"))

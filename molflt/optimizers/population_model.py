@@ -2,15 +2,13 @@
 
 This follows the second experiment of FLT (arXiv:2302.01925), section 5.4. Attention between members
 depends on their features and on an FLT mask f(x_i - x_j) of their positions. The paper does not
-specify the features or the form of a step; see `PopulationModel`.
+specify the features or the form of a step; those of `PopulationModel` are our choice.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -27,36 +25,24 @@ from molflt.attention.spectra import GaussianBasis
 __all__ = ["Noise", "PopulationMask", "PopulationModel", "PopulationState"]
 
 _TINY = 1e-150  # smallest spread whose square does not underflow
-_WIDTHS = (0.2, 2.0)  # of the mask, in units of the population's radius
+_WIDTHS = (0.2, 2.0)  # widths of the mask, in units of the population's radius
 _FEATURES = 16
 _START = (0.7, 0.0, 1.0, 0.1, 0.2)  # initial a, b, c, e, g
-_PRESSURE = 4.0  # at the start, the best member weighs exp(4) as much as the worst
+_PRESSURE = 4.0  # initially, the best member weighs exp(4) times as much as the worst
 _KEPT = 0.8  # decay of the averaged movement per generation
-_LEAST = 1e-12  # smallest weight whose root has a gradient
-_LARGEST = 3.0  # maximum logarithm of the factor by which c and e differ from their start
-# On the CPU regardless of torch's default device, because the generators are there.
-_randn = partial(torch.randn, dtype=torch.float64, device="cpu")
+_LEAST = 1e-12  # lower bound of weights, below which their root has no useful gradient
+_LARGEST = 3.0  # c and e are at most exp(3) times their initial values
 
 
 class Noise(NamedTuple):
-    """Random normal numbers of one generation, float64."""
+    """Normal numbers for one generation, float64."""
 
-    pairs: Tensor  # (batch, members, members), scalars that do not change under rotation
+    pairs: Tensor  # scalars, which do not change under rotation, (batch, members, members)
     vectors: Tensor  # (batch, members, d)
-
-    @classmethod
-    def draw(cls, members: int, dimension: int, generators: Sequence[torch.Generator]) -> Noise:
-        """Draws numbers for each population from its own generator, on the CPU."""
-        sizes = (members, members), (members, dimension)
-        drawn = [[_randn(s, generator=g) for s in sizes] for g in generators]
-        return cls(*(torch.stack(part) for part in zip(*drawn, strict=True)))
 
 
 class PopulationState(NamedTuple):
-    """State of a batch of independent populations.
-
-    Vectors are float64, which convergence requires.
-    """
+    """State of a batch of independent populations; positions must be float64 to converge."""
 
     position: Tensor  # positions to evaluate next, (batch, members, d)
     best_position: Tensor  # best position of each member, (batch, members, d)
@@ -66,15 +52,15 @@ class PopulationState(NamedTuple):
     path: Tensor  # averaged movement of the mean of best positions, (batch, d)
     log_spread: Tensor  # logarithm of the initial spread of best positions, (batch,)
     waves: Tensor  # normal numbers that determine the nodes of the mask, (batch, nodes, d)
-    generation: Tensor  # number of values of each member so far, (batch,) float64
+    generation: Tensor  # number of generations so far, (batch,) float64
 
 
 class PopulationMask(SpectralPosition):
     """FLT mask of positions, sampled at separate nodes for each population.
 
-    Nodes that are part of the weights would favor some directions of space. Nodes are therefore
-    drawn for each population from isotropic densities. Node s is drawn from the initial density of
-    Gaussian t = s mod T, N(0, 1 / (2 pi w_t)^2). Its weight is c_s = 1 / (r p(xi_s)), where p is
+    The same nodes for all populations would favor some directions of space. Each population
+    therefore draws its own nodes from isotropic densities. Node s is drawn from the initial density
+    of Gaussian t = s mod T, N(0, 1 / (2 pi w_t)^2). Its weight is c_s = 1 / (r p(xi_s)), where p is
     the mixture of these r densities (FLT, eq. 5).
     """
 
@@ -88,17 +74,13 @@ class PopulationMask(SpectralPosition):
         return head_dim + 2 * self.num_nodes
 
     def evaluate(self, mixing: str, positions: Tensor, waves: Tensor) -> Encoding:
-        """Returns the encoding of positions (batch, members, d), in units of length."""
+        """Returns the encoding of positions, (batch, members, d)."""
         if mixing == "softmax":
             return Bias(self.bias(differences(positions, positions)))
         return Factors(*self.factors(positions, positions, self.nodes_of(waves)))
 
     def nodes_of(self, waves: Tensor) -> GraphNodes:
-        """Returns nodes (batch, r, d) and their weights; node s belongs to Gaussian s mod T.
-
-        Args:
-            waves: normal numbers, (batch, r, d).
-        """
+        """Returns nodes (batch, r, d) and weights for normal numbers `waves`, (batch, r, d)."""
         sigma = self.get_buffer("log_sigma").to(waves)
         each = torch.arange(len(sigma), device=waves.device)
         place = torch.arange(self.num_nodes, device=waves.device) % len(sigma)
@@ -107,32 +89,32 @@ class PopulationMask(SpectralPosition):
         square, d = xi.square().sum(dim=-1, keepdim=True), waves.shape[-1]
         log_p = -0.5 * square * (-2 * sigma).exp() - d * (sigma + 0.5 * math.log(2 * math.pi))
         log_rp = (log_p + count.to(log_p).log()).logsumexp(dim=-1)
-        # g is a volume and 1 / p an inverse volume: float64 is kept until they are multiplied
+        # g can be very large and 1 / p very small: only their product fits into float32
         return GraphNodes(xi, (-log_rp).exp())
 
 
 class PopulationModel(nn.Module):
     """Learned steps of a population of members with positions in R^d.
 
-    Every member keeps its best position p_i. Its token consists of ranks of values, distances in
+    Each member keeps its best position p_i. Its token consists of ranks of values, distances in
     units of the spread, and cosines, which do not depend on the position, orientation or scale of
-    the population. Attention blocks refine the tokens. A last attention layer gives weights w_ij >=
-    0, mixed from its heads, with sum_j w_ij = 1. They determine
+    the population. Attention blocks refine the tokens. The heads of a last attention layer are
+    combined into weights w_ij >= 0 with sum_j w_ij = 1, which determine
 
         m_i = sum_j w_ij p_j
         n_i = sum_j sqrt(w_ij) z_ij (p_j - m_i)          with the covariance of p under w_i
         x_i = p_i + a_i (m_i - p_i) + b_i (x_i - p_i) + c_i n_i + s e_i eps_i + g_i u
 
-    Here z and eps are normal, s is the spread, u is the averaged movement of the mean of p, and the
-    five numbers a, b, c, e and g are read from the token of each member. All terms consist of
+    Here z and eps are normal, s is the spread, and u is the averaged movement of the mean of p. The
+    numbers a, b, c, e and g are computed from the token of each member. All terms consist of
     differences and noise. A step therefore commutes with permutations of members and, if the noise
     is transformed in the same way, with translations, rotations, reflections and scaling.
 
-    Gradients pass through these sums and not through the tokens, because the derivative of
+    Gradients pass through these sums but not through the tokens, because the derivative of
     attention with respect to positions makes long unrolls chaotic.
 
     Args:
-        dimension: dimension d of the functions. The weights do not depend on it.
+        dimension: dimension d of the functions, on which the weights do not depend.
         dim: width of tokens, a multiple of `heads`.
         heads: number of attention heads.
         layers: number of blocks before the last attention layer.
@@ -179,7 +161,7 @@ class PopulationModel(nn.Module):
         self.stack = Stack(dim, heads, layers, ffn_dim=ffn_dim, position=mask, **kind)
         self.read = Attention(dim, heads, position=mask, **kind)
         self.read.share_position()
-        for unused in ("to_value", "to_out"):  # only its weights are used
+        for unused in ("to_value", "to_out"):  # the model uses only the attention weights
             self.read.add_module(unused, nn.Identity())
         self.head = nn.Linear(dim, heads + len(_START))
         nn.init.normal_(self.head.weight, std=0.02)
@@ -194,7 +176,7 @@ class PopulationModel(nn.Module):
         return mask.num_nodes if isinstance(mask, PopulationMask) and not exact else 0
 
     def of_dimension(self, dimension: int) -> PopulationModel:
-        """Returns a model with the same weights for functions of another dimension."""
+        """Returns a model with the same weights for functions of this dimension."""
         at_least_one(dimension=dimension)
         if dimension == self.dimension:
             return self
@@ -205,10 +187,10 @@ class PopulationModel(nn.Module):
         return other
 
     def start(self, position: Tensor, waves: Tensor) -> PopulationState:
-        """Creates the state of populations before their first values.
+        """Creates the state of populations before their first generation.
 
         Args:
-            position: (batch, members, d) float64.
+            position: initial positions, (batch, members, d) float64.
             waves: normal numbers, (batch, `self.waves`, d) float64.
         """
         batch, members, d = position.shape
@@ -220,15 +202,12 @@ class PopulationModel(nn.Module):
         return PopulationState(position, position, unknown, age, path, none, waves, none)
 
     def forward(self, state: PopulationState, values: Tensor, noise: Noise) -> PopulationState:
-        """Computes one generation.
+        """Computes one generation: the state with the next positions to evaluate.
 
         Args:
             state: state of a batch of populations.
             values: values of the functions at `state.position`, (batch, members) float64.
-            noise: noise of the generation for each population.
-
-        Returns:
-            The state with the next positions to evaluate.
+            noise: normal numbers for this generation.
         """
         state, improved = _told(state, values)
         tokens, rank = self._tokens(state, values, improved)
@@ -240,7 +219,7 @@ class PopulationModel(nn.Module):
 
     @staticmethod
     def _moved(state: PopulationState, w: Tensor, out: Tensor, noise: Noise) -> Tensor:
-        """Computes positions from `w` (batch, members, members) and `out` (batch, members, 5)."""
+        """Computes x_i from `w` (batch, members, members) and `out` (batch, members, 5)."""
         best, (a, b, c, e, g) = state.best_position, out.split(1, dim=-1)
         toward = w @ best - best
         root = w.clamp(min=_LEAST).sqrt() * noise.pairs
@@ -258,7 +237,7 @@ class PopulationModel(nn.Module):
     def _tokens(
         self, state: PopulationState, values: Tensor, improved: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Returns features of members, (batch, members, features), and ranks of best values."""
+        """Returns the features of members, (batch, members, features), and ranks of best values."""
         best, value = state.best_position.detach(), state.best_value.detach()
         spread, rank = _spread(best), _rank(value)
         first = value.argmin(dim=1)[:, None, None].expand(-1, 1, best.shape[2])
@@ -288,12 +267,12 @@ class PopulationModel(nn.Module):
             radius = _spread(best)[:, None, None] * best.shape[2] ** 0.5
             encoding = mask.evaluate(self.read.mixing, (centered / radius).to(x), state.waves.to(x))
         x = self.stack.norm(self.stack.one_pass(x, encoding))
-        pressure = (self.log_pressure.exp() * rank.to(x)).clamp(max=80.0)  # weights are above 0
-        weight = (-pressure).exp().nan_to_num(1.0)  # for a diverged model, whose x is NaN
+        pressure = (self.log_pressure.exp() * rank.to(x)).clamp(max=80.0)  # keeps weights above 0
+        weight = (-pressure).exp().nan_to_num(1.0)  # NaN if the model has diverged
         return x, self.read.weights(x, encoding=encoding, key_weight=weight)
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
-        """Draws new random features in place (see `molflt.attention.Stack.redraw_`)."""
+        """Draws new random features in place; see `molflt.attention.Stack.redraw_`."""
         self.stack.redraw_(generator)
         self.read.redraw_(generator)
 
@@ -302,7 +281,7 @@ class PopulationModel(nn.Module):
 
 
 def _told(state: PopulationState, values: Tensor) -> tuple[PopulationState, Tensor]:
-    """Updates the best positions; also returns 1 for members that improved and 0 for others."""
+    """Updates the best positions, and returns 1 for members that improved and 0 for others."""
     better = values < state.best_value
     best = torch.where(better[..., None], state.position, state.best_position)
     begun = (state.generation > 0)[:, None]
@@ -325,7 +304,7 @@ def _spread(best: Tensor) -> Tensor:
 
 
 def _rank(values: Tensor) -> Tensor:
-    """Returns ranks from 0 (smallest) to 1 (largest), equal for equal values: (batch, members)."""
+    """Returns ranks from 0 (smallest) to 1 (largest); equal values have equal ranks."""
     values = values.detach()
     one, other = values[:, :, None], values[:, None]
     below = (other < one).sum(dim=-1) + 0.5 * ((other == one).sum(dim=-1) - 1)
@@ -333,18 +312,18 @@ def _rank(values: Tensor) -> Tensor:
 
 
 def _standardized(best: Tensor, values: Tensor) -> list[Tensor]:
-    """Returns both, standardized by the mean and deviation of `best`, limited to [-3, 3]."""
+    """Standardizes both by the mean and deviation of `best`, and clamps them to [-3, 3]."""
     deviation, mean = torch.std_mean(best, dim=1, keepdim=True)
     unit = deviation.clamp(min=_TINY)
     return [((x - mean) / unit).nan_to_num(0.0).clamp(-3, 3) for x in (best, values.detach())]
 
 
 def _cosine(one: Tensor, other: Tensor) -> Tensor:
-    """Returns the cosine of the angle between vectors, 0 if one is 0: (..., d) -> (...)."""
+    """Returns the cosine of the angle between vectors, or 0 if one is 0: (..., d) -> (...)."""
     lengths = one.norm(dim=-1) * other.norm(dim=-1)
     return (one * other).sum(dim=-1) / lengths.clamp(min=_TINY)
 
 
 def _factor(logit: Tensor) -> Tensor:
-    """Maps a number to a positive factor, which is 1 at 0."""
+    """Maps a number to a factor from exp(-3) to exp(3), which is 1 at 0."""
     return (_LARGEST * (logit / _LARGEST).tanh()).exp()

@@ -1,4 +1,4 @@
-"""Small random training problems for optimizers, each determined by its seed."""
+"""Small random training problems for learned optimizers, each determined by its seed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["FAMILIES", "Problem", "cut", "draw_problem", "fit", "layer_shapes", 
 __all__ += ["start_of"]
 
 _ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (torch.tanh, torch.relu, F.gelu)
-_POINTS = 256  # points of a data set
+_POINTS = 256  # size of a data set
 
 
 class Problem(NamedTuple):
@@ -26,14 +26,15 @@ class Problem(NamedTuple):
     name: str
     start: Tensor  # initial parameters, (n,)
     loss: Callable[[Tensor, int], Tensor]
-    """loss of parameters (n,) at a step, which determines the minibatch; never negative"""
+    """loss of parameters (n,) at a step, at least 0; the step determines the minibatch"""
 
 
 def draw_problem(seed: int, like: Tensor) -> Problem:
-    """Draws a problem of random family, size and scale.
+    """Draws a problem with random family, size and scale.
 
-    Coordinates are rescaled by exp(N(0, 0.5^2)) and losses by 10^-2 to 10^2, which teaches steps
-    for any scale (arXiv:1703.03633). The result has the dtype and device of `like`.
+    Coordinates are rescaled by exp(N(0, 0.5^2)), and losses by a log-uniform factor from 10^-2 to
+    10^2. The model thus learns to handle any scale (arXiv:1703.03633). Tensors have the dtype and
+    device of `like`.
     """
     generator = generator_of(seed)
     family = list(FAMILIES)[_integer(generator, 0, len(FAMILIES) - 1)]
@@ -46,7 +47,7 @@ def draw_problem(seed: int, like: Tensor) -> Problem:
 
 
 def _quadratic(seed: int, generator: torch.Generator, like: Tensor) -> Problem:
-    """Quadratic |A x - y|^2 with singular values of A spread over a few powers of e."""
+    """Returns a quadratic |A x - y|^2, in which the columns of A have different scales."""
     n = _integer(generator, 8, 64)
     spread = torch.exp(1.5 * (2 * torch.rand(n, generator=generator, device="cpu").to(like) - 1))
     matrix = _normal(generator, like, n, n) / math.sqrt(n) * spread
@@ -57,7 +58,7 @@ def _quadratic(seed: int, generator: torch.Generator, like: Tensor) -> Problem:
 
 
 def _regression(seed: int, generator: torch.Generator, like: Tensor) -> Problem:
-    """Softmax regression with the labels of a noisy teacher."""
+    """Returns a softmax regression whose labels come from a noisy linear teacher."""
     inputs, classes = _integer(generator, 4, 24), _integer(generator, 2, 6)
     x = _normal(generator, like, _POINTS, inputs) * torch.exp(_normal(generator, like, inputs) / 2)
     logits = x @ _normal(generator, like, inputs, classes)
@@ -72,7 +73,7 @@ def _regression(seed: int, generator: torch.Generator, like: Tensor) -> Problem:
 
 
 def _network(seed: int, generator: torch.Generator, like: Tensor) -> Problem:
-    """Small network that learns the classes or outputs of another network."""
+    """Returns a small network that learns the classes or outputs of another network."""
     depth = _integer(generator, 1, 2)
     widths = [_integer(generator, 4, 16) for _ in range(depth + 1)]
     widths.append(_integer(generator, 2, 6))
@@ -106,10 +107,10 @@ def fit(
     wanted: Tensor,
     batch: int = 32,
 ) -> Problem:
-    """Returns the problem of learning outputs or classes in minibatches.
+    """Returns the problem of fitting a network to targets in minibatches.
 
-    `net` maps inputs `x`, (points, ...), and parameters (n,) to `wanted`: outputs, or classes as
-    integers. The `batch` rows of a minibatch depend on the seed of the problem and the step.
+    `net` maps inputs (points, ...) and parameters (n,) to outputs. The targets `wanted` are outputs
+    or integer classes. The seed and the step determine the `batch` points of a minibatch.
     """
     score = F.mse_loss if wanted.is_floating_point() else F.cross_entropy
 
@@ -122,7 +123,7 @@ def fit(
 
 
 def cut(theta: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Splits parameters (n,) into tensors of these shapes."""
+    """Splits parameters (n,) into tensors with these shapes."""
     parts = theta.split([math.prod(shape) for shape in shapes])
     return [part.view(*shape) for part, shape in zip(parts, shapes, strict=True)]
 
@@ -146,7 +147,7 @@ def start_of(
 
 
 def perceptron(x: Tensor, layers: Sequence[Tensor], act: Callable[[Tensor], Tensor]) -> Tensor:
-    """Applies fully connected layers, given as alternating weights and biases."""
+    """Applies fully connected layers; `layers` alternates between weights and biases."""
     for i in range(0, len(layers), 2):
         x = F.linear(x if i == 0 else act(x), layers[i], layers[i + 1])
     return x
@@ -157,5 +158,5 @@ def _integer(generator: torch.Generator, low: int, high: int) -> int:
 
 
 def _normal(generator: torch.Generator, like: Tensor, *shape: int) -> Tensor:
-    """Draws on the CPU, where a seed gives the same problem for every device."""
+    """Draws normal numbers on the CPU, which makes problems independent of the device."""
     return torch.randn(*shape, generator=generator, device="cpu", dtype=torch.float32).to(like)

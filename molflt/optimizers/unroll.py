@@ -1,4 +1,4 @@
-"""Unrolled optimization of problems, for training learned optimizers."""
+"""Unrolled optimization of problems, used to train learned optimizers."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from molflt.optimizers.problems import Problem
 
 __all__ = ["Unrolled", "unroll"]
 
-_FLOOR = 1e-3  # fraction of the first loss below which gains hardly count
+_FLOOR = 1e-3  # fraction of the first loss below which improvements hardly count
 
 
 class Unrolled(NamedTuple):
     """Result of an unroll."""
 
     loss: Tensor
-    """mean of log((f + floor f_0) / f_0) over problems and steps, differentiable, float64"""
+    """mean of log((f + floor f_0) / f_0) over problems and steps; float64, differentiable"""
     mean: Tensor
-    """the mean over steps for each problem, (problems,)"""
+    """mean of this logarithm over steps for each problem, (problems,)"""
     last: Tensor
-    """the same at the last step, (problems,)"""
+    """the logarithm after the last step, (problems,)"""
 
 
 def unroll(
     model: CoordinateOptimizer, problems: Sequence[Problem], steps: int, before: int = 0
 ) -> Unrolled:
-    """Optimizes all problems in parallel; the loss has a gradient for the weights of the model.
+    """Optimizes all problems in parallel, and computes a loss for the weights of the model.
 
     Gradients of the problems are treated as constants, as in arXiv:1606.04474, section 2.1: an
-    update affects later losses, but not the gradients that are inputs of the model. The steps are
-    therefore taken first. Then all updates are recomputed at once; the gradient for the update of
-    step s is the sum of df(x_t) / dx over t > s. The result is that of backpropagation through the
-    steps, but needs only the memory of one causal pass.
+    update affects later losses, but not the gradients that are inputs of the model. The steps can
+    therefore be taken first, without gradients. All updates are then recomputed in one causal pass.
+    The derivative of the loss by the update of step s is the sum of df(x_t) / dx over t > s. The
+    result is that of backpropagation through the steps, but needs only the memory of one pass.
 
     Args:
-        model: model with the weights to learn.
-        problems: problems, whose concatenated parameters are the coordinates.
-        steps: number of steps in the loss.
-        before: number of earlier steps, which only set the state.
+        model: model to train.
+        problems: problems; the model sees their concatenated parameters as coordinates.
+        steps: number of steps that enter the loss.
+        before: number of earlier steps, which do not enter the loss.
     """
     sizes = [len(problem.start) for problem in problems]
     theta = torch.cat([problem.start for problem in problems]).detach()
@@ -68,7 +68,7 @@ def unroll(
             directions.append(seen.direction)
             logs.append((floored / first).log())
             pulls.append(gradient / floored.to(gradient).repeat_interleave(counts))
-        # gradient for the update of a step, from all later losses
+        # derivative by the update of each step: the sum over all later losses
         pull = torch.stack(pulls, dim=1).flip(1).cumsum(dim=1).flip(1) / (steps * len(problems))
     found = torch.stack(logs)  # [steps, problems]
     value = found.mean()

@@ -1,4 +1,4 @@
-"""Test problems that training never draws: other functions, deeper and larger networks."""
+"""Test problems outside the training distribution: other functions and larger networks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from molflt.optimizers.problems import Problem, cut, fit, layer_shapes, perceptr
 __all__ = ["UNSEEN", "image_problems"]
 
 _POINTS, _BATCH = 2048, 64
-_IMAGES = 16_384  # images of a data set, evenly spaced
+_IMAGES = 16_384  # maximum number of images, which are evenly spaced in the data set
 _HIDDEN, _CHANNELS = 32, (8, 16)
 
 _Made = Callable[[int, Tensor], Problem]
@@ -25,7 +25,7 @@ _Net = Callable[[Tensor, list[Tensor]], Tensor]
 
 
 def _rosenbrock(seed: int, like: Tensor) -> Problem:
-    """Rosenbrock function in 100 dimensions, averaged over its terms."""
+    """Returns the Rosenbrock function in 100 dimensions, as a mean over its terms."""
     start = 0.5 * torch.randn(100, generator=generator_of(seed), device="cpu").to(like)
 
     def loss(x: Tensor, step: int) -> Tensor:
@@ -35,7 +35,7 @@ def _rosenbrock(seed: int, like: Tensor) -> Problem:
 
 
 def _factorization(seed: int, like: Tensor) -> Problem:
-    """Factorization of a 40 x 60 matrix of rank 5."""
+    """Returns the factorization of a 40 x 60 matrix of rank 5."""
     generator = generator_of(seed)
     shapes = ((40, 5), (5, 60))
     drawn = (torch.randn(*shape, generator=generator, device="cpu") for shape in shapes)
@@ -52,10 +52,7 @@ def _factorization(seed: int, like: Tensor) -> Problem:
 
 
 def _deep_network(seed: int, like: Tensor) -> Problem:
-    """Network with three hidden layers of width 32, deeper and wider than in training.
-
-    It learns the 10 classes of a teacher.
-    """
+    """Returns a network with three hidden layers of width 32, which learns 10 classes."""
     generator = generator_of(seed)
     shapes, teacher = layer_shapes((32, 32, 32, 32, 10)), layer_shapes((32, 32, 10))
     x = torch.randn(_POINTS, 32, generator=generator, device="cpu").to(like)
@@ -76,9 +73,9 @@ UNSEEN: dict[str, _Made] = {
 
 
 def image_problems(source: Path) -> dict[str, _Made]:
-    """Returns image classifiers: a network with one hidden layer and a small convolutional one.
+    """Returns a network with one hidden layer and a small convolutional network, on images.
 
-    At most 16,384 images of a source for `molflt.data.images.files.open_images` are used.
+    At most 16,384 images are read from `source` by `molflt.data.images.files.open_images`.
     """
     images = open_images(source)
     count = min(len(images), _IMAGES)
@@ -88,7 +85,7 @@ def image_problems(source: Path) -> dict[str, _Made]:
     pixels = (pixels - pixels.mean()) / pixels.std().clamp(min=1.0)
     channels, *sides = pixels.shape[1:]
     first, second = _CHANNELS
-    left = math.prod((side + 3) // 4 for side in sides)  # both strides of 2 round up
+    left = math.prod((side + 3) // 4 for side in sides)  # two strides of 2, rounded up
     flat = layer_shapes((pixels[0].numel(), _HIDDEN, len(images.classes)))
     deep = [(first, channels, 3, 3), (first,), (second, first, 3, 3), (second,)]
     deep += layer_shapes((second * left, len(images.classes)))

@@ -44,7 +44,8 @@ def made(kind: str = "flt", d: int = D) -> PopulationModel:
 
 
 def noise(generator: torch.Generator) -> Noise:
-    return Noise.draw(MEMBERS, D, [generator] * BATCH)
+    shapes = (BATCH, MEMBERS, MEMBERS), (BATCH, MEMBERS, D)
+    return Noise(*(torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes))
 
 
 def normal(*shape: int, seed: int = 1) -> Tensor:
