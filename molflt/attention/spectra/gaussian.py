@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from molflt.attention.checks import at_least_one
+from molflt.attention.numerics import at_least_float32
 from molflt.attention.spectra.base import Spectrum, _log_spaced
 
 
@@ -125,7 +126,7 @@ class GaussianMixture(Spectrum):
         if self.odd_amplitude is None:
             return even
         odd = torch.einsum("hst,ht->hs", gaussians, self.odd_amplitude.to(gaussians))
-        return torch.complex(even, odd)
+        return torch.complex(at_least_float32(even), at_least_float32(odd))
 
     def mask(self, delta: Tensor) -> Tensor:
         square = delta.square().sum(dim=-1)[..., None, None]  # [b, ..., 1, 1]
