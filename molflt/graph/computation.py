@@ -18,7 +18,7 @@ from molflt.graph.dense import DenseAtoms
 from molflt.graph.geometry import Atoms, Geometry
 from molflt.graph.near import NearPairs, _Found
 from molflt.graph.neighbors import Neighbors, neighbor_list
-from molflt.graph.periodic import Auto, Images, OnMesh, Reciprocal
+from molflt.graph.periodic import Auto, Images, OnMesh
 from molflt.graph.regressor import EnergyRegressor
 from molflt.graph.sizes import SizeClass
 
@@ -93,8 +93,7 @@ class EnergyInputs(NamedTuple):
             dense = encoding.periodic.dense(geometry)
             found = encoding._found(geometry, model._near(around))
             if isinstance(encoding.periodic, Auto):  # one form for graphs of all sizes
-                by_nodes = Reciprocal(encoding.periodic.max_frequency)
-                found = found._replace(nodes=by_nodes.nodes(geometry, encoding.position))
+                found = found._replace(nodes=encoding.periodic.nodes(geometry, encoding.position))
         nodes = found.nodes or GraphNodes(nothing, nothing[..., 0])
         none = numbers.new_zeros(2)
         near = found.near or NearPairs(none, none, none, geometry.pos.new_zeros(2, 3))

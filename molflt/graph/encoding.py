@@ -123,7 +123,7 @@ class GraphEncoding(nn.Module):
             own = found if graphs is None else found.select(graphs, geometry.graphs)
             return self.padded(part, own)
 
-        return SizeClasses.of(geometry, encode, columns, self.periodic.on_mesh(geometry))
+        return SizeClasses.of(geometry, encode, columns, found.on_mesh)
 
     def padded(self, geometry: Geometry, found: _Found | None = None) -> SizeClass:
         """Evaluates the encoding with all graphs padded to the size of the largest."""
@@ -136,7 +136,9 @@ class GraphEncoding(nn.Module):
                 "use position='multiplicative' for stress"
             )
         dense = self.periodic.dense(geometry)
-        mesh = self.periodic.mesh(geometry, dense, self.position)
+        mesh = None
+        if found.on_mesh is not None:
+            mesh = self.periodic.mesh(geometry, dense, self.position, found.on_mesh)
         if mesh is not None and isinstance(self.position, MultiplicativePosition):
             far = partial(self.periodic.far, self.position, None)
             encoding: Encoding = MeshNodes(mesh, self._near(found, far))
@@ -146,17 +148,18 @@ class GraphEncoding(nn.Module):
 
     def _found(self, geometry: Geometry, neighbors: Neighbors | None = None) -> _Found:
         """Finds neighbors and nodes once for the whole batch; errors can then name its graphs."""
-        nodes = self.periodic.nodes(geometry, self.position)
+        alone, near = self.periodic.without_nodes(geometry), self.near_field
+        large = self.periodic.on_mesh(geometry)
+        nodes = self.periodic.nodes(geometry, self.position, large if alone is None else alone)
         if nodes is not None:
             _expect_memory(nodes.weights, geometry, self.position.spectrum.heads)
-        alone, near = self.periodic.without_nodes(geometry), self.near_field
         if near is None and alone is None:
-            return _Found(nodes)
+            return _Found(nodes, on_mesh=large)
         cutoff = 0.0 if near is None else near.cutoff
         around = self.periodic.neighborhood(geometry)
         if around is not geometry or neighbors is None:
             neighbors = neighbor_list(around, cutoff) if cutoff else None
-        return _Found(nodes, alone, NearPairs.of(geometry, neighbors, alone))
+        return _Found(nodes, alone, NearPairs.of(geometry, neighbors, alone), large)
 
     def _columns(self, geometry: Geometry, found: _Found) -> Tensor | None:
         """Returns the cost per atom, (graphs,): number of nodes, images or, for a matrix, atoms."""

@@ -64,6 +64,7 @@ class _Found(NamedTuple):
     nodes: GraphNodes | None
     alone: Tensor | None = None
     near: NearPairs | None = None
+    on_mesh: Tensor | None = None
 
     def counts(self) -> Tensor:
         """Returns the number of nodes of each graph up to the last nonzero weight, (graphs,)."""
@@ -83,7 +84,8 @@ class _Found(NamedTuple):
             graph = place[near.graph]
             inside = (graph >= 0).nonzero()[:, 0]
             near = NearPairs(*(x.index_select(0, inside) for x in (graph, *near[1:])))
-        return _Found(nodes, None if self.alone is None else self.alone[graphs], near)
+        alone, on_mesh = (None if x is None else x[graphs] for x in (self.alone, self.on_mesh))
+        return _Found(nodes, alone, near, on_mesh)
 
 
 def _all_pairs(geometry: Geometry, graphs: Tensor) -> tuple[Tensor, Tensor]:

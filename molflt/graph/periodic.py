@@ -57,8 +57,13 @@ class Open:
         """Returns atoms and keys in the input format of attention."""
         return DenseAtoms.of(geometry)
 
-    def nodes(self, geometry: Geometry, position: SpectralPosition) -> GraphNodes | None:
-        """Returns nodes of each graph in float64 for schemes with `lattice`, otherwise None."""
+    def nodes(
+        self, geometry: Geometry, position: SpectralPosition, left_out: Tensor | None = None
+    ) -> GraphNodes | None:
+        """Returns nodes of each graph in float64 for schemes with `lattice`, otherwise None.
+
+        Weights are 0 in the graphs of the mask `left_out`, (graphs,).
+        """
         return None
 
     def images(self, geometry: Geometry) -> Tensor | None:
@@ -74,13 +79,13 @@ class Open:
         return None
 
     def on_mesh(self, geometry: Geometry) -> Tensor | None:
-        """Returns the mask of graphs that need size classes of their own, (graphs,), or None."""
+        """Returns the mask of graphs whose far field uses a mesh, (graphs,), or None."""
         return None
 
     def mesh(
-        self, geometry: Geometry, dense: DenseAtoms, position: SpectralPosition
+        self, geometry: Geometry, dense: DenseAtoms, position: SpectralPosition, chosen: Tensor
     ) -> MeshKernel | None:
-        """Returns the far field on a mesh for graphs on a mesh, otherwise None."""
+        """Returns the far field on a mesh, or None; `chosen` is `on_mesh`, equal for all graphs."""
         return None
 
     def far(
@@ -274,9 +279,10 @@ class Reciprocal(Open):
     def dense(self, geometry: Geometry) -> DenseAtoms:
         return DenseAtoms.of(geometry, lattice=True)
 
-    def nodes(self, geometry: Geometry, position: SpectralPosition) -> GraphNodes | None:
+    def nodes(
+        self, geometry: Geometry, position: SpectralPosition, left_out: Tensor | None = None
+    ) -> GraphNodes | None:
         cell, pbc = geometry.cell.double(), geometry.pbc  # random features depend on the nodes
-        left_out = self._left_out(geometry)
         if left_out is not None:  # an arbitrary small cell, whose few nodes get weight 0
             pbc = pbc | left_out[:, None]
             small = torch.eye(3, dtype=cell.dtype, device=cell.device)
@@ -286,10 +292,6 @@ class Reciprocal(Open):
         if left_out is None:
             return GraphNodes(*found)
         return GraphNodes(found[0], found[1].masked_fill(left_out[:, None], 0.0))
-
-    def _left_out(self, geometry: Geometry) -> Tensor | None:
-        """Returns the mask of graphs without nodes, (graphs,), or None."""
-        return self.without_nodes(geometry)
 
     def without_nodes(self, geometry: Geometry) -> Tensor | None:
         if not self.smooth:
@@ -321,7 +323,9 @@ class Near(Reciprocal):
     It suits potentials whose long-range part acts between charges; see `molflt.graph.long_range`.
     """
 
-    def nodes(self, geometry: Geometry, position: SpectralPosition) -> GraphNodes:
+    def nodes(
+        self, geometry: Geometry, position: SpectralPosition, left_out: Tensor | None = None
+    ) -> GraphNodes:
         nothing = geometry.pos.new_zeros(geometry.graphs, 1, 3, dtype=torch.float64)
         return GraphNodes(nothing, nothing[..., 0])
 
@@ -334,13 +338,12 @@ class Near(Reciprocal):
         return distance.new_zeros(position.spectrum.heads, len(distance))
 
 
-class OnMesh(Reciprocal):
-    """Computes kernels of `Reciprocal` at a cost per atom that does not grow with the cell.
+class Auto(Reciprocal):
+    """Uses nodes for small cells, as `Reciprocal`, and a mesh for large ones, as `OnMesh`.
 
-    Use a mesh for large cells: 1,000 atoms or more at 0.25 cycles/Å, and 5,000 or more at 0.1. It
-    supports multiplicative kernels with an isotropic spectrum. The invariances of nodes (shifts of
-    all atoms, the choice of the cell, supercells except with normalize="unmasked") hold up to the
-    interpolation error.
+    A graph uses a mesh if its numbers of atoms and of nodes both exceed `_MOST_BY_NODES`. The
+    choice depends on the graph alone, not on its batch. Compiled models, and positions that a mesh
+    does not support, always use nodes.
 
     Args:
         max_frequency: largest |G|, cycles/Å.
@@ -348,10 +351,45 @@ class OnMesh(Reciprocal):
             6e-6 and 2e-7; orders 6 and 8 also use more points.
     """
 
+    nodes_only = False
+
     def __init__(self, max_frequency: float = 0.25, mesh_order: int = 5) -> None:
         super().__init__(max_frequency)
         check_order(mesh_order)
         self.mesh_order = mesh_order
+
+    def check(self, position: SpectralPosition, softmax: bool, near: bool) -> None:
+        multiplies = isinstance(position, MultiplicativePosition)
+        self.nodes_only = softmax or not (multiplies and position.spectrum.isotropic)
+        super().check(position, softmax, near)
+
+    def on_mesh(self, geometry: Geometry) -> Tensor | None:
+        large = geometry.ptr.diff() > _MOST_BY_NODES
+        if self.nodes_only or torch.compiler.is_compiling() or not large.any():
+            return None
+        nodes = 4 / 3 * math.pi * self.max_frequency**3 * _lattice(geometry).volume
+        large = large & (nodes > _MOST_BY_NODES)
+        return large if large.any() else None
+
+    @uncompiled
+    def mesh(
+        self, geometry: Geometry, dense: DenseAtoms, position: SpectralPosition, chosen: Tensor
+    ) -> MeshKernel | None:
+        if not chosen.any():
+            return None
+        assert chosen.all() and isinstance(position, MultiplicativePosition)
+        where = self.max_frequency, self.mesh_order
+        return position.on_mesh(dense.positions, dense.mask, _lattice(geometry), *where)
+
+
+class OnMesh(Auto):
+    """Uses a mesh for all cells; the cost per atom does not grow with the cell.
+
+    A mesh is faster than nodes for large cells: 1,000 atoms or more at 0.25 cycles/Å, and 5,000 or
+    more at 0.1. It supports multiplicative kernels with an isotropic spectrum. The invariances of
+    nodes (shifts of all atoms, the choice of the cell, supercells except with
+    normalize="unmasked") hold up to the interpolation error.
+    """
 
     def check(self, position: SpectralPosition, softmax: bool, near: bool) -> None:
         if softmax or not isinstance(position, MultiplicativePosition):
@@ -362,55 +400,13 @@ class OnMesh(Reciprocal):
             )
         position.check_isotropic()
 
-    def nodes(self, geometry: Geometry, position: SpectralPosition) -> GraphNodes | None:
+    def on_mesh(self, geometry: Geometry) -> Tensor:
+        return torch.ones_like(geometry.ptr[1:], dtype=torch.bool)
+
+    def nodes(
+        self, geometry: Geometry, position: SpectralPosition, left_out: Tensor | None = None
+    ) -> None:
         return None
-
-    @uncompiled
-    def mesh(
-        self, geometry: Geometry, dense: DenseAtoms, position: SpectralPosition
-    ) -> MeshKernel | None:
-        assert isinstance(position, MultiplicativePosition)
-        where = self.max_frequency, self.mesh_order
-        return position.on_mesh(dense.positions, dense.mask, _lattice(geometry), *where)
-
-
-class Auto(OnMesh):
-    """Uses nodes for small cells, as `Reciprocal`, and a mesh for large ones, as `OnMesh`.
-
-    A graph uses a mesh if its numbers of atoms and of nodes both exceed `_MOST_BY_NODES`. The
-    choice depends on the graph alone, not on its batch. Forms that meshes do not support, and
-    compiled ones, always use nodes.
-    """
-
-    nodes_only = False
-
-    def check(self, position: SpectralPosition, softmax: bool, near: bool) -> None:
-        multiplies = isinstance(position, MultiplicativePosition)
-        self.nodes_only = softmax or not (multiplies and position.spectrum.isotropic)
-        Reciprocal.check(self, position, softmax, near)
-
-    def on_mesh(self, geometry: Geometry) -> Tensor | None:
-        large = geometry.ptr.diff() > _MOST_BY_NODES
-        if self.nodes_only or torch.compiler.is_compiling() or not large.any():
-            return None
-        nodes = 4 / 3 * math.pi * self.max_frequency**3 * _lattice(geometry).volume
-        large = large & (nodes > _MOST_BY_NODES)
-        return large if large.any() else None
-
-    def nodes(self, geometry: Geometry, position: SpectralPosition) -> GraphNodes | None:
-        return Reciprocal.nodes(self, geometry, position)
-
-    def _left_out(self, geometry: Geometry) -> Tensor | None:
-        return self.on_mesh(geometry)
-
-    def mesh(
-        self, geometry: Geometry, dense: DenseAtoms, position: SpectralPosition
-    ) -> MeshKernel | None:
-        large = self.on_mesh(geometry)
-        if large is None:
-            return None
-        assert large.all(), "graphs on a mesh are classes of their own"
-        return super().mesh(geometry, dense, position)
 
 
 def _lattice(geometry: Geometry) -> Lattice:
