@@ -8,7 +8,7 @@ fetched while building.
 import re
 from typing import TYPE_CHECKING
 
-import molflt
+import molflt.attention
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
@@ -85,7 +85,19 @@ def _list_children(app: object, name: str, source: list) -> None:
         source[0] += f"\n```{{toctree}}\n:hidden:\n:glob:\n\n{pages[name]}\n```\n"
 
 
+def _list_classes(app: object, name: str, source: list) -> None:
+    """Lists the classes of a dictionary of attention in place of a comment that names it."""
+    if name == "docs/reference/parts":
+        for dictionary in ("SPECTRA", "NODES"):
+            package = f"molflt.attention.{dictionary.lower()}"
+            classes = getattr(molflt.attention, dictionary).values()
+            lines = "\n".join(f".. autoclass:: {package}.{each.__name__}" for each in classes)
+            block = f"```{{eval-rst}}\n{lines}\n```"
+            source[0] = source[0].replace(f"<!-- classes of {dictionary} -->", block)
+
+
 def setup(app: "Sphinx") -> None:
     app.connect("autodoc-skip-member", _skip)
     app.connect("source-read", _list_children)
+    app.connect("source-read", _list_classes)
     app.connect("autodoc-process-docstring", _escape, priority=400)  # before napoleon

@@ -3,7 +3,7 @@
     python scripts/mechanisms.py             # print it
     python scripts/mechanisms.py --write     # renew docs/mechanisms.md
 
-Papers, costs and abilities stand on the classes.
+Papers, costs and abilities are attributes of the classes.
 """
 
 import argparse
@@ -27,7 +27,8 @@ HEAD = """# Mechanisms
 
 Values of the options of attention; `python scripts/mechanisms.py --write` updates the page from the
 classes. N tokens, m features, d the width of a head, r nodes. "softmax" and "kernelized" are the
-kinds of attention that a position goes with; without a "state" it cannot decode step by step.
+kinds of attention that support a position; without a "state" it cannot decode step by step.
+Feature maps that support "potentials" are smooth and have positive sums.
 """
 
 
@@ -43,7 +44,9 @@ def cited(paper: str) -> str:
 
 
 def abilities(cls: object) -> str:
-    """Returns the mixings of a position; empty for other mechanisms."""
+    """Returns the mixings of a position, or "potentials" for a feature map that supports them."""
+    if getattr(cls, "smooth", False) and getattr(cls, "positive_kernel", False):
+        return "potentials"
     mixings = getattr(cls, "mixings", ())
     words = ["softmax"] * ("softmax" in mixings) + ["kernelized"] * ("linear" in mixings)
     state = getattr(cls, "decodes", False) and "linear" in mixings
@@ -58,7 +61,7 @@ def page() -> str:
             cls = getattr(build, "__self__", build)  # some are built by a class method
             paper, cost = (getattr(cls, name, "") for name in ("paper", "cost"))
             lines.append([option, f"`{key}`", cited(paper), cost, abilities(cls)])
-    head = ("option", "value", "paper (arXiv)", "cost", "goes with")
+    head = ("option", "value", "paper (arXiv)", "cost", "supports")
     return f"{HEAD}\n{markdown(head, lines)}\n"
 
 

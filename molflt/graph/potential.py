@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from molflt.atoms import Tag
 from molflt.attention.checks import no_effect
-from molflt.attention.features import FeatureMapName
+from molflt.attention.features import FEATURE_MAPS, FeatureMapName
 from molflt.graph.encoding import GraphPositionName
 from molflt.graph.geometry import Atoms, Geometry
 from molflt.graph.long_range import ChargeShare, LongRange, dipole
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from torch_geometric.data import Data
 
 _CHARGE_UNIT = 10.0  # scale of tokens per e; shares of 0.1 e are common
-# feature maps that are smooth and positive everywhere
-_SMOOTH_MAPS = ("positive", "exp", "learnable_exp", "sigmoid", "polynomial")
+# feature maps whose features are smooth and whose sums do not pass 0
+_SMOOTH_MAPS = [name for name, phi in FEATURE_MAPS.items() if phi.smooth and phi.positive_kernel]
 _FIXED = {"message_pairs", "subsurface", "position_head", "move_atoms", "readout"}
 
 
@@ -43,8 +43,8 @@ class Potential(EnergyRegressor):
     Args:
         dim: width of tokens.
         heads: number of attention heads; must divide `dim`.
-        feature_map: "positive" (default), "exp", "learnable_exp", "sigmoid" or "polynomial" (of
-            degree 2).
+        feature_map: "positive" (default) or another smooth map with positive products, such as
+            "exp" or "polynomial" of degree 2.
         position: must be "multiplicative".
         periodic: must be "reciprocal".
         max_frequency: end of the spectrum of reciprocal nodes, 0.25 cycles/Å by default.

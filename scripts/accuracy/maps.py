@@ -26,16 +26,11 @@ from molflt.attention import FEATURE_MAPS, PROJECTIONS, FeatureMap
 from molflt.attention.mixing.forms import linear, softmax
 
 BELOW = "normalizers <= 0"
-MAPS = ("positive", "trigonometric", "favor2020")
+MAPS = [name for name, phi in FEATURE_MAPS.items() if phi.estimates_exp and phi.random]
 HEADS = 8  # one head is one sample
 CLUSTERS = 8  # of queries and keys with similar directions, as in trained models
 QUANTITIES = ("output", "gradient", "gradient by q, k")
 Mix = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-def width(name: str, features: int) -> int:
-    """Rows of the projection for a number of features."""
-    return features // 2 if name == "trigonometric" else features
 
 
 def products(phi: FeatureMap, query: Tensor, key: Tensor, generator: torch.Generator) -> Tensor:
@@ -71,12 +66,12 @@ def measure_features(
             labels = {"feature_map": name, "scale": scale, "projection": projection, "m": m}
             estimate = flat
             if projection != UNIFORM:
-                phi = FEATURE_MAPS[name](dim, 1, width(name, m), projection)
+                phi = FEATURE_MAPS[name](dim, 1, m // FEATURE_MAPS[name].per_row, projection)
                 estimate = products(phi, query, key, generator)
             total = estimate.sum(dim=-1, keepdim=True)
             points.add(relative(estimate, exact), **labels, quantity="matrix")
             points.add(relative(estimate @ value / total, output), **labels, quantity="output")
-            if projection != UNIFORM and name != "positive":
+            if projection != UNIFORM and not FEATURE_MAPS[name].positive_kernel:
                 points.add((total <= 0).float().mean(), **labels, quantity=BELOW)
     return points.rows()
 
@@ -126,9 +121,9 @@ def measure_norms(
             for n in (1, keys)
         )
         exact = (query @ key.mT).softmax(dim=-1)
-        for name in MAPS[:2]:
+        for name in ("positive", "trigonometric"):
             for m in features:
-                phi = FEATURE_MAPS[name](dim, heads, width(name, m))
+                phi = FEATURE_MAPS[name](dim, heads, m // FEATURE_MAPS[name].per_row)
                 estimate = products(phi, query, key, generator)
                 estimate = estimate / estimate.sum(dim=-1, keepdim=True)
                 error = (estimate - exact).abs().sum(dim=-1)

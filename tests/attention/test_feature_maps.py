@@ -15,7 +15,7 @@ from molflt.attention.features.base import Operand
 from molflt.attention.features.maps import _PositiveFeatures
 from molflt.attention.features.polynomial import harmonics
 
-UNBIASED = ("positive", "trigonometric", "favor2020")  # for exp(x . y)
+UNBIASED = [name for name, phi in FEATURE_MAPS.items() if phi.estimates_exp and phi.random]
 
 
 def test_positive_features_equal_performer_pytorch():

@@ -145,7 +145,8 @@ class FeatureMap(nn.Module):
     random = False  #: True if the map owns a random projection that `redraw_` renews
     learned = False  #: True if the map learns a projection that is drawn at random initially
     signed = False  #: True if features can be negative
-    positive_kernel = True  #: True if all phi(q) . phi(k), and thereby normalizers, are positive
+    positive_kernel = True  #: True if all phi(q) . phi(k), and thus normalizers, are positive
+    smooth = False  #: True if features have two continuous derivatives, as forces need
     estimates_exp = False  #: True if the products estimate exp(q . k)
     takes_projected = False  #: True if random projections of the columns suffice
     unit_norm = False  #: True for queries and keys of norm 1 and a learned temperature by default
@@ -165,7 +166,7 @@ class FeatureMap(nn.Module):
     ) -> None:
         super().__init__()
         if not self.degrees:
-            no_effect(f"in {type(self).__name__.strip('_')}, no polynomial", degree=degree)
+            no_effect(f"in {type(self).__name__.strip('_')}, not a polynomial", degree=degree)
         if not (self.random or self.learned):
             why = f"in {type(self).__name__.strip('_')}, which projects nothing"
             no_effect(why, num_features=num_features, projection=projection)

@@ -23,6 +23,7 @@ class _PositiveFeatures(FeatureMap):
 
     paper = "2106.12566, eq. 5; 2009.14794, lemma 1"
     estimates_exp = True
+    smooth = True
     random = True
     takes_projected = True
 
@@ -41,6 +42,7 @@ class _TrigonometricFeatures(FeatureMap):
     paper = "2106.12566, eq. 4"
     estimates_exp = True
     positive_kernel = False
+    smooth = True
     random = True
     takes_projected = True
     signed = True
@@ -107,6 +109,7 @@ class _SquaredReluFeatures(_GeneralizedFeatures):
 
 
 class _SigmoidFeatures(_GeneralizedFeatures):
+    smooth = True
     function = staticmethod(torch.sigmoid)
 
 
@@ -119,6 +122,7 @@ class _SignedFeatures(_GeneralizedFeatures):
 
     signed = True
     positive_kernel = False
+    smooth = True
     eps = 0.0
 
 
@@ -142,6 +146,7 @@ class _ExpFeatures(FeatureMap):
     """Generalized attention with f = exp: phi(x) = exp(w_s . x), returned as its logarithm."""
 
     paper = "2006.03555, sec. 4.3"
+    smooth = True
     random = True
     takes_projected = True
 
@@ -153,6 +158,7 @@ class _LearnableExpFeatures(FeatureMap):
     """Exponential of a learned projection per head, phi(x) = exp(W x), initialized at random."""
 
     paper = "2302.01925, sec. 5.2"
+    smooth = True
     learned = True
 
     def _add(self, rows: int, projection: str) -> None:
@@ -171,6 +177,7 @@ class _LearnableExpFeatures(FeatureMap):
 class _LearnableReluFeatures(_LearnableExpFeatures):
     """ReLU of a learned projection per head: phi(x) = relu(W x) + eps."""
 
+    smooth = False
     eps = _GeneralizedFeatures.eps
 
     def forward(self, *columns: Columns) -> Features:
@@ -218,6 +225,7 @@ class _RfaGaussianFeatures(_RfaFeatures):
     """RFA with a Gaussian kernel: phi(x) = [sin(w_s . x), cos(w_s . x)] / sqrt(m)."""
 
     positive_kernel = False
+    smooth = True
     signed = True
     per_row = 2
 

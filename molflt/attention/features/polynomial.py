@@ -44,6 +44,7 @@ class _PolynomialFeatures(FeatureMap):
     degrees = (2, 3)
     estimates_exp = True
     signed = True
+    smooth = True
     unit_norm = True
 
     def __init__(
