@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 __all__ = ["cut", "element", "molecule", "placements", "ranked", "sites", "varied"]
 
 _VACUUM = 4.5  # Å; crystals have smaller gaps
-_CONTACT, _CONTACT_H = 0.1, 0.5  # Å added to radii in contacts with the slab; H in molecules
-_APART, _ROOF = 1.0, 3.0  # Å added to radii between images of the molecule; below the next slab
+_CONTACT, _CONTACT_H = 0.1, 0.5  # Å added to radii for contacts with the slab; the latter for H
+_APART, _ROOF = 1.0, 3.0  # Å added to radii for images of the molecule; gap below the next slab
 _TO_CUBIC = {60: [[-1, 1, 1], [1, -1, 1], [1, 1, -1]], 109: [[0, 1, 1], [1, 0, 1], [1, 1, 0]]}
 """angle between the primitive vectors of fcc and bcc, degrees -> cubic cell"""
-_PAIR = 2.6  # Å between two atoms that may bind side by side, such as both O of HCOO
+_PAIR = 2.6  # Å, largest distance of atoms that bind side by side, such as both O of HCOO
 
 _Array = NDArray[np.float64]
 
@@ -36,10 +36,10 @@ def cut(crystal: Atoms, facet: tuple[int, ...], layers: int = 4, vacuum: float =
     """Cuts a slab with `ase.build.surface`.
 
     Args:
-        crystal: periodic along all axes.
+        crystal: crystal that is periodic along all axes.
         facet: Miller indices (h, k, l), of the cubic cell for primitive fcc and bcc crystals.
         layers: number of repetitions of the cell.
-        vacuum: Å between the slab and its next image.
+        vacuum: distance between the slab and its next image, Å.
     """
     from ase.build import make_supercell, surface
 
@@ -52,7 +52,7 @@ def cut(crystal: Atoms, facet: tuple[int, ...], layers: int = 4, vacuum: float =
 
 
 def element(symbol: str) -> Atoms:
-    """Returns the crystal of an element, see `ase.build.bulk`."""
+    """Returns the crystal of an element; see `ase.build.bulk`."""
     from ase.build import bulk
 
     try:
@@ -78,7 +78,7 @@ def molecule(name: str | Path) -> Atoms:
 
         made = MolFromSmiles(text)
         if made is None or AllChem.EmbedMolecule(made := AddHs(made), randomSeed=0):
-            raise ValueError(f"molecule {name}: RDKit finds no structure of this SMILES")
+            raise ValueError(f"molecule {name}: RDKit cannot build a structure from this SMILES")
         AllChem.MMFFOptimizeMolecule(made)
         symbols = [atom.GetSymbol() for atom in made.GetAtoms()]
         return Atoms(symbols, made.GetConformer().GetPositions())
@@ -99,9 +99,10 @@ def placements(
 ) -> list[Atoms]:
     """Returns all distinct placements of a rigid molecule on the sites of slabs.
 
-    See the page adsorb of the documentation. If no atom of a slab is fixed, the lower half is.
-    `info` has slab and site (numbers), orientation, rotation (degrees) and height (of the lowest
-    atom above the slab, Å). Tags are 0 subsurface, 1 surface, 2 adsorbate.
+    See the page adsorb of the documentation. If no atom of a slab is fixed, its lower half is fixed
+    here. `info` contains the number of the slab, the site, the orientation, the rotation in
+    degrees, and the height of the lowest atom above the slab in Å. Tags are 0 subsurface, 1
+    surface, 2 adsorbate.
 
     Args:
         slabs: slabs with vacuum along their third cell vector.
@@ -130,8 +131,8 @@ def placements(
         if len(found) == first:
             raise ValueError(
                 f"{own.symbols}: too large for the cell of slab {number}, {slab.symbols}; expected "
-                "its images apart by more than bonds, and vacuum above it; repeat the slab, or add "
-                "vacuum"
+                "a cell in which its images do not touch, with vacuum above it; repeat the slab, "
+                "or add vacuum"
             )
         tags = _slab_tags(found[first], len(slab), share)
         for whole in found[first:]:
@@ -172,7 +173,7 @@ def _at(
 
 
 def _poses(own: Atoms) -> Iterator[tuple[str, _Array]]:
-    """Yields names and positions (atoms, 3); the origin is above a site, the third axis is up."""
+    """Yields orientations: names, and positions (atoms, 3) relative to a site, with z upward."""
     pos, center = own.positions, own.positions.mean(axis=0)
     names = [f"{symbol}{i}" for i, symbol in enumerate(own.symbols)]
     for i, name in enumerate(names):
@@ -190,7 +191,7 @@ def _poses(own: Atoms) -> Iterator[tuple[str, _Array]]:
 
 
 def _upright(points: _Array, up: _Array, first: _Array | None = None) -> _Array:
-    """Turns points (n, 3) such that `up` becomes z, and `first` or their longest extent x."""
+    """Rotates points (n, 3): `up` becomes z, and `first`, or the longest extent, becomes x."""
     up = unit(up)
     across = points - (points @ up)[:, None] * up if first is None else first[None]
     axis = np.linalg.svd(np.vstack([1e3 * up, across]))[2][1]
@@ -212,9 +213,9 @@ def _prepared(slab: Atoms) -> Atoms:
         vacuum = gaps.max() * period
     if vacuum < _VACUUM:
         raise ValueError(
-            f"{slab.symbols}: no slab; expected atoms that are periodic along the first two cell "
-            f"vectors, with vacuum of at least {_VACUUM} Å along the third; cut a crystal along a "
-            "facet, or add vacuum"
+            f"{slab.symbols}: not a slab; expected atoms that are periodic along the first two "
+            f"cell vectors, with vacuum of at least {_VACUUM} Å along the third; cut a crystal "
+            "along a facet, or add vacuum"
         )
     whole.pbc = True
     if not fixed_atoms(whole).any():
@@ -226,7 +227,7 @@ def _prepared(slab: Atoms) -> Atoms:
 def _slab_tags(
     placed: Atoms, count: int, share: tuple[float, float] | None
 ) -> NDArray[np.integer[Any]]:
-    """Returns the tags of the first `count` atoms, a slab."""
+    """Returns the tags of the slab, the first `count` atoms."""
     fixed = fixed_atoms(placed)
     at = {"pos": placed.positions, "cell": placed.cell.array, "fixed": fixed}
     tags = guess_tags(make_record(atomic_numbers=placed.numbers, **at), share).tags[:count]
@@ -236,11 +237,11 @@ def _slab_tags(
 def ranked(model: Any, structures: Sequence[Atoms]) -> list[tuple[Atoms, Any]]:
     """Returns placements with their `molflt.pretrained.Prediction`, lowest energy first.
 
-    Total energies of different slabs are not compared; for such a model, slabs stay in order.
+    A model of total energies ranks the placements of each slab separately.
 
     Args:
         model: model of energies, such as `molflt.load()`.
-        structures: results of `placements`.
+        structures: placements returned by `placements`.
     """
     found = zip(structures, model.predict(list(structures), tags="oc20"), strict=True)
     total = model.domain is not None and model.domain.kind == "total"
@@ -248,7 +249,7 @@ def ranked(model: Any, structures: Sequence[Atoms]) -> list[tuple[Atoms, Any]]:
 
 
 def varied(placed: Sequence[tuple[Atoms, Any]], count: int) -> list[tuple[Atoms, Any]]:
-    """Returns the first results of `ranked` that differ in slab, site or orientation."""
+    """Returns the first `count` results of `ranked` with different slabs, sites or orientations."""
     found: dict[tuple[object, ...], tuple[Atoms, Any]] = {}
     for atoms, one in placed:
         found.setdefault(tuple(map(atoms.info.get, ("slab", "site", "orientation"))), (atoms, one))

@@ -1,4 +1,4 @@
-"""Atomic writing of files, safetensors with a digest, and reading of small files."""
+"""Functions that write files atomically, and read and write small files and safetensors."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ __all__ = [
     "write_atomically",
 ]
 
-_ADVICE = dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "choose a place you may write to")
+_ADVICE = dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "choose a writable folder")
 _ADVICE |= dict.fromkeys((errno.EISDIR, errno.ENOTDIR, errno.ENOENT), "choose another name")
 _BLANK = b"0" * 64  # placeholder of the digest while it is computed
 
 
 @contextmanager
 def atomically(path: Path) -> Iterator[Path]:
-    """Writes a file completely or not at all; an older file is kept until then.
+    """Writes a file completely or not at all; an older file is replaced only at the end.
 
     Args:
         path: file to write; missing folders are created.
@@ -95,18 +95,18 @@ def _not_written(path: Path, error: OSError, kept: str) -> OSError:
 
 
 def expect_writable(path: Path, *read: Path) -> None:
-    """Checks that a file can be written later; writes nothing.
+    """Checks that a file can be written, without writing it.
 
     Args:
-        path: the file; its folder may be missing.
+        path: output file; its folder may be missing.
         read: input files, which must not be overwritten.
     """
     try:
         for one in read:
             if path.exists() and one.exists() and path.samefile(one):
                 raise ValueError(
-                    f"{path}: is also the input and would be overwritten; expected another file to "
-                    "write; choose another name"
+                    f"{path}: is also the input and would be overwritten; expected another output "
+                    "file; choose another name"
                 )
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
@@ -142,7 +142,7 @@ def appending(path: Path) -> Iterator[None]:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Flushes the names in a folder to disk; does nothing on Windows."""
+    """Flushes a folder to disk, which makes new names permanent; does nothing on Windows."""
     if os.name == "posix":
         number = os.open(folder, os.O_RDONLY)
         try:
@@ -184,7 +184,7 @@ def save_tensors(
         with open(part, "rb+") as file:
             size = file.read(8)
             header = json.loads(file.read(int.from_bytes(size, "little")))
-            # the order of the library differs between processes
+            # the library writes another order in each process
             header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
             text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
             text = text.ljust(int.from_bytes(size, "little"))
@@ -247,7 +247,7 @@ def verify_tensors(path: Path) -> bool:
     if found != expected:
         raise ValueError(
             f"{path}: damaged since it was written; expected sha256 {expected[:12]!r}...; "
-            f"got {found[:12]!r}...; get or write it again"
+            f"got {found[:12]!r}...; download or write it again"
         )
     return True
 

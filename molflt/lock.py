@@ -22,16 +22,16 @@ if hasattr(os, "register_at_fork"):
 
 
 class FolderLock:
-    """Lets one process at a time work in a folder.
+    """Lock that lets only one process at a time work in a folder.
 
     The system releases the lock (``flock``) when the process ends, even after ``kill -9`` or a
     power failure. The file ``.lock`` names the holder and is removed at the end; a file left behind
     has no effect.
 
     Args:
-        folder: created if it is missing, and removed again if it stays empty.
+        folder: folder to lock. It is created if it is missing, and removed again if it stays empty.
         doing: text after the name of the holder in messages: what the holder does, and what to do.
-        name: name of the file; locks of different names are independent.
+        name: name of the lock file; locks with different names are independent.
     """
 
     def __init__(self, folder: Path, doing: str, name: str = ".lock") -> None:
@@ -96,7 +96,8 @@ def _flock(file: TextIO) -> bool:
         if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EAGAIN):
             return False
         print(
-            f"{file.name}: this system lacks file locks; do not start a second process here",
+            f"{file.name}: the file system does not support locks; do not start a second process "
+            "in this folder",
             file=sys.stderr,
         )
     return True

@@ -1,4 +1,4 @@
-"""Available memory, and errors about a lack of memory."""
+"""Available memory, and out-of-memory errors."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Configurations and samples that come with the package.
 
-In a repository, including editable installs, they are its folders ``configs`` and ``datasets``; a
-wheel contains copies of them inside the package.
+In a repository, including editable installs, they are the folders ``configs`` and ``datasets``. A
+wheel contains copies of these folders inside the package.
 """
 
 from __future__ import annotations
@@ -51,5 +51,5 @@ def find_config(name: str | Path) -> Path:
     listed = ", ".join(sorted({known.partition("/")[0] for known in names}))
     raise ValueError(
         f"{name}: no such file; expected a YAML configuration or the name of a shipped one{hint}; "
-        f"there are {listed}"
+        f"these begin with {listed}"
     )

@@ -1,4 +1,4 @@
-"""Trained models, loaded from a run, from an export or from the Hugging Face Hub."""
+"""Trained models from runs, exports and the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def load(
     trained = read_trained(source, checkpoint, device, also)
     kind = next((kind for kind in _KINDS if isinstance(trained.model, kind.models)), None)
     if kind is None or (compiled and kind is not EnergyPredictor):
-        expected = "a model of energies, without which compiled has no effect"
+        expected = "a model of energies, because compiled=True has no effect on others"
         raise ValueError(
             f"{trained.path}: expected {expected if compiled else 'energies, text or images'}; got "
             f"recipe {shown(trained.recipe)}; use molflt.training.checkpoint.load_run"

@@ -1,4 +1,4 @@
-"""Trained models: reading of runs and exports, export to a folder or to the Hugging Face Hub."""
+"""Trained models: reads runs and exports, and exports to a folder or the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = ["Card", "Pretrained", "Trained", "read_trained"]
 
 
 class Trained(NamedTuple):
-    """A trained model and the information about it."""
+    """Trained model and the information about it."""
 
     path: Path
     """folder of the run, or exported file"""
@@ -42,8 +42,8 @@ class Trained(NamedTuple):
     options: Sequence[Mapping[str, object]]
     """arguments of the model of each run"""
     task: Mapping[str, object]
-    """options of training; for sentences also the `name` of the task, and for structures the
-    meaning of `tags`"""
+    """options of the task; for sentences also its `name`, and for structures the meaning of
+    `tags`"""
     results: Mapping[str, object]
     """split -> metrics; empty without an evaluation"""
     files: Mapping[str, object]
@@ -52,14 +52,14 @@ class Trained(NamedTuple):
     license: str | None = None
     datasets: Sequence[str] = ()
     unmeasured: str = ""
-    """reason why results are missing, if they belong to other weights or data"""
+    """reason for missing results, if the results found belong to other weights or data"""
 
     def label(self, name: str) -> str:
-        """Returns the name of one of its files in messages."""
+        """Returns the name of a file of the model for messages."""
         return str(self.path / name) if self.path.is_dir() else f"{self.path}: {name}"
 
     def content(self, name: str) -> tuple[bytes, str]:
-        """Returns one of its files as JSON, and its name in messages."""
+        """Returns the content of a file of the model, and its name for messages."""
         content = json.dumps(self.files.get(name), ensure_ascii=False)
         return content.encode(), self.label(name)
 
@@ -114,7 +114,7 @@ def read_trained(
 
 
 def _json(path: Path) -> object:
-    """Returns the content of a JSON file of a run, or None without the file."""
+    """Returns the content of a JSON file of a run, or None if it is missing."""
     return read_json(path, "JSON", "restore it, or write it again") if path.is_file() else None
 
 
@@ -143,15 +143,15 @@ class Card(NamedTuple):
     tags: Sequence[str]
     metric: str
     python: str
-    """a line that uses `model`"""
+    """line of code that uses `model`"""
     command: str = ""
-    """of ``molflt``, with {} for the name of the model"""
+    """arguments of ``molflt``, with {} for the name of the model"""
 
 
 class Pretrained:
-    """A trained model with its training options and results.
+    """Trained model with its training options and results, as returned by `molflt.load`.
 
-    `molflt.load` returns one. `save_pretrained(folder)` writes model.safetensors (weights and
+    `save_pretrained(folder)` writes model.safetensors (weights and
     options), config.json (the options again) and README.md (a model card);
     `from_pretrained(folder or OWNER/NAME)` reads them, and `push_to_hub("OWNER/NAME")` uploads
     them.
@@ -196,7 +196,7 @@ class Pretrained:
         )
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Writes the model to a folder, which must not contain other files of these names."""
+        """Writes the model to a folder, without replacing files of other kinds."""
         folder = Path(folder)
         check_replaceable(folder)
         trained = self.trained

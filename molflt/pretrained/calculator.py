@@ -44,10 +44,9 @@ class Calculator(AseCalculator):
     `molflt.graph.Potential.forward`. The total charge is read from ``atoms.info``.
 
     Args:
-        source: source of a potential as for `molflt.load`, the return value of that function, or a
-            module.
+        source: source of a potential, as for `molflt.load`; a result of this function; or a module.
         checkpoint: best (the default), last, or a safetensors file; only for a run.
-        device: auto, cpu, cuda or cuda:N; by default the device of a module, else auto.
+        device: auto, cpu, cuda or cuda:N; by default the device of the module, or else auto.
         dtype: precision of the computation; float32 halves the time, with rounding errors of
             about 1e-5 eV/Å in forces.
         slab_stress: also compute the stress of structures that are not periodic along all axes: the
@@ -110,7 +109,7 @@ class Calculator(AseCalculator):
         assert given is not None  # ASE keeps a copy
         self._warn_of_new(given)
         data = _data(given)
-        with within_memory(lambda: f"{len(given):,} atoms", "take fewer, or dtype='float32'"):
+        with within_memory(lambda: f"{len(given):,} atoms", "use fewer, or dtype='float32'"):
             out = self.model(data.to(self.model.energy_std.device))
         energy = float(out["energy"][0])
         forces = out["forces"].double().cpu().numpy()
@@ -139,7 +138,7 @@ class Calculator(AseCalculator):
             )
 
     def check_state(self, atoms: Atoms, tol: float = 1e-15) -> list[str]:
-        """Returns the changes, as in ASE; warns about unused fields even if results stay valid."""
+        """Returns the changes, as in ASE, and warns about unused fields."""
         self._warn_of_unused(atoms)
         changes: list[str] = super().check_state(atoms, tol)
         if self.atoms is not None and total_charge(atoms) != total_charge(self.atoms):

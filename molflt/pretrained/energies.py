@@ -55,7 +55,7 @@ _Energies = NDArray[np.float64]
 
 
 class Prediction(NamedTuple):
-    """The prediction for one structure."""
+    """Prediction for one structure."""
 
     energy: float
     """energy of the relaxed structure, or of the given structure for a potential, eV"""
@@ -127,7 +127,7 @@ class EnergyPredictor(Pretrained):
         for key, own in _record(weights, package).items():  # the code contains the weights
             if kept.get(key) != own:
                 raise ValueError(
-                    f"{package}: made for {key} {shown(kept.get(key), 40)}; here is "
+                    f"{package}: compiled for {key} {shown(kept.get(key), 40)}; got "
                     f"{shown(own, 40)}; {_AGAIN}"
                 )
         self.compiled = CompiledEnergies(cast(EnergyRegressor, self.model), package)
@@ -163,8 +163,8 @@ class EnergyPredictor(Pretrained):
         """Computes sums over reciprocal nodes on a mesh, which is faster for large cells.
 
         Args:
-            order: order of the splines, 4, 5, 6 or 8; errors of attention are at most 3e-3, 6e-4,
-                6e-6 or 2e-7, respectively. See `molflt.graph.mesh.use_mesh_`.
+            order: order of the splines: 4, 5, 6 or 8, with errors of attention up to 3e-3, 6e-4,
+                6e-6 and 2e-7; see `molflt.graph.mesh.use_mesh_`.
         """
         if self.compiled is not None:
             raise ValueError(f"mesh_order={order} does not apply to machine code; leave one out")
@@ -203,7 +203,7 @@ class EnergyPredictor(Pretrained):
         Args:
             structures: `ase.Atoms`, PyG `Data` or `Batch` (with OC20's tags), a sequence of these,
                 a data set, or one or more names or patterns of files or folders.
-            batch_size: structures in a batch.
+            batch_size: number of structures in a batch.
             embedding: also return the tokens before the readout: "atoms" for all atoms (0 for those
                 that the model leaves out), or "pooled" for the mean over the atoms that contribute
                 to the energy (those with tag > 0 if there are tags; all for a potential).
@@ -215,7 +215,7 @@ class EnergyPredictor(Pretrained):
                 structures had tags; `outside` of the prediction reports it.
 
         Returns:
-            A prediction for one structure, else a list in the order of the structures.
+            A prediction for a single structure, or a list in the order of the structures.
         """
         if embedding not in (None, "atoms", "pooled"):
             raise ValueError(f"embedding={embedding!r}; expected atoms, pooled or None")
@@ -232,7 +232,7 @@ class EnergyPredictor(Pretrained):
         return out[0] if is_one(structures) else out
 
     def reading_of(self, files: Paths | None, tags: Tags | None = None) -> Reading:
-        """Returns how to read structures; a potential accepts any tags.
+        """Returns the options for reading structures; a potential accepts any tags.
 
         Args:
             files: as for :func:`molflt.data.structures.open_dataset`; None for structures in
@@ -308,11 +308,11 @@ class EnergyPredictor(Pretrained):
         return infer(model, dataset, batch_size, name, self.domain, by_atom, force)
 
     def calibration(self, file: Path | None = None) -> Calibration | None:
-        """Returns the calibration of an ensemble, else None.
+        """Returns the calibration of an ensemble, or None if there is none.
 
         Args:
-            file: uncertainty.json of an evaluation of the same runs; by default the one of the run
-                or of the export.
+            file: uncertainty.json of an evaluation of the same runs; by default that of the run or
+                the export.
         """
         model, trained = self.model, self.trained
         content = trained.files.get(CALIBRATION)
@@ -324,7 +324,7 @@ class EnergyPredictor(Pretrained):
 
 
 def _are_paths(structures: object) -> TypeGuard[Paths]:
-    """Returns True for one path or several."""
+    """Returns True for a path or a list of paths."""
     several = structures if isinstance(structures, list | tuple) and structures else [structures]
     return all(isinstance(one, str | Path) for one in several)
 
@@ -336,10 +336,7 @@ def _pooled(tokens: NDArray[np.float32], record: Data) -> NDArray[np.float32]:
 
 
 def _moved(dataset: Structures, i: int, displacement: NDArray[np.float32]) -> Atoms | None:
-    """Returns a structure with free atoms moved by (atoms, 3) Å, subject to its constraints.
-
-    Returns None, with a warning, if the constraints cannot be met.
-    """
+    """Returns a structure with moved free atoms, or None if its constraints cannot be met."""
     atoms, free = dataset.to_atoms(i), (~dataset[i].fixed).numpy()
     try:
         atoms.set_positions(atoms.positions + np.where(free[:, None], displacement, 0.0))
@@ -351,7 +348,7 @@ def _moved(dataset: Structures, i: int, displacement: NDArray[np.float32]) -> At
 
 
 def _record(weights: Path, package: Path) -> Mapping[str, str]:
-    """Returns the values that must match at load time."""
+    """Returns the properties of the machine code that must match when it is loaded."""
     found = {
         "torch": torch.__version__,
         "processor": f"{platform.system()} {platform.machine()} "

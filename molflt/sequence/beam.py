@@ -48,10 +48,10 @@ def beam_search(
         begin: id of the start token.
         end: id of the end token.
         beam: number of hypotheses per source.
-        length_penalty: 0 compares log p, which favors short targets; values above 1 favor long
-            ones.
+        length_penalty: exponent of the length. 0 favors short targets; values above 1 favor long
+            targets.
         limit: maximum length of a target, including the end token; by default 10 plus twice the
-            length of its source. The model may allow less. Hypotheses of this length end there.
+            length of its source. It is reduced to the maximum of the model if that is smaller.
     """
     if model.training:
         raise ValueError("beam_search needs a model without dropout; call model.eval() first")
@@ -94,7 +94,7 @@ class _Search:
         self.state: Translating | None = None
         if model.decodes:
             self.state = model.begin(self.encoded, mask)
-        # at first all hypotheses are equal, so only one counts
+        # all hypotheses of a source are equal at the start, so only one counts
         self.score = torch.full((count, beam), -torch.inf, dtype=torch.float64, device=device)
         self.score[:, 0] = 0.0
 
@@ -107,11 +107,11 @@ class _Search:
         other = torch.arange(log_p.shape[-1], device=log_p.device) != self.end
         log_p = log_p.masked_fill(last[:, None, None] & other, -torch.inf)
         total = (self.score[..., None] + log_p).flatten(1)
-        # At most one continuation of each hypothesis ends it: `beam` others remain.
+        # at most one continuation of each hypothesis ends it, so at least `beam` others remain
         best = total.topk(min(2 * self.beam, total.shape[1]), dim=1)
         token, parent = best.indices % log_p.shape[-1], best.indices // log_p.shape[-1]
         ended = (token == self.end) & best.values.isfinite()
-        # An ended hypothesis counts if it is among the best `beam`, or at the last step
+        # an ended hypothesis counts if it is among the best `beam`, or at the last step
         ended[:, self.beam :] &= last[:, None]
         for i, place in ended.nonzero().tolist():
             row = i * self.beam + int(parent[i, place])

@@ -10,14 +10,14 @@ from molflt.sequence.encoder import EncoderModel, TokenEncoder
 
 
 class SequenceClassifier(EncoderModel):
-    """Encoder, layer on its first token or the mean of its tokens, and linear classifier.
+    """Encoder with a tanh layer on the first token, or on the mean, and a linear classifier.
 
-    This is the model for fine-tuning BERT (arXiv:1810.04805), section 4.1. A pair is one sequence
-    whose parts have different types.
+    BERT (arXiv:1810.04805), section 4.1, is fine-tuned as this model. A pair is one sequence whose
+    parts have different types.
 
     Args:
         vocabulary: number of token ids; `molflt train` sets it from the data.
-        classes: number of classes; 1 for a real-valued score; null: set by the data.
+        classes: number of classes; 1 for a real-valued score; null takes it from the data.
         pool: input of the classifier: the first "token", as in BERT, or the "mean" of all tokens.
         head_dropout: dropout before the classifier.
         encoder: further arguments of `molflt.sequence.TokenEncoder`.
@@ -40,7 +40,7 @@ class SequenceClassifier(EncoderModel):
         one_of("pool", pool, ("token", "mean"))
         share(head_dropout=head_dropout)
         if classes is None:
-            raise ValueError("classes must be their number, at least 1; take it from the data")
+            raise ValueError("classes must be at least 1; got None; take it from the data")
         at_least_one(classes=classes)
         super().__init__(TokenEncoder(vocabulary, **encoder))
         self.classes, self.pool = classes, pool

@@ -19,7 +19,7 @@ class TokenEncoder(TokenModel):
 
     With attention, this is BERT (arXiv:1810.04805), section 3; with the mixer "fourier", it is FNet
     (arXiv:2105.03824), section 4.1. Linear attention and a relative encoding give the encoders of
-    NPRF (arXiv:2106.12566), section 4.1. The encoding sees position = index x `position_scale`.
+    NPRF (arXiv:2106.12566), section 4.1. The encoding uses the position index x `position_scale`.
 
     Args:
         vocabulary: number of token ids.
@@ -123,7 +123,7 @@ class TokenEncoder(TokenModel):
 
 
 class EncoderModel(nn.Module):
-    """Base class of models on an encoder."""
+    """Base class of models that consist of an encoder and output layers."""
 
     def __init__(self, encoder: TokenEncoder) -> None:
         super().__init__()

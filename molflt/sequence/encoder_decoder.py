@@ -28,9 +28,9 @@ class EncoderDecoder(TokenModel):
 
     This is the translation model of NPRF (arXiv:2106.12566), section 4.3. Self-attention of source
     and target and cross-attention use the same mechanism unless `decoder` changes it. One matrix
-    holds the embeddings of source and target and the weights of the output layer. Relative
-    encodings see position = index x `position_scale`. Encoder and decoder have separate parameters
-    for them; cross-attention does not use them.
+    contains the embeddings of source and target and the weights of the output layer. Relative
+    encodings use the position index x `position_scale`. The encoder and the decoder have separate
+    relative encodings; cross-attention does not use one.
 
     Args:
         vocabulary: number of token ids of both languages; `molflt train` sets it from the data.
@@ -47,7 +47,7 @@ class EncoderDecoder(TokenModel):
             1 by default.
         embedding_dropout: dropout of embeddings.
         decoder: options of `stack` that differ in the decoder, such as {"num_features": 24,
-            "layers": 3}; null for none.
+            "layers": 3}; null if there are none.
         stack: further arguments of `molflt.attention.Stack` for encoder and decoder.
 
     Attributes:
@@ -120,7 +120,7 @@ class EncoderDecoder(TokenModel):
         return hidden
 
     def forward(self, source: Tensor, target: Tensor, source_mask: Tensor | None = None) -> Tensor:
-        """Returns hidden states of the target, given the source and the tokens up to each state.
+        """Returns the hidden states of the target, each from the source and the tokens so far.
 
         Args:
             source: ids (batch, n).
@@ -147,11 +147,11 @@ class EncoderDecoder(TokenModel):
 
         Args:
             tokens: ids (batch k, new), k rows for each source of the state.
-            state: returned by `begin` or by the previous call. Linear attention keeps sums of
-                constant size; softmax keeps keys and values.
+            state: state from `begin` or from the previous call. Its size is constant for linear
+                attention; for softmax, it contains keys and values.
 
         Returns:
-            (batch k, new, dim), and the state after them.
+            (batch k, new, dim), and the state after the last token.
         """
         x, positions = self._embed("target", tokens, state.length, self.decoder.stack)
         hidden, last = self.decoder.step(x, state.decoder, positions)

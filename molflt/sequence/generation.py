@@ -30,14 +30,14 @@ def sample(
     top_k: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Iterator[Tensor]:
-    """Yields tokens that follow prompts, one at a time for all prompts.
+    """Yields the tokens that continue prompts, one token of each prompt at a time.
 
-    With a decoding state, the cost of a token is constant; for softmax, it grows with the number of
-    earlier tokens. Without a state, the whole sequence is recomputed for each token (see
+    With a decoding state, the cost of a token is constant, or, for softmax, grows with the number
+    of earlier tokens. Without a state, the whole sequence is recomputed for each token (see
     `LanguageModel.decodes`).
 
     Args:
-        model: in evaluation mode.
+        model: model in evaluation mode.
         prompt: ids (batch, n), n at least 1.
         count: number of tokens to draw for each prompt.
         temperature: divisor of logits; 0 selects the most probable token.
@@ -59,8 +59,8 @@ def sample(
     needed = prompt.shape[1] + count - 1  # the last token drawn is never an input
     if count and model.longest is not None and needed > model.longest:
         raise ValueError(
-            f"a prompt of {prompt.shape[1]} tokens and {count} more need a model that takes "
-            f"{needed}; it takes {model.longest}; ask for fewer"
+            f"a prompt of {prompt.shape[1]} tokens and {count} new ones need a model for {needed} "
+            f"tokens; got a model for {model.longest}; reduce the number of new tokens"
         )
     return _drawn(model, prompt, count, temperature, top_k, generator)
 
@@ -101,7 +101,7 @@ def _choose(
     index = torch.arange(logits.shape[-1]).expand_as(logits)
     if top_k is not None:
         logits, index = logits.topk(min(top_k, logits.shape[-1]), dim=-1)
-    # Subtract the maximum first: at low temperatures the quotients would overflow.
+    # the maximum is subtracted first, because quotients overflow at low temperatures
     logits = (logits - logits.amax(dim=-1, keepdim=True)) / temperature
     drawn = torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)
     return index.gather(-1, drawn)[:, 0]

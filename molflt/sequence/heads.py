@@ -15,7 +15,7 @@ _SHRINK = 4.0  # ratio of the widths of neighboring clusters
 
 
 class Head(nn.Module):
-    """Base class that maps hidden states to log-probabilities, in at least float32.
+    """Base class of layers that map hidden states to log-probabilities, in at least float32.
 
     Attributes:
         width: number of logits per token that are stored at once.
@@ -28,7 +28,7 @@ class Head(nn.Module):
         raise NotImplementedError
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Returns logits, which are not normalized: (..., dim) -> (..., vocabulary)."""
+        """Returns unnormalized log-probabilities: (..., dim) -> (..., vocabulary)."""
         raise NotImplementedError
 
     def log_probabilities(self, hidden: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ class Head(nn.Module):
         return -F.cross_entropy(logits, targets, reduction="none")
 
     def score(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Computes `log_likelihood`, in pieces if there are too many logits to keep."""
+        """Computes `log_likelihood`, in pieces if the logits would need too much memory."""
         size = max(1, _AT_ONCE // self.width)
         if len(hidden) <= size:
             return self.log_likelihood(hidden, targets)
@@ -68,7 +68,7 @@ class _PlainHead(Head):
     def excess(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Returns the mean of log p over all ids minus log p of the target: (n, dim), (n,) -> (n,).
 
-        The normalizers cancel in h . (mean_k W_k - W_target).
+        It is h . (mean_k W_k - W_target), because the normalizers cancel.
         """
         with torch.autocast(hidden.device.type, enabled=False):
             weight = at_least_float32(self.weight)
@@ -77,9 +77,9 @@ class _PlainHead(Head):
 
 
 class _AdaptiveHead(Head):
-    """Adaptive softmax: each cluster of rarer ids has a quarter of the previous width.
+    """Adaptive softmax with clusters of rarer ids, each a quarter as wide as the previous one.
 
-    Frequent ids have the full width. The head uses torch's module of Grave et al.
+    Frequent ids have the full width. The head uses torch's implementation of Grave et al.
     (arXiv:1609.04309). Its weights also serve as adaptive inputs (Baevski and Auli,
     arXiv:1809.10853, "tied" weights and projections): an id of cluster c has the embedding
     E_c[id] P_c and the logit E_c[id] . (P_c h).
@@ -95,8 +95,8 @@ class _AdaptiveHead(Head):
         ends = [0, *cutoffs, vocabulary]
         if not cutoffs or any(a >= b for a, b in itertools.pairwise(ends)):
             raise ValueError(
-                f"adaptive_cutoffs must rise from above 0 to below vocabulary={vocabulary}; got "
-                f"{cutoffs}; change them, or leave them out"
+                "adaptive_cutoffs must be increasing numbers above 0 and below vocabulary="
+                f"{vocabulary}; got {cutoffs}; change them, or leave them out"
             )
         if dim < _SHRINK ** len(cutoffs):
             raise ValueError(
@@ -105,7 +105,7 @@ class _AdaptiveHead(Head):
             )
         self.softmax = nn.AdaptiveLogSoftmaxWithLoss(dim, vocabulary, cutoffs, div_value=_SHRINK)
         self.ends = ends
-        self.width = ends[1] + len(cutoffs)  # few tokens need the rarer ones
+        self.width = ends[1] + len(cutoffs)  # few tokens need the logits of rarer ids
         nn.init.normal_(self.softmax.head.weight, std=dim**-0.5)
         for project, embedding in self._tails():
             nn.init.normal_(project, std=dim**-0.5)
@@ -143,7 +143,7 @@ class MaskedHead(Head):
     log p = log softmax(E LN(gelu(W h + b)) + c), where E are the word embeddings.
 
     Args:
-        words: the word embeddings, which belong to another module.
+        words: word embeddings, which belong to another module.
         activation: "gelu" or "gelu_tanh"; see `molflt.attention.Block`.
         norm_eps: constant that LayerNorm adds to the variance.
     """

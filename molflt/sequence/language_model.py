@@ -21,10 +21,10 @@ class LanguageState(NamedTuple):
 
 
 class LanguageModel(TokenModel):
-    """Causal blocks over token embeddings that model p(token i + 1 | tokens 0 .. i).
+    """Causal model of token sequences, p(token i + 1 | tokens 0 .. i).
 
     This is the language model of FLT (arXiv:2302.01925), section 5.1, and NPRF (arXiv:2106.12566),
-    section 4.2. Relative encodings see position = index x `position_scale`.
+    section 4.2. Relative encodings use the position index x `position_scale`.
 
     Args:
         vocabulary: number of token ids; `molflt train` takes it from the data.
@@ -142,7 +142,7 @@ class LanguageModel(TokenModel):
     def advance(
         self, tokens: Tensor, state: LanguageState | None = None
     ) -> tuple[Tensor, LanguageState]:
-        """Returns hidden states (batch, new, dim) and the state: `decode` without output layer."""
+        """Returns hidden states (batch, new, dim) and the state, like `decode` without its head."""
         start = 0 if state is None else state.length
         x, positions = self._embed(tokens, start)
         hidden, last = self.stack.decode(x, positions, None if state is None else state.stack)

@@ -20,7 +20,7 @@ class MaskedLanguageModel(EncoderModel):
     Args:
         vocabulary: number of token ids; `molflt train` takes it from the data.
         next_sentence: also predict from the first token whether the second part follows the first
-            (arXiv:1810.04805, "next sentence prediction"); null: set by the data.
+            (arXiv:1810.04805, "next sentence prediction"); null takes it from the data.
         encoder: further arguments of `molflt.sequence.TokenEncoder`.
 
     Attributes:
@@ -56,8 +56,8 @@ class MaskedLanguageModel(EncoderModel):
         wrong = [i for i in (mask_id, *special) if not 0 <= i < self.vocabulary]
         if wrong or len(set(special)) >= self.vocabulary:
             raise ValueError(
-                f"expected special ids of 0 to {self.vocabulary - 1} that leave ordinary ones; got "
-                f"{sorted({mask_id, *special})[:8]}; take them from the tokenizer of this model"
+                f"special ids must be 0 to {self.vocabulary - 1}, and not all ids can be special; "
+                f"got {sorted({mask_id, *special})[:8]}; take them from the tokenizer of this model"
             )
         self.mask_id.fill_(mask_id)
         self.ordinary.fill_(True)
@@ -75,14 +75,14 @@ class MaskedLanguageModel(EncoderModel):
         return self.head.log_probabilities(hidden)
 
     def log_likelihood(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Returns log p of each masked token separately; logits are computed only for these.
+        """Returns log p of each masked token; logits are computed only for masked tokens.
 
         Args:
             hidden: (batch, length, dim), from `forward`.
             targets: ids (batch, length), -1 for tokens that are not masked.
 
         Returns:
-            (masked tokens,), in at least float32, in the order of rows and positions.
+            (masked tokens,), in at least float32, row by row.
         """
         gaps = expect_targets(hidden, targets, self.vocabulary, "no gap")
         return self.head.score(hidden[gaps], targets[gaps])
@@ -93,10 +93,10 @@ class MaskedLanguageModel(EncoderModel):
         return self.head.best(hidden)
 
     def follows(self, hidden: Tensor) -> Tensor:
-        """Returns logits of "follows" and "does not": (batch, length, dim) -> (batch, 2)."""
+        """Returns logits of "follows" and "does not follow": (batch, length, dim) -> (batch, 2)."""
         if self.pooler is None or self.next_sentence is None:
             raise ValueError(
-                "this model was built without next_sentence and cannot tell; build it with "
+                "the model does not predict next sentences; got next_sentence=None; build it with "
                 "next_sentence=True"
             )
         logits: Tensor = self.next_sentence(self.pooler(hidden[:, 0]).tanh())

@@ -13,25 +13,25 @@ from molflt.sequence.language_model import LanguageModel
 LEVELS = 256
 """number of possible values of a byte"""
 START = 0
-"""start token before the first byte, black"""
+"""start token, which has the value of a black byte"""
 
 _GIVEN = ("vocabulary", "max_length", "adaptive_cutoffs")
 
 
 class PixelModel(LanguageModel):
-    """Causal blocks over the bytes of an image that model p(byte i | bytes 0 .. i - 1).
+    """Causal model of the bytes of an image, p(byte i | bytes 0 .. i - 1).
 
     This is the image generation of NPRF (arXiv:2106.12566), appendix A.5, table 6. Bytes are
     ordered by row, then by pixel, then by channel (red, green, blue). Token i is byte i - 1 (the
     first token is `START`) and has the position of byte i, which it predicts.
 
-    One-dimensional relative encodings see i x `position_scale`. Three-dimensional ones
-    (`position_options` with `dim: 3`) see (row, column, channel) x `position_scale`, counted from
-    the first byte.
+    One-dimensional relative encodings use the position i x `position_scale`. Three-dimensional
+    encodings (`position_options` with `dim: 3`) use (row, column, channel) x `position_scale`,
+    relative to the first byte.
 
     Args:
-        channels: channels of an image, 1 or 3; null: taken from the data.
-        image_size: side length of the square images, in pixels; null: set by the data.
+        channels: channels of an image, 1 or 3; null takes them from the data.
+        image_size: side length of the square images, in pixels; null takes it from the data.
         absolute: encoding of the positions of bytes: "learned", "sinusoidal" or "none"; see
             `molflt.sequence.LanguageModel`.
         language: further arguments of `molflt.sequence.LanguageModel`.
@@ -76,7 +76,7 @@ class PixelModel(LanguageModel):
         if images.ndim != 4 or tuple(images.shape[1:]) != shape:
             raise ValueError(
                 f"images must be (batch, {', '.join(map(str, shape))}); got {tuple(images.shape)}; "
-                "scale them, or build the model for their size"
+                "resize them, or build the model for their size"
             )
         whole("images", images, 0, LEVELS - 1, "bytes")
         return images.permute(0, 2, 3, 1).flatten(1).long()
@@ -87,13 +87,13 @@ class PixelModel(LanguageModel):
         return values.unflatten(1, grid).permute(0, 3, 1, 2).to(torch.uint8)
 
     def image_log_likelihood(self, images: Tensor) -> Tensor:
-        """Returns log p of each byte given the preceding ones, in nats and in byte order.
+        """Returns log p of each byte given the preceding bytes, in nats.
 
         Args:
             images: (batch, channels, image_size, image_size), bytes.
 
         Returns:
-            (batch, `longest`).
+            (batch, `longest`), in the order of `bytes_of`.
         """
         values = self.bytes_of(images)
         before = torch.cat((torch.full_like(values[:, :1], START), values[:, :-1]), dim=1)
@@ -102,8 +102,8 @@ class PixelModel(LanguageModel):
     def _check_axes(self, position: Position | None) -> None:
         if position is not None and position.dim not in (1, 3):
             raise ValueError(
-                "bytes of an image have 3 coordinates (row, column, channel), or 1 along the "
-                f"sequence; got position_options dim={position.dim}; choose 1 or 3"
+                "position_options dim must be 3 (row, column, channel) or 1 (index of the byte); "
+                f"got {position.dim}; choose one of these"
             )
 
     def _coordinates(self, index: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ class TokenModel(nn.Module):
         return {**known_options(position, dim=1, **limit), **(given or {})}
 
     def _set_places(self, std: float, dropout: float) -> None:
-        """Checks the relative encoding; creates learned positions and dropout."""
+        """Checks the relative encoding, and creates learned positions and dropout."""
         self._check_axes(self._relative)
         self.places = None
         if self.absolute == "learned" and self.max_length is not None:
@@ -147,7 +147,7 @@ def embedding(count: int, dim: int, std: float) -> nn.Embedding:
 
 
 def expect_targets(hidden: Tensor, targets: Tensor, vocabulary: int, none: str) -> Tensor:
-    """Returns a mask (batch, length) of targets that are not -1, which means `none`.
+    """Returns the mask (batch, length) of targets other than -1, which stands for `none`.
 
     The shape of `hidden` is (batch, length, ...).
     """
@@ -155,7 +155,7 @@ def expect_targets(hidden: Tensor, targets: Tensor, vocabulary: int, none: str) 
     if targets.shape != hidden.shape[:2]:
         raise ValueError(
             f"targets must be (batch, length), {tuple(hidden.shape[:2])}; got "
-            f"{tuple(targets.shape)}; give one for each token, -1 where there is {none}"
+            f"{tuple(targets.shape)}; pass one for each token, -1 where there is {none}"
         )
-    whole("targets", targets.clamp(min=-1), -1, vocabulary - 1, "ids, or none")
+    whole("targets", targets.clamp(min=-1), -1, vocabulary - 1, "ids, or -1 for none")
     return targets >= 0

@@ -49,15 +49,15 @@ def is_transformers(weights: Mapping[str, object]) -> bool:
 
 
 def renamed(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Renames tensors as in this package; unknown names are kept.
+    """Renames tensors to the names of this package; keeps unknown names.
 
-    The names are those of the parameters of `molflt.sequence.MaskedLanguageModel` and
-    `SequenceClassifier` built with `options_of`. Tensors are shared, not copied.
+    The result fits `molflt.sequence.MaskedLanguageModel` and `SequenceClassifier`, built with
+    `options_of`. Tensors are not copied.
     """
     found = {}
     for name, tensor in weights.items():
         if name.endswith("position_ids") or name.startswith("cls.predictions.decoder."):
-            continue  # indices that count up, and tied weights
+            continue  # indices of positions, and tied weights
         found[_own(name)] = tensor
     return found
 
@@ -70,12 +70,12 @@ def _own(name: str) -> str:
 
 
 def options_of(weights: Mapping[str, Tensor], config: Mapping[str, object]) -> dict[str, object]:
-    """Returns the options of the model for renamed weights.
+    """Returns the options of the model that renamed weights fit.
 
     Args:
-        weights: returned by `renamed`.
-        config: content of config.json of transformers. Missing entries are derived from shapes,
-            with heads of width 64, or taken from the papers.
+        weights: result of `renamed`.
+        config: content of the config.json of transformers. Missing entries are derived from the
+            shapes, with heads of width 64, or have the values of the papers.
     """
     vocabulary, dim = weights["encoder.words.weight"].shape
     layers = sum(name.endswith(".ffn.0.weight") for name in weights)

@@ -1,9 +1,9 @@
 """Sites on surfaces.
 
-A site is a place where a probe, a sphere with the covalent radius of C, N and O, rests on the
-outside of a slab: on one atom (top), in the saddle between two (bridge), or on three or more
+A site is a place where a probe, a sphere about as large as C, N or O, rests on the outside of a
+slab: on one atom (top), in the saddle between two atoms (bridge), or on three or more atoms
 (hollow). Unlike a triangulation of the topmost layer, this includes steps and open surfaces. Places
-with the same elements at the same distances are one site.
+with the same elements at the same distances are the same site.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ if TYPE_CHECKING:
 __all__ = ["Site", "Tiles", "distinct", "sites", "unit"]
 
 _PROBE = 0.75  # Å
-_TOUCHING = 1.08  # times the sum of the radii of an atom and the probe
-_NEIGHBOR = 1.25  # times the sum of covalent radii
-_SAME_PLACE = 0.4  # Å between two places, of which the more symmetric one is kept
+_TOUCHING = 1.08  # largest distance of a touched atom, relative to its radius plus the probe's
+_NEIGHBOR = 1.25  # largest distance of neighbors, relative to the sum of covalent radii
+_SAME_PLACE = 0.4  # Å; of two closer places, only the more symmetric one is kept
 _SAME = 0.1  # Å, largest difference between distances of equal sites or placements
-_NEAR, _FAR = 6.0, 8.0  # Å: distances to compare, and their upper bound
-_REACH = 12.0  # Å around the cell in which atoms are considered
-_DEEP = 6.0  # Å below the highest atom: no sites
+_NEAR, _FAR = 6.0, 8.0  # Å; distances below the first are compared, and clipped to the second
+_REACH = 12.0  # Å, range around the cell in which atoms are considered
+_DEEP = 6.0  # Å, depth below the highest atom in which there are sites
 _KINDS = ("top", "bridge", "hollow")
 
 _Array = NDArray[np.float64]
 
 
 class Site(NamedTuple):
-    """A place on a surface where atoms can bind."""
+    """Place on a surface where atoms can bind."""
 
     name: str
-    """such as "hollow Cu3 above Cu (9 9 9)": touched atoms, atom below, neighbors of the touched"""
+    """touched atoms, atom below and coordination numbers, such as "hollow Cu3 above Cu (9 9 9)\""""
     point: _Array
     """center of the probe, (3,), Å"""
     axes: _Array
-    """(3, 3), rows: two directions along the surface, and its outward normal"""
+    """rows are two directions along the surface and its outward normal, (3, 3)"""
 
 
 class Tiles:
-    """Atoms of a slab, and then of its images in the plane."""
+    """Atoms of a slab, followed by those of its periodic images in the plane."""
 
     def __init__(self, slab: Atoms) -> None:
         from ase.data import covalent_radii
@@ -65,7 +65,7 @@ class Tiles:
         self.up = normal * np.sign(normal @ slab.cell.array[2])
 
     def rests(self, count: int) -> _Array:
-        """Returns where a probe lies on one, two or three atoms of a slab of `count`, (n, 3)."""
+        """Returns where a probe can rest on one to three of the first `count` atoms, (n, 3)."""
         heights, tree, found = self.pos @ self.up, cKDTree(self.pos), []
         high = heights > heights.max() - _DEEP
         for i in np.flatnonzero(high[:count]):
@@ -79,7 +79,7 @@ class Tiles:
         return points[(lengths > self.radii[near] - 1e-3).all(axis=1)]
 
     def _on(self, i: np.int_, others: NDArray[np.int64]) -> _Array:
-        """Returns the highest places where a probe touches atom i and (n, 0 to 2) others."""
+        """Returns the highest points at which a probe touches atom i and `others`, (n, 0 to 2)."""
         apart = self.pos[others] - self.pos[i]
         inverse = np.linalg.pinv(apart)  # (n, 3, others)
         squares = self.radii[i] ** 2 - self.radii[others] ** 2 + (apart**2).sum(axis=2)
@@ -92,7 +92,7 @@ class Tiles:
         return points[exact & (left > 0) & (np.linalg.norm(out, axis=1) > 0.1)]
 
     def distances(self, points: _Array, numbers: NDArray[np.int64]) -> _Array:
-        """Returns sorted distances to the slab, Å, of points (n, atoms, 3) with these elements."""
+        """Returns sorted distances of points (n, atoms, 3) with these elements to the slab, Å."""
         parts, center = [], points.mean(axis=(0, 1))
         reach = _FAR + np.linalg.norm(points - center, axis=2).max(initial=0)
         near = np.linalg.norm(self.pos - center, axis=1) < reach
@@ -109,7 +109,7 @@ class Tiles:
         return np.linalg.norm(away - np.round(away @ self.inverse) @ self.plane, axis=1)
 
     def site(self, point: _Array) -> Site | None:
-        """Returns the site at a place; None if the probe cannot leave it."""
+        """Returns the site at a point, or None if the probe cannot be lifted off."""
         from ase.symbols import Symbols
 
         away = self.pos - point
@@ -138,7 +138,7 @@ class Tiles:
 def sites(slab: Atoms) -> list[Site]:
     """Returns the distinct sites on a slab that is periodic along its first two cell vectors.
 
-    Of equivalent sites, the one near the center of the cell is returned.
+    Of equivalent sites, it returns the one closest to the center of the cell.
     """
     tiles = Tiles(slab)
     points = tiles.rests(len(slab))
@@ -168,7 +168,7 @@ def _largest(differences: _Array) -> _Array:
 def distinct(
     rows: _Array, limit: float = _SAME, size: Callable[[_Array], _Array] = _largest
 ) -> list[int]:
-    """Returns the indices of rows whose differences from those before them exceed a limit."""
+    """Returns the indices of rows that differ from all rows chosen before by more than a limit."""
     left, found = np.arange(len(rows)), []
     while len(left):
         found.append(int(left[0]))
