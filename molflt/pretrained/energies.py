@@ -308,7 +308,7 @@ class EnergyPredictor(Pretrained):
         return infer(model, dataset, batch_size, name, self.domain, by_atom, force)
 
     def calibration(self, file: Path | None = None) -> Calibration | None:
-        """Returns the calibration of an ensemble, or None if there is none.
+        """Returns the calibration of an ensemble, or None without one.
 
         Args:
             file: uncertainty.json of an evaluation of the same runs; by default that of the run or

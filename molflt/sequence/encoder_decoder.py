@@ -47,7 +47,7 @@ class EncoderDecoder(TokenModel):
             1 by default.
         embedding_dropout: dropout of embeddings.
         decoder: options of `stack` that differ in the decoder, such as {"num_features": 24,
-            "layers": 3}; null if there are none.
+            "layers": 3}; null if nothing differs.
         stack: further arguments of `molflt.attention.Stack` for encoder and decoder.
 
     Attributes:

@@ -59,8 +59,8 @@ def sample(
     needed = prompt.shape[1] + count - 1  # the last token drawn is never an input
     if count and model.longest is not None and needed > model.longest:
         raise ValueError(
-            f"a prompt of {prompt.shape[1]} tokens and {count} new ones need a model for {needed} "
-            f"tokens; got a model for {model.longest}; reduce the number of new tokens"
+            f"a prompt of {prompt.shape[1]} tokens and {count} more need a model for {needed}; "
+            f"got a model for {model.longest}; reduce the number of new tokens"
         )
     return _drawn(model, prompt, count, temperature, top_k, generator)
 
