@@ -32,8 +32,7 @@ from molflt.data.structures.sources import split_path
 from molflt.evaluation.predictions import infer
 from molflt.evaluation.relaxation import adwt, position_error, relax_atoms
 from molflt.files import write_atomically
-from molflt.training.checkpoint import load_run, weights_digest, weights_of
-from molflt.training.sources import find
+from molflt.training.checkpoint import find, load_run, weights_digest, weights_of
 
 
 def offsets(frames: Path, dataset: Structures) -> dict[int, float]:

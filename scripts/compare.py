@@ -28,7 +28,7 @@ from kit.words import described, guarded, trainings
 from molflt.plots import intervals
 from molflt.training.checkpoint import count_parameters
 from molflt.training.config import read_config
-from molflt.training.resume import read_provenance
+from molflt.training.run_folder import read_provenance
 
 PAPERS = [f"configs/atoms/{name}.yaml" for name in ("flt", "performer", "softmax-mask", "softmax")]
 # heading and digits of the compared numbers, by their name in results.json

@@ -14,7 +14,7 @@ from molflt.tasks.language import LanguageTask
 from molflt.tasks.potential import PotentialTask, _Errors
 from molflt.tasks.sentences import SentenceTask
 from molflt.training.callbacks import _BestWeights
-from molflt.training.metrics_file import _MetricsFile
+from molflt.training.loop import _MetricsFile
 
 NAN = math.nan
 FORCE, ENERGY = "force_mae_meV_per_A", "energy_mae_meV_per_atom"

@@ -7,7 +7,7 @@ import pytest
 from script_files import Trainings, load_script
 
 from molflt.data.structures.splits import VAL_SPLITS
-from molflt.training import resume
+from molflt.training import run_folder
 
 COMPARE = load_script("compare")
 
@@ -37,7 +37,7 @@ class Comparisons(Trainings):
 def trainings(monkeypatch) -> Trainings:
     monkeypatch.setattr(COMPARE, "read_config", lambda run: {})
     monkeypatch.setattr(COMPARE, "count_parameters", lambda run, config: 10)
-    monkeypatch.setattr(resume, "read_checkpoint", lambda path: {})
+    monkeypatch.setattr(run_folder, "read_checkpoint", lambda path: {})
     return Comparisons().replace(monkeypatch)
 
 

@@ -14,8 +14,8 @@ from jsonschema import Draft202012Validator
 
 from molflt.commands import completion
 from molflt.commands.cli import COMMANDS
-from molflt.commands.limits import LIMITS, outside
 from molflt.commands.schema import config_schema
+from molflt.training.limits import LIMITS, outside
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))

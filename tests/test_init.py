@@ -320,7 +320,8 @@ def test_a_missing_domain_of_the_source_gives_a_warning(copied_run, gold, tmp_pa
     file = shutil.copy(weights_file, tmp_path / "w.safetensors")
     for name, init, more in (("a", copied_run, []), ("b", file, ["--model.dim=24"])):
         begin(gold, tmp_path / name, init, *STILL, *more)
-        assert f"--init {init}: no domain.json" in capsys.readouterr().err
+        told = capsys.readouterr().err
+        assert str(init) in told and "domain.json" in told
         assert held(tmp_path / name) == alone(gold)
     # elements of the source count only with its embedding, which has another width in b
     seen = [weights(tmp_path / name)["trained_elements"].nonzero().flatten() for name in "ab"]

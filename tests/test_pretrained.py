@@ -27,7 +27,7 @@ from molflt.data.structures import open_dataset
 from molflt.graph import EnergyRegressor
 from molflt.pretrained import EnergyPredictor
 from molflt.pretrained.base import Trained
-from molflt.training import sources
+from molflt.training import checkpoint
 
 ABOUT = "energies of random slabs against nothing, by a formula"
 
@@ -201,7 +201,7 @@ def test_the_model_card_contains_results_and_training_data(exported, run) -> Non
 
 def test_predictions_with_the_shipped_model(exported, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sources, "_WEIGHTS", tmp_path / "weights")
+    monkeypatch.setattr(checkpoint, "_WEIGHTS", tmp_path / "weights")
     write("in.extxyz", [atoms(), atoms("Au3PtO2H")])
     assert "include weights" in error_of(capsys, "predict", "in.extxyz")
     shutil.copytree(exported, tmp_path / "weights" / "game-net")

@@ -152,7 +152,7 @@ def test_a_resumed_run_keeps_its_references(run, tmp_path, capsys) -> None:
     folder = shutil.copytree(run, tmp_path / "run")
     before, kept = load_run(run, "last")[0], (folder / "references.json").read_bytes()
     line = error_of(capsys, "train", "--resume", str(folder), "--task.references=none")
-    assert "task.references is 'fit'; got 'none' for --resume" in line
+    assert "task.references is 'fit'; got 'none' with --resume" in line
     assert main(["train", "--resume", str(folder), "--trainer.max_steps=42"]) == 0
     after, _ = load_run(folder, "last")
     assert torch.equal(before.element_energies, after.element_energies)

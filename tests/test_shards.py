@@ -15,7 +15,7 @@ from molflt.data.batches import Shard
 from molflt.data.structures.base import to_atoms
 from molflt.data.structures.store import write_store
 from molflt.evaluation.shard_files import merge_shards
-from molflt.training.exported import read_exported, write_exported
+from molflt.training.checkpoint import read_exported, write_exported
 
 COUNT = 3
 CHANGES = {  # of rows, that keep their number

@@ -31,8 +31,8 @@ from molflt.graph.regressor import EnergyRegressor
 from molflt.tasks.is2re import IS2RETask, _displacement_error
 from molflt.training.callbacks import _Averages
 from molflt.training.checkpoint import load_run
-from molflt.training.outcome import best_of
-from molflt.training.parser import dated_run
+from molflt.training.run_folder import best_of
+from molflt.training.start import dated_run
 
 
 def mae(run, root, name="best"):

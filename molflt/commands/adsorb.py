@@ -49,18 +49,19 @@ def adsorb(
     and a picture of the best five (.png).
 
     Args:
-        slabs: files of slabs with vacuum along their third cell vector, folders of these, or
-            patterns in quotes. With --facet, crystals to cut: files, or names of elements.
+        slabs: files of slabs with vacuum along the third cell vector, folders of such files, or
+            quoted patterns. With --facet, crystals to cut: files, or names of elements.
         molecule: name in ase.build.molecule, such as CH3OH; an element; a file; or smiles:TEXT.
         run: folder of a training run, an exported model, or hf:OWNER/NAME; by default the energy
             model that comes with the package.
         out: file to write, .extxyz.
         best: number of placements to write.
-        rotation: step of the rotation about the normal of the surface, degrees.
-        repeat: N,M, repetitions of the slabs along their first two cell vectors.
-        facet: H,K,L, Miller indices, of the cubic cell for primitive fcc and bcc crystals.
-        layers: number of layers of `ase.build.surface`, with --facet.
-        vacuum: Å between the slab and its next image, with --facet.
+        rotation: step of rotations about the surface normal, degrees.
+        repeat: N,M, the numbers of repetitions of the slabs along their first two cell vectors.
+        facet: H,K,L, Miller indices. For primitive fcc and bcc crystals, they refer to the cubic
+            cell.
+        layers: number of layers in `ase.build.surface`, with --facet.
+        vacuum: distance between the slab and its next image, Å, with --facet.
         relax: relax the best placements with a potential: a run, an exported potential, or
             module:Class of an ASE calculator. They are then ordered by slab and relaxed energy.
         fmax: largest force on a free atom at convergence, eV/Å.
@@ -82,7 +83,7 @@ def adsorb(
     repeated = [one.repeat((*_whole("repeat", repeat, 2), 1)) for one in given.values()]
     model = load(run, device)
     if not isinstance(model, EnergyPredictor):
-        raise ValueError(f"{run}: expected a model of energies; got recipe {model.trained.recipe}")
+        raise ValueError(f"{run}: expected an energy model; got recipe {model.trained.recipe}")
     calculator = None if relax is None else _calculator(relax, device)
     share = None if model.domain is None else model.domain.surface
     placed = ranked(model, placements(repeated, str(molecule), rotation=rotation, share=share))

@@ -38,14 +38,14 @@ class Command(NamedTuple):
     function: str = "molflt.commands.{0}:{0}"
     """``module:function``, with {0} for the last name; its arguments are the options"""
     has_parser: bool = False
-    """True if `build_parser` in the module of the function returns its parser"""
+    """True if `build_parser` in the module of the function returns the parser"""
     places: Mapping[str, str] = {}
-    """name -> help of the positional arguments; the first may take several values"""
+    """help texts of the positional arguments by name; the first may take several values"""
 
 
 COMMANDS: dict[tuple[str, ...], Command] = {
     ("data", "inspect"): Command(
-        "contents of files of structures: counts, energies, warnings",
+        "summary of structures in files: counts, energies, warnings",
         places={"path": "files, folders or patterns"},
     ),
     ("data", "convert"): Command(
@@ -64,7 +64,7 @@ COMMANDS: dict[tuple[str, ...], Command] = {
     ),
     ("train",): Command("train on structures, text or images, or resume a run", has_parser=True),
     ("info",): Command("summary of a run: data, model, steps, best value"),
-    ("report",): Command("write a run as one HTML page: curves, errors, settings"),
+    ("report",): Command("write an HTML page about a run: curves, errors, settings"),
     ("evaluate",): Command("metrics of a run on splits, with tables and plots", has_parser=True),
     ("compare",): Command(
         "compare runs: options, size, time, metrics, curves",
@@ -74,7 +74,7 @@ COMMANDS: dict[tuple[str, ...], Command] = {
     ("merge",): Command(
         "join the predictions of several processes", "molflt.commands.predict:merge"
     ),
-    ("export",): Command("write a model to use and share: weights, card"),
+    ("export",): Command("write a model for use and sharing: weights, model card"),
     ("relax",): Command(
         "relax structures with a trained potential",
         places={"structures": "files, folders or patterns"},

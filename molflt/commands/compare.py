@@ -32,10 +32,10 @@ def compare(
     json: bool = False,
     pictures: list[Literal["svg", "pdf"]] | None = None,
 ) -> None:
-    """Compares runs: differences between their configurations, sizes, times and metrics.
+    """Compares configurations, sizes, times and metrics of runs.
 
     Metrics come from results.json. They are shown by split, with the standard error of the mean
-    over the systems where it is known. A star marks the best value of a row.
+    over the systems if it is known. A star marks the best value of a row.
 
     Args:
         runs: folders of two or more training runs.
@@ -45,7 +45,7 @@ def compare(
         pictures: additional formats for the pictures.
     """
     if pictures and out is None:
-        raise ValueError("--pictures: expected --out FOLDER to write them to; got none")
+        raise ValueError("--pictures: expected --out FOLDER for the pictures; got none")
     found = read_runs(runs)
     text = json_format.dumps(_as_json(found), indent=2, allow_nan=False)
     print(text if json else _as_table(found))
@@ -127,7 +127,7 @@ def _digits(runs: Sequence[Run], name: str) -> str:
 def _marked(
     runs: Sequence[Run], name: str, values: Sequence[float | None], ends: Sequence[str]
 ) -> list[str]:
-    """Returns the cells of a row, with a star at the best of several values."""
+    """Returns the cells of a row, with a star at the best value if there are several."""
     metric, known = _metric(runs, name), [value for value in values if value is not None]
     best = None
     if metric is not None and len(known) > 1:

@@ -35,7 +35,7 @@ def completion(shell: Literal["bash", "zsh", "tcsh"], out: Path | None = None) -
     """
     if find_spec("shtab") is None:
         raise ModuleNotFoundError(
-            "completion needs the package shtab; pip install 'molflt[completion]'"
+            "the package shtab is not installed; run pip install 'molflt[completion]'"
         )
     script = f"{_script(shell)}\n"
     if out is None:
@@ -65,7 +65,7 @@ def _script(shell: str) -> str:
 
 
 def _merged(path: tuple[str, ...]) -> ArgumentParser:
-    """Returns a parser of a command with the options of all recipes and unions of their types."""
+    """Returns a parser of a command with the options of all recipes; types are their unions."""
     from shtab import FILE
 
     merged = ArgumentParser()

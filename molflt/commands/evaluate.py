@@ -15,8 +15,8 @@ from molflt.files import expect_writable
 from molflt.plots import further_formats
 from molflt.training.checkpoint import load_run, weights_of
 from molflt.training.config import read_config
-from molflt.training.outcome import draw_curve
 from molflt.training.recipes import RECIPES, Recipe
+from molflt.training.run_folder import draw_curve
 
 __all__ = ["build_parser", "evaluate", "recipe_parser"]
 
@@ -32,7 +32,7 @@ def evaluate(
 ) -> dict[str, dict[str, float | None]]:
     """Evaluates a run on splits of its data and writes results.json and pictures.
 
-    Energies: MAE and EwT, errors by adsorbate and by size, parity. Language: perplexity per token.
+    Energies: MAE, EwT, errors by adsorbate and size, parity plots. Language: perplexity per token.
     Masked language: perplexity and accuracy of masked tokens. Sentences: the metrics of GLUE.
     Translation: BLEU. Images: top-1 and top-5 accuracy, misclassified images. All: the learned
     relative encoding.
@@ -45,7 +45,7 @@ def evaluate(
         also: further runs that form an ensemble with `run` (energies only). The ensemble predicts
             the mean, and its spread is calibrated as an uncertainty.
         pictures: additional formats for all pictures, including the training curve.
-        options: options of the recipe's evaluation, such as
+        options: arguments of the recipe's evaluation, such as
             `molflt.evaluation.energies.evaluate`.
 
     Returns:
@@ -70,7 +70,7 @@ def evaluate(
             task: Any = recipe.load("task")
             draw_curve(run, out / "curve.png", task.metrics, task.best)
     print(f"{' + '.join(map(str, members))}, checkpoint {checkpoint}{report.text}")
-    known = {  # JSON cannot represent an infinite perplexity or the mean of nothing
+    known = {  # JSON cannot represent NaN or an infinite perplexity
         split: {
             name: None if value is None or not math.isfinite(value) else value
             for name, value in row.items()

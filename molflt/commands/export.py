@@ -7,7 +7,7 @@ from pathlib import Path
 from molflt.data.structures.domain import DOMAIN
 from molflt.evaluation.results import warn
 from molflt.pretrained import EnergyPredictor, load
-from molflt.training.sources import HUB
+from molflt.training.config import HUB
 
 __all__ = ["export"]
 
@@ -23,7 +23,7 @@ def export(
     also: list[Path] | None = None,
     compiled: bool = False,
 ) -> None:
-    """Writes model.safetensors, config.json and README.md, all files needed to use a model.
+    """Writes the files needed to use a model: model.safetensors, config.json and README.md.
 
     `molflt predict`, `molflt.load` and `from_pretrained` read the folder. The model card contains
     the results of the run; evaluate the run first.
@@ -31,10 +31,10 @@ def export(
     Args:
         run: folder of a training run, or an exported model.
         out: folder to write, or hf:OWNER/NAME to upload it to the Hugging Face Hub.
-        about: one line for users: the predicted quantity; for energies also the structures, the
-            references and the level of theory.
-        license: license of the weights by its name on the Hub, such as mit or cc-by-4.0.
-        datasets: training data sets on the Hub.
+        about: one line about the model: the predicted quantity; for energies also the structures,
+            the references and the level of theory.
+        license: license of the weights, as named on the Hub, such as mit or cc-by-4.0.
+        datasets: names of the training data sets on the Hub.
         checkpoint: best (the default), last, or a safetensors file; only for a run.
         also: further runs that form an ensemble with `run`.
         compiled: also compile the prediction of energies for processors like this one, for use with

@@ -44,27 +44,27 @@ def generate(
     """Generates text, translates sentences, or generates images.
 
     Language models continue a prompt token by token. Image models (recipe image_generation) write a
-    PNG of new images, or of images that continue given upper rows. Attention mechanisms with a
-    state of constant size take the same time for every token.
+    PNG of new images, or complete images from their upper rows. Attention mechanisms with a state
+    of constant size take the same time for every token.
 
     Args:
         run: folder of a training run with the recipe language, translation or image_generation, an
             exported model, or hf:OWNER/NAME.
         prompt: beginning of the text, or the sentence to translate.
-        file: for translation, a text with one sentence per line, instead of the prompt. For images,
-            an image to continue, a folder of images, or an idx file. Their size and channels must
-            be those of the training images. The PNG shows the given rows, the result and the
-            original.
+        file: for translation, a text file with one sentence per line, instead of the prompt. For
+            images, an image to complete, a folder of images, or an idx file; the images must have
+            the size and channels of the training images. The PNG shows the known rows, the result
+            and the original.
         tokens: number of tokens to generate (language; default 100).
-        temperature: below 1, likely tokens become more likely; 0 takes the most likely token
+        temperature: values below 1 make likely tokens more likely; 0 selects the most likely token
             (language, images; default 1).
-        top_k: sample only from this number of most likely tokens (language, images; default all).
+        top_k: sample only from the k most likely tokens (language, images; default all).
         seed: random seed (language, images; default 0).
-        images: number of images; with `file`, its first images are used (images; default 8).
-        rows: number of rows given at the top of each image in `file` (images; default half).
+        images: number of images; with `file`, the first images in it (images; default 8).
+        rows: number of known rows at the top of each image in `file` (images; default half).
         fit: scale down larger images in `file`, as data.image_size does in training (images).
-        out: PNG to write; by default samples.png, or completions.png with `file`, in the run folder
-            or else in the current folder (images).
+        out: PNG to write; by default samples.png, or completions.png with `file`, in the run
+            folder, or in the current folder if the model is not a run (images).
         beam: beam size, as in `molflt evaluate` (translation; default 5).
         length_penalty: length penalty, as in `molflt evaluate` (translation; default 1).
         checkpoint: best (the default), last, or a safetensors file; only for a run.
@@ -145,6 +145,7 @@ def _draw(
 def _say_cost(model: LanguageModel) -> None:
     if not model.decodes:
         print(
-            "molflt: this mechanism cannot decode step by step; each token recomputes the sequence",
+            "molflt: this attention mechanism does not decode step by step; every token recomputes "
+            "the whole sequence",
             file=sys.stderr,
         )

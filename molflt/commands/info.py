@@ -11,10 +11,8 @@ from molflt.files import readable_size
 from molflt.metrics import Metric
 from molflt.training.checkpoint import count_parameters
 from molflt.training.config import read_config
-from molflt.training.outcome import Best, best_of, steps_of
 from molflt.training.recipes import Recipe
-from molflt.training.resume import read_provenance
-from molflt.training.run_folder import read_versions
+from molflt.training.run_folder import Best, best_of, read_provenance, read_versions, steps_of
 
 __all__ = ["info"]
 

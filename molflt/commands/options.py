@@ -17,8 +17,8 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Union, get_args, get_origin
 
-from molflt.commands.limits import outside
 from molflt.files import shown
+from molflt.training.limits import check_ranges
 
 if TYPE_CHECKING:
     from argparse import Action
@@ -49,7 +49,7 @@ def expect_ending(out: Path | None, *endings: str) -> None:
 
 
 def refuse_idle(run: str, kind: str, options: Mapping[str, object]) -> None:
-    """Raises ValueError if an option (None if not given) has no effect on this kind of model."""
+    """Raises ValueError for the first option that is set; `kind` says why it has no effect."""
     for name, value in options.items():
         if value is not None:
             word = f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
@@ -69,7 +69,13 @@ def parse(parser: ArgumentParser, words: Sequence[str]) -> Namespace:
     except (ArgumentError, RecursionError) as error:
         raise ValueError(f"{_readable(str(error))}; see `{parser.prog} --help`") from error
     check_values(parser, config)
-    _check_ranges(vars(config.as_flat()))
+    options = vars(config.as_flat())
+    if position := options.get(_POSITION):
+        try:
+            position_parser().parse_object(position)
+        except ArgumentError as error:
+            raise ValueError(f"{_POSITION}: {_readable(str(error))}") from None
+    check_ranges(options)
     return config
 
 
@@ -183,19 +189,6 @@ def _with_values(typed: str, name: str, action: Action | None, rest: list[str]) 
 def _is_value(word: str) -> bool:
     """Returns False for options; negative numbers are values."""
     return not word.startswith("-") or word[1:2].isdigit() or word[1:2] == "."
-
-
-def _check_ranges(config: Mapping[str, object]) -> None:
-    """Raises ValueError for a number out of range, and for invalid options of a position module."""
-    for key, value in config.items():
-        if key == _POSITION and isinstance(value, dict) and value:
-            try:
-                position_parser().parse_object(value)
-            except ArgumentError as error:
-                raise ValueError(f"--{key}: {_readable(str(error))}") from None
-        if interval := outside(key, value):
-            kind = type(value).__name__ if isinstance(value, int | float) else "numbers"
-            raise ValueError(f"--{key}: expected {kind} in {interval}; got {shown(value)}")
 
 
 def position_parser() -> ArgumentParser:

@@ -37,7 +37,7 @@ from molflt.pretrained import (
     TextWriter,
     load,
 )
-from molflt.training.sources import is_trained
+from molflt.training.checkpoint import is_trained
 
 __all__ = ["build_parser", "merge", "predict"]
 
@@ -65,9 +65,9 @@ def predict(
     compiled: bool = False,
     shard: str | None = None,
 ) -> None:
-    """Predicts energies, in eV, of structures, or classes of sentences or images.
+    """Predicts energies of structures, in eV, or classes of sentences or images.
 
-    Prints how structures differ from the training data.
+    Differences between the structures and the training data are printed.
 
     Args:
         run: folder of a training run, an exported model, or hf:OWNER/NAME; by default the energy
@@ -243,7 +243,7 @@ def _rows(
     columns: Mapping[str, NDArray[np.float64]],
     note: Mapping[str, object],
 ) -> list[dict[str, object]]:
-    """Returns the table; index, file (of several) and `note` identify each structure."""
+    """Returns the table; index, `note` and, for several files, file identify each structure."""
     several_files = len(dataset.files) > 1
     several = any(len(energies) > 1 for energies in found.by_adsorbate)
     return [

@@ -45,13 +45,13 @@ def relax(
 ) -> int:
     """Relaxes the structures in a file with a potential, subject to their constraints.
 
-    Writes each relaxed structure as soon as it is done, with its energy, forces and other fields,
-    and a table (.csv) next to the file. If a relaxation does not converge, its last valid structure
-    is written and the exit status is 3.
+    Each structure is written when its relaxation ends, with its energy, forces and other fields. A
+    table (.csv) is written next to the file. If a relaxation does not converge, the last valid
+    structure is written and the exit status is 3.
 
     Args:
-        structures: files that ASE reads, compact stores, OC20 LMDBs, folders of these, or patterns
-            in quotes.
+        structures: files that ASE reads, compact stores, OC20 LMDBs, folders of these, or quoted
+            patterns.
         run: folder of a training run with --recipe potential, an exported potential, or
             hf:OWNER/NAME.
         out: file to write, .extxyz or .traj.

@@ -1,4 +1,4 @@
-"""``molflt report``: a run as one HTML page."""
+"""``molflt report``: an HTML page about a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["report"]
 
 
 def report(run: Path, out: Path | None = None) -> None:
-    """Writes a run as one HTML page: curves, metrics, errors, pictures, settings and the command.
+    """Writes an HTML page about a run: curves, metrics, errors, pictures, settings, command.
 
     The page does not load other files. For a run that is unfinished, not evaluated or damaged, the
     page lists the missing parts and shows the rest.

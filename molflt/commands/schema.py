@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from molflt.commands.limits import LIMITS
 from molflt.commands.options import position_parser
 from molflt.commands.train import build_parser
 from molflt.files import write_atomically
+from molflt.training.limits import LIMITS
 from molflt.training.recipes import DEFAULT, RECIPES
 
 __all__ = ["config_schema", "schema"]

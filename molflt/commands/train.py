@@ -15,11 +15,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from molflt.metrics import Metric
 from molflt.training.config import Config, absolute
-from molflt.training.initial_weights import Initializer
-from molflt.training.outcome import outcome
-from molflt.training.parser import build_parser, dated_run
 from molflt.training.recipes import Recipe
-from molflt.training.run_folder import RunFolder
+from molflt.training.run_folder import RunFolder, outcome
+from molflt.training.start import Initializer, build_parser, dated_run
 from molflt.training.trainer import TrainerOptions
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from molflt.evaluation.results import is_within, warn
 from molflt.graph.heads import by_contact
 from molflt.training.config import Config, read_config
 from molflt.training.recipes import Recipe
-from molflt.training.resume import read_provenance
+from molflt.training.run_folder import read_provenance
 
 __all__ = ["EvaluationData", "warn_of_labels"]
 

@@ -29,8 +29,7 @@ from molflt.files import readable_size, shown, verify_tensors
 from molflt.metrics import Metric
 from molflt.plots.figure import DPI
 from molflt.training.config import defaults, plain
-from molflt.training.outcome import draw_curve
-from molflt.training.run_folder import read_versions
+from molflt.training.run_folder import draw_curve, read_versions
 from molflt.version import __version__
 
 __all__ = ["Page", "page_of"]

@@ -20,8 +20,8 @@ from molflt.metrics import Metric
 from molflt.plots.training import best_place, read_columns
 from molflt.training.checkpoint import count_parameters, read_checkpoint
 from molflt.training.config import Config, read_config
-from molflt.training.outcome import Best, best_of, duration
 from molflt.training.recipes import Recipe
+from molflt.training.run_folder import Best, best_of, duration
 
 __all__ = ["Row", "Run", "differences", "flat_options", "measures_of", "notes", "read_results"]
 __all__ += ["read_rows", "read_run", "read_runs", "standard_error"]

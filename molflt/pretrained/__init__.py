@@ -17,7 +17,7 @@ from molflt.pretrained.tokens import (
     TextWriter,
     Translator,
 )
-from molflt.training.sources import HUB
+from molflt.training.config import HUB
 
 __all__ = ["EnergyPredictor", "GapFiller", "ImageLabeler", "Prediction", "SentenceLabeler"]
 __all__ += ["ImageWriter", "TextWriter", "Translator", "load"]

@@ -15,17 +15,19 @@ from molflt.evaluation.calibration import CALIBRATION
 from molflt.evaluation.ensemble import ENSEMBLE, EnsembleRegressor, load_ensemble
 from molflt.evaluation.results import RESULTS, why_of_others
 from molflt.files import read_json, shown, write_atomically
-from molflt.training.checkpoint import device_named, find_weights, load_run, weights_of
-from molflt.training.config import read_config
-from molflt.training.exported import (
+from molflt.training.checkpoint import (
     build,
     check_replaceable,
+    device_named,
+    find_weights,
     is_exported,
+    load_run,
     read_exported,
+    weights_of,
     write_exported,
 )
+from molflt.training.config import HUB, read_config
 from molflt.training.run_folder import KEPT
-from molflt.training.sources import HUB
 from molflt.version import __version__
 
 __all__ = ["Card", "Pretrained", "Trained", "read_trained"]
@@ -77,7 +79,7 @@ def read_trained(
     also: Sequence[str | Path] = (),
     hub: Mapping[str, object] | None = None,
 ) -> Trained:
-    """Reads a trained model; see `molflt.load`, and `hub` of `molflt.training.sources.find`."""
+    """Reads a trained model; see `molflt.load`, and `hub` of `molflt.training.checkpoint.find`."""
     path, run = find_weights(source, checkpoint, hub)
     if run is None:
         if also or not is_exported(path):

@@ -24,12 +24,12 @@ _Data = TypeVar("_Data", contravariant=True)
 
 
 class _Sums(Protocol):
-    """NamedTuple of float64 scalars: sums over items, which are added over batches and ranks."""
+    """NamedTuple of float64 scalars: sums over items. Sums of batches and ranks are added."""
 
     def __iter__(self) -> Iterator[Tensor]: ...
 
     def metrics(self) -> dict[str, float]:
-        """Returns the metrics over all items in the sums."""
+        """Returns the metrics of all items in the sums."""
 
 
 class Task(ABC, Generic[_Batch, _Data]):
@@ -42,22 +42,23 @@ class Task(ABC, Generic[_Batch, _Data]):
         model: the model to train.
         lr: peak learning rate.
         warmup_steps: number of steps of linear warm-up.
-        schedule: learning rate after the warm-up: "linear" or "cosine" (to 0 at the last step),
-            "inverse_sqrt" (as 1 / sqrt(step), independent of the last step), or "constant".
-        optimizer: "adamw" (decoupled weight decay, called Adam by fairseq and the papers), or
-            "adam" (weight decay added to the gradient).
-        betas: averaging coefficients of Adam.
-        eps: term added to the denominator of Adam.
+        schedule: learning rate after the warm-up: "linear" or "cosine" (decreasing to 0 at the last
+            step), "inverse_sqrt" (proportional to 1 / sqrt(step), independent of the number of
+            steps), or "constant".
+        optimizer: "adamw" (decoupled weight decay; fairseq and the papers call it Adam), or "adam"
+            (weight decay added to the gradient).
+        betas: coefficients of Adam's running averages.
+        eps: constant added to the denominator of Adam.
         weight_decay: weight decay coefficient.
-        redraw_every: steps between draws of new random features; null keeps the initial ones.
-        freeze: names of parameters to freeze, with wildcards such as embedding.*; null freezes
-            nothing.
-        lr_factors: factors of the learning rate by parameter name with wildcards, such as
-            {"embedding.*": 0.1}; the first match applies. null: 1 for all parameters.
-        seed: seed of dropout, augmentation and redrawn features.
+        redraw_every: steps between draws of new random features; null keeps the initial features.
+        freeze: names of parameters to freeze, with wildcards such as embedding.*; null freezes no
+            parameters.
+        lr_factors: factors that multiply the learning rate, by parameter name with wildcards, such
+            as {"embedding.*": 0.1}; the first match applies. null sets all factors to 1.
+        seed: seed for dropout, augmentation and redrawn features.
 
     Attributes:
-        unit: unit of throughput.
+        unit: unit of batch sizes and throughput, such as "atoms".
         sums: class of the sums, a NamedTuple of scalar tensors with `metrics()`.
         metrics: metrics by name, in the order of tables and figures.
         best: validation metric that selects the best weights; see `ranking`.
@@ -108,7 +109,7 @@ class Task(ABC, Generic[_Batch, _Data]):
         self.lr_factors = dict(lr_factors or {})
 
     def check_new(self) -> None:
-        """Raises ValueError for options that have no effect; resumed runs are not checked."""
+        """Raises ValueError for options that have no effect. Only new runs are checked."""
         if self.redraw_every is not None and not _is_random(self.model):
             raise ValueError(
                 f"task.redraw_every={self.redraw_every}: this model does not have random features; "
@@ -126,7 +127,7 @@ class Task(ABC, Generic[_Batch, _Data]):
         """Sets buffers of the model from the training data, before a new run."""
 
     def files(self) -> dict[str, bytes]:
-        """Returns files that describe the data, by name, for the run folder."""
+        """Returns the content of files that describe the data, by name, for the run folder."""
         return {}
 
     @abstractmethod
@@ -146,18 +147,18 @@ class Task(ABC, Generic[_Batch, _Data]):
         return f"a batch of {self.size(batch)} {self.unit}"
 
     def blame(self, batch: _Batch, diverges: Callable[[_Batch], bool]) -> str:
-        """Names the items of a batch that diverge individually; empty if no item does."""
+        """Names the items of a batch that diverge individually; "" if there are no such items."""
         return ""
 
     def summarize(self, totals: Tensor) -> dict[str, float]:
-        """Returns the metrics for total sums, (fields,)."""
+        """Computes the metrics from total sums, (fields,)."""
         make: Callable[..., _Sums] = self.sums
         return make(*totals).metrics()
 
     def ranking(self, found: Mapping[str, float]) -> list[str]:
         """Returns the names of the metrics that select the best weights, in order.
 
-        The first finite metric decides; each of the others breaks ties of those before it.
+        The first finite metric decides; later metrics break ties.
         """
         return list(dict.fromkeys([self.best, *(name for name in self.metrics if name in found)]))
 
@@ -167,7 +168,7 @@ class Task(ABC, Generic[_Batch, _Data]):
 
     def optimizer(self) -> Optimizer:
         """Returns the optimizer of all trainable parameters, grouped by learning rate."""
-        groups: dict[float, list[nn.Parameter]] = {1.0: []}  # the first group is logged
+        groups: dict[float, list[nn.Parameter]] = {1.0: []}  # the rate of the first is logged
         for name, parameter in self.model.named_parameters():
             fits = (f for pattern, f in self.lr_factors.items() if fnmatchcase(name, pattern))
             if parameter.requires_grad:

@@ -23,8 +23,8 @@ _Batch = tuple[Tensor, Tensor]
 
 
 class _ImageSums(NamedTuple):
-    top1: Tensor  # number of images whose class has the highest score
-    top5: Tensor  # number of images whose class is among the five highest scores
+    top1: Tensor  # number of images whose label has the highest score
+    top5: Tensor  # number of images whose label has one of the five highest scores
     nats: Tensor  # sum of the cross-entropy
     images: Tensor
 
@@ -32,7 +32,7 @@ class _ImageSums(NamedTuple):
     def of(cls, logits: Tensor, labels: Tensor) -> _ImageSums:
         """Returns the sums of logits (images, classes) and labels (images,)."""
         own = logits.gather(1, labels[:, None])
-        # ties and NaN count as errors; otherwise a constant output would always be right
+        # ties and NaN count as errors; otherwise a constant output would always be correct
         rank = (~(logits < own)).sum(dim=1)
         nats = F.cross_entropy(logits.double(), labels, reduction="sum")
         parts = [(rank <= 1).sum(), (rank <= 5).sum(), nats, torch.tensor(len(labels))]
@@ -53,8 +53,8 @@ class ImageTask(Task[_Batch, "ImageData"]):
     Batches consist of images, (batch, channels, height, width) uint8, and labels, (batch,).
 
     Args:
-        model: `molflt.image.ImageClassifier`, or a model with the same forward.
-        label_smoothing: share of the target that is spread over all classes in training.
+        model: `molflt.image.ImageClassifier`, or a model with the same `forward`.
+        label_smoothing: fraction of the target that training spreads evenly over all classes.
         augment: augmentation of training images; see `molflt.data.images.augment.augment`.
         optimization: further arguments of `molflt.tasks.base.Task`.
     """

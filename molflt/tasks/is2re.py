@@ -1,4 +1,4 @@
-"""Relaxed energies, with the displacements of the relaxation as an auxiliary target."""
+"""Relaxed energies, with displacements during relaxation as an auxiliary target."""
 
 # `from __future__ import annotations` is omitted: it would make jsonargparse import everything
 # below TYPE_CHECKING, including PyG, to resolve the annotations.
@@ -30,7 +30,7 @@ class _EnergySums(NamedTuple):
     within: Tensor  # number of structures with |error| strictly below EWT_THRESHOLD
     structures: Tensor
     displacement: Tensor  # sum of the displacement errors of training batches, Å
-    batches: Tensor  # number of these batches; 0 in validation, or without displacements
+    batches: Tensor  # number of batches with displacement errors; 0 in validation
 
     @classmethod
     def of(
@@ -72,30 +72,30 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
 
     Loss = L1(normalized energy) + w(t) L1(displacement). The displacement error is averaged over
     the free atoms of a structure and then over structures; w decreases linearly during training.
-    Structures without relaxed positions do not have the second term. If the model moves atoms
+    Structures without relaxed positions contribute only to the first term. If the model moves atoms
     between its passes, the displacement errors of all passes are averaged.
 
     Args:
-        model: `molflt.graph.regressor.EnergyRegressor`, or a model with the same forward.
-        position_weight: w at the first step; if both weights are 0, displacements are ignored.
+        model: `molflt.graph.regressor.EnergyRegressor`, or a model with the same `forward`.
+        position_weight: w at the first step. If both weights are 0, displacements are ignored.
         position_weight_final: w at the last step.
-        energy_mean: energy in eV, subtracted from energies in the loss; null uses the mean of the
+        energy_mean: energy, eV, that the loss subtracts from energies; null uses the mean of the
             training set.
-        energy_std: energy in eV, by which energies are divided in the loss; null uses the standard
-            deviation of the training set.
-        references: energy of each element, subtracted from the labels and stored with the weights.
-            fit: least squares on the training set; a JSON or YAML file of energies in eV by symbol;
-            none: no references; null: fit if the model reads out adsorbates ("adsorbate"),
-            otherwise none; null refuses total energies. References apply to all atoms for total
-            energies (model.readout: all), otherwise to adsorbate atoms.
-        rotate: rotate and mirror training structures at random, about z (the surface normal) or in
-            all directions. FLT's random nodes are not rotation invariant.
-        interpolate: share of training structures that start at a random point between their initial
-            and relaxed positions, if these are known. The label remains the relaxed energy.
-        noise: standard deviation, in Å, of normal noise on the free atoms of these structures.
-        repeat: share of training structures whose slab is repeated 2 x 1, 1 x 2 or 2 x 2 in the
-            plane, with one adsorbate; see `molflt.data.structures.augment.repeat`. The model learns
-            that energies do not depend on the size of the cell.
+        energy_std: energy, eV, by which the loss divides energies; null uses the standard deviation
+            of the training set.
+        references: energies of elements, which are subtracted from the labels and stored with the
+            weights. fit: least squares on the training set; a JSON or YAML file: energies in eV by
+            symbol; none: no references; null: fit for model.readout adsorbate, otherwise none, and
+            total energies are refused. With model.readout all, references are subtracted for all
+            atoms; otherwise, only for adsorbate atoms.
+        rotate: random rotations and reflections of training structures: about z (the surface
+            normal), or in all directions. FLT's random nodes are not rotation invariant.
+        interpolate: fraction of training structures that start at a random point between their
+            initial and relaxed positions, if these are known. The label remains the relaxed energy.
+        noise: standard deviation, in Å, of Gaussian noise on the free atoms of these structures.
+        repeat: fraction of training structures whose slab is repeated 2 x 1, 1 x 2 or 2 x 2 times
+            in the plane, with one adsorbate; see `molflt.data.structures.augment.repeat`. The model
+            learns that energies do not depend on the size of the cell.
         optimization: further arguments of `molflt.tasks.base.Task`.
     """
 
@@ -165,7 +165,7 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
             for name, given in offsets.items():
                 if given not in (None, "none"):
                     raise ValueError(
-                        f"task.{name}={given} would be added to structures without adsorbate; "
+                        f"task.{name}={given} would also be added to structures without adsorbate; "
                         "remove it, or use --model.readout all"
                     )
             mean = 0.0
@@ -207,7 +207,7 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
 
 
 def _goal(batch: "Batch") -> tuple[Tensor, Tensor]:
-    """Returns displacements, (atoms, 3) in Å, and a mask of free atoms where they are known."""
+    """Returns displacements, (atoms, 3) in Å, and a mask of free atoms with known displacements."""
     target = batch.pos_relaxed - batch.pos
     return target, torch.isfinite(target).all(dim=1) & ~batch.fixed
 
@@ -215,7 +215,7 @@ def _goal(batch: "Batch") -> tuple[Tensor, Tensor]:
 def _displacement_error(displacement: Tensor, batch: "Batch") -> Tensor:
     """Averages absolute errors over components and free atoms, then over structures, in Å.
 
-    The result is a differentiable 0 if no structure has relaxed positions.
+    If no structure has relaxed positions, the result is 0 and differentiable.
     """
     target, known = _goal(batch)
     target = torch.where(known[:, None], target, torch.zeros_like(target))

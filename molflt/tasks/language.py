@@ -1,4 +1,4 @@
-"""Language modeling and image generation: the next token of a text, or byte of an image."""
+"""Language modeling and image generation: prediction of the next token or byte."""
 
 from __future__ import annotations
 
@@ -20,13 +20,11 @@ _Batch = tuple[Tensor, Tensor]
 
 
 def perplexity(nats: float) -> float:
-    """Returns exp(nats), or infinity if this overflows, as in diverging runs."""
+    """Returns exp(nats), or infinity if it overflows, as in diverging runs."""
     return math.exp(nats) if nats < 700 else math.inf
 
 
 class _TokenSums(NamedTuple):
-    """Sums over tokens."""
-
     nats: Tensor  # negative log-likelihood
     tokens: Tensor
 
@@ -65,7 +63,7 @@ class LanguageTask(Task[_Batch, object]):
 
 
 class _PixelSums(_TokenSums):
-    # repeated because subclasses of a NamedTuple do not inherit annotations, which training counts
+    # repeated because training counts annotations, which subclasses of NamedTuples do not inherit
     nats: Tensor
     tokens: Tensor
 

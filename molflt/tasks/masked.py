@@ -1,8 +1,8 @@
-"""Masked language modeling of BERT (arXiv:1810.04805), section 3.1.
+"""Masked language modeling of BERT (arXiv:1810.04805, section 3.1).
 
-The model predicts hidden tokens and, optionally, whether two parts belong together. Random numbers
-are arguments: training draws new ones at each step, and validation derives them from the tokens of
-each sequence, independently of the batch.
+The model predicts hidden tokens and, optionally, if the second part of a pair follows the first.
+Random numbers are arguments: training draws new numbers at each step, and validation derives them
+from the tokens of each sequence, independently of the batch.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class _GapSums(NamedTuple):
 class MaskedTask(Task[_Batch, "TokenizedText"]):
     """Mean negative log-likelihood of hidden tokens, in nats, plus the next-sentence loss.
 
-    Batches consist of ids, types and a mask of existing tokens, (batch, length) each. Hidden tokens
-    are drawn anew at every training step; in validation, they depend only on the sequence.
+    Batches consist of ids, types and a mask of existing tokens, (batch, length) each. Training
+    hides different tokens at every step; in validation, the choice depends only on the sequence.
 
     Args:
         model: `molflt.sequence.MaskedLanguageModel`.
-        mask_rate: share of tokens to predict.
-        mask_share: share of these tokens that is replaced by the mask.
-        random_share: share of these tokens that is replaced by random tokens; the rest is
+        mask_rate: fraction of tokens to predict.
+        mask_share: fraction of these tokens that are replaced by the mask.
+        random_share: fraction of these tokens that are replaced by random tokens; the others remain
             unchanged.
         optimization: further arguments of `molflt.tasks.base.Task`.
     """
@@ -63,9 +63,11 @@ class MaskedTask(Task[_Batch, "TokenizedText"]):
     unit = "tokens"
     sums: ClassVar[type[_GapSums]] = _GapSums
     metrics: ClassVar = {
-        "perplexity": Metric("perplexity in gaps", scale="log", digits=2),
-        "accuracy_percent": Metric("right in gaps", "%", digits=2, largest_is_best=True),
-        "next_sentence_percent": Metric("right of pairs", "%", digits=2, largest_is_best=True),
+        "perplexity": Metric("perplexity of masked tokens", scale="log", digits=2),
+        "accuracy_percent": Metric("masked-token accuracy", "%", digits=2, largest_is_best=True),
+        "next_sentence_percent": Metric(
+            "next-sentence accuracy", "%", digits=2, largest_is_best=True
+        ),
     }
     best = "perplexity"
 
@@ -118,8 +120,8 @@ class MaskedTask(Task[_Batch, "TokenizedText"]):
     def gaps(self, batch: _Batch, draws: Draws) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Hides tokens and swaps second parts.
 
-        Returns input ids, targets and mask of existing tokens, see `hide`, and labels of pairs, see
-        `swap_parts`.
+        Returns input ids, targets, the mask of existing tokens and the labels of pairs; see `hide`
+        and `swap_parts`.
         """
         tokens, types, there = batch
         label = torch.zeros(len(tokens), dtype=torch.long, device=tokens.device)
@@ -159,15 +161,15 @@ class Draws(NamedTuple):
 
     @staticmethod
     def new(tokens: Tensor) -> Draws:
-        """Draws new numbers for ids (batch, length) with torch's default generator."""
+        """Draws new numbers for ids, (batch, length), with torch's default generator."""
         whole = torch.rand(3, *tokens.shape, device=tokens.device)
         return Draws(whole, torch.rand(len(tokens), device=tokens.device))
 
     @staticmethod
     def of_content(tokens: Tensor, there: Tensor) -> Draws:
-        """Derives the numbers of a sequence from its tokens, independently of batch and padding.
+        """Derives the numbers of each sequence from its tokens, independently of the padding.
 
-        Draws are 1 where the mask of existing tokens, (batch, length), is False.
+        Numbers are 1 where the mask of existing tokens, (batch, length), is False.
         """
         whole = torch.ones(3, *tokens.shape)
         each = torch.empty(len(tokens))
@@ -190,15 +192,15 @@ def hide(
     mask_share: float = 0.8,
     random_share: float = 0.1,
 ) -> tuple[Tensor, Tensor]:
-    """Hides tokens; see `MaskedTask` for the shares.
+    """Hides random tokens.
 
     Args:
-        tokens: ids (batch, length).
-        there: mask of existing tokens (batch, length).
+        tokens: ids, (batch, length).
+        there: mask of existing tokens, (batch, length).
         draws: (3, batch, length), uniform in [0, 1), for the choice of hidden tokens, the kind of
             replacement, and the random token.
         mask_id: id of the mask, a scalar.
-        ordinary: (vocabulary,) bool, True for ids that may be hidden or drawn.
+        ordinary: (vocabulary,), True for ids that may be hidden or drawn.
         rate, mask_share, random_share: see `MaskedTask`.
 
     Returns:
@@ -220,14 +222,14 @@ def swap_parts(
     """Replaces the second part of half of the pairs with that of the previous sequence.
 
     Args:
-        tokens: ids (batch, length); nothing is swapped in a batch of one.
+        tokens: ids, (batch, length). A batch of one sequence is not changed.
         types: (batch, length), 1 in the second part and the padding after it; equal in all rows.
-        there: mask of existing tokens (batch, length).
+        there: mask of existing tokens, (batch, length).
         draws: (batch,), uniform in [0, 1).
 
     Returns:
-        Tokens, mask of existing tokens, and labels (batch,): 0 for original pairs, 1 for swapped
-        ones.
+        Tokens, mask of existing tokens, and labels, (batch,): 0 for original pairs, 1 for swapped
+        pairs.
     """
     wrong = (draws < 0.5) & torch.tensor(len(tokens) > 1, device=tokens.device)
     moved = wrong[:, None] & (types == 1)

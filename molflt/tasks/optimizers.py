@@ -1,4 +1,4 @@
-"""Learning to optimize: small problems for coordinate optimizers, functions for populations."""
+"""Learned optimizers: meta-training of coordinate and population optimizers."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _SMALLEST = 1e-12  # lower bound of best values, for the logarithm
 
 
 class _OptimizerSums(NamedTuple):
-    mean: Tensor  # logarithm of the loss relative to the first loss, averaged over steps
-    last: Tensor  # the same after the last step
+    mean: Tensor  # logarithm of loss / initial loss, averaged over steps
+    last: Tensor  # the same logarithm after the last step
     problems: Tensor
 
     @classmethod
@@ -47,13 +47,13 @@ class OptimizerTask(Task[Tensor, object]):
     """Mean of log(f / f_0) over steps and problems, in truncated unrolls.
 
     Batches are seeds of problems, (batch,). Each problem is first optimized for a random number of
-    steps, which is log-uniform up to `burn_in`, and then for `unroll` steps that enter the loss.
-    Meta-steps are therefore independent: training can resume from any of them, and late stages of
-    an optimization are learned at low cost.
+    steps, log-uniform up to `burn_in`, and then for `unroll` steps that contribute to the loss.
+    Meta-steps are therefore independent: training can resume at any of them, and it covers late
+    stages of an optimization at low cost.
 
     Args:
         model: `molflt.optimizers.coordinate.CoordinateOptimizer`.
-        unroll: number of steps in the loss, 20 to 100 in the literature.
+        unroll: number of steps that contribute to the loss; 20 to 100 in the literature.
         burn_in: maximum number of steps before these. Validation measures all `burn_in` + `unroll`
             steps.
         optimization: further arguments of `molflt.tasks.base.Task`.
@@ -112,21 +112,21 @@ class _PopulationSums(NamedTuple):
 class PopulationTask(Task[Tensor, ProblemData]):
     """Meta-training by truncated unrolls on shifted and rotated Rastrigin-like functions.
 
-    Batches are seeds of problems, (batch,). Each is a function of the family "rastrigin_like"
-    (`molflt.optimizers.functions`) with a population that starts from N(0, 2.5^2). The loss is the
-    mean over generations and problems of
+    Batches are seeds of problems, (batch,). Each problem is a function of the family
+    "rastrigin_like" (`molflt.optimizers.functions`), with a population that starts from
+    N(0, 2.5^2). The loss is the mean over generations and problems of
 
         log(b_t / b_0 + resolution)
 
     where b_t is the best value after generation t (the minimum of the functions is 0) and b_0 is
-    the median of the first generation. Functions are differentiable; the gradient flows through
+    the median of the first generation. The functions are differentiable. Gradients flow through
     values and positions within windows of `window` generations (truncated backpropagation).
 
     Args:
         model: `molflt.optimizers.population_model.PopulationModel`.
         members: number of members of a population.
         generations: number of generations in an unroll.
-        window: number of generations after which the gradient is cut.
+        window: number of generations between truncations of the gradient.
         resolution: fraction of b_0 below which improvements hardly change the loss.
         optimization: further arguments of `molflt.tasks.base.Task`.
     """
@@ -181,7 +181,7 @@ class PopulationTask(Task[Tensor, ProblemData]):
         return _sums(populations.state)
 
     def _begin(self, batch: Tensor) -> tuple[Functions, Populations]:
-        """Returns the functions for seeds, and populations that minimize them."""
+        """Returns the functions of the seeds, and populations to minimize them."""
         seeds, family = batch.tolist(), next(iter(FAMILIES))
         generators = [generator_of(seed, 0) for seed in seeds]
         functions = Functions.draw(family, self.model.dimension, generators)

@@ -1,4 +1,4 @@
-"""Energies, forces and stress of interatomic potentials."""
+"""Training of interatomic potentials on energies, forces and stress."""
 
 # `from __future__ import annotations` is omitted: it would make jsonargparse import everything
 # below TYPE_CHECKING, including PyG, to resolve the annotations.
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 __all__ = ["PotentialTask", "point_errors"]
 
-_HUBER = 0.01  # end of the quadratic part in units of forces, as in MACE's universal loss
+_HUBER = 0.01  # width of the quadratic part in normalized units, as in MACE's universal loss
 _FORCE_LABELS = "force_labels_meV_per_A"
-_NO_FORCE = 1.0  # meV/Å; components of a smaller mean size are 0 except for noise
+_NO_FORCE = 1.0  # meV/Å; force labels with a smaller mean magnitude are 0 except for noise
 
 
 class _Errors(NamedTuple):
-    """Errors for the labels that exist in a batch."""
+    """Errors of the predictions that have labels."""
 
     energy: Tensor  # (structures,), eV per atom
     forces: Tensor  # (components,), eV/Å
@@ -81,19 +81,20 @@ class PotentialTask(OfStructures, Task["Batch", "PotentialData"]):
     """Loss, optimizer and schedule of interatomic potentials.
 
     Loss = energy_weight L(energy per atom) + force_weight L(force components) + stress_weight
-    L(virial per atom), where each term is averaged over the existing labels. The unit of forces is
-    their root mean square on the training set; that of energies and virials is this force times Å.
+    L(virial per atom), where each term is averaged over the existing labels. Forces are divided by
+    their root mean square on the training set; energies and virials are divided by this force
+    times 1 Å.
 
     Args:
-        model: `molflt.graph.potential.Potential`, or a model with the same forward.
+        model: `molflt.graph.potential.Potential`, or a model with the same `forward`.
         energy_weight: weight of energies.
         force_weight: weight of forces.
         stress_weight: weight of stress.
-        loss: form of L. huber: linear beyond 0.01 and quadratic below; l1: |x|; mse: x^2, as in
+        loss: form of L. huber: quadratic up to 0.01 and linear beyond; l1: |x|; mse: x^2, as in
             MACE and NequIP.
-        references: energy of each element, subtracted from the labels and stored with the weights.
-            fit: least squares on the training set; a JSON or YAML file of energies in eV by symbol,
-            such as those of free atoms; none: no references.
+        references: energies of elements, which are subtracted from the labels and stored with the
+            weights. fit: least squares on the training set; a JSON or YAML file: energies in eV by
+            symbol, such as those of free atoms; none: no references.
         optimization: further arguments of `molflt.tasks.base.Task`.
     """
 
@@ -108,7 +109,7 @@ class PotentialTask(OfStructures, Task["Batch", "PotentialData"]):
     best = "force_mae_meV_per_A"
 
     def ranking(self, found: Mapping[str, float]) -> list[str]:
-        """Ranks forces first unless all labels are 0 (by symmetry) or forces have no weight."""
+        """Ranks forces first unless all force labels are 0 by symmetry, or `force_weight` is 0."""
         names = super().ranking(found)
         if self.weights[1] and found.get(_FORCE_LABELS, math.inf) > _NO_FORCE:
             return names
@@ -163,12 +164,12 @@ class PotentialTask(OfStructures, Task["Batch", "PotentialData"]):
 
 
 def point_errors(out: Mapping[str, Tensor], batch: "Batch") -> _Errors:
-    """Returns predictions minus labels for existing labels.
+    """Returns predictions minus labels where labels exist.
 
     Args:
         out: output of `molflt.graph.potential.Potential`.
-        batch: structures with labels, NaN if unknown: energy, (graphs,) in eV; forces, (atoms, 3)
-            in eV/Å; stress, (graphs, 3, 3) in eV/Å^3.
+        batch: structures with labels, or NaN for unknown labels: energy, (graphs,) in eV; forces,
+            (atoms, 3) in eV/Å; stress, (graphs, 3, 3) in eV/Å^3.
     """
     counts = batch.ptr.diff()
     for name in ("energy", "forces"):

@@ -1,4 +1,4 @@
-"""Classification or scoring of sentences and sentence pairs."""
+"""Classification and scoring of sentences and sentence pairs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _LabelSums(NamedTuple):
     items: Tensor
     right: Tensor  # number of correctly classified items
     loss: Tensor
-    told: Tensor  # sum of predicted scores or class indices
+    told: Tensor  # sum of predicted scores or classes
     label: Tensor
     told_square: Tensor
     label_square: Tensor
@@ -32,7 +32,7 @@ class _LabelSums(NamedTuple):
 
     @classmethod
     def of(cls, told: Tensor, label: Tensor, loss: Tensor) -> _LabelSums:
-        """Returns the sums for predictions and labels, (items,) each, and the summed loss."""
+        """Returns the sums for predictions and labels, (items,) each, and the total loss."""
         told, label = told.detach().double(), label.double()
         parts = (told, label, told.square(), label.square(), told * label)
         right = (told == label).sum()
@@ -85,8 +85,8 @@ class SentenceTask(Task[_Batch, object]):
         scores = self.model.classes == 1
         if scores and measure == "accuracy":
             raise ValueError(
-                "task.measure='accuracy' has no effect on scores, which do not have classes; "
-                "remove it"
+                "task.measure='accuracy': accuracy is defined only for classes, but this task "
+                "predicts scores; remove the option"
             )
         self.measure = measure or ("correlation" if scores else "accuracy")
         named = self.metrics[self.best]._replace(label=self.measure)
@@ -100,7 +100,7 @@ class SentenceTask(Task[_Batch, object]):
             loss = F.mse_loss(told, label.to(told.dtype), reduction="sum")
         else:
             told = logits.argmax(dim=1).float()
-            told = told.masked_fill(logits.isnan().any(dim=1), math.nan)  # argmax selects NaN
+            told = told.masked_fill(logits.isnan().any(dim=1), math.nan)  # argmax would select NaN
             loss = F.cross_entropy(logits, label.long(), reduction="sum")
         return loss / len(label), _LabelSums.of(told, label, loss)
 
@@ -109,7 +109,7 @@ class SentenceTask(Task[_Batch, object]):
         return len(batch[3])
 
     def summarize(self, totals: Tensor) -> dict[str, float]:
-        """Returns the metrics for total sums, (fields,), starting with the measure."""
+        """Computes the metrics from total sums, (fields,); the first metric is the measure."""
         found = super().summarize(totals)
         score = found[f"{self.measure}_percent"]
         if self.model.classes == 1:

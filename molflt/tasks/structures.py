@@ -36,7 +36,7 @@ class OfStructures:
         of_adsorbates: bool = False,
     ) -> "ElementEnergies | None":
         """Stores element energies, fitted or read from a file, in a buffer of the model."""
-        # the same annotation as in the tasks, because typing caches unions in their first order
+        # the annotation equals that of the tasks, because typing caches the first order of a union
         from ase.data import chemical_symbols
 
         if references in (None, "none"):
@@ -50,7 +50,7 @@ class OfStructures:
         return fit
 
     def check_data(self, data: "IS2REData | PotentialData") -> None:
-        """Raises ValueError for duplicates in validation, and for elements without descriptors."""
+        """Raises ValueError for training data in validation, and elements without descriptors."""
         from molflt.data.structures.parts import element_faults
         from molflt.graph.heads import undescribed
 
@@ -66,7 +66,7 @@ class OfStructures:
                 )
 
     def files(self) -> dict[str, bytes]:
-        """Returns references.json, in eV by symbol, if there are element energies."""
+        """Returns references.json (eV by symbol), or {} without element energies."""
         if not self._fitted:
             return {}
         return {"references.json": (json.dumps(self._fitted, indent=2) + "\n").encode()}
@@ -76,11 +76,11 @@ class OfStructures:
         return int(batch.num_nodes)
 
     def name(self, batch: "Batch") -> str:
-        """Names the structures of a batch, for messages."""
+        """Returns the sids of a batch, for messages."""
         return f"sids {', '.join(map(str, batch.sid.tolist()))}"
 
     def blame(self, batch: "Batch", diverges: Callable[["Batch"], bool]) -> str:
-        """Names the structures that diverge individually, or else those with coinciding atoms."""
+        """Names the structures that diverge individually, or else those with coincident atoms."""
         from molflt.data.structures.overlaps import atoms_coincide
 
         records = {int(record.sid): record.cpu() for record in batch.to_data_list()}

@@ -22,7 +22,7 @@ _Batch = tuple[Tensor, Tensor, Tensor, Tensor]
 
 class _TargetSums(NamedTuple):
     nats: Tensor  # negative log-likelihood
-    smoothed: Tensor  # the same with smoothed labels; training minimizes it
+    smoothed: Tensor  # the same with smoothed labels, which training minimizes
     tokens: Tensor
 
     def metrics(self) -> dict[str, float]:
@@ -39,7 +39,7 @@ class TranslationTask(Task[_Batch, object]):
 
     Args:
         model: `molflt.sequence.EncoderDecoder`.
-        label_smoothing: share of the label that is spread over all ids.
+        label_smoothing: fraction of the target that is spread evenly over all ids.
         optimization: further arguments of `molflt.tasks.base.Task`.
     """
 

@@ -21,14 +21,10 @@ from tqdm import tqdm
 
 from molflt.tasks.base import Task
 from molflt.training.checkpoint import model_weights
-from molflt.training.loop import _LightningTask
-from molflt.training.metrics_file import _MetricsFile
-from molflt.training.outcome import duration
-from molflt.training.resume import Stopped
-from molflt.training.run_folder import RunFolder
+from molflt.training.loop import _MetricsFile, _Module
+from molflt.training.run_folder import RunFolder, Stopped, duration
 from molflt.training.trainer import TrainerOptions
 
-_Module = _LightningTask[object, object]
 _Shown = Callable[[], dict[str, str]]
 _HANGUP = getattr(signal, "SIGHUP", None)  # not on Windows
 _SECONDS = 0.1  # between updates of the bar during validation
@@ -71,7 +67,7 @@ class _Lines(Callback):
             return
         found = cast(_Module, pl_module).validation_metrics()
         measured = [name for name in self.metrics if math.isfinite(found.get(name, math.nan))]
-        # the ranking metric may repeat another one under its own name
+        # two metrics may be the same number, such as the measure and the accuracy
         values = list(dict.fromkeys(self.metrics[name].shown(found[name]) for name in measured))
         known = self.shown().items()
         rest = [f"{name} {text}" for name, text in known if name == "loss" or name[-2:] == "/s"]
@@ -142,7 +138,7 @@ class _StepBar(Callback):
 
 
 class _Averages(WeightAveraging):
-    """Moving average of weights. Lightning's default would change frozen weights by rounding."""
+    """Moving average of weights. It keeps frozen weights, which Lightning's default rounds."""
 
     def __init__(self, decay: float) -> None:
         def average(kept: Tensor, new: Tensor, _: int | Tensor) -> Tensor:
@@ -158,7 +154,7 @@ class _Averages(WeightAveraging):
 
     @property
     def state_key(self) -> str:
-        """Returns the key that checkpoints of earlier versions use."""
+        """Returns the key in checkpoints, the same as in earlier versions."""
         return "EMAWeightAveraging"
 
 
@@ -177,7 +173,7 @@ class _BestWeights(Callback):
     `Task.ranking` compares validations. If two are equal, the later one counts as better. A
     validation is never the best if one of its sums, such as the loss, is not finite.
 
-    Lightning's `EarlyStopping` reads logged metrics; these modules do not log any.
+    Lightning's `EarlyStopping` reads logged metrics, but these modules do not log metrics.
     """
 
     def __init__(
@@ -257,10 +253,10 @@ class _LastCheckpoint(Checkpoint):
         self._weights: dict[str, Tensor] = {}
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Installs signal handlers; Lightning restores the previous ones at the end.
+        """Replaces the signal handlers; Lightning restores the previous ones at the end.
 
-        Lightning's own SIGTERM handler communicates between ranks within the handler, and its
-        SIGINT handler stops in the middle of a step.
+        Lightning's SIGTERM handler communicates between ranks, and its SIGINT handler stops in the
+        middle of a step.
         """
         if threading.current_thread() is threading.main_thread():
             for signum in filter(None, (signal.SIGINT, signal.SIGTERM, _HANGUP)):
@@ -325,7 +321,7 @@ class _LastCheckpoint(Checkpoint):
                 raise _Interrupted(signum, trainer.global_step)
 
     def on_validation_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
-        # ranks may have different numbers of batches, so several ranks agree at the end
+        # several ranks may have different numbers of batches, so they agree at the end
         if self.signum and trainer.world_size == 1 and trainer.global_step < trainer.max_steps:
             raise _Interrupted(self.signum, trainer.global_step)
 

@@ -1,4 +1,9 @@
-"""Weights and checkpoints of a run, read without executing code from them."""
+"""Weights, checkpoints and exported models. Reading them does not execute code.
+
+An exported model is one safetensors file with the weights and everything needed to use them. Its
+header describes the model and its training as JSON. A copy of the header, config.json, is for
+people and for the Hugging Face Hub.
+"""
 
 from __future__ import annotations
 
@@ -9,28 +14,55 @@ import json
 import pickle
 import re
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import safetensors
 import torch
 from torch import Tensor, nn
 
 from molflt.files import read_header, save_tensors, shown, verify_tensors, write_atomically
-from molflt.training.config import Config, read_config
+from molflt.training.config import HUB, Config, read_config
 from molflt.training.recipes import Recipe
-from molflt.training.sources import EXPECTED, find
 
-__all__ = ["Checkpoint", "check_unchanged", "check_weights", "count_parameters", "device_named"]
-__all__ += ["expect_finite", "find_weights", "load_run", "model_weights", "read_checkpoint"]
-__all__ += ["read_plain", "read_weights", "save_weights", "weights_digest", "weights_of"]
-__all__ += ["write_checkpoint"]
+__all__ = ["EXPECTED", "RECOMMENDED", "Checkpoint", "Exported", "build", "check_replaceable"]
+__all__ += ["check_unchanged", "check_weights", "count_parameters", "device_named"]
+__all__ += ["expect_finite", "exported_recipe", "find", "find_weights", "is_exported"]
+__all__ += ["is_packaged", "is_trained", "load_run", "model_weights", "read_checkpoint"]
+__all__ += ["read_exported", "read_plain", "read_weights", "save_weights", "weights_digest"]
+__all__ += ["weights_of", "write_checkpoint", "write_exported"]
 
 Checkpoint = dict[str, Any]
-"""Lightning's checkpoint; its key "molflt" holds a `molflt.training.resume.Provenance`."""
+"""Lightning's checkpoint; its key "molflt" holds a `molflt.training.run_folder.Provenance`."""
 
 _RESTORE = "restore the file, or start a new run"
+
+RECOMMENDED = "game-net"
+"""The packaged model used by default."""
+
+_WEIGHTS = Path(__file__).parents[1] / "weights"  # packaged models
+_MODEL = "model.safetensors"
+_FILES = (_MODEL, "config.json", "tokenizer.json")  # tokenizer.json: published encoders
+
+EXPECTED = (
+    "expected the folder of a training run, an exported model, a .safetensors file, or "
+    f"{HUB}OWNER/NAME"
+)
+"""Description of a trained model, for messages."""
+
+_KEY, _FORMAT = "molflt", 1
+_ADVICE = "export it again, or get the file again"
+_PARTS: dict[str, type | tuple[type, ...]] = {
+    "recipe": str,
+    "models": list,
+    "about": (str, type(None)),
+    "license": (str, type(None)),
+    "datasets": list,
+    "task": dict,
+    "results": dict,
+    "files": dict,
+}
 
 
 def save_weights(
@@ -46,7 +78,8 @@ def save_weights(
         path: file to write.
         weights: weights by name.
         options: arguments of the model; :func:`load_run` compares them with the configuration.
-        files: sha256, by name, of other files in the run folder, which are compared as well.
+        files: SHA-256 digests of other files in the run folder, by name; :func:`load_run` checks
+            these files.
         metadata: further header entries; values are converted to strings.
     """
     own = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
@@ -112,12 +145,12 @@ def find_weights(
     """Resolves the name of a trained model to a weights file and the folder of its run.
 
     Args:
-        source: see `molflt.training.sources.find`.
+        source: see `molflt.training.checkpoint.find`.
         checkpoint: best (the default), last, or the path of a safetensors file; only for a run.
         hub: options of `huggingface_hub.snapshot_download`.
 
     Returns:
-        The file, and the folder with config.yaml if there is one.
+        The file, and the folder of its run, or None for weights outside a run.
     """
     path = find(source, hub)
     if (path / "config.yaml").is_file():
@@ -135,7 +168,7 @@ def find_weights(
 
 
 def weights_digest(path: Path) -> str:
-    """Returns the sha256 stored in a weights file, or that of the file; "" if it is missing."""
+    """Returns the SHA-256 digest in a weights file, or of the file; "" if there is no file."""
     if not path.is_file():
         return ""
     digest = None
@@ -145,7 +178,7 @@ def weights_digest(path: Path) -> str:
 
 
 def check_unchanged(kept: Path, weights: Path, files: Mapping[str, object]) -> None:
-    """Raises ValueError if a file of a run differs from its sha256 in `files`.
+    """Raises ValueError if a file of a run does not match its SHA-256 digest in `files`.
 
     Files without a digest and missing files are accepted.
     """
@@ -183,7 +216,7 @@ def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, object], dict
     """Reads a weights file.
 
     Returns:
-        The weights by name, and the `options` and `files` given to :func:`save_weights`. The latter
+        The weights by name, and the `options` and `files` passed to :func:`save_weights`. The last
         two are empty for files written by other programs or earlier versions.
     """
     if not path.is_file():
@@ -205,9 +238,9 @@ def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, object], dict
 
 
 def check_weights(path: Path, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Raises ValueError for weights of another model or weights that are not finite.
+    """Raises ValueError for weights of another model, NaN or infinity.
 
-    Tensors that the model names in `added_later` may be missing.
+    Tensors listed in the model's `added_later` may be missing.
     """
     expected = model.state_dict()
     for name in {*getattr(model, "added_later", ())} - weights.keys():
@@ -224,7 +257,7 @@ def check_weights(path: Path, model: nn.Module, weights: Mapping[str, Tensor]) -
 
 
 def expect_finite(path: Path, name: str, tensor: Tensor) -> None:
-    """Raises ValueError for a tensor of a weights file that is not finite."""
+    """Raises ValueError if a tensor of a weights file contains NaN or infinity."""
     if not bool(torch.isfinite(tensor).all()):
         raise ValueError(
             f"{path}: key {name!r}: expected finite numbers; got NaN or infinity; the weights are "
@@ -234,7 +267,7 @@ def expect_finite(path: Path, name: str, tensor: Tensor) -> None:
 
 def write_checkpoint(path: Path, checkpoint: Mapping[str, object]) -> None:
     """Writes a checkpoint atomically."""
-    buffer = io.BytesIO()  # torch.save to a file hides a full disk behind a RuntimeError
+    buffer = io.BytesIO()  # when writing to a file, torch.save reports a full disk as RuntimeError
     torch.save(checkpoint, buffer)
     write_atomically(path, buffer.getvalue())
 
@@ -279,3 +312,185 @@ def model_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
         for name, tensor in checkpoint["state_dict"].items()
         if name.startswith("model.") and isinstance(tensor, Tensor)
     }
+
+
+def find(source: str | Path | None, hub: Mapping[str, object] | None = None) -> Path:
+    """Resolves the name of a trained model.
+
+    Args:
+        source: the folder of a run, an exported model (its folder or file), weights within a run,
+            ``hf:OWNER/NAME``, ``hf:OWNER/NAME@REVISION``, or the name of a packaged model; None
+            selects the recommended packaged model.
+        hub: arguments of `huggingface_hub.snapshot_download`.
+
+    Returns:
+        The folder of a run, or a weights file.
+    """
+    if source is None:
+        return _packaged(RECOMMENDED)
+    name, path = str(source), Path(source)
+    if name.startswith(HUB):
+        return _fetched(name, hub or {})
+    if is_packaged(name):
+        return _packaged(name)
+    if path.is_dir() and not (path / "config.yaml").exists() and (path / _MODEL).is_file():
+        return path / _MODEL
+    return path.parent if path.name == "config.yaml" else path
+
+
+def is_packaged(name: str) -> bool:
+    """Returns True for the name of a packaged model unless a file has the same name."""
+    packaged = {file.parent.name for file in _WEIGHTS.glob(f"*/{_MODEL}")}
+    return name in packaged and not Path(name).exists()
+
+
+def is_trained(folder: Path) -> bool:
+    """Returns True if a folder looks like a run or an exported model."""
+    return (folder / "config.yaml").is_file() or (folder / _MODEL).is_file()
+
+
+def _packaged(name: str) -> Path:
+    path = _WEIGHTS / name / _MODEL
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"this installation does not include weights ({_WEIGHTS / name}); expected a trained "
+            "model: pass a run, an exported model or hf:OWNER/NAME, as in `molflt predict RUN "
+            "STRUCTURES`; `molflt train` creates a run"
+        )
+    return path
+
+
+def _fetched(name: str, options: Mapping[str, object]) -> Path:
+    """Downloads the weights of a repository into the cache of huggingface_hub."""
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise ModuleNotFoundError(
+            f"{name}: the package huggingface_hub is not installed; run pip install 'molflt[hub]', "
+            "or pass a folder"
+        ) from None
+    repository, _, revision = name.removeprefix(HUB).partition("@")
+    chosen = {"revision": revision or None, "allow_patterns": [*_FILES], **options}
+    fetch: Callable[..., str] = huggingface_hub.snapshot_download
+    try:
+        folder = fetch(repository, **chosen)
+    except Exception as error:  # the network can fail in many ways
+        reason = shown((str(error).strip().splitlines() or [type(error).__name__])[0], 200)
+        raise ValueError(
+            f"{name}: could not be downloaded from the Hugging Face Hub; expected a network "
+            f"connection, or a model in the cache; got {type(error).__name__}: {reason}; check the "
+            "name, or pass a folder"
+        ) from None
+    path = Path(folder) / _MODEL
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{name}: this repository does not contain {_MODEL}, which molflt export writes"
+        )
+    return path
+
+
+class Exported(NamedTuple):
+    """Content of an exported file."""
+
+    content: Mapping[str, object]
+    """content of the header, with checked types"""
+    weights: dict[str, Tensor]
+
+
+def write_exported(
+    folder: Path, weights: Mapping[str, Tensor], content: Mapping[str, object]
+) -> None:
+    """Writes model.safetensors and config.json.
+
+    Args:
+        folder: folder to write into; created if missing.
+        weights: weights by name; with several models, names start with "members.0.", "members.1.".
+        content: recipe, models (the options of each), about, license, datasets, task (options),
+            results, and files (the content of small files in the run folder, by name).
+    """
+    text = json.dumps({"format": _FORMAT, **content}, indent=1, ensure_ascii=False)
+    own = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+    copy = folder / "config.json"
+    copy.unlink(missing_ok=True)  # it must never describe other weights
+    save_tensors(folder / "model.safetensors", own, {"format": "pt", _KEY: text})
+    write_atomically(copy, text.encode())
+
+
+def check_replaceable(folder: Path) -> None:
+    """Raises ValueError if an export would overwrite anything other than an earlier export."""
+    weights = folder / "model.safetensors"
+    if weights.is_file() and is_exported(weights):
+        return
+    for name in ("config.yaml", "model.safetensors", "config.json", "README.md"):
+        if (folder / name).exists():
+            raise ValueError(
+                f"{folder / name}: exists and does not belong to an exported model; expected a new "
+                "folder, or an earlier export; choose another one"
+            )
+
+
+def is_exported(path: Path) -> bool:
+    """Returns True if a weights file is an exported model."""
+    return _KEY in read_header(path)
+
+
+def exported_recipe(path: Path) -> object:
+    """Returns the recipe of an exported model without reading its weights."""
+    return _parsed(read_header(path)[_KEY]).get("recipe")
+
+
+def read_exported(path: Path) -> Exported:
+    """Reads a file written by :func:`write_exported`."""
+    verify_tensors(path)
+    content = _parsed(read_header(path)[_KEY])
+    if content.get("format") != _FORMAT:
+        raise ValueError(
+            f"{path}: expected an exported model of format {_FORMAT}; got "
+            f"{shown(content.get('format'))}; {_ADVICE}, with this version of molflt"
+        )
+    for key, kind in _PARTS.items():
+        if not isinstance(content.get(key), kind):
+            raise ValueError(f"{path}: key {key}: got {shown(content.get(key))}; {_ADVICE}")
+    models = cast(list[object], content["models"])
+    if not models or not all(isinstance(options, dict) for options in models):
+        raise ValueError(f"{path}: key models: expected options; got {shown(models)}; {_ADVICE}")
+    copy = path.with_name("config.json")
+    copied = path.name == "model.safetensors" and copy.is_file()
+    if copied and _parsed(copy.read_text(encoding="utf-8", errors="replace")) != content:
+        raise ValueError(f"{copy}: expected a copy of the header of {path.name}; {_ADVICE}")
+    with safetensors.safe_open(path, framework="pt") as file:
+        weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    return Exported(content, weights)
+
+
+def _parsed(text: str) -> dict[str, object]:
+    """Parses a JSON object; returns an empty dictionary for any other text."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def build(path: Path, exported: Exported) -> list[nn.Module]:
+    """Builds the models of an exported file in evaluation mode; messages name `path`."""
+    content, weights = exported
+    members = cast(list[dict[str, Any]], content["models"])
+    make = Recipe.of({"recipe": content["recipe"]}).load("model")
+    models = []
+    for i, options in enumerate(members):
+        prefix = f"members.{i}." if len(members) > 1 else ""
+        own = {
+            name.removeprefix(prefix): tensor
+            for name, tensor in weights.items()
+            if name.startswith(prefix)
+        }
+        try:
+            model: nn.Module = make(**options)
+        except Exception as error:  # options of other versions can fail anywhere
+            reason = " ".join(str(error).split())[:300]
+            raise ValueError(f"{path}: key models: {reason}; {_ADVICE}") from None
+        check_weights(path, model, own)
+        model.load_state_dict(own)
+        models.append(model.eval())
+    return models

@@ -1,4 +1,4 @@
-"""Options of a run, and functions that read config.yaml."""
+"""Options of a run, and readers of config.yaml."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from jsonargparse import ArgumentParser, Namespace
 
 from molflt.files import shown
 from molflt.training.recipes import DEFAULT, RECIPES, Recipe
-from molflt.training.sources import HUB
 from molflt.training.trainer import STEPS, TrainerOptions
 
-__all__ = ["PARTS", "Config", "absolute", "add_options", "check_groups", "check_values"]
+__all__ = ["HUB", "PARTS", "Config", "absolute", "add_options", "check_groups", "check_values"]
 __all__ += ["defaults", "plain", "read_config", "read_yaml"]
 
 
 class Config(TypedDict):
-    """Content of config.yaml: arguments of the parts of a recipe."""
+    """Content of config.yaml: the options of a run."""
 
     run: str
     seed: int
@@ -34,6 +33,8 @@ class Config(TypedDict):
     trainer: dict[str, object]
 
 
+HUB = "hf:"
+"""Prefix of the names of repositories on the Hugging Face Hub."""
 PARTS = ("model", "data", "task", "trainer")
 """Groups of options."""
 
@@ -61,7 +62,10 @@ def add_options(parser: ArgumentParser, recipe: str) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of weights, batches and dropout")
     parser.add_argument(
-        "--recipe", type=Literal[*RECIPES], default=recipe, help="what to learn; see its --help"
+        "--recipe",
+        type=Literal[*RECIPES],
+        default=recipe,
+        help="what to train; --recipe NAME --help lists the options of a recipe",
     )
     parser.add_class_arguments(parts.load("model"), "model")
     parser.add_class_arguments(parts.load("data"), "data")
@@ -77,7 +81,7 @@ def defaults(recipe: str) -> dict[str, Any]:
 
 
 def check_values(parser: ArgumentParser, config: Namespace) -> None:
-    """Raises ValueError for values that jsonargparse accepts: null, and groups without keys."""
+    """Raises ValueError for a missing value; jsonargparse accepts null for any option."""
     for action in parser._actions:
         hint = getattr(action, "_typehint", None)
         optional = hint in (None, Any, object) or {NoneType, Any, object} & {*get_args(hint)}
@@ -113,13 +117,13 @@ def read_config(run: Path) -> Config:
         raise ValueError(f"{path}: {reason}; restore the file that training wrote") from None
     for key in ("config", "resume"):
         found.pop(key, None)
-    if found.trainer.max_steps is None:  # training writes a number
+    if found.trainer.max_steps is None:  # this configuration was not written by training
         found.trainer.max_steps = STEPS
     return cast(Config, plain(found.as_dict()))
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML loader that refuses repeated keys; PyYAML would keep only the last one."""
+    """Safe YAML loader that refuses repeated keys; PyYAML would use the last one."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         found = super().compose_mapping_node(anchor)
@@ -145,11 +149,11 @@ def read_yaml(path: Path) -> dict[str, object]:
 
 
 def absolute(value: object, folder: Path | None = None) -> object:
-    """Resolves all paths in a configuration; ``hf:OWNER/NAME`` is kept.
+    """Makes all paths in a configuration absolute, except ``hf:OWNER/NAME``.
 
     Args:
         value: a configuration or a part of it.
-        folder: folder of relative paths; by default the current one.
+        folder: folder that relative paths refer to; by default the current one.
     """
     if isinstance(value, Mapping):
         return {key: absolute(part, folder) for key, part in value.items()}

@@ -1,4 +1,4 @@
-"""Training loop that uses Lightning's Trainer, and its optional loggers."""
+"""Training loop based on Lightning's Trainer, with optional loggers."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ def fit(
             callbacks=_callbacks_of(task, folder, options),
         )
         last = None if folder.checkpoint is None else folder.last
-        # Lightning converts weights after it has restored and averaged them: with 64-true they
-        # would pass through float32
+        # Lightning converts weights after it has restored and averaged them, so float64 weights
+        # would be rounded to float32 first
         trainer.precision_plugin.convert_module(steps)
         try:
             trainer.fit(steps, _Loaders(data), ckpt_path=last, weights_only=True)
@@ -153,7 +153,7 @@ def _loggers(name: LoggerName, folder: RunFolder) -> Iterator[list[Logger]]:
     """Opens Lightning's logger; metrics.csv is written in any case, and csv needs no logger.
 
     A resumed run continues its logs. TensorBoard drops the steps that are repeated; Weights &
-    Biases identifies the run by a digest of its folder and start.
+    Biases identifies the run by a digest of its folder and its start time.
     """
     from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 

@@ -1,4 +1,4 @@
-"""Recipes: a model, data, a task and an evaluation for everything that can be trained."""
+"""Recipes: combinations of a model, data, a task and an evaluation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _Loaded = Callable[..., Any]
 
 
 class Recipe(NamedTuple):
-    """Parts of a recipe, given as ``module:name``; `load` imports one of them."""
+    """Parts of a recipe as ``module:name``; `load` imports a part."""
 
     model: str
     data: str

@@ -1,7 +1,8 @@
-"""Folder of a run: its lock, configuration, versions, weights and checkpoints."""
+"""Folder of a run: configuration, checkpoints, provenance and results; checks of resumed runs."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import json
@@ -11,9 +12,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TextIO, cast
+from typing import NamedTuple, TextIO, TypedDict, cast
 
 import torch
 import yaml
@@ -21,7 +21,15 @@ from torch import Tensor, nn
 
 from molflt.data.batches import Fingerprint
 from molflt.data.structures.domain import DOMAIN
-from molflt.files import append, clear_parts, read_json, shown, verify_tensors, write_atomically
+from molflt.files import (
+    append,
+    clear_parts,
+    read_header,
+    read_json,
+    shown,
+    verify_tensors,
+    write_atomically,
+)
 from molflt.lock import FolderLock
 from molflt.metrics import Metric
 from molflt.training.checkpoint import (
@@ -32,12 +40,12 @@ from molflt.training.checkpoint import (
     save_weights,
     write_checkpoint,
 )
-from molflt.training.config import Config, plain, read_config
-from molflt.training.outcome import draw_curve
-from molflt.training.resume import Provenance, check_config, check_stopped
+from molflt.training.config import Config, defaults, plain, read_config
 from molflt.version import __version__
 
-__all__ = ["INIT_RECORD", "KEPT", "RunFolder", "read_versions"]
+__all__ = ["INIT_RECORD", "KEPT", "Best", "Provenance", "RunFolder", "Stopped", "best_of"]
+__all__ += ["check_config", "check_stopped", "draw_curve", "duration", "outcome"]
+__all__ += ["read_provenance", "read_versions", "steps_of"]
 
 KEPT = (DOMAIN, "references.json", "vocabulary.json", "classes.json", "tokenizer.json")
 """Files needed to interpret the weights; a run has those of its recipe."""
@@ -51,14 +59,121 @@ _BUSY = (
 )
 
 
+class Stopped(TypedDict):
+    """State of a run that was ended by early stopping."""
+
+    step: int
+    since: int
+    """validations since the best one"""
+    metric: str
+    best: float
+    """best value of `metric`"""
+    best_step: int
+
+
+class Provenance(TypedDict, total=False):
+    """Information about a run, stored in its checkpoints under the key "molflt"."""
+
+    config: Config
+    data: Mapping[str, Fingerprint]
+    machine: Mapping[str, object]
+    stopped: Stopped
+    seconds: float
+    initial: object
+    """content of domain.json of the initial weights"""
+
+
+def read_provenance(run: Path) -> Provenance:
+    """Reads the provenance in last.ckpt; empty if missing or written by an earlier version."""
+    last = Path(run) / "checkpoints" / "last.ckpt"
+    return cast(Provenance, read_checkpoint(last).get("molflt", {}) if last.is_file() else {})
+
+
+# Options that do not affect the steps. Data are compared by content, and epochs by their steps.
+_FREE = {
+    "run",
+    "data.root",
+    "data.split_seed",
+    "data.test",
+    "data.train",
+    "data.train_labels",
+    "data.val",
+    "data.val_labels",
+    "data.vocabulary",
+    "data.workers",
+    "trainer.accelerator",
+    "trainer.checkpoint_every",
+    "trainer.log_every",
+    "trainer.logger",
+    "trainer.max_epochs",
+    "trainer.patience",
+}
+_STEPS, _EPOCHS = "trainer.max_steps", "trainer.max_epochs"
+
+
+def check_config(path: Path, was: Config, now: Config, done: int) -> None:
+    """Raises ValueError if a resumed run has options that would change its steps.
+
+    Options in `_FREE` may change. ``trainer.max_steps`` and ``trainer.max_epochs`` may be raised;
+    the schedule then follows the new number. Other changes are refused, including those of
+    `trainer.devices`, which multiplies the batch size.
+
+    Args:
+        path: config.yaml, for messages.
+        was: the configuration in the checkpoint.
+        now: the new configuration, config.yaml combined with the command line.
+        done: number of completed steps.
+    """
+    # older configurations lack options that were added later
+    old = dict(_flat(cast(Mapping[str, object], plain(defaults(now["recipe"])))))
+    old, new = {**old, **dict(_flat(was))}, dict(_flat(now))
+    steps = new[_STEPS]  # None if max_epochs is set; compared again when the data are known
+    if steps is not None and int(str(steps)) < max(done, int(str(old[_STEPS]))):
+        by = "" if new[_EPOCHS] is None else f" from {_EPOCHS}={new[_EPOCHS]}"
+        raise ValueError(
+            f"{path}: --resume can only raise {_STEPS}; it is {old[_STEPS]}, and {done} steps are "
+            f"done; got {steps}{by}"
+        )
+    wrong = [
+        f"{key} is {shown(old[key])}; got {shown(new[key])}"
+        for key in old.keys() & new.keys()
+        if key not in _FREE and key != _STEPS and old[key] != new[key]
+    ]
+    if wrong:
+        raise ValueError(
+            f"{path}: {', '.join(sorted(wrong))} with --resume; use the old value, or start a new "
+            "run"
+        )
+
+
+def check_stopped(path: Path, stop: Stopped | None, now: Config) -> None:
+    """Raises ValueError for a run ended by early stopping, unless patience was raised."""
+    patience = now["trainer"].get("patience")
+    if stop is not None and patience is not None and int(str(patience)) <= stop["since"]:
+        raise ValueError(
+            f"{path}: stopped early at step {stop['step']}, {stop['since']} validations after its "
+            f"best {stop['metric']}; expected --trainer.patience above {stop['since']}, or null, "
+            f"to resume; got {patience}"
+        )
+
+
+def _flat(config: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    """Yields the names of options, as on the command line, and their values."""
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            yield from ((f"{name}.{key}", part) for key, part in value.items())
+        else:
+            yield name, value
+
+
 class RunFolder:
-    """Reads and writes the folder of a run; only its first process writes.
+    """Reads and writes the folder of a run; only the first process of a training writes.
 
     Args:
         path: the folder.
 
     Attributes:
-        path: the folder, as given.
+        path: the folder.
         writes: True in the first process.
         provenance: information about the run, stored in its checkpoints.
         checkpoint: the checkpoint to resume from; None in a new run.
@@ -81,12 +196,12 @@ class RunFolder:
         """Path of the checkpoint from which to resume."""
         return self.path / "checkpoints" / "last.ckpt"
 
-    @contextmanager
+    @contextlib.contextmanager
     def held(self, resume: bool) -> Iterator[None]:
-        """Locks the folder; reads the checkpoint to `resume`, or checks that the folder is new."""
+        """Locks the folder; reads its checkpoint if `resume` is True, or checks that it is new."""
         if resume and not self.last.is_file():
             read_checkpoint(self.last)  # raises before a folder is created
-        with self._lock.held() if self.writes else nullcontext():
+        with self._lock.held() if self.writes else contextlib.nullcontext():
             if resume:
                 self.checkpoint = read_checkpoint(self.last)
             elif self.writes:
@@ -100,9 +215,9 @@ class RunFolder:
                 f"folder; resume it with --resume {shlex.quote(str(self.path))}, or choose "
                 "another --run"
             )
-        found = [*self.path.glob("checkpoints/*.safetensors")]  # of a run without last.ckpt
+        found = [*self.path.glob("checkpoints/*.safetensors")]  # left by a run without last.ckpt
         if not (self.path / _VERSIONS).exists():
-            found += self.path.glob("config.yaml")  # not of a run
+            found += self.path.glob("config.yaml")  # not written by a run
         if found:
             raise FileExistsError(
                 f"{found[0]}: exists, without a last.ckpt to resume from; expected an empty or new "
@@ -121,7 +236,7 @@ class RunFolder:
     def check_data(
         self, fingerprints: Mapping[str, Fingerprint], files: Mapping[str, bytes]
     ) -> None:
-        """Compares the data with those of the checkpoint; weights store digests of `files`."""
+        """Compares the data with those of the checkpoint, and keeps digests of `files`."""
         for use, old in self._was().get("data", {}).items():
             new = fingerprints.get(use, {})
             for key in old:
@@ -139,7 +254,7 @@ class RunFolder:
         return cast(Provenance, (self.checkpoint or {}).get("molflt", {}))
 
     def remember(self, domain: object) -> object:
-        """Stores domain.json of the initial weights; returns that of the checkpoint if resumed."""
+        """Stores and returns domain.json of the initial weights, from the checkpoint if resumed."""
         kept = domain if self.checkpoint is None else self._was().get("initial")
         if kept is not None:
             self.provenance["initial"] = kept
@@ -158,7 +273,7 @@ class RunFolder:
             self.save_weights("last", weights, {"step": self.checkpoint["global_step"]})
 
     def start_steps(self, machine: Mapping[str, object]) -> None:
-        """Starts the clock, stores properties that affect rounding, and prints their changes."""
+        """Starts the clock, stores what affects rounding on this machine, and prints changes."""
         self._begun = time.perf_counter()
         was = self._was().get("machine", {})
         differs = [
@@ -192,7 +307,7 @@ class RunFolder:
             path = self.path / name
             if self.checkpoint is not None and path.is_file() and path.read_bytes() != content:
                 raise ValueError(
-                    f"{path}: the data of this run have changed; expected the file of the run's "
+                    f"{path}: the data of this run have changed; expected the file written at its "
                     "start; restore the data, or start a new run"
                 )
             write_atomically(path, content)
@@ -228,10 +343,10 @@ class RunFolder:
         """Appends a row to metrics.csv."""
         if self.writes:
             self._expect_held()
-            append(self.path / "metrics.csv", row)  # on disk before any later checkpoint
+            append(self.path / "metrics.csv", row)  # is on disk before later checkpoints
 
     def draw_curve(self, metrics: Mapping[str, Metric], best: str) -> None:
-        """Draws curve.png if there are rows; a failure never hides a training error."""
+        """Draws curve.png if metrics.csv has rows; a failure never hides an error of training."""
         table, png = self.path / "metrics.csv", self.path / "curve.png"
         ending = sys.exception()
         try:
@@ -271,3 +386,81 @@ def _git_commit(root: Path = Path(__file__).parents[2]) -> str | None:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
+
+
+class Best(NamedTuple):
+    """The best validation of a run, whose weights are in best.safetensors."""
+
+    metric: str
+    """name in metrics.csv without ``val_``"""
+    value: float
+    step: int
+
+
+def best_of(run: Path) -> Best | None:
+    """Reads the best validation of a run from its weights; None if there was no validation."""
+    path = Path(run) / "checkpoints" / "best.safetensors"
+    if not path.is_file():
+        return None
+    name = next((name for name in read_header(path) if name.startswith("val_")), "val_")
+    return Best(name.removeprefix("val_"), _number(path, name), steps_of(run, "best"))
+
+
+def steps_of(run: Path, weights: str = "last") -> int:
+    """Reads the number of steps from the header of "last" or "best" weights; 0 if missing."""
+    path = Path(run) / "checkpoints" / f"{weights}.safetensors"
+    return int(_number(path, "step")) if path.is_file() else 0
+
+
+def _number(path: Path, key: str) -> float:
+    """Reads a finite number from the header of weights."""
+    header = read_header(path)
+    try:
+        number = float(header[key])
+        int(number)  # raises for NaN and infinity
+        return number
+    except (KeyError, ValueError, OverflowError):
+        raise ValueError(
+            f"{path}: expected weights with {key} in their header; got {shown(header.get(key))}; "
+            "restore the file, or start a new run"
+        ) from None
+
+
+def draw_curve(run: Path, file: Path, metrics: Mapping[str, Metric], measure: str) -> None:
+    """Plots metrics.csv of a run, and marks the validation of its best weights.
+
+    Args:
+        run: folder of the run.
+        file: file to write.
+        metrics: metrics of the task.
+        measure: metric whose best value is marked if there are no best weights.
+    """
+    from molflt.plots import training_curve
+
+    chosen = None
+    with contextlib.suppress(ValueError):  # reported when these weights are loaded
+        chosen = best_of(run)
+    metric, step = (measure, None) if chosen is None else (chosen.metric, chosen.step)
+    training_curve(Path(run) / "metrics.csv", file, metrics, metric, step)
+
+
+def duration(seconds: float) -> str:
+    """Formats a time as "7 s", "4 min 12 s" or "2 h 05 min"."""
+    whole = round(seconds)
+    minutes, hours = whole // 60, whole // 3600
+    if hours:
+        return f"{hours} h {minutes % 60:02d} min"
+    return f"{minutes} min {whole % 60:02d} s" if minutes else f"{whole} s"
+
+
+def outcome(run: Path, metrics: Mapping[str, Metric], steps: int, seconds: float) -> str:
+    """Returns the final message of a training run of `steps` steps in `seconds`."""
+    best = best_of(run)
+    known = "no validation with finite values"
+    if best is not None:
+        value = metrics[best.metric].shown(best.value)
+        known = f"best validation {value} at step {best.step:,}"
+    return (
+        f"{run}: {known}; {steps:,} steps, {duration(seconds)}; next: "
+        f"molflt evaluate {shlex.quote(str(run))}"
+    )

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from molflt.data.batches import BatchedData
+from molflt.training.limits import check_ranges
 
 __all__ = ["STEPS", "LoggerName", "TrainerOptions", "computes_on"]
 
 STEPS = 10_000
-"""Number of steps if neither steps nor epochs are given."""
+"""Default number of steps if neither max_steps nor max_epochs is set."""
 
 LoggerName = Literal["csv", "tensorboard", "wandb"]
 
@@ -22,27 +23,28 @@ class TrainerOptions:
     """Options of the training loop.
 
     Args:
-        max_steps: total number of optimizer steps; null: determined by max_epochs, or else 10,000.
-        max_epochs: total number of passes over the training data, an alternative to max_steps; it
-            is converted to steps, rounded up, and the learning rate schedule is based on these.
-        precision: number format of the computation.
+        max_steps: total number of optimizer steps; null uses max_epochs, or 10,000 steps if
+            max_epochs is also null.
+        max_epochs: total number of passes over the training data, as an alternative to max_steps.
+            It is converted to steps and rounded up; the learning rate schedule uses these steps.
+        precision: floating-point format of the computation.
         accelerator: where to compute; auto uses a CUDA GPU if there is one.
         devices: number of GPUs, or of processes on the CPU.
-        strategy: ddp, which trains on several devices, or auto, which uses ddp if necessary.
+        strategy: ddp (distributed training), or auto, which uses ddp for several devices.
         gradient_clip: maximum norm of the gradient; null for no limit.
         val_every: steps between validations; the last step is always followed by one.
         checkpoint_every: steps between checkpoints; one is also saved before each validation.
-        ema_decay: decay of the moving average of weights that is validated and kept; null for no
-            average. After max_steps steps, the initial weights still have the share
-            decay^max_steps.
+        ema_decay: decay of an exponential moving average of the weights. Validation uses the
+            averaged weights, and training saves them. null disables averaging. In the final
+            average, the initial weights have the coefficient decay^max_steps.
         log_every: steps between rows of metrics.csv.
-        num_sanity: number of validation batches to try before training.
-        accumulate: number of batches whose gradients are averaged for one step. This gives the step
-            of a larger batch with the memory of a small one.
+        num_sanity: number of validation batches to run before training, as a check.
+        accumulate: number of batches whose gradients are averaged for one step. A step then equals
+            that of a larger batch, but needs only the memory of one small batch.
         patience: number of validations without improvement after which training stops; null to
             never stop early.
-        logger: additional destination of the rows of metrics.csv: nothing (csv), TensorBoard files
-            in the run folder, or Weights & Biases.
+        logger: csv writes only metrics.csv; tensorboard also writes TensorBoard files to the run
+            folder; wandb also sends the rows to Weights & Biases.
     """
 
     max_steps: int | None = None
@@ -61,31 +63,31 @@ class TrainerOptions:
     patience: int | None = None
     logger: LoggerName = "csv"
 
+    def __post_init__(self) -> None:
+        check_ranges({f"trainer.{name}": value for name, value in vars(self).items()})
+
     def steps(self, data: BatchedData[Any]) -> int:
-        """Returns the total number of optimizer steps for data that have been set up."""
+        """Returns the total number of optimizer steps; `data` must be set up."""
         if self.max_epochs is None:
             return STEPS if self.max_steps is None else self.max_steps
         steps = -(-data.batches_in(self.max_epochs) // (self.devices * self.accumulate))
         if self.max_steps not in (None, steps):
             raise ValueError(
-                f"trainer.max_steps={self.max_steps} and trainer.max_epochs={self.max_epochs}, "
-                f"which is {steps} steps of these data; expected one of them; set the other to null"
+                f"trainer.max_epochs={self.max_epochs} equals {steps} steps of these data, but "
+                f"trainer.max_steps={self.max_steps}; set one of the two options to null"
             )
         return steps
 
     def check(self) -> None:
-        """Raises ValueError for options that conflict or exceed the available devices."""
+        """Raises ValueError for options that conflict or need more devices than are available."""
         if self.logger != "csv" and importlib.util.find_spec(self.logger) is None:
             raise ModuleNotFoundError(
-                f"trainer.logger={self.logger} needs the package {self.logger}; got none; pip "
-                f"install 'molflt[{self.logger}]', or use csv"
+                f"trainer.logger={self.logger}: the package {self.logger} is not installed; run "
+                f"pip install 'molflt[{self.logger}]', or use csv"
             )
         kind, most = computes_on(self.accelerator)
         if not most:
-            raise ValueError(
-                "trainer.accelerator=gpu; expected a GPU that torch can use; got none; use cpu or "
-                "auto"
-            )
+            raise ValueError("trainer.accelerator=gpu: torch does not find a GPU; use cpu or auto")
         if self.devices > most:
             raise ValueError(
                 f"trainer.devices must be at most {most}, the number of {kind}s of this machine; "
@@ -93,18 +95,18 @@ class TrainerOptions:
             )
         if self.precision == "16-mixed" and kind == "core":
             raise ValueError(
-                "trainer.precision=16-mixed needs a GPU; use bf16-mixed or 32-true on the CPU"
+                "trainer.precision=16-mixed needs a GPU; on the CPU, use bf16-mixed or 32-true"
             )
 
 
 def computes_on(accelerator: str) -> tuple[str, int]:
-    """Returns the kind of device, "GPU" or "core", and how many there are.
+    """Returns the kind of device, "GPU" or "core", and the number of these devices.
 
-    Apple GPUs are not counted because they lack float64, in which energies are summed.
+    Apple GPUs are not counted, because energies are summed in float64, which they do not support.
     """
     import torch
 
     gpus = torch.cuda.device_count()
     if accelerator == "gpu" or (accelerator == "auto" and gpus):
         return "GPU", gpus
-    return "core", max(2, os.cpu_count() or 1)  # a single core may run two processes for a trial
+    return "core", max(2, os.cpu_count() or 1)  # two processes may share one core, to try DDP

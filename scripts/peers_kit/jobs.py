@@ -25,7 +25,7 @@ from molflt.files import save_tensors, write_atomically
 from molflt.graph import EnergyRegressor
 from molflt.tasks.is2re import IS2RETask
 from molflt.training.config import plain
-from molflt.training.parser import build_parser
+from molflt.training.start import build_parser
 from peers_kit.models import FITS, NETS
 
 Job = dict[str, Any]  # everything that a result depends on; see `pool.job_of`

@@ -37,7 +37,7 @@ ROWS = [
     refused("train --model.heads many", "model.heads", "int", "many"),
     # ranges, also of other commands
     refused(f"{TRAIN} --model.dim=0", "model.dim", "[1, ", "0"),
-    refused(f"{TRAIN} --task.lr=.nan", "--task.lr", "float in (0, ", "nan"),
+    refused(f"{TRAIN} --task.lr=.nan", "task.lr", "float in (0, ", "nan"),
     # configurations
     with_config(b"\xff\xfe\x00", "c.yaml", "YAML"),
     with_config("model: !!python/object/apply:os.system [touch pwned]", "c.yaml", "YAML"),

@@ -15,7 +15,7 @@ OPTIONS: dict[str, Any] = {"dim": 16, "heads": 2, "layers": 1, "ffn_dim": 16}
 def exported(folder: Path, **changes: object) -> None:
     """Writes an exported model with random weights and other content."""
     from molflt.graph import EnergyRegressor
-    from molflt.training.exported import write_exported
+    from molflt.training.checkpoint import write_exported
 
     content = {"recipe": "is2re", "models": [OPTIONS], "files": {}, "task": {}, "results": {}}
     content |= {"about": None, "license": None, "datasets": []}

@@ -17,6 +17,7 @@ from molflt.tasks.masked import MaskedTask
 from molflt.tasks.optimizers import OptimizerTask, PopulationTask
 from molflt.tasks.potential import PotentialTask
 from molflt.training.checkpoint import read_checkpoint, write_checkpoint
+from molflt.training.trainer import TrainerOptions
 from refusals import Refusal, Refused, command
 
 Prepare = Callable[[Path], object]
@@ -173,6 +174,7 @@ TASKS: list[tuple[Callable[[], object], str, str, str]] = [
 ]
 
 ROWS = [
+    Refusal(lambda _: TrainerOptions(val_every=0), "trainer.val_every", "int in [1, 2e9]", "0"),
     *(Refusal(new(words, prepare), *rest, Refused) for words, prepare, *rest in NEW),
     *(Refusal(again(change, words), *rest, Refused) for words, change, *rest in AGAIN),
     *(Refusal(evaluated(change), *rest, Refused) for change, *rest in READ),

@@ -1,14 +1,12 @@
-"""Ranges of numeric options, as intervals: [0, 1) contains 0 but not 1.
-
-Constructors check their own arguments. These ranges catch typos in a command line or a
-configuration before anything is loaded or written.
-"""
+"""Ranges of numeric options, as intervals: [0, 1) contains 0 but not 1."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-__all__ = ["LIMITS", "outside"]
+from molflt.files import shown
+
+__all__ = ["LIMITS", "check_ranges", "outside"]
 
 _ANY = "(-1e15, 1e15)"  # range of options that are not listed
 _RANGES = {
@@ -57,8 +55,23 @@ _RANGES = {
 LIMITS = {name: interval for interval, names in _RANGES.items() for name in names.split()}
 
 
+def check_ranges(options: Mapping[str, object]) -> None:
+    """Raises ValueError for the first option with a number out of range.
+
+    The command line calls this function before anything is loaded or written. The constructors of
+    models, data and tasks also check their arguments.
+
+    Args:
+        options: values by name, such as "trainer.max_steps".
+    """
+    for key, value in options.items():
+        if interval := outside(key, value):
+            kind = type(value).__name__ if isinstance(value, int | float) else "numbers"
+            raise ValueError(f"{key}: expected {kind} in {interval}; got {shown(value)}")
+
+
 def outside(key: str, value: object) -> str | None:
-    """Returns the interval of an option if a number in its value lies outside, else None."""
+    """Returns the interval of an option if it does not contain a number in the value, else None."""
     interval = LIMITS.get(key, _ANY)
     low, high = (float(end) for end in interval[1:-1].split(","))
     for number in _numbers(value):

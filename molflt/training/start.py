@@ -1,0 +1,482 @@
+"""Start of a run: the command line of ``molflt train``, and initial weights (``--init``)."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import hashlib
+import itertools
+import json
+import os
+import re
+import sys
+import time
+import warnings
+from argparse import ArgumentError
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import safetensors
+from jsonargparse import ArgumentParser, Namespace
+from torch import Tensor, nn
+
+from molflt.data.structures.domain import DOMAIN, read_domain
+from molflt.data.text.tokenizer import TOKENIZER, Tokenizer, find_tokenizer
+from molflt.files import shown
+from molflt.shipped import find_config
+from molflt.training.checkpoint import (
+    check_unchanged,
+    expect_finite,
+    exported_recipe,
+    find,
+    find_weights,
+    is_exported,
+    is_packaged,
+    read_exported,
+    read_weights,
+)
+from molflt.training.config import absolute, add_options, check_groups, read_config, read_yaml
+from molflt.training.recipes import DEFAULT, Recipe
+from molflt.training.run_folder import INIT_RECORD, RunFolder
+
+__all__ = ["InitialWeights", "Initializer", "build_parser", "dated_run", "read_initial_weights"]
+__all__ += ["recipe_of"]
+
+_MASKED = "masked_language"  # recipe of published encoders
+_MOST = 8  # names per printed line; init.json has them all
+_SHARED = "MOLFLT_RUN"  # passes the name of the run to the other processes of a training
+_LONGEST = 60  # characters
+
+
+def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
+    """Returns the parser of ``molflt train`` with the groups model, data, task and trainer.
+
+    Args:
+        words: words of the command line; the recipe that they name determines the options.
+    """
+    parser = _TrainParser()
+    add_options(parser, _recipe_named(list(words)))
+    return parser
+
+
+def _recipe_named(words: list[str]) -> str:
+    """Returns the recipe that a command line, or a file on it, names."""
+    found = [DEFAULT, *_values_in("recipe", _values_of("--resume", words))]
+    for name in _inits(words):
+        with contextlib.suppress(ValueError, OSError):  # reported when the weights are read
+            weights, run = find_weights(name)
+            known = [recipe_of(weights)] if run is None else _values_in("recipe", [str(run)])
+            found += filter(None, known)
+    found += _values_in("recipe", _values_of("--config", words))
+    return [*found, *_values_of("--recipe", words)][-1]
+
+
+def _inits(words: list[str]) -> list[str]:
+    """Returns all values of init in configurations and on the command line."""
+    found = [*_values_in("init", _values_of("--config", words)), *_values_of("--init", words)]
+    return [] if found[-1:] == ["null"] else found
+
+
+def _values_in(key: str, files: Sequence[str]) -> list[str]:
+    """Returns the values of a key in YAML files and run folders; init and run become absolute."""
+    found = []
+    for name in files:
+        # errors are reported by the parser
+        with contextlib.suppress(OSError, ValueError):
+            path = Path(name, "config.yaml") if Path(name).is_dir() else find_config(name)
+            value = read_yaml(path).get(key)
+            if value is not None:
+                folder = path.absolute().parent
+                value = absolute(Path(str(value)), folder) if key in ("init", "run") else value
+                found.append(str(value))
+    return found
+
+
+class _TrainParser(ArgumentParser):
+    """Parser with defaults from the run of ``--resume``, or defaults of the model from ``--init``.
+
+    Shipped configurations are found by name. Paths in a configuration are relative to its file;
+    paths on the command line are relative to the current folder.
+    """
+
+    def parse_args(self, args: Sequence[str] | None = None) -> Namespace:  # type: ignore[override]
+        words = list(sys.argv[1:] if args is None else args)
+        runs, files = _values_of("--resume", words), _values_of("--config", words)
+        words = _with_files(words)
+        if runs:
+            self._resume(runs[-1], words, files)
+        elif starts := _inits(words):
+            self._take_model_of(starts[-1], _recipe_named(words))
+        config = super().parse_args(words)
+        for key in ("config", "__default_config__"):
+            config.pop(key, None)
+        _let_words_decide(config, words)
+        if runs:
+            config.run = Path(runs[-1])
+        elif config.run is None:
+            config.run = dated_run("-".join(Path(file).stem for file in files) or config.recipe)
+        elif (config.run / "config.yaml").resolve() in [Path(file).resolve() for file in files]:
+            raise ValueError(
+                f"--run {config.run}: its config.yaml is given as --config and would be "
+                "overwritten; expected another folder; choose another --run"
+            )
+        return config
+
+    def _resume(self, run: str, words: list[str], files: list[str]) -> None:
+        """Takes the defaults from the configuration of a run."""
+        read_config(Path(run))  # raises if it is damaged
+        # these are glob patterns, and ~ is expanded: escape both
+        self.default_config_files = [glob.escape(str(Path(run, "config.yaml").absolute()))]
+        if starts := _values_of("--init", words):
+            raise ValueError(
+                f"--init {starts[-1]} with --resume {run}: a resumed run already has weights; "
+                "remove one of the two"
+            )
+        own = Path(run).resolve()
+        # the key run in the file of a moved run is outdated
+        others = [file for file in files if Path(file).resolve() != own / "config.yaml"]
+        given = [*_values_in("run", others), *_values_of("--run", words)]
+        if given and Path(given[-1]).resolve() != own:
+            raise ValueError(
+                f"--run {given[-1]} with --resume {run}: a run is resumed in its own folder; "
+                "remove run, or start a new run from its weights with --init"
+            )
+
+    def _take_model_of(self, init: str, recipe: str) -> None:
+        """Sets the defaults of the model to the options of the initial weights."""
+        source = read_initial_weights(init)
+        related = source.recipe in Recipe.of({"recipe": recipe}).relatives
+        if source.recipe not in (None, recipe) and not related:
+            raise ValueError(
+                f"--init {init}: expected weights of recipe {recipe}, which this run trains; got "
+                f"recipe {source.recipe}; use other weights"
+            )
+        known = {action.dest for action in self._actions}
+        taken = {}
+        for name, value in source.options.items():
+            if f"model.{name}" in known:
+                taken[f"model.{name}"] = value
+            elif not related:
+                raise ValueError(
+                    f"{source.path}: its model has the option {shown(name)}, which models of "
+                    f"recipe {recipe} do not have; use weights of the same recipe"
+                )
+        if "data.tokenizer" in known and source.files is not None and TOKENIZER in source.files:
+            taken["data.tokenizer"] = _tokenizer_of(source.path)
+        self.set_defaults(taken)
+
+    def parse_path(self, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Namespace:
+        check_groups(Path(path), read_yaml(Path(path)))
+        try:
+            found = super().parse_path(path, *args, **kwargs)
+        except ArgumentError as error:
+            raise ArgumentError(None, f"{path}: {error}") from None
+        known = {action.dest for action in self._actions}
+        for name, value in vars(found.as_flat()).items():
+            if name not in known or (name == "resume" and value is not None):
+                raise ArgumentError(None, f"{path}: unknown key {name!r}")
+            found[name] = absolute(value, Path(path).absolute().parent)
+        return found
+
+
+def _let_words_decide(config: Namespace, words: list[str]) -> None:
+    """Removes max_steps of a file if the command line sets max_epochs, and vice versa."""
+    both = ("max_steps", "max_epochs")
+    given = [key for key in both if {*_values_of(f"--trainer.{key}", words)} - {"null"}]
+    if len(given) == 1:
+        config.trainer[both[1 - both.index(given[0])]] = None
+
+
+def _tokenizer_of(weights: Path) -> Path | None:
+    """Returns the folder that holds the tokenizer of a weights file or of its run."""
+    folder = weights.absolute().parent
+    above = folder.parent if folder.name == "checkpoints" else folder
+    return above if (above / TOKENIZER).is_file() or (above / "config.json").is_file() else None
+
+
+def _with_files(words: Sequence[str]) -> list[str]:
+    """Replaces names of shipped configurations and models with the paths of their files."""
+    named: dict[str, Callable[[str], object]] = {
+        "--config": find_config,
+        "--init": lambda name: find(name) if is_packaged(name) else name,
+    }
+    out: list[str] = []
+    for word in words:
+        option, _, value = word.partition("=")
+        if out and out[-1] in named:
+            option, value = out.pop(), word
+        out.append(f"{option}={named[option](value)}" if option in named and value else word)
+    return out
+
+
+def _values_of(option: str, words: list[str]) -> list[str]:
+    """Returns all values of an option on the command line."""
+    values = [value for word, value in itertools.pairwise(words) if word == option]
+    return values + [w.partition("=")[2] for w in words if w.startswith(f"{option}=")]
+
+
+def dated_run(name: str, folder: Path = Path("runs")) -> Path:
+    """Returns a folder that does not exist yet, such as ``runs/2026-11-22-demo``.
+
+    All processes of a training run get the same folder.
+
+    Args:
+        name: name of the training run, such as that of its configuration.
+        folder: folder that holds all runs.
+    """
+    if "LOCAL_RANK" in os.environ:
+        if _SHARED not in os.environ:
+            raise ValueError("--run: expected a folder, the same for all processes; got none")
+        return Path(os.environ[_SHARED])
+    stem = f"{time.strftime('%Y-%m-%d')}-{re.sub(r'[^A-Za-z0-9._+-]+', '-', name)[:_LONGEST]}"
+    names = itertools.chain([stem], (f"{stem}-{count}" for count in itertools.count(2)))
+    run = next(folder / each for each in names if not os.path.lexists(folder / each))
+    os.environ[_SHARED] = str(run)
+    return run
+
+
+class InitialWeights(NamedTuple):
+    """Weights named by ``--init``, and information about their model and data."""
+
+    path: Path
+    sha256: str
+    """SHA-256 digest of the file"""
+    recipe: str | None
+    """None for a file that only holds weights"""
+    options: dict[str, object]
+    """arguments of the model"""
+    files: dict[str, object] | None
+    """SHA-256 digests of files that describe the training data, by name; for an export, their JSON
+    content; None if unknown"""
+    weights: dict[str, Tensor]
+    domain: object
+    """content of domain.json; None if there is no such file"""
+
+
+def recipe_of(weights: Path) -> str | None:
+    """Returns the recipe of a weights file outside a run from its header; None if unknown."""
+    if is_exported(weights):
+        recipe = exported_recipe(weights)
+        return recipe if isinstance(recipe, str) else None
+    from molflt.sequence.published import is_transformers
+
+    with safetensors.safe_open(weights, framework="pt") as file:
+        return _MASKED if is_transformers(dict.fromkeys(file.keys())) else None
+
+
+def read_initial_weights(name: str) -> InitialWeights:
+    """Reads the weights that `--init` names."""
+    path, run = find_weights(name)
+    recipe: str | None = None
+    domain: object = None
+    files: dict[str, object] | None
+    if path.is_file() and is_exported(path):
+        content, weights = read_exported(path)
+        models = cast(list[dict[str, object]], content["models"])
+        files = cast(dict[str, object], content["files"])
+        if len(models) > 1:
+            raise ValueError(
+                f"--init {path}: an ensemble of {len(models)} models; expected one; use the run or "
+                "export of one member"
+            )
+        recipe, options, domain = str(content["recipe"]), models[0], files.get(DOMAIN)
+    else:
+        weights, options, files = read_weights(path)
+        if run is None and (recipe := recipe_of(path)) is not None:
+            weights, options, files = _of_transformers(path, weights)
+    if run is not None:
+        config = read_config(run)
+        recipe, options = config["recipe"], {**config["model"], **options}
+        check_unchanged(run / DOMAIN, path, files or {})
+        domain = read_domain(run / DOMAIN)
+    for key, tensor in weights.items():
+        expect_finite(path, key, tensor)
+    with open(path, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return InitialWeights(path, digest, recipe, options, files, weights, domain)
+
+
+def _of_transformers(
+    path: Path, published: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, object], dict[str, object] | None]:
+    """Converts the weights, options and tokenizer of a BERT or FNet model from transformers."""
+    from molflt.sequence.published import options_of, renamed
+
+    weights, config_file = renamed(published), path.with_name("config.json")
+    try:
+        config = json.loads(config_file.read_bytes()) if config_file.is_file() else {}
+        options = options_of(weights, config)
+    except (ValueError, KeyError, AttributeError, RecursionError) as error:
+        raise ValueError(
+            f"{path}: expected a complete BERT or FNet model from transformers; "
+            f"{shown(str(error))}; download its files again"
+        ) from None
+    if not path.with_name(TOKENIZER).is_file():
+        return weights, options, None
+    tokenizer = Tokenizer.from_json(*find_tokenizer(path.with_name(TOKENIZER)))
+    return weights, options, {TOKENIZER: json.loads(tokenizer.to_json())}
+
+
+class _Transfer(NamedTuple):
+    """Tensors grouped by the way in which they are initialized."""
+
+    loaded: dict[str, Tensor]
+    new: dict[str, str]
+    """why each of these tensors keeps its random values, by name"""
+    of_data: tuple[str, ...]
+    """buffers computed from the new data"""
+    left_over: dict[str, Tensor]
+    """tensors of the source that the model does not have"""
+
+
+class Initializer:
+    """Loads initial weights into a new run; does nothing without `init` or in a resumed run.
+
+    Args:
+        folder: the run folder.
+        init: name of the weights; see `molflt.training.checkpoint.find_weights`.
+
+    Attributes:
+        options: arguments of the source's model.
+    """
+
+    def __init__(self, folder: RunFolder, init: object) -> None:
+        self.folder = folder
+        self.name = str(init)
+        unused = init is None or folder.checkpoint is not None
+        self._source = None if unused else read_initial_weights(self.name)
+        self.options = {} if self._source is None else self._source.options
+        self._done: _Transfer | None = None
+
+    def domain(self) -> tuple[str, object] | None:
+        """Returns a name for messages and the content of the source's domain.json.
+
+        A resumed run takes the content from its checkpoint. Returns None if there is no such file.
+        """
+        source = self._source
+        found = self.folder.remember(None if source is None else source.domain)
+        name = f"--init {self.name}: {DOMAIN}" if source else f"{self.folder.last}: initial"
+        return None if found is None else (name, found)
+
+    def load(self, model: nn.Module, files: Mapping[str, bytes]) -> None:
+        """Loads all tensors that fit; warns if the domain of the source is unknown."""
+        if self._source is None:
+            return
+        self._done = _transfer(self._source, model, files)
+        if DOMAIN in files and self._source.domain is None:
+            warnings.warn(
+                f"--init {self.name} has no {DOMAIN}, so the training data of these weights are "
+                "unknown; predictions will be compared only with the new data",
+                stacklevel=2,
+            )
+
+    def files(self, model: nn.Module) -> dict[str, bytes]:
+        """Returns init.json as a dictionary of its name and content; empty without `init`."""
+        source, done = self._source, self._done
+        if source is None or done is None:
+            return {}
+        shapes = {key: list(tensor.shape) for key, tensor in model.state_dict().items()}
+        content = {
+            "source": self.name,
+            "weights": str(source.path),
+            "sha256": source.sha256,
+            "recipe": source.recipe,
+            "loaded": {key: shapes[key] for key in done.loaded},
+            "new": {key: {"shape": shapes[key], "why": why} for key, why in done.new.items()},
+            "of_data": list(done.of_data),
+            "left_over": {key: list(tensor.shape) for key, tensor in done.left_over.items()},
+        }
+        return {INIT_RECORD: (json.dumps(content, indent=1) + "\n").encode()}
+
+    def say(self, model: nn.Module, options: Mapping[str, object]) -> None:
+        """Prints which tensors were loaded, are new, or were not used."""
+        source, done = self._source, self._done
+        if source is None or done is None:
+            return
+        own = model.state_dict()
+        frozen = [n for n, p in model.named_parameters() if n in done.new and not p.requires_grad]
+        rows = {
+            "loaded": [f"{len(done.loaded)} of {len(own)} tensors"],
+            "new": [f"{name} {tuple(own[name].shape)}, {why}" for name, why in done.new.items()],
+            "random and frozen": frozen,
+            "of data": [
+                _change(name, own[name], source.weights.get(name)) for name in done.of_data
+            ],
+            "left over": [f"{name} {tuple(x.shape)}" for name, x in done.left_over.items()],
+            "differs": [
+                f"{name} {shown(options[name])}, {shown(was)} in the source"
+                for name, was in source.options.items()
+                if name in options and options[name] != was
+            ],
+        }
+        lines = [f"{name}: {_listed(items)}" for name, items in rows.items() if items]
+        start = f"{self.folder.path}: starts from {source.path} (sha256 {source.sha256[:12]})"
+        self.folder.say("\n  ".join([start, *lines]))
+
+
+def _transfer(source: InitialWeights, model: nn.Module, files: Mapping[str, bytes]) -> _Transfer:
+    """Loads the tensors whose name and shape match, except those that depend on the data.
+
+    The model's `of_data` lists prefixes of names. Buffers with such a prefix, such as the
+    normalizer, are never loaded. Parameters with such a prefix, such as the logits of classes, are
+    loaded only if the files of the data (vocabulary, classes) are the same; if `of_data` lists
+    prefixes for each file, only that file is compared. All other buffers are loaded. These are the
+    random features that the weights were trained with, and records of the training data, such as
+    its elements, which the new training extends. The model's `seen_by` names a weight for each
+    record; the record is not loaded if this weight is new.
+    """
+    own, buffers = model.state_dict(), dict(model.named_buffers())
+    named = getattr(model, "of_data", ())
+    file_of: dict[str, str | None] = dict.fromkeys(named)  # None stands for any file
+    if isinstance(named, Mapping):
+        file_of = {prefix: file for file, prefixes in named.items() for prefix in prefixes}
+    was = source.files
+    changed = [n for n in files if was is not None and not _is_same(was.get(n), files[n])]
+    loaded, new, of_data = {}, {}, []
+    for name, tensor in own.items():
+        found = source.weights.get(name)
+        needed = [file for prefix, file in file_of.items() if name.startswith(prefix)]
+        if needed and name in buffers:
+            of_data.append(name)
+        elif found is None:
+            new[name] = "not in the source"
+        elif found.shape != tensor.shape:
+            new[name] = f"{tuple(found.shape)} in the source"
+        elif other := [file for file in changed if needed and {None, file} & {*needed}]:
+            new[name] = f"trained with another {other[0]}"
+        else:
+            loaded[name] = found
+    for buffer, weight in getattr(model, "seen_by", {}).items():
+        if buffer in loaded and weight not in loaded:
+            del loaded[buffer]
+            new[buffer] = f"{weight} is new"
+    if not any(name not in buffers for name in loaded):
+        raise ValueError(
+            f"{source.path}: none of its {len(source.weights)} tensors matches the name and shape "
+            f"of a tensor of this model; got {_listed(list(source.weights))}; omit the model's "
+            "options to use those of the source"
+        )
+    kept = {name: own[name] for name in of_data}  # load_state_dict would reset missing buffers
+    model.load_state_dict(kept | loaded, strict=False)
+    left = {name: tensor for name, tensor in source.weights.items() if name not in own}
+    return _Transfer(loaded, new, tuple(of_data), left)
+
+
+def _is_same(kept: object, content: bytes) -> bool:
+    """Returns True if a data file equals that of the source, a digest or parsed JSON."""
+    if isinstance(kept, str):
+        return kept == hashlib.sha256(content).hexdigest()
+    return kept is not None and kept == json.loads(content)
+
+
+def _change(name: str, now: Tensor, was: Tensor | None) -> str:
+    """Names a buffer of the new data, with both values if it is a number."""
+    if was is None or now.numel() != 1 or was.numel() != 1:
+        return name
+    return f"{name} {float(now):.6g}, {float(was):.6g} in the source"
+
+
+def _listed(names: list[str]) -> str:
+    more = [f"and {len(names) - _MOST} more"] if len(names) > _MOST else []
+    return "; ".join([*names[:_MOST], *more])
