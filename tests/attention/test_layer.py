@@ -206,6 +206,8 @@ def test_masked_copies_and_contexts_may_hold_anything(mixing):
     clean = x.nan_to_num(0.0)
     found = [attention(y, key_index=index, key_mask=mask)[:, :4] for y in (x, clean)]
     torch.testing.assert_close(*found)
+    (slope,) = torch.autograd.grad(found[0].square().sum(), attention.to_query.weight)
+    assert slope.isfinite().all()
     context[:, 3:] = torch.inf
     kept = torch.tensor([[True, True, True, False]])
     found = attention(clean, context=context, key_mask=kept)

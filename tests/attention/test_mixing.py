@@ -6,6 +6,7 @@ import torch
 from contract import EXACT, HEADS, Combination
 
 from molflt.attention import FEATURE_MAPS, Attention, Features, make_position
+from molflt.attention.decoder import CrossAttention
 from molflt.attention.mixing import chunked
 from molflt.attention.mixing.causal import causal_linear
 from molflt.attention.mixing.forms import linear, quadratic
@@ -242,6 +243,9 @@ def test_floor_is_that_of_the_sum_in_every_form(feature_map, monkeypatch):
         torch.testing.assert_close(attention(x), expected, **EXACT)
         out = attention(padded, key_mask=mask)[:, :TOKENS]
         torch.testing.assert_close(out, expected, **EXACT)
+    cross = CrossAttention(DIM, HEADS, feature_map=feature_map, floor=floor).double()
+    cross.load_state_dict(linear.state_dict())
+    torch.testing.assert_close(cross.recall(x, cross.remember(x)), expected, **EXACT)
     monkeypatch.setattr(chunked, "_LONG", 0)
     monkeypatch.setattr(chunked, "_LEAST", 5)
     monkeypatch.setattr(chunked, "_AT_ONCE", 1)

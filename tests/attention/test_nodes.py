@@ -14,7 +14,11 @@ from molflt.attention.nodes.random import GaussianNodes
 from molflt.attention.nodes.reciprocal import reciprocal_nodes
 from molflt.attention.nodes.shells import _DEGREES, ShellNodes, _directions
 from molflt.attention.nodes.suggest import suggest_nodes
-from molflt.attention.positions.spectral import GraphNodes, SpectralPosition
+from molflt.attention.positions.spectral import (
+    FrequencyProjection,
+    GraphNodes,
+    SpectralPosition,
+)
 from molflt.attention.spectra.base import Spectrum
 from molflt.attention.spectra.gaussian import GaussianBasis
 from molflt.attention.spectra.shell_weights import ShellWeights
@@ -281,6 +285,15 @@ def test_positive_taper_keeps_positive():
     )
     assert step[0].min() < -0.05 * step[0, 0]
     assert 0 < positive[0].min() < 1e-4 * positive[0, 0]  # with a kink in the taper: 6e-4
+
+
+def test_rows_of_frequencies_are_independent_normal_variables():
+    """One at the origin, whose sin is 0, and two for the cos and sin of other nodes."""
+    torch.manual_seed(0)
+    xi = torch.tensor([[[0.0, 0, 0], [0.1, 0, 0], [0.05, 0.2, -0.1]]])
+    rows = FrequencyProjection(1, 40_000).rows(xi)[0, 0]
+    expected = torch.tensor([1.0, 1, 1, 0, 1, 1]).diag()
+    assert (rows @ rows.T / rows.shape[1] - expected).abs().max() < 0.03  # 4 standard errors
 
 
 def test_extent():

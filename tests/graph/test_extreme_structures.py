@@ -14,6 +14,7 @@ from torch import Tensor
 from torch_geometric.data import Batch, Data
 
 from molflt.atoms import reduced_cell
+from molflt.attention.numerics import fade
 from molflt.graph import EnergyRegressor, Potential
 from molflt.graph import long_range as long_range_module
 from molflt.graph.geometry import Geometry
@@ -48,14 +49,15 @@ OPTIONS = [
 def test_skewed_cells_give_the_same_numbers(options, pbc):
     if not all(pbc) and options.get("long_range") == [1, 6]:
         options = {**options, "long_range": [1]}
-    model = potential(**options)
+    model, cells = potential(**options), [-CELL]  # left-handed
     expected = model(batch(POS, pbc=pbc))
     for k, (i, j) in itertools.product((1, 100, -100), ((0, 2), (2, 0))):
-        skewed = CELL.clone()
-        skewed[i] += k * CELL[j]
-        found = model(batch(POS, skewed, pbc=pbc))
+        cells.append(CELL.clone())
+        cells[-1][i] += k * CELL[j]
+    for cell in cells:
+        found = model(batch(POS, cell, pbc=pbc))
         for name in ("energy", "forces", "stress") if all(pbc) else ("energy", "forces"):
-            assert float((found[name] - expected[name]).abs().max()) < 1e-10, (k, name)
+            assert float((found[name] - expected[name]).abs().max()) < 1e-10, (cell, name)
 
 
 def test_reduction_is_unimodular_and_that_of_ase():
@@ -103,6 +105,17 @@ def test_softening_ends_at_a_tenth_of_an_angstrom():
     near = torch.linspace(0, 0.0099, 20, dtype=torch.float64, requires_grad=True)
     assert softened(near).diff().min() > 0 and softened(near).min() > 0.003
     assert torch.autograd.gradgradcheck(softened, (near[1:].detach().requires_grad_(),))
+
+
+def test_fading_has_two_continuous_derivatives():
+    ends = torch.tensor([1e-6, 1 - 1e-6], dtype=torch.float64, requires_grad=True)
+    found = fade(ends)
+    assert (found - torch.tensor([1.0, 0.0])).abs().max() < 1e-15
+    (slope,) = torch.autograd.grad(found.sum(), ends, create_graph=True)
+    (curvature,) = torch.autograd.grad(slope.sum(), ends)
+    assert slope.abs().max() < 1e-10 and curvature.abs().max() < 1e-4
+    inside = torch.linspace(0.1, 0.9, 9, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(fade, (inside,)) and fade(inside).diff().max() < 0
 
 
 @pytest.mark.parametrize("options", OPTIONS)

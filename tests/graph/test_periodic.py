@@ -37,7 +37,7 @@ from molflt.graph.dense import DenseAtoms
 from molflt.graph.geometry import Geometry
 from molflt.graph.mesh import use_mesh_
 from molflt.graph.neighbors import neighbor_list
-from molflt.graph.periodic import PERIODIC, Images
+from molflt.graph.periodic import PERIODIC, Images, make_periodic
 from molflt.graph.transforms import PBCRadiusGraph
 
 CUTOFF = 8.0
@@ -371,6 +371,9 @@ def test_auto_chooses_by_each_graph(monkeypatch):
     close([energies("auto", None, 0, 1, 2)], [mixed])
     close([energies("auto", None, i)[0] for i in range(3)], list(mixed))
     close([energies("auto", None, 2, 0)], [mixed[[2, 0]]])
+    geometry = Geometry.of_data(Batch.from_data_list(graphs))
+    assert make_periodic("auto").on_mesh(geometry).tolist() == [True, False, True]
+    assert make_periodic("auto", max_frequency=0.05).on_mesh(geometry) is None  # few nodes
 
 
 @pytest.mark.parametrize("near", [None, 3.0])

@@ -18,7 +18,7 @@ import molflt
 from molflt.atoms import Tag
 from molflt.graph import long_range
 from molflt.graph.geometry import Geometry
-from molflt.graph.long_range import COULOMB, LongRange, inverse_power_sums
+from molflt.graph.long_range import COULOMB, ChargeShare, LongRange, inverse_power_sums
 from molflt.graph.neighbors import neighbor_list
 from molflt.graph.periodic import Reciprocal
 from molflt.graph.potential import Potential
@@ -211,9 +211,10 @@ def exact(monkeypatch):
     monkeypatch.setattr(long_range, "_APART", 6.5)
 
 
-def skewed(height: float = 0.0, pbc=(True, True, False)) -> Atoms:
+def skewed(height: float = 0.0, pbc=(True, True, False), stretch: float = 1.0) -> Atoms:
     """Four atoms on a skewed plane."""
-    places = [[0, 0, 0], [2.0, 2.1, 0.4], [2.2, 0.1, 3.0], [0.1, 1.9, 4.1]]
+    places = np.array([[0, 0, 0], [2.0, 2.1, 0.4], [2.2, 0.1, 3.0], [0.1, 1.9, 4.1]])
+    places[:, 2] *= stretch
     cell = [[4.0, 0.3, 0], [0.2, 4.2, 0], [0, 0, height]]
     return Atoms("NaClNaCl", places, cell=cell, pbc=pbc)
 
@@ -268,14 +269,16 @@ def test_the_split_does_not_matter(power, exact):
         torch.testing.assert_close(a, b, rtol=0, atol=2e-10)
 
 
+@pytest.mark.parametrize("stretch", [1.0, 8.0])
 @pytest.mark.parametrize("charges", [[0.7, -0.4, -0.5, 0.2], [0.7, 0.4, 0.5, -0.2]])
-def test_a_slab_is_its_crystal_with_the_dipole_term(charges, exact):
-    """J. Chem. Phys. 131, 094107 (2009), also of net charges; with gradients."""
-    height, q = 30.0, torch.tensor(charges)
-    found = derivatives(skewed(), charges, 1, cutoff=7.0)
-    expected = derivatives(skewed(height, True), charges, 1, cutoff=7.0)
-    pos = torch.tensor(skewed().positions, requires_grad=True)
-    cell = torch.tensor(skewed().cell.array, requires_grad=True)
+def test_a_slab_is_its_crystal_with_the_dipole_term(charges, stretch, exact):
+    """J. Chem. Phys. 131, 094107 (2009), also of net charges and thick slabs; with gradients."""
+    height, q = 30.0 * (1 + stretch / 8), torch.tensor(charges)
+    slab = skewed(stretch=stretch)
+    found = derivatives(slab, charges, 1, cutoff=7.0)
+    expected = derivatives(skewed(height, True, stretch), charges, 1, cutoff=7.0)
+    pos = torch.tensor(slab.positions, requires_grad=True)
+    cell = torch.tensor(slab.cell.array, requires_grad=True)
     area, z = torch.linalg.cross(cell[0], cell[1]).norm(), pos[:, 2]
     dipole = (q * z).sum() ** 2 - q.sum() * (q * z**2).sum() - q.sum() ** 2 * height**2 / 12
     term = 2 * math.pi / (area * height) * dipole
@@ -421,6 +424,15 @@ def test_parts_of_an_energy():
     atoms.calc = molflt.Calculator(model)
     total = atoms.get_potential_energy()
     assert total == pytest.approx(sum(atoms.calc.results[f"energy_{name}"] for name in found))
+
+
+def test_cations_and_anions_have_their_own_shares():
+    share, h = ChargeShare(3), torch.randn(5, 3)
+    atoms = Geometry.of(torch.zeros(5, 3), torch.tensor([0, 0, 0, 1, 1]))
+    found = share(h, atoms._replace(charge=torch.tensor([2.0, -1.0])))
+    cation, anion = (1 + h @ share.score.weight.T).clamp(min=0).pow(4).T
+    expected = 2 * cation[:3] / cation[:3].sum(), -anion[3:] / anion[3:].sum()
+    torch.testing.assert_close(found, torch.cat(expected), rtol=0, atol=1e-9)
 
 
 def test_charges_dipoles_and_forces_of_ions():

@@ -180,12 +180,26 @@ def test_periodic_images_equal_brute_force():
             np.testing.assert_allclose(point, other, atol=1e-9)
 
 
+def test_the_near_field_has_its_own_neighbors():
+    """The cutoff of the position head does not change energies."""
+    options = {"near_field": 5.0, "readout": "all"}
+    nets = (model(**options, neighbor_cutoff=cutoff) for cutoff in (4.0, 5.0, 6.0))
+    first, *others = (predict(net, STRUCTURES[2:])["energy"] for net in nets)
+    for energy in others:
+        torch.testing.assert_close(energy, first, **EXACT)
+
+
 def test_structures_without_tags_are_refused_or_sum_over_all_atoms():
     net = model(readout="all")
     untagged = structure(6, 6, tags=False)
     with pytest.warns(UserWarning, match="atom with tag > 0"):
         energy = predict(net, [untagged, STRUCTURES[2]])["energy"]
     assert abs(energy[0] - net.energy_mean) > 1e-6  # not an empty sum
+    geometry, h = Geometry.of_data(Batch.from_data_list([untagged])), torch.randn(6, 16).double()
+    with pytest.warns(UserWarning, match="atom with tag > 0"):
+        found = net.readout(h, geometry)[0]
+    surface = geometry._replace(tags=torch.ones_like(geometry.tags))
+    torch.testing.assert_close(found, net.readout(h, surface)[0], **EXACT)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         predict(net, STRUCTURES[:1])
@@ -250,6 +264,7 @@ def test_energies_are_in_eV_and_float64():
     """C60 of -61,784 eV: with references in float32 it was 31 meV off."""
     net, batch = model(), Batch.from_data_list(STRUCTURES)
     net.element_energies += -1029.8123456789
+    net.energy_mean -= 61784.123456789
     exact = net(batch)["energy"]
     found = net.float()
     assert found.element_energies.dtype == found.energy_std.dtype == torch.float64
