@@ -266,7 +266,7 @@ def test_structures_without_tags_are_refused_unless_forced(run, tmp_path, capsys
     told = error_of(capsys, *words)
     assert "no tags" in told and "--tags guess" in told and "--force" in told and not out.exists()
     assert main([*words, "--force", "true"]) == 0
-    assert "no tags, which training had (2 structures)" in capsys.readouterr().err
+    assert "no tags, unlike the training data (2 structures)" in capsys.readouterr().err
     assert [row["outside"].startswith("no tags") for row in table(out)] == [True, True, False]
     assert main([*words, "--skip_bad", "true"]) == 0
     assert [row["index"] for row in table(out)] == ["2"]

@@ -222,7 +222,7 @@ def test_the_energy_is_the_entry_that_is_named(tmp_path, capsys) -> None:
         assert dataset.for_potentials == ["forces"]
     words = [str(tmp_path / "a.extxyz"), "--energy_key", "dft_energy"]
     assert main(["data", "convert", *words[:1], str(tmp_path / "a.safetensors"), *words[1:]]) == 0
-    assert "labels that are there and not used: energy, REF_energy" in capsys.readouterr().out
+    assert "unused labels: energy, REF_energy" in capsys.readouterr().out
     assert open_dataset(tmp_path / "a.safetensors").y_relaxed.tolist() == [-7.0, -8.0, -9.0]
     assert main(["data", "inspect", *words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

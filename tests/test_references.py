@@ -161,7 +161,7 @@ def test_a_resumed_run_keeps_its_references(run, tmp_path, capsys) -> None:
 
 def test_total_energies_require_references(data, tmp_path, capsys) -> None:
     line = error_of(capsys, "train", *arguments(data, tmp_path / "run"))
-    assert f"{data / 'train.safetensors'}: y_relaxed look like total energies" in line
+    assert f"{data / 'train.safetensors'}: y_relaxed looks like total energies" in line
     assert "--task.references fit" in line and "--task.references none" in line
     assert not (tmp_path / "run" / "checkpoints").exists()
 

@@ -1,8 +1,8 @@
 """Batches of a training and a validation set, as a pure function of seed, epoch and step.
 
-The memory of a model that pads is bounded by the number of structures in a batch times the number
-of atoms in the largest one. Batches of structures of similar size waste less memory, but they are
-not random samples; see `bucket`.
+The memory of a model that pads its input is bounded by the number of structures in a batch times
+the number of atoms in the largest one. Batches of structures of similar size waste less memory, but
+they are not random samples; see `bucket`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from typing import ClassVar, Generic, NamedTuple, TypeVar, cast
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from molflt.files import shown
 
 __all__ = ["MOST_SHARDS", "BatchedData", "Fingerprint", "Shard", "SizeBucketedBatchSampler"]
+__all__ += ["held_out"]
 
 MOST_SHARDS = 10_000
 _Items = TypeVar("_Items", bound=Sized)
@@ -31,9 +33,9 @@ Fingerprint = dict[str, int | str]
 class SizeBucketedBatchSampler(Sampler[list[int]]):
     """Divides a data set into batches; each pass contains every structure exactly once.
 
-    Iterating makes one pass: in order of size, or, with `shuffle`, in the random order of
+    An iteration makes one pass, in order of size or, with `shuffle`, in the random order of
     ``epoch``. Rank r of w takes the batches r, r + w, ..., so the number of batches may differ by
-    one between ranks. Training uses `_TrainingStream`, in which the numbers are equal.
+    one between ranks. In training, `_TrainingStream` gives all ranks equally many batches.
 
     Args:
         natoms: atoms in each structure, (structures,).
@@ -41,10 +43,10 @@ class SizeBucketedBatchSampler(Sampler[list[int]]):
         max_atoms: limit on the product of the number of structures in a batch and the number of
             atoms in its largest structure; None for no limit.
         shuffle: draw new batches for every epoch.
-        bucket: number of random batches that are pooled, sorted by size and cut again if `shuffle`
-            is set. 1 keeps random batches. Larger values make the sizes in a batch similar, which
-            helps models that pad (`EnergyRegressor` hardly does). But structures of equal size are
-            also similar in other respects, which makes gradients noisier; see
+        bucket: with `shuffle`, number of random batches that are pooled, sorted by size and divided
+            again; 1 keeps random batches. Larger values make the sizes in a batch similar, which
+            helps models that pad (`EnergyRegressor` pads little). However, structures of equal size
+            are also similar in other respects, which makes gradients noisier; see
             docs/results/emt-sample.md.
         seed: random seed; a batch depends only on `seed`, `epoch` and the sizes.
         rank: index of this process.
@@ -123,16 +125,10 @@ class SizeBucketedBatchSampler(Sampler[list[int]]):
 
 
 class _TrainingStream(Sampler[list[int]]):
-    """Endless stream of epochs that can start at any step, which makes resuming exact.
+    """Endless stream of epochs that can start at any step, which makes resuming exact."""
 
-    The batches of all epochs form one sequence, and rank r takes batch ``step * world + r`` at each
-    step. Every rank always has a batch, every structure occurs exactly once per epoch, and the
-    stream from step s onward does not depend on whether earlier steps were drawn.
-
-    Args:
-        batches: sampler of one epoch, which sets `shuffle`, `rank` and `world`.
-        start_step: first step to draw.
-    """
+    # At each step, rank r takes batch step * world + r of the sequence of all epochs. The stream
+    # from step s onward does not depend on whether earlier steps were drawn.
 
     def __init__(self, batches: SizeBucketedBatchSampler, start_step: int = 0) -> None:
         self.sampler = batches
@@ -154,7 +150,7 @@ class _TrainingStream(Sampler[list[int]]):
 class BatchedData(Generic[_Items]):
     """Batches of a training and a validation set, as a pure function of seed, epoch and step.
 
-    Subclasses fill `datasets` in `setup`, under "train" and "val".
+    Subclasses open the data sets "train" and "val" in `setup`.
 
     Args:
         batch_size: items in a batch, per device.
@@ -163,15 +159,19 @@ class BatchedData(Generic[_Items]):
     Attributes:
         seed: seed that determines the order of the training items.
         start_step: step at which training starts.
-        datasets: data sets "train" and "val".
+        datasets: opened data sets by use.
         kept: folder with the `files` of a resumed run, or of a run whose first process has written
             them; None for a new run.
         initial: name and content of the domain.json that belongs to the initial weights, or None.
         items: plural noun for the items of a batch.
-        collate: makes a batch from a list of items; None for the default of torch.
+        max_size: limit on the number of items in a batch times the size of the largest one.
+        bucket: see `SizeBucketedBatchSampler`.
+        collate: function that makes a batch from a list of items; None for torch's default.
     """
 
     items: ClassVar[str] = "items"
+    max_size: int | None = None
+    bucket: int = 1
     collate: Callable[[list[object]], object] | None = None
 
     def __init__(self, batch_size: int, workers: int = 0) -> None:
@@ -192,7 +192,7 @@ class BatchedData(Generic[_Items]):
         raise NotImplementedError
 
     def describe(self) -> list[str]:
-        """Returns one phrase about each data set."""
+        """Describes each data set in one phrase."""
         return [f"{use} {len(items):,} {self.items}" for use, items in self.datasets.items()]
 
     def sizes(self) -> dict[str, int]:
@@ -200,7 +200,7 @@ class BatchedData(Generic[_Items]):
         return {}
 
     def files(self) -> dict[str, bytes]:
-        """Returns the files, by name, that a run keeps because its model needs them later."""
+        """Returns the contents, by name, of the files that a run keeps for its model."""
         return {}
 
     def fingerprints(self) -> dict[str, Fingerprint]:
@@ -247,13 +247,19 @@ class BatchedData(Generic[_Items]):
 
     def _sampler(self, use: str, rank: int, world: int) -> SizeBucketedBatchSampler:
         return SizeBucketedBatchSampler(
-            np.ones(len(self.datasets[use])),  # all items have the same size
+            self._lengths(use),
             self.batch_size,
+            self.max_size,
             shuffle=use == "train",
+            bucket=self.bucket,
             seed=self.seed,
             rank=rank,
             world=world,
         )
+
+    def _lengths(self, use: str) -> ArrayLike:
+        """Returns the size of each item, (items,)."""
+        return np.ones(len(self.datasets[use]))
 
     def _loader(
         self, use: str, batches: SizeBucketedBatchSampler | _TrainingStream
@@ -285,7 +291,7 @@ def _parts(item: object) -> Iterator[bytes]:
 
 
 class Shard(NamedTuple):
-    """One of several parts of a data set, whose sizes differ by at most one batch."""
+    """Part of a data set; the sizes of all parts differ by at most one batch."""
 
     number: int
     """1 to total"""
@@ -293,7 +299,7 @@ class Shard(NamedTuple):
 
     @classmethod
     def of(cls, text: str) -> Shard:
-        """Parses a text such as "2/8", the second of eight parts."""
+        """Parses text such as "2/8", the second of eight parts."""
         found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text)
         number, total = map(int, found.groups()) if found else (0, 0)
         if not 1 <= number <= total <= MOST_SHARDS:
@@ -319,7 +325,7 @@ class Shard(NamedTuple):
         """
         found = len(np.asarray(natoms))
         count = -(-found // batch_size)
-        if self.total > count:  # raised in every shard, because the others could not be merged
+        if self.total > count:  # raised for every shard, because the others could not be merged
             raise ValueError(
                 f"option --shard {self}: expected at most as many shards as batches; got {count:,} "
                 f"batches of {batch_size} for {found:,} structures; use fewer shards, or a smaller "
@@ -329,3 +335,24 @@ class Shard(NamedTuple):
             SizeBucketedBatchSampler(natoms, batch_size, rank=self.number - 1, world=self.total)
         )
         return np.sort(np.concatenate(batches)).astype(np.int64)
+
+
+def held_out(labels: Tensor, fraction: float, source: Path, items: str) -> Tensor:
+    """Returns a bool mask (n,) of the last rows of each class; their number is rounded down.
+
+    Args:
+        labels: class of each row, (n,).
+        fraction: share of each class, between 0 and 1.
+        source: file or folder of the rows, for messages.
+        items: plural noun for the rows, for messages.
+    """
+    held = torch.zeros(len(labels), dtype=torch.bool)
+    for label in labels.unique():
+        members = (labels == label).nonzero()[:, 0]
+        held[members[len(members) - int(fraction * len(members)) :]] = True
+    if not bool(held.any()) or bool(held.all()):
+        raise ValueError(
+            f"{source}: expected a data.val_fraction that leaves {items} for training and for "
+            f"validation; got {fraction} of {len(labels):,} {items}"
+        )
+    return held

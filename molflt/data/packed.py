@@ -28,15 +28,15 @@ def unpacked(path: Path, kind: str) -> Iterator[BinaryIO]:
             yield cast(BinaryIO, file)
     except (gzip.BadGzipFile, lzma.LZMAError, zlib.error, EOFError) as error:
         raise ValueError(
-            f"{path}: expected a whole {kind} file; got a damaged or truncated one ({error}); get "
-            "it again"
+            f"{path}: expected a complete {kind} file; got a damaged or truncated one ({error}); "
+            "get a new copy"
         ) from None
 
 
 def dataset_loader(source: str) -> Callable[..., Any]:
     """Returns `datasets.load_dataset` for a source hf:OWNER/NAME[/CONFIG][:SPLIT].
 
-    Names of local folders are refused: `datasets` would read them and might run a script there.
+    Names of local folders are refused, because `datasets` might run a script in them.
     """
     name = source.removeprefix("hf:").partition(":")[0]
     if not _NAME.fullmatch(name) or Path(name).exists():

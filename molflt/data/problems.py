@@ -21,7 +21,7 @@ class ProblemSeeds(Dataset[Tensor]):
     """Consecutive seeds of problems; see `generator_of`.
 
     Args:
-        use: "train", "val" or "test"; their seeds are disjoint.
+        use: "train", "val" or "test"; different uses have disjoint seeds.
         count: number of problems, at most 2^31.
     """
 

@@ -160,12 +160,12 @@ REFUSED = {
     "one_species.cif": (f"{OCCUPIED}A1 Cu 0 0 0 1\nA2 O .5 0 0 0.5(1)\n", "site 1 .*O 0.5"),
     "capitals.cif": (f"{CIF}A1 CL 0 0 0\n", "'CL'.* reads as C"),
     "part.pdb": (pdb(share="0.50") + pdb(x=2), "atom 0 .*occupancy 0.5"),
-    "calpha.pdb": (pdb(name="CA", symbol=""), "'CA' is C or Ca"),
+    "calpha.pdb": (pdb(name="CA", symbol=""), "'CA' may be C or Ca"),
     "small_letters.xyz": (xyz(f'lattice="{CELL}" {SPECIES}', "Cu 0 0 0"), "'lattice'.*Lattice="),
     "no_lattice.xyz": (xyz(f'pbc="T T T" {SPECIES}', "Cu 0 0 0"), "lattice vectors"),
     "fractions.xyz": (xyz("Properties=species:S:1:frac_pos:R:3", "Cu 0 0 0.5"), "pos:R:3.*frac"),
     "more.xyz": (xyz(SPECIES, "Cu 0 0 0 0.1 0.2 0.3"), "7 columns; expected 4"),
-    "deuterium.xyz": (xyz("", "O 0 0 0", "D 0 0.8 0.6", "D 0 -0.8 0.6"), "atom 1 is 'D'.*write H"),
+    "deuterium.xyz": (xyz("", "O 0 0 0", "D 0 0.8 0.6", "D 0 -0.8 0.6"), "atom 1 is 'D'.*with H"),
     "axes.xyz": (xyz(f'Lattice="{CELL}" pbc="p p f" {SPECIES}', "Cu 0 0 0"), "'p p f'.*T T F"),
     "bohr.xyz": (xyz("coordinates in bohr", "Cu 0 0 0"), "'bohr'.*Å"),
     "empty.xyz": ("", "is empty"),
@@ -264,7 +264,7 @@ def test_vasprun(tmp_path, name, capsys):
     assert "cut" not in capsys.readouterr().err
     (tmp_path / name).write_text(content[: content.rindex("</modeling>")])
     open_dataset(tmp_path / name)
-    assert "the file is cut" in capsys.readouterr().err
+    assert "the file is truncated" in capsys.readouterr().err
 
 
 CRYSTAL, MOLECULE = bulk("NaCl", "rocksalt", a=5.64, cubic=True), molecule("CH3OH")

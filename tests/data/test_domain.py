@@ -57,7 +57,7 @@ def test_domain_summarizes_the_data() -> None:
         (record("KKKK", "HHHO"), ["adsorbate atoms: 4, trained on 2 to 3"]),
         (record("KKKKKK"), ["no adsorbate (tag 2)"]),
         (record("", "HHOOOH"), ["no slab (tags 0 and 1)", "adsorbate atoms: 6, trained on 2 to 3"]),
-        (record("KKKK", "HO", tags=False), ["no tags, which training had"]),
+        (record("KKKK", "HO", tags=False), ["no tags, unlike the training data"]),
         (record("KKKK", "HO", pbc=(1, 1, 0)),
          ["periodic along x, y, trained on periodic along x, y, z"]),
     ],

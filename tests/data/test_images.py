@@ -16,7 +16,7 @@ from PIL import Image
 from token_files import pixels, write_folder, write_idx
 from torch import Tensor
 
-from molflt.data.held_out import held_out
+from molflt.data.batches import held_out
 from molflt.data.images import files
 from molflt.data.images.augment import (
     _random_boxes,

@@ -71,7 +71,7 @@ def test_warnings(tmp_path, capsys):
         "no tags: 1 of 4 systems",
         "no labels: 1 of 4 systems",
         "no relaxed positions: 1 of 4",
-        "absurd labels: |y_init| > 100 eV in 1 systems, for instance sid 1002 with 514.000 eV",
+        "implausible labels: |y_init| > 100 eV in 1 systems, for instance sid 1002 with 514.000 eV",
         "repeated sids: 1 systems",
     ):
         assert words in text
@@ -174,7 +174,7 @@ def test_overlapping_atoms_are_reported(tmp_path, capsys) -> None:
         records.append(make_record(pos=pos, atomic_numbers=[29, 29, 8, 1], **own))
     path = tmp_path / "mine.safetensors"
     write_store(path, records)
-    told = "atoms at one place: 2 of 4 systems have two closer than 0.1 Å, for instance sid 2"
+    told = "coinciding atoms: 2 of 4 systems have two atoms closer than 0.1 Å, for instance sid 2"
     assert any(text.startswith(told) for text in as_json(capsys, path)["warnings"])
     assert main(["predict", str(path), "--device=cpu"]) == 0
     words = "2 of 4 structures have two atoms closer than 0.1 Å, for instance sid 2; their energies"

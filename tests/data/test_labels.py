@@ -44,7 +44,7 @@ def test_only_adsorption_energies_are_limited_to_20_ev() -> None:
 
 ENERGIES = [-1.0, -2.0, 514.25, None, 0.5, 1.5]
 REASONS = {
-    1002: "y_relaxed is 514.250 eV; expected at most 20 eV from 0",
+    1002: "y_relaxed is 514.250 eV; expected at most 20 eV in magnitude",
     1003: "y_relaxed must be a finite energy in eV; got none",
 }
 
@@ -55,14 +55,14 @@ def test_training_names_bad_labels_or_leaves_them_out(tmp_path: Path, capsys) ->
     assert main(["train", f"--data.root={tmp_path}", "--data.val_split=train"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert f"{path}: sid 1002: {REASONS[1002]}" in line and "--data.skip_bad" in line
-    assert "(2 such of 6)" in line
+    assert "(2 of 6 structures)" in line
 
     data = IS2REData(tmp_path, val_split="train", batch_size=2, skip_bad=True)
     with pytest.warns(UserWarning, match="2 bad structure") as told:
         data.setup()
     texts = [str(each.message) for each in told]
     assert all(str(sid) in texts[0] for sid in REASONS)
-    assert "validation has the structures of training" in texts[1]
+    assert "training and validation use the same structures" in texts[1]
     train = data.datasets["train"]
     sids = [1000, 1001, 1004, 1005]
     assert [item.sid for item in train] == sids

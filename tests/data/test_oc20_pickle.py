@@ -45,7 +45,7 @@ def nested(payload):
     return old_pickle(b"}" + POS + tensor + b"s")
 
 
-NESTED = "posix.system, nested in a tensor's storage"
+NESTED = "posix.system, nested in the storage of a tensor"
 REFUSED = {
     "old Data": (lambda evil: old_pickle(b"}" + POS + opcodes(evil) + b"s"), "posix.system"),
     "new Data": (lambda evil: pickle.dumps(Data(pos=evil)), "posix.system"),
@@ -67,7 +67,7 @@ def test_code_is_refused_by_name_and_does_not_run(tmp_path, build, name):
     with pytest.raises(ValueError) as caught:
         dataset[1]
     message = str(caught.value)
-    assert message.startswith(f"{path}: key '1': refused to read the pickle: it wants ")
+    assert message.startswith(f"{path}: key '1': refused to read the pickle: it needs ")
     assert name in message and "\n" not in message
     kept = open_dataset(path, skip_bad=True)
     assert len(kept) == 1 and kept.bad[0][0] == f"{path}: key '1'"

@@ -170,7 +170,7 @@ def test_an_absurd_force_is_refused_or_left_out(tmp_path, capsys):
     path, store = tmp_path / "train.traj", tmp_path / "out" / "train.safetensors"
     ase.io.write(path, frames)
     said = "sid 7: the force on atom 2 is 1e+05 eV/Å; expected at most 1000 eV/Å"
-    with pytest.raises(ValueError, match=re.escape(f"{path}: {said}") + r".* \(1 such of 30\)"):
+    with pytest.raises(ValueError, match=re.escape(f"{path}: {said}") + r".* \(1 of 30 struct"):
         PotentialData(tmp_path, val_split="train").setup()
     data = PotentialData(tmp_path, val_split="train", skip_bad=True)
     with pytest.warns(UserWarning, match="1 bad structure.*sid 7: the force on atom 2"):
@@ -243,7 +243,7 @@ def test_stress_that_cannot_be_judged_is_named(tmp_path):
     ase.io.write(tmp_path / "train.traj", [labeled(bulk("Cu")), labeled(bulk("Al"))])
     data = PotentialData(tmp_path, val_split="train")
     data.setup()
-    assert "sign of stress could not be judged" in data.describe()[0]
+    assert "sign of stress could not be checked" in data.describe()[0]
     ase.io.write(tmp_path / "train.traj", strained())
     assert not stress_unjudged(list(open_dataset(tmp_path / "train.traj")))
 
@@ -251,7 +251,7 @@ def test_stress_that_cannot_be_judged_is_named(tmp_path):
 def test_energies_beyond_those_of_all_electrons_are_named():
     for energy, said in ((-4209.5, False), (-97080.0, True)):
         ethanol = make_record(pos=np.eye(9, 3), atomic_numbers=[6, 6, 8, *6 * [1]], energy=energy)
-        assert ("times what all electrons" in energy_unit_fault([ethanol])) == said
+        assert ("times the energies of atoms" in energy_unit_fault([ethanol])) == said
 
 
 def test_forces_of_frames_in_other_cells_are_not_judged_by_their_strain(tmp_path) -> None:

@@ -18,7 +18,7 @@ Augmentation = Literal["none", "flip", "crop", "flip_crop", "resized_crop", "fli
 
 _SCALE = (0.08, 1.0)  # share of the area, as for ImageNet (arXiv:1409.4842, section 6)
 _RATIO = (3 / 4, 4 / 3)  # width over height
-_TRIES = 10  # boxes drawn before the whole image is taken
+_TRIES = 10  # boxes drawn before the whole image is used
 
 
 def augment(
@@ -87,13 +87,8 @@ def _random_resized_crop(
     size: int,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Resizes random boxes of the images to squares, in [0, 1].
-
-    The area, the logarithm of width over height, and the position are uniform. The first of ten
-    boxes that fits is used, or else the whole image. This follows GoogLeNet (arXiv:1409.4842,
-    section 6) and is "RandomResizedCrop" in the settings of FLT and MAE. The interpolation is
-    bilinear without a filter, so boxes should not be much larger than the result.
-    """
+    """Resizes random boxes of the images to squares, in [0, 1], as GoogLeNet, FLT and MAE do."""
+    # The interpolation has no filter, so boxes should not be much larger than the result.
     if not images.is_floating_point():
         images = images.to(torch.get_default_dtype()) / 255
     boxes = _random_boxes(len(images), images.shape[-2:], generator)
@@ -113,6 +108,8 @@ def _random_boxes(
     generator: torch.Generator | None = None,
 ) -> Tensor:
     """Returns random boxes (count, 4): top, left, height and width in pixels."""
+    # The area, the logarithm of width over height, and the position are uniform. The first of
+    # _TRIES boxes that fits is used, or else the whole image.
     full_height, full_width = size
     area, shape = torch.rand(2, count, _TRIES, generator=generator)
     places = torch.rand(2, count, generator=generator)

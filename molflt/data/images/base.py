@@ -25,7 +25,7 @@ class LabeledImages(Dataset[tuple[Tensor, Tensor]]):
         path: source of the images.
         labels: index of the class of each image, (n,) int64.
         classes: names of the classes.
-        read: function that returns the image of an index.
+        read: function that returns the image with an index.
         names: names of the images, for messages; by default their indices.
         in_memory: True if reading all images is cheap.
     """
@@ -81,7 +81,7 @@ class LabeledImages(Dataset[tuple[Tensor, Tensor]]):
 
 
 def fitted(images: Tensor, size: int, name: str, box: bool = False) -> Tensor:
-    """Resizes the shorter side of images (n, channels, height, width), and crops the longer one.
+    """Resizes images (n, channels, height, width) and crops their longer sides to squares.
 
     With `box`, each pixel is the mean of the area that it covers, and images must be at least as
     large as the result; otherwise the filter is bilinear and twice as wide.

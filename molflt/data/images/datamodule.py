@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from molflt.data.batches import BatchedData
-from molflt.data.held_out import held_out
+from molflt.data.batches import BatchedData, held_out
 from molflt.data.images.augment import center_crop
 from molflt.data.images.base import LabeledImages
 from molflt.data.images.files import open_images
@@ -26,7 +25,7 @@ class ImageData(BatchedData[LabeledImages]):
     Args:
         train: training images: a folder with one subfolder per class, an idx file of images (with
             the file of labels next to it), or hf:OWNER/NAME:SPLIT.
-        val: validation images in one of the same forms; null with `val_fraction`.
+        val: validation images, in the same forms as `train`; null with `val_fraction`.
         train_labels: idx file of the training labels, if its name cannot be derived from `train`.
         val_labels: idx file of the validation labels, if its name cannot be derived from `val`.
         val_fraction: share of `train` to validate on, taken from the end of each class.
@@ -126,7 +125,7 @@ class ImageData(BatchedData[LabeledImages]):
         return labels[:16] + super()._digest(use, most if images.in_memory else 2000)[:48]
 
     def judged(self, use: str) -> LabeledImages:
-        """Returns the images of a data set as in validation: central squares of `image_size`."""
+        """Returns the images of a data set as used in validation: squares of `image_size`."""
         self.setup()
         images = self.datasets[use]
         return _squares(images, torch.arange(len(images)), self.datasets["val"].size[0])

@@ -85,7 +85,7 @@ def _open_folder(
     elif unused:
         warnings.warn(
             f"{path}: {len(unused)} images outside the folders of classes are ignored, such as "
-            f"{shown(unused[0])}; move them into a folder, or away",
+            f"{shown(unused[0])}; move them into a folder, or remove them",
             stacklevel=3,
         )
     known = found if classes is None else list(classes)
@@ -135,8 +135,8 @@ def _open_hub(
     if int(labels.min()) < 0:
         raise ValueError(
             f"{source}: expected the class of each image; got label {int(labels.min())} in "
-            f"{int((labels < 0).sum()):,} of {len(labels):,} rows, perhaps hidden; give a split "
-            "with labels"
+            f"{int((labels < 0).sum()):,} of {len(labels):,} rows, which may be hidden; use a "
+            "split with labels"
         )
     if classes is not None and list(classes) != list(names):
         raise ValueError(
@@ -182,9 +182,9 @@ def _decoding(name: str) -> Iterator[None]:
     """Adds the name of the image to Pillow's errors."""
     try:
         yield
-    except Exception as error:  # decoders raise many classes
+    except Exception as error:  # decoders raise many kinds
         raise ValueError(
-            f"{name}: expected an image; it cannot be decoded ({error}); get it again, or remove it"
+            f"{name}: expected an image; it cannot be decoded ({error}); replace or remove it"
         ) from None
 
 
@@ -198,7 +198,7 @@ def _image_files(folder: Path) -> list[str]:
     if not found:
         raise ValueError(
             f"{folder}: expected images ({', '.join(_SUFFIXES)}); got none; remove the folder, or "
-            "fill it"
+            "add images"
         )
     return found
 
@@ -228,7 +228,7 @@ def _open_idx(
 
 
 def _read_file(path: Path, axes: int) -> Tensor:
-    """Reads the bytes of an idx file, plain or gzipped, that has the given number of axes."""
+    """Reads the bytes of an idx file, plain or gzipped, with `axes` axes."""
     with open(path, "rb") as file:
         content = file.read()
     if content[:2] == b"\x1f\x8b":
@@ -250,7 +250,7 @@ def _read_file(path: Path, axes: int) -> Tensor:
         raise ValueError(
             f"{path}: expected {math.prod(shape):,} bytes after the header, for the shape {shape}; "
             f"got {max(0, len(content) - head):,}; the file is truncated, empty or mislabeled; get "
-            "it again"
+            "a new copy"
         )
     return torch.frombuffer(bytearray(content[head:]), dtype=torch.uint8).view(shape)
 

@@ -37,9 +37,9 @@ def open_dataset(
             pattern of names such as ``runs/*/OUTCAR``, or a list of these, which are joined.
         skip_bad: read everything once, leave out invalid structures, and list them in ``.bad`` as
             (name, reason), instead of refusing the source at the first one.
-        reading: meaning of the entries of files that ASE reads.
-        once: True if the caller reads everything once and leaves out records that raise an error.
-        trained: the same in training; options equal to these are ignored if a source lacks them.
+        reading: how to interpret the entries of files that ASE reads.
+        once: True if the caller makes a single pass and itself skips records that raise an error.
+        trained: `reading` of the training run. Sources without such options ignore equal values.
     """
     if reading.tags == "guess":
         plain = reading._replace(tags="any", surface=None)
@@ -61,12 +61,12 @@ def open_dataset(
 def _options(
     source: type[Structures], path: Path, reading: Reading, trained: Reading
 ) -> dict[str, Any]:
-    """Returns the options that a source takes; refuses others that would have no effect."""
+    """Returns the options that a source accepts; raises ValueError for others without an effect."""
     given = reading._replace(surface=None)._asdict()
     given = {name: value for name, value in given.items() if value != getattr(AS_IT_IS, name)}
     for name in [name for name in given if name not in source.options]:
         value = given.pop(name)
-        # tags of any meaning, and True for optional labels and kept atoms, demand nothing
+        # any source satisfies tags="any", for_prediction and keep_atoms
         if value not in ("any", True) and value != getattr(trained, name):
             raise ValueError(
                 f"{path}: {name}={value} is for files that ASE reads; got a {source.kind}, which "

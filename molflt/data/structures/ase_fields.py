@@ -1,4 +1,4 @@
-"""Conversion of ASE structures to records: checks, labels, tags, charge, and fields not read."""
+"""Conversion of ASE structures to records: checks, labels, tags, charge, and unused fields."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ __all__ += ["unused_warning"]
 _NEAR_ONE = 1e-3
 _OCCUPANCY = re.compile(r"(site_?)?occ(upanc(y|ies))?", re.I)
 _DENSEST = 1.0  # Å^3 per atom; metallic hydrogen at 500 GPa has 1.3
-_KINDS = {  # names of labels, by the option that reads them
+_KINDS = {  # names of labels, by kind
     "energy": re.compile("energ|etot|^e([_-]|$)", re.IGNORECASE),
     "gradient": re.compile("grad", re.IGNORECASE),
     "forces": re.compile("force|^f$", re.IGNORECASE),
     "stress": re.compile("stress|virial", re.IGNORECASE),
 }
 _SETTING = re.compile("cut|tol|calc", re.IGNORECASE)  # settings, such as cut_off_energy
-_MOST_KEYS = 12  # maximum number listed in a message
+_MOST_KEYS = 12  # maximum number of names in a message
 _IN_TRAJ = {"numbers", "positions", "tags", "momenta", "masses", "initial_magmoms"}
 _IN_TRAJ |= {"initial_charges"}
 _NOT_READ = {"charge", "charges", "spin", "spins", "multiplicity", "mult", "magmom", "magmoms"}
@@ -46,13 +46,13 @@ _HARMLESS = {"nuclear", "born", "dipole", "quadrupole", "inertia", "force"}
 
 
 class Converter:
-    """Converts the structures of one source, and collects notes about what is not read.
+    """Converts the structures of one source, and records which entries are not used.
 
-    The first structure that has a label determines its name for the whole source. Otherwise,
-    energies of two levels of theory, or with two references, would be mixed.
+    The name of a label in the first structure that has it applies to the whole source. Otherwise,
+    energies of two levels of theory, or with two references, could be mixed.
 
     Args:
-        reading: names of the entries that are labels, and meaning of the tags.
+        reading: names of the labels and convention of the tags.
     """
 
     def __init__(self, reading: Reading = AS_IT_IS) -> None:
@@ -64,7 +64,7 @@ class Converter:
         self._keys |= {"forces": reading.forces_key, "stress": reading.stress_key}
         self._used: dict[str, str] = {}  # name of the entry that is read, by label
         self._others: dict[str, None] = {}  # energies of structures that lack the one in use
-        self._there: dict[str, None] = {}  # names of all labels
+        self._there: dict[str, None] = {}  # names of all labels in the file
         self._numbers: dict[str, None] = {}  # names of other numbers, which may be energies
         self._fields: dict[str, str] = {}  # spin, moments and fields
         self._lost: Counter[str] = Counter()  # constraints
@@ -72,7 +72,7 @@ class Converter:
         self._last = b""
 
     def record(self, atoms: Atoms | ValueError, number: int = 0) -> Data:
-        """Converts a structure, whose sid is `number` unless it has one; raises a given error.
+        """Converts a structure, with the sid `number` by default; raises an error that is passed.
 
         See `molflt.data.structures.ase_files.AseStructures`.
         """
@@ -105,7 +105,7 @@ class Converter:
         except ValueError as error:  # use the name of the energy in the file
             named = self._used.get("y_relaxed", "y_relaxed")
             raise ValueError(str(error).replace(": y_relaxed ", f": {named} ")) from None
-        if given is not None and tags is None:  # not checked, but kept in outputs
+        if given is not None and tags is None:  # not checked, but written to outputs
             record.tags = torch.as_tensor(given, dtype=torch.long)
         self._note(atoms)
         return record
@@ -117,7 +117,7 @@ class Converter:
         named = (name for name in [*info, *atoms.arrays] if _kind(name))
         there = [*results, *(name for name in named if not _SETTING.search(name))]
         absent = {"free_energy"} if results.get("free_energy") == results.get("energy") else set()
-        absent |= {"energies"} if "energy" in results else set()  # of single atoms
+        absent |= {"energies"} if "energy" in results else set()  # energies of atoms
         self._there |= dict.fromkeys(name for name in there if name not in absent)
         found: dict[str, Any] = {}
         for label, key in self._keys.items():
@@ -148,7 +148,7 @@ class Converter:
         self._lost.update(_held(atoms)[1])
 
     def check(self) -> None:
-        """Raises ValueError if all structures lack an entry that an option names."""
+        """Raises ValueError if no structure has an entry that an option names."""
         for label, key in self._keys.items():
             if key is None or key in self._used.values():
                 continue
@@ -159,8 +159,8 @@ class Converter:
                 else [*self._there]
             )
             raise ValueError(
-                f"no structure has the {option}_key {shown(key)}; there are "
-                f"{_listed(there) or 'none'}; null takes the default"
+                f"no structure has the {option}_key {shown(key)}; expected one of "
+                f"{_listed(there) or 'no entries'}, or null for the default"
             )
 
     def warn(self, name: str) -> None:
@@ -168,10 +168,10 @@ class Converter:
         reading, count = self.reading, self._count
         if 2 * self._other_tags > count:
             found = (
-                "look like ase.build's numbers of layers, from the top; if they are, read them "
-                "with --tags ase, in training --data.tags ase, in Python tags='ase'"
+                "look like the layer numbers of ase.build; to read them as such, set --tags ase, "
+                "in training --data.tags ase, in Python tags='ase'"
                 if reading.tags == "oc20"
-                else "were read as numbers of layers, but look like OC20's (0 below 1, 2 above it)"
+                else "were read as layer numbers, but look like OC20's (0 below 1, 2 above it)"
             )
             warn(f"{name}: tags of {self._other_tags} of {count} structures {found}")
         of_steps = reading.energy_key is None and self._used.get("y_relaxed") == "energy"
@@ -179,21 +179,21 @@ class Converter:
         if of_steps and for_energies and "forces" in self._used and 2 * self._steps > count:
             warn(
                 f"{name}: frames with forces look like steps of relaxations or dynamics; train on "
-                "them with --recipe potential; relaxed energies need the first frame of each "
-                "relaxation, with the energy of the last one as y_relaxed"
+                "them with --recipe potential; to learn relaxed energies, keep the first frame of "
+                "each relaxation, with the energy of the last one as y_relaxed"
             )
         if self._lost and not reading.keep_atoms:
             found = ", ".join(f"{kind} in {count}" for kind, count in sorted(self._lost.items()))
             warn(
-                f"{name}: constraints other than fixed atoms are left out: {found} structures; "
-                "atoms that they hold count as free"
+                f"{name}: constraints other than fixed atoms are ignored: {found} structures; the "
+                "atoms are treated as free"
             )
         if self._fields:
             warn(unused_warning(name, self._fields))
 
     @property
     def unused(self) -> list[str]:
-        """Names of existing labels that are not read."""
+        """Names of labels in the file that are not read."""
         read = {"y_init", *self._used.values()}
         return [name for name in self._there if name not in read]
 
@@ -209,14 +209,14 @@ class Converter:
         candidates = self._energies or list(self._numbers)
         if (used := self._used.get("y_relaxed")) and self._others:
             return (
-                f"the first structures have {used}, others only {_listed(self._others)}; name the "
-                "one to take with --energy_key, in training --data.energy_key"
+                f"the first structures have {used}, others only {_listed(self._others)}; choose "
+                "one with --energy_key, in training --data.energy_key"
             )
         if used or not candidates:
             return ""
         return (
-            f"name the energy with --energy_key {candidates[0]}, in training --data.energy_key "
-            f"{candidates[0]}; there are {_listed(candidates)}"
+            f"choose the energy with --energy_key {candidates[0]}, in training --data.energy_key "
+            f"{candidates[0]}; the file has {_listed(candidates)}"
         )
 
     @property
@@ -225,15 +225,15 @@ class Converter:
 
 
 def named_options(names: Iterable[str], *kinds: str) -> str:
-    """Names the options that read entries of these names; "" if no name looks like a label.
+    """Describes the options that read entries with these names; "" if none looks like a label.
 
-    `kinds` are one or more of energy, forces and stress; all three by default.
+    `kinds` are energy, forces and stress, or some of them; all by default.
     """
     found = []
     for name in names:
         kind, key = _kind(name), shown(name, 40)[1:-1]
         if kind == "gradient" and (not kinds or "forces" in kinds):
-            found.append(f"{key} looks like a gradient; forces are minus it, convert the file")
+            found.append(f"{key} looks like a gradient; forces are its negative, convert the file")
         elif kind and (not kinds or kind in kinds):
             found.append(f"--data.{kind}_key {key} reads {key}")
     return "; ".join(found[:_MOST_KEYS])
@@ -245,13 +245,13 @@ def is_energy(key: str | None) -> bool:
 
 
 def text_sid(atoms: Atoms) -> str | None:
-    """Returns the sid of a structure if it is a name, not a number."""
+    """Returns the sid of a structure if it is text that is not a number."""
     sid = _entries(atoms).get("sid")
     return sid if isinstance(sid, str) and not re.fullmatch(r"\s*[+-]?[0-9]+\s*", sid) else None
 
 
 def is_element(symbol: str) -> bool:
-    """Returns True for the symbol of an element with a capital first letter."""
+    """Returns True for the symbol of an element, such as Cu."""
     from ase.data import atomic_numbers
 
     return atomic_numbers.get(symbol, 0) > 0
@@ -263,20 +263,18 @@ def atomic_number(symbol: str, atom: int) -> int:
 
     number = atomic_numbers.get(symbol.capitalize(), 0)
     if number == 0:
-        advice = (
-            "write H, whose energies are the same" if symbol in {*"DT"} else "rename or remove it"
-        )
+        advice = "replace it with H" if symbol in {*"DT"} else "rename or remove it"
         raise ValueError(f"atom {atom} is {shown(symbol, 20)}; expected an element; {advice}")
     return number
 
 
 def fixed_atoms(atoms: Atoms) -> NDArray[np.bool_]:
-    """Returns the mask of atoms held in all three directions, (N,)."""
+    """Returns the mask (N,) of atoms that are fixed in all three directions."""
     return np.logical_and.reduce(_held(atoms)[0], axis=1)
 
 
 def _held(atoms: Atoms) -> tuple[NDArray[np.bool_], set[str]]:
-    """Returns the axes along which atoms are held, (N, 3), and the kinds of other constraints."""
+    """Returns the mask (N, 3) of fixed coordinates, and the kinds of other constraints."""
     from ase.constraints import FixAtoms, FixCartesian, FixScaled
 
     held, others = np.zeros((len(atoms), 3), dtype=bool), set()
@@ -289,16 +287,16 @@ def _held(atoms: Atoms) -> tuple[NDArray[np.bool_], set[str]]:
         try:
             held[np.asarray(constraint.index)] |= mask
         except IndexError as error:
-            raise ValueError(f"a constraint holds an atom that is not there; {error}") from None
+            raise ValueError(f"a constraint fixes an atom that does not exist; {error}") from None
     if (held.any(axis=1) & ~held.all(axis=1)).any():
         others.add("FixCartesian")
     return held, others
 
 
 def total_charge(atoms: Atoms) -> float | None:
-    """Returns the total charge (e) in ``info`` or in the data of a database row; None if unknown.
+    """Returns the total charge, e, from ``info`` or the data of a database row; None if unknown.
 
-    The name of the entry is charge, total_charge or net_charge, in any spelling.
+    The entry is called charge, total_charge or net_charge, in any case.
     """
     found: dict[str, float] = {}
     for name, value in _entries(atoms).items():
@@ -311,21 +309,21 @@ def total_charge(atoms: Atoms) -> float | None:
             raise ValueError(f"{name} must be one number; got {shown(value, 40)}") from None
         if multiple and number not in (0, 1):
             raise ValueError(
-                f"{name} must be 1, as no model reads another one; got {number:g}; leave the "
-                "structure out, or the entry"
+                f"{name} must be 1, because models do not use it; got {number:g}; leave out the "
+                "structure or the entry"
             )
         if not multiple and not np.isnan(number):
             found[name] = number
     if len(set(found.values())) > 1:
-        raise ValueError(f"expected one total charge; got {found}; leave one out")
+        raise ValueError(f"expected one total charge; got {found}; remove one")
     return next(iter(found.values()), None)
 
 
 def unused_fields(atoms: Atoms) -> dict[str, str]:
-    """Returns the charges, spin, magnetic moments and fields of a structure by name, as text.
+    """Returns charges, spins, magnetic moments and fields that are not used, as text by name.
 
-    They are read from ``info``, the data of a database row, ``arrays`` and stored results. Zeros, a
-    spin or multiplicity of 1, and the total charge are left out.
+    The sources are ``info``, the data of a database row, ``arrays`` and stored results. Zeros, a
+    spin or multiplicity of 1, and the total charge are omitted.
     """
     results = getattr(atoms.calc, "results", None) or {}
     own = {name: each for name, each in _entries(atoms).items() if not _is_total(name, each)}
@@ -338,9 +336,9 @@ def unused_fields(atoms: Atoms) -> dict[str, str]:
 
 
 def unused_warning(where: str, fields: Mapping[str, str]) -> str:
-    """Returns a warning that names the unused fields of a structure or of a file."""
+    """Returns a warning about the unused fields of a structure or file."""
     named = ", ".join(f"{name} ({text})" for name, text in fields.items())
-    return f"{where}: {named} not used; models read elements, positions, cell and total charge"
+    return f"{where}: {named} not used; models use elements, positions, cell and total charge"
 
 
 def drop_labels_(atoms: Atoms) -> None:
@@ -351,17 +349,17 @@ def drop_labels_(atoms: Atoms) -> None:
 
 
 def not_held(atoms: Atoms, suffix: str) -> list[str]:
-    """Describes the constraints or arrays that an .extxyz or .traj file cannot hold."""
+    """Describes the constraints or arrays that an .extxyz or .traj file cannot store."""
     if suffix == ".traj":
         lost, whole = {f"array {name}" for name in atoms.arrays.keys() - _IN_TRAJ}, ".extxyz"
     else:
         kinds = {type(one).__name__ for one in atoms.constraints}
         lost, whole = kinds - {"FixAtoms", "FixCartesian"}, ".traj"
-    return [f"{kind} cannot be held by {suffix}; write {whole} to keep it" for kind in sorted(lost)]
+    return [f"{suffix} cannot store {kind}; write {whole} to keep it" for kind in sorted(lost)]
 
 
 def _check_fields(atoms: Atoms) -> None:
-    """Refuses dummy atoms, partially occupied sites, and cells too small for their atoms."""
+    """Refuses dummy atoms, partially occupied sites, and cells that are too small."""
     dummies = np.flatnonzero(atoms.numbers == 0)
     if len(dummies):
         raise ValueError(
@@ -376,12 +374,12 @@ def _check_fields(atoms: Atoms) -> None:
     if atoms.pbc.all() and 0 < volume < _DENSEST:
         raise ValueError(
             f"the cell has {volume:.2g} Å^3 per atom; expected at least {_DENSEST:g}; give the "
-            "cell in Å, or leave out a cell that is a placeholder"
+            "cell in Å, or remove it if it is a placeholder"
         )
 
 
 def _partial_site(atoms: Atoms) -> str:
-    """Describes the first site with an occupancy other than 1; "" if all sites are full."""
+    """Describes the first site with an occupancy other than 1; "" if there is none."""
     for name, values in [*atoms.info.items(), *atoms.arrays.items()]:
         if not _OCCUPANCY.fullmatch(str(name)):
             continue
@@ -394,7 +392,7 @@ def _partial_site(atoms: Atoms) -> str:
             continue
         rows = np.atleast_1d(np.asarray(values))
         partial = np.flatnonzero([any(map(_is_partial, np.ravel(row))) for row in rows])
-        if len(partial) and rows.dtype.kind in "fiub" and rows.any():  # all 0 means not given
+        if len(partial) and rows.dtype.kind in "fiub" and rows.any():  # all 0 means unknown
             return f"atom {partial[0]} has the {name} {rows[partial[0]]}"
     return ""
 
@@ -428,7 +426,7 @@ def _words(name: str) -> set[str]:
 
 
 def _not_neutral(value: object, words: set[str]) -> str:
-    """Describes a value other than zero, or other than one for spins; else ""."""
+    """Describes a value, as text; "" for zeros, and for a spin or multiplicity of one."""
     try:
         numbers = np.asarray(value, dtype=np.float64)
     except (TypeError, ValueError):
@@ -468,13 +466,9 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _layers_as_tags(layers: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Converts ASE's layer numbers to tags, (N,) -> (N,).
-
-    ``ase.build`` numbers layers downward from the top layer, 1, and uses 0 for adsorbates. Without
-    layers, all tags are 0, which means unknown. Negative numbers are kept and refused later.
-    """
+    """Converts the layer numbers of ``ase.build`` to tags, (N,) -> (N,)."""
     if not (layers > 0).any():
-        return layers
+        return layers  # unknown, or negative numbers, which are refused later
     known = [layers == 0, layers == 1, layers > 1]
     return np.select(known, [Tag.ADSORBATE, Tag.SURFACE, Tag.SUBSURFACE], layers)
 

@@ -38,7 +38,7 @@ __all__ = ["AseStructures", "ase_format", "rows_of_aselmdb", "without_packing"]
 _MOST_BYTES = 2**28  # maximum size of a decompressed row
 _DATABASES = {".db": "db", ".json": "json", ".aselmdb": "aselmdb"}
 _OPENERS: dict[str, Callable[..., IO[Any]]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
-# Extension -> ASE's name of the format
+# Extension -> name of the format in ASE
 ENDINGS = {
     **{".traj": "traj", ".extxyz": "extxyz", ".xyz": "extxyz", ".cif": "cif", ".vasp": "vasp"},
     **{".poscar": "vasp", ".xsf": "xsf", ".axsf": "xsf", ".pdb": "proteindatabank", ".gen": "gen"},
@@ -48,43 +48,43 @@ ENDINGS = {
     **{".xv": "siesta-xv", ".struct": "struct", ".mol": "mol", ".sdf": "sdf", ".xsd": "xsd"},
     **{".con": "eon", ".magres": "magres", **_DATABASES},
 }
-_NAMES = {  # of files without a known extension, in lower case
+_NAMES = {  # names of files without a known extension, in lower case
     **{f"*{name}*": "vasp" for name in ("poscar", "contcar", "centcar")},
     **{"*outcar*": "vasp-out", "*xdatcar*": "vasp-xdatcar", "*vasp*.xml": "vasp-xml"},
     **{"geometry.in*": "aims", "coord": "turbomole", "gradient": "turbomole-gradient"},
 }
-_BEGINNINGS = {  # recognized by ASE's own marks; VASP's files by those below
+_BEGINNINGS = {  # recognized by ASE; VASP's files are recognized by _OF_VASP
     *("abinit-out", "aims-output", "espresso-in", "espresso-out", "gaussian-out", "gpaw-out"),
     *("nwchem-out", "onetep-out", "orca-output", "turbomole", "turbomole-gradient"),
 }
 _OF_VASP = {rb"\s*vasp\.\d": "vasp-out", rb"\s*(<\?xml[^>]*>\s*)?<modeling>": "vasp-xml"}
 _PEEK = 50_000  # bytes
 
-_Loads = Iterator[tuple[int, "Callable[[], Atoms]"]]  # number of a structure and its reader
+_Loads = Iterator[tuple[int, "Callable[[], Atoms]"]]  # number of a structure, function to read it
 
 
 class AseStructures(Held):
     """Files or databases that ASE reads, held in memory.
 
     Reads positions, cell, periodic axes, ``atoms.get_tags()`` (0 subsurface, 1 surface, 2
-    adsorbate; 0 without tags) and constraints that fix atoms in all directions; others are ignored
-    with a message. ``y_relaxed`` is the entry `energy_key`, by default ``info["y_relaxed"]``, else
-    the stored calculator's energy, else ``info["energy"]``. ``y_init`` is ``info["y_init"]``, and
-    the relaxed positions are the array ``pos_relaxed``. The sid is ``info["sid"]``, else the number
-    of the frame or row over all files; a textual sid is the name of the structure. In databases,
-    key-value pairs count as info. Energies are in eV and not converted; those of OC20 are
-    adsorption energies. For the total charge, see `molflt.data.structures.ase_fields.total_charge`.
+    adsorbate; 0 without tags) and constraints that fix atoms in all directions. Other constraints
+    are ignored with a warning. ``y_relaxed`` is the entry `energy_key`, by default
+    ``info["y_relaxed"]``, the stored calculator's energy, or ``info["energy"]``. ``y_init`` is
+    ``info["y_init"]``, and the relaxed positions are the array ``pos_relaxed``. The sid is
+    ``info["sid"]`` or, by default, the number of the frame or row over all files. A textual sid is
+    the name of the structure. In databases, key-value pairs count as info. Energies are in eV and
+    not converted. For the total charge, see `molflt.data.structures.ase_fields.total_charge`.
 
-    For potentials, it also reads ``energy`` (from the calculator or info, unless there are relaxed
-    positions, to which it would then belong), ``forces`` and ``stress``, also with the prefix
-    ``REF_``, as in data for MACE. For VASP's OUTCAR and vasprun.xml, ASE's energy is
-    "energy(sigma->0)"; ``energy_key="free_energy"`` takes the free energy.
+    For potentials, ``energy``, ``forces`` and ``stress`` are also read from the calculator or info,
+    optionally with the prefix ``REF_``, as in data for MACE. If there are relaxed positions, the
+    energy belongs to them and not to the positions. For VASP's OUTCAR and vasprun.xml, ASE's energy
+    is "energy(sigma->0)"; ``energy_key="free_energy"`` selects the free energy.
 
     Args:
-        path: file in one of the formats `ENDINGS`, which may be compressed with gzip, bzip2 or xz.
+        path: file with an ending in `ENDINGS`, optionally compressed with gzip, bzip2 or xz.
         skip_bad: leave out invalid structures; they are listed in ``bad`` as (frame, reason).
         files: files to read, if `path` is a folder or a pattern.
-        options: fields of :class:`Reading`; warns if tags look like those of the other convention.
+        options: fields of :class:`Reading`; tags of another convention cause a warning.
     """
 
     kind = "file that ASE reads"
@@ -97,7 +97,7 @@ class AseStructures(Held):
     ) -> None:
         super().__init__(path, skip_bad)
         self.files = list(files) or [self.path]
-        self.atoms: list[Atoms] = []  # as given, if they are kept
+        self.atoms: list[Atoms] = []  # unchanged; empty unless they are kept
         self._files: list[Path] = []  # of each structure
         converter, several = Converter(Reading(**options)), len(self.files) > 1
         for file in self.files:
@@ -112,7 +112,7 @@ class AseStructures(Held):
                 if converter.reading.keep_atoms:
                     self.atoms.append(atoms)
         if not self._files and not self.bad:
-            raise ValueError(f"{self.path}: holds no structures; expected at least one")
+            raise ValueError(f"{self.path}: no structures; expected at least one")
         try:
             converter.check()
         except ValueError as error:
@@ -138,7 +138,7 @@ class AseStructures(Held):
 
 
 def _frames(path: Path) -> Iterator[tuple[int, Atoms | ValueError]]:
-    """Yields the number of each frame or row, and its structure or why it cannot be read."""
+    """Yields the number of each frame or row, and its structure or the error of reading it."""
     kind, number = ase_format(path) or "vasp", -1
     loads = _loads(path, kind)
     while True:
@@ -156,12 +156,12 @@ def _frames(path: Path) -> Iterator[tuple[int, Atoms | ValueError]]:
 def _reason(error: Exception, path: Path) -> str:
     """Returns the reason why a file cannot be read, in one line."""
     text = (str(error).strip().splitlines() or ["no reason given"])[0].removeprefix(f"{path}: ")
-    if isinstance(error, KeyError):  # mostly an unknown symbol
+    if isinstance(error, KeyError):  # usually an unknown symbol
         try:
             atomic_number(name := str(error.args[0]), 0)
         except ValueError as unknown:
             return str(unknown).removeprefix("atom 0 is ")
-        return f"{shown(name, 40)} is missing or not known"
+        return f"{shown(name, 40)} is missing or unknown"
     return text[:200] if isinstance(error, ValueError) else f"{type(error).__name__}: {text[:200]}"
 
 
@@ -170,13 +170,13 @@ def _loads(path: Path, kind: str) -> _Loads:
     from ase.io.formats import ioformats, iread
 
     if not path.stat().st_size:
-        raise ValueError("the file is empty; expected structures; write it again")
+        raise ValueError("the file is empty; expected structures; get a new copy")
     if kind in _DATABASES.values():
         yield from rows_of_aselmdb(path) if kind == "aselmdb" else _rows(path, kind)
         return
     form = ioformats[kind]
     if path != without_packing(path) and not form.acceptsfd:
-        raise ValueError(f"ASE reads {kind} unpacked; unpack it with `xz -d` or `gunzip`")
+        raise ValueError(f"ASE cannot read compressed {kind} files; unpack it, as with `gunzip`")
     with _opened(path, "rb" if form.isbinary else "rt") as file:
         if kind == "extxyz":
             yield from enumerate(xyz_frames(file))
@@ -188,9 +188,9 @@ def _loads(path: Path, kind: str) -> _Loads:
             elif kind == "vasp":
                 expect_counts_of_poscar(file)
             elif kind == "vasp-xml" and "</modeling>" not in "".join(deque(file, 3)):
-                warn(f"{path}: the file is cut; its last steps are not read")
+                warn(f"{path}: the file is truncated; its last steps are not read")
             file.seek(0)
-            # an @ in a path would be read as ASE's file@index
+            # ASE interprets @ in a path as file@index
             given: Any = file if form.acceptsfd else str(path)
             images = iread(given, index=":", format=kind, do_not_split_by_at_sign=True)
             for number, atoms in enumerate(images):
@@ -218,7 +218,7 @@ def rows_of_aselmdb(path: Path) -> _Loads:
     there = {int(key) for key in file if key.isdigit() and key == b"%d" % int(key)}
     next_id, deleted = _entry(file, "nextid"), _entry(file, "deleted_ids")
     if next_id is None and not there:
-        raise ValueError("has neither rows nor 'nextid'; expected an ASE database")
+        raise ValueError("expected an ASE database; got neither rows nor 'nextid'")
     expected = range(1, int(next_id or max(there) + 1))
     gone = set() if deleted is None else {int(number) for number in deleted}
     for number in sorted({*expected, *there} - gone):
@@ -231,8 +231,8 @@ def _atoms(file: LmdbFile, number: int) -> Atoms:
 
     fields = _entry(file, str(number))
     if not isinstance(fields, dict):
-        problem = "is missing" if fields is None else "lacks fields"
-        raise ValueError(f"row {number} {problem}; get the file again, or leave it out (skip_bad)")
+        problem = "is missing" if fields is None else "has no fields"
+        raise ValueError(f"row {number} {problem}; get a new copy, or skip the row with skip_bad")
     fields |= {name: np.array(fields[name]) for name in all_properties if name in fields}
     atoms: Atoms = AtomsRow(fields | {"id": number}).toatoms(add_additional_information=True)
     return atoms
@@ -249,25 +249,25 @@ def _entry(file: LmdbFile, key: str) -> Any:
     try:
         text = unpacker.decompress(content, _MOST_BYTES)
     except zlib.error as error:
-        raise ValueError(f"key {key!r} is damaged: {error}; get the file again") from None
+        raise ValueError(f"key {key!r} is damaged: {error}; get a new copy") from None
     if not unpacker.eof:
         raise ValueError(f"key {key!r} is truncated or larger than {_MOST_BYTES:,} bytes unpacked")
     return decode(text.decode())
 
 
 def without_packing(path: Path) -> Path:
-    """Returns the path without .gz, .bz2 or .xz."""
+    """Returns a path without the ending .gz, .bz2 or .xz."""
     return path.with_suffix("") if path.suffix.lower() in _OPENERS else path
 
 
 def _opened(path: Path, mode: str) -> IO[Any]:
-    """Opens a file, which is decompressed while it is read."""
+    """Opens a file and decompresses it while it is read."""
     options = {} if mode == "rb" else {"encoding": "utf-8", "errors": "surrogateescape"}
     return _OPENERS.get(path.suffix.lower(), open)(path, mode, **options)
 
 
 def ase_format(path: Path) -> str | None:
-    """Returns ASE's name of a file's format, by file name or first bytes; None if unknown."""
+    """Returns ASE's name for the format of a file, from its name or beginning; None if unknown."""
     name = without_packing(path)
     found = ENDINGS.get(name.suffix.lower())
     if found is None:

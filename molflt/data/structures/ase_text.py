@@ -1,4 +1,4 @@
-"""Frames of XYZ, CIF and PDB files; content that ASE would silently misread is refused."""
+"""Readers and checks of XYZ, CIF, PDB and POSCAR files that refuse what ASE would misread."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _READ = {name.lower(): name for name in ("Lattice", "pbc", "Properties")}
 _READ |= dict.fromkeys(("periodic", "periodicity", "boundary"), "pbc")
 _CELLS = ("cell", "unit_cell", "unitcell", "box", "lattice_vectors", "cell_vectors")
 _NOT_ANGSTROM = re.compile(r"(?<![/\w])(cell\(|(bohr|fractional|atomic_unit|nm)\b)", re.I)
-_WHOLE_SITES = {  # values in CIF files of sites whose atoms are all listed
+_WHOLE_SITES = {  # values in CIF files for sites with all atoms listed
     "_atom_site_attached_hydrogens": {"0", ".", "?"},
     "_atom_site_calc_flag": {"d", "c", "calc", ".", "?"},
 }
@@ -40,7 +40,7 @@ def xyz_frames(file: IO[str]) -> Iterator[Callable[[], Atoms]]:
         count = int(line)
         lines = [line, *islice(file, count + 1)]
         if len(lines) < count + 2:
-            raise ValueError(f"{max(0, len(lines) - 2)} of {count} atoms; the file is cut")
+            raise ValueError(f"{max(0, len(lines) - 2)} of {count} atoms; the file is truncated")
         yield partial(_xyz_frame, lines)
 
 
@@ -53,25 +53,25 @@ def _xyz_frame(lines: list[str]) -> Atoms:
 
 
 def _properties(comment: str) -> str:
-    """Returns the columns given by a comment line; refuses spellings that ASE does not read."""
+    """Returns the columns that a comment line declares; refuses spellings that ASE ignores."""
     from ase.io.extxyz import key_val_str_to_dict
 
     if unit := _NOT_ANGSTROM.search(comment):
         raise ValueError(
-            f"the comment line has {shown(unit[0])}; expected Cartesian coordinates in Å and "
-            "Lattice=...; convert them, or remove the word"
+            f"the comment line contains {shown(unit[0])}; expected Cartesian coordinates in Å and "
+            "Lattice=...; convert the coordinates, or remove the word"
         )
     keys = key_val_str_to_dict(comment.strip()) if comment.strip() else {}
     axes = np.asarray(keys.get("pbc", True))
     if axes.dtype.kind not in "bi" or axes.size not in (1, 3) or not np.isin(axes, (0, 1)).all():
-        raise ValueError(f'pbc is {shown(axes.tolist())}; expected pbc="T T F" or the like')
+        raise ValueError(f'pbc is {shown(axes.tolist())}; expected booleans, as in pbc="T T F"')
     for key, value in keys.items():
         read = _READ.get(key.lower())
         if key.lower() in _CELLS and np.size(value) in (3, 6, 9):
             read = "Lattice"
         is_read = read in (None, key) or (read in keys and key.lower() != str(read).lower())
         if not is_read and f"{key}=" in comment.replace(" ", ""):
-            raise ValueError(f"key {key!r} is not read; expected {read}=...; rename it")
+            raise ValueError(f"ASE ignores the key {key!r}; expected {read}=...; rename it")
     return str(keys.get("Properties", ""))
 
 
@@ -93,14 +93,14 @@ def _check_columns(properties: str, rows: list[str]) -> None:
         words = row.split()
         if len(words) < ends[-1] or (len(words) > ends[-1] and properties):
             raise ValueError(
-                f"atom {atom} has {len(words)} columns; expected {ends[-1]}, as Properties says"
+                f"atom {atom} has {len(words)} columns; expected {ends[-1]}, as in Properties"
             )
         given = [atomic_number(words[column], atom) for column in symbols]
         given += [int(words[column]) for column in numbers]
         if len(set(given)) > 1:
             raise ValueError(
                 f"atom {atom} is {words[(symbols + numbers)[0]]} in one column and "
-                f"{words[(symbols + numbers)[-1]]} in another; expected one element; drop a column"
+                f"{words[(symbols + numbers)[-1]]} in another; expected one element; remove one"
             )
 
 
@@ -120,7 +120,7 @@ def _cif_block(block: CIFBlock) -> Atoms:
         if letters.isupper() and len(letters) == 2 and is_element(letters.title()):
             raise ValueError(
                 f"site {site} is {shown(name, 20)}, which ASE reads as {letters[0]}; expected "
-                f"_atom_site_type_symbol {letters.title()} or {letters[0]}; write one of them"
+                f"_atom_site_type_symbol {letters.title()} or {letters[0]}; change it"
             )
         read = re.search("[A-Z][a-z]?", str(name))  # as in ASE
         if read is None or read[0] != "D":  # deuterium becomes H
@@ -128,19 +128,19 @@ def _cif_block(block: CIFBlock) -> Atoms:
     for key, whole in _WHOLE_SITES.items():
         for site, value in enumerate(block.get(key) or []):
             if str(value) not in whole:
-                raise ValueError(f"site {site} has {key} {shown(value)}; expected listed atoms")
+                raise ValueError(f"site {site} has {key} {shown(value)}; expected explicit atoms")
     groups = {str(one) for one in block.get("_atom_site_disorder_group") or []} - {".", "?", "0"}
     if len(groups) > 1:
         raise ValueError(
-            f"sites have the disorder groups {sorted(groups)}; expected one; choose it"
+            f"sites have the disorder groups {sorted(groups)}; expected one; remove the others"
         )
     places = zip(*(block.get(f"_atom_site_fract_{axis}") or [] for axis in "xyz"), strict=False)
     known: dict[tuple[object, ...], object] = {}
     for site, (place, name) in enumerate(zip(places, names, strict=False)):
         if known.setdefault(place, name) != name and not block.get("_atom_site_occupancy"):
             raise ValueError(
-                f"site {site}: {shown(name)} and {shown(known[place])} share one place; expected "
-                "one element on each site"
+                f"site {site}: {shown(name)} and {shown(known[place])} have the same position; "
+                "expected one element on each site"
             )
     atoms: Atoms = block.get_atoms()
     return atoms
@@ -156,18 +156,18 @@ def expect_elements_of_pdb(file: IO[str]) -> None:
         if cells == 1 and models > 1:
             raise ValueError(
                 f"line {number}: model {models} lacks CRYST1, which the first one has; expected "
-                "the cell of each model; repeat it"
+                "the cell of each model; repeat the record"
             )
         name = line[12:16].strip()
         if line[16:17].strip() not in ("", "A"):
             raise ValueError(
                 f"line {number}: atom {shown(name)} has the alternate location {line[16]!r}; "
-                "expected one location of each atom; delete the others"
+                "expected one location for each atom; delete the others"
             )
         both = is_element(name[:1]) and is_element(name[:2].title())
         if both and len(name) > 1 and not line[76:78].strip():
             raise ValueError(
-                f"line {number}: atom {shown(name)} is {name[0]} or {name[:2].title()}; "
+                f"line {number}: atom {shown(name)} may be {name[0]} or {name[:2].title()}; "
                 "expected an element in columns 77 and 78; add it"
             )
 
@@ -177,5 +177,5 @@ def expect_counts_of_poscar(file: IO[str]) -> None:
     symbols, counts = (line.split() for line in islice(file, 5, 7))
     if not symbols[0].isdigit() and len(counts) != len(symbols):
         raise ValueError(
-            f"line 7 has {len(counts)} counts for {len(symbols)} elements; expected one each"
+            f"line 7 has {len(counts)} counts for {len(symbols)} elements; expected one count each"
         )

@@ -31,43 +31,43 @@ AnyTags = Literal["oc20", "ase", "guess", "any"]
 
 
 class Reading(NamedTuple):
-    """Meaning of the entries in files, for sources whose `options` name these fields."""
+    """Interpretation of the entries in files, for sources whose `options` name these fields."""
 
     energy_key: str | None = None
     """name of the entry with the energy, eV; by default y_relaxed, else energy"""
     tags: AnyTags = "oc20"
-    """oc20: 0 subsurface, 1 surface, 2 adsorbate; ase: ase.build's layer numbers from the top, 1,
-    2, ..., and 0 for adsorbates; guess: tags in files are ignored, and
-    `molflt.data.structures.tags.guess_tags` finds tags from the geometry; any: integers without
-    meaning, for potentials, which do not read them"""
+    """convention of tags: oc20 (0 subsurface, 1 surface, 2 adsorbate); ase (ase.build's layer
+    numbers from the top, 1, 2, ..., and 0 for adsorbates); guess (tags in files are ignored, and
+    `molflt.data.structures.tags.guess_tags` determines them from the geometry); or any (any
+    integers, for potentials, which do not use tags)"""
     forces_key: str | None = None
     """name of the array of forces, (N, 3) eV/Å; by default forces, else REF_forces"""
     stress_key: str | None = None
     """name of the stress, (3, 3) or (6,), eV/Å^3; by default stress, else REF_stress"""
     for_prediction: bool = False
-    """labels are optional: an energy that is not finite counts as missing, and forces are not
-    read"""
+    """True if labels are optional: energies that are not finite count as missing, and forces are
+    not read"""
     keep_atoms: bool = False
-    """also keep structures as ASE reads them, with all their constraints"""
+    """True to also keep the structures as ASE reads them, with all constraints"""
     surface: tuple[float, float] | None = None
     """smallest and largest share of surface atoms in a slab, for guessed tags"""
 
 
 AS_IT_IS = Reading()
 AS_TRAINED = "as trained"
-"""Value of options that are taken from the training run."""
+"""Value of options that default to those of the training run."""
 ANY_TAGS = Reading(tags="any")
 
 
 def warn(text: str) -> None:
-    """Prints a warning in one line."""
+    """Prints a one-line warning."""
     print(f"molflt: warning: {text}", file=sys.stderr)
 
 
 def grouped(bad: Iterable[tuple[str, str]], prefix: str = "") -> list[str]:
-    """Lists each reason in (name, reason) pairs once, with the names without a prefix.
+    """Lists each reason in (name, reason) pairs once, after its names without a prefix.
 
-    Reasons that differ only in numbers count as one.
+    Reasons that differ only in numbers are combined.
     """
     kinds: dict[str, tuple[str, list[str]]] = {}
     for name, reason in bad:
@@ -90,7 +90,7 @@ def with_bar(items: Iterable[_Item], what: str) -> Iterable[_Item]:
 
 
 class Structures(Dataset["Data"], ABC):
-    """Base class for data sets of structures at one path, which can be sent to worker processes.
+    """Base class for data sets of structures at one path. Worker processes can share them.
 
     A new source needs a subclass with `kind`, `suffixes`, ``__init__(path, skip_bad)``, ``len()``,
     ``[i]`` and `natoms`, or a subclass of `Held` with the first three, and an entry in
@@ -100,21 +100,21 @@ class Structures(Dataset["Data"], ABC):
     Args:
         path: source to read.
         skip_bad: leave out invalid structures and list them in `bad`, instead of raising a
-            ValueError for the first one.
+            ValueError at the first one.
 
     Attributes:
         kind: name of the format in messages.
         suffixes: file extensions that this class reads, in lower case.
         example: for text formats, a valid file with three structures, which tests read.
-        path: path as given.
-        files: paths that are read.
+        path: path of the source.
+        files: files that are read.
         names: names of structures with a textual sid, by index in the source.
-        bad: (name, reason) of every structure that was left out.
-        hint: advice about missing labels, based on the part read so far.
+        bad: (name, reason) of each structure that was left out.
+        hint: advice about missing labels, based on the structures read so far.
         unused: labels in the file that are not read.
-        for_potentials: labels that only potentials read.
-        options: names of the fields of :class:`Reading` that the constructor takes.
-        joins_files: True if the constructor takes several `files` at once.
+        for_potentials: labels in the file that only potentials read.
+        options: names of the fields of :class:`Reading` that the constructor accepts.
+        joins_files: True if the constructor accepts several `files`.
     """
 
     kind: ClassVar[str]
@@ -148,7 +148,7 @@ class Structures(Dataset["Data"], ABC):
 
     @classmethod
     def find(cls, stem: Path) -> Path | None:
-        """Returns the path of structures called `stem`, such as a split of a data set, or None."""
+        """Finds the file or folder of a split: `stem` with an ending; None if there is none."""
         files = (stem.with_name(stem.name + suffix) for suffix in cls.suffixes)
         return next((file for file in files if file.is_file()), None)
 
@@ -163,7 +163,7 @@ class Structures(Dataset["Data"], ABC):
     def __getitem__(self, index: int) -> Data: ...
 
     def to_atoms(self, index: int) -> Atoms:
-        """Returns a structure for ASE: the original if it is kept, else a copy of its record."""
+        """Returns a structure for ASE: the original if it is kept, or else one from the record."""
         return to_atoms(self[index])
 
     @property
@@ -174,7 +174,7 @@ class Structures(Dataset["Data"], ABC):
     @property
     def y_relaxed(self) -> np.ndarray:
         """Relaxed energies, (len,) float64, eV; NaN if missing."""
-        # This takes minutes for a pickled LMDB of OC20's size
+        # Reading OC20's LMDB files takes minutes
         records = with_bar(self, "reading labels")
         return np.array([float(record.y_relaxed) for record in records], dtype=np.float64)
 
@@ -193,11 +193,11 @@ class Structures(Dataset["Data"], ABC):
         return map(self.__getitem__, range(len(self)))
 
     def where(self, index: int) -> str:
-        """Returns the name of a structure for messages: file and place."""
+        """Returns the file and position of a structure, for messages."""
         return f"{self.path}: structure {index}"
 
     def place(self, index: int) -> int:
-        """Returns the index of a structure in its file, from 0, including skipped ones."""
+        """Returns the index of a structure in its file, which counts skipped structures."""
         return self._stored(index)
 
     def file(self, index: int) -> Path:
@@ -205,11 +205,11 @@ class Structures(Dataset["Data"], ABC):
         return self.path
 
     def name(self, index: int, sid: int) -> str | int:
-        """Returns the sid as given by the user, a number or a name."""
+        """Returns the name of a structure if its sid is text, or else the sid."""
         return self.names.get(self._stored(index), sid)
 
     def origin(self, index: int) -> dict[str, str]:
-        """Returns more columns of tables: the file if there are several, and the name if any."""
+        """Returns optional columns of tables: the file, if there are several, and the name."""
         found = {"file": str(self.file(index))} if len(self.files) > 1 else {}
         name = self.name(index, 0)
         return found | ({"name": name} if isinstance(name, str) else {})
@@ -219,7 +219,7 @@ class Structures(Dataset["Data"], ABC):
         return self[index], 0
 
     def _leave_out_bad(self) -> NDArray[np.int64]:
-        """Leaves out structures that raise an error; returns the sizes of the others."""
+        """Leaves out invalid structures; returns the numbers of atoms of the others."""
         kept, natoms = [], []
         for index in with_bar(range(len(self)), f"{self.path.name}: checking"):
             try:

@@ -41,7 +41,7 @@ def convert(
     forces_key: str | None = None,
     stress_key: str | None = None,
 ) -> None:
-    """Convert structures to a compact store: no edges, no pickle, much faster to read.
+    """Converts structures to a compact store, which has no edges or pickles and is fast to read.
 
     A folder becomes a folder with one store for each file or folder in it. If DST is a store,
     several files, the matches of a pattern, or a folder of files that are not splits are combined
@@ -76,8 +76,8 @@ def convert(
             raise ValueError(f"{store}: a compact store ends in .safetensors; got {store.suffix!r}")
         if (limit is not None or skip_bad) and any(is_same(store, f) for f in files_of(path)):
             raise ValueError(
-                f"{store} is also the input and would lose structures by --limit or --skip-bad; "
-                "expected another file to write; choose another name"
+                f"{store} is also the input and would lose structures with --limit or --skip-bad; "
+                "expected another output file; choose another name"
             )
     reading = Reading(energy_key, tags, forces_key, stress_key)
     for path, store in jobs:
@@ -87,9 +87,9 @@ def convert(
 def _jobs_of(src: Path, dst: Path) -> list[tuple[Paths, Path]]:
     """Returns each source in a folder and the store for it."""
     if dst.suffix == ".safetensors" or dst.is_file():
-        raise ValueError(f"{dst}: expected a folder, as {src} holds several sources; name one")
+        raise ValueError(f"{dst}: expected a folder, because {src} has several sources; name one")
     if dst.exists() and dst.samefile(src):
-        raise ValueError(f"{dst} is also the folder of the sources; expected another one; name one")
+        raise ValueError(f"{dst} is also the folder of the sources; expected another; name one")
     found, others = sources_in(src)
     if others:
         print(f"{src}: no structures in {', '.join(others)}", file=sys.stderr)
@@ -101,9 +101,9 @@ def _convert_one(
 ) -> None:
     dataset, unwrapped = open_dataset(src, skip_bad, reading, once=True), 0
     dataset.verify()
-    overlapping: dict[int, int] = {}  # sid by place among the structures read
-    kept: list[Data] = []  # with forces
-    absurd: dict[int, str] = {}  # faults of forces or stress, also by place
+    overlapping: dict[int, int] = {}  # sids by index
+    kept: list[Data] = []  # records with forces
+    absurd: dict[int, str] = {}  # faults of forces or stress by index
 
     def records() -> Iterator[Data]:
         nonlocal unwrapped
@@ -118,7 +118,7 @@ def _convert_one(
             yield record
 
     def left_out(sids: np.ndarray, energies: np.ndarray, natoms: np.ndarray) -> Collection[int]:
-        some = skip_bad and bool(np.isfinite(energies).any())  # test splits are not labeled
+        some = skip_bad and bool(np.isfinite(energies).any())  # test splits have no labels
         faults = absurd | label_faults(energies, natoms, required=some, at_pos=bool(kept))
         _note_faults(dataset, faults, sids)
         for place in faults:
@@ -139,19 +139,21 @@ def _report(dataset: Structures, dst: Path, count: int, unwrapped: int) -> None:
     if unwrapped:
         print(f"{unwrapped} relaxed positions were stored in another periodic image; unwrapped")
     if dataset.unused:
-        print(f"labels that are there and not used: {', '.join(dataset.unused)}")
+        print(f"unused labels: {', '.join(dataset.unused)}")
     if dataset.hint:
         print(f"warning: not all structures have y_relaxed; {dataset.hint}")
     if dataset.bad:
-        bad = [f"left out {len(dataset.bad)} structures that are not valid:", *grouped(dataset.bad)]
+        bad = [f"left out {len(dataset.bad)} invalid structures:", *grouped(dataset.bad)]
         print("\n  ".join(bad), file=sys.stderr)
 
 
 def _note_faults(dataset: Structures, faults: Mapping[int, str], sids: np.ndarray) -> None:
-    """Lists structures with absurd or missing labels, or raises ValueError for the first."""
+    """Lists structures with missing or implausible labels, or raises ValueError for the first."""
     found = [(f"{dataset.path}: sid {sids[i]}", reason) for i, reason in faults.items()]
     if found and not dataset.skip_bad:
-        raise ValueError(f"{': '.join(found[0])}; --skip-bad leaves it out ({len(found)} such)")
+        raise ValueError(
+            f"{': '.join(found[0])}; --skip-bad leaves it out ({len(found)} structures)"
+        )
     dataset.bad += found
 
 

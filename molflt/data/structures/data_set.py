@@ -1,4 +1,4 @@
-"""Data sets: a folder with a file for each split, or one file that is split."""
+"""Data sets: folders with a file for each split, or single files that are split at random."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ VAL_FRACTION = 0.1
 
 
 class DataSet(NamedTuple):
-    """A data set: its root and its splits.
+    """Root and splits of a data set.
 
-    A folder has a file or a folder for each split. One file, a pattern of names, or a folder of
-    other files has two splits: `train` and `val`, drawn with `split_seed`.
+    The root is a folder with a file or a folder for each split, or else one file, a pattern, or a
+    folder of other files, which is split at random into `train` and `val`.
     """
 
     root: Path
@@ -29,17 +29,17 @@ class DataSet(NamedTuple):
     val: str = "val_id"
     """split to validate on"""
     val_fraction: float | None = None
-    """share of one file that becomes `val`; None for a folder, or to use `VAL_FRACTION`"""
+    """share of one file for `val`; None for a folder, or for the default `VAL_FRACTION`"""
     split_seed: int = 0
     """seed of the random split"""
     reading: Reading = AS_IT_IS
-    """meaning of the entries of files that ASE reads"""
+    """interpretation of the entries of files that ASE reads"""
     trained: Reading = AS_IT_IS
-    """the same in the training of a run; does not apply to sources without such options"""
+    """`reading` of the training run, which sources without such options ignore"""
 
     @classmethod
     def of_run(cls, data: Mapping[str, object], seed: int) -> DataSet:
-        """Returns the data set of a run, whose seed also set the splits in version 0.1."""
+        """Returns the data set of a run; in version 0.1, the seed of the run set the splits."""
         reading = Reading(**{name: data[name] for name in Reading._fields if name in data})  # type: ignore[arg-type]
         return cls(
             Path(str(data["root"])),
@@ -52,12 +52,12 @@ class DataSet(NamedTuple):
 
     @property
     def is_one(self) -> bool:
-        """True if the root holds structures without splits."""
+        """True if the root contains structures without splits."""
         return is_one_source(self.root) and not (self.root.is_dir() and self.has(self.train))
 
     @property
     def folder(self) -> Path:
-        """Root, or the folder of the single file."""
+        """The root, or the folder that contains it if it is a file."""
         return self.root if self.root.is_dir() else self.root.parent
 
     def has(self, split: str) -> bool:
@@ -75,24 +75,24 @@ class DataSet(NamedTuple):
             if self.val_fraction is not None:
                 raise ValueError(
                     f"{self.root}: data.val_fraction={self.val_fraction} is for one file; got a "
-                    f"folder, whose {self.val} is used for validation; leave it out"
+                    f"folder, in which {self.val} is for validation; leave it out"
                 )
             return {split: self._open(split_path(self.root, split), skip_bad) for split in splits}
         whole, fraction = self.whole(skip_bad), self.val_fraction or VAL_FRACTION
         if len(whole) == 0:
-            return dict.fromkeys(splits, whole)  # readers report it
+            return dict.fromkeys(splits, whole)  # callers report it
         if self.train == self.val:
             raise ValueError(
-                f"{self.root}: one file is split into two; got the name {self.train!r} for both; "
-                "leave data.train_split and data.val_split out"
+                f"{self.root}: one file is divided into two splits; got the name {self.train!r} "
+                "for both; leave out data.train_split and data.val_split"
             )
         train, val = split_by_seed(whole, fraction, self.split_seed)
         parts: dict[str, Structures] = {self.train: train, self.val: val}
         for split in splits:
             if split not in parts:
                 raise FileNotFoundError(
-                    f"{self.root}: no split {split!r}; expected {' or '.join(parts)}, into which "
-                    "one file is split; give a folder with a file for each split"
+                    f"{self.root}: no split {split!r}; expected {' or '.join(parts)}, the splits "
+                    "of one file; use a folder with a file for each split"
                 )
         return {split: parts[split] for split in splits}
 

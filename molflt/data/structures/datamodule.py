@@ -57,12 +57,12 @@ class IS2REData(BatchedData[Structures]):
         batch_size: structures in a batch, per device.
         max_atoms: limit on the number of structures in a batch times the number of atoms in the
             largest one; null for no limit.
-        bucket: number of random batches that are pooled and cut again by size, for models that pad.
-            1 keeps random batches, with which models learn faster per step
+        bucket: number of random batches that are pooled and divided again by size, for models that
+            pad. 1 keeps random batches, with which models learn faster per step
             (docs/results/emt-sample.md).
         workers: processes that read ahead; 0 reads in the main process.
-        skip_bad: leave out and count records that are not finite or whose label is missing or
-            absurd, instead of stopping at the first one.
+        skip_bad: leave out and count invalid structures and those with missing or implausible
+            labels, instead of stopping at the first one.
         val_fraction: share of the structures of one file to validate on; null means 0.1. Folders
             have their own splits.
         split_seed: seed of the random split of one file. Runs of an ensemble must share it and
@@ -72,8 +72,8 @@ class IS2REData(BatchedData[Structures]):
         tags: convention of the tags in files that ASE reads: oc20 (0 subsurface, 1 surface, 2
             adsorbate), or ase (ase.build's layer numbers from the top, 1, 2, ..., and 0 for
             adsorbates); guess determines tags from the geometry, in any source.
-        allow_duplicates: accept validation structures that are also in training, with the same
-            elements, cell and positions, which are otherwise refused.
+        allow_duplicates: accept validation structures with the elements, cell and positions of a
+            training structure, which are otherwise refused.
     """
 
     items = "systems"
@@ -106,7 +106,7 @@ class IS2REData(BatchedData[Structures]):
         self.reading = Reading(energy_key, tags)
         self.root = Path(root)
         self.splits = {"train": train_split, "val": val_split}
-        self.max_atoms = max_atoms
+        self.max_size = max_atoms
         self.bucket = bucket
         self.skip_bad = skip_bad
         self.allow_duplicates = allow_duplicates
@@ -131,7 +131,7 @@ class IS2REData(BatchedData[Structures]):
                 why = f": {dataset.bad[0][1]}" if dataset.bad else ""
                 raise ValueError(
                     f"{dataset.path}: split {split!r} is empty; expected at least one structure; "
-                    f"got 0 ({len(dataset.bad)} left out as bad{why})"
+                    f"got 0 ({len(dataset.bad)} left out as invalid{why})"
                 )
             self.datasets[use] = dataset
             self._sampler(use, rank=0, world=1)
@@ -141,9 +141,8 @@ class IS2REData(BatchedData[Structures]):
         train_set, val_set = (self.datasets[use] for use in self.splits)
         if first and train_set is val_set:
             warnings.warn(
-                f"{val_set.path}: validation has the structures of training; its errors, and the "
-                "weights that they choose, say nothing of other structures; name another split "
-                "with --data.val_split",
+                f"{val_set.path}: training and validation use the same structures; errors say "
+                "nothing about other structures; choose another split with --data.val_split",
                 stacklevel=3,
             )
         self._say_unused(opened.values())
@@ -159,16 +158,13 @@ class IS2REData(BatchedData[Structures]):
             )  # the same names are refused later
         for name, value in given.items():
             if value not in (0, "train", "val_id"):
-                got = "one file, which data.split_seed splits" if data.is_one else "a folder"
+                got = "one file, split by data.split_seed" if data.is_one else "a folder"
                 raise ValueError(
                     f"{self.root}: data.{name}={value} is for {kind}; got {got}; leave it out"
                 )
 
     def _labeled(self, opened: Mapping[str, Structures]) -> dict[str, Structures]:
-        """Refuses missing and absurd labels, or leaves out their structures.
-
-        Labels of one file are judged together, across all splits.
-        """
+        """Refuses missing and implausible labels, or leaves out their structures."""
         energies = {split: part.y_relaxed for split, part in opened.items() if len(part)}
         natoms = {split: opened[split].natoms for split in energies}
         sound = dict(opened)
@@ -180,10 +176,10 @@ class IS2REData(BatchedData[Structures]):
             faults = label_faults(own, natoms[split], required=True, kind=kind)
             if faults and not dataset.skip_bad:
                 index, reason = next(iter(faults.items()))
-                advice = "take a split with labels, or leave these out with --data.skip_bad"
+                advice = "use a split with labels, or leave these out with --data.skip_bad"
                 raise ValueError(
-                    f"{dataset.path}: sid {int(dataset[index].sid)}: {reason} ({len(faults)} such "
-                    f"of {len(dataset)}); {dataset.hint or advice}"
+                    f"{dataset.path}: sid {int(dataset[index].sid)}: {reason} ({len(faults)} of "
+                    f"{len(dataset)} structures); {dataset.hint or advice}"
                 )
             sound[split] = without(dataset, own, faults) if faults else dataset
         train, val = self.splits.values()
@@ -200,13 +196,12 @@ class IS2REData(BatchedData[Structures]):
         if not self._copies:
             return
         said = (
-            f"{val.path}: {len(self._copies)} of {len(val)} structures of validation are in "
-            f"training, for instance sid {self._copies[0]}; its errors do not predict those of "
-            "other structures"
+            f"{val.path}: {len(self._copies)} of {len(val)} validation structures are also in "
+            f"training, for instance sid {self._copies[0]}; errors do not apply to other structures"
         )
         if not self.allow_duplicates:
             raise ValueError(
-                f"{said}; remove them from one of the splits, or take them as they are with "
+                f"{said}; remove them from one of the splits, or accept them with "
                 "--data.allow_duplicates true"
             )
         warnings.warn(said, stacklevel=3)
@@ -216,15 +211,14 @@ class IS2REData(BatchedData[Structures]):
         return [*dataset.for_potentials, *dataset.unused]
 
     def _say_unused(self, datasets: Iterable[Structures]) -> None:
-        """Warns once about labels in the files that are not used."""
+        """Warns once about unused labels in the files."""
         found = {dataset.path: self._unused(dataset) for dataset in datasets}
         names = dict.fromkeys(name for own in found.values() for name in own)
         if names:
             first = next(path for path, own in found.items() if own)
             options = named_options(names, *self.may_read)
             warnings.warn(
-                f"{first}: labels that are there and not used: {', '.join(names)}"
-                + (f"; {options}" if options else ""),
+                f"{first}: unused labels: {', '.join(names)}" + (f"; {options}" if options else ""),
                 stacklevel=3,
             )
 
@@ -310,11 +304,10 @@ class IS2REData(BatchedData[Structures]):
         energies, natoms = dataset.y_relaxed, dataset.natoms
         if is_energy(self.reading.energy_key) and energy_kind(energies, natoms) == "total":
             raise ValueError(
-                f"{dataset.path}: y_relaxed look like total energies, "
-                f"{per_atom(energies, natoms):.1f} eV per atom in the median; expected adsorption "
-                "energies; use --model.readout all with --task.references fit to learn what "
-                "energies per element leave, or with --task.references none to take them as they "
-                "are"
+                f"{dataset.path}: y_relaxed looks like total energies, with a median of "
+                f"{per_atom(energies, natoms):.1f} eV per atom; expected adsorption energies; use "
+                "--model.readout all, with --task.references fit to subtract energies per element, "
+                "or with --task.references none"
             )
 
     def expect_slabs(self, option: str) -> None:
@@ -327,13 +320,13 @@ class IS2REData(BatchedData[Structures]):
             )
 
     def expect_relaxed(self, option: str) -> None:
-        """Warns if an option needs relaxed positions that some training structures lack."""
+        """Warns if some training structures lack relaxed positions; raises ValueError if all do."""
         known, dataset = self._train_domain().relaxed, self.datasets["train"]
         if not known:
             raise ValueError(
                 f"{dataset.path}: {len(dataset):,} structures, all without relaxed positions; "
-                f"expected some for {option}, which moves structures towards them; leave it out, "
-                "or take data that have pos_relaxed"
+                f"expected some for {option}, which moves structures toward them; leave it out, "
+                "or use data with pos_relaxed"
             )
         if known < len(dataset):
             warnings.warn(
@@ -353,8 +346,8 @@ class IS2REData(BatchedData[Structures]):
         if found.undetermined:
             warnings.warn(
                 f"{train.path}: compositions leave {found.undetermined} of "
-                f"{int(found.present.sum())} element energies undetermined; other ratios of these "
-                "elements than here will have wrong energies",
+                f"{int(found.present.sum())} element energies undetermined; energies of structures "
+                "with other ratios of these elements will be wrong",
                 stacklevel=2,
             )
         present = np.asarray(
@@ -368,7 +361,7 @@ class IS2REData(BatchedData[Structures]):
             names = ", ".join(chemical_symbols[number] for number in np.flatnonzero(missing))
             warnings.warn(
                 f"{dataset.path}: no reference energy of {names}, which the training split does "
-                "not have; energies of structures with them are off by that",
+                "not contain; it is missing from the predicted energies",
                 stacklevel=2,
             )
         return found
@@ -380,18 +373,11 @@ class IS2REData(BatchedData[Structures]):
 
         return Batch.from_data_list(items)
 
+    def _lengths(self, use: str) -> np.ndarray:
+        return self.datasets[use].natoms
+
     def _sampler(self, use: str, rank: int, world: int) -> SizeBucketedBatchSampler:
-        dataset = self.datasets[use]
         try:
-            return SizeBucketedBatchSampler(
-                dataset.natoms,
-                self.batch_size,
-                self.max_atoms,
-                shuffle=use == "train",
-                bucket=self.bucket,
-                seed=self.seed,
-                rank=rank,
-                world=world,
-            )
+            return super()._sampler(use, rank, world)
         except ValueError as error:
-            raise ValueError(f"{dataset.path}: {error}") from None
+            raise ValueError(f"{self.datasets[use].path}: {error}") from None

@@ -41,7 +41,7 @@ def read_domain(path: Path) -> object:
     """Reads the domain.json of a run, for `Domain.from_json`; None if there is no file."""
     if not path.is_file():
         return None
-    return read_json(path, "JSON", "put back the file that training wrote")
+    return read_json(path, "JSON", "restore the file that training wrote")
 
 
 class Elements(NamedTuple):
@@ -62,7 +62,7 @@ class Elements(NamedTuple):
 
 @dataclass(frozen=True)
 class Domain:
-    """Contents of a training set.
+    """Summary of a training set.
 
     Attributes:
         systems: number of systems.
@@ -79,10 +79,10 @@ class Domain:
         surface: smallest and largest share of tag 1 in a slab; None without tags, and in files of
             version 0.1.
         initial: domains of the initial weights, of their initial weights, and so on; empty for
-            random initial weights. Kind and energies are those of the last data.
-        zero: True for clean slabs, and for molecules without a slab, if their energy is 0 in the
-            model. They can then be predicted, and the number of slab atoms is not compared. Not
-            part of the file.
+            random initial weights. `kind` and `energy` describe the last data only.
+        zero: True for clean slabs, and for molecules without a slab, if the model gives them an
+            energy of 0. They can then be predicted, and numbers of atoms in slabs are not compared.
+            Not stored in the file.
     """
 
     systems: int
@@ -101,14 +101,11 @@ class Domain:
 
     @staticmethod
     def of(dataset: Structures, look: Callable[[Data], object] = lambda record: None) -> Domain:
-        """Determines the domain in one pass over a data set, which calls `look` for each structure.
-
-        The data set has at least one structure.
-        """
+        """Determines the domain of a nonempty data set in one pass that calls `look` on records."""
         seen = np.zeros((3, MAX_ATOMIC_NUMBER + 1), dtype=bool)  # slab, adsorbate, untagged
         slab, adsorbate, surface, periodic = [], [], [], set()
         relaxed = 0
-        for record in with_bar(dataset, "reading what there is"):
+        for record in with_bar(dataset, "reading structures"):
             parts = _parts(record)
             for row, numbers in zip(seen, parts, strict=True):
                 row[numbers] = True
@@ -158,15 +155,15 @@ class Domain:
             return ""
         slab, adsorbate, untagged = _parts(record)
         if len(untagged):
-            return "no tags, which training had"
+            return "no tags, unlike the training data"
         if (not len(adsorbate) and self.zero[0]) or (not len(slab) and self.zero[1]):
             guess = guess_tags(record)
             what = "no slab (tags 0 and 1)" if len(adsorbate) else "no adsorbate (tag 2)"
             return f"{what}, but the geometry has {guess.text}" if guess.tags.any() else ""
         if not len(adsorbate) and self.adsorbate_atoms[0]:
-            return "no adsorbate (tag 2), which training had"
+            return "no adsorbate (tag 2), unlike the training data"
         if not len(slab) and self.slab_atoms[0]:
-            return "no slab (tags 0 and 1), which training had"
+            return "no slab (tags 0 and 1), unlike the training data"
         moved = any(aspect in ("slab", "adsorbate") for aspect, _ in self._beyond(record))
         if moved or not heights_agree(record):
             guess = guess_tags(record)
@@ -178,7 +175,7 @@ class Domain:
     def beyond_labels(self, energy: float) -> str:
         """Describes an energy, eV, that is far outside the training range; "" otherwise.
 
-        Total energies grow with the size of the structure and are not compared.
+        Total energies are not compared, because they grow with the size of the structure.
         """
         if self.energy is None or self.kind == "total":
             return ""
@@ -189,10 +186,10 @@ class Domain:
         return f"energy: {energy:.2f} eV, trained on {low:.2f} to {high:.2f}"
 
     def outside(self, record: Data) -> list[str]:
-        """Lists the differences of a structure from all training data.
+        """Lists how a structure differs from all training data.
 
-        Properties that only the initial weights have seen are marked, because they may be
-        forgotten.
+        Properties that occur only in the data of the initial weights are marked, because the model
+        may have forgotten them.
         """
         own, before = self._beyond(record), [one._beyond(record) for one in self.initial]
         found: dict[str, list[str]] = {}
@@ -220,7 +217,7 @@ class Domain:
         if not self.zero[0] and not self.atoms[0] <= count <= self.atoms[1]:
             sizes["atoms"] = f"atoms: {count}, trained on {_span(self.atoms)}"
         if len(untagged) and not self.untagged:
-            sizes["tags"] = "no tags, which training had"
+            sizes["tags"] = "no tags, unlike the training data"
         elif not len(untagged):
             sizes |= self._beyond_parts(record, len(slab), len(adsorbate))
         if _axes(record) not in self.periodic:
@@ -308,7 +305,7 @@ class Domain:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(
                 f"{name}: expected the domain of a training run; {type(error).__name__}: "
-                f"{shown(str(error))}; put back the file that training wrote"
+                f"{shown(str(error))}; restore the file that training wrote"
             ) from None
 
 
@@ -319,7 +316,7 @@ def _symbol(number: int) -> str:
 
 
 def _parts(record: Data) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the atomic numbers of slab and adsorbate, or those of a structure without tags."""
+    """Returns the atomic numbers of slab and adsorbate, and of all atoms without tags."""
     numbers, tags = record.atomic_numbers, record.tags
     none = numbers[:0]
     if not bool((tags > Tag.SUBSURFACE).any()):

@@ -1,4 +1,4 @@
-"""Downloads of public archives, with checks of disk space and md5; OC20 is unpacked in part."""
+"""Downloads of public archives, with checks of disk space and md5 sums."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ GAME_NET = _Archive(
 _CHUNK = 1 << 20
 _ATTEMPTS = 5  # connections in a row without progress
 _TIMEOUT = 60.0  # s
-_RETRY = (408, 429)  # temporary HTTP errors, as are all from 500 on
+_RETRY = (408, 429)  # HTTP errors that are temporary, like all from 500
 _SPLITS = ["10k/train", *VAL_SPLITS]
 _FILE = "data.lmdb"
 
@@ -47,7 +47,7 @@ def download(
     md5: str | None = None,
     keep_archive: bool = False,
 ) -> None:
-    """Download a public archive to DIRECTORY and verify it.
+    """Downloads a public archive to DIRECTORY and verifies it.
 
     oc20-is2re: one archive for all splits, 8.1 GB (CC-BY-4.0); the requested splits are unpacked to
     DIRECTORY/is2re. game-net: GAME-Net's FG set, 3.1 MB (MIT), which scripts/game_net.py of the
@@ -103,8 +103,8 @@ def _official_name(split: str) -> str:
     name = split if "/" in split else f"all/{split}"
     if name not in OC20_FILES or split == "train":
         raise ValueError(
-            f"splits: expected some of {', '.join(OC20_FILES)}, validation and test also without "
-            f"all/; got {split!r}"
+            f"splits: expected some of {', '.join(OC20_FILES)}; all/ is optional for validation "
+            f"and test splits; got {split!r}"
         )
     return name
 
@@ -117,10 +117,10 @@ def _expect_md5(path: Path, md5: str, advice: str, name: object = None) -> None:
 
 
 def _get(archive: Path, base_url: str, md5: str, unpacked: int) -> None:
-    """Downloads an archive, or verifies an existing one; needs `unpacked` further bytes."""
+    """Downloads or verifies an archive; `unpacked` is the size, in bytes, of its content."""
     if archive.is_file():
         _check_space(archive, 0, archive.stat().st_size, unpacked)
-        _expect_md5(archive, md5, "delete it to download it again, or give its sum as --md5")
+        _expect_md5(archive, md5, "delete it to download it again, or set --md5")
         return
     archive.parent.mkdir(parents=True, exist_ok=True)
     part = archive.with_name(f"{archive.name}.part")
@@ -135,7 +135,7 @@ def _get(archive: Path, base_url: str, md5: str, unpacked: int) -> None:
 
 
 def _check_space(file: Path, missing: int, size: int, unpacked: int) -> None:
-    """Prints the size of the download; raises ValueError if the disk cannot hold it."""
+    """Prints the size of a download; raises ValueError if there is not enough disk space."""
     free = shutil.disk_usage(file.parent).free
     print(
         f"{file.name.removesuffix('.part')}: {readable_size(size)}, {readable_size(size - missing)}"
@@ -145,7 +145,7 @@ def _check_space(file: Path, missing: int, size: int, unpacked: int) -> None:
     )
     if missing + unpacked > free:
         raise ValueError(
-            f"{file.parent}: not enough disk: {readable_size(missing + unpacked)} needed; "
+            f"{file.parent}: not enough disk space: {readable_size(missing + unpacked)} needed; "
             f"{readable_size(free)} free; choose fewer splits or another directory"
         )
 
@@ -175,7 +175,7 @@ def _fetch(url: str, part: Path, unpacked: int) -> None:
             if error.code == 416:  # nothing is missing
                 return
             if error.code < 500 and error.code not in _RETRY:
-                advice = "is the address right? --base_url changes it"
+                advice = "check the address, which --base_url changes"
                 raise OSError(f"{url}: cannot be downloaded; {error}; {advice}") from None
             problem = error
         except (HTTPException, URLError, ConnectionError, TimeoutError) as error:

@@ -30,9 +30,9 @@ _Array = NDArray[np.float64]
 _ATOM = 20.92  # eV per Z^(7/3): upper bound for all electrons of an atom (Thomas and Fermi)
 
 MOST_FRAMES = 300
-"""Number of frames that are compared, the first ones; 300 frames of 1,000 atoms take 2 MB."""
+"""Maximum number of frames to compare; 300 frames of 1,000 atoms take 2 MB."""
 _FEWEST_PAIRS = 8
-_MOST_PAIRS = 50  # the nearest ones, because the trapezoidal rule is more accurate for short paths
+_MOST_PAIRS = 50  # the closest ones, because the trapezoidal rule is more accurate for short paths
 _SURE = 0.5  # smallest correlation of energy differences with predictions of forces or stress
 _FARTHEST = 0.5  # Å, largest root mean square distance between close frames
 _MOST_STRAIN = 0.2
@@ -63,8 +63,8 @@ _VIRIAL = "eV (stress times volume)"
 _LENGTHS = (0.01, 10.0)
 _LENGTH = 0.35
 _CONVENTION = (
-    "expected eV/Å^3 with ASE's sign, negative where a cell is compressed; VASP's are kbar, "
-    "-1602.18 times that; a virial is minus the volume times that"
+    "expected eV/Å^3 with ASE's sign, negative for a compressed cell; VASP's values, in kbar, are "
+    "-1602.18 times these; a virial is minus the volume times the stress"
 )
 # The pressure of a crystal grows with its energy; the slope is -2 to -4 with ASE's sign. A few
 # crystals shrink when heated; their slope has the opposite sign but stays below this limit.
@@ -91,7 +91,7 @@ class _Pair(NamedTuple):
 def unit_fault(records: Iterable[Data]) -> str:
     """Returns the reason why labels are not in eV and Å; "" if they are, or if unknown.
 
-    Uses the first 300 structures, except those with absurd labels unless they are the majority.
+    Uses the first 300 structures, without implausible labels unless these are the majority.
     """
     some = list(islice(records, MOST_FRAMES))
     sound = [record for record in some if not point_fault(record)]
@@ -100,7 +100,7 @@ def unit_fault(records: Iterable[Data]) -> str:
 
 
 def energy_unit_fault(records: Sequence[Data]) -> str:
-    """Describes energies that exceed those of all electrons and cannot be in eV; else ""."""
+    """Describes energies that are too large to be in eV, even with all electrons; else ""."""
     most = [
         float(-record.energy / (_ATOM * record.atomic_numbers.double() ** (7 / 3)).sum())
         for record in records
@@ -108,13 +108,13 @@ def energy_unit_fault(records: Sequence[Data]) -> str:
     if not most or np.median(most) < 2:
         return ""
     return (
-        f"energies are {np.median(most):.0f} times what all electrons of the atoms can give; "
+        f"energies are {np.median(most):.0f} times the energies of atoms with all electrons; "
         "expected eV; 1 Hartree is 27.2114 eV, 1 eV is 23.0605 kcal/mol or 96.4853 kJ/mol"
     )
 
 
 def force_unit_fault(records: Iterable[Data]) -> str:
-    """Describes a wrong unit or sign of forces, judged by energies; "" if correct or unknown.
+    """Describes a wrong unit or sign of forces, found from energies; "" if correct or unknown.
 
     Between similar frames of one system, the energy changes by -(F_a + F_b) / 2 . (r_b - r_a), up
     to terms of third order. The first 300 structures are used.
@@ -133,11 +133,11 @@ def stress_unjudged(records: Sequence[Data]) -> str:
     fault, unknown = judged_stress(records)
     if fault or not unknown or not any(bool(r.stress.isfinite().all()) for r in records):
         return ""
-    return f"{unknown} of stress could not be judged"
+    return f"{unknown} of stress could not be checked"
 
 
 def judged_stress(records: Iterable[Data]) -> tuple[str, str]:
-    """Returns a wrong unit or sign of stress in words, and what is unknown of both; else "".
+    """Describes a wrong unit or sign of stress, and names those that are unknown; else "".
 
     Between similar frames of one system with different cells, the energy changes by the volume
     times stress : strain, plus the work of the forces. If the cell is constant, the check relies on
@@ -159,11 +159,11 @@ def judged_stress(records: Iterable[Data]) -> tuple[str, str]:
     if length < _LENGTHS[0] or length > _LENGTHS[1]:
         what = _named(_LENGTH / length, _STRESS | {_VIRIAL: 1 / volume}, 2 * _UNSURE)
         what = f"minus {what}" if slope > 0 else what
-        spreads_like = f"in one cell it spreads {length:.2g} Å times as much as forces"
-        likely = f"likely are {_LENGTHS[0]:g} to {_LENGTHS[1]:g} Å"
-        return f"stress looks like {what}: {spreads_like}; {likely}; {_CONVENTION}", ""
+        ratio = f"in one cell, its spread is {length:.2g} Å times that of the forces"
+        likely = f"this ratio is usually {_LENGTHS[0]:g} to {_LENGTHS[1]:g} Å"
+        return f"stress looks like {what}: {ratio}; {likely}; {_CONVENTION}", ""
     if slope > _GRUENEISEN:
-        grows = "in one cell its trace grows with the energy"
+        grows = "in one cell, its trace grows with the energy"
         return f"stress looks like minus eV/Å^3: {grows}; {_CONVENTION}", ""
     return "", "sign" if fault is None and np.isnan(slope) else ""
 
@@ -186,7 +186,7 @@ def _systems(records: Iterable[Data], known: Iterable[str]) -> list[list[_Frame]
 def _nearest_frames(
     frames: list[_Frame], strained: bool = False
 ) -> Iterator[tuple[_Frame, _Frame]]:
-    """Pairs each frame with the nearest: in another cell if `strained`, else with close atoms."""
+    """Pairs each frame with the closest one, in another cell if `strained`, else in the same."""
     points = np.stack([np.append(frame.pos, frame.cell) for frame in frames])
     if not strained:
         points = points[:, :-9]
@@ -253,7 +253,7 @@ def _in_one_cell(frames: list[_Frame]) -> list[tuple[float, float, float]]:
 def _wrong_unit(
     label: str, pairs: list[_Pair], units: Mapping[str, float], fewest: int
 ) -> str | None:
-    """Describes a wrong unit, by the slope of energy changes; "" if correct, None if unknown."""
+    """Describes a wrong unit from the slope of energy changes; "" if correct, None if unknown."""
     x, y = np.array([[pair.predicted, pair.change] for pair in pairs]).reshape(-1, 2).T
     if len(pairs) < fewest or not x.any() or not y.any():
         return None
@@ -274,14 +274,14 @@ def _wrong_unit(
         what = "gradients, minus the forces"
     looks = "looks" if label == "stress" else "look"
     return (
-        f"{label} {looks} like {what}: between {len(pairs)} pairs of near frames energies change "
-        f"by {factor:.3g} of what {label} in {own} would say; "
+        f"{label} {looks} like {what}: in {len(pairs)} pairs of similar frames, energies change by "
+        f"{factor:.3g} times the values that {label} in {own} predict; "
         + (_CONVENTION if label == "stress" else "expected 1")
     )
 
 
 def _named(factor: float, units: Mapping[str, float], unsure: float = _UNSURE) -> str:
-    """Returns one to three units of this size, the nearest one first."""
+    """Returns one to three units of about this size, the closest one first."""
     apart = {name: abs(float(np.log(factor / size))) for name, size in units.items()}
     best = min(apart.values())
     names = sorted((name for name in apart if apart[name] < best + unsure), key=apart.__getitem__)

@@ -29,14 +29,14 @@ class StructuresInMemory(Held):
         given: `ase.Atoms` (see `molflt.data.structures.ase_files.AseStructures`), `Data` or `Batch`
             of PyG with pos, atomic_numbers (or z) and optional cell, pbc, tags, fixed, sid, charge
             and y_relaxed; or a sequence of these.
-        reading: options for reading `Atoms`: the convention of their tags.
+        reading: how to interpret the entries of `Atoms`.
     """
 
     def __init__(self, given: object, reading: Reading = AS_IT_IS) -> None:
         super().__init__("structures")
         self.given = list(_flat(given))
         if not self.given:
-            raise ValueError(f"{self.path}: none given; {_EXPECTED}")
+            raise ValueError(f"{self.path}: {_EXPECTED}; got none")
         converter = Converter(reading._replace(for_prediction=True, keep_atoms=True))
         for index, one in enumerate(self.given):
             where = f"{self.path}: structure {index}"
@@ -69,7 +69,7 @@ def _flat(given: object) -> Iterable[object]:
             yield from given.to_data_list()
         except (RuntimeError, AttributeError) as error:
             raise ValueError(
-                f"structures: a Batch that cannot be taken apart ({error}); make it with "
+                f"structures: a Batch that cannot be separated ({error}); make it with "
                 "Batch.from_data_list"
             ) from None
     elif isinstance(given, str | bytes | np.ndarray | torch.Tensor) or hasattr(given, "keys"):

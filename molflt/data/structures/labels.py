@@ -35,8 +35,8 @@ __all__ = [
 
 EnergyKind = Literal["adsorption", "total", "unknown"]
 
-# OC20 keeps relaxed adsorption energies within 10 eV of 0; beyond twice that, an energy is from a
-# failed calculation, or it is a total energy.
+# OC20 limits relaxed adsorption energies to 10 eV. An energy beyond twice this limit is a total
+# energy or comes from a failed calculation.
 MOST_ADSORPTION = 20.0  # eV
 MOST_FORCE = 1e3
 """eV/Å. Forces in organic molecules at 1,200 K stay below 12. In the repulsive potential of
@@ -48,7 +48,7 @@ MOST_STRESS = 10.0
 # Median magnitude. Adsorption energies stay small in large systems, below 0.1 eV per atom on slabs.
 # Total energies are 2 to 15 eV per atom, and far larger with all electrons.
 _TOTAL_PER_ATOM = 1.0  # eV
-# Relative to the largest label: far above float64 rounding, and below the resolution of methods
+# Relative to the largest label: far above float64 rounding, and below the accuracy of any method
 _ROUNDING = 1e-12
 _MOST_CHARACTERS = 100_000  # maximum size of a file of references
 _BLOCK = 10_000  # structures
@@ -62,7 +62,7 @@ def per_atom(energies: NDArray[np.float64], natoms: NDArray[np.int64]) -> float:
 
 
 def energy_kind(energies: NDArray[np.float64], natoms: NDArray[np.int64]) -> EnergyKind:
-    """Returns "adsorption" or "total", by magnitude; "unknown" without labels or in between."""
+    """Returns "adsorption" or "total", by magnitude, or else "unknown"."""
     known = np.isfinite(energies)
     if not known.any():
         return "unknown"
@@ -74,12 +74,12 @@ def energy_kind(energies: NDArray[np.float64], natoms: NDArray[np.int64]) -> Ene
 def other_kind(
     energies: NDArray[np.float64], natoms: NDArray[np.int64], learned: EnergyKind
 ) -> str:
-    """Describes energies whose kind differs from that in training; "" otherwise."""
+    """Describes energies that differ in kind from those in training; "" otherwise."""
     kind = energy_kind(energies, natoms)
     if {kind, learned} != {"adsorption", "total"}:
         return ""
     return (
-        f"its energies look like {kind} energies; the model predicts {learned} energies, as in "
+        f"its energies look like {kind} energies, but the model predicts {learned} energies, as in "
         "training; do not compare them"
     )
 
@@ -113,25 +113,26 @@ def label_faults(
         for index in np.flatnonzero(np.abs(energies) > MOST_ADSORPTION):
             faults[int(index)] = (
                 f"y_relaxed is {energies[index]:.3f} eV; expected at most {MOST_ADSORPTION:g} eV "
-                "from 0, as the other labels look like adsorption energies"
+                "in magnitude, because the other labels look like adsorption energies"
             )
     return dict(sorted(faults.items()))
 
 
 def point_fault(record: Data) -> str:
-    """Returns the reason why forces or stress of a structure are absurd, or ""."""
+    """Describes implausible forces or stress of a structure; "" otherwise."""
     sizes = record.forces.double().norm(dim=1)
     stress = float(record.stress.abs().max())
     if bool((sizes > MOST_FORCE).any()):  # False for NaN
         return (
             f"the force on atom {int(sizes.argmax())} is {float(sizes.max()):.4g} eV/Å; expected "
-            f"at most {MOST_FORCE:g} eV/Å, far beyond dynamics and strained structures"
+            f"at most {MOST_FORCE:g} eV/Å, which no dynamics or strained structure exceeds"
         )
     if stress > MOST_STRESS:
         return (
             f"a stress of {stress:.4g} eV/Å^3, which is {160.21766 * stress:.4g} GPa; expected at "
-            f"most {MOST_STRESS:g} eV/Å^3; stress in kbar is 1602.18 times, in GPa 160.218 times "
-            "as large, VASP's sign is opposite to ASE's, a virial is minus the volume times it"
+            f"most {MOST_STRESS:g} eV/Å^3; values in kbar are 1602.18 times as large, in GPa "
+            "160.218 times; VASP's sign is opposite to ASE's; a virial is minus the volume times "
+            "the stress"
         )
     return ""
 
@@ -162,12 +163,12 @@ def fit_element_energies(
 ) -> ElementEnergies:
     """Fits y_relaxed by sums of element energies over the atoms.
 
-    This is the least-squares solution of smallest norm, from the triangle of a QR decomposition
-    over blocks of structures. It is exact in float64 for energies of 1e5 eV, with constant memory.
+    The fit is the least-squares solution of smallest norm. A QR decomposition is updated by blocks
+    of structures: memory is constant, and energies of 1e5 eV keep the accuracy of float64.
 
     Args:
         dataset: structures with finite labels.
-        given: energies by atomic number, eV, to use instead of a fit.
+        given: energies by atomic number, eV, that replace the fit.
         of_adsorbates: sum over adsorbate atoms only.
     """
     columns = MAX_ATOMIC_NUMBER + 1
@@ -189,7 +190,7 @@ def fit_element_energies(
         energies[[*given]] = [*given.values()]
         expect_elements(str(dataset.path), present, given)
         present[[*given]] = True
-    # rotated residuals and ones; the rotation keeps their products
+    # rotated residuals and ones; the rotation preserves their products
     left, ones = triangle[:, -1] - triangle[:, :-2] @ energies, triangle[:, -2]
     mean = float(left @ ones / count)
     spread = float(np.linalg.norm(left - mean * ones) / np.sqrt(count))
@@ -202,8 +203,8 @@ def expect_elements(name: str, present: NDArray[np.bool_], given: Mapping[int, f
 
     if missing := [chemical_symbols[z] for z in np.flatnonzero(present) if z not in given]:
         raise ValueError(
-            f"{name}: no reference energy of {', '.join(missing)}; add them to the file of "
-            "--task.references, or take --task.references fit"
+            f"{name}: no reference energies of {', '.join(missing)}; add them to the file of "
+            "--task.references, or use --task.references fit"
         )
 
 
@@ -213,7 +214,9 @@ def read_element_energies(path: Path) -> dict[int, float]:
     from ase.data import atomic_numbers
 
     if not path.is_file():
-        raise ValueError(f"task.references must be none, fit or a file; got {path}: no such file")
+        raise ValueError(
+            f"task.references must be none, fit or a file; got {path}, which does not exist"
+        )
     text, found = path.read_text(encoding="utf-8")[:_MOST_CHARACTERS], {}
     try:
         # without anchors, whose contents can grow exponentially
@@ -228,7 +231,7 @@ def read_element_energies(path: Path) -> dict[int, float]:
             raise ValueError("got none")
     except (ValueError, TypeError, LookupError, AttributeError, yaml.YAMLError) as error:
         raise ValueError(
-            f"{path}: expected symbols of elements and their energies in eV, as H: -13.6; "
+            f"{path}: expected symbols of elements and their energies in eV, such as H: -13.6; "
             f"{type(error).__name__}: {shown(str(error))}"
         ) from None
     return found

@@ -1,6 +1,6 @@
 """Reader for LMDB files without the LMDB library, which can crash on a damaged page.
 
-It reads one table. Format: https://git.openldap.org/openldap/openldap, mdb.c of LMDB 0.9, from the
+The format is described in mdb.c of LMDB 0.9 (https://git.openldap.org/openldap/openldap), from the
 section "Page headers" onward. Every offset in the file is checked before it is used.
 """
 
@@ -47,12 +47,12 @@ class LmdbFile:
         self.path = path
         size = path.stat().st_size
         if size == 0:
-            raise ValueError(f"{path}: the file is empty; expected an LMDB; download it again")
+            raise ValueError(f"{path}: the file is empty; expected an LMDB file; get a new copy")
         needed = (self._root.last_page + 1) * self._root.page_size
         if size < needed:
             raise ValueError(
-                f"{path}: the LMDB is truncated; expected {needed} bytes; got {size}; "
-                "download or copy it again"
+                f"{path}: the LMDB is truncated; expected {needed} bytes; got {size}; get a new "
+                "copy"
             )
 
     def __len__(self) -> int:
@@ -82,13 +82,13 @@ class LmdbFile:
 
     @cached_property
     def _root(self) -> _Root:
-        """Returns the root of the newer of the two alternating tables."""
+        """Root of the newer of the two alternating tables."""
         first = self._meta(0)
         second = first and self._meta(first[1].page_size)
         if not first or not second:
             raise ValueError(
-                f"{self.path}: not an LMDB file, or a damaged one; got "
-                f"{len(self._content)} bytes that begin otherwise; download or copy it again"
+                f"{self.path}: expected an LMDB file; got {len(self._content)} bytes with another "
+                "beginning; get a new copy"
             )
         return max(first, second, key=lambda meta: meta[0])[1]  # if equal, the first, as in LMDB
 
@@ -120,7 +120,7 @@ class LmdbFile:
         own, _, flags, lower, _ = _HEADER.unpack_from(self._content, start)
         kind, nodes = flags & ~0x10, (lower - _HEADER.size) // 2
         if own != number or kind not in (_BRANCH, _LEAF) or not 0 < nodes <= size // 2:
-            raise ValueError(f"page {number} is not a page of keys")
+            raise ValueError(f"page {number} does not contain keys")
         return start, kind, nodes
 
     def _node(self, start: int, index: int) -> tuple[int, int, bytes, int]:
@@ -152,7 +152,7 @@ class LmdbFile:
             if kind == _LEAF:
                 return self._value(start, low, flags, value) if found == key else None
             number = low | flags << 32
-        raise ValueError("its tree is deeper than it says")
+        raise ValueError("its tree is deeper than declared")
 
     def _value(self, start: int, length: int, flags: int, at: int) -> bytes:
         content, size = self._content, self._root.page_size
@@ -166,14 +166,14 @@ class LmdbFile:
             raise ValueError(f"page {number} is beyond the end")
         own, _, kind, _, _ = _HEADER.unpack_from(content, number * size)
         if own != number or kind & ~0x10 != _OVERFLOW:
-            raise ValueError(f"page {number} is not a page of a value")
+            raise ValueError(f"page {number} does not contain a value")
         return content[begin : begin + length]
 
     def _keys_below(self, number: int, depth: int, seen: set[int]) -> Iterator[bytes]:
         if number == _NO_PAGE:
             return
         if depth > self._root.depth or number in seen:
-            raise ValueError(f"page {number} comes twice")
+            raise ValueError(f"page {number} occurs twice")
         seen.add(number)
         start, kind, nodes = self._page(number)
         for index in range(nodes):
@@ -185,4 +185,4 @@ class LmdbFile:
 
 
 def _damaged(error: Exception) -> str:
-    return f"the LMDB is damaged: {error}; download or copy it again"
+    return f"the LMDB is damaged: {error}; get a new copy"

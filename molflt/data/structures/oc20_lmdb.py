@@ -1,4 +1,4 @@
-"""OC20 IS2RE as published: LMDB files of pickled records, read without running code."""
+"""LMDB files of pickled records, as OC20 publishes them, read without running code."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ __all__ = ["Oc20Lmdb"]
 
 _UNUSED = ("forces", "stress", "energy")  # labels of IS2RE are y_relaxed and y_init
 _S2EF = (
-    "its y and force are those of S2EF, energy and forces of single geometries; expected IS2RE, "
-    "whose y_relaxed is the energy after relaxation; train on these with --recipe potential"
+    "y and force are the energy and forces of single geometries, as in S2EF; expected IS2RE with "
+    "y_relaxed, the energy after relaxation; train on these with --recipe potential"
 )
 
 
@@ -39,15 +39,15 @@ def _shards_in(folder: Path) -> list[Path]:
 
 
 class Oc20Lmdb(Structures):
-    """OC20's pickled LMDB: one file, or a folder of shards sorted by name.
+    """Pickled LMDB of OC20: one file, or a folder of shards sorted by name.
 
-    Reading takes about 2 ms per record. Train from a compact store (``molflt data convert``).
+    Reading takes about 2 ms per record. Convert to a compact store before training.
 
     Args:
         path: LMDB file, or folder with ``*.lmdb`` shards.
         skip_bad: leave out missing or invalid records and list them in ``bad`` as (name, reason).
-        check: with `skip_bad`, read all records once; otherwise, invalid records raise an error
-            when they are read.
+        check: with `skip_bad`, find invalid records first, in one pass; otherwise, they raise an
+            error when they are read.
     """
 
     kind = "OC20 LMDB"
@@ -59,7 +59,7 @@ class Oc20Lmdb(Structures):
         if not shards:
             raise ValueError(
                 f"{self.path}: expected a folder with data.lmdb or data.*.lmdb shards; found none; "
-                "name the LMDB file or its folder"
+                "give the LMDB file or its folder"
             )
         self.shards = [LmdbFile(shard) for shard in shards]
         self._keys = [self._record_keys(shard) for shard in self.shards]
@@ -110,10 +110,10 @@ class Oc20Lmdb(Structures):
         except ValueError:
             if not self.skip_bad:
                 raise
-            return range(min(len(shard), length or len(shard)))  # each is tried
+            return range(min(len(shard), length or len(shard)))  # tried one by one
         if not keys:
             raise ValueError(
-                f"{shard.path}: the LMDB holds no records; expected integer keys from '0'; "
+                f"{shard.path}: the LMDB has no records; expected integer keys from '0'; "
                 f"got {len(shard)} other keys"
             )
         end = length if length is not None else keys[-1] + 1 if keys[0] == 0 else None
@@ -124,8 +124,8 @@ class Oc20Lmdb(Structures):
         if missing and not self.skip_bad:
             said = "" if length is None else f"key 'length' says {length} records; "
             raise ValueError(
-                f"{shard.path}: {said}got {len(keys)}; {missing[0]} missing; get the file again, "
-                "or read what there is with --skip-bad"
+                f"{shard.path}: {said}got {len(keys)}; {missing[0]} missing; get a new copy, or "
+                "read the existing records with --skip-bad"
             )
         self.bad += [(f"{shard.path}: {name}", "missing") for name in missing]
         if not self.skip_bad:
@@ -179,7 +179,7 @@ class Oc20Lmdb(Structures):
 
 
 def _declared_length(shard: LmdbFile) -> int | None:
-    """Returns the stated number of records, or None."""
+    """Returns the number of records under the key 'length', or None."""
     content = shard.get(b"length")
     if content is None:
         return None
@@ -191,6 +191,6 @@ def _declared_length(shard: LmdbFile) -> int | None:
     if count == 0 and len(shard) > 1:
         raise ValueError(
             f"{where}: expected the number of records; got 0, but the file has {len(shard)} keys; "
-            "it was not written to its end, get it again"
+            "it is incomplete, get a new copy"
         )
     return count

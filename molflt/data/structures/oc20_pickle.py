@@ -1,6 +1,6 @@
 """Reader for OC20's pickled records that does not run code from them.
 
-For names on an allow-list, Python's unpickler gets inert objects of this module.
+Python's unpickler gets inert objects of this module for the names on an allow-list.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _FIELDS = (
     "pos", "atomic_numbers", "cell", "pbc", "tags", "fixed", "y_init", "y_relaxed", "pos_relaxed"
 )  # fmt: skip
 
-_SINGLE_POINT = {"y": "energy", "force": "forces"}  # S2EF's names for labels at `pos`
+_SINGLE_POINT = {"y": "energy", "force": "forces"}  # names of labels at `pos` in S2EF
 
 _MAGIC = 0x1950A86A20F9469CFC6C  # magic number of a tensor's storage in torch's older format
-_STORAGES = {  # name in torch -> numpy's type of its numbers
+_STORAGES = {  # name in torch -> type in numpy
     "Float": "<f4", "Double": "<f8", "Half": "<f2", "BFloat16": "<i2", "Long": "<i8", "Int": "<i4",
     "Short": "<i2", "Char": "|i1", "Byte": "|u1", "Bool": "|u1",
     "ComplexFloat": "<c8", "ComplexDouble": "<c16",
@@ -38,7 +38,7 @@ class _Refused(Exception):
 
 
 class _Instance:
-    """Object of PyG: its state, without behavior."""
+    """State of an object of PyG."""
 
     state: object = None
 
@@ -48,7 +48,7 @@ class _Data(_Instance):
 
 
 class _Dtype(_Instance):
-    """Replaces ``numpy.dtype`` for plain numbers; its state holds the byte order."""
+    """Replaces ``numpy.dtype`` for plain numbers; its state contains the byte order."""
 
     def __init__(self, code: object, align: object = False, copy: object = True) -> None:
         if not isinstance(code, str) or not re.fullmatch(r"[<>|=]?([iu][1248]|f[248]|b1)", code):
@@ -109,12 +109,12 @@ def _build(reader: Any) -> None:
     """Sets the state of an instance; nothing else can be changed."""
     state = reader.stack.pop()
     if not isinstance(reader.stack[-1], _Instance):
-        raise ValueError("it changes something that cannot change")
+        raise ValueError("it changes an immutable object")
     reader.stack[-1].state = state
 
 
 class _Reader(pickle._Unpickler):
-    """Unpickler written in Python, whose memo uses only the memory that it needs."""
+    """Unpickler in Python, because a pickle can make the memo of the one in C arbitrarily large."""
 
     dispatch = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: _build}  # noqa: RUF012
 
@@ -135,12 +135,12 @@ _STORAGE_NAMES = {f"torch.{kind}Storage": kind for kind in _STORAGES}
 
 
 def _storage(content: bytes) -> _Storage:
-    """Replaces ``torch.storage._load_from_bytes``: five small pickles, a count, and numbers."""
+    """Replaces ``torch.storage._load_from_bytes``: reads five pickles, a count, and numbers."""
     file = io.BytesIO(content)
     try:
         found = [_Reader(file, _STORAGE_NAMES).load() for _ in range(5)]
     except _Refused as error:
-        raise _Refused(f"{error}, nested in a tensor's storage") from None
+        raise _Refused(f"{error}, nested in the storage of a tensor") from None
     match found:
         case [magic, 1001, dict(), ("storage", str(kind), _, str(), int(), None), list()] if (
             magic == _MAGIC
@@ -176,7 +176,7 @@ def _fields(content: bytes) -> dict[str, _Field]:
         raise ValueError(f"got {type(data).__name__.strip('_')}")
     match data.state:
         case {"_store": _Instance(state={"_mapping": dict(fields)})} | dict(fields):
-            pass  # PyG >= 2 keeps the fields one level down
+            pass  # PyG >= 2 stores the fields one level deeper
         case _:
             raise ValueError("got no fields")
     for name in (*_FIELDS, *_SINGLE_POINT, "sid", "natoms"):
@@ -188,11 +188,7 @@ def _fields(content: bytes) -> dict[str, _Field]:
 
 
 def _decode_record(content: bytes, where: str) -> dict[str, _Field]:
-    """Returns the fields of one pickled ``torch_geometric.data.Data`` from PyG 1.x or later.
-
-    Fields that are None are omitted. Raises ValueError for names other than tensors and plain
-    numbers, and for damaged records.
-    """
+    """Returns the fields of a pickled ``torch_geometric.data.Data`` that are not None."""
     return _guarded(_fields, content, where, "a pickled torch_geometric Data")
 
 
@@ -204,7 +200,7 @@ def _decode_count(content: bytes, where: str) -> int:
 def _count(content: bytes) -> int:
     value = _Reader(io.BytesIO(content), _NAMES).load()
     if not isinstance(value, int | np.integer) or not 0 <= value < 2**63:
-        raise ValueError("got something else")
+        raise ValueError("got another object")
     return int(value)
 
 
@@ -213,12 +209,12 @@ def _guarded(read: Callable[[bytes], _T], content: bytes, where: str, expected: 
         return read(content)
     except _Refused as error:
         raise ValueError(
-            f"{where}: refused to read the pickle: it wants {error}; expected {expected} of "
-            "tensors and plain numbers; nothing was run, do not use this file"
+            f"{where}: refused to read the pickle: it needs {error}; expected {expected} of "
+            "tensors and plain numbers; no code was run; do not use this file"
         ) from None
     except Exception as error:  # a damaged pickle can raise anything
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         raise ValueError(
-            f"{where}: cannot be read; expected {expected}; {reason}; the file is damaged or of "
-            "another kind"
+            f"{where}: cannot be read; expected {expected}; {reason}; the file is damaged or has "
+            "another format"
         ) from None

@@ -96,11 +96,11 @@ def _basis(cell: NDArray[np.float64], axes: NDArray[np.bool_]) -> NDArray[np.flo
 
 def overlaps_of(name: str, sids: Sequence[int] = (), count: int = 1) -> str:
     """Describes the structures in `sids`, out of `count`, that have coinciding atoms."""
-    has, whose = "it has", "its energy means"
+    has, whose = "it has", "its energy is"
     if sids:
-        has, whose = f"{len(sids)} of {count} structures have", "their energies mean"
+        has, whose = f"{len(sids)} of {count} structures have", "their energies are"
     first = f", for instance sid {sids[0]}" if sids else ""
     return (
-        f"{name}: {has} two atoms closer than {TOO_NEAR} Å{first}; {whose} nothing; look for atoms "
-        "that are there twice, also in a periodic image"
+        f"{name}: {has} two atoms closer than {TOO_NEAR} Å{first}; {whose} meaningless; remove "
+        "duplicate atoms, which may be periodic images"
     )

@@ -19,11 +19,11 @@ __all__ = ["Part", "element_faults", "split_by_seed", "without"]
 
 
 class Part(Structures):
-    """Selected structures of a source, or of several sources one after the other.
+    """Selected structures of a source, or of several concatenated sources.
 
     Args:
         sources: one source of any kind, or several.
-        kept: indices of these structures in the sources, ascending; None for all.
+        kept: ascending indices of the selected structures; None for all.
         energies: y_relaxed of all structures in the sources, (structures,), eV, if known.
         path: common name of several sources for messages.
     """
@@ -42,7 +42,7 @@ class Part(Structures):
         self.files = [file for source in self.sources for file in source.files]
         self.bad = [one for source in self.sources for one in source.bad]
         self.hint = next((source.hint for source in self.sources if source.hint), "")
-        if len(self.sources) == 1:  # the same lists, to which sources add names while reading
+        if len(self.sources) == 1:  # shared lists, because sources add names while they are read
             self.unused, self.for_potentials = first.unused, first.for_potentials
         else:
             self.unused = list(dict.fromkeys(n for one in self.sources for n in one.unused))
@@ -119,14 +119,14 @@ def without(
 
 
 def element_faults(source: Structures, undescribed: Collection[int]) -> dict[int, str]:
-    """Returns faults, by index, for structures with elements that a model does not support."""
+    """Returns faults by index of structures with elements that a model does not support."""
     from ase.data import chemical_symbols
 
     faults = {}
     for index, record in enumerate(with_bar(source, "reading elements")) if undescribed else ():
         if there := sorted(set(record.atomic_numbers.tolist()) & set(undescribed)):
             symbols = ", ".join(chemical_symbols[number] for number in there)
-            faults[index] = f"no descriptors are known of {symbols}"
+            faults[index] = f"there are no descriptors of {symbols}"
     return faults
 
 
@@ -135,8 +135,8 @@ def split_by_seed(source: Structures, fraction: float, seed: int) -> tuple[Part,
     count = len(source)
     if count < 2:
         raise ValueError(
-            f"{source.path}: expected at least 2 structures, to train and to validate on; got "
-            f"{count}; give a folder with a file for each split"
+            f"{source.path}: expected at least 2 structures, for training and validation; got "
+            f"{count}; use a folder with a file for each split"
         )
     order = np.random.default_rng([seed, count]).permutation(count)
     held = min(count - 1, max(1, round(count * fraction)))

@@ -23,7 +23,7 @@ __all__ = ["PotentialData", "SinglePoints"]
 class SinglePoints(Part):
     """Structures of a source with energies at `pos`; others are left out.
 
-    `y_relaxed` holds these energies, which are the target.
+    `y_relaxed` contains these energies, which are the target.
 
     Args:
         source: source of any kind.
@@ -33,7 +33,7 @@ class SinglePoints(Part):
         with_forces, with_stress: numbers of structures with these labels.
         force_scale: root mean square of the force components, eV/Å; NaN without forces.
         force_size: mean magnitude of the force components, eV/Å; NaN without forces.
-        absurd: faults found in forces or stress, by index in the source.
+        absurd: implausible forces or stress in words, by index in the source.
     """
 
     def __init__(self, source: Structures) -> None:
@@ -104,11 +104,11 @@ class PotentialData(IS2REData):
         return {split: self._points(dataset) for split, dataset in opened.items()}
 
     def _points(self, dataset: Structures) -> SinglePoints:
-        points, as_they_are = SinglePoints(dataset), "--data.check_units false"
+        points, unchecked = SinglePoints(dataset), "--data.check_units false"
         if not len(points):
             hint = dataset.hint or (
-                "potentials need energy and forces, as ASE's calculators and S2EF have them; for "
-                "relaxed energies take --recipe is2re"
+                "potentials need energies and forces, as from ASE's calculators or in S2EF; for "
+                "relaxed energies, use --recipe is2re"
             )
             raise ValueError(
                 f"{dataset.path}: {len(dataset)} structures, all without an energy at their "
@@ -116,8 +116,7 @@ class PotentialData(IS2REData):
             )
         if self.check_units and (fault := unit_fault(points)):
             raise ValueError(
-                f"{dataset.path}: {fault}; convert the labels, or take them as they are with "
-                f"{as_they_are}"
+                f"{dataset.path}: {fault}; convert the labels, or accept them with {unchecked}"
             )
         if not points.absurd or not self.check_units:
             return points
@@ -125,13 +124,13 @@ class PotentialData(IS2REData):
             return SinglePoints(without(dataset, None, points.absurd))
         index, reason = next(iter(points.absurd.items()))
         raise ValueError(
-            f"{dataset.path}: sid {int(dataset[index].sid)}: {reason} ({len(points.absurd)} such "
-            f"of {len(points)}); convert the labels, leave these out with --data.skip_bad, or take "
-            f"them as they are with {as_they_are}"
+            f"{dataset.path}: sid {int(dataset[index].sid)}: {reason} ({len(points.absurd)} of "
+            f"{len(points)} structures); convert the labels, leave these structures out with "
+            f"--data.skip_bad, or accept them with {unchecked}"
         )
 
     def expect_forces(self) -> None:
-        """Raises ValueError if the training split lacks forces; suggests entries to use."""
+        """Raises ValueError if the training split has no forces; suggests entries to use."""
         self.setup()
         points = self.datasets["train"]
         assert isinstance(points, SinglePoints)
@@ -140,7 +139,7 @@ class PotentialData(IS2REData):
         named = named_options(points.unused, "forces")
         raise ValueError(
             f"{points.path}: {len(points)} structures, all without forces; "
-            f"{named or 'name them with --data.forces_key'}; to learn only energies, take "
+            f"{named or 'select them with --data.forces_key'}; to learn only energies, set "
             "--task.force_weight 0"
         )
 
@@ -161,4 +160,4 @@ class PotentialData(IS2REData):
         self.setup()
         points = self.datasets["train"]
         assert isinstance(points, SinglePoints)
-        return points.force_scale if points.force_scale > 1e-3 else 1.0  # 0 except for noise
+        return points.force_scale if points.force_scale > 1e-3 else 1.0  # 0 up to noise

@@ -30,16 +30,7 @@ _TAGS = ", ".join(f"{tag:d} ({tag.name.lower()})" for tag in Tag)
 
 
 def _lattice_shift(delta: Tensor, cell: Tensor, pbc: Tensor) -> Tensor:
-    """Returns the lattice vectors to subtract from differences to get their shortest images.
-
-    Args:
-        delta: (N, 3), Å.
-        cell: (1, 3, 3), Å; rows of axes that are not periodic are not read.
-        pbc: (1, 3) bool.
-
-    Returns:
-        (N, 3) float64, Å; exactly 0 where a vector is already the shortest.
-    """
+    """Returns the lattice vectors (N, 3), Å, to subtract from vectors for their shortest images."""
     axes = pbc.reshape(1, 3).numpy()
     reduced, _ = reduced_cell(cell.reshape(1, 3, 3).double().numpy(), axes)
     basis, vectors = torch.from_numpy(reduced[axes]), delta.double()
@@ -47,7 +38,7 @@ def _lattice_shift(delta: Tensor, cell: Tensor, pbc: Tensor) -> Tensor:
         return torch.zeros_like(vectors)
     inverse = torch.linalg.pinv(basis)  # (3, axes): Cartesian -> fractional
     shift = torch.round(vectors @ inverse) @ basis
-    # Vectors up to half the smallest height of the cell are the shortest; for others, it is enough
+    # Vectors up to half the smallest height of the cell are the shortest. For others, it suffices
     # to search the neighboring images (Nguyen & Stehle, doi:10.1145/1597036.1597050).
     doubtful = (vectors - shift).norm(dim=1) > 0.5 / inverse.norm(dim=0).max() * (1 - 1e-9)
     if doubtful.any():
@@ -80,15 +71,15 @@ def make_record(
 
     Args:
         pos: initial positions, (N, 3), Å, each coordinate within 1e5 Å. A structure whose center is
-            more than 64 Å from the origin along an axis is moved, and an atom more than 256 Å from
-            the others is moved to a nearer periodic image, because float32 would round their
+            more than 64 Å from the origin along an axis is translated, and an atom more than 256 Å
+            from the others is moved to a nearer periodic image, because float32 would round their
             coordinates.
         atomic_numbers: (N,), 1 to 118; floating point is accepted if the values are integral.
         cell: lattice vectors as rows, (3, 3) or (1, 3, 3), Å; None for a molecule.
         pbc: periodic axes, (3,); by default all three if there is a cell, otherwise none.
         tags: (N,), 0 subsurface, 1 surface, 2 adsorbate; by default all 0 (unknown).
         fixed: (N,), True for atoms that are fixed in the relaxation; by default all are free.
-        sid: identifier of the system, a 64-bit integer in any type that holds it exactly.
+        sid: identifier of the system, a 64-bit integer in any type that represents it exactly.
         y_init: energy of the initial structure, eV; None if unknown.
         y_relaxed: energy of the relaxed structure, eV; None if unknown.
         pos_relaxed: relaxed positions, (N, 3), Å, in any periodic image; None if unknown. OC20
@@ -151,8 +142,8 @@ def _known_tags(tags: _Array | None, count: int, name: str) -> Tensor:
     if unknown.any():
         raise ValueError(
             f"{name}: tags must be {_TAGS}; got {int(kinds[unknown][0])}; "
-            "ase.build numbers layers instead, set OC20 tags with atoms.set_tags(...), or read "
-            "such a file with --tags ase, in training --data.tags ase"
+            "ase.build numbers layers instead: set OC20 tags with atoms.set_tags(...), or read the "
+            "file with --tags ase, in training --data.tags ase"
         )
     return kinds
 
@@ -172,7 +163,7 @@ def _tensor(value: _Array, key: str, name: str) -> Tensor:
 
 
 def _whole(value: object, key: str) -> int:
-    """Returns an exact 64-bit integer from text or from a number of any type."""
+    """Converts text or a number of any type to a 64-bit integer, without rounding."""
     number: Any = None
     if isinstance(value, str):
         number = int(value) if re.fullmatch(r"[+-]?[0-9]{1,19}", value.strip()) else None
@@ -224,7 +215,7 @@ def _atom_integers(value: _Array | None, key: str, count: int, name: str) -> Ten
     tensor = _tensor(value, key, name)
     if tuple(tensor.shape) != (count,):
         raise ValueError(
-            f"{name}: {key} must hold one number for each of {count} atoms, shape ({count},); "
+            f"{name}: {key} must have one number for each of {count} atoms, shape ({count},); "
             f"got shape {tuple(tensor.shape)}"
         )
     if tensor.is_floating_point():
@@ -268,12 +259,12 @@ def _cell(cell: _Array | None, pbc: _Array | None, name: str) -> tuple[Tensor, T
 def origin_of(pos: Tensor) -> Tensor:
     """Returns the offset (3,) to subtract from positions (N, 3) float64, Å; 0 near the origin."""
     center = pos.median(dim=0).values
-    coarse = (center / 1000).round() * 1000  # structures moved by round numbers keep their bits
+    coarse = (center / 1000).round() * 1000  # preserves digits of structures at round numbers
     return torch.where((center - coarse).abs() <= _CENTERED, coarse, center.round())
 
 
 def _near(pos: Tensor, cell: Tensor, pbc: Tensor) -> Tensor:
-    """Returns positions, Å, in which atoms far from the others are moved to nearer images."""
+    """Moves atoms that are far from the others to nearer periodic images, Å."""
     apart = pos - pos.median(dim=0).values
     far = (apart.abs() > _APART).any(dim=1)
     return pos - _lattice_shift(apart * far[:, None], cell, pbc) if far.any() else pos
@@ -291,7 +282,7 @@ def _relaxed(
 def _label(
     value: _Array | None, key: str, unit: str, shape: tuple[int, ...], dtype: torch.dtype, name: str
 ) -> Tensor:
-    """Returns a finite label of this shape; NaN without one."""
+    """Converts a label to a shape; returns NaN for None."""
     if value is None:
         return torch.full(shape, math.nan, dtype=dtype, device="cpu")
     tensor = _tensor(value, key, name).to(dtype)
@@ -307,7 +298,7 @@ def _label(
         row = int((~finite).nonzero()[0])
         raise ValueError(
             f"{name}: {key} must be finite, in {unit}; got {tensor[row].tolist()}"
-            f"{f' for atom {row}' * (key == 'forces')}; leave the label out if it is unknown, or "
-            f"the structure with {_SKIP}"
+            f"{f' for atom {row}' * (key == 'forces')}; omit the label if it is unknown, or leave "
+            f"out the structure with {_SKIP}"
         )
     return tensor.contiguous().clone()

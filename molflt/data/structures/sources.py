@@ -21,7 +21,7 @@ __all__ += ["named", "source_of", "sources_in", "split_path"]
 
 Paths: TypeAlias = str | Path | Sequence[str | Path]
 
-# The first class that takes a path opens it.
+# The first class that accepts a path opens it.
 SOURCES: dict[str, type[Structures]] = {
     source.kind: source for source in (StructureStore, Oc20Lmdb, AseStructures)
 }
@@ -49,17 +49,17 @@ def source_of(path: Path) -> type[Structures]:
 
 
 def files_of(paths: Paths) -> list[Path]:
-    """Returns the distinct files and folders of shards given by paths.
+    """Returns the files and folders of shards that paths refer to, without repetitions.
 
     Args:
-        paths: a file, a folder, whose files and folders are read in natural order, or a pattern
-            such as ``runs/*/OUTCAR`` or ``{a,b}.cif``; or several of these.
+        paths: a file, a folder (its files and folders are read in natural order), or a pattern such
+            as ``runs/*/OUTCAR`` or ``{a,b}.cif``; or several of these.
     """
     found: list[Path] = []
     for path in [Path(paths)] if isinstance(paths, str | Path) else map(Path, paths):
         matches = [path] if path.exists() or not _is_pattern(path) else _matching(path)
         if not matches:
-            raise FileNotFoundError(f"{path}: no file has a name of this pattern")
+            raise FileNotFoundError(f"{path}: no file matches this pattern")
         for match in matches:
             if not match.is_dir() or is_shards(match):
                 found.append(match)
@@ -73,12 +73,12 @@ def files_of(paths: Paths) -> list[Path]:
 
 
 def named(paths: Paths) -> Path:
-    """Returns the path for messages: the given one, or a pattern that stands for several."""
+    """Returns the path for messages: a single path, or a pattern for several."""
     if isinstance(paths, str | Path):
         return Path(paths)
     names = [str(path) for path in paths]
     if not names:
-        raise ValueError("no files are named; expected at least one")
+        raise ValueError("expected at least one file; got none")
     shown = names if len(names) < 4 else [names[0], "...", names[-1]]
     return Path(names[0] if len(names) == 1 else f"{{{','.join(shown)}}}")
 
@@ -94,7 +94,7 @@ def is_same(a: Path, b: Path) -> bool:
 
 
 def is_one_source(path: Path) -> bool:
-    """Returns True for a file, a pattern, or a folder of structures that are not splits."""
+    """Returns True for a file, a pattern, or a folder of structures without splits."""
     if not path.is_dir() or is_shards(path):
         return exists(path)
     try:
@@ -107,9 +107,9 @@ def split_path(root: str | Path, split: str) -> Path:
     """Returns the path of a split of a data set.
 
     The search order is ``ROOT/SPLIT.safetensors``, ``ROOT/SPLIT.lmdb``, a folder ``ROOT/SPLIT`` of
-    LMDB shards, files of other classes in `SOURCES`, a folder ``ROOT/SPLIT`` of such files, and
-    then the same in the folders of the OC20 download. ``ROOT`` may be the directory of the
-    download, its ``is2re`` folder, or one subset such as ``is2re/10k``, whose validation splits are
+    LMDB shards, files of the other classes in `SOURCES`, a folder ``ROOT/SPLIT`` of such files, and
+    then the same in the folders of the OC20 download. ``ROOT`` may be the folder of the download,
+    its ``is2re`` folder, or a subset such as ``is2re/10k``. The validation splits of a subset are
     those of ``is2re/all``.
 
     Args:
@@ -132,8 +132,8 @@ def split_path(root: str | Path, split: str) -> Path:
     if not own and len(below) > 1:
         names = ", ".join(str(path.relative_to(root)) for path in below)
         raise ValueError(
-            f"{root}: several {split} splits: {names}; name one, for instance "
-            f"the folder {below[0].parent} instead of {root}"
+            f"{root}: several {split} splits: {names}; choose one, for instance with the folder "
+            f"{below[0].parent} instead of {root}"
         )
     beside = _in_folder(root.parent / "all", split) if root.name in ("10k", "100k") else None
     found = [*own, *below, *filter(None, [beside])]
@@ -148,22 +148,22 @@ def split_path(root: str | Path, split: str) -> Path:
 
 
 def sources_in(folder: Path) -> tuple[dict[str, Path], list[str]]:
-    """Returns files and folders with structures by name, in split order, and the other names.
+    """Returns the files and folders of structures by name, in split order, and all other names.
 
-    JSON files count as structures only if they are named like a split; others are settings.
+    JSON files count as structures only if they are named like a split.
     """
     found, others, _ = _children(folder)
     if not found:
         raise FileNotFoundError(
-            f"{folder}: holds no structures; expected a file for each split, files that ASE reads, "
-            f"or LMDB shards; found {', '.join(others[:_LISTED]) or 'an empty folder'}"
+            f"{folder}: no structures; expected a file for each split, files that ASE reads, or "
+            f"LMDB shards; found {', '.join(others[:_LISTED]) or 'an empty folder'}"
         )
     order = [name for name in SPLITS_IN_ORDER if name in found]
     return {name: found[name][0] for name in dict.fromkeys([*order, *found])}, others
 
 
 def _children(folder: Path) -> tuple[dict[str, tuple[Path, list[Path]]], list[str], list[str]]:
-    """Returns sources of structures by name, with their files, other names and those in folders."""
+    """Returns sources by name with their files, the other names, and other names in subfolders."""
     found: dict[str, tuple[Path, list[Path]]] = {}
     others, below = [], []
     for path in sorted(folder.iterdir(), key=_natural):
@@ -174,8 +174,8 @@ def _children(folder: Path) -> tuple[dict[str, tuple[Path, list[Path]]], list[st
             others.append(path.name)
         elif (name := _name(path)) in found:
             raise ValueError(
-                f"{path}: expected one file for {name}; got also {found[name][0].name}, which may "
-                "hold the same structures; move one of them away, or name the files with a pattern"
+                f"{path}: expected one file for {name}; also got {found[name][0].name}, which may "
+                "contain the same structures; remove one of them, or select files with a pattern"
             )
         else:
             found[name] = (path, files)
@@ -192,15 +192,15 @@ def _say_others(folder: Path, count: int, others: Sequence[str]) -> None:
 
 
 def _scan(folder: Path) -> tuple[list[Path], list[str]]:
-    """Returns the files of structures and folders of shards below a folder, and other names."""
+    """Returns the files of structures and the folders of shards in a folder, and other names."""
     if is_shards(folder):
         return [folder], []
     found, others, below = _children(folder)
     parts = {part: path for path, _ in found.values() if (part := _part_of_calculation(path))}
     if len(parts) > 1:
         raise ValueError(
-            f"{folder}: {', '.join(path.name for path in parts.values())} may be of one "
-            f"calculation; name one kind with a pattern, such as '{folder}/{[*found][-1]}'"
+            f"{folder}: {', '.join(path.name for path in parts.values())} may belong to one "
+            f"calculation; select one kind with a pattern, such as '{folder}/{[*found][-1]}'"
         )
     return [file for _, files in found.values() for file in files], others + below
 
@@ -217,7 +217,7 @@ def _is_structures(path: Path) -> bool:
 
 
 def is_shards(folder: Path) -> bool:
-    """True if a folder holds shards of one source instead of splits."""
+    """Returns True if a folder contains shards of one source and not splits."""
     whole = any(source.find(folder) == folder for source in SOURCES.values())
     return whole and not {each.stem for each in folder.glob("*.lmdb")} & {*SPLITS_IN_ORDER}
 
@@ -257,5 +257,5 @@ def _patterns(text: str) -> list[str]:
 
 
 def _natural(path: Path) -> list[str | int]:
-    """Returns a sort key that places 2.vasp before 10.vasp."""
+    """Returns a sort key with which 2.vasp precedes 10.vasp."""
     return [int(part) if part.isdigit() else part for part in re.split(r"([0-9]+)", str(path))]

@@ -19,7 +19,7 @@ SPLITS_IN_ORDER = ("train", *VAL_SPLITS, *TEST_SPLITS)
 
 
 class _Oc20File(NamedTuple):
-    """LMDB of the official download: number of records, size in GB, and md5 of ``data.lmdb``."""
+    """LMDB of the official download: number of records, size in GB, and md5 sum."""
 
     records: int
     gigabytes: float
@@ -27,7 +27,7 @@ class _Oc20File(NamedTuple):
 
 
 class _Archive(NamedTuple):
-    """Published archive; `inner` is the path of the splits in it."""
+    """Published archive; `inner` is the path of the splits inside it."""
 
     base_url: str
     name: str

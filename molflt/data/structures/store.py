@@ -1,8 +1,8 @@
 """The compact store: structures and labels of one split in one safetensors file.
 
-Arrays are concatenated over all structures, and ``offsets`` holds the start of each structure.
-Reading needs no unpickling or decompression. Edges are not stored, because attention does not need
-them.
+Arrays are concatenated over all structures, and ``offsets`` contains the start of each structure.
+Reading does not unpickle or decompress anything. Edges are not stored, because attention does not
+need them.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def write_store(
 
 
 def _checked(record: Data) -> Data:
-    """Returns a structure after the checks of `make_record`, without the relaxation of a label."""
+    """Returns a structure after the checks of `make_record`."""
     fields = {name: record[name] for name in _COLUMNS if name in record}
     for name in _LABELS:
         if name in fields and bool(torch.as_tensor(fields[name]).isnan().all()):
@@ -118,15 +118,15 @@ def _checked(record: Data) -> Data:
 
 
 class StructureStore(Structures):
-    """Memory-mapped compact store, which can be sent to worker processes.
+    """Memory-mapped compact store.
 
-    Structures of a store without a digest, which another program or an early version wrote, are
-    checked when they are read.
+    Stores of other programs and early versions have no digest; their structures are checked when
+    they are read.
 
     Args:
         path: a ``.safetensors`` file made by :func:`write_store`.
-        skip_bad: leave out invalid structures instead of refusing them; they are listed in ``bad``
-            as (name, reason).
+        skip_bad: leave out invalid structures and list them in ``bad`` as (name, reason), instead
+            of raising a ValueError.
     """
 
     kind = "compact store"
@@ -136,14 +136,14 @@ class StructureStore(Structures):
         super().__init__(path, skip_bad)
         if not self.path.is_file():
             raise FileNotFoundError(
-                f"{self.path}: no such compact store; make one with molflt data convert SRC DST"
+                f"{self.path}: no such compact store; create it with molflt data convert SRC DST"
             )
         header = read_header(self.path)
         if header.get("format") != STORE or header.get("version") != _VERSION:
             raise ValueError(
                 f"{path}: expected a compact store with format {STORE!r} version {_VERSION!r}; got "
                 f"format {shown(header.get('format'))} version {shown(header.get('version'))}; "
-                "make one with molflt data convert SRC DST"
+                "create one with molflt data convert SRC DST"
             )
         self.source = header.get("source", "")
         """origin of the structures, as stored by the writer"""
@@ -217,10 +217,7 @@ class StructureStore(Structures):
 
 
 def _map_columns(path: Path) -> dict[str, np.ndarray]:
-    """Returns read-only views of every array, which are faster than safetensors' slices.
-
-    `read_header` has checked that the header is valid and covers the file.
-    """
+    """Returns read-only views of all arrays, which are faster than slices of safetensors."""
     with open(path, "rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         header = json.loads(file.read(length))
@@ -229,14 +226,14 @@ def _map_columns(path: Path) -> dict[str, np.ndarray]:
     for name, entry in header.items():
         if name != "__metadata__" and entry["dtype"] in _TYPES:
             begin, end = entry["data_offsets"]
-            # a plain ndarray: slicing np.memmap costs several times as much per structure
+            # a plain ndarray, because slicing np.memmap is several times slower
             raw = np.asarray(content[begin:end])
             columns[name] = raw.view(_TYPES[entry["dtype"]]).reshape(entry["shape"])
     offsets = columns.get("offsets")
     if offsets is None or offsets.dtype != "<i8" or offsets.ndim != 1 or len(offsets) < 2:
         raise ValueError(f"{path}: key 'offsets' must be (structures + 1,) int64; convert it again")
     if offsets[0] != 0 or (offsets[1:] <= offsets[:-1]).any():  # differences could overflow
-        raise ValueError(f"{path}: key 'offsets' must rise from 0; damaged, convert it again")
+        raise ValueError(f"{path}: key 'offsets' must increase from 0; damaged, convert it again")
     entries = {"atom": int(offsets[-1]), "structure": len(offsets) - 1}
     for name, (dtype, shape, per) in _COLUMNS.items():
         column, expected = columns.get(name), (entries[per], *shape)
@@ -246,6 +243,6 @@ def _map_columns(path: Path) -> dict[str, np.ndarray]:
             got = "nothing" if column is None else f"{column.dtype} {column.shape}"
             raise ValueError(
                 f"{path}: key {name!r} must be {np.dtype(dtype).name} {expected}; got {got}; "
-                "the file is damaged or from another version, convert it again"
+                "the file is damaged or has another version; convert it again"
             )
     return columns

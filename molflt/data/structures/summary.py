@@ -89,7 +89,7 @@ class Inspected(NamedTuple):
     energies: dict[str, np.ndarray]
     """labels by name, each (systems,), eV; NaN if missing"""
     shown: Data
-    """a structure of typical size to draw"""
+    """a small structure to draw"""
     sids: list[int]
     features: np.ndarray
     """fingerprint of each structure, see :func:`molflt.data.structures.overlaps.fingerprint`"""
@@ -106,8 +106,8 @@ def summarize(
     Args:
         path: source for :func:`molflt.data.structures.open_dataset`.
         limit: maximum number of structures to use, from the start.
-        reading: how to read entries of ASE's formats.
-        recipe: use of the labels; determined from them by default.
+        reading: how to interpret entries of ASE's formats.
+        recipe: recipe that uses the labels; determined from them by default.
     """
     dataset, seen = open_dataset(path, True, reading, once=True), _Seen()
     verified = dataset.verify()
@@ -160,7 +160,7 @@ def summarize(
 
 
 class _Seen:
-    """Values collected in one pass, with a number or an array for each structure."""
+    """Values collected in one pass over the structures."""
 
     def __init__(self) -> None:
         self.sids, self.atoms, self.moved = list[int](), list[int](), 0
@@ -221,10 +221,10 @@ def _statistics(parts: list[np.ndarray]) -> Statistics:
 
 
 def _absurd(faults: Iterable[tuple[int, str]], systems: int) -> list[str]:
-    """Returns a line that counts structures with absurd labels and names one by its sid."""
+    """Returns a line with the number of structures with implausible labels and the first sid."""
     found = list(faults)
     return [
-        f"absurd labels: {len(found)} of {systems} systems, for instance sid {sid}: {reason}"
+        f"implausible labels: {len(found)} of {systems} systems, for instance sid {sid}: {reason}"
         for sid, reason in found[:1]
     ]
 
@@ -238,13 +238,13 @@ def _of_potentials(
         ("forces", summary["with_forces"], named_options(unused, "forces")),
         ("stress", summary["with_stress"], named_options(unused, "stress")),
     ):
-        if known < systems and (why or name != "stress"):  # stress is rarely given
+        if known < systems and (why or name != "stress"):  # stress is often absent
             text = f"no {name}: {systems - known} of {systems} systems"
             found.append(text + f"; {why}" * bool(why))
     if fault := unit_fault(seen.kept):
         return [*found, f"wrong units: {fault}"]
     if unjudged := stress_unjudged(seen.kept):
-        found.append(f"{unjudged}: too few near frames differ in the cell; expected eV/Å^3")
+        found.append(f"{unjudged}: too few similar frames differ in the cell; expected eV/Å^3")
     return found + _absurd(seen.absurd, systems)
 
 
@@ -271,15 +271,15 @@ def _of_relaxations(
     strained = np.flatnonzero(np.abs(initial) > _MOST_INITIAL)
     if len(strained) and kind == "adsorption":
         found.append(
-            f"absurd labels: |y_init| > {_MOST_INITIAL:g} eV in {len(strained)} systems, for "
+            f"implausible labels: |y_init| > {_MOST_INITIAL:g} eV in {len(strained)} systems, for "
             f"instance sid {seen.sids[strained[0]]} with {initial[strained[0]]:.3f} eV; expected "
             "adsorption energies"
         )
     if kind == "total" and summary["tags"]["adsorbate"]:
         found.append(
-            f"total energies: y_relaxed is {per_atom(relaxed, natoms):.1f} eV per atom in the "
-            "median; expected adsorption energies, as there are adsorbates; subtract those of the "
-            "clean surface and of the molecule, or train with --task.references fit"
+            f"total energies: the median of y_relaxed is {per_atom(relaxed, natoms):.1f} eV per "
+            "atom; expected adsorption energies, because there are adsorbates; subtract energies "
+            "of the clean surface and the molecule, or train with --task.references fit"
         )
     found += _absurd(seen.absurd, systems)
     without = systems - summary["with_relaxed_positions"]
@@ -302,11 +302,11 @@ def _of_all(summary: Summary, seen: _Seen, features: np.ndarray) -> list[str]:
         )
     if seen.overlapping:
         found.append(
-            f"atoms at one place: {len(seen.overlapping)} of {systems} systems have two closer "
+            f"coinciding atoms: {len(seen.overlapping)} of {systems} systems have two atoms closer "
             f"than {TOO_NEAR} Å, for instance sid {seen.overlapping[0]}"
         )
     if summary["left_out"]:
-        found.append(f"left out: {len(summary['left_out'])} structures are not valid")
+        found.append(f"left out: {len(summary['left_out'])} structures are invalid")
     return found
 
 

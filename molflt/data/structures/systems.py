@@ -15,7 +15,7 @@ SYSTEMS = "systems.csv"
 
 
 class System(NamedTuple):
-    """Names of a system and of the groups that it belongs to."""
+    """Names of a system and of the groups to which it belongs."""
 
     sid: int
     """sid in the stores"""
@@ -41,7 +41,7 @@ def write_systems(folder: Path, splits: Iterable[tuple[str, Iterable[System]]]) 
 
 
 def read_systems(folder: Path) -> dict[int, System]:
-    """Reads the systems of a data set from its folder; returns them by sid."""
+    """Returns the systems of a data set in a folder, by sid."""
     path = folder / SYSTEMS
     if not path.is_file():
         raise FileNotFoundError(
@@ -55,6 +55,6 @@ def read_systems(folder: Path) -> dict[int, System]:
             return {int(sid): System(int(sid), *others) for sid, *others in names}
         except (csv.Error, ValueError, KeyError) as error:
             raise ValueError(
-                f"{path}: line {rows.line_num}: expected {', '.join(System._fields)}, the first a "
-                f"whole number; {error}; convert the data set again"
+                f"{path}: line {rows.line_num}: expected {', '.join(System._fields)}, where sid is "
+                f"an integer; {error}; convert the data set again"
             ) from None

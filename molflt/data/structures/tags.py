@@ -74,7 +74,7 @@ def guess_tags(record: Data, share: tuple[float, float] | None = None) -> Guess:
     of the top or with fewer neighbors than deeper atoms.
 
     Args:
-        record: structure of `molflt.data.structures.records.make_record`; its tags are not read.
+        record: structure from `molflt.data.structures.records.make_record`; tags are ignored.
         share: smallest and largest share of surface atoms in the slabs of a model's training data.
             If a guess is outside this range, the top layers with the nearest share are the surface.
 

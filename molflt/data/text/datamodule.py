@@ -25,10 +25,10 @@ _Items = TypeVar("_Items", bound=Sized)
 
 
 class Blocks(Dataset[_Item]):
-    """Base class for texts, ids (tokens,), that are cut into blocks of `length` tokens.
+    """Base class for texts that are divided into blocks of `length` tokens; ids are (tokens,).
 
-    A block contains `inner` tokens of the text. An incomplete last block, with padding, contains at
-    least `shortest` of them, and is left out unless `keep_last` is set.
+    Each block contains `inner` tokens of the text. With `keep_last`, an incomplete last block of at
+    least `shortest` tokens is padded; otherwise, it is left out.
     """
 
     def __init__(
@@ -89,14 +89,14 @@ class TokenBlocks(Blocks[tuple[Tensor, Tensor]]):
 
 
 class TextSets(BatchedData[_Items]):
-    """Base class for sources of "train", "val" and "test"; None for a missing text."""
+    """Base class for data that are read from sources "train", "val" and optionally "test"."""
 
     def __init__(self, batch_size: int, workers: int, sources: Mapping[str, Path | None]) -> None:
         super().__init__(batch_size, workers)
         self.sources = {use: str(source) for use, source in sources.items() if source is not None}
 
     def setup(self, stage: str = "fit") -> None:
-        """Reads the texts once; the test text only in stages other than "fit"."""
+        """Reads the texts once. The test text is read only in stages other than "fit"."""
         for use in self.sources:
             if use not in self.datasets and (use != "test" or stage != "fit"):
                 self.datasets[use] = self.open(use)
@@ -125,7 +125,7 @@ class TextData(TextSets[TokenBlocks]):
         train: training text.
         val: validation text.
         test: text for the final evaluation.
-        level: tokens are words, characters, bytes, or residues of proteins in FASTA files; see
+        level: kind of tokens: words, characters, bytes, or residues of proteins in FASTA files; see
             `molflt.data.text.vocabulary.Vocabulary`.
         length: tokens in a block.
         batch_size: blocks in a batch, per device.
@@ -135,7 +135,7 @@ class TextData(TextSets[TokenBlocks]):
             text.
 
     Attributes:
-        vocabulary: vocabulary, after `setup`.
+        vocabulary: vocabulary; available after `setup`.
     """
 
     items = "blocks"
@@ -192,15 +192,16 @@ class TextData(TextSets[TokenBlocks]):
 def read_blocks(
     source: str, vocabulary: Vocabulary, length: int, use: str = "val", keep_last: bool = True
 ) -> TokenBlocks:
-    """Reads a text, a source of `TextData`, as blocks; warns if most of its tokens are unknown.
+    """Reads a text as blocks; warns if most of its tokens are unknown.
 
-    The default split of a Hugging Face data set is that of `use`: "train", "val" or "test".
+    Sources are those of `TextData`. The default split of a Hugging Face data set is that of `use`:
+    "train", "val" or "test".
     """
     ids = vocabulary.encode_blocks(_text_blocks(source, vocabulary.level, use))
     if len(ids) and (share := float(np.mean(ids == vocabulary.unk))) > _MOST_UNKNOWN:
         warnings.warn(
-            f"{source}: {share:.0%} of the tokens are not in the vocabulary and become <unk>: the "
-            "perplexity says little about this text",
+            f"{source}: {share:.0%} of the tokens are not in the vocabulary and become <unk>; the "
+            "perplexity is not meaningful for this text",
             stacklevel=2,
         )
     return TokenBlocks(ids, length, vocabulary.eos, keep_last, source)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 
-from molflt.data.held_out import held_out
+from molflt.data.batches import held_out
 from molflt.data.images.files import open_images
 from molflt.data.text.sources import _PACKED, _lines
 from molflt.data.text.vocabulary import text_of
@@ -40,7 +40,7 @@ class Example(NamedTuple):
 class GlueTask(NamedTuple):
     """File format and metrics of a task."""
 
-    columns: Mapping[str, str]  # header names of the columns first, second (for pairs) and label
+    columns: Mapping[str, str]  # names in the header of the columns first, second and label
     labels: tuple[str, ...] | None
     """names of the classes in the order of their index; None for scores from 0 to 5 and images"""
     metrics: tuple[str, ...] = ("accuracy",)
@@ -51,7 +51,7 @@ class GlueTask(NamedTuple):
     """the published files contain rows with missing columns, which are skipped by convention"""
     kind: TokenizerKind | None = None  # default kind of the tokenizer; None for a learned one
     form: Literal["rows", "texts", "images"] = "rows"
-    """table, folder of texts for each class, or images"""
+    """a table, a folder of texts for each class, or images"""
 
     @property
     def held_out(self) -> bool:
@@ -163,16 +163,16 @@ def read_splits(
 
 
 def classes_in(path: Path, task: str) -> list[str]:
-    """Returns the class names: for images, those found in `path`; for scores, "score"."""
+    """Returns the names of the classes, for images those in `path`; "score" for scores."""
     if TASKS[task].form == "images":
         return open_images(path).classes
     return list(TASKS[task].labels or ("score",))
 
 
 def read_examples(path: Path, task: str, classes: Sequence[str] | None = None) -> list[Example]:
-    """Reads all rows of a file, whose cells are separated by tabs and not quoted, or of a folder.
+    """Reads all rows of a folder, or of a file whose cells are separated by tabs and not quoted.
 
-    Classes of images are numbered in the order of `classes`, by default those that are found.
+    Classes of images are numbered in the order of `classes`; by default, these are all in `path`.
     """
     spec = TASKS[task]
     if spec.held_out:
@@ -197,7 +197,7 @@ def read_examples(path: Path, task: str, classes: Sequence[str] | None = None) -
     if spec.broken_rows:
         rows = [(i, cells) for i, cells in rows if len(cells) > max(places.values())]
     if not rows:
-        raise ValueError(f"{path}: no row after the header; expected rows of {task}")
+        raise ValueError(f"{path}: no rows after the header; expected rows of {task}")
     return [_example(f"{path}: row {i}", cells, places, spec.labels) for i, cells in rows]
 
 
@@ -206,8 +206,8 @@ def _example(
 ) -> Example:
     if len(cells) <= max(places.values()):
         raise ValueError(
-            f"{where}: expected at least {max(places.values()) + 1} columns, between tabs; got "
-            f"{len(cells)}; correct the row"
+            f"{where}: expected at least {max(places.values()) + 1} columns, separated by tabs; "
+            f"got {len(cells)}; correct the row"
         )
     first, label = cells[places["first"]], cells[places["label"]].strip()
     second = cells[places["second"]] if "second" in places else None
@@ -229,12 +229,12 @@ def _read_texts(path: Path, classes: Sequence[str]) -> Iterator[tuple[str, int]]
     if folders != {*classes}:
         raise ValueError(
             f"{path}: expected folders {' and '.join(classes)} of .txt files; got "
-            f"{', '.join(sorted(folders)) or 'no folders'}; change data.root, or remove others"
+            f"{', '.join(sorted(folders)) or 'no folders'}; change data.root or the folders"
         )
     for label, name in enumerate(classes):
         files = sorted((path / name).glob("*.txt"), key=_numbers)
         if not files:
-            raise ValueError(f"{path / name}: expected .txt files; got none; get the data again")
+            raise ValueError(f"{path / name}: expected .txt files; got none; get a new copy")
         for file in files:
             yield text_of(file.read_bytes()), label
 

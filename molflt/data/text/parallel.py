@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from molflt.data.batches import SizeBucketedBatchSampler
 from molflt.data.text.sources import _PACKED, _lines
 from molflt.data.text.tokenized import TokenizedData, padded_rows
 from molflt.data.text.tokenizer import Tokenizer
@@ -62,8 +61,7 @@ class Pairs(Dataset[_Item]):
         return len(self.pairs)
 
     def __getitem__(self, index: int) -> _Item:
-        """Returns ids, (n,) int64 each: the source followed by end, and the target between begin
-        and end."""
+        """Returns the ids (n,) int64 of the source, and of the target; both end with `end`."""
         source, target = self.pairs[index]
         return torch.tensor([*source, self.end]), torch.tensor([self.begin, *target, self.end])
 
@@ -85,9 +83,9 @@ def paired(items: Sequence[_Item], pad: int) -> tuple[Tensor, Tensor, Tensor, Te
 class ParallelData(TokenizedData[Pairs]):
     """Sentences and their translations for training, validation and an optional test.
 
-    Each option names two UTF-8 files with the same number of lines, NAME.SOURCE and NAME.TARGET,
-    plain or compressed (.gz or .xz). For example, data/train with the languages de and en means
-    data/train.de and data/train.en. One tokenizer is learned from both sides.
+    `train`, `val` and `test` each name two UTF-8 files with the same number of lines, NAME.SOURCE
+    and NAME.TARGET, plain or compressed (.gz or .xz). For example, data/train with the languages de
+    and en means data/train.de and data/train.en. One tokenizer is learned from both sides.
 
     Args:
         train: name of the training files.
@@ -100,7 +98,7 @@ class ParallelData(TokenizedData[Pairs]):
         batch_size: pairs in a batch, per device.
         max_tokens: limit on the number of pairs in a batch times the number of tokens in its
             longest sentence; null for no limit.
-        bucket: number of random batches that are pooled, sorted by length and cut again.
+        bucket: number of random batches that are pooled, sorted by length and divided again.
         tokens: further arguments of `molflt.data.text.tokenized.TokenizedData`.
     """
 
@@ -128,7 +126,7 @@ class ParallelData(TokenizedData[Pairs]):
                 "one of them"
             )
         self.source, self.target = source, target
-        self.length, self.max_tokens, self.bucket = length, max_tokens, bucket
+        self.length, self.max_size, self.bucket = length, max_tokens, bucket
 
     def open(self, use: str) -> Pairs:
         text = read_parallel(self.sources[use], self.source, self.target)
@@ -144,17 +142,8 @@ class ParallelData(TokenizedData[Pairs]):
             for use, pairs in self.datasets.items()
         ]
 
-    def _sampler(self, use: str, rank: int, world: int) -> SizeBucketedBatchSampler:
-        return SizeBucketedBatchSampler(
-            self.datasets[use].sizes,
-            self.batch_size,
-            self.max_tokens,
-            shuffle=use == "train",
-            bucket=self.bucket,
-            seed=self.seed,
-            rank=rank,
-            world=world,
-        )
+    def _lengths(self, use: str) -> list[int]:
+        return self.datasets[use].sizes
 
 
 def read_lines(path: str) -> list[str]:
@@ -169,13 +158,14 @@ def read_lines(path: str) -> list[str]:
 
 
 def read_parallel(name: str, source: str, target: str) -> ParallelText:
-    """Reads both sides of a parallel text, the files NAME.SOURCE and NAME.TARGET."""
+    """Reads both sides of a parallel text from the files NAME.SOURCE and NAME.TARGET."""
     files = _file(name, source), _file(name, target)
     sides = read_lines(files[0]), read_lines(files[1])
     if len(sides[0]) != len(sides[1]):
         raise ValueError(
-            f"expected equally many lines in {files[0]} and {files[1]}; got {len(sides[0]):,} and "
-            f"{len(sides[1]):,}; line i of one must be the translation of line i of the other"
+            f"expected the same number of lines in {files[0]} and {files[1]}; got "
+            f"{len(sides[0]):,} and {len(sides[1]):,}; line i of one must translate line i of the "
+            "other"
         )
     for path, side in zip(files, sides, strict=True):
         if "" in side:

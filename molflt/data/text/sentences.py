@@ -23,7 +23,7 @@ __all__ = ["CLASSES", "SentenceData", "Sentences", "TaskName", "padded"]
 CLASSES = "classes.json"
 """File of a run that lists the names of its classes in order, or "score" for scores."""
 
-# The command line takes the choices of an option from its type
+# The type defines the choices on the command line
 if TYPE_CHECKING:
     TaskName = str
 else:
@@ -36,18 +36,18 @@ _AT_ONCE = 512  # texts encoded at once; the library needs 150 bytes per token
 class Sentences(Dataset[_Item]):
     """Labeled sequences [CLS] first [SEP], or [CLS] first [SEP] second [SEP].
 
-    Examples of more than `length` tokens are cut at the end of the longer sentence, one token at a
-    time.
+    Examples of more than `length` tokens are shortened at the end of the longer sentence, one token
+    at a time.
 
     Attributes:
-        cut: number of examples that were cut.
+        cut: number of examples that were shortened.
     """
 
     def __init__(
         self, examples: Sequence[Example], tokenizer: Tokenizer, length: int, source: str = ""
     ) -> None:
         self.labels = [one.label for one in examples]
-        self.rows: list[tuple[NDArray[np.int32], int]] = []  # ids, and how many are of type 0
+        self.rows: list[tuple[NDArray[np.int32], int]] = []  # ids, number of tokens of type 0
         self.cut = 0
         cls, sep = tokenizer.cls, tokenizer.sep
         for start in range(0, len(examples), _AT_ONCE):
@@ -100,7 +100,7 @@ class SentenceData(TokenizedData[Sentences]):
         kind: kind of the tokenizer, see `molflt.data.text.tokenized.TokenizedData`; by default
             listops for ListOps and byte for IMDb and Image.
         length: maximum number of tokens in a sentence or pair, including special tokens; longer
-            ones are cut.
+            ones are shortened.
         val_fraction: share of the training rows of IMDb or Image to validate on, taken from the end
             of each class; null means 0.1. Other tasks have validation files.
         batch_size: sentences or pairs in a batch, per device.
@@ -146,7 +146,7 @@ class SentenceData(TokenizedData[Sentences]):
         if TASKS[self.task].form == "images" and self.tokenizer.fixed != "byte":
             raise ValueError(
                 f"data.task={self.task}: expected a tokenizer of bytes, which are gray levels; got "
-                "another one; use data.kind byte, and data.tokenizer or --init of a model of bytes"
+                "another one; set data.kind to byte, or change data.tokenizer or --init"
             )
         self.collate = cast("None", partial(padded, pad=self.tokenizer.pad))
         for use, (path, examples) in found.items():

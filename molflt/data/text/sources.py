@@ -43,7 +43,7 @@ def _text_blocks(source: str, level: _Level = "word", use: str = "train") -> Ite
 
 
 def _line_blocks(source: str, use: str = "train", any_bytes: bool = False) -> Iterator[str]:
-    """Yields pieces of a text that end at line breaks; arguments as for `_text_blocks`."""
+    """Yields pieces of a text that end at line breaks; arguments of `_text_blocks`."""
     done = 0
     for raw in _raw(source, use):
         try:
@@ -51,7 +51,7 @@ def _line_blocks(source: str, use: str = "train", any_bytes: bool = False) -> It
         except UnicodeDecodeError as error:
             raise ValueError(
                 f"{source}: byte {done + error.start} is not UTF-8 ({error.reason}); expected text "
-                "in UTF-8; convert it, or read bytes with data.level or data.kind"
+                "in UTF-8; convert it, or set data.level or data.kind to byte"
             ) from None
         yield text if done or any_bytes else text.removeprefix(_BYTE_ORDER)
         done += len(raw)
@@ -64,7 +64,7 @@ def _lines(source: str, use: str = "train") -> Iterator[str]:
 
 
 def _records(source: str, use: str = "train") -> Iterator[Record]:
-    """Yields the records of a FASTA file in upper case; arguments as for `_text_blocks`."""
+    """Yields the records of a FASTA file in upper case; arguments of `_text_blocks`."""
     header: str | None = None
     parts: list[str] = []
     for number, line in enumerate(_lines(source, use), 1):
@@ -120,7 +120,7 @@ def _rows(source: str, use: str) -> Iterator[bytes]:
     parts = name.split("/")
     try:
         rows = load("/".join(parts[:2]), *parts[2:], split=split)
-    except Exception as error:  # the library raises many classes
+    except Exception as error:  # the library raises many kinds
         raise ValueError(
             f"{source}: cannot be loaded ({' '.join(str(error).split())}); expected "
             "hf:OWNER/NAME[/CONFIG][:SPLIT[.COLUMN]]"

@@ -68,7 +68,7 @@ def split(
         own = [record for record, group in zip(records, groups, strict=True) if side[group] == use]
         path = Path(dst) / f"{use}.fasta"
         if path.exists() and path.samefile(src):
-            raise ValueError(f"{path}: is the source file; choose another folder")
+            raise ValueError(f"{path} is the source file; choose another folder")
         with atomically(path) as part, open(part, "w") as file:
             for header, residues in own:
                 lines = [residues[i : i + _WIDTH] for i in range(0, len(residues), _WIDTH)]
@@ -85,13 +85,13 @@ def _read_clusters(path: Path, records: list[Record]) -> list[bytes]:
             continue
         if len(cells) != 2 or not all(cells) or found.setdefault(*cells) != cells[1]:
             raise ValueError(
-                f"{path}: line {number}: expected the name of a record, a tab, and its one "
-                f"cluster; got {shown(line)}"
+                f"{path}: line {number}: expected the name of a record, a tab, and the name of its "
+                f"only cluster; got {shown(line)}"
             )
     if missing := [record.name for record in records if record.name not in found]:
         raise ValueError(
-            f"{path}: expected a cluster of each record; got none of {shown(missing[0])}; add it, "
-            "the first column is the record"
+            f"{path}: expected a cluster for each record; got none for {shown(missing[0])}; add a "
+            "line that begins with this name"
         )
     return [found[record.name].encode() for record in records]
 
@@ -99,7 +99,7 @@ def _read_clusters(path: Path, records: list[Record]) -> list[bytes]:
 def _sides(
     groups: list[bytes], shares: dict[str, float], seed: int, source: str
 ) -> dict[bytes, str]:
-    """Assigns groups in random order to the first set that can hold them, or else to training."""
+    """Assigns groups in random order to the first set with enough space, or else to training."""
     sizes = Counter(groups)
     names = sorted(sizes)
     left = {use: share * len(groups) for use, share in shares.items()}

@@ -58,13 +58,14 @@ class PieceBlocks(Blocks[tuple[Tensor, Tensor, Tensor]]):
 
 
 class TokenizedData(TextSets[_Items]):
-    """Base class for data with a tokenizer, which is given, learned, or stored in a run.
+    """Base class for data with a tokenizer, which is read from a file or learned.
 
     Args:
         batch_size: items in a batch, per device.
         sources: see `TextSets`.
-        tokenizer: tokenizer.json, or the folder of a run or of a published model that has one; by
-            default that of the weights in --init, or else one is learned from the training text.
+        tokenizer: tokenizer.json, or the folder of a run or of a published model that contains it.
+            By default, the tokenizer of the weights in --init is used; without --init, one is
+            learned from the training text.
         kind: kind of a learned tokenizer: wordpiece (as in BERT; the default), unigram (as in
             SentencePiece and FNet), or bpe (the default for translation). Alternatively, a fixed
             vocabulary with [SEP] after each sequence: protein (residues of FASTA records), listops
@@ -76,7 +77,7 @@ class TokenizedData(TextSets[_Items]):
         workers: processes that read ahead; 0 reads in the main process.
 
     Attributes:
-        tokenizer: tokenizer, after `setup`.
+        tokenizer: tokenizer; available after `setup`.
     """
 
     default_kind: ClassVar[TokenizerKind] = "wordpiece"
@@ -109,7 +110,7 @@ class TokenizedData(TextSets[_Items]):
         self.lowercase = self.default_lowercase if lowercase is None else lowercase
 
     def set_tokenizer(self, lines: Callable[[], Iterable[str]], name: str) -> None:
-        """Sets the tokenizer: that of the resumed run, the given one, or a newly learned one."""
+        """Sets the tokenizer: from the resumed run, from `tokenizer`, or newly learned."""
         source = self.tokenizer_file
         if self.kept is not None and (source is None or (self.kept / TOKENIZER).is_file()):
             source = self.kept / TOKENIZER
@@ -134,7 +135,7 @@ class TokenizedData(TextSets[_Items]):
 
 
 class TokenizedText(TokenizedData[PieceBlocks]):
-    """Blocks of a training, a validation and an optional test text, in which the task masks tokens.
+    """Blocks of a training text, a validation text and an optional test text, for masked models.
 
     Each text is a UTF-8 file, plain or compressed (.gz or .xz), or a Hugging Face data set; see
     `molflt.data.text.datamodule.TextData`.
@@ -144,7 +145,7 @@ class TokenizedText(TokenizedData[PieceBlocks]):
         val: validation text.
         test: text for the final evaluation.
         length: tokens in a block.
-        next_sentence: make blocks of two parts, for predicting whether they are adjacent.
+        next_sentence: make blocks of two parts; the model predicts whether they are adjacent.
         batch_size: blocks in a batch, per device; at least 2 with `next_sentence`.
         tokens: further arguments of `TokenizedData`.
     """
@@ -167,7 +168,7 @@ class TokenizedText(TokenizedData[PieceBlocks]):
         if next_sentence and batch_size < 2:
             raise ValueError(
                 "data.next_sentence takes wrong second parts from other blocks of the batch; "
-                f"expected data.batch_size of at least 2; got {batch_size}"
+                f"expected a data.batch_size of at least 2; got {batch_size}"
             )
         self.length = length
         self.next_sentence = next_sentence
@@ -187,7 +188,7 @@ def read_pieces(
 ) -> PieceBlocks:
     """Reads a text as blocks; an incomplete last block is dropped only if `use` is "train".
 
-    The source is a file or an hf: name; FASTA for a tokenizer of residues.
+    The source is a file or an hf: name. A tokenizer of residues reads FASTA.
     """
     blocks = (
         _line_blocks(source, use, any_bytes=tokenizer.fixed == "byte")
@@ -200,5 +201,5 @@ def read_pieces(
 
 
 def padded_rows(rows: Sequence[Tensor], value: int) -> Tensor:
-    """Stacks rows (n,) of different lengths, filled with `value` at their ends."""
+    """Stacks rows (n,) of different lengths; `value` fills their ends."""
     return torch.nn.utils.rnn.pad_sequence([*rows], batch_first=True, padding_value=value)

@@ -35,10 +35,10 @@ _MOST_UNKNOWN = 0.5  # a larger share of unknown tokens indicates the wrong toke
 
 
 class Tokenizer:
-    """Subwords and special tokens by id.
+    """Conversion between text and the ids of subwords and special tokens.
 
     Args:
-        inner: tokenizer of the library.
+        inner: tokenizer of the package `tokenizers`.
         name: name of the file, for messages.
 
     Attributes:
@@ -48,7 +48,7 @@ class Tokenizer:
         sep: id of the token after a sentence.
         mask: id of the token that replaces a masked one.
         special: sorted ids of all special tokens.
-        fixed: key of `molflt.data.text.vocabulary.FIXED` with these tokens, or None.
+        fixed: key of `molflt.data.text.vocabulary.FIXED` with these tokens; None if learned.
         letters: ids of residues by letter; None if the tokens are not residues.
     """
 
@@ -93,8 +93,8 @@ class Tokenizer:
 
         Kinds: WordPiece as in BERT (arXiv:1810.04805), Unigram as in SentencePiece
         (arXiv:1808.06226), and byte pair encoding (arXiv:1508.07909) with marked spaces, which
-        allow decoding to restore the text. Rare subwords may get different ids when training is
-        repeated.
+        allow decoding to restore the text. Repeated training may assign different ids to rare
+        subwords.
 
         Args:
             kind: "wordpiece", "unigram", "bpe", or a key of `molflt.data.text.vocabulary.FIXED`.
@@ -170,10 +170,10 @@ class Tokenizer:
         return [one.ids for one in found]
 
     def encode_blocks(self, blocks: Iterable[str], source: str = "") -> np.ndarray:
-        """Returns the ids (tokens,) int32 of a text that is given in whole lines.
+        """Returns the ids (tokens,) int32 of a text in pieces of whole lines.
 
         With a fixed vocabulary, [SEP] follows each nonblank line. Only byte tokens preserve white
-        space, and for them only a line feed ends a line.
+        space, and only a line feed ends a line of bytes.
         """
         found: list[np.ndarray] = [np.empty(0, dtype=np.int32)]
         for block in blocks:
@@ -213,7 +213,7 @@ class Tokenizer:
 
 
 def find_tokenizer(path: Path) -> tuple[bytes, str]:
-    """Returns content and name of a tokenizer: a file, or a folder of a run, model or export."""
+    """Returns the content and the name of a tokenizer file, or of that in a folder of a model."""
     path = Path(path)
     inside = path / TOKENIZER if path.is_dir() else path
     if inside.is_file():
@@ -233,7 +233,7 @@ def _library() -> Any:
         import tokenizers
     except ImportError:
         raise ModuleNotFoundError(
-            "tokenizers require the package tokenizers; run pip install molflt[text]"
+            "this text needs the package tokenizers; run pip install molflt[text]"
         ) from None
     return tokenizers
 

@@ -20,7 +20,7 @@ AMINO_ACIDS = "ACDEFGHIKLMNPQRSTVWY"
 """Letters of the 20 standard amino acids (IUPAC-IUB 1983)."""
 
 RESIDUES = f"{AMINO_ACIDS}BZXUO"
-"""Letters of UniProt: the amino acids, Asx, Glx, any residue, selenocysteine and pyrrolysine."""
+"""Letters in UniProt: the amino acids, Asx, Glx, any residue, selenocysteine and pyrrolysine."""
 
 LISTOPS = ("[MIN", "[MAX", "[MED", "[SM", "]", *"0123456789")
 """Tokens of ListOps (arXiv:1804.06028), without the redundant parentheses of published files."""
@@ -98,10 +98,10 @@ class Vocabulary:
         return vocabulary, new[ids]
 
     def encode_blocks(self, blocks: Iterable[bytes | str]) -> np.ndarray:
-        """Returns the ids (tokens,) int32 of a text that is given in pieces.
+        """Returns the ids (tokens,) int32 of a text in pieces.
 
         Args:
-            blocks: bytes at level "byte", text at other levels, and whole words at level "word".
+            blocks: bytes at level "byte", strings at other levels; words must not be divided.
         """
         if self.level == "byte":
             raw = (block.encode() if isinstance(block, str) else block for block in blocks)
@@ -126,7 +126,7 @@ class Vocabulary:
         numbers = [int(index) for index in ids]
         for index in numbers:
             if not 0 <= index < len(self):
-                raise ValueError(f"token id {index}; expected 0 to {len(self) - 1}")
+                raise ValueError(f"token ids must be 0 to {len(self) - 1}; got {index}")
         if self.level == "byte":
             return bytes(index for index in numbers if index < 256).decode("utf-8", "replace")
         end = "" if self.level == "char" else "\n"
@@ -156,7 +156,7 @@ class Vocabulary:
             level, tokens = fields["level"], fields["tokens"]
             return cls(level, _FIXED_LEVELS[level] if tokens is None else tokens)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise ValueError(f"{name}: cannot be read as JSON of a vocabulary; {error}") from None
+            raise ValueError(f"{name}: cannot be read as a vocabulary in JSON; {error}") from None
 
 
 def _numbers(level: str, number: Callable[[str], int], block: bytes | str) -> NDArray[np.int32]:
@@ -176,5 +176,5 @@ def _joined(parts: Iterable[NDArray[np.int32]]) -> NDArray[np.int32]:
 
 
 def text_of(content: bytes) -> str:
-    """Decodes bytes to a text that tokenizers of bytes encode without loss, even if not UTF-8."""
+    """Decodes any bytes to a text that tokenizers of bytes encode without loss."""
     return content.decode("utf-8", "surrogateescape")
