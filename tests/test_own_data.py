@@ -161,7 +161,7 @@ def test_one_file_has_one_kind_of_label(tmp_path, capsys) -> None:
     assert np.isnan(found.y_relaxed).tolist() == 4 * [False] + 2 * [True]
     assert "the first structures have y_relaxed, others only energy" in found.hint
     line = error_of(capsys, "train", f"--data.root={tmp_path / 'mixed.extxyz'}")
-    assert "name the one to take with --energy_key" in line
+    assert "choose one with --energy_key" in line
 
 
 def test_steps_of_a_relaxation_are_not_taken_for_systems_in_silence(tmp_path, capsys) -> None:
@@ -285,11 +285,11 @@ def test_layers_of_ase_become_tags(layers: int, tmp_path, capsys) -> None:
     words = ["data", "inspect", str(path)]
     if layers > 2:
         line = error_of(capsys, *words)
-        assert "tags must be" in line and "read such a file with --tags ase" in line
+        assert "tags must be" in line and "read the file with --tags ase" in line
     else:  # read as they are, and said
         assert main(words) == 0
         said = capsys.readouterr().err
-        assert "tags of 1 of 1 structures look like ase.build's numbers of layers" in said
+        assert "tags of 1 of 1 structures look like the layer numbers of ase.build" in said
     assert main([*words, "--tags", "ase"]) == 0
     counts = f"tags        subsurface {layers - 1}, surface 1, adsorbate 2"
     assert counts in capsys.readouterr().out
@@ -303,7 +303,7 @@ def test_other_tags_are_not_converted(tmp_path, capsys) -> None:
     tags = [record.tags.tolist() for record in open_dataset(tmp_path / "a.traj")]
     assert tags == [[0, 0, 1, 2, 2], [0, 0, 1]] and capsys.readouterr().err == ""
     open_dataset(tmp_path / "a.traj", reading=Reading(tags="ase"))
-    assert "tags of 2 of 2 structures were read as numbers of layers" in capsys.readouterr().err
+    assert "tags of 2 of 2 structures were read as layer numbers" in capsys.readouterr().err
 
 
 def test_predictions_use_the_tags_convention_of_training(tmp_path) -> None:

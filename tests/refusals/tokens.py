@@ -131,7 +131,7 @@ ROWS = [
     Refusal(rows("SST-2", "sentence\tlabel\na\t2\n"), "row 2", "0, 1", "'2'"),
     Refusal(rows("STS-B", "sentence1\tsentence2\tscore\na\tb\tnan\n"), "row 2", "0 to 5", "'nan'"),
     # translations
-    Refusal(parallel(b"one\ntwo\n"), "x.de", "equally many", "3 and 2"),
+    Refusal(parallel(b"one\ntwo\n"), "x.de", "same number", "3 and 2"),
     Refusal(parallel(b"one\n\n \n"), "x.en", "sentence", "empty line 2"),
     # proteins
     Refusal(fasta(">sp|P1 first\nWX*\n"), "'sp|P1'", "ACDEF", "'*' at residue 3"),

@@ -379,7 +379,7 @@ def _check_fields(atoms: Atoms) -> None:
 
 
 def _partial_site(atoms: Atoms) -> str:
-    """Describes the first site with an occupancy other than 1; "" if there is none."""
+    """Describes the first site with an occupancy other than 1, or returns ""."""
     for name, values in [*atoms.info.items(), *atoms.arrays.items()]:
         if not _OCCUPANCY.fullmatch(str(name)):
             continue

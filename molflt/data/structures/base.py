@@ -148,7 +148,7 @@ class Structures(Dataset["Data"], ABC):
 
     @classmethod
     def find(cls, stem: Path) -> Path | None:
-        """Finds the file or folder of a split: `stem` with an ending; None if there is none."""
+        """Finds the file or folder of a split: `stem` with an ending, or returns None."""
         files = (stem.with_name(stem.name + suffix) for suffix in cls.suffixes)
         return next((file for file in files if file.is_file()), None)
 
