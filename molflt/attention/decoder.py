@@ -115,9 +115,8 @@ class Decoder(nn.Module):
 
     @property
     def decodes(self) -> bool:
-        """Returns True if `step` can continue from a state without recomputing all tokens."""
-        position = self.stack.position
-        return (position is None or position.decodes) and "quadratic" not in self.stack.mixings
+        """Returns True if `step` continues from a state instead of recomputing all tokens."""
+        return self.stack.decodes
 
     def forward(
         self,

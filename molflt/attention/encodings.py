@@ -45,16 +45,9 @@ class Encoding:
     chunked = True  #: True if sums over many keys can be computed in chunks
     #: factors U (b, h, queries, p) and V (b, h, keys, p) of a multiplicative kernel, or None
     kernel: tuple[Tensor, Tensor] | None = None
-
-    @property
-    def bias(self) -> Tensor | None:
-        """Returns the term added to the logits of softmax, (b, h, queries, keys), or None."""
-        return None
-
-    @property
-    def columns(self) -> tuple[Columns | None, Columns | None]:
-        """Returns the columns prepended to queries and to keys, (b, h, tokens, .) each."""
-        return None, None
+    bias: Tensor | None = None  #: term added to the logits of softmax, (b, h, queries, keys)
+    #: columns prepended to queries and to keys, (b, h, tokens, .) each
+    columns: tuple[Columns | None, Columns | None] = (None, None)
 
     def transform(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Rotates scaled queries and keys, (batch, heads, tokens, d) each."""
@@ -126,16 +119,13 @@ class Bias(Encoding):
     """Bias f(r_i - r_j), (b, h, queries, keys), added to the logits of softmax: FLT, eq. 1."""
 
     faces = (SOFTMAX,)
+    bias: Tensor
 
     def __init__(self, matrix: Tensor) -> None:
-        self.matrix = matrix
-
-    @property
-    def bias(self) -> Tensor:
-        return self.matrix
+        self.bias = matrix
 
     def dense(self, queries: int, keys: int) -> Tensor:
-        return self.matrix
+        return self.bias
 
 
 class Factors(Encoding):
@@ -146,16 +136,15 @@ class Factors(Encoding):
 
     faces = (KERNELIZED,)
 
-    def __init__(self, left: Columns, right: Columns) -> None:
-        self.left, self.right = left, right
+    columns: tuple[Columns, Columns]
 
-    @property
-    def columns(self) -> tuple[Columns, Columns]:
-        return self.left, self.right
+    def __init__(self, left: Columns, right: Columns) -> None:
+        self.columns = left, right
 
     def dense(self, queries: int, keys: int) -> Tensor | None:
-        if isinstance(self.left, Tensor) and isinstance(self.right, Tensor):
-            return products_of_all(self.left, self.right)
+        left, right = self.columns
+        if isinstance(left, Tensor) and isinstance(right, Tensor):
+            return products_of_all(left, right)
         return None
 
 

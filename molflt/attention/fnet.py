@@ -56,7 +56,7 @@ def _dft_matrices(
     rows: Tensor, columns: Tensor, length: Tensor | int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Returns C and S, (..., r, c), of the matrix C - i S = exp(-2 pi i j k / n): FNet, eq. 2."""
-    # Full turns are subtracted as integers: float32 would lose the phase of j k ~ 10^7.
+    # full turns are subtracted as integers, because float32 would lose the phase of j k ~ 10^7
     turn = (rows[..., :, None] * columns[..., None, :]) % length
     angle = turn.to(dtype) * (2 * math.pi) / length
     return angle.cos(), angle.sin()
@@ -94,7 +94,7 @@ class Mixer(nn.Module):
         tokens form a sequence in their order; the result is 0 elsewhere. Other arguments must be
         None.
         """
-        why = f"with mixing={self.mixing!r}, which knows neither positions nor keys"
+        why = f"with mixing={self.mixing!r}, which uses neither positions nor keys"
         given = {"positions": positions, "encoding": encoding}
         no_effect(why, **given, key_weight=key_weight, key_index=key_index)
         if x.ndim != 3 or x.shape[-1] != self.dim:

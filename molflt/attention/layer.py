@@ -24,7 +24,7 @@ _States = tuple[State, ...]
 class Scaling(nn.Module):
     """Scales queries and keys before they are compared: by d^(-1/4), or by norm and temperature.
 
-    The options are those of `Attention`; `unit_norm`, given by the feature map, is their default.
+    The options are those of `Attention`; their default is `unit_norm` of the feature map.
     Temperatures start at 1.
     """
 
@@ -168,7 +168,7 @@ class Attention(Positioned):
 
     def _refuse_misfits(self, gate: bool) -> None:
         if gate and not self.causal:
-            raise ValueError("gate=True forgets the past and needs causal=True; set it, or no gate")
+            raise ValueError("gate=True needs causal=True; got causal=False; change one of them")
         if self.normalize == "unmasked" and not (self.position and self.position.weighs):
             no_effect("without a position that weighs keys", normalize=self.normalize)
         if self.floor and self.normalize == "none":
@@ -228,7 +228,7 @@ class Attention(Positioned):
         encoding = self._encode(positions, key_positions, encoding)
         if self.mixing != "softmax" and not encoding.decodes:
             raise ValueError(
-                "a Toeplitz kernel leaves no state to decode from; use a spectral position"
+                "a Toeplitz kernel does not have a state for decoding; use a spectral position"
             )
         heads = self._split(x)
         if isinstance(state, KeyValues):
@@ -278,17 +278,17 @@ class Attention(Positioned):
     def _encode(
         self, positions: Tensor | None, key_positions: Tensor | None, encoding: Encoding | None
     ) -> Encoding:
-        """Returns the given encoding, or evaluates that of the layer at the given positions."""
+        """Returns the encoding that was passed, or evaluates that of the layer at the positions."""
         if encoding is None:
             encoding = self._evaluate(self.face, positions, key_positions)
             return Encoding() if encoding is None else encoding
         if positions is not None or key_positions is not None:
-            raise ValueError("got both positions and an encoding; give one of them")
+            raise ValueError("got both positions and an encoding; pass one of them")
         face = SOFTMAX if self.mixing == "softmax" else KERNELIZED
         if face not in encoding.faces:
             raise ValueError(
                 f"the encoding is {type(encoding).__name__}, for {' and '.join(encoding.faces)} "
-                f"attention; this layer has mixing={self.mixing!r}; evaluate it for that"
+                f"attention; this layer has mixing={self.mixing!r}; evaluate it for this mixing"
             )
         return encoding
 
@@ -355,8 +355,8 @@ class Attention(Positioned):
         width = query.shape[-1] + (left.shape[-1] if isinstance(left, Tensor) else 0)
         if width != phi.dim:
             raise ValueError(
-                f"queries with {type(encoding).__name__} encoding are {width} wide; the layer was "
-                f"built for {phi.dim}; give it the position whose encoding this is"
+                f"queries with {type(encoding).__name__} encoding have width {width}; the layer "
+                f"was built for {phi.dim}; build it with the position of this encoding"
             )
         return Operand(phi, query, left), Operand(phi, key, right, heads.mask, heads.log_weight)
 

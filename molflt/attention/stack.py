@@ -19,7 +19,8 @@ from molflt.attention.positions.base import Position, Positioned
 _NormName = Literal["pre", "post"]
 _ActivationName = Literal["gelu", "gelu_tanh"]
 ATTENTION = "attention"
-MIXER_OPTIONS = ("mixer", "mixer_options", "attention_layers")  # not for unordered, causal tokens
+# options that do not apply to unordered or causal tokens
+MIXER_OPTIONS = ("mixer", "mixer_options", "attention_layers")
 
 # The command line lists the choices of an option from its type.
 if TYPE_CHECKING:
@@ -277,6 +278,12 @@ class Stack(Positioned):
             keys = torch.cat((past, positions), dim=1)  # linear attention needs only the new ones
         return self._evaluate(self._face, positions, keys), keys
 
+    @property
+    def decodes(self) -> bool:
+        """Returns True if `decode` continues from a state instead of recomputing all tokens."""
+        position = self.position
+        return (position is None or position.decodes) and "quadratic" not in self.mixings
+
     def redraw_(self, generator: torch.Generator | None = None) -> None:
         """Redraws the random features of all blocks and the noise of the position in place."""
         if self.position is not None and self.position.redraws:
@@ -292,19 +299,22 @@ def _refuse_misfits(attentions: Sequence[Attention], position: Position | None) 
     """Raises ValueError unless all layers were built for this encoding and one kind of mixing."""
     name = type(position).__name__
     if position is not None and not attentions:
-        raise ValueError(f"{name} needs attention, and no block has any; leave it out")
+        raise ValueError(f"{name} needs attention, which no block has; leave it out")
     for number, attention in enumerate(attentions):
         if attention.position is not position:
             own = attention.position
-            built = f"for a {type(own).__name__} of its own" if own else "without a position"
-            wanted = f"the {name} of the stack" if position else "none"
+            built = f"with another {type(own).__name__}" if own else "without a position"
+            wanted = f"the {name} of the stack" if position else "no position"
             raise ValueError(
                 f"attention of block {number} was built {built}; expected {wanted}; give "
                 "Attention(position=...) and Stack.of(blocks, position) the same object"
             )
     faces = sorted({"softmax" if a.mixing == "softmax" else "linear" for a in attentions})
     if position is not None and len(faces) > 1:
-        raise ValueError(f"one {name} serves one kind of attention; got {' and '.join(faces)}")
+        raise ValueError(
+            f"layers that share a {name} must have the same kind of attention; got "
+            f"{' and '.join(faces)}; use Attention of one kind"
+        )
 
 
 def _make_mixer(name: str, dim: int, options: Mapping[str, Any]) -> Mixer:

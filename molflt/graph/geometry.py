@@ -64,7 +64,7 @@ class Geometry(NamedTuple):
                 found = 1 if graphs is None else graphs, max(stacked, default=1)
                 if found != (1, 1):
                     raise ValueError(
-                        f"batch is missing, and one graph expected; got batch_size={graphs} and "
+                        f"without batch, there must be one graph; got batch_size={graphs} and "
                         f"{found[1]} by cell or pbc; pass batch, (atoms,), the graph of each atom"
                     )
                 graphs = 1
@@ -78,7 +78,7 @@ class Geometry(NamedTuple):
         counts = counts_of(batch, graphs).cumsum(0)
         if at_hand(pos) and not bool(cell.isfinite().all()):
             raise ValueError(
-                "cell must be finite along periodic axes; got NaN or infinity; mend it"
+                "cell must be finite along periodic axes; got NaN or infinity; correct it"
             )
         return cls(pos, batch, torch.cat((counts.new_zeros(1), counts)), cell, pbc, tags)
 
@@ -152,14 +152,14 @@ def _points(pos: Tensor | None, atoms: int | None) -> Tensor:
         raise ValueError(f"pos must have shape ({rows}, 3), Å; got {got}; pass positions")
     if not pos.is_floating_point():
         raise ValueError(
-            f"pos must be real numbers, Å; got {pos.dtype}; pass positions, no indices"
+            f"pos must be real numbers, Å; got {pos.dtype}; pass positions instead of indices"
         )
     pos = at_least_float32(pos)
     if at_hand(pos) and not bool((near := pos.detach().abs() <= FARTHEST).all()):  # nor NaN
         atom = int((~near).any(dim=1).nonzero()[0])
         raise ValueError(
             f"pos must be finite and within {FARTHEST:g} Å; got {pos[atom].tolist()} for atom "
-            f"{atom}; mend it, move the structure or remove the atom"
+            f"{atom}; correct it, move the structure or remove the atom"
         )
     return pos
 

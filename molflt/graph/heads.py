@@ -25,7 +25,7 @@ _DROPPED = 0.5  # fraction of elements whose own vectors a training step leaves 
 _ONSET = 0.8  # fraction of the cutoff at which contacts start to fade
 _NUM_ELEMENTS = MAX_ATOMIC_NUMBER + 1  # 0 is not used
 
-# (True if slab atoms, True if adsorbate atoms count by contact) for each readout
+# whether slab atoms, and whether adsorbate atoms, count by contact
 READOUTS = {"all": (False, False), "adsorbate": (True, False), "contact": (True, True)}
 
 MessagePairs = Literal["all", "adsorbate"]
@@ -81,9 +81,8 @@ class ElementEmbedding(nn.Embedding):
         """Raises ValueError for elements without descriptors, if descriptors are used."""
         if self.described and (unknown := ~self.get_buffer("has_descriptors")[numbers]).any():
             raise ValueError(
-                f"no descriptors are known of element {int(numbers[unknown][0])}; expected a "
-                "composition of others; leave such structures out, or train with "
-                "--model.descriptors false"
+                f"element {int(numbers[unknown][0])} does not have descriptors; expected other "
+                "elements; leave such structures out, or train with --model.descriptors false"
             )
 
 

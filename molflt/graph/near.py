@@ -119,6 +119,6 @@ def _bound(distance: Tensor, least: float) -> float:
     if highest > _FARTHEST:
         raise ValueError(
             f"atoms of a molecule are {highest:,.0f} Å apart; expected at most {_FARTHEST:,} Å; "
-            "check units (Å), or give its parts as structures of their own"
+            "check units (Å), or pass its parts as separate structures"
         )
     return _STEP * math.ceil(highest / _STEP)

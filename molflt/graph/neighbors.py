@@ -215,5 +215,5 @@ def _expect_pairs(pairs: Sequence[float], atoms: NDArray[np.int64], cutoff: floa
             f"{pairs[most]:.2g} or more neighbors within {cutoff:g} Å of the {atoms[most]:,} atoms "
             f"of graph {most}, and those of the others,"
         ),
-        "take a smaller cutoff, fewer structures at once, or remove atoms that are there twice",
+        "use a smaller cutoff or fewer structures at once, or remove duplicate atoms",
     )

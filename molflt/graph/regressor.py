@@ -346,7 +346,7 @@ def _best_form(
     if not far_field:
         if scheme not in ("auto", "reciprocal") or not near_field:
             raise ValueError(
-                "far_field=False leaves a multiplicative position its near field, with periodic "
+                "far_field=False needs a multiplicative position with a near field and periodic="
                 f"'reciprocal'; got periodic={scheme!r} and near_field={near_field}; leave one out"
             )
         scheme = Near()

@@ -120,8 +120,7 @@ class LanguageModel(TokenModel):
     @property
     def decodes(self) -> bool:
         """Returns True if `decode` continues from a state instead of recomputing all tokens."""
-        position = self.stack.position
-        return (position is None or position.decodes) and "quadratic" not in self.stack.mixings
+        return self.stack.decodes
 
     def decode(
         self, tokens: Tensor, state: LanguageState | None = None

@@ -66,8 +66,8 @@ def joined_bias(
     sizes = query.shape[-2], key.shape[-2]
     if bias is not None and bias.shape[-2:] != sizes:
         raise ValueError(
-            f"the encoding must be of {sizes[0]} queries and {sizes[1]} keys; got "
-            f"{tuple(bias.shape[-2:])}; in decoding, give the key_positions of all tokens so far"
+            f"the encoding must have {sizes[0]} queries and {sizes[1]} keys; got "
+            f"{tuple(bias.shape[-2:])}; in decoding, pass the key_positions of all tokens so far"
         )
     if log_weight is None:
         return bias

@@ -47,8 +47,8 @@ class Nodes(nn.Module):
         """Raises ValueError if these nodes cannot sample the spectrum."""
         if spectrum.dim != self.dim:
             raise ValueError(
-                f"the spectrum has {spectrum.dim} dimensions and its nodes have {self.dim}; give "
-                "both the dimension of the positions"
+                f"the spectrum has {spectrum.dim} dimensions and its nodes have {self.dim}; use "
+                "the dimension of the positions for both"
             )
         if spectrum.radii is not None:
             raise ValueError(

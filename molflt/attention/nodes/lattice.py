@@ -33,7 +33,7 @@ class Lattice(NamedTuple):
             if not bool(pbc.all()):
                 graph = int((~pbc.all(dim=1)).nonzero()[0])
                 raise ValueError(
-                    f"extent must be given where an axis is not periodic; got None and pbc "
+                    f"extent is needed where an axis is not periodic; got None and pbc "
                     f"{pbc[graph].tolist()} of graph {graph}; use free_extent(...)"
                 )
             extent = torch.zeros_like(rows[..., 0])

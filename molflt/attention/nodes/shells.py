@@ -29,13 +29,11 @@ class _Directions(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def _directions(dim: int, degree: int) -> _Directions:
-    """Half of an antipodal sphere quadrature, exact for even polynomials up to a degree.
+    """Returns half of an antipodal sphere quadrature, exact for even polynomials up to a degree.
 
-    Equal angles for l = 2, and Lebedev's rules with positive weights for l = 3, of the next
-    available degree; degree 1 is a single pair.
+    It has equal angles for l = 2. For l = 3, it is the smallest of Lebedev's rules with positive
+    weights and this degree. Degree 1 is a single pair.
     """
-    if dim not in (1, 2, 3):
-        raise ValueError(f"dim must be 1, 2 or 3; got {dim}; use 'sobol' nodes in more dimensions")
     if dim == 1 or degree <= 1:
         return _Directions(torch.eye(dim, **_DOUBLE)[-1:], torch.ones(1, **_DOUBLE))
     if dim == 2:
@@ -157,8 +155,8 @@ class ShellNodes(Nodes):
             alike = torch.allclose(radii, self.shell_radius)
         if not alike:
             raise ValueError(
-                f"ShellWeights must have the radii of the shells; got {len(radii)} other ones for "
-                f"{len(self.shell_radius)} shells"
+                f"ShellWeights must have the radii of the shells; got {len(radii)} different radii "
+                f"for {len(self.shell_radius)} shells"
             )
 
 

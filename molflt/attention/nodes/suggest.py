@@ -55,7 +55,7 @@ def suggest_nodes(
     zero = ((-distance.square()).exp() @ share).sqrt().item()
     if tol > 0.5 * zero:
         raise ValueError(
-            f"tol must be at most half of {zero:.2g}, the error of no mask; got {tol:g}"
+            f"tol must be at most half of {zero:.2g}, the error without nodes; got {tol:g}"
         )
     between = 1 if widest == width else 2 + int(math.log2(widest / width))
     widths = torch.logspace(0, math.log10(widest / width), between, dtype=torch.float64)[:, None]

@@ -61,13 +61,13 @@ class Position(nn.Module):
         name = type(self).__name__
         if mixing not in self.mixings:
             raise ValueError(
-                f"{name} does not go with mixing={mixing!r}; expected {' or '.join(self.mixings)}"
+                f"{name} does not support mixing={mixing!r}; expected {' or '.join(self.mixings)}"
             )
         if causal and not self.causal:
             raise ValueError(f"{name} is not causal; use causal=False or another position")
         if gate and not self.decodes:
             raise ValueError(
-                f"gate=True needs a running state, which {name} does not have; drop one"
+                f"gate=True needs a running state, which {name} does not have; leave one out"
             )
 
     def use_for(self, mixing: str) -> None:
@@ -87,7 +87,7 @@ class Position(nn.Module):
         if head_dim != expected:
             raise ValueError(
                 f"{type(self).__name__} was built for head_dim={expected}; got queries and keys of "
-                f"width {head_dim}; give both the same"
+                f"width {head_dim}; use the same width"
             )
 
     def check_range(self, positions: Tensor, max_tokens: int, integers: bool = False) -> None:
@@ -155,8 +155,8 @@ def check_tokens(places: int, x: Tensor) -> None:
     """Raises ValueError unless each query or key (batch, heads, tokens, d) has a position."""
     if x.shape[2] != places:
         raise ValueError(
-            f"the encoding is of {places} positions; got {x.shape[2]} tokens; in decoding, give "
-            "the key_positions of all tokens so far"
+            f"the encoding has {places} positions; got {x.shape[2]} tokens; in decoding, pass the "
+            "key_positions of all tokens so far"
         )
 
 

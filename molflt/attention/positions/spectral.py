@@ -95,8 +95,8 @@ class SpectralPosition(Position):
         if "radii" in signature(family).parameters:  # defined on shells, which are built first
             if name != "shells" or num_nodes is not None:
                 raise ValueError(
-                    f"spectrum={spectrum!r} lives on shells, which count themselves; expected "
-                    f"nodes='shells' and no num_nodes; got {name!r}, {num_nodes}"
+                    f"spectrum={spectrum!r} is defined on shells, which determine num_nodes; "
+                    f"expected nodes='shells' and num_nodes=None; got {name!r}, {num_nodes}"
                 )
             shells = _made(ShellNodes, own, "node_", dim=dim, normalized=True)
             g = _made(family, options, heads=heads, dim=dim, radii=shells.shell_radius)
@@ -182,7 +182,7 @@ class SpectralPosition(Position):
             if self.nodes is not None:
                 return *self.nodes.sample(self.spectrum), self.floor
             raise ValueError(
-                "the nodes come with each batch; expected GraphNodes as `nodes`; got none"
+                "the nodes come with each batch; expected GraphNodes as `nodes`; got None"
             )
         xi, weights = nodes
         floor = self.floor * weights / weights.amax(dim=1, keepdim=True)
