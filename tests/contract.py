@@ -36,7 +36,7 @@ def with_features(count: int, options: dict[str, Any]) -> dict[str, Any]:
 
 
 EXACT = {"rtol": 0.0, "atol": 1e-10}
-SIZES = (7, 1, 12, 0, 5)  # tokens of the sequences in one batch: ragged, one token, none
+SIZES = (7, 1, 12, 0, 5)  # tokens of the sequences in one batch, including one token and none
 HEADS, DIM = 2, 16
 HEAD_DIM = DIM // HEADS
 LONGEST = 24  # tokens of a padded batch
@@ -44,18 +44,18 @@ GRID = (6, 4)
 
 
 def cloud(size: int, generator: torch.Generator) -> Tensor:
-    """Centred points in space."""
+    """Returns centered points in space."""
     r = 3 * torch.randn(size, 3, dtype=torch.float64, generator=generator)
     return r - r.mean(dim=0) if size else r
 
 
 def line(size: int, generator: torch.Generator | None = None) -> Tensor:
-    """0, 1, 2, ..."""
+    """Returns 0, 1, 2, ..."""
     return torch.arange(size, dtype=torch.float64)[:, None]
 
 
 def cells(size: int, generator: torch.Generator | None = None) -> Tensor:
-    """Cells of `GRID`, row by row."""
+    """Returns the cells of `GRID`, row by row."""
     index = torch.arange(size)
     return torch.stack((index // GRID[1], index % GRID[1]), dim=-1).double()
 
@@ -386,7 +386,7 @@ def check_weights(combination: Combination) -> None:
 
 
 def check_precision(combination: Combination) -> None:
-    """Outputs in float32, bfloat16 autocast and bfloat16 are close to float64; positions stay."""
+    """Outputs in float32, bfloat16 autocast and bfloat16 are close to float64."""
     stack, case = make_stack(combination), combination.case
     items = ragged(case)
     exact = run(stack, items, max(SIZES), case)
@@ -436,7 +436,7 @@ def suite(combination: Combination) -> list[Callable[[Combination], None]]:
         checks.append(check_cross)
     if not causal and (position is None or not position.grid):
         checks.append(check_permutation)
-        # Copies double sums that are not divided.
+        # copies double the sums, if they are not divided
         if mixing == "softmax" or FEATURE_MAPS[phi].positive_kernel:
             checks.append(check_key_copies)
     return checks
@@ -452,7 +452,7 @@ def covering(
     seen: set[tuple[object, ...]] = set()
     chosen = []
     shuffled = random.Random(0).sample(pairs, len(pairs))
-    for least in range(6, 0, -1):  # first those that cover the most
+    for least in range(6, 0, -1):  # the ones that cover most come first
         for combination, check in shuffled:
             phi, case, *form = combination
             choices = enumerate((phi, case, tuple(form), check))

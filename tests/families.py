@@ -9,7 +9,7 @@ from molflt.attention.spectra import SPECTRA
 from molflt.attention.spectra.base import Spectrum
 
 RADII = [0.1, 0.25, 0.4]  # of shells, in cycles per unit of length
-EXACT = {"rtol": 1e-10, "atol": 1e-10}  # float64, algebra alone
+EXACT = {"rtol": 1e-10, "atol": 1e-10}  # float64 rounding only
 VARIANTS = {
     **{name: {} for name in SPECTRA},
     "gaussian_mixture, asymmetric": {"asymmetric": True},
@@ -23,7 +23,7 @@ VARIANTS = {
 
 
 def make(variant: str, heads: int = 2, dim: int = 3, seed: int = 0, **options) -> Spectrum:
-    """A float64 family with amplitudes of order one."""
+    """Returns a float64 family with amplitudes of order one."""
     torch.manual_seed(seed)
     family = SPECTRA[variant.split(",")[0]]
     small = {"amplitude": 0.5, "num_boxes": 3, "num_gaussians": 3, "radii": torch.tensor(RADII)}

@@ -85,7 +85,7 @@ def test_evaluation_of_populations(tmp_path: Path) -> None:
 
 
 def test_baselines(tmp_path: Path, monkeypatch, capsys) -> None:
-    """CMA-ES finds the minimum of a sphere, and requires its package."""
+    """CMA-ES finds the minimum of a sphere, and the command names its missing package."""
     words = ["evaluate", str(trained("population_optimizer")), "--runs=2", f"--out={tmp_path}"]
     words.append("--functions=[sphere]")
     assert main([*words, "--evaluations=900", "--dimension=2", "--members=9"]) == 0
@@ -96,7 +96,7 @@ def test_baselines(tmp_path: Path, monkeypatch, capsys) -> None:
 
 
 def test_use_in_another_dimension() -> None:
-    """On a function of the package cma, which has the same interface."""
+    """Minimizes a function of the package cma, which has the same interface."""
     run = trained("population_optimizer")
     optimizer = PopulationOptimizer.from_run(str(run), dimension=5, members=8, start=1.0)
     assert optimizer.ask().shape == (8, 5)
@@ -110,7 +110,7 @@ def test_use_in_another_dimension() -> None:
 
 
 def test_a_diverged_population_is_evaluated_and_shown(tmp_path: Path) -> None:
-    """Its values are not finite from some generation, and JSON cannot store them."""
+    """Its values become infinite, which JSON cannot store."""
     run = shutil.copytree(trained("population_optimizer"), tmp_path / "run")
     file = run / "checkpoints" / "best.safetensors"
     weights = {name: 1e30 * tensor for name, tensor in load_file(file).items()}

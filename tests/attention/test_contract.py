@@ -14,7 +14,7 @@ COMBINATIONS = contract.combinations()
 
 
 def some(*maps: str) -> list[Combination]:
-    """Returns every position with these maps, and every map with no position and with factors."""
+    """Returns every position with these maps, and every map without a position and with factors."""
     return [
         c for c in COMBINATIONS if c.feature_map in maps or c.case in contract.PLAIN_AND_FACTORS
     ]
@@ -59,7 +59,7 @@ ONE_OF_EACH_CASE = {
 
 @pytest.mark.parametrize("combination", ONE_OF_EACH_CASE, ids=str)
 def test_gradients_of_single_samples(combination):
-    """`torch.func` gives what autograd gives."""
+    """`torch.func` gives the same gradients as autograd."""
     stack = contract.make_stack(combination)
     x, r = contract.ragged(combination.case)[2]
     x = torch.stack((x.flip(0), x))

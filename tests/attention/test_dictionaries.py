@@ -28,7 +28,7 @@ def kernels() -> list[str]:
 
 
 def dims(variant: str) -> tuple[int, int]:
-    """Returns 1 and 3 dimensions for functions of the distance, else 1 and 2, which is cheaper."""
+    """Returns 1 and 3 dimensions for functions of the distance, or else 1 and 2, to save time."""
     return (1, 3) if SPECTRA[variant.split(",")[0]].isotropic else (1, 2)
 
 
@@ -66,7 +66,7 @@ REDRAWN = {
 
 @pytest.mark.parametrize("name", REDRAWN)
 def test_redraw_follows_its_generator(name):
-    """All buffers, and nothing else, depend on the seed alone."""
+    """Only buffers depend on the seed, and they depend on nothing else."""
     module = REDRAWN[name]()
     buffers = {key for key, _ in module.named_buffers() if key in module.state_dict()}
 
@@ -118,7 +118,7 @@ def test_gradients_are_finite_at_the_origin(variant):
 
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if v != "shell_weights"])
 def test_frequencies_have_second_derivatives_at_the_origin(variant):
-    """Training on stress needs them: every reciprocal lattice has the node 0."""
+    """Training on stress needs them, because every reciprocal lattice has the node 0."""
     spectrum, xi = make(variant), randn(1, 4, 3)
     xi[:, 0] = 0.0
     xi[:, 1, 0] = 0.0

@@ -1,4 +1,4 @@
-"""Kinds of encodings: the fast form, the form by the matrix and attention written out agree."""
+"""Kinds of encodings: agreement of the fast form, the matrix form and attention written out."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ TOKENS, DIM, HEADS = 7, 4, 2
 
 
 def pairs(exact: bool = False) -> Pairs:
-    """Three pairs of tokens of the second sequence, one of them twice."""
+    """Returns three pairs of tokens of the second sequence, one of them twice."""
     places = torch.tensor([[1, 1, 1, 1], [3, 0, 6, 3], [3, 2, 5, 3]])
     f, switch = randn(HEADS, 4, seed=6), randn(4, seed=7).sigmoid()
     return Pairs(*places, randn(HEADS, 4, seed=5), (f, switch) if exact else None)
@@ -38,7 +38,7 @@ def rows(seed: int, width: int = 3) -> torch.Tensor:
 
 
 def on_mesh(near: Pairs | None = None) -> MeshNodes:
-    """A kernel of all tokens in one cell and of some in another."""
+    """Returns a kernel on a mesh in two different cells."""
     position = MultiplicativePosition.build(HEADS, sampled=False).double()
     mask = torch.ones(2, TOKENS, dtype=torch.bool)
     cell = randn(2, 3, 3, seed=8) + 8 * torch.eye(3)
@@ -131,7 +131,7 @@ def test_a_bias_is_added_to_the_logits():
 @pytest.mark.parametrize("form", ["linear", "quadratic"])
 @pytest.mark.parametrize("near", [False, True], ids=["kernel", "pairs"])
 def test_tensors_that_layers_share_have_their_gradient(form, near):
-    """Also if first evaluated without a gradient, and in checkpointed blocks."""
+    """This also holds after an evaluation without gradients, and in checkpointed blocks."""
     torch.manual_seed(0)
     blocks = [Block(Attention(2 * HEADS, HEADS, mixing=form), 8).double() for _ in range(2)]
     weights = [x.requires_grad_() for x in (rows(1), rows(2), randn(HEADS, 4, seed=5))]

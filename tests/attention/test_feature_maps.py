@@ -27,7 +27,7 @@ def test_positive_features_equal_performer_pytorch():
     rows = phi.projection.matrix()[0]
     theirs = performer.softmax_kernel(x, projection_matrix=rows, is_query=True, eps=0.0)
     scaled = x * d**-0.25
-    # They subtract the query's largest w.x; put it back to compare the features themselves.
+    # They subtract the query's largest w.x, which is added back to compare the features.
     largest = (scaled @ rows.T).amax(dim=-1, keepdim=True)
     ours = phi(scaled).materialize()
     torch.testing.assert_close(ours, theirs * largest.exp(), rtol=1e-12, atol=0)
@@ -62,7 +62,7 @@ def test_maps_of_single_projections(name):
 
 
 def kernel_estimates(name: str, m: int, draws: int, x, y, projection="orthogonal") -> torch.Tensor:
-    """Estimates of the kernel at x, y: one per draw."""
+    """Returns one estimate of the kernel at x, y per draw."""
     phi = FEATURE_MAPS[name](len(x), draws, m, projection).double()
     phi.redraw_(torch.Generator().manual_seed(0))
     features = phi(torch.stack((x, y)).expand(1, draws, 2, -1)).materialize()
@@ -102,7 +102,7 @@ def test_rfa_features_estimate_their_kernels(name, kernel):
 
 @pytest.mark.parametrize("projection", [None, "iid", "hadamard", "givens", "sphere", "sobol"])
 def test_kernelized_attention_converges_to_softmax(projection):
-    """Close to the origin; further out random features fail: `make bench NAME=features`."""
+    """Inputs are close to the origin, because random features fail far from it."""
     errors = {}
     for m in (16, 4096):
         torch.manual_seed(0)
@@ -146,7 +146,7 @@ def directions(*shape: int) -> torch.Tensor:
 
 
 def oracle(cosine: torch.Tensor, tau: float, dim: int, degree: int) -> torch.Tensor:
-    """The harmonics of exp(tau cos) up to a degree, by Gegenbauer's polynomials of scipy."""
+    """Returns the harmonics of exp(tau cos) up to a degree, by scipy's Gegenbauer polynomials."""
     nu = dim / 2 - 1
     scale = math.exp(gammaln(nu)) * (2 / tau) ** nu
     series = sum(
@@ -164,7 +164,7 @@ def test_products_are_the_first_harmonics_of_exp(dim, tau, degree):
     products = phi(x).materialize() @ phi(y).materialize().mT
     expected = oracle(x @ y.mT / tau, tau, dim, degree)
     assert phi.width == math.comb(dim + degree, degree)
-    # The common factor is known to 1e-4; the ratios are what attention depends on.
+    # The common factor is known to 1e-4; attention depends only on the ratios.
     torch.testing.assert_close(products, expected, rtol=1e-3, atol=0)
     rows = (each / each.sum(dim=-1, keepdim=True) for each in (products, expected))
     torch.testing.assert_close(*rows, **EXACT)
@@ -210,7 +210,7 @@ def stack(mixing: str, seed: int, **options) -> Stack:
 
 @pytest.mark.parametrize(("options", "bound"), [({}, 0.005), ({"degree": 3}, 0.0008)])
 def test_normalized_softmax_becomes_polynomial_without_training(options, bound):
-    """Outputs and gradients of a whole stack, heads of width 16 and temperatures around 1."""
+    """Compares outputs and gradients of a stack with heads of width 16 and temperatures near 1."""
     trained = stack("softmax", 0, normalize_qk=True, learn_temperature=True)
     for block in trained.blocks:
         block.attention.scaling.log_temperature.data.uniform_(-0.3, 0.3)
@@ -225,7 +225,7 @@ def test_normalized_softmax_becomes_polynomial_without_training(options, bound):
 
 F64 = torch.float64
 ROUNDING = {"rtol": 0.0, "atol": 1e-12}
-# (heads, rows, dim): one head and one dimension, odd dim, rows below, at and above a block.
+# (heads, rows, dim), including odd dim and numbers of rows below, at and above a block
 SIZES = [(1, 3, 1), (1, 5, 16), (2, 16, 16), (3, 40, 16), (2, 20, 7), (2, 4, 2)]
 
 
@@ -257,7 +257,7 @@ def test_forward_is_the_product_with_the_matrix(name, size):
 
 
 def test_dense_draws_keep_their_order():
-    # Seeds must keep giving the same numbers: heads in order, and per head all blocks before norms.
+    # Seeds must give the same numbers as before: heads in order, and in a head blocks before norms.
     generator = seeded(4)
     iid = torch.stack([torch.randn(20, 7, dtype=F64, generator=generator) for _ in "ab"])
     assert torch.equal(build("iid", 2, 20, 7, seed=4).matrix(), iid)
@@ -315,7 +315,7 @@ def test_givens_equals_the_dense_product(dim):
 
 
 def test_sobol_rows_are_stratified():
-    # A power of two of points puts exactly one into each of m slices, along every coordinate.
+    # With a power of two, each of m slices along every coordinate contains one point.
     m = 64
     cells = (torch.special.ndtr(build("sobol", 2, m, 5).matrix()) * m).floor()
     assert (cells.sort(dim=1).values == torch.arange(m)[:, None]).all()
@@ -337,5 +337,5 @@ def test_rows_have_mean_0_and_covariance_1(name, dim):
     assert rows.mean(dim=0).abs().max() < 0.03
     assert (rows.T @ rows / len(rows) - torch.eye(dim)).abs().max() < 0.07
     if name != "sphere":
-        variance = rows.square().sum(dim=-1).var()  # of chi squared with dim degrees of freedom
+        variance = rows.square().sum(dim=-1).var()  # of chi squared with dim degrees
         assert abs(variance / (2 * dim) - 1) < 0.07

@@ -1,4 +1,4 @@
-"""FNet's mixers: the public transform, every sequence at its own length, and the ablations."""
+"""FNet's mixers: the published transform, sequences of different lengths, and the ablations."""
 
 import numpy as np
 import pytest
@@ -39,7 +39,7 @@ def make(name: str, dim: int = DIM) -> Mixer:
 
 
 def ragged(width: int, fill: float = 0.0, order: int = 1) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Sequences of 5, 1, 12, 0, 5 and 7 tokens, with holes between the tokens."""
+    """Returns sequences of 5, 1, 12, 0, 5 and 7 tokens, with gaps between the tokens."""
     items = [randn(n, DIM, seed=n + i) for i, n in enumerate((5, 1, 12, 0, 5, 7))][::order]
     x = torch.full((len(items), width, DIM), fill, dtype=torch.float64)
     mask = torch.zeros(len(items), width, dtype=torch.bool)
@@ -52,7 +52,7 @@ def ragged(width: int, fill: float = 0.0, order: int = 1) -> tuple[Tensor, Tenso
 
 @pytest.mark.parametrize("tokens, dim", SIZES)
 def test_transform_is_that_of_scipy(tokens, dim):
-    """Independent: the complex DFT matrices of scipy; odd and even sizes, and sizes 1 and 2."""
+    """Compares with scipy's complex DFT matrices, for odd and even sizes, and for sizes 1 and 2."""
     x = randn(2, tokens, dim)
     expected = np.einsum("kn,bnm,ml->bkl", linalg.dft(tokens), x.numpy(), linalg.dft(dim)).real
     for name in ("fft", "dft"):
@@ -65,7 +65,7 @@ def test_transform_is_that_of_scipy(tokens, dim):
 
 
 def test_float32_phases_do_not_drift():
-    """Angles reach 13000 radians, which float32 resolves to 1e-3."""
+    """Angles reach 13,000 radians, which float32 resolves only to 1e-3."""
     x = randn(1, 2048, 8)
     expected = FourierMixer(8)(x)
     for method, bound in (("fft", 5e-7), ("dft", 2e-6)):  # measured 1.4e-7 and 8.2e-7
@@ -126,7 +126,7 @@ def test_compiled_in_one_graph(name):
 
 
 def test_two_matrices_and_their_transposes():
-    """Sums run over the right index; shorter sequences use the leading rows and columns."""
+    """Sums run over the correct index, and shorter sequences use the first rows and columns."""
     for name in ("dense", "random"):
         mixer = make(name)
         x = randn(2, 9, DIM)
@@ -138,7 +138,7 @@ def test_two_matrices_and_their_transposes():
 
 
 def test_random_matrices_have_the_variance_of_the_public_code():
-    """Normal within two standard deviations, of variance 1 / fan-in; 1e6 entries, 4 sigma."""
+    """Entries are normal, truncated at two standard deviations, with variance 1 / fan-in."""
     torch.manual_seed(0)
     mixer = _RandomMixer(500, max_tokens=1000)
     for weight in (mixer.sequence_weight, mixer.hidden_weight):

@@ -1,4 +1,4 @@
-"""Layers, blocks and stacks: other implementations, positions, keys, conversion of weights."""
+"""Layers, blocks and stacks: other implementations, positions, keys, converted weights."""
 
 import copy
 
@@ -76,7 +76,7 @@ def test_integers_are_positions(name, dtype, mixing):
     made = layer(own, mixing=mixing)
     x, r = tokens(own.dim)
     torch.testing.assert_close(made(x, r.to(dtype)), made(x, r), rtol=0, atol=1e-5)
-    if dtype is torch.int64:  # phases that float32 does not resolve
+    if dtype is torch.int64:  # float32 does not resolve these phases
         r = 2**26 + 1 + r.long()
         expected = made.double()(x.double(), r.double())
         torch.testing.assert_close(made(x.double(), r), expected, rtol=0, atol=1e-10)
@@ -197,7 +197,7 @@ def words(count: int = 1) -> torch.Tensor:
 
 @pytest.mark.parametrize("mixing", MIXINGS)
 def test_masked_copies_and_contexts_may_hold_anything(mixing):
-    """Keys by index, and keys of another sequence; valid tokens that are not finite are seen."""
+    """Masked keys have no effect, but valid tokens that are not finite do."""
     attention = Attention(DIM, HEADS, mixing=mixing)
     x, context = words(), words()[:, :4].clone()
     x[:, 4:] = torch.nan
@@ -218,7 +218,7 @@ def test_masked_copies_and_contexts_may_hold_anything(mixing):
 @pytest.mark.parametrize("feature_map", ["positive", "elu"])
 @pytest.mark.parametrize("mixing", MIXINGS)
 def test_weights_of_keys_multiply(mixing, feature_map):
-    """A key of weight 2 equals two copies; weights of masked keys do not matter."""
+    """A key of weight 2 equals two copies, and weights of masked keys have no effect."""
     options = {} if mixing == "softmax" else {"feature_map": feature_map}
     attention = Attention(DIM, HEADS, mixing=mixing, **options).double()
     x, mask = words().double(), torch.arange(TOKENS)[None] < 4
@@ -233,7 +233,7 @@ def test_weights_of_keys_multiply(mixing, feature_map):
     torch.testing.assert_close(single.double(), out, rtol=0, atol=1e-5)
 
 
-FIRST_OF_SEED_0 = {  # numbers of tensors, in the order of the draws
+FIRST_OF_SEED_0 = {  # first numbers of tensors, in the order of the draws
     "position.spectrum.amplitude": -0.1125840,
     "position.nodes.eps": -0.0917417,
     "blocks.0.attention.to_query.weight": -0.1628664,
@@ -245,7 +245,7 @@ FIRST_OF_SEED_0 = {  # numbers of tensors, in the order of the draws
 
 
 def test_initial_weights_of_a_seed():
-    """Runs are repeated by their seed: a change of the order of draws must be noticed."""
+    """Seeds reproduce runs, so the order of draws must not change."""
     options = {
         "num_features": 8,
         "position": "multiplicative",

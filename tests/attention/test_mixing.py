@@ -1,4 +1,4 @@
-"""Mixing against its oracles, the limits of the normalizer, and the scale of tokens."""
+"""Mixing compared with exact forms, limits of the normalizer, and the scale of tokens."""
 
 import contract
 import pytest
@@ -19,13 +19,13 @@ from molflt.attention.mixing.sums import Sums
     + [(name, chunk) for name in ("positive", "trigonometric", "elu") for chunk in (1, 4, 64)],
 )
 def test_causal_equals_its_quadratic_form_for_every_chunk(feature_map, chunk):
-    """With decay, masked keys and a prompt; extensive sums, because signed ones cancel."""
+    """Includes decay, masked keys and a prompt; signed sums cancel, so sums are not divided."""
     torch.manual_seed(0)
     phi = FEATURE_MAPS[feature_map](8, 2).double()
     q, k, v = (0.7 * torch.randn(2, 2, 11, 8, dtype=torch.float64) for _ in "qkv")
     decay = -torch.rand(2, 2, 11, dtype=torch.float64)
     mask = torch.rand(2, 1, 11) > 0.2
-    mask[0, 0, :2] = False  # nothing to see at first
+    mask[0, 0, :2] = False  # no key is visible at first
     for t in (q, k, v, decay):
         t.requires_grad_()
     query, key = phi(q), phi(k).masked(mask)
@@ -59,7 +59,7 @@ def test_causal_equals_its_quadratic_form_for_every_chunk(feature_map, chunk):
 @pytest.mark.parametrize("factor", [-3.0, 30.0])
 @pytest.mark.parametrize("std", [0.3, 3.0])
 def test_a_later_key_cannot_reach_back_in_float32(std, factor):
-    """Not even by underflow, where a maximum over all keys would leak without a gradient."""
+    """A maximum over all keys would have an effect by underflow, without a gradient."""
     torch.manual_seed(0)
     phi = FEATURE_MAPS["positive"](16, 2, 32)
     q, k = (std * torch.randn(1, 2, 300, 16) for _ in "qk")
@@ -189,7 +189,7 @@ def tokens(batch: int = 2, count: int = TOKENS) -> torch.Tensor:
 @pytest.mark.parametrize(("scale", "gate"), [(1.0, True), (30.0, False), (800.0, False)])
 @pytest.mark.parametrize("feature_map", FEATURE_MAPS)
 def test_quadratic_is_linear_at_any_scale(feature_map, scale, gate):
-    """Both causal forms bound features in the same way: outputs agree, gradients are finite."""
+    """Both causal forms bound features in the same way; outputs agree and gradients are finite."""
     found = []
     for mixing in ("linear", "quadratic"):
         attention = layer(mixing, causal=True, feature_map=feature_map, gate=gate)
@@ -198,7 +198,7 @@ def test_quadratic_is_linear_at_any_scale(feature_map, scale, gate):
         (slope,) = torch.autograd.grad(out.square().sum(), x)
         assert slope.isfinite().all()
         found.append((out, slope))
-    # Signed features cancel, and what is left of a normalizer is that much less certain.
+    # signed features cancel, which makes normalizers less accurate
     rtol = 1e-4 if FEATURE_MAPS[feature_map].signed else 1e-9
     torch.testing.assert_close(found[1][0], found[0][0], rtol=rtol, atol=1e-8)
     if scale == 1.0 and not FEATURE_MAPS[feature_map].signed:
@@ -217,18 +217,18 @@ def test_gradients_of_large_tokens_are_finite_in_float32(mixing, feature_map, ca
 
 
 def total(sums: Sums) -> torch.Tensor:
-    """sum_j A_ij itself."""
+    """Returns sum_j A_ij."""
     return sums.normalizer * sums.log_scale.exp()
 
 
 def half(sums: Sums) -> float:
-    """A floor that replaces half of the normalizers."""
+    """Returns a floor that replaces half of the normalizers."""
     return 1.01 * float(total(sums).detach().abs().median())
 
 
 @pytest.mark.parametrize("feature_map", ["trigonometric", "positive", "relu", "identity"])
 def test_floor_is_that_of_the_sum_in_every_form(feature_map, monkeypatch):
-    """Forms, chunks, padding of any size and scaled features have their own scales."""
+    """The floor does not depend on the scales of forms, chunks, padding and features."""
     x = tokens()
     exact = layer("linear", feature_map=feature_map).sums(x)
     floor = half(exact)
@@ -270,7 +270,7 @@ def test_floor_gradient_is_that_of_the_normalizer():
 
 
 def test_long_causal_toeplitz_attention_takes_no_transforms():
-    """Their rounding is relative to the largest key of all, the later ones included."""
+    """Rounding errors of transforms are relative to the largest key, including later keys."""
     own = make_position("toeplitz", HEADS, DIM // HEADS, max_tokens=64)
     attention = Attention(DIM, HEADS, position=own, causal=True, feature_map="exp", num_features=8)
     x, r = torch.randn(1, 64, DIM), torch.arange(64.0)[None, :, None]

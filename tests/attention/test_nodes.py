@@ -34,7 +34,7 @@ def float64():
 
 
 def unit_gaussian(heads: int = 1, dim: int = 3) -> Gaussian:
-    """exp(-|z|^2 / 2) in every head."""
+    """Returns the kernel exp(-|z|^2 / 2) in every head."""
     kernel = Gaussian(heads, dim, length_range=(1.0, 1.0))
     with torch.no_grad():
         kernel.amplitude.fill_(1.0)
@@ -43,13 +43,13 @@ def unit_gaussian(heads: int = 1, dim: int = 3) -> Gaussian:
 
 @torch.no_grad()
 def sampled(spectrum, nodes, z):
-    """The mask by the factors of attention: differences (n, l) -> (heads, n)."""
+    """Returns the mask computed from factors: differences (n, l) -> (heads, n)."""
     left, right = SpectralPosition(spectrum, nodes).factors(z[None], torch.zeros_like(z[None, :1]))
     return (left @ right.mT)[0, :, :, 0]
 
 
 def ball_pairs(count: int, radius: float, seed: int = 0):
-    """Differences of points uniform in a ball, (count, 3)."""
+    """Returns differences of uniform points in a ball, (count, 3)."""
     points = randn(2 * count, 3, seed=seed)
     draw = torch.rand(2 * count, 1, generator=torch.Generator().manual_seed(seed))
     points = radius * draw ** (1 / 3) * points / points.norm(dim=-1, keepdim=True)
@@ -63,7 +63,7 @@ def rms_error(spectrum, nodes, z) -> float:
 
 @pytest.mark.parametrize("degree", _DEGREES)
 def test_directions_are_exact_for_even_polynomials(degree):
-    """One of every two antipodes; the mean of z^n over the sphere is 1 / (n + 1)."""
+    """Rules contain one of two antipodes; the mean of z^n over the sphere is 1 / (n + 1)."""
     unit, weights = _directions(3, degree)
     assert (weights > 0).all() and (unit @ unit.T).min() > -1 + 1e-9
     for power in (0, 2, degree - 1):
@@ -76,7 +76,7 @@ def test_directions_are_exact_for_even_polynomials(degree):
     [(2, "gauss")] + [(dim, rule) for dim in (1, 3) for rule in ("trapezoid", "midpoint", "gauss")],
 )
 def test_shells_are_the_mask_and_its_gradients(dim, radial):
-    """To 1e-10: the closed form of the mask is the independent reference."""
+    """The independent reference is the closed form of the mask."""
     basis = make("gaussian_basis", dim=dim, num_gaussians=2, width_range=(1.0, 1.5))
     count = 40 if radial == "gauss" else 24
     nodes = ShellNodes(3.0, 1.4, count, dim, radial, degrees=[53] * count)
@@ -93,7 +93,7 @@ def test_shells_are_the_mask_and_its_gradients(dim, radial):
 @pytest.mark.parametrize("scale", [1.0, 3.0])
 @pytest.mark.parametrize(("ratio", "tol"), [(2, 1e-2), (5, 3e-2), (5, 1e-4), (10, 1e-2)])
 def test_suggested_shells_have_the_stated_error(ratio, tol, scale):
-    """On other pairs than those that chose them, at any unit of length."""
+    """The error is measured on other pairs than in the search, in any unit of length."""
     nodes, error = suggest_nodes(ratio * scale / 2, scale, tol)
     kernel = unit_gaussian()
     with torch.no_grad():
@@ -103,7 +103,7 @@ def test_suggested_shells_have_the_stated_error(ratio, tol, scale):
 
 
 def test_suggested_shells_serve_all_widths_between_two():
-    """Shells chosen for the narrowest width only are too far apart for wider ones."""
+    """Shells chosen only for the narrowest width are too far apart for wider ones."""
     alone, both = (suggest_nodes(2.5, 1.0, 1e-3, widest).nodes for widest in (None, 5.0))
     kernel, z = unit_gaussian(), ball_pairs(4000, 2.5)
     errors = {}
@@ -116,7 +116,7 @@ def test_suggested_shells_serve_all_widths_between_two():
 
 
 def test_one_node_replaces_two_antipodes_for_any_spectrum():
-    """Also for asymmetric masks, and for nodes per graph, which are half spaces."""
+    """This also holds for asymmetric masks, and for nodes of each graph, which are half spaces."""
     mixture = make("gaussian_mixture, asymmetric", width_range=(1.0, 1.2), mean_scale=0.5)
     nodes = ShellNodes(3.0, 1.6, 26, degrees=[53] * 26)
     z = ball_pairs(12, 1.5, seed=1)
@@ -135,7 +135,7 @@ def test_one_node_replaces_two_antipodes_for_any_spectrum():
 
 @pytest.mark.parametrize("dim", [1, 3])
 def test_weighted_shells_sampled_at_their_nodes_are_the_exact_mask(dim):
-    """Up to the accuracy of the directions, with gradients."""
+    """Values and gradients agree up to the accuracy of the directions."""
     torch.manual_seed(0)
     shells = ShellNodes(4.0, 0.5, 5, dim, degrees=[41] * 5, normalized=True)
     weights = ShellWeights(2, shells.shell_radius, dim, amplitude=1.0)
@@ -175,7 +175,7 @@ def estimate(position: SpectralPosition, r: torch.Tensor) -> torch.Tensor:
 
 
 def test_zero_spectrum_has_a_gradient():
-    """A product of two square roots would have none, and the mask could never start to learn."""
+    """The product of two square roots would not have one, and the mask could not start to learn."""
     position = random_position(2, 8)
     with torch.no_grad():
         position.spectrum.amplitude.zero_()
@@ -187,7 +187,7 @@ def test_zero_spectrum_has_a_gradient():
 
 
 def test_both_factors_have_one_size():
-    """That of the square root of the coefficients."""
+    """Both have the size of the square root of the coefficients."""
     position = random_position(2, 3)
     r = torch.zeros(1, 1, 3, dtype=torch.float64)
     left, right = (factor[0, :, 0, :3] for factor in position.factors(r, r))
@@ -223,7 +223,7 @@ def nodes_of(positions, cell, pbc, max_frequency, **options):
 
 
 def product(spectrum, positions, nodes) -> Tensor:
-    """U_i . V_j: (b, heads, n, n)."""
+    """Returns U_i . V_j, (b, heads, n, n)."""
     left, right = SpectralPosition(spectrum, None).factors(positions, positions, nodes)
     return left @ right.mT
 
@@ -233,7 +233,7 @@ def mask(spectrum: Spectrum, positions, cell, pbc, max_frequency=0.6, **options)
 
 
 def image_sum(spectrum: Spectrum, positions: Tensor, cell: Tensor, pbc: Tensor) -> Tensor:
-    """sum_T f(r_i - r_j + T) over 13 images on either side of every periodic axis."""
+    """Returns sum_T f(r_i - r_j + T) over 13 images on both sides along every periodic axis."""
     steps = [torch.arange(-13.0, 14.0) if p else torch.zeros(1) for p in pbc[0].tolist()]
     images = torch.cartesian_prod(*steps).double() @ torch.where(pbc[0, :, None], cell[0], 0.0)
     delta = positions[:, :, None] - positions[:, None]
@@ -242,7 +242,7 @@ def image_sum(spectrum: Spectrum, positions: Tensor, cell: Tensor, pbc: Tensor) 
 
 @pytest.mark.parametrize("kind", ANY_AXIS)
 def test_equals_the_sum_over_images(kind):
-    """Measured 1.5e-9 with the frequencies 1.2 / width and a reach of 7 widths."""
+    """The measured error is 1.5e-9 for frequencies up to 1.2 / width and a reach of 7 widths."""
     spectrum, x = gaussians(2.0, 2.3), atoms()
     fast = mask(spectrum, x, CELL[None], periodic(kind), 0.6, reach=16.1)
     exact = image_sum(spectrum, x, CELL[None], periodic(kind))
@@ -263,19 +263,19 @@ def test_nodes_are_all_vectors_of_half_the_ball(max_frequency):
 
 @pytest.mark.parametrize("taper", ["step", "positive"])
 def test_nodes_enter_with_weight_zero(taper):
-    """A threshold exactly at lattice vectors, passed by rounding, makes no difference."""
+    """Rounding at a threshold that equals lengths of lattice vectors has no effect."""
     spectrum, x = gaussians(0.7), atoms()
     cube = 6 * torch.eye(3).double()[None]
     inside, outside = (
         nodes_of(x, cube, periodic("crystal"), k, taper=taper) for k in (0.5 - 5e-7, 0.5 + 5e-7)
     )
-    assert outside[0].shape[1] - inside[0].shape[1] == 15  # pairs of (3, 0, 0), (2, 2, 1)
+    assert outside[0].shape[1] - inside[0].shape[1] == 15  # (3, 0, 0), (2, 2, 1)
     difference = (product(spectrum, x, inside) - product(spectrum, x, outside)).abs().max()
     assert 0 < difference < 1e-5
 
 
 def test_positive_taper_keeps_positive():
-    """A sharp positive kernel, far below the resolution: the step ripples to -6 % of its height."""
+    """For a kernel far below the resolution, the step ripples to -6 % of its height."""
     spectrum, cell = gaussians(0.7), 40 * torch.eye(3).double()[None]
     line = torch.zeros(1, 100, 3).double()
     line[0, :, 0] = torch.linspace(0, 20, 100)
@@ -297,7 +297,7 @@ def test_rows_of_frequencies_are_independent_normal_variables():
 
 
 def test_extent():
-    """Per direction that is free, 0 without atoms."""
+    """The extent is that along each open direction, and 0 without atoms."""
     x = torch.tensor([[0.0, 0.0, 1.0], [2.0, 5.0, 4.0]]).double().repeat(4, 1)[:7]
     atom = torch.tensor([0, 0, 1, 1, 2, 2, 3])
     pbc = torch.tensor([[1, 1, 1], [0, 1, 1], [0, 0, 0], [0, 0, 0], [0, 0, 0]]).bool()
@@ -311,7 +311,7 @@ def test_extent():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_skewed_cells_have_the_gradient_of_their_nodes(dtype):
-    """Nodes of a cell that has to be reduced follow a strain as those of the reduced one do."""
+    """Nodes of a skewed cell change with strain like those of the reduced cell."""
     short = torch.tensor([[4.0, 0.2, 0.1], [0.3, 4.5, 0.2], [0.1, 0.2, 5.0]], dtype=dtype)
     skew = torch.tensor([[1.0, 2, 0], [0, 1, 0], [3, 1, 1]], dtype=dtype)
     found = []

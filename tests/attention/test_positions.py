@@ -1,4 +1,4 @@
-"""Positions against formulas: tables by offset, rotations, biases, stochastic encodings."""
+"""Positions compared with formulas: tables, rotations, biases and stochastic encodings."""
 
 import math
 
@@ -28,14 +28,14 @@ def cells(tokens):
 
 
 def large(position: Position) -> Position:
-    """With a table of order one, in float64."""
+    """Returns a float64 position with a table of order one."""
     with torch.no_grad():
         position.table.normal_(generator=torch.Generator().manual_seed(0))
     return position.double()
 
 
 def smooth(position: LowRankPosition) -> LowRankPosition:
-    """With masks whose singular values fall fast, one of them asymmetric."""
+    """Returns a position whose masks have fast-falling singular values; one is asymmetric."""
     n = position.shape[0]
     z = torch.arange(1 - n, n) / n
     with torch.no_grad():
@@ -107,7 +107,7 @@ def test_buckets_are_t5s(bidirectional, num_buckets, max_distance):
 
 
 def matrix(position: LowRankPosition) -> torch.Tensor:
-    """N, (heads, L, L)."""
+    """Returns N, (heads, L, L)."""
     return dense_log_kernel(position.table, *position.shape * 2)
 
 
@@ -120,7 +120,7 @@ def test_factors_of_full_rank_are_the_mask():
 
 @pytest.mark.parametrize("rank", [4, 10])
 def test_error_is_near_the_best_of_that_rank(rank):
-    """Measured 1.16 to 1.42 times the smallest, in the mean over draws of the probe."""
+    """The measured error is 1.16 to 1.42 times the smallest, averaged over draws of the probe."""
     torch.manual_seed(0)
     position = smooth(LowRankPosition(HEADS, max_tokens=64, rank=rank))
     exact, squares = matrix(position), []
@@ -152,11 +152,11 @@ def test_masks_of_low_rank_have_finite_factors_and_gradients(table, dtype):
     weights = torch.randn(exact.shape, dtype=dtype)
     ((left @ right.transpose(-1, -2)) * weights).sum().backward()
     assert torch.isfinite(position.table.grad).all()
-    assert position.table.grad.abs().max() > 1e-3  # also from zero
+    assert position.table.grad.abs().max() > 1e-3  # including 0
 
 
 def test_gradient_is_that_of_the_projection():
-    """Q is a constant: d(Q Q^T N) and not d(Q(N) Q(N)^T N)."""
+    """Q is constant: the derivative is d(Q Q^T N), not d(Q(N) Q(N)^T N)."""
     position = large(LowRankPosition(HEADS, max_tokens=10, rank=3))
     left, right = position.factors()
     weights = torch.randn(HEADS, 10, 10, dtype=torch.float64)
@@ -186,7 +186,7 @@ def rotated(position, r, q, k):
 
 
 def test_rotated_pair_is_a_complex_product():
-    """The formula itself, pair by pair: axis a, pair p turns by base^(-p / P) r_a."""
+    """Compares each pair with the formula: pair p of axis a turns by base^(-p / P) r_a."""
     q, k = randn(2, 2, 2, 5, 13)
     r = 20 * randn(2, 5, 2, seed=1)
     got, _ = rotated(RotaryPosition(13, 2, base=50.0), r, q, k)
@@ -219,7 +219,7 @@ def bias(module: GaussianBias, queries: torch.Tensor, keys: torch.Tensor | None 
 
 @pytest.mark.parametrize("dim", [1, 2, 3])
 def test_bias_is_the_formula_of_the_paper(dim):
-    """Pair by pair, with scipy's normal density and the network written out."""
+    """Compares each pair with scipy's normal density and the network written out."""
     module = make(dim=dim)
     queries, keys = 2 * randn(2, 3, dim), 2 * randn(2, 4, dim, seed=1)
     got = bias(module, queries, keys)
@@ -253,7 +253,7 @@ HEADS, DIM = 2, 3
 
 
 def noisy(kind: str, realizations: int = 8, gated: bool = True):
-    """Small encodings of visible kernels: a few tokens are a sizable part of every period."""
+    """Returns small encodings whose kernels change visibly within a few tokens."""
     torch.manual_seed(0)
     if kind == "sine":
         spe = SineSPE(HEADS, DIM, realizations, num_sines=4, gated=gated)
@@ -279,13 +279,13 @@ def logits(spe, r, q, k):
 
 
 def expectation(spe, r, q, k):
-    """sum_d q_d P_d(i - j) k_d, from the closed form."""
+    """Returns sum_d q_d P_d(i - j) k_d, from the closed form."""
     kernel = spe.kernel(r[0] - r[0].T)  # [h, d, i, j]
     return torch.einsum("bhid,hdij,bhjd->bhij", q, kernel, k)
 
 
 def formula(spe, lags):
-    """The papers' kernels, (heads, d, lags)."""
+    """Returns the kernels of the papers, (heads, d, lags)."""
     if isinstance(spe, SineSPE):
         frequency, gain = 0.5 * spe.frequency.sigmoid(), torch.nn.functional.softplus(spe.gain)
         phase = 2 * math.pi * frequency[..., None] * lags + spe.offset[..., None]
@@ -311,14 +311,14 @@ def test_kernel_is_the_formula(kind, gated):
     spe, lags = noisy(kind, gated=gated), torch.arange(-7, 8)
     kernel = spe.kernel(lags)
     torch.testing.assert_close(kernel, formula(spe, lags), **EXACT)
-    # It is not even: phases and two filters tell the past from the future.
+    # The kernel is not even: phases and two filters distinguish past and future.
     assert (kernel - kernel.flip(-1)).abs().max() > 0.05
 
 
 @KINDS
 @GATES
 def test_orthogonal_noise_gives_the_kernel_exactly(kind, gated):
-    """With noise of exactly unit covariance, one realization set equals its expectation."""
+    """With noise of exactly unit covariance, the estimate equals its expectation."""
     per_coordinate = 8 if kind == "sine" else 16  # 2 sines; max_tokens + kernel_size - 1
     rows = DIM * (per_coordinate + gated)
     spe = noisy(kind, rows, gated=gated)

@@ -15,7 +15,7 @@ from molflt.attention.mixing.forms import linear_with_kernel, quadratic
 from molflt.attention.mixing.sparse import Pattern, correlate, gather, spread
 from molflt.attention.mixing.toeplitz import dense_log_kernel, toeplitz
 
-# The package exports the function under the module's name.
+# the package exports the function under the name of the module
 module = importlib.import_module("molflt.attention.mixing.toeplitz")
 
 HEADS, M, DV = 3, 5, 4
@@ -37,7 +37,7 @@ SIZES = {
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    """Several blocks and several pieces already for a dozen tokens."""
+    """Makes a dozen tokens need several blocks and several pieces."""
     monkeypatch.setattr(module, "_BLOCK", 4)
     monkeypatch.setitem(module._TRANSIENT, "cpu", 1000)
 
@@ -82,7 +82,7 @@ def test_equals_the_dense_form_with_gradients(size, causal, method, kind):
     queries, keys, shape = SIZES[size]
     mask = torch.ones(2, 1, keys, dtype=torch.bool)
     mask[0, :, keys // 2 + 1 :] = False  # ragged: a short sequence
-    mask[1, :, : keys // 3] = False  # causal: the first queries without a key
+    mask[1, :, : keys // 3] = False  # causal, where the first queries have no key
     found = []
     for fast in (True, False):
         query, key = features(kind, queries, 0), features(kind, keys, 1)
@@ -94,7 +94,7 @@ def test_equals_the_dense_form_with_gradients(size, causal, method, kind):
         else:
             dense = dense_log_kernel(log_kernel, queries, keys)
             sums = quadratic(*arguments, causal=causal, log_kernel=dense)
-        # Signed normalizers come near 0: compare what is not divided.
+        # signed normalizers can be near 0, so sums are compared before the division
         out = sums.extensive() if kind == "signed" else sums.ratio()
         norm = sums.normalizer * sums.log_scale.exp()
         loss = (out * torch.arange(out.numel(), dtype=out.dtype).cos().view_as(out)).sum()
@@ -107,7 +107,7 @@ def test_equals_the_dense_form_with_gradients(size, causal, method, kind):
 
 
 def test_every_row_has_its_own_scale_in_blocks():
-    """float32 with keys that grow by exp(300) and a kernel down to exp(-300)."""
+    """Tests float32 with keys that grow by exp(300) and a kernel down to exp(-300)."""
     tokens = 40
     slope = torch.linspace(0, 300, tokens)
     query, key = (features("log", tokens, seed, torch.float32) for seed in (0, 1))
@@ -135,8 +135,8 @@ ROWS, POINTS, CHANNELS = 5, 7, 3
 
 def case():
     generator = torch.Generator().manual_seed(0)
-    row = torch.tensor([0, 0, 0, 0, 1, 1, 3, 3, 3, 4])  # one of them empty
-    column = torch.tensor([1, 1, 2, 3, 6, 0, 5, 1, 2, 2])  # a place twice
+    row = torch.tensor([0, 0, 0, 0, 1, 1, 3, 3, 3, 4])  # one row is empty
+    column = torch.tensor([1, 1, 2, 3, 6, 0, 5, 1, 2, 2])  # one place occurs twice
     sizes = (len(row),), (ROWS, CHANNELS), (POINTS, CHANNELS)
     made = [torch.randn(s, dtype=torch.float64, generator=generator) for s in sizes]
     pattern = Pattern.of(row, column, ROWS, POINTS)
@@ -174,7 +174,7 @@ def test_more_places_than_the_matrix_has_numbers():
 @pytest.mark.parametrize("shared", [True, False], ids=["factors of all heads", "of each head"])
 @pytest.mark.parametrize("columns", [1, 4, 19])
 def test_by_column_and_by_feature(columns, shared, transient, monkeypatch):
-    """Values, gradients and second derivatives, with 4 features: above 4 columns, by feature."""
+    """Compares values and two derivatives; with more than 4 columns, sums run over features."""
     monkeypatch.setattr(forms, "_TRANSIENT", transient)
     torch.manual_seed(0)
     heads = 1 if shared else 3
@@ -242,7 +242,7 @@ def layer(position: str = "", feature_map: str = "positive", dtype=torch.float64
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("size", [1, 4, TOKENS])
 def test_chunks_change_nothing(cut, case, size):
-    """Outputs, gradients and second derivatives; with one-token chunks, some without any key."""
+    """Compares outputs and two derivatives; some chunks of one token do not contain a key."""
     found = []
     for tokens in (0, size):
         cut(tokens)
@@ -258,7 +258,7 @@ def test_chunks_change_nothing(cut, case, size):
 
 
 def test_a_later_chunk_of_huge_keys_overflows_nothing(cut):
-    """Log features of some thousands that grow along the sequence, in float32."""
+    """Log features reach thousands and grow along the sequence, in float32."""
     found = []
     for size, dtype in ((0, torch.float64), (4, torch.float32)):
         cut(size)
@@ -268,11 +268,11 @@ def test_a_later_chunk_of_huge_keys_overflows_nothing(cut):
             x.copy_(torch.randn(TOKENS, 8, dtype=torch.float64).cumsum(0) * 60)
         found.append(run())
     error = (found[1] - found[0]).abs().max() / found[0].abs().max()
-    assert error < 1e-5  # measured 3e-6, as without chunks
+    assert error < 1e-5  # the measured error is 3e-6, as without chunks
 
 
 def test_nothing_of_the_size_of_all_features_is_kept():
-    """Autograd saves no tensor of (heads, tokens, m) for 40 000 tokens."""
+    """Autograd does not save tensors (heads, tokens, m) for 40,000 tokens."""
     attention = Attention(16, 8, num_features=64)
     x = torch.randn(1, 40_000, 16, requires_grad=True)
     sizes = []

@@ -1,4 +1,4 @@
-"""The vision transformer with every encoding: patches, pooling, positions."""
+"""Vision transformers with every encoding: patches, pooling, positions."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def images(count: int = 3, size: int = 12, channels: int = 2, seed: int = 1) -> 
 
 
 def with_gradients(net: ImageClassifier, x: Tensor) -> list[Tensor]:
-    """Logits, and the gradients of a scalar of them by images and parameters."""
+    """Returns logits, and the gradients of a scalar by images and parameters."""
     x = x.clone().requires_grad_()
     logits = net(x)
     wrt = [x, *(p for p in net.parameters() if p.requires_grad)]
@@ -67,7 +67,7 @@ def test_encodings_see_where_patches_are(name: str) -> None:
 
 
 def test_softmax() -> None:
-    """Exact attention by hand: pre-LayerNorm blocks, the mean, the head."""
+    """Computes exact attention, pre-LayerNorm blocks, the mean and the head step by step."""
     net = model(mixing="softmax", position="spectral", layers=1)
     x = images()
     tokens = net.tokens(x)
@@ -94,7 +94,7 @@ def test_patches_are_embedded_as_vectors_of_pixels() -> None:
 
 
 def test_sinusoids_are_those_of_rows_and_columns() -> None:
-    """Products of two places depend on the two offsets, and on each."""
+    """Products of two positions depend only on both offsets, and on each of them."""
     waves = _sinusoids(3, 16)[0]
     gram = (waves @ waves.T).reshape(3, 3, 3, 3)
     torch.testing.assert_close(gram[0, 0, 1, 2], gram[1, 0, 2, 2], rtol=1e-5, atol=1e-5)

@@ -1,4 +1,4 @@
-"""A learned optimizer: steps equal a causal pass; in place of an optimizer of torch."""
+"""Coordinate optimizers: steps equal a causal pass, and they replace optimizers of torch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def model_of(name: str) -> CoordinateOptimizer:
 
 def gradients(seed: int = 1) -> Tensor:
     drawn = torch.randn(STEPS, COORDINATES, generator=generator_of(seed)).double()
-    drawn[2, 1], drawn[:, 0] = 1e-9, 0.0  # tiny, and of a coordinate without effect
+    drawn[2, 1], drawn[:, 0] = 1e-9, 0.0  # a tiny gradient, and a coordinate without any
     return drawn * 10.0 ** torch.arange(-2, 4)
 
 
@@ -73,7 +73,7 @@ def test_steps_are_the_causal_pass_with_gradients(name: str) -> None:
     weight = torch.randn(whole.shape, generator=generator_of(3)).double()
     learned = [p for p in model.parameters() if p.requires_grad]
     one, other = (torch.autograd.grad((x * weight).sum(), learned) for x in (stepped, whole))
-    assert all(part.abs().max() > 0 for part in one)  # every parameter has a use
+    assert all(part.abs().max() > 0 for part in one)  # every parameter is used
     torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
 
 
@@ -96,13 +96,13 @@ def test_windows_forget_earlier_steps() -> None:
     seen = model.observe(other[0], state.moments, STEPS)
     other_memory = tuple(part.clone() for part in state.memory)
     for part in other_memory:
-        part[:, :, 0] = 7.0  # falls out with the next step
+        part[:, :, 0] = 7.0  # the next step drops it
     found = [model.react(seen, memory, STEPS)[0] for memory in (state.memory, other_memory)]
     torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 def test_untrained_optimizer_equals_adam() -> None:
-    """With nothing added to Adam's direction: the same steps as torch's."""
+    """Without an addition to Adam's direction, the steps are those of torch's Adam."""
     model = CoordinateOptimizer(memory="lstm", lr=0.02).double()
     torch.nn.init.zeros_(model.head.weight)
     x = torch.nn.Parameter(torch.ones(COORDINATES, dtype=torch.double))
@@ -115,7 +115,7 @@ def test_untrained_optimizer_equals_adam() -> None:
 
 
 def backpropagated(model: CoordinateOptimizer, problem: Problem, steps: int, before: int) -> Tensor:
-    """The meta-loss by plain backpropagation through the steps, gradients taken as given."""
+    """Returns the meta-loss by backpropagation through the steps, with constant gradients."""
     theta, state, logs = problem.start, None, []
     first = problem.loss(theta, 0)
     for step in range(before + steps):

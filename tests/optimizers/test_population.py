@@ -1,4 +1,4 @@
-"""A population that attends: symmetries, noise, ask and tell; the functions it learns from."""
+"""Populations: symmetries, noise, ask and tell, and the functions that they minimize."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def made(kind: str = "flt", d: int = D) -> PopulationModel:
     options = {"dim": 16, "heads": 2, "ffn_dim": 16, **KINDS[kind]}
     options |= {} if "softmax" in kind else {"num_features": 8}
     model = PopulationModel(d, **options).double()
-    with torch.no_grad():  # as if it had learned: gains, and masks that are felt
+    with torch.no_grad():  # like a trained model, with large gains and masks
         model.head.weight.mul_(20)
         if isinstance(model.stack.position, PopulationMask):
             model.stack.position.spectrum.amplitude.mul_(8)
@@ -77,7 +77,7 @@ def test_commutes_with_motions_of_space_and_permutations(kind: str) -> None:
     plain = walked(model)
     assert float((plain - walked(model, steps=3)).abs().max()) > 0.01
     turn, order = haar_rotation(D, generator_of(4)), torch.tensor([3, 0, 5, 1, 4, 2])
-    mirror = turn * torch.tensor([1.0, 1.0, -1.0]).double()  # both signs of the determinant
+    mirror = turn * torch.tensor([1.0, 1.0, -1.0]).double()  # rotations and reflections
     shift = torch.tensor([2.0, -7.0, 0.5], dtype=torch.float64)
     close = {"rtol": 0, "atol": 1e-10}
     torch.testing.assert_close(walked(model, shift=shift), plain + shift, **close)
@@ -88,7 +88,7 @@ def test_commutes_with_motions_of_space_and_permutations(kind: str) -> None:
 
 
 def test_noise_has_the_covariance_that_attention_sees() -> None:
-    """The derivative J of x_i by its noise: J J' is c^2 sum_j w_ij (p_j - m_i)(p_j - m_i)'."""
+    """The derivative J of x_i by its noise has J J' = c^2 sum_j w_ij (p_j - m_i)(p_j - m_i)'."""
     best = normal(1, MEMBERS, D)
     state = made().start(best, normal(1, 5, D))
     w = normal(1, MEMBERS, MEMBERS, seed=5).softmax(dim=-1)
@@ -110,7 +110,7 @@ def test_noise_has_the_covariance_that_attention_sees() -> None:
 @pytest.mark.parametrize("count", [4, 8, 12])
 @torch.no_grad()
 def test_few_nodes_have_the_exact_mask_as_their_mean(count: int) -> None:
-    """Also where some Gaussians have a node more than others, or some have none."""
+    """The number of nodes need not be a multiple of the number of Gaussians."""
     torch.manual_seed(0)
     draws, basis = 20_000, GaussianBasis(2, 8, D, (0.2, 2.0), amplitude=0.5)
     mask, x = PopulationMask(basis, count), 0.6 * normal(1, 3, D)
@@ -123,7 +123,7 @@ def test_few_nodes_have_the_exact_mask_as_their_mean(count: int) -> None:
 
 @pytest.mark.parametrize("kind", ["flt", "softmax-mask"])
 def test_the_mask_determines_the_attention(kind: str) -> None:
-    """Only with a mask do weights depend on where members are, their tokens being the same."""
+    """With equal tokens, weights depend on the positions of members only if there is a mask."""
     changes = {}
     for name in (kind, "performer"):
         model = made(name)
@@ -146,14 +146,14 @@ def test_resumes_to_the_bit() -> None:
     whole = go(PopulationOptimizer(model, MEMBERS, seed=1, start=[1, 2, 3], scale=0.5), 7)
     first = go(PopulationOptimizer(model, MEMBERS, seed=1, start=[1, 2, 3], scale=0.5), 3)
     kept = first.state_dict()
-    go(first, 2)  # what was kept stays
+    go(first, 2)  # does not change the saved state
     second = PopulationOptimizer(model, MEMBERS, seed=9)
     second.load_state_dict(kept)
     go(second, 4)
     for name, part in whole.state_dict().items():
         assert torch.equal(part, second.state_dict()[name]), name
     assert second.best.value == whole.best.value and second.evaluations == 7 * MEMBERS
-    assert whole.best.value < 14  # of the start
+    assert whole.best.value < 14  # the value at the start
     with pytest.raises(ValueError, match=r"'position': \(1, 5, 3\).*'position': \(1, 6, 3\)"):
         PopulationOptimizer(model, 5).load_state_dict(kept)
 
@@ -186,7 +186,7 @@ def test_windows_cut_the_gradient_and_nothing_else() -> None:
 
 
 def test_the_gradient_is_that_of_the_values() -> None:
-    """Of one step by the gain of the noise, by finite differences: its tokens are constant."""
+    """Compares the derivative of one step by the gain of the noise with finite differences."""
     model = made("performer")
     functions = Functions.draw("levy", D, [generator_of(0), generator_of(1)])
     start = model.start(normal(BATCH, MEMBERS, D), normal(BATCH, 0, D))
@@ -218,7 +218,7 @@ def test_every_parameter_learns(kind: str) -> None:
 
 
 AXES = 4
-PUBLISHED = {  # another package's, at z
+PUBLISHED = {  # functions of the package cma, at z
     "sphere": cma.ff.sphere,
     "ellipsoid": cma.ff.elli,
     "rosenbrock": cma.ff.rosen,
@@ -246,7 +246,7 @@ def test_values_in_the_literature() -> None:
     ones = torch.ones(1, 2, dtype=torch.float64)
     assert float(FAMILIES["ackley"].base(ones, {})) == pytest.approx(3.6253849384403627, abs=1e-12)
     z = [0.3, -1.7, 2.2, 5.0]
-    w = [1 + (one - 1) / 4 for one in z]  # Laguna and Marti's function 18, term by term
+    w = [1 + (one - 1) / 4 for one in z]  # function 18 of Laguna and Marti, term by term
     expected = math.sin(math.pi * w[0]) ** 2
     for one in w[:-1]:
         expected += (one - 1) ** 2 * (1 + 10 * math.sin(math.pi * one + 1) ** 2)
@@ -289,7 +289,7 @@ def test_functions_depend_only_on_their_seed() -> None:
 
 
 def test_rotations_are_haar() -> None:
-    """Moments of an entry: 0, 1/d, 3/(d (d + 2)); of the trace 0; half of all are reflections."""
+    """Entries have the moments 0, 1/d and 3 / (d (d + 2)); half of the matrices are reflections."""
     generator = generator_of(0)
     turns = torch.stack([haar_rotation(AXES, generator) for _ in range(1500)])
     torch.testing.assert_close(turns @ turns.mT, torch.eye(AXES).double().expand_as(turns))

@@ -1,4 +1,4 @@
-"""Encoders of tokens and models of pixels: published weights, padding, places, decoding."""
+"""Token encoders and pixel models: published weights, padding, positions, decoding."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def ids(*shape: int, seed: int = 1) -> torch.Tensor:
 
 
 def published(kind: str, folder):
-    """A random model of transformers in float64, and its files."""
+    """Builds a random float64 model of transformers, and writes its files."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(3)
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 24, "vocab_size": 29}
@@ -48,7 +48,7 @@ def published(kind: str, folder):
         sizes["num_attention_heads"] = 4
     config = getattr(transformers, f"{kind}Config")(**sizes)
     model = getattr(transformers, f"{kind}ForPreTraining")(config)
-    for parameter in model.parameters():  # not the zeros and ones that many begin with
+    for parameter in model.parameters():  # instead of the zeros and ones with which many start
         torch.nn.init.normal_(parameter, std=0.3)
     model.save_pretrained(folder)
     return model.double().eval(), config
@@ -56,7 +56,7 @@ def published(kind: str, folder):
 
 @pytest.mark.parametrize("kind", ["Bert", "FNet"])
 def test_published_weights_give_published_outputs(kind, tmp_path):
-    """Hidden states, both pre-training heads, and the pooled token of transformers' own models."""
+    """Compares hidden states, both pre-training heads and the pooled token with transformers."""
     theirs, config = published(kind, tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
     assert is_transformers(stored)
@@ -91,7 +91,7 @@ def test_names_of_older_files_and_options_without_a_configuration():
 
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_padding_does_not_change_a_sequence(name):
-    """Outputs and gradients of the words, whatever stands in the padding."""
+    """Outputs, and gradients of the words, do not depend on the content of padding."""
     model = small(**MECHANISMS[name])
     tokens, short = ids(3, LENGTH), 6
     mask = torch.ones(3, LENGTH, dtype=torch.bool)
@@ -104,7 +104,7 @@ def test_padding_does_not_change_a_sequence(name):
 
 
 def test_only_gaps_are_scored(monkeypatch):
-    """Equal to all log-probabilities at the gaps, in one piece and in several, with gradients."""
+    """The result equals the log-probabilities at the gaps, in one piece and in several pieces."""
     model = small(MaskedLanguageModel, mixing="softmax")
     tokens, targets = ids(4, LENGTH), torch.full((4, LENGTH), -1)
     targets[0, 3], targets[2, 1], targets[2, 9] = 5, 0, 28
@@ -142,7 +142,7 @@ SPACE = {"dim": 3, "num_nodes": 5, "num_gaussians": 4}
 
 
 def tiny(channels: int = CHANNELS, **options: Any) -> PixelModel:
-    """A small model in float64, with a mask that is strong enough to be seen."""
+    """Builds a small float64 model whose mask has a visible effect."""
     torch.manual_seed(0)
     small = {"dim": 16, "heads": 2, "layers": 2, "ffn_dim": 16, "num_features": 8}
     if options.get("mixing") == "softmax":
@@ -166,7 +166,7 @@ def images(batch: int = 2, channels: int = CHANNELS) -> Tensor:
 
 
 def places() -> Tensor:
-    """(row, column, channel) of each byte, counted by NumPy."""
+    """Returns (row, column, channel) of each byte, computed by NumPy."""
     grid = np.unravel_index(np.arange(SIDE * SIDE * CHANNELS), (SIDE, SIDE, CHANNELS))
     return torch.tensor(np.stack(grid, axis=-1)).double() * FLT["position_scale"]
 

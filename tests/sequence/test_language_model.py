@@ -1,4 +1,4 @@
-"""The language model: decoding, output layers, generation, every configuration."""
+"""Language models: decoding, output layers, generation and all configurations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EXACT = {"rtol": 0.0, "atol": 1e-10}
 
 
 def options(*names: str) -> dict[str, Any]:
-    """The model's options of several files, later ones first; values of a mapping are replaced."""
+    """Returns the model options of several files; later files take precedence."""
     found: dict[str, Any] = {}
     for name in names:
         found |= yaml.safe_load((CONFIGS / f"{name}.yaml").read_text()).get("model") or {}
@@ -32,7 +32,7 @@ def options(*names: str) -> dict[str, Any]:
 
 
 def tiny(mechanism: str, **changes: Any) -> LanguageModel:
-    """A configured mechanism in a small model, with a mask that is strong enough to be seen."""
+    """Builds a small model with a configured mechanism whose mask has a visible effect."""
     torch.manual_seed(0)
     small = {"dim": 16, "heads": 2, "layers": 2, "ffn_dim": 24, "max_length": 40}
     given = {**options(mechanism), **small, **changes}
@@ -52,7 +52,7 @@ def ids(batch: int = 2, length: int = LENGTH, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("mechanism", MECHANISMS)
 @pytest.mark.parametrize("absolute", ["none", "sinusoidal", "learned"])
 def test_decoding_equals_forward(mechanism, absolute):
-    """Token by token, and a prompt at once, across the chunks of the causal sum."""
+    """Decodes token by token, and a whole prompt, across the chunks of the causal sum."""
     model = tiny(mechanism, absolute=absolute)
     if not model.decodes:
         quadratic = "quadratic" in model.stack.mixings
@@ -77,7 +77,7 @@ def test_decoding_equals_forward(mechanism, absolute):
 
 @pytest.mark.parametrize("mechanism", ["performer", "flt-gaussian-mixture", "sine-spe"])
 def test_decoding_far_out_in_float32(mechanism):
-    """At position 10^4 positions and phases are the same in decode as in forward."""
+    """At position 10^4, positions and phases in `decode` equal those in `forward`."""
     model = tiny(mechanism, layers=1, absolute="sinusoidal", max_length=None)
     tokens = ids(1, 10_003)
     with torch.no_grad():
@@ -100,7 +100,7 @@ HEADS["adaptive, untied"] = HEADS["adaptive"] | HEADS["untied"]
 
 @pytest.mark.parametrize("name", HEADS)
 def test_log_probabilities(name, monkeypatch):
-    """They sum to 1; log_likelihood gathers them, at once or in pieces; -1 counts nothing."""
+    """Probabilities sum to 1; log_likelihood selects those of the targets, and 0 for -1."""
     model = tiny("performer", **HEADS[name]).double()
     tokens = ids(length=LENGTH + 1)
     inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
@@ -122,7 +122,7 @@ def test_log_probabilities(name, monkeypatch):
 
 @pytest.mark.parametrize("name", HEADS)
 def test_embeddings_are_tied(name):
-    """An id's embedding is its row of the output (through its cluster's projection), or is not."""
+    """Tied embeddings are rows of the output layer, projected for clusters; others are not."""
     model = tiny("performer", **HEADS[name]).double()
     rows = model.head.embed(torch.arange(VOCABULARY))
     hidden = torch.randn(16, dtype=torch.float64)
@@ -133,14 +133,14 @@ def test_embeddings_are_tied(name):
     torch.testing.assert_close(x[0], 16**0.5 * rows, **EXACT)
     log_p = model.log_probabilities(hidden)
     for cluster in [slice(0, 7), slice(7, 15), slice(15, 23)] if name == "adaptive" else [...]:
-        scores = rows[cluster] @ hidden  # of one cluster, up to a constant
+        scores = rows[cluster] @ hidden  # within one cluster, up to a constant
         torch.testing.assert_close(log_p[cluster] - log_p[cluster][0], scores - scores[0], **EXACT)
     assert not [key for key in model.state_dict() if key.startswith("embedding.")]
 
 
 @pytest.mark.parametrize("mixing", ["linear", "softmax"])
 def test_weights_in_half_precision_do_not_round_places(mixing):
-    """Beyond 256, bfloat16 has every second number; rounded places cost 5 to 7 %."""
+    """Beyond 256, bfloat16 represents only even numbers; rounded positions change 5 to 7 %."""
     torch.manual_seed(0)
     small = {"dim": 16, "heads": 2, "layers": 1, "position": "rotary", "mixing": mixing}
     model = LanguageModel(VOCABULARY, **small).eval().bfloat16()
@@ -153,7 +153,7 @@ def test_weights_in_half_precision_do_not_round_places(mixing):
 
 
 def test_absolute_positions():
-    """Sines and cosines of the index, by the formula."""
+    """Sinusoidal positions are sines and cosines of the index."""
     found = sinusoids(torch.tensor([0, 1, 10_000]), 6)
     for n, row in zip((0, 1, 10_000), found, strict=True):
         angles = [n / 10000 ** (2 * p / 6) for p in range(3)]
@@ -162,7 +162,7 @@ def test_absolute_positions():
 
 
 def test_position_scale_is_the_unit_of_length():
-    """Widths in the encoding's unit: half the scale, half the width, the same model."""
+    """Halving the scale of positions and the widths of the mask gives the same model."""
     wide = tiny("flt-local", position_scale=1.0).double()
     narrow = tiny("flt-local", position_scale=0.5).double()
     narrow.load_state_dict(wide.state_dict())

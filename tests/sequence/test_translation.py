@@ -1,4 +1,4 @@
-"""Encoder-decoders: against transformers and torch, decoding, beam search, padding."""
+"""Encoder-decoders: agreement with transformers and torch, decoding, beam search, padding."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WITH_STATE = [name for name in MECHANISMS if "rpe" not in name]
 
 
 def tiny(mechanism: str, vocabulary: int = VOCABULARY, **changes: Any) -> EncoderDecoder:
-    """A configured mechanism in a small model whose logits differ enough to be told apart."""
+    """Builds a small model with a configured mechanism and clearly different logits."""
     torch.manual_seed(0)
     given = yaml.safe_load((CONFIGS / f"{mechanism}.yaml").read_text())["model"]
     small = {"dim": 16, "heads": 2, "layers": 2, "ffn_dim": 24, "max_length": 40}
@@ -44,7 +44,7 @@ def ids(batch: int, length: int, seed: int = 0, vocabulary: int = VOCABULARY) ->
 
 
 def sources() -> tuple[torch.Tensor, torch.Tensor]:
-    """Three of them, of 7, 4 and 1 tokens."""
+    """Returns three sentences of 7, 4 and 1 tokens."""
     mask = torch.arange(7) < torch.tensor([7, 4, 1])[:, None]
     return ids(3, 7).masked_fill(~mask, 0), mask
 
@@ -69,7 +69,7 @@ MARIAN_NAMES = (
 
 
 def marian(ours: EncoderDecoder) -> nn.Module:
-    """The weights of a model with softmax and post-norm in MarianMT of transformers."""
+    """Copies the weights of a softmax model with post-norm into MarianMT of transformers."""
     transformers = pytest.importorskip("transformers")
     sizes = {"d_model": 16, "max_position_embeddings": 60, "vocab_size": ours.vocabulary}
     for side in ("encoder", "decoder"):
@@ -94,7 +94,7 @@ def marian(ours: EncoderDecoder) -> nn.Module:
 
 
 def test_softmax_is_marian_in_every_logit():
-    """Embeddings, places, both stacks, cross-attention and output, with a padded batch."""
+    """Compares embeddings, positions, both stacks, cross-attention and output, with padding."""
     ours = tiny("softmax", norm="post")
     source, mask = sources()
     target = ids(3, 6, seed=1)
@@ -103,12 +103,12 @@ def test_softmax_is_marian_in_every_logit():
         wanted = theirs(source, mask.long(), decoder_input_ids=target).logits.log_softmax(-1)
         found = ours.log_probabilities(ours(source, target, mask))
     assert wanted.std() > 0.5
-    torch.testing.assert_close(found, wanted, rtol=0.0, atol=1e-6)  # their places are float32
+    torch.testing.assert_close(found, wanted, rtol=0.0, atol=1e-6)  # their positions are float32
 
 
 @pytest.mark.parametrize(("beam", "penalty"), [(1, 1.0), (4, 0.0), (4, 1.2)])
 def test_beam_search_equals_transformers(beam, penalty):
-    """Of the targets that end by themselves: transformers counts no end that a limit brings."""
+    """Compares targets that end before the limit; transformers scores others differently."""
     lengths = []
     for seed in (3, 4):
         ours = tiny("softmax", vocabulary=8, norm="post")
@@ -187,7 +187,7 @@ def test_smoothed_labels_are_those_of_torch():
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
 def test_greedy_is_the_most_probable_token_of_the_whole_prefix(mechanism):
-    """Also: a batch finds what each source finds alone, and padding is nothing to it."""
+    """A batch gives the results of each source alone, regardless of padding."""
     model = tiny(mechanism)
     source, mask = sources()
     ends = {"begin": BEGIN, "end": END, "beam": 1, "limit": 8}
@@ -207,7 +207,7 @@ def test_greedy_is_the_most_probable_token_of_the_whole_prefix(mechanism):
 
 @pytest.mark.parametrize("mechanism", WITH_STATE)
 def test_steps_equal_the_whole_pass(mechanism):
-    """Token by token, and in pieces; the state grows with softmax alone."""
+    """Decodes token by token and in pieces; only the state of softmax grows."""
     model = tiny(mechanism)
     source, mask = sources()
     target = ids(3, 9, seed=2)
@@ -232,7 +232,7 @@ def test_steps_equal_the_whole_pass(mechanism):
 
 
 def kept(state) -> list[torch.Tensor]:
-    """All tensors of the state of a block."""
+    """Returns all tensors of the state of a block."""
     parts = [state] if isinstance(state, KeyValues) or not isinstance(state[0], tuple) else state
     return [x for part in parts for x in part if isinstance(x, torch.Tensor)]
 
@@ -253,12 +253,12 @@ def test_a_beam_of_a_batch_is_that_of_each_source(mechanism):
         assert one.score == pytest.approx(float(log_p.sum()) / log_p.shape[1] ** 1.2, abs=1e-10)
 
 
-# --- what must not matter -----------------------------------------------------------------------
+# --- invariances --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
 def test_padding_and_neighbors_are_nothing_to_a_sentence(mechanism):
-    """Values to 1e-10; gradients of one sentence with respect to others and to padding are 0."""
+    """Values agree to 1e-10, and gradients by other sentences and by padding are 0."""
     model = tiny(mechanism)
     source, mask = sources()
     target = ids(3, 5, seed=3)
