@@ -1,4 +1,4 @@
-"""Structures and layers for the tests of attention over PyG batches: all combinations allowed."""
+"""Structures and layers for tests of attention over PyG batches, in all allowed combinations."""
 
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ NODES = {"gaussian": {"num_nodes": 5}, "sobol": {"num_nodes": 5}, "shells": SHEL
 SCHEMES = {"images": {"image_cutoff": 4.0}}
 SCHEMES |= {name: {"max_frequency": 0.2} for name in ("reciprocal", "mesh")}
 TRICLINIC = torch.tensor([[7.0, 0.4, 0.1], [-2.0, 6.0, 0.3], [0.5, 1.0, 6.5]])
-# Not periodic along the third axis, which so need not have a vector.
+# not periodic along the third axis, which need not have a vector
 SLAB = torch.tensor([[6.0, 0.3, 0.2], [1.5, 6.5, -0.4], [0.0, 0.0, 0.0]])
 PBC = {"crystal": (True, True, True), "slab": (True, True, False), "molecule": (False,) * 3}
 CELLS = {"crystal": TRICLINIC, "slab": SLAB, "molecule": torch.zeros(3, 3)}
@@ -32,7 +32,7 @@ class Graph(NamedTuple):
 
 
 def graph(kind: str, atoms: int, seed: int = 0) -> Graph:
-    """Random atoms in a ball of about 6 Å, float64; they need not lie inside of the cell."""
+    """Returns random atoms in a ball of about 6 Å, which may lie outside the cell; float64."""
     generator = torch.Generator().manual_seed(100 * atoms + seed)
     x = torch.randn(atoms, DIM, dtype=torch.float64, generator=generator)
     pos = 2.5 * torch.randn(atoms, 3, dtype=torch.float64, generator=generator)
@@ -40,14 +40,14 @@ def graph(kind: str, atoms: int, seed: int = 0) -> Graph:
 
 
 def mixed() -> list[Graph]:
-    """Crystal, slab and molecule, one atom and none: what one batch may hold."""
+    """Returns a crystal, a slab, a molecule, a single atom and an empty graph."""
     kinds = {"crystal": 7, "slab": 12, "molecule": 5}
     graphs = [graph(kind, atoms) for kind, atoms in kinds.items()]
     return [graphs[0], graph("molecule", 1), graphs[1], graph("slab", 0), graphs[2]]
 
 
 def collated(graphs: list[Graph]) -> dict:
-    """Arguments of `GraphAttention.forward`."""
+    """Returns the arguments of `GraphAttention.forward`."""
     sizes = torch.tensor([len(each.x) for each in graphs])
     return {
         "x": torch.cat([each.x for each in graphs]),
@@ -60,12 +60,12 @@ def collated(graphs: list[Graph]) -> dict:
 
 
 def run(layer: GraphAttention, graphs: list[Graph]) -> list[Tensor]:
-    """Outputs of each graph from one batch."""
+    """Returns the outputs of each graph in one batch."""
     return list(layer(**collated(graphs)).split([len(each.x) for each in graphs]))
 
 
 def data(atoms: Atoms, **more: Tensor) -> Data:
-    """The structure of PyG, float64."""
+    """Returns the structure as PyG data, float64."""
     return Data(
         pos=torch.tensor(atoms.positions),
         atomic_numbers=torch.tensor(atoms.numbers),
@@ -80,7 +80,7 @@ class Kind(NamedTuple):
 
     position: str
     periodic: str
-    near: bool | str  # "exact": q.k of near pairs, too
+    near: bool | str  # "exact" also for q.k of near pairs
     nodes: str
     mixing: str
 
@@ -88,13 +88,13 @@ class Kind(NamedTuple):
         return "-".join(str(word) for word in self if word)
 
     def build(self, seed: int = 0, **options) -> GraphAttention:
-        """A float64 layer whose mask is far from uniform."""
+        """Returns a float64 layer whose mask is far from uniform."""
         extra = {"num_gaussians": 6}
         lattice = self.periodic in ("reciprocal", "mesh")
         if not lattice and self.mixing != "softmax":
             extra |= {"nodes": self.nodes, **NODES[self.nodes]}
         if self.position == "multiplicative" and not lattice:
-            extra["background"] = 4.0  # above the ripples: no normalizer near 0
+            extra["background"] = 4.0  # above the ripples, so no normalizer is near 0
         torch.manual_seed(seed)
         arguments = {
             "position": self.position,
@@ -111,7 +111,7 @@ class Kind(NamedTuple):
 
 
 def uneven(layer: GraphAttention) -> GraphAttention:
-    """The layer, whose mask is now far from uniform."""
+    """Makes the mask of a layer far from uniform, and returns the layer."""
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
             if name.endswith(".amplitude"):
@@ -122,7 +122,7 @@ def uneven(layer: GraphAttention) -> GraphAttention:
 
 
 def kinds(*mixings: str) -> list[Kind]:
-    """All allowed combinations; reciprocal nodes come from the cells, whatever `nodes` is."""
+    """Returns all allowed combinations; reciprocal nodes come from the cells in any case."""
     found = []
     for mixing in mixings:
         for periodic in ("none", "images", "reciprocal"):
@@ -142,7 +142,7 @@ FEW = [kind for kind in kinds("linear") if kind.nodes == "gaussian"]
 
 
 def close(found: list[Tensor], expected: list[Tensor]) -> None:
-    """Asserts that all are finite and equal to 1e-10."""
+    """Asserts that all values are finite and agree to 1e-10."""
     for one, other in zip(found, expected, strict=True):
         assert torch.isfinite(one).all()
         torch.testing.assert_close(one, other, **EXACT)

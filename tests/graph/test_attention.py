@@ -1,4 +1,4 @@
-"""GraphAttention in any batch and class of sizes: symmetries, forms, precision, compilation."""
+"""GraphAttention: batches, size classes, symmetries, forms, precision and compilation."""
 
 import copy
 import re
@@ -34,9 +34,9 @@ from molflt.graph import GraphAttention, sizes
 
 @pytest.mark.parametrize("kind", ALL, ids=str)
 def test_a_graph_does_not_see_its_batch(kind):
-    """Alone == in a batch == beside a larger graph == in another order; gradients are exactly 0.
+    """The outputs of a graph are the same alone, in batches and in any order.
 
-    With "auto" the small graphs alone are computed by another form than in the batch.
+    Gradients by other graphs are exactly 0. With "auto", the form may depend on the batch.
     """
     layer, graphs = kind.build(), mixed()
     together = run(layer, graphs)
@@ -55,10 +55,10 @@ def test_a_graph_does_not_see_its_batch(kind):
 
 @pytest.mark.parametrize("kind", ALL, ids=str)
 def test_symmetries(kind):
-    """Order of atoms, translation of each graph and, of the exact mask, rotation.
+    """Includes the order of atoms, translations and, for exact masks, rotations.
 
-    Translations along lattices are exact with neither a mesh nor an additive position with nodes.
-    Molecules of "reciprocal" turn in a box of finite size.
+    With a mesh, or an additive position with nodes, translations along the lattice are not exact.
+    With "reciprocal", molecules rotate in a box of finite size.
     """
     layer, graphs = kind.build(), mixed()
     exact, lattice = kind.mixing == "softmax", kind.periodic in ("reciprocal", "mesh")
@@ -81,17 +81,17 @@ def test_symmetries(kind):
             close([there[n]], [here[n]])
         if exact and (not lattice or each.pbc.any()):
             close([around[n]], [here[n]])
-        if len(each.x) > 1:  # otherwise all of the above would hold for a Performer, too
+        if len(each.x) > 1:  # positions have an effect
             assert (other[n] - here[n]).abs().max() > 1e-4
 
 
 @pytest.mark.parametrize("kind", kinds("linear"), ids=str)
 def test_linear_equals_quadratic(kind):
-    """Outputs, and gradients in all parameters, atoms and positions."""
+    """Compares outputs, and gradients by all parameters, atoms and positions."""
     found = []
     for mixing in ("linear", "quadratic"):
         layer, arguments = kind._replace(mixing=mixing).build(), collated(mixed())
-        exact = kind[:2] != ("spectral", "reciprocal")  # which has no gradient by the cell
+        exact = kind[:2] != ("spectral", "reciprocal")  # it does not have a gradient by the cell
         leaves = [arguments[name].requires_grad_() for name in ("x", "pos", "cell")[: 2 + exact]]
         out = layer(**arguments)
         loss = (out * out.detach().cos()).sum()
@@ -104,7 +104,7 @@ def test_linear_equals_quadratic(kind):
 
 @pytest.mark.parametrize("kind", FEW, ids=str)
 def test_defaults_of_batch_cell_and_pbc(kind):
-    """One graph needs no batch; (3, 3) and (3,) serve all graphs; a cell alone is periodic."""
+    """One graph does not need `batch`; cells (3, 3) apply to all graphs, and imply periodicity."""
     layer, crystals = kind.build(), [graph("crystal", 7), graph("crystal", 4)]
     expected = run(layer, crystals)
     arguments = collated(crystals)
@@ -139,7 +139,7 @@ def test_redraw_load_and_copy(kind):
 
 @pytest.mark.parametrize("kind", [*FEW, *kinds("softmax")[:2]], ids=str)
 def test_float32_and_autocast(kind):
-    """Near float64: float32 to 2e-3, bfloat16 autocast to 3 percent of the outputs' size."""
+    """Float32 is within 2e-3 of float64, and bfloat16 autocast within 3 percent of the outputs."""
     layer, arguments = kind.build(), collated(mixed())
     exact = layer(**arguments)
     single = copy.deepcopy(layer).float()
@@ -147,7 +147,7 @@ def test_float32_and_autocast(kind):
     floats |= {name: arguments[name].float() for name in ("x", "pos", "cell")}
     got = single(**floats)
     assert got.dtype == torch.float32 and (got - exact).abs().max() < 2e-3
-    # Positions as they come from ASE, in float64, beside atoms in float32.
+    # positions in float64, as in ASE, with atoms in float32
     double = {**floats, "pos": arguments["pos"], "cell": arguments["cell"]}
     assert (single(**double) - exact).abs().max() < 2e-3
     floats["x"].requires_grad_()
@@ -158,7 +158,7 @@ def test_float32_and_autocast(kind):
 
 
 class OfPyG(torch.nn.Module):
-    """PyG's attention with the arguments of `GraphAttention`."""
+    """PyG's attention with the arguments of `GraphAttention.forward`."""
 
     def __init__(self, attention: torch.nn.MultiheadAttention) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class OfPyG(torch.nn.Module):
 
 
 def test_the_documented_layer_is_that_of_pyg():
-    """With PyG's attention, outputs and gradients of the class in docs/graph.md are GPSConv's."""
+    """With PyG's attention, the class in docs/graph.md gives the results of GPSConv."""
     page = Path(__file__).resolve().parents[2] / "docs" / "graph.md"
     blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
     names: dict[str, Any] = {}
@@ -216,11 +216,11 @@ def arguments_of(sizes_of_graphs: list[int], periodic: bool) -> dict[str, torch.
 
 @pytest.mark.parametrize("form", FORMS)
 def test_one_compiled_graph_for_all_sizes(form):
-    """Outputs and gradients of batches of two graphs and more, without a break."""
+    """Compares outputs and gradients of batches of two and more graphs, without a graph break."""
     torch.compiler.reset()
     torch.manual_seed(0)
     layer = GraphAttention(DIM, HEADS, num_features=4, **FORMS[form]).double()
-    backend = "aot_eager" if form == "images" else "eager"  # whose gradients are compiled, too
+    backend = "aot_eager" if form == "images" else "eager"  # compiles gradients as well
     count = CompileCounterWithBackend(backend)
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=count)
     for shape in SHAPES:
@@ -241,7 +241,7 @@ EACH = [
 
 
 def in_classes(monkeypatch, compute: Callable[[], list[Tensor]]) -> list[list[Tensor]]:
-    """Results in one class and in as many classes as there are sizes, which are equal."""
+    """Returns results with one class and with one class per size."""
     found = []
     for start in (torch.inf, 0):
         monkeypatch.setattr(sizes, "_START", {"cpu": start})
@@ -253,12 +253,12 @@ def in_classes(monkeypatch, compute: Callable[[], list[Tensor]]) -> list[list[Te
 
 
 def batch() -> list[Graph]:
-    """Also two of one size, and sizes that are not in order."""
+    """Returns graphs in mixed order, two of which have the same size."""
     return [*mixed(), graph("slab", 9), graph("crystal", 12)]
 
 
 def with_gradients(layer: GraphAttention, graphs: list[Graph]) -> list[Tensor]:
-    """Outputs, and gradients in atoms, positions, perhaps cells, and all parameters."""
+    """Returns outputs, and gradients by atoms, positions, cells if possible, and parameters."""
     arguments = collated(graphs)
     by_cell = layer.encoding.frequency_projection is None
     leaves = [arguments[name].requires_grad_() for name in ("x", "pos", "cell")[: 2 + by_cell]]
@@ -272,7 +272,7 @@ def with_gradients(layer: GraphAttention, graphs: list[Graph]) -> list[Tensor]:
 
 @pytest.mark.parametrize("kind", EACH, ids=str)
 def test_classes_are_the_padded_batch(kind, monkeypatch):
-    """To 1e-12, gradients too; and each graph alone."""
+    """Outputs and gradients agree to 1e-12; they are also those of each graph alone."""
     layer, graphs = kind.build(), batch()
     found = in_classes(monkeypatch, lambda: with_gradients(layer, graphs))
     alone = torch.cat([run(layer, [each])[0] for each in graphs])
@@ -280,7 +280,7 @@ def test_classes_are_the_padded_batch(kind, monkeypatch):
 
 
 def test_forces_stress_and_training_on_them(monkeypatch):
-    """Second derivatives, in molecules, which have all pairs in place of nodes, and crystals."""
+    """Compares second derivatives of crystals and of molecules, which use pairs, not nodes."""
     net = potential().train()
 
     def compute() -> list[Tensor]:

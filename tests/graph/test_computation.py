@@ -1,4 +1,4 @@
-"""Energies as a function of tensors alone, also exported, are those of the model."""
+"""Energies computed from tensors alone, also in exported programs, are those of the model."""
 
 import json
 import shutil
@@ -31,7 +31,7 @@ VARIANTS = {
 
 
 def batches(untagged: bool) -> list[Batch]:
-    """Of 1 to 5 graphs, the first of one atom; small ones may have no tags."""
+    """Returns batches of 1 to 5 graphs, one of a single atom; small graphs may lack tags."""
     sizes = ([1], [7, 4], [9], [3, 12, 5, 8, 2])
     return [
         Batch.from_data_list([structure(n, 10 + n, tags=n > 3 or not untagged) for n in batch])
@@ -42,7 +42,7 @@ def batches(untagged: bool) -> list[Batch]:
 @pytest.mark.parametrize("variant", VARIANTS)
 @torch.no_grad()
 def test_computation_from_tensors_equals_the_model(variant):
-    """Whatever the sizes, a single atom too; with energies of elements."""
+    """Includes a single atom and reference energies of elements."""
     net = model(**VARIANTS[variant]).eval()
     net.element_energies.normal_()
     compute = EnergyComputation(net)
@@ -53,7 +53,7 @@ def test_computation_from_tensors_equals_the_model(variant):
 
 @torch.no_grad()
 def test_one_exported_program_for_all_sizes():
-    """Reciprocal nodes, near pairs, radial summary and all, from a single atom on."""
+    """Includes reciprocal nodes, near pairs, a radial summary and a single atom."""
     net = model(**{**VARIANTS["surface"], "layers": 1}).eval()
     run = export_energies(net, Batch.from_data_list(STRUCTURES)).module()
     for batch in batches(untagged=False):
@@ -63,7 +63,7 @@ def test_one_exported_program_for_all_sizes():
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
-    """The folder of an exported model with machine code."""
+    """Returns the folder of an exported model with machine code."""
     if shutil.which("g++") is None and shutil.which("clang++") is None:
         pytest.skip("no C++ compiler")
     root = tmp_path_factory.mktemp("compiled")
@@ -86,7 +86,7 @@ def structures(*sizes: int) -> list[Atoms]:
 
 
 def test_one_package_for_all_sizes(exported, monkeypatch):
-    """From one atom on; what has no room in a matrix is left to the model."""
+    """Includes a single atom; the model itself computes graphs that are too large for a matrix."""
     given = structures(1, 2, 3, 17, 60, 300)
     eager, fast = molflt.load(exported), molflt.load(exported, compiled=True)
     for batch_size in (1, 6):

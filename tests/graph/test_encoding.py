@@ -17,7 +17,7 @@ IN_PLANE = torch.tensor([[1.0, 3.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
 
 
 def reciprocal(position: str, mixing: str = "linear", **options) -> GraphAttention:
-    """A layer with nodes on reciprocal lattices; "near", "exact": forms of the near field."""
+    """Returns a layer with reciprocal nodes; "near" and "exact" add forms of the near field."""
     near = {"near": True, "exact": "exact"}.get(position, False)
     mixing = "quadratic" if position == "exact" and mixing == "softmax" else mixing
     kind = Kind("multiplicative" if near else position, "reciprocal", near, "gaussian", mixing)
@@ -30,7 +30,7 @@ def reciprocal(position: str, mixing: str = "linear", **options) -> GraphAttenti
 )
 @pytest.mark.parametrize("position", POSITIONS)
 def test_other_descriptions_of_the_same_crystal(position, structure, matrix, mixing):
-    """Lattice shifts of single atoms, other cells, and another vector of an open axis."""
+    """Includes lattice shifts of single atoms, other cells, and other vectors of open axes."""
     layer, given = reciprocal(position, mixing), graph(structure, 9)
     expected = run(layer, [given])
     steps = torch.randint(-3, 4, (9, 3), generator=torch.manual_seed(0)) * given.pbc
@@ -47,7 +47,7 @@ def test_other_descriptions_of_the_same_crystal(position, structure, matrix, mix
 
 
 def supercell(given: Graph, copies: tuple[int, int, int]) -> Graph:
-    """Every atom once in each of the cells, those of one cell behind those of another."""
+    """Returns all atoms of each of the cells, one cell after the other."""
     steps = torch.cartesian_prod(*(torch.arange(n).double() for n in copies))
     pos = (steps @ given.cell)[:, None] + given.pos
     cell = given.cell * torch.tensor(copies).double()[:, None]
@@ -67,7 +67,7 @@ def test_supercells_of_the_multiplicative_position(position, structure, copies, 
 
 
 def kernel_at(layer: GraphAttention, distance: float) -> Tensor:
-    """Positional kernel between two atoms of a molecule, (heads,)."""
+    """Returns the positional kernel between two atoms of a molecule, (heads,)."""
     pos = torch.tensor([[0.0, 0.0, 0.0], [0.6, 0.0, 0.8]], dtype=torch.float64) * distance
     one, none = torch.zeros(2, dtype=torch.long), torch.zeros(1, 3, dtype=torch.bool)
     geometry = Geometry(pos, one, torch.tensor([0, 2]), torch.zeros(1, 3, 3).double(), none)
@@ -76,7 +76,7 @@ def kernel_at(layer: GraphAttention, distance: float) -> Tensor:
 
 @pytest.mark.parametrize("periodic", ["none", "reciprocal"])
 def test_near_field_is_the_kernel_of_near_pairs(periodic):
-    """exp(f) up to half of the cutoff, and no step at the cutoff."""
+    """The kernel is exp(f) up to half of the cutoff, and is continuous at the cutoff."""
     layer = Kind("multiplicative", periodic, True, "gaussian", "linear").build()
     near = layer.encoding.near_field
     for distance in (0.0, 0.7, 1.4):
@@ -100,9 +100,9 @@ FORCES = {
 
 
 def force_field(name: str, mixing: str = "linear"):
-    """Two layers, so that the second sees positions through its tokens, too, and a readout.
+    """Returns two layers and a readout; the second layer depends on positions through its tokens.
 
-    Without biases, which are 0 in many initializations: padding then has queries of exactly 0.
+    Biases are 0, as in many initializations, and queries of padding are then exactly 0.
     """
     position, periodic, near = FORCES[name]
     kind = Kind(position, periodic, near, "gaussian", mixing)
@@ -114,7 +114,7 @@ def force_field(name: str, mixing: str = "linear"):
         for layer in layers:
             for part in ("query", "key", "value", "out"):
                 getattr(layer.attention, f"to_{part}").bias.zero_()
-    # Random features of additive reciprocal masks depend on the box: see the last test.
+    # random features of additive reciprocal masks depend on the box
     other = "crystal" if name == "additive-reciprocal" else "slab"
     graphs = [graph("crystal", 2), graph(other, 3)]
     x = torch.cat([each.x for each in graphs])
@@ -134,7 +134,7 @@ def force_field(name: str, mixing: str = "linear"):
 @pytest.mark.parametrize("mixing", ["linear", "quadratic", "softmax"])
 @pytest.mark.parametrize("name", FORCES)
 def test_forces_and_training_on_them(name, mixing):
-    """First and second derivatives, and no net force on a graph that may be moved."""
+    """Checks first and second derivatives, and that the net force is 0."""
     layers, energy, pos = force_field(name, mixing)
     (forces,) = torch.autograd.grad(-energy(pos.requires_grad_()), pos)
     assert forces.abs().max() > 1e-4
@@ -150,7 +150,7 @@ def test_forces_and_training_on_them(name, mixing):
 
 @pytest.mark.parametrize("periodic", ["none", "reciprocal"])
 def test_radial_profile_is_the_kernel_of_a_pair(periodic):
-    """Two atoms, one image: the logarithm of what the layer multiplies their product by."""
+    """The profile is the logarithm of the kernel between two atoms, with one image."""
     encoding = Kind("multiplicative", periodic, True, "gaussian", "linear").build().encoding
     near = encoding.near_field
     distance = torch.tensor([0.3, 1.7, 2.6], dtype=torch.float64)
@@ -185,14 +185,14 @@ def atoms(scale: float = 1.0):
 
 
 def every_third(key, mask=None, rate=0.0):
-    """What dropout leaves, always the same (batch, heads, keys), other keys in each head."""
+    """Returns a constant dropout mask (batch, heads, keys), different for each head."""
     places = torch.arange(key.shape[-2]) + torch.arange(key.shape[1])[:, None]
     kept = (places % 3 > 0).expand(key.shape[:-1])
     return kept if mask is None else kept & mask
 
 
 def softmax_of(layer, x, pos, kept=None):
-    """Softmax of one graph with f, the exact mask of the near field."""
+    """Returns softmax attention of one graph with the exact mask f of the near field."""
     attention, near = layer.attention, layer.encoding.near_field
     query, key, value, *_ = attention._split(x[None])
     bias = near.spectrum.mask((pos[:, None] - pos[None])[None])
@@ -206,7 +206,7 @@ def softmax_of(layer, x, pos, kept=None):
     [(1.0, {}, None), (30.0, {}, None), (30.0, POLYNOMIAL, None), (30.0, {}, every_third)],
 )
 def test_all_near_pairs_equal_softmax(mixing, scale, options, kept, monkeypatch):
-    """Also where exp(q.k) is beyond what features estimate, and of the keys that dropout leaves."""
+    """Includes exp(q.k) that features cannot estimate, and keys that dropout keeps."""
     layer = build(near_field=50.0, mixing=mixing, **options)
     if kept:
         layer.attention.dropout = 0.4
@@ -229,7 +229,7 @@ def test_float32_neither_overflows_nor_loses_rows():
 
 
 def test_dropout_takes_near_pairs_as_well():
-    """All keys at a rate next to 1; and on average nothing at any rate."""
+    """A rate near 1 drops all keys; on average, dropout does not change the sums."""
     x, pos, _ = atoms()
     layer = build(dropout=0.5, normalize="none")
     layer.attention.to_out = torch.nn.Identity()

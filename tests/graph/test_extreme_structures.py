@@ -1,4 +1,4 @@
-"""Extreme structures and inputs of several forms: the same numbers, or a refusal."""
+"""Extreme structures and inputs in several forms give the same numbers, or are refused."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_reduction_is_unimodular_and_that_of_ase():
         if axes.any():
             expected, _ = minkowski_reduce(cell, axes)
             lengths = [np.sort(np.linalg.norm(x[axes], axis=1)) for x in (found, expected)]
-            np.testing.assert_allclose(*lengths, rtol=2e-3)  # ties are left as they are
+            np.testing.assert_allclose(*lengths, rtol=2e-3)  # ties are not reduced
 
 
 @pytest.mark.parametrize(("dtype", "gap"), [(torch.float32, 0.0), (torch.float64, 1e-17)])
@@ -81,7 +81,7 @@ def test_atoms_at_one_place_train(options, dtype, gap):
     model = potential(dtype, **options).train()
     there = torch.tensor([[0, 0, 0], [gap, 0, 0], [1.5, 1, 0], [0, 2, 2]], dtype=torch.float64)
     out = model(batch(there.to(dtype), 6 * torch.eye(3).to(dtype)))
-    del out["dipole" if "dipole" in out else "embedding"]  # not defined in a crystal
+    del out["dipole" if "dipole" in out else "embedding"]  # undefined in a crystal
     assert all(x.isfinite().all() for x in out.values())
     (out["forces"].square().sum() + out["stress"].square().sum()).backward()
     found = [p.grad for p in model.parameters() if p.grad is not None]
@@ -163,7 +163,7 @@ def energy(model: EnergyRegressor, given: Data) -> torch.Tensor:
 
 
 def test_forms_of_one_structure(model) -> None:
-    """A cell of (3, 3), another precision or integer type, and defaults are no other structure."""
+    """Cells (3, 3), other dtypes and explicit defaults do not change the structure."""
     expected = energy(model, data())
     cell, axes = 6 * torch.eye(3), torch.tensor([True, True, False])
     for same in (
@@ -204,7 +204,7 @@ DEVICES = {
 
 @pytest.mark.parametrize("case", DEVICES)
 def test_another_default_device_changes_nothing(case) -> None:
-    """Energies, and gradients of a step of training."""
+    """Compares energies, and gradients of a training step."""
     make, options = DEVICES[case]
     torch.manual_seed(0)
     net, found = make(**SMALL, **options), []

@@ -1,4 +1,4 @@
-"""Messages and elements: the equations of the paper, ends at the cutoff, tables of others."""
+"""Messages and elements: equations of the paper, smooth cutoffs, and published tables."""
 
 import math
 
@@ -30,7 +30,7 @@ def apply(net: EquivariantMessages, tokens: torch.Tensor, pairs: Neighbors) -> t
 
 
 def around(pos: torch.Tensor) -> Neighbors:
-    """All pairs of different atoms of a molecule, within the cutoff or not."""
+    """Returns all pairs of different atoms of a molecule, even beyond the cutoff."""
     center, neighbor = (~torch.eye(len(pos), dtype=torch.bool)).nonzero().T
     vector = pos[neighbor] - pos[center]
     return Neighbors(center, neighbor, vector, vector.norm(dim=-1))
@@ -41,7 +41,7 @@ def points(atoms: int = 6) -> torch.Tensor:
 
 
 def by_hand(net: EquivariantMessages, tokens: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
-    """PaiNN's equations 7 to 10, atom by atom and pair by pair."""
+    """Computes PaiNN's equations 7 to 10, atom by atom and pair by pair."""
     s, v = list(tokens), [torch.zeros(3, 8, dtype=pos.dtype) for _ in pos]
     for layer in net.layers:
         phi = [layer.message(layer.norm(x)) * 0.25 for x in s]
@@ -96,7 +96,7 @@ def test_waves_equal_dimenet_before_the_envelope():
 
 
 def test_matrices_sum_as_pairs_do_and_as_pieces_of_them(monkeypatch):
-    """Graphs of 2, 0 and 5 atoms; also gradients of forces, as training takes them."""
+    """Compares graphs of 2, 0 and 5 atoms, including gradients of forces as in training."""
     net, start = messages(3), points(7)
     graph = torch.tensor([0, 0, 2, 2, 2, 2, 2])
     geometry = Geometry.of(start, graph)
@@ -125,7 +125,7 @@ def test_matrices_sum_as_pairs_do_and_as_pieces_of_them(monkeypatch):
 
 @torch.no_grad()
 def test_messages_of_adsorbates_leave_out_pairs_of_slab_atoms():
-    """The radial summary still sees all pairs."""
+    """The radial summary still includes all pairs."""
     options = {"radial_basis": 4, "neighbor_cutoff": CUTOFF, "messages": 2}
     net = EnergyRegressor(8, 2, **options, message_pairs="adsorbate").double().embedding
     atoms = structure(9, seed=5)
@@ -170,7 +170,7 @@ def test_tables_agree_with_pymatgen():
 
 
 def test_training_leaves_out_vectors_of_elements() -> None:
-    """Half of the elements of a step are known by descriptors only; evaluation uses all vectors."""
+    """A training step describes half of the elements by descriptors alone; evaluation does not."""
     torch.manual_seed(0)
     embedding = ElementEmbedding(4, descriptors=True)
     some = torch.tensor([1, 6, 8, 29, 78])

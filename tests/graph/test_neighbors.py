@@ -1,4 +1,4 @@
-"""Edges of periodic structures: against ASE, batches, ties and gradients."""
+"""Edges of periodic structures: agreement with ASE, batches, ties and gradients."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SKEWED = [[3.1, 0.2, 0.0], [1.4, 2.9, 0.3], [-0.8, 0.9, 3.6]]
 
 
 def crystal() -> Atoms:
-    """Triclinic and smaller than the radius, with one atom outside the cell."""
+    """Returns a triclinic crystal smaller than the radius, with one atom outside the cell."""
     inside = np.random.default_rng(0).random((5, 3))
     inside[0] += [1, -2, 3]
     return Atoms("CuAg2Pd2", scaled_positions=inside, cell=SKEWED, pbc=True)
@@ -31,12 +31,12 @@ def crystal() -> Atoms:
 def slab() -> Atoms:
     made = fcc111("Pt", (2, 2, 3), vacuum=4.0)
     made.rattle(0.05, seed=1)
-    made.cell[2] = 0  # as ASE has it for slabs without vacuum above
+    made.cell[2] = 0  # as in ASE's slabs without vacuum
     return made
 
 
 def scattered(pbc: tuple[bool, ...]) -> Atoms:
-    """Some atoms far from the others along axes that are not periodic."""
+    """Returns atoms that are far from the others along open axes."""
     rng = np.random.default_rng(3)
     cell = np.array([[6.0, 0.5, 0.2], [1.5, 7.0, 0.3], [0.4, 0.6, 8.0]])
     pos = rng.random((9, 3)) @ cell + 20 + 40 * rng.integers(0, 2, (9, 3)) * ~np.array(pbc)
@@ -72,7 +72,7 @@ def test_same_edges_shifts_and_distances_as_ase(kind: str, dtype: torch.dtype) -
     i, j, d, vectors, shifts = ase_neighbors("ijdDS", atoms, 4.3)
     assert edges_of(data) == {(b, a, *s) for a, b, s in zip(i, j, shifts.tolist(), strict=True)}
     assert data.edge_shift.dtype == torch.long and data.edge_vec.dtype == dtype
-    assert (data.edge_index[1].diff() >= 0).all()  # in the order of targets
+    assert (data.edge_index[1].diff() >= 0).all()  # sorted by target
     key = np.lexsort((*shifts.T, j, i))
     own = np.lexsort((*data.edge_shift.T.numpy(), *data.edge_index.numpy()))
     tolerance = 1e-10 if dtype == torch.float64 else 2e-5
@@ -101,7 +101,7 @@ def test_max_neighbors_keeps_the_nearest_and_their_ties() -> None:
     data = data_of(slab())
     all_edges = PBCRadiusGraph(6.0)(data.clone())
     kept = PBCRadiusGraph(6.0, max_neighbors=7)(data.clone())
-    assert (torch.bincount(kept.edge_index[1]) == 7).all()  # rattled: no ties
+    assert (torch.bincount(kept.edge_index[1]) == 7).all()  # rattled, so there are no ties
     for atom in range(len(data.pos)):
         nearest = all_edges.edge_weight[all_edges.edge_index[1] == atom].sort().values[:7]
         own = kept.edge_weight[kept.edge_index[1] == atom].sort().values

@@ -49,7 +49,7 @@ def imaged(**options) -> GraphAttention:
 
 
 def film(side: float = 4.0) -> dict[str, torch.Tensor]:
-    """Six atoms whose images lie at exactly the cutoff, two cells away."""
+    """Returns six atoms with images exactly at the cutoff, two cells away."""
     draw = torch.manual_seed(1)
     flat = torch.rand(6, 3, dtype=torch.float64, generator=draw) * torch.tensor([4.0, 4.0, 3.0])
     return {
@@ -63,7 +63,7 @@ def film(side: float = 4.0) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("mixing", ["linear", "quadratic", "softmax"])
 def test_images_at_the_cutoff_do_not_depend_on_rounding(mixing, dtype):
-    """Order, translation and rotation change nothing where ties are the rule."""
+    """Order, translation and rotation have no effect, even if most distances are ties."""
     layer, given = imaged(mixing=mixing).to(dtype), film()
     given = {name: x.to(dtype) if x.is_floating_point() else x for name, x in given.items()}
     out = layer(**given)
@@ -80,18 +80,18 @@ def test_images_at_the_cutoff_do_not_depend_on_rounding(mixing, dtype):
 
 
 def test_images_come_and_go_smoothly():
-    """As the cell grows by steps of 1e-5 Å through several distances that equal the cutoff."""
+    """The cell grows in steps of 1e-5 Å, and several distances pass the cutoff."""
     layer = imaged(mixing="softmax")
     sides = 3.999 + 1e-5 * torch.arange(200, dtype=torch.float64)
     outs = torch.stack([layer(**film(float(side))) for side in sides])
     steps = outs.diff(dim=0)
-    assert steps.abs().max() < 1e-4  # at the most as steep as the mask itself
+    assert steps.abs().max() < 1e-4  # not steeper than the mask itself
     assert steps.diff(dim=0).abs().max() < 1e-7  # no jump, and no kink
 
 
 @pytest.mark.parametrize("mixing", ["linear", "softmax"])
 def test_images_have_forces_and_stress(mixing):
-    """What images weigh is part of the gradient, by positions and by the cell."""
+    """The gradients by positions and by the cell include the weights of images."""
     layer, given = imaged(mixing=mixing, position="multiplicative"), film(3.7)
     pos, cell = given["pos"].requires_grad_(), given["cell"].requires_grad_()
 
@@ -102,7 +102,7 @@ def test_images_have_forces_and_stress(mixing):
 
 
 def test_weights_of_images():
-    """1 up to an Å from the cutoff, 0 from there on, and of several atoms the nearest counts."""
+    """The weight falls from 1 to 0 over the last Å, and the nearest atom dominates."""
     cell = torch.diag(torch.tensor([6.5, 40.0, 40.0], dtype=torch.float64))
     pos = torch.zeros(1, 3, dtype=torch.float64)
 
@@ -117,13 +117,13 @@ def test_weights_of_images():
     pos = torch.tensor([[0.0, 0, 0], [0, 1, 0]], dtype=torch.float64)
     given = Geometry.of(pos, cell=cell, pbc=torch.tensor([True, False, False]))
     dense = Images(7.0).dense(given._replace(tags=torch.tensor([1, 2])))
-    expected = fade(torch.tensor((6.5**2 + 1) ** 0.5 - 6.0))  # by the distance from the adsorbate
+    expected = fade(torch.tensor((6.5**2 + 1) ** 0.5 - 6.0))  # distances from the adsorbate
     found = dense.key_weight[0, 2:][dense.key_mask[0, 2:]]
     torch.testing.assert_close(found, expected.double().expand(2), rtol=0, atol=1e-6)
 
 
 def test_images_of_all_atoms_equal_brute_force():
-    """Also of atoms that are several cells away from others."""
+    """Includes atoms that are several cells away from others."""
     given = graph("slab", 12)
     pos = 2 * given.pos
     dense = Images(4.0).dense(Geometry.of(pos, cell=given.cell, pbc=given.pbc))
@@ -139,7 +139,7 @@ def test_images_of_all_atoms_equal_brute_force():
 @pytest.mark.parametrize("tags", [None, torch.tensor([1, 2, 1, 2])])
 @pytest.mark.parametrize("rows", [[[4, 0, 0], [0, 4, 0], [4, 4, 0]], torch.eye(3) / 10])
 def test_images_need_a_lattice(rows, tags):
-    """As neighbors do; flat cells had no images, and tiny ones more than a tensor can have."""
+    """Flat cells would have no images, and tiny cells too many."""
     cell = torch.stack((4 * torch.eye(3), torch.as_tensor(rows).float()))
     given = Geometry.of(torch.rand(4, 3), torch.tensor([0, 0, 1, 1]), cell, tags=tags)
     encoding = imaged().float().encoding
@@ -149,7 +149,7 @@ def test_images_need_a_lattice(rows, tags):
 
 
 def same_under_autocast(compute, *arguments) -> None:
-    """To the bit, all tensors of a result that is a tuple of them."""
+    """Asserts that all tensors of a result are bitwise equal under autocast."""
     expected = compute(*arguments)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = compute(*arguments)
@@ -158,7 +158,7 @@ def same_under_autocast(compute, *arguments) -> None:
 
 
 def test_where_atoms_are_is_not_rounded_under_autocast():
-    """A side of 10.03 Å is 10 Å in bfloat16: images, pairs and centres would be off."""
+    """In bfloat16, a side of 10.03 Å would be 10 Å, and images and pairs would be wrong."""
     draw = torch.manual_seed(0)
     tags = torch.tensor([0, 1, 1, 2])
     given = Geometry.of(10 * torch.rand(4, 3, generator=draw), cell=10.03 * torch.eye(3))
@@ -176,7 +176,7 @@ def test_where_atoms_are_is_not_rounded_under_autocast():
     ids=str,
 )
 def test_encodings_are_not_rounded_under_autocast(kind):
-    """What the N x N form and softmax take is as exact as what the linear form takes."""
+    """Encodings of the N x N form and of softmax are as exact as those of the linear form."""
     layer = kind.build().float()
     encoding = layer.encoding
     given = collated([graph("crystal", 7), graph("slab", 5)])
@@ -212,7 +212,7 @@ def test_additive_reciprocal_refuses_gradients_by_the_cell():
     ids=str,
 )
 def test_rows_of_axes_that_are_not_periodic_are_not_read(kind, garbage):
-    """Files of molecules and slabs have anything there; gradients do not see it either."""
+    """Neither outputs nor gradients depend on these rows, which files may fill with anything."""
     layer, given = kind.build(), collated([graph("slab", 7), graph("molecule", 5)])
     expected = layer(**given)
     cell = given["cell"].masked_fill(~given["pbc"][..., None], garbage)
@@ -237,7 +237,7 @@ class AllImages(Images):
 
 
 def test_a_scheme_is_one_class_and_one_line(monkeypatch):
-    """Its options are arguments of its class, and those of others are refused."""
+    """The options of a scheme are the arguments of its class; other options are refused."""
     monkeypatch.setitem(PERIODIC, "all_images", AllImages)
     options, graphs = {"periodic": "all_images", "image_cutoff": 4.0}, mixed()
     net = GraphAttention(DIM, HEADS, **options).double()
@@ -248,7 +248,7 @@ def test_a_scheme_is_one_class_and_one_line(monkeypatch):
 
 
 def test_a_cell_without_the_option_periodic_is_refused():
-    """An explicit "none" may leave the boundaries out; a cell that is not periodic says nothing."""
+    """An explicit "none" ignores boundaries, and cells without periodic axes are accepted."""
     given = graph("crystal", 7)
     silent, told = (
         GraphAttention(DIM, HEADS, **options).double() for options in ({}, {"periodic": "none"})
@@ -261,11 +261,11 @@ def test_a_cell_without_the_option_periodic_is_refused():
     assert silent(given.x, given.pos, cell=given.cell, pbc=open_axes).isfinite().all()
 
 
-ERROR = {4: 3e-3, 5: 6e-4, 6: 6e-6, 8: 2e-7}  # as documented, of the kernel of a worst case
+ERROR = {4: 3e-3, 5: 6e-4, 6: 6e-6, 8: 2e-7}  # the documented error, for the kernel of a worst case
 
 
 def layer(periodic: str = "mesh", **options) -> GraphAttention:
-    """Two layers made alike have the same weights."""
+    """Returns a layer whose weights depend only on its options."""
     torch.manual_seed(0)
     chosen = {"position": "multiplicative", "max_frequency": 0.2, "num_features": 16}
     return uneven(GraphAttention(DIM, HEADS, periodic=periodic, **{**chosen, **options}).double())
@@ -276,7 +276,7 @@ def crystal(atoms: int = 7) -> Graph:
 
 
 def kernels(kind: str, max_frequency: float, **options) -> tuple[Tensor, Callable[[int], Tensor]]:
-    """h of 9 atoms by nodes, and by a mesh of an order."""
+    """Returns h of 9 atoms by nodes, and a function that computes it by a mesh."""
     given = graph(kind, 9)
     cell, pbc, pos = given.cell[None], given.pbc[None], given.pos[None]
     torch.manual_seed(0)
@@ -295,7 +295,7 @@ def kernels(kind: str, max_frequency: float, **options) -> tuple[Tensor, Callabl
 @pytest.mark.parametrize("kind", ["crystal", "slab", "molecule"])
 @pytest.mark.parametrize("max_frequency", [0.1, 0.3])
 def test_the_kernel_is_that_of_the_nodes(kind, max_frequency):
-    # a spectrum that is flat up to its end: what splines find hardest
+    # a spectrum that is flat up to its end, the worst case for splines
     sharp = {"width_range": (0.2, 0.3), "num_gaussians": 2, "positive": True, "background": 0.0}
     expected, by_mesh = kernels(kind, max_frequency, **sharp)
     for order, bound in ERROR.items():
@@ -351,7 +351,7 @@ def test_trained_models_can_use_a_mesh():
 
 
 def test_auto_chooses_by_each_graph(monkeypatch):
-    """Large crystals are on a mesh and others by nodes, in any batch; exports use nodes for all."""
+    """In any batch, large crystals use a mesh and others nodes; exports use only nodes."""
     graphs = [structure(9, 3), structure(6, 4), structure(12, 5)]
 
     def energies(periodic: str, order: int | None, *picked: int) -> Tensor:
@@ -378,7 +378,7 @@ def test_auto_chooses_by_each_graph(monkeypatch):
 
 @pytest.mark.parametrize("near", [None, 3.0])
 def test_many_pairs_and_pieces_change_nothing(near, monkeypatch):
-    """Outputs, gradients and their gradients; of the position head as well."""
+    """Compares outputs and two derivatives, including those of the position head."""
 
     def found() -> list[Tensor]:
         torch.manual_seed(0)

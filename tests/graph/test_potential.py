@@ -1,4 +1,4 @@
-"""The potential: smooth, extensive, exactly periodic; derivatives; sums of inverse powers."""
+"""Potentials: smooth, extensive and exactly periodic; derivatives; sums of inverse powers."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def salt() -> Atoms:
 
 
 def forces_along(model: torch.nn.Module, atoms: Atoms, step: np.ndarray, count: int) -> np.ndarray:
-    """-dE/dt of atoms + t step for `count` times t from 0 to 1."""
+    """Returns -dE/dt of atoms + t step at `count` values of t from 0 to 1."""
     batch = Batch.from_data_list([data(atoms) for _ in range(count)])
     batch.pos = batch.pos.reshape(count, -1, 3)
     batch.pos = batch.pos + torch.linspace(0, 1, count)[:, None, None] * torch.tensor(step)
@@ -74,12 +74,12 @@ def forces_along(model: torch.nn.Module, atoms: Atoms, step: np.ndarray, count: 
 
 
 def kink(forces: np.ndarray) -> float:
-    """Largest second difference, over that of every second place: 1/4 if smooth, 1 of a kink."""
+    """Returns a ratio of largest second differences: 1/4 if smooth, and 1 with a kink."""
     return np.abs(np.diff(forces, 2)).max() / np.abs(np.diff(forces[::2], 2)).max()
 
 
 def test_smooth_extents_remove_the_kink():
-    """Of the plain span the slope jumps where another atom comes to be outermost."""
+    """The slope of the plain extent jumps where another atom becomes the outermost."""
     model = potential(radial_basis=0, messages=0, near_field=0)
     atoms, step = Atoms("OHH", [[0, 0, 0], [1.0, 0, 0], [0.5, 1, 0]]), np.zeros((3, 3))
     atoms.set_cell([9.0, 9.0, 9.0])
@@ -91,7 +91,7 @@ def test_smooth_extents_remove_the_kink():
 
 
 def slope(model: torch.nn.Module, atoms: Atoms, step: np.ndarray, strain: np.ndarray) -> float:
-    """Derivative of the energy along a step and a strain, by differences of the fourth order."""
+    """Returns the derivative along a step and a strain by differences of fourth order."""
     energies = {}
     for k in (-2, -1, 1, 2):
         there, change = atoms.copy(), np.eye(3) + 1e-4 * k * strain
@@ -135,7 +135,7 @@ def test_a_batch_changes_nothing_and_tags_are_not_read():
     for structure in structures:
         structure.tags = torch.full_like(structure.atomic_numbers, int(Tag.SUBSURFACE))
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # tags are unknown: no word about it
+        warnings.simplefilter("error")  # no warning about missing tags
         together = model(Batch.from_data_list(structures))
         alone = [model(structure) for structure in structures]
     for name in ("energy", "forces"):
@@ -153,7 +153,7 @@ def test_a_batch_changes_nothing_and_tags_are_not_read():
 
 
 def test_forces_and_stress_are_exact_under_autocast(monkeypatch):
-    """Derivatives by positions and strain, of an energy that is exact itself."""
+    """Compares derivatives by positions and strain with differences of energies."""
 
     def springs(self, batch):
         energy = neighbor_list(Geometry.of_data(batch), 4.0).distance.square().sum()
@@ -187,16 +187,16 @@ def test_inference_mode_has_forces():
 
 
 def test_a_molecule_without_end_is_refused():
-    """Its pairs are all computed, by a rule whose points grow with the distance."""
+    """All its pairs are computed, by a rule whose number of points grows with the distance."""
     near, far = (Atoms("Ar2", positions=[[0, 0, 0], [x, 0, 0]]) for x in (100.0, 9e4))
     with pytest.raises(ValueError, match="atoms of a molecule are 90,000 Å apart; expected at mos"):
         potential()(data(far))
     assert potential()(data(near))["forces"].isfinite().all()
 
 
-# Epstein's zeta function of the simple cubic lattice: sum' 1 / r^p, for p < 3 continued
+# Epstein's zeta function of the simple cubic lattice: sum' 1 / r^p, continued for p < 3
 EPSTEIN = {1: -2.83729747948, 2: -8.91363291758, 4: 16.5323159597617, 6: 8.40192397482754}
-MADELUNG = {  # of the nearest distance, in units of the cube's side
+MADELUNG = {  # relative to the side of the cube
     "rocksalt": (1.747564594633, 1 / 2),
     "cesiumchloride": (1.762674773071, 3**0.5 / 2),
     "zincblende": (1.638055053389, 3**0.5 / 4),
@@ -205,14 +205,14 @@ MADELUNG = {  # of the nearest distance, in units of the cube's side
 
 @pytest.fixture
 def exact(monkeypatch):
-    """Near pairs and nodes that end below rounding: what is left is no error of the cutoffs."""
+    """Makes errors of the cutoffs of pairs and nodes smaller than rounding."""
     monkeypatch.setattr(long_range, "_DEPTH", 6.6)
     monkeypatch.setattr(long_range, "_HIGHEST", 2.4)
     monkeypatch.setattr(long_range, "_APART", 6.5)
 
 
 def skewed(height: float = 0.0, pbc=(True, True, False), stretch: float = 1.0) -> Atoms:
-    """Four atoms on a skewed plane."""
+    """Returns four atoms on a skewed plane."""
     places = np.array([[0, 0, 0], [2.0, 2.1, 0.4], [2.2, 0.1, 3.0], [0.1, 1.9, 4.1]])
     places[:, 2] *= stretch
     cell = [[4.0, 0.3, 0], [0.2, 4.2, 0], [0, 0, height]]
@@ -220,7 +220,7 @@ def skewed(height: float = 0.0, pbc=(True, True, False), stretch: float = 1.0) -
 
 
 def energy(atoms: Atoms, charges, powers=(1,), **options) -> Tensor:
-    """1/2 sum q q / r^p of the same charges for each power: (powers,)."""
+    """Returns 1/2 sum q q / r^p of the same charges for each power, (powers,)."""
     return sum(parts(atoms, charges, powers, **options))
 
 
@@ -232,7 +232,7 @@ def parts(atoms: Atoms, charges, powers=(1,), dtype=torch.float64, **options) ->
 
 
 def derivatives(atoms: Atoms, charges, power: int, **options) -> list[Tensor]:
-    """Energy and its gradients by positions, cell and charges."""
+    """Returns the energy and its gradients by positions, cell and charges."""
     inputs = [torch.tensor(x) for x in (atoms.positions, atoms.cell.array, np.array(charges))]
     pos, cell, q = (x.requires_grad_() for x in inputs)
     geometry = Geometry.of(pos, cell=cell, pbc=torch.tensor(atoms.pbc))
@@ -253,7 +253,7 @@ def test_madelung_constants(structure):
 
 @pytest.mark.parametrize("power", EPSTEIN)
 def test_sums_over_the_cubic_lattice(power, exact):
-    """Of one kind of charge: for p < 3 with the background that neutralizes it."""
+    """The lattice has equal charges; for p < 3, a background neutralizes them."""
     atoms = Atoms("Na", cell=[2.5] * 3, pbc=True)
     found = 2 * float(energy(atoms, [1.0], (power,), cutoff=7.0)) * 2.5**power
     assert found == pytest.approx(EPSTEIN[power], abs=1e-10)
@@ -261,7 +261,7 @@ def test_sums_over_the_cubic_lattice(power, exact):
 
 @pytest.mark.parametrize("power", EPSTEIN)
 def test_the_split_does_not_matter(power, exact):
-    """Near and far parts come from different formulas, and only their sum does not depend on it."""
+    """Near and far parts depend on the split, but their sum does not."""
     charges = [0.7, -0.4]
     one, other = (derivatives(salt(), charges, power, cutoff=cutoff) for cutoff in (5.0, 7.0))
     for a, b in zip(one, other, strict=True):
@@ -305,7 +305,7 @@ def test_molecules_are_all_pairs(power, smearing):
     assert abs(float(near)) > 1e-3 and abs(float(far)) > 1e-4
     options = {"smearing": smearing, "cutoff": 8.0}
     (slope,) = torch.autograd.grad(total, pos)
-    atoms.set_cell(np.eye(3))  # not read
+    atoms.set_cell(np.eye(3))  # ignored
     found = derivatives(atoms, charges, power, **options)
     torch.testing.assert_close(found[1], slope, rtol=0, atol=1e-9)
 
@@ -336,7 +336,7 @@ def test_supercells_other_cells_and_other_images(atoms):
 
 @pytest.mark.parametrize("atoms", [salt(), skewed()], ids=["crystal", "slab"])
 def test_gradients_by_differences(atoms):
-    """Also of gradients, which is what training on forces takes."""
+    """Includes second derivatives, as in training on forces."""
     pbc, half = torch.tensor(atoms.pbc), torch.tensor(2)
     powers = [1, 2, 4, 6] if atoms.pbc.all() else [1]
 
@@ -352,7 +352,7 @@ def test_gradients_by_differences(atoms):
 
 
 def test_nodes_in_chunks_are_the_same(monkeypatch):
-    """Also when forces are learned, which differentiates twice what was forgotten."""
+    """Includes training on forces, which differentiates recomputed tensors twice."""
 
     def found() -> list[Tensor]:
         pos = torch.tensor(salt().positions, requires_grad=True)
@@ -369,7 +369,7 @@ def test_nodes_in_chunks_are_the_same(monkeypatch):
 
 
 def test_single_precision():
-    """Phases are rounded after whole turns are taken off: far from the origin, too."""
+    """Phases are rounded after the removal of full turns, which matters far from the origin."""
     atoms, charges = salt(), [0.7, -0.4]
     atoms.positions += 100 * atoms.cell.array.sum(axis=0).round()
     exact = energy(atoms, charges, (1, 6))
@@ -389,7 +389,7 @@ def test_axes_without_a_sum_are_refused():
 
 
 def charged(powers=(1,), **options):
-    """A potential whose latent charges are no longer small."""
+    """Returns a potential with large latent charges."""
     model = potential(long_range=list(powers), **options)
     with torch.no_grad():
         model.long_range.charge.weight.mul_(30)
@@ -416,7 +416,7 @@ def test_parts_of_an_energy():
         assert part.dtype == torch.float64 and float(part.abs().min()) > 1e-3
         torch.testing.assert_close(out[f"energy_{name}"], part)
     torch.testing.assert_close(out["energy"], sum(found.values()), rtol=0, atol=1e-12)
-    signs = torch.tensor([[1.0] * 4, [-1, 1, -1, 1]])  # charges of p = 1 repel their like
+    signs = torch.tensor([[1.0] * 4, [-1, 1, -1, 1]])  # equal charges of p = 1 repel each other
     sums = inverse_power_sums(charges, Geometry.of_data(batch), (1, 6), 8.0, 1.0)
     for name, part in zip(("near", "far"), sums, strict=True):
         torch.testing.assert_close(found[name], COULOMB * (part * signs).sum((1, 2)))
@@ -436,7 +436,7 @@ def test_cations_and_anions_have_their_own_shares():
 
 
 def test_charges_dipoles_and_forces_of_ions():
-    """An ion, a molecule and a charged crystal."""
+    """Returns an ion, a molecule and a charged crystal."""
     model = charged((1,), total_charge=True, messages=1)
     with torch.no_grad():
         model.charge_vector.normal_()
@@ -479,7 +479,7 @@ LONG_RANGE = {"long_range_cutoff": 4.0, "far_field": False, "long_range_smearing
     ids=["molecule", "slab", "crystal", "long range"],
 )
 def test_no_kink_along_a_path_of_600_points(atoms, options):
-    """Past neighbors, through cutoffs, and out of what the structure spans."""
+    """The paths pass neighbors, cross cutoffs and leave the extent of the structure."""
     model = charged(radial_basis=0, **options) if options else potential(radial_basis=0)
     step = np.zeros((len(atoms), 3))
     step[-1] = [3.0, 2.0, 3.5]

@@ -1,4 +1,4 @@
-"""The IS2RE model keeps its promises: batches, symmetries, tags, periodic images."""
+"""The IS2RE model: batches, symmetries, tags and periodic images."""
 
 import copy
 import itertools
@@ -36,11 +36,16 @@ VARIANTS = {
     "softmax-mask-images": {**SOFTMAX, "periodic": "images", "radial_basis": 8},
     "softmax-near": {**SOFTMAX, "position": "multiplicative", "periodic": "none"},
 }
-RANDOM = ("flt-images", "flt-shells", "kernel", "messages-adsorbate")  # nodes are not turned
+RANDOM = (
+    "flt-images",
+    "flt-shells",
+    "kernel",
+    "messages-adsorbate",
+)  # nodes do not rotate
 
 
 def structure(atoms: int, seed: int, tags: bool = True) -> Data:
-    """Random atoms, no two closer than 1 Å, in a triclinic slab cell, float64."""
+    """Returns random atoms, at least 1 Å apart, in a triclinic slab cell, float64."""
     rng = np.random.default_rng(seed)
     cell = np.array([[6.0, 0.3, 0.0], [-1.0, 5.5, 0.0], [0.2, 0.4, 18.0]])
     points: list[np.ndarray] = []
@@ -57,7 +62,7 @@ def structure(atoms: int, seed: int, tags: bool = True) -> Data:
         pos=torch.from_numpy(pos),
         cell=torch.from_numpy(cell)[None],
         pbc=torch.tensor([[True, True, True]]),
-        atomic_numbers=torch.from_numpy(rng.integers(19, 90, atoms)),  # all have descriptors
+        atomic_numbers=torch.from_numpy(rng.integers(19, 90, atoms)),  # with descriptors
         tags=torch.from_numpy(tag if tags else 0 * tag),
         fixed=torch.from_numpy(tag == 0),
         natoms=atoms,
@@ -71,7 +76,7 @@ def model(**options) -> EnergyRegressor:
         for name, parameter in net.named_parameters():
             if parameter.ndim == 2 and "amplitude" not in name:
                 parameter.normal_(std=0.3)
-        if net.move_atoms:  # by tenths of an Å, not by the size of the cell
+        if net.move_atoms:  # moves of tenths of an Å
             net.position_head.weight.weight.mul_(0.02)
     net.energy_mean.fill_(-1.5)
     net.energy_std.fill_(2.3)
@@ -95,13 +100,13 @@ def changed(s: Data, **more) -> Data:
 @pytest.mark.filterwarnings("ignore:.*atom with tag")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_structure_does_not_see_its_batch(variant):
-    """A large neighbor that pads all, nothing, which is the empty sum, and another order.
+    """Includes padding by a large structure, an empty structure and another order.
 
     Gradients across structures are exactly 0.
     """
     net = model(**VARIANTS[variant])
     alone = torch.cat([predict(net, [s])["energy"] for s in STRUCTURES])
-    assert alone.std() > 0.01  # not one constant
+    assert alone.std() > 0.01  # predictions differ
     nothing = STRUCTURES[0].subgraph(torch.zeros(6, dtype=torch.bool))
     nothing.natoms = 0
     assert predict(net, [nothing])["energy"] == net.energy_mean
@@ -120,7 +125,7 @@ def test_a_structure_does_not_see_its_batch(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_symmetries(variant):
-    """Order of atoms, shifts of all atoms, rotations, and images of single atoms."""
+    """Includes the order of atoms, shifts, rotations, and images of single atoms."""
     net = model(**VARIANTS[variant])
     draw = torch.Generator().manual_seed(1)
     turn = torch.from_numpy(Rotation.random(rng=0).as_matrix())
@@ -210,7 +215,7 @@ def test_structures_without_tags_are_refused_or_sum_over_all_atoms():
 
 @pytest.mark.filterwarnings("ignore:.*atom with tag")
 def test_atoms_below_the_surface_are_left_out():
-    """What is there does not matter, as if the structures had none; without tags, all are there."""
+    """Atoms of tag 0 have no effect; without tags, all atoms are kept."""
     net = model(subsurface=False, near_field=3.0, readout="all")
     whole, untagged = structure(14, 3), structure(6, 6, tags=False)
     kept = whole.tags > 0
@@ -222,14 +227,14 @@ def test_atoms_below_the_surface_are_left_out():
     kept = torch.cat((kept, torch.ones(6, dtype=torch.bool)))
     torch.testing.assert_close(out["displacement"][kept], expected["displacement"], **EXACT)
     assert not out["displacement"][~kept].any()
-    net.element_energies.fill_(-1000.0)  # a total energy is one of all atoms
+    net.element_energies.fill_(-1000.0)  # a total energy is that of all atoms
     shift = predict(net, [whole, untagged])["energy"] - out["energy"]
     torch.testing.assert_close(shift, torch.tensor([-14000.0, -6000.0]).double(), **EXACT)
 
 
 @pytest.mark.parametrize("scale", [0.02, 1])
 def test_the_mask_follows_free_atoms_and_fixed_ones_stay(scale):
-    """The second pass sees the positions that the first one predicted, no atom 1 Å or more away."""
+    """The second pass uses the positions predicted by the first, moved by less than 1 Å."""
     net, seen, steps = model(**VARIANTS["near-reciprocal-moving"]), [], []
     net.position_head.weight.weight.data *= scale
     net.position_head.register_forward_hook(lambda *got: steps.append(got[2]))
@@ -248,7 +253,7 @@ def test_the_mask_follows_free_atoms_and_fixed_ones_stay(scale):
 
 
 def test_radial_bumps_are_those_of_e3nn():
-    """To the rounding of its factor to float32; gradients of all orders end at the cutoff."""
+    """Agrees up to float32 rounding of its factor; all derivatives vanish at the cutoff."""
     from e3nn.math import soft_one_hot_linspace
 
     r = torch.linspace(0.0, 5.5, 200, dtype=torch.float64)
@@ -261,7 +266,7 @@ def test_radial_bumps_are_those_of_e3nn():
 
 
 def test_energies_are_in_eV_and_float64():
-    """C60 of -61,784 eV: with references in float32 it was 31 meV off."""
+    """With references in float32, the energy of C60, -61,784 eV, would be off by 31 meV."""
     net, batch = model(), Batch.from_data_list(STRUCTURES)
     net.element_energies += -1029.8123456789
     net.energy_mean -= 61784.123456789
