@@ -21,9 +21,9 @@ FORCE, ENERGY = "force_mae_meV_per_A", "energy_mae_meV_per_atom"
 
 
 def chosen(task, validations, was=None, patience=None, weights=(1, 1, 1), diverged=()):
-    """Returns the steps of kept weights, the last header, and the state of early stopping.
+    """Returns the steps of saved weights, the last header, and the state of early stopping.
 
-    The sums of the validations of the steps `diverged` are not finite.
+    At the steps `diverged`, the sums of the validation are not finite.
     """
     kept, folder = [], SimpleNamespace(provenance={})
     folder.save_weights = lambda name, weights, header: kept.append(header)
@@ -87,7 +87,7 @@ def test_energies_select_a_potential_without_useful_forces(force, labels, weight
 
 
 def test_state_of_an_earlier_version():
-    """It has one metric, which may be an unbeatable 0."""
+    """The state has one metric, which may be 0 and cannot be improved."""
     found = rows(**{FORCE: [0, 0], ENERGY: [9, 3], "force_labels_meV_per_A": [0, 0]})
     was = {FORCE: 0.0, "step": 0, "since": 7}
     assert chosen(PotentialTask, found, was)[0] == [1, 2]
@@ -104,7 +104,7 @@ def test_equal_validations_count_for_patience_and_keep_the_later_weights():
 
 @pytest.mark.parametrize(("task", "sign"), [(ImageTask, 1), (LanguageTask, -1)])
 def test_validations_that_are_not_finite_are_never_the_best(task, sign):
-    """For a non-finite score and a non-finite sum; both count for patience."""
+    """A non-finite score or sum counts as a validation without improvement."""
     scores = [5, 9, 99, math.inf, NAN, 1]
     found = rows(**{task.best: [sign * score for score in scores]})
     kept, _, stopped = chosen(task, found, patience=4, diverged=(3, 5))
@@ -118,7 +118,7 @@ def test_the_mean_size_of_forces_is_measured():
 
 
 def test_sums_of_an_earlier_version_have_fewer_fields(tmp_path):
-    """They are part of checkpoints between two rows of the table."""
+    """Checkpoints between two rows of the table contain these sums."""
     task, folder = object.__new__(PotentialTask), SimpleNamespace(path=tmp_path)
     table_of = _MetricsFile(task, folder, 50)
     table_of._restore = lambda trainer: None

@@ -41,7 +41,7 @@ STILL = [
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ddp")
-    data = write_data(folder / "data", train=24, val=21)  # 6 validation batches, the last of one
+    data = write_data(folder / "data", train=24, val=21)  # the last of 6 val batches has one
     start(data, folder / "one", *STILL, "--data.batch_size=4")
     words = ["--trainer.devices=2", "--trainer.strategy=ddp"]
     running = process(*arguments(data, folder / "two", *STILL, *words))
@@ -73,7 +73,7 @@ def test_two_processes_train_on_twice_as_many_systems(both):
 
 
 def test_two_processes_with_two_batches_each_take_the_step_of_four(both):
-    """Also with frozen parameters, which processes do not exchange."""
+    """Some parameters are frozen; processes do not exchange them."""
     folder = both[0].parent
     words = ["--task.lr=1e-2", "--trainer.precision=64-true", "--trainer.max_steps=3"]
     words += ["--trainer.num_sanity=0", "--task.freeze=[embedding.*]"]

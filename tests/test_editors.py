@@ -55,7 +55,7 @@ def test_configurations_that_training_refuses_are_invalid(text: str) -> None:
 
 
 def test_every_number_has_its_range_on_the_command_line_and_in_the_schema() -> None:
-    """Numbers at and beyond both ends are accepted by both or by neither."""
+    """The command line and the schema accept the same numbers near both ends."""
     checked = 0
     for recipe, one in validator().schema["$defs"].items():
         for part in ("model", "data", "task", "trainer"):
@@ -102,7 +102,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("train --model.pos", {"--model.position", "--model.position_options"}, {"--model.dim"}),
         ("train --model.position m", {"multiplicative"}, {"none"}),
         ("train --config atoms/f", {"atoms/flt"}, {"atoms/softmax"}),
-        ("evaluate runs/mine --be", {"--beam"}, {"--also+"}),  # of translations
+        ("evaluate runs/mine --be", {"--beam"}, {"--also+"}),  # an option of translation
     ],
 )
 def test_bash_completes(

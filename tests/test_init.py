@@ -28,7 +28,7 @@ from molflt.data.structures.domain import Domain
 from molflt.data.structures.store import StructureStore, write_store
 
 STEPS = ["--trainer.max_steps=4", "--trainer.val_every=4"]
-# steps too small to change a weight: the last weights are the initial ones
+# the steps are too small to change a weight, so the last weights are the initial weights
 STILL = [*STEPS, "--task.lr=1e-30"]
 CARD = ["--license=mit", "--about=energies in eV"]
 
@@ -58,7 +58,7 @@ def begin(data, run, init, *more):
 
 @pytest.fixture(scope="module")
 def started(others, source, tmp_path_factory):
-    """A run on other data that did not leave its initial weights."""
+    """A run on other data whose weights are still the initial weights."""
     run = tmp_path_factory.mktemp("started") / "run"
     assert begin(others, run, source, *STILL) == 0
     return run
@@ -97,7 +97,7 @@ def test_weights_and_options_are_those_of_the_source(others, source, started, tm
 
 
 def test_the_readout_is_that_of_the_new_run(shared_run, others, source, tmp_path):
-    """Also with weights of version 0.1, which do not name one."""
+    """Weights of version 0.1 do not name a readout."""
     begin(others, tmp_path / "same", shared_run, *STILL)
     old = {k: v for k, v in weights(source).items() if k != "readout.by_contact"}
     save_file(old, tmp_path / "old.safetensors")
@@ -122,9 +122,9 @@ def test_references_are_fitted_again_or_omitted(shared_data, others, tmp_path):
 
 
 def test_tensors_that_do_not_fit_are_recorded(others, source, tmp_path, capsys):
-    """One layer less, one summary more, and another width; given options win.
+    """The new model has one layer less, a radial summary, and another width.
 
-    The source is named in a configuration.
+    A configuration names the source, and explicit options override those of the source.
     """
     run, file = tmp_path / "run", tmp_path / "tune.yaml"
     file.write_text(f"init: {source}\nmodel:\n  dropout: 0.1\n")
@@ -165,7 +165,7 @@ def test_resuming_does_not_need_the_source(others, source, tmp_path):
 
 
 def test_words_keep_their_vectors_only_with_the_same_vocabulary(tmp_path):
-    """Recipe and size of the vocabulary come from the source."""
+    """The recipe and the size of the vocabulary come from the source."""
     source, data = recipe_runs.trained("language"), recipe_runs.data_of("language")
     text = (data / "train.txt").read_text()
     (tmp_path / "other.txt").write_text(text.replace("cat", "cow").replace("one", "hen"))
@@ -204,7 +204,7 @@ FREEZE += ["--task.lr=0.05", "--trainer.ema_decay=0.7", "--task.redraw_every=3"]
 
 
 def test_frozen_parameters_do_not_move(others, source, tmp_path, capsys):
-    """Bit for bit, with weight decay, averages and redrawn features; others do move."""
+    """They are equal to the bit despite weight decay, averages and redraws; others change."""
     run = tmp_path / "run"
     assert (
         begin(others, run, source, "--trainer.max_steps=9", "--trainer.val_every=4", *FREEZE) == 0
@@ -253,7 +253,7 @@ SEEN = " (seen only by the initial weights)"
 
 
 def of_elements(mapping: dict[int, int], count: int, seed: int):
-    """Yields structures with exchanged elements."""
+    """Yields structures with replaced elements."""
     for one in structures(count, seed=seed, first_sid=1000 * seed):
         for old, new in mapping.items():
             one.atomic_numbers[one.atomic_numbers == old] = new
@@ -314,7 +314,7 @@ def test_chains_and_exports_keep_all_domains(tuned, shared_run, gold, tmp_path):
 
 
 def test_a_missing_domain_of_the_source_gives_a_warning(copied_run, gold, tmp_path, capsys):
-    """For a run, and for a file of weights."""
+    """The source is a run or a weights file."""
     (copied_run / "domain.json").unlink()
     weights_file = copied_run / "checkpoints" / "best.safetensors"
     file = shutil.copy(weights_file, tmp_path / "w.safetensors")

@@ -44,7 +44,7 @@ def test_training_learns_and_evaluation_repeats_the_best_validation(name: str) -
 
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_resumed_run_has_the_same_weights(name: str, tmp_path: Path) -> None:
-    """With the dropout, masks, augmentation, redrawn features and averages of every step."""
+    """Resuming repeats the dropout, masks, augmentation, redraws and averages of every step."""
     for run, steps in (("whole", 6), ("half", 4)):
         more = [*SHORT, *CASES[name].resumed.split(), f"--trainer.max_steps={steps}"]
         words = words_of(name, tmp_path / run, *more)

@@ -248,7 +248,7 @@ def test_checkpoints_run_no_code(copied_run, tmp_path):
 
 
 def test_damaged_checkpoints_are_refused(copied_run):
-    """Wherever a tensor or the structure of the file is damaged; padding may change."""
+    """Changes of a tensor or of the file structure are refused; padding may change."""
     path = copied_run / "checkpoints" / "last.ckpt"
     whole, sound = path.read_bytes(), read_checkpoint(path)["state_dict"]
     storage = next(t for name, t in sound.items() if name.endswith("mlp.0.weight"))
@@ -313,7 +313,7 @@ def short(shared_data, tmp_path_factory):
 def test_allowed_changes_take_effect_without_changing_steps(
     shared_data, run, short, tmp_path, capsys, monkeypatch
 ):
-    """Another number of threads is reported."""
+    """A changed number of threads is reported."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 17)
     elsewhere, other = tmp_path / "moved", shutil.copytree(shared_data, tmp_path / "data")
     run.rename(elsewhere)
@@ -354,7 +354,7 @@ def test_missing_weights_are_written_again(short, tmp_path):
 
 
 def test_an_ignored_hangup_stays_ignored(shared_data, tmp_path):
-    """nohup ignores it."""
+    """Processes under nohup ignore SIGHUP."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with at_step(2, lambda _: os.kill(os.getpid(), signal.SIGHUP)):

@@ -65,7 +65,7 @@ def test_accumulated_batches_are_one_large_batch(data, tmp_path, monkeypatch):
 
 
 def test_accumulating_run_resumes_to_the_bit(data, tmp_path):
-    """With dropout, redrawn features and averages, from a checkpoint between two epochs."""
+    """The run has dropout, redrawn features and averages, and resumes between two epochs."""
     words = ["--model.dropout=0.2", "--task.redraw_every=3", "--trainer.ema_decay=0.9"]
     words += ["--trainer.accumulate=4", "--trainer.val_every=4", "--task.schedule=inverse_sqrt"]
     words += ["--task.position_weight=1", "--task.position_weight_final=1"]  # not of max_steps
@@ -78,7 +78,7 @@ def test_accumulating_run_resumes_to_the_bit(data, tmp_path):
 
 
 PATIENT = ["--trainer.max_steps=40", "--trainer.val_every=2", "--trainer.patience=3"]
-# the first steps are too large for later improvements
+# the first steps are so large that later ones do not improve the error
 WORSE = ["--model.readout=all", "--task.lr=3"]
 WORSE += ["--task.position_weight=0", "--task.position_weight_final=0"]
 
@@ -104,7 +104,7 @@ def test_patience_ends_a_training_without_improvement(stopped):
     assert (found["step"], found["since"], found["best_step"]) == (step, 3, 2 * (best + 1))
     assert found["best"] == min(values)
     assert (stopped / "curve.png").is_file()
-    *_, validated, trained = table(stopped / "metrics.csv")  # the last row is of training
+    *_, validated, trained = table(stopped / "metrics.csv")  # the last row is a training row
     assert trained["step"] == validated["step"] == str(step)
     assert validated["val_mae_eV"] and trained["train_loss"] and step % 50
 
@@ -157,7 +157,7 @@ def test_wandb_offline(data, tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def two(shared_data, tmp_path_factory):
-    """Two epochs of 22 structures: 6 batches of 4 each, the last of 2."""
+    """Two epochs of 22 structures; each has 5 batches of 4 and one of 2."""
     run = tmp_path_factory.mktemp("two") / "run"
     assert main(["train", *arguments(shared_data, run, "--trainer.max_epochs=2", *OFTEN)]) == 0
     return run
@@ -202,7 +202,7 @@ def test_an_interrupted_run_of_epochs_resumes_to_the_bit(two, shared_data, tmp_p
     ],
 )
 def test_an_epoch_covers_all_structures(shared_data, tmp_path, words, steps):
-    """Each batch, also of one step, has its own dropout."""
+    """Batches of the same step have different dropout masks."""
     seen, drawn = [], []
     original = _LightningTask.training_step
 

@@ -72,7 +72,7 @@ def test_best_weights_give_the_best_logged_mae(shared_data, shared_run):
 
 
 def test_checkpoints_hold_the_normalizer_of_the_training_set(shared_data, shared_run):
-    """The spread without the energies of adsorbate elements; nothing is added to clean slabs."""
+    """energy_std excludes the energies of adsorbate elements; energy_mean is 0."""
     store = StructureStore(shared_data / "train.safetensors")
     model, _ = load_run(shared_run, "last")
     counts = store.compositions(np.arange(len(store)), of_adsorbates=True)
@@ -107,7 +107,7 @@ def test_training_learns(shared_data, tmp_path, options, column):
 
 
 def test_averaged_weights_are_validated_and_kept(shared_data, tmp_path, capsys):
-    """With decay 1 - 1e-9 the weights of the first step stay."""
+    """With decay 1 - 1e-9, the average stays at the weights of the first step."""
     data = shared_data
     words = ["--trainer.max_steps=12", "--trainer.val_every=6", "--task.lr=0.01"]
     start(data, tmp_path / "still", *words, "--trainer.ema_decay=0.999999999")
@@ -148,7 +148,7 @@ def test_structures_without_relaxed_positions_train_on_energies(tmp_path, capsys
 
 
 def test_displacement_error_and_its_gradient_by_hand():
-    """Fixed atoms, and structures without relaxed positions, do not count."""
+    """Fixed atoms and structures without relaxed positions are excluded."""
     records = list(structures(3))
     records[2].pos_relaxed = torch.full_like(records[2].pos, float("nan"))
     batch = Batch.from_data_list(records)
@@ -176,7 +176,7 @@ def test_learning_rate_rises_and_falls_linearly():
 
 
 def test_energy_metrics_by_hand():
-    """Errors within the threshold are strictly below 0.02 eV."""
+    """EwT counts errors strictly below 0.02 eV."""
     error = torch.tensor([0.02, -0.02, np.nextafter(0.02, 0), 0.5, 0.0], dtype=torch.float64)
     metrics = IS2RETask.sums.of(error, torch.zeros(5)).metrics()
     assert metrics == pytest.approx(
@@ -188,7 +188,7 @@ def test_energy_metrics_by_hand():
 
 
 def test_changes_during_training(shared_data, tmp_path, monkeypatch):
-    """Features are redrawn, and the weight of positions falls linearly; in mixed precision."""
+    """In mixed precision, features are redrawn and the position weight falls linearly."""
     steps, seen = [], []
     original, weight = EnergyRegressor.redraw_, IS2RETask._position_weight
 
@@ -214,7 +214,7 @@ def test_changes_during_training(shared_data, tmp_path, monkeypatch):
 
 
 def test_averages_are_on_the_device_of_the_weights():
-    """Lightning creates them before it moves the weights to the device."""
+    """Lightning creates the averages before it moves the weights to the device."""
     averages, module = _Averages(0.9), pl.LightningModule()
     module.layer = torch.nn.Linear(2, 2)
     trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("meta")))
@@ -223,7 +223,7 @@ def test_averages_are_on_the_device_of_the_weights():
 
 
 def test_energy_metrics_are_summed_in_float64():
-    """In float32 the sum of these errors would be wrong in the fourth digit."""
+    """In float32, the sum of these errors would be wrong in the fourth digit."""
     energy = torch.full((2_000_000,), 0.1)
     found = IS2RETask.sums.of(energy, torch.zeros(2_000_000)).metrics()["mae_eV"]
     assert found == pytest.approx(float(np.float32(0.1)), rel=1e-12)

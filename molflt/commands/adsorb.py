@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from molflt import plots
 from molflt.adsorption import cut, element, placements, ranked, varied
+from molflt.commands.options import expect_ending
 from molflt.data.structures.base import ANY_TAGS
 from molflt.data.structures.in_memory import StructuresInMemory
 from molflt.data.structures.sources import exists, files_of
@@ -69,8 +70,7 @@ def adsorb(
         device: auto, cpu, cuda or cuda:N.
     """
     paths = [Path(slabs)] if isinstance(slabs, str | Path) else list(slabs)
-    if out.suffix != ".extxyz":
-        raise ValueError(f"{out}: expected a name that ends in .extxyz; got {out.suffix!r}")
+    expect_ending(out, ".extxyz")
     for ending in (".extxyz", ".csv", ".png"):
         expect_writable(out.with_suffix(ending), *files_of([one for one in paths if exists(one)]))
     given: dict[str, Atoms] = {}

@@ -1,8 +1,8 @@
 """The ``molflt`` command: finds the function of a command, parses its options and calls it.
 
 The options of a command are the arguments of its function, and the help texts come from its
-docstring. Heavy modules are imported only after a command has been chosen, which keeps ``molflt
---help`` fast.
+docstring. Heavy modules are imported only when a command needs them, which keeps ``molflt --help``
+fast.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def _as_json(runs: Sequence[Run]) -> dict[str, object]:
 
 
 def _as_table(runs: Sequence[Run]) -> str:
-    """Returns a table with a column per run and a row per metric and per option that differs."""
+    """Returns a table with a column for each run, and a row for each metric and option."""
     rows: list[list[str]] = [["", *(run.name for run in runs)]]
     rows += [[key, *map(_cell, own)] for key, own in differences(runs).items()]
     rows.append(["parameters", *(f"{run.parameters:,}" for run in runs)])
@@ -140,7 +140,7 @@ def _marked(
 
 
 def _cell(value: object) -> str:
-    """Returns a value, or its end if it is long, because paths differ at their ends."""
+    """Shortens a long value to its end, where paths differ."""
     text = "-" if value is None else value if isinstance(value, str) else shown(value)
     return text if len(text) <= _WIDEST else f"…{text[1 - _WIDEST :]}"
 

@@ -26,7 +26,7 @@ def export(
     """Writes the files needed to use a model: model.safetensors, config.json and README.md.
 
     `molflt predict`, `molflt.load` and `from_pretrained` read the folder. The model card contains
-    the results of the run; evaluate the run first.
+    the results of `molflt evaluate`, so evaluate the run first.
 
     Args:
         run: folder of a training run, or an exported model.

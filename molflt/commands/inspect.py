@@ -118,7 +118,7 @@ def _shared(found: dict[str, Inspected]) -> Iterator[tuple[str, str]]:
         if len(both):
             text = (
                 f"structures of two splits: {len(both)} have the same elements, cell and initial "
-                f"positions as one in {other}, for instance sid {found[name].sids[both[0]]}"
+                f"positions as structures in {other}, for instance sid {found[name].sids[both[0]]}"
             )
             yield name, text
 

@@ -1,4 +1,4 @@
-"""Parsing of command lines with jsonargparse, with readable errors.
+"""Parsing of command lines with jsonargparse and readable errors.
 
 jsonargparse reads ``--skip_bad=true`` and ``--splits=[a,b]``; users type ``--skip-bad`` and
 ``--splits a b``.
@@ -29,7 +29,6 @@ __all__ = [
     "did_you_mean",
     "expect_ending",
     "is_flag",
-    "kinds_of",
     "normalized",
     "options_of",
     "parse",
@@ -53,7 +52,7 @@ def refuse_idle(run: str, kind: str, options: Mapping[str, object]) -> None:
     for name, value in options.items():
         if value is not None:
             word = f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
-            raise ValueError(f"{run}: {kind}; {word} has no effect; leave it out")
+            raise ValueError(f"{run}: {kind}; {word} has no effect; remove it")
 
 
 def parse(parser: ArgumentParser, words: Sequence[str]) -> Namespace:
@@ -97,7 +96,7 @@ def options_of(parser: ArgumentParser) -> dict[str, Action]:
     }
 
 
-def kinds_of(action: Action) -> set[object]:
+def _kinds_of(action: Action) -> set[object]:
     """Returns the types that an option accepts, without their parameters."""
     hint = getattr(action, "_typehint", None)
     return {get_origin(kind) or kind for kind in (hint, *get_args(hint))}
@@ -105,7 +104,7 @@ def kinds_of(action: Action) -> set[object]:
 
 def is_flag(action: Action | None) -> bool:
     """Returns True if an option is a boolean."""
-    return action is not None and kinds_of(action) - {NoneType, Union, UnionType} == {bool}
+    return action is not None and _kinds_of(action) - {NoneType, Union, UnionType} == {bool}
 
 
 def show_usage(parser: ArgumentParser) -> None:
@@ -113,7 +112,7 @@ def show_usage(parser: ArgumentParser) -> None:
     for action in options_of(parser).values():
         if is_flag(action):
             action.metavar = ""
-        elif kinds_of(action) & {list, tuple}:
+        elif _kinds_of(action) & {list, tuple}:
             action.option_strings = [o for o in action.option_strings if not o.endswith("+")]
             action.metavar = "ITEM ..."
 
@@ -131,8 +130,8 @@ def did_you_mean(word: str, names: Sequence[str]) -> str:
 def normalized(words: Sequence[str], parser: ArgumentParser) -> list[str]:
     """Rewrites words for jsonargparse: each option and its value become one word.
 
-    ``--skip-bad`` becomes ``--skip_bad=true`` (``--no-skip-bad``: false), and ``--splits a b``
-    becomes an empty list and one append per word.
+    ``--skip-bad`` becomes ``--skip_bad=true``, and ``--no-skip-bad`` becomes ``--skip_bad=false``.
+    ``--splits a b`` becomes an empty list and one append for each word.
     """
     options = options_of(parser)
     rest = list(words)
@@ -151,7 +150,7 @@ def normalized(words: Sequence[str], parser: ArgumentParser) -> list[str]:
         whole = options.get(name.rpartition(".")[0])  # for model.position_options.num_nodes
         if name not in options and not equals and is_flag(options.get(positive)):
             out.append(f"{positive}=false")
-        elif name not in options and (whole is None or dict not in kinds_of(whole)):
+        elif name not in options and (whole is None or dict not in _kinds_of(whole)):
             hint = did_you_mean(name, list(options))
             raise ValueError(
                 f"unknown option {shown(typed)[1:-1]}{hint}; see `{parser.prog} --help`"
@@ -170,12 +169,12 @@ def _with_values(typed: str, name: str, action: Action | None, rest: list[str]) 
         return [f"{name}={explicit.lower()}"]
     if action is not None and action.nargs is not None:  # --help, --print_config
         return [name]
-    kinds = set() if action is None else kinds_of(action)
+    kinds = set() if action is None else _kinds_of(action)
     several = bool(kinds & {list, tuple})
     count = next((i for i, word in enumerate(rest) if not _is_value(word)), len(rest))
     if not count:
         expected = "at least one value" if several else "one value"
-        raise ValueError(f"option {typed}; expected {expected}; got none")
+        raise ValueError(f"option {typed}: expected {expected}; got none")
     if not several or rest[0].startswith("["):
         return [f"{name}={rest.pop(0)}"]
     items = rest[:count]

@@ -73,9 +73,9 @@ def predict(
         run: folder of a training run, an exported model, or hf:OWNER/NAME; by default the energy
             model that comes with the package.
         file: structures: files that ASE reads, compact stores, OC20 LMDBs, folders of these, or
-            quoted patterns such as 'runs/*/CONTCAR', with all their frames. Sentences: a text with
-            one sentence, or two separated by a tab, per line; for masked language models, lines
-            with [MASK]. Images: an image, a folder of images, or an idx file.
+            quoted patterns such as 'runs/*/CONTCAR'; all frames are predicted. Sentences: a text
+            file with one sentence, or two separated by a tab, per line; for masked language models,
+            lines with [MASK]. Images: an image, a folder of images, or an idx file.
         out: file to write. .csv or .json: for structures the index, the file if there are several,
             sid or name, formula, number of atoms and energy in eV. .extxyz or .traj: the structures
             with the predicted energy and, for a potential, the forces. By default the CSV is
@@ -85,8 +85,8 @@ def predict(
         device: auto, cpu, cuda or cuda:N.
         skip_bad: skip and list invalid structures (energies).
         also: further runs that form an ensemble with `run` (energies). The output contains the
-            mean, the standard deviation over the runs (spread_eV) and, if calibrated, the 68 %
-            interval (uncertainty_eV).
+            mean, the standard deviation over the runs (spread_eV) and, if calibrated, half the
+            width of the 68 % interval (uncertainty_eV).
         calibration: uncertainty.json of an evaluation of the same runs; by default the one in the
             subfolder ensemble of `run`, if it exists (energies).
         tags: meaning of tags in a file that ASE reads: oc20 (0 subsurface, 1 surface, 2 adsorbate)
@@ -152,7 +152,7 @@ def _shard(text: str | None, out: Path | None) -> Shard | None:
     """Parses --shard and checks --out."""
     part = None if text is None else Shard.of(text)
     if part is not None and out is None:
-        raise ValueError(f"option --shard {text}; expected --out FILE with it; got none")
+        raise ValueError(f"option --shard {text}: expected --out FILE with it; got none")
     expect_ending(out, *(_TABLES + _OF_ATOMS if part is None else ENDINGS))
     return part
 
@@ -199,8 +199,8 @@ def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
 def merge(out: Path) -> None:
     """Joins the files written by all N calls of molflt predict --shard I/N, and keeps them.
 
-    The result is equal to the file that a single process would have written. If a shard is missing
-    or damaged, an error names it and the command that recreates it.
+    The result equals the file that a single process would have written. If a shard is missing or
+    damaged, the error names it and the command that recreates it.
 
     Args:
         out: the --out of these calls; .csv, .json or .extxyz.
@@ -228,7 +228,7 @@ def _write_rows(out: Path | None, rows: Sequence[Mapping[str, object]]) -> None:
 
 
 def _summary(columns: Mapping[str, NDArray[np.float64]], found: Predictions) -> str:
-    """Describes the range of each column, and the energies far outside the training range."""
+    """Describes the range of each column, and energies far outside the training range."""
     energy = columns["energy_eV"]
     parts = [f"{len(energy):,} energies, {energy.min():.3f} to {energy.max():.3f} eV"]
     for name, values in list(columns.items())[1:]:

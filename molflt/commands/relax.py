@@ -151,7 +151,7 @@ def _add(out: Path, place: int, part: Relaxed, first: bool) -> dict[str, None]:
         if first:
             with atomically(out) as new:
                 write(str(new), atoms, format=out.suffix[1:])
-        elif out.suffix == ".traj":  # `write` would begin a second file inside
+        elif out.suffix == ".traj":  # `write` would start a second file inside
             with appending(out), Trajectory(str(out), "a") as opened:
                 opened.write(atoms)
         else:

@@ -39,7 +39,7 @@ def train(
     resume: Path | None = None,
     init: Path | None = None,
 ) -> int:
-    """Trains a model, optionally from existing weights (--init), or resumes a run.
+    """Trains a model, from random or existing weights (--init), or resumes a run.
 
     The run folder contains config.yaml (all options, including defaults), versions.json,
     metrics.csv, curve.png, files of the data such as a vocabulary, and checkpoints/ with last.ckpt
@@ -47,7 +47,7 @@ def train(
 
     Args:
         run: folder to write or to resume; by default a new one with the name of the recipe.
-        seed: seed for weights, batches and dropout.
+        seed: seed of weights, batches and dropout.
         recipe: name of the recipe.
         model: arguments of the recipe's model; None for sizes that depend on the data.
         data: arguments of the recipe's data.
@@ -88,7 +88,7 @@ def _train(folder: RunFolder, config: Config) -> int:
     trainer["max_steps"] = steps
     if (warmup := cast(int, task["warmup_steps"])) >= steps:
         task["warmup_steps"] = steps // 10
-        folder.say(f"task.warmup_steps={warmup}: reduced to {steps // 10}, a tenth of the steps")
+        folder.say(f"task.warmup_steps={warmup}: reduced to {steps // 10}, a tenth of all steps")
     if folder.writes:  # one process is enough, as this reads all data
         folder.check_data(batches.fingerprints(), batches.files())
     _fit_sizes(model, batches.sizes(), start.options)
@@ -146,7 +146,7 @@ def _say_end(folder: RunFolder, metrics: Mapping[str, Metric], steps: int, secon
 
 
 def _counted(model: nn.Module) -> str:
-    """Returns the numbers of trained and of frozen parameters in words."""
+    """Describes the numbers of trained and frozen parameters."""
     count = {True: 0, False: 0}
     for parameter in model.parameters():
         count[parameter.requires_grad] += parameter.numel()
@@ -156,7 +156,7 @@ def _counted(model: nn.Module) -> str:
 
 @contextmanager
 def _one_line_warnings(folder: RunFolder) -> Iterator[None]:
-    """Prints each warning once, as one line without the line of code that caused it.
+    """Prints each warning once, as one line without its source line.
 
     Warnings that differ only in numbers count as one.
     """

@@ -97,5 +97,4 @@ class ImageTask(Task[_Batch, "ImageData"]):
         return _ImageSums.of(self.model(images), labels)
 
     def size(self, batch: _Batch) -> int:
-        """Returns the number of images."""
         return len(batch[1])

@@ -54,7 +54,6 @@ class LanguageTask(Task[_Batch, object]):
         return nats / tokens.clamp(min=1), self.sums(nats.detach().double(), tokens.double())
 
     def size(self, batch: _Batch) -> int:
-        """Returns the number of tokens."""
         return batch[0].numel()
 
     def _sums(self, batch: _Batch) -> tuple[Tensor, Tensor]:

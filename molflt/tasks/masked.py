@@ -1,8 +1,8 @@
 """Masked language modeling of BERT (arXiv:1810.04805, section 3.1).
 
-The model predicts hidden tokens and, optionally, if the second part of a pair follows the first.
-Random numbers are arguments: training draws new numbers at each step, and validation derives them
-from the tokens of each sequence, independently of the batch.
+The model predicts hidden tokens and, optionally, whether the second part of a pair follows the
+first. Random numbers are arguments: training draws new numbers at each step, and validation derives
+them from the tokens of each sequence, independently of the batch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _Batch = tuple[Tensor, Tensor, Tensor]
 
 class _GapSums(NamedTuple):
     nats: Tensor  # negative log-likelihood of hidden tokens
-    right: Tensor  # number of hidden tokens that have the highest score
+    right: Tensor  # number of correctly predicted hidden tokens
     gaps: Tensor
     pairs_right: Tensor  # number of correctly classified pairs
     pairs: Tensor
@@ -102,7 +102,6 @@ class MaskedTask(Task[_Batch, "TokenizedText"]):
         return self._judged(batch, Draws.of_content(batch[0], batch[2]))[1]
 
     def size(self, batch: _Batch) -> int:
-        """Returns the number of tokens."""
         return batch[0].numel()
 
     def expect_gaps(self, blocks: PieceBlocks, name: str) -> None:
@@ -219,7 +218,7 @@ def hide(
 def swap_parts(
     tokens: Tensor, types: Tensor, there: Tensor, draws: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Replaces the second part of half of the pairs with that of the previous sequence.
+    """Replaces the second part of about half of the pairs with that of the previous sequence.
 
     Args:
         tokens: ids, (batch, length). A batch of one sequence is not changed.

@@ -88,7 +88,6 @@ class OptimizerTask(Task[Tensor, object]):
             return _OptimizerSums.of(self._unroll(batch, self.burn_in + self.unroll, 0))
 
     def size(self, batch: Tensor) -> int:
-        """Returns the number of problems."""
         return len(batch)
 
     def name(self, batch: Tensor) -> str:
@@ -188,7 +187,6 @@ class PopulationTask(Task[Tensor, ProblemData]):
         return functions.to(batch.device), Populations(self.model, seeds, self.members)
 
     def size(self, batch: Tensor) -> int:
-        """Returns the number of problems."""
         return len(batch)
 
 

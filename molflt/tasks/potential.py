@@ -132,7 +132,7 @@ class PotentialTask(OfStructures, Task["Batch", "PotentialData"]):
         self.weights = energy_weight, force_weight, stress_weight
         if not any(self.weights):
             raise ValueError(
-                "task.energy_weight, force_weight and stress_weight are 0; expected one above 0"
+                "task.energy_weight, force_weight and stress_weight are 0; raise at least one"
             )
         self.kind = loss
         self.references = references

@@ -55,7 +55,7 @@ class SentenceTask(Task[_Batch, object]):
     """Cross-entropy of classes, or squared error of scores.
 
     Batches consist of ids, types and a mask of existing tokens, (batch, length) each, and labels,
-    (batch,). The correlation is Pearson's; for two classes, it equals that of Matthews.
+    (batch,). The correlation is Pearson's; for two classes, it equals Matthews' correlation.
 
     Args:
         model: `molflt.sequence.SequenceClassifier`.
@@ -105,7 +105,6 @@ class SentenceTask(Task[_Batch, object]):
         return loss / len(label), _LabelSums.of(told, label, loss)
 
     def size(self, batch: _Batch) -> int:
-        """Returns the number of sentences or pairs."""
         return len(batch[3])
 
     def summarize(self, totals: Tensor) -> dict[str, float]:

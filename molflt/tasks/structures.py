@@ -36,7 +36,7 @@ class OfStructures:
         of_adsorbates: bool = False,
     ) -> "ElementEnergies | None":
         """Stores element energies, fitted or read from a file, in a buffer of the model."""
-        # the annotation equals that of the tasks, because typing caches the first order of a union
+        # same annotation as in the tasks: typing caches a union in the order of its first use
         from ase.data import chemical_symbols
 
         if references in (None, "none"):
@@ -50,7 +50,7 @@ class OfStructures:
         return fit
 
     def check_data(self, data: "IS2REData | PotentialData") -> None:
-        """Raises ValueError for training data in validation, and elements without descriptors."""
+        """Raises ValueError for copies of training data in validation, or undescribed elements."""
         from molflt.data.structures.parts import element_faults
         from molflt.graph.heads import undescribed
 
@@ -60,9 +60,9 @@ class OfStructures:
             if faults := element_faults(dataset, beyond):
                 index, reason = next(iter(faults.items()))
                 raise ValueError(
-                    f"{dataset.path}: sid {int(dataset[index].sid)}: {reason} ({len(faults)} such "
-                    f"of {len(dataset)}); remove these structures from the file, or train with "
-                    "--model.descriptors false"
+                    f"{dataset.path}: sid {int(dataset[index].sid)}: {reason} ({len(faults)} "
+                    f"of {len(dataset)} structures); remove these structures from the file, or "
+                    "train with --model.descriptors false"
                 )
 
     def files(self) -> dict[str, bytes]:
@@ -72,7 +72,6 @@ class OfStructures:
         return {"references.json": (json.dumps(self._fitted, indent=2) + "\n").encode()}
 
     def size(self, batch: "Batch") -> int:
-        """Returns the number of atoms."""
         return int(batch.num_nodes)
 
     def name(self, batch: "Batch") -> str:

@@ -66,5 +66,4 @@ class TranslationTask(Task[_Batch, object]):
         return -smoothed.mean(), _TargetSums(*(part.double() for part in totals))
 
     def size(self, batch: _Batch) -> int:
-        """Returns the number of target tokens."""
         return int((batch[3] >= 0).sum())

@@ -67,7 +67,7 @@ class _Lines(Callback):
             return
         found = cast(_Module, pl_module).validation_metrics()
         measured = [name for name in self.metrics if math.isfinite(found.get(name, math.nan))]
-        # two metrics may be the same number, such as the measure and the accuracy
+        # the ranking metric may equal another metric, such as the accuracy
         values = list(dict.fromkeys(self.metrics[name].shown(found[name]) for name in measured))
         known = self.shown().items()
         rest = [f"{name} {text}" for name, text in known if name == "loss" or name[-2:] == "/s"]
@@ -138,7 +138,7 @@ class _StepBar(Callback):
 
 
 class _Averages(WeightAveraging):
-    """Moving average of weights. It keeps frozen weights, which Lightning's default rounds."""
+    """Moving average of weights that keeps frozen weights; Lightning's default rounds them."""
 
     def __init__(self, decay: float) -> None:
         def average(kept: Tensor, new: Tensor, _: int | Tensor) -> Tensor:
@@ -154,7 +154,7 @@ class _Averages(WeightAveraging):
 
     @property
     def state_key(self) -> str:
-        """Returns the key in checkpoints, the same as in earlier versions."""
+        """Returns the name that earlier versions also used in checkpoints."""
         return "EMAWeightAveraging"
 
 
@@ -203,7 +203,7 @@ class _BestWeights(Callback):
         found, step = module.validation_metrics(), trainer.global_step
         names = self.task.ranking(found)
         new, old = self._scores(found, names), self._scores(self.best, names)
-        # Accuracy is finite for any outputs, but the sums include the loss
+        # accuracy is always finite, but the sums include the loss
         finite = module.validation_is_finite and max(new) > -math.inf
         since = 0 if finite and new > old else int(self.best["since"]) + 1
         if finite and new >= old:
@@ -235,7 +235,7 @@ class _LastCheckpoint(Checkpoint):
 
     Checkpoints are saved after complete steps: after optimizer, schedule and averages, but before
     the validation of that step. A run killed during validation therefore repeats it. After the last
-    step, the checkpoint is saved when validation has finished. The first checkpoint is saved before
+    step, the checkpoint is saved after validation. The first checkpoint is saved before
     any weights, and always before the last step. Weights without a checkpoint therefore never
     belong to an interrupted run.
 
@@ -274,7 +274,7 @@ class _LastCheckpoint(Checkpoint):
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         for number in self._terminals:
-            if not os.isatty(number):  # closed: printing would fail
+            if not os.isatty(number):  # printing to a closed terminal would fail
                 os.dup2(os.open(os.devnull, os.O_WRONLY), number)
         if self.signum and signum != _HANGUP:  # a closed terminal may send several hangups
             raise KeyboardInterrupt  # on the second signal, do not wait for the step
@@ -321,14 +321,14 @@ class _LastCheckpoint(Checkpoint):
                 raise _Interrupted(signum, trainer.global_step)
 
     def on_validation_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
-        # several ranks may have different numbers of batches, so they agree at the end
+        # ranks may differ in their number of batches, so several ranks agree at the end
         if self.signum and trainer.world_size == 1 and trainer.global_step < trainer.max_steps:
             raise _Interrupted(self.signum, trainer.global_step)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.sanity_checking:
             return
-        if trainer.should_stop:  # after the last step, or by early stopping
+        if trainer.should_stop:  # after the last step or early stopping
             self._save(trainer)
         elif signum := self._agreed_signal(trainer):
             raise _Interrupted(signum, trainer.global_step)

@@ -113,8 +113,8 @@ def _clearer(
     """Returns an error that explains a lost process or an unsuitable checkpoint, or None."""
     if ddp and _LOST.search(str(error)) and not isinstance(error, ValueError):
         return ChildProcessError(
-            f"{folder.path}: another process of this training has ended; see its own message; the "
-            "last checkpoint is kept; to resume: molflt train "
+            f"{folder.path}: another process of this training has ended; see its error message; "
+            "the last checkpoint is kept; to resume: molflt train "
             f"--resume {shlex.quote(str(folder.path))}"
         )
     if not restoring or is_out_of_memory(error):
@@ -142,7 +142,7 @@ def _warn_of_slow_average(decay: float | None, max_steps: int) -> None:
     if first > 0.1:
         warnings.warn(
             f"trainer.ema_decay={decay:g} with trainer.max_steps={max_steps}: {first:.0%} of the "
-            "averaged weights, which are validated and kept, come from the first step; use "
+            "averaged weights, which are validated and saved, come from the first step; use "
             f"{max(0, 1 - 3 / max_steps):.3g} or less, or more steps",
             stacklevel=2,
         )

@@ -71,7 +71,7 @@ def check_ranges(options: Mapping[str, object]) -> None:
 
 
 def outside(key: str, value: object) -> str | None:
-    """Returns the interval of an option if it does not contain a number in the value, else None."""
+    """Returns the interval of an option if a number in the value lies outside it, else None."""
     interval = LIMITS.get(key, _ANY)
     low, high = (float(end) for end in interval[1:-1].split(","))
     for number in _numbers(value):

@@ -141,7 +141,7 @@ class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
     def on_train_start(self) -> None:
         """Recomputes the learning rate, because a resumed run may have more steps than before.
 
-        If the number of steps is the same, the rate equals that in the checkpoint bit for bit.
+        If the number of steps is unchanged, the rate equals that in the checkpoint bit for bit.
         """
         factor = self._lr_factor(self.global_step)
         for config in self.trainer.lr_scheduler_configs:
@@ -365,7 +365,7 @@ class _MetricsFile(Callback):
         loss /= batches
         speed = size / (time.perf_counter() - self._since)
         known = [name for name in self.names["train"] if name in metrics]
-        # the scheduler has already advanced; this row describes the steps before
+        # the scheduler has already advanced; this row describes the previous steps
         row = {
             "step": trainer.global_step,
             "lr": module.last_lr,

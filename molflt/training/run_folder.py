@@ -48,7 +48,7 @@ __all__ += ["check_config", "check_stopped", "draw_curve", "duration", "outcome"
 __all__ += ["read_provenance", "read_versions", "steps_of"]
 
 KEPT = (DOMAIN, "references.json", "vocabulary.json", "classes.json", "tokenizer.json")
-"""Files needed to interpret the weights; a run has those of its recipe."""
+"""Files needed to interpret the weights; each recipe writes some of them."""
 INIT_RECORD = "init.json"
 """File that describes the initial weights of a run."""
 
@@ -167,7 +167,7 @@ def _flat(config: Mapping[str, object]) -> Iterator[tuple[str, object]]:
 
 
 class RunFolder:
-    """Reads and writes the folder of a run; only the first process of a training writes.
+    """Reads and writes the folder of a run; only the first process of a training run writes.
 
     Args:
         path: the folder.
@@ -254,7 +254,7 @@ class RunFolder:
         return cast(Provenance, (self.checkpoint or {}).get("molflt", {}))
 
     def remember(self, domain: object) -> object:
-        """Stores and returns domain.json of the initial weights, from the checkpoint if resumed."""
+        """Stores domain.json of the initial weights; returns it, also for a resumed run."""
         kept = domain if self.checkpoint is None else self._was().get("initial")
         if kept is not None:
             self.provenance["initial"] = kept
@@ -273,7 +273,7 @@ class RunFolder:
             self.save_weights("last", weights, {"step": self.checkpoint["global_step"]})
 
     def start_steps(self, machine: Mapping[str, object]) -> None:
-        """Starts the clock, stores what affects rounding on this machine, and prints changes."""
+        """Starts the clock, stores settings that affect rounding, and reports changes to them."""
         self._begun = time.perf_counter()
         was = self._was().get("machine", {})
         differs = [
@@ -299,7 +299,7 @@ class RunFolder:
             clear_parts(folder)
         if self.checkpoint is None:
             path = self.path / _VERSIONS  # written first: it marks config.yaml as ours
-            # an interrupted start may have used other data, recipe or weights
+            # an interrupted start may have used other data, another recipe or other weights
             for name in {*KEPT, INIT_RECORD} - data_files.keys() if path.exists() else ():
                 (self.path / name).unlink(missing_ok=True)
             write_atomically(path, (json.dumps(_versions(), indent=2) + "\n").encode())
@@ -343,10 +343,10 @@ class RunFolder:
         """Appends a row to metrics.csv."""
         if self.writes:
             self._expect_held()
-            append(self.path / "metrics.csv", row)  # is on disk before later checkpoints
+            append(self.path / "metrics.csv", row)  # reaches the disk before later checkpoints
 
     def draw_curve(self, metrics: Mapping[str, Metric], best: str) -> None:
-        """Draws curve.png if metrics.csv has rows; a failure never hides an error of training."""
+        """Draws curve.png if metrics.csv has rows; a failure to draw never hides another error."""
         table, png = self.path / "metrics.csv", self.path / "curve.png"
         ending = sys.exception()
         try:
@@ -454,7 +454,7 @@ def duration(seconds: float) -> str:
 
 
 def outcome(run: Path, metrics: Mapping[str, Metric], steps: int, seconds: float) -> str:
-    """Returns the final message of a training run of `steps` steps in `seconds`."""
+    """Returns the final message of a training run that took `seconds` for `steps` steps."""
     best = best_of(run)
     known = "no validation with finite values"
     if best is not None:

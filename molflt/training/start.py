@@ -45,7 +45,7 @@ __all__ += ["recipe_of"]
 
 _MASKED = "masked_language"  # recipe of published encoders
 _MOST = 8  # names per printed line; init.json has them all
-_SHARED = "MOLFLT_RUN"  # passes the name of the run to the other processes of a training
+_SHARED = "MOLFLT_RUN"  # passes the name of the run to the other processes
 _LONGEST = 60  # characters
 
 
@@ -61,7 +61,7 @@ def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
 
 
 def _recipe_named(words: list[str]) -> str:
-    """Returns the recipe that a command line, or a file on it, names."""
+    """Returns the recipe named on a command line or in the files that it lists."""
     found = [DEFAULT, *_values_in("recipe", _values_of("--resume", words))]
     for name in _inits(words):
         with contextlib.suppress(ValueError, OSError):  # reported when the weights are read
@@ -134,7 +134,7 @@ class _TrainParser(ArgumentParser):
                 "remove one of the two"
             )
         own = Path(run).resolve()
-        # the key run in the file of a moved run is outdated
+        # in the file of a moved run, the key run is outdated
         others = [file for file in files if Path(file).resolve() != own / "config.yaml"]
         given = [*_values_in("run", others), *_values_of("--run", words)]
         if given and Path(given[-1]).resolve() != own:
@@ -255,10 +255,9 @@ class InitialWeights(NamedTuple):
 
 
 def recipe_of(weights: Path) -> str | None:
-    """Returns the recipe of a weights file outside a run from its header; None if unknown."""
+    """Reads the recipe from the header of a weights file outside a run; None if unknown."""
     if is_exported(weights):
-        recipe = exported_recipe(weights)
-        return recipe if isinstance(recipe, str) else None
+        return exported_recipe(weights)
     from molflt.sequence.published import is_transformers
 
     with safetensors.safe_open(weights, framework="pt") as file:
@@ -319,11 +318,11 @@ def _of_transformers(
 
 
 class _Transfer(NamedTuple):
-    """Tensors grouped by the way in which they are initialized."""
+    """Tensors grouped by their initialization."""
 
     loaded: dict[str, Tensor]
     new: dict[str, str]
-    """why each of these tensors keeps its random values, by name"""
+    """reasons for keeping the random values, by name of the tensor"""
     of_data: tuple[str, ...]
     """buffers computed from the new data"""
     left_over: dict[str, Tensor]
@@ -350,7 +349,7 @@ class Initializer:
         self._done: _Transfer | None = None
 
     def domain(self) -> tuple[str, object] | None:
-        """Returns a name for messages and the content of the source's domain.json.
+        """Returns a name for messages, and the content of domain.json of the source.
 
         A resumed run takes the content from its checkpoint. Returns None if there is no such file.
         """
@@ -372,7 +371,7 @@ class Initializer:
             )
 
     def files(self, model: nn.Module) -> dict[str, bytes]:
-        """Returns init.json as a dictionary of its name and content; empty without `init`."""
+        """Returns the content of init.json, keyed by its name; empty without `init`."""
         source, done = self._source, self._done
         if source is None or done is None:
             return {}

@@ -28,16 +28,16 @@ class TrainerOptions:
         max_epochs: total number of passes over the training data, as an alternative to max_steps.
             It is converted to steps and rounded up; the learning rate schedule uses these steps.
         precision: floating-point format of the computation.
-        accelerator: where to compute; auto uses a CUDA GPU if there is one.
+        accelerator: type of device; auto uses a CUDA GPU if one is available.
         devices: number of GPUs, or of processes on the CPU.
         strategy: ddp (distributed training), or auto, which uses ddp for several devices.
         gradient_clip: maximum norm of the gradient; null for no limit.
-        val_every: steps between validations; the last step is always followed by one.
-        checkpoint_every: steps between checkpoints; one is also saved before each validation.
+        val_every: number of steps between validations; one always follows the last step.
+        checkpoint_every: number of steps between checkpoints; one also precedes each validation.
         ema_decay: decay of an exponential moving average of the weights. Validation uses the
             averaged weights, and training saves them. null disables averaging. In the final
             average, the initial weights have the coefficient decay^max_steps.
-        log_every: steps between rows of metrics.csv.
+        log_every: number of steps between rows of metrics.csv.
         num_sanity: number of validation batches to run before training, as a check.
         accumulate: number of batches whose gradients are averaged for one step. A step then equals
             that of a larger batch, but needs only the memory of one small batch.

@@ -24,7 +24,7 @@ Prepare = Callable[[Path], object]
 
 
 def new(words: str, prepare: Prepare | None = None) -> Callable[[Path], None]:
-    """A new run on the shared data; {folder} is the empty folder, {run} the shared run."""
+    """Starts a run on the shared data; {folder} is the empty folder, {run} the shared run."""
 
     def call(folder: Path) -> None:
         own = words.format(folder=folder, run=tiny_run.shared_run())
