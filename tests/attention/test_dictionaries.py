@@ -19,7 +19,9 @@ from molflt.attention import (
     TOKEN_MIXERS,
     make_position,
 )
-from molflt.attention.spectra import Gaussian, InversePower, ShiftInvariant
+from molflt.attention.nodes import DensityNodes
+from molflt.attention.positions import SpectralPosition
+from molflt.attention.spectra import Gaussian, InversePower, Laplace, ShiftInvariant
 from molflt.attention.spectra.inverse_power import POWERS
 
 
@@ -49,6 +51,16 @@ def test_nodes_give_the_mask(rule, dim):
     contract.check_nodes(rule, dim)
 
 
+def test_kernels_propose_nodes_for_other_spectra():
+    """As documented for splines, with bounded weights; the mask is the mean over draws."""
+    spectrum, z = make("smooth_local", 1, dim=1), torch.linspace(0, 6, 5, dtype=torch.float64)
+    nodes = DensityNodes(Laplace(1, 1), 20_000, shared=False).double()
+    assert nodes.proposal.log_length.requires_grad and not nodes.proposal.amplitude.requires_grad
+    left, right = SpectralPosition(spectrum, nodes).factors(z[None, :, None], 0 * z[None, :1, None])
+    error = (left @ right.mT)[0, 0, :, 0] - spectrum.mask(z[None, :, None])[0, 0]
+    assert error.abs().max() < 0.05 * spectrum.mask(z[None, :1, None]).abs().max()
+
+
 REDRAWN = {
     **{f"map {name}": lambda make=make: make(8, 2) for name, make in FEATURE_MAPS.items()},
     **{f"rows {name}": lambda make=make: make(2, 20, 7) for name, make in PROJECTIONS.items()},
@@ -57,6 +69,7 @@ REDRAWN = {
         for name, rule in NODES.items()
         if rule.random
     },
+    "mask": lambda: make_position("spectral", 2, 8),
     "low rank": lambda: make_position("low_rank", 2, 8, max_tokens=9, rank=3),
     "sines": lambda: make_position("sine_spe", 2, 8),
     "convolutions": lambda: make_position("conv_spe", 2, 8, max_tokens=9),

@@ -252,6 +252,13 @@ def test_floor_is_that_of_the_sum_in_every_form(feature_map, monkeypatch):
     torch.testing.assert_close(linear(x), expected, **EXACT)
 
 
+def test_sums_over_no_keys_are_zero():
+    cross, x = CrossAttention(DIM, HEADS).double(), tokens()
+    found = cross.recall(x, cross.remember(x[:, :0]))
+    torch.testing.assert_close(found, cross.to_out.bias.expand_as(x), **EXACT)
+    assert layer("linear", causal=True)(x[:, :0]).shape == (2, 0, DIM)
+
+
 def test_floor_gradient_is_that_of_the_normalizer():
     """Includes the decay of a gate, which is part of the scale."""
     draw = torch.manual_seed(0)

@@ -336,6 +336,14 @@ def test_orthogonal_noise_gives_the_kernel_exactly(kind, gated):
 
 
 @KINDS
+def test_each_sequence_has_its_own_positions(kind):
+    spe, (q, k) = noisy(kind), qk(4)
+    r = torch.cat((count(4, start=1), count(4, start=5)))
+    alone = [logits(spe, r[i : i + 1], q[i : i + 1], k[i : i + 1]) for i in range(2)]
+    torch.testing.assert_close(logits(spe, r, q, k), torch.cat(alone), **EXACT)
+
+
+@KINDS
 def test_a_saturated_gate_has_finite_gradients(kind):
     spe = noisy(kind, 4)
     with torch.no_grad():

@@ -117,6 +117,18 @@ def test_defaults_of_batch_cell_and_pbc(kind):
     close([alone], run(layer, [molecule]))
 
 
+@pytest.mark.parametrize("kind", [kind for kind in FEW if kind.near], ids=str)
+def test_gradients_by_torch_func(kind):
+    layer, given = kind.build(), collated([graph("crystal", 5)])
+
+    def energy(pos: Tensor) -> Tensor:
+        return layer(**{**given, "pos": pos}).square().sum()
+
+    pos = given["pos"].clone().requires_grad_()
+    expected = torch.autograd.grad(energy(pos), pos)[0]
+    close([torch.func.grad(energy)(given["pos"])], [expected])
+
+
 @pytest.mark.parametrize("kind", [*FEW, kinds("softmax")[0]], ids=str)
 def test_redraw_load_and_copy(kind):
     layer, graphs = kind.build(), mixed()

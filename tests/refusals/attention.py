@@ -7,16 +7,30 @@ import torch
 from torch import Tensor
 
 from molflt.attention import (
+    FEATURE_MAPS,
+    PROJECTIONS,
     TOKEN_MIXERS,
     Attention,
+    Block,
+    Features,
     Stack,
     convert_weights_,
     make_position,
+    suggest_nodes,
 )
-from molflt.attention.nodes import ShellNodes
+from molflt.attention.encodings import Bias
+from molflt.attention.features.base import Operand, Projected
+from molflt.attention.mixing.toeplitz import toeplitz
+from molflt.attention.nodes import GaussianNodes, ShellNodes
+from molflt.attention.nodes.lattice import Lattice
+from molflt.attention.nodes.mesh import Mesh
 from molflt.attention.nodes.reciprocal import reciprocal_nodes
-from molflt.attention.positions.grid import LowRankPosition, ToeplitzPosition
+from molflt.attention.positions.gaussian_bias import GaussianBias
+from molflt.attention.positions.grid import BucketedPosition, LowRankPosition, ToeplitzPosition
+from molflt.attention.positions.rotary import RotaryPosition
+from molflt.attention.positions.spectral import SpectralPosition
 from molflt.attention.positions.stochastic import ConvSPE
+from molflt.attention.spectra import GaussianBasis, InversePower, Matern, ShellWeights
 from refusals import Refusal
 
 DIM, HEADS = 16, 2
@@ -54,6 +68,9 @@ ODD = torch.tensor([[[0.0], [1.5], [2.0]]])
 BEYOND = torch.tensor([[[0.0], [-1.0], [2.0]]])
 MASK = torch.ones(1, 5, dtype=torch.bool)
 CELL, PERIODIC = 7 * torch.eye(3).repeat(2, 1, 1), torch.tensor([[1, 1, 1], [1, 1, 0]]).bool()
+BIAS = Bias(torch.zeros(1, HEADS, 5, 5))
+PROJECTED = Projected(torch.ones(1, 2, 5, 3), torch.ones(1, 2, 5, 1))
+PHI = Features(torch.ones(1, HEADS, 4, 2))
 FLAT = torch.stack((CELL[0], torch.tensor([[7.0, 0, 0], [14.0, 1e-9, 0], [0, 0, 8.0]])))
 
 
@@ -66,6 +83,28 @@ def shells(option: str, expected: str, got: str, *sizes: Any, **options: Any) ->
     return refused(lambda: ShellNodes(*sizes, **options), option, expected, got)
 
 
+def polynomial(option: str, expected: str, got: str = "", **options: Any) -> Refusal:
+    given = {"dim": 32, "heads": 2, "feature_map": "polynomial", **options}
+    return refused(lambda: Attention(**given), option, expected, got)
+
+
+def stack_of(shared: Any, mixer: Any) -> Stack:
+    return Stack.of([Block(mixer, 24)], shared)
+
+
+def kernel_of(shape: tuple[int, ...], key: Features = PHI, **options: Any) -> Any:
+    assert key.values is not None
+    return toeplitz(PHI, key, key.values, torch.zeros(HEADS, *shape), **options)
+
+
+def weighted_shells(**options: Any) -> ShellNodes:
+    return ShellNodes(5.0, 0.3, normalized=True, **options)
+
+
+def shell_weights() -> ShellWeights:
+    return ShellWeights(2, weighted_shells().shell_radius)
+
+
 def converted(source: dict[str, Any], target: dict[str, Any]) -> Callable[[], object]:
     return lambda: convert_weights_(
         Attention(**{"dim": 32, "heads": 2, **source}),
@@ -76,11 +115,34 @@ def converted(source: dict[str, Any], target: dict[str, Any]) -> Callable[[], ob
 ROWS = [
     # options of a layer
     refused(lambda: layer(mixing="fast"), "mixing", "quadratic", "'fast'"),
+    refused(lambda: Attention(DIM, 3), "dim=16", "multiple", "heads=3"),
+    refused(lambda: layer(num_features=0), "num_features", "at least 1", "0"),
+    refused(lambda: layer(dropout=2.0), "dropout", "[0, 1)", "2.0"),
+    refused(lambda: layer(floor=-1.0), "floor", "at least 0", "-1.0"),
+    refused(lambda: layer("spectral"), "position", "make_position", "'spectral'", TypeError),
+    refused(lambda: layer(position("toeplitz"), causal=True, gate=True), "gate", "state", "Toep"),
     refused(lambda: layer(gate=True), "gate=True", "causal=True"),
     refused(lambda: layer(position("gaussian_bias")), "mixing", "softmax", "'linear'"),
     # options without effect
     refused(lambda: layer(feature_map="elu", num_features=8), "num_features=8", "no effect", "Elu"),
+    refused(lambda: layer(normalize="none", floor=0.1), "floor=0.1", "no effect", "'none'"),
+    refused(lambda: layer(normalize="unmasked"), "normalize", "no effect"),
     # inputs of a layer
+    refused(lambda: layer()(X, encoding=BIAS), "Bias", "softmax", "'linear'"),
+    refused(lambda: layer(mixing="softmax").sums(X), "softmax", "weights()"),
+    refused(lambda: layer()(X, encoding=position()("linear", R, R)), "Factors", "8", "40 wide"),
+    refused(
+        lambda: layer(position())(X, R, encoding=position()("linear", R, R)), "positions", "one"
+    ),
+    refused(
+        lambda: layer(mixing="softmax")(X[:, :4], encoding=BIAS), "encoding", "4 queries", "(5, 5)"
+    ),
+    refused(
+        lambda: layer(mixing="softmax")(X, encoding=RotaryPosition(8)("", line(4), line(4))),
+        "encoding",
+        "4 positions",
+        "5 tokens",
+    ),
     refused(lambda: layer(position())(X, R[..., 0]), "positions", "(batch", "(1, 5)"),
     refused(lambda: layer()(X, key_mask=MASK[:, :3]), "key_mask", "(1, 5)", "(1, 3)"),
     refused(lambda: layer()(X, key_weight=-X[..., 0]), "key_weight", "finite", "-1"),
@@ -92,7 +154,23 @@ ROWS = [
     # stacks
     refused(lambda: stack(num_feature=3), "'num_feature'", "num_features", error=TypeError),
     refused(lambda: stack(mixer="fourier", causal=True), "mixer", "causal=False", "True"),
+    refused(lambda: Stack.of([]), "block", "at least one"),
+    refused(lambda: stack_of(None, layer(position())), "block 0", "none", "SpectralPosition"),
+    refused(lambda: stack_of(position(), TOKEN_MIXERS["fourier"](DIM)), "Spectral", "attention"),
+    refused(lambda: stack(mixer="fourier").decode(X), "FourierMixer", "causal attention"),
+    # feature maps
+    polynomial("degree", "2 or 3", "4", degree=4),
+    polynomial("num_features=153", "18 to 152", num_features=153),
+    polynomial("degree 3", "16384", "47905", degree=3, heads=1, dim=64),
+    refused(lambda: PROJECTIONS["sobol"](1, 1, 21202), "dim", "21201", "21202"),
+    refused(
+        lambda: Operand(FEATURE_MAPS["elu"](4, 2), torch.ones(1, 2, 5, 4), PROJECTED).features(),
+        "feature map",
+        "factors",
+        "projections",
+    ),
     # conversion of weights
+    refused(lambda: convert_weights_(torch.nn.Linear(3, 3), layer()), "Linear and Attention"),
     refused(
         lambda: convert_weights_(layer(), Attention(32, 2)),
         "to_query.weight",
@@ -104,11 +182,27 @@ ROWS = [
     refused(
         lambda: TOKEN_MIXERS["dense"](DIM, 4)(X, key_mask=MASK), "max_tokens=4", "at most", "5"
     ),
+    refused(lambda: TOKEN_MIXERS["fourier"](DIM)(X[0]), "x", "(batch, tokens, 16)", "(5, 16)"),
     # positions by name
+    refused(lambda: position(width=1.0), "width", "num_gaussians"),
+    refused(
+        lambda: position(spectrum="shell_weights", nodes="sobol"), "nodes='shells'", "", "'sobol'"
+    ),
     refused(lambda: position("toeplitz", radius=3), "radius", "max_tokens", "'toeplitz'"),
     refused(lambda: position(sampled=False, num_nodes=8), "num_nodes", "no effect", "softmax"),
     # positions on a grid
     refused(lambda: ToeplitzPosition(2, 4)("linear", line(), line()), "5 tokens", "4 places"),
+    refused(lambda: ToeplitzPosition(2, 4)("softmax", line(), line()), "differ", "at most 3", "4"),
+    refused(lambda: BucketedPosition(2, num_buckets=31), "num_buckets=31", "equally many"),
+    refused(lambda: RotaryPosition(8).width(16), "head_dim=8", "same", "16"),
+    refused(lambda: GaussianBias(2, std_range=(0.0, 1.0)), "std_range", "above 0", "(0.0, 1.0)"),
+    refused(lambda: kernel_of((8,)), "log_kernel", "(heads, 7)", "(2, 8)"),
+    refused(
+        lambda: kernel_of((3, 5), Features(torch.ones(1, HEADS, 6, 2)), causal=True),
+        "causal",
+        "causal=False",
+        "4 and 6",
+    ),
     refused(lambda: LowRankPosition(2, max_tokens=8, rank=9), "rank=9", "max_tokens=8"),
     refused(lambda: position("low_rank")("linear", BEYOND, BEYOND), "positions", "[0, 9)", "-1"),
     refused(
@@ -119,7 +213,36 @@ ROWS = [
     ),
     # spectra and nodes
     shells("degree", "at most 131", "133", 100.0, 1.0),
+    shells("dim", "1, 2 or 3", "4", 5.0, 0.3, dim=4),
+    shells("radial", "'gauss' in two", "'midpoint'", 5.0, 0.3, dim=2, radial="midpoint"),
+    shells("degrees", "3, one per shell", "2", 5.0, 0.3, 3, degrees=[3, 5]),
+    refused(lambda: ShellNodes(5.0, 0.3).log_density(R), "ShellNodes", "density"),
+    refused(lambda: GaussianNodes(2, sigma="a"), "sigma", "number", "'a'", TypeError),
+    refused(lambda: GaussianBasis(2, width_range=(5.0, 1.0)), "width_range", "smallest", "(5.0"),
+    refused(lambda: InversePower(3, 1.0), "power", "1, 2, 4, 6", "3"),
+    refused(lambda: Matern(2, nu=2.0), "nu", "0.5, 1.5 or 2.5", "2.0"),
+    refused(lambda: position(nodes="density"), "density", "kernel", "GaussianBasis"),
+    *(
+        refused(lambda g=g, nodes=nodes: SpectralPosition(g(), nodes()), *words)
+        for g, nodes, *words in (
+            (shell_weights, lambda: GaussianNodes(2), "ShellWeights", "GaussianNodes"),
+            (shell_weights, lambda: weighted_shells(num_shells=7), "radii", "3", "7"),
+            (lambda: GaussianBasis(2), weighted_shells, "ShellWeights", "GaussianBasis"),
+            (lambda: GaussianBasis(2, dim=2), lambda: GaussianNodes(2), "2 dimensions", "3"),
+        )
+    ),
+    refused(lambda: suggest_nodes(2.5, 1.0, widest=0.5), "widest", "width=1", "0.5"),
+    refused(lambda: suggest_nodes(2.5, 1.0, 1e-7), "tol", "1e-6", "1e-07"),
+    refused(lambda: suggest_nodes(10.0, 1.0, 3e-2), "tol", "0.035", "0.03"),
+    refused(
+        lambda: Mesh.of(Lattice.of(1e4 * CELL, PERIODIC | True), 0, 0.3, 5),
+        "mesh points",
+        "graph 0",
+    ),
     # cells
+    cells("extent", "free_extent", "graph 1", extent=None),
+    cells("extent", "(2, 3)", "(2,)", extent=torch.zeros(2)),
+    cells("cell", "(graphs, 3, 3)", "(3, 3)", cell=CELL[0]),
     cells("max_frequency", "reduce", "graph", max_frequency=1e4),
     cells("pbc", "linearly independent", "graph 1", cell=FLAT),
 ]

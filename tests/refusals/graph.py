@@ -9,7 +9,9 @@ from torch_geometric.data import Data
 
 from molflt.graph import EnergyRegressor, GraphAttention, PBCRadiusGraph, Potential
 from molflt.graph.computation import EnergyComputation
+from molflt.graph.geometry import Geometry
 from molflt.graph.mesh import use_mesh_
+from molflt.graph.neighbors import neighbor_list
 from refusals import Refusal
 
 Words = tuple[str, ...]
@@ -43,6 +45,14 @@ LAYERS: list[tuple[dict[str, Any], *Words]] = [
     ({"periodic": "yes"}, "periodic", "reciprocal", "'yes'"),
     ({"causal": True}, "causal", "not ordered"),
     ({"periodic": "reciprocal", "feature_map": "elu"}, "'elu'", "projections", "use one of"),
+    ({**MULTIPLIES, "near_field": 0.1}, "near_field", "above 0.2", "0.1"),
+    ({"near_exact": True}, "near_exact", "without near_field"),
+    (
+        {**NEAR, "periodic": "reciprocal", "position_options": {"spectrum": "gaussian_mixture"}},
+        *("near_field", "isotropic", "GaussianMixture"),
+    ),
+    ({**MESH, "mixing": "softmax"}, "periodic='mesh'", "kernel that multiplies", "softmax"),
+    ({**MESH, "position_options": {"spectrum": "gaussian_mixture"}}, "mesh", "", "GaussianMixture"),
     ({**NEAR, "periodic": "images"}, "near_field", "'reciprocal'", "Images"),
     ({**NEAR, "mixing": "softmax"}, "near_exact", "mixing='softmax'"),
     ({**MESH, "mesh_order": 7}, "mesh_order", "4, 5, 6, 8", "7"),
@@ -52,6 +62,11 @@ LAYERS: list[tuple[dict[str, Any], *Words]] = [
 REGRESSORS: list[tuple[dict[str, Any], *Words]] = [
     ({"neighbor_cutoff": NAN}, "neighbor_cutoff", "positive", "nan"),
     ({"message_pairs": "all"}, "message_pairs", "without messages"),
+    (
+        {"messages": 1, "message_pairs": "adsorbate", "readout": "all"},
+        *("message_pairs", "energies of adsorbates", "readout='all'"),
+    ),
+    ({"move_atoms": True}, "move_atoms", "2 passes or more", "refinements=1"),
     ({"far_field": False, "near_field": 0}, "far_field", "leave one out", "near_field=0"),
 ]
 
@@ -66,6 +81,8 @@ POTENTIALS: list[tuple[dict[str, Any], *Words]] = [
     ({"position_options": {"positive": False}}, "position_options", "positive=True"),
     ({"position_options": {"spectrum": "matern"}}, "position_options", "gaussian_basis"),
     ({"long_range": [1], "long_range_smearing": 2.0}, "smearing", "below 1.41", "2"),
+    ({"long_range": [1, 1]}, "powers", "each once", "[1, 1]"),
+    ({"total_charge": True, "long_range": [6]}, "total_charge", "power 1", "[6]"),
 ]
 
 # class, misspelt option, expected
@@ -78,6 +95,10 @@ MISSPELT: list[tuple[Callable[..., object], dict[str, Any], *Words]] = [
 LAYER_INPUT: list[tuple[dict[str, Any], *Words]] = [
     ({"x": torch.zeros(6, 4)}, "x must have shape", "(atoms, 16)", "(6, 4)"),
     ({"pos": 1e8 * POS}, "pos", "within 100000 Å", "atom 0"),
+    ({"pos": ZEROS.long()}, "pos", "real numbers", "torch.int64"),
+    ({"pos": ZEROS.to(META)}, "pos", "cpu", "meta"),
+    ({"pbc": torch.ones(3)}, "pbc", "bool", "torch.float32"),
+    ({"cell": NAN * CELL}, "cell", "finite", "NaN"),
     ({"cell": None, "pbc": None}, "cell, (graphs, 3, 3), Å", "pbc of False"),
     ({"batch": (0 * ONE).to(META)}, "batch", "on cpu", "on meta"),
     ({"batch": torch.tensor([0, 1, 0, 1, 1, 1])}, "batch", "ascending", "after a later one"),
@@ -90,7 +111,9 @@ DATA: list[tuple[dict[str, Any], *Words]] = [
     ({"atomic_numbers": None}, "atomic_numbers", "int64", "cell, fixed, pbc, pos, tags"),
     ({"atomic_numbers": ONE.float()}, "atomic_numbers", "whole numbers", "torch.float32"),
     ({"atomic_numbers": 0 * ONE}, "atomic_numbers", "1 to 118", "0"),
+    ({"atomic_numbers": ONE[:3]}, "atomic_numbers", "(6,)", "(3,)"),
     ({"tags": 3 * ONE}, "tags", "0 to 2", "3"),
+    ({"charge": torch.tensor([2.0, 0.0])}, "charge", "(1,)", "(2,)"),
     ({"fixed": ONE.float()}, "fixed", "bool", "torch.float32"),
     ({"pos": torch.full((6, 3), NAN)}, "pos", "finite", "nan"),
     ({"cell": None}, "pbc is True", "cell", "None"),
@@ -110,6 +133,19 @@ def net(given: object) -> Callable[[Any], object]:
     return lambda _: EnergyRegressor(**SMALL, readout="all")(given)
 
 
+def without_descriptors(_: object) -> None:
+    model = EnergyRegressor(**SMALL, descriptors=True)
+    model(data(atomic_numbers=10 * ONE))
+
+
+def traced(_: object) -> None:
+    torch.jit.trace(GraphAttention(16, 2), (torch.zeros(6, 16), POS), check_trace=False)
+
+
+def thin(_: object) -> None:
+    neighbor_list(Geometry.of(POS, cell=torch.diag(torch.tensor([1.0, 1.0, 1e9]))), 0.6)
+
+
 ROWS = [
     *(
         Refusal(lambda _, o=o: GraphAttention(**{"dim": 16, "heads": 2, **o}), *w)
@@ -126,6 +162,13 @@ ROWS = [
     *(Refusal(net(given), "Data", "make_record", error=TypeError) for given in NO_DATA),
     Refusal(lambda _: PBCRadiusGraph(1.0)(Data(pos=ZEROS[:, :2])), "pos", "(atoms, 3)", "(6, 2)"),
     Refusal(lambda _: EnergyComputation(EnergyRegressor(**SMALL, periodic="images")), "exported"),
+    Refusal(layer({"x": [[1.0, 2.0]]}), "x", "torch.Tensor", "list", TypeError),
+    Refusal(without_descriptors, "descriptors", "", "element 10"),
+    Refusal(traced, "torch.jit.trace", "torch.export"),
+    Refusal(thin, "graph 0", "units", "one direction"),
+    Refusal(
+        lambda _: neighbor_list(Geometry.of(POS)._replace(pos=NAN * POS), 3.0), "graph 0", "finite"
+    ),
     Refusal(
         lambda _: use_mesh_(EnergyRegressor(**SMALL, periodic="none", near_field=0)), "mesh_order=5"
     ),
