@@ -1,14 +1,14 @@
-"""Compare direct prediction with relaxation by a potential on IS2RE: errors and cost.
+"""Compare direct prediction of relaxed energies with relaxation by a potential.
 
     python scripts/make_data.py DATA --calculator emt --frames true
     python scripts/by_relaxation.py DATA --direct runs/is2re --potential runs/potential \\
         --out runs/by-relaxation --splits val_id val_ood_both --count 200
 
-The potential predicts the total energies in DATA/frames/SPLIT.extxyz. They are converted to
-adsorption energies with the difference of both labels of a system, the energy of the clean slab and
-the references. Writes by_relaxation.md and .csv, and a line per relaxed system to
-SPLIT/relaxed.jsonl. With the same options, weights and data, the command continues after an
-interruption.
+The potential predicts total energies, such as those in DATA/frames/SPLIT.extxyz. Subtracting the
+energy of the clean slab and the references converts them to adsorption energies. For each system,
+this difference is the difference of its two labels. Writes errors and cost to by_relaxation.md and
+by_relaxation.csv, and a line per relaxed system to SPLIT/relaxed.jsonl. After an interruption, the
+same command continues if weights and data have not changed.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from molflt.training.checkpoint import find, load_run, weights_digest, weights_o
 
 
 def offsets(frames: Path, dataset: Structures) -> dict[int, float]:
-    """Total energy of the last frame minus adsorption energy of each system, eV, by sid."""
+    """Returns the last total energy minus the adsorption energy, eV, by sid."""
     if not frames.is_file():
         raise FileNotFoundError(f"{frames}: no such file; see scripts/make_data.py --frames true")
     totals = {
@@ -45,7 +45,7 @@ def offsets(frames: Path, dataset: Structures) -> dict[int, float]:
     }
     missing = [int(record.sid) for record in dataset if int(record.sid) not in totals]
     if missing:
-        raise ValueError(f"{frames}: no frame of sid {missing[0]} ({len(missing)} such)")
+        raise ValueError(f"{frames}: no frames for {len(missing)} systems, as for {missing[0]}")
     return {int(r.sid): totals[int(r.sid)] - float(r.y_relaxed) for r in dataset}
 
 
@@ -56,7 +56,7 @@ def relax_all(
     calculator: Calculator,
     options: argparse.Namespace,
 ) -> Rows:
-    """A row per system; rows of earlier starts are read from the file."""
+    """Returns a row for each system; rows of earlier calls are read from the file."""
     kept = path.read_text().splitlines() if path.exists() else []
     rows: Rows = [json.loads(line) for line in kept]
     known = {row["sid"] for row in rows}
@@ -77,7 +77,7 @@ def relax_all(
 def compare(
     split: str, model: nn.Module, calculator: Calculator, options: argparse.Namespace
 ) -> Rows:
-    """A row for each way."""
+    """Returns a row for direct prediction and one for relaxation."""
     store, frames = split_path(options.data, split), options.data / "frames" / f"{split}.extxyz"
     dataset = open_dataset(store)
     own = offsets(frames, dataset)

@@ -1,4 +1,4 @@
-"""Inputs of docs/results/certificate.md: training frames, and networks with random weights.
+"""Make the inputs of docs/results/certificate.md: frames, and networks with random weights.
 
 python scripts/certificate.py FOLDER   # writes FOLDER/train.extxyz and FOLDER/val_id.extxyz
 PYTHONPATH=scripts python -m molflt.certify certificate:mace --elements Cu O C H
@@ -17,7 +17,7 @@ from ase.calculators.singlepoint import SinglePointCalculator
 
 
 def frames(count: int = 300) -> list[Atoms]:
-    """Crystals, molecules and slabs of Cu, O, C and H with results of EMT."""
+    """Returns crystals, molecules and slabs of Cu, O, C and H with EMT energies and forces."""
     rng, found = np.random.default_rng(0), []
     for k in range(count):
         if k % 3 == 0:
@@ -40,7 +40,7 @@ def frames(count: int = 300) -> list[Atoms]:
 
 
 def mace() -> Calculator:
-    """MACE, random weights; mace-torch 0.3.16, which must be imported before e3nn."""
+    """Returns MACE with random weights; mace-torch 0.3.16 must be imported before e3nn."""
     import torch
     from mace.calculators import MACECalculator
     from mace.modules import ScaleShiftMACE, interaction_classes
@@ -73,7 +73,7 @@ def mace() -> Calculator:
 
 
 def torchani() -> Calculator:
-    """A network of TorchANI 2.9 for H, C, N and O, random weights."""
+    """Returns a network of TorchANI 2.9 for H, C, N and O with random weights."""
     import torch
     from torchani.arch import simple_ani
 

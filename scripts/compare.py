@@ -1,4 +1,4 @@
-"""Train variants of a configuration with several seeds, and compare mean and sd over seeds.
+"""Train variants of a configuration with several seeds, and compare their metrics.
 
     python scripts/compare.py --config configs/demo.yaml --out runs/compare --jobs 2
     python scripts/compare.py --config configs/lm/wikitext2.yaml --out runs/lm \\
@@ -6,9 +6,10 @@
     python scripts/compare.py ... -- --trainer.max_steps 600      # options for every training run
     python scripts/compare.py ... -- --init runs/gaps/{variant}/seed{seed}
 
-A variant is a file of options, with changes behind commas. {variant} and {seed} are replaced in the
-options for every training run. Evaluates every run, and writes comparison.md, .csv and .png. The
-same command continues an interrupted comparison.
+A variant is a configuration file, followed by changes that are separated by commas. In the options
+for every training run, {variant} and {seed} are replaced. Every run is evaluated. Writes the mean
+and the standard deviation over seeds to comparison.md and comparison.png, and the results of all
+runs to comparison.csv. After an interruption, the same command continues.
 """
 
 import argparse
@@ -31,7 +32,7 @@ from molflt.training.config import read_config
 from molflt.training.run_folder import read_provenance
 
 PAPERS = [f"configs/atoms/{name}.yaml" for name in ("flt", "performer", "softmax-mask", "softmax")]
-# heading and digits of the compared numbers, by their name in results.json
+# Heading and number of digits of each metric in results.json.
 MEASURES = {
     "mae_eV": ("MAE, eV", 4),
     "bleu": ("BLEU", 2),
@@ -51,7 +52,7 @@ LARGE_IS_GOOD = ("bleu", *(name for name in MEASURES if name.endswith("_percent"
 
 
 def words_of(variant: str) -> list[str]:
-    """Options of a variant FILE.yaml[,key=value ...]."""
+    """Returns the options of a variant FILE.yaml[,key=value ...]."""
     path, *changes = variant.split(",")
     if not path.endswith(".yaml"):
         raise ValueError(f"variant {variant!r}: expected FILE.yaml[,key=value ...]")
@@ -59,7 +60,7 @@ def words_of(variant: str) -> list[str]:
 
 
 def name_of(variant: str) -> str:
-    """Folder and row of a variant: configs/lm/flt.yaml,model.dropout=0.1 -> flt,dropout=0.1."""
+    """Returns the name of a variant: lm/flt.yaml,model.dropout=0.1 is named flt,dropout=0.1."""
     path, *changes = variant.split(",")
     parts = (change.partition("=") for change in changes)
     own = [f"{key.rpartition('.')[2]}{equals}{value}" for key, equals, value in parts]
@@ -67,7 +68,7 @@ def name_of(variant: str) -> str:
 
 
 def job_of(options: argparse.Namespace, variant: str, seed: int) -> Job:
-    """Identity of a run, which is stored in its folder."""
+    """Returns the description of a run that is stored in its folder."""
     words = words_of(variant)
     files = [options.config, *(Path(word) for word in words if word.endswith(".yaml"))]
     own = {"variant": name_of(variant), "seed": str(seed)}
@@ -82,16 +83,16 @@ def job_of(options: argparse.Namespace, variant: str, seed: int) -> Job:
 
 
 def work(run: Path, job: Job, threads: int, evaluation: tuple[str, ...] = ()) -> None:
-    """Trains or resumes one run, and evaluates it with these options."""
+    """Trains or resumes a run, and evaluates it with the options `evaluation`."""
     if (run / "results.json").exists():
         return
     train = ["train", "--config", job["config"], "--run", str(run), *job["words"]]
     if (run / "checkpoints" / "last.ckpt").exists():
         train = ["train", "--resume", str(run)]
     else:
-        shutil.rmtree(run / "checkpoints", ignore_errors=True)  # stopped before the first
+        shutil.rmtree(run / "checkpoints", ignore_errors=True)  # it contains no checkpoint
     evaluate = ["evaluate", str(run), *evaluation]
-    # --resume refuses a run that was stopped early
+    # A run that was stopped early cannot be resumed.
     for words in (evaluate,) if read_provenance(run).get("stopped") else (train, evaluate):
         run_logged([sys.executable, "-m", "molflt", *words], run / "log.txt", threads)
 
@@ -99,7 +100,7 @@ def work(run: Path, job: Job, threads: int, evaluation: tuple[str, ...] = ()) ->
 def work_all(
     jobs: dict[Path, Job], options: argparse.Namespace, evaluation: tuple[str, ...] = ()
 ) -> int:
-    """Trains and evaluates all runs, several at a time. Returns 1 if one failed."""
+    """Trains and evaluates all runs, several at a time. Returns 1 if a run failed."""
     for run, job in jobs.items():
         prepare(run, job)
     works = [partial(work, run, job, options.threads, evaluation) for run, job in jobs.items()]
@@ -107,17 +108,17 @@ def work_all(
 
 
 def expect_same_data(runs: list[Path]) -> None:
-    """Refuses to average over runs with different data."""
+    """Raises ValueError if the runs were trained on different data."""
     every = {run: read_provenance(run).get("data") for run in runs}
-    known = {run: data for run, data in every.items() if data}  # earlier versions lack it
+    known = {run: data for run, data in every.items() if data}  # not in runs of earlier versions
     first = next(iter(known), None)
     for run, data in known.items():
         if data != known[first]:
-            raise ValueError(f"{run}: was trained on other data than {first}; remove one of them")
+            raise ValueError(f"{run}: trained on different data than {first}; remove one of them")
 
 
 def collect(out: Path, kind: str, among: list[str], seeds: list[int]) -> Rows:
-    """One row per finished run and split, from results.json; `kind` is the label of the name."""
+    """Returns a row for each finished run and split; `kind` is the key of the name."""
     rows = []
     for name in among:
         for seed in seeds:
@@ -128,13 +129,13 @@ def collect(out: Path, kind: str, among: list[str], seeds: list[int]) -> Rows:
 
 
 def values(rows: Rows, measure: str, **labels: object) -> list[float]:
-    """A measure by seed; empty if it is null in one, to avoid a misleading mean."""
+    """Returns the values of a metric; empty if one is null, because the mean would mislead."""
     found = [row.get(measure) for row in pick(rows, **labels)]
     return [] if None in found else found
 
 
 def table(rows: Rows, measure: str, out: Path) -> str:
-    """Markdown: the measure of each split, EwT of val_id, and the ratio of FLT to Performer."""
+    """Returns the metric of each split, EwT on val_id, and the ratio of FLT to Performer."""
     splits, energies = names(rows, "split"), measure == "mae_eV"
     label, digits = MEASURES[measure]
     head = ["variant", "parameters", "seeds", *(f"{split} {label}" for split in splits)]
@@ -169,7 +170,7 @@ def table(rows: Rows, measure: str, out: Path) -> str:
 
 
 def _of_mean(runs: list[Path], splits: list[str]) -> list[object]:
-    """A line of the table for the mean energies of several runs."""
+    """Returns a line of the table for the mean energies of several runs."""
     found = {split: errors_of_mean(runs, split) for split in splits}
     cells = ["–" if own is None else f"{own[0]:.4f}" for own in found.values()]
     known = found.get("val_id")
@@ -178,7 +179,7 @@ def _of_mean(runs: list[Path], splits: list[str]) -> list[object]:
 
 
 def draw(rows: Rows, measure: str, png: Path) -> None:
-    """Draws mean and spread of each variant on the first split, best on top."""
+    """Draws mean and spread of each variant on the first split, with the best one on top."""
     split, variants = rows[0]["split"], names(rows, "variant")
     found = {name: values(rows, measure, variant=name, split=split) for name in variants}
     means = {name: statistics.fmean(own) for name, own in found.items() if own}
@@ -219,7 +220,7 @@ def main(words: list[str] | None = None) -> int:
     variants = [name_of(variant) for variant in options.variants]
     if len(set(variants)) < len(variants):
         raise ValueError(f"--variants: expected different names; got {', '.join(variants)}")
-    # all variants of the first seed come first
+    # The runs of the first seed come first.
     jobs = {
         options.out / name_of(variant) / f"seed{seed}": job_of(options, variant, seed)
         for seed in options.seeds

@@ -1,10 +1,11 @@
-"""Measure the energy conservation of a potential in molecular dynamics at constant energy, NVE.
+"""Measure how well a potential conserves the energy in NVE molecular dynamics.
 
     python scripts/conservation.py runs/potential ethanol.xyz --ps 20 --out runs/conservation
 
-Velocity Verlet from velocities of --temperature without total momentum. The drift is the slope of
-the total energy times the length of the run. Discontinuities, cutoffs and wrong forces increase it;
-otherwise it decreases with the time step. Writes conservation.csv and .png.
+The integrator is velocity Verlet. Initial velocities are drawn for --temperature, without total
+momentum. The drift is the slope of the total energy multiplied by the length of the run. It is
+large if the energy is discontinuous or the forces are wrong, and otherwise decreases with the time
+step. Writes conservation.csv and conservation.png.
 """
 
 import argparse
@@ -26,12 +27,12 @@ from molflt.plots.figure import picture
 
 
 def simulate(options: argparse.Namespace) -> Rows:
-    """A row every `every` steps: time, fs, energies, meV/atom, and temperature, K."""
+    """Returns times in fs, energies in meV/atom and temperatures in K, every `every` steps."""
     steps = round(options.ps * 1e3 / options.timestep) if options.timestep > 0 else 0
     if not 0 < options.every <= steps:
         raise ValueError(
             f"--ps {options.ps:g} with --timestep {options.timestep:g} is {steps} steps; expected "
-            f"at least --every, {options.every}, and these more than 0"
+            f"--every to be between 1 and this number; got {options.every}"
         )
     atoms = ase.io.read(options.structure)  # the last structure
     draw = np.random.default_rng(options.seed)
@@ -58,13 +59,13 @@ def simulate(options: argparse.Namespace) -> Rows:
         if not np.isfinite(rows[-1]["total_meV_per_atom"]):
             raise ValueError(
                 f"{options.structure}: energy is not finite after {rows[-1]['fs']:g} fs; the "
-                "structure is outside the training data; use a lower --temperature"
+                "structure is unlike the training data; use a lower --temperature"
             )
     return rows
 
 
 def drift(rows: Rows) -> tuple[float, float]:
-    """Slope of the total energy times the length, and rms of the rest, meV/atom."""
+    """Returns the drift of the total energy and the rms deviation from it, meV/atom."""
     time, total = (np.array([row[key] for row in rows]) for key in ("fs", "total_meV_per_atom"))
     slope, offset = np.polyfit(time, total, 1)
     rest = total - slope * time - offset
@@ -84,12 +85,12 @@ def draw(rows: Rows, png: Path) -> None:
 def main(words: list[str] | None = None) -> None:
     parser = described(__doc__)
     parser.add_argument("potential", help="folder of a run of the recipe potential")
-    parser.add_argument("structure", type=Path, help="file that ASE reads; its last structure")
-    parser.add_argument("--ps", type=float, default=20.0, help="length, ps")
-    parser.add_argument("--timestep", type=float, default=0.5, help="fs")
-    parser.add_argument("--temperature", type=float, default=300.0, help="of the velocities, K")
-    parser.add_argument("--every", type=int, default=20, help="steps between rows")
-    parser.add_argument("--seed", type=int, default=0, help="of the velocities")
+    parser.add_argument("structure", type=Path, help="ASE file; its last structure is used")
+    parser.add_argument("--ps", type=float, default=20.0, help="length of the run, ps")
+    parser.add_argument("--timestep", type=float, default=0.5, help="time step, fs")
+    parser.add_argument("--temperature", type=float, default=300.0, help="initial temperature, K")
+    parser.add_argument("--every", type=int, default=20, help="number of steps between rows")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the initial velocities")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, default=Path("runs/conservation"))
     options = parser.parse_args(words)
@@ -101,7 +102,7 @@ def main(words: list[str] | None = None) -> None:
     mean = np.mean([row["temperature_K"] for row in rows])
     print(
         f"{rows[-1]['fs'] / 1e3:g} ps at {mean:.0f} K: drift {slope:.4f} meV/atom, "
-        f"{rest:.4f} meV/atom around it"
+        f"rms deviation {rest:.4f} meV/atom"
     )
 
 

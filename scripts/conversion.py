@@ -1,14 +1,15 @@
-"""Convert the attention of a trained softmax model without training: BLEU or perplexity.
+"""Replace softmax in a trained model without training, and compute BLEU or perplexity.
 
     python scripts/conversion.py runs/softmax-normalized-rpe
     python scripts/conversion.py runs/softmax --features 8 16 32 64 --draws 5 --beam 1
     python scripts/conversion.py runs/lm-softmax-normalized --features 64 --polynomial
 
-Section 4.5 and fig. 2 of NPRF (arXiv:2106.12566) replace softmax by positive random features in
-translation models, which were trained with and without normalized queries and keys, and with and
-without a relative encoding. Mean and standard deviation are over draws of the features; the first
-row is the trained model. --polynomial adds rows of polynomials, which have no draws. Language
-models are evaluated by perplexity per token.
+As in section 4.5 and figure 2 of NPRF (arXiv:2106.12566), softmax is replaced by positive random
+features. The paper compares translation models that were trained with and without normalized
+queries and keys, and with and without a relative encoding. The table lists the trained model, and
+the mean and standard deviation over draws of the features. --polynomial adds polynomial features,
+which are not random. Translation models are evaluated by BLEU, language models by perplexity per
+token.
 """
 
 import argparse
@@ -38,7 +39,7 @@ DEGREES = 2, 3  # of polynomials
 
 
 def converted(model: nn.Module, options: dict[str, Any], draw: int, **own: object) -> nn.Module:
-    """A model with the same weights and other options of attention."""
+    """Returns a model with the same weights and different options of attention."""
     torch.manual_seed(draw)
     given = {**options, "vocabulary": model.vocabulary, **own}
     if isinstance(model, EncoderDecoder):
@@ -52,7 +53,7 @@ def converted(model: nn.Module, options: dict[str, Any], draw: int, **own: objec
 def judge(
     run: Path, model: nn.Module, config: dict[str, Any], options: argparse.Namespace
 ) -> tuple[str, Callable[[Any], float]]:
-    """Name of the metric for a run, and the function that computes it."""
+    """Returns the name of the metric for a run, and the function that computes it."""
     data = config["data"]
     if isinstance(model, EncoderDecoder):
         mixings = {*model.encoder.mixings, *model.decoder.stack.mixings}
@@ -88,7 +89,7 @@ def judge(
 
 
 def measure(options: argparse.Namespace) -> str:
-    """A table with a row for the trained model and for each converted one."""
+    """Returns a table with a row for the trained model and each converted model."""
     model, config = load_run(options.run, options.checkpoint, options.device)
     heading, score = judge(options.run, model, config, options)
     rows: list[list[object]] = [["softmax, as trained", f"{score(model):.2f}", 1]]
@@ -108,13 +109,13 @@ def measure(options: argparse.Namespace) -> str:
 @guarded
 def main(words: list[str] | None = None) -> None:
     parser = described(__doc__)
-    parser.add_argument("run", type=Path, help="run of translation or language with softmax")
+    parser.add_argument("run", type=Path, help="translation or language run with softmax")
     parser.add_argument("--features", nargs="+", type=int, default=[8, 16, 32, 64, 128])
     parser.add_argument("--polynomial", action="store_true", help="add polynomials of degree 2, 3")
     parser.add_argument("--draws", type=int, default=5)
     parser.add_argument("--split", default="val", choices=["train", "val", "test"])
-    parser.add_argument("--beam", type=int, help="for translation, default 5")
-    parser.add_argument("--length-penalty", type=float, help="for translation, default 1")
+    parser.add_argument("--beam", type=int, help="only for translation; default: 5")
+    parser.add_argument("--length-penalty", type=float, help="only for translation; default: 1")
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--checkpoint", default="best")
     parser.add_argument("--device", default="auto")

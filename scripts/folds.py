@@ -1,13 +1,14 @@
-"""Cross-validation: train one configuration on every pair of folds, and average over them.
+"""Train a configuration on every pair of folds, and report errors of single runs and ensembles.
 
     python scripts/game_net.py datasets/game-net/FG_dataset_lite.tar.xz datasets/game-net/folds \\
         --folds published_predictions.npz
     python scripts/folds.py --config configs/game-net.yaml --data datasets/game-net/folds \\
         --out runs/folds --jobs 2 --published published_predictions.npz
 
-Each folder testI-valJ of the data is one training run, which selects weights on val_id and is
-evaluated on test_id. The runs of one test fold are an ensemble; its energy is their mean. Writes
-folds.md, .csv (a line per system) and .png. The same command continues after an interruption.
+There is one training run for each folder testI-valJ of the data. It selects the weights on val_id
+and is evaluated on test_id. All runs with the same test fold form an ensemble, which predicts the
+mean of their energies. Writes folds.md, folds.csv (a line per system) and folds.png. After an
+interruption, the same command continues.
 """
 
 import sys
@@ -28,7 +29,7 @@ TEST, VALIDATION = "test_id", "val_id"
 
 
 def collect(out: Path, folders: list[Path]) -> Rows:
-    """A row per system and finished run that has it in its test fold."""
+    """Returns a row for each finished run and each system in its test fold."""
     rows: Rows = []
     for folder in folders:
         run = out / folder.name
@@ -39,7 +40,7 @@ def collect(out: Path, folders: list[Path]) -> Rows:
 
 
 def errors_of(rows: Rows, published: Published | None) -> Rows:
-    """Errors by system, eV, of molflt's runs and of published ones, single and averaged."""
+    """Returns errors by system in eV, for molflt and published models, single and averaged."""
     members: dict[str, Rows] = defaultdict(list)
     for row in rows:
         members[row["name"]].append(row)
@@ -53,7 +54,7 @@ def errors_of(rows: Rows, published: Published | None) -> Rows:
             {
                 **{key: row[key] for key in ("name", "fold", "family", "metal", "target_eV")},
                 "model": model,
-                "trainings": len(values),
+                "runs": len(values),
                 "mean_eV": float(values.mean()),
                 "alone_eV": float(np.abs(values - row["target_eV"]).mean()),
                 "together_eV": float(abs(values.mean() - row["target_eV"])),
@@ -64,7 +65,7 @@ def errors_of(rows: Rows, published: Published | None) -> Rows:
 
 
 def table(errors: Rows) -> str:
-    """A line per model: single runs and ensembles, with the spread over test folds."""
+    """Returns the errors of single runs and ensembles, with the spread over test folds."""
     lines = []
     for model in names(errors, "model"):
         own = pick(errors, model=model)
@@ -74,9 +75,9 @@ def table(errors: Rows) -> str:
             whole, *means = (float(np.mean([row[key] for row in part])) for part in (own, *folds))
             cells += [f"{whole:.4f}", mean_sd(means, 4)]
         within = 100 * float(np.mean([row["together_eV"] < EWT_THRESHOLD for row in own]))
-        lines.append([model, own[0]["trainings"], len(own), *cells, f"{within:.1f}"])
-    head = ["model", "trainings a fold", "systems", "single, MAE, eV", "over folds"]
-    return markdown([*head, "their mean, MAE, eV", "over folds", "EwT of the mean, %"], lines)
+        lines.append([model, own[0]["runs"], len(own), *cells, f"{within:.1f}"])
+    head = ["model", "runs per fold", "systems", "single, MAE, eV", "over folds"]
+    return markdown([*head, "ensemble, MAE, eV", "over folds", "ensemble EwT, %"], lines)
 
 
 def write(out: Path, rows: Rows, published: Published | None) -> None:
@@ -87,10 +88,10 @@ def write(out: Path, rows: Rows, published: Published | None) -> None:
     for model in names(errors, "model"):
         own = pick(errors, model=model)
         pair = (np.array([row[key] for row in own]) for key in ("target_eV", "mean_eV"))
-        panels[f"{model}, mean of {own[0]['trainings']}"] = tuple(pair)
+        panels[f"{model}, mean of {own[0]['runs']}"] = tuple(pair)
     plots.parity(panels, out / "folds.png")
     groups = [by_group(errors, kind, "together_eV", kind) for kind in ("family", "metal")]
-    parts = [f"{len(names(rows, 'run'))} trainings", table(errors), *groups]
+    parts = [f"{len(names(rows, 'run'))} training runs", table(errors), *groups]
     publish(out / "folds.md", "\n\n".join(parts))
 
 
@@ -98,7 +99,7 @@ def write(out: Path, rows: Rows, published: Published | None) -> None:
 def main(words: list[str] | None = None) -> int:
     parser = described(__doc__)
     parser.add_argument("--config", type=Path, default=Path("configs/game-net.yaml"))
-    parser.add_argument("--data", type=Path, required=True, help="folder of folders testI-valJ")
+    parser.add_argument("--data", type=Path, required=True, help="folder with folders testI-valJ")
     parser.add_argument("--out", type=Path, default=Path("runs/folds"))
     parser.add_argument("--published", type=Path, help="npz file of published predictions")
     parser.add_argument("--seed", type=int, default=0)

@@ -1,16 +1,18 @@
-"""Convert the archive of GAME-Net's FG set to compact stores, one per split.
+"""Convert the archive of GAME-Net's FG set to a compact store for each split.
 
     molflt data download game-net datasets/game-net
     python scripts/game_net.py datasets/game-net/FG_dataset_lite.tar.xz datasets/game-net/fg
 
-Pablo-Garcia et al., Nat. Comput. Sci. 3, 433 (2023): organic molecules on 14 metals, PBE + D2. The
-archive contains the initial (POSCAR) and relaxed (CONTCAR) structure of each system, and tables of
-total energies. Stores have adsorption energies, eV: the total energy minus those of the relaxed
-clean surface and the relaxed molecule. Tags: 0 fixed metal, 1 free metal, 2 adsorbate. The sid of a
-system is its place among the sorted names; systems.csv contains the names.
+The data are PBE + D2 relaxations of organic molecules on 14 metals (Pablo-Garcia et al., Nat.
+Comput. Sci. 3, 433, 2023). The archive contains the initial and the relaxed structure of each
+system, and tables of total energies. The stores contain adsorption energies in eV: the total energy
+minus the energies of the relaxed clean surface and the relaxed molecule. Tags are 0 for fixed
+metal, 1 for free metal and 2 for adsorbates. The sid of a system is its index in the sorted list of
+names, which is in systems.csv.
 
-The default splits are train, val_id, and systems with molecules (val_ood_ads), metals (val_ood_cat)
-or both (val_ood_both) that train does not have: Cu, Ir, Pd and every fifth molecule of a family.
+By default, the metals Cu, Ir and Pd and every fifth molecule of a family are not in train. Their
+systems are in val_ood_ads (new molecule), val_ood_cat (new metal) and val_ood_both. val_id is drawn
+from the other systems.
 """
 
 import io
@@ -42,19 +44,19 @@ from molflt.files import read_arrays
 
 RELAXED, INITIAL, FAMILIES = "energies.dat", "energies_i.dat", "groups.dat"
 START, END = ".poscar", ".contcar"
-NAME = re.compile(r"([a-z]{2})-(\w{1,16})-([a-z]{1,4})", re.ASCII)  # metal, molecule, placing
+NAME = re.compile(r"([a-z]{2})-(\w{1,16})-([a-z]{1,4})", re.ASCII)  # metal, molecule, placement
 METALS = ("Cu", "Ir", "Pd")  # held out by default
-EVERY, FIRST = 5, 2  # of the sorted molecules of a family, the third, eighth, ...
-VAL, SHARE = 250, 5  # systems of val_id, at most a fifth of those that are not held out
+EVERY, FIRST = 5, 2  # the third, eighth, ... of the sorted molecules of a family
+VAL, SHARE = 250, 5  # val_id has 250 systems, or a fifth of the systems if that is less
 
 Split = dict[str, list[System]]
 Tables = Mapping[str, dict[str, str]]
 
 
 def read(path: Path) -> tuple[list[System], list[Data]]:
-    """Systems of the archive, sorted by name, and their structures.
+    """Returns the systems of the archive, sorted by name, and their structures.
 
-    If a table contains a name twice, the last row counts, as in the authors' models.
+    If a table contains a name twice, the last row is used, as in the authors' models.
     """
     files = _texts(path)
     if missing := {RELAXED, INITIAL, FAMILIES} - files.keys():
@@ -79,7 +81,7 @@ def read(path: Path) -> tuple[list[System], list[Data]]:
 
 
 def _texts(path: Path) -> dict[str, str]:
-    """Contents of all files in the archive."""
+    """Returns the contents of all files in the archive."""
     found = {}
     try:
         with tarfile.open(path, "r:xz") as tar:
@@ -88,12 +90,12 @@ def _texts(path: Path) -> dict[str, str]:
                 if file is not None:
                     found[str(PurePosixPath(member.name))] = file.read().decode("ascii", "replace")
     except (tarfile.TarError, LZMAError, EOFError) as error:
-        raise ValueError(f"{path}: not a complete tar.xz: {error}; download it again") from None
+        raise ValueError(f"{path}: incomplete tar.xz: {error}; download it again") from None
     return found
 
 
 def _record(system: System, files: Mapping[str, str], tables: Tables) -> Data:
-    """The record of a system; checks that both structures and the energies belong together."""
+    """Returns the record of a system; raises ValueError if its files are inconsistent."""
     if not system.family:
         raise ValueError(f"expected a row in {FAMILIES}; got none")
     relaxed, initial = (_adsorption(system, tables, table) for table in (RELAXED, INITIAL))
@@ -120,12 +122,12 @@ def _record(system: System, files: Mapping[str, str], tables: Tables) -> Data:
     )
     moved = (record.pos_relaxed - record.pos)[record.fixed].norm(dim=1)
     if (moved > 0.01).any():
-        raise ValueError(f"expected fixed atoms at the same places in {START} and {END}")
+        raise ValueError(f"expected fixed atoms at the same positions in {START} and {END}")
     return record
 
 
 def _adsorption(system: System, tables: Tables, table: str) -> float:
-    """Adsorption energy, eV, from the total energies in a table."""
+    """Returns the adsorption energy, eV, from the total energies in a table."""
     parts = (
         (system.name, table),
         (f"{system.metal.lower()}-0000", RELAXED),  # the clean surface
@@ -134,7 +136,7 @@ def _adsorption(system: System, tables: Tables, table: str) -> float:
     energies = [float(tables[where].get(name, "nan")) for name, where in parts]
     if not np.isfinite(energies).all():
         (name, where) = parts[int(np.argmin(np.isfinite(energies)))]
-        raise ValueError(f"expected an energy of {name} in {where}, in eV; got none")
+        raise ValueError(f"expected the energy of {name} in {where}, in eV; got none")
     return energies[0] - energies[1] - energies[2]
 
 
@@ -146,10 +148,10 @@ def _structure(system: System, files: Mapping[str, str], ending: str) -> Atoms:
 
 
 def held_out(systems: Sequence[System], groups: Sequence[str] = ()) -> Split:
-    """Four validation splits like OC20's.
+    """Returns train and four validation splits like those of OC20.
 
-    `groups` are metals and families that train does not have; by default three metals and every
-    fifth molecule of each family.
+    `groups` are the metals and families that are not in train. By default these are three metals
+    and every fifth molecule of each family.
     """
     metals, families = ({s.metal for s in systems}, {s.family for s in systems})
     unknown = sorted(set(groups) - metals - families)
@@ -179,9 +181,10 @@ def held_out(systems: Sequence[System], groups: Sequence[str] = ()) -> Split:
 
 
 def pairs_of_folds(path: Path, systems: Sequence[System]) -> dict[str, Split]:
-    """The authors' protocol: test on one fold, validate on another, train on the others.
+    """Returns the splits of each pair of folds: one for testing, and one for validation.
 
-    The file is a JSON file of folds by name, or an npz file with arrays name and fold.
+    The other folds are for training, as in the authors' protocol. The file is a JSON file with the
+    fold of each name, or an npz file with the arrays name and fold.
     """
     if path.suffix == ".npz":
         arrays = read_arrays(path, ("name", "fold"))
@@ -191,7 +194,7 @@ def pairs_of_folds(path: Path, systems: Sequence[System]) -> dict[str, Split]:
     _refuse_unknown(path, numbers, systems)
     missing = [system.name for system in systems if system.name not in numbers]
     if missing:
-        raise ValueError(f"{path}: expected a fold of each system; got none of {missing[0]}")
+        raise ValueError(f"{path}: expected a fold for each system; got none for {missing[0]}")
     present = sorted({numbers[system.name] for system in systems})
     found: dict[str, Split] = {}
     for test in present:
@@ -206,12 +209,12 @@ def pairs_of_folds(path: Path, systems: Sequence[System]) -> dict[str, Split]:
 
 
 def named(path: Path, systems: Sequence[System]) -> Split:
-    """Splits by the names of their systems, from a JSON file."""
+    """Returns the splits in a JSON file, which contains the names of their systems."""
     chosen: dict[str, list[str]] = json.loads(path.read_text(encoding="utf-8"))
     names = [name for split in chosen.values() for name in split]
     _refuse_unknown(path, names, systems)
     if "train" not in chosen or len(set(names)) < len(names):
-        raise ValueError(f"{path}: expected a split train, and each name once")
+        raise ValueError(f"{path}: expected a split train, and no name twice")
     known = {system.name: system for system in systems}
     return {split: [known[name] for name in sorted(own)] for split, own in chosen.items()}
 
@@ -229,7 +232,7 @@ def convert(
     folds: Path | None = None,
     hold_out: Sequence[str] = (),
 ) -> None:
-    """Writes a folder of stores, or one for each pair of folds; see the options of the script."""
+    """Writes a folder of stores, or a folder for each pair of folds."""
     if sum(map(bool, (splits, folds, hold_out))) > 1:
         raise ValueError("expected at most one of --splits, --folds and --hold-out")
     systems, records = read(archive)
@@ -241,7 +244,7 @@ def convert(
     for path, split in parts.items():
         others = [old for old in sorted(path.glob("*.safetensors")) if old.stem not in split]
         if others:  # its systems may be in the new train
-            raise ValueError(f"{others[0]}: of an earlier conversion; remove it first")
+            raise ValueError(f"{others[0]}: from an earlier conversion; remove it first")
     for path, split in parts.items():
         for name, own in split.items():
             chosen = (records[system.sid] for system in own)
@@ -256,11 +259,11 @@ def convert(
 def main(words: list[str] | None = None) -> None:
     parser = described(__doc__)
     parser.add_argument("archive", type=Path, help="FG_dataset_lite.tar.xz")
-    parser.add_argument("folder", type=Path, help="folder for the stores")
-    parser.add_argument("--splits", type=Path, help="JSON file: split -> names of systems")
-    folds = "JSON file (name -> fold) or npz file (name, fold): a folder testI-valJ per pair"
+    parser.add_argument("folder", type=Path, help="folder to which the stores are written")
+    parser.add_argument("--splits", type=Path, help="JSON file: names of systems by split")
+    folds = "JSON or npz file with the fold of each name; writes a folder testI-valJ per pair"
     parser.add_argument("--folds", type=Path, help=folds)
-    held = "metals and families that train does not have"
+    held = "metals and families that are not in train"
     parser.add_argument("--hold-out", nargs="+", default=[], help=held)
     convert(**vars(parser.parse_args(words)))
 

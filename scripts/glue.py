@@ -1,11 +1,12 @@
-"""Fine-tune trained weights on the tasks of GLUE, and write a table with the average.
+"""Fine-tune trained weights on the tasks of GLUE, and compute the average score.
 
     python scripts/glue.py --init runs/fnet --root datasets/glue --out runs/glue
     python scripts/glue.py --init hf:google-bert/bert-base-uncased ... --tasks RTE CoLA --jobs 2
     python scripts/glue.py ... -- --task.lr 2e-5      # options for every training run
 
-All tasks have the same hyperparameters; numbers are medians over seeds. Tasks without files are
-listed and left out. Writes glue.md and glue.csv. The same command continues after an interruption.
+All tasks use the same hyperparameters. Scores are medians over seeds. Tasks whose files are missing
+are left out and listed below the table. Writes glue.md and glue.csv. After an interruption, the
+same command continues.
 """
 
 import argparse
@@ -24,7 +25,7 @@ BATCH = 16  # the default of data.batch_size
 
 
 def available(root: Path, tasks: list[str]) -> tuple[list[str], list[str]]:
-    """Tasks that have training and validation files, and messages about the others."""
+    """Returns the tasks with training and validation files, and messages about the others."""
     there, absent = [], []
     for task in tasks:
         try:
@@ -38,7 +39,7 @@ def available(root: Path, tasks: list[str]) -> tuple[list[str], list[str]]:
 
 
 def job(options: argparse.Namespace, task: str, seed: int) -> Job:
-    """The training run of one task with one seed; it validates and selects after each epoch."""
+    """Returns the training run of a task, which is validated after each epoch."""
     examples = read_examples(find_split(options.root, task, "train"), task)
     steps = max(1, round(options.epochs * len(examples) / BATCH))
     own = [f"--data.task={task}", f"--data.root={options.root}", f"--init={options.init}"]
@@ -50,7 +51,7 @@ def job(options: argparse.Namespace, task: str, seed: int) -> Job:
 
 
 def table(rows: Rows, absent: list[str]) -> str:
-    """Medians of the metrics of each task, and the average over tasks."""
+    """Returns the medians of the metrics of each task, and the average over tasks."""
     lines, scores = [], []
     for task in names(rows, "task"):
         own = []
@@ -72,8 +73,8 @@ def table(rows: Rows, absent: list[str]) -> str:
 @guarded
 def main(words: list[str] | None = None) -> int:
     parser = described(__doc__)
-    parser.add_argument("--init", required=True, help="initial run or weights")
-    parser.add_argument("--root", type=Path, required=True, help="folder of the tasks' files")
+    parser.add_argument("--init", required=True, help="run or file of the initial weights")
+    parser.add_argument("--root", type=Path, required=True, help="folder with the tasks' files")
     parser.add_argument("--out", type=Path, default=Path("runs/glue"))
     parser.add_argument("--config", type=Path, default=Path("configs/masked/glue.yaml"))
     parser.add_argument("--tasks", nargs="+", default=list(GLUE), choices=list(GLUE))
@@ -81,7 +82,7 @@ def main(words: list[str] | None = None) -> int:
     options = trainings(parser, words, seeds=[0, 1, 2, 3, 4])
     tasks, absent = available(options.root, options.tasks)
     if not tasks:
-        raise ValueError(f"{options.root}: no task of GLUE; {absent[0]}")
+        raise ValueError(f"{options.root}: contains no task of GLUE; {absent[0]}")
     jobs = {
         options.out / task / f"seed{seed}": job(options, task, seed)
         for seed in options.seeds

@@ -1,13 +1,13 @@
 """Check numbers and exact resume on a GPU.
 
-    make gpu                                       # into runs/gpu
-    python scripts/gpu.py --device cpu --tiny      # a part of the checks
+    make gpu                                       # writes to runs/gpu
+    python scripts/gpu.py --device cpu --tiny      # only some of the layers
 
-numbers   outputs and gradients of attention and models in float64, float32 and bfloat16, against
-          float64 on the CPU: largest difference over the largest value
-resume    weights of an interrupted and resumed training run, against an undisturbed one
-
-Writes gpu.json and gpu.md. The exit status is 1 if a difference exceeds its bound.
+The first check computes outputs and gradients of attention and of models in float64, float32 and
+bfloat16. It reports the largest difference from float64 on the CPU, divided by the largest value.
+The second check compares the weights of a training run that was interrupted and resumed with those
+of an uninterrupted run. Writes gpu.json and gpu.md. The exit status is 1 if a difference exceeds
+its bound.
 """
 
 import copy
@@ -55,7 +55,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def outputs(model: nn.Module, batch: Batch, x: Tensor | None) -> list[Tensor]:
-    """Outputs, and gradients of their sum of squares by positions and weights."""
+    """Returns outputs, and the gradients of their sum of squares by positions and weights."""
     batch.pos.requires_grad_()
     if x is None:
         found = model(batch)
@@ -70,7 +70,7 @@ def outputs(model: nn.Module, batch: Batch, x: Tensor | None) -> list[Tensor]:
 
 
 def difference(found: list[Tensor], expected: list[Tensor]) -> float:
-    """Largest difference of a tensor over its largest value; ignores tensors of rounding errors."""
+    """Returns the largest relative difference, without tensors that are only rounding errors."""
     least = 1e-8 * max(float(each.abs().max()) for each in expected if each.numel())
     pairs = zip(found, expected, strict=True)
     pairs = [(a, b) for a, b in pairs if b.numel() and b.abs().max() > least]
@@ -78,7 +78,7 @@ def difference(found: list[Tensor], expected: list[Tensor]) -> float:
 
 
 def numbers(device: str, tiny: bool) -> Iterator[Row]:
-    """Differences of all layers and models from float64 on the CPU."""
+    """Yields the differences of all layers and models from float64 on the CPU."""
     builds: dict[str, Callable[[], nn.Module]] = {}
     for name, options in LAYERS.items():
         for mixing in ("linear", "quadratic") if "mixing" not in options else ("softmax",):
@@ -106,7 +106,7 @@ def numbers(device: str, tiny: bool) -> Iterator[Row]:
 
 
 def resume(device: str, folder: Path) -> float:
-    """Largest difference of weights between an interrupted and an undisturbed training run."""
+    """Returns the largest difference of weights between a resumed and an uninterrupted run."""
     accelerator = "gpu" if device == "cuda" else "cpu"
     words = [sys.executable, "-m", "molflt", "train", "--config", "demo"]
     words += ["--trainer.max_steps", "24", "--trainer.val_every", "24", "--data.batch_size", "4"]
@@ -127,7 +127,7 @@ def resume(device: str, folder: Path) -> float:
 
 
 def page(found: dict[str, Any]) -> str:
-    """The results as Markdown."""
+    """Returns the results as Markdown."""
     rows = found["numbers"]
     lines = [
         [case, *(f"{row['difference']:.1e}" for row in pick(rows, case=case))]
@@ -161,7 +161,7 @@ def main(words: list[str] | None = None) -> int:
     publish(options.out / "gpu.md", page(found))
     wrong = [row for row in found["numbers"] if not row["difference"] <= BOUNDS[row["precision"]]]
     for row in wrong:
-        print(f"out of its bound: {row}", file=sys.stderr)
+        print(f"above the bound: {row}", file=sys.stderr)
     return int(bool(wrong))
 
 

@@ -1,13 +1,14 @@
-"""Hold out families of molecules and metals from training: all of GAME-Net's, in turn.
+"""Train GAME-Net models without some families of molecules and metals, each held out once.
 
     python scripts/held_out.py datasets/game-net/FG_dataset_lite.tar.xz \\
         --data datasets/game-net/held-out --config configs/game-net.yaml --out runs/held-out \\
         --seeds 0 1 2 --jobs 2
 
-Families and metals are assigned to groups in alphabetical order. Each training run lacks the
-families and metals of one group: every system is tested once with a new family, and once with a new
-metal. Kernel ridge and the training median are fitted to the same systems. Writes held_out.md and
-.csv (a line per system and model). The same command continues after an interruption.
+Families and metals are assigned to groups in alphabetical order. Each training run leaves out the
+families and metals of one group. Every system is therefore tested once with a new family and once
+with a new metal. Kernel ridge regression and the median are fitted to the same training systems.
+Writes held_out.md and held_out.csv (a line per system and model). After an interruption, the same
+command continues.
 """
 
 import sys
@@ -34,7 +35,7 @@ NEW = {"val_ood_ads": "family", "val_ood_cat": "metal"}  # what is new in a spli
 
 
 def make_groups(archive: Path, data: Path, groups: int) -> list[Path]:
-    """Folders of stores, one per group, each with all systems; existing ones are kept."""
+    """Returns a folder of stores for each group, and writes the folders that do not exist."""
     folders = [data / f"{i}-of-{groups}" for i in range(groups)]
     missing = {i for i, folder in enumerate(folders) if not (folder / SYSTEMS).exists()}
     if folders and not missing:
@@ -43,7 +44,7 @@ def make_groups(archive: Path, data: Path, groups: int) -> list[Path]:
     kinds = [sorted({getattr(system, kind) for system in systems}) for kind in NEW.values()]
     most = min(map(len, kinds))
     if not 2 <= groups <= most:
-        raise ValueError(f"--groups: expected 2 to {most}, as each needs both; got {groups}")
+        raise ValueError(f"--groups: expected 2 to {most}; got {groups}")
     for i in missing:
         held = [name for every in kinds for name in every[i::groups]]
         convert(archive, folders[i], hold_out=held)
@@ -51,7 +52,7 @@ def make_groups(archive: Path, data: Path, groups: int) -> list[Path]:
 
 
 def rows_of(folder: Path, model: str, seed: int, found: Energies) -> Rows:
-    """A row per system."""
+    """Returns a row for each system with the error of a model, eV."""
     labels = {"model": model, "seed": seed, "group": folder.name}
     rows = [
         row
@@ -62,7 +63,7 @@ def rows_of(folder: Path, model: str, seed: int, found: Energies) -> Rows:
 
 
 def fits(folder: Path) -> Iterator[Row]:
-    """Rows of kernel ridge and the median."""
+    """Fits kernel ridge regression and the median, and yields their rows."""
     train = open_dataset(split_path(folder, "train"))
     for name, kind in FITS.items():
         model = kind(seed=0)
@@ -77,7 +78,7 @@ def fits(folder: Path) -> Iterator[Row]:
 
 
 def table(rows: Rows) -> str:
-    """A line per model: means over the systems of all groups, with the spread over seeds."""
+    """Returns mean errors over the systems of all groups, with the spread over seeds."""
     splits = [split for split in VAL_SPLITS if split in names(rows, "split")]
     head = ["model", "seeds", *(f"{split} MAE, eV" for split in splits)]
     head += [f"{split} EwT, %" for split in splits]
@@ -97,14 +98,14 @@ def table(rows: Rows) -> str:
 
 
 def write(out: Path, folders: list[Path], seeds: list[int]) -> None:
-    """Writes and prints the results of all seeds whose runs are finished."""
+    """Writes and prints the results of the seeds whose runs are all finished."""
     whole = [
         seed
         for seed in seeds
         if all((_run(out, folder, seed) / "results.json").exists() for folder in folders)
     ]
     if not whole:
-        print(f"no seed has all {len(folders)} groups yet")
+        print(f"no results: for every seed, some of the {len(folders)} groups are not finished")
         return
     rows: Rows = []
     for folder in folders:

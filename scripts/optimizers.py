@@ -1,13 +1,14 @@
-"""Meta-train learned optimizers with several memories, and compare them with Adam on unseen tasks.
+"""Meta-train optimizers with several memories, and compare them with Adam on unseen tasks.
 
     python scripts/optimizers.py --data datasets/fashion-mnist/train-images-idx3-ubyte.gz \\
         --out runs/optimizers --jobs 2
     python scripts/optimizers.py ... --memories flt lstm --tasks rosenbrock --steps 500 \\
         -- --trainer.max_steps 100      # options for every training run
 
-Five tasks: Rosenbrock's function, the factorization of a matrix, a deep network, and, with --data,
-a network and a convolutional network on images. Adam has the best of 10 learning rates for each.
-Writes optimizers.md, .csv (loss curves) and .png. The same command continues after an interruption.
+The five tasks are Rosenbrock's function, the factorization of a matrix, a deep network and, with
+--data, a fully connected and a convolutional network on images. On each task, Adam uses the best of
+10 learning rates. Writes optimizers.md, optimizers.csv (loss curves) and optimizers.png. After an
+interruption, the same command continues.
 """
 
 import argparse
@@ -35,7 +36,7 @@ ADAM = "Adam, tuned"
 
 
 def digest_of(images: LabeledImages) -> str:
-    """sha256 of images with their labels, which may be in another file."""
+    """Returns the sha256 of images and their labels, which may be in another file."""
     found = hashlib.sha256()
     for image, label in (images[i] for i in range(len(images))):
         found.update(image.numpy().tobytes() + f" {int(label)} ".encode())
@@ -43,7 +44,7 @@ def digest_of(images: LabeledImages) -> str:
 
 
 def evaluation(options: argparse.Namespace) -> tuple[str, ...]:
-    """Options of ``molflt evaluate``; without Adam, which is the same for all memories."""
+    """Returns the options of `molflt evaluate`; they exclude Adam, which has no memory."""
     words = ["--steps", str(options.steps), "--repeats", str(options.repeats), "--rates=[]"]
     words += [] if options.data is None else ["--data", str(options.data)]
     words += [] if options.tasks is None else ["--tasks", *options.tasks]
@@ -51,7 +52,7 @@ def evaluation(options: argparse.Namespace) -> tuple[str, ...]:
 
 
 def of_adam(options: argparse.Namespace) -> dict[str, dict]:
-    """Curves, final loss and learning rate of Adam on each task, stored in adam.json."""
+    """Returns curves, final loss and learning rate of Adam on each task; stored in adam.json."""
     path = options.out / "adam.json"
     asked = {"steps": options.steps, "repeats": options.repeats, "tasks": options.tasks}
     asked["data"] = options.images
@@ -69,7 +70,7 @@ def of_adam(options: argparse.Namespace) -> dict[str, dict]:
 
 
 def curves_of(out: Path, ends: Rows) -> Rows:
-    """Rows of the curves of all finished runs."""
+    """Returns the rows of the curves of all finished runs."""
     curves: Rows = []
     for memory, seed in dict.fromkeys((row["optimizer"], row["seed"]) for row in ends):
         with open(out / memory / f"seed{seed}" / "curves.csv", newline="") as file:
@@ -80,19 +81,19 @@ def curves_of(out: Path, ends: Rows) -> Rows:
 
 
 def table(ends: Rows, adam: dict[str, dict]) -> str:
-    """Final losses: geometric mean over seeds, and standard deviation of the decimal logarithm."""
+    """Returns geometric means of final losses, and standard deviations of their logarithms."""
     lines = [[ADAM, 1, *(f"{own['end']:.4g} (lr {float(own['lr']):.2g})" for own in adam.values())]]
     for memory in names(ends, "optimizer"):
         own = pick(ends, optimizer=memory)
         cells = [cell(pick(own, split=task)) for task in adam]
         lines.append([memory, len(names(own, "seed")), *cells])
-    note = "final loss: mean of the last 10 % of the steps, geometric mean over repeats and seeds; "
-    note += "sd of its decimal logarithm over seeds"
+    note = "The final loss is the mean over the last 10 % of the steps. The table lists its "
+    note += "geometric mean over repeats and seeds, ± the sd of its decimal logarithm over seeds."
     return f"{markdown(['optimizer', 'seeds', *adam], lines)}\n\n{note}"
 
 
 def cell(rows: Rows) -> str:
-    """Mean and spread of a memory on a task; a run that diverged has no final loss."""
+    """Returns mean and spread of final losses; a diverged run has no final loss."""
     ends = [math.inf if row["final_loss"] is None else row["final_loss"] for row in rows]
     if not ends or not np.isfinite(ends).all():
         return "diverged" if ends else "–"
@@ -102,7 +103,7 @@ def cell(rows: Rows) -> str:
 
 
 def draw(curves: Rows, png: Path, steps: int) -> None:
-    """Draws the curves of each optimizer, all seeds and repeats in one band."""
+    """Draws the curves of each optimizer, with all its seeds and repeats in one band."""
     tasks: dict[str, dict[str, np.ndarray]] = {}
     for task in names(curves, "task"):
         own = pick(curves, task=task)
@@ -122,7 +123,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/optimizers"))
     parser.add_argument("--config", type=Path, default=Path("configs/optimizers/small.yaml"))
     parser.add_argument("--memories", nargs="+", default=list(MEMORIES), choices=MEMORIES)
-    parser.add_argument("--tasks", nargs="+", help="default: all tasks with data")
+    parser.add_argument("--tasks", nargs="+", help="default: all tasks whose data are available")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--repeats", type=int, default=3)
     options = trainings(parser, words, seeds=[0, 1, 2])

@@ -1,12 +1,12 @@
-"""Compare a potential of molflt with SchNet (PyG) and PaiNN: same frames, same processor time.
+"""Compare a molflt potential with SchNet (PyG) and PaiNN at equal processor time.
 
     python scripts/potentials.py FOLDER --out runs/potentials --seconds 3600
     python scripts/potentials.py FOLDER --out runs/potentials --test val_id val_hot --seeds 0 1 2
 
-FOLDER holds train and test splits (--train, --test) that `molflt data inspect` reads. molflt's
-potential is that of configs/potential.yaml. All models have the same loss, batches and schedule of
-learning rates, which depends on the used time. Writes potentials.md and .csv. The same command
-continues an interrupted comparison.
+FOLDER contains training and test splits (--train, --test) that `molflt data inspect` can read. The
+molflt potential is configs/potential.yaml. All models use the same frames, loss and batches, and
+the same schedule of learning rates, which depends on the time used so far. Writes potentials.md and
+potentials.csv. After an interruption, the same command continues.
 """
 
 import argparse
@@ -44,7 +44,7 @@ MEASURES = {
 
 
 class LocalNet(nn.Module):
-    """A net of messages within a cutoff, with the interface that `PotentialTask` needs."""
+    """A message-passing net with a cutoff, with the interface that `PotentialTask` needs."""
 
     element_energies: Tensor
     energy_std: Tensor
@@ -69,7 +69,7 @@ class LocalNet(nn.Module):
 
 
 def build(name: str, options: argparse.Namespace) -> nn.Module:
-    """An untrained model."""
+    """Returns an untrained model."""
     dim, layers = options.dim, options.layers
     if name == "schnet":
         sizes = {"hidden_channels": dim, "num_filters": dim, "num_interactions": layers}
@@ -80,7 +80,7 @@ def build(name: str, options: argparse.Namespace) -> nn.Module:
 
 
 def judge(task: PotentialTask, points: SinglePoints, batch_size: int) -> dict[str, float]:
-    """Metrics of a whole split."""
+    """Returns the metrics of a whole split."""
     task.model.eval()
     totals = torch.zeros(len(task.sums._fields), dtype=torch.float64)
     for start in range(0, len(points), batch_size):
@@ -92,7 +92,7 @@ def judge(task: PotentialTask, points: SinglePoints, batch_size: int) -> dict[st
 def learn(
     task: PotentialTask, points: SinglePoints, state: Path, seed: int, options: argparse.Namespace
 ) -> CpuBudget:
-    """Trains until the time is spent, including the time of earlier starts."""
+    """Trains until the time is used up, including the time of earlier calls."""
     budget = CpuBudget(options.seconds)
 
     def loss_of(step: int) -> Tensor:
@@ -112,7 +112,7 @@ def run(
     tests: Mapping[str, SinglePoints],
     options: argparse.Namespace,
 ) -> Rows:
-    """Trains and evaluates one model, or reads the result of an earlier start."""
+    """Trains and evaluates a model, or reads the result of an earlier call."""
     done = options.out / f"{name}-{seed}.json"
     if done.exists():
         return json.loads(done.read_text())
@@ -133,7 +133,7 @@ def run(
 
 
 def trivial(data: PotentialData, tests: Mapping[str, SinglePoints]) -> Rows:
-    """Errors of element energies plus a constant per atom, and of zero forces."""
+    """Returns the errors of element energies plus a constant per atom, and of zero forces."""
     own, train = data.element_energies().energies, data.datasets["train"]
 
     def rest(points: SinglePoints) -> NDArray[np.float64]:
@@ -153,7 +153,7 @@ def trivial(data: PotentialData, tests: Mapping[str, SinglePoints]) -> Rows:
 
 
 def table(rows: Rows) -> str:
-    """Mean and standard deviation over seeds, of each model on each split."""
+    """Returns mean and standard deviation over seeds of each model on each split."""
     lines = []
     for split, model in dict.fromkeys((row["split"], row["model"]) for row in rows):
         mine = pick(rows, split=split, model=model)
@@ -166,8 +166,8 @@ def table(rows: Rows) -> str:
 
 
 def measured(options: argparse.Namespace) -> Rows:
-    """A row for each model, seed and split; the files are written after each model."""
-    own = ("out", "models", "seeds")  # they do not change other rows
+    """Returns a row for each model, seed and split; writes the files after each model."""
+    own = ("out", "models", "seeds")  # these do not change other rows
     job = {key: value for key, value in vars(options).items() if key not in own}
     job |= {"data": str(options.data), "config": CONFIG.name, "content": CONFIG.read_text()}
     every = {
@@ -201,7 +201,7 @@ def main(words: list[str] | None = None) -> None:
         parser.add_argument(f"--{name}", type=float, default=default)
     parser.add_argument("--batch_size", type=int, default=8)
     for name, value in (("dim", 64), ("layers", 3)):
-        parser.add_argument(f"--{name}", type=int, default=value, help="of SchNet and PaiNN")
+        parser.add_argument(f"--{name}", type=int, default=value, help="size of SchNet and PaiNN")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     options = parser.parse_args(words)
     print(table(measured(options)))

@@ -3,21 +3,22 @@
     python scripts/run.py                           # list the benchmarks
     python scripts/run.py decoding                  # measure, and update the documentation
     python scripts/run.py decoding --out runs/d     # write to a folder instead
-    python scripts/run.py decoding --redraw         # reuse the CSV instead of measuring
+    python scripts/run.py decoding --redraw         # read the CSV instead of measuring
 
-Writes NAME.csv, .png and .md to a folder, by default runs/NAME. If a page of docs/results has marks
-for the benchmark, the table goes between them, and the other files next to the page. The exit
-status is 1 if a row could not be measured, for instance because a package is not installed.
+Writes NAME.csv, NAME.png and NAME.md to a folder, by default runs/NAME. If a page in docs/results
+has marks for the benchmark, the table is written between them, and the other files are written next
+to the page. The exit status is 1 if a row could not be measured, for example because a package is
+not installed.
 """
 
 import argparse
 import inspect
-import re
 import sys
 import types
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any, get_args, get_origin
 
 import torch
@@ -26,36 +27,30 @@ from kit.rows import Rows, read_csv, write_csv
 from kit.words import described, guarded
 
 SCRIPTS = Path(__file__).resolve().parent
-FOLDERS = ("cost", "accuracy", "training")
 LABELS = ("mechanism", "length", "pass")
 RESULTS = SCRIPTS.parent / "docs" / "results"
 
 
-def benchmarks() -> dict[str, tuple[str, str]]:
-    """Module and title of each benchmark by name, found without importing the modules."""
-    found = {}
-    for path in (path for folder in FOLDERS for path in sorted((SCRIPTS / folder).glob("*.py"))):
-        text, module = path.read_text(), f"{path.parent.name}.{path.stem}"
-        cases = re.findall(r'^    "(\w+)": Benchmark\(\s+"(.+)",$', text, re.M)
-        if not cases and re.search(r"^(def measure\(|measure = )", text, re.M):
-            cases = [(path.stem, text.removeprefix('"""').partition("\n")[0])]
-        found |= {name: (module, title) for name, title in cases}
-    return found
+def benchmarks() -> dict[str, Path]:
+    """Returns the file of each benchmark by name."""
+    folders = ("cost", "accuracy", "training")
+    paths = [path for folder in folders for path in sorted((SCRIPTS / folder).glob("*.py"))]
+    return {path.stem: path for path in paths}
 
 
-def find(name: str) -> Any:
-    """The benchmark: a module, or a `Benchmark` of a module."""
-    module = import_module(benchmarks()[name][0])
-    return getattr(module, "BENCHMARKS", {}).get(name, module)
+def find(name: str) -> ModuleType:
+    """Imports the module of a benchmark."""
+    return import_module(f"{benchmarks()[name].parent.name}.{name}")
 
 
 def titles() -> str:
-    """Name and title of each benchmark."""
-    return "\n".join(f"{name:14s} {title}" for name, (_, title) in benchmarks().items())
+    """Returns the name and title of each benchmark, without importing the modules."""
+    first = {name: path.read_text().splitlines()[0] for name, path in benchmarks().items()}
+    return "\n".join(f"{name:14s} {title.strip(chr(34))}" for name, title in first.items())
 
 
 def add_options(parser: argparse.ArgumentParser, measure: Any, redraw: bool) -> None:
-    """Adds the keywords of `measure` as options; tuples take several words, booleans none."""
+    """Adds the keywords of `measure` as options: tuples take several values, booleans none."""
     for name, parameter in inspect.signature(measure, eval_str=True).parameters.items():
         needed = parameter.default is parameter.empty
         default = "required" if needed else f"default: {parameter.default}"
@@ -71,13 +66,13 @@ def add_options(parser: argparse.ArgumentParser, measure: Any, redraw: bool) -> 
 
 
 def page_of(name: str) -> Path | None:
-    """The results page with marks for a benchmark."""
+    """Returns the results page that has marks for a benchmark."""
     pages = sorted(RESULTS.glob("*.md"))
     return next((page for page in pages if f"<!-- bench: {name} -->" in page.read_text()), None)
 
 
 def marked(text: str, name: str, block: str) -> str:
-    """A page with the block between the marks of a benchmark."""
+    """Returns a page with the block between the marks of a benchmark."""
     begin, end = f"<!-- bench: {name} -->", "<!-- end -->"
     before, mark, rest = text.partition(begin)
     if not mark or end not in rest:
@@ -94,7 +89,7 @@ def write(benchmark: Any, name: str, rows: Rows, out: Path | None) -> bool:
         page.write_text(marked(page.read_text(), name, text))
     else:
         (folder / f"{name}.md").write_text(f"{text}\n")
-    if getattr(benchmark, "draw", None):
+    if hasattr(benchmark, "draw"):
         benchmark.draw(folder / f"{name}.png", rows)
     print(text)
     failed = [row for row in rows if not str(row.get("note") or SKIPPED).startswith(SKIPPED)]
@@ -105,34 +100,32 @@ def write(benchmark: Any, name: str, rows: Rows, out: Path | None) -> bool:
 
 
 def parse(words: Sequence[str]) -> tuple[str, argparse.Namespace, Mapping[str, Any]]:
-    """Returns the name, the options of this script, and those of the benchmark's `measure`."""
-    modules = benchmarks()
+    """Returns the name, the options of this script, and the arguments of `measure`."""
     parser = described(f"{__doc__}\n{titles()}", "run.py")
-    parser.add_argument("name", choices=modules, metavar="NAME")
+    parser.add_argument("name", choices=benchmarks(), metavar="NAME")
     name = parser.parse_args(words[:1]).name
-    module, title = modules[name]
-    text = import_module(module).__doc__
-    parser = described(text if text.startswith(title) else f"{title}\n\n{text}", f"run.py {name}")
+    benchmark = find(name)
+    parser = described(benchmark.__doc__, f"run.py {name}")
     parser.add_argument("--out", type=Path, help="folder for all files, instead of docs/results")
     parser.add_argument("--quick", action="store_true", help="smallest sizes; needs --out")
     parser.add_argument("--redraw", action="store_true", help="read the CSV instead of measuring")
     own = [action.dest for action in parser._actions]
-    add_options(parser, find(name).measure, "--redraw" in words)
+    add_options(parser, benchmark.measure, "--redraw" in words)
     given = vars(parser.parse_args(words[1:]))
     options = argparse.Namespace(**{key: given[key] for key in given if key in own})
     if options.out is None and page_of(name) is None:
         options.out = Path("runs") / name
     if options.quick and options.out is None:
-        parser.error("--quick measures nothing worth keeping; give --out FOLDER")
+        parser.error("results of --quick do not belong on a page; add --out FOLDER")
     rest = {key: given[key] for key in given if key not in own}
     if options.redraw and (rest or options.quick):
-        parser.error("--redraw measures nothing; no other option but --out has an effect")
+        parser.error("--redraw does not measure; only --out has an effect with it")
     return name, options, rest
 
 
 @guarded
 def main(words: Sequence[str] | None = None) -> int:
-    """Returns 1 if a row failed, 2 for options outside their range."""
+    """Returns 1 if a row failed, and 2 if an option is out of range."""
     words = sys.argv[1:] if words is None else words
     if not words:
         print(titles())

@@ -1,17 +1,18 @@
-"""Measure how adsorption energies behave at sizes other than those of training.
+"""Measure how adsorption energies change with the size of slab and cell.
 
     python scripts/sizes.py runs/game-net --data datasets/game-net/fg
     python scripts/sizes.py peer:painn peer:schnet --data datasets/game-net/fg --minutes 12 \\
         --config configs/game-net.yaml --out runs/sizes-peers -- --task.lr 0.0015
 
-RUN is the folder of a run or an exported model. peer:NAME is a net of scripts/peers.py, trained as
-there with --config and the options after --, for --minutes of CPU time and seed 0. Results are kept
-in OUT/jobs. Structures are the initial ones of all splits whose names start with val, in proportion
-to their sizes. Columns are mean absolute values in eV:
+RUN is the folder of a run or of an exported model. peer:NAME is one of the nets that
+scripts/peers.py trains. Its training uses --config, the options after --, seed 0 and --minutes of
+CPU time, and the result is stored in OUT/jobs. The structures are initial structures of all splits
+whose names start with val, in proportion to the sizes of the splits. The columns are mean absolute
+values in eV:
 
-2x1, 2x2, 3x3   change if the slab is repeated in the plane under one adsorbate
-3x3 - 2x2       difference of the two
-whole           E / 2 - E(1x1) of the cell repeated 2x1 with its adsorbate
+2x1, 2x2, 3x3   change if the slab is repeated in the plane and keeps one adsorbate
+3x3 - 2x2       change from 2x2 to 3x3
+whole           E / 2 - E(1x1), where E is the energy of the cell repeated 2x1 with its adsorbate
 slab            energy of the clean slab
 8 Å, 12 Å ...   energy with the adsorbate lifted by this distance, with the same vacuum above it
 vacuum          change if the vacuum is doubled
@@ -54,12 +55,12 @@ from molflt.files import write_atomically
 PEER = "peer:"
 REPEATS = {"2x1": (2, 1, 1), "2x2": (2, 2, 1), "3x3": (3, 3, 1)}
 LIFTS = (8, 12, 20)  # Å
-APART = 10.0  # Å between two adsorbates on one slab
-MOST = 3_000  # atoms in a batch
+APART = 10.0  # Å, smallest distance between two adsorbates on one slab
+MOST = 3_000  # largest number of atoms in a batch
 
 
 class System(NamedTuple):
-    """A slab below its vacuum, Å, and an adsorbate that no cell boundary cuts."""
+    """A slab, an adsorbate that no cell boundary cuts, and the height of the vacuum, Å."""
 
     slab: Atoms
     adsorbate: Atoms
@@ -71,7 +72,7 @@ class System(NamedTuple):
 
 
 def separate(atoms: Atoms) -> System:
-    """Moves atoms to other periodic images, and separates the adsorbate from the slab."""
+    """Separates adsorbate and slab, and moves atoms to images below the vacuum."""
     atoms = atoms.copy()
     scaled = atoms.get_scaled_positions(wrap=False)[:, 2]
     order = np.sort(scaled % 1)
@@ -81,7 +82,7 @@ def separate(atoms: Atoms) -> System:
     mask = atoms.get_tags() == Tag.ADSORBATE
     adsorbate = atoms[mask]
     done, left = [0], list(range(1, len(adsorbate)))
-    while left:  # attach the nearest atom by its nearest image
+    while left:  # move the nearest atom to its nearest image
         pos = adsorbate.positions
         vectors, lengths = get_distances(pos[done], pos[left], atoms.cell, atoms.pbc)
         i, j = np.unravel_index(lengths.argmin(), lengths.shape)
@@ -92,7 +93,7 @@ def separate(atoms: Atoms) -> System:
 
 
 def higher(atoms: Atoms, height: float, lift: float = 0.0) -> Atoms:
-    """Adds to the height of the cell, Å, and lifts the adsorbate."""
+    """Increases the height of the cell and lifts the adsorbate, both in Å."""
     atoms = atoms.copy()
     up = atoms.cell.reciprocal()[2]  # normal of the surface
     up /= np.linalg.norm(up)
@@ -102,9 +103,10 @@ def higher(atoms: Atoms, height: float, lift: float = 0.0) -> Atoms:
 
 
 def pair(one: System, other: System) -> tuple[Atoms, Atoms, Atoms] | None:
-    """Two adsorbates on one slab, and each alone on it, as close to each other as `APART` allows.
+    """Returns two adsorbates on one slab, and each of them alone on this slab.
 
-    The slab is the smallest of 2x2 to 5x5 that has space for both; None if all are too small.
+    The adsorbates are as close as `APART` permits. The slab is the smallest of 2x2 to 5x5 that is
+    large enough. Returns None if all are too small.
     """
     for n in range(2, 6):
         large, places = one.slab.repeat((n, n, 1)), []
@@ -122,7 +124,7 @@ def pair(one: System, other: System) -> tuple[Atoms, Atoms, Atoms] | None:
 
 
 def pairs(systems: Sequence[System]) -> list[tuple[Atoms, Atoms, Atoms]]:
-    """Each system with the next one on the same slab, if there is space for both."""
+    """Pairs each system with the next one on the same slab, if both fit on it."""
 
     def same(one: Atoms, other: Atoms) -> bool:
         ends = [np.concatenate((slab.positions, slab.cell.array)) for slab in (one, other)]
@@ -137,7 +139,7 @@ def pairs(systems: Sequence[System]) -> list[tuple[Atoms, Atoms, Atoms]]:
 
 
 def draw(root: Path, count: int) -> list[System]:
-    """Systems of all validation splits in proportion to their sizes; always the same ones."""
+    """Draws the same systems of all validation splits in every call, in proportion to sizes."""
     names = [name for name in pool.splits_of(root) if name.startswith("val")]
     sets = [open_dataset(split_path(root, name)) for name in names]
     total, rng, systems = sum(map(len, sets)), np.random.default_rng(0), []
@@ -152,7 +154,7 @@ def draw(root: Path, count: int) -> list[System]:
 
 
 def build(systems: Sequence[System]) -> dict[str, list[Atoms]]:
-    """Structures by name; those of pairs are in the order of `pairs`."""
+    """Returns structures by name; AB, A and B are those of `pairs`."""
     found = {"1x1": [one.whole for one in systems]}
     for name, counts in REPEATS.items():
         found[name] = [one.slab.repeat(counts) + one.adsorbate for one in systems]
@@ -167,7 +169,7 @@ def build(systems: Sequence[System]) -> dict[str, list[Atoms]]:
 
 
 def record_of(atoms: Atoms) -> Data:
-    """A record in float64; `make_record` alone rounds to float32."""
+    """Returns a record in float64, because `make_record` rounds to float32."""
     pos, cell = atoms.positions, atoms.cell.array
     own = {"pos": pos, "cell": cell, "pbc": atoms.pbc, "tags": atoms.get_tags()}
     record = make_record(**own, atomic_numbers=atoms.numbers, fixed=fixed_atoms(atoms))
@@ -176,7 +178,7 @@ def record_of(atoms: Atoms) -> Data:
 
 
 def energies(model: nn.Module, structures: Sequence[Atoms]) -> NDArray[np.float64]:
-    """Energies, eV; NaN if the model refuses a structure."""
+    """Returns energies, eV, which are all NaN if the model refuses a structure."""
     size, parts = max(1, MOST // max(map(len, structures))), []
     for start in range(0, len(structures), size):
         batch = Batch.from_data_list(list(map(record_of, structures[start : start + size])))
@@ -188,7 +190,7 @@ def energies(model: nn.Module, structures: Sequence[Atoms]) -> NDArray[np.float6
 
 
 def changes(energy: Mapping[str, NDArray[np.float64]]) -> dict[str, NDArray[np.float64]]:
-    """Deviations by column, eV, from the energies of `build`."""
+    """Returns the values of each column, eV, from the energies of the structures."""
     one = energy["1x1"]
     found = {name: energy[name] - one for name in REPEATS}
     found["3x3 - 2x2"] = energy["3x3"] - energy["2x2"]
@@ -201,14 +203,14 @@ def changes(energy: Mapping[str, NDArray[np.float64]]) -> dict[str, NDArray[np.f
 
 
 def models(options: argparse.Namespace) -> dict[str, nn.Module]:
-    """Models by name; trains peers that have no result."""
+    """Returns models by name, and trains the peers that have no result."""
     peers = [run.removeprefix(PEER) for run in options.runs if run.startswith(PEER)]
     if unknown := sorted({*peers} - {*NETS}):
         raise ValueError(f"{PEER}{unknown[0]}: expected one of {', '.join(NETS)}")
     own = {"models": peers, "seeds": 1, "fractions": [1.0], "evaluations": 1}
     jobs = pool.comparison(argparse.Namespace(**{**vars(options), **own}), {})
     if jobs and not pool.run(jobs, 1):
-        raise ValueError(f"{options.out / 'logs'}: a training failed; see its log")
+        raise ValueError(f"{options.out / 'logs'}: a training run failed; see its log")
     found = {PEER + job["model"]: net_of(job, path) for path, job in jobs.items()}
     return {run: found[run] if run in found else molflt.load(run).model for run in options.runs}
 
@@ -221,13 +223,13 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--systems", type=int, default=100, help="approximate number of systems")
     parser.add_argument("--out", type=Path, default=Path("runs/sizes"))
     parser.add_argument("--config", type=Path, default=Path("configs/game-net.yaml"))
-    parser.add_argument("--minutes", type=float, default=10.0, help="CPU time to train a peer")
+    parser.add_argument("--minutes", type=float, default=10.0, help="CPU time for training a peer")
     options = parsed(parser, words)
-    torch.set_flush_denormal(True)  # SchNet takes five times as long otherwise
+    torch.set_flush_denormal(True)  # SchNet otherwise takes five times as long
     structures, nets = build(draw(options.data, options.systems)), models(options)
     rows: dict[str, dict[str, float | None]] = {}
     with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about sizes and elements that training does not have
+        warnings.simplefilter("ignore")  # about sizes and elements outside of the training data
         for run, net in nets.items():
             net.double().eval()
             found = changes({name: energies(net, part) for name, part in structures.items()})

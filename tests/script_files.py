@@ -4,7 +4,6 @@ import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -22,8 +21,8 @@ def load_script(name: str) -> ModuleType:
     return module
 
 
-def benchmark(name: str) -> Any:
-    """The benchmark of that name: a module, or a `Benchmark` of a module."""
+def benchmark(name: str) -> ModuleType:
+    """Returns the module of a benchmark."""
     return load_script("run").find(name)
 
 

@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import pytest
-import torch
 from script_files import SCRIPTS, benchmark
 
 from kit import layers, rows, turns  # isort: skip
@@ -76,20 +75,3 @@ def test_growth_of_a_token_is_that_of_ratios() -> None:
     assert script.growth(own) == pytest.approx(2)
     assert [row["ratio"] for row in own] == [1, 4, 16]
     assert [row["softmax_ratio"] for row in own] == [3, 3, 3]
-
-
-def test_the_forms_of_log_linear_are_one_function() -> None:
-    """Blocks, pieces of transforms and transforms at once agree, gradients included."""
-    script, results = benchmark("patches"), []
-    for name in ("log-linear", "log-linear, FFT", "log-linear, FFT at once"):
-        torch.manual_seed(0)
-        block = script.MECHANISMS[name].build(36, False).double()
-        torch.manual_seed(1)
-        x = torch.randn(1, 36, script.DIM, dtype=torch.float64, requires_grad=True)
-        out = block(x)
-        out.square().sum().backward()
-        results.append((out, x.grad, block.block.attention.position.table.grad))
-    for other in results[1:]:
-        for a, b in zip(results[0], other, strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
-            assert not torch.equal(a, b)  # they are computed in different ways

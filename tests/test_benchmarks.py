@@ -22,10 +22,11 @@ ROOT = SCRIPTS.parent
 RESULTS = ROOT / "docs" / "results"
 RUN = load_script("run")
 NAMES = list(RUN.benchmarks())
-# rows of benchmarks of earlier commits
-HISTORY = {"kernel_error", "layers", "precision"}
+# Rows of benchmarks of earlier commits.
+HISTORY = {"arena", "beam", "kernel_error", "layers", "long_range", "masks", "norms", "patches"}
+HISTORY |= {"precision", "sampling"}
 STORED = sorted({path.stem for path in RESULTS.glob("*.csv")} - HISTORY)
-MEMORY = {"scaling", "atoms", "patches", "arena"}
+MEMORY = {"scaling", "atoms"}
 # It trains in other processes, as other tests do; the weekly workflow runs it.
 LONG = {"interruptions"} if not os.environ.get("MOLFLT_FULL") else set()
 needs_linux = pytest.mark.skipif(
@@ -73,8 +74,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     write_lmdb(folder / "oc20.lmdb", {str(i): old_record(i) for i in range(4)})
     return {
         "reading": ["--records", str(folder / "oc20.lmdb")],
-        "long_range": ["--data", str(dimers(folder))],
-        "dimers": ["--data", str(folder)],
+        "dimers": ["--data", str(dimers(folder))],
         "labels": ["--file", str(bound(folder)), "--calculator", "emt"],
     }
 
@@ -121,11 +121,11 @@ def test_quick_run_writes_rows_block_and_picture(name, inputs, tmp_path, monkeyp
     rows = RUN.read_csv(tmp_path / f"{name}.csv")
     if name in MEMORY:
         check_memory(module.STUDY, rows)
-    assert rows and not any(row.get("note") for row in rows if name != "patches")
+    assert rows and not any(row.get("note") for row in rows)
     block = (tmp_path / f"{name}.md").read_text()
     lengths = [line.count(" | ") for line in block.splitlines() if line.startswith("| ")]
     assert len(lengths) > 2 and block == f"{module.table(rows)}\n"
-    if getattr(module, "draw", None):
+    if hasattr(module, "draw"):
         assert 10_000 < (tmp_path / f"{name}.png").stat().st_size < 300_000
     assert every_page() == pages  # --out does not change the documentation
 
@@ -136,7 +136,7 @@ def test_documented_tables_equal_stored_rows(name: str) -> None:
     text = RUN.page_of(name).read_text()
     assert RUN.marked(text, name, module.table(rows)) == text, f"run.py {name} --redraw"
     picture = RESULTS / f"{name}.png"
-    assert picture.exists() == bool(getattr(module, "draw", None))
+    assert picture.exists() == hasattr(module, "draw")
 
 
 def test_all_stored_rows_have_a_benchmark_and_all_blocks_rows() -> None:
@@ -149,7 +149,7 @@ def test_commands_of_the_documentation_exist() -> None:
     text = "\n".join(page.read_text() for page in ROOT.glob("docs/**/*.md")).replace("\\\n", " ")
     text = re.sub(r"^git checkout .*?^```", "", text, flags=re.M | re.S)  # scripts of the history
     quoted = re.findall(r'make bench NAME=(\w+)(?: +ARGS="([^"]*)")?', text)
-    assert {name for name, _ in quoted} >= set(STORED) - {"norms", "masks"}
+    assert {name for name, _ in quoted} >= set(STORED)
     for name, words in quoted:
         RUN.parse([name, *shlex.split(words)])
     for script in re.findall(r"python (scripts/\w+\.py)", text):

@@ -41,4 +41,4 @@ def test_energy_is_conserved_better_with_smaller_steps(tmp_path, capsys):
     assert script.main([str(tmp_path / "run"), str(tmp_path / "none.xyz")]) == 2
     assert "none.xyz: No such file" in capsys.readouterr().err
     assert script.main([*told, "--ps", "0.001"]) == 2
-    assert "--ps 0.001 with --timestep 2 is 0 steps; expected at least" in capsys.readouterr().err
+    assert "--ps 0.001 with --timestep 2 is 0 steps; expected --every" in capsys.readouterr().err

@@ -60,7 +60,7 @@ def test_single_models_and_ensembles_beside_published_ones(trainings, words, tmp
     assert train[0] == "train" and "--trainer.max_steps=7" in train and "--seed=0" in train
     assert any(word.startswith("--data.root=") for word in train)
     text = capsys.readouterr().out
-    assert text.startswith("4 trainings")
+    assert text.startswith("4 training runs")
     assert text == (tmp_path / "out" / "folds.md").read_text()
     cells = {
         line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]]

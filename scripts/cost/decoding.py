@@ -1,35 +1,36 @@
 """Time of one new token, and size of the decoding state, against the number of tokens so far.
 
-In every round all mechanisms take turns at all positions. A turn decodes 9 tokens one after another
-from the state at its position; the first, which fills the caches, is not counted. Times are
-processor times, medians over tokens and rounds. A ratio is the median over rounds of the ratio of
-two turns of one round. Exponents are fitted to the longer half of the positions. Bytes count all
-memory that a state keeps.
+In each round, all mechanisms are timed at all positions in turn. A turn decodes 9 tokens one after
+another, starting from the state at its position. The first token fills the caches and is not
+counted. Times are processor times: medians over tokens and rounds. A ratio is the median over
+rounds of the ratio of two turns in the same round. Exponents are fitted to the longer half of the
+positions. The size of a state includes all memory that the state keeps.
 """
 
 import time
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from kit.decoding import SOFTMAX, decoders, held, styles_of
+import yaml
 from kit.pictures import curves, legend
-from kit.rows import Rows, exponent, markdown, names, pick, upper_half
+from kit.rows import Rows, choose, exponent, markdown, names, pick, upper_half
 from kit.turns import paired
 from torch import Tensor
 from tqdm import tqdm
 
-from molflt.plots.figure import picture
+from molflt.plots.figure import SERIES, picture
 from molflt.sequence.language_model import LanguageModel, LanguageState
 
+CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "lm"
+SOFTMAX = "softmax"
 SIZES: dict[str, Any] = {
     **{"vocabulary": 1000, "dim": 128, "heads": 8, "layers": 4, "ffn_dim": 512},
     "absolute": "sinusoidal",
 }
-PIECE = 1000  # tokens of a prompt at once: softmax would need 10^8 logits per head for all of them
+PIECE = 1000  # tokens of a prompt at a time; all 10^4 would need 10^8 logits per head of softmax
 TOKENS = 8
 QUICK = {"positions": (6, 12, 24), "rounds": 1}
 
@@ -37,10 +38,46 @@ Key = tuple[str, int]  # mechanism, position
 Times = dict[Key, list[list[float]]]  # seconds of each token of each round
 
 
+def decoders(given: Sequence[str], longest: int) -> dict[str, LanguageModel]:
+    """Returns models that decode from a state, by the name of their configuration.
+
+    By default these are all mechanisms of configs/lm that have a state. Configurations with data
+    are not mechanisms.
+    """
+    paths = sorted(CONFIGS.glob("*.yaml"))
+    configs = {path.stem: yaml.safe_load(path.read_text()) for path in paths}
+    known = {name: one.get("model", {}) for name, one in configs.items() if "data" not in one}
+    models = {}
+    for name in choose(given, known):
+        torch.manual_seed(0)
+        model = LanguageModel(**SIZES, max_length=longest, **known[name]).eval()
+        if model.decodes:
+            models[name] = model
+        elif given:
+            raise ValueError(f"mechanism {name!r} has no state to decode from; leave it out")
+    return models
+
+
+def held(state: object) -> int:
+    """Returns the bytes of the storages of all tensors in a state, each storage counted once."""
+    storages: dict[int, int] = {}
+
+    def visit(part: object) -> None:
+        if isinstance(part, Tensor):
+            storage = part.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+        elif isinstance(part, (tuple, list)):
+            for child in part:
+                visit(child)
+
+    visit(state)
+    return sum(storages.values())
+
+
 def states(
     model: LanguageModel, tokens: Tensor, positions: Sequence[int]
 ) -> Iterator[LanguageState]:
-    """The state after each number of the tokens (1, n); the last token is decoded by itself."""
+    """Yields the state after each number of tokens; the last token is decoded separately."""
     state: LanguageState | None = None
     for end in positions:
         start = 0 if state is None else state.length
@@ -52,7 +89,7 @@ def states(
 
 
 def turn(model: LanguageModel, state: LanguageState, tokens: Tensor) -> list[float]:
-    """Processor seconds of each token but the first, one after another from a state."""
+    """Decodes tokens from a state and returns the seconds of each token except the first."""
     seconds = []
     for token in tokens.split(1, dim=1):
         start = time.thread_time()
@@ -66,10 +103,9 @@ def measure(
     mechanisms: tuple[str, ...] = (),
     rounds: int = 25,
 ) -> Rows:
-    """Times and sizes of states."""
+    """Returns the times and sizes of states of all mechanisms at all positions."""
     positions = tuple(sorted(positions))
-    build = partial(LanguageModel, **SIZES, max_length=positions[-1] + TOKENS + 1)
-    models = decoders("lm", mechanisms, build)
+    models = decoders(mechanisms, positions[-1] + TOKENS + 1)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(SIZES["vocabulary"], (1, positions[-1]), generator=generator)
     new = torch.randint(SIZES["vocabulary"], (1, TOKENS + 1), generator=generator)
@@ -86,7 +122,7 @@ def measure(
 
 
 def rows_of(times: Times, sizes: dict[Key, int]) -> Rows:
-    """Rows of the CSV; `softmax_ratio` is softmax's time in units of this mechanism's."""
+    """Returns the rows of the CSV; `softmax_ratio` is the time of softmax divided by this time."""
     first = next(iter(times))[1]
     of_turns = {key: [median(turn) for turn in turns] for key, turns in times.items()}
 
@@ -105,12 +141,12 @@ def rows_of(times: Times, sizes: dict[Key, int]) -> Rows:
 
 
 def growth(rows: Rows) -> float:
-    """Exponent of a mechanism's ratios to the first position, at the longer half of them."""
+    """Returns the exponent of the time against the position, at the longer half of positions."""
     return exponent(upper_half([(row["position"], row["ratio"]) for row in rows]))
 
 
 def table(rows: Rows) -> str:
-    """Markdown: time at the first position, ratios to it, exponents, states."""
+    """Returns the time at the first position, ratios to it, exponents, and sizes of states."""
     places = names(rows, "position")
     first, last = places[0], places[-1]
     head = ["", f"ms at {first}", *(f"{n} / {first}" for n in places[1:]), "time ~ n^"]
@@ -126,8 +162,11 @@ def table(rows: Rows) -> str:
 
 
 def draw(png: Path, rows: Rows) -> None:
-    """Time per token and bytes of the state."""
-    styles = styles_of(names(rows, "mechanism"))
+    """Draws the time of a token and the bytes of the state; softmax has the last color."""
+    order = sorted(names(rows, "mechanism"), key=SOFTMAX.__eq__)
+    colors = len(SERIES) - 1
+    styles = {name: (i % colors, "-" if i < colors else "--") for i, name in enumerate(order)}
+    styles |= {SOFTMAX: (colors, "-")} if SOFTMAX in styles else {}
     with picture(png, figsize=(7.6, 4.6)) as figure:
         panels = figure.subplots(1, 2, sharex=True)
         labels = {"median_ms": "ms per token", "state_bytes": "state, bytes"}

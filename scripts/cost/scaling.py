@@ -1,7 +1,7 @@
 """Time and peak memory of one attention layer against the length, also of other packages' layers.
 
-A layer has its projections (FNet has none) and its encoding, which every pass evaluates as in
-training; see kit/layers.py.
+A layer consists of its projections (FNet has none) and its encoding, which every pass evaluates, as
+in training. kit/layers.py describes the measurement.
 """
 
 import time
@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from kit import layers
-from kit.layers import Mechanism, Ratio
+from kit.layers import Mechanism
+from kit.rows import Rows, markdown
 from torch import Tensor, nn
 
 from molflt.attention import Attention, make_position
@@ -18,21 +19,30 @@ from molflt.attention.fnet import FourierMixer
 
 HEADS, HEAD_DIM, FEATURES, NODES = 8, 64, 64, 32
 DIM = HEADS * HEAD_DIM
-QUICK = {"sizes": (512, 1024), "rounds": 1, "passes": (layers.TRAINING,)}
-QUICK["mechanisms"] = ("flt", "softmax, Toeplitz bias", "PyG performer, relu")
+FAR = 8192
+# Quantity, two layers, and causal or not, for the ratios at the largest length.
+RATIOS = (
+    ("time", "flt", "performer", False),
+    ("memory", "flt", "performer", False),
+    ("time", "flt, l = 1", "performer", False),
+    ("memory", "flt, l = 1", "performer", False),
+    ("time", "performer-pytorch", "performer", True),
+    ("memory", "performer-pytorch", "performer", True),
+    ("time", "fnet", "transformers fnet", False),
+)
 
 
 class Layer(nn.Module):
-    """Attention with its encoding; places along a line, or random ones at a metal's density."""
+    """Attention with its encoding, on a line, or at random positions at a metal's density."""
 
     def __init__(self, length: int, causal: bool, position: str, dim: int, **options: Any) -> None:
         super().__init__()
         self.places = torch.arange(length)[None, :, None].float()
         if dim == 3:
-            self.places = torch.rand(1, length, 3) * (12.0 * length) ** (1 / 3)
+            self.places = torch.rand(1, length, 3) * (layers.VOLUME * length) ** (1 / 3)
         mixing = options.get("mixing", "linear")
         sizes = {"toeplitz": {"max_tokens": length}, "spectral": {"dim": dim}}.get(position, {})
-        if position == "spectral" and mixing != "softmax":  # softmax takes the exact mask
+        if position == "spectral" and mixing != "softmax":  # softmax uses the exact mask
             sizes["num_nodes"] = NODES
         encoding = make_position(position, HEADS, HEAD_DIM, mixing=mixing, **sizes)
         self.attention = Attention(DIM, HEADS, causal=causal, position=encoding, **options)
@@ -42,7 +52,7 @@ class Layer(nn.Module):
 
 
 def performer_pytorch(length: int, causal: bool) -> nn.Module:
-    """The chunked causal form in PyTorch; the other one needs CUDA and fast-transformers."""
+    """Returns performer-pytorch's layer, whose faster causal form needs CUDA."""
     from performer_pytorch import SelfAttention
 
     return SelfAttention(DIM, causal=causal, heads=HEADS, dim_head=HEAD_DIM, nb_features=FEATURES)
@@ -53,7 +63,7 @@ def pyg(length: int, causal: bool) -> nn.Module:
 
 
 def transformers_fnet(length: int, causal: bool) -> nn.Module:
-    """Hugging Face's Fourier sublayer; its outputs come in a tuple."""
+    """Returns Hugging Face's Fourier sublayer, without the tuple around its output."""
     from transformers import FNetConfig
     from transformers.models.fnet.modeling_fnet import FNetBasicFourierTransform
 
@@ -67,16 +77,17 @@ def transformers_fnet(length: int, causal: bool) -> nn.Module:
 def made(
     position: str = "none", dim: int = 1, both: bool = True, linear: bool = True, **options: Any
 ) -> Mechanism:
-    """A layer of molflt; exact softmax has no random features."""
+    """Returns a layer of molflt, causal and not if `both` is true."""
     if options.get("mixing") != "softmax":
         options = {"num_features": FEATURES, **options}
     build = partial(Layer, position=position, dim=dim, **options)
     return Mechanism(build, causal=(False, True) if both else (False,), linear=linear)
 
 
-# Other packages are dashed, softmax with a mask is dotted; one color per kind of attention.
+# Each kind of attention has a color. Lines of other packages are dashed, those of softmax with a
+# mask are dotted.
 LAYERS = {
-    "softmax": (6, "-", made(mixing="softmax")),  # SDPA keeps no N x N matrix
+    "softmax": (6, "-", made(mixing="softmax")),  # SDPA stores no N x N matrix
     "softmax, spectral mask": (
         *(3, ":", made("spectral", 3, both=False, linear=False, mixing="softmax")),
     ),
@@ -94,23 +105,26 @@ LAYERS = {
     "PyG performer, relu": (5, "--", Mechanism(pyg, "torch_geometric")),
     "transformers fnet": (2, "--", Mechanism(transformers_fnet, "transformers")),
 }
-FAR = 8192
 STUDY = layers.Study(
-    *("cost.scaling:STUDY", "tokens", {name: layer for name, (_, _, layer) in LAYERS.items()}),
+    *("cost.scaling", "tokens", {name: layer for name, (_, _, layer) in LAYERS.items()}),
     lambda length: torch.randn(1, length, DIM),
     styles={name: (color, line) for name, (color, line, _) in LAYERS.items()},
-    ratios=(
-        Ratio("time", "flt", "performer", FAR),
-        Ratio("memory", "flt", "performer", FAR),
-        Ratio("time", "flt, l = 1", "performer", FAR),
-        Ratio("memory", "flt, l = 1", "performer", FAR),
-        Ratio("time", "performer-pytorch", "performer", FAR, causal=True),
-        Ratio("memory", "performer-pytorch", "performer", FAR, causal=True),
-        Ratio("time", "fnet", "transformers fnet", FAR),
-    ),
     passes=layers.PASSES,
     clock=time.perf_counter,
 )
+QUICK = {
+    **{"sizes": (512, 1024), "rounds": 1, "passes": (layers.TRAINING,)},
+    "mechanisms": ("flt", "softmax, Toeplitz bias", "PyG performer, relu"),
+}
 measure = partial(layers.measure_layers, STUDY, sizes=(512, 1024, 2048, 4096, FAR))
-table = STUDY.table
 draw = STUDY.draw
+
+
+def table(rows: Rows) -> str:
+    """Returns the costs of forward and backward, and the ratios that were measured."""
+    text, lines = layers.cost_table(rows, "tokens"), []
+    for quantity, one, other, causal in RATIOS:
+        if value := layers.cost_ratio(rows, quantity, one, other, FAR, causal):
+            label = f"{quantity} of {one} / {other}, {FAR} tokens{', causal' * causal}"
+            lines.append([label, f"{value:.3g}"])
+    return f"{text}\n\n{markdown(['ratio', 'measured'], lines)}" if lines else text

@@ -1,13 +1,14 @@
 """Time and peak memory of one pass of layers, against the length of their input.
 
-All mechanisms take turns for the times. A pass that takes longer than the budget is timed once.
+In each round, all mechanisms are timed in turn. A pass that takes longer than the budget is timed
+once.
 
-Peak memory is measured on Linux. Each measurement runs in its own process, which is forked from one
-that has computed nothing. It warms up on 64 tokens, resets the kernel's record of peak resident
-memory (/proc/self/clear_refs), and reports by how much one pass raises the peak. This counts the
-memory of every library. Blocks above 64 KiB return to the system when they are freed
-(MALLOC_MMAP_THRESHOLD_), which prevents unseen reuse. `Study.allocator` can keep the allocator's
-defaults instead; then the peak depends on the idle memory of the process.
+Peak memory is measured on Linux. Each measurement runs in its own process, which is forked from a
+process that has not computed anything. It warms up on 64 tokens, resets the kernel's record of peak
+resident memory (/proc/self/clear_refs), and returns the increase of the peak during one pass. This
+includes the memory of all libraries. Blocks above 64 KiB return to the system when they are freed
+(MALLOC_MMAP_THRESHOLD_), because reused blocks would not be counted. `Study.allocator` can keep the
+allocator's defaults instead; the peak then depends on the unused memory of the process.
 """
 
 import contextlib
@@ -39,18 +40,26 @@ from molflt.graph import GraphAttention
 from molflt.plots.figure import picture
 
 VOLUME = 12.0  # Å^3 per atom
-SKIPPED = "skipped"  # start of the notes of rows that were not tried
+SKIPPED = "skipped"  # start of the notes of passes that were not tried
 FORWARD, TRAINING = PASSES = ("forward", "forward+backward")
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
-SLOW = ("torch_geometric.nn.attention", "transformers.models.fnet.modeling_fnet")  # to import
+SLOW = ("torch_geometric.nn.attention", "transformers.models.fnet.modeling_fnet")  # slow imports
 SCRIPTS = Path(__file__).resolve().parents[1]
+DIM, HEADS, FEATURES, NODES = 128, 8, 64, 16  # of layers on atoms
 
 Key = tuple[str, bool, int, str]  # mechanism, causal, length, pass
 Costs = dict[Key, dict[str, Any]]
 
 
 class Mechanism(NamedTuple):
-    """A builder of (length, causal), its package, its forms, and True for O(N) memory."""
+    """A layer of a benchmark.
+
+    Attributes:
+        build: function of length and `causal` that returns the layer.
+        who: package of the layer.
+        causal: forms that are measured.
+        linear: true if the layer needs O(N) memory.
+    """
 
     build: Callable[[int, bool], nn.Module]
     who: str = "molflt"
@@ -58,48 +67,33 @@ class Mechanism(NamedTuple):
     linear: bool = True
 
 
-class Ratio(NamedTuple):
-    """Cost of training with one mechanism, in units of another's."""
-
-    quantity: str
-    one: str
-    other: str
-    length: int
-    causal: bool = False
-
-
 class Study(NamedTuple):
-    """The layers of a benchmark, and how they are measured and shown."""
+    """The layers of a benchmark, and how they are measured and drawn.
 
-    place: str
-    """module:name of this study below scripts/"""
+    Attributes:
+        module: module that defines the study as STUDY.
+        unit: unit of the lengths, such as "tokens".
+        mechanisms: layers by name.
+        inputs: function of the length that returns the input.
+        styles: color and line of each curve.
+        passes: passes that are measured by default.
+        budget: seconds for all rounds of a mechanism.
+        clock: clock of the times.
+        allocator: environment of the processes that measure memory.
+    """
+
+    module: str
     unit: str
-    """of the lengths, such as "tokens" """
     mechanisms: Mapping[str, Mechanism]
     inputs: Callable[[int], Tensor]
     styles: Mapping[str, tuple[int, str]] = {}
-    """color and line of each curve"""
-    ratios: Sequence[Ratio] = ()
-    """shown below the tables"""
     passes: tuple[str, ...] = (TRAINING,)
     budget: float = 12.0
-    """seconds of all turns of a mechanism"""
     clock: Callable[[], float] = time.process_time
     allocator: Mapping[str, str] = ALLOCATOR
-    """environment of the processes that measure memory"""
-
-    def table(self, rows: Rows, which: str = TRAINING) -> str:
-        """Markdown: `cost_table`, and the ratios that were measured."""
-        text = cost_table(rows, self.unit, which)
-        lines = []
-        for own in self.ratios:
-            label = f"{own.quantity} of {own.one} / {own.other}, {own.length} {self.unit}"
-            if value := cost_ratio(rows, *own):
-                lines.append([label + ", causal" * own.causal, f"{value:.3g}"])
-        return f"{text}\n\n{markdown(['ratio', 'measured'], lines)}" if lines else text
 
     def draw(self, png: Path, rows: Rows, limit: float = math.nan) -> None:
-        """Time and memory against the length, causal and not; a line at the limit, GB."""
+        """Draws time and memory against the length, and a line at the limit in GB."""
         rows = pick(rows, **{"pass": TRAINING}) or rows
         kinds = names(rows, "causal")
         titles = {"seconds": "forward and backward, s", "MiB": "peak memory, MiB"}
@@ -119,14 +113,14 @@ class Study(NamedTuple):
 
 
 def model_of(*files: str) -> dict[str, Any]:
-    """Options of the model in files of configurations; later files win."""
+    """Returns the options of the model in configuration files; later files take precedence."""
     paths = [SCRIPTS.parent / "configs" / f"{file}.yaml" for file in files]
     read = [yaml.safe_load(path.read_text()) for path in paths]
     return {key: value for part in read for key, value in part.get("model", {}).items()}
 
 
 def one_pass(study: Study, name: str, causal: bool, length: int, which: str) -> Callable[[], None]:
-    """A function that makes one pass and deletes the gradients."""
+    """Returns a function that makes one pass and deletes the gradients."""
     torch.manual_seed(0)
     with contextlib.redirect_stdout(sys.stderr):  # some layers print
         layer = study.mechanisms[name].build(length, causal)
@@ -145,24 +139,23 @@ def one_pass(study: Study, name: str, causal: bool, length: int, which: str) -> 
 
 
 def resident(field: str) -> float:
-    """Resident memory of this process, MiB: now for VmRSS, at the peak for VmHWM."""
+    """Returns the resident memory of this process in MiB: VmRSS is current, VmHWM is the peak."""
     found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     return int(found[1]) / 1024 if found else math.nan
 
 
 def growth(work: Callable[[], object]) -> float:
-    """Growth of this process's resident memory at the peak of a call, MiB."""
+    """Returns how far a call raises the peak above the current resident memory, in MiB."""
     Path("/proc/self/clear_refs").write_text("5")
     before = resident("VmRSS")
     work()
     return resident("VmHWM") - before
 
 
-def cost(place: str, name: str, causal: bool, length: int, which: str) -> dict[str, Any]:
-    """Peak MiB of one pass and of its process, and its seconds; or a note about a failure."""
+def cost(module: str, name: str, causal: bool, length: int, which: str) -> dict[str, Any]:
+    """Returns memory and time of one pass and the peak of the process, or a note on a failure."""
     torch.set_num_threads(1)
-    module, _, own = place.partition(":")
-    study: Study = getattr(import_module(module), own)
+    study: Study = import_module(module).STUDY
     try:
         one_pass(study, name, causal, 64, which)()
         work = one_pass(study, name, causal, length, which)
@@ -173,24 +166,24 @@ def cost(place: str, name: str, causal: bool, length: int, which: str) -> dict[s
         return {"note": f"{type(error).__name__}: {error}".splitlines()[0]}
 
 
-def ask(place: str, key: Key, allocator: Mapping[str, str] = ALLOCATOR) -> dict[str, Any]:
-    """`cost` in its own process, a fork of one that has only imported the module."""
+def ask(module: str, key: Key, allocator: Mapping[str, str] = ALLOCATOR) -> dict[str, Any]:
+    """Calls `cost` in a fork of a process that has only imported the module."""
     if not os.access("/proc/self/clear_refs", os.W_OK):
         raise ValueError("peak memory is read from /proc/self/clear_refs, which only Linux has")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([place.partition(":")[0], *SLOW])
+    context.set_forkserver_preload([module, *SLOW])
     path = os.pathsep.join([str(SCRIPTS), *filter(None, [os.environ.get("PYTHONPATH")])])
-    # the environment is read when the first process starts
+    # The environment is read when the first process starts.
     with patch.dict(os.environ, {**allocator, "PYTHONPATH": path}):
         try:
             with ProcessPoolExecutor(1, context) as pool:
-                return pool.submit(cost, place, *key).result()
+                return pool.submit(cost, module, *key).result()
         except BrokenProcessPool:
             return {"note": "the process was killed"}
 
 
 def expected(costs: Costs, key: Key, quantity: str) -> float:
-    """Predicts the cost of a length from the two lengths before, or in proportion to one."""
+    """Extrapolates a cost from the two lengths before; a single length is scaled in proportion."""
     name, causal, length, which = key
     known = [
         (other[2], found[quantity])
@@ -212,9 +205,10 @@ def measure_layers(
     gigabytes: float = 6.0,
     passes: tuple[str, ...] = (),
 ) -> Rows:
-    """One row per mechanism, size and pass, with the seconds of every round.
+    """Returns a row for each mechanism, size and pass, with the seconds of every round.
 
-    A pass is skipped if the smaller sizes predict more than `seconds` or `gigabytes` for it.
+    A pass is skipped if it would take more than `seconds` or `gigabytes` according to the smaller
+    sizes.
     """
     chosen = choose(mechanisms, study.mechanisms)
     passes = choose(passes, PASSES, "pass") if passes else study.passes
@@ -230,19 +224,19 @@ def measure_layers(
                 needed = "would need about {:.1f} GB and {:.0f} s".format(*needs)
                 costs[key] = {"note": f"{SKIPPED}: {needed}"}
                 continue
-            costs[key] = found = ask(study.place, key, study.allocator)
+            costs[key] = found = ask(study.module, key, study.allocator)
             if "note" in found:
                 continue
             works[key] = work = one_pass(study, *key)
             most[key] = max(1, min(rounds, int(study.budget / found["seconds"])))
-            if most[key] == 1:  # warm up: a cold call takes longer than the others
+            if most[key] == 1:  # `turns` does not warm up a single round
                 work()
         spent.update(turns(works, most, study.clock))
     return [row(study, key, found, spent.get(key, [])) for key, found in costs.items()]
 
 
 def row(study: Study, key: Key, found: Mapping[str, Any], seconds: list[float]) -> Row:
-    """A row of the CSV; the note says why a pass was skipped or failed."""
+    """Returns a row of the CSV; its note says why a pass was skipped or failed."""
     columns = ("mechanism", "who", "causal", "length", "pass", "seconds", "peak_MiB", "process_MiB")
     memory = found.get("MiB"), found.get("process")
     cells = (key[0], study.mechanisms[key[0]].who, *key[1:], seconds, *memory)
@@ -253,7 +247,7 @@ def row(study: Study, key: Key, found: Mapping[str, Any], seconds: list[float]) 
 def curve(
     rows: Rows, name: str, quantity: str, causal: bool = False, which: str = TRAINING
 ) -> list[tuple[float, float]]:
-    """(length, median seconds or peak MiB) of a mechanism, without skipped lengths."""
+    """Returns (length, median seconds or peak MiB) for the lengths that were measured."""
     return [
         (r["length"], statistics.median(r["seconds"]) if quantity == "seconds" else r["peak_MiB"])
         for r in rows
@@ -262,7 +256,7 @@ def curve(
 
 
 def cost_table(rows: Rows, unit: str, which: str = TRAINING) -> str:
-    """Markdown: time and memory of a pass at every size, exponents, and the skipped passes.
+    """Returns time and memory of a pass at every size, exponents, and the skipped passes.
 
     Exponents are fitted to the longer half of the sizes.
     """
@@ -288,7 +282,7 @@ def cost_table(rows: Rows, unit: str, which: str = TRAINING) -> str:
 
 
 def trained(rows: Rows, name: str, length: int, causal: bool = False, which: str = TRAINING) -> Row:
-    """The row of a mechanism and length; empty if it was not measured."""
+    """Returns the row of a mechanism and length, or an empty row if it was not measured."""
     labels = {"mechanism": name, "length": length, "causal": causal, "pass": which, "note": None}
     return (pick(rows, **labels) or [{}])[0]
 
@@ -296,7 +290,7 @@ def trained(rows: Rows, name: str, length: int, causal: bool = False, which: str
 def cost_ratio(
     rows: Rows, quantity: str, one: str, other: str, length: int, causal: bool = False
 ) -> float | None:
-    """Time or memory of training with a mechanism, in units of another's; None if unmeasured."""
+    """Returns the ratio of two mechanisms' time or memory in training; None if not measured."""
     a, b = (trained(rows, name, length, causal) for name in (one, other))
     if not a or not b:
         return None
@@ -305,8 +299,8 @@ def cost_ratio(
     return float(a["peak_MiB"] / b["peak_MiB"])
 
 
-def processes_table(rows: Rows, keys: Sequence[tuple[Any, ...]], unit: str) -> str:
-    """Markdown: peak memory of the whole process, GB, for keys (name, length, causal, pass)."""
+def processes_table(rows: Rows, keys: Sequence[Key], unit: str) -> str:
+    """Returns the peak memory of whole processes in GB; empty if no key was measured."""
     lines = []
     for name, length, causal, which in keys:
         if found := trained(rows, name, length, causal, which):
@@ -317,7 +311,7 @@ def processes_table(rows: Rows, keys: Sequence[tuple[Any, ...]], unit: str) -> s
 
 
 def crystals(sizes: Sequence[int]) -> list[Data]:
-    """Atoms at random places of cubic cells, 12 Å^3 each, in float64."""
+    """Returns cubic cells of atoms at random positions, 12 Å^3 per atom, in float64."""
     draw = torch.Generator().manual_seed(0)
     numbers = torch.tensor([1, 6, 8, 29, 78])
     made = []
@@ -325,7 +319,7 @@ def crystals(sizes: Sequence[int]) -> list[Data]:
         side = (VOLUME * atoms) ** (1 / 3)
         data = Data(pos=torch.rand(atoms, 3, generator=draw, dtype=torch.float64) * side)
         data.atomic_numbers = numbers[torch.randint(5, (atoms,), generator=draw)]
-        data.tags = 2 - torch.arange(atoms) % 2  # adsorbate and surface in turn
+        data.tags = 2 - torch.arange(atoms) % 2  # adsorbate and surface alternate
         data.cell = side * torch.eye(3, dtype=torch.float64)[None]
         data.pbc = torch.ones(1, 3, dtype=torch.bool)
         made.append(data)
@@ -333,32 +327,43 @@ def crystals(sizes: Sequence[int]) -> list[Data]:
 
 
 class AtomLayer(nn.Module):
-    """GraphAttention on graphs of equal size, with atoms at random places of a metal's density."""
+    """GraphAttention on graphs of equal size with atoms at random positions, 12 Å^3 per atom.
 
-    def __init__(self, atoms: int, graphs: int = 1, cells: bool = False, **options: Any) -> None:
+    Args:
+        atoms: number of atoms in a graph.
+        causal: not used.
+        least: the batch has the smallest number of graphs with at least this many atoms in total.
+        options: options of GraphAttention. `periodic` gives the graphs cubic cells.
+    """
+
+    def __init__(self, atoms: int, causal: bool = False, least: int = 1, **options: Any) -> None:
         super().__init__()
-        side = (VOLUME * atoms) ** (1 / 3)
+        graphs, side = -(-least // atoms), (VOLUME * atoms) ** (1 / 3)
         self.pos = torch.rand(graphs * atoms, 3) * side
         self.batch = torch.arange(graphs).repeat_interleave(atoms)
         self.cells: dict[str, Tensor] = {}
-        if cells:
+        if "periodic" in options:
             self.cells["cell"] = (side * torch.eye(3)).expand(graphs, 3, 3)
             self.cells["pbc"] = torch.ones(graphs, 3, dtype=torch.bool)
-        self.layer = GraphAttention(128, 8, **options)
+        if options.get("mixing") != "softmax":  # exact softmax has no random features
+            options = {"num_features": FEATURES, **options}
+            if not self.cells and options["position"] != "none":  # lattices have their own nodes
+                options["position_options"] = {"num_nodes": NODES}
+        self.layer = GraphAttention(DIM, HEADS, **options)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x, self.pos, self.batch, **self.cells)
 
 
 class DenseBatch(nn.Module):
-    """A module of PyG over dense batches, called as PyG's own models call it."""
+    """Calls an attention module of PyG on dense batches, as PyG's own models do."""
 
     def __init__(self, attention: nn.Module) -> None:
         super().__init__()
         self.attention = attention
 
     def forward(self, x: Tensor, batch: Tensor | None = None, **_: Any) -> Tensor:
-        """(atoms, channels) -> (atoms, channels); one graph without `batch`, no geometry."""
+        """(atoms, channels) -> (atoms, channels); without `batch`, all atoms are one graph."""
         from torch_geometric.utils import to_dense_batch
 
         dense, mask = to_dense_batch(x, batch)
@@ -366,7 +371,10 @@ class DenseBatch(nn.Module):
 
 
 def pyg_performer(dim: int, heads: int, features: int) -> nn.Module:
-    """PyG's Performer with ReLU features. PyG fixes m = d log d; here m is changed afterwards."""
+    """Returns PyG's Performer with ReLU features.
+
+    PyG sets the number of features to d log d; here it is changed afterwards.
+    """
     from torch_geometric.nn.attention import PerformerAttention
     from torch_geometric.nn.attention.performer import orthogonal_matrix
 

@@ -1,1 +1,1 @@
-"""Models that `scripts/peers.py` trains next to molflt."""
+"""Models, jobs and reports of `scripts/peers.py`."""

@@ -1,4 +1,4 @@
-"""One job: a model is trained within a budget, and predicts."""
+"""Training of one model within a CPU budget, and its predictions."""
 
 import json
 import resource
@@ -28,17 +28,17 @@ from molflt.training.config import plain
 from molflt.training.start import build_parser
 from peers_kit.models import FITS, NETS
 
-Job = dict[str, Any]  # everything that a result depends on; see `pool.job_of`
+Job = dict[str, Any]  # all settings of a result; see `pool.job_of`
 WEIGHTS = ".safetensors"  # of a trained model, next to its result
 Energies = dict[str, NDArray[np.float64]]  # by split, eV
 
 
 class Diverged(Exception):
-    """The loss or the gradient is not finite."""
+    """Raised if the loss or the gradient is not finite."""
 
 
 def part_of(whole: Structures, fraction: float, seed: int) -> Structures:
-    """A share of a data set, drawn by the seed; smaller shares are parts of larger ones."""
+    """Returns a random share of a data set; smaller shares are subsets of larger ones."""
     if fraction == 1.0:
         return whole
     order = np.random.default_rng([seed, 1]).permutation(len(whole))
@@ -47,10 +47,10 @@ def part_of(whole: Structures, fraction: float, seed: int) -> Structures:
 
 
 def run_job(job: Job, out: Path) -> None:
-    """Trains and predicts. Writes the result as JSON."""
+    """Trains a model and writes its errors and predictions as JSON."""
     start = time.perf_counter()
     torch.set_num_threads(1)
-    # tails of SchNet's Gaussians are denormal numbers, which are five times as slow
+    # The tails of SchNet's Gaussians are denormal numbers, which are five times as slow.
     torch.set_flush_denormal(True)
     seed_everything(job["seed"], verbose=False)
     budget = CpuBudget(60 * job["minutes"])
@@ -72,7 +72,7 @@ def run_job(job: Job, out: Path) -> None:
             split: {
                 **_metrics(energies.get(split), dataset.y_relaxed),
                 "sid": [int(dataset[i].sid) for i in range(len(dataset))],
-                # 1e-6 eV is a tenth of the precision of float32
+                # 1e-6 eV is finer than the precision of float32.
                 "energy_eV": energies[split].round(6).tolist() if energies else None,
             }
             for split, dataset in sets.items()
@@ -84,7 +84,7 @@ def run_job(job: Job, out: Path) -> None:
 def _fit(
     job: Job, sets: Mapping[str, Structures], budget: CpuBudget, found: dict[str, Any]
 ) -> Energies:
-    """A model without gradients."""
+    """Fits a model without gradients, and returns its energies."""
     model = FITS[job["model"]](seed=job["seed"])
     whole = open_structures(split_path(Path(job["data"]), "train"), False)
     with budget.running():
@@ -100,7 +100,7 @@ def _fit(
 def _train(
     job: Job, sets: Mapping[str, Structures], budget: CpuBudget, found: dict[str, Any], out: Path
 ) -> Energies:
-    """A model that is trained step by step; its weights are written next to the result."""
+    """Trains a net, writes its weights next to the result, and returns its energies."""
     task, data, options = prepare(job)
     count = sum(p.numel() for p in task.model.parameters() if p.requires_grad)
     found |= {"chosen": {"lr": task.lr}, "parameters": count, "curve": []}
@@ -119,14 +119,14 @@ def _train(
         found["diverged"] = str(error)
         return {}
     found |= {"steps": budget.steps, "curve": curve}
-    # SchNet's modules share weights, which safetensors refuses
+    # Some modules of SchNet share weights, which safetensors refuses.
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     save_tensors(out.with_suffix(WEIGHTS), weights, {})
     return {split: predict(model, split) for split in sets}
 
 
 def net_of(job: Job, result: Path) -> nn.Module:
-    """The trained model of a job."""
+    """Returns the trained model of a job."""
     model = prepare(job)[0].model
     model.load_state_dict(load_file(result.with_suffix(WEIGHTS)))
     return model
@@ -140,11 +140,10 @@ def train(
     evaluations: int,
     evaluate: Callable[[nn.Module], dict[str, float]],
 ) -> tuple[nn.Module, list[dict[str, float]]]:
-    """Trains until the budget is spent; the step that exceeds it is the last.
+    """Trains until a step exceeds the budget, which does not include evaluation.
 
-    Evaluation does not count. The schedule is written in units of `max_steps`. Returns the trained
-    model, or its moving average, in evaluation mode, and the curve of errors with `evaluations`
-    points, evenly spaced over the budget.
+    Returns the model with its trained weights, or their moving average, and `evaluations` errors
+    that are evenly spaced over the budget.
     """
     due, curve, decay = 1, [], options["ema_decay"]
     with budget.running():
@@ -179,7 +178,7 @@ def _learn(
     budget: CpuBudget,
     options: Mapping[str, Any],
 ) -> None:
-    """Makes one step; the schedule follows the used share of the budget."""
+    """Makes one training step; the learning rate depends on the used share of the budget."""
     share, span, limit = budget.share, options["max_steps"], options["gradient_clip"]
     for group in optimizer.param_groups:
         first = group.setdefault("initial_lr", group["lr"])  # includes task.lr_factors
@@ -195,12 +194,12 @@ def _learn(
 
 
 def prepare(job: Job) -> tuple[IS2RETask, IS2REData, dict[str, Any]]:
-    """Prepared task with its model, data, and options of the trainer."""
+    """Returns the task with its model, the data, and the options of the trainer."""
     config = config_of(job["model"], job["words"])
     net = NETS.get(job["model"])
     if job["lr"] is not None:
         config["task"]["lr"] = job["lr"]
-    # without workers, whose CPU time the budget would not count
+    # The budget does not include the CPU time of workers.
     own = {"root": Path(job["data"]), "train_split": "train", "workers": 0}
     data = IS2REData(**{**config["data"], **own})
     data.seed = job["seed"]
@@ -208,18 +207,18 @@ def prepare(job: Job) -> tuple[IS2RETask, IS2REData, dict[str, Any]]:
     data.setup()
     data.datasets["train"] = part_of(data.datasets["train"], job["fraction"], job["seed"])
     model = EnergyRegressor(**config["model"]) if net is None else net.make()
-    model.subsurface = config["model"]["subsurface"]  # the same atoms for all
+    model.subsurface = config["model"]["subsurface"]  # all nets use the same atoms
     task = IS2RETask(model, seed=job["seed"], **config["task"])
     task.prepare(data)
     return task, data, config["trainer"]
 
 
 def config_of(model: str, words: list[str]) -> dict[str, Any]:
-    """Options by part for a model; a peer has its usual ones, unless the words set others."""
+    """Returns options by section; peers have their usual ones, unless the words set others."""
     config = options_of(words)
     if net := NETS.get(model):
-        config["task"]["rotate"] = "none"  # rotations do not change these nets' energies
-        # impossible values behind --config remain if no later word sets the option
+        config["task"]["rotate"] = "none"  # energies of these nets are invariant
+        # These values after --config remain if no later word sets the options.
         probed = _parsed([*words[:2], "--task.lr=-1", "--data.batch_size=-1", *words[2:]])
         if probed["task"]["lr"] == -1:
             config["task"]["lr"] = net.lr
@@ -229,7 +228,7 @@ def config_of(model: str, words: list[str]) -> dict[str, Any]:
 
 
 def options_of(words: list[str]) -> dict[str, Any]:
-    """Options of `molflt train` by part; refuses those that would change the comparison."""
+    """Returns options by section; raises ValueError for those that the comparison fixes."""
     found = _parsed(words)
     given = {"recipe": found["recipe"], "init": found["init"]}
     given |= {key: found["trainer"][key] for key in ("precision", "accumulate", "patience")}
@@ -237,17 +236,17 @@ def options_of(words: list[str]) -> dict[str, Any]:
     usual = ("is2re", None, "32-true", 1, None, "train")
     for (key, value), known in zip(given.items(), usual, strict=True):
         if value != known:
-            raise ValueError(f"peers are compared with {key} {known}; got {value}")
+            raise ValueError(f"{key}: expected {known} in a comparison of peers; got {value}")
     return found
 
 
 def _parsed(words: list[str]) -> dict[str, Any]:
-    """All options by part."""
+    """Returns all options of `molflt train` by section."""
     return plain(build_parser(words).parse_args(["--run=none", *words]).as_dict())
 
 
 def _metrics(energy: NDArray[np.float64] | None, target: NDArray[np.float64]) -> dict[str, Any]:
-    """MAE and EwT of systems with a label, and their number; None without predictions."""
+    """Returns MAE, EwT and number of the systems with labels; None without predictions."""
     known = np.isfinite(target)
     if energy is None or not known.any():
         return {"mae_eV": None, "ewt_percent": None, "n": int(known.sum())}

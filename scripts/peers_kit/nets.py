@@ -1,9 +1,9 @@
 """SchNet, DimeNet++ and ViSNet of PyG, and PaiNN, with edges to periodic images.
 
-PyG's own radius graphs need torch_cluster and ignore cells. Here `molflt.graph.PBCRadiusGraph`
-makes an edge for every image within the cutoff. Each net has a learned vector per tag, initially 0,
-which is added to the vector of the element. Its initial energy is the mean energy; DimeNet++ starts
-there by itself, and the others would spend a small budget on it.
+PyG's own radius graphs need torch_cluster and ignore cells. Here, `molflt.graph.PBCRadiusGraph`
+makes an edge for every image within the cutoff. Each net adds a learned vector per tag, which is
+initially 0, to the vector of the element. The initial output of each net is the mean energy, as it
+is for DimeNet++ by default. The other nets would use much of a small budget to learn it.
 """
 
 import math
@@ -21,17 +21,17 @@ from molflt.graph import PBCRadiusGraph
 from molflt.graph.geometry import Geometry
 
 _ELEMENTS = MAX_ATOMIC_NUMBER + 1
-_EPS = 1e-8  # under the root of a norm, whose gradient is not finite at 0
+_EPS = 1e-8  # added to a squared norm, because the gradient of a norm is not finite at 0
 
 
 class TaggedEmbedding(nn.Module):
-    """A vector per element plus one per tag, which is initially 0; takes codes of `codes_of`."""
+    """Sum of a vector per element and one per tag, which is initially 0, for codes of atoms."""
 
     def __init__(self, element: nn.Embedding) -> None:
         super().__init__()
         self.element = nn.Embedding(_ELEMENTS, element.embedding_dim)
         spread = float(element.weight.detach().abs().max())
-        if spread == 0:  # references of elements
+        if spread == 0:  # as for reference energies
             nn.init.zeros_(self.element.weight)
         else:
             nn.init.normal_(self.element.weight, std=float(element.weight.detach().std()))
@@ -44,7 +44,7 @@ class TaggedEmbedding(nn.Module):
 
 
 def codes_of(batch: Data) -> Tensor:
-    """Element and tag of each atom as one number, (atoms,) int64."""
+    """Returns element and tag of each atom as one number, (atoms,) int64."""
     return batch.atomic_numbers.long() + _ELEMENTS * batch.tags.long()
 
 
@@ -55,9 +55,9 @@ class Peer(nn.Module, ABC):
         cutoff: largest length of an edge, Å.
 
     Attributes:
-        energy_mean, energy_std: buffers, eV, that convert the normalized output.
-        element_energies: (119,) buffer, eV, added for each atom, as in `EnergyRegressor`.
-        subsurface: False leaves out atoms with tag 0, as in `molflt.graph.EnergyRegressor`.
+        energy_mean, energy_std: buffers that convert the normalized output to eV.
+        element_energies: (119,) buffer of energies in eV that are added for each atom.
+        subsurface: whether atoms with tag 0 are used.
     """
 
     energy_mean: Tensor
@@ -73,7 +73,7 @@ class Peer(nn.Module, ABC):
         self.register_buffer("element_energies", torch.zeros(_ELEMENTS, dtype=torch.float64))
 
     def forward(self, batch: Batch) -> Mapping[str, Tensor]:
-        """A batch of structures -> "energy": (graphs,) float64, eV."""
+        """Returns the energies of a batch, (graphs,) float64, eV."""
         dtype = next(self.parameters()).dtype
         kept = slice(None) if self.subsurface else Geometry.of_data(batch).above_subsurface()
         pos, graph = batch.pos[kept].to(dtype), batch.batch[kept]
@@ -87,23 +87,23 @@ class Peer(nn.Module, ABC):
 
     @abstractmethod
     def atomic(self, codes: Tensor, edges: Data) -> Tensor:
-        """Energy of each atom, (atoms,), from codes (atoms,) and the edges of `PBCRadiusGraph`."""
+        """Returns atomic energies (atoms,) for codes (atoms,) and edges of `PBCRadiusGraph`."""
 
 
 def _one_each(codes: Tensor) -> Tensor:
-    """A graph per atom: sums over graphs then return atomic values."""
+    """Assigns each atom to its own graph; sums over graphs then return atomic values."""
     return torch.arange(len(codes), device=codes.device)
 
 
 class _Given(nn.Module):
-    """Replaces the search for neighbors: the nets pass the edges in place of positions."""
+    """Replaces PyG's search for neighbors; the nets pass edges instead of positions."""
 
     def forward(self, edges: tuple[Tensor, ...], *_: object) -> tuple[Tensor, ...]:
         return edges
 
 
 class PeriodicSchNet(Peer):
-    """SchNet (arXiv:1706.08566), in the size of OC20's IS2RE baseline (arXiv:2010.09990)."""
+    """SchNet (arXiv:1706.08566) with the size of OC20's IS2RE baseline (arXiv:2010.09990)."""
 
     def __init__(self, cutoff: float = 6.0, **sizes: int) -> None:
         super().__init__(cutoff)
@@ -117,7 +117,7 @@ class PeriodicSchNet(Peer):
 
 
 class PeriodicDimeNet(Peer):
-    """DimeNet++ (arXiv:2011.14115), in the size of the paper."""
+    """DimeNet++ (arXiv:2011.14115) with the size in its paper."""
 
     def __init__(self, cutoff: float = 5.0, **sizes: int) -> None:
         super().__init__(cutoff)
@@ -142,10 +142,10 @@ class PeriodicDimeNet(Peer):
 
 
 def triplets(edge_index: Tensor, shift: Tensor, atoms: int) -> tuple[Tensor, Tensor]:
-    """Pairs of edges k -> j, j -> i, where k may be an image of i but not i itself.
+    """Returns pairs of edges k -> j and j -> i, where k may be an image of i but not i itself.
 
-    PyG's function also drops images. Edges are (2, edges), sources and ascending targets; `shift`
-    is the cell of the source, (edges, 3).
+    PyG's function excludes these images. Edges are sources and ascending targets, (2, edges);
+    `shift` is the cell of the source, (edges, 3).
     """
     source, target = edge_index
     degree = torch.bincount(target, minlength=atoms)
@@ -158,7 +158,7 @@ def triplets(edge_index: Tensor, shift: Tensor, atoms: int) -> tuple[Tensor, Ten
 
 
 class PeriodicViSNet(Peer):
-    """ViSNet (arXiv:2210.16518), with PyG's defaults."""
+    """ViSNet (arXiv:2210.16518) with PyG's defaults."""
 
     def __init__(
         self, hidden_channels: int = 128, num_layers: int = 6, cutoff: float = 5.0
@@ -176,7 +176,7 @@ class PeriodicViSNet(Peer):
 
     def atomic(self, codes: Tensor, edges: Data) -> Tensor:
         # ViSNet has an edge of length 0 from each atom to itself. It normalizes only vectors
-        # between different atoms, not those to the atom's own images; all are normalized here.
+        # between different atoms, not those to images of the same atom. Here, all are normalized.
         own, zero = _one_each(codes), edges.edge_weight.new_zeros(len(codes))
         index = torch.cat((edges.edge_index, own.expand(2, -1)), dim=1)
         distance = torch.cat((edges.edge_weight, zero))
@@ -187,7 +187,7 @@ class PeriodicViSNet(Peer):
 
 
 class _NearEmbedding(NeighborEmbedding):
-    """Includes images of the atom itself, which PyG takes for its edge of length 0."""
+    """Includes images of the atom itself, which PyG excludes with the edge of length 0."""
 
     def forward(
         self, z: Tensor, x: Tensor, edge_index: Tensor, edge_weight: Tensor, edge_attr: Tensor
@@ -200,7 +200,7 @@ class _NearEmbedding(NeighborEmbedding):
 
 
 class PeriodicPaiNN(Peer):
-    """PaiNN (arXiv:2102.03150); PyG does not have it."""
+    """PaiNN (arXiv:2102.03150), which PyG does not contain."""
 
     def __init__(
         self, features: int = 128, layers: int = 3, num_basis: int = 20, cutoff: float = 5.0
@@ -219,7 +219,7 @@ class PeriodicPaiNN(Peer):
         return self.readout(self.features(codes, edges)[0])[:, 0]
 
     def features(self, codes: Tensor, edges: Data) -> tuple[Tensor, Tensor]:
-        """Scalars (atoms, features) and vectors (atoms, 3, features) after the last layer."""
+        """Returns scalars (atoms, features) and vectors (atoms, 3, features) of the last layer."""
         scalars = self.embedding(codes)
         vectors = scalars.new_zeros(len(codes), 3, scalars.shape[1])
         distance = edges.edge_weight[:, None]
@@ -230,14 +230,14 @@ class PeriodicPaiNN(Peer):
         return scalars, vectors
 
     def _basis(self, distance: Tensor) -> tuple[Tensor, Tensor]:
-        """sin(n pi r / cutoff) / r, (edges, num_basis), and the cosine cutoff, (edges, 1)."""
+        """Returns sin(n pi r / cutoff) / r, (edges, num_basis), and a cosine cutoff, (edges, 1)."""
         number = torch.arange(1, self.num_basis + 1, device=distance.device)
         angle = distance * (math.pi / self.cutoff)
         return (number * angle).sin() / distance, 0.5 * (angle.cos() + 1)
 
 
 class _Message(nn.Module):
-    """Equations 7 and 8: filters of the distance times a net of the neighbor's scalars."""
+    """Messages of equations 7 and 8: filters of distances times a net of neighbors' scalars."""
 
     def __init__(self, features: int, num_basis: int) -> None:
         super().__init__()
@@ -261,7 +261,7 @@ class _Message(nn.Module):
 
 
 class _Update(nn.Module):
-    """Equations 9 and 10: scalars and vectors within each atom."""
+    """Updates of equations 9 and 10, which mix scalars and vectors of each atom."""
 
     def __init__(self, features: int) -> None:
         super().__init__()

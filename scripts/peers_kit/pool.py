@@ -1,4 +1,4 @@
-"""List of jobs; unfinished ones run in separate processes."""
+"""Jobs of a comparison, and processes that run the unfinished ones."""
 
 import json
 import sys
@@ -22,7 +22,7 @@ _digest = cache(digest)
 
 
 def splits_of(data: Path) -> list[str]:
-    """Names of all splits but train, val_id first."""
+    """Returns the names of all splits except train, starting with val_id."""
     stems = sorted(path.stem for path in data.glob("*.safetensors"))
     others = [stem for stem in stems if stem.startswith(("val", "test"))]
     if "train" not in stems or not others:
@@ -32,15 +32,15 @@ def splits_of(data: Path) -> list[str]:
 
 
 def words_of_job(options: Namespace, model: str) -> list[str]:
-    """Options of `molflt train` for a model."""
+    """Returns the options of `molflt train` for a model."""
     return ["--config", str(options.config), *variant_words(model), *options.words]
 
 
 def job_of(options: Namespace, model: str, seed: int, fraction: float, lr: float | None) -> Job:
-    """The job of a model: everything that its result depends on; lr None is the usual one."""
+    """Returns all settings that a result depends on; `lr` None is the usual learning rate."""
     words = words_of_job(options, model)
     splits = splits_of(options.data)
-    # --config FILE, or --config=FILE
+    # Both --config FILE and --config=FILE are possible.
     named = (word for word in words if word.endswith((".yaml", ".yml")))
     files = [Path(it.partition("=")[2] if it.startswith("--") else it) for it in named]
     files += [options.data / f"{split}.safetensors" for split in ("train", *splits)]
@@ -59,7 +59,7 @@ def job_of(options: Namespace, model: str, seed: int, fraction: float, lr: float
 
 
 def comparison(options: Namespace, rates: Mapping[str, float | None]) -> Jobs:
-    """Jobs by the file of their result; the first seed of all models comes first."""
+    """Returns jobs by the file of their result; those of the first seed come first."""
     folder = options.out / "jobs"
     return {
         folder / f"{title(model)}_{options.minutes:g}min_{fraction:g}_seed{seed}.json": job_of(
@@ -72,7 +72,7 @@ def comparison(options: Namespace, rates: Mapping[str, float | None]) -> Jobs:
 
 
 def tuning(options: Namespace) -> dict[str, Jobs]:
-    """Short jobs by model, one per learning rate; they predict the first split only."""
+    """Returns short jobs by model for each learning rate, which predict only the first split."""
     found: dict[str, Jobs] = {}
     for model in options.models:
         name = title(model)
@@ -91,7 +91,7 @@ def _trial(options: Namespace, model: str, rate: float) -> tuple[Path, Job]:
 
 
 def widen(options: Namespace, trials: dict[str, Jobs]) -> bool:
-    """Adds a rate next to the best one if it is the largest or smallest. Returns True if any."""
+    """Adds a rate if the best one is the largest or smallest. Returns True if any was added."""
     before = sum(map(len, trials.values()))
     for model in options.models:
         jobs = trials.get(title(model), {})
@@ -102,7 +102,7 @@ def widen(options: Namespace, trials: dict[str, Jobs]) -> bool:
 
 
 def best_rate(jobs: Jobs) -> float | None:
-    """The learning rate with the smallest error; None if all diverged."""
+    """Returns the learning rate with the smallest error, or None if all diverged."""
     errors = {}
     for path, job in jobs.items():
         error = read(path)["splits"][job["splits"][0]]["mae_eV"] if path.exists() else None
@@ -112,12 +112,12 @@ def best_rate(jobs: Jobs) -> float | None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The result of a job."""
+    """Reads the result of a job."""
     return json.loads(path.read_text())
 
 
 def run(jobs: Jobs, workers: int) -> bool:
-    """Runs jobs without a result; refuses results of other jobs. Returns True if all succeed."""
+    """Runs the jobs that have no result. Returns True if all succeed."""
     for path, job in jobs.items():
         if path.exists():
             expect_same(path, read(path)["job"], job)

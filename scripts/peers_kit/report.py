@@ -1,4 +1,4 @@
-"""Results of jobs as rows, tables and pictures."""
+"""Rows, tables and pictures of the results of jobs."""
 
 import csv
 import statistics
@@ -25,7 +25,7 @@ _Array = NDArray[np.float64]
 
 
 def rows_of(results: Results) -> Rows:
-    """One row per job and split."""
+    """Returns a row for each job and split."""
     return [
         {
             **{key: result["job"][key] for key in ("model", "fraction", "seed")},
@@ -43,7 +43,7 @@ def rows_of(results: Results) -> Rows:
 
 
 def table(rows: Rows, tried: Mapping[str, int]) -> str:
-    """A line per model, best first, for each share of the training set; `tried` counts rates."""
+    """Returns results by model, best first, for each share of the training set."""
     splits = names(rows, "split")
     head = ["model", "seeds", "parameters", "lr (tried)", "steps", "CPU min", "peak MB"]
     head += [f"{split} MAE, eV" for split in splits] + [f"{split} EwT, %" for split in splits]
@@ -52,17 +52,18 @@ def table(rows: Rows, tried: Mapping[str, int]) -> str:
         own = pick(rows, fraction=fraction)
         order = sorted(names(own, "model"), key=lambda model: _mean(own, model, splits[0]))
         lines = [_line(pick(own, model=model), splits, tried.get(model, 1)) for model in order]
-        text = f"{fraction:.0%} of the training set" if fraction < 1 else "All of the training set"
+        text = f"{fraction:.0%} of the training set" if fraction < 1 else "The whole training set"
         parts.append(f"{text}\n\n{markdown(head, lines)}")
     last = (
-        f"Mean ± standard deviation over seeds; EwT: errors below {EWT_THRESHOLD} eV. Steps, CPU "
-        "minutes and memory of the process (with evaluation) are means. –: diverged or no labels."
+        f"Values are mean ± standard deviation over seeds. EwT is the share of errors below "
+        f"{EWT_THRESHOLD} eV. Steps, CPU minutes and the memory of the process, including "
+        "evaluation, are means. A dash means that a model diverged or that labels are missing."
     )
     return "\n\n".join([*parts, last])
 
 
 def _line(own: Rows, splits: Sequence[str], tried: int) -> list[object]:
-    """Results of one model."""
+    """Returns the results of one model."""
     first, jobs = own[0], pick(own, split=splits[0])
     steps = [row["steps"] for row in jobs if row["steps"] is not None]
     return [
@@ -79,7 +80,7 @@ def _line(own: Rows, splits: Sequence[str], tried: int) -> list[object]:
 
 
 def _cell(rows: Rows, measure: str, digits: int) -> str:
-    """Mean and spread; a dash if one seed has no value, to avoid a misleading mean."""
+    """Returns mean and spread, or a dash if a seed has no value."""
     found = [row[measure] for row in rows]
     return "–" if None in found else mean_sd(found, digits)
 
@@ -92,7 +93,7 @@ def _mean(rows: Rows, model: str, split: str) -> float:
 def write(
     out: Path, results: Results, tried: Mapping[str, int], against: str | None, alike: Sequence[str]
 ) -> str:
-    """Writes comparison.csv, .md and the pictures; returns the table."""
+    """Writes comparison.csv, comparison.md and the pictures, and returns the table."""
     rows = rows_of(results)
     write_csv(out / "comparison.csv", rows)
     text = table(rows, tried)
@@ -109,16 +110,16 @@ def write(
 
 
 def whole(results: Results) -> Results:
-    """Results with the largest share of the training set."""
+    """Returns the results with the largest share of the training set."""
     most = max(result["job"]["fraction"] for result in results)
     return [result for result in results if result["job"]["fraction"] == most]
 
 
 def error_by_time(results: Results) -> tuple[Curves, float | None]:
-    """Mean error over seeds against CPU minutes, by model; and the error of the median.
+    """Returns mean errors over seeds against CPU minutes by model, and the error of the median.
 
-    A model that diverged with one seed has no curve. Curves of several seeds have the length of the
-    shortest, because slow models may skip points.
+    A model that diverged with one seed has no curve. Slow models may skip points, and a mean curve
+    is as long as the shortest curve of a seed.
     """
     diverged = {result["job"]["model"] for result in results if not result["curve"]}
     points: Curves = {}
@@ -137,7 +138,7 @@ def error_by_time(results: Results) -> tuple[Curves, float | None]:
 
 
 def error_by_size(rows: Rows, split: str) -> Curves:
-    """Mean error over seeds against the share of the training set, by model."""
+    """Returns mean errors over seeds against the share of the training set, by model."""
     points: Curves = {}
     for model in names(rows, "model"):
         own = pick(rows, model=model, split=split)
@@ -150,7 +151,7 @@ def error_by_size(rows: Rows, split: str) -> Curves:
 
 
 def _draw(png: Path, points: Curves, xlabel: str, split: str, median: float | None = None) -> None:
-    """Draws curves; dashed from the second round of colors on."""
+    """Draws curves; after all colors are used, they are dashed."""
     order, count = sorted(points, key=FITS.__contains__), len(SERIES)
     styles = {model: (i % count, "-" if i < count else "--") for i, model in enumerate(order)}
     with picture(png, figsize=(7.2, 4.8)) as figure:
@@ -164,13 +165,13 @@ def _draw(png: Path, points: Curves, xlabel: str, split: str, median: float | No
 
 
 def differences(results: Results, first: str, alike: Sequence[str] = ()) -> str:
-    """Differences of the other models from one, by split, with the whole training set.
+    """Returns the differences of the other models from one, trained on the whole training set.
 
     Errors are averaged over the seeds of a model and compared system by system. The standard error
     is sqrt(V + sd_a^2 / seeds_a + sd_b^2 / seeds_b), where V is the `variance_of_mean` over
-    systems. A second table shows Pearson's r between the signed errors of both models, averaged
-    over pairs of seeds. `alike` are at most two columns of systems.csv, such as molecule and metal:
-    systems with the same value are not independent.
+    systems. A second table lists Pearson's r between the signed errors of both models, averaged
+    over pairs of seeds. Systems with the same value in one of the columns `alike` of systems.csv
+    are not independent; at most two columns are possible.
     """
     own = whole(results)
     models = list(dict.fromkeys(result["job"]["model"] for result in own))
@@ -194,7 +195,7 @@ def differences(results: Results, first: str, alike: Sequence[str] = ()) -> str:
 
 
 def groups_of(root: Path, dataset: Structures, columns: Sequence[str]) -> list[NDArray[np.int64]]:
-    """Group number of each system, (n,), for each column of systems.csv."""
+    """Returns group numbers of the systems, (n,), for each column of systems.csv."""
     if not columns:
         return []
     with (root / SYSTEMS).open(newline="") as file:
@@ -203,18 +204,19 @@ def groups_of(root: Path, dataset: Structures, columns: Sequence[str]) -> list[N
     for column in columns:
         if missing := [index for index, row in enumerate(own) if column not in row]:
             sid = int(dataset[missing[0]].sid)
-            raise ValueError(f"{root / SYSTEMS}: no {column} of sid {sid}; choose another --alike")
+            raise ValueError(f"{root / SYSTEMS}: no {column} for sid {sid}; choose another --alike")
     words = (np.array([row[column] for row in own]) for column in columns)
     return [np.unique(each, return_inverse=True)[1] for each in words]
 
 
 def variance_of_mean(values: _Array, groups: Sequence[NDArray[np.int64]]) -> float:
-    """Variance of the mean of values (n,) that are independent only between groups.
+    """Returns the variance of the mean of values (n,) that are independent only between groups.
 
-    Without groups it is s^2 / n. With one grouping it is the sum over its G groups of the squared
-    sums of x - mean, times G / (G - 1) / n^2; with two it is V_1 + V_2 - V_12, where 12 are the
-    pairs of both (Cameron, Gelbach and Miller, J. Bus. Econ. Stat. 29, 238, 2011), but at least the
-    larger of V_1 and V_2. Few groups underestimate it; a single group gives nan.
+    Without groups, it is s^2 / n. With one grouping, it is G / (G - 1) / n^2 times the sum of the
+    squared sums of x - mean in its G groups. With two groupings, it is V_1 + V_2 - V_12, where 12
+    denotes groups that agree in both (Cameron, Gelbach and Miller, J. Bus. Econ. Stat. 29, 238,
+    2011), but at least the larger of V_1 and V_2. The estimate is too small for few groups, and
+    nan for a single group.
     """
     away = values - values.mean()
 
@@ -233,7 +235,7 @@ def variance_of_mean(values: _Array, groups: Sequence[NDArray[np.int64]]) -> flo
 def _errors(
     results: Results, model: str, split: str, labels: _Array, known: NDArray[np.bool_]
 ) -> _Array | None:
-    """Prediction - label, (seeds, labeled systems), eV; None if the model has diverged."""
+    """Returns signed errors (seeds, labeled systems), eV, or None if the model diverged."""
     found = [r["splits"][split]["energy_eV"] for r in results if r["job"]["model"] == model]
     return None if None in found else np.array(found)[:, known] - labels
 

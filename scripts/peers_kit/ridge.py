@@ -1,4 +1,4 @@
-"""Models without gradients: kernel ridge on descriptors of a system, and the median of energies."""
+"""Models without gradients: kernel ridge regression on descriptors, and the median."""
 
 from functools import cache
 from itertools import chain
@@ -16,28 +16,28 @@ from molflt.graph.elements import descriptors as elements_in_numbers
 _Array = NDArray[np.float64]
 
 CUTOFF, WIDTH, SHELLS = 6.0, 0.4, 12  # Å, Å, number of radial sums
-MOST = 5_000  # training systems: the size of the kernel is quadratic
+MOST = 5_000  # training systems, because the size of the kernel is quadratic
 
 
 def elements_of(dataset: Structures) -> list[int]:
-    """Atomic numbers that occur in adsorbates."""
+    """Returns the atomic numbers that occur in adsorbates."""
     numbers = (data.atomic_numbers[_adsorbate(data)].tolist() for data in dataset)
     return sorted(set(chain.from_iterable(numbers)))
 
 
 def describe(dataset: Structures, elements: list[int]) -> _Array:
-    """Descriptors of all systems, (systems, descriptors)."""
+    """Returns the descriptors of all systems, (systems, descriptors)."""
     return np.stack([descriptors(data, elements) for data in dataset])
 
 
 def descriptors(data: Data, elements: list[int]) -> _Array:
-    """Atoms of the adsorbate, elements of the slab, and distances around and in the adsorbate.
+    """Returns element counts of the adsorbate, properties of the slab, and radial sums.
 
-    The slab is described by means and spreads of its elements' properties, which also describe new
-    metals. Radial sums are smeared counts of distances: from atoms of the adsorbate to atoms of the
-    slab, weighted by each property and averaged; from each element of the adsorbate to the slab;
-    and between each pair of elements in the adsorbate. They are invariant under rotations and
-    lattice shifts. If tags are unknown, all atoms are the adsorbate.
+    The slab is described by means and spreads of the properties of its elements, which also
+    describe new metals. Radial sums are smeared counts of distances: from the adsorbate to the
+    slab, weighted by each property and averaged over atoms of the adsorbate; from each element of
+    the adsorbate to the slab; and between each pair of elements in the adsorbate. They are
+    invariant under rotations and lattice shifts. Without tags, all atoms count as the adsorbate.
     """
     numbers, adsorbate = data.atomic_numbers.numpy(), _adsorbate(data)
     known = _properties()[numbers]
@@ -65,7 +65,7 @@ def descriptors(data: Data, elements: list[int]) -> _Array:
 
 @cache
 def _properties() -> _Array:
-    """Descriptors of each element, 0 if unknown, (elements, numbers)."""
+    """Returns the properties of each element, with 0 for unknown values."""
     return np.nan_to_num(elements_in_numbers().numpy().astype(float))
 
 
@@ -75,7 +75,7 @@ def _adsorbate(data: Data) -> NDArray[np.bool_]:
 
 
 class KernelRidge:
-    """Kernel ridge; kernel, width and penalty are chosen by cross-validation."""
+    """Kernel ridge regression with kernel, width and penalty chosen by cross-validation."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed

@@ -1,9 +1,10 @@
-"""Two molecules at growing distances: a potential with and without long range, by validation.
+"""Pairs of molecules at growing distances: a potential with and without long range.
 
-See kit/dimers.py for the data. Beyond 4 Å, the potential only has 1 / r^p between its latent
-charges. Its features stay as they were drawn. Charges and local energies are linear in the
-features, and are fitted by regularized least squares. Powers, width, weights and penalty are those
-with the smallest error when the largest training distances are held out.
+The data are train-id*.xyz and test-id*.xyz of the LODE dimers (Huguenin-Dumittan et al., J. Phys.
+Chem. Lett. 14, 9612, 2023), taken from the cace-lr-fit repository, CC BY-NC 4.0. Beyond 4 Å, the
+potential has only terms 1 / r^p between its latent charges. Its features remain random. Charges and
+local energies are linear in the features and are fitted by regularized least squares. Powers,
+width, weights and penalty have the smallest error when the largest training distances are held out.
 """
 
 import itertools
@@ -13,8 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from kit.dimers import errors, errors_table, frames_of
-from kit.rows import Rows, names, pick
+from ase.io import read as read_frames
+from kit.rows import Rows, markdown, names, pick
 from torch import Tensor
 from torch_geometric.data import Batch, Data
 
@@ -22,17 +23,17 @@ from molflt.graph import EnergyRegressor, Potential
 from molflt.graph.geometry import Geometry
 from molflt.graph.long_range import COULOMB, inverse_power_sums
 
-CUTOFF = 4.0  # Å, of all that is local
-HELD_OUT = (2, 3)  # numbers of the largest training distances of each class
+CUTOFF = 4.0  # Å, of all local terms
+HELD_OUT = (2, 3)  # numbers of training distances that are held out
 POWERS = ((1,), (1, 6), (1, 4, 6))
 WIDTHS = (24, 64)
-FLOORS = (1e-3, 1e-4)  # eV: errors are divided by |E| + this
+FLOORS = (1e-3, 1e-4)  # eV, added to |E|, by which errors are divided
 PENALTIES = (1e-4, 1e-5)  # of squared weights
 QUICK = {"seeds": 1, "files": 1, "steps": 5, "tries": 1}
 
 
 class Setting(NamedTuple):
-    """Settings that validation chooses."""
+    """Settings that are chosen by validation."""
 
     powers: tuple[int, ...]
     width: int
@@ -45,22 +46,22 @@ class Setting(NamedTuple):
 
 
 class Dimers(NamedTuple):
-    """Pairs of rigid molecules, followed by the two molecules of each class."""
+    """Pairs of rigid molecules; `graphs` ends with the two molecules of each class."""
 
     graphs: list[Data]
-    kind: Tensor  # (pairs,) class of each
+    kind: Tensor  # (pairs,) class
     energy: Tensor  # (pairs,) eV, E(AB) - E(A) - E(B)
     distance: Tensor  # (pairs,) Å
     test: Tensor  # (pairs,) bool
     labels: list[str]  # by class
 
     def binding(self, energy: Tensor) -> Tensor:
-        """Differences between pairs and their molecules, from values of graphs (graphs,...)."""
+        """Returns values of pairs minus those of their molecules, from values (graphs, ...)."""
         alone = energy[len(self.kind) :].unflatten(0, (-1, 2)).sum(dim=1)
         return energy[: len(self.kind)] - alone[self.kind]
 
     def held_out(self, count: int) -> Tensor:
-        """The `count` largest training distances of each class: (pairs,) bool."""
+        """Marks the `count` largest training distances of each class, (pairs,) bool."""
         held = torch.zeros_like(self.test)
         for kind in range(len(self.labels)):
             own = ((self.kind == kind) & ~self.test).nonzero()[:, 0]
@@ -68,18 +69,23 @@ class Dimers(NamedTuple):
         return held
 
     def relative(self, predicted: Tensor, where: Tensor) -> float:
-        """Mean over classes of the mean absolute error, in units of that of predicting 0."""
+        """Returns the error relative to that of predicting 0, averaged over classes."""
         wrong = (predicted - self.energy).abs()
         own = [where & (self.kind == kind) for kind in range(len(self.labels))]
         return statistics.fmean(float(wrong[k].sum() / self.energy[k].abs().sum()) for k in own)
 
 
 def read(folder: Path, limit: int | None = None) -> Dimers:
-    """All pairs of both splits."""
-    splits = [frames_of(folder, split, limit) for split in ("train", "test")]
+    """Reads all pairs of both splits."""
+    splits = []
+    for split in ("train", "test"):
+        files = sorted(folder.glob(f"{split}-id*.xyz"))[:limit]
+        if not files:
+            raise FileNotFoundError(f"{folder}: no {split}-id*.xyz; see --help")
+        splits.append([read_frames(file, ":") for file in files])
     pairs, alone, labels = [], [], []
     for kind, (train, test) in enumerate(zip(*splits, strict=True)):
-        second = int(train[0].info["indexB"])
+        second = int(train[0].info["indexB"])  # first atom of the second molecule
         alone += [_graph(train[0][:second]), _graph(train[0][second:])]
         labels.append(str(train[0].info["label"]))
         pairs += [(atoms, kind, False) for atoms in train]
@@ -104,7 +110,7 @@ def _graph(atoms: Any) -> Data:
 
 
 def laws(graphs: Sequence[Data], powers: Sequence[int]) -> list[Tensor]:
-    """d^2 E / dq_i dq_j of each graph, with all images: (powers, atoms, atoms) eV each."""
+    """Returns d^2 E / dq_i dq_j of each graph with all images, (powers, atoms, atoms), eV."""
     found = []
     for graph in graphs:
         count = len(graph.pos)
@@ -117,19 +123,19 @@ def laws(graphs: Sequence[Data], powers: Sequence[int]) -> list[Tensor]:
 
 
 def potential(setting: Setting, seed: int) -> Potential:
-    """A potential with random features."""
+    """Returns a potential with random features."""
     torch.manual_seed(seed)
     options: dict[str, Any] = {"layers": 1, "refinements": 1, "num_features": 16}
     options |= {"ffn_dim": setting.width, "far_field": False, "radial_basis": 12}
     options |= {"near_field": CUTOFF, "neighbor_cutoff": CUTOFF}
-    if setting.powers:  # charges of ions do not sum to 0
+    if setting.powers:  # the charges of an ion do not sum to 0
         options |= {"long_range": list(setting.powers), "long_range_channels": 1}
         options["long_range_neutral"] = False
     return Potential(setting.width, 4, **options).double().eval()
 
 
 class Design(NamedTuple):
-    """Binding energies as functions of the weights: w_p . Q_p w_p + L . a."""
+    """Binding energies as a function of the weights: w_p . Q_p w_p + L . a."""
 
     quadratic: Tensor  # (pairs, powers, width, width)
     linear: Tensor  # (pairs, width)
@@ -137,7 +143,7 @@ class Design(NamedTuple):
     @classmethod
     @torch.no_grad()
     def of(cls, model: Potential, data: Dimers, kernels: Sequence[Tensor]) -> "Design":
-        """The design of a model's features; `kernels` are the `laws` of its powers."""
+        """Returns the design of a model's features; `kernels` are the `laws` of its powers."""
         batch = Batch.from_data_list(data.graphs)
         h = EnergyRegressor.forward(model, batch)["embedding"]
         signs = [] if model.long_range is None else model.long_range.signs[:, 0].tolist()
@@ -152,11 +158,11 @@ class Design(NamedTuple):
         return cls(data.binding(torch.stack(forms)), data.binding(local))
 
     def __call__(self, w: Tensor, a: Tensor) -> Tensor:
-        """Weights of charges (powers, width) and of local energies (width,) -> (pairs,) eV."""
+        """Returns (pairs,) energies, eV, for weights (powers, width) and (width,)."""
         return torch.einsum("pa,fpab,pb->f", w, self.quadratic, w) + self.linear @ a
 
     def slopes(self, w: Tensor) -> Tensor:
-        """Derivatives by all weights: (pairs, weights)."""
+        """Returns the derivatives by all weights, (pairs, weights)."""
         charges = 2 * torch.einsum("fpab,pb->fpa", self.quadratic, w)
         return torch.cat((charges.flatten(1), self.linear), dim=1)
 
@@ -164,10 +170,10 @@ class Design(NamedTuple):
 def solve(
     design: Design, energy: Tensor, unit: Tensor, start: Tensor, penalty: float, steps: int
 ) -> tuple[Tensor, Tensor]:
-    """Weights with the smallest mean square of (E - energy) / unit plus penalty |weights|^2.
+    """Returns weights that minimize the mean square of (E - energy) / unit + penalty |weights|^2.
 
-    Levenberg-Marquardt: each step solves the damped linearized problem. Damping grows after a step
-    that increases the cost, and shrinks otherwise.
+    Each Levenberg-Marquardt step solves the linearized problem with damping, which increases after
+    a step that increases the cost and decreases otherwise.
     """
     share = 1 / (unit * len(energy) ** 0.5)
     w, a = start, torch.zeros_like(design.linear[0])
@@ -202,7 +208,7 @@ def solve(
 def fitted(
     model: Potential, design: Design, data: Dimers, setting: Setting, where: Tensor, steps: int
 ) -> tuple[Tensor, Tensor]:
-    """Weights fitted to the pairs `where`."""
+    """Returns the weights fitted to the pairs `where`."""
     part = Design(design.quadratic[where], design.linear[where])
     start = torch.zeros(0, setting.width, dtype=torch.float64)
     if model.long_range is not None:
@@ -213,7 +219,7 @@ def fitted(
 
 @torch.no_grad()
 def predicted(model: Potential, data: Dimers, w: Tensor, a: Tensor) -> Tensor:
-    """Binding energies (pairs,) of the potential itself with these weights."""
+    """Returns the binding energies (pairs,) that the potential computes with these weights."""
     first, last = model.readout.mlp[2], model.readout.factor
     first.weight.copy_(a[None])
     first.bias.zero_()
@@ -225,7 +231,7 @@ def predicted(model: Potential, data: Dimers, w: Tensor, a: Tensor) -> Tensor:
 
 
 class Trial:
-    """Potentials of one setting, drawn with several seeds."""
+    """Potentials with the same setting and different seeds."""
 
     def __init__(
         self, data: Dimers, kernels: Mapping[int, Sequence[Tensor]], setting: Setting, seeds: int
@@ -237,9 +243,9 @@ class Trial:
         self.designs = [Design.of(model, data, own) for model in self.models]
 
     def guess(self, known: Tensor, steps: int, by_model: bool = False) -> Tensor:
-        """Mean binding energy (pairs,) of potentials fitted to the known pairs, eV.
+        """Returns the mean binding energies (pairs,) of potentials fitted to the known pairs, eV.
 
-        With `by_model` it is computed by the potentials instead of the designs.
+        With `by_model`, the potentials compute the energies instead of the designs.
         """
         found = []
         for model, design in zip(self.models, self.designs, strict=True):
@@ -249,7 +255,7 @@ class Trial:
         return torch.stack(found).mean(dim=0)
 
     def score(self, steps: int) -> float:
-        """Error at held-out training distances, in units of that of energy 0."""
+        """Returns the error at held-out training distances, relative to predicting 0."""
         found = []
         for count in HELD_OUT:
             held = self.data.held_out(count)
@@ -262,7 +268,7 @@ class Trial:
 def measure(
     data: Path, seeds: int = 3, steps: int = 100, files: int = 10**9, tries: int = 10**9
 ) -> Rows:
-    """One row per variant and pair of molecules: mean of potentials drawn `seeds` times, eV."""
+    """Returns a row for each variant and pair: the mean energy of `seeds` potentials, eV."""
     dimers = read(data, files)
     powers = sorted(set(itertools.chain(*POWERS)))
     kernels = dict(zip(powers, zip(*laws(dimers.graphs, powers), strict=True), strict=True))
@@ -290,8 +296,20 @@ def measure(
     return rows
 
 
+def errors(rows: Rows) -> dict[str, float]:
+    """Returns mean absolute errors by class in meV; "all" is the mean over classes."""
+    found = {
+        label: statistics.fmean(
+            1000 * abs(row["predicted_eV"] - row["energy_eV"])
+            for row in pick(rows, **{"class": label})
+        )
+        for label in sorted(names(rows, "class"))
+    }
+    return {"all": statistics.fmean(found.values())} | found
+
+
 def table(rows: Rows) -> str:
-    """Markdown: MAE in meV within and beyond the training distances, by class."""
+    """Returns the MAE in meV within and beyond the training distances, by class."""
     zero = [
         {**row, "variant": "energy 0", "predicted_eV": 0.0}
         for row in pick(rows, variant=rows[0]["variant"])
@@ -301,4 +319,5 @@ def table(rows: Rows) -> str:
         own = pick(zero + rows, variant=variant)
         trained, tested = (errors(pick(own, split=split)) for split in ("train", "test"))
         lines.append([variant, f"{trained['all']:.2f}", *(f"{x:.3f}" for x in tested.values())])
-    return errors_table(lines, rows)
+    labels = sorted(names(rows, "class"))
+    return markdown(["model", "train", "test", *(f"test {label}" for label in labels)], lines)

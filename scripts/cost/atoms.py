@@ -1,0 +1,57 @@
+"""Time and peak memory of one GraphAttention layer against the number of atoms.
+
+One structure of 10^2 to 10^6 atoms at random positions, with 12 Å^3 per atom. kit/layers.py
+describes the measurement.
+"""
+
+import time
+from functools import partial
+
+import torch
+from kit import layers
+from kit.layers import TRAINING, AtomLayer, Mechanism
+from kit.rows import Rows
+from torch import nn
+
+
+def pyg(atoms: int, causal: bool) -> nn.Module:
+    """Returns PyG's Performer with ReLU features, as many as in the other layers."""
+    return layers.DenseBatch(layers.pyg_performer(layers.DIM, layers.HEADS, layers.FEATURES))
+
+
+def made(position: str, linear: bool = True, **options: object) -> Mechanism:
+    """Returns a layer of molflt."""
+    return Mechanism(partial(AtomLayer, position=position, **options), linear=linear)
+
+
+LAYERS = {
+    "performer": (made("none"), "-"),
+    "additive": (made("spectral"), "-"),
+    "multiplicative": (made("multiplicative"), "-"),
+    "multiplicative, near field": (made("multiplicative", near_field=4.5), "-"),
+    "PyG performer, relu": (Mechanism(pyg, "torch_geometric"), "--"),
+    "softmax, no mask": (made("none", mixing="softmax"), ":"),  # SDPA stores no N x N matrix
+    "softmax, exact mask": (made("spectral", mixing="softmax", linear=False), ":"),
+}
+STUDY = layers.Study(
+    *("cost.atoms", "atoms", {name: layer for name, (layer, _) in LAYERS.items()}),
+    lambda atoms: torch.randn(atoms, layers.DIM),
+    {name: (color, line) for color, (name, (_, line)) in enumerate(LAYERS.items())},
+    clock=time.perf_counter,
+)
+MILLION = [(name, 1_000_000, False, TRAINING) for name in ("performer", "additive")]
+QUICK = {"sizes": (500, 1000), "rounds": 1}
+measure = partial(
+    layers.measure_layers,
+    STUDY,
+    sizes=(100, 1000, 10_000, 100_000, 1_000_000),
+    seconds=1800.0,
+    gigabytes=16.0,
+)
+draw = partial(STUDY.draw, limit=16.0)
+
+
+def table(rows: Rows) -> str:
+    """Returns the costs, and the peak memory of whole processes with a million atoms."""
+    parts = [layers.cost_table(rows, "atoms"), layers.processes_table(rows, MILLION, "atoms")]
+    return "\n\n".join(filter(None, parts))

@@ -1,0 +1,64 @@
+"""Time and peak memory of one GraphAttention layer against the size of a crystal.
+
+One cubic cell of 10^2 to 10^5 atoms at random positions, with 12 Å^3 per atom. The layer has a
+multiplicative kernel that is exact for pairs within 5 Å. Its far field uses nodes on the reciprocal
+lattice, the N x N matrix or a mesh. Times are processor times, and memory is measured with the
+default allocator. kit/layers.py describes the measurement.
+"""
+
+import math
+import statistics
+from functools import partial
+from typing import Any
+
+import torch
+from kit import layers
+from kit.layers import FORWARD, TRAINING, AtomLayer, Mechanism
+from kit.rows import Rows, markdown, names
+
+KERNEL = {"position": "multiplicative", "near_field": 5.0, "mixing": "linear"}
+LAYERS: dict[str, tuple[dict[str, Any], str]] = {
+    "nodes": ({"periodic": "reciprocal"}, "-"),
+    "N × N": ({"periodic": "reciprocal", "mixing": "quadratic"}, ":"),
+    "mesh": ({"periodic": "mesh"}, "-"),
+    "nodes, 8 features": ({"periodic": "reciprocal", "num_features": 8}, "--"),
+    "mesh, 8 features": ({"periodic": "mesh", "num_features": 8}, "--"),
+}
+STUDY = layers.Study(
+    *("cost.crystals", "atoms"),
+    {name: Mechanism(partial(AtomLayer, **{**KERNEL, **own})) for name, (own, _) in LAYERS.items()},
+    lambda atoms: torch.randn(atoms, layers.DIM),
+    {name: (color, line) for color, (name, (_, line)) in enumerate(LAYERS.items())},
+    allocator={},
+)
+ENDS, MESHES = (1000, 100_000), ("mesh", "mesh, 8 features")
+LARGE = [(name, ENDS[1], False, TRAINING) for name in MESHES]
+LARGE.append(("mesh, 8 features", 1_000_000, False, FORWARD))
+QUICK = {"sizes": (100, 200), "rounds": 1}
+measure = partial(
+    layers.measure_layers,
+    STUDY,
+    sizes=(100, 300, 1000, 3000, 10_000, 30_000, 100_000),
+    rounds=3,
+    seconds=200.0,
+    gigabytes=8.0,
+)
+draw = partial(STUDY.draw, limit=8.0)
+
+
+def table(rows: Rows) -> str:
+    """Returns the costs of each pass, exponents of the meshes, and memory of large processes."""
+    parts = [layers.cost_table(rows, "atoms", which) for which in names(rows, "pass")]
+    lines = []
+    for name in MESHES:
+        low, high = (layers.trained(rows, name, size) for size in ENDS)
+        for what, quantity in (("time", "seconds"), ("memory", "peak_MiB")):
+            if low and high:
+                ends = [row[quantity] for row in (low, high)]
+                if quantity == "seconds":
+                    ends = [statistics.median(each) for each in ends]
+                power = math.log(ends[1] / ends[0]) / math.log(ENDS[1] / ENDS[0])
+                lines.append([f"{what} of {name}, {ENDS[0]:,} to {ENDS[1]:,}", f"{power:.3g}"])
+    parts += [markdown(["cost against atoms", "exponent"], lines)] if lines else []
+    parts.append(layers.processes_table(rows, LARGE, "atoms"))
+    return "\n\n".join(filter(None, parts))

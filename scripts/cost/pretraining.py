@@ -1,0 +1,69 @@
+"""Time and peak memory of a step of masked pre-training at the size of BERT-base, by mixer.
+
+Forward and backward pass of configs/masked/base.yaml with each of the mechanisms in that folder, on
+one sequence at a time, as in section 4.2 of FNet (arXiv:2105.03824). The step does not include the
+optimizer, which takes little time. Times are processor times. kit/layers.py describes the
+measurement.
+"""
+
+from functools import partial
+
+import torch
+from kit import layers
+from kit.rows import Rows, markdown, names
+from torch import Tensor, nn
+
+from molflt.plots.figure import SERIES
+from molflt.sequence import MaskedLanguageModel
+from molflt.tasks.masked import MaskedTask
+
+SPECIAL, PIECES = 5, 32_000  # number of special tokens, and of all tokens
+COLORS = len(SERIES) - 1  # the last color is that of softmax
+FILES = ("bert", "fnet-hybrid", "fnet", "linear", "random", "ff-only", "performer", "nprf", "flt")
+
+
+class Step(nn.Module):
+    """A training step of a mixer on uniform random numbers (1, length), which become ids."""
+
+    def __init__(self, length: int, causal: bool, file: str) -> None:
+        super().__init__()
+        options = {**layers.model_of("masked/base", f"masked/{file}"), "max_length": length}
+        model = MaskedLanguageModel(PIECES, **options)
+        model.set_special(SPECIAL - 1, [*range(SPECIAL)])
+        self.task = MaskedTask(model)
+
+    def forward(self, draws: Tensor) -> Tensor:
+        ids = (draws.detach() * (PIECES - SPECIAL)).long()
+        batch = ids + SPECIAL, torch.zeros_like(ids), torch.ones_like(ids, dtype=torch.bool)
+        return self.task.loss(batch, 0.0)[0] + 0 * draws.sum()
+
+
+STYLES = {file: (i % COLORS, "-" if i < COLORS else "--") for i, file in enumerate(FILES[1:])}
+STUDY = layers.Study(
+    *("cost.pretraining", "tokens"),
+    {file: layers.Mechanism(partial(Step, file=file)) for file in FILES},
+    partial(torch.rand, 1),
+    {**STYLES, "bert": (COLORS, "-")},
+    budget=120.0,
+)
+QUICK = {"sizes": (16,), "mechanisms": ("ff-only",), "rounds": 1}
+measure = partial(
+    layers.measure_layers,
+    STUDY,
+    sizes=(128, 512, 2048),
+    rounds=3,
+    seconds=300.0,
+    gigabytes=12.0,
+)
+draw = STUDY.draw
+
+
+def table(rows: Rows) -> str:
+    """Returns the speed relative to BERT, followed by time and memory."""
+    sizes = names(rows, "length")
+    lines = []
+    for name in names(rows, "mechanism"):
+        ratios = [layers.cost_ratio(rows, "time", "bert", name, size) for size in sizes]
+        lines.append([name, *("–" if ratio is None else f"{ratio:.2f}" for ratio in ratios)])
+    speeds = markdown(["speed / BERT's, tokens", *sizes], lines)
+    return f"{speeds}\n\n{layers.cost_table(rows, 'tokens')}"
