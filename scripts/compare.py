@@ -12,18 +12,12 @@ and the standard deviation over seeds to comparison.md and comparison.png, and t
 runs to comparison.csv. After an interruption, the same command continues.
 """
 
-import argparse
-import hashlib
-import json
-import re
-import shutil
 import statistics
 import sys
-from functools import partial
 from pathlib import Path
 
 from kit.rows import Rows, markdown, mean_sd, names, pick, write_csv
-from kit.runs import Job, errors_of_mean, prepare, publish, run_all, run_logged
+from kit.runs import collect, errors_of_mean, job_of, name_of, publish, work_all
 from kit.words import described, guarded, trainings
 
 from molflt.plots import intervals
@@ -51,62 +45,6 @@ MEASURES = {
 LARGE_IS_GOOD = ("bleu", *(name for name in MEASURES if name.endswith("_percent")))
 
 
-def words_of(variant: str) -> list[str]:
-    """Returns the options of a variant FILE.yaml[,key=value ...]."""
-    path, *changes = variant.split(",")
-    if not path.endswith(".yaml"):
-        raise ValueError(f"variant {variant!r}: expected FILE.yaml[,key=value ...]")
-    return ["--config", path, *(f"--{change}" for change in changes)]
-
-
-def name_of(variant: str) -> str:
-    """Returns the name of a variant: lm/flt.yaml,model.dropout=0.1 is named flt,dropout=0.1."""
-    path, *changes = variant.split(",")
-    parts = (change.partition("=") for change in changes)
-    own = [f"{key.rpartition('.')[2]}{equals}{value}" for key, equals, value in parts]
-    return ",".join([Path(path).stem, *own])
-
-
-def job_of(options: argparse.Namespace, variant: str, seed: int) -> Job:
-    """Returns the description of a run that is stored in its folder."""
-    words = words_of(variant)
-    files = [options.config, *(Path(word) for word in words if word.endswith(".yaml"))]
-    own = {"variant": name_of(variant), "seed": str(seed)}
-    more = [re.sub(r"\{(variant|seed)\}", lambda it: own[it[1]], word) for word in options.words]
-    given = (Path(word.rpartition("=")[2]) for word in more if word.endswith(".yaml"))
-    files += [path for path in given if path.is_file()]
-    return {
-        "config": str(options.config),
-        "sha256": hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest(),
-        "words": [*words, f"--seed={seed}", *more],
-    }
-
-
-def work(run: Path, job: Job, threads: int, evaluation: tuple[str, ...] = ()) -> None:
-    """Trains or resumes a run, and evaluates it with the options `evaluation`."""
-    if (run / "results.json").exists():
-        return
-    train = ["train", "--config", job["config"], "--run", str(run), *job["words"]]
-    if (run / "checkpoints" / "last.ckpt").exists():
-        train = ["train", "--resume", str(run)]
-    else:
-        shutil.rmtree(run / "checkpoints", ignore_errors=True)  # it contains no checkpoint
-    evaluate = ["evaluate", str(run), *evaluation]
-    # A run that was stopped early cannot be resumed.
-    for words in (evaluate,) if read_provenance(run).get("stopped") else (train, evaluate):
-        run_logged([sys.executable, "-m", "molflt", *words], run / "log.txt", threads)
-
-
-def work_all(
-    jobs: dict[Path, Job], options: argparse.Namespace, evaluation: tuple[str, ...] = ()
-) -> int:
-    """Trains and evaluates all runs, several at a time. Returns 1 if a run failed."""
-    for run, job in jobs.items():
-        prepare(run, job)
-    works = [partial(work, run, job, options.threads, evaluation) for run, job in jobs.items()]
-    return int(not run_all(works, options.jobs))
-
-
 def expect_same_data(runs: list[Path]) -> None:
     """Raises ValueError if the runs were trained on different data."""
     every = {run: read_provenance(run).get("data") for run in runs}
@@ -115,17 +53,6 @@ def expect_same_data(runs: list[Path]) -> None:
     for run, data in known.items():
         if data != known[first]:
             raise ValueError(f"{run}: trained on different data than {first}; remove one of them")
-
-
-def collect(out: Path, kind: str, among: list[str], seeds: list[int]) -> Rows:
-    """Returns a row for each finished run and split; `kind` is the key of the name."""
-    rows = []
-    for name in among:
-        for seed in seeds:
-            path = out / name / f"seed{seed}" / "results.json"
-            for split, result in json.loads(path.read_text()).items() if path.exists() else ():
-                rows.append({kind: name, "seed": seed, "split": split, **result})
-    return rows
 
 
 def values(rows: Rows, measure: str, **labels: object) -> list[float]:

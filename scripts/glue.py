@@ -14,9 +14,8 @@ import statistics
 import sys
 from pathlib import Path
 
-from compare import collect, job_of, work_all
 from kit.rows import Rows, markdown, names, pick, write_csv
-from kit.runs import Job, publish
+from kit.runs import Job, collect, job_of, publish, work_all
 from kit.words import described, guarded, trainings
 
 from molflt.data.text.glue import GLUE, find_split, read_examples

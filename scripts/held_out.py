@@ -16,10 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from compare import job_of, work_all
 from game_net import convert, read
 from kit.rows import Row, Rows, by_group, markdown, mean_sd, names, pick, write_csv
-from kit.runs import on_data, publish, read_energies, system_rows
+from kit.runs import job_of, on_data, publish, read_energies, system_rows, work_all
 from kit.words import described, guarded, trainings
 from peers_kit.models import FITS
 

@@ -1,4 +1,4 @@
-"""Draw expressions of ListOps (arXiv:1804.06028), long as in Long Range Arena (arXiv:2011.04006).
+"""Draw ListOps expressions (arXiv:1804.06028), as in Long Range Arena (arXiv:2011.04006).
 
 python scripts/listops.py datasets/lra/ListOps
 """
@@ -21,11 +21,11 @@ END = "]"
 OPERATORS = LISTOPS[: LISTOPS.index(END)]
 DIGITS = LISTOPS[LISTOPS.index(END) + 1 :]
 
-_OPERATOR_SHARE = 0.25  # of the arguments above the greatest depth
+_OPERATOR_SHARE = 0.25  # of arguments that are lists
 _MOST_MISSES = 1_000_000
 
 
-# the median of an even number of arguments is the mean of the two in the middle, rounded down
+# For an even number of arguments, the median is the mean of the middle two, rounded down.
 VALUES: dict[str, Callable[[Sequence[int]], int]] = {
     "[MIN": min,
     "[MAX": max,
@@ -37,10 +37,10 @@ VALUES: dict[str, Callable[[Sequence[int]], int]] = {
 def expressions(
     draw: random.Random, depth: int, arguments: int, min_length: int, max_length: int
 ) -> Iterator[tuple[str, int]]:
-    """Yields different random expressions and their values; see `make` for the limits.
+    """Yields distinct random expressions and their values.
 
-    An argument is a digit with probability 3/4, and otherwise a list of 2 to `arguments`
-    arguments; at the greatest depth it is a digit. Expressions of other lengths are drawn again.
+    With probability 3/4, and always at the greatest depth, an argument is a digit. Otherwise it is
+    a list of 2 to `arguments` arguments. Expressions outside of the limits of `make` are rejected.
     """
     known: set[bytes] = set()
     misses = 0
@@ -50,20 +50,20 @@ def expressions(
         misses += 1
         if min_length < len(tokens) < max_length:
             text = " ".join(tokens)
-            # texts of the full data set would take 300 MB
+            # The texts of the full data set would take 300 MB.
             key = hashlib.blake2b(text.encode(), digest_size=16).digest()
             if key not in known:
                 known.add(key)
                 misses = 0
                 yield text, value
-    raise ValueError(f"found only {len(known):,} different expressions; change the limits")
+    raise ValueError(f"found only {len(known):,} distinct expressions; change the limits")
 
 
 def _grow(
     draw: random.Random, depth: int, arguments: int, max_length: int, tokens: list[str]
 ) -> int:
     """Appends the tokens of an expression and returns its value."""
-    # an expression that is already too long will not be used: end it quickly
+    # An expression that is too long is not used, and ends quickly.
     if depth <= 1 or len(tokens) >= max_length or draw.random() >= _OPERATOR_SHARE:
         digit = draw.randrange(10)
         tokens.append(DIGITS[digit])
@@ -87,25 +87,25 @@ def make(
     max_length: int = 2000,
     seed: int = 0,
 ) -> None:
-    """Draw expressions of ListOps, by default as many and as long as those of Long Range Arena.
+    """Draw ListOps expressions, with the number and lengths of Long Range Arena by default.
 
     Writes train.tsv, val.tsv and test.tsv with the columns Source and Target. All expressions are
-    different.
+    distinct.
 
     Args:
-        dst: folder to write, such as datasets/long-range/ListOps; files in it are replaced.
+        dst: folder for the files, such as datasets/lra/ListOps; existing files are replaced.
         train: number of expressions for training.
         val: number of expressions for validation.
         test: number of expressions for testing.
-        depth: greatest depth of nested lists.
+        depth: greatest nesting depth of lists.
         arguments: largest number of arguments of an operator.
-        min_length: expressions have more tokens.
-        max_length: expressions have fewer tokens.
-        seed: seed of the draws.
+        min_length: expressions have more than this number of tokens.
+        max_length: expressions have fewer than this number of tokens.
+        seed: seed of the random numbers.
     """
     drawn = expressions(random.Random(seed), depth, arguments, min_length, max_length)
     lines = []
-    with ExitStack() as stack:  # all files or none
+    with ExitStack() as stack:  # writes all files or none
         for use, count in {"train": train, "val": val, "test": test}.items():
             part = stack.enter_context(atomically(Path(dst) / f"{use}.tsv"))
             tokens = 0

@@ -1,9 +1,9 @@
-"""Relax adsorbates on slabs with a potential: a data set in the schema of OC20's IS2RE task.
+"""Make a data set of relaxed adsorbates on slabs, in the schema of OC20's IS2RE task.
 
     python scripts/make_data.py DIR --calculator chgnet --train 5000 --val 500 --workers 2
 
-`making/systems.py` draws and relaxes a system; this script makes many of them in several processes.
-The same command continues after an interruption. `--help` lists the options.
+This script draws and relaxes systems in several processes; `making/systems.py` describes a system.
+After an interruption, the same command continues. `--help` lists the options.
 """
 
 import csv
@@ -32,16 +32,16 @@ from molflt.data.structures.store import StructureStore, write_store
 from molflt.files import atomically, shown, write_atomically
 from molflt.lock import FolderLock
 
-# Raise when the same seed would give other systems: an interrupted run must not mix the two.
+# Increase this if the same seed gives different systems, because runs must not mix versions.
 _GENERATOR_VERSION = 5
 _COLUMNS = ("sid", "split", "adsorbate", "catalyst", "facet", "site")
 _SIZES = ("train", "val", "large")
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-_BUSY = "is making data in this folder; wait for it, or choose another folder"
+_BUSY = "is making data in this folder; wait until it ends, or choose another folder"
 
 
 class _Task(NamedTuple):
-    """One system to relax, and the file that it is written to."""
+    """A system to relax, and the file to which it is written."""
 
     plan: _Plan
     split: str
@@ -61,26 +61,28 @@ def make(
 ) -> None:
     """Make a data set of relaxations with an interatomic potential, in the OC20 schema.
 
-    35 adsorbates of H, C, N and O on slabs of 38 metals and ordered alloys, at most 23 atoms.
-    Energies are against the relaxed clean slab and OC20's references, gas-phase H2, H2O, CO and
-    N2, linear per element. The validation splits are those of OC20: val_id, and val_ood_ads,
-    val_ood_cat, val_ood_both with adsorbates, catalysts or both that train does not have. The same
-    seed gives the same systems for any number of workers. The same command continues after an
-    interruption; a larger train or val adds systems.
+    The systems are 35 adsorbates of H, C, N and O on slabs of 38 metals and ordered alloys, with at
+    most 23 atoms. Energies are relative to the relaxed clean slab and to OC20's references, which
+    are linear combinations of the energies of gas-phase H2, H2O, CO and N2. The validation splits
+    are those of OC20: val_id, val_ood_ads (adsorbates that are not in train), val_ood_cat
+    (catalysts that are not in train) and val_ood_both. The same seed gives the same systems for any
+    number of workers. After an interruption, the same command continues. A larger train or val adds
+    systems.
 
     Args:
         directory: folder for train.safetensors, val_id.safetensors, ..., systems.csv, made.json.
-        calculator: emt, an empirical potential of seven of the metals, about a system a second; or
-            chgnet, a learned potential of all, some seconds a system (pip install molflt[chgnet]).
+        calculator: emt, an empirical potential for seven of the metals (about one system per
+            second), or chgnet, a learned potential for all metals (several seconds per system;
+            pip install molflt[chgnet]).
         train: number of training systems.
         val: number of systems in each of the four validation splits.
-        seed: seed of every random draw, 0 or larger.
+        seed: seed of all random numbers, 0 or larger.
         workers: number of processes.
-        frames: also keep each relaxation step by step, with total energies and forces, in
+        frames: whether to write all relaxation steps, with total energies and forces, to
             DIRECTORY/frames/SPLIT.extxyz.
-        large: number of systems in a further split, val_large, for tests at larger sizes: chains
-            and rings of three to six carbon atoms, or several small adsorbates, on slabs two to six
-            times as large.
+        large: number of systems in the additional split val_large. Its slabs are two to six times
+            as large, and its adsorbates are chains and rings of three to six carbon atoms, or
+            several small adsorbates.
     """
     numbers = {"train": train, "val": val, "seed": seed, "workers": workers, "large": large}
     for name, value in numbers.items():
@@ -123,13 +125,11 @@ def make(
 
 
 def _claim(directory: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """The content of made.json; refuses a folder of other settings, or of other data."""
+    """Returns made.json; raises ValueError if the folder has other settings or other data."""
     path = directory / "made.json"
     if not path.exists():
         if found := sorted(directory.glob("*.safetensors")):
-            raise ValueError(
-                f"{found[0]}: already there, without {path.name}; choose another folder"
-            )
+            raise ValueError(f"{found[0]}: exists without {path.name}; choose another folder")
         _write_json(path, settings)
         return settings
     made = json.loads(path.read_text(encoding="utf-8"))
@@ -140,7 +140,7 @@ def _claim(directory: Path, settings: dict[str, Any]) -> dict[str, Any]:
     ]
     if others:
         raise ValueError(
-            f"{directory}: begun with other settings: {', '.join(others)}; repeat those, or choose "
+            f"{directory}: made with other settings: {', '.join(others)}; use these, or choose "
             "another folder"
         )
     return made | {name: settings[name] for name in _SIZES}
@@ -152,13 +152,13 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def _store(directory: Path, split: str) -> StructureStore | list[Data]:
-    """Systems of a split that an earlier call joined."""
+    """Returns the systems of a split that earlier calls have written."""
     path = directory / f"{split}.safetensors"
     return StructureStore(path) if path.exists() else []
 
 
 def _relax_all(tasks: list[_Task], workers: int) -> None:
-    """Relaxes the systems that do not have a file."""
+    """Relaxes the systems that do not have a file yet."""
     missing = [task for task in tasks if not task.part.exists()]
     done = len(tasks) - len(missing)
     with tqdm(total=len(tasks), initial=done, unit=" systems", disable=None) as bar:
@@ -167,7 +167,7 @@ def _relax_all(tasks: list[_Task], workers: int) -> None:
 
 
 def _in_processes(tasks: list[_Task], workers: int) -> Iterable[None]:
-    """Relaxes in processes of one thread; the last bits of energies depend on the threads."""
+    """Relaxes in processes with one thread, because rounding depends on the number of threads."""
     os.environ.update(dict.fromkeys(_THREADS, "1"))  # workers inherit them
     ignore_interrupts = {"initializer": signal.signal, "initargs": (signal.SIGINT, signal.SIG_IGN)}
     spawn = multiprocessing.get_context("spawn")
@@ -180,7 +180,7 @@ def _in_processes(tasks: list[_Task], workers: int) -> Iterable[None]:
 
 
 def _relax_one(task: _Task) -> None:
-    """Relaxes a system and writes its files, the store last."""
+    """Relaxes a system and writes its files; the store is written last."""
     system = _relax_system(task.plan, task.split, task.number)
     if task.plan.frames:
         for frame in system.frames:
@@ -192,7 +192,7 @@ def _relax_one(task: _Task) -> None:
 
 
 def _join(directory: Path, split: str, tasks: list[_Task], made: dict[str, Any]) -> None:
-    """Adds the files of new systems to those of their split, the store last."""
+    """Appends the files of new systems to those of the split; the store is written last."""
     records = list(_store(directory, split))
     count = len(records)
     rows, rejected = [], Counter(made.setdefault("rejected", {}).get(split, {}))
@@ -229,7 +229,7 @@ def _print_summary(directory: Path, made: dict[str, Any]) -> None:
             print(f"{split}: {len(store)} systems, mean energy {store.y_relaxed.mean():.3f} eV")
     counts = sum(map(Counter, made["rejected"].values()), Counter())
     words = ", ".join(f"{reason} {counts[reason]}" for reason in made["rejected"]["train"])
-    print(f"draws refused and drawn again: {words}")
+    print(f"rejected draws: {words}")
 
 
 @guarded

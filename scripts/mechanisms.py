@@ -1,7 +1,7 @@
-"""The table of mechanisms, made from the dictionaries of the attention core.
+"""Make the table of mechanisms from the dictionaries of the attention core.
 
-    python scripts/mechanisms.py             # print it
-    python scripts/mechanisms.py --write     # renew docs/mechanisms.md
+    python scripts/mechanisms.py             # print the table
+    python scripts/mechanisms.py --write     # update docs/mechanisms.md
 
 Papers, costs and abilities are attributes of the classes.
 """
@@ -25,15 +25,16 @@ OPTIONS: dict[str, Mapping[str, Callable[..., object]]] = {
 }
 HEAD = """# Mechanisms
 
-Values of the options of attention; `python scripts/mechanisms.py --write` updates the page from the
-classes. N tokens, m features, d the width of a head, r nodes. "softmax" and "kernelized" are the
-kinds of attention that support a position; without a "state" it cannot decode step by step.
-Feature maps that support "potentials" are smooth and have positive sums.
+The table lists the values of the options of attention. N is the number of tokens, m the number of
+features, d the width of a head, and r the number of nodes. The last column lists the kinds of
+attention that a position supports, "softmax" and "kernelized". With positions without "state",
+kernelized attention cannot decode step by step. Feature maps that support "potentials" are smooth
+and have positive sums. `python scripts/mechanisms.py --write` updates this page from the classes.
 """
 
 
 def cited(paper: str) -> str:
-    """ "2302.01925, eq. 7; ..." with links to arXiv."""
+    """Adds links to arXiv to sources such as "2302.01925, eq. 7; 2106.12566"."""
     parts = [part.strip().partition(",") for part in paper.split(";") if part.strip()]
     return "; ".join(
         f"[{number}](https://arxiv.org/abs/{number}){comma}{where}"
@@ -54,11 +55,11 @@ def abilities(cls: object) -> str:
 
 
 def page() -> str:
-    """The page: a line for each key of each dictionary."""
+    """Returns the page, with a line for each key of each dictionary."""
     lines = []
     for option, entries in OPTIONS.items():
         for key, build in entries.items():
-            cls = getattr(build, "__self__", build)  # some are built by a class method
+            cls = getattr(build, "__self__", build)  # some entries are class methods
             paper, cost = (getattr(cls, name, "") for name in ("paper", "cost"))
             lines.append([option, f"`{key}`", cited(paper), cost, abilities(cls)])
     head = ("option", "value", "paper (arXiv)", "cost", "supports")
@@ -67,7 +68,7 @@ def page() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--write", action="store_true", help=f"into {PAGE.name}")
+    parser.add_argument("--write", action="store_true", help=f"update {PAGE.name}")
     if parser.parse_args().write:
         PAGE.write_text(page())
     else:

@@ -21,9 +21,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from compare import collect, job_of, work_all
 from kit.rows import Rows, markdown, names, pick, write_csv
-from kit.runs import expect_same, publish
+from kit.runs import collect, expect_same, job_of, publish, work_all
 from kit.words import described, guarded, trainings
 
 from molflt import plots

@@ -11,13 +11,14 @@ potentials.csv. After an interruption, the same command continues.
 
 import argparse
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import torch
 import yaml
-from kit.budget import CpuBudget, fit
+from kit.budget import CpuBudget
 from kit.rows import Row, Rows, markdown, mean_sd, pick, write_csv
 from kit.runs import prepare
 from kit.words import described, guarded
@@ -31,6 +32,7 @@ from molflt.files import write_atomically
 from molflt.graph.geometry import Geometry
 from molflt.graph.potential import Potential
 from molflt.tasks.potential import PotentialTask
+from molflt.training.checkpoint import read_plain, write_checkpoint
 
 CONFIG = Path(__file__).parents[1] / "configs/potential.yaml"
 CUTOFF = 5.0  # Å
@@ -92,16 +94,39 @@ def judge(task: PotentialTask, points: SinglePoints, batch_size: int) -> dict[st
 def learn(
     task: PotentialTask, points: SinglePoints, state: Path, seed: int, options: argparse.Namespace
 ) -> CpuBudget:
-    """Trains until the time is used up, including the time of earlier calls."""
-    budget = CpuBudget(options.seconds)
+    """Trains until the time is used up, including the time of earlier calls.
 
-    def loss_of(step: int) -> Tensor:
-        draw = np.random.default_rng((seed, step))
-        chosen = draw.choice(len(points), min(options.batch_size, len(points)), replace=False)
-        batch = Batch.from_data_list([points[int(i)] for i in chosen])
-        return task.loss(batch, budget.share)[0]
-
-    fit(state, task.model, task.optimizer(), budget, loss_of, clip=5.0)
+    Learning rates increase linearly for 2 % of the time and then follow a cosine to 0. The state is
+    saved every minute and at the end.
+    """
+    budget, optimizer, model = CpuBudget(options.seconds), task.optimizer(), task.model
+    rates = [group["lr"] for group in optimizer.param_groups]
+    if state.exists():
+        kept = read_plain(state)
+        model.load_state_dict(kept["model"])
+        optimizer.load_state_dict(kept["optimizer"])
+        budget.steps, budget.used = kept["step"], kept["spent"]
+    saved = budget.used
+    model.train()
+    while budget.used < budget.seconds:
+        with budget.running():
+            factor = min(budget.share / 0.02, 0.5 * (1 + math.cos(math.pi * budget.share)))
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate * factor
+            draw = np.random.default_rng((seed, budget.steps))
+            chosen = draw.choice(len(points), min(options.batch_size, len(points)), replace=False)
+            batch = Batch.from_data_list([points[int(i)] for i in chosen])
+            optimizer.zero_grad()
+            loss = task.loss(batch, budget.share)[0]
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 5.0)
+            optimizer.step()
+        budget.steps += 1
+        if budget.used - saved > 60 or budget.used >= budget.seconds:
+            print(f"{state.stem}: step {budget.steps}, {budget.used:.0f} s, loss {loss.item():.4f}")
+            kept = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            write_checkpoint(state, {**kept, "step": budget.steps, "spent": budget.used})
+            saved = budget.used
     return budget
 
 

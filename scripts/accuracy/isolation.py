@@ -1,4 +1,4 @@
-"""Leakage between graphs of a batch: molflt and the attention modules of PyTorch Geometric.
+"""Influence of the other graphs in a batch, in layers of molflt and PyTorch Geometric.
 
 PyG's modules are called with `to_dense_batch` and its mask, as in `GPSConv` and `SGFormer`.
 """
@@ -18,18 +18,16 @@ from molflt.graph import GraphAttention
 DIM, HEADS = 32, 4
 COLUMNS = ("batch", "padding", "order", "gradient")
 QUICK = {"cases": 1, "large": 40}
-
-
-Graph = tuple[Tensor, Tensor, Tensor]  # features, positions, cell of a crystal
+Graph = tuple[Tensor, Tensor, Tensor]  # features, positions, cell
 
 
 def theirs(kind: type[nn.Module], **options: Any) -> nn.Module:
-    """A module of PyG with the same width of heads as molflt's layers."""
+    """Returns a module of PyG with heads of the same width as in molflt's layers."""
     return DenseBatch(kind(DIM, HEADS, head_channels=DIM // HEADS, **options))
 
 
 def mechanisms() -> dict[str, Callable[[], nn.Module]]:
-    """Builders of all layers by name."""
+    """Returns functions that build the layers, by name."""
     ours = partial(GraphAttention, DIM, HEADS)
     few = partial(ours, num_features=32)
     schemes: dict[str, dict[str, Any]] = {
@@ -54,7 +52,7 @@ def mechanisms() -> dict[str, Callable[[], nn.Module]]:
 
 
 def crystal(atoms: int, generator: torch.Generator) -> Graph:
-    """Random atoms in a triclinic cell of 15 Å^3 each, in the default dtype."""
+    """Returns random atoms in a triclinic cell, 15 Å^3 per atom, in the default dtype."""
     side = (15.0 * atoms) ** (1 / 3)
     cell = side * (torch.eye(3) + 0.1 * torch.randn(3, 3, generator=generator))
     x = torch.randn(atoms, DIM, generator=generator)
@@ -62,7 +60,7 @@ def crystal(atoms: int, generator: torch.Generator) -> Graph:
 
 
 def collated(graphs: list[Graph]) -> dict[str, Tensor]:
-    """Arguments of a layer."""
+    """Returns the arguments of a layer for a batch of graphs."""
     x, pos, cells = zip(*graphs, strict=True)
     batch = torch.arange(len(graphs)).repeat_interleave(torch.tensor([len(own) for own in x]))
     return {"x": torch.cat(x), "pos": torch.cat(pos), "batch": batch, "cell": torch.stack(cells)}
@@ -70,18 +68,18 @@ def collated(graphs: list[Graph]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def outputs(layer: nn.Module, graphs: list[Graph]) -> list[Tensor]:
-    """Outputs of each graph, computed in one batch."""
+    """Returns the outputs of each graph, computed in one batch."""
     return list(layer(**collated(graphs)).split([len(x) for x, _, _ in graphs]))
 
 
 def change(found: list[Tensor], expected: list[Tensor]) -> float:
-    """Largest absolute difference of a graph's outputs over their largest absolute value."""
+    """Returns the largest relative change of the outputs of a graph."""
     pairs = zip(found, expected, strict=True)
     return max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
 
 
 def leak(layer: nn.Module, graphs: list[Graph]) -> float:
-    """Largest gradient of one graph's outputs in another's atoms, relative to its own."""
+    """Returns the largest gradient by atoms of other graphs, relative to that by own atoms."""
     given = collated(graphs)
     leaves = [given[name].requires_grad_() for name in ("x", "pos")]
     out, worst = layer(**given), 0.0
@@ -97,7 +95,7 @@ def leak(layer: nn.Module, graphs: list[Graph]) -> float:
 
 
 def changes(name: str, build: Callable[[], nn.Module], cases: int, large: int) -> Row:
-    """Largest changes over random graphs and weights; a case is a batch of five graphs."""
+    """Returns the largest changes over batches of five random graphs with random weights."""
     found = []
     for seed in range(cases):
         torch.manual_seed(seed)
@@ -115,7 +113,7 @@ def changes(name: str, build: Callable[[], nn.Module], cases: int, large: int) -
 
 
 def measure(cases: int = 10, large: int = 200) -> Rows:
-    """Changes of every layer in float64, the default dtype here for SGFormerAttention."""
+    """Returns the changes of all layers in float64; SGFormerAttention uses the default dtype."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -126,7 +124,7 @@ def measure(cases: int = 10, large: int = 200) -> Rows:
 
 def table(rows: Rows) -> str:
     large = rows[0]["large"]
-    head = ["mechanism", "in a batch", f"beside {large} atoms", "batch reversed", "gradient across"]
+    head = ["mechanism", "in a batch", f"with {large} atoms", "batch reversed", "gradient across"]
     lines = [
         [row["mechanism"], *(f"{row[c]:.1e}" if row[c] else "0" for c in COLUMNS)] for row in rows
     ]

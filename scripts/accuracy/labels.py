@@ -1,9 +1,9 @@
-"""Adsorption energies of a potential against DFT, for structures relaxed with DFT.
+"""Adsorption energies of a potential against DFT, starting from structures relaxed with DFT.
 
-Reads an ASE file with `y_relaxed` (eV), `adsorbate`, tags (2 = adsorbate) and `fixed`, such as the
-public set of small adsorbates on metals and alloys by Deimel et al. (ACS Catal. 10, 13729, 2020).
-The slab is relaxed with and without the adsorbate. The references are those of that set: H2, H2O
-and CH4.
+The input is an ASE file with `y_relaxed` (eV), `adsorbate`, `fixed` and tags (2 = adsorbate), such
+as the public set of small adsorbates on metals and alloys by Deimel et al. (ACS Catal. 10, 13729,
+2020). The slab is relaxed with and without the adsorbate. The reference molecules are those of that
+set: H2, H2O and CH4.
 """
 
 import math
@@ -25,11 +25,11 @@ STEPS = 200
 
 
 def binding(atoms: Atoms, calculator: str, elements: dict[str, float]) -> tuple[float, bool]:
-    """Adsorption energy, eV, and True if both relaxations converged."""
+    """Returns the adsorption energy, eV, and whether both relaxations converged."""
     atoms = atoms.copy()
     atoms.pbc = True
     fixed = atoms.arrays["fixed"].astype(bool)
-    if not fixed.any():  # fix half of the slab
+    if not fixed.any():  # fix the lower half of the slab
         metal = atoms.get_tags() != 2
         fixed = metal & (atoms.positions[:, 2] < np.median(atoms.positions[metal, 2]))
     atoms.set_constraint(FixAtoms(mask=fixed))
@@ -43,7 +43,7 @@ def binding(atoms: Atoms, calculator: str, elements: dict[str, float]) -> tuple[
 def measure(
     file: Path, calculator: str = "chgnet", systems: int = 40, atoms: int = 50, seed: int = 0
 ) -> Rows:
-    """One row per system, a random choice of those with at most `atoms` atoms; energies in eV."""
+    """Returns a row for each of `systems` random systems with at most `atoms` atoms."""
     choose([calculator], CALCULATORS, "calculator")
     small = [one for one in read(file, ":") if len(one) <= atoms]
     order = np.random.default_rng(seed).permutation(len(small))[:systems]
@@ -61,13 +61,13 @@ def measure(
 
 
 def correlation(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
-    """Pearson's r; nan for fewer than three systems, or if all values are equal."""
+    """Returns Pearson's r, or nan for fewer than three systems or constant values."""
     known = len(a) > 2 and min(a.std(), b.std()) > 1e-9
     return float(np.corrcoef(a, b)[0, 1]) if known else math.nan
 
 
 def agreement(rows: Rows) -> dict[str, float]:
-    """Correlation, mean absolute error and mean error, eV; also within adsorbates."""
+    """Returns r, MAE and mean error, eV, and r and MAE within adsorbates."""
     dft, energy = (np.array([float(row[key]) for row in rows]) for key in ("dft", "energy"))
     adsorbate = np.array([row["adsorbate"] for row in rows])
     apart = [
@@ -85,7 +85,7 @@ def agreement(rows: Rows) -> dict[str, float]:
 
 
 def table(rows: Rows) -> str:
-    """Markdown: a line for each adsorbate with at least three systems, for the others, for all."""
+    """Returns the agreement for adsorbates with at least three systems, the others, and all."""
     rows = pick(rows, converged=True)
     parts = {name: pick(rows, adsorbate=name) for name in sorted(names(rows, "adsorbate"))}
     several = {name: own for name, own in parts.items() if len(own) > 2}

@@ -1,7 +1,7 @@
-"""Error and rotation scatter of a mask in three dimensions, by the placement of its nodes.
+"""Error of a mask in three dimensions, and its scatter under rotations, by node rule.
 
-The mask is exp(-|z|^2 / 2 s^2); positions are uniform in a ball of diameter 2 R. Random rules draw
-from the mask's own spectral density, which is optimal. Shells come from `suggest_nodes`.
+The mask is exp(-|z|^2 / 2 s^2), and positions are uniform in a ball of diameter 2 R. Random rules
+draw from the spectral density of the mask, which is optimal. Shells are those of `suggest_nodes`.
 """
 
 import math
@@ -15,15 +15,15 @@ from torch import Tensor
 from molflt.attention import NODES, SPECTRA, Nodes, Spectrum, suggest_nodes
 
 RULES = ("gaussian", "orthogonal", "sobol", "shells")
-OWN_SIGMA = 1 / (2 * math.pi)  # cycles per width s
-MOST = 4096  # nodes of shells
+OWN_SIGMA = 1 / (2 * math.pi)  # of the spectral density, in cycles per width s
+MOST = 4096  # largest number of nodes on shells
 TOLERANCES = (0.04, 0.03, 0.02, *(c * 10**-k for k in (3, 4) for c in (10, 5, 3, 2)), 0.0001)
-SHOWN = (16, 128, 512, 4096)  # nodes of random rules in the table, bounds for those of shells
+SHOWN = (16, 128, 512, 4096)  # numbers of nodes in the table; upper bounds for shells
 QUICK = {"nodes": (16, 256), "tolerances": (0.03, 0.01), "pairs": 200, "draws": 4, "turned": 4}
 
 
 def ball_pairs(count: int, ratio: float, generator: torch.Generator) -> Tensor:
-    """Differences of points uniform in a ball of that diameter: (count, 3), in widths s."""
+    """Returns differences (count, 3) of points in a ball; `ratio` is its diameter."""
     points = torch.randn(2 * count, 3, dtype=torch.float64, generator=generator)
     draw = torch.rand(2 * count, 1, dtype=torch.float64, generator=generator)
     points = ratio / 2 * draw ** (1 / 3) * points / points.norm(dim=-1, keepdim=True)
@@ -32,7 +32,7 @@ def ball_pairs(count: int, ratio: float, generator: torch.Generator) -> Tensor:
 
 @torch.no_grad()
 def sampled(nodes: Nodes, spectrum: Spectrum, z: Tensor) -> Tensor:
-    """The mask at the nodes: differences (n, 3) -> (heads, n)."""
+    """Evaluates the sampled mask at differences (n, 3), and returns (heads, n)."""
     xi, coefficients = nodes.sample(spectrum)
     rows = [
         (2 * math.pi * z @ own.T).cos() @ row
@@ -42,13 +42,13 @@ def sampled(nodes: Nodes, spectrum: Spectrum, z: Tensor) -> Tensor:
 
 
 def errors(nodes: Nodes, ratio: float, heads: int, pairs: int, turned: int) -> dict[str, float]:
-    """Root mean square, over pairs and draws, of the error and of the spread over rotations."""
+    """Returns root mean squares of the error and of the spread over rotations."""
     generator = torch.Generator().manual_seed(0)
     spectrum = SPECTRA["gaussian"](heads, length_range=(1.0, 1.0)).double()
     spectrum.amplitude.requires_grad_(False).fill_(1.0)
     z = ball_pairs(pairs, ratio, generator)
     error = sampled(nodes, spectrum, z) - (-0.5 * z.square().sum(dim=-1)).exp()
-    # random directions stand for rotations; lengths are those of the pairs
+    # Random directions with the lengths of the pairs represent rotations.
     length = z[:turned].norm(dim=-1)
     shape = (turned, 8 * turned, 3)
     vectors = torch.randn(shape, dtype=torch.float64, generator=generator)
@@ -65,7 +65,7 @@ def measure(
     draws: int = 8,
     turned: int = 16,
 ) -> Rows:
-    """Errors of all rules at all sizes, for two diameters."""
+    """Returns the errors of all rules and numbers of nodes, for two diameters."""
     rows: Rows = []
     for ratio in (5.0, 10.0):
         for rule in RULES[:3]:
@@ -78,13 +78,13 @@ def measure(
             shells = suggest_nodes(ratio / 2, 1.0, tolerance).nodes.double()
             labels = {"ratio": ratio, "rule": "shells", "nodes": shells.num_nodes}
             if shells.num_nodes <= MOST and not pick(rows, **labels):
-                # Errors of shells are largest for the rare pairs that are nearest and farthest.
+                # Errors of shells are largest for the nearest and farthest pairs, which are rare.
                 rows.append({**labels, **errors(shells, ratio, 1, 10 * pairs, turned)})
     return rows
 
 
 def table(rows: Rows) -> str:
-    """Markdown: a line per rule and size; the largest size up to each of `SHOWN`."""
+    """Returns the errors of each rule for the largest number of nodes up to each of `SHOWN`."""
     labels = {"2R / s": "{ratio:g}", "rule": "{rule}", "nodes r": "{nodes}"}
     numbers = {"rms error": "{error:.1e}", "scatter over rotations": "{scatter:.1e}"}
     shown = {}
@@ -95,7 +95,7 @@ def table(rows: Rows) -> str:
 
 
 def draw(png: Path, rows: Rows) -> None:
-    """Error and scatter against the number of nodes, a column per diameter."""
+    """Draws error and scatter against the number of nodes, with a column per diameter."""
     points = [
         {"what": what, "2R / s": row["ratio"], **row, "mean": row[column], "sd": 0.0}
         for what, column in (("rms error", "error"), ("scatter over rotations", "scatter"))

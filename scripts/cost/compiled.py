@@ -1,8 +1,8 @@
-"""Energies by machine code of AOTInductor against those of the model itself.
+"""Time and accuracy of the machine code of AOTInductor against those of the model.
 
-Every form is compiled once in each precision, and then takes batches of any number of graphs and
-atoms. Times are in the first precision, differences in the last. Times include the preparation of
-a batch (neighbors, reciprocal nodes, padding).
+Each form is compiled once in each precision, for any number of graphs and atoms. Times are measured
+in float32 and differences in float64. Times include the preparation of a batch (neighbors,
+reciprocal nodes, padding).
 """
 
 import statistics
@@ -41,26 +41,26 @@ BATCHES = {
     "2 of 2 and 3": [2, 3],
 }
 PRECISIONS = ("float32", "float64")
-CLASSES = 4  # batches that graphs are sorted into by size, as in `molflt predict`
-FAR = ("1 of 10000", "1 of 100000")  # too large for the matrix of the recommended form
+CLASSES = 4  # number of batches into which graphs are sorted by size, as in `molflt predict`
+FAR = ("1 of 10000", "1 of 100000")  # too large for the N x N matrix of the recommended form
 QUICK = {"forms": ("performer",), "batches": ("2 of 2 and 3",), "rounds": 1, "dim": 8, "layers": 1}
 
 
 def structures(sizes: list[int]) -> list[Batch]:
-    """Random crystals in batches of similar size."""
+    """Returns random crystals in batches of similar size."""
     made = crystals(sorted(sizes))
     each = -(-len(made) // CLASSES)
     return [Batch.from_data_list(made[i : i + each]) for i in range(0, len(made), each)]
 
 
 def all_energies(model: Callable[[Batch], Any], batches: list[Batch]) -> torch.Tensor:
-    """Energies of all graphs, eV."""
+    """Returns the energies of all graphs, eV."""
     with torch.inference_mode():
         return torch.cat([model(batch)["energy"] for batch in batches])
 
 
 def regressor(form: str, dim: int, layers: int, dtype: torch.dtype) -> EnergyRegressor:
-    """A regressor with initial weights."""
+    """Returns a regressor with initial weights."""
     torch.manual_seed(0)
     sizes = {"heads": min(HEADS, dim), "layers": layers, "position_head": False}
     return EnergyRegressor(dim, **sizes, **FORMS[form]).to(dtype).eval()
@@ -73,8 +73,8 @@ def measure(
     dim: int = DIM,
     layers: int = LAYERS,
 ) -> Rows:
-    """A row for each form and batch."""
-    asked = choose(batches, BATCHES, "batch")
+    """Returns a row for each form and batch."""
+    chosen = choose(batches, BATCHES, "batch")
     rows = []
     for form in choose(forms, FORMS, "form"):
         with tempfile.TemporaryDirectory() as folder:
@@ -83,7 +83,7 @@ def measure(
                 model = regressor(form, dim, layers, getattr(torch, precision))
                 path = compile_energies(model, Path(folder) / f"{precision}.pt2")
                 pairs.append((model, CompiledEnergies(model, path)))
-            for name in asked:
+            for name in chosen:
                 if pairs[0][1].matrix and name in FAR:
                     continue
                 rows.append({"form": form, **compared(name, pairs[0], pairs[-1], rounds)})
@@ -91,7 +91,7 @@ def measure(
 
 
 def compared(name: str, timed: Pair, exact: Pair, rounds: int) -> Row:
-    """Times of one pair, and the difference of the other."""
+    """Returns the times of one pair, and the difference of energies of the other."""
     given = structures(BATCHES[name])
     energies = [all_energies(model, given) for model in exact]
     works = {

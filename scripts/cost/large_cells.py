@@ -1,9 +1,9 @@
 """Memory and processor time of `molflt predict` on crystals of 10^4 and 10^5 atoms.
 
-By default with the shipped model, which sees 5 Å and needs no mesh; `run` is another model, and
-`mesh_order` is for models with reciprocal nodes. The crystals are copper on a cubic lattice with
-random displacements of 0.1 Å and 12 Å^3 per atom. Each prediction is a process, from the start of
-Python to its CSV.
+The default is the shipped model, which has a cutoff of 5 Å and no mesh. `run` is the folder of
+another model, and `mesh_order` applies to models with reciprocal nodes. The crystals are copper on
+a cubic lattice with random displacements of 0.1 Å and 12 Å^3 per atom. Each prediction is measured
+as a process, from the start of Python to the finished CSV.
 """
 
 import os
@@ -22,7 +22,7 @@ QUICK = {"edges": (5,)}
 
 
 def crystal(edge: int) -> Atoms:
-    """edge^3 atoms, in turn of an adsorbate and of a surface."""
+    """Returns edge^3 atoms; adsorbate and surface atoms alternate."""
     step = VOLUME ** (1 / 3)
     places = np.stack(np.meshgrid(*[np.arange(edge)] * 3, indexing="ij"), axis=-1).reshape(-1, 3)
     shaken = step * places + np.random.default_rng(0).normal(0, 0.1, places.shape)
@@ -32,7 +32,7 @@ def crystal(edge: int) -> Atoms:
 
 
 def predict(words: list[str]) -> tuple[float, float]:
-    """Peak memory, GB, and processor time, s, of a prediction."""
+    """Returns the peak memory, GB, and the processor time, s, of a prediction."""
     command = [sys.executable, "-m", "molflt", "predict", *words, "--force"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         said = process.stdout.read() if process.stdout else ""
@@ -40,14 +40,14 @@ def predict(words: list[str]) -> tuple[float, float]:
         process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, command, said)
-    unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, bytes
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes, of ru_maxrss
     return used.ru_maxrss * unit / 1e9, used.ru_utime + used.ru_stime
 
 
 def measure(
     edges: tuple[int, ...] = (25, 47), mesh_order: int = 0, run: Path | None = None
 ) -> Rows:
-    """One row for each crystal of edge^3 atoms."""
+    """Returns a row for each crystal of edge^3 atoms."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for edge in edges:

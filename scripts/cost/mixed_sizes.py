@@ -1,7 +1,8 @@
-"""Time of one GraphAttention layer over graphs of different sizes, against equal and padded graphs.
+"""Time of one GraphAttention layer on graphs of different sizes, against equal or padded graphs.
 
-"mixed" is the layer. "padded" is the same layer with every graph padded to the largest, as in PyG.
-"equal" has the same numbers of atoms and graphs, and graphs that differ by at most one atom.
+"mixed" is the layer itself. In "padded", the same layer pads every graph to the largest, as PyG
+does. In "equal", the batch has the same numbers of atoms and graphs, but the sizes of the graphs
+differ by at most one atom.
 """
 
 import statistics
@@ -27,7 +28,7 @@ Inputs = dict[str, Tensor]
 
 
 def made(**options: Any) -> Callable[[int], nn.Module]:
-    """A layer of molflt by its width, always in linear form."""
+    """Returns a function that builds a layer in linear form from its width."""
     return lambda dim: GraphAttention(
         dim, HEADS, mixing="linear", num_features=FEATURES, **{"periodic": "none", **options}
     )
@@ -45,18 +46,18 @@ MECHANISMS: dict[str, Callable[[int], nn.Module]] = {
 }
 
 
-FIXED = tuple(MECHANISMS)[:4]  # whose cost per atom does not grow with the cell
+FIXED = tuple(MECHANISMS)[:4]  # mechanisms whose cost per atom does not depend on the cell
 
 
 class Mix(NamedTuple):
-    """Graphs of a batch, and the mechanisms and ways that are measured."""
+    """Sizes of the graphs in a batch, and the mechanisms and ways that are measured."""
 
     sizes: list[int]
     known: tuple[str, ...]
     ways: tuple[str, ...] = ("mixed", "equal", "padded")
 
     def equal(self) -> list[int]:
-        """Returns a batch of equal graphs with the same number of atoms."""
+        """Returns sizes of equal graphs with the same number of atoms."""
         least, more = divmod(sum(self.sizes), len(self.sizes))
         return [least + 1] * more + [least] * (len(self.sizes) - more)
 
@@ -74,7 +75,7 @@ QUICK = {"rounds": 1, "mixes": ("4 of 3 to 30",), "dim": 16}
 
 
 def inputs(sizes: list[int], dim: int) -> Inputs:
-    """Atoms at random places of cubic cells, 12 Å^3 each."""
+    """Returns atoms at random positions in cubic cells, 12 Å^3 per atom."""
     draw = torch.Generator().manual_seed(0)
     batch = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
     sides = (VOLUME * torch.tensor(sizes)) ** (1 / 3)
@@ -87,14 +88,14 @@ def inputs(sizes: list[int], dim: int) -> Inputs:
 
 
 def mixed(layer: nn.Module, given: Inputs) -> Tensor:
-    """The layer on the batch as it is."""
+    """Calls the layer on a batch."""
     if layer.encoding is None:
         return layer(given["x"], batch=given["batch"])
     return layer(**given)
 
 
 def padded(layer: nn.Module, given: Inputs) -> Tensor:
-    """The layer, or one of PyG, with all graphs padded to the largest."""
+    """Calls a layer of molflt or PyG with all graphs padded to the largest."""
     x, mask = to_dense_batch(given["x"], given["batch"])
     if not isinstance(layer, GraphAttention):
         return layer(x, mask)[mask]
@@ -113,7 +114,7 @@ def step(run: Callable[[nn.Module, Inputs], Tensor], layer: nn.Module, given: In
 
 @torch.no_grad()
 def difference(name: str, given: Inputs, dim: int) -> float:
-    """Largest difference between mixed and padded over the largest output, in float64."""
+    """Returns the relative difference between mixed and padded outputs, in float64."""
     torch.manual_seed(0)
     layer = MECHANISMS[name](dim).double()
     given = {key: x.double() if x.is_floating_point() else x for key, x in given.items()}
@@ -122,7 +123,7 @@ def difference(name: str, given: Inputs, dim: int) -> float:
 
 
 def measure(rounds: int = 3, mixes: tuple[str, ...] = MEASURED, dim: int = DIM) -> Rows:
-    """A row for each mix, mechanism and way."""
+    """Returns a row for each mix, mechanism and way."""
     rows: Rows = []
     for mix in choose(mixes, MIXES, "mix"):
         known, ways = MIXES[mix].known, MIXES[mix].ways
@@ -136,7 +137,7 @@ def measure(rounds: int = 3, mixes: tuple[str, ...] = MEASURED, dim: int = DIM) 
                 run, given = runs[way]
                 works[name, way] = partial(step, run, layer, given)
         works[PYG, "padded"] = partial(step, padded, pyg_performer(dim, HEADS, FEATURES), same)
-        once = mix == LARGE  # padded, it takes as long as all else
+        once = mix == LARGE  # padded graphs take as long as everything else together
         few = {key: 1 if once and key[1] == "padded" else rounds for key in works}
         apart = {
             name: difference(name, same, dim) for name in known if mix != LARGE and "padded" in ways
@@ -149,7 +150,7 @@ def measure(rounds: int = 3, mixes: tuple[str, ...] = MEASURED, dim: int = DIM) 
 
 
 def ratio(rows: Rows, mix: str, name: str, way: str, other: str | None = None) -> float | None:
-    """Time of a way, or of another mechanism, in units of the mixed batch's."""
+    """Returns the time of a way or of another mechanism, relative to the mixed batch."""
     of = pick(rows, mix=mix, mechanism=other or name, way=way)
     ours = pick(rows, mix=mix, mechanism=name, way="mixed")
     return paired(of[0]["seconds"], ours[0]["seconds"]) if of and ours else None

@@ -1,7 +1,7 @@
-"""Speed and size of the compact store and of OC20's pickles: systems/s and bytes, on one core.
+"""Reading speed and size of the compact store and of OC20's pickles, on one core.
 
-The records of a published OC20 LMDB (with edges) are replicated and written in both forms. Then
-both are read in the same random order to the same tensors, as in training.
+The records of a published OC20 LMDB, including edges, are repeated and written in both formats.
+Both are then read in the same random order, as in training, and return the same tensors.
 """
 
 import itertools
@@ -23,7 +23,7 @@ QUICK = {"systems": 30, "rounds": 1}
 
 
 def repeated(source: Path, target: Path, systems: int) -> None:
-    """Writes an LMDB with the source's pickles under new keys."""
+    """Repeats the pickles of an LMDB under new keys in another LMDB."""
     with lmdb.open(str(source), subdir=False, readonly=True, lock=False).begin() as transaction:
         records = [bytes(value) for key, value in transaction.cursor() if key.isdigit()]
     environment = lmdb.open(str(target), subdir=False, map_size=1 << 36, lock=False)
@@ -34,13 +34,13 @@ def repeated(source: Path, target: Path, systems: int) -> None:
 
 
 def read(dataset: torch.utils.data.Dataset, order: Sequence[int]) -> None:
-    """Reads all structures in that order."""
+    """Reads all structures in a given order."""
     for index in order:
         dataset[index]
 
 
 def measure(records: Path, systems: int = 2000, rounds: int = 5) -> Rows:
-    """Times of both forms in turns; `records` is a published OC20 LMDB."""
+    """Returns a row for each format; `records` is a published OC20 LMDB."""
     if not records.exists():
         raise FileNotFoundError(f"{records}: no such file; expected an OC20 LMDB")
     with tempfile.TemporaryDirectory() as folder:
@@ -65,7 +65,7 @@ def measure(records: Path, systems: int = 2000, rounds: int = 5) -> Rows:
 
 
 def table(rows: Rows) -> str:
-    """Markdown: a line per form, with ratios to the first."""
+    """Returns speed and size of each format, and ratios to the first."""
     speed = {"systems/s": "{systems_per_s:,.0f}", "times faster": "{faster:.1f}"}
     size = {"bytes": "{bytes:,}", "times smaller": "{smaller:.1f}"}
     return formatted(rows, {"form": "{form}", **speed, **size})

@@ -1,7 +1,7 @@
-"""Share of the machine's matrix-product rate in a whole training step of OC20's 12 layers.
+"""Rate of operations in a training step of the 12-layer OC20 model, against a matrix product.
 
-Operations are those of matrix products, forward and backward, as counted by torch. Their rate is
-compared with the rate of one large product, which takes turns with the steps.
+Torch counts the operations of matrix products, forward and backward. In each round, the steps and
+one large matrix product are timed in turn.
 """
 
 import statistics
@@ -20,14 +20,14 @@ from molflt.graph import EnergyRegressor
 from molflt.tasks.is2re import IS2RETask
 
 MECHANISMS = ("performer", "flt", "softmax")
-SIZES = (40, 60, 80, 120) * 4  # atoms of the graphs of a batch, as in OC20
-SIDE = 2048  # of the large product
+SIZES = (40, 60, 80, 120) * 4  # atoms in each graph of a batch, as in OC20
+SIDE = 2048  # of the matrices in the product
 PRODUCT = "one product"
 QUICK = {"rounds": 1, "mechanisms": ("performer",), "sizes": (3, 4), "side": 64}
 
 
 def step(task: IS2RETask, optimizer: torch.optim.Optimizer, batch: Batch) -> None:
-    """Forward, backward and update."""
+    """Makes a training step."""
     loss, _ = task.loss(batch, 0.5)
     optimizer.zero_grad()
     loss.backward()
@@ -40,7 +40,7 @@ def measure(
     sizes: tuple[int, ...] = SIZES,
     side: int = SIDE,
 ) -> Rows:
-    """A row for each mechanism, and one for the product."""
+    """Returns a row for each mechanism, and one for the product."""
     one = torch.rand(side, side)
     works: dict[str, Callable[[], object]] = {PRODUCT: partial(torch.mm, one, one)}
     counts = {PRODUCT: 2.0 * side**3}
@@ -51,7 +51,7 @@ def measure(
     batch.fixed = torch.zeros(len(batch.pos), dtype=torch.bool)
     for name in choose(mechanisms, MECHANISMS):
         torch.manual_seed(0)
-        options = {**model_of("oc20/base", f"oc20/{name}"), "refinements": 1}  # one pass
+        options = {**model_of("oc20/base", f"oc20/{name}"), "refinements": 1}  # a single pass
         task = IS2RETask(EnergyRegressor(**options))
         works[name] = partial(step, task, task.optimizer(), batch)
         with FlopCounterMode(display=False) as counter:
@@ -65,13 +65,13 @@ def measure(
 
 
 def share(rows: Rows, name: str) -> float:
-    """Rate of a step in units of the product's."""
+    """Returns the rate of a step divided by the rate of the product."""
     own, product = (pick(rows, mechanism=key)[0] for key in (name, PRODUCT))
     return own["operations"] / product["operations"] * paired(product["seconds"], own["seconds"])
 
 
 def table(rows: Rows) -> str:
-    """Markdown: a line for each mechanism."""
+    """Returns times and rates of the mechanisms."""
     lines = []
     for row in rows:
         seconds, part = statistics.median(row["seconds"]), share(rows, row["mechanism"])

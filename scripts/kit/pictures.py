@@ -1,15 +1,14 @@
-"""Curves of rows in panels, in the colors of the package's pictures."""
+"""Panels of curves in the colors of the package."""
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kit.rows import Rows
+from kit.rows import Rows, names, pick
 from molflt.plots.figure import SERIES, LineEnd, label_ends, legend_outside, picture
 
-MOST = 8  # entries of a legend; more lines than that are named where they end
-UNIFORM = "uniform attention"  # all keys weigh the same: what an estimate has to beat
+MOST = 8  # largest number of entries in a legend
+UNIFORM = "uniform attention"  # equal weights of all keys; useful estimates are better
 
 
 def curves(
@@ -18,10 +17,13 @@ def curves(
     styles: Mapping[str, tuple[int, str]] | None = None,
     **labels: Any,
 ) -> None:
-    """A line per name through its points (x, y), if it has any; both scales are logarithmic.
+    """Draws a line for each name through its points (x, y) on logarithmic scales.
 
-    Styles are the number of a color and the style of a line by name, labels those of `axes.set`;
-    of what is drawn so, times, bytes and errors, less is better, and the axis says it.
+    Args:
+        axes: axes of the panel.
+        points: points by name; lines without points are left out.
+        styles: index of the color and line style by name.
+        labels: arguments of `axes.set`. The y axis is labeled "lower is better".
     """
     if "ylabel" in labels:
         labels["ylabel"] += "\n(lower is better)"
@@ -35,7 +37,7 @@ def curves(
 
 
 def legend(figure: Any, axes: Any, columns: int = 4) -> None:
-    """One for all panels, below them; of many lines, names at their ends in each panel."""
+    """Draws one legend below all panels, or labels the ends of the lines if there are many."""
     if len(axes.get_legend_handles_labels()[1]) <= MOST:
         legend_outside(figure, axes, "lower", columns, fontsize="small")
         return
@@ -58,33 +60,29 @@ def error_panels(
     labels: tuple[str, str],
     shape: tuple[int, int],
     figsize: tuple[float, float],
-    log_x: bool = True,
 ) -> None:
-    """Means of points (`Points` makes them) with bars of one standard deviation.
+    """Draws the means of `Points` with bars of one standard deviation.
 
-    A panel per combination of the labels `panel`, and in it a line per value of `curve` (`UNIFORM`
-    is black) against `x`; `labels` are those of both axes, `shape` rows and columns of panels.
+    There is a panel for each combination of the labels `panel`, with a line for each value of
+    `curve` against `x`. `labels` are the labels of the axes, and `shape` is (rows, columns).
     """
     found = {tuple(row[key] for key in panel) for row in rows}
     panels = sorted(found, key=lambda values: [(isinstance(v, str), v) for v in values])
-    names = list(dict.fromkeys(row[curve] for row in rows))
     with picture(png, figsize=figsize) as figure:
         grid = figure.subplots(*shape, sharex=True, sharey="row", squeeze=False)
         for axes, values in zip(grid.flat, panels, strict=False):
-            own = [row for row in rows if tuple(row[key] for key in panel) == values]
-            for color, name in zip(SERIES, names, strict=False):
-                points = [r for r in own if r[curve] == name and math.isfinite(r["mean"])]
+            own = pick(rows, **dict(zip(panel, values, strict=True)))
+            for color, name in zip(SERIES, names(rows, curve), strict=False):
+                points = pick(own, **{curve: name})
                 places, mean, sd = ([r[key] for r in points] for key in (x, "mean", "sd"))
-                # An sd above the mean would reach below 0, which a logarithm cannot show.
+                # On a logarithmic scale, the bar must not reach 0.
                 below = [min(b, 0.8 * a) for a, b in zip(mean, sd, strict=True)]
                 options = {"linewidth": 1, "elinewidth": 0.5, "markersize": 4}
                 options["color"] = "black" if name == UNIFORM else color
-                options["fmt"] = "--" if name == UNIFORM or "bound" in str(name) else ".-"
-                label = f"{curve} = {name}" if isinstance(name, int) else name
-                axes.errorbar(places, mean, (below, sd), label=label, **options)
+                options["fmt"] = "--" if name == UNIFORM else ".-"
+                axes.errorbar(places, mean, (below, sd), label=name, **options)
             axes.set(yscale="log")
-            if log_x:
-                axes.set_xscale("log", base=2)
+            axes.set_xscale("log", base=2)
             parts = zip(panel, values, strict=True)
             title = ", ".join(v if isinstance(v, str) else f"{k} {v:g}" for k, v in parts)
             axes.set_title(title, fontsize="small")

@@ -1,4 +1,4 @@
-"""Rows of numbers: CSV, Markdown and statistics."""
+"""Rows of a table: CSV files, Markdown and statistics."""
 
 import csv
 import math
@@ -14,7 +14,7 @@ Rows = list[Row]
 
 
 class Points:
-    """Samples by the labels of their point."""
+    """Samples of points, which are identified by their labels."""
 
     def __init__(self) -> None:
         self.samples: dict[tuple[tuple[str, Any], ...], list[float]] = {}
@@ -25,7 +25,7 @@ class Points:
         self.samples.setdefault(tuple(labels.items()), []).extend(values)
 
     def rows(self) -> Rows:
-        """One row per point: labels, mean, standard deviation and number of its samples."""
+        """Returns the labels, mean, standard deviation and number of samples of each point."""
         return [
             {
                 **dict(labels),
@@ -38,7 +38,7 @@ class Points:
 
 
 def write_csv(path: Path, rows: Rows) -> None:
-    """Writes numbers with six digits, and lists separated by spaces."""
+    """Writes numbers with six digits, and lists as numbers separated by spaces."""
 
     def cell(value: object) -> object:
         if isinstance(value, list):
@@ -53,7 +53,7 @@ def write_csv(path: Path, rows: Rows) -> None:
 
 
 def read_csv(path: Path) -> Rows:
-    """Reads integers, numbers and words; empty cells are None, `seconds` are lists."""
+    """Reads numbers and strings; empty cells are None, and `seconds` are lists of numbers."""
 
     def value(key: str, text: str) -> Any:
         if key == "seconds":
@@ -70,7 +70,7 @@ def read_csv(path: Path) -> Rows:
 
 
 def markdown(head: Iterable[object], lines: Iterable[Iterable[object]]) -> str:
-    """A table; None makes an empty cell."""
+    """Returns a table, in which None is an empty cell."""
     head = list(head)
     cells = [head, ["---"] * len(head), *lines]
     return "\n".join(
@@ -80,22 +80,22 @@ def markdown(head: Iterable[object], lines: Iterable[Iterable[object]]) -> str:
 
 
 def formatted(rows: Rows, columns: Mapping[str, str]) -> str:
-    """A table with a line per row; `columns` maps headings to formats such as "{mae_eV:.3f}"."""
+    """Returns a table; `columns` maps headings to formats such as "{mae_eV:.3f}"."""
     return markdown(columns, ([form.format(**row) for form in columns.values()] for row in rows))
 
 
 def pick(rows: Rows, **labels: object) -> Rows:
-    """Rows with all these labels."""
+    """Returns the rows with all these labels."""
     return [row for row in rows if all(row[key] == value for key, value in labels.items())]
 
 
 def names(rows: Rows, key: str) -> list[Any]:
-    """Different values of a label, in the order of the rows."""
+    """Returns the distinct values of a label, in the order of the rows."""
     return list(dict.fromkeys(row[key] for row in rows))
 
 
 def exponent(points: Sequence[tuple[float, float]]) -> float:
-    """Slope of log y against log x; nan for a single point."""
+    """Returns the slope of log y against log x, or nan for a single point."""
     if len(points) < 2:
         return math.nan
     x, y = ([math.log(value) for value in axis] for axis in zip(*points, strict=True))
@@ -103,27 +103,27 @@ def exponent(points: Sequence[tuple[float, float]]) -> float:
 
 
 def upper_half(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The points with the larger x, including the middle one; at least two."""
+    """Returns the half of the points with larger x, including the middle; at least two."""
     return points[min(len(points) // 2, max(0, len(points) - 2)) :]
 
 
 def mean_sd(values: Sequence[float], digits: int) -> str:
-    """Mean and sample standard deviation; a single value has none."""
+    """Formats mean and sample standard deviation; for a single value, only the mean."""
     mean = f"{statistics.fmean(values):.{digits}f}"
     return mean if len(values) < 2 else f"{mean} ± {statistics.stdev(values):.{digits}f}"
 
 
 def choose(names: Sequence[str], known: Iterable[str], what: str = "mechanism") -> list[str]:
-    """The names, or all known ones if there are none. Raises ValueError for unknown names."""
+    """Returns the names, or all known names if it is empty; raises ValueError if one is unknown."""
     known = list(known)
     for name in names:
         if name not in known:
-            raise ValueError(f"{what} {name!r} is unknown; expected some of {'; '.join(known)}")
+            raise ValueError(f"{what} {name!r} is unknown; expected one of {'; '.join(known)}")
     return list(names) or known
 
 
 def by_group(rows: Rows, kind: str, value: str, head: str) -> str:
-    """A table of the mean of a value, eV, with a line per group and a column per model."""
+    """Returns a table of mean values, eV, with a line per group and a column per model."""
     models, lines = names(rows, "model"), []
     for group in sorted(names(rows, kind)):
         own = pick(rows, **{kind: group})

@@ -1,14 +1,18 @@
-"""Folders of training runs: their identity, processes and predictions."""
+"""Training runs: their options, folders, processes and predictions."""
 
+import argparse
 import csv
 import hashlib
 import json
 import math
 import os
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +23,14 @@ from kit.rows import Rows
 from molflt.data.structures.systems import SYSTEMS, read_systems
 from molflt.files import write_atomically
 from molflt.metrics import EWT_THRESHOLD
+from molflt.training.resume import read_provenance
 
 Job = dict[str, Any]
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
 def digest(path: Path) -> str:
-    """sha256 of a file, or of the LMDBs in a folder."""
+    """Returns the sha256 of a file, or of the LMDBs in a folder."""
     if path.is_dir():
         each = "".join(map(digest, sorted(path.glob("*.lmdb"))))
         return hashlib.sha256(each.encode()).hexdigest()
@@ -41,13 +46,13 @@ def on_data(job: Job, folder: Path) -> Job:
 
 
 def expect_same(place: Path, was: Job, job: Job) -> None:
-    """Raises ValueError if a result belongs to another job; earlier versions may lack a key."""
+    """Raises ValueError if a result belongs to a different job; keys may be missing in `was`."""
     if other := [key for key in was if was[key] != job.get(key)]:
         raise ValueError(f"{place}: made with other {', '.join(other)}; choose another --out")
 
 
 def prepare(run: Path, job: Job) -> None:
-    """Writes the job to a new folder, or checks that the folder belongs to it."""
+    """Writes the job to a new folder, or checks that an existing folder belongs to it."""
     note = run / "job.json"
     if note.exists():
         expect_same(run, json.loads(note.read_text()), job)
@@ -56,7 +61,7 @@ def prepare(run: Path, job: Job) -> None:
 
 
 def run_logged(command: Sequence[str], log: Path, threads: int, text: str = "") -> None:
-    """Runs a process with an input; raises RuntimeError with the last line of its log."""
+    """Runs a process, and raises RuntimeError with the last line of its log if it fails."""
     environment = os.environ | dict.fromkeys(THREADS, str(threads))
     with open(log, "a") as file:
         done = subprocess.run(
@@ -83,8 +88,75 @@ def run_all(works: Collection[Callable[[], object]], at_once: int) -> bool:
     return well
 
 
+def words_of(variant: str) -> list[str]:
+    """Returns the options of a variant FILE.yaml[,key=value ...]."""
+    path, *changes = variant.split(",")
+    if not path.endswith(".yaml"):
+        raise ValueError(f"variant {variant!r}: expected FILE.yaml[,key=value ...]")
+    return ["--config", path, *(f"--{change}" for change in changes)]
+
+
+def name_of(variant: str) -> str:
+    """Returns the name of a variant: lm/flt.yaml,model.dropout=0.1 is named flt,dropout=0.1."""
+    path, *changes = variant.split(",")
+    parts = (change.partition("=") for change in changes)
+    own = [f"{key.rpartition('.')[2]}{equals}{value}" for key, equals, value in parts]
+    return ",".join([Path(path).stem, *own])
+
+
+def job_of(options: argparse.Namespace, variant: str, seed: int) -> Job:
+    """Returns the description of a run that is stored in its folder."""
+    words = words_of(variant)
+    files = [options.config, *(Path(word) for word in words if word.endswith(".yaml"))]
+    own = {"variant": name_of(variant), "seed": str(seed)}
+    more = [re.sub(r"\{(variant|seed)\}", lambda it: own[it[1]], word) for word in options.words]
+    given = (Path(word.rpartition("=")[2]) for word in more if word.endswith(".yaml"))
+    files += [path for path in given if path.is_file()]
+    return {
+        "config": str(options.config),
+        "sha256": hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest(),
+        "words": [*words, f"--seed={seed}", *more],
+    }
+
+
+def work(run: Path, job: Job, threads: int, evaluation: tuple[str, ...] = ()) -> None:
+    """Trains or resumes a run, and evaluates it with the options `evaluation`."""
+    if (run / "results.json").exists():
+        return
+    train = ["train", "--config", job["config"], "--run", str(run), *job["words"]]
+    if (run / "checkpoints" / "last.ckpt").exists():
+        train = ["train", "--resume", str(run)]
+    else:
+        shutil.rmtree(run / "checkpoints", ignore_errors=True)  # it contains no checkpoint
+    evaluate = ["evaluate", str(run), *evaluation]
+    # A run that was stopped early cannot be resumed.
+    for words in (evaluate,) if read_provenance(run).get("stopped") else (train, evaluate):
+        run_logged([sys.executable, "-m", "molflt", *words], run / "log.txt", threads)
+
+
+def work_all(
+    jobs: dict[Path, Job], options: argparse.Namespace, evaluation: tuple[str, ...] = ()
+) -> int:
+    """Trains and evaluates all runs, several at a time. Returns 1 if a run failed."""
+    for run, job in jobs.items():
+        prepare(run, job)
+    works = [partial(work, run, job, options.threads, evaluation) for run, job in jobs.items()]
+    return int(not run_all(works, options.jobs))
+
+
+def collect(out: Path, kind: str, among: list[str], seeds: list[int]) -> Rows:
+    """Returns a row for each finished run and split; `kind` is the key of the name."""
+    rows = []
+    for name in among:
+        for seed in seeds:
+            path = out / name / f"seed{seed}" / "results.json"
+            for split, result in json.loads(path.read_text()).items() if path.exists() else ():
+                rows.append({kind: name, "seed": seed, "split": split, **result})
+    return rows
+
+
 def read_energies(run: Path, split: str) -> dict[int, tuple[float, float]]:
-    """Predicted energy and label of each system of a split, by sid, eV; NaN without a label."""
+    """Returns predicted energy and label, eV, by sid; labels that are missing are NaN."""
     with open(run / "predictions.csv", newline="", encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if row["split"] == split]
     found = ((row["sid"], row["energy_eV"], row["target_eV"] or "nan") for row in rows)
@@ -92,7 +164,7 @@ def read_energies(run: Path, split: str) -> dict[int, tuple[float, float]]:
 
 
 def system_rows(folder: Path, energies: Mapping[int, tuple[float, float]], **labels: Any) -> Rows:
-    """A row per system of a folder of stores: labels, its names, and energies, eV."""
+    """Returns a row for each system of a folder: labels, its names, and energies in eV."""
     systems = read_systems(folder)
     return [
         {**labels, **systems[sid]._asdict(), "energy_eV": energy, "target_eV": target}
@@ -101,7 +173,7 @@ def system_rows(folder: Path, energies: Mapping[int, tuple[float, float]], **lab
 
 
 def errors_of_mean(runs: Sequence[Path], split: str) -> tuple[float, float] | None:
-    """MAE, eV, and EwT, %, of the mean energies of several runs; None without labels."""
+    """Returns MAE, eV, and EwT, %, of the mean energies of runs; None without labels."""
     found = [read_energies(run, split) for run in runs]
     systems = sorted(sid for sid, (_, target) in found[0].items() if math.isfinite(target))
     if not systems:
@@ -112,6 +184,6 @@ def errors_of_mean(runs: Sequence[Path], split: str) -> tuple[float, float] | No
 
 
 def publish(path: Path, text: str) -> None:
-    """Writes a text to a file, and prints it."""
+    """Writes a text to a file and prints it."""
     write_atomically(path, f"{text}\n".encode())
     print(text)

@@ -1,4 +1,4 @@
-"""Times of functions that take turns, round after round; a busy moment affects all of them."""
+"""Times of functions that are called in turn; a busy machine then affects all of them equally."""
 
 import statistics
 import time
@@ -13,9 +13,9 @@ def turns(
     rounds: int | Mapping[Key, int],
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[Key, list[float]]:
-    """Seconds of each function in each of its rounds, after an uncounted round.
+    """Returns the seconds of each function in each of its rounds.
 
-    A function with a single round has no uncounted one.
+    A first round is not counted, except for functions with a single round.
     """
     most = {key: rounds if isinstance(rounds, int) else rounds[key] for key in works}
     if any(count < 1 for count in most.values()):
@@ -33,5 +33,5 @@ def turns(
 
 
 def paired(one: Sequence[float], other: Sequence[float]) -> float:
-    """Median over rounds of the ratio of two functions' seconds in the same round."""
+    """Returns the median over rounds of the ratio of two times in the same round."""
     return statistics.median(a / b for a, b in zip(one, other, strict=False))

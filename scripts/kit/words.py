@@ -1,4 +1,4 @@
-"""Command lines of scripts."""
+"""Command-line options of scripts."""
 
 import argparse
 import functools
@@ -8,13 +8,13 @@ from pathlib import Path
 
 
 def described(text: str | None, prog: str | None = None) -> argparse.ArgumentParser:
-    """A parser whose help shows a docstring line by line."""
+    """Returns a parser whose help contains a docstring with its line breaks."""
     kind = argparse.RawDescriptionHelpFormatter
     return argparse.ArgumentParser(prog, description=text, formatter_class=kind)
 
 
 def parsed(parser: argparse.ArgumentParser, words: list[str] | None) -> argparse.Namespace:
-    """Options of a script; the words after -- are kept in `words`."""
+    """Parses the options of a script; `words` contains the words after --."""
     words = sys.argv[1:] if words is None else words
     cut = words.index("--") if "--" in words else len(words)
     options = parser.parse_args(words[:cut])
@@ -25,7 +25,7 @@ def parsed(parser: argparse.ArgumentParser, words: list[str] | None) -> argparse
 def trainings(
     parser: argparse.ArgumentParser, words: list[str] | None, seeds: Sequence[int] = ()
 ) -> argparse.Namespace:
-    """Options of a script that trains; --seeds exists only if there are default seeds."""
+    """Parses the options of a script that trains, with --seeds if there are default seeds."""
     if seeds:
         parser.add_argument("--seeds", nargs="+", type=int, default=list(seeds))
     parser.add_argument("--jobs", type=int, default=1, help="simultaneous training runs")
@@ -34,14 +34,14 @@ def trainings(
 
 
 def guarded(main: Callable[..., int | None]) -> Callable[..., int]:
-    """Decorates a main function: errors in options or files are one line, with status 2."""
+    """Decorates a main function; errors of the user are printed on one line, with status 2."""
 
     @functools.wraps(main)
     def run(words: list[str] | None = None) -> int:
         try:
             return main(words) or 0
         except KeyboardInterrupt:
-            print("interrupted; repeat the command to continue", file=sys.stderr)
+            print("interrupted; run the same command to continue", file=sys.stderr)
             return 130
         except (ValueError, OSError, ModuleNotFoundError) as error:
             missing = isinstance(error, OSError) and error.filename

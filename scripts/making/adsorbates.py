@@ -1,4 +1,4 @@
-"""Adsorbates of H, C, N and O: shapes, and atoms that may bind."""
+"""Geometries of adsorbates of H, C, N and O, and the atoms by which they bind."""
 
 from typing import NamedTuple
 
@@ -9,13 +9,13 @@ from scipy.spatial.transform import Rotation
 
 
 class _Adsorbate(NamedTuple):
-    """A molecule or radical, as a part of a molecule of ASE's G2 collection.
+    """A molecule of ASE's G2 collection, or a part of it.
 
     Attributes:
-        whole: name in the collection.
-        anchors: ways to bind: one atom of `whole`, two atoms parallel to the surface, or the center
-            of more atoms.
-        without: atoms of `whole` that are removed.
+        whole: name of the molecule in the collection.
+        anchors: alternatives for binding: one atom, two atoms whose bond is parallel to the
+            surface, or the center of more atoms.
+        without: atoms that are removed.
     """
 
     whole: str
@@ -23,7 +23,7 @@ class _Adsorbate(NamedTuple):
     without: tuple[int, ...] = ()
 
 
-# The order fixes systems: a change is another version of the generator.
+# Systems depend on the order; a change requires a new version of the generator.
 ADSORBATES: dict[str, _Adsorbate] = {
     **{name: _Adsorbate(name) for name in ("H", "C", "N", "O", "CH")},
     "CH2": _Adsorbate("CH2_s3B1d"),
@@ -53,7 +53,7 @@ ADSORBATES: dict[str, _Adsorbate] = {
     "OOH": _Adsorbate("H2O2", ((0,), (0, 1)), (2,)),
 }
 
-# Chains and rings of the split val_large; the order fixes its systems.
+# Chains and rings of the split val_large, whose systems depend on the order.
 LARGE: dict[str, _Adsorbate] = {
     "C3H4": _Adsorbate("C3H4_C3v", ((0, 1),)),
     "C3H6": _Adsorbate("C3H6_Cs", ((1, 0),)),
@@ -69,9 +69,10 @@ LARGE: dict[str, _Adsorbate] = {
 
 
 def _oriented(rng: np.random.Generator, name: str, tilt: float) -> Atoms:
-    """An adsorbate with its anchor at the origin and the rest above it, rotated and tilted.
+    """Returns an adsorbate with its anchor at the origin and the rest above it.
 
-    The tilt is the standard deviation of the angle to the surface's normal, degrees.
+    It is rotated at random about the surface normal, and tilted by an angle with the standard
+    deviation `tilt`, in degrees.
     """
     entry = {**ADSORBATES, **LARGE}[name]
     anchor = list(entry.anchors[int(rng.integers(len(entry.anchors)))])
@@ -79,10 +80,10 @@ def _oriented(rng: np.random.Generator, name: str, tilt: float) -> Atoms:
     points = atoms.positions - atoms.positions[anchor].mean(axis=0)
     kept = [i for i in range(len(atoms)) if i not in entry.without]
     up = points[kept].mean(axis=0)
-    if np.linalg.norm(up) < 0.05:  # symmetric: use the normal of its plane
+    if np.linalg.norm(up) < 0.05:  # symmetric: use the normal of the molecular plane
         up = np.linalg.svd(points)[2][-1]
     ends, starts = [np.array((0.0, 0.0, 1.0))], [up]
-    if len(anchor) == 2:  # its bond is parallel to the surface
+    if len(anchor) == 2:  # the bond becomes parallel to the surface
         bond = points[anchor[1]] - points[anchor[0]]
         across = up - bond * (up @ bond) / (bond @ bond)
         if np.linalg.norm(across) < 0.05:

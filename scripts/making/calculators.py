@@ -1,9 +1,10 @@
 """ASE calculators by name, relaxation, and references of adsorption energies.
 
-References are those of OC20, gas-phase H2, H2O, CO and N2, linear per element: E_H = E(H2) / 2,
-E_O = E(H2O) - E(H2), E_C = E(CO) - E_O, E_N = E(N2) / 2. The adsorption energy is E(slab with
-adsorbate) - E(relaxed slab) - sum over the adsorbate's atoms of E_element (Chanussot et al., ACS
-Catal. 11, 6059, 2021). A model can infer them from the composition.
+As in OC20, the adsorption energy is E(slab with adsorbate) - E(relaxed slab) - sum of E_element
+over the atoms of the adsorbate (Chanussot et al., ACS Catal. 11, 6059, 2021). The references
+E_element are combinations of the energies of gas-phase H2, H2O, CO and N2: E_H = E(H2) / 2,
+E_O = E(H2O) - E(H2), E_C = E(CO) - E_O, E_N = E(N2) / 2. A model can learn them from the
+composition.
 """
 
 import contextlib
@@ -23,22 +24,22 @@ from ase.calculators.emt import EMT
 from ase.calculators.singlepoint import SinglePointCalculator
 from ase.optimize import BFGS
 
-VACUUM = 8.0  # Å on each side of slabs and molecules; CHGNet sees 6 Å
+VACUUM = 8.0  # Å on each side of slabs and molecules; the cutoff of CHGNet is 6 Å
 
 
 class Potential(NamedTuple):
     """An entry of `CALCULATORS`.
 
     Attributes:
-        build: makes its ASE calculator, with energies, forces and stress.
-        label: description of the energies, without versions, for cards and tables.
-        packages: distributions whose versions energies depend on; the first one contains it.
-        install: command that installs it.
-        metals: metals that it supports; None for all.
-        max_step: largest displacement in a step of BFGS, Å. With more than 0.1, many EMT
-            relaxations do not converge; CHGNet needs 1.8 times the steps with 0.1.
-        intact: True if molecules stay whole on most surfaces. With EMT, three of four dissociate
-            while they settle; the fragments are then relaxed.
+        build: function that returns an ASE calculator with energies, forces and stress.
+        label: description of the energies for cards and tables, without versions.
+        packages: packages whose versions affect the energies; the first contains the potential.
+        install: command that installs the potential.
+        metals: supported metals; None for all.
+        max_step: largest displacement in a BFGS step, Å. With more than 0.1, many EMT relaxations
+            do not converge. With 0.1, CHGNet needs 1.8 times as many steps as with 0.2.
+        intact: whether molecules remain intact on most surfaces. With EMT, three out of four
+            dissociate while they settle, and the fragments are then relaxed.
     """
 
     build: Callable[[], Calculator]
@@ -50,18 +51,18 @@ class Potential(NamedTuple):
     intact: bool = True
 
     def describe(self) -> str:
-        """Label and versions of the packages."""
+        """Returns the label and the versions of the packages."""
         module = self.packages[0]
         if find_spec(module) is None:
             raise ModuleNotFoundError(
-                f"calculator {module}: needs the package {module}; got none; run: {self.install}, "
-                "or take --calculator emt"
+                f"calculator {module}: the package {module} is not installed; run: {self.install}, "
+                "or use --calculator emt"
             )
         return f"{self.label} ({', '.join(f'{name} {version(name)}' for name in self.packages)})"
 
 
 class Relaxation(NamedTuple):
-    """Result of a relaxation: energies in eV, and frames on request."""
+    """Energies of a relaxation in eV, and its frames if they were kept."""
 
     before: float
     after: float
@@ -69,13 +70,13 @@ class Relaxation(NamedTuple):
     frames: list[Atoms]
 
 
-@cache  # loading its weights takes a second
+@cache  # loading the weights takes a second
 def _chgnet() -> Calculator:
-    """CHGNet on one CPU core; stress, nearly half of the time, is computed on request only."""
+    """Returns CHGNet, which computes stress only if requested; stress takes half of the time."""
     with contextlib.redirect_stdout(io.StringIO()):  # it prints the device
         module = import_module("chgnet.model.dynamics")
         calculator = module.CHGNetCalculator(use_device="cpu", on_isolated_atoms="ignore")
-    calculator.model.requires_grad_(False)  # a tenth faster
+    calculator.model.requires_grad_(False)  # saves a tenth of the time
     compute = calculator.calculate
 
     def calculate(
@@ -85,7 +86,7 @@ def _chgnet() -> Calculator:
     ) -> None:
         task = "efs" if "stress" in properties else "ef"
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # about how it builds its own tensors
+            warnings.simplefilter("ignore", UserWarning)  # about its construction of tensors
             compute(atoms, list(properties), list(system_changes), task=task)
 
     calculator.calculate = calculate
@@ -114,9 +115,10 @@ CALCULATORS: dict[str, Potential] = {
 def relax(
     atoms: Atoms, potential: str, tolerance: float, steps: int = 300, frames: bool = False
 ) -> Relaxation:
-    """Relaxes in place with BFGS, to a tolerance in eV/Å or a number of steps.
+    """Relaxes atoms in place with BFGS.
 
-    With `frames`, each structure on the way is kept with energy and forces.
+    Stops at the tolerance, in eV/Å, or after `steps` steps. With `frames`, the structures of all
+    steps are kept with their energies and forces.
     """
     entry = CALCULATORS[potential]
     atoms.calc = entry.build()
@@ -142,22 +144,22 @@ def relax(
 def molecule_energies(
     potential: str, names: Sequence[str] = ("H2", "H2O", "CO", "N2"), tolerance: float = 0.01
 ) -> dict[str, float]:
-    """Energies of gas-phase molecules, eV, relaxed to a tolerance in eV/Å."""
+    """Returns energies of relaxed gas-phase molecules, eV; the tolerance is in eV/Å."""
     energies = {}
     for name in names:
         atoms = molecule(name, vacuum=VACUUM, pbc=True)  # learned potentials need a cell
         relaxed = relax(atoms, potential, tolerance)
         if not relaxed.converged:
             raise ValueError(
-                f"calculator {potential}: gas-phase {name} does not relax; expected forces below "
-                f"{tolerance} eV/Å; take another calculator"
+                f"calculator {potential}: gas-phase {name} did not relax; expected forces below "
+                f"{tolerance} eV/Å; use another calculator"
             )
         energies[name] = relaxed.after
     return energies
 
 
 def linear_references(molecules: Mapping[str, float]) -> dict[str, float]:
-    """Energy of each element, eV, from those of H2, H2O, CO and N2."""
+    """Returns reference energies of the elements, eV, from those of H2, H2O, CO and N2."""
     oxygen = molecules["H2O"] - molecules["H2"]
     return {
         "H": molecules["H2"] / 2,
@@ -170,5 +172,5 @@ def linear_references(molecules: Mapping[str, float]) -> dict[str, float]:
 def adsorption_energy(
     total: float, slab: float, adsorbate: Iterable[str], references: Mapping[str, float]
 ) -> float:
-    """E(slab with adsorbate) - E(slab) - the references of the adsorbate's elements, eV."""
+    """Returns E(slab with adsorbate) - E(slab) - the sum of the references, eV."""
     return total - slab - sum(references[element] for element in adsorbate)

@@ -1,4 +1,4 @@
-"""Slabs of metals and ordered alloys, four layers and 16 atoms each, and the sites on them."""
+"""Slabs of metals and ordered alloys with four layers of four atoms, and adsorption sites."""
 
 from functools import cache
 from typing import NamedTuple
@@ -16,10 +16,10 @@ from scipy.spatial import Voronoi
 from molflt.atoms import Tag
 
 _FORCE_TOLERANCE = 0.05  # eV/Å
-_MAX_SHIFT = 1.0  # Å, of an atom of the clean slab from its place in the crystal
+_MAX_SHIFT = 1.0  # Å, largest displacement of an atom in the relaxation of a clean slab
 
-# Lattice and metals. In L1_2 the first metal has three of four sites. The order fixes systems: a
-# change needs a new version of the generator.
+# Lattice and metals. In L1_2, the first metal occupies three of four sites. Systems depend on the
+# order; a change requires a new version of the generator.
 CATALYSTS: dict[str, tuple[str, tuple[str, ...]]] = {
     **{
         metal: ("fcc", (metal,)) for metal in ("Ag", "Al", "Au", "Cu", "Ir", "Ni", "Pd", "Pt", "Rh")
@@ -48,14 +48,14 @@ CATALYSTS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 class _Facet(NamedTuple):
-    """Cut of a slab from the relaxed unit cell.
+    """A surface that is cut from the relaxed unit cell.
 
     Attributes:
-        name: Miller indices.
-        indices: Miller indices as numbers.
-        layers: periods of the cell along the normal.
-        repeat: repetitions of the cut along its two vectors.
-        rotated: cut from the cell with vectors (1, 1, 0), (-1, 1, 0), (0, 0, 1).
+        name: Miller indices as text.
+        indices: Miller indices.
+        layers: number of cells along the normal.
+        repeat: repetitions along the two vectors in the plane.
+        rotated: whether the cell has the vectors (1, 1, 0), (-1, 1, 0), (0, 0, 1).
     """
 
     name: str
@@ -83,7 +83,7 @@ _FACETS = {
 
 
 class _Surface(NamedTuple):
-    """A clean slab; ``upside_down`` has the other end of an alloy on top."""
+    """A clean surface; an alloy that is `upside_down` ends with the other side on top."""
 
     catalyst: str
     facet: _Facet
@@ -102,7 +102,7 @@ def _draw_surface(rng: np.random.Generator, catalyst: str) -> _Surface:
 
 
 def _unrelaxed_cell(catalyst: str) -> Atoms:
-    """Unit cell with the mean of the metals' experimental volumes."""
+    """Returns a unit cell whose volume is the mean of the metals' experimental volumes."""
     lattice, metals = CATALYSTS[catalyst]
     if len(metals) == 1:
         return bulk(metals[0], cubic=True) if lattice != "hcp" else bulk(metals[0])
@@ -119,30 +119,30 @@ def _unrelaxed_cell(catalyst: str) -> Atoms:
 
 @cache
 def _unit_cell(potential: str, catalyst: str) -> Atoms:
-    """Unit cell with the potential's own lattice constants."""
+    """Returns the unit cell with the lattice constants of the potential."""
     cell = _unrelaxed_cell(catalyst)
     cell.calc = CALCULATORS[potential].build()
     optimizer = BFGS(FrechetCellFilter(cell), logfile=None)
     if not optimizer.run(fmax=0.01, steps=200):
         raise ValueError(
-            f"calculator {potential}: the crystal {catalyst} does not relax; expected forces and "
-            "stress below 0.01 eV/Å in 200 steps; take another calculator"
+            f"calculator {potential}: the crystal {catalyst} did not relax; expected forces below "
+            "0.01 eV/Å within 200 steps; use another calculator"
         )
     cell.calc = None
     return cell
 
 
 def _cut(cell: Atoms, surface: _Surface) -> Atoms:
-    """Unrelaxed slab; tags are OC20's (1 = the topmost quarter, 0 = below), lower half fixed."""
+    """Returns an unrelaxed slab with tags 1 (top quarter) and 0; the lower half is fixed."""
     facet = surface.facet
     if facet.rotated:
         cell = make_supercell(cell, [[1, 1, 0], [-1, 1, 0], [0, 0, 1]])
     cell = cell.copy()
-    cell.positions += 0.1 * cell.cell.array.sum(axis=0) / 4  # no atom on the border of a layer
+    cell.positions += 0.1 * cell.cell.array.sum(axis=0) / 4  # no atom is on the border of a layer
     slab = cut(cell, facet.indices, facet.layers, vacuum=VACUUM, periodic=True)
     slab = slab.repeat((*facet.repeat, 1))
     if surface.upside_down:
-        slab.positions *= -1  # the lattice of a slab is its own mirror image
+        slab.positions *= -1  # the lattice is symmetric under inversion
         slab.center(vacuum=VACUUM, axis=2)
     slab = slab[np.argsort(slab.positions[:, 2].round(3), kind="stable")]
     slab.wrap(pbc=(True, True, False))
@@ -155,7 +155,7 @@ def _cut(cell: Atoms, surface: _Surface) -> Atoms:
 
 @cache
 def _relaxed_slab(potential: str, surface: _Surface) -> tuple[Atoms, float] | None:
-    """Clean slab and its energy, eV; None if it reconstructs. Copy it before changes."""
+    """Returns a clean slab, which callers must not change, and its energy; None if it fails."""
     slab = _cut(_unit_cell(potential, surface.catalyst), surface)
     start = slab.positions.copy()
     done = relax(slab, potential, _FORCE_TOLERANCE)
@@ -164,9 +164,10 @@ def _relaxed_slab(potential: str, surface: _Surface) -> tuple[Atoms, float] | No
 
 
 def _draw_site(rng: np.random.Generator, slab: Atoms) -> tuple[str, np.ndarray]:
-    """Kind of a site, and its place in the plane of the surface, (2,) Å.
+    """Draws the kind and the position of a site in the plane of the surface, (2,) Å.
 
-    Top atoms, midpoints of neighbors, or corners of their Voronoi cells, with equal probability.
+    Sites are surface atoms (ontop), midpoints of neighbors (bridge) and corners of Voronoi cells
+    (hollow). The three kinds have equal probabilities.
     """
     top = slab.positions[slab.get_tags() == Tag.SURFACE][:, :2]
     lattice = slab.cell.array[:2, :2]

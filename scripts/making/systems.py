@@ -1,8 +1,8 @@
-"""One adsorption system: drawn, relaxed with a potential, checked.
+"""Random adsorption systems, relaxed with a potential and checked.
 
-A system is a slab of a metal or an ordered alloy with an adsorbate upright on one of its sites,
-relaxed with a calculator of ``CALCULATORS``. It depends only on (calculator, seed, split, index):
-the number of workers, interruptions and a larger ``train`` do not change the systems of a split.
+A system consists of a slab of a metal or an ordered alloy and an adsorbate on one of its sites. It
+depends only on calculator, seed, split and index, and not on the number of workers, interruptions
+or the size of the split.
 """
 
 from functools import cache
@@ -22,12 +22,12 @@ from torch_geometric.data import Data
 from molflt.atoms import Tag
 from molflt.data.structures.records import make_record
 
-# Held out: adsorbates similar to others, and alloys whose metals occur in others.
+# Held-out adsorbates are similar to others. Metals of held-out alloys occur in other alloys.
 _OOD_ADSORBATES = ("CH2", "NH2", "C2H3", "CH2O", "CHOH", "HCN", "CH3CO")
 _OOD_CATALYSTS = ("Pd", "Cu3Pt", "NiPt", "AgAu", "Pt3Co", "CoAl", "FePd")
 _ADSORBATES = tuple(name for name in ADSORBATES if name not in _OOD_ADSORBATES)
 _CATALYSTS = tuple(name for name in CATALYSTS if name not in _OOD_CATALYSTS)
-# Adsorbates and catalysts of each split. The order fixes sids: only append.
+# Adsorbates and catalysts of each split. The sids depend on the order; only append.
 _SPLITS = {
     "train": (_ADSORBATES, _CATALYSTS),
     "val_id": (_ADSORBATES, _CATALYSTS),
@@ -37,29 +37,29 @@ _SPLITS = {
     "val_large": (tuple(LARGE), _CATALYSTS),
 }
 _LARGE = "val_large"
-_REPEATS = ((2, 1), (2, 2), (3, 2))  # of the slabs of val_large
-_SHARE = 0.5  # of draws of val_large with one adsorbate of `LARGE`; others have up to one a cell
+_REPEATS = ((2, 1), (2, 2), (3, 2))  # of slabs in val_large
+_SHARE = 0.5  # of systems in val_large that have one adsorbate of `LARGE`
 _SIDS_PER_SPLIT = 10_000_000
 
 _TILT = 15.0  # degrees, standard deviation
-_JITTER = 0.2  # Å, standard deviation of each coordinate across the surface, around the site
-# Distance at the start, in units of the sum of the covalent radii.
+_JITTER = 0.2  # Å, standard deviation of x and y around the site
+# Initial distance, relative to the sum of the covalent radii.
 _CONTACT = (1.0, 1.2)
-# Where a molecule ends depends on fine details of its start. The initial structure is therefore
-# taken after the molecule has settled on the frozen slab, and is then rattled.
+# The final site of a molecule depends sensitively on its initial position. The molecule is
+# therefore relaxed on the frozen slab and then rattled, which gives the initial structure.
 _SETTLED = 0.1  # eV/Å
 _RATTLE = 0.1  # Å, standard deviation of each coordinate of the adsorbate
 _MAX_ENERGY = 10.0  # eV, relaxed
 _MAX_START_ENERGY = 20.0  # eV, unrelaxed
-_BOND = 1.3  # a bond: closer than this times the sum of the covalent radii
-_DESORBED = 4.0  # Å between the adsorbate and the nearest atom of the slab
+_BOND = 1.3  # largest length of a bond, relative to the sum of the covalent radii
+_DESORBED = 4.0  # Å, smallest distance from the slab of a desorbed molecule
 _MAX_SHIFT = 1.0  # Å, largest displacement of an atom of the slab
 _REJECTIONS = ("slab", "not_converged", "energy", "bonds", "desorbed", "reconstructed")
 _MAX_ATTEMPTS = 50
 
 
 class _Plan(NamedTuple):
-    """Settings of a data set; ``references`` are (element, eV)."""
+    """Settings of a data set; `references` are pairs of element and energy in eV."""
 
     calculator: str
     seed: int
@@ -68,13 +68,13 @@ class _Plan(NamedTuple):
 
 
 class _System(NamedTuple):
-    """One accepted relaxation.
+    """An accepted system.
 
     Attributes:
-        record: structure with its labels.
+        record: structure with labels.
         names: adsorbate, catalyst, facet and site.
-        frames: frames of the relaxation with total energies and forces, on request.
-        rejected: number of draws that were refused before, by reason.
+        frames: steps of the relaxation with total energies and forces, if they were kept.
+        rejected: number of earlier draws that were rejected, by reason.
     """
 
     record: Data
@@ -85,7 +85,7 @@ class _System(NamedTuple):
 
 @cache
 def _catalysts(calculator: str, split: str) -> tuple[str, ...]:
-    """Catalysts of a split whose metals the calculator supports."""
+    """Returns the catalysts of a split whose metals the calculator supports."""
     metals = CALCULATORS[calculator].metals
     return tuple(
         name
@@ -95,7 +95,7 @@ def _catalysts(calculator: str, split: str) -> tuple[str, ...]:
 
 
 def _place(rng: np.random.Generator, slab: Atoms, adsorbate: Atoms, site: np.ndarray) -> Atoms:
-    """Slab plus the adsorbate, lowered over `site`, (2,) Å, to first contact."""
+    """Lowers the adsorbate onto `site`, (2,) Å, until it touches the slab."""
     points = adsorbate.positions.copy()
     points[:, :2] += site + rng.normal(scale=_JITTER, size=2)
     contact = rng.uniform(*_CONTACT) * np.add.outer(
@@ -115,13 +115,13 @@ def _place(rng: np.random.Generator, slab: Atoms, adsorbate: Atoms, site: np.nda
     lowered = adsorbate.copy()
     lowered.positions = points
     lowered.set_tags(Tag.ADSORBATE)
-    system: Atoms = slab.copy()  # keeps cell, periodicity and the fixed layers
+    system: Atoms = slab.copy()  # keeps the cell and the fixed layers
     system.extend(lowered)
     return system
 
 
 def _settle(rng: np.random.Generator, system: Atoms, calculator: str) -> bool:
-    """Relaxes the adsorbate alone, then rattles it. Returns True if it converged."""
+    """Relaxes only the adsorbate, and rattles it. Returns True if the relaxation converged."""
     mine = system.get_tags() == Tag.ADSORBATE
     constraints = system.constraints
     system.set_constraint(FixAtoms(mask=~mine))
@@ -132,7 +132,7 @@ def _settle(rng: np.random.Generator, system: Atoms, calculator: str) -> bool:
 
 
 def _bonds(adsorbate: Atoms) -> np.ndarray:
-    """Bonds, also to periodic images, (N, N) bool."""
+    """Returns the bonds, including those to periodic images, (N, N) bool."""
     radii = covalent_radii[adsorbate.numbers]
     distances = adsorbate.get_all_distances(mic=bool(adsorbate.pbc.any()))
     return distances < _BOND * np.add.outer(radii, radii)
@@ -141,7 +141,7 @@ def _bonds(adsorbate: Atoms) -> np.ndarray:
 def _rejection(
     start: Atoms, relaxed: Atoms, bonds: np.ndarray, energies: tuple[float, float]
 ) -> str | None:
-    """The reason to refuse a relaxation, or None; ``bonds`` are the expected ones."""
+    """Returns the reason for rejecting a relaxation, or None; `bonds` are those expected."""
     before, after = energies
     slab = len(relaxed) - len(bonds)
     if not (abs(after) <= _MAX_ENERGY and abs(before) <= _MAX_START_ENERGY):  # also catches NaN
@@ -158,7 +158,7 @@ def _rejection(
 
 
 def _attempt(rng: np.random.Generator, plan: _Plan, split: str, sid: int) -> _System | str:
-    """One draw: the system, or the reason for its refusal."""
+    """Draws a system, and returns it or the reason for its rejection."""
     known, catalysts = _SPLITS[split][0], _catalysts(plan.calculator, split)
     names = [known[int(rng.integers(len(known)))]]
     surface = _draw_surface(rng, catalysts[int(rng.integers(len(catalysts)))])
@@ -170,7 +170,7 @@ def _attempt(rng: np.random.Generator, plan: _Plan, split: str, sid: int) -> _Sy
     places = [place]
     if split == _LARGE:
         n, m = _REPEATS[int(rng.integers(len(_REPEATS)))]
-        if rng.random() >= _SHARE:  # small adsorbates, each on the same site of another cell
+        if rng.random() >= _SHARE:  # small adsorbates on the same site of different cells
             names = [str(one) for one in rng.choice(_ADSORBATES, int(rng.integers(2, n * m + 1)))]
         cells = rng.permutation([(i, j) for i in range(n) for j in range(m)])[: len(names)]
         places = [place + cell @ slab.cell.array[:2, :2] for cell in cells]
@@ -222,11 +222,13 @@ def _attempt(rng: np.random.Generator, plan: _Plan, split: str, sid: int) -> _Sy
 def _relax_system(plan: _Plan, split: str, index: int) -> _System:
     """Draws and relaxes the system with an index in a split.
 
-    A draw is refused, and the next one of the same (seed, split, index) is taken, if the clean slab
-    reconstructs ("slab"); if settling or relaxing takes more than 300 steps of BFGS
-    ("not_converged"); if |y_relaxed| > 10 eV or |y_init| > 20 eV ("energy"); if the adsorbate loses
-    or makes a bond ("bonds"; with EMT, after it has settled), ends more than 4 Å from the slab
-    ("desorbed"), or moves an atom of the slab by more than 1 Å ("reconstructed").
+    A draw is rejected, and the next one is tried, for these reasons:
+        slab: the clean slab reconstructs.
+        not_converged: a relaxation takes more than 300 BFGS steps.
+        energy: |y_relaxed| > 10 eV or |y_init| > 20 eV.
+        bonds: the adsorbate breaks or forms a bond; with EMT, only after it has settled.
+        desorbed: the adsorbate is more than 4 Å from the slab.
+        reconstructed: an atom of the slab moves by more than 1 Å.
     """
     number = list(_SPLITS).index(split)
     rejected = dict.fromkeys(_REJECTIONS, 0)
@@ -238,6 +240,6 @@ def _relax_system(plan: _Plan, split: str, index: int) -> _System:
             return result._replace(rejected=rejected)
         rejected[result] += 1
     raise ValueError(
-        f"split {split}, system {index}: {_MAX_ATTEMPTS} draws in a row were refused "
-        f"({rejected}); try another --seed"
+        f"split {split}, system {index}: all {_MAX_ATTEMPTS} draws were rejected ({rejected}); try "
+        "another --seed"
     )

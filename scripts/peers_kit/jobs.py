@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from kit.budget import CpuBudget, averaged
+from kit.budget import CpuBudget
 from lightning.pytorch import seed_everything
 from numpy.typing import NDArray
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch_geometric.data import Batch
 
 from molflt.data.structures import Structures
@@ -130,6 +131,20 @@ def net_of(job: Job, result: Path) -> nn.Module:
     model = prepare(job)[0].model
     model.load_state_dict(load_file(result.with_suffix(WEIGHTS)))
     return model
+
+
+def averaged(model: nn.Module, decay: float) -> AveragedModel:
+    """Returns a moving average of weights over at most a tenth of the steps so far.
+
+    With a fixed decay of 0.999, the average of a slow net after 400 steps would consist of the
+    initial weights to two thirds.
+    """
+
+    def average(kept: tuple[Tensor, ...], new: tuple[Tensor, ...], count: Tensor | int) -> None:
+        warm = (1 + int(count)) / (10 + int(count))
+        get_ema_multi_avg_fn(min(decay, warm))(kept, new, count)
+
+    return AveragedModel(model, multi_avg_fn=average, use_buffers=False)
 
 
 def train(

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from compare import name_of, words_of
+from kit.runs import name_of, words_of
 
 from peers_kit import nets, ridge
 

@@ -1,9 +1,9 @@
-"""Training runs that are killed and started again, compared bit for bit with undisturbed ones.
+"""Training runs that are killed and continued, compared bit for bit with uninterrupted runs.
 
 A small training run with dropout, averaged weights and redrawn features is killed with SIGKILL at
-random moments, and also before each of its file operations. It is resumed if there is a checkpoint,
-and started again otherwise. Weights, optimizer state and validations must equal those of an
-undisturbed run.
+random times, and before each of its file operations. It is resumed if there is a checkpoint, and
+started again otherwise. Weights, optimizer state and validation results must equal those of an
+uninterrupted run.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ KILLED, CUT = "SIGKILL", "cut"
 
 
 def words(run: Path) -> list[str]:
-    """Command line of the training run: 13 steps in batches of 4, which end within an epoch."""
+    """Returns the command for 13 steps with batches of 4, which end within an epoch."""
     small = {"dim": 16, "heads": 2, "layers": 1, "ffn_dim": 16, "num_features": 8, "dropout": 0.2}
     steps = {"max_steps": 13, "val_every": 5, "checkpoint_every": 3, "log_every": 2}
     return [
@@ -45,7 +45,7 @@ def words(run: Path) -> list[str]:
 
 
 def start(command: list[str], before: Callable[[], None] = lambda: None) -> int:
-    """Starts a command silently in a fork of this process, and returns the process id."""
+    """Starts a command without output in a fork of this process, and returns the process id."""
     pid = os.fork()
     if pid == 0:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -61,15 +61,15 @@ def start(command: list[str], before: Callable[[], None] = lambda: None) -> int:
 
 
 def end(pid: int) -> int:
-    """Waits for the exit status, negative for a signal."""
+    """Waits for a process, and returns its exit status, which is negative for a signal."""
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def count_operations(run: Path, act: Callable[[int], None]) -> Callable[[], None]:
-    """First action of a fork: call `act` with a count before each file operation of a run.
+    """Returns a function after which `act` is called with a count before each file operation.
 
-    Python's audit hooks see opening for writing, renaming, removing, making folders, truncating and
-    changing permissions.
+    The operations are those of the run that Python's audit hooks report: opening for writing,
+    renaming, removing, creating folders, truncating, and changing permissions.
     """
     changing = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.chmod"}
     writing = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
@@ -85,7 +85,7 @@ def count_operations(run: Path, act: Callable[[int], None]) -> Callable[[], None
 
 
 def leaves(value: object) -> list[object]:
-    """Leaves of nested dictionaries and lists; bytes of tensors."""
+    """Returns the leaves of nested dictionaries and lists, with tensors as bytes."""
     if isinstance(value, dict):
         value = [part for pair in sorted(value.items(), key=str) for part in pair]
     if isinstance(value, list | tuple):
@@ -94,7 +94,7 @@ def leaves(value: object) -> list[object]:
 
 
 def ends(run: Path) -> list[object]:
-    """Weights, optimizer state and validations, which must be equal."""
+    """Returns weights, optimizer state and validation results, which must be equal."""
     folder = run / "checkpoints"
     found: list[object] = [
         (folder / f"{name}.safetensors").read_bytes() for name in ("best", "last")
@@ -107,9 +107,9 @@ def ends(run: Path) -> list[object]:
 
 
 def row(how: str, at: float, run: Path, expected: list[object]) -> Row:
-    """Continues an interrupted run. The folder of the run is removed unless its end differs."""
+    """Continues an interrupted run, and removes its folder unless the results differ."""
     resumed = (run / "checkpoints" / "last.ckpt").exists()
-    after = "resumed" if resumed else "begun again"
+    after = "resumed" if resumed else "started again"
     status = end(start(["train", "--resume", str(run)] if resumed else words(run)))
     same = status == 0 and ends(run) == expected
     if same:
@@ -120,15 +120,15 @@ def row(how: str, at: float, run: Path, expected: list[object]) -> Row:
 
 
 def measure(kills: int = 20, every: int = 1, seed: int = 0) -> Rows:
-    """Kills at random moments, and before every `every`-th file operation."""
+    """Returns a row for each kill, at random times and before file operations."""
     folder = Path(tempfile.mkdtemp(prefix="molflt-interruptions-"))
     whole, operations = folder / "whole", folder / "operations"
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        main(words(folder / "warm"))  # forks inherit the imports
+        main(words(folder / "warm"))  # forks inherit the imported modules
     begun = time.perf_counter()
     note = count_operations(whole, lambda n: operations.write_text(str(n)))
     if status := end(start(words(whole), note)):
-        raise ValueError(f"{whole}: the undisturbed training run ended with {status}")
+        raise ValueError(f"{whole}: the uninterrupted training run ended with status {status}")
     seconds, expected = time.perf_counter() - begun, ends(whole)
     rows = []
     moments = np.random.default_rng(seed).uniform(0.05, 0.95, kills) * seconds
@@ -150,12 +150,12 @@ def measure(kills: int = 20, every: int = 1, seed: int = 0) -> Rows:
 
 
 def table(rows: Rows) -> str:
-    """Markdown: counts of resumed, restarted and equal runs."""
+    """Returns the numbers of resumed, restarted and equal runs."""
     lines = []
-    titles = {KILLED: "SIGKILL at a random moment", CUT: "before an operation on files"}
+    titles = {KILLED: "SIGKILL at a random time", CUT: "before a file operation"}
     for how, name in titles.items():
         own = pick(rows, how=how)
         resumed = len(pick(own, after="resumed"))
         same = len(pick(own, same=True))
         lines.append((name, len(own), resumed, len(own) - resumed, f"{same} of {len(own)}"))
-    return markdown(("stopped", "times", "resumed", "begun again", "the same end"), lines)
+    return markdown(("killed", "times", "resumed", "started again", "same results"), lines)
