@@ -23,7 +23,7 @@ from kit.rows import Rows
 from molflt.data.structures.systems import SYSTEMS, read_systems
 from molflt.files import write_atomically
 from molflt.metrics import EWT_THRESHOLD
-from molflt.training.resume import read_provenance
+from molflt.training.run_folder import read_provenance
 
 Job = dict[str, Any]
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
