@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import re
 from argparse import ArgumentError
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
@@ -18,7 +17,7 @@ from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Union, get_args, get_origin
 
 from molflt.files import shown
-from molflt.training.limits import check_ranges
+from molflt.training.limits import check_ranges, readable
 
 if TYPE_CHECKING:
     from argparse import Action
@@ -66,24 +65,16 @@ def parse(parser: ArgumentParser, words: Sequence[str]) -> Namespace:
     try:
         config: Namespace = parser.parse_args(words)
     except (ArgumentError, RecursionError) as error:
-        raise ValueError(f"{_readable(str(error))}; see `{parser.prog} --help`") from error
+        raise ValueError(f"{readable(error)}; see `{parser.prog} --help`") from error
     check_values(parser, config)
     options = vars(config.as_flat())
     if position := options.get(_POSITION):
         try:
             position_parser().parse_object(position)
         except ArgumentError as error:
-            raise ValueError(f"{_POSITION}: {_readable(str(error))}") from None
+            raise ValueError(f"{_POSITION}: {readable(error)}") from None
     check_ranges(options)
     return config
-
-
-def _readable(text: str) -> str:
-    """Shortens a message of jsonargparse to one line."""
-    text = re.sub(r"<class '(?:\w+\.)?(\w+)'>|typing\.(?=Literal)", r"\1", " ".join(text.split()))
-    union = r"Does not validate against any of the Union subtypes Subtypes: \[(.*)\] Errors: .*"
-    text = re.sub(f"{union} Given value: ", r"Expected one of \1. Got value: ", text)
-    return re.sub(r'Parser key "(.*?)"', r"\1", text).replace("NoneType", "null")
 
 
 def options_of(parser: ArgumentParser) -> dict[str, Action]:

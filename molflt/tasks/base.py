@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
-from molflt.attention.checks import at_least_one, not_negative, positive
+from molflt.attention.checks import at_least_one, not_negative, one_of, positive
 from molflt.metrics import Metric
 
 __all__ = ["Task"]
@@ -85,6 +85,8 @@ class Task(ABC, Generic[_Batch, _Data]):
         seed: int = 0,
     ) -> None:
         self.model = model
+        one_of("task.schedule", schedule, ("linear", "inverse_sqrt", "cosine", "constant"))
+        one_of("task.optimizer", optimizer, ("adamw", "adam"))
         positive(lr=lr)
         not_negative(warmup_steps=warmup_steps)
         at_least_one(redraw_every=1 if redraw_every is None else redraw_every)

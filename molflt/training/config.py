@@ -13,6 +13,7 @@ import yaml
 from jsonargparse import ArgumentParser, Namespace
 
 from molflt.files import shown
+from molflt.training.limits import readable
 from molflt.training.recipes import DEFAULT, RECIPES, Recipe
 from molflt.training.trainer import STEPS, TrainerOptions
 
@@ -113,7 +114,7 @@ def read_config(run: Path) -> Config:
         found = parser.parse_object(content)
         check_values(parser, found)
     except (ArgumentError, ValueError, TypeError, AttributeError, KeyError) as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = readable(error)[:200]
         raise ValueError(f"{path}: {reason}; restore the file that training wrote") from None
     for key in ("config", "resume"):
         found.pop(key, None)

@@ -1,12 +1,16 @@
-"""Ranges of numeric options, as intervals: [0, 1) contains 0 but not 1."""
+"""Ranges of numeric options, and readable errors about options.
+
+Ranges are intervals: [0, 1) contains 0 but not 1.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 
 from molflt.files import shown
 
-__all__ = ["LIMITS", "check_ranges", "outside"]
+__all__ = ["LIMITS", "check_ranges", "outside", "readable"]
 
 _ANY = "(-1e15, 1e15)"  # range of options that are not listed
 _RANGES = {
@@ -52,7 +56,29 @@ _RANGES = {
     "[1, 360]": "rotation",  # degrees
     "(0, 10]": "model.max_frequency",  # cycles/Å
 }
+_SHORTER = (  # patterns in errors of jsonargparse, and their replacements
+    (r"<class '(?:\w+\.)?(\w+)'>", r"\1"),
+    (r"typing\.", ""),
+    (
+        r"Does not validate .* Subtypes: \[(.*)\] Errors: .* Given value: ",
+        r"expected one of \1; got ",
+    ),
+    (r"Expected a Literal\[(.*?)\]", r"expected one of \1"),
+    (r"Literal\[(.*?)\]", r"\1"),
+    (r"Expected a ", "expected "),
+    (r"\. Got value: ", "; got "),
+    (r'Parser key "(.*?)"', r"\1"),
+    ("NoneType", "null"),
+)
 LIMITS = {name: interval for interval, names in _RANGES.items() for name in names.split()}
+
+
+def readable(error: Exception) -> str:
+    """Shortens an error of jsonargparse to one line."""
+    text = " ".join(str(error).split())
+    for pattern, shorter in _SHORTER:
+        text = re.sub(pattern, shorter, text)
+    return text
 
 
 def check_ranges(options: Mapping[str, object]) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from argparse import ArgumentError
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from jsonargparse import ArgumentParser
+
 from molflt.data.batches import BatchedData
-from molflt.training.limits import check_ranges
+from molflt.training.limits import check_ranges, readable
 
 __all__ = ["STEPS", "LoggerName", "TrainerOptions", "computes_on"]
 
@@ -64,6 +67,12 @@ class TrainerOptions:
     logger: LoggerName = "csv"
 
     def __post_init__(self) -> None:
+        parser = ArgumentParser(exit_on_error=False)
+        parser.add_class_arguments(TrainerOptions, "trainer")
+        try:
+            parser.parse_object({"trainer": vars(self)})  # checks types and choices
+        except ArgumentError as error:
+            raise ValueError(readable(error)) from None
         check_ranges({f"trainer.{name}": value for name, value in vars(self).items()})
 
     def steps(self, data: BatchedData[Any]) -> int:

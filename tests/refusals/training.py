@@ -161,6 +161,7 @@ READ: list[tuple[Prepare, str, str, str]] = [
 
 TASKS: list[tuple[Callable[[], object], str, str, str]] = [
     (lambda: LanguageTask(LINE, lr=0), "lr", "positive", "0"),
+    (lambda: LanguageTask(LINE, schedule="step"), "task.schedule", "cosine", "step"),
     (lambda: LanguageTask(LINE, redraw_every=0), "redraw_every", "at least 1", "0"),
     (lambda: IS2RETask(LINE, energy_std=0), "energy_std", "positive", "0"),
     (lambda: IS2RETask(LINE, repeat=2), "task.repeat", "at most 1", "2"),
@@ -175,6 +176,7 @@ TASKS: list[tuple[Callable[[], object], str, str, str]] = [
 
 ROWS = [
     Refusal(lambda _: TrainerOptions(val_every=0), "trainer.val_every", "int in [1, 2e9]", "0"),
+    Refusal(lambda _: TrainerOptions(precision="fp8"), "trainer.precision", "bf16-mixed", "fp8"),
     *(Refusal(new(words, prepare), *rest, Refused) for words, prepare, *rest in NEW),
     *(Refusal(again(change, words), *rest, Refused) for words, change, *rest in AGAIN),
     *(Refusal(evaluated(change), *rest, Refused) for change, *rest in READ),
