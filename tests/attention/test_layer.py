@@ -69,9 +69,10 @@ def tokens(axes: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("mixing", ["linear", "softmax"])
-@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bfloat16])
 @pytest.mark.parametrize("name", ["spectral", "multiplicative", "rotary"])
-def test_integers_are_positions(name, dtype, mixing):
+def test_positions_may_be_integers_or_in_half_precision(name, dtype, mixing):
+    torch.manual_seed(0)
     own = position(name)
     made = layer(own, mixing=mixing)
     x, r = tokens(own.dim)

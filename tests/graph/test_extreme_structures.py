@@ -105,6 +105,9 @@ def test_softening_ends_at_a_tenth_of_an_angstrom():
     near = torch.linspace(0, 0.0099, 20, dtype=torch.float64, requires_grad=True)
     assert softened(near).diff().min() > 0 and softened(near).min() > 0.003
     assert torch.autograd.gradgradcheck(softened, (near[1:].detach().requires_grad_(),))
+    end = torch.tensor([0.01 - 1e-7], dtype=torch.float64, requires_grad=True)
+    (slope,) = torch.autograd.grad(softened(end), end, create_graph=True)
+    assert torch.autograd.grad(slope, end)[0].abs() < 0.01  # the second derivative has no jump
 
 
 def test_fading_has_two_continuous_derivatives():
@@ -133,8 +136,9 @@ def test_cells_of_any_size_hold_an_atom_and_a_molecule(options):
             assert float((found["forces"] - expected["forces"]).abs().max()) < share * scale
 
 
+@pytest.mark.parametrize("smearing", [0.0, 0.8])
 @pytest.mark.parametrize(("pbc", "powers"), [([True] * 3, (1, 2, 6)), ([True, True, False], (1,))])
-def test_the_split_of_large_cells_changes_nothing(monkeypatch, pbc, powers):
+def test_the_split_of_large_cells_changes_nothing(monkeypatch, pbc, powers, smearing):
     torch.manual_seed(1)
     pos, charges = 12 * torch.rand(9, 3).double(), torch.randn(9, len(powers), 1).double()
     found = []
@@ -142,7 +146,7 @@ def test_the_split_of_large_cells_changes_nothing(monkeypatch, pbc, powers):
         monkeypatch.setattr(long_range_module, "_LARGEST", largest)
         place, cell = pos.clone().requires_grad_(), (40 * torch.eye(3).double()).requires_grad_()
         geometry = Geometry.of(place, cell=cell, pbc=torch.tensor(pbc))
-        sums = sum(inverse_power_sums(charges, geometry, powers))
+        sums = sum(inverse_power_sums(charges, geometry, powers, smearing=smearing))
         found.append((sums, *torch.autograd.grad(sums.sum(), (place, cell))))
     for other in found[1:]:
         for mine, first in zip(other, found[0], strict=True):

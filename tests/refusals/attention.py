@@ -130,7 +130,7 @@ ROWS = [
     # inputs of a layer
     refused(lambda: layer()(X, encoding=BIAS), "Bias", "softmax", "'linear'"),
     refused(lambda: layer(mixing="softmax").sums(X), "softmax", "weights()"),
-    refused(lambda: layer()(X, encoding=position()("linear", R, R)), "Factors", "8", "40 wide"),
+    refused(lambda: layer()(X, encoding=position()("linear", R, R)), "Factors", "8", "40"),
     refused(
         lambda: layer(position())(X, R, encoding=position()("linear", R, R)), "positions", "one"
     ),
@@ -155,7 +155,7 @@ ROWS = [
     refused(lambda: stack(num_feature=3), "'num_feature'", "num_features", error=TypeError),
     refused(lambda: stack(mixer="fourier", causal=True), "mixer", "causal=False", "True"),
     refused(lambda: Stack.of([]), "block", "at least one"),
-    refused(lambda: stack_of(None, layer(position())), "block 0", "none", "SpectralPosition"),
+    refused(lambda: stack_of(None, layer(position())), "block 0", "", "SpectralPosition"),
     refused(lambda: stack_of(position(), TOKEN_MIXERS["fourier"](DIM)), "Spectral", "attention"),
     refused(lambda: stack(mixer="fourier").decode(X), "FourierMixer", "causal attention"),
     # feature maps
