@@ -26,7 +26,7 @@ def _expect_memory(weights: Tensor, geometry: Geometry, heads: int) -> None:
             f"{int(counts[most]):,} reciprocal nodes x {int(atoms[most]):,} atoms x {heads} heads "
             f"of the largest of {len(atoms)} structures, and those of the others,"
         ),
-        "a smaller max_frequency has fewer nodes, periodic='mesh' (predict: --mesh_order 5) none",
+        "reduce max_frequency, or use periodic='mesh' (predict: --mesh_order 5)",
     )
 
 

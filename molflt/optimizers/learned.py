@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from molflt.attention.checks import at_least_one
 from molflt.optimizers.coordinate import CoordinateOptimizer, OptimizerState
 
 __all__ = ["LearnedOptimizer"]
@@ -44,8 +45,7 @@ class LearnedOptimizer(Optimizer):
         lr: float = 1.0,
         chunk: int = 65_536,
     ) -> None:
-        if chunk < 1:
-            raise ValueError(f"chunk must be at least 1; got {chunk}")
+        at_least_one(chunk=chunk)
         self._models: dict[tuple[torch.device, torch.dtype], CoordinateOptimizer] = {}
         self.model = model
         self.chunk = chunk

@@ -89,7 +89,7 @@ class PopulationMask(SpectralPosition):
         square, d = xi.square().sum(dim=-1, keepdim=True), waves.shape[-1]
         log_p = -0.5 * square * (-2 * sigma).exp() - d * (sigma + 0.5 * math.log(2 * math.pi))
         log_rp = (log_p + count.to(log_p).log()).logsumexp(dim=-1)
-        # g can be very large and 1 / p very small: only their product fits into float32
+        # float64, because g and 1 / p can exceed the range of float32; their product does not
         return GraphNodes(xi, (-log_rp).exp())
 
 

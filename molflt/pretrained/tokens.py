@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from typing import ClassVar, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -183,14 +183,6 @@ class ImageLabeler(Pretrained):
             batch_size: number of images in a batch.
         """
         given = torch.as_tensor(images)
-        side = self.model.image_size
-        shape = (self.model.channels, side, side)
-        real = given.is_floating_point() or given.dtype == torch.uint8
-        if given.ndim != 4 or tuple(given.shape[1:]) != shape or not real:
-            raise ValueError(
-                f"images must be bytes, or real numbers in [0, 1], of shape (n, {shape[0]}, {side},"
-                f" {side}); got {given.dtype} {tuple(given.shape)}"
-            )
         if given.is_floating_point() and not bool(((given >= 0) & (given <= 1)).all()):
             raise ValueError(
                 "images of real numbers must be in [0, 1]; got "
@@ -200,22 +192,27 @@ class ImageLabeler(Pretrained):
         found: list[Label] = []
         with torch.inference_mode():
             for batch in given.split(batch_size):
-                best = self.model(batch.to(device)).double().softmax(dim=1).max(dim=1)
-                for share, index in zip(*(part.tolist() for part in best), strict=True):
-                    found.append(Label(self.classes[index], share))
+                logits = self.model(batch.to(device)).double()
+                found += _labels(self.classes.__getitem__, logits.softmax(dim=1).max(dim=1))
         return found
 
 
-class GapFiller(Pretrained):
+class _Tokenized(Pretrained):
+    """Base class of models with a tokenizer."""
+
+    model: Any
+
+    def __init__(self, trained: Trained) -> None:
+        super().__init__(trained)
+        self.tokenizer = tokenizer_of(*trained.content(TOKENIZER), self.model.vocabulary)
+
+
+class GapFiller(_Tokenized):
     """Predicts masked tokens; see `molflt.load`."""
 
     models: ClassVar = (MaskedLanguageModel,)
     card = Card(["fill-mask"], "perplexity", 'print(model.fill("A [MASK].")[0][0])')
     model: MaskedLanguageModel
-
-    def __init__(self, trained: Trained) -> None:
-        super().__init__(trained)
-        self.tokenizer = tokenizer_of(*trained.content(TOKENIZER), self.model.vocabulary)
 
     @torch.inference_mode()
     def fill(self, text: str, count: int = 5) -> list[list[Label]]:
@@ -239,13 +236,10 @@ class GapFiller(Pretrained):
         device = next(self.model.parameters()).device
         hidden = self.model(torch.tensor([ids], device=device))[0, gaps]
         best = self.model.log_probabilities(hidden).exp().topk(count, dim=-1)
-        return [
-            [Label(tokenizer.token(index), share) for share, index in zip(*pair, strict=True)]
-            for pair in zip(best.values.tolist(), best.indices.tolist(), strict=True)
-        ]
+        return [_labels(tokenizer.token, pair) for pair in zip(*best, strict=True)]
 
 
-class SentenceLabeler(Pretrained):
+class SentenceLabeler(_Tokenized):
     """Classifies or scores sentences and pairs of sentences; see `molflt.load`."""
 
     models: ClassVar = (SequenceClassifier,)
@@ -254,7 +248,6 @@ class SentenceLabeler(Pretrained):
 
     def __init__(self, trained: Trained) -> None:
         super().__init__(trained)
-        self.tokenizer = tokenizer_of(*trained.content(TOKENIZER), self.model.vocabulary)
         self.classes = classes_of(*trained.content(CLASSES), self.model.classes)
 
     def classify(
@@ -293,22 +286,15 @@ class SentenceLabeler(Pretrained):
         if self.model.classes == 1:
             return [Label(self.classes[0], float(score)) for score in logits[:, 0]]
         shares = torch.from_numpy(logits).softmax(dim=1).max(dim=1)
-        return [
-            Label(self.classes[index], share)
-            for share, index in zip(shares.values.tolist(), shares.indices.tolist(), strict=True)
-        ]
+        return _labels(self.classes.__getitem__, shares)
 
 
-class Translator(Pretrained):
+class Translator(_Tokenized):
     """Translates sentences; see `molflt.load`."""
 
     models: ClassVar = (EncoderDecoder,)
     card = Card(["translation"], "bleu", 'print(model.translate(["A text."])[0])')
     model: EncoderDecoder
-
-    def __init__(self, trained: Trained) -> None:
-        super().__init__(trained)
-        self.tokenizer = tokenizer_of(*trained.content(TOKENIZER), self.model.vocabulary)
 
     def translate(
         self,
@@ -327,6 +313,12 @@ class Translator(Pretrained):
         """
         _expect_list(sentences)
         return translate(self.model, self.tokenizer, sentences, beam, length_penalty, batch_size)
+
+
+def _labels(name: Callable[[int], str], best: tuple[Tensor, Tensor]) -> list[Label]:
+    """Returns labels for probabilities and class indices, (n,) each."""
+    pairs = zip(*(part.tolist() for part in best), strict=True)
+    return [Label(name(index), probability) for probability, index in pairs]
 
 
 def _expect_list(sentences: Sequence[object]) -> None:

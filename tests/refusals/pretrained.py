@@ -50,6 +50,6 @@ ROWS = [
     refused("recipe", "is2re", "'alchemy'", recipe="alchemy"),
     refused("(119, 16)", "(119, 32)", models=[{**OPTIONS, "dim": 32}]),
     refused("models", models=[{**OPTIONS, "__class__": "os.system"}]),
-    Refusal(calls(lambda: labeler().classify(torch.ones(1, 1, 4))), "images", "(n, 1, 4, 4)"),
+    Refusal(calls(lambda: labeler().classify(torch.ones(1, 1, 4))), "images", "(batch, 1, 4, 4)"),
     Refusal(calls(lambda: labeler().classify(np.full((1, 1, 4, 4), 2.0))), "images", "[0, 1]", "2"),
 ]
