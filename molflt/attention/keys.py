@@ -25,7 +25,7 @@ class Keys(TypedDict, total=False):
 
 
 def check_mask(key_mask: Tensor, shape: torch.Size) -> None:
-    """Raises ValueError unless a mask is bool and has the given shape."""
+    """Raises ValueError unless a mask is bool and has this shape."""
     if key_mask.dtype is not torch.bool or key_mask.shape != shape:
         raise ValueError(
             f"key_mask is wrong; expected bool of shape {tuple(shape)}; got {key_mask.dtype} of "

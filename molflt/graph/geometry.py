@@ -45,10 +45,10 @@ class Geometry(NamedTuple):
         graphs: int | None = None,
         atoms: int | None = None,
     ) -> "Geometry":
-        """Builds a geometry from tensors as for `GraphAttention.forward`; checks them.
+        """Builds a geometry from tensors as for `GraphAttention.forward`, and checks them.
 
-        `graphs` is the number of graphs, needed if the last ones may be empty, and `atoms` that of
-        atoms, if known. Rows of the cell along nonperiodic axes are ignored.
+        `graphs` is the number of graphs, which is needed if the last graphs may be empty. `atoms`
+        is the number of atoms, if known. Rows of the cell along nonperiodic axes are ignored.
         """
         tensors(pos=pos, batch=batch, cell=cell, pbc=pbc, tags=tags)
         pos = _points(pos, atoms)

@@ -31,7 +31,7 @@ def _expect_memory(weights: Tensor, geometry: Geometry, heads: int) -> None:
 
 
 def expect_memory(size: float, what: Callable[[], str], advice: str) -> None:
-    """Raises MemoryError for a size in bytes beyond the free memory; `what` gives a plural noun."""
+    """Raises MemoryError for a size in bytes beyond free memory; `what` returns a plural noun."""
     free = available_memory() if size > _SMALL else None
     if free is not None and size > free:
         raise MemoryError(

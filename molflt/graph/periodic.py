@@ -33,10 +33,10 @@ _IN_PLANE = [(a, b, 0) for a, b in itertools.product((-1, 0, 1), repeat=2) if (a
 
 
 class Open:
-    """Open boundaries, and base class of the schemes: atoms only see the given atoms.
+    """Open boundaries, without images of atoms, and base class of the schemes.
 
-    A new scheme overrides what differs and gets an entry in `PERIODIC`. The
-    arguments of its constructor are its options.
+    A new scheme overrides what differs and gets an entry in `PERIODIC`. The arguments of its
+    constructor are its options.
 
     Attributes:
         needs_cell: True if the scheme reads the cell, which periodic structures must then have.
@@ -430,7 +430,7 @@ else:
 
 
 def make_periodic(periodic: str | Open, **options: float | None) -> Open:
-    """Builds a scheme from its name and the given options; returns existing schemes."""
+    """Builds a scheme from its name and options, or returns an existing scheme."""
     known: Iterable[str] = ()
     if not isinstance(periodic, Open):
         one_of("periodic", periodic, PERIODIC)

@@ -227,7 +227,7 @@ class EnergyRegressor(nn.Module):
 
         Returns:
             "energy": (graphs,) float64, eV; "embedding": (atoms, dim), the final tokens. With a
-            position head, "displacement": (atoms, 3), Å, from the given to the relaxed position.
+            position head, "displacement": (atoms, 3), Å, from the initial to the relaxed position.
             With `move_atoms`, "displacement_by_pass": (passes, atoms, 3), Å, the displacement after
             each pass. Atoms that are left out do not move and have an embedding of 0. In evaluation
             mode, unless `readout` is "all", also "adsorbate_energy": (atoms,) float64, eV, the

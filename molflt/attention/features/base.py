@@ -132,7 +132,7 @@ class FeatureMap(nn.Module):
     A new map overrides `forward`, sets its class attributes and gets a line in `FEATURE_MAPS`.
 
     Args:
-        dim: width of the queries and keys given to the map.
+        dim: width of the queries and keys that the map receives.
         heads: number of heads; every head has its own projection.
         num_features: number of rows m of the projection, 64 by default.
         projection: key of `PROJECTIONS`, the distribution of the random rows; "orthogonal" by
@@ -195,7 +195,7 @@ class FeatureMap(nn.Module):
     def forward(self, *columns: Columns) -> Features:
         """Computes features: (batch, heads, tokens, dim) -> (batch, heads, tokens, width).
 
-        An input can be given as several parts along the last axis, as in [N1, q]; most maps do not
+        An input can consist of several parts along the last axis, as in [N1, q]; most maps do not
         concatenate them.
         """
         raise NotImplementedError(f"{type(self).__name__} must override forward(*columns)")

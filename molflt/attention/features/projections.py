@@ -47,7 +47,7 @@ class Projection(nn.Module):
 
     @torch.no_grad()
     def redraw_(self, generator: torch.Generator | None = None) -> None:
-        """Draws new rows in place, from torch's global generator or a given one on the CPU.
+        """Draws new rows in place, from a generator on the CPU, or from torch's global generator.
 
         Equal generators give equal rows on any device; use the same seed on every rank.
         """
@@ -236,8 +236,8 @@ class _GivensProjection(_FactoredProjection):
     """Rows of a product of random Givens rotations (G-ORF).
 
     A layer permutes the coordinates at random and rotates the dim // 2 pairs (2 k, 2 k + 1) by
-    uniformly distributed angles. Every block has `LAYERS_PER_LEVEL` ceil(log2 dim) layers of its
-    own. E w = 0 and E w w^T = I hold exactly. The worst z is along an axis: at d = 64, its kernel
+    uniformly distributed angles. Each block has `LAYERS_PER_LEVEL` ceil(log2 dim) separate layers.
+    E w = 0 and E w w^T = I hold exactly. The worst z is along an axis: at d = 64, its kernel
     is too large by 0.2 % at |z| = 1 and by 3 % at |z| = 2. On a CPU, this is 10x slower than a
     dense matrix at d = 64. Choromanski et al. 2019, Unifying orthogonal Monte Carlo.
     """

@@ -100,7 +100,7 @@ def absorb(key: Operand, value: Tensor, right: Tensor | None = None) -> KeySums:
 
 
 def answer(query: Operand, keys: KeySums, left: Tensor | None = None) -> Sums:
-    """Computes the sums of queries over the keys given to `absorb`, with U of the same kernel."""
+    """Computes the sums of queries over the keys of `absorb`, with U of the same kernel."""
     phi = query.features().at_least_float32()
     with torch.autocast(keys.context.device.type, enabled=False):
         log_max = None if keys.log_max is None else finite(keys.log_max)  # infinite if masked

@@ -45,7 +45,7 @@ class MeshKernel(NamedTuple):
         grids = spread(weight, x, self.pattern).split([mesh.points for mesh in self.meshes])
         parts = zip(self.meshes, grids, self.coefficients, strict=True)
         convolved = [mesh.convolve(part, c[head].to(x.dtype)) for mesh, part, c in parts]
-        # concatenation would copy a single one
+        # torch.cat would copy a single part
         out = convolved[0] if len(convolved) == 1 else torch.cat(convolved)
         return gather(weight, out, self.pattern)
 
@@ -86,7 +86,7 @@ def linear_with_mesh(
         points = sum(mesh.points for mesh in kernel.meshes)
         features = max(1, min(_CHANNELS, _ON_MESH // max(1, points)) // width)
         tensors = phi_q, phi_k, value, kernel.weight, *kernel.coefficients
-        few = heads == 1 and features >= phi_q.shape[-1]  # one piece: nothing would be saved
+        few = heads == 1 and features >= phi_q.shape[-1]  # saves no memory
         if few or in_transform():
             found = _whole(kernel, features, *tensors)
         else:

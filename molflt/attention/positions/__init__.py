@@ -42,7 +42,7 @@ def known_options(name: str, **options: object) -> dict[str, object]:
 def make_position(
     name: str, heads: int, head_dim: int, *, mixing: str = "linear", **options: object
 ) -> Position | None:
-    """Builds an encoding for attention with given sizes; returns None for "none".
+    """Builds an encoding for attention with these sizes; returns None for "none".
 
     Args:
         name: key of `POSITIONS`, or "none".

@@ -43,7 +43,7 @@ class Position(nn.Module):
         return None
 
     def width(self, head_dim: int) -> int:
-        """Returns the width of queries and keys given to the feature map, for heads of width d."""
+        """Returns the width of the input of the feature map, for heads of width d."""
         return head_dim
 
     def forward(self, mixing: str, positions: Tensor, key_positions: Tensor) -> Encoding:

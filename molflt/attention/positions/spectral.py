@@ -21,7 +21,7 @@ _T = TypeVar("_T")
 
 
 class GraphNodes(NamedTuple):
-    """Nodes (batch, r, l) of each graph and weights (batch, r), as of its reciprocal lattice."""
+    """Nodes (batch, r, l) and weights (batch, r) of each graph, such as reciprocal lattices."""
 
     xi: Tensor
     weights: Tensor

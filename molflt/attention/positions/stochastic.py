@@ -11,8 +11,8 @@ In expectation, logits then have a relative encoding, with a standard error of o
 single realization depends on the origin; only the expectation is invariant under translations.
 
 Differences from the authors' code: the noise is drawn once and kept until `redraw_`, in training
-and evaluation; kernels do not have a factor that depends on the number of sines; positions are
-given by the caller; the noise of the gate has the variance that makes its kernel exactly 1.
+and evaluation; kernels do not have a factor that depends on the number of sines; the caller passes
+positions; the noise of the gate has the variance that makes its kernel exactly 1.
 """
 
 import functools
