@@ -5,10 +5,11 @@
         --out runs/by-relaxation --splits val_id val_ood_both --count 200
 
 The potential predicts total energies, such as those in DATA/frames/SPLIT.extxyz. Subtracting the
-energy of the clean slab and the references converts them to adsorption energies. For each system,
-this difference is the difference of its two labels. Writes errors and cost to by_relaxation.md and
-by_relaxation.csv, and a line per relaxed system to SPLIT/relaxed.jsonl. After an interruption, the
-same command continues if weights and data have not changed.
+energy of the clean slab and the references converts them to adsorption energies. The data contain
+this difference as the total energy minus the adsorption energy of each system. Writes errors and
+cost to by_relaxation.md and by_relaxation.csv, and a line per relaxed system to
+SPLIT/relaxed.jsonl. After an interruption, the same command continues if weights and data have not
+changed.
 """
 
 import argparse
@@ -36,7 +37,7 @@ from molflt.training.checkpoint import find, load_run, weights_digest, weights_o
 
 
 def offsets(frames: Path, dataset: Structures) -> dict[int, float]:
-    """Returns the last total energy minus the adsorption energy, eV, by sid."""
+    """Returns total energy minus adsorption energy of the relaxed systems, eV, by sid."""
     if not frames.is_file():
         raise FileNotFoundError(f"{frames}: no such file; see scripts/make_data.py --frames true")
     totals = {
@@ -45,7 +46,7 @@ def offsets(frames: Path, dataset: Structures) -> dict[int, float]:
     }
     missing = [int(record.sid) for record in dataset if int(record.sid) not in totals]
     if missing:
-        raise ValueError(f"{frames}: no frames for {len(missing)} systems, as for {missing[0]}")
+        raise ValueError(f"{frames}: expected frames of all systems; got none of {missing[0]}")
     return {int(r.sid): totals[int(r.sid)] - float(r.y_relaxed) for r in dataset}
 
 

@@ -6,10 +6,10 @@
     python scripts/compare.py ... -- --trainer.max_steps 600      # options for every training run
     python scripts/compare.py ... -- --init runs/gaps/{variant}/seed{seed}
 
-A variant is a configuration file, followed by changes that are separated by commas. In the options
-for every training run, {variant} and {seed} are replaced. Every run is evaluated. Writes the mean
-and the standard deviation over seeds to comparison.md and comparison.png, and the results of all
-runs to comparison.csv. After an interruption, the same command continues.
+A variant is a configuration file, followed by changes that are separated by commas. The options for
+every training run may contain {variant} and {seed}. Every run is evaluated. Writes the mean and the
+standard deviation over seeds to comparison.md and comparison.png, and the results of all runs to
+comparison.csv. After an interruption, the same command continues.
 """
 
 import statistics
@@ -56,7 +56,7 @@ def expect_same_data(runs: list[Path]) -> None:
 
 
 def values(rows: Rows, measure: str, **labels: object) -> list[float]:
-    """Returns the values of a metric; empty if one is null, because the mean would mislead."""
+    """Returns the values of a metric, or an empty list if one of them is null."""
     found = [row.get(measure) for row in pick(rows, **labels)]
     return [] if None in found else found
 

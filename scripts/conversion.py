@@ -1,4 +1,4 @@
-"""Replace softmax in a trained model without training, and compute BLEU or perplexity.
+"""Replace softmax in a trained model without further training, and evaluate the model.
 
     python scripts/conversion.py runs/softmax-normalized-rpe
     python scripts/conversion.py runs/softmax --features 8 16 32 64 --draws 5 --beam 1

@@ -98,7 +98,7 @@ def write(out: Path, rows: Rows, published: Published | None) -> None:
 def main(words: list[str] | None = None) -> int:
     parser = described(__doc__)
     parser.add_argument("--config", type=Path, default=Path("configs/game-net.yaml"))
-    parser.add_argument("--data", type=Path, required=True, help="folder with folders testI-valJ")
+    parser.add_argument("--data", type=Path, required=True, help="folder that contains testI-valJ")
     parser.add_argument("--out", type=Path, default=Path("runs/folds"))
     parser.add_argument("--published", type=Path, help="npz file of published predictions")
     parser.add_argument("--seed", type=int, default=0)

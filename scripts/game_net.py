@@ -181,9 +181,9 @@ def held_out(systems: Sequence[System], groups: Sequence[str] = ()) -> Split:
 
 
 def pairs_of_folds(path: Path, systems: Sequence[System]) -> dict[str, Split]:
-    """Returns the splits of each pair of folds: one for testing, and one for validation.
+    """Returns the splits for each pair of folds, of which one is for testing, one for validation.
 
-    The other folds are for training, as in the authors' protocol. The file is a JSON file with the
+    As in the authors' protocol, the other folds are for training. The file is a JSON file with the
     fold of each name, or an npz file with the arrays name and fold.
     """
     if path.suffix == ".npz":
@@ -209,7 +209,7 @@ def pairs_of_folds(path: Path, systems: Sequence[System]) -> dict[str, Split]:
 
 
 def named(path: Path, systems: Sequence[System]) -> Split:
-    """Returns the splits in a JSON file, which contains the names of their systems."""
+    """Reads the names of the systems of each split from a JSON file, and returns the splits."""
     chosen: dict[str, list[str]] = json.loads(path.read_text(encoding="utf-8"))
     names = [name for split in chosen.values() for name in split]
     _refuse_unknown(path, names, systems)

@@ -55,7 +55,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def outputs(model: nn.Module, batch: Batch, x: Tensor | None) -> list[Tensor]:
-    """Returns outputs, and the gradients of their sum of squares by positions and weights."""
+    """Returns outputs, and gradients of their sum of squares for positions and weights."""
     batch.pos.requires_grad_()
     if x is None:
         found = model(batch)
@@ -70,7 +70,7 @@ def outputs(model: nn.Module, batch: Batch, x: Tensor | None) -> list[Tensor]:
 
 
 def difference(found: list[Tensor], expected: list[Tensor]) -> float:
-    """Returns the largest relative difference, without tensors that are only rounding errors."""
+    """Returns the largest relative difference, ignoring tensors of rounding errors."""
     least = 1e-8 * max(float(each.abs().max()) for each in expected if each.numel())
     pairs = zip(found, expected, strict=True)
     pairs = [(a, b) for a, b in pairs if b.numel() and b.abs().max() > least]

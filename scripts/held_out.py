@@ -1,4 +1,4 @@
-"""Train GAME-Net models without some families of molecules and metals, each held out once.
+"""Hold out each family of molecules and each metal of GAME-Net from training, in groups.
 
     python scripts/held_out.py datasets/game-net/FG_dataset_lite.tar.xz \\
         --data datasets/game-net/held-out --config configs/game-net.yaml --out runs/held-out \\

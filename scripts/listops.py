@@ -21,7 +21,7 @@ END = "]"
 OPERATORS = LISTOPS[: LISTOPS.index(END)]
 DIGITS = LISTOPS[LISTOPS.index(END) + 1 :]
 
-_OPERATOR_SHARE = 0.25  # of arguments that are lists
+_OPERATOR_SHARE = 0.25  # share of arguments that are lists
 _MOST_MISSES = 1_000_000
 
 
@@ -87,7 +87,7 @@ def make(
     max_length: int = 2000,
     seed: int = 0,
 ) -> None:
-    """Draw ListOps expressions, with the number and lengths of Long Range Arena by default.
+    """Draw ListOps expressions; the default number and lengths are those of Long Range Arena.
 
     Writes train.tsv, val.tsv and test.tsv with the columns Source and Target. All expressions are
     distinct.

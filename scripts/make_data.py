@@ -32,7 +32,7 @@ from molflt.data.structures.store import StructureStore, write_store
 from molflt.files import atomically, shown, write_atomically
 from molflt.lock import FolderLock
 
-# Increase this if the same seed gives different systems, because runs must not mix versions.
+# Increase this number with each change of the systems, because runs must not mix versions.
 _GENERATOR_VERSION = 5
 _COLUMNS = ("sid", "split", "adsorbate", "catalyst", "facet", "site")
 _SIZES = ("train", "val", "large")

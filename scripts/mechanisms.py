@@ -27,8 +27,8 @@ HEAD = """# Mechanisms
 
 The table lists the values of the options of attention. N is the number of tokens, m the number of
 features, d the width of a head, and r the number of nodes. The last column lists the kinds of
-attention that a position supports, "softmax" and "kernelized". With positions without "state",
-kernelized attention cannot decode step by step. Feature maps that support "potentials" are smooth
+attention that a position supports, "softmax" and "kernelized". Positions with "state" support
+decoding step by step with kernelized attention. Feature maps that support "potentials" are smooth
 and have positive sums. `python scripts/mechanisms.py --write` updates this page from the classes.
 """
 

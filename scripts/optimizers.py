@@ -1,4 +1,4 @@
-"""Meta-train optimizers with several memories, and compare them with Adam on unseen tasks.
+"""Meta-train optimizers with different memories and compare them with Adam on unseen tasks.
 
     python scripts/optimizers.py --data datasets/fashion-mnist/train-images-idx3-ubyte.gz \\
         --out runs/optimizers --jobs 2
@@ -43,7 +43,7 @@ def digest_of(images: LabeledImages) -> str:
 
 
 def evaluation(options: argparse.Namespace) -> tuple[str, ...]:
-    """Returns the options of `molflt evaluate`; they exclude Adam, which has no memory."""
+    """Returns the options of `molflt evaluate`, which turn off the evaluation of Adam."""
     words = ["--steps", str(options.steps), "--repeats", str(options.repeats), "--rates=[]"]
     words += [] if options.data is None else ["--data", str(options.data)]
     words += [] if options.tasks is None else ["--tasks", *options.tasks]

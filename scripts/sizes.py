@@ -1,4 +1,4 @@
-"""Measure how adsorption energies change with the size of slab and cell.
+"""Measure how predicted adsorption energies change with the size of slab and cell.
 
     python scripts/sizes.py runs/game-net --data datasets/game-net/fg
     python scripts/sizes.py peer:painn peer:schnet --data datasets/game-net/fg --minutes 12 \\
@@ -139,7 +139,7 @@ def pairs(systems: Sequence[System]) -> list[tuple[Atoms, Atoms, Atoms]]:
 
 
 def draw(root: Path, count: int) -> list[System]:
-    """Draws the same systems of all validation splits in every call, in proportion to sizes."""
+    """Draws systems of all validation splits with a fixed seed, in proportion to their sizes."""
     names = [name for name in pool.splits_of(root) if name.startswith("val")]
     sets = [open_dataset(split_path(root, name)) for name in names]
     total, rng, systems = sum(map(len, sets)), np.random.default_rng(0), []

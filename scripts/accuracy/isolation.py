@@ -1,4 +1,4 @@
-"""Influence of the other graphs in a batch, in layers of molflt and PyTorch Geometric.
+"""Influence of other graphs in the same batch, in layers of molflt and PyTorch Geometric.
 
 PyG's modules are called with `to_dense_batch` and its mask, as in `GPSConv` and `SGFormer`.
 """
@@ -79,7 +79,7 @@ def change(found: list[Tensor], expected: list[Tensor]) -> float:
 
 
 def leak(layer: nn.Module, graphs: list[Graph]) -> float:
-    """Returns the largest gradient by atoms of other graphs, relative to that by own atoms."""
+    """Returns the largest gradient at atoms of other graphs, relative to that at own atoms."""
     given = collated(graphs)
     leaves = [given[name].requires_grad_() for name in ("x", "pos")]
     out, worst = layer(**given), 0.0

@@ -67,7 +67,7 @@ def correlation(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
 
 
 def agreement(rows: Rows) -> dict[str, float]:
-    """Returns r, MAE and mean error, eV, and r and MAE within adsorbates."""
+    """Returns correlation and errors, eV, of all systems and within adsorbates."""
     dft, energy = (np.array([float(row[key]) for row in rows]) for key in ("dft", "energy"))
     adsorbate = np.array([row["adsorbate"] for row in rows])
     apart = [

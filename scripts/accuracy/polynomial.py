@@ -21,7 +21,7 @@ from molflt.attention.mixing.forms import linear, softmax
 
 HEADS = 8  # each head is one sample
 CLUSTERS = 8  # of queries and keys with similar directions, as in trained models
-QUANTITIES = ("output", "gradient", "gradient by q, k")
+QUANTITIES = ("output", "gradient", "gradient of q, k")
 Mix = Callable[[Tensor, Tensor, Tensor], Tensor]
 QUICK = {"dims": (8, 16), "temperatures": (0.5, 1.0), "tokens": 64, "samples": 8}
 
@@ -70,7 +70,7 @@ def drawn(kind: str, tokens: int, dim: int, generator: torch.Generator) -> list[
 
 
 def results(mix: Mix, inputs: list[Tensor], temperature: float) -> list[Tensor]:
-    """Returns output, all gradients, and gradients by queries and keys, (heads, numbers) each."""
+    """Returns output, all gradients, and those of queries and keys, (heads, numbers) each."""
     *inputs, weights = (x.detach().requires_grad_() for x in inputs)
     query, key = (temperature**0.5 * F.normalize(x, dim=-1) for x in inputs[:2])
     out = mix(query, key, inputs[2])
@@ -101,7 +101,7 @@ def measure(
 
 
 def table(rows: Rows) -> str:
-    """Returns the errors of the output and of the gradient by all inputs, in percent."""
+    """Returns the errors of the output and of the gradient of all inputs, in percent."""
     forms = names(rows, "form")
     lines = []
     keys = ("directions", "d", "temperature")

@@ -1,7 +1,7 @@
 """Time and peak memory of one GraphAttention layer against the number of atoms.
 
-One structure of 10^2 to 10^6 atoms at random positions, with 12 Å^3 per atom. kit/layers.py
-describes the measurement.
+The input is one structure of 10^2 to 10^6 atoms at random positions, with 12 Å^3 per atom.
+kit/layers.py describes the measurement.
 """
 
 import time
@@ -15,7 +15,7 @@ from torch import nn
 
 
 def pyg(atoms: int, causal: bool) -> nn.Module:
-    """Returns PyG's Performer with ReLU features, as many as in the other layers."""
+    """Returns PyG's Performer with the same number of features, which are ReLU features."""
     return layers.DenseBatch(layers.pyg_performer(layers.DIM, layers.HEADS, layers.FEATURES))
 
 

@@ -1,4 +1,4 @@
-"""Time and accuracy of the machine code of AOTInductor against those of the model.
+"""Time and accuracy of AOTInductor's machine code, compared with the model.
 
 Each form is compiled once in each precision, for any number of graphs and atoms. Times are measured
 in float32 and differences in float64. Times include the preparation of a batch (neighbors,

@@ -1,9 +1,9 @@
 """Time and peak memory of one GraphAttention layer against the size of a crystal.
 
-One cubic cell of 10^2 to 10^5 atoms at random positions, with 12 Å^3 per atom. The layer has a
-multiplicative kernel that is exact for pairs within 5 Å. Its far field uses nodes on the reciprocal
-lattice, the N x N matrix or a mesh. Times are processor times, and memory is measured with the
-default allocator. kit/layers.py describes the measurement.
+The input is one cubic cell of 10^2 to 10^5 atoms at random positions, with 12 Å^3 per atom. The
+layer has a multiplicative kernel that is exact for pairs within 5 Å. Its far field uses nodes on
+the reciprocal lattice, the N x N matrix or a mesh. Times are processor times, and memory is
+measured with the default allocator. kit/layers.py describes the measurement.
 """
 
 import math

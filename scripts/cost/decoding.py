@@ -30,7 +30,7 @@ SIZES: dict[str, Any] = {
     **{"vocabulary": 1000, "dim": 128, "heads": 8, "layers": 4, "ffn_dim": 512},
     "absolute": "sinusoidal",
 }
-PIECE = 1000  # tokens of a prompt at a time; all 10^4 would need 10^8 logits per head of softmax
+PIECE = 1000  # tokens that are processed at once; 10^4 would need 10^8 logits per head
 TOKENS = 8
 QUICK = {"positions": (6, 12, 24), "rounds": 1}
 
@@ -141,7 +141,7 @@ def rows_of(times: Times, sizes: dict[Key, int]) -> Rows:
 
 
 def growth(rows: Rows) -> float:
-    """Returns the exponent of the time against the position, at the longer half of positions."""
+    """Returns the exponent of the time, fitted to the longer half of the positions."""
     return exponent(upper_half([(row["position"], row["ratio"]) for row in rows]))
 
 

@@ -34,7 +34,7 @@ def repeated(source: Path, target: Path, systems: int) -> None:
 
 
 def read(dataset: torch.utils.data.Dataset, order: Sequence[int]) -> None:
-    """Reads all structures in a given order."""
+    """Reads all structures in the order of the indices."""
     for index in order:
         dataset[index]
 

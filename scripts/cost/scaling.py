@@ -1,4 +1,4 @@
-"""Time and peak memory of one attention layer against the length, also of other packages' layers.
+"""Time and peak memory of attention layers of molflt and other packages against the length.
 
 A layer consists of its projections (FNet has none) and its encoding, which every pass evaluates, as
 in training. kit/layers.py describes the measurement.
@@ -20,7 +20,7 @@ from molflt.attention.fnet import FourierMixer
 HEADS, HEAD_DIM, FEATURES, NODES = 8, 64, 64, 32
 DIM = HEADS * HEAD_DIM
 FAR = 8192
-# Quantity, two layers, and causal or not, for the ratios at the largest length.
+# Ratios at the largest length: quantity, two layers, and whether they are causal.
 RATIOS = (
     ("time", "flt", "performer", False),
     ("memory", "flt", "performer", False),
@@ -77,7 +77,7 @@ def transformers_fnet(length: int, causal: bool) -> nn.Module:
 def made(
     position: str = "none", dim: int = 1, both: bool = True, linear: bool = True, **options: Any
 ) -> Mechanism:
-    """Returns a layer of molflt, causal and not if `both` is true."""
+    """Returns a layer of molflt, which is also measured in its causal form if `both` is true."""
     if options.get("mixing") != "softmax":
         options = {"num_features": FEATURES, **options}
     build = partial(Layer, position=position, dim=dim, **options)

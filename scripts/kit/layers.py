@@ -57,8 +57,8 @@ class Mechanism(NamedTuple):
     Attributes:
         build: function of length and `causal` that returns the layer.
         who: package of the layer.
-        causal: forms that are measured.
-        linear: true if the layer needs O(N) memory.
+        causal: values of `causal` that are measured.
+        linear: whether the layer needs O(N) memory.
     """
 
     build: Callable[[int, bool], nn.Module]
@@ -145,7 +145,7 @@ def resident(field: str) -> float:
 
 
 def growth(work: Callable[[], object]) -> float:
-    """Returns how far a call raises the peak above the current resident memory, in MiB."""
+    """Returns the increase of peak resident memory during a call, in MiB."""
     Path("/proc/self/clear_refs").write_text("5")
     before = resident("VmRSS")
     work()
@@ -183,7 +183,7 @@ def ask(module: str, key: Key, allocator: Mapping[str, str] = ALLOCATOR) -> dict
 
 
 def expected(costs: Costs, key: Key, quantity: str) -> float:
-    """Extrapolates a cost from the two lengths before; a single length is scaled in proportion."""
+    """Extrapolates a cost from the two previous lengths, or linearly from a single length."""
     name, causal, length, which = key
     known = [
         (other[2], found[quantity])
@@ -207,8 +207,8 @@ def measure_layers(
 ) -> Rows:
     """Returns a row for each mechanism, size and pass, with the seconds of every round.
 
-    A pass is skipped if it would take more than `seconds` or `gigabytes` according to the smaller
-    sizes.
+    A pass is skipped if extrapolation from smaller sizes predicts more than `seconds` or
+    `gigabytes`.
     """
     chosen = choose(mechanisms, study.mechanisms)
     passes = choose(passes, PASSES, "pass") if passes else study.passes
@@ -373,7 +373,7 @@ class DenseBatch(nn.Module):
 def pyg_performer(dim: int, heads: int, features: int) -> nn.Module:
     """Returns PyG's Performer with ReLU features.
 
-    PyG sets the number of features to d log d; here it is changed afterwards.
+    PyG does not have an option for the number of features and uses d log d.
     """
     from torch_geometric.nn.attention import PerformerAttention
     from torch_geometric.nn.attention.performer import orthogonal_matrix

@@ -8,7 +8,7 @@ from kit.rows import Rows, names, pick
 from molflt.plots.figure import SERIES, LineEnd, label_ends, legend_outside, picture
 
 MOST = 8  # largest number of entries in a legend
-UNIFORM = "uniform attention"  # equal weights of all keys; useful estimates are better
+UNIFORM = "uniform attention"  # all keys have equal weights
 
 
 def curves(

@@ -103,7 +103,7 @@ def exponent(points: Sequence[tuple[float, float]]) -> float:
 
 
 def upper_half(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Returns the half of the points with larger x, including the middle; at least two."""
+    """Returns the upper half of the points with the middle one, but at least two points."""
     return points[min(len(points) // 2, max(0, len(points) - 2)) :]
 
 
@@ -114,7 +114,7 @@ def mean_sd(values: Sequence[float], digits: int) -> str:
 
 
 def choose(names: Sequence[str], known: Iterable[str], what: str = "mechanism") -> list[str]:
-    """Returns the names, or all known names if it is empty; raises ValueError if one is unknown."""
+    """Returns the names, or all known names if there are none. Unknown names are errors."""
     known = list(known)
     for name in names:
         if name not in known:

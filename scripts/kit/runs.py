@@ -156,7 +156,7 @@ def collect(out: Path, kind: str, among: list[str], seeds: list[int]) -> Rows:
 
 
 def read_energies(run: Path, split: str) -> dict[int, tuple[float, float]]:
-    """Returns predicted energy and label, eV, by sid; labels that are missing are NaN."""
+    """Returns predicted energy and label, eV, by sid; missing labels are NaN."""
     with open(run / "predictions.csv", newline="", encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if row["split"] == split]
     found = ((row["sid"], row["energy_eV"], row["target_eV"] or "nan") for row in rows)

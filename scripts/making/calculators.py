@@ -32,7 +32,7 @@ class Potential(NamedTuple):
 
     Attributes:
         build: function that returns an ASE calculator with energies, forces and stress.
-        label: description of the energies for cards and tables, without versions.
+        label: description of the energies, without versions.
         packages: packages whose versions affect the energies; the first contains the potential.
         install: command that installs the potential.
         metals: supported metals; None for all.

@@ -83,7 +83,7 @@ _FACETS = {
 
 
 class _Surface(NamedTuple):
-    """A clean surface; an alloy that is `upside_down` ends with the other side on top."""
+    """A clean surface; `upside_down` exposes the other termination of an alloy."""
 
     catalyst: str
     facet: _Facet

@@ -52,7 +52,7 @@ _RATTLE = 0.1  # Å, standard deviation of each coordinate of the adsorbate
 _MAX_ENERGY = 10.0  # eV, relaxed
 _MAX_START_ENERGY = 20.0  # eV, unrelaxed
 _BOND = 1.3  # largest length of a bond, relative to the sum of the covalent radii
-_DESORBED = 4.0  # Å, smallest distance from the slab of a desorbed molecule
+_DESORBED = 4.0  # Å; molecules that are farther from the slab are desorbed
 _MAX_SHIFT = 1.0  # Å, largest displacement of an atom of the slab
 _REJECTIONS = ("slab", "not_converged", "energy", "bonds", "desorbed", "reconstructed")
 _MAX_ATTEMPTS = 50
@@ -141,7 +141,7 @@ def _bonds(adsorbate: Atoms) -> np.ndarray:
 def _rejection(
     start: Atoms, relaxed: Atoms, bonds: np.ndarray, energies: tuple[float, float]
 ) -> str | None:
-    """Returns the reason for rejecting a relaxation, or None; `bonds` are those expected."""
+    """Returns the reason for rejecting a relaxation, or None; `bonds` are expected."""
     before, after = energies
     slab = len(relaxed) - len(bonds)
     if not (abs(after) <= _MAX_ENERGY and abs(before) <= _MAX_START_ENERGY):  # also catches NaN
@@ -220,7 +220,7 @@ def _attempt(rng: np.random.Generator, plan: _Plan, split: str, sid: int) -> _Sy
 
 
 def _relax_system(plan: _Plan, split: str, index: int) -> _System:
-    """Draws and relaxes the system with an index in a split.
+    """Draws and relaxes a system, which is identified by its split and index.
 
     A draw is rejected, and the next one is tried, for these reasons:
         slab: the clean slab reconstructs.

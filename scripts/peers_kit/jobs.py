@@ -120,7 +120,7 @@ def _train(
         found["diverged"] = str(error)
         return {}
     found |= {"steps": budget.steps, "curve": curve}
-    # Some modules of SchNet share weights, which safetensors refuses.
+    # Some modules of SchNet share weights, which safetensors does not support.
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     save_tensors(out.with_suffix(WEIGHTS), weights, {})
     return {split: predict(model, split) for split in sets}
@@ -136,8 +136,8 @@ def net_of(job: Job, result: Path) -> nn.Module:
 def averaged(model: nn.Module, decay: float) -> AveragedModel:
     """Returns a moving average of weights over at most a tenth of the steps so far.
 
-    With a fixed decay of 0.999, the average of a slow net after 400 steps would consist of the
-    initial weights to two thirds.
+    With a fixed decay of 0.999, the initial weights would make up two thirds of the average of a
+    slow net after 400 steps.
     """
 
     def average(kept: tuple[Tensor, ...], new: tuple[Tensor, ...], count: Tensor | int) -> None:

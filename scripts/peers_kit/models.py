@@ -16,7 +16,7 @@ OURS = {
 
 
 class Net(NamedTuple):
-    """A net of a peer, its learning rate, and its batch size if it has its own."""
+    """A net, its usual learning rate, and its batch size if it differs from that of --config."""
 
     make: type[nets.Peer]
     lr: float
@@ -47,7 +47,7 @@ def title(model: str) -> str:
 
 
 def variant_words(model: str) -> list[str]:
-    """Returns the options of `molflt train` that define a molflt model; else an empty list."""
+    """Returns the options of `molflt train` that define a molflt model, or an empty list."""
     if model in OURS:
         # A relative path, because a comparison may be continued in another clone.
         return words_of(os.path.relpath(REPOSITORY / OURS[model]))

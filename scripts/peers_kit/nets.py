@@ -3,7 +3,8 @@
 PyG's own radius graphs need torch_cluster and ignore cells. Here, `molflt.graph.PBCRadiusGraph`
 makes an edge for every image within the cutoff. Each net adds a learned vector per tag, which is
 initially 0, to the vector of the element. The initial output of each net is the mean energy, as it
-is for DimeNet++ by default. The other nets would use much of a small budget to learn it.
+is for DimeNet++ by default. Otherwise, the other nets would need much of a small budget to learn
+it.
 """
 
 import math

@@ -27,7 +27,7 @@ CUTOFF = 4.0  # Å, of all local terms
 HELD_OUT = (2, 3)  # numbers of training distances that are held out
 POWERS = ((1,), (1, 6), (1, 4, 6))
 WIDTHS = (24, 64)
-FLOORS = (1e-3, 1e-4)  # eV, added to |E|, by which errors are divided
+FLOORS = (1e-3, 1e-4)  # eV; errors are divided by |E| + floor
 PENALTIES = (1e-4, 1e-5)  # of squared weights
 QUICK = {"seeds": 1, "files": 1, "steps": 5, "tries": 1}
 
@@ -162,7 +162,7 @@ class Design(NamedTuple):
         return torch.einsum("pa,fpab,pb->f", w, self.quadratic, w) + self.linear @ a
 
     def slopes(self, w: Tensor) -> Tensor:
-        """Returns the derivatives by all weights, (pairs, weights)."""
+        """Returns the derivatives with respect to all weights, (pairs, weights)."""
         charges = 2 * torch.einsum("fpab,pb->fpa", self.quadratic, w)
         return torch.cat((charges.flatten(1), self.linear), dim=1)
 

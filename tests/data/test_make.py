@@ -104,13 +104,15 @@ def test_large_systems_have_energies_of_a_larger_slab() -> None:
     record, names = system.record, system.names["adsorbate"].split()
     tags = record.tags.numpy()
     cells = int((tags == 1).sum()) // 4
-    assert (tags < 2).sum() == 16 * cells and 1 < len(names) <= cells in (2, 4, 6)
+    assert (tags < 2).sum() == 16 * cells and len(names) <= cells in (2, 4, 6)
     relaxed = to_atoms(record)
     relaxed.positions, relaxed.calc = record.pos_relaxed.numpy(), EMT()
     adsorbed = relaxed.symbols[tags == 2]
     assert sorted(adsorbed) == sorted(s for name in names for s in Atoms(name).symbols)
-    facet = next(one for one in slabs._FCC if one.name == system.names["facet"])
-    _, energy = slabs._relaxed_slab("emt", slabs._Surface("Al", facet, False))
+    catalyst, name = system.names["catalyst"], system.names["facet"]  # they depend on rounding
+    facet = next(one for one in slabs._FCC if one.name == name.removesuffix("b"))
+    surface = slabs._Surface(catalyst, facet, name.endswith("b"))
+    _, energy = slabs._relaxed_slab("emt", surface)
     references = sum(dict(plan.references)[symbol] for symbol in adsorbed)
     expected = relaxed.get_potential_energy() - cells * energy - references
     assert float(record.y_relaxed) == pytest.approx(expected, abs=1e-3)
