@@ -1,4 +1,4 @@
-"""Physics checks for any ASE calculator: ``python -m molflt.certify module:Class``."""
+"""Checks of the physics of any ASE calculator: ``python -m molflt.certify module:Class``."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Change = Callable[[Atoms], Iterable[Atoms]]
 
 
 class Row(NamedTuple):
-    """The result of a check: passed, FAILED, not supported or n/a; the error may be NaN."""
+    """The result of a check: passed, FAILED, not supported or n/a. The error may be NaN."""
 
     check: str
     error: float
@@ -75,7 +75,7 @@ class _Results(dict[str, Any]):
 
 
 class _Case:
-    """A calculator under test and the structures to test it on."""
+    """A calculator under test, and test structures."""
 
     def __init__(self, make: Callable[[], Any], elements: list[str], float32: bool) -> None:
         self.make, self.loose = make, 1000 if float32 else 1  # factor of the bounds
@@ -86,17 +86,17 @@ class _Case:
         self.samples = {name: atoms for name, atoms in samples.items() if not self.refused[name]}
         if not self.samples:
             reasons = "; ".join(f"{name}: {why}" for name, why in self.refused.items())
-            raise ValueError(f"test structures of {self.elements} are refused ({reasons})")
+            raise ValueError(f"all test structures of {self.elements} are refused ({reasons})")
 
     def of(self, names: str = "molecule crystal slab") -> list[Atoms]:
-        """Returns copies of the samples that the calculator computes, at least one."""
+        """Returns copies of at least one sample that the calculator supports."""
         known = [name for name in names.split() if name in self.samples]
         if not known:
             raise PropertyNotImplementedError(self.refused[names.split()[0]])
         return [self.samples[name].copy() for name in known]
 
     def slope(self, atoms: Atoms, way: Any = 0, strain: Any = 0) -> float:
-        """Returns a fourth-order finite difference of the energy along a direction and a strain."""
+        """Returns the slope of the energy along a direction and a strain, by finite differences."""
         calculator, energies = self.make(), []
         for t in self.step * np.array([-2, -1, 1, 2]):
             by = _I + t * strain
@@ -123,14 +123,14 @@ def _refusal(calculator: Any, atoms: Atoms) -> str:
 
 
 def _supported(calculator: Any) -> list[str]:
-    """Returns the elements that the calculator supports as a single atom or as a crystal."""
+    """Returns the elements that the calculator supports as single atoms or as crystals."""
     boxes: list[dict[str, Any]] = [{}, {"cell": [2.5] * 3, "pbc": True}]
     refused = {s: [_refusal(calculator, Atoms([s], **box)) for box in boxes] for s in _TRIED}
     return [symbol for symbol in _TRIED if not all(refused[symbol])] or _TRIED
 
 
 def _samples(elements: list[str]) -> dict[str, Atoms]:
-    """Returns a molecule, a crystal and a slab, all without symmetry."""
+    """Returns a molecule, a crystal and a slab without any symmetry."""
     known = [name for name in _MOLECULES if {*molecule(name).symbols} <= {*elements}]
     metals = [symbol for symbol in elements if symbol not in _NONMETALS]
     if known:
@@ -183,7 +183,7 @@ def _equal(
     through: Callable[[Any], Any] = lambda calculator: calculator,
     **functions: Callable[[Any], Any],
 ) -> float:
-    """Compares results of changed structures with functions of the original results."""
+    """Compares the results of changed structures with functions of the original results."""
     errors = []
     for atoms in case.of(on):
         expected = _Results(calculator := case.make(), atoms)
@@ -219,7 +219,7 @@ def _turned(turn: Any) -> dict[str, Any]:
 
 
 def _fragments(case: _Case, on: str, by: float) -> float:
-    """Returns the interaction energy between two different fragments."""
+    """Returns the interaction energy of two different fragments."""
     atoms, calculator = case.of(on)[0], case.make()
     other = atoms[: max(1, len(atoms) // 2)]
     other.positions += by * _Z
@@ -228,15 +228,15 @@ def _fragments(case: _Case, on: str, by: float) -> float:
     return _largest(np.dot([1, -1, -1], [one["energy"] for one in found]))
 
 
-def _isolated(case: _Case, **box: Any) -> float:
-    case.of("crystal" if box else "molecule")
-    atoms = [Atoms([symbol], [[1.0, 2.0, 3.0]], **box) for symbol in case.elements]
+def _isolated(case: _Case, side: float = 0.0) -> float:
+    case.of("crystal" if side else "molecule")
+    atoms = [Atoms([one], [[1.0, 2, 3]], cell=[side] * 3, pbc=side > 0) for one in case.elements]
     found = [_Results(case.make(), one) for one in atoms]
     return max(_largest(one["forces"]) if one.finite() else math.inf for one in found)
 
 
 def _forces(case: _Case) -> float:
-    """Checks forces along three random directions of all atoms."""
+    """Checks the forces along three random directions of all atoms."""
     errors = []
     for atoms in case.of():
         forces = _Results(case.make(), atoms)["forces"]
@@ -247,7 +247,7 @@ def _forces(case: _Case) -> float:
 
 
 def _stress(case: _Case, on: str, **box: Any) -> float:
-    """Checks the stress of a crystal by component; a molecule has no stress."""
+    """Checks each component of the stress; a molecule in a box must not have a stress."""
     atoms = _with(case.of(on)[0], **box)
     atoms.calc = case.make()
     try:
@@ -273,7 +273,7 @@ def _torque(case: _Case) -> float:
 
 
 def _jump(case: _Case, path: Callable[[float], tuple[Atoms, Any]], end: float) -> float:
-    """Returns the first energy jump along a path that the work of the forces does not explain."""
+    """Returns the first energy jump along a path that differs from the work of the forces."""
     calculator = case.make()
 
     def at(t: float) -> tuple[float, float, float]:
@@ -310,7 +310,7 @@ def _slid(case: _Case) -> float:
 
 
 def _stale(case: _Case) -> float:
-    """Checks results after in-place changes, with one calculator for all structures."""
+    """Checks the results after in-place changes, with one calculator for all structures."""
     calculator, errors = case.make(), []
     for atoms in case.of():
         atoms.calc = calculator
@@ -325,7 +325,7 @@ def _stale(case: _Case) -> float:
 
 
 def _ignored(case: _Case, word: str, put: Callable[[Atoms], object]) -> float:
-    """Returns 0 if a quantity is used, even after a change, or named in a message; otherwise 1."""
+    """Returns 0 if a change of a quantity affects the energy or causes a message, and 1 if not."""
     atoms = case.of("molecule crystal")[0]
     atoms.calc, used = case.make(), False
     with _quiet() as text:
@@ -340,7 +340,7 @@ def _ignored(case: _Case, word: str, put: Callable[[Atoms], object]) -> float:
 
 
 def _touched(case: _Case) -> float:
-    """Returns the number of structures that the calculator changed."""
+    """Returns the number of structures that the calculator changes."""
     changed = 0
     for atoms in case.of():
         before, atoms.calc = atoms.copy(), case.make()
@@ -351,7 +351,7 @@ def _touched(case: _Case) -> float:
 
 
 def _not_finite(case: _Case) -> float:
-    """Counts results for overlapping atoms that are neither finite nor refused."""
+    """Returns the number of results for overlapping atoms that are not finite."""
     calculator, found = case.make(), 0
     for atoms, distance in itertools.product(case.of(), (0, 1e-9, 1e-6, 1e-3, 0.1)):
         both = atoms + _with(atoms[:1], atoms.positions[:1] + distance * _X)
@@ -361,7 +361,7 @@ def _not_finite(case: _Case) -> float:
 
 
 def _accepted(case: _Case, number: int) -> float:
-    """Returns 1 if a nonexistent element is accepted, and 0 if an error names it."""
+    """Returns 1 if a nonexistent element is accepted, and 0 if an error mentions it."""
     atoms = case.of("molecule crystal")[0]
     atoms.numbers[0] = number
     try:
@@ -374,7 +374,7 @@ def _accepted(case: _Case, number: int) -> float:
 
 
 def _not_stopped(case: _Case) -> float:
-    """Counts steps of dynamics with a model that raises errors; NaN without a torch model."""
+    """Returns the number of steps of dynamics with a failing model; NaN without a torch model."""
     atoms = case.of("molecule crystal")[0]
     atoms.calc, steps = case.make(), 0
     dynamics = VelocityVerlet(atoms, units.fs).irun(5)
@@ -419,25 +419,25 @@ CHECKS: dict[str, tuple[Callable[[_Case], float], float, str]] = {
     **{name: (partial(_equal, **options), 1e-7, "eV, Å") for name, options in _EQUAL.items()},
     "two molecules, 200 Å apart": (partial(_fragments, on="molecule", by=200.0), 1e-5, "eV"),
     "two slabs, 100 Å apart": (partial(_fragments, on="slab", by=100.0), 1e-5, "eV"),
-    "force on an atom alone": (_isolated, 1e-7, "eV/Å"),
-    "the same in a 100 Å cell": (partial(_isolated, cell=5 * _BOX, pbc=True), 1e-7, "eV/Å"),
+    "force on a single atom": (_isolated, 1e-7, "eV/Å"),
+    "force on an atom in a 100 Å cell": (partial(_isolated, side=100.0), 1e-7, "eV/Å"),
     "forces are -dE/dr": (_forces, 1e-5, "eV/Å"),
     "stress is dE/dε / V": (partial(_stress, on="crystal"), 1e-5, "eV/Å³"),
-    "stress of a slab: right or refused": (partial(_stress, on="slab"), 1e-5, "eV/Å³"),
+    "stress of a slab: correct or refused": (partial(_stress, on="slab"), 1e-5, "eV/Å³"),
     "no stress of a molecule in a box": (partial(_stress, on="molecule", cell=_BOX), 0, "eV/Å³"),
     "sum of forces": (_net_force, 1e-7, "eV/Å"),
     "torque on a molecule": (_torque, 1e-7, "eV"),
-    "jump as a pair is drawn apart": (_drawn, 1e-6, "eV"),
-    "jump as layers slide": (_slid, 1e-6, "eV"),
+    "energy jump: two atoms pulled apart": (_drawn, 1e-6, "eV"),
+    "energy jump: sliding layers": (_slid, 1e-6, "eV"),
     "changes in place": (_stale, 1e-7, "eV, Å"),
     **{name: (partial(_ignored, **options), 0, "ignored") for name, options in _IGNORED.items()},
-    "structure left as it was": (_touched, 0, "changed"),
-    "atoms at one place: finite or refused": (_not_finite, 0, "wrong"),
+    "structure unchanged": (_touched, 0, "changed"),
+    "coincident atoms: finite or refused": (_not_finite, 0, "wrong"),
     "element 0 refused by name": (partial(_accepted, number=0), 0, "accepted"),
     "element 119 refused by name": (partial(_accepted, number=119), 0, "accepted"),
     "error in the model stops dynamics": (_not_stopped, 0, "steps"),
 }
-"""Name of a check -> function that returns the error, bound of the error, unit."""
+"""Checks by name: a function that computes the error, the bound of the error, and the unit."""
 
 
 def certify(
@@ -450,16 +450,16 @@ def certify(
 
     Args:
         make: function that returns a new ASE calculator.
-        elements: symbols for the test structures; by default those of Cu, O, C, H that the
-            calculator supports.
-        float32: use bounds that are 1000 times wider, for calculators in single precision.
-        names: checks to run; by default all.
+        elements: elements of the test structures; by default those elements of Cu, O, C and H that
+            the calculator supports.
+        float32: widen the bounds by a factor of 1000, for calculators in single precision.
+        names: names of the checks to run; by default all.
 
     Yields:
         A row for each check.
 
     Raises:
-        ValueError: if the calculator does not compute any test structure.
+        ValueError: if the calculator supports no test structure.
     """
     with _quiet():
         case = _Case(make, list(elements), float32)
@@ -478,12 +478,12 @@ def certify(
 
 
 def main(words: list[str] | None = None) -> int:
-    """Prints one table; the exit status is 1 if a check fails."""
+    """Prints a table of all checks, and returns the exit status, which is 1 if a check fails."""
     parser = argparse.ArgumentParser("python -m molflt.certify", description=__doc__)
-    parser.add_argument("calculator", help="module:Class, or module:function that returns one")
+    parser.add_argument("calculator", help="module:Class, or module:function that creates it")
     parser.add_argument("--args", default="{}", type=json.loads, help="arguments as JSON")
     parser.add_argument("--elements", nargs="+", default=[], help="elements of the test structures")
-    parser.add_argument("--float32", action="store_true", help="1000 times wider bounds")
+    parser.add_argument("--float32", action="store_true", help="use 1000 times wider bounds")
     given = parser.parse_args(words)
     make = partial(pkgutil.resolve_name(given.calculator), **given.args)
     failed = 0

@@ -42,7 +42,7 @@ class Metric(NamedTuple):
 
 
 class _Locality(NamedTuple):
-    """Attention on near and on far tokens, of the shape that `locality` returns."""
+    """Attention on near and far tokens."""
 
     nearest: NDArray[np.float64]
     """probability of the tokens nearest to a query, averaged over queries"""
@@ -77,7 +77,9 @@ def locality(
         raise ValueError(f"fraction must be above 0 and at most 1; got {fraction}")
     _check_shapes(probability.shape, distance.shape)
     if np.isnan(distance).any() or (distance < 0).any():
-        raise ValueError("distances must be at least 0, or inf for masked keys; got less, or nan")
+        raise ValueError(
+            "distances must be at least 0, or inf for masked keys; got a negative one or nan"
+        )
     queries, keys = distance.shape[-2:]
     if causal:
         future = np.arange(keys) > np.arange(queries)[:, None] + keys - queries
@@ -89,7 +91,7 @@ def locality(
 
 
 def _shares(distance: NDArray[np.float64], fraction: float) -> NDArray[np.float64]:
-    """Returns how much each key of a query counts as near and as far, from 0 to 1, (2, keys)."""
+    """Returns the fractions of the keys of a query that count as near and as far, (2, keys)."""
     ordered, seen = np.sort(distance), np.isfinite(distance).sum()
     # Keys at equal distances occupy the ranks from begin to end - 1.
     begin, end = (np.searchsorted(ordered, distance, side) for side in ("left", "right"))
@@ -123,5 +125,5 @@ def _check_rows(probability: NDArray[np.float64], distance: NDArray[np.float64])
     hidden = np.abs(np.where(seen, 0.0, probability)).max()
     if hidden > _ROW_TOLERANCE:
         raise ValueError(
-            f"weights must be 0 on masked keys; got {hidden}; correct causal or the distances"
+            f"weights must be 0 on masked keys; got {hidden}; check causal and the distances"
         )

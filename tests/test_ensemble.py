@@ -101,7 +101,7 @@ def test_the_training_split_calibrates_only_on_request(runs, tmp_path, capsys) -
     options = {"out": tmp_path, "device": "cpu", "also": runs[1:]}
     kept = tmp_path / "uncertainty.json"
     found = evaluate(runs[0], splits=["train"], **options)["train"]
-    assert "train, which was learned" in capsys.readouterr().err
+    assert "train, the training split" in capsys.readouterr().err
     assert found["spread_eV"] > 0 and found["uncertainty_eV"] is None and not kept.exists()
     evaluate(runs[0], splits=["val_id", "train"], calibration_split="train", **options)
     assert Calibration.read(kept).split == "train"
@@ -157,7 +157,7 @@ def test_predict_without_a_calibration_warns(evaluated, runs, data, tmp_path, ca
     shutil.copy(evaluated[0] / "uncertainty.json", kept)
     assert main([*words, str(runs[1])]) == 0
     err = capsys.readouterr().err
-    assert "3 other weights than these 2" in err and "spread_eV" in err
+    assert "other weights (3 members; expected these 2)" in err and "spread_eV" in err
     assert "uncertainty_eV" not in table(out)[0]
     more = [str(runs[1]), "--calibration", str(kept)]
     assert "other weights" in error_of(capsys, *words, *more)

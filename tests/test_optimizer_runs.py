@@ -123,4 +123,4 @@ def test_a_diverged_population_is_evaluated_and_shown(tmp_path: Path) -> None:
     assert not any(np.isnan(ends))
     assert row["log10_best"] is None or np.isfinite(row["log10_best"])
     page = page_of(run)
-    assert "What is missing" not in page and page.count("<img") == 2
+    assert ">Missing<" not in page and page.count("<img") == 2

@@ -100,9 +100,9 @@ def test_complete_run(trained, whole, capsys) -> None:
     assert capsys.readouterr().err == ""
     page = Page(whole)
     assert page.words["h1"] == ["Run narrow"]
-    names = ["Overview", "Results", "Training", "Pictures of the evaluation"]
+    names = ["Overview", "Results", "Training", "Figures of the evaluation"]
     more = ["The worst predictions", "Settings", "Versions and files"]
-    assert page.words["h2"] == [*names, *more, "How to repeat it"]
+    assert page.words["h2"] == [*names, *more, "How to reproduce it"]
     links = [own["href"] for own in page.all("a")]
     assert links == [f"#{own['id']}" for own in page.all("h2")]
     for split, row in json.loads((trained / "results.json").read_text()).items():
@@ -330,7 +330,7 @@ def test_results_of_other_weights_are_left_out(runs, tmp_path, capsys, quick):
     assert f"omitted: {wide / 'results.json'}" in text and f"not evaluated: {wide}" in text
     assert rows_of(text)["val_id mae_eV"][1] == "-"
     page = page_of(wide)
-    assert ">Results<" not in page and "Pictures of the evaluation" not in page
+    assert ">Results<" not in page and "Figures of the evaluation" not in page
     assert "other weights" in page and "no parity" not in page
     (wide / "results_of.json").write_text("[]")
     line = error_of(capsys, "compare", str(runs / "narrow"), str(wide))

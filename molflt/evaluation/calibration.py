@@ -2,7 +2,7 @@
 
 The method is split conformal prediction (Papadopoulos et al. 2002; Lei et al., arXiv:1604.04173)
 with the score |error| / sqrt(spread² + floor²). It is calibrated on half of a split and evaluated
-on all other systems, and does not assume a distribution of errors.
+on all other systems, and does not assume a distribution of the errors.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ __all__ += ["check_calibration_split", "conformal_factor", "expect_theirs", "is_
 __all__ += ["uncertainty_of"]
 
 LEVEL = 0.68
-"""Share of errors that an uncertainty should cover, about one standard deviation."""
+"""Fraction of errors that an uncertainty should cover, as one standard deviation does."""
 CALIBRATION = "uncertainty.json"
 """Name of the calibration file in the folder of an evaluation."""
 
-_LEAST = 20  # systems for calibration; with fewer, the coverage is uncertain by more than 10 %
+_LEAST = 20  # systems for a calibration; with fewer, the coverage is uncertain by over 10 %
 _AGAIN = (
     "evaluate these runs with molflt evaluate RUN --also RUN2 ... and at least "
     f"{2 * _LEAST} held-out systems with labels"
 )
-_ONE_RUN = "a single run does not have a spread; name further runs with --also"
-_SEED = 0  # part of the hash that selects the half for calibration
+_ONE_RUN = "a single run has no spread; name other runs with --also"
+_SEED = 0  # part of the hash that selects the half for the calibration
 _FLOORS = np.logspace(-2, 2, 33)  # floors to try, in units of the root mean square spread
-_LEVELS = np.arange(5, 100, 5) / 100  # levels in the picture
+_LEVELS = np.arange(5, 100, 5) / 100  # levels in the figure
 _COLUMNS = {
     "coverage_n": ("systems", 0),
     "coverage_percent": ("coverage / %", 1),
     "coverage_se_percent": ("standard error / %", 1),
-    "coverage_crossed_percent": ("halves crossed / %", 1),
+    "coverage_crossed_percent": ("cross-coverage / %", 1),
     "uncertainty_eV": ("uncertainty / eV", 4),
     "spread_eV": ("spread / eV", 4),
     "rank_correlation": ("rank correlation", 2),
@@ -64,7 +64,7 @@ class Calibration:
 
     Attributes:
         factor: dimensionless factor.
-        floor: eV; it accounts for members that agree by chance.
+        floor: spread that is added in quadrature, eV, because members may agree by chance.
         split: split of the systems that were set aside for the calibration.
         systems: number of these systems.
         members: sha256 of the weights of each member, sorted.
@@ -78,29 +78,29 @@ class Calibration:
 
     @staticmethod
     def fit(error: _Array, spread: _Array, split: str, members: Sequence[str]) -> Calibration:
-        """Calibrates on systems that are set aside.
+        """Fits a calibration to systems that are set aside.
 
         The factor is `conformal_factor`. The floor minimizes the interval score, a proper score of
         central intervals (Gneiting and Raftery 2007, eq. 43). If the spread does not predict the
         error, the floor is large and all intervals are nearly equal.
 
         Args:
-            error: errors of the ensemble's energies, of any sign, (systems,), eV.
-            spread: spreads of the members, (systems,), eV.
+            error: errors of the energies of the ensemble, with any sign, (systems,), eV.
+            spread: standard deviations over the members, (systems,), eV.
             split: split of the systems.
             members: sha256 of the weights of each member.
         """
         if len(error) < _LEAST:
             raise ValueError(
-                f"{split}: expected at least {_LEAST} systems with labels to calibrate the "
-                f"uncertainty, half of the split; got {len(error)}; name a larger one with "
+                f"{split}: expected at least {_LEAST} systems with labels in the half that "
+                f"calibrates the uncertainty; got {len(error)}; name a larger split with "
                 "--calibration_split"
             )
         scale = float(np.sqrt(np.mean(np.square(spread))))
         if scale == 0:
             raise ValueError(
-                f"{split}: all members predict the same energies; expected a spread; got 0 eV; "
-                "name different trainings"
+                f"{split}: all members predict the same energies; expected a spread above 0; got "
+                "0 eV; name different trainings"
             )
         error = np.abs(error)
         floor = min(scale * _FLOORS, key=lambda one: _interval_score(error, np.hypot(spread, one)))
@@ -129,21 +129,19 @@ class Calibration:
         """Returns the calibration in the content of a file; `name` is its path, for messages."""
         try:
             factor, floor = float(content["factor"]), float(content["floor_eV"])
-            members = tuple(content["members"])
-            if content["level"] != LEVEL or not (0 < factor < math.inf and 0 < floor < math.inf):
-                raise ValueError
-            return Calibration(
-                factor, floor, str(content["split"]), int(content["systems"]), members
-            )
+            split, systems = str(content["split"]), int(content["systems"])
+            if content["level"] == LEVEL and 0 < factor < math.inf and 0 < floor < math.inf:
+                return Calibration(factor, floor, split, systems, tuple(content["members"]))
         except (KeyError, TypeError, ValueError):
-            raise ValueError(
-                f"{name}: expected a calibration of level {LEVEL} with a factor and a floor above "
-                f"0; got {shown(content, 300)}; {_AGAIN}"
-            ) from None
+            pass
+        raise ValueError(
+            f"{name}: expected a calibration of level {LEVEL} with a factor and a floor above 0; "
+            f"got {shown(content, 300)}; {_AGAIN}"
+        )
 
 
 def conformal_factor(scores: _Array, level: float = LEVEL) -> float:
-    """Returns an upper bound of a new system's score, which holds with probability >= `level`.
+    """Returns an upper bound of the score of a new system that holds with probability >= `level`.
 
     The bound is the ceil((n + 1) level)-th smallest of n scores, because every rank of the new
     score is equally likely (Lei et al., arXiv:1604.04173, section 2.2).
@@ -163,7 +161,7 @@ def _interval_score(error: _Array, width: _Array) -> float:
 
 
 def is_set_aside(sid: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Selects the half of the systems that is used for calibration, by a hash of each sid."""
+    """Selects half of the systems for the calibration, by a hash of each sid."""
     digests = (hashlib.blake2b(f"{_SEED}:{one}".encode(), digest_size=1) for one in sid.tolist())
     return np.array([digest.digest()[0] % 2 == 0 for digest in digests], dtype=bool)
 
@@ -171,10 +169,9 @@ def is_set_aside(sid: NDArray[np.int64]) -> NDArray[np.bool_]:
 class Uncertainty(NamedTuple):
     """Evaluated uncertainty of an ensemble."""
 
-    rows: Results  # split -> metrics
+    rows: Results
     text: str  # table of the metrics
-    columns: dict[str, dict[str, _Array]]
-    """split -> spread_eV and, if calibrated, uncertainty_eV; each (systems,)"""
+    columns: dict[str, dict[str, _Array]]  # results of `uncertainty_of` by split
     files: list[Path]
 
 
@@ -196,13 +193,13 @@ def assess(
 ) -> Uncertainty:
     """Calibrates the uncertainty of an ensemble, and writes uncertainty.json and uncertainty.png.
 
+    Without systems to calibrate on, only spreads are returned.
+
     Args:
         model: an ensemble; other models are ignored.
-        found: split -> predictions.
+        found: predictions by split.
         out: folder to write.
-        split: split to calibrate on; by default the first split with labels that is not `learned`.
-            Without such a split, or if it has fewer than 20 systems to calibrate on, only spreads
-            are returned.
+        split: split to calibrate on; by default the first split with labels except `learned`.
         learned: the training split, whose errors are too small.
     """
     if not isinstance(model, EnsembleRegressor):
@@ -211,16 +208,16 @@ def assess(
     only_spread = Uncertainty({name: _row(part) for name, part in found.items()}, "", columns, [])
     labeled = [name for name, part in found.items() if part.labeled.any() and name != learned]
     if split is None and not labeled:
-        why = f" other than those of {learned}, which was learned" if learned in found else ""
-        warn(f"no labels to calibrate the uncertainty with{why}; there is only the spread")
+        why = f" except those of {learned}, the training split" if learned in found else ""
+        warn(f"no labels to calibrate the uncertainty with{why}; only the spread is known")
         return only_spread
     chosen = split or labeled[0]
     aside = is_set_aside(found[chosen].sid) & found[chosen].labeled
     if split is None and aside.sum() < _LEAST:
         warn(
-            f"{chosen}: {aside.sum()} systems with labels in the half that calibrates the "
-            f"uncertainty, expected at least {_LEAST}; there is only the spread, spread_eV; hold "
-            "out more, or name a larger split with --calibration_split"
+            f"{chosen}: only {aside.sum()} systems with labels in the half that would calibrate "
+            f"the uncertainty; expected at least {_LEAST}; only the spread, spread_eV, is known; "
+            "hold out more systems, or name a larger split with --calibration_split"
         )
         return only_spread
     calibrating = _errors(found[chosen], aside)
@@ -243,7 +240,7 @@ def assess(
     heading = (
         f"uncertainty: {calibration.factor:.3g} * sqrt(spread^2 + ({calibration.floor:.3g} eV)^2) "
         f"covers {100 * LEVEL:.0f} % of the errors of {calibration.systems:,} systems of "
-        f"{calibration.split}, which do not count here"
+        f"{calibration.split}, which are excluded from this table"
     )
     table = results_table("split", _COLUMNS, rows)
     return Uncertainty(rows, f"{heading}\n{table}", columns, files)
@@ -256,7 +253,7 @@ def _errors(part: Predictions, chosen: NDArray[np.bool_]) -> _Errors:
 def _row(
     part: Predictions, judged: _Errors | None = None, calibration: Calibration | None = None
 ) -> dict[str, float | None]:
-    """Returns the metrics of a split; those that need missing labels are None."""
+    """Returns the metrics of a split; metrics without the necessary labels are None."""
     from scipy.stats import spearmanr
 
     row: dict[str, float | None] = dict.fromkeys([*list(_COLUMNS)[1:], "coverage_n"])
@@ -271,7 +268,7 @@ def _row(
         error, spread = judged
         n = len(error)
         row["coverage_percent"] = 100 * float((error <= calibration.uncertainty(spread)).mean())
-        # at the nominal level, because it would be 0 at a coverage of 0 or 100 %
+        # This is the error at the nominal level, because it is 0 at a coverage of 0 or 100 %.
         row["coverage_se_percent"] = 100 * float(np.sqrt(LEVEL * (1 - LEVEL) / n))
         row["coverage_n"] = n
         if np.ptp(spread) > 0 and np.ptp(error) > 0:
@@ -280,7 +277,7 @@ def _row(
 
 
 def _crossed(calibration: Calibration, aside: _Errors, rest: _Errors) -> float | None:
-    """Returns the coverage, %, if each half calibrates the other; None if a half is too small."""
+    """Returns the coverage, %, where each half calibrates the other; None if one is too small."""
     if len(rest[0]) < _LEAST:
         return None
     other = Calibration.fit(*rest, calibration.split, calibration.members)
@@ -305,8 +302,8 @@ def _draw(calibration: Calibration, aside: _Errors, judged: dict[str, _Errors], 
 def calibration_of(model: nn.Module, calibration: Path | None, default: Path) -> Calibration | None:
     """Reads the calibration of an ensemble; returns None for other models.
 
-    If the file `default` is missing or belongs to other runs, the result is None, and a warning
-    says that only the spread is available. A file given as `calibration` must match.
+    If the file `default` is missing or belongs to other runs, the result is None, with a warning.
+    If `calibration` is not None, this file must exist and belong to these runs.
     """
     if not isinstance(model, EnsembleRegressor):
         if calibration is not None:
@@ -318,16 +315,16 @@ def calibration_of(model: nn.Module, calibration: Path | None, default: Path) ->
     except (FileNotFoundError, _OtherWeights) as error:
         if calibration is not None:
             raise
-        warn(f"{error}; until then there is only the spread, spread_eV")
+        warn(f"{error}; until then, only the spread, spread_eV, is known")
         return None
 
 
 def expect_theirs(model: EnsembleRegressor, calibration: Calibration, name: str) -> Calibration:
-    """Returns a calibration; raises ValueError if it was made with other weights."""
+    """Returns a calibration; raises ValueError if it belongs to other weights."""
     if calibration.members != tuple(sorted(model.weights)):
         raise _OtherWeights(
-            f"{name}: calibration of {len(calibration.members)} other weights than these "
-            f"{len(model.weights)}; {_AGAIN}"
+            f"{name}: belongs to other weights ({len(calibration.members)} members; expected these "
+            f"{len(model.weights)}); {_AGAIN}"
         )
     return calibration
 
@@ -345,4 +342,4 @@ def uncertainty_of(
 
 
 class _OtherWeights(ValueError):
-    """Raised for a calibration that was made with other weights."""
+    """Raised for a calibration of other weights."""

@@ -1,4 +1,4 @@
-"""Steps that evaluations of several recipes share."""
+"""Functions shared by the evaluations of several recipes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from molflt import plots
-from molflt.attention import Attention, Position
+from molflt.attention import Attention, Position, Stack
 from molflt.data.images.base import LabeledImages
 from molflt.data.images.datamodule import ImageData
 from molflt.data.text.sentences import CLASSES
@@ -26,24 +26,23 @@ from molflt.metrics import locality
 from molflt.tasks.base import Task
 
 __all__ = ["attention_of", "batches", "chosen_splits", "classes_of", "device_of"]
-__all__ += ["draw_attention", "draw_encoding", "expect_finite", "load_classes", "load_tokenizer"]
-__all__ += ["load_vocabulary", "locality_of", "named_images", "named_sources", "tokenizer_of"]
-__all__ += ["require", "total_of", "vocabulary_of"]
+__all__ += ["draw_encoding", "draw_stack", "expect_finite", "load_classes", "load_tokenizer"]
+__all__ += ["load_vocabulary", "locality_of", "named_images", "named_sources", "require"]
+__all__ += ["tokenizer_of", "total_of", "vocabulary_of"]
 
-_RESTORE = "restore the file that was written in training"
+_RESTORE = "restore the file that training wrote"
 _Call = tuple[Attention, tuple[Any, ...], dict[str, Any]]
 _Batch = TypeVar("_Batch")
 _Images = TypeVar("_Images", bound=ImageData)
-_Part = TypeVar("_Part")
 _Sized = TypeVar("_Sized", bound=Sized)
 
 
 def chosen_splits(
     there: Collection[str], splits: Sequence[str] | None, usual: Sequence[str], other: Path | None
 ) -> list[str]:
-    """Returns the splits of a run to evaluate, by default `usual`; `other` are other data."""
+    """Returns the splits to evaluate, by default `usual`; `other` is the value of --data."""
     if splits and other is not None:
-        raise ValueError("give either --splits or --data; got both")
+        raise ValueError("expected either --splits or --data; got both")
     wanted = list(dict.fromkeys(splits or usual))
     for name in wanted:
         if name not in there:
@@ -56,7 +55,7 @@ def named_sources(
 ) -> dict[str, str]:
     """Returns the texts to evaluate by name; each is a file or an hf: name.
 
-    The default of `splits` is val, and also test if the options `data` of the run name it.
+    `data` contains the data options of the run. The default splits are val and, if present, test.
     """
     named = {name: str(data[name]) for name in ("train", "val", "test") if data[name]}
     usual = [name for name in named if name != "train"]
@@ -72,7 +71,7 @@ def named_images(
     splits: Sequence[str] | None,
     other: Path | None,
 ) -> tuple[_Images, dict[str, LabeledImages]]:
-    """Returns the data of a run, and the images to evaluate by name, prepared as for validation."""
+    """Returns the data of a run, and images to evaluate by name, prepared as for validation."""
     wanted = chosen_splits(("train", "val"), splits, ["val"], other)
     if other is not None:
         options = {**options, "train": other, "val": other, "val_fraction": None}
@@ -83,7 +82,7 @@ def named_images(
 
 
 def require(module: str, use: str, extra: str) -> Any:
-    """Imports an optional module, which `use` needs and which an extra of molflt contains."""
+    """Imports a module that `use` needs and that an extra of molflt installs."""
     try:
         return import_module(module)
     except ImportError:
@@ -101,9 +100,10 @@ def device_of(model: nn.Module) -> torch.device:
 
 @contextmanager
 def batches(source: Iterable[_Batch], name: str, batch: str) -> Iterator[Iterable[_Batch]]:
-    """Yields batches for inference, with a progress bar.
+    """Yields the batches of a source for inference, with a progress bar.
 
-    An out-of-memory error becomes a ValueError that describes a `batch`, such as "64 images".
+    An out-of-memory error becomes a ValueError that mentions the size of a `batch`, such as "64
+    images".
     """
     what = f"{name}: a batch of {batch}"
     with torch.inference_mode(), within_memory(lambda: what, "lower --batch-size"):
@@ -111,15 +111,15 @@ def batches(source: Iterable[_Batch], name: str, batch: str) -> Iterator[Iterabl
 
 
 def expect_finite(name: str, values: Tensor, what: str = "the probability of a token") -> None:
-    """Raises ValueError if values are not finite, for instance losses or logits."""
+    """Raises ValueError if values, such as losses or logits, are not finite."""
     if not bool(values.isfinite().all()):
-        raise ValueError(f"{name}: {what} is not finite; expected a number; use another checkpoint")
+        raise ValueError(f"{name}: {what} is not finite; use another checkpoint")
 
 
 def total_of(
     task: Task[Any, Any], source: Iterable[Sequence[Tensor]], name: str, batch: str
 ) -> Tensor:
-    """Returns the sums of a task over batches, (fields,); see `Task.summarize`."""
+    """Returns the sums of a task over all batches, (fields,), for `Task.summarize`."""
     device, total = device_of(task.model), torch.zeros((), dtype=torch.float64)
     with batches(source, name, batch) as loaded:
         for one in loaded:
@@ -129,21 +129,31 @@ def total_of(
     return total
 
 
-def draw_attention(stack: nn.Module, run: Callable[[], object], png: Path, title: str) -> None:
-    """Draws the attention of each head of the last layer, averaged over the batch, if it exists.
+def draw_stack(
+    out: Path,
+    stack: Stack,
+    run: Callable[[], object],
+    title: str,
+    scale: float,
+    tokens: int,
+    what: str = "tokens",
+) -> None:
+    """Draws the attention of the last layer, averaged over the batch, and the relative encoding.
 
-    See `attention_of` for `stack` and `run`.
+    Parts that do not exist are not drawn. See `attention_of` for `run` and `draw_encoding` for
+    `scale`, `tokens` and `what`.
     """
     if matrices := attention_of(stack, run, last=1):
-        plots.attention_matrices(matrices[-1].mean(dim=0), png, title=title)
+        plots.attention_matrices(matrices[-1].mean(dim=0), out / "attention.png", title=title)
+    draw_encoding(stack.position, scale, tokens, out / "encoding.png", what)
 
 
 def draw_encoding(
     position: Position | None, scale: float, tokens: int, png: Path, what: str = "tokens"
 ) -> None:
-    """Draws a relative encoding, if it exists, against the offset of tokens.
+    """Draws a relative encoding against the offset of tokens, unless it is None or has no bias.
 
-    Neighbors of the `tokens` along each axis, which are `what`, are `scale` units of length apart.
+    There are `tokens` along each axis, at distances of `scale`; `what` is their name in the label.
     """
     if position is not None and plots.has_bias(position):
         unit = what if scale == 1 else f"{1 / scale:g} {what}"
@@ -154,10 +164,10 @@ def draw_encoding(
 def attention_of(
     stack: nn.Module, run: Callable[[], object], last: int | None = None
 ) -> list[Tensor]:
-    """Returns a tensor (batch, heads, queries, keys) for each call of an attention layer, in order.
+    """Returns the attention matrices, (batch, heads, queries, keys), of the layers in `stack`.
 
-    The layers are those of `stack`, a part of the model that `run` calls once; `last` is the number
-    of matrices to compute, counted from the end, or None for all.
+    `run` calls the model. Each call of a layer gives one matrix. If `last` is not None, only the
+    matrices of the last calls are computed.
     """
     calls: list[_Call] = []
 
@@ -177,9 +187,9 @@ def attention_of(
 def locality_of(matrices: list[Tensor], distances: Tensor, causal: bool) -> dict[str, float | None]:
     """Returns the attention on the "nearest" and the "farthest" 10 % of the tokens.
 
-    They are averaged over heads and layers, see `attention_of` and `molflt.metrics.locality`, and
-    None if rows of attention are not probabilities (normalize "none" or "unmasked"). The
-    `distances` are (tokens, tokens), in any unit.
+    Both are averages over heads and layers. They are None if the attention does not sum to 1, as
+    with normalize "none". See `attention_of` for `matrices`, and `molflt.metrics.locality` for
+    `distances`, (tokens, tokens).
     """
     apart = distances.double().cpu().numpy()
     try:
@@ -193,52 +203,49 @@ def locality_of(matrices: list[Tensor], distances: Tensor, causal: bool) -> dict
 
 
 def load_vocabulary(run: Path, size: int) -> Vocabulary:
-    """Loads the vocabulary of a run; raises ValueError if it has another size."""
-    return _load(run / "vocabulary.json", vocabulary_of, size)
+    """Loads the vocabulary of a run, and checks its size."""
+    return vocabulary_of(*_content(run / "vocabulary.json"), size)
 
 
 def load_tokenizer(run: Path, size: int) -> Tokenizer:
-    """Loads the tokenizer of a run and checks its size."""
-    return _load(run / TOKENIZER, tokenizer_of, size)
+    """Loads the tokenizer of a run, and checks its size."""
+    return tokenizer_of(*_content(run / TOKENIZER), size)
 
 
 def load_classes(run: Path, count: int) -> list[str]:
-    """Loads the names of the classes of a run and checks their number."""
-    return _load(run / CLASSES, classes_of, count)
+    """Loads the names of the classes of a run, and checks their number."""
+    return classes_of(*_content(run / CLASSES), count)
 
 
-def _load(path: Path, parse: Callable[[bytes, str, int], _Part], size: int) -> _Part:
+def _content(path: Path) -> tuple[bytes, str]:
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file; expected the {path.stem} of this run")
-    return parse(path.read_bytes(), str(path), size)
+    return path.read_bytes(), str(path)
 
 
 def vocabulary_of(content: bytes, name: str, size: int) -> Vocabulary:
-    """Parses the content of vocabulary.json; `name` is its path, for messages."""
+    """Parses vocabulary.json; `name` is its path, for messages."""
     return _sized(Vocabulary.from_json(content, name), name, size, "tokens")
 
 
 def tokenizer_of(content: bytes, name: str, size: int) -> Tokenizer:
-    """Parses the content of tokenizer.json; see `vocabulary_of`."""
+    """Parses tokenizer.json; see `vocabulary_of`."""
     return _sized(Tokenizer.from_json(content, name), name, size, "tokens")
 
 
 def classes_of(content: bytes, name: str, count: int) -> list[str]:
-    """Parses the content of classes.json; see `vocabulary_of`."""
+    """Parses classes.json; see `vocabulary_of`."""
     found: object = None
     with suppress(ValueError):
         found = json.loads(content)
     if not isinstance(found, list):
-        raise ValueError(
-            f"{name}: expected a JSON list of the names of classes; got something else; {_RESTORE}"
-        )
+        raise ValueError(f"{name}: expected a JSON list of the names of the classes; {_RESTORE}")
     return _sized(found, name, count, "classes")
 
 
 def _sized(found: _Sized, name: str, size: int, what: str) -> _Sized:
     if len(found) != size:
         raise ValueError(
-            f"{name}: {len(found):,} {what}, but the checkpoint has {size:,}; expected those of "
-            f"the training; {_RESTORE}"
+            f"{name}: {len(found):,} {what}; expected {size:,}, as in the checkpoint; {_RESTORE}"
         )
     return found

@@ -1,4 +1,4 @@
-"""Evaluation of energy regressors: MAE and EwT, errors by group, pictures, submission."""
+"""Evaluation of energy regressors: MAE and EwT, errors by group, figures, submissions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 from torch import nn
 
 from molflt import plots
@@ -25,9 +25,7 @@ from molflt.evaluation.relaxation import write_relaxed
 from molflt.evaluation.results import (
     Evaluation,
     Results,
-    align,
     begin_results,
-    fixed,
     results_table,
     warn,
     write_csv,
@@ -38,7 +36,7 @@ from molflt.plots import GroupError
 from molflt.tasks.is2re import IS2RETask
 from molflt.training.config import Config
 
-__all__ = ["evaluate", "submission_splits", "write_submission"]
+__all__ = ["evaluate", "submission_splits"]
 
 _COLUMNS = {
     "n": ("systems", 0),
@@ -46,7 +44,7 @@ _COLUMNS = {
     "ewt_percent": ("EwT / %", 2),
     "baseline_mae_eV": ("baseline MAE / eV", 4),
 }
-_LEADERBOARD = ("id", "ood_ads", "ood_cat", "ood_both")  # splits in its file, without "test_"
+_LEADERBOARD = ("id", "ood_ads", "ood_cat", "ood_both")  # splits of a submission
 _FILES = (
     *("predictions.npz", "predictions.csv", "errors_by_group.csv"),
     *("parity.png", "errors.png", "encoding.png"),
@@ -75,13 +73,13 @@ def evaluate(
 
     Writes predictions.npz, predictions.csv, errors_by_group.csv, parity.png, errors.png and, with a
     relative encoding, encoding.png. For ensembles, also writes uncertainty.json and
-    uncertainty.png, and predictions.csv also contains spread_eV and uncertainty_eV.
+    uncertainty.png, and adds spread_eV and uncertainty_eV to predictions.csv.
 
     Args:
         splits: names of splits; by default OC20's four validation splits and the validation split
-            of the training, as far as they exist. Splits without labels are only predicted.
-        data: folder of the data set, or one file, which is evaluated as a whole; by default the
-            data of the run.
+            of the run, if they exist. Splits without labels are only predicted.
+        data: folder of a data set, or one file, which is evaluated as a whole; by default the data
+            of the run.
         batch_size: structures in a batch.
         submission: also write the predictions of the four test splits to this .npz file for the
             OC20 leaderboard.
@@ -90,10 +88,9 @@ def evaluate(
             written to published.csv, published_errors.csv (by split, family and metal) and
             published.png.
         skip_bad: omit and list structures that cannot be used.
-        calibration_split: for ensembles, the split that calibrates the uncertainty. Only half of
-            its systems, selected by a hash of the sid, are used; they do not count in the coverage.
-            By default the first split with labels, except the training split, whose errors are too
-            small.
+        calibration_split: for ensembles, the split that calibrates the uncertainty; by default the
+            first split with labels, except the training split, whose errors are too small. Half of
+            its systems, selected by a hash of the sid, are used, and excluded from the coverage.
         energy_key: key of the energy, eV, in files that ASE reads; by default the key used in
             training, if the source has it; null means y_relaxed or energy.
         tags: convention of tags in files that ASE reads: oc20 or ase; guess derives the tags of any
@@ -102,13 +99,13 @@ def evaluate(
         force: also evaluate structures with implausible tags.
 
     Returns:
-        Per split: mae_eV, ewt_percent, baseline_mae_eV (of always predicting the median training
-        energy) and n, the number of systems with a label. Without labels, the errors are None and n
-        is the number of all systems. For ensembles also member_mae_eV (mean MAE of the members),
-        the means spread_eV and uncertainty_eV, coverage_percent (share of coverage_n errors within
-        the uncertainty; the target is 68), coverage_se_percent (its binomial standard error),
-        coverage_crossed_percent (for the calibration split, where each half calibrates the other)
-        and rank_correlation (between spread and |error|). With `relaxed` also adwt_percent,
+        Per split: mae_eV, ewt_percent, baseline_mae_eV (of the median training energy as a constant
+        prediction) and n, the number of systems with a label. Without labels, the errors are None
+        and n is the number of all systems. For ensembles also member_mae_eV (mean MAE of the
+        members), the means spread_eV and uncertainty_eV, coverage_percent (share of coverage_n
+        errors within the uncertainty; the target is 68), coverage_se_percent (its binomial standard
+        error), coverage_crossed_percent (for the calibration split, where each half calibrates the
+        other) and rank_correlation (between spread and |error|). With `relaxed` also adwt_percent,
         initial_adwt_percent and position_error_A.
     """
     reading = {"energy_key": energy_key, "tags": tags or AS_TRAINED}
@@ -134,7 +131,7 @@ def evaluate(
     common = [] if others is None else common_systems(others, found)
     structures, moved = write_relaxed(found, datasets, relaxed)
     uncertainty = assess(model, found, out, calibration_split, source.own.train)
-    begin_results(out, *_FILES)  # after everything that may fail; keeps the calibration
+    begin_results(out, *_FILES)  # keeps the new calibration
     results: Results = {split: _metrics(part, median) for split, part in found.items()}
     for split, row in results.items():
         _warn_of_labels(split, found[split])
@@ -150,19 +147,18 @@ def evaluate(
     elif _is_oc20(datasets):
         tables.append(_published_table(results))
     if submission is not None:
-        energies = {name: (found[split].ids, found[split].energy) for name, split in names.items()}
-        write_submission(submission, energies)
+        _write_arrays(submission, {name: found[split] for name, split in names.items()})
     files = [*written(out, *_FILES), *uncertainty.files, *filter(None, [submission])]
     return Evaluation(results, "\n\n".join(filter(None, tables)) + "\n", files)
 
 
 def _expect_counts(counts: Mapping[str, int]) -> None:
-    """Raises ValueError for test splits with another number of systems than OC20's."""
+    """Raises ValueError for test splits whose numbers of systems differ from OC20's."""
     for split, count in counts.items():
         expected = OC20_FILES[f"all/{split}"].records
         if split in TEST_SPLITS and count != expected:
             raise ValueError(
-                f"submission: split {split} must have the {expected} systems of OC20; got {count}; "
+                f"submission: split {split}: expected the {expected} systems of OC20; got {count}; "
                 "predict the whole split"
             )
 
@@ -172,26 +168,23 @@ def _warn_of_labels(split: str, part: Predictions) -> None:
     if absent == count:
         warn(f"{split}: no labels; predicted only")
     elif absent:
-        warn(f"{split}: {absent} of {count} systems are without a label and do not count in errors")
+        warn(f"{split}: {absent} of {count} systems have no label; errors ignore them")
     warn_of_labels(split, part.sid, label_faults(part.target, part.natoms, required=False))
 
 
 def _metrics(found: Predictions, median: float | None) -> dict[str, float | None]:
-    """Returns the metrics of a split; `median` is that of the training energies, eV."""
+    """Returns the metrics of a split; `median` is the median of the training energies, eV."""
     energy, target = map(torch.from_numpy, found.only_labeled())
-    metrics: dict[str, float | None]
-    metrics = dict.fromkeys(("mae_eV", "ewt_percent", "baseline_mae_eV"))
-    if not len(target):
-        return {**metrics, "n": len(found.energy)}
-    ours = IS2RETask.sums.of(energy, target).metrics()
-    metrics |= {"mae_eV": ours["mae_eV"], "ewt_percent": ours["ewt_percent"]}
-    if median is not None:
-        metrics["baseline_mae_eV"] = float((target - median).abs().mean())
-    return {**metrics, "n": len(target)}
+    known, baseline = len(target) > 0, None
+    ours = IS2RETask.sums.of(energy, target).metrics() if known else {}
+    if known and median is not None:
+        baseline = float((target - median).abs().mean())
+    metrics = {name: ours.get(name) for name in ("mae_eV", "ewt_percent")}
+    return metrics | {"baseline_mae_eV": baseline, "n": len(target if known else found.energy)}
 
 
 def _is_oc20(datasets: Mapping[str, Structures]) -> bool:
-    """Returns True if every split has as many systems as OC20's split of that name."""
+    """Returns True if every split has as many systems as the split of OC20 with this name."""
     counts = {name.removeprefix("all/"): file.records for name, file in OC20_FILES.items()}
     return all(
         len(dataset) + len(dataset.bad) == counts.get(split) for split, dataset in datasets.items()
@@ -211,14 +204,18 @@ def _results_table(results: Results) -> str:
 
 
 def _published_table(results: Results) -> str:
-    lines = [["model", "training", *VAL_SPLITS, "EwT val_id / %"]]
-    for entry in PUBLISHED:
-        values = [fixed(getattr(entry, split), 4) for split in VAL_SPLITS]
-        lines.append([entry.model, entry.setting, *values, fixed(entry.ewt_id, 2)])
-    ours = [fixed(results.get(split, {}).get("mae_eV"), 4) for split in VAL_SPLITS]
-    ewt = fixed(results.get("val_id", {}).get("ewt_percent"), 2)
-    lines.append(["this run", "see its config.yaml", *ours, ewt])
-    return f"published, on OC20: MAE / eV on the validation splits\n{align(lines, 2)}"
+    columns = {split: (split, 4) for split in VAL_SPLITS} | {"ewt": ("EwT val_id / %", 2)}
+    rows: dict[str, dict[str, float | None]] = {
+        f"{entry.model}, {entry.setting}": {
+            "ewt": entry.ewt_id,
+            **{split: getattr(entry, split) for split in VAL_SPLITS},
+        }
+        for entry in PUBLISHED
+    }
+    rows["this run"] = {split: results.get(split, {}).get("mae_eV") for split in VAL_SPLITS}
+    rows["this run"]["ewt"] = results.get("val_id", {}).get("ewt_percent")
+    table = results_table("model, training", columns, rows)
+    return f"published MAE / eV on the validation splits of OC20\n{table}"
 
 
 def _write(
@@ -227,10 +224,8 @@ def _write(
     found: Mapping[str, Predictions],
     more: Mapping[str, Mapping[str, NDArray[np.float64]]],
 ) -> None:
-    arrays: dict[str, NDArray[np.generic]] = {}
     rows: list[dict[str, object]] = []
     for split, part in found.items():
-        arrays |= {f"{split}_ids": part.ids, f"{split}_energy": part.energy}
         for i, known in enumerate(part.labeled):
             energy, target = float(part.energy[i]), float(part.target[i])
             rows.append(
@@ -247,7 +242,7 @@ def _write(
                     **{name: float(values[i]) for name, values in more.get(split, {}).items()},
                 }
             )
-    _save_arrays(out / "predictions.npz", arrays)
+    _write_arrays(out / "predictions.npz", found)
     write_csv(out / "predictions.csv", rows)
 
 
@@ -275,36 +270,26 @@ def _draw(
         plots.rpe_profiles(model, out / "encoding.png")
 
 
-def _save_arrays(path: Path, arrays: Mapping[str, NDArray[np.generic]]) -> None:
+def _write_arrays(path: Path, found: Mapping[str, Predictions]) -> None:
+    """Writes SPLIT_ids and SPLIT_energy, in eV, as in submissions to the leaderboard."""
+    arrays: dict[str, NDArray[np.generic]] = {}
+    for split, part in found.items():
+        arrays |= {f"{split}_ids": part.ids, f"{split}_energy": part.energy}
     buffer = io.BytesIO()
     np.savez_compressed(buffer, **arrays)  # type: ignore[arg-type]
     write_atomically(path, buffer.getvalue())
 
 
 def submission_splits(path: Path, splits: Sequence[str]) -> dict[str, str]:
-    """Returns the split of the data set for each split of the leaderboard."""
+    """Returns the split of the data set that belongs to each split of the leaderboard."""
     if path.suffix != ".npz":
-        raise ValueError(f"{path}: a submission must end in .npz; got {path.suffix!r}")
+        raise ValueError(f"{path}: expected a submission that ends in .npz; got {path.suffix!r}")
     for group in (TEST_SPLITS, VAL_SPLITS):
         if set(splits) == set(group):
             if group == VAL_SPLITS:
                 warn(f"{path}: contains validation splits; the leaderboard expects test splits")
             return dict(zip(_LEADERBOARD, group, strict=True))
     raise ValueError(
-        f"{path}: a submission needs --splits {' '.join(TEST_SPLITS)} (or, for a trial, the four "
-        f"val_ splits); got {' '.join(splits) or 'none'}"
+        f"{path}: a submission needs --splits {' '.join(TEST_SPLITS)}, or the four val_ splits for "
+        f"a trial; got {' '.join(splits) or 'none'}"
     )
-
-
-def write_submission(
-    path: Path, predictions: Mapping[str, tuple[Sequence[str] | NDArray[np.str_], ArrayLike]]
-) -> None:
-    """Writes the .npz file for the leaderboard.
-
-    `predictions` are "id", "ood_ads", "ood_cat" and "ood_both" -> (unique ids, energies in eV).
-    """
-    arrays: dict[str, NDArray[np.generic]] = {}
-    for split in _LEADERBOARD:
-        ids, energy = (np.asarray(values) for values in predictions[split])
-        arrays |= {f"{split}_ids": ids, f"{split}_energy": energy}
-    _save_arrays(path, arrays)

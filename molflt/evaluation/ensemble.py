@@ -1,4 +1,4 @@
-"""Ensembles of trained runs: one energy regressor that predicts their mean energy."""
+"""Ensembles of trained runs, which predict the mean energy of their members."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ __all__ = ["ENSEMBLE", "EnsembleRegressor", "digest_of", "expect_same_totals"]
 __all__ += ["has_references", "load_ensemble"]
 
 ENSEMBLE = "ensemble"
-"""Name of the subfolder of the first run that contains the files of the ensemble."""
+"""Name of the subfolder of the first run for the files of the ensemble."""
 
 _RECIPE = "is2re"
-_COMPARED = 256  # structures whose compositions are compared
-_NEGLIGIBLE = 0.01  # eV per atom, difference between references
+_COMPARED = 256  # structures on which references are compared
+_NEGLIGIBLE = 0.01  # negligible difference between references, eV per atom
 
 
 class EnsembleRegressor(nn.Module):
-    """Mean of energy regressors, which are evaluated one after the other.
+    """Mean of energy regressors, which are evaluated one after another.
 
     Args:
         members: two or more models, all on one device.
-        data: run -> its training data, if known.
+        data: training data by run, if known.
 
     Attributes:
         weights: sha256 of the weights of each member.
@@ -48,7 +48,7 @@ class EnsembleRegressor(nn.Module):
     ) -> None:
         super().__init__()
         if len(members) < 2:
-            raise ValueError(f"an ensemble needs two members or more; got {len(members)}")
+            raise ValueError(f"an ensemble needs at least two members; got {len(members)}")
         self.members = nn.ModuleList(members)
         self.weights = tuple(map(digest_of, members))
         self.data = dict(data or {})
@@ -59,15 +59,12 @@ class EnsembleRegressor(nn.Module):
         return found if isinstance(found, Tensor) else None
 
     def forward(self, batch: Batch) -> Mapping[str, Tensor]:
-        """Predicts a batch.
-
-        Args:
-            batch: see `molflt.graph.EnergyRegressor`.
+        """Predicts a batch; see `molflt.graph.EnergyRegressor`.
 
         Returns:
-            "energy": mean over members, (graphs,), eV; "energy_by_member": (graphs, members), eV.
-            If all members predict them, also the means "displacement", (atoms, 3), Å, and
-            "adsorbate_energy", (atoms,), eV.
+            "energy", the mean over members, (graphs,), eV, and "energy_by_member", (graphs,
+            members), eV. If all members predict them, also the means "displacement", (atoms, 3), Å,
+            and "adsorbate_energy", (atoms,), eV.
         """
         energies: list[Tensor] = []
         by_atom: dict[str, list[Tensor]] = {"displacement": [], "adsorbate_energy": []}
@@ -87,20 +84,20 @@ def load_ensemble(
 ) -> tuple[EnsembleRegressor, Config]:
     """Loads runs as one model; their seeds, data and configurations may differ.
 
-    Returns the ensemble in evaluation mode, and the configuration of the first run. See
-    `molflt.training.checkpoint.load_run` for `device`; `checkpoint` is best or last, for all runs.
+    Returns the ensemble in evaluation mode, and the configuration of the first run. `checkpoint` is
+    best or last; see `molflt.training.checkpoint.load_run` for `device`.
     """
     runs = [Path(run) for run in runs]
     first = runs[0]
     if checkpoint not in ("best", "last"):
         raise ValueError(
-            f"--checkpoint {checkpoint}: expected best or last with --also, which each run has"
+            f"--checkpoint {checkpoint}: expected best or last in combination with --also"
         )
     for run in runs:
         if (recipe := read_config(run)["recipe"]) != _RECIPE:
             raise ValueError(
-                f"{run}: expected a run of the recipe {_RECIPE} in an ensemble; got {recipe}; "
-                "ensembles predict energies"
+                f"{run}: expected a run of the recipe {_RECIPE} in an ensemble, which predicts "
+                f"energies; got {recipe}"
             )
     models, configs = zip(*(load_run(run, checkpoint, device) for run in runs), strict=True)
     data = {
@@ -112,8 +109,8 @@ def load_ensemble(
     for i, run in enumerate(runs):
         if (tags := data[run].reading.tags) != data[first].reading.tags:
             raise ValueError(
-                f"{run}: trained with data.tags {tags}; expected, as {first}, "
-                f"{data[first].reading.tags} in an ensemble, whose members read the same structures"
+                f"{run}: trained with data.tags {tags}; expected {data[first].reading.tags}, as in "
+                f"{first}, because the members of an ensemble read the same structures"
             )
         if own[i] in own[:i]:
             raise ValueError(
@@ -142,21 +139,21 @@ def _expect_same_aim(run: Path, model: nn.Module, first: Path, other: nn.Module)
             names = ", ".join(chemical_symbols[number] for number in sorted(missing))
             raise ValueError(
                 f"{lacks}: not trained on {names}; expected the elements of {has} in an ensemble; "
-                "train on data that have them"
+                "train on data that contain them"
             )
     for what, read in (("model.readout", by_contact), ("references per element", has_references)):
         if read(model) != read(other):
             raise ValueError(
-                f"{run}: {what}: expected those of {first} in an ensemble; got others; train all "
-                "members in the same way"
+                f"{run}: {what}: different from {first}; expected the same for all members of an "
+                "ensemble; train all members in the same way"
             )
 
 
 def expect_same_totals(ensemble: EnsembleRegressor, dataset: Structures) -> None:
     """Raises ValueError if members were trained on different kinds of energies.
 
-    The training compositions may leave individual references undetermined. Therefore, the sums of
-    references and mean over the structures to predict are compared.
+    The compositions in the training data may not determine each reference. Therefore, the sums of
+    references and mean are compared for the structures to predict.
     """
     indices = np.unique(np.linspace(0, len(dataset) - 1, _COMPARED).astype(np.int64))
     atoms = torch.from_numpy(dataset.compositions(indices, by_contact(ensemble)[0]))
@@ -170,17 +167,14 @@ def expect_same_totals(ensemble: EnsembleRegressor, dataset: Structures) -> None
         apart, most = float((theirs - totals).abs().median()), max(std, their_std, negligible)
         if apart > most:
             raise ValueError(
-                f"{name}: its references and mean give structures of {dataset.path} energies "
-                f"{apart:.3g} eV from those of {names[0]}; expected at most {most:.3g} eV; train "
-                "all members on energies of one kind"
+                f"{name}: for the structures of {dataset.path}, the sums of references and mean "
+                f"differ from those of {names[0]} by {apart:.3g} eV; expected at most {most:.3g} "
+                "eV; train all members on energies of one kind"
             )
 
 
 def _totals(model: nn.Module, atoms: Tensor) -> tuple[Tensor, float]:
-    """Returns references plus mean, (structures,), and the sd of training energies, eV.
-
-    The sd is infinite if it is unknown. The compositions `atoms` are (structures, 119).
-    """
+    """Returns references plus mean, (structures,), and the sd of the training energies, eV."""
     buffers = dict(model.named_buffers())
     if not {"energy_mean", "energy_std"} <= buffers.keys():
         return atoms.new_zeros(len(atoms)), float("inf")

@@ -1,4 +1,4 @@
-"""Structures to evaluate: those of the run, or others."""
+"""Data sets to evaluate: the data of a run, or other structures."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ __all__ = ["EvaluationData", "warn_of_labels"]
 
 
 def warn_of_labels(split: str, sids: NDArray[np.int64], faults: Mapping[int, str]) -> None:
-    """Warns about the first implausible label of a split; `faults` are index -> reason."""
+    """Warns about the first implausible label of a split; `faults` contains reasons by index."""
     for index, reason in list(faults.items())[:1]:
         warn(
-            f"{split}: sid {sids[index]}: {reason}; it counts in the errors anyway "
-            f"({len(faults)} such); remove it with molflt data convert --skip-bad"
+            f"{split}: sid {sids[index]}: {reason}; the errors include {len(faults)} such "
+            "structures; remove them with molflt data convert --skip-bad"
         )
 
 
@@ -46,9 +46,9 @@ class EvaluationData:
     If the run was trained on a single file, only the validation part of this file is evaluated. Any
     other single file is evaluated as a whole, as one split with the name of the file.
 
-    `data` is None for the data of the run, of which structures that training omitted are always
-    omitted; `reading` are options for reading files. The attribute `absent` is a line about default
-    splits that do not exist, or empty.
+    `data` is the value of --data, or None for the data of the run, without the structures that
+    training omitted. `reading` contains options for reading files. The attribute `absent` is a line
+    about missing default splits, or empty.
     """
 
     def __init__(
@@ -63,9 +63,9 @@ class EvaluationData:
         self.own = DataSet.of_run(config["data"], config["seed"])
         if data is None and not exists(self.own.root):
             raise FileNotFoundError(
-                f"{self.own.root}: no such folder or file, but {run / 'config.yaml'} names it as "
-                "data.root; start in the folder where the run was trained, or name the data with "
-                "--data"
+                f"{self.own.root}: no such folder or file; expected the data.root of "
+                f"{run / 'config.yaml'}; start in the folder where the run was trained, or name "
+                "the data with --data"
             )
         own = self.own.reading
         given = {name: value for name, value in reading.items() if value != AS_TRAINED}
@@ -76,7 +76,7 @@ class EvaluationData:
         self._own_skip_bad = skip_bad or bool(config["data"].get("skip_bad"))
         self.skip_bad = self._own_skip_bad
         self.absent = ""
-        self.stem: str | None = None  # name of the split for a file of other structures
+        self.stem: str | None = None  # name of a single file that is not the data of the run
         if data is not None and not self._is_own(Path(data)):
             self.skip_bad = skip_bad
             self.data = self.data._replace(root=Path(data), val_fraction=None)
@@ -84,15 +84,15 @@ class EvaluationData:
                 self.stem = self.data.root.stem
 
     def _is_own(self, data: Path) -> bool:
-        """Returns True for the data of the run; a single file may have been moved."""
+        """Returns True if `data` is the data of the run, which may be a moved file."""
         root = self.own.root
         if exists(root) or not exists(data):
             return is_same(root, data)
         if data.name != root.name or not self.own._replace(root=data).is_one:
             return False
         warn(
-            f"{data}: assumed to be {root}, which the run was trained on and which is gone; only "
-            f"its part {self.own.val} is evaluated"
+            f"{data}: assumed to be the training data {root}, which no longer exist; only the part "
+            f"{self.own.val} is evaluated"
         )
         self.data = self.data._replace(root=data)
         return True
@@ -101,11 +101,11 @@ class EvaluationData:
         return str(self.data.root)
 
     def choose(self, splits: Sequence[str] | None) -> list[str]:
-        """Returns the splits to evaluate: the named ones, or the default ones that exist."""
+        """Returns the splits to evaluate: `splits`, or the default splits that exist."""
         if self.stem is not None:
             if splits and list(splits) != [self.stem]:
                 raise ValueError(
-                    f"{self.data.root}: a single file is not split; got --splits "
+                    f"{self.data.root}: a single file has no splits; got --splits "
                     f"{' '.join(splits)}; omit --splits, or name a folder with --data"
                 )
             return [self.stem]
@@ -119,13 +119,13 @@ class EvaluationData:
             self.data.open(usual[:1])  # raises an error that lists the splits that exist
         missing = [split for split in VAL_SPLITS if split not in there]
         if missing:
-            self.absent = f"not evaluated, because they do not exist: {', '.join(missing)}"
+            self.absent = f"missing splits: {', '.join(missing)}"
         return there
 
     def open(
         self, splits: Sequence[str], model: nn.Module, domain: Domain | None = None
     ) -> dict[str, Structures]:
-        """Returns structures by split and warns about omitted ones (:func:`check_structures`)."""
+        """Returns structures by split, and warns about omitted ones; see `check_structures`."""
         if isinstance(model, EnsembleRegressor):
             if self.data.is_one and self.stem is None:
                 self._expect_same_split(model)
@@ -147,13 +147,13 @@ class EvaluationData:
                 if shared and run != self.run:
                     self._expect_unchanged(run)
                 continue
-            with suppress(ValueError):  # if the file cannot be read with the options of the run
-                shared = shared or bool(self._same_held_out(run))  # for a copy of its file
+            with suppress(ValueError):  # raised if the options of the run cannot read the file
+                shared = shared or bool(self._same_held_out(run))  # if this is a copy of its file
             if shared:
                 raise ValueError(
-                    f"{first.root}: the runs of this ensemble held out different structures of it, "
-                    f"with data.split_seed {first.split_seed} and {member.split_seed}, and would "
-                    "be evaluated on structures that they were trained on; train all with the same "
+                    f"{first.root}: the runs of this ensemble held out different structures, with "
+                    f"data.split_seed {first.split_seed} and {member.split_seed}, and would be "
+                    "evaluated on their training structures; train all with the same "
                     "data.split_seed and data.val_fraction, or evaluate other structures with "
                     "--data"
                 )
@@ -168,24 +168,21 @@ class EvaluationData:
             ]
             if 0 < len(learned) < len(model.data):
                 raise ValueError(
-                    f"{learned[0]}: was trained on {split} of {self.data.root}, unlike other "
-                    "runs of this ensemble; expected splits that all or none of them have learned; "
-                    "name others with --splits, or other structures with --data"
+                    f"{learned[0]}: was trained on {split} of {self.data.root}, unlike other runs "
+                    "of this ensemble; expected splits on which all runs or no runs were trained; "
+                    "name other splits with --splits, or other structures with --data"
                 )
 
     def _expect_unchanged(self, run: Path) -> None:
         if self._same_held_out(run) is False:
             raise ValueError(
-                f"{self.data.root}: has changed since {run} was trained on it; some of the "
-                "structures that are held out now may have been trained on; restore the file, or "
-                "name a file of unseen structures with --data"
+                f"{self.data.root}: has changed since {run} was trained on it, and the held-out "
+                "structures may include training structures; restore the file, or name a file of "
+                "unseen structures with --data"
             )
 
     def _same_held_out(self, run: Path) -> bool | None:
-        """Returns True if a run would still hold out the same structures of the evaluated file.
-
-        The result is None if the last checkpoint does not record the held-out structures.
-        """
+        """Returns True if a run would still hold out the same structures, and None if unknown."""
         if not (held := read_provenance(run).get("data", {}).get("val")):
             return None
         config = self.config if run == self.run else read_config(run)
@@ -198,19 +195,19 @@ class EvaluationData:
         return bool(batches.fingerprints()["val"] == held)
 
     def domain(self, model: nn.Module | None = None) -> Domain | None:
-        """Returns the training domain for a model; None for runs of earlier versions."""
+        """Returns the domain of the training data; None for runs of earlier versions."""
         path = self.run / DOMAIN
         found = read_domain(path)
         zero = (False, False) if model is None else by_contact(model)
         return None if found is None else replace(Domain.from_json(found, str(path)), zero=zero)
 
     def training_median(self) -> tuple[float | None, str]:
-        """Returns the median energy of the training split, eV, and a line about its origin."""
+        """Returns the median energy of the training split, eV, and a line about this baseline."""
         source = self.own if exists(self.own.root) else self.data
         key = self.data.reading.energy_key
         if self.data.root == self.own.root and key != self.own.reading.energy_key:
             named = key or "y_relaxed or energy"
-            return None, f"no baseline, because training did not use the energies named {named}"
+            return None, f"no baseline, because training used energies other than {named}"
         try:
             if self.stem is not None and source is self.data:
                 raise FileNotFoundError(f"{self.own.root}: no such folder or file")
@@ -221,4 +218,4 @@ class EvaluationData:
         if not np.isfinite(energy).any():
             return None, f"no baseline, because {where} has no labels"
         median = float(np.nanmedian(energy))
-        return median, f"baseline: always {median:.4f} eV, the median of the energies in {where}"
+        return median, f"baseline: {median:.4f} eV, the median of the energies in {where}"

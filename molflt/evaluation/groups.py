@@ -1,4 +1,4 @@
-"""Errors by groups of structures: adsorbate, metal, element and size."""
+"""Errors by group of structures: adsorbate, metal, element and size."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from molflt.evaluation.predictions import UNKNOWN, Predictions
-from molflt.evaluation.results import align, write_csv
+from molflt.evaluation.results import results_table, write_csv
 from molflt.plots import GroupError
 
-__all__ = ["errors_by_group", "group_tables", "groups_by_name", "groups_by_size"]
+__all__ = ["errors_by_group", "group_tables", "groups_by_name", "groups_by_size", "size_edges"]
 __all__ += ["write_groups"]
 
 _SIZE_BINS = 6
 _PRINTED = 12
+_COLUMNS = {"n": ("systems", 0), "mae": ("MAE / eV", 4)}
 
 
 def errors_by_group(found: Mapping[str, Predictions]) -> dict[str, dict[str, list[GroupError]]]:
@@ -25,7 +26,8 @@ def errors_by_group(found: Mapping[str, Predictions]) -> dict[str, dict[str, lis
     Systems without a label are ignored. The ranges of sizes contain similar numbers of systems.
 
     Returns:
-        split, or "all" for all splits -> "adsorbate", "slab" (its elements) or "natoms" -> groups.
+        Groups by split, or "all" for all splits together, and by kind: "adsorbate", "slab" (the
+        elements of the slab) or "natoms".
     """
     parts = {}
     for split, part in found.items():
@@ -37,7 +39,7 @@ def errors_by_group(found: Mapping[str, Predictions]) -> dict[str, dict[str, lis
         return {}
     error, adsorbate, slab, natoms = map(np.concatenate, zip(*parts.values(), strict=True))
     parts["all"] = (error, adsorbate, slab, natoms)
-    edges = _size_edges(natoms)
+    edges = size_edges(natoms)
     return {
         split: {
             "adsorbate": groups_by_name(adsorbate, error),
@@ -48,19 +50,16 @@ def errors_by_group(found: Mapping[str, Predictions]) -> dict[str, dict[str, lis
     }
 
 
-def _size_edges(natoms: NDArray[np.int64]) -> NDArray[np.int64]:
+def size_edges(natoms: NDArray[np.int64]) -> NDArray[np.int64]:
     """Returns the start of each range of sizes and the end of the last range, from quantiles."""
     return np.unique(np.quantile(natoms, np.linspace(0, 1, _SIZE_BINS + 1)).astype(int))
 
 
 def groups_by_size(
-    natoms: NDArray[np.int64],
-    error: NDArray[np.float64],
-    edges: NDArray[np.int64] | None = None,
+    natoms: NDArray[np.int64], error: NDArray[np.float64], edges: NDArray[np.int64]
 ) -> list[GroupError]:
-    """Returns a group for each range of sizes between `edges`, by default quantiles of `natoms`."""
-    edges = _size_edges(natoms) if edges is None else edges
-    # each bin starts at its edge; the last one includes its end
+    """Returns a group for each nonempty range of sizes; see `size_edges`."""
+    # Each range starts at its edge; the last one includes its end.
     bins = np.searchsorted(edges[1:-1], natoms, side="right")
     groups = []
     for i in np.unique(bins):
@@ -71,7 +70,7 @@ def groups_by_size(
 
 
 def groups_by_name(names: NDArray[np.str_], error: NDArray[np.float64]) -> list[GroupError]:
-    """Returns one group per name, the largest group first."""
+    """Returns a group for each name, the largest group first."""
     found = [_group(str(name), error[names == name]) for name in np.unique(names)]
     return sorted(found, key=lambda group: (-group.n, group.group))
 
@@ -83,7 +82,7 @@ def _group(name: str, error: NDArray[np.float64]) -> GroupError:
 def write_groups(
     out: Path, groups: Mapping[str, Mapping[str, Sequence[GroupError]]], metric: str
 ) -> None:
-    """Writes errors_by_group.csv, where `metric` is the name of the MAE."""
+    """Writes errors_by_group.csv; `metric` is the name of the column with the MAE."""
     rows = [
         {"split": split, "kind": kind, "group": one.group, "n": one.n, metric: one.mae}
         for split, kinds in groups.items()
@@ -94,12 +93,12 @@ def write_groups(
 
 
 def group_tables(groups: Mapping[str, Sequence[GroupError]]) -> str:
-    """Formats errors by size, and errors by adsorbate and by metal for the largest groups only."""
+    """Formats tables of errors by adsorbate and by metal, for the largest groups, and by size."""
     tables = []
     for kind, title in {"adsorbate": "adsorbate", "slab": "slab", "natoms": "atoms"}.items():
         shown = groups[kind][:_PRINTED]
-        rows = [[group.group, f"{group.n:,}", f"{group.mae:.4f}"] for group in shown]
-        tables.append(align([[title, "systems", "MAE / eV"], *rows]))
+        rows = {group.group: {"n": group.n, "mae": group.mae} for group in shown}
+        tables.append(results_table(title, _COLUMNS, rows))
         if more := len(groups[kind]) - len(shown):
             tables[-1] += f"\n({more} more in errors_by_group.csv)"
     return "\n\n".join(tables)

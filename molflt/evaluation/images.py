@@ -20,8 +20,8 @@ from molflt.evaluation.common import (
     attention_of,
     batches,
     device_of,
-    draw_attention,
     draw_encoding,
+    draw_stack,
     expect_finite,
     load_classes,
     locality_of,
@@ -53,7 +53,7 @@ _COLUMNS = {
     "nearest": ("nearest 10 %", 3),
     "farthest": ("farthest 10 %", 3),
 }
-_NOTE = "10 %: attention on that share of the patches, mean over heads and layers"
+_NOTE = "10 %: attention on this share of the patches, averaged over heads and layers"
 _OF_PIXELS = ("losses.png", "attention.png", "encoding.png")
 _BITS = {
     "n": ("n", 0),
@@ -62,7 +62,7 @@ _BITS = {
     "uniform_bits_per_dim": ("uniform", 3),
 }
 _AT_ONCE = 64  # images in a batch for the histogram
-_AROUND = 7  # pixels above and to the sides in the picture of attention
+_AROUND = 7  # pixels above and at each side in the figure of attention
 
 
 class _Classified(NamedTuple):
@@ -91,7 +91,8 @@ def evaluate(
 
     Args:
         splits: train, val or both; by default val.
-        data: other images to evaluate instead: a folder of classes or an idx file.
+        data: other images to evaluate instead: a folder with a subfolder for each class, or an idx
+            file.
         batch_size: images in a batch.
 
     Returns:
@@ -134,12 +135,12 @@ def _datasets(
     splits: Sequence[str] | None,
     other: Path | None,
 ) -> dict[str, LabeledImages]:
-    """Returns name -> images; raises ValueError if their classes are not those of the run."""
+    """Returns images by name; raises ValueError if their classes differ from those of the run."""
     data, named = named_images(ImageData, options, splits, other)
     if data.classes != classes:
         raise ValueError(
-            f"{data.sources['val']}: classes {', '.join(data.classes[:5])} ...; expected those of "
-            f"the run, {', '.join(classes[:5])} ...; use data with the same classes"
+            f"{data.sources['val']}: classes {', '.join(data.classes[:5])} ...; expected "
+            f"{', '.join(classes[:5])} ..., as in the run; use data with the same classes"
         )
     return named
 
@@ -147,7 +148,7 @@ def _datasets(
 def _locality(model: ImageClassifier, images: LabeledImages) -> dict[str, float | None]:
     batch = torch.stack([images[i][0] for i in range(min(16, len(images)))]).to(device_of(model))
     places = model.places[0].double()
-    # without matrix products, whose rounding would make equal distances differ
+    # Without matrix products, whose rounding errors would make equal distances differ.
     distances = torch.cdist(places, places, compute_mode="donot_use_mm_for_euclid_dist")
     matrices = attention_of(model.stack, lambda: model(batch))
     return locality_of(matrices, distances, causal=False)
@@ -168,15 +169,14 @@ def _draw(
             for i in mistakes
         ]
         wrong = [images[int(i)][0].numpy() for i in mistakes]
-        title = "classified wrongly, the most confident first"
+        title = "misclassified images, the most confident predictions first"
         plots.image_sheet(wrong, captions, out / "wrong.png", title)
     first = images[0][0][None].to(device_of(model))
     title = "last layer, first image; patches row by row"
-    draw_attention(model.stack, lambda: model(first), out / "attention.png", title)
     position, scale, side = model.stack.position, model.position_scale, model.side
     if position is not None and position.dim == 1:
         scale, side = 1.0, side**2
-    draw_encoding(position, scale, side, out / "encoding.png", "patches")
+    draw_stack(out, model.stack, lambda: model(first), title, scale, side, "patches")
 
 
 def evaluate_pixels(
@@ -190,28 +190,28 @@ def evaluate_pixels(
 ) -> Evaluation:
     """Evaluates an autoregressive image model: bits per dimension.
 
-    The baselines are the uniform distribution of a byte, 8 bits, and the histogram of each
-    position: the frequency of each value in the training images, with every count increased by one.
-    Writes losses.png (loss against the position in the sequence), attention.png (attention of the
-    last layer on the pixels around each pixel, averaged over one image) and, with a relative
-    encoding, encoding.png.
+    The baselines are a uniform distribution over the values of a byte (8 bits) and a histogram for
+    each position, with the frequencies of the values in the training images after every count is
+    increased by one. Writes losses.png (loss against the position in the sequence), attention.png
+    (attention of the last layer on the pixels around each pixel, averaged over one image) and, with
+    a relative encoding, encoding.png.
 
     Args:
         splits: train, val or both; by default val.
-        data: other images to evaluate instead: a folder of classes or an idx file.
+        data: other images to evaluate instead: a folder with a subfolder for each class, or an idx
+            file.
         batch_size: images in a batch.
 
     Returns:
         Per split: bits_per_dim, uniform_bits_per_dim, histogram_bits_per_dim (null without the
-        training images), n and bytes (of all images).
+        training images), n and bytes (in all images).
     """
     own, named = named_images(PixelData, config["data"], splits, data)
     for images in named.values():
         if (images.channels, images.size[0]) != (model.channels, model.image_size):
             raise ValueError(
                 f"{images.path}: expected images of {model.image_size} pixels and {model.channels} "
-                f"channels, as in training; got {images.size[0]} and {images.channels}; use such "
-                "images"
+                f"channels, as in training; got {images.size[0]} and {images.channels}"
             )
     tables, note = _histograms(own if data is None else None, config["data"], model)
     results: Results = {}
@@ -240,10 +240,9 @@ def evaluate_pixels(
 def _histograms(
     own: PixelData | None, options: Mapping[str, object], model: PixelModel
 ) -> tuple[Tensor | None, str]:
-    """Returns the bits of each value at each position of training images, and a line about them.
+    """Returns the bits of each value, (bytes of an image, 256), and a line about the histograms.
 
-    The bits are -log2((n + 1) / (images + 256)), (bytes of an image, 256); None without training
-    images.
+    The bits are -log2((n + 1) / (images + 256)), or None without training images.
     """
     if own is None:
         own = PixelData(**options)  # type: ignore[arg-type]  # as in `named_images`
@@ -259,13 +258,15 @@ def _histograms(
             values = model.bytes_of(images.to(device_of(model))).cpu()
             counts += torch.bincount((values + first).flatten(), minlength=len(counts))
     bits = math.log2(len(train) + LEVELS) - (counts + 1).double().log2()
-    return bits.view(-1, LEVELS), f"histogram of each position: {len(train):,} training images"
+    return bits.view(
+        -1, LEVELS
+    ), f"histogram: frequencies at each position of {len(train):,} images"
 
 
 def _judge(
     model: PixelModel, images: LabeledImages, tables: Tensor | None, batch_size: int, name: str
 ) -> tuple[Tensor, float | None]:
-    """Returns the mean nats at each position, (bytes of an image,), and the tables' mean bits."""
+    """Returns the mean nats at each position, (bytes of an image,), and the mean of `tables`."""
     nats, bits = torch.zeros(model.longest, dtype=torch.float64), 0.0
     place = torch.arange(model.longest)
     batch_of = f"{batch_size} images of {model.longest:,} bytes"
@@ -282,7 +283,7 @@ def _judge(
 
 
 def _draw_around(model: PixelModel, image: Tensor, png: Path) -> None:
-    """Draws the attention of the last layer for an image (channels, side, side)."""
+    """Draws the attention of the last layer on an image (channels, side, side)."""
     given = image[None].to(device_of(model))
     what = f"the attention matrix of an image of {model.longest:,} bytes"
     with within_memory(lambda: what, "use a smaller model or smaller images"):
@@ -295,8 +296,7 @@ def _draw_around(model: PixelModel, image: Tensor, png: Path) -> None:
 def _around(weights: Tensor, model: PixelModel) -> Tensor:
     """Returns the mean weight for each offset, summed over channels, (heads, rows, columns).
 
-    In the weights, (heads, bytes, bytes), key j has seen byte j - 1, and the first key has seen
-    nothing.
+    In `weights`, (heads, bytes, bytes), key j contains byte j - 1; the first key contains no byte.
     """
     heads, channels, side = len(weights), model.channels, model.image_size
     reach = min(_AROUND, side - 1)

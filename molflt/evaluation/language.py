@@ -1,4 +1,4 @@
-"""Evaluation of language models, causal and masked: perplexity, accuracy, attention."""
+"""Evaluation of causal and masked language models: perplexity, accuracy and attention."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from molflt.training.config import Config
 
 __all__ = ["Residues", "evaluate", "evaluate_masked", "metrics_of", "token_losses"]
 
-_SHOWN = 128  # tokens in the picture of attention matrices
+_SHOWN = 128  # tokens in the figure of attention matrices
 _FILES = ("losses.png", "attention.png", "encoding.png", "substitutions.png")
 _COLUMNS = {
     "perplexity": ("perplexity", 2),
@@ -38,19 +38,19 @@ _COLUMNS = {
 }
 _OF_GAPS = {
     "perplexity": ("perplexity", 2),
-    "accuracy_percent": ("right / %", 2),
-    "next_sentence_percent": ("pairs right / %", 2),
+    "accuracy_percent": ("accuracy / %", 2),
+    "next_sentence_percent": ("next sentence / %", 2),
     "gaps": ("gaps", 0),
 }
-_ORDER = "CSTPAGNDEQHRKMILVFYW"  # similar amino acids are adjacent, as in Dayhoff's tables
+_ORDER = "CSTPAGNDEQHRKMILVFYW"  # similar amino acids are adjacent, as in the tables of Dayhoff
 _OF_RESIDUES = {
     "residue_perplexity": ("perplexity", 2),
-    "residue_accuracy_percent": ("right / %", 2),
-    "unigram_perplexity": ("unigram", 2),
-    "unigram_accuracy_percent": ("unigram right / %", 2),
+    "residue_accuracy_percent": ("accuracy / %", 2),
+    "unigram_perplexity": ("unigram perplexity", 2),
+    "unigram_accuracy_percent": ("unigram accuracy / %", 2),
     "residues": ("residues", 0),
 }
-_NOTE = "10 %: attention on that share of the preceding tokens, mean over heads and layers"
+_NOTE = "10 %: attention on this share of the preceding tokens, averaged over heads and layers"
 
 
 def evaluate(
@@ -67,8 +67,8 @@ def evaluate(
     Each block has the length used in training and is evaluated without the preceding text, as in
     the literature. Writes losses.png (loss against the position in the block), attention.png (each
     head of the last layer, for the first tokens) and, with a relative encoding, encoding.png. For
-    protein models, also compares the metrics of residues with the unigram model of the training
-    file and writes substitutions.png.
+    protein models, also compares the metrics of residues with a unigram model of the training file,
+    and writes substitutions.png.
 
     Args:
         splits: any of train, val and test; by default val, and also test if the run names it.
@@ -79,15 +79,16 @@ def evaluate(
         Per split: perplexity, bits_per_token, tokens, nearest and farthest. The last two are the
         attention on the nearest and farthest 10 % of the tokens of the first block, averaged over
         heads and layers. For proteins also residue_perplexity, residue_accuracy_percent, residues
-        (their number, without ends of records), unigram_perplexity and unigram_accuracy_percent.
+        (the number of residues, without ends of records), unigram_perplexity and
+        unigram_accuracy_percent.
     """
     vocabulary = common.load_vocabulary(run, model.vocabulary)
     length, train = int(str(config["data"]["length"])), str(config["data"]["train"])
     residues = None
-    if vocabulary.level == "protein":  # the unigram model also predicts ends of records
+    if vocabulary.level == "protein":  # whose unigram model also predicts ends of records
         possible = np.ones(len(vocabulary), dtype=bool)
         residues = Residues(train, lambda: read_blocks(train, vocabulary, length).ids, possible)
-    texts = {  # read all of them before evaluating the first
+    texts = {  # all are read before the first is evaluated
         split: read_blocks(source, vocabulary, length, split)
         for split, source in common.named_sources(config["data"], splits, data).items()
     }
@@ -108,8 +109,7 @@ def evaluate(
     plots.losses_by_place(curves, out / "losses.png")
     first = blocks[0][0][:_SHOWN].to(common.device_of(model))[None]
     title = f"last layer, first {first.shape[1]} tokens of {split}"
-    common.draw_attention(model.stack, lambda: model(first), out / "attention.png", title)
-    common.draw_encoding(model.stack.position, model.position_scale, length, out / "encoding.png")
+    common.draw_stack(out, model.stack, lambda: model(first), title, model.position_scale, length)
     text = f"{results_table('text', _COLUMNS, results)}\n\n{_NOTE}"
     if residues is not None:
         text += residues.report(results, model.head, vocabulary.ids, out / "substitutions.png")
@@ -118,7 +118,7 @@ def evaluate(
 
 
 def metrics_of(losses: NDArray[np.float64]) -> dict[str, float]:
-    """Returns perplexity and bits per token from negative log-likelihoods of tokens in nats."""
+    """Returns perplexity and bits per token for negative log-likelihoods of tokens in nats."""
     return LanguageTask.sums(torch.tensor(losses.sum()), torch.tensor(len(losses))).metrics()
 
 
@@ -131,8 +131,8 @@ def token_losses(
 ) -> NDArray[np.float64]:
     """Returns the negative log-likelihood of each token, nats, (blocks, length); NaN for padding.
 
-    For each batch, appends to `right` a mask of the tokens that were the most probable ones,
-    (batch, length). With None, the logits are not kept in memory.
+    For each batch, a mask of the tokens that the model found most probable, (batch, length), is
+    appended to the list `right`. Without such a list, logits are not kept in memory.
     """
     device, found = common.device_of(model), []
     loader, batch = DataLoader(blocks, batch_size), f"{batch_size} x {blocks.length:,} tokens"
@@ -171,29 +171,29 @@ def evaluate_masked(
 ) -> Evaluation:
     """Evaluates a masked language model: perplexity and accuracy of masked tokens (gaps).
 
-    The gaps are those of validation: they depend only on the sequence, not on the batch. Writes
-    attention.png (each head of the last attention layer) and, with a relative encoding,
-    encoding.png. For protein models, also compares the model with the unigram model of the training
-    file and writes substitutions.png.
+    The gaps are those of validation, and depend only on the sequence. Writes attention.png (each
+    head of the last attention layer) and, with a relative encoding, encoding.png. For protein
+    models, also compares the metrics of residues with a unigram model of the training file, and
+    writes substitutions.png.
 
     Args:
         splits: any of train, val and test; by default val, and also test if the run names it.
         data: another text to evaluate instead: a file or an hf: name.
-        batch_size: sequences in a batch; the wrong second parts also depend on this; by default as
-            in training.
+        batch_size: sequences in a batch, among which second parts are exchanged; by default as in
+            training.
 
     Returns:
         Per split: perplexity, accuracy_percent, next_sentence_percent if the model predicts it, and
-        gaps (their number). For proteins also residue_perplexity, residue_accuracy_percent and
-        residues (their number) with the mask token in every gap, and unigram_perplexity and
-        unigram_accuracy_percent.
+        gaps (the number of gaps). For proteins also residue_perplexity, residue_accuracy_percent
+        and residues (the number of residues), with the mask token in every gap, and
+        unigram_perplexity and unigram_accuracy_percent.
     """
     tokenizer, options = common.load_tokenizer(run, model.vocabulary), config["data"]
     length, train = int(str(options["length"])), str(options["train"])
     names = ("mask_rate", "mask_share", "random_share")
     shares = {name: float(str(config["task"][name])) for name in names}
     task = MaskedTask(model, **shares)
-    # in training, a tenth of the gaps show the right token
+    # In training, a tenth of the gaps show the right token.
     always = MaskedTask(model, shares["mask_rate"], mask_share=1.0, random_share=0.0)
     size = int(str(options["batch_size"])) if batch_size is None else batch_size
     letters, residues = tokenizer.letters, None
@@ -202,7 +202,7 @@ def evaluate_masked(
         residues = Residues(
             train, lambda: read_pieces(train, tokenizer, length, use="train").ids, possible
         )
-    texts = {}  # read all of them before evaluating the first
+    texts = {}  # all are read before the first is evaluated
     for split, source in common.named_sources(options, splits, data).items():
         pairs = model.next_sentence is not None
         texts[split] = read_pieces(source, tokenizer, length, pairs, split)
@@ -222,8 +222,7 @@ def evaluate_masked(
     ]
     stack, scale = model.encoder.stack, model.encoder.position_scale
     title = f"last layer with attention, first {count} tokens of {split}"
-    common.draw_attention(stack, lambda: model(*first), out / "attention.png", title)
-    common.draw_encoding(stack.position, scale, blocks.length, out / "encoding.png")
+    common.draw_stack(out, stack, lambda: model(*first), title, scale, blocks.length)
     columns = {k: v for k, v in _OF_GAPS.items() if all(k in row for row in results.values())}
     text = results_table("text", columns, results)
     if residues is not None and letters is not None:
@@ -238,7 +237,7 @@ def _judged(task: MaskedTask, blocks: PieceBlocks, size: int, name: str) -> dict
 
 
 def _targets(task: MaskedTask, blocks: PieceBlocks, size: int) -> NDArray[np.int64]:
-    """Returns the hidden tokens of a text, (gaps,)."""
+    """Returns the masked tokens of a text, (gaps,)."""
     found = []
     for batch in DataLoader(blocks, size):
         tokens, types, there = (part.to(common.device_of(task.model)) for part in batch)
@@ -248,10 +247,10 @@ def _targets(task: MaskedTask, blocks: PieceBlocks, size: int) -> NDArray[np.int
 
 
 class Residues:
-    """Metrics of residues, and of the unigram model of the training file if that file exists.
+    """Metrics of residues, and of a unigram model of the training file, if the file exists.
 
-    The unigram model has p_i = (n_i + 1) / (n + ids); thus, tokens that are missing in the file
-    have a finite loss. `read` returns the token ids of the file `source`, and `possible` is a mask
+    The unigram model has p_i = (n_i + 1) / (n + ids), which is positive for tokens that do not
+    occur in the file. `read` returns the token ids of the file `source`, and `possible` is a mask
     of the ids that can be predicted, (ids,).
     """
 
@@ -268,7 +267,7 @@ class Residues:
     def judge(
         self, perplexity: float | None, accuracy: float | None, targets: NDArray[np.integer]
     ) -> dict[str, float | None]:
-        """Returns metrics for residues with ids `targets`, (n,), including those of the model."""
+        """Returns the metrics of the model and the unigram model for residues `targets`, (n,)."""
         metrics: dict[str, float | None] = {
             "residue_perplexity": perplexity,
             "residue_accuracy_percent": accuracy,
@@ -282,7 +281,7 @@ class Residues:
         return metrics
 
     def report(self, results: Results, head: Head, ids: Mapping[str, int], png: Path) -> str:
-        """Draws the similarities of amino acids; returns a table of residue metrics with notes."""
+        """Draws the similarities of amino acids, and returns a table of metrics with notes."""
         table = results_table("per residue", _OF_RESIDUES, results)
         return f"\n\n{table}\n\n{self._note}\n{draw_substitutions(head, ids, png)}"
 
@@ -290,9 +289,9 @@ class Residues:
 def draw_substitutions(head: Head, ids: Mapping[str, int], png: Path) -> str:
     """Draws the similarity of the output embeddings of amino acids next to BLOSUM62.
 
-    The similarity is the cosine between embeddings after subtracting their mean; compare the
+    The similarity is the cosine between embeddings after subtraction of their mean, similar to the
     appendix of Performer (arXiv:2009.14794). Without Biopython, which provides BLOSUM62, only the
-    learned table is drawn. Returns a line with the correlation between the two tables.
+    learned table is drawn. Returns a line with the correlation between the tables.
     """
     places = torch.tensor([ids[letter] for letter in _ORDER], device=common.device_of(head))
     with torch.inference_mode():
@@ -307,19 +306,19 @@ def draw_substitutions(head: Head, ids: Mapping[str, int], png: Path) -> str:
     else:
         r = correlation(table, blosum)
         tables["BLOSUM62"] = blosum
-        note = f"{png.name}: correlation with BLOSUM62 over 190 pairs of amino acids {r:.3f}"
+        note = f"{png.name}: correlation with BLOSUM62 over 190 pairs of amino acids: {r:.3f}"
     plots.substitutions(tables, _ORDER, png)
     return note
 
 
 def correlation(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:
-    """Returns Pearson's correlation between two symmetric tables, ignoring the diagonals."""
+    """Returns the Pearson correlation of two symmetric tables without their diagonals."""
     above = np.triu_indices(len(one), 1)
     return float(np.corrcoef(one[above], other[above])[0, 1])
 
 
 def _blosum() -> NDArray[np.float64] | None:
-    """Returns BLOSUM62 in the order of the picture; None without Biopython."""
+    """Returns BLOSUM62 in the order of the figure; None without Biopython."""
     if importlib.util.find_spec("Bio") is None:
         return None
     from Bio.Align import substitution_matrices

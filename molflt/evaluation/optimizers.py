@@ -1,4 +1,4 @@
-"""Evaluation of learned optimizers and population optimizers on unseen problems."""
+"""Evaluation of learned optimizers of coordinates and of populations on unseen problems."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from molflt import plots
 from molflt.data.problems import ProblemSeeds, generator_of
-from molflt.evaluation.common import draw_attention, draw_encoding, require
+from molflt.evaluation.common import draw_stack, require
 from molflt.evaluation.results import Evaluation, align, begin_results, write_csv, written
 from molflt.memory import within_memory
 from molflt.optimizers import functions as objectives
@@ -37,10 +37,10 @@ __all__ += ["tuned_adam"]
 
 _FILES = ("curves.csv", "optimizations.png", "attention.png", "encoding.png")
 _RATES = tuple(round(10 ** (-4 + i / 3), 6) for i in range(10))  # 1e-4 to 0.1
-_END = 0.1  # the final loss is the mean over this last share of the steps
-_ROWS = 200  # intervals per curve in the file
-_SHOWN, _COORDINATES = 64, 32  # gradients and coordinates in the picture of attention
-_REACH = 200  # steps in the picture of the encoding
+_END = 0.1  # fraction of the steps, at the end, over which the final loss is averaged
+_ROWS = 200  # intervals of a curve in the file
+_SHOWN, _COORDINATES = 64, 32  # gradients and coordinates in the figure of attention
+_REACH = 200  # steps in the figure of the encoding
 _Curve = NDArray[np.float64]
 _Made = Callable[[int, Tensor], Problem]
 _Opened = Callable[[list[Tensor]], Optimizer]
@@ -54,8 +54,8 @@ _CMA_STEP = 2.0  # initial step size of CMA-ES, usual for BBOB's domain [-5, 5]
 class Raced(NamedTuple):
     """Loss curves of an optimizer on a task."""
 
-    curves: _Curve  # loss before each step, (repeats, steps); infinite from the first NaN on
-    setting: str = ""  # the tuned learning rate, for tables
+    curves: _Curve  # loss before each step, (repeats, steps); infinite after divergence
+    setting: str = ""  # tuned learning rate, for tables
 
 
 def evaluate(
@@ -72,7 +72,7 @@ def evaluate(
     """Evaluates a learned optimizer: loss curves on unseen tasks, compared with Adam.
 
     For each task, Adam uses the learning rate with the smallest final loss in the same repeats. The
-    tasks are Rosenbrock's function, a matrix factorization, a network that is deeper and larger
+    tasks are the Rosenbrock function, a matrix factorization, a network that is deeper and larger
     than those in training and, with `data`, a network and a convolutional network on images. Writes
     curves.csv (mean losses over up to 200 intervals of steps) and optimizations.png. With
     attention, also writes attention.png (each head of the last layer, for the first gradients of
@@ -82,8 +82,8 @@ def evaluate(
         steps: number of steps of each optimization.
         repeats: number of optimizations of each task, with different seeds.
         tasks: any of rosenbrock, factorization, deep_network, image_network and image_convolutions;
-            by default all, but the image tasks only with `data`.
-        data: images, in a folder of classes or an idx file.
+            by default all, with the image tasks only if `data` is set.
+        data: images: a folder with a subfolder for each class, or an idx file.
         rates: learning rates to try with Adam, by default 10 rates from 1e-4 to 0.1; an empty list
             omits Adam.
 
@@ -101,7 +101,9 @@ def evaluate(
     chosen = tasks_of(tasks, data)
     like = next(model.parameters())
     found: dict[str, dict[str, Raced]] = {}
-    with within_memory(lambda: f"{run}: the optimizer's state", "choose smaller --tasks"):
+    with within_memory(
+        lambda: f"{run}: the optimizer's state", "choose smaller tasks with --tasks"
+    ):
         for name, made in tqdm(chosen.items(), desc="tasks", leave=False, disable=None):
             opened = partial(LearnedOptimizer, model=model)
             found[name] = {run.name: _race(made, opened, steps, repeats, like)}
@@ -144,20 +146,18 @@ def _draw_memory(
     features = torch.stack(seen, dim=1)
     title = f"last layer, first {features.shape[1]} gradients of {task.replace('_', ' ')}"
     call = partial(model, features, features[..., 0])
-    draw_attention(memory.stack, call, out / "attention.png", title)
-    position, scale = memory.stack.position, memory.position_scale
-    draw_encoding(position, scale, _REACH + 1, out / "encoding.png", "steps")
+    draw_stack(out, memory.stack, call, title, memory.position_scale, _REACH + 1, "steps")
 
 
 def tasks_of(names: Sequence[str] | None, data: Path | None) -> dict[str, _Made]:
-    """Returns tasks by name; None means all, but the image tasks only with images `data`."""
+    """Returns tasks by name; None means all tasks, with image tasks only if `data` is set."""
     of_images = ("image_network", "image_convolutions")
     known = [*UNSEEN, *of_images]
     for name in names or ():
         if name not in known:
-            raise ValueError(f"--tasks {name!r}; expected some of {', '.join(known)}")
+            raise ValueError(f"--tasks {name!r}: expected some of {', '.join(known)}")
         if name in of_images and data is None:
-            raise ValueError(f"--tasks {name}: expected images; give them with --data")
+            raise ValueError(f"--tasks {name}: needs images; name them with --data")
     wanted = names or [name for name in known if data is not None or name in UNSEEN]
     if data is not None and not set(wanted) & {*of_images}:
         raise ValueError(f"--data {data} has no effect on {', '.join(wanted)}; omit it")
@@ -166,7 +166,7 @@ def tasks_of(names: Sequence[str] | None, data: Path | None) -> dict[str, _Made]
 
 
 def _race(made: _Made, opened: _Opened, steps: int, repeats: int, like: Tensor) -> Raced:
-    """Optimizes a task with `repeats` seeds that training never uses."""
+    """Optimizes a task with `repeats` seeds that training does not use."""
     seeds = ProblemSeeds("test", repeats)
     problems = [made(int(seeds[i]), like) for i in range(repeats)]
     return Raced(np.stack([_loss_curve(problem, opened, steps) for problem in problems]))
@@ -186,7 +186,7 @@ def tuned_adam(
 
 
 def _loss_curve(problem: Problem, opened: _Opened, steps: int) -> _Curve:
-    """Returns the loss before each step, (steps,); infinite from the first NaN on."""
+    """Returns the loss before each step, (steps,); infinite after divergence."""
     theta = nn.Parameter(problem.start.detach().clone())
     optimizer = opened([theta])
     curve = np.full(steps, np.inf)
@@ -204,7 +204,7 @@ def _loss_curve(problem: Problem, opened: _Opened, steps: int) -> _Curve:
 
 
 def final_loss(curves: _Curve) -> tuple[float, float]:
-    """Returns the geometric mean of final losses and the standard deviation of their log10."""
+    """Returns the geometric mean of the final losses, and the standard deviation of their log10."""
     count = max(1, round(_END * curves.shape[1]))
     ends = np.log10(np.maximum(curves[:, -count:].mean(axis=1), 1e-30))
     if not np.isfinite(ends).all():
@@ -233,7 +233,7 @@ def _table(found: Mapping[str, Mapping[str, Raced]]) -> str:
 
 
 def _intervals(curves: _Curve, most: int = _ROWS) -> tuple[_Curve, _Curve]:
-    """Returns the middle steps of intervals, (n,), and mean losses over each, (repeats, n)."""
+    """Returns the middle step, (n,), and the mean losses, (repeats, n), of each interval."""
     steps = curves.shape[1]
     edges = np.linspace(0, steps, min(steps, most) + 1).round().astype(int)
     means = [curves[:, a:b].mean(axis=1) for a, b in itertools.pairwise(edges)]
@@ -270,12 +270,12 @@ def evaluate_population(
     Writes best_values.csv and best_values.png. Each run has its own shifted and rotated function,
     which is the same for all optimizers. Populations start from N(0, 2.5^2), as in training. CMA-ES
     (the package cma with its defaults, stopped only by the number of evaluations) starts from a
-    uniform point in [-5, 5]^d with step size 2. Random search draws uniform points from the same
-    domain.
+    uniformly distributed point in [-5, 5]^d with step size 2. Random search draws uniformly
+    distributed points from the same domain.
 
     Args:
         functions: keys of `molflt.optimizers.functions.FAMILIES`; by default those that training
-            never uses: ellipsoid, rosenbrock, ackley, griewank and levy.
+            does not use: ellipsoid, rosenbrock, ackley, griewank and levy.
         evaluations: number of function evaluations in a run of an optimizer.
         runs: number of functions of each kind.
         dimension: dimension of the functions; by default that of training.
@@ -295,10 +295,12 @@ def evaluate_population(
         if value < low:
             raise ValueError(f"--{name} must be at least {low}; got {value}")
     if size < 2 or d < 1:
-        raise ValueError(f"--members must be at least 2, --dimension 1; got {size} and {d}")
+        raise ValueError(
+            f"--members must be at least 2 and --dimension at least 1; got {size} and {d}"
+        )
     wanted = list(BASELINES) if baselines is None else list(dict.fromkeys(baselines))
     if "cma-es" in wanted:
-        require("cma", "CMA-ES", "bench")  # fails without the package, before anything is computed
+        require("cma", "CMA-ES", "bench")  # raises an error before anything is computed
     own = _own_name(config)
     searches: dict[str, _Search] = {own: _of_model(model.of_dimension(d), size)}
     searches |= {name: BASELINES[name] for name in wanted}
@@ -328,7 +330,7 @@ def _own_name(config: Config) -> str:
 
 
 def _of_model(model: PopulationModel, members: int) -> _Search:
-    """Returns a search with the populations of all runs in one batch."""
+    """Returns a search that evaluates the populations of all runs in one batch."""
 
     @torch.no_grad()
     def search(functions: Functions, seeds: list[int], evaluations: int) -> _Curve:
@@ -345,7 +347,7 @@ def _of_model(model: PopulationModel, members: int) -> _Search:
 
 
 def _cma_es(functions: Functions, seeds: list[int], evaluations: int) -> _Curve:
-    """Runs CMA-ES one run at a time, with its default population size."""
+    """Runs CMA-ES with its default population size, for one function after another."""
     cma, found = require("cma", "CMA-ES", "bench"), []
     never: dict[str, float] = dict.fromkeys(("tolfun", "tolfunhist", "tolfunrel", "tolx"), 0)
     never |= {"tolstagnation": 10**9, "tolflatfitness": 10**9, "tolconditioncov": 1e300}
@@ -374,18 +376,18 @@ def _random(functions: Functions, seeds: list[int], evaluations: int) -> _Curve:
 
 
 BASELINES: dict[str, _Search] = {"cma-es": _cma_es, "random": _random}
-"""Searches by name: (functions, seeds, evaluations) -> values in order of evaluation, (runs, .)"""
+"""Searches by name, which return all values in the order of evaluation, (runs, evaluations)."""
 
 
 def _uniform(count: int, functions: Functions, generator: torch.Generator) -> Tensor:
-    """Draws uniform points from the search domain, (count, d)."""
+    """Draws uniformly distributed points of the search domain, (count, d)."""
     d = functions.minimizer.shape[1]
     return HALF_WIDTH * (2 * torch.rand(count, d, generator=generator, dtype=torch.float64) - 1)
 
 
 def _best(values: _Curve) -> _Curve:
     """Returns log10 of the best value so far, (runs, evaluations)."""
-    # NaN of a diverged model never counts as an improvement
+    # NaN from a diverged model is not an improvement.
     known = np.where(np.isnan(values), np.inf, values)
     found: _Curve = np.log10(np.maximum(np.minimum.accumulate(known, axis=1), _SMALLEST))
     return found

@@ -1,4 +1,4 @@
-"""Comparison of a run with published predictions of other models, system by system."""
+"""Comparison of a run with published predictions of other models for the same systems."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 from molflt import plots
 from molflt.data.structures.systems import System, read_systems
 from molflt.evaluation.predictions import Predictions
-from molflt.evaluation.results import align, write_csv
+from molflt.evaluation.results import results_table, write_csv
 from molflt.files import read_arrays, shown
 
 __all__ = ["Published", "common_systems", "compare", "read_published"]
 
 _OURS = "this run"
-_RESERVED = (_OURS, "energy", "target")  # published.csv has energy_eV and target_eV of the run
+_RESERVED = (_OURS, "energy", "target")  # columns of the run in published.csv, without _eV
 _Array = NDArray[np.float64]
 
 
@@ -26,9 +26,9 @@ class Published(NamedTuple):
     """Published energies of other models."""
 
     path: Path  # file of the energies
-    rows: dict[str, int]  # name of a system -> its row
-    models: dict[str, _Array]  # name -> (systems, trainings), eV
-    systems: dict[int, System]  # sid -> system of the evaluated data set
+    rows: dict[str, int]  # row of each system, by name
+    models: dict[str, _Array]  # energies by name of a model, (systems, trainings), eV
+    systems: dict[int, System]  # systems of the evaluated data set, by sid
 
 
 class _Common(NamedTuple):
@@ -37,28 +37,28 @@ class _Common(NamedTuple):
     split: str
     system: System
     target: float
-    energies: _Array  # (trainings,), eV
-    row: int
+    energies: _Array  # of the run, (trainings,), eV
+    row: int  # of the published energies
 
 
 def read_published(path: Path, root: Path) -> Published:
     """Reads an npz file with ``name``, (n,), and the energies of each model, (n,) or (n, k), eV.
 
-    Arrays of integers are ignored. The data set in `root` has a systems.csv with the names.
+    Arrays of integers are ignored. systems.csv in the data set `root` contains the same names.
     """
     arrays = read_arrays(path, ("name",))
     names = arrays["name"]
     if names.dtype.kind != "U" or names.ndim != 1 or len(set(names.tolist())) != len(names):
         raise ValueError(
-            f"{path}: name: expected a text for each system, all different; got {names.dtype} "
-            f"{names.shape}"
+            f"{path}: name: expected a unique name for each system, as text; got "
+            f"{names.dtype} {names.shape}"
         )
     models = {key: array for key, array in arrays.items() if array.dtype.kind == "f"}
     for key, array in models.items():
         if key in _RESERVED:
             raise ValueError(
-                f"{path}: {shown(key)}: expected the name of another model; got one that is "
-                "reserved for this run and its labels; rename the array"
+                f"{path}: {shown(key)}: this name is reserved for this run and its labels; "
+                "rename the array"
             )
         if array.ndim not in (1, 2) or len(array) != len(names):
             raise ValueError(
@@ -75,9 +75,9 @@ def read_published(path: Path, root: Path) -> Published:
 def compare(
     published: Published, common: list[_Common], found: Mapping[str, Predictions], out: Path
 ) -> str:
-    """Compares models over the systems that all of them predicted and that have a label.
+    """Compares models on the `common` systems, and returns tables.
 
-    Writes published.csv, published_errors.csv and published.png into `out`; returns tables.
+    Writes published.csv, published_errors.csv and published.png into `out`.
     """
     total = sum(len(part.energy) for part in found.values())
     target = np.array([one.target for one in common])
@@ -117,7 +117,7 @@ def compare(
 
 
 def common_systems(published: Published, found: Mapping[str, Predictions]) -> list[_Common]:
-    """Returns the systems that all models predicted and that have a label."""
+    """Returns the systems with a label that all models predicted."""
     finite = np.all([np.isfinite(array).all(1) for array in published.models.values()], axis=0)
     common = []
     for split, part in found.items():
@@ -129,8 +129,8 @@ def common_systems(published: Published, found: Mapping[str, Predictions]) -> li
     if not common:
         total = sum(len(part.energy) for part in found.values())
         raise ValueError(
-            f"{published.path}: expected predictions of some of the {total} systems; got none "
-            "with a label; compare the names in systems.csv with those in the file"
+            f"{published.path}: no predictions of labeled systems among these {total}; compare the "
+            "names in systems.csv with those in the file"
         )
     return common
 
@@ -138,7 +138,7 @@ def common_systems(published: Published, found: Mapping[str, Predictions]) -> li
 def _error_rows(
     errors: Mapping[str, _Array], groups: Mapping[str, list[str]]
 ) -> Iterator[dict[str, Any]]:
-    """Yields errors by group and model: the mean MAE of trainings and the MAE of their mean."""
+    """Yields the mean MAE of the trainings, and the MAE of their mean, by group and model."""
     for kind, names in groups.items():
         where = {name: np.array(names) == name for name in dict.fromkeys(names)}
         if kind == "split" and len(where) > 1:
@@ -158,18 +158,14 @@ def _error_rows(
 
 
 def _table(rows: list[dict[str, Any]], kind: str) -> str:
-    columns: dict[str, dict[str, float]] = {}
-    counts: dict[str, int] = {}
+    columns = {"n": ("systems", 0)}
+    groups: dict[str, dict[str, float | None]] = {}
     for row in rows:
         if row["kind"] == kind:
-            group, model = row["group"], row["model"]
-            counts[group] = row["n"]
-            columns.setdefault(model, {})[group] = row["mae_eV"]
+            model, mean = row["model"], f"{row['model']}, mean of {row['trainings']}"
+            cells = {"n": row["n"], model: row["mae_eV"]}
             if kind == "split" and row["trainings"] != 1:
-                mean = columns.setdefault(f"{model}, mean of {row['trainings']}", {})
-                mean[group] = row["mae_of_mean_eV"]
-    lines = [[kind, "systems", *columns]]
-    for group, count in counts.items():
-        cells = [f"{column[group]:.4f}" for column in columns.values()]
-        lines.append([group, f"{count:,}", *cells])
-    return align(lines)
+                cells[mean] = row["mae_of_mean_eV"]
+            columns |= {name: (name, 4) for name in cells if name != "n"}
+            groups.setdefault(row["group"], {}).update(cells)
+    return results_table(kind, columns, groups)

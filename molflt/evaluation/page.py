@@ -1,4 +1,4 @@
-"""A run as one self-contained HTML page, which page.html arranges."""
+"""Report of a run as one self-contained HTML page, from the template page.html."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from molflt.version import __version__
 __all__ = ["Page", "page_of"]
 
 _OF_STRUCTURES = ("is2re", "potential")  # recipes whose predictions.csv has a row per structure
-_LONGEST = 400  # maximum characters of a text
+_LONGEST = 400  # maximum number of characters in a text
 _VALIDATIONS = 20  # rows in the table of validations
-_DRAWN, _LISTED = 6, 15  # worst predictions
+_DRAWN, _LISTED = 6, 15  # worst predictions in figures and in the table
 _NAMES = {
     "bleu": "BLEU ↑",
     "chrf": "chrF ↑",
@@ -45,43 +45,44 @@ _NAMES = {
     "farthest": "attention on the farthest 10 % of the tokens",
 }
 _NAMED_BY = {"learned_optimizer": "--tasks", "population_optimizer": "--functions"}
-_KEPT = {  # pictures of evaluations
-    "parity.png": "Predicted against labeled energies, a panel per split; the largest errors are "
-    "named.",
-    "errors.png": "Mean absolute error by adsorbate, metal (elements of the slab), element and "
-    "number of atoms, over all splits; share of systems with a smaller error.",
-    "forces.png": "Predicted against labeled components of the forces, in eV/Å, a panel per split.",
-    "encoding.png": "Learned relative encodings. The relative positional encoding of each head "
-    "against the offset between two tokens, added to the logit or multiplied with the weight, see "
-    "the label of the axis.",
-    "attention.png": "Attention of the last layer: queries (rows) and keys (columns), a panel per "
-    "head.",
-    "cross-attention.png": "Attention of the target on the source, a panel per head.",
+_KEPT = {  # captions of the figures of evaluations
+    "parity.png": "Predicted against labeled energies, with one panel per split. The largest "
+    "errors are labeled.",
+    "errors.png": "Mean absolute error by adsorbate, metal (elements of the slab), element or "
+    "number of atoms, over all splits, and the cumulative distribution of the errors.",
+    "forces.png": "Predicted against labeled force components, with one panel per split.",
+    "encoding.png": "Learned relative positional encoding of each head against the offset between "
+    "two tokens. It is added to the logit or multiplied with the weight, as the axis label states.",
+    "attention.png": "Attention of the last layer, with queries as rows and keys as columns, and "
+    "one panel per head.",
+    "cross-attention.png": "Attention of the target to the source, with one panel per head.",
     "losses.png": "Mean loss per token, in nats, against the number of preceding tokens.",
-    "substitutions.png": "The learned similarity of pairs of amino acids, and BLOSUM62 if it is "
+    "substitutions.png": "Learned similarity of pairs of amino acids, and BLOSUM62 if Biopython is "
     "installed.",
-    "confusion.png": "The share of the images of each class (row) that were assigned to each class "
+    "confusion.png": "Share of the images of each class (row) that were assigned to each class "
     "(column).",
-    "wrong.png": "The misclassified images with the largest probabilities.",
-    "best_values.png": "The best value so far against the number of evaluations of unseen "
-    "functions: mean and standard deviation over runs.",
+    "wrong.png": "Misclassified images with the highest predicted probabilities.",
+    "best_values.png": "Best value so far against the number of evaluations of unseen functions: "
+    "mean and standard deviation over runs.",
     "optimizations.png": "Loss against the step on unseen tasks: mean and range over repeats.",
     "published.png": "Predicted against labeled energies of published models and of this run.",
 }
-_LARGEST_PNG = 500_000  # bytes; larger pictures are reduced to a palette
-_BUDGET = 2_500_000  # total bytes of all pictures, for a page of at most 3 MB
-_EXPECTED = {  # files of a finished run -> result of their absence
+_LARGEST_PNG = 500_000  # bytes; larger figures are reduced to a palette
+_BUDGET = 2_500_000  # bytes of all figures, for a page of at most 3 MB
+_EXPECTED = {  # files of a finished run, and the consequences if they are missing
     "checkpoints/last.ckpt": "time and data of the training are unknown",
     "checkpoints/best.safetensors": "the best weights are lost, or there was no validation",
     "metrics.csv": "curves are not shown",
     "versions.json": "versions are unknown",
 }
 
-_Part = Mapping[str, Any] | str  # a table, figure, row of figures, ...; a string is a paragraph
+_Part = (
+    Mapping[str, Any] | str
+)  # a table, a figure, a row of figures and so on; a string is a paragraph
 
 
 class Page:
-    """Contents of a run folder, and pictures until the page would become too large.
+    """Contents of a run folder for its report.
 
     Attributes:
         missing: a line for each missing or damaged part.
@@ -104,10 +105,8 @@ class Page:
             self.attempt(lambda: verify_tensors(best), False)
         most = int(str(run.config["trainer"]["max_steps"]))
         if run.step is not None and run.step < most and "stopped" not in run.own:
-            self.missing.append(
-                f"{path}: {run.step:,} of {most:,} steps are done; resume with molflt train "
-                "--resume"
-            )
+            done = f"{run.step:,} of {most:,} steps are done"
+            self.missing.append(f"{path}: {done}; resume with molflt train --resume")
         if run.unmeasured:
             self.missing.append(f"{run.unmeasured}; not shown; run molflt evaluate RUN")
         elif not (path / RESULTS).is_file():
@@ -118,14 +117,14 @@ class Page:
         try:
             return read()
         except KeyError as error:
-            line = f"{self.path}: a table lacks the column {shown(error.args[0])}"
+            line = f"{self.path}: a table has no column {shown(error.args[0])}"
         except (ValueError, OSError, ArithmeticError, csv.Error) as error:
             line = " ".join(str(error).split())
         self.missing += [line] * (line not in self.missing)
         return otherwise
 
     def drawn(self, text: str, draw: Callable[[Path], object]) -> list[_Part]:
-        """Draws a figure; `text` describes it in words."""
+        """Draws a figure with the caption `text`."""
 
         def make() -> list[_Part]:
             with tempfile.TemporaryDirectory() as folder:
@@ -146,10 +145,7 @@ class Page:
         content, width = _png(content, name)
         data = base64.b64encode(content).decode()
         if len(data) > self._left:
-            raise ValueError(
-                f"{name}: not shown, because the page would become larger than 3 MB; open the file "
-                "in the run"
-            )
+            raise ValueError(f"{name}: not shown, because the page would be larger than 3 MB")
         self._left -= len(data)
         return [{"src": f"data:image/png;base64,{data}", "width": width, "text": text}]
 
@@ -169,7 +165,7 @@ def _png(content: bytes, name: str) -> tuple[bytes, int]:
             return buffer.getvalue(), width
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError(
-            f"{name}: expected a PNG; {shown(str(error), 100)}; evaluate the run again"
+            f"{name}: expected a PNG file; {shown(str(error), 100)}; evaluate the run again"
         ) from None
 
 
@@ -180,13 +176,13 @@ def _table(
     text_columns: int = 1,
     most: int = 30,
 ) -> _Part:
-    """Returns a table of at most `most` rows, with numbers after the first `text_columns`."""
+    """Returns a table of at most `most` rows, with numbers after `text_columns` columns of text."""
     parts = {"head": head, "rows": rows, "caption": caption}
     return {**parts, "text_columns": text_columns, "most": most}
 
 
 def page_of(path: Path) -> tuple[str, list[str]]:
-    """Renders a run as one HTML page, and returns it with a line for each missing part."""
+    """Renders a run as one HTML page, and returns the page and lines about missing parts."""
     page = Page(path)
     sections = []
     for name, (title, make) in _SECTIONS.items():
@@ -227,11 +223,11 @@ def _overview(page: Page) -> list[_Part]:
         ("time of training", run.time if run.seconds is not None else "unknown"),
         ("best validation", f"{measure.shown(best[0])} at step {best[1]:,}" if best else "none"),
     ]
-    return [_table(("property", "value"), rows, "The run at a glance.", 2)]
+    return [_table(("property", "value"), rows, "Summary of the run.", 2)]
 
 
 def _heading(name: str, metrics: Mapping[str, Metric]) -> str:
-    """Returns a metric with its unit and an arrow that shows which direction is better."""
+    """Returns a metric with its unit, and with an arrow in the direction of better values."""
     if name in metrics:
         return f"{metrics[name].axis} {'↑' if metrics[name].largest_is_best else '↓'}"
     inner = name.removeprefix("baseline_")
@@ -245,7 +241,7 @@ def _number(value: float | None, error: float | None = None, metric: Metric | No
         return "–"
     if isinstance(value, int):
         return f"{value:,}"
-    # as in tables of evaluations and comparisons
+    # The format is that of evaluations and comparisons.
     form = f".{metric.digits + (metric.digits > 2)}f" if metric is not None else ".4g"
     form = ",.1f" if abs(value) >= 1000 else form
     return f"{value:{form}}" + ("" if error is None else f" ± {error:{form}}")
@@ -303,7 +299,7 @@ def _settings(page: Page) -> list[_Part]:
     chosen = [(key, value) for key, value in own.items() if usual.get(key) != value]
     head = ("option", "value")
     changed = _table(head, chosen, "Options that differ from their defaults.", 2, 500)
-    everything = _table(head, list(own.items()), "config.yaml.", 2, 500)
+    everything = _table(head, list(own.items()), "All options (config.yaml).", 2, 500)
     return [changed, {"summary": "All options", "inside": [everything]}]
 
 
@@ -317,7 +313,7 @@ def _files(page: Page) -> list[_Part]:
         for path in sorted(page.path.rglob("*"))
         if path.is_file() and path.name != "report.html"
     ]
-    listing = _table(("file", "size"), sizes, "Files of the run.", most=200)
+    listing = _table(("file", "size"), sizes, "Files in the run folder.", most=200)
     return [*parts, {"summary": "Files", "inside": [listing]}]
 
 
@@ -340,7 +336,7 @@ def _repeat(page: Page) -> list[_Part]:
 
 
 class _System(NamedTuple):
-    """A row of predictions.csv."""
+    """Row of predictions.csv."""
 
     split: str
     place: int  # index in the split
@@ -349,11 +345,11 @@ class _System(NamedTuple):
     natoms: int
     energy: float
     target: float
-    error: float  # error of the energy, eV, or mean error of the forces, meV/Å
+    error: float  # error of the energy, eV, or MAE of the forces, meV/Å
 
 
 def _systems(page: Page) -> list[_System]:
-    """Reads the systems with a known error, largest errors first."""
+    """Returns the systems with a known error, largest errors first."""
     counts: Counter[str] = Counter()
     systems = []
     of_forces = any(row.get("force_mae_eV_per_A") for row in page.run.predictions)
@@ -394,12 +390,14 @@ def _worst(page: Page) -> list[_Part]:
     figures: list[_Part] = []
     for one in filter(structures.__contains__, worst):
         wrong = f"{one.error:{form}} {unit}"
-        text = f"sid {one.sid} ({one.split}): {one.name}, {one.natoms} atoms from the top and from "
-        text += f"the side, {what} {wrong}"
+        text = (
+            f"sid {one.sid} ({one.split}): {one.name}, {one.natoms} atoms, seen from the top and "
+        )
+        text += f"from the side; {what} {wrong}"
         figures += page.drawn(text, partial(plots.structure_views, structures[one]))
     legend = (
-        "Atoms of the adsorbate (tag 2) have thick edges, fixed atoms are hatched, the dashed line "
-        "is the cell. The structures are the input of the model."
+        "Atoms of the adsorbate (tag 2) have thick edges, fixed atoms are hatched, and dashes show "
+        "the cell. The structures are inputs of the model."
     )
     parts = [_table(head, rows, caption)]
     return parts + ([legend, {"parts": figures}] if figures else [])
@@ -408,7 +406,7 @@ def _worst(page: Page) -> list[_Part]:
 def _structures(run: Run, split: str, wanted: Sequence[_System]) -> dict[_System, Any]:
     data = DataSet.of_run(run.config["data"], run.config["seed"])
     if not exists(data.root):
-        raise ValueError(f"{data.root}: the data are missing; the worst structures are not drawn")
+        raise ValueError(f"{data.root}: no such data; the worst structures are not drawn")
     for skip_bad in (False, True):  # evaluations may have omitted bad structures
         with suppress(ValueError, FileNotFoundError):
             opened: Any = data.open([split], skip_bad)[split]
@@ -418,7 +416,7 @@ def _structures(run: Run, split: str, wanted: Sequence[_System]) -> dict[_System
             if {(int(record.sid), record.num_nodes) for record in found.values()} == there:
                 return found
     raise ValueError(
-        f"{data.root}: split {split} does not have the structures of predictions.csv; the worst "
+        f"{data.root}: split {split} does not contain the structures of predictions.csv; the worst "
         "structures are not drawn"
     )
 
@@ -427,9 +425,9 @@ _SECTIONS: Mapping[str, tuple[str, Callable[[Page], list[_Part]]]] = {
     "overview": ("Overview", _overview),
     "results": ("Results", _results),
     "training": ("Training", _training),
-    "pictures": ("Pictures of the evaluation", _pictures),
+    "pictures": ("Figures of the evaluation", _pictures),
     "worst": ("The worst predictions", _worst),
     "settings": ("Settings", _settings),
     "versions": ("Versions and files", _files),
-    "repeat": ("How to repeat it", _repeat),
+    "repeat": ("How to reproduce it", _repeat),
 }

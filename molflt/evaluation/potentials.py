@@ -16,7 +16,7 @@ from molflt.data.structures.base import AS_TRAINED
 from molflt.data.structures.force_units import unit_fault
 from molflt.data.structures.potential_data import SinglePoints
 from molflt.evaluation.evaluated import EvaluationData, warn_of_labels
-from molflt.evaluation.groups import groups_by_name, groups_by_size, write_groups
+from molflt.evaluation.groups import groups_by_name, groups_by_size, size_edges, write_groups
 from molflt.evaluation.predictions import Predictions, infer
 from molflt.evaluation.results import (
     Evaluation,
@@ -67,24 +67,25 @@ def evaluate(
     """Evaluates a potential.
 
     Writes predictions.csv (energy and mean force error of each structure) and parity.png (energies
-    minus the mean for their formula). With force labels, also writes forces.png (components against
-    their labels), errors_by_group.csv and errors.png (force errors by element and by size).
+    minus the mean of all structures with the same formula). With force labels, also writes
+    forces.png (predicted against labeled components), errors_by_group.csv and errors.png (force
+    errors by element and by size).
 
     Args:
         splits: names of splits; by default OC20's four validation splits and the validation split
-            of the training, as far as they exist.
-        data: folder of the data set, or one file; by default the data of the run.
+            of the run, if they exist.
+        data: folder of a data set, or one file; by default the data of the run.
         batch_size: structures in a batch.
         skip_bad: omit and list structures that cannot be used.
         energy_key: key of the energy, eV, in files that ASE reads; by default the key used in
             training, if the source has it; null means energy or REF_energy.
-        forces_key: key of the forces, eV/Å; default as for `energy_key`.
-        stress_key: key of the stress, eV/Å^3; default as for `energy_key`.
+        forces_key: key of the forces, eV/Å; the default is that of `energy_key`.
+        stress_key: key of the stress, eV/Å^3; the default is that of `energy_key`.
 
     Returns:
-        Per split: the same metrics as in training, in meV/atom, meV/Å and meV/Å^3; those of the
-        baselines, which are energies per element plus a constant per atom, and zero forces; and n,
-        the number of structures.
+        Per split: the metrics of training, in meV/atom, meV/Å and meV/Å^3; the errors of the
+        baselines, which predict energies per element plus a constant per atom, and zero forces; and
+        n, the number of structures.
     """
     keys = {"energy_key": energy_key, "forces_key": forces_key, "stress_key": stress_key}
     source = EvaluationData(run, config, data, skip_bad, **keys)
@@ -95,13 +96,13 @@ def evaluate(
         points = datasets[split] = SinglePoints(dataset)
         if not len(points):
             raise ValueError(
-                f"{points.path}: no structure has an energy at its positions; "
-                + (dataset.hint or "molflt predict needs no labels")
+                f"{points.path}: no structure has the energy of its own positions; "
+                + (dataset.hint or "use molflt predict, which does not need labels")
             )
         if fault := unit_fault(points):
             warn(f"{split}: {fault}")
         if points.without_energy:
-            warn(f"{split}: {points.without_energy} structures without an energy are omitted")
+            warn(f"{split}: {points.without_energy} structures have no energy and are omitted")
         sids = np.array([int(points.source[index].sid) for index in points.absurd])
         warn_of_labels(split, sids, dict(enumerate(points.absurd.values())))
         found[split] = infer_points(model, points, batch_size, split)
@@ -117,7 +118,7 @@ def evaluate(
 
 
 def _baseline(model: nn.Module, points: SinglePoints) -> dict[str, float | None]:
-    """Returns errors of element energies plus the best constant per atom, and of zero forces."""
+    """Returns the errors of energies per element plus a constant per atom, and of zero forces."""
     references = model.get_buffer("element_energies").cpu().numpy()
     of_elements = points.compositions(np.arange(len(points))) @ references
     rest = (points.y_relaxed - of_elements) / points.natoms
@@ -140,7 +141,7 @@ def _draw(out: Path, found: Mapping[str, Points]) -> None:
         if part.forces.size:
             label, predicted = 1e3 * part.forces.reshape(2, -1)
             pairs[split] = label, predicted
-    quantity = "energy minus the mean of its formula"
+    quantity = "energy minus the mean for its formula"
     plots.parity(panels, out / "parity.png", names, quantity, "meV/atom")
     if pairs:
         plots.parity(pairs, out / "forces.png", quantity="force component", unit="meV/Å")
@@ -150,11 +151,7 @@ def _draw(out: Path, found: Mapping[str, Points]) -> None:
 
 
 def _force_errors(found: Mapping[str, Points]) -> dict[str, list[GroupError]]:
-    """Computes force errors over all splits, meV/Å, by "element" of the atom and by "natoms".
-
-    Structures and atoms without force labels are ignored. For elements, n is the number of atoms.
-    For sizes, n is the number of structures, and the MAE is averaged over structures.
-    """
+    """Computes force errors, meV/Å, over all atoms by element, and over all structures by size."""
     from ase.data import chemical_symbols
 
     numbers = np.concatenate([part.elements for part in found.values()])
@@ -165,7 +162,8 @@ def _force_errors(found: Mapping[str, Points]) -> dict[str, list[GroupError]]:
     known = np.isfinite(of_structure)
     groups = {"element": groups_by_name(symbols, 1e3 * np.abs(forces[1] - forces[0]).mean(axis=1))}
     if known.any():
-        groups["natoms"] = groups_by_size(natoms[known], of_structure[known])
+        edges = size_edges(natoms[known])
+        groups["natoms"] = groups_by_size(natoms[known], of_structure[known], edges)
     return groups
 
 
@@ -191,16 +189,15 @@ def _rows(
 class Points(NamedTuple):
     """Predictions of a potential for the structures of one source, in the order of the source."""
 
-    energies: Predictions  # predictions and labels of energies, eV
-    force_mae: _Numbers
-    """mean error of the force components of each structure, (systems,), eV/Å; NaN without labels"""
+    energies: Predictions
+    force_mae: _Numbers  # MAE of each structure, (systems,), eV/Å; NaN without labels
     metrics: dict[str, float]  # metrics of all structures together, as in training
     elements: NDArray[np.int64]  # atomic numbers of the atoms with force labels, (atoms,)
     forces: _Numbers  # labels and predictions for these atoms, (2, atoms, 3), eV/Å
 
 
 def infer_points(model: nn.Module, dataset: SinglePoints, batch_size: int, name: str) -> Points:
-    """Runs a potential over a data set; see `molflt.evaluation.predictions.infer`."""
+    """Runs a potential on a data set; see `molflt.evaluation.predictions.infer`."""
     elements: list[NDArray[np.int64]] = []
     forces: list[_Numbers] = []
     force_mae = np.empty(len(dataset))

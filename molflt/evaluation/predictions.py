@@ -1,4 +1,4 @@
-"""Predictions of a trained model for a data set, with warnings about unknown elements."""
+"""Predictions of a trained model for a data set, with warnings about unfamiliar structures."""
 
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ __all__ += ["open_structures", "refuse_undescribed", "warn_of_elements"]
 
 UNKNOWN = "unknown"  # adsorbate and slab of a structure without tags
 _ADSORBATES = "adsorbate_energy"
-_LISTED = 5  # reasons listed in a warning
+_LISTED = 5  # maximum number of reasons in a warning
 _NUMBERED = re.compile(r"(?:([^:]*: )(-?\d+(?:[.,]\d+)*))?(.+)")  # label, number, rest
+_NOTES = ("elements", "adsorbed", "bare", "overlapping")  # columns for warnings
 _FORCE = "or predict anyway with --force (force=True)"
 _INSTEAD = f"find tags from the geometry with --tags guess (tags='guess'), {_FORCE}"
 _SET_TAGS = f"set tags yourself, 0 subsurface, 1 surface and 2 adsorbate, {_FORCE}"
@@ -56,13 +57,13 @@ class Predictions:
         target: labels y_relaxed, (systems,), eV; NaN without a label.
         formula: Hill formula of each system.
         adsorbate: Hill formula of the atoms with tag 2 of each system, or "unknown".
-        members: predictions of each member of an ensemble, (systems, members), eV, whose mean is
+        members: predictions of each member of an ensemble, (systems, members), eV, with the mean
             `energy`; None for a single model.
-        outside: for each system, descriptions of how it differs from the training data.
-        by_atom: for each system, the requested outputs that the model predicts: "displacement"
+        outside: differences between each system and the training data, in words.
+        by_atom: those requested outputs that the model predicts, for each system: "displacement"
             (atoms, 3), Å; "embedding" (atoms, dim); "forces" (atoms, 3), eV/Å.
         slab: elements of the atoms without tag 2 of each system, such as Cu-Pt, or "unknown" if no
-            atom has tag 2; empty for potentials.
+            atom has tag 2.
         by_adsorbate: energies of the adsorbates of each system, eV, which sum to its energy; empty
             for models that do not predict them.
     """
@@ -81,7 +82,7 @@ class Predictions:
 
     @property
     def by_training(self) -> NDArray[np.float64]:
-        """Returns the energies of each training run, (systems, trainings), eV."""
+        """Returns the energies of each member or of the single model, (systems, trainings), eV."""
         return self.energy[:, None] if self.members is None else self.members
 
     @property
@@ -111,7 +112,7 @@ def open_structures(
     model: nn.Module | None = None,
     domain: Domain | None = None,
 ) -> Structures:
-    """Opens structures to predict; see `open_dataset` and `check_structures`."""
+    """Opens the structures to predict; see `open_dataset` and `check_structures`."""
     dataset = open_dataset(path, skip_bad, reading._replace(for_prediction=True))
     return check_structures(dataset, model, domain)
 
@@ -119,10 +120,10 @@ def open_structures(
 def check_structures(
     dataset: Structures, model: nn.Module | None = None, domain: Domain | None = None
 ) -> Structures:
-    """Returns the structures that can be predicted; warns about those that are omitted.
+    """Returns the structures that can be predicted, and warns about omitted ones.
 
-    If bad structures are omitted, so are structures with elements that the model does not support
-    and structures that its training domain refuses.
+    If the data set omits bad structures, structures with unsupported elements and structures that
+    the training domain refuses are also omitted.
     """
     path = dataset.path
     dataset.verify()
@@ -137,8 +138,7 @@ def check_structures(
         warn(text)
     if len(dataset) == 0:
         raise ValueError(
-            f"{path}: no structures; expected at least one; got 0 "
-            f"({len(dataset.bad)} left out as bad)"
+            f"{path}: expected at least one structure; got 0 ({len(dataset.bad)} omitted as bad)"
         )
     return dataset
 
@@ -153,7 +153,7 @@ def infer(
     force: bool = False,
     on_batch: Callable[[Sequence[int], Batch, Mapping[str, Tensor]], None] | None = None,
 ) -> Predictions:
-    """Runs a model over a data set, in batches of structures of similar size.
+    """Runs a model on a data set, in batches of structures of similar size.
 
     Warns about elements that did not occur in training, structures without tags or with coincident
     atoms, and structures outside the domain.
@@ -163,10 +163,12 @@ def infer(
         dataset: see :func:`molflt.data.structures.open_dataset`.
         batch_size: structures in a batch.
         name: name of the data for the progress bar and messages.
-        domain: domain of the training; None skips the comparison.
+        domain: domain of the training data; None skips the comparison with it.
         by_atom: outputs per atom to keep: "displacement", "embedding", "forces".
-        force: also predict structures that the domain check rejects, with a warning.
-        on_batch: called with the indices of each batch, the batch, and the output of the model.
+        force: predict structures that the domain refuses, with a warning, instead of raising an
+            error.
+        on_batch: function that is called with the indices of each batch, the batch, and the output
+            of the model.
     """
     from torch_geometric.data import Batch
 
@@ -175,11 +177,10 @@ def infer(
     device = next(iter(model.state_dict().values()), torch.empty(0)).device
     shared, beyond = by_contact(model)[0], undescribed(model)
     rows: dict[int, dict[str, Any]] = {}
-    seen = _Seen()
     # disable=None: no bar if stderr is a file
     bar = tqdm(total=len(dataset), desc=name, unit=" systems", leave=False, disable=None)
     with bar, torch.device("cpu"), torch.inference_mode(), warnings.catch_warnings():
-        # replaced by one warning for all batches
+        # `_warn` gives one warning for all batches.
         warnings.filterwarnings("ignore", message=".*without an atom with tag > 0.*")
         for indices in SizeBucketedBatchSampler(dataset.natoms, batch_size):
             records = [dataset[i] for i in indices]
@@ -188,7 +189,6 @@ def infer(
                 refuse_undescribed(present, beyond, f"{dataset.path}: sid {int(record.sid)}")
                 if domain is not None and not force:
                     _expect_tags(record, domain, dataset)
-                seen.take(record)
             batch = Batch.from_data_list(records).to(device)
             out = _outputs(model, batch, dataset.path)
             kept = {one: out[one].float() for one in by_atom if one in out}
@@ -204,14 +204,19 @@ def infer(
                 on_batch(indices, batch, out)
             bar.update(len(indices))
     columns: dict[str, Any] = {key: [rows[i][key] for i in range(len(dataset))] for key in rows[0]}
+    notes = {key: columns.pop(key) for key in _NOTES}
     columns |= {key: np.array(columns[key]) for key in ("sid", "natoms", "energy", "target")}
+    several = isinstance(model, EnsembleRegressor)
+    columns["members"] = np.array(columns["members"]) if several else None
+    columns["by_atom"] = {
+        key: [row[key] for row in columns["by_atom"]] for key in columns["by_atom"][0]
+    }
     if rows[0]["by_adsorbate"] is None:
         columns["by_adsorbate"] = []
-    members = np.array(columns["members"]) if isinstance(model, EnsembleRegressor) else None
-    by_name = {one: [row[one] for row in columns["by_atom"]] for one in rows[0]["by_atom"]}
-    found = Predictions(**{**columns, "members": members, "by_atom": by_name})
-    warn_of_elements(model, seen.elements, name, seen.adsorbed)
-    seen.warn(found, name, domain, isinstance(model, Potential))
+    found = Predictions(**columns)
+    warn_of_elements(model, set().union(*notes["elements"]), name, set().union(*notes["adsorbed"]))
+    untagged = sum(notes["bare"]) if domain is None and not isinstance(model, Potential) else 0
+    _warn(found, name, domain, untagged, found.sid[notes["overlapping"]].tolist())
     return found
 
 
@@ -222,7 +227,7 @@ def _row(
     domain: Domain | None,
     force: bool,
 ) -> dict[str, Any]:
-    """Returns the prediction of one system, with the keys of `Predictions`."""
+    """Returns the fields of `Predictions` for one system, and `_NOTES`."""
     from ase.data import chemical_symbols
 
     reasons: list[str] = []
@@ -249,45 +254,34 @@ def _row(
         "by_atom": by_atom,
         "slab": "-".join(sorted({chemical_symbols[number] for number in slab})) or UNKNOWN,
         "by_adsorbate": shares,
+        "elements": set(numbers.tolist()),
+        "adsorbed": set(numbers[adsorbed].tolist()),
+        "bare": not bool((record.tags > Tag.SUBSURFACE).any()),
+        "overlapping": atoms_coincide(record),
     }
 
 
-class _Seen:
-    """Properties of all structures, for warnings."""
-
-    def __init__(self) -> None:
-        self.elements: set[int] = set()
-        self.adsorbed: set[int] = set()
-        self.bare = 0
-        self.overlapping: list[int] = []
-
-    def take(self, record: Data) -> None:
-        self.elements.update(record.atomic_numbers.tolist())
-        self.adsorbed.update(record.atomic_numbers[record.tags == Tag.ADSORBATE.value].tolist())
-        self.bare += not bool((record.tags > Tag.SUBSURFACE).any())
-        self.overlapping += [int(record.sid)] * atoms_coincide(record)
-
-    def warn(self, found: Predictions, name: str, domain: Domain | None, untagged: bool) -> None:
-        count = len(found.sid)
-        if self.bare and not untagged and domain is None:
-            warn(
-                f"{name}: {self.bare} of {count} structures have no atom with a tag above 0; their "
-                "energies sum over all atoms instead of surface and adsorbate; set tags (0 "
-                "subsurface, 1 surface, 2 adsorbate), or find them with --tags guess"
-            )
-        if self.overlapping:
-            warn(overlaps_of(name, sorted(self.overlapping), count))
-        if domain is None:
-            return
-        if reasons := counted_reasons(found.outside):
-            far = sum(map(bool, found.outside))
-            more = [f"and {len(reasons) - _LISTED} more"] * (len(reasons) > _LISTED)
-            warn(
-                f"{name}: {far} of {count} structures are outside the training data, expect larger "
-                f"errors: {'; '.join([*reasons[:_LISTED], *more])}"
-            )
-        if text := other_kind(found.target, found.natoms, domain.kind):
-            warn(f"{name}: {text}")
+def _warn(
+    found: Predictions, name: str, domain: Domain | None, untagged: int, overlapping: list[int]
+) -> None:
+    count = len(found.sid)
+    if untagged:
+        warn(
+            f"{name}: {untagged} of {count} structures have no atom with a tag above 0; their "
+            "energies sum over all atoms instead of surface and adsorbate; set tags (0 subsurface, "
+            "1 surface, 2 adsorbate), or find them with --tags guess"
+        )
+    if overlapping:
+        warn(overlaps_of(name, sorted(overlapping), count))
+    if reasons := counted_reasons(found.outside):
+        far = sum(map(bool, found.outside))
+        more = [f"and {len(reasons) - _LISTED} more"] * (len(reasons) > _LISTED)
+        warn(
+            f"{name}: {far} of {count} structures are outside the training data; expect "
+            f"larger errors: {'; '.join([*reasons[:_LISTED], *more])}"
+        )
+    if domain and (text := other_kind(found.target, found.natoms, domain.kind)):
+        warn(f"{name}: {text}")
 
 
 def _expect_tags(record: Data, domain: Domain, dataset: Structures) -> None:
@@ -300,9 +294,10 @@ def _expect_tags(record: Data, domain: Domain, dataset: Structures) -> None:
 
 
 def counted_reasons(outside: Sequence[Sequence[str]]) -> list[str]:
-    """Counts the structures with each reason, most frequent first; numbers become ranges.
+    """Returns a line for each reason with its number of structures, most frequent reasons first.
 
-    A line is, for example, "atoms: 120 to 150, at most 80 in training (3 structures)".
+    Reasons that differ only in a number are joined, for example in "atoms: 120 to 150, at most 80
+    in training (3 structures)".
     """
     found: dict[tuple[str, str], list[str]] = {}
     for reasons in outside:
@@ -319,13 +314,13 @@ def counted_reasons(outside: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _outputs(model: nn.Module, batch: Batch, path: Path) -> Mapping[str, Tensor]:
-    """Runs the model on a batch; errors name its largest structure."""
+    """Runs the model on a batch; error messages name its largest structure."""
 
     def described() -> str:
         counts = batch.ptr.diff()
         most = int(counts.argmax())
         sid, count = int(batch.sid[most]), int(counts[most])
-        return f"{path}: a batch of {batch.num_graphs}, of which sid {sid} has {count:,} atoms"
+        return f"{path}: a batch of {batch.num_graphs}, in which sid {sid} has {count:,} atoms"
 
     with within_memory(lambda: f"{described()},", "lower --batch-size"):
         try:
@@ -336,7 +331,7 @@ def _outputs(model: nn.Module, batch: Batch, path: Path) -> Mapping[str, Tensor]
 
 
 def _energies(out: Mapping[str, Tensor], batch: Batch, path: Path) -> NDArray[np.float64]:
-    """Returns the energies of each member, (graphs, members), eV; a single model has one column."""
+    """Returns the energies of each member or of the single model, (graphs, members), eV."""
     energy: NDArray[np.float64] = out["energy"].double().cpu().numpy()
     if len(bad := np.flatnonzero(~np.isfinite(energy))):
         raise ValueError(
@@ -356,21 +351,21 @@ def _hill(numbers: NDArray[np.int64]) -> str:
 
 
 def refuse_undescribed(present: set[int], beyond: frozenset[int], name: str) -> None:
-    """Raises ValueError if an element of a structure is among those without descriptors."""
+    """Raises ValueError if a structure contains an element of `beyond`, without descriptors."""
     if unknown := beyond & present:
         raise ValueError(
-            f"{name}: no descriptors are known of element {min(unknown)}; omit such structures, as "
-            "--skip_bad does, or use a model that was trained without descriptors"
+            f"{name}: element {min(unknown)} has no known descriptors; omit such structures with "
+            "--skip_bad, or use a model that was trained without descriptors"
         )
 
 
 def warn_of_elements(
     model: nn.Module, present: set[int], name: str, adsorbed: set[int] | None = None
 ) -> None:
-    """Warns about elements that did not occur in training or lack a reference energy.
+    """Warns about elements that did not occur in training or have no reference energy.
 
-    Models of adsorption energies need references only for the elements in `adsorbed`; None means
-    all elements.
+    Models of adsorption energies need references only for the elements in `adsorbed`; None stands
+    for all elements.
     """
     from ase.data import chemical_symbols
 
@@ -382,15 +377,15 @@ def warn_of_elements(
     members = list(getattr(model, "members", [model]))
     if unknown := without_buffer(members, "trained_elements", present):
         described = all(getattr(member, "descriptors", False) for member in members)
-        effect = "only use descriptors: expect larger errors" if described else "are meaningless"
+        effect = "rely on descriptors; expect larger errors" if described else "are meaningless"
         warn(
-            f"{name}: {unknown} did not occur in training; energies of structures with them "
-            f"{effect}; train on data that have them"
+            f"{name}: {unknown} did not occur in training; energies of structures that contain "
+            f"them {effect}; train on data that contain them"
         )
     fitted = [one for one in members if has_references(one)]
     counted = present if adsorbed is None or not by_contact(model)[0] else adsorbed
     if unknown := without_buffer(fitted, "element_energies", counted):
         warn(
-            f"{name}: no reference energy of {unknown}, which the training split lacks; total "
-            "energies of structures with them are off by that"
+            f"{name}: no reference energy of {unknown}, which the training split does not contain; "
+            "total energies of structures that contain them are wrong by these references"
         )

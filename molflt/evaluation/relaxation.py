@@ -1,4 +1,4 @@
-"""Relaxation with ASE optimizers, and relaxed structures predicted by the position head."""
+"""Relaxation with optimizers of ASE, and relaxed structures that the position head predicts."""
 
 from __future__ import annotations
 
@@ -31,9 +31,7 @@ __all__ += ["relax_atoms", "write_relaxed"]
 OptimizerName = Literal["lbfgs", "bfgs", "fire"]
 _CLASSES = {"lbfgs": "LBFGS", "bfgs": "BFGS", "fire": "FIRE"}
 _UNMET = "Did not converge"  # error message of FixBondLengths
-_LARGEST_STEP = 0.1  # Å per atom; ASE's default, 0.2, may leave the region that was learned
-
-
+_LARGEST_STEP = 0.1  # Å per atom; with ASE's default, 0.2, atoms may leave the learned region
 _Numbers = NDArray[np.float64]
 _THRESHOLDS = np.arange(0.01, 0.5, 0.001)  # Å, as in OC20's evaluator
 _COLUMNS = {
@@ -47,11 +45,11 @@ class Relaxed(NamedTuple):
     """Result of a relaxation."""
 
     atoms: Atoms
-    """last structure with finite energy and forces, with these results attached"""
+    """last structure with finite energy and forces, with these results"""
     converged: bool
     steps: int
     before: float
-    """energy of the given structure, eV; NaN if it is not finite"""
+    """energy of the initial structure, eV; NaN if it is not finite"""
     after: float
     """energy of the last structure, eV"""
     largest_force: float
@@ -60,18 +58,18 @@ class Relaxed(NamedTuple):
     """largest displacement of an atom, Å"""
     seconds: float
     why: str
-    """reason why the relaxation did not converge; "" if it did"""
+    """reason why the relaxation did not converge; empty if it did"""
 
 
 def readable_structures(paths: Paths, skip_bad: bool, cell: bool) -> tuple[Structures, bool]:
-    """Opens structures to relax; also returns True after a warning about coincident atoms."""
+    """Opens the structures to relax; also returns True if some atoms coincide, with a warning."""
     dataset = open_structures(paths, skip_bad, ANY_TAGS._replace(keep_atoms=True))
     sids = []
     for index, record in enumerate(dataset):
         if cell and not bool(record.pbc.all()):
             raise ValueError(
-                f"{dataset.where(index)}: --cell relaxes crystals, periodic along all axes; "
-                f"got pbc {record.pbc[0].tolist()}; omit it"
+                f"{dataset.where(index)}: --cell expects crystals, which are periodic along all "
+                f"axes; got pbc {record.pbc[0].tolist()}; omit --cell"
             )
         sids += [int(record.sid)] * atoms_coincide(record)
     if sids:
@@ -95,13 +93,13 @@ def relax_atoms(
     Args:
         atoms: the structure.
         calculator: calculator of energies, forces and, with `cell`, stress.
-        optimizer: ASE optimizer.
-        fmax: convergence threshold for the largest force on a free atom, eV/Å, and with `cell` also
-            for the virial, eV per atom.
+        optimizer: optimizer of ASE.
+        fmax: convergence threshold of the largest force on a free atom, eV/Å, and with `cell` also
+            of the virial, eV per atom.
         steps: maximum number of steps.
         cell: also relax the cell, with `ase.filters.FrechetCellFilter`.
-        trajectory: file for the structures of all steps, in ASE's .traj format.
-        on_step: called with the number of each step.
+        trajectory: .traj file for the structures of all steps.
+        on_step: function that is called with the number of each step.
     """
     import ase.optimize
     from ase.filters import FrechetCellFilter
@@ -119,7 +117,7 @@ def relax_atoms(
             converged = bool(at_rest)
             last = _frame(moving, calculator)
             forces = np.linalg.norm(moving.get_forces(), axis=1)
-            # the cell acts as three more atoms
+            # The cell acts as three more atoms.
             virial = np.linalg.norm(subject.get_forces()[len(moving) :], axis=1).max(initial=0.0)
             seen.append((float(calculator.results["energy"]), float(forces.max()), float(virial)))
             count = made.nsteps
@@ -142,17 +140,18 @@ def relax_atoms(
 def _frame(moving: Atoms, calculator: Calculator) -> Atoms:
     from ase.calculators.singlepoint import SinglePointCalculator
 
-    frame, names = moving.copy(), ("energy", "forces", "stress")
-    results = {name: calculator.results[name] for name in names if name in calculator.results}
-    frame.calc = SinglePointCalculator(frame, **results)
+    frame, results = moving.copy(), calculator.results
+    kept = {name: results[name] for name in ("energy", "forces", "stress") if name in results}
+    frame.calc = SinglePointCalculator(frame, **kept)
     return frame
 
 
 def adwt(distances: _Numbers) -> float:
-    """Computes OC20's average distance within threshold, in percent (arXiv:2010.09990, sec. 4.2).
+    """Computes the average distance within threshold (ADwT) of OC20, in percent.
 
-    This is the share of structures whose atoms are, on average, closer to their relaxed positions
-    than a threshold. The share is averaged over thresholds from 0.01 to 0.5 Å.
+    This is the fraction of structures whose atoms are, on average, closer to their relaxed
+    positions than a threshold, averaged over thresholds from 0.01 to 0.5 Å (arXiv:2010.09990,
+    section 4.2).
 
     Args:
         distances: mean distance of each structure, (structures,), Å.
@@ -163,9 +162,11 @@ def adwt(distances: _Numbers) -> float:
 def position_error(pos: NDArray[np.floating], record: Data) -> float:
     """Returns the mean minimum-image distance, Å, of free atoms from their relaxed positions.
 
+    The result is NaN without relaxed positions or without free atoms.
+
     Args:
-        pos: (N, 3), Å.
-        record: structure; the result is NaN without relaxed positions or without free atoms.
+        pos: positions, (N, 3), Å.
+        record: the structure, with its relaxed positions.
     """
     from ase.geometry import find_mic
 
@@ -184,7 +185,7 @@ def write_relaxed(
 
     Returns:
         For each split, adwt_percent, initial_adwt_percent (of the initial positions) and
-        position_error_A, which are None without relaxed positions; and a table of these metrics.
+        position_error_A, or None without relaxed positions; and a table of these metrics.
     """
     from ase.io import write
 
@@ -196,7 +197,7 @@ def write_relaxed(
         frames = []
         if "displacement" not in found[split].by_atom:
             raise ValueError(
-                "--relaxed needs a model with a position head; train with --model.position_head "
+                "--relaxed expects a model with a position head; train with --model.position_head "
                 "true, or omit --relaxed"
             )
         for index, displacement in enumerate(found[split].by_atom["displacement"]):
@@ -214,4 +215,4 @@ def write_relaxed(
             values = adwt(errors[known]), adwt(start[known]), float(errors[known].mean())
             rows[split] = dict(zip(_COLUMNS, values, strict=True))
     table = results_table("split", _COLUMNS, rows)
-    return rows, f"relaxed structures by the position head\n{table}"
+    return rows, f"relaxed structures, predicted by the position head\n{table}"

@@ -1,6 +1,6 @@
 """Results of evaluations: tables, CSV files, results.json and results_of.json.
 
-results_of.json records the weights and the data with which results.json was made.
+results_of.json records the weights and the data of the evaluation that wrote results.json.
 """
 
 from __future__ import annotations
@@ -20,38 +20,29 @@ from molflt.training.checkpoint import weights_digest
 from molflt.training.config import Config, absolute
 
 __all__ = ["RESULTS", "Evaluation", "Provenance", "Results", "align", "begin_results", "csv_rows"]
-__all__ += ["csv_text", "fixed", "given_data", "is_within", "provenance_of", "results_table"]
-__all__ += ["run_weights"]
+__all__ += ["csv_text", "given_data", "is_within", "provenance_of", "results_table", "run_weights"]
 __all__ += ["warn", "why_of_others", "write_csv", "write_results", "written"]
 
 RESULTS = "results.json"
-"""Name of the file with the metrics by split in the folder of an evaluation."""
+"""Name of the file with the metrics of each split in the folder of an evaluation."""
 
 _NOTE = "results_of.json"
-_SPLITS = ("train", "val", "test")  # prefixes of usual names of splits
+_SPLITS = ("train", "val", "test")  # usual prefixes of the names of splits
 
 Provenance = dict[str, object]
-"""checkpoint, weights (sha256 of each member, sorted), data (None for the data of the run), and
-given (the value of --data, or None)"""
-
+"""Content of results_of.json: checkpoint, weights (sorted sha256 digests), data (None: those
+of the run) and given (value of --data, or None)."""
 
 Results = dict[str, dict[str, float | None]]
-"""split -> metric -> value; None where it is undefined or unknown"""
+"""Values of metrics by split and name; None where a metric is undefined or unknown."""
 
 
 class Evaluation(NamedTuple):
     """The result of an evaluation."""
 
     results: Results
-    text: str  # tables, to be printed after the name of the run
-    files: list[Path]  # the files that were written
-
-
-def fixed(value: float | None, digits: int) -> str:
-    """Formats a number with a fixed number of decimals, or a count; None becomes a hyphen."""
-    if value is None:
-        return "-"
-    return f"{value:,}" if isinstance(value, int) else f"{value:.{digits}f}"
+    text: str  # tables to print after the name of the run
+    files: list[Path]  # written files
 
 
 def results_table(
@@ -59,32 +50,38 @@ def results_table(
     columns: Mapping[str, tuple[str, int]],
     results: Mapping[str, Mapping[str, float | None]],
 ) -> str:
-    """Formats metrics as text, one line per split; `title` is the heading of the splits.
+    """Formats metrics as text, with one line per split under the heading `title`.
 
-    `columns` are metric -> heading and number of decimals; missing values become hyphens.
+    `columns` contains the heading and the number of decimal places of each metric. Missing values
+    become hyphens.
     """
+
+    def cell(value: float | None, digits: int) -> str:
+        if value is None:
+            return "-"
+        return f"{value:,}" if isinstance(value, int) else f"{value:.{digits}f}"
+
     lines = [[title, *(heading for heading, _ in columns.values())]]
     for split, row in results.items():
-        cells = (fixed(row.get(key), digits) for key, (_, digits) in columns.items())
-        lines.append([split, *cells])
+        lines.append([split, *(cell(row.get(key), digits) for key, (_, digits) in columns.items())])
     return align(lines)
 
 
 def align(lines: Sequence[Sequence[str]], text_columns: int = 1) -> str:
-    """Aligns the first `text_columns` columns to the left and the other columns to the right."""
+    """Aligns the first `text_columns` columns to the left and the others to the right."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     cells = [f"{{:{'<' if i < text_columns else '>'}{n}}}" for i, n in enumerate(widths)]
     return "\n".join("  ".join(cells).format(*line).rstrip() for line in lines)
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> Path:
-    """Writes rows as CSV (see `csv_text`) and returns the path."""
+    """Writes rows as CSV, as `csv_text` formats them, and returns the path."""
     write_atomically(path, csv_text(rows).encode())
     return path
 
 
 def csv_text(rows: Sequence[Mapping[str, object]]) -> str:
-    """Formats rows as CSV; the header has the keys of all rows, and None becomes an empty cell."""
+    """Formats rows as CSV, with a header of all keys; None becomes an empty cell."""
     buffer = io.StringIO()
     names = list(dict.fromkeys(name for row in rows for name in row))
     writer = csv.DictWriter(buffer, names, lineterminator="\n")
@@ -94,10 +91,10 @@ def csv_text(rows: Sequence[Mapping[str, object]]) -> str:
 
 
 def csv_rows(text: str) -> list[dict[str, str]]:
-    """Parses a table; raises ValueError or csv.Error if it is damaged."""
+    """Parses CSV; raises ValueError or csv.Error if it is damaged."""
     rows: list[dict[str, str]] = list(csv.DictReader(io.StringIO(text), strict=True))
     if any(None in row or None in row.values() for row in rows):
-        raise ValueError("a line has another number of cells than the first")
+        raise ValueError("a line does not have as many cells as the header")
     return rows
 
 
@@ -107,16 +104,16 @@ def warn(text: str) -> None:
 
 
 def provenance_of(weights: Iterable[Path], checkpoint: str) -> Provenance:
-    """Returns a record of the evaluated weights; call it before the evaluation."""
+    """Returns a record of the weights to evaluate."""
     digests = sorted(weights_digest(path) for path in weights)
     return {"checkpoint": checkpoint, "weights": digests, "data": None}
 
 
 def begin_results(out: Path, *names: str) -> None:
-    """Removes the results of an earlier evaluation; call it before writing the first file.
+    """Removes the results of an earlier evaluation, before the first new file is written.
 
-    Otherwise files of a failed evaluation would be mixed with those of an earlier one. `names` are
-    all files that the evaluation may write; pictures are removed in all formats.
+    Otherwise, a failed evaluation would leave a mixture of old and new files. `names` are all files
+    that the evaluation may write. Figures are removed in all formats.
     """
     clear_parts(out)
     pictures = [Path(name).stem for name in names if name.endswith(".png")]
@@ -126,7 +123,7 @@ def begin_results(out: Path, *names: str) -> None:
 
 
 def written(out: Path, *names: str) -> list[Path]:
-    """Returns the files of `begin_results` that the evaluation has written."""
+    """Returns the paths of the files in `names` that the evaluation wrote."""
     return [out / name for name in names if (out / name).is_file()]
 
 
@@ -138,10 +135,10 @@ def write_results(
     data: object,
     reading: Mapping[str, object] | None = None,
 ) -> list[Path]:
-    """Writes results.json and results_of.json, and returns them.
+    """Writes results.json and results_of.json, and returns their paths.
 
-    Metrics are finite or None; `data` is the value of --data; `reading` are options for reading the
-    data, such as energy_key and tags.
+    Metrics must be finite or None. `data` is the value of --data, and `reading` contains options
+    for reading the data, such as energy_key and tags.
     """
     paths = [out / RESULTS, out / _NOTE]
     own = config["data"]
@@ -157,16 +154,16 @@ def write_results(
     given = None if data is None else str(absolute(data))
     known = {**provenance, "data": others, "given": given}
     texts = [json.dumps(content, indent=2, allow_nan=False) + "\n" for content in (results, known)]
-    paths[1].unlink(missing_ok=True)  # it must never describe other results
+    paths[1].unlink(missing_ok=True)  # it must not belong to other results
     for path, text in zip(paths, texts, strict=True):
         write_atomically(path, text.encode())
     return paths
 
 
 def _others(own: Mapping[str, object], data: object, splits: Iterable[str]) -> str | None:
-    """Returns the data as text; None if they belong to the run or the splits are named for them."""
+    """Returns `data` as text; None if it belongs to the run or the splits have its name."""
     sources = [str(own[key]) for key in ("root", "train", "val", "test") if own.get(key)]
-    if data is None or not sources:  # data of learned optimizers are part of a task
+    if data is None or not sources:  # the data of learned optimizers are part of a task
         return None
     path = Path(str(data))
     if any(is_within(path, Path(source)) for source in sources):
@@ -179,47 +176,46 @@ def _others(own: Mapping[str, object], data: object, splits: Iterable[str]) -> s
 
 
 def is_within(data: Path, source: Path) -> bool:
-    """Returns True if `data` is `source` or part of it, or has its name if `source` was moved."""
+    """Returns True if `data` is `source` or part of it, or if it has the name of a moved source."""
     if source.exists():
         return source.resolve() in (data.resolve(), *data.resolve().parents)
     return data == source or data.name == source.name
 
 
 def run_weights(run: Path) -> list[Path]:
-    """Returns the file of the best weights of a run, or else of the last weights."""
+    """Lists the file of the best weights of a run or, if it is missing, of the last weights."""
     files = [run / "checkpoints" / f"{name}.safetensors" for name in ("best", "last")]
     return [path for path in files if path.is_file()][:1]
 
 
 def why_of_others(folder: Path, weights: Sequence[Path]) -> str:
-    """Explains why results do not match these weights and the data of their run; "" if they do.
+    """Explains why results do not belong to these weights or to the data of the run.
 
-    Without weights, only the data are compared. Results of earlier versions without results_of.json
-    are accepted.
+    The text is empty if they do, or if results_of.json is missing, as in earlier versions. Without
+    `weights`, only the data are compared.
     """
     path = folder / RESULTS
     if not (found := _note(folder)):
         return ""
     if found["data"] is not None:
-        return f"{path}: results of other data, {shown(found['data'])}"
+        return f"{path}: belongs to other data, {shown(found['data'])}"
     if weights and found["weights"] != sorted(weights_digest(one) for one in weights):
-        checkpoint = shown(found["checkpoint"])
-        return f"{path}: results of other weights, checkpoint {checkpoint} at that time"
+        return f"{path}: belongs to other weights, checkpoint {shown(found['checkpoint'])}"
     return ""
 
 
 def given_data(folder: Path) -> str | None:
-    """Returns the value of --data of the evaluation in a folder; None if it was not given."""
+    """Returns the value of --data of the evaluation in a folder, or None."""
     given = _note(folder).get("given")  # missing in earlier versions
     return given if isinstance(given, str) else None
 
 
 def _note(folder: Path) -> Provenance:
-    """Reads results_of.json; the result is empty without this file or without results."""
+    """Reads results_of.json; returns an empty record if this file or results.json is missing."""
     note = folder / _NOTE
     if not (folder / RESULTS).is_file() or not note.is_file():
         return {}
-    expected, hint = "weights and data of results.json", "evaluate the run again"
+    expected, hint = "the weights and data of results.json", "evaluate the run again"
     found = read_json(note, expected, hint)
     if not isinstance(found, dict) or not {"checkpoint", "weights", "data"} <= found.keys():
         raise ValueError(f"{note}: expected {expected}; got {shown(found)}; {hint}")

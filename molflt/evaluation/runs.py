@@ -1,4 +1,4 @@
-"""Comparison of runs: configurations, times and results."""
+"""Contents of run folders, and comparison of runs: configurations, times and results."""
 
 from __future__ import annotations
 
@@ -30,19 +30,18 @@ Row = Mapping[str, str]
 
 
 class Run(NamedTuple):
-    """Contents of a run folder; empty where files are missing."""
+    """Contents of a run folder; fields are empty where files are missing."""
 
     name: str  # short, unique name
     path: Path
     config: Config
     parameters: int  # number of parameters, including frozen ones
     step: int | None  # number of steps; None without a last checkpoint
-    own: Mapping[str, Any]  # entries of molflt in the last checkpoint: "seconds", "data" and others
+    own: Mapping[str, Any]  # entries of molflt in the last checkpoint, such as "seconds" and "data"
     columns: Mapping[str, NDArray[np.float64]]  # columns of metrics.csv
     results: Results  # content of results.json, if it belongs to the run
     predictions: Sequence[Row]  # rows of predictions.csv, if there are results
-    errors: Mapping[str, NDArray[np.float64]]
-    """split -> |error| of its systems, eV, if the predictions have them"""
+    errors: Mapping[str, NDArray[np.float64]]  # |error| of the systems of each split, eV, if known
     unmeasured: str  # reason why the results in the folder do not belong to the run
 
     @property
@@ -86,7 +85,7 @@ class Run(NamedTuple):
 
     @property
     def time(self) -> str:
-        """Returns `seconds` in words."""
+        """Returns `seconds` as text."""
         return "-" if self.seconds is None else duration(self.seconds)
 
 
@@ -96,7 +95,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     twice = [path for place, path in enumerate(whole) if path in whole[:place]]
     if len(whole) < 2 or twice:
         got = f"{twice[0]} twice" if twice else f"{len(whole)}"
-        raise ValueError(f"expected two runs or more, each once; got {got}")
+        raise ValueError(f"expected at least two different runs; got {got}")
     above = Path(os.path.commonpath([path.parent for path in whole]))
     names = [path.relative_to(above).as_posix() for path in whole]
     return [read_run(path, name) for path, name in zip(map(Path, paths), names, strict=True)]
@@ -111,8 +110,8 @@ def read_run(
 ) -> Run:
     """Reads the folder of a run.
 
-    `attempt` is called with a function that reads a file and with the value of a damaged file; by
-    default, errors are raised.
+    `attempt` is called with a function that reads a file, and with the value to use if the file is
+    damaged. By default, errors are raised.
     """
     config = read_config(path)
     last, table = path / "checkpoints" / "last.ckpt", path / "metrics.csv"
@@ -152,7 +151,7 @@ def read_results(path: Path) -> Results:
 
 
 def read_rows(path: Path) -> Sequence[Row]:
-    """Returns the rows of a CSV file of an evaluation; empty if the file is missing."""
+    """Returns the rows of a CSV file of an evaluation, or an empty list if it is missing."""
     if not path.is_file():
         return []
     try:
@@ -162,7 +161,7 @@ def read_rows(path: Path) -> Sequence[Row]:
 
 
 def _errors(rows: Sequence[Row], path: Path) -> dict[str, NDArray[np.float64]]:
-    """Returns |error_eV| by split; empty without the column."""
+    """Returns |error_eV| by split, or an empty dictionary without this column."""
     errors: dict[str, list[float]] = {}
     try:
         for row in rows:
@@ -178,7 +177,7 @@ def _errors(rows: Sequence[Row], path: Path) -> dict[str, NDArray[np.float64]]:
 def standard_error(run: Run, split: str, name: str) -> float | None:
     """Returns the standard error of a metric over the systems of a split; None if unknown.
 
-    It is also unknown for a share of 0 or 100 %.
+    The standard error of a share of 0 or 100 % is unknown.
     """
     row = run.results.get(split, {})
     value, count = row.get(name), row.get("n")
@@ -193,7 +192,7 @@ def standard_error(run: Run, split: str, name: str) -> float | None:
 
 
 def differences(runs: Sequence[Run]) -> dict[str, list[object]]:
-    """Returns the values of all runs (or None) for each key in which configurations differ."""
+    """Returns the values of all runs, or None, for each key in which the configurations differ."""
     flat = [dict(flat_options(run.config)) for run in runs]
     found = {}
     for key in dict.fromkeys(key for one in flat for key in one):
@@ -213,14 +212,14 @@ def flat_options(config: Mapping[str, object], prefix: str = "") -> Iterator[tup
 
 
 def measures_of(runs: Sequence[Run]) -> list[tuple[str, str]]:
-    """Lists the split and name of each metric in the results of the runs, ordered by split."""
+    """Returns the split and the name of each metric in the results of the runs, sorted by split."""
     found = ((split, name) for run in runs for split, row in run.results.items() for name in row)
     splits = dict.fromkeys(split for run in runs for split in run.results)
     return sorted(dict.fromkeys(found), key=lambda one: list(splits).index(one[0]))
 
 
 def notes(runs: Sequence[Run]) -> list[str]:
-    """Returns lines about differences that make runs hard to compare."""
+    """Returns lines about differences that make it hard to compare the runs."""
     lines = []
     recipes = dict.fromkeys(run.config["recipe"] for run in runs)
     if len(recipes) > 1:

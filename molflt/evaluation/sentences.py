@@ -42,18 +42,19 @@ def evaluate(
     data: Path | None = None,
     batch_size: int = 64,
 ) -> Evaluation:
-    """Evaluates a sentence classifier: accuracy, F1, Matthews, Pearson or Spearman, as in GLUE.
+    """Evaluates a sentence classifier with the metrics of its task, as in GLUE.
 
-    Writes predictions.csv.
+    The metrics are accuracy, F1, and the correlations of Matthews, Pearson and Spearman. Writes
+    predictions.csv.
 
     Args:
-        splits: any of train, val and test, and val_mismatched of MNLI; by default the val splits.
+        splits: any of train, val, test and, for MNLI, val_mismatched; by default the val splits.
         data: another file of the task to evaluate instead.
         batch_size: sentences or pairs in a batch.
 
     Returns:
         Per split: the metrics of the task in percent, and n. GLUE tasks also have glue_percent, the
-        mean of these metrics, which counts in the GLUE average.
+        mean of these metrics, which enters the GLUE average.
     """
     task, length = str(config["data"]["task"]), int(str(config["data"]["length"]))
     tokenizer = common.load_tokenizer(run, model.vocabulary)
@@ -81,7 +82,7 @@ def official(task: str, predicted: _Numbers, label: _Numbers) -> dict[str, float
 
     Args:
         task: key of `molflt.data.text.glue.TASKS`.
-        predicted: indices of classes, or scores, (items,).
+        predicted: predicted classes (indices) or scores, (items,).
         label: true classes or scores, (items,).
     """
     from scipy import stats
@@ -95,9 +96,9 @@ def official(task: str, predicted: _Numbers, label: _Numbers) -> dict[str, float
         "spearman": lambda y, x: stats.spearmanr(x, y)[0],
     }
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about constant predictions
+        warnings.simplefilter("ignore")  # for constant predictions
         values = [float(known[name](label, predicted)) for name in TASKS[task].metrics]
-    # the undefined correlation of constant predictions counts as 0, as for Matthews
+    # Constant predictions have an undefined correlation, which counts as 0, as for Matthews.
     values = [100 * value if np.isfinite(value) else 0.0 for value in values]
     names = [f"{name}_percent" for name in TASKS[task].metrics]
     found: dict[str, float | None] = dict(zip(names, values, strict=True))
@@ -114,13 +115,12 @@ def logits_of(
 ) -> _Numbers:
     """Returns the logits of sentences or pairs, (items, classes).
 
-    Inputs of more than `length` tokens are truncated, as in training, with a warning. Labels are
-    ignored.
+    Inputs of more than `length` tokens are truncated, as in training, with a warning.
     """
     device, found = common.device_of(model), []
     rows = Sentences(examples, tokenizer, length, name)
     if rows.cut:
-        warn(f"{name}: {rows.cut:,} of {len(rows):,} have more than {length} tokens, and were cut")
+        warn(f"{name}: {rows.cut:,} of {len(rows):,} were cut, because they exceed {length} tokens")
     collate = partial(padded, pad=tokenizer.pad)
     loader = DataLoader(rows, batch_size=batch_size, collate_fn=collate)
     with common.batches(loader, name, f"{batch_size} x {length:,} tokens") as loaded:

@@ -1,9 +1,9 @@
-"""Files of predictions in shards, and how they are merged.
+"""Files of predictions in shards, and how to merge them.
 
 Each process predicts some of the batches of the whole data set. The merged numbers are bitwise
 equal to those of a single process. Each row of a shard contains the index of its structure, the
-numbers of rows in the shard and in all shards, and digests of model and data. These reveal shards
-that are missing, truncated or made with another model.
+numbers of rows in this shard and in all shards, and digests of the model and the data. They reveal
+missing and truncated shards, and shards of other models or data.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from molflt.files import shown, write_atomically
 __all__ = ["ENDINGS", "made_of", "merge_shards", "noted"]
 
 _KEY = "shard"
-_COUNT = re.compile(r"(\d+) of (\d+); ")  # rows, and rows of all shards
+_COUNT = re.compile(r"(\d+) of (\d+); ")  # numbers of rows in the shard and in all shards
 _NOTED = re.compile(r' molflt_index=(\d+) molflt_shard="([^"]*)"(?=\s|$)')
 
 _Row = dict[str, object]
 
 
 def noted(rows: int, total: int, made: Mapping[str, object]) -> dict[str, object]:
-    """Returns the additional column of the rows of a shard; see `made_of`."""
+    """Returns the additional column of a shard; see `made_of`."""
     return {_KEY: "; ".join([f"{rows} of {total}", *(f"{k} {made[k]}" for k in made)])}
 
 
 def made_of(model: nn.Module, dataset: Structures, **options: object) -> dict[str, object]:
-    """Returns digests of model and data, and options; merged shards must agree in all of these."""
+    """Returns digests of the model and the data, and options, which all shards must share."""
     members = getattr(model, "members", [model])
     weights = hashlib.sha256("".join(sorted(map(digest_of, members))).encode())
     data = hashlib.sha256(dataset.natoms.astype("<i8").tobytes())  # without omitted structures
@@ -52,7 +52,7 @@ def made_of(model: nn.Module, dataset: Structures, **options: object) -> dict[st
 
 
 def _frames(text: str) -> list[_Row]:
-    """Splits an extended XYZ file into structures and removes their notes from the text."""
+    """Splits an extended XYZ file into structures, without the notes of `noted`."""
     lines = iter(text.splitlines(keepends=True))
     rows: list[_Row] = []
     for count in lines:
@@ -74,7 +74,7 @@ ENDINGS = tuple(_FORMATS)
 
 
 def merge_shards(out: Path) -> int:
-    """Merges all shards into the file of a single process; returns the number of structures."""
+    """Merges all shards into one file, and returns the number of structures."""
     if out.suffix not in _FORMATS:
         raise ValueError(f"{out}: expected a name that ends in {', '.join(ENDINGS)}")
     read, write = _FORMATS[out.suffix]
@@ -91,7 +91,7 @@ def merge_shards(out: Path) -> int:
                 raise ValueError("lines are missing")
         except (ValueError, LookupError, TypeError, AttributeError, csv.Error) as error:
             why = shown(str(error), 100)
-            raise ValueError(f"{path}: damaged: {why}; repeat it with --shard {shard}") from None
+            raise ValueError(f"{path}: damaged: {why}; repeat --shard {shard}") from None
         rows += own
         found = found.partition(" of ")[2]
         first, note = first or str(path), note or found
@@ -116,13 +116,13 @@ def _shards(out: Path) -> list[Shard]:
     counts = sorted({shard.total for shard in found})
     if not found:
         raise FileNotFoundError(
-            f"{out}: no shards; expected {Shard(1, 8).path(out).name} and others, as molflt "
-            "predict --shard 1/8 --out writes them"
+            f"{out}: no shards; expected files such as {Shard(1, 8).path(out).name}, which molflt "
+            "predict --shard 1/8 --out writes"
         )
     if len(counts) > 1:
         raise ValueError(
-            f"{out}: shards of divisions by {', '.join(map(str, counts))}; expected one division; "
-            "delete the files of the others"
+            f"{out}: shards of divisions into {', '.join(map(str, counts))}; expected one "
+            "division; delete the files of the others"
         )
     everything = [Shard(number, counts[0]) for number in range(1, counts[0] + 1)]
     if missing := [shard for shard in everything if shard not in found]:

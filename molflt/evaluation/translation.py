@@ -1,4 +1,4 @@
-"""Evaluation of translation models: BLEU with its signature, perplexity, attention."""
+"""Evaluation of translation models: BLEU, chrF, perplexity and attention."""
 
 from __future__ import annotations
 
@@ -49,27 +49,27 @@ def evaluate(
 
     Writes translations-SPLIT.txt (one line per source sentence), attention.png and
     cross-attention.png (each head of the last decoder layer, for the first pair) and, with a
-    relative encoding, encoding.png. The BLEU signature records how the score was computed; case is
+    relative encoding, encoding.png. The BLEU signature states how the score was computed. Case is
     ignored if the tokenizer ignores it.
 
     Args:
         splits: any of train, val and test; by default val, and also test if the run names it.
-        data: another pair of files to evaluate instead: their path without the language extension.
+        data: other parallel files to evaluate instead: their path without the language extension.
         batch_size: sentences in a batch.
         beam: number of hypotheses per sentence; 1 takes the most probable token at each step.
-        length_penalty: log p is divided by the number of tokens to this power.
+        length_penalty: power of the number of tokens by which log p is divided.
 
     Returns:
-        Per split: bleu, chrf, perplexity, pairs (their number), and length_ratio (translations to
-        references).
+        Per split: bleu, chrf, perplexity, pairs (the number of pairs) and length_ratio (of
+        translations to references).
     """
     tokenizer, options = common.load_tokenizer(run, model.vocabulary), config["data"]
     languages = str(options["source"]), str(options["target"])
     lowercase = tokenizer.ignores_case
-    bleu(["a"], ["a"])  # fails without sacrebleu, before anything is computed
+    bleu(["a"], ["a"])  # raises an error without sacrebleu, before anything is computed
     results: Results = {}
     lines: dict[str, list[str]] = {}
-    texts = {}  # read all of them before translating the first
+    texts = {}  # all are read before the first is translated
     for split, name in common.named_sources(options, splits, data).items():
         text = read_parallel(name, *languages)
         texts[split] = text, Pairs(text, tokenizer)
@@ -104,15 +104,15 @@ class Bleu(NamedTuple):
     chrf: float
     length_ratio: float
     signature: str
-    """settings of BLEU: references, case, tokenization, smoothing, version"""
+    """references, case, tokenization, smoothing and version of BLEU"""
 
 
 def bleu(translations: Sequence[str], references: Sequence[str], lowercase: bool = False) -> Bleu:
     """Computes BLEU (arXiv:1804.08771) and chrF of translations, with one reference each.
 
     Args:
-        translations: the model's sentences.
-        references: one reference per translation.
+        translations: translated sentences.
+        references: one reference for each translation.
         lowercase: ignore case.
     """
     scores = common.require("sacrebleu.metrics", "BLEU", "text")
@@ -132,7 +132,7 @@ def translate(
     batch_size: int = 64,
     name: str = "sentences",
 ) -> list[str]:
-    """Translates sentences in batches of similar length; returns them in the given order.
+    """Translates sentences in batches of similar length, and returns them in the original order.
 
     See `molflt.sequence.beam_search` for `beam` and `length_penalty`.
     """
@@ -140,7 +140,7 @@ def translate(
     for number, one in enumerate(ids, 1):
         _expect_length(f"{name}: sentence {number:,}", len(one), model.longest)
         if len(one) == 1:
-            raise ValueError(f"{name}: sentence {number:,} is empty; expected text; leave it out")
+            raise ValueError(f"{name}: sentence {number:,} is empty; expected text; remove it")
     order = sorted(range(len(ids)), key=lambda i: len(ids[i]), reverse=True)
     parts = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
     device, translations = common.device_of(model), [""] * len(ids)
@@ -169,8 +169,8 @@ def _expect_short(text: ParallelText, tokenizer: Tokenizer, longest: int | None)
 def _expect_length(place: str, tokens: int, longest: int | None) -> None:
     if longest is not None and tokens > longest:
         raise ValueError(
-            f"{place} has {tokens:,} tokens; the model takes at most {longest:,}; shorten it, or "
-            "train with a larger model.max_length"
+            f"{place} has {tokens:,} tokens; expected at most {longest:,}; shorten it, or train "
+            "with a larger model.max_length"
         )
 
 

@@ -41,10 +41,11 @@ def attention_matrices(
     All heads share one color scale. Weights of exactly 0, such as those of masked keys, are gray.
     If some weights are negative, which signed features allow, the color scale is diverging and
     centered at 0, and excludes the largest 1 % of the weights if these are outliers. Matrices with
-    more than 512 queries or keys are averaged over blocks. The figure states such adjustments.
+    more than 512 queries or keys are averaged over blocks. The figure states whether weights are
+    excluded or averaged.
 
     Args:
-        weights: (heads, queries, keys), for instance of one sequence from `Attention.weights`.
+        weights: (heads, queries, keys), such as the result of `Attention.weights` for one sequence.
         file: file to write.
         title: title of the figure, such as the name of the layer.
         tokens: names of the queries and of the keys, which are written along the axes if there are
@@ -165,7 +166,7 @@ def _weight_colors(pixels: _Array, scale: str) -> _Scaled:
             least = float(pixels.min())
             raise ValueError(f"scale='log' needs weights of at least 0; got {least}; use 'linear'")
         usual = float(np.quantile(np.abs(pixels), _USUAL))
-        outliers = 0 < usual < most / 3  # of rows with normalizers near 0
+        outliers = 0 < usual < most / 3  # in rows with normalizers near 0
         limit, ends = (usual, "both") if outliers else (most, "neither")
         return _Scaled(Normalize(-limit, limit), colormaps["RdBu_r"], "linear", ends)
     colors = colormaps["viridis"].with_extremes(bad=ZERO)
@@ -174,7 +175,7 @@ def _weight_colors(pixels: _Array, scale: str) -> _Scaled:
     if positive.size and (scale == "log" or (scale == "auto" and wide)):
         least = float(positive.min())
         low = max(least, most / _LOG_RANGE)
-        low = low if low < most else most / 10  # a single value
+        low = low if low < most else most / 10  # if all values are equal
         ends = "min" if least < low else "neither"
         return _Scaled(LogNorm(low, most), colors, "logarithmic", ends)
     return _Scaled(Normalize(0.0, most), colors, "linear", "neither")

@@ -32,9 +32,9 @@ def has_bias(position: torch.nn.Module) -> bool:
 def rpe_profiles(model: torch.nn.Module, file: Path, r_max: float = 8.0, unit: str = "Å") -> None:
     """Draws the learned relative encoding f(r) of each head, each on its own scale.
 
-    Softmax attention adds f(r) to its logits; linear attention adds an estimate of it. Encodings
-    that are not isotropic are drawn along the first axis. If a kernel multiplies the attention
-    weights, its logarithm is drawn. A curve ends where it is 12 below its largest value, which is a
+    Softmax attention adds f(r) to its logits; linear attention adds an estimate of it. Anisotropic
+    encodings are drawn along the first axis. If a kernel multiplies the attention weights, its
+    logarithm is drawn. A curve ends where it is 12 below its largest value, which corresponds to a
     factor of 1e5 in the weights.
 
     Args:
@@ -132,7 +132,7 @@ def rpe_surfaces(
     finite = np.ma.masked_invalid(surfaces)
     most = float(np.abs(finite).max() or 1.0)
     colors = colormaps["RdBu_r"].with_extremes(bad=ZERO)
-    down, across = (1.5 * line[-1] - 0.5 * line[-2] for line in lines)  # half a pixel more
+    down, across = (1.5 * line[-1] - 0.5 * line[-2] for line in lines)  # outer edges of the pixels
     width, height = (2.4 * end / max(down, across) for end in (across, down))
     size = (max(width, 1.4), max(height, 1.0) + 0.25)
     with head_panels(file, len(surfaces), size, (1.7, 0.8)) as (figure, shown):
@@ -154,7 +154,7 @@ def rpe_surfaces(
 
 
 def _found(model: object, caller: str) -> Any:
-    """Returns a position module with a bias, or that of a model or stack."""
+    """Returns the position module of a model or stack, or the position module itself."""
     owner = getattr(model, "encoding", None) or getattr(model, "stack", model)
     position: Any = getattr(owner, "position", model if hasattr(model, "grid") else None)
     if position is None or not has_bias(position):
@@ -190,22 +190,6 @@ def _bias(position: torch.nn.Module, delta: torch.Tensor) -> _Array:
     return _array(position("softmax", origin, -delta[None]).bias)[0, :, 0]
 
 
-def _grid_bias(position: torch.nn.Module, ends: tuple[int, ...]) -> _Array:
-    """Returns f, (heads, offsets), at all offsets -end..end per axis, in row-major order.
-
-    Encodings on a grid need all tokens in order; each offset is read from one pair of tokens.
-    """
-    shape = tuple(end + 1 for end in ends)
-    cells = np.stack(np.unravel_index(np.arange(math.prod(shape)), shape), axis=-1)
-    tokens = _like(position).new_tensor(cells[None])
-    values = _array(position("softmax", tokens, tokens).bias)[0]
-    offsets = np.indices([2 * end + 1 for end in ends]).reshape(len(ends), -1)
-    offsets = offsets - np.array(ends)[:, None]
-    queries = np.ravel_multi_index(tuple(np.maximum(offsets, 0)), shape)
-    keys = np.ravel_multi_index(tuple(np.maximum(-offsets, 0)), shape)
-    return values[:, queries, keys]
-
-
 def _sampled(position: Any, reach: tuple[float, ...], points: int) -> tuple[list[_Array], _Array]:
     """Returns offsets along the first axes, up to `reach`, and f, (heads, offsets, ...).
 
@@ -213,17 +197,21 @@ def _sampled(position: Any, reach: tuple[float, ...], points: int) -> tuple[list
     """
     import torch
 
-    if position.grid:
-        ends = tuple(map(int, reach))
-        axes = [np.arange(-end, end + 1.0) for end in ends]
-        values = _grid_bias(position, ends)
+    like = _like(position)
+    if position.grid:  # needs all tokens in order; each offset is read from one pair of tokens
+        shape = tuple(int(end) + 1 for end in reach)
+        axes = [np.arange(1.0 - size, size) for size in shape]
+        tokens = np.indices(shape).reshape(len(shape), -1).T
+        cells = like.new_tensor(tokens[None])
+        values = _array(position("softmax", cells, cells).bias)[0]
+        offsets = np.stack(np.meshgrid(*axes, indexing="ij")).reshape(len(shape), -1).astype(int)
+        queries = np.ravel_multi_index(tuple(np.maximum(offsets, 0)), shape)
+        keys = np.ravel_multi_index(tuple(np.maximum(-offsets, 0)), shape)
+        values = values[:, queries, keys]
     else:
-        like = _like(position)
         lines = [torch.linspace(-end, end, points, dtype=torch.float64).to(like) for end in reach]
         axes = [_array(line) for line in lines]
         delta = like.new_zeros(points ** len(reach), position.dim)
-        delta[:, : len(reach)] = torch.stack(torch.meshgrid(*lines, indexing="ij"), -1).flatten(
-            0, -2
-        )
+        delta[:, : len(reach)] = torch.cartesian_prod(*lines).view(len(delta), -1)
         values = _bias(position, delta)
     return axes, values.reshape(-1, *map(len, axes))

@@ -36,7 +36,7 @@ _further: ContextVar[tuple[tuple[str, ...], list[Path]]] = ContextVar("further",
 
 @contextmanager
 def further_formats(names: Collection[str]) -> Iterator[list[Path]]:
-    """Writes each figure also in the formats `names`, and yields the list of these files."""
+    """Also writes each figure in the formats `names`, and yields the list of these files."""
     written: list[Path] = []
     token = _further.set((tuple(names), written))
     try:
@@ -46,7 +46,7 @@ def further_formats(names: Collection[str]) -> Iterator[list[Path]]:
 
 
 def expect_picture(file: Path) -> None:
-    """Raises ValueError for a file that is not one of `FORMATS`."""
+    """Raises ValueError unless the name of a file ends in one of `FORMATS`."""
     if file.suffix.removeprefix(".") not in FORMATS:
         raise ValueError(f"{file}: expected a name that ends in .png, .svg or .pdf")
 
@@ -96,7 +96,7 @@ class LineEnd(NamedTuple):
 def label_ends(axes: Axes, ends: Sequence[LineEnd], height: float) -> None:
     """Writes the names of lines next to their ends, on the right of a panel, without overlaps.
 
-    Everything else must have been drawn. `height` is the height of the panel in inches.
+    It is called after everything else is drawn. `height` is the height of the panel in inches.
     """
     axes.set(xlim=axes.get_xlim(), ylim=axes.get_ylim())
     at = axes.transData + axes.transAxes.inverted()
@@ -147,8 +147,8 @@ def panels(
 ) -> Iterator[tuple[Figure, list[Axes]]]:
     """Yields a figure with `count` panels in at most `columns` columns, row by row.
 
-    Width and height, in inches, are passed for a panel (`size`), for the margins, and for the
-    smallest figure (`least`). `options` are those of `matplotlib.figure.Figure.subplots`.
+    `size`, `margin` and `least` are the width and height, in inches, of a panel, of the margins,
+    and of the smallest figure. `options` are those of `matplotlib.figure.Figure.subplots`.
     """
     columns = min(columns, count)
     rows = -(-count // columns)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["calibration", "parity"]
 
 _MAX_POINTS = 2000  # more points are drawn as a density
-_SHIFTS = [(9.0, 0.0), (-9.0, 0.0), (0.0, 9.0)]  # offsets of the number of a named point
+_SHIFTS = [(9.0, 0.0), (-9.0, 0.0), (0.0, 9.0)]  # offsets of the number of a labeled point
 
 _BIN = 25  # minimum number of systems in a bin of uncertainties
 _MOST_BINS = 8
@@ -37,9 +37,9 @@ def parity(
     """Draws predictions against labels, with one panel per split and equal axes.
 
     Args:
-        panels: split -> labels and predictions, each (systems,), in `unit`.
+        panels: labels and predictions of each split, (systems,), in `unit`.
         file: file to write.
-        names: split -> names of the systems; if present, the largest errors are labeled.
+        names: names of the systems of each split; if present, the largest errors are labeled.
         quantity: name of the predicted quantity.
         unit: unit of the predicted quantity.
     """
@@ -120,9 +120,9 @@ def calibration(
     """Draws the coverage against the nominal level, and the errors against the uncertainty.
 
     Args:
-        coverage: split -> levels in (0, 1), and fractions of errors within their intervals, each
-            (levels,).
-        errors: split -> uncertainty and |error| of each system, (systems,), eV.
+        coverage: levels in (0, 1) and fractions of errors within their intervals, (levels,), of
+            each split.
+        errors: uncertainties and |errors| of the systems of each split, (systems,), eV.
         level: fraction of errors that the uncertainty should cover, in (0, 1).
         file: file to write.
     """
@@ -160,6 +160,6 @@ def _binned(
     axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high), aspect="equal")
     for axis in (axes.xaxis, axes.yaxis):
         plain_numbers(axis, wide=high / low >= 60)
-    axes.set(title="errors against their uncertainty", xlabel="mean uncertainty of a bin / eV")
+    axes.set(title="error against uncertainty", xlabel="mean uncertainty of a bin / eV")
     axes.set_ylabel(f"{100 * level:.0f} % quantile of |error| in the bin / eV")
     axes.grid(which="both")

@@ -73,7 +73,7 @@ def _histogram(axes: Axes, energies: Mapping[str, np.ndarray]) -> None:
 
 
 def _view(axes: Axes, structure: Data, view: str) -> None:
-    """Draws a structure, in Å, seen along -z ("top") or +y ("side"), with its cell as dashes."""
+    """Draws a structure, in Å, seen along -z ("top") or +y ("side"), and its cell."""
     from ase.data import chemical_symbols, covalent_radii
     from ase.data.colors import jmol_colors
     from matplotlib.patches import Circle

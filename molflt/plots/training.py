@@ -124,7 +124,7 @@ def _number(cell: str | None) -> float:
 
 
 def best_place(columns: Mapping[str, _Array], name: str, largest_is_best: bool) -> int | None:
-    """Returns the row of metrics.csv with the best validation by one column, or None.
+    """Returns the row of metrics.csv with the best value of a metric, or None.
 
     Validations in which some measured metric is not finite are ignored.
     """
@@ -215,8 +215,8 @@ def intervals(
 ) -> None:
     """Draws values with error bars in rows, sorted by the first panel, with the best row on top.
 
-    `panels` contains, by label of a panel and name of a row, the value and half the length of its
-    error bar. A panel may lack names that others have.
+    `panels` contains the value of each row and half the length of its error bar, by label of the
+    panel and name of the row. Some panels may lack rows.
     """
     first = next(iter(panels.values()))
     order = sorted(first, key=lambda name: first[name][0], reverse=not largest_is_best)
@@ -239,8 +239,8 @@ def intervals(
 def loss_curves(tasks: Mapping[str, Mapping[str, _Array]], file: Path, steps: int) -> None:
     """Draws losses against the step: the geometric mean and the range over repeats.
 
-    `tasks` contains, by name of a task and of an optimizer, nonnegative losses (repeats, n) at
-    evenly spaced steps, which span `steps`. Infinite values are omitted.
+    `tasks` contains nonnegative losses at evenly spaced steps up to `steps`, (repeats, n), by task
+    and optimizer. Infinite values are omitted.
     """
     panels: dict[str, dict[str, _Band]] = {}
     for task, own in tasks.items():
@@ -261,8 +261,8 @@ def best_values(
 ) -> None:
     """Draws the mean of log10 of the best value with a band of one standard deviation.
 
-    `panels` contains, by name of a function and of an optimizer, log10 of the best value so far
-    after each of the numbers of `evaluations`, (runs, points).
+    `panels` contains log10 of the best value so far after each number of `evaluations`, (runs,
+    points), by function and optimizer.
     """
     bands: dict[str, dict[str, _Band]] = {}
     for function, found in panels.items():
@@ -306,16 +306,16 @@ def errors(
     """Draws the MAE of groups, with one panel per kind, and the distribution of errors per split.
 
     Args:
-        groups: kind (adsorbate, slab, element, natoms) -> groups. Groups of natoms are sorted by
-            size; for other kinds, the 20 groups with the largest errors are drawn.
-        absolute: split -> |error| of each system, (systems,), eV; may be empty.
+        groups: groups of each kind (adsorbate, slab, element, natoms). Groups of natoms are sorted
+            by size; of the other kinds, the 20 groups with the largest errors are drawn.
+        absolute: |error| of the systems of each split, (systems,), eV; may be empty.
         file: file to write.
         unit: unit of the MAE.
     """
     shown = {
         kind: [*own][::-1] if kind == "natoms" else sorted(own, key=lambda g: g.mae)[-_MAX_BARS:]
         for kind, own in groups.items()
-        if kind != "natoms" or len(own) > 1 or len(groups) == 1  # one size alone says little
+        if kind != "natoms" or len(own) > 1 or len(groups) == 1  # a single size is not informative
     }
     widths = [4.2] * len(shown) + [5.0] * bool(absolute)
     count, bars = len(widths), max(map(len, shown.values()), default=0)

@@ -178,25 +178,25 @@ FAULTS: dict[str, dict[str, object]] = {
     "pickle": {"__reduce__": lambda self: (type(self), ())},
     "two molecules, 200 Å apart": SQUARE,
     "two slabs, 100 Å apart": SQUARE,
-    "force on an atom alone": PUSH,
-    "the same in a 100 Å cell": PUSH,
+    "force on a single atom": PUSH,
+    "force on an atom in a 100 Å cell": PUSH,
     "forces are -dE/dr": result_with("forces", lambda f, a: 1.01 * f),
     "stress is dE/dε / V": result_with("stress", lambda s, a: s[[1, 0, 2]][:, [1, 0, 2]]),
-    "stress of a slab: right or refused": {
+    "stress of a slab: correct or refused": {
         "has_stress": lambda self, a: a.pbc.any(),
         **result_with("stress", lambda s, a: 18 * s),
     },
     "no stress of a molecule in a box": {"has_stress": lambda self, a: a.cell.rank == 3},
     "sum of forces": PUSH,
     "torque on a molecule": result_with("forces", twisted),
-    "jump as a pair is drawn apart": {"__init__": with_cut},
-    "jump as layers slide": {"__init__": with_cut},
+    "energy jump: two atoms pulled apart": {"__init__": with_cut},
+    "energy jump: sliding layers": {"__init__": with_cut},
     "changes in place": {"check_state": forgetful},
     "charge used or named": {"expect": lambda self, a: None},
     "spin used or named": {"expect": lambda self, a: None},
     "moments used or named": {"expect": lambda self, a: None},
-    "structure left as it was": {"calculate": marking},
-    "atoms at one place: finite or refused": result_with("energy", nan_at_one_place),
+    "structure unchanged": {"calculate": marking},
+    "coincident atoms: finite or refused": result_with("energy", nan_at_one_place),
     "element 0 refused by name": {"expect": lambda self, a: None},
     "element 119 refused by name": {"expect": lambda self, a: [][a.numbers.max() // 119 - 1 :]},
     "error in the model stops dynamics": {"found": swallowing},
@@ -241,7 +241,7 @@ def potential(**options) -> molflt.Calculator:
 def test_potentials(options, known):
     names = [*CHECKS]
     if "messages" not in options:  # the rest is the same for all
-        names = names[: names.index("jump as a pair is drawn apart")]
+        names = names[: names.index("energy jump: two atoms pulled apart")]
     assert failed(partial(potential, **options), names=names) == known
 
 
@@ -251,7 +251,7 @@ def test_the_command_prints_a_table_and_fails_if_a_check_fails(capsys):
     lines = capsys.readouterr().out.splitlines()
     count = sum("FAILED" in line for line in lines)
     assert len(lines) == len(CHECKS) + 2 and lines[-1].startswith(f"{count} of 36")
-    assert any(line.startswith("jump as layers") and "FAILED" in line for line in lines)
+    assert any(line.startswith("energy jump: sliding") and "FAILED" in line for line in lines)
     assert main([f"{__name__}:Pairs", "--elements", "Cu"]) == 0
 
 

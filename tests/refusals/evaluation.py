@@ -62,7 +62,7 @@ ROWS = [
         lambda _: submission_splits(Path("a.npz"), ["val_id"]), "--splits", "test_id", "val_id"
     ),
     Refusal(aims(Member((1, 8))), "two", "elements of one", "Cu"),
-    Refusal(aims(Member(references=1.0)), "two", "references", "others"),
+    Refusal(aims(Member(references=1.0)), "two", "references", "different"),
     Refusal(
         lambda _: load_ensemble([Path("a"), Path("b")], "w.pt"), "--checkpoint", "best", "w.pt"
     ),
