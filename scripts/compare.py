@@ -62,7 +62,7 @@ def values(rows: Rows, measure: str, **labels: object) -> list[float]:
 
 
 def table(rows: Rows, measure: str, out: Path) -> str:
-    """Returns the metric of each split, EwT on val_id, and the ratio of FLT to Performer."""
+    """Returns the metric of each split, with EwT on val_id and baselines."""
     splits, energies = names(rows, "split"), measure == "mae_eV"
     label, digits = MEASURES[measure]
     head = ["variant", "parameters", "seeds", *(f"{split} {label}" for split in splits)]
@@ -86,14 +86,7 @@ def table(rows: Rows, measure: str, out: Path) -> str:
     known = {row["split"]: row["baseline_mae_eV"] for row in rows}
     baseline = {split: "–" if mae is None else f"{mae:.4f}" for split, mae in known.items()}
     lines.append(["training median", None, None, *(baseline[split] for split in splits), None])
-    text = markdown([*head, "val_id EwT, %"], lines)
-    flt, performer = (
-        values(rows, measure, variant=name, split="val_id") for name in ("flt", "performer")
-    )
-    if flt and performer:
-        ratio = statistics.fmean(flt) / statistics.fmean(performer)
-        text += f"\n\nval_id MAE, FLT / Performer: {ratio:.3f}"
-    return text
+    return markdown([*head, "val_id EwT, %"], lines)
 
 
 def _of_mean(runs: list[Path], splits: list[str]) -> list[object]:

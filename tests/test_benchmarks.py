@@ -86,7 +86,7 @@ def every_page() -> str:
 
 def check_memory(study: layers.Study, rows: Rows) -> None:
     """Memory is linear in the length exactly for the mechanisms that are marked as linear."""
-    for mechanism, (_, _, kinds, linear) in study.mechanisms.items():
+    for mechanism, (_, kinds, linear) in study.mechanisms.items():
         for causal in kinds:
             points = layers.curve(rows, mechanism, "MiB", causal)
             if len(points) > 1 and points[0][0] >= 500:

@@ -29,7 +29,7 @@ LAYERS = {
     "additive": (made("spectral"), "-"),
     "multiplicative": (made("multiplicative"), "-"),
     "multiplicative, near field": (made("multiplicative", near_field=4.5), "-"),
-    "PyG performer, relu": (Mechanism(pyg, "torch_geometric"), "--"),
+    "PyG performer, relu": (Mechanism(pyg), "--"),
     "softmax, no mask": (made("none", mixing="softmax"), ":"),  # SDPA stores no N x N matrix
     "softmax, exact mask": (made("spectral", mixing="softmax", linear=False), ":"),
 }

@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 from ase import Atoms
 from ase.io import write
+from kit.layers import VOLUME
 from kit.rows import Rows, formatted
 
-VOLUME = 12.0  # Å^3 per atom
 QUICK = {"edges": (5,)}
 
 

@@ -12,17 +12,17 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from kit.layers import pyg_performer
+from kit.layers import crystals, pyg_performer
 from kit.rows import Rows, choose, markdown, pick
 from kit.turns import paired, turns
 from torch import Tensor, nn
+from torch_geometric.data import Batch
 from torch_geometric.utils import to_dense_batch
 
 from molflt.graph import GraphAttention
 from molflt.graph.geometry import Geometry
 
 DIM, HEADS, FEATURES, NODES, NEAR = 128, 8, 64, 16, 4.5
-VOLUME = 12.0  # Å^3 per atom
 PYG = "PyG performer, relu"
 Inputs = dict[str, Tensor]
 
@@ -75,16 +75,10 @@ QUICK = {"rounds": 1, "mixes": ("4 of 3 to 30",), "dim": 16}
 
 
 def inputs(sizes: list[int], dim: int) -> Inputs:
-    """Returns atoms at random positions in cubic cells, 12 Å^3 per atom."""
-    draw = torch.Generator().manual_seed(0)
-    batch = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
-    sides = (VOLUME * torch.tensor(sizes)) ** (1 / 3)
-    return {
-        "x": torch.randn(len(batch), dim, generator=draw),
-        "pos": torch.rand(len(batch), 3, generator=draw) * sides[batch][:, None],
-        "batch": batch,
-        "cell": sides[:, None, None] * torch.eye(3),
-    }
+    """Returns the arguments of a layer for random crystals of these sizes."""
+    batch = Batch.from_data_list(crystals(sizes))
+    x = torch.randn(len(batch.pos), dim, generator=torch.Generator().manual_seed(0))
+    return {"x": x, "pos": batch.pos.float(), "batch": batch.batch, "cell": batch.cell.float()}
 
 
 def mixed(layer: nn.Module, given: Inputs) -> Tensor:

@@ -99,11 +99,9 @@ LAYERS = {
     "log-linear": (4, "-", made("toeplitz")),
     "elu": (3, "-", made(feature_map="elu", num_features=None)),
     "fnet": (2, "-", Mechanism(lambda *_: FourierMixer(DIM))),
-    "performer-pytorch": (
-        *(0, "--", Mechanism(performer_pytorch, "performer-pytorch", (False, True))),
-    ),
-    "PyG performer, relu": (5, "--", Mechanism(pyg, "torch_geometric")),
-    "transformers fnet": (2, "--", Mechanism(transformers_fnet, "transformers")),
+    "performer-pytorch": (0, "--", Mechanism(performer_pytorch, causal=(False, True))),
+    "PyG performer, relu": (5, "--", Mechanism(pyg)),
+    "transformers fnet": (2, "--", Mechanism(transformers_fnet)),
 }
 STUDY = layers.Study(
     *("cost.scaling", "tokens", {name: layer for name, (_, _, layer) in LAYERS.items()}),

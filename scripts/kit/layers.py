@@ -56,13 +56,11 @@ class Mechanism(NamedTuple):
 
     Attributes:
         build: function of length and `causal` that returns the layer.
-        who: package of the layer.
         causal: values of `causal` that are measured.
         linear: whether the layer needs O(N) memory.
     """
 
     build: Callable[[int, bool], nn.Module]
-    who: str = "molflt"
     causal: tuple[bool, ...] = (False,)
     linear: bool = True
 
@@ -232,15 +230,14 @@ def measure_layers(
             if most[key] == 1:  # `turns` does not warm up a single round
                 work()
         spent.update(turns(works, most, study.clock))
-    return [row(study, key, found, spent.get(key, [])) for key, found in costs.items()]
+    return [row(key, found, spent.get(key, [])) for key, found in costs.items()]
 
 
-def row(study: Study, key: Key, found: Mapping[str, Any], seconds: list[float]) -> Row:
+def row(key: Key, found: Mapping[str, Any], seconds: list[float]) -> Row:
     """Returns a row of the CSV; its note says why a pass was skipped or failed."""
-    columns = ("mechanism", "who", "causal", "length", "pass", "seconds", "peak_MiB", "process_MiB")
+    columns = ("mechanism", "causal", "length", "pass", "seconds", "peak_MiB", "process_MiB")
     memory = found.get("MiB"), found.get("process")
-    cells = (key[0], study.mechanisms[key[0]].who, *key[1:], seconds, *memory)
-    numbers = dict(zip(columns, cells, strict=True))
+    numbers = dict(zip(columns, (*key, seconds, *memory), strict=True))
     return {**numbers, "rounds": len(seconds), "note": found.get("note")}
 
 
