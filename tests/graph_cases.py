@@ -4,12 +4,12 @@ from typing import NamedTuple
 
 import torch
 from ase import Atoms
+from contract import EXACT
 from torch import Tensor
 from torch_geometric.data import Data
 
 from molflt.graph import GraphAttention
 
-EXACT = {"rtol": 0.0, "atol": 1e-10}
 DIM, HEADS = 16, 2
 SHELLS = {"node_diameter": 12.0, "node_max_frequency": 0.2, "node_num_shells": 3}
 NODES = {"gaussian": {"num_nodes": 5}, "sobol": {"num_nodes": 5}, "shells": SHELLS}

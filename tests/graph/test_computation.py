@@ -7,6 +7,7 @@ import pytest
 import torch
 from ase import Atoms
 from ase.io import write
+from contract import EXACT
 from graph.test_regressor import FLT, KERNEL, PERFORMER, STRUCTURES, model, structure
 from tiny_run import error_of, start, write_data
 from torch_geometric.data import Batch
@@ -16,7 +17,6 @@ from molflt.commands.cli import main
 from molflt.graph import computation
 from molflt.graph.computation import EnergyComputation, EnergyInputs, export_energies
 
-EXACT = {"rtol": 0.0, "atol": 1e-10}
 VARIANTS = {
     "default": {},
     "surface": {"subsurface": False, "descriptors": True, "radial_basis": 4},

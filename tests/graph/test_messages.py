@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from contract import EXACT
 from graph.test_regressor import structure
 from torch_geometric.data import Batch
 
@@ -17,7 +18,6 @@ from molflt.graph.neighbors import Neighbors, neighbor_list
 from molflt.graph.radial import radial_waves
 
 CUTOFF = 4.0
-EXACT = {"rtol": 0.0, "atol": 1e-10}
 
 
 def messages(layers: int = 2) -> EquivariantMessages:

@@ -7,6 +7,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from contract import EXACT
 from scipy.spatial.transform import Rotation
 from torch_geometric.data import Batch, Data
 
@@ -15,7 +16,6 @@ from molflt.graph.geometry import Geometry
 from molflt.graph.periodic import Images
 from molflt.graph.radial import radial_bumps
 
-EXACT = {"rtol": 0.0, "atol": 1e-10}
 SMALL = {"dim": 16, "heads": 2, "layers": 2, "refinements": 2, "ffn_dim": 24}
 FLT = {"position": "spectral", "mixing": "linear", "num_features": 16}
 KERNEL = {"position": "multiplicative", "mixing": "linear", "num_features": 16}

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from contract import EXACT
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -16,7 +17,6 @@ from molflt.attention import TOKEN_MIXERS
 from molflt.sequence import MaskedLanguageModel, PixelModel, SequenceClassifier, TokenEncoder
 from molflt.sequence.published import is_transformers, options_of, renamed
 
-EXACT = {"rtol": 0, "atol": 1e-10}
 VOCABULARY, LENGTH = 29, 11
 MECHANISMS = {
     "bert": {"mixing": "softmax"},

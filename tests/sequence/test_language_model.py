@@ -10,6 +10,7 @@ import contract
 import pytest
 import torch
 import yaml
+from contract import EXACT
 
 from molflt.attention.positions.base import sinusoids
 from molflt.sequence import heads
@@ -20,7 +21,6 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "lm"
 SIZES = ("wikitext103", "wikitext2")
 MECHANISMS = sorted(path.stem for path in CONFIGS.glob("*.yaml") if path.stem not in SIZES)
 VOCABULARY, LENGTH = 23, 19
-EXACT = {"rtol": 0.0, "atol": 1e-10}
 
 
 def options(*names: str) -> dict[str, Any]:
