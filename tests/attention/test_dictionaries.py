@@ -19,6 +19,7 @@ from molflt.attention import (
     TOKEN_MIXERS,
     make_position,
 )
+from molflt.attention.decoder import Decoder
 from molflt.attention.nodes import DensityNodes
 from molflt.attention.positions import SpectralPosition
 from molflt.attention.spectra import Gaussian, InversePower, Laplace, ShiftInvariant
@@ -74,6 +75,7 @@ REDRAWN = {
     "sines": lambda: make_position("sine_spe", 2, 8),
     "convolutions": lambda: make_position("conv_spe", 2, 8, max_tokens=9),
     "mixer": lambda: TOKEN_MIXERS["random"](8, 6),
+    "decoder": lambda: Decoder(8, 2, 1),
 }
 
 
@@ -156,3 +158,8 @@ def test_smooth_part_is_an_incomplete_gamma_function(power):
     (slope,) = torch.autograd.grad(found.sum(), square)
     rest = law.smooth(square.detach() + 1e-7) - law.smooth(square.detach() - 1e-7)
     torch.testing.assert_close(slope, rest / 2e-7, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("power", POWERS)
+def test_smooth_parts_and_their_spectra_are_a_fourier_pair(power):
+    contract.check_fourier_pair(InversePower(power, 0.7))

@@ -95,9 +95,9 @@ def test_features_of_the_softmax_kernel_are_unbiased(name, m):
 def test_rfa_features_estimate_their_kernels(name, kernel):
     torch.manual_seed(1)
     x, y = (torch.randn(8, dtype=torch.float64) for _ in "xy")
-    estimates = kernel_estimates(name, 16, 4000, x, y)
+    estimates = kernel_estimates(name, 16, 1000, x, y)
     expected = kernel(F.cosine_similarity(x, y, dim=0))
-    assert abs(estimates.mean() - expected) < 4 * estimates.std() / math.sqrt(4000)
+    assert abs(estimates.mean() - expected) < 4 * estimates.std() / math.sqrt(1000)
 
 
 @pytest.mark.parametrize("projection", [None, "iid", "hadamard", "givens", "sphere", "sobol"])
@@ -191,7 +191,7 @@ def test_degree_3_is_positive_up_to_the_temperature_that_is_named():
 @pytest.mark.parametrize(("dim", "options"), [(6, {}), (4, {"degree": 3, "projection": "iid"})])
 def test_a_sketch_is_unbiased(dim, options):
     torch.manual_seed(1)
-    draws, whole = 3000, features(dim, **options | {"projection": None})
+    draws, whole = 1000, features(dim, **options | {"projection": None})
     x = directions(1, 1, 2, dim)
     sketch = features(dim, draws, num_features=whole.width - 1, **options)
     products = [
@@ -332,10 +332,10 @@ def test_sobol_survives_points_on_the_border(monkeypatch):
 @pytest.mark.parametrize("dim", [1, 7, 16])
 @pytest.mark.parametrize("name", PROJECTIONS)
 def test_rows_have_mean_0_and_covariance_1(name, dim):
-    # 36000 rows; largest deviations over ten seeds: 0.018, 0.050 and (norms) 0.048.
-    rows = build(name, 1500, 24, dim).matrix().flatten(0, 1)
-    assert rows.mean(dim=0).abs().max() < 0.03
-    assert (rows.T @ rows / len(rows) - torch.eye(dim)).abs().max() < 0.07
+    # 9600 rows; largest deviations over six seeds: 0.032, 0.060 and (norms) 0.078.
+    rows = build(name, 400, 24, dim).matrix().flatten(0, 1)
+    assert rows.mean(dim=0).abs().max() < 0.05
+    assert (rows.T @ rows / len(rows) - torch.eye(dim)).abs().max() < 0.1
     if name != "sphere":
         variance = rows.square().sum(dim=-1).var()  # of chi squared with dim degrees
-        assert abs(variance / (2 * dim) - 1) < 0.07
+        assert abs(variance / (2 * dim) - 1) < 0.12

@@ -26,6 +26,7 @@ from graph_cases import (
 )
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.export import Dim, export
 from torch_geometric.data import Batch
 from torch_geometric.utils import to_dense_batch
 
@@ -244,6 +245,18 @@ def test_one_compiled_graph_for_all_sizes(form):
             found.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
         close(found[1], found[0])
     assert count.frame_count == (2 if backend == "aot_eager" else 1)  # forward and backward
+
+
+def test_one_exported_program_for_all_sizes():
+    torch.manual_seed(0)
+    layer = GraphAttention(DIM, HEADS, num_features=4, **FORMS["reciprocal"]).double()
+    graphs, given = Dim("graphs", min=2), arguments_of(SHAPES[0], True)
+    sizes = {"cell": graphs, "pbc": graphs}
+    shapes = {name: {0: sizes.get(name, Dim("atoms", min=2))} for name in given}
+    program = export(layer, (), given, dynamic_shapes=shapes).module()
+    for shape in SHAPES[1:]:
+        given = arguments_of(shape, True)
+        close([program(**given)], [layer(**given)])
 
 
 ROUNDING = {"rtol": 1e-12, "atol": 1e-12}

@@ -10,6 +10,7 @@ from ase.io import write
 from contract import EXACT
 from graph.test_regressor import FLT, KERNEL, PERFORMER, STRUCTURES, model, structure
 from tiny_run import error_of, start, write_data
+from torch._inductor.exc import InvalidCxxCompiler
 from torch_geometric.data import Batch
 
 import molflt
@@ -111,6 +112,16 @@ def test_one_package_for_all_sizes(exported, monkeypatch):
         fast.use_mesh_()
 
 
+def test_a_missing_compiler_is_named(tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise InvalidCxxCompiler
+
+    monkeypatch.setattr("torch._inductor.aoti_compile_and_package", fail)
+    monkeypatch.setattr(computation, "export_energies", lambda *_: None)
+    with pytest.raises(RuntimeError, match="CXX"):
+        computation.compile_energies(model().eval(), tmp_path / "x.pt2")
+
+
 def test_unsupported_inputs_of_compiled_code_are_refused(exported, tmp_path, capsys):
     out = tmp_path / "out"
     shutil.copytree(exported, out)
@@ -119,7 +130,7 @@ def test_unsupported_inputs_of_compiled_code_are_refused(exported, tmp_path, cap
     record = json.loads((out / "energies.json").read_text())
     for key in record:
         (out / "energies.json").write_text(json.dumps({**record, key: "other"}))
-        assert f"made for {key} 'other'; here is" in error_of(capsys, *words)
+        assert f"for {key} 'other'" in error_of(capsys, *words)
     (out / "energies.json").unlink()
-    assert "export the run again, with --compiled true" in error_of(capsys, *words)
+    assert "--compiled true" in error_of(capsys, *words)
     assert "the CPU; got device='cuda'" in error_of(capsys, *words, "--device=cuda")

@@ -27,10 +27,17 @@ from molflt.attention.nodes.mesh import Mesh
 from molflt.attention.nodes.reciprocal import reciprocal_nodes
 from molflt.attention.positions.gaussian_bias import GaussianBias
 from molflt.attention.positions.grid import BucketedPosition, LowRankPosition, ToeplitzPosition
+from molflt.attention.positions.multiplicative import NearField
 from molflt.attention.positions.rotary import RotaryPosition
 from molflt.attention.positions.spectral import SpectralPosition
 from molflt.attention.positions.stochastic import ConvSPE
-from molflt.attention.spectra import GaussianBasis, InversePower, Matern, ShellWeights
+from molflt.attention.spectra import (
+    GaussianBasis,
+    InversePower,
+    Matern,
+    ShellWeights,
+    SmoothLocal,
+)
 from refusals import Refusal
 
 DIM, HEADS = 16, 2
@@ -88,8 +95,8 @@ def polynomial(option: str, expected: str, got: str = "", **options: Any) -> Ref
     return refused(lambda: Attention(**given), option, expected, got)
 
 
-def stack_of(shared: Any, mixer: Any) -> Stack:
-    return Stack.of([Block(mixer, 24)], shared)
+def stack_of(shared: Any, *mixers: Any) -> Stack:
+    return Stack.of([Block(mixer, 24) for mixer in mixers], shared)
 
 
 def kernel_of(shape: tuple[int, ...], key: Features = PHI, **options: Any) -> Any:
@@ -146,6 +153,8 @@ ROWS = [
     refused(lambda: layer(position())(X, R[..., 0]), "positions", "(batch", "(1, 5)"),
     refused(lambda: layer()(X, key_mask=MASK[:, :3]), "key_mask", "(1, 5)", "(1, 3)"),
     refused(lambda: layer()(X, key_weight=-X[..., 0]), "key_weight", "finite", "-1"),
+    refused(lambda: layer()(X, key_weight=X[:, :3, 0]), "key_weight", "(1, 5)", "(1, 3)"),
+    refused(lambda: layer()(X, R), "positions", "position="),
     refused(lambda: layer(causal=True)(X, context=X), "context", "causal=False"),
     refused(lambda: layer(position())(X), "SpectralPosition", "(batch, tokens, 3)"),
     refused(
@@ -158,6 +167,14 @@ ROWS = [
     refused(lambda: stack_of(None, layer(position())), "block 0", "", "SpectralPosition"),
     refused(lambda: stack_of(position(), TOKEN_MIXERS["fourier"](DIM)), "Spectral", "attention"),
     refused(lambda: stack(mixer="fourier").decode(X), "FourierMixer", "causal attention"),
+    refused(lambda: stack(mixer="dense"), "max_tokens", "mixer_options", "'dense'"),
+    refused(lambda: stack(mixer="fourier", attention_layers=1), "attention_layers", "0 to 0", "1"),
+    refused(
+        lambda: stack_of(p := position(), layer(p), layer(p, mixing="softmax")),
+        "SpectralPosition",
+        "kind",
+        "linear and softmax",
+    ),
     # feature maps
     polynomial("degree", "2 or 3", "4", degree=4),
     polynomial("num_features=153", "18 to 152", num_features=153),
@@ -178,6 +195,10 @@ ROWS = [
         "(16, 16)",
     ),
     refused(converted({"heads": 4}, {}), "scaling", "2 in the target", "heads=4"),
+    refused(
+        converted({"normalize_qk": True, "learn_temperature": True}, {"normalize_qk": True}),
+        "learn_temperature=True",
+    ),
     # token mixers
     refused(
         lambda: TOKEN_MIXERS["dense"](DIM, 4)(X, key_mask=MASK), "max_tokens=4", "at most", "5"
@@ -185,6 +206,10 @@ ROWS = [
     refused(lambda: TOKEN_MIXERS["fourier"](DIM)(X[0]), "x", "(batch, tokens, 16)", "(5, 16)"),
     # positions by name
     refused(lambda: position(width=1.0), "width", "num_gaussians"),
+    refused(
+        lambda: position(nodes="shells", node_max_frequency=1.0), "node_diameter", "ShellNodes"
+    ),
+    refused(lambda: position(sampled=False).factors(R, R), "GraphNodes"),
     refused(
         lambda: position(spectrum="shell_weights", nodes="sobol"), "nodes='shells'", "", "'sobol'"
     ),
@@ -194,6 +219,9 @@ ROWS = [
     refused(lambda: ToeplitzPosition(2, 4)("linear", line(), line()), "5 tokens", "4 places"),
     refused(lambda: ToeplitzPosition(2, 4)("softmax", line(), line()), "differ", "at most 3", "4"),
     refused(lambda: BucketedPosition(2, num_buckets=31), "num_buckets=31", "equally many"),
+    refused(lambda: ToeplitzPosition(2, shape=(4, 3, 2)), "shape", "two sides", "(4, 3, 2)"),
+    refused(lambda: RotaryPosition(5, 3), "head_dim", "at least 6", "5"),
+    refused(lambda: NearField(GaussianBasis(2), onset=1.0), "onset", "[0, 1)", "1.0"),
     refused(lambda: RotaryPosition(8).width(16), "head_dim=8", "same", "16"),
     refused(lambda: GaussianBias(2, std_range=(0.0, 1.0)), "std_range", "above 0", "(0.0, 1.0)"),
     refused(lambda: kernel_of((8,)), "log_kernel", "(heads, 7)", "(2, 8)"),
@@ -221,6 +249,8 @@ ROWS = [
     refused(lambda: GaussianBasis(2, width_range=(5.0, 1.0)), "width_range", "smallest", "(5.0"),
     refused(lambda: InversePower(3, 1.0), "power", "1, 2, 4, 6", "3"),
     refused(lambda: Matern(2, nu=2.0), "nu", "0.5, 1.5 or 2.5", "2.0"),
+    refused(lambda: SmoothLocal(2, order=1), "order", "2 to 8", "1"),
+    refused(lambda: ShellWeights(2, torch.ones(3), dim=2), "dim", "1 or 3", "2"),
     refused(lambda: position(nodes="density"), "density", "kernel", "GaussianBasis"),
     *(
         refused(lambda g=g, nodes=nodes: SpectralPosition(g(), nodes()), *words)
@@ -243,6 +273,7 @@ ROWS = [
     cells("extent", "free_extent", "graph 1", extent=None),
     cells("extent", "(2, 3)", "(2,)", extent=torch.zeros(2)),
     cells("cell", "(graphs, 3, 3)", "(3, 3)", cell=CELL[0]),
+    cells("pbc", "bool", "float32", pbc=torch.ones(2, 3)),
     cells("max_frequency", "reduce", "graph", max_frequency=1e4),
     cells("pbc", "linearly independent", "graph 1", cell=FLAT),
 ]

@@ -94,6 +94,7 @@ MISSPELT: list[tuple[Callable[..., object], dict[str, Any], *Words]] = [
 # change of six atoms with periodic="reciprocal", option, expected, got
 LAYER_INPUT: list[tuple[dict[str, Any], *Words]] = [
     ({"x": torch.zeros(6, 4)}, "x must have shape", "(atoms, 16)", "(6, 4)"),
+    ({"x": torch.zeros(6, 16).double()}, "x", "torch.float32", "torch.float64"),
     ({"pos": 1e8 * POS}, "pos", "within 100000 Å", "atom 0"),
     ({"pos": ZEROS.long()}, "pos", "real numbers", "torch.int64"),
     ({"pos": ZEROS.to(META)}, "pos", "cpu", "meta"),
@@ -162,6 +163,7 @@ ROWS = [
     *(Refusal(net(given), "Data", "make_record", error=TypeError) for given in NO_DATA),
     Refusal(lambda _: PBCRadiusGraph(1.0)(Data(pos=ZEROS[:, :2])), "pos", "(atoms, 3)", "(6, 2)"),
     Refusal(lambda _: EnergyComputation(EnergyRegressor(**SMALL, periodic="images")), "exported"),
+    Refusal(lambda _: EnergyComputation(Potential(**SMALL)), "EnergyRegressor", "", "Potential"),
     Refusal(layer({"x": [[1.0, 2.0]]}), "x", "torch.Tensor", "list", TypeError),
     Refusal(without_descriptors, "descriptors", "", "element 10"),
     Refusal(traced, "torch.jit.trace", "torch.export"),

@@ -55,9 +55,7 @@ def test_decoding_equals_forward(mechanism, absolute):
     """Decodes token by token, and a whole prompt, across the chunks of the causal sum."""
     model = tiny(mechanism, absolute=absolute)
     if not model.decodes:
-        quadratic = "quadratic" in model.stack.mixings
-        words = "mixing 'linear' or 'softmax'" if quadratic else "leaves no state"
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises(ValueError, match="mixing|state"):
             model.decode(ids())
         return
     for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
