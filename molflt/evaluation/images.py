@@ -228,7 +228,13 @@ def evaluate_pixels(
         }
     begin_results(out, *_OF_PIXELS)
     plots.losses_by_place(curves, out / "losses.png")
-    _draw_around(model, next(iter(named.values()))[0][0], out / "attention.png")
+    image = next(iter(named.values()))[0][0][None].to(device_of(model))
+    what = f"the attention matrix of an image of {model.longest:,} bytes"
+    with within_memory(lambda: what, "use a smaller model or smaller images"):
+        matrices = attention_of(model.stack, lambda: model.image_log_likelihood(image), last=1)
+    if matrices:
+        around, title = _around(matrices[-1][0], model), "last layer, mean over an image"
+        plots.attention_around(around, out / "attention.png", title=title)
     position, png = model.stack.position, out / "encoding.png"
     line = position is None or position.dim == 1
     axis = (model.longest, png, "tokens") if line else (model.image_size, png, "pixels")
@@ -280,17 +286,6 @@ def _judge(
                 bits += float(tables[place, model.bytes_of(given).cpu()].sum())
     histogram = None if tables is None else bits / (len(images) * model.longest)
     return nats / len(images), histogram
-
-
-def _draw_around(model: PixelModel, image: Tensor, png: Path) -> None:
-    """Draws the attention of the last layer on an image (channels, side, side)."""
-    given = image[None].to(device_of(model))
-    what = f"the attention matrix of an image of {model.longest:,} bytes"
-    with within_memory(lambda: what, "use a smaller model or smaller images"):
-        matrices = attention_of(model.stack, lambda: model.image_log_likelihood(given), last=1)
-    if matrices:
-        title = "last layer, mean over the pixels of an image"
-        plots.attention_around(_around(matrices[-1][0], model), png, title=title)
 
 
 def _around(weights: Tensor, model: PixelModel) -> Tensor:

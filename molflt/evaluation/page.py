@@ -130,19 +130,20 @@ class Page:
             with tempfile.TemporaryDirectory() as folder:
                 file = Path(folder) / "picture.png"
                 draw(file)
-                return self._embedded(file.read_bytes(), text, text)
+                return self._embedded(file, text, text)
 
         return list(self.attempt(make, []))
 
-    def kept(self, name: str, text: str) -> list[_Part]:
-        """Returns a PNG file of the run as a figure, if it exists."""
-        file = self.path / name
-        if not file.is_file():
-            return []
-        return list(self.attempt(lambda: self._embedded(file.read_bytes(), str(file), text), []))
+    def pictures(self) -> list[_Part]:
+        """Returns the figures of the evaluation that exist."""
+        parts: list[_Part] = []
+        for name, text in _KEPT.items() if self.run.results else ():
+            if (file := self.path / name).is_file():
+                parts += self.attempt(partial(self._embedded, file, str(file), text), [])
+        return parts
 
-    def _embedded(self, content: bytes, name: str, text: str) -> list[_Part]:
-        content, width = _png(content, name)
+    def _embedded(self, file: Path, name: str, text: str) -> list[_Part]:
+        content, width = _png(file.read_bytes(), name)
         data = base64.b64encode(content).decode()
         if len(data) > self._left:
             raise ValueError(f"{name}: not shown, because the page would be larger than 3 MB")
@@ -287,12 +288,6 @@ def _training(page: Page) -> list[_Part]:
     return page.drawn(text, draw) + ([details] if rows else [])
 
 
-def _pictures(page: Page) -> list[_Part]:
-    if not page.run.results:
-        return []
-    return [part for name, text in _KEPT.items() for part in page.kept(name, text)]
-
-
 def _settings(page: Page) -> list[_Part]:
     own = dict(flat_options(page.run.config))
     usual = dict(flat_options(plain(defaults(page.recipe))))  # type: ignore[arg-type]
@@ -425,7 +420,7 @@ _SECTIONS: Mapping[str, tuple[str, Callable[[Page], list[_Part]]]] = {
     "overview": ("Overview", _overview),
     "results": ("Results", _results),
     "training": ("Training", _training),
-    "pictures": ("Figures of the evaluation", _pictures),
+    "pictures": ("Figures of the evaluation", Page.pictures),
     "worst": ("The worst predictions", _worst),
     "settings": ("Settings", _settings),
     "versions": ("Versions and files", _files),

@@ -61,7 +61,16 @@ def evaluate(
     classes = common.load_classes(run, model.classes)
     results: Results = {}
     rows: list[dict[str, object]] = []
-    for split, examples in _examples(config, task, splits, data, classes).items():
+    there = ["train", "val", "test"] + (["val_mismatched"] if task == "MNLI" else [])
+    usual = [name for name in there if name.startswith("val")]
+    wanted = common.chosen_splits(there, splits, usual, data)
+    if data is None:
+        share = cast("float | None", config["data"].get("val_fraction"))
+        found = read_splits(Path(str(config["data"]["root"])), task, wanted, share, classes)
+        texts = {name: rows for name, (_, rows) in found.items()}
+    else:
+        texts = {Path(data).name: read_examples(Path(data), task, classes)}
+    for split, examples in texts.items():
         logits = logits_of(model, tokenizer, examples, length, batch_size, split)
         predicted = logits[:, 0] if model.classes == 1 else logits.argmax(axis=1).astype(float)
         label = np.array([one.label for one in examples])
@@ -129,20 +138,3 @@ def logits_of(
             found.append(model(tokens, types, there).double().cpu())
             common.expect_finite(name, found[-1], "a logit")
     return torch.cat(found).numpy()
-
-
-def _examples(
-    config: Config,
-    task: str,
-    splits: Sequence[str] | None,
-    other: Path | None,
-    classes: Sequence[str],
-) -> dict[str, list[Example]]:
-    there = ["train", "val", "test"] + (["val_mismatched"] if task == "MNLI" else [])
-    usual = [name for name in there if name.startswith("val")]
-    wanted = common.chosen_splits(there, splits, usual, other)
-    if other is not None:
-        return {Path(other).name: read_examples(Path(other), task, classes)}
-    share = cast("float | None", config["data"].get("val_fraction"))
-    found = read_splits(Path(str(config["data"]["root"])), task, wanted, share, classes)
-    return {name: rows for name, (_, rows) in found.items()}

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from molflt import plots
-from molflt.data.text.parallel import Pairs, ParallelText, paired, read_parallel
+from molflt.data.text.parallel import Pairs, paired, read_parallel
 from molflt.data.text.tokenized import padded_rows
 from molflt.data.text.tokenizer import Tokenizer
 from molflt.evaluation import common
@@ -73,7 +73,9 @@ def evaluate(
     for split, name in common.named_sources(options, splits, data).items():
         text = read_parallel(name, *languages)
         texts[split] = text, Pairs(text, tokenizer)
-        _expect_short(text, tokenizer, model.longest)
+        for path, side in zip(text.files, text[:2], strict=True):
+            for number, ids in enumerate(tokenizer.encode(list(side)), 1):
+                _expect_length(f"{path}: line {number:,}", len(ids) + 1, model.longest)
     task = TranslationTask(model, label_smoothing=0.0)
     for split, (text, pairs) in texts.items():
         loader = DataLoader(pairs, batch_size, collate_fn=partial(paired, pad=tokenizer.pad))
@@ -158,12 +160,6 @@ def translate(
             for i, best in zip(batch, found, strict=True):
                 translations[i] = tokenizer.decode(best.tokens).strip()
     return translations
-
-
-def _expect_short(text: ParallelText, tokenizer: Tokenizer, longest: int | None) -> None:
-    for path, side in zip(text.files, text[:2], strict=True):
-        for number, one in enumerate(tokenizer.encode(list(side)), 1):
-            _expect_length(f"{path}: line {number:,}", len(one) + 1, longest)
 
 
 def _expect_length(place: str, tokens: int, longest: int | None) -> None:
