@@ -209,7 +209,7 @@ def test_relaxations_respect_and_keep_constraints(potential_run, tmp_path, capsy
         expected = calculator.get_potential_energy(atoms)  # with positions in float64
         assert float(row["energy_before_eV"]) == pytest.approx(expected, abs=1e-12)
     main([*words, "--steps=1", "--out", str(tmp_path / "b.extxyz")])
-    assert capsys.readouterr().err.count("cannot be held by .extxyz") == 2
+    assert capsys.readouterr().err.count(".extxyz cannot store") == 2
 
 
 def test_an_interruption_keeps_finished_relaxations(potential_run, tmp_path, monkeypatch, capsys):
@@ -352,7 +352,8 @@ def test_total_charge():
     assert abs(atoms.get_potential_energy() - neutral) > 1e-3
     assert atoms.get_charges().sum() == pytest.approx(1.0)
     center = atoms.positions - atoms.positions.mean(axis=0)
-    np.testing.assert_allclose(atoms.get_dipole_moment(), atoms.get_charges() @ center)
+    dipole = atoms.get_charges() @ center
+    np.testing.assert_allclose(atoms.get_dipole_moment(), dipole, atol=1e-12)
     atoms.pbc, atoms.cell = True, [9.0] * 3
     with pytest.raises(PropertyNotImplementedError, match="dipole"):
         atoms.get_dipole_moment()
