@@ -13,7 +13,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """22 training and 13 validation structures; tests only read them."""
+    """Returns a folder of 22 training and 13 validation structures; only for reading."""
     import tiny_run
 
     return tiny_run.shared_data()
@@ -21,7 +21,7 @@ def shared_data() -> Path:
 
 @pytest.fixture(scope="session")
 def shared_run() -> Path:
-    """A finished is2re run of 8 steps on `shared_data`, validated every 4; tests only read it."""
+    """Returns a finished is2re run of 8 steps on `shared_data`; only for reading."""
     import tiny_run
 
     return tiny_run.shared_run()
@@ -29,7 +29,7 @@ def shared_run() -> Path:
 
 @pytest.fixture(scope="session")
 def energy_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """40 training structures, splits with and without labels; tests only read them."""
+    """Returns 40 training structures, and splits with and without labels; only for reading."""
     import tiny_run
 
     from molflt.data.structures.splits import TEST_SPLITS, VAL_SPLITS
@@ -45,7 +45,7 @@ def energy_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def energy_runs(energy_data: Path) -> list[Path]:
-    """Runs of 3 steps with three seeds, the last of another width; tests only read them."""
+    """Returns runs of 3 steps with three seeds, the last with another width; only for reading."""
     import tiny_run
 
     words = ["--trainer.max_steps=3", "--trainer.val_every=3", "--model.descriptors=true"]
@@ -59,7 +59,7 @@ def energy_runs(energy_data: Path) -> list[Path]:
 
 @pytest.fixture(scope="session")
 def potential_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of a potential with charges on rattled argon; tests only read it."""
+    """Returns the run of a potential with charges on rattled argon; only for reading."""
     import tiny_run
 
     return tiny_run.potential_run(tmp_path_factory.mktemp("argon"))
@@ -67,11 +67,11 @@ def potential_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Evaluations of energies do not draw pictures, which take most of their time."""
+    """Skips the pictures of energies, which take most of the time of an evaluation."""
     monkeypatch.setattr("molflt.evaluation.energies._draw", lambda *_: None)
 
 
 @pytest.fixture
 def copied_run(shared_run: Path, tmp_path: Path) -> Path:
-    """A copy of `shared_run` that a test may change."""
+    """Returns a copy of `shared_run` that a test may change."""
     return shutil.copytree(shared_run, tmp_path / "copied_run")

@@ -258,7 +258,7 @@ def check_isolation(combination: Combination) -> None:
     r.requires_grad_()
     out = refine(stack, x, r, key_mask=mask)
     for i in (0, 2):
-        # 0 * r.sum(): positions are not in the graph of a stack without encoding.
+        # 0 * r.sum() adds positions to the graph of a stack without encoding
         loss = out[i][mask[i]].square().sum() + 0 * r.sum()
         for grad in torch.autograd.grad(loss, (x, r), retain_graph=True):
             others = torch.cat((grad[:i], grad[i + 1 :]))
@@ -469,7 +469,7 @@ NODE_OPTIONS: dict[str, dict[str, Any]] = {"shells": {"diameter": 8.0, "max_freq
 
 
 def normal_points(count: int, dim: int, seed: int = 0) -> Tensor:
-    """Scrambled Sobol points of the standard normal distribution: (count, dim)."""
+    """Returns scrambled Sobol points of the standard normal distribution, (count, dim)."""
     points = torch.quasirandom.SobolEngine(dim, scramble=True, seed=seed)
     return torch.special.ndtri(points.draw(count, dtype=torch.float64).clamp(1e-12, 1 - 1e-12))
 
@@ -492,7 +492,7 @@ def frequency_rule(dim: int, radii: Tensor | None = None) -> tuple[Tensor, Tenso
 
 
 def check_fourier_pair(spectrum: Spectrum) -> None:
-    """integral f psi = integral g psi^ for Gaussians psi of two widths around several centres.
+    """integral f psi = integral g psi^ for Gaussians psi of two widths around several centers.
 
     It holds for slow decay and for jumps of g and f. Both sides are quasi-Monte Carlo, with errors
     of 1e-4 of the largest mask value in one dimension, 5e-3 for boxes in two, else 2e-3.

@@ -57,7 +57,7 @@ def test_known_surfaces_have_their_sites(name: str, n: int) -> None:
 
 
 def test_sites_of_alloys_differ_by_element() -> None:
-    """Cu3Pt(111), where no two Pt atoms touch, has these nine sites."""
+    """No two Pt atoms touch in Cu3Pt(111), which has nine sites."""
     corners = [(0, 0, 0), (0, 0.5, 0.5), (0.5, 0, 0.5), (0.5, 0.5, 0)]
     crystal = Atoms("PtCu3", scaled_positions=corners, cell=3 * [3.7], pbc=True)
     crystal.positions += 0.1
@@ -85,7 +85,7 @@ def test_supercells_have_the_same_placements() -> None:
 
 
 def test_benzene_lies_flat_in_the_eight_known_ways() -> None:
-    """Top, bridge, hcp and fcc, each turned by 0 and 30 degrees."""
+    """They are top, bridge, hcp and fcc, each turned by 0 and 30 degrees."""
     placed = placements(fcc111("Pt", (4, 4, 4), vacuum=8), "C6H6")
     flat = [one for one in placed if np.ptp(one.positions[-12:, 2]) < 1e-6]
     assert Counter(one.info["site"][0] for one in flat) == dict.fromkeys("0123", 2)

@@ -153,7 +153,7 @@ HEAVY = {"torch_geometric", "lightning", "e3nn", "vesin", "ase", "lmdb", "matplo
 
 
 def test_models_load_torch_only() -> None:
-    """Neither packages that only computing needs, nor the slow compiler of torch."""
+    """They do not load packages that only computations need, nor the slow compiler of torch."""
     models = "import molflt.attention, molflt.graph, molflt.sequence, molflt.image"
     loaded = loaded_after(f"{models}; import sys; assert 'torch._dynamo' not in sys.modules")
     assert "torch" in loaded
@@ -205,7 +205,7 @@ def test_unpickling_is_seen() -> None:
 
 
 def test_nothing_unpickles() -> None:
-    """Except for the reader of OC20's records, which is tested with code in pickles."""
+    """Only the reader of OC20's records does; other tests read pickles that contain code."""
     calls = nodes(SOURCES, ast.Call)
     assert not [f"{path}:{call.lineno}" for path, call in calls if unpickles(call)]
     classes = nodes(SOURCES, ast.ClassDef)

@@ -41,7 +41,7 @@ EXAMPLES = [
 
 
 def commands() -> list[str]:
-    """Every ``molflt ...`` line inside a code block of the documentation."""
+    """Returns all ``molflt ...`` lines in code blocks of the documentation."""
     lines = []
     for page in PAGES:
         for block in re.findall(r"^```(?:bash|sh)?\n(.*?)^```", page.read_text(), re.M | re.S):
@@ -54,7 +54,7 @@ def commands() -> list[str]:
 def workplace(
     energy_runs: list[Path], potential_run: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """A folder with what the examples assume that the reader has: runs and a file of slabs."""
+    """Returns a folder with the runs and the file of slabs that the examples assume."""
     root = tmp_path_factory.mktemp("reader")
     runs = dict(zip(("mine", "mine2"), energy_runs, strict=False))
     runs |= {"potential": potential_run, "optimizer": trained("learned_optimizer")}
@@ -200,7 +200,13 @@ NAMES |= {"DST": "converted.safetensors", "FOLDER": "exported", "many.lmdb": "ma
 NAMES |= {"5000": "1"}
 DEMO = ["--data.root=data", "--data.batch_size=32"]  # one step sees all elements
 SPLITS = ("val_ood_ads", "val_ood_cat", "val_ood_both")
-ELSEWHERE = ("data download", "lm/wikitext2", "runs/lm", "image/", "runs/vit")  # other data
+ELSEWHERE = (
+    "data download",
+    "lm/wikitext2",
+    "runs/lm",
+    "image/",
+    "runs/vit",
+)  # they need other data
 
 
 def lines() -> list[list[str]]:
@@ -219,7 +225,7 @@ def run(words: list[str]) -> None:
         words += [*SHORT, *(DEMO if "demo" in words else [])]
     if words[:2] == ["data", "make"]:
         words = ["data", "make", "made", *words[3:], "--val", "1", "--workers", "1"]
-    if words[0] == "relax":  # whether a minimum is found depends on rounding
+    if words[0] == "relax":  # finding a minimum depends on rounding
         words = [*words, "--fmax=1000"]
     assert cli.main(words) == 0, words
 

@@ -31,7 +31,7 @@ PATTERNS = {
 
 @cache
 def prose(path: Path) -> list[tuple[int, str]]:
-    """Comments and strings with spaces, with their line numbers."""
+    """Returns comments and strings that contain spaces, with their line numbers."""
     return [
         (token.start[0], " ".join(token.string.split()))
         for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline)

@@ -132,7 +132,7 @@ def test_relaxed_positions_respect_constraints(run, capsys) -> None:
 
 
 def predictor(**options) -> EnergyPredictor:
-    """A model with random weights."""
+    """Returns a model with random weights."""
     torch.manual_seed(0)
     options = {"dim": 16, "heads": 2, "layers": 1, "ffn_dim": 16, **options}
     model = EnergyRegressor(**options).eval()
@@ -183,7 +183,7 @@ def test_results_of_other_weights_are_left_out(run, tmp_path) -> None:
     best = one / "checkpoints" / "best.safetensors"
     tensors = load_file(best)
     tensors["readout.mlp.0.weight"] += 0.1
-    save_file(tensors, best)  # without a digest
+    save_file(tensors, best)  # the file lacks a digest
     trained = molflt.load(one).trained
     assert not trained.results and "other weights" in trained.unmeasured
 
@@ -216,7 +216,7 @@ def test_predictions_with_the_shipped_model(exported, tmp_path, monkeypatch, cap
 
 
 def test_the_hub_and_back(exported, tmp_path, monkeypatch, val) -> None:
-    """The files of an upload are placed in the cache of the Hub."""
+    """Places the files of an upload in the cache of the Hub."""
     huggingface_hub = pytest.importorskip("huggingface_hub")
     cache, revision = tmp_path / "cache", "a" * 40
     place = cache / "models--me--small"
@@ -248,7 +248,7 @@ def test_changed_files_are_refused(exported, tmp_path, capsys) -> None:
     config, weights = one / "config.json", one / "model.safetensors"
     config.write_text(config.read_text().replace(ABOUT, "energies of DFT"))
     assert error_of(capsys, "predict", str(one), *words).startswith(str(config))
-    config.unlink()  # it is not read
+    config.unlink()  # the configuration is not read
     with safe_open(weights, framework="pt") as file:
         header = file.metadata()
     tensors = {name: tensor + 1 for name, tensor in load_file(weights).items()}

@@ -1,4 +1,4 @@
-"""What surrounds the package: how it is cited, released and checked elsewhere."""
+"""Citation, change log and workflows."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_changelog_has_each_group_once_per_version() -> None:
 
 
 def test_the_citation_has_the_required_keys() -> None:
-    """Required keys of CFF 1.2.0, of persons and of references; each paper once."""
+    """Checks the keys that CFF 1.2.0 requires; each paper appears once."""
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert {"cff-version", "message", "title", "authors"} <= cited.keys()
     assert cited["cff-version"] == "1.2.0" and cited["type"] == "software"
@@ -54,9 +54,9 @@ def test_the_citation_has_the_required_keys() -> None:
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
 def test_workflows_have_few_rights_and_call_what_exists(path: Path) -> None:
-    """Only publishing may do more than read."""
+    """Only the publishing job may do more than read."""
     flow = yaml.safe_load(path.read_text())
-    assert flow[True]  # YAML 1.1 reads `on` so
+    assert flow[True]  # YAML 1.1 reads `on` as True
     assert flow["permissions"] == {"contents": "read"} and flow["concurrency"]
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
     for name, job in flow["jobs"].items():
@@ -68,7 +68,7 @@ def test_workflows_have_few_rights_and_call_what_exists(path: Path) -> None:
             assert {"uses", "run"} & step.keys()
             assert re.fullmatch(r"[\w-]+/[\w-]+@(v\d+|release/v1)", step.get("uses", "a/b@v1"))
             command = step.get("run", "")
-            assert "${{" not in command  # what comes from outside reaches a shell as a variable
+            assert "${{" not in command  # input from outside must be a variable of the shell
             for called in re.findall(r"\bmake ((?:[a-z]+ ?)+)", command):
                 assert set(called.split()) <= targets, command
     if shutil.which("actionlint"):
@@ -85,4 +85,4 @@ def test_workflows_test_the_supported_versions() -> None:
     least = torch.removeprefix("torch>=")
     assert {row["torch"] for row in matrix["include"]} == {f"torch=={least}.*", f"torch>={least}"}
     constraints = (ROOT / "constraints.txt").read_text()
-    assert re.search(r"^torch==", constraints, re.M)  # which sed replaces
+    assert re.search(r"^torch==", constraints, re.M)  # the workflow replaces it

@@ -1,4 +1,4 @@
-"""Elements: references of total energies, and descriptors that some elements lack."""
+"""Reference energies of elements, and elements without descriptors."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def totals(count: int, seed: int = 0, first_sid: int = 0):
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("data")
-    write_store(root / "train.safetensors", totals(40))  # of more, two atoms of one coincide
+    write_store(root / "train.safetensors", totals(40))  # in more, two atoms coincide
     write_store(root / "val_id.safetensors", totals(16, seed=1, first_sid=1000))
     return root
 
@@ -94,7 +94,7 @@ def test_predict_and_evaluate_give_total_energies(data, run, tmp_path, capsys) -
 
 
 def test_members_of_one_kind_of_totals_make_an_ensemble(data, run, tmp_path, capsys) -> None:
-    """Residuals, which references leave, are alike at every level of theory; totals are not."""
+    """Energies without references agree between levels of theory; total energies do not."""
     other = tmp_path / "other"
     for split, count in (("train", 48), ("val_id", 16)):
         records = list(totals(count))
@@ -125,7 +125,7 @@ def test_members_of_one_kind_of_totals_make_an_ensemble(data, run, tmp_path, cap
 
 
 def test_references_are_exact_and_constants() -> None:
-    """What atoms add is summed in float64, and leaves outputs and gradients as they were."""
+    """References are summed in float64 and do not change forces."""
     torch.manual_seed(0)
     net = EnergyRegressor(dim=16, heads=2, layers=1, ffn_dim=16, readout="all").eval()
     batch = Batch.from_data_list(list(structures(3)))
@@ -201,7 +201,7 @@ def helium(tmp_path_factory) -> Path:
 
 
 def test_training_is_refused_before_its_first_step(helium, tmp_path, capsys) -> None:
-    """The element is only in the validation split."""
+    """Only the validation split contains the element."""
     split = ("--data.val_split=val_ood_ads", "--data.skip_bad=true")
     words = ["train", *arguments(helium, tmp_path / "run", *DESCRIBED, *split)]
     said = error_of(capsys, *words)

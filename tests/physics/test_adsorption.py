@@ -31,7 +31,7 @@ LIFT = np.array([0.0, 0.0, 1.0])
 
 
 def model(seed: int = 0, **options) -> EnergyRegressor:
-    """Random weights; constants of a trained model, without which mistakes of a sum do not show."""
+    """Returns a model with random weights, and constants that reveal mistakes in sums."""
     torch.manual_seed(seed)
     net = EnergyRegressor(**{**SMALL, **options}).double().eval()
     net.energy_std.fill_(0.7)
@@ -42,14 +42,14 @@ def model(seed: int = 0, **options) -> EnergyRegressor:
 
 
 def slab(*repeats: int, layers: int = 3, vacuum: float = 12.0) -> Atoms:
-    """Cu(111) whose deepest layer is fixed subsurface."""
+    """Returns Cu(111), whose deepest layer is fixed and subsurface."""
     atoms = ase.build.fcc111("Cu", (*(repeats or (3, 3)), layers), vacuum=vacuum, periodic=True)
     atoms.set_tags(np.where(atoms.positions[:, 2] < atoms.positions[:, 2].min() + 1, 0, 1))
     return atoms
 
 
 def adsorbed(on: Atoms, name: str = "CO", height: float = 2.0, at: tuple[int, int] = (0, 0)):
-    """A molecule, tilted, above the cell `at` of one atom each."""
+    """Returns a slab with a tilted molecule above one of its atoms; `at` counts along both axes."""
     molecule = ase.build.molecule(name)
     molecule.rotate(40, "x")
     molecule.set_tags(2)
@@ -60,7 +60,7 @@ def adsorbed(on: Atoms, name: str = "CO", height: float = 2.0, at: tuple[int, in
 
 
 def record(atoms: Atoms) -> Data:
-    """In float64: records are rounded to float32."""
+    """Returns PyG data in float64; records are rounded to float32."""
     found_tags = torch.from_numpy(atoms.get_tags())
     more = {"tags": found_tags, "fixed": found_tags == 0, "natoms": len(atoms)}
     return data(atoms, pos_relaxed=torch.from_numpy(atoms.positions + 0.1), **more)
@@ -86,7 +86,7 @@ def test_a_clean_slab_has_no_energy(form):
 
 @pytest.mark.parametrize(("form", "most"), [("contact", 2e-2), ("near", EXACT), ("surface", EXACT)])
 def test_the_slab_may_be_larger(form, most):
-    """One adsorbate: images are 10 Å and more away. Without a far field nothing is left."""
+    """Images of the adsorbate are 10 Å or more away, and have no effect without a far field."""
     net, sizes = model(**FORMS[form], layers=1), (4, 5, 6, 7)
     found = energies(net, *(adsorbed(slab(n, n)) for n in sizes))
     changes = found.diff().abs()
@@ -105,7 +105,7 @@ def test_the_slab_may_be_thicker_and_the_vacuum_higher(form):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_lifted_molecule_is_free(form):
-    """Its energy is 0, or that of its own atoms where labels have other references."""
+    """Its energy is 0, or that of its own atoms if labels are relative to other molecules."""
     net = model(**FORMS[form])
     found = energies(net, *(adsorbed(slab(vacuum=60.0), height=h) for h in (2.0, 8.0, 20.0, 40.0)))
     if form == "adsorbate":
@@ -141,7 +141,7 @@ def test_energies_of_adsorbates_sum_to_the_energy(form):
 
 
 def test_the_energy_is_smooth_where_contacts_end():
-    """Second derivatives along the way up have no jump, and the energy is 0 from 5 Å on."""
+    """Second derivatives by the height do not jump, and the energy is 0 beyond 5 Å."""
     net = model(readout="contact", far_field=False, position_head=False)
     heights = torch.arange(4.6, 5.2, 0.002)
     found = energies(net, *(adsorbed(slab(2, 2), "N2", float(h)) for h in heights))
@@ -150,7 +150,7 @@ def test_the_energy_is_smooth_where_contacts_end():
 
 
 def test_weights_of_earlier_versions_keep_their_numbers():
-    """They lack the switch, and sum over all atoms, whatever the new model would do."""
+    """They lack the buffer of the readout, and their energies sum over all atoms."""
     old, new = model(readout="all"), EnergyRegressor(**SMALL).double().eval()
     old.energy_mean.fill_(-1.0)
     weights = old.state_dict()
@@ -169,7 +169,7 @@ def test_repeated_slabs_have_one_adsorbate_and_the_same_label():
     batch.y_relaxed = torch.arange(4.0)
     torch.manual_seed(0)
     found = augment.repeat(batch, 0.8)
-    moved = batch.clone()  # cut by the boundary: they stay
+    moved = batch.clone()  # cut by the boundary, and therefore not repeated
     moved.pos = batch.pos - 0.5 * (batch.tags == 2)[:, None] * batch.pos.new_tensor([0, 1, 0])
     moved.pos += (moved.pos[:, 1:2] < 0) * batch.cell[batch.batch, 1]
     assert torch.equal(augment.repeat(moved, 1.0).cell[1], batch.cell[1])
@@ -195,7 +195,7 @@ def test_repeated_slabs_have_one_adsorbate_and_the_same_label():
 
 
 def found_list(batch: Batch) -> list[dict[str, torch.Tensor]]:
-    """Structures of a batch by its pointers."""
+    """Returns the structures of a batch, cut by its pointers."""
     names = ("pos", "pos_relaxed", "tags", "atomic_numbers")
     return [
         {**{name: batch[name][start:stop] for name in names}, "cell": batch.cell[i]}
@@ -208,7 +208,7 @@ DEEP = {"dim": 24, "layers": 2, "radial_basis": 0, "messages": 2}
 
 
 def potential(**options: object) -> Potential:
-    """Random weights, with latent charges 30 times those of the start."""
+    """Returns a potential with random weights and latent charges 30 times the initial ones."""
     torch.manual_seed(0)
     sizes = {"dim": 16, "heads": 2, "layers": 1, "ffn_dim": 16, "num_features": 8}
     options = {**sizes, "radial_basis": 4, "far_field": False, "long_range": [1], **options}
@@ -225,12 +225,12 @@ def total(charge: float) -> dict[str, Tensor]:
 
 
 def energy(model: Potential, atoms: Atoms, charge: float = 0.0) -> float:
-    """In meV."""
+    """Returns the energy in meV."""
     return 1e3 * float(model(data(atoms, **total(charge)))["energy"])
 
 
 def latent(model: Potential, atoms: Atoms, charge: float = 0.0) -> Tensor:
-    """Charges of p = 1, (atoms, channels)."""
+    """Returns the charges of p = 1, (atoms, channels)."""
     found = []
     hook = model.long_range.register_forward_hook(lambda *got: found.append(got[2].charges))
     model(data(atoms, **total(charge)))
@@ -239,9 +239,9 @@ def latent(model: Potential, atoms: Atoms, charge: float = 0.0) -> Tensor:
 
 
 def apart(model: Potential, one: Atoms, other: Atoms, charge: float = 0.0) -> tuple[float, float]:
-    """E(both) - E(one) - E(other) of a model and of Coulomb's law between its charges, meV.
+    """Returns E(both) - E(one) - E(other) of a model, and Coulomb's law of its charges, in meV.
 
-    `charge` is that of the first.
+    `charge` is the total charge of the first structure.
     """
     alone = energy(model, one, charge) + energy(model, other)
     r = torch.cdist(torch.tensor(one.positions), torch.tensor(other.positions))
@@ -257,7 +257,7 @@ def moved(atoms: Atoms, *by: float) -> Atoms:
 
 @pytest.mark.parametrize("options", [{}, {"total_charge": True}])
 def test_separate_molecules_interact_only_by_dipoles(options):
-    """What is neutral has no charge that a far molecule sees."""
+    """Neutral molecules have no net charge in any channel."""
     model, one, other = potential(**options), molecule("H2O"), molecule("CH4")
     one.rotate(50, "y")
     other.positions[1] += [0.2, 0.1, -0.1]
@@ -270,7 +270,7 @@ def test_separate_molecules_interact_only_by_dipoles(options):
 
 
 def test_separate_slabs_do_not_interact():
-    """Sheets of dipoles have no field outside; what is left is the error of the sums."""
+    """Sheets of dipoles have no field outside; the rest is the error of the sums."""
     one = fcc111("Cu", (2, 2, 2), vacuum=30.0, periodic=True)
     one.set_cell([*one.cell[:2], [0.0, 0.0, 120.0]])
     one.pbc = (True, True, False)
@@ -289,7 +289,7 @@ def hydronium() -> Atoms:
 
 
 def ionic() -> Potential:
-    """A potential in which the atoms of methane have a weight of 0 in the total charge."""
+    """Returns a potential in which the atoms of methane have no share of the total charge."""
     model = potential(**DEEP, total_charge=True)
     structures = data(molecule("CH4"), **total(0.0)), data(hydronium(), **total(1.0))
     wanted = torch.cat([torch.full((5,), -3.0), torch.zeros(4)]).double()
@@ -306,7 +306,7 @@ def ionic() -> Potential:
 
 
 def test_a_total_charge_stays_on_the_ion():
-    """Neutral molecules far from it take no share, however many they are."""
+    """Any number of neutral molecules far from the ion take no share."""
     model, ion, methane = ionic(), hydronium(), molecule("CH4")
     alone = energy(model, ion, 1.0)
     assert abs(alone - energy(model, ion)) > 10

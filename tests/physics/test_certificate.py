@@ -1,4 +1,4 @@
-"""The certificate: a correct calculator passes, and each check finds its fault."""
+"""The certificate: a correct calculator passes all checks, and each check finds a fault."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Law:
 
 
 class Pairs(Calculator):
-    """A correct calculator; faulty ones replace its methods."""
+    """A correct calculator; faulty calculators replace its methods."""
 
     implemented_properties = ["energy", "forces", "stress"]  # noqa: RUF012
 
@@ -82,7 +82,7 @@ def fault(name: str, **methods: object) -> type[Pairs]:
 
 
 def energy_with(extra) -> dict[str, object]:
-    """Returns a fault of the energy."""
+    """Returns methods that add to the energy."""
 
     def changed(self, found, atoms):
         return found | {"energy": found["energy"] + extra(atoms)}
@@ -240,7 +240,7 @@ def potential(**options) -> molflt.Calculator:
 )
 def test_potentials(options, known):
     names = [*CHECKS]
-    if "messages" not in options:  # the rest is the same for all
+    if "messages" not in options:  # other checks do not depend on these options
         names = names[: names.index("energy jump: two atoms pulled apart")]
     assert failed(partial(potential, **options), names=names) == known
 

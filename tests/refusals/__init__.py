@@ -20,7 +20,7 @@ class Refusal(NamedTuple):
 
     Args:
         call: takes an empty folder, raises.
-        option: the option, argument, attribute or file that the message names.
+        option: name of the option, argument, attribute or file in the message.
         expected: a word for what was expected; "" if the message cannot know.
         got: a word for what was given; "" if something is missing.
         error: the exception.

@@ -33,7 +33,7 @@ def calibration(**change):
 
 
 class Member(nn.Module):
-    """Buffers of an energy regressor."""
+    """A module with the buffers of an energy regressor."""
 
     def __init__(self, elements=(1, 8, 29), mean=-1.0, std=0.5, references=0.0) -> None:
         super().__init__()

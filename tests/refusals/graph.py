@@ -28,7 +28,7 @@ CELL = torch.eye(3)
 
 
 def data(**change: Any) -> Data:
-    """A small slab; None leaves an attribute out."""
+    """Returns a small slab; None leaves an attribute out."""
     whole = {
         "pos": POS,
         "atomic_numbers": torch.tensor([1, 8, 29, 29, 29, 78]),
