@@ -200,13 +200,8 @@ NAMES |= {"DST": "converted.safetensors", "FOLDER": "exported", "many.lmdb": "ma
 NAMES |= {"5000": "1"}
 DEMO = ["--data.root=data", "--data.batch_size=32"]  # one step sees all elements
 SPLITS = ("val_ood_ads", "val_ood_cat", "val_ood_both")
-ELSEWHERE = (
-    "data download",
-    "lm/wikitext2",
-    "runs/lm",
-    "image/",
-    "runs/vit",
-)  # they need other data
+# commands that need other data
+ELSEWHERE = ("data download", "lm/wikitext2", "runs/lm", "image/", "runs/vit")
 
 
 def lines() -> list[list[str]]:
