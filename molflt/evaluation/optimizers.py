@@ -75,8 +75,8 @@ def evaluate(
     tasks are the Rosenbrock function, a matrix factorization, a network that is deeper and larger
     than those in training and, with `data`, a network and a convolutional network on images. Writes
     curves.csv (mean losses over up to 200 intervals of steps) and optimizations.png. With
-    attention to all steps, also writes attention.png (each head of the last layer, for the first
-    gradients of the last task) and, with a relative encoding, encoding.png.
+    attention, also writes attention.png (each head of the last layer, for the first gradients of
+    the last task) and, with a relative encoding, encoding.png.
 
     Args:
         steps: number of steps of each optimization.
@@ -127,7 +127,7 @@ def _draw_memory(
     model: CoordinateOptimizer, problem: Problem, task: str, steps: int, out: Path
 ) -> None:
     memory = model.memory
-    if not isinstance(memory, AttentionMemory) or memory.window is not None:
+    if not isinstance(memory, AttentionMemory):
         return
     theta, seen = problem.start.detach(), []
     state: OptimizerState | None = None
@@ -145,11 +145,8 @@ def _draw_memory(
             break
     features = torch.stack(seen, dim=1)
     title = f"last layer, first {features.shape[1]} gradients of {task.replace('_', ' ')}"
-    x, stack, scale = model.take_in(features), memory.stack, memory.position_scale
-    positions = None
-    if stack.position is not None:
-        positions = scale * torch.arange(len(seen), device=x.device, dtype=x.dtype)[None, :, None]
-    draw_stack(out, stack, lambda: stack(x, positions), title, scale, _REACH + 1, "steps")
+    call = partial(model, features, features[..., 0])
+    draw_stack(out, memory.stack, call, title, memory.position_scale, _REACH + 1, "steps")
 
 
 def tasks_of(names: Sequence[str] | None, data: Path | None) -> dict[str, _Made]:

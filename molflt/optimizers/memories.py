@@ -134,16 +134,19 @@ class AttentionMemory(Memory):
         steps = x.shape[1]
         if self.window is None:
             positions = self._positions(start, steps, x)
-            if not state:  # this form computes attention matrices, which evaluation draws
+            if not state:  # `decode` would bypass the attention matrices that evaluation draws
                 return cast(Tensor, self.stack(x, positions))
             return self.stack.decode(x, positions, self._unpacked(state))[0]
         keys = steps + (state[0].shape[2] if state else 0)
         key_step = torch.arange(keys, device=x.device) - (keys - steps)
         lag = torch.arange(steps, device=x.device)[:, None] - key_step  # [query, key]
         far = torch.zeros_like(lag, dtype=x.dtype).masked_fill(lag >= self.window, -torch.inf)
+        seen = Bias(far[None, None])
+        if not state:
+            return cast(Tensor, self.stack.norm(self.stack.one_pass(x, seen)))
         for number, block in enumerate(self.stack.blocks):
-            before = KeyValues(*state[2 * number : 2 * number + 2]) if state else None
-            x = cast(Block, block).decode(x, state=before, encoding=Bias(far[None, None]))[0]
+            before = KeyValues(*state[2 * number : 2 * number + 2])
+            x = cast(Block, block).decode(x, state=before, encoding=seen)[0]
         return self.stack.norm(x)
 
     def step(self, x: Tensor, state: MemoryState, start: int) -> tuple[Tensor, MemoryState]:
