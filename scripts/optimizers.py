@@ -26,8 +26,7 @@ from kit.runs import collect, expect_same, job_of, publish, work_all
 from kit.words import described, guarded, trainings
 
 from molflt import plots
-from molflt.data.images.base import LabeledImages
-from molflt.data.images.files import open_images
+from molflt.data.images.files import LabeledImages, open_images
 from molflt.evaluation.optimizers import curve_rows, final_loss, tasks_of, tuned_adam
 
 MEMORIES = ("flt", "performer", "softmax", "lstm", "state-space")

@@ -16,8 +16,8 @@ from tqdm import tqdm
 
 from molflt import plots
 from molflt.attention import Attention, Position, Stack
-from molflt.data.images.base import LabeledImages
 from molflt.data.images.datamodule import ImageData
+from molflt.data.images.files import LabeledImages
 from molflt.data.text.sentences import CLASSES
 from molflt.data.text.tokenizer import TOKENIZER, Tokenizer
 from molflt.data.text.vocabulary import Vocabulary

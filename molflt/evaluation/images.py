@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from molflt import plots
-from molflt.data.images.base import LabeledImages
 from molflt.data.images.datamodule import ImageData, PixelData
+from molflt.data.images.files import LabeledImages
 from molflt.evaluation.common import (
     attention_of,
     batches,

@@ -14,7 +14,7 @@ from oc20_files import fields, old_pickle, old_record, opcodes, write_lmdb
 from torch_geometric.data import Data
 
 from molflt.data.structures import open_dataset
-from molflt.data.structures.oc20_pickle import _decode_record
+from molflt.data.structures.oc20 import _decode_record
 
 STORAGE = b"ctorch.storage\n_load_from_bytes\n"
 REBUILD = b"ctorch._utils\n_rebuild_tensor_v2\n"

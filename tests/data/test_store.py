@@ -22,7 +22,7 @@ from molflt.commands.cli import main
 from molflt.data.structures import SOURCES, Structures, open_dataset
 from molflt.data.structures.ase_files import AseStructures
 from molflt.data.structures.datamodule import IS2REData
-from molflt.data.structures.oc20_lmdb import Oc20Lmdb
+from molflt.data.structures.oc20 import Oc20Lmdb
 from molflt.data.structures.records import make_record
 from molflt.data.structures.sources import split_path
 from molflt.data.structures.store import StructureStore, write_store

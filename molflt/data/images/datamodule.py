@@ -13,8 +13,7 @@ from torch import Tensor
 
 from molflt.data.batches import BatchedData, held_out
 from molflt.data.images.augment import center_crop
-from molflt.data.images.base import LabeledImages
-from molflt.data.images.files import open_images
+from molflt.data.images.files import LabeledImages, open_images
 
 __all__ = ["ImageData", "PixelData"]
 

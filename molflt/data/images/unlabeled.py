@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from molflt.data.images.base import fitted
-from molflt.data.images.files import _decode, _image_files, _read_file
+from molflt.data.images.files import _decode, _image_files, _read_file, fitted
 from molflt.files import write_atomically
 
 __all__ = ["read_alike", "read_images", "write_sheet"]

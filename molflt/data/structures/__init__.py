@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from molflt.data.structures.base import AS_IT_IS, Reading, Structures
-from molflt.data.structures.oc20_lmdb import Oc20Lmdb
+from molflt.data.structures.oc20 import Oc20Lmdb
 from molflt.data.structures.parts import Part
 from molflt.data.structures.sources import SOURCES, Paths, files_of, named, source_of
 from molflt.data.structures.tags import Tagged

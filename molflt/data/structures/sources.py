@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from molflt.data.structures.ase_files import AseStructures, ase_format, without_packing
 from molflt.data.structures.base import Structures
-from molflt.data.structures.oc20_lmdb import Oc20Lmdb
+from molflt.data.structures.oc20 import Oc20Lmdb
 from molflt.data.structures.splits import OC20_ARCHIVE, SPLITS_IN_ORDER
 from molflt.data.structures.store import StructureStore
 

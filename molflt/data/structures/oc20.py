@@ -1,0 +1,398 @@
+"""LMDB files of pickled records, as OC20 publishes them, read without running code.
+
+Python's unpickler gets inert objects of this module for the names on an allow-list.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+import pickle
+import re
+import struct
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from molflt.data.structures.base import Structures, with_bar
+from molflt.data.structures.lmdb_file import LmdbFile
+from molflt.data.structures.records import _shown, _whole, make_record
+
+if TYPE_CHECKING:
+    from torch_geometric.data import Data
+
+__all__ = ["Oc20Lmdb"]
+
+_T = TypeVar("_T")
+_Field: TypeAlias = Tensor | np.number | np.bool_ | int | float | str
+_FIELDS = (
+    "pos", "atomic_numbers", "cell", "pbc", "tags", "fixed", "y_init", "y_relaxed", "pos_relaxed"
+)  # fmt: skip
+_SINGLE_POINT = {"y": "energy", "force": "forces"}  # names of labels at `pos` in S2EF
+_UNUSED = ("forces", "stress", "energy")  # labels of IS2RE are y_relaxed and y_init
+_S2EF = (
+    "y and force are the energy and forces of single geometries, as in S2EF; expected IS2RE with "
+    "y_relaxed, the energy after relaxation; train on these with --recipe potential"
+)
+
+_MAGIC = 0x1950A86A20F9469CFC6C  # magic number of a tensor's storage in torch's older format
+_STORAGES = {  # name in torch -> type in numpy
+    "Float": "<f4", "Double": "<f8", "Half": "<f2", "BFloat16": "<i2", "Long": "<i8", "Int": "<i4",
+    "Short": "<i2", "Char": "|i1", "Byte": "|u1", "Bool": "|u1",
+    "ComplexFloat": "<c8", "ComplexDouble": "<c16",
+}  # fmt: skip
+
+
+class _Refused(Exception):
+    """Raised if a pickle needs a name outside the allow-list."""
+
+
+class _Instance:
+    """State of an object of PyG."""
+
+    state: object = None
+
+
+class _Data(_Instance):
+    pass
+
+
+class _Dtype(_Instance):
+    """Replaces ``numpy.dtype`` for plain numbers; its state contains the byte order."""
+
+    def __init__(self, code: object, align: object = False, copy: object = True) -> None:
+        if not isinstance(code, str) or not re.fullmatch(r"[<>|=]?([iu][1248]|f[248]|b1)", code):
+            raise ValueError("expected the dtype of a plain number")
+        self.code = code
+
+    @property
+    def kind(self) -> np.dtype[Any]:
+        match self.state:
+            case None:
+                return np.dtype(self.code)
+            case (_, "<" | ">" | "|" | "=" as order, *_):
+                return np.dtype(self.code).newbyteorder(order)
+        raise ValueError("expected a byte order in a dtype")
+
+
+class _Storage(NamedTuple):
+    """Values of tensors, read from the bytes of the record."""
+
+    kind: str
+    numbers: np.ndarray
+
+
+def _scalar(dtype: _Dtype, content: bytes) -> np.generic:
+    """Replaces ``numpy.core.multiarray.scalar`` for plain numbers."""
+    (value,) = np.frombuffer(content, dtype.kind)
+    return cast("np.generic", value)
+
+
+def _tensor(
+    storage: _Storage, offset: int, size: tuple[int, ...], stride: tuple[int, ...], *_hooks: object
+) -> Tensor:
+    """Replaces ``torch._utils._rebuild_tensor_v2``; checks bounds and ignores hooks."""
+    if not isinstance(storage, _Storage):
+        raise ValueError("expected the storage of a tensor")
+    kind, numbers = storage
+    if not all(type(n) is int and n >= 0 for n in (offset, *size, *stride)):
+        raise ValueError("expected the sizes and strides of a tensor")
+    extent = sum((n - 1) * step for n, step in zip(size, stride, strict=True)) + 1
+    if 0 not in size and offset + extent > len(numbers):
+        raise ValueError(f"a tensor reaches beyond its {len(numbers)} numbers")
+    if math.prod(size) > len(numbers):
+        raise ValueError(f"a tensor repeats its {len(numbers)} numbers")
+    steps = [step * numbers.itemsize for step in stride]
+    shown = np.lib.stride_tricks.as_strided(numbers[offset:], size, steps)
+    tensor = torch.from_numpy(shown.copy())
+    if kind == "BFloat16":
+        return tensor.view(torch.bfloat16)
+    return tensor.bool() if kind == "Bool" else tensor
+
+
+def _no_hooks() -> dict[str, object]:
+    """Replaces ``collections.OrderedDict`` for the hooks of a tensor."""
+    return {}
+
+
+def _build(reader: Any) -> None:
+    """Sets the state of an instance; nothing else can be changed."""
+    state = reader.stack.pop()
+    if not isinstance(reader.stack[-1], _Instance):
+        raise ValueError("it changes an immutable object")
+    reader.stack[-1].state = state
+
+
+class _Reader(pickle._Unpickler):
+    """Unpickler in Python, because a pickle can make the memo of the one in C arbitrarily large."""
+
+    dispatch = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: _build}  # noqa: RUF012
+
+    def __init__(self, file: io.BytesIO, names: Mapping[str, object]) -> None:
+        super().__init__(file)
+        self.names = names
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (text := f"{module}.{name}") not in self.names:
+            raise _Refused(f"the global {text[:200]}")
+        return self.names[text]
+
+    def persistent_load(self, pid: object) -> object:
+        return pid  # the description of a storage
+
+
+_STORAGE_NAMES = {f"torch.{kind}Storage": kind for kind in _STORAGES}
+
+
+def _storage(content: bytes) -> _Storage:
+    """Replaces ``torch.storage._load_from_bytes``: reads five pickles, a count, and numbers."""
+    file = io.BytesIO(content)
+    try:
+        found = [_Reader(file, _STORAGE_NAMES).load() for _ in range(5)]
+    except _Refused as error:
+        raise _Refused(f"{error}, nested in the storage of a tensor") from None
+    match found:
+        case [magic, 1001, dict(), ("storage", str(kind), _, str(), int(), None), list()] if (
+            magic == _MAGIC
+        ):
+            numbers = np.dtype(_STORAGES[kind])
+        case _:
+            raise ValueError("expected a tensor's storage")
+    (count,) = struct.unpack("<q", file.read(8))
+    start = file.tell()
+    if count * numbers.itemsize != len(content) - start:
+        raise ValueError(f"a tensor's storage of {count} numbers has {len(content) - start} bytes")
+    return _Storage(kind, np.frombuffer(content, numbers, count, start))
+
+
+_NAMES: dict[str, object] = {
+    "torch_geometric.data.data.Data": _Data,
+    "torch_geometric.data.storage.GlobalStorage": _Instance,
+    "torch_geometric.data.storage.BaseStorage": _Instance,
+    "torch_geometric.data.data.DataEdgeAttr": _Instance,
+    "torch_geometric.data.data.DataTensorAttr": _Instance,
+    "collections.OrderedDict": _no_hooks,
+    "torch.storage._load_from_bytes": _storage,
+    "torch._utils._rebuild_tensor_v2": _tensor,
+    "numpy.dtype": _Dtype,
+    "numpy.core.multiarray.scalar": _scalar,
+    "numpy._core.multiarray.scalar": _scalar,
+}
+
+
+def _fields(content: bytes) -> dict[str, _Field]:
+    data = _Reader(io.BytesIO(content), _NAMES).load()
+    if not isinstance(data, _Data):
+        raise ValueError(f"got {type(data).__name__.strip('_')}")
+    match data.state:
+        case {"_store": _Instance(state={"_mapping": dict(fields)})} | dict(fields):
+            pass  # PyG >= 2 stores the fields one level deeper
+        case _:
+            raise ValueError("got no fields")
+    for name in (*_FIELDS, *_SINGLE_POINT, "sid", "natoms"):
+        if not isinstance(fields.get(name), _Field | None):  # otherwise a label would seem absent
+            raise ValueError(
+                f"{name} must be a tensor or a number; got {type(fields[name]).__name__}"
+            )
+    return {key: value for key, value in fields.items() if isinstance(value, _Field)}
+
+
+def _decode_record(content: bytes, where: str) -> dict[str, _Field]:
+    """Returns the fields of a pickled ``torch_geometric.data.Data`` that are not None."""
+    return _guarded(_fields, content, where, "a pickled torch_geometric Data")
+
+
+def _decode_count(content: bytes, where: str) -> int:
+    """Returns a pickled integer, such as the ``length`` of an LMDB."""
+    return _guarded(_count, content, where, "a pickled whole number")
+
+
+def _count(content: bytes) -> int:
+    value = _Reader(io.BytesIO(content), _NAMES).load()
+    if not isinstance(value, int | np.integer) or not 0 <= value < 2**63:
+        raise ValueError("got another object")
+    return int(value)
+
+
+def _guarded(read: Callable[[bytes], _T], content: bytes, where: str, expected: str) -> _T:
+    try:
+        return read(content)
+    except _Refused as error:
+        raise ValueError(
+            f"{where}: refused to read the pickle: it needs {error}; expected {expected} of "
+            "tensors and plain numbers; no code was run; do not use this file"
+        ) from None
+    except Exception as error:  # a damaged pickle can raise anything
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        raise ValueError(
+            f"{where}: cannot be read; expected {expected}; {reason}; the file is damaged or has "
+            "another format"
+        ) from None
+
+
+def _shards_in(folder: Path) -> list[Path]:
+    shards = sorted(p for p in folder.glob("*.lmdb") if p.is_file())
+    return shards or [p for p in (folder / "data.mdb",) if p.is_file()]
+
+
+class Oc20Lmdb(Structures):
+    """Pickled LMDB of OC20: one file, or a folder of shards sorted by name.
+
+    Reading takes about 2 ms per record. Convert to a compact store before training.
+
+    Args:
+        path: LMDB file, or folder with ``*.lmdb`` shards.
+        skip_bad: leave out missing or invalid records and list them in ``bad`` as (name, reason).
+        check: with `skip_bad`, find invalid records first, in one pass; otherwise, they raise an
+            error when they are read.
+    """
+
+    kind = "OC20 LMDB"
+    suffixes = (".lmdb", ".mdb")
+
+    def __init__(self, path: str | Path, skip_bad: bool = False, *, check: bool = True) -> None:
+        super().__init__(path, skip_bad)
+        shards = _shards_in(self.path) if self.path.is_dir() else [self.path]
+        if not shards:
+            raise ValueError(
+                f"{self.path}: expected a folder with data.lmdb or data.*.lmdb shards; found none; "
+                "give the LMDB file or its folder"
+            )
+        self.shards = [LmdbFile(shard) for shard in shards]
+        self._keys = [self._record_keys(shard) for shard in self.shards]
+        self._ends = np.cumsum([len(keys) for keys in self._keys])
+        self._natoms: np.ndarray | None = None
+        if skip_bad and check:
+            self._natoms = self._leave_out_bad()
+
+    @classmethod
+    def takes(cls, path: Path) -> bool:
+        return path.is_dir() or super().takes(path)
+
+    @classmethod
+    def find(cls, stem: Path) -> Path | None:
+        return super().find(stem) or (stem if _shards_in(stem) else None)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if self._kept is None else len(self._kept)
+
+    def __getitem__(self, index: int) -> Data:
+        return self._record(self._fields(index), index)
+
+    @property
+    def natoms(self) -> np.ndarray:
+        """Number of atoms in each structure, (len,) int64, from one pass over all records."""
+        if self._natoms is None:
+            fields = map(self._fields, with_bar(range(len(self)), f"{self.path.name}: atoms"))
+            self._natoms = np.array([np.shape(own["pos"])[0] for own in fields], dtype=np.int64)
+        return self._natoms
+
+    def where(self, index: int) -> str:
+        shard, key = self._locate(index)
+        return f"{shard.path}: key '{key}'"
+
+    def with_unwrapped(self, index: int) -> tuple[Data, int]:
+        fields = self._fields(index)
+        record, wrapped = self._record(fields, index), fields.get("pos_relaxed")
+        if not isinstance(wrapped, Tensor):
+            return record, 0
+        moved = (record.pos_relaxed - wrapped.float()).abs().amax(dim=1) > 1e-3
+        return record, int((moved & ~record.fixed).sum())
+
+    def _record_keys(self, shard: LmdbFile) -> range | list[int]:
+        """Returns the integer keys of one shard; missing records are listed or refused."""
+        length = _declared_length(shard)
+        try:
+            keys = sorted(int(name) for name in shard if re.fullmatch(rb"0|[1-9]\d{,18}", name))
+        except ValueError:
+            if not self.skip_bad:
+                raise
+            return range(min(len(shard), length or len(shard)))  # tried one by one
+        if not keys:
+            raise ValueError(
+                f"{shard.path}: the LMDB has no records; expected integer keys from '0'; "
+                f"got {len(shard)} other keys"
+            )
+        end = length if length is not None else keys[-1] + 1 if keys[0] == 0 else None
+        below = [key for key in keys if end is None or key < end]
+        ends = [] if end is None else [-1, *below, end]
+        gaps = [(a + 1, b - 1) for a, b in itertools.pairwise(ends) if b - a > 1]
+        missing = [f"key '{a}'" if a == b else f"keys '{a}' to '{b}'" for a, b in gaps]
+        if missing and not self.skip_bad:
+            said = "" if length is None else f"key 'length' says {length} records; "
+            raise ValueError(
+                f"{shard.path}: {said}got {len(keys)}; {missing[0]} missing; get a new copy, or "
+                "read the existing records with --skip-bad"
+            )
+        self.bad += [(f"{shard.path}: {name}", "missing") for name in missing]
+        if not self.skip_bad:
+            beyond = keys[len(below) :]
+            self.bad += [(f"{shard.path}: key '{key}'", "beyond 'length'") for key in beyond]
+        return keys if self.skip_bad else below
+
+    def _locate(self, index: int) -> tuple[LmdbFile, int]:
+        """Returns the file and the key of a record."""
+        stored = self._stored(index)
+        shard = int(np.searchsorted(self._ends, stored, side="right"))
+        keys = self._keys[shard]
+        return self.shards[shard], keys[stored - int(self._ends[shard]) + len(keys)]
+
+    def _fields(self, index: int) -> dict[str, _Field]:
+        shard, key = self._locate(index)
+        where, content = self.where(index), shard.get(str(key).encode())
+        if content is None:
+            raise ValueError(f"{where}: missing")
+        fields = _decode_record(content, where)
+        missing = [name for name in ("pos", "atomic_numbers") if name not in fields]
+        if missing:
+            raise ValueError(
+                f"{where}: expected pos, atomic_numbers, cell, ...; {missing[0]} is missing; "
+                f"got {', '.join(sorted(fields)) or 'no fields'}"
+            )
+        if {"y", "force"} <= fields.keys() and "y_relaxed" not in fields:
+            self.hint = _S2EF
+        read = self.for_potentials if fields.keys() >= _SINGLE_POINT.keys() else self.unused
+        read += [name for name in _SINGLE_POINT if name in fields and name not in read]
+        self.unused += [n for n in _UNUSED if n in fields and n not in self.unused]
+        if not isinstance(fields["pos"], Tensor) or fields["pos"].ndim != 2:
+            raise ValueError(f"{where}: pos must be a tensor (N, 3) in Å")
+        return fields
+
+    def _record(self, fields: dict[str, _Field], index: int) -> Data:
+        taken = {name: fields[name] for name in _FIELDS if name in fields}
+        if fields.keys() >= _SINGLE_POINT.keys():  # some IS2RE records have only forces
+            taken |= {own: fields[name] for name, own in _SINGLE_POINT.items()}
+        try:
+            record = make_record(sid=fields.get("sid", self._locate(index)[1]), **taken)
+            natoms = fields.get("natoms", record.natoms)
+            if _whole(natoms, "natoms") != record.natoms:
+                raise ValueError(
+                    f"sid {record.sid}: natoms must be {record.natoms}, the rows of pos; "
+                    f"got {_shown(natoms)}"
+                )
+        except ValueError as error:
+            raise ValueError(f"{self.where(index)}: {error}") from None
+        return record
+
+
+def _declared_length(shard: LmdbFile) -> int | None:
+    """Returns the number of records under the key 'length', or None."""
+    content = shard.get(b"length")
+    if content is None:
+        return None
+    where = f"{shard.path}: key 'length'"
+    if re.fullmatch(rb"[0-9]{1,19}", content):  # some writers store text instead of a pickle
+        count = int(content)
+    else:
+        count = _decode_count(content, where)
+    if count == 0 and len(shard) > 1:
+        raise ValueError(
+            f"{where}: expected the number of records; got 0, but the file has {len(shard)} keys; "
+            "it is incomplete, get a new copy"
+        )
+    return count
