@@ -73,6 +73,7 @@ def config(run):
 
 
 OF_DATA = {"energy_mean", "energy_std", "element_energies", "readout.by_contact"}
+OF_DATA |= {"adds_baseline"}
 
 
 def test_weights_and_options_are_those_of_the_source(others, source, started, tmp_path):

@@ -258,7 +258,7 @@ class CompiledEnergies(nn.Module):
         inputs = EnergyInputs.of(self.model, batch)
         if self.matrix and inputs.mask.shape[1] > _MOST_IN_MATRIX:
             return {"energy": self.model(batch)["energy"]}
-        return {"energy": self.program(*inputs)}
+        return {"energy": self.program(*inputs) + self.model.baseline(batch)}
 
 
 def _example(model: EnergyRegressor) -> "Data":

@@ -93,6 +93,8 @@ class EnergyRegressor(nn.Module):
         trained_elements: (119,) bool, buffer; True for atomic numbers seen in training. Without
             `descriptors`, embeddings of other elements are random, and so are the energies of
             structures that contain them.
+        adds_baseline: bool, buffer; True if the model learned the difference to baseline energies,
+            which it then adds to its output.
         added_later: names of buffers missing from weights of earlier versions, where they are set
             to defaults.
         of_data: names of buffers that each run computes from its own data, even if it starts from
@@ -101,13 +103,14 @@ class EnergyRegressor(nn.Module):
             weight. Another run copies either both or neither.
     """
 
-    added_later: tuple[str, ...] = ("element_energies", "readout.by_contact")
-    of_data: tuple[str, ...] = (*_ENERGIES, "readout.by_contact")
+    added_later: tuple[str, ...] = ("element_energies", "readout.by_contact", "adds_baseline")
+    of_data: tuple[str, ...] = (*_ENERGIES, "readout.by_contact", "adds_baseline")
     seen_by: ClassVar = {"trained_elements": "embedding.element.weight"}
     energy_mean: Tensor
     energy_std: Tensor
     element_energies: Tensor
     trained_elements: Tensor
+    adds_baseline: Tensor
 
     def __init__(
         self,
@@ -205,6 +208,7 @@ class EnergyRegressor(nn.Module):
         self.register_load_state_dict_pre_hook(_fill_added)
         elements = torch.zeros(MAX_ATOMIC_NUMBER + 1, dtype=torch.bool)
         self.register_buffer("trained_elements", elements)
+        self.register_buffer("adds_baseline", torch.zeros((), dtype=torch.bool))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "EnergyRegressor":
         """Applies a function as in `torch.nn.Module`; energy buffers stay in float64 in casts."""
@@ -223,7 +227,8 @@ class EnergyRegressor(nn.Module):
             batch: PyG structure or batch with pos (atoms, 3), Å, and atomic_numbers (atoms,).
                 Optional: cell (graphs, 3, 3), or (3, 3) for one structure, Å, not for molecules;
                 pbc (graphs, 3) bool, by default all periodic if there is a cell; tags (atoms,), by
-                default unknown; with `move_atoms` also fixed (atoms,) bool, by default all False.
+                default unknown; with `move_atoms` also fixed (atoms,) bool, by default all False;
+                with `adds_baseline` y_baseline (graphs,), eV, required.
 
         Returns:
             "energy": (graphs,) float64, eV; "embedding": (atoms, dim), the final tokens. With a
@@ -232,7 +237,7 @@ class EnergyRegressor(nn.Module):
             each pass. Atoms that are left out do not move and have an embedding of 0. In evaluation
             mode, unless `readout` is "all", also "adsorbate_energy": (atoms,) float64, eV, the
             contribution of each adsorbate atom and of the slab atoms in contact with it; the sum
-            over an adsorbate is its energy.
+            over an adsorbate is its energy. Absent with a baseline.
         """
         atoms = Atoms.of(batch, self.embedding.element.weight)
         whole, references = atoms.geometry, self._references(atoms)
@@ -242,13 +247,29 @@ class EnergyRegressor(nn.Module):
             atoms, kept = atoms.above_subsurface()
             found = self._predict(atoms).items()
             out = {name: x if name == "energy" else _among(x, kept) for name, x in found}
-        out = {**out, "energy": out["energy"] + whole.sum(references)}
+        out = {**out, "energy": out["energy"] + whole.sum(references) + self.baseline(batch)}
         if "adsorbate_energy" in out:
             out["adsorbate_energy"] = out["adsorbate_energy"][:, 0] + references
+        if self.adds_baseline:  # only the structure as a whole has a baseline
+            out.pop("adsorbate_energy", None)
         return out
 
     if TYPE_CHECKING:  # torch declares Any as the result of a call
         __call__ = forward
+
+    def baseline(self, batch: "Data") -> Tensor | float:
+        """Returns the baseline energies to add, (graphs,), eV; 0 for a model without a baseline."""
+        if not self.adds_baseline:
+            return 0.0
+        found = batch.get("y_baseline")
+        if found is None or not bool(found.isfinite().all()):
+            raise ValueError(
+                "the model corrects baseline energies, and needs one of each structure; expected "
+                "finite y_baseline in eV; got structures without it; add the entry of "
+                "--data.baseline_key in training"
+            )
+        baseline: Tensor = found.double()
+        return baseline
 
     def _references(self, atoms: Atoms) -> Tensor:
         """Returns the reference energy of each atom, (atoms,) float64, eV."""

@@ -101,7 +101,7 @@ def read_trained(
     weights = [weights_of(one, checkpoint) for one in members] if also else [path]
     unmeasured = why_of_others(evaluated, weights)
     results = None if unmeasured else _json(evaluated / RESULTS)
-    data, of_data = config["data"], {"name": "task", "tags": "tags"}
+    data, of_data = config["data"], {"name": "task", "tags": "tags", "baseline_key": "baseline_key"}
     named = {own: data[name] for own, name in of_data.items() if name in data}
     return Trained(
         path=run,

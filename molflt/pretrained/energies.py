@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from molflt.data.structures import Structures, source_of
-from molflt.data.structures.base import ANY_TAGS, AS_IT_IS, Reading, Tags
+from molflt.data.structures.base import ANY_TAGS, Reading, Tags
 from molflt.data.structures.domain import DOMAIN, Domain
 from molflt.data.structures.in_memory import StructuresInMemory, is_one
 from molflt.data.structures.sources import Paths, files_of
@@ -242,12 +242,14 @@ class EnergyPredictor(Pretrained):
         if tags == "guess" and self.predicts_forces:
             raise ValueError("tags='guess' has no effect on a potential; leave it out")
         found = [] if files is None else files_of(files)
-        if tags is None and all("tags" in source_of(file).options for file in found):
-            tags = cast("Tags | None", self.trained.task.get("tags"))
+        baseline: Any = None
+        if all("tags" in source_of(file).options for file in found):  # of files that ASE reads
+            tags = tags or cast("Tags | None", self.trained.task.get("tags"))
+            baseline = self.trained.task.get("baseline_key")
         if self.predicts_forces and tags in (None, "oc20", "guess"):
             return ANY_TAGS
         surface = self.domain.surface if tags == "guess" and self.domain is not None else None
-        return AS_IT_IS if tags is None else Reading(tags=tags, surface=surface)
+        return Reading(tags=tags or "oc20", surface=surface, baseline_key=baseline)
 
     def _opened(self, structures: object, tags: Tags | None) -> Structures:
         if isinstance(structures, Structures):
@@ -263,7 +265,8 @@ class EnergyPredictor(Pretrained):
             return open_structures(structures, False, self.reading_of(structures, tags))
         reading = self.reading_of(None, tags)
         if reading.tags == "guess":
-            return Tagged(StructuresInMemory(structures, ANY_TAGS), reading.surface)
+            plain = reading._replace(tags="any", surface=None)
+            return Tagged(StructuresInMemory(structures, plain), reading.surface)
         return StructuresInMemory(structures, reading)
 
     def _prediction(

@@ -81,10 +81,12 @@ class Converter:
         _check_fields(atoms)
         info, relaxed = _entries(atoms), atoms.arrays.get("pos_relaxed")
         labels = self._labels(atoms, info) | {"y_init": info.get("y_init")}
+        labels["y_baseline"] = info.get(self.reading.baseline_key or "y_baseline")
         if relaxed is not None:  # the energy belongs to these positions
             labels.pop("energy", None)
         if self.reading.for_prediction:
-            labels = {name: _if_finite(labels.get(name)) for name in ("y_init", "y_relaxed")}
+            kept = ("y_init", "y_relaxed", "y_baseline")
+            labels = {name: _if_finite(labels.get(name)) for name in kept}
         given = atoms.get_tags() if atoms.has("tags") else None
         tags = None if self.reading.tags == "any" else given
         if tags is not None and self.reading.tags == "ase":
@@ -194,7 +196,7 @@ class Converter:
     @property
     def unused(self) -> list[str]:
         """Names of labels in the file that are not read."""
-        read = {"y_init", *self._used.values()}
+        read = {"y_init", self.reading.baseline_key, *self._used.values()}
         return [name for name in self._there if name not in read]
 
     @property

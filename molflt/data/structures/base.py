@@ -51,6 +51,8 @@ class Reading(NamedTuple):
     """True to also keep the structures as ASE reads them, with all constraints"""
     surface: tuple[float, float] | None = None
     """smallest and largest share of surface atoms in a slab, for guessed tags"""
+    baseline_key: str | None = None
+    """name of the entry with the baseline energy, eV; by default y_baseline"""
 
 
 AS_IT_IS = Reading()

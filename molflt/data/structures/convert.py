@@ -40,6 +40,7 @@ def convert(
     tags: Tags = "oc20",
     forces_key: str | None = None,
     stress_key: str | None = None,
+    baseline_key: str | None = None,
 ) -> None:
     """Converts structures to a compact store, which has no edges or pickles and is fast to read.
 
@@ -65,6 +66,8 @@ def convert(
             REF_forces.
         stress_key: name of the stress, eV/Å^3, or, with "virial" in the name, of a virial, eV; by
             default stress, else REF_stress.
+        baseline_key: name of the baseline energy, eV, in files that ASE reads, which becomes
+            y_baseline; see --data.baseline_key of molflt train.
     """
     paths = [Path(src)] if isinstance(src, str | Path) else list(src)
     one = paths[0] if len(paths) == 1 else None
@@ -79,7 +82,7 @@ def convert(
                 f"{store} is also the input and would lose structures with --limit or --skip-bad; "
                 "expected another output file; choose another name"
             )
-    reading = Reading(energy_key, tags, forces_key, stress_key)
+    reading = Reading(energy_key, tags, forces_key, stress_key, baseline_key=baseline_key)
     for path, store in jobs:
         _convert_one(path, store, limit, skip_bad, reading)
 

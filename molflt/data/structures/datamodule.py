@@ -74,6 +74,9 @@ class IS2REData(BatchedData[Structures]):
             adsorbates); guess determines tags from the geometry, in any source.
         allow_duplicates: accept validation structures with the elements, cell and positions of a
             training structure, which are otherwise refused.
+        baseline_key: name of an energy, eV, of each structure by a cheaper method, such as a
+            universal potential; y_baseline in compact stores. The model learns the difference to
+            it, and adds it to predictions; null for none.
     """
 
     items = "systems"
@@ -95,6 +98,7 @@ class IS2REData(BatchedData[Structures]):
         energy_key: str | None = None,
         tags: Tags = "oc20",
         allow_duplicates: bool = False,
+        baseline_key: str | None = None,
     ) -> None:
         super().__init__(batch_size, workers)
         if bucket < 1:
@@ -103,7 +107,7 @@ class IS2REData(BatchedData[Structures]):
             raise ValueError(f"data.val_fraction must be between 0 and 1; got {val_fraction}")
         self.val_fraction = val_fraction
         self.split_seed = split_seed
-        self.reading = Reading(energy_key, tags)
+        self.reading = Reading(energy_key, tags, baseline_key=baseline_key)
         self.root = Path(root)
         self.splits = {"train": train_split, "val": val_split}
         self.max_size = max_atoms
@@ -174,6 +178,7 @@ class IS2REData(BatchedData[Structures]):
         for split, own in energies.items():
             dataset = opened[split]
             faults = label_faults(own, natoms[split], required=True, kind=kind)
+            faults = self._without_baseline(dataset) | faults
             if faults and not dataset.skip_bad:
                 index, reason = next(iter(faults.items()))
                 advice = "use a split with labels, or leave these out with --data.skip_bad"
@@ -188,6 +193,21 @@ class IS2REData(BatchedData[Structures]):
             if text := other_kind(energies[val], natoms[val], learned):
                 warnings.warn(f"{opened[val].path}: {text}", stacklevel=4)
         return sound
+
+    def _without_baseline(self, dataset: Structures) -> dict[int, str]:
+        """Returns the structures that lack the baseline energy, with the reason."""
+        if not (key := self.reading.baseline_key):
+            return {}
+        reason = f"data.baseline_key={key} must be a finite energy in eV; got none"
+        absent = np.flatnonzero(~np.isfinite(_baselines(dataset)))
+        return {int(index): reason for index in absent}
+
+    def _targets(self) -> np.ndarray:
+        """Returns the training energies that the model learns, eV: labels less the baseline."""
+        self.setup()
+        dataset = self.datasets["train"]
+        has_baseline = self.reading.baseline_key is not None
+        return dataset.y_relaxed - (_baselines(dataset) if has_baseline else 0.0)
 
     def refuse_copies(self) -> None:
         """Refuses validation structures that are also in training, unless allowed."""
@@ -208,7 +228,10 @@ class IS2REData(BatchedData[Structures]):
 
     def _unused(self, dataset: Structures) -> list[str]:
         """Returns the labels of a source that are not used."""
-        return [*dataset.for_potentials, *dataset.unused]
+        found = [*dataset.for_potentials, *dataset.unused]
+        if self.reading.baseline_key is None and len(dataset):
+            found += ["y_baseline"] * bool(dataset[0].y_baseline.isfinite())
+        return found
 
     def _say_unused(self, datasets: Iterable[Structures]) -> None:
         """Warns once about unused labels in the files."""
@@ -293,15 +316,14 @@ class IS2REData(BatchedData[Structures]):
 
         The deviation is 1 if all energies are equal.
         """
-        self.setup()
-        energies = self.datasets["train"].y_relaxed
+        energies = self._targets()
         return float(energies.mean()), beyond_rounding(float(energies.std()), energies) or 1.0
 
     def refuse_totals(self) -> None:
         """Refuses training energies that look like total energies."""
         self.setup()
         dataset = self.datasets["train"]
-        energies, natoms = dataset.y_relaxed, dataset.natoms
+        energies, natoms = self._targets(), dataset.natoms
         if is_energy(self.reading.energy_key) and energy_kind(energies, natoms) == "total":
             raise ValueError(
                 f"{dataset.path}: y_relaxed looks like total energies, with a median of "
@@ -342,7 +364,7 @@ class IS2REData(BatchedData[Structures]):
         self.setup()
         train, dataset = self.datasets["train"], self.datasets["val"]
         given = None if references is None else read_element_energies(references)
-        found = fit_element_energies(train, given, of_adsorbates)
+        found = fit_element_energies(train, given, of_adsorbates, self._targets())
         if found.undetermined:
             warnings.warn(
                 f"{train.path}: compositions leave {found.undetermined} of "
@@ -381,3 +403,9 @@ class IS2REData(BatchedData[Structures]):
             return super()._sampler(use, rank, world)
         except ValueError as error:
             raise ValueError(f"{self.datasets[use].path}: {error}") from None
+
+
+def _baselines(dataset: Structures) -> np.ndarray:
+    """Returns the baseline energies of a data set, (len,) float64, eV; NaN if missing."""
+    records = with_bar(dataset, "reading baselines")
+    return np.array([float(record.y_baseline) for record in records], dtype=np.float64)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import numpy as np
 import torch
@@ -98,14 +99,17 @@ def _record(data: Data, number: int) -> Data:
     if data.get("pos") is None or numbers is None:
         there = ", ".join(sorted(map(str, data.keys()))) or "nothing"
         raise ValueError(f"expected pos, (atoms, 3) Å, and atomic_numbers, (atoms,); got {there}")
-    label = data.get("y_relaxed")
-    energy = torch.as_tensor(float("nan") if label is None else label, device="cpu")
-    known = energy.numel() == 1 and bool(energy.isfinite().all())
     names = ("cell", "pbc", "tags", "fixed", "charge")
     return make_record(
         pos=data.pos,
         atomic_numbers=numbers,
         sid=number if data.get("sid") is None else data.sid,
-        y_relaxed=energy if known else None,
+        **{name: _known(data.get(name)) for name in ("y_relaxed", "y_baseline")},
         **{name: data.get(name) for name in names},
     )
+
+
+def _known(energy: Any) -> Any:
+    """Returns one finite energy, or None."""
+    value = torch.as_tensor(math.nan if energy is None else energy, device="cpu")
+    return value if value.numel() == 1 and bool(value.isfinite().all()) else None

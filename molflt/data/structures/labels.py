@@ -160,8 +160,9 @@ def fit_element_energies(
     dataset: Structures,
     given: Mapping[int, float] | None = None,
     of_adsorbates: bool = False,
+    labels: NDArray[np.float64] | None = None,
 ) -> ElementEnergies:
-    """Fits y_relaxed by sums of element energies over the atoms.
+    """Fits energies by sums of element energies over the atoms.
 
     The fit is the least-squares solution of smallest norm. A QR decomposition is updated by blocks
     of structures: memory is constant, and energies of 1e5 eV keep the accuracy of float64.
@@ -170,9 +171,10 @@ def fit_element_energies(
         dataset: structures with finite labels.
         given: energies by atomic number, eV, that replace the fit.
         of_adsorbates: sum over adsorbate atoms only.
+        labels: energies, (structures,), eV; by default y_relaxed.
     """
     columns = MAX_ATOMIC_NUMBER + 1
-    labels, count = dataset.y_relaxed, len(dataset)
+    labels, count = dataset.y_relaxed if labels is None else labels, len(dataset)
     present = np.zeros(columns, dtype=bool)
     triangle = np.zeros((0, columns + 2))  # of compositions, ones and labels
     for first in with_bar(range(0, count, _BLOCK), "reading elements"):

@@ -61,6 +61,7 @@ def make_record(
     sid: SupportsInt | str = 0,
     y_init: _Array | None = None,
     y_relaxed: _Array | None = None,
+    y_baseline: _Array | None = None,
     pos_relaxed: _Array | None = None,
     energy: _Array | None = None,
     forces: _Array | None = None,
@@ -82,6 +83,8 @@ def make_record(
         sid: identifier of the system, a 64-bit integer in any type that represents it exactly.
         y_init: energy of the initial structure, eV; None if unknown.
         y_relaxed: energy of the relaxed structure, eV; None if unknown.
+        y_baseline: the same by a cheaper method, eV, for models that learn the difference; None if
+            unknown.
         pos_relaxed: relaxed positions, (N, 3), Å, in any periodic image; None if unknown. OC20
             stores them wrapped into the cell; each atom is moved to the image nearest to its
             initial position.
@@ -94,9 +97,9 @@ def make_record(
     Returns:
         A structure with ``pos``, ``pos_relaxed`` (N, 3) float32 Å, ``cell`` (1, 3, 3) float32 Å,
         ``pbc`` (1, 3) bool, ``atomic_numbers``, ``tags`` (N,) int64, ``fixed`` (N,) bool,
-        ``natoms``, ``sid`` int, ``y_init``, ``y_relaxed``, ``energy`` (1,) float64 eV, ``forces``
-        (N, 3) and ``stress`` (1, 3, 3) float32, ``charge`` (1,) float64 e. Absent labels, relaxed
-        positions and charges are NaN.
+        ``natoms``, ``sid`` int, ``y_init``, ``y_relaxed``, ``y_baseline``, ``energy`` (1,) float64
+        eV, ``forces`` (N, 3) and ``stress`` (1, 3, 3) float32, ``charge`` (1,) float64 e. Absent
+        labels, relaxed positions and charges are NaN.
     """
     from torch_geometric.data import Data
 
@@ -129,6 +132,7 @@ def make_record(
         sid=number,
         y_init=_label(y_init, "y_init", "eV", (1,), torch.float64, name),
         y_relaxed=_label(y_relaxed, "y_relaxed", "eV", (1,), torch.float64, name),
+        y_baseline=_label(y_baseline, "y_baseline", "eV", (1,), torch.float64, name),
         energy=_label(energy, "energy", "eV", (1,), torch.float64, name),
         forces=_label(forces, "forces", "eV/Å", (count, 3), torch.float32, name),
         stress=_label(stress, "stress", "eV/Å^3", (1, 3, 3), torch.float32, name),

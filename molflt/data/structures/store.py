@@ -39,13 +39,14 @@ _COLUMNS: dict[str, tuple[str, tuple[int, ...], str]] = {
     "sid": ("<i8", (), "structure"),
     "y_init": ("<f8", (), "structure"),
     "y_relaxed": ("<f8", (), "structure"),
+    "y_baseline": ("<f8", (), "structure"),
     "energy": ("<f8", (), "structure"),
     "forces": ("<f4", (3,), "atom"),
     "stress": ("<f4", (3, 3), "structure"),
     "charge": ("<f8", (), "structure"),
 }
 # omitted if no structure has values
-_OPTIONAL = ("pos_relaxed", "energy", "forces", "stress", "charge")
+_OPTIONAL = ("pos_relaxed", "y_baseline", "energy", "forces", "stress", "charge")
 _LABELS = ("y_init", "y_relaxed", *_OPTIONAL)
 _BLOCK_WRITTEN = 1000  # structures per concatenation
 _TYPES = {"F32": "<f4", "F64": "<f8", "I64": "<i8", "U8": "|u1", "BOOL": "|b1"}

@@ -1,0 +1,121 @@
+"""Models that learn the difference to a cheaper energy, which each structure brings along."""
+
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from ase import Atoms
+from ase.io import read, write
+from tiny_run import arguments, error_of, start, structures
+
+import molflt
+from molflt.commands.cli import main
+from molflt.data.structures import open_dataset
+from molflt.graph import EnergyRegressor
+
+OFFSET = 0.1  # eV per adsorbate atom, of the labels from the baseline
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Returns a folder of two splits of random labels with baselines, lower by `OFFSET` an atom."""
+    root, draw = tmp_path_factory.mktemp("baseline"), np.random.default_rng(0)
+    for split, first in (("train", 0), ("val_id", 100)):
+        frames = []
+        for record in structures(8, first, first):
+            energy = draw.uniform(-3, 3)
+            atoms = Atoms(
+                record.atomic_numbers.numpy(),
+                record.pos.numpy(),
+                cell=record.cell[0].numpy(),
+                pbc=True,
+                tags=record.tags.numpy(),
+                info={"sid": int(record.sid), "y_relaxed": energy},
+            )
+            offset = OFFSET * (record.tags == 2).sum().item() + 1e-3 * draw.normal()
+            atoms.info["mlip"] = energy - offset
+            frames.append(atoms)
+        write(root / f"{split}.extxyz", frames)
+    return root
+
+
+@pytest.fixture(scope="module")
+def run(files):
+    steps = ("--trainer.max_steps=2", "--task.warmup_steps=1")
+    assert start(files, files / "run", *steps, "--data.baseline_key=mlip") == 0
+    return files / "run"
+
+
+def energies(run, structures):
+    return np.array([one.energy for one in molflt.load(run).predict(structures)])
+
+
+def test_model_adds_baseline_to_what_it_learned(files, run):
+    """References are fitted to what the baseline leaves, so two steps are enough."""
+    frames = read(files / "val_id.extxyz", ":")
+    labels = np.array([atoms.info["y_relaxed"] for atoms in frames])
+    assert np.abs(energies(run, files / "val_id.extxyz") - labels).max() < 0.02
+    other = [atoms.copy() for atoms in frames]
+    for atoms in other:
+        atoms.info["mlip"] += 7.0
+    moved = energies(run, other) - energies(run, frames)
+    np.testing.assert_allclose(moved, 7.0, atol=1e-6)
+
+
+def test_store_keeps_baseline(files, run, tmp_path):
+    stores = tmp_path / "stores"
+    source, store = files / "val_id.extxyz", stores / "val_id.safetensors"
+    assert main(["data", "convert", *map(str, (source, store)), "--baseline_key", "mlip"]) == 0
+    expected = energies(run, files / "val_id.extxyz")
+    np.testing.assert_allclose(energies(run, store), expected, atol=1e-9)
+    shutil.copy(store, stores / "train.safetensors")
+    steps = ("--trainer.max_steps=1", "--data.allow_duplicates=true", "--task.warmup_steps=0")
+    assert start(stores, tmp_path / "run", *steps, "--data.baseline_key=y_baseline") == 0
+    found = energies(tmp_path / "run", store)
+    assert np.abs(found - [float(one.y_relaxed) for one in open_dataset(store)]).max() < 0.02
+
+
+def test_exported_model_and_evaluation_use_baseline(files, run, tmp_path):
+    assert main(["export", str(run), str(tmp_path / "model"), "--about", "random slabs"]) == 0
+    expected = energies(run, files / "val_id.extxyz")
+    assert list(energies(tmp_path / "model", files / "val_id.extxyz")) == list(expected)
+    assert main(["evaluate", str(run), "--splits", "val_id"]) == 0
+    assert molflt.load(run).trained.results["val_id"]["mae_eV"] < 0.02
+
+
+def test_missing_baseline_is_refused(files, run, tmp_path, capsys):
+    frames = read(files / "val_id.extxyz", ":")
+    del frames[3].info["mlip"]
+    with pytest.raises(ValueError, match="baseline"):
+        molflt.load(run).predict(frames)
+    shutil.copy(files / "train.extxyz", tmp_path)
+    write(tmp_path / "val_id.extxyz", frames)
+    text = error_of(
+        capsys, "train", *arguments(tmp_path, tmp_path / "run", "--data.baseline_key=mlip")
+    )
+    assert all(word in text for word in ("val_id.extxyz", "baseline_key=mlip", "sid 103"))
+
+
+def test_unused_baseline_is_named(files, tmp_path, capsys):
+    for split in ("train", "val_id"):
+        frames = read(files / f"{split}.extxyz", ":")
+        for atoms in frames:
+            atoms.info["y_baseline"] = atoms.info.pop("mlip")
+        write(tmp_path / f"{split}.extxyz", frames)
+    steps = ("--trainer.max_steps=1", "--task.warmup_steps=0")
+    assert start(tmp_path, tmp_path / "run", *steps) == 0
+    assert "y_baseline" in capsys.readouterr().err
+
+
+def test_baseline_has_no_part_in_other_models(files):
+    """A model without a baseline ignores it."""
+    torch.manual_seed(0)
+    model = EnergyRegressor(dim=16, heads=2, layers=1, ffn_dim=16, num_features=8).eval()
+    record = open_dataset(files / "train.extxyz")[0]
+    energy = model(record)["energy"]
+    record.y_baseline = torch.tensor([5.0])
+    assert torch.equal(model(record)["energy"], energy)
+    model.adds_baseline.fill_(True)
+    assert torch.equal(model(record)["energy"], energy + 5.0)
+    assert "adsorbate_energy" not in model(record)
