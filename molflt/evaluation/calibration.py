@@ -34,7 +34,7 @@ LEVEL = 0.68
 CALIBRATION = "uncertainty.json"
 """Name of the calibration file in the folder of an evaluation."""
 
-_LEAST = 20  # systems for a calibration; with fewer, the coverage is uncertain by over 10 %
+_LEAST = 20  # systems for a calibration; with fewer, the coverage is uncertain by more than 10 %
 _AGAIN = (
     "evaluate these runs with molflt evaluate RUN --also RUN2 ... and at least "
     f"{2 * _LEAST} held-out systems with labels"
@@ -268,7 +268,7 @@ def _row(
         error, spread = judged
         n = len(error)
         row["coverage_percent"] = 100 * float((error <= calibration.uncertainty(spread)).mean())
-        # This is the error at the nominal level, because it is 0 at a coverage of 0 or 100 %.
+        # The nominal level is used, because the estimate is 0 at a coverage of 0 or 100 %.
         row["coverage_se_percent"] = 100 * float(np.sqrt(LEVEL * (1 - LEVEL) / n))
         row["coverage_n"] = n
         if np.ptp(spread) > 0 and np.ptp(error) > 0:

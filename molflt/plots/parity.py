@@ -43,7 +43,12 @@ def parity(
         quantity: name of the predicted quantity.
         unit: unit of the predicted quantity.
     """
-    low, high = _limits(list(panels.values()))
+    targets, energies = (np.concatenate(values) for values in zip(*panels.values(), strict=True))
+    # All labels and 99 % of the predictions are within the axes.
+    low = float(min(targets.min(), np.quantile(energies, 0.005)))
+    high = float(max(targets.max(), np.quantile(energies, 0.995)))
+    pad = 0.04 * (high - low) or 0.5
+    low, high = low - pad, high + pad
     dense = any(len(target) > _MAX_POINTS for target, _ in panels.values())
     sizes = (3.7, 4.0 if names is None else 4.6), (0.6 + 0.8 * dense, 0.4)
     with panels_of(file, len(panels), 2, *sizes, layout="compressed") as (figure, shown):
@@ -80,15 +85,6 @@ def _name_worst(
                 str(number), place, xytext=shift, **text, fontsize="small", color=VERMILION
             )
     return lines
-
-
-def _limits(pairs: Sequence[tuple[_Array, _Array]]) -> tuple[float, float]:
-    """Returns the range of the labels and of 99 % of the predictions."""
-    targets, energies = (np.concatenate(values) for values in zip(*pairs, strict=True))
-    low = min(targets.min(), np.quantile(energies, 0.005))
-    high = max(targets.max(), np.quantile(energies, 0.995))
-    pad = 0.04 * (high - low) or 0.5
-    return float(low - pad), float(high + pad)
 
 
 def _parity_panel(
