@@ -202,6 +202,15 @@ def test_the_documented_layer_is_that_of_pyg():
     close(*found)
 
 
+def test_a_layer_without_positions_mixes_each_graph():
+    layer, graphs = GraphAttention(DIM, HEADS, position="none").double(), mixed()
+    given = collated(graphs)
+    out = layer(given["x"], batch=given["batch"], batch_size=len(graphs))
+    close([out], [torch.cat([layer(each.x) for each in graphs])])
+    layer.redraw_(torch.Generator().manual_seed(1))
+    assert (layer(graphs[0].x) - out[: len(graphs[0].x)]).abs().max() > 1e-6
+
+
 KERNEL = {"position": "multiplicative"}
 FORMS = {
     "spectral": {"position": "spectral"},

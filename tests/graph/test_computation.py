@@ -54,8 +54,8 @@ def test_computation_from_tensors_equals_the_model(variant):
 
 @torch.no_grad()
 def test_one_exported_program_for_all_sizes():
-    """Includes reciprocal nodes, near pairs, messages, a radial summary and a single atom."""
-    sizes = {"layers": 1, "refinements": 1, "messages": 1}
+    """Includes reciprocal nodes, near pairs, a radial summary and a single atom."""
+    sizes = {"layers": 1, "refinements": 1}
     net = model(**{**VARIANTS["surface"], **sizes}).eval()
     run = export_energies(net, Batch.from_data_list(STRUCTURES)).module()
     for batch in batches(untagged=False):

@@ -166,6 +166,14 @@ def test_radial_profile_is_the_kernel_of_a_pair(periodic):
         assert (far[:, 1:] > 0).all()
 
 
+@pytest.mark.parametrize("position", ["spectral", "multiplicative"])
+def test_radial_profiles_without_a_near_field(position):
+    encoding = Kind(position, "none", False, "gaussian", "linear").build().encoding
+    distance = torch.tensor([0.0, 1.5, 4.0], dtype=torch.float64)
+    expected = encoding.position.radial_profile(distance)
+    torch.testing.assert_close(encoding.radial_profile(distance), expected)
+
+
 PTR = (0, 6, 7, 16)
 POLYNOMIAL = {"feature_map": "polynomial", "num_features": None}
 

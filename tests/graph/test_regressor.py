@@ -265,6 +265,14 @@ def test_radial_bumps_are_those_of_e3nn():
     assert not slope.any() and not curvature.any()
 
 
+def test_redrawn_features_follow_their_seed():
+    net, energies = model(**FLT, periodic="reciprocal"), []
+    for seed in (1, 2, 1):
+        net.redraw_(torch.Generator().manual_seed(seed))
+        energies.append(predict(net, STRUCTURES)["energy"])
+    assert torch.equal(energies[0], energies[2]) and not torch.equal(energies[0], energies[1])
+
+
 def test_energies_are_in_eV_and_float64():
     """With references in float32, the energy of C60, -61,784 eV, would be off by 31 meV."""
     net, batch = model(), Batch.from_data_list(STRUCTURES)
