@@ -14,8 +14,8 @@ from recipe_runs import data_of, evaluated, trained
 
 import molflt
 from molflt.commands.cli import main
+from molflt.data.text.datamodule import read_pieces
 from molflt.data.text.sources import _records
-from molflt.data.text.tokenized import read_pieces
 from molflt.data.text.vocabulary import AMINO_ACIDS, RESIDUES
 from molflt.evaluation.common import load_tokenizer, load_vocabulary
 from molflt.evaluation.language import Residues, _blosum, correlation, draw_substitutions

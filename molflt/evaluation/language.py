@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from molflt import plots
-from molflt.data.text.datamodule import TokenBlocks, read_blocks
-from molflt.data.text.tokenized import PieceBlocks, read_pieces
+from molflt.data.text.datamodule import PieceBlocks, TokenBlocks, read_blocks, read_pieces
 from molflt.evaluation import common
 from molflt.evaluation.results import Evaluation, Results, begin_results, results_table, written
 from molflt.sequence.heads import Head

@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from molflt import plots
+from molflt.data.text.datamodule import padded_rows
 from molflt.data.text.parallel import Pairs, paired, read_parallel
-from molflt.data.text.tokenized import padded_rows
 from molflt.data.text.tokenizer import Tokenizer
 from molflt.evaluation import common
 from molflt.evaluation.results import Evaluation, Results, begin_results, results_table, written

@@ -20,7 +20,7 @@ from molflt.tasks.base import Task
 from molflt.tasks.language import perplexity
 
 if TYPE_CHECKING:
-    from molflt.data.text.tokenized import PieceBlocks, TokenizedText
+    from molflt.data.text.datamodule import PieceBlocks, TokenizedText
     from molflt.sequence.masked import MaskedLanguageModel
 
 __all__ = ["Draws", "MaskedTask", "hide", "swap_parts"]

@@ -59,7 +59,7 @@ RECIPES: dict[str, Recipe] = {
     ),
     "masked_language": Recipe(
         "molflt.sequence.masked:MaskedLanguageModel",
-        "molflt.data.text.tokenized:TokenizedText",
+        "molflt.data.text.datamodule:TokenizedText",
         "molflt.tasks.masked:MaskedTask",
         "molflt.evaluation.language:evaluate_masked",
         relatives=("sentences",),

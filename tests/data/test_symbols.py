@@ -18,11 +18,10 @@ from listops import expressions
 from scipy.stats import ks_2samp
 
 from molflt.commands.cli import main
-from molflt.data.text.datamodule import TextData
+from molflt.data.text.datamodule import TextData, TokenizedText
 from molflt.data.text.glue import find_split, read_examples
 from molflt.data.text.sentences import SentenceData
 from molflt.data.text.sources import _records, _text_blocks
-from molflt.data.text.tokenized import TokenizedText
 from molflt.data.text.tokenizer import Tokenizer
 from molflt.data.text.vocabulary import LISTOPS as SYMBOLS
 from molflt.data.text.vocabulary import RESIDUES, Vocabulary

@@ -11,11 +11,10 @@ from token_files import idx, pixels, write_folder
 from molflt.data.batches import SizeBucketedBatchSampler
 from molflt.data.images.files import open_images
 from molflt.data.images.unlabeled import read_alike
-from molflt.data.text.datamodule import TextData
+from molflt.data.text.datamodule import TextData, TokenizedText
 from molflt.data.text.glue import read_examples
 from molflt.data.text.parallel import read_parallel
 from molflt.data.text.sources import _records
-from molflt.data.text.tokenized import TokenizedText
 from molflt.data.text.tokenizer import Tokenizer
 from molflt.data.text.vocabulary import Vocabulary
 from refusals import Refusal, Refused, command

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from molflt.data.text.datamodule import TokenizedData, padded_rows
 from molflt.data.text.sources import _PACKED, _lines
-from molflt.data.text.tokenized import TokenizedData, padded_rows
 from molflt.data.text.tokenizer import Tokenizer
 
 __all__ = ["Pairs", "ParallelData", "ParallelText", "paired", "read_lines", "read_parallel"]
@@ -99,7 +99,7 @@ class ParallelData(TokenizedData[Pairs]):
         max_tokens: limit on the number of pairs in a batch times the number of tokens in its
             longest sentence; null for no limit.
         bucket: number of random batches that are pooled, sorted by length and divided again.
-        tokens: further arguments of `molflt.data.text.tokenized.TokenizedData`.
+        tokens: further arguments of `molflt.data.text.datamodule.TokenizedData`.
     """
 
     items = "pairs"

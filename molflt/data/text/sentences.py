@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from molflt.data.text.datamodule import TokenizedData, padded_rows
 from molflt.data.text.glue import TASKS, Example, classes_in, find_split, read_splits
-from molflt.data.text.tokenized import TokenizedData, padded_rows
 from molflt.data.text.tokenizer import Tokenizer, TokenizerKind
 
 __all__ = ["CLASSES", "SentenceData", "Sentences", "TaskName", "padded"]
@@ -96,15 +96,15 @@ class SentenceData(TokenizedData[Sentences]):
     Args:
         task: CoLA, SST-2, MRPC, STS-B, QQP, MNLI, QNLI or RTE from GLUE; or ListOps, IMDb or Image.
         root: folder with the files of the tasks.
-        tokenizer: see `molflt.data.text.tokenized.TokenizedData`.
-        kind: kind of the tokenizer, see `molflt.data.text.tokenized.TokenizedData`; by default
+        tokenizer: see `molflt.data.text.datamodule.TokenizedData`.
+        kind: kind of the tokenizer, see `molflt.data.text.datamodule.TokenizedData`; by default
             listops for ListOps and byte for IMDb and Image.
         length: maximum number of tokens in a sentence or pair, including special tokens; longer
             ones are shortened.
         val_fraction: share of the training rows of IMDb or Image to validate on, taken from the end
             of each class; null means 0.1. Other tasks have validation files.
         batch_size: sentences or pairs in a batch, per device.
-        tokens: further arguments of `molflt.data.text.tokenized.TokenizedData`.
+        tokens: further arguments of `molflt.data.text.datamodule.TokenizedData`.
     """
 
     items = "sentences"
