@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any, cast
 from molflt.metrics import Metric
 from molflt.training.config import Config, absolute
 from molflt.training.recipes import Recipe
-from molflt.training.run_folder import RunFolder, outcome
 from molflt.training.start import Initializer, build_parser, dated_run
 from molflt.training.trainer import TrainerOptions
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from molflt.training.run_folder import RunFolder
 
 __all__ = ["build_parser", "train"]
 
@@ -59,6 +60,8 @@ def train(
     Returns:
         0, or 128 + the number of the signal that stopped training after its state was saved.
     """
+    from molflt.training.run_folder import RunFolder  # not needed for --help
+
     run = dated_run(recipe) if run is None else run
     _trainer(trainer).check()
     folder = RunFolder(run)
@@ -136,6 +139,8 @@ def _trainer(options: _Options) -> TrainerOptions:
 
 def _say_end(folder: RunFolder, metrics: Mapping[str, Metric], steps: int, seconds: float) -> None:
     """Prints the result of a training run, and the reason if it stopped early."""
+    from molflt.training.run_folder import outcome
+
     if stop := folder.provenance.get("stopped"):
         steps = stop["step"]
         folder.say(

@@ -15,7 +15,7 @@ import warnings
 from argparse import ArgumentError
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import safetensors
 from jsonargparse import ArgumentParser, Namespace
@@ -38,7 +38,9 @@ from molflt.training.checkpoint import (
 )
 from molflt.training.config import absolute, add_options, check_groups, read_config, read_yaml
 from molflt.training.recipes import DEFAULT, Recipe
-from molflt.training.run_folder import INIT_RECORD, RunFolder
+
+if TYPE_CHECKING:
+    from molflt.training.run_folder import RunFolder
 
 __all__ = ["InitialWeights", "Initializer", "build_parser", "dated_run", "read_initial_weights"]
 __all__ += ["recipe_of"]
@@ -372,6 +374,8 @@ class Initializer:
 
     def files(self, model: nn.Module) -> dict[str, bytes]:
         """Returns the content of init.json, keyed by its name; empty without `init`."""
+        from molflt.training.run_folder import INIT_RECORD
+
         source, done = self._source, self._done
         if source is None or done is None:
             return {}
