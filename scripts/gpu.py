@@ -6,13 +6,16 @@
 The first check computes outputs and gradients of attention and of models in float64, float32 and
 bfloat16. It reports the largest difference from float64 on the CPU, divided by the largest value.
 The second check compares the weights of a training run that was interrupted and resumed with those
-of an uninterrupted run. Writes gpu.json and gpu.md. The exit status is 1 if a difference exceeds
-its bound.
+of an uninterrupted run. The script also measures the times and the peak memory of a layer with
+mixing "triton" and with "auto". Triton kernels run on a GPU and, with TRITON_INTERPRET=1, slowly on
+the CPU. Writes gpu.json and gpu.md. The exit status is 1 if a difference exceeds its bound.
 """
 
 import copy
+import itertools
 import json
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -23,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kit.layers import crystals
+from kit.layers import VOLUME, crystals
 from kit.rows import Row, markdown, names, pick
 from kit.runs import publish
 from kit.words import described
@@ -33,6 +36,7 @@ from torch_geometric.data import Batch
 
 import molflt
 from molflt.attention import FEATURE_MAPS
+from molflt.attention.mixing.ragged import expect_triton
 from molflt.graph import EnergyRegressor, GraphAttention, Potential
 
 SAMPLE = Path(__file__).resolve().parents[1] / "datasets" / "chgnet-sample" / "val_id.safetensors"
@@ -47,7 +51,12 @@ LAYERS: dict[str, dict[str, Any]] = {
     "multiplicative, reciprocal": {**KERNEL, "periodic": "reciprocal"},
     "multiplicative, mesh": {**KERNEL, "periodic": "mesh"},
     "softmax, exact mask": {"mixing": "softmax", "periodic": "none"},
+    "triton": {**KERNEL, "mixing": "triton", "periodic": "none"},
+    "triton, reciprocal": {**KERNEL, "mixing": "triton", "periodic": "reciprocal"},
 }
+# graphs, and atoms of each, with 8 heads of width 16, 64 features and 16 nodes
+SIZES = ((64, 80), (16, 2_000), (1, 32_000), (1, 1_000_000))
+ROUNDS = 5
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "EnergyRegressor": partial(EnergyRegressor, 32, 4, layers=2, messages=1, far_field=False),
     "Potential": partial(Potential, 32, 4, layers=1, messages=2),
@@ -81,9 +90,11 @@ def numbers(device: str, tiny: bool) -> Iterator[Row]:
     """Yields the differences of all layers and models from float64 on the CPU."""
     builds: dict[str, Callable[[], nn.Module]] = {}
     for name, options in LAYERS.items():
-        for mixing in ("linear", "quadratic") if "mixing" not in options else ("softmax",):
+        if options.get("mixing") == "triton" and without_kernels():
+            continue
+        for mixing in [options["mixing"]] if "mixing" in options else ("linear", "quadratic"):
             build = partial(GraphAttention, 32, 4, **{**options, "mixing": mixing})
-            builds[name if mixing == "softmax" else f"{name}, {mixing}"] = build
+            builds[name if "mixing" in options else f"{name}, {mixing}"] = build
     builds |= MODELS
     if tiny:
         builds = dict([*builds.items()][-6:])
@@ -93,7 +104,11 @@ def numbers(device: str, tiny: bool) -> Iterator[Row]:
     for name, build in builds.items():
         torch.manual_seed(0)
         model, given = build().double(), None if name in MODELS else x
-        expected = outputs(model, batch.clone(), given)
+        reference = model
+        if name.startswith("triton"):
+            reference = GraphAttention(32, 4, **{**LAYERS[name], "mixing": "linear"}).double()
+            reference.load_state_dict(model.state_dict())
+        expected = outputs(reference, batch.clone(), given)
         for kind in BOUNDS:
             own = torch.float64 if kind == "float64" else torch.float32
             there = copy.deepcopy(model).to(device, own)
@@ -103,6 +118,61 @@ def numbers(device: str, tiny: bool) -> Iterator[Row]:
             with torch.autocast(device, torch.bfloat16, enabled=kind == "bfloat16"):
                 found = outputs(there, moved, tokens)
             yield {"case": name, "precision": kind, "difference": difference(found, expected)}
+
+
+def without_kernels() -> str:
+    """Returns the reason why Triton kernels cannot run, if there is one."""
+    try:
+        expect_triton()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def kernels(device: str, tiny: bool) -> Iterator[Row]:
+    """Times and peak memory of forward passes, without and with backward passes."""
+    if without_kernels():
+        return
+    sizes, heads, features, nodes = ([(2, 9)], 1, 8, 2) if tiny else (SIZES, 8, 64, 16)
+    for (graphs, atoms), mixing in itertools.product(sizes, ("auto", "triton")):
+        torch.manual_seed(0)
+        form: dict[str, Any] = {"position": "multiplicative", "periodic": "none", "mixing": mixing}
+        form["position_options"] = {"num_nodes": nodes}
+        layer = GraphAttention(16 * heads, heads, num_features=features, **form).to(device)
+        x = torch.randn(graphs * atoms, 16 * heads, device=device)
+        where = (
+            (VOLUME * atoms) ** (1 / 3) * torch.rand(graphs * atoms, 3, device=device),
+            torch.arange(graphs, device=device).repeat_interleave(atoms),
+        )
+        for backward in (False, True):
+            seconds, peak = measured(partial(one_pass, layer, x, where, backward), device, tiny)
+            row = {"graphs": graphs, "atoms": atoms, "mixing": mixing, "backward": backward}
+            yield {**row, "ms": 1e3 * seconds, "peak_mib": peak}
+
+
+def one_pass(layer: nn.Module, x: Tensor, where: tuple[Tensor, ...], backward: bool) -> None:
+    with torch.set_grad_enabled(backward):
+        out = layer(x.requires_grad_(backward), *where)
+    if backward:
+        out.square().sum().backward()
+
+
+def measured(work: Callable[[], None], device: str, tiny: bool) -> tuple[float, float]:
+    """Median seconds of a function, and the peak of memory on the GPU above that before, MiB."""
+    work()
+    times, before = [], 0
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    for _ in range(1 if tiny else ROUNDS):
+        start = time.perf_counter()
+        work()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    peak = torch.cuda.max_memory_allocated() - before if device == "cuda" else 0
+    return statistics.median(times), peak / 2**20
 
 
 def resume(device: str, folder: Path) -> float:
@@ -133,9 +203,15 @@ def page(found: dict[str, Any]) -> str:
         [case, *(f"{row['difference']:.1e}" for row in pick(rows, case=case))]
         for case in names(rows, "case")
     ]
+    head = ["graphs", "atoms", "mixing", "backward", "ms", "peak, MiB"]
+    costs = [
+        [*(str(row[key]) for key in head[:4]), f"{row['ms']:.2f}", f"{row['peak_mib']:.0f}"]
+        for row in found["kernels"]
+    ]
     return (
         f"# {found['device']}, torch {found['torch']}, molflt {found['molflt']}\n\n"
         f"{markdown(['largest difference from float64 on the CPU', *BOUNDS], lines)}\n\n"
+        f"{markdown(head, costs) if costs else found['without_kernels']}\n\n"
         f"largest difference of weights after resuming: {found['resume']:.1e}"
     )
 
@@ -156,6 +232,8 @@ def main(words: list[str] | None = None) -> int:
     found: dict[str, Any] = {"device": name, "torch": torch.__version__}
     found["molflt"] = molflt.__version__
     found["numbers"] = list(numbers(options.device, options.tiny))
+    found["kernels"] = list(kernels(options.device, options.tiny))
+    found["without_kernels"] = without_kernels()
     found["resume"] = resume(options.device, options.out)
     (options.out / "gpu.json").write_text(json.dumps(found, indent=1) + "\n")
     publish(options.out / "gpu.md", page(found))

@@ -1,5 +1,6 @@
 """Settings and fixtures of all tests."""
 
+import os
 import shutil
 import signal
 from pathlib import Path
@@ -9,6 +10,8 @@ import pytest
 # A shell starts background jobs with SIGINT ignored, and processes inherit that; the tests of
 # interruptions need the default handler.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# Triton kernels run in an interpreter on the CPU. Triton reads this variable when it is imported.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="session")

@@ -84,7 +84,7 @@ class Case(NamedTuple):
     @property
     def mixings(self) -> tuple[str, ...]:
         position = self.build()
-        return MIXINGS if position is None else position.mixings
+        return tuple(name for name in MIXINGS if position is None or name in position.mixings)
 
 
 # Sizes for small sequences; other positions and spectra are built with their defaults.

@@ -17,11 +17,12 @@ from molflt.attention.mixing.chunked import chunk_size, linear_in_chunks
 from molflt.attention.mixing.forms import cheaper, linear, linear_with_kernel, quadratic
 from molflt.attention.mixing.mesh import MeshKernel, linear_with_mesh
 from molflt.attention.mixing.pairs import Pairs, SortedPairs, with_exact_pairs
+from molflt.attention.mixing.ragged import Ragged, Waves, ragged
 from molflt.attention.mixing.sums import Sums
 from molflt.attention.mixing.toeplitz import dense_log_kernel, toeplitz
 from molflt.attention.numerics import Once, at_least_float32, products_of_all
 
-SOFTMAX, KERNELIZED = "softmax", "kernelized"
+SOFTMAX, KERNELIZED, TRITON = "softmax", "kernelized", "triton"
 
 _Turn = Callable[[Tensor], Tensor]
 
@@ -243,6 +244,28 @@ class MeshNodes(_Multiplied):
         return self.on_mesh.matrix_is_cheaper(
             query.x.shape[2], query.feature_map.width, value.shape[-1]
         )
+
+
+class RaggedKernel(_Multiplied):
+    """Positional kernel of `Kernel`, summed by Triton kernels; see `ragged`."""
+
+    faces = (TRITON,)
+    decodes = False
+    chunked = False
+
+    def __init__(
+        self,
+        waves: Waves,
+        positions: tuple[Tensor, Tensor],
+        tokens: tuple[Ragged, Ragged],
+        pairs: Pairs | None = None,
+    ) -> None:
+        super().__init__(pairs)
+        self.waves, self.positions, self.tokens = waves, positions, tokens
+
+    def mix(self, terms: Terms) -> tuple[Sums, State | None]:
+        where = self.positions, self.tokens, self._sorted_pairs(terms)
+        return ragged(*terms[:3], self.waves, *where), None
 
 
 class Toeplitz(Encoding):

@@ -6,12 +6,13 @@ import torch
 from torch import Tensor, nn
 
 from molflt.attention.checks import _head_width, no_effect, not_negative, one_of, share
-from molflt.attention.encodings import KERNELIZED, SOFTMAX, Encoding
+from molflt.attention.encodings import KERNELIZED, SOFTMAX, TRITON, Encoding
 from molflt.attention.features import FEATURE_MAPS, FeatureMap, FeatureMapName, ProjectionName
 from molflt.attention.features.base import Operand
 from molflt.attention.keys import Keys, log_weights, placed, without_masked
 from molflt.attention.mixing.causal import DecodeState, KeyValues, State
 from molflt.attention.mixing.forms import joined_bias, softmax
+from molflt.attention.mixing.ragged import expect_triton
 from molflt.attention.mixing.sums import NormalizeName, Sums, drop_keys
 from molflt.attention.numerics import at_least_float32, options_of, unit
 from molflt.attention.positions.base import MIXINGS, MixingName, Position, Positioned
@@ -89,8 +90,9 @@ class Attention(Positioned):
         dim: width of tokens; a multiple of `heads`.
         heads: number of heads.
         mixing: "linear" (O(N)), "quadratic" (the same sums from the N x N matrix, cheaper for few
-            tokens), "auto" (the cheaper of the two, see `molflt.attention.mixing.forms.cheaper`) or
-            "softmax".
+            tokens), "auto" (the cheaper of the two, see `molflt.attention.mixing.forms.cheaper`),
+            "softmax", or "triton" (the linear sums of a multiplicative position in GPU kernels; not
+            measured yet, without second derivatives).
         causal: each token sees only itself and earlier tokens.
         feature_map: key of `FEATURE_MAPS`, "positive" by default; not for softmax.
         num_features: number m of random or learned features per head, 64 by default, for maps that
@@ -137,7 +139,7 @@ class Attention(Positioned):
     ) -> None:
         super().__init__(position)
         self.head_dim = _head_width(dim, heads)
-        one_of("mixing", mixing, (*MIXINGS, "auto"))
+        one_of("mixing", mixing, (*MIXINGS, "auto", TRITON))
         one_of("normalize", normalize, get_args(NormalizeName))
         share(dropout=dropout)
         not_negative(floor=floor)
@@ -169,6 +171,13 @@ class Attention(Positioned):
     def _refuse_misfits(self, gate: bool) -> None:
         if gate and not self.causal:
             raise ValueError("gate=True needs causal=True; got causal=False; change one of them")
+        needs = self.position is not None and not self.causal and self.normalize != "unmasked"
+        if self.mixing == TRITON and not needs:
+            raise ValueError(
+                "mixing='triton' needs position='multiplicative', causal=False and normalize "
+                f"'masked' or 'none'; got {type(self.position).__name__}, causal={self.causal}, "
+                f"normalize={self.normalize!r}; use mixing='auto'"
+            )
         if self.normalize == "unmasked" and not (self.position and self.position.weighs):
             no_effect("without a position that weighs keys", normalize=self.normalize)
         if self.floor and self.normalize == "none":
@@ -176,6 +185,8 @@ class Attention(Positioned):
         if self.position is not None:
             self.position.check(self.face, self.causal, gate)
             self.position.use_for(self.face)
+        if self.mixing == TRITON:
+            expect_triton()
 
     @property
     def face(self) -> str:
@@ -284,7 +295,7 @@ class Attention(Positioned):
             return Encoding() if encoding is None else encoding
         if positions is not None or key_positions is not None:
             raise ValueError("got both positions and an encoding; pass one of them")
-        face = SOFTMAX if self.mixing == "softmax" else KERNELIZED
+        face = self.mixing if self.mixing in (SOFTMAX, TRITON) else KERNELIZED
         if face not in encoding.faces:
             raise ValueError(
                 f"the encoding is {type(encoding).__name__}, for {' and '.join(encoding.faces)} "

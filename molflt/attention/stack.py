@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from molflt.attention.checks import _head_width, at_least_one, known_names, no_effect, one_of, share
-from molflt.attention.encodings import Encoding
+from molflt.attention.encodings import SOFTMAX, TRITON, Encoding
 from molflt.attention.fnet import TOKEN_MIXERS, Mixer
 from molflt.attention.keys import Keys, placed, without_masked
 from molflt.attention.layer import Attention
@@ -309,7 +309,7 @@ def _refuse_misfits(attentions: Sequence[Attention], position: Position | None) 
                 f"attention of block {number} was built {built}; expected {wanted}; give "
                 "Attention(position=...) and Stack.of(blocks, position) the same object"
             )
-    faces = sorted({"softmax" if a.mixing == "softmax" else "linear" for a in attentions})
+    faces = sorted({a.mixing if a.mixing in (SOFTMAX, TRITON) else "linear" for a in attentions})
     if position is not None and len(faces) > 1:
         raise ValueError(
             f"layers that share a {name} must have the same kind of attention; got "

@@ -8,22 +8,31 @@ import torch
 from torch import Tensor, nn
 
 from molflt.attention.checks import no_effect, one_of, positive
-from molflt.attention.encodings import Bias, Encoding, Factors, Kernel, MeshNodes
+from molflt.attention.encodings import (
+    TRITON,
+    Bias,
+    Encoding,
+    Factors,
+    Kernel,
+    MeshNodes,
+    RaggedKernel,
+)
 from molflt.attention.features import FEATURE_MAPS
 from molflt.attention.layer import DEFAULT_MAP
 from molflt.attention.mixing.pairs import Pairs
+from molflt.attention.mixing.ragged import Ragged
 from molflt.attention.numerics import distances, products_of_all
 from molflt.attention.positions import make_position
 from molflt.attention.positions.base import differences
 from molflt.attention.positions.multiplicative import MultiplicativePosition, NearField
 from molflt.attention.positions.spectral import FrequencyProjection, GraphNodes, SpectralPosition
 from molflt.attention.spectra import GaussianBasis
-from molflt.graph.dense import DenseAtoms
+from molflt.graph.dense import DenseAtoms, places_of
 from molflt.graph.geometry import Geometry
 from molflt.graph.memory import _expect_memory
 from molflt.graph.near import NearPairs, _bound, _Found, in_pieces
 from molflt.graph.neighbors import Neighbors, neighbor_list
-from molflt.graph.periodic import Open, make_periodic
+from molflt.graph.periodic import Auto, Images, OnMesh, Open, Reciprocal, make_periodic
 from molflt.graph.sizes import SizeClass, SizeClasses
 
 _NARROWEST = 0.2  # Å, narrowest Gaussian of the near field
@@ -83,6 +92,8 @@ class GraphEncoding(nn.Module):
         self.position = cast(SpectralPosition, made)
         self.position.on_lattice = self.periodic.lattice
         self.periodic.check(self.position, self.softmax, bool(near_field))
+        if mixing == TRITON:
+            self._expect_ragged()
         self.near_field: NearField | None = None
         self.frequency_projection: FrequencyProjection | None = None
         if near_field:
@@ -116,6 +127,8 @@ class GraphEncoding(nn.Module):
             neighbors: all pairs within the cutoff of the near field, if known.
         """
         found = self._found(geometry, neighbors)
+        if self.mixing == TRITON:
+            return SizeClasses([self._ragged(geometry, found)])
         compiling = torch.compiler.is_compiling()
         columns = None if compiling else self._columns(geometry, found)
 
@@ -124,6 +137,48 @@ class GraphEncoding(nn.Module):
             return self.padded(part, own)
 
         return SizeClasses.of(geometry, encode, columns, found.on_mesh)
+
+    def _expect_ragged(self) -> None:
+        """Raises ValueError unless the kernels of mixing "triton" can use the encoding."""
+        scheme = self.periodic
+        if isinstance(scheme, Auto):
+            scheme.nodes_only = True
+        elif isinstance(scheme, Images | OnMesh) or (
+            isinstance(scheme, Reciprocal) and scheme.smooth
+        ):
+            raise ValueError(
+                "mixing='triton' goes with periodic 'none', 'reciprocal' and 'auto'; got "
+                f"{scheme!r}; use one of them, or mixing='auto'"
+            )
+
+    def _ragged(self, geometry: Geometry, found: _Found) -> SizeClass:
+        """Evaluates the encoding of all graphs without padding, for mixing "triton"."""
+        position, near = self.position, found.near
+        assert isinstance(position, MultiplicativePosition)
+        dense = self.periodic.dense(geometry)
+        places = places_of(geometry, dense.mask)
+        positions = dense.positions.flatten(0, 1).index_select(0, places)
+        if found.nodes is None:
+            waves = position.waves()
+        else:
+            waves = position.waves(
+                GraphNodes(*(x.to(positions) for x in found.nodes)), found.counts()
+            )
+        factors = None
+        if near is not None:  # all graphs are parts of one row
+            first = geometry.ptr[near.graph]
+            near = NearPairs(0 * first, near.query + first, near.key + first, near.vector)
+            if found.nodes is None:
+                factors = position.factors(positions[None], positions[None])
+        far = partial(self.periodic.far, position, factors)
+        pairs, tokens = (
+            self._near(found._replace(near=near), far),
+            Ragged.of(geometry.ptr.tolist(), places.device),
+        )
+        encoding = RaggedKernel(waves, (positions, positions), (tokens, tokens), pairs)
+        there = torch.ones_like(places, dtype=torch.bool)[None]
+        row = DenseAtoms(there, positions[None], there, positions[None])
+        return SizeClass(row, encoding, torch.arange(len(places), device=places.device))
 
     def padded(self, geometry: Geometry, found: _Found | None = None) -> SizeClass:
         """Evaluates the encoding with all graphs padded to the size of the largest."""

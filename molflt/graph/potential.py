@@ -249,8 +249,9 @@ def _refuse_rough(given: Mapping[str, Any], far_field: bool) -> None:
             "choice of the cell or of a mesh",
         ),
         "mixing": (
-            given.get("mixing") != "softmax",
-            "linear, quadratic or auto; softmax takes a logarithm of the kernel, cut off at 1e-9",
+            given.get("mixing") not in ("softmax", "triton"),
+            "linear, quadratic or auto; softmax takes a logarithm of the kernel, cut off at 1e-9, "
+            "and triton lacks second derivatives, which training on forces needs",
         ),
         "feature_map": (
             given["feature_map"] in (None, *_SMOOTH_MAPS),

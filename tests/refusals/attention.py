@@ -128,6 +128,8 @@ ROWS = [
     refused(lambda: layer(floor=-1.0), "floor", "at least 0", "-1.0"),
     refused(lambda: layer("spectral"), "position", "make_position", "'spectral'", TypeError),
     refused(lambda: layer(position("toeplitz"), causal=True, gate=True), "gate", "state", "Toep"),
+    refused(lambda: layer(mixing="triton"), "mixing='triton'", "multiplicative", "NoneType"),
+    refused(lambda: layer(position(), mixing="triton"), "mixing='triton'", "linear", "Spectral"),
     refused(lambda: layer(gate=True), "gate=True", "causal=True"),
     refused(lambda: layer(position("gaussian_bias")), "mixing", "softmax", "'linear'"),
     # options without effect

@@ -55,6 +55,7 @@ LAYERS: list[tuple[dict[str, Any], *Words]] = [
     ({**MESH, "position_options": {"spectrum": "gaussian_mixture"}}, "mesh", "", "GaussianMixture"),
     ({**NEAR, "periodic": "images"}, "near_field", "'reciprocal'", "Images"),
     ({**NEAR, "mixing": "softmax"}, "near_exact", "mixing='softmax'"),
+    ({"position": "multiplicative", "mixing": "triton", "periodic": "images"}, "triton", "Images"),
     ({**MESH, "mesh_order": 7}, "mesh_order", "4, 5, 6, 8", "7"),
 ]
 
@@ -75,6 +76,7 @@ POTENTIALS: list[tuple[dict[str, Any], *Words]] = [
     ({"position": "spectral"}, "position", "'multiplicative'", "'spectral'"),
     ({"periodic": "images"}, "periodic", "'reciprocal'", "'images'"),
     ({"mixing": "softmax"}, "mixing='softmax'", "linear, quadratic or auto", "logarithm"),
+    ({"mixing": "triton"}, "mixing='triton'", "linear, quadratic or auto", "second derivatives"),
     ({"feature_map": "relu"}, "feature_map='relu'", "polynomial", "kinks"),
     ({"feature_map": "polynomial", "num_features": None, "degree": 3}, "degree=3", "leave"),
     ({"normalize": "unmasked"}, "normalize='unmasked'", "'none'", "energies per atom"),

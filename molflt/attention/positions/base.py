@@ -10,7 +10,7 @@ from molflt.attention.encodings import Encoding
 from molflt.attention.numerics import at_least_float32, options_of
 
 MIXINGS = ("linear", "quadratic", "softmax")
-MixingName = Literal["linear", "quadratic", "softmax", "auto"]
+MixingName = Literal["linear", "quadratic", "softmax", "auto", "triton"]
 
 ABSOLUTE = ("none", "sinusoidal", "learned")  # positions added to tokens before attention
 ADDED = ("f", "added to the logit")

@@ -4,16 +4,18 @@ from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from molflt.attention.encodings import Bias, Encoding, Kernel
+from molflt.attention.encodings import TRITON, Bias, Encoding, Kernel, RaggedKernel
 from molflt.attention.mixing.mesh import MeshKernel
 from molflt.attention.mixing.pairs import Pairs
+from molflt.attention.mixing.ragged import Ragged, Waves
 from molflt.attention.mixing.sparse import Pattern
 from molflt.attention.nodes import Nodes
 from molflt.attention.nodes.lattice import Lattice
 from molflt.attention.nodes.mesh import Mesh
 from molflt.attention.numerics import at_least_float32, distances, fade, options_of
-from molflt.attention.positions.base import differences
+from molflt.attention.positions.base import MIXINGS, differences
 from molflt.attention.positions.spectral import GraphNodes, SpectralPosition
 from molflt.attention.spectra import Spectrum
 
@@ -38,6 +40,7 @@ class MultiplicativePosition(SpectralPosition):
     # Taper of the spectrum; a multiplicative kernel must not become negative.
     taper: ClassVar[Literal["step", "positive"]] = "positive"
     placement: ClassVar[tuple[str, str]] = ("log h", "h multiplies the weight")
+    mixings: ClassVar[tuple[str, ...]] = (*MIXINGS, TRITON)
     paper: ClassVar[str] = "molflt"
     cost: ClassVar[str] = "N m 2r d"
 
@@ -51,6 +54,13 @@ class MultiplicativePosition(SpectralPosition):
     def forward(self, mixing: str, positions: Tensor, key_positions: Tensor) -> Encoding:
         if mixing == "softmax":
             return Bias(self.bias(differences(positions, key_positions)))
+        if mixing == TRITON:
+            queries, keys = (
+                Ragged.of([row * x.shape[1] for row in range(len(x) + 1)], x.device)
+                for x in (positions, key_positions)
+            )
+            where = positions.flatten(0, 1), key_positions.flatten(0, 1)
+            return RaggedKernel(self.waves(), where, (queries, keys))
         return Kernel(*self.factors(positions, key_positions))
 
     def bias(self, delta: Tensor) -> Tensor:
@@ -72,6 +82,21 @@ class MultiplicativePosition(SpectralPosition):
             torch.cat((left, one.expand_as(left[..., :1])), dim=-1),
             torch.cat((right, constant.expand_as(right[..., :1])), dim=-1),
         )
+
+    def waves(self, nodes: GraphNodes | None = None, counts: Tensor | None = None) -> Waves:
+        """Returns the nodes and coefficients of h, with the background as the first node.
+
+        `counts` (graphs,) are the numbers of nodes of each graph without padding.
+        """
+        device = next(self.parameters()).device.type if nodes is None else nodes.xi.device.type
+        with torch.autocast(device, enabled=False):
+            xi, c, _ = self._sampled(nodes)
+        if nodes is None:
+            xi, c = xi[None], c[None]
+        if self.background:
+            xi, c = F.pad(xi, (0, 0, 1, 0)), F.pad(c, (1, 0), value=self.background)
+            counts = None if counts is None else counts + 1
+        return Waves(xi, c, counts)
 
     def check_isotropic(self) -> None:
         """Raises ValueError if h cannot be computed on a mesh."""

@@ -1,0 +1,325 @@
+"""Kernelized attention of ragged graphs with a positional kernel, fused in Triton kernels.
+
+Fourier factors and products with them are not stored: per token, only m features remain in memory,
+and per graph a state of 2 r m (dv + 1) numbers.
+"""
+
+import importlib.util
+import itertools
+import os
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from molflt.attention.features import Features
+from molflt.attention.mixing.pairs import Pairs, SortedPairs, _pair_sums
+from molflt.attention.mixing.sums import Sums, _stable_query
+from molflt.attention.numerics import at_least_float32, finite, recomputed, uncompiled
+
+_BLOCK = 64  # tokens that a program holds at once
+_FEATURES = 64  # most features that a program holds at once; half of them for wide values
+_PIECE, _PIECES = 512, 128  # fewest tokens in a piece, and most pieces of a graph
+_STATE = 2**26  # numbers in the states of all pieces above which nodes are summed in chunks
+
+
+def expect_triton() -> None:
+    """Raises ValueError unless Triton kernels can run, on a GPU or in Triton's interpreter."""
+    if importlib.util.find_spec("triton") is None:
+        raise ValueError(
+            "mixing='triton' needs the package triton; got none; pip install 'molflt[gpu]', or use "
+            "mixing='auto'"
+        )
+    if not (torch.cuda.is_available() or _interpreted()):
+        raise ValueError(
+            "mixing='triton' needs a GPU with CUDA; got none; use mixing='auto', or, to test the "
+            "kernels on the CPU, set TRITON_INTERPRET=1"
+        )
+
+
+def _interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+class Waves(NamedTuple):
+    """Nodes of a positional kernel h(z) = Re sum_s c_s exp(2 pi i xi_s . z)."""
+
+    xi: Tensor
+    """(graphs or 1, heads or 1, r, l)"""
+    coefficients: Tensor
+    """c (graphs or 1, heads, r), real or complex"""
+    counts: Tensor | None = None
+    """(graphs,), numbers of nodes if there is padding"""
+
+
+class Ragged(NamedTuple):
+    """Tokens of graphs, one after the other; rows of pieces are (graph, first token, end)."""
+
+    graph: Tensor
+    """(tokens,), ascending"""
+    pieces: Tensor
+    """(pieces, 3), for sums over tokens"""
+    ends: Tensor
+    """(graphs + 1,), first piece of each graph, and the number of pieces"""
+    blocks: Tensor
+    """(blocks, 3), pieces of at most `_BLOCK` tokens"""
+    block_ends: Tensor
+    """(graphs + 1,)"""
+
+    @classmethod
+    def of(cls, first: list[int], device: torch.device) -> "Ragged":
+        """Cuts graphs into pieces; `first` are their first tokens and the number of all tokens."""
+        counts = [stop - start for start, stop in itertools.pairwise(first)]
+        graph = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts, dtype=torch.long))
+        pieces = _cut(first, [max(_PIECE, -(-count // _PIECES)) for count in counts])
+        found = graph, *pieces, *_cut(first, [_BLOCK] * len(counts))
+        return cls(*(x.to(device) for x in found))
+
+
+def _cut(first: list[int], sizes: list[int]) -> tuple[Tensor, Tensor]:
+    """Cuts each graph into pieces of its size; returns the pieces and where graphs begin."""
+    rows: list[tuple[int, int, int]] = []
+    ends = [0]
+    for graph, (start, stop) in enumerate(itertools.pairwise(first)):
+        size = sizes[graph]
+        rows += [(graph, cut, min(cut + size, stop)) for cut in range(start, stop, size)]
+        ends.append(len(rows))
+    return torch.tensor(rows, dtype=torch.long).view(-1, 3), torch.tensor(ends)
+
+
+@uncompiled
+def ragged(
+    query: Features,
+    key: Features,
+    value: Tensor,
+    waves: Waves,
+    positions: tuple[Tensor, Tensor],
+    tokens: tuple[Ragged, Ragged],
+    pairs: Pairs | SortedPairs | None = None,
+) -> Sums:
+    """Computes `linear_with_kernel` within each graph; has first derivatives only.
+
+    Rows of the batch are joined. A graph is a row or, in a batch of one, a part of it.
+
+    Args:
+        query, key, value, pairs: see `linear_with_kernel`.
+        waves: the kernel.
+        positions: of queries and keys, (batch * tokens, l) each.
+        tokens: of queries and keys.
+    """
+    if not (value.is_cuda or _interpreted()):
+        raise ValueError(
+            f"mixing='triton' runs on a GPU; got tensors on {value.device}; use mixing='auto' there"
+        )
+    with torch.autocast(value.device.type, enabled=False):
+        batch, heads, _, width = value.shape
+        query, key = (
+            Features(*(None if part is None else _one_row(part) for part in x.at_least_float32()))
+            for x in (query, key)
+        )
+        phi_q, phi_k, shift = _stabilize(query, key, *tokens)
+        value, graphs, dtype = _one_row(value), len(tokens[0].ends) - 1, phi_q.dtype
+        xi, c, counts = waves
+        r, exact = xi.shape[2], torch.promote_types(dtype, torch.complex64)
+        xi = xi.to(dtype).contiguous().expand(graphs, heads, -1, -1)
+        c = c.to(exact if c.is_complex() else dtype).expand(graphs, -1, -1)
+        counts = torch.full((graphs,), r, device=xi.device) if counts is None else counts
+        places = [x.to(dtype).contiguous() for x in positions]
+        states = max(len(x.pieces) for x in tokens) * heads * 2 * phi_q.shape[-1] * (width + 1)
+        chunk = max(1, _STATE // max(1, states))
+        sums = phi_q.new_zeros(heads, phi_q.shape[2], width + 1)
+        for first in range(0, r, chunk):
+            part = slice(first, first + chunk)
+            nodes = xi[:, :, part], c[..., part], (counts - first).clamp(0, chunk)
+            features = phi_q[0], phi_k[0], value[0]
+            added = recomputed(_by_nodes, *features, *places, *nodes, *tokens, several=chunk < r)
+            sums = sums + added
+        sums = sums[None]
+        if pairs is not None:
+            value = F.pad(at_least_float32(value), (0, 1), value=1.0)
+            sums = sums + _pair_sums(phi_q, phi_k, value, pairs)
+        shift = shift.expand(1, heads, phi_q.shape[2], 1)
+        sums, shift = (x[0].unflatten(1, (batch, -1)).transpose(0, 1) for x in (sums, shift))
+        return Sums(sums[..., :-1], sums[..., -1:], shift)
+
+
+def _one_row(x: Tensor) -> Tensor:
+    """Joins the rows of a batch: (batch, heads, tokens, n) -> (1, heads, batch tokens, n)."""
+    return x.transpose(0, 1).flatten(1, 2)[None]
+
+
+def _stabilize(
+    query: Features, key: Features, queries: Ragged, keys: Ragged
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Scales features as `sums._stabilize`, with maxima over the keys of each graph."""
+    log_k = key.log_scale
+    if log_k is None:
+        phi_q, shift = _stable_query(query, None)
+        return phi_q, key.materialize(), shift
+    index = keys.graph[:, None].expand_as(log_k)
+    most = log_k.new_full((*log_k.shape[:2], len(keys.ends) - 1, log_k.shape[-1]), -torch.inf)
+    most = finite(most.scatter_reduce(2, index, log_k.detach(), "amax"))
+    phi_q, shift = _stable_query(query, most.index_select(2, queries.graph))
+    return phi_q, key.shifted(most.index_select(2, keys.graph)), shift
+
+
+def _by_nodes(
+    phi_q: Tensor,
+    phi_k: Tensor,
+    value: Tensor,
+    place_q: Tensor,
+    place_k: Tensor,
+    xi: Tensor,
+    c: Tensor,
+    counts: Tensor,
+    queries: Ragged,
+    keys: Ragged,
+) -> Tensor:
+    """Returns the sums over keys of values and of ones, (heads, tokens, dv + 1)."""
+    state = _State.apply(phi_k, value, place_k, xi, counts, keys)  # [g, h, r, 2, m, dv + 1]
+    c = c[..., None, None]
+    if c.is_complex():
+        cosines, sines = state.unbind(3)
+        turned = c.real * cosines + c.imag * sines, c.real * sines - c.imag * cosines
+        state = torch.stack(turned, dim=3)
+    else:
+        state = c[..., None] * state
+    return _Output.apply(phi_q, state, place_q, xi, counts, queries)
+
+
+class _State(torch.autograd.Function):
+    """Sums of exp(2 pi i xi . r) phi [v, 1] over the tokens of each graph."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, phi: Tensor, v: Tensor, place: Tensor, xi: Tensor, counts: Tensor, tokens: Ragged
+    ) -> Tensor:
+        ctx.save_for_backward(phi, v, place, xi, counts)
+        ctx.tokens = tokens
+        return _state(phi, v, place, xi, counts, tokens, ones=True)
+
+    @staticmethod
+    def backward(ctx: Any, by_state: Tensor) -> Any:
+        _expect_first_derivative()
+        phi, v, place, xi, counts = ctx.saved_tensors
+        turns, nodes = any(ctx.needs_input_grad[2:4]), (place, xi, counts, ctx.tokens)
+        by_v, by_phi, *others = _tokens(phi, v, by_state, *nodes, ones=True, turns=turns)
+        return by_phi, by_v[..., :-1].to(v.dtype), *others, None, None
+
+
+class _Output(torch.autograd.Function):
+    """Products of the state of each graph with exp(2 pi i xi . r) phi of its tokens."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, phi: Tensor, state: Tensor, place: Tensor, xi: Tensor, counts: Tensor, tokens: Any
+    ) -> Tensor:
+        ctx.save_for_backward(phi, state, place, xi, counts)
+        ctx.tokens = tokens
+        return _tokens(phi, None, state, place, xi, counts, tokens)[0]
+
+    @staticmethod
+    def backward(ctx: Any, by_out: Tensor) -> Any:
+        _expect_first_derivative()
+        phi, state, place, xi, counts = ctx.saved_tensors
+        turns, nodes = any(ctx.needs_input_grad[2:4]), (place, xi, counts, ctx.tokens)
+        _, by_phi, *others = _tokens(phi, by_out, state, *nodes, turns=turns)
+        return by_phi, _state(phi, by_out, *nodes), *others, None, None
+
+
+def _expect_first_derivative() -> None:
+    if torch.is_grad_enabled():
+        raise ValueError(
+            "mixing='triton' has first derivatives only; got create_graph=True, as for forces in "
+            "training; use mixing='auto'"
+        )
+
+
+def _state(
+    phi: Tensor,
+    w: Tensor,
+    place: Tensor,
+    xi: Tensor,
+    counts: Tensor,
+    tokens: Ragged,
+    ones: bool = False,
+) -> Tensor:
+    """Runs `state_kernel` and sums the pieces of each graph."""
+    from molflt.attention.mixing import triton_kernels as kernels
+
+    width, given = w.shape[-1] + ones, _arguments(phi, w, xi, w.shape[-1], ones)
+    heads, _, m = phi.shape
+    out = phi.new_empty(len(tokens.pieces), heads, xi.shape[2], 2, m, width)
+    if out.numel():
+        grid = len(out), heads, xi.shape[2] * -(-m // given["M"])
+        where = {"where": place, "counts": counts, "pieces": tokens.pieces}
+        kernels.state_kernel[grid](**given, **where, out=out)
+    return _summed(out, tokens.ends)
+
+
+def _tokens(
+    phi: Tensor,
+    w: Tensor | None,
+    state: Tensor,
+    place: Tensor,
+    xi: Tensor,
+    counts: Tensor,
+    tokens: Ragged,
+    ones: bool = False,
+    turns: bool = False,
+) -> tuple[Any, ...]:
+    """Runs `token_kernel`; returns gradients by w, phi, positions and nodes.
+
+    Without w, only the first is computed. With w and without `ones`, it is not needed.
+    """
+    from molflt.attention.mixing import triton_kernels as kernels
+
+    (heads, count, m), axes, blocks = phi.shape, place.shape[1], tokens.blocks
+    width, given = state.shape[-1], _arguments(phi, w, xi, state.shape[-1] - ones, ones)
+    to_w = phi.new_empty(heads, count, width) if w is None or ones else None
+    to_phi = None if w is None else phi.new_empty(phi.shape)
+    to_place = to_xi = None
+    if turns:
+        to_place = phi.new_empty(heads, count, axes)
+        to_xi = phi.new_zeros(len(blocks), heads, -(-m // given["M"]), xi.shape[2], axes)
+    if phi.numel():
+        out = {"to_w": to_w, "to_phi": to_phi, "to_where": to_place, "to_xi": to_xi}
+        where = {"where": place, "counts": counts, "pieces": blocks, "state": state.contiguous()}
+        kernels.token_kernel[len(blocks), heads](
+            **given, **where, **out, all_tokens=count, TURNS=turns
+        )
+    if to_place is None or to_xi is None:
+        return to_w, to_phi, None, None
+    return to_w, to_phi, to_place.sum(dim=0), _summed(to_xi.sum(dim=2), tokens.block_ends)
+
+
+def _arguments(phi: Tensor, w: Tensor | None, xi: Tensor, n: int, ones: bool) -> dict[str, Any]:
+    """Returns arguments of both kernels: tensors, strides and sizes."""
+    given: dict[str, Any] = {"xi": xi, "xi_graph": xi.stride(0), "xi_head": xi.stride(1)}
+    given |= {"xi_node": xi.stride(2), "nodes": xi.shape[2], "axes": xi.shape[3]}
+    for name, x in {"phi": phi, "w": w}.items():
+        x = x if x is None or x.stride(-1) == 1 else x.contiguous()
+        strides = (0, 0) if x is None else x.stride()
+        given |= {name: x, f"{name}_head": strides[0], f"{name}_token": strides[1]}
+    m, width = phi.shape[-1], max(16, _power(n + ones))
+    features = max(16, _power(min(m, _FEATURES if width <= 64 else _FEATURES // 2)))
+    given |= {"m": m, "n": n, "ONES": ones, "BLOCK": _BLOCK, "M": features, "N": width}
+    # With one stage, blocks fit into 99 KiB of shared memory for values of up to 63 columns.
+    return given | {"L": _power(xi.shape[3]), "num_stages": 1}
+
+
+def _power(size: int) -> int:
+    """Returns the smallest power of two that is at least `size`."""
+    return 1 << (size - 1).bit_length()
+
+
+def _summed(x: Tensor, ends: Tensor) -> Tensor:
+    """Sums the pieces of each graph in order, (pieces, ...) -> (graphs, ...)."""
+    from molflt.attention.mixing import triton_kernels as kernels
+
+    out = x.new_empty(len(ends) - 1, *x.shape[1:])
+    if out.numel():
+        size = out[0].numel()
+        kernels.sum_kernel[len(out), -(-size // 1024)](x, ends, out, size, BLOCK=1024)
+    return out

@@ -1,0 +1,154 @@
+"""Triton kernels of `ragged`; imported on first use.
+
+F = sum_n sum_s sum_ab phi_na w_nb [cos(theta_ns) C_sab + sin(theta_ns) S_sab] with theta_ns = 2 pi
+xi_s . r_n is linear in phi, w and the state (C, S) of a graph. `state_kernel` computes its gradient
+by the state, and `token_kernel` those by w, phi and theta, which are the outputs of attention and
+all gradients. Sums have a fixed order.
+
+Shapes: phi (heads, tokens, m); w (heads, tokens, n), followed by a column of ones with ONES; r
+(tokens, l); xi (graphs, heads, r, l), of which `counts` (graphs,) are used; a state (graphs, heads,
+r, 2, m, width), with width = n, or n + 1 with ONES; pieces (pieces, 3): graph, first token, end.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _phase(where, xi):
+    """Computes cos and sin of 2 pi r . xi, (block,), from r (block, l) and xi (l,)."""
+    turns = tl.sum(where * xi[None, :], axis=1)
+    angle = (turns - tl.floor(turns + 0.5)) * 6.283185307179586
+    return tl.cos(angle), tl.sin(angle)
+
+
+@triton.jit
+def _values(w, w_token, tokens, there, column, n, dtype: tl.constexpr, ONES: tl.constexpr):
+    """Loads w of a block of tokens, (block, width)."""
+    inside = there[:, None] & (column < n)[None, :]
+    found = tl.load(w + tokens[:, None] * w_token + column[None, :], inside, 0.0).to(dtype)
+    if ONES:
+        found = tl.where(there[:, None] & (column == n)[None, :], 1.0, found)
+    return found
+
+
+@triton.jit
+def state_kernel(
+    phi, w, where, xi, counts, pieces, out,
+    phi_head, phi_token, w_head, w_token, xi_graph, xi_head, xi_node,
+    m, n, axes, nodes, ONES: tl.constexpr,
+    BLOCK: tl.constexpr, M: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
+):  # fmt: skip
+    """Computes the part of the state of one piece, head, node and range of M features."""
+    piece, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    parts = tl.cdiv(m, M)
+    node, part = tl.program_id(2) // parts, tl.program_id(2) % parts
+    graph = tl.load(pieces + 3 * piece)
+    start, stop = tl.load(pieces + 3 * piece + 1), tl.load(pieces + 3 * piece + 2)
+    stop = tl.where(node < tl.load(counts + graph), stop, start)
+    dtype: tl.constexpr = phi.dtype.element_ty
+    precision: tl.constexpr = "tf32x3" if dtype == tl.float32 else "ieee"
+    feature, column, axis = part * M + tl.arange(0, M), tl.arange(0, N), tl.arange(0, L)
+    wave = xi + graph * xi_graph + head * xi_head + node * xi_node
+    frequency = tl.load(wave + axis, axis < axes, 0.0)
+    cosines = tl.zeros((M, N), dtype)
+    sines = tl.zeros((M, N), dtype)
+    for first in range(start, stop, BLOCK):
+        tokens = first + tl.arange(0, BLOCK)
+        there = tokens < stop
+        inside = there[:, None] & (feature < m)[None, :]
+        rows = phi + head * phi_head + tokens[:, None] * phi_token
+        x = tl.load(rows + feature[None, :], inside, 0.0)
+        value = _values(w + head * w_head, w_token, tokens, there, column, n, dtype, ONES)
+        known = there[:, None] & (axis < axes)[None, :]
+        place = tl.load(where + tokens[:, None] * axes + axis[None, :], known, 0.0)
+        cos, sin = _phase(place, frequency)
+        cosines += tl.dot(tl.trans(x * cos[:, None]), value, input_precision=precision)
+        sines += tl.dot(tl.trans(x * sin[:, None]), value, input_precision=precision)
+    width = n + 1 if ONES else n
+    at = out + ((piece * tl.num_programs(1) + head) * nodes + node) * 2 * m * width
+    at += feature[:, None] * width + column[None, :]
+    inside = (feature < m)[:, None] & (column < width)[None, :]
+    tl.store(at, cosines, inside)
+    tl.store(at + m * width, sines, inside)
+
+
+@triton.jit
+def token_kernel(
+    phi, w, where, xi, counts, pieces, state, to_w, to_phi, to_where, to_xi,
+    phi_head, phi_token, w_head, w_token, xi_graph, xi_head, xi_node, all_tokens,
+    m, n, axes, nodes, ONES: tl.constexpr, TURNS: tl.constexpr,
+    BLOCK: tl.constexpr, M: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
+):  # fmt: skip
+    """Computes gradients of one piece and head by w, phi, r and xi; those that are not None.
+
+    Shapes: to_w (heads, tokens, width), to_phi (heads, tokens, m), to_where (heads, tokens, l) and
+    to_xi (pieces, heads, parts, r, l).
+    """
+    piece, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    parts = tl.cdiv(m, M)
+    graph = tl.load(pieces + 3 * piece)
+    start, stop = tl.load(pieces + 3 * piece + 1), tl.load(pieces + 3 * piece + 2)
+    count = tl.load(counts + graph)
+    dtype: tl.constexpr = phi.dtype.element_ty
+    precision: tl.constexpr = "tf32x3" if dtype == tl.float32 else "ieee"
+    column, axis = tl.arange(0, N), tl.arange(0, L)
+    width = n + 1 if ONES else n
+    tokens = start + tl.arange(0, BLOCK)
+    there = tokens < stop
+    row = head * all_tokens + tokens[:, None]  # of outputs
+    place_inside = there[:, None] & (axis < axes)[None, :]
+    place = tl.load(where + tokens[:, None] * axes + axis[None, :], place_inside, 0.0)
+    if w is not None:
+        value = _values(w + head * w_head, w_token, tokens, there, column, n, dtype, ONES)
+    by_w = tl.zeros((BLOCK, N), dtype)
+    by_place = tl.zeros((BLOCK, L), dtype)
+    for part in range(parts):
+        feature = part * M + tl.arange(0, M)
+        inside = there[:, None] & (feature < m)[None, :]
+        rows = phi + head * phi_head + tokens[:, None] * phi_token
+        x = tl.load(rows + feature[None, :], inside, 0.0)
+        by_phi = tl.zeros((BLOCK, M), dtype)
+        for node in range(count):
+            wave = xi + graph * xi_graph + head * xi_head + node * xi_node
+            frequency = tl.load(wave + axis, axis < axes, 0.0)
+            cos, sin = _phase(place, frequency)
+            cos, sin = cos[:, None], sin[:, None]
+            known = (feature < m)[:, None] & (column < width)[None, :]
+            at = state + ((graph * tl.num_programs(1) + head) * nodes + node) * 2 * m * width
+            at += feature[:, None] * width + column[None, :]
+            cosines = tl.load(at, known, 0.0)
+            sines = tl.load(at + m * width, known, 0.0)
+            if to_w is not None:
+                by_w += tl.dot(x * cos, cosines, input_precision=precision)
+                by_w += tl.dot(x * sin, sines, input_precision=precision)
+            if to_phi is not None:
+                cosines = tl.dot(value, tl.trans(cosines), input_precision=precision)
+                sines = tl.dot(value, tl.trans(sines), input_precision=precision)
+                by_phi += cos * cosines + sin * sines
+                if TURNS:
+                    by_turn = 6.283185307179586 * tl.sum(x * (cos * sines - sin * cosines), axis=1)
+                    by_place += by_turn[:, None] * frequency[None, :]
+                    by_node = tl.sum(by_turn[:, None] * place, axis=0)
+                    own = ((piece * tl.num_programs(1) + head) * parts + part) * nodes + node
+                    tl.store(to_xi + own * axes + axis, by_node, axis < axes)
+        if to_phi is not None:
+            tl.store(to_phi + row * m + feature[None, :], by_phi, inside)
+    if to_w is not None:
+        inside = there[:, None] & (column < width)[None, :]
+        tl.store(to_w + row * width + column[None, :], by_w, inside)
+    if TURNS:
+        tl.store(to_where + row * axes + axis[None, :], by_place, place_inside)
+
+
+@triton.jit
+def sum_kernel(x, ends, out, size, BLOCK: tl.constexpr):
+    """Sums consecutive pieces of each graph, (pieces, size) -> (graphs, size), in order."""
+    graph = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < size
+    start, stop = tl.load(ends + graph), tl.load(ends + graph + 1)
+    total = tl.zeros((BLOCK,), x.dtype.element_ty)
+    for piece in range(start, stop):
+        total += tl.load(x + piece * size + place, inside, 0.0)
+    tl.store(out + graph * size + place, total, inside)
