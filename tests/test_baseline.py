@@ -51,6 +51,12 @@ def energies(run, structures):
     return np.array([one.energy for one in molflt.load(run).predict(structures)])
 
 
+def left(file):
+    """Returns what the baseline leaves of the labels, eV."""
+    infos = [atoms.info for atoms in read(file, ":")]
+    return np.array([info["y_relaxed"] - info["mlip"] for info in infos])
+
+
 def test_model_adds_baseline_to_what_it_learned(files, run):
     """References are fitted to what the baseline leaves, so two steps are enough."""
     frames = read(files / "val_id.extxyz", ":")
@@ -81,7 +87,11 @@ def test_exported_model_and_evaluation_use_baseline(files, run, tmp_path):
     expected = energies(run, files / "val_id.extxyz")
     assert list(energies(tmp_path / "model", files / "val_id.extxyz")) == list(expected)
     assert main(["evaluate", str(run), "--splits", "val_id"]) == 0
-    assert molflt.load(run).trained.results["val_id"]["mae_eV"] < 0.02
+    results = molflt.load(run).trained.results["val_id"]
+    assert results["mae_eV"] < 0.02
+    train, val = (left(files / f"{split}.extxyz") for split in ("train", "val_id"))
+    constant = np.abs(val - np.median(train)).mean()  # the best of a constant difference
+    assert results["baseline_mae_eV"] == pytest.approx(constant, abs=1e-9)
 
 
 def test_missing_baseline_is_refused(files, run, tmp_path, capsys):

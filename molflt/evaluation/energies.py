@@ -100,13 +100,14 @@ def evaluate(
 
     Returns:
         Per split: mae_eV, ewt_percent, baseline_mae_eV (of the median training energy as a constant
-        prediction) and n, the number of systems with a label. Without labels, the errors are None
-        and n is the number of all systems. For ensembles also member_mae_eV (mean MAE of the
-        members), the means spread_eV and uncertainty_eV, coverage_percent (share of coverage_n
-        errors within the uncertainty; the target is 68), coverage_se_percent (its binomial standard
-        error), coverage_crossed_percent (for the calibration split, where each half calibrates the
-        other) and rank_correlation (between spread and |error|). With `relaxed` also adwt_percent,
-        initial_adwt_percent and position_error_A.
+        prediction, added to the baseline of each structure if the model has one) and n, the number
+        of systems with a label. Without labels, the errors are None and n is the number of all
+        systems. For ensembles also member_mae_eV (mean MAE of the members), the means spread_eV and
+        uncertainty_eV, coverage_percent (share of coverage_n errors within the uncertainty; the
+        target is 68), coverage_se_percent (its binomial standard error), coverage_crossed_percent
+        (for the calibration split, where each half calibrates the other) and rank_correlation
+        (between spread and |error|). With `relaxed` also adwt_percent, initial_adwt_percent and
+        position_error_A.
     """
     reading = {"energy_key": energy_key, "tags": tags or AS_TRAINED}
     source = EvaluationData(run, config, data, skip_bad, **reading)
@@ -132,7 +133,8 @@ def evaluate(
     structures, moved = write_relaxed(found, datasets, relaxed)
     uncertainty = assess(model, found, out, calibration_split, source.own.train)
     begin_results(out, *_FILES)  # keeps the new calibration
-    results: Results = {split: _metrics(part, median) for split, part in found.items()}
+    added = source.own.reading.baseline_key is not None
+    results: Results = {split: _metrics(part, median, added) for split, part in found.items()}
     for split, row in results.items():
         _warn_of_labels(split, found[split])
         row |= {**uncertainty.rows.get(split, {}), **structures.get(split, {})}
@@ -172,13 +174,22 @@ def _warn_of_labels(split: str, part: Predictions) -> None:
     warn_of_labels(split, part.sid, label_faults(part.target, part.natoms, required=False))
 
 
-def _metrics(found: Predictions, median: float | None) -> dict[str, float | None]:
-    """Returns the metrics of a split; `median` is the median of the training energies, eV."""
+def _metrics(
+    found: Predictions, median: float | None, added: bool = False
+) -> dict[str, float | None]:
+    """Returns the metrics of a split.
+
+    Args:
+        found: predictions of the split.
+        median: median of the energies learned in training, eV; None if unknown.
+        added: the model adds the baseline of each structure.
+    """
     energy, target = map(torch.from_numpy, found.only_labeled())
     known, baseline = len(target) > 0, None
     ours = IS2RETask.sums.of(energy, target).metrics() if known else {}
     if known and median is not None:
-        baseline = float((target - median).abs().mean())
+        start = found.baseline[found.labeled] if added and found.baseline is not None else 0.0
+        baseline = float(np.abs(found.target[found.labeled] - start - median).mean())
     metrics = {name: ours.get(name) for name in ("mae_eV", "ewt_percent")}
     return metrics | {"baseline_mae_eV": baseline, "n": len(target if known else found.energy)}
 

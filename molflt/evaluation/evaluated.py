@@ -202,7 +202,7 @@ class EvaluationData:
         return None if found is None else replace(Domain.from_json(found, str(path)), zero=zero)
 
     def training_median(self) -> tuple[float | None, str]:
-        """Returns the median energy of the training split, eV, and a line about this baseline."""
+        """Returns the median of the energies learned in training, eV, and a line about it."""
         source = self.own if exists(self.own.root) else self.data
         key = self.data.reading.energy_key
         if self.data.root == self.own.root and key != self.own.reading.energy_key:
@@ -215,7 +215,11 @@ class EvaluationData:
         except FileNotFoundError as error:
             return None, f"no baseline, because the training split is missing: {error}"
         energy, where = dataset.y_relaxed, dataset.path
+        added, what = self.own.reading.baseline_key, "energies"
+        if added is not None:
+            energy, what = energy - dataset.y_baseline, f"differences to {added}"
         if not np.isfinite(energy).any():
             return None, f"no baseline, because {where} has no labels"
         median = float(np.nanmedian(energy))
-        return median, f"baseline: {median:.4f} eV, the median of the energies in {where}"
+        plus = f"{added} + " if added else ""
+        return median, f"baseline: {plus}{median:.4f} eV, the median of the {what} in {where}"

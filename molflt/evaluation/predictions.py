@@ -55,6 +55,7 @@ class Predictions:
         natoms: numbers of atoms, (systems,).
         energy: predicted relaxed energies, (systems,), eV.
         target: labels y_relaxed, (systems,), eV; NaN without a label.
+        baseline: energies y_baseline, (systems,), eV; NaN without one, None if unknown.
         formula: Hill formula of each system.
         adsorbate: Hill formula of the atoms with tag 2 of each system, or "unknown".
         members: predictions of each member of an ensemble, (systems, members), eV, with the mean
@@ -79,6 +80,7 @@ class Predictions:
     by_atom: Mapping[str, Sequence[NDArray[np.float32]]] = field(default_factory=dict)
     slab: Sequence[str] = ()
     by_adsorbate: Sequence[tuple[float, ...]] = ()
+    baseline: NDArray[np.float64] | None = None
 
     @property
     def by_training(self) -> NDArray[np.float64]:
@@ -205,7 +207,9 @@ def infer(
             bar.update(len(indices))
     columns: dict[str, Any] = {key: [rows[i][key] for i in range(len(dataset))] for key in rows[0]}
     notes = {key: columns.pop(key) for key in _NOTES}
-    columns |= {key: np.array(columns[key]) for key in ("sid", "natoms", "energy", "target")}
+    columns |= {
+        key: np.array(columns[key]) for key in ("sid", "natoms", "energy", "target", "baseline")
+    }
     several = isinstance(model, EnsembleRegressor)
     columns["members"] = np.array(columns["members"]) if several else None
     columns["by_atom"] = {
@@ -247,6 +251,7 @@ def _row(
         "natoms": len(numbers),
         "energy": float(energies.mean()),
         "target": float(record.y_relaxed),
+        "baseline": float(record.y_baseline),
         "formula": _hill(numbers),
         "adsorbate": _hill(numbers[adsorbed]) or UNKNOWN,
         "members": energies,

@@ -180,6 +180,12 @@ class Structures(Dataset["Data"], ABC):
         records = with_bar(self, "reading labels")
         return np.array([float(record.y_relaxed) for record in records], dtype=np.float64)
 
+    @property
+    def y_baseline(self) -> np.ndarray:
+        """Baseline energies, (len,) float64, eV; NaN if missing."""
+        records = with_bar(self, "reading baselines")
+        return np.array([float(record.y_baseline) for record in records], dtype=np.float64)
+
     def compositions(
         self, indices: NDArray[np.int64], of_adsorbates: bool = False
     ) -> NDArray[np.float64]:

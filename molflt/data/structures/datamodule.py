@@ -199,7 +199,7 @@ class IS2REData(BatchedData[Structures]):
         if not (key := self.reading.baseline_key):
             return {}
         reason = f"data.baseline_key={key} must be a finite energy in eV; got none"
-        absent = np.flatnonzero(~np.isfinite(_baselines(dataset)))
+        absent = np.flatnonzero(~np.isfinite(dataset.y_baseline))
         return {int(index): reason for index in absent}
 
     def _targets(self) -> np.ndarray:
@@ -207,7 +207,7 @@ class IS2REData(BatchedData[Structures]):
         self.setup()
         dataset = self.datasets["train"]
         has_baseline = self.reading.baseline_key is not None
-        return dataset.y_relaxed - (_baselines(dataset) if has_baseline else 0.0)
+        return dataset.y_relaxed - (dataset.y_baseline if has_baseline else 0.0)
 
     def refuse_copies(self) -> None:
         """Refuses validation structures that are also in training, unless allowed."""
@@ -403,9 +403,3 @@ class IS2REData(BatchedData[Structures]):
             return super()._sampler(use, rank, world)
         except ValueError as error:
             raise ValueError(f"{self.datasets[use].path}: {error}") from None
-
-
-def _baselines(dataset: Structures) -> np.ndarray:
-    """Returns the baseline energies of a data set, (len,) float64, eV; NaN if missing."""
-    records = with_bar(dataset, "reading baselines")
-    return np.array([float(record.y_baseline) for record in records], dtype=np.float64)
