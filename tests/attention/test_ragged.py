@@ -95,14 +95,14 @@ def test_outputs_and_gradients_equal_those_of_the_linear_form(
         torch.manual_seed(seed)
         layers.append(GraphAttention(**options, position="multiplicative", mixing=mixing))
     kernels = outcome(layers[1], graphs, dtype)
-    linear = outcome(layers[0], graphs, dtype)  # its rounding errors are allowed twice
+    linear = outcome(layers[0], graphs, dtype)  # 4 times its rounding errors are allowed
     exact = outcome(layers[0], graphs, torch.float64)
     share = 2e-5 if dtype == torch.float32 else 1e-11
     least = 0.1 * max(float(each.abs().max()) for each in exact if each.numel())
     for one, rounded, other in zip(kernels, linear, exact, strict=True):
         if other.numel():  # sums that cancel have the rounding errors of their terms
             bound = share * max(float(other.abs().max()), least)
-            bound = max(bound, 2 * float((rounded - other).abs().max()))
+            bound = max(bound, 4 * float((rounded - other).abs().max()))
             torch.testing.assert_close(one.double(), other, rtol=0.0, atol=bound)
 
 
