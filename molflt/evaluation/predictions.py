@@ -225,12 +225,7 @@ def infer(
     found = Predictions(**columns)
     warn_of_elements(model, set().union(*notes["elements"]), name, set().union(*notes["adsorbed"]))
     untagged = sum(notes["bare"]) if domain is None and not isinstance(model, Potential) else 0
-    if large:
-        warn(
-            f"{name}: {large} of {len(rows)} structures are large; sums over reciprocal nodes "
-            "use a mesh (model.periodic auto); --mesh-order 6 or 8 is more accurate"
-        )
-    _warn(found, name, domain, untagged, found.sid[notes["overlapping"]].tolist())
+    _warn(found, name, domain, untagged, found.sid[notes["overlapping"]].tolist(), large)
     return found
 
 
@@ -277,9 +272,19 @@ def _row(
 
 
 def _warn(
-    found: Predictions, name: str, domain: Domain | None, untagged: int, overlapping: list[int]
+    found: Predictions,
+    name: str,
+    domain: Domain | None,
+    untagged: int,
+    overlapping: list[int],
+    large: int,
 ) -> None:
     count = len(found.sid)
+    if large:
+        warn(
+            f"{name}: {large} of {count} structures are large; sums over reciprocal nodes use a "
+            "mesh (model.periodic auto); --mesh-order 6 or 8 is more accurate"
+        )
     if untagged:
         warn(
             f"{name}: {untagged} of {count} structures have no atom with a tag above 0; their "
