@@ -1,4 +1,4 @@
-"""Two processes on the CPU: metrics, steps and resuming agree with one process."""
+"""Two processes on the CPU give the same metrics, steps and resumed runs as one process."""
 
 import os
 import shutil

@@ -152,7 +152,7 @@ def shared_data() -> Path:
 def shared_run() -> Path:
     """Returns a finished is2re run of 8 steps on `shared_data`; only for reading.
 
-    Its output is in the file log in the parent folder.
+    Its output is in the file `log` in the parent folder.
     """
     run = Path(_shared().name) / "run"
     words = ["--trainer.max_steps=8", "--trainer.val_every=4", "--trainer.log_every=2"]

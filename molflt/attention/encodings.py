@@ -293,7 +293,7 @@ class Toeplitz(Encoding):
         return toeplitz(*terms[:3], self.log_kernel, terms.causal, self.method), None
 
     def _matrix_is_cheaper(self, query: Operand, key: Operand, value: Tensor) -> bool:
-        return False  # few tokens use its own method "blocks"
+        return False  # for few tokens, `toeplitz` chooses "blocks"
 
 
 class Rotation(Encoding):

@@ -21,7 +21,7 @@ _TRUNCATED_STD = math.sqrt(1 - 4 * math.exp(-2) / math.sqrt(2 * math.pi) / math.
 
 
 class _RealDFT(torch.autograd.Function):
-    """Re(F_seq F_hidden x) by unnormalized FFT, FNet, eqs. 1 and 3: backward equals forward."""
+    """Re(F_seq F_hidden x) by unnormalized FFT, FNet, eqs. 1 and 3; it is its own transpose."""
 
     generate_vmap_rule = True
 

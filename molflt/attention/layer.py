@@ -289,7 +289,7 @@ class Attention(Positioned):
     def _encode(
         self, positions: Tensor | None, key_positions: Tensor | None, encoding: Encoding | None
     ) -> Encoding:
-        """Returns the encoding that was passed, or evaluates that of the layer at the positions."""
+        """Returns the passed encoding, or evaluates the layer's own encoding at the positions."""
         if encoding is None:
             encoding = self._evaluate(self.face, positions, key_positions)
             return Encoding() if encoding is None else encoding

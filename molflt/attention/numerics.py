@@ -23,7 +23,7 @@ randn64 = functools.partial(torch.randn, dtype=torch.float64, device="cpu")
 
 
 def options_of(module: torch.nn.Module) -> str:
-    """Returns the constructor arguments that a module keeps; serves as `extra_repr`."""
+    """Returns the constructor arguments that a module stores; used as `extra_repr`."""
     held = {name: getattr(module, name, None) for name in signature(type(module)).parameters}
     plain = {
         name: value for name, value in held.items() if isinstance(value, int | float | str | tuple)

@@ -223,7 +223,7 @@ def _report(error: Exception) -> int:
         text = f"unexpected {type(error).__name__}: {error}; {_write_log(error)}"
     text = " ".join(text.split())
     if len(text) > _LONGEST:
-        text = f"{text[: _LONGEST - 300]} ... {text[-300:]}"  # the advice is at the end
+        text = f"{text[: _LONGEST - 300]} ... {text[-300:]}"  # keeps the advice at the end
     print(f"molflt: error: {text}", file=sys.stderr)
     return status
 

@@ -127,7 +127,7 @@ class Geometry(NamedTuple):
         return found, atoms
 
     def above_subsurface(self) -> Tensor:
-        """Returns the mask of atoms with tag > 0 and of graphs that lack such atoms: (atoms,)."""
+        """Returns a mask (atoms,): tag > 0, or True for all atoms of graphs without such tags."""
         if self.tags is None:
             raise ValueError("tags, (atoms,), are needed; got None; set 0 where unknown")
         above = self.tags > Tag.SUBSURFACE.value  # in a form that compilers support
@@ -155,7 +155,7 @@ def _points(pos: Tensor | None, atoms: int | None) -> Tensor:
             f"pos must be real numbers, Å; got {pos.dtype}; pass positions instead of indices"
         )
     pos = at_least_float32(pos)
-    if at_hand(pos) and not bool((near := pos.detach().abs() <= FARTHEST).all()):  # nor NaN
+    if at_hand(pos) and not bool((near := pos.detach().abs() <= FARTHEST).all()):  # False for NaN
         atom = int((~near).any(dim=1).nonzero()[0])
         raise ValueError(
             f"pos must be finite and within {FARTHEST:g} Å; got {pos[atom].tolist()} for atom "

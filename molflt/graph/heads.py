@@ -25,7 +25,7 @@ _DROPPED = 0.5  # fraction of elements whose own vectors a training step leaves 
 _ONSET = 0.8  # fraction of the cutoff at which contacts start to fade
 _NUM_ELEMENTS = MAX_ATOMIC_NUMBER + 1  # 0 is not used
 
-# whether slab atoms, and whether adsorbate atoms, count by contact
+# True if atoms count by contact: (slab, adsorbate)
 READOUTS = {"all": (False, False), "adsorbate": (True, False), "contact": (True, True)}
 
 MessagePairs = Literal["all", "adsorbate"]
@@ -87,7 +87,7 @@ class ElementEmbedding(nn.Embedding):
 
 
 def by_contact(model: nn.Module) -> tuple[bool, bool]:
-    """Returns whether slab atoms, and whether adsorbate atoms, count by contact in all members."""
+    """Returns (slab, adsorbate), True if these atoms count by contact in all members."""
     found = [part.by_contact for part in model.modules() if isinstance(part, EnergyReadout)]
     slab, adsorbate = torch.stack(found).all(dim=0).tolist() if found else (False, False)
     return slab, adsorbate
@@ -253,8 +253,7 @@ class PositionHead(nn.Module):
     """Predicts displacements to relaxed positions: sum over neighbors of w_ij (r_j - r_i), in Å.
 
     The weights w_ij = MLP(h_i, h_j, b(|r_ij|)) depend only on invariants. The result therefore
-    rotates with the structure, to the accuracy to which h is invariant. Pairs fade smoothly at the
-    cutoff.
+    rotates with the structure, as accurately as h is invariant. Pairs fade smoothly at the cutoff.
 
     Args:
         dim: width of tokens.

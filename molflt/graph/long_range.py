@@ -37,10 +37,10 @@ COULOMB = 14.399645  # eV Å, for two elementary charges
 _DEPTH = 4.0  # sharpness times cutoff: near pairs end below 1e-6 of 1 / r
 _ONSET = 0.9  # fraction of the cutoff at which near pairs start to fade
 _HIGHEST = 1.55  # largest frequency over sharpness; 1.44 leaves 3e-6 meV between distant slabs
-_APART = 5.0  # gap between images of a slab, over sharpness; they see 1e-12 of each other
+_APART = 5.0  # gap between images of a slab, over sharpness; their interaction is 1e-12
 _LARGEST = 800.0  # volume over cutoff cubed above which the cutoff grows with the cell
 _TRANSIENT = 2**21  # largest number of values of waves in one chunk of nodes
-_START = 0.02  # initial charges relative to a linear layer's; energies of a few meV per atom
+_START = 0.02  # factor of the initial charges; energies are then a few meV per atom
 _REACH = 5.0  # Å, largest distance between atoms that exchange charge
 _LEAST = 1e-12  # added to each weight of the total charge: equal shares if all are 0
 

@@ -28,7 +28,7 @@ from molflt.graph.neighbors import expect_lattice, images_are_far
 _FADE = 1.0  # Å before the cutoff, over which an image fades out
 _MOST_PAIRED = 1000  # largest number of atoms of a molecule with all pairs computed
 _MOST_BY_NODES = 1000  # atoms, and reciprocal nodes, above which `Auto` uses a mesh
-_ALONE = 200.0  # Å of vacuum beyond which an image sees 1e-8 of a kernel
+_ALONE = 200.0  # Å of vacuum beyond which the kernel of an image is below 1e-8
 _IN_PLANE = [(a, b, 0) for a, b in itertools.product((-1, 0, 1), repeat=2) if (a, b) != (0, 0)]
 
 
@@ -95,7 +95,7 @@ class Open:
         near: NearPairs,
         farthest: float,
     ) -> Tensor:
-        """Computes the far field of pairs of atoms, where each image is a pair: (heads, pairs).
+        """Computes the far field of pairs of atoms and images: (heads, pairs).
 
         Args:
             position: kernel.

@@ -97,7 +97,7 @@ def _members(
     """Returns nonempty graphs by class, largest first; a class ends where padding is costly."""
     atoms = ptr.diff().tolist()
     each = [0.0] * len(atoms) if columns is None else columns.tolist()
-    cost = [1 + number / _COLUMNS for number in each]  # of one atom of each graph
+    cost = [1 + number / _COLUMNS for number in each]  # per atom, for each graph
     kind = [False] * len(atoms) if apart is None else apart.tolist()
     graphs = [graph for graph, count in enumerate(atoms) if count]
     graphs.sort(key=lambda graph: (not kind[graph], -atoms[graph] * cost[graph]))

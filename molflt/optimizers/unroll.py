@@ -68,7 +68,7 @@ def unroll(
             directions.append(seen.direction)
             logs.append((floored / first).log())
             pulls.append(gradient / floored.to(gradient).repeat_interleave(counts))
-        # derivative by the update of each step: the sum over all later losses
+        # derivative of the sum of later losses with respect to the update of each step
         pull = torch.stack(pulls, dim=1).flip(1).cumsum(dim=1).flip(1) / (steps * len(problems))
     found = torch.stack(logs)  # [steps, problems]
     value = found.mean()

@@ -66,7 +66,7 @@ class Mechanism(NamedTuple):
 
 
 class Study(NamedTuple):
-    """The layers of a benchmark, and how they are measured and drawn.
+    """Layers of a benchmark, with settings of measurements and plots.
 
     Attributes:
         module: module that defines the study as STUDY.
@@ -151,7 +151,7 @@ def growth(work: Callable[[], object]) -> float:
 
 
 def cost(module: str, name: str, causal: bool, length: int, which: str) -> dict[str, Any]:
-    """Returns memory and time of one pass and the peak of the process, or a note on a failure."""
+    """Returns time and memory of one pass and peak memory of the process, or why it failed."""
     torch.set_num_threads(1)
     study: Study = import_module(module).STUDY
     try:

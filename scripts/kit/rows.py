@@ -70,7 +70,7 @@ def read_csv(path: Path) -> Rows:
 
 
 def markdown(head: Iterable[object], lines: Iterable[Iterable[object]]) -> str:
-    """Returns a table, in which None is an empty cell."""
+    """Returns a Markdown table; None becomes an empty cell."""
     head = list(head)
     cells = [head, ["---"] * len(head), *lines]
     return "\n".join(

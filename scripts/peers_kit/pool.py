@@ -37,7 +37,7 @@ def words_of_job(options: Namespace, model: str) -> list[str]:
 
 
 def job_of(options: Namespace, model: str, seed: int, fraction: float, lr: float | None) -> Job:
-    """Returns all settings that a result depends on; `lr` None is the usual learning rate."""
+    """Returns all settings that affect a result; `lr=None` means the usual learning rate."""
     words = words_of_job(options, model)
     splits = splits_of(options.data)
     # Both --config FILE and --config=FILE are possible.

@@ -68,8 +68,8 @@ def end(pid: int) -> int:
 def count_operations(run: Path, act: Callable[[int], None]) -> Callable[[], None]:
     """Returns a function after which `act` is called with a count before each file operation.
 
-    The operations are those of the run that Python's audit hooks report: opening for writing,
-    renaming, removing, creating folders, truncating, and changing permissions.
+    The operations are those that Python's audit hooks report for files of the run: opening for
+    writing, renaming, removing, creating folders, truncating, and changing permissions.
     """
     changing = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.chmod"}
     writing = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC

@@ -63,7 +63,7 @@ def rms_error(spectrum, nodes, z) -> float:
 
 @pytest.mark.parametrize("degree", _DEGREES)
 def test_directions_are_exact_for_even_polynomials(degree):
-    """Rules contain one of two antipodes; the mean of z^n over the sphere is 1 / (n + 1)."""
+    """Rules contain half of the antipodes; the mean of z^n over the sphere is 1 / (n + 1)."""
     unit, weights = _directions(3, degree)
     assert (weights > 0).all() and (unit @ unit.T).min() > -1 + 1e-9
     for power in (0, 2, degree - 1):
@@ -175,7 +175,7 @@ def estimate(position: SpectralPosition, r: torch.Tensor) -> torch.Tensor:
 
 
 def test_zero_spectrum_has_a_gradient():
-    """The product of two square roots would not have one, and the mask could not start to learn."""
+    """Without a gradient, as from two square roots, the mask could not start to learn."""
     position = random_position(2, 8)
     with torch.no_grad():
         position.spectrum.amplitude.zero_()
@@ -186,8 +186,8 @@ def test_zero_spectrum_has_a_gradient():
     assert torch.isfinite(grad).all() and grad.abs().max() > 0
 
 
-def test_both_factors_have_one_size():
-    """Both have the size of the square root of the coefficients."""
+def test_both_factors_have_the_same_magnitude():
+    """The magnitude of each factor is the square root of that of the coefficients."""
     position = random_position(2, 3)
     r = torch.zeros(1, 1, 3, dtype=torch.float64)
     left, right = (factor[0, :, 0, :3] for factor in position.factors(r, r))
@@ -288,7 +288,7 @@ def test_positive_taper_keeps_positive():
 
 
 def test_rows_of_frequencies_are_independent_normal_variables():
-    """One at the origin, whose sin is 0, and two for the cos and sin of other nodes."""
+    """The origin has one variable, because its sin is 0; other nodes have two, for cos and sin."""
     torch.manual_seed(0)
     xi = torch.tensor([[[0.0, 0, 0], [0.1, 0, 0], [0.05, 0.2, -0.1]]])
     rows = FrequencyProjection(1, 40_000).rows(xi)[0, 0]

@@ -33,7 +33,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def outcome(layer: GraphAttention, graphs: dict[str, Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Returns the output, and gradients by atoms, positions and all parameters."""
+    """Returns the output and gradients for atoms, positions and all parameters."""
     layer = layer.to(dtype)
     x, pos, cell = (graphs[name].detach().to(dtype) for name in ("x", "pos", "cell"))
     leaves = [x.requires_grad_(), pos.requires_grad_(), *layer.parameters()]
@@ -215,7 +215,7 @@ for function, types, constants in (
 
 @needs_triton
 def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
-    """The interpreter accepts more than the compiler, which runs without a GPU."""
+    """Compilation needs no GPU and rejects some code that the interpreter accepts."""
     env = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     (tmp_path / "main.py").write_text(COMPILE)
     subprocess.run([sys.executable, str(tmp_path / "main.py")], check=True, cwd=ROOT, env=env)

@@ -393,7 +393,7 @@ def test_total_charge(name: str) -> None:
 
 
 def test_energies_of_two_charges_are_not_compared() -> None:
-    """An ionization energy is not a fault of the units."""
+    """Ionization energies are not mistaken for wrong units."""
     frames = []
     for number in range(60):
         charge = number % 2  # the nearest frame of the other charge is longer by 0.001 Å

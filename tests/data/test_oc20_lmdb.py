@@ -143,7 +143,7 @@ STORAGES = {"FloatStorage": "<f4", "LongStorage": "<i8", "IntStorage": "<i4"}
 
 
 class Reader(pickle.Unpickler):
-    """Knows six names and decodes torch's legacy storage bytes with numpy alone."""
+    """Unpickler that accepts only six names and decodes torch's legacy storages with NumPy."""
 
     def find_class(self, module, name):
         known = {

@@ -164,7 +164,7 @@ def test_units_of_forces_are_seen_in_energies(tmp_path, factor, said):
 
 
 def test_an_absurd_force_is_refused_or_left_out(tmp_path, capsys):
-    """Half of the forces beyond the limit are a unit, see above; one of thousands is an outlier."""
+    """One force beyond the limit is an outlier; wrong units, tested above, affect all forces."""
     frames = copper(30)
     frames[7].calc.results["forces"][2, 0] = 1e5
     path, store = tmp_path / "train.traj", tmp_path / "out" / "train.safetensors"

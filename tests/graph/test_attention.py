@@ -37,7 +37,8 @@ from molflt.graph import GraphAttention, sizes
 def test_a_graph_does_not_see_its_batch(kind):
     """The outputs of a graph are the same alone, in batches and in any order.
 
-    Gradients by other graphs are exactly 0. With "auto", the form may depend on the batch.
+    Gradients with respect to other graphs are exactly 0. With "auto", the form may depend on the
+    batch.
     """
     layer, graphs = kind.build(), mixed()
     together = run(layer, graphs)
@@ -88,11 +89,11 @@ def test_symmetries(kind):
 
 @pytest.mark.parametrize("kind", kinds("linear"), ids=str)
 def test_linear_equals_quadratic(kind):
-    """Compares outputs, and gradients by all parameters, atoms and positions."""
+    """Compares outputs and their gradients for all parameters, atoms and positions."""
     found = []
     for mixing in ("linear", "quadratic"):
         layer, arguments = kind._replace(mixing=mixing).build(), collated(mixed())
-        exact = kind[:2] != ("spectral", "reciprocal")  # it does not have a gradient by the cell
+        exact = kind[:2] != ("spectral", "reciprocal")  # without a gradient for the cell
         leaves = [arguments[name].requires_grad_() for name in ("x", "pos", "cell")[: 2 + exact]]
         out = layer(**arguments)
         loss = (out * out.detach().cos()).sum()
@@ -292,7 +293,7 @@ def batch() -> list[Graph]:
 
 
 def with_gradients(layer: GraphAttention, graphs: list[Graph]) -> list[Tensor]:
-    """Returns outputs, and gradients by atoms, positions, cells if possible, and parameters."""
+    """Returns outputs and gradients for atoms, positions, parameters and, if possible, cells."""
     arguments = collated(graphs)
     by_cell = layer.encoding.frequency_projection is None
     leaves = [arguments[name].requires_grad_() for name in ("x", "pos", "cell")[: 2 + by_cell]]

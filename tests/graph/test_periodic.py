@@ -91,7 +91,7 @@ def test_images_come_and_go_smoothly():
 
 @pytest.mark.parametrize("mixing", ["linear", "softmax"])
 def test_images_have_forces_and_stress(mixing):
-    """The gradients by positions and by the cell include the weights of images."""
+    """Gradients for positions and the cell include the weights of images."""
     layer, given = imaged(mixing=mixing, position="multiplicative"), film(3.7)
     pos, cell = given["pos"].requires_grad_(), given["cell"].requires_grad_()
 

@@ -153,7 +153,7 @@ def test_a_batch_changes_nothing_and_tags_are_not_read():
 
 
 def test_forces_and_stress_are_exact_under_autocast(monkeypatch):
-    """Compares derivatives by positions and strain with differences of energies."""
+    """Compares derivatives with respect to positions and strain with energy differences."""
 
     def springs(self, batch):
         energy = neighbor_list(Geometry.of_data(batch), 4.0).distance.square().sum()
@@ -186,8 +186,8 @@ def test_inference_mode_has_forces():
     assert not quiet["forces"].requires_grad and float(quiet["forces"].abs().max()) > 0
 
 
-def test_a_molecule_without_end_is_refused():
-    """All its pairs are computed, by a rule whose number of points grows with the distance."""
+def test_a_molecule_of_huge_extent_is_refused():
+    """The kernel of its pairs needs a quadrature with more points at larger distances."""
     near, far = (Atoms("Ar2", positions=[[0, 0, 0], [x, 0, 0]]) for x in (100.0, 9e4))
     with pytest.raises(ValueError, match="atoms of a molecule are 90,000 Å apart; expected at mos"):
         potential()(data(far))
@@ -232,7 +232,7 @@ def parts(atoms: Atoms, charges, powers=(1,), dtype=torch.float64, **options) ->
 
 
 def derivatives(atoms: Atoms, charges, power: int, **options) -> list[Tensor]:
-    """Returns the energy and its gradients by positions, cell and charges."""
+    """Returns the energy and its gradients for positions, cell and charges."""
     inputs = [torch.tensor(x) for x in (atoms.positions, atoms.cell.array, np.array(charges))]
     pos, cell, q = (x.requires_grad_() for x in inputs)
     geometry = Geometry.of(pos, cell=cell, pbc=torch.tensor(atoms.pbc))
@@ -272,7 +272,7 @@ def test_the_split_does_not_matter(power, exact):
 @pytest.mark.parametrize("stretch", [1.0, 8.0])
 @pytest.mark.parametrize("charges", [[0.7, -0.4, -0.5, 0.2], [0.7, 0.4, 0.5, -0.2]])
 def test_a_slab_is_its_crystal_with_the_dipole_term(charges, stretch, exact):
-    """J. Chem. Phys. 131, 094107 (2009), also of net charges and thick slabs; with gradients."""
+    """J. Chem. Phys. 131, 094107 (2009); includes net charges, thick slabs and gradients."""
     height, q = 30.0 * (1 + stretch / 8), torch.tensor(charges)
     slab = skewed(stretch=stretch)
     found = derivatives(slab, charges, 1, cutoff=7.0)

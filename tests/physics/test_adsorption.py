@@ -141,7 +141,7 @@ def test_energies_of_adsorbates_sum_to_the_energy(form):
 
 
 def test_the_energy_is_smooth_where_contacts_end():
-    """Second derivatives by the height do not jump, and the energy is 0 beyond 5 Å."""
+    """Second derivatives with respect to height are continuous; the energy is 0 beyond 5 Å."""
     net = model(readout="contact", far_field=False, position_head=False)
     heights = torch.arange(4.6, 5.2, 0.002)
     found = energies(net, *(adsorbed(slab(2, 2), "N2", float(h)) for h in heights))

@@ -238,7 +238,7 @@ def test_a_beam_of_a_batch_is_that_of_each_source(mechanism):
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
 def test_padding_and_neighbors_are_nothing_to_a_sentence(mechanism):
-    """Values agree to 1e-10, and gradients by other sentences and by padding are 0."""
+    """Values agree to 1e-10; gradients with respect to other sentences and padding are 0."""
     model = tiny(mechanism)
     source, mask = sources()
     target = ids(3, 5, seed=3)

@@ -148,8 +148,8 @@ class FeatureMap(nn.Module):
     positive_kernel = True  #: True if all phi(q) . phi(k), and thus normalizers, are positive
     smooth = False  #: True if features have two continuous derivatives, as forces need
     estimates_exp = False  #: True if the products estimate exp(q . k)
-    takes_projected = False  #: True if random projections of the columns suffice
-    unit_norm = False  #: True for queries and keys of norm 1 and a learned temperature by default
+    takes_projected = False  #: True if columns can be randomly projected
+    unit_norm = False  #: True if unit norms and a learned temperature are the default
     extra_repr = options_of
     degrees: tuple[int, ...] = ()  #: allowed degrees of a polynomial
     per_row = 1  #: features per row of the projection

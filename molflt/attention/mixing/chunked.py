@@ -72,7 +72,7 @@ class KeySums(NamedTuple):
     log_max: Tensor | None  # (b, h, 1, m or 1), -inf without keys; None: no logarithm
 
     def plus(self, added: "KeySums") -> "KeySums":
-        """Returns the sums over the keys of both."""
+        """Returns the sums over the keys of `self` and of `added`."""
         if self.log_max is None or added.log_max is None:
             return KeySums(self.context + added.context, None)
         peak = torch.maximum(self.log_max, added.log_max)
@@ -83,7 +83,7 @@ class KeySums(NamedTuple):
 
 
 def absorb(key: Operand, value: Tensor, right: Tensor | None = None) -> KeySums:
-    """Sums over keys, with values (batch, heads, keys, dv) and, if given, the kernel factor V."""
+    """Sums over keys; `value` is (batch, heads, keys, dv), and `right` is the kernel factor V."""
     phi = key.features().at_least_float32()
     with torch.autocast(value.device.type, enabled=False):
         value = F.pad(at_least_float32(value), (0, 1), value=1.0)
@@ -100,7 +100,7 @@ def absorb(key: Operand, value: Tensor, right: Tensor | None = None) -> KeySums:
 
 
 def answer(query: Operand, keys: KeySums, left: Tensor | None = None) -> Sums:
-    """Computes the sums of queries over the keys of `absorb`, with U of the same kernel."""
+    """Computes the sums of queries over absorbed keys; `left` is the kernel factor U."""
     phi = query.features().at_least_float32()
     with torch.autocast(keys.context.device.type, enabled=False):
         log_max = None if keys.log_max is None else finite(keys.log_max)  # infinite if masked

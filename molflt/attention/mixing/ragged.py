@@ -69,7 +69,7 @@ class Ragged(NamedTuple):
 
     @classmethod
     def of(cls, first: list[int], device: torch.device) -> "Ragged":
-        """Cuts graphs into pieces; `first` are their first tokens and the number of all tokens."""
+        """Cuts graphs into pieces; `first` lists their first tokens, then the number of tokens."""
         counts = [stop - start for start, stop in itertools.pairwise(first)]
         graph = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts, dtype=torch.long))
         pieces = _cut(first, [max(_PIECE, -(-count // _PIECES)) for count in counts])
@@ -78,7 +78,7 @@ class Ragged(NamedTuple):
 
 
 def _cut(first: list[int], sizes: list[int]) -> tuple[Tensor, Tensor]:
-    """Cuts each graph into pieces of its size; returns the pieces and where graphs begin."""
+    """Cuts each graph into pieces of the size in `sizes`; returns pieces and starts of graphs."""
     rows: list[tuple[int, int, int]] = []
     ends = [0]
     for graph, (start, stop) in enumerate(itertools.pairwise(first)):
@@ -269,9 +269,9 @@ def _tokens(
     ones: bool = False,
     turns: bool = False,
 ) -> tuple[Any, ...]:
-    """Runs `token_kernel`; returns gradients by w, phi, positions and nodes.
+    """Runs `token_kernel`; returns gradients with respect to w, phi, positions and nodes.
 
-    Without w, only the first is computed. With w and without `ones`, it is not needed.
+    Without w, only the gradient of w is computed. With w and without `ones`, it is not needed.
     """
     from molflt.attention.mixing import triton_kernels as kernels
 

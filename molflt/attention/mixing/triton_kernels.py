@@ -2,8 +2,8 @@
 
 F = sum_n sum_s sum_ab phi_na w_nb [cos(theta_ns) C_sab + sin(theta_ns) S_sab] with theta_ns = 2 pi
 xi_s . r_n is linear in phi, w and the state (C, S) of a graph. `state_kernel` computes its gradient
-by the state, and `token_kernel` those by w, phi and theta, which are the outputs of attention and
-all gradients. Sums have a fixed order.
+with respect to the state, and `token_kernel` its gradients with respect to w, phi and theta. These
+are the outputs of attention and all gradients. Sums have a fixed order.
 
 Shapes: phi (heads, tokens, m); w (heads, tokens, n), followed by a column of ones with ONES; r
 (tokens, l); xi (graphs, heads, r, l), of which `counts` (graphs,) are used; a state (graphs, heads,
@@ -80,7 +80,7 @@ def token_kernel(
     m, n, axes, nodes, ONES: tl.constexpr, TURNS: tl.constexpr,
     BLOCK: tl.constexpr, M: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
-    """Computes gradients of one piece and head by w, phi, r and xi; those that are not None.
+    """Computes gradients of one piece and head for w, phi, r and xi, where outputs are not None.
 
     Shapes: to_w (heads, tokens, width), to_phi (heads, tokens, m), to_where (heads, tokens, l) and
     to_xi (pieces, heads, parts, r, l).

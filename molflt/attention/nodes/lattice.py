@@ -135,8 +135,8 @@ def _reduction(cell: Tensor) -> tuple[Tensor, Tensor]:
         moved = False
         for i, j in itertools.permutations(range(3), 2):
             product = (short[:, i] * short[:, j]).sum(dim=-1) / short[:, j].square().sum(dim=-1)
-            # For a product of 1/2 the length would not change. NaN from zero vectors compares as
-            # False.
+            # Rounding 1/2 would not shorten the vector. Zero vectors give NaN, for which the
+            # comparison is False.
             times = torch.where(product.abs() > 0.501, product.round(), 0.0)[:, None]
             if bool((times != 0).any()):
                 moved = True
@@ -144,7 +144,7 @@ def _reduction(cell: Tensor) -> tuple[Tensor, Tensor]:
                     x[:, i] -= times * x[:, j]
         if not moved:
             break
-    # Dependent vectors are reduced to rounding errors.
+    # Linearly dependent vectors are reduced to rounding errors.
     longest = cell.norm(dim=-1).amax(dim=1, keepdim=True)
     return combination, short.norm(dim=-1) < _DEGENERATE * longest
 

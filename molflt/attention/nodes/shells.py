@@ -61,8 +61,8 @@ class ShellNodes(Nodes):
     S_l is the surface area of the unit sphere. The mask is rotationally invariant up to the
     accuracy of the directions. A wave of frequency k over the distance |z| <= diameter needs the
     degree x = 2 pi k diameter. Outer shells matter less, and `degree_factor` x + 3 with a factor of
-    0.6 to 1 is enough. `suggest_nodes` chooses all sizes for a given mask and error. Of two
-    antipodes, only one is kept, with twice the weight; see `hermitian`.
+    0.6 to 1 is enough. `suggest_nodes` chooses all sizes for a given mask and error. Only one point
+    of each antipodal pair is kept, with twice the weight; see `hermitian`.
 
     Args:
         diameter: largest distance |z| at which the mask must be accurate, in units of length.

@@ -26,7 +26,7 @@ class Position(nn.Module):
     paper: ClassVar[str] = ""  #: source of the encoding
     cost: ClassVar[str] = ""  #: for N tokens, m features and values of width d
     dim: int = 1  #: dimension l of the positions
-    mixings: ClassVar[tuple[str, ...]] = MIXINGS  #: those that can use the encoding
+    mixings: ClassVar[tuple[str, ...]] = MIXINGS  #: supported mixings
     causal: ClassVar[bool] = True  #: True if causal attention can use the encoding
     decodes: ClassVar[bool] = True  #: True if linear causal attention has a state of constant size
     #: True if training should redraw its random numbers along with random features. Nodes of a

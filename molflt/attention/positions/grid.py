@@ -23,8 +23,8 @@ class ToeplitzPosition(Position):
     dimensions have one number for each pair of offsets (dy, dx), not a sum of two numbers.
 
     Softmax looks up differences of positions, rounded to integers, and tokens can be in any order.
-    Linear and quadratic mixing use the index of a token in its sequence as its position and check
-    that both agree. Positions must count up from that of the first token (row by row on a
+    Linear and quadratic mixing compute offsets from the order of tokens, and check that positions
+    agree with this order. Positions must count up from that of the first token (row by row on a
     two-dimensional grid, from the start of a row), and the first key must be at the position of the
     first query. The checks include padding, which must have the next positions.
 

@@ -61,7 +61,7 @@ def open_dataset(
 def _options(
     source: type[Structures], path: Path, reading: Reading, trained: Reading
 ) -> dict[str, Any]:
-    """Returns the options that a source accepts; raises ValueError for others without an effect."""
+    """Returns the options that a source accepts; raises ValueError for options without effect."""
     given = reading._replace(surface=None)._asdict()
     given = {name: value for name, value in given.items() if value != getattr(AS_IT_IS, name)}
     for name in [name for name in given if name not in source.options]:

@@ -203,7 +203,7 @@ class IS2REData(BatchedData[Structures]):
         return {int(index): reason for index in absent}
 
     def _targets(self) -> np.ndarray:
-        """Returns the training energies that the model learns, eV: labels less the baseline."""
+        """Returns the training energies that the model learns, eV: labels minus the baseline."""
         self.setup()
         dataset = self.datasets["train"]
         has_baseline = self.reading.baseline_key is not None

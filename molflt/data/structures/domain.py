@@ -34,7 +34,7 @@ _ROUNDED = 0.02  # tolerance of the share of surface atoms
 _RANGES = ("atoms", "adsorbate_atoms", "slab_atoms", "energy", "surface")
 _IN_JSON = {"energy": "energy_eV", "surface": "surface_share"}
 _Range = tuple[int, int]
-_Aspect = tuple[str, str]  # name and, if it concerns one, element
+_Aspect = tuple[str, str]  # name, and the element or ""
 
 
 def read_domain(path: Path) -> object:

@@ -233,7 +233,7 @@ class _Atoms:
         twins = np.flatnonzero(slab & (self.numbers == self.numbers[atom]))
         if not any(self._repeats(int(twin), atom, slab, sites) for twin in twins[:_MOST]):
             return False
-        # lattice sites are occupied across the surface; sites of adsorbates are not
+        # lattice sites are occupied everywhere on the surface; adsorption sites are not
         like = self.pos[sites & (self.numbers == self.numbers[atom])] - self.pos[atom]
         away = [self._wrapped(like - move) for move in moves]
         there = [np.linalg.norm(one, axis=1).min() < _SAME_SITE for one in away]
