@@ -154,7 +154,7 @@ def draw(root: Path, count: int) -> list[System]:
 
 
 def build(systems: Sequence[System]) -> dict[str, list[Atoms]]:
-    """Returns structures by name; AB, A and B are those of `pairs`."""
+    """Returns structures by name; AB, A and B come from `pairs`."""
     found = {"1x1": [one.whole for one in systems]}
     for name, counts in REPEATS.items():
         found[name] = [one.slab.repeat(counts) + one.adsorbate for one in systems]

@@ -52,6 +52,6 @@ class Trainings:
         raise NotImplementedError
 
     def replace(self, monkeypatch: pytest.MonkeyPatch) -> "Trainings":
-        """Takes the place in all scripts."""
+        """Replaces `subprocess.run` in all scripts."""
         monkeypatch.setattr("kit.runs.subprocess", SimpleNamespace(run=self))
         return self

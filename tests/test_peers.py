@@ -111,7 +111,7 @@ def test_symmetries_of_crystals_keep_energies(name: str) -> None:
 @pytest.mark.parametrize("name", models.NETS)
 @pytest.mark.parametrize("atoms", [1, 4])
 def test_twice_the_cell_has_twice_the_energy(name: str, atoms: int) -> None:
-    """Every image counts as an atom does: also an atom's own, and the way back by another image."""
+    """Periodic images count as neighbors, including images of the atom itself."""
     own = crystal(atoms=atoms)
     twice = {key: np.concatenate([value, value]) for key, value in own.items() if key != "cell"}
     twice["pos"][atoms:] += CELL[1]

@@ -248,7 +248,7 @@ def test_checkpoints_run_no_code(copied_run, tmp_path):
 
 
 def test_damaged_checkpoints_are_refused(copied_run):
-    """Changes of a tensor or of the file structure are refused; padding may change."""
+    """Changes to a tensor or to the file structure are refused; padding may change."""
     path = copied_run / "checkpoints" / "last.ckpt"
     whole, sound = path.read_bytes(), read_checkpoint(path)["state_dict"]
     storage = next(t for name, t in sound.items() if name.endswith("mlp.0.weight"))

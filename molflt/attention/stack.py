@@ -100,11 +100,11 @@ class Block(nn.Module):
         return self._after(x, mixed), state
 
     def _before(self, x: Tensor, norm: nn.Module | None = None) -> Tensor:
-        """Returns the input of the sublayer that has this LayerNorm, by default attention."""
+        """Returns a sublayer's input; `norm` is its LayerNorm, by default that of attention."""
         return (norm or self.attention_norm)(x) if self.norm == "pre" else x
 
     def _added(self, x: Tensor, new: Tensor, norm: nn.Module) -> Tensor:
-        """Adds the output of the sublayer that has this LayerNorm to the tokens."""
+        """Adds a sublayer's output to the tokens; `norm` is the LayerNorm of the sublayer."""
         x = x + self.dropout(new)
         return x if self.norm == "pre" else norm(x)
 

@@ -112,8 +112,8 @@ def provenance_of(weights: Iterable[Path], checkpoint: str) -> Provenance:
 def begin_results(out: Path, *names: str) -> None:
     """Removes the results of an earlier evaluation, before the first new file is written.
 
-    Otherwise, a failed evaluation would leave a mixture of old and new files. `names` are all files
-    that the evaluation may write. Figures are removed in all formats.
+    Otherwise, a failed evaluation would leave a mixture of old and new files. `names` lists all
+    files that the evaluation may write. Figures are removed in all formats.
     """
     clear_parts(out)
     pictures = [Path(name).stem for name in names if name.endswith(".png")]

@@ -53,8 +53,8 @@ def evaluate(
         batch_size: sentences or pairs in a batch.
 
     Returns:
-        Per split: the metrics of the task in percent, and n. GLUE tasks also have glue_percent, the
-        mean of these metrics, which enters the GLUE average.
+        For each split, the metrics of the task in percent, and n, the number of items. GLUE tasks
+        also have glue_percent, the mean of these metrics, which enters the GLUE average.
     """
     task, length = str(config["data"]["task"]), int(str(config["data"]["length"]))
     tokenizer = common.load_tokenizer(run, model.vocabulary)

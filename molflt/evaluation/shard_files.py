@@ -2,8 +2,8 @@
 
 Each process predicts some of the batches of the whole data set. The merged numbers are bitwise
 equal to those of a single process. Each row of a shard contains the index of its structure, the
-numbers of rows in this shard and in all shards, and digests of the model and the data. They reveal
-missing and truncated shards, and shards of other models or data.
+numbers of rows in this shard and in all shards, and digests of the model and the data. These values
+reveal missing or truncated shards, and shards of other models or data.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def descriptors() -> Tensor:
     """
     from ase.data import covalent_radii  # imported here: reading signatures must not load ASE
 
-    # in NumPy because models are also built without memory on the meta device
+    # in NumPy, because torch computes no values when a model is built on the meta device
     rows = np.full((MAX_ATOMIC_NUMBER + 1, len(DESCRIPTORS)), np.nan)
     for number, scale in enumerate(map(float, _ELECTRONEGATIVITY.split()), start=1):
         own = (*period_and_group(number), covalent_radii[number], scale, *_valence(number))

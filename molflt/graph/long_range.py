@@ -103,8 +103,8 @@ class LongRange(nn.Module):
             odd channels (including the first) attract and even channels repel.
         channels: number of charges per atom and power.
         cutoff: cutoff of near pairs, Å; a longer cutoff needs more pairs and fewer nodes.
-        neutral: False sets q_i = a_i for all powers, for data with ions that the model recognizes
-            by their neighbors. Separate groups of atoms then have net charges.
+        neutral: False sets q_i = a_i for all powers. Separate groups of atoms then have net
+            charges. Use it for data with ions that the model can recognize by their neighbors.
         total_charge: True if graphs have total charges.
         smearing: sigma, Å, of a spectrum that falls as exp(-sigma^2 k^2 / 2); 1 in latent Ewald
             summation (arXiv:2408.15165). For p = 1, the interaction of a pair is erf(r / (sqrt(2)

@@ -29,7 +29,7 @@ class _Edges(NamedTuple):
 
 
 class _Matrices(NamedTuple):
-    """Coefficients of sums over pairs as one matrix per graph, which is faster for small graphs."""
+    """Coefficients of sums over pairs, as one matrix per graph; faster for small graphs."""
 
     invariant: Tensor
     """(graphs, most, functions * most), functions of the distance by center and neighbor"""

@@ -60,7 +60,7 @@ class Open:
     def nodes(
         self, geometry: Geometry, position: SpectralPosition, left_out: Tensor | None = None
     ) -> GraphNodes | None:
-        """Returns nodes of each graph in float64 for schemes with `lattice`, otherwise None.
+        """Returns the nodes of each graph in float64, or None if the scheme has no `lattice`.
 
         Weights are 0 in the graphs of the mask `left_out`, (graphs,).
         """

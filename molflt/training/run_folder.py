@@ -89,7 +89,7 @@ def read_provenance(run: Path) -> Provenance:
     return cast(Provenance, read_checkpoint(last).get("molflt", {}) if last.is_file() else {})
 
 
-# Options that do not affect the steps. Data are compared by content, and epochs by their steps.
+# Options that do not affect the steps: data are compared by content, epochs as numbers of steps.
 _FREE = {
     "run",
     "data.root",
@@ -254,7 +254,7 @@ class RunFolder:
         return cast(Provenance, (self.checkpoint or {}).get("molflt", {}))
 
     def remember(self, domain: object) -> object:
-        """Stores domain.json of the initial weights; returns it, also for a resumed run."""
+        """Stores and returns domain.json of the initial weights; resumed runs read a checkpoint."""
         kept = domain if self.checkpoint is None else self._was().get("initial")
         if kept is not None:
             self.provenance["initial"] = kept

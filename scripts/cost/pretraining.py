@@ -1,8 +1,8 @@
 """Time and peak memory of a step of masked pre-training at the size of BERT-base, by mixer.
 
 A step is the forward and backward pass of configs/masked/base.yaml with a mechanism of that folder,
-on one sequence, as in section 4.2 of FNet (arXiv:2105.03824). It does not include the optimizer,
-which takes little time. Times are processor times. kit/layers.py describes the measurement.
+on one sequence, as in section 4.2 of FNet (arXiv:2105.03824). The optimizer is excluded, because it
+takes little time. Times are processor times. kit/layers.py describes the measurement.
 """
 
 from functools import partial

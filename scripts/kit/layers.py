@@ -165,7 +165,7 @@ def cost(module: str, name: str, causal: bool, length: int, which: str) -> dict[
 
 
 def ask(module: str, key: Key, allocator: Mapping[str, str] = ALLOCATOR) -> dict[str, Any]:
-    """Calls `cost` in a fork of a process that has only imported the module."""
+    """Calls `cost` in a new process, forked from one that has only imported the module."""
     if not os.access("/proc/self/clear_refs", os.W_OK):
         raise ValueError("peak memory is read from /proc/self/clear_refs, which only Linux has")
     context = multiprocessing.get_context("forkserver")
@@ -227,7 +227,7 @@ def measure_layers(
                 continue
             works[key] = work = one_pass(study, *key)
             most[key] = max(1, min(rounds, int(study.budget / found["seconds"])))
-            if most[key] == 1:  # `turns` does not warm up a single round
+            if most[key] == 1:  # `turns` does no warm-up if there is only one round
                 work()
         spent.update(turns(works, most, study.clock))
     return [row(key, found, spent.get(key, [])) for key, found in costs.items()]

@@ -151,7 +151,7 @@ def error_by_size(rows: Rows, split: str) -> Curves:
 
 
 def _draw(png: Path, points: Curves, xlabel: str, split: str, median: float | None = None) -> None:
-    """Draws curves; after all colors are used, they are dashed."""
+    """Draws curves; once all colors are in use, further curves are dashed."""
     order, count = sorted(points, key=FITS.__contains__), len(SERIES)
     styles = {model: (i % count, "-" if i < count else "--") for i, model in enumerate(order)}
     with picture(png, figsize=(7.2, 4.8)) as figure:

@@ -243,7 +243,7 @@ FIRST_OF_SEED_0 = {  # first numbers of tensors, in the order of the draws
 
 
 def test_initial_weights_of_a_seed():
-    """Seeds reproduce runs, so the order of draws must not change."""
+    """A seed must reproduce a run, so the order of draws must not change."""
     options = {
         "num_features": 8,
         "position": "multiplicative",

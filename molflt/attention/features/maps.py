@@ -118,7 +118,7 @@ class _AbsFeatures(_GeneralizedFeatures):
 
 
 class _SignedFeatures(_GeneralizedFeatures):
-    """Generalized attention with a signed f and without eps, which would only hide failures."""
+    """Generalized attention with a signed f; an eps, which would only hide failures, is omitted."""
 
     signed = True
     positive_kernel = False

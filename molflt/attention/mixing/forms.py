@@ -142,9 +142,10 @@ def linear_with_kernel(
 ) -> Sums:
     """Computes sums with A_ij = (U_i . V_j + w_ij) phi(q_i) . phi(k_j) in linear time.
 
-    The sums run over the columns of U and V, sum_s U_is phi(q_i) . [sum_j V_js v_j phi(k_j)], or,
-    with many columns, over the features, sum_a phi_a(q_i) U_i . [sum_j V_j phi_a(k_j) v_j]. The (N,
-    m p) Kronecker product is never formed. Chunks are recomputed in the backward pass.
+    With few columns, the outer sum runs over the columns of U and V, sum_s U_is phi(q_i) . [sum_j
+    V_js v_j phi(k_j)]. With many columns, it runs over the features, sum_a phi_a(q_i) U_i . [sum_j
+    V_j phi_a(k_j) v_j]. The (N, m p) Kronecker product is never formed. Chunks are recomputed in
+    the backward pass.
 
     Args:
         query, key, value: see `quadratic`.

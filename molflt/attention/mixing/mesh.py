@@ -15,7 +15,7 @@ from molflt.attention.mixing.sums import Sums, _stabilize
 from molflt.attention.nodes.mesh import Mesh
 from molflt.attention.numerics import at_least_float32, recomputed, uncompiled
 
-_CHANNELS = 272  # products of features and values on the mesh at once; more would not be faster
+_CHANNELS = 272  # largest number of feature-value products on the mesh; more is not faster
 _ON_MESH = 2**22  # numbers on the mesh at once; a single feature is always allowed
 _SPARSE = 4  # time of a multiplication in a sparse product relative to a dense one
 

@@ -134,7 +134,8 @@ class DensityNodes(Nodes):
     integrable.
 
     Args:
-        density: kernel from whose density nodes are drawn; they have its heads and dimension.
+        density: kernel whose spectral density the nodes are drawn from. It also determines the
+            number of heads and the dimension of the nodes.
         num_nodes: number of nodes r.
         shared: True if the kernel is the sampled spectrum; it is then stored by reference and not
             registered, to avoid saving its parameters twice. False for a proposal density of

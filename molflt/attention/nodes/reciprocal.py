@@ -39,7 +39,7 @@ def reciprocal_nodes(
 
     Nodes (b, r, 3) in cycles/Å and weights (b, r) in 1/Å^3 have the dtype of the cell (at least
     float32) and its gradients. G = 0 comes first; graphs with fewer nodes are padded with zeros of
-    weight 0. G and -G form one node of twice the weight; see `hermitian`. There are about (2 pi /
+    weight 0. G and -G form one node with twice the weight; see `hermitian`. There are about (2 pi /
     3) k^3 V nodes for k = max_frequency.
 
     Nodes enter and leave at k with weight 0, because the taper and its first two derivatives vanish

@@ -116,7 +116,7 @@ def _prune(
     """Raises degrees greedily by error removed per node; returns None if tol is out of reach."""
     distance, share = _ball_pairs(ratio)
     each = 64
-    # Each distance has its own directions, to avoid fitting the degrees to a few directions.
+    # With the same directions for all distances, the degrees would be fitted to these directions.
     unit = _even_directions(each * len(distance)).unflatten(0, (each, len(distance)))
     z = (distance[:, None] * unit).flatten(0, 1)
     share = share.repeat(each) / each

@@ -108,9 +108,9 @@ class Local(SmoothLocal):
     `SmoothLocal`.
 
     The family has two mathematical limitations. First, the exact mask is not differentiable with
-    respect to v_t: only sampled masks learn the radii, and softmax freezes them. Second, g falls as
-    1 / |xi|, which is not absolutely integrable. Estimates from random nodes have neither a finite
-    variance nor an expectation; a model learns the trigonometric sum over its own nodes.
+    respect to v_t: the radii are learned with sampled masks but not with softmax. Second, g falls
+    as 1 / |xi|, which is not absolutely integrable. Estimates from random nodes have neither a
+    finite variance nor an expectation; a model learns the trigonometric sum over its own nodes.
     """
 
     paper: ClassVar[str] = "2302.01925, eqs. 8-11"

@@ -146,7 +146,7 @@ class Domain:
         )
 
     def after(self, initial: Domain) -> Domain:
-        """Returns the domain after training that started from weights with another domain."""
+        """Returns the domain of a run whose initial weights have the domain `initial`."""
         return replace(self, initial=(replace(initial, initial=()), *initial.initial))
 
     def refusal(self, record: Data) -> str:

@@ -153,7 +153,7 @@ class SentenceData(TokenizedData[Sentences]):
             self.datasets[use] = Sentences(examples, self.tokenizer, self.length, str(path))
 
     def sizes(self) -> dict[str, int]:
-        return {**super().sizes(), "classes": len(self.classes)}  # a score counts as one class
+        return {**super().sizes(), "classes": len(self.classes)}  # 1 for scores
 
     def files(self) -> dict[str, bytes]:
         return {**super().files(), CLASSES: (json.dumps(self.classes) + "\n").encode()}
