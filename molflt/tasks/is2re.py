@@ -176,7 +176,8 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
             found = data.normalizer()
         else:
             found = mean, std
-        self.model.get_buffer("adds_baseline").fill_(data.reading.baseline_key is not None)
+        if data.reading.baseline_key is not None:
+            self.model.get_buffer("adds_baseline").fill_(True)
         self.model.get_buffer("energy_mean").fill_(found[0] if mean is None else mean)
         self.model.get_buffer("energy_std").fill_(found[1] if std is None else std)
 

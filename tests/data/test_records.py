@@ -26,10 +26,11 @@ def small(**changes):
 
 def test_types_shapes_and_defaults():
     record = small()
+    energies = ("y_init", "y_relaxed", "y_baseline", "energy", "charge")
     expected = {
         **dict.fromkeys(("pos", "pos_relaxed", "forces"), ((2, 3), torch.float32)),
         **dict.fromkeys(("atomic_numbers", "tags"), ((2,), torch.int64)),
-        **dict.fromkeys(("y_init", "y_relaxed", "energy", "charge"), ((1,), torch.float64)),
+        **dict.fromkeys(energies, ((1,), torch.float64)),
         **dict.fromkeys(("cell", "stress"), ((1, 3, 3), torch.float32)),
         "pbc": ((1, 3), torch.bool),
         "fixed": ((2,), torch.bool),
@@ -86,7 +87,10 @@ def minimum_image(delta, cell, pbc):
 
 
 cells = st.tuples(
-    st.floats(2, 12), st.floats(2, 12), st.floats(2, 12), st.lists(st.floats(-2, 2), min_size=3)
+    st.floats(2, 12),
+    st.floats(2, 12),
+    st.floats(2, 12),
+    st.lists(st.floats(-2, 2, allow_subnormal=False), min_size=3),
 )
 
 
