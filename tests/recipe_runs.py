@@ -1,7 +1,5 @@
 """Tiny runs of all recipes for texts, images and optimizers; a table, and runs that tests share."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Rules for imports and sizes (see CONTRIBUTING.md); all imports count, at any place in a file."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

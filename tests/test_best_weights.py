@@ -1,7 +1,5 @@
 """The choice of the best weights: rankings of metrics, ties, and patience."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """The command line: words become arguments, and errors become one line and an exit status."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Shipped configurations load, omit defaults, and build trainable models."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from pathlib import Path

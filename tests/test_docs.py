@@ -1,7 +1,5 @@
 """The documentation works: Python examples, tutorials, commands, options and links."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import io

@@ -1,7 +1,5 @@
 """The schema of configurations and the completion of command lines."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from functools import cache

@@ -1,7 +1,5 @@
 """Plain English: patterns that native documentation does not have."""
 
-from __future__ import annotations
-
 import ast
 import io
 import re

@@ -1,7 +1,5 @@
 """Ensembles of runs: mean, spread and uncertainty in evaluate and predict."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

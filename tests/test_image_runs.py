@@ -1,7 +1,5 @@
 """Runs of image classifiers and of models of pixels, and their evaluation."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math

@@ -1,7 +1,5 @@
 """Every command reads folders, several files and patterns of names."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

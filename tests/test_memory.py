@@ -1,7 +1,5 @@
 """A lack of memory is reported in one line, if possible before memory is allocated."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Runs of learned optimizers and of populations, their evaluation and use."""
 
-from __future__ import annotations
-
 import csv
 import json
 import shutil

@@ -1,7 +1,5 @@
 """A file of one's own is a data set: split, trained on and evaluated without any preparation."""
 
-from __future__ import annotations
-
 import csv
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Potentials: training, evaluation, the calculator, and ``molflt relax``."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from typing import Any

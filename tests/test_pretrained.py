@@ -1,7 +1,5 @@
 """Trained models: predictions of a run and of its export are equal."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

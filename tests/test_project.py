@@ -1,7 +1,5 @@
 """Citation, change log and workflows."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Masked and causal models of proteins: the unigram baseline and learned similarities."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter

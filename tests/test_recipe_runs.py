@@ -1,7 +1,5 @@
 """Runs of the recipes for texts, images and optimizers: what all of them have in common."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Reference energies of elements, and elements without descriptors."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

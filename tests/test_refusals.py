@@ -1,7 +1,5 @@
 """Refused inputs: messages are one line and name the option, what was expected and what came."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``molflt report`` and ``molflt compare``: pages and tables of complete and damaged runs."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Runs of language models, masked models, classifiers and translators, and their evaluation."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math

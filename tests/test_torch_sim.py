@@ -1,7 +1,5 @@
 """The model of torch-sim, compared with the calculator."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 

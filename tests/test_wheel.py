@@ -1,7 +1,5 @@
 """The installed package: its files, and the commands of README.md."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

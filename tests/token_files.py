@@ -1,7 +1,5 @@
 """Small files of texts and images whose labels, translations or order can be learned."""
 
-from __future__ import annotations
-
 import struct
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Spectra, nodes and random draws: Fourier pairs, closed forms, gradients, seeds."""
 
-from __future__ import annotations
-
 import contract
 import numpy as np
 import pytest

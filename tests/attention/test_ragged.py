@@ -1,7 +1,5 @@
 """Triton kernels in Triton's interpreter, against the linear form of the same layer."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import random

@@ -1,7 +1,5 @@
 """A small archive in the layout of GAME-Net's FG set."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import lzma

@@ -1,7 +1,5 @@
 """Structures and hand-made OC20 files for the tests of the data package."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 from typing import Any

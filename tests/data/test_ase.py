@@ -1,7 +1,5 @@
 """Structures through ASE: what is read, named and refused, and that no file can run code."""
 
-from __future__ import annotations
-
 import gzip
 import zlib
 from pathlib import Path

@@ -3,8 +3,6 @@
 `make fuzz` runs the same properties on MOLFLT_FUZZ examples per format.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

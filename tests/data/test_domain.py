@@ -1,7 +1,5 @@
 """What a training set held, and what is said of structures that lie outside of it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

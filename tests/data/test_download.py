@@ -1,7 +1,5 @@
 """The download, against a local server: space, resuming, md5, unpacking in part."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import tarfile

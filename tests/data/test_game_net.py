@@ -1,7 +1,5 @@
 """GAME-Net's FG set: its archive, the splits of it, and what is wrong with others."""
 
-from __future__ import annotations
-
 import json
 
 import game_net

@@ -1,7 +1,5 @@
 """The package `datasets` itself, offline on local folders, which `dataset_loader` would refuse."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

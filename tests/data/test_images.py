@@ -1,7 +1,5 @@
 """Images: files, augmentation, and the batches of the data modules."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import pickle

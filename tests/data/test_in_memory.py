@@ -1,7 +1,5 @@
 """Structures that are in memory already: ASE's, PyG's, and lists of both."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from ase import Atoms

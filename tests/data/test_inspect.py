@@ -1,7 +1,5 @@
 """molflt data inspect and convert, through the command line."""
 
-from __future__ import annotations
-
 import json
 import math
 from itertools import product

@@ -1,7 +1,5 @@
 """Labels: kinds of energies, absurd and missing ones, and energies per element by least squares."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The OC20 LMDB: layouts, workers, damaged files and records, and the 20 genuine records."""
 
-from __future__ import annotations
-
 import io
 import pickle
 import random

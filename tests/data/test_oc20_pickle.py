@@ -1,7 +1,5 @@
 """Pickles that try to run code are refused by name, and nothing of them has run."""
 
-from __future__ import annotations
-
 import io
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Records: types, checks that name the sid, unwrapping by the minimum image, augmentation."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Energies, forces and stress at the positions: read, kept, counted, and in the right units."""
 
-from __future__ import annotations
-
 import re
 
 import ase.db

@@ -1,7 +1,5 @@
 """The compact store: exact round trip, whole files or none, clear errors for damaged ones."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import re

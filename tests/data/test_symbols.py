@@ -1,7 +1,5 @@
 """Proteins and ListOps: sequences whose symbols are the tokens."""
 
-from __future__ import annotations
-
 import gzip
 import itertools
 import lzma

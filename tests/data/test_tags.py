@@ -1,7 +1,5 @@
 """Tags guessed from the geometry: against those of data sets, and of slabs built here."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Texts as token ids: vocabularies, files of all kinds, and blocks."""
 
-from __future__ import annotations
-
 import gzip
 import lzma
 import pickle

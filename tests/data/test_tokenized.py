@@ -1,7 +1,5 @@
 """Tokenizers, blocks, labeled sentences and translations."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import lzma

@@ -1,7 +1,5 @@
 """Extreme structures and inputs in several forms give the same numbers, or are refused."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

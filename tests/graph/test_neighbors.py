@@ -1,7 +1,5 @@
 """Edges of periodic structures: agreement with ASE, batches, ties and gradients."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

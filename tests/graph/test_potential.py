@@ -1,7 +1,5 @@
 """Potentials: smooth, extensive and exactly periodic; derivatives; sums of inverse powers."""
 
-from __future__ import annotations
-
 import math
 import warnings
 

@@ -1,7 +1,5 @@
 """Vision transformers with every encoding: patches, pooling, positions."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import contract

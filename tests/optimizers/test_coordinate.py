@@ -1,7 +1,5 @@
 """Coordinate optimizers: steps equal a causal pass, and they replace optimizers of torch."""
 
-from __future__ import annotations
-
 import io
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Populations: symmetries, noise, ask and tell, and the functions that they minimize."""
 
-from __future__ import annotations
-
 import math
 
 import cma

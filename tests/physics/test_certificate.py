@@ -1,7 +1,5 @@
 """The certificate: a correct calculator passes all checks, and each check finds a fault."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 import warnings

@@ -1,7 +1,5 @@
 """Tables of refused inputs, one module per subpackage; `tests/test_refusals.py` runs them."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Refused options and inputs of models of tokens and images."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

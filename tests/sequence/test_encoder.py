@@ -1,7 +1,5 @@
 """Token encoders and pixel models: published weights, padding, positions, decoding."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

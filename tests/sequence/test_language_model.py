@@ -1,7 +1,5 @@
 """Language models: decoding, output layers, generation and all configurations."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

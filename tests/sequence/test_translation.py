@@ -1,7 +1,5 @@
 """Encoder-decoders: agreement with transformers and torch, decoding, beam search, padding."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
