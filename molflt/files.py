@@ -184,7 +184,7 @@ def save_tensors(
         with open(part, "rb+") as file:
             size = file.read(8)
             header = json.loads(file.read(int.from_bytes(size, "little")))
-            # the library writes another order in each process
+            # the library writes a different order in each process
             header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
             text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
             text = text.ljust(int.from_bytes(size, "little"))

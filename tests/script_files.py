@@ -1,4 +1,4 @@
-"""Scripts as modules: they are files, not a package."""
+"""Loads scripts as modules, because they are files, not a package."""
 
 import importlib.util
 import sys
@@ -13,7 +13,7 @@ if str(SCRIPTS) not in sys.path:
 
 
 def load_script(name: str) -> ModuleType:
-    """The module of scripts/NAME.py, a new one with every call."""
+    """Returns a new module of scripts/NAME.py with each call."""
     spec = importlib.util.spec_from_file_location(f"{name}_script", SCRIPTS / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -27,7 +27,7 @@ def benchmark(name: str) -> ModuleType:
 
 
 class Trainings:
-    """Takes the place of `subprocess.run`: notes each command, and leaves what it would leave.
+    """Replaces `subprocess.run`: records each command, and writes the files that it would write.
 
     Attributes:
         commands: words after `python -m molflt`.
@@ -48,7 +48,7 @@ class Trainings:
         return SimpleNamespace(returncode=0)
 
     def evaluate(self, run: Path) -> None:
-        """Leaves what an evaluation of that run leaves."""
+        """Writes the files that an evaluation of this run writes."""
         raise NotImplementedError
 
     def replace(self, monkeypatch: pytest.MonkeyPatch) -> "Trainings":

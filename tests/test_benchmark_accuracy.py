@@ -1,4 +1,4 @@
-"""The benchmarks of accuracy and training measure what they say: laws, oracles, small cases."""
+"""The benchmarks of accuracy and training, compared with laws, oracles and small cases."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def test_the_measure_of_isolation_finds_leaks() -> None:
 
 
 def test_agreement_of_labels_by_hand() -> None:
-    """Adsorbates with few systems share a line."""
+    """Checks that adsorbates with few systems share a line."""
     script = benchmark("labels")
     made = [("A", 0, 1), ("A", 1, 2), ("A", 2, 3), ("B", 0, 2), ("B", 1, 1), ("C", 2, 0)]
     rows = [
@@ -46,7 +46,7 @@ def test_agreement_of_labels_by_hand() -> None:
 
 
 def test_charges_fitted_to_near_ions_are_those_of_far_ones(tmp_path) -> None:
-    """Energies of known charges with all their images; and the potential says what was fitted."""
+    """Energies are those of known charges and all their images; the potential equals the fit."""
     script = benchmark("dimers")
     data = script.read(dimers(tmp_path))
     kernels = script.laws(data.graphs, (1,))

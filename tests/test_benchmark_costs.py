@@ -1,4 +1,4 @@
-"""What the benchmarks of time and memory measure is what they say."""
+"""The benchmarks of time and memory measure the documented quantities."""
 
 import math
 import os
@@ -18,7 +18,7 @@ NAMES = ["softmax", "performer", "rfa-gate-gaussian", "flt-local"]
 
 @needs_linux
 def test_growth_measures_allocated_memory() -> None:
-    """In a process of its own: 3 blocks of 40 MiB, of which at most 2 live at a time."""
+    """A separate process allocates 3 blocks of 40 MiB, at most 2 of them at a time."""
     code = (
         "import kit.layers, torch\n"
         "def work():\n"
@@ -46,9 +46,9 @@ def test_works_take_turns_and_ratios_are_within_rounds() -> None:
 
 
 def test_bytes_are_those_of_the_states_and_only_softmax_has_more_for_more_tokens() -> None:
-    """float32: sums (m, d + 1) and scales (m or 1) per head and layer, or keys and values.
+    """States contain float32 sums (m, d + 1) and scales (m or 1) per head and layer, or K and V.
 
-    The last position is kept where there is an encoding that reads it.
+    The last position is also kept if an encoding reads it.
     """
     width, sums = 16, 4 * 4 * 8 * 64
     expected = {

@@ -1,4 +1,4 @@
-"""scripts/run.py: every benchmark measures, and writes rows, a table and a picture."""
+"""scripts/run.py: every benchmark runs, and writes rows, a table and a picture."""
 
 import os
 import re
@@ -35,7 +35,7 @@ needs_linux = pytest.mark.skipif(
 
 
 def dimers(folder: Path) -> Path:
-    """Two ions of charges +1 and -1, one atom and two, E = -14.4 eV Å / r of centers."""
+    """Writes ions of charges +1 and -1, of one and two atoms; E = -14.4 eV Å / r of centers."""
     generator = np.random.default_rng(0)
     far = {"train": np.linspace(6.0, 12.0, 8), "test": np.linspace(13.0, 15.0, 3)}
     for split, distances in far.items():
@@ -54,7 +54,7 @@ def dimers(folder: Path) -> Path:
 
 
 def bound(folder: Path) -> Path:
-    """Atoms on a small slab, with made-up energies of DFT."""
+    """Writes atoms on a small slab, with invented DFT energies."""
     frames = []
     for number, element in enumerate("HCO"):
         frame = fcc111("Cu", (1, 1, 3), vacuum=8.0)
@@ -69,7 +69,7 @@ def bound(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """Required options of benchmarks."""
+    """Returns the required options of benchmarks."""
     folder = tmp_path_factory.mktemp("inputs")
     write_lmdb(folder / "oc20.lmdb", {str(i): old_record(i) for i in range(4)})
     return {
@@ -80,7 +80,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 
 
 def every_page() -> str:
-    """The results, one page after the other."""
+    """Returns the text of all pages of results."""
     return "\n".join(page.read_text() for page in sorted(RESULTS.glob("*.md")))
 
 
@@ -94,7 +94,7 @@ def check_memory(study: layers.Study, rows: Rows) -> None:
 
 
 class NotCompiled:
-    """Replaces machine code, which tests/graph/test_computation.py makes, by the model itself."""
+    """Replaces machine code, which tests/graph/test_computation.py covers, with the model."""
 
     matrix = False
 
@@ -145,9 +145,9 @@ def test_all_stored_rows_have_a_benchmark_and_all_blocks_rows() -> None:
 
 
 def test_commands_of_the_documentation_exist() -> None:
-    """Benchmarks by name with their options; scripts and files that are named."""
+    """Checks the names and options of benchmarks, and the names of scripts and files."""
     text = "\n".join(page.read_text() for page in ROOT.glob("docs/**/*.md")).replace("\\\n", " ")
-    text = re.sub(r"^git checkout .*?^```", "", text, flags=re.M | re.S)  # scripts of the history
+    text = re.sub(r"^git checkout .*?^```", "", text, flags=re.M | re.S)  # of earlier commits
     quoted = re.findall(r'make bench NAME=(\w+)(?: +ARGS="([^"]*)")?', text)
     assert {name for name, _ in quoted} >= set(STORED)
     for name, words in quoted:

@@ -1,4 +1,4 @@
-"""scripts/by_relaxation.py: direct prediction and relaxation of the same systems, once each."""
+"""scripts/by_relaxation.py: direct prediction and relaxation of the same systems."""
 
 import csv
 
@@ -51,7 +51,7 @@ def test_both_ways_and_a_second_start(tmp_path, monkeypatch, capsys):
     lines = out / "val_id" / "relaxed.jsonl"
     before = lines.read_text()
     assert len(before.splitlines()) == 3
-    lines.write_text("".join(before.splitlines(keepends=True)[:2]))  # stopped before the third
+    lines.write_text("".join(before.splitlines(keepends=True)[:2]))  # before the third
     relaxed = []
 
     def relax(*words, **options):
@@ -62,7 +62,7 @@ def test_both_ways_and_a_second_start(tmp_path, monkeypatch, capsys):
     assert script.main(told) == 0
     again = lines.read_text().splitlines()
     assert again[:2] == before.splitlines()[:2] and len(again) == 3
-    assert len(relaxed) == 1  # nothing that was whole is relaxed again
+    assert len(relaxed) == 1  # finished systems are not relaxed again
     store = script.open_dataset(data / "val_id.safetensors")
     own = script.offsets(data / "frames" / "val_id.extxyz", store)
     assert list(own.values()) == pytest.approx([-100.0] * 13, abs=1e-5)
@@ -70,7 +70,7 @@ def test_both_ways_and_a_second_start(tmp_path, monkeypatch, capsys):
     assert "make_data.py --frames" in capsys.readouterr().err
     assert script.main([*told, "--fmax", "0.1"]) == 2
     assert "made with other fmax" in capsys.readouterr().err
-    # nor are relaxations of other frames, or of another potential, taken for these
+    # relaxations of other frames, or with another potential, are not reused
     ase.io.write(data / "frames" / "val_id.extxyz", frames[::-1])
     assert script.main(told) == 2
     assert "other digests" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""scripts/compare.py: its statistics and its repetitions, with replaced trainings."""
+"""scripts/compare.py: statistics and repeated calls, with replaced training runs."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ COMPARE = load_script("compare")
 
 
 class Comparisons(Trainings):
-    """Evaluations of two models of energies, and of language models."""
+    """Replaces the evaluations of two energy models and of language models."""
 
     def evaluate(self, run: Path) -> None:
         seed = int(run.name.removeprefix("seed"))
@@ -52,7 +52,7 @@ def words(tmp_path: Path) -> list[str]:
 
 
 def cells_of(text: str, name: str) -> list[list[str]]:
-    """Cells of the lines that begin with a name."""
+    """Returns the cells of the lines that begin with a name."""
     lines = [line for line in text.splitlines() if line.startswith(f"| {name} |")]
     return [[cell.strip() for cell in line.split("|")[2:-1]] for line in lines]
 
@@ -75,7 +75,7 @@ def test_mean_and_spread(trainings, words, tmp_path, capsys) -> None:
 
 
 def test_variants_are_files_with_changes(trainings, words, tmp_path, capsys) -> None:
-    """A row that diverged in one seed has no mean: perplexities that overflow are null."""
+    """A variant that diverged with one seed has no mean: overflowing perplexities are null."""
     file = str(tmp_path / "tokens.yaml")
     variants = [file, f"{file},model.heads=2,model.position_options.num_nodes=8"]
     variants.append(str(tmp_path / "tokens-diverged.yaml"))

@@ -1,4 +1,4 @@
-"""scripts/conservation.py: the drift of energies by hand, and a short run of a potential."""
+"""scripts/conservation.py: the drift of energies, and a short run of a potential."""
 
 import csv
 

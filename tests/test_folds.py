@@ -1,4 +1,4 @@
-"""scripts/folds.py: singles and ensembles by hand."""
+"""scripts/folds.py: single runs and ensembles, computed by hand."""
 
 import csv
 from pathlib import Path
@@ -20,7 +20,7 @@ ENERGIES = {  # folder -> sid -> eV
 
 
 class Folds(Trainings):
-    """Evaluations of trainings of two folds."""
+    """Replaces the evaluations of training runs on two folds."""
 
     def evaluate(self, run: Path) -> None:
         with open(run / "predictions.csv", "w", newline="") as file:

@@ -1,4 +1,4 @@
-"""scripts/held_out.py: every family and metal is new once, and what the tables say by hand."""
+"""scripts/held_out.py: every family and metal is new once; tables are computed by hand."""
 
 import csv
 import sys
@@ -23,7 +23,7 @@ def split_of(folder: Path) -> dict[int, str]:
 
 
 class Groups(Trainings):
-    """Evaluations that err by a known energy on each split, twice as much on Cu."""
+    """Replaces evaluations; errors are known for each split and twice as large on Cu."""
 
     def evaluate(self, run: Path) -> None:
         root = next(

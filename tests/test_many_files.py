@@ -17,7 +17,7 @@ from molflt.data.structures.data_set import DataSet
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
-    """Trained on a folder of files, each with one structure."""
+    """Returns a run trained on a folder of files, each with one structure."""
     root = tmp_path_factory.mktemp("many")
     for number, atoms in enumerate(frames(11)):
         write(single(root / "flat", f"{number}.extxyz"), atoms)
@@ -81,7 +81,7 @@ def test_several_files_and_patterns(run, tmp_path, capsys) -> None:
 
 
 def test_a_folder_is_split_and_evaluated(run, tmp_path) -> None:
-    """The run was trained on one; others are evaluated whole."""
+    """The run was trained on such a folder; other folders are evaluated completely."""
     root = run.parent / "flat"
     assert DataSet(root).is_one
     assert main(["evaluate", str(run), "--device=cpu", "--out", str(tmp_path / "own")]) == 0

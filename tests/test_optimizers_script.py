@@ -1,4 +1,4 @@
-"""scripts/optimizers.py: memories beside tuned Adam, and nothing twice."""
+"""scripts/optimizers.py: memories compared with tuned Adam; finished work is not repeated."""
 
 import csv
 import json
@@ -9,7 +9,7 @@ from script_files import Trainings, load_script
 
 
 class Evaluated(Trainings):
-    """Leaves a final loss and a curve for each run; seed 1 of lstm has diverged."""
+    """Writes a final loss and a curve for each run; seed 1 of lstm has diverged."""
 
     def evaluate(self, run: Path) -> None:
         diverged = run == run.parent / "seed1" and run.parent.name == "lstm"
@@ -37,4 +37,4 @@ def test_the_table_and_a_second_start(tmp_path: Path, monkeypatch: pytest.Monkey
     trainings.commands.clear()
     monkeypatch.setattr(script, "tuned_adam", None)
     assert script.main(words) == 0 and not trainings.commands
-    assert script.main([*words, "--repeats", "3"]) == 2  # of other options
+    assert script.main([*words, "--repeats", "3"]) == 2  # existing results have other options

@@ -1,4 +1,4 @@
-"""A file of one's own is a data set: split, trained on and evaluated without any preparation."""
+"""A single file as a data set: it is split, trained on and evaluated without preparation."""
 
 import csv
 import json
@@ -27,7 +27,7 @@ STEPS = ("--trainer.max_steps=2", "--task.warmup_steps=1")
 
 
 def frames(count: int = 10, **info: float) -> list[Atoms]:
-    """Small slabs as ASE's structures, with an energy in the calculator and more in info."""
+    """Returns small slabs as `ase.Atoms`, with an energy in the calculator and others in info."""
     out = []
     for i, record in enumerate(structures(count)):
         atoms = Atoms(
@@ -59,7 +59,7 @@ def run(file, tmp_path_factory) -> Path:
 
 
 def test_unknown_displacements_have_no_error(run) -> None:
-    """A column of zeros looked like perfect predictions."""
+    """A column of zeros would look like perfect predictions."""
     rows = list(csv.DictReader((run / "metrics.csv").open()))
     assert rows[-1]["val_mae_eV"] and any(row["train_mae_eV"] for row in rows)
     assert not any(row.get("train_displacement_mae_A") for row in rows)
@@ -71,7 +71,7 @@ def sids(data: Any) -> list[int]:
 
 def module(root: Path, split_seed: int = 0, **options: Any) -> IS2REData:
     data = IS2REData(root, batch_size=2, split_seed=split_seed, **options)
-    data.seed = 7  # of the run, which does not draw the split
+    data.seed = 7  # the seed of the run does not affect the split
     data.setup()
     return data
 
@@ -103,7 +103,7 @@ def test_runs_on_one_file_are_evaluated_on_held_out_structures(run, file, tmp_pa
 
 
 def test_copies_of_training_in_validation_are_refused(tmp_path, capsys) -> None:
-    """In single precision, in other images, and in another order."""
+    """The copies are in single precision, with other periodic images and another order of atoms."""
     order, copies = np.random.default_rng(0).permutation, frames(11, y_relaxed=-1.0)[:1:-1]
     for atoms in copies:
         atoms.set_array("positions", atoms.positions.astype(np.float32).astype(float))
@@ -121,7 +121,7 @@ def test_copies_of_training_in_validation_are_refused(tmp_path, capsys) -> None:
 def test_ensembles_are_evaluated_on_structures_held_out_by_all_members(
     run, file, tmp_path, capsys
 ) -> None:
-    """Members of other split seeds held out others, also of a file that has moved."""
+    """Members with another split seed held out other structures, even if their file has moved."""
     named, same, other = tmp_path / "named.extxyz", tmp_path / "same", tmp_path / "other"
     shutil.copy(file, named)
     words = (*STEPS, "--data.val_fraction=0.3", "--seed=1")
@@ -137,7 +137,7 @@ def test_ensembles_are_evaluated_on_structures_held_out_by_all_members(
 
 
 def test_a_changed_file_is_not_split_again(run, file, tmp_path, capsys) -> None:
-    """Structures that were trained on would count as held out."""
+    """Otherwise, training structures would count as held out."""
     own, copy = tmp_path / "run", tmp_path / "mine.extxyz"
     shutil.copytree(run, own)
     shutil.copy(file, copy)
@@ -173,7 +173,7 @@ def test_steps_of_a_relaxation_are_not_taken_for_systems_in_silence(tmp_path, ca
     write(tmp_path / "relax.traj", steps)
     open_dataset(tmp_path / "relax.traj")
     assert "look like steps of relaxations" in capsys.readouterr().err
-    open_dataset(tmp_path / "relax.traj", reading=ANY_TAGS)  # a potential's
+    open_dataset(tmp_path / "relax.traj", reading=ANY_TAGS)  # for a potential
     assert capsys.readouterr().err == ""
 
 
@@ -184,11 +184,11 @@ def test_other_files_are_evaluated_whole(run, tmp_path, capsys) -> None:
     assert main(words) == 0
     results = json.loads((tmp_path / "results.json").read_text())
     assert list(results) == ["other"] and results["other"]["n"] == 4
-    assert results["other"]["baseline_mae_eV"] > 0  # by the energies of the training part
+    assert results["other"]["baseline_mae_eV"] > 0  # from the energies of the training part
 
 
 def test_other_energies_of_the_data_are_not_the_results_of_the_run(run, file, tmp_path) -> None:
-    """They have no baseline, and no card and no comparison takes them for the run's."""
+    """They have no baseline, and model cards and comparisons do not use them."""
     some = frames()
     for atoms in some:
         atoms.info |= {"sid": atoms.info["sid"], "other_energy": 100.0}
@@ -197,7 +197,7 @@ def test_other_energies_of_the_data_are_not_the_results_of_the_run(run, file, tm
     write(tmp_path / "mine.extxyz", some)
     text = (own / "config.yaml").read_text().replace(str(file), str(tmp_path / "mine.extxyz"))
     (own / "config.yaml").write_text(text)
-    (own / "checkpoints" / "last.ckpt").unlink()  # of other labels
+    (own / "checkpoints" / "last.ckpt").unlink()  # its labels differ
     weights = [own / "checkpoints" / "best.safetensors"]
     for words, said in (([], ""), (["--energy_key=other_energy"], "with energy_key other_energy")):
         assert main(["evaluate", str(own), "--device=cpu", *words]) == 0
@@ -265,7 +265,7 @@ def test_shards_are_one_source(tmp_path) -> None:
 
 
 def layered(layers: int, adsorbate: bool = True) -> Atoms:
-    """Cu(111) as ase.build makes it."""
+    """Returns Cu(111) as built by ase.build."""
     atoms = fcc111("Cu", (1, 1, layers), vacuum=6.0, periodic=True)
     if adsorbate:
         add_adsorbate(atoms, molecule("CO"), 2.0, "ontop")
@@ -284,7 +284,7 @@ def test_layers_of_ase_become_tags(layers: int, tmp_path, capsys) -> None:
     if layers > 2:
         line = error_of(capsys, *words)
         assert "tags must be" in line and "read the file with --tags ase" in line
-    else:  # read as they are, and said
+    else:  # read unchanged, with a warning
         assert main(words) == 0
         said = capsys.readouterr().err
         assert "tags of 1 of 1 structures look like the layer numbers of ase.build" in said
@@ -328,14 +328,14 @@ def test_predictions_use_the_tags_convention_of_training(tmp_path) -> None:
         assert energies == pytest.approx(written, abs=1e-5)
     others = [one.energy for one in loaded.predict(many, tags="oc20", force=True)]
     assert others != pytest.approx(written, abs=1e-5)
-    again = tmp_path / "again.extxyz"  # what was read means the same once more
+    again = tmp_path / "again.extxyz"  # written tags can be read again
     assert main(["predict", str(run), str(path), "--out", str(again)]) == 0
     tags = [[list(atoms.get_tags()) for atoms in each] for each in (iread(again), many)]
     assert tags[0] == tags[1]
 
 
 def test_a_run_with_an_energy_key_is_evaluated_on_any_source(tmp_path, capsys) -> None:
-    """A compact store and a file without that entry; another key has to be given back."""
+    """A compact store and a file lack the entry; a different key must be passed explicitly."""
     some = frames(12, e_ads=-0.5)
     for index, atoms in enumerate(some):
         atoms.info["e_ads"] -= 0.1 * index

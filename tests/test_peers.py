@@ -1,4 +1,4 @@
-"""scripts/peers.py: what peers see of a crystal, and equal budgets."""
+"""scripts/peers.py: periodic inputs of the peers, and equal budgets."""
 
 import copy
 import importlib
@@ -48,9 +48,9 @@ def _made(name: str) -> nn.Module:
 
 
 def peer(name: str) -> nn.Module:
-    """With all weights drawn: some are 0 at the start."""
-    made = copy.deepcopy(_made(name))  # DimeNet's basis takes seconds to derive
-    torch.manual_seed(0)  # here: the first of a name has used random numbers
+    """Returns a peer with random weights, because some weights are initially 0."""
+    made = copy.deepcopy(_made(name))  # deriving DimeNet's basis takes seconds
+    torch.manual_seed(0)  # here, because building a net uses random numbers
     with torch.no_grad():
         for weight in made.parameters():
             if not weight.any():
@@ -59,7 +59,7 @@ def peer(name: str) -> nn.Module:
 
 
 def crystal(seed: int = 0, atoms: int = 4) -> dict[str, np.ndarray]:
-    """Far fewer than a cutoff wide, so that most neighbors are images, the atom's own ones too."""
+    """Returns a crystal much smaller than the cutoff, in which most neighbors are images."""
     draw = np.random.default_rng(seed)
     corners = np.array([[0, 0, 0], [0.5, 0.5, 0.1], [0.1, 0.5, 0.6], [0.6, 0.1, 0.5]])[:atoms]
     pos = (corners + draw.uniform(-0.05, 0.05, corners.shape)) @ CELL
@@ -72,7 +72,7 @@ def crystal(seed: int = 0, atoms: int = 4) -> dict[str, np.ndarray]:
 
 
 def data_of(parts: dict[str, np.ndarray]) -> Data:
-    """Not rounded to single precision, as records are."""
+    """Returns PyG data in double precision; records are rounded to single precision."""
     made = make_record(**{**parts, "sid": 0})
     made.pos = torch.from_numpy(np.asarray(parts["pos"], dtype=np.float64))
     made.cell = torch.from_numpy(np.asarray(parts["cell"], dtype=np.float64))[None]
@@ -88,7 +88,7 @@ def energies(model: nn.Module, *every: dict[str, np.ndarray]) -> torch.Tensor:
 def test_symmetries_of_crystals_keep_energies(name: str) -> None:
     own = crystal()
     turn = np.linalg.qr(np.random.default_rng(1).normal(size=(3, 3)))[0]
-    turn[:, 0] *= -np.linalg.det(turn)  # a mirror is among it
+    turn[:, 0] *= -np.linalg.det(turn)  # includes a reflection
     order = np.array([2, 0, 3, 1])
     steps = np.array([[1, 0, 0], [0, -2, 0], [1, 1, 1], [0, 0, 0]])
     found = energies(
@@ -144,7 +144,7 @@ def test_shares_of_the_training_set_depend_only_on_the_seed(tmp_path: Path) -> N
 
 @pytest.fixture
 def words(tmp_path: Path, monkeypatch) -> list[str]:
-    """A comparison of a second; jobs run in this process and are counted."""
+    """Returns the options of a comparison of one second; jobs run in this process."""
     (tmp_path / "small.yaml").write_text("model:\n  position_head: false\n  radial_basis: 4\n")
     done: list[str] = []
 
@@ -188,7 +188,7 @@ def test_a_comparison_is_written(words, tmp_path, capsys) -> None:
 
 @pytest.mark.parametrize("groupings", [0, 1, 2])
 def test_the_standard_error_matches_repeated_draws(groupings: int) -> None:
-    """Normal numbers with a part in common by row, by column, both or none: 40 x 30, 400 draws."""
+    """Numbers (40 x 30, 400 draws) share normal terms by row, by column, by both or not at all."""
     draw, shape = np.random.default_rng(0), (40, 30)
     places = [np.repeat(np.arange(40), 30), np.tile(np.arange(30), 40)][:groupings]
     means, found = [], []
@@ -206,7 +206,7 @@ def test_the_standard_error_matches_repeated_draws(groupings: int) -> None:
 
 @pytest.fixture(scope="module")
 def archived() -> dict[str, dict]:
-    """Results of all jobs that lie beside the pages, by their paths."""
+    """Returns the archived results of all jobs, by path."""
     with tarfile.open(models.REPOSITORY / "docs" / "results" / "peers-runs.tar.xz") as archive:
         return {f.name: json.load(archive.extractfile(f)) for f in archive if f.isfile()}
 
@@ -230,7 +230,7 @@ PAGES = [  # page, folder, minutes, shares of the training set, splits, seeds
 def test_the_page_matches_the_archived_runs(
     page, folder, minutes, shares, splits, seeds, archived
 ) -> None:
-    """Cells of the tables, from the errors that lie beside the energies of every system."""
+    """Computes the cells of the tables from the archived errors."""
     text, ending = page_of_results(page), f"_{minutes}min_1_seed0.json"
     start = f"peers/{folder}/jobs/"
     found = [n.removeprefix(start).removesuffix(ending) for n in archived if n.startswith(start)]
@@ -243,13 +243,13 @@ def test_the_page_matches_the_archived_runs(
                 f"{start}{model}_{minutes}min_{share}_seed{seed}.json" for seed in range(seeds)
             ]
             own = [archived[name]["splits"][split]["mae_eV"] for name in names]
-            same = max(own) - min(own) < 5e-4  # of what does not depend on the seed
+            same = max(own) - min(own) < 5e-4  # models that do not depend on the seed
             cells.append(report.mean_sd(own[:1] if same else own, 3))
         assert f"| {' | '.join(cells)} |" in text, model
 
 
 def test_the_page_matches_the_runs_of_other_forms(archived) -> None:
-    """Rows of what the parts of the model are worth: a cell has the errors of all seeds."""
+    """Checks the rows of the ablations, whose cells contain the errors of all seeds."""
     text, found = page_of_results("dft.md"), {}
     for name in sorted(archived):
         if name.startswith("peers/parts/jobs/"):

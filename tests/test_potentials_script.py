@@ -1,4 +1,4 @@
-"""scripts/potentials.py: two models on the same frames, and nothing twice."""
+"""scripts/potentials.py: two models on the same frames; finished work is not repeated."""
 
 import csv
 import json
@@ -24,15 +24,15 @@ def test_both_models_learn_and_a_second_start_repeats_nothing(tmp_path, monkeypa
     assert int(rows["schnet"]["steps"]) >= 1 and (out / "potentials.md").is_file()
     monkeypatch.setattr(script, "learn", None)
     assert script.main(words) == 0
-    # stopped in between: the time that was spent counts
+    # after an interruption, the time already used counts
     monkeypatch.undo()
     before = json.loads((out / "schnet-0.json").read_text())
     (out / "schnet-0.json").unlink()
     assert script.main(words) == 0
     assert json.loads((out / "schnet-0.json").read_text())[0]["steps"] == before[0]["steps"]
-    assert script.main([*words, "--lr", "0.1"]) == 2  # not another run's results
+    assert script.main([*words, "--lr", "0.1"]) == 2  # results with other options are not reused
     capsys.readouterr()
-    ase.io.write(tmp_path / "train.traj", argon(6, 5))  # nor those of other data
+    ase.io.write(tmp_path / "train.traj", argon(6, 5))  # nor are results for other data
     assert script.main(words) == 2
     assert "made with other digests" in capsys.readouterr().err
     rows = [{"split": "a", "model": "m", "parameters": 9, "steps": n} for n in (10, 30)]

@@ -1,4 +1,4 @@
-"""scripts/sizes.py: structures of other sizes by hand, and the table of an untrained model."""
+"""scripts/sizes.py: structures of other sizes, and the table of an untrained model."""
 
 import json
 
@@ -21,7 +21,7 @@ from peers_kit.jobs import run_job  # noqa: E402
 
 
 def slab_with(name: str, at: float = 0.0, down: float = 0.0, n: int = 3):
-    """Pt(111), n x n, with a fixed bottom layer; the molecule is wrapped into the cell."""
+    """Returns n x n Pt(111) with a fixed bottom layer, and a molecule wrapped into the cell."""
     atoms = fcc111("Pt", (n, n, 3), vacuum=6.0, periodic=True)
     tags = np.where(atoms.positions[:, 2] < atoms.positions[:, 2].min() + 1, 0, 1)
     top = molecule(name)
@@ -57,7 +57,7 @@ def test_structures_of_other_sizes():
 
 
 class Sum(nn.Module):
-    """-1 eV for each adsorbate atom, 0.01 for each other one, and 1; refuses high cells."""
+    """Predicts 1 - n_adsorbate + 0.01 n_slab, in eV, from numbers of atoms; refuses tall cells."""
 
     def forward(self, batch):
         atoms = torch.where(batch.tags == 2, -1.0, 0.01).double()
@@ -106,7 +106,7 @@ def test_the_table_of_a_run_and_of_a_peer_that_is_trained_once(tmp_path, capsys,
     assert [line.split()[1] for line in table[2:]] == [run, "peer:painn"]
     found = json.loads((tmp_path / "out" / "sizes.json").read_text())
     assert found["structures"]["2x2"] == 2 and found["eV"][run]["2x2"] > 0
-    # the trained net, whose energy starts at the mean; it is the same when it is read again
+    # the energy of a trained net starts at the mean and does not change when it is read again
     assert 1 < found["eV"]["peer:painn"]["slab"] < 2.5
     assert sizes.main(words) == 0 and done == [0.001]
     assert json.loads((tmp_path / "out" / "sizes.json").read_text()) == found

@@ -150,8 +150,8 @@ class Decoder(nn.Module):
     ) -> tuple[Tensor, DecoderState]:
         """Applies all blocks to new tokens without recomputing earlier ones.
 
-        `forward(x, context)` equals `step(x, remember(context))[0]`, even if split into several
-        steps.
+        `forward(x, context)` equals `step(x, remember(context))[0]`, even if x is split into
+        several steps.
 
         Args:
             x: (batch k, new tokens, dim), k consecutive rows for each remembered sequence.

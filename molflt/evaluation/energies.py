@@ -84,7 +84,7 @@ def evaluate(
         submission: also write the predictions of the four test splits to this .npz file for the
             OC20 leaderboard.
         published: npz file with predictions of other models: the names of the systems (`name`) and,
-            for each model, an array of energies with one column per training. The comparison is
+            for each model, an array of energies with one column per training run. The comparison is
             written to published.csv, published_errors.csv (by split, family and metal) and
             published.png.
         skip_bad: omit and list structures that cannot be used.

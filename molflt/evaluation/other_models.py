@@ -138,7 +138,7 @@ def common_systems(published: Published, found: Mapping[str, Predictions]) -> li
 def _error_rows(
     errors: Mapping[str, _Array], groups: Mapping[str, list[str]]
 ) -> Iterator[dict[str, Any]]:
-    """Yields the mean MAE of the trainings, and the MAE of their mean, by group and model."""
+    """Yields the mean MAE of training runs, and the MAE of their mean, by group and model."""
     for kind, names in groups.items():
         where = {name: np.array(names) == name for name in dict.fromkeys(names)}
         if kind == "split" and len(where) > 1:

@@ -144,7 +144,7 @@ def _check_finite(
     points: _Array, boxes: _Array, periodic: NDArray[np.bool_], ptr: list[int]
 ) -> None:
     """Raises ValueError for atoms (atoms, 3) or boxes (graphs, 3, 3), Å, that are not finite."""
-    near = (np.abs(points) <= FARTHEST).all(axis=1)  # False for NaN, too
+    near = (np.abs(points) <= FARTHEST).all(axis=1)  # also False for NaN
     known = (np.isfinite(boxes).all(axis=2) | ~periodic).all(axis=1)
     if not (near.all() and known.all()):
         graph = int(known.argmin())

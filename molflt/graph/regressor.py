@@ -78,8 +78,8 @@ class EnergyRegressor(nn.Module):
         subsurface: False leaves out the atoms with tag 0, which are half of a slab. Predictions
             then do not depend on these atoms (as in PhAST, arXiv:2211.12020).
         position_head: predict displacements to the relaxed positions as an auxiliary task.
-        move_atoms: after each pass except the last, move the free atoms as predicted by the
-            position head, by less than 1 Å each, and recompute the mask.
+        move_atoms: after each pass except the last, move each free atom by less than 1 Å, as
+            predicted by the position head, and recompute the mask.
         readout: atoms that contribute to the energy; see `molflt.graph.heads.EnergyReadout`. Use
             "adsorbate" for adsorption energies, "contact" if these are relative to the free
             molecule, and "all" for total energies.

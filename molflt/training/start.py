@@ -467,7 +467,7 @@ def _transfer(source: InitialWeights, model: nn.Module, files: Mapping[str, byte
 
 
 def _is_same(kept: object, content: bytes) -> bool:
-    """Returns True if a data file equals that of the source, a digest or parsed JSON."""
+    """Returns True if a data file equals that of the source, which is a digest or parsed JSON."""
     if isinstance(kept, str):
         return kept == hashlib.sha256(content).hexdigest()
     return kept is not None and kept == json.loads(content)

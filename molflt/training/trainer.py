@@ -35,8 +35,9 @@ class TrainerOptions:
         devices: number of GPUs, or of processes on the CPU.
         strategy: ddp (distributed training), or auto, which uses ddp for several devices.
         gradient_clip: maximum norm of the gradient; null for no limit.
-        val_every: number of steps between validations; one always follows the last step.
-        checkpoint_every: number of steps between checkpoints; one also precedes each validation.
+        val_every: number of steps between validations; a validation always follows the last step.
+        checkpoint_every: number of steps between checkpoints; a checkpoint also precedes each
+            validation.
         ema_decay: decay of an exponential moving average of the weights. Validation uses the
             averaged weights, and training saves them. null disables averaging. In the final
             average, the initial weights have the coefficient decay^max_steps.

@@ -11,18 +11,18 @@ import numpy as np
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data" / "gamenet_fg"
 ARCHIVE = SHARED / "FG_dataset_lite.tar.xz"
 METALS = ("ag", "cu", "ni")
-FAMILIES = {"amides": 7, "oximes": 3}  # molecules of each
+FAMILIES = {"amides": 7, "oximes": 3}  # number of molecules
 _CELL = np.array([[6.0, 0.0, 0.0], [3.0, 5.2, 0.0], [0.0, 0.0, 20.0]])
 
 
 def places(shift: float = 0.0) -> np.ndarray:
-    """Two fixed and one free atom of the metal, and H, H, C, (6, 3): C moves out of the cell."""
+    """Returns two fixed and one free metal atom, and H, H, C, (6, 3); C moves out of the cell."""
     slab = [[0.0, 0.0, 0.0], [0.5, 0.0, 0.0], [0.25, 0.5, 0.1]]
     return np.array([*slab, [0.1, 0.1, 0.2], [0.3, 0.1, 0.2], [0.02 - shift, 0.1, 0.25]])
 
 
 def poscar(metal: str, shift: float = 0.0) -> str:
-    """The structure as VASP writes it, all places within the cell."""
+    """Returns the structure as VASP writes it, with all positions within the cell."""
     cell = "\n".join(" ".join(f"{x:.10f}" for x in row) for row in _CELL)
     symbol = metal.capitalize()
     lines = [f"{symbol} H C", "1.0", cell, f"{symbol} H C", "3 2 1", "Selective dynamics", "Direct"]
@@ -33,7 +33,7 @@ def poscar(metal: str, shift: float = 0.0) -> str:
 
 
 def content() -> dict[str, str]:
-    """Files of a sound archive: 30 systems, names like ag-00X3-a."""
+    """Returns the files of a valid archive: 30 systems with names such as ag-00X3-a."""
     files, energies, initial, groups = {}, [], [], []
     for number, metal in enumerate(METALS):
         energies.append(f"{metal}-0000 {-100.0 - number}")
@@ -52,7 +52,7 @@ def content() -> dict[str, str]:
 
 
 def write_archive(path: Path, files: dict[str, str]) -> str:
-    """Writes a tar.xz; returns its sha256."""
+    """Writes a tar.xz and returns its sha256."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as tar:
         for name, text in files.items():

@@ -14,11 +14,11 @@ SHARED = Path(__file__).resolve().parents[3] / "shared" / "data" / "oc20"
 
 
 def fields(seed: int = 0, atoms: int = 7, **changes: Any) -> dict[str, Any]:
-    """Fields of one record in OC20's names and types, relaxed positions wrapped into the cell."""
+    """Returns a record with OC20's names and types; relaxed positions are wrapped into the cell."""
     rng = np.random.default_rng(seed)
     cell = np.array([[6.0, 0.0, 0.0], [1.5, 7.0, 0.0], [0.0, 0.0, 20.0]])
     pos = rng.random((atoms, 3)) @ cell
-    pos[1:3, :2] *= 0.01  # atoms at the corner, so that some relax out of the cell
+    pos[1:3, :2] *= 0.01  # atoms near the corner, some of which relax out of the cell
     inside = (pos + rng.normal(scale=0.3, size=pos.shape)) @ np.linalg.inv(cell)
     found = {
         "pos": torch.tensor(pos, dtype=torch.float32),
@@ -43,12 +43,12 @@ def record(seed: int = 0, **changes: Any):
 
 
 def old_pickle(state: bytes) -> bytes:
-    """A Data of PyG 1.x whose state is the given protocol-3 opcodes."""
+    """Returns a pickled `Data` of PyG 1.x whose state consists of these protocol-3 opcodes."""
     return b"\x80\x03ctorch_geometric.data.data\nData\n)\x81" + state + b"b."
 
 
 def opcodes(value: Any) -> bytes:
-    """Protocol-3 opcodes that leave a value on the stack."""
+    """Returns protocol-3 opcodes that leave a value on the stack."""
     return pickle.dumps(value, 3)[2:-1]
 
 
@@ -68,7 +68,7 @@ def write_lmdb(path: Path, content: dict[str, bytes]) -> Path:
 
 
 def same(a: Any, b: Any) -> None:
-    """Assert that two records are equal, NaN where NaN, with equal types."""
+    """Asserts that two records are equal, including NaN and types."""
     assert sorted(a.keys()) == sorted(b.keys())
     for key in a.keys():  # noqa: SIM118  (Data iterates over pairs)
         x, y = a[key], b[key]

@@ -1,4 +1,4 @@
-"""Structures through ASE: what is read, named and refused, and that no file can run code."""
+"""Structures read through ASE: contents, names and refusals; no file can run code."""
 
 import gzip
 import zlib
@@ -28,7 +28,7 @@ from molflt.data.structures.records import make_record
 
 
 def slab(number=0):
-    """CO on Cu(111) with OC20 tags, a fixed lower part, a stored energy, relaxed positions."""
+    """Returns CO on Cu(111) with OC20 tags, fixed lower layers, an energy and relaxed positions."""
     atoms = fcc111("Cu", (2, 2, 3), vacuum=6)
     atoms.set_tags(np.where(atoms.get_tags() == 1, 1, 0))
     surface = len(atoms)
@@ -313,7 +313,7 @@ def packed(thing):
 
 
 def row(number):
-    """A row as ase-db-backends writes it."""
+    """Returns a row as ase-db-backends writes it."""
     own = AtomsRow(frame(number))
     fields = {
         name: own[name]
@@ -350,7 +350,7 @@ def test_everything_in_an_lmdb_is_taken_and_nothing_is_written(tmp_path):
 
 
 def test_missing_rows_are_named_and_all_others_read(tmp_path):
-    path = database(tmp_path / "a.aselmdb", [1, 2, 4, 7], next_id=6)  # 3 and 5; 7 is beyond
+    path = database(tmp_path / "a.aselmdb", [1, 2, 4, 7], next_id=6)  # 3 and 5 are missing
     with pytest.raises(ValueError, match="row 3 is missing"):
         open_dataset(path)
     dataset = open_dataset(path, skip_bad=True)
@@ -391,10 +391,10 @@ def test_total_charge(name: str) -> None:
 
 
 def test_energies_of_two_charges_are_not_compared() -> None:
-    """Ionization energies are not mistaken for wrong units."""
+    """Checks that ionization energies are not mistaken for wrong units."""
     frames = []
     for number in range(60):
-        charge = number % 2  # the nearest frame of the other charge is longer by 0.001 Å
+        charge = number % 2  # the closest frame has the other charge and is 0.001 Å longer
         stretch = 0.05 + 0.01 * (number // 2) + 0.001 * charge
         frames.append(
             make_record(

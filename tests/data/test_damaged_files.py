@@ -1,4 +1,4 @@
-"""Damaged files are read as they are or refused in one line; hostile files run nothing.
+"""Damaged files are read correctly or refused in one line; hostile files do not run code.
 
 `make fuzz` runs the same properties on MOLFLT_FUZZ examples per format.
 """
@@ -40,7 +40,7 @@ property_test = settings(
 
 @cache
 def originals() -> Path:
-    """A folder with a small valid file of each format."""
+    """Returns a folder with a small valid file of each format."""
     folder = Path(mkdtemp(prefix="molflt-damaged-"))
     small = open_dataset(SAMPLE)
     records = [small[int(i)] for i in np.argsort(small.natoms)[:3]]
@@ -120,7 +120,7 @@ def test_damaged_structures(name: str, tmp_path: Path) -> None:
             assert record.pos.shape == (record.natoms, 3) and record.pos.isfinite().all()
             assert ((record.atomic_numbers > 0) & (record.atomic_numbers < 119)).all()
             assert record.cell.isfinite().all()
-        if name == "a.safetensors":  # its digest shows every change of the content
+        if name == "a.safetensors":  # its digest reveals every change of the content
             assert [r.sid for r in records] == [truth[i].sid for i in range(len(truth))]
             assert all(torch.equal(r.pos, truth[i].pos) for i, r in enumerate(records))
 
@@ -150,7 +150,7 @@ def test_damaged_idx_files(name: str, tmp_path: Path) -> None:
 
 @pytest.fixture
 def canary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The file that code in a hostile file would create."""
+    """Returns the file that code in a hostile file would create."""
     monkeypatch.chdir(tmp_path)
     yield Path("CANARY")
     assert not Path("CANARY").exists()

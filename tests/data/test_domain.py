@@ -1,4 +1,4 @@
-"""What a training set held, and what is said of structures that lie outside of it."""
+"""The domain of a training set, and messages about structures outside of it."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ CELL = np.diag([8.0, 8.0, 20.0])
 
 
 def record(slab: str, adsorbate: str = "", tags: bool = True, pbc=(1, 1, 1), **more):
-    """Atoms in a row, those of the slab first; symbols are one letter each."""
+    """Returns atoms in a row, slab atoms first; each symbol is one letter."""
     numbers = [{"H": 1, "C": 6, "N": 7, "O": 8, "K": 19}[one] for one in slab + adsorbate]
     pos = np.arange(3 * len(numbers)).reshape(-1, 3) * 0.5
     own = [1] * len(slab) + [2] * len(adsorbate)
@@ -77,7 +77,7 @@ def test_training_structures_are_inside_the_domain() -> None:
     records = [record("KKKK", tags=False), record("KKKK", "HO"), record("CCCC", pbc=(0, 0, 0))]
     own = domain(*records)
     assert [own.outside(one) for one in records] == [[], [], []]
-    assert own.outside(record("CCCC", "OK")) == []  # seen without tags, so in any part
+    assert own.outside(record("CCCC", "OK")) == []  # C was seen without tags
     assert own.untagged == 1 and own.to_json()["periodic"] == ["", "xyz"]
 
 
@@ -89,7 +89,7 @@ def test_the_share_of_surface_atoms_is_compared() -> None:
     (reason,) = own.outside(whole)
     assert "surface" in reason and "1.00, trained on 0.50" in reason
     old = own.to_json()
-    del old["surface_share"]  # as version 0.1 wrote it
+    del old["surface_share"]  # as in files of version 0.1
     assert Domain.from_json(old, "domain.json").outside(whole) == []
 
 

@@ -1,4 +1,4 @@
-"""The download, against a local server: space, resuming, md5, unpacking in part."""
+"""Downloads from a local server: space, resuming, md5, and unpacking of some splits."""
 
 import hashlib
 import io
@@ -20,7 +20,7 @@ INNER = OC20_ARCHIVE.inner
 
 
 class Server:
-    """Serves one archive; can cut connections, ignore ranges, and remembers the ranges asked."""
+    """Serves one archive; can cut connections or ignore ranges, and records requested ranges."""
 
     def __init__(self):
         self.content = b""
@@ -72,7 +72,7 @@ def server(tmp_path, monkeypatch):
 
 
 def archive(tmp_path, names=("10k/train", "all/val_id", "all/val_ood_ads"), extra=()):
-    """A small tar.gz in the layout of the official one."""
+    """Returns a small tar.gz with the layout of the official archive."""
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w:gz") as tar:
         for number, name in enumerate(names):
@@ -163,5 +163,5 @@ def test_game_net_is_fetched_resumed_and_compared(server, tmp_path, capsys):
     assert "run the same command again" in capsys.readouterr().err
     assert main([*words, *sums]) == 0
     assert path.read_bytes() == server.content and server.asked[-1] == "bytes=2000-"
-    assert main([*words, "--base_url", server.url]) == 2  # it is there, but not the official one
+    assert main([*words, "--base_url", server.url]) == 2  # exists, but is not official
     assert f"{path}: expected md5 {GAME_NET.md5}; got" in capsys.readouterr().err

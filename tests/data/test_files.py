@@ -25,7 +25,7 @@ def test_a_block_that_fails_leaves_the_older_file(tmp_path):
         raise ValueError("half")
     assert path.read_bytes() == b"old" and os.listdir(path.parent) == ["a.txt"]
     with atomically(path) as part:
-        part.unlink()  # some libraries write another file in its place, for its owner alone
+        part.unlink()  # some libraries replace it with a file that only its owner can read
         part.write_text("new")
         part.chmod(0o600)
     (path.parent / "plain.txt").touch()
@@ -48,7 +48,7 @@ def test_appending_is_atomic(tmp_path):
 
 
 def test_every_byte_of_tensors_is_guarded_by_their_digest(tmp_path):
-    """A file with a changed byte, in its header too, is refused or says it has no digest."""
+    """A file with a changed byte, even in its header, is refused or has no digest."""
     path = tmp_path / "a.safetensors"
     arrays = {"b": np.arange(5, dtype="<f4"), "a": np.array([True, False])}
     save_tensors(path, arrays, {"step": "3", "note": 'é "quoted"\n'})
@@ -66,7 +66,7 @@ def test_every_byte_of_tensors_is_guarded_by_their_digest(tmp_path):
             passed += 1
         except ValueError as error:
             assert str(path) in str(error) and len(str(error)) < len(str(path)) + 250
-    assert passed == len("sha256")  # the digest's own name
+    assert passed == len("sha256")  # changes of the key of the digest
     path.write_bytes(content[:-1])
     with pytest.raises(ValueError, match="not a complete safetensors file"):
         verify_tensors(path)

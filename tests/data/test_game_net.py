@@ -1,4 +1,4 @@
-"""GAME-Net's FG set: its archive, the splits of it, and what is wrong with others."""
+"""GAME-Net's FG set: its archive and splits, and the refusal of other archives."""
 
 import json
 
@@ -21,7 +21,7 @@ def converted(tmp_path_factory):
 
 
 def stores(folder):
-    """Split -> names of its systems, in the order of the store."""
+    """Returns the names of the systems of each split, in the order of the store."""
     systems = read_systems(folder)
     paths = sorted(folder.glob("*.safetensors"))
     return {p.stem: [systems[r.sid].name for r in StructureStore(p)] for p in paths}
@@ -36,7 +36,7 @@ def test_all_systems_agree_with_arrays_made_independently(converted):
     seen = set()
     for path in converted.glob("*.safetensors"):
         for record in StructureStore(path):
-            i = record.sid  # the place among the sorted names, as in the arrays
+            i = record.sid  # the index in the sorted names, as in the arrays
             seen.add(i)
             atoms = slice(ends[i] - record.natoms, ends[i])
             words = [str(arrays[key][i]) for key in ("name", "molecule", "family", "metal")]

@@ -1,4 +1,4 @@
-"""Structures that are in memory already: ASE's, PyG's, and lists of both."""
+"""Structures in memory: those of ASE and PyG, and lists of both."""
 
 import numpy as np
 import torch
@@ -54,7 +54,7 @@ def test_pyg_data_of_others() -> None:
     own = StructuresInMemory(data)[0]
     assert own.atomic_numbers.tolist() == [1, 1] and not own.pbc.any()
     assert own.pos.dtype == torch.float32 and torch.isnan(own.y_relaxed).all()
-    data.y_relaxed = torch.tensor([float("nan")])  # an unknown label is none
+    data.y_relaxed = torch.tensor([float("nan")])  # NaN counts as a missing label
     assert len(StructuresInMemory([data])) == 1
 
 

@@ -1,4 +1,4 @@
-"""molflt data inspect and convert, through the command line."""
+"""The commands ``molflt data inspect`` and ``molflt data convert``."""
 
 import json
 import math
@@ -35,7 +35,7 @@ def test_an_lmdb_is_inspected_and_converted(tmp_path, capsys):
     """Wrapped relaxed positions are unwrapped and counted; bad records are listed."""
     content = {str(i): old_record(i) for i in range(5)}
     content |= {"1": old_record(1, y_relaxed=math.nan), "3": b"damaged"}
-    content |= {"2": old_record(2, fixed=torch.ones(7))}  # whose atoms do not count
+    content |= {"2": old_record(2, fixed=torch.ones(7))}  # fixed atoms do not count
     path, store = write_lmdb(tmp_path / "data.lmdb", content), tmp_path / "out" / "a.safetensors"
     found = as_json(capsys, path)
     assert (found["systems"], found["atoms_total"], found["with_labels"]) == (3, 21, 3)
@@ -77,13 +77,13 @@ def test_warnings(tmp_path, capsys):
     write_store(path, [record(i) for i in range(3)])
     found = as_json(capsys, path)
     assert found["warnings"] == [] and found["energies_look_like"] == "adsorption"
-    write_store(path, [record(i, y_relaxed=e) for i, e in enumerate((-35.0, -42.0))])  # of 7 atoms
+    write_store(path, [record(i, y_relaxed=e) for i, e in enumerate((-35.0, -42.0))])  # 7 atoms
     (text,) = as_json(capsys, path)["warnings"]
     assert text.startswith("total energies") and "is 5.5 eV per atom" in text
 
 
 def test_structures_that_are_there_twice(tmp_path, capsys):
-    """In one source, and in two splits, where one would be judged by what it was trained on."""
+    """Structures may repeat within a source, or in two splits, which would spoil the validation."""
     one, two = record(0), record(1)
     moved = record(0)
     moved.pos = moved.pos + 1e-3
@@ -126,13 +126,13 @@ def test_other_properties_are_not_judged_as_energies(tmp_path, capsys):
     assert main(["data", "inspect", str(path), "--energy_key", "gap"]) == 0
     told = capsys.readouterr().out
     assert "potential" not in told and "gap         0.500 to 25.000, mean 10.500" in told
-    data = IS2REData(path, energy_key="gap", val_fraction=0.5)  # beyond 20, if it were an energy
+    data = IS2REData(path, energy_key="gap", val_fraction=0.5)  # not limited to 20
     data.refuse_totals()
     assert sum(map(len, data.datasets.values())) == 4
 
 
 def distances(pos: np.ndarray, cell: np.ndarray, pbc: np.ndarray) -> np.ndarray:
-    """Of all pairs, to all images around."""
+    """Returns the distances of all pairs, including neighboring images."""
     lattice = cell[pbc]
     images = np.array([*product(range(-9, 10), repeat=len(lattice))]) @ lattice
     first, second = np.triu_indices(len(pos), 1)
@@ -153,7 +153,7 @@ def test_overlaps_equal_a_search_over_all_images() -> None:
         try:
             record = make_record(pos=pos, atomic_numbers=np.ones(count), cell=cell, pbc=pbc)
         except ValueError:
-            continue  # too flat a cell
+            continue  # the cell is too flat
         nearest = distances(record.pos.double().numpy(), record.cell[0].double().numpy(), pbc).min()
         if abs(nearest - TOO_NEAR) > 1e-5:
             found.append((atoms_coincide(record), bool(nearest < TOO_NEAR)))
@@ -162,7 +162,7 @@ def test_overlaps_equal_a_search_over_all_images() -> None:
 
 
 def test_overlapping_atoms_are_reported(tmp_path, capsys) -> None:
-    """Across a boundary, too, where no viewer shows it."""
+    """Includes atoms that overlap across a boundary, which viewers do not show."""
     draw, records = np.random.default_rng(0), []
     for sid in range(4):
         pos = np.array([[0, 0, z] for z in (1.0, 3.0, 5.0, 7.0)]) + draw.uniform(0, 0.3, (4, 3))

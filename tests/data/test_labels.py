@@ -1,4 +1,4 @@
-"""Labels: kinds of energies, absurd and missing ones, and energies per element by least squares."""
+"""Labels: kinds of energies, absurd and missing labels, and least-squares energies per element."""
 
 import math
 from pathlib import Path
@@ -75,7 +75,7 @@ def test_training_names_bad_labels_or_leaves_them_out(tmp_path: Path, capsys) ->
 
 @pytest.mark.parametrize(("more", "spread"), [(0.0, 1.0), (2e-9, 1e-9)])
 def test_energies_that_are_all_the_same_have_no_spread(tmp_path: Path, more, spread) -> None:
-    """The mean of 22 times -0.1 is rounded; a spread of 1e-9 eV is one."""
+    """The mean of 22 equal energies of -0.1 eV is rounded; a spread of 1e-9 eV is not rounding."""
     for split in ("train", "val_id"):
         energies = [-0.1, -0.1 + more] * 11
         write_store(tmp_path / f"{split}.safetensors", of_energies(energies))
@@ -85,7 +85,7 @@ def test_energies_that_are_all_the_same_have_no_spread(tmp_path: Path, more, spr
 
 @pytest.mark.parametrize("place", [0, 3])
 def test_an_absurd_label_of_one_file_is_refused_in_either_part(tmp_path: Path, place: int) -> None:
-    """Alone in the part for validation, it looked like a total energy."""
+    """Alone in the validation part, such a label would look like a total energy."""
     path = tmp_path / "a.safetensors"
     write_store(path, of_energies([514.25 if i == place else -1.0 - i / 8 for i in range(8)]))
     message = rf"a\.safetensors: sid {1000 + place}: y_relaxed is 514.250 eV; expected at most 20"
@@ -128,7 +128,7 @@ REFERENCES = {1: -13.6, 6: -1030.25, 8: -2041.5, 29: -45000.125, 78: -91000.75}
 
 
 def of_elements(numbers: list[list[int]], noise: float = 0.0) -> list[object]:
-    """Structures in a row of atoms, with the sum of references and some noise as their energy."""
+    """Returns rows of atoms whose energy is the sum of references, with some noise."""
     draw = np.random.default_rng(0)
     return [
         make_record(
@@ -147,7 +147,7 @@ def drawn(count: int) -> list[list[int]]:
 
 
 def test_references_are_recovered_exactly(tmp_path: Path, monkeypatch) -> None:
-    """From totals of up to 1e6 eV; in one block or in many."""
+    """Total energies reach 1e6 eV; the fit uses one block or many blocks."""
     for name, noise in (("a", 0.0), ("b", 0.3)):
         write_store(tmp_path / f"{name}.safetensors", of_elements(drawn(60), noise))
     dataset, noisy = (open_dataset(tmp_path / f"{name}.safetensors") for name in "ab")
@@ -156,7 +156,7 @@ def test_references_are_recovered_exactly(tmp_path: Path, monkeypatch) -> None:
         assert found.energies[number] == pytest.approx(energy, rel=1e-12, abs=1e-9)
     assert np.flatnonzero(found.present).tolist() == [*REFERENCES] and found.undetermined == 0
     assert np.count_nonzero(found.energies) == 5
-    assert abs(found.mean) < 1e-8 and found.std == 0.0  # its rounding is no spread
+    assert abs(found.mean) < 1e-8 and found.std == 0.0  # rounding does not count as spread
     fit = fit_element_energies(noisy)
     left = noisy.y_relaxed - noisy.compositions(np.arange(60)) @ fit.energies
     assert fit.mean == pytest.approx(left.mean(), abs=1e-8)
@@ -167,7 +167,7 @@ def test_references_are_recovered_exactly(tmp_path: Path, monkeypatch) -> None:
 
 
 def test_compositions_that_determine_nothing_have_small_references(tmp_path: Path) -> None:
-    """CO alone says nothing of C and O: energies of CO are exact all the same, and it is said."""
+    """CO alone does not determine C and O, which is reported; energies of CO are still exact."""
     write_store(tmp_path / "train.safetensors", of_elements([[6, 8], [6, 6, 8, 8], [1]] * 3))
     write_store(tmp_path / "val_id.safetensors", of_elements([[6, 8, 29]]))
     data = IS2REData(tmp_path)
@@ -177,6 +177,6 @@ def test_compositions_that_determine_nothing_have_small_references(tmp_path: Pat
     assert "compositions leave 1 of 3 element energies undetermined" in texts[0]
     assert "val_id.safetensors: no reference energy of Cu, which the training" in texts[1]
     pair = REFERENCES[6] + REFERENCES[8]
-    assert found.energies[6] == pytest.approx(pair / 2)  # the smallest norm
+    assert found.energies[6] == pytest.approx(pair / 2)  # the solution of smallest norm
     assert found.energies[6] + found.energies[8] == pytest.approx(pair, rel=1e-12)
     assert found.energies[1] == pytest.approx(REFERENCES[1])

@@ -1,4 +1,4 @@
-"""The generator on small runs with EMT: resumed, checked, energies by hand."""
+"""Small runs of the generator with EMT: resuming, checks, and energies computed by hand."""
 
 import csv
 import json
@@ -27,13 +27,13 @@ SMALL = {"train": 2, "val": 1, "seed": 7, "frames": True}
 
 
 def contents(directory: Path) -> dict[str, bytes]:
-    """Everything of a finished run."""
+    """Returns the contents of all files of a finished run."""
     files = (path for path in directory.rglob("*") if path.is_file())
     return {str(path.relative_to(directory)): path.read_bytes() for path in files}
 
 
 def in_this_process(most: int) -> Callable[..., Iterable[None]]:
-    """Replaces workers, whose imports take seconds; interrupted after `most` systems."""
+    """Replaces workers, whose imports take seconds, and interrupts after `most` systems."""
 
     def relax(tasks: list[object], workers: int) -> Iterable[None]:
         yield from map(generator._relax_one, islice(tasks, most))
@@ -65,9 +65,9 @@ def test_frames_lead_from_the_initial_to_the_relaxed_structure(made_here: Path) 
         again = own[-1].copy()
         again.calc = EMT()
         np.testing.assert_allclose(again.get_forces(), own[-1].get_forces(), atol=1e-3)
-        # the label by hand, from the calculator alone
+        # compute the label from the calculator alone
         mine = record.tags.numpy() == 2
-        slab = own[0][~mine]  # the clean slab, relaxed, is what the adsorbate was put on
+        slab = own[0][~mine]  # the adsorbate was placed on the relaxed clean slab
         slab.calc = EMT()
         known = sum(elements[symbol] for symbol in own[-1].symbols[mine])
         label = again.get_potential_energy() - slab.get_potential_energy() - known
@@ -77,7 +77,7 @@ def test_frames_lead_from_the_initial_to_the_relaxed_structure(made_here: Path) 
 def test_interrupted_and_growing_data_sets_have_the_bytes_of_one_made_at_once(
     tmp_path: Path, made_here: Path, monkeypatch
 ) -> None:
-    """Interrupted after one system, with two training systems where there was one."""
+    """The run is interrupted after one system, and later grows from one to two training systems."""
     directory = tmp_path / "data"
     monkeypatch.setattr(generator, "_in_processes", in_this_process(1))
     with pytest.raises(KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""The OC20 LMDB: layouts, workers, damaged files and records, and the 20 genuine records."""
+"""OC20's LMDB files: layouts, workers, damaged files and records, and 20 genuine records."""
 
 import io
 import pickle
@@ -110,7 +110,7 @@ def test_optional_fields_may_be_missing(tmp_path):
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """A file with two levels of pages, values in nodes, on one page and on several."""
+    """Writes a file with two levels of pages, and values in nodes, on one page and on several."""
     path = tmp_path_factory.mktemp("lmdb") / "data.lmdb"
     draw = random.Random(0)
     content = {b"length": b"400", b"\xff" * 511: b""}

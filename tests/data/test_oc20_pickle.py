@@ -1,4 +1,4 @@
-"""Pickles that try to run code are refused by name, and nothing of them has run."""
+"""Pickles that try to run code are refused by name, and their code does not run."""
 
 import io
 import os
@@ -37,7 +37,7 @@ def saved(thing):
 
 
 def nested(payload):
-    """A record whose pos is a tensor on the storage that ``payload`` is said to be."""
+    """Returns a record whose pos is a tensor with ``payload`` as its storage."""
     load = STORAGE + opcodes(payload) + b"\x85R"
     tensor = REBUILD + b"(" + load + b"K\x00K\x02K\x03\x86K\x03K\x01\x86\x89NtR"
     return old_pickle(b"}" + POS + tensor + b"s")
@@ -56,7 +56,7 @@ REFUSED = {
 def test_code_is_refused_by_name_and_does_not_run(tmp_path, build, name):
     sentinel = tmp_path / "it-ran"
     payload = build(Evil(sentinel))
-    # the attack is real: the payload names a callable and asks for it to be called
+    # the attack is real: the payload names a callable and requests a call
     assert {"REDUCE", "BUILD"} & {op.name for op, _, _ in pickletools.genops(payload)}
     assert b"system" in payload
     path = write_lmdb(tmp_path / "data.lmdb", {"0": old_record(0), "1": payload})
@@ -88,7 +88,7 @@ def test_stand_ins_cannot_be_changed_by_pickles(payload):
 
 
 def view(offset, size, stride):
-    """A record whose pos is a view of four numbers."""
+    """Returns a record whose pos is a view of four numbers."""
     content = io.BytesIO()
     torch.save(torch.zeros(4).storage(), content, _use_new_zipfile_serialization=False)
     load = STORAGE + opcodes(content.getvalue()) + b"\x85R"

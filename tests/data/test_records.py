@@ -60,7 +60,7 @@ def test_types_shapes_and_defaults():
         ({"pos": [[0.0, 0.0, 0.0], [0.0, -1.1e5, 0.0]]}, "within 100000 Å.*-110000.0.*atom 1"),
         ({"cell": np.diag([4.0, 5.0, 0.49])}, "at least 0.5 Å apart; got 0.49 Å"),
         ({"sid": 1.5}, "sid must be an integer of at most 64 bits; got 1.5"),
-        # may have been 299
+        # could be 299 after rounding
         ({"sid": torch.tensor(300.0, dtype=torch.bfloat16)}, "sid must be an integer .*tensor"),
     ],
 )
@@ -130,7 +130,7 @@ def test_moved_structures_keep_their_digits(move):
             assert float((moved - moved[0]).abs().max()) < 2e-6
         if move[0] % 1000 == 0:
             assert torch.equal(here.pos, there.pos)
-        assert torch.equal(here.pos, torch.from_numpy(pos).float())  # near the origin as they are
+        assert torch.equal(here.pos, torch.from_numpy(pos).float())  # not moved near the origin
 
 
 def test_an_atom_in_a_far_image_keeps_its_digits():
@@ -143,7 +143,7 @@ def test_an_atom_in_a_far_image_keeps_its_digits():
     assert np.abs(shift - shift.round()).max() < 1e-6 and np.abs(record.pos).max() < 30
     way = (record.pos_relaxed - record.pos).numpy()
     np.testing.assert_allclose(way, 0.1, atol=1e-5)
-    alone = make_record(pos=far, atomic_numbers=[6] * 20)  # a molecule as it is
+    alone = make_record(pos=far, atomic_numbers=[6] * 20)  # a molecule is not changed
     assert float(alone.pos[3, 0]) > 6e4
 
 
@@ -180,7 +180,7 @@ def test_distances_and_cells_turn_together():
     batch = Batch.from_data_list(records)
     before = batch.pos.clone()
     turned = rotate(batch, random_orthogonal(2, "all"))
-    assert torch.equal(batch.pos, before)  # the original is left alone
+    assert torch.equal(batch.pos, before)  # the original does not change
     assert (turned.pos - batch.pos).abs().max() > 0.1
     for graph in range(2):
         own = batch.batch == graph
@@ -191,7 +191,7 @@ def test_distances_and_cells_turn_together():
 
 
 def relaxations(count=400):
-    """Two free atoms and a fixed one each; every fourth structure has no relaxed positions."""
+    """Returns structures of two free and one fixed atom; every fourth lacks relaxed positions."""
     rng = np.random.default_rng(0)
     records = []
     for k in range(count):
@@ -216,7 +216,7 @@ def test_interpolated_positions_lie_on_the_path():
     assert t.min() >= 0 and t.max() <= 1 and abs(t[t > 0].mean() - 0.5) < 0.1
     noisy = interpolate(batch, share=0.5, noise=0.1)
     step = (noisy.pos - batch.pos).view(-1, 3, 3)
-    away = step[:, 0, 2]  # across the path
+    away = step[:, 0, 2]  # perpendicular to the path
     assert not step[:, 2].any() and not step[::4].any()
     assert abs(away[away != 0].std() - 0.1) < 0.03 and 0.2 < (away != 0).double().mean() < 0.55
     for key in ("pos_relaxed", "fixed", "cell"):

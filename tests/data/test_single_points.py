@@ -1,4 +1,4 @@
-"""Energies, forces and stress at the positions: read, kept, counted, and in the right units."""
+"""Energies, forces and stress at the positions: reading, storing, counting, and units."""
 
 import re
 
@@ -28,7 +28,7 @@ from molflt.data.structures.records import make_record
 
 
 def copper(count=12, seed=0):
-    """Rattled crystals of 4 atoms with EMT's labels."""
+    """Returns rattled crystals of 4 atoms with EMT labels."""
     draw = np.random.default_rng(seed)
     frames = [bulk("Cu", cubic=True) for _ in range(count)]
     for atoms in frames:
@@ -37,7 +37,7 @@ def copper(count=12, seed=0):
 
 
 def bare(atoms: Atoms, **labels) -> Atoms:
-    """The structure with arrays and info of these names instead of a calculator."""
+    """Returns the structure with labels in arrays and info instead of a calculator."""
     out = atoms.copy()
     for name, value in labels.items():
         store = out.arrays if np.shape(value) == (len(atoms), 3) else out.info
@@ -107,7 +107,7 @@ def test_s2ef_files(tmp_path):
     data = PotentialData(tmp_path, val_split="train", check_units=False)
     data.setup()
     assert data.force_scale() == pytest.approx(float(forces.square().mean().sqrt()))
-    # some IS2RE files have forces, too, of an energy that nobody says
+    # some IS2RE files also have forces, but not their energy
     alone = write_lmdb(tmp_path / "b.lmdb", {"0": old_record(0, force=forces)})
     assert bool(open_dataset(alone)[0].forces.isnan().all())
 
@@ -192,7 +192,7 @@ UNITS = {  # factor of ASE's stress, and words that name it
 
 
 def strained(count=12, deform=0.02, rattle=0.03):
-    """Crystals of 4 atoms in different cells, with EMT's labels."""
+    """Returns crystals of 4 atoms in different cells, with EMT labels."""
     draw, frames = np.random.default_rng(0), []
     for seed in range(count):
         atoms = bulk("Cu", cubic=True)
@@ -221,7 +221,7 @@ def test_unit_and_sign_of_stress_are_seen_in_energies(tmp_path, capsys, frames, 
     if unit is None:
         assert not found
         return
-    if unit == "virial" and frames is copper:  # 48 times is as likely another unit
+    if unit == "virial" and frames is copper:  # a factor of 48 may also be a different unit
         assert "stress looks like minus" in found
     else:
         assert said in found or said.replace("virial", "volume") in found.split(":")[0]
@@ -237,7 +237,7 @@ def test_unit_and_sign_of_stress_are_seen_in_energies(tmp_path, capsys, frames, 
 
 
 def test_stress_that_cannot_be_judged_is_named(tmp_path):
-    """Two unlike structures tell nothing; frames that differ in the cell do."""
+    """Two different crystals do not determine the unit; frames with different cells do."""
     ase.io.write(tmp_path / "train.traj", [labeled(bulk("Cu")), labeled(bulk("Al"))])
     data = PotentialData(tmp_path, val_split="train")
     data.setup()
@@ -253,7 +253,7 @@ def test_energies_beyond_those_of_all_electrons_are_named():
 
 
 def test_forces_of_frames_in_other_cells_are_not_judged_by_their_strain(tmp_path) -> None:
-    """The work of strain is not that of forces: right labels of small crystals are taken."""
+    """Strain also does work, so correct forces of small crystals are accepted."""
     ase.io.write(tmp_path / "train.traj", strained(60, deform=0.05, rattle=0.02))
     assert force_unit_fault(open_dataset(tmp_path / "train.traj")) == ""
     atoms, steps = bulk("Cu", cubic=True).repeat(2), []

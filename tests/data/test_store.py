@@ -1,4 +1,4 @@
-"""The compact store: exact round trip, whole files or none, clear errors for damaged ones."""
+"""The compact store: exact round trips, complete files or none, clear errors for damaged files."""
 
 import json
 import pickle
@@ -28,7 +28,7 @@ from molflt.evaluation.predictions import open_structures
 
 
 def mixed():
-    """With and without labels, relaxed positions, cell and tags; one atom and many."""
+    """Returns records of one or many atoms, with and without labels, cell and tags."""
     molecule = make_record(pos=[[0.0, 0.0, 0.0]], atomic_numbers=[1], sid=-3, y_init=2.5, charge=-1)
     unlabelled = record(1, y_relaxed=None, pos_relaxed=None, tags=None)
     slab = record(2, atoms=31, pbc=[True, True, False])
@@ -64,13 +64,13 @@ def damage(path, **changes):
             columns[name] = change(old.copy())
     with safe_open(path, framework="numpy") as file:
         metadata = file.metadata()
-    metadata.pop("sha256", None)  # as written by another program, or an older version
+    metadata.pop("sha256", None)  # as in files of other programs or older versions
     save_file(columns, path, metadata=metadata)
 
 
 def put(position, value):
     def change(column):
-        raw = column.view("u1") if column.dtype == bool else column  # of bools, any byte
+        raw = column.view("u1") if column.dtype == bool else column  # any byte
         raw[position] = value
         return column
 
@@ -233,12 +233,12 @@ def test_every_source_keeps_the_protocol(tmp_path, monkeypatch, source):
     with pytest.raises(IndexError):
         structures[count]
     structures[0].pos.zero_()
-    same(structures[0], expected[0])  # neither the file nor memory was written to
+    same(structures[0], expected[0])  # neither the file nor the mapped memory changed
 
     loader = DataLoader(structures, 2, num_workers=1, multiprocessing_context="fork")
-    found = torch.cat([batch.sid for batch in loader]).tolist()  # after use here
+    found = torch.cat([batch.sid for batch in loader]).tolist()  # after a read here
     assert found == [item.sid for item in expected]
-    same(structures[0], expected[0])  # this process still reads
+    same(structures[0], expected[0])  # this process can still read
     assert len(pickle.dumps(structures)) < 20_000
 
 

@@ -1,4 +1,4 @@
-"""Tags guessed from the geometry: against those of data sets, and of slabs built here."""
+"""Tags guessed from the geometry, compared with those of data sets and of slabs built here."""
 
 from pathlib import Path
 
@@ -34,12 +34,12 @@ def guessed(atoms: Atoms, share=None):
 
 
 def found(atoms: Atoms) -> list[int]:
-    """Indices of the adsorbate."""
+    """Returns the indices of the adsorbate."""
     return np.flatnonzero(guessed(atoms).tags == Tag.ADSORBATE).tolist()
 
 
 def above(slab: Atoms, gas: str, height: float = 2.0) -> tuple[Atoms, list[int]]:
-    """A slab with a molecule over its highest atom, and the indices of the molecule."""
+    """Returns a slab with a molecule above its highest atom, and the indices of the molecule."""
     both, own = slab.copy(), molecule(gas)
     top = slab.positions[slab.positions[:, 2].argmax()]
     own.positions += top + np.array([0, 0, height]) - own.positions[own.positions[:, 2].argmin()]
@@ -54,7 +54,7 @@ def agreement(records, share=None) -> float:
 
 @pytest.mark.parametrize("free", [False, True])
 def test_the_sample_agrees(free: bool) -> None:
-    """A quarter of each of its slabs is surface; half is fixed."""
+    """In each slab of the sample, a quarter of the atoms is surface and half is fixed."""
     dataset = open_dataset(ROOT / "datasets" / "chgnet-sample" / "val_ood_both.safetensors")
     records = [dataset[i] for i in range(0, 250, 5)]
     for one in records:

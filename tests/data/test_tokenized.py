@@ -46,7 +46,7 @@ def test_tokenizers_survive_json(kind):
     assert [one for one in ids[2] if one in (0, 3, 4)] == [found.sep, found.mask, found.pad]
     assert found.decode(ids[0]).replace(" ", "") == "thecatwalking"
     assert not any("\n" in found.token(i) for i in range(len(found)))
-    renamed = Tokenizer.from_json(found.to_json().replace(b"[PAD]", b"<pad>"))  # as of FNet
+    renamed = Tokenizer.from_json(found.to_json().replace(b"[PAD]", b"<pad>"))  # as in FNet
     assert renamed.pad == 0 and renamed.special == [0, 1, 2, 3, 4]
     cased = Tokenizer.train(kind, LINES, 60, False)
     assert found.ignores_case and not cased.ignores_case
@@ -142,7 +142,7 @@ def test_files_of_every_task(task, tmp_path):
 
 
 def test_published_files_are_read_unchanged(tmp_path):
-    """With a byte order mark, single quotation marks, \\r\\n, no header, or missing columns."""
+    """Files have a byte order mark, single quotation marks, \\r\\n, no header, or few columns."""
     mrpc = '\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\r\n1\t2\t3\tHe said, "yes\t"No.\r\n'
     (tmp_path / "MRPC.train.tsv.xz").write_bytes(lzma.compress(mrpc.encode()))
     path = find_split(tmp_path, "MRPC", "train")

@@ -36,7 +36,8 @@ class _PositiveFeatures(FeatureMap):
 class _TrigonometricFeatures(FeatureMap):
     """Features phi(x) = exp(|x|^2 / 2) [sin(w_s . x), cos(w_s . x)] / sqrt(m), with width 2m.
 
-    Unbiased for exp(x . y), but signed; the variance becomes very large where exp(x . y) is small.
+    The estimate of exp(x . y) is unbiased, but the features are signed, and the variance becomes
+    very large where exp(x . y) is small.
     """
 
     paper = "2106.12566, eq. 4"
@@ -59,7 +60,8 @@ class _Favor2020Features(_TrigonometricFeatures):
     """FAVOR as first published: phi(x) = D_x sqrt(2 / m) cos(w_s . x + b_s).
 
     D_x = exp(|x|^2 / 2) is exp(|q|^2 / (2 sqrt(d))) for the unscaled query, as in D_Q and D_K of
-    FAVOR. The phases b_s are uniform in [0, 2 pi). Unbiased for exp(x . y), but signed.
+    FAVOR. The phases b_s are uniform in [0, 2 pi). The estimate of exp(x . y) is unbiased, but the
+    features are signed.
     """
 
     paper = "2006.03555, eqs. 5-12"

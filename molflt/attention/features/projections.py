@@ -237,9 +237,9 @@ class _GivensProjection(_FactoredProjection):
 
     A layer permutes the coordinates at random and rotates the dim // 2 pairs (2 k, 2 k + 1) by
     uniformly distributed angles. Each block has `LAYERS_PER_LEVEL` ceil(log2 dim) separate layers.
-    E w = 0 and E w w^T = I hold exactly. The worst z is along an axis: at d = 64, its kernel
-    is too large by 0.2 % at |z| = 1 and by 3 % at |z| = 2. On a CPU, this is 10x slower than a
-    dense matrix at d = 64. Choromanski et al. 2019, Unifying orthogonal Monte Carlo.
+    E w = 0 and E w w^T = I hold exactly. The worst z is along an axis: at d = 64, its kernel is too
+    large by 0.2 % at |z| = 1 and by 3 % at |z| = 2. On a CPU, this is 10 times slower than a dense
+    matrix at d = 64. Source: Choromanski et al. 2019, Unifying orthogonal Monte Carlo.
     """
 
     paper = "2006.03555, sec. 2.4"

@@ -3,7 +3,7 @@
 F = sum_n sum_s sum_ab phi_na w_nb [cos(theta_ns) C_sab + sin(theta_ns) S_sab] with theta_ns = 2 pi
 xi_s . r_n is linear in phi, w and the state (C, S) of a graph. `state_kernel` computes its gradient
 with respect to the state, and `token_kernel` its gradients with respect to w, phi and theta. These
-are the outputs of attention and all gradients. Sums have a fixed order.
+gradients yield the outputs of attention and their derivatives. Sums have a fixed order.
 
 Shapes: phi (heads, tokens, m); w (heads, tokens, n), followed by a column of ones with ONES; r
 (tokens, l); xi (graphs, heads, r, l), of which `counts` (graphs,) are used; a state (graphs, heads,

@@ -39,7 +39,8 @@ def open_dataset(
             (name, reason), instead of refusing the source at the first one.
         reading: how to interpret the entries of files that ASE reads.
         once: True if the caller makes a single pass and itself skips records that raise an error.
-        trained: `reading` of the training run. Sources without such options ignore equal values.
+        trained: `reading` of the training run. Sources without these options ignore values that are
+            equal to those of the training run.
     """
     if reading.tags == "guess":
         plain = reading._replace(tags="any", surface=None)

@@ -72,7 +72,7 @@ class Converter:
         self._last = b""
 
     def record(self, atoms: Atoms | ValueError, number: int = 0) -> Data:
-        """Converts a structure, with the sid `number` by default; raises an error that is passed.
+        """Converts a structure, with the sid `number` by default; raises `atoms` if it is an error.
 
         See `molflt.data.structures.ase_files.AseStructures`.
         """

@@ -77,8 +77,8 @@ class AseStructures(Held):
 
     For potentials, ``energy``, ``forces`` and ``stress`` are also read from the calculator or info,
     optionally with the prefix ``REF_``, as in data for MACE. If there are relaxed positions, the
-    energy belongs to them and not to the positions. For VASP's OUTCAR and vasprun.xml, ASE's energy
-    is "energy(sigma->0)"; ``energy_key="free_energy"`` selects the free energy.
+    energy belongs to these and not to the initial positions. For VASP's OUTCAR and vasprun.xml,
+    ASE's energy is "energy(sigma->0)"; ``energy_key="free_energy"`` selects the free energy.
 
     Args:
         path: file with an ending in `ENDINGS`, optionally compressed with gzip, bzip2 or xz.

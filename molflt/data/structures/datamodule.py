@@ -74,9 +74,9 @@ class IS2REData(BatchedData[Structures]):
             adsorbates); guess determines tags from the geometry, in any source.
         allow_duplicates: accept validation structures with the elements, cell and positions of a
             training structure, which are otherwise refused.
-        baseline_key: name of an energy, eV, of each structure by a cheaper method, such as a
-            universal potential; y_baseline in compact stores. The model learns the difference to
-            it, and adds it to predictions; null for none.
+        baseline_key: name of an energy, eV, of each structure from a cheaper method, such as a
+            universal potential; y_baseline in compact stores. The model learns the difference from
+            this energy, which is added to predictions; null for none.
     """
 
     items = "systems"

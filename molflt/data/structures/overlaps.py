@@ -33,8 +33,8 @@ _PLACES = np.array([1, 1_000_003, 1_000_003**2])  # larger than the number of bi
 def atoms_coincide(record: Data) -> bool:
     """Returns True if two atoms, or their periodic images, are closer than `TOO_NEAR`.
 
-    Atoms are sorted into bins of twice that width, in eight grids shifted by half a bin. Atoms
-    within this distance share a bin in at least one grid. The time is linear in the number of
+    Atoms are sorted into bins twice as wide as `TOO_NEAR`, in eight grids shifted by half a bin.
+    Atoms within this distance share a bin in at least one grid. The time is linear in the number of
     atoms.
     """
     pos, axes = record.pos.double().numpy(), record.pbc[0].numpy()

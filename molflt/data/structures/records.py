@@ -83,8 +83,8 @@ def make_record(
         sid: identifier of the system, a 64-bit integer in any type that represents it exactly.
         y_init: energy of the initial structure, eV; None if unknown.
         y_relaxed: energy of the relaxed structure, eV; None if unknown.
-        y_baseline: the same by a cheaper method, eV, for models that learn the difference; None if
-            unknown.
+        y_baseline: the same energy from a cheaper method, eV, for models that learn the difference;
+            None if unknown.
         pos_relaxed: relaxed positions, (N, 3), Å, in any periodic image; None if unknown. OC20
             stores them wrapped into the cell; each atom is moved to the image nearest to its
             initial position.
