@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from ase.data import atomic_numbers
 from ase.io import read
 from matplotlib.figure import Figure
 from tiny_run import alone, error_of, table
@@ -14,6 +15,7 @@ from molflt import plots
 from molflt.commands.cli import main
 from molflt.commands.evaluate import evaluate
 from molflt.data.structures import open_dataset
+from molflt.data.structures.store import write_store
 from molflt.evaluation.calibration import LEVEL, Calibration, conformal_factor, is_set_aside
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -93,6 +95,38 @@ def test_calibration_covers_the_systems_set_aside(evaluated) -> None:
     found = evaluated[1]["val_id"]["coverage_crossed_percent"]
     assert found == pytest.approx(100 * np.concatenate(crossed).mean())
     assert evaluated[1]["val_ood_ads"]["coverage_crossed_percent"] is None
+
+
+def test_new_elements_have_their_own_calibration(runs, data, tmp_path) -> None:
+    """A third of the systems is known; the others contain one of two new elements."""
+    records = [one.clone() for one in list(open_dataset(data / "val_id.safetensors")) * 2]
+    new = np.array(["", "Rh", "Os"] * 40)
+    for number, (record, kind) in enumerate(zip(records, new, strict=True)):
+        record.sid = number
+        if kind:
+            record.atomic_numbers[:2] = atomic_numbers[kind]
+            record.y_relaxed = record.y_relaxed + (1 if kind == "Rh" else 3)
+    write_store(tmp_path / "new.safetensors", records)
+    options = {"out": tmp_path / "out", "device": "cpu", "also": runs[1:]}
+    (row,) = evaluate(runs[0], **options, data=tmp_path / "new.safetensors").values()
+    kept = Calibration.read(tmp_path / "out" / "uncertainty.json")
+    rows = table(tmp_path / "out" / "predictions.csv")
+    error, spread = (np.abs([float(r[key]) for r in rows]) for key in ("error_eV", "spread_eV"))
+    fitted = {
+        kind: Calibration.fit(error[new == kind], spread[new == kind], "s", ())
+        for kind in ("Rh", "Os")
+    }
+    both = Calibration.fit(error[new != ""], spread[new != ""], "s", ())
+    assert kept.new.factor == pytest.approx(both.factor, rel=1e-3) and kept.new.systems == 80
+    width = [float(r["uncertainty_eV"]) for r in rows]
+    np.testing.assert_allclose(width, kept.uncertainty(spread, new != ""), rtol=1e-4)
+    width = kept.uncertainty(spread)
+    width[new == "Rh"] = fitted["Os"].uncertainty(spread[new == "Rh"])
+    width[new == "Os"] = fitted["Rh"].uncertainty(spread[new == "Os"])
+    inside = error <= width
+    judged = ~is_set_aside(np.arange(len(new))) | (new != "")
+    assert row["coverage_n"] == judged.sum()
+    assert row["coverage_percent"] == pytest.approx(100 * inside[judged].mean(), abs=1)
 
 
 def test_the_training_split_calibrates_only_on_request(runs, tmp_path, capsys) -> None:

@@ -26,7 +26,7 @@ from molflt.data.structures.store import STORE
 from molflt.data.text.parallel import read_lines
 from molflt.evaluation.calibration import uncertainty_of
 from molflt.evaluation.predictions import Predictions, counted_reasons, open_structures
-from molflt.evaluation.results import csv_text, warn, write_csv
+from molflt.evaluation.results import csv_text, finite_row, warn, write_csv
 from molflt.evaluation.shard_files import ENDINGS, made_of, merge_shards, noted
 from molflt.files import atomically, expect_writable, read_header, write_atomically
 from molflt.pretrained import (
@@ -128,7 +128,7 @@ def predict(
     if part is not None and out is not None:
         made = made_of(model.model, dataset, mesh_order=mesh_order, compiled=compiled)
         made |= {"batch_size": batch_size, "tags": reading.tags}
-        made |= {"calibration": f"{known.factor:.9g}/{known.floor:.9g}"} if known else {}
+        made |= {"calibration": known.label} if known else {}
         kept = part.indices(dataset.natoms, batch_size)
         note = noted(len(kept), len(dataset), made)
         dataset = Part(dataset, kept)
@@ -232,7 +232,8 @@ def _summary(columns: Mapping[str, NDArray[np.float64]], found: Predictions) -> 
     energy = columns["energy_eV"]
     parts = [f"{len(energy):,} energies, {energy.min():.3f} to {energy.max():.3f} eV"]
     for name, values in list(columns.items())[1:]:
-        parts.append(f"{name} {values.min():.3f} to {values.max():.3f}")
+        if len(known := values[np.isfinite(values)]):
+            parts.append(f"{name} {known.min():.3f} to {known.max():.3f}")
     reasons = [[one for one in own if one.startswith("energy: ")] for own in found.outside]
     return "; ".join([*parts, *counted_reasons(reasons)])
 
@@ -256,7 +257,7 @@ def _rows(
             "natoms": int(found.natoms[i]),
             "outside": "; ".join(found.outside[i]) or None,
             **({"by_adsorbate_eV": _joined(found.by_adsorbate[i])} if several else {}),
-            **{name: float(values[i]) for name, values in columns.items()},
+            **finite_row(columns, i),
         }
         for i in range(len(dataset))
     ]

@@ -2,7 +2,9 @@
 
 The method is split conformal prediction (Papadopoulos et al. 2002; Lei et al., arXiv:1604.04173)
 with the score |error| / sqrt(spread² + floor²). It is calibrated on half of a split and evaluated
-on all other systems, and does not assume a distribution of the errors.
+on all other systems, and does not assume a distribution of the errors. Structures with elements
+that the training data lack have a calibration of their own, because members agree on wrong
+energies of such structures.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,6 +58,7 @@ _COLUMNS = {
 
 _Array = NDArray[np.float64]
 _Errors = tuple[_Array, _Array]  # |error| and spread of systems with labels, (systems,), eV
+_Judged = tuple[_Array, _Array]  # |error| and uncertainty of systems with labels, (systems,), eV
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,8 @@ class Calibration:
         split: split of the systems that were set aside for the calibration.
         systems: number of these systems.
         members: sha256 of the weights of each member, sorted.
+        new: calibration for structures with elements that the training data lack; None if too few
+            such systems with labels were evaluated.
     """
 
     factor: float
@@ -75,6 +80,7 @@ class Calibration:
     split: str
     systems: int
     members: tuple[str, ...]
+    new: Calibration | None = None
 
     @staticmethod
     def fit(error: _Array, spread: _Array, split: str, members: Sequence[str]) -> Calibration:
@@ -107,14 +113,27 @@ class Calibration:
         factor = conformal_factor(error / np.hypot(spread, floor))
         return Calibration(factor, float(floor), split, len(error), tuple(sorted(members)))
 
-    def uncertainty(self, spread: _Array) -> _Array:
-        """Returns the uncertainties, in eV, for spreads in eV."""
-        return self.factor * np.hypot(spread, self.floor)
+    def uncertainty(self, spread: _Array, new: NDArray[np.bool_] | bool = False) -> _Array:
+        """Returns the uncertainties in eV; NaN for new elements without a calibration.
+
+        Args:
+            spread: standard deviations over the members, (systems,), eV.
+            new: True for structures with elements that the training data lack.
+        """
+        own = self.factor * np.hypot(spread, self.floor)
+        return np.where(new, np.nan if self.new is None else self.new.uncertainty(spread), own)
+
+    @property
+    def label(self) -> str:
+        """Returns the numbers of the calibration as text."""
+        new = "" if self.new is None else f"/{self.new.label}"
+        return f"{self.factor:.9g}/{self.floor:.9g}{new}"
 
     def save(self, path: Path) -> None:
         """Writes the calibration as JSON."""
         content = {"level": LEVEL, **asdict(self)}
-        content["floor_eV"] = content.pop("floor")
+        for one in filter(None, (content, content["new"])):
+            one["floor_eV"] = one.pop("floor")
         write_atomically(path, (json.dumps(content, indent=2) + "\n").encode())
 
     @staticmethod
@@ -130,8 +149,11 @@ class Calibration:
         try:
             factor, floor = float(content["factor"]), float(content["floor_eV"])
             split, systems = str(content["split"]), int(content["systems"])
+            new = content.get("new") and Calibration.from_json(
+                {"level": LEVEL, **content["new"]}, f"{name}: new"
+            )
             if content["level"] == LEVEL and 0 < factor < math.inf and 0 < floor < math.inf:
-                return Calibration(factor, floor, split, systems, tuple(content["members"]))
+                return Calibration(factor, floor, split, systems, tuple(content["members"]), new)
         except (KeyError, TypeError, ValueError):
             pass
         raise ValueError(
@@ -193,7 +215,9 @@ def assess(
 ) -> Uncertainty:
     """Calibrates the uncertainty of an ensemble, and writes uncertainty.json and uncertainty.png.
 
-    Without systems to calibrate on, only spreads are returned.
+    Without systems to calibrate on, only spreads are returned. Systems with new elements calibrate
+    their uncertainty if they contain at least two different new elements. Their coverage is
+    computed with calibrations that were fitted without the systems of the same new elements.
 
     Args:
         model: an ensemble; other models are ignored.
@@ -212,7 +236,8 @@ def assess(
         warn(f"no labels to calibrate the uncertainty with{why}; only the spread is known")
         return only_spread
     chosen = split or labeled[0]
-    aside = is_set_aside(found[chosen].sid) & found[chosen].labeled
+    known = found[chosen].labeled & ~_new(found[chosen])
+    aside = is_set_aside(found[chosen].sid) & known
     if split is None and aside.sum() < _LEAST:
         warn(
             f"{chosen}: only {aside.sum()} systems with labels in the half that would calibrate "
@@ -222,15 +247,18 @@ def assess(
         return only_spread
     calibrating = _errors(found[chosen], aside)
     calibration = Calibration.fit(*calibrating, chosen, model.weights)
+    calibration, widths = _with_new(calibration, {name: found[name] for name in labeled})
     judged, rows = {}, {}
     for name, part in found.items():
         columns[name] = uncertainty_of(model, part, calibration)
-        own = part.labeled & ~aside if name == chosen else part.labeled
+        width = widths.get(name, columns[name]["uncertainty_eV"])
+        own = part.labeled & np.isfinite(width)
+        own &= ~aside if name == chosen else True
         if own.any():
-            judged[name] = _errors(part, own)
-        rows[name] = _row(part, judged.get(name), calibration)
-    if chosen in judged:
-        crossed = _crossed(calibration, calibrating, judged[chosen])
+            judged[name] = (np.abs(part.energy - part.target)[own], width[own])
+        rows[name] = _row(part, columns[name], judged.get(name))
+    if (known & ~aside).any():
+        crossed = _crossed(calibration, calibrating, _errors(found[chosen], known & ~aside))
         rows[chosen]["coverage_crossed_percent"] = crossed
     files = [out / CALIBRATION]
     calibration.save(files[0])
@@ -242,6 +270,11 @@ def assess(
         f"covers {100 * LEVEL:.0f} % of the errors of {calibration.systems:,} systems of "
         f"{calibration.split}, which are excluded from this table"
     )
+    if (new := calibration.new) is not None:
+        heading += (
+            f"; for elements that are not in the training data, {new.factor:.3g} * sqrt(spread^2 + "
+            f"({new.floor:.3g} eV)^2), fitted to {new.systems:,} systems"
+        )
     table = results_table("split", _COLUMNS, rows)
     return Uncertainty(rows, f"{heading}\n{table}", columns, files)
 
@@ -250,8 +283,48 @@ def _errors(part: Predictions, chosen: NDArray[np.bool_]) -> _Errors:
     return np.abs(part.energy - part.target)[chosen], part.spread[chosen]
 
 
+def _new(part: Predictions) -> NDArray[np.bool_]:
+    """Selects the systems with elements that the training data lack."""
+    return np.array([bool(one) for one in part.new_elements or [""] * len(part.sid)])
+
+
+def _with_new(
+    calibration: Calibration, found: Mapping[str, Predictions]
+) -> tuple[Calibration, dict[str, _Array]]:
+    """Calibrates new elements, and computes uncertainties without systems of the same elements.
+
+    Returns:
+        The calibration, and by split the uncertainties, (systems,), eV.
+    """
+    kept = {name: part.labeled & _new(part) for name, part in found.items()}
+    pairs = [(*_errors(part, kept[n]), np.array(part.new_elements)) for n, part in found.items()]
+    error, spread = (np.concatenate([one[i] for one in pairs]) for i in (0, 1))
+    elements = np.concatenate([one[2][kept[n]] for n, one in zip(found, pairs, strict=True)])
+
+    def fitted(chosen: NDArray[np.bool_]) -> Calibration:
+        parts = error[chosen], spread[chosen], calibration.split
+        return replace(calibration, new=Calibration.fit(*parts, calibration.members))
+
+    without = {one: elements != one for one in set(elements.tolist())}
+    if not without or min(chosen.sum() for chosen in without.values()) < _LEAST:
+        return calibration, {}
+    others = {one: fitted(chosen) for one, chosen in without.items()}
+    widths = {
+        name: np.array(
+            [
+                others.get(own, calibration).uncertainty(one, bool(own))
+                for own, one in zip(part.new_elements, part.spread, strict=True)
+            ]
+        )
+        for name, part in found.items()
+    }
+    return fitted(elements != ""), widths
+
+
 def _row(
-    part: Predictions, judged: _Errors | None = None, calibration: Calibration | None = None
+    part: Predictions,
+    columns: Mapping[str, _Array] | None = None,
+    judged: _Judged | None = None,
 ) -> dict[str, float | None]:
     """Returns the metrics of a split; metrics without the necessary labels are None."""
     from scipy.stats import spearmanr
@@ -261,18 +334,19 @@ def _row(
     if part.labeled.any():
         off = part.by_training - part.target[:, None]
         row["member_mae_eV"] = float(np.abs(off[part.labeled]).mean())
-    if calibration is None:
+    if columns is None:
         return row
-    row["uncertainty_eV"] = float(calibration.uncertainty(part.spread).mean())
+    finite = columns["uncertainty_eV"][np.isfinite(columns["uncertainty_eV"])]
+    row["uncertainty_eV"] = float(finite.mean()) if len(finite) else None
     if judged is not None:
-        error, spread = judged
+        error, width = judged
         n = len(error)
-        row["coverage_percent"] = 100 * float((error <= calibration.uncertainty(spread)).mean())
+        row["coverage_percent"] = 100 * float((error <= width).mean())
         # The nominal level is used, because the estimate is 0 at a coverage of 0 or 100 %.
         row["coverage_se_percent"] = 100 * float(np.sqrt(LEVEL * (1 - LEVEL) / n))
         row["coverage_n"] = n
-        if np.ptp(spread) > 0 and np.ptp(error) > 0:
-            row["rank_correlation"] = float(spearmanr(spread, error).statistic)
+        if np.ptp(width) > 0 and np.ptp(error) > 0:
+            row["rank_correlation"] = float(spearmanr(width, error).statistic)
     return row
 
 
@@ -286,16 +360,14 @@ def _crossed(calibration: Calibration, aside: _Errors, rest: _Errors) -> float |
     return 100 * float(np.concatenate(held).mean())
 
 
-def _draw(calibration: Calibration, aside: _Errors, judged: dict[str, _Errors], png: Path) -> None:
-    def scores(one: _Errors) -> _Array:
-        return one[0] / np.hypot(one[1], calibration.floor)
-
-    factors = np.array([conformal_factor(scores(aside), level) for level in _LEVELS])
+def _draw(calibration: Calibration, aside: _Errors, judged: dict[str, _Judged], png: Path) -> None:
+    scores = aside[0] / calibration.uncertainty(aside[1])
+    factors = np.array([conformal_factor(scores, level) for level in _LEVELS])
     coverage = {
-        split: (_LEVELS, (scores(one)[:, None] <= factors).mean(axis=0))
-        for split, one in judged.items()
+        split: (_LEVELS, (error[:, None] <= width[:, None] * factors).mean(axis=0))
+        for split, (error, width) in judged.items()
     }
-    errors = {split: (calibration.uncertainty(one[1]), one[0]) for split, one in judged.items()}
+    errors = {split: (width, error) for split, (error, width) in judged.items()}
     plots.calibration(coverage, errors, LEVEL, png)
 
 
@@ -332,12 +404,15 @@ def expect_theirs(model: EnsembleRegressor, calibration: Calibration, name: str)
 def uncertainty_of(
     model: nn.Module, found: Predictions, calibration: Calibration | None
 ) -> dict[str, _Array]:
-    """Returns spread_eV and, if calibrated, uncertainty_eV of an ensemble, each (systems,), eV."""
+    """Returns spread_eV and, if calibrated, uncertainty_eV of an ensemble, each (systems,), eV.
+
+    Uncertainties are NaN for new elements if the calibration has no factor for them.
+    """
     if not isinstance(model, EnsembleRegressor):
         return {}
     columns = {"spread_eV": found.spread}
     if calibration is not None:
-        columns["uncertainty_eV"] = calibration.uncertainty(found.spread)
+        columns["uncertainty_eV"] = calibration.uncertainty(found.spread, _new(found))
     return columns
 
 

@@ -26,6 +26,7 @@ from molflt.evaluation.results import (
     Evaluation,
     Results,
     begin_results,
+    finite_row,
     results_table,
     warn,
     write_csv,
@@ -250,7 +251,7 @@ def _write(
                     "energy_eV": energy,
                     "target_eV": target if known else None,
                     "error_eV": energy - target if known else None,
-                    **{name: float(values[i]) for name, values in more.get(split, {}).items()},
+                    **finite_row(more.get(split, {}), i),
                 }
             )
     _write_arrays(out / "predictions.npz", found)

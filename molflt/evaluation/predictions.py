@@ -59,6 +59,8 @@ class Predictions:
         energy: predicted relaxed energies, (systems,), eV.
         target: labels y_relaxed, (systems,), eV; NaN without a label.
         baseline: energies y_baseline, (systems,), eV; NaN without one, None if unknown.
+        new_elements: elements of each system that the training data lack, such as "Cu-Pd"; empty
+            without a domain.
         formula: Hill formula of each system.
         adsorbate: Hill formula of the atoms with tag 2 of each system, or "unknown".
         members: predictions of each member of an ensemble, (systems, members), eV, with the mean
@@ -84,6 +86,7 @@ class Predictions:
     slab: Sequence[str] = ()
     by_adsorbate: Sequence[tuple[float, ...]] = ()
     baseline: NDArray[np.float64] | None = None
+    new_elements: Sequence[str] = ()
 
     @property
     def by_training(self) -> NDArray[np.float64]:
@@ -264,6 +267,7 @@ def _row(
         "by_atom": by_atom,
         "slab": "-".join(sorted({chemical_symbols[number] for number in slab})) or UNKNOWN,
         "by_adsorbate": shares,
+        "new_elements": "" if domain is None else domain.new_elements(record),
         "elements": set(numbers.tolist()),
         "adsorbed": set(numbers[adsorbed].tolist()),
         "bare": not bool((record.tags > Tag.SUBSURFACE).any()),

@@ -13,6 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from molflt.data.structures.base import AS_TRAINED
 from molflt.files import clear_parts, read_json, shown, write_atomically
 from molflt.plots.figure import FORMATS
@@ -20,8 +23,8 @@ from molflt.training.checkpoint import weights_digest
 from molflt.training.config import Config, absolute
 
 __all__ = ["RESULTS", "Evaluation", "Provenance", "Results", "align", "begin_results", "csv_rows"]
-__all__ += ["csv_text", "given_data", "is_within", "provenance_of", "results_table", "run_weights"]
-__all__ += ["warn", "why_of_others", "write_csv", "write_results", "written"]
+__all__ += ["csv_text", "finite_row", "given_data", "is_within", "provenance_of", "results_table"]
+__all__ += ["run_weights", "warn", "why_of_others", "write_csv", "write_results", "written"]
 
 RESULTS = "results.json"
 """Name of the file with the metrics of each split in the folder of an evaluation."""
@@ -88,6 +91,11 @@ def csv_text(rows: Sequence[Mapping[str, object]]) -> str:
     writer.writeheader()
     writer.writerows(rows)
     return buffer.getvalue()
+
+
+def finite_row(columns: Mapping[str, NDArray[np.float64]], i: int) -> dict[str, float | None]:
+    """Returns row i of a table; None in place of NaN."""
+    return {name: None if np.isnan(one[i]) else float(one[i]) for name, one in columns.items()}
 
 
 def csv_rows(text: str) -> list[dict[str, str]]:

@@ -60,7 +60,8 @@ class Prediction(NamedTuple):
     energy: float
     """energy of the relaxed structure, or of the given structure for a potential, eV"""
     uncertainty: float | None = None
-    """half width of the 68 % interval, eV; None without a calibrated ensemble"""
+    """half width of the 68 % interval, eV; None without a calibrated ensemble, and for new elements
+    if the calibration has no factor for them"""
     spread: float | None = None
     """standard deviation over an ensemble, eV; None for one model"""
     relaxed: Atoms | None = None
@@ -289,7 +290,7 @@ class EnergyPredictor(Pretrained):
             relaxed = _moved(dataset, i, found.by_atom["displacement"][i])
         return Prediction(
             float(found.energy[i]),
-            None if known is None else float(known[i]),
+            None if known is None or np.isnan(known[i]) else float(known[i]),
             None if spread is None else float(spread[i]),
             relaxed,
             tuple(found.outside[i]),

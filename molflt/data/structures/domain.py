@@ -172,6 +172,11 @@ class Domain:
                 return f"tags that contradict the geometry, which has {guess.text}"
         return ""
 
+    def new_elements(self, record: Data) -> str:
+        """Returns the elements of a structure that the training data lack, such as "Cu-Pd"."""
+        new = set(record.atomic_numbers.tolist()) - self.elements.all
+        return "-".join(sorted(map(_symbol, new)))
+
     def beyond_labels(self, energy: float) -> str:
         """Describes an energy, eV, that is far outside the training range; "" otherwise.
 
