@@ -351,7 +351,7 @@ def _touched(case: _Case) -> float:
 
 
 def _not_finite(case: _Case) -> float:
-    """Returns the number of results for overlapping atoms that are not finite."""
+    """Returns the number of non-finite results for overlapping atoms."""
     calculator, found = case.make(), 0
     for atoms, distance in itertools.product(case.of(), (0, 1e-9, 1e-6, 1e-3, 0.1)):
         both = atoms + _with(atoms[:1], atoms.positions[:1] + distance * _X)

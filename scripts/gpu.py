@@ -130,7 +130,7 @@ def without_kernels() -> str:
 
 
 def kernels(device: str, tiny: bool) -> Iterator[Row]:
-    """Times and peak memory of forward passes, without and with backward passes."""
+    """Yields times and peak memory of forward passes, without and with backward passes."""
     if without_kernels():
         return
     sizes, heads, features, nodes = ([(2, 9)], 1, 8, 2) if tiny else (SIZES, 8, 64, 16)
@@ -158,7 +158,7 @@ def one_pass(layer: nn.Module, x: Tensor, where: tuple[Tensor, ...], backward: b
 
 
 def measured(work: Callable[[], None], device: str, tiny: bool) -> tuple[float, float]:
-    """Median seconds of a function, and the peak of memory on the GPU above that before, MiB."""
+    """Returns the median seconds of a function, and the increase of peak GPU memory, MiB."""
     work()
     times, before = [], 0
     if device == "cuda":

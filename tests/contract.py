@@ -537,7 +537,7 @@ def check_draws(kernel: ShiftInvariant) -> None:
 
 
 def check_nodes(name: str, dim: int = 3) -> None:
-    """Nodes reproduce the mask of a Gaussian, unbiased if random; random nodes weigh 1 / (r p)."""
+    """Nodes reproduce a Gaussian mask; random nodes are unbiased and have weights 1 / (r p)."""
     rule = NODES[name]
     heads, count = (800, 8) if rule.random else (2, None)
     spectrum = Gaussian(heads, dim, length_range=(1.0, 1.0)).double()

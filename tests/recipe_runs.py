@@ -20,7 +20,7 @@ SIDE = 4
 
 
 def _texts(root: Path) -> None:
-    """Writes lines in which most words are followed by the next one of a fixed order."""
+    """Writes lines in which most words are followed by their successor in a fixed order."""
     for seed, (name, lines) in enumerate({"train": 200, "val": 31, "test": 20}.items()):
         draw, text = np.random.default_rng(seed), []
         for _ in range(lines):
@@ -43,7 +43,7 @@ def _topics(root: Path) -> None:
 
 
 def _proteins(root: Path) -> None:
-    """Writes records of one family of four residues each, which can be inferred from the others."""
+    """Writes records whose residues come from one of several families of residues."""
     for seed, (name, count) in enumerate({"train": 120, "val": 30, "test": 9}.items()):
         draw = np.random.default_rng(seed)
         rows = ["".join(draw.choice(list(FAMILIES[draw.integers(3)]), 30)) for _ in range(count)]
@@ -83,7 +83,7 @@ def _shapes(root: Path) -> None:
 
 
 def _stripes(root: Path) -> None:
-    """Writes images of 8 x 8 whose dark and light rows follow from the first one."""
+    """Writes 8 x 8 images whose dark and light rows follow from the first row."""
     for name, count in (("train", 40), ("val", 12)):
         first = np.random.default_rng(count).integers(0, 2, (count, 1, 1))
         rows = (first + np.arange(8)[:, None] // 2) % 2

@@ -27,8 +27,8 @@ from tiny_run import table
 from molflt.adsorption import placements, ranked, sites, varied
 from molflt.commands.cli import main
 
-# Sites in the literature; pymatgen's AdsorbateSiteFinder also finds 4, 3, 4 and 4 for the first. On
-# fcc(110), it looks at the upper row only.
+# Sites in the literature. pymatgen's AdsorbateSiteFinder also finds 4, 3, 4 and 4 sites for the
+# first four surfaces, but only sees the upper row of fcc(110).
 KNOWN = {
     "fcc111": (lambda n: fcc111("Cu", (n, n, 4), vacuum=8), "top bridge hollow hollow"),
     "fcc100": (lambda n: fcc100("Cu", (n, n, 4), vacuum=8), "top bridge hollow"),

@@ -1,4 +1,4 @@
-"""Models that learn the difference to a cheaper energy, which each structure brings along."""
+"""Models that learn the difference from a cheaper energy of each structure."""
 
 import shutil
 
@@ -19,7 +19,7 @@ OFFSET = 0.1  # eV per adsorbate atom, of the labels from the baseline
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """Returns a folder of two splits of random labels with baselines, lower by `OFFSET` an atom."""
+    """Returns a folder of two splits of random labels; baselines are lower by `OFFSET` per atom."""
     root, draw = tmp_path_factory.mktemp("baseline"), np.random.default_rng(0)
     for split, first in (("train", 0), ("val_id", 100)):
         frames = []
@@ -52,13 +52,13 @@ def energies(run, structures):
 
 
 def left(file):
-    """Returns what the baseline leaves of the labels, eV."""
+    """Returns labels minus baselines, eV."""
     infos = [atoms.info for atoms in read(file, ":")]
     return np.array([info["y_relaxed"] - info["mlip"] for info in infos])
 
 
 def test_model_adds_baseline_to_what_it_learned(files, run):
-    """References are fitted to what the baseline leaves, so two steps are enough."""
+    """References are fitted to the differences from the baseline, so two steps are enough."""
     frames = read(files / "val_id.extxyz", ":")
     labels = np.array([atoms.info["y_relaxed"] for atoms in frames])
     assert np.abs(energies(run, files / "val_id.extxyz") - labels).max() < 0.02
@@ -90,7 +90,7 @@ def test_exported_model_and_evaluation_use_baseline(files, run, tmp_path):
     results = molflt.load(run).trained.results["val_id"]
     assert results["mae_eV"] < 0.02
     train, val = (left(files / f"{split}.extxyz") for split in ("train", "val_id"))
-    constant = np.abs(val - np.median(train)).mean()  # the best of a constant difference
+    constant = np.abs(val - np.median(train)).mean()  # the error of the best constant difference
     assert results["baseline_mae_eV"] == pytest.approx(constant, abs=1e-9)
 
 

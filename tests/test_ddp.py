@@ -59,7 +59,7 @@ def test_validation_counts_each_system_once(both):
 
 
 def test_two_processes_train_on_twice_as_many_systems(both):
-    """7 steps of 2 batches have the same mean error as 14 steps of 1 batch."""
+    """Seven steps of two batches have the same mean error as 14 steps of one batch."""
     one, two = both
     assert last_state(two)["global_step"] == 7
     weights = {name: last_state(run)["state_dict"] for name, run in (("one", one), ("two", two))}

@@ -326,7 +326,7 @@ FOUND = {"val_id": predicted(100, 101, 102, 103), "val_ood_cat": predicted(107, 
 
 
 def published(path: Path, names: list[str] = NAMES, **others: np.ndarray) -> Path:
-    """Writes two trainings of model a, off by +0.3 and -0.1 eV, and one of b, off by 0.2 eV."""
+    """Writes two runs of model a, with errors of +0.3 and -0.1 eV, and one of b, with 0.2 eV."""
     target = np.array([-0.01 * (100 + int(name[-1])) for name in names])
     models = {"a": np.stack([target + 0.3, target - 0.1], axis=1), "b": target + 0.2}
     np.savez(path, **{"name": np.array(names), "fold": np.arange(len(names)), **models, **others})

@@ -97,7 +97,7 @@ def test_logits_are_in_float32_under_autocast() -> None:
 
 @pytest.mark.parametrize("scale", [1.0, 0.3])
 def test_patches_at_one_distance_count_equally(scale: float, monkeypatch) -> None:
-    """In any unit of length; one-sided attention shows how ties are broken."""
+    """This holds in any unit of length; one-sided attention reveals how ties are broken."""
     options = {"position": "spectral", "position_scale": scale, "num_features": 4}
     model = ImageClassifier(3, 1, 14, patch_size=1, dim=8, heads=1, layers=1, **options).eval()
     places = torch.cartesian_prod(torch.arange(14), torch.arange(14))
@@ -121,7 +121,7 @@ def test_labels_are_smoothed_in_training_only() -> None:
 
 
 def test_all_ways_to_classify_agree(tmp_path: Path, capsys) -> None:
-    """An idx file, a folder, an image, bytes, shares, and saved weights."""
+    """Compares an idx file, a folder, an image, bytes, fractions, and saved weights."""
     run, idx = trained("images"), data_of("images") / IMAGES.format("val")
     images = ImageData(idx, idx)
     images.setup()

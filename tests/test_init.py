@@ -123,7 +123,7 @@ def test_references_are_fitted_again_or_omitted(shared_data, others, tmp_path):
 
 
 def test_tensors_that_do_not_fit_are_recorded(others, source, tmp_path, capsys):
-    """The new model has one layer less, a radial summary, and another width.
+    """The new model has one fewer layer, a radial summary, and a different width.
 
     A configuration names the source, and explicit options override those of the source.
     """
@@ -263,7 +263,7 @@ def of_elements(mapping: dict[int, int], count: int, seed: int):
 
 @pytest.fixture(scope="module")
 def gold(tmp_path_factory):
-    """Slabs of gold and silver, without copper and platinum."""
+    """Returns slabs of gold and silver, without copper and platinum."""
     root = tmp_path_factory.mktemp("gold")
     swap = {29: 79, 78: 47, 8: 1}
     write_store(root / "train.safetensors", of_elements(swap, 8, 3))
@@ -324,6 +324,6 @@ def test_a_missing_domain_of_the_source_gives_a_warning(copied_run, gold, tmp_pa
         told = capsys.readouterr().err
         assert str(init) in told and "domain.json" in told
         assert held(tmp_path / name) == alone(gold)
-    # elements of the source count only with its embedding, which has another width in b
+    # elements of the source only count with its embedding, whose width differs in b
     seen = [weights(tmp_path / name)["trained_elements"].nonzero().flatten() for name in "ab"]
     assert [one.tolist() for one in seen] == [[1, 8, 29, 47, 78, 79], [1, 47, 79]]

@@ -59,7 +59,7 @@ def test_training_and_evaluation(potential_run, tmp_path):
 
 
 def test_initial_weights_keep_their_forces(potential_run, tmp_path):
-    """Independent of the weights of the loss and the size of the new forces."""
+    """Forces do not depend on the weights of the loss or the size of the new forces."""
     for seed, split in enumerate(("train", "val_id"), start=5):
         frames = argon(6, seed)
         for atoms in frames:
@@ -129,7 +129,7 @@ def test_predictions_have_forces(potential_run, tmp_path):
 
 
 def test_runs_of_relaxed_energies(copied_run, tmp_path, capsys):
-    """They do not give forces, but predict relaxed structures, measured by OC20's metric."""
+    """Such runs do not predict forces, but relaxed structures, evaluated by OC20's metric."""
     run = copied_run
     with pytest.raises(ValueError, match="needs a potential; got EnergyRegressor"):
         molflt.Calculator(run)

@@ -1,4 +1,4 @@
-"""Refused inputs: messages are one line and name the option, what was expected and what came."""
+"""Refused inputs: messages are one line, with the option, the expected and the actual value."""
 
 import importlib
 import pkgutil

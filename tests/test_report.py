@@ -198,7 +198,7 @@ def test_missing_parts_are_named_and_others_are_shown(run, damage, message, abse
 
 
 def test_text_from_data_is_escaped(trained, tmp_path) -> None:
-    """Names of files and splits, options and versions."""
+    """Includes names of files and splits, options and versions."""
     run = shutil.copytree(trained, tmp_path / HOSTILE.replace("/", "$x^$"))
     for name in ("predictions.csv", "results.json"):
         changed(name, "val_id", f"{HOSTILE}&amp;")(run)
@@ -273,7 +273,7 @@ def test_json_and_pictures(runs, capsys, tmp_path):
     assert own["results"] == json.loads((runs / "wide" / "results.json").read_text())
     share = own["results"]["val_id"]["ewt_percent"] / 100
     expected = 100 * (share * (1 - share) / 13) ** 0.5
-    errors = own["standard_errors"]["val_id"]  # without that of a share of 0, which is not known
+    errors = own["standard_errors"]["val_id"]  # unknown for a share of 0
     assert errors.get("ewt_percent", 0.0) == pytest.approx(expected)
     assert own["seconds"] == pytest.approx(last_state(runs / "wide")["molflt"]["seconds"])
     assert 0 < own["seconds"] < 600

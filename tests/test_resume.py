@@ -58,7 +58,7 @@ def begin(data, run, *more, steps=STEPS):
 
 @pytest.fixture(scope="module")
 def whole(shared_data, tmp_path_factory):
-    """An uninterrupted run."""
+    """Returns an uninterrupted run."""
     run = tmp_path_factory.mktemp("whole") / "run"
     assert begin(shared_data, run) == 0
     return run
@@ -286,7 +286,7 @@ WORDS += ["--model.dropout=0.1"]
 
 @pytest.fixture(scope="module")
 def stopped(shared_data, tmp_path_factory):
-    """A run stopped at step 3 of 6."""
+    """Returns a run stopped at step 3 of 6."""
     run = tmp_path_factory.mktemp("runs") / "run"
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored
     try:

@@ -1,4 +1,4 @@
-"""Predictions in shards: merged files equal that of one process; damaged shards are named."""
+"""Predictions in shards: merged files equal that of one process; messages name damaged shards."""
 
 import re
 import shutil
@@ -18,7 +18,7 @@ from molflt.evaluation.shard_files import merge_shards
 from molflt.training.checkpoint import read_exported, write_exported
 
 COUNT = 3
-CHANGES = {  # of rows, that keep their number
+CHANGES = {  # changes of rows that keep their number
     ".csv": ("^index", "indices", "index"),
     ".json": ('"index": ', '"index": 0.', "int"),
     ".extxyz": ("index=", "i=", "index"),
@@ -91,7 +91,7 @@ def test_truncated_shards_are_named(out, keep, suffix) -> None:
 
 @pytest.mark.parametrize("suffix", CHANGES)
 def test_merged_shards_equal_the_file_of_one_process(out, suffix, capsys) -> None:
-    """A shard with other rows is named."""
+    """The message names a shard with other rows."""
     out = out.with_suffix(suffix)
     assert main(["merge", str(out)]) == 0
     assert capsys.readouterr().out == f"{out}: 11 structures\n"

@@ -28,7 +28,7 @@ from molflt.training.loop import _LightningTask
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """24 structures: 6 batches of 4, or 3 of 8."""
+    """Returns 24 structures: 6 batches of 4, or 3 of 8."""
     return write_data(tmp_path_factory.mktemp("data"), train=24)
 
 
@@ -157,7 +157,7 @@ def test_wandb_offline(data, tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def two(shared_data, tmp_path_factory):
-    """Two epochs of 22 structures; each has 5 batches of 4 and one of 2."""
+    """Trains two epochs of 22 structures, each with 5 batches of 4 and one of 2."""
     run = tmp_path_factory.mktemp("two") / "run"
     assert main(["train", *arguments(shared_data, run, "--trainer.max_epochs=2", *OFTEN)]) == 0
     return run

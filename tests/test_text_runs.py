@@ -86,7 +86,7 @@ def test_evaluation_counts_every_token_once(tmp_path) -> None:
 
 
 def test_generated_text(tmp_path, capsys) -> None:
-    """Greedy text, draws of a seed, and the same text from Python and from saved weights."""
+    """Compares greedy text, draws with a seed, and text from Python and from saved weights."""
     run = trained("language")
     words = ["--prompt=the cat", "--tokens=6", "--temperature=0"]
     greedy = printed(capsys, "generate", str(run), *words)
@@ -103,7 +103,7 @@ def test_generated_text(tmp_path, capsys) -> None:
 
 
 def test_a_changed_vocabulary_is_refused(tmp_path, capsys) -> None:
-    """Words of the same number would silently take the places of others."""
+    """A vocabulary in another order would silently exchange words."""
     copy = shutil.copytree(trained("language"), tmp_path / "run")
     own = vocabulary_of(copy).tokens
     tokens = [*own[:-2], own[-1], own[-2]]
@@ -226,7 +226,7 @@ def test_fine_tuning_starts_from_the_encoder(tmp_path) -> None:
 
 @pytest.mark.parametrize("kind", ["Bert", "FNet"])
 def test_runs_start_from_published_weights(kind, tmp_path) -> None:
-    """From a folder of transformers, or its file of weights."""
+    """Weights are read from a folder of transformers, or from its weights file."""
     transformers = pytest.importorskip("transformers")
     text = (data_of("masked_language") / "train.txt").read_text()
     tokenizer = Tokenizer.train("wordpiece", [text], 60, True)
@@ -357,7 +357,7 @@ def test_all_ways_to_translate_agree(tmp_path, capsys) -> None:
 
 @pytest.mark.parametrize("lowercase", [True, False])
 def test_bleu_ignores_case_if_the_tokenizer_does(lowercase, tmp_path, monkeypatch) -> None:
-    """Even if no option of the run says so."""
+    """This holds even if no option of the run requests it."""
     lines = ["The Cat sat on Anna's Mat in Berlin.", "A Dog met Peter in the Park."] * 3
     for name in ("v.de", "v.en"):
         (tmp_path / name).write_text("\n".join(lines) + "\n")
@@ -378,7 +378,7 @@ def test_bleu_ignores_case_if_the_tokenizer_does(lowercase, tmp_path, monkeypatc
 
 
 def test_conversion_of_a_trained_model(capsys) -> None:
-    """Few random features lose nearly all of the BLEU score, many keep much of it (fig. 2)."""
+    """Few random features lose nearly all of the BLEU score, but many keep much of it (fig. 2)."""
     script, run = load_script("conversion"), str(trained("translation"))
     capsys.readouterr()
     assert script.main([run, "--features", "4", "512", "--draws", "2", "--beam", "1"]) == 0

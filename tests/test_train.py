@@ -247,7 +247,7 @@ def test_default_names_have_a_date_and_are_unique(
     saved = yaml.safe_load(Path("runs", f"{day}-my-own", "config.yaml").read_text())
     assert saved["task"]["warmup_steps"] == 0
     assert dated_run("my own") == Path("runs") / f"{day}-my-own-3"
-    monkeypatch.setenv("LOCAL_RANK", "1")  # another process of this training
+    monkeypatch.setenv("LOCAL_RANK", "1")  # another process of this training run
     assert dated_run("anything") == Path("runs") / f"{day}-my-own-3"
     monkeypatch.delenv("MOLFLT_RUN")
     assert "--run" in error_of(capsys, *words)

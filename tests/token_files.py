@@ -15,7 +15,7 @@ TRANSLATED = {"ein": "one", "Hund": "dog", "Mann": "man", "rot": "red", "und": "
 
 
 def _row(task: str, draw: np.random.Generator) -> dict[str, str]:
-    """Sentences are good or bad; pairs agree where their nouns do."""
+    """Returns a row: sentences are good or bad, and pairs agree if their nouns agree."""
     noun, right = str(draw.choice(NOUNS)), bool(draw.integers(2))
     if "second" not in GLUE[task].columns:
         first = f"the {noun} is {draw.choice(GOOD if right else BAD)}"

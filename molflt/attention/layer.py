@@ -103,9 +103,9 @@ class Attention(Positioned):
             unless a `Stack` shares one encoding among all layers.
         degree: degree of the feature map "polynomial", 2 (the default) or 3.
         normalize_qk: divide queries and keys by their norms (NPRF, arXiv:2106.12566, section 3.3).
-            None: only if the feature map expects it, as "polynomial" does.
+            None does this only if the feature map expects it, as "polynomial" does.
         learn_temperature: multiply the logits of normalized queries and keys by a learned number
-            per head. None: as for `normalize_qk`.
+            per head; None has the same meaning as for `normalize_qk`.
         normalize: divisor of kernelized attention. "masked": sum_j A_ij; "unmasked": the same sum
             without factors and positional kernel; "none": no division, and outputs grow with the
             number of keys (FAVOR, arXiv:2006.03555, section 4.3, without renormalization).

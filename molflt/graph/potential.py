@@ -137,8 +137,8 @@ class Potential(EnergyRegressor):
         """Computes energies and derivatives; in training mode, these are differentiable.
 
         Args:
-            batch: as for `EnergyRegressor.forward`, but tags are ignored. With `total_charge` also
-                charge (graphs,), e, 0 by default.
+            batch: as for `EnergyRegressor.forward`, but tags are ignored. With `total_charge`, also
+                charge (graphs,), e, which is 0 by default.
 
         Returns:
             "energy": (graphs,) float64, eV; "forces": (atoms, 3), eV/Å; "embedding": (atoms, dim),

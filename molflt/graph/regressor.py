@@ -237,7 +237,7 @@ class EnergyRegressor(nn.Module):
             each pass. Atoms that are left out do not move and have an embedding of 0. In evaluation
             mode, unless `readout` is "all", also "adsorbate_energy": (atoms,) float64, eV, the
             contribution of each adsorbate atom and of the slab atoms in contact with it; the sum
-            over an adsorbate is its energy. Absent with a baseline.
+            over an adsorbate is its energy. Models with a baseline do not return it.
         """
         atoms = Atoms.of(batch, self.embedding.element.weight)
         whole, references = atoms.geometry, self._references(atoms)

@@ -37,9 +37,9 @@ class ImageClassifier(nn.Module):
     cosFormer's, use the index in the sequence of patches, row by row, from 0.
 
     Args:
-        classes: number of classes; null: set by the data.
-        channels: color channels of an image; null: taken from the data.
-        image_size: side length of the square images, in pixels; null: set by the data.
+        classes: number of classes; null takes it from the data.
+        channels: number of color channels; null takes it from the data.
+        image_size: side length of the square images, in pixels; null takes it from the data.
         patch_size: side length of a patch, in pixels; a divisor of `image_size`.
         dim: width of tokens.
         dropout: dropout of embedded patches and of blocks.

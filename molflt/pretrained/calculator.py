@@ -40,7 +40,7 @@ class Calculator(AseCalculator):
 
     Use it like any ASE calculator: ``atoms.calc = molflt.Calculator("runs/mine")``. For a potential
     with a long-range part, `results` also contains energy_local, energy_near and energy_far, eV.
-    With power 1, it also contains charges, e, and, without periodic axes, dipole, e Å; see
+    With power 1, it also contains charges (e) and, without periodic axes, dipole (e Å); see
     `molflt.graph.Potential.forward`. The total charge is read from ``atoms.info``.
 
     Args:

@@ -39,7 +39,7 @@ class EncoderDecoder(TokenModel):
         absolute: encoding of positions, added to embeddings: "none", "sinusoidal"
             (arXiv:1706.03762, section 3.5) or "learned", shared by source and target.
         max_length: maximum sequence length, needed by "learned" positions and by encodings with a
-            table (as their `max_tokens`). None: no limit.
+            table (as their `max_tokens`); None for no limit.
         position: "none" or a key of `molflt.attention.POSITIONS`, shared by all layers of the
             encoder and, separately, by all layers of the decoder.
         position_options: further arguments of the encoding; `dim` is 1.

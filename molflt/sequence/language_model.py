@@ -34,7 +34,7 @@ class LanguageModel(TokenModel):
             encodings, because causal attention depends on the number of earlier tokens),
             "sinusoidal" (arXiv:1706.03762, section 3.5) or "learned".
         max_length: maximum sequence length, needed by "learned" positions and by encodings with a
-            table (as their `max_tokens`). None: no limit.
+            table (as their `max_tokens`); None for no limit.
         position: "none" or a key of `molflt.attention.POSITIONS`, shared by all layers but
             different for each head.
         position_options: further arguments of the encoding; `dim` is 1.

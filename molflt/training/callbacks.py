@@ -173,7 +173,8 @@ class _BestWeights(Callback):
     `Task.ranking` compares validations. If two are equal, the later one counts as better. A
     validation is never the best if one of its sums, such as the loss, is not finite.
 
-    Lightning's `EarlyStopping` reads logged metrics, but these modules do not log metrics.
+    Lightning's `EarlyStopping` reads logged metrics, but the Lightning modules of this package do
+    not log metrics.
     """
 
     def __init__(

@@ -101,7 +101,7 @@ def padded(layer: nn.Module, given: Inputs) -> Tensor:
 
 
 def step(run: Callable[[nn.Module, Inputs], Tensor], layer: nn.Module, given: Inputs) -> None:
-    """Makes one forward and backward pass."""
+    """Runs one forward and backward pass."""
     run(layer, given).square().sum().backward()
     layer.zero_grad()
 

@@ -27,7 +27,7 @@ QUICK = {"rounds": 1, "mechanisms": ("performer",), "sizes": (3, 4), "side": 64}
 
 
 def step(task: IS2RETask, optimizer: torch.optim.Optimizer, batch: Batch) -> None:
-    """Makes a training step."""
+    """Runs a training step."""
     loss, _ = task.loss(batch, 0.5)
     optimizer.zero_grad()
     loss.backward()

@@ -118,7 +118,7 @@ def model_of(*files: str) -> dict[str, Any]:
 
 
 def one_pass(study: Study, name: str, causal: bool, length: int, which: str) -> Callable[[], None]:
-    """Returns a function that makes one pass and deletes the gradients."""
+    """Returns a function that runs one pass and deletes the gradients."""
     torch.manual_seed(0)
     with contextlib.redirect_stdout(sys.stderr):  # some layers print
         layer = study.mechanisms[name].build(length, causal)

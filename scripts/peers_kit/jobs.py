@@ -193,7 +193,7 @@ def _learn(
     budget: CpuBudget,
     options: Mapping[str, Any],
 ) -> None:
-    """Makes one training step; the learning rate depends on the used share of the budget."""
+    """Runs one training step; the learning rate depends on the used share of the budget."""
     share, span, limit = budget.share, options["max_steps"], options["gradient_clip"]
     for group in optimizer.param_groups:
         first = group.setdefault("initial_lr", group["lr"])  # includes task.lr_factors

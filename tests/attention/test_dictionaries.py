@@ -51,7 +51,7 @@ def test_nodes_give_the_mask(rule, dim):
 
 
 def test_kernels_propose_nodes_for_other_spectra():
-    """As documented for splines, with bounded weights; the mask is the mean over draws."""
+    """Weights are bounded, as documented for splines, and the mean over draws is the mask."""
     spectrum, z = make("smooth_local", 1, dim=1), torch.linspace(0, 6, 5, dtype=torch.float64)
     nodes = DensityNodes(Laplace(1, 1), 20_000, shared=False).double()
     assert nodes.proposal.log_length.requires_grad and not nodes.proposal.amplitude.requires_grad
@@ -131,7 +131,7 @@ def test_gradients_are_finite_at_the_origin(variant):
 
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if v != "shell_weights"])
 def test_frequencies_have_second_derivatives_at_the_origin(variant):
-    """Training on stress needs them, because every reciprocal lattice has the node 0."""
+    """Training on stress needs these derivatives: every reciprocal lattice has the node 0."""
     spectrum, xi = make(variant), randn(1, 4, 3)
     xi[:, 0] = 0.0
     xi[:, 1, 0] = 0.0

@@ -27,7 +27,7 @@ def test_positive_features_equal_performer_pytorch():
     rows = phi.projection.matrix()[0]
     theirs = performer.softmax_kernel(x, projection_matrix=rows, is_query=True, eps=0.0)
     scaled = x * d**-0.25
-    # They subtract the query's largest w.x, which is added back to compare the features.
+    # performer-pytorch subtracts the query's largest w.x, which is added back here.
     largest = (scaled @ rows.T).amax(dim=-1, keepdim=True)
     ours = phi(scaled).materialize()
     torch.testing.assert_close(ours, theirs * largest.exp(), rtol=1e-12, atol=0)

@@ -59,7 +59,7 @@ def test_causal_equals_its_quadratic_form_for_every_chunk(feature_map, chunk):
 @pytest.mark.parametrize("factor", [-3.0, 30.0])
 @pytest.mark.parametrize("std", [0.3, 3.0])
 def test_a_later_key_cannot_reach_back_in_float32(std, factor):
-    """A maximum over all keys would have an effect by underflow, without a gradient."""
+    """With a maximum over all keys, later keys would cause underflow without a gradient."""
     torch.manual_seed(0)
     phi = FEATURE_MAPS["positive"](16, 2, 32)
     q, k = (std * torch.randn(1, 2, 300, 16) for _ in "qk")

@@ -63,7 +63,7 @@ def rms_error(spectrum, nodes, z) -> float:
 
 @pytest.mark.parametrize("degree", _DEGREES)
 def test_directions_are_exact_for_even_polynomials(degree):
-    """Rules contain half of the antipodes; the mean of z^n over the sphere is 1 / (n + 1)."""
+    """Rules contain one point of each antipodal pair; the mean of z^n is 1 / (n + 1)."""
     unit, weights = _directions(3, degree)
     assert (weights > 0).all() and (unit @ unit.T).min() > -1 + 1e-9
     for power in (0, 2, degree - 1):
@@ -93,7 +93,7 @@ def test_shells_are_the_mask_and_its_gradients(dim, radial):
 @pytest.mark.parametrize("scale", [1.0, 3.0])
 @pytest.mark.parametrize(("ratio", "tol"), [(2, 1e-2), (5, 3e-2), (5, 1e-4), (10, 1e-2)])
 def test_suggested_shells_have_the_stated_error(ratio, tol, scale):
-    """The error is measured on other pairs than in the search, in any unit of length."""
+    """The error is measured on pairs that the search does not use, in any unit of length."""
     nodes, error = suggest_nodes(ratio * scale / 2, scale, tol)
     kernel = unit_gaussian()
     with torch.no_grad():

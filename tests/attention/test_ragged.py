@@ -25,7 +25,7 @@ needs_triton = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small pieces and blocks, to cut short graphs into several."""
+    """Sets small pieces and blocks, which cut even short graphs into several."""
     for name, size in {"_BLOCK": 16, "_PIECE": 16, "_PIECES": 2, "_FEATURES": 16}.items():
         monkeypatch.setattr(ragged, name, size)
 

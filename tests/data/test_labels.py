@@ -75,7 +75,7 @@ def test_training_names_bad_labels_or_leaves_them_out(tmp_path: Path, capsys) ->
 
 @pytest.mark.parametrize(("more", "spread"), [(0.0, 1.0), (2e-9, 1e-9)])
 def test_energies_that_are_all_the_same_have_no_spread(tmp_path: Path, more, spread) -> None:
-    """The mean of 22 equal energies of -0.1 eV is rounded; a spread of 1e-9 eV is not rounding."""
+    """Rounding of the mean does not count as spread, but differences of 2e-9 eV do."""
     for split in ("train", "val_id"):
         energies = [-0.1, -0.1 + more] * 11
         write_store(tmp_path / f"{split}.safetensors", of_energies(energies))

@@ -46,7 +46,7 @@ def drawn(count: int, seed: int = 0) -> str:
 
 
 def evaluate(expression: str) -> int:
-    """Returns the value of an expression, from the innermost lists outwards."""
+    """Returns the value of an expression, from the innermost lists outward."""
     rules = {"MIN": min, "MAX": max, "SM": lambda x: sum(x) % 10, "MED": lambda x: int(median(x))}
 
     def value(found: re.Match) -> str:

@@ -351,7 +351,7 @@ def test_trained_models_can_use_a_mesh():
 
 
 def test_auto_chooses_by_each_graph(monkeypatch):
-    """In any batch, large crystals use a mesh and others nodes; exports use only nodes."""
+    """Large crystals use a mesh in any batch; other crystals and exports use nodes."""
     graphs = [structure(9, 3), structure(6, 4), structure(12, 5)]
 
     def energies(periodic: str, order: int | None, *picked: int) -> Tensor:

@@ -435,7 +435,7 @@ def test_cations_and_anions_have_their_own_shares():
 
 
 def test_charges_dipoles_and_forces_of_ions():
-    """Returns an ion, a molecule and a charged crystal."""
+    """The batch consists of an ion, a molecule and a charged crystal."""
     model = charged((1,), total_charge=True, messages=1)
     with torch.no_grad():
         model.charge_vector.normal_()

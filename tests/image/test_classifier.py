@@ -38,7 +38,7 @@ def images(count: int = 3, size: int = 12, channels: int = 2, seed: int = 1) -> 
 
 
 def with_gradients(net: ImageClassifier, x: Tensor) -> list[Tensor]:
-    """Returns logits, and the gradients of a scalar by images and parameters."""
+    """Returns logits, and gradients of a scalar with respect to images and parameters."""
     x = x.clone().requires_grad_()
     logits = net(x)
     wrt = [x, *(p for p in net.parameters() if p.requires_grad)]
@@ -92,7 +92,7 @@ def test_patches_are_embedded_as_vectors_of_pixels() -> None:
 
 
 def test_sinusoids_are_those_of_rows_and_columns() -> None:
-    """Products of two positions depend only on both offsets, and on each of them."""
+    """Products of two positions are functions of both offsets alone, and depend on each offset."""
     waves = _sinusoids(3, 16)[0]
     gram = (waves @ waves.T).reshape(3, 3, 3, 3)
     torch.testing.assert_close(gram[0, 0, 1, 2], gram[1, 0, 2, 2], rtol=1e-5, atol=1e-5)

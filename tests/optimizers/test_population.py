@@ -51,9 +51,9 @@ def normal(*shape: int, seed: int = 1) -> Tensor:
 
 
 def walked(model, turn=None, shift=0.0, scale=1.0, order=None, steps: int = 4) -> Tensor:
-    """Positions after some generations of a population that was turned, moved and reordered.
+    """Returns positions after some generations of a rotated, shifted and reordered population.
 
-    The function is turned and moved alike; its values do not change.
+    The function is rotated and shifted in the same way, so its values do not change.
     """
     turn = torch.eye(D, dtype=torch.float64) if turn is None else turn
     order = torch.arange(MEMBERS) if order is None else order
@@ -86,7 +86,7 @@ def test_commutes_with_motions_of_space_and_permutations(kind: str) -> None:
 
 
 def test_noise_has_the_covariance_that_attention_sees() -> None:
-    """The derivative J of x_i by its noise has J J' = c^2 sum_j w_ij (p_j - m_i)(p_j - m_i)'."""
+    """J = dx_i / d(noise) has J J' = c^2 sum_j w_ij (p_j - m_i)(p_j - m_i)'."""
     best = normal(1, MEMBERS, D)
     state = made().start(best, normal(1, 5, D))
     w = normal(1, MEMBERS, MEMBERS, seed=5).softmax(dim=-1)
@@ -184,7 +184,7 @@ def test_windows_cut_the_gradient_and_nothing_else() -> None:
 
 
 def test_the_gradient_is_that_of_the_values() -> None:
-    """Compares the derivative of one step by the gain of the noise with finite differences."""
+    """Compares the derivative with respect to the gain of the noise with finite differences."""
     model = made("performer")
     functions = Functions.draw("levy", D, [generator_of(0), generator_of(1)])
     start = model.start(normal(BATCH, MEMBERS, D), normal(BATCH, 0, D))

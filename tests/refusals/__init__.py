@@ -10,14 +10,14 @@ __all__ = ["Refusal", "Refused", "command"]
 
 
 class Refused(Exception):
-    """A command exited with status 2; holds what it printed to stderr."""
+    """Raised if a command exits with status 2; contains its output on stderr."""
 
 
 class Refusal(NamedTuple):
     """One refused call.
 
     Args:
-        call: takes an empty folder, raises.
+        call: function of an empty folder that raises the error.
         option: name of the option, argument, attribute or file in the message.
         expected: a word for what was expected; "" if the message cannot know.
         got: a word for what was given; "" if something is missing.

@@ -13,7 +13,7 @@ def refused(line: str, option: str, expected: str = "", got: str = "") -> Refusa
 def with_config(
     text: str | bytes, option: str, expected: str = "", got: str = "", more: str = ""
 ) -> Refusal:
-    """Returns a row for a training with a configuration."""
+    """Returns a row for a training run with a configuration."""
     line = f"train --config={{folder}}/c.yaml --data.root=x {more}"
     return Refusal(command(line, writes("c.yaml", text)), option, expected, got, Refused)
 

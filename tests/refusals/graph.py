@@ -87,7 +87,7 @@ POTENTIALS: list[tuple[dict[str, Any], *Words]] = [
     ({"total_charge": True, "long_range": [6]}, "total_charge", "power 1", "[6]"),
 ]
 
-# class, misspelt option, expected
+# class, misspelled option, expected
 MISSPELT: list[tuple[Callable[..., object], dict[str, Any], *Words]] = [
     (GraphAttention, {"num_feature": 3}, "'num_feature'", "num_features?"),
     (Potential, {"readout": "all"}, "'readout'", "sets the argument"),

@@ -29,10 +29,11 @@ _LEAST = 0.04  # smallest fraction of a weight that is kept
 class _PolynomialFeatures(FeatureMap):
     """All monomials of x up to degree 2 or 3: phi(x) . phi(y) approximates exp(x . y).
 
-    For q and k of norm 1 and a temperature tau, x . y = tau cos(q, k). The products are then exp(x
-    . y) without its spherical harmonics of degree 3 (4) and above; see `harmonics`. Degree 2 takes
-    (d + 1)(d + 2) / 2 features, degree 3 (d + 3) / 3 times as many. Products of degree 2 are
-    positive for all x and y, those of degree 3 for x and y of equal norm up to tau = 1.6.
+    For q and k of norm 1 and a temperature tau, x . y = tau cos(q, k). The products are then
+    exp(x . y) without its spherical harmonics above degree 2 or 3; see `harmonics`. Degree 2 takes
+    (d + 1)(d + 2) / 2 features, and degree 3 takes (d + 3) / 3 times as many. Products of degree 2
+    are positive for all x and y. Those of degree 3 are positive for x and y of equal norm up to
+    tau = 1.6.
 
     With fewer `num_features`, products of random projections replace the monomials of the highest
     degree. The estimate is unbiased, but products can be negative, and half as many features give

@@ -30,7 +30,7 @@ def augment(
     """Returns independent random variants of the images of a training batch.
 
     Args:
-        images: (batch, channels, height, width), bytes, or floating point in [0, 1].
+        images: (batch, channels, height, width), bytes, or real numbers in [0, 1].
         kind: "flip" mirrors images horizontally; "crop" shifts them, with a black margin of an
             eighth of the side, or within the image if it is larger than `size`; "resized_crop"
             takes a box of random area and shape. Without a crop, larger images are cropped to their

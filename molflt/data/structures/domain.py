@@ -82,7 +82,7 @@ class Domain:
             random initial weights. `kind` and `energy` describe the last data only.
         zero: True for clean slabs, and for molecules without a slab, if the model gives them an
             energy of 0. They can then be predicted, and numbers of atoms in slabs are not compared.
-            Not stored in the file.
+            It is not stored in the file.
     """
 
     systems: int

@@ -172,7 +172,7 @@ def classes_in(path: Path, task: str) -> list[str]:
 def read_examples(path: Path, task: str, classes: Sequence[str] | None = None) -> list[Example]:
     """Reads all rows of a folder, or of a file whose cells are separated by tabs and not quoted.
 
-    Classes of images are numbered in the order of `classes`; by default, these are all in `path`.
+    Classes of images are numbered in the order of `classes`, by default all classes in `path`.
     """
     spec = TASKS[task]
     if spec.held_out:
