@@ -243,7 +243,7 @@ def convert(
     parts = {path: {name: own for name, own in s.items() if own} for path, s in parts.items()}
     for path, split in parts.items():
         others = [old for old in sorted(path.glob("*.safetensors")) if old.stem not in split]
-        if others:  # its systems may be in the new train
+        if others:  # its systems may be in the new training set
             raise ValueError(f"{others[0]}: from an earlier conversion; remove it first")
     for path, split in parts.items():
         for name, own in split.items():

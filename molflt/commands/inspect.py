@@ -117,8 +117,8 @@ def _shared(found: dict[str, Inspected]) -> Iterator[tuple[str, str]]:
         both = np.flatnonzero(np.isin(numbers[name], numbers[other]))
         if len(both):
             text = (
-                f"structures of two splits: {len(both)} have the same elements, cell and initial "
-                f"positions as structures in {other}, for instance sid {found[name].sids[both[0]]}"
+                f"structures in two splits: {len(both)} with the elements, cell and initial "
+                f"positions of structures in {other}, for instance sid {found[name].sids[both[0]]}"
             )
             yield name, text
 

@@ -106,7 +106,7 @@ class Calibration:
         if scale == 0:
             raise ValueError(
                 f"{split}: all members predict the same energies; expected a spread above 0; got "
-                "0 eV; name different trainings"
+                "0 eV; name different training runs"
             )
         error = np.abs(error)
         floor = min(scale * _FLOORS, key=lambda one: _interval_score(error, np.hypot(spread, one)))

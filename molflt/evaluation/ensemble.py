@@ -115,7 +115,7 @@ def load_ensemble(
         if own[i] in own[:i]:
             raise ValueError(
                 f"{run}: has the weights of {runs[own.index(own[i])]}; expected different "
-                "trainings in an ensemble"
+                "training runs in an ensemble"
             )
         _expect_same_aim(run, models[i], first, models[0])
     return ensemble.eval(), configs[0]

@@ -84,7 +84,7 @@ def evaluate(
     vocabulary = common.load_vocabulary(run, model.vocabulary)
     length, train = int(str(config["data"]["length"])), str(config["data"]["train"])
     residues = None
-    if vocabulary.level == "protein":  # whose unigram model also predicts ends of records
+    if vocabulary.level == "protein":  # the unigram model also predicts ends of records
         possible = np.ones(len(vocabulary), dtype=bool)
         residues = Residues(train, lambda: read_blocks(train, vocabulary, length).ids, possible)
     texts = {  # all are read before the first is evaluated

@@ -187,7 +187,7 @@ class GraphEncoding(nn.Module):
         if by_cell and self.frequency_projection is not None:
             raise ValueError(
                 "position='spectral' with reciprocal nodes lacks a gradient of the cell: random "
-                "features of frequencies jump when these move; got a cell that requires one; "
+                "features jump when the frequencies change; got a cell that requires one; "
                 "use position='multiplicative' for stress"
             )
         dense = self.periodic.dense(geometry)

@@ -170,7 +170,7 @@ class Task(ABC, Generic[_Batch, _Data]):
 
     def optimizer(self) -> Optimizer:
         """Returns the optimizer of all trainable parameters, grouped by learning rate."""
-        groups: dict[float, list[nn.Parameter]] = {1.0: []}  # the rate of the first is logged
+        groups: dict[float, list[nn.Parameter]] = {1.0: []}  # the rate of the first group is logged
         for name, parameter in self.model.named_parameters():
             fits = (f for pattern, f in self.lr_factors.items() if fnmatchcase(name, pattern))
             if parameter.requires_grad:

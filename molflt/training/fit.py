@@ -113,8 +113,8 @@ def _clearer(
     """Returns an error that explains a lost process or an unsuitable checkpoint, or None."""
     if ddp and _LOST.search(str(error)) and not isinstance(error, ValueError):
         return ChildProcessError(
-            f"{folder.path}: another process of this training has ended; see its error message; "
-            "the last checkpoint is kept; to resume: molflt train "
+            f"{folder.path}: another process of this training run has ended; see its error "
+            "message; the last checkpoint is kept; to resume: molflt train "
             f"--resume {shlex.quote(str(folder.path))}"
         )
     if not restoring or is_out_of_memory(error):

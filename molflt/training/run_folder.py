@@ -54,7 +54,7 @@ INIT_RECORD = "init.json"
 
 _VERSIONS = "versions.json"
 _BUSY = (
-    "is training in this run folder; expected one training at a time; wait for it, or choose "
+    "is training in this run folder; expected one training run at a time; wait for it, or choose "
     "another --run"
 )
 

@@ -93,7 +93,7 @@ def test_structures_that_are_there_twice(tmp_path, capsys):
     text = "\n".join(splits["train"]["warnings"])
     assert "repeated structures: 1 of 3 systems have the elements" in text
     (warning,) = splits["val_id"]["warnings"]
-    assert "two splits: 1 have" in warning and f"train, for instance sid {two.sid}" in warning
+    assert "two splits: 1 with" in warning and f"train, for instance sid {two.sid}" in warning
 
 
 def test_forces_and_stress_are_counted(tmp_path, capsys):

@@ -134,7 +134,7 @@ class Positioned(nn.Module):
         if positions is None:
             raise ValueError(
                 f"{type(position).__name__} needs positions; pass them, (batch, tokens, "
-                f"{position.dim}), or, to an attention, their encoding"
+                f"{position.dim}), or pass their encoding to an attention layer"
             )
         keys = positions if key_positions is None else key_positions
         position.check_axes(positions, keys)

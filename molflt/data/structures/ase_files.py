@@ -97,7 +97,7 @@ class AseStructures(Held):
     ) -> None:
         super().__init__(path, skip_bad)
         self.files = list(files) or [self.path]
-        self.atoms: list[Atoms] = []  # unchanged; empty unless they are kept
+        self.atoms: list[Atoms] = []  # as read; empty unless they are kept
         self._files: list[Path] = []  # of each structure
         converter, several = Converter(Reading(**options)), len(self.files) > 1
         for file in self.files:

@@ -66,7 +66,7 @@ class DataSet(NamedTuple):
             return split_path(self.root, split).exists()
         except FileNotFoundError:
             return False
-        except ValueError:  # several of this name
+        except ValueError:  # several splits have this name
             return True
 
     def open(self, splits: Iterable[str], skip_bad: bool = False) -> dict[str, Structures]:

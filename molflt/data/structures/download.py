@@ -75,7 +75,7 @@ def download(
     with FolderLock(directory, doing, ".lock.download").held():
         if dataset == "game-net":
             archive, md5 = directory / GAME_NET.name, (md5 or GAME_NET.md5).lower()
-            print(f"{archive.name}: md5 {md5}; licence MIT, (c) 2022 iciq-tcc / nlopez-group")
+            print(f"{archive.name}: md5 {md5}; license MIT, (c) 2022 iciq-tcc / nlopez-group")
             _get(archive, base_url or GAME_NET.base_url, md5, 0)
             print(f"next: python scripts/game_net.py {archive} {directory / 'fg'}")
             return
