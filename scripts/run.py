@@ -50,7 +50,7 @@ def titles() -> str:
 
 
 def add_options(parser: argparse.ArgumentParser, measure: Any, redraw: bool) -> None:
-    """Adds the keywords of `measure` as options: tuples take several values, booleans none."""
+    """Adds the keywords of `measure` as options; tuples take several values, booleans are flags."""
     for name, parameter in inspect.signature(measure, eval_str=True).parameters.items():
         needed = parameter.default is parameter.empty
         default = "required" if needed else f"default: {parameter.default}"

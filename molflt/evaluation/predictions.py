@@ -58,7 +58,7 @@ class Predictions:
         natoms: numbers of atoms, (systems,).
         energy: predicted relaxed energies, (systems,), eV.
         target: labels y_relaxed, (systems,), eV; NaN without a label.
-        baseline: energies y_baseline, (systems,), eV; NaN without one, None if unknown.
+        baseline: energies y_baseline, (systems,), eV; NaN without a baseline, None if unknown.
         new_elements: elements of each system that the training data lack, such as "Cu-Pd"; empty
             without a domain.
         formula: Hill formula of each system.

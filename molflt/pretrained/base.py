@@ -1,4 +1,4 @@
-"""Trained models: reads runs and exports, and exports to a folder or the Hugging Face Hub."""
+"""Trained models, read from runs and exports, and exported to a folder or the Hugging Face Hub."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def test_fast_form_matrix_and_definition_agree(build, feature_map, causal, monke
     left, right = encoding.columns
     width = DIM + (0 if left is None else left.shape[-1])
     phi = FEATURE_MAPS[feature_map](width, HEADS, width).double()
-    if feature_map == "identity":  # products are those of queries and keys themselves
+    if feature_map == "identity":  # products of the queries and keys themselves
         phi.projection.rows.copy_(torch.eye(width))
     turned = encoding.transform(query, key)
     operands = [Operand(phi, x, c) for x, c in zip(turned, (left, right), strict=True)]

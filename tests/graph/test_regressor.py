@@ -227,7 +227,7 @@ def test_atoms_below_the_surface_are_left_out():
     kept = torch.cat((kept, torch.ones(6, dtype=torch.bool)))
     torch.testing.assert_close(out["displacement"][kept], expected["displacement"], **EXACT)
     assert not out["displacement"][~kept].any()
-    net.element_energies.fill_(-1000.0)  # a total energy is that of all atoms
+    net.element_energies.fill_(-1000.0)  # a total energy includes all atoms
     shift = predict(net, [whole, untagged])["energy"] - out["energy"]
     torch.testing.assert_close(shift, torch.tensor([-14000.0, -6000.0]).double(), **EXACT)
 

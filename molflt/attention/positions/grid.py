@@ -24,9 +24,9 @@ class ToeplitzPosition(Position):
 
     Softmax looks up differences of positions, rounded to integers, and tokens can be in any order.
     Linear and quadratic mixing compute offsets from the order of tokens, and check that positions
-    agree with this order. Positions must count up from that of the first token (row by row on a
-    two-dimensional grid, from the start of a row), and the first key must be at the position of the
-    first query. The checks include padding, which must have the next positions.
+    agree with this order. Positions must count up from the position of the first token (row by row
+    on a two-dimensional grid, from the start of a row), and the first key must be at the position
+    of the first query. The checks include padding, which must have the next positions.
 
     Args:
         heads: number of heads.
