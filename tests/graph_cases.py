@@ -122,7 +122,7 @@ def uneven(layer: GraphAttention) -> GraphAttention:
 
 
 def kinds(*mixings: str) -> list[Kind]:
-    """Returns all allowed combinations; reciprocal nodes come from the cells in any case."""
+    """Returns all allowed combinations; reciprocal nodes always come from the cells."""
     found = []
     for mixing in mixings:
         for periodic in ("none", "images", "reciprocal"):

@@ -215,9 +215,10 @@ def assess(
 ) -> Uncertainty:
     """Calibrates the uncertainty of an ensemble, and writes uncertainty.json and uncertainty.png.
 
-    Without systems to calibrate on, only spreads are returned. Systems with new elements calibrate
-    their uncertainty if they contain at least two different new elements. Their coverage is
-    computed with calibrations that were fitted without the systems of the same new elements.
+    Without systems to calibrate on, only spreads are returned. For systems with new elements, the
+    uncertainty is calibrated on such systems if these contain at least two different new elements.
+    Their coverage is computed with calibrations that were fitted without the systems of the same
+    new elements.
 
     Args:
         model: an ensemble; other models are ignored.
@@ -291,7 +292,7 @@ def _new(part: Predictions) -> NDArray[np.bool_]:
 def _with_new(
     calibration: Calibration, found: Mapping[str, Predictions]
 ) -> tuple[Calibration, dict[str, _Array]]:
-    """Calibrates new elements, and computes uncertainties without systems of the same elements.
+    """Calibrates for new elements, and computes uncertainties without systems of the same elements.
 
     Returns:
         The calibration, and by split the uncertainties, (systems,), eV.

@@ -71,7 +71,7 @@ def named_images(
     splits: Sequence[str] | None,
     other: Path | None,
 ) -> tuple[_Images, dict[str, LabeledImages]]:
-    """Returns the data of a run, and images to evaluate by name, prepared as for validation."""
+    """Returns the data of a run and, by name, the images to evaluate, as used in validation."""
     wanted = chosen_splits(("train", "val"), splits, ["val"], other)
     if other is not None:
         options = {**options, "train": other, "val": other, "val_fraction": None}

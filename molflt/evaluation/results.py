@@ -94,7 +94,7 @@ def csv_text(rows: Sequence[Mapping[str, object]]) -> str:
 
 
 def finite_row(columns: Mapping[str, NDArray[np.float64]], i: int) -> dict[str, float | None]:
-    """Returns row i of a table; None in place of NaN."""
+    """Returns row i of a table, with None in place of NaN."""
     return {name: None if np.isnan(one[i]) else float(one[i]) for name, one in columns.items()}
 
 

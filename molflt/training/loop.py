@@ -71,7 +71,7 @@ class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
             task.redraw(torch.Generator().manual_seed(int(common.generate_state(1)[0])))
 
     def training_step(self, batch: _Batch, batch_idx: int) -> dict[str, Tensor]:
-        """Returns the loss, and a row of sums: loss, 1 for the batch, its size, and the task's sums."""
+        """Returns the loss and a row of sums: loss, 1, batch size, and the sums of the task."""
         progress = self.global_step / max(1, self.trainer.max_steps)
         self._batch, self._size = self.task.name(batch), self.task.size(batch)
         self._parts.append(batch)

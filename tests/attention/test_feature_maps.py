@@ -257,7 +257,8 @@ def test_forward_is_the_product_with_the_matrix(name, size):
 
 
 def test_dense_draws_keep_their_order():
-    # Seeds must give the same numbers as before: heads in order, and in a head blocks before norms.
+    # Seeds must give the same numbers as before: heads in order and, in a head, blocks before
+    # norms.
     generator = seeded(4)
     iid = torch.stack([torch.randn(20, 7, dtype=F64, generator=generator) for _ in "ab"])
     assert torch.equal(build("iid", 2, 20, 7, seed=4).matrix(), iid)

@@ -271,7 +271,8 @@ def _tokens(
 ) -> tuple[Any, ...]:
     """Runs `token_kernel`; returns gradients with respect to w, phi, positions and nodes.
 
-    Without w, only the gradient of w is computed. With w and without `ones`, it is not needed.
+    Without w, only the gradient of w is computed. With w and without `ones`, the gradient of w is
+    not needed.
     """
     from molflt.attention.mixing import triton_kernels as kernels
 

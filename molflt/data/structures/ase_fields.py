@@ -298,7 +298,7 @@ def _held(atoms: Atoms) -> tuple[NDArray[np.bool_], set[str]]:
 def total_charge(atoms: Atoms) -> float | None:
     """Returns the total charge, e, from ``info`` or the data of a database row; None if unknown.
 
-    The entry is called charge, total_charge or net_charge, in any case.
+    The entry is called charge, total_charge or net_charge, in upper or lower case.
     """
     found: dict[str, float] = {}
     for name, value in _entries(atoms).items():

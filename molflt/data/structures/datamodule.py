@@ -66,7 +66,8 @@ class IS2REData(BatchedData[Structures]):
         val_fraction: share of the structures of one file to validate on; null means 0.1. Folders
             have their own splits.
         split_seed: seed of the random split of one file. Runs of an ensemble must share it and
-            differ in `seed`; otherwise, members are validated on training structures of others.
+            differ in `seed`; otherwise, members are validated on training structures of other
+            members.
         energy_key: name of the energy, eV, in files that ASE reads, such as REF_energy; null for
             y_relaxed, else energy.
         tags: convention of the tags in files that ASE reads: oc20 (0 subsurface, 1 surface, 2
