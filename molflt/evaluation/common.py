@@ -53,7 +53,7 @@ def chosen_splits(
 def named_sources(
     data: Mapping[str, object], splits: Sequence[str] | None, other: Path | None
 ) -> dict[str, str]:
-    """Returns the texts to evaluate by name; each is a file or an hf: name.
+    """Returns, by name, the texts to evaluate; each is a file or an hf: name.
 
     `data` contains the data options of the run. The default splits are val and, if present, test.
     """

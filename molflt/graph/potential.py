@@ -144,10 +144,10 @@ class Potential(EnergyRegressor):
             "energy": (graphs,) float64, eV; "forces": (atoms, 3), eV/Å; "embedding": (atoms, dim),
             the tokens from which energies are read. If the batch has cells, also "stress": (graphs,
             3, 3), eV/Å^3, with ASE's sign (positive if the energy rises with the volume), NaN for
-            graphs without a volume. With `long_range` also the parts of the energy, "energy_local",
-            "energy_near" and "energy_far"; see `parts`. With power 1 also "charges": (atoms,), e,
-            of the first channel, and "dipole": (graphs, 3), e Å, about the mean position of the
-            atoms, NaN with periodic axes.
+            graphs without a volume. With `long_range`, also the parts of the energy,
+            "energy_local", "energy_near" and "energy_far"; see `parts`. With power 1, also
+            "charges": (atoms,), e, of the first channel, and "dipole": (graphs, 3), e Å, about the
+            mean position of the atoms, NaN with periodic axes.
         """
         # also works inside torch.inference_mode, where existing tensors cannot be differentiated
         with torch.inference_mode(False), torch.enable_grad():
