@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import torch
 from ase import Atoms
+from ase.build import add_adsorbate, fcc111
+from ase.calculators.emt import EMT
 from ase.io import read, write
-from tiny_run import arguments, error_of, start, structures
+from tiny_run import arguments, error_of, start, structures, table
 
 import molflt
 from molflt.commands.cli import main
@@ -129,3 +131,55 @@ def test_baseline_has_no_part_in_other_models(files):
     model.adds_baseline.fill_(True)
     assert torch.equal(model(record)["energy"], energy + 5.0)
     assert "adsorbate_energy" not in model(record)
+
+
+@pytest.fixture(scope="module")
+def oxygen(tmp_path_factory):
+    """Returns a file of three structures: O on two sites of a copper slab, and the slab."""
+    slab = fcc111("Cu", (2, 2, 3), vacuum=8.0, periodic=True)
+    slab.set_tags(1)
+    frames = [slab.copy(), slab.copy(), slab.copy()]
+    for atoms, site in zip(frames, ("ontop", "fcc"), strict=False):
+        add_adsorbate(atoms, Atoms("O", tags=[2]), height=1.3, position=site)
+    for number, atoms in enumerate(frames):
+        atoms.info |= {"sid": number, "y_relaxed": -1.0 - number}
+    path = tmp_path_factory.mktemp("oxygen") / "oxygen.extxyz"
+    write(path, frames)
+    return path
+
+
+def computed(source, out, *more):
+    words = ["data", "baseline", str(source), str(out), "--calculator", "ase.calculators.emt:EMT"]
+    assert main([*words, *more]) == 0
+    return open_dataset(out).y_baseline
+
+
+def test_command_computes_energy_relative_to_slab_and_adsorbate(oxygen, tmp_path):
+    def energy(atoms):
+        atoms.calc = EMT()
+        return atoms.get_potential_energy()
+
+    frames = read(oxygen, ":")
+    expected = [energy(one.copy()) - energy(one[:12]) - energy(one[12:]) for one in frames[:2]]
+    found = computed(oxygen, tmp_path / "out.safetensors")
+    np.testing.assert_allclose(found, [*expected, energy(frames[2])], atol=1e-4)
+    stored = open_dataset(tmp_path / "out.safetensors")
+    assert stored.y_relaxed.tolist() == [-1, -2, -3]
+    relaxed = computed(oxygen, tmp_path / "relaxed.safetensors", "--relax_steps=30", "--workers=2")
+    rows = table(tmp_path / "relaxed.csv")
+    assert rows[0]["slab_eV"] == rows[1]["slab_eV"]
+    assert (relaxed[:2] < found[:2]).all()
+
+
+def test_command_continues_from_its_table(oxygen, tmp_path, capsys):
+    out, kept = tmp_path / "out.safetensors", tmp_path / "out.csv"
+    whole = computed(oxygen, out)
+    lines = kept.read_text().splitlines(keepends=True)
+    changed = lines[1].replace(lines[1].split(",")[5], "7.5")
+    kept.write_text(lines[0] + changed)  # a row that is kept is not computed again
+    np.testing.assert_allclose(computed(oxygen, out), [7.5, *whole[1:]])
+    words = ["data", "baseline", str(oxygen), str(out), "--calculator", "ase.calculators.emt:EMT"]
+    assert "30 steps" in error_of(capsys, *words, "--relax_steps=30")
+    other = oxygen.with_name("other.extxyz")
+    write(other, read(oxygen, ":")[1:])
+    assert "row 1" in error_of(capsys, *words[:2], str(other), *words[3:])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from molflt import plots
@@ -19,7 +18,7 @@ from molflt.evaluation.relaxation import relax_atoms
 from molflt.evaluation.results import write_csv
 from molflt.files import atomically, expect_writable
 from molflt.pretrained import EnergyPredictor, load
-from molflt.pretrained.calculator import Calculator
+from molflt.pretrained.calculator import calculator_named
 
 if TYPE_CHECKING:
     from ase import Atoms
@@ -84,7 +83,7 @@ def adsorb(
     model = load(run, device)
     if not isinstance(model, EnergyPredictor):
         raise ValueError(f"{run}: expected an energy model; got recipe {model.trained.recipe}")
-    calculator = None if relax is None else _calculator(relax, device)
+    calculator = None if relax is None else calculator_named(relax, device)
     share = None if model.domain is None else model.domain.surface
     placed = ranked(model, placements(repeated, str(molecule), rotation=rotation, share=share))
     rows = {}
@@ -111,11 +110,6 @@ def _whole(name: str, text: str, count: int) -> tuple[int, ...]:
         if len(found := tuple(map(int, text.split(",")))) == count:
             return found
     raise ValueError(f"--{name} {text}: expected {count} whole numbers separated by commas")
-
-
-def _calculator(source: str, device: str) -> Any:
-    module, _, name = source.partition(":")
-    return resolve_name(source)() if name and module != "hf" else Calculator(source, device=device)
 
 
 def _read(path: Path) -> dict[str, Atoms]:

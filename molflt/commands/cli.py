@@ -56,6 +56,10 @@ COMMANDS: dict[tuple[str, ...], Command] = {
             "dst": "compact store or folder to write",
         },
     ),
+    ("data", "baseline"): Command(
+        "add energies by an ASE calculator, for models that learn the difference",
+        places={"src": "files, folders or patterns to read", "dst": "compact store to write"},
+    ),
     ("data", "download"): Command(
         "download, check and unpack a public data set", "molflt.data.structures.download:download"
     ),
@@ -90,7 +94,7 @@ COMMANDS: dict[tuple[str, ...], Command] = {
     ("schema",): Command("JSON Schema of configurations, for editors"),
     ("completion",): Command("completion script for a shell"),
 }
-GROUPS = {"data": "inspect, convert, download and split data sets"}
+GROUPS = {"data": "inspect, convert, extend, download and split data sets"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -30,7 +31,14 @@ from molflt.training.checkpoint import device_named
 if TYPE_CHECKING:
     from torch_geometric.data import Data
 
-__all__ = ["Calculator"]
+__all__ = ["Calculator", "calculator_named"]
+
+
+def calculator_named(source: str, device: str = "auto") -> Any:
+    """Creates the ASE calculator module:Class, or loads a potential for :class:`Calculator`."""
+    module, _, name = source.partition(":")
+    return resolve_name(source)() if name and module != "hf" else Calculator(source, device=device)
+
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
