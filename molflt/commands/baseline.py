@@ -80,6 +80,7 @@ def baseline(
     label = f"{calculator} {_version(calculator)}, {relax_steps} steps"
     rows = _known(table, dataset, label)
     make = partial(calculator_named, calculator, device)
+    make()  # errors are reported here, not in each process
     bar = tqdm(initial=len(rows), total=len(dataset), unit=" structures", disable=None)
     with bar, _pool(workers, make) as pool:
 
