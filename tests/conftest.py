@@ -1,5 +1,3 @@
-"""Settings and fixtures of all tests."""
-
 import os
 import shutil
 import signal

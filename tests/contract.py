@@ -44,7 +44,6 @@ GRID = (6, 4)
 
 
 def cloud(size: int, generator: torch.Generator) -> Tensor:
-    """Returns centered points in space."""
     r = 3 * torch.randn(size, 3, dtype=torch.float64, generator=generator)
     return r - r.mean(dim=0) if size else r
 
@@ -61,8 +60,6 @@ def cells(size: int, generator: torch.Generator | None = None) -> Tensor:
 
 
 class Case(NamedTuple):
-    """A positional encoding with options."""
-
     name: str  # `none` or a key of `POSITIONS`
     options: dict[str, Any]
     core: bool = True  # combined with every feature map, not only with two of them
@@ -137,8 +134,6 @@ PLAIN_AND_FACTORS = ("none", "gaussian_basis")
 
 
 class Combination(NamedTuple):
-    """One mechanism."""
-
     feature_map: str
     case: str
     mixing: str
@@ -288,7 +283,6 @@ def check_oracle(combination: Combination, **options: Any) -> None:
 
 
 def check_permutation(combination: Combination) -> None:
-    """Permuting tokens permutes outputs."""
     stack, case = make_stack(combination), combination.case
     x, r = ragged(case)[2]
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(1))
@@ -321,7 +315,6 @@ def check_cross(combination: Combination) -> None:
 
 
 def check_translation(combination: Combination) -> None:
-    """Shifting all positions changes nothing."""
     stack, case = make_stack(combination), combination.case
     x, r = ragged(case)[2]
     shifted = r + torch.arange(3, 3 + r.shape[-1])

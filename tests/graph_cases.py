@@ -23,8 +23,6 @@ CELLS = {"crystal": TRICLINIC, "slab": SLAB, "molecule": torch.zeros(3, 3)}
 
 
 class Graph(NamedTuple):
-    """One structure."""
-
     x: Tensor
     pos: Tensor
     cell: Tensor
@@ -76,8 +74,6 @@ def data(atoms: Atoms, **more: Tensor) -> Data:
 
 
 class Kind(NamedTuple):
-    """One allowed combination."""
-
     position: str
     periodic: str
     near: bool | str  # "exact" also for q.k of near pairs

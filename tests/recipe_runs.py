@@ -256,7 +256,6 @@ def data_of(name: str) -> Path:
 
 
 def words_of(name: str, run: Path, *more: str) -> list[str]:
-    """Returns the command that trains a case."""
     case = CASES[name]
     files = [word.format(data_of(name)) for word in case.files.split()]
     given = ["train", f"--recipe={case.recipe}", "--trainer.accelerator=cpu"]

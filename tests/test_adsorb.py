@@ -1,5 +1,3 @@
-"""Sites, placements and the command ``molflt adsorb``."""
-
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,5 +1,3 @@
-"""Models that learn the difference from a cheaper energy of each structure."""
-
 import shutil
 
 import numpy as np
@@ -14,8 +12,10 @@ from tiny_run import arguments, error_of, start, structures, table
 import molflt
 from molflt.commands.cli import main
 from molflt.data.structures import open_dataset
+from molflt.data.structures.base import to_atoms
 from molflt.graph import EnergyRegressor
 
+pytestmark = pytest.mark.usefixtures("undrawn")
 OFFSET = 0.1  # eV per adsorbate atom, of the labels from the baseline
 
 
@@ -26,17 +26,9 @@ def files(tmp_path_factory):
     for split, first in (("train", 0), ("val_id", 100)):
         frames = []
         for record in structures(8, first, first):
-            energy = draw.uniform(-3, 3)
-            atoms = Atoms(
-                record.atomic_numbers.numpy(),
-                record.pos.numpy(),
-                cell=record.cell[0].numpy(),
-                pbc=True,
-                tags=record.tags.numpy(),
-                info={"sid": int(record.sid), "y_relaxed": energy},
-            )
+            energy, atoms = draw.uniform(-3, 3), to_atoms(record)
             offset = OFFSET * (record.tags == 2).sum().item() + 1e-3 * draw.normal()
-            atoms.info["mlip"] = energy - offset
+            atoms.info |= {"y_relaxed": energy, "mlip": energy - offset}
             frames.append(atoms)
         write(root / f"{split}.extxyz", frames)
     return root

@@ -1,5 +1,3 @@
-"""The benchmarks of accuracy and training, compared with laws, oracles and small cases."""
-
 import pytest
 import torch
 from script_files import benchmark

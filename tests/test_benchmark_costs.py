@@ -1,5 +1,3 @@
-"""The benchmarks of time and memory measure the documented quantities."""
-
 import math
 import os
 import subprocess
@@ -7,12 +5,10 @@ import sys
 
 import pytest
 from script_files import SCRIPTS, benchmark
+from test_benchmarks import needs_linux
 
 from kit import layers, rows, turns  # isort: skip
 
-needs_linux = pytest.mark.skipif(
-    not os.access("/proc/self/clear_refs", os.W_OK), reason="peak memory is read from Linux's /proc"
-)
 NAMES = ["softmax", "performer", "rfa-gate-gaussian", "flt-local"]
 
 

@@ -69,7 +69,6 @@ def bound(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """Returns the required options of benchmarks."""
     folder = tmp_path_factory.mktemp("inputs")
     write_lmdb(folder / "oc20.lmdb", {str(i): old_record(i) for i in range(4)})
     return {
@@ -80,7 +79,6 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 
 
 def every_page() -> str:
-    """Returns the text of all pages of results."""
     return "\n".join(page.read_text() for page in sorted(RESULTS.glob("*.md")))
 
 
@@ -145,7 +143,6 @@ def test_all_stored_rows_have_a_benchmark_and_all_blocks_rows() -> None:
 
 
 def test_commands_of_the_documentation_exist() -> None:
-    """Checks the names and options of benchmarks, and the names of scripts and files."""
     text = "\n".join(page.read_text() for page in ROOT.glob("docs/**/*.md")).replace("\\\n", " ")
     text = re.sub(r"^git checkout .*?^```", "", text, flags=re.M | re.S)  # of earlier commits
     quoted = re.findall(r'make bench NAME=(\w+)(?: +ARGS="([^"]*)")?', text)

@@ -1,5 +1,3 @@
-"""The choice of the best weights: rankings of metrics, ties, and patience."""
-
 import math
 from types import SimpleNamespace
 

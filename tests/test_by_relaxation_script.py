@@ -1,12 +1,8 @@
-"""scripts/by_relaxation.py: direct prediction and relaxation of the same systems."""
-
-import csv
-
 import ase.io
 import pytest
 from ase.calculators.singlepoint import SinglePointCalculator
 from script_files import load_script
-from tiny_run import start, structures, write_data
+from tiny_run import start, structures, table, write_data
 
 from molflt.commands.cli import main
 from molflt.data.structures.base import to_atoms
@@ -44,8 +40,7 @@ def test_both_ways_and_a_second_start(tmp_path, monkeypatch, capsys):
     told = [str(data), "--direct", str(tmp_path / "direct"), "--steps", "2", "--count", "3"]
     told += ["--potential", str(tmp_path / "potential"), "--out", str(out)]
     assert script.main(told) == 0
-    with (out / "by_relaxation.csv").open() as file:
-        rows = {row["way"]: row for row in csv.DictReader(file)}
+    rows = {row["way"]: row for row in table(out / "by_relaxation.csv")}
     assert float(rows["direct"]["mae_eV"]) > 0 and float(rows["relaxation"]["mae_eV"]) > 0
     assert rows["relaxation"]["converged"].endswith("of 3")
     lines = out / "val_id" / "relaxed.jsonl"
@@ -67,11 +62,7 @@ def test_both_ways_and_a_second_start(tmp_path, monkeypatch, capsys):
     own = script.offsets(data / "frames" / "val_id.extxyz", store)
     assert list(own.values()) == pytest.approx([-100.0] * 13, abs=1e-5)
     assert script.main([str(data), "--splits", "train", *told[1:]]) == 2
-    assert "make_data.py --frames" in capsys.readouterr().err
     assert script.main([*told, "--fmax", "0.1"]) == 2
-    assert "made with other fmax" in capsys.readouterr().err
-    # relaxations of other frames, or with another potential, are not reused
     ase.io.write(data / "frames" / "val_id.extxyz", frames[::-1])
-    assert script.main(told) == 2
+    assert script.main(told) == 2  # relaxations of other frames are not reused
     assert "other digests" in capsys.readouterr().err
-    ase.io.write(data / "frames" / "val_id.extxyz", frames)

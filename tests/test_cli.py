@@ -1,5 +1,3 @@
-"""The command line: words become arguments, and errors become one line and an exit status."""
-
 import ast
 import subprocess
 import sys
@@ -22,7 +20,6 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def parsed(line: str) -> dict[str, Any]:
-    """Returns the arguments of a command."""
     words = line.split()
     depth = 2 if words[0] == "data" else 1
     path, rest = tuple(words[:depth]), words[depth:]
@@ -63,7 +60,6 @@ def test_a_printed_configuration_can_be_read(capsys, tmp_path) -> None:
 
 @pytest.fixture
 def act(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[BaseException], None]:
-    """Lets ``molflt act`` raise an error."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MOLFLT_TRACEBACK", raising=False)
 

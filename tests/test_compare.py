@@ -1,10 +1,8 @@
-"""scripts/compare.py: statistics and repeated calls, with replaced training runs."""
-
 import json
 from pathlib import Path
 
 import pytest
-from script_files import Trainings, load_script
+from script_files import Trainings, cells, load_script
 
 from molflt.data.structures.splits import VAL_SPLITS
 from molflt.training import run_folder
@@ -13,8 +11,6 @@ COMPARE = load_script("compare")
 
 
 class Comparisons(Trainings):
-    """Replaces the evaluations of two energy models and of language models."""
-
     def evaluate(self, run: Path) -> None:
         seed = int(run.name.removeprefix("seed"))
         rows = {"split": {"speed": 2.0, "n": 3}}
@@ -51,12 +47,6 @@ def words(tmp_path: Path) -> list[str]:
     return [*options, "--variants", *variants, "--seeds", "0", "1", "2"]
 
 
-def cells_of(text: str, name: str) -> list[list[str]]:
-    """Returns the cells of the lines that begin with a name."""
-    lines = [line for line in text.splitlines() if line.startswith(f"| {name} |")]
-    return [[cell.strip() for cell in line.split("|")[2:-1]] for line in lines]
-
-
 def test_mean_and_spread(trainings, words, tmp_path, capsys) -> None:
     more = ["--trainer.max_steps=7", "--init=runs/{variant}/seed{seed}"]
     assert COMPARE.main([*words, "--", *more]) == 0
@@ -67,9 +57,9 @@ def test_mean_and_spread(trainings, words, tmp_path, capsys) -> None:
     text = capsys.readouterr().out
     assert text.strip() == (tmp_path / "out" / "comparison.md").read_text().strip()
     # 0.2, 0.21, 0.22 eV: sample standard deviation 0.01; EwT 0, 4, 8 %
-    assert cells_of(text, "flt") == [["10", "3", *["0.2100 ± 0.0100"] * 4, "4.0 ± 4.0"]]
+    assert cells(text)["flt"] == ["10", "3", *["0.2100 ± 0.0100"] * 4, "4.0 ± 4.0"]
     means = ["", "3", *["0.0200"] * 4, "50.0"]  # errors of 0.03 and 0.01 eV
-    assert cells_of(text, "their mean") == [means] * 2
+    assert cells(text)["their mean"] == means and text.count("| their mean |") == 2
     assert len((tmp_path / "out" / "comparison.csv").read_text().splitlines()) == 1 + 2 * 3 * 4
     assert (tmp_path / "out" / "comparison.png").stat().st_size > 1000
 
@@ -85,6 +75,7 @@ def test_variants_are_files_with_changes(trainings, words, tmp_path, capsys) -> 
     assert trained[1][-5:-1] == ["--config", file, *changes]
     text = capsys.readouterr().out
     assert text.startswith("| variant | parameters | seeds | val perplexity | test perplexity |")
-    assert cells_of(text, "tokens") == [["10", "2", "31.00 ± 1.41", "31.00 ± 1.41"]]
-    assert cells_of(text, "tokens,heads=2,num_nodes=8") == cells_of(text, "tokens")
-    assert cells_of(text, "tokens-diverged") == [["10", "2", "–", "–"]]
+    found = cells(text)
+    assert found["tokens"] == ["10", "2", "31.00 ± 1.41", "31.00 ± 1.41"]
+    assert found["tokens,heads=2,num_nodes=8"] == found["tokens"]
+    assert found["tokens-diverged"] == ["10", "2", "–", "–"]

@@ -1,5 +1,3 @@
-"""Shipped configurations load, omit defaults, and build trainable models."""
-
 import re
 from functools import cache
 from pathlib import Path

@@ -1,14 +1,8 @@
-"""scripts/conservation.py: the drift of energies, and a short run of a potential."""
-
-import csv
-
 import ase.io
 import numpy as np
 import pytest
 from script_files import load_script
-from tiny_run import argon
-
-from molflt.commands.cli import main
+from tiny_run import argon, table
 
 
 def test_drift_is_the_slope_of_the_total_energy():
@@ -17,28 +11,20 @@ def test_drift_is_the_slope_of_the_total_energy():
     assert script.drift(rows) == pytest.approx((1.0, 0.0), abs=1e-9)
 
 
-def test_energy_is_conserved_better_with_smaller_steps(tmp_path, capsys):
-    script = load_script("conservation")
-    for split, seed in (("train", 0), ("val_id", 1)):
-        ase.io.write(tmp_path / f"{split}.traj", argon(6, seed))
-    sizes = {"dim": 16, "heads": 2, "layers": 1, "ffn_dim": 16, "num_features": 8}
-    words = [f"--model.{name}={value}" for name, value in sizes.items()]
-    words += ["--recipe=potential", f"--data.root={tmp_path}", f"--run={tmp_path / 'run'}"]
-    words += ["--trainer.max_steps=3", "--task.warmup_steps=1", "--trainer.accelerator=cpu"]
-    assert main(["train", *words]) == 0
+def test_energy_is_conserved_better_with_smaller_steps(potential_run, tmp_path, capsys):
+    script, spread = load_script("conservation"), []
     ase.io.write(tmp_path / "in.xyz", argon(1, 2))
-    spread = []
     for name, step, every in (("long", 8.0, 1), ("short", 2.0, 4)):
-        told = [str(tmp_path / "run"), str(tmp_path / "in.xyz"), "--ps", "0.08"]
+        told = [str(potential_run), str(tmp_path / "in.xyz"), "--ps", "0.08"]
         told += ["--timestep", str(step), "--every", str(every), "--out", str(tmp_path / name)]
         assert script.main(told) == 0
-        with (tmp_path / name / "conservation.csv").open() as file:
-            total = [float(row["total_meV_per_atom"]) for row in csv.DictReader(file)]
+        rows = table(tmp_path / name / "conservation.csv")
+        total = [float(row["total_meV_per_atom"]) for row in rows]
         assert len(total) == 11 and (tmp_path / name / "conservation.png").is_file()
         spread.append(np.std(total))
     assert spread[1] < 0.2 * spread[0]
     assert "0.08 ps at " in capsys.readouterr().out
-    assert script.main([str(tmp_path / "run"), str(tmp_path / "none.xyz")]) == 2
+    assert script.main([str(potential_run), str(tmp_path / "none.xyz")]) == 2
     assert "none.xyz: No such file" in capsys.readouterr().err
     assert script.main([*told, "--ps", "0.001"]) == 2
     assert "--ps 0.001 with --timestep 2 is 0 steps; expected --every" in capsys.readouterr().err

@@ -38,15 +38,19 @@ STILL = [
 ]
 
 
+def finish(*words):
+    running = process(*words)
+    _, errors = running.communicate(timeout=3000)
+    assert running.returncode == 0, errors
+
+
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ddp")
     data = write_data(folder / "data", train=24, val=21)  # the last of 6 val batches has one
     start(data, folder / "one", *STILL, "--data.batch_size=4")
     words = ["--trainer.devices=2", "--trainer.strategy=ddp"]
-    running = process(*arguments(data, folder / "two", *STILL, *words))
-    _, errors = running.communicate(timeout=3000)
-    assert running.returncode == 0, errors
+    finish(*arguments(data, folder / "two", *STILL, *words))
     return folder / "one", folder / "two"
 
 
@@ -79,9 +83,7 @@ def test_two_processes_with_two_batches_each_take_the_step_of_four(both):
     words += ["--trainer.num_sanity=0", "--task.freeze=[embedding.*]"]
     start(folder / "data", folder / "four", *words, "--trainer.accumulate=4")
     words += ["--trainer.accumulate=2", "--trainer.devices=2", "--trainer.strategy=ddp"]
-    running = process(*arguments(folder / "data", folder / "pairs", *words))
-    _, errors = running.communicate(timeout=3000)
-    assert running.returncode == 0, errors
+    finish(*arguments(folder / "data", folder / "pairs", *words))
     one, two = (last_state(folder / name)["state_dict"] for name in ("four", "pairs"))
     for name, tensor in one.items():
         assert torch.allclose(tensor, two[name], rtol=0, atol=1e-6), name
@@ -157,9 +159,7 @@ def test_a_killed_rank_ends_the_others_and_resuming_is_exact(tmp_path):
     assert len(errors) == 1 and f"--resume {killed}" in errors[0]
     assert last_state(killed)["global_step"] == 3 and not list(tmp_path.glob("*.log"))
     for arguments_of in (["--resume", str(killed)], arguments(data, whole, *words)):
-        running = process(*arguments_of)
-        _, said = running.communicate(timeout=300)
-        assert running.returncode == 0, said
+        finish(*arguments_of)
     assert_same_state(killed, whole)
 
 

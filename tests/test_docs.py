@@ -1,5 +1,3 @@
-"""The documentation works: Python examples, tutorials, commands, options and links."""
-
 import contextlib
 import importlib
 import io
@@ -49,9 +47,7 @@ def commands() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def workplace(
-    energy_runs: list[Path], potential_run: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def workplace(energy_runs: list[Path], potential_run: Path, tmp_path_factory) -> Path:
     """Returns a folder with the runs and the file of slabs that the examples assume."""
     root = tmp_path_factory.mktemp("reader")
     runs = dict(zip(("mine", "mine2"), energy_runs, strict=False))
@@ -76,9 +72,7 @@ def output_of(code: str, page: Path, names: dict[str, object]) -> str:
 
 
 @pytest.mark.parametrize(("page", "example"), EXAMPLES)
-def test_documentation_examples_print_their_comments(
-    page: Path, example: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_documentation_examples_print_their_comments(page, example, request, monkeypatch) -> None:
     if "torch_sim" in example:
         pytest.importorskip("torch_sim", reason="torch-sim is not installed")
     if "runs/" in example:
@@ -109,12 +103,7 @@ def pattern(text: str) -> str:
 
 
 @pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
-def test_tutorials_print_the_shown_output(
-    page: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_tutorials_print_the_shown_output(page: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     torch.manual_seed(0)
@@ -163,7 +152,6 @@ def test_keys_named_in_the_documentation_exist() -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """Returns the anchors of the headings of a page."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
     titles = re.findall(r"^#+ (.*?)\s*$", text, re.M)
     return {re.sub(r"[^\w\- ]", "", title).lower().replace(" ", "-") for title in titles}
@@ -225,7 +213,6 @@ def run(words: list[str]) -> None:
 
 @pytest.fixture
 def reader(potential_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Returns a folder with the files that the page assumes."""
     atoms = oxygen_on_copper()
     for name, count in {"mine": 6, "structures": 2, "many": 9, "slab": 1}.items():
         frames = [atoms.copy() for _ in range(count)]
@@ -243,7 +230,6 @@ def reader(potential_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_commands_of_the_page(reader: Path) -> None:
-    """The commands of docs/commands.md run from top to bottom."""
     done = []
     for words in lines():
         if words[0] == "merge":  # the page shows one shard of eight

@@ -1,5 +1,3 @@
-"""The schema of configurations and the completion of command lines."""
-
 import shutil
 import subprocess
 from functools import cache
@@ -53,7 +51,6 @@ def test_configurations_that_training_refuses_are_invalid(text: str) -> None:
 
 
 def test_every_number_has_its_range_on_the_command_line_and_in_the_schema() -> None:
-    """The command line and the schema accept the same numbers near both ends."""
     checked = 0
     for recipe, one in validator().schema["$defs"].items():
         for part in ("model", "data", "task", "trainer"):
@@ -103,9 +100,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("evaluate runs/mine --be", {"--beam"}, {"--also+"}),  # an option of translation
     ],
 )
-def test_bash_completes(
-    script: Path, line: str, some: set[str], others: set[str], tmp_path: Path
-) -> None:
+def test_bash_completes(script: Path, line, some, others, tmp_path: Path) -> None:
     (tmp_path / "ours.yaml").touch()
     words = ["bash", "-c", COMPLETE, "bash", str(script), "molflt", *line.split(" ")]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True)

@@ -1,5 +1,3 @@
-"""Ensembles of runs: mean, spread and uncertainty in evaluate and predict."""
-
 import json
 import shutil
 from pathlib import Path
@@ -23,11 +21,6 @@ SMALL = "val_ood_cat"
 
 
 @pytest.fixture(scope="module")
-def data(energy_data: Path) -> Path:
-    return energy_data
-
-
-@pytest.fixture(scope="module")
 def runs(energy_runs: list[Path]) -> list[Path]:
     return energy_runs
 
@@ -41,17 +34,16 @@ def evaluated(runs, tmp_path_factory) -> tuple[Path, dict]:
 
 
 def energies(runs: list[Path], path: Path) -> np.ndarray:
-    """Predicts one structure at a time, (systems, runs)."""
     return np.array([alone(run, path) for run in runs]).T
 
 
-def test_results_match_an_independent_computation(evaluated, runs, data) -> None:
+def test_results_match_an_independent_computation(evaluated, runs, energy_data) -> None:
     out, results = evaluated
     assert json.loads((out / "results.json").read_text()) == results
     kept = json.loads((out / "uncertainty.json").read_text())
     assert kept["split"] == "val_id" and len(kept["members"]) == len(runs)
     for split in ("val_id", "val_ood_ads"):
-        path = data / f"{split}.safetensors"
+        path = energy_data / f"{split}.safetensors"
         by_run, target = energies(runs, path), open_dataset(path).y_relaxed
         error, spread = np.abs(by_run.mean(1) - target), by_run.std(1, ddof=1)
         uncertainty = kept["factor"] * np.sqrt(spread**2 + kept["floor_eV"] ** 2)
@@ -97,9 +89,9 @@ def test_calibration_covers_the_systems_set_aside(evaluated) -> None:
     assert evaluated[1]["val_ood_ads"]["coverage_crossed_percent"] is None
 
 
-def test_new_elements_have_their_own_calibration(runs, data, tmp_path) -> None:
+def test_new_elements_have_their_own_calibration(runs, energy_data, tmp_path) -> None:
     """A third of the systems is known; the others contain one of two new elements."""
-    records = [one.clone() for one in list(open_dataset(data / "val_id.safetensors")) * 2]
+    records = [one.clone() for one in list(open_dataset(energy_data / "val_id.safetensors")) * 2]
     new = np.array(["", "Rh", "Os"] * 40)
     for number, (record, kind) in enumerate(zip(records, new, strict=True)):
         record.sid = number
@@ -139,25 +131,25 @@ def test_the_training_split_calibrates_only_on_request(runs, tmp_path, capsys) -
     assert Calibration.read(kept).split == "train"
 
 
-def test_a_split_that_some_members_learned_is_refused(runs, data, tmp_path, capsys) -> None:
+def test_a_split_that_some_members_learned_is_refused(runs, energy_data, tmp_path, capsys) -> None:
     other = Path(shutil.copytree(runs[1], tmp_path / "other"))
     text = (other / "config.yaml").read_text()
     (other / "config.yaml").write_text(text.replace("train_split: train", "train_split: val_id"))
     words = ["evaluate", str(runs[0]), "--out", str(tmp_path / "out"), "--also", str(other)]
     for more, run, split in (
         ([], other, "val_id"),
-        (["--data", str(data / "val_id.safetensors")], other, "val_id"),
+        (["--data", str(energy_data / "val_id.safetensors")], other, "val_id"),
         (["--splits", "val_ood_ads", "train"], runs[0], "train"),
     ):
         line = error_of(capsys, *words, *more)
-        assert str(run) in line and f"{split} of {data}" in line
+        assert str(run) in line and f"{split} of {energy_data}" in line
     assert not (tmp_path / "out").exists()
     assert main([*words, "--splits", SMALL, "--device", "cpu"]) == 0
 
 
-def test_predict_writes_spread_and_uncertainty(evaluated, runs, data, tmp_path, capsys) -> None:
+def test_predict_writes_spread_and_uncertainty(evaluated, runs, energy_data, tmp_path, capsys):
     calibration = Calibration.read(evaluated[0] / "uncertainty.json")
-    source = data / f"{SMALL}.safetensors"
+    source = energy_data / f"{SMALL}.safetensors"
     spread = energies(runs, source).std(1, ddof=1)
     also = ["--also", str(runs[2]), str(runs[1]), "--device", "cpu"]  # in another order
     words = ["predict", str(runs[0]), str(source), *also]
@@ -179,9 +171,9 @@ def test_predict_writes_spread_and_uncertainty(evaluated, runs, data, tmp_path, 
             np.testing.assert_allclose([float(row[name]) for row in rows], values, atol=1e-5)
 
 
-def test_predict_without_a_calibration_warns(evaluated, runs, data, tmp_path, capsys) -> None:
+def test_predict_without_a_calibration_warns(evaluated, runs, energy_data, tmp_path, capsys):
     copy = Path(shutil.copytree(runs[0], tmp_path / "copy"))
-    source, out = str(data / f"{SMALL}.safetensors"), tmp_path / "out.csv"
+    source, out = str(energy_data / f"{SMALL}.safetensors"), tmp_path / "out.csv"
     words = ["predict", str(copy), source, "--out", str(out), "--device", "cpu", "--also"]
     # the calibration of other runs is ignored with a warning, and refused if it is named
     kept = copy / "ensemble" / "uncertainty.json"

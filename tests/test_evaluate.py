@@ -1,5 +1,3 @@
-"""Evaluation and prediction with a run of three steps."""
-
 import json
 import shutil
 from pathlib import Path
@@ -30,11 +28,6 @@ from molflt.training.checkpoint import load_run
 
 
 @pytest.fixture(scope="module")
-def data(energy_data: Path) -> Path:
-    return energy_data
-
-
-@pytest.fixture(scope="module")
 def run(energy_runs: list[Path]) -> Path:
     return energy_runs[0]
 
@@ -45,19 +38,19 @@ def evaluated(tmp_path_factory, run: Path) -> tuple[Path, dict]:
     return out, evaluate(run, out=out, batch_size=4, device="cpu")
 
 
-def test_results_and_files_match_an_independent_computation(evaluated, run, data) -> None:
+def test_results_and_files_match_an_independent_computation(evaluated, run, energy_data) -> None:
     out, results = evaluated
     names = "results.json results_of.json predictions.npz predictions.csv errors_by_group.csv"
     pictures = "parity.png errors.png encoding.png"
     assert {path.name for path in out.iterdir()} == {*names.split(), *pictures.split()}
     assert json.loads((out / "results.json").read_text()) == results
     assert list(results) == list(VAL_SPLITS)
-    median = np.median(StructureStore(data / "train.safetensors").y_relaxed)
+    median = np.median(StructureStore(energy_data / "train.safetensors").y_relaxed)
     with np.load(out / "predictions.npz", allow_pickle=False) as file:
         arrays = dict(file)
     assert arrays.keys() == {f"{s}_{p}" for s in VAL_SPLITS for p in ("ids", "energy")}
     for split, row in results.items():
-        store = StructureStore(data / f"{split}.safetensors")
+        store = StructureStore(energy_data / f"{split}.safetensors")
         target, energy = store.y_relaxed, alone(run, store.path)
         error = np.abs(energy - target)
         assert set(row) == {"mae_eV", "ewt_percent", "baseline_mae_eV", "n"}
@@ -89,7 +82,7 @@ def test_results_and_files_match_an_independent_computation(evaluated, run, data
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_splits_without_labels_are_only_predicted(run, data, tmp_path, capsys) -> None:
+def test_splits_without_labels_are_only_predicted(run, tmp_path, capsys) -> None:
     results = evaluate(run, splits=[*TEST_SPLITS, "val_id"], out=tmp_path, device="cpu")
     nothing = dict.fromkeys(("mae_eV", "ewt_percent", "baseline_mae_eV"))
     assert results["test_id"] == {**nothing, "n": 5}
@@ -163,16 +156,16 @@ def test_an_evaluation_removes_files_of_an_earlier_one(run, tmp_path, monkeypatc
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_data_elsewhere_and_no_training_split(run, data, tmp_path, capsys, monkeypatch) -> None:
+def test_data_elsewhere_and_no_training_split(run, energy_data, tmp_path, capsys, monkeypatch):
     model, saved = load_run(run)
     saved["data"]["root"] = "was/here"
     monkeypatch.setattr("molflt.commands.evaluate.load_run", lambda *_: (model, saved))
     with pytest.raises(FileNotFoundError, match="was/here.*--data"):
         evaluate(run, out=tmp_path, device="cpu")
-    options = {"splits": ["val_id"], "data": data, "out": tmp_path, "device": "cpu"}
+    options = {"splits": ["val_id"], "data": energy_data, "out": tmp_path, "device": "cpu"}
     row = evaluate(run, **options)["val_id"]
-    median = np.median(StructureStore(data / "train.safetensors").y_relaxed)
-    target = StructureStore(data / "val_id.safetensors").y_relaxed
+    median = np.median(StructureStore(energy_data / "train.safetensors").y_relaxed)
+    target = StructureStore(energy_data / "val_id.safetensors").y_relaxed
     assert row["baseline_mae_eV"] == pytest.approx(np.abs(target - median).mean())
     saved["data"]["train_split"] = "elsewhere"
     row = evaluate(run, **options)["val_id"]
@@ -278,14 +271,14 @@ def test_structures_without_tags_are_refused_unless_forced(run, tmp_path, capsys
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_comparison_with_published_predictions(run, data, tmp_path, capsys) -> None:
-    store = StructureStore(data / "val_id.safetensors")
+def test_comparison_with_published_predictions(run, energy_data, tmp_path, capsys) -> None:
+    store = StructureStore(energy_data / "val_id.safetensors")
     systems = [System(r.sid, f"cu-{r.sid}", "m", "amides", "Cu") for r in store]
     root = tmp_path / "data"
-    shutil.copytree(data, root)
+    shutil.copytree(energy_data, root)
     write_systems(root, [("val_id", systems)])
     others = tmp_path / "others.npz"
-    target = StructureStore(data / "val_id.safetensors").y_relaxed
+    target = StructureStore(energy_data / "val_id.safetensors").y_relaxed
     np.savez(others, name=[s.name for s in systems], rival=target + 0.25)
     words = ["evaluate", str(run), "--splits", "val_id", "--data", str(root), "--device", "cpu"]
     assert main([*words, "--out", str(tmp_path), "--published", str(others)]) == 0

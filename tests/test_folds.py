@@ -1,11 +1,9 @@
-"""scripts/folds.py: errors of single runs and ensembles, compared with known values."""
-
 import csv
 from pathlib import Path
 
 import numpy as np
 import pytest
-from script_files import Trainings, load_script
+from script_files import Trainings, cells, load_script
 
 from molflt.data.structures.systems import System, write_systems
 
@@ -20,8 +18,6 @@ ENERGIES = {  # folder -> sid -> eV
 
 
 class Folds(Trainings):
-    """Replaces the evaluations of training runs on two folds."""
-
     def evaluate(self, run: Path) -> None:
         with open(run / "predictions.csv", "w", newline="") as file:
             writer = csv.writer(file)
@@ -62,15 +58,11 @@ def test_single_models_and_ensembles_beside_published_ones(trainings, words, tmp
     text = capsys.readouterr().out
     assert text.startswith("4 training runs")
     assert text == (tmp_path / "out" / "folds.md").read_text()
-    cells = {
-        line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]]
-        for line in text.splitlines()
-        if line.startswith("|")
-    }
+    found = cells(text)
     # single: errors .2 .1, 0 .3 | .3 .1, .1 .1; means of two: .1 .1 | .1 0
-    assert cells["molflt"][:4] == ["2", "4", "0.1500", "0.1500 ± 0.0000"]
-    assert cells["molflt"][4] == "0.0750" and cells["molflt"][6] == "25.0"
-    assert cells["other"][2] == "0.3000" and cells["other"][4] == "0.1000"
-    assert cells["family0"] == ["2", "0.050", "0.100"] and cells["family1"][1] == "0.100"
+    assert found["molflt"][:4] == ["2", "4", "0.1500", "0.1500 ± 0.0000"]
+    assert found["molflt"][4] == "0.0750" and found["molflt"][6] == "25.0"
+    assert found["other"][2] == "0.3000" and found["other"][4] == "0.1000"
+    assert found["family0"] == ["2", "0.050", "0.100"] and found["family1"][1] == "0.100"
     assert len((tmp_path / "out" / "folds.csv").read_text().splitlines()) == 1 + 2 * 4
     assert (tmp_path / "out" / "folds.png").stat().st_size > 1000

@@ -1,5 +1,3 @@
-"""scripts/gpu.py on the CPU."""
-
 import importlib.util
 import json
 

@@ -1,12 +1,11 @@
-"""scripts/held_out.py: every family and metal is new once; tables have the expected values."""
-
 import csv
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from script_files import Trainings, load_script
+from script_files import Trainings, cells, load_script
+from tiny_run import table
 
 from molflt.data.structures.systems import read_systems
 
@@ -18,8 +17,7 @@ OFF = {"val_id": 0.01, "val_ood_ads": 0.2, "val_ood_cat": 0.3, "val_ood_both": 0
 
 
 def split_of(folder: Path) -> dict[int, str]:
-    with open(folder / "systems.csv", newline="") as file:
-        return {int(row["sid"]): row["split"] for row in csv.DictReader(file)}
+    return {int(row["sid"]): row["split"] for row in table(folder / "systems.csv")}
 
 
 class Groups(Trainings):
@@ -77,17 +75,12 @@ def test_each_system_is_new_once_by_family_and_once_by_metal(trainings, words, t
         assert sorted(new[split] + new["val_ood_both"]) == list(range(30))
 
     text = capsys.readouterr().out
-    lines = {
-        line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]]
-        for line in text.splitlines()
-        if line.startswith("|")
-    }
+    lines = cells(text)
     assert lines["molflt"][0] == "2" and lines["molflt"][1].endswith("± 0.0000")
     expected = np.mean([0.3 * (1 + (sid // 10 == 1)) for sid in new["val_ood_cat"]])
     assert lines["molflt"][3] == f"{expected:.4f} ± 0.0000"
     assert lines["Cu"][1] == "0.600" and lines["Ag"][1] == "0.300"
     assert {"kernel-ridge", "median", "amides", "oximes", "Ni"} <= lines.keys()
     assert text.endswith((tmp_path / "out" / "held_out.md").read_text())
-    with open(tmp_path / "out" / "held_out.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = table(tmp_path / "out" / "held_out.csv")
     assert {row["model"] for row in rows} == {"molflt", "kernel-ridge", "median"}

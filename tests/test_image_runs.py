@@ -1,5 +1,3 @@
-"""Runs of image classifiers and of models of pixels, and their evaluation."""
-
 import csv
 import json
 import math
@@ -121,7 +119,6 @@ def test_labels_are_smoothed_in_training_only() -> None:
 
 
 def test_all_ways_to_classify_agree(tmp_path: Path, capsys) -> None:
-    """Compares an idx file, a folder, an image, bytes, fractions, and saved weights."""
     run, idx = trained("images"), data_of("images") / IMAGES.format("val")
     images = ImageData(idx, idx)
     images.setup()

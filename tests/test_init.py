@@ -1,5 +1,3 @@
-"""Initial weights and their domains, frozen parameters, and learning rates by name."""
-
 import hashlib
 import json
 import shutil
@@ -7,7 +5,6 @@ import shutil
 import pytest
 import recipe_runs
 import torch
-import yaml
 from safetensors.torch import save_file
 from tiny_run import (
     SMALL,
@@ -26,6 +23,7 @@ from molflt.commands.cli import main
 from molflt.data.structures.datamodule import IS2REData
 from molflt.data.structures.domain import Domain
 from molflt.data.structures.store import StructureStore, write_store
+from molflt.training.config import read_config
 
 STEPS = ["--trainer.max_steps=4", "--trainer.val_every=4"]
 # the steps are too small to change a weight, so the last weights are the initial weights
@@ -35,7 +33,6 @@ CARD = ["--license=mit", "--about=energies in eV"]
 
 @pytest.fixture(scope="module")
 def others(tmp_path_factory):
-    """Other structures with other energies."""
     root = tmp_path_factory.mktemp("others")
     write_store(root / "train.safetensors", structures(9, seed=5, first_sid=5000))
     write_store(root / "val_id.safetensors", structures(5, seed=6, first_sid=6000))
@@ -68,10 +65,6 @@ def record(run):
     return json.loads((run / "init.json").read_text())
 
 
-def config(run):
-    return yaml.safe_load((run / "config.yaml").read_text())
-
-
 OF_DATA = {"energy_mean", "energy_std", "element_energies", "readout.by_contact"}
 OF_DATA |= {"adds_baseline"}
 
@@ -80,8 +73,8 @@ def test_weights_and_options_are_those_of_the_source(others, source, started, tm
     was, now, run = weights(source, "best"), weights(started), started
     assert set(was) == set(now)
     assert all(torch.equal(was[name], now[name]) for name in set(was) - OF_DATA)
-    assert config(run)["model"] == config(source)["model"]
-    assert config(run)["init"] == str(source)
+    assert read_config(run)["model"] == read_config(source)["model"]
+    assert read_config(run)["init"] == str(source)
     found = record(run)
     assert set(found["loaded"]) == set(was) - OF_DATA and set(found["of_data"]) == OF_DATA
     assert found["new"] == found["left_over"] == {} and found["recipe"] == "is2re"
@@ -141,7 +134,7 @@ def test_tensors_that_do_not_fit_are_recorded(others, source, tmp_path, capsys):
     assert "embedding.radial.weight (16, 8)" in said and "ffn_dim 24, 16" in said
     was, now = weights(source, "best"), weights(run)
     assert all(torch.equal(was[name], now[name]) for name in found["loaded"])
-    model = config(run)["model"]
+    model = read_config(run)["model"]
     assert (model["dim"], model["layers"], model["dropout"]) == (16, 1, 0.1)
     assert model["position_options"] == {"num_nodes": 6, "num_gaussians": 4}
 
@@ -283,7 +276,6 @@ def held(run) -> Domain:
 
 
 def alone(root) -> Domain:
-    """Returns the domain of data without initial weights."""
     return Domain.from_json(json.loads(IS2REData(root).files()["domain.json"]), "domain.json")
 
 

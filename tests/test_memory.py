@@ -30,8 +30,6 @@ def throw(error: Exception) -> None:
 
 
 class Greedy(nn.Module):
-    """Runs out of memory."""
-
     def __init__(self, failure: str) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(()))

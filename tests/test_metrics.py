@@ -1,5 +1,3 @@
-"""The locality of attention, compared with numbers computed by hand."""
-
 import numpy as np
 import pytest
 
@@ -32,7 +30,6 @@ def test_locality_by_hand() -> None:
 @pytest.mark.parametrize("fraction", [0.1, 0.37, 1.0])
 @pytest.mark.parametrize("causal", [False, True])
 def test_locality_sums_over_sorted_keys(causal: bool, fraction: float) -> None:
-    """Compares with a loop that sorts the keys of each query."""
     weights = random_rows(2, 60, 60, causal=causal)
     distances = np.random.default_rng(1).uniform(size=(60, 60))
     expected = np.zeros((2, 2))

@@ -22,7 +22,6 @@ def records():
 
 
 def test_full_size_flt_12l_takes_a_step(records):
-    """Forward and backward of the paper's model on real records, finite everywhere."""
     files = [ROOT / "configs" / "oc20" / f"{name}.yaml" for name in ("base", "flt")]
     base, flt = (yaml.safe_load(file.read_text())["model"] for file in files)
     torch.manual_seed(0)

@@ -1,5 +1,3 @@
-"""Runs of learned optimizers and of populations, their evaluation and use."""
-
 import csv
 import json
 import shutil

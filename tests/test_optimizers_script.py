@@ -1,11 +1,9 @@
-"""scripts/optimizers.py: memories compared with tuned Adam; finished work is not repeated."""
-
-import csv
 import json
 from pathlib import Path
 
 import pytest
 from script_files import Trainings, load_script
+from tiny_run import table
 
 
 class Evaluated(Trainings):
@@ -28,10 +26,10 @@ def test_the_table_and_a_second_start(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(evaluated) == 4 and evaluated[0][2:] == [
         *("--steps", "6", "--repeats", "2", "--rates=[]", "--tasks", "factorization")
     ]
-    table = (tmp_path / "optimizers.md").read_text()
-    assert "| flt | 2 | 0.3162 ± 0.71 |" in table and "| lstm | 2 | diverged |" in table
-    assert "| Adam, tuned | 1 | " in table and (tmp_path / "optimizers.png").is_file()
-    rows = list(csv.DictReader((tmp_path / "optimizers.csv").open()))
+    text = (tmp_path / "optimizers.md").read_text()
+    assert "| flt | 2 | 0.3162 ± 0.71 |" in text and "| lstm | 2 | diverged |" in text
+    assert "| Adam, tuned | 1 | " in text and (tmp_path / "optimizers.png").is_file()
+    rows = table(tmp_path / "optimizers.csv")
     adam = [row for row in rows if row["optimizer"] == "Adam, tuned"]
     assert len(adam) == 2 * 6 and len(rows) == len(adam) + 4 * 3
     trainings.commands.clear()

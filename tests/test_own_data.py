@@ -18,27 +18,21 @@ from tiny_run import arguments, error_of, start, structures, write_data
 import molflt
 from molflt.commands.cli import main
 from molflt.data.structures import Reading, open_dataset
-from molflt.data.structures.base import ANY_TAGS
+from molflt.data.structures.base import ANY_TAGS, to_atoms
 from molflt.data.structures.data_set import DataSet
 from molflt.data.structures.datamodule import IS2REData
 from molflt.evaluation.results import why_of_others
 
+pytestmark = pytest.mark.usefixtures("undrawn")
 STEPS = ("--trainer.max_steps=2", "--task.warmup_steps=1")
 
 
 def frames(count: int = 10, **info: float) -> list[Atoms]:
     """Returns small slabs as `ase.Atoms`, with an energy in the calculator and others in info."""
     out = []
-    for i, record in enumerate(structures(count)):
-        atoms = Atoms(
-            record.atomic_numbers.numpy(),
-            record.pos.numpy(),
-            cell=record.cell[0].numpy(),
-            pbc=True,
-            tags=record.tags.numpy(),
-            info={"sid": 500 + i, **info},
-        )
-        energy = float(record.y_relaxed)
+    for record in structures(count, first_sid=500):
+        atoms, energy = to_atoms(record), float(record.y_relaxed)
+        atoms.info |= info
         atoms.calc = SinglePointCalculator(atoms, energy=energy, forces=np.zeros((len(atoms), 3)))
         out.append(atoms)
     return out
@@ -177,16 +171,6 @@ def test_steps_of_a_relaxation_are_not_taken_for_systems_in_silence(tmp_path, ca
     assert capsys.readouterr().err == ""
 
 
-def test_other_files_are_evaluated_whole(run, tmp_path, capsys) -> None:
-    other = tmp_path / "other.traj"
-    write(other, frames(4))
-    words = ["evaluate", str(run), "--data", str(other), "--out", str(tmp_path), "--device=cpu"]
-    assert main(words) == 0
-    results = json.loads((tmp_path / "results.json").read_text())
-    assert list(results) == ["other"] and results["other"]["n"] == 4
-    assert results["other"]["baseline_mae_eV"] > 0  # from the energies of the training part
-
-
 def test_other_energies_of_the_data_are_not_the_results_of_the_run(run, file, tmp_path) -> None:
     """They have no baseline, and model cards and comparisons do not use them."""
     some = frames()
@@ -265,7 +249,6 @@ def test_shards_are_one_source(tmp_path) -> None:
 
 
 def layered(layers: int, adsorbate: bool = True) -> Atoms:
-    """Returns Cu(111) as built by ase.build."""
     atoms = fcc111("Cu", (1, 1, layers), vacuum=6.0, periodic=True)
     if adsorbate:
         add_adsorbate(atoms, molecule("CO"), 2.0, "ontop")
@@ -354,6 +337,8 @@ def test_a_run_with_an_energy_key_is_evaluated_on_any_source(tmp_path, capsys) -
     line = error_of(capsys, *command, str(tmp_path / "other.extxyz"))
     assert ("e_ads" in line and "--energy_key" in line) or "null" in line
     assert main([*command, str(tmp_path / "other.extxyz"), "--energy_key=null"]) == 0
+    (name, found), *rest = json.loads((tmp_path / "out" / "results.json").read_text()).items()
+    assert (name, found["n"], rest) == ("other", 10, [])
     rows = csv.DictReader((tmp_path / "out" / "predictions.csv").open())
     energies = [atoms.get_potential_energy() for atoms in frames()]
     assert [float(row["target_eV"]) for row in rows] == pytest.approx(energies)

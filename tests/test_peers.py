@@ -1,5 +1,3 @@
-"""scripts/peers.py: periodic inputs of the peers, and equal budgets."""
-
 import copy
 import importlib
 import itertools

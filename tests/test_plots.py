@@ -26,7 +26,6 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 @pytest.fixture
 def figures(monkeypatch) -> list:
-    """Returns a list of the figures that are drawn."""
     drawn: list = []
     original = figure.picture
 

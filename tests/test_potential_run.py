@@ -1,5 +1,3 @@
-"""Potentials: training, evaluation, the calculator, and ``molflt relax``."""
-
 import json
 import shutil
 from typing import Any

@@ -1,5 +1,3 @@
-"""Trained models: predictions of a run and of its export are equal."""
-
 import json
 import shutil
 from pathlib import Path
@@ -32,7 +30,6 @@ ABOUT = "energies of random slabs against nothing, by a formula"
 
 @pytest.fixture(scope="module")
 def run(energy_runs, tmp_path_factory) -> Path:
-    """Returns an evaluated run."""
     copy = shutil.copytree(energy_runs[0], tmp_path_factory.mktemp("runs") / "run")
     evaluate(copy, splits=["val_id"], device="cpu")
     return copy
@@ -130,7 +127,6 @@ def test_relaxed_positions_respect_constraints(run, capsys) -> None:
 
 
 def predictor(**options) -> EnergyPredictor:
-    """Returns a model with random weights."""
     torch.manual_seed(0)
     options = {"dim": 16, "heads": 2, "layers": 1, "ffn_dim": 16, **options}
     model = EnergyRegressor(**options).eval()
@@ -155,9 +151,7 @@ def test_energies_are_read_from_embeddings(subsurface, val) -> None:
         assert float(energy) == pytest.approx(one.energy, abs=1e-5)
 
 
-def test_an_exported_ensemble_contains_its_calibration(
-    energy_runs, run, tmp_path, val, capsys
-) -> None:
+def test_an_exported_ensemble_contains_its_calibration(energy_runs, run, tmp_path, val, capsys):
     also = energy_runs[1:]
     evaluate(run, also=also, splits=["val_id"], device="cpu")
     whole = molflt.load(run, also=also)

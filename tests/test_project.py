@@ -1,5 +1,3 @@
-"""Citation, change log and workflows."""
-
 import re
 import shutil
 import subprocess

@@ -1,5 +1,3 @@
-"""Masked and causal models of proteins: the unigram baseline and learned similarities."""
-
 import json
 import math
 from collections import Counter

@@ -1,5 +1,3 @@
-"""Reference energies of elements, and elements without descriptors."""
-
 import json
 import shutil
 from pathlib import Path

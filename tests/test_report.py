@@ -1,5 +1,3 @@
-"""``molflt report`` and ``molflt compare``: pages and tables of complete and damaged runs."""
-
 import json
 import math
 import re
@@ -39,19 +37,14 @@ def runs(shared_data, shared_run, tmp_path_factory) -> Path:
     return root
 
 
-@pytest.fixture(scope="module")
-def trained(runs) -> Path:
-    return runs / "narrow"
-
-
 @pytest.fixture
-def run(trained, tmp_path) -> Path:
-    return shutil.copytree(trained, tmp_path / "run")
+def run(runs, tmp_path) -> Path:
+    return shutil.copytree(runs / "narrow", tmp_path / "run")
 
 
 @pytest.fixture(scope="module")
-def whole(trained) -> str:
-    return page_of(trained)
+def whole(runs) -> str:
+    return page_of(runs / "narrow")
 
 
 @pytest.fixture
@@ -93,8 +86,8 @@ class Page(HTMLParser):
         return [own for name, own in self.elements if name == tag]
 
 
-def test_complete_run(trained, whole, capsys) -> None:
-    assert page_of(trained) == whole and len(whole) < 3e6
+def test_complete_run(runs, whole, capsys) -> None:
+    assert page_of(runs / "narrow") == whole and len(whole) < 3e6
     assert capsys.readouterr().err == ""
     page = Page(whole)
     assert page.words["h1"] == ["Run narrow"]
@@ -103,7 +96,7 @@ def test_complete_run(trained, whole, capsys) -> None:
     assert page.words["h2"] == [*names, *more, "How to reproduce it"]
     links = [own["href"] for own in page.all("a")]
     assert links == [f"#{own['id']}" for own in page.all("h2")]
-    for split, row in json.loads((trained / "results.json").read_text()).items():
+    for split, row in json.loads((runs / "narrow/results.json").read_text()).items():
         assert split in page.words["th"]
         for value in (f"{row['mae_eV']:.4f} ±", f"{row['baseline_mae_eV']:.4f}"):
             assert any(cell.startswith(value) for cell in page.words["td"])
@@ -126,9 +119,10 @@ def test_the_page_is_self_contained(whole) -> None:
     assert policy == "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 
-def test_worst_predictions_have_the_largest_errors(trained, whole) -> None:
+def test_worst_predictions_have_the_largest_errors(runs, whole) -> None:
     page = Page(whole)
-    rows = sorted(table(trained / "predictions.csv"), key=lambda row: -abs(float(row["error_eV"])))
+    rows = table(runs / "narrow" / "predictions.csv")
+    rows.sort(key=lambda row: -abs(float(row["error_eV"])))
     drawn = [text for text in page.words["figcaption"] if text.startswith("sid ")]
     assert len(drawn) == 6
     for text, row in zip(drawn, rows, strict=False):
@@ -157,8 +151,6 @@ def test_commands_have_the_options_of_their_recipe_and_one_line_each(recipe, giv
 
 
 def changed(name: str, old: str, new: str) -> Callable[[Path], None]:
-    """Replaces a pattern in a file."""
-
     def change(run: Path) -> None:
         text = (run / name).read_text()
         (run / name).write_text(re.sub(old, new, text, flags=re.M))
@@ -167,7 +159,6 @@ def changed(name: str, old: str, new: str) -> Callable[[Path], None]:
 
 
 def cut(name: str, size: int = 60) -> Callable[[Path], None]:
-    """Truncates a file."""
     return lambda run: (run / name).write_bytes((run / name).read_bytes()[:size])
 
 
@@ -197,9 +188,8 @@ def test_missing_parts_are_named_and_others_are_shown(run, damage, message, abse
     assert len(page.all("img")) >= 1
 
 
-def test_text_from_data_is_escaped(trained, tmp_path) -> None:
-    """Includes names of files and splits, options and versions."""
-    run = shutil.copytree(trained, tmp_path / HOSTILE.replace("/", "$x^$"))
+def test_text_from_data_is_escaped(runs, tmp_path) -> None:
+    run = shutil.copytree(runs / "narrow", tmp_path / HOSTILE.replace("/", "$x^$"))
     for name in ("predictions.csv", "results.json"):
         changed(name, "val_id", f"{HOSTILE}&amp;")(run)
     (run / "versions.json").write_text(json.dumps({HOSTILE: "'\"><img src=x>"}))

@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from safetensors import safe_open
 from tiny_run import (
     arguments,
     assert_same_state,
     at_step,
     differences,
     error_of,
+    header,
     last_state,
     power_cut,
     process,
@@ -58,15 +58,9 @@ def begin(data, run, *more, steps=STEPS):
 
 @pytest.fixture(scope="module")
 def whole(shared_data, tmp_path_factory):
-    """Returns an uninterrupted run."""
     run = tmp_path_factory.mktemp("whole") / "run"
     assert begin(shared_data, run) == 0
     return run
-
-
-def header(run, name):
-    with safe_open(run / "checkpoints" / f"{name}.safetensors", framework="pt") as file:
-        return file.metadata()
 
 
 def assert_same_end(run, reference):
@@ -286,7 +280,6 @@ WORDS += ["--model.dropout=0.1"]
 
 @pytest.fixture(scope="module")
 def stopped(shared_data, tmp_path_factory):
-    """Returns a run stopped at step 3 of 6."""
     run = tmp_path_factory.mktemp("runs") / "run"
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored
     try:

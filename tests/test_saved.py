@@ -15,7 +15,6 @@ del OPTIONS["graph-images-6.0"]  # images then had a sharp cutoff
 
 
 def of(name: str) -> dict[str, torch.Tensor]:
-    """Returns the tensors below a name."""
     own = [key for key in SAVED.keys() if key.startswith(f"{name}/")]  # noqa: SIM118
     return {key.removeprefix(f"{name}/"): SAVED.get_tensor(key) for key in own}
 

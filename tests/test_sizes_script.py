@@ -1,5 +1,3 @@
-"""scripts/sizes.py: structures of other sizes, and the table of an untrained model."""
-
 import json
 
 import numpy as np

@@ -1,17 +1,15 @@
-"""Steps of several batches, epochs, early stopping, and loggers."""
-
 import json
 import shutil
 
 import pytest
 import torch
 import yaml
-from safetensors import safe_open
 from tiny_run import (
     arguments,
     assert_same_state,
     at_step,
     error_of,
+    header,
     last_state,
     logged,
     power_cut,
@@ -41,7 +39,6 @@ def steps_of(run, column):
 
 
 def test_accumulated_batches_are_one_large_batch(data, tmp_path, monkeypatch):
-    """Weights, averages, learning rates, and the steps of every row agree to 1e-6."""
     from molflt.data.batches import SizeBucketedBatchSampler
 
     def in_order(self, epoch=0):  # batches of 4 and of 8 then contain the same structures
@@ -96,10 +93,9 @@ def test_patience_ends_a_training_without_improvement(stopped):
     assert len(values) == best + 1 + 3 and steps_of(stopped, "val_mae_eV")[-1] < 40
     state = last_state(stopped)
     step = 2 * len(values)
-    with safe_open(stopped / "checkpoints" / "last.safetensors", framework="pt") as file:
-        header = file.metadata()
-    assert header["step"] == str(step) and state["global_step"] == step
-    found = json.loads(header["stopped"])
+    told = header(stopped, "last")
+    assert told["step"] == str(step) and state["global_step"] == step
+    found = json.loads(told["stopped"])
     assert found == state["molflt"]["stopped"]
     assert (found["step"], found["since"], found["best_step"]) == (step, 3, 2 * (best + 1))
     assert found["best"] == min(values)
@@ -172,7 +168,6 @@ def trainer(run):
 
 
 def test_epochs_equal_steps(two, shared_data, tmp_path):
-    """Warm-up, schedule and weights agree."""
     assert (trainer(two)["max_epochs"], trainer(two)["max_steps"]) == (2, 12)
     start(shared_data, tmp_path / "steps", "--trainer.max_steps=12", *OFTEN)
     assert_same_state(two, tmp_path / "steps")

@@ -1,5 +1,3 @@
-"""The model of torch-sim, compared with the calculator."""
-
 import importlib
 import sys
 

@@ -1,5 +1,3 @@
-"""Training of relaxed energies: loss, schedule, metrics, the run folder and its description."""
-
 import json
 import time
 from pathlib import Path
@@ -10,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from safetensors import safe_open
 from tiny_run import (
     SMALL,
     alone,
     differences,
     error_of,
+    header,
     last_state,
     logged,
     start,
@@ -36,7 +34,6 @@ from molflt.training.start import dated_run
 
 
 def mae(run, root, name="best"):
-    """Returns the error of energies in validation, one structure at a time."""
     path = root / "val_id.safetensors"
     return np.abs(alone(run, path, name) - StructureStore(path).y_relaxed).mean()
 
@@ -65,10 +62,9 @@ def test_best_weights_give_the_best_logged_mae(shared_data, shared_run):
     assert not model.training and saved["data"]["root"] == str(data)
     best = min(table(run / "metrics.csv", "val_mae_eV"), key=lambda row: float(row["val_mae_eV"]))
     assert mae(run, data) == pytest.approx(float(best["val_mae_eV"]), rel=1e-5)
-    with safe_open(run / "checkpoints" / "best.safetensors", framework="pt") as file:
-        header = file.metadata()
-    assert header["step"] == best["step"] and header["val_mae_eV"] == best["val_mae_eV"]
-    assert json.loads(header["model"]) == saved["model"]
+    told = header(run, "best")
+    assert told["step"] == best["step"] and told["val_mae_eV"] == best["val_mae_eV"]
+    assert json.loads(told["model"]) == saved["model"]
 
 
 def test_checkpoints_hold_the_normalizer_of_the_training_set(shared_data, shared_run):
@@ -232,9 +228,7 @@ def test_energy_metrics_are_summed_in_float64():
 # --- output, names of runs, and molflt info -------------------------------------------------------
 
 
-def test_default_names_have_a_date_and_are_unique(
-    shared_data, tmp_path, monkeypatch, capsys
-) -> None:
+def test_default_names_have_a_date_and_are_unique(shared_data, tmp_path, monkeypatch, capsys):
     """A shortened warm-up is reported."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("LOCAL_RANK", raising=False)

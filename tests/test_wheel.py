@@ -1,5 +1,3 @@
-"""The installed package: its files, and the commands of README.md."""
-
 import json
 import os
 import re
@@ -137,7 +135,6 @@ def shown() -> list[list[str] | str]:
 
 
 def test_readme_in_another_folder(installed: Installed, tmp_path: Path) -> None:
-    """Runs every command and example, on files that a reader has to provide."""
     write(tmp_path / "mine.extxyz", frames(12))
     for name in ("structures.extxyz", "slab.extxyz"):
         write(tmp_path / name, oxygen_on_copper())

@@ -17,6 +17,7 @@ from ase.build import add_adsorbate, bulk, fcc111
 from ase.calculators.lj import LennardJones
 from ase.calculators.singlepoint import SinglePointCalculator
 from ase.io import write
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch_geometric.data import Batch
 
@@ -100,7 +101,6 @@ def argon(count: int, seed: int) -> list[Atoms]:
 
 
 def oxygen_on_copper() -> Atoms:
-    """Returns a slab with tags."""
     atoms = fcc111("Cu", (2, 2, 3), vacuum=8.0, periodic=True)
     add_adsorbate(atoms, "O", height=1.2, position="fcc")
     atoms.set_tags([0] * 4 + [1] * 8 + [2])
@@ -108,7 +108,6 @@ def oxygen_on_copper() -> Atoms:
 
 
 def write_points(root: Path) -> Path:
-    """Writes structures with energies, forces and stress."""
     root.mkdir(parents=True)
     for seed, split in enumerate(("train", "val_id")):
         write(root / f"{split}.extxyz", argon(6, seed))
@@ -116,7 +115,6 @@ def write_points(root: Path) -> Path:
 
 
 def potential_run(root: Path) -> Path:
-    """Trains a potential with charges on rattled argon."""
     for seed, (split, count) in enumerate({"train": 24, "val_id": 8}.items()):
         frames = argon(count, seed)
         for atoms in frames:
@@ -170,7 +168,6 @@ def start(data: Path, run: Path, *more: str) -> int:
 
 
 def process(*words: str) -> subprocess.Popen[str]:
-    """Starts ``molflt train`` as a subprocess."""
     return subprocess.Popen(
         [sys.executable, "-m", "molflt", "train", *words],
         env={**os.environ, "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"},
@@ -206,6 +203,11 @@ def resume(run: Path, *more: str) -> int:
 
 def weights(run: Path, name: str = "last") -> dict[str, torch.Tensor]:
     return load_file(run / "checkpoints" / f"{name}.safetensors")
+
+
+def header(run: Path, name: str) -> dict[str, str]:
+    with safe_open(run / "checkpoints" / f"{name}.safetensors", framework="pt") as file:
+        return file.metadata()
 
 
 def last_state(run: Path) -> dict:

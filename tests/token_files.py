@@ -92,7 +92,6 @@ def write_idx(
 
 
 def write_folder(root: Path, count: int = 4, side: int = 8, classes: str = "cat dog eel") -> Path:
-    """Writes color images in one folder per class."""
     for c, name in enumerate(classes.split()):
         (root / name).mkdir(parents=True)
         for i in range(count):

@@ -1,5 +1,3 @@
-"""Every feature map x position x mixing against the contract."""
-
 import os
 
 import contract
@@ -59,7 +57,6 @@ ONE_OF_EACH_CASE = {
 
 @pytest.mark.parametrize("combination", ONE_OF_EACH_CASE, ids=str)
 def test_gradients_of_single_samples(combination):
-    """`torch.func` gives the same gradients as autograd."""
     stack = contract.make_stack(combination)
     x, r = contract.ragged(combination.case)[2]
     x = torch.stack((x.flip(0), x))

@@ -1,5 +1,3 @@
-"""Spectra, nodes and random draws: Fourier pairs, closed forms, gradients, seeds."""
-
 import contract
 import numpy as np
 import pytest
@@ -79,7 +77,6 @@ REDRAWN = {
 
 @pytest.mark.parametrize("name", REDRAWN)
 def test_redraw_follows_its_generator(name):
-    """Only buffers depend on the seed, and they depend on nothing else."""
     module = REDRAWN[name]()
     buffers = {key for key, _ in module.named_buffers() if key in module.state_dict()}
 

@@ -1,5 +1,3 @@
-"""Kinds of encodings: agreement of the fast form, the matrix form and attention written out."""
-
 import pytest
 import torch
 from contract import EXACT

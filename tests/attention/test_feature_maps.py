@@ -1,5 +1,3 @@
-"""Feature maps and projections against theory, dense references and other packages."""
-
 import math
 
 import numpy as np

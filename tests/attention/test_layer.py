@@ -1,11 +1,10 @@
-"""Layers, blocks and stacks: other implementations, positions, keys, converted weights."""
-
 import copy
 
 import contract
 import pytest
 import torch
 from contract import DIM, EXACT, HEADS, Combination
+from refusals.attention import layer, position
 from safetensors.torch import load, save
 
 from molflt.attention import (
@@ -53,15 +52,6 @@ def test_norms_are_taken_in_single_precision_under_autocast():
         with torch.autocast("cpu", dtype=torch.float16):
             found = scaling(x)
         assert torch.equal(found, scaling(x))
-
-
-def position(name: str = "spectral", **options):
-    small = {"low_rank": {"max_tokens": 9, "rank": 3}, "toeplitz": {"max_tokens": 9}}
-    return make_position(name, HEADS, DIM // HEADS, **small.get(name, {}), **options)
-
-
-def layer(own=None, **options) -> Attention:
-    return Attention(DIM, HEADS, position=own, **options)
 
 
 def tokens(axes: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
@@ -216,7 +206,6 @@ def test_masked_copies_and_contexts_may_hold_anything(mixing):
 @pytest.mark.parametrize("feature_map", ["positive", "elu"])
 @pytest.mark.parametrize("mixing", MIXINGS)
 def test_weights_of_keys_multiply(mixing, feature_map):
-    """A key of weight 2 equals two copies, and weights of masked keys have no effect."""
     options = {} if mixing == "softmax" else {"feature_map": feature_map}
     attention = Attention(DIM, HEADS, mixing=mixing, **options).double()
     x, mask = words().double(), torch.arange(TOKENS)[None] < 4

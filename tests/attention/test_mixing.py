@@ -1,5 +1,3 @@
-"""Mixing compared with exact forms, limits of the normalizer, and the scale of tokens."""
-
 import contract
 import pytest
 import torch
@@ -110,7 +108,6 @@ def test_decoding_keeps_a_state_for_each_normalizer():
 @pytest.mark.parametrize("mixing", ["linear", "quadratic"])
 @pytest.mark.parametrize("feature_map", ["positive", "elu", "polynomial"])
 def test_gate_passes_over_masked_keys(feature_map, mixing):
-    """Outputs and gradients equal those of the sequence without these tokens."""
     torch.manual_seed(0)
     options = {"mixing": mixing, "feature_map": feature_map, "normalize": "none"}
     attention = Attention(8, 2, causal=True, gate=True, **options).double()

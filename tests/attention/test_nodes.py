@@ -1,5 +1,3 @@
-"""Nodes: shells, random nodes and reciprocal lattices against quadrature and sums over images."""
-
 import math
 
 import numpy as np
@@ -27,7 +25,6 @@ from molflt.attention.spectra.shift_invariant import Gaussian
 
 @pytest.fixture(autouse=True)
 def float64():
-    """Makes buffers double precision, for exact identities."""
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
@@ -76,7 +73,6 @@ def test_directions_are_exact_for_even_polynomials(degree):
     [(2, "gauss")] + [(dim, rule) for dim in (1, 3) for rule in ("trapezoid", "midpoint", "gauss")],
 )
 def test_shells_are_the_mask_and_its_gradients(dim, radial):
-    """The independent reference is the closed form of the mask."""
     basis = make("gaussian_basis", dim=dim, num_gaussians=2, width_range=(1.0, 1.5))
     count = 40 if radial == "gauss" else 24
     nodes = ShellNodes(3.0, 1.4, count, dim, radial, degrees=[53] * count)
@@ -135,7 +131,6 @@ def test_one_node_replaces_two_antipodes_for_any_spectrum():
 
 @pytest.mark.parametrize("dim", [1, 3])
 def test_weighted_shells_sampled_at_their_nodes_are_the_exact_mask(dim):
-    """Values and gradients agree up to the accuracy of the directions."""
     torch.manual_seed(0)
     shells = ShellNodes(4.0, 0.5, 5, dim, degrees=[41] * 5, normalized=True)
     weights = ShellWeights(2, shells.shell_radius, dim, amplitude=1.0)
@@ -187,7 +182,6 @@ def test_zero_spectrum_has_a_gradient():
 
 
 def test_both_factors_have_the_same_magnitude():
-    """The magnitude of each factor is the square root of that of the coefficients."""
     position = random_position(2, 3)
     r = torch.zeros(1, 1, 3, dtype=torch.float64)
     left, right = (factor[0, :, 0, :3] for factor in position.factors(r, r))

@@ -1,5 +1,3 @@
-"""Positions compared with formulas: tables, rotations, biases and stochastic encodings."""
-
 import math
 
 import contract
@@ -107,7 +105,6 @@ def test_buckets_are_t5s(bidirectional, num_buckets, max_distance):
 
 
 def matrix(position: LowRankPosition) -> torch.Tensor:
-    """Returns N, (heads, L, L)."""
     return dense_log_kernel(position.table, *position.shape * 2)
 
 
@@ -219,7 +216,6 @@ def bias(module: GaussianBias, queries: torch.Tensor, keys: torch.Tensor | None 
 
 @pytest.mark.parametrize("dim", [1, 2, 3])
 def test_bias_is_the_formula_of_the_paper(dim):
-    """Compares each pair with scipy's normal density and the network written out."""
     module = make(dim=dim)
     queries, keys = 2 * randn(2, 3, dim), 2 * randn(2, 4, dim, seed=1)
     got = bias(module, queries, keys)

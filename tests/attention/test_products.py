@@ -1,5 +1,3 @@
-"""Toeplitz, sparse and chunked products against dense sums, with gradients."""
-
 import importlib
 
 import pytest

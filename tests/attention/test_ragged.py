@@ -84,9 +84,7 @@ RUNS += [(torch.float64, seed) for seed in range(CONFIGURATIONS // 4)]
 
 @needs_triton
 @pytest.mark.parametrize(("dtype", "seed"), RUNS, ids=lambda each: str(each)[-7:])
-def test_outputs_and_gradients_equal_those_of_the_linear_form(
-    dtype: torch.dtype, seed: int
-) -> None:
+def test_outputs_and_gradients_equal_those_of_the_linear_form(dtype, seed: int) -> None:
     options, graphs = configuration(seed)
     layers = []
     for mixing in ("linear", "triton"):
@@ -173,9 +171,7 @@ def test_second_derivatives_and_the_cpu_are_refused(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(("found", "word"), [(False, r"molflt\[gpu\]"), (True, "CUDA")])
-def test_layers_need_the_package_and_a_gpu(
-    found: bool, word: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_need_the_package_and_a_gpu(found: bool, word: str, monkeypatch) -> None:
     monkeypatch.setattr(ragged, "_interpreted", lambda: False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: object() if found else None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -1,5 +1,3 @@
-"""Structures read through ASE: contents, names and refusals; no file can run code."""
-
 import gzip
 import zlib
 from pathlib import Path

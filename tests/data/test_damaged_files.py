@@ -174,9 +174,7 @@ class Payload:
 
 
 @pytest.mark.parametrize("name", ["w.ckpt", "s.lmdb", "s.traj"])
-def test_pickles_under_any_name_are_refused(
-    name: str, canary: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_pickles_under_any_name_are_refused(name: str, canary: Path, capsys) -> None:
     Path(name).write_bytes(pickle.dumps(Payload()))
     if name.startswith("w"):
         words = ["predict", name, str(SAMPLE), "--out=e.csv"]

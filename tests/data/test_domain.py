@@ -1,5 +1,3 @@
-"""The domain of a training set, and messages about structures outside of it."""
-
 import json
 from pathlib import Path
 

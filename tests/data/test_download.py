@@ -1,5 +1,3 @@
-"""Downloads from a local server: space, resuming, md5, and unpacking of some splits."""
-
 import hashlib
 import io
 import tarfile
@@ -72,7 +70,6 @@ def server(tmp_path, monkeypatch):
 
 
 def archive(tmp_path, names=("10k/train", "all/val_id", "all/val_ood_ads"), extra=()):
-    """Returns a small tar.gz with the layout of the official archive."""
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w:gz") as tar:
         for number, name in enumerate(names):

@@ -1,5 +1,3 @@
-"""Files appear complete or not at all."""
-
 import os
 import resource
 import stat

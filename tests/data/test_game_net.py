@@ -1,5 +1,3 @@
-"""GAME-Net's FG set: its archive and splits, and the refusal of other archives."""
-
 import json
 
 import game_net

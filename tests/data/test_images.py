@@ -1,5 +1,3 @@
-"""Images: files, augmentation, and the batches of the data modules."""
-
 import gzip
 import json
 import pickle
@@ -31,7 +29,6 @@ SHARED = Path(__file__).resolve().parents[3] / "shared" / "data" / "fashion_mnis
 
 
 def test_fashion_mnist() -> None:
-    """Checks the published counts, mean and deviation."""
     if not SHARED.is_dir():
         pytest.skip(f"Fashion-MNIST is not in {SHARED}")
     train, test = (SHARED / f"{use}-images-idx3-ubyte.gz" for use in ("train", "t10k"))

@@ -1,5 +1,3 @@
-"""Structures in memory: those of ASE and PyG, and lists of both."""
-
 import numpy as np
 import torch
 from ase import Atoms

@@ -1,5 +1,3 @@
-"""The commands ``molflt data inspect`` and ``molflt data convert``."""
-
 import json
 import math
 from itertools import product
@@ -132,7 +130,6 @@ def test_other_properties_are_not_judged_as_energies(tmp_path, capsys):
 
 
 def distances(pos: np.ndarray, cell: np.ndarray, pbc: np.ndarray) -> np.ndarray:
-    """Returns the distances of all pairs, including neighboring images."""
     lattice = cell[pbc]
     images = np.array([*product(range(-9, 10), repeat=len(lattice))]) @ lattice
     first, second = np.triu_indices(len(pos), 1)

@@ -1,5 +1,3 @@
-"""Labels: kinds of energies, absurd and missing labels, and least-squares energies per element."""
-
 import math
 from pathlib import Path
 

@@ -1,6 +1,3 @@
-"""Small runs of the generator with EMT: resuming, checks, and energies computed by hand."""
-
-import csv
 import json
 import re
 from collections.abc import Callable, Iterable
@@ -18,6 +15,7 @@ from kit.runs import digest
 from make_data import make
 from making import calculators, slabs
 from making import systems as make_systems
+from tiny_run import table
 
 from molflt.data.structures.base import to_atoms
 from molflt.data.structures.splits import VAL_SPLITS
@@ -137,8 +135,7 @@ def sample() -> dict[str, list]:
 
 @pytest.fixture(scope="module")
 def named() -> dict[int, dict[str, str]]:
-    with (SAMPLE / "systems.csv").open(newline="") as file:
-        return {int(row["sid"]): row for row in csv.DictReader(file)}
+    return {int(row["sid"]): row for row in table(SAMPLE / "systems.csv")}
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,3 @@
-"""OC20's LMDB files: layouts, workers, damaged files and records, and 20 genuine records."""
-
 import io
 import pickle
 import random

@@ -21,8 +21,6 @@ POS = b"X\x03\x00\x00\x00pos"
 
 
 class Evil:
-    """Touches a file when unpickled."""
-
     def __init__(self, sentinel):
         self.sentinel = sentinel
 
@@ -36,18 +34,18 @@ def saved(thing):
     return file.getvalue()
 
 
-def nested(payload):
-    """Returns a record whose pos is a tensor with ``payload`` as its storage."""
-    load = STORAGE + opcodes(payload) + b"\x85R"
-    tensor = REBUILD + b"(" + load + b"K\x00K\x02K\x03\x86K\x03K\x01\x86\x89NtR"
-    return old_pickle(b"}" + POS + tensor + b"s")
+def viewed(storage, offset=0, size=(2, 3), stride=(3, 1)):
+    """Returns a record whose pos is a tensor with these bytes as its storage."""
+    load = STORAGE + opcodes(storage) + b"\x85R"
+    shape = opcodes(offset) + opcodes(size) + opcodes(stride)
+    return old_pickle(b"}" + POS + REBUILD + b"(" + load + shape + b"\x89NtRs")
 
 
 NESTED = "posix.system, nested in the storage of a tensor"
 REFUSED = {
     "old Data": (lambda evil: old_pickle(b"}" + POS + opcodes(evil) + b"s"), "posix.system"),
     "new Data": (lambda evil: pickle.dumps(Data(pos=evil)), "posix.system"),
-    "nested legacy": (lambda evil: nested(saved(evil)), NESTED),
+    "nested legacy": (lambda evil: viewed(saved(evil)), NESTED),
 }
 
 
@@ -87,13 +85,7 @@ def test_stand_ins_cannot_be_changed_by_pickles(payload):
     assert torch.equal(again["pos"], fields(3)["pos"])
 
 
-def view(offset, size, stride):
-    """Returns a record whose pos is a view of four numbers."""
-    content = io.BytesIO()
-    torch.save(torch.zeros(4).storage(), content, _use_new_zipfile_serialization=False)
-    load = STORAGE + opcodes(content.getvalue()) + b"\x85R"
-    shape = opcodes(offset) + opcodes(size) + opcodes(stride)
-    return old_pickle(b"}" + POS + REBUILD + b"(" + load + shape + b"\x89NtRs")
+FOUR = saved(torch.zeros(4).storage())
 
 
 @pytest.mark.parametrize(
@@ -101,14 +93,14 @@ def view(offset, size, stride):
     [(0, (2, 2), (1, 2)), (1, (3,), (1,)), (3, (), ())],
 )
 def test_views_are_those_of_torch(offset, size, stride):
-    found = _decode_record(view(offset, size, stride), "f")["pos"]
+    found = _decode_record(viewed(FOUR, offset, size, stride), "f")["pos"]
     assert torch.equal(found, torch.zeros(4).as_strided(size, stride, offset))
     for beyond, steps, message in (
         ((2, 3), (3, 1), "reaches beyond its 4 numbers"),
         ((400_000_000, 3), (0, 1), "repeats its 4 numbers"),
     ):
         with pytest.raises(ValueError, match=f"f: cannot be read; .*{message}"):
-            _decode_record(view(0, beyond, steps), "f")
+            _decode_record(viewed(FOUR, 0, beyond, steps), "f")
 
 
 @pytest.mark.parametrize("dtype", ["float64", "int32"])

@@ -1,5 +1,3 @@
-"""Records: types, checks that name the sid, unwrapping by the minimum image, augmentation."""
-
 from itertools import product
 
 import numpy as np
@@ -224,18 +222,29 @@ def test_interpolated_positions_lie_on_the_path():
 
 
 def test_slabs_are_repeated_without_their_adsorbate():
-    pos, cell = [[1, 1, 1], [2, 1, 1], [1, 1, 3]], [[8, 0, 0], [2, 8, 0], [0, 0, 20]]
-    own = {"tags": [1, 1, 2], "cell": cell, "pos_relaxed": pos}
-    batch = Batch.from_data_list([make_record(pos=pos, atomic_numbers=[29, 29, 8], **own)] * 12)
+    cell = np.array([[8, 0, 0], [2, 8, 0], [0, 0, 20]])
+    places = [[[1, 1, 1], [2, 1, 1], [1, 1, 3 + k]][k % 2 :] for k in range(12)]
+    records = []
+    for k, pos in enumerate(places):
+        slab, own = len(pos) - 1, {"pos": pos, "pos_relaxed": pos, "cell": (1 + k / 99) * cell}
+        own |= {"tags": [1] * slab + [2], "y_relaxed": k}
+        records.append(make_record(atomic_numbers=[29] * slab + [8], **own))
+    batch = Batch.from_data_list(records)
     torch.manual_seed(0)
-    large = repeat(batch, share=1.0)
+    large, some = repeat(batch, share=1.0), repeat(batch, share=0.6)
+    assert repeat(batch, share=0.0) is batch
+    kept = [torch.equal(one, other) for one, other in zip(some.cell, batch.cell, strict=True)]
+    assert 0 < sum(kept) < 12 and torch.equal(large.y_relaxed, batch.y_relaxed)
     seen = set()
-    for graph in range(12):
-        mine, (a, b) = large.batch == graph, (large.cell[graph].diagonal()[:2] / 8).int().tolist()
-        steps = [(i, j) for i, j in product(range(a), range(b)) if i + j]
-        expected = [*pos, *(np.add(p, np.dot([*ij, 0], cell)) for ij in steps for p in pos[:2])]
+    for k, pos in enumerate(places):
+        mine, (a, b) = large.batch == k, (large.cell[k].diagonal()[:2] / 8).int().tolist()
+        steps = [[i, j, 0] @ records[k].cell[0].numpy() for i, j in product(range(a), range(b))]
+        expected = [*pos, *(np.add(p, step) for step in steps[1:] for p in pos[:-1])]
         np.testing.assert_allclose(large.pos[mine], np.array(expected), atol=1e-5)
-        assert torch.equal(large.cell[graph], torch.tensor([[a], [b], [1]]) * batch.cell[0])
-        assert large.pos_relaxed[mine].isfinite().all(dim=1).sum() == 3
+        torch.testing.assert_close(large.cell[k], torch.tensor([[a], [b], [1]]) * batch.cell[k])
+        assert large.pos_relaxed[mine].isfinite().all(dim=1).sum() == len(pos)
+        assert (large.tags[mine] == 2).nonzero().tolist() == [[len(pos) - 1]]
         seen.add((a, b))
     assert seen == {(1, 2), (2, 1), (2, 2)} and large.num_nodes == int(large.ptr[-1])
+    batch.pos[2, 1], batch.tags[1] = 8.5, 2  # an adsorbate across the boundary
+    assert torch.equal(repeat(batch, share=1.0).cell[0], batch.cell[0])

@@ -1,5 +1,3 @@
-"""Batches: each structure once, limited sizes, and a stream that can start at any step."""
-
 import itertools
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""Energies, forces and stress at the positions: reading, storing, counting, and units."""
-
 import re
 
 import ase.db

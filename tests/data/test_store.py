@@ -1,5 +1,3 @@
-"""The compact store: exact round trips, complete files or none, clear errors for damaged files."""
-
 import json
 import pickle
 import re
@@ -9,8 +7,6 @@ import ase.io
 import numpy as np
 import pytest
 import torch
-from ase import Atoms
-from ase.constraints import FixAtoms
 from oc20_files import old_record, record, same, write_lmdb
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
@@ -19,6 +15,7 @@ from torch_geometric.loader import DataLoader
 from molflt.commands.cli import main
 from molflt.data.structures import SOURCES, Structures, open_dataset
 from molflt.data.structures.ase_files import AseStructures
+from molflt.data.structures.base import to_atoms
 from molflt.data.structures.datamodule import IS2REData
 from molflt.data.structures.oc20 import Oc20Lmdb
 from molflt.data.structures.records import make_record
@@ -28,7 +25,6 @@ from molflt.evaluation.predictions import open_structures
 
 
 def mixed():
-    """Returns records of one or many atoms, with and without labels, cell and tags."""
     molecule = make_record(pos=[[0.0, 0.0, 0.0]], atomic_numbers=[1], sid=-3, y_init=2.5, charge=-1)
     unlabelled = record(1, y_relaxed=None, pos_relaxed=None, tags=None)
     slab = record(2, atoms=31, pbc=[True, True, False])
@@ -183,13 +179,8 @@ def test_a_new_source_is_a_class_and_a_line(tmp_path, monkeypatch, capsys):
 def frames(path, records):
     found = []
     for item in records:
-        atoms = Atoms(item.atomic_numbers.numpy(), item.pos.numpy(), pbc=True)
-        atoms.cell[:] = item.cell[0].numpy()
-        atoms.set_tags(item.tags.numpy())
-        atoms.set_constraint(FixAtoms(mask=item.fixed.numpy()))
-        labels = {key: float(item[key]) for key in ("y_init", "y_relaxed")}
-        atoms.info = {"sid": item.sid, **labels}
-        found.append(atoms)
+        found.append(to_atoms(item))
+        found[-1].info |= {key: float(item[key]) for key in ("y_init", "y_relaxed")}
     ase.io.write(path, found)
 
 

@@ -1,5 +1,3 @@
-"""Proteins and ListOps: sequences whose symbols are the tokens."""
-
 import gzip
 import itertools
 import lzma
@@ -154,7 +152,6 @@ def published() -> list[tuple[list[str], int]]:
 
 
 def test_random_expressions_are_distributed_as_published(published):
-    """Compares lengths, values and symbols."""
     assert len(published) == 10_000
     assert {one for text, _ in published for one in text} == set(SYMBOLS)
     drawn = expressions(random.Random(1), depth=20, arguments=5, min_length=6, max_length=2000)

@@ -1,5 +1,3 @@
-"""Tags guessed from the geometry, compared with those of data sets and of slabs built here."""
-
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +32,6 @@ def guessed(atoms: Atoms, share=None):
 
 
 def found(atoms: Atoms) -> list[int]:
-    """Returns the indices of the adsorbate."""
     return np.flatnonzero(guessed(atoms).tags == Tag.ADSORBATE).tolist()
 
 

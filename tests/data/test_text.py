@@ -1,5 +1,3 @@
-"""Texts as token ids: vocabularies, files of all kinds, and blocks."""
-
 import gzip
 import lzma
 import pickle

@@ -1,5 +1,3 @@
-"""Tokenizers, blocks, labeled sentences and translations."""
-
 import gzip
 import json
 import lzma

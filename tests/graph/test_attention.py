@@ -1,5 +1,3 @@
-"""GraphAttention: batches, size classes, symmetries, forms, precision and compilation."""
-
 import copy
 import re
 from collections.abc import Callable
@@ -89,7 +87,6 @@ def test_symmetries(kind):
 
 @pytest.mark.parametrize("kind", kinds("linear"), ids=str)
 def test_linear_equals_quadratic(kind):
-    """Compares outputs and their gradients for all parameters, atoms and positions."""
     found = []
     for mixing in ("linear", "quadratic"):
         layer, arguments = kind._replace(mixing=mixing).build(), collated(mixed())
@@ -153,7 +150,6 @@ def test_redraw_load_and_copy(kind):
 
 @pytest.mark.parametrize("kind", [*FEW, *kinds("softmax")[:2]], ids=str)
 def test_float32_and_autocast(kind):
-    """Float32 is within 2e-3 of float64, and bfloat16 autocast within 3 percent of the outputs."""
     layer, arguments = kind.build(), collated(mixed())
     exact = layer(**arguments)
     single = copy.deepcopy(layer).float()
@@ -239,7 +235,6 @@ def arguments_of(sizes_of_graphs: list[int], periodic: bool) -> dict[str, torch.
 
 @pytest.mark.parametrize("form", FORMS)
 def test_one_compiled_graph_for_all_sizes(form):
-    """Compares outputs and gradients of batches of two and more graphs, without a graph break."""
     torch.compiler.reset()
     torch.manual_seed(0)
     layer = GraphAttention(DIM, HEADS, num_features=4, **FORMS[form]).double()
@@ -307,7 +302,6 @@ def with_gradients(layer: GraphAttention, graphs: list[Graph]) -> list[Tensor]:
 
 @pytest.mark.parametrize("kind", EACH, ids=str)
 def test_classes_are_the_padded_batch(kind, monkeypatch):
-    """Outputs and gradients agree to 1e-12; they are also those of each graph alone."""
     layer, graphs = kind.build(), batch()
     found = in_classes(monkeypatch, lambda: with_gradients(layer, graphs))
     alone = torch.cat([run(layer, [each])[0] for each in graphs])

@@ -65,7 +65,6 @@ def test_one_exported_program_for_all_sizes():
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
-    """Returns the folder of an exported model with machine code."""
     if shutil.which("g++") is None and shutil.which("clang++") is None:
         pytest.skip("no C++ compiler")
     root = tmp_path_factory.mktemp("compiled")

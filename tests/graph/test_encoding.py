@@ -1,5 +1,3 @@
-"""Reciprocal lattices and exact near fields in whole layers; forces can be trained."""
-
 from itertools import pairwise
 
 import pytest
@@ -134,7 +132,6 @@ def force_field(name: str, mixing: str = "linear"):
 @pytest.mark.parametrize("mixing", ["linear", "quadratic", "softmax"])
 @pytest.mark.parametrize("name", FORCES)
 def test_forces_and_training_on_them(name, mixing):
-    """Checks first and second derivatives, and that the net force is 0."""
     layers, energy, pos = force_field(name, mixing)
     (forces,) = torch.autograd.grad(-energy(pos.requires_grad_()), pos)
     assert forces.abs().max() > 1e-4

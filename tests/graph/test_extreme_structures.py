@@ -165,7 +165,6 @@ def energy(model: EnergyRegressor, given: Data) -> torch.Tensor:
 
 
 def test_forms_of_one_structure(model) -> None:
-    """Cells (3, 3), other dtypes and explicit defaults do not change the structure."""
     expected = energy(model, data())
     cell, axes = 6 * torch.eye(3), torch.tensor([True, True, False])
     for same in (
@@ -206,7 +205,6 @@ DEVICES = {
 
 @pytest.mark.parametrize("case", DEVICES)
 def test_another_default_device_changes_nothing(case) -> None:
-    """Compares energies, and gradients of a training step."""
     make, options = DEVICES[case]
     torch.manual_seed(0)
     net, found = make(**SMALL, **options), []

@@ -1,5 +1,3 @@
-"""Messages and elements: equations of the paper, smooth cutoffs, and published tables."""
-
 import math
 
 import pytest

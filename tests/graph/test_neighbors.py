@@ -1,5 +1,3 @@
-"""Edges of periodic structures: agreement with ASE, batches, ties and gradients."""
-
 import itertools
 
 import numpy as np

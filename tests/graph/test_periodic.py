@@ -1,5 +1,3 @@
-"""Edges of periodic structures: ties at the cutoff, gradients of cells, a mesh for nodes."""
-
 from collections.abc import Callable
 from functools import partial
 
@@ -212,7 +210,6 @@ def test_additive_reciprocal_refuses_gradients_by_the_cell():
     ids=str,
 )
 def test_rows_of_axes_that_are_not_periodic_are_not_read(kind, garbage):
-    """Neither outputs nor gradients depend on these rows, which files may fill with anything."""
     layer, given = kind.build(), collated([graph("slab", 7), graph("molecule", 5)])
     expected = layer(**given)
     cell = given["cell"].masked_fill(~given["pbc"][..., None], garbage)
@@ -378,8 +375,6 @@ def test_auto_chooses_by_each_graph(monkeypatch):
 
 @pytest.mark.parametrize("near", [None, 3.0])
 def test_many_pairs_and_pieces_change_nothing(near, monkeypatch):
-    """Compares outputs and two derivatives, including those of the position head."""
-
     def found() -> list[Tensor]:
         torch.manual_seed(0)
         net = EnergyRegressor(8, 2, layers=1, num_features=6, periodic="mesh", near_field=near)

@@ -151,8 +151,6 @@ def test_a_batch_changes_nothing_and_tags_are_not_read():
 
 
 def test_forces_and_stress_are_exact_under_autocast(monkeypatch):
-    """Compares derivatives with respect to positions and strain with energy differences."""
-
     def springs(self, batch):
         energy = neighbor_list(Geometry.of_data(batch), 4.0).distance.square().sum()
         return {"local": energy.double()[None]}, {"embedding": batch.pos}
@@ -259,7 +257,6 @@ def test_sums_over_the_cubic_lattice(power, exact):
 
 @pytest.mark.parametrize("power", EPSTEIN)
 def test_the_split_does_not_matter(power, exact):
-    """Near and far parts depend on the split, but their sum does not."""
     charges = [0.7, -0.4]
     one, other = (derivatives(salt(), charges, power, cutoff=cutoff) for cutoff in (5.0, 7.0))
     for a, b in zip(one, other, strict=True):
@@ -435,7 +432,6 @@ def test_cations_and_anions_have_their_own_shares():
 
 
 def test_charges_dipoles_and_forces_of_ions():
-    """The batch consists of an ion, a molecule and a charged crystal."""
     model = charged((1,), total_charge=True, messages=1)
     with torch.no_grad():
         model.charge_vector.normal_()

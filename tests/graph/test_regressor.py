@@ -1,5 +1,3 @@
-"""The IS2RE model: batches, symmetries, tags and periodic images."""
-
 import copy
 import itertools
 import warnings
@@ -186,7 +184,6 @@ def test_periodic_images_equal_brute_force():
 
 
 def test_the_near_field_has_its_own_neighbors():
-    """The cutoff of the position head does not change energies."""
     options = {"near_field": 5.0, "readout": "all"}
     nets = (model(**options, neighbor_cutoff=cutoff) for cutoff in (4.0, 5.0, 6.0))
     first, *others = (predict(net, STRUCTURES[2:])["energy"] for net in nets)

@@ -1,5 +1,3 @@
-"""Vision transformers with every encoding: patches, pooling, positions."""
-
 from typing import Any
 
 import contract

@@ -1,5 +1,3 @@
-"""Coordinate optimizers: steps equal a causal pass, and they replace optimizers of torch."""
-
 import io
 from typing import Any
 

@@ -1,5 +1,3 @@
-"""Populations: symmetries, noise, ask and tell, and the functions that they minimize."""
-
 import math
 
 import cma

@@ -1,7 +1,6 @@
 """Energies at other sizes: slabs, supercells, several adsorbates, separate molecules and ions."""
 
 import math
-from itertools import pairwise
 
 import ase.build
 import numpy as np
@@ -9,13 +8,11 @@ import pytest
 import torch
 from ase import Atoms
 from ase.build import fcc111, molecule
-from ase.neighborlist import neighbor_list
 from graph_cases import data
 from torch import Tensor
 from torch_geometric.data import Batch, Data
 
 import molflt.data.structures.tags as tags
-from molflt.data.structures import augment
 from molflt.graph import EnergyRegressor, Potential
 from molflt.graph.long_range import COULOMB
 
@@ -161,46 +158,6 @@ def test_weights_of_earlier_versions_keep_their_numbers():
         energies(new, *structures), energies(old, *structures), rtol=0, atol=EXACT
     )
     assert energies(new, slab(2, 2)).abs() > 0.1
-
-
-def test_repeated_slabs_have_one_adsorbate_and_the_same_label():
-    structures = [adsorbed(slab(2, 3), name) for name in ("CO", "CH3OH", "N2", "H2O")]
-    batch = Batch.from_data_list([record(one) for one in structures])
-    batch.y_relaxed = torch.arange(4.0)
-    torch.manual_seed(0)
-    found = augment.repeat(batch, 0.8)
-    moved = batch.clone()  # cut by the boundary, and therefore not repeated
-    moved.pos = batch.pos - 0.5 * (batch.tags == 2)[:, None] * batch.pos.new_tensor([0, 1, 0])
-    moved.pos += (moved.pos[:, 1:2] < 0) * batch.cell[batch.batch, 1]
-    assert torch.equal(augment.repeat(moved, 1.0).cell[1], batch.cell[1])
-    assert augment.repeat(batch, 0.0) is batch
-    for old, new in zip(batch.to_data_list(), found_list(found), strict=True):
-        cells = torch.linalg.det(new["cell"]) / torch.linalg.det(old.cell[0])
-        slab_atoms, kept = old.tags != 2, len(old.pos)
-        assert round(float(cells)) in (1, 2, 4)
-        assert (new["tags"] == 2).sum() == (old.tags == 2).sum()
-        assert (new["tags"] != 2).sum() == round(float(cells)) * slab_atoms.sum()
-        torch.testing.assert_close(new["pos"][:kept], old.pos)
-        assert new["pos_relaxed"][kept:].isnan().all()
-        lengths = []  # the copies continue the lattice
-        for pos, cell, kept in (
-            (old.pos, old.cell[0], slab_atoms),
-            (new["pos"], new["cell"], new["tags"] != 2),
-        ):
-            one = Atoms(positions=pos[kept].numpy(), cell=cell.numpy(), pbc=True)
-            lengths.append(neighbor_list("d", one, 3.0).mean())
-        assert lengths[0] == pytest.approx(lengths[1])
-    assert len(found.pos) > len(batch.pos)
-    assert torch.equal(found.y_relaxed, batch.y_relaxed)
-
-
-def found_list(batch: Batch) -> list[dict[str, torch.Tensor]]:
-    """Returns the structures of a batch, cut by its pointers."""
-    names = ("pos", "pos_relaxed", "tags", "atomic_numbers")
-    return [
-        {**{name: batch[name][start:stop] for name in names}, "cell": batch.cell[i]}
-        for i, (start, stop) in enumerate(pairwise(batch.ptr.tolist()))
-    ]
 
 
 BOUND = 1e-6  # meV

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["Refusal", "Refused", "command"]
+__all__ = ["Refusal", "Refused", "command", "refused"]
 
 
 class Refused(Exception):
@@ -33,6 +33,11 @@ class Refusal(NamedTuple):
     @property
     def words(self) -> list[str]:
         return [word for word in (self.option, self.expected, self.got) if word]
+
+
+def refused(call: Callable[[], Any], *words: Any, **error: type[Exception]) -> Refusal:
+    """Returns a row for a call that does not need a folder."""
+    return Refusal(lambda _: call(), *words, **error)
 
 
 def command(line: str, prepare: Callable[[Path], Any] | None = None) -> Callable[[Path], None]:

@@ -1,5 +1,3 @@
-"""Refused feature maps, positions, nodes, spectra, layers and stacks."""
-
 from collections.abc import Callable
 from typing import Any
 
@@ -38,19 +36,9 @@ from molflt.attention.spectra import (
     ShellWeights,
     SmoothLocal,
 )
-from refusals import Refusal
+from refusals import Refusal, refused
 
 DIM, HEADS = 16, 2
-
-
-def refused(
-    call: Callable[[], Any],
-    option: str,
-    expected: str = "",
-    got: str = "",
-    error: type[Exception] = ValueError,
-) -> Refusal:
-    return Refusal(lambda _: call(), option, expected, got, error)
 
 
 def layer(position: Any = None, **options: Any) -> Attention:

@@ -1,5 +1,3 @@
-"""Refused commands."""
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,5 +1,3 @@
-"""Refusals of evaluations: calibrations, submissions, published predictions, ensembles."""
-
 import json
 from pathlib import Path
 

@@ -1,5 +1,3 @@
-"""Refused options and inputs of layers, models and transforms of atoms."""
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

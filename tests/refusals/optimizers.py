@@ -1,5 +1,3 @@
-"""Refused options and inputs of learned optimizers."""
-
 from typing import Any
 
 import torch

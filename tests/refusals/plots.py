@@ -1,5 +1,3 @@
-"""Refused input of `locality`, whose results are in tables and pictures."""
-
 from typing import Any
 
 import numpy as np

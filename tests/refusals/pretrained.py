@@ -1,13 +1,10 @@
-"""Refused models."""
-
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from refusals import Refusal, Refused, command
+from refusals import Refusal, Refused, command, refused
 
 OPTIONS: dict[str, Any] = {"dim": 16, "heads": 2, "layers": 1, "ffn_dim": 16}
 
@@ -23,16 +20,12 @@ def exported(folder: Path, **changes: object) -> None:
     write_exported(folder / "export", weights, {**content, **changes})
 
 
-def refused(option: str, expected: str = "", got: str = "", **changes: object) -> Refusal:
+def loaded(option: str, expected: str = "", got: str = "", **changes: object) -> Refusal:
     """Returns a row for a prediction with an exported model."""
     line = "predict {folder}/export in.extxyz"
     return Refusal(
         command(line, lambda folder: exported(folder, **changes)), option, expected, got, Refused
     )
-
-
-def calls(function: Callable[[], object]) -> Callable[[Path], object]:
-    return lambda _: function()
 
 
 def labeler() -> Any:
@@ -46,10 +39,10 @@ def labeler() -> Any:
 
 
 ROWS = [
-    refused("format", "1", "2", format=2),
-    refused("recipe", "is2re", "'alchemy'", recipe="alchemy"),
-    refused("(119, 16)", "(119, 32)", models=[{**OPTIONS, "dim": 32}]),
-    refused("models", models=[{**OPTIONS, "__class__": "os.system"}]),
-    Refusal(calls(lambda: labeler().classify(torch.ones(1, 1, 4))), "images", "(batch, 1, 4, 4)"),
-    Refusal(calls(lambda: labeler().classify(np.full((1, 1, 4, 4), 2.0))), "images", "[0, 1]", "2"),
+    loaded("format", "1", "2", format=2),
+    loaded("recipe", "is2re", "'alchemy'", recipe="alchemy"),
+    loaded("(119, 16)", "(119, 32)", models=[{**OPTIONS, "dim": 32}]),
+    loaded("models", models=[{**OPTIONS, "__class__": "os.system"}]),
+    refused(lambda: labeler().classify(torch.ones(1, 1, 4)), "images", "(batch, 1, 4, 4)"),
+    refused(lambda: labeler().classify(np.full((1, 1, 4, 4), 2.0)), "images", "[0, 1]", "2"),
 ]

@@ -1,5 +1,3 @@
-"""Refused options and inputs of models of tokens and images."""
-
 from collections.abc import Callable
 from typing import Any
 
@@ -14,17 +12,12 @@ from molflt.sequence import (
     generate,
 )
 from molflt.sequence.published import options_of
-from refusals import Refusal
+from refusals import refused
 
 SMALL: dict[str, Any] = {"dim": 16, "heads": 2, "layers": 2, "ffn_dim": 16}
 IDS = torch.zeros(2, 4, dtype=torch.long)
 IMAGES = torch.zeros(2, 1, 8, 8)
 LONG = torch.zeros(1, 13, dtype=torch.long)
-
-
-def refused(call: Callable[[], Any], *words: str, error: type[Exception] = ValueError) -> Refusal:
-    """Returns a row for a call that does not need a folder."""
-    return Refusal(lambda _: call(), *words, error=error)
 
 
 def make(kind: Callable[..., Any], **options: Any) -> Any:

@@ -1,5 +1,3 @@
-"""Refused batches, texts, tokenizers and images."""
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -68,7 +66,6 @@ def rows(task: str, content: str) -> Call:
 
 
 def parallel(content: bytes) -> Call:
-    """Reads three German lines and this English file."""
     files = {"x.de": "eins\nzwei\ndrei\n", "x.en": content}
     return given(lambda folder: read_parallel(str(folder / "x"), "de", "en"), files)
 
@@ -91,7 +88,6 @@ SQUARES = idx(pixels())
 
 
 def idx_pair(images: bytes = SQUARES, labels: bytes = idx(np.arange(12) % 3)) -> Call:
-    """Opens a pair of idx files."""
     return given(
         lambda folder: open_images(folder / "a-images-idx3", classes=["a", "b", "c"]),
         {"a-images-idx3": images, **({"a-labels-idx1": labels} if labels else {})},

@@ -1,5 +1,3 @@
-"""Refusals of training: options, initial weights, resuming, and damaged runs."""
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -35,12 +33,10 @@ def new(words: str, prepare: Prepare | None = None) -> Callable[[Path], None]:
 
 
 def again(change: Prepare, words: str = "") -> Callable[[Path], None]:
-    """Resumes a changed copy of the shared run."""
     return command(f"train --resume {{folder}}/run {words}", copy_with(change))
 
 
 def evaluated(change: Prepare) -> Callable[[Path], None]:
-    """Evaluates a changed copy of the shared run."""
     return command("evaluate {folder}/run", copy_with(change))
 
 
@@ -61,8 +57,6 @@ def remove(name: str) -> Prepare:
 
 
 def edit(old: str, text: str) -> Prepare:
-    """Replaces a text in the configuration of a run."""
-
     def change(run: Path) -> None:
         before = (run / "config.yaml").read_text()
         assert old in before

@@ -1,5 +1,3 @@
-"""Token encoders and pixel models: published weights, padding, positions, decoding."""
-
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +87,6 @@ def test_names_of_older_files_and_options_without_a_configuration():
 
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_padding_does_not_change_a_sequence(name):
-    """Outputs, and gradients of the words, do not depend on the content of padding."""
     model = small(**MECHANISMS[name])
     tokens, short = ids(3, LENGTH), 6
     mask = torch.ones(3, LENGTH, dtype=torch.bool)

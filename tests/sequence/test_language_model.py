@@ -1,5 +1,3 @@
-"""Language models: decoding, output layers, generation and all configurations."""
-
 import math
 from pathlib import Path
 from typing import Any
@@ -149,7 +147,6 @@ def test_weights_in_half_precision_do_not_round_places(mixing):
 
 
 def test_absolute_positions():
-    """Sinusoidal positions are sines and cosines of the index."""
     found = sinusoids(torch.tensor([0, 1, 10_000]), 6)
     for n, row in zip((0, 1, 10_000), found, strict=True):
         angles = [n / 10000 ** (2 * p / 6) for p in range(3)]

@@ -1,5 +1,3 @@
-"""Encoder-decoders: agreement with transformers and torch, decoding, beam search, padding."""
-
 import re
 from pathlib import Path
 from typing import Any
