@@ -63,6 +63,23 @@ def test_model_adds_baseline_to_what_it_learned(files, run):
     np.testing.assert_allclose(moved, 7.0, atol=1e-6)
 
 
+def test_best_weights_are_never_worse_than_baseline_and_references(files, tmp_path):
+    """Labels of the training set are far from the baseline, but those of validation are not."""
+    shutil.copy(files / "val_id.extxyz", tmp_path)
+    frames = [*read(files / "train.extxyz", ":"), *read(files / "train.extxyz", ":")]
+    for number, atoms in enumerate(frames):
+        atoms.info["sid"] = number
+        atoms.info["y_relaxed"] += 1 if number < len(frames) / 2 else -1
+    write(tmp_path / "train.extxyz", frames)
+    steps = ("--trainer.max_steps=4", "--trainer.val_every=2", "--task.warmup_steps=0")
+    more = ("--task.lr=0.1", "--data.baseline_key=mlip", "--data.allow_duplicates=true")
+    assert start(tmp_path, tmp_path / "run", *steps, *more) == 0
+    trained = [row["val_mae_eV"] for row in table(tmp_path / "run" / "metrics.csv")]
+    assert min(float(one) for one in trained if one) > 0.1
+    labels = [atoms.info["y_relaxed"] for atoms in read(tmp_path / "val_id.extxyz", ":")]
+    assert np.abs(energies(tmp_path / "run", tmp_path / "val_id.extxyz") - labels).max() < 0.02
+
+
 def test_store_keeps_baseline(files, run, tmp_path):
     stores = tmp_path / "stores"
     source, store = files / "val_id.extxyz", stores / "val_id.safetensors"

@@ -200,6 +200,11 @@ class EnergyReadout(nn.Module):
         nn.init.constant_(self.factor.weight, 0.5 if self.sees_neighbors else 0.1)  # fewer atoms
         self.register_buffer("by_contact", torch.tensor(READOUTS[atoms]))
 
+    def zero_(self) -> None:
+        """Sets the weights of the last layer to 0, which makes all contributions 0."""
+        for weight in self.mlp[-1].parameters():
+            nn.init.zeros_(weight)
+
     def forward(
         self, h: Tensor, geometry: Geometry, neighbors: Neighbors | None = None
     ) -> tuple[Tensor, Tensor | None]:

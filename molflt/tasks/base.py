@@ -128,6 +128,11 @@ class Task(ABC, Generic[_Batch, _Data]):
     def prepare(self, data: _Data) -> None:
         """Sets buffers of the model from the training data, before a new run."""
 
+    @property
+    def validates_start(self) -> bool:
+        """Returns True if initial weights are validated and may remain the best weights."""
+        return False
+
     def files(self) -> dict[str, bytes]:
         """Returns the content of files that describe the data, by name, for the run folder."""
         return {}

@@ -4,7 +4,7 @@
 # below TYPE_CHECKING, including PyG, to resolve the annotations.
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch_geometric.data import Batch
 
     from molflt.data.structures.datamodule import IS2REData
+    from molflt.graph.heads import EnergyReadout
 
 __all__ = ["IS2RETask"]
 
@@ -178,8 +179,15 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
             found = mean, std
         if data.reading.baseline_key is not None:
             self.model.get_buffer("adds_baseline").fill_(True)
+            if data.initial is None:
+                cast("EnergyReadout", self.model.readout).zero_()
         self.model.get_buffer("energy_mean").fill_(found[0] if mean is None else mean)
         self.model.get_buffer("energy_std").fill_(found[1] if std is None else std)
+
+    @property
+    def validates_start(self) -> bool:
+        """Returns True with a baseline: before training, energies are baseline plus references."""
+        return bool(self.model.get_buffer("adds_baseline"))
 
     def loss(self, batch: "Batch", progress: float) -> tuple[Tensor, _EnergySums]:
         if self.interpolate:

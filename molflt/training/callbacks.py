@@ -198,7 +198,7 @@ class _BestWeights(Callback):
         return scores
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.sanity_checking:
+        if trainer.sanity_checking and not self.task.validates_start:
             return
         module = cast(_Module, pl_module)
         found, step = module.validation_metrics(), trainer.global_step

@@ -80,7 +80,7 @@ def fit(
             accumulate_grad_batches=options.accumulate,
             val_check_interval=options.val_every * options.accumulate,  # counted in batches
             check_val_every_n_epoch=None,
-            num_sanity_val_steps=options.num_sanity,
+            num_sanity_val_steps=-1 if task.validates_start else options.num_sanity,
             enable_model_summary=False,
             enable_progress_bar=False,
             default_root_dir=folder.path,
