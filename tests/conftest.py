@@ -60,7 +60,7 @@ def energy_runs(energy_data: Path) -> list[Path]:
 
 @pytest.fixture(scope="session")
 def potential_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the run of a potential with charges on rattled argon; only for reading."""
+    """Returns the run of a potential with charges, trained on rattled argon; only for reading."""
     import tiny_run
 
     return tiny_run.potential_run(tmp_path_factory.mktemp("argon"))

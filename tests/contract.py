@@ -36,10 +36,10 @@ def with_features(count: int, options: dict[str, Any]) -> dict[str, Any]:
 
 
 EXACT = {"rtol": 0.0, "atol": 1e-10}
-SIZES = (7, 1, 12, 0, 5)  # tokens of the sequences in one batch, including one token and none
+SIZES = (7, 1, 12, 0, 5)  # lengths of the sequences in one batch
 HEADS, DIM = 2, 16
 HEAD_DIM = DIM // HEADS
-LONGEST = 24  # tokens of a padded batch
+LONGEST = 24  # length of a padded batch
 GRID = (6, 4)
 
 
@@ -62,7 +62,7 @@ def cells(size: int, generator: torch.Generator | None = None) -> Tensor:
 class Case(NamedTuple):
     name: str  # `none` or a key of `POSITIONS`
     options: dict[str, Any]
-    core: bool = True  # combined with every feature map, not only with two of them
+    core: bool = True  # whether to combine it with every feature map instead of two
 
     def build(self) -> Position | None:
         return make_position(self.name, HEADS, HEAD_DIM, **self.options)
@@ -145,10 +145,10 @@ class Combination(NamedTuple):
 
 
 def combinations() -> list[Combination]:
-    """Returns feature map x position x mixing, without combinations that repeat others.
+    """Returns combinations of feature map, position and mixing.
 
-    Two feature maps are enough for each spectrum, which does not depend on the map. `ELEMENTWISE`
-    maps differ from relu only in a function of single numbers.
+    Two feature maps are enough for each spectrum, which does not depend on the map. Maps in
+    `ELEMENTWISE` differ from relu only in the function that they apply to each element.
     """
     found = []
     for name, case in CASES.items():
@@ -169,8 +169,8 @@ def make_stack(
 ) -> Stack:
     """Returns a small float64 stack with weights large enough that attention is not uniform.
 
-    Sums of features whose products can be negative are not divided: normalizers near 0 would
-    amplify rounding.
+    If products of features can be negative, the sums are not divided by their normalizers, because
+    normalizers near 0 would amplify rounding.
     """
     torch.manual_seed(seed)
     phi, case, mixing, causal = combination
@@ -265,7 +265,7 @@ def check_isolation(combination: Combination) -> None:
 
 
 def check_oracle(combination: Combination, **options: Any) -> None:
-    """Linear equals its quadratic form: outputs, and gradients of all parameters and of tokens."""
+    """The linear and the quadratic form have equal outputs and gradients."""
     case, other = combination.case, combination._replace(mixing="quadratic")
     x, r, mask = pad(ragged(case), max(SIZES), case)
     found = []
@@ -302,7 +302,7 @@ def check_key_copies(combination: Combination) -> None:
 
 
 def check_cross(combination: Combination) -> None:
-    """The first queries give the same outputs without the other queries."""
+    """The outputs of the first queries do not depend on the other queries."""
     stack, case = make_stack(combination), combination.case
     x, r = ragged(case)[2]
     attention, position, few = stack.blocks[0].attention, stack.position, 5
@@ -337,7 +337,7 @@ def check_causality(combination: Combination) -> None:
 
 
 def check_decoding(combination: Combination, **options: Any) -> None:
-    """Prompt and steps give the outputs of the whole sequence, from a state of constant size."""
+    """Decoding a prompt and then single tokens gives the outputs of the whole sequence."""
     stack, case = make_stack(combination, refinements=2, **options), combination.case
     x, r = ragged(case)[2]
     x, r = x[None], r[None]
@@ -429,7 +429,7 @@ def suite(combination: Combination) -> list[Callable[[Combination], None]]:
         checks.append(check_cross)
     if not causal and (position is None or not position.grid):
         checks.append(check_permutation)
-        # copies double the sums, if they are not divided
+        # copies double sums that are not divided by a normalizer
         if mixing == "softmax" or FEATURE_MAPS[phi].positive_kernel:
             checks.append(check_key_copies)
     return checks
@@ -438,14 +438,14 @@ def suite(combination: Combination) -> list[Callable[[Combination], None]]:
 def covering(
     pairs: list[tuple[Combination, Callable[[Combination], None]]],
 ) -> list[tuple[Combination, Callable[[Combination], None]]]:
-    """Returns a subset of (mechanism, check) that covers every pair of choices.
+    """Returns a small subset of `pairs` with the same pairs of choices.
 
-    The choices are feature map, position, form and check; pairs are those that occur in `pairs`.
+    The choices are feature map, position, form and check.
     """
     seen: set[tuple[object, ...]] = set()
     chosen = []
     shuffled = random.Random(0).sample(pairs, len(pairs))
-    for least in range(6, 0, -1):  # the ones that cover most come first
+    for least in range(6, 0, -1):  # first, entries with many new pairs of choices
         for combination, check in shuffled:
             phi, case, *form = combination
             choices = enumerate((phi, case, tuple(form), check))
@@ -470,8 +470,8 @@ def normal_points(count: int, dim: int, seed: int = 0) -> Tensor:
 def frequency_rule(dim: int, radii: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Returns frequencies (n, l) and weights (n,) to integrate functions that decay by 5 cycles.
 
-    Quasi-Monte Carlo from a mixture of Gaussians of 8 widths, or, with `radii`, the sum over shells
-    of the mean over directions.
+    The frequencies are Sobol points of a mixture of Gaussians of 8 widths. With `radii`, they lie
+    on shells, and the integral is the sum over shells of the means over directions.
     """
     if radii is not None:
         unit = torch.nn.functional.normalize(normal_points(2**11, dim), dim=-1)
@@ -485,10 +485,10 @@ def frequency_rule(dim: int, radii: Tensor | None = None) -> tuple[Tensor, Tenso
 
 
 def check_fourier_pair(spectrum: Spectrum) -> None:
-    """integral f psi = integral g psi^ for Gaussians psi of two widths around several centers.
+    """The integral of f psi equals that of g psi^ for Gaussians psi at several centers.
 
-    It holds for slow decay and for jumps of g and f. Both sides are quasi-Monte Carlo, with errors
-    of 1e-4 of the largest mask value in one dimension, 5e-3 for boxes in two, else 2e-3.
+    Relative to the largest value of the mask, the errors of the quasi-Monte Carlo integrals are
+    1e-4 in one dimension, 5e-3 for boxes in two dimensions, and 2e-3 in all other cases.
     """
     spectrum, dim = copy.deepcopy(spectrum).double(), spectrum.dim
     radii = None if spectrum.radii is None else spectrum.radii.double()
@@ -509,7 +509,7 @@ def check_fourier_pair(spectrum: Spectrum) -> None:
 
 
 def check_draws(kernel: ShiftInvariant) -> None:
-    """Draws follow the density: means of Gaussian waves over draws equal integrals."""
+    """Means of Gaussian waves over draws equal integrals with the density."""
     kernel, count, dim = copy.deepcopy(kernel).double(), 20_000, kernel.dim
     draws = kernel.draw(count, torch.Generator().manual_seed(0))
     assert draws.shape == (kernel.heads, count, dim) and draws.dtype == torch.float64

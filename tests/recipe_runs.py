@@ -1,4 +1,4 @@
-"""Tiny runs of all recipes for texts, images and optimizers; a table, and runs that tests share."""
+"""Tiny runs of all recipes for texts, images and optimizers, which several tests share."""
 
 import json
 import tempfile
@@ -272,7 +272,7 @@ def trained(name: str) -> Path:
 
 @cache
 def evaluated(name: str) -> dict[str, dict[str, Any]]:
-    """Returns the content of results.json, which is in the run of the case."""
+    """Evaluates the run of a case, and returns the content of results.json."""
     run = trained(name)
     assert main(["evaluate", str(run)]) == 0
     found: dict[str, dict[str, Any]] = json.loads((run / "results.json").read_text())

@@ -83,7 +83,7 @@ def test_supercells_have_the_same_placements() -> None:
 
 
 def test_benzene_lies_flat_in_the_eight_known_ways() -> None:
-    """They are top, bridge, hcp and fcc, each turned by 0 and 30 degrees."""
+    """The sites are top, bridge, hcp and fcc; molecules are rotated by 0 or 30 degrees."""
     placed = placements(fcc111("Pt", (4, 4, 4), vacuum=8), "C6H6")
     flat = [one for one in placed if np.ptp(one.positions[-12:, 2]) < 1e-6]
     assert Counter(one.info["site"][0] for one in flat) == dict.fromkeys("0123", 2)

@@ -152,7 +152,7 @@ HEAVY = {"triton", "torch_geometric", "lightning", "e3nn", "vesin", "ase", "lmdb
 
 
 def test_models_load_torch_only() -> None:
-    """They do not load packages that only computations need, nor the slow compiler of torch."""
+    """Models load neither packages that only computations need nor torch's slow compiler."""
     models = "import molflt.attention, molflt.graph, molflt.sequence, molflt.image"
     loaded = loaded_after(f"{models}; import sys; assert 'torch._dynamo' not in sys.modules")
     assert "torch" in loaded
@@ -204,7 +204,7 @@ def test_unpickling_is_seen() -> None:
 
 
 def test_nothing_unpickles() -> None:
-    """Only the reader of OC20's records does; other tests read pickles that contain code."""
+    """Only the reader of OC20's records unpickles; other tests check that it does not run code."""
     calls = nodes(SOURCES, ast.Call)
     assert not [f"{path}:{call.lineno}" for path, call in calls if unpickles(call)]
     classes = nodes(SOURCES, ast.ClassDef)

@@ -16,7 +16,7 @@ from molflt.data.structures.base import to_atoms
 from molflt.graph import EnergyRegressor
 
 pytestmark = pytest.mark.usefixtures("undrawn")
-OFFSET = 0.1  # eV per adsorbate atom, of the labels from the baseline
+OFFSET = 0.1  # label minus baseline, eV per adsorbate atom
 
 
 @pytest.fixture(scope="module")

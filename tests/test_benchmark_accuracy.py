@@ -6,7 +6,7 @@ from torch import nn
 
 
 def test_scatter_is_the_part_of_the_error_that_directions_make() -> None:
-    """Squared error over all pairs >= squared scatter; 0.5 / r is the variance of far pairs."""
+    """The squared error is at least the squared scatter; far pairs have the variance 0.5 / r."""
     script = benchmark("nodes")
     nodes = script.NODES["gaussian"](heads=64, num_nodes=50, sigma=script.OWN_SIGMA).double()
     found = script.errors(nodes, 10.0, 64, pairs=1000, turned=32)
@@ -44,7 +44,7 @@ def test_agreement_of_labels_by_hand() -> None:
 
 
 def test_charges_fitted_to_near_ions_are_those_of_far_ones(tmp_path) -> None:
-    """Energies are those of known charges and all their images; the potential equals the fit."""
+    """Energies are computed from known charges and all images; the potential reproduces the fit."""
     script = benchmark("dimers")
     data = script.read(dimers(tmp_path))
     kernels = script.laws(data.graphs, (1,))

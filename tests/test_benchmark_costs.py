@@ -59,7 +59,7 @@ def test_bytes_are_those_of_the_states_and_only_softmax_has_more_for_more_tokens
 
 
 def test_growth_of_a_token_is_that_of_ratios() -> None:
-    """The machine is 10 times slower in the second round, and time grows as n^2 from 10 on."""
+    """The machine is 10 times slower in the second round, and time grows as n^2 from n = 10 on."""
     script = benchmark("decoding")
     times = {
         (name, n): [[slow * cost * n**2] * 3 for slow in (1, 10)]

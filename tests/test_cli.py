@@ -135,7 +135,7 @@ def test_every_configuration_has_a_name(tmp_path, monkeypatch) -> None:
     assert {"demo", "atoms/flt", "oc20/base"} <= set(config_names())
     for name in config_names():
         assert find_config(name) == ROOT / "configs" / f"{name}.yaml"
-    (tmp_path / "demo").write_text("seed: 7\n")  # a file precedes a name
+    (tmp_path / "demo").write_text("seed: 7\n")  # a file takes precedence over a name
     assert options("--config", "demo", "--data.root=x").seed == 7
 
 

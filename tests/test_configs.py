@@ -79,7 +79,7 @@ def oc20(model: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", OC20)
 def test_papers_settings(name: str) -> None:
-    """Numbers of FLT's section 5.3 and appendix B.3."""
+    """Compares with section 5.3 and appendix B.3 of the FLT paper."""
     config = oc20(name)
     model, task, trainer = config["model"], config["task"], config["trainer"]
     kind, layers = name.split("-")

@@ -47,7 +47,7 @@ def finish(*words):
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ddp")
-    data = write_data(folder / "data", train=24, val=21)  # the last of 6 val batches has one
+    data = write_data(folder / "data", train=24, val=21)  # the last of 6 val batches has one system
     start(data, folder / "one", *STILL, "--data.batch_size=4")
     words = ["--trainer.devices=2", "--trainer.strategy=ddp"]
     finish(*arguments(data, folder / "two", *STILL, *words))

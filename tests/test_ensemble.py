@@ -75,7 +75,7 @@ def test_calibration_covers_the_systems_set_aside(evaluated) -> None:
     part = [row for row in table(out / "predictions.csv") if row["split"] == "val_id"]
     aside = is_set_aside(np.array([int(row["sid"]) for row in part]))
     ratio = [abs(float(r["error_eV"])) / float(r["uncertainty_eV"]) for r in part]
-    held = np.array(ratio) <= 1 + 1e-6  # the interval ends at the error of one of them
+    held = np.array(ratio) <= 1 + 1e-6  # the error of one system is the end of its interval
     assert held[aside].sum() == np.ceil((aside.sum() + 1) * 0.68)
     columns = [[float(row[name]) for row in part] for name in ("error_eV", "spread_eV")]
     error, spread = np.abs(columns[0]), np.array(columns[1])
@@ -210,7 +210,7 @@ MEMBERS = ("a" * 64, "b" * 64)
 
 
 def drawn(kind: str, n: int, seed: int, follows: bool = True) -> tuple[np.ndarray, np.ndarray]:
-    """Draws errors of varying scale, eV, and spreads of four members of half that scale."""
+    """Draws errors (eV) of varying scale, and predictions of four members with half the scale."""
     draw = np.random.default_rng(seed)
     size = np.exp(draw.normal(-2.5, 0.7, n)) if follows else np.full(n, 0.1)
     unit = draw.normal(size=n) if kind == "normal" else draw.laplace(size=n)

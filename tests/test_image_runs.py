@@ -48,7 +48,7 @@ def test_evaluation_of_classes(tmp_path: Path) -> None:
 
 
 def test_evaluation_sees_the_pixels_of_validation(tmp_path: Path) -> None:
-    """With `data.resize`, all images are resized and cut to their centers."""
+    """With `data.resize`, all images are resized and cropped at the center."""
     run, idx = tmp_path / "run", data_of("images") / IMAGES.format("val")
     words = [word for word in words_of("images", run) if not word.startswith("--data.val=")]
     words += [f"--data.train={idx}", "--data.val_fraction=0.4", "--trainer.max_steps=2"]

@@ -198,7 +198,7 @@ FREEZE += ["--task.lr=0.05", "--trainer.ema_decay=0.7", "--task.redraw_every=3"]
 
 
 def test_frozen_parameters_do_not_move(others, source, tmp_path, capsys):
-    """They are equal to the bit despite weight decay, averages and redraws; others change."""
+    """They stay bitwise identical despite weight decay, averages and redraws."""
     run = tmp_path / "run"
     assert (
         begin(others, run, source, "--trainer.max_steps=9", "--trainer.val_every=4", *FREEZE) == 0
@@ -316,6 +316,6 @@ def test_a_missing_domain_of_the_source_gives_a_warning(copied_run, gold, tmp_pa
         told = capsys.readouterr().err
         assert str(init) in told and "domain.json" in told
         assert held(tmp_path / name) == alone(gold)
-    # elements of the source only count with its embedding, whose width differs in b
+    # elements of the source count only if its embedding is used; b has another width
     seen = [weights(tmp_path / name)["trained_elements"].nonzero().flatten() for name in "ab"]
     assert [one.tolist() for one in seen] == [[1, 8, 29, 47, 78, 79], [1, 47, 79]]

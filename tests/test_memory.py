@@ -92,7 +92,7 @@ GIB = 2**30
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("limited", ["job", None])
 def test_limits_of_control_groups(monkeypatch, tmp_path, version, limited) -> None:
-    """SLURM, systemd-run and containers limit the group of the process or one above it."""
+    """SLURM, systemd-run and containers limit the group of the process or a parent group."""
     root = tmp_path / "memory" if version == 1 else tmp_path
     limit, used, cached = {
         1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),

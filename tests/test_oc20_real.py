@@ -1,4 +1,4 @@
-"""The whole path on the 20 genuine OC20 records: read, batch, train, full-size model."""
+"""Training of full-size and small models on the 20 genuine OC20 records."""
 
 from pathlib import Path
 

@@ -28,7 +28,7 @@ STEPS = ("--trainer.max_steps=2", "--task.warmup_steps=1")
 
 
 def frames(count: int = 10, **info: float) -> list[Atoms]:
-    """Returns small slabs as `ase.Atoms`, with an energy in the calculator and others in info."""
+    """Returns small slabs as `ase.Atoms` with energies in the calculator and in `info`."""
     out = []
     for record in structures(count, first_sid=500):
         atoms, energy = to_atoms(record), float(record.y_relaxed)
@@ -172,7 +172,7 @@ def test_steps_of_a_relaxation_are_not_taken_for_systems_in_silence(tmp_path, ca
 
 
 def test_other_energies_of_the_data_are_not_the_results_of_the_run(run, file, tmp_path) -> None:
-    """They have no baseline, and model cards and comparisons do not use them."""
+    """Results on other energies have no baseline; model cards and comparisons do not use them."""
     some = frames()
     for atoms in some:
         atoms.info |= {"sid": atoms.info["sid"], "other_energy": 100.0}

@@ -1,5 +1,3 @@
-"""Pictures, whose content is read from their figures."""
-
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -149,7 +147,7 @@ def test_attention_matrices_show_the_weights(tmp_path: Path, figures) -> None:
         shown = image.get_array()
         np.testing.assert_array_equal(shown.filled(0.0), expected)
         np.testing.assert_array_equal(shown.mask, np.triu(np.ones((9, 9), bool), 1))
-        assert image.get_clim() == (0.0, weights.max().item())  # shared, not this head's own
+        assert image.get_clim() == (0.0, weights.max().item())  # the same for all heads
         assert image.get_extent() == [-0.5, 8.5, 8.5, -0.5]
         assert axes.get_ylim()[0] > axes.get_ylim()[1]  # the first query on top
 

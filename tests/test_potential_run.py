@@ -127,7 +127,7 @@ def test_predictions_have_forces(potential_run, tmp_path):
 
 
 def test_runs_of_relaxed_energies(copied_run, tmp_path, capsys):
-    """Such runs do not predict forces, but relaxed structures, evaluated by OC20's metric."""
+    """Such runs predict relaxed structures, evaluated by OC20's metric, not forces."""
     run = copied_run
     with pytest.raises(ValueError, match="needs a potential; got EnergyRegressor"):
         molflt.Calculator(run)

@@ -29,7 +29,7 @@ def counted(name: str, use: str) -> Counter[str]:
 
 
 def test_ends_of_records_do_not_count() -> None:
-    """Computed token by token, in the blocks of training; the baseline also predicts ends."""
+    """Perplexity is computed in the blocks of training; the baseline also predicts ends."""
     run, results = trained(CAUSAL), evaluated(CAUSAL)
     train, val = counted(CAUSAL, "train"), counted(CAUSAL, "val")
     total = train.total() + 120 + 26

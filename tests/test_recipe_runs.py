@@ -13,7 +13,7 @@ pytest.importorskip("tokenizers")
 pytest.importorskip("sacrebleu")
 pytest.importorskip("sklearn")
 OPTIMIZERS = ("learned_optimizer", "population_optimizer")
-NAMES = {"score_percent": "pearson_percent"}  # of the measure in results.json, if they differ
+NAMES = {"score_percent": "pearson_percent"}  # measure -> its name in results.json, if they differ
 RESUMED = [name for name, case in CASES.items() if case.resumed]
 SHORT = ["--trainer.val_every=3", "--task.warmup_steps=2", "--task.schedule=inverse_sqrt"]
 PARTS = ("state_dict", "current_model_state", "optimizer_states", "lr_schedulers")

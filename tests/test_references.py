@@ -40,7 +40,7 @@ def totals(count: int, seed: int = 0, first_sid: int = 0):
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("data")
-    write_store(root / "train.safetensors", totals(40))  # in more, two atoms coincide
+    write_store(root / "train.safetensors", totals(40))  # in larger files, two atoms coincide
     write_store(root / "val_id.safetensors", totals(16, seed=1, first_sid=1000))
     return root
 
@@ -181,7 +181,7 @@ DESCRIBED = ("--trainer.max_steps=2", "--trainer.val_every=2", "--model.descript
 
 
 def with_helium(count: int, sid: int) -> list:
-    """Returns structures; the second last one contains helium."""
+    """Returns structures; the second to last contains helium."""
     made = list(structures(count, 3, sid))
     made[-2].atomic_numbers[-1] = 2
     return made

@@ -212,7 +212,7 @@ def compare(capsys, *words):
 
 
 def rows_of(text):
-    """Returns the rows of a table, first cell -> others; two blanks separate cells."""
+    """Returns the rows of a table by their first cell; two blanks separate cells."""
     lines = (line.split("  ") for line in text.splitlines())
     cells = ([cell.strip() for cell in line if cell.strip()] for line in lines)
     return {line[0]: line[1:] for line in cells if line}
@@ -263,7 +263,7 @@ def test_json_and_pictures(runs, capsys, tmp_path):
     assert own["results"] == json.loads((runs / "wide" / "results.json").read_text())
     share = own["results"]["val_id"]["ewt_percent"] / 100
     expected = 100 * (share * (1 - share) / 13) ** 0.5
-    errors = own["standard_errors"]["val_id"]  # unknown for a share of 0
+    errors = own["standard_errors"]["val_id"]  # missing if the share is 0
     assert errors.get("ewt_percent", 0.0) == pytest.approx(expected)
     assert own["seconds"] == pytest.approx(last_state(runs / "wide")["molflt"]["seconds"])
     assert 0 < own["seconds"] < 600

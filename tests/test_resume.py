@@ -98,10 +98,10 @@ def test_kill_in_the_middle_of_an_epoch(shared_data, tmp_path):
 @pytest.mark.parametrize(
     ("method", "step", "resumes_from", "more"),
     [
-        ("training_step", 17, 16, ()),  # one step after a validation
-        # one step after a checkpoint within an epoch; a worker has read ahead
+        ("training_step", 17, 16, ()),  # the step after a validation
+        # the step after a checkpoint within an epoch, when a worker has read ahead
         ("training_step", 15, 14, ("--data.workers=1",)),
-        ("training_step", 24, 24, ()),  # in the step after a validation
+        ("training_step", 24, 24, ()),
         ("validation_step", 16, 16, ()),  # during validation
         ("validation_step", 30, 28, ()),  # during the last validation
     ],
@@ -266,7 +266,7 @@ def test_damaged_checkpoints_are_refused(copied_run):
 
 
 def test_a_checkpoint_of_an_earlier_version_with_a_digest_resumes(copied_run):
-    """Version 0.1 appended sha256 as the comment of the zip archive."""
+    """Version 0.1 stored the sha256 of a checkpoint in the comment of the zip archive."""
     path = copied_run / "checkpoints" / "last.ckpt"
     comment = b"sha256:" + b"0" * 64
     path.write_bytes(path.read_bytes()[:-2] + len(comment).to_bytes(2, "little") + comment)

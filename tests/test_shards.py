@@ -1,4 +1,4 @@
-"""Predictions in shards: merged files equal that of one process; messages name damaged shards."""
+"""Merged shards of predictions equal the file of one process; messages name damaged shards."""
 
 import re
 import shutil

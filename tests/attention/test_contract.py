@@ -12,7 +12,7 @@ COMBINATIONS = contract.combinations()
 
 
 def some(*maps: str) -> list[Combination]:
-    """Returns every position with these maps, and every map without a position and with factors."""
+    """Returns all cases of these maps, and the cases of PLAIN_AND_FACTORS of every map."""
     return [
         c for c in COMBINATIONS if c.feature_map in maps or c.case in contract.PLAIN_AND_FACTORS
     ]

@@ -27,7 +27,7 @@ def kernels() -> list[str]:
 
 
 def dims(variant: str) -> tuple[int, int]:
-    """Returns 1 and 3 dimensions for functions of the distance, or else 1 and 2, to save time."""
+    """Returns (1, 3) for functions of the distance and (1, 2) for other functions, to save time."""
     return (1, 3) if SPECTRA[variant.split(",")[0]].isotropic else (1, 2)
 
 

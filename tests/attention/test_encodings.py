@@ -66,7 +66,7 @@ def kinds(kind: type[Encoding]) -> set[type[Encoding]]:
 
 
 def test_every_kind_is_here():
-    elsewhere = {Bias, RaggedKernel}  # the latter in test_ragged.py
+    elsewhere = {Bias, RaggedKernel}  # RaggedKernel is tested in test_ragged.py
     built = {type(build()) for build in BUILDS.values()} | elsewhere
     public = {kind for kind in kinds(Encoding) if not kind.__name__.startswith("_")}
     assert public == built, "add the new kind to BUILDS"
@@ -135,7 +135,7 @@ def test_a_bias_is_added_to_the_logits():
 @pytest.mark.parametrize("form", ["linear", "quadratic"])
 @pytest.mark.parametrize("near", [False, True], ids=["kernel", "pairs"])
 def test_tensors_that_layers_share_have_their_gradient(form, near):
-    """This also holds after an evaluation without gradients, and in checkpointed blocks."""
+    """Includes passes after an evaluation without gradients, and checkpointed blocks."""
     torch.manual_seed(0)
     blocks = [Block(Attention(2 * HEADS, HEADS, mixing=form), 8).double() for _ in range(2)]
     weights = [x.requires_grad_() for x in (rows(1), rows(2), randn(HEADS, 4, seed=5))]

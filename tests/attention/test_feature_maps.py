@@ -83,7 +83,7 @@ def test_features_of_the_softmax_kernel_are_unbiased(name, m):
     [
         # Gaussian of width 1 on unit vectors
         ("rfa_gaussian", lambda cosine: torch.exp(cosine - 1)),
-        # arc-cosine kernel of order 1 (Cho and Saul 2009, eq. 6), half of it for E relu relu
+        # E relu relu is half of the arc-cosine kernel of order 1 (Cho and Saul 2009, eq. 6)
         (
             "rfa_arccos",
             lambda c: ((1 - c**2).sqrt() + (math.pi - c.arccos()) * c) / (2 * math.pi),
@@ -255,8 +255,7 @@ def test_forward_is_the_product_with_the_matrix(name, size):
 
 
 def test_dense_draws_keep_their_order():
-    # Seeds must give the same numbers as before: heads in order and, in a head, blocks before
-    # norms.
+    # The order of draws is fixed: heads in order, and within a head, blocks before norms.
     generator = seeded(4)
     iid = torch.stack([torch.randn(20, 7, dtype=F64, generator=generator) for _ in "ab"])
     assert torch.equal(build("iid", 2, 20, 7, seed=4).matrix(), iid)
@@ -314,7 +313,7 @@ def test_givens_equals_the_dense_product(dim):
 
 
 def test_sobol_rows_are_stratified():
-    # With a power of two, each of m slices along every coordinate contains one point.
+    # For powers of two, each of the m slices along a coordinate contains one of m points.
     m = 64
     cells = (torch.special.ndtr(build("sobol", 2, m, 5).matrix()) * m).floor()
     assert (cells.sort(dim=1).values == torch.arange(m)[:, None]).all()

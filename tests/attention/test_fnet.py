@@ -1,5 +1,3 @@
-"""FNet's mixers: the published transform, sequences of different lengths, and the ablations."""
-
 import numpy as np
 import pytest
 import torch

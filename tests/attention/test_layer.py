@@ -45,7 +45,7 @@ def test_normalized_logits_are_temperature_times_cosine():
 
 
 def test_norms_are_taken_in_single_precision_under_autocast():
-    """Squares of 300 overflow in float16, and those of 1e-4 vanish."""
+    """In float16, 300² overflows and 1e-4² becomes 0."""
     scaling = Scaling(1, 8, normalize=True)
     for size in (1e-4, 300.0):
         x = (size * torch.randn(1, 1, 5, 8, generator=torch.manual_seed(0))).half()
@@ -95,7 +95,7 @@ def test_a_stack_registers_a_shared_position_once():
 
 
 def test_softmax_freezes_radii_of_boxes_with_a_warning():
-    """The mask of a box is not differentiable with respect to its radius; other masks are."""
+    """Only the mask of a box is not differentiable with respect to its radius."""
 
     def build(own, mixing):
         return Stack(DIM, HEADS, 2, position=own, mixing=mixing)
@@ -185,7 +185,7 @@ def words(count: int = 1) -> torch.Tensor:
 
 @pytest.mark.parametrize("mixing", MIXINGS)
 def test_masked_copies_and_contexts_may_hold_anything(mixing):
-    """Masked keys have no effect, but valid tokens that are not finite do."""
+    """NaN and infinity have no effect in masked keys, but they do in other keys."""
     attention = Attention(DIM, HEADS, mixing=mixing)
     x, context = words(), words()[:, :4].clone()
     x[:, 4:] = torch.nan

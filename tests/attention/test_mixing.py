@@ -73,7 +73,7 @@ def test_a_later_key_cannot_reach_back_in_float32(std, factor):
 
 
 def test_gate_is_the_recurrence_of_rfa():
-    """S_t = g_t S_(t-1) + (1 - g_t) phi(k_t) v_t, RFA (arXiv:2103.02143), section 3.2."""
+    """S_t is g_t S_(t-1) + (1 - g_t) phi(k_t) v_t (RFA, arXiv:2103.02143, section 3.2)."""
     torch.manual_seed(0)
     attention = Attention(16, 2, causal=True, gate=True, feature_map="rfa_arccos").double()
     with torch.no_grad():
@@ -225,7 +225,7 @@ def half(sums: Sums) -> float:
 
 @pytest.mark.parametrize("feature_map", ["trigonometric", "positive", "relu", "identity"])
 def test_floor_is_that_of_the_sum_in_every_form(feature_map, monkeypatch):
-    """The floor does not depend on the scales of forms, chunks, padding and features."""
+    """The floor does not depend on the form, the chunks, padding or the scale of features."""
     x = tokens()
     exact = layer("linear", feature_map=feature_map).sums(x)
     floor = half(exact)

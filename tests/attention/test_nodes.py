@@ -112,7 +112,7 @@ def test_suggested_shells_serve_all_widths_between_two():
 
 
 def test_one_node_replaces_two_antipodes_for_any_spectrum():
-    """This also holds for asymmetric masks, and for nodes of each graph, which are half spaces."""
+    """Includes asymmetric masks, and nodes of each graph, which fill a half space."""
     mixture = make("gaussian_mixture, asymmetric", width_range=(1.0, 1.2), mean_scale=0.5)
     nodes = ShellNodes(3.0, 1.6, 26, degrees=[53] * 26)
     z = ball_pairs(12, 1.5, seed=1)
@@ -170,7 +170,7 @@ def estimate(position: SpectralPosition, r: torch.Tensor) -> torch.Tensor:
 
 
 def test_zero_spectrum_has_a_gradient():
-    """Without a gradient, as from two square roots, the mask could not start to learn."""
+    """Two square roots as factors would have no gradient, and the mask could not learn."""
     position = random_position(2, 8)
     with torch.no_grad():
         position.spectrum.amplitude.zero_()
@@ -291,7 +291,7 @@ def test_rows_of_frequencies_are_independent_normal_variables():
 
 
 def test_extent():
-    """The extent is that along each open direction, and 0 without atoms."""
+    """The extent is measured along each open direction, and is 0 if there are no atoms."""
     x = torch.tensor([[0.0, 0.0, 1.0], [2.0, 5.0, 4.0]]).double().repeat(4, 1)[:7]
     atom = torch.tensor([0, 0, 1, 1, 2, 2, 3])
     pbc = torch.tensor([[1, 1, 1], [0, 1, 1], [0, 0, 0], [0, 0, 0], [0, 0, 0]]).bool()
@@ -305,7 +305,7 @@ def test_extent():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_skewed_cells_have_the_gradient_of_their_nodes(dtype):
-    """Nodes of a skewed cell change with strain like those of the reduced cell."""
+    """Nodes of a skewed cell change with strain like nodes of the reduced cell."""
     short = torch.tensor([[4.0, 0.2, 0.1], [0.3, 4.5, 0.2], [0.1, 0.2, 5.0]], dtype=dtype)
     skew = torch.tensor([[1.0, 2, 0], [0, 1, 0], [3, 1, 1]], dtype=dtype)
     found = []

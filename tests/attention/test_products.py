@@ -105,7 +105,7 @@ def test_equals_the_dense_form_with_gradients(size, causal, method, kind):
 
 
 def test_every_row_has_its_own_scale_in_blocks():
-    """Tests float32 with keys that grow by exp(300) and a kernel down to exp(-300)."""
+    """Tests float32 with keys that grow by exp(300) and a kernel that falls to exp(-300)."""
     tokens = 40
     slope = torch.linspace(0, 300, tokens)
     query, key = (features("log", tokens, seed, torch.float32) for seed in (0, 1))
@@ -220,7 +220,7 @@ def cut(monkeypatch):
 
 
 def layer(position: str = "", feature_map: str = "positive", dtype=torch.float64, **options):
-    """Returns a call of attention at random positions, with masked tokens, and its leaves."""
+    """Returns a function that calls attention at random positions, and its leaves."""
     torch.manual_seed(0)
     drawn = (torch.randn(3, TOKENS, width, dtype=torch.float64) for width in (3, 8))
     places, x = (draw.to(dtype).requires_grad_() for draw in drawn)

@@ -1,4 +1,4 @@
-"""Triton kernels in Triton's interpreter, against the linear form of the same layer."""
+"""Compares Triton kernels, run in Triton's interpreter, with the linear form of the layer."""
 
 import importlib.util
 import os
@@ -43,7 +43,7 @@ def outcome(layer: GraphAttention, graphs: dict[str, Tensor], dtype: torch.dtype
 
 
 def configuration(seed: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Returns options of a layer, and a ragged batch with empty graphs and single atoms."""
+    """Returns options of a layer, and a ragged batch that includes graphs of 0 and 1 atoms."""
     draw = random.Random(seed)
     heads, width = draw.choice((1, 2, 3)), draw.choice((1, 3, 5, 8, 17))
     feature_map = draw.choice(("positive", "relu", "polynomial", "elu", "learnable_exp", "exp"))
@@ -91,7 +91,7 @@ def test_outputs_and_gradients_equal_those_of_the_linear_form(dtype, seed: int) 
         torch.manual_seed(seed)
         layers.append(GraphAttention(**options, position="multiplicative", mixing=mixing))
     kernels = outcome(layers[1], graphs, dtype)
-    linear = outcome(layers[0], graphs, dtype)  # 4 times its rounding errors are allowed
+    linear = outcome(layers[0], graphs, dtype)  # its rounding errors set the bound
     exact = outcome(layers[0], graphs, torch.float64)
     share = 2e-5 if dtype == torch.float32 else 1e-11
     least = 0.1 * max(float(each.abs().max()) for each in exact if each.numel())
@@ -103,7 +103,7 @@ def test_outputs_and_gradients_equal_those_of_the_linear_form(dtype, seed: int) 
 
 
 def pair(**options: Any) -> list[Attention]:
-    """Returns the same layer of a kernel in three dimensions, linear and with Triton."""
+    """Returns a layer with a kernel in three dimensions, in linear form and with Triton."""
     layers = []
     for mixing in ("linear", "triton"):
         torch.manual_seed(0)

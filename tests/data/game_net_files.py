@@ -16,7 +16,7 @@ _CELL = np.array([[6.0, 0.0, 0.0], [3.0, 5.2, 0.0], [0.0, 0.0, 20.0]])
 
 
 def places(shift: float = 0.0) -> np.ndarray:
-    """Returns two fixed and one free metal atom, and H, H, C, (6, 3); C moves out of the cell."""
+    """Returns positions (6, 3) of three metal atoms, H, H and C; `shift` moves C."""
     slab = [[0.0, 0.0, 0.0], [0.5, 0.0, 0.0], [0.25, 0.5, 0.1]]
     return np.array([*slab, [0.1, 0.1, 0.2], [0.3, 0.1, 0.2], [0.02 - shift, 0.1, 0.25]])
 

@@ -1,6 +1,6 @@
 """Damaged files are read correctly or refused in one line; hostile files do not run code.
 
-`make fuzz` runs the same properties on MOLFLT_FUZZ examples per format.
+`make fuzz` checks the same properties on MOLFLT_FUZZ examples per format.
 """
 
 import gzip

@@ -1,4 +1,4 @@
-"""The package `datasets` itself, offline on local folders, which `dataset_loader` would refuse."""
+"""Tests with the package `datasets` on local folders, which `dataset_loader` would refuse."""
 
 import os
 import subprocess

@@ -98,7 +98,7 @@ def test_scaled_pixels_are_means_of_areas(tmp_path: Path) -> None:
         data = PixelData(tmp_path, val_fraction=0.5, image_size=side)
         data.setup()
         found = data.datasets["train"][0][0].permute(1, 2, 0).numpy()
-        # Divide pixels into side x side parts, which new pixels contain completely
+        # Divide each pixel into side x side parts; each part lies within one new pixel.
         parts = whole.repeat(side, 0).repeat(side, 1)
         means = parts.reshape(side, 12, side, 12, 3).mean((1, 3))
         assert abs(found - means).max() <= 0.5 + 1e-4
@@ -126,7 +126,7 @@ def test_flips_and_center_crops() -> None:
 
 
 def test_crops_keep_content() -> None:
-    """Each crop is a copy at one of all shifts, with a black margin, equal in all channels."""
+    """Each crop is a shifted copy with a black margin; the shift is the same in all channels."""
     images = numbered()
     crops = _random_crop(images, 8, 2, seeded())
     padded = torch.nn.functional.pad(images, (2,) * 4)

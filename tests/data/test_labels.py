@@ -83,7 +83,7 @@ def test_energies_that_are_all_the_same_have_no_spread(tmp_path: Path, more, spr
 
 @pytest.mark.parametrize("place", [0, 3])
 def test_an_absurd_label_of_one_file_is_refused_in_either_part(tmp_path: Path, place: int) -> None:
-    """Alone in the validation part, such a label would look like a total energy."""
+    """If the validation part has only this label, it would look like a total energy."""
     path = tmp_path / "a.safetensors"
     write_store(path, of_energies([514.25 if i == place else -1.0 - i / 8 for i in range(8)]))
     message = rf"a\.safetensors: sid {1000 + place}: y_relaxed is 514.250 eV; expected at most 20"

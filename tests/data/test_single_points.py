@@ -105,7 +105,7 @@ def test_s2ef_files(tmp_path):
     data = PotentialData(tmp_path, val_split="train", check_units=False)
     data.setup()
     assert data.force_scale() == pytest.approx(float(forces.square().mean().sqrt()))
-    # some IS2RE files also have forces, but not their energy
+    # some IS2RE files contain forces without the energy of the same structure
     alone = write_lmdb(tmp_path / "b.lmdb", {"0": old_record(0, force=forces)})
     assert bool(open_dataset(alone)[0].forces.isnan().all())
 
@@ -235,7 +235,7 @@ def test_unit_and_sign_of_stress_are_seen_in_energies(tmp_path, capsys, frames, 
 
 
 def test_stress_that_cannot_be_judged_is_named(tmp_path):
-    """Two different crystals do not determine the unit; frames with different cells do."""
+    """The unit follows from frames of a crystal with different cells, not from two crystals."""
     ase.io.write(tmp_path / "train.traj", [labeled(bulk("Cu")), labeled(bulk("Al"))])
     data = PotentialData(tmp_path, val_split="train")
     data.setup()

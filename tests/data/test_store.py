@@ -188,7 +188,7 @@ def lmdb(path, records):
     write_lmdb(path, {str(i): old_record(i, pos_relaxed=None) for i in range(len(records))})
 
 
-# Writers of formats without a textual example, and the names of third records.
+# The writer of each format that has no example as text, and the name of its third record.
 WRITERS = {
     StructureStore: (write_store, "sid 1002"),
     Oc20Lmdb: (lmdb, "key '2'"),

@@ -183,7 +183,7 @@ def test_reviews_are_held_out_in_order(tmp_path):
     assert data.files()["classes.json"] == b'["neg", "pos"]\n'
     assert data.datasets["train"].cut == 10 and len(data.datasets["train"]) == 30
     found = read_splits(root, "IMDb", ("train", "val", "test"), 0.25)
-    last = [f"{i}".encode() for i in (15, 16, 17, 18, 19)]  # in the order of numbers, not of names
+    last = [f"{i}".encode() for i in (15, 16, 17, 18, 19)]  # sorted by number
     held = [one.first.encode("utf-8", "surrogateescape")[-2:] for one in found["val"][1]]
     assert held == last * 2
     assert [one.label for one in found["val"][1]] == [0] * 5 + [1] * 5

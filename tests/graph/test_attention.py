@@ -55,7 +55,7 @@ def test_a_graph_does_not_see_its_batch(kind):
 
 @pytest.mark.parametrize("kind", ALL, ids=str)
 def test_symmetries(kind):
-    """Includes the order of atoms, translations and, for exact masks, rotations.
+    """Tests permutations of atoms, translations and, for exact masks, rotations.
 
     With a mesh, or an additive position with nodes, translations along the lattice are not exact.
     With "reciprocal", molecules rotate in a box of finite size.
@@ -81,7 +81,7 @@ def test_symmetries(kind):
             close([there[n]], [here[n]])
         if exact and (not lattice or each.pbc.any()):
             close([around[n]], [here[n]])
-        if len(each.x) > 1:  # positions have an effect
+        if len(each.x) > 1:
             assert (other[n] - here[n]).abs().max() > 1e-4
 
 
@@ -90,7 +90,7 @@ def test_linear_equals_quadratic(kind):
     found = []
     for mixing in ("linear", "quadratic"):
         layer, arguments = kind._replace(mixing=mixing).build(), collated(mixed())
-        exact = kind[:2] != ("spectral", "reciprocal")  # without a gradient for the cell
+        exact = kind[:2] != ("spectral", "reciprocal")  # the form that has no gradient for the cell
         leaves = [arguments[name].requires_grad_() for name in ("x", "pos", "cell")[: 2 + exact]]
         out = layer(**arguments)
         loss = (out * out.detach().cos()).sum()
@@ -271,7 +271,7 @@ EACH = [
 
 
 def in_classes(monkeypatch, compute: Callable[[], list[Tensor]]) -> list[list[Tensor]]:
-    """Returns results with one class and with one class per size."""
+    """Returns results with one class for all sizes, and with one class per size."""
     found = []
     for start in (torch.inf, 0):
         monkeypatch.setattr(sizes, "_START", {"cpu": start})
@@ -309,7 +309,7 @@ def test_classes_are_the_padded_batch(kind, monkeypatch):
 
 
 def test_forces_stress_and_training_on_them(monkeypatch):
-    """Compares second derivatives of crystals and of molecules, which use pairs, not nodes."""
+    """Crystals use nodes, and molecules use pairs."""
     net = potential().train()
 
     def compute() -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Energies computed from tensors alone, also in exported programs, are those of the model."""
+"""Energies computed from tensors alone, also by exported programs, equal energies of the model."""
 
 import json
 import shutil
@@ -32,7 +32,7 @@ VARIANTS = {
 
 
 def batches(untagged: bool) -> list[Batch]:
-    """Returns batches of 1 to 5 graphs, one of a single atom; small graphs may lack tags."""
+    """Returns batches of 1 to 5 graphs, one of which has one atom; small graphs may lack tags."""
     sizes = ([1], [7, 4], [9], [3, 12, 5, 8, 2])
     return [
         Batch.from_data_list([structure(n, 10 + n, tags=n > 3 or not untagged) for n in batch])

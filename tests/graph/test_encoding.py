@@ -28,7 +28,7 @@ def reciprocal(position: str, mixing: str = "linear", **options) -> GraphAttenti
 )
 @pytest.mark.parametrize("position", POSITIONS)
 def test_other_descriptions_of_the_same_crystal(position, structure, matrix, mixing):
-    """Includes lattice shifts of single atoms, other cells, and other vectors of open axes."""
+    """Includes lattice shifts of individual atoms, other cells, and other vectors of open axes."""
     layer, given = reciprocal(position, mixing), graph(structure, 9)
     expected = run(layer, [given])
     steps = torch.randint(-3, 4, (9, 3), generator=torch.manual_seed(0)) * given.pbc

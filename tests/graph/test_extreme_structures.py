@@ -1,4 +1,4 @@
-"""Extreme structures and inputs in several forms give the same numbers, or are refused."""
+"""Equivalent descriptions of extreme structures give the same numbers or are all refused."""
 
 import itertools
 from typing import Any

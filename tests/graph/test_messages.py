@@ -85,7 +85,7 @@ def test_messages_end_with_all_derivatives_at_the_cutoff():
 
 
 def test_waves_equal_dimenet_before_the_envelope():
-    """Bessel functions, sin(n pi r / c) times c / r."""
+    """DimeNet's Bessel functions are multiplied by c / r."""
     r = torch.linspace(0.001, CUTOFF * 0.89, 4001, dtype=torch.float64)
     u = r / CUTOFF
     plain = radial_waves(r, 5, CUTOFF) * (u * u / (1 - u * u)).exp()[:, None] * u[:, None]

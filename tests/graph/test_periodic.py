@@ -89,7 +89,7 @@ def test_images_come_and_go_smoothly():
 
 @pytest.mark.parametrize("mixing", ["linear", "softmax"])
 def test_images_have_forces_and_stress(mixing):
-    """Gradients for positions and the cell include the weights of images."""
+    """Gradients for positions and the cell include the gradients of the image weights."""
     layer, given = imaged(mixing=mixing, position="multiplicative"), film(3.7)
     pos, cell = given["pos"].requires_grad_(), given["cell"].requires_grad_()
 
@@ -273,7 +273,7 @@ def crystal(atoms: int = 7) -> Graph:
 
 
 def kernels(kind: str, max_frequency: float, **options) -> tuple[Tensor, Callable[[int], Tensor]]:
-    """Returns h of 9 atoms by nodes, and a function that computes it by a mesh."""
+    """Returns h of 9 atoms, computed with nodes, and a function that computes it with a mesh."""
     given = graph(kind, 9)
     cell, pbc, pos = given.cell[None], given.pbc[None], given.pos[None]
     torch.manual_seed(0)

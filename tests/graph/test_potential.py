@@ -1,5 +1,3 @@
-"""Potentials: smooth, extensive and exactly periodic; derivatives; sums of inverse powers."""
-
 import math
 import warnings
 
@@ -72,7 +70,7 @@ def forces_along(model: torch.nn.Module, atoms: Atoms, step: np.ndarray, count: 
 
 
 def kink(forces: np.ndarray) -> float:
-    """Returns a ratio of largest second differences: 1/4 if smooth, and 1 with a kink."""
+    """Returns the ratio of largest second differences at two steps: 1/4, or 1 at a kink."""
     return np.abs(np.diff(forces, 2)).max() / np.abs(np.diff(forces[::2], 2)).max()
 
 
@@ -167,7 +165,7 @@ def test_forces_and_stress_are_exact_under_autocast(monkeypatch):
 
 
 def test_large_molecules_have_nodes(monkeypatch):
-    """Pairs of all atoms and nodes in a large box give nearly the same energy."""
+    """Nodes in a large box give nearly the same energy as pairs of all atoms."""
     model, small = potential(), data(ethanol())
     by_pairs = model(small)["energy"]
     monkeypatch.setattr("molflt.graph.periodic._MOST_PAIRED", 8)
@@ -267,7 +265,7 @@ def test_the_split_does_not_matter(power, exact):
 @pytest.mark.parametrize("stretch", [1.0, 8.0])
 @pytest.mark.parametrize("charges", [[0.7, -0.4, -0.5, 0.2], [0.7, 0.4, 0.5, -0.2]])
 def test_a_slab_is_its_crystal_with_the_dipole_term(charges, stretch, exact):
-    """J. Chem. Phys. 131, 094107 (2009); includes net charges, thick slabs and gradients."""
+    """Includes net charges, thick slabs and gradients (J. Chem. Phys. 131, 094107, 2009)."""
     height, q = 30.0 * (1 + stretch / 8), torch.tensor(charges)
     slab = skewed(stretch=stretch)
     found = derivatives(slab, charges, 1, cutoff=7.0)

@@ -98,7 +98,7 @@ def changed(s: Data, **more) -> Data:
 @pytest.mark.filterwarnings("ignore:.*atom with tag")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_structure_does_not_see_its_batch(variant):
-    """Includes padding by a large structure, an empty structure and another order.
+    """Includes an empty structure, padding to the size of a large structure, and another order.
 
     Gradients across structures are exactly 0.
     """
@@ -123,7 +123,7 @@ def test_a_structure_does_not_see_its_batch(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_symmetries(variant):
-    """Includes the order of atoms, shifts, rotations, and images of single atoms."""
+    """Tests permutations of atoms, shifts, rotations, and periodic images of individual atoms."""
     net = model(**VARIANTS[variant])
     draw = torch.Generator().manual_seed(1)
     turn = torch.from_numpy(Rotation.random(rng=0).as_matrix())
@@ -231,7 +231,7 @@ def test_atoms_below_the_surface_are_left_out():
 
 @pytest.mark.parametrize("scale", [0.02, 1])
 def test_the_mask_follows_free_atoms_and_fixed_ones_stay(scale):
-    """The second pass uses the positions predicted by the first, moved by less than 1 Å."""
+    """The second pass uses the positions predicted by the first pass; atoms move less than 1 Å."""
     net, seen, steps = model(**VARIANTS["near-reciprocal-moving"]), [], []
     net.position_head.weight.weight.data *= scale
     net.position_head.register_forward_hook(lambda *got: steps.append(got[2]))
@@ -250,7 +250,7 @@ def test_the_mask_follows_free_atoms_and_fixed_ones_stay(scale):
 
 
 def test_radial_bumps_are_those_of_e3nn():
-    """Agrees up to float32 rounding of its factor; all derivatives vanish at the cutoff."""
+    """Bumps agree up to rounding of e3nn's factor; all derivatives vanish at the cutoff."""
     from e3nn.math import soft_one_hot_linspace
 
     r = torch.linspace(0.0, 5.5, 200, dtype=torch.float64)

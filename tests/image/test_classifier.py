@@ -11,7 +11,7 @@ from molflt.evaluation.common import attention_of
 from molflt.image.classifier import ImageClassifier, _sinusoids
 
 MIXTURE = {"spectrum": "gaussian_mixture", "num_gaussians": 3, "num_nodes": 5, "amplitude": 0.5}
-# Options that make encodings visible; others are built with their defaults.
+# Options that make encodings visible; other encodings are built with their defaults.
 OPTIONS: dict[str, dict[str, Any]] = {
     "spectral": MIXTURE,
     "multiplicative": {**MIXTURE, "amplitude": 0.1},

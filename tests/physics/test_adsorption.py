@@ -1,5 +1,3 @@
-"""Energies at other sizes: slabs, supercells, several adsorbates, separate molecules and ions."""
-
 import math
 
 import ase.build
@@ -102,7 +100,7 @@ def test_the_slab_may_be_thicker_and_the_vacuum_higher(form):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_lifted_molecule_is_free(form):
-    """Its energy is 0, or that of its own atoms if labels are relative to other molecules."""
+    """Its energy is 0 or, in the form "adsorbate", does not depend on the slab."""
     net = model(**FORMS[form])
     found = energies(net, *(adsorbed(slab(vacuum=60.0), height=h) for h in (2.0, 8.0, 20.0, 40.0)))
     if form == "adsorbate":
@@ -147,7 +145,7 @@ def test_the_energy_is_smooth_where_contacts_end():
 
 
 def test_weights_of_earlier_versions_keep_their_numbers():
-    """They lack the buffer of the readout, and their energies sum over all atoms."""
+    """These weights lack the buffer of the readout, and their energies sum over all atoms."""
     old, new = model(readout="all"), EnergyRegressor(**SMALL).double().eval()
     old.energy_mean.fill_(-1.0)
     weights = old.state_dict()
@@ -227,7 +225,7 @@ def test_separate_molecules_interact_only_by_dipoles(options):
 
 
 def test_separate_slabs_do_not_interact():
-    """Sheets of dipoles have no field outside; the rest is the error of the sums."""
+    """Sheets of dipoles have no field outside, so only the error of the sums remains."""
     one = fcc111("Cu", (2, 2, 2), vacuum=30.0, periodic=True)
     one.set_cell([*one.cell[:2], [0.0, 0.0, 120.0]])
     one.pbc = (True, True, False)

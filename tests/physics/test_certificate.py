@@ -19,7 +19,7 @@ from molflt.certify import CHECKS, certify, main
 
 
 class Law:
-    """Pair energies (1 - r² / 16)⁴ within 4 Å, and the prefactor of forces."""
+    """Returns the pair energy (1 - r² / 16)⁴, r < 4 Å, and force / distance vector."""
 
     def forward(self, squares: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         rest = 1 - squares / 16

@@ -17,10 +17,10 @@ class Refusal(NamedTuple):
     """One refused call.
 
     Args:
-        call: function of an empty folder that raises the error.
+        call: function that raises the error; its argument is an empty folder.
         option: name of the option, argument, attribute or file in the message.
-        expected: a word for what was expected; "" if the message cannot know.
-        got: a word for what was given; "" if something is missing.
+        expected: word for the expected value; "" if the message does not contain one.
+        got: word for the actual value; "" if a value is missing.
         error: the exception.
     """
 
@@ -41,7 +41,7 @@ def refused(call: Callable[[], Any], *words: Any, **error: type[Exception]) -> R
 
 
 def command(line: str, prepare: Callable[[Path], Any] | None = None) -> Callable[[Path], None]:
-    """Returns a call of the command line; {folder} in the line is the empty folder.
+    """Returns a function that runs a command; {folder} in the line is the empty folder.
 
     Args:
         line: the words after ``molflt``.

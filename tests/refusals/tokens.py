@@ -29,7 +29,7 @@ PROTEINS = ">r0\nMK\n>r1\nMKV\n>r2\nWX\n>r3\nWXU\n"
 
 
 def given(read: Call, files: dict[str, str | bytes]) -> Call:
-    """Returns a call that writes files by name, and then reads the folder."""
+    """Returns a function that writes files by name, and then reads the folder."""
 
     def call(folder: Path) -> None:
         for name, content in files.items():
@@ -95,7 +95,7 @@ def idx_pair(images: bytes = SQUARES, labels: bytes = idx(np.arange(12) % 3)) ->
 
 
 def pictures(read: Call, content: bytes | None = None) -> Call:
-    """Reads images of cats and dogs; content replaces that of a dog."""
+    """Reads images of cats and dogs; `content` replaces the image of a dog."""
 
     def call(folder: Path) -> None:
         write_folder(folder, 1, classes="cat dog")

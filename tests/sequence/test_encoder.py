@@ -35,7 +35,7 @@ def ids(*shape: int, seed: int = 1) -> torch.Tensor:
 
 
 def published(kind: str, folder):
-    """Builds a random float64 model of transformers, and writes its files."""
+    """Builds a random float64 model of the package `transformers`, and writes its files."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(3)
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 24, "vocab_size": 29}
@@ -44,7 +44,7 @@ def published(kind: str, folder):
         sizes["num_attention_heads"] = 4
     config = getattr(transformers, f"{kind}Config")(**sizes)
     model = getattr(transformers, f"{kind}ForPreTraining")(config)
-    for parameter in model.parameters():  # instead of the zeros and ones with which many start
+    for parameter in model.parameters():  # many are initialized with zeros or ones
         torch.nn.init.normal_(parameter, std=0.3)
     model.save_pretrained(folder)
     return model.double().eval(), config

@@ -94,7 +94,7 @@ HEADS["adaptive, untied"] = HEADS["adaptive"] | HEADS["untied"]
 
 @pytest.mark.parametrize("name", HEADS)
 def test_log_probabilities(name, monkeypatch):
-    """Probabilities sum to 1; log_likelihood selects those of the targets, and 0 for -1."""
+    """`log_likelihood` returns the log-probability of each target, and 0 for the target -1."""
     model = tiny("performer", **HEADS[name]).double()
     tokens = ids(length=LENGTH + 1)
     inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
@@ -116,7 +116,7 @@ def test_log_probabilities(name, monkeypatch):
 
 @pytest.mark.parametrize("name", HEADS)
 def test_embeddings_are_tied(name):
-    """Tied embeddings are rows of the output layer, projected for clusters; others are not."""
+    """Tied embeddings are rows of the output layer, projected for clusters; untied ones are not."""
     model = tiny("performer", **HEADS[name]).double()
     rows = model.head.embed(torch.arange(VOCABULARY))
     hidden = torch.randn(16, dtype=torch.float64)
@@ -134,7 +134,7 @@ def test_embeddings_are_tied(name):
 
 @pytest.mark.parametrize("mixing", ["linear", "softmax"])
 def test_weights_in_half_precision_do_not_round_places(mixing):
-    """Beyond 256, bfloat16 represents only even numbers; rounded positions change 5 to 7 %."""
+    """Above 256, bfloat16 has only even integers; rounded positions change outputs by 5 to 7 %."""
     torch.manual_seed(0)
     small = {"dim": 16, "heads": 2, "layers": 1, "position": "rotary", "mixing": mixing}
     model = LanguageModel(VOCABULARY, **small).eval().bfloat16()

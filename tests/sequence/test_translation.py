@@ -65,7 +65,7 @@ MARIAN_NAMES = (
 
 
 def marian(ours: EncoderDecoder) -> nn.Module:
-    """Copies the weights of a softmax model with post-norm into MarianMT of transformers."""
+    """Copies the weights of a softmax model with post-norm into MarianMT of `transformers`."""
     transformers = pytest.importorskip("transformers")
     sizes = {"d_model": 16, "max_position_embeddings": 60, "vocab_size": ours.vocabulary}
     for side in ("encoder", "decoder"):
@@ -104,7 +104,7 @@ def test_softmax_is_marian_in_every_logit():
 
 @pytest.mark.parametrize(("beam", "penalty"), [(1, 1.0), (4, 0.0), (4, 1.2)])
 def test_beam_search_equals_transformers(beam, penalty):
-    """Compares targets that end before the limit; transformers scores others differently."""
+    """Targets end before the limit; `transformers` scores longer targets differently."""
     lengths = []
     for seed in (3, 4):
         ours = tiny("softmax", vocabulary=8, norm="post")
