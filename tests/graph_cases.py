@@ -45,7 +45,6 @@ def mixed() -> list[Graph]:
 
 
 def collated(graphs: list[Graph]) -> dict:
-    """Returns the arguments of `GraphAttention.forward`."""
     sizes = torch.tensor([len(each.x) for each in graphs])
     return {
         "x": torch.cat([each.x for each in graphs]),
@@ -58,7 +57,6 @@ def collated(graphs: list[Graph]) -> dict:
 
 
 def run(layer: GraphAttention, graphs: list[Graph]) -> list[Tensor]:
-    """Returns the outputs of each graph in one batch."""
     return list(layer(**collated(graphs)).split([len(each.x) for each in graphs]))
 
 

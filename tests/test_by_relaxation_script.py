@@ -2,9 +2,8 @@ import ase.io
 import pytest
 from ase.calculators.singlepoint import SinglePointCalculator
 from script_files import load_script
-from tiny_run import start, structures, table, write_data
+from tiny_run import start, structures, table, train_potential, write_data
 
-from molflt.commands.cli import main
 from molflt.data.structures.base import to_atoms
 from molflt.evaluation.relaxation import relax_atoms
 
@@ -25,16 +24,8 @@ def test_both_ways_and_a_second_start(tmp_path, monkeypatch, capsys):
     ase.io.write(data / "frames" / "val_id.extxyz", frames)
     for split in ("train", "val_id"):
         ase.io.write(points / f"{split}.traj", frames)
-    sizes = {"dim": 16, "heads": 2, "layers": 1, "ffn_dim": 16, "num_features": 8}
-    words = [f"--model.{name}={value}" for name, value in sizes.items()]
-    words += [
-        "--recipe=potential",
-        f"--data.root={points}",
-        "--data.allow_duplicates=true",
-        f"--run={tmp_path / 'potential'}",
-    ]
-    words += ["--trainer.max_steps=3", "--task.warmup_steps=1", "--trainer.accelerator=cpu"]
-    assert main(["train", *words]) == 0
+    words = ["--data.allow_duplicates=true", "--trainer.max_steps=3", "--task.warmup_steps=1"]
+    train_potential(points, tmp_path / "potential", *words)
     assert start(data, tmp_path / "direct", "--trainer.max_steps=3") == 0
     out = tmp_path / "out"
     told = [str(data), "--direct", str(tmp_path / "direct"), "--steps", "2", "--count", "3"]

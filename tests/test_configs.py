@@ -116,7 +116,6 @@ def test_parameter_counts_in_the_readme() -> None:
 
 
 def shrunk(names: tuple[str, ...], **data: Any) -> tuple[Any, dict[str, Any]]:
-    """Returns the recipe of configurations, and the options of a smaller model."""
     config = configured(*names)
     model = {**config["model"], "dim": 24, "heads": 3, "ffn_dim": 16, "layers": 2, **data}
     if "refinements" in model:

@@ -94,8 +94,7 @@ def test_two_processes_with_two_batches_each_take_the_step_of_four(both):
 
 
 def test_torchrun_resumes_a_run_started_by_lightning(both):
-    run = both[1].parent / "resumed"
-    shutil.copytree(both[1], run)
+    run = shutil.copytree(both[1], both[1].parent / "resumed")
     train = ["-m", "--", "molflt", "train", "--resume", str(run), "--trainer.max_steps=8"]
     words = ["-m", "torch.distributed.run", "--nproc-per-node=2", *train]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -274,8 +274,7 @@ def test_structures_without_tags_are_refused_unless_forced(run, tmp_path, capsys
 def test_comparison_with_published_predictions(run, energy_data, tmp_path, capsys) -> None:
     store = StructureStore(energy_data / "val_id.safetensors")
     systems = [System(r.sid, f"cu-{r.sid}", "m", "amides", "Cu") for r in store]
-    root = tmp_path / "data"
-    shutil.copytree(energy_data, root)
+    root = shutil.copytree(energy_data, tmp_path / "data")
     write_systems(root, [("val_id", systems)])
     others = tmp_path / "others.npz"
     target = StructureStore(energy_data / "val_id.safetensors").y_relaxed

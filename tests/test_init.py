@@ -53,14 +53,6 @@ def begin(data, run, init, *more):
     return main(["train", *words])
 
 
-@pytest.fixture(scope="module")
-def started(others, source, tmp_path_factory):
-    """A run on other data whose weights are still the initial weights."""
-    run = tmp_path_factory.mktemp("started") / "run"
-    assert begin(others, run, source, *STILL) == 0
-    return run
-
-
 def record(run):
     return json.loads((run / "init.json").read_text())
 
@@ -69,8 +61,10 @@ OF_DATA = {"energy_mean", "energy_std", "element_energies", "readout.by_contact"
 OF_DATA |= {"adds_baseline"}
 
 
-def test_weights_and_options_are_those_of_the_source(others, source, started, tmp_path):
-    was, now, run = weights(source, "best"), weights(started), started
+def test_weights_and_options_are_those_of_the_source(others, source, tmp_path):
+    run = tmp_path / "run"
+    assert begin(others, run, source, *STILL) == 0
+    was, now = weights(source, "best"), weights(run)
     assert set(was) == set(now)
     assert all(torch.equal(was[name], now[name]) for name in set(was) - OF_DATA)
     assert read_config(run)["model"] == read_config(source)["model"]
@@ -140,8 +134,7 @@ def test_tensors_that_do_not_fit_are_recorded(others, source, tmp_path, capsys):
 
 
 def test_resuming_does_not_need_the_source(others, source, tmp_path):
-    copy = tmp_path / "copy"
-    shutil.copytree(source, copy)
+    copy = shutil.copytree(source, tmp_path / "copy")
     words = ["--trainer.val_every=2", "--task.position_weight=1", "--task.position_weight_final=1"]
     words += ["--task.schedule=inverse_sqrt"]
     begin(others, tmp_path / "whole", copy, *words, "--trainer.max_steps=8")
@@ -198,7 +191,6 @@ FREEZE += ["--task.lr=0.05", "--trainer.ema_decay=0.7", "--task.redraw_every=3"]
 
 
 def test_frozen_parameters_do_not_move(others, source, tmp_path, capsys):
-    """They stay bitwise identical despite weight decay, averages and redraws."""
     run = tmp_path / "run"
     assert (
         begin(others, run, source, "--trainer.max_steps=9", "--trainer.val_every=4", *FREEZE) == 0
@@ -247,7 +239,6 @@ SEEN = " (seen only by the initial weights)"
 
 
 def of_elements(mapping: dict[int, int], count: int, seed: int):
-    """Yields structures with replaced elements."""
     for one in structures(count, seed=seed, first_sid=1000 * seed):
         for old, new in mapping.items():
             one.atomic_numbers[one.atomic_numbers == old] = new
@@ -256,7 +247,6 @@ def of_elements(mapping: dict[int, int], count: int, seed: int):
 
 @pytest.fixture(scope="module")
 def gold(tmp_path_factory):
-    """Returns slabs of gold and silver, without copper and platinum."""
     root = tmp_path_factory.mktemp("gold")
     swap = {29: 79, 78: 47, 8: 1}
     write_store(root / "train.safetensors", of_elements(swap, 8, 3))

@@ -1,4 +1,3 @@
-import csv
 import json
 import shutil
 from pathlib import Path
@@ -30,7 +29,7 @@ def test_evaluation_with_adam(tmp_path: Path) -> None:
     assert main(["evaluate", str(run), *words, "--rates", "[0.01,0.1]"]) == 0
     results = json.loads((tmp_path / "results.json").read_text())
     assert list(results) == [*UNSEEN, "image_network", "image_convolutions"]
-    rows = list(csv.DictReader((tmp_path / "curves.csv").open()))
+    rows = table(tmp_path / "curves.csv")
     assert len(rows) == 5 * 2 * 2 * 12 and (tmp_path / "optimizations.png").stat().st_size > 10_000
     assert {"attention.png", "encoding.png"} <= {path.name for path in tmp_path.iterdir()}
     for task, found in results.items():

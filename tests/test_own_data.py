@@ -1,6 +1,5 @@
 """A single file as a data set: it is split, trained on and evaluated without preparation."""
 
-import csv
 import json
 import shutil
 from pathlib import Path
@@ -13,7 +12,7 @@ from ase.build import add_adsorbate, fcc111, molecule
 from ase.calculators.singlepoint import SinglePointCalculator
 from ase.io import iread, write
 from data.oc20_files import old_record, write_lmdb
-from tiny_run import arguments, error_of, start, structures, write_data
+from tiny_run import arguments, error_of, start, structures, table, write_data
 
 import molflt
 from molflt.commands.cli import main
@@ -54,7 +53,7 @@ def run(file, tmp_path_factory) -> Path:
 
 def test_unknown_displacements_have_no_error(run) -> None:
     """A column of zeros would look like perfect predictions."""
-    rows = list(csv.DictReader((run / "metrics.csv").open()))
+    rows = table(run / "metrics.csv")
     assert rows[-1]["val_mae_eV"] and any(row["train_mae_eV"] for row in rows)
     assert not any(row.get("train_displacement_mae_A") for row in rows)
 
@@ -90,14 +89,13 @@ def test_runs_on_one_file_are_evaluated_on_held_out_structures(run, file, tmp_pa
     held = sids(module(file, val_fraction=0.3).datasets["val"])
     for more in ([], ["--data", str(file)]):
         assert main(["evaluate", str(run), "--out", str(tmp_path), "--device=cpu", *more]) == 0
-        rows = (tmp_path / "predictions.csv").read_text().splitlines()[1:]
-        assert sorted(int(row.split(",")[1]) for row in rows) == sorted(held)
+        rows = table(tmp_path / "predictions.csv")
+        assert sorted(int(row["sid"]) for row in rows) == sorted(held)
         assert list(json.loads((tmp_path / "results.json").read_text())) == ["val_id"]
     assert "published" not in capsys.readouterr().out
 
 
 def test_copies_of_training_in_validation_are_refused(tmp_path, capsys) -> None:
-    """The copies are in single precision, with other periodic images and another order of atoms."""
     order, copies = np.random.default_rng(0).permutation, frames(11, y_relaxed=-1.0)[:1:-1]
     for atoms in copies:
         atoms.set_array("positions", atoms.positions.astype(np.float32).astype(float))
@@ -125,16 +123,14 @@ def test_ensembles_are_evaluated_on_structures_held_out_by_all_members(
     command = ["evaluate", str(run), "--out", str(tmp_path / "out"), "--device=cpu", "--also"]
     held = sids(module(file, val_fraction=0.3).datasets["val"])
     assert main([*command, str(same), "--calibration_split=null"]) == 0
-    rows = (tmp_path / "out" / "predictions.csv").read_text().splitlines()[1:]
-    assert sorted(int(row.split(",")[1]) for row in rows) == sorted(held)
+    rows = table(tmp_path / "out" / "predictions.csv")
+    assert sorted(int(row["sid"]) for row in rows) == sorted(held)
     assert "held out different structures" in error_of(capsys, *command, str(other))
 
 
 def test_a_changed_file_is_not_split_again(run, file, tmp_path, capsys) -> None:
     """Otherwise, training structures would count as held out."""
-    own, copy = tmp_path / "run", tmp_path / "mine.extxyz"
-    shutil.copytree(run, own)
-    shutil.copy(file, copy)
+    own, copy = shutil.copytree(run, tmp_path / "run"), shutil.copy(file, tmp_path)
     config = (own / "config.yaml").read_text()
     (own / "config.yaml").write_text(config.replace(str(file), str(copy)))
     command = ["evaluate", str(own), "--device=cpu", "--out", str(tmp_path)]
@@ -176,8 +172,7 @@ def test_other_energies_of_the_data_are_not_the_results_of_the_run(run, file, tm
     some = frames()
     for atoms in some:
         atoms.info |= {"sid": atoms.info["sid"], "other_energy": 100.0}
-    own = tmp_path / "run"
-    shutil.copytree(run, own)
+    own = shutil.copytree(run, tmp_path / "run")
     write(tmp_path / "mine.extxyz", some)
     text = (own / "config.yaml").read_text().replace(str(file), str(tmp_path / "mine.extxyz"))
     (own / "config.yaml").write_text(text)
@@ -298,14 +293,13 @@ def test_predictions_use_the_tags_convention_of_training(tmp_path) -> None:
     assert start(path, run, *words) == 0
     export = str(tmp_path / "export")
     assert main(["export", str(run), export, "--about", "energies of nothing"]) == 0
-    told = []
+    told, out = [], tmp_path / "out.csv"
     for model, more in ((run, ["--tags", "ase"]), (export, [])):
-        out = tmp_path / "out.csv"
         assert main(["predict", str(model), str(path), "--out", str(out), *more]) == 0
         told.append(out.read_text())
     assert told[0] == told[1]
     loaded = molflt.load(run)
-    written = [float(row["energy_eV"]) for row in csv.DictReader(told[0].splitlines())]
+    written = [float(row["energy_eV"]) for row in table(out)]
     for given in (path, many):
         energies = [one.energy for one in loaded.predict(given)]
         assert energies == pytest.approx(written, abs=1e-5)
@@ -332,13 +326,13 @@ def test_a_run_with_an_energy_key_is_evaluated_on_any_source(tmp_path, capsys) -
     command = ["evaluate", str(run), "--device=cpu", "--out", str(tmp_path / "out"), "--data"]
     labels = open_dataset(store).y_relaxed
     assert main([*command, str(store)]) == 0
-    rows = csv.DictReader((tmp_path / "out" / "predictions.csv").open())
+    rows = table(tmp_path / "out" / "predictions.csv")
     assert [float(row["target_eV"]) for row in rows] == pytest.approx(labels)
     line = error_of(capsys, *command, str(tmp_path / "other.extxyz"))
     assert ("e_ads" in line and "--energy_key" in line) or "null" in line
     assert main([*command, str(tmp_path / "other.extxyz"), "--energy_key=null"]) == 0
     (name, found), *rest = json.loads((tmp_path / "out" / "results.json").read_text()).items()
     assert (name, found["n"], rest) == ("other", 10, [])
-    rows = csv.DictReader((tmp_path / "out" / "predictions.csv").open())
+    rows = table(tmp_path / "out" / "predictions.csv")
     energies = [atoms.get_potential_energy() for atoms in frames()]
     assert [float(row["target_eV"]) for row in rows] == pytest.approx(energies)

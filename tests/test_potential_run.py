@@ -18,7 +18,7 @@ from ase.constraints import (
     FixCartesian,
     FixScaled,
 )
-from tiny_run import argon, error_of, logged, page_of, table
+from tiny_run import argon, error_of, logged, page_of, random_potential, table
 
 import molflt
 from molflt import Calculator
@@ -301,11 +301,8 @@ def test_the_loss_ignores_missing_labels():
 
 
 def calculator(model: dict[str, Any] | None = None, **options: Any) -> Calculator:
-    torch.manual_seed(0)
-    sizes = {"layers": 1, "ffn_dim": 16, "num_features": 16, "messages": 1, "radial_basis": 0}
-    made = Potential(16, 2, **sizes, **(model or {}))
-    made.trained_elements[:] = True
-    return Calculator(made, **options)
+    sizes = {"num_features": 16, "messages": 1, "radial_basis": 0}
+    return Calculator(random_potential(**sizes, **(model or {})), **options)
 
 
 def boxed(pbc: bool | list[bool]) -> Atoms:

@@ -208,7 +208,6 @@ def test_predictions_with_the_shipped_model(exported, tmp_path, monkeypatch, cap
 
 
 def test_the_hub_and_back(exported, tmp_path, monkeypatch, val) -> None:
-    """Places the files of an upload in the cache of the Hub."""
     huggingface_hub = pytest.importorskip("huggingface_hub")
     cache, revision = tmp_path / "cache", "a" * 40
     place = cache / "models--me--small"

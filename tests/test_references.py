@@ -9,7 +9,7 @@ from ase import Atoms
 from ase.io import write
 from safetensors.torch import load_file, save_file
 from tiny_run import arguments as tiny_arguments
-from tiny_run import error_of, logged, structures, table, write_points
+from tiny_run import error_of, logged, structures, table, train_potential, write_points
 from torch_geometric.data import Batch
 
 from molflt.commands.cli import main
@@ -165,10 +165,8 @@ def test_total_energies_require_references(data, tmp_path, capsys) -> None:
 def test_given_references_are_stored_in_the_run(tmp_path) -> None:
     (tmp_path / "own.yaml").write_text("Ar: -3.25")
     points, run = write_points(tmp_path / "points"), tmp_path / "run"
-    words = [f"--task.references={tmp_path / 'own.yaml'}", "--recipe=potential"]
-    words += [f"--data.root={points}", f"--run={run}", "--model.dim=16", "--data.batch_size=3"]
-    steps = ["--trainer.accelerator=cpu", "--trainer.max_steps=1", "--task.warmup_steps=0"]
-    assert main(["train", *words, *steps]) == 0
+    words = [f"--task.references={tmp_path / 'own.yaml'}", "--data.batch_size=3"]
+    train_potential(points, run, *words, "--trainer.max_steps=1", "--task.warmup_steps=0")
     (tmp_path / "own.yaml").unlink()
     assert json.loads((run / "references.json").read_text()) == {"Ar": -3.25}
     kept = load_run(run, "best", "cpu")[0].get_buffer("element_energies")

@@ -307,8 +307,7 @@ def test_runs_on_other_data_or_without_an_evaluation_are_named(runs, shared_data
 
 def test_results_of_other_weights_are_left_out(runs, tmp_path, capsys, quick):
     """The page of a run also leaves them out."""
-    wide = tmp_path / "wide"
-    shutil.copytree(runs / "wide", wide)
+    wide = shutil.copytree(runs / "wide", tmp_path / "wide")
     before = page_of(wide)
     assert ">Results<" in before and "omitted" not in before
     shutil.copy(

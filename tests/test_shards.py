@@ -40,7 +40,6 @@ def predict(source: Path, out: Path, *words: str) -> None:
 
 @pytest.fixture(scope="module")
 def predicted(source, tmp_path_factory) -> Path:
-    """Returns a folder with three files and all their shards."""
     folder = tmp_path_factory.mktemp("shards")
     for suffix in CHANGES:
         predict(source, folder / f"whole{suffix}")

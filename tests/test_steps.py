@@ -62,7 +62,6 @@ def test_accumulated_batches_are_one_large_batch(data, tmp_path, monkeypatch):
 
 
 def test_accumulating_run_resumes_to_the_bit(data, tmp_path):
-    """The run has dropout, redrawn features and averages, and resumes between two epochs."""
     words = ["--model.dropout=0.2", "--task.redraw_every=3", "--trainer.ema_decay=0.9"]
     words += ["--trainer.accumulate=4", "--trainer.val_every=4", "--task.schedule=inverse_sqrt"]
     words += ["--task.position_weight=1", "--task.position_weight_final=1"]  # not of max_steps

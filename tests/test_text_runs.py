@@ -208,7 +208,6 @@ def test_masked_words_are_predicted(tmp_path, capsys) -> None:
 
 @pytest.mark.parametrize("kind", ["Bert", "FNet"])
 def test_runs_start_from_published_weights(kind, tmp_path) -> None:
-    """Weights are read from a folder of transformers, or from its weights file."""
     transformers = pytest.importorskip("transformers")
     text = (data_of("masked_language") / "train.txt").read_text()
     tokenizer = Tokenizer.train("wordpiece", [text], 60, True)

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import torch
 from ase.build import add_adsorbate, fcc111, molecule
+from tiny_run import random_potential
 
-from molflt.graph.potential import Potential
 from molflt.pretrained.calculator import Calculator
 
 
@@ -17,13 +17,6 @@ def test_an_error_without_torch_sim_names_the_extra(monkeypatch):
         importlib.import_module("molflt.pretrained.torch_sim")
 
 
-def potential() -> Potential:
-    torch.manual_seed(0)
-    made = Potential(16, 2, layers=1, ffn_dim=16, num_features=8, radial_basis=4)
-    made.trained_elements[:] = True
-    return made
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_outputs_are_valid(dtype):
     pytest.importorskip("torch_sim")
@@ -31,7 +24,7 @@ def test_outputs_are_valid(dtype):
 
     from molflt.pretrained.torch_sim import TorchSimModel
 
-    model = TorchSimModel(potential(), device="cpu", dtype=dtype)
+    model = TorchSimModel(random_potential(), device="cpu", dtype=dtype)
     validate_model_outputs(model, torch.device("cpu"), getattr(torch, dtype))
 
 
@@ -49,7 +42,7 @@ def test_relaxations_in_a_batch_are_independent():
     constraints = pytest.importorskip("torch_sim.constraints", reason="torch-sim below 0.5")
     from molflt.pretrained.torch_sim import TorchSimModel
 
-    model = TorchSimModel(potential(), device="cpu")
+    model = TorchSimModel(random_potential(), device="cpu")
 
     def relaxed(structures: list) -> list:
         state = ts.initialize_state(structures, model.device, model.dtype)
@@ -73,7 +66,7 @@ def test_results_are_those_of_the_calculator():
     ts = pytest.importorskip("torch_sim")
     from molflt.pretrained.torch_sim import TorchSimModel
 
-    model, atoms = TorchSimModel(potential(), device="cpu"), molecule("C6H6")
+    model, atoms = TorchSimModel(random_potential(), device="cpu"), molecule("C6H6")
     state = ts.initialize_state([atoms, atoms], torch.device("cpu"), torch.float64)
     found, calculator = model(state), Calculator(model.model, device="cpu")
     energy, forces = calculator.get_potential_energy(atoms), calculator.get_forces(atoms)

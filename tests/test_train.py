@@ -39,16 +39,15 @@ def mae(run, root, name="best"):
 
 
 def test_run_folder(shared_run):
-    run = shared_run
-    saved = yaml.safe_load((run / "config.yaml").read_text())
+    saved = yaml.safe_load((shared_run / "config.yaml").read_text())
     assert saved["model"]["dim"] == 16  # given
     assert saved["task"]["position_weight"] == 15.0  # a default
     assert set(saved) == {*("run", "seed", "recipe", "init", "model", "data", "task", "trainer")}
-    versions = json.loads((run / "versions.json").read_text())
+    versions = json.loads((shared_run / "versions.json").read_text())
     assert versions["torch"] == torch.__version__
     assert versions["git_commit"] is None or len(versions["git_commit"]) == 40
     assert {"molflt", "python", "lightning", "torch-geometric", "started"} <= {*versions}
-    rows = table(run / "metrics.csv")
+    rows = table(shared_run / "metrics.csv")
     assert {"train_mae_eV", "train_ewt_percent", "val_ewt_percent", "val_mse_eV2"} <= {*rows[0]}
     assert [int(row["step"]) for row in rows if row["train_loss"]] == [2, 4, 6, 8]
     assert [int(row["step"]) for row in rows if row["val_mae_eV"]] == [4, 8]
@@ -57,12 +56,12 @@ def test_run_folder(shared_run):
 
 
 def test_best_weights_give_the_best_logged_mae(shared_data, shared_run):
-    data, run = shared_data, shared_run
-    model, saved = load_run(run)
-    assert not model.training and saved["data"]["root"] == str(data)
-    best = min(table(run / "metrics.csv", "val_mae_eV"), key=lambda row: float(row["val_mae_eV"]))
-    assert mae(run, data) == pytest.approx(float(best["val_mae_eV"]), rel=1e-5)
-    told = header(run, "best")
+    model, saved = load_run(shared_run)
+    assert not model.training and saved["data"]["root"] == str(shared_data)
+    rows = table(shared_run / "metrics.csv", "val_mae_eV")
+    best = min(rows, key=lambda row: float(row["val_mae_eV"]))
+    assert mae(shared_run, shared_data) == pytest.approx(float(best["val_mae_eV"]), rel=1e-5)
+    told = header(shared_run, "best")
     assert told["step"] == best["step"] and told["val_mae_eV"] == best["val_mae_eV"]
     assert json.loads(told["model"]) == saved["model"]
 
@@ -104,17 +103,16 @@ def test_training_learns(shared_data, tmp_path, options, column):
 
 def test_averaged_weights_are_validated_and_kept(shared_data, tmp_path, capsys):
     """With decay 1 - 1e-9, the average stays at the weights of the first step."""
-    data = shared_data
     words = ["--trainer.max_steps=12", "--trainer.val_every=6", "--task.lr=0.01"]
-    start(data, tmp_path / "still", *words, "--trainer.ema_decay=0.999999999")
+    start(shared_data, tmp_path / "still", *words, "--trainer.ema_decay=0.999999999")
     assert "use 0.75 or less" in capsys.readouterr().err
-    start(data, tmp_path / "plain", *words)
+    start(shared_data, tmp_path / "plain", *words)
     maes, others = (logged(tmp_path / name, "val_mae_eV") for name in ("still", "plain"))
     assert maes[0] == pytest.approx(maes[1], rel=1e-4)
     assert others[0] != pytest.approx(others[1], rel=1e-3)
     # averaging does not change training
     assert logged(tmp_path / "still", "train_loss") == logged(tmp_path / "plain", "train_loss")
-    assert mae(tmp_path / "still", data, "last") == pytest.approx(maes[1], rel=1e-5)
+    assert mae(tmp_path / "still", shared_data, "last") == pytest.approx(maes[1], rel=1e-5)
 
 
 def test_validation_keeps_float64_weights_and_averages(shared_data, tmp_path):
@@ -144,7 +142,6 @@ def test_structures_without_relaxed_positions_train_on_energies(tmp_path, capsys
 
 
 def test_displacement_error_and_its_gradient_by_hand():
-    """Fixed atoms and structures without relaxed positions are excluded."""
     records = list(structures(3))
     records[2].pos_relaxed = torch.full_like(records[2].pos, float("nan"))
     batch = Batch.from_data_list(records)
@@ -248,18 +245,17 @@ def test_default_names_have_a_date_and_are_unique(shared_data, tmp_path, monkeyp
 
 
 def test_info_describes_a_run(shared_run, shared_data, capsys) -> None:
-    run = shared_run
-    assert main(["info", str(run), "--json"]) == 0
+    assert main(["info", str(shared_run), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    best = best_of(run)
+    best = best_of(shared_run)
     assert best is not None and found["best"] == best._asdict()
     assert (found["recipe"], found["steps"], found["max_steps"]) == ("is2re", 8, 8)
     assert found["data"]["root"] == str(shared_data) and found["model"]["dim"] == 16
     assert found["sets"]["train"]["systems"] == 22 and found["sets"]["val"]["systems"] == 13
     assert found["versions"]["molflt"] and "checkpoints/best.safetensors" in found["files"]
-    learned = [part.numel() for part in load_run(run)[0].parameters() if part.requires_grad]
+    learned = [p.numel() for p in load_run(shared_run)[0].parameters() if p.requires_grad]
     assert found["parameters"] == sum(learned)
-    assert main(["info", str(run)]) == 0
+    assert main(["info", str(shared_run)]) == 0
     text = capsys.readouterr().out
     for words in (f"{sum(learned):,} parameters", "8 of 8", f"{best.value:.3f} eV", "22 systems"):
         assert words in text

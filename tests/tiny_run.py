@@ -26,6 +26,7 @@ from molflt.commands.train import build_parser, train
 from molflt.data.structures import open_dataset
 from molflt.data.structures.records import make_record
 from molflt.data.structures.store import write_store
+from molflt.graph import Potential
 from molflt.training import run_folder
 from molflt.training.checkpoint import load_run
 from molflt.training.loop import _LightningTask
@@ -120,13 +121,25 @@ def potential_run(root: Path) -> Path:
         for atoms in frames:
             atoms.set_tags([4, 3, 2, 1])  # layers of ase.build; potentials ignore tags
         write(root / f"{split}.traj", frames)
-    words = "--model.dim=16 --model.heads=2 --model.layers=1 --model.ffn_dim=16 "
-    words += "--model.num_features=8 --model.radial_basis=8 --model.long_range 1 6 "
-    words += "--model.long_range_channels=2 --trainer.max_steps=60 --trainer.val_every=30 "
-    words += f"--task.warmup_steps=5 --task.lr=0.01 --data.batch_size=8 --data.root={root}"
-    words += " --trainer.accelerator=cpu"
-    assert main(["train", "--recipe=potential", *words.split(), f"--run={root / 'run'}"]) == 0
+    words = "--model.radial_basis=8 --model.long_range 1 6 --model.long_range_channels=2 "
+    words += "--trainer.max_steps=60 --trainer.val_every=30 --task.warmup_steps=5 --task.lr=0.01"
+    train_potential(root, root / "run", *words.split(), "--data.batch_size=8")
     return root / "run"
+
+
+def train_potential(data: Path, run: Path, *more: str) -> None:
+    words = "--model.dim=16 --model.heads=2 --model.layers=1 --model.ffn_dim=16 "
+    words += f"--model.num_features=8 --trainer.accelerator=cpu --data.root={data} --run={run}"
+    assert main(["train", "--recipe=potential", *words.split(), *more]) == 0
+
+
+def random_potential(**options) -> Potential:
+    """Returns a small potential with random weights that knows all elements."""
+    torch.manual_seed(0)
+    sizes = {"layers": 1, "ffn_dim": 16, "num_features": 8, "radial_basis": 4}
+    made = Potential(16, 2, **{**sizes, **options})
+    made.trained_elements[:] = True
+    return made
 
 
 def write_data(root: Path, train: int = 22, val: int = 13) -> Path:

@@ -76,7 +76,6 @@ def test_every_kind_is_here():
 @pytest.mark.parametrize("feature_map", ["identity", "positive", "relu"])
 @pytest.mark.parametrize("build", BUILDS)
 def test_fast_form_matrix_and_definition_agree(build, feature_map, causal, monkeypatch):
-    """Sums over keys are the same in every form; causal near fields and meshes are refused."""
     encoding = BUILDS[build]()
     query, key, value = rows(10, DIM), rows(11, DIM), rows(12, 5)
     left, right = encoding.columns

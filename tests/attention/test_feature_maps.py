@@ -208,7 +208,6 @@ def stack(mixing: str, seed: int, **options) -> Stack:
 
 @pytest.mark.parametrize(("options", "bound"), [({}, 0.005), ({"degree": 3}, 0.0008)])
 def test_normalized_softmax_becomes_polynomial_without_training(options, bound):
-    """Compares outputs and gradients of a stack with heads of width 16 and temperatures near 1."""
     trained = stack("softmax", 0, normalize_qk=True, learn_temperature=True)
     for block in trained.blocks:
         block.attention.scaling.log_temperature.data.uniform_(-0.3, 0.3)

@@ -50,7 +50,6 @@ def ragged(width: int, fill: float = 0.0, order: int = 1) -> tuple[Tensor, Tenso
 
 @pytest.mark.parametrize("tokens, dim", SIZES)
 def test_transform_is_that_of_scipy(tokens, dim):
-    """Compares with scipy's complex DFT matrices, for odd and even sizes, and for sizes 1 and 2."""
     x = randn(2, tokens, dim)
     expected = np.einsum("kn,bnm,ml->bkl", linalg.dft(tokens), x.numpy(), linalg.dft(dim)).real
     for name in ("fft", "dft"):
@@ -124,7 +123,6 @@ def test_compiled_in_one_graph(name):
 
 
 def test_two_matrices_and_their_transposes():
-    """Sums run over the correct index, and shorter sequences use the first rows and columns."""
     for name in ("dense", "random"):
         mixer = make(name)
         x = randn(2, 9, DIM)

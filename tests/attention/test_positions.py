@@ -314,7 +314,6 @@ def test_kernel_is_the_formula(kind, gated):
 @KINDS
 @GATES
 def test_orthogonal_noise_gives_the_kernel_exactly(kind, gated):
-    """With noise of exactly unit covariance, the estimate equals its expectation."""
     per_coordinate = 8 if kind == "sine" else 16  # 2 sines; max_tokens + kernel_size - 1
     rows = DIM * (per_coordinate + gated)
     spe = noisy(kind, rows, gated=gated)

@@ -25,7 +25,6 @@ SMALL = {"train": 2, "val": 1, "seed": 7, "frames": True}
 
 
 def contents(directory: Path) -> dict[str, bytes]:
-    """Returns the contents of all files of a finished run."""
     files = (path for path in directory.rglob("*") if path.is_file())
     return {str(path.relative_to(directory)): path.read_bytes() for path in files}
 
@@ -123,39 +122,29 @@ SAMPLE = ROOT / "datasets" / "chgnet-sample"
 SPLITS = ("train", *VAL_SPLITS)
 
 
-def adsorbate_name(record) -> str:
-    return Atoms(record.atomic_numbers[record.tags == 2].numpy()).get_chemical_formula()
-
-
 @pytest.fixture(scope="module")
 def sample() -> dict[str, list]:
     stores = {s: StructureStore(SAMPLE / f"{s}.safetensors") for s in SPLITS}
     return {split: [store[i] for i in range(len(store))] for split, store in stores.items()}
 
 
-@pytest.fixture(scope="module")
-def named() -> dict[int, dict[str, str]]:
-    return {int(row["sid"]): row for row in table(SAMPLE / "systems.csv")}
-
-
-@pytest.fixture(scope="module")
-def settings() -> dict:
-    return json.loads((SAMPLE / "made.json").read_text())
-
-
-def test_splits_have_their_sizes_and_every_system_its_name_once(sample, named, settings) -> None:
+def test_splits_have_their_sizes_and_every_system_its_name_once(sample) -> None:
+    settings = json.loads((SAMPLE / "made.json").read_text())
+    left = {int(row["sid"]): row for row in table(SAMPLE / "systems.csv")}
+    systems = len(left)
     assert {s: len(r) for s, r in sample.items()} == {
         s: settings["train" if s == "train" else "val"] for s in SPLITS
     }
-    left = dict(named)
     for split, records in sample.items():
         for record in records:
             row = left.pop(record.sid)
             assert row["split"] == split
-            assert adsorbate_name(record) == Atoms(row["adsorbate"]).get_chemical_formula()
+            adsorbate = Atoms(record.atomic_numbers[record.tags == 2].numpy())
+            expected = Atoms(row["adsorbate"]).get_chemical_formula()
+            assert adsorbate.get_chemical_formula() == expected
     assert not left
     starts = {r.pos.numpy().tobytes() for records in sample.values() for r in records}
-    assert len(starts) == len(named), "no system occurs twice"
+    assert len(starts) == systems, "no system occurs twice"
 
 
 def test_the_card_matches_the_files(sample) -> None:

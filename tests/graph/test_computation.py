@@ -43,7 +43,6 @@ def batches(untagged: bool) -> list[Batch]:
 @pytest.mark.parametrize("variant", VARIANTS)
 @torch.no_grad()
 def test_computation_from_tensors_equals_the_model(variant):
-    """Includes a single atom and reference energies of elements."""
     net = model(**VARIANTS[variant]).eval()
     net.element_energies.normal_()
     compute = EnergyComputation(net)
@@ -122,8 +121,7 @@ def test_a_missing_compiler_is_named(tmp_path, monkeypatch):
 
 
 def test_unsupported_inputs_of_compiled_code_are_refused(exported, tmp_path, capsys):
-    out = tmp_path / "out"
-    shutil.copytree(exported, out)
+    out = shutil.copytree(exported, tmp_path / "out")
     words = ["predict", str(out), str(tmp_path / "in.extxyz"), "--compiled=true"]
     write(tmp_path / "in.extxyz", structures(5))
     record = json.loads((out / "energies.json").read_text())

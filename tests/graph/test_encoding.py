@@ -28,7 +28,6 @@ def reciprocal(position: str, mixing: str = "linear", **options) -> GraphAttenti
 )
 @pytest.mark.parametrize("position", POSITIONS)
 def test_other_descriptions_of_the_same_crystal(position, structure, matrix, mixing):
-    """Includes lattice shifts of individual atoms, other cells, and other vectors of open axes."""
     layer, given = reciprocal(position, mixing), graph(structure, 9)
     expected = run(layer, [given])
     steps = torch.randint(-3, 4, (9, 3), generator=torch.manual_seed(0)) * given.pbc
@@ -147,7 +146,6 @@ def test_forces_and_training_on_them(name, mixing):
 
 @pytest.mark.parametrize("periodic", ["none", "reciprocal"])
 def test_radial_profile_is_the_kernel_of_a_pair(periodic):
-    """The profile is the logarithm of the kernel between two atoms, with one image."""
     encoding = Kind("multiplicative", periodic, True, "gaussian", "linear").build().encoding
     near = encoding.near_field
     distance = torch.tensor([0.3, 1.7, 2.6], dtype=torch.float64)

@@ -94,7 +94,6 @@ def test_waves_equal_dimenet_before_the_envelope():
 
 
 def test_matrices_sum_as_pairs_do_and_as_pieces_of_them(monkeypatch):
-    """Compares graphs of 2, 0 and 5 atoms, including gradients of forces as in training."""
     net, start = messages(3), points(7)
     graph = torch.tensor([0, 0, 2, 2, 2, 2, 2])
     geometry = Geometry.of(start, graph)

@@ -61,7 +61,6 @@ def film(side: float = 4.0) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("mixing", ["linear", "quadratic", "softmax"])
 def test_images_at_the_cutoff_do_not_depend_on_rounding(mixing, dtype):
-    """Order, translation and rotation have no effect, even if most distances are ties."""
     layer, given = imaged(mixing=mixing).to(dtype), film()
     given = {name: x.to(dtype) if x.is_floating_point() else x for name, x in given.items()}
     out = layer(**given)
@@ -89,7 +88,6 @@ def test_images_come_and_go_smoothly():
 
 @pytest.mark.parametrize("mixing", ["linear", "softmax"])
 def test_images_have_forces_and_stress(mixing):
-    """Gradients for positions and the cell include the gradients of the image weights."""
     layer, given = imaged(mixing=mixing, position="multiplicative"), film(3.7)
     pos, cell = given["pos"].requires_grad_(), given["cell"].requires_grad_()
 
@@ -234,7 +232,6 @@ class AllImages(Images):
 
 
 def test_a_scheme_is_one_class_and_one_line(monkeypatch):
-    """The options of a scheme are the arguments of its class; other options are refused."""
     monkeypatch.setitem(PERIODIC, "all_images", AllImages)
     options, graphs = {"periodic": "all_images", "image_cutoff": 4.0}, mixed()
     net = GraphAttention(DIM, HEADS, **options).double()

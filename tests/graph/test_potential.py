@@ -165,7 +165,6 @@ def test_forces_and_stress_are_exact_under_autocast(monkeypatch):
 
 
 def test_large_molecules_have_nodes(monkeypatch):
-    """Nodes in a large box give nearly the same energy as pairs of all atoms."""
     model, small = potential(), data(ethanol())
     by_pairs = model(small)["energy"]
     monkeypatch.setattr("molflt.graph.periodic._MOST_PAIRED", 8)
@@ -345,8 +344,6 @@ def test_gradients_by_differences(atoms):
 
 
 def test_nodes_in_chunks_are_the_same(monkeypatch):
-    """Includes training on forces, which differentiates recomputed tensors twice."""
-
     def found() -> list[Tensor]:
         pos = torch.tensor(salt().positions, requires_grad=True)
         q = torch.tensor([0.7, -0.4]).view(2, 1, 1).requires_grad_()

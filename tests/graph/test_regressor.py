@@ -123,7 +123,6 @@ def test_a_structure_does_not_see_its_batch(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_symmetries(variant):
-    """Tests permutations of atoms, shifts, rotations, and periodic images of individual atoms."""
     net = model(**VARIANTS[variant])
     draw = torch.Generator().manual_seed(1)
     turn = torch.from_numpy(Rotation.random(rng=0).as_matrix())
@@ -212,7 +211,6 @@ def test_structures_without_tags_are_refused_or_sum_over_all_atoms():
 
 @pytest.mark.filterwarnings("ignore:.*atom with tag")
 def test_atoms_below_the_surface_are_left_out():
-    """Atoms of tag 0 have no effect; without tags, all atoms are kept."""
     net = model(subsurface=False, near_field=3.0, readout="all")
     whole, untagged = structure(14, 3), structure(6, 6, tags=False)
     kept = whole.tags > 0

@@ -46,7 +46,6 @@ def with_gradients(net: ImageClassifier, x: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("name", POSITIONS)
 def test_encodings_see_where_patches_are(name: str) -> None:
-    """Patches in another order change the logits; linear mixing equals its quadratic form."""
     x = images(2)
     shuffled = x.unfold(2, 4, 4).unfold(3, 4, 4).flatten(2, 3)[:, :, [3, 1, 7, 0, 8, 2, 6, 5, 4]]
     shuffled = shuffled.unflatten(2, (3, 3)).permute(0, 1, 2, 4, 3, 5).reshape(x.shape)
@@ -63,7 +62,6 @@ def test_encodings_see_where_patches_are(name: str) -> None:
 
 
 def test_softmax() -> None:
-    """Computes exact attention, pre-LayerNorm blocks, the mean and the head step by step."""
     net = model(mixing="softmax", position="spectral", layers=1)
     x = images()
     tokens = net.tokens(x)

@@ -98,7 +98,6 @@ def test_windows_forget_earlier_steps() -> None:
 
 
 def test_untrained_optimizer_equals_adam() -> None:
-    """Without an addition to Adam's direction, the steps are those of torch's Adam."""
     model = CoordinateOptimizer(memory="lstm", lr=0.02).double()
     torch.nn.init.zeros_(model.head.weight)
     x = torch.nn.Parameter(torch.ones(COORDINATES, dtype=torch.double))

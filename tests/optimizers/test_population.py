@@ -182,7 +182,6 @@ def test_windows_cut_the_gradient_and_nothing_else() -> None:
 
 
 def test_the_gradient_is_that_of_the_values() -> None:
-    """Compares the derivative with respect to the gain of the noise with finite differences."""
     model = made("performer")
     functions = Functions.draw("levy", D, [generator_of(0), generator_of(1)])
     start = model.start(normal(BATCH, MEMBERS, D), normal(BATCH, 0, D))

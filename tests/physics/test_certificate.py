@@ -7,12 +7,12 @@ from functools import partial
 
 import numpy as np
 import pytest
-import torch
 from ase import Atoms
 from ase.calculators.calculator import Calculator, PropertyNotImplementedError, all_changes
 from ase.calculators.emt import EMT
 from ase.neighborlist import neighbor_list
 from ase.stress import full_3x3_to_voigt_6_stress
+from tiny_run import random_potential
 
 import molflt
 from molflt.certify import CHECKS, certify, main
@@ -220,11 +220,7 @@ def failed(make, elements=(), **options) -> set[str]:
 
 
 def potential(**options) -> molflt.Calculator:
-    torch.manual_seed(0)
-    sizes = {"layers": 1, "ffn_dim": 16, "num_features": 8, "radial_basis": 4}
-    made = molflt.Potential(16, 2, **sizes | options)
-    made.trained_elements[:] = True
-    return molflt.Calculator(made, device="cpu")
+    return molflt.Calculator(random_potential(**options), device="cpu")
 
 
 @pytest.mark.parametrize(

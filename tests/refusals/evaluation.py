@@ -12,7 +12,7 @@ from molflt.evaluation.ensemble import (
     _expect_same_aim,
     load_ensemble,
 )
-from refusals import Refusal
+from refusals import Refusal, refused
 
 
 def fit(count, spread=0.1):
@@ -56,14 +56,10 @@ ROWS = [
     Refusal(
         lambda folder: Calibration.read(folder / "u.json"), "u.json", AGAIN, "", FileNotFoundError
     ),
-    Refusal(
-        lambda _: submission_splits(Path("a.npz"), ["val_id"]), "--splits", "test_id", "val_id"
-    ),
+    refused(lambda: submission_splits(Path("a.npz"), ["val_id"]), "--splits", "test_id", "val_id"),
     Refusal(aims(Member((1, 8))), "two", "elements of one", "Cu"),
     Refusal(aims(Member(references=1.0)), "two", "references", "different"),
-    Refusal(
-        lambda _: load_ensemble([Path("a"), Path("b")], "w.pt"), "--checkpoint", "best", "w.pt"
-    ),
-    Refusal(lambda _: named_sources(DATA, ["val"], Path("x")), "--splits", "--data", "both"),
-    Refusal(lambda _: classes_of(b'["a"]', "c.json", 2), "c.json", "2", "1 classes"),
+    refused(lambda: load_ensemble([Path("a"), Path("b")], "w.pt"), "--checkpoint", "best", "w.pt"),
+    refused(lambda: named_sources(DATA, ["val"], Path("x")), "--splits", "--data", "both"),
+    refused(lambda: classes_of(b'["a"]', "c.json", 2), "c.json", "2", "1 classes"),
 ]

@@ -10,7 +10,7 @@ from molflt.graph.computation import EnergyComputation
 from molflt.graph.geometry import Geometry
 from molflt.graph.mesh import use_mesh_
 from molflt.graph.neighbors import neighbor_list
-from refusals import Refusal
+from refusals import Refusal, refused
 
 Words = tuple[str, ...]
 SMALL = {"dim": 16, "heads": 2, "layers": 1, "ffn_dim": 16, "num_features": 8}
@@ -161,17 +161,17 @@ ROWS = [
     *(Refusal(layer(change), *w) for change, *w in LAYER_INPUT),
     *(Refusal(net(data(**change)), *w) for change, *w in DATA),
     *(Refusal(net(given), "Data", "make_record", error=TypeError) for given in NO_DATA),
-    Refusal(lambda _: PBCRadiusGraph(1.0)(Data(pos=ZEROS[:, :2])), "pos", "(atoms, 3)", "(6, 2)"),
-    Refusal(lambda _: EnergyComputation(EnergyRegressor(**SMALL, periodic="images")), "exported"),
-    Refusal(lambda _: EnergyComputation(Potential(**SMALL)), "EnergyRegressor", "", "Potential"),
+    refused(lambda: PBCRadiusGraph(1.0)(Data(pos=ZEROS[:, :2])), "pos", "(atoms, 3)", "(6, 2)"),
+    refused(lambda: EnergyComputation(EnergyRegressor(**SMALL, periodic="images")), "exported"),
+    refused(lambda: EnergyComputation(Potential(**SMALL)), "EnergyRegressor", "", "Potential"),
     Refusal(layer({"x": [[1.0, 2.0]]}), "x", "torch.Tensor", "list", TypeError),
     Refusal(without_descriptors, "descriptors", "", "element 10"),
     Refusal(traced, "torch.jit.trace", "torch.export"),
     Refusal(thin, "graph 0", "units", "one direction"),
-    Refusal(
-        lambda _: neighbor_list(Geometry.of(POS)._replace(pos=NAN * POS), 3.0), "graph 0", "finite"
+    refused(
+        lambda: neighbor_list(Geometry.of(POS)._replace(pos=NAN * POS), 3.0), "graph 0", "finite"
     ),
-    Refusal(
-        lambda _: use_mesh_(EnergyRegressor(**SMALL, periodic="none", near_field=0)), "mesh_order=5"
+    refused(
+        lambda: use_mesh_(EnergyRegressor(**SMALL, periodic="none", near_field=0)), "mesh_order=5"
     ),
 ]

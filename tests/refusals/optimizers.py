@@ -9,7 +9,7 @@ from molflt.optimizers.coordinate import CoordinateOptimizer
 from molflt.optimizers.functions import Functions
 from molflt.optimizers.population import PopulationOptimizer
 from molflt.optimizers.population_model import PopulationModel
-from refusals import Refusal
+from refusals import Refusal, refused
 
 COORDINATE: list[tuple[dict[str, Any], str, str, str]] = [
     ({"memory": "lstm", "heads": 2}, "heads=2", "no effect", "memory='lstm'"),
@@ -45,13 +45,13 @@ def drawn(family: str, axes: int) -> None:
 
 ROWS = [
     *(Refusal(lambda _, o=o: CoordinateOptimizer(**o), *words) for o, *words in COORDINATE),
-    Refusal(lambda _: step(lr=-1.0), "lr of group 0", "at least 0", "-1"),
-    Refusal(lambda _: step(chunk=0), "chunk", "at least 1", "0"),
-    Refusal(lambda _: step(torch.bfloat16), "bfloat16", "float32"),
-    Refusal(lambda _: population().tell([1.0] * 6), "tell", "ask", "generation 0"),
-    Refusal(lambda _: population().best, "tell"),
-    Refusal(lambda _: told([1.0] * 5), "member", "(6,)", "(5,)"),
-    Refusal(lambda _: population(start=[1.0, 2.0]), "start", "one finite number or 3"),
-    Refusal(lambda _: drawn("none", 3), "'none'"),
-    Refusal(lambda _: drawn("rosenbrock", 1), "2"),
+    refused(lambda: step(lr=-1.0), "lr of group 0", "at least 0", "-1"),
+    refused(lambda: step(chunk=0), "chunk", "at least 1", "0"),
+    refused(lambda: step(torch.bfloat16), "bfloat16", "float32"),
+    refused(lambda: population().tell([1.0] * 6), "tell", "ask", "generation 0"),
+    refused(lambda: population().best, "tell"),
+    refused(lambda: told([1.0] * 5), "member", "(6,)", "(5,)"),
+    refused(lambda: population(start=[1.0, 2.0]), "start", "one finite number or 3"),
+    refused(lambda: drawn("none", 3), "'none'"),
+    refused(lambda: drawn("rosenbrock", 1), "2"),
 ]

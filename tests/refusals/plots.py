@@ -3,11 +3,11 @@ from typing import Any
 import numpy as np
 
 from molflt.metrics import locality
-from refusals import Refusal
+from refusals import Refusal, refused
 
 
 def local(weights: Any, distances: Any, option: str, got: str = "") -> Refusal:
-    return Refusal(lambda _: locality(weights, distances), option, "", got)
+    return refused(lambda: locality(weights, distances), option, "", got)
 
 
 EYE = np.eye(3)

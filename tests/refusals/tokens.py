@@ -15,7 +15,7 @@ from molflt.data.text.parallel import read_parallel
 from molflt.data.text.sources import _records
 from molflt.data.text.tokenizer import Tokenizer
 from molflt.data.text.vocabulary import Vocabulary
-from refusals import Refusal, Refused, command
+from refusals import Refusal, Refused, command, refused
 
 Call = Callable[[Path], Any]
 LINES = "the cat walks, quickly!\na dog walks\n" * 9
@@ -108,10 +108,10 @@ def pictures(read: Call, content: bytes | None = None) -> Call:
 
 ROWS = [
     # batches
-    Refusal(lambda _: SizeBucketedBatchSampler([10, 90], 4, 80), "max_atoms", "80", "90"),
-    Refusal(lambda _: SizeBucketedBatchSampler([10], 0), "batch_size", "at least 1", "0"),
+    refused(lambda: SizeBucketedBatchSampler([10, 90], 4, 80), "max_atoms", "80", "90"),
+    refused(lambda: SizeBucketedBatchSampler([10], 0), "batch_size", "at least 1", "0"),
     # vocabularies
-    Refusal(lambda _: Vocabulary.from_json(b"{", "v.json"), "v.json", "JSON"),
+    refused(lambda: Vocabulary.from_json(b"{", "v.json"), "v.json", "JSON"),
     # texts
     Refusal(text(min_count=2, vocabulary="v.json"), "data.min_count", "data.vocabulary"),
     Refusal(text(b""), "train.txt", "at least 8 tokens", "0"),

@@ -16,7 +16,7 @@ from molflt.tasks.optimizers import OptimizerTask, PopulationTask
 from molflt.tasks.potential import PotentialTask
 from molflt.training.checkpoint import read_checkpoint, write_checkpoint
 from molflt.training.trainer import TrainerOptions
-from refusals import Refusal, Refused, command
+from refusals import Refusal, Refused, command, refused
 
 Prepare = Callable[[Path], object]
 
@@ -169,8 +169,8 @@ TASKS: list[tuple[Callable[[], object], str, str, str]] = [
 ]
 
 ROWS = [
-    Refusal(lambda _: TrainerOptions(val_every=0), "trainer.val_every", "int in [1, 2e9]", "0"),
-    Refusal(lambda _: TrainerOptions(precision="fp8"), "trainer.precision", "bf16-mixed", "fp8"),
+    refused(lambda: TrainerOptions(val_every=0), "trainer.val_every", "int in [1, 2e9]", "0"),
+    refused(lambda: TrainerOptions(precision="fp8"), "trainer.precision", "bf16-mixed", "fp8"),
     *(Refusal(new(words, prepare), *rest, Refused) for words, prepare, *rest in NEW),
     *(Refusal(again(change, words), *rest, Refused) for words, change, *rest in AGAIN),
     *(Refusal(evaluated(change), *rest, Refused) for change, *rest in READ),

@@ -52,7 +52,6 @@ def published(kind: str, folder):
 
 @pytest.mark.parametrize("kind", ["Bert", "FNet"])
 def test_published_weights_give_published_outputs(kind, tmp_path):
-    """Compares hidden states, both pre-training heads and the pooled token with transformers."""
     theirs, config = published(kind, tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
     assert is_transformers(stored)
@@ -99,7 +98,6 @@ def test_padding_does_not_change_a_sequence(name):
 
 
 def test_only_gaps_are_scored(monkeypatch):
-    """The result equals the log-probabilities at the gaps, in one piece and in several pieces."""
     model = small(MaskedLanguageModel, mixing="softmax")
     tokens, targets = ids(4, LENGTH), torch.full((4, LENGTH), -1)
     targets[0, 3], targets[2, 1], targets[2, 9] = 5, 0, 28

@@ -48,7 +48,6 @@ def ids(batch: int = 2, length: int = LENGTH, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("mechanism", MECHANISMS)
 @pytest.mark.parametrize("absolute", ["none", "sinusoidal", "learned"])
 def test_decoding_equals_forward(mechanism, absolute):
-    """Decodes token by token, and a whole prompt, across the chunks of the causal sum."""
     model = tiny(mechanism, absolute=absolute)
     if not model.decodes:
         with pytest.raises(ValueError, match="mixing|state"):

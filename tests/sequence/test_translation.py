@@ -90,7 +90,6 @@ def marian(ours: EncoderDecoder) -> nn.Module:
 
 
 def test_softmax_is_marian_in_every_logit():
-    """Compares embeddings, positions, both stacks, cross-attention and output, with padding."""
     ours = tiny("softmax", norm="post")
     source, mask = sources()
     target = ids(3, 6, seed=1)
@@ -215,7 +214,6 @@ def kept(state) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("mechanism", ["softmax", "prf", "flt", "nprf-rpe"])
 def test_a_beam_of_a_batch_is_that_of_each_source(mechanism):
-    """Scores are those of one pass over the whole target."""
     model = tiny(mechanism)
     source, mask = sources()
     ends = {"begin": BEGIN, "end": END, "beam": 3, "length_penalty": 1.2}
@@ -234,7 +232,6 @@ def test_a_beam_of_a_batch_is_that_of_each_source(mechanism):
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
 def test_padding_and_neighbors_are_nothing_to_a_sentence(mechanism):
-    """Values agree to 1e-10; gradients with respect to other sentences and padding are 0."""
     model = tiny(mechanism)
     source, mask = sources()
     target = ids(3, 5, seed=3)
