@@ -31,7 +31,7 @@ def not_negative(**numbers: float) -> None:
 
 
 def share(**numbers: float) -> None:
-    """Raises ValueError for the first rate outside [0, 1), such as a dropout rate."""
+    """Raises ValueError for the first rate, such as a dropout rate, that is outside [0, 1)."""
     for name, value in numbers.items():
         if not 0 <= value < 1:
             raise ValueError(f"{name} must be in [0, 1); got {value}")
@@ -54,7 +54,8 @@ def one_of(option: str, choice: str, choices: Iterable[str]) -> None:
 def no_effect(why: str, **options: object) -> None:
     """Raises ValueError for the first option that is set although it has no effect.
 
-    `why` is the condition under which this holds, such as "with mixing='softmax'".
+    `why` names the condition under which the options have no effect, such as "with
+    mixing='softmax'".
     """
     for name, value in options.items():
         if value is not None:
@@ -95,7 +96,7 @@ def tensors(**arguments: object) -> None:
 
 
 def whole(name: str, values: torch.Tensor, low: int, high: int, of: str) -> None:
-    """Raises ValueError unless all values are integers from `low` to `high`; `of` describes them.
+    """Raises ValueError unless all values, described by `of`, are integers from `low` to `high`.
 
     The range is checked only where reading values does not force a synchronization.
     """
@@ -120,7 +121,7 @@ def in_checkpoint() -> bool:
 
 
 def at_hand(values: torch.Tensor) -> bool:
-    """Returns True if values can be read without cost: on the CPU, not compiled or transformed."""
+    """Returns True if values are on the CPU and can be read now, as in uncompiled code."""
     if torch.compiler.is_compiling() or in_transform():
         return False
     return values.device.type == "cpu"

@@ -7,13 +7,13 @@ from molflt.attention.layer import Scaling
 
 
 def convert_weights_(source: nn.Module, target: nn.Module) -> list[str]:
-    """Copies the parameters that two models share, such as a softmax model and a kernelized one.
+    """Copies the parameters that both models have, such as softmax and kernelized models.
 
     Queries, keys, values and outputs have the same meaning in every mechanism, as in Performer's
     backward compatibility (FAVOR, arXiv:2006.03555, section 4.2) and NPRF's conversion
-    (arXiv:2106.12566, section 4.5). Outputs with the feature map "polynomial" are within 1 % of
-    those of softmax layers with normalized queries and keys and a temperature of about 1. Models
-    with other maps or sharper weights need further training.
+    (arXiv:2106.12566, section 4.5). With the feature map "polynomial", outputs differ by at most
+    1 % from those of softmax layers that have normalized queries and keys and a temperature of
+    about 1. Models with other feature maps or sharper attention need further training.
 
     Args:
         source: any module; it is not changed.

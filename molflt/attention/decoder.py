@@ -40,7 +40,7 @@ class CrossAttention(Attention):
             context: (batch, keys, dim).
             context_mask: (batch, keys) bool, True where a token exists.
 
-        Returns keys and values for softmax, O(keys d) numbers, and otherwise O(m d) sums.
+        Returns keys and values, O(keys d) numbers, for softmax, and O(m d) sums for other mixings.
         """
         _, source = without_masked(context, context_mask)
         key, value = (self._by_head(to, source) for to in (self.to_key, self.to_value))
@@ -53,7 +53,7 @@ class CrossAttention(Attention):
     def recall(self, x: Tensor, memory: Memory) -> Tensor:
         """Computes `forward(x, context=..., key_mask=...)` from a memory, without dropout.
 
-        x is (batch k, tokens, dim), k consecutive rows for each of the `batch` sequences.
+        x is (batch k, tokens, dim), with k consecutive rows for each of the `batch` sequences.
         """
         rows = memory.key if isinstance(memory, KeyValues) else memory.context
         tokens = len(x) // max(1, len(rows)) * x.shape[1]
@@ -154,7 +154,7 @@ class Decoder(nn.Module):
         several steps.
 
         Args:
-            x: (batch k, new tokens, dim), k consecutive rows for each remembered sequence.
+            x: (batch k, new tokens, dim), with k consecutive rows for each remembered sequence.
             state: returned by the previous call, or by `remember` at the start.
             positions: (batch k or 1, new tokens, l), positions of the new tokens, for the encoding.
         """

@@ -39,9 +39,9 @@ class Terms(NamedTuple):
 
 
 class Encoding:
-    """Base class of encodings; an instance of the class itself means that there is no encoding."""
+    """Base class of encodings; an instance of `Encoding` itself means that there is no encoding."""
 
-    faces: ClassVar[tuple[str, ...]] = (SOFTMAX, KERNELIZED)  #: attention that can use it
+    faces: ClassVar[tuple[str, ...]] = (SOFTMAX, KERNELIZED)  #: kinds of attention that can use it
     decodes: ClassVar[bool] = True  #: True if causal attention keeps a state of constant size
     chunked = True  #: True if sums over many keys can be computed in chunks
     #: factors U (b, h, queries, p) and V (b, h, keys, p) of a multiplicative kernel, or None
@@ -69,13 +69,13 @@ class Encoding:
         gate: Tensor | None = None,
         state: State | None = None,
     ) -> tuple[Sums, State | None]:
-        """Computes the sums of kernelized attention and, if linear and causal, the last state.
+        """Computes the sums of kernelized attention, and the last state of causal linear attention.
 
         Args:
             query: (batch, heads, queries, d).
             key: (batch, heads, keys, d).
             value: (batch, heads, keys, dv).
-            form: "linear", "quadratic" or "auto", the cheaper of the two.
+            form: "linear", "quadratic", or "auto" for the cheaper of the two.
             causal: each token sees only itself and earlier tokens.
             gate: logits of the fraction of the past that each token keeps, (batch, heads, tokens).
             state: state of the preceding tokens, for causal attention.
@@ -107,7 +107,7 @@ class Encoding:
         return linear(*terms[:3]), None
 
     def _with_single_pairs(self, sums: Sums, query: Operand, key: Operand, value: Tensor) -> Sums:
-        """Adds terms of single pairs, which do not use features, to the sums."""
+        """Adds to the sums the terms of individual pairs, which do not use features."""
         return sums
 
     def _matrix_is_cheaper(self, query: Operand, key: Operand, value: Tensor) -> bool:
@@ -132,7 +132,7 @@ class Bias(Encoding):
 class Factors(Encoding):
     """Factors of the mask, prepended to queries and keys: q^ = [N1, q], k^ = [N2, k] (FLT, eq. 3).
 
-    N1 is (b, h, queries, 2r) and N2 is (b, h, keys, 2r), or both are random projections of them.
+    N1 is (b, h, queries, 2r) and N2 is (b, h, keys, 2r), unless both are randomly projected.
     """
 
     faces = (KERNELIZED,)
@@ -150,7 +150,7 @@ class Factors(Encoding):
 
 
 class _Multiplied(Encoding):
-    """Multiplicative positional kernel with corrections for single pairs."""
+    """Multiplicative positional kernel with corrections for individual pairs."""
 
     faces = (KERNELIZED,)
 
@@ -160,7 +160,7 @@ class _Multiplied(Encoding):
         self._by_query: Once[Pairs | SortedPairs] = Once()
 
     def _sorted_pairs(self, terms: Terms) -> Pairs | SortedPairs | None:
-        """Returns w sorted by query, which is done only once for all layers."""
+        """Returns w sorted by query; all layers share one sorting."""
         if (pairs := self.pairs) is None:
             return None
         sizes = terms.value.shape[0], terms.query.tokens, terms.key.tokens
@@ -192,8 +192,8 @@ class _Multiplied(Encoding):
 class Kernel(_Multiplied):
     """Multiplicative positional kernel: A_ij = (U_i . V_j + w_ij) phi(q_i) . phi(k_j).
 
-    U is (b, h, queries, p) and V is (b, h, keys, p). `pairs` contains w, the near field; its
-    `exact` defines terms added to A_ij itself.
+    U is (b, h, queries, p) and V is (b, h, keys, p). `pairs` contains w, the near field, and
+    `pairs.exact` defines terms added to A_ij itself.
     """
 
     kernel: tuple[Tensor, Tensor]

@@ -2,7 +2,7 @@
 
 See FNet (arXiv:2105.03824), sections 3 and 4.1. Mixers are linear maps of the tokens and use
 neither queries nor positions. The result for a sequence does not depend on the batch or on padding,
-because every transform runs only over existing tokens.
+because every transform includes only unmasked tokens.
 """
 
 import math
@@ -21,7 +21,7 @@ _TRUNCATED_STD = math.sqrt(1 - 4 * math.exp(-2) / math.sqrt(2 * math.pi) / math.
 
 
 class _RealDFT(torch.autograd.Function):
-    """Re(F_seq F_hidden x) by unnormalized FFT, FNet, eqs. 1 and 3; it is its own transpose."""
+    """Re(F_seq F_hidden x) by unnormalized FFT (FNet, eqs. 1 and 3), a symmetric linear map."""
 
     generate_vmap_rule = True
 
@@ -34,7 +34,7 @@ class _RealDFT(torch.autograd.Function):
         width, mirrored = dim // 2 + 1, (dim - 1) // 2
         out = half.new_empty(batch, tokens, dim)
         out[..., :width] = half
-        # x is real: the other columns follow from Y[-k, -l] = conj(Y[k, l]), row 0 from itself.
+        # As x is real, Y[-k, -l] = conj(Y[k, l]) gives the other columns; row 0 mirrors itself.
         out[:, 0, width:] = out[:, 0, 1 : 1 + mirrored].flip(1)
         out[:, 1:, width:] = out[:, 1:, 1 : 1 + mirrored].flip(1, 2)
         return out
@@ -55,7 +55,7 @@ def _real_dft(x: Tensor) -> Tensor:
 def _dft_matrices(
     rows: Tensor, columns: Tensor, length: Tensor | int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Returns C and S, (..., r, c), of the matrix C - i S = exp(-2 pi i j k / n): FNet, eq. 2."""
+    """Returns C and S, (..., r, c), where C - i S = exp(-2 pi i j k / n): FNet, eq. 2."""
     # full turns are subtracted as integers, because float32 would lose the phase of j k ~ 10^7
     turn = (rows[..., :, None] * columns[..., None, :]) % length
     angle = turn.to(dtype) * (2 * math.pi) / length
@@ -90,9 +90,9 @@ class Mixer(nn.Module):
     ) -> Tensor:
         """Mixes tokens (batch, tokens, dim) in at least float32, even under autocast.
 
-        `key_mask` is (batch, tokens), True where a token exists, in any pattern. The existing
-        tokens form a sequence in their order; the result is 0 elsewhere. Other arguments must be
-        None.
+        `key_mask` is (batch, tokens), True where a token exists, in any pattern. The unmasked
+        tokens form a sequence in their order; the result is 0 for masked tokens. Other arguments
+        must be None.
         """
         why = f"with mixing={self.mixing!r}, which uses neither positions nor keys"
         given = {"positions": positions, "encoding": encoding}
@@ -129,10 +129,10 @@ class FourierMixer(Mixer):
 
     Args:
         dim: width of the tokens.
-        method: "fft", O(N d log(N d)), or "dft", by matrices, O(N^2 d + N d^2), which is faster on
-            hardware built for matrix products (section 3.3).
-        normalize: divide by sqrt(tokens dim), as in eq. 2. This keeps the scale of the tokens, for
-            blocks that apply LayerNorm first.
+        method: "fft" takes O(N d log(N d)) time; "dft" multiplies by matrices in O(N^2 d + N d^2),
+            which is faster on hardware built for matrix products (section 3.3).
+        normalize: divide by sqrt(tokens dim), as in eq. 2. This keeps the scale of the tokens; use
+            it in blocks that apply LayerNorm first.
     """
 
     paper = "2105.03824, eq. 3"
@@ -169,7 +169,7 @@ class FourierMixer(Mixer):
             row = _ranks(key_mask)
             cos, sin = _dft_matrices(row, row, _lengths(key_mask), x.dtype)
         real, imaginary = cos @ (x @ hidden[0]), sin @ (x @ hidden[1])
-        # cos is even and sin odd in the column, which only changes the sign of the second term.
+        # In mirrored columns, cosines are equal and sines change sign.
         mirror = (real + imaginary)[..., 1 : 1 + mirrored].flip(-1)
         return torch.cat((real - imaginary, mirror), dim=-1)
 
@@ -189,7 +189,7 @@ class _LinearMixer(Mixer):
         self._make_weights()
 
     def _make_weights(self) -> None:
-        # Public FNet code: both N(0, 0.02^2), no bias.
+        # As in the public FNet code, both are drawn from N(0, 0.02^2), without bias.
         self.sequence_weight = nn.Parameter(0.02 * torch.randn(self.max_tokens, self.max_tokens))
         self.hidden_weight = nn.Parameter(0.02 * torch.randn(self.dim, self.dim))
 
@@ -249,17 +249,17 @@ class _NoMixer(Mixer):
 
 
 def _ranks(key_mask: Tensor) -> Tensor:
-    """Returns the index of every token among the existing ones, (batch, tokens)."""
+    """Returns the number of unmasked tokens before each unmasked token, (batch, tokens)."""
     return (key_mask.cumsum(dim=1) - 1).clamp(min=0)
 
 
 def _lengths(key_mask: Tensor) -> Tensor:
-    """Returns the number of existing tokens, (batch, 1, 1), at least 1."""
+    """Returns the number of unmasked tokens, (batch, 1, 1), at least 1."""
     return key_mask.sum(dim=1).clamp(min=1)[:, None, None]
 
 
 def _dft_by_length(x: Tensor, key_mask: Tensor) -> Tensor:
-    """Applies `_real_dft` to every sequence at its own length, in one call per distinct length."""
+    """Applies `_real_dft` to the unmasked tokens, in one call for all sequences of equal length."""
     batch, tokens, dim = x.shape
     if not x.numel():
         return x
@@ -267,7 +267,7 @@ def _dft_by_length(x: Tensor, key_mask: Tensor) -> Tensor:
     order = lengths.argsort(stable=True)
     distinct = torch.stack(lengths[order].unique_consecutive(return_counts=True)).T.tolist()
     sequence, place = key_mask[order].nonzero(as_tuple=True)
-    index = order[sequence] * tokens + place  # tokens that exist, shortest sequences first
+    index = order[sequence] * tokens + place  # unmasked tokens, shortest sequences first
     groups = x.reshape(-1, dim)[index].split([n * count for n, count in distinct])
     mixed = [
         _real_dft(group.view(count, n, dim)).flatten(0, 1)

@@ -103,7 +103,7 @@ class Attention(Positioned):
             unless a `Stack` shares one encoding among all layers.
         degree: degree of the feature map "polynomial", 2 (the default) or 3.
         normalize_qk: divide queries and keys by their norms (NPRF, arXiv:2106.12566, section 3.3).
-            None does this only if the feature map expects it, as "polynomial" does.
+            None normalizes them only if the feature map expects it, as "polynomial" does.
         learn_temperature: multiply the logits of normalized queries and keys by a learned number
             per head; None has the same meaning as for `normalize_qk`.
         normalize: divisor of kernelized attention. "masked": sum_j A_ij; "unmasked": the same sum
@@ -112,8 +112,8 @@ class Attention(Positioned):
         floor: lower bound on |sum_j A_ij|, for signed features and kernels; see `Sums.ratio`.
         gate: forget the past at a learned rate per token and head: key j has the factor (1 - g_j)
             prod_(j<l<=i) g_l. For causal attention only. RFA (arXiv:2103.02143), section 3.2.
-        dropout: dropout rate of single weights in softmax, and of whole keys per head in kernelized
-            attention.
+        dropout: dropout rate of individual weights in softmax, and of whole keys per head in
+            kernelized attention.
     """
 
     extra_repr = options_of
@@ -360,7 +360,7 @@ class Attention(Positioned):
     def _operands(self, heads: _Heads, encoding: Encoding) -> tuple[Operand, Operand]:
         """Returns the inputs of the feature map for queries and keys."""
         phi = self.feature_map
-        assert phi is not None  # softmax does not use them
+        assert phi is not None  # softmax does not use operands
         query, key = encoding.transform(heads.query, heads.key)
         left, right = encoding.columns
         width = query.shape[-1] + (left.shape[-1] if isinstance(left, Tensor) else 0)

@@ -17,7 +17,7 @@ from molflt.attention.checks import in_checkpoint, in_transform
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-# Draws on the CPU, regardless of torch's default device, because the generator is there.
+# Draws on the CPU, regardless of torch's default device, because the generator is on the CPU.
 rand64 = functools.partial(torch.rand, dtype=torch.float64, device="cpu")
 randn64 = functools.partial(torch.randn, dtype=torch.float64, device="cpu")
 
@@ -56,7 +56,7 @@ def root(square: Tensor) -> Tensor:
 
 
 def sinc(x: Tensor) -> Tensor:
-    """Returns sin(pi x) / (pi x), whose second derivative at 0 is finite (in torch.sinc, NaN)."""
+    """Returns sin(pi x) / (pi x), whose second derivative at 0 is finite, unlike torch.sinc's."""
     phase = math.pi * x
     away = phase != 0
     divisor = torch.where(away, phase, 1.0)
@@ -108,7 +108,8 @@ class Once(Generic[_R]):
     """Tensor shared by several layers and computed by the first of them.
 
     A tensor computed without gradients is not reused by layers with gradients. Inside a checkpoint,
-    each layer computes its own, because the backward pass would use the tensor of a later layer.
+    each layer computes its own tensor, because the backward pass would use the tensor of a later
+    layer.
     """
 
     def __init__(self) -> None:
@@ -130,7 +131,7 @@ def gauss_rule(count: int) -> tuple[list[float], list[float]]:
     return ((points + 1) / 2).tolist(), steps.tolist()
 
 
-# A constant for the compiler, which is not loaded.
+# The compiler treats the function as constant; setting the mark does not load the compiler.
 vars(gauss_rule)["_dynamo_marked_constant"] = True
 
 
@@ -139,8 +140,8 @@ def searched(
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Decorates a function of tensors that becomes one opaque operation of compiled graphs.
 
-    It has no gradient, and may read values and raise errors when the graph runs. `fake` returns
-    empty results for the same arguments; sizes that depend on values come from
+    The operation has no gradient, and may read values and raise errors when the graph runs. `fake`
+    returns empty results for the same arguments; sizes that depend on values come from
     `torch.library.get_ctx().new_dynamic_size`.
     """
 

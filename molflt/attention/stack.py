@@ -125,7 +125,7 @@ class StackState(NamedTuple):
 class Stack(Positioned):
     """Stack of distinct blocks, applied several times with shared weights and one shared mask.
 
-    The output of each pass is fed back as the input of the next (`refinements` passes), as in
+    The output of each pass is the input of the next pass (`refinements` passes), as in
     3D-Graphormer (arXiv:2203.04810) and FLT's OC20 experiment. The encoding is evaluated only once.
 
     Args:
@@ -237,7 +237,8 @@ class Stack(Positioned):
         Args:
             x: (batch, tokens, dim).
             positions: (batch, tokens, l), centered for each graph; for the encoding, if any.
-            key_positions: (batch, keys, l), from the same center; None for those of the queries.
+            key_positions: (batch, keys, l), from the same center; None means the positions of the
+                queries.
             keys: key_mask, key_weight and key_index, see `Keys`.
         """
         mask = keys.get("key_mask")
@@ -275,7 +276,7 @@ class Stack(Positioned):
         keys = positions
         past = None if state is None else state.positions
         if self._face == "softmax" and past is not None and positions is not None:
-            keys = torch.cat((past, positions), dim=1)  # linear attention needs only the new ones
+            keys = torch.cat((past, positions), dim=1)  # linear attention needs only new keys
         return self._evaluate(self._face, positions, keys), keys
 
     @property

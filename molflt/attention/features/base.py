@@ -16,9 +16,9 @@ NUM_FEATURES = 64
 class Features(NamedTuple):
     """Features phi = values * exp(log_scale) of queries or keys.
 
-    None stands for ones in `values` and for zeros in `log_scale`. Exponential maps overflow if they
-    are evaluated too early. They return their logarithm instead, and mixing subtracts the part that
-    cancels in the ratio of sums.
+    None means ones in `values` and zeros in `log_scale`. Exponential maps could overflow before the
+    division. They therefore return logarithms, and mixing subtracts the part that cancels in the
+    ratio of sums.
     """
 
     values: Tensor | None
@@ -79,7 +79,7 @@ class Features(NamedTuple):
         return Features(outer, log_scale)
 
     def bounded(self) -> "Features":
-        """Clips features below e^-61 (float32) or e^-495 (float64) times the token's largest one.
+        """Raises features to at least e^-61 (float32) or e^-495 (float64) of the token's maximum.
 
         Every key then contributes enough to a query's largest feature: normalizers do not
         underflow, and their gradients do not overflow. Causal attention needs this because it
@@ -145,7 +145,7 @@ class FeatureMap(nn.Module):
     random = False  #: True if the map owns a random projection that `redraw_` renews
     learned = False  #: True if the map learns a projection that is drawn at random initially
     signed = False  #: True if features can be negative
-    positive_kernel = True  #: True if all phi(q) . phi(k), and thus normalizers, are positive
+    positive_kernel = True  #: True if all phi(q) . phi(k), and thus all normalizers, are positive
     smooth = False  #: True if features have two continuous derivatives, as forces need
     estimates_exp = False  #: True if the products estimate exp(q . k)
     takes_projected = False  #: True if columns can be randomly projected
@@ -214,7 +214,7 @@ class Operand(NamedTuple):
     x: Tensor  # scaled, (batch, heads, tokens, d)
     columns: Columns | None = None  # N1 or N2, (b or 1, h or 1, tokens, .), prepended to x
     mask: Tensor | None = None  # broadcastable to (b, h, tokens), False where features are 0
-    log_weight: Tensor | None = None  # logarithm of a factor of the features, of the same shape
+    log_weight: Tensor | None = None  # logarithm of a factor of the features, shaped as the mask
 
     def features(self) -> Features:
         """Returns phi([columns, x]) in at least float32."""
@@ -227,7 +227,7 @@ class Operand(NamedTuple):
                 inputs = self.columns.to(x.dtype).expand(*x.shape[:-1], -1), x
             features: Features = self.feature_map(*inputs)
             if features.values is None and self.mask is not None:
-                # one number per token, added once, instead of a copy of all features
+                # The sum has one number per token and avoids a copy of all features.
                 weight = x.new_zeros(()) if self.log_weight is None else self.log_weight
                 return features.scaled(torch.where(self.mask, weight, -torch.inf))
             if self.log_weight is not None:
@@ -241,7 +241,7 @@ class Operand(NamedTuple):
         return self._replace(columns=zeros)
 
     def split(self, size: int) -> list["Operand"]:
-        """Splits the tokens; the gradient of a slice would have the size of the whole tensor."""
+        """Splits tokens without slices, whose gradients would have the size of the whole tensor."""
         x = self.x.split(size, dim=-2)
         mask, weight = (cut(y, size, len(x), dim=-1) for y in (self.mask, self.log_weight))
         if isinstance(self.columns, Projected):

@@ -21,9 +21,9 @@ from molflt.attention.features.base import (
 )
 from molflt.attention.features.projections import PROJECTIONS, Projection
 
-_WIDEST = 2**14  # features per head; up to about as many tokens, softmax is faster
+_WIDEST = 2**14  # most features per head; softmax is faster for fewer tokens than that
 _TERMS = 6  # levels of the continued fraction
-_LEAST = 0.04  # smallest fraction of a weight that is kept
+_LEAST = 0.04  # relative margin of the conditions on the weights, see `harmonics`
 
 
 class _PolynomialFeatures(FeatureMap):
@@ -81,7 +81,7 @@ class _PolynomialFeatures(FeatureMap):
             self.register_buffer(f"power_{power}", _monomials(dim, power), persistent=False)
 
     def _drawn(self, rows: int, projection: str) -> Projection:
-        # The factors of one product must be independent, like heads.
+        # The factors of one product must be independent of each other, as heads are.
         return PROJECTIONS[projection](self.heads * self.degree, rows, self.dim)
 
     def forward(self, *columns: Columns) -> Features:
@@ -111,7 +111,7 @@ class _PolynomialFeatures(FeatureMap):
 
 
 def harmonics(square: Tensor, dim: int, degree: int) -> tuple[Tensor, list[Tensor]]:
-    """Expands exp(x . y), |x|^2 = |y|^2 = rho, in spherical harmonics up to degree 2 or 3.
+    """Expands exp(x . y), where |x|^2 = |y|^2 = rho, in spherical harmonics up to degree 2 or 3.
 
     Returns the logarithm of the mean of exp over the sphere, and positive weights w_0 to w_degree:
     exp(x . y) ~= exp(log_mean) sum_n w_n (x . y)^n, Gegenbauer's expansion of exp. `square` is rho,
@@ -119,11 +119,11 @@ def harmonics(square: Tensor, dim: int, degree: int) -> tuple[Tensor, list[Tenso
     degree 3 are w_0 = 1 - (nu + 2) r_2, w_1 = 2 (nu + 1) (r_1 - (nu + 3) r_3) / rho, w_2 = 2 (nu +
     1) (nu + 2) r_2 / rho^2 and w_3 = (4 / 3) (nu + 1) (nu + 2) (nu + 3) r_3 / rho^3. Features are
     real if no w_n is negative, and their products of degree 2 are positive if w_1^2 < 4 w_0 w_2.
-    Where rho is too large for these conditions (above 3 for d = 8, 4 for 16 and 5.7 for 32), w_0 is
-    the smallest and r_3 the largest value that satisfies both.
+    If rho is too large for these conditions (above 3 for d = 8, 4 for d = 16 and 5.7 for d = 32),
+    the smallest w_0 and the largest r_3 that satisfy both are used.
     """
     nu, above = dim / 2 - 1, dim / 2 - 1 + _TERMS
-    square = square.square()  # only rho^2 enters
+    square = square.square()  # the weights depend only on rho^2
     # I_(nu+k) / (rho I_(nu+k-1)) by recursion from k + 1 to k, starting from the asymptotic bound.
     ratio = 1 / (above - 1 + (square + (above + 1) ** 2).sqrt())
     log_mean, ratios = _log_mean(square, above - 1), [ratio]
@@ -152,10 +152,10 @@ def _log_mean(square: Tensor, order: float) -> Tensor:
 
 
 def _monomials(dim: int, power: int) -> Tensor:
-    """Returns tables (power, dim, features) of integers that turn x into all monomials of a degree.
+    """Returns matrices (power, dim, features) of integers that compute all monomials of a degree.
 
-    The products of x @ rows over the first axis, with square roots of the first rows, have the
-    inner products (x . y)^power.
+    Take the square root of the first matrix and multiply x @ matrices over the first axis. The
+    inner products of these features are (x . y)^power.
     """
     chosen = torch.tensor([*combinations_with_replacement(range(dim), power)], device="cpu")
     rows = torch.nn.functional.one_hot(chosen, dim).double()  # [features, power, dim]

@@ -161,7 +161,7 @@ class SobolProjection(DenseProjection):
 
 
 class _FactoredProjection(Projection):
-    """Base class of sparse orthogonal factors; override `_draw_factors` and `_rotate`.
+    """Base class of products of sparse orthogonal factors; override `_draw_factors` and `_rotate`.
 
     Rows form independent blocks of `size`, with norms from the chi distribution with `size` degrees
     of freedom. Tokens are the last dimension, which gives long contiguous runs in memory.
@@ -189,7 +189,7 @@ class _FactoredProjection(Projection):
     def _draw(self, generator: torch.Generator | None) -> dict[str, Tensor]:
         factors = self._draw_factors(generator)
         norms = randn64(self.num_rows, self.size, generator=generator).norm(dim=-1)
-        # Rotations leave odd moments where a coordinate never moves (odd dim); a sign removes them.
+        # If dim is odd, a coordinate may never move, and odd moments remain; a sign removes them.
         signs = 2 * rand64(self.num_rows, generator=generator).round() - 1
         return {**factors, "norms": norms * signs}
 
@@ -208,9 +208,9 @@ class _HadamardProjection(_FactoredProjection):
 
     x is padded with zeros to p = 2^ceil(log2 dim) dimensions. E w = 0 and E w w^T = I hold exactly.
     The rows are close to N(0, I): for p >= 8, kernels are too small by a fraction of at most |z|^4
-    / (3 p^2), to leading order. Measured for |z| = 1 and 2: 0.13 % and 1.4 % at p = 16, and below
-    0.1 % and 0.6 % at p = 64. On one CPU core, a dense matrix is faster up to p = 128. The product
-    is from arXiv:1703.00864.
+    / (3 p^2), to leading order. For |z| = 1 and 2, the measured fractions are 0.13 % and 1.4 % at p
+    = 16, and below 0.1 % and 0.6 % at p = 64. On one CPU core, a dense matrix is faster up to p =
+    128. The product is from arXiv:1703.00864.
     """
 
     paper = "2006.03555, sec. 2.4"

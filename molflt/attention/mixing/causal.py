@@ -43,21 +43,21 @@ def causal_linear(
 ) -> tuple[Sums, State]:
     """Computes kernelized attention of each token to itself and earlier tokens, in O(N m dv) time.
 
-    The weights (chunk, chunk) inside a chunk are materialized. A running sum is carried across
-    chunks (Transformer Quality in Linear Time, arXiv:2202.10447, section 3.2). `_CHUNKS_AT_ONCE`
-    chunks are computed at a time and recomputed in the backward pass. Apart from the arguments and
-    the sums, only O(N m dv / chunk) numbers are kept.
+    Inside each chunk, the (chunk, chunk) matrix of weights is formed. A running sum is carried
+    across chunks (Transformer Quality in Linear Time, arXiv:2202.10447, section 3.2).
+    `_CHUNKS_AT_ONCE` chunks are computed at a time and recomputed in the backward pass. Apart from
+    the arguments and the sums, only O(N m dv / chunk) numbers are kept.
 
-    Later keys never scale a query. Inside a chunk, keys have a maximum per token; the carried sum
-    has a running maximum per feature. Each query subtracts the largest exponent that it sees. A
-    large later key therefore cannot make an earlier sum underflow. Instead of adding an eps,
-    `Features.bounded` clips far below relevant values.
+    Each query subtracts the largest exponent of the keys that it sees: the maxima of individual
+    tokens inside its chunk, and a running maximum of each feature in the carried sum. A large later
+    key therefore cannot make an earlier sum underflow. No eps is added; `Features.bounded` clips
+    features far below relevant values instead.
 
     Args:
         query, key, value: see `quadratic`, for the same tokens.
         log_decay: (batch, heads, tokens), at most 0; the weight of key j for query i is multiplied
             by exp(sum of log_decay over j < l <= i).
-        state: returned by an earlier call, whose tokens precede these.
+        state: returned by an earlier call for the preceding tokens.
         chunk: tokens per chunk.
     """
     tokens, span = value.shape[-2], _CHUNKS_AT_ONCE * chunk

@@ -11,7 +11,7 @@ from molflt.attention.mixing.sums import Sums, _stable_query
 from molflt.attention.numerics import at_least_float32, finite, recomputed, undecided
 
 _AT_ONCE = 2**22  # numbers that one chunk of tokens may hold at once
-_LONG = 2**24  # numbers held for all tokens above which chunks are worthwhile
+_LONG = 2**24  # chunks are worthwhile if all tokens together need more numbers
 _LEAST = 1024  # fewest tokens per chunk
 
 
@@ -69,7 +69,7 @@ class KeySums(NamedTuple):
     """
 
     context: Tensor  # (batch, heads, m, dv + 1); (dv + 1) p columns with a positional kernel
-    log_max: Tensor | None  # (b, h, 1, m or 1), -inf without keys; None: no logarithm
+    log_max: Tensor | None  # (b, h, 1, m or 1), -inf if no keys; None if no logarithm
 
     def plus(self, added: "KeySums") -> "KeySums":
         """Returns the sums over the keys of `self` and of `added`."""

@@ -1,4 +1,4 @@
-"""Softmax attention, and kernelized attention by its matrix and in linear time.
+"""Softmax attention, and kernelized attention computed from its matrix or in linear time.
 
 Shapes are (batch, heads, tokens, dim) throughout. Other linear-time forms are in `toeplitz`,
 `mesh`, `causal` and `chunked`.
@@ -150,7 +150,7 @@ def linear_with_kernel(
     Args:
         query, key, value: see `quadratic`.
         kernel: U (batch or 1, heads or 1, queries, p) and V (batch or 1, heads or 1, keys, p).
-        pairs: w_ij, corrections for single pairs.
+        pairs: w_ij, corrections for individual pairs.
     """
     with torch.autocast(value.device.type, enabled=False):
         phi_q, phi_k, shift = _stabilize(query.at_least_float32(), key.at_least_float32())
@@ -158,7 +158,7 @@ def linear_with_kernel(
         value = torch.cat((value, torch.ones_like(value[..., :1])), dim=-1)
         left, right = (factor.to(value.dtype) for factor in kernel)
         sums = torch.zeros_like(phi_q[..., :1]).expand(*phi_q.shape[:-1], value.shape[-1])
-        # Multiplies values by features or by columns, whichever are fewer; the rest are matmuls.
+        # Multiplies values by features or by columns, whichever are fewer, and then uses matmul.
         by_feature = undecided(left.shape[-1] > phi_q.shape[-1], True)
         parts, rest = ((phi_q, phi_k), (left, right))[:: 1 if by_feature else -1]
         # Compiled code has the same number of chunks for all sizes.
@@ -185,9 +185,10 @@ def _grouped(query: Tensor, key: Tensor, value: Tensor, left: Tensor, right: Ten
 def cheaper(queries: int, keys: int, features: int, dim: int, columns: int | None = None) -> str:
     """Returns the faster form of the same sums: "quadratic" or "linear".
 
-    Compares the numbers of multiplications, for m features, values of width dv and a kernel of p
-    columns, if any: queries keys (m + dv + p), and (queries + keys) m dv p, doubled for many
-    columns, whose products are recomputed in the backward pass.
+    Compares the numbers of multiplications for m features, values of width dv and a kernel of p
+    columns (if any). "quadratic" takes queries keys (m + dv + p), and "linear" takes (queries +
+    keys) m dv p, or twice as many if p is large, because products are then recomputed in the
+    backward pass.
     """
     kernel, columns = columns is not None, 1 if columns is None else columns
     by_matrix = queries * keys * (features + dim + columns)

@@ -17,7 +17,7 @@ from molflt.attention.numerics import at_least_float32, recomputed, uncompiled
 
 _CHANNELS = 272  # largest number of feature-value products on the mesh; more is not faster
 _ON_MESH = 2**22  # numbers on the mesh at once; a single feature is always allowed
-_SPARSE = 4  # time of a multiplication in a sparse product relative to a dense one
+_SPARSE = 4  # time of a multiplication in a sparse product relative to that in a dense product
 
 
 class MeshKernel(NamedTuple):
@@ -138,7 +138,7 @@ def _whole(kernel: MeshKernel, features: int, *tensors: Tensor) -> Tensor:
 
 
 class _ByFeatures(Function):
-    """Computes `_whole` piece by piece without saving them; gradients accumulate in place."""
+    """Computes `_whole` piece by piece without saving the pieces; gradients accumulate in place."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, kernel: MeshKernel, features: int, *tensors: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Corrections to a positional kernel, or to the sums, for single pairs of tokens."""
+"""Corrections to a positional kernel, or to the sums, for individual pairs of tokens."""
 
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from molflt.attention.numerics import (
 )
 
 _TRANSIENT = 2**22  # numbers that one chunk of columns or pairs may hold at once
-_MANY = 2**18  # pairs above which products of features are recomputed in backward
+_MANY = 2**18  # products of features are recomputed in backward if there are more pairs
 
 
 class Pairs(NamedTuple):
@@ -26,7 +26,7 @@ class Pairs(NamedTuple):
     query: Tensor  # (pairs,) index of the query
     key: Tensor  # (pairs,) index of the key
     weight: Tensor  # (heads or 1, pairs)
-    # f (heads, pairs) and s (pairs,): adds s exp(q_i . k_j + f) to A_ij
+    # f (heads, pairs) and s (pairs,); s exp(q_i . k_j + f) is added to A_ij
     exact: tuple[Tensor, Tensor] | None = None
 
     def by_query(self, batch: int, queries: int, keys: int) -> "Pairs | SortedPairs":

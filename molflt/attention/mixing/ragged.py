@@ -1,7 +1,7 @@
 """Kernelized attention of ragged graphs with a positional kernel, fused in Triton kernels.
 
-Fourier factors and products with them are not stored: per token, only m features remain in memory,
-and per graph a state of 2 r m (dv + 1) numbers.
+Fourier factors and products with them are not stored. Only m features per token and a state of 2 r
+m (dv + 1) numbers per graph remain in memory.
 """
 
 import importlib.util
@@ -19,9 +19,9 @@ from molflt.attention.mixing.sums import Sums, _stable_query
 from molflt.attention.numerics import at_least_float32, finite, recomputed, uncompiled
 
 _BLOCK = 64  # tokens that a program holds at once
-_FEATURES = 64  # most features that a program holds at once; half of them for wide values
-_PIECE, _PIECES = 512, 128  # fewest tokens in a piece, and most pieces of a graph
-_STATE = 2**26  # numbers in the states of all pieces above which nodes are summed in chunks
+_FEATURES = 64  # most features that a program holds at once; half as many for wide values
+_PIECE, _PIECES = 512, 128  # fewest tokens in a piece; most pieces of a graph
+_STATE = 2**26  # nodes are summed in chunks if the states of all pieces have more numbers
 
 
 def expect_triton() -> None:
@@ -54,7 +54,7 @@ class Waves(NamedTuple):
 
 
 class Ragged(NamedTuple):
-    """Tokens of graphs, one after the other; rows of pieces are (graph, first token, end)."""
+    """Tokens of consecutive graphs; rows of `pieces` are (graph, first token, end)."""
 
     graph: Tensor
     """(tokens,), ascending"""
@@ -78,7 +78,7 @@ class Ragged(NamedTuple):
 
 
 def _cut(first: list[int], sizes: list[int]) -> tuple[Tensor, Tensor]:
-    """Cuts each graph into pieces of the size in `sizes`; returns pieces and starts of graphs."""
+    """Returns pieces of each graph, of the size in `sizes`, and `ends` as in `Ragged`."""
     rows: list[tuple[int, int, int]] = []
     ends = [0]
     for graph, (start, stop) in enumerate(itertools.pairwise(first)):
@@ -98,15 +98,15 @@ def ragged(
     tokens: tuple[Ragged, Ragged],
     pairs: Pairs | SortedPairs | None = None,
 ) -> Sums:
-    """Computes `linear_with_kernel` within each graph; has first derivatives only.
+    """Computes `linear_with_kernel` within each graph; supports only first derivatives.
 
-    Rows of the batch are joined. A graph is a row or, in a batch of one, a part of it.
+    Rows of the batch are joined. Each row is one graph; a batch of one row may contain several.
 
     Args:
         query, key, value, pairs: see `linear_with_kernel`.
         waves: the kernel.
-        positions: of queries and keys, (batch * tokens, l) each.
-        tokens: of queries and keys.
+        positions: positions of queries and keys, (batch * tokens, l) each.
+        tokens: tokens of the queries and of the keys.
     """
     if not (value.is_cuda or _interpreted()):
         raise ValueError(
@@ -271,8 +271,8 @@ def _tokens(
 ) -> tuple[Any, ...]:
     """Runs `token_kernel`; returns gradients with respect to w, phi, positions and nodes.
 
-    Without w, only the gradient of w is computed. With w and without `ones`, the gradient of w is
-    not needed.
+    If w is None, only the gradient with respect to w is computed. Otherwise this gradient is
+    computed only with `ones`.
     """
     from molflt.attention.mixing import triton_kernels as kernels
 

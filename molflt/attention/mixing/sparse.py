@@ -14,7 +14,7 @@ _TRANSIENT = 2**22  # numbers that one piece of the plain form may hold at once
 
 
 class Pattern(NamedTuple):
-    """Pattern of a sparse matrix: mesh points of each token, or keys of each query."""
+    """Entries of a sparse matrix: mesh points of each token, or keys of each query."""
 
     begin: Tensor  # (rows + 1,) int32, start of each row in `places`
     places: Tensor  # (n,) int32, columns; a row may contain a column several times
@@ -101,7 +101,7 @@ def _full_precision(x: Tensor) -> torch.autocast:
     return torch.autocast(x.device.type, enabled=False)
 
 
-# The derivatives of each product are the other two, which allows derivatives of any order.
+# The derivatives of each of these products are the other two; any order is therefore possible.
 
 
 class _Product(Function):

@@ -53,7 +53,7 @@ class Sums(NamedTuple):
 
 
 def _stabilize(query: Features, key: Features) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns scaled phi_q and phi_k of a whole sequence, and the logarithm of the missing factor.
+    """Returns scaled phi_q and phi_k of a whole sequence, and the logarithm of the removed factor.
 
     For each feature, the maximum over the valid keys of the same sequence is moved to the queries.
     Each query then subtracts its maximum over features. Both shifts cancel in the ratio of sums and
@@ -68,7 +68,7 @@ def _stabilize(query: Features, key: Features) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _stable_query(query: Features, key_max: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Returns phi_q times the keys' maxima, divided by its largest scale, and log of this scale."""
+    """Returns phi_q times the keys' maxima, divided by the largest scale, and its logarithm."""
     log_q = query.log_scale
     if key_max is not None:
         log_q = key_max.expand(*key_max.shape[:2], query.tokens, -1) + (
@@ -83,7 +83,7 @@ def _stable_query(query: Features, key_max: Tensor | None) -> tuple[Tensor, Tens
 
 
 def _per_token(features: Features) -> tuple[Tensor, Tensor | None]:
-    """Returns features divided by the token's largest scale, and its logarithm (-inf if masked)."""
+    """Returns features over the token's largest scale, and its logarithm (-inf if masked)."""
     if features.log_scale is None:
         return features.materialize(), None
     top = features.log_scale.detach().amax(dim=-1, keepdim=True)
@@ -96,6 +96,6 @@ def _causal_mask(queries: int, keys: int, device: torch.device | None = None) ->
 
 
 def drop_keys(key: Tensor, mask: Tensor | None, rate: float) -> Tensor:
-    """Draws a mask (batch, heads, keys) without 1 / (1 - rate), which cancels in ratios of sums."""
+    """Draws a mask (batch, heads, keys) without 1 / (1 - rate), a factor that cancels in ratios."""
     kept = torch.rand(key.shape[:-1], device=key.device) >= rate
     return kept if mask is None else kept & mask

@@ -39,7 +39,7 @@ def toeplitz(
     keys in causal attention; rows with much smaller terms lose precision.
 
     "blocks" takes O(N^2 (m + dv)) time and O(N x block) memory. Each row is scaled separately and
-    is therefore accurate; later keys have no effect at all.
+    is therefore accurate. In causal attention, later keys then have no effect at all.
 
     Args:
         query, key, value, causal: see `quadratic`.
@@ -217,7 +217,7 @@ def _by_blocks(
     parts = []
     for start in range(0, rows, step):
         stop = min(start + step, rows)
-        # At least one key: queries before all keys have only offsets with kernel 0.
+        # Uses at least one key; for queries before all keys, the kernel is 0.
         seen = min(keys, max(1, stop * width + keys - queries)) if causal else keys
         window = kernel[:, rows - stop : rows - 1 - start - (-seen // width)]
         parts.append(
@@ -236,9 +236,10 @@ def _by_blocks(
 
 
 def _faster(layout: _Layout, m: int, dv: int) -> str:
-    # Fitted to forward plus backward, float32, one CPU thread, one head, m = 16, 64, 128, dv = 16
-    # and 64, N = 512..8192: "fft" 1.6 ns m (dv + 1) L log2 L for transforms of length L; "blocks"
-    # 13 ns N^2 (1 + (m + dv) / 120). Equal at N = 1900, 7200 and 12000 for dv = 64.
+    # Fitted to times of forward plus backward in float32 (one CPU thread, one head, m = 16, 64,
+    # 128, dv = 16, 64, N = 512..8192): "fft" takes 1.6 ns m (dv + 1) L log2 L for transforms of
+    # length L, and "blocks" takes 13 ns N^2 (1 + (m + dv) / 120). For dv = 64 and the three m, the
+    # times are equal at N = 1900, 7200 and 12000.
     lengths = math.prod(layout.lengths)
     by_fft = m * (dv + 1) * lengths * math.log2(max(lengths, 2))
     pairs = math.prod(layout.query) * math.prod(layout.key)
@@ -250,7 +251,7 @@ def _dense(kernel: Tensor, key: tuple[int, ...]) -> Tensor:
     """Returns the matrix of a kernel: (heads, n + k - 1 per axis) -> (heads, queries, keys)."""
     axes = tuple(range(1, kernel.ndim))
     for axis in axes:
-        kernel = kernel.unfold(axis, key[axis - 1], 1)  # its gradient needs no scattered sums
+        kernel = kernel.unfold(axis, key[axis - 1], 1)  # the gradient needs no scattered sums
     return kernel.flip(axes).flatten(kernel.ndim - len(axes)).flatten(1, len(axes))
 
 

@@ -1,9 +1,10 @@
 """Triton kernels of `ragged`; imported on first use.
 
 F = sum_n sum_s sum_ab phi_na w_nb [cos(theta_ns) C_sab + sin(theta_ns) S_sab] with theta_ns = 2 pi
-xi_s . r_n is linear in phi, w and the state (C, S) of a graph. `state_kernel` computes its gradient
-with respect to the state, and `token_kernel` its gradients with respect to w, phi and theta. These
-gradients yield the outputs of attention and their derivatives. Sums have a fixed order.
+xi_s . r_n is linear in phi, w and the state (C, S) of a graph. `state_kernel` computes the gradient
+of F with respect to the state, and `token_kernel` computes the gradients with respect to w, phi and
+theta. These gradients yield the outputs of attention and their derivatives. Sums have a fixed
+order.
 
 Shapes: phi (heads, tokens, m); w (heads, tokens, n), followed by a column of ones with ONES; r
 (tokens, l); xi (graphs, heads, r, l), of which `counts` (graphs,) are used; a state (graphs, heads,
@@ -39,7 +40,7 @@ def state_kernel(
     m, n, axes, nodes, ONES: tl.constexpr,
     BLOCK: tl.constexpr, M: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
-    """Computes the part of the state of one piece, head, node and range of M features."""
+    """Computes the contribution of one piece to the state of a head, a node and M features."""
     piece, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     parts = tl.cdiv(m, M)
     node, part = tl.program_id(2) // parts, tl.program_id(2) % parts
@@ -80,7 +81,7 @@ def token_kernel(
     m, n, axes, nodes, ONES: tl.constexpr, TURNS: tl.constexpr,
     BLOCK: tl.constexpr, M: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
-    """Computes gradients of one piece and head for w, phi, r and xi, where outputs are not None.
+    """Computes gradients of one piece and head with respect to w, phi, r, xi; skips None outputs.
 
     Shapes: to_w (heads, tokens, width), to_phi (heads, tokens, m), to_where (heads, tokens, l) and
     to_xi (pieces, heads, parts, r, l).

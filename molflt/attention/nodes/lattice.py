@@ -11,7 +11,7 @@ from molflt.attention.checks import positive
 from molflt.attention.numerics import at_least_float32, counts_of, finite, searched
 
 _DEGENERATE = 1e-6  # volume of the periodic vectors relative to the product of their lengths
-_SHARPNESS = 4.0  # 1/Å, of smooth extents
+_SHARPNESS = 4.0  # 1/Å, sharpness of smooth extents
 _MOST_REDUCTIONS = 64  # passes over a cell; two or three suffice for well-formed cells
 
 
@@ -62,8 +62,8 @@ def free_extent(
         graph: (n,), index of the graph of each atom.
         cell, pbc: see `reciprocal_nodes`.
         smooth: replace the largest and smallest coordinates, whose slopes jump where another atom
-            becomes the outermost, by logarithms of mean exponentials. These are analytic, do not
-            change in supercells, and lie up to log(n) / 4 Å further inside on each side.
+            becomes the outermost, by logarithms of mean exponentials. The logarithms are analytic,
+            do not change in supercells, and lie at most log(n) / 4 Å further inside on each side.
     """
     rows, periodic = _sorted_rows(cell, pbc)
     along = (positions[:, None] * rows[graph].to(positions.dtype)).sum(dim=-1)  # [n, 3]
@@ -83,13 +83,13 @@ def free_extent(
 
 
 def _largest(x: Tensor, graph: Tensor, graphs: int) -> Tensor:
-    """Returns the maximum over each graph's atoms: (n, 3) -> (graphs, 3); -inf without atoms."""
+    """Returns the maximum over each graph's atoms: (n, 3) -> (graphs, 3); -inf for empty graphs."""
     start = x.new_full((graphs, x.shape[1]), -math.inf)
     return start.scatter_reduce(0, graph[:, None].expand_as(x), x, "amax")
 
 
 def _sorted_rows(cell: Tensor, pbc: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns periodic lattice vectors followed by unit normals, (b, 3, 3), and a mask (b, 3)."""
+    """Returns rows (b, 3, 3), lattice vectors and then unit normals; mask (b, 3) of the former."""
     if cell.ndim != 3 or cell.shape[1:] != (3, 3) or not cell.is_floating_point():
         raise ValueError(
             f"cell must be floats (graphs, 3, 3); got {tuple(cell.shape)}, {cell.dtype}"
@@ -114,20 +114,20 @@ def _sorted_rows(cell: Tensor, pbc: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _reduced(cell: Tensor, pbc: Tensor) -> Tensor:
-    """Finds short vectors of the same lattice by Gauss's reduction; 0 for nonperiodic axes.
+    """Returns short vectors of the same lattice by Gauss's reduction, 0 for nonperiodic axes.
 
     In skewed cells, reciprocal vectors would otherwise be small differences of large products.
     """
     rows = cell.masked_fill(~pbc[..., None], 0.0)
     combination, dependent = _reduction(rows.detach().double())
-    # Products and sums leave a cell that is already short unchanged to the last bit.
+    # Elementwise products and sums leave a reduced cell bitwise unchanged.
     found = (combination.to(rows.dtype)[..., None] * rows[:, None]).sum(dim=2)
     return found.masked_fill(dependent[..., None], 0.0)
 
 
 @searched(lambda cell: (torch.empty_like(cell), cell.new_empty(cell.shape[:2], dtype=torch.bool)))
 def _reduction(cell: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns combinations (b, 3, 3) that shorten lattice vectors; mask of zero vectors (b, 3)."""
+    """Returns combinations (b, 3, 3) that shorten vectors, and a mask of zero vectors (b, 3)."""
     combination = torch.eye(3, dtype=torch.float64, device=cell.device)
     combination = combination.repeat(len(cell), 1, 1)
     short = cell.clone()

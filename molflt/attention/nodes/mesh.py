@@ -3,10 +3,11 @@
 The kernel of a crystal, (1 / V) sum_G g(G) exp(2 pi i G . (r_i - r_j)), needs as many waves per
 token as there are nodes G, whose number grows with the cell. Instead, B-splines spread tokens over
 the points of a mesh, which is convolved with the kernel, and the same splines interpolate the
-result at the tokens: smooth particle mesh Ewald sums (Essmann et al., J. Chem. Phys. 103, 8577
-(1995)). Only low frequencies are needed, and products with three small matrices of waves replace
-fast Fourier transforms. The interpolation error bounds the changes caused by shifts relative to the
-mesh, by other cells of the same crystal and by supercells; with `reciprocal_nodes` these are 0.
+result at the tokens. This is the method of smooth particle mesh Ewald sums (Essmann et al., J.
+Chem. Phys. 103, 8577 (1995)). Only low frequencies are needed, and products with three small
+matrices of waves replace fast Fourier transforms. The interpolation error bounds the changes caused
+by shifts relative to the mesh, by other cells of the same crystal and by supercells; with
+`reciprocal_nodes` these changes are 0.
 """
 
 import math
@@ -25,8 +26,8 @@ OVERSAMPLING = {4: 1.25, 5: 1.25, 6: 2.0, 8: 2.0}
 Relative errors of kernelized attention with the positive taper are at most 3e-3, 6e-4, 6e-6, 2e-7;
 those of its gradients with respect to positions are up to ten times as large."""
 
-# Largest number of mesh points of a graph: 10^6 atoms take a fifth of it and about 5 GB. A larger
-# number is considered a mistake in the cell or its frequencies.
+# Largest number of mesh points of a graph; 10^6 atoms need a fifth of it and about 5 GB. A larger
+# number is considered a mistake in the cell or in the frequencies.
 _MOST_POINTS = 2**24
 
 
@@ -106,7 +107,7 @@ class Mesh(NamedTuple):
         return flat, (product[:, :, None] * c[:, None, :]).flatten(1)
 
     def convolve(self, grid: Tensor, coefficients: Tensor) -> Tensor:
-        """Convolves a mesh (points, channels) with a kernel: coefficients g(xi) `weights`, (r,)."""
+        """Convolves a mesh (points, channels); `coefficients` (r,) are g(xi) times `weights`."""
         first, second, third = (wave.to(grid.dtype) for wave in self.waves)
         (n, _, last), (a, b, c) = self.sides, self.inside.shape
         # Products of real matrices; each leaves the axes in the order that the next one needs.

@@ -138,8 +138,8 @@ class DensityNodes(Nodes):
             number of heads and the dimension of the nodes.
         num_nodes: number of nodes r.
         shared: True if the kernel is the sampled spectrum; it is then stored by reference and not
-            registered, to avoid saving its parameters twice. False for a proposal density of
-            another spectrum, whose length is a parameter of the nodes.
+            registered, to avoid saving its parameters twice. False if the kernel is a proposal
+            density for another spectrum; its length is then a parameter of the nodes.
     """
 
     paper: ClassVar[str] = "2302.01925, eq. 7"

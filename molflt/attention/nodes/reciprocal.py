@@ -1,4 +1,4 @@
-"""Nodes of periodic masks on the reciprocal lattice of each graph, from crystals to molecules.
+"""Nodes of periodic masks on the reciprocal lattice of each crystal, slab or molecule.
 
 Poisson's summation formula, with positions in Å and frequencies in cycles/Å,
 
@@ -23,7 +23,7 @@ from molflt.attention.nodes.lattice import Lattice
 from molflt.attention.numerics import counts_of, distances, fade, gauss_rule, searched, sinc
 from molflt.attention.spectra import Spectrum
 
-# Largest number of nodes of a batch; more are considered a mistake in a cell or its frequencies.
+# Largest number of nodes of a batch; a larger one suggests a wrong cell or frequency.
 _MOST_CANDIDATES = 2**20
 
 

@@ -31,8 +31,8 @@ class _Directions(NamedTuple):
 def _directions(dim: int, degree: int) -> _Directions:
     """Returns half of an antipodal sphere quadrature, exact for even polynomials up to a degree.
 
-    It has equal angles for l = 2. For l = 3, it is the smallest of Lebedev's rules with positive
-    weights and this degree. Degree 1 is a single pair.
+    The quadrature has equal angles for l = 2. For l = 3, it is the smallest of Lebedev's rules that
+    have positive weights and at least this degree. Degree 1 is a single pair.
     """
     if dim == 1 or degree <= 1:
         return _Directions(torch.eye(dim, **_DOUBLE)[-1:], torch.ones(1, **_DOUBLE))
@@ -72,9 +72,9 @@ class ShellNodes(Nodes):
         dim: dimension l, 1 to 3.
         radial: "trapezoid", radii j k / n with k = max_frequency; "midpoint", radii (j - 1/2) k /
             n; "gauss", Gauss-Legendre on [0, k]. "trapezoid" and "midpoint" are refused in two
-            dimensions. If g vanishes beyond k, their only error is an image of the mask at the
-            distance n / k - |z|. The default is "gauss" in two dimensions and "trapezoid"
-            otherwise.
+            dimensions. If g vanishes beyond k, the only error of these two rules is an image of the
+            mask at the distance n / k - |z|. The default is "gauss" in two dimensions and
+            "trapezoid" otherwise.
         degree_factor: see above.
         degrees: degree of each shell, innermost first; replaces the rule of `degree_factor`.
         normalized: normalize the weights of each shell to a sum of 1, for `ShellWeights`.
@@ -104,7 +104,7 @@ class ShellNodes(Nodes):
     ) -> None:
         super().__init__()
         positive(diameter=diameter, max_frequency=max_frequency, degree_factor=degree_factor)
-        if num_shells is None:  # the trapezoid rule repeats a mask at number / frequency
+        if num_shells is None:  # the trapezoid rule repeats a mask at distance number / frequency
             num_shells = math.ceil(2 * diameter * max_frequency)
         at_least_one(num_shells=num_shells)
         if degrees is not None and len(degrees) != num_shells:

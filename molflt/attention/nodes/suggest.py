@@ -104,7 +104,7 @@ def _radial_candidates(
             radius, measure = shells(max_frequency, count, 3, radial)
             waves = torch.sinc(2 * distance[:, None] * radius)
             error = measure * _density(radius, widths) @ waves.T - exact
-            if (error.square() @ share).max().sqrt() < 0.8 * tol:  # the rest is for directions
+            if (error.square() @ share).max().sqrt() < 0.8 * tol:  # leaves some error to directions
                 guess = (2 * math.pi * 0.7 * radius * ratio + 3).square().sum().item()
                 found.append((guess, max_frequency, count, radial))
     return [rule[1:] for rule in sorted(found)[:12]]

@@ -24,7 +24,7 @@ class Position(nn.Module):
     """
 
     paper: ClassVar[str] = ""  #: source of the encoding
-    cost: ClassVar[str] = ""  #: for N tokens, m features and values of width d
+    cost: ClassVar[str] = ""  #: operations for N tokens, m features and values of width d
     dim: int = 1  #: dimension l of the positions
     mixings: ClassVar[tuple[str, ...]] = MIXINGS  #: supported mixings
     causal: ClassVar[bool] = True  #: True if causal attention can use the encoding
@@ -33,7 +33,7 @@ class Position(nn.Module):
     #: spectrum are kept, because the mask is learned with them.
     redraws: ClassVar[bool] = False
     weighs: ClassVar[bool] = True  #: False if it only rotates queries and keys
-    placement: ClassVar[tuple[str, str]] = ADDED  #: quantity of plots, and how it enters attention
+    placement: ClassVar[tuple[str, str]] = ADDED  #: plotted quantity, and how it enters attention
     grid: ClassVar[bool] = False  #: True if tokens must be ordered along a regular grid
     extra_repr = options_of
 
@@ -91,7 +91,7 @@ class Position(nn.Module):
             )
 
     def check_range(self, positions: Tensor, max_tokens: int, integers: bool = False) -> None:
-        """Raises ValueError for positions outside [0, max_tokens) or, if required, not integers."""
+        """Raises ValueError unless positions are in [0, max_tokens) and, if required, integers."""
         if not positions.numel() or torch.compiler.is_compiling() or in_transform():
             return
         low, high = (float(end) for end in positions.detach().aminmax())
@@ -125,7 +125,7 @@ class Positioned(nn.Module):
     def _evaluate(
         self, mixing: str, positions: Tensor | None, key_positions: Tensor | None
     ) -> Encoding | None:
-        """Evaluates the encoding at these positions; returns None without a position."""
+        """Evaluates the encoding at these positions; returns None if there is no encoding."""
         position, name = self.position, type(self).__name__.lower()
         if position is None:
             if positions is not None or key_positions is not None:

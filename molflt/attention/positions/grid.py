@@ -24,9 +24,9 @@ class ToeplitzPosition(Position):
 
     Softmax looks up differences of positions, rounded to integers, and tokens can be in any order.
     Linear and quadratic mixing compute offsets from the order of tokens, and check that positions
-    agree with this order. Positions must count up from the position of the first token (row by row
-    on a two-dimensional grid, from the start of a row), and the first key must be at the position
-    of the first query. The checks include padding, which must have the next positions.
+    agree with this order. Positions must increase by 1 from token to token (on a two-dimensional
+    grid row by row, from the start of a row), and the first key must be at the position of the
+    first query. Padding must continue these positions and is also checked.
 
     Args:
         heads: number of heads.
@@ -180,15 +180,16 @@ class LowRankPosition(ToeplitzPosition):
     Columns of both factors are scaled to the same norm.
 
     Tokens can be in any order, and linear causal attention has a state of constant size. Feature
-    maps see single factors, which depend on the positions themselves. Softmax uses the table.
+    maps see the factors separately, and each factor depends on the positions themselves. Softmax
+    uses the table.
 
     Args:
         heads: number of heads.
         max_tokens: L; positions, including those of padding, are integers in [0, L).
         rank: number of appended columns r, at most L.
-        power_iterations: products with N N^T before the basis is taken. For Gaussian masks with a
-            width of L / 5, L = 64 and 4 to 10 columns, the squared error was 5 to 80 times the
-            smallest possible error without these products, and at most 1.4 times with one product.
+        power_iterations: number of products with N N^T before the basis is computed. For Gaussian
+            masks with a width of L / 5, L = 64 and 4 to 10 columns, the squared error was 5 to 80
+            times the smallest possible one with 0 products, and at most 1.4 times with one product.
         std: standard deviation of the initial b.
     """
 

@@ -31,8 +31,8 @@ class MultiplicativePosition(SpectralPosition):
     Args:
         spectrum: family of f.
         nodes: rule that samples the Fourier transform of f.
-        background: kernel between distant tokens. With 1, the kernel is nearly equal for all pairs
-            at the start. Use 0 for periodic crystals, where the sum of a constant over pairs would
+        background: kernel between distant tokens. With 1, the kernel is initially almost the same
+            for all pairs. Use 0 for periodic crystals, where the sum of a constant over pairs would
             grow with the cell.
     """
 
@@ -108,7 +108,7 @@ class MultiplicativePosition(SpectralPosition):
     def on_mesh(
         self, positions: Tensor, mask: Tensor, lattice: Lattice, max_frequency: float, order: int
     ) -> MeshKernel:
-        """Computes h on meshes; equals that of `reciprocal_nodes` up to the interpolation error.
+        """Computes h on meshes, equal to h of `reciprocal_nodes` up to the interpolation error.
 
         Positions (batch, tokens, 3) are in Å, the end of the spectrum is in cycles/Å, and the mask
         is True where a token exists; for the order of the splines, see `OVERSAMPLING`.

@@ -21,7 +21,7 @@ _T = TypeVar("_T")
 
 
 class GraphNodes(NamedTuple):
-    """Nodes (batch, r, l) and weights (batch, r) of each graph, such as reciprocal lattices."""
+    """Nodes (batch, r, l) of each graph, such as its reciprocal lattice, and weights (batch, r)."""
 
     xi: Tensor
     weights: Tensor
@@ -35,9 +35,9 @@ class SpectralPosition(Position):
     complex g an asymmetric one.
 
     The factors depend on the origin although their product does not. Center the positions of each
-    graph before calling `factors`, for the precision of the phases and because feature maps see
-    single factors. Causal models count from the first token instead, because a center would reveal
-    the length of the sequence.
+    graph before calling `factors`: phases are then precise, and feature maps, which see the factors
+    separately, do not depend on the origin. Causal models count positions from the first token
+    instead, because a center would reveal the length of the sequence.
 
     Args:
         spectrum: family of g, with `spectrum(xi)` and `mask(delta)`.
@@ -47,7 +47,7 @@ class SpectralPosition(Position):
     # Factors are not balanced below this value. Where the spectrum crosses zero, the gradient then
     # stays finite and, unlike that of two square roots, does not vanish.
     floor = 1e-4
-    taper: ClassVar[Literal["step", "positive"]] = "step"  # of reciprocal nodes
+    taper: ClassVar[Literal["step", "positive"]] = "step"  # taper of reciprocal nodes
     on_lattice = False  # True: nodes come with each batch, even for softmax
     paper: ClassVar[str] = "2302.01925, eqs. 3-5"
     cost: ClassVar[str] = "N m (d + 2r)"
@@ -158,7 +158,7 @@ class SpectralPosition(Position):
             right = product[..., None, :] / left
             left = left * (square > 0)
             cos, sin = _waves(positions, xi)
-            same = key_positions is positions  # the usual case, without images; computed once
+            same = key_positions is positions  # usual, unless there are images
             key_cos, key_sin = (cos, sin) if same else _waves(key_positions, xi)
             if right.is_complex():
                 # Re[(a + ib) exp(i(x - y))], with the phase of a + ib assigned to the key
@@ -207,7 +207,7 @@ class SpectralPosition(Position):
 
 
 def _waves(positions: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns cos and sin of 2 pi xi_s . r_i, (batch, heads or 1, n, r) each; xi of `_sampled`."""
+    """Returns cos and sin of 2 pi xi_s . r_i, (batch, heads or 1, n, r); xi as in `_sampled`."""
     positions = _real(positions)[:, None]
     phase = 2 * math.pi * positions @ nodes.to(positions.dtype).transpose(-1, -2)
     return phase.cos(), phase.sin()
@@ -232,7 +232,7 @@ def _made(part: type[_T], options: dict[str, object], prefix: str = "", **fixed:
 
 
 class FrequencyProjection(nn.Module):
-    """Random projection of Fourier factors whose rows are functions of the frequency.
+    """Random projection of Fourier factors; its rows are functions of the frequency.
 
     The number of nodes of a reciprocal lattice differs between graphs, their order depends on the
     choice of the cell, and each node represents xi and -xi. The normal variables that multiply the
@@ -243,11 +243,11 @@ class FrequencyProjection(nn.Module):
 
     Over the draws of u, v, w (normal) and b (uniform), every eta is exactly normal. Those of
     different nodes are independent to the extent that 2 pi |u . (xi - xi')| is large, as in cells
-    up to about `LENGTH`. `num_features` is that of the feature map.
+    no larger than about `LENGTH`. `num_features` is that of the feature map.
     """
 
     LENGTH = 100.0  # Å, standard deviation of u
-    BEND = 30.0  # Å, the same of v and w; breaks linear relations among lattice vectors
+    BEND = 30.0  # Å, standard deviation of v and w; breaks linear relations among lattice vectors
 
     vectors: Tensor  # (3, heads, m, l): u, v, w
     turns: Tensor  # (heads, m): b
@@ -267,12 +267,12 @@ class FrequencyProjection(nn.Module):
         self.turns.copy_(rand64(self.turns.shape, generator=generator))
 
     def rows(self, nodes: Tensor) -> Tensor:
-        """Returns the constant rows of columns: nodes (batch, r, l) -> (batch, heads, 2r, m)."""
+        """Returns the rows, without gradients: nodes (batch, r, l) -> (batch, heads, 2r, m)."""
         xi = nodes.detach().double()[:, None]  # [b, 1, r, l]
         u, v, w = (xi @ vector.double().mT for vector in self.vectors)  # [b, h, r, m]
         even = v * w + self.turns.double()[:, None]
         ahead, behind = (_normal(even + u), _normal(even - u))
-        # At xi = 0 both are the same variable.
+        # At xi = 0, eta(xi) and eta(-xi) are the same variable.
         origin = (xi == 0).all(dim=-1, keepdim=True)
         scale = torch.where(origin, 0.5, 0.5**0.5)
         return torch.cat(((ahead + behind) * scale, (ahead - behind) * scale), dim=2)

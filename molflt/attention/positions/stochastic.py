@@ -98,7 +98,7 @@ class _StochasticPosition(Position):
             buffer.copy_(randn64(buffer.shape, generator=generator))
 
     def _code(self, positions: Tensor, query: bool) -> _Code:
-        """Returns the product with Qbar or Kbar at positions (b, n), without factor 1 / sqrt(R)."""
+        """Returns the product with Qbar or Kbar at positions (b, n), without 1 / sqrt(R)."""
         raise NotImplementedError(f"{type(self).__name__} must override _code(positions, query)")
 
     def _position_kernel(self, lags: Tensor) -> Tensor:
@@ -133,8 +133,8 @@ class SineSPE(_StochasticPosition):
     Args:
         heads, head_dim, num_realizations, gated: see `_StochasticPosition`.
         num_sines: number of waves K per coordinate.
-        max_frequency: largest f, in cycles per unit of length. Integer positions can distinguish
-            frequencies up to 0.5.
+        max_frequency: largest f, in cycles per unit of length. Integer positions cannot distinguish
+            frequencies above 0.5 from lower ones.
     """
 
     cost = "N d (K + m) R"
@@ -168,8 +168,8 @@ class SineSPE(_StochasticPosition):
         scaled = self.noise.to(x.dtype) * torch.cat((gain, gain), dim=-1)[..., None]
         pulse = 2 * math.pi * self.max_frequency * self.frequency.sigmoid()
         out = x.new_zeros(())
-        # Compute one wave at a time and recompute it in the backward pass: memory (b, h, n, d), not
-        # times K.
+        # Compute one wave at a time and recompute it in the backward pass; this takes (b, h, n, d)
+        # numbers instead of K times as many.
         for k in range(self.num_sines):
             offset = self.offset[:, None, :, k] if query else None
             cos_noise, sin_noise = scaled[:, :, k], scaled[:, :, self.num_sines + k]
@@ -188,9 +188,9 @@ class ConvSPE(_StochasticPosition):
 
     This is "convSPE" of arXiv:2105.08399. White noise z_d on the grid of positions is filtered by
     one filter for queries and one for keys, Qbar_d(i) = sum_p phi^Q_d(p) z_d(i + p). Filters start
-    uniform on [0, 2 / sqrt(P)]. The noise takes h d (max_tokens + P) R numbers in the state, and P
-    times as many operations per forward pass. Pass positions that all sequences of a batch share in
-    the shape (1, n, 1), which saves much time in compiled code.
+    uniform on [0, 2 / sqrt(P)]. The noise takes h d (max_tokens + P) R numbers in the state, and
+    filtering takes P times as many operations per forward pass. If all sequences of a batch have
+    the same positions, pass them in the shape (1, n, 1), which saves much time in compiled code.
 
     Args:
         heads, head_dim, num_realizations, gated: see `_StochasticPosition`.

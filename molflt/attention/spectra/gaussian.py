@@ -18,16 +18,18 @@ class GaussianBasis(Spectrum):
     g_h(xi) = sum_t a_ht (2 pi sigma_t^2)^(l/2) exp(-2 pi^2 sigma_t^2 |xi|^2)
 
     This is FLT's basis for molecules (arXiv:2302.01925, OC20 experiment) with the weights w_t = a_t
-    (2 pi sigma_t^2)^(l/2); amplitudes of all widths share one scale.
+    (2 pi sigma_t^2)^(l/2). Initial amplitudes do not depend on the width.
 
     Args:
         heads: number of heads; every head has its own mask.
         num_gaussians: number of Gaussians T.
         dim: dimension l of positions.
         width_range: smallest and largest initial width sigma_t, spaced evenly in the logarithm.
-        amplitude: standard deviation of the initial amplitudes a_ht, or their size with `positive`.
-        positive: a_ht = exp(.): f is positive everywhere and decays. Such a kernel can multiply
-            (`MultiplicativePosition`) and be summed over the images of a crystal.
+        amplitude: standard deviation of the initial amplitudes a_ht, or their typical size if
+            `positive`.
+        positive: make all a_ht positive by learning their logarithms. Then f is positive
+            everywhere, can be a multiplicative kernel (`MultiplicativePosition`), and can be summed
+            over the images of a crystal.
     """
 
     paper: ClassVar[str] = "2302.01925, app. B.3"

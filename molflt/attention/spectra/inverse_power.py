@@ -10,7 +10,7 @@ from molflt.attention.numerics import distances
 from molflt.attention.spectra.base import Spectrum
 
 POWERS = (1, 2, 4, 6)
-_SERIES = 18  # terms: for x < 1 the next one is below 1e-17
+_SERIES = 18  # number of terms; for x < 1, the next term is below 1e-17
 
 
 class InversePower(Spectrum):
@@ -42,9 +42,9 @@ class InversePower(Spectrum):
         self.sharpness = sharpness
 
     def spectrum(self, xi: Tensor) -> Tensor:
-        """Returns g, (1, nodes, 3) -> (1, nodes), length^(3 - p); for p < 3 the finite part at 0.
+        """Returns g, (1, nodes, 3) -> (1, nodes), length^(3 - p); g(0) is the finite part if p < 3.
 
-        That part corresponds to a uniform background that makes the mean of 1 / r^p vanish.
+        The finite part corresponds to a uniform background that makes the mean of 1 / r^p vanish.
         """
         s = math.pi / self.sharpness * distances(xi)  # k / 2a
         zero = s == 0
@@ -68,7 +68,7 @@ class InversePower(Spectrum):
         low = x < 1
         small, large = torch.where(low, x, 0.5), torch.where(low, 1.0, x)
         series = torch.zeros_like(x)
-        for n in reversed(range(_SERIES)):  # Horner, gamma(s, x) / x^s = sum (-x)^n / n! (s + n)
+        for n in reversed(range(_SERIES)):  # Horner: gamma(s, x) / x^s = sum (-x)^n / n! (s + n)
             series = series * -small + 1 / (math.factorial(n) * (half + n))
         closed = large**-half * (1 - self._share(large))
         found = torch.where(low, series / math.gamma(half), closed)

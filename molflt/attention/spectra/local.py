@@ -103,8 +103,8 @@ class SmoothLocal(Spectrum):
 class Local(SmoothLocal):
     """Masks that are constant inside boxes and vanish outside: the paper's local RPE.
 
-    The case of order 1 of `SmoothLocal`, with B(z_j / 2 v_t) = 1[|z_j| <= v_t] and S_t(xi) = sin(2
-    pi v_t xi) / (pi xi): FLT (arXiv:2302.01925), eqs. 8-11 and 20-21. The arguments are those of
+    This is `SmoothLocal` of order 1, with B(z_j / 2 v_t) = 1[|z_j| <= v_t] and S_t(xi) = sin(2 pi
+    v_t xi) / (pi xi): FLT (arXiv:2302.01925), eqs. 8-11 and 20-21. The arguments are those of
     `SmoothLocal`.
 
     The family has two mathematical limitations. First, the exact mask is not differentiable with
