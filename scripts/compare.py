@@ -6,7 +6,7 @@
     python scripts/compare.py ... -- --trainer.max_steps 600      # options for every training run
     python scripts/compare.py ... -- --init runs/gaps/{variant}/seed{seed}
 
-A variant is a configuration file, followed by changes that are separated by commas. The options for
+A variant is a configuration file and optional changes, all separated by commas. The options for
 every training run may contain {variant} and {seed}. Every run is evaluated. Writes the mean and the
 standard deviation over seeds to comparison.md and comparison.png, and the results of all runs to
 comparison.csv. After an interruption, the same command continues.
@@ -62,7 +62,7 @@ def values(rows: Rows, measure: str, **labels: object) -> list[float]:
 
 
 def table(rows: Rows, measure: str, out: Path) -> str:
-    """Returns the metric of each split, with EwT on val_id and baselines."""
+    """Returns the metric of each split, EwT on val_id, and the baselines."""
     splits, energies = names(rows, "split"), measure == "mae_eV"
     label, digits = MEASURES[measure]
     head = ["variant", "parameters", "seeds", *(f"{split} {label}" for split in splits)]

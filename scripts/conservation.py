@@ -2,8 +2,8 @@
 
     python scripts/conservation.py runs/potential ethanol.xyz --ps 20 --out runs/conservation
 
-The integrator is velocity Verlet. Initial velocities are drawn for --temperature, without total
-momentum. The drift is the slope of the total energy multiplied by the length of the run. It is
+The integrator is velocity Verlet. Initial velocities are drawn for --temperature, and the total
+momentum is 0. The drift is the slope of the total energy multiplied by the length of the run. It is
 large if the energy is discontinuous or the forces are wrong, and otherwise decreases with the time
 step. Writes conservation.csv and conservation.png.
 """
@@ -27,7 +27,7 @@ from molflt.plots.figure import picture
 
 
 def simulate(options: argparse.Namespace) -> Rows:
-    """Returns times in fs, energies in meV/atom and temperatures in K, every `every` steps."""
+    """Returns time in fs, energy in meV/atom and temperature in K at every `every`-th step."""
     steps = round(options.ps * 1e3 / options.timestep) if options.timestep > 0 else 0
     if not 0 < options.every <= steps:
         raise ValueError(

@@ -6,10 +6,10 @@
 
 As in section 4.5 and figure 2 of NPRF (arXiv:2106.12566), softmax is replaced by positive random
 features. The paper compares translation models that were trained with and without normalized
-queries and keys, and with and without a relative encoding. The table lists the trained model, and
-the mean and standard deviation over draws of the features. --polynomial adds polynomial features,
-which are not random. Translation models are evaluated by BLEU, language models by perplexity per
-token.
+queries and keys, and with and without a relative encoding. The table lists the metric of the
+trained model, and the mean and standard deviation of the metric over draws of the features.
+--polynomial adds polynomial features, which are not random. Translation models are evaluated by
+BLEU, language models by perplexity per token.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from molflt.sequence import EncoderDecoder, LanguageModel
 from molflt.training.checkpoint import load_run
 
 BEAM, PENALTY = 5, 1.0
-DEGREES = 2, 3  # of polynomials
+DEGREES = 2, 3
 
 
 def converted(model: nn.Module, options: dict[str, Any], draw: int, **own: object) -> nn.Module:

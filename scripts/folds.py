@@ -1,14 +1,14 @@
-"""Train a configuration on every pair of folds, and report errors of single runs and ensembles.
+"""Train a configuration for every pair of folds, and report errors of single runs and ensembles.
 
     python scripts/game_net.py datasets/game-net/FG_dataset_lite.tar.xz datasets/game-net/folds \\
         --folds published_predictions.npz
     python scripts/folds.py --config configs/game-net.yaml --data datasets/game-net/folds \\
         --out runs/folds --jobs 2 --published published_predictions.npz
 
-There is one training run for each folder testI-valJ of the data. It selects the weights on val_id
-and is evaluated on test_id. All runs with the same test fold form an ensemble, which predicts the
-mean of their energies. Writes folds.md, folds.csv (a line per system) and folds.png. After an
-interruption, the same command continues.
+There is one training run for each folder testI-valJ of the data. Weights are selected on val_id and
+evaluated on test_id. All runs with the same test fold form an ensemble, which predicts the mean of
+their energies. Writes folds.md, folds.csv (a line per system) and folds.png. After an interruption,
+the same command continues.
 """
 
 import sys
@@ -28,7 +28,7 @@ TEST, VALIDATION = "test_id", "val_id"
 
 
 def collect(out: Path, folders: list[Path]) -> Rows:
-    """Returns a row for each finished run and each system in its test fold."""
+    """Returns a row for each finished run and system of its test fold."""
     rows: Rows = []
     for folder in folders:
         run = out / folder.name
@@ -39,7 +39,7 @@ def collect(out: Path, folders: list[Path]) -> Rows:
 
 
 def errors_of(rows: Rows, published: Published | None) -> Rows:
-    """Returns errors by system in eV, for molflt and published models, single and averaged."""
+    """Returns errors by system, eV, of molflt and published models: single runs and ensembles."""
     members: dict[str, Rows] = defaultdict(list)
     for row in rows:
         members[row["name"]].append(row)

@@ -10,7 +10,7 @@ minus the energies of the relaxed clean surface and the relaxed molecule. Tags a
 metal, 1 for free metal and 2 for adsorbates. The sid of a system is its index in the sorted list of
 names, which is in systems.csv.
 
-By default, the metals Cu, Ir and Pd and every fifth molecule of a family are not in train. Their
+By default, train excludes the metals Cu, Ir and Pd and every fifth molecule of each family. Their
 systems are in val_ood_ads (new molecule), val_ood_cat (new metal) and val_ood_both. val_id is drawn
 from the other systems.
 """
@@ -46,8 +46,8 @@ RELAXED, INITIAL, FAMILIES = "energies.dat", "energies_i.dat", "groups.dat"
 START, END = ".poscar", ".contcar"
 NAME = re.compile(r"([a-z]{2})-(\w{1,16})-([a-z]{1,4})", re.ASCII)  # metal, molecule, placement
 METALS = ("Cu", "Ir", "Pd")  # held out by default
-EVERY, FIRST = 5, 2  # the third, eighth, ... of the sorted molecules of a family
-VAL, SHARE = 250, 5  # val_id has 250 systems, or a fifth of the systems if that is less
+EVERY, FIRST = 5, 2  # the third, eighth, ... molecule of each sorted family
+VAL, SHARE = 250, 5  # val_id has 250 systems, but at most a fifth
 
 Split = dict[str, list[System]]
 Tables = Mapping[str, dict[str, str]]
@@ -150,8 +150,8 @@ def _structure(system: System, files: Mapping[str, str], ending: str) -> Atoms:
 def held_out(systems: Sequence[System], groups: Sequence[str] = ()) -> Split:
     """Returns train and four validation splits like those of OC20.
 
-    `groups` are the metals and families that are not in train. By default these are three metals
-    and every fifth molecule of each family.
+    `groups` are the metals and families that train excludes; the default is three metals and every
+    fifth molecule of each family.
     """
     metals, families = ({s.metal for s in systems}, {s.family for s in systems})
     unknown = sorted(set(groups) - metals - families)
@@ -181,10 +181,10 @@ def held_out(systems: Sequence[System], groups: Sequence[str] = ()) -> Split:
 
 
 def pairs_of_folds(path: Path, systems: Sequence[System]) -> dict[str, Split]:
-    """Returns the splits for each pair of folds, of which one is for testing, one for validation.
+    """Returns the splits for each pair of folds: one for testing and one for validation.
 
-    As in the authors' protocol, the other folds are for training. The file is a JSON file with the
-    fold of each name, or an npz file with the arrays name and fold.
+    As in the authors' protocol, the remaining folds are for training. The file is a JSON file with
+    the fold of each name, or an npz file with the arrays name and fold.
     """
     if path.suffix == ".npz":
         arrays = read_arrays(path, ("name", "fold"))

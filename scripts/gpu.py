@@ -1,14 +1,14 @@
-"""Check numbers and exact resume on a GPU.
+"""Check numerical results and exact resume on a GPU.
 
     make gpu                                       # writes to runs/gpu
     python scripts/gpu.py --device cpu --tiny      # only some of the layers
 
 The first check computes outputs and gradients of attention and of models in float64, float32 and
-bfloat16. It reports the largest difference from float64 on the CPU, divided by the largest value.
+bfloat16. The largest difference from float64 on the CPU is divided by the largest value.
 The second check compares the weights of a training run that was interrupted and resumed with those
-of an uninterrupted run. The script also measures the times and the peak memory of a layer with
-mixing "triton" and with "auto". Triton kernels run on a GPU and, with TRITON_INTERPRET=1, slowly on
-the CPU. Writes gpu.json and gpu.md. The exit status is 1 if a difference exceeds its bound.
+of an uninterrupted run. The script also measures time and peak memory of a layer with mixing
+"triton" and "auto". Triton kernels run on a GPU and, with TRITON_INTERPRET=1, slowly on the CPU.
+Writes gpu.json and gpu.md. The exit status is 1 if a difference exceeds its bound.
 """
 
 import copy
@@ -54,7 +54,7 @@ LAYERS: dict[str, dict[str, Any]] = {
     "triton": {**KERNEL, "mixing": "triton", "periodic": "none"},
     "triton, reciprocal": {**KERNEL, "mixing": "triton", "periodic": "reciprocal"},
 }
-# graphs, and atoms of each, with 8 heads of width 16, 64 features and 16 nodes
+# (graphs, atoms per graph), with 8 heads of width 16, 64 features and 16 nodes
 SIZES = ((64, 80), (16, 2_000), (1, 32_000), (1, 1_000_000))
 ROUNDS = 5
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -79,7 +79,7 @@ def outputs(model: nn.Module, batch: Batch, x: Tensor | None) -> list[Tensor]:
 
 
 def difference(found: list[Tensor], expected: list[Tensor]) -> float:
-    """Returns the largest relative difference, ignoring tensors of rounding errors."""
+    """Returns the largest relative difference; tensors of rounding errors are ignored."""
     least = 1e-8 * max(float(each.abs().max()) for each in expected if each.numel())
     pairs = zip(found, expected, strict=True)
     pairs = [(a, b) for a, b in pairs if b.numel() and b.abs().max() > least]

@@ -1,11 +1,11 @@
-"""Hold out each family of molecules and each metal of GAME-Net from training, in groups.
+"""Hold out groups of molecule families and metals of GAME-Net from training.
 
     python scripts/held_out.py datasets/game-net/FG_dataset_lite.tar.xz \\
         --data datasets/game-net/held-out --config configs/game-net.yaml --out runs/held-out \\
         --seeds 0 1 2 --jobs 2
 
 Families and metals are assigned to groups in alphabetical order. Each training run leaves out the
-families and metals of one group. Every system is therefore tested once with a new family and once
+families and metals of one group. Every system is thus tested once as part of a new family, and once
 with a new metal. Kernel ridge regression and the median are fitted to the same training systems.
 Writes held_out.md and held_out.csv (a line per system and model). After an interruption, the same
 command continues.
@@ -30,7 +30,7 @@ from molflt.metrics import EWT_THRESHOLD
 
 Energies = dict[str, dict[int, tuple[float, float]]]  # split -> sid -> (energy, label), eV
 
-NEW = {"val_ood_ads": "family", "val_ood_cat": "metal"}  # what is new in a split
+NEW = {"val_ood_ads": "family", "val_ood_cat": "metal"}  # split -> what is new in it
 
 
 def make_groups(archive: Path, data: Path, groups: int) -> list[Path]:
@@ -97,7 +97,7 @@ def table(rows: Rows) -> str:
 
 
 def write(out: Path, folders: list[Path], seeds: list[int]) -> None:
-    """Writes and prints the results of the seeds whose runs are all finished."""
+    """Writes and prints the results of all seeds with finished runs for every group."""
     whole = [
         seed
         for seed in seeds

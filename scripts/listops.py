@@ -40,7 +40,7 @@ def expressions(
     """Yields distinct random expressions and their values.
 
     With probability 3/4, and always at the greatest depth, an argument is a digit. Otherwise it is
-    a list of 2 to `arguments` arguments. Expressions outside of the limits of `make` are rejected.
+    a list of 2 to `arguments` arguments. Expressions that exceed the limits of `make` are rejected.
     """
     known: set[bytes] = set()
     misses = 0
@@ -63,7 +63,7 @@ def _grow(
     draw: random.Random, depth: int, arguments: int, max_length: int, tokens: list[str]
 ) -> int:
     """Appends the tokens of an expression and returns its value."""
-    # An expression that is too long is not used, and ends quickly.
+    # Long expressions are rejected, so they end early.
     if depth <= 1 or len(tokens) >= max_length or draw.random() >= _OPERATOR_SHARE:
         digit = draw.randrange(10)
         tokens.append(DIGITS[digit])
@@ -99,8 +99,8 @@ def make(
         test: number of expressions for testing.
         depth: greatest nesting depth of lists.
         arguments: largest number of arguments of an operator.
-        min_length: expressions have more than this number of tokens.
-        max_length: expressions have fewer than this number of tokens.
+        min_length: every expression has more tokens than this number.
+        max_length: every expression has fewer tokens than this number.
         seed: seed of the random numbers.
     """
     drawn = expressions(random.Random(seed), depth, arguments, min_length, max_length)

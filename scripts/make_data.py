@@ -32,7 +32,7 @@ from molflt.data.structures.store import StructureStore, write_store
 from molflt.files import atomically, shown, write_atomically
 from molflt.lock import FolderLock
 
-# Increase this number with each change of the systems, because runs must not mix versions.
+# Increase this number when the systems change, because runs must not mix versions.
 _GENERATOR_VERSION = 5
 _COLUMNS = ("sid", "split", "adsorbate", "catalyst", "facet", "site")
 _SIZES = ("train", "val", "large")
@@ -66,8 +66,8 @@ def make(
     are linear combinations of the energies of gas-phase H2, H2O, CO and N2. The validation splits
     are those of OC20: val_id, val_ood_ads (adsorbates that are not in train), val_ood_cat
     (catalysts that are not in train) and val_ood_both. The same seed gives the same systems for any
-    number of workers. After an interruption, the same command continues. A larger train or val adds
-    systems.
+    number of workers. After an interruption, the same command continues. A larger `train` or `val`
+    adds systems.
 
     Args:
         directory: folder for train.safetensors, val_id.safetensors, ..., systems.csv, made.json.
@@ -125,7 +125,7 @@ def make(
 
 
 def _claim(directory: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """Returns made.json; raises ValueError if the folder has other settings or other data."""
+    """Returns made.json; raises ValueError if the folder contains different settings or data."""
     path = directory / "made.json"
     if not path.exists():
         if found := sorted(directory.glob("*.safetensors")):
@@ -152,7 +152,7 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def _store(directory: Path, split: str) -> StructureStore | list[Data]:
-    """Returns the systems of a split that earlier calls have written."""
+    """Returns the systems of a split that previous calls wrote."""
     path = directory / f"{split}.safetensors"
     return StructureStore(path) if path.exists() else []
 

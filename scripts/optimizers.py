@@ -5,10 +5,10 @@
     python scripts/optimizers.py ... --memories flt lstm --tasks rosenbrock --steps 500 \\
         -- --trainer.max_steps 100      # options for every training run
 
-The five tasks are Rosenbrock's function, the factorization of a matrix, a deep network and, with
---data, a fully connected and a convolutional network on images. On each task, Adam uses the best of
-10 learning rates. Writes optimizers.md, optimizers.csv (loss curves) and optimizers.png. After an
-interruption, the same command continues.
+The tasks are Rosenbrock's function, the factorization of a matrix and a deep network. With --data,
+there are also a fully connected and a convolutional network on images. On each task, Adam uses the
+best of 10 learning rates. Writes optimizers.md, optimizers.csv (loss curves) and optimizers.png.
+After an interruption, the same command continues.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def evaluation(options: argparse.Namespace) -> tuple[str, ...]:
 
 
 def of_adam(options: argparse.Namespace) -> dict[str, dict]:
-    """Returns curves, final loss and learning rate of Adam on each task; stored in adam.json."""
+    """Returns curves, final loss and learning rate of Adam on each task; adam.json stores them."""
     path = options.out / "adam.json"
     asked = {"steps": options.steps, "repeats": options.repeats, "tasks": options.tasks}
     asked["data"] = options.images
@@ -79,7 +79,7 @@ def curves_of(out: Path, ends: Rows) -> Rows:
 
 
 def table(ends: Rows, adam: dict[str, dict]) -> str:
-    """Returns geometric means of final losses, and standard deviations of their logarithms."""
+    """Returns a table of geometric means and standard deviations of logarithms of final losses."""
     lines = [[ADAM, 1, *(f"{own['end']:.4g} (lr {float(own['lr']):.2g})" for own in adam.values())]]
     for memory in names(ends, "optimizer"):
         own = pick(ends, optimizer=memory)

@@ -1,4 +1,4 @@
-"""Compare molflt with other models, with the same data, seeds and CPU time.
+"""Compare molflt with other models trained with the same data, seeds and CPU time.
 
     python scripts/peers.py --data datasets/chgnet-sample --out runs/peers --minutes 10 --jobs 2
     python scripts/peers.py --data DIR --out runs/peers-few --minutes 10 --fractions 0.1 0.3 1.0 \\
@@ -7,20 +7,20 @@
     python scripts/peers.py ... --against molflt            # differences from one model
     python scripts/peers.py ... -- --trainer.ema_decay 0.99 # options of molflt train for all nets
 
-DIR contains compact stores: train, val_id and other val and test splits. A model is one of molflt's
-models, a configuration file followed by changes that are separated by commas, or one of SchNet,
-DimeNet++, ViSNet, PaiNN, kernel ridge regression (needs molflt[bench]) and the median of the
-training energies.
+DIR contains compact stores: train, val_id and other val and test splits. A model is SchNet,
+DimeNet++, ViSNet, PaiNN, kernel ridge regression (needs molflt[bench]), the median of the training
+energies, one of molflt's models, or a configuration file and optional changes that are separated by
+commas.
 
-Each job has one thread and --minutes of CPU time for training, without evaluation. Learning rates
-decrease with the used share of this time, and the last weights are evaluated. All nets use the
-batches, targets, loss, optimizer, gradient clipping and selection of atoms of --config. Their
-inputs are elements, tags and edges to periodic images. Unless options after -- say otherwise, peers
-have their usual learning rates and DimeNet++ has batches of 8. Averages of weights use the decay of
+Each job has one thread and --minutes of CPU time for training; evaluation does not count. Learning
+rates decrease with the used share of this time, and the last weights are evaluated. All nets use
+the batches, targets, loss, optimizer, gradient clipping and selection of atoms of --config. Their
+inputs are elements, tags and edges to periodic images. Unless options after -- set them, peers have
+their usual learning rates, and DimeNet++ has batches of 8. Averages of weights use the decay of
 --config, but cover at most a tenth of the steps. Tuning tries three learning rates. With
---tune-most, it tries more as long as the best one is the largest or the smallest. Differences have
-standard errors over seeds and systems. Systems are treated as independent, except those with the
-same value in a column of DIR/systems.csv (--alike molecule metal). Writes comparison.md,
+--tune-most, it tries more rates while the best rate is the largest or the smallest. Differences
+have standard errors over seeds and systems. Systems are treated as independent, except those with
+the same value in a column of DIR/systems.csv (--alike molecule metal). Writes comparison.md,
 comparison.csv, error-cpu.png, error-size.png, and predictions to jobs/. After an interruption, the
 same command continues.
 """

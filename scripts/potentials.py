@@ -1,4 +1,4 @@
-"""Compare a molflt potential with SchNet (PyG) and PaiNN at equal processor time.
+"""Compare a molflt potential with SchNet (PyG) and PaiNN at equal CPU time.
 
     python scripts/potentials.py FOLDER --out runs/potentials --seconds 3600
     python scripts/potentials.py FOLDER --out runs/potentials --test val_id val_hot --seeds 0 1 2
@@ -94,7 +94,7 @@ def judge(task: PotentialTask, points: SinglePoints, batch_size: int) -> dict[st
 def learn(
     task: PotentialTask, points: SinglePoints, state: Path, seed: int, options: argparse.Namespace
 ) -> CpuBudget:
-    """Trains until the time is used up, including the time of earlier calls.
+    """Trains until the time limit; the time of earlier calls counts.
 
     Learning rates increase linearly for 2 % of the time and then follow a cosine to 0. The state is
     saved every minute and at the end.
@@ -158,7 +158,7 @@ def run(
 
 
 def trivial(data: PotentialData, tests: Mapping[str, SinglePoints]) -> Rows:
-    """Returns the errors of element energies plus a constant per atom, and of zero forces."""
+    """Returns the errors of zero forces, and of element energies plus a constant per atom."""
     own, train = data.element_energies().energies, data.datasets["train"]
 
     def rest(points: SinglePoints) -> NDArray[np.float64]:

@@ -7,8 +7,8 @@
 
 Writes NAME.csv, NAME.png and NAME.md to a folder, by default runs/NAME. If a page in docs/results
 has marks for the benchmark, the table is written between them, and the other files are written next
-to the page. The exit status is 1 if a row could not be measured, for example because a package is
-not installed.
+to the page. The exit status is 1 if a row could not be measured, for example because of a missing
+package.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def titles() -> str:
 
 
 def add_options(parser: argparse.ArgumentParser, measure: Any, redraw: bool) -> None:
-    """Adds the keywords of `measure` as options; tuples take several values, booleans are flags."""
+    """Adds the arguments of `measure` as options: tuples for several values, and flags."""
     for name, parameter in inspect.signature(measure, eval_str=True).parameters.items():
         needed = parameter.default is parameter.empty
         default = "required" if needed else f"default: {parameter.default}"

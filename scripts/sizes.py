@@ -1,14 +1,13 @@
-"""Measure how predicted adsorption energies change with the size of slab and cell.
+"""Measure how predicted adsorption energies depend on the size of slab and cell.
 
     python scripts/sizes.py runs/game-net --data datasets/game-net/fg
     python scripts/sizes.py peer:painn peer:schnet --data datasets/game-net/fg --minutes 12 \\
         --config configs/game-net.yaml --out runs/sizes-peers -- --task.lr 0.0015
 
 RUN is the folder of a run or of an exported model. peer:NAME is one of the nets that
-scripts/peers.py trains. Its training uses --config, the options after --, seed 0 and --minutes of
-CPU time, and the result is stored in OUT/jobs. The structures are initial structures of all splits
-whose names start with val, in proportion to the sizes of the splits. The columns are mean absolute
-values in eV:
+scripts/peers.py trains. It is trained with --config, the options after --, seed 0 and --minutes of
+CPU time, and stored in OUT/jobs. The initial structures are drawn from all splits whose names start
+with val, in proportion to the sizes of the splits. The columns are mean absolute values in eV:
 
 2x1, 2x2, 3x3   change if the slab is repeated in the plane and keeps one adsorbate
 3x3 - 2x2       change from 2x2 to 3x3
@@ -60,7 +59,7 @@ MOST = 3_000  # largest number of atoms in a batch
 
 
 class System(NamedTuple):
-    """A slab, an adsorbate that no cell boundary cuts, and the height of the vacuum, Å."""
+    """A slab, an adsorbate that does not cross a cell boundary, and the height of the vacuum, Å."""
 
     slab: Atoms
     adsorbate: Atoms
@@ -72,7 +71,7 @@ class System(NamedTuple):
 
 
 def separate(atoms: Atoms) -> System:
-    """Separates adsorbate and slab, and moves atoms to images below the vacuum."""
+    """Separates adsorbate and slab, and moves atoms to periodic images below the vacuum."""
     atoms = atoms.copy()
     scaled = atoms.get_scaled_positions(wrap=False)[:, 2]
     order = np.sort(scaled % 1)
@@ -124,7 +123,7 @@ def pair(one: System, other: System) -> tuple[Atoms, Atoms, Atoms] | None:
 
 
 def pairs(systems: Sequence[System]) -> list[tuple[Atoms, Atoms, Atoms]]:
-    """Pairs each system with the next one on the same slab, if both fit on it."""
+    """Pairs each system with the next system on the same slab, if both adsorbates fit on it."""
 
     def same(one: Atoms, other: Atoms) -> bool:
         ends = [np.concatenate((slab.positions, slab.cell.array)) for slab in (one, other)]
@@ -225,11 +224,11 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--config", type=Path, default=Path("configs/game-net.yaml"))
     parser.add_argument("--minutes", type=float, default=10.0, help="CPU time for training a peer")
     options = parsed(parser, words)
-    torch.set_flush_denormal(True)  # SchNet otherwise takes five times as long
+    torch.set_flush_denormal(True)  # otherwise, SchNet takes five times as long
     structures, nets = build(draw(options.data, options.systems)), models(options)
     rows: dict[str, dict[str, float | None]] = {}
     with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about sizes and elements outside of the training data
+        warnings.simplefilter("ignore")  # about sizes and elements
         for run, net in nets.items():
             net.double().eval()
             found = changes({name: energies(net, part) for name, part in structures.items()})

@@ -1,7 +1,8 @@
-"""Attention matrix and output against the number of features (arXiv:2006.03555, figure 2).
+"""Error of the attention matrix and the output against the number of features.
 
-Errors are mean squared errors divided by the mean square of the exact values. They are measured on
-a part of the rows of the matrix, which are independent of each other.
+As in figure 2 of the Performer paper (arXiv:2006.03555), errors are mean squared errors. They are
+divided by the mean square of the exact values, and measured on some rows of the matrix, because
+rows are independent of each other.
 """
 
 import itertools
@@ -64,7 +65,7 @@ def measure(
 
 
 def table(rows: Rows) -> str:
-    """Returns slopes of log error against log M, and errors relative to independent rows."""
+    """Returns slopes of log error against log M, and errors relative to errors of "iid"."""
     others = [name for name in names(rows, "projection") if name not in ("iid", UNIFORM)]
     head = ["map, scale, error", f"iid at M = {max(names(rows, 'm'))}", "uniform", "iid: slope"]
     head += [f"{name}: slope, / iid" for name in others]
@@ -83,7 +84,7 @@ def table(rows: Rows) -> str:
 
 
 def draw(png: Path, rows: Rows) -> None:
-    """Draws a picture for each scale: the first at `png`, the others next to it."""
+    """Draws a picture for each scale: the first at `png`, the other pictures next to it."""
     labels = ("features per token M", "relative mean squared error")
     for index, scale in enumerate(names(rows, "scale")):
         page = png.with_stem(f"{png.stem}-scale-{scale:g}") if index else png

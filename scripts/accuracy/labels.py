@@ -1,9 +1,9 @@
-"""Adsorption energies of a potential against DFT, starting from structures relaxed with DFT.
+"""Adsorption energies of a potential compared with DFT, for structures relaxed with DFT.
 
 The input is an ASE file with `y_relaxed` (eV), `adsorbate`, `fixed` and tags (2 = adsorbate), such
 as the public set of small adsorbates on metals and alloys by Deimel et al. (ACS Catal. 10, 13729,
-2020). The slab is relaxed with and without the adsorbate. The reference molecules are those of that
-set: H2, H2O and CH4.
+2020). The slab is relaxed with and without the adsorbate. As in that set, the reference molecules
+are H2, H2O and CH4.
 """
 
 import math
@@ -67,7 +67,7 @@ def correlation(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
 
 
 def agreement(rows: Rows) -> dict[str, float]:
-    """Returns correlation and errors, eV, of all systems and within adsorbates."""
+    """Returns correlation and errors, eV, for all systems and within each adsorbate."""
     dft, energy = (np.array([float(row[key]) for row in rows]) for key in ("dft", "energy"))
     adsorbate = np.array([row["adsorbate"] for row in rows])
     apart = [
@@ -85,7 +85,7 @@ def agreement(rows: Rows) -> dict[str, float]:
 
 
 def table(rows: Rows) -> str:
-    """Returns the agreement for adsorbates with at least three systems, the others, and all."""
+    """Returns the agreement for each adsorbate with at least three systems, the others, and all."""
     rows = pick(rows, converged=True)
     parts = {name: pick(rows, adsorbate=name) for name in sorted(names(rows, "adsorbate"))}
     several = {name: own for name, own in parts.items() if len(own) > 2}

@@ -1,7 +1,7 @@
 """Error of a mask in three dimensions, and its scatter under rotations, for each node rule.
 
 The mask is exp(-|z|^2 / 2 s^2), and positions are uniform in a ball of diameter 2 R. Random rules
-draw from the spectral density of the mask, which is optimal. Shells are those of `suggest_nodes`.
+draw from the spectral density of the mask, which is optimal. `suggest_nodes` chooses the shells.
 """
 
 import math
@@ -84,7 +84,7 @@ def measure(
 
 
 def table(rows: Rows) -> str:
-    """Returns the errors of each rule for the largest number of nodes up to each of `SHOWN`."""
+    """Returns the errors of each rule; the numbers of nodes are at most those of `SHOWN`."""
     labels = {"2R / s": "{ratio:g}", "rule": "{rule}", "nodes r": "{nodes}"}
     numbers = {"rms error": "{error:.1e}", "scatter over rotations": "{scatter:.1e}"}
     shown = {}

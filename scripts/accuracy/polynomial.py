@@ -20,7 +20,7 @@ from molflt.attention import FEATURE_MAPS
 from molflt.attention.mixing.forms import linear, softmax
 
 HEADS = 8  # each head is one sample
-CLUSTERS = 8  # of queries and keys with similar directions, as in trained models
+CLUSTERS = 8  # groups of queries and keys with similar directions, as in trained models
 QUANTITIES = ("output", "gradient", "gradient of q, k")
 Mix = Callable[[Tensor, Tensor, Tensor], Tensor]
 QUICK = {"dims": (8, 16), "temperatures": (0.5, 1.0), "tokens": 64, "samples": 8}

@@ -1,6 +1,6 @@
-"""Time and accuracy of AOTInductor's machine code, compared with the model.
+"""Time and accuracy of machine code from AOTInductor, compared with the model.
 
-Each form is compiled once in each precision, for any number of graphs and atoms. Times are measured
+Each form is compiled once per precision for all numbers of graphs and atoms. Times are measured
 in float32 and differences in float64. Times include the preparation of a batch (neighbors,
 reciprocal nodes, padding).
 """
@@ -91,7 +91,7 @@ def measure(
 
 
 def compared(name: str, timed: Pair, exact: Pair, rounds: int) -> Row:
-    """Returns the times of one pair, and the difference of energies of the other."""
+    """Returns the times of the first pair, and the difference of energies of the second."""
     given = structures(BATCHES[name])
     energies = [all_energies(model, given) for model in exact]
     works = {

@@ -2,8 +2,8 @@
 
 The input is one cubic cell of 10^2 to 10^5 atoms at random positions, with 12 Å^3 per atom. The
 layer has a multiplicative kernel that is exact for pairs within 5 Å. Its far field uses nodes on
-the reciprocal lattice, the N x N matrix or a mesh. Times are processor times, and memory is
-measured with the default allocator. kit/layers.py describes the measurement.
+the reciprocal lattice, the N x N matrix or a mesh. Times are CPU times, and memory is measured with
+the default allocator. kit/layers.py describes the measurement.
 """
 
 import math
@@ -47,7 +47,7 @@ draw = partial(STUDY.draw, limit=8.0)
 
 
 def table(rows: Rows) -> str:
-    """Returns the costs of each pass, exponents of the meshes, and memory of large processes."""
+    """Returns the costs of each pass, exponents for meshes, and peak memory of large processes."""
     parts = [layers.cost_table(rows, "atoms", which) for which in names(rows, "pass")]
     lines = []
     for name in MESHES:

@@ -1,8 +1,8 @@
-"""Time of one new token, and size of the decoding state, against the number of tokens so far.
+"""Time of one new token and size of the decoding state against the number of previous tokens.
 
 In each round, all mechanisms are timed at all positions in turn. A turn decodes 9 tokens one after
 another, starting from the state at its position. The first token fills the caches and is not
-counted. Times are processor times: medians over tokens and rounds. A ratio is the median over
+counted. Times are CPU times: medians over tokens and rounds. A ratio is the median over
 rounds of the ratio of two turns in the same round. Exponents are fitted to the longer half of the
 positions. The size of a state includes all memory that the state keeps.
 """
@@ -41,8 +41,7 @@ Times = dict[Key, list[list[float]]]  # seconds of each token of each round
 def decoders(given: Sequence[str], longest: int) -> dict[str, LanguageModel]:
     """Returns models that decode from a state, by the name of their configuration.
 
-    By default these are all mechanisms of configs/lm that have a state. Configurations with data
-    are not mechanisms.
+    By default, the mechanisms are the configurations in configs/lm that have a state and no data.
     """
     paths = sorted(CONFIGS.glob("*.yaml"))
     configs = {path.stem: yaml.safe_load(path.read_text()) for path in paths}
@@ -77,7 +76,7 @@ def held(state: object) -> int:
 def states(
     model: LanguageModel, tokens: Tensor, positions: Sequence[int]
 ) -> Iterator[LanguageState]:
-    """Yields the state after each number of tokens; the last token is decoded separately."""
+    """Yields the state after each number of tokens."""
     state: LanguageState | None = None
     for end in positions:
         start = 0 if state is None else state.length
@@ -122,7 +121,7 @@ def measure(
 
 
 def rows_of(times: Times, sizes: dict[Key, int]) -> Rows:
-    """Returns the rows of the CSV; `softmax_ratio` is the time of softmax divided by this time."""
+    """Returns the rows of the CSV; `softmax_ratio` is softmax's time divided by the row's."""
     first = next(iter(times))[1]
     of_turns = {key: [median(turn) for turn in turns] for key, turns in times.items()}
 

@@ -1,9 +1,9 @@
-"""Choice of `mixing: auto` between its two forms, from 10 to 10^4 atoms.
+"""Time of the form that `mixing: auto` chooses, and of both forms, for 10 to 10^4 atoms.
 
 The inputs are graphs of equal size with at least 1,000 atoms in total, at random positions with 12
-Å^3 per atom. All placements of the positions are measured without and with periodic cells: in
-linear time, through the N x N matrix, and in the form that `auto` chooses. Times are processor
-times. kit/layers.py describes the measurement.
+Å^3 per atom. Positions enter as additive masks, multiplicative kernels or not at all, without and
+with periodic cells. Each layer is measured in the linear form, with the N x N matrix, and in the
+form that `auto` chooses. Times are CPU times. kit/layers.py describes the measurement.
 """
 
 from functools import partial
@@ -56,7 +56,7 @@ def excess(found: dict[str, list[float]]) -> float:
 
 
 def table(rows: Rows) -> str:
-    """Returns the time ratios of the two forms, and of `auto` to the faster form."""
+    """Returns the ratio of the times of both forms, and of `auto` and the faster form."""
     sizes = names(rows, "length")
     times: dict[str, list[dict[str, list[float]]]] = {}
     for kind in KINDS:

@@ -1,4 +1,4 @@
-"""Memory and processor time of `molflt predict` on crystals of 10^4 and 10^5 atoms.
+"""Memory and CPU time of `molflt predict` on crystals of 10^4 and 10^5 atoms.
 
 The default is the shipped model, which has a cutoff of 5 Å and no mesh. `run` is the folder of
 another model, and `mesh_order` applies to models with reciprocal nodes. The crystals are copper on
@@ -32,7 +32,7 @@ def crystal(edge: int) -> Atoms:
 
 
 def predict(words: list[str]) -> tuple[float, float]:
-    """Returns the peak memory, GB, and the processor time, s, of a prediction."""
+    """Returns the peak memory, GB, and the CPU time, s, of a prediction."""
     command = [sys.executable, "-m", "molflt", "predict", *words, "--force"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         said = process.stdout.read() if process.stdout else ""
@@ -62,5 +62,5 @@ def measure(
 
 
 def table(rows: Rows) -> str:
-    cells = {"peak, GB": "{GB:.2f}", "processor time, s": "{processor_s:.0f}"}
+    cells = {"peak, GB": "{GB:.2f}", "CPU time, s": "{processor_s:.0f}"}
     return formatted(rows, {"atoms": "{atoms:,}", "mesh_order": "{order}", **cells})

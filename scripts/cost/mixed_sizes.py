@@ -1,8 +1,8 @@
-"""Time of one GraphAttention layer on graphs of different sizes, against equal or padded graphs.
+"""Time of one GraphAttention layer on graphs of different sizes, of equal sizes, and padded.
 
-"mixed" is the layer itself. In "padded", the same layer pads every graph to the largest, as PyG
-does. In "equal", the batch has the same numbers of atoms and graphs, but the sizes of the graphs
-differ by at most one atom.
+In "mixed", the layer receives graphs of different sizes. In "padded", all graphs are padded to the
+size of the largest graph, as in PyG. In "equal", the batch has the same numbers of atoms and
+graphs, but the sizes of the graphs differ by at most one atom.
 """
 
 import statistics
@@ -50,7 +50,7 @@ FIXED = tuple(MECHANISMS)[:4]  # mechanisms whose cost per atom does not depend 
 
 
 class Mix(NamedTuple):
-    """Sizes of the graphs in a batch, and the mechanisms and ways that are measured."""
+    """Sizes of the graphs in a batch, and the mechanisms and ways to measure."""
 
     sizes: list[int]
     known: tuple[str, ...]
@@ -144,7 +144,7 @@ def measure(rounds: int = 3, mixes: tuple[str, ...] = MEASURED, dim: int = DIM) 
 
 
 def ratio(rows: Rows, mix: str, name: str, way: str, other: str | None = None) -> float | None:
-    """Returns the time of a way or of another mechanism, relative to the mixed batch."""
+    """Returns the time of another way or mechanism, divided by the time of the mixed batch."""
     of = pick(rows, mix=mix, mechanism=other or name, way=way)
     ours = pick(rows, mix=mix, mechanism=name, way="mixed")
     return paired(of[0]["seconds"], ours[0]["seconds"]) if of and ours else None

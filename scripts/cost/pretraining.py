@@ -2,7 +2,7 @@
 
 A step is the forward and backward pass of configs/masked/base.yaml with a mechanism of that folder,
 on one sequence, as in section 4.2 of FNet (arXiv:2105.03824). The optimizer is excluded, because it
-takes little time. Times are processor times. kit/layers.py describes the measurement.
+takes little time. Times are CPU times. kit/layers.py describes the measurement.
 """
 
 from functools import partial

@@ -1,7 +1,7 @@
-"""Reading speed and size of the compact store and of OC20's pickles, on one core.
+"""Reading speed and size of the compact store and of OC20's pickles.
 
 The records of a published OC20 LMDB, including edges, are repeated and written in both formats.
-Both are then read in the same random order, as in training, and return the same tensors.
+Both files are then read on one core in the same random order and return the same tensors.
 """
 
 import itertools

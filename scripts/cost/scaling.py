@@ -1,7 +1,7 @@
-"""Time and peak memory of attention layers of molflt and other packages against the length.
+"""Time and peak memory of attention layers of molflt and other packages against sequence length.
 
-A layer consists of its projections (FNet has none) and its encoding, which every pass evaluates, as
-in training. kit/layers.py describes the measurement.
+A layer includes its projections (FNet has no projections) and its encoding. Every pass evaluates
+the encoding, as in training. kit/layers.py describes the measurement.
 """
 
 import time
@@ -33,7 +33,7 @@ RATIOS = (
 
 
 class Layer(nn.Module):
-    """Attention with its encoding, on a line, or at random positions at a metal's density."""
+    """Attention with its encoding, on a line or at random positions as dense as a metal."""
 
     def __init__(self, length: int, causal: bool, position: str, dim: int, **options: Any) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ draw = STUDY.draw
 
 
 def table(rows: Rows) -> str:
-    """Returns the costs of forward and backward, and the ratios that were measured."""
+    """Returns the costs of forward and backward passes, and the measured ratios."""
     text, lines = layers.cost_table(rows, "tokens"), []
     for quantity, one, other, causal in RATIOS:
         if value := layers.cost_ratio(rows, quantity, one, other, FAR, causal):

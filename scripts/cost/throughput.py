@@ -1,7 +1,7 @@
-"""Rate of operations in a training step of the 12-layer OC20 model, against a matrix product.
+"""Operations per second in a training step of the 12-layer OC20 model and in a matrix product.
 
-Torch counts the operations of matrix products, forward and backward. In each round, the steps and
-one large matrix product are timed in turn.
+PyTorch counts the operations of matrix products in forward and backward passes. In each round, the
+steps and one large matrix product are timed in turn.
 """
 
 import statistics
@@ -65,7 +65,7 @@ def measure(
 
 
 def share(rows: Rows, name: str) -> float:
-    """Returns the rate of a step divided by the rate of the product."""
+    """Returns operations per second of a step, divided by those of the product."""
     own, product = (pick(rows, mechanism=key)[0] for key in (name, PRODUCT))
     return own["operations"] / product["operations"] * paired(product["seconds"], own["seconds"])
 

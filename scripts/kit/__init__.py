@@ -3,9 +3,9 @@
 `scripts/run.py` runs the benchmarks, which are the modules in cost/, accuracy/ and training/. The
 first line of a module's docstring is the title. A module defines
 
-    measure(...) -> Rows      keywords with defaults; they become options of the command
-    table(rows) -> str        the rows as Markdown
-    draw(png, rows)           optional: a picture
+    measure(...) -> Rows      its arguments need defaults and become command-line options
+    table(rows) -> str        returns the rows as Markdown
+    draw(png, rows)           optional; draws a picture
     QUICK                     arguments of `measure` for the smallest size
 
 Rows are written to a CSV file and read back before the table and the picture are made.

@@ -6,12 +6,12 @@ from contextlib import contextmanager
 
 
 class CpuBudget:
-    """CPU seconds of a training run; only the time within `running` counts.
+    """Budget of CPU time for a training run; only blocks within `running` count.
 
     Attributes:
-        seconds: size of the budget.
-        used: seconds so far.
-        longest: seconds of the longest block.
+        seconds: total budget in CPU seconds.
+        used: CPU seconds used so far.
+        longest: CPU seconds of the longest block.
         steps: number of training steps.
     """
 

@@ -1,14 +1,15 @@
-"""Time and peak memory of one pass of layers, against the length of their input.
+"""Time and peak memory of one pass through a layer against the length of its input.
 
 In each round, all mechanisms are timed in turn. A pass that takes longer than the budget is timed
 once.
 
 Peak memory is measured on Linux. Each measurement runs in its own process, which is forked from a
-process that has not computed anything. It warms up on 64 tokens, resets the kernel's record of peak
-resident memory (/proc/self/clear_refs), and returns the increase of the peak during one pass. This
-includes the memory of all libraries. Blocks above 64 KiB return to the system when they are freed
-(MALLOC_MMAP_THRESHOLD_), because reused blocks would not be counted. `Study.allocator` can keep the
-allocator's defaults instead; the peak then depends on the unused memory of the process.
+process that has not computed anything. The process warms up on 64 tokens, resets the kernel's
+record of peak resident memory (/proc/self/clear_refs), and returns the increase of the peak during
+one pass. This includes the memory of all libraries. Blocks above 64 KiB return to the system when
+they are freed (MALLOC_MMAP_THRESHOLD_), because reused blocks would not be counted.
+`Study.allocator` can keep the allocator's defaults instead; the peak then depends on the unused
+memory of the process.
 """
 
 import contextlib
@@ -40,12 +41,12 @@ from molflt.graph import GraphAttention
 from molflt.plots.figure import picture
 
 VOLUME = 12.0  # Å^3 per atom
-SKIPPED = "skipped"  # start of the notes of passes that were not tried
+SKIPPED = "skipped"  # start of the note of a skipped pass
 FORWARD, TRAINING = PASSES = ("forward", "forward+backward")
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
 SLOW = ("torch_geometric.nn.attention", "transformers.models.fnet.modeling_fnet")  # slow imports
 SCRIPTS = Path(__file__).resolve().parents[1]
-DIM, HEADS, FEATURES, NODES = 128, 8, 64, 16  # of layers on atoms
+DIM, HEADS, FEATURES, NODES = 128, 8, 64, 16  # sizes of layers on atoms
 
 Key = tuple[str, bool, int, str]  # mechanism, causal, length, pass
 Costs = dict[Key, dict[str, Any]]
@@ -66,7 +67,7 @@ class Mechanism(NamedTuple):
 
 
 class Study(NamedTuple):
-    """Layers of a benchmark, with settings of measurements and plots.
+    """Layers of a benchmark, and settings for measurements and plots.
 
     Attributes:
         module: module that defines the study as STUDY.
@@ -76,8 +77,8 @@ class Study(NamedTuple):
         styles: color and line of each curve.
         passes: passes that are measured by default.
         budget: seconds for all rounds of a mechanism.
-        clock: clock of the times.
-        allocator: environment of the processes that measure memory.
+        clock: function that returns the time in seconds.
+        allocator: environment variables of the processes that measure memory.
     """
 
     module: str
@@ -151,7 +152,7 @@ def growth(work: Callable[[], object]) -> float:
 
 
 def cost(module: str, name: str, causal: bool, length: int, which: str) -> dict[str, Any]:
-    """Returns time and memory of one pass and peak memory of the process, or why it failed."""
+    """Returns time and memory of one pass and peak memory of the process, or the error message."""
     torch.set_num_threads(1)
     study: Study = import_module(module).STUDY
     try:
@@ -165,7 +166,7 @@ def cost(module: str, name: str, causal: bool, length: int, which: str) -> dict[
 
 
 def ask(module: str, key: Key, allocator: Mapping[str, str] = ALLOCATOR) -> dict[str, Any]:
-    """Calls `cost` in a new process, forked from one that has only imported the module."""
+    """Calls `cost` in a new process, forked from a process that has only imported the module."""
     if not os.access("/proc/self/clear_refs", os.W_OK):
         raise ValueError("peak memory is read from /proc/self/clear_refs, which only Linux has")
     context = multiprocessing.get_context("forkserver")
@@ -181,7 +182,7 @@ def ask(module: str, key: Key, allocator: Mapping[str, str] = ALLOCATOR) -> dict
 
 
 def expected(costs: Costs, key: Key, quantity: str) -> float:
-    """Extrapolates a cost from the two previous lengths, or linearly from a single length."""
+    """Extrapolates a cost from the two previous lengths, or linearly from one length."""
     name, causal, length, which = key
     known = [
         (other[2], found[quantity])
@@ -203,10 +204,9 @@ def measure_layers(
     gigabytes: float = 6.0,
     passes: tuple[str, ...] = (),
 ) -> Rows:
-    """Returns a row for each mechanism, size and pass, with the seconds of every round.
+    """Returns a row for each mechanism, size and pass, with the times of all rounds.
 
-    A pass is skipped if extrapolation from smaller sizes predicts more than `seconds` or
-    `gigabytes`.
+    A pass is skipped if its extrapolated time exceeds `seconds` or its memory exceeds `gigabytes`.
     """
     chosen = choose(mechanisms, study.mechanisms)
     passes = choose(passes, PASSES, "pass") if passes else study.passes
@@ -287,7 +287,7 @@ def trained(rows: Rows, name: str, length: int, causal: bool = False, which: str
 def cost_ratio(
     rows: Rows, quantity: str, one: str, other: str, length: int, causal: bool = False
 ) -> float | None:
-    """Returns the ratio of two mechanisms' time or memory in training; None if not measured."""
+    """Returns the ratio of two mechanisms' time or memory in training, or None if not measured."""
     a, b = (trained(rows, name, length, causal) for name in (one, other))
     if not a or not b:
         return None
@@ -297,7 +297,7 @@ def cost_ratio(
 
 
 def processes_table(rows: Rows, keys: Sequence[Key], unit: str) -> str:
-    """Returns the peak memory of whole processes in GB; empty if no key was measured."""
+    """Returns a table of the peak memory of whole processes, GB, or "" if no key was measured."""
     lines = []
     for name, length, causal, which in keys:
         if found := trained(rows, name, length, causal, which):
@@ -324,13 +324,13 @@ def crystals(sizes: Sequence[int]) -> list[Data]:
 
 
 class AtomLayer(nn.Module):
-    """GraphAttention on graphs of equal size with atoms at random positions, 12 Å^3 per atom.
+    """GraphAttention on graphs of equal size, with random positions and 12 Å^3 per atom.
 
     Args:
         atoms: number of atoms in a graph.
         causal: not used.
-        least: the batch has the smallest number of graphs with at least this many atoms in total.
-        options: options of GraphAttention. `periodic` gives the graphs cubic cells.
+        least: smallest total number of atoms in a batch.
+        options: options of GraphAttention. With `periodic`, graphs have cubic cells.
     """
 
     def __init__(self, atoms: int, causal: bool = False, least: int = 1, **options: Any) -> None:
@@ -360,7 +360,7 @@ class DenseBatch(nn.Module):
         self.attention = attention
 
     def forward(self, x: Tensor, batch: Tensor | None = None, **_: Any) -> Tensor:
-        """(atoms, channels) -> (atoms, channels); without `batch`, all atoms are one graph."""
+        """Maps (atoms, channels) to (atoms, channels); without `batch`, all atoms are one graph."""
         from torch_geometric.utils import to_dense_batch
 
         dense, mask = to_dense_batch(x, batch)
@@ -370,7 +370,7 @@ class DenseBatch(nn.Module):
 def pyg_performer(dim: int, heads: int, features: int) -> nn.Module:
     """Returns PyG's Performer with ReLU features.
 
-    PyG does not have an option for the number of features and uses d log d.
+    PyG has no option for the number of features, and uses d log d.
     """
     from torch_geometric.nn.attention import PerformerAttention
     from torch_geometric.nn.attention.performer import orthogonal_matrix

@@ -21,8 +21,8 @@ def curves(
 
     Args:
         axes: axes of the panel.
-        points: points by name; lines without points are left out.
-        styles: index of the color and line style by name.
+        points: points by name; lines without points are omitted.
+        styles: index of the color, and line style, by name.
         labels: arguments of `axes.set`. The y axis is labeled "lower is better".
     """
     if "ylabel" in labels:
@@ -63,8 +63,8 @@ def error_panels(
 ) -> None:
     """Draws the means of `Points` with bars of one standard deviation.
 
-    There is a panel for each combination of the labels `panel`, with a line for each value of
-    `curve` against `x`. `labels` are the labels of the axes, and `shape` is (rows, columns).
+    There is a panel for each combination of the labels `panel`. It contains a line against `x` for
+    each value of `curve`. `labels` are the labels of the axes, and `shape` is (rows, columns).
     """
     found = {tuple(row[key] for key in panel) for row in rows}
     panels = sorted(found, key=lambda values: [(isinstance(v, str), v) for v in values])

@@ -14,7 +14,7 @@ Rows = list[Row]
 
 
 class Points:
-    """Samples of points, which are identified by their labels."""
+    """Samples at several points, which are identified by labels."""
 
     def __init__(self) -> None:
         self.samples: dict[tuple[tuple[str, Any], ...], list[float]] = {}
@@ -103,18 +103,18 @@ def exponent(points: Sequence[tuple[float, float]]) -> float:
 
 
 def upper_half(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Returns the upper half of the points with the middle one, but at least two points."""
+    """Returns the upper half of the points, including the middle point, but at least two points."""
     return points[min(len(points) // 2, max(0, len(points) - 2)) :]
 
 
 def mean_sd(values: Sequence[float], digits: int) -> str:
-    """Formats mean and sample standard deviation; for a single value, only the mean."""
+    """Formats mean and sample standard deviation, or only the mean for a single value."""
     mean = f"{statistics.fmean(values):.{digits}f}"
     return mean if len(values) < 2 else f"{mean} ± {statistics.stdev(values):.{digits}f}"
 
 
 def choose(names: Sequence[str], known: Iterable[str], what: str = "mechanism") -> list[str]:
-    """Returns the names, or all known names if there are none. Unknown names are errors."""
+    """Returns the names, or all known names if the list is empty. Unknown names are errors."""
     known = list(known)
     for name in names:
         if name not in known:

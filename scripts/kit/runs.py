@@ -1,4 +1,4 @@
-"""Training runs: their options, folders, processes and predictions."""
+"""Options, folders, processes and predictions of training runs."""
 
 import argparse
 import csv
@@ -46,7 +46,7 @@ def on_data(job: Job, folder: Path) -> Job:
 
 
 def expect_same(place: Path, was: Job, job: Job) -> None:
-    """Raises ValueError if a result belongs to a different job; keys may be missing in `was`."""
+    """Raises ValueError if a result belongs to a different job; `was` may lack keys."""
     if other := [key for key in was if was[key] != job.get(key)]:
         raise ValueError(f"{place}: made with other {', '.join(other)}; choose another --out")
 
@@ -105,7 +105,7 @@ def name_of(variant: str) -> str:
 
 
 def job_of(options: argparse.Namespace, variant: str, seed: int) -> Job:
-    """Returns the description of a run that is stored in its folder."""
+    """Returns the description of a run, which is stored in its folder."""
     words = words_of(variant)
     files = [options.config, *(Path(word) for word in words if word.endswith(".yaml"))]
     own = {"variant": name_of(variant), "seed": str(seed)}
@@ -127,7 +127,7 @@ def work(run: Path, job: Job, threads: int, evaluation: tuple[str, ...] = ()) ->
     if (run / "checkpoints" / "last.ckpt").exists():
         train = ["train", "--resume", str(run)]
     else:
-        shutil.rmtree(run / "checkpoints", ignore_errors=True)  # it contains no checkpoint
+        shutil.rmtree(run / "checkpoints", ignore_errors=True)  # the folder contains no checkpoint
     evaluate = ["evaluate", str(run), *evaluation]
     # A run that was stopped early cannot be resumed.
     for words in (evaluate,) if read_provenance(run).get("stopped") else (train, evaluate):
@@ -164,7 +164,7 @@ def read_energies(run: Path, split: str) -> dict[int, tuple[float, float]]:
 
 
 def system_rows(folder: Path, energies: Mapping[int, tuple[float, float]], **labels: Any) -> Rows:
-    """Returns a row for each system of a folder: labels, its names, and energies in eV."""
+    """Returns a row for each system: `labels`, names of the system, and energies in eV."""
     systems = read_systems(folder)
     return [
         {**labels, **systems[sid]._asdict(), "energy_eV": energy, "target_eV": target}
@@ -173,7 +173,7 @@ def system_rows(folder: Path, energies: Mapping[int, tuple[float, float]], **lab
 
 
 def errors_of_mean(runs: Sequence[Path], split: str) -> tuple[float, float] | None:
-    """Returns MAE, eV, and EwT, %, of the mean energies of runs; None without labels."""
+    """Returns MAE, eV, and EwT, %, of the mean energies of runs, or None if there are no labels."""
     found = [read_energies(run, split) for run in runs]
     systems = sorted(sid for sid, (_, target) in found[0].items() if math.isfinite(target))
     if not systems:

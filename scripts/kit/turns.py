@@ -1,4 +1,4 @@
-"""Times of functions that are called in turn; a busy machine then affects all of them equally."""
+"""Times of functions that are called in turn, which a busy machine slows equally."""
 
 import statistics
 import time
@@ -13,9 +13,8 @@ def turns(
     rounds: int | Mapping[Key, int],
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[Key, list[float]]:
-    """Returns the seconds of each function in each of its rounds.
-
-    A first round is not counted, except for functions with a single round.
+    """Returns the time in seconds of each function in each round. An additional first round is not
+    counted. Functions with a single round skip it.
     """
     most = {key: rounds if isinstance(rounds, int) else rounds[key] for key in works}
     if any(count < 1 for count in most.values()):

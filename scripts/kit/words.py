@@ -25,7 +25,7 @@ def parsed(parser: argparse.ArgumentParser, words: list[str] | None) -> argparse
 def trainings(
     parser: argparse.ArgumentParser, words: list[str] | None, seeds: Sequence[int] = ()
 ) -> argparse.Namespace:
-    """Parses the options of a script that trains, with --seeds if there are default seeds."""
+    """Parses the options of a script that trains; the option --seeds exists if it has a default."""
     if seeds:
         parser.add_argument("--seeds", nargs="+", type=int, default=list(seeds))
     parser.add_argument("--jobs", type=int, default=1, help="simultaneous training runs")

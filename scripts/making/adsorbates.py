@@ -13,8 +13,8 @@ class _Adsorbate(NamedTuple):
 
     Attributes:
         whole: name of the molecule in the collection.
-        anchors: alternatives for binding: one atom, two atoms whose bond is parallel to the
-            surface, or the center of more atoms.
+        anchors: alternative binding sites: one atom, two atoms whose bond is parallel to the
+            surface, or the center of three or more atoms.
         without: atoms that are removed.
     """
 
@@ -69,10 +69,10 @@ LARGE: dict[str, _Adsorbate] = {
 
 
 def _oriented(rng: np.random.Generator, name: str, tilt: float) -> Atoms:
-    """Returns an adsorbate with its anchor at the origin and the rest above it.
+    """Returns an adsorbate with its anchor at the origin and all other atoms above it.
 
-    It is rotated at random about the surface normal, and tilted by an angle with the standard
-    deviation `tilt`, in degrees.
+    It is rotated by a random angle about the surface normal, and tilted by a random angle with
+    standard deviation `tilt`, in degrees.
     """
     entry = {**ADSORBATES, **LARGE}[name]
     anchor = list(entry.anchors[int(rng.integers(len(entry.anchors)))])

@@ -36,10 +36,11 @@ class Potential(NamedTuple):
         packages: packages whose versions affect the energies; the first contains the potential.
         install: command that installs the potential.
         metals: supported metals; None for all.
-        max_step: largest displacement in a BFGS step, Å. With more than 0.1, many EMT relaxations
-            do not converge. With 0.1, CHGNet needs 1.8 times as many steps as with 0.2.
+        max_step: largest displacement in a BFGS step, Å. With steps above 0.1 Å, many EMT
+            relaxations do not converge. With 0.1 Å, CHGNet needs 1.8 times as many steps as with
+            0.2 Å.
         intact: whether molecules remain intact on most surfaces. With EMT, three out of four
-            dissociate while they settle, and the fragments are then relaxed.
+            molecules dissociate while they settle, and the fragments are then relaxed.
     """
 
     build: Callable[[], Calculator]
@@ -76,7 +77,7 @@ def _chgnet() -> Calculator:
     with contextlib.redirect_stdout(io.StringIO()):  # it prints the device
         module = import_module("chgnet.model.dynamics")
         calculator = module.CHGNetCalculator(use_device="cpu", on_isolated_atoms="ignore")
-    calculator.model.requires_grad_(False)  # saves a tenth of the time
+    calculator.model.requires_grad_(False)  # saves 10 % of the time
     compute = calculator.calculate
 
     def calculate(

@@ -155,7 +155,7 @@ def _cut(cell: Atoms, surface: _Surface) -> Atoms:
 
 @cache
 def _relaxed_slab(potential: str, surface: _Surface) -> tuple[Atoms, float] | None:
-    """Returns a clean slab, which callers must not change, and its energy; None if it fails."""
+    """Returns a clean slab and its energy, or None; callers must not change the slab."""
     slab = _cut(_unit_cell(potential, surface.catalyst), surface)
     start = slab.positions.copy()
     done = relax(slab, potential, _FORCE_TOLERANCE)

@@ -27,7 +27,7 @@ _OOD_ADSORBATES = ("CH2", "NH2", "C2H3", "CH2O", "CHOH", "HCN", "CH3CO")
 _OOD_CATALYSTS = ("Pd", "Cu3Pt", "NiPt", "AgAu", "Pt3Co", "CoAl", "FePd")
 _ADSORBATES = tuple(name for name in ADSORBATES if name not in _OOD_ADSORBATES)
 _CATALYSTS = tuple(name for name in CATALYSTS if name not in _OOD_CATALYSTS)
-# Adsorbates and catalysts of each split. The sids depend on the order; only append.
+# Adsorbates and catalysts of each split. The sids depend on the order, so only append.
 _SPLITS = {
     "train": (_ADSORBATES, _CATALYSTS),
     "val_id": (_ADSORBATES, _CATALYSTS),
@@ -37,8 +37,8 @@ _SPLITS = {
     "val_large": (tuple(LARGE), _CATALYSTS),
 }
 _LARGE = "val_large"
-_REPEATS = ((2, 1), (2, 2), (3, 2))  # of slabs in val_large
-_SHARE = 0.5  # of systems in val_large that have one adsorbate of `LARGE`
+_REPEATS = ((2, 1), (2, 2), (3, 2))  # repetitions of slabs in val_large
+_SHARE = 0.5  # share of systems in val_large with one adsorbate of `LARGE`
 _SIDS_PER_SPLIT = 10_000_000
 
 _TILT = 15.0  # degrees, standard deviation
@@ -144,7 +144,7 @@ def _rejection(
     """Returns the reason for rejecting a relaxation, or None; `bonds` are expected."""
     before, after = energies
     slab = len(relaxed) - len(bonds)
-    if not (abs(after) <= _MAX_ENERGY and abs(before) <= _MAX_START_ENERGY):  # also catches NaN
+    if not (abs(after) <= _MAX_ENERGY and abs(before) <= _MAX_START_ENERGY):  # also true for NaN
         return "energy"
     if (_bonds(relaxed[slab:]) != bonds).any():
         return "bonds"

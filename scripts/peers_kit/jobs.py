@@ -30,8 +30,8 @@ from molflt.training.start import build_parser
 from peers_kit.models import FITS, NETS
 
 Job = dict[str, Any]  # all settings of a result; see `pool.job_of`
-WEIGHTS = ".safetensors"  # of a trained model, next to its result
-Energies = dict[str, NDArray[np.float64]]  # by split, eV
+WEIGHTS = ".safetensors"  # weights of a trained model, next to its result
+Energies = dict[str, NDArray[np.float64]]  # energies by split, eV
 
 
 class Diverged(Exception):
@@ -39,7 +39,7 @@ class Diverged(Exception):
 
 
 def part_of(whole: Structures, fraction: float, seed: int) -> Structures:
-    """Returns a random share of a data set; smaller shares are subsets of larger ones."""
+    """Returns a random share of a data set; smaller shares are subsets of larger shares."""
     if fraction == 1.0:
         return whole
     order = np.random.default_rng([seed, 1]).permutation(len(whole))
@@ -51,7 +51,7 @@ def run_job(job: Job, out: Path) -> None:
     """Trains a model and writes its errors and predictions as JSON."""
     start = time.perf_counter()
     torch.set_num_threads(1)
-    # The tails of SchNet's Gaussians are denormal numbers, which are five times as slow.
+    # The tails of SchNet's Gaussians are denormal numbers, which make it five times as slow.
     torch.set_flush_denormal(True)
     seed_everything(job["seed"], verbose=False)
     budget = CpuBudget(60 * job["minutes"])
@@ -157,8 +157,8 @@ def train(
 ) -> tuple[nn.Module, list[dict[str, float]]]:
     """Trains until a step exceeds the budget, which does not include evaluation.
 
-    Returns the model with its trained weights, or their moving average, and `evaluations` errors
-    that are evenly spaced over the budget.
+    Returns the model with its last or averaged weights, and its errors at `evaluations` times that
+    are evenly spaced over the budget.
     """
     due, curve, decay = 1, [], options["ema_decay"]
     with budget.running():
@@ -229,7 +229,7 @@ def prepare(job: Job) -> tuple[IS2RETask, IS2REData, dict[str, Any]]:
 
 
 def config_of(model: str, words: list[str]) -> dict[str, Any]:
-    """Returns options by section; peers have their usual ones, unless the words set others."""
+    """Returns options by section; peers have their usual options unless `words` sets them."""
     config = options_of(words)
     if net := NETS.get(model):
         config["task"]["rotate"] = "none"  # energies of these nets are invariant
@@ -243,7 +243,7 @@ def config_of(model: str, words: list[str]) -> dict[str, Any]:
 
 
 def options_of(words: list[str]) -> dict[str, Any]:
-    """Returns options by section; raises ValueError for those that the comparison fixes."""
+    """Returns options by section; raises ValueError for options that comparisons fix."""
     found = _parsed(words)
     given = {"recipe": found["recipe"], "init": found["init"]}
     given |= {key: found["trainer"][key] for key in ("precision", "accumulate", "patience")}
@@ -261,7 +261,7 @@ def _parsed(words: list[str]) -> dict[str, Any]:
 
 
 def _metrics(energy: NDArray[np.float64] | None, target: NDArray[np.float64]) -> dict[str, Any]:
-    """Returns MAE, EwT and number of the systems with labels; None without predictions."""
+    """Returns MAE, EwT and number of labeled systems, or None if there are no predictions."""
     known = np.isfinite(target)
     if energy is None or not known.any():
         return {"mae_eV": None, "ewt_percent": None, "n": int(known.sum())}

@@ -16,7 +16,7 @@ OURS = {
 
 
 class Net(NamedTuple):
-    """A net, its usual learning rate, and its batch size if it differs from that of --config."""
+    """A net and its usual options; `batch_size=None` means the batch size of --config."""
 
     make: type[nets.Peer]
     lr: float
@@ -31,11 +31,11 @@ NETS = {
 }
 FITS = {"kernel-ridge": ridge.KernelRidge, "median": ridge.Median}
 MODELS = (RECOMMENDED, *OURS, *NETS, *FITS)
-TRIED = (1 / 3, 1.0, 3.0)  # learning rates, relative to the usual one
+TRIED = (1 / 3, 1.0, 3.0)  # learning rates, relative to the usual rate
 
 
 def title(model: str) -> str:
-    """Returns the name of one of `MODELS` or of a variant FILE.yaml[,key=value ...]."""
+    """Returns the name of an entry of `MODELS` or of a variant FILE.yaml[,key=value ...]."""
     if model in MODELS:
         return model
     if not model.partition(",")[0].endswith(".yaml"):
@@ -47,7 +47,7 @@ def title(model: str) -> str:
 
 
 def variant_words(model: str) -> list[str]:
-    """Returns the options of `molflt train` that define a molflt model, or an empty list."""
+    """Returns the options of `molflt train` that define a molflt model, or [] for another model."""
     if model in OURS:
         # A relative path, because a comparison may be continued in another clone.
         return words_of(os.path.relpath(REPOSITORY / OURS[model]))

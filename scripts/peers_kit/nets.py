@@ -2,9 +2,8 @@
 
 PyG's own radius graphs need torch_cluster and ignore cells. Here, `molflt.graph.PBCRadiusGraph`
 makes an edge for every image within the cutoff. Each net adds a learned vector per tag, which is
-initially 0, to the vector of the element. The initial output of each net is the mean energy, as it
-is for DimeNet++ by default. Otherwise, the other nets would need much of a small budget to learn
-it.
+initially 0, to the vector of the element. The initial output of each net is the mean energy, as in
+DimeNet++. Otherwise, the other nets would need much of a small budget to learn the mean.
 """
 
 import math
@@ -26,13 +25,13 @@ _EPS = 1e-8  # added to a squared norm, because the gradient of a norm is not fi
 
 
 class TaggedEmbedding(nn.Module):
-    """Sum of a vector per element and one per tag, which is initially 0, for codes of atoms."""
+    """Embeds an atom as the sum of a vector per element and a vector per tag, initially 0."""
 
     def __init__(self, element: nn.Embedding) -> None:
         super().__init__()
         self.element = nn.Embedding(_ELEMENTS, element.embedding_dim)
         spread = float(element.weight.detach().abs().max())
-        if spread == 0:  # as for reference energies
+        if spread == 0:  # as in reference energies
             nn.init.zeros_(self.element.weight)
         else:
             nn.init.normal_(self.element.weight, std=float(element.weight.detach().std()))
@@ -40,7 +39,7 @@ class TaggedEmbedding(nn.Module):
         nn.init.zeros_(self.tag.weight)
 
     def forward(self, codes: Tensor) -> Tensor:
-        """(atoms,) codes -> (atoms, dim)."""
+        """Maps codes (atoms,) to embeddings (atoms, dim)."""
         return self.element(codes % _ELEMENTS) + self.tag(codes // _ELEMENTS)
 
 
@@ -57,7 +56,7 @@ class Peer(nn.Module, ABC):
 
     Attributes:
         energy_mean, energy_std: buffers that convert the normalized output to eV.
-        element_energies: (119,) buffer of energies in eV that are added for each atom.
+        element_energies: buffer (119,) of energies, eV, which are added for each atom.
         subsurface: whether atoms with tag 0 are used.
     """
 
@@ -97,7 +96,7 @@ def _one_each(codes: Tensor) -> Tensor:
 
 
 class _Given(nn.Module):
-    """Replaces PyG's search for neighbors; the nets pass edges instead of positions."""
+    """Replaces PyG's neighbor search, and returns edges instead of computing them."""
 
     def forward(self, edges: tuple[Tensor, ...], *_: object) -> tuple[Tensor, ...]:
         return edges
@@ -177,7 +176,8 @@ class PeriodicViSNet(Peer):
 
     def atomic(self, codes: Tensor, edges: Data) -> Tensor:
         # ViSNet has an edge of length 0 from each atom to itself. It normalizes only vectors
-        # between different atoms, not those to images of the same atom. Here, all are normalized.
+        # between different atoms, not vectors to images of the same atom. Here, all vectors are
+        # normalized.
         own, zero = _one_each(codes), edges.edge_weight.new_zeros(len(codes))
         index = torch.cat((edges.edge_index, own.expand(2, -1)), dim=1)
         distance = torch.cat((edges.edge_weight, zero))
@@ -188,7 +188,7 @@ class PeriodicViSNet(Peer):
 
 
 class _NearEmbedding(NeighborEmbedding):
-    """Includes images of the atom itself, which PyG excludes with the edge of length 0."""
+    """Includes images of the atom itself; PyG excludes them together with the edge of length 0."""
 
     def forward(
         self, z: Tensor, x: Tensor, edge_index: Tensor, edge_weight: Tensor, edge_attr: Tensor
@@ -238,7 +238,7 @@ class PeriodicPaiNN(Peer):
 
 
 class _Message(nn.Module):
-    """Messages of equations 7 and 8: filters of distances times a net of neighbors' scalars."""
+    """Messages (equations 7 and 8): filters of distances times a net of neighbors' scalars."""
 
     def __init__(self, features: int, num_basis: int) -> None:
         super().__init__()

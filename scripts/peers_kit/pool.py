@@ -15,7 +15,7 @@ from peers_kit.jobs import Job, config_of
 from peers_kit.models import FITS, TRIED, title, variant_words
 
 SCRIPT = Path(__file__).resolve().parents[1] / "peers.py"
-TUNING_SEED = 99  # differs from the seeds that are compared
+TUNING_SEED = 99  # not one of the compared seeds
 
 Jobs = dict[Path, Job]
 _digest = cache(digest)
@@ -59,7 +59,7 @@ def job_of(options: Namespace, model: str, seed: int, fraction: float, lr: float
 
 
 def comparison(options: Namespace, rates: Mapping[str, float | None]) -> Jobs:
-    """Returns jobs by the file of their result; those of the first seed come first."""
+    """Returns jobs by result file; the jobs of the first seed come first."""
     folder = options.out / "jobs"
     return {
         folder / f"{title(model)}_{options.minutes:g}min_{fraction:g}_seed{seed}.json": job_of(
@@ -72,7 +72,7 @@ def comparison(options: Namespace, rates: Mapping[str, float | None]) -> Jobs:
 
 
 def tuning(options: Namespace) -> dict[str, Jobs]:
-    """Returns short jobs by model for each learning rate, which predict only the first split."""
+    """Returns short jobs for each model and learning rate, which predict only the first split."""
     found: dict[str, Jobs] = {}
     for model in options.models:
         name = title(model)
@@ -91,7 +91,7 @@ def _trial(options: Namespace, model: str, rate: float) -> tuple[Path, Job]:
 
 
 def widen(options: Namespace, trials: dict[str, Jobs]) -> bool:
-    """Adds a rate if the best one is the largest or smallest. Returns True if any was added."""
+    """Adds a rate if the best rate is the largest or smallest. Returns True if it added a rate."""
     before = sum(map(len, trials.values()))
     for model in options.models:
         jobs = trials.get(title(model), {})
@@ -102,7 +102,7 @@ def widen(options: Namespace, trials: dict[str, Jobs]) -> bool:
 
 
 def best_rate(jobs: Jobs) -> float | None:
-    """Returns the learning rate with the smallest error, or None if all diverged."""
+    """Returns the learning rate with the smallest error, or None if all jobs diverged."""
     errors = {}
     for path, job in jobs.items():
         error = read(path)["splits"][job["splits"][0]]["mae_eV"] if path.exists() else None

@@ -43,7 +43,7 @@ def rows_of(results: Results) -> Rows:
 
 
 def table(rows: Rows, tried: Mapping[str, int]) -> str:
-    """Returns results by model, best first, for each share of the training set."""
+    """Returns a table of results for each share of the training set; the best model comes first."""
     splits = names(rows, "split")
     head = ["model", "seeds", "parameters", "lr (tried)", "steps", "CPU min", "peak MB"]
     head += [f"{split} MAE, eV" for split in splits] + [f"{split} EwT, %" for split in splits]
@@ -118,8 +118,8 @@ def whole(results: Results) -> Results:
 def error_by_time(results: Results) -> tuple[Curves, float | None]:
     """Returns mean errors over seeds against CPU minutes by model, and the error of the median.
 
-    A model that diverged with one seed has no curve. Slow models may skip points, and a mean curve
-    is as long as the shortest curve of a seed.
+    A model that diverged with one seed has no curve. Slow models may skip points. A mean curve ends
+    with the shortest curve of a seed.
     """
     diverged = {result["job"]["model"] for result in results if not result["curve"]}
     points: Curves = {}
@@ -165,9 +165,8 @@ def _draw(png: Path, points: Curves, xlabel: str, split: str, median: float | No
 
 
 def differences(results: Results, first: str, alike: Sequence[str] = ()) -> str:
-    """Returns the differences of the other models from one, trained on the whole training set.
-
-    Errors are averaged over the seeds of a model and compared system by system. The standard error
+    """Returns the differences between one model and all others, trained on the whole training set.
+    Errors are averaged over the seeds of a model and compared for each system. The standard error
     is sqrt(V + sd_a^2 / seeds_a + sd_b^2 / seeds_b), where V is the `variance_of_mean` over
     systems. A second table lists Pearson's r between the signed errors of both models, averaged
     over pairs of seeds. Systems with the same value in one of the columns `alike` of systems.csv
@@ -210,13 +209,13 @@ def groups_of(root: Path, dataset: Structures, columns: Sequence[str]) -> list[N
 
 
 def variance_of_mean(values: _Array, groups: Sequence[NDArray[np.int64]]) -> float:
-    """Returns the variance of the mean of values (n,) that are independent only between groups.
+    """Returns the variance of the mean of values (n,), which may be correlated in a group.
 
     Without groups, it is s^2 / n. With one grouping, it is G / (G - 1) / n^2 times the sum of the
     squared sums of x - mean in its G groups. With two groupings, it is V_1 + V_2 - V_12, where 12
     denotes groups that agree in both (Cameron, Gelbach and Miller, J. Bus. Econ. Stat. 29, 238,
-    2011), but at least the larger of V_1 and V_2. The estimate is too small for few groups, and
-    nan for a single group.
+    2011), but at least the larger of V_1 and V_2. The estimate is too small if there are few
+    groups, and nan for a single group.
     """
     away = values - values.mean()
 

@@ -16,7 +16,7 @@ from molflt.graph.elements import descriptors as elements_in_numbers
 _Array = NDArray[np.float64]
 
 CUTOFF, WIDTH, SHELLS = 6.0, 0.4, 12  # Å, Å, number of radial sums
-MOST = 5_000  # training systems, because the size of the kernel is quadratic
+MOST = 5_000  # largest number of training systems, because the size of the kernel is quadratic
 
 
 def elements_of(dataset: Structures) -> list[int]:
@@ -108,7 +108,7 @@ class KernelRidge:
         self.chosen["tried"] = len(self.search.cv_results_["params"])
 
     def predict(self, dataset: Structures) -> _Array:
-        """Energies, (systems,), eV."""
+        """Returns energies (systems,), eV."""
         return self.search.predict(describe(dataset, self.elements)) + self.mean
 
 
@@ -123,5 +123,5 @@ class Median:
         self.median = float(torch.from_numpy(dataset.y_relaxed).quantile(0.5))
 
     def predict(self, dataset: Structures) -> _Array:
-        """Energies, (systems,), eV."""
+        """Returns energies (systems,), eV."""
         return np.full(len(dataset), self.median)

@@ -1,10 +1,11 @@
-"""Pairs of molecules at growing distances: a potential with and without long range.
+"""Errors of potentials with and without long-range terms for pairs of distant molecules.
 
 The data are train-id*.xyz and test-id*.xyz of the LODE dimers (Huguenin-Dumittan et al., J. Phys.
 Chem. Lett. 14, 9612, 2023), taken from the cace-lr-fit repository, CC BY-NC 4.0. Beyond 4 Å, the
-potential has only terms 1 / r^p between its latent charges. Its features remain random. Charges and
-local energies are linear in the features and are fitted by regularized least squares. Powers,
-width, weights and penalty have the smallest error when the largest training distances are held out.
+potential contains only terms 1 / r^p between latent charges. Its features remain random. Charges
+and local energies are linear in the features and are fitted by regularized least squares. Powers,
+width, weights and penalty are chosen for the smallest error at the largest training distances,
+which are held out.
 """
 
 import itertools
@@ -23,12 +24,12 @@ from molflt.graph import EnergyRegressor, Potential
 from molflt.graph.geometry import Geometry
 from molflt.graph.long_range import COULOMB, inverse_power_sums
 
-CUTOFF = 4.0  # Å, of all local terms
-HELD_OUT = (2, 3)  # numbers of training distances that are held out
+CUTOFF = 4.0  # cutoff of all local terms, Å
+HELD_OUT = (2, 3)  # numbers of held-out training distances
 POWERS = ((1,), (1, 6), (1, 4, 6))
 WIDTHS = (24, 64)
 FLOORS = (1e-3, 1e-4)  # eV; errors are divided by |E| + floor
-PENALTIES = (1e-4, 1e-5)  # of squared weights
+PENALTIES = (1e-4, 1e-5)  # factors of the squared weights
 QUICK = {"seeds": 1, "files": 1, "steps": 5, "tries": 1}
 
 
@@ -46,7 +47,7 @@ class Setting(NamedTuple):
 
 
 class Dimers(NamedTuple):
-    """Pairs of rigid molecules; `graphs` ends with the two molecules of each class."""
+    """Pairs of rigid molecules; the last `graphs` are the two molecules of each class."""
 
     graphs: list[Data]
     kind: Tensor  # (pairs,) class
@@ -56,7 +57,7 @@ class Dimers(NamedTuple):
     labels: list[str]  # by class
 
     def binding(self, energy: Tensor) -> Tensor:
-        """Returns values of pairs minus those of their molecules, from values (graphs, ...)."""
+        """Returns values of pairs minus values of their molecules; `energy` is (graphs, ...)."""
         alone = energy[len(self.kind) :].unflatten(0, (-1, 2)).sum(dim=1)
         return energy[: len(self.kind)] - alone[self.kind]
 
@@ -69,7 +70,7 @@ class Dimers(NamedTuple):
         return held
 
     def relative(self, predicted: Tensor, where: Tensor) -> float:
-        """Returns the error relative to that of predicting 0, averaged over classes."""
+        """Returns the error divided by the error of predicting 0, averaged over classes."""
         wrong = (predicted - self.energy).abs()
         own = [where & (self.kind == kind) for kind in range(len(self.labels))]
         return statistics.fmean(float(wrong[k].sum() / self.energy[k].abs().sum()) for k in own)
@@ -110,7 +111,7 @@ def _graph(atoms: Any) -> Data:
 
 
 def laws(graphs: Sequence[Data], powers: Sequence[int]) -> list[Tensor]:
-    """Returns d^2 E / dq_i dq_j of each graph with all images, (powers, atoms, atoms), eV."""
+    """Returns d^2 E / dq_i dq_j of each graph, including images, (powers, atoms, atoms), eV."""
     found = []
     for graph in graphs:
         count = len(graph.pos)
@@ -135,7 +136,7 @@ def potential(setting: Setting, seed: int) -> Potential:
 
 
 class Design(NamedTuple):
-    """Binding energies as a function of the weights: w_p . Q_p w_p + L . a."""
+    """Binding energies sum_p w_p . Q_p w_p + L . a for weights w_p and a."""
 
     quadratic: Tensor  # (pairs, powers, width, width)
     linear: Tensor  # (pairs, width)
@@ -172,8 +173,8 @@ def solve(
 ) -> tuple[Tensor, Tensor]:
     """Returns weights that minimize the mean square of (E - energy) / unit + penalty |weights|^2.
 
-    Each Levenberg-Marquardt step solves the linearized problem with damping, which increases after
-    a step that increases the cost and decreases otherwise.
+    Each Levenberg-Marquardt step solves the damped linearized problem. The damping increases after
+    a step that increases the cost, and decreases after other steps.
     """
     share = 1 / (unit * len(energy) ** 0.5)
     w, a = start, torch.zeros_like(design.linear[0])
@@ -245,7 +246,7 @@ class Trial:
     def guess(self, known: Tensor, steps: int, by_model: bool = False) -> Tensor:
         """Returns the mean binding energies (pairs,) of potentials fitted to the known pairs, eV.
 
-        With `by_model`, the potentials compute the energies instead of the designs.
+        With `by_model`, the energies come from the potentials and not from the designs.
         """
         found = []
         for model, design in zip(self.models, self.designs, strict=True):

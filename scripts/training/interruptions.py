@@ -1,4 +1,4 @@
-"""Training runs that are killed and continued, compared bit for bit with uninterrupted runs.
+"""Training runs that are killed and continued, compared bitwise with uninterrupted runs.
 
 A small training run with dropout, averaged weights and redrawn features is killed with SIGKILL at
 random times, and before each of its file operations. It is resumed if there is a checkpoint, and
@@ -30,7 +30,7 @@ KILLED, CUT = "SIGKILL", "cut"
 
 
 def words(run: Path) -> list[str]:
-    """Returns the command for 13 steps with batches of 4, which end within an epoch."""
+    """Returns the command for 13 steps with batches of 4; the last step is within an epoch."""
     small = {"dim": 16, "heads": 2, "layers": 1, "ffn_dim": 16, "num_features": 8, "dropout": 0.2}
     steps = {"max_steps": 13, "val_every": 5, "checkpoint_every": 3, "log_every": 2}
     return [
@@ -66,7 +66,7 @@ def end(pid: int) -> int:
 
 
 def count_operations(run: Path, act: Callable[[int], None]) -> Callable[[], None]:
-    """Returns a function after which `act` is called with a count before each file operation.
+    """Returns a function that installs `act`, which is called with a count before file operations.
 
     The operations are those that Python's audit hooks report for files of the run: opening for
     writing, renaming, removing, creating folders, truncating, and changing permissions.
@@ -94,7 +94,7 @@ def leaves(value: object) -> list[object]:
 
 
 def ends(run: Path) -> list[object]:
-    """Returns weights, optimizer state and validation results, which must be equal."""
+    """Returns the weights, optimizer state and validation results of a run."""
     folder = run / "checkpoints"
     found: list[object] = [
         (folder / f"{name}.safetensors").read_bytes() for name in ("best", "last")
@@ -107,7 +107,7 @@ def ends(run: Path) -> list[object]:
 
 
 def row(how: str, at: float, run: Path, expected: list[object]) -> Row:
-    """Continues an interrupted run, and removes its folder unless the results differ."""
+    """Continues an interrupted run; its folder is removed if the results are equal."""
     resumed = (run / "checkpoints" / "last.ckpt").exists()
     after = "resumed" if resumed else "started again"
     status = end(start(["train", "--resume", str(run)] if resumed else words(run)))
