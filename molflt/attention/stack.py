@@ -22,7 +22,7 @@ ATTENTION = "attention"
 # options that do not apply to unordered or causal tokens
 MIXER_OPTIONS = ("mixer", "mixer_options", "attention_layers")
 
-# The command line lists the choices of an option from its type.
+# The command line takes the choices of this option from its type.
 if TYPE_CHECKING:
     MixerName = str
 else:

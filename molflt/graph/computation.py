@@ -252,8 +252,8 @@ class CompiledEnergies(nn.Module):
     def forward(self, batch: "Data") -> Mapping[str, Tensor]:
         """Computes energies (graphs,), float64, eV, as in `EnergyRegressor.forward`.
 
-        Graphs are padded to the size of the largest; use batches with graphs of similar size. If a
-        graph is too large for an N x N matrix, the model itself computes the same sums.
+        Graphs are padded to the size of the largest graph; use batches with graphs of similar size.
+        If a graph is too large for an N x N matrix, the model itself computes the same sums.
         """
         inputs = EnergyInputs.of(self.model, batch)
         if self.matrix and inputs.mask.shape[1] > _MOST_IN_MATRIX:

@@ -43,7 +43,7 @@ class DenseAtoms(NamedTuple):
 
         With `lattice`, they are centered only perpendicular to all periodic lattice vectors. Along
         these vectors, the mean depends on the choice of the cell and of images. Features of the
-        additive encoding depend on the position of a crystal along them; those of the
+        additive encoding depend on the position of a crystal along these vectors; features of the
         multiplicative encoding do not.
         """
         mask = atom_mask(geometry)

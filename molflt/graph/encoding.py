@@ -55,7 +55,7 @@ class GraphEncoding(nn.Module):
         position_options: further arguments of the position, see `SpectralPosition.build`: spectrum,
             nodes, num_nodes, arguments of the spectrum, and arguments of the nodes with the prefix
             `node_`.
-        periodic: see `EnergyRegressor`; or a scheme of `molflt.graph.periodic`.
+        periodic: name as in `EnergyRegressor`, or a scheme of `molflt.graph.periodic`.
         near_field, near_exact, mixing, feature_map, num_features: see `EnergyRegressor`.
         scheme: image_cutoff, max_frequency or mesh_order; see `EnergyRegressor`.
 
@@ -181,7 +181,7 @@ class GraphEncoding(nn.Module):
         return SizeClass(row, encoding, torch.arange(len(places), device=places.device))
 
     def padded(self, geometry: Geometry, found: _Found | None = None) -> SizeClass:
-        """Evaluates the encoding with all graphs padded to the size of the largest."""
+        """Evaluates the encoding with all graphs padded to the size of the largest graph."""
         found = self._found(geometry) if found is None else found
         by_cell = geometry.cell.requires_grad and torch.is_grad_enabled()
         if by_cell and self.frequency_projection is not None:
@@ -260,7 +260,7 @@ class GraphEncoding(nn.Module):
         return Bias(kernel.clamp(min=position.positive).log())
 
     def _near(self, found: _Found, far: Callable[[NearPairs, float], Tensor]) -> Pairs | None:
-        """Returns pairs in the near field, including each atom with itself, with corrections.
+        """Returns the pairs in the near field, among them each atom with itself, and corrections.
 
         `far` computes the far field, (heads, pairs), from pairs and an upper bound of their
         distances.

@@ -30,7 +30,7 @@ READOUTS = {"all": (False, False), "adsorbate": (True, False), "contact": (True,
 
 MessagePairs = Literal["all", "adsorbate"]
 
-# The command line lists the choices of an option from its type.
+# The command line takes the choices of this option from its type.
 if TYPE_CHECKING:
     ReadoutName = str
 else:
@@ -44,9 +44,10 @@ class ElementEmbedding(nn.Embedding):
         dim: width.
         descriptors: add a smooth function of `molflt.graph.elements.descriptors`, W sin(K x + b),
             to the vectors, which then start at 0. This describes elements not seen in training by
-            their place in the periodic table; otherwise their vectors keep random initial values.
-            Each training step leaves out the vectors of a random half of the elements. The function
-            then learns to describe elements without vectors, such as unseen ones.
+            their place in the periodic table; without descriptors, vectors of such elements keep
+            random initial values. Each training step leaves out the vectors of a random half of the
+            elements. The function then learns to describe elements without vectors, such as unseen
+            ones.
     """
 
     def __init__(self, dim: int, descriptors: bool = False) -> None:
@@ -197,7 +198,7 @@ class EnergyReadout(nn.Module):
         self.cutoff, self.sees_neighbors = cutoff, any(READOUTS[atoms])
         self.mlp = nn.Sequential(nn.Linear(dim, dim), nn.GELU(), nn.Linear(dim, 1))
         self.factor = nn.Embedding(len(Tag), 1)
-        nn.init.constant_(self.factor.weight, 0.5 if self.sees_neighbors else 0.1)  # fewer atoms
+        nn.init.constant_(self.factor.weight, 0.5 if self.sees_neighbors else 0.1)  # fewer count
         self.register_buffer("by_contact", torch.tensor(READOUTS[atoms]))
 
     def zero_(self) -> None:

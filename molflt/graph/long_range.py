@@ -38,11 +38,11 @@ _DEPTH = 4.0  # sharpness times cutoff: near pairs end below 1e-6 of 1 / r
 _ONSET = 0.9  # fraction of the cutoff at which near pairs start to fade
 _HIGHEST = 1.55  # largest frequency over sharpness; 1.44 leaves 3e-6 meV between distant slabs
 _APART = 5.0  # gap between images of a slab, over sharpness; their interaction is 1e-12
-_LARGEST = 800.0  # volume over cutoff cubed above which the cutoff grows with the cell
+_LARGEST = 800.0  # the cutoff grows with the cell above this volume over cutoff cubed
 _TRANSIENT = 2**21  # largest number of values of waves in one chunk of nodes
 _START = 0.02  # factor of the initial charges; energies are then a few meV per atom
 _REACH = 5.0  # Å, largest distance between atoms that exchange charge
-_LEAST = 1e-12  # added to each weight of the total charge: equal shares if all are 0
+_LEAST = 1e-12  # added to each weight of the total charge; shares are equal if all weights are 0
 
 
 class LongRangeEnergy(NamedTuple):
@@ -83,10 +83,10 @@ class ChargeShare(nn.Module):
 class LongRange(nn.Module):
     """Energies of latent charges, which derive from linear functions a_i of an atom's features.
 
-    For p = 1 and 2, sums over a crystal converge only for neutral cells. Their charges flow between
-    neighbors: q_i = sum_j w(r_ij) (a_j - a_i), where w falls smoothly from 1 to 0 at 5 Å. Flows
-    cancel in pairs. A group of atoms more than 5 Å from all others is therefore neutral, and its
-    interaction with them vanishes with distance. For other powers, q_i = a_i.
+    For p = 1 and 2, sums over a crystal converge only for neutral cells. Charges of these two
+    powers flow between neighbors: q_i = sum_j w(r_ij) (a_j - a_i), where w falls smoothly from 1 to
+    0 at 5 Å. Flows cancel in pairs. A group of atoms more than 5 Å from all others is therefore
+    neutral, and its interaction with them vanishes with distance. For other powers, q_i = a_i.
 
     With `total_charge`, the first channel of p = 1 also contains the total charge of the graph,
     distributed by `ChargeShare`. The charges of this channel sum to Q, and a distant ion interacts
@@ -104,12 +104,12 @@ class LongRange(nn.Module):
         channels: number of charges per atom and power.
         cutoff: cutoff of near pairs, Å; a longer cutoff needs more pairs and fewer nodes.
         neutral: False sets q_i = a_i for all powers. Separate groups of atoms then have net
-            charges. Use it for data with ions that the model can recognize by their neighbors.
+            charges. Use False for data with ions that the model can recognize by their neighbors.
         total_charge: True if graphs have total charges.
-        smearing: sigma, Å, of a spectrum that falls as exp(-sigma^2 k^2 / 2); 1 in latent Ewald
-            summation (arXiv:2408.15165). For p = 1, the interaction of a pair is erf(r / (sqrt(2)
-            sigma)) / r; beyond 5 sigma it is 1 / r^p. 0 means point charges, whose interaction is
-            bounded below 0.1 Å.
+        smearing: sigma, Å, of a spectrum that falls as exp(-sigma^2 k^2 / 2); latent Ewald
+            summation (arXiv:2408.15165) uses 1. For p = 1, the interaction of a pair is erf(r /
+            (sqrt(2) sigma)) / r; beyond 5 sigma it is 1 / r^p. 0 means point charges, whose
+            interaction is bounded below 0.1 Å.
     """
 
     signs: Tensor
@@ -135,7 +135,7 @@ class LongRange(nn.Module):
                 "no long range"
             )
         for power in powers:
-            InversePower(power, _DEPTH / cutoff)  # refuses others
+            InversePower(power, _DEPTH / cutoff)  # refuses other powers
         if smearing >= cutoff / (_DEPTH * 2**0.5):
             raise ValueError(
                 f"smearing must be below {cutoff / (_DEPTH * 2**0.5):.3g} Å, the width that the "

@@ -9,11 +9,11 @@ from molflt.graph.geometry import Geometry
 from molflt.memory import available_memory
 
 _WHILE_MADE = 1.5  # peak memory for computing waves of nodes, relative to that of the waves
-_SMALL = 2**26  # bytes below which free memory is not measured, because measuring is slow
+_SMALL = 2**26  # bytes; for smaller sizes, free memory is not measured, because that is slow
 
 
 def _expect_memory(weights: Tensor, geometry: Geometry, heads: int) -> None:
-    """Refuses reciprocal nodes, of weights (graphs, r), whose waves exceed free CPU memory."""
+    """Refuses reciprocal nodes with weights (graphs, r) if their waves exceed free CPU memory."""
     if not at_hand(weights):
         return
     counts, atoms = (weights != 0).sum(dim=1), geometry.ptr.diff()

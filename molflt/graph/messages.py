@@ -14,7 +14,7 @@ from molflt.graph.radial import radial_waves, softened
 
 _NUM_BASIS = 8
 _SCALE = 0.25  # for sums over about 16 neighbors; preserves the size of tokens
-_SPARSEST = 8  # matrix elements per pair beyond which pairs are gathered instead
+_SPARSEST = 8  # pairs are gathered if matrices would have more elements per pair
 
 
 class _Edges(NamedTuple):

@@ -13,8 +13,8 @@ from molflt.attention.positions.spectral import GraphNodes
 from molflt.graph.geometry import Geometry
 from molflt.graph.neighbors import Neighbors, nearest_images
 
-_PIECE = 2**16  # pairs per piece; each pair has hundreds of intermediate numbers
-_MANY = 2**18  # pairs above which intermediate numbers are recomputed in backward
+_PIECE = 2**16  # pairs computed at once; each pair needs hundreds of intermediate numbers
+_MANY = 2**18  # intermediate numbers are recomputed in backward if there are more pairs
 _STEP = 16.0  # Å; bounds of distances are multiples of this
 _FARTHEST = 2_000  # Å; Gauss's rule then has about 4,000 points and takes seconds
 
@@ -89,7 +89,7 @@ class _Found(NamedTuple):
 
 
 def _all_pairs(geometry: Geometry, graphs: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns query and key, (pairs,), of each pair of different atoms in `graphs`, a mask."""
+    """Returns indices of queries and keys, (pairs,), of all atom pairs in each graph of a mask."""
     counts = geometry.ptr.diff()
     member = torch.arange(len(geometry.pos), device=counts.device)[graphs[geometry.batch]]
     count = counts[geometry.batch[member]]

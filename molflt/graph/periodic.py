@@ -26,8 +26,8 @@ from molflt.graph.near import NearPairs
 from molflt.graph.neighbors import expect_lattice, images_are_far
 
 _FADE = 1.0  # Å before the cutoff, over which an image fades out
-_MOST_PAIRED = 1000  # largest number of atoms of a molecule with all pairs computed
-_MOST_BY_NODES = 1000  # atoms, and reciprocal nodes, above which `Auto` uses a mesh
+_MOST_PAIRED = 1000  # all pairs are computed in molecules with at most this number of atoms
+_MOST_BY_NODES = 1000  # `Auto` uses a mesh if there are more atoms and more nodes
 _ALONE = 200.0  # Å of vacuum beyond which the kernel of an image is below 1e-8
 _IN_PLANE = [(a, b, 0) for a, b in itertools.product((-1, 0, 1), repeat=2) if (a, b) != (0, 0)]
 
@@ -101,7 +101,7 @@ class Open:
             position: kernel.
             factors: factors of the kernel; None on a mesh.
             near: the pairs.
-            farthest: upper bound of their distances, Å.
+            farthest: upper bound of the distances of these pairs, Å.
         """
         assert factors is not None
         return products(*factors, near.pairs())
@@ -248,9 +248,9 @@ class Reciprocal(Open):
     Args:
         max_frequency: largest |G|, cycles/Å; the number of nodes grows as its cube.
         smooth: make nodes analytic functions of positions along nonperiodic directions. Otherwise
-            forces jump by about 1e-4 eV/Å where another atom becomes the outermost. Molecules of up
-            to 1,000 atoms, including those in cells larger than 200 Å along all periodic axes, use
-            all pairs instead of nodes; their energy does not depend on the orientation.
+            forces jump by about 1e-4 eV/Å where another atom becomes the outermost. Molecules of at
+            most 1,000 atoms, including molecules in cells larger than 200 Å along all periodic
+            axes, use all pairs instead of nodes; their energy does not depend on the orientation.
     """
 
     lattice = True
@@ -385,10 +385,10 @@ class Auto(Reciprocal):
 class OnMesh(Auto):
     """Uses a mesh for all cells; the cost per atom does not grow with the cell.
 
-    A mesh is faster than nodes for large cells: 1,000 atoms or more at 0.25 cycles/Å, and 5,000 or
-    more at 0.1. It supports multiplicative kernels with an isotropic spectrum. The invariances of
-    nodes (shifts of all atoms, the choice of the cell, supercells except with
-    normalize="unmasked") hold up to the interpolation error.
+    A mesh is faster than nodes for large cells: at least 1,000 atoms for a `max_frequency` of 0.25
+    cycles/Å, and at least 5,000 atoms for 0.1. It supports multiplicative kernels with an isotropic
+    spectrum. The invariances of nodes (shifts of all atoms, the choice of the cell, supercells
+    except with normalize="unmasked") hold up to the interpolation error.
     """
 
     def check(self, position: SpectralPosition, softmax: bool, near: bool) -> None:
@@ -422,7 +422,7 @@ PERIODIC: dict[str, type[Open]] = {
     "mesh": OnMesh,
 }
 
-# The command line lists the choices of an option from its type.
+# The command line takes the choices of this option from its type.
 if TYPE_CHECKING:
     PeriodicName = str
 else:

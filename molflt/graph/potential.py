@@ -47,19 +47,19 @@ class Potential(EnergyRegressor):
             "exp" or "polynomial" of degree 2.
         position: must be "multiplicative".
         periodic: must be "reciprocal".
-        max_frequency: end of the spectrum of reciprocal nodes, 0.25 cycles/Å by default.
+        max_frequency: largest frequency of the reciprocal nodes, 0.25 cycles/Å by default.
         radial_basis: size of the radial summary; 0 leaves it out.
         far_field: False ends attention at `near_field`. With L layers and R refinements, an atom
-            sees others up to L R near fields away, but not across a wider gap. `long_range` covers
-            larger distances.
+            sees atoms at a distance of at most L R near fields, but not across a gap wider than one
+            near field. `long_range` covers larger distances.
         long_range: powers p from 1 (charges), 2, 4 and 6 (dispersion), which add energies of 1 /
             r^p between latent charges and all their images; see
             `molflt.graph.long_range.LongRange`.
         long_range_channels: number of charges per atom and power, 4 by default.
         long_range_cutoff: cutoff of near pairs, 8 Å by default.
         long_range_smearing: sigma of pairs at short distances, 1 Å by default; see `LongRange`.
-        long_range_neutral: True (default): charges of p = 1 and 2 flow between atoms closer than 5
-            Å, and separate molecules are neutral. Use False for data with ions.
+        long_range_neutral: with True (the default), charges of p = 1 and 2 flow between atoms
+            closer than 5 Å, and separate molecules are neutral. Use False for data with ions.
         total_charge: take the total charge of each graph, `charge`, as an input to the tokens and
             to the charges of p = 1; see `ChargeShare`. Otherwise charged data are refused.
         options: further arguments of `EnergyRegressor`.
@@ -213,7 +213,7 @@ def _sum(parts: Mapping[str, Tensor]) -> Tensor:
 
 
 def _strained(batch: "Data") -> tuple["Data", Tensor, Tensor | None]:
-    """Returns a batch under zero strain, its positions, and the strain or None without cells."""
+    """Returns a batch under zero strain, its positions, and the strain (None if no cells)."""
     pos = Geometry.of_data(batch).pos.detach().clone().requires_grad_()
     out = copy.copy(batch)
     for name, value in batch.to_dict().items():

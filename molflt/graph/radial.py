@@ -32,7 +32,7 @@ def radial_waves(distance: Tensor, number: int, cutoff: float) -> Tensor:
 
     These are DimeNet's Bessel functions (arXiv:2003.03123, eq. 7) with another envelope, c / r
     sin(n pi u) exp(-u^2 / (1 - u^2)) for n = 1, ..., number and u = r / c. They resolve different
-    lengths of a bond, which all lie within one bump.
+    lengths of a bond, which all lie within one of the `radial_bumps`.
     """
     u = distance / cutoff
     rest = 1 - u * u

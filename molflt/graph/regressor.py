@@ -35,7 +35,7 @@ class EnergyRegressor(nn.Module):
     It has element and tag embeddings, attention blocks with a relative encoding that is learned per
     head and shared by all layers, several passes with shared weights, and a tag-weighted sum over
     atoms. This is FLT's OC20 model (arXiv:2302.01925) with 3D-Graphormer's recipe
-    (arXiv:2203.04810). The default is the best form in docs/results. Unlike FLT's, it has a
+    (arXiv:2203.04810). The default is the best form in docs/results. Unlike FLT's model, it has a
     multiplicative kernel that is exactly periodic and exact for near pairs.
 
     Args:
@@ -52,11 +52,11 @@ class EnergyRegressor(nn.Module):
         periodic: "none"; "images", in-plane periodic images near the adsorbate as extra keys;
             "reciprocal", nodes on the reciprocal lattice of each cell, exactly periodic; "mesh",
             the same sums by splines, for large cells; or "auto", a mesh for cells of more than
-            1,000 atoms and nodes, and nodes for others. By default "auto" for a multiplicative
+            1,000 atoms and nodes, and nodes for other cells. By default "auto" for a multiplicative
             position and "none" for others.
         image_cutoff: distance from the adsorbate within which images are kept, 8 Å by default.
-        max_frequency: end of the spectrum of reciprocal nodes, 0.25 cycles/Å by default; their
-            number grows as its cube.
+        max_frequency: largest frequency of the reciprocal nodes, 0.25 cycles/Å by default; the
+            number of nodes grows as its cube.
         mesh_order: order of the mesh splines: 4, 5 (default), 6 or 8; higher orders are more
             accurate and slower.
         near_field: distance, Å, within which a multiplicative kernel is exact, computed with a
@@ -100,7 +100,7 @@ class EnergyRegressor(nn.Module):
         of_data: names of buffers that each run computes from its own data, even if it starts from
             the weights of another run.
         seen_by: names of buffers that record the data seen by a weight, with the name of that
-            weight. Another run copies either both or neither.
+            weight. Another run copies either the buffer and the weight, or neither.
     """
 
     added_later: tuple[str, ...] = ("element_energies", "readout.by_contact", "adds_baseline")
@@ -345,7 +345,7 @@ def _among(x: Tensor, kept: Tensor) -> Tensor:
 def _fill_added(
     model: EnergyRegressor, weights: dict[str, Tensor], prefix: str, *_: object
 ) -> None:
-    """Adds buffers missing from weights of earlier versions: booleans False, others as new."""
+    """Adds buffers missing from weights of earlier versions; boolean buffers become False."""
     for name in model.added_later:
         new = model.get_buffer(name)
         weights.setdefault(prefix + name, new & False if new.dtype == torch.bool else new)

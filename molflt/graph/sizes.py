@@ -14,7 +14,7 @@ from molflt.graph.geometry import Geometry
 # the fastest of 32 to 512; on GPUs, starting an operation takes longer relative to computing it.
 _START = {"cpu": 64}
 _START_ELSEWHERE = 8192
-# Number of nodes, images or, in a matrix, atoms per atom that doubles the time for an atom.
+# Number of nodes, images or (in a matrix) keys of each atom that doubles the time per atom.
 _COLUMNS = 64
 _PREPARED = 4  # factor for preparing nodes and pairs of each class separately
 

@@ -49,8 +49,8 @@ class ImageClassifier(nn.Module):
             and columns (MAE, arXiv:2111.06377), or "none" for the relative encoding alone.
         position_scale: factor of two-dimensional positions; 1 by default, and always for tables.
         position: "none" or a key of `molflt.attention.POSITIONS`.
-        position_options: further arguments of the encoding. Missing ones that follow from the grid
-            of patches (`dim`, `shape`, `max_tokens`) are added.
+        position_options: further arguments of the encoding. Missing options that follow from the
+            grid of patches (`dim`, `shape`, `max_tokens`) are added.
         stack: further arguments of `molflt.attention.Stack`.
 
     Attributes:

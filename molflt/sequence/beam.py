@@ -36,7 +36,7 @@ def beam_search(
     """Finds the best complete target of each source.
 
     The search keeps `beam` unfinished hypotheses for each source, and ends when `beam` hypotheses
-    are complete (as in fairseq and, with `early_stopping`, in transformers). The result has the
+    are complete (as in fairseq and, with `early_stopping`, in `transformers`). The result has the
     largest log p / length^length_penalty (arXiv:1609.08144, section 7, without its constants). A
     beam of 1 selects the most probable token at each step. Mechanisms with a state do not recompute
     earlier tokens; others recompute the whole target at each step (see `EncoderDecoder.decodes`).

@@ -19,7 +19,8 @@ class TokenEncoder(TokenModel):
 
     With attention, this is BERT (arXiv:1810.04805), section 3; with the mixer "fourier", it is FNet
     (arXiv:2105.03824), section 4.1. Linear attention and a relative encoding give the encoders of
-    NPRF (arXiv:2106.12566), section 4.1. The encoding uses the position index x `position_scale`.
+    NPRF (arXiv:2106.12566), section 4.1. Relative encodings use the position index times
+    `position_scale`.
 
     Args:
         vocabulary: number of token ids.
@@ -84,7 +85,7 @@ class TokenEncoder(TokenModel):
 
     @property
     def longest(self) -> int | None:
-        """Maximum number of tokens; None without a limit."""
+        """Maximum number of tokens; None if there is no limit."""
         tables = (getattr(block.attention, "max_tokens", None) for block in self.stack.blocks)
         return min((n for n in (self._table, *tables) if n is not None), default=None)
 
@@ -96,8 +97,8 @@ class TokenEncoder(TokenModel):
         Args:
             tokens: ids (batch, length).
             types: type of each token, (batch, length); None if all are 0.
-            key_mask: (batch, length), True where a token exists; None without padding. Padding does
-                not affect results.
+            key_mask: (batch, length), True where a token exists; None if there is no padding.
+                Padding does not affect results.
 
         Returns:
             (batch, length, dim).

@@ -26,11 +26,11 @@ class Translating(NamedTuple):
 class EncoderDecoder(TokenModel):
     """Model of p(target token i + 1 | source, target tokens 0 .. i), as in arXiv:1706.03762.
 
-    This is the translation model of NPRF (arXiv:2106.12566), section 4.3. Self-attention of source
-    and target and cross-attention use the same mechanism unless `decoder` changes it. One matrix
-    contains the embeddings of source and target and the weights of the output layer. Relative
-    encodings use the position index x `position_scale`. The encoder and the decoder have separate
-    relative encodings; cross-attention does not use one.
+    This is the translation model of NPRF (arXiv:2106.12566), section 4.3. Self-attention of the
+    source, self-attention of the target, and cross-attention use the same mechanism unless
+    `decoder` changes it. One matrix contains the embeddings of source and target and the weights of
+    the output layer. Relative encodings use the position index times `position_scale`. The encoder
+    and the decoder have separate relative encodings; cross-attention does not use one.
 
     Args:
         vocabulary: number of token ids of both languages; `molflt train` sets it from the data.
@@ -107,8 +107,8 @@ class EncoderDecoder(TokenModel):
 
         Args:
             source: ids (batch, n).
-            source_mask: (batch, n) bool, True where a token exists; None without padding. Padding
-                does not affect results.
+            source_mask: (batch, n) bool, True where a token exists; None if there is no padding.
+                Padding does not affect results.
 
         Returns:
             (batch, n, dim).

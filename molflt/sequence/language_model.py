@@ -24,7 +24,7 @@ class LanguageModel(TokenModel):
     """Causal model of token sequences, p(token i + 1 | tokens 0 .. i).
 
     This is the language model of FLT (arXiv:2302.01925), section 5.1, and NPRF (arXiv:2106.12566),
-    section 4.2. Relative encodings use the position index x `position_scale`.
+    section 4.2. Relative encodings use the position index times `position_scale`.
 
     Args:
         vocabulary: number of token ids; `molflt train` takes it from the data.

@@ -27,7 +27,7 @@ class MaskedLanguageModel(EncoderModel):
         mask_id: id of the mask token, -1 before `set_special`.
         ordinary: (vocabulary,) bool, True for ids that may be masked or predicted; False for
             special tokens.
-        of_data: prefixes of the names of tensors that depend on the data, by file.
+        of_data: prefixes of the names of tensors that depend on each data file.
     """
 
     of_data: ClassVar = {"tokenizer.json": ("encoder.words.", "head.bias", "mask_id", "ordinary")}

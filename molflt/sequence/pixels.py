@@ -25,9 +25,9 @@ class PixelModel(LanguageModel):
     ordered by row, then by pixel, then by channel (red, green, blue). Token i is byte i - 1 (the
     first token is `START`) and has the position of byte i, which it predicts.
 
-    One-dimensional relative encodings use the position i x `position_scale`. Three-dimensional
-    encodings (`position_options` with `dim: 3`) use (row, column, channel) x `position_scale`,
-    relative to the first byte.
+    One-dimensional relative encodings use the position i times `position_scale`. Three-dimensional
+    encodings (`position_options` with `dim: 3`) use (row, column, channel) relative to the first
+    byte, times `position_scale`.
 
     Args:
         channels: channels of an image, 1 or 3; null takes them from the data.

@@ -85,7 +85,7 @@ class TokenModel(nn.Module):
 
     @property
     def longest(self) -> int | None:
-        """Maximum number of tokens that the model accepts at once; None without a limit."""
+        """Maximum number of tokens that the model accepts at once; None if there is no limit."""
         return self._table if self._table is not None else self.max_length
 
     @property
@@ -147,7 +147,7 @@ def embedding(count: int, dim: int, std: float) -> nn.Embedding:
 
 
 def expect_targets(hidden: Tensor, targets: Tensor, vocabulary: int, none: str) -> Tensor:
-    """Returns the mask (batch, length) of targets other than -1, which stands for `none`.
+    """Returns the mask (batch, length) of targets other than -1, which `none` explains in messages.
 
     The shape of `hidden` is (batch, length, ...).
     """

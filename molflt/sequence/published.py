@@ -1,4 +1,4 @@
-"""Conversion of published BERT and FNet weights from the tensor names of transformers."""
+"""Conversion of published BERT and FNet weights from the tensor names of `transformers`."""
 
 import re
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ _RENAMED = (
     (r"(?:(?:bert|fnet)\.)?pooler\.dense", "pooler"),
     (r"cls\.predictions\.transform\.dense", "head.dense"),
     (r"cls\.predictions\.transform\.LayerNorm", "head.norm"),
-    (r"cls\.predictions", "head"),  # its bias; the weights of the decoder are the embeddings
+    (r"cls\.predictions", "head"),  # only the bias; the weights of the decoder are the embeddings
     (r"cls\.seq_relationship", "next_sentence"),
     (r"classifier", "classify"),
 )
@@ -44,7 +44,7 @@ _HEAD = 64  # width of a head, in all published sizes
 
 
 def is_transformers(weights: Mapping[str, object]) -> bool:
-    """Returns True if tensors are named as in the BERT or FNet models of transformers."""
+    """Returns True if tensors are named as in the BERT or FNet models of `transformers`."""
     return any(f"{prefix}{_WORDS}" in weights for prefix in ("", *(f"{k}." for k in _KINDS)))
 
 
@@ -74,7 +74,7 @@ def options_of(weights: Mapping[str, Tensor], config: Mapping[str, object]) -> d
 
     Args:
         weights: result of `renamed`.
-        config: content of the config.json of transformers. Missing entries are derived from the
+        config: content of the config.json of `transformers`. Missing entries are derived from the
             shapes, with heads of width 64, or have the values of the papers.
     """
     vocabulary, dim = weights["encoder.words.weight"].shape

@@ -30,7 +30,7 @@ FEATURE_MAPS: dict[str, type[FeatureMap]] = {
     "polynomial": _PolynomialFeatures,
 }
 
-# The command line lists the choices of an option from its type.
+# The command line takes the choices of this option from its type.
 if TYPE_CHECKING:
     FeatureMapName = str
     ProjectionName = str

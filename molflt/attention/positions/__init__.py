@@ -26,7 +26,7 @@ POSITIONS: dict[str, Callable[..., Position]] = {
     "conv_spe": ConvSPE,
 }
 
-# The command line lists the choices of an option from its type.
+# The command line takes the choices of this option from its type.
 if TYPE_CHECKING:
     PositionName = str
 else:
