@@ -7,7 +7,7 @@ from ase import Atoms
 from ase.build import add_adsorbate, fcc111
 from ase.calculators.emt import EMT
 from ase.io import read, write
-from tiny_run import arguments, error_of, start, structures, table
+from tiny_run import argon, arguments, error_of, start, structures, table
 
 import molflt
 from molflt.commands.cli import main
@@ -191,3 +191,14 @@ def test_command_continues_from_its_table(oxygen, tmp_path, capsys):
     other = oxygen.with_name("other.extxyz")
     write(other, read(oxygen, ":")[1:])
     assert "row 1" in error_of(capsys, *words[:2], str(other), *words[3:])
+
+
+def test_command_accepts_trained_potentials(potential_run, tmp_path):
+    source, out, frames = tmp_path / "argon.extxyz", tmp_path / "out.safetensors", argon(2, 5)
+    write(source, [Atoms(one.numbers, one.positions, cell=one.cell, pbc=one.pbc) for one in frames])
+    assert main(["data", "baseline", str(source), str(out), f"--calculator={potential_run}"]) == 0
+    expected = []
+    for atoms in frames:
+        atoms.calc = molflt.Calculator(potential_run)
+        expected.append(atoms.get_potential_energy())
+    np.testing.assert_allclose(open_dataset(out).y_baseline, expected, atol=1e-4)

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ from molflt.evaluation.relaxation import relax_atoms
 from molflt.evaluation.results import csv_rows, csv_text, warn, write_csv
 from molflt.files import append, expect_writable
 from molflt.pretrained.calculator import calculator_named
+from molflt.training.checkpoint import find_weights, weights_digest
 
 if TYPE_CHECKING:
     from ase import Atoms
@@ -107,11 +108,12 @@ def baseline(
 
 
 def _version(calculator: str) -> str:
-    package = calculator.partition(":")[0].partition(".")[0]
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "(version unknown)"
+    """Returns the version of the package of a calculator, or the digest of trained weights."""
+    module, _, name = calculator.partition(":")
+    if not name or module == "hf":
+        return weights_digest(find_weights(calculator, None)[0])[:12]
+    packages = packages_distributions().get(module.partition(".")[0])
+    return version(packages[0]) if packages else "(version unknown)"
 
 
 def _known(table: Path, dataset: Structures, label: str) -> list[dict[str, str]]:
