@@ -211,7 +211,7 @@ class BatchedData(Generic[_Items]):
         }
 
     def _digest(self, use: str, most: int | None = None) -> str:
-        """Returns a digest of all items, or of `most` evenly spaced ones."""
+        """Returns a digest of all items, or of `most` evenly spaced items."""
         items = cast("Sequence[object]", self.datasets[use])
         count = len(items) if most is None else min(most, len(items))
         digest = hashlib.sha256()
@@ -284,7 +284,7 @@ def _parts(item: object) -> Iterator[bytes]:
             yield from _parts(part)
     elif hasattr(item, "to_dict"):
         for name, part in sorted(item.to_dict().items()):
-            if name == "y_baseline" and part.isnan().all():  # earlier versions lack it
+            if name == "y_baseline" and part.isnan().all():  # earlier versions lack this label
                 continue
             yield name.encode()
             yield from _parts(part)
@@ -327,7 +327,7 @@ class Shard(NamedTuple):
         """
         found = len(np.asarray(natoms))
         count = -(-found // batch_size)
-        if self.total > count:  # raised for every shard, because the others could not be merged
+        if self.total > count:  # raised for every shard, because shards are merged together
             raise ValueError(
                 f"option --shard {self}: expected at most as many shards as batches; got {count:,} "
                 f"batches of {batch_size} for {found:,} structures; use fewer shards, or a smaller "

@@ -27,7 +27,7 @@ from molflt.training.trainer import TrainerOptions
 
 _Shown = Callable[[], dict[str, str]]
 _HANGUP = getattr(signal, "SIGHUP", None)  # not on Windows
-_SECONDS = 0.1  # between updates of the bar during validation
+_SECONDS = 0.1  # seconds between updates of the bar during validation
 
 
 def _callbacks_of(
@@ -234,11 +234,11 @@ class _BestWeights(Callback):
 class _LastCheckpoint(Checkpoint):
     """Saves ``last.ckpt`` and then ``last.safetensors``, and stops on signals.
 
-    Checkpoints are saved after complete steps: after optimizer, schedule and averages, but before
-    the validation of that step. A run killed during validation therefore repeats it. After the last
-    step, the checkpoint is saved after validation. The first checkpoint is saved before
-    any weights, and always before the last step. Weights without a checkpoint therefore never
-    belong to an interrupted run.
+    A checkpoint is saved when optimizer, schedule and averages have completed a step, but before
+    the validation that follows. A run killed during validation therefore repeats the validation.
+    Only the checkpoint of the last step is saved after its validation. The first checkpoint
+    precedes the first weights and the last step. A run that has weights but no checkpoint was
+    therefore not interrupted.
 
     Closing a terminal sends SIGHUP. If nohup has disabled this signal, it stays disabled.
 

@@ -43,7 +43,7 @@ RECOMMENDED = "game-net"
 
 _WEIGHTS = Path(__file__).parents[1] / "weights"  # packaged models
 _MODEL = "model.safetensors"
-_FILES = (_MODEL, "config.json", "tokenizer.json")  # the last one for published encoders
+_FILES = (_MODEL, "config.json", "tokenizer.json")  # tokenizer.json only for published encoders
 
 EXPECTED = (
     "expected the folder of a training run, an exported model, a .safetensors file, or "

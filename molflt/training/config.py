@@ -154,7 +154,7 @@ def absolute(value: object, folder: Path | None = None) -> object:
 
     Args:
         value: a configuration or a part of it.
-        folder: folder that relative paths refer to; by default the current one.
+        folder: folder that relative paths refer to; by default the current folder.
     """
     if isinstance(value, Mapping):
         return {key: absolute(part, folder) for key, part in value.items()}

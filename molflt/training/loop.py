@@ -141,7 +141,8 @@ class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
     def on_train_start(self) -> None:
         """Recomputes the learning rate, because a resumed run may have more steps than before.
 
-        If the number of steps is unchanged, the rate equals that in the checkpoint bit for bit.
+        If the number of steps is unchanged, the rate is bitwise identical to that in the
+        checkpoint.
         """
         factor = self._lr_factor(self.global_step)
         for config in self.trainer.lr_scheduler_configs:

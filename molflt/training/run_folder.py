@@ -115,7 +115,7 @@ def check_config(path: Path, was: Config, now: Config, done: int) -> None:
     """Raises ValueError if a resumed run has options that would change its steps.
 
     Options in `_FREE` may change. ``trainer.max_steps`` and ``trainer.max_epochs`` may be raised;
-    the schedule then follows the new number. Other changes are refused, including those of
+    the schedule then follows the new number of steps. Other changes are refused, including those of
     `trainer.devices`, which multiplies the batch size.
 
     Args:
@@ -254,7 +254,7 @@ class RunFolder:
         return cast(Provenance, (self.checkpoint or {}).get("molflt", {}))
 
     def remember(self, domain: object) -> object:
-        """Stores and returns domain.json of the initial weights; resumed runs read a checkpoint."""
+        """Stores and returns the initial weights' domain.json; resumed runs use the stored one."""
         kept = domain if self.checkpoint is None else self._was().get("initial")
         if kept is not None:
             self.provenance["initial"] = kept

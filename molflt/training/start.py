@@ -81,7 +81,7 @@ def _inits(words: list[str]) -> list[str]:
 
 
 def _values_in(key: str, files: Sequence[str]) -> list[str]:
-    """Returns the values of a key in YAML files and run folders; init and run become absolute."""
+    """Returns the values of a key in YAML files and run folders; makes `init`, `run` absolute."""
     found = []
     for name in files:
         # errors are reported by the parser
@@ -301,7 +301,7 @@ def read_initial_weights(name: str) -> InitialWeights:
 def _of_transformers(
     path: Path, published: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, object], dict[str, object] | None]:
-    """Converts the weights, options and tokenizer of a BERT or FNet model from transformers."""
+    """Converts the weights, options and tokenizer of a BERT or FNet model from `transformers`."""
     from molflt.sequence.published import options_of, renamed
 
     weights, config_file = renamed(published), path.with_name("config.json")
@@ -431,7 +431,7 @@ def _transfer(source: InitialWeights, model: nn.Module, files: Mapping[str, byte
     """
     own, buffers = model.state_dict(), dict(model.named_buffers())
     named = getattr(model, "of_data", ())
-    file_of: dict[str, str | None] = dict.fromkeys(named)  # None stands for any file
+    file_of: dict[str, str | None] = dict.fromkeys(named)  # None means any file
     if isinstance(named, Mapping):
         file_of = {prefix: file for file, prefixes in named.items() for prefix in prefixes}
     was = source.files

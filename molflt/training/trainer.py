@@ -44,7 +44,7 @@ class TrainerOptions:
         log_every: number of steps between rows of metrics.csv.
         num_sanity: number of validation batches to run before training, as a check.
         accumulate: number of batches whose gradients are averaged for one step. A step then equals
-            that of a larger batch, but needs only the memory of one small batch.
+            a step with a larger batch, but needs only the memory of one small batch.
         patience: number of validations without improvement after which training stops; null to
             never stop early.
         logger: csv writes only metrics.csv; tensorboard also writes TensorBoard files to the run

@@ -34,7 +34,7 @@ def augment(
         kind: "flip" mirrors images horizontally; "crop" shifts them, with a black margin of an
             eighth of the side, or within the image if it is larger than `size`; "resized_crop"
             takes a box of random area and shape. Without a crop, larger images are cropped to their
-            centers.
+            central squares.
         size: side length of the result in pixels; the height of the images by default.
         generator: CPU generator; the global one by default.
 

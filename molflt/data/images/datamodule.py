@@ -31,7 +31,7 @@ class ImageData(BatchedData[LabeledImages]):
         image_size: side length in pixels; images are resized to central squares of this size. Null
             keeps the size of the files, which must then be squares of equal size.
         resize: side length of the training images before `task.augment` cuts them to `image_size`;
-            validation images are cut to their centers. Null means `image_size`.
+            validation images are cropped to their central squares. Null means `image_size`.
         class_names: names of the classes of idx files, in the order of labels.
         batch_size: images in a batch, per device.
         workers: processes that read ahead; 0 reads in the main process.

@@ -31,7 +31,7 @@ _CHUNK = 4096  # images that are resized at once
 _SUFFIXES = (".png", ".jpg", ".jpeg")
 _GRAY = ("1", "L", "LA")
 _DEEP = ("I", "F")  # modes of more than 8 bits, which Pillow would clip
-_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # Pillow runs programs for some others
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # Pillow runs programs for some other formats
 
 
 class LabeledImages(Dataset[tuple[Tensor, Tensor]]):

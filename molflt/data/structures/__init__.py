@@ -36,7 +36,7 @@ def open_dataset(
             ``.extxyz``, ``.db``, ``.cif``, POSCAR, OUTCAR, ...); or a folder of such files, a
             pattern of names such as ``runs/*/OUTCAR``, or a list of these, which are joined.
         skip_bad: read everything once, leave out invalid structures, and list them in ``.bad`` as
-            (name, reason), instead of refusing the source at the first one.
+            (name, reason), instead of refusing the source at the first invalid structure.
         reading: how to interpret the entries of files that ASE reads.
         once: True if the caller makes a single pass and itself skips records that raise an error.
         trained: `reading` of the training run. Sources without these options ignore values that are

@@ -63,7 +63,7 @@ class Converter:
         self._keys = {"y_relaxed": reading.energy_key, "energy": reading.energy_key}
         self._keys |= {"forces": reading.forces_key, "stress": reading.stress_key}
         self._used: dict[str, str] = {}  # name of the entry that is read, by label
-        self._others: dict[str, None] = {}  # energies of structures that lack the one in use
+        self._others: dict[str, None] = {}  # energies of structures that lack the energy in use
         self._there: dict[str, None] = {}  # names of all labels in the file
         self._numbers: dict[str, None] = {}  # names of other numbers, which may be energies
         self._fields: dict[str, str] = {}  # spin, moments and fields
@@ -227,7 +227,7 @@ class Converter:
 
 
 def named_options(names: Iterable[str], *kinds: str) -> str:
-    """Describes the options that read entries with these names; "" if none looks like a label.
+    """Describes the options that read entries with these names; "" if no name looks like a label.
 
     `kinds` are energy, forces and stress, or some of them; all by default.
     """

@@ -98,7 +98,7 @@ class AseStructures(Held):
         super().__init__(path, skip_bad)
         self.files = list(files) or [self.path]
         self.atoms: list[Atoms] = []  # as read; empty unless they are kept
-        self._files: list[Path] = []  # of each structure
+        self._files: list[Path] = []  # file of each structure
         converter, several = Converter(Reading(**options)), len(self.files) > 1
         for file in self.files:
             for frame, (row, atoms) in enumerate(_frames(file)):

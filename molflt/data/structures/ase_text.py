@@ -24,7 +24,7 @@ _READ = {name.lower(): name for name in ("Lattice", "pbc", "Properties")}
 _READ |= dict.fromkeys(("periodic", "periodicity", "boundary"), "pbc")
 _CELLS = ("cell", "unit_cell", "unitcell", "box", "lattice_vectors", "cell_vectors")
 _NOT_ANGSTROM = re.compile(r"(?<![/\w])(cell\(|(bohr|fractional|atomic_unit|nm)\b)", re.I)
-_WHOLE_SITES = {  # values in CIF files for sites with all atoms listed
+_WHOLE_SITES = {  # values of CIF fields which mean that all atoms of a site are listed
     "_atom_site_attached_hydrogens": {"0", ".", "?"},
     "_atom_site_calc_flag": {"d", "c", "calc", ".", "?"},
 }

@@ -63,7 +63,8 @@ def interpolate(batch: Batch, share: float, noise: float) -> Batch:
     positions, and all targets, do not change.
 
     Args:
-        batch: pos, pos_relaxed (atoms, 3), Å, the latter unwrapped or NaN; fixed, batch (atoms,).
+        batch: pos, pos_relaxed (atoms, 3), Å, where pos_relaxed is unwrapped or NaN; fixed, batch
+            (atoms,).
         share: probability that a structure is moved.
         noise: standard deviation of the normal noise on the atoms of moved structures, Å.
     """

@@ -67,7 +67,7 @@ def warn(text: str) -> None:
 
 
 def grouped(bad: Iterable[tuple[str, str]], prefix: str = "") -> list[str]:
-    """Lists each reason in (name, reason) pairs once, after its names without a prefix.
+    """Lists each distinct reason in (name, reason) pairs, after its names without `prefix`.
 
     Reasons that differ only in numbers are combined.
     """
@@ -165,7 +165,7 @@ class Structures(Dataset["Data"], ABC):
     def __getitem__(self, index: int) -> Data: ...
 
     def to_atoms(self, index: int) -> Atoms:
-        """Returns a structure for ASE: the original if it is kept, or else one from the record."""
+        """Returns a structure for ASE: the original if it is kept, or else the converted record."""
         return to_atoms(self[index])
 
     @property
@@ -205,7 +205,7 @@ class Structures(Dataset["Data"], ABC):
         return f"{self.path}: structure {index}"
 
     def place(self, index: int) -> int:
-        """Returns the index of a structure in its file, which counts skipped structures."""
+        """Returns the index of a structure in its file, counting skipped structures."""
         return self._stored(index)
 
     def file(self, index: int) -> Path:
@@ -227,7 +227,7 @@ class Structures(Dataset["Data"], ABC):
         return self[index], 0
 
     def _leave_out_bad(self) -> NDArray[np.int64]:
-        """Leaves out invalid structures; returns the numbers of atoms of the others."""
+        """Leaves out invalid structures; returns the numbers of atoms of the other structures."""
         kept, natoms = [], []
         for index in with_bar(range(len(self)), f"{self.path.name}: checking"):
             try:

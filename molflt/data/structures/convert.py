@@ -44,20 +44,20 @@ def convert(
 ) -> None:
     """Converts structures to a compact store, which has no edges or pickles and is fast to read.
 
-    A folder becomes a folder with one store for each file or folder in it. If DST is a store,
-    several files, the matches of a pattern, or a folder of files that are not splits are combined
-    into it.
+    A folder becomes a folder with one store for each file or folder in it. Several files, the
+    matches of a pattern, or a folder of files that are not splits are combined into DST, which must
+    then be a store.
 
     Relaxed positions are stored unwrapped, in the image nearest to the initial positions.
 
     Args:
         src: OC20 LMDB file or folder, compact store, file that ASE reads, folder of such files, or
             pattern in quotes; or several of these.
-        dst: compact store to write, ending in .safetensors; an existing one is replaced. For a
+        dst: compact store to write, ending in .safetensors; an existing file is replaced. For a
             folder of splits, this is a folder.
         limit: maximum number of structures to convert, from the start.
-        skip_bad: leave out structures that are invalid or lack a label that others have; they are
-            counted and listed on stderr.
+        skip_bad: leave out structures that are invalid or lack a label that other structures have;
+            they are counted and listed on stderr.
         energy_key: name of the energy, eV, in files that ASE reads; by default y_relaxed, else
             energy.
         tags: convention of the tags in files that ASE reads: oc20 (0 subsurface, 1 surface, 2

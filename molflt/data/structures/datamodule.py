@@ -61,8 +61,8 @@ class IS2REData(BatchedData[Structures]):
             pad. 1 keeps random batches, with which models learn faster per step
             (docs/results/emt-sample.md).
         workers: processes that read ahead; 0 reads in the main process.
-        skip_bad: leave out and count invalid structures and those with missing or implausible
-            labels, instead of stopping at the first one.
+        skip_bad: leave out and count invalid structures, and structures with missing or implausible
+            labels, instead of stopping at the first of them.
         val_fraction: share of the structures of one file to validate on; null means 0.1. Folders
             have their own splits.
         split_seed: seed of the random split of one file. Runs of an ensemble must share it and
@@ -77,7 +77,7 @@ class IS2REData(BatchedData[Structures]):
             training structure, which are otherwise refused.
         baseline_key: name of an energy, eV, of each structure from a cheaper method, such as a
             universal potential; y_baseline in compact stores. The model learns the difference from
-            this energy, which is added to predictions; null for none.
+            this energy, which is added to predictions; null disables this.
     """
 
     items = "systems"
@@ -169,7 +169,7 @@ class IS2REData(BatchedData[Structures]):
                 )
 
     def _labeled(self, opened: Mapping[str, Structures]) -> dict[str, Structures]:
-        """Refuses missing and implausible labels, or leaves out their structures."""
+        """Refuses structures with missing or implausible labels (with `skip_bad`, omits them)."""
         energies = {split: part.y_relaxed for split, part in opened.items() if len(part)}
         natoms = {split: opened[split].natoms for split in energies}
         sound = dict(opened)
@@ -228,7 +228,7 @@ class IS2REData(BatchedData[Structures]):
         warnings.warn(said, stacklevel=3)
 
     def _unused(self, dataset: Structures) -> list[str]:
-        """Returns the labels of a source that are not used."""
+        """Returns the names of the labels in a source that this run does not use."""
         found = [*dataset.for_potentials, *dataset.unused]
         if self.reading.baseline_key is None and len(dataset):
             found += ["y_baseline"] * bool(dataset[0].y_baseline.isfinite())

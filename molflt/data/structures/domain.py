@@ -70,7 +70,7 @@ class Domain:
         atoms: smallest and largest number of atoms of a structure.
         adsorbate_atoms: smallest and largest number of atoms with tag 2 in structures with tags;
             None if no structure has tags.
-        slab_atoms: the same for tags 0 and 1.
+        slab_atoms: smallest and largest number of atoms with tags 0 and 1 in these structures.
         untagged: number of structures without tags.
         periodic: kinds of periodic boundaries, such as "xyz" or "xy"; "" without periodic axes.
         relaxed: number of structures with relaxed positions.
@@ -178,7 +178,7 @@ class Domain:
         return "-".join(sorted(map(_symbol, new)))
 
     def beyond_labels(self, energy: float) -> str:
-        """Describes an energy, eV, that is far outside the training range; "" otherwise.
+        """Returns a description of an energy, eV, that is far outside the training range, or "".
 
         Total energies are not compared, because they grow with the size of the structure.
         """

@@ -34,7 +34,7 @@ GAME_NET = _Archive(
 _CHUNK = 1 << 20
 _ATTEMPTS = 5  # connections in a row without progress
 _TIMEOUT = 60.0  # s
-_RETRY = (408, 429)  # HTTP errors that are temporary, like all from 500
+_RETRY = (408, 429)  # temporary HTTP errors, in addition to all from 500 on
 _SPLITS = ["10k/train", *VAL_SPLITS]
 _FILE = "data.lmdb"
 

@@ -32,7 +32,7 @@ _ATOM = 20.92  # eV per Z^(7/3): upper bound for all electrons of an atom (Thoma
 MOST_FRAMES = 300
 """Maximum number of frames to compare; 300 frames of 1,000 atoms take 2 MB."""
 _FEWEST_PAIRS = 8
-_MOST_PAIRS = 50  # the closest ones, because the trapezoidal rule is more accurate for short paths
+_MOST_PAIRS = 50  # closest pairs only; the trapezoidal rule is more accurate for short paths
 _SURE = 0.5  # smallest correlation of energy differences with predictions of forces or stress
 _FARTHEST = 0.5  # Å, largest root mean square distance between close frames
 _MOST_STRAIN = 0.2
@@ -100,7 +100,7 @@ def unit_fault(records: Iterable[Data]) -> str:
 
 
 def energy_unit_fault(records: Sequence[Data]) -> str:
-    """Describes energies that are too large to be in eV, even with all electrons; else ""."""
+    """Returns a description of energies that are too large for eV and all electrons, or ""."""
     most = [
         float(-record.energy / (_ATOM * record.atomic_numbers.double() ** (7 / 3)).sum())
         for record in records
@@ -129,7 +129,7 @@ def force_unit_fault(records: Iterable[Data]) -> str:
 
 
 def stress_unjudged(records: Sequence[Data]) -> str:
-    """Reports that the unit or sign of stress is unknown; "" if known, or without stress."""
+    """Reports that the unit or sign of stress is unknown; "" if known or if there is no stress."""
     fault, unknown = judged_stress(records)
     if fault or not unknown or not any(bool(r.stress.isfinite().all()) for r in records):
         return ""
@@ -137,7 +137,7 @@ def stress_unjudged(records: Sequence[Data]) -> str:
 
 
 def judged_stress(records: Iterable[Data]) -> tuple[str, str]:
-    """Describes a wrong unit or sign of stress, and names those that are unknown; else "".
+    """Describes a wrong unit or sign of stress, and an unknown one; "" where this does not apply.
 
     Between similar frames of one system with different cells, the energy changes by the volume
     times stress : strain, plus the work of the forces. If the cell is constant, the check relies on
@@ -186,7 +186,7 @@ def _systems(records: Iterable[Data], known: Iterable[str]) -> list[list[_Frame]
 def _nearest_frames(
     frames: list[_Frame], strained: bool = False
 ) -> Iterator[tuple[_Frame, _Frame]]:
-    """Pairs each frame with the closest one, in another cell if `strained`, else in the same."""
+    """Pairs each frame with the closest frame in another cell (`strained`) or in the same cell."""
     points = np.stack([np.append(frame.pos, frame.cell) for frame in frames])
     if not strained:
         points = points[:, :-9]

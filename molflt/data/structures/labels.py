@@ -74,7 +74,7 @@ def energy_kind(energies: NDArray[np.float64], natoms: NDArray[np.int64]) -> Ene
 def other_kind(
     energies: NDArray[np.float64], natoms: NDArray[np.int64], learned: EnergyKind
 ) -> str:
-    """Describes energies that differ in kind from those in training; "" otherwise."""
+    """Returns a description of energies that differ in kind from the training energies, or ""."""
     kind = energy_kind(energies, natoms)
     if {kind, learned} != {"adsorption", "total"}:
         return ""
@@ -103,7 +103,7 @@ def label_faults(
         natoms: (systems,).
         required: count a missing label as a fault.
         at_pos: True for energies of single points, which have no limit.
-        kind: kind of the energies; None to determine it from them.
+        kind: kind of the energies; None to determine it from the energies.
     """
     faults: dict[int, str] = {}
     if required:
@@ -119,7 +119,7 @@ def label_faults(
 
 
 def point_fault(record: Data) -> str:
-    """Describes implausible forces or stress of a structure; "" otherwise."""
+    """Returns a description of implausible forces or stress of a structure, or ""."""
     sizes = record.forces.double().norm(dim=1)
     stress = float(record.stress.abs().max())
     if bool((sizes > MOST_FORCE).any()):  # False for NaN
@@ -146,7 +146,7 @@ class ElementEnergies(NamedTuple):
         undetermined: number of combinations of elements that the compositions do not determine;
             their energies are as small as possible.
         mean: mean of the residual labels, eV.
-        std: their standard deviation, eV; 0 if it is only rounding.
+        std: standard deviation of the residual labels, eV; 0 if it is only rounding.
     """
 
     energies: NDArray[np.float64]

@@ -141,7 +141,7 @@ class LmdbFile:
             return None
         for _ in range(self._root.depth):
             start, kind, nodes = self._page(number)
-            first, beyond = 0, nodes  # search for the last node up to the key
+            first, beyond = 0, nodes  # search for the last node whose key is not larger
             while beyond - first > 1:  # the first node of a branch covers all lower keys
                 middle = (first + beyond) // 2
                 if self._node(start, middle)[2] <= key:

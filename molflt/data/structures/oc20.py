@@ -129,7 +129,7 @@ def _build(reader: Any) -> None:
 
 
 class _Reader(pickle._Unpickler):
-    """Unpickler in Python, because a pickle can make the memo of the one in C arbitrarily large."""
+    """Unpickler in Python; a pickle can make the memo of the C unpickler arbitrarily large."""
 
     dispatch = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: _build}  # noqa: RUF012
 
@@ -248,8 +248,8 @@ class Oc20Lmdb(Structures):
     Args:
         path: LMDB file, or folder with ``*.lmdb`` shards.
         skip_bad: leave out missing or invalid records and list them in ``bad`` as (name, reason).
-        check: with `skip_bad`, find invalid records first, in one pass; otherwise, they raise an
-            error when they are read.
+        check: with `skip_bad`, find invalid records first, in one pass; otherwise, invalid records
+            raise an error when they are read.
     """
 
     kind = "OC20 LMDB"

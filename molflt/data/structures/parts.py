@@ -112,7 +112,7 @@ class Part(Structures):
 def without(
     source: Structures, energies: NDArray[np.float64] | None, faults: Mapping[int, str]
 ) -> Structures:
-    """Returns the structures of a source that have no faults; others are listed in `bad`."""
+    """Returns the structures of a source without faults; other structures are listed in `bad`."""
     part = Part(source, np.setdiff1d(np.arange(len(source)), list(faults)), energies)
     part.bad += [(f"{source.path}: sid {int(source[i].sid)}", faults[i]) for i in faults]
     return part

@@ -21,9 +21,7 @@ __all__ = ["PotentialData", "SinglePoints"]
 
 
 class SinglePoints(Part):
-    """Structures of a source with energies at `pos`; others are left out.
-
-    `y_relaxed` contains these energies, which are the target.
+    """Structures of a source that have an energy at `pos`. This energy is the target, `y_relaxed`.
 
     Args:
         source: source of any kind.
@@ -33,7 +31,7 @@ class SinglePoints(Part):
         with_forces, with_stress: numbers of structures with these labels.
         force_scale: root mean square of the force components, eV/Å; NaN without forces.
         force_size: mean magnitude of the force components, eV/Å; NaN without forces.
-        absurd: implausible forces or stress in words, by index in the source.
+        absurd: descriptions of implausible forces or stress, by index in the source.
     """
 
     def __init__(self, source: Structures) -> None:
@@ -72,8 +70,8 @@ class PotentialData(IS2REData):
             calculator, else forces, else REF_forces.
         stress_key: name of the stress in info, eV/Å^3; by default the results of a calculator, else
             stress, else REF_stress. A name with "virial" is read as a virial in eV.
-        tags: any ignores tags in ASE's formats, which a potential does not need; oc20 and ase check
-            them.
+        tags: any ignores the tags in ASE's formats, because a potential does not need tags; oc20
+            and ase check them.
         check_units: refuse energies beyond those of all electrons, and forces and stress that do
             not match the energy differences between similar frames. Also refuse forces beyond 1,000
             eV/Å and stress beyond 10 eV/Å^3; with `skip_bad`, leave out these structures instead.

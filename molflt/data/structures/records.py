@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["make_record", "origin_of"]
 
 _Array: TypeAlias = ArrayLike | Tensor
-_CENTERED = 64.0  # Å from the origin within which a structure is not moved
-_APART = 256.0  # Å from the other atoms within which an atom keeps its periodic image
+_CENTERED = 64.0  # Å; structures closer to the origin are not moved
+_APART = 256.0  # Å; atoms closer to the other atoms keep their periodic images
 _SKIP = "--skip_bad, in training --data.skip_bad"
 _TAGS = ", ".join(f"{tag:d} ({tag.name.lower()})" for tag in Tag)
 
@@ -38,8 +38,9 @@ def _lattice_shift(delta: Tensor, cell: Tensor, pbc: Tensor) -> Tensor:
         return torch.zeros_like(vectors)
     inverse = torch.linalg.pinv(basis)  # (3, axes): Cartesian -> fractional
     shift = torch.round(vectors @ inverse) @ basis
-    # Vectors up to half the smallest height of the cell are the shortest. For others, it suffices
-    # to search the neighboring images (Nguyen & Stehle, doi:10.1145/1597036.1597050).
+    # Vectors no longer than half the smallest height of the cell are the shortest. For other
+    # vectors, it suffices to search the neighboring images (Nguyen & Stehle,
+    # doi:10.1145/1597036.1597050).
     doubtful = (vectors - shift).norm(dim=1) > 0.5 / inverse.norm(dim=0).max() * (1 - 1e-9)
     if doubtful.any():
         counts = sorted(itertools.product((0, -1, 1), repeat=len(basis)), key=np.count_nonzero)
@@ -73,8 +74,8 @@ def make_record(
     Args:
         pos: initial positions, (N, 3), Å, each coordinate within 1e5 Å. A structure whose center is
             more than 64 Å from the origin along an axis is translated, and an atom more than 256 Å
-            from the others is moved to a nearer periodic image, because float32 would round their
-            coordinates.
+            from the other atoms is moved to a nearer periodic image, because float32 would round
+            their coordinates.
         atomic_numbers: (N,), 1 to 118; floating point is accepted if the values are integral.
         cell: lattice vectors as rows, (3, 3) or (1, 3, 3), Å; None for a molecule.
         pbc: periodic axes, (3,); by default all three if there is a cell, otherwise none.
@@ -175,7 +176,7 @@ def _whole(value: object, key: str) -> int:
         with suppress(TypeError, ValueError, OverflowError, RuntimeError):
             tensor = value if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
             number = tensor.item()
-            if isinstance(number, float):  # larger ones may be rounded
+            if isinstance(number, float):  # larger numbers may be rounded
                 exact = number.is_integer() and abs(number) < 2 / torch.finfo(tensor.dtype).eps
                 number = int(number) if exact else None
     if number is None or not -(2**63) <= number < 2**63:
@@ -268,7 +269,7 @@ def origin_of(pos: Tensor) -> Tensor:
 
 
 def _near(pos: Tensor, cell: Tensor, pbc: Tensor) -> Tensor:
-    """Moves atoms that are far from the others to nearer periodic images, Å."""
+    """Moves atoms that are far from the other atoms to nearer periodic images, Å."""
     apart = pos - pos.median(dim=0).values
     far = (apart.abs() > _APART).any(dim=1)
     return pos - _lattice_shift(apart * far[:, None], cell, pbc) if far.any() else pos

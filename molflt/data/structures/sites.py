@@ -2,8 +2,8 @@
 
 A site is a place where a probe, a sphere about as large as C, N or O, rests on the outside of a
 slab: on one atom (top), in the saddle between two atoms (bridge), or on three or more atoms
-(hollow). Unlike a triangulation of the topmost layer, this includes steps and open surfaces. Places
-with the same elements at the same distances are the same site.
+(hollow). Unlike a triangulation of the topmost layer, this definition includes steps and open
+surfaces. Places with the same elements at the same distances are the same site.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SAME_PLACE = 0.4  # Å; of two closer places, only the more symmetric one is ke
 _SAME = 0.1  # Å, largest difference between distances of equal sites or placements
 _NEAR, _FAR = 6.0, 8.0  # Å; distances below the first are compared, and clipped to the second
 _REACH = 12.0  # Å, range around the cell in which atoms are considered
-_DEEP = 6.0  # Å, depth below the highest atom in which there are sites
+_DEEP = 6.0  # Å, largest depth of sites below the highest atom
 _KINDS = ("top", "bridge", "hollow")
 
 _Array = NDArray[np.float64]
@@ -47,7 +47,7 @@ class Site(NamedTuple):
 
 
 class Tiles:
-    """Atoms of a slab, followed by those of its periodic images in the plane."""
+    """Atoms of a slab, followed by the atoms of its periodic images in the plane."""
 
     def __init__(self, slab: Atoms) -> None:
         from ase.data import covalent_radii

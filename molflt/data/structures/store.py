@@ -62,7 +62,7 @@ def write_store(
     """Writes structures to a compact store, completely or not at all.
 
     Args:
-        path: file to write, ending in ``.safetensors``; an existing one is replaced.
+        path: file to write, ending in ``.safetensors``; an existing file is replaced.
         records: structures as :func:`molflt.data.structures.records.make_record` returns them,
             optionally with a `name`, which replaces the sid in tables.
         source: origin of the structures, stored in the header.

@@ -69,8 +69,8 @@ def guess_tags(record: Data, share: tuple[float, float] | None = None) -> Guess:
     Molecules of H, C, N, O, F, P, S, Cl, Br and I on the slab are the adsorbate, except for atoms
     that continue the lattice of the slab, such as oxygen in an oxide. Li, B and Si also belong to
     the adsorbate if they are bonded to such molecules above a slab of other elements. Atoms of all
-    other elements belong to the slab if they touch it. If some atoms of the slab are fixed, the
-    free ones are the surface, as in OC20. Otherwise, the surface consists of the atoms within 2 Å
+    other elements belong to the slab if they touch it. If some atoms of the slab are fixed, its
+    free atoms are the surface, as in OC20. Otherwise, the surface consists of the atoms within 2 Å
     of the top or with fewer neighbors than deeper atoms.
 
     Args:
@@ -200,7 +200,7 @@ class _Atoms:
         return np.asarray(sheet)
 
     def _endless(self, kept: _Flags) -> _Flags:
-        """Returns the mask (2, N) of atoms connected to their next image, by periodic axis."""
+        """Returns the mask (2, N) of atoms connected to their own images, by periodic axis."""
         count, found = len(self.numbers), []
         for axis in sorted({0, 1, 2} - set(self.open_axes)):
             i, j, step = self.i[kept], self.j[kept], self.shifts[kept, axis]

@@ -253,8 +253,8 @@ class TokenizedData(TextSets[_Items]):
         batch_size: items in a batch, per device.
         sources: see `TextSets`.
         tokenizer: tokenizer.json, or the folder of a run or of a published model that contains it.
-            By default, the tokenizer of the weights in --init is used; without --init, one is
-            learned from the training text.
+            By default, the tokenizer of the weights in --init is used; without --init, a tokenizer
+            is learned from the training text.
         kind: kind of a learned tokenizer: wordpiece (as in BERT; the default), unigram (as in
             SentencePiece and FNet), or bpe (the default for translation). Alternatively, a fixed
             vocabulary with [SEP] after each sequence: protein (residues of FASTA records), listops

@@ -33,14 +33,14 @@ class Example(NamedTuple):
     """One row of a task."""
 
     first: str
-    second: str | None  # None for a task of single sentences
+    second: str | None  # None if examples are single sentences
     label: float  # index of the class, or score
 
 
 class GlueTask(NamedTuple):
     """File format and metrics of a task."""
 
-    columns: Mapping[str, str]  # names in the header of the columns first, second and label
+    columns: Mapping[str, str]  # header names of the columns `first`, `second`, `label`
     labels: tuple[str, ...] | None
     """names of the classes in the order of their index; None for scores from 0 to 5 and images"""
     metrics: tuple[str, ...] = ("accuracy",)
@@ -163,7 +163,7 @@ def read_splits(
 
 
 def classes_in(path: Path, task: str) -> list[str]:
-    """Returns the names of the classes, for images those in `path`; "score" for scores."""
+    """Returns the names of the classes (for images, from `path`), or "score" for scores."""
     if TASKS[task].form == "images":
         return open_images(path).classes
     return list(TASKS[task].labels or ("score",))

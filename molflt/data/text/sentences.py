@@ -100,7 +100,7 @@ class SentenceData(TokenizedData[Sentences]):
         kind: kind of the tokenizer, see `molflt.data.text.datamodule.TokenizedData`; by default
             listops for ListOps and byte for IMDb and Image.
         length: maximum number of tokens in a sentence or pair, including special tokens; longer
-            ones are shortened.
+            examples are shortened.
         val_fraction: share of the training rows of IMDb or Image to validate on, taken from the end
             of each class; null means 0.1. Other tasks have validation files.
         batch_size: sentences or pairs in a batch, per device.

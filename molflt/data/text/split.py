@@ -29,7 +29,7 @@ def split(
 
     Writes train.fasta, val.fasta and test.fasta. Each cluster goes to one file only; without
     clusters, all copies of a sequence go to one file. Similar sequences in different files make a
-    model look better than it is. To avoid this, give clusters, such as those of MMseqs2 at 30 %
+    model look better than it is. To avoid this, pass clusters, such as those of MMseqs2 at 30 %
     identity.
 
     Args:

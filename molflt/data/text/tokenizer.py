@@ -46,7 +46,7 @@ class Tokenizer:
         unk: id of unknown text; None if every text can be encoded.
         cls: id of the first token of a sequence.
         sep: id of the token after a sentence.
-        mask: id of the token that replaces a masked one.
+        mask: id of the token that replaces masked tokens.
         special: sorted ids of all special tokens.
         fixed: key of `molflt.data.text.vocabulary.FIXED` with these tokens; None if learned.
         letters: ids of residues by letter; None if the tokens are not residues.
@@ -213,7 +213,7 @@ class Tokenizer:
 
 
 def find_tokenizer(path: Path) -> tuple[bytes, str]:
-    """Returns the content and the name of a tokenizer file, or of that in a folder of a model."""
+    """Returns the content and the name of a tokenizer file, or of the one in a model folder."""
     path = Path(path)
     inside = path / TOKENIZER if path.is_dir() else path
     if inside.is_file():
