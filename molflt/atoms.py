@@ -89,7 +89,7 @@ def lattice_heights(cell: NDArray[np.float64], pbc: NDArray[np.bool_]) -> NDArra
     rows = reduced_cell(cell.reshape(-1, 3, 3), pbc.reshape(-1, 3))[0].reshape(cell.shape)
     gram = rows @ np.swapaxes(rows, -1, -2) + np.eye(3) * ~pbc[..., None]
     i, j, k = np.array([0, 1, 2]), np.array([1, 2, 0]), np.array([2, 0, 1])
-    # h_i^2: squared ratio of the volumes spanned by all vectors and by the others; needs no inverse
+    # h_i^2: squared ratio of the volumes spanned by all vectors and by all except i; no inverse
     others = gram[..., j, j] * gram[..., k, k] - gram[..., j, k] ** 2
     mixed = gram[..., i, j] * gram[..., k, k] - gram[..., i, k] * gram[..., j, k]
     rest = gram[..., i, j] * gram[..., j, k] - gram[..., i, k] * gram[..., j, j]

@@ -123,7 +123,7 @@ def _refusal(calculator: Any, atoms: Atoms) -> str:
 
 
 def _supported(calculator: Any) -> list[str]:
-    """Returns the elements that the calculator supports as single atoms or as crystals."""
+    """Returns the elements that the calculator supports as individual atoms or as crystals."""
     boxes: list[dict[str, Any]] = [{}, {"cell": [2.5] * 3, "pbc": True}]
     refused = {s: [_refusal(calculator, Atoms([s], **box)) for box in boxes] for s in _TRIED}
     return [symbol for symbol in _TRIED if not all(refused[symbol])] or _TRIED

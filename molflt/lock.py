@@ -87,7 +87,7 @@ class FolderLock:
 
 
 def _flock(file: TextIO) -> bool:
-    """Locks a file, and returns False if others hold it; warns on systems without file locks."""
+    """Locks a file; returns False if another process holds it, and warns if locks are missing."""
     try:
         import fcntl
 

@@ -63,7 +63,8 @@ def adsorb(
         layers: number of layers in `ase.build.surface`, with --facet.
         vacuum: distance between the slab and its next image, Å, with --facet.
         relax: relax the best placements with a potential: a run, an exported potential, or
-            module:Class of an ASE calculator. They are then ordered by slab and relaxed energy.
+            module:Class of an ASE calculator. The relaxed placements are ordered by slab and
+            relaxed energy.
         fmax: largest force on a free atom at convergence, eV/Å.
         steps: maximum number of steps of a relaxation.
         device: auto, cpu, cuda or cuda:N.

@@ -181,7 +181,7 @@ def _content(atoms: Atoms) -> tuple[np.ndarray, ...]:
 def _row(own: dict[str, str], jobs: dict[str, Future[float]]) -> _Row:
     try:
         energies = {f"{name}_eV": jobs[name].result() if name in jobs else None for name in _PARTS}
-    except Exception as error:  # calculators raise any
+    except Exception as error:  # calculators may raise any exception
         raise ValueError(f"sid {own['sid']}: the calculator failed: {error}") from error
     whole, *others = (one for one in energies.values() if one is not None)
     difference = whole - sum(others)

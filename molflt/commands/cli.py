@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["COMMANDS", "GROUPS", "Command", "main", "parser_of"]
 
-_LONGEST = 1000  # characters of an error message
+_LONGEST = 1000  # maximum number of characters in an error message
 
 
 class Command(NamedTuple):

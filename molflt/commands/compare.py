@@ -23,7 +23,7 @@ from molflt.plots import further_formats, intervals, overlaid_curves
 
 __all__ = ["compare"]
 
-_WIDEST = 28  # characters of a cell
+_WIDEST = 28  # maximum number of characters in a cell
 
 
 def compare(

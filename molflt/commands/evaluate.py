@@ -102,7 +102,7 @@ def recipe_parser(recipe: Recipe) -> ArgumentParser:
 
 
 def _recipe_of_run(words: Sequence[str]) -> Recipe:
-    """Returns the recipe of the first word that names a run folder, else the default."""
+    """Returns the recipe of the first word that names a run folder, or else the default recipe."""
     pairs = sorted(pairwise(["", *words]), key=lambda pair: pair[0].startswith("--"))
     for _, word in pairs:  # values of options come last
         if not word.startswith("-") and (Path(word) / "config.yaml").is_file():

@@ -42,7 +42,7 @@ from molflt.training.checkpoint import is_trained
 __all__ = ["build_parser", "merge", "predict"]
 
 _Labeler = GapFiller | ImageLabeler | SentenceLabeler
-_GUESSES = 5  # for a masked token
+_GUESSES = 5  # number of guesses for each masked token
 _USAGE = "molflt predict [RUN] FILE ... [--OPTION VALUE ...]"
 _OF_ATOMS = (".extxyz", ".traj")
 _TABLES = (".csv", ".json")
@@ -87,13 +87,13 @@ def predict(
         also: further runs that form an ensemble with `run` (energies). The output contains the
             mean, the standard deviation over the runs (spread_eV) and, if calibrated, half the
             width of the 68 % interval (uncertainty_eV).
-        calibration: uncertainty.json of an evaluation of the same runs; by default the one in the
+        calibration: uncertainty.json of an evaluation of the same runs; by default the file in the
             subfolder ensemble of `run`, if it exists (energies).
         tags: meaning of tags in a file that ASE reads: oc20 (0 subsurface, 1 surface, 2 adsorbate)
             or ase (layers from the top, 1, 2, ..., and 0 for adsorbates); by default as in
             training. guess replaces the tags of any source and prints the result: adsorbates are
             found by bonds, surface and subsurface by constraints or height.
-        force: also predict structures without tags, or with implausible tags, if all training
+        force: predict even structures without tags or with implausible tags, although all training
             structures had tags.
         mesh_order: for cells of thousands of atoms, compute sums over reciprocal nodes on a mesh
             with splines of order 4, 5, 6 or 8; errors of attention are at most 3e-3, 6e-4, 6e-6 or

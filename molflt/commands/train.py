@@ -47,10 +47,10 @@ def train(
     (to resume), last.safetensors and best.safetensors (weights; best by validation).
 
     Args:
-        run: folder to write or to resume; by default a new one with the name of the recipe.
+        run: folder to write or to resume; by default a new folder named after the recipe.
         seed: seed of weights, batches and dropout.
         recipe: name of the recipe.
-        model: arguments of the recipe's model; None for sizes that depend on the data.
+        model: arguments of the recipe's model; sizes that depend on the data are None.
         data: arguments of the recipe's data.
         task: arguments of the recipe's task.
         trainer: arguments of `molflt.training.trainer.TrainerOptions`.
@@ -58,7 +58,7 @@ def train(
         init: run folder or weights to start from; has no effect on a resumed run.
 
     Returns:
-        0, or 128 + the number of the signal that stopped training after its state was saved.
+        0, or 128 plus the number of the signal that stopped training after its state was saved.
     """
     from molflt.training.run_folder import RunFolder  # not needed for --help
 

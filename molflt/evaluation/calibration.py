@@ -3,8 +3,8 @@
 The method is split conformal prediction (Papadopoulos et al. 2002; Lei et al., arXiv:1604.04173)
 with the score |error| / sqrt(spread² + floor²). It is calibrated on half of a split and evaluated
 on all other systems, and does not assume a distribution of the errors. Structures with elements
-that the training data lack have a calibration of their own, because members agree on wrong
-energies of such structures.
+that the training data lack are calibrated separately, because members agree on wrong energies of
+such structures.
 """
 
 from __future__ import annotations
@@ -86,12 +86,12 @@ class Calibration:
     def fit(error: _Array, spread: _Array, split: str, members: Sequence[str]) -> Calibration:
         """Fits a calibration to systems that are set aside.
 
-        The factor is `conformal_factor`. The floor minimizes the interval score, a proper score of
-        central intervals (Gneiting and Raftery 2007, eq. 43). If the spread does not predict the
-        error, the floor is large and all intervals are nearly equal.
+        `conformal_factor` gives the factor. The floor minimizes the interval score, a proper
+        scoring rule for central intervals (Gneiting and Raftery 2007, eq. 43). If the spread does
+        not predict the error, the floor is large and all intervals are nearly equal.
 
         Args:
-            error: errors of the energies of the ensemble, with any sign, (systems,), eV.
+            error: signed errors of the ensemble's energies, (systems,), eV.
             spread: standard deviations over the members, (systems,), eV.
             split: split of the systems.
             members: sha256 of the weights of each member.
@@ -352,7 +352,7 @@ def _row(
 
 
 def _crossed(calibration: Calibration, aside: _Errors, rest: _Errors) -> float | None:
-    """Returns the coverage, %, where each half calibrates the other; None if one is too small."""
+    """Returns the coverage, %, if each half calibrates the other; None if either is too small."""
     if len(rest[0]) < _LEAST:
         return None
     other = Calibration.fit(*rest, calibration.split, calibration.members)

@@ -125,7 +125,7 @@ class EvaluationData:
     def open(
         self, splits: Sequence[str], model: nn.Module, domain: Domain | None = None
     ) -> dict[str, Structures]:
-        """Returns structures by split, and warns about omitted ones; see `check_structures`."""
+        """Returns structures by split, and warns about omissions; see `check_structures`."""
         if isinstance(model, EnsembleRegressor):
             if self.data.is_one and self.stem is None:
                 self._expect_same_split(model)

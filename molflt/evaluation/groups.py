@@ -59,7 +59,7 @@ def groups_by_size(
     natoms: NDArray[np.int64], error: NDArray[np.float64], edges: NDArray[np.int64]
 ) -> list[GroupError]:
     """Returns a group for each nonempty range of sizes; see `size_edges`."""
-    # Each range starts at its edge; the last one includes its end.
+    # Each range includes its start; the last range also includes its end.
     bins = np.searchsorted(edges[1:-1], natoms, side="right")
     groups = []
     for i in np.unique(bins):

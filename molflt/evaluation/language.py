@@ -246,7 +246,7 @@ def _targets(task: MaskedTask, blocks: PieceBlocks, size: int) -> NDArray[np.int
 
 
 class Residues:
-    """Metrics of residues, and of a unigram model of the training file, if the file exists.
+    """Metrics of residues and, if the training file exists, those of a unigram model of this file.
 
     The unigram model has p_i = (n_i + 1) / (n + ids), which is positive for tokens that do not
     occur in the file. `read` returns the token ids of the file `source`, and `possible` is a mask

@@ -274,12 +274,12 @@ def evaluate_population(
     distributed points from the same domain.
 
     Args:
-        functions: keys of `molflt.optimizers.functions.FAMILIES`; by default those that training
-            does not use: ellipsoid, rosenbrock, ackley, griewank and levy.
+        functions: keys of `molflt.optimizers.functions.FAMILIES`; by default the families that
+            training does not use: ellipsoid, rosenbrock, ackley, griewank and levy.
         evaluations: number of function evaluations in a run of an optimizer.
         runs: number of functions of each kind.
-        dimension: dimension of the functions; by default that of training.
-        members: size of the population; by default that of training.
+        dimension: dimension of the functions; by default as in training.
+        members: size of the population; by default as in training.
         baselines: optimizers to compare with, by default cma-es and random; an empty list omits
             them.
 

@@ -27,7 +27,7 @@ class Published(NamedTuple):
 
     path: Path  # file of the energies
     rows: dict[str, int]  # row of each system, by name
-    models: dict[str, _Array]  # energies by name of a model, (systems, trainings), eV
+    models: dict[str, _Array]  # energies by name of a model, (systems, training runs), eV
     systems: dict[int, System]  # systems of the evaluated data set, by sid
 
 
@@ -37,8 +37,8 @@ class _Common(NamedTuple):
     split: str
     system: System
     target: float
-    energies: _Array  # of the run, (trainings,), eV
-    row: int  # of the published energies
+    energies: _Array  # of the evaluated run, (members,), eV
+    row: int  # row of the published energies
 
 
 def read_published(path: Path, root: Path) -> Published:

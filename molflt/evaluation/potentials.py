@@ -79,8 +79,8 @@ def evaluate(
         skip_bad: omit and list structures that cannot be used.
         energy_key: key of the energy, eV, in files that ASE reads; by default the key used in
             training, if the source has it; null means energy or REF_energy.
-        forces_key: key of the forces, eV/Å; the default is that of `energy_key`.
-        stress_key: key of the stress, eV/Å^3; the default is that of `energy_key`.
+        forces_key: key of the forces, eV/Å; the default is chosen as for `energy_key`.
+        stress_key: key of the stress, eV/Å^3; the default is chosen as for `energy_key`.
 
     Returns:
         Per split: the metrics of training, in meV/atom, meV/Å and meV/Å^3; the errors of the

@@ -90,7 +90,7 @@ class Predictions:
 
     @property
     def by_training(self) -> NDArray[np.float64]:
-        """Returns the energies of each member or of the single model, (systems, trainings), eV."""
+        """Returns the energies of each member or of the single model, (systems, members), eV."""
         return self.energy[:, None] if self.members is None else self.members
 
     @property
@@ -128,7 +128,7 @@ def open_structures(
 def check_structures(
     dataset: Structures, model: nn.Module | None = None, domain: Domain | None = None
 ) -> Structures:
-    """Returns the structures that can be predicted, and warns about omitted ones.
+    """Returns the structures that can be predicted, and warns about omitted structures.
 
     If the data set omits bad structures, structures with unsupported elements and structures that
     the training domain refuses are also omitted.
@@ -167,7 +167,8 @@ def infer(
     atoms, and structures outside the domain.
 
     Args:
-        model: `molflt.graph.regressor.EnergyRegressor`, or an ensemble of them, in evaluation mode.
+        model: `molflt.graph.regressor.EnergyRegressor`, or an ensemble of such models, in
+            evaluation mode.
         dataset: see :func:`molflt.data.structures.open_dataset`.
         batch_size: structures in a batch.
         name: name of the data for the progress bar and messages.
@@ -389,7 +390,7 @@ def _hill(numbers: NDArray[np.int64]) -> str:
 
 
 def refuse_undescribed(present: set[int], beyond: frozenset[int], name: str) -> None:
-    """Raises ValueError if a structure contains an element of `beyond`, without descriptors."""
+    """Raises ValueError if a structure contains an element without descriptors (`beyond`)."""
     if unknown := beyond & present:
         raise ValueError(
             f"{name}: element {min(unknown)} has no known descriptors; omit such structures with "
@@ -402,8 +403,8 @@ def warn_of_elements(
 ) -> None:
     """Warns about elements that did not occur in training or have no reference energy.
 
-    Models of adsorption energies need references only for the elements in `adsorbed`; None stands
-    for all elements.
+    Models of adsorption energies need references only for the elements in `adsorbed`; None means
+    all elements.
     """
     from ase.data import chemical_symbols
 

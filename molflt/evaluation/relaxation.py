@@ -1,4 +1,4 @@
-"""Relaxation with optimizers of ASE, and relaxed structures that the position head predicts."""
+"""Relaxation with ASE's optimizers; files of relaxed structures predicted by the position head."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def relax_atoms(
     Args:
         atoms: the structure.
         calculator: calculator of energies, forces and, with `cell`, stress.
-        optimizer: optimizer of ASE.
+        optimizer: ASE optimizer.
         fmax: convergence threshold of the largest force on a free atom, eV/Å, and with `cell` also
             of the virial, eV per atom.
         steps: maximum number of steps.

@@ -71,7 +71,7 @@ def results_table(
 
 
 def align(lines: Sequence[Sequence[str]], text_columns: int = 1) -> str:
-    """Aligns the first `text_columns` columns to the left and the others to the right."""
+    """Aligns the first `text_columns` columns to the left and other columns to the right."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     cells = [f"{{:{'<' if i < text_columns else '>'}{n}}}" for i, n in enumerate(widths)]
     return "\n".join("  ".join(cells).format(*line).rstrip() for line in lines)
@@ -199,8 +199,8 @@ def run_weights(run: Path) -> list[Path]:
 def why_of_others(folder: Path, weights: Sequence[Path]) -> str:
     """Explains why results do not belong to these weights or to the data of the run.
 
-    The text is empty if they do, or if results_of.json is missing, as in earlier versions. Without
-    `weights`, only the data are compared.
+    The text is empty if the results belong to both, or if results_of.json is missing, as in earlier
+    versions. Without `weights`, only the data are compared.
     """
     path = folder / RESULTS
     if not (found := _note(folder)):

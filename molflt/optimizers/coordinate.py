@@ -20,7 +20,7 @@ from molflt.optimizers.memories import (
 __all__ = ["CoordinateOptimizer", "Observed", "OptimizerState"]
 
 _MOMENTA = (0.5, 0.9, 0.99)
-_SQUARES = (0.9, 0.999)  # the last one is Adam's
+_SQUARES = (0.9, 0.999)  # the last value is Adam's
 _FEATURES = 2 + 1 + len(_MOMENTA) + 1 + 1
 _P = 10.0  # see Andrychowicz et al., appendix A
 _EPS = 1e-8  # Adam's

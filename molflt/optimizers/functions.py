@@ -126,7 +126,7 @@ class Functions(NamedTuple):
 
     @classmethod
     def draw(cls, family: str, dimension: int, generators: Sequence[torch.Generator]) -> Functions:
-        """Draws one function from each CPU generator, independently of the others."""
+        """Draws one function from each CPU generator, independently of the other functions."""
         one_of("function", family, FAMILIES)
         kind = FAMILIES[family]
         if dimension < kind.least_dimension:

@@ -27,7 +27,7 @@ class LearnedOptimizer(Optimizer):
         optimizer.step()
 
     The learning rate does not need tuning; `lr` scales the learned steps. Schedulers, parameter
-    groups, closures and `state_dict` work as in other optimizers of torch. Parameters without a
+    groups, closures and `state_dict` work as in `torch.optim` optimizers. Parameters without a
     gradient do not change.
 
     Args:

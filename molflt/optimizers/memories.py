@@ -56,7 +56,8 @@ class AttentionMemory(Memory):
 
     With Performers, this is Mnemosyne (Jain et al. 2023, NeurIPS). With the spectral encoding of
     time, it is FLT (arXiv:2302.01925), section 5.4. The state of linear attention has a constant
-    size. The state of softmax contains the keys and values of all steps, or of the last `window`.
+    size. The state of softmax contains the keys and values of all steps, or of the last `window`
+    steps.
 
     Args:
         dim: width.

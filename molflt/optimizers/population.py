@@ -125,8 +125,8 @@ class PopulationOptimizer:
 
         Args:
             run: folder of the run.
-            dimension: dimension of the function; by default that of training.
-            members: number of members; by default that of training.
+            dimension: dimension of the function; by default as in training.
+            members: number of members; by default as in training.
             seed, start, scale: see the class.
             checkpoint: best, last, or a safetensors file.
         """
@@ -196,7 +196,7 @@ class PopulationOptimizer:
         return {name: part.cpu().clone() for name, part in kept.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Loads a result of `state_dict`; with the same weights, it resumes bit for bit."""
+        """Loads a result of `state_dict`; with equal weights, later steps are bitwise identical."""
         now, new = ({n: tuple(x.shape) for n, x in s.items()} for s in (self.state_dict(), state))
         if now != new:
             raise ValueError(

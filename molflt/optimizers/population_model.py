@@ -2,7 +2,7 @@
 
 This follows the second experiment of FLT (arXiv:2302.01925), section 5.4. Attention between members
 depends on their features and on an FLT mask f(x_i - x_j) of their positions. The paper does not
-specify the features or the form of a step; those of `PopulationModel` are our choice.
+specify the features or the form of a step; `PopulationModel` makes its own choices.
 """
 
 from __future__ import annotations
@@ -312,7 +312,7 @@ def _rank(values: Tensor) -> Tensor:
 
 
 def _standardized(best: Tensor, values: Tensor) -> list[Tensor]:
-    """Standardizes both by the mean and deviation of `best`, and clamps them to [-3, 3]."""
+    """Standardizes `best` and `values` by the mean and deviation of `best`; clamps to [-3, 3]."""
     deviation, mean = torch.std_mean(best, dim=1, keepdim=True)
     unit = deviation.clamp(min=_TINY)
     return [((x - mean) / unit).nan_to_num(0.0).clamp(-3, 3) for x in (best, values.detach())]

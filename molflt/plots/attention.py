@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _MAX_PIXELS = 512  # pixels along each side of a heat map
 _LOG_RANGE = 1e4  # ratio of the largest to the smallest weight on a logarithmic color scale
-_MAX_NAMES = 32  # tokens written along an axis
+_MAX_NAMES = 32  # largest number of tokens named along an axis
 _NAME = 0.14  # inches for each token name
 _USUAL = 0.99  # share of signed weights within the color scale if there are outliers
 _SCALES = ("auto", "linear", "log")

@@ -62,7 +62,7 @@ def load(
     Args:
         source: folder of a run; folder or model.safetensors of an exported model; weights in a run;
             ``hf:OWNER/NAME`` on the Hugging Face Hub; or the name of a model that comes with the
-            package, by default the recommended one.
+            package, by default the recommended model.
         device: cpu, cuda, cuda:N, or auto.
         checkpoint: best (the default), last, or the path of a safetensors file; only for a run.
         also: further runs that form an ensemble with `source`, whose spread indicates the

@@ -243,7 +243,7 @@ class Pretrained:
         Args:
             repo_id: OWNER/NAME; created if it is missing.
             private: make a new repository private.
-            token: Hub token; by default that of the login.
+            token: Hub token; by default the token of the login.
             options: options of `huggingface_hub.HfApi.upload_folder`, such as commit_message.
         """
         try:

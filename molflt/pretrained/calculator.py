@@ -52,8 +52,8 @@ class Calculator(AseCalculator):
     `molflt.graph.Potential.forward`. The total charge is read from ``atoms.info``.
 
     Args:
-        source: source of a potential, as for `molflt.load`; a potential that it returned; or a
-            module.
+        source: source of a potential, as for `molflt.load`; a potential returned by `molflt.load`;
+            or a module.
         checkpoint: best (the default), last, or a safetensors file; only for a run.
         device: auto, cpu, cuda or cuda:N; by default the device of the module, or else auto.
         dtype: precision of the computation; float32 halves the time, with rounding errors of

@@ -212,8 +212,8 @@ class EnergyPredictor(Pretrained):
                 subsurface, 1 surface, 2 adsorbate) or ase (layers from the top, 0 for adsorbates);
                 guess derives the tags of any source from the geometry; by default as in training.
                 Potentials do not read tags.
-            force: also predict structures without tags, or with implausible tags, if all training
-                structures had tags; `outside` of the prediction reports it.
+            force: predict even structures without tags or with implausible tags, although all
+                training structures had tags; `outside` of the prediction reports it.
 
         Returns:
             A prediction for a single structure, or a list in the order of the structures.
@@ -315,8 +315,8 @@ class EnergyPredictor(Pretrained):
         """Returns the calibration of an ensemble, or None without one.
 
         Args:
-            file: uncertainty.json of an evaluation of the same runs; by default that of the run or
-                the export.
+            file: uncertainty.json of an evaluation of the same runs; by default the file of the run
+                or the export.
         """
         model, trained = self.model, self.trained
         content = trained.files.get(CALIBRATION)

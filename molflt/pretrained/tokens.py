@@ -260,7 +260,7 @@ class SentenceLabeler(_Tokenized):
 
         Args:
             sentences: texts, or pairs of texts for a task on pairs.
-            length: maximum number of tokens, including special ones; longer texts are truncated
+            length: maximum number of tokens, including special tokens; longer texts are truncated
                 with a warning. The default is the maximum of the model.
             batch_size: number of sentences in a batch.
         """

@@ -47,15 +47,16 @@ class _GapSums(NamedTuple):
 class MaskedTask(Task[_Batch, "TokenizedText"]):
     """Mean negative log-likelihood of hidden tokens, in nats, plus the next-sentence loss.
 
-    Batches consist of ids, types and a mask of existing tokens, (batch, length) each. Training
-    hides different tokens at every step; in validation, the choice depends only on the sequence.
+    Batches consist of ids, types and a mask that is False for padding, (batch, length) each.
+    Training hides different tokens at every step; in validation, the choice depends only on the
+    sequence.
 
     Args:
         model: `molflt.sequence.MaskedLanguageModel`.
         mask_rate: fraction of tokens to predict.
         mask_share: fraction of these tokens that are replaced by the mask.
-        random_share: fraction of these tokens that are replaced by random tokens; the others remain
-            unchanged.
+        random_share: fraction of these tokens that are replaced by random tokens; the other tokens
+            remain unchanged.
         optimization: further arguments of `molflt.tasks.base.Task`.
     """
 
@@ -119,7 +120,7 @@ class MaskedTask(Task[_Batch, "TokenizedText"]):
     def gaps(self, batch: _Batch, draws: Draws) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Hides tokens and swaps second parts.
 
-        Returns input ids, targets, the mask of existing tokens and the labels of pairs; see `hide`
+        Returns input ids, targets, the mask (False for padding) and the labels of pairs; see `hide`
         and `swap_parts`.
         """
         tokens, types, there = batch
@@ -168,7 +169,7 @@ class Draws(NamedTuple):
     def of_content(tokens: Tensor, there: Tensor) -> Draws:
         """Derives the numbers of each sequence from its tokens, independently of the padding.
 
-        Numbers are 1 where the mask of existing tokens, (batch, length), is False.
+        Numbers are 1 for padding, where `there`, (batch, length), is False.
         """
         whole = torch.ones(3, *tokens.shape)
         each = torch.empty(len(tokens))
@@ -195,7 +196,7 @@ def hide(
 
     Args:
         tokens: ids, (batch, length).
-        there: mask of existing tokens, (batch, length).
+        there: mask, (batch, length), False for padding.
         draws: (3, batch, length), uniform in [0, 1), for the choice of hidden tokens, the kind of
             replacement, and the random token.
         mask_id: id of the mask, a scalar.
@@ -223,11 +224,11 @@ def swap_parts(
     Args:
         tokens: ids, (batch, length). A batch of one sequence is not changed.
         types: (batch, length), 1 in the second part and the padding after it; equal in all rows.
-        there: mask of existing tokens, (batch, length).
+        there: mask, (batch, length), False for padding.
         draws: (batch,), uniform in [0, 1).
 
     Returns:
-        Tokens, mask of existing tokens, and labels, (batch,): 0 for original pairs, 1 for swapped
+        Tokens, mask (False for padding), and labels, (batch,): 0 for original pairs, 1 for swapped
         pairs.
     """
     wrong = (draws < 0.5) & torch.tensor(len(tokens) > 1, device=tokens.device)

@@ -48,14 +48,14 @@ class OptimizerTask(Task[Tensor, object]):
 
     Batches are seeds of problems, (batch,). Each problem is first optimized for a random number of
     steps, log-uniform up to `burn_in`, and then for `unroll` steps that contribute to the loss.
-    Meta-steps are therefore independent: training can resume at any of them, and it covers late
+    Meta-steps are therefore independent: training can resume at any meta-step, and covers late
     stages of an optimization at low cost.
 
     Args:
         model: `molflt.optimizers.coordinate.CoordinateOptimizer`.
         unroll: number of steps that contribute to the loss; 20 to 100 in the literature.
-        burn_in: maximum number of steps before these. Validation measures all `burn_in` + `unroll`
-            steps.
+        burn_in: maximum number of steps before these steps. Validation measures all `burn_in` +
+            `unroll` steps.
         optimization: further arguments of `molflt.tasks.base.Task`.
     """
 

@@ -54,8 +54,9 @@ class _LabelSums(NamedTuple):
 class SentenceTask(Task[_Batch, object]):
     """Cross-entropy of classes, or squared error of scores.
 
-    Batches consist of ids, types and a mask of existing tokens, (batch, length) each, and labels,
-    (batch,). The correlation is Pearson's; for two classes, it equals Matthews' correlation.
+    Batches consist of ids, types and a mask that is False for padding, (batch, length) each, and
+    labels, (batch,). The correlation is Pearson's; for two classes, it equals Matthews'
+    correlation.
 
     Args:
         model: `molflt.sequence.SequenceClassifier`.

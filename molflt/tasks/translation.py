@@ -22,7 +22,7 @@ _Batch = tuple[Tensor, Tensor, Tensor, Tensor]
 
 class _TargetSums(NamedTuple):
     nats: Tensor  # negative log-likelihood
-    smoothed: Tensor  # the same with smoothed labels, which training minimizes
+    smoothed: Tensor  # loss with smoothed labels, which training minimizes
     tokens: Tensor
 
     def metrics(self) -> dict[str, float]:
