@@ -13,6 +13,7 @@ import molflt
 from molflt.commands.cli import main
 from molflt.data.structures import open_dataset
 from molflt.data.structures.base import to_atoms
+from molflt.data.structures.summary import summarize
 from molflt.graph import EnergyRegressor
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -173,6 +174,8 @@ def test_command_computes_energy_relative_to_slab_and_adsorbate(oxygen, tmp_path
     np.testing.assert_allclose(found, [*expected, energy(frames[2])], atol=1e-4)
     stored = open_dataset(tmp_path / "out.safetensors")
     assert stored.y_relaxed.tolist() == [-1, -2, -3]
+    seen = summarize(tmp_path / "out.safetensors").summary["energies_eV"]
+    assert seen["y_baseline"]["min"] == found.min()
     relaxed = computed(oxygen, tmp_path / "relaxed.safetensors", "--relax_steps=30", "--workers=2")
     rows = table(tmp_path / "relaxed.csv")
     assert rows[0]["slab_eV"] == rows[1]["slab_eV"]

@@ -142,7 +142,9 @@ def _as_text(summary: Summary) -> str:
         "labels": ", ".join(f"{count} {name}" for name, count in labels.items() if count) or "none",
     }
     if relaxed:
-        rows |= {name: _range(found, "eV") for name, found in summary["energies_eV"].items()}
+        energies = summary["energies_eV"]
+        rows |= {name: _range(found, "eV") for name, found in energies.items()}
+        rows["y_baseline"] = energies["y_baseline"] and rows["y_baseline"]
     elif not potential:
         rows[label] = _range(summary["energies_eV"]["y_relaxed"])
     if words:

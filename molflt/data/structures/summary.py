@@ -40,7 +40,7 @@ Statistics = dict[str, float] | None
 _MOST_INITIAL = 100.0  # eV: an initial structure may be strained
 _ALL_ELECTRONS = 15.0  # eV per atom, above the energies of most pseudopotentials
 
-_LABELS = ("y_init", "y_relaxed", "energy")
+_LABELS = ("y_init", "y_relaxed", "y_baseline", "energy")
 
 
 class Summary(TypedDict):
@@ -141,7 +141,7 @@ def summarize(
         "with_stress": len(seen.stress),
         "elements": _elements(seen.compositions),
         "tags": {tag.name.lower(): seen.tags[tag] for tag in Tag},
-        "energies_eV": {name: _statistics([labels[name]]) for name in _LABELS[:2]},
+        "energies_eV": {name: _statistics([labels[name]]) for name in _LABELS[:3]},
         "energies_per_atom_eV": None if other else _statistics([judged / atoms]),
         "energies_look_like": "unknown" if other else energy_kind(judged, atoms),
         "displacements_A": _statistics(seen.displacements),
