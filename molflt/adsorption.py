@@ -23,10 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["cut", "element", "molecule", "placements", "ranked", "sites", "varied"]
 
 _VACUUM = 4.5  # Å; crystals have smaller gaps
-_CONTACT, _CONTACT_H = (
-    0.1,
-    0.5,
-)  # Å added to the radii of atoms, and of H, for contacts with the slab
+_CONTACT, _CONTACT_H = 0.1, 0.5  # Å added to radii for contacts with the slab; the second for H
 _APART, _ROOF = 1.0, 3.0  # Å added to radii for images of the molecule; gap below the next slab
 _TO_CUBIC = {60: [[-1, 1, 1], [1, -1, 1], [1, 1, -1]], 109: [[0, 1, 1], [1, 0, 1], [1, 1, 0]]}
 """angle between the primitive vectors of fcc and bcc, degrees -> cubic cell"""

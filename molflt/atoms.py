@@ -27,7 +27,7 @@ class Tag(IntEnum):
 def reduced_cell(
     cell: NDArray[np.float64], pbc: NDArray[np.bool_]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Returns Minkowski-reduced lattice vectors, the shortest ones of the same lattice.
+    """Returns Minkowski-reduced lattice vectors, the shortest vectors of the same lattice.
 
     Args:
         cell: (graphs, 3, 3), rows are lattice vectors, Å; finite along periodic axes.
@@ -56,8 +56,8 @@ def reduced_cell(
 def _shortening(vectors: NDArray[np.float64], shortest: NDArray[np.float64]) -> NDArray[np.float64]:
     """Returns unimodular matrices that shorten rows, both (n, 3, 3); identities if rows are short.
 
-    Rows with squared lengths up to `shortest`, (n,), depend on other rows within rounding and do
-    not change.
+    Rows whose squared length is at most `shortest`, (n,), are combinations of other rows up to
+    rounding and do not change.
     """
     gram = vectors @ np.swapaxes(vectors, 1, 2)
     square = np.diagonal(gram, axis1=1, axis2=2)

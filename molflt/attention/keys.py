@@ -74,7 +74,7 @@ def without_masked(
     key_index: Tensor | None = None,
     context: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the tokens used as queries and those used as keys, (batch, tokens or keys, dim) each.
+    """Returns the tokens for queries, (batch, tokens, dim), and for keys, (batch, keys, dim).
 
     Masked keys are 0: a weight of 0 would not suffice, because 0 times infinity is NaN in sums and
     gradients. In queries, infinities and NaN of masked tokens are replaced with 0. The arguments

@@ -25,8 +25,8 @@ _States = tuple[State, ...]
 class Scaling(nn.Module):
     """Scales queries and keys before they are compared: by d^(-1/4), or by norm and temperature.
 
-    The options are those of `Attention`; their default is `unit_norm` of the feature map.
-    Temperatures start at 1.
+    The options are those of `Attention`; the default of normalize_qk and learn_temperature is
+    `unit_norm` of the feature map. Temperatures start at 1.
     """
 
     extra_repr = options_of
@@ -190,7 +190,7 @@ class Attention(Positioned):
 
     @property
     def face(self) -> str:
-        """Returns the mixing for which an encoding is evaluated; "auto" uses that of "linear"."""
+        """Returns the mixing for which an encoding is evaluated; "linear" if mixing is "auto"."""
         return "linear" if self.mixing == "auto" else self.mixing
 
     def forward(

@@ -100,7 +100,7 @@ class Block(nn.Module):
         return self._after(x, mixed), state
 
     def _before(self, x: Tensor, norm: nn.Module | None = None) -> Tensor:
-        """Returns a sublayer's input; `norm` is its LayerNorm, by default that of attention."""
+        """Returns a sublayer's input; `norm` is its LayerNorm, by default that before attention."""
         return (norm or self.attention_norm)(x) if self.norm == "pre" else x
 
     def _added(self, x: Tensor, new: Tensor, norm: nn.Module) -> Tensor:
@@ -146,7 +146,7 @@ class Stack(Positioned):
         attention_dropout: see `Attention`.
         position: encoding shared by all layers, different for each head: "none", a key of
             `POSITIONS`, or a `Position`.
-        position_options: further arguments of an encoding given by name.
+        position_options: further arguments of the encoding if `position` is a name.
         attention: further arguments of `Attention`.
     """
 

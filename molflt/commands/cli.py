@@ -200,7 +200,7 @@ def parser_of(path: tuple[str, ...], words: Sequence[str] = ()) -> ArgumentParse
 
 
 def _first_paragraphs(function: Callable[..., object]) -> str:
-    """Returns a docstring up to its first section."""
+    """Returns the part of a docstring before its first section."""
     text = (function.__doc__ or "").strip()
     text = re.split(r"\n\s*(?:Args|Returns|Raises|Example|Examples|Note):\s*\n", text)[0]
     return re.sub(r"[ \t]*\n[ \t]+", "\n", text).strip()

@@ -118,7 +118,7 @@ def _draw(
     if out is None:
         out = (path if path.is_dir() else Path()) / (_SAMPLES if file is None else _COMPLETIONS)
     expect_ending(out, ".png")
-    # in a folder of images, `out` would become one of them
+    # in the folder `file`, `out` would become an input image
     inside = file is not None and file.resolve() in out.resolve().parents
     expect_writable(out, *([] if file is None else [file]), *([out] if inside else []))
     if file is None:

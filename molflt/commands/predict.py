@@ -281,7 +281,7 @@ def _write_atoms(
         lost |= dict.fromkeys(not_held(atoms, out.suffix))
         info = {k: v for k, v in row.items() if k not in ("formula", "natoms", "energy_eV")}
         marks = {k: info.pop(k) for k in ("index", "file", "shard") if k in info}
-        if len(marks) > 1:  # an index alone is not needed in these formats
+        if len(marks) > 1:  # if there is only an index, these formats do not need it
             info |= {f"molflt_{name}": value for name, value in marks.items()}
         atoms.info |= {name: value for name, value in info.items() if value is not None}
         by_atom = {name: values[i] for name, values in found.by_atom.items()}

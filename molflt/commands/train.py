@@ -92,7 +92,7 @@ def _train(folder: RunFolder, config: Config) -> int:
     if (warmup := cast(int, task["warmup_steps"])) >= steps:
         task["warmup_steps"] = steps // 10
         folder.say(f"task.warmup_steps={warmup}: reduced to {steps // 10}, a tenth of all steps")
-    if folder.writes:  # one process is enough, as this reads all data
+    if folder.writes:  # only in one process, because this reads all data
         folder.check_data(batches.fingerprints(), batches.files())
     _fit_sizes(model, batches.sizes(), start.options)
     folder.check_config(config)  # again, with sizes and steps

@@ -1,8 +1,8 @@
 """Batches of a training and a validation set, as a pure function of seed, epoch and step.
 
 The memory of a model that pads its input is bounded by the number of structures in a batch times
-the number of atoms in the largest one. Batches of structures of similar size waste less memory, but
-they are not random samples; see `bucket`.
+the number of atoms in the largest structure. Batches of structures of similar size waste less
+memory, but they are not random samples; see `bucket`.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class BatchedData(Generic[_Items]):
             them; None for a new run.
         initial: name and content of the domain.json that belongs to the initial weights, or None.
         items: plural noun for the items of a batch.
-        max_size: limit on the number of items in a batch times the size of the largest one.
+        max_size: limit on the number of items in a batch times the size of the largest item.
         bucket: see `SizeBucketedBatchSampler`.
         collate: function that makes a batch from a list of items; None for torch's default.
     """

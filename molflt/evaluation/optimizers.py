@@ -73,8 +73,8 @@ def evaluate(
 
     For each task, Adam uses the learning rate with the smallest final loss in the same repeats. The
     tasks are the Rosenbrock function, a matrix factorization, a network that is deeper and larger
-    than those in training and, with `data`, a network and a convolutional network on images. Writes
-    curves.csv (mean losses over up to 200 intervals of steps) and optimizations.png. With
+    than the training networks and, with `data`, a network and a convolutional network on images.
+    Writes curves.csv (mean losses over up to 200 intervals of steps) and optimizations.png. With
     attention, also writes attention.png (each head of the last layer, for the first gradients of
     the last task) and, with a relative encoding, encoding.png.
 

@@ -193,7 +193,7 @@ class Points(NamedTuple):
     force_mae: _Numbers  # MAE of each structure, (systems,), eV/Å; NaN without labels
     metrics: dict[str, float]  # metrics of all structures together, as in training
     elements: NDArray[np.int64]  # atomic numbers of the atoms with force labels, (atoms,)
-    forces: _Numbers  # labels and predictions of these atoms, (2, atoms, 3), eV/Å
+    forces: _Numbers  # labels and predictions of the same atoms, (2, atoms, 3), eV/Å
 
 
 def infer_points(model: nn.Module, dataset: SinglePoints, batch_size: int, name: str) -> Points:

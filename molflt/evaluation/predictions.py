@@ -66,8 +66,8 @@ class Predictions:
         members: predictions of each member of an ensemble, (systems, members), eV, with the mean
             `energy`; None for a single model.
         outside: differences between each system and the training data, in words.
-        by_atom: those requested outputs that the model predicts, for each system: "displacement"
-            (atoms, 3), Å; "embedding" (atoms, dim); "forces" (atoms, 3), eV/Å.
+        by_atom: requested outputs that the model predicts, for each system: "displacement" (atoms,
+            3), Å; "embedding" (atoms, dim); "forces" (atoms, 3), eV/Å.
         slab: elements of the atoms without tag 2 of each system, such as Cu-Pt, or "unknown" if no
             atom has tag 2.
         by_adsorbate: energies of the adsorbates of each system, eV, which sum to its energy; empty

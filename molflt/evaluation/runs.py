@@ -35,7 +35,7 @@ class Run(NamedTuple):
     name: str  # short, unique name
     path: Path
     config: Config
-    parameters: int  # number of parameters, including frozen ones
+    parameters: int  # number of parameters, including frozen parameters
     step: int | None  # number of steps; None without a last checkpoint
     own: Mapping[str, Any]  # entries of molflt in the last checkpoint, such as "seconds" and "data"
     columns: Mapping[str, NDArray[np.float64]]  # columns of metrics.csv

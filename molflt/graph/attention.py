@@ -115,7 +115,7 @@ class GraphAttention(nn.Module):
             batch: (atoms,), graph of each atom, ascending; None if all are in one graph.
             cell: (graphs, 3, 3) or (3, 3), lattice vectors in rows, Å.
             pbc: (graphs, 3) or (3,) bool, periodic axes; by default all, if there is a cell.
-            batch_size: number of graphs, needed if the last ones may be empty.
+            batch_size: number of graphs, needed if the last graphs may be empty.
 
         Returns:
             (atoms, dim).

@@ -47,7 +47,7 @@ class ElementEmbedding(nn.Embedding):
             their place in the periodic table; without descriptors, vectors of such elements keep
             random initial values. Each training step leaves out the vectors of a random half of the
             elements. The function then learns to describe elements without vectors, such as unseen
-            ones.
+            elements.
     """
 
     def __init__(self, dim: int, descriptors: bool = False) -> None:

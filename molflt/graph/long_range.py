@@ -58,7 +58,7 @@ class ChargeShare(nn.Module):
     """Distributes the total charge Q of each graph over its atoms: Q_i = Q w_i / sum_j w_j.
 
     The weights are w_i = max(0, 1 + s . h_i)^4, with separate s for cations and anions. Weights are
-    local: atoms of weight 0, such as those of a neutral molecule far from the ion, get no charge
+    local: atoms of weight 0, such as atoms of a neutral molecule far from the ion, get no charge
     and do not change the charges of other atoms. A supercell with the corresponding multiple of the
     charge has the same atomic charges.
 
@@ -85,8 +85,9 @@ class LongRange(nn.Module):
 
     For p = 1 and 2, sums over a crystal converge only for neutral cells. Charges of these two
     powers flow between neighbors: q_i = sum_j w(r_ij) (a_j - a_i), where w falls smoothly from 1 to
-    0 at 5 Å. Flows cancel in pairs. A group of atoms more than 5 Å from all others is therefore
-    neutral, and its interaction with them vanishes with distance. For other powers, q_i = a_i.
+    0 at 5 Å. Flows cancel in pairs. A group of atoms more than 5 Å from all other atoms is
+    therefore neutral, and its interaction with other atoms vanishes with distance. For other
+    powers, q_i = a_i.
 
     With `total_charge`, the first channel of p = 1 also contains the total charge of the graph,
     distributed by `ChargeShare`. The charges of this channel sum to Q, and a distant ion interacts
@@ -159,7 +160,7 @@ class LongRange(nn.Module):
         self.share = ChargeShare(dim) if total_charge else None
 
     def charges(self, h: Tensor, geometry: Geometry, neighbors: Neighbors) -> Tensor:
-        """Maps features (atoms, dim) to charges (atoms, powers, channels); those of p = 1 in e."""
+        """Maps features (atoms, dim) to charges (atoms, powers, channels), for p = 1 in e."""
         own = self.charge(at_least_float32(h)).unflatten(1, (len(self.powers), self.channels))
         flowing = [i for i, power in enumerate(self.powers) if power < 3]
         center, neighbor = neighbors.center, neighbors.neighbor

@@ -75,7 +75,7 @@ class EquivariantMessages(nn.Module):
     Each atom has invariant tokens s and, after the first layer, vectors v that rotate with the
     structure. A neighbor j adds s_j' f(|r_ij|) to s_i and v_j g(|r_ij|) + s_j' h(|r_ij|) r_ij /
     |r_ij| to v_i. Lengths and products of an atom's vectors then enter its tokens, which makes
-    these depend on angles. The filters f, g and h vanish at the cutoff with all derivatives.
+    tokens depend on angles. The filters f, g and h vanish at the cutoff with all derivatives.
 
     Args:
         dim: width of tokens and number of vectors.

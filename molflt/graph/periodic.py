@@ -67,7 +67,7 @@ class Open:
         return None
 
     def images(self, geometry: Geometry) -> Tensor | None:
-        """Estimates the number of images per atom by graph, (graphs,); None without images."""
+        """Estimates the number of images per atom in each graph, (graphs,); None if not used."""
         return None
 
     def neighborhood(self, geometry: Geometry) -> Geometry:
@@ -193,7 +193,7 @@ class Images(Open):
 
 def _unknown_images(positions: Tensor, mask: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
     images = torch.library.get_ctx().new_dynamic_size()
-    kept = mask.new_empty(mask.shape[0], images)  # `len` would fix the size to that of an example
+    kept = mask.new_empty(mask.shape[0], images)  # `len` would fix the size to an example's
     return kept.long(), positions.new_empty(*kept.shape, 3), kept
 
 
@@ -339,7 +339,7 @@ class Near(Reciprocal):
 
 
 class Auto(Reciprocal):
-    """Uses nodes for small cells, as `Reciprocal`, and a mesh for large ones, as `OnMesh`.
+    """Uses nodes for small cells, as `Reciprocal`, and a mesh for large cells, as `OnMesh`.
 
     A graph uses a mesh if its numbers of atoms and of nodes both exceed `_MOST_BY_NODES`. The
     choice depends on the graph alone, not on its batch. Compiled models, and positions that a mesh

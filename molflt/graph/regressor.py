@@ -53,7 +53,7 @@ class EnergyRegressor(nn.Module):
             "reciprocal", nodes on the reciprocal lattice of each cell, exactly periodic; "mesh",
             the same sums by splines, for large cells; or "auto", a mesh for cells of more than
             1,000 atoms and nodes, and nodes for other cells. By default "auto" for a multiplicative
-            position and "none" for others.
+            position and "none" for other positions.
         image_cutoff: distance from the adsorbate within which images are kept, 8 Å by default.
         max_frequency: largest frequency of the reciprocal nodes, 0.25 cycles/Å by default; the
             number of nodes grows as its cube.
@@ -88,8 +88,8 @@ class EnergyRegressor(nn.Module):
 
     Attributes:
         energy_mean, energy_std: eV, buffers that convert the normalized output to eV.
-        element_energies: (119,) eV, buffer; reference energies of elements by atomic number, 0
-            without references.
+        element_energies: (119,) eV, buffer; reference energies of elements by atomic number, 0 if
+            there are no references.
         trained_elements: (119,) bool, buffer; True for atomic numbers seen in training. Without
             `descriptors`, embeddings of other elements are random, and so are the energies of
             structures that contain them.

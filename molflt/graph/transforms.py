@@ -29,8 +29,8 @@ class PBCRadiusGraph(BaseTransform):
     Args:
         r: radius, Å.
         max_neighbors: largest number of edges per atom; keeps the nearest neighbors and all ties
-            with the last one. None keeps all. With a number, some edges may exist in one direction
-            only.
+            with the farthest of these. None keeps all. With a number, some edges may exist in one
+            direction only.
     """
 
     def __init__(self, r: float, max_neighbors: int | None = None) -> None:
@@ -73,7 +73,7 @@ class PBCRadiusGraph(BaseTransform):
 
 
 def _nearest(target: Tensor, distance: Tensor, atoms: int, most: int) -> Tensor:
-    """Returns indices of the nearest edges of each atom, including ties with the last one."""
+    """Returns indices of the nearest edges of each atom, including ties with the last edge."""
     order = torch.argsort(distance, stable=True)
     order = order[torch.argsort(target[order], stable=True)]
     own = target[order]

@@ -73,7 +73,8 @@ class AttentionMemory(Memory):
         position_options: further arguments of the encoding; `dim` is 1.
         position_scale: distance between neighboring steps, in the unit of length of the encoding;
             0.01 by default.
-        window: number of steps that softmax attends to, including the current one; null for all.
+        window: number of steps that softmax attends to, including the current step; null for all
+            steps.
     """
 
     def __init__(
@@ -151,7 +152,7 @@ class AttentionMemory(Memory):
         return self.stack.norm(x)
 
     def step(self, x: Tensor, state: MemoryState, start: int) -> tuple[Tensor, MemoryState]:
-        if self.window is not None:  # window - 1 earlier steps and the current one
+        if self.window is not None:  # window - 1 earlier steps and the current step
             state = tuple(part[:, :, max(0, part.shape[2] + 1 - self.window) :] for part in state)
         positions = self._positions(start, 1, x)
         hidden, last = self.stack.decode(x[:, None], positions, self._unpacked(state))

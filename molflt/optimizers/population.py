@@ -45,7 +45,7 @@ class Populations:
         self.state = model.start(position, self._normal(model.waves, model.dimension))
 
     def tell(self, values: Tensor) -> None:
-        """Moves the members; `values` are those at `state.position`, (batch, members)."""
+        """Moves the members; `values` are the values at `state.position`, (batch, members)."""
         pairs = self._normal(self.members, self.members)
         vectors = self._normal(self.members, self.model.dimension)
         self.state = self.model(self.state, values, Noise(pairs, vectors))

@@ -36,7 +36,7 @@ def unroll(
     update affects later losses, but not the gradients that are inputs of the model. The steps can
     therefore be taken first, without gradients. All updates are then recomputed in one causal pass.
     The derivative of the loss by the update of step s is the sum of df(x_t) / dx over t > s. The
-    result is that of backpropagation through the steps, but needs only the memory of one pass.
+    result equals that of backpropagation through the steps, but needs only the memory of one pass.
 
     Args:
         model: model to train.

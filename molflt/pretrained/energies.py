@@ -205,9 +205,9 @@ class EnergyPredictor(Pretrained):
             structures: `ase.Atoms`, PyG `Data` or `Batch` (with OC20's tags), a sequence of these,
                 a data set, or one or more names or patterns of files or folders.
             batch_size: number of structures in a batch.
-            embedding: also return the tokens before the readout: "atoms" for all atoms (0 for those
+            embedding: also return the tokens before the readout: "atoms" for all atoms (0 for atoms
                 that the model leaves out), or "pooled" for the mean over the atoms that contribute
-                to the energy (those with tag > 0 if there are tags; all for a potential).
+                to the energy (atoms with tag > 0 if there are tags; all atoms for a potential).
             tags: meaning of the tags of `ase.Atoms` and of files that ASE reads: oc20 (0
                 subsurface, 1 surface, 2 adsorbate) or ase (layers from the top, 0 for adsorbates);
                 guess derives the tags of any source from the geometry; by default as in training.
@@ -312,7 +312,7 @@ class EnergyPredictor(Pretrained):
         return infer(model, dataset, batch_size, name, self.domain, by_atom, force)
 
     def calibration(self, file: Path | None = None) -> Calibration | None:
-        """Returns the calibration of an ensemble, or None without one.
+        """Returns the calibration of an ensemble, or None if it has no calibration.
 
         Args:
             file: uncertainty.json of an evaluation of the same runs; by default the file of the run

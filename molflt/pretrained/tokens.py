@@ -124,7 +124,7 @@ class ImageWriter(Pretrained):
         Args:
             count: number of new images; 8 by default.
             given: images to complete instead, (n, channels, side, side), bytes.
-            rows: number of upper rows to keep of these images; half of the rows by default.
+            rows: number of upper rows of these images to keep; half of the rows by default.
             temperature: below 1, likely bytes become more likely; 0 takes the most likely byte.
             top_k: number of most likely bytes to draw from; None for all.
             seed: seed of the draws, which also depend on the number of images.

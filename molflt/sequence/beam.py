@@ -39,7 +39,8 @@ def beam_search(
     are complete (as in fairseq and, with `early_stopping`, in `transformers`). The result has the
     largest log p / length^length_penalty (arXiv:1609.08144, section 7, without its constants). A
     beam of 1 selects the most probable token at each step. Mechanisms with a state do not recompute
-    earlier tokens; others recompute the whole target at each step (see `EncoderDecoder.decodes`).
+    earlier tokens; other mechanisms recompute the whole target at each step (see
+    `EncoderDecoder.decodes`).
 
     Args:
         model: model in evaluation mode.
@@ -94,7 +95,7 @@ class _Search:
         self.state: Translating | None = None
         if model.decodes:
             self.state = model.begin(self.encoded, mask)
-        # all hypotheses of a source are equal at the start, so only one counts
+        # all hypotheses of a source are equal at the start, so only one of them counts
         self.score = torch.full((count, beam), -torch.inf, dtype=torch.float64, device=device)
         self.score[:, 0] = 0.0
 
@@ -107,7 +108,8 @@ class _Search:
         other = torch.arange(log_p.shape[-1], device=log_p.device) != self.end
         log_p = log_p.masked_fill(last[:, None, None] & other, -torch.inf)
         total = (self.score[..., None] + log_p).flatten(1)
-        # at most one continuation of each hypothesis ends it, so at least `beam` others remain
+        # at most one continuation of each hypothesis ends it, so at least `beam` continuations
+        # remain
         best = total.topk(min(2 * self.beam, total.shape[1]), dim=1)
         token, parent = best.indices % log_p.shape[-1], best.indices // log_p.shape[-1]
         ended = (token == self.end) & best.values.isfinite()

@@ -124,7 +124,7 @@ class EncoderDecoder(TokenModel):
 
         Args:
             source: ids (batch, n).
-            target: ids (batch, t); the first one is the start token.
+            target: ids (batch, t); the first id is the start token.
             source_mask: as for `encode`.
 
         Returns:
@@ -174,7 +174,7 @@ class EncoderDecoder(TokenModel):
 
         Returns:
             log p and sum_k label_k log p_k, (targets,) each, in at least float32. Targets of -1 are
-            left out; the others are in the order of rows and positions.
+            left out; the other targets are in the order of rows and positions.
         """
         there = expect_targets(hidden, targets, self.vocabulary, "none")
         wanted, seen = targets[there], hidden[there]

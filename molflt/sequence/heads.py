@@ -77,7 +77,7 @@ class _PlainHead(Head):
 
 
 class _AdaptiveHead(Head):
-    """Adaptive softmax with clusters of rarer ids, each a quarter as wide as the previous one.
+    """Adaptive softmax with clusters of rarer ids, each a quarter as wide as the previous cluster.
 
     Frequent ids have the full width. The head uses torch's implementation of Grave et al.
     (arXiv:1609.04309). Its weights also serve as adaptive inputs (Baevski and Auli,

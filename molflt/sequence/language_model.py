@@ -43,8 +43,9 @@ class LanguageModel(TokenModel):
         embedding_dropout: dropout of embeddings.
         tie_embeddings: use the embeddings as the weights of the output layer.
         adaptive_cutoffs: ids at which clusters of rarer tokens begin. Each cluster has a quarter of
-            the width of the previous one (adaptive softmax, arXiv:1609.04309; with tied embeddings,
-            also adaptive inputs, arXiv:1809.10853). Ids must be sorted by decreasing frequency.
+            the width of the previous cluster (adaptive softmax, arXiv:1609.04309; with tied
+            embeddings, also adaptive inputs, arXiv:1809.10853). Ids must be sorted by decreasing
+            frequency.
         stack: further arguments of `molflt.attention.Stack`.
 
     Attributes:
@@ -128,7 +129,7 @@ class LanguageModel(TokenModel):
         """Computes log-probabilities after new tokens without recomputing earlier ones.
 
         Args:
-            tokens: new ids (batch, new); one, or a whole prompt.
+            tokens: new ids (batch, new); a single token or a whole prompt.
             state: returned by the previous call; None at the start. Its size is constant for linear
                 attention; for softmax, it holds the keys and values of all tokens.
 
@@ -141,7 +142,7 @@ class LanguageModel(TokenModel):
     def advance(
         self, tokens: Tensor, state: LanguageState | None = None
     ) -> tuple[Tensor, LanguageState]:
-        """Returns hidden states (batch, new, dim) and the state, like `decode` without its head."""
+        """Returns hidden states (batch, new, dim) and the state, as `decode` before the head."""
         start = 0 if state is None else state.length
         x, positions = self._embed(tokens, start)
         hidden, last = self.stack.decode(x, positions, None if state is None else state.stack)

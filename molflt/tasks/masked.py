@@ -219,7 +219,7 @@ def hide(
 def swap_parts(
     tokens: Tensor, types: Tensor, there: Tensor, draws: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Replaces the second part of about half of the pairs with that of the previous sequence.
+    """Replaces about half of the second parts with the second part of the previous sequence.
 
     Args:
         tokens: ids, (batch, length). A batch of one sequence is not changed.

@@ -54,8 +54,8 @@ class OptimizerTask(Task[Tensor, object]):
     Args:
         model: `molflt.optimizers.coordinate.CoordinateOptimizer`.
         unroll: number of steps that contribute to the loss; 20 to 100 in the literature.
-        burn_in: maximum number of steps before these steps. Validation measures all `burn_in` +
-            `unroll` steps.
+        burn_in: maximum number of earlier steps. Validation measures all `burn_in` + `unroll`
+            steps.
         optimization: further arguments of `molflt.tasks.base.Task`.
     """
 

@@ -170,8 +170,8 @@ class _Interrupted(Exception):
 class _BestWeights(Callback):
     """Saves the weights of the best validation so far, and stops if there is no improvement.
 
-    `Task.ranking` compares validations. If two are equal, the later one counts as better. A
-    validation is never the best if one of its sums, such as the loss, is not finite.
+    `Task.ranking` compares validations. If two validations are equal, the later validation counts
+    as better. A validation is never the best if one of its sums, such as the loss, is not finite.
 
     Lightning's `EarlyStopping` reads logged metrics, but the Lightning modules of this package do
     not log metrics.
@@ -254,7 +254,7 @@ class _LastCheckpoint(Checkpoint):
         self._weights: dict[str, Tensor] = {}
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Replaces the signal handlers; Lightning restores the previous ones at the end.
+        """Replaces the signal handlers; Lightning restores the previous handlers at the end.
 
         Lightning's SIGTERM handler communicates between ranks, and its SIGINT handler stops in the
         middle of a step.

@@ -124,7 +124,7 @@ def read_config(run: Path) -> Config:
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML loader that refuses repeated keys; PyYAML would use the last one."""
+    """Safe YAML loader that refuses repeated keys; PyYAML would use the last value."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         found = super().compose_mapping_node(anchor)

@@ -56,7 +56,7 @@ class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
     def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
         """Seeds torch from the task's seed, rank, step, and index of the batch within the step.
 
-        A resumed run therefore draws the same dropout masks as an uninterrupted one.
+        A resumed run therefore draws the same dropout masks as an uninterrupted run.
         """
         task, step = self.task, self.global_step
         self._step_before = step

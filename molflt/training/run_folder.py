@@ -115,7 +115,7 @@ def check_config(path: Path, was: Config, now: Config, done: int) -> None:
     """Raises ValueError if a resumed run has options that would change its steps.
 
     Options in `_FREE` may change. ``trainer.max_steps`` and ``trainer.max_epochs`` may be raised;
-    the schedule then follows the new number of steps. Other changes are refused, including those of
+    the schedule then follows the new number of steps. Other changes are refused, for example of
     `trainer.devices`, which multiplies the batch size.
 
     Args:
@@ -250,7 +250,7 @@ class RunFolder:
         self._files = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
 
     def _was(self) -> Provenance:
-        """Returns the provenance in the checkpoint; empty for those of earlier versions."""
+        """Returns the provenance in the checkpoint; empty for checkpoints of earlier versions."""
         return cast(Provenance, (self.checkpoint or {}).get("molflt", {}))
 
     def remember(self, domain: object) -> object:

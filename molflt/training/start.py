@@ -128,7 +128,7 @@ class _TrainParser(ArgumentParser):
     def _resume(self, run: str, words: list[str], files: list[str]) -> None:
         """Takes the defaults from the configuration of a run."""
         read_config(Path(run))  # raises if it is damaged
-        # these are glob patterns, and ~ is expanded: escape both
+        # escapes glob patterns and ~, which jsonargparse would expand
         self.default_config_files = [glob.escape(str(Path(run, "config.yaml").absolute()))]
         if starts := _values_of("--init", words):
             raise ValueError(
@@ -224,7 +224,7 @@ def dated_run(name: str, folder: Path = Path("runs")) -> Path:
     All processes of a training run get the same folder.
 
     Args:
-        name: name of the training run, such as that of its configuration.
+        name: name of the training run, such as the name of its configuration.
         folder: folder that holds all runs.
     """
     if "LOCAL_RANK" in os.environ:
@@ -419,7 +419,7 @@ class Initializer:
 
 
 def _transfer(source: InitialWeights, model: nn.Module, files: Mapping[str, bytes]) -> _Transfer:
-    """Loads the tensors whose name and shape match, except those that depend on the data.
+    """Loads the tensors whose name and shape match, except tensors that depend on the data.
 
     The model's `of_data` lists prefixes of names. Buffers with such a prefix, such as the
     normalizer, are never loaded. Parameters with such a prefix, such as the logits of classes, are

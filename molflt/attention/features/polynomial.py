@@ -32,8 +32,8 @@ class _PolynomialFeatures(FeatureMap):
     For q and k of norm 1 and a temperature tau, x . y = tau cos(q, k). The products are then
     exp(x . y) without its spherical harmonics above degree 2 or 3; see `harmonics`. Degree 2 takes
     (d + 1)(d + 2) / 2 features, and degree 3 takes (d + 3) / 3 times as many. Products of degree 2
-    are positive for all x and y. Those of degree 3 are positive for x and y of equal norm up to
-    tau = 1.6.
+    are positive for all x and y. Products of degree 3 are positive for x and y of equal norm if tau
+    <= 1.6.
 
     With fewer `num_features`, products of random projections replace the monomials of the highest
     degree. The estimate is unbiased, but products can be negative, and half as many features give

@@ -209,7 +209,7 @@ class _HadamardProjection(_FactoredProjection):
     x is padded with zeros to p = 2^ceil(log2 dim) dimensions. E w = 0 and E w w^T = I hold exactly.
     The rows are close to N(0, I): for p >= 8, kernels are too small by a fraction of at most |z|^4
     / (3 p^2), to leading order. For |z| = 1 and 2, the measured fractions are 0.13 % and 1.4 % at p
-    = 16, and below 0.1 % and 0.6 % at p = 64. On one CPU core, a dense matrix is faster up to p =
+    = 16, and below 0.1 % and 0.6 % at p = 64. On one CPU core, a dense matrix is faster for p <=
     128. The product is from arXiv:1703.00864.
     """
 

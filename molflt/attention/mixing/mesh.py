@@ -121,7 +121,7 @@ def _part(
 def _arguments(
     tensors: tuple[Tensor, ...], head: int, piece: slice, kernel: MeshKernel
 ) -> tuple[Tensor, ...]:
-    """Returns the arguments of `_part` as views of those of `_ByFeatures`."""
+    """Returns the arguments of `_part` as views of the arguments of `_ByFeatures`."""
     query, key, value, weight, *coefficients = tensors
     own = (c[min(head, kernel.heads - 1)] for c in coefficients)
     return query[:, head, :, piece], key[:, head, :, piece], value[:, head], weight, *own

@@ -100,7 +100,8 @@ def ragged(
 ) -> Sums:
     """Computes `linear_with_kernel` within each graph; supports only first derivatives.
 
-    Rows of the batch are joined. Each row is one graph; a batch of one row may contain several.
+    Rows of the batch are joined. Each row is one graph; the row of a batch of one may contain
+    several graphs.
 
     Args:
         query, key, value, pairs: see `linear_with_kernel`.

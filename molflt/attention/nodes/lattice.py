@@ -1,4 +1,4 @@
-"""Lattices of structures: periodic directions come from the cell, others from a virtual box."""
+"""Lattices of structures: periodic vectors come from the cell, other vectors from a virtual box."""
 
 import itertools
 import math
@@ -18,7 +18,7 @@ _MOST_REDUCTIONS = 64  # passes over a cell; two or three suffice for well-forme
 class Lattice(NamedTuple):
     """Lattice of each graph; virtual along directions that are not periodic."""
 
-    vectors: Tensor  # (b, 3, 3), in rows, Å; periodic ones first, from a reduced cell
+    vectors: Tensor  # (b, 3, 3), in rows, Å; periodic vectors first, from a reduced cell
     dual: Tensor  # (b, 3, 3), reciprocal vectors in rows, without 2 pi, cycles/Å
     volume: Tensor  # (b,), Å^3
 
@@ -54,8 +54,8 @@ def free_extent(
 ) -> Tensor:
     """Returns the extent of each graph perpendicular to its periodic lattice vectors, (b, 3) Å.
 
-    It is 0 for the periodic directions, which come first, and for graphs without atoms. It does not
-    change if the graph is shifted or if an atom moves by a lattice vector.
+    The extent is 0 for the periodic directions, which come first, and for graphs without atoms. It
+    does not change if the graph is shifted or if an atom moves by a lattice vector.
 
     Args:
         positions: (n, 3), Å.

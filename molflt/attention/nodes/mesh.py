@@ -36,7 +36,8 @@ class Mesh(NamedTuple):
 
     sides: tuple[int, int, int]  # points along each lattice vector
     # exp(-2 pi i m n / side) as real matrices: for the first axis, m = 0 ... bound, from (side,) to
-    # (m, 2), real and imaginary part; for others, m = -bound ... bound, from (2, side) to (m, 2)
+    # (m, 2), real and imaginary part; for other axes, m = -bound ... bound, from (2, side) to (m,
+    # 2)
     waves: tuple[Tensor, Tensor, Tensor]
     inside: Tensor  # (a, b, c) bool, True for triples m below the end of the spectrum
     xi: Tensor  # (r, 3), frequencies of these triples, cycles/Å
@@ -49,7 +50,7 @@ class Mesh(NamedTuple):
 
     @classmethod
     def of(cls, lattice: Lattice, graph: int, max_frequency: float, order: int) -> "Mesh":
-        """Builds the mesh of one graph up to a frequency in cycles/Å, for splines of an order."""
+        """Builds the mesh of one graph for frequencies below `max_frequency`, cycles/Å."""
         check_order(order)
         dual, volume = lattice.dual[graph], lattice.volume[graph]
         length = lattice.vectors[graph].detach().double().norm(dim=-1)

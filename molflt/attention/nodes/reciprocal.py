@@ -4,11 +4,11 @@ Poisson's summation formula, with positions in Å and frequencies in cycles/Å,
 
     sum_T f(z + T) = (1 / V) sum_G g(G) exp(2 pi i G . z),   T = n . cell, G = n . cell^-T,
 
-turns a decaying mask f into that of a crystal. The result does not depend on the choice of the cell
-or on the periodic image of an atom. Along directions that are not periodic, the lattice is virtual.
-Its vectors are perpendicular to the periodic ones, and their length is the width of the graph plus
-the reach of the mask, which keeps copies out of reach. The error is the part of the mask beyond its
-reach.
+turns a decaying mask f into the mask of a crystal. The result does not depend on the choice of the
+cell or on the periodic image of an atom. Along directions that are not periodic, the lattice is
+virtual. The virtual vectors are perpendicular to the periodic vectors. Their length is the width of
+the graph plus the reach of the mask, which keeps copies out of reach. The error is the part of the
+mask beyond its reach.
 """
 
 import math
@@ -67,7 +67,7 @@ def reciprocal_nodes(
     one_of("taper", taper, _TAPERS)
     lattice, dual, volume = Lattice.of(cell, pbc, extent, reach)
     index, valid = _indices(lattice.detach(), dual.detach(), max_frequency)
-    # Unlike matrix products, these sums give the same bits regardless of the rest of the batch.
+    # Unlike matrix products, these sums do not depend on other graphs in the batch, even bitwise.
     nodes = (index.to(dual.dtype)[..., None] * dual[:, None]).sum(dim=2)
     weights = _TAPERS[taper](distances(nodes) / max_frequency) / volume[:, None]
     weights = torch.where(valid, weights, 0.0)

@@ -143,7 +143,8 @@ class Positioned(nn.Module):
     def share_position(self) -> None:
         """Hands the position over to the enclosing module, which then owns its parameters.
 
-        It stays readable here but is not registered: a parameter has only one name in a checkpoint.
+        The position stays readable here but is not registered: a parameter has only one name in a
+        checkpoint.
         """
         position = self.position
         if position is not None:

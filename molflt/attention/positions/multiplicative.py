@@ -86,7 +86,7 @@ class MultiplicativePosition(SpectralPosition):
     def waves(self, nodes: GraphNodes | None = None, counts: Tensor | None = None) -> Waves:
         """Returns the nodes and coefficients of h, with the background as the first node.
 
-        `counts` (graphs,) are the numbers of nodes of each graph without padding.
+        `counts` (graphs,) are the numbers of nodes of each graph, excluding padding.
         """
         device = next(self.parameters()).device.type if nodes is None else nodes.xi.device.type
         with torch.autocast(device, enabled=False):

@@ -20,8 +20,8 @@ class RotaryPosition(Position):
     dimensions the pairs are divided evenly among the axes; the remaining coordinates do not rotate.
 
     The product of a rotated query and key depends only on r_i - r_j, and so does softmax attention.
-    Feature maps see queries and keys separately: those that estimate exp(q . k) without bias keep
-    this property in expectation over their draws, and others (elu, relu, learned ones) do not have
+    Feature maps see queries and keys separately. Maps that estimate exp(q . k) without bias keep
+    this property in expectation over their draws; other maps (elu, relu, learned maps) do not have
     it. RoFormer's eq. 19 rotates after the feature map; products can then become negative.
 
     Args:

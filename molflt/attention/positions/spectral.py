@@ -83,8 +83,8 @@ class SpectralPosition(Position):
                 "shells" for "shell_weights", and otherwise "gaussian".
             sampled: False for a position without its own nodes: softmax uses the exact mask, and
                 nodes of a reciprocal lattice come with each batch.
-            options: further arguments of the class and of the spectrum, and those of the nodes with
-                the prefix `node_`, such as `node_sigma`.
+            options: further arguments of the class and of the spectrum, and arguments of the nodes
+                with the prefix `node_`, such as `node_sigma`.
         """
         one_of("spectrum", spectrum, SPECTRA)
         family = SPECTRA[spectrum]
@@ -148,7 +148,7 @@ class SpectralPosition(Position):
         Args:
             positions: (batch, queries, l), centered per graph.
             key_positions: (batch, keys, l), relative to the same center.
-            nodes: nodes of each graph, used instead of those of the module.
+            nodes: nodes of each graph, used instead of the module's nodes.
         """
         with torch.autocast(positions.device.type, enabled=False):
             xi, product, floor = self._sampled(nodes)
@@ -243,7 +243,7 @@ class FrequencyProjection(nn.Module):
 
     Over the draws of u, v, w (normal) and b (uniform), every eta is exactly normal. Those of
     different nodes are independent to the extent that 2 pi |u . (xi - xi')| is large, as in cells
-    no larger than about `LENGTH`. `num_features` is that of the feature map.
+    no larger than about `LENGTH`. The argument `num_features` must be that of the feature map.
     """
 
     LENGTH = 100.0  # Å, standard deviation of u

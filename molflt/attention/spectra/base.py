@@ -54,7 +54,7 @@ class Spectrum(nn.Module):
 
 
 def _log_spaced(name: str, bounds: tuple[float, float], count: int) -> Tensor:
-    """Returns logarithms (count,), evenly spaced between those of two bounds."""
+    """Returns `count` numbers that are evenly spaced between the logarithms of two bounds."""
     low, high = bounds
     if not 0 < low <= high:
         raise ValueError(f"{name} must be two positive numbers, smallest first; got {bounds}")

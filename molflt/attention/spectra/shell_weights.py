@@ -13,8 +13,8 @@ from molflt.attention.spectra.base import Spectrum
 class ShellWeights(Spectrum):
     """Spectrum with one learned weight per head and shell: f_h(z) = sum_k a_hk j(2 pi k |z|).
 
-    j is the mean of a wave over all directions: sin(x) / x in three dimensions and cos(x) in one. g
-    is a density relative to the measure of the shells, which must be `normalized`.
+    j is the mean of a wave over all directions: sin(x) / x in three dimensions and cos(x) in one
+    dimension. g is a density relative to the measure of the shells, which must be `normalized`.
 
     Args:
         heads: number of heads.

@@ -36,7 +36,7 @@ def augment(
             takes a box of random area and shape. Without a crop, larger images are cropped to their
             central squares.
         size: side length of the result in pixels; the height of the images by default.
-        generator: CPU generator; the global one by default.
+        generator: CPU generator; torch's global generator by default.
 
     Returns:
         (batch, channels, size, size); bytes remain bytes except in resized crops.

@@ -102,7 +102,7 @@ class Structures(Dataset["Data"], ABC):
     Args:
         path: source to read.
         skip_bad: leave out invalid structures and list them in `bad`, instead of raising a
-            ValueError at the first one.
+            ValueError at the first invalid structure.
 
     Attributes:
         kind: name of the format in messages.

@@ -56,7 +56,7 @@ class IS2REData(BatchedData[Structures]):
         val_split: split to validate on.
         batch_size: structures in a batch, per device.
         max_atoms: limit on the number of structures in a batch times the number of atoms in the
-            largest one; null for no limit.
+            largest structure; null for no limit.
         bucket: number of random batches that are pooled and divided again by size, for models that
             pad. 1 keeps random batches, with which models learn faster per step
             (docs/results/emt-sample.md).

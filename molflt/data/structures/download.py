@@ -59,7 +59,7 @@ def download(
         splits: splits of OC20: 10k/train, 100k/train, all/train, val_id, val_ood_ads, val_ood_cat,
             val_ood_both, test_id, test_ood_ads, test_ood_cat, test_ood_both.
         base_url: address of the archive's folder, for mirrors.
-        md5: expected md5 of the archive, including an existing one. With an archive other than the
+        md5: expected md5 of the archive, also if it exists already. With an archive other than the
             official one, unpacked files are not compared with their checksums.
         keep_archive: keep OC20's archive after unpacking.
     """

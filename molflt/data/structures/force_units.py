@@ -91,7 +91,8 @@ class _Pair(NamedTuple):
 def unit_fault(records: Iterable[Data]) -> str:
     """Returns the reason why labels are not in eV and Å; "" if they are, or if unknown.
 
-    Uses the first 300 structures, without implausible labels unless these are the majority.
+    Uses the first 300 structures, leaving out implausible labels unless most labels are
+    implausible.
     """
     some = list(islice(records, MOST_FRAMES))
     sound = [record for record in some if not point_fault(record)]
@@ -137,7 +138,7 @@ def stress_unjudged(records: Sequence[Data]) -> str:
 
 
 def judged_stress(records: Iterable[Data]) -> tuple[str, str]:
-    """Describes a wrong unit or sign of stress, and an unknown one; "" where this does not apply.
+    """Returns texts about a wrong and about an unknown unit or sign of stress, or "" for each.
 
     Between similar frames of one system with different cells, the energy changes by the volume
     times stress : strain, plus the work of the forces. If the cell is constant, the check relies on
@@ -281,7 +282,7 @@ def _wrong_unit(
 
 
 def _named(factor: float, units: Mapping[str, float], unsure: float = _UNSURE) -> str:
-    """Returns one to three units of about this size, the closest one first."""
+    """Returns one to three units of about this size, the closest unit first."""
     apart = {name: abs(float(np.log(factor / size))) for name, size in units.items()}
     best = min(apart.values())
     names = sorted((name for name in apart if apart[name] < best + unsure), key=apart.__getitem__)

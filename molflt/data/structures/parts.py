@@ -22,7 +22,7 @@ class Part(Structures):
     """Selected structures of a source, or of several concatenated sources.
 
     Args:
-        sources: one source of any kind, or several.
+        sources: one or more sources of any kind.
         kept: ascending indices of the selected structures; None for all.
         energies: y_relaxed of all structures in the sources, (structures,), eV, if known.
         path: common name of several sources for messages.

@@ -25,7 +25,7 @@ __all__ = ["Site", "Tiles", "distinct", "sites", "unit"]
 _PROBE = 0.75  # Å
 _TOUCHING = 1.08  # largest distance of a touched atom, relative to its radius plus the probe's
 _NEIGHBOR = 1.25  # largest distance of neighbors, relative to the sum of covalent radii
-_SAME_PLACE = 0.4  # Å; of two closer places, only the more symmetric one is kept
+_SAME_PLACE = 0.4  # Å; of two closer places, only the more symmetric place is kept
 _SAME = 0.1  # Å, largest difference between distances of equal sites or placements
 _NEAR, _FAR = 6.0, 8.0  # Å; distances below the first are compared, and clipped to the second
 _REACH = 12.0  # Å, range around the cell in which atoms are considered
@@ -138,7 +138,7 @@ class Tiles:
 def sites(slab: Atoms) -> list[Site]:
     """Returns the distinct sites on a slab that is periodic along its first two cell vectors.
 
-    Of equivalent sites, it returns the one closest to the center of the cell.
+    Of equivalent sites, only the site closest to the center of the cell is returned.
     """
     tiles = Tiles(slab)
     points = tiles.rests(len(slab))

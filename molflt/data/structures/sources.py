@@ -108,9 +108,9 @@ def split_path(root: str | Path, split: str) -> Path:
 
     The search order is ``ROOT/SPLIT.safetensors``, ``ROOT/SPLIT.lmdb``, a folder ``ROOT/SPLIT`` of
     LMDB shards, files of the other classes in `SOURCES`, a folder ``ROOT/SPLIT`` of such files, and
-    then the same in the folders of the OC20 download. ``ROOT`` may be the folder of the download,
-    its ``is2re`` folder, or a subset such as ``is2re/10k``. The validation splits of a subset are
-    those of ``is2re/all``.
+    then the same names in the folders of the OC20 download. ``ROOT`` may be the folder of the
+    download, its ``is2re`` folder, or a subset such as ``is2re/10k``. The validation splits of a
+    subset are those of ``is2re/all``.
 
     Args:
         root: folder of the data set.

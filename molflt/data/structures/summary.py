@@ -50,8 +50,8 @@ class Summary(TypedDict):
     energy, or the `energy_key` of another property. `energies_look_like` is "adsorption", "total"
     or "unknown", judged by the energy per atom. `verified` is True if the digest of the file
     matches, and None for files without a digest. Distributions are given as count, min, mean,
-    median and max, or None if unknown. Distributions of forces are over magnitudes, and those of
-    stress are over components.
+    median and max, or None if unknown. Distributions of forces are over magnitudes, and
+    distributions of stress are over components.
     """
 
     path: str

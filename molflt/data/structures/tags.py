@@ -45,7 +45,7 @@ _THICK = 3.0  # Å: thinner slabs do not have an inside
 _MOST = 200  # maximum number of atoms to compare with
 _FEWEST = 4  # minimum number of neighbors to compare
 _REPEATED, _ALL = 0.8, 0.95  # minimum share of matching neighbors: at the surface, inside
-_HELD = 0.2  # minimum share of fixed atoms if the others are the surface
+_HELD = 0.2  # minimum share of fixed atoms if the free atoms are the surface
 
 _Flags = NDArray[np.bool_]
 _Numbers = NDArray[np.int64]
@@ -105,7 +105,7 @@ class _Atoms:
         self.pos = record.pos.double().numpy()
         self.pbc = record.pbc[0].numpy()
         given = record.cell[0].double().numpy()
-        # an axis that is not periodic is taken along the normal of the others
+        # an axis that is not periodic is replaced by the normal of the other axes
         self.cell = complete_cell(np.where(self.pbc[:, None], given, 0.0))
         self.fixed = record.fixed.numpy() & ~record.fixed.numpy().all()
         self.molecular = np.isin(self.numbers, _MOLECULAR)

@@ -49,7 +49,7 @@ class GlueTask(NamedTuple):
     """additional file names of each split, in the folder of the task or in another one"""
     broken_rows: bool = False
     """the published files contain rows with missing columns, which are skipped by convention"""
-    kind: TokenizerKind | None = None  # default kind of the tokenizer; None for a learned one
+    kind: TokenizerKind | None = None  # default kind of the tokenizer; None: learned
     form: Literal["rows", "texts", "images"] = "rows"
     """a table, a folder of texts for each class, or images"""
 

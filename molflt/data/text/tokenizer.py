@@ -213,7 +213,7 @@ class Tokenizer:
 
 
 def find_tokenizer(path: Path) -> tuple[bytes, str]:
-    """Returns the content and the name of a tokenizer file, or of the one in a model folder."""
+    """Returns the content and the name of a tokenizer file, which may be in a model folder."""
     path = Path(path)
     inside = path / TOKENIZER if path.is_dir() else path
     if inside.is_file():

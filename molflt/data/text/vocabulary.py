@@ -42,7 +42,7 @@ _FIXED_LEVELS = {"byte": [*map(chr, range(256)), _EOS], "protein": [*RESIDUES, _
 class Vocabulary:
     """Tokens of a text by id, most frequent first.
 
-    Words are separated by white space, and each line, even an empty one, ends with `<eos>`. Tokens
+    Words are separated by white space, and each line, even an empty line, ends with `<eos>`. Tokens
     are counted in this way for perplexities on WikiText-2 and -103 (AWD-LSTM, fairseq). Characters
     are code points, including line breaks. The id of a byte is its value, and 256 is `<eos>`. The
     tokens of proteins are residues, and each sequence ends with `<eos>`. Bytes and proteins do not
