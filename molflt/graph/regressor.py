@@ -264,9 +264,9 @@ class EnergyRegressor(nn.Module):
         found = batch.get("y_baseline")
         if found is None or not bool(found.isfinite().all()):
             raise ValueError(
-                "the model corrects baseline energies, and needs one of each structure; expected "
-                "finite y_baseline in eV; got structures without it; add the entry of "
-                "--data.baseline_key in training"
+                "the model corrects a baseline energy of each structure; expected finite "
+                "y_baseline in eV; got structures without it; compute it as for the training "
+                "data, such as with molflt data baseline"
             )
         baseline: Tensor = found.double()
         return baseline
