@@ -54,11 +54,7 @@ def reduced_cell(
 
 
 def _shortening(vectors: NDArray[np.float64], shortest: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Returns unimodular matrices that shorten rows, both (n, 3, 3); identities if rows are short.
-
-    Rows whose squared length is at most `shortest`, (n,), are combinations of other rows up to
-    rounding and do not change.
-    """
+    """Returns unimodular matrices that shorten rows whose squared length exceeds `shortest`."""
     gram = vectors @ np.swapaxes(vectors, 1, 2)
     square = np.diagonal(gram, axis1=1, axis2=2)
     share = gram / np.where(square > shortest[:, None], square, np.inf)[:, None]

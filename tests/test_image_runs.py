@@ -101,7 +101,7 @@ def test_patches_at_one_distance_count_equally(scale: float, monkeypatch) -> Non
     places = torch.cartesian_prod(torch.arange(14), torch.arange(14))
     apart = places[None] - places[:, None]
     weights = (-((apart[..., 1] - 3) ** 2 + apart[..., 0] ** 2) / 2.0).double().softmax(dim=1)
-    monkeypatch.setattr(evaluation, "attention_of", lambda *_: [weights])
+    monkeypatch.setattr(evaluation.common, "attention_of", lambda *_: [weights])
     found = evaluation._locality(model, [(torch.zeros(1, 14, 14), 0)])
     exact = locality(weights.numpy(), (apart**2).sum(-1).numpy())
     assert found == pytest.approx({"nearest": exact.nearest, "farthest": exact.farthest}, rel=1e-9)

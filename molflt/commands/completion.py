@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from functools import reduce
-from importlib.util import find_spec
 from operator import or_
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +13,7 @@ from jsonargparse import ArgumentParser
 from molflt.commands.cli import COMMANDS, GROUPS, parser_of
 from molflt.commands.evaluate import recipe_parser
 from molflt.commands.options import is_flag, options_of, show_usage
+from molflt.data.packed import require
 from molflt.files import write_atomically
 from molflt.shipped import config_names
 from molflt.training.recipes import RECIPES
@@ -33,10 +33,7 @@ def completion(shell: Literal["bash", "zsh", "tcsh"], out: Path | None = None) -
         shell: name of the shell.
         out: file to write; by default the script is printed.
     """
-    if find_spec("shtab") is None:
-        raise ModuleNotFoundError(
-            "the package shtab is not installed; run pip install 'molflt[completion]'"
-        )
+    require("shtab", "completion", "completion")
     script = f"{_script(shell)}\n"
     if out is None:
         print(script, end="")

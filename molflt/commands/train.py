@@ -161,10 +161,7 @@ def _counted(model: nn.Module) -> str:
 
 @contextmanager
 def _one_line_warnings(folder: RunFolder) -> Iterator[None]:
-    """Prints each warning once, as one line without its source line.
-
-    Warnings that differ only in numbers count as one.
-    """
+    """Prints warnings on one line each, and only once if they differ only in numbers."""
     shown: set[str] = set()
 
     def show(message: Warning | str, *_: object, **__: object) -> None:
@@ -180,10 +177,7 @@ def _one_line_warnings(folder: RunFolder) -> Iterator[None]:
 
 
 def _fit_sizes(options: _Options, sizes: Mapping[str, int], source: _Options) -> None:
-    """Sets the options of the model that depend on the data, such as the size of a vocabulary.
-
-    Sizes that come from the weights of another run (`source`) may differ.
-    """
+    """Sets options that depend on the data; those of the initial weights, `source`, may differ."""
     for name, size in sizes.items():
         given = options[name]
         if given not in (None, size, source.get(name)):

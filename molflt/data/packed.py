@@ -1,4 +1,4 @@
-"""Compressed files, and the optional package `datasets` of Hugging Face."""
+"""Compressed files, and packages that are optional."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, cast
 
 from molflt.files import shown
 
-__all__ = ["dataset_loader", "unpacked"]
+__all__ = ["dataset_loader", "require", "unpacked"]
 
 _NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*){1,2}")  # OWNER/NAME, OWNER/NAME/CONFIG
 
@@ -30,6 +30,18 @@ def unpacked(path: Path, kind: str) -> Iterator[BinaryIO]:
         raise ValueError(
             f"{path}: expected a complete {kind} file; got a damaged or truncated one ({error}); "
             "get a new copy"
+        ) from None
+
+
+def require(module: str, use: str, extra: str) -> Any:
+    """Imports a module that `use` needs and that an extra of molflt installs."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        package = module.partition(".")[0].replace("sklearn", "scikit-learn")
+        raise ModuleNotFoundError(
+            f"{use} needs the package {package}, which is not installed; run: pip install "
+            f"molflt[{extra}]"
         ) from None
 
 

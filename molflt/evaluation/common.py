@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, suppress
-from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -27,7 +26,7 @@ from molflt.tasks.base import Task
 
 __all__ = ["attention_of", "batches", "chosen_splits", "classes_of", "device_of"]
 __all__ += ["draw_encoding", "draw_stack", "expect_finite", "load_classes", "load_tokenizer"]
-__all__ += ["load_vocabulary", "locality_of", "named_images", "named_sources", "require"]
+__all__ += ["load_vocabulary", "locality_of", "named_images", "named_sources"]
 __all__ += ["tokenizer_of", "total_of", "vocabulary_of"]
 
 _RESTORE = "restore the file that training wrote"
@@ -79,18 +78,6 @@ def named_images(
     data = kind(**options)  # type: ignore[arg-type]  # from a checked configuration
     data.setup()
     return data, {name if other is None else Path(other).name: data.judged(name) for name in wanted}
-
-
-def require(module: str, use: str, extra: str) -> Any:
-    """Imports a module that `use` needs and that an extra of molflt installs."""
-    try:
-        return import_module(module)
-    except ImportError:
-        package = module.partition(".")[0].replace("sklearn", "scikit-learn")
-        raise ModuleNotFoundError(
-            f"{use} needs the package {package}, which is not installed; run: pip install "
-            f"molflt[{extra}]"
-        ) from None
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -175,16 +175,8 @@ def _warn_of_labels(split: str, part: Predictions) -> None:
     warn_of_labels(split, part.sid, label_faults(part.target, part.natoms, required=False))
 
 
-def _metrics(
-    found: Predictions, median: float | None, added: bool = False
-) -> dict[str, float | None]:
-    """Returns the metrics of a split.
-
-    Args:
-        found: predictions of the split.
-        median: median of the energies learned in training, eV; None if unknown.
-        added: the model adds the baseline of each structure.
-    """
+def _metrics(found: Predictions, median: float | None, added: bool) -> dict[str, float | None]:
+    """Returns the metrics of a split; `added` is True if the model adds the baseline energies."""
     energy, target = map(torch.from_numpy, found.only_labeled())
     known, baseline = len(target) > 0, None
     ours = IS2RETask.sums.of(energy, target).metrics() if known else {}

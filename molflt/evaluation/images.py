@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,17 +17,7 @@ from torch.utils.data import DataLoader
 from molflt import plots
 from molflt.data.images.datamodule import ImageData, PixelData
 from molflt.data.images.files import LabeledImages
-from molflt.evaluation.common import (
-    attention_of,
-    batches,
-    device_of,
-    draw_encoding,
-    draw_stack,
-    expect_finite,
-    load_classes,
-    locality_of,
-    named_images,
-)
+from molflt.evaluation import common
 from molflt.evaluation.results import (
     Evaluation,
     Results,
@@ -100,7 +91,7 @@ def evaluate(
         last two are the attention on the nearest and farthest 10 % of the patches, averaged over
         heads, layers and 16 images.
     """
-    classes = load_classes(run, model.classes)
+    classes = common.load_classes(run, model.classes)
     results: Results = {}
     rows: list[dict[str, object]] = []
     for split, images in _datasets(config["data"], classes, splits, data).items():
@@ -118,11 +109,11 @@ def evaluate(
 
 def _classify(model: nn.Module, images: LabeledImages, batch_size: int, name: str) -> _Classified:
     logits, labels = [], []
-    with batches(DataLoader(images, batch_size), name, f"{batch_size} images") as loaded:
+    with common.batches(DataLoader(images, batch_size), name, f"{batch_size} images") as loaded:
         for batch, label in loaded:
-            logits.append(model(batch.to(device_of(model))).double().cpu())
+            logits.append(model(batch.to(common.device_of(model))).double().cpu())
             labels.append(label)
-            expect_finite(name, logits[-1], "a logit")
+            common.expect_finite(name, logits[-1], "a logit")
     scores, label = torch.cat(logits), torch.cat(labels)
     metrics = ImageTask.sums.of(scores, label).metrics()
     confidence, predicted = scores.softmax(dim=1).max(dim=1)
@@ -136,7 +127,7 @@ def _datasets(
     other: Path | None,
 ) -> dict[str, LabeledImages]:
     """Returns images by name; raises ValueError if their classes differ from those of the run."""
-    data, named = named_images(ImageData, options, splits, other)
+    data, named = common.named_images(ImageData, options, splits, other)
     if data.classes != classes:
         raise ValueError(
             f"{data.sources['val']}: classes {', '.join(data.classes[:5])} ...; expected "
@@ -146,12 +137,13 @@ def _datasets(
 
 
 def _locality(model: ImageClassifier, images: LabeledImages) -> dict[str, float | None]:
-    batch = torch.stack([images[i][0] for i in range(min(16, len(images)))]).to(device_of(model))
+    some = [images[i][0] for i in range(min(16, len(images)))]
+    batch = torch.stack(some).to(common.device_of(model))
     places = model.places[0].double()
     # Without matrix products, whose rounding errors would make equal distances differ.
     distances = torch.cdist(places, places, compute_mode="donot_use_mm_for_euclid_dist")
-    matrices = attention_of(model.stack, lambda: model(batch))
-    return locality_of(matrices, distances, causal=False)
+    matrices = common.attention_of(model.stack, lambda: model(batch))
+    return common.locality_of(matrices, distances, causal=False)
 
 
 def _draw(
@@ -171,12 +163,12 @@ def _draw(
         wrong = [images[int(i)][0].numpy() for i in mistakes]
         title = "misclassified images, the most confident predictions first"
         plots.image_sheet(wrong, captions, out / "wrong.png", title)
-    first = images[0][0][None].to(device_of(model))
+    first = images[0][0][None].to(common.device_of(model))
     title = "last layer, first image; patches row by row"
     position, scale, side = model.stack.position, model.position_scale, model.side
     if position is not None and position.dim == 1:
         scale, side = 1.0, side**2
-    draw_stack(out, model.stack, lambda: model(first), title, scale, side, "patches")
+    common.draw_stack(out, model.stack, lambda: model(first), title, scale, side, "patches")
 
 
 def evaluate_pixels(
@@ -206,7 +198,7 @@ def evaluate_pixels(
         Per split: bits_per_dim, uniform_bits_per_dim, histogram_bits_per_dim (null without the
         training images), n and bytes (in all images).
     """
-    own, named = named_images(PixelData, config["data"], splits, data)
+    own, named = common.named_images(PixelData, config["data"], splits, data)
     for images in named.values():
         if (images.channels, images.size[0]) != (model.channels, model.image_size):
             raise ValueError(
@@ -228,17 +220,18 @@ def evaluate_pixels(
         }
     begin_results(out, *_OF_PIXELS)
     plots.losses_by_place(curves, out / "losses.png")
-    image = next(iter(named.values()))[0][0][None].to(device_of(model))
+    image = next(iter(named.values()))[0][0][None].to(common.device_of(model))
     what = f"the attention matrix of an image of {model.longest:,} bytes"
     with within_memory(lambda: what, "use a smaller model or smaller images"):
-        matrices = attention_of(model.stack, lambda: model.image_log_likelihood(image), last=1)
+        run_model = partial(model.image_log_likelihood, image)
+        matrices = common.attention_of(model.stack, run_model, last=1)
     if matrices:
         around, title = _around(matrices[-1][0], model), "last layer, mean over an image"
         plots.attention_around(around, out / "attention.png", title=title)
     position, png = model.stack.position, out / "encoding.png"
     line = position is None or position.dim == 1
     axis = (model.longest, png, "tokens") if line else (model.image_size, png, "pixels")
-    draw_encoding(position, model.position_scale, *axis)
+    common.draw_encoding(position, model.position_scale, *axis)
     text = f"\n\n{results_table('images', _BITS, results)}\n\n{note}\n"
     return Evaluation(results, text, written(out, *_OF_PIXELS))
 
@@ -246,10 +239,7 @@ def evaluate_pixels(
 def _histograms(
     own: PixelData | None, options: Mapping[str, object], model: PixelModel
 ) -> tuple[Tensor | None, str]:
-    """Returns the bits of each value, (bytes of an image, 256), and a line about the histograms.
-
-    The bits are -log2((n + 1) / (images + 256)), or None without training images.
-    """
+    """Returns the bits of each value, (bytes of an image, 256), if known, and a line about them."""
     if own is None:
         own = PixelData(**options)  # type: ignore[arg-type]  # as in `named_images`
         try:
@@ -259,9 +249,9 @@ def _histograms(
     train = own.datasets["train"]
     counts = torch.zeros(model.longest * LEVELS, dtype=torch.int64)
     first = LEVELS * torch.arange(model.longest)
-    with batches(DataLoader(train, _AT_ONCE), "histogram", f"{_AT_ONCE} images") as loaded:
+    with common.batches(DataLoader(train, _AT_ONCE), "histogram", f"{_AT_ONCE} images") as loaded:
         for images, _ in loaded:
-            values = model.bytes_of(images.to(device_of(model))).cpu()
+            values = model.bytes_of(images.to(common.device_of(model))).cpu()
             counts += torch.bincount((values + first).flatten(), minlength=len(counts))
     bits = math.log2(len(train) + LEVELS) - (counts + 1).double().log2()
     return bits.view(
@@ -276,11 +266,11 @@ def _judge(
     nats, bits = torch.zeros(model.longest, dtype=torch.float64), 0.0
     place = torch.arange(model.longest)
     batch_of = f"{batch_size} images of {model.longest:,} bytes"
-    with batches(DataLoader(images, batch_size), name, batch_of) as loaded:
+    with common.batches(DataLoader(images, batch_size), name, batch_of) as loaded:
         for batch, _ in loaded:
-            given = batch.to(device_of(model))
+            given = batch.to(common.device_of(model))
             loss = -model.image_log_likelihood(given).double().cpu()
-            expect_finite(name, loss)
+            common.expect_finite(name, loss)
             nats += loss.sum(dim=0)
             if tables is not None:
                 bits += float(tables[place, model.bytes_of(given).cpu()].sum())
@@ -289,12 +279,10 @@ def _judge(
 
 
 def _around(weights: Tensor, model: PixelModel) -> Tensor:
-    """Returns the mean weight for each offset, summed over channels, (heads, rows, columns).
-
-    In `weights`, (heads, bytes, bytes), key j contains byte j - 1; the first key contains no byte.
-    """
+    """Returns the mean weight for each offset, summed over channels, (heads, rows, columns)."""
     heads, channels, side = len(weights), model.channels, model.image_size
     reach = min(_AROUND, side - 1)
+    # key j contains byte j - 1
     known = torch.cat((weights[..., 1:], torch.zeros_like(weights[..., :1])), dim=-1)
     pixels = known.unflatten(2, (side, side, channels)).sum(dim=-1)
     pixels = pixels.unflatten(1, (side, side, channels)).mean(dim=3)  # [h, r, c, r, c]

@@ -17,8 +17,9 @@ from torch.optim import Adam, Optimizer
 from tqdm import tqdm
 
 from molflt import plots
+from molflt.data.packed import require
 from molflt.data.problems import ProblemSeeds, generator_of
-from molflt.evaluation.common import draw_stack, require
+from molflt.evaluation.common import draw_stack
 from molflt.evaluation.results import Evaluation, align, begin_results, write_csv, written
 from molflt.memory import within_memory
 from molflt.optimizers import functions as objectives
@@ -92,12 +93,7 @@ def evaluate(
         the steps, and final_loss_sd, the standard deviation of its decimal logarithm; with Adam
         also adam_final_loss, adam_final_loss_sd and adam_lr.
     """
-    for name, value in (("steps", steps), ("repeats", repeats)):
-        if value < 1:
-            raise ValueError(f"--{name} must be at least 1; got {value}")
     rates = list(_RATES) if rates is None else rates
-    if not all(0 < rate < math.inf for rate in rates):
-        raise ValueError(f"--rates must be above 0; got {rates}")
     chosen = tasks_of(tasks, data)
     like = next(model.parameters())
     found: dict[str, dict[str, Raced]] = {}
@@ -232,10 +228,10 @@ def _table(found: Mapping[str, Mapping[str, Raced]]) -> str:
     return f"{align(lines, text_columns=2)}\n\n{note}"
 
 
-def _intervals(curves: _Curve, most: int = _ROWS) -> tuple[_Curve, _Curve]:
+def _intervals(curves: _Curve) -> tuple[_Curve, _Curve]:
     """Returns the middle step, (n,), and the mean losses, (repeats, n), of each interval."""
     steps = curves.shape[1]
-    edges = np.linspace(0, steps, min(steps, most) + 1).round().astype(int)
+    edges = np.linspace(0, steps, min(steps, _ROWS) + 1).round().astype(int)
     means = [curves[:, a:b].mean(axis=1) for a, b in itertools.pairwise(edges)]
     return (edges[:-1] + edges[1:] - 1) / 2, np.stack(means, axis=1)
 
@@ -291,12 +287,9 @@ def evaluate_population(
     trained: Any = config["task"]["members"]
     size = trained if members is None else members
     d = model.dimension if dimension is None else dimension
-    for name, value, low in (("evaluations", evaluations, size), ("runs", runs, 1)):
-        if value < low:
-            raise ValueError(f"--{name} must be at least {low}; got {value}")
-    if size < 2 or d < 1:
+    if evaluations < size:
         raise ValueError(
-            f"--members must be at least 2 and --dimension at least 1; got {size} and {d}"
+            f"--evaluations must be at least {size}, one per member; got {evaluations}"
         )
     wanted = list(BASELINES) if baselines is None else list(dict.fromkeys(baselines))
     if "cma-es" in wanted:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -16,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from molflt.data.structures.base import AS_TRAINED
+from molflt.data.structures.base import AS_TRAINED, warn
 from molflt.files import clear_parts, read_json, shown, write_atomically
 from molflt.plots.figure import FORMATS
 from molflt.training.checkpoint import weights_digest
@@ -104,11 +103,6 @@ def csv_rows(text: str) -> list[dict[str, str]]:
     if any(None in row or None in row.values() for row in rows):
         raise ValueError("a line does not have as many cells as the header")
     return rows
-
-
-def warn(text: str) -> None:
-    """Prints a warning to stderr."""
-    print(f"molflt: warning: {text}", file=sys.stderr)
 
 
 def provenance_of(weights: Iterable[Path], checkpoint: str) -> Provenance:

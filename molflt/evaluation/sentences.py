@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
+from molflt.data.packed import require
 from molflt.data.text.glue import GLUE, TASKS, Example, read_examples, read_splits
 from molflt.data.text.sentences import Sentences, padded
 from molflt.data.text.tokenizer import Tokenizer
@@ -96,7 +97,7 @@ def official(task: str, predicted: _Numbers, label: _Numbers) -> dict[str, float
     """
     from scipy import stats
 
-    metrics = common.require("sklearn.metrics", "GLUE", "text")
+    metrics = require("sklearn.metrics", "GLUE", "text")
     known: dict[str, Callable[..., Any]] = {
         "accuracy": metrics.accuracy_score,
         "f1": metrics.f1_score,

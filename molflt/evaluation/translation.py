@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from molflt import plots
+from molflt.data.packed import require
 from molflt.data.text.datamodule import padded_rows
 from molflt.data.text.parallel import Pairs, paired, read_parallel
 from molflt.data.text.tokenizer import Tokenizer
@@ -117,7 +118,7 @@ def bleu(translations: Sequence[str], references: Sequence[str], lowercase: bool
         references: one reference for each translation.
         lowercase: ignore case.
     """
-    scores = common.require("sacrebleu.metrics", "BLEU", "text")
+    scores = require("sacrebleu.metrics", "BLEU", "text")
     metric, others = scores.BLEU(lowercase=lowercase), scores.CHRF(lowercase=lowercase)
     score = metric.corpus_score(list(translations), [list(references)])
     chrf = others.corpus_score(list(translations), [list(references)]).score

@@ -260,11 +260,7 @@ class GraphEncoding(nn.Module):
         return Bias(kernel.clamp(min=position.positive).log())
 
     def _near(self, found: _Found, far: Callable[[NearPairs, float], Tensor]) -> Pairs | None:
-        """Returns the pairs in the near field, among them each atom with itself, and corrections.
-
-        `far` computes the far field, (heads, pairs), from pairs and an upper bound of their
-        distances.
-        """
+        """Returns pairs in the near field, including each atom with itself, with corrections."""
         if found.near is None:
             return None
         near, alone = found.near, found.alone

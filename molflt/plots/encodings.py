@@ -191,10 +191,7 @@ def _bias(position: torch.nn.Module, delta: torch.Tensor) -> _Array:
 
 
 def _sampled(position: Any, reach: tuple[float, ...], points: int) -> tuple[list[_Array], _Array]:
-    """Returns offsets along the first axes, up to `reach`, and f, (heads, offsets, ...).
-
-    On a grid of tokens, the offsets are integers; otherwise there are `points` along each axis.
-    """
+    """Returns offsets along the first axes, up to `reach`, and f, (heads, offsets, ...)."""
     import torch
 
     like = _like(position)

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 import yaml
 from torch import nn
 
+from molflt.data.packed import require
 from molflt.evaluation.calibration import CALIBRATION
 from molflt.evaluation.ensemble import ENSEMBLE, EnsembleRegressor, load_ensemble
 from molflt.evaluation.results import RESULTS, why_of_others
@@ -121,9 +122,8 @@ def _json(path: Path) -> object:
 
 
 def _exported(path: Path, device: str) -> Trained:
-    exported = read_exported(path)
-    models = build(path, exported)
-    content: Any = exported.content
+    content, weights = read_exported(path)
+    models = build(path, content, weights)
     model = models[0] if len(models) == 1 else EnsembleRegressor(models).eval()
     return Trained(
         path=path,
@@ -165,6 +165,7 @@ class Pretrained:
         models: classes of the modules that this class supports.
         card: tags, metric and examples of the model card.
         trained: the model and the information about it.
+        model: the module in evaluation mode.
         name: name of the run or of the exported folder.
         about: one line about the predicted quantity; for energies also the structures, the
             references and the level of theory; None if unknown.
@@ -174,17 +175,13 @@ class Pretrained:
 
     models: ClassVar[tuple[type[nn.Module], ...]] = ()
     card: Card
+    model: nn.Module
 
     def __init__(self, trained: Trained) -> None:
-        self.trained = trained
+        self.trained, self.model = trained, trained.model
         self.name = trained.name
         self.about, self.license = trained.about, trained.license
         self.datasets = list(trained.datasets)
-
-    @property
-    def model(self) -> nn.Module:
-        """The module in evaluation mode."""
-        return self.trained.model
 
     @property
     def summary(self) -> str:
@@ -246,19 +243,12 @@ class Pretrained:
             token: Hub token; by default the token of the login.
             options: options of `huggingface_hub.HfApi.upload_folder`, such as commit_message.
         """
-        try:
-            from huggingface_hub import HfApi
-        except ImportError:
-            raise ModuleNotFoundError(
-                f"{repo_id}: needs the package huggingface_hub; got none; run: pip install "
-                "molflt[hub], or use a folder"
-            ) from None
-        hub = HfApi(token=token)
+        hub = require("huggingface_hub", repo_id, "hub").HfApi(token=token)
         with tempfile.TemporaryDirectory() as parent:
             folder = Path(parent) / self.name
             self.save_pretrained(folder)
             try:
-                repo_id = hub.create_repo(repo_id, private=private, exist_ok=True).repo_id
+                repo_id = str(hub.create_repo(repo_id, private=private, exist_ok=True).repo_id)
                 return str(hub.upload_folder(repo_id=repo_id, folder_path=folder, **options))
             except Exception as error:  # the network can fail in many ways
                 reason = " ".join(str(error).split())[:200]

@@ -128,12 +128,7 @@ class EncoderModel(nn.Module):
 
     def __init__(self, encoder: TokenEncoder) -> None:
         super().__init__()
-        self.encoder = encoder
-
-    @property
-    def vocabulary(self) -> int:
-        """Number of token ids."""
-        return self.encoder.vocabulary
+        self.encoder, self.vocabulary = encoder, encoder.vocabulary
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
         """Draws new random features in place; use the same seed on every rank."""

@@ -16,17 +16,18 @@ import re
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import safetensors
 import torch
 from torch import Tensor, nn
 
+from molflt.data.packed import require
 from molflt.files import read_header, save_tensors, shown, verify_tensors, write_atomically
 from molflt.training.config import HUB, Config, read_config
 from molflt.training.recipes import Recipe
 
-__all__ = ["EXPECTED", "RECOMMENDED", "Checkpoint", "Exported", "build", "check_replaceable"]
+__all__ = ["EXPECTED", "RECOMMENDED", "Checkpoint", "build", "check_replaceable"]
 __all__ += ["check_unchanged", "check_weights", "count_parameters", "device_named"]
 __all__ += ["expect_finite", "exported_recipe", "find", "find_weights", "is_exported"]
 __all__ += ["is_packaged", "is_trained", "load_run", "model_weights", "read_checkpoint"]
@@ -352,16 +353,9 @@ def _packaged(name: str) -> Path:
 
 def _fetched(name: str, options: Mapping[str, object]) -> Path:
     """Downloads the weights of a repository into the cache of huggingface_hub."""
-    try:
-        import huggingface_hub
-    except ImportError:
-        raise ModuleNotFoundError(
-            f"{name}: the package huggingface_hub is not installed; run pip install 'molflt[hub]', "
-            "or pass a folder"
-        ) from None
     repository, _, revision = name.removeprefix(HUB).partition("@")
     chosen = {"revision": revision or None, "allow_patterns": [*_FILES], **options}
-    fetch: Callable[..., str] = huggingface_hub.snapshot_download
+    fetch: Callable[..., str] = require("huggingface_hub", name, "hub").snapshot_download
     try:
         folder = fetch(repository, **chosen)
     except Exception as error:  # the network can fail in many ways
@@ -377,14 +371,6 @@ def _fetched(name: str, options: Mapping[str, object]) -> Path:
             f"{name}: this repository does not contain {_MODEL}, which molflt export writes"
         )
     return path
-
-
-class Exported(NamedTuple):
-    """Content of an exported file."""
-
-    content: Mapping[str, object]
-    """content of the header"""
-    weights: dict[str, Tensor]
 
 
 def write_exported(
@@ -429,9 +415,9 @@ def exported_recipe(path: Path) -> str:
     return str(_parsed(read_header(path)[_KEY]).get("recipe"))
 
 
-def read_exported(path: Path) -> Exported:
-    """Reads a file written by :func:`write_exported`."""
-    verify_tensors(path)
+def read_exported(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Returns the content and the weights that :func:`write_exported` wrote to a file."""
+    weights, *_ = read_weights(path)
     content = _parsed(read_header(path)[_KEY])
     if content.get("format") != _FORMAT:
         raise ValueError(
@@ -442,12 +428,10 @@ def read_exported(path: Path) -> Exported:
     copied = path.name == "model.safetensors" and copy.is_file()
     if copied and _parsed(copy.read_text(encoding="utf-8", errors="replace")) != content:
         raise ValueError(f"{copy}: expected a copy of the header of {path.name}; {_ADVICE}")
-    with safetensors.safe_open(path, framework="pt") as file:
-        weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-    return Exported(content, weights)
+    return content, weights
 
 
-def _parsed(text: str) -> dict[str, object]:
+def _parsed(text: str) -> dict[str, Any]:
     """Parses a JSON object; returns an empty dictionary for any other text."""
     try:
         found = json.loads(text)
@@ -456,10 +440,9 @@ def _parsed(text: str) -> dict[str, object]:
     return found if isinstance(found, dict) else {}
 
 
-def build(path: Path, exported: Exported) -> list[nn.Module]:
+def build(path: Path, content: Mapping[str, Any], weights: Mapping[str, Tensor]) -> list[nn.Module]:
     """Builds the models of an exported file in evaluation mode; messages name `path`."""
-    content, weights = exported
-    members = cast(list[dict[str, Any]], content["models"])
+    members: list[dict[str, Any]] = content["models"]
     make = Recipe.of({"recipe": content["recipe"]}).load("model")
     models = []
     for i, options in enumerate(members):

@@ -150,11 +150,7 @@ def _warn_of_slow_average(decay: float | None, max_steps: int) -> None:
 
 @contextmanager
 def _loggers(name: LoggerName, folder: RunFolder) -> Iterator[list[Logger]]:
-    """Opens Lightning's logger; metrics.csv is written in any case, and csv needs no logger.
-
-    A resumed run continues its logs. TensorBoard drops the steps that are repeated; Weights &
-    Biases identifies the run by a digest of its folder and its start time.
-    """
+    """Opens Lightning's logger; metrics.csv is written in any case, and csv needs no logger."""
     from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 
     logger: TensorBoardLogger | WandbLogger

@@ -15,7 +15,7 @@ import warnings
 from argparse import ArgumentError
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import safetensors
 from jsonargparse import ArgumentParser, Namespace
@@ -96,11 +96,7 @@ def _values_in(key: str, files: Sequence[str]) -> list[str]:
 
 
 class _TrainParser(ArgumentParser):
-    """Parser with defaults from the run of ``--resume``, or defaults of the model from ``--init``.
-
-    Shipped configurations are found by name. Paths in a configuration are relative to its file;
-    paths on the command line are relative to the current folder.
-    """
+    """Parser with defaults from the run of ``--resume`` or the model of ``--init``."""
 
     def parse_args(self, args: Sequence[str] | None = None) -> Namespace:  # type: ignore[override]
         words = list(sys.argv[1:] if args is None else args)
@@ -274,8 +270,7 @@ def read_initial_weights(name: str) -> InitialWeights:
     files: dict[str, object] | None
     if path.is_file() and is_exported(path):
         content, weights = read_exported(path)
-        models = cast(list[dict[str, object]], content["models"])
-        files = cast(dict[str, object], content["files"])
+        models, files = content["models"], content["files"]
         if len(models) > 1:
             raise ValueError(
                 f"--init {path}: an ensemble of {len(models)} models; expected one; use the run or "
@@ -419,16 +414,7 @@ class Initializer:
 
 
 def _transfer(source: InitialWeights, model: nn.Module, files: Mapping[str, bytes]) -> _Transfer:
-    """Loads the tensors whose name and shape match, except tensors that depend on the data.
-
-    The model's `of_data` lists prefixes of names. Buffers with such a prefix, such as the
-    normalizer, are never loaded. Parameters with such a prefix, such as the logits of classes, are
-    loaded only if the files of the data (vocabulary, classes) are the same; if `of_data` lists
-    prefixes for each file, only that file is compared. All other buffers are loaded. These are the
-    random features that the weights were trained with, and records of the training data, such as
-    its elements, which the new training extends. The model's `seen_by` names a weight for each
-    record; the record is not loaded if this weight is new.
-    """
+    """Loads tensors whose name and shape match, except buffers and parameters of other data."""
     own, buffers = model.state_dict(), dict(model.named_buffers())
     named = getattr(model, "of_data", ())
     file_of: dict[str, str | None] = dict.fromkeys(named)  # None means any file
@@ -440,7 +426,7 @@ def _transfer(source: InitialWeights, model: nn.Module, files: Mapping[str, byte
     for name, tensor in own.items():
         found = source.weights.get(name)
         needed = [file for prefix, file in file_of.items() if name.startswith(prefix)]
-        if needed and name in buffers:
+        if needed and name in buffers:  # such as the normalizer
             of_data.append(name)
         elif found is None:
             new[name] = "not in the source"
@@ -450,7 +436,7 @@ def _transfer(source: InitialWeights, model: nn.Module, files: Mapping[str, byte
             new[name] = f"trained with another {other[0]}"
         else:
             loaded[name] = found
-    for buffer, weight in getattr(model, "seen_by", {}).items():
+    for buffer, weight in getattr(model, "seen_by", {}).items():  # records of the training data
         if buffer in loaded and weight not in loaded:
             del loaded[buffer]
             new[buffer] = f"{weight} is new"

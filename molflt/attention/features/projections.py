@@ -281,15 +281,11 @@ class _GivensProjection(_FactoredProjection):
 
 
 def _walsh_hadamard(x: Tensor) -> Tensor:
-    """Applies the unnormalized Sylvester-Hadamard matrix H along the second-to-last dimension.
-
-    H is a Kronecker product of log8(p) factors of order 8, which are faster than log2(p)
-    butterflies.
-    """
+    """Applies the unnormalized Sylvester-Hadamard matrix H along the second-to-last dimension."""
     size, n = x.shape[-2:]
     vectors, flat, stride = math.prod(x.shape[:-2]), x, 1
     while stride < size:
-        radix = min(8, size // stride)
+        radix = min(8, size // stride)  # factors of order 8 are faster than butterflies
         index = torch.arange(radix, device=x.device)
         common = index[:, None] & index
         factor = (1 - 2 * ((common ^ (common >> 1) ^ (common >> 2)) & 1)).to(x.dtype)

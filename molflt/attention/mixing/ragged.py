@@ -270,11 +270,7 @@ def _tokens(
     ones: bool = False,
     turns: bool = False,
 ) -> tuple[Any, ...]:
-    """Runs `token_kernel`; returns gradients with respect to w, phi, positions and nodes.
-
-    If w is None, only the gradient with respect to w is computed. Otherwise this gradient is
-    computed only with `ones`.
-    """
+    """Runs `token_kernel`; returns gradients with respect to w, phi, positions and nodes."""
     from molflt.attention.mixing import triton_kernels as kernels
 
     (heads, count, m), axes, blocks = phi.shape, place.shape[1], tokens.blocks

@@ -96,7 +96,7 @@ def _sorted_rows(cell: Tensor, pbc: Tensor) -> tuple[Tensor, Tensor]:
         )
     if pbc.shape != cell.shape[:2] or pbc.dtype != torch.bool:
         raise ValueError(f"pbc must be bool (graphs, 3); got {tuple(pbc.shape)}, {pbc.dtype}")
-    cell = _reduced(at_least_float32(cell), pbc)
+    cell = _reduced(at_least_float32(cell), pbc)  # skewed cells lose digits in cross products
     order = (~pbc).to(torch.uint8).argsort(dim=1, stable=True)
     given = cell.gather(1, order[..., None].expand(-1, -1, 3))
     periodic = pbc.gather(1, order)
@@ -114,10 +114,7 @@ def _sorted_rows(cell: Tensor, pbc: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _reduced(cell: Tensor, pbc: Tensor) -> Tensor:
-    """Returns short vectors of the same lattice by Gauss's reduction, 0 for nonperiodic axes.
-
-    In skewed cells, reciprocal vectors would otherwise be small differences of large products.
-    """
+    """Finds short vectors of the same lattice by Gauss's reduction; 0 for nonperiodic axes."""
     rows = cell.masked_fill(~pbc[..., None], 0.0)
     combination, dependent = _reduction(rows.detach().double())
     # Elementwise products and sums leave a reduced cell bitwise unchanged.

@@ -98,10 +98,7 @@ def tapered_mask(
 
 
 def _half_space_indices(bounds: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns all triples with |n_i| <= bound_i of each graph, but only one of n and -n.
-
-    Bounds (b, 3) -> graphs (t,) and triples (t, 3), sorted by graph, with (0, 0, 0) first.
-    """
+    """Returns graphs (t,) and triples (t, 3) with |n_i| <= bound_i: (0, 0, 0), one of n and -n."""
     sides = 2 * bounds + 1
     # In this order, n and -n are equally far from 0, which is in the middle; take the second half.
     half = sides.prod(dim=1) // 2

@@ -29,11 +29,7 @@ class _Directions(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def _directions(dim: int, degree: int) -> _Directions:
-    """Returns half of an antipodal sphere quadrature, exact for even polynomials up to a degree.
-
-    The quadrature has equal angles for l = 2. For l = 3, it is the smallest of Lebedev's rules that
-    have positive weights and at least this degree. Degree 1 is a single pair.
-    """
+    """Returns half of an antipodal sphere quadrature, exact for even polynomials up to a degree."""
     if dim == 1 or degree <= 1:
         return _Directions(torch.eye(dim, **_DOUBLE)[-1:], torch.ones(1, **_DOUBLE))
     if dim == 2:

@@ -35,12 +35,8 @@ class Position(nn.Module):
     weighs: ClassVar[bool] = True  #: False if it only rotates queries and keys
     placement: ClassVar[tuple[str, str]] = ADDED  #: plotted quantity, and how it enters attention
     grid: ClassVar[bool] = False  #: True if tokens must be ordered along a regular grid
+    longest: int | None = None  #: upper bound on positions along every axis, if there is one
     extra_repr = options_of
-
-    @property
-    def longest(self) -> int | None:
-        """Upper bound on positions along every axis; None if there is no limit."""
-        return None
 
     def width(self, head_dim: int) -> int:
         """Returns the width of the input of the feature map, for heads of width d."""

@@ -172,19 +172,14 @@ class SpectralPosition(Position):
             )
 
     def _sampled(self, nodes: GraphNodes | None) -> tuple[Tensor, Tensor, Tensor | float]:
-        """Returns frequencies, coefficients c_s g(xi_s) and a floor for their absolute values.
-
-        Shapes are (heads or 1, r, l) and (heads, r), or, with nodes of each graph, (batch, 1, r, l)
-        and (batch, heads, r). The floor is then 0 where the weight is 0: padding and nodes at the
-        end of the spectrum must not contribute.
-        """
+        """Returns frequencies, coefficients c_s g(xi_s) and a floor for their absolute values."""
         if nodes is None:
             if self.nodes is not None:
                 return *self.nodes.sample(self.spectrum), self.floor
             raise ValueError(
                 "the nodes come with each batch; expected GraphNodes as `nodes`; got None"
             )
-        xi, weights = nodes
+        xi, weights = nodes  # nodes of weight 0, such as padding, have no floor
         floor = self.floor * weights / weights.amax(dim=1, keepdim=True)
         return xi[:, None], self.coefficients(nodes), floor.detach()[:, None]
 

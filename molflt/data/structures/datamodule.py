@@ -102,8 +102,6 @@ class IS2REData(BatchedData[Structures]):
         baseline_key: str | None = None,
     ) -> None:
         super().__init__(batch_size, workers)
-        if bucket < 1:
-            raise ValueError(f"data.bucket must be at least 1; got {bucket}")
         if val_fraction is not None and not 0 < val_fraction < 1:
             raise ValueError(f"data.val_fraction must be between 0 and 1; got {val_fraction}")
         self.val_fraction = val_fraction
@@ -156,11 +154,9 @@ class IS2REData(BatchedData[Structures]):
         """Refuses options of splits that would have no effect."""
         kind = "a folder of splits" if data.is_one else "one file"
         given: dict[str, object] = {"split_seed": data.split_seed}
-        if data.is_one:
-            named = {"train_split": data.train, "val_split": data.val}
-            given = (
-                {} if data.train == data.val else dict(named)
-            )  # the same names are refused later
+        if data.is_one:  # equal names are refused later
+            equal = data.train == data.val
+            given = {} if equal else {"train_split": data.train, "val_split": data.val}
         for name, value in given.items():
             if value not in (0, "train", "val_id"):
                 got = "one file, split by data.split_seed" if data.is_one else "a folder"
@@ -179,7 +175,10 @@ class IS2REData(BatchedData[Structures]):
         for split, own in energies.items():
             dataset = opened[split]
             faults = label_faults(own, natoms[split], required=True, kind=kind)
-            faults = self._without_baseline(dataset) | faults
+            if key := self.reading.baseline_key:
+                reason = f"data.baseline_key={key} must be a finite energy in eV; got none"
+                absent = np.flatnonzero(~np.isfinite(dataset.y_baseline)).tolist()
+                faults = dict.fromkeys(absent, reason) | faults
             if faults and not dataset.skip_bad:
                 index, reason = next(iter(faults.items()))
                 advice = "use a split with labels, or leave these out with --data.skip_bad"
@@ -194,14 +193,6 @@ class IS2REData(BatchedData[Structures]):
             if text := other_kind(energies[val], natoms[val], learned):
                 warnings.warn(f"{opened[val].path}: {text}", stacklevel=4)
         return sound
-
-    def _without_baseline(self, dataset: Structures) -> dict[int, str]:
-        """Returns the structures that lack the baseline energy, with the reason."""
-        if not (key := self.reading.baseline_key):
-            return {}
-        reason = f"data.baseline_key={key} must be a finite energy in eV; got none"
-        absent = np.flatnonzero(~np.isfinite(dataset.y_baseline))
-        return {int(index): reason for index in absent}
 
     def _targets(self) -> np.ndarray:
         """Returns the training energies that the model learns, eV: labels minus the baseline."""

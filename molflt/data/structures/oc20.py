@@ -207,11 +207,6 @@ def _decode_record(content: bytes, where: str) -> dict[str, _Field]:
     return _guarded(_fields, content, where, "a pickled torch_geometric Data")
 
 
-def _decode_count(content: bytes, where: str) -> int:
-    """Returns a pickled integer, such as the ``length`` of an LMDB."""
-    return _guarded(_count, content, where, "a pickled whole number")
-
-
 def _count(content: bytes) -> int:
     value = _Reader(io.BytesIO(content), _NAMES).load()
     if not isinstance(value, int | np.integer) or not 0 <= value < 2**63:
@@ -389,7 +384,7 @@ def _declared_length(shard: LmdbFile) -> int | None:
     if re.fullmatch(rb"[0-9]{1,19}", content):  # some writers store text instead of a pickle
         count = int(content)
     else:
-        count = _decode_count(content, where)
+        count = _guarded(_count, content, where, "a pickled whole number")
     if count == 0 and len(shard) > 1:
         raise ValueError(
             f"{where}: expected the number of records; got 0, but the file has {len(shard)} keys; "

@@ -182,13 +182,13 @@ class StructureStore(Structures):
         from torch_geometric.data import Data
 
         maps, stored = self._open(), self._stored(index)
-        atoms, structure = self._slices(stored)
-        count = atoms.stop - atoms.start
-        fields: dict[str, Any] = {"natoms": count, "sid": int(maps["sid"][stored])}
+        start, end = maps["offsets"][stored : stored + 2].tolist()
+        slices = {"atom": slice(start, end), "structure": slice(stored, stored + 1)}
+        fields: dict[str, Any] = {"natoms": end - start, "sid": int(maps["sid"][stored])}
         for name, (dtype, shape, per) in _COLUMNS.items():
             if name == "sid":
                 continue
-            own = atoms if per == "atom" else structure
+            own = slices[per]
             if name in maps:
                 array = maps[name][own].astype(np.int64 if dtype == "|u1" else dtype)
             else:
@@ -205,11 +205,6 @@ class StructureStore(Structures):
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_maps": None}  # each process maps the file itself
-
-    def _slices(self, stored: int) -> tuple[slice, slice]:
-        """Returns the slices of a structure in the columns of atoms and of structures."""
-        start, end = self._open()["offsets"][stored : stored + 2]
-        return slice(int(start), int(end)), slice(stored, stored + 1)
 
     def _open(self) -> dict[str, np.ndarray]:
         if self._maps is None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
+from molflt.data.packed import require
 from molflt.data.text.vocabulary import BYTES, FIXED
 from molflt.files import shown
 
@@ -229,13 +230,7 @@ def find_tokenizer(path: Path) -> tuple[bytes, str]:
 
 
 def _library() -> Any:
-    try:
-        import tokenizers
-    except ImportError:
-        raise ModuleNotFoundError(
-            "this text needs the package tokenizers; run pip install molflt[text]"
-        ) from None
-    return tokenizers
+    return require("tokenizers", "this text", "text")
 
 
 def _untrained(kind: str, library: Any, size: int, lowercase: bool) -> tuple[Any, Any]:
