@@ -9,7 +9,7 @@ MAX_ATOMIC_NUMBER = 118
 FARTHEST = 1e5
 """Bound of each coordinate, Å; float32 has a resolution of 0.01 Å there."""
 LOWEST = 0.5
-"""Smallest distance between lattice planes of a reduced cell, Å; below that of any crystal."""
+"""Smallest distance between lattice planes of a reduced cell, Å; smaller than in any crystal."""
 
 _DEPENDENT = 1e-18  # relative to the square of the longest vector; less is a rounding error
 _MOST_REDUCTIONS = 64  # maximum number of steps for a cell; about ten suffice for usual cells
@@ -85,7 +85,7 @@ def lattice_heights(cell: NDArray[np.float64], pbc: NDArray[np.bool_]) -> NDArra
     rows = reduced_cell(cell.reshape(-1, 3, 3), pbc.reshape(-1, 3))[0].reshape(cell.shape)
     gram = rows @ np.swapaxes(rows, -1, -2) + np.eye(3) * ~pbc[..., None]
     i, j, k = np.array([0, 1, 2]), np.array([1, 2, 0]), np.array([2, 0, 1])
-    # h_i^2: squared ratio of the volumes spanned by all vectors and by all except i; no inverse
+    # h_i^2: squared ratio of the volumes spanned by all vectors and by all vectors except i
     others = gram[..., j, j] * gram[..., k, k] - gram[..., j, k] ** 2
     mixed = gram[..., i, j] * gram[..., k, k] - gram[..., i, k] * gram[..., j, k]
     rest = gram[..., i, j] * gram[..., j, k] - gram[..., i, k] * gram[..., j, j]

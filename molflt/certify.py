@@ -130,7 +130,7 @@ def _supported(calculator: Any) -> list[str]:
 
 
 def _samples(elements: list[str]) -> dict[str, Atoms]:
-    """Returns a molecule, a crystal and a slab without any symmetry."""
+    """Returns a molecule, a crystal and a slab, all without symmetry."""
     known = [name for name in _MOLECULES if {*molecule(name).symbols} <= {*elements}]
     metals = [symbol for symbol in elements if symbol not in _NONMETALS]
     if known:
@@ -273,7 +273,7 @@ def _torque(case: _Case) -> float:
 
 
 def _jump(case: _Case, path: Callable[[float], tuple[Atoms, Any]], end: float) -> float:
-    """Returns the first energy jump along a path that differs from the work of the forces."""
+    """Returns the first energy change on a path that differs from the work of the forces."""
     calculator = case.make()
 
     def at(t: float) -> tuple[float, float, float]:

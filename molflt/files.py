@@ -58,7 +58,7 @@ def atomically(path: Path) -> Iterator[Path]:
         part.touch()
         mode = part.stat().st_mode
         yield part
-        os.chmod(part, mode)  # some libraries replace it with a private file
+        os.chmod(part, mode)  # some libraries replace the file with a private file
         with open(part, "rb+") as file:
             os.fsync(file.fileno())  # otherwise a crash could leave the new name without content
         os.replace(part, path)

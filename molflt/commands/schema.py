@@ -19,7 +19,7 @@ _Schema = dict[str, Any]
 _HEADER = "# yaml-language-server: $schema="
 _NO_KEYS = ("$schema", "resume")  # accepted by parsers, but not keys of configurations
 _SET_BY_MODEL = {"heads", "dim", "head_dim", "node_heads", "node_dim"}
-_SET_BY_USER = {"image_generation": {"dim"}}  # recipe -> exceptions to these
+_SET_BY_USER = {"image_generation": {"dim"}}  # exceptions to the above, by recipe
 
 
 def schema(out: Path | None = None) -> None:

@@ -40,7 +40,7 @@ class EnsembleRegressor(nn.Module):
 
     Attributes:
         weights: sha256 of the weights of each member.
-        trained_elements: see `molflt.graph.EnergyRegressor`; the same for all members.
+        trained_elements: see `molflt.graph.EnergyRegressor`; equal for all members.
     """
 
     def __init__(
@@ -63,8 +63,8 @@ class EnsembleRegressor(nn.Module):
 
         Returns:
             "energy", the mean over members, (graphs,), eV, and "energy_by_member", (graphs,
-            members), eV. If all members predict them, also the means "displacement", (atoms, 3), Å,
-            and "adsorbate_energy", (atoms,), eV.
+            members), eV. Also the means "displacement", (atoms, 3), Å, and "adsorbate_energy",
+            (atoms,), eV, of quantities that all members predict.
         """
         energies: list[Tensor] = []
         by_atom: dict[str, list[Tensor]] = {"displacement": [], "adsorbate_energy": []}

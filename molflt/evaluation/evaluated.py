@@ -46,7 +46,7 @@ class EvaluationData:
     If the run was trained on a single file, only the validation part of this file is evaluated. Any
     other single file is evaluated as a whole, as one split with the name of the file.
 
-    `data` is the value of --data, or None for the data of the run, without the structures that
+    `data` is the value of --data. None means the data of the run, excluding structures that
     training omitted. `reading` contains options for reading files. The attribute `absent` is a line
     about missing default splits, or empty.
     """

@@ -87,7 +87,7 @@ def evaluate(
     if vocabulary.level == "protein":  # the unigram model also predicts ends of records
         possible = np.ones(len(vocabulary), dtype=bool)
         residues = Residues(train, lambda: read_blocks(train, vocabulary, length).ids, possible)
-    texts = {  # all are read before the first is evaluated
+    texts = {  # all texts are read before the first is evaluated
         split: read_blocks(source, vocabulary, length, split)
         for split, source in common.named_sources(config["data"], splits, data).items()
     }
@@ -201,7 +201,7 @@ def evaluate_masked(
         residues = Residues(
             train, lambda: read_pieces(train, tokenizer, length, use="train").ids, possible
         )
-    texts = {}  # all are read before the first is evaluated
+    texts = {}  # all texts are read before the first is evaluated
     for split, source in common.named_sources(options, splits, data).items():
         pairs = model.next_sentence is not None
         texts[split] = read_pieces(source, tokenizer, length, pairs, split)

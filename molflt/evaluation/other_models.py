@@ -37,7 +37,7 @@ class _Common(NamedTuple):
     split: str
     system: System
     target: float
-    energies: _Array  # of the evaluated run, (members,), eV
+    energies: _Array  # energies of the evaluated run, (members,), eV
     row: int  # row of the published energies
 
 

@@ -57,10 +57,11 @@ class Predictions:
         sid: (systems,).
         natoms: numbers of atoms, (systems,).
         energy: predicted relaxed energies, (systems,), eV.
-        target: labels y_relaxed, (systems,), eV; NaN without a label.
-        baseline: energies y_baseline, (systems,), eV; NaN without a baseline, None if unknown.
-        new_elements: elements of each system that the training data lack, such as "Cu-Pd"; empty
-            without a domain.
+        target: labels y_relaxed, (systems,), eV; NaN if there is no label.
+        baseline: energies y_baseline, (systems,), eV; NaN if a system has no baseline, None if
+            unknown.
+        new_elements: elements of each system that the training data lack, such as "Cu-Pd"; empty if
+            the domain is unknown.
         formula: Hill formula of each system.
         adsorbate: Hill formula of the atoms with tag 2 of each system, or "unknown".
         members: predictions of each member of an ensemble, (systems, members), eV, with the mean

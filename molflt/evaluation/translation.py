@@ -70,7 +70,7 @@ def evaluate(
     bleu(["a"], ["a"])  # raises an error without sacrebleu, before anything is computed
     results: Results = {}
     lines: dict[str, list[str]] = {}
-    texts = {}  # all are read before the first is translated
+    texts = {}  # all texts are read before the first is translated
     for split, name in common.named_sources(options, splits, data).items():
         text = read_parallel(name, *languages)
         texts[split] = text, Pairs(text, tokenizer)

@@ -18,7 +18,7 @@ from molflt.graph.periodic import Open
 
 
 class GraphAttention(nn.Module):
-    """Attention of each atom to all atoms of its graph, in O(atoms), for any PyG model.
+    """Attention of each atom to all atoms of its graph, in O(atoms) time, for any PyG model.
 
     The additive form is FLT (`arXiv:2302.01925 <https://arxiv.org/abs/2302.01925>`_) with random
     features of the Performer (`arXiv:2009.14794 <https://arxiv.org/abs/2009.14794>`_). The
@@ -150,7 +150,7 @@ class GraphAttention(nn.Module):
     def _expect_cell(
         self, encoding: GraphEncoding, cell: Tensor | None, pbc: Tensor | None
     ) -> None:
-        """Raises ValueError for a periodic structure without a cell or a choice of `periodic`."""
+        """Raises ValueError for a periodic structure if there is no cell or `periodic` is None."""
         if encoding.periodic.needs_cell:
             wrong = cell is None
         else:

@@ -226,7 +226,7 @@ class GraphEncoding(nn.Module):
         return torch.minimum(atoms, nodes) if self.mixing == "auto" else atoms
 
     def _evaluate(self, dense: DenseAtoms, found: _Found) -> Encoding:
-        """Runs the forward pass on tensors only."""
+        """Evaluates the encoding; computes with tensors only."""
         nodes = found.nodes
         if self.softmax and nodes is None:
             return self._exact(dense, found)
@@ -286,8 +286,8 @@ class GraphEncoding(nn.Module):
     def radial_profile(self, distance: Tensor) -> Tensor:
         """Returns the contribution of a pair to its logit, f or log h, for plots.
 
-        Maps distances (n,), Å, to (heads, n). The contribution is that of one image and, if nodes
-        sample the mask, that of the exact mask.
+        Maps distances (n,), Å, to (heads, n). Only one image contributes. If nodes sample the mask,
+        the exact mask is used instead.
         """
         if not isinstance(self.position, MultiplicativePosition):
             return self.position.radial_profile(distance)

@@ -20,7 +20,7 @@ from molflt.graph.neighbors import Neighbors
 from molflt.graph.radial import radial_bumps
 
 _WAVES = 64  # number of functions of descriptors
-_WAVE_NUMBER = 0.3  # per standard deviation of a descriptor; elements of a group stay close
+_WAVE_NUMBER = 0.3  # wave number per standard deviation; elements of a group stay close
 _DROPPED = 0.5  # fraction of elements whose own vectors a training step leaves out
 _ONSET = 0.8  # fraction of the cutoff at which contacts start to fade
 _NUM_ELEMENTS = MAX_ATOMIC_NUMBER + 1  # 0 is not used
@@ -181,8 +181,9 @@ class EnergyReadout(nn.Module):
         cutoff: cutoff of contacts, Å.
 
     Attributes:
-        by_contact: (2,) bool, buffer: whether slab atoms and adsorbate atoms count by contact. It
-            is part of the weights. Weights of earlier versions lack it and count all atoms fully.
+        by_contact: (2,) bool, buffer; True if slab atoms, or adsorbate atoms, count by contact. The
+            buffer is part of the weights. Weights of earlier versions lack it and count all atoms
+            fully.
     """
 
     by_contact: Tensor

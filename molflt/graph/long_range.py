@@ -34,7 +34,7 @@ from molflt.graph.neighbors import Neighbors, neighbor_list
 from molflt.graph.radial import softened
 
 COULOMB = 14.399645  # eV Å, for two elementary charges
-_DEPTH = 4.0  # sharpness times cutoff: near pairs end below 1e-6 of 1 / r
+_DEPTH = 4.0  # sharpness times cutoff; near terms fall below 1e-6 / r at the cutoff
 _ONSET = 0.9  # fraction of the cutoff at which near pairs start to fade
 _HIGHEST = 1.55  # largest frequency over sharpness; 1.44 leaves 3e-6 meV between distant slabs
 _APART = 5.0  # gap between images of a slab, over sharpness; their interaction is 1e-12
@@ -71,7 +71,7 @@ class ChargeShare(nn.Module):
         self.score = nn.Linear(dim, 2, bias=False)
 
     def forward(self, h: Tensor, geometry: Geometry) -> Tensor:
-        """Maps features (atoms, dim) to charges (atoms,), e; 0 without total charges."""
+        """Maps features (atoms, dim) to charges (atoms,), e; 0 if there are no total charges."""
         cation, anion = self.score(at_least_float32(h)).unbind(dim=1)
         if geometry.charge is None:
             return torch.zeros_like(cation)

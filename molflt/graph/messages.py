@@ -90,7 +90,7 @@ class EquivariantMessages(nn.Module):
         self.layers = nn.ModuleList(_Interaction(dim, first=i == 0) for i in range(layers))
 
     def forward(self, tokens: Tensor, neighbors: Neighbors, geometry: Geometry) -> Tensor:
-        """Adds the neighborhoods of atoms, pairs within the cutoff, to tokens (atoms, dim)."""
+        """Adds messages from neighbors, the pairs within the cutoff, to tokens (atoms, dim)."""
         basis = radial_waves(neighbors.distance, _NUM_BASIS, self.cutoff)
         # tends to 0 instead of NaN as two atoms approach each other
         square = neighbors.vector.square().sum(dim=-1, keepdim=True)

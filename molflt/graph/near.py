@@ -89,7 +89,7 @@ class _Found(NamedTuple):
 
 
 def _all_pairs(geometry: Geometry, graphs: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns indices of queries and keys, (pairs,), of all atom pairs in each graph of a mask."""
+    """Returns query and key indices, (pairs,), of all pairs of atoms in graphs of a mask."""
     counts = geometry.ptr.diff()
     member = torch.arange(len(geometry.pos), device=counts.device)[graphs[geometry.batch]]
     count = counts[geometry.batch[member]]

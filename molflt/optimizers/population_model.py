@@ -170,7 +170,7 @@ class PopulationModel(nn.Module):
 
     @property
     def waves(self) -> int:
-        """Number of nodes of the mask per population; 0 without a sampled mask."""
+        """Number of nodes of the mask per population; 0 if no mask is sampled."""
         mask = self.stack.position
         exact = self.read.mixing == "softmax"
         return mask.num_nodes if isinstance(mask, PopulationMask) and not exact else 0

@@ -48,7 +48,7 @@ class Trained(NamedTuple):
     """options of the task; for sentences also its `name`, and for structures the meaning of
     `tags`"""
     results: Mapping[str, object]
-    """split -> metrics; empty without an evaluation"""
+    """split -> metrics; empty if there is no evaluation"""
     files: Mapping[str, object]
     """contents of the small JSON files of the run, by name"""
     about: str | None = None

@@ -60,8 +60,8 @@ class Prediction(NamedTuple):
     energy: float
     """energy of the relaxed structure, or of the given structure for a potential, eV"""
     uncertainty: float | None = None
-    """half width of the 68 % interval, eV; None without a calibrated ensemble, and for new elements
-    if the calibration has no factor for them"""
+    """half width of the 68 % interval, eV; None if the model is not a calibrated ensemble, and for
+    new elements if the calibration has no factor for them"""
     spread: float | None = None
     """standard deviation over an ensemble, eV; None for one model"""
     relaxed: Atoms | None = None

@@ -12,8 +12,8 @@ from molflt.sequence.encoder import EncoderModel, TokenEncoder
 class SequenceClassifier(EncoderModel):
     """Encoder with a tanh layer on the first token, or on the mean, and a linear classifier.
 
-    BERT (arXiv:1810.04805), section 4.1, is fine-tuned as this model. A pair is one sequence whose
-    parts have different types.
+    This is the model that BERT (arXiv:1810.04805), section 4.1, fine-tunes. A pair is one sequence
+    whose parts have different types.
 
     Args:
         vocabulary: number of token ids; `molflt train` sets it from the data.

@@ -142,7 +142,7 @@ class LanguageModel(TokenModel):
     def advance(
         self, tokens: Tensor, state: LanguageState | None = None
     ) -> tuple[Tensor, LanguageState]:
-        """Returns hidden states (batch, new, dim) and the state, as `decode` before the head."""
+        """Returns hidden states (batch, new, dim) and the next state: `decode` without the head."""
         start = 0 if state is None else state.length
         x, positions = self._embed(tokens, start)
         hidden, last = self.stack.decode(x, positions, None if state is None else state.stack)

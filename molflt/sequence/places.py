@@ -127,7 +127,7 @@ class TokenModel(nn.Module):
         return x
 
     def _positions(self, index: Tensor, stack: Stack) -> Tensor | None:
-        """Returns positions (1, n, l) of token indices (n,); None without a relative encoding."""
+        """Returns positions (1, n, l) of token indices (n,); None if no relative encoding."""
         if stack.position is None:
             return None
         # float16 cannot represent odd numbers above 2048, and bfloat16 cannot above 256

@@ -322,7 +322,7 @@ class _LastCheckpoint(Checkpoint):
                 raise _Interrupted(signum, trainer.global_step)
 
     def on_validation_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
-        # ranks may differ in their number of batches, so several ranks agree at the end
+        # ranks may have different numbers of batches; several ranks stop together after validation
         if self.signum and trainer.world_size == 1 and trainer.global_step < trainer.max_steps:
             raise _Interrupted(self.signum, trainer.global_step)
 

@@ -289,7 +289,7 @@ class _MetricsFile(Callback):
         """Restores metrics.csv and TensorBoard's log to the state of the checkpoint."""
         again = self._rewind(trainer.global_step, _validation_due(self.folder.checkpoint))
         for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger):  # it has dropped the rows of this step
+            if isinstance(logger, TensorBoardLogger):  # it dropped the rows of this step
                 for row in again:
                     numbers = {name: float(cell) for name, cell in row.items() if cell}
                     logger.log_metrics(numbers, step=int(numbers.pop("step")))
@@ -348,7 +348,7 @@ class _MetricsFile(Callback):
         self,
         trainer: pl.Trainer,
         pl_module: pl.LightningModule,
-        outputs: Mapping[str, Tensor],  # type: ignore[override]  # what training_step returns
+        outputs: Mapping[str, Tensor],  # type: ignore[override]  # result of training_step
         batch: object,
         batch_idx: int,
     ) -> None:

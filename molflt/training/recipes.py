@@ -104,4 +104,4 @@ RECIPES: dict[str, Recipe] = {
 }
 
 DEFAULT = next(iter(RECIPES))
-"""Recipe of configurations without the key recipe."""
+"""Recipe of configurations that do not have the key `recipe`."""

@@ -132,7 +132,7 @@ class _TrainParser(ArgumentParser):
                 "remove one of the two"
             )
         own = Path(run).resolve()
-        # in the file of a moved run, the key run is outdated
+        # in the file of a moved run, the key `run` is outdated
         others = [file for file in files if Path(file).resolve() != own / "config.yaml"]
         given = [*_values_in("run", others), *_values_of("--run", words)]
         if given and Path(given[-1]).resolve() != own:

@@ -50,7 +50,7 @@ class Pairs(NamedTuple):
 class SortedPairs(NamedTuple):
     """The weights of `Pairs` in the order of their queries."""
 
-    pattern: Pattern  # queries of all graphs x keys of all graphs
+    pattern: Pattern  # rows are queries of all graphs, columns are keys of all graphs
     weight: Tensor  # (heads or 1, pairs)
 
 

@@ -69,7 +69,7 @@ class Ragged(NamedTuple):
 
     @classmethod
     def of(cls, first: list[int], device: torch.device) -> "Ragged":
-        """Cuts graphs into pieces; `first` lists their first tokens, then the number of tokens."""
+        """Cuts graphs into pieces; `first` lists first tokens, followed by the number of tokens."""
         counts = [stop - start for start, stop in itertools.pairwise(first)]
         graph = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts, dtype=torch.long))
         pieces = _cut(first, [max(_PIECE, -(-count // _PIECES)) for count in counts])

@@ -138,7 +138,7 @@ class _Correlate(Function):
         ctx.save_for_backward(*kept)  # type: ignore[arg-type]
         ctx.pattern = pattern  # type: ignore[attr-defined]
         with _full_precision(x):
-            if len(pattern.places) > len(x) * len(y):  # many images, too many for sampled_addmm
+            if len(pattern.places) > len(x) * len(y):  # too many images for sampled_addmm
                 return (x @ y.mT)[pattern.rows(), pattern.places]
             places = _sparse(pattern, x.new_ones(len(pattern.places)))
             found: Tensor = torch.sparse.sampled_addmm(places, x, y.mT, beta=0.0)

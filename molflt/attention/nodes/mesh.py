@@ -24,7 +24,7 @@ OVERSAMPLING = {4: 1.25, 5: 1.25, 6: 2.0, 8: 2.0}
 """Points per half of the shortest wavelength, by order of the splines.
 
 Relative errors of kernelized attention with the positive taper are at most 3e-3, 6e-4, 6e-6, 2e-7;
-those of its gradients with respect to positions are up to ten times as large."""
+errors of its gradients with respect to positions are up to ten times as large."""
 
 # Largest number of mesh points of a graph; 10^6 atoms need a fifth of it and about 5 GB. A larger
 # number is considered a mistake in the cell or in the frequencies.

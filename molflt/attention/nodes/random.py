@@ -152,7 +152,7 @@ class DensityNodes(Nodes):
         self.num_nodes = num_nodes
         self.dim = density.dim
         if not shared:
-            density.amplitude.requires_grad_(False)  # the density does not depend on it
+            density.amplitude.requires_grad_(False)  # the density does not depend on the amplitude
             self.proposal = density
         self._density = (density,)  # a tuple hides it from the registration of submodules
         self.register_buffer("unit", torch.empty(density.heads, num_nodes, density.dim))

@@ -23,7 +23,7 @@ from molflt.attention.nodes.lattice import Lattice
 from molflt.attention.numerics import counts_of, distances, fade, gauss_rule, searched, sinc
 from molflt.attention.spectra import Spectrum
 
-# Largest number of nodes of a batch; a larger one suggests a wrong cell or frequency.
+# Largest number of nodes of a batch; a larger number suggests a wrong cell or frequency.
 _MOST_CANDIDATES = 2**20
 
 

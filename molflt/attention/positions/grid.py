@@ -12,7 +12,7 @@ from molflt.attention.mixing.toeplitz import METHODS, toeplitz_matmul
 from molflt.attention.numerics import at_least_float32
 from molflt.attention.positions.base import ADDED, AS_FACTOR, Position, differences
 
-_TOLERANCE = 1e-3  # for positions of grid points, in units of the spacing
+_TOLERANCE = 1e-3  # tolerance of grid positions, in units of the spacing
 
 
 class ToeplitzPosition(Position):

@@ -141,9 +141,9 @@ class NearField(nn.Module):
 
     The kernel is A_ij = [h_far + s(r_ij) (h_near - h_far)] phi(q_i) . phi(k_j) with h_near(z) =
     exp(f(z)). As in an Ewald sum, a few nodes represent the smooth far part, and pairs of neighbors
-    the sharp near part. The switch s falls from 1 to 0 between `onset` times the cutoff and the
-    cutoff, twice differentiable. With `exact`, the attention of near pairs is that of softmax: A_ij
-    = (1 - s) h_far phi(q_i) . phi(k_j) + s exp(q_i . k_j + f).
+    represent the sharp near part. The switch s falls from 1 to 0 between `onset` times the cutoff
+    and the cutoff, twice differentiable. With `exact`, the attention of near pairs is that of
+    softmax: A_ij = (1 - s) h_far phi(q_i) . phi(k_j) + s exp(q_i . k_j + f).
 
     Args:
         spectrum: family of f; only its exact mask is used.

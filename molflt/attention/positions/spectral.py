@@ -31,8 +31,8 @@ class SpectralPosition(Position):
     """FLT: mask learned through its Fourier transform g, which is sampled at r nodes.
 
     f(r_i - r_j) ~= sum_s c_s Re[g(xi_s) exp(2 pi i xi_s . (r_i - r_j))] = N1_i . N2_j, where the
-    factors have 2r columns; FLT (arXiv:2302.01925), eqs. 4-5. A real g gives an even mask, a
-    complex g an asymmetric one.
+    factors have 2r columns; FLT (arXiv:2302.01925), eqs. 4-5. A real g gives an even mask, and a
+    complex g gives an asymmetric mask.
 
     The factors depend on the origin although their product does not. Center the positions of each
     graph before calling `factors`: phases are then precise, and feature maps, which see the factors

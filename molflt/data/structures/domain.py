@@ -72,10 +72,10 @@ class Domain:
             None if no structure has tags.
         slab_atoms: smallest and largest number of atoms with tags 0 and 1 in these structures.
         untagged: number of structures without tags.
-        periodic: kinds of periodic boundaries, such as "xyz" or "xy"; "" without periodic axes.
+        periodic: kinds of periodic boundaries, such as "xyz" or "xy"; "" if no axis is periodic.
         relaxed: number of structures with relaxed positions.
         kind: kind of energies; see `molflt.data.structures.labels.energy_kind`.
-        energy: smallest and largest relaxed energy, eV; None without labels.
+        energy: smallest and largest relaxed energy, eV; None if there are no labels.
         surface: smallest and largest share of tag 1 in a slab; None without tags, and in files of
             version 0.1.
         initial: domains of the initial weights, of their initial weights, and so on; empty for

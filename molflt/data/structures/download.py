@@ -32,7 +32,7 @@ GAME_NET = _Archive(
 )
 
 _CHUNK = 1 << 20
-_ATTEMPTS = 5  # connections in a row without progress
+_ATTEMPTS = 5  # maximum number of consecutive connections without progress
 _TIMEOUT = 60.0  # s
 _RETRY = (408, 429)  # temporary HTTP errors, in addition to all from 500 on
 _SPLITS = ["10k/train", *VAL_SPLITS]

@@ -264,7 +264,7 @@ def _cell(cell: _Array | None, pbc: _Array | None, name: str) -> tuple[Tensor, T
 def origin_of(pos: Tensor) -> Tensor:
     """Returns the offset (3,) to subtract from positions (N, 3) float64, Å; 0 near the origin."""
     center = pos.median(dim=0).values
-    coarse = (center / 1000).round() * 1000  # preserves digits of structures at round numbers
+    coarse = (center / 1000).round() * 1000  # a round offset preserves digits
     return torch.where((center - coarse).abs() <= _CENTERED, coarse, center.round())
 
 

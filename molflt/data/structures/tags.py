@@ -29,14 +29,14 @@ __all__ = [
     "slab_has_one_tag",
 ]
 
-_VACUUM = 4.5  # Å without atoms along one axis; layers of layered crystals are closer
+_VACUUM = 4.5  # Å, minimum gap along an axis; layers of layered crystals are closer
 _MOLECULAR = (1, 6, 7, 8, 9, 15, 16, 17, 35, 53)  # H C N O F P S Cl Br I
 _ALSO = (3, 5, 14)  # Li B Si, in molecules on a slab of other elements
-_BOND, _CONTACT = 1.25, 1.3  # times the sum of covalent radii: in molecules, and with slabs
-_TOP = 2.0  # Å below the highest atom of the slab: surface, as in OC20
-_OUTSIDE = 0.5  # Å between a slab and atoms of `_ALSO`
-_DEEP = 1.5  # Å below the highest atom of the slab: not an adsorbate
-_SAME_SITE = 0.8  # Å from a site of the continued lattice
+_BOND, _CONTACT = 1.25, 1.3  # times covalent radii: bonds in molecules, contacts with slabs
+_TOP = 2.0  # Å, depth of the surface below the highest atom of the slab, as in OC20
+_OUTSIDE = 0.5  # Å, minimum distance between a slab and atoms of `_ALSO`
+_DEEP = 1.5  # Å; deeper atoms below the top of the slab do not belong to an adsorbate
+_SAME_SITE = 0.8  # Å, largest distance from a site of the continued lattice
 _SHELL = 5.0  # Å: radius of the environment that a lattice repeats
 _LISTED = 5  # maximum number of kinds of structures in a message
 _LAYER = 0.15  # Å, minimum distance between two layers
@@ -233,7 +233,7 @@ class _Atoms:
         twins = np.flatnonzero(slab & (self.numbers == self.numbers[atom]))
         if not any(self._repeats(int(twin), atom, slab, sites) for twin in twins[:_MOST]):
             return False
-        # lattice sites are occupied everywhere on the surface; adsorption sites are not
+        # atoms occupy all lattice sites on the surface, but not all adsorption sites
         like = self.pos[sites & (self.numbers == self.numbers[atom])] - self.pos[atom]
         away = [self._wrapped(like - move) for move in moves]
         there = [np.linalg.norm(one, axis=1).min() < _SAME_SITE for one in away]

@@ -66,7 +66,7 @@ def _pair(first: str, second: str, label: str = "label") -> dict[str, str]:
 _SINGLE = {"first": "sentence", "label": "label"}
 _MATCHED = {"val": ("dev_matched.tsv",), "val_mismatched": ("dev_mismatched.tsv",)}
 _USUAL = {"train": ("train.tsv",), "val": ("dev.tsv",), "test": ("test.tsv",)}
-_MRPC = {"test": ("msr_paraphrase_test.txt",)}  # MRPC's training file contains GLUE's dev.tsv
+_MRPC = {"test": ("msr_paraphrase_test.txt",)}  # GLUE's dev.tsv is part of the training file
 _STS = {"train": ("sts-train.csv",), "val": ("sts-dev.csv",), "test": ("sts-test.csv",)}
 
 GLUE: dict[str, GlueTask] = {
