@@ -37,7 +37,8 @@ def cut(crystal: Atoms, facet: tuple[int, ...], layers: int = 4, vacuum: float =
 
     Args:
         crystal: crystal that is periodic along all axes.
-        facet: Miller indices (h, k, l), of the cubic cell for primitive fcc and bcc crystals.
+        facet: Miller indices (h, k, l); they refer to the cubic cell for primitive fcc and bcc
+            crystals.
         layers: number of repetitions of the cell.
         vacuum: distance between the slab and its next image, Å.
     """

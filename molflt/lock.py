@@ -87,7 +87,7 @@ class FolderLock:
 
 
 def _flock(file: TextIO) -> bool:
-    """Locks a file; returns False if another process holds it, and warns if locks are missing."""
+    """Locks a file; returns False if another process holds it, warns if locks are unsupported."""
     try:
         import fcntl
 

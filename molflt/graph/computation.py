@@ -116,8 +116,8 @@ class EnergyComputation(nn.Module):
     """Computes energies (graphs,), float64, eV, from `EnergyInputs` without inspecting values.
 
     Attention has one form for all sizes. With a near field or reciprocal nodes, this is the N x N
-    matrix of each graph, O(width^2), which is faster up to a few thousand atoms. Otherwise it is
-    the linear form. Both give the same sums as the model itself.
+    matrix of each graph, O(width^2), which is faster for at most a few thousand atoms. Otherwise it
+    is the linear form. Both give the same sums as the model itself.
 
     Args:
         model: trained regressor; it is copied.

@@ -47,7 +47,8 @@ class ImageClassifier(nn.Module):
             the first patch. In two dimensions, the class token is at the center of the image.
         absolute: encoding of patch positions: "learned" vectors (ViT, DeiT), "sinusoidal" in rows
             and columns (MAE, arXiv:2111.06377), or "none" for the relative encoding alone.
-        position_scale: factor of two-dimensional positions; 1 by default, and always for tables.
+        position_scale: factor of two-dimensional positions; 1 by default; must be 1 for encodings
+            with a table.
         position: "none" or a key of `molflt.attention.POSITIONS`.
         position_options: further arguments of the encoding. Missing options that follow from the
             grid of patches (`dim`, `shape`, `max_tokens`) are added.

@@ -65,8 +65,8 @@ def training_curve(
     """Draws the loss, the metrics and the learning rate against the step.
 
     Args:
-        metrics_csv: metrics.csv of a run, with the column step and any of train_loss, lr, and
-            metrics with the prefix train_ or val_; cells may be empty.
+        metrics_csv: metrics.csv of a run, with the column `step` and any of `train_loss`, `lr`, and
+            metrics with the prefix `train_` or `val_`; cells may be empty.
         file: file to write.
         metrics: metrics of the task; each measured metric has a panel.
         best: metric whose best validation is marked.

@@ -155,7 +155,7 @@ class MaskedHead(Head):
         self.norm = nn.LayerNorm(dim, norm_eps)
         self.bias = nn.Parameter(torch.zeros(self.width))
         self.activation = ACTIVATIONS[activation]
-        self._words = (words,)  # in a tuple, because the encoder registers and saves it
+        self._words = (words,)  # in a tuple, because the encoder registers and saves the embeddings
 
     def best(self, hidden: Tensor) -> Tensor:
         """Returns the most probable ids: (n, dim) -> (n,), in pieces as in `score`."""

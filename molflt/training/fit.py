@@ -150,7 +150,7 @@ def _warn_of_slow_average(decay: float | None, max_steps: int) -> None:
 
 @contextmanager
 def _loggers(name: LoggerName, folder: RunFolder) -> Iterator[list[Logger]]:
-    """Opens Lightning's logger; metrics.csv is written in any case, and csv needs no logger."""
+    """Opens Lightning's logger; metrics.csv is always written, and "csv" does not open a logger."""
     from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 
     logger: TensorBoardLogger | WandbLogger

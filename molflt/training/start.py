@@ -75,7 +75,7 @@ def _recipe_named(words: list[str]) -> str:
 
 
 def _inits(words: list[str]) -> list[str]:
-    """Returns all values of init in configurations and on the command line."""
+    """Returns all values of `init` in configurations and on the command line."""
     found = [*_values_in("init", _values_of("--config", words)), *_values_of("--init", words)]
     return [] if found[-1:] == ["null"] else found
 

@@ -29,9 +29,9 @@ class Sums(NamedTuple):
         """Returns sum_j A_ij v_j / sum_j A_ij, or 0 with zero gradient where no key remains.
 
         Args:
-            floor: lower bound on |sum_j A_ij|. Smaller sums are replaced by it and keep their sign.
-                It applies to the sum itself, not to the scaled `normalizer`, and is the same in
-                every form.
+            floor: lower bound on |sum_j A_ij|. Smaller sums are replaced by `floor` with the sign
+                of the sum. It applies to the sum itself, not to the scaled `normalizer`, and is the
+                same in every form.
             divisor: other sums, whose normalizer is used as the divisor.
         """
         numerator, normalizer, log_scale = self
@@ -78,7 +78,7 @@ def _stable_query(query: Features, key_max: Tensor | None) -> tuple[Tensor, Tens
 
 
 def _per_token(features: Features) -> tuple[Tensor, Tensor | None]:
-    """Returns features over the token's largest scale, and its logarithm (-inf if masked)."""
+    """Divides features by the token's largest scale; returns also its log (-inf if masked)."""
     if features.log_scale is None:
         return features.materialize(), None
     top = features.log_scale.detach().amax(dim=-1, keepdim=True)

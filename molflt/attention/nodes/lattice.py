@@ -114,7 +114,7 @@ def _sorted_rows(cell: Tensor, pbc: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _reduced(cell: Tensor, pbc: Tensor) -> Tensor:
-    """Finds short vectors of the same lattice by Gauss's reduction; 0 for nonperiodic axes."""
+    """Returns short vectors of the same lattice by Gauss's reduction, 0 for nonperiodic axes."""
     rows = cell.masked_fill(~pbc[..., None], 0.0)
     combination, dependent = _reduction(rows.detach().double())
     # Elementwise products and sums leave a reduced cell bitwise unchanged.

@@ -76,8 +76,8 @@ class Domain:
         relaxed: number of structures with relaxed positions.
         kind: kind of energies; see `molflt.data.structures.labels.energy_kind`.
         energy: smallest and largest relaxed energy, eV; None if there are no labels.
-        surface: smallest and largest share of tag 1 in a slab; None without tags, and in files of
-            version 0.1.
+        surface: smallest and largest share of tag 1 in a slab; None if there are no tags, and in
+            files of version 0.1.
         initial: domains of the initial weights, of their initial weights, and so on; empty for
             random initial weights. `kind` and `energy` describe the last data only.
         zero: True for clean slabs, and for molecules without a slab, if the model gives them an

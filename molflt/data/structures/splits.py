@@ -35,7 +35,7 @@ class _Archive(NamedTuple):
     inner: str
 
 
-OC20_ARCHIVE = _Archive(  # of all IS2RE and IS2RS splits (CC-BY-4.0)
+OC20_ARCHIVE = _Archive(  # contains all IS2RE and IS2RS splits (CC-BY-4.0)
     base_url="https://dl.fbaipublicfiles.com/opencatalystproject/data",
     name="is2res_train_val_test_lmdbs.tar.gz",
     md5="cfc04dd2f87b4102ab2f607240d25fb1",
