@@ -10,9 +10,9 @@ minus the energies of the relaxed clean surface and the relaxed molecule. Tags a
 metal, 1 for free metal and 2 for adsorbates. The sid of a system is its index in the sorted list of
 names, which is in systems.csv.
 
-By default, train excludes the metals Cu, Ir and Pd and every fifth molecule of each family. Their
-systems are in val_ood_ads (new molecule), val_ood_cat (new metal) and val_ood_both. val_id is drawn
-from the other systems.
+By default, train excludes the metals Cu, Ir and Pd and every fifth molecule of each family. The
+systems with these metals and molecules are in val_ood_ads (new molecule), val_ood_cat (new metal)
+and val_ood_both. val_id is drawn from the other systems.
 """
 
 import io

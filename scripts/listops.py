@@ -105,7 +105,7 @@ def make(
     """
     drawn = expressions(random.Random(seed), depth, arguments, min_length, max_length)
     lines = []
-    with ExitStack() as stack:  # writes all files or none
+    with ExitStack() as stack:  # writes all files or no file
         for use, count in {"train": train, "val": val, "test": test}.items():
             part = stack.enter_context(atomically(Path(dst) / f"{use}.tsv"))
             tokens = 0

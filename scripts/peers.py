@@ -14,10 +14,10 @@ commas.
 
 Each job has one thread and --minutes of CPU time for training; evaluation does not count. Learning
 rates decrease with the used share of this time, and the last weights are evaluated. All nets use
-the batches, targets, loss, optimizer, gradient clipping and selection of atoms of --config. Their
-inputs are elements, tags and edges to periodic images. Unless options after -- set them, peers have
-their usual learning rates, and DimeNet++ has batches of 8. Averages of weights use the decay of
---config, but cover at most a tenth of the steps. Tuning tries three learning rates. With
+the batches, targets, loss, optimizer, gradient clipping and selection of atoms of --config. The
+inputs of nets are elements, tags and edges to periodic images. Unless options after -- set them,
+peers have their usual learning rates, and DimeNet++ has batches of 8. Averages of weights use the
+decay of --config, but cover at most a tenth of the steps. Tuning tries three learning rates. With
 --tune-most, it tries more rates while the best rate is the largest or the smallest. Differences
 have standard errors over seeds and systems. Systems are treated as independent, except those with
 the same value in a column of DIR/systems.csv (--alike molecule metal). Writes comparison.md,

@@ -65,7 +65,7 @@ def test_model_adds_baseline_to_what_it_learned(files, run):
 
 
 def test_best_weights_are_never_worse_than_baseline_and_references(files, tmp_path):
-    """Labels of the training set are far from the baseline, but those of validation are not."""
+    """Only labels of the training set are far from the baseline."""
     shutil.copy(files / "val_id.extxyz", tmp_path)
     frames = [*read(files / "train.extxyz", ":"), *read(files / "train.extxyz", ":")]
     for number, atoms in enumerate(frames):

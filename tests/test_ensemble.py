@@ -90,7 +90,7 @@ def test_calibration_covers_the_systems_set_aside(evaluated) -> None:
 
 
 def test_new_elements_have_their_own_calibration(runs, energy_data, tmp_path) -> None:
-    """A third of the systems is known; the others contain one of two new elements."""
+    """Two thirds of the systems contain one of two new elements."""
     records = [one.clone() for one in list(open_dataset(energy_data / "val_id.safetensors")) * 2]
     new = np.array(["", "Rh", "Os"] * 40)
     for number, (record, kind) in enumerate(zip(records, new, strict=True)):

@@ -221,7 +221,7 @@ def test_images_are_generated_and_completed(tmp_path: Path) -> None:
     given, completed, original = (sheet[2 + 58 * i : 58 + 58 * i, 2:58] for i in range(3))
     assert (given[:14] == original[:14]).all() and (given[14:] == 128).all()
     assert (completed[:14] == original[:14]).all()
-    assert (completed == original).mean() > 0.9  # the first row determines the others
+    assert (completed == original).mean() > 0.9  # the first row determines all other rows
     model = molflt.load(run)
     images = model.generate(3, seed=1)
     assert images.shape == (3, 1, SIDE, SIDE) and images.dtype == torch.uint8

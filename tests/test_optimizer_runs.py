@@ -105,7 +105,7 @@ def test_use_in_another_dimension() -> None:
 
 
 def test_a_diverged_population_is_evaluated_and_shown(tmp_path: Path) -> None:
-    """Its values become infinite, which JSON cannot store."""
+    """The values of the population become infinite, which JSON cannot store."""
     run = shutil.copytree(trained("population_optimizer"), tmp_path / "run")
     file = run / "checkpoints" / "best.safetensors"
     weights = {name: 1e30 * tensor for name, tensor in load_file(file).items()}

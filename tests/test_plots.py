@@ -75,7 +75,7 @@ def test_training_curve(tmp_path: Path, figures) -> None:
 def test_parity(tmp_path: Path, figures) -> None:
     target = np.linspace(-4.0, 1.0, 500)
     energy = target + 0.25
-    energy[0] = 500.0  # one wild prediction must not squeeze the others into a line
+    energy[0] = 500.0  # one wild prediction must not squeeze all other points into a line
     plots.parity({"val_id": (target, energy), "val_ood_ads": (target, target)}, tmp_path / "p.png")
     first, second = figures[0].axes
     mae = (499 * 0.25 + 504.0) / 500

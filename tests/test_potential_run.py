@@ -264,7 +264,7 @@ def test_failing_relaxations_keep_the_last_structure():
 
 
 def test_average_distance_within_threshold():
-    """Thresholds are 0.01 to 0.499 Å; a distance counts for all larger ones."""
+    """Thresholds are 0.01 to 0.499 Å; a distance counts for all thresholds above it."""
     assert adwt(np.array([0.0])) == 100 and adwt(np.array([0.5])) == 0
     assert adwt(np.array([0.0, 0.6])) == pytest.approx(50)
     assert adwt(np.array([0.2545])) == pytest.approx(50)

@@ -60,7 +60,7 @@ def test_ends_of_records_do_not_count() -> None:
 
 
 def test_judged_residues_are_always_masked(tmp_path) -> None:
-    """The unigram baseline is left out if the training data are missing."""
+    """The unigram baseline is omitted if the training data are missing."""
     run, results = trained(MASKED), evaluated(MASKED)
     model, _ = load_run(run)
     tokenizer = load_tokenizer(run, model.vocabulary)

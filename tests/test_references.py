@@ -54,7 +54,7 @@ def run(data, tmp_path_factory) -> Path:
 
 
 def test_the_run_keeps_its_references(data, run) -> None:
-    assert logged(run, "val_mae_eV")[-1] < 1.0  # of energies of up to 4e5 eV
+    assert logged(run, "val_mae_eV")[-1] < 1.0  # energies reach 4e5 eV
     kept = json.loads((run / "references.json").read_text())
     assert kept.keys() == {"H", "O", "Cu", "Pt"}
     for name in ("best", "last"):

@@ -49,7 +49,7 @@ def whole(runs) -> str:
 
 @pytest.fixture
 def quick(monkeypatch) -> None:
-    """Replaces drawn pictures by empty ones."""
+    """Replaces drawn pictures by empty files."""
 
     def blank(self, text, draw):
         return [{"src": "data:,", "width": 2, "text": text}]

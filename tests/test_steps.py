@@ -74,7 +74,7 @@ def test_accumulating_run_resumes_to_the_bit(data, tmp_path):
 
 
 PATIENT = ["--trainer.max_steps=40", "--trainer.val_every=2", "--trainer.patience=3"]
-# the first steps are so large that later ones do not improve the error
+# the first steps are so large that later steps do not improve the error
 WORSE = ["--model.readout=all", "--task.lr=3"]
 WORSE += ["--task.position_weight=0", "--task.position_weight_final=0"]
 

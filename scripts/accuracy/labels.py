@@ -85,7 +85,7 @@ def agreement(rows: Rows) -> dict[str, float]:
 
 
 def table(rows: Rows) -> str:
-    """Returns the agreement for each adsorbate with at least three systems, the others, and all."""
+    """Returns the agreement for each adsorbate with at least three systems, and for all systems."""
     rows = pick(rows, converged=True)
     parts = {name: pick(rows, adsorbate=name) for name in sorted(names(rows, "adsorbate"))}
     several = {name: own for name, own in parts.items() if len(own) > 2}

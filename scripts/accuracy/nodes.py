@@ -15,7 +15,7 @@ from torch import Tensor
 from molflt.attention import NODES, SPECTRA, Nodes, Spectrum, suggest_nodes
 
 RULES = ("gaussian", "orthogonal", "sobol", "shells")
-OWN_SIGMA = 1 / (2 * math.pi)  # of the spectral density, in cycles per width s
+OWN_SIGMA = 1 / (2 * math.pi)  # width of the spectral density, in cycles per width s
 MOST = 4096  # largest number of nodes on shells
 TOLERANCES = (0.04, 0.03, 0.02, *(c * 10**-k for k in (3, 4) for c in (10, 5, 3, 2)), 0.0001)
 SHOWN = (16, 128, 512, 4096)  # numbers of nodes in the table; upper bounds for shells

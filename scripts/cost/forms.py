@@ -56,7 +56,7 @@ def excess(found: dict[str, list[float]]) -> float:
 
 
 def table(rows: Rows) -> str:
-    """Returns the ratio of the times of both forms, and of `auto` and the faster form."""
+    """Returns time ratios: of the two forms, and of `auto` to the faster form."""
     sizes = names(rows, "length")
     times: dict[str, list[dict[str, list[float]]]] = {}
     for kind in KINDS:

@@ -87,7 +87,7 @@ def _chgnet() -> Calculator:
     ) -> None:
         task = "efs" if "stress" in properties else "ef"
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # about its construction of tensors
+            warnings.simplefilter("ignore", UserWarning)  # about slow tensors
             compute(atoms, list(properties), list(system_changes), task=task)
 
     calculator.calculate = calculate

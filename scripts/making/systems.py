@@ -1,8 +1,8 @@
 """Random adsorption systems, relaxed with a potential and checked.
 
-A system consists of a slab of a metal or an ordered alloy and an adsorbate on one of its sites. It
-depends only on calculator, seed, split and index, and not on the number of workers, interruptions
-or the size of the split.
+A system consists of a slab of a metal or an ordered alloy and an adsorbate on one of its sites. A
+system depends only on calculator, seed, split and index, not on the number of workers, on
+interruptions or on the size of the split.
 """
 
 from functools import cache

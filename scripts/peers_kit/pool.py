@@ -1,4 +1,4 @@
-"""Jobs of a comparison, and processes that run the unfinished ones."""
+"""Jobs of a comparison, and processes that run unfinished jobs."""
 
 import json
 import sys

@@ -36,8 +36,9 @@ def descriptors(data: Data, elements: list[int]) -> _Array:
     The slab is described by means and spreads of the properties of its elements, which also
     describe new metals. Radial sums are smeared counts of distances: from the adsorbate to the
     slab, weighted by each property and averaged over atoms of the adsorbate; from each element of
-    the adsorbate to the slab; and between each pair of elements in the adsorbate. They are
-    invariant under rotations and lattice shifts. Without tags, all atoms count as the adsorbate.
+    the adsorbate to the slab; and between each pair of elements in the adsorbate. All descriptors
+    are invariant under rotations and lattice shifts. Without tags, all atoms count as the
+    adsorbate.
     """
     numbers, adsorbate = data.atomic_numbers.numpy(), _adsorbate(data)
     known = _properties()[numbers]

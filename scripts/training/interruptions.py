@@ -1,8 +1,8 @@
 """Training runs that are killed and continued, compared bitwise with uninterrupted runs.
 
 A small training run with dropout, averaged weights and redrawn features is killed with SIGKILL at
-random times, and before each of its file operations. It is resumed if there is a checkpoint, and
-started again otherwise. Weights, optimizer state and validation results must equal those of an
+random times, and before each of its file operations. The run is resumed if there is a checkpoint,
+and started again otherwise. Weights, optimizer state and validation results must equal those of an
 uninterrupted run.
 """
 

@@ -144,7 +144,7 @@ def directions(*shape: int) -> torch.Tensor:
 
 
 def oracle(cosine: torch.Tensor, tau: float, dim: int, degree: int) -> torch.Tensor:
-    """Returns the harmonics of exp(tau cos) up to a degree, by scipy's Gegenbauer polynomials."""
+    """Computes the first harmonics of exp(tau cos) with scipy's Gegenbauer polynomials."""
     nu = dim / 2 - 1
     scale = math.exp(gammaln(nu)) * (2 / tau) ** nu
     series = sum(

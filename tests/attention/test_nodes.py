@@ -99,7 +99,7 @@ def test_suggested_shells_have_the_stated_error(ratio, tol, scale):
 
 
 def test_suggested_shells_serve_all_widths_between_two():
-    """Shells chosen only for the narrowest width are too far apart for wider ones."""
+    """Shells chosen only for the narrowest width are too far apart for larger widths."""
     alone, both = (suggest_nodes(2.5, 1.0, 1e-3, widest).nodes for widest in (None, 5.0))
     kernel, z = unit_gaussian(), ball_pairs(4000, 2.5)
     errors = {}

@@ -32,7 +32,7 @@ def slab() -> Atoms:
 
 
 def scattered(pbc: tuple[bool, ...]) -> Atoms:
-    """Returns atoms that are far from the others along open axes."""
+    """Returns atoms, some of which are far from the other atoms along open axes."""
     rng = np.random.default_rng(3)
     cell = np.array([[6.0, 0.5, 0.2], [1.5, 7.0, 0.3], [0.4, 0.6, 8.0]])
     pos = rng.random((9, 3)) @ cell + 20 + 40 * rng.integers(0, 2, (9, 3)) * ~np.array(pbc)

@@ -289,7 +289,7 @@ def kernels(kind: str, max_frequency: float, **options) -> tuple[Tensor, Callabl
 @pytest.mark.parametrize("kind", ["crystal", "slab", "molecule"])
 @pytest.mark.parametrize("max_frequency", [0.1, 0.3])
 def test_the_kernel_is_that_of_the_nodes(kind, max_frequency):
-    # a spectrum that is flat up to its end, the worst case for splines
+    # a spectrum that is flat until its end, the worst case for splines
     sharp = {"width_range": (0.2, 0.3), "num_gaussians": 2, "positive": True, "background": 0.0}
     expected, by_mesh = kernels(kind, max_frequency, **sharp)
     for order, bound in ERROR.items():

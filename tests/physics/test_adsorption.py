@@ -81,7 +81,7 @@ def test_a_clean_slab_has_no_energy(form):
 
 @pytest.mark.parametrize(("form", "most"), [("contact", 2e-2), ("near", EXACT), ("surface", EXACT)])
 def test_the_slab_may_be_larger(form, most):
-    """Images of the adsorbate are 10 Å or more away, and have no effect without a far field."""
+    """Images of the adsorbate are at least 10 Å away, and only a far field sees them."""
     net, sizes = model(**FORMS[form], layers=1), (4, 5, 6, 7)
     found = energies(net, *(adsorbed(slab(n, n)) for n in sizes))
     changes = found.diff().abs()
@@ -100,7 +100,7 @@ def test_the_slab_may_be_thicker_and_the_vacuum_higher(form):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_lifted_molecule_is_free(form):
-    """Its energy is 0 or, in the form "adsorbate", does not depend on the slab."""
+    """The energy is 0 or, in the form "adsorbate", does not depend on the slab."""
     net = model(**FORMS[form])
     found = energies(net, *(adsorbed(slab(vacuum=60.0), height=h) for h in (2.0, 8.0, 20.0, 40.0)))
     if form == "adsorbate":
@@ -163,7 +163,7 @@ DEEP = {"dim": 24, "layers": 2, "radial_basis": 0, "messages": 2}
 
 
 def potential(**options: object) -> Potential:
-    """Returns a potential with random weights and latent charges 30 times the initial ones."""
+    """Returns a potential with random weights, whose latent charges are enlarged 30-fold."""
     torch.manual_seed(0)
     sizes = {"dim": 16, "heads": 2, "layers": 1, "ffn_dim": 16, "num_features": 8}
     options = {**sizes, "radial_basis": 4, "far_field": False, "long_range": [1], **options}

@@ -115,7 +115,7 @@ def test_log_probabilities(name, monkeypatch):
 
 @pytest.mark.parametrize("name", HEADS)
 def test_embeddings_are_tied(name):
-    """Tied embeddings are rows of the output layer, projected for clusters; untied ones are not."""
+    """Tied embeddings are rows of the output layer, which are projected for clusters."""
     model = tiny("performer", **HEADS[name]).double()
     rows = model.head.embed(torch.arange(VOCABULARY))
     hidden = torch.randn(16, dtype=torch.float64)
