@@ -374,7 +374,7 @@ def _accepted(case: _Case, number: int) -> float:
 
 
 def _not_stopped(case: _Case) -> float:
-    """Returns the number of steps of dynamics with a failing model; NaN without a torch model."""
+    """Returns the number of steps of dynamics with a failing model; NaN if not a torch model."""
     atoms = case.of("molecule crystal")[0]
     atoms.calc, steps = case.make(), 0
     dynamics = VelocityVerlet(atoms, units.fs).irun(5)

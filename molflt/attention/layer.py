@@ -228,7 +228,7 @@ class Attention(Positioned):
             positions: (batch, new tokens, l).
             state: returned by the previous call; None at the start. It has constant size for linear
                 attention and contains keys and values of all tokens for softmax.
-            encoding: as for `forward`; for softmax, with all tokens so far as keys.
+            encoding: as for `forward`; for softmax, all tokens so far must be its keys.
             key_positions: for softmax, positions of all tokens so far.
         """
         if not self.causal or self.mixing == "quadratic":

@@ -70,7 +70,7 @@ def evaluate(
     and writes substitutions.png.
 
     Args:
-        splits: any of train, val and test; by default val, and also test if the run names it.
+        splits: any of train, val and test; by default val, and test if the run has one.
         data: another text to evaluate instead: a file or an hf: name.
         batch_size: blocks in a batch.
 
@@ -176,7 +176,7 @@ def evaluate_masked(
     writes substitutions.png.
 
     Args:
-        splits: any of train, val and test; by default val, and also test if the run names it.
+        splits: any of train, val and test; by default val, and test if the run has one.
         data: another text to evaluate instead: a file or an hf: name.
         batch_size: sequences in a batch, among which second parts are exchanged; by default as in
             training.

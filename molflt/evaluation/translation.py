@@ -54,7 +54,8 @@ def evaluate(
     ignored if the tokenizer ignores it.
 
     Args:
-        splits: any of train, val and test; by default val, and also test if the run names it.
+        splits: any of train, val and test; by default val, and also test if the run has a test
+            text.
         data: other parallel files to evaluate instead: their path without the language extension.
         batch_size: sentences in a batch.
         beam: number of hypotheses per sentence; 1 takes the most probable token at each step.

@@ -27,7 +27,7 @@ from molflt.graph.neighbors import expect_lattice, images_are_far
 
 _FADE = 1.0  # Å before the cutoff, over which an image fades out
 _MOST_PAIRED = 1000  # all pairs are computed in molecules with at most this number of atoms
-_MOST_BY_NODES = 1000  # `Auto` uses a mesh if there are more atoms and more nodes
+_MOST_BY_NODES = 1000  # `Auto` uses a mesh if atoms and nodes both exceed this number
 _ALONE = 200.0  # Å of vacuum beyond which the kernel of an image is below 1e-8
 _IN_PLANE = [(a, b, 0) for a, b in itertools.product((-1, 0, 1), repeat=2) if (a, b) != (0, 0)]
 
@@ -173,7 +173,7 @@ class Images(Open):
         )
 
     def images(self, geometry: Geometry) -> Tensor:
-        expect_lattice(geometry)  # here, where errors can name graphs
+        expect_lattice(geometry)  # checked here, where errors can name graphs
         if geometry.tags is not None:
             return torch.full_like(geometry.ptr[1:], len(_IN_PLANE))
         inverse = torch.linalg.pinv(geometry.cell.detach())

@@ -80,7 +80,7 @@ class PopulationOptimizer:
         model: model that moves the members.
         members: number of members of the population, at least 2.
         seed: seed of the initial positions and of the noise.
-        start: mean of the initial positions, a number or d numbers.
+        start: mean of the initial positions: a number for all coordinates, or d numbers.
         scale: standard deviation of the initial coordinates; it should be about the distance from
             `start` to the minimum.
 

@@ -152,7 +152,7 @@ def _log_mean(square: Tensor, order: float) -> Tensor:
 
 
 def _monomials(dim: int, power: int) -> Tensor:
-    """Returns integers (power, dim, features); products of x @ table over power are monomials."""
+    """Returns integer matrices (power, dim, features); products of x @ matrices are monomials."""
     chosen = torch.tensor([*combinations_with_replacement(range(dim), power)], device="cpu")
     rows = torch.nn.functional.one_hot(chosen, dim).double()  # [features, power, dim]
     orders = math.lgamma(power + 1) - torch.lgamma(rows.sum(dim=1) + 1).sum(dim=-1)

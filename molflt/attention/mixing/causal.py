@@ -54,7 +54,7 @@ def causal_linear(
     features far below relevant values instead.
 
     Args:
-        query, key, value: see `quadratic`, for the same tokens.
+        query, key, value: see `quadratic`; queries and keys are the same tokens.
         log_decay: (batch, heads, tokens), at most 0; the weight of key j for query i is multiplied
             by exp(sum of log_decay over j < l <= i).
         state: returned by an earlier call for the preceding tokens.

@@ -101,7 +101,7 @@ def _full_precision(x: Tensor) -> torch.autocast:
     return torch.autocast(x.device.type, enabled=False)
 
 
-# The derivatives of each of these products are the other two; any order is therefore possible.
+# The derivatives of `spread`, `gather` and `correlate` are the other two: any order is possible.
 
 
 class _Product(Function):

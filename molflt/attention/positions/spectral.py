@@ -45,7 +45,7 @@ class SpectralPosition(Position):
     """
 
     # Factors are not balanced below this value. Where the spectrum crosses zero, the gradient then
-    # stays finite and, unlike that of two square roots, does not vanish.
+    # stays finite and does not vanish, unlike the gradient of two square roots.
     floor = 1e-4
     taper: ClassVar[Literal["step", "positive"]] = "step"  # taper of reciprocal nodes
     on_lattice = False  # True: nodes come with each batch, even for softmax
@@ -92,9 +92,7 @@ class SpectralPosition(Position):
         one_of("nodes", name, NODES)
         mine = {key: options.pop(key) for key in list(options) if key in signature(cls).parameters}
         own = {key: options.pop(key) for key in list(options) if key.startswith("node_")}
-        if (
-            "radii" in signature(family).parameters
-        ):  # the family is defined on shells, which are built first
+        if "radii" in signature(family).parameters:  # a family on shells, which are built first
             if name != "shells" or num_nodes is not None:
                 raise ValueError(
                     f"spectrum={spectrum!r} is defined on shells, which determine num_nodes; "

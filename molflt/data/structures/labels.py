@@ -52,7 +52,7 @@ _TOTAL_PER_ATOM = 1.0  # eV
 _ROUNDING = 1e-12
 _MOST_CHARACTERS = 100_000  # maximum size of a file of references
 _BLOCK = 10_000  # structures
-_NEGLIGIBLE = 1e-10  # relative to the largest singular value
+_NEGLIGIBLE = 1e-10  # smallest singular value, relative to the largest
 
 
 def per_atom(energies: NDArray[np.float64], natoms: NDArray[np.int64]) -> float:

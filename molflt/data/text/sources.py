@@ -43,7 +43,7 @@ def _text_blocks(source: str, level: _Level = "word", use: str = "train") -> Ite
 
 
 def _line_blocks(source: str, use: str = "train", any_bytes: bool = False) -> Iterator[str]:
-    """Yields pieces of a text that end at line breaks; arguments of `_text_blocks`."""
+    """Yields pieces of a text that end at line breaks; takes the arguments of `_text_blocks`."""
     done = 0
     for raw in _raw(source, use):
         try:
@@ -64,7 +64,7 @@ def _lines(source: str, use: str = "train") -> Iterator[str]:
 
 
 def _records(source: str, use: str = "train") -> Iterator[Record]:
-    """Yields the records of a FASTA file in upper case; arguments of `_text_blocks`."""
+    """Yields the records of a FASTA file in upper case; see `_text_blocks`."""
     header: str | None = None
     parts: list[str] = []
     for number, line in enumerate(_lines(source, use), 1):
