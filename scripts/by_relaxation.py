@@ -78,7 +78,7 @@ def relax_all(
 def compare(
     split: str, model: nn.Module, calculator: Calculator, options: argparse.Namespace
 ) -> Rows:
-    """Returns a row for direct prediction and one for relaxation."""
+    """Returns a row for direct prediction and a row for relaxation."""
     store, frames = split_path(options.data, split), options.data / "frames" / f"{split}.extxyz"
     dataset = open_dataset(store)
     own = offsets(frames, dataset)

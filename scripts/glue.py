@@ -24,7 +24,7 @@ BATCH = 16  # the default of data.batch_size
 
 
 def available(root: Path, tasks: list[str]) -> tuple[list[str], list[str]]:
-    """Returns the tasks that have both files, and messages about the other tasks."""
+    """Returns the tasks whose files exist, and messages about the other tasks."""
     there, absent = [], []
     for task in tasks:
         try:

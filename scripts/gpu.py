@@ -64,7 +64,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def outputs(model: nn.Module, batch: Batch, x: Tensor | None) -> list[Tensor]:
-    """Returns outputs, and gradients of their sum of squares for positions and weights."""
+    """Returns outputs, and gradients of their squares with respect to positions and weights."""
     batch.pos.requires_grad_()
     if x is None:
         found = model(batch)
@@ -130,7 +130,7 @@ def without_kernels() -> str:
 
 
 def kernels(device: str, tiny: bool) -> Iterator[Row]:
-    """Yields times and peak memory of forward passes, without and with backward passes."""
+    """Yields times and peak memory of forward passes, with and without a backward pass."""
     if without_kernels():
         return
     sizes, heads, features, nodes = ([(2, 9)], 1, 8, 2) if tiny else (SIZES, 8, 64, 16)

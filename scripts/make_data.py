@@ -192,7 +192,7 @@ def _relax_one(task: _Task) -> None:
 
 
 def _join(directory: Path, split: str, tasks: list[_Task], made: dict[str, Any]) -> None:
-    """Appends the files of new systems to those of the split; the store is written last."""
+    """Appends the files of new systems to the files of the split; the store is written last."""
     records = list(_store(directory, split))
     count = len(records)
     rows, rejected = [], Counter(made.setdefault("rejected", {}).get(split, {}))

@@ -19,8 +19,8 @@ inputs of nets are elements, tags and edges to periodic images. Unless options a
 peers have their usual learning rates, and DimeNet++ has batches of 8. Averages of weights use the
 decay of --config, but cover at most a tenth of the steps. Tuning tries three learning rates. With
 --tune-most, it tries more rates while the best rate is the largest or the smallest. Differences
-have standard errors over seeds and systems. Systems are treated as independent, except those with
-the same value in a column of DIR/systems.csv (--alike molecule metal). Writes comparison.md,
+have standard errors over seeds and systems. Systems are treated as independent unless they have the
+same value in a column of DIR/systems.csv (--alike molecule metal). Writes comparison.md,
 comparison.csv, error-cpu.png, error-size.png, and predictions to jobs/. After an interruption, the
 same command continues.
 """

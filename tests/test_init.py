@@ -112,7 +112,7 @@ def test_references_are_fitted_again_or_omitted(shared_data, others, tmp_path):
 def test_tensors_that_do_not_fit_are_recorded(others, source, tmp_path, capsys):
     """The new model has one fewer layer, a radial summary, and a different width.
 
-    A configuration names the source, and explicit options override those of the source.
+    A configuration names the source, and explicit options override options of the source.
     """
     run, file = tmp_path / "run", tmp_path / "tune.yaml"
     file.write_text(f"init: {source}\nmodel:\n  dropout: 0.1\n")

@@ -88,7 +88,7 @@ def test_parity(tmp_path: Path, figures) -> None:
 def test_parity_names_the_largest_errors(tmp_path: Path, figures) -> None:
     target = np.linspace(-4.0, 1.0, 50)
     energy = target.copy()
-    energy[[40, 41, 42, 7]] += [-1.5, -1.4, -1.3, 0.2]  # three next to each other
+    energy[[40, 41, 42, 7]] += [-1.5, -1.4, -1.3, 0.2]  # three neighbors and another point
     names = [f"sid {i} $C$" for i in range(50)]
     plots.parity({"val_id": (target, energy)}, tmp_path / "p.svg", {"val_id": names})
     assert (tmp_path / "p.svg").read_bytes().startswith(b"<?xml")

@@ -26,7 +26,7 @@ def test_both_models_learn_and_a_second_start_repeats_nothing(tmp_path, monkeypa
     assert json.loads((out / "schnet-0.json").read_text())[0]["steps"] == before[0]["steps"]
     assert script.main([*words, "--lr", "0.1"]) == 2  # results with other options are not reused
     capsys.readouterr()
-    ase.io.write(points / "train.extxyz", argon(6, 5))  # nor are results for other data
+    ase.io.write(points / "train.extxyz", argon(6, 5))  # results for other data are not reused
     assert script.main(words) == 2
     assert "made with other digests" in capsys.readouterr().err
     rows = [{"split": "a", "model": "m", "parameters": 9, "steps": n} for n in (10, 30)]

@@ -119,7 +119,7 @@ def potential_run(root: Path) -> Path:
     for seed, (split, count) in enumerate({"train": 24, "val_id": 8}.items()):
         frames = argon(count, seed)
         for atoms in frames:
-            atoms.set_tags([4, 3, 2, 1])  # layers of ase.build; potentials ignore tags
+            atoms.set_tags([4, 3, 2, 1])  # tags of ase.build, which potentials ignore
         write(root / f"{split}.traj", frames)
     words = "--model.radial_basis=8 --model.long_range 1 6 --model.long_range_channels=2 "
     words += "--trainer.max_steps=60 --trainer.val_every=30 --task.warmup_steps=5 --task.lr=0.01"
@@ -200,7 +200,7 @@ def error_of(capsys, *words: str, status: int = 2) -> str:
 
 
 def table(path: Path, column: str | None = None) -> list[dict[str, str]]:
-    """Returns the rows of a CSV file, optionally only those with a value in a column."""
+    """Returns the rows of a CSV file, optionally only rows with a value in a column."""
     with open(path, newline="") as file:
         return [row for row in csv.DictReader(file) if column is None or row[column]]
 

@@ -84,7 +84,7 @@ def measure(
 
 
 def table(rows: Rows) -> str:
-    """Returns the errors of each rule; the numbers of nodes are at most those of `SHOWN`."""
+    """Returns the errors of each rule with the most nodes within each bound in `SHOWN`."""
     labels = {"2R / s": "{ratio:g}", "rule": "{rule}", "nodes r": "{nodes}"}
     numbers = {"rms error": "{error:.1e}", "scatter over rotations": "{scatter:.1e}"}
     shown = {}

@@ -70,7 +70,7 @@ def drawn(kind: str, tokens: int, dim: int, generator: torch.Generator) -> list[
 
 
 def results(mix: Mix, inputs: list[Tensor], temperature: float) -> list[Tensor]:
-    """Returns output, all gradients, and those of queries and keys, (heads, numbers) each."""
+    """Returns output, all gradients, and gradients of queries and keys, (heads, numbers) each."""
     *inputs, weights = (x.detach().requires_grad_() for x in inputs)
     query, key = (temperature**0.5 * F.normalize(x, dim=-1) for x in inputs[:2])
     out = mix(query, key, inputs[2])

@@ -15,7 +15,7 @@ from torch import nn
 
 
 def pyg(atoms: int, causal: bool) -> nn.Module:
-    """Returns PyG's Performer with the same number of features, which are ReLU features."""
+    """Returns PyG's Performer with the same number of ReLU features."""
     return layers.DenseBatch(layers.pyg_performer(layers.DIM, layers.HEADS, layers.FEATURES))
 
 

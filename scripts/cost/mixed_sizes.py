@@ -89,7 +89,7 @@ def mixed(layer: nn.Module, given: Inputs) -> Tensor:
 
 
 def padded(layer: nn.Module, given: Inputs) -> Tensor:
-    """Calls a layer of molflt or PyG with all graphs padded to the largest."""
+    """Calls a layer of molflt or PyG with all graphs padded to the largest size."""
     x, mask = to_dense_batch(given["x"], given["batch"])
     if not isinstance(layer, GraphAttention):
         return layer(x, mask)[mask]

@@ -21,7 +21,7 @@ from molflt.tasks.is2re import IS2RETask
 
 MECHANISMS = ("performer", "flt", "softmax")
 SIZES = (40, 60, 80, 120) * 4  # atoms in each graph of a batch, as in OC20
-SIDE = 2048  # of the matrices in the product
+SIDE = 2048  # size of the matrices in the product
 PRODUCT = "one product"
 QUICK = {"rounds": 1, "mechanisms": ("performer",), "sizes": (3, 4), "side": 64}
 
@@ -40,7 +40,7 @@ def measure(
     sizes: tuple[int, ...] = SIZES,
     side: int = SIDE,
 ) -> Rows:
-    """Returns a row for each mechanism, and one for the product."""
+    """Returns a row for each mechanism, and a row for the matrix product."""
     one = torch.rand(side, side)
     works: dict[str, Callable[[], object]] = {PRODUCT: partial(torch.mm, one, one)}
     counts = {PRODUCT: 2.0 * side**3}
@@ -65,7 +65,7 @@ def measure(
 
 
 def share(rows: Rows, name: str) -> float:
-    """Returns operations per second of a step, divided by those of the product."""
+    """Returns operations per second of a step, relative to the matrix product."""
     own, product = (pick(rows, mechanism=key)[0] for key in (name, PRODUCT))
     return own["operations"] / product["operations"] * paired(product["seconds"], own["seconds"])
 

@@ -24,7 +24,7 @@ from ase.calculators.emt import EMT
 from ase.calculators.singlepoint import SinglePointCalculator
 from ase.optimize import BFGS
 
-VACUUM = 8.0  # Å on each side of slabs and molecules; the cutoff of CHGNet is 6 Å
+VACUUM = 8.0  # Å of vacuum on each side of slabs and molecules; the cutoff of CHGNet is 6 Å
 
 
 class Potential(NamedTuple):
@@ -160,7 +160,7 @@ def molecule_energies(
 
 
 def linear_references(molecules: Mapping[str, float]) -> dict[str, float]:
-    """Returns reference energies of the elements, eV, from those of H2, H2O, CO and N2."""
+    """Returns reference energies of the elements, eV, from energies of H2, H2O, CO and N2."""
     oxygen = molecules["H2O"] - molecules["H2"]
     return {
         "H": molecules["H2"] / 2,

@@ -132,7 +132,7 @@ def _settle(rng: np.random.Generator, system: Atoms, calculator: str) -> bool:
 
 
 def _bonds(adsorbate: Atoms) -> np.ndarray:
-    """Returns the bonds, including those to periodic images, (N, N) bool."""
+    """Returns the bonds, including bonds to periodic images, (N, N) bool."""
     radii = covalent_radii[adsorbate.numbers]
     distances = adsorbate.get_all_distances(mic=bool(adsorbate.pbc.any()))
     return distances < _BOND * np.add.outer(radii, radii)
@@ -141,7 +141,7 @@ def _bonds(adsorbate: Atoms) -> np.ndarray:
 def _rejection(
     start: Atoms, relaxed: Atoms, bonds: np.ndarray, energies: tuple[float, float]
 ) -> str | None:
-    """Returns the reason for rejecting a relaxation, or None; `bonds` are expected."""
+    """Returns the reason for rejecting a relaxation, or None; `bonds` are the expected bonds."""
     before, after = energies
     slab = len(relaxed) - len(bonds)
     if not (abs(after) <= _MAX_ENERGY and abs(before) <= _MAX_START_ENERGY):  # also true for NaN
@@ -222,7 +222,7 @@ def _attempt(rng: np.random.Generator, plan: _Plan, split: str, sid: int) -> _Sy
 def _relax_system(plan: _Plan, split: str, index: int) -> _System:
     """Draws and relaxes a system, which is identified by its split and index.
 
-    A draw is rejected, and the next one is tried, for these reasons:
+    A draw is rejected, and the next draw is tried, for these reasons:
         slab: the clean slab reconstructs.
         not_converged: a relaxation takes more than 300 BFGS steps.
         energy: |y_relaxed| > 10 eV or |y_init| > 20 eV.

@@ -278,7 +278,7 @@ def test_positive_taper_keeps_positive():
         for taper in ("step", "positive")
     )
     assert step[0].min() < -0.05 * step[0, 0]
-    assert 0 < positive[0].min() < 1e-4 * positive[0, 0]  # with a kink in the taper: 6e-4
+    assert 0 < positive[0].min() < 1e-4 * positive[0, 0]  # 6e-4 if the taper has a kink
 
 
 def test_rows_of_frequencies_are_independent_normal_variables():

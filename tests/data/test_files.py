@@ -64,7 +64,7 @@ def test_every_byte_of_tensors_is_guarded_by_their_digest(tmp_path):
             passed += 1
         except ValueError as error:
             assert str(path) in str(error) and len(str(error)) < len(str(path)) + 250
-    assert passed == len("sha256")  # changes of the key of the digest
+    assert passed == len("sha256")  # the name of the digest was changed
     path.write_bytes(content[:-1])
     with pytest.raises(ValueError, match="not a complete safetensors file"):
         verify_tensors(path)

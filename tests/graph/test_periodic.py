@@ -172,7 +172,7 @@ def test_where_atoms_are_is_not_rounded_under_autocast():
     ids=str,
 )
 def test_encodings_are_not_rounded_under_autocast(kind):
-    """Encodings of the N x N form and of softmax are as exact as those of the linear form."""
+    """Encodings of the N x N form, of softmax and of the linear form are equally exact."""
     layer = kind.build().float()
     encoding = layer.encoding
     given = collated([graph("crystal", 7), graph("slab", 5)])
@@ -255,7 +255,7 @@ def test_a_cell_without_the_option_periodic_is_refused():
     assert silent(given.x, given.pos, cell=given.cell, pbc=open_axes).isfinite().all()
 
 
-ERROR = {4: 3e-3, 5: 6e-4, 6: 6e-6, 8: 2e-7}  # the documented error, for the kernel of a worst case
+ERROR = {4: 3e-3, 5: 6e-4, 6: 6e-6, 8: 2e-7}  # the documented error is that of the worst kernel
 
 
 def layer(periodic: str = "mesh", **options) -> GraphAttention:

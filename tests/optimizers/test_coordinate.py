@@ -35,7 +35,7 @@ def model_of(name: str) -> CoordinateOptimizer:
 
 def gradients(seed: int = 1) -> Tensor:
     drawn = torch.randn(STEPS, COORDINATES, generator=generator_of(seed)).double()
-    drawn[2, 1], drawn[:, 0] = 1e-9, 0.0  # a tiny gradient, and a coordinate without any
+    drawn[2, 1], drawn[:, 0] = 1e-9, 0.0  # a tiny gradient, and a gradient of 0
     return drawn * 10.0 ** torch.arange(-2, 4)
 
 
