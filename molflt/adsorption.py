@@ -135,9 +135,12 @@ def placements(
                 "a cell in which its images do not touch, with vacuum above it; repeat the slab, "
                 "or add vacuum"
             )
-        tags = _slab_tags(found[first], len(slab), share)
+        count, fixed = len(slab), fixed_atoms(whole := found[first])
+        at = {"pos": whole.positions, "cell": whole.cell.array, "fixed": fixed}
+        tags = guess_tags(make_record(atomic_numbers=whole.numbers, **at), share).tags[:count]
+        tags = tags.clip(max=Tag.SURFACE) if tags.any() else np.where(fixed[:count], 0, Tag.SURFACE)
         for whole in found[first:]:
-            whole.set_tags([*tags, *whole.get_tags()[len(slab) :]])
+            whole.set_tags([*tags, *whole.get_tags()[count:]])
     return found
 
 
@@ -223,16 +226,6 @@ def _prepared(slab: Atoms) -> Atoms:
         heights = (heights - turns) * period
         whole.set_constraint(FixAtoms(mask=heights < (heights.min() + heights.max()) / 2 - 0.1))
     return whole
-
-
-def _slab_tags(
-    placed: Atoms, count: int, share: tuple[float, float] | None
-) -> NDArray[np.integer[Any]]:
-    """Returns the tags of the slab, the first `count` atoms."""
-    fixed = fixed_atoms(placed)
-    at = {"pos": placed.positions, "cell": placed.cell.array, "fixed": fixed}
-    tags = guess_tags(make_record(atomic_numbers=placed.numbers, **at), share).tags[:count]
-    return tags.clip(max=Tag.SURFACE) if tags.any() else np.where(fixed[:count], 0, Tag.SURFACE)
 
 
 def ranked(model: Any, structures: Sequence[Atoms]) -> list[tuple[Atoms, Any]]:

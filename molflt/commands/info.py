@@ -44,10 +44,15 @@ def info(run: Path, json: bool = False) -> None:
         "versions": read_versions(run),
         "files": {path.relative_to(run).as_posix(): path.stat().st_size for path in files},
     }
-    print(dumps(found) if json else _as_text(found, _validated(found, best)))
+    print(dumps(found) if json else _as_text(found, best))
 
 
-def _as_text(found: Mapping[str, Any], validated: str) -> str:
+def _as_text(found: Mapping[str, Any], best: Best | None) -> str:
+    validated = "no validation yet"
+    if best is not None:
+        task: Any = Recipe.of(found).load("task")
+        metric: Metric = task.metrics[best.metric]
+        validated = f"validation {metric.shown(best.value)} at step {best.step:,}"
     sets = "; ".join(
         f"{use} " + ", ".join(f"{count:,} {name}" for name, count in own.items())
         for use, own in found["sets"].items()
@@ -66,11 +71,3 @@ def _as_text(found: Mapping[str, Any], validated: str) -> str:
         "files": ", ".join(f"{k} ({readable_size(size)})" for k, size in found["files"].items()),
     }
     return "\n".join(f"{name:<10}{text}" for name, text in rows.items())
-
-
-def _validated(found: Mapping[str, Any], best: Best | None) -> str:
-    if best is None:
-        return "no validation yet"
-    task: Any = Recipe.of(found).load("task")
-    metrics: Mapping[str, Metric] = task.metrics
-    return f"validation {metrics[best.metric].shown(best.value)} at step {best.step:,}"

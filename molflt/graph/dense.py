@@ -31,11 +31,7 @@ class DenseAtoms(NamedTuple):
     @property
     def keys(self) -> Keys:
         """Key arguments of attention."""
-        return {
-            "key_mask": self.key_mask,
-            "key_weight": self.key_weight,
-            "key_index": self.key_index,
-        }
+        return Keys(key_mask=self.key_mask, key_weight=self.key_weight, key_index=self.key_index)
 
     @classmethod
     def of(cls, geometry: Geometry, lattice: bool = False) -> "DenseAtoms":

@@ -120,7 +120,10 @@ class LearnedOptimizer(Optimizer):
         """Updates one parameter in chunks."""
         if not parameter.numel():
             return
-        model, kept = self._model_for(parameter), self.state[parameter]
+        key = parameter.device, parameter.dtype
+        if key not in self._models:
+            self._models[key] = copy.deepcopy(self.model).to(*key).eval().requires_grad_(False)
+        model, kept = self._models[key], self.state[parameter]
         gradients = gradient.reshape(-1).split(self.chunk)
         states: list[OptimizerState | None] = [None] * len(gradients)
         if kept:
@@ -133,10 +136,3 @@ class LearnedOptimizer(Optimizer):
         kept["moments"] = torch.cat([state.moments for state in after])
         kept["memory"] = [torch.cat(parts) for parts in memories]
         parameter.add_(torch.cat(updates).view_as(parameter), alpha=lr)
-
-    def _model_for(self, parameter: Tensor) -> CoordinateOptimizer:
-        """Returns the model on the device and in the precision of a parameter."""
-        key = parameter.device, parameter.dtype
-        if key not in self._models:
-            self._models[key] = copy.deepcopy(self.model).to(*key).eval().requires_grad_(False)
-        return self._models[key]

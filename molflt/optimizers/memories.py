@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from typing import Any, Literal, cast
 
 import torch
@@ -156,7 +155,8 @@ class AttentionMemory(Memory):
             state = tuple(part[:, :, max(0, part.shape[2] + 1 - self.window) :] for part in state)
         positions = self._positions(start, 1, x)
         hidden, last = self.stack.decode(x[:, None], positions, self._unpacked(state))
-        return hidden[:, 0], _packed(last.blocks)
+        parts = [(b[:2],) if isinstance(b, KeyValues) else b for b in last.blocks]
+        return hidden[:, 0], tuple(tensor for states in parts for one in states for tensor in one)
 
     def _positions(self, start: int, steps: int, x: Tensor) -> Tensor | None:
         """Returns the positions of new steps, (1, steps, 1), relative to the first step."""
@@ -182,12 +182,6 @@ class AttentionMemory(Memory):
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
         self.stack.redraw_(generator)
-
-
-def _packed(blocks: Sequence[DecodeState]) -> MemoryState:
-    """Returns all tensors of decoding states in one tuple."""
-    parts = [(b[:2],) if isinstance(b, KeyValues) else b for b in blocks]
-    return tuple(tensor for states in parts for state in states for tensor in state)
 
 
 class RecurrentMemory(Memory):

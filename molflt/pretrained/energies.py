@@ -282,9 +282,10 @@ class EnergyPredictor(Pretrained):
         tokens = None
         if embedding is not None:
             tokens = found.by_atom["embedding"][i]
+            if embedding == "pooled" and not self.predicts_forces:
+                tokens = tokens[Geometry.of_data(dataset[i]).above_subsurface().numpy()]
             if embedding == "pooled":
-                whole = self.predicts_forces
-                tokens = tokens.mean(axis=0) if whole else _pooled(tokens, dataset[i])
+                tokens = tokens.mean(axis=0)
         relaxed = None
         if "displacement" in found.by_atom:
             relaxed = _moved(dataset, i, found.by_atom["displacement"][i])
@@ -331,12 +332,6 @@ def _are_paths(structures: object) -> TypeGuard[Paths]:
     """Returns True for a path or a list of paths."""
     several = structures if isinstance(structures, list | tuple) and structures else [structures]
     return all(isinstance(one, str | Path) for one in several)
-
-
-def _pooled(tokens: NDArray[np.float32], record: Data) -> NDArray[np.float32]:
-    """Returns the mean over atoms above the subsurface: (atoms, dim) -> (dim,)."""
-    counted = Geometry.of_data(record).above_subsurface().numpy()
-    return cast("NDArray[np.float32]", tokens[counted].mean(axis=0))
 
 
 def _moved(dataset: Structures, i: int, displacement: NDArray[np.float32]) -> Atoms | None:

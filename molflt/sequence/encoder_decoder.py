@@ -51,6 +51,7 @@ class EncoderDecoder(TokenModel):
         stack: further arguments of `molflt.attention.Stack` for encoder and decoder.
 
     Attributes:
+        decodes: True if `advance` continues from a state instead of recomputing all tokens.
         of_data: prefixes of the names of tensors that depend on the data.
     """
 
@@ -90,17 +91,13 @@ class EncoderDecoder(TokenModel):
             **stack,
         )
         self.decoder = Decoder(dim, heads, **{**stack, **places, **(decoder or {})})
+        self.decodes = self.decoder.decodes
         self.head = _PlainHead(dim, self.vocabulary)
         self._set_places(0.1, embedding_dropout)
 
     @property
     def _relative(self) -> Position | None:
         return self.encoder.position
-
-    @property
-    def decodes(self) -> bool:
-        """Returns True if `advance` continues from a state instead of recomputing all tokens."""
-        return self.decoder.decodes
 
     def encode(self, source: Tensor, source_mask: Tensor | None = None) -> Tensor:
         """Returns the hidden states of the source.

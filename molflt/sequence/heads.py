@@ -83,11 +83,6 @@ class _AdaptiveHead(Head):
     (arXiv:1609.04309). Its weights also serve as adaptive inputs (Baevski and Auli,
     arXiv:1809.10853, "tied" weights and projections): an id of cluster c has the embedding
     E_c[id] P_c and the logit E_c[id] . (P_c h).
-
-    Args:
-        dim: width of hidden states.
-        vocabulary: number of ids, which are sorted by decreasing frequency.
-        cutoffs: first id of each cluster of rarer ids, increasing and below `vocabulary`.
     """
 
     def __init__(self, dim: int, vocabulary: int, cutoffs: list[int]) -> None:

@@ -19,7 +19,7 @@ class Lattice(NamedTuple):
     """Lattice of each graph; virtual along directions that are not periodic."""
 
     vectors: Tensor  # (b, 3, 3), in rows, Å; periodic vectors first, from a reduced cell
-    dual: Tensor  # (b, 3, 3), reciprocal vectors in rows, without 2 pi, cycles/Å
+    dual: Tensor  # (b, 3, 3), reciprocal vectors in rows, a_i . b_j = delta_ij, cycles/Å
     volume: Tensor  # (b,), Å^3
 
     @classmethod
@@ -46,7 +46,10 @@ class Lattice(NamedTuple):
             )
         side = torch.where(periodic, 1.0, extent.to(rows.dtype) + reach)
         vectors = rows * side[..., None]
-        return cls(vectors, *_dual(vectors))
+        cross, (a, b, c) = torch.linalg.cross, vectors.unbind(1)
+        normals = torch.stack((cross(b, c), cross(c, a), cross(a, b)), dim=1)
+        volume = (normals[:, 0] * a).sum(dim=-1)
+        return cls(vectors, normals / volume[:, None, None], volume.abs())
 
 
 def free_extent(
@@ -163,13 +166,3 @@ def _check_rows(rows: Tensor, periodic: Tensor) -> None:
 def _unit_normal(a: Tensor, b: Tensor) -> Tensor:
     normal = torch.linalg.cross(a, b)
     return normal / normal.norm(dim=-1, keepdim=True)
-
-
-def _dual(lattice: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns reciprocal vectors b_j in rows, (b, 3, 3), a_i . b_j = delta_ij, and volumes (b,)."""
-    a, b, c = lattice.unbind(1)
-    normals = torch.stack(
-        (torch.linalg.cross(b, c), torch.linalg.cross(c, a), torch.linalg.cross(a, b)), dim=1
-    )
-    volume = (normals[:, 0] * a).sum(dim=-1)
-    return normals / volume[:, None, None], volume.abs()

@@ -158,10 +158,6 @@ class DensityNodes(Nodes):
         self.register_buffer("unit", torch.empty(density.heads, num_nodes, density.dim))
         self.redraw_()
 
-    @property
-    def density(self) -> ShiftInvariant:
-        return self._density[0]
-
     @classmethod
     def sizes(cls, spectrum: Spectrum, num_nodes: int | None) -> dict[str, object]:
         if not isinstance(spectrum, ShiftInvariant):
@@ -173,15 +169,15 @@ class DensityNodes(Nodes):
         return {"density": spectrum, "shared": True, **count}
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
-        draw = self.density.draw(self.num_nodes, generator)
+        draw = self._density[0].draw(self.num_nodes, generator)
         with torch.no_grad():
             self.unit.copy_(draw)
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        density = self.density
+        density = self._density[0]
         nodes = self.unit / density.log_length.exp()[:, None, None]
         log_density = density.unit_log_density(self.unit) + self.dim * density.log_length[:, None]
         return nodes, (-log_density).exp() / self.num_nodes
 
     def log_density(self, xi: Tensor) -> Tensor:
-        return self.density.log_density(xi)
+        return self._density[0].log_density(xi)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from numbers import Real
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
@@ -115,7 +115,9 @@ class Converter:
     def _labels(self, atoms: Atoms, info: Mapping[str, Any]) -> dict[str, Any]:
         """Returns y_relaxed, and the energy, forces and stress at the positions, if available."""
         results = getattr(atoms.calc, "results", None) or {}
-        self._numbers |= dict.fromkeys(name for name, value in info.items() if _is_number(value))
+        self._numbers |= dict.fromkeys(
+            n for n, x in info.items() if isinstance(x, Real) and not isinstance(x, Integral)
+        )
         named = (name for name in [*info, *atoms.arrays] if _kind(name))
         there = [*results, *(name for name in named if not _SETTING.search(name))]
         absent = {"free_energy"} if results.get("free_energy") == results.get("energy") else set()
@@ -455,10 +457,6 @@ def _kind(name: str) -> str:
 def _all_nan(value: object) -> bool:
     array = np.asarray(value)
     return array.dtype.kind == "f" and bool(np.isnan(array).all())
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool | np.bool_ | int | np.integer)
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MOST_ADSORPTION",
-    "MOST_FORCE",
-    "MOST_STRESS",
     "ElementEnergies",
     "EnergyKind",
     "beyond_rounding",

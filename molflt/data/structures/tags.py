@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from torch_geometric.data import Data
 
 __all__ = [
-    "Guess",
     "Tagged",
     "adsorbates",
     "guess_tags",
