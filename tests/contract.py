@@ -445,7 +445,7 @@ def covering(
     seen: set[tuple[object, ...]] = set()
     chosen = []
     shuffled = random.Random(0).sample(pairs, len(pairs))
-    for least in range(6, 0, -1):  # first, entries with many new pairs of choices
+    for least in range(6, 0, -1):  # entries with many new pairs come first
         for combination, check in shuffled:
             phi, case, *form = combination
             choices = enumerate((phi, case, tuple(form), check))
@@ -509,7 +509,7 @@ def check_fourier_pair(spectrum: Spectrum) -> None:
 
 
 def check_draws(kernel: ShiftInvariant) -> None:
-    """Means of Gaussian waves over draws equal integrals with the density."""
+    """The mean of a Gaussian wave over draws equals its integral with the density."""
     kernel, count, dim = copy.deepcopy(kernel).double(), 20_000, kernel.dim
     draws = kernel.draw(count, torch.Generator().manual_seed(0))
     assert draws.shape == (kernel.heads, count, dim) and draws.dtype == torch.float64

@@ -95,7 +95,7 @@ def test_logits_are_in_float32_under_autocast() -> None:
 
 @pytest.mark.parametrize("scale", [1.0, 0.3])
 def test_patches_at_one_distance_count_equally(scale: float, monkeypatch) -> None:
-    """This holds in any unit of length; one-sided attention reveals how ties are broken."""
+    """Includes other units of length; one-sided attention reveals how ties are broken."""
     options = {"position": "spectral", "position_scale": scale, "num_features": 4}
     model = ImageClassifier(3, 1, 14, patch_size=1, dim=8, heads=1, layers=1, **options).eval()
     places = torch.cartesian_prod(torch.arange(14), torch.arange(14))

@@ -91,7 +91,7 @@ def test_baselines(tmp_path: Path, monkeypatch, capsys) -> None:
 
 
 def test_use_in_another_dimension() -> None:
-    """Minimizes a function of the package cma, which has the same interface."""
+    """Minimizes a function of the package `cma`."""
     run = trained("population_optimizer")
     optimizer = PopulationOptimizer.from_run(str(run), dimension=5, members=8, start=1.0)
     assert optimizer.ask().shape == (8, 5)

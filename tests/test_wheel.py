@@ -26,7 +26,7 @@ SMALLER = {
     "evaluate": "--device=cpu",
     "relax": "--fmax=100",
 }
-# Other tools, and commands that download.
+# Commands of other programs, and commands that download.
 ELSEWHERE = ("make ", "pip ", "conda ", "molflt data download ", "python -m molflt.certify ")
 
 # Runs commands and examples in one process, which imports torch once.

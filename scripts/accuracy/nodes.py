@@ -18,7 +18,7 @@ RULES = ("gaussian", "orthogonal", "sobol", "shells")
 OWN_SIGMA = 1 / (2 * math.pi)  # width of the spectral density, in cycles per width s
 MOST = 4096  # largest number of nodes on shells
 TOLERANCES = (0.04, 0.03, 0.02, *(c * 10**-k for k in (3, 4) for c in (10, 5, 3, 2)), 0.0001)
-SHOWN = (16, 128, 512, 4096)  # numbers of nodes in the table; upper bounds for shells
+SHOWN = (16, 128, 512, 4096)  # numbers of nodes in the table; shells have at most this number
 QUICK = {"nodes": (16, 256), "tolerances": (0.03, 0.01), "pairs": 200, "draws": 4, "turned": 4}
 
 

@@ -35,7 +35,7 @@ SIZES = {
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    """Makes a dozen tokens need several blocks and several pieces."""
+    """Sets sizes with which a dozen tokens need several blocks and pieces."""
     monkeypatch.setattr(module, "_BLOCK", 4)
     monkeypatch.setitem(module._TRANSIENT, "cpu", 1000)
 
