@@ -307,7 +307,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def predicted(*sids: int) -> Predictions:
-    """Returns energies 0.1 eV above the labels; sid 101 has no label, 999 no name."""
+    """Returns energies 0.1 eV above the labels; sid 101 has no label, and sid 999 no name."""
     target = np.array([np.nan if sid == 101 else -0.01 * sid for sid in sids])
     words = ["X"] * len(sids)
     energy = np.nan_to_num(target) + 0.1

@@ -236,7 +236,7 @@ def image_sum(spectrum: Spectrum, positions: Tensor, cell: Tensor, pbc: Tensor) 
 
 @pytest.mark.parametrize("kind", ANY_AXIS)
 def test_equals_the_sum_over_images(kind):
-    """The measured error is 1.5e-9 for frequencies up to 1.2 / width and a reach of 7 widths."""
+    """The measured error is 1.5e-9 for frequencies below 1.2 / width and a reach of 7 widths."""
     spectrum, x = gaussians(2.0, 2.3), atoms()
     fast = mask(spectrum, x, CELL[None], periodic(kind), 0.6, reach=16.1)
     exact = image_sum(spectrum, x, CELL[None], periodic(kind))
@@ -282,7 +282,7 @@ def test_positive_taper_keeps_positive():
 
 
 def test_rows_of_frequencies_are_independent_normal_variables():
-    """The origin has one variable, because its sin is 0; other nodes have two, for cos and sin."""
+    """The origin has one variable, because its sin is 0; other nodes have two variables."""
     torch.manual_seed(0)
     xi = torch.tensor([[[0.0, 0, 0], [0.1, 0, 0], [0.05, 0.2, -0.1]]])
     rows = FrequencyProjection(1, 40_000).rows(xi)[0, 0]

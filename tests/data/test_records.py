@@ -189,7 +189,7 @@ def test_distances_and_cells_turn_together():
 
 
 def relaxations(count=400):
-    """Returns structures of two free and one fixed atom; every fourth lacks relaxed positions."""
+    """Returns structures of two free atoms and one fixed atom; some lack relaxed positions."""
     rng = np.random.default_rng(0)
     records = []
     for k in range(count):

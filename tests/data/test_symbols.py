@@ -34,7 +34,7 @@ def fasta(path: Path, content: str = GOOD) -> Path:
 
 
 def drawn(count: int, seed: int = 0) -> str:
-    """Returns records of 5 to 40 amino acids; every fifth repeats the previous sequence."""
+    """Returns records of 5 to 40 amino acids; every fifth record repeats the previous sequence."""
     draw, lines = np.random.default_rng(seed), []
     for i in range(count):
         if i % 5 != 4:

@@ -103,7 +103,7 @@ def test_linear_equals_quadratic(kind):
 
 @pytest.mark.parametrize("kind", FEW, ids=str)
 def test_defaults_of_batch_cell_and_pbc(kind):
-    """One graph does not need `batch`; cells (3, 3) apply to all graphs, and imply periodicity."""
+    """A single graph needs no `batch`; cells (3, 3) apply to all graphs, and imply periodicity."""
     layer, crystals = kind.build(), [graph("crystal", 7), graph("crystal", 4)]
     expected = run(layer, crystals)
     arguments = collated(crystals)

@@ -44,7 +44,7 @@ def test_other_descriptions_of_the_same_crystal(position, structure, matrix, mix
 
 
 def supercell(given: Graph, copies: tuple[int, int, int]) -> Graph:
-    """Returns all atoms of each of the cells, one cell after the other."""
+    """Returns the atoms of all cells, one cell after another."""
     steps = torch.cartesian_prod(*(torch.arange(n).double() for n in copies))
     pos = (steps @ given.cell)[:, None] + given.pos
     cell = given.cell * torch.tensor(copies).double()[:, None]

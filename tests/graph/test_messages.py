@@ -167,7 +167,7 @@ def test_tables_agree_with_pymatgen():
 
 
 def test_training_leaves_out_vectors_of_elements() -> None:
-    """A training step describes half of the elements by descriptors alone; evaluation does not."""
+    """Only training steps describe half of the elements by descriptors alone."""
     torch.manual_seed(0)
     embedding = ElementEmbedding(4, descriptors=True)
     some = torch.tensor([1, 6, 8, 29, 78])

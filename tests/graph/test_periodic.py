@@ -119,7 +119,7 @@ def test_weights_of_images():
 
 
 def test_images_of_all_atoms_equal_brute_force():
-    """Includes atoms that are several cells away from others."""
+    """Includes atoms that are several cells away from other atoms."""
     given = graph("slab", 12)
     pos = 2 * given.pos
     dense = Images(4.0).dense(Geometry.of(pos, cell=given.cell, pbc=given.pbc))

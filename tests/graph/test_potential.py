@@ -87,7 +87,7 @@ def test_smooth_extents_remove_the_kink():
 
 
 def slope(model: torch.nn.Module, atoms: Atoms, step: np.ndarray, strain: np.ndarray) -> float:
-    """Returns the derivative along a step and a strain by differences of fourth order."""
+    """Differentiates along a step and a strain with differences of fourth order."""
     energies = {}
     for k in (-2, -1, 1, 2):
         there, change = atoms.copy(), np.eye(3) + 1e-4 * k * strain

@@ -19,7 +19,7 @@ from molflt.certify import CHECKS, certify, main
 
 
 class Law:
-    """Returns the pair energy (1 - r² / 16)⁴, r < 4 Å, and force / distance vector."""
+    """Pair energy (1 - r² / 16)⁴ for r < 4 Å, and its force / distance vector."""
 
     def forward(self, squares: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         rest = 1 - squares / 16
