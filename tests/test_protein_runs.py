@@ -110,7 +110,8 @@ def test_blosum62_embeddings_correlate_with_blosum62(tmp_path: Path, monkeypatch
     pytest.importorskip("Bio")
     table = _blosum()
     assert table is not None and table.shape == (20, 20) and (table == table.T).all()
-    # C is first and W last: 9 and 11 on the diagonal, -2 between them (Henikoff and Henikoff, 1992)
+    # diagonal entries of C (first) and W (last), and their common entry (Henikoff and Henikoff,
+    # 1992)
     assert (table[0, 0], table[-1, -1], table[0, -1]) == (9, 11, -2)
     centered = np.eye(20) - 1 / 20
     values, vectors = np.linalg.eigh(centered @ table @ centered)

@@ -18,7 +18,7 @@ from molflt.evaluation.shard_files import merge_shards
 from molflt.training.checkpoint import read_exported, write_exported
 
 COUNT = 3
-CHANGES = {  # changes of rows that keep their number
+CHANGES = {  # changes that keep the number of rows
     ".csv": ("^index", "indices", "index"),
     ".json": ('"index": ', '"index": 0.', "int"),
     ".extxyz": ("index=", "i=", "index"),

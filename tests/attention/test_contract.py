@@ -75,7 +75,7 @@ def test_gradients_of_single_samples(combination):
 
 @pytest.mark.parametrize("combination", ONE_OF_EACH_CASE, ids=str)
 def test_modules_made_without_memory(combination):
-    """A module on the meta device needs only a state dict."""
+    """A module built on the meta device computes after `load_state_dict`."""
     _directions.cache_clear()  # cached tensors must not be on the meta device
     with torch.device("meta"):
         empty = contract.make_stack(combination)
