@@ -92,8 +92,16 @@ class GraphEncoding(nn.Module):
         self.position = cast(SpectralPosition, made)
         self.position.on_lattice = self.periodic.lattice
         self.periodic.check(self.position, self.softmax, bool(near_field))
-        if mixing == TRITON:
-            self._expect_ragged()
+        own = self.periodic
+        if mixing == TRITON and isinstance(own, Auto):
+            own.nodes_only = True
+        elif mixing == TRITON and (
+            isinstance(own, Images | OnMesh) or (isinstance(own, Reciprocal) and own.smooth)
+        ):
+            raise ValueError(
+                "mixing='triton' goes with periodic 'none', 'reciprocal' and 'auto'; got "
+                f"{own!r}; use one of them, or mixing='auto'"
+            )
         self.near_field: NearField | None = None
         self.frequency_projection: FrequencyProjection | None = None
         if near_field:
@@ -137,19 +145,6 @@ class GraphEncoding(nn.Module):
             return self.padded(part, own)
 
         return SizeClasses.of(geometry, encode, columns, found.on_mesh)
-
-    def _expect_ragged(self) -> None:
-        """Raises ValueError unless the kernels of mixing "triton" can use the encoding."""
-        scheme = self.periodic
-        if isinstance(scheme, Auto):
-            scheme.nodes_only = True
-        elif isinstance(scheme, Images | OnMesh) or (
-            isinstance(scheme, Reciprocal) and scheme.smooth
-        ):
-            raise ValueError(
-                "mixing='triton' goes with periodic 'none', 'reciprocal' and 'auto'; got "
-                f"{scheme!r}; use one of them, or mixing='auto'"
-            )
 
     def _ragged(self, geometry: Geometry, found: _Found) -> SizeClass:
         """Evaluates the encoding of all graphs without padding, for mixing "triton"."""

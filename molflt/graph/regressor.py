@@ -198,9 +198,6 @@ class EnergyRegressor(nn.Module):
         self.stack, self.readout = blocks, EnergyReadout(dim, readout, cutoff)
         self.sees_neighbors = self.embedding.sees_neighbors or self.readout.sees_neighbors
         self.position_head = PositionHead(dim, cutoff=cutoff) if position_head else None
-        self._register_buffers()
-
-    def _register_buffers(self) -> None:
         for name, start in (("energy_mean", torch.zeros), ("energy_std", torch.ones)):
             self.register_buffer(name, start((), dtype=torch.float64))
         references = torch.zeros(MAX_ATOMIC_NUMBER + 1, dtype=torch.float64)

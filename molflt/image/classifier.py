@@ -90,11 +90,15 @@ class ImageClassifier(nn.Module):
             no_effect("with position='none'", position_scale=position_scale)
         self.position_scale = 1.0 if position_scale is None else position_scale
         tokens = side * side + (pool == "token")
+        given = position_options or {}
+        known = known_options(position, dim=2, shape=(side, side), max_tokens=tokens)
+        if "shape" in known:  # a table in two dimensions, or along the sequence if requested
+            known.pop("shape" if "max_tokens" in given else "max_tokens", None)
         self.stack = Stack(
             dim=dim,
             dropout=dropout,
             position=position,
-            position_options=_filled(position, position_options, side, tokens),
+            position_options={**known, **given},
             **stack,
         )
         _refuse_misfits(self.stack.position, pool, absolute, self.position_scale, dim)
@@ -224,17 +228,6 @@ def _patches_along(image_size: int | None, patch_size: int, **others: int | None
             "divisor, or resize the images"
         )
     return side
-
-
-def _filled(
-    position: str, options: dict[str, Any] | None, side: int, tokens: int
-) -> dict[str, Any]:
-    """Adds the options of the encoding that follow from the grid of patches."""
-    given = options or {}
-    known = known_options(position, dim=2, shape=(side, side), max_tokens=tokens)
-    if "shape" in known:  # a table in two dimensions, or along the sequence if requested
-        known.pop("shape" if "max_tokens" in given else "max_tokens", None)
-    return {**known, **given}
 
 
 def _refuse_misfits(

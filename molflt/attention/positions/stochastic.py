@@ -222,21 +222,18 @@ class ConvSPE(_StochasticPosition):
         self.check_range(positions, self.max_tokens, integers=True)
         index = positions.long()
         kernel = self.query_filter if query else self.key_filter
-        bank = None
+        bank = None  # Qbar at all positions, (h, d, max_tokens, R)
         if index.shape[-1] * self.kernel_size > self.noise.shape[2]:
-            bank = self._filter_all(kernel)
+            full = at_least_float32(kernel).flatten(0, 1)[:, None, :, None]
+            noise = self.noise.to(full.dtype).flatten(0, 1)[None]
+            # With a 2-D convolution and realizations last, the backward pass is several times
+            # faster.
+            bank = F.conv2d(noise, full, groups=len(full))[0].unflatten(0, kernel.shape[:2])
         if not torch.compiler.is_compiling() and len(index) and (index == index[:1]).all():
             index = index[:1]  # e.g. consecutive tokens; compiled code takes the branch below
         if len(index) == 1:
             return functools.partial(_product, self._at(index[0], kernel, bank))
         return functools.partial(self._by_row, index, kernel, bank)
-
-    def _filter_all(self, kernel: Tensor) -> Tensor:
-        """Returns Qbar at all positions: filters (h, d, P) -> (h, d, max_tokens, R)."""
-        full = at_least_float32(kernel).flatten(0, 1)[:, None, :, None]
-        noise = self.noise.to(full.dtype).flatten(0, 1)[None]
-        # With a 2-D convolution and realizations last, the backward pass is several times faster.
-        return F.conv2d(noise, full, groups=len(full))[0].unflatten(0, kernel.shape[:2])
 
     def _at(self, index: Tensor, kernel: Tensor, bank: Tensor | None) -> Tensor:
         """Returns Qbar at positions (n,), from the bank if there is one: (h, d, n, R)."""

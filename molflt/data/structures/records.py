@@ -121,9 +121,13 @@ def make_record(
     origin, lattice = origin_of(given), exact.float()
     start = _near(given - origin, exact, periodic).float()
     unknown = charge is None or bool(_tensor(charge, "charge", name).isnan().all())
+    relaxed = torch.full_like(start, math.nan)
+    if pos_relaxed is not None:
+        end = _positions(pos_relaxed, "pos_relaxed", name, len(start)) - origin
+        relaxed = (end - _lattice_shift(end - start.double(), lattice, periodic)).float()
     return Data(
         pos=start,
-        pos_relaxed=_relaxed(pos_relaxed, origin, start, lattice, periodic, name),
+        pos_relaxed=relaxed,
         cell=lattice,
         pbc=periodic,
         atomic_numbers=numbers,
@@ -273,15 +277,6 @@ def _near(pos: Tensor, cell: Tensor, pbc: Tensor) -> Tensor:
     apart = pos - pos.median(dim=0).values
     far = (apart.abs() > _APART).any(dim=1)
     return pos - _lattice_shift(apart * far[:, None], cell, pbc) if far.any() else pos
-
-
-def _relaxed(
-    value: _Array | None, origin: Tensor, pos: Tensor, cell: Tensor, pbc: Tensor, name: str
-) -> Tensor:
-    if value is None:
-        return torch.full_like(pos, math.nan)
-    relaxed = _positions(value, "pos_relaxed", name, len(pos)) - origin
-    return (relaxed - _lattice_shift(relaxed - pos.double(), cell, pbc)).float()
 
 
 def _label(

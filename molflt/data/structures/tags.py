@@ -176,7 +176,10 @@ class _Atoms:
         lattice = np.isin(self.numbers, np.unique(self.numbers[inside]))
         slab |= lattice & (surrounded | deep)
         sites = lattice & ~slab
-        sure = self._unbonded(slab) | touching
+        kinds = self.numbers[self.i] * 1000 + self.numbers[self.j]  # of bonds
+        known = np.unique(kinds[self.bonded & slab[self.i] & slab[self.j]])
+        foreign = self.bonded & ~np.isin(kinds, known)
+        sure = (np.bincount(self.i[foreign], minlength=len(slab)) == 0) | touching
         moves = self._moves(slab) if sites.any() else []
         slab[sites] = [
             self._continues(int(one), slab, slab | sites, moves, bool(sure[one]))
@@ -217,13 +220,6 @@ class _Atoms:
         np.add.at(total, self.i[near], self.directions[near])
         count = np.bincount(self.i[near], minlength=len(total))
         return (count > 1) & (np.linalg.norm(total, axis=1) < _EVEN * count)
-
-    def _unbonded(self, slab: _Flags) -> _Flags:
-        """Returns the mask (N,) of atoms whose kinds of bonds all occur inside the slab."""
-        kinds = self.numbers[self.i] * 1000 + self.numbers[self.j]
-        known = np.unique(kinds[self.bonded & slab[self.i] & slab[self.j]])
-        foreign = self.bonded & ~np.isin(kinds, known)
-        return np.bincount(self.i[foreign], minlength=len(slab)) == 0
 
     def _continues(
         self, atom: int, slab: _Flags, sites: _Flags, moves: list[NDArray[np.float64]], sure: bool
