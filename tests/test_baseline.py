@@ -6,8 +6,9 @@ import torch
 from ase import Atoms
 from ase.build import add_adsorbate, fcc111
 from ase.calculators.emt import EMT
+from ase.constraints import FixAtoms
 from ase.io import read, write
-from tiny_run import argon, arguments, error_of, start, structures, table
+from tiny_run import argon, arguments, at_step, error_of, power_cut, start, structures, table
 
 import molflt
 from molflt.commands.cli import main
@@ -186,14 +187,48 @@ def test_command_continues_from_its_table(oxygen, tmp_path, capsys):
     out, kept = tmp_path / "out.safetensors", tmp_path / "out.csv"
     whole = computed(oxygen, out)
     lines = kept.read_text().splitlines(keepends=True)
-    changed = lines[1].replace(lines[1].split(",")[5], "7.5")
+    changed = lines[1].replace(lines[1].split(",")[6], "7.5")
     kept.write_text(lines[0] + changed)  # a row that is kept is not computed again
     np.testing.assert_allclose(computed(oxygen, out), [7.5, *whole[1:]])
     words = ["data", "baseline", str(oxygen), str(out), "--calculator", "ase.calculators.emt:EMT"]
     assert "30 steps" in error_of(capsys, *words, "--relax_steps=30")
-    other = oxygen.with_name("other.extxyz")
-    write(other, read(oxygen, ":")[1:])
-    assert "row 1" in error_of(capsys, *words[:2], str(other), *words[3:])
+    moved = read(oxygen, ":")
+    moved[1].positions[-1, 2] += 0.5
+    write(other := oxygen.with_name("other.extxyz"), moved)
+    assert "another structure 1" in error_of(capsys, *words[:2], str(other), *words[3:])
+    kept.write_text("a,b\n1,2\n")
+    assert "not a table of this command" in error_of(capsys, *words)
+
+
+def test_structures_that_fail_have_no_baseline_and_are_tried_again(oxygen, tmp_path, capsys):
+    frames = read(oxygen, ":")
+    frames[0].symbols[0] = "Fe"  # EMT has no parameters for it
+    write(tmp_path / "iron.extxyz", frames)
+    found = computed(tmp_path / "iron.extxyz", tmp_path / "out.safetensors")
+    assert np.isfinite(found).tolist() == [False, True, True]
+    err = capsys.readouterr().err
+    assert "1 structures, such as sid 0" in err and "Fe" in err
+    (tmp_path / "out.csv").write_text((tmp_path / "out.csv").read_text() + "7,0,half a r")
+    again = computed(tmp_path / "iron.extxyz", tmp_path / "out.safetensors")
+    np.testing.assert_array_equal(again, found)
+
+
+def test_slabs_with_other_fixed_atoms_are_not_shared(oxygen, tmp_path):
+    free, fixed = read(oxygen, ":2")
+    fixed.set_constraint(FixAtoms(range(12)))
+    found = []
+    for name, frames in (("one", [free, fixed]), ("two", [fixed])):
+        write(tmp_path / f"{name}.extxyz", frames)
+        out = tmp_path / f"{name}.safetensors"
+        found.append(computed(tmp_path / f"{name}.extxyz", out, "--relax_steps=20")[-1])
+    assert found[0] == pytest.approx(found[1], abs=1e-6)
+
+
+def test_run_that_loses_power_before_its_first_checkpoint_starts_again(files, tmp_path):
+    words = (files, tmp_path / "run", "--trainer.max_steps=2", "--data.baseline_key=mlip")
+    with at_step(0, power_cut), pytest.raises(RuntimeError, match="power cut"):
+        start(*words)
+    assert start(*words) == 0
 
 
 def test_command_accepts_trained_potentials(potential_run, tmp_path):

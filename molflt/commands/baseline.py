@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import csv
+import hashlib
 import math
 import multiprocessing
 import signal
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from functools import partial
 from importlib.metadata import packages_distributions, version
@@ -20,7 +22,8 @@ from tqdm import tqdm
 from molflt.atoms import Tag
 from molflt.commands.options import expect_ending
 from molflt.data.structures import Structures, open_dataset
-from molflt.data.structures.base import to_atoms
+from molflt.data.structures.ase_fields import fixed_atoms
+from molflt.data.structures.base import Reading, Tags, to_atoms
 from molflt.data.structures.sources import files_of
 from molflt.data.structures.store import write_store
 from molflt.evaluation.relaxation import relax_atoms
@@ -49,6 +52,8 @@ def baseline(
     fmax: float = 0.05,
     workers: int = 1,
     device: str = "auto",
+    energy_key: str | None = None,
+    tags: Tags = "oc20",
 ) -> None:
     """Adds baseline energies by an ASE calculator to structures, for --data.baseline_key.
 
@@ -67,6 +72,10 @@ def baseline(
         fmax: largest force on a free atom at convergence, eV/Å.
         workers: number of processes.
         device: auto, cpu, cuda or cuda:N, for potentials trained with molflt.
+        energy_key: name of the label, eV, in files that ASE reads; by default y_relaxed, else
+            energy.
+        tags: convention of the tags in files that ASE reads: oc20 (0 subsurface, 1 surface, 2
+            adsorbate) or ase (layer numbers from the top, 1, 2, ..., and 0 for adsorbates).
     """
     expect_ending(dst, ".safetensors")
     if relax_steps < 0 or workers < 1 or not fmax > 0:
@@ -77,33 +86,43 @@ def baseline(
     table = dst.with_suffix(".csv")
     for path in (dst, table):
         expect_writable(path, *files_of(src))
-    dataset = open_dataset(src)
-    label = f"{calculator} {_version(calculator)}, {relax_steps} steps"
-    rows = _known(table, dataset, label)
+    dataset = open_dataset(src, reading=Reading(energy_key, tags))
     make = partial(calculator_named, calculator, device)
     make()  # errors are reported here, not in each process
+    steps = f"{relax_steps} steps" + f" to {fmax:g} eV/Å" * (relax_steps > 0)
+    label = f"{calculator} {_version(calculator)}, {steps}"
+    rows = _known(table, dataset, label)
     bar = tqdm(initial=len(rows), total=len(dataset), unit=" structures", disable=None)
     with bar, _pool(workers, make) as pool:
 
-        def submit(atoms: Atoms) -> Future[float]:
+        def submit(atoms: Atoms) -> Future[tuple[float, str]]:
             return pool.submit(_energy, atoms, fmax, relax_steps)
 
         try:
-            for row in _computed(dataset, len(rows), submit):
+            for row in _computed(dataset, rows, submit):
                 row["calculator"] = label
                 if rows:
                     append(table, csv_text([row]).partition("\n")[2])
                 else:
                     write_csv(table, [row])
-                rows.append({name: "" if one is None else str(one) for name, one in row.items()})
+                rows[int(str(row["index"]))] = {
+                    k: "" if v is None else str(v) for k, v in row.items()
+                }
                 bar.update()
         finally:
             pool.shutdown(cancel_futures=True)
-    energies = [float(row["baseline_eV"] or math.nan) for row in rows]
-    if absent := [row["sid"] for row in rows if not row["baseline_eV"]]:
-        warn(f"{dst}: no finite baseline for {len(absent)} structures: sid {', '.join(absent[:5])}")
-    records = map(_with_baseline, dataset, energies)
-    count = write_store(dst, records, source=f"{dataset.path.name}, y_baseline by {label}")
+    energies = [float(rows[i]["baseline_eV"] or math.nan) for i in range(len(dataset))]
+    if absent := [rows[i] for i in range(len(dataset)) if not rows[i]["baseline_eV"]]:
+        warn(
+            f"{dst}: no baseline for {len(absent)} structures, such as sid {absent[0]['sid']}: "
+            f"{absent[0]['why']}; the same command tries again; to train without them, "
+            "--data.skip_bad true"
+        )
+    count = write_store(
+        dst,
+        (_with_baseline(dataset, index, energy) for index, energy in enumerate(energies)),
+        source=f"{dataset.path.name}, y_baseline by {label}",
+    )
     print(f"{dst}: {count:,} structures with y_baseline by {label}; table in {table}")
 
 
@@ -116,23 +135,42 @@ def _version(calculator: str) -> str:
     return version(packages[0]) if packages else "(version unknown)"
 
 
-def _known(table: Path, dataset: Structures, label: str) -> list[dict[str, str]]:
-    """Reads the rows of an interrupted computation."""
-    rows = csv_rows(table.read_text()) if table.exists() else []
-    for index, row in enumerate(rows):
-        if index >= len(dataset) or not _own(dataset, index).items() <= row.items():
-            raise ValueError(f"{table}: row {index + 1} belongs to other structures; delete it")
-        if row["calculator"] != label:
-            raise ValueError(
-                f"{table}: expected energies by {label}; got {row['calculator']}; delete it, or "
-                "choose another DST"
-            )
+def _known(table: Path, dataset: Structures, label: str) -> dict[int, dict[str, str]]:
+    """Reads the energies of an interrupted computation by index."""
+    if not table.exists():
+        return {}
+    text = table.read_text(encoding="utf-8")
+    try:
+        found = csv_rows(text[: text.rfind("\n") + 1])  # the last row may be incomplete
+        rows = {int(row["index"]): row for row in found if row["baseline_eV"]}
+        labels = {row["calculator"] for row in found} - {label}
+        changed = [i for i, row in rows.items() if row["digest"] != _own(dataset, i)["digest"]]
+    except (KeyError, IndexError, ValueError, csv.Error):
+        raise ValueError(f"{table}: not a table of this command; choose another DST") from None
+    if labels or changed:
+        other = f"by {labels.pop()}" if labels else f"of another structure {changed[0]}"
+        raise ValueError(
+            f"{table}: expected energies of these structures by {label}; got one {other}; delete "
+            "the table, or choose another DST"
+        )
+    if rows:
+        write_csv(table, list(rows.values()))
     return rows
 
 
 def _own(dataset: Structures, index: int) -> dict[str, str]:
+    """Returns the columns that identify a structure."""
     record = dataset[index]
-    return {"sid": str(int(record.sid)), "natoms": str(len(record.atomic_numbers))}
+    sid = str(dataset.name(index, int(record.sid)))
+    return {"index": str(index), "sid": sid, "digest": _digest(to_atoms(record))}
+
+
+def _digest(atoms: Atoms) -> str:
+    """Returns a digest of everything that a calculator and a relaxation depend on."""
+    arrays = (atoms.numbers, atoms.positions, atoms.cell.array, atoms.pbc, atoms.get_tags())
+    content = [np.ascontiguousarray(one).tobytes() for one in (*arrays, fixed_atoms(atoms))]
+    charge = str(atoms.info.get("charge", 0)).encode()
+    return hashlib.sha256(b"".join([*content, charge])).hexdigest()[:16]
 
 
 def _pool(workers: int, make: Callable[[], Any]) -> ProcessPoolExecutor:
@@ -147,25 +185,43 @@ def _begin(make: Callable[[], Any], threads: int) -> None:
     _made["calculator"] = make()
 
 
-def _energy(atoms: Atoms, fmax: float, steps: int) -> float:
-    """Returns the energy of a relaxed structure, eV, in a worker process."""
-    return relax_atoms(atoms, _made["calculator"], fmax=fmax, steps=steps).after
+def _energy(atoms: Atoms, fmax: float, steps: int) -> tuple[float, str]:
+    """Computes the energy of a relaxed structure in a worker process.
+
+    Returns:
+        The energy, eV, and "", or NaN and the reason why there is no energy.
+    """
+    try:
+        if not steps:
+            atoms.calc = _made["calculator"]
+            return float(atoms.get_potential_energy()), "not finite"
+        done = relax_atoms(atoms, _made["calculator"], fmax=fmax, steps=steps)
+        return done.after, done.why
+    except Exception as error:  # calculators raise any
+        return math.nan, " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def _computed(
-    dataset: Structures, first: int, submit: Callable[[Atoms], Future[float]]
+    dataset: Structures,
+    known: Mapping[int, object],
+    submit: Callable[[Atoms], Future[tuple[float, str]]],
 ) -> Iterator[_Row]:
-    """Yields the rows from index `first` on; parts that occur several times are computed once."""
-    parts: dict[bytes, Future[float]] = {}
-    waiting: deque[tuple[dict[str, str], dict[str, Future[float]]]] = deque()
-    for index in range(first, len(dataset)):
+    """Yields the unknown rows; parts that occur several times are computed once."""
+    parts: dict[str, Future[tuple[float, str]]] = {}
+    waiting: deque[tuple[dict[str, str], dict[str, Future[tuple[float, str]]]]] = deque()
+    for index in [i for i in range(len(dataset)) if i not in known]:
         atoms = to_atoms(dataset[index])
         adsorbed = atoms.get_tags() == Tag.ADSORBATE
         jobs = {"whole": submit(atoms)}
         if 0 < adsorbed.sum() < len(atoms):
+            if "charge" in atoms.info:
+                raise ValueError(
+                    f"{dataset.where(index)}: expected no charge, because it cannot be divided "
+                    f"between slab and adsorbate; got {atoms.info['charge']:g} e"
+                )
             for name, chosen in (("slab", ~adsorbed), ("adsorbate", adsorbed)):
                 part = atoms[chosen]
-                key = b"".join(np.ascontiguousarray(one).tobytes() for one in _content(part))
+                key = _digest(part)
                 jobs[name] = parts[key] = parts.get(key) or submit(part)
         waiting.append((_own(dataset, index), jobs))
         if len(waiting) > 32:
@@ -174,21 +230,24 @@ def _computed(
         yield _row(*waiting.popleft())
 
 
-def _content(atoms: Atoms) -> tuple[np.ndarray, ...]:
-    return atoms.numbers, atoms.positions, atoms.cell.array, atoms.pbc
-
-
-def _row(own: dict[str, str], jobs: dict[str, Future[float]]) -> _Row:
-    try:
-        energies = {f"{name}_eV": jobs[name].result() if name in jobs else None for name in _PARTS}
-    except Exception as error:  # calculators may raise any exception
-        raise ValueError(f"sid {own['sid']}: the calculator failed: {error}") from error
-    whole, *others = (one for one in energies.values() if one is not None)
+def _row(own: dict[str, str], jobs: dict[str, Future[tuple[float, str]]]) -> _Row:
+    found = {name: job.result() for name, job in jobs.items()}
+    whole, *others = (energy for energy, _ in found.values())
     difference = whole - sum(others)
-    return {**own, **energies, "baseline_eV": difference if math.isfinite(difference) else None}
+    finite = math.isfinite(difference)
+    why = [reason for energy, reason in found.values() if not math.isfinite(energy)]
+    energies = {f"{name}_eV": found[name][0] if name in found else None for name in _PARTS}
+    return {
+        **own,
+        **energies,
+        "baseline_eV": difference if finite else None,
+        "why": None if finite else why[0],
+    }
 
 
-def _with_baseline(record: Data, energy: float) -> Data:
-    record = record.clone()
+def _with_baseline(dataset: Structures, index: int, energy: float) -> Data:
+    record = dataset[index].clone()
+    if isinstance(name := dataset.name(index, int(record.sid)), str):
+        record.name = name
     record.y_baseline = torch.tensor([energy], dtype=torch.float64)
     return record

@@ -236,12 +236,13 @@ def assess(
         why = f" except those of {learned}, the training split" if learned in found else ""
         warn(f"no labels to calibrate the uncertainty with{why}; only the spread is known")
         return only_spread
-    chosen = split or labeled[0]
-    known = found[chosen].labeled & ~_new(found[chosen])
-    aside = is_set_aside(found[chosen].sid) & known
+    usable = [name for name in labeled if _aside(found[name]).sum() >= _LEAST]
+    chosen = split or next(iter(usable or labeled))
+    known, aside = found[chosen].labeled & ~_new(found[chosen]), _aside(found[chosen])
     if split is None and aside.sum() < _LEAST:
         warn(
-            f"{chosen}: only {aside.sum()} systems with labels in the half that would calibrate "
+            f"{chosen}: only {aside.sum()} systems with labels and without elements that the "
+            "training data lack in the half that would calibrate "
             f"the uncertainty; expected at least {_LEAST}; only the spread, spread_eV, is known; "
             "hold out more systems, or name a larger split with --calibration_split"
         )
@@ -284,6 +285,11 @@ def _errors(part: Predictions, chosen: NDArray[np.bool_]) -> _Errors:
     return np.abs(part.energy - part.target)[chosen], part.spread[chosen]
 
 
+def _aside(part: Predictions) -> NDArray[np.bool_]:
+    """Selects the systems that can calibrate."""
+    return is_set_aside(part.sid) & part.labeled & ~_new(part)
+
+
 def _new(part: Predictions) -> NDArray[np.bool_]:
     """Selects the systems with elements that the training data lack."""
     return np.array([bool(one) for one in part.new_elements or [""] * len(part.sid)])
@@ -298,6 +304,8 @@ def _with_new(
         The calibration, and by split the uncertainties, (systems,), eV.
     """
     kept = {name: part.labeled & _new(part) for name, part in found.items()}
+    if not any(one.any() for one in kept.values()):
+        return calibration, {}
     pairs = [(*_errors(part, kept[n]), np.array(part.new_elements)) for n, part in found.items()]
     error, spread = (np.concatenate([one[i] for one in pairs]) for i in (0, 1))
     elements = np.concatenate([one[2][kept[n]] for n, one in zip(found, pairs, strict=True)])
@@ -306,8 +314,11 @@ def _with_new(
         parts = error[chosen], spread[chosen], calibration.split
         return replace(calibration, new=Calibration.fit(*parts, calibration.members))
 
-    without = {one: elements != one for one in set(elements.tolist())}
-    if not without or min(chosen.sum() for chosen in without.values()) < _LEAST:
+    without = {
+        one: np.array([set(one.split("-")).isdisjoint(other.split("-")) for other in elements])
+        for one in set(elements.tolist())
+    }
+    if min(spread[chosen].any() * chosen.sum() for chosen in without.values()) < _LEAST:
         return calibration, {}
     others = {one: fitted(chosen) for one, chosen in without.items()}
     widths = {

@@ -37,7 +37,14 @@ __all__ = ["Calculator", "calculator_named"]
 def calculator_named(source: str, device: str = "auto") -> Any:
     """Creates the ASE calculator module:Class, or loads a potential for :class:`Calculator`."""
     module, _, name = source.partition(":")
-    return resolve_name(source)() if name and module != "hf" else Calculator(source, device=device)
+    if not name or module == "hf":
+        return Calculator(source, device=device)
+    try:
+        return resolve_name(source)()
+    except (AttributeError, ImportError) as error:
+        raise ValueError(
+            f"{source}: expected module:Class of an installed ASE calculator; got {error}"
+        ) from error
 
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}

@@ -215,7 +215,8 @@ class RunFolder:
                 f"folder; resume it with --resume {shlex.quote(str(self.path))}, or choose "
                 "another --run"
             )
-        found = [*self.path.glob("checkpoints/*.safetensors")]  # left by a run without last.ckpt
+        weights = self.path.glob("checkpoints/*.safetensors")  # left by a run without last.ckpt
+        found = [path for path in weights if not _precedes_training(path)]
         if not (self.path / _VERSIONS).exists():
             found += self.path.glob("config.yaml")  # not written by a run
         if found:
@@ -355,6 +356,14 @@ class RunFolder:
         except (OSError, ValueError) as error:
             if ending is None:
                 print(f"{png}: not drawn: {error}", file=sys.stderr)
+
+
+def _precedes_training(path: Path) -> bool:
+    """Returns True for weights of step 0, which are saved before the first checkpoint."""
+    try:
+        return read_header(path).get("step") == "0"
+    except ValueError:
+        return False
 
 
 def _versions() -> dict[str, str | None]:
