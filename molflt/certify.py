@@ -459,7 +459,7 @@ def certify(
         A row for each check.
 
     Raises:
-        ValueError: if the calculator supports no test structure.
+        ValueError: if the calculator does not support any of the test structures.
     """
     with _quiet():
         case = _Case(make, list(elements), float32)

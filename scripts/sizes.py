@@ -189,7 +189,7 @@ def energies(model: nn.Module, structures: Sequence[Atoms]) -> NDArray[np.float6
 
 
 def changes(energy: Mapping[str, NDArray[np.float64]]) -> dict[str, NDArray[np.float64]]:
-    """Returns the values of each column, eV, from the energies of the structures."""
+    """Computes the columns of the table: energies of structures and their differences, eV."""
     one = energy["1x1"]
     found = {name: energy[name] - one for name in REPEATS}
     found["3x3 - 2x2"] = energy["3x3"] - energy["2x2"]

@@ -27,7 +27,7 @@ HISTORY = {"arena", "beam", "kernel_error", "layers", "long_range", "masks", "no
 HISTORY |= {"precision", "sampling"}
 STORED = sorted({path.stem for path in RESULTS.glob("*.csv")} - HISTORY)
 MEMORY = {"scaling", "atoms"}
-# This benchmark trains in other processes, as other tests do; the weekly workflow runs it.
+# Trains in subprocesses, which other tests cover; only the weekly workflow runs it.
 LONG = {"interruptions"} if not os.environ.get("MOLFLT_FULL") else set()
 needs_linux = pytest.mark.skipif(
     not os.access("/proc/self/clear_refs", os.W_OK), reason="peak memory is read from Linux's /proc"

@@ -83,12 +83,12 @@ def predict(
         checkpoint: best (the default), last, or a safetensors file; only for a run.
         batch_size: structures, sentences or images in a batch.
         device: auto, cpu, cuda or cuda:N.
-        skip_bad: skip and list invalid structures (energies).
-        also: further runs that form an ensemble with `run` (energies). The output contains the
-            mean, the standard deviation over the runs (spread_eV) and, if calibrated, half the
-            width of the 68 % interval (uncertainty_eV).
+        skip_bad: skip and list invalid structures; only for energy models.
+        also: further runs that form an ensemble with `run`; only for energy models. The output
+            contains the mean, the standard deviation over the runs (spread_eV) and, if calibrated,
+            half the width of the 68 % interval (uncertainty_eV).
         calibration: uncertainty.json of an evaluation of the same runs; by default the file in the
-            subfolder ensemble of `run`, if it exists (energies).
+            subfolder ensemble of `run`, if it exists; only for energy models.
         tags: meaning of tags in a file that ASE reads: oc20 (0 subsurface, 1 surface, 2 adsorbate)
             or ase (layers from the top, 1, 2, ..., and 0 for adsorbates); by default as in
             training. guess replaces the tags of any source and prints the result: adsorbates are

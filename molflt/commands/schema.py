@@ -42,8 +42,8 @@ def schema(out: Path | None = None) -> None:
 def config_schema() -> dict[str, Any]:
     """Returns the JSON Schema (draft 2020-12) of configurations.
 
-    The recipe that a file names determines its keys. No key is required, because configurations can
-    be combined.
+    The recipe named in a file determines which keys are valid. No key is required, because
+    configurations can be combined.
     """
     whole: _Schema = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",

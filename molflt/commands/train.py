@@ -161,7 +161,7 @@ def _counted(model: nn.Module) -> str:
 
 @contextmanager
 def _one_line_warnings(folder: RunFolder) -> Iterator[None]:
-    """Prints warnings on one line each, and only once if they differ only in numbers."""
+    """Prints each warning on one line, and warnings that differ only in numbers once."""
     shown: set[str] = set()
 
     def show(message: Warning | str, *_: object, **__: object) -> None:

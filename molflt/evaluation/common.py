@@ -172,7 +172,7 @@ def attention_of(
 
 
 def locality_of(matrices: list[Tensor], distances: Tensor, causal: bool) -> dict[str, float | None]:
-    """Returns the attention on the "nearest" and the "farthest" 10 % of the tokens.
+    """Returns the share of attention on the "nearest" and "farthest" 10 % of the tokens.
 
     Both are averages over heads and layers. They are None if the attention does not sum to 1, as
     with normalize "none". See `attention_of` for `matrices`, and `molflt.metrics.locality` for

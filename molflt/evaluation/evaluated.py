@@ -148,7 +148,8 @@ class EvaluationData:
                     self._expect_unchanged(run)
                 continue
             with suppress(ValueError):  # raised if the options of the run cannot read the file
-                shared = shared or bool(self._same_held_out(run))  # True for a copy of its file
+                # also shared if one run used a copy of the other run's file
+                shared = shared or bool(self._same_held_out(run))
             if shared:
                 raise ValueError(
                     f"{first.root}: the runs of this ensemble held out different structures, with "

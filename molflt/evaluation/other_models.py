@@ -138,7 +138,10 @@ def common_systems(published: Published, found: Mapping[str, Predictions]) -> li
 def _error_rows(
     errors: Mapping[str, _Array], groups: Mapping[str, list[str]]
 ) -> Iterator[dict[str, Any]]:
-    """Yields the mean MAE of training runs, and the MAE of their mean, by group and model."""
+    """Yields errors by group and model.
+
+    They are the mean MAE of the training runs and the MAE of their averaged predictions.
+    """
     for kind, names in groups.items():
         where = {name: np.array(names) == name for name in dict.fromkeys(names)}
         if kind == "split" and len(where) > 1:

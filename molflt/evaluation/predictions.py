@@ -64,8 +64,8 @@ class Predictions:
             the domain is unknown.
         formula: Hill formula of each system.
         adsorbate: Hill formula of the atoms with tag 2 of each system, or "unknown".
-        members: predictions of each member of an ensemble, (systems, members), eV, with the mean
-            `energy`; None for a single model.
+        members: predictions of each member of an ensemble, (systems, members), eV; their mean is
+            `energy`. None for a single model.
         outside: differences between each system and the training data, in words.
         by_atom: requested outputs that the model predicts, for each system: "displacement" (atoms,
             3), Å; "embedding" (atoms, dim); "forces" (atoms, 3), eV/Å.

@@ -195,7 +195,7 @@ def takes_matrix(model: EnergyRegressor) -> bool:
 
 
 def _check(model: nn.Module) -> None:
-    """Raises ValueError for a model whose energies are not one function of tensors."""
+    """Raises ValueError for a model whose energies are not a single function of tensors."""
     if type(model) is not EnergyRegressor:
         raise ValueError(
             f"expected one EnergyRegressor; got {type(model).__name__}, which cannot be exported; "

@@ -45,7 +45,7 @@ class Geometry(NamedTuple):
         graphs: int | None = None,
         atoms: int | None = None,
     ) -> "Geometry":
-        """Builds a geometry from tensors as for `GraphAttention.forward`, and checks them.
+        """Builds a geometry from the tensors that `GraphAttention.forward` takes; checks them.
 
         `graphs` is the number of graphs, which is needed if the last graphs may be empty. `atoms`
         is the number of atoms, if known. Rows of the cell along nonperiodic axes are ignored.

@@ -213,7 +213,7 @@ def _sum(parts: Mapping[str, Tensor]) -> Tensor:
 
 
 def _strained(batch: "Data") -> tuple["Data", Tensor, Tensor | None]:
-    """Returns a batch under zero strain, its positions, and the strain (None if no cells)."""
+    """Returns a batch under zero strain, its positions, and the strain (None without cells)."""
     pos = Geometry.of_data(batch).pos.detach().clone().requires_grad_()
     out = copy.copy(batch)
     for name, value in batch.to_dict().items():

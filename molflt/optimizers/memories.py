@@ -258,7 +258,7 @@ class _Diagonal(nn.Module):
         self.gate = nn.Linear(dim, 2 * dim)
 
     def forward(self, x: Tensor, state: Tensor | None) -> Tensor:
-        """Computes (coordinates, steps, dim) by an FFT convolution with the powers of a."""
+        """Convolves the steps with the powers of a by FFT; returns (coordinates, steps, dim)."""
         u, steps = self.norm(x), x.shape[1]
         time = torch.arange(steps + 1, device=x.device)
         log_a = torch.complex(-self.log_rate.exp(), self.frequency)

@@ -307,7 +307,7 @@ def errors(
 
     Args:
         groups: groups of each kind (adsorbate, slab, element, natoms). Groups of natoms are sorted
-            by size; of the other kinds, the 20 groups with the largest errors are drawn.
+            by size. For the other kinds, the 20 groups with the largest errors are drawn.
         absolute: |error| of the systems of each split, (systems,), eV; may be empty.
         file: file to write.
         unit: unit of the MAE.

@@ -38,7 +38,8 @@ def load(
 ) -> EnergyPredictor: ...
 
 
-@overload  # the file decides the type; `EnergyPredictor.from_pretrained(source)` is typed
+# The return type depends on the file; `EnergyPredictor.from_pretrained(source)` has a static type.
+@overload
 def load(
     source: str | Path | None,
     device: str = ...,
@@ -72,7 +73,7 @@ def load(
 
     Returns:
         An object with the methods of the trained task, for instance an `EnergyPredictor`. Its
-        static type is Any; `EnergyPredictor.from_pretrained(source)` and similar calls are typed.
+        static type is Any; `EnergyPredictor.from_pretrained(source)` returns an `EnergyPredictor`.
     """
     if isinstance(also, str | Path):
         raise ValueError(f"also={also!r}: expected a list of runs; write [{str(also)!r}]")

@@ -147,9 +147,9 @@ def embedding(count: int, dim: int, std: float) -> nn.Embedding:
 
 
 def expect_targets(hidden: Tensor, targets: Tensor, vocabulary: int, none: str) -> Tensor:
-    """Returns the mask (batch, length) of targets other than -1, which `none` explains in messages.
+    """Returns a mask, (batch, length), that is False where the target is -1.
 
-    The shape of `hidden` is (batch, length, ...).
+    `none` names such targets in messages. The shape of `hidden` is (batch, length, ...).
     """
     tensors(hidden=hidden, targets=targets)
     if targets.shape != hidden.shape[:2]:

@@ -26,7 +26,7 @@ __all__ = ["PotentialTask", "point_errors"]
 
 _HUBER = 0.01  # width of the quadratic part in normalized units, as in MACE's universal loss
 _FORCE_LABELS = "force_labels_meV_per_A"
-_NO_FORCE = 1.0  # meV/Å; force labels with a smaller mean magnitude are 0 except for noise
+_NO_FORCE = 1.0  # meV/Å; below this mean magnitude, force labels count as zero
 
 
 class _Errors(NamedTuple):

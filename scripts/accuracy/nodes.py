@@ -84,7 +84,11 @@ def measure(
 
 
 def table(rows: Rows) -> str:
-    """Returns the errors of each rule with the most nodes within each bound in `SHOWN`."""
+    """Formats a table.
+
+    For each ratio and rule, it has one row per bound in `SHOWN`: the one with the most nodes not
+    above the bound.
+    """
     labels = {"2R / s": "{ratio:g}", "rule": "{rule}", "nodes r": "{nodes}"}
     numbers = {"rms error": "{error:.1e}", "scatter over rotations": "{scatter:.1e}"}
     shown = {}

@@ -246,7 +246,7 @@ class Trial:
     def guess(self, known: Tensor, steps: int, by_model: bool = False) -> Tensor:
         """Returns the mean binding energies (pairs,) of potentials fitted to the known pairs, eV.
 
-        With `by_model`, the energies come from the potentials and not from the designs.
+        With `by_model`, the energies come from the potentials rather than from the designs.
         """
         found = []
         for model, design in zip(self.models, self.designs, strict=True):

@@ -103,7 +103,10 @@ def test_outputs_and_gradients_equal_those_of_the_linear_form(dtype, seed: int) 
 
 
 def pair(**options: Any) -> list[Attention]:
-    """Returns a layer with a kernel in three dimensions, in linear form and with Triton."""
+    """Returns two identical layers, one in linear form and one with Triton.
+
+    They have a kernel in three dimensions.
+    """
     layers = []
     for mixing in ("linear", "triton"):
         torch.manual_seed(0)

@@ -58,7 +58,7 @@ def test_types_shapes_and_defaults():
         ({"pos": [[0.0, 0.0, 0.0], [0.0, -1.1e5, 0.0]]}, "within 100000 Å.*-110000.0.*atom 1"),
         ({"cell": np.diag([4.0, 5.0, 0.49])}, "at least 0.5 Å apart; got 0.49 Å"),
         ({"sid": 1.5}, "sid must be an integer of at most 64 bits; got 1.5"),
-        # could be 299 after rounding
+        # could be 299, rounded to bfloat16
         ({"sid": torch.tensor(300.0, dtype=torch.bfloat16)}, "sid must be an integer .*tensor"),
     ],
 )

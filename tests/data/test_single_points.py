@@ -180,7 +180,7 @@ def test_an_absurd_force_is_refused_or_left_out(tmp_path, capsys):
     assert main([*words, "--skip-bad"]) == 0 and len(open_dataset(store)) == 29
 
 
-UNITS = {  # factor of ASE's stress, and words that name it
+UNITS = {  # factor relative to ASE's stress, and the unit as named in the message
     "kbar": (-1602.1766, "minus kbar"),
     "GPa": (160.21766, "GPa"),
     "sign": (-1.0, "minus eV/Å^3"),

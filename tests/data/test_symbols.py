@@ -135,7 +135,8 @@ def test_published_files_are_read_as_by_biopython():
 
 # --- ListOps ---------------------------------------------------------------------------------
 
-TWO = "[SM [MED 3 1 8 4 ] [MIN 7 9 ] [MAX 2 5 4 ] ]"  # 3 (the mean of 3 and 4, down) + 7 + 5
+# 3 (the mean of 3 and 4, rounded down) + 7 + 5
+TWO = "[SM [MED 3 1 8 4 ] [MIN 7 9 ] [MAX 2 5 4 ] ]"
 
 
 def symbols(text: str) -> list[str]:

@@ -90,7 +90,8 @@ def test_linear_equals_quadratic(kind):
     found = []
     for mixing in ("linear", "quadratic"):
         layer, arguments = kind._replace(mixing=mixing).build(), collated(mixed())
-        exact = kind[:2] != ("spectral", "reciprocal")  # the form that has no gradient for the cell
+        # False for the only form without a gradient for the cell
+        exact = kind[:2] != ("spectral", "reciprocal")
         leaves = [arguments[name].requires_grad_() for name in ("x", "pos", "cell")[: 2 + exact]]
         out = layer(**arguments)
         loss = (out * out.detach().cos()).sum()

@@ -194,7 +194,7 @@ def latent(model: Potential, atoms: Atoms, charge: float = 0.0) -> Tensor:
 
 
 def apart(model: Potential, one: Atoms, other: Atoms, charge: float = 0.0) -> tuple[float, float]:
-    """Returns E(both) - E(one) - E(other) of a model, and Coulomb's law of its charges, in meV.
+    """Returns E(both) - E(one) - E(other), and the Coulomb energy of the model's charges, in meV.
 
     `charge` is the total charge of the first structure.
     """

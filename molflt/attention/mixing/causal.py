@@ -128,7 +128,7 @@ def _scan(
 
 
 class _Chunks(NamedTuple):
-    """Sequence cut into chunks, (batch, heads, chunks, length, .) each."""
+    """A sequence cut into chunks; each tensor is (batch, heads, chunks, length, .)."""
 
     query: Tensor  # values exp(log_q - query_max)
     log_q: Tensor  # log_q - query_max, (..., m or 1)

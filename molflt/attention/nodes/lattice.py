@@ -144,7 +144,7 @@ def _reduction(cell: Tensor) -> tuple[Tensor, Tensor]:
                     x[:, i] -= times * x[:, j]
         if not moved:
             break
-    # Linearly dependent vectors are reduced to rounding errors.
+    # Linearly dependent vectors are reduced to zero up to rounding errors.
     longest = cell.norm(dim=-1).amax(dim=1, keepdim=True)
     return combination, short.norm(dim=-1) < _DEGENERATE * longest
 

@@ -48,7 +48,7 @@ class Position(nn.Module):
         Args:
             mixing: one of `mixings`.
             positions: positions of the queries, (batch, queries, l).
-            key_positions: (batch, keys, l); the same object as `positions` if both are equal.
+            key_positions: (batch, keys, l); the same object as `positions` if the two are equal.
         """
         raise NotImplementedError(f"{type(self).__name__} must override forward")
 

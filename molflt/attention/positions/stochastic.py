@@ -2,7 +2,7 @@
 
 The method is that of Liutkus et al. 2021 (arXiv:2105.08399). Queries and keys are multiplied by
 noise Qbar_d(i, r) and Kbar_d(j, r), whose covariance is a kernel P_d(i - j) of positions. The noise
-is independent for coordinates d and realizations r:
+is independent across coordinates d and realizations r:
 
     q^_ir = sum_d q_id Qbar_d(i, r) / sqrt(R),   k^_jr = sum_d k_jd Kbar_d(j, r) / sqrt(R)
     E[q^_i . k^_j] = sum_d q_id P_d(i - j) k_jd
@@ -126,9 +126,9 @@ class SineSPE(_StochasticPosition):
     """Sinusoidal SPE: P_d(i - j) = sum_k lambda_dk^2 cos(2 pi f_dk (i - j) + theta_dk).
 
     This is "sineSPE" of arXiv:2105.08399. Qbar has the phases theta_dk, and Kbar has zero phases.
-    Frequencies are sigmoid(.) max_frequency and start low. lambda = softplus(.) starts equal for
-    all sines, with sum_k lambda^2 = 1; in the authors' code it starts at random. Positions may be
-    any real numbers. The cost is O(N d K R) operations.
+    Frequencies are sigmoid(.) max_frequency and start low. lambda = softplus(.) is initialized
+    to the same value for all sines, with sum_k lambda^2 = 1; in the authors' code, to random
+    values. Positions may be any real numbers. The cost is O(N d K R) operations.
 
     Args:
         heads, head_dim, num_realizations, gated: see `_StochasticPosition`.

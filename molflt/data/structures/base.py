@@ -150,7 +150,10 @@ class Structures(Dataset["Data"], ABC):
 
     @classmethod
     def find(cls, stem: Path) -> Path | None:
-        """Finds the file or folder of a split: `stem` with an ending, or returns None."""
+        """Returns the file or folder of a split, or None if there is none.
+
+        Its path is `stem` plus one of the suffixes.
+        """
         files = (stem.with_name(stem.name + suffix) for suffix in cls.suffixes)
         return next((file for file in files if file.is_file()), None)
 

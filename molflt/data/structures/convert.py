@@ -166,7 +166,7 @@ def one_pass(dataset: Structures, limit: int | None = None) -> Iterator[tuple[Da
     Structures that raise an error are added to ``dataset.bad`` if `skip_bad` is set.
 
     Args:
-        dataset: result of `open_dataset` with `once`.
+        dataset: a data set opened with `once=True`.
         limit: maximum number of structures.
     """
     if limit is not None and limit < 1:

@@ -1,4 +1,4 @@
-"""Downloads of public archives, with checks of disk space and md5 sums."""
+"""Downloads of public archives, with checks of disk space and MD5 checksums."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def download(
 
     oc20-is2re: one archive for all splits, 8.1 GB (CC-BY-4.0); the requested splits are unpacked to
     DIRECTORY/is2re. game-net: GAME-Net's FG set, 3.1 MB (MIT), which scripts/game_net.py of the
-    repository reads. Interrupted downloads are resumed; md5 sums are verified.
+    repository reads. Interrupted downloads are resumed; MD5 checksums are verified.
 
     Args:
         dataset: name of the data set.

@@ -254,7 +254,10 @@ def _in_one_cell(frames: list[_Frame]) -> list[tuple[float, float, float]]:
 def _wrong_unit(
     label: str, pairs: list[_Pair], units: Mapping[str, float], fewest: int
 ) -> str | None:
-    """Describes a wrong unit from the slope of energy changes; "" if correct, None if unknown."""
+    """Describes a wrong unit, inferred from the slope of the energy changes.
+
+    Returns "" if the unit is correct, and None if that cannot be decided.
+    """
     x, y = np.array([[pair.predicted, pair.change] for pair in pairs]).reshape(-1, 2).T
     if len(pairs) < fewest or not x.any() or not y.any():
         return None

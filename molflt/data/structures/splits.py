@@ -19,7 +19,7 @@ SPLITS_IN_ORDER = ("train", *VAL_SPLITS, *TEST_SPLITS)
 
 
 class _Oc20File(NamedTuple):
-    """LMDB of the official download: number of records, size in GB, and md5 sum."""
+    """LMDB of the official download: number of records, size in GB, and MD5 checksum."""
 
     records: int
     gigabytes: float

@@ -75,7 +75,8 @@ def guess_tags(record: Data, share: tuple[float, float] | None = None) -> Guess:
     Args:
         record: structure from `molflt.data.structures.records.make_record`; tags are ignored.
         share: smallest and largest share of surface atoms in the slabs of a model's training data.
-            If a guess is outside this range, the top layers with the nearest share are the surface.
+            If a guess is outside this range, the number of top layers that comes closest to it
+            is used.
 
     Returns:
         The guess; its tags are all 0 for crystals, molecules, clusters and slabs without

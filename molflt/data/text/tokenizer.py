@@ -117,7 +117,8 @@ class Tokenizer:
             inner.train_from_iterator(single, trainer)
             if inner.get_vocab_size() <= len(_SPECIAL):
                 raise ValueError(f"{name}: expected text; got no words")
-        return cls.from_json(inner.to_str().encode(), name)  # the same object that a run reads
+        # Read back from JSON, to equal the tokenizer that a run loads
+        return cls.from_json(inner.to_str().encode(), name)
 
     @classmethod
     def from_json(cls, content: bytes, name: str = TOKENIZER) -> Tokenizer:
