@@ -150,7 +150,7 @@ class Structures(Dataset["Data"], ABC):
 
     @classmethod
     def find(cls, stem: Path) -> Path | None:
-        """Returns the file or folder of a split, or None if there is none.
+        """Returns the file or folder of a split, or None if it does not exist.
 
         Its path is `stem` plus one of the suffixes.
         """
