@@ -31,7 +31,12 @@ class DenseAtoms(NamedTuple):
     @property
     def keys(self) -> Keys:
         """Key arguments of attention."""
-        return Keys(key_mask=self.key_mask, key_weight=self.key_weight, key_index=self.key_index)
+        # a literal, because Dynamo cannot trace the call `Keys(...)`
+        return {
+            "key_mask": self.key_mask,
+            "key_weight": self.key_weight,
+            "key_index": self.key_index,
+        }
 
     @classmethod
     def of(cls, geometry: Geometry, lattice: bool = False) -> "DenseAtoms":
