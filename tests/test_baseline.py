@@ -232,11 +232,9 @@ def test_run_that_loses_power_before_its_first_checkpoint_starts_again(files, tm
 
 
 def test_command_accepts_trained_potentials(potential_run, tmp_path):
-    source, out, frames = tmp_path / "argon.extxyz", tmp_path / "out.safetensors", argon(2, 5)
-    write(source, [Atoms(one.numbers, one.positions, cell=one.cell, pbc=one.pbc) for one in frames])
-    assert main(["data", "baseline", str(source), str(out), f"--calculator={potential_run}"]) == 0
-    expected = []
-    for atoms in frames:
-        atoms.calc = molflt.Calculator(potential_run)
-        expected.append(atoms.get_potential_energy())
-    np.testing.assert_allclose(open_dataset(out).y_baseline, expected, atol=1e-4)
+    source, calculator = tmp_path / "argon.extxyz", molflt.Calculator(potential_run)
+    frames = [Atoms(one.numbers, one.positions, cell=one.cell, pbc=one.pbc) for one in argon(2, 5)]
+    write(source, frames)
+    found = computed(source, tmp_path / "out.safetensors", f"--calculator={potential_run}")
+    expected = [calculator.get_potential_energy(atoms) for atoms in frames]
+    np.testing.assert_allclose(found, expected, atol=1e-4)
