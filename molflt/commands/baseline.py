@@ -24,6 +24,7 @@ from molflt.commands.options import expect_ending
 from molflt.data.structures import Structures, open_dataset
 from molflt.data.structures.ase_fields import fixed_atoms
 from molflt.data.structures.base import Reading, Tags, to_atoms
+from molflt.data.structures.convert import one_pass
 from molflt.data.structures.sources import files_of
 from molflt.data.structures.store import write_store
 from molflt.evaluation.relaxation import relax_atoms
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
 __all__ = ["baseline"]
 
 _PARTS = ("whole", "slab", "adsorbate")
-_Row = dict[str, str | float | None]
 _made: dict[str, Any] = {}  # the calculator of a worker process
 
 
@@ -105,9 +105,7 @@ def baseline(
                     append(table, csv_text([row]).partition("\n")[2])
                 else:
                     write_csv(table, [row])
-                rows[int(str(row["index"]))] = {
-                    k: "" if v is None else str(v) for k, v in row.items()
-                }
+                rows[int(row["index"])] = row
                 bar.update()
         finally:
             pool.shutdown(cancel_futures=True)
@@ -118,11 +116,8 @@ def baseline(
             f"{absent[0]['why']}; the same command tries again; to train without them, "
             "--data.skip_bad true"
         )
-    count = write_store(
-        dst,
-        (_with_baseline(dataset, index, energy) for index, energy in enumerate(energies)),
-        source=f"{dataset.path.name}, y_baseline by {label}",
-    )
+    records = map(_with_baseline, one_pass(dataset), energies)
+    count = write_store(dst, records, source=f"{dataset.path.name}, y_baseline by {label}")
     print(f"{dst}: {count:,} structures with y_baseline by {label}; table in {table}")
 
 
@@ -144,7 +139,7 @@ def _known(table: Path, dataset: Structures, label: str) -> dict[int, dict[str, 
         found = csv_rows(text[: text.rfind("\n") + 1])  # the last row may be incomplete
         rows = {int(row["index"]): row for row in found if row["baseline_eV"]}
         labels = {row["calculator"] for row in found} - {label}
-        changed = [i for i, row in rows.items() if row["digest"] != _own(dataset, i)["digest"]]
+        changed = [i for i, row in rows.items() if row["digest"] != _digest(to_atoms(dataset[i]))]
     except (KeyError, IndexError, ValueError, csv.Error):
         raise ValueError(f"{table}: not a table of this command; choose another DST") from None
     if labels or changed:
@@ -156,13 +151,6 @@ def _known(table: Path, dataset: Structures, label: str) -> dict[int, dict[str, 
     if rows:
         write_csv(table, list(rows.values()))
     return rows
-
-
-def _own(dataset: Structures, index: int) -> dict[str, str]:
-    """Returns the columns that identify a structure."""
-    record = dataset[index]
-    sid = str(dataset.name(index, int(record.sid)))
-    return {"index": str(index), "sid": sid, "digest": _digest(to_atoms(record))}
 
 
 def _digest(atoms: Atoms) -> str:
@@ -189,7 +177,7 @@ def _energy(atoms: Atoms, fmax: float, steps: int) -> tuple[float, str]:
     """Computes the energy of a relaxed structure in a worker process.
 
     Returns:
-        The energy, eV, and "", or NaN and the reason why there is no energy.
+        The energy, eV, or NaN if the calculator fails, and the reason for NaN.
     """
     try:
         if not steps:
@@ -205,7 +193,7 @@ def _computed(
     dataset: Structures,
     known: Mapping[int, object],
     submit: Callable[[Atoms], Future[tuple[float, str]]],
-) -> Iterator[_Row]:
+) -> Iterator[dict[str, str]]:
     """Yields the unknown rows; parts that occur several times are computed once."""
     parts: dict[str, Future[tuple[float, str]]] = {}
     waiting: deque[tuple[dict[str, str], dict[str, Future[tuple[float, str]]]]] = deque()
@@ -223,31 +211,24 @@ def _computed(
                 part = atoms[chosen]
                 key = _digest(part)
                 jobs[name] = parts[key] = parts.get(key) or submit(part)
-        waiting.append((_own(dataset, index), jobs))
+        sid = str(dataset.name(index, atoms.info["sid"]))
+        waiting.append(({"index": str(index), "sid": sid, "digest": _digest(atoms)}, jobs))
         if len(waiting) > 32:
             yield _row(*waiting.popleft())
     while waiting:
         yield _row(*waiting.popleft())
 
 
-def _row(own: dict[str, str], jobs: dict[str, Future[tuple[float, str]]]) -> _Row:
+def _row(own: dict[str, str], jobs: dict[str, Future[tuple[float, str]]]) -> dict[str, str]:
     found = {name: job.result() for name, job in jobs.items()}
     whole, *others = (energy for energy, _ in found.values())
-    difference = whole - sum(others)
-    finite = math.isfinite(difference)
+    energies = {f"{name}_eV": str(found[name][0]) if name in found else "" for name in _PARTS}
     why = [reason for energy, reason in found.values() if not math.isfinite(energy)]
-    energies = {f"{name}_eV": found[name][0] if name in found else None for name in _PARTS}
-    return {
-        **own,
-        **energies,
-        "baseline_eV": difference if finite else None,
-        "why": None if finite else why[0],
-    }
+    difference = "" if why else str(whole - sum(others))
+    return {**own, **energies, "baseline_eV": difference, "why": "".join(why[:1])}
 
 
-def _with_baseline(dataset: Structures, index: int, energy: float) -> Data:
-    record = dataset[index].clone()
-    if isinstance(name := dataset.name(index, int(record.sid)), str):
-        record.name = name
+def _with_baseline(found: tuple[Data, int], energy: float) -> Data:
+    record = found[0].clone()
     record.y_baseline = torch.tensor([energy], dtype=torch.float64)
     return record

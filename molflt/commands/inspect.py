@@ -142,9 +142,8 @@ def _as_text(summary: Summary) -> str:
         "labels": ", ".join(f"{count} {name}" for name, count in labels.items() if count) or "none",
     }
     if relaxed:
-        energies = summary["energies_eV"]
-        rows |= {name: _range(found, "eV") for name, found in energies.items()}
-        rows["y_baseline"] = energies["y_baseline"] and rows["y_baseline"]
+        known = summary["energies_eV"].items()
+        rows |= {name: _range(one, "eV") for name, one in known if one or name != "y_baseline"}
     elif not potential:
         rows[label] = _range(summary["energies_eV"]["y_relaxed"])
     if words:

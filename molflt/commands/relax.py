@@ -71,6 +71,8 @@ def relax(
     """
     out = Path(out)
     expect_ending(out, ".extxyz", ".traj")
+    if not fmax > 0 or steps < 1:
+        raise ValueError(f"--fmax must be above 0 and --steps at least 1; got {fmax} and {steps}")
     calculator = Calculator(run, checkpoint, device, dtype)
     for path in (out, out.with_suffix(".csv")):  # before anything is read
         expect_writable(path, *files_of(structures))

@@ -320,17 +320,15 @@ def _with_new(
     }
     if min(spread[chosen].any() * chosen.sum() for chosen in without.values()) < _LEAST:
         return calibration, {}
-    others = {one: fitted(chosen) for one, chosen in without.items()}
     widths = {
-        name: np.array(
-            [
-                others.get(own, calibration).uncertainty(one, bool(own))
-                for own, one in zip(part.new_elements, part.spread, strict=True)
-            ]
-        )
-        for name, part in found.items()
+        name: calibration.uncertainty(part.spread, _new(part)) for name, part in found.items()
     }
-    return fitted(elements != ""), widths
+    for one, chosen in without.items():
+        other = fitted(chosen)
+        for name, part in found.items():
+            own = np.array(part.new_elements) == one
+            widths[name][own] = other.uncertainty(part.spread[own], True)
+    return fitted(np.full(len(error), True)), widths
 
 
 def _row(

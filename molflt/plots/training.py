@@ -141,7 +141,7 @@ def _star(
 ) -> None:
     at = np.flatnonzero((columns["step"] == best) & np.isfinite(columns[name]))
     place = at[-1] if len(at) else best_place(columns, name, metric.largest_is_best)
-    if place is not None and best != 0:  # step 0 is not in the table
+    if place is not None:
         step, value = columns["step"][place], columns[name][place]
         text = f"best: {value:.{metric.digits}f} {metric.unit}".rstrip() + f" at step {step:.0f}"
         axes.plot(step, value, "*", color=VERMILION, markersize=11, label=text)

@@ -63,9 +63,10 @@ class _Lines(Callback):
         self._since = time.perf_counter()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.sanity_checking:
+        module = cast(_Module, pl_module)
+        if trainer.sanity_checking and not module.task.validates_start:
             return
-        found = cast(_Module, pl_module).validation_metrics()
+        found = module.validation_metrics()
         measured = [name for name in self.metrics if math.isfinite(found.get(name, math.nan))]
         # the ranking metric may equal another metric, such as the accuracy
         values = list(dict.fromkeys(self.metrics[name].shown(found[name]) for name in measured))
@@ -168,7 +169,7 @@ class _Interrupted(Exception):
 
 
 class _BestWeights(Callback):
-    """Saves the weights of the best validation so far, and stops if there is no improvement.
+    """Saves the weights of the best validation so far, and stops if validations do not improve.
 
     `Task.ranking` compares validations. If two validations are equal, the later validation counts
     as better. A validation is never the best if one of its sums, such as the loss, is not finite.

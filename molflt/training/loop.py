@@ -284,6 +284,9 @@ class _MetricsFile(Callback):
             self._since -= self._kept["seconds"]
         if trainer.is_global_zero:
             self._restore(trainer)
+        module = cast(_Module, pl_module)
+        if trainer.global_step == 0 and module.task.validates_start:
+            self._write_validation(trainer, module)
 
     def _restore(self, trainer: pl.Trainer) -> None:
         """Restores metrics.csv and TensorBoard's log to the state of the checkpoint."""
@@ -390,9 +393,11 @@ class _MetricsFile(Callback):
             logger.log_metrics(rest, step=trainer.global_step)
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.sanity_checking:
-            return
-        metrics = cast(_Module, pl_module).validation_metrics()
+        if not trainer.sanity_checking:
+            self._write_validation(trainer, cast(_Module, pl_module))
+
+    def _write_validation(self, trainer: pl.Trainer, module: _Module) -> None:
+        metrics = module.validation_metrics()
         row = {f"val_{name}": metrics[name] for name in self.names["val"] if name in metrics}
         self._write(trainer, {"step": trainer.global_step, **row})
         for name in [name for name in self.names["val"] if name in metrics][:2]:
