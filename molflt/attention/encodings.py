@@ -39,7 +39,7 @@ class Terms(NamedTuple):
 
 
 class Encoding:
-    """Base class of encodings; an instance of `Encoding` itself means that there is no encoding."""
+    """Base class of encodings; an instance of `Encoding` itself encodes nothing."""
 
     faces: ClassVar[tuple[str, ...]] = (SOFTMAX, KERNELIZED)  #: kinds of attention that can use it
     decodes: ClassVar[bool] = True  #: True if causal attention keeps a state of constant size

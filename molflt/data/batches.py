@@ -175,6 +175,10 @@ class BatchedData(Generic[_Items]):
     collate: Callable[[list[object]], object] | None = None
 
     def __init__(self, batch_size: int, workers: int = 0) -> None:
+        if batch_size < 1:
+            raise ValueError(f"data.batch_size must be at least 1; got {batch_size}")
+        if workers < 0:
+            raise ValueError(f"data.workers must be at least 0; got {workers}")
         self.batch_size = batch_size
         self.workers = workers
         self.seed = 0

@@ -59,6 +59,9 @@ class ProblemData(BatchedData[ProblemSeeds]):
         self, batch_size: int = 8, problems: int = 100_000, val_problems: int = 32
     ) -> None:
         super().__init__(batch_size)
+        for name, value in (("problems", problems), ("val_problems", val_problems)):
+            if not 1 <= value <= _MOST:
+                raise ValueError(f"data.{name} must be 1 to {_MOST:,}; got {value:,}")
         self.counts = {"train": problems, "val": val_problems}
 
     def setup(self, stage: str = "fit") -> None:

@@ -93,7 +93,12 @@ def evaluate(
         the steps, and final_loss_sd, the standard deviation of its decimal logarithm; with Adam
         also adam_final_loss, adam_final_loss_sd and adam_lr.
     """
+    for name, value in (("steps", steps), ("repeats", repeats)):
+        if value < 1:
+            raise ValueError(f"--{name} must be at least 1; got {value}")
     rates = list(_RATES) if rates is None else rates
+    if not all(0 < rate < math.inf for rate in rates):
+        raise ValueError(f"--rates must be above 0; got {rates}")
     chosen = tasks_of(tasks, data)
     like = next(model.parameters())
     found: dict[str, dict[str, Raced]] = {}
@@ -287,9 +292,12 @@ def evaluate_population(
     trained: Any = config["task"]["members"]
     size = trained if members is None else members
     d = model.dimension if dimension is None else dimension
-    if evaluations < size:
+    for name, value, low in (("evaluations", evaluations, size), ("runs", runs, 1)):
+        if value < low:
+            raise ValueError(f"--{name} must be at least {low}; got {value}")
+    if size < 2 or d < 1:
         raise ValueError(
-            f"--evaluations must be at least {size}, one per member; got {evaluations}"
+            f"--members must be at least 2 and --dimension at least 1; got {size} and {d}"
         )
     wanted = list(BASELINES) if baselines is None else list(dict.fromkeys(baselines))
     if "cma-es" in wanted:

@@ -71,7 +71,7 @@ _LARGEST_PNG = 500_000  # bytes; larger figures are reduced to a palette
 _BUDGET = 2_500_000  # bytes of all figures, for a page of at most 3 MB
 _EXPECTED = {  # files of a finished run, and the consequences if they are missing
     "checkpoints/last.ckpt": "time and data of the training are unknown",
-    "checkpoints/best.safetensors": "the best weights are lost, or there was no validation",
+    "checkpoints/best.safetensors": "the best weights are lost, or the run was never validated",
     "metrics.csv": "curves are not shown",
     "versions.json": "versions are unknown",
 }

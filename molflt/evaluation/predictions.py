@@ -57,7 +57,7 @@ class Predictions:
         sid: (systems,).
         natoms: numbers of atoms, (systems,).
         energy: predicted relaxed energies, (systems,), eV.
-        target: labels y_relaxed, (systems,), eV; NaN if there is no label.
+        target: labels y_relaxed, (systems,), eV; NaN if the label is missing.
         baseline: energies y_baseline, (systems,), eV; NaN if a system has no baseline, None if
             unknown.
         new_elements: elements of each system that the training data lack, such as "Cu-Pd"; empty if

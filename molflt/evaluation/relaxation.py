@@ -162,7 +162,7 @@ def adwt(distances: _Numbers) -> float:
 def position_error(pos: NDArray[np.floating], record: Data) -> float:
     """Returns the mean minimum-image distance, Å, of free atoms from their relaxed positions.
 
-    The result is NaN if there are no relaxed positions or no free atoms.
+    The result is NaN without relaxed positions or free atoms.
 
     Args:
         pos: positions, (N, 3), Å.
@@ -185,7 +185,7 @@ def write_relaxed(
 
     Returns:
         For each split, adwt_percent, initial_adwt_percent (of the initial positions) and
-        position_error_A, or None if there are no relaxed positions; and a table of these metrics.
+        position_error_A, or None without relaxed positions; and a table of these metrics.
     """
     from ase.io import write
 

@@ -36,7 +36,7 @@ class Run(NamedTuple):
     path: Path
     config: Config
     parameters: int  # number of parameters, including frozen parameters
-    step: int | None  # number of steps; None if there is no last checkpoint
+    step: int | None  # number of steps; None without a last checkpoint
     own: Mapping[str, Any]  # entries of molflt in the last checkpoint, such as "seconds" and "data"
     columns: Mapping[str, NDArray[np.float64]]  # columns of metrics.csv
     results: Results  # content of results.json, if it belongs to the run

@@ -150,7 +150,7 @@ class GraphAttention(nn.Module):
     def _expect_cell(
         self, encoding: GraphEncoding, cell: Tensor | None, pbc: Tensor | None
     ) -> None:
-        """Raises ValueError for a periodic structure if there is no cell or `periodic` is None."""
+        """Raises ValueError for a periodic structure without a cell, or if `periodic` is None."""
         if encoding.periodic.needs_cell:
             wrong = cell is None
         else:

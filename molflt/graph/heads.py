@@ -135,7 +135,12 @@ class AtomEmbedding(nn.Module):
             self.neighbor_element = ElementEmbedding(dim, descriptors)
             self.radial = nn.Linear(num_basis, dim, bias=False)
         self.messages = EquivariantMessages(dim, messages, cutoff) if messages else None
-        self.message_pairs, self.sees_neighbors = message_pairs, bool(num_basis or messages)
+        self.message_pairs = message_pairs
+
+    @property
+    def sees_neighbors(self) -> bool:
+        """True if the embedding of an atom depends on its neighbors."""
+        return bool(self.num_basis) or self.messages is not None
 
     def forward(self, numbers: Tensor, geometry: Geometry, neighbors: Neighbors | None) -> Tensor:
         """Embeds atomic numbers (atoms,), graphs with tags, and pairs: (atoms, dim)."""

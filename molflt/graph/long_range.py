@@ -71,7 +71,7 @@ class ChargeShare(nn.Module):
         self.score = nn.Linear(dim, 2, bias=False)
 
     def forward(self, h: Tensor, geometry: Geometry) -> Tensor:
-        """Maps features (atoms, dim) to charges (atoms,), e; 0 if there are no total charges."""
+        """Maps features (atoms, dim) to charges (atoms,), e; 0 without total charges."""
         cation, anion = self.score(at_least_float32(h)).unbind(dim=1)
         if geometry.charge is None:
             return torch.zeros_like(cation)

@@ -88,8 +88,8 @@ class EnergyRegressor(nn.Module):
 
     Attributes:
         energy_mean, energy_std: eV, buffers that convert the normalized output to eV.
-        element_energies: (119,) eV, buffer; reference energies of elements by atomic number, 0 if
-            there are no references.
+        element_energies: (119,) eV, buffer; reference energies of elements by atomic number, 0
+            without references.
         trained_elements: (119,) bool, buffer; True for atomic numbers seen in training. Without
             `descriptors`, embeddings of other elements are random, and so are the energies of
             structures that contain them.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -26,7 +26,6 @@ _SCALES = ("auto", "linear", "log")
 
 _Array = NDArray[np.float64]
 _Names = tuple[Sequence[str], Sequence[str]]  # of queries, of keys
-_Scale = tuple["Normalize", "Colormap", str, str]  # the last: name, extended ends of the color bar
 
 
 def attention_matrices(
@@ -63,7 +62,7 @@ def attention_matrices(
     pixels = _block_means(matrices, step)
     scaled = _weight_colors(pixels, scale)
     notes = [title] if title else []
-    if beyond := float((np.abs(pixels) > scaled[0].vmax).mean()):
+    if beyond := float((np.abs(pixels) > scaled.norm.vmax).mean()):
         notes.append(f"{100 * beyond:.1g} % of the pixels are beyond the color scale")
     if max(step) > 1:
         notes.append(f"each pixel is the mean over {step[0]} queries × {step[1]} keys")
@@ -110,18 +109,17 @@ def _heat_maps(
     figure: Figure,
     panels: Sequence[Axes],
     maps: _Array,
-    scale: _Scale,
+    scaled: _Scaled,
     extent: tuple[float, float, float, float],
     aspect: Literal["equal", "auto"] = "equal",
 ) -> None:
-    norm, colors, name, extend = scale
     masked = np.ma.masked_where((maps == 0) & (maps.min() >= 0), maps)
     for axes, one in zip(panels, masked, strict=True):
-        image = axes.imshow(one, colors, norm, extent=extent, aspect=aspect)
+        image = axes.imshow(one, scaled.colors, scaled.norm, extent=extent, aspect=aspect)
         axes.locator_params(nbins=5, integer=True)
-    bar = figure.colorbar(image, ax=panels, extend=extend, aspect=30, fraction=0.05)
+    bar = figure.colorbar(image, ax=panels, extend=scaled.extend, aspect=30, fraction=0.05)
     gray = "; gray: 0" if np.ma.is_masked(masked) else ""
-    bar.set_label(f"attention weight, {name} scale{gray}")
+    bar.set_label(f"attention weight, {scaled.name} scale{gray}")
 
 
 def _matrices(weights: ArrayLike | torch.Tensor) -> _Array:
@@ -149,7 +147,16 @@ def _block_means(matrices: _Array, step: tuple[int, int]) -> _Array:
     return blocks.numpy()
 
 
-def _weight_colors(pixels: _Array, scale: str) -> _Scale:
+class _Scaled(NamedTuple):
+    """A color scale of weights."""
+
+    norm: Normalize
+    colors: Colormap
+    name: str
+    extend: str  # extended ends of the color bar
+
+
+def _weight_colors(pixels: _Array, scale: str) -> _Scaled:
     from matplotlib import colormaps
     from matplotlib.colors import LogNorm, Normalize
 
@@ -161,7 +168,7 @@ def _weight_colors(pixels: _Array, scale: str) -> _Scale:
         usual = float(np.quantile(np.abs(pixels), _USUAL))
         outliers = 0 < usual < most / 3  # in rows with normalizers near 0
         limit, ends = (usual, "both") if outliers else (most, "neither")
-        return Normalize(-limit, limit), colormaps["RdBu_r"], "linear", ends
+        return _Scaled(Normalize(-limit, limit), colormaps["RdBu_r"], "linear", ends)
     colors = colormaps["viridis"].with_extremes(bad=ZERO)
     positive = pixels[pixels > 0]
     wide = positive.size > 0 and most >= 30 * float(np.median(positive))
@@ -170,5 +177,5 @@ def _weight_colors(pixels: _Array, scale: str) -> _Scale:
         low = max(least, most / _LOG_RANGE)
         low = low if low < most else most / 10  # if all values are equal
         ends = "min" if least < low else "neither"
-        return LogNorm(low, most), colors, "logarithmic", ends
-    return Normalize(0.0, most), colors, "linear", "neither"
+        return _Scaled(LogNorm(low, most), colors, "logarithmic", ends)
+    return _Scaled(Normalize(0.0, most), colors, "linear", "neither")

@@ -48,7 +48,7 @@ class Trained(NamedTuple):
     """options of the task; for sentences also its `name`, and for structures the meaning of
     `tags`"""
     results: Mapping[str, object]
-    """split -> metrics; empty if there is no evaluation"""
+    """split -> metrics; empty before an evaluation"""
     files: Mapping[str, object]
     """contents of the small JSON files of the run, by name"""
     about: str | None = None
@@ -165,7 +165,6 @@ class Pretrained:
         models: classes of the modules that this class supports.
         card: tags, metric and examples of the model card.
         trained: the model and the information about it.
-        model: the module in evaluation mode.
         name: name of the run or of the exported folder.
         about: one line about the predicted quantity; for energies also the structures, the
             references and the level of theory; None if unknown.
@@ -175,13 +174,17 @@ class Pretrained:
 
     models: ClassVar[tuple[type[nn.Module], ...]] = ()
     card: Card
-    model: nn.Module
 
     def __init__(self, trained: Trained) -> None:
-        self.trained, self.model = trained, trained.model
+        self.trained = trained
         self.name = trained.name
         self.about, self.license = trained.about, trained.license
         self.datasets = list(trained.datasets)
+
+    @property
+    def model(self) -> nn.Module:
+        """The module in evaluation mode."""
+        return self.trained.model
 
     @property
     def summary(self) -> str:

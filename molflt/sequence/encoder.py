@@ -85,7 +85,7 @@ class TokenEncoder(TokenModel):
 
     @property
     def longest(self) -> int | None:
-        """Maximum number of tokens; None if there is no limit."""
+        """Maximum number of tokens; None means no limit."""
         tables = (getattr(block.attention, "max_tokens", None) for block in self.stack.blocks)
         return min((n for n in (self._table, *tables) if n is not None), default=None)
 
@@ -97,7 +97,7 @@ class TokenEncoder(TokenModel):
         Args:
             tokens: ids (batch, length).
             types: type of each token, (batch, length); None if all are 0.
-            key_mask: (batch, length), True where a token exists; None if there is no padding.
+            key_mask: (batch, length), True where a token exists; None means no padding.
                 Padding does not affect results.
 
         Returns:
@@ -128,7 +128,12 @@ class EncoderModel(nn.Module):
 
     def __init__(self, encoder: TokenEncoder) -> None:
         super().__init__()
-        self.encoder, self.vocabulary = encoder, encoder.vocabulary
+        self.encoder = encoder
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of token ids."""
+        return self.encoder.vocabulary
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
         """Draws new random features in place; use the same seed on every rank."""

@@ -51,7 +51,6 @@ class EncoderDecoder(TokenModel):
         stack: further arguments of `molflt.attention.Stack` for encoder and decoder.
 
     Attributes:
-        decodes: True if `advance` continues from a state instead of recomputing all tokens.
         of_data: prefixes of the names of tensors that depend on the data.
     """
 
@@ -91,7 +90,6 @@ class EncoderDecoder(TokenModel):
             **stack,
         )
         self.decoder = Decoder(dim, heads, **{**stack, **places, **(decoder or {})})
-        self.decodes = self.decoder.decodes
         self.head = _PlainHead(dim, self.vocabulary)
         self._set_places(0.1, embedding_dropout)
 
@@ -99,12 +97,17 @@ class EncoderDecoder(TokenModel):
     def _relative(self) -> Position | None:
         return self.encoder.position
 
+    @property
+    def decodes(self) -> bool:
+        """Returns True if `advance` continues from a state instead of recomputing all tokens."""
+        return self.decoder.decodes
+
     def encode(self, source: Tensor, source_mask: Tensor | None = None) -> Tensor:
         """Returns the hidden states of the source.
 
         Args:
             source: ids (batch, n).
-            source_mask: (batch, n) bool, True where a token exists; None if there is no padding.
+            source_mask: (batch, n) bool, True where a token exists; None means no padding.
                 Padding does not affect results.
 
         Returns:

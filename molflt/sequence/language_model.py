@@ -49,7 +49,6 @@ class LanguageModel(TokenModel):
         stack: further arguments of `molflt.attention.Stack`.
 
     Attributes:
-        decodes: True if `decode` continues from a state instead of recomputing all tokens.
         head: maps hidden states to log-probabilities.
         of_data: prefixes of the names of tensors that depend on the vocabulary.
     """
@@ -84,7 +83,6 @@ class LanguageModel(TokenModel):
             attention_layers=None,
             **stack,
         )
-        self.decodes = self.stack.decodes
         self.head: Head
         if adaptive_cutoffs is None:
             self.head = _PlainHead(dim, self.vocabulary)
@@ -119,6 +117,11 @@ class LanguageModel(TokenModel):
     def log_probabilities(self, hidden: Tensor) -> Tensor:
         """Returns normalized log-probabilities of all ids: (..., dim) -> (..., vocabulary)."""
         return self.head.log_probabilities(hidden)
+
+    @property
+    def decodes(self) -> bool:
+        """Returns True if `decode` continues from a state instead of recomputing all tokens."""
+        return self.stack.decodes
 
     def decode(
         self, tokens: Tensor, state: LanguageState | None = None

@@ -85,7 +85,7 @@ class TokenModel(nn.Module):
 
     @property
     def longest(self) -> int | None:
-        """Maximum number of tokens that the model accepts at once; None if there is no limit."""
+        """Maximum number of tokens that the model accepts at once; None means no limit."""
         return self._table if self._table is not None else self.max_length
 
     @property

@@ -154,7 +154,7 @@ class Task(ABC, Generic[_Batch, _Data]):
         return f"a batch of {self.size(batch)} {self.unit}"
 
     def blame(self, batch: _Batch, diverges: Callable[[_Batch], bool]) -> str:
-        """Names the items of a batch that diverge individually; "" if there are no such items."""
+        """Names the items of a batch that diverge individually; "" if they do not."""
         return ""
 
     def summarize(self, totals: Tensor) -> dict[str, float]:

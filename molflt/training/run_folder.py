@@ -407,7 +407,7 @@ class Best(NamedTuple):
 
 
 def best_of(run: Path) -> Best | None:
-    """Reads the best validation of a run from its weights; None if there was no validation."""
+    """Reads the best validation of a run from its weights; None before the first validation."""
     path = Path(run) / "checkpoints" / "best.safetensors"
     if not path.is_file():
         return None
@@ -442,7 +442,7 @@ def draw_curve(run: Path, file: Path, metrics: Mapping[str, Metric], measure: st
         run: folder of the run.
         file: file to write.
         metrics: metrics of the task.
-        measure: metric whose best value is marked if there are no best weights.
+        measure: metric whose best value is marked if the best weights are missing.
     """
     from molflt.plots import training_curve
 

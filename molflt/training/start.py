@@ -249,7 +249,7 @@ class InitialWeights(NamedTuple):
     content; None if unknown"""
     weights: dict[str, Tensor]
     domain: object
-    """content of domain.json; None if there is no such file"""
+    """content of domain.json; None if the file is missing"""
 
 
 def recipe_of(weights: Path) -> str | None:
@@ -348,7 +348,7 @@ class Initializer:
     def domain(self) -> tuple[str, object] | None:
         """Returns a name for messages, and the content of domain.json of the source.
 
-        A resumed run takes the content from its checkpoint. Returns None if there is no such file.
+        A resumed run takes the content from its checkpoint. Returns None if the file is missing.
         """
         source = self._source
         found = self.folder.remember(None if source is None else source.domain)
@@ -414,7 +414,16 @@ class Initializer:
 
 
 def _transfer(source: InitialWeights, model: nn.Module, files: Mapping[str, bytes]) -> _Transfer:
-    """Loads tensors whose name and shape match, except buffers and parameters of other data."""
+    """Loads the tensors whose name and shape match, except tensors that depend on the data.
+
+    The model's `of_data` lists prefixes of names. Buffers with such a prefix, such as the
+    normalizer, are never loaded. Parameters with such a prefix, such as the logits of classes, are
+    loaded only if the files of the data (vocabulary, classes) are the same; if `of_data` lists
+    prefixes for each file, only that file is compared. All other buffers are loaded. These are the
+    random features that the weights were trained with, and records of the training data, such as
+    its elements, which the new training extends. The model's `seen_by` names a weight for each
+    record; the record is not loaded if this weight is new.
+    """
     own, buffers = model.state_dict(), dict(model.named_buffers())
     named = getattr(model, "of_data", ())
     file_of: dict[str, str | None] = dict.fromkeys(named)  # None means any file

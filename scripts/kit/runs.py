@@ -173,7 +173,7 @@ def system_rows(folder: Path, energies: Mapping[int, tuple[float, float]], **lab
 
 
 def errors_of_mean(runs: Sequence[Path], split: str) -> tuple[float, float] | None:
-    """Returns MAE, eV, and EwT, %, of the mean energies of runs, or None if there are no labels."""
+    """Returns MAE, eV, and EwT, %, of the mean energies of runs, or None without labels."""
     found = [read_energies(run, split) for run in runs]
     systems = sorted(sid for sid, (_, target) in found[0].items() if math.isfinite(target))
     if not systems:

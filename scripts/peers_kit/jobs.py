@@ -261,7 +261,7 @@ def _parsed(words: list[str]) -> dict[str, Any]:
 
 
 def _metrics(energy: NDArray[np.float64] | None, target: NDArray[np.float64]) -> dict[str, Any]:
-    """Returns MAE, EwT and number of labeled systems, or None if there are no predictions."""
+    """Returns MAE, EwT and number of labeled systems, or None without predictions."""
     known = np.isfinite(target)
     if energy is None or not known.any():
         return {"mae_eV": None, "ewt_percent": None, "n": int(known.sum())}

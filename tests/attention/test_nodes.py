@@ -291,7 +291,7 @@ def test_rows_of_frequencies_are_independent_normal_variables():
 
 
 def test_extent():
-    """The extent is measured along each open direction, and is 0 if there are no atoms."""
+    """The extent is measured along each open direction, and is 0 without atoms."""
     x = torch.tensor([[0.0, 0.0, 1.0], [2.0, 5.0, 4.0]]).double().repeat(4, 1)[:7]
     atom = torch.tensor([0, 0, 1, 1, 2, 2, 3])
     pbc = torch.tensor([[1, 1, 1], [0, 1, 1], [0, 0, 0], [0, 0, 0], [0, 0, 0]]).bool()

@@ -97,7 +97,7 @@ def test_max_neighbors_keeps_the_nearest_and_their_ties() -> None:
     data = data_of(slab())
     all_edges = PBCRadiusGraph(6.0)(data.clone())
     kept = PBCRadiusGraph(6.0, max_neighbors=7)(data.clone())
-    assert (torch.bincount(kept.edge_index[1]) == 7).all()  # rattled, so there are no ties
+    assert (torch.bincount(kept.edge_index[1]) == 7).all()  # rattled, which excludes ties
     for atom in range(len(data.pos)):
         nearest = all_edges.edge_weight[all_edges.edge_index[1] == atom].sort().values[:7]
         own = kept.edge_weight[kept.edge_index[1] == atom].sort().values

@@ -53,7 +53,12 @@ class Sums(NamedTuple):
 
 
 def _stabilize(query: Features, key: Features) -> tuple[Tensor, Tensor, Tensor]:
-    """Moves maxima over keys to queries; returns phi_q, phi_k and the log of the missing factor."""
+    """Returns scaled phi_q and phi_k of a whole sequence, and the logarithm of the removed factor.
+
+    For each feature, the maximum over the valid keys of the same sequence is moved to the queries.
+    Each query then subtracts its maximum over features. Both shifts cancel in the ratio of sums and
+    need no gradients. For positive features, the largest term of every normalizer is exactly 1.
+    """
     log_k, key_max = key.log_scale, None
     if log_k is not None and log_k.shape[-2]:
         key_max = finite(log_k.detach().amax(dim=-2, keepdim=True))  # infinite: no valid key

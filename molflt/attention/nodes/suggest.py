@@ -62,12 +62,23 @@ def suggest_nodes(
     rules = [_prune(ratio, widths, tol, *each) for each in _radial_candidates(ratio, widths, tol)]
     if not any(rules):
         raise ValueError(f"no shells reach tol={tol:g} for 2 radius / width = {ratio:.3g}")
-    _, error, end, radial, degrees = min(filter(None, rules), key=lambda rule: rule[:2])
-    nodes = ShellNodes(2 * radius, end / width, len(degrees), radial=radial, degrees=degrees)
-    return _SuggestedNodes(nodes, error)
+    best = min(filter(None, rules), key=lambda rule: (rule.size, rule.error))
+    end, degrees = best.max_frequency / width, best.degrees
+    nodes = ShellNodes(2 * radius, end, len(degrees), radial=best.radial, degrees=degrees)
+    return _SuggestedNodes(nodes, best.error)
 
 
 _Radial = Literal["trapezoid", "midpoint"]
+
+
+class _Pruned(NamedTuple):
+    """Rule in units of the width."""
+
+    size: int
+    error: float
+    max_frequency: float
+    radial: _Radial
+    degrees: list[int]
 
 
 def _ball_pairs(ratio: float) -> tuple[Tensor, Tensor]:
@@ -101,11 +112,8 @@ def _radial_candidates(
 
 def _prune(
     ratio: float, widths: Tensor, tol: float, max_frequency: float, count: int, radial: _Radial
-) -> tuple[int, float, float, _Radial, list[int]] | None:
-    """Raises degrees greedily by error removed per node; returns None if tol is out of reach.
-
-    Otherwise returns the number of nodes, their error, and the rule in units of the width.
-    """
+) -> _Pruned | None:
+    """Raises degrees greedily by error removed per node; returns None if tol is out of reach."""
     distance, share = _ball_pairs(ratio)
     each = 64
     # With the same directions for all distances, the degrees would be fitted to these directions.
@@ -142,7 +150,7 @@ def _prune(
     picked = [own[i] for own, i in zip(choices, chosen, strict=True)]
     size = sum(nodes for _, nodes, _ in picked)
     reached = (error.square() @ share).max().sqrt().item()
-    return size, reached, max_frequency, radial, [degree for degree, _, _ in picked]
+    return _Pruned(size, reached, max_frequency, radial, [degree for degree, _, _ in picked])
 
 
 def _excess(error: Tensor, share: Tensor, tol: float) -> float:

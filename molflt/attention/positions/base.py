@@ -35,8 +35,12 @@ class Position(nn.Module):
     weighs: ClassVar[bool] = True  #: False if it only rotates queries and keys
     placement: ClassVar[tuple[str, str]] = ADDED  #: plotted quantity, and how it enters attention
     grid: ClassVar[bool] = False  #: True if tokens must be ordered along a regular grid
-    longest: int | None = None  #: upper bound on positions along every axis, if there is one
     extra_repr = options_of
+
+    @property
+    def longest(self) -> int | None:
+        """Upper bound on positions along every axis; None without a limit."""
+        return None
 
     def width(self, head_dim: int) -> int:
         """Returns the width of the input of the feature map, for heads of width d."""
@@ -121,7 +125,7 @@ class Positioned(nn.Module):
     def _evaluate(
         self, mixing: str, positions: Tensor | None, key_positions: Tensor | None
     ) -> Encoding | None:
-        """Evaluates the encoding at these positions; returns None if there is no encoding."""
+        """Evaluates the encoding at these positions; returns None without an encoding."""
         position, name = self.position, type(self).__name__.lower()
         if position is None:
             if positions is not None or key_positions is not None:

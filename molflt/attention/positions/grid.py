@@ -59,8 +59,11 @@ class ToeplitzPosition(Position):
         if shape is not None and self.dim != 2:
             raise ValueError(f"shape must be the two sides of a grid; got {shape}")
         at_least_one(heads=heads, **{"max_tokens or a side of shape": min(self.shape)})
-        self.longest = max(self.shape)
         self.table = nn.Parameter(std * torch.randn(heads, *(2 * n - 1 for n in self.shape)))
+
+    @property
+    def longest(self) -> int:
+        return max(self.shape)
 
     def forward(self, mixing: str, positions: Tensor, key_positions: Tensor) -> Encoding:
         if mixing == "softmax":

@@ -67,7 +67,7 @@ class AseStructures(Held):
     """Files or databases that ASE reads, held in memory.
 
     Reads positions, cell, periodic axes, ``atoms.get_tags()`` (0 subsurface, 1 surface, 2
-    adsorbate; 0 if there are no tags) and constraints that fix atoms in all directions. Other
+    adsorbate; 0 without tags) and constraints that fix atoms in all directions. Other
     constraints are ignored with a warning. ``y_relaxed`` is the entry `energy_key`, by default
     ``info["y_relaxed"]``, the stored calculator's energy, or ``info["energy"]``. ``y_init`` is
     ``info["y_init"]``, and the relaxed positions are the array ``pos_relaxed``. The sid is

@@ -102,6 +102,8 @@ class IS2REData(BatchedData[Structures]):
         baseline_key: str | None = None,
     ) -> None:
         super().__init__(batch_size, workers)
+        if bucket < 1:
+            raise ValueError(f"data.bucket must be at least 1; got {bucket}")
         if val_fraction is not None and not 0 < val_fraction < 1:
             raise ValueError(f"data.val_fraction must be between 0 and 1; got {val_fraction}")
         self.val_fraction = val_fraction

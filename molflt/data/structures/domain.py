@@ -38,7 +38,7 @@ _Aspect = tuple[str, str]  # name, and the element or ""
 
 
 def read_domain(path: Path) -> object:
-    """Reads the domain.json of a run, for `Domain.from_json`; None if there is no file."""
+    """Reads the domain.json of a run, for `Domain.from_json`; None if the file is missing."""
     if not path.is_file():
         return None
     return read_json(path, "JSON", "restore the file that training wrote")
@@ -75,8 +75,8 @@ class Domain:
         periodic: kinds of periodic boundaries, such as "xyz" or "xy"; "" if no axis is periodic.
         relaxed: number of structures with relaxed positions.
         kind: kind of energies; see `molflt.data.structures.labels.energy_kind`.
-        energy: smallest and largest relaxed energy, eV; None if there are no labels.
-        surface: smallest and largest share of tag 1 in a slab; None if there are no tags, and in
+        energy: smallest and largest relaxed energy, eV; None without labels.
+        surface: smallest and largest share of tag 1 in a slab; None without tags, and in
             files of version 0.1.
         initial: domains of the initial weights, of their initial weights, and so on; empty for
             random initial weights. `kind` and `energy` describe the last data only.

@@ -130,7 +130,7 @@ def force_unit_fault(records: Iterable[Data]) -> str:
 
 
 def stress_unjudged(records: Sequence[Data]) -> str:
-    """Reports that the unit or sign of stress is unknown; "" if known or if there is no stress."""
+    """Reports that the unit or sign of stress is unknown; "" if known or without stress."""
     fault, unknown = judged_stress(records)
     if fault or not unknown or not any(bool(r.stress.isfinite().all()) for r in records):
         return ""

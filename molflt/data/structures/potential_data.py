@@ -29,8 +29,8 @@ class SinglePoints(Part):
     Attributes:
         without_energy: number of structures that were left out.
         with_forces, with_stress: numbers of structures with these labels.
-        force_scale: root mean square of the force components, eV/Å; NaN if there are no forces.
-        force_size: mean magnitude of the force components, eV/Å; NaN if there are no forces.
+        force_scale: root mean square of the force components, eV/Å; NaN without forces.
+        force_size: mean magnitude of the force components, eV/Å; NaN without forces.
         absurd: descriptions of implausible forces or stress, by index in the source.
     """
 
