@@ -187,9 +187,8 @@ def test_command_computes_energy_relative_to_slab_and_adsorbate(oxygen, tmp_path
 def test_command_continues_from_its_table(oxygen, tmp_path, capsys):
     out, kept = tmp_path / "out.safetensors", tmp_path / "out.csv"
     whole = computed(oxygen, out)
-    lines = kept.read_text().splitlines(keepends=True)
-    changed = lines[1].replace(lines[1].split(",")[6], "7.5")
-    kept.write_text(lines[0] + changed)  # a row that is kept is not computed again
+    header, row, *_ = kept.read_text().splitlines(keepends=True)
+    kept.write_text(header + row.replace(row.split(",")[6], "7.5"))  # a kept row is not recomputed
     np.testing.assert_allclose(computed(oxygen, out), [7.5, *whole[1:]])
     words = ["data", "baseline", str(oxygen), str(out), "--calculator", "ase.calculators.emt:EMT"]
     assert "30 steps" in error_of(capsys, *words, "--relax_steps=30")
@@ -199,6 +198,8 @@ def test_command_continues_from_its_table(oxygen, tmp_path, capsys):
     assert "another structure 1" in error_of(capsys, *words[:2], str(other), *words[3:])
     kept.write_text("a,b\n1,2\n")
     assert "not a table of this command" in error_of(capsys, *words)
+    for more in ("--fmax=1", "--device=cpu", "--workers=0"):
+        assert more.partition("=")[0] in error_of(capsys, *words, more)
 
 
 def test_structures_that_fail_have_no_baseline_and_are_tried_again(oxygen, tmp_path, capsys):
@@ -218,10 +219,9 @@ def test_slabs_with_other_fixed_atoms_are_not_shared(oxygen, tmp_path):
     free, fixed = read(oxygen, ":2")
     fixed.set_constraint(FixAtoms(range(12)))
     found = []
-    for name, frames in (("one", [free, fixed]), ("two", [fixed])):
-        write(tmp_path / f"{name}.extxyz", frames)
-        out = tmp_path / f"{name}.safetensors"
-        found.append(computed(tmp_path / f"{name}.extxyz", out, "--relax_steps=20")[-1])
+    for frames in ([free, fixed], [fixed]):
+        write(source := tmp_path / f"{len(frames)}.extxyz", frames)
+        found.append(computed(source, source.with_suffix(".safetensors"), "--relax_steps=20")[-1])
     assert found[0] == pytest.approx(found[1], abs=1e-6)
 
 

@@ -20,7 +20,7 @@ import torch
 from tqdm import tqdm
 
 from molflt.atoms import Tag
-from molflt.commands.options import expect_ending
+from molflt.commands.options import expect_ending, refuse_idle
 from molflt.data.structures import Structures, open_dataset
 from molflt.data.structures.ase_fields import fixed_atoms
 from molflt.data.structures.base import Reading, Tags, to_atoms
@@ -30,7 +30,7 @@ from molflt.data.structures.store import write_store
 from molflt.evaluation.relaxation import relax_atoms
 from molflt.evaluation.results import csv_rows, csv_text, warn, write_csv
 from molflt.files import append, expect_writable
-from molflt.pretrained.calculator import calculator_named
+from molflt.pretrained.calculator import calculator_named, is_class
 from molflt.training.checkpoint import find_weights, weights_digest
 
 if TYPE_CHECKING:
@@ -49,9 +49,9 @@ def baseline(
     *,
     calculator: str,
     relax_steps: int = 0,
-    fmax: float = 0.05,
+    fmax: float | None = None,
     workers: int = 1,
-    device: str = "auto",
+    device: str | None = None,
     energy_key: str | None = None,
     tags: Tags = "oc20",
 ) -> None:
@@ -69,15 +69,21 @@ def baseline(
             an exported model.
         relax_steps: maximum number of steps that relax each structure and each part; 0 computes the
             energies of the structures as they are.
-        fmax: largest force on a free atom at convergence, eV/Å.
+        fmax: largest force on a free atom at convergence, eV/Å, with --relax-steps; 0.05 by
+            default.
         workers: number of processes.
-        device: auto, cpu, cuda or cuda:N, for potentials trained with molflt.
+        device: auto (the default), cpu, cuda or cuda:N, for potentials trained with molflt.
         energy_key: name of the label, eV, in files that ASE reads; by default y_relaxed, else
             energy.
         tags: convention of the tags in files that ASE reads: oc20 (0 subsurface, 1 surface, 2
             adsorbate) or ase (layer numbers from the top, 1, 2, ..., and 0 for adsorbates).
     """
     expect_ending(dst, ".safetensors")
+    if relax_steps == 0:
+        refuse_idle(calculator, "no --relax-steps", {"fmax": fmax})
+    if is_class(calculator):
+        refuse_idle(calculator, "a class, which chooses its device", {"device": device})
+    fmax = 0.05 if fmax is None else fmax
     if relax_steps < 0 or workers < 1 or not fmax > 0:
         raise ValueError(
             "expected --relax-steps of at least 0, --workers of at least 1 and --fmax above 0; got "
@@ -87,7 +93,7 @@ def baseline(
     for path in (dst, table):
         expect_writable(path, *files_of(src))
     dataset = open_dataset(src, reading=Reading(energy_key, tags))
-    make = partial(calculator_named, calculator, device)
+    make = partial(calculator_named, calculator, device or "auto")
     make()  # errors are reported here, not in each process
     steps = f"{relax_steps} steps" + f" to {fmax:g} eV/Å" * (relax_steps > 0)
     label = f"{calculator} {_version(calculator)}, {steps}"
@@ -123,10 +129,9 @@ def baseline(
 
 def _version(calculator: str) -> str:
     """Returns the version of the package of a calculator, or the digest of trained weights."""
-    module, _, name = calculator.partition(":")
-    if not name or module == "hf":
+    if not is_class(calculator):
         return weights_digest(find_weights(calculator, None)[0])[:12]
-    packages = packages_distributions().get(module.partition(".")[0])
+    packages = packages_distributions().get(calculator.partition(":")[0].partition(".")[0])
     return version(packages[0]) if packages else "(version unknown)"
 
 

@@ -31,13 +31,12 @@ from molflt.training.checkpoint import device_named
 if TYPE_CHECKING:
     from torch_geometric.data import Data
 
-__all__ = ["Calculator", "calculator_named"]
+__all__ = ["Calculator", "calculator_named", "is_class"]
 
 
 def calculator_named(source: str, device: str = "auto") -> Any:
     """Creates the ASE calculator module:Class, or loads a potential for :class:`Calculator`."""
-    module, _, name = source.partition(":")
-    if not name or module == "hf":
+    if not is_class(source):
         return Calculator(source, device=device)
     try:
         return resolve_name(source)()
@@ -45,6 +44,12 @@ def calculator_named(source: str, device: str = "auto") -> Any:
         raise ValueError(
             f"{source}: expected module:Class of an installed ASE calculator; got {error}"
         ) from error
+
+
+def is_class(source: str) -> bool:
+    """Returns True for module:Class, and False for a trained potential."""
+    module, _, name = source.partition(":")
+    return bool(name) and module != "hf"
 
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
