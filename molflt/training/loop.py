@@ -285,7 +285,7 @@ class _MetricsFile(Callback):
         if trainer.is_global_zero:
             self._restore(trainer)
         module = cast(_Module, pl_module)
-        if trainer.global_step == 0 and module.task.validates_start:
+        if module.task.validates_start and trainer.global_step == 0:
             self._write_validation(trainer, module)
 
     def _restore(self, trainer: pl.Trainer) -> None:
