@@ -160,7 +160,7 @@ def oxygen(tmp_path_factory):
 
 
 def computed(source, out, *more):
-    words = ["data", "baseline", str(source), str(out), "--calculator", "ase.calculators.emt:EMT"]
+    words = ["data", "baseline", str(source), str(out), "--calculator=ase.calculators.emt:EMT"]
     assert main([*words, *more]) == 0
     return open_dataset(out).y_baseline
 

@@ -2,10 +2,10 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import sysconfig
-import tarfile
 import venv
 import zipfile
 from pathlib import Path
@@ -79,10 +79,10 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     build = pytest.importorskip("hatchling.build", reason="hatchling builds the wheel")
     folder = tmp_path_factory.mktemp("wheel")
     sdist = built(build.build_sdist, ROOT, folder)
-    with tarfile.open(sdist) as archive:
-        archive.extractall(folder, filter="data")
-        inside = {name.partition("/")[2] for name in archive.getnames()}
-    wheel = built(build.build_wheel, folder / sdist.name.removesuffix(".tar.gz"), folder)
+    shutil.unpack_archive(sdist, folder)
+    root = folder / sdist.name.removesuffix(".tar.gz")
+    inside = {path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()}
+    wheel = built(build.build_wheel, root, folder)
     venv.create(folder / "venv", symlinks=True)
     python = folder / "venv" / "bin" / "python"
     paths = sysconfig.get_paths(vars={"base": str(folder / "venv")})

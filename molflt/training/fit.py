@@ -7,10 +7,11 @@ import logging
 import os
 import re
 import shlex
+import signal
 import warnings
 from collections.abc import Iterator, Sized
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.warnings import PossibleUserWarning
@@ -101,10 +102,19 @@ def fit(
                 raise KeyboardInterrupt from stop
             raise
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            _stop_others(trainer)
             if clearer := _clearer(error, folder, ddp, checkpoints.restoring):
                 raise clearer from error
             raise
     return None
+
+
+def _stop_others(trainer: pl.Trainer) -> None:
+    """Ends the processes that Lightning started; its observer would kill this process as well."""
+    launcher: Any = trainer.strategy.launcher
+    if launcher is not None:
+        launcher.kill(signal.SIGKILL)
+        launcher.procs.clear()  # the observer then finds nothing to do
 
 
 def _clearer(
