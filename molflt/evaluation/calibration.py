@@ -68,8 +68,8 @@ class Calibration:
     Attributes:
         factor: dimensionless factor.
         floor: spread that is added in quadrature, eV, because members may agree by chance.
-        split: split of the systems that were set aside for the calibration.
-        systems: number of these systems.
+        split: name of the split with the systems of the calibration.
+        systems: number of systems of the calibration.
         members: sha256 of the weights of each member, sorted.
         new: calibration for structures with elements that the training data lack; None if too few
             such systems with labels were evaluated.
@@ -93,7 +93,7 @@ class Calibration:
         Args:
             error: signed errors of the ensemble's energies, (systems,), eV.
             spread: standard deviations over the members, (systems,), eV.
-            split: split of the systems.
+            split: name of the split that contains the systems.
             members: sha256 of the weights of each member.
         """
         if len(error) < _LEAST:
@@ -116,9 +116,8 @@ class Calibration:
     def uncertainty(self, spread: _Array, new: NDArray[np.bool_] | bool = False) -> _Array:
         """Returns the uncertainties in eV; NaN for new elements without a calibration.
 
-        Args:
-            spread: standard deviations over the members, (systems,), eV.
-            new: True for structures with elements that the training data lack.
+        `spread` contains standard deviations over the members, (systems,), eV; `new` is True for
+        structures with elements that the training data lack.
         """
         own = self.factor * np.hypot(spread, self.floor)
         return np.where(new, np.nan if self.new is None else self.new.uncertainty(spread), own)
@@ -286,22 +285,19 @@ def _errors(part: Predictions, chosen: NDArray[np.bool_]) -> _Errors:
 
 
 def _aside(part: Predictions) -> NDArray[np.bool_]:
-    """Selects the systems that can calibrate."""
     return is_set_aside(part.sid) & part.labeled & ~_new(part)
 
 
 def _new(part: Predictions) -> NDArray[np.bool_]:
-    """Selects the systems with elements that the training data lack."""
     return np.array([bool(one) for one in part.new_elements or [""] * len(part.sid)])
 
 
 def _with_new(
     calibration: Calibration, found: Mapping[str, Predictions]
 ) -> tuple[Calibration, dict[str, _Array]]:
-    """Calibrates for new elements, and computes uncertainties without systems of the same elements.
+    """Calibrates for new elements, and returns uncertainties by split, (systems,), eV.
 
-    Returns:
-        The calibration, and by split the uncertainties, (systems,), eV.
+    Each uncertainty is computed without the systems of the same new elements.
     """
     kept = {name: part.labeled & _new(part) for name, part in found.items()}
     if not any(one.any() for one in kept.values()):

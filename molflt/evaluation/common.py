@@ -52,7 +52,7 @@ def chosen_splits(
 def named_sources(
     data: Mapping[str, object], splits: Sequence[str] | None, other: Path | None
 ) -> dict[str, str]:
-    """Returns, by name, the texts to evaluate; each is a file or an hf: name.
+    """Returns the texts to evaluate, files or hf: names, by name of the split or file.
 
     `data` contains the data options of the run. The default splits are val and, if present, test.
     """
@@ -70,7 +70,7 @@ def named_images(
     splits: Sequence[str] | None,
     other: Path | None,
 ) -> tuple[_Images, dict[str, LabeledImages]]:
-    """Returns the data of a run and, by name, the images to evaluate, as used in validation."""
+    """Returns the data of a run and the images to evaluate by name, processed as in validation."""
     wanted = chosen_splits(("train", "val"), splits, ["val"], other)
     if other is not None:
         options = {**options, "train": other, "val": other, "val_fraction": None}
@@ -140,7 +140,8 @@ def draw_encoding(
 ) -> None:
     """Draws a relative encoding against the offset of tokens, unless it is None or has no bias.
 
-    There are `tokens` along each axis, at distances of `scale`; `what` is their name in the label.
+    `tokens` is the number of tokens along each axis, `scale` is their distance, and `what` is their
+    name in the label.
     """
     if position is not None and plots.has_bias(position):
         unit = what if scale == 1 else f"{1 / scale:g} {what}"

@@ -133,7 +133,7 @@ def evaluate(
     common = [] if others is None else common_systems(others, found)
     structures, moved = write_relaxed(found, datasets, relaxed)
     uncertainty = assess(model, found, out, calibration_split, source.own.train)
-    begin_results(out, *_FILES)  # keeps the new calibration
+    begin_results(out, *_FILES)  # does not remove the new uncertainty.json
     added = source.own.reading.baseline_key is not None
     results: Results = {split: _metrics(part, median, added) for split, part in found.items()}
     for split, row in results.items():
@@ -156,7 +156,6 @@ def evaluate(
 
 
 def _expect_counts(counts: Mapping[str, int]) -> None:
-    """Raises ValueError for test splits whose numbers of systems differ from OC20's."""
     for split, count in counts.items():
         expected = OC20_FILES[f"all/{split}"].records
         if split in TEST_SPLITS and count != expected:

@@ -53,7 +53,7 @@ _BITS = {
     "uniform_bits_per_dim": ("uniform", 3),
 }
 _AT_ONCE = 64  # images in a batch for the histogram
-_AROUND = 7  # pixels above and at each side in the figure of attention
+_AROUND = 7  # rows above and columns on each side of the pixel in the figure of attention
 
 
 class _Classified(NamedTuple):
@@ -126,7 +126,6 @@ def _datasets(
     splits: Sequence[str] | None,
     other: Path | None,
 ) -> dict[str, LabeledImages]:
-    """Returns images by name; raises ValueError if their classes differ from those of the run."""
     data, named = common.named_images(ImageData, options, splits, other)
     if data.classes != classes:
         raise ValueError(

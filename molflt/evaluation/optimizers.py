@@ -40,7 +40,7 @@ _FILES = ("curves.csv", "optimizations.png", "attention.png", "encoding.png")
 _RATES = tuple(round(10 ** (-4 + i / 3), 6) for i in range(10))  # 1e-4 to 0.1
 _END = 0.1  # fraction of the steps, at the end, over which the final loss is averaged
 _ROWS = 200  # intervals of a curve in the file
-_SHOWN, _COORDINATES = 64, 32  # gradients and coordinates in the figure of attention
+_SHOWN, _COORDINATES = 64, 32  # gradients and coordinates drawn in attention.png
 _REACH = 200  # steps in the figure of the encoding
 _Curve = NDArray[np.float64]
 _Made = Callable[[int, Tensor], Problem]
@@ -167,7 +167,6 @@ def tasks_of(names: Sequence[str] | None, data: Path | None) -> dict[str, _Made]
 
 
 def _race(made: _Made, opened: _Opened, steps: int, repeats: int, like: Tensor) -> Raced:
-    """Optimizes a task with `repeats` seeds that training does not use."""
     seeds = ProblemSeeds("test", repeats)
     problems = [made(int(seeds[i]), like) for i in range(repeats)]
     return Raced(np.stack([_loss_curve(problem, opened, steps) for problem in problems]))
@@ -301,7 +300,7 @@ def evaluate_population(
         )
     wanted = list(BASELINES) if baselines is None else list(dict.fromkeys(baselines))
     if "cma-es" in wanted:
-        require("cma", "CMA-ES", "bench")  # raises an error before anything is computed
+        require("cma", "CMA-ES", "bench")  # fails before anything is computed
     own = _own_name(config)
     searches: dict[str, _Search] = {own: _of_model(model.of_dimension(d), size)}
     searches |= {name: BASELINES[name] for name in wanted}
@@ -395,7 +394,6 @@ def _best(values: _Curve) -> _Curve:
 
 
 def _summary(found: Mapping[str, _Curve], own: str) -> dict[str, float | None]:
-    """Returns the mean and standard deviation of the final values over runs."""
     summary: dict[str, float | None] = {}
     for name, curves in found.items():
         prefix, last = "" if name == own else f"{name}_", curves[:, -1]

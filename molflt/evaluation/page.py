@@ -76,9 +76,7 @@ _EXPECTED = {  # files of a finished run, and the consequences if they are missi
     "versions.json": "versions are unknown",
 }
 
-_Part = (
-    Mapping[str, Any] | str
-)  # a table, a figure, a row of figures and so on; a string is a paragraph
+_Part = Mapping[str, Any] | str  # a table, a figure or a row of figures; a string is a paragraph
 
 
 class Page:
@@ -202,7 +200,6 @@ def page_of(path: Path) -> tuple[str, list[str]]:
 
 
 def _cut(value: object, longest: int = _LONGEST) -> str:
-    """Returns a value as text, shortened if it is too long."""
     whole = "–" if value is None else str(value)
     return whole if len(whole) <= longest else f"{whole[:longest]}… ({len(whole):,} characters)"
 
@@ -228,7 +225,6 @@ def _overview(page: Page) -> list[_Part]:
 
 
 def _heading(name: str, metrics: Mapping[str, Metric]) -> str:
-    """Returns a metric with its unit, and with an arrow in the direction of better values."""
     if name in metrics:
         return f"{metrics[name].axis} {'↑' if metrics[name].largest_is_best else '↓'}"
     inner = name.removeprefix("baseline_")

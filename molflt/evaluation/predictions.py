@@ -66,7 +66,7 @@ class Predictions:
         adsorbate: Hill formula of the atoms with tag 2 of each system, or "unknown".
         members: predictions of each member of an ensemble, (systems, members), eV; their mean is
             `energy`. None for a single model.
-        outside: differences between each system and the training data, in words.
+        outside: texts that describe how each system differs from the training data.
         by_atom: requested outputs that the model predicts, for each system: "displacement" (atoms,
             3), Å; "embedding" (atoms, dim); "forces" (atoms, 3), eV/Å.
         slab: elements of the atoms without tag 2 of each system, such as Cu-Pt, or "unknown" if no
@@ -241,7 +241,6 @@ def _row(
     domain: Domain | None,
     force: bool,
 ) -> dict[str, Any]:
-    """Returns the fields of `Predictions` for one system, and `_NOTES`."""
     from ase.data import chemical_symbols
 
     reasons: list[str] = []

@@ -151,10 +151,7 @@ def adwt(distances: _Numbers) -> float:
 
     This is the fraction of structures whose atoms are, on average, closer to their relaxed
     positions than a threshold, averaged over thresholds from 0.01 to 0.5 Å (arXiv:2010.09990,
-    section 4.2).
-
-    Args:
-        distances: mean distance of each structure, (structures,), Å.
+    section 4.2). `distances` contains the mean distance of each structure, (structures,), Å.
     """
     return 100.0 * float((distances[:, None] < _THRESHOLDS).mean())
 
@@ -162,11 +159,8 @@ def adwt(distances: _Numbers) -> float:
 def position_error(pos: NDArray[np.floating], record: Data) -> float:
     """Returns the mean minimum-image distance, Å, of free atoms from their relaxed positions.
 
-    The result is NaN without relaxed positions or free atoms.
-
-    Args:
-        pos: positions, (N, 3), Å.
-        record: the structure, with its relaxed positions.
+    The result is NaN without relaxed positions or free atoms. `pos` is (N, 3), Å, and `record` is
+    the structure with its relaxed positions.
     """
     from ase.geometry import find_mic
 

@@ -120,7 +120,7 @@ def begin_results(out: Path, *names: str) -> None:
     clear_parts(out)
     pictures = [Path(name).stem for name in names if name.endswith(".png")]
     others = [f"{stem}.{ending}" for stem in pictures for ending in FORMATS]
-    for name in (RESULTS, _NOTE, *names, *others):  # RESULTS first
+    for name in (RESULTS, _NOTE, *names, *others):
         (out / name).unlink(missing_ok=True)
 
 

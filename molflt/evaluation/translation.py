@@ -68,7 +68,7 @@ def evaluate(
     tokenizer, options = common.load_tokenizer(run, model.vocabulary), config["data"]
     languages = str(options["source"]), str(options["target"])
     lowercase = tokenizer.ignores_case
-    bleu(["a"], ["a"])  # raises an error without sacrebleu, before anything is computed
+    bleu(["a"], ["a"])  # fails without sacrebleu before anything is computed
     results: Results = {}
     lines: dict[str, list[str]] = {}
     texts = {}  # all texts are read before the first is translated
@@ -114,10 +114,7 @@ class Bleu(NamedTuple):
 def bleu(translations: Sequence[str], references: Sequence[str], lowercase: bool = False) -> Bleu:
     """Computes BLEU (arXiv:1804.08771) and chrF of translations, with one reference each.
 
-    Args:
-        translations: translated sentences.
-        references: one reference for each translation.
-        lowercase: ignore case.
+    Case is ignored if `lowercase` is True.
     """
     scores = require("sacrebleu.metrics", "BLEU", "text")
     metric, others = scores.BLEU(lowercase=lowercase), scores.CHRF(lowercase=lowercase)
