@@ -24,7 +24,7 @@ _Data = TypeVar("_Data", contravariant=True)
 
 
 class _Sums(Protocol):
-    """NamedTuple of float64 scalars: sums over items. Sums of batches and ranks are added."""
+    """Sums over the items of batches, as a named tuple of float64 scalars."""
 
     def __iter__(self) -> Iterator[Tensor]: ...
 

@@ -30,7 +30,7 @@ class _ImageSums(NamedTuple):
 
     @classmethod
     def of(cls, logits: Tensor, labels: Tensor) -> _ImageSums:
-        """Returns the sums of logits (images, classes) and labels (images,)."""
+        """Computes the sums from logits, (images, classes), and labels, (images,)."""
         own = logits.gather(1, labels[:, None])
         # ties and NaN count as errors; otherwise a constant output would always be correct
         rank = (~(logits < own)).sum(dim=1)

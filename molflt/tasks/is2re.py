@@ -186,7 +186,7 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
 
     @property
     def validates_start(self) -> bool:
-        """Returns True if there is a baseline: untrained energies are baseline plus references."""
+        """Returns True if untrained models predict baseline energies plus references."""
         return bool(self.model.get_buffer("adds_baseline"))
 
     def loss(self, batch: "Batch", progress: float) -> tuple[Tensor, _EnergySums]:

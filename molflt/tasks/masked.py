@@ -54,9 +54,9 @@ class MaskedTask(Task[_Batch, "TokenizedText"]):
     Args:
         model: `molflt.sequence.MaskedLanguageModel`.
         mask_rate: fraction of tokens to predict.
-        mask_share: fraction of these tokens that are replaced by the mask.
-        random_share: fraction of these tokens that are replaced by random tokens; the other tokens
-            remain unchanged.
+        mask_share: fraction of the tokens to predict that are replaced by the mask.
+        random_share: fraction of the tokens to predict that are replaced by random tokens. The
+            remaining tokens to predict are unchanged.
         optimization: further arguments of `molflt.tasks.base.Task`.
     """
 

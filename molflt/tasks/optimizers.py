@@ -47,9 +47,9 @@ class OptimizerTask(Task[Tensor, object]):
     """Mean of log(f / f_0) over steps and problems, in truncated unrolls.
 
     Batches are seeds of problems, (batch,). Each problem is first optimized for a random number of
-    steps, log-uniform up to `burn_in`, and then for `unroll` steps that contribute to the loss.
-    Meta-steps are therefore independent: training can resume at any meta-step, and covers late
-    stages of an optimization at low cost.
+    steps, drawn log-uniformly from 0 to `burn_in`, and then for `unroll` steps that contribute to
+    the loss. Meta-steps are therefore independent: training can resume at any meta-step, and covers
+    late stages of an optimization at low cost.
 
     Args:
         model: `molflt.optimizers.coordinate.CoordinateOptimizer`.
@@ -180,7 +180,6 @@ class PopulationTask(Task[Tensor, ProblemData]):
         return _sums(populations.state)
 
     def _begin(self, batch: Tensor) -> tuple[Functions, Populations]:
-        """Returns the functions of the seeds, and populations to minimize them."""
         seeds, family = batch.tolist(), next(iter(FAMILIES))
         generators = [generator_of(seed, 0) for seed in seeds]
         functions = Functions.draw(family, self.model.dimension, generators)

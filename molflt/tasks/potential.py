@@ -81,7 +81,7 @@ class PotentialTask(OfStructures, Task["Batch", "PotentialData"]):
     """Loss, optimizer and schedule of interatomic potentials.
 
     Loss = energy_weight L(energy per atom) + force_weight L(force components) + stress_weight
-    L(virial per atom), where each term is averaged over the existing labels. Forces are divided by
+    L(virial per atom), where each term is averaged over the available labels. Forces are divided by
     their root mean square on the training set; energies and virials are divided by this force
     times 1 Å.
 

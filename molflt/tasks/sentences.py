@@ -32,7 +32,7 @@ class _LabelSums(NamedTuple):
 
     @classmethod
     def of(cls, told: Tensor, label: Tensor, loss: Tensor) -> _LabelSums:
-        """Returns the sums for predictions and labels, (items,) each, and the total loss."""
+        """Computes the sums from predictions and labels, (items,) each, and the total loss."""
         told, label = told.detach().double(), label.double()
         parts = (told, label, told.square(), label.square(), told * label)
         right = (told == label).sum()

@@ -36,7 +36,7 @@ class OfStructures:
         of_adsorbates: bool = False,
     ) -> "ElementEnergies | None":
         """Stores element energies, fitted or read from a file, in a buffer of the model."""
-        # same annotation as in the tasks: typing caches a union in the order of its first use
+        # same annotation as in the tasks, because typing caches the first order of a union
         from ase.data import chemical_symbols
 
         if references in (None, "none"):
