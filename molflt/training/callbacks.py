@@ -33,7 +33,7 @@ _SECONDS = 0.1  # seconds between updates of the bar during validation
 def _callbacks_of(
     task: Task[Never, Never], folder: RunFolder, options: TrainerOptions
 ) -> list[Callback]:
-    """Returns the callbacks of a training run, in order.
+    """Returns the callbacks in order.
 
     Callbacks that need the validated weights precede the averaging callback, which restores the
     current weights at the end of a validation epoch.

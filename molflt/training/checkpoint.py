@@ -136,9 +136,8 @@ def find_weights(
     """Resolves the name of a trained model to a weights file and the folder of its run.
 
     Args:
-        source: see `molflt.training.checkpoint.find`.
+        source, hub: see `molflt.training.checkpoint.find`.
         checkpoint: best (the default), last, or the path of a safetensors file; only for a run.
-        hub: options of `huggingface_hub.snapshot_download`.
 
     Returns:
         The file, and the folder of its run, or None for weights outside a run.
@@ -352,7 +351,6 @@ def _packaged(name: str) -> Path:
 
 
 def _fetched(name: str, options: Mapping[str, object]) -> Path:
-    """Downloads the weights of a repository into the cache of huggingface_hub."""
     repository, _, revision = name.removeprefix(HUB).partition("@")
     chosen = {"revision": revision or None, "allow_patterns": [*_FILES], **options}
     fetch: Callable[..., str] = require("huggingface_hub", name, "hub").snapshot_download
@@ -387,7 +385,7 @@ def write_exported(
     text = json.dumps({"format": _FORMAT, **content}, indent=1, ensure_ascii=False)
     own = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
     copy = folder / "config.json"
-    copy.unlink(missing_ok=True)  # it must never describe other weights
+    copy.unlink(missing_ok=True)  # the copy must never describe other weights
     save_tensors(folder / "model.safetensors", own, {"format": "pt", _KEY: text})
     write_atomically(copy, text.encode())
 

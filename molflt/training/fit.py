@@ -137,7 +137,6 @@ def _clearer(
 
 
 def _silence_lightning() -> None:
-    """Hides Lightning's tips, hardware banners, and advice on the number of workers."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=PossibleUserWarning)
@@ -147,7 +146,6 @@ def _silence_lightning() -> None:
 
 
 def _warn_of_slow_average(decay: float | None, max_steps: int) -> None:
-    """Warns if the initial weights make up a large share of the averaged weights."""
     first = 0.0 if decay is None else decay ** (max_steps - 1)
     if first > 0.1:
         warnings.warn(

@@ -96,18 +96,15 @@ class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clips the norm of the gradient; raises ValueError if it is not finite."""
         limit = float("inf") if gradient_clip_val is None else gradient_clip_val
         self.gradient_norm = float(nn.utils.clip_grad_norm_(self.parameters(), limit))
         if not np.isfinite(self.gradient_norm) and self.trainer.precision != "16-mixed":
             raise ValueError(self._diverged("gradient norm", self.gradient_norm))
 
     def step_completed(self) -> bool:
-        """Returns True if the last batch completed a step."""
         return self.global_step > self._step_before
 
     def validation_follows(self) -> bool:
-        """Returns True if a validation follows the current step."""
         every = int(self.trainer.val_check_interval) // self.trainer.accumulate_grad_batches
         step = self.global_step
         return step > 0 and (step >= self.trainer.max_steps or step % every == 0)
@@ -152,14 +149,12 @@ class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
                 group["lr"] = base * factor
 
     def _learning_rate(self) -> float:
-        """Returns the learning rate of the next step."""
         return float(self.trainer.optimizers[0].param_groups[0]["lr"])
 
     def _lr_factor(self, step: int) -> float:
         return self.task.lr_factor(step, self.trainer.max_steps)
 
     def place(self) -> str:
-        """Describes the current step and batch, for messages."""
         step, unit = self.global_step, self.task.unit
         return f"step {step} with {self._size:,} {unit}, {self._batch},"
 
@@ -184,7 +179,6 @@ class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
 
 
 def _row(parts: list[Tensor], device: torch.device) -> Tensor:
-    """Stacks scalars as float64."""
     return torch.stack([part.to(device, torch.float64) for part in parts])
 
 
@@ -289,10 +283,9 @@ class _MetricsFile(Callback):
             self._write_validation(trainer, module)
 
     def _restore(self, trainer: pl.Trainer) -> None:
-        """Restores metrics.csv and TensorBoard's log to the state of the checkpoint."""
         again = self._rewind(trainer.global_step, _validation_due(self.folder.checkpoint))
         for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger):  # it dropped the rows of this step
+            if isinstance(logger, TensorBoardLogger):  # it removed the rows of the step
                 for row in again:
                     numbers = {name: float(cell) for name, cell in row.items() if cell}
                     logger.log_metrics(numbers, step=int(numbers.pop("step")))
@@ -414,7 +407,6 @@ class _MetricsFile(Callback):
 
 
 def _validation_due(checkpoint: Checkpoint | None) -> bool:
-    """Returns True if the checkpoint was saved before its validation finished."""
     if checkpoint is None:
         return False
     progress = checkpoint["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"]["total"]

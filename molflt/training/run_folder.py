@@ -158,7 +158,6 @@ def check_stopped(path: Path, stop: Stopped | None, now: Config) -> None:
 
 
 def _flat(config: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    """Yields the names of options, as on the command line, and their values."""
     for name, value in config.items():
         if isinstance(value, Mapping):
             yield from ((f"{name}.{key}", part) for key, part in value.items())
@@ -173,7 +172,6 @@ class RunFolder:
         path: the folder.
 
     Attributes:
-        path: the folder.
         writes: True in the first process.
         provenance: information about the run, stored in its checkpoints.
         checkpoint: the checkpoint to resume from; None in a new run.
@@ -182,7 +180,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         from lightning.pytorch.utilities import rank_zero_only
 
-        # False in the other processes of DDP, launched by Lightning or torchrun
+        # False in the further DDP processes that Lightning or torchrun launches
         self.writes = (getattr(rank_zero_only, "rank", None) or 0) == 0
         self.path = path
         self.provenance: Provenance = {}
@@ -316,7 +314,6 @@ class RunFolder:
         write_atomically(self.path / "config.yaml", text.encode())
 
     def _expect_held(self) -> None:
-        """Raises FileNotFoundError if the locked folder was removed or replaced."""
         if self._lock.is_gone():
             raise FileNotFoundError(
                 f"{self.path}: the run folder was removed or replaced during training; nothing "
@@ -422,7 +419,6 @@ def steps_of(run: Path, weights: str = "last") -> int:
 
 
 def _number(path: Path, key: str) -> float:
-    """Reads a finite number from the header of weights."""
     header = read_header(path)
     try:
         number = float(header[key])

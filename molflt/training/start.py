@@ -52,18 +52,13 @@ _LONGEST = 60  # characters
 
 
 def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
-    """Returns the parser of ``molflt train`` with the groups model, data, task and trainer.
-
-    Args:
-        words: words of the command line; the recipe that they name determines the options.
-    """
+    """Returns the parser of ``molflt train`` for the recipe that `words` name."""
     parser = _TrainParser()
     add_options(parser, _recipe_named(list(words)))
     return parser
 
 
 def _recipe_named(words: list[str]) -> str:
-    """Returns the recipe named on a command line or in the files that it lists."""
     found = [DEFAULT, *_values_in("recipe", _values_of("--resume", words))]
     for name in _inits(words):
         with contextlib.suppress(ValueError, OSError):  # reported when the weights are read
@@ -75,7 +70,6 @@ def _recipe_named(words: list[str]) -> str:
 
 
 def _inits(words: list[str]) -> list[str]:
-    """Returns all values of `init` in configurations and on the command line."""
     found = [*_values_in("init", _values_of("--config", words)), *_values_of("--init", words)]
     return [] if found[-1:] == ["null"] else found
 
@@ -122,7 +116,6 @@ class _TrainParser(ArgumentParser):
         return config
 
     def _resume(self, run: str, words: list[str], files: list[str]) -> None:
-        """Takes the defaults from the configuration of a run."""
         read_config(Path(run))  # raises if it is damaged
         # escapes glob patterns and ~, which jsonargparse would expand
         self.default_config_files = [glob.escape(str(Path(run, "config.yaml").absolute()))]
@@ -142,7 +135,6 @@ class _TrainParser(ArgumentParser):
             )
 
     def _take_model_of(self, init: str, recipe: str) -> None:
-        """Sets the defaults of the model to the options of the initial weights."""
         source = read_initial_weights(init)
         related = source.recipe in Recipe.of({"recipe": recipe}).relatives
         if source.recipe not in (None, recipe) and not related:
@@ -187,7 +179,6 @@ def _let_words_decide(config: Namespace, words: list[str]) -> None:
 
 
 def _tokenizer_of(weights: Path) -> Path | None:
-    """Returns the folder that holds the tokenizer of a weights file or of its run."""
     folder = weights.absolute().parent
     above = folder.parent if folder.name == "checkpoints" else folder
     return above if (above / TOKENIZER).is_file() or (above / "config.json").is_file() else None
@@ -209,7 +200,6 @@ def _with_files(words: Sequence[str]) -> list[str]:
 
 
 def _values_of(option: str, words: list[str]) -> list[str]:
-    """Returns all values of an option on the command line."""
     values = [value for word, value in itertools.pairwise(words) if word == option]
     return values + [w.partition("=")[2] for w in words if w.startswith(f"{option}=")]
 
