@@ -106,7 +106,6 @@ def adsorb(
 
 
 def _whole(name: str, text: str, count: int) -> tuple[int, ...]:
-    """Parses whole numbers separated by commas."""
     with suppress(ValueError):
         if len(found := tuple(map(int, text.split(",")))) == count:
             return found

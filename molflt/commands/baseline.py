@@ -128,7 +128,6 @@ def baseline(
 
 
 def _version(calculator: str) -> str:
-    """Returns the version of the package of a calculator, or the digest of trained weights."""
     if not is_class(calculator):
         return weights_digest(find_weights(calculator, None)[0])[:12]
     packages = packages_distributions().get(calculator.partition(":")[0].partition(".")[0])
@@ -179,11 +178,7 @@ def _begin(make: Callable[[], Any], threads: int) -> None:
 
 
 def _energy(atoms: Atoms, fmax: float, steps: int) -> tuple[float, str]:
-    """Computes the energy of a relaxed structure in a worker process.
-
-    Returns:
-        The energy, eV, or NaN if the calculator fails, and the reason for NaN.
-    """
+    """Returns the energy, eV, or NaN if the calculator fails, and the reason for NaN."""
     try:
         if not steps:
             atoms.calc = _made["calculator"]

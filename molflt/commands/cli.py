@@ -154,7 +154,6 @@ def _function(path: tuple[str, ...]) -> Callable[..., object]:
 
 
 def _names_below(path: tuple[str, ...]) -> list[str]:
-    """Returns the names that may follow `path`, in the order of the table."""
     depth = len(path)
     return list(dict.fromkeys(key[depth] for key in COMMANDS if key[:depth] == path))
 
@@ -173,11 +172,9 @@ def _overview(path: tuple[str, ...]) -> str:
 
 
 def parser_of(path: tuple[str, ...], words: Sequence[str] = ()) -> ArgumentParser:
-    """Returns the parser of a command.
+    """Returns the parser of a command `path`, such as ("data", "inspect").
 
-    Args:
-        path: names of the command, such as ("data", "inspect").
-        words: words of the command line, which may determine the options.
+    The `words` of the command line may determine the options.
     """
     from jsonargparse import ArgumentParser
 
@@ -200,14 +197,12 @@ def parser_of(path: tuple[str, ...], words: Sequence[str] = ()) -> ArgumentParse
 
 
 def _first_paragraphs(function: Callable[..., object]) -> str:
-    """Returns the part of a docstring before its first section."""
     text = (function.__doc__ or "").strip()
     text = re.split(r"\n\s*(?:Args|Returns|Raises|Example|Examples|Note):\s*\n", text)[0]
     return re.sub(r"[ \t]*\n[ \t]+", "\n", text).strip()
 
 
 def _report(error: Exception) -> int:
-    """Prints one line about an error and returns the exit status."""
     if os.environ.get("MOLFLT_TRACEBACK") == "1":
         sys.stderr.write("".join(traceback.format_exception(error)))
     status = 2
@@ -233,7 +228,6 @@ def _report(error: Exception) -> int:
 
 
 def _write_log(error: Exception) -> str:
-    """Writes the traceback to molflt-error.log; returns where to find it."""
     log = Path.cwd() / "molflt-error.log"
     try:
         text = "".join(traceback.format_exception(error))

@@ -91,7 +91,6 @@ def _as_json(runs: Sequence[Run]) -> dict[str, object]:
 
 
 def _as_table(runs: Sequence[Run]) -> str:
-    """Returns a table with a column for each run, and a row for each metric and option."""
     rows: list[list[str]] = [["", *(run.name for run in runs)]]
     rows += [[key, *map(_cell, own)] for key, own in differences(runs).items()]
     rows.append(["parameters", *(f"{run.parameters:,}" for run in runs)])
@@ -119,7 +118,6 @@ def _metric(runs: Sequence[Run], name: str) -> Metric | None:
 
 
 def _digits(runs: Sequence[Run], name: str) -> str:
-    """Returns the format of a metric, as in evaluations."""
     metric = _metric(runs, name)
     return ".4g" if metric is None else f".{metric.digits + (metric.digits > 2)}f"
 
@@ -127,7 +125,6 @@ def _digits(runs: Sequence[Run], name: str) -> str:
 def _marked(
     runs: Sequence[Run], name: str, values: Sequence[float | None], ends: Sequence[str]
 ) -> list[str]:
-    """Returns the cells of a row, with a star at the best value if there are several."""
     metric, known = _metric(runs, name), [value for value in values if value is not None]
     best = None
     if metric is not None and len(known) > 1:
@@ -146,7 +143,6 @@ def _cell(value: object) -> str:
 
 
 def _draw(runs: Sequence[Run], out: Path) -> list[Path]:
-    """Draws the curves of all runs, and the main metric of the first run by split."""
     measure, metrics = runs[0].measure, runs[0].metrics
     validated = metrics[measure]._replace(label=f"validation {metrics[measure].label}")
     panels = {"train_loss": Metric("training loss", scale="log"), f"val_{measure}": validated}

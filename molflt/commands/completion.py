@@ -43,7 +43,6 @@ def completion(shell: Literal["bash", "zsh", "tcsh"], out: Path | None = None) -
 
 
 def _script(shell: str) -> str:
-    """Returns the script for all commands."""
     whole = ArgumentParser(prog="molflt")
     whole.add_argument("--version", action="version", version="")
     commands = whole.add_subcommands()

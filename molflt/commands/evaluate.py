@@ -34,8 +34,8 @@ def evaluate(
 
     Energies: MAE, EwT, errors by adsorbate and size, parity plots. Language: perplexity per token.
     Masked language: perplexity and accuracy of masked tokens. Sentences: the metrics of GLUE.
-    Translation: BLEU. Images: top-1 and top-5 accuracy, misclassified images. All: the learned
-    relative encoding.
+    Translation: BLEU. Images: top-1 and top-5 accuracy, misclassified images. All recipes: the
+    learned relative encoding.
 
     Args:
         run: folder of a training run; its recipe determines the other options.
@@ -85,11 +85,7 @@ def evaluate(
 
 
 def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
-    """Returns the parser of ``molflt evaluate``.
-
-    Args:
-        words: words of the command line; the recipe of their run determines the options.
-    """
+    """Returns the parser of ``molflt evaluate`` for the recipe of the run that `words` name."""
     return recipe_parser(_recipe_of_run(words))
 
 

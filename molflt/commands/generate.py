@@ -100,7 +100,6 @@ def generate(
 
 
 def _given(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options that are not None."""
     return {name: value for name, value in options.items() if value is not None}
 
 
@@ -113,7 +112,6 @@ def _draw(
     out: Path | None,
     options: Mapping[str, Any],
 ) -> None:
-    """Generates images and writes them to one PNG."""
     whole, path = model.model, model.trained.path
     if out is None:
         out = (path if path.is_dir() else Path()) / (_SAMPLES if file is None else _COMPLETIONS)

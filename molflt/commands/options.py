@@ -88,7 +88,6 @@ def options_of(parser: ArgumentParser) -> dict[str, Action]:
 
 
 def _kinds_of(action: Action) -> set[object]:
-    """Returns the types that an option accepts, without their parameters."""
     hint = getattr(action, "_typehint", None)
     return {get_origin(kind) or kind for kind in (hint, *get_args(hint))}
 

@@ -149,7 +149,6 @@ def predict(
 
 
 def _shard(text: str | None, out: Path | None) -> Shard | None:
-    """Parses --shard and checks --out."""
     part = None if text is None else Shard.of(text)
     if part is not None and out is None:
         raise ValueError(f"option --shard {text}: expected --out FILE with it; got none")
@@ -160,7 +159,6 @@ def _shard(text: str | None, out: Path | None) -> Shard | None:
 def _label(
     model: _Labeler | TextWriter, files: Sequence[Path], out: Path | None, batch_size: int
 ) -> None:
-    """Predicts sentences or images."""
     expect_ending(out, *_TABLES)
     if not isinstance(model, _Labeler):
         raise ValueError(f"{model.name}: generates text or images; use molflt generate")
@@ -176,11 +174,7 @@ def _label(
 
 
 def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
-    """Returns the parser of ``molflt predict``, whose first positional argument is optional.
-
-    Args:
-        words: words of the command line.
-    """
+    """Returns the parser of ``molflt predict``, whose first positional argument is optional."""
     whole = ArgumentParser(usage=_USAGE)
     whole.add_function_arguments(predict, as_group=False, as_positional=True)
     given = [word for word in normalized(words, whole) if not word.startswith("-")]
@@ -218,7 +212,6 @@ def _is_run(word: str) -> bool:
 
 
 def _write_rows(out: Path | None, rows: Sequence[Mapping[str, object]]) -> None:
-    """Writes rows to a file, or prints them."""
     if out is None:
         print(csv_text(rows), end="")
     elif out.suffix == ".csv":
@@ -270,7 +263,6 @@ def _joined(energies: Sequence[float]) -> str:
 def _write_atoms(
     out: Path, dataset: Structures, rows: Sequence[Mapping[str, object]], found: Predictions
 ) -> None:
-    """Writes structures with their energies, atomically."""
     from ase.calculators.singlepoint import SinglePointCalculator
     from ase.io import write
 
@@ -281,7 +273,7 @@ def _write_atoms(
         lost |= dict.fromkeys(not_held(atoms, out.suffix))
         info = {k: v for k, v in row.items() if k not in ("formula", "natoms", "energy_eV")}
         marks = {k: info.pop(k) for k in ("index", "file", "shard") if k in info}
-        if len(marks) > 1:  # if there is only an index, these formats do not need it
+        if len(marks) > 1:  # an index alone is the position in the file
             info |= {f"molflt_{name}": value for name, value in marks.items()}
         atoms.info |= {name: value for name, value in info.items() if value is not None}
         by_atom = {name: values[i] for name, values in found.by_atom.items()}

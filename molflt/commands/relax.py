@@ -111,7 +111,6 @@ def relax(
 
 
 def _trajectories(folder: Path | None, dataset: Structures) -> list[Path | None]:
-    """Creates the folder and returns the trajectory file of each structure."""
     if folder is None:
         return [None] * len(dataset)
     folder.mkdir(parents=True, exist_ok=True)
@@ -165,7 +164,6 @@ def _add(out: Path, place: int, part: Relaxed, first: bool) -> dict[str, None]:
 
 
 def _summary(out: Path, found: dict[int, Relaxed]) -> int:
-    """Prints a summary and returns the exit status."""
     lost = [(place, part) for place, part in found.items() if not part.converged]
     steps = sum(part.steps for part in found.values())
     seconds = sum(part.seconds for part in found.values())

@@ -93,7 +93,6 @@ def _groups(found: _Schema, prefix: str = "") -> Iterator[tuple[str, _Schema]]:
 
 
 def _bound(described: _Schema, interval: str) -> None:
-    """Adds the range of an option to its numbers and to the numbers in its items."""
     low, high = (float(end) for end in interval[1:-1].split(","))
     described["minimum" if interval[0] == "[" else "exclusiveMinimum"] = low
     described["maximum" if interval[-1] == "]" else "exclusiveMaximum"] = high
@@ -104,7 +103,6 @@ def _bound(described: _Schema, interval: str) -> None:
 
 
 def _position() -> _Schema:
-    """Returns the schema of the options of all position modules."""
     from molflt.attention.nodes import NODES
     from molflt.attention.spectra import SPECTRA
 

@@ -95,7 +95,7 @@ def _train(folder: RunFolder, config: Config) -> int:
     if folder.writes:  # only in one process, because this reads all data
         folder.check_data(batches.fingerprints(), batches.files())
     _fit_sizes(model, batches.sizes(), start.options)
-    folder.check_config(config)  # again, with sizes and steps
+    folder.check_config(config)  # sizes and numbers of steps are known now
     learned = parts.load("task")(parts.load("model")(**model), seed=config["seed"], **task)
     if folder.checkpoint is None:  # a checkpoint contains this state
         learned.check_new()
@@ -138,7 +138,6 @@ def _trainer(options: _Options) -> TrainerOptions:
 
 
 def _say_end(folder: RunFolder, metrics: Mapping[str, Metric], steps: int, seconds: float) -> None:
-    """Prints the result of a training run, and the reason if it stopped early."""
     from molflt.training.run_folder import outcome
 
     if stop := folder.provenance.get("stopped"):
@@ -151,7 +150,6 @@ def _say_end(folder: RunFolder, metrics: Mapping[str, Metric], steps: int, secon
 
 
 def _counted(model: nn.Module) -> str:
-    """Describes the numbers of trained and frozen parameters."""
     count = {True: 0, False: 0}
     for parameter in model.parameters():
         count[parameter.requires_grad] += parameter.numel()
