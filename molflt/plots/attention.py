@@ -124,7 +124,7 @@ def _heat_maps(
 
 def _matrices(weights: ArrayLike | torch.Tensor) -> _Array:
     """Converts weights (heads, queries, keys) to float64 and checks them."""
-    if hasattr(weights, "detach"):  # a tensor
+    if hasattr(weights, "detach"):
         weights = weights.detach().cpu().double().numpy()
     matrices = np.asarray(weights, dtype=np.float64)
     if matrices.ndim != 3 or matrices.size == 0:
@@ -148,8 +148,6 @@ def _block_means(matrices: _Array, step: tuple[int, int]) -> _Array:
 
 
 class _Scaled(NamedTuple):
-    """A color scale of weights."""
-
     norm: Normalize
     colors: Colormap
     name: str

@@ -32,10 +32,10 @@ def has_bias(position: torch.nn.Module) -> bool:
 def rpe_profiles(model: torch.nn.Module, file: Path, r_max: float = 8.0, unit: str = "Å") -> None:
     """Draws the learned relative encoding f(r) of each head, each on its own scale.
 
-    Softmax attention adds f(r) to its logits; linear attention adds an estimate of it. Anisotropic
-    encodings are drawn along the first axis. If a kernel multiplies the attention weights, its
-    logarithm is drawn. A curve ends where it is 12 below its largest value, which corresponds to a
-    factor of 1e5 in the weights.
+    Softmax attention adds f(r) to its logits; linear attention adds an estimate of f(r).
+    Anisotropic encodings are drawn along the first axis. If a kernel multiplies the attention
+    weights, its logarithm is drawn. A curve ends where it is 12 below its largest value, which
+    corresponds to a factor of 1e5 in the weights.
 
     Args:
         model: a position module, or a model with one at `encoding.position`.
@@ -154,7 +154,6 @@ def rpe_surfaces(
 
 
 def _found(model: object, caller: str) -> Any:
-    """Returns the position module of a model or stack, or the position module itself."""
     owner = getattr(model, "encoding", None) or getattr(model, "stack", model)
     position: Any = getattr(owner, "position", model if hasattr(model, "grid") else None)
     if position is None or not has_bias(position):
@@ -167,13 +166,11 @@ def _found(model: object, caller: str) -> Any:
 
 
 def _of_offsets(position: Any) -> str:
-    """Returns the name of an encoding and its effect on attention."""
     name, meaning = position.placement
     return f"{name}($r_i - r_j$), {meaning}"
 
 
 def _like(position: torch.nn.Module) -> torch.Tensor:
-    """Returns a tensor with the dtype and device of a module."""
     import torch
 
     tensors = (*position.parameters(), *position.buffers(), torch.empty(0))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["calibration", "parity"]
 
 _MAX_POINTS = 2000  # more points are drawn as a density
-_SHIFTS = [(9.0, 0.0), (-9.0, 0.0), (0.0, 9.0)]  # offsets of the number of a labeled point
+_SHIFTS = [(9.0, 0.0), (-9.0, 0.0), (0.0, 9.0)]  # offsets of labels from their points
 
 _BIN = 25  # minimum number of systems in a bin of uncertainties
 _MOST_BINS = 8
@@ -70,7 +70,6 @@ def parity(
 def _name_worst(
     axes: Axes, target: _Array, energy: _Array, names: Sequence[str], unit: str
 ) -> list[str]:
-    """Numbers the points with the largest errors, and returns a line about each of them."""
     error = energy - target
     worst = np.argsort(-np.abs(error), kind="stable")[: len(_SHIFTS)]
     digits, lines = 1 if unit.startswith("m") else 2, []

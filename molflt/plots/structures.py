@@ -24,8 +24,7 @@ def structure_overview(
 ) -> None:
     """Draws a histogram of the labels of a source, and one of its structures.
 
-    `energies` contains the labels of each split, (structures,), eV, with NaN for missing labels;
-    `name` is the name of the source.
+    `energies` contains the labels of each split, (structures,), eV, with NaN for missing labels.
     """
     widths = (1.2, 1, 1)
     with panels(file, 3, 3, (13 / 3, 4.2), width_ratios=widths) as (figure, (left, top, side)):

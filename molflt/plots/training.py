@@ -158,7 +158,6 @@ def _curve(axes: Axes, columns: dict[str, _Array], name: str, alone: bool) -> No
 
 
 def _log_if_wide(axes: Axes, values: _Array) -> None:
-    """Makes the y axis logarithmic if the values span a factor of 6 or more."""
     low, high = np.nanmin(values), np.nanmax(values)
     if low <= 0 or high / low < 6:
         return
@@ -283,7 +282,6 @@ def _bands(
     scale: Literal["linear", "log"],
     title: str | None = None,
 ) -> None:
-    """Draws curves with bands, with one panel per task and one legend."""
     names = list(dict.fromkeys(name for own in panels.values() for name in own))
     with panels_of(file, len(panels), 3, (3.1, 2.6), (1.0, 0.8)) as (figure, shown):
         for axes, (task, own) in zip(shown, panels.items(), strict=True):
@@ -344,7 +342,6 @@ def _bars(axes: Axes, groups: Sequence[GroupError], label: str, unit: str) -> No
 
 
 def _subscripts(formula: str) -> str:
-    """Returns a formula with subscripts, and other text unchanged."""
     if not re.fullmatch(r"(?:[A-Z][a-z]?\d*)+", formula):
         return plain(formula)
     return re.sub(r"(\d+)", r"$_{\1}$", formula)
