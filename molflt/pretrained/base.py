@@ -117,7 +117,6 @@ def read_trained(
 
 
 def _json(path: Path) -> object:
-    """Returns the content of a JSON file of a run, or None if it is missing."""
     return read_json(path, "JSON", "restore it, or write it again") if path.is_file() else None
 
 
@@ -153,10 +152,9 @@ class Card(NamedTuple):
 class Pretrained:
     """Trained model with its training options and results, as returned by `molflt.load`.
 
-    `save_pretrained(folder)` writes model.safetensors (weights and
-    options), config.json (the options again) and README.md (a model card);
-    `from_pretrained(folder or OWNER/NAME)` reads them, and `push_to_hub("OWNER/NAME")` uploads
-    them.
+    `save_pretrained(folder)` writes model.safetensors (weights and options), config.json (a copy of
+    the options) and README.md (a model card). `from_pretrained(folder or OWNER/NAME)` reads these
+    files, and `push_to_hub("OWNER/NAME")` uploads them.
 
     Args:
         trained: the model and the information about it.
@@ -164,7 +162,6 @@ class Pretrained:
     Attributes:
         models: classes of the modules that this class supports.
         card: tags, metric and examples of the model card.
-        trained: the model and the information about it.
         name: name of the run or of the exported folder.
         about: one line about the predicted quantity; for energies also the structures, the
             references and the level of theory; None if unknown.
@@ -217,7 +214,6 @@ class Pretrained:
         write_atomically(folder / "README.md", self._readme(folder.name).encode())
 
     def _readme(self, name: str) -> str:
-        """Returns the model card for a folder or repository."""
         card, recipe = self.card, self.trained.recipe
         known = {"license": self.license, "datasets": self.datasets}
         header = {
@@ -280,7 +276,6 @@ class Pretrained:
 
 
 def _table(results: Mapping[str, object]) -> list[str]:
-    """Returns the metrics by split as Markdown."""
     rows = {split: row for split, row in results.items() if isinstance(row, dict) and row}
     if not rows:
         return ["No results; run `molflt evaluate RUN` before `molflt export`."]

@@ -143,7 +143,7 @@ class Calculator(AseCalculator):
             self.overlaps_told = True
             warn(overlaps_of(given.get_chemical_formula()))
         self.results = {"energy": energy, "free_energy": energy, "forces": forces}
-        parts = (name for name in out if name.startswith("energy_"))  # of a long-range part
+        parts = (name for name in out if name.startswith("energy_"))  # with a long-range part
         self.results |= {name: float(out[name][0]) for name in parts}
         if "charges" in out:
             self.results["charges"] = out["charges"].double().cpu().numpy()
@@ -183,7 +183,6 @@ class Calculator(AseCalculator):
 
 
 def _data(atoms: Atoms) -> Data:
-    """Returns a structure as PyG data in float64."""
     from torch_geometric.data import Data
 
     pos = torch.from_numpy(atoms.positions)

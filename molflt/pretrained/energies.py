@@ -141,7 +141,7 @@ class EnergyPredictor(Pretrained):
         """
         weights = Path(folder) / "model.safetensors"
         files = [weights.with_name(name) for name in (_PACKAGE, _RECORD)]
-        files[1].unlink(missing_ok=True)  # it describes older code
+        files[1].unlink(missing_ok=True)  # describes older code
         model = cast(EnergyRegressor, self.model)
         with tempfile.TemporaryDirectory() as made, atomically(files[0]) as part:
             shutil.copyfile(compile_energies(model, Path(made) / _PACKAGE), part)
@@ -244,7 +244,7 @@ class EnergyPredictor(Pretrained):
             raise ValueError("tags='guess' has no effect on a potential; leave it out")
         found = [] if files is None else files_of(files)
         baseline: Any = None
-        if all("tags" in source_of(file).options for file in found):  # of files that ASE reads
+        if all("tags" in source_of(file).options for file in found):  # if ASE reads all files
             tags = tags or cast("Tags | None", self.trained.task.get("tags"))
             baseline = self.trained.task.get("baseline_key")
         if self.predicts_forces and tags in (None, "oc20", "guess"):
@@ -329,7 +329,6 @@ class EnergyPredictor(Pretrained):
 
 
 def _are_paths(structures: object) -> TypeGuard[Paths]:
-    """Returns True for a path or a list of paths."""
     several = structures if isinstance(structures, list | tuple) and structures else [structures]
     return all(isinstance(one, str | Path) for one in several)
 

@@ -307,8 +307,7 @@ class Translator(_Tokenized):
 
         Args:
             sentences: texts to translate.
-            beam: beam size, see `molflt.sequence.beam_search`.
-            length_penalty: length penalty, see `molflt.sequence.beam_search`.
+            beam, length_penalty: see `molflt.sequence.beam_search`.
             batch_size: number of sentences in a batch.
         """
         _expect_list(sentences)
