@@ -1,4 +1,4 @@
-"""Learned optimizer: one small model with a memory, which is applied to each coordinate."""
+"""Learned optimizer that applies one small model with a memory to each coordinate."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ class CoordinateOptimizer(nn.Module):
     Before training, d and s are small random numbers, and the updates are close to Adam's.
 
     Args:
-        memory: "attention", "lstm" (arXiv:1606.04474) or "state_space" (arXiv:2206.11893).
+        memory: kind of memory, "attention", "lstm" (arXiv:1606.04474) or "state_space"
+            (arXiv:2206.11893).
         dim: width of the memory.
         layers: number of layers of the memory.
         lr: initial learning rate.
@@ -132,8 +133,8 @@ class CoordinateOptimizer(nn.Module):
         """Computes the updates of all steps at once, (coordinates, steps).
 
         Args:
-            features: features returned by `observe`, (coordinates, steps, features).
-            direction: directions returned by `observe`, (coordinates, steps).
+            features, direction: stacked results of `observe`, (coordinates, steps, features) and
+                (coordinates, steps).
             memory: state of the memory after earlier steps; empty at the start.
             start: number of earlier steps.
         """
@@ -144,9 +145,7 @@ class CoordinateOptimizer(nn.Module):
     ) -> tuple[Tensor, OptimizerState]:
         """Computes the update of one step, (coordinates,), and the next state.
 
-        Args:
-            gradient: (coordinates,).
-            state: state after the previous step; None at the start.
+        `gradient` is (coordinates,), and `state` is None at the start.
         """
         done, moments, memory = (0, None, ()) if state is None else state
         seen = self.observe(gradient, moments, done)
@@ -154,12 +153,12 @@ class CoordinateOptimizer(nn.Module):
         return update, OptimizerState(done + 1, seen.moments, memory)
 
     def react(self, seen: Observed, memory: MemoryState, start: int) -> tuple[Tensor, MemoryState]:
-        """Returns the update for an observed gradient, and the next state of the memory."""
+        """Computes the update for an observed gradient, and the next state of the memory."""
         hidden, memory = self.memory.step(self.take_in(seen.features), memory, start)
         return self._decide(hidden, seen.direction), memory
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
-        """Draws new random features in place, if there are any."""
+        """Draws new random features in place, if the memory uses them."""
         self.memory.redraw_(generator)
 
     def _decide(self, hidden: Tensor, direction: Tensor) -> Tensor:

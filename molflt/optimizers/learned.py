@@ -26,9 +26,8 @@ class LearnedOptimizer(Optimizer):
         loss.backward()
         optimizer.step()
 
-    The learning rate does not need tuning; `lr` scales the learned steps. Schedulers, parameter
-    groups, closures and `state_dict` work as in `torch.optim` optimizers. Parameters without a
-    gradient do not change.
+    The learning rate does not need tuning. Schedulers, parameter groups, closures and `state_dict`
+    work as in `torch.optim` optimizers. Parameters without a gradient do not change.
 
     Args:
         params: parameters, named parameters, or parameter groups, each with an optional `lr`.
@@ -60,12 +59,9 @@ class LearnedOptimizer(Optimizer):
         checkpoint: str = "best",
         chunk: int = 65_536,
     ) -> Self:
-        """Creates the optimizer from a run of the recipe `learned_optimizer`.
+        """Creates the optimizer from the folder of a run of the recipe `learned_optimizer`.
 
-        Args:
-            run: folder of the run.
-            params, lr, chunk: see the class.
-            checkpoint: best, last, or a safetensors file.
+        `checkpoint` is best, last, or a safetensors file. For the other arguments, see the class.
         """
         from molflt.training.checkpoint import load_run
 
@@ -93,10 +89,8 @@ class LearnedOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates all parameters that have a gradient, and returns the result of the closure.
 
-        Raises ValueError if a gradient is not finite. In this case no parameter changes.
-
-        Args:
-            closure: function that recomputes the loss and its gradients, and returns the loss.
+        The closure recomputes the loss and its gradients, and returns the loss. Raises ValueError,
+        before any parameter changes, if a gradient is not finite.
         """
         with torch.enable_grad():
             loss = None if closure is None else closure()
@@ -117,7 +111,6 @@ class LearnedOptimizer(Optimizer):
         return loss
 
     def _update(self, parameter: Tensor, gradient: Tensor, lr: float) -> None:
-        """Updates one parameter in chunks."""
         if not parameter.numel():
             return
         key = parameter.device, parameter.dtype

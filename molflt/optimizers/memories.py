@@ -1,8 +1,4 @@
-"""Memories of learned optimizers: causal attention and baselines.
-
-A memory maps the sequence of features of each coordinate to one hidden vector per step. It has two
-equivalent forms: `forward` for a whole sequence, and `step` for one step with a state.
-"""
+"""Memories of learned optimizers: causal attention and baselines."""
 
 from __future__ import annotations
 
@@ -30,7 +26,11 @@ MemoryState = tuple[Tensor, ...]
 
 
 class Memory(nn.Module, ABC):
-    """Base class of causal maps along steps."""
+    """Base class of causal maps from a sequence of features to one hidden vector per step.
+
+    Each coordinate has a separate sequence. `forward`, for a whole sequence, and `step`, for one
+    step with a state, are equivalent.
+    """
 
     @abstractmethod
     def forward(self, x: Tensor, state: MemoryState = (), start: int = 0) -> Tensor:
@@ -47,7 +47,7 @@ class Memory(nn.Module, ABC):
         """Computes the hidden vector of one step, (coordinates, dim), and the next state."""
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
-        """Draws new random features, if there are any."""
+        """Draws new random features in place, if the memory uses them."""
 
 
 class AttentionMemory(Memory):
@@ -185,12 +185,7 @@ class AttentionMemory(Memory):
 
 
 class RecurrentMemory(Memory):
-    """LSTM, as in "Learning to learn by gradient descent by gradient descent" (arXiv:1606.04474).
-
-    Args:
-        dim: width.
-        layers: number of LSTM layers.
-    """
+    """LSTM of "Learning to learn by gradient descent by gradient descent" (arXiv:1606.04474)."""
 
     def __init__(self, dim: int, layers: int) -> None:
         super().__init__()
@@ -214,12 +209,7 @@ class StateSpaceMemory(Memory):
     Each channel has h_t = a h_(t-1) + x_t and y_t = Re(c . h_t) + d x_t with a = exp(-exp(r) + i
     w). This is S4D (arXiv:2206.11893) with learned decay rates and frequencies; c absorbs the
     zero-order hold. Initial rates exp(r) are evenly spaced on a logarithmic scale, from 1 / 2 to
-    1 / 1000 per step.
-
-    Args:
-        dim: width.
-        layers: number of layers, each with a state space and a gate.
-        states: number of complex states h per channel.
+    1 / 1000 per step. `states` is the number of complex states h per channel.
     """
 
     def __init__(self, dim: int, layers: int, states: int) -> None:
@@ -258,7 +248,7 @@ class _Diagonal(nn.Module):
         self.gate = nn.Linear(dim, 2 * dim)
 
     def forward(self, x: Tensor, state: Tensor | None) -> Tensor:
-        """Convolves the steps with the powers of a by FFT; returns (coordinates, steps, dim)."""
+        """Convolves the steps with the powers of a by FFT."""
         u, steps = self.norm(x), x.shape[1]
         time = torch.arange(steps + 1, device=x.device)
         log_a = torch.complex(-self.log_rate.exp(), self.frequency)

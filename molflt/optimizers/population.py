@@ -1,4 +1,4 @@
-"""A learned population that minimizes functions from their values alone."""
+"""Learned population that minimizes functions from their values alone."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ START_SCALE = 2.5
 class Populations:
     """Batch of independent populations, each determined by its seed and not by the batch.
 
-    `center` is the mean of the initial positions, (d,) or a number, and `scale` is the standard
-    deviation of their coordinates. `state` is on the device of the model. The noise comes from
-    `generators`, which are on the CPU.
+    `center`, (d,) or a number, is the mean of the initial positions, and `scale` is the standard
+    deviation of their coordinates. `state` is on the device of the model. The noise is drawn on the
+    CPU.
     """
 
     def __init__(
@@ -45,13 +45,13 @@ class Populations:
         self.state = model.start(position, self._normal(model.waves, model.dimension))
 
     def tell(self, values: Tensor) -> None:
-        """Moves the members; `values` are the values at `state.position`, (batch, members)."""
+        """Moves the members, using the values at `state.position`, (batch, members)."""
         pairs = self._normal(self.members, self.members)
         vectors = self._normal(self.members, self.model.dimension)
         self.state = self.model(self.state, values, Noise(pairs, vectors))
 
     def _normal(self, *shape: int) -> Tensor:
-        """Draws float64 numbers, (batch, *shape), on the CPU, where the generators are."""
+        """Draws float64 numbers, (batch, *shape), on the CPU."""
         like: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
         draws = [torch.randn(shape, generator=each, **like) for each in self.generators]
         return torch.stack(draws).to(self.device)
@@ -80,7 +80,7 @@ class PopulationOptimizer:
         model: model that moves the members.
         members: number of members of the population, at least 2.
         seed: seed of the initial positions and of the noise.
-        start: mean of the initial positions: a number for all coordinates, or d numbers.
+        start: mean of the initial positions, a number for all coordinates, or d numbers.
         scale: standard deviation of the initial coordinates; it should be about the distance from
             `start` to the minimum.
 
@@ -121,14 +121,10 @@ class PopulationOptimizer:
         scale: float = START_SCALE,
         checkpoint: str = "best",
     ) -> PopulationOptimizer:
-        """Creates the optimizer from a run of the recipe population_optimizer.
+        """Creates the optimizer from the folder of a run of the recipe `population_optimizer`.
 
-        Args:
-            run: folder of the run.
-            dimension: dimension of the function; by default as in training.
-            members: number of members; by default as in training.
-            seed, start, scale: see the class.
-            checkpoint: best, last, or a safetensors file.
+        By default, `dimension` and `members` are as in training. `checkpoint` is best, last, or a
+        safetensors file. For the other arguments, see the class.
         """
         from molflt.training.checkpoint import load_run
 
@@ -139,12 +135,12 @@ class PopulationOptimizer:
         return cls(model, trained if members is None else members, seed, start, scale)
 
     def ask(self) -> Tensor:
-        """Returns the points to evaluate, (members, d) float64; only `tell` changes them."""
+        """Returns the points to evaluate, (members, d) float64; they change only in `tell`."""
         self._asked = True
         return self._populations.state.position[0].cpu().clone()
 
     def tell(self, values: Tensor | Sequence[float]) -> None:
-        """Moves the members, using the values at the points returned by `ask`.
+        """Moves the members, using the values at the points from `ask`.
 
         Args:
             values: finite numbers in the order of the points, (members,).

@@ -2,7 +2,7 @@
 
 This follows the second experiment of FLT (arXiv:2302.01925), section 5.4. Attention between members
 depends on their features and on an FLT mask f(x_i - x_j) of their positions. The paper does not
-specify the features or the form of a step; `PopulationModel` makes its own choices.
+specify the features or the form of a step.
 """
 
 from __future__ import annotations
@@ -58,10 +58,9 @@ class PopulationState(NamedTuple):
 class PopulationMask(SpectralPosition):
     """FLT mask of positions, sampled at separate nodes for each population.
 
-    The same nodes for all populations would favor some directions of space. Each population
-    therefore draws its own nodes from isotropic densities. Node s is drawn from the initial density
-    of Gaussian t = s mod T, N(0, 1 / (2 pi w_t)^2). Its weight is c_s = 1 / (r p(xi_s)), where p is
-    the mixture of these r densities (FLT, eq. 5).
+    The same nodes for all populations would favor some directions of space. Node s is drawn from
+    the initial density of Gaussian t = s mod T, N(0, 1 / (2 pi w_t)^2). Its weight is
+    c_s = 1 / (r p(xi_s)), where p is the mixture of these r densities (FLT, eq. 5).
     """
 
     def __init__(self, spectrum: GaussianBasis, num_nodes: int) -> None:
@@ -74,7 +73,7 @@ class PopulationMask(SpectralPosition):
         return head_dim + 2 * self.num_nodes
 
     def evaluate(self, mixing: str, positions: Tensor, waves: Tensor) -> Encoding:
-        """Returns the encoding of positions, (batch, members, d)."""
+        """Computes the encoding of positions, (batch, members, d)."""
         if mixing == "softmax":
             return Bias(self.bias(differences(positions, positions)))
         return Factors(*self.factors(positions, positions, self.nodes_of(waves)))
@@ -176,7 +175,7 @@ class PopulationModel(nn.Module):
         return mask.num_nodes if isinstance(mask, PopulationMask) and not exact else 0
 
     def of_dimension(self, dimension: int) -> PopulationModel:
-        """Returns a model with the same weights for functions of this dimension."""
+        """Returns a model with the same weights for functions of another dimension."""
         at_least_one(dimension=dimension)
         if dimension == self.dimension:
             return self
@@ -187,7 +186,7 @@ class PopulationModel(nn.Module):
         return other
 
     def start(self, position: Tensor, waves: Tensor) -> PopulationState:
-        """Creates the state of populations before their first generation.
+        """Returns the state of populations before their first generation.
 
         Args:
             position: initial positions, (batch, members, d) float64.
@@ -202,12 +201,9 @@ class PopulationModel(nn.Module):
         return PopulationState(position, position, unknown, age, path, none, waves, none)
 
     def forward(self, state: PopulationState, values: Tensor, noise: Noise) -> PopulationState:
-        """Computes one generation: the state with the next positions to evaluate.
+        """Computes one generation and returns the state with the next positions to evaluate.
 
-        Args:
-            state: state of a batch of populations.
-            values: values of the functions at `state.position`, (batch, members) float64.
-            noise: normal numbers for this generation.
+        `values` are those of the functions at `state.position`, (batch, members) float64.
         """
         state, improved = _told(state, values)
         tokens, rank = self._tokens(state, values, improved)
@@ -319,7 +315,6 @@ def _standardized(best: Tensor, values: Tensor) -> list[Tensor]:
 
 
 def _cosine(one: Tensor, other: Tensor) -> Tensor:
-    """Returns the cosine of the angle between vectors, or 0 if one is 0: (..., d) -> (...)."""
     lengths = one.norm(dim=-1) * other.norm(dim=-1)
     return (one * other).sum(dim=-1) / lengths.clamp(min=_TINY)
 

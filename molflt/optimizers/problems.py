@@ -1,4 +1,4 @@
-"""Small random training problems for learned optimizers, each determined by its seed."""
+"""Small random training problems for learned optimizers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _POINTS = 256  # size of a data set
 
 
 class Problem(NamedTuple):
-    """A function to minimize."""
+    """Function to minimize."""
 
     name: str
     start: Tensor  # initial parameters, (n,)
@@ -30,10 +30,10 @@ class Problem(NamedTuple):
 
 
 def draw_problem(seed: int, like: Tensor) -> Problem:
-    """Draws a problem with random family, size and scale.
+    """Draws a problem with random family, size and scale, determined by the seed.
 
     Coordinates are rescaled by exp(N(0, 0.5^2)), and losses by a log-uniform factor from 10^-2 to
-    10^2. The model thus learns to handle any scale (arXiv:1703.03633). Tensors have the dtype and
+    10^2; the model thus learns to handle any scale (arXiv:1703.03633). Tensors have the dtype and
     device of `like`.
     """
     generator = generator_of(seed)
@@ -129,7 +129,7 @@ def cut(theta: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
 
 
 def layer_shapes(widths: Sequence[int]) -> list[tuple[int, ...]]:
-    """Returns the shapes of weights and biases of a fully connected network."""
+    """Returns the shapes of the weights and biases of a fully connected network."""
     return [shape for a, b in itertools.pairwise(widths) for shape in ((b, a), (b,))]
 
 

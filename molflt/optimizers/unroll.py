@@ -17,7 +17,7 @@ _FLOOR = 1e-3  # fraction of the first loss below which improvements hardly coun
 
 
 class Unrolled(NamedTuple):
-    """Result of an unroll."""
+    """Losses of an unroll."""
 
     loss: Tensor
     """mean of log((f + floor f_0) / f_0) over problems and steps; float64, differentiable"""
@@ -33,15 +33,15 @@ def unroll(
     """Optimizes all problems in parallel, and computes a loss for the weights of the model.
 
     Gradients of the problems are treated as constants, as in arXiv:1606.04474, section 2.1: an
-    update affects later losses, but not the gradients that are inputs of the model. The steps can
-    therefore be taken first, without gradients. All updates are then recomputed in one causal pass.
-    The derivative of the loss with respect to the update of step s is the sum of df(x_t) / dx over
+    update affects later losses, but not the gradients that are inputs of the model. The steps are
+    therefore taken first, without gradients, and all updates are recomputed in one causal pass. The
+    derivative of the loss with respect to the update of step s is the sum of df(x_t) / dx over
     t > s. The result equals that of backpropagation through the steps, but needs only the memory of
     one pass.
 
     Args:
         model: model to train.
-        problems: problems; the model sees their concatenated parameters as coordinates.
+        problems: problems to optimize; the model sees their concatenated parameters as coordinates.
         steps: number of steps that enter the loss.
         before: number of earlier steps, which do not enter the loss.
     """

@@ -25,7 +25,6 @@ _Net = Callable[[Tensor, list[Tensor]], Tensor]
 
 
 def _rosenbrock(seed: int, like: Tensor) -> Problem:
-    """Returns the Rosenbrock function in 100 dimensions, as a mean over its terms."""
     start = 0.5 * torch.randn(100, generator=generator_of(seed), device="cpu").to(like)
 
     def loss(x: Tensor, step: int) -> Tensor:
@@ -35,7 +34,6 @@ def _rosenbrock(seed: int, like: Tensor) -> Problem:
 
 
 def _factorization(seed: int, like: Tensor) -> Problem:
-    """Returns the factorization of a 40 x 60 matrix of rank 5."""
     generator = generator_of(seed)
     shapes = ((40, 5), (5, 60))
     drawn = (torch.randn(*shape, generator=generator, device="cpu") for shape in shapes)
@@ -52,7 +50,6 @@ def _factorization(seed: int, like: Tensor) -> Problem:
 
 
 def _deep_network(seed: int, like: Tensor) -> Problem:
-    """Returns a network with three hidden layers of width 32, which learns 10 classes."""
     generator = generator_of(seed)
     shapes, teacher = layer_shapes((32, 32, 32, 32, 10)), layer_shapes((32, 32, 10))
     x = torch.randn(_POINTS, 32, generator=generator, device="cpu").to(like)
@@ -73,7 +70,7 @@ UNSEEN: dict[str, _Made] = {
 
 
 def image_problems(source: Path) -> dict[str, _Made]:
-    """Returns a network with one hidden layer and a small convolutional network, on images.
+    """Returns problems on images: a network with one hidden layer, and a convolutional network.
 
     At most 16,384 images are read from `source` by `molflt.data.images.files.open_images`.
     """
