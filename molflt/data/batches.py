@@ -1,9 +1,4 @@
-"""Batches of a training and a validation set, as a pure function of seed, epoch and step.
-
-The memory of a model that pads its input is bounded by the number of structures in a batch times
-the number of atoms in the largest structure. Batches of structures of similar size waste less
-memory, but they are not random samples; see `bucket`.
-"""
+"""Deterministic batches of training and validation sets, and shards of data sets."""
 
 from __future__ import annotations
 
@@ -31,23 +26,21 @@ Fingerprint = dict[str, int | str]
 
 
 class SizeBucketedBatchSampler(Sampler[list[int]]):
-    """Divides a data set into batches; each pass contains every structure exactly once.
+    """Divides a data set into batches; an epoch contains every structure once.
 
-    An iteration makes one pass, in order of size or, with `shuffle`, in the random order of
-    ``epoch``. Rank r of w takes the batches r, r + w, ..., so the number of batches may differ by
-    one between ranks. In training, `_TrainingStream` gives all ranks equally many batches.
+    Without `shuffle`, structures are sorted by size. Rank r of w takes the batches r, r + w, ... of
+    an epoch, so the number of batches may differ by one between ranks.
 
     Args:
         natoms: atoms in each structure, (structures,).
         batch_size: maximum number of structures in a batch.
-        max_atoms: limit on the product of the number of structures in a batch and the number of
-            atoms in its largest structure; None for no limit.
+        max_atoms: limit on the number of structures in a batch times the number of atoms in its
+            largest structure, which bounds the memory of models that pad; None for no limit.
         shuffle: draw new batches for every epoch.
-        bucket: with `shuffle`, number of random batches that are pooled, sorted by size and divided
-            again; 1 keeps random batches. Larger values make the sizes in a batch similar, which
-            helps models that pad (`EnergyRegressor` pads little). However, structures of equal size
-            are also similar in other respects, which makes gradients noisier; see
-            docs/results/emt-sample.md.
+        bucket: number of random batches that are pooled, sorted by size and divided again, if
+            `shuffle` is set; 1 keeps random batches. Larger values reduce padding. However,
+            structures of equal size are also similar in other respects, which makes gradients
+            noisier (docs/results/emt-sample.md).
         seed: random seed; a batch depends only on `seed`, `epoch` and the sizes.
         rank: index of this process.
         world: number of processes.
@@ -127,8 +120,7 @@ class SizeBucketedBatchSampler(Sampler[list[int]]):
 class _TrainingStream(Sampler[list[int]]):
     """Endless stream of epochs that can start at any step, which makes resuming exact."""
 
-    # At each step, rank r takes batch step * world + r of the sequence of all epochs. The stream
-    # from step s onward does not depend on whether earlier steps were drawn.
+    # At each step, rank r takes batch step * world + r of the sequence of all epochs.
 
     def __init__(self, batches: SizeBucketedBatchSampler, start_step: int = 0) -> None:
         self.sampler = batches
@@ -148,7 +140,7 @@ class _TrainingStream(Sampler[list[int]]):
 
 
 class BatchedData(Generic[_Items]):
-    """Batches of a training and a validation set, as a pure function of seed, epoch and step.
+    """Base class of data modules, whose batches depend only on the data, the seed and the step.
 
     Subclasses open the data sets "train" and "val" in `setup`.
 
@@ -157,7 +149,7 @@ class BatchedData(Generic[_Items]):
         workers: processes that read ahead; 0 reads in the main process.
 
     Attributes:
-        seed: seed that determines the order of the training items.
+        seed: seed of the order of training items.
         start_step: step at which training starts.
         datasets: opened data sets by use.
         kept: folder with the `files` of a resumed run, or of a run whose first process has written
@@ -315,15 +307,13 @@ class Shard(NamedTuple):
         return f"{self.number}/{self.total}"
 
     def path(self, out: Path) -> Path:
-        """Returns the path to which this shard of a file is written."""
+        """Returns the path of this shard of an output file."""
         return out.with_name(f"{out.stem}.{self.number}-of-{self.total}{out.suffix}")
 
     def indices(self, natoms: ArrayLike, batch_size: int) -> NDArray[np.int64]:
-        """Returns the sorted structure indices of this shard, which consists of whole batches.
+        """Returns the sorted indices of the structures in this shard, which are whole batches.
 
-        Args:
-            natoms: atoms of each structure of the data set, (structures,).
-            batch_size: structures in a batch.
+        `natoms`, (structures,), contains the atoms of each structure of the data set.
         """
         found = len(np.asarray(natoms))
         count = -(-found // batch_size)
@@ -345,8 +335,7 @@ def held_out(labels: Tensor, fraction: float, source: Path, items: str) -> Tenso
     Args:
         labels: class of each row, (n,).
         fraction: share of each class, between 0 and 1.
-        source: file or folder of the rows, for messages.
-        items: plural noun for the rows, for messages.
+        source, items: file or folder and plural noun of the rows, for messages.
     """
     held = torch.zeros(len(labels), dtype=torch.bool)
     for label in labels.unique():

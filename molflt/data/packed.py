@@ -1,4 +1,4 @@
-"""Compressed files, and packages that are optional."""
+"""Compressed files and optional packages."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def unpacked(path: Path, kind: str) -> Iterator[BinaryIO]:
 
 
 def require(module: str, use: str, extra: str) -> Any:
-    """Imports a module that `use` needs and that an extra of molflt installs."""
+    """Imports a module of an optional package; `use` and `extra` are for the error message."""
     try:
         return importlib.import_module(module)
     except ImportError:
@@ -48,7 +48,7 @@ def require(module: str, use: str, extra: str) -> Any:
 def dataset_loader(source: str) -> Callable[..., Any]:
     """Returns `datasets.load_dataset` for a source hf:OWNER/NAME[/CONFIG][:SPLIT].
 
-    Names of local folders are refused, because `datasets` might run a script in them.
+    Raises ValueError for local folders, because `datasets` might run a script in them.
     """
     name = source.removeprefix("hf:").partition(":")[0]
     if not _NAME.fullmatch(name) or Path(name).exists():

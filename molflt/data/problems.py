@@ -18,10 +18,10 @@ _MOST = 2**31
 
 
 class ProblemSeeds(Dataset[Tensor]):
-    """Consecutive seeds of problems; see `generator_of`.
+    """Data set of consecutive seeds of problems; see `generator_of`.
 
     Args:
-        use: "train", "val" or "test"; different uses have disjoint seeds.
+        use: "train", "val" or "test"; the seeds of different uses are disjoint.
         count: number of problems, at most 2^31.
     """
 

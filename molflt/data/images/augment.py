@@ -31,10 +31,10 @@ def augment(
 
     Args:
         images: (batch, channels, height, width), bytes, or real numbers in [0, 1].
-        kind: "flip" mirrors images horizontally; "crop" shifts them, with a black margin of an
-            eighth of the side, or within the image if it is larger than `size`; "resized_crop"
-            takes a box of random area and shape. Without a crop, larger images are cropped to their
-            central squares.
+        kind: transformation of the images: "flip" mirrors them horizontally; "crop" shifts them,
+            with a black margin of an eighth of the side, or within the image if it is larger than
+            `size`; "resized_crop" takes a box of random area and shape. Without a crop, larger
+            images are cropped to their central squares.
         size: side length of the result in pixels; the height of the images by default.
         generator: CPU generator; torch's global generator by default.
 

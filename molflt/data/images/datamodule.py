@@ -22,8 +22,8 @@ class ImageData(BatchedData[LabeledImages]):
     """Labeled images of equal size, in batches of bytes (channels, size, size) and labels.
 
     Args:
-        train: training images: a folder with one subfolder per class, an idx file of images (with
-            the file of labels next to it), or hf:OWNER/NAME:SPLIT.
+        train: training images, as a folder with one subfolder per class, an idx file of images
+            (with the file of labels next to it), or hf:OWNER/NAME:SPLIT.
         val: validation images, in the same forms as `train`; null with `val_fraction`.
         train_labels: idx file of the training labels, if its name cannot be derived from `train`.
         val_labels: idx file of the validation labels, if its name cannot be derived from `val`.
@@ -78,7 +78,6 @@ class ImageData(BatchedData[LabeledImages]):
         self.channels = 0
 
     def setup(self, stage: str = "fit") -> None:
-        """Opens both data sets once."""
         if self.datasets:
             return
         train = self._open("train", self.class_names)
@@ -107,7 +106,7 @@ class ImageData(BatchedData[LabeledImages]):
         }
 
     def files(self) -> dict[str, bytes]:
-        """Returns classes.json: the names of the classes, in the order of the logits."""
+        """Returns classes.json, the names of the classes in the order of the logits."""
         self.setup()
         return {"classes.json": (json.dumps(self.classes, ensure_ascii=False) + "\n").encode()}
 
@@ -124,7 +123,7 @@ class ImageData(BatchedData[LabeledImages]):
         return labels[:16] + super()._digest(use, most if images.in_memory else 2000)[:48]
 
     def judged(self, use: str) -> LabeledImages:
-        """Returns the images of a data set as used in validation: squares of `image_size`."""
+        """Returns the images of a data set as central squares of `image_size`, as in validation."""
         self.setup()
         images = self.datasets[use]
         return _squares(images, torch.arange(len(images)), self.datasets["val"].size[0])
@@ -142,7 +141,6 @@ class ImageData(BatchedData[LabeledImages]):
         return open_images(self.sources[use], self.labels[use], self.resize, classes)
 
     def _expect_alike(self, use: str, images: LabeledImages, train: LabeledImages) -> None:
-        """Raises ValueError unless images are square, with the size and channels of `train`."""
         (height, width), path = images.size, images.path
         if height != width:
             raise ValueError(
@@ -161,7 +159,7 @@ class PixelData(ImageData):
     """Images without classes, for models that predict their bytes; batches are as in `ImageData`.
 
     Args:
-        train: training images: a folder with or without one subfolder per class, an idx file of
+        train: training images, as a folder with or without one subfolder per class, an idx file of
             images (with the file of labels next to it), or hf:OWNER/NAME:SPLIT.
         image_size: side length in pixels; images are downscaled to central squares of this size, in
             which each pixel is the mean of the area that it covers. Null keeps the size of the
@@ -193,7 +191,6 @@ class PixelData(ImageData):
 
 
 def _squares(images: LabeledImages, index: Tensor, side: int) -> LabeledImages:
-    """Returns the central squares of selected images."""
     return LabeledImages(
         images.path,
         images.labels[index],

@@ -37,16 +37,18 @@ _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # Pillow runs programs for som
 class LabeledImages(Dataset[tuple[Tensor, Tensor]]):
     """Labeled images of equal size.
 
-    Items are (image, label): bytes (channels, height, width) and an int64. `size` is (height,
-    width).
+    An item is an image, (channels, height, width) uint8, and its label, () int64.
 
     Args:
         path: source of the images.
         labels: index of the class of each image, (n,) int64.
         classes: names of the classes.
-        read: function that returns the image with an index.
+        read: function that returns the image at an index.
         names: names of the images, for messages; by default their indices.
         in_memory: True if reading all images is cheap.
+
+    Attributes:
+        size: height and width of the images.
     """
 
     def __init__(
@@ -103,7 +105,8 @@ def fitted(images: Tensor, size: int, name: str, box: bool = False) -> Tensor:
     """Resizes images (n, channels, height, width) and crops their longer sides to squares.
 
     With `box`, each pixel is the mean of the area that it covers, and images must be at least as
-    large as the result; otherwise the filter is bilinear and twice as wide.
+    large as the result. Otherwise, the filter is bilinear with antialiasing, which is twice as
+    wide.
     """
     height, width = images.shape[-2:]
     if (height, width) == (size, size):
@@ -146,7 +149,7 @@ def open_images(
         labels: idx file of the labels, if its name cannot be derived from that of the images.
         size: side in pixels of the squares to which images are resized; None keeps their size.
         classes: names of the classes, in the order of labels.
-        box: each pixel of a resized image is the mean of the area that it covers.
+        box: average over the area of each pixel when resizing, as in `fitted`.
         flat: accept a folder of images without subfolders, as one class.
     """
     named = str(source).startswith("hf:")
@@ -170,7 +173,6 @@ def open_images(
 def _open_folder(
     path: Path, size: int | None, classes: Sequence[str] | None, box: bool, flat: bool
 ) -> LabeledImages:
-    """Opens images in one folder per class, named after the class."""
     entries = sorted(entry for entry in path.iterdir() if entry.name[0] != ".")
     found = [entry.name for entry in entries if entry.is_dir()]
     unused = [entry.name for entry in entries if _is_image(entry)]
@@ -210,14 +212,12 @@ def _read_image(files: Sequence[str], size: int | None, box: bool, index: int) -
 
 
 def _squared(pixels: Tensor, size: int | None, box: bool, name: str) -> Tensor:
-    """Returns an image that is resized to a square unless `size` is None."""
     return (pixels if size is None else fitted(pixels[None], size, name, box)[0]).contiguous()
 
 
 def _open_hub(
     source: str, size: int | None, classes: Sequence[str] | None, box: bool
 ) -> LabeledImages:
-    """Opens the images of a Hugging Face data set."""
     load = dataset_loader(source)
     name, _, split = source.removeprefix("hf:").partition(":")
     rows = load(name, split=split or "train")
@@ -292,7 +292,6 @@ def _is_image(path: Path) -> bool:
 
 
 def _image_files(folder: Path) -> list[str]:
-    """Lists the images below a folder."""
     found = sorted(str(path) for path in folder.rglob("*") if _is_image(path))
     if not found:
         raise ValueError(
@@ -305,7 +304,6 @@ def _image_files(folder: Path) -> list[str]:
 def _open_idx(
     path: Path, labels: Path | None, size: int | None, classes: Sequence[str] | None, box: bool
 ) -> LabeledImages:
-    """Reads the gray images of an idx file, and the labels of a second file."""
     images = _read_file(path, axes=3)[:, None]
     file = _labels_next_to(path) if labels is None else labels
     index = _read_file(file, axes=1).long()
@@ -355,7 +353,6 @@ def _read_file(path: Path, axes: int) -> Tensor:
 
 
 def _labels_next_to(path: Path) -> Path:
-    """Finds the idx file of the labels from the name of the file of images."""
     name = path.name.replace("images", "labels").replace("idx3", "idx1")
     plain = name.removesuffix(".gz")
     for candidate in (name, plain, f"{plain}.gz"):

@@ -1,4 +1,4 @@
-"""Images without labels, from a file, a folder or an idx file, and contact sheets."""
+"""Images without labels, and contact sheets."""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ def read_images(source: Path, side: int, channels: int) -> Iterator[tuple[str, T
 
 
 def read_alike(source: Path, side: int, channels: int, fit: bool = False) -> Iterator[Tensor]:
-    """Yields the bytes (channels, side, side) of images for a pixel model, by default not resized.
+    """Yields the bytes of images for a pixel model, (channels, side, side), as in training.
 
-    Sources are as for `read_images`. For color models, gray images get three equal channels, as in
-    training. With `fit`, the central squares of larger images are downscaled, as in training.
+    Sources are as for `read_images`. Gray images are repeated to three channels for color models.
+    With `fit`, the central squares of larger images are downscaled. Otherwise, images of another
+    size raise a ValueError.
     """
     for name, image in _images(source, None):
         if len(image) not in (1, channels):
@@ -74,7 +75,7 @@ def write_sheet(path: Path, rows: Sequence[Tensor]) -> None:
     """Writes rows of images as a PNG, in strips of 16 columns, enlarged without smoothing.
 
     Args:
-        path: file to write.
+        path: file to write, ending in .png.
         rows: (n, channels, height, width) uint8 each, of equal shapes; images with the same index
             are in one column.
     """
