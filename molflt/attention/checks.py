@@ -38,7 +38,7 @@ def share(**numbers: float) -> None:
 
 
 def _head_width(dim: int, heads: int) -> int:
-    """Returns the head width d; raises ValueError unless `dim` is a multiple of `heads`."""
+    """Returns the head width d = dim / heads."""
     if heads < 1 or dim % heads:
         raise ValueError(f"dim={dim} must be a multiple of heads={heads}; change one of them")
     return dim // heads
@@ -54,8 +54,7 @@ def one_of(option: str, choice: str, choices: Iterable[str]) -> None:
 def no_effect(why: str, **options: object) -> None:
     """Raises ValueError for the first option that is set although it has no effect.
 
-    `why` names the condition under which the options have no effect, such as "with
-    mixing='softmax'".
+    `why` names the condition, such as "with mixing='softmax'".
     """
     for name, value in options.items():
         if value is not None:
@@ -69,10 +68,10 @@ def known_names(
     *takers: Callable[..., object],
     but: Iterable[str] = (),
 ) -> None:
-    """Raises TypeError for the first option that is not an argument of any of the constructors.
+    """Raises TypeError for the first option that none of the constructors takes.
 
     Args:
-        owner: class to build; its own arguments are also allowed.
+        owner: class to build; its arguments are also allowed.
         options: names of arguments that `owner` passes on.
         takers: classes that receive these arguments.
         but: arguments of these classes that `owner` sets itself.
@@ -98,7 +97,7 @@ def tensors(**arguments: object) -> None:
 def whole(name: str, values: torch.Tensor, low: int, high: int, of: str) -> None:
     """Raises ValueError unless all values, described by `of`, are integers from `low` to `high`.
 
-    The range is checked only where reading values does not force a synchronization.
+    The range is checked only if the values are on the CPU and can be read now.
     """
     if values.dtype.is_floating_point or values.dtype.is_complex or values.dtype == torch.bool:
         raise ValueError(f"{name} must be whole numbers, {of}; got {values.dtype}; use .long()")
@@ -114,21 +113,21 @@ def in_transform() -> bool:
 
 
 def in_checkpoint() -> bool:
-    """Returns True if hooks handle saved tensors, as in non-reentrant checkpoints."""
+    """Returns True if hooks process saved tensors, as in non-reentrant checkpoints."""
     if torch.compiler.is_compiling():
         return False
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def at_hand(values: torch.Tensor) -> bool:
-    """Returns True if values are on the CPU and can be read now, as in uncompiled code."""
+    """Returns True if values are on the CPU and code is neither compiled nor transformed."""
     if torch.compiler.is_compiling() or in_transform():
         return False
     return values.device.type == "cpu"
 
 
 def beside_weights(name: str, x: torch.Tensor, weight: torch.Tensor) -> None:
-    """Raises ValueError if a tensor is not on the device of the weights."""
+    """Raises ValueError unless a tensor is on the device of the weights."""
     if x.device != weight.device:
         raise ValueError(
             f"{name} is on {x.device}, but the weights are on {weight.device}; move one"

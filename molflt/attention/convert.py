@@ -17,8 +17,8 @@ def convert_weights_(source: nn.Module, target: nn.Module) -> list[str]:
 
     Args:
         source: any module; it is not changed.
-        target: a module of the same architecture with a different attention mechanism; modified in
-            place. It keeps its own random projections if the source does not have any.
+        target: module of the same architecture with a different attention mechanism, modified in
+            place. Its random projections stay unless the source has projections of the same name.
 
     Returns:
         Names of the target's parameters that the source does not have; these are left unchanged.
@@ -42,7 +42,6 @@ def convert_weights_(source: nn.Module, target: nn.Module) -> list[str]:
 
 
 def _refuse_other_logits(source: nn.Module, target: nn.Module) -> None:
-    """Raises ValueError if layers with the same name scale queries and keys differently."""
     modules = dict(source.named_modules())
     for name, own in target.named_modules():
         given = modules.get(name)

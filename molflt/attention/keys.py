@@ -12,7 +12,7 @@ from molflt.attention.numerics import at_least_float32
 class Keys(TypedDict, total=False):
     """Arguments for keys in the `forward` of layers, blocks and stacks.
 
-    Tokens of masked keys may contain any values; infinities and NaN in them are treated as 0.
+    Tokens of masked keys may contain any values; infinities and NaN are treated as 0.
     """
 
     key_mask: Tensor | None
@@ -53,7 +53,7 @@ def log_weights(key_weight: Tensor | None, key_mask: Tensor | None, key: Tensor)
 
 
 def _finite(x: Tensor, key_mask: Tensor) -> Tensor:
-    """Replaces infinities and NaN in masked tokens of x, (batch, tokens, .), with 0."""
+    """Replaces infinities and NaN of masked tokens, (batch, tokens, .), with 0."""
     return torch.where(key_mask[..., None], x, x.nan_to_num(0.0, 0.0, 0.0))
 
 
@@ -76,9 +76,9 @@ def without_masked(
 ) -> tuple[Tensor, Tensor]:
     """Returns the tokens for queries, (batch, tokens, dim), and for keys, (batch, keys, dim).
 
-    Masked keys are 0: a weight of 0 would not suffice, because 0 times infinity is NaN in sums and
-    gradients. In queries, infinities and NaN of masked tokens are replaced with 0. The arguments
-    are those of `Attention.forward`.
+    Masked keys become 0, because 0 times infinity would be NaN in sums and gradients. In queries,
+    only infinities and NaN of masked tokens become 0. The arguments are those of
+    `Attention.forward`.
     """
     source = x if context is None else context
     if key_mask is None:

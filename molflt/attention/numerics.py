@@ -23,7 +23,7 @@ randn64 = functools.partial(torch.randn, dtype=torch.float64, device="cpu")
 
 
 def options_of(module: torch.nn.Module) -> str:
-    """Returns the constructor arguments that a module stores; used as `extra_repr`."""
+    """Returns the constructor arguments that a module stores, for `extra_repr`."""
     held = {name: getattr(module, name, None) for name in signature(type(module)).parameters}
     plain = {
         name: value for name, value in held.items() if isinstance(value, int | float | str | tuple)
@@ -97,7 +97,7 @@ def recomputed(function: Callable[..., _R], *arguments: object, several: bool = 
     """Returns function(*arguments), recomputing intermediate tensors in the backward pass.
 
     The function must be deterministic and must not read anything that changes before the backward
-    pass. A single piece (`several` is False) is not recomputed.
+    pass. With `several=False`, for a single piece, nothing is recomputed.
     """
     if not several or not torch.is_grad_enabled() or in_transform():
         return function(*arguments)
@@ -105,10 +105,10 @@ def recomputed(function: Callable[..., _R], *arguments: object, several: bool = 
 
 
 class Once(Generic[_R]):
-    """Tensor shared by several layers and computed by the first of them.
+    """Tensor computed by the first layer that needs it and shared with the other layers.
 
-    A tensor computed without gradients is not reused by layers with gradients. Inside a checkpoint,
-    each layer computes its own tensor, because the backward pass would use the tensor of a later
+    Layers with gradients do not reuse a tensor computed without gradients. Inside a checkpoint,
+    each layer computes the tensor again, because the backward pass would use the tensor of a later
     layer.
     """
 
@@ -131,7 +131,7 @@ def gauss_rule(count: int) -> tuple[list[float], list[float]]:
     return ((points + 1) / 2).tolist(), steps.tolist()
 
 
-# The compiler treats the function as constant; setting the mark does not load the compiler.
+# The compiler treats the function as constant. Setting this attribute does not load the compiler.
 vars(gauss_rule)["_dynamo_marked_constant"] = True
 
 
@@ -140,7 +140,7 @@ def searched(
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Decorates a function of tensors that becomes one opaque operation of compiled graphs.
 
-    The operation has no gradient, and may read values and raise errors when the graph runs. `fake`
+    The operation has no gradient. It may read values and raise errors when the graph runs. `fake`
     returns empty results for the same arguments; sizes that depend on values come from
     `torch.library.get_ctx().new_dynamic_size`.
     """
@@ -162,7 +162,7 @@ def searched(
 
 
 def undecided(condition: bool, otherwise: bool) -> bool:
-    """Returns a condition, or `otherwise` if the compiler does not know the sizes it depends on."""
+    """Returns a condition, or `otherwise` if the compiler does not know the sizes in it."""
     if not torch.compiler.is_compiling():
         return condition
     from torch.fx.experimental.symbolic_shapes import guard_or_false, guard_or_true

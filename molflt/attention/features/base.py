@@ -16,15 +16,14 @@ NUM_FEATURES = 64
 class Features(NamedTuple):
     """Features phi = values * exp(log_scale) of queries or keys.
 
-    None means ones in `values` and zeros in `log_scale`. Exponential maps could overflow before the
-    division. They therefore return logarithms, and mixing subtracts the part that cancels in the
-    ratio of sums.
+    Exponential maps return logarithms, because their features could overflow; mixing subtracts the
+    part that cancels in the ratio of sums.
     """
 
     values: Tensor | None
-    """(batch, heads, tokens, m)"""
+    """(batch, heads, tokens, m); None means 1"""
     log_scale: Tensor | None = None
-    """(batch, heads, tokens, m) or (batch, heads, tokens, 1)"""
+    """(batch, heads, tokens, m) or (batch, heads, tokens, 1); None means 0"""
 
     @property
     def width(self) -> int:
@@ -81,9 +80,8 @@ class Features(NamedTuple):
     def bounded(self) -> "Features":
         """Raises features to at least e^-61 (float32) or e^-495 (float64) of the token's maximum.
 
-        Every key then contributes enough to a query's largest feature: normalizers do not
-        underflow, and their gradients do not overflow. Causal attention needs this because it
-        cannot scale features by later keys.
+        Normalizers then do not underflow, and their gradients do not overflow. Causal attention
+        needs this because it cannot scale features by later keys.
         """
         if self.log_scale is None or self.log_scale.shape[-1] == 1:
             return self
@@ -92,7 +90,6 @@ class Features(NamedTuple):
         return Features(self.values, torch.maximum(self.log_scale, largest + reach))
 
     def at_least_float32(self) -> "Features":
-        """Converts the features to at least float32."""
         return Features(*(None if part is None else at_least_float32(part) for part in self))
 
 
@@ -133,11 +130,11 @@ class FeatureMap(nn.Module):
 
     Args:
         dim: width of the queries and keys that the map receives.
-        heads: number of heads; every head has its own projection.
+        heads: number of heads; each has a separate projection.
         num_features: number of rows m of the projection, 64 by default.
         projection: key of `PROJECTIONS`, the distribution of the random rows; "orthogonal" by
             default. Maps without a projection reject both options.
-        degree: degree of polynomial maps; other maps reject this option.
+        degree: degree of polynomial maps; other maps reject it.
     """
 
     paper = ""  #: source of the map: arXiv number and location
@@ -181,7 +178,6 @@ class FeatureMap(nn.Module):
         self._add(rows, projection)
 
     def _drawn(self, rows: int, projection: str) -> Projection:
-        """Draws the random projection of a map that has one."""
         return PROJECTIONS[projection](self.heads, rows, self.dim)
 
     def _add(self, rows: int, projection: str) -> None:
@@ -195,13 +191,13 @@ class FeatureMap(nn.Module):
     def forward(self, *columns: Columns) -> Features:
         """Computes features: (batch, heads, tokens, dim) -> (batch, heads, tokens, width).
 
-        An input can consist of several parts along the last axis, as in [N1, q]; most maps do not
+        `columns` are parts of the input along the last axis, as in [N1, q]; most maps do not
         concatenate them.
         """
         raise NotImplementedError(f"{type(self).__name__} must override forward(*columns)")
 
     def project(self, *columns: Columns) -> Tensor:
-        """Computes w_s . x of columns: (batch, heads, tokens, dim) -> (batch, heads, tokens, m)."""
+        """Computes w_s . x: (batch, heads, tokens, dim) -> (batch, heads, tokens, m)."""
         assert self.projection is not None
         out: Tensor = self.projection(*(x for x in columns if isinstance(x, Tensor)))
         return sum((x.products for x in columns if isinstance(x, Projected)), out)

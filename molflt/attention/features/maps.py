@@ -29,15 +29,15 @@ class _PositiveFeatures(FeatureMap):
 
     def forward(self, *columns: Columns) -> Features:
         shift = _squared_norm(*columns) + math.log(self.width)
-        # a sum, because a difference would first negate the whole gradient
+        # A difference would first negate the whole gradient.
         return Features(None, self.project(*columns).add_(shift / -2))
 
 
 class _TrigonometricFeatures(FeatureMap):
     """Features phi(x) = exp(|x|^2 / 2) [sin(w_s . x), cos(w_s . x)] / sqrt(m), with width 2m.
 
-    The estimate of exp(x . y) is unbiased, but the features are signed, and the variance becomes
-    very large where exp(x . y) is small.
+    The estimate of exp(x . y) is unbiased. Features are signed, and the variance becomes very large
+    where exp(x . y) is small.
     """
 
     paper = "2106.12566, eq. 4"
@@ -60,8 +60,8 @@ class _Favor2020Features(_TrigonometricFeatures):
     """FAVOR as first published: phi(x) = D_x sqrt(2 / m) cos(w_s . x + b_s).
 
     D_x = exp(|x|^2 / 2) is exp(|q|^2 / (2 sqrt(d))) for the unscaled query, as in D_Q and D_K of
-    FAVOR. The phases b_s are uniform in [0, 2 pi). The estimate of exp(x . y) is unbiased, but the
-    features are signed.
+    FAVOR. The phases b_s are uniform in [0, 2 pi). The estimate of exp(x . y) is unbiased; features
+    are signed.
     """
 
     paper = "2006.03555, eqs. 5-12"
@@ -120,7 +120,7 @@ class _AbsFeatures(_GeneralizedFeatures):
 
 
 class _SignedFeatures(_GeneralizedFeatures):
-    """Generalized attention with a signed f; an eps, which would only hide failures, is omitted."""
+    """Generalized attention with a signed f and eps = 0; another eps would only hide failures."""
 
     signed = True
     positive_kernel = False
@@ -168,7 +168,7 @@ class _LearnableExpFeatures(FeatureMap):
         self.weight = nn.Parameter(drawn.to(torch.get_default_dtype()))
 
     def product(self, *columns: Columns) -> Tensor:
-        """Computes W x of columns: (batch, heads, tokens, dim) -> (batch, heads, tokens, m)."""
+        """Computes W x: (batch, heads, tokens, dim) -> (batch, heads, tokens, m)."""
         x = _joined(*columns)
         return by_head(x, self.weight.to(x.dtype).mT)
 

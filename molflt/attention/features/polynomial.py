@@ -1,8 +1,8 @@
 """Deterministic features whose products are a polynomial in q . k, close to exp(q . k).
 
-On the sphere |x|^2 = rho, exp(x . y) is a sum over spherical harmonics, with one term for each
-degree. Truncated at degree p, it is the polynomial of degree p with the smallest mean square error
-over directions; the Taylor polynomial at q . k = 0 has 1.5 to 2 times the error.
+On the sphere |x|^2 = rho, exp(x . y) is a sum over spherical harmonics of all degrees. Truncated
+at degree p, it is the polynomial of degree p with the smallest mean square error over directions;
+the Taylor polynomial at q . k = 0 has 1.5 to 2 times the error.
 """
 
 import math
@@ -114,13 +114,13 @@ def harmonics(square: Tensor, dim: int, degree: int) -> tuple[Tensor, list[Tenso
     """Expands exp(x . y), where |x|^2 = |y|^2 = rho, in spherical harmonics up to degree 2 or 3.
 
     Returns the logarithm of the mean of exp over the sphere, and positive weights w_0 to w_degree:
-    exp(x . y) ~= exp(log_mean) sum_n w_n (x . y)^n, Gegenbauer's expansion of exp. `square` is rho,
-    of any shape. With nu = d / 2 - 1 and r_n = I_(nu + n)(rho) / I_nu(rho), the weights up to
-    degree 3 are w_0 = 1 - (nu + 2) r_2, w_1 = 2 (nu + 1) (r_1 - (nu + 3) r_3) / rho, w_2 = 2 (nu +
-    1) (nu + 2) r_2 / rho^2 and w_3 = (4 / 3) (nu + 1) (nu + 2) (nu + 3) r_3 / rho^3. Features are
-    real if no w_n is negative, and their products of degree 2 are positive if w_1^2 < 4 w_0 w_2.
-    If rho is too large for these conditions (above 3 for d = 8, 4 for d = 16 and 5.7 for d = 32),
-    the smallest w_0 and the largest r_3 that satisfy both are used.
+    exp(x . y) ~= exp(log_mean) sum_n w_n (x . y)^n (Gegenbauer). `square` is rho, of any shape.
+    With nu = d / 2 - 1 and r_n = I_(nu + n)(rho) / I_nu(rho), the weights up to degree 3 are w_0 =
+    1 - (nu + 2) r_2, w_1 = 2 (nu + 1) (r_1 - (nu + 3) r_3) / rho, w_2 = 2 (nu + 1) (nu + 2) r_2 /
+    rho^2 and w_3 = (4 / 3) (nu + 1) (nu + 2) (nu + 3) r_3 / rho^3. Features are real if no w_n is
+    negative, and products of degree 2 are positive if w_1^2 < 4 w_0 w_2. If rho is too large for
+    these conditions (above 3 for d = 8, 4 for d = 16 and 5.7 for d = 32), the smallest w_0 and the
+    largest r_3 that satisfy both are used.
     """
     nu, above = dim / 2 - 1, dim / 2 - 1 + _TERMS
     square = square.square()  # the weights depend only on rho^2

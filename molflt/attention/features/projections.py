@@ -1,8 +1,8 @@
 """Random projections x -> (w_1 . x, ..., w_m . x) of queries and keys, one draw per head.
 
-Positive features use E exp(w . z) = exp(|z|^2 / 2), which holds for rows with marginal distribution
-N(0, I). Dependence between rows affects only the variance. Projections are modules because some are
-products of sparse factors, which are applied without forming the matrix.
+Positive features use E exp(w . z) = exp(|z|^2 / 2), which is true for rows with marginal
+distribution N(0, I). Dependence between rows affects only the variance. Projections are modules
+because some are products of sparse factors, which are applied without forming the matrix.
 """
 
 import math
@@ -16,10 +16,10 @@ from molflt.attention.numerics import by_head, options_of, rand64, randn64
 
 
 class Projection(nn.Module):
-    """Base class: draws buffers on the CPU in float64 and computes the products w_s . x.
+    """Base class of projections of width `dim` with `rows` random rows per head.
 
-    A new projection overrides `_draw` and `forward`. Every head has its own random sample of `rows`
-    rows of width `dim`.
+    Rows are drawn on the CPU in float64 and stored in buffers. A new projection overrides `_draw`
+    and `forward`.
     """
 
     paper = ""
@@ -41,7 +41,7 @@ class Projection(nn.Module):
         raise NotImplementedError
 
     def _draw_heads(self, generator: torch.Generator | None) -> dict[str, Tensor]:
-        """Draws the buffers of all heads, one head after the other, (heads, ...) each."""
+        """Draws the buffers of all heads, (heads, ...) each, one head after the other."""
         heads = [self._draw(generator) for _ in range(self.heads)]
         return {name: torch.stack([head[name] for head in heads]) for name in heads[0]}
 
@@ -55,10 +55,10 @@ class Projection(nn.Module):
             self.get_buffer(name).copy_(value)
 
     def forward(self, *columns: Tensor) -> Tensor:
-        """Projects tokens x, usually q d^(-1/4), in their precision.
+        """Computes w_s . x, (batch, heads, tokens, rows), in the precision of x.
 
-        `columns` are x, (batch, heads, tokens, dim), or tensors whose concatenation along the last
-        axis is x. The result is w_s . x, (batch, heads, tokens, rows).
+        `columns` are x, (batch, heads, tokens, dim), usually q d^(-1/4), or tensors whose
+        concatenation along the last axis is x.
         """
         raise NotImplementedError(f"{type(self).__name__} must override forward(*columns)")
 
@@ -142,7 +142,7 @@ class _SphereProjection(DenseProjection):
 class SobolProjection(DenseProjection):
     """Rows from scrambled Sobol points, mapped to N(0, I) by the inverse normal CDF; unbiased.
 
-    The points fill space evenly, and most evenly if `rows` is a power of two.
+    The points fill space most evenly if `rows` is a power of two.
     """
 
     paper = "1412.8293"
@@ -175,7 +175,7 @@ class _FactoredProjection(Projection):
 
     @property
     def blocks(self) -> int:
-        """Returns the number of blocks; the last one may be only partly used."""
+        """Number of blocks; the last block may be incomplete."""
         return -(-self.num_rows // self.size)
 
     def _draw_factors(self, generator: torch.Generator | None) -> dict[str, Tensor]:
@@ -206,7 +206,7 @@ class _FactoredProjection(Projection):
 class _HadamardProjection(_FactoredProjection):
     """Rows of H D_1 H D_2 H D_3 / p^(3/2), with Hadamard matrix H and random signs D (H-ORF).
 
-    x is padded with zeros to p = 2^ceil(log2 dim) dimensions. E w = 0 and E w w^T = I hold exactly.
+    x is padded with zeros to p = 2^ceil(log2 dim) dimensions. E w = 0 and E w w^T = I are exact.
     The rows are close to N(0, I): for p >= 8, kernels are too small by a fraction of at most |z|^4
     / (3 p^2), to leading order. For |z| = 1 and 2, the measured fractions are 0.13 % and 1.4 % at p
     = 16, and below 0.1 % and 0.6 % at p = 64. On one CPU core, a dense matrix is faster for p <=
@@ -237,7 +237,7 @@ class _GivensProjection(_FactoredProjection):
 
     A layer permutes the coordinates at random and rotates the dim // 2 pairs (2 k, 2 k + 1) by
     uniformly distributed angles. Each block has `LAYERS_PER_LEVEL` ceil(log2 dim) separate layers.
-    E w = 0 and E w w^T = I hold exactly. The worst z is along an axis: at d = 64, its kernel is too
+    E w = 0 and E w w^T = I are exact. The worst z is along an axis: at d = 64, its kernel is too
     large by 0.2 % at |z| = 1 and by 3 % at |z| = 2. On a CPU, this is 10 times slower than a dense
     matrix at d = 64. Source: Choromanski et al. 2019, Unifying orthogonal Monte Carlo.
     """
@@ -251,7 +251,7 @@ class _GivensProjection(_FactoredProjection):
 
     @property
     def layers(self) -> int:
-        """Returns the number of layers per block, at least one."""
+        """Number of layers per block."""
         return max(1, self.LAYERS_PER_LEVEL * (self.dim - 1).bit_length())
 
     def _draw_factors(self, generator: torch.Generator | None) -> dict[str, Tensor]:

@@ -60,7 +60,7 @@ class Nodes(nn.Module):
 def hermitian(spectrum: Spectrum, xi: Tensor) -> Tensor:
     """Returns (g(xi) + conj g(-xi)) / 2, the part of g that determines the mask.
 
-    Antipodes have the same cos and sin columns up to signs. With this part of g, one node with
-    twice the weight replaces both antipodes, for even and odd masks.
+    With it, one node of twice the weight replaces xi and -xi, for even and odd masks. The cos and
+    sin columns of xi and -xi are equal up to signs.
     """
     return 0.5 * (spectrum.spectrum(xi) + spectrum.spectrum(-xi).conj())

@@ -26,7 +26,7 @@ class Lattice(NamedTuple):
     def of(
         cls, cell: Tensor, pbc: Tensor, extent: Tensor | None = None, reach: float = 20.0
     ) -> "Lattice":
-        """Builds lattices; the arguments and errors are those of `reciprocal_nodes`."""
+        """Builds lattices; the arguments are those of `reciprocal_nodes`."""
         positive(reach=reach)
         rows, periodic = _sorted_rows(cell, pbc)
         if extent is None:
@@ -65,8 +65,8 @@ def free_extent(
         graph: (n,), index of the graph of each atom.
         cell, pbc: see `reciprocal_nodes`.
         smooth: replace the largest and smallest coordinates, whose slopes jump where another atom
-            becomes the outermost, by logarithms of mean exponentials. The logarithms are analytic,
-            do not change in supercells, and lie at most log(n) / 4 Å further inside on each side.
+            becomes the outermost, by logarithms of mean exponentials. These are analytic, do not
+            change in supercells, and lie at most log(n) / 4 Å further inside on each side.
     """
     rows, periodic = _sorted_rows(cell, pbc)
     along = (positions[:, None] * rows[graph].to(positions.dtype)).sum(dim=-1)  # [n, 3]
@@ -86,7 +86,7 @@ def free_extent(
 
 
 def _largest(x: Tensor, graph: Tensor, graphs: int) -> Tensor:
-    """Returns the maximum over each graph's atoms: (n, 3) -> (graphs, 3); -inf for empty graphs."""
+    """Returns the maximum over each graph: (n, 3) -> (graphs, 3); -inf for empty graphs."""
     start = x.new_full((graphs, x.shape[1]), -math.inf)
     return start.scatter_reduce(0, graph[:, None].expand_as(x), x, "amax")
 
@@ -150,7 +150,6 @@ def _reduction(cell: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _check_rows(rows: Tensor, periodic: Tensor) -> None:
-    """Raises ValueError for the first graph whose periodic vectors do not span a lattice."""
     rows = rows.double()
     first, second, third = (rows / rows.norm(dim=-1, keepdim=True)).unbind(1)
     volume = (torch.linalg.cross(first, second) * third).sum(dim=-1).abs()

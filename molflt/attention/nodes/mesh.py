@@ -1,13 +1,13 @@
-"""Sums over a reciprocal lattice by means of a mesh, at constant cost per token.
+"""Sums over a reciprocal lattice on a mesh, at constant cost per token.
 
 The kernel of a crystal, (1 / V) sum_G g(G) exp(2 pi i G . (r_i - r_j)), needs as many waves per
 token as there are nodes G, whose number grows with the cell. Instead, B-splines spread tokens over
 the points of a mesh, which is convolved with the kernel, and the same splines interpolate the
-result at the tokens. This is the method of smooth particle mesh Ewald sums (Essmann et al., J.
-Chem. Phys. 103, 8577 (1995)). Only low frequencies are needed, and products with three small
-matrices of waves replace fast Fourier transforms. The interpolation error bounds the changes caused
-by shifts relative to the mesh, by other cells of the same crystal and by supercells; with
-`reciprocal_nodes` these changes are 0.
+result at the tokens, as in smooth particle mesh Ewald sums (Essmann et al., J. Chem. Phys. 103,
+8577 (1995)). Only low frequencies are needed; products with three small matrices of waves replace
+fast Fourier transforms. The interpolation error bounds the changes caused by shifts relative to the
+mesh, by other cells of the same crystal and by supercells; with `reciprocal_nodes` these changes
+are 0.
 """
 
 import math
@@ -26,8 +26,8 @@ OVERSAMPLING = {4: 1.25, 5: 1.25, 6: 2.0, 8: 2.0}
 Relative errors of kernelized attention with the positive taper are at most 3e-3, 6e-4, 6e-6, 2e-7;
 errors of its gradients with respect to positions are up to ten times as large."""
 
-# Largest number of mesh points of a graph; 10^6 atoms need a fifth of it and about 5 GB. A larger
-# number is considered a mistake in the cell or in the frequencies.
+# Most mesh points of a graph; 10^6 atoms need a fifth of this number and about 5 GB. A larger
+# number suggests a mistake in the cell or in the frequencies.
 _MOST_POINTS = 2**24
 
 
@@ -67,7 +67,7 @@ class Mesh(NamedTuple):
             for axis, m in enumerate(bounds)
         ]
         triple = torch.stack(torch.meshgrid(*ranges, indexing="ij"), dim=-1)  # [a, b, c, 3]
-        # Uses products and sums instead of a matrix product, as in `reciprocal_nodes`.
+        # Not a matrix product, for the reason given in `reciprocal_nodes`.
         xi = (triple.to(dual.dtype)[..., None] * dual).sum(dim=-2)
         x = distances(xi) / max_frequency
         inside = x.detach() < 1
@@ -111,7 +111,7 @@ class Mesh(NamedTuple):
         """Convolves a mesh (points, channels); `coefficients` (r,) are g(xi) times `weights`."""
         first, second, third = (wave.to(grid.dtype) for wave in self.waves)
         (n, _, last), (a, b, c) = self.sides, self.inside.shape
-        # Products of real matrices; each leaves the axes in the order that the next one needs.
+        # Each product leaves the axes in the order that the next product needs.
         x = (first @ grid.view(n, -1)).view(a, 2 * self.sides[1], -1)
         y = (second @ x).view(a * b, 2 * last, -1)
         z = (third @ y).view(a * b, c, 2, -1)
@@ -123,7 +123,7 @@ class Mesh(NamedTuple):
 
 
 def check_order(order: int) -> None:
-    """Raises ValueError for an order that is not supported."""
+    """Raises ValueError for an unknown order of the splines."""
     if order not in OVERSAMPLING:
         known = ", ".join(map(str, OVERSAMPLING))
         raise ValueError(f"mesh_order must be one of {known}; got {order}")

@@ -29,7 +29,7 @@ class GaussianNodes(Nodes):
     requires sigma > 1 / (2 sqrt(2) pi w). For spectra with power-law tails it is never finite.
 
     Args:
-        heads: number of heads; every head has its own nodes and its own sigma.
+        heads: number of heads; each has separate nodes and a separate sigma.
         num_nodes: number of nodes r.
         dim: dimension l of positions.
         sigma: initial standard deviation, in cycles per unit of length.
@@ -109,7 +109,7 @@ class OrthogonalNodes(_StructuredNodes):
     """Unbiased Gaussian nodes; eps is orthogonal within blocks of l, with chi-distributed norms.
 
     In three dimensions, the error is hardly smaller than that of `GaussianNodes`, because a block
-    holds only three nodes. The arguments are those of `GaussianNodes`.
+    contains only three nodes. The arguments are those of `GaussianNodes`.
     """
 
     _rows = OrthogonalProjection
@@ -128,8 +128,8 @@ class SobolNodes(_StructuredNodes):
 class DensityNodes(Nodes):
     """Nodes drawn from the spectral density of a shift-invariant kernel, xi = u / length.
 
-    For the kernel's own spectrum, g / p is constant and every c_s g(xi_s) is C / r. This density is
-    optimal for Theorem 4.2 of FLT (arXiv:2302.01925, eq. 7 and appendix A.4). The draws u are
+    For the spectrum of the kernel, g / p is constant and every c_s g(xi_s) is C / r. This density
+    is optimal for Theorem 4.2 of FLT (arXiv:2302.01925, eq. 7 and appendix A.4). The draws u are
     fixed, and length remains learnable. For other spectra, the variance is finite if g^2 / p is
     integrable.
 
@@ -137,9 +137,9 @@ class DensityNodes(Nodes):
         density: kernel whose spectral density the nodes are drawn from. It also determines the
             number of heads and the dimension of the nodes.
         num_nodes: number of nodes r.
-        shared: True if the kernel is the sampled spectrum; it is then stored by reference and not
-            registered, to avoid saving its parameters twice. False if the kernel is a proposal
-            density for another spectrum; its length is then a parameter of the nodes.
+        shared: True if the kernel is the sampled spectrum, which is then not registered, to avoid
+            saving its parameters twice. False if the kernel is a proposal density for another
+            spectrum; its length is then a parameter of the nodes.
     """
 
     paper: ClassVar[str] = "2302.01925, eq. 7"

@@ -6,9 +6,9 @@ Poisson's summation formula, with positions in Å and frequencies in cycles/Å,
 
 turns a decaying mask f into the mask of a crystal. The result does not depend on the choice of the
 cell or on the periodic image of an atom. Along directions that are not periodic, the lattice is
-virtual. The virtual vectors are perpendicular to the periodic vectors. Their length is the width of
-the graph plus the reach of the mask, which keeps copies out of reach. The error is the part of the
-mask beyond its reach.
+virtual: its vectors are perpendicular to the periodic vectors, and as long as the width of the
+graph plus the reach of the mask, which keeps copies out of reach. The error is the part of the mask
+beyond its reach.
 """
 
 import math
@@ -42,8 +42,7 @@ def reciprocal_nodes(
     weight 0. G and -G form one node with twice the weight; see `hermitian`. There are about (2 pi /
     3) k^3 V nodes for k = max_frequency.
 
-    Nodes enter and leave at k with weight 0, because the taper and its first two derivatives vanish
-    there. Choices of the taper:
+    The taper and its first two derivatives vanish at k, where nodes enter and leave. Its choices:
 
     - "step": 1 up to 0.8 k. A mask without higher frequencies does not change: a Gaussian of width
       w is kept to 1e-6, 1e-7 and 1e-10 of its height for w k = 1, 1.1 and 1.3. A sharper mask is
@@ -61,7 +60,7 @@ def reciprocal_nodes(
             relative to the height of the mask is 4e-4, 4e-7 and 3e-11 for Gaussians and a reach of
             4, 5.5 and 7 widths. It is about 3e-4 and 4e-5 for k reach = 6 and 9 if the taper
             truncates the spectrum.
-        taper: see above.
+        taper: "step" or "positive", see above.
     """
     positive(max_frequency=max_frequency)
     one_of("taper", taper, _TAPERS)
@@ -79,7 +78,7 @@ def tapered_mask(
 ) -> Tensor:
     """Returns the mask that `reciprocal_nodes` samples, (heads, n): the transform of the tapered g.
 
-    Computes f(r) = int_0^k 4 pi xi^2 taper(xi / k) g(xi) sinc(2 xi r) d xi by Gauss's rule, for an
+    This is f(r) = int_0^k 4 pi xi^2 taper(xi / k) g(xi) sinc(2 xi r) d xi by Gauss's rule, for an
     isotropic spectrum in three dimensions and distances (n,) up to `farthest`, Å.
     """
     # `index` gives a fixed number even if a compiler treats module attributes as variables.

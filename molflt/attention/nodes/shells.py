@@ -16,7 +16,7 @@ from molflt.attention.spectra import Spectrum
 # Degrees of Lebedev's rules. Degrees 13, 25 and 27 are left out: some of their weights are
 # negative, which could give a positive mask negative parts.
 _DEGREES = (3, 5, 7, 9, 11, 15, 17, 19, 21, 23, 29, 31, *range(35, 132, 6))
-# Always on the CPU, regardless of torch's default device: modules on "meta" share cached rules.
+# On the CPU for every default device, because modules on "meta" share the cached rules.
 _DOUBLE: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
 
 
@@ -71,8 +71,8 @@ class ShellNodes(Nodes):
             dimensions. If g vanishes beyond k, the only error of these two rules is an image of the
             mask at the distance n / k - |z|. The default is "gauss" in two dimensions and
             "trapezoid" otherwise.
-        degree_factor: see above.
-        degrees: degree of each shell, innermost first; replaces the rule of `degree_factor`.
+        degree_factor: factor in the degrees of the shells, see above.
+        degrees: degree of each shell, innermost first; replaces `degree_factor`.
         normalized: normalize the weights of each shell to a sum of 1, for `ShellWeights`.
 
     Attributes:

@@ -40,7 +40,7 @@ def suggest_nodes(
     Args:
         radius: radius of the ball that contains the positions, in units of length.
         width: standard deviation of the narrowest Gaussian of the mask, in units of length.
-        widest: width of the widest mask; by default `width`.
+        widest: standard deviation of the widest Gaussian; by default `width`.
         tol: largest root-mean-square error of a mask with f(0) = 1; at least 1e-6, and at most half
             the root mean square of the mask itself. This excludes narrow masks in a large ball.
     """

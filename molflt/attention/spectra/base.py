@@ -1,9 +1,9 @@
 """Base class of spectra.
 
 The mask is f(z) = Re integral exp(2 pi i z . xi) g(xi) d xi, FLT (arXiv:2302.01925), eq. 4.
-Positions are in the caller's unit of length (Å for atoms, 1 for tokens) and frequencies xi in
-cycles per this unit. Amplitudes are the amounts added to a logit at zero distance. They start small
-and random, because the gradient of the sampled mask vanishes at amplitude 0.
+Positions are in the caller's unit of length (Å for atoms, 1 for tokens), and frequencies xi are in
+cycles per this unit. An amplitude is the amount added to a logit at zero distance. Amplitudes start
+small and random, because the gradient of the sampled mask vanishes at amplitude 0.
 """
 
 import math
@@ -23,7 +23,7 @@ class Spectrum(nn.Module):
     `SPECTRA`.
 
     Args:
-        heads: number of heads; every head has its own mask.
+        heads: number of heads.
         dim: dimension l of positions.
     """
 
@@ -54,7 +54,7 @@ class Spectrum(nn.Module):
 
 
 def _log_spaced(name: str, bounds: tuple[float, float], count: int) -> Tensor:
-    """Returns `count` numbers that are evenly spaced between the logarithms of two bounds."""
+    """Returns `count` evenly spaced logarithms, from the smaller to the larger bound."""
     low, high = bounds
     if not 0 < low <= high:
         raise ValueError(f"{name} must be two positive numbers, smallest first; got {bounds}")

@@ -21,15 +21,13 @@ class GaussianBasis(Spectrum):
     (2 pi sigma_t^2)^(l/2). Initial amplitudes do not depend on the width.
 
     Args:
-        heads: number of heads; every head has its own mask.
         num_gaussians: number of Gaussians T.
         dim: dimension l of positions.
         width_range: smallest and largest initial width sigma_t, spaced evenly in the logarithm.
-        amplitude: standard deviation of the initial amplitudes a_ht, or their typical size if
-            `positive`.
-        positive: make all a_ht positive by learning their logarithms. Then f is positive
-            everywhere, can be a multiplicative kernel (`MultiplicativePosition`), and can be summed
-            over the images of a crystal.
+        amplitude: standard deviation of the initial a_ht, or their typical size if `positive`.
+        positive: learn the logarithms of a_ht. f is then positive everywhere, can be a
+            multiplicative kernel (`MultiplicativePosition`), and can be summed over the images of a
+            crystal.
     """
 
     paper: ClassVar[str] = "2302.01925, app. B.3"
@@ -72,18 +70,17 @@ class GaussianBasis(Spectrum):
 
 
 class GaussianMixture(Spectrum):
-    """Sum of Gaussians in frequency space, each with its own mean, width and weight per head.
+    """Sum of Gaussians in frequency space, each with a mean, a width and a weight per head.
 
     g(xi) = sum_t w_t exp(-|xi - mu_t|^2 / 2 sigma_t^2)
     f(z) = sum_t exp(-2 pi^2 sigma_t^2 |z|^2) [a_t cos(2 pi mu_t . z) - b_t sin(2 pi mu_t . z)]
     w_t = (a_t + i b_t) (2 pi sigma_t^2)^(-l/2)
 
     FLT (arXiv:2302.01925), eq. 6, has T (2 + l) numbers per head and b_t = 0. Such a g is real but
-    not even, and its mask is even: waves of frequency mu_t in Gaussian envelopes of width 1 / (2 pi
-    sigma_t). As an extension of the paper, `asymmetric` adds the odd part of the mask.
+    not even. Its mask is even: waves of frequency mu_t in Gaussian envelopes of width 1 / (2 pi
+    sigma_t). `asymmetric`, an extension of the paper, adds the odd part of the mask.
 
     Args:
-        heads: number of heads.
         num_gaussians: number of Gaussians T; 25 in the paper's image experiments.
         dim: dimension l of positions.
         width_range: smallest and largest initial width of an envelope, 1 / (2 pi sigma_t), in units

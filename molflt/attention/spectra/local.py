@@ -1,4 +1,4 @@
-"""Spectra of local masks, which vanish outside a box: sums of powers of sinc functions.
+"""Spectra of masks that vanish outside a box: sums of powers of sinc functions.
 
 See FLT (arXiv:2302.01925), "Local RPEs", eqs. 8-12.
 """
@@ -31,12 +31,10 @@ class SmoothLocal(Spectrum):
     sine alone, as printed, g would not be even for even k. "sum" is eq. 10 with footnote 2. With
     "product", the mask at zero distance is (sum_t w_t)^l, which cannot be negative for even l.
 
-    g falls as |xi_j|^-k along each axis, more slowly than any Gaussian, and Gaussian nodes
-    therefore have infinite variance. `DensityNodes` of a `Laplace` with `shared=False` have bounded
-    ratios g / p.
+    g falls as |xi_j|^-k along each axis, more slowly than any Gaussian. Gaussian nodes therefore
+    have infinite variance. `DensityNodes` of a `Laplace` with `shared=False` have bounded g / p.
 
     Args:
-        heads: number of heads.
         num_boxes: number of splines T.
         dim: dimension l of positions.
         order: order k of the spline, 2 to 8; each step adds one continuous derivative.
@@ -107,10 +105,10 @@ class Local(SmoothLocal):
     v_t xi) / (pi xi): FLT (arXiv:2302.01925), eqs. 8-11 and 20-21. The arguments are those of
     `SmoothLocal`.
 
-    The family has two mathematical limitations. First, the exact mask is not differentiable with
-    respect to v_t: the radii are learned with sampled masks but not with softmax. Second, g falls
-    as 1 / |xi|, which is not absolutely integrable. Estimates from random nodes have neither a
-    finite variance nor an expectation; a model learns the trigonometric sum over its own nodes.
+    The exact mask is not differentiable with respect to v_t; radii are learned with sampled masks
+    but not with softmax. g falls as 1 / |xi|, which is not absolutely integrable. Estimates from
+    random nodes therefore have neither a finite variance nor an expectation; a model learns the
+    trigonometric sum over its nodes.
     """
 
     paper: ClassVar[str] = "2302.01925, eqs. 8-11"
@@ -130,7 +128,6 @@ class Local(SmoothLocal):
         super().__init__(heads, num_boxes, dim, 1, radius_range, amplitude, per_axis, combine)
 
     def _profile(self, distance: Tensor, radius: Tensor) -> Tensor:
-        """Returns 1[|z| <= v], (..., heads, t, l)."""
         return (distance <= radius).to(self.amplitude.dtype)
 
 

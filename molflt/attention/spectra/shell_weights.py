@@ -17,7 +17,6 @@ class ShellWeights(Spectrum):
     dimension. g is a density relative to the measure of the shells, which must be `normalized`.
 
     Args:
-        heads: number of heads.
         radii: k, (shells,), radii of the `ShellNodes` with `normalized=True` that sample the
             spectrum.
         dim: dimension l of positions, 1 or 3.

@@ -16,11 +16,10 @@ class ShiftInvariant(Spectrum):
     By Bochner's theorem, g_h(xi) = C_h length_h^l p(length_h xi), where K is the characteristic
     function of the density p: K(z) = E cos(2 pi z . u) for u ~ p. This is FLT (arXiv:2302.01925),
     eq. 7, with the factor 2 pi in the samples u instead of the positions. All nodes drawn from p
-    (`DensityNodes`) then have the importance ratio C_h. Unlike in the paper, C_h may be negative,
+    (`DensityNodes`) have the importance ratio C_h. Unlike in the paper, C_h may be negative,
     because a mask is added to logits and need not be positive definite.
 
     Args:
-        heads: number of heads.
         dim: dimension l of positions.
         length_range: smallest and largest initial length_h, in units of length, spaced evenly in
             the logarithm over the heads.
@@ -101,12 +100,12 @@ class Laplace(ShiftInvariant):
 
 
 class Matern(ShiftInvariant):
-    """Matérn kernel of smoothness nu: isotropic, between exp(-|z|) and the Gaussian.
+    """Matérn kernel of smoothness nu, an isotropic kernel between exp(-|z|) and the Gaussian.
 
     With s = sqrt(2 nu) |z|, it is exp(-s) for nu = 0.5, (1 + s) exp(-s) for 1.5 and (1 + s + s^2 /
     3) exp(-s) for 2.5. 2 pi u follows a multivariate Student t distribution with 2 nu degrees of
     freedom. Source: Rasmussen and Williams, Gaussian Processes for Machine Learning (2006), eqs.
-    4.14 to 4.17. Arguments other than `nu` are those of `ShiftInvariant`.
+    4.14 to 4.17. Other arguments are those of `ShiftInvariant`.
     """
 
     isotropic: ClassVar[bool] = True
