@@ -1,8 +1,7 @@
 """Reading, checking and storing atomic structures with energies.
 
 :func:`open_dataset` opens any source, :func:`molflt.data.structures.records.make_record` checks a
-structure, and :func:`molflt.data.structures.store.write_store` writes the compact store used for
-training.
+structure, and :func:`molflt.data.structures.store.write_store` writes the compact store.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ def open_dataset(
     """Opens a source of structures for reading.
 
     Args:
-        path: a compact store (``.safetensors``), an OC20 LMDB (``.lmdb`` file, or a folder of
-            ``*.lmdb`` shards), or a file that ASE reads without running code (``.traj``,
-            ``.extxyz``, ``.db``, ``.cif``, POSCAR, OUTCAR, ...); or a folder of such files, a
-            pattern of names such as ``runs/*/OUTCAR``, or a list of these, which are joined.
+        path: compact store (``.safetensors``), OC20 LMDB (``.lmdb`` file, or folder of ``*.lmdb``
+            shards), file that ASE reads without running code (``.traj``, ``.extxyz``, ``.db``,
+            ``.cif``, POSCAR, OUTCAR, ...), folder of such files, or pattern such as
+            ``runs/*/OUTCAR``; or a list of these, which are joined.
         skip_bad: read everything once, leave out invalid structures, and list them in ``.bad`` as
-            (name, reason), instead of refusing the source at the first invalid structure.
-        reading: how to interpret the entries of files that ASE reads.
-        once: True if the caller makes a single pass and itself skips records that raise an error.
+            (name, reason), instead of raising an error at the first invalid structure.
+        reading: interpretation of the entries in files that ASE reads.
+        once: True if the caller makes a single pass and skips records that raise an error.
         trained: `reading` of the training run. Sources without these options ignore values that are
             equal to those of the training run.
     """

@@ -72,10 +72,7 @@ class Converter:
         self._last = b""
 
     def record(self, atoms: Atoms | ValueError, number: int = 0) -> Data:
-        """Converts a structure, with the sid `number` by default; raises `atoms` if it is an error.
-
-        See `molflt.data.structures.ase_files.AseStructures`.
-        """
+        """Converts a structure, with the sid `number` by default; an error is raised."""
         if isinstance(atoms, ValueError):  # the file has a structure that cannot be read
             raise atoms
         _check_fields(atoms)
@@ -231,7 +228,7 @@ class Converter:
 def named_options(names: Iterable[str], *kinds: str) -> str:
     """Describes the options that read entries with these names; "" if no name looks like a label.
 
-    `kinds` are energy, forces and stress, or some of them; all by default.
+    `kinds` limits the options to "energy", "forces" or "stress"; all by default.
     """
     found = []
     for name in names:
@@ -244,7 +241,7 @@ def named_options(names: Iterable[str], *kinds: str) -> str:
 
 
 def is_energy(key: str | None) -> bool:
-    """Returns True if an `energy_key` names an energy, as by default, and not another property."""
+    """Returns True if an `energy_key`, or the default None, names an energy."""
     return key is None or key.startswith("y_") or _kind(key) == "energy"
 
 
@@ -262,7 +259,7 @@ def is_element(symbol: str) -> bool:
 
 
 def atomic_number(symbol: str, atom: int) -> int:
-    """Returns the atomic number of a symbol; refuses isotopes, dummy atoms and other text."""
+    """Returns the atomic number of a symbol; raises ValueError for isotopes and dummy atoms."""
     from ase.data import atomic_numbers
 
     number = atomic_numbers.get(symbol.capitalize(), 0)
@@ -418,7 +415,6 @@ def _entries(atoms: Atoms) -> dict[str, Any]:
 
 
 def _is_total(name: str, value: Any) -> bool:
-    """Returns True if an entry is the total charge."""
     named = "charge" in (words := _words(name)) and words <= {"charge", "total", "net"}
     return named and value is not None and np.size(value) == 1
 
@@ -444,7 +440,6 @@ def _not_neutral(value: object, words: set[str]) -> str:
 
 
 def _if_finite(energy: object) -> object:
-    """Returns an energy; None if it is NaN or infinite."""
     unknown = isinstance(energy, float | np.floating) and not np.isfinite(energy)
     return None if unknown else energy
 
@@ -466,7 +461,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _layers_as_tags(layers: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Converts the layer numbers of ``ase.build`` to tags, (N,) -> (N,)."""
+    """Converts the layer numbers of ``ase.build`` to tags."""
     if not (layers > 0).any():
         return layers  # unknown, or negative numbers, which are refused later
     known = [layers == 0, layers == 1, layers > 1]

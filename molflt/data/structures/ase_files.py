@@ -64,11 +64,11 @@ _Loads = Iterator[tuple[int, "Callable[[], Atoms]"]]  # number of a structure, f
 
 
 class AseStructures(Held):
-    """Files or databases that ASE reads, held in memory.
+    """Files or databases that ASE reads, kept in memory.
 
-    Reads positions, cell, periodic axes, ``atoms.get_tags()`` (0 subsurface, 1 surface, 2
-    adsorbate; 0 without tags) and constraints that fix atoms in all directions. Other
-    constraints are ignored with a warning. ``y_relaxed`` is the entry `energy_key`, by default
+    Positions, cell, periodic axes, ``atoms.get_tags()`` (0 subsurface, 1 surface, 2 adsorbate; 0
+    without tags) and constraints that fix atoms in all directions are read. Other constraints are
+    ignored with a warning. ``y_relaxed`` is the entry `energy_key`, by default
     ``info["y_relaxed"]``, the stored calculator's energy, or ``info["energy"]``. ``y_init`` is
     ``info["y_init"]``, and the relaxed positions are the array ``pos_relaxed``. The sid is
     ``info["sid"]`` or, by default, the number of the frame or row over all files. A textual sid is
@@ -82,7 +82,7 @@ class AseStructures(Held):
 
     Args:
         path: file with an ending in `ENDINGS`, optionally compressed with gzip, bzip2 or xz.
-        skip_bad: leave out invalid structures; they are listed in ``bad`` as (frame, reason).
+        skip_bad: see `Structures`.
         files: files to read, if `path` is a folder or a pattern.
         options: fields of :class:`Reading`; tags of another convention cause a warning.
     """
@@ -154,7 +154,6 @@ def _frames(path: Path) -> Iterator[tuple[int, Atoms | ValueError]]:
 
 
 def _reason(error: Exception, path: Path) -> str:
-    """Returns the reason why a file cannot be read, in one line."""
     text = (str(error).strip().splitlines() or ["no reason given"])[0].removeprefix(f"{path}: ")
     if isinstance(error, KeyError):  # usually an unknown symbol
         try:
@@ -166,7 +165,6 @@ def _reason(error: Exception, path: Path) -> str:
 
 
 def _loads(path: Path, kind: str) -> _Loads:
-    """Yields the number of each structure in a file, and a function that reads the structure."""
     from ase.io.formats import ioformats, iread
 
     if not path.stat().st_size:
@@ -210,9 +208,9 @@ def _rows(path: Path, kind: str) -> _Loads:
 
 
 def rows_of_aselmdb(path: Path) -> _Loads:
-    """Yields the id of each row, and a function that reads the row.
+    """Yields the id of each row and a function that reads the row.
 
-    Missing rows that were not deleted raise a ValueError when they are read.
+    For a row that is missing but not deleted, this function raises a ValueError.
     """
     file = LmdbFile(path)
     there = {int(key) for key in file if key.isdigit() and key == b"%d" % int(key)}
@@ -239,7 +237,6 @@ def _atoms(file: LmdbFile, number: int) -> Atoms:
 
 
 def _entry(file: LmdbFile, key: str) -> Any:
-    """Returns the decoded value of a key, or None."""
     from ase.io.jsonio import decode
 
     content = file.get(key.encode())
@@ -261,7 +258,6 @@ def without_packing(path: Path) -> Path:
 
 
 def _opened(path: Path, mode: str) -> IO[Any]:
-    """Opens a file and decompresses it while it is read."""
     options = {} if mode == "rb" else {"encoding": "utf-8", "errors": "surrogateescape"}
     return _OPENERS.get(path.suffix.lower(), open)(path, mode, **options)
 

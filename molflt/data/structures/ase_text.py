@@ -1,4 +1,4 @@
-"""Readers and checks of XYZ, CIF, PDB and POSCAR files that refuse what ASE would misread."""
+"""Readers and checks of XYZ, CIF, PDB and POSCAR files, which refuse what ASE would misread."""
 
 from __future__ import annotations
 

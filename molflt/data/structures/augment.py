@@ -20,10 +20,8 @@ __all__ = ["interpolate", "random_orthogonal", "repeat", "rotate"]
 def random_orthogonal(count: int, about: Literal["z", "all"]) -> Tensor:
     """Draws random orthogonal matrices, half of them reflections: (count, 3, 3) float32.
 
-    Args:
-        count: number of matrices.
-        about: "z" keeps the direction of the third axis, the normal of a surface; "all" draws
-            uniformly (Haar measure) from all orthogonal matrices.
+    With `about` = "z", they keep the direction of the third axis, the normal of a surface. With
+    "all", they are uniform (Haar measure) over all orthogonal matrices.
     """
     if about == "all":
         q: Tensor
@@ -40,7 +38,7 @@ def random_orthogonal(count: int, about: Literal["z", "all"]) -> Tensor:
 
 
 def rotate(batch: Batch, matrix: Tensor) -> Batch:
-    """Returns a shallow copy of the batch in which structure g is rotated by `matrix[g]`.
+    """Rotates structure g by `matrix[g]`, in a shallow copy of the batch.
 
     Args:
         batch: pos, pos_relaxed (atoms, 3) and cell (structures, 3, 3), Å; rows are vectors.
@@ -56,7 +54,7 @@ def rotate(batch: Batch, matrix: Tensor) -> Batch:
 
 
 def interpolate(batch: Batch, share: float, noise: float) -> Batch:
-    """Returns a shallow copy of a batch; some structures start nearer to their relaxed positions.
+    """Moves some structures toward their relaxed positions, in a shallow copy of the batch.
 
     On free atoms, pos -> pos + t (pos_relaxed - pos) + noise, with t uniform in [0, 1] for each
     structure and pos_relaxed in the periodic image nearest to pos. Structures without relaxed
@@ -84,7 +82,7 @@ _CELLS = ((2, 1), (1, 2), (2, 2))  # numbers of cells along the first two lattic
 
 
 def repeat(batch: Batch, share: float) -> Batch:
-    """Returns a batch in which some slabs, but not their adsorbates, are repeated in the plane.
+    """Repeats some slabs, but not their adsorbates, in the plane.
 
     Energies and the target positions in the first cell do not change. Target positions of the
     copies are unknown, because the adsorbate is far away. Structures whose adsorbate may be bonded

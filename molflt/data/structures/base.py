@@ -37,18 +37,17 @@ class Reading(NamedTuple):
     """name of the entry with the energy, eV; by default y_relaxed, else energy"""
     tags: AnyTags = "oc20"
     """convention of tags: oc20 (0 subsurface, 1 surface, 2 adsorbate); ase (ase.build's layer
-    numbers from the top, 1, 2, ..., and 0 for adsorbates); guess (tags in files are ignored, and
-    `molflt.data.structures.tags.guess_tags` determines them from the geometry); or any (any
-    integers, for potentials, which do not use tags)"""
+    numbers from the top, 1, 2, ..., and 0 for adsorbates); guess (from the geometry, see
+    `molflt.data.structures.tags.guess_tags`); or any (any integers, for potentials, which do not
+    use tags)"""
     forces_key: str | None = None
     """name of the array of forces, (N, 3) eV/Å; by default forces, else REF_forces"""
     stress_key: str | None = None
     """name of the stress, (3, 3) or (6,), eV/Å^3; by default stress, else REF_stress"""
     for_prediction: bool = False
-    """True if labels are optional: energies that are not finite count as missing, and forces are
-    not read"""
+    """True if labels are optional: energies may be missing or not finite; forces are not read"""
     keep_atoms: bool = False
-    """True to also keep the structures as ASE reads them, with all constraints"""
+    """True to keep the structures as ASE reads them, with all constraints"""
     surface: tuple[float, float] | None = None
     """smallest and largest share of surface atoms in a slab, for guessed tags"""
     baseline_key: str | None = None
@@ -57,7 +56,7 @@ class Reading(NamedTuple):
 
 AS_IT_IS = Reading()
 AS_TRAINED = "as trained"
-"""Value of options that default to those of the training run."""
+"""value of options that default to those of the training run"""
 ANY_TAGS = Reading(tags="any")
 
 
@@ -107,7 +106,7 @@ class Structures(Dataset["Data"], ABC):
     Attributes:
         kind: name of the format in messages.
         suffixes: file extensions that this class reads, in lower case.
-        example: for text formats, a valid file with three structures, which tests read.
+        example: valid file of a text format with three structures, which tests read.
         path: path of the source.
         files: files that are read.
         names: names of structures with a textual sid, by index in the source.
@@ -150,10 +149,7 @@ class Structures(Dataset["Data"], ABC):
 
     @classmethod
     def find(cls, stem: Path) -> Path | None:
-        """Returns the file or folder of a split, or None if it does not exist.
-
-        Its path is `stem` plus one of the suffixes.
-        """
+        """Returns the file or folder of a split, which is `stem` plus a suffix; None if missing."""
         files = (stem.with_name(stem.name + suffix) for suffix in cls.suffixes)
         return next((file for file in files if file.is_file()), None)
 
@@ -269,9 +265,7 @@ class Held(Structures):
     def add(self, where: str, make: Callable[[], Data]) -> bool:
         """Adds a structure; returns False if it is invalid and left out.
 
-        Args:
-            where: name of the structure for messages.
-            make: function that returns the record or raises a ValueError.
+        `where` is its name in messages, and `make` returns the record or raises a ValueError.
         """
         place = len(self._records) + len(self.bad)
         try:
@@ -298,7 +292,6 @@ class Held(Structures):
 
     @property
     def natoms(self) -> np.ndarray:
-        """Number of atoms in each structure, (len,) int64."""
         return np.array([record.natoms for record in self._records], dtype=np.int64)
 
 

@@ -88,7 +88,6 @@ def convert(
 
 
 def _jobs_of(src: Path, dst: Path) -> list[tuple[Paths, Path]]:
-    """Returns each source in a folder and the store for it."""
     if dst.suffix == ".safetensors" or dst.is_file():
         raise ValueError(f"{dst}: expected a folder, because {src} has several sources; name one")
     if dst.exists() and dst.samefile(src):
@@ -163,11 +162,8 @@ def _note_faults(dataset: Structures, faults: Mapping[int, str], sids: np.ndarra
 def one_pass(dataset: Structures, limit: int | None = None) -> Iterator[tuple[Data, int]]:
     """Yields each structure and the number of its unwrapped atoms, with a progress bar on stderr.
 
-    Structures that raise an error are added to ``dataset.bad`` if `skip_bad` is set.
-
-    Args:
-        dataset: a data set opened with `once=True`.
-        limit: maximum number of structures.
+    If `skip_bad` is set, structures that raise an error are added to ``dataset.bad``. `limit` is
+    the maximum number of structures.
     """
     if limit is not None and limit < 1:
         raise ValueError(f"limit must be at least 1; got {limit}")
@@ -195,5 +191,4 @@ def one_pass(dataset: Structures, limit: int | None = None) -> Iterator[tuple[Da
 
 
 def _size(path: Path) -> int:
-    """Returns the size of a file, or of the files in a folder, in bytes."""
     return sum(p.stat().st_size for p in (path.iterdir() if path.is_dir() else [path]))

@@ -13,7 +13,7 @@ from molflt.data.structures.sources import is_one_source, split_path
 __all__ = ["VAL_FRACTION", "DataSet"]
 
 VAL_FRACTION = 0.1
-"""Default share of the structures of one file for validation."""
+"""default share of the structures of one file for validation"""
 
 
 class DataSet(NamedTuple):
@@ -40,7 +40,7 @@ class DataSet(NamedTuple):
 
     @classmethod
     def of_run(cls, data: Mapping[str, object], seed: int) -> DataSet:
-        """Returns the data set of a run; in version 0.1, the seed of the run set the splits."""
+        """Returns the data set of a run; `seed` is the split seed of runs of version 0.1."""
         reading = Reading(**{name: data[name] for name in Reading._fields if name in data})  # type: ignore[arg-type]
         return cls(
             Path(str(data["root"])),

@@ -119,7 +119,6 @@ class IS2REData(BatchedData[Structures]):
         self._copies: list[int] = []  # sids of validation structures that are also in training
 
     def setup(self, stage: str = "fit") -> None:
-        """Opens both splits once."""
         if self.datasets.keys() >= self.splits.keys():
             return
         train, val = self.splits["train"], self.splits["val"]
@@ -153,7 +152,6 @@ class IS2REData(BatchedData[Structures]):
         self._say_unused(opened.values())
 
     def _refuse_options(self, data: DataSet) -> None:
-        """Refuses options of splits that would have no effect."""
         kind = "a folder of splits" if data.is_one else "one file"
         given: dict[str, object] = {"split_seed": data.split_seed}
         if data.is_one:  # equal names are refused later
@@ -204,7 +202,7 @@ class IS2REData(BatchedData[Structures]):
         return dataset.y_relaxed - (dataset.y_baseline if has_baseline else 0.0)
 
     def refuse_copies(self) -> None:
-        """Refuses validation structures that are also in training, unless allowed."""
+        """Refuses validation structures that are also in training, unless they are allowed."""
         self._train_domain()
         val = self.datasets["val"]
         if not self._copies:
@@ -221,14 +219,12 @@ class IS2REData(BatchedData[Structures]):
         warnings.warn(said, stacklevel=3)
 
     def _unused(self, dataset: Structures) -> list[str]:
-        """Returns the names of the labels in a source that this run does not use."""
         found = [*dataset.for_potentials, *dataset.unused]
         if self.reading.baseline_key is None and len(dataset):
             found += ["y_baseline"] * bool(dataset[0].y_baseline.isfinite())
         return found
 
     def _say_unused(self, datasets: Iterable[Structures]) -> None:
-        """Warns once about unused labels in the files."""
         found = {dataset.path: self._unused(dataset) for dataset in datasets}
         names = dict.fromkeys(name for own in found.values() for name in own)
         if names:
@@ -306,7 +302,7 @@ class IS2REData(BatchedData[Structures]):
         return digest.hexdigest()
 
     def normalizer(self) -> tuple[float, float]:
-        """Returns the mean and standard deviation of the relaxed energies for training, eV.
+        """Returns the mean and standard deviation, eV, of the energies that the model learns.
 
         The deviation is 1 if all energies are equal.
         """
@@ -384,7 +380,6 @@ class IS2REData(BatchedData[Structures]):
 
     @staticmethod
     def collate(items: list["Data"]) -> "Batch":
-        """Makes a batch of structures."""
         from torch_geometric.data import Batch
 
         return Batch.from_data_list(items)

@@ -1,4 +1,4 @@
-"""Domain of a training set. Outside it, energies are extrapolations or meaningless."""
+"""Domain of a training set, outside of which energies are extrapolations or meaningless."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["DOMAIN", "Domain", "read_domain"]
 
 DOMAIN = "domain.json"
-"""Name of the file in the folder of a run."""
+"""name of the file in the folder of a run"""
 
 _SEEN = " (seen only by the initial weights)"
 _FAR = 0.1  # distance beyond the range of labels, in units of the range
@@ -56,7 +56,6 @@ class Elements(NamedTuple):
 
     @property
     def all(self) -> frozenset[int]:
-        """All elements."""
         return self.slab | self.adsorbate | self.untagged
 
 
@@ -82,7 +81,7 @@ class Domain:
             random initial weights. `kind` and `energy` describe the last data only.
         zero: True for clean slabs, and for molecules without a slab, if the model gives them an
             energy of 0. They can then be predicted, and numbers of atoms in slabs are not compared.
-            It is not stored in the file.
+            Files do not contain it.
     """
 
     systems: int
@@ -231,7 +230,6 @@ class Domain:
         return found | {(aspect, ""): text for aspect, text in sizes.items()}
 
     def _beyond_parts(self, record: Data, slab: int, adsorbate: int) -> dict[str, str]:
-        """Describes differences in the numbers of atoms of the slab and the adsorbate."""
         sizes = {}
         for part, count, known, allowed in (
             ("no slab (tags 0 and 1)", slab, self.slab_atoms, self.zero[1]),
@@ -280,7 +278,7 @@ class Domain:
         return {_IN_JSON.get(k, k): value for k, value in found.items() if k not in absent}
 
     def to_bytes(self) -> bytes:
-        """Returns the content of the file in a run."""
+        """Returns the content of domain.json."""
         return (json.dumps(self.to_json(), indent=1) + "\n").encode()
 
     @staticmethod
@@ -330,7 +328,6 @@ def _parts(record: Data) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _surface(record: Data) -> float:
-    """Returns the share of atoms with tag 1 in the slab."""
     slab = record.tags[record.tags != Tag.ADSORBATE]
     return float((slab == Tag.SURFACE).float().mean())
 

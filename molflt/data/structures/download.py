@@ -95,7 +95,6 @@ def download(
 
 
 def _target(directory: Path, name: str) -> Path:
-    """Returns the path to which a key of `OC20_FILES` is unpacked."""
     return directory / "is2re" / name / _FILE
 
 
@@ -117,7 +116,7 @@ def _expect_md5(path: Path, md5: str, advice: str, name: object = None) -> None:
 
 
 def _get(archive: Path, base_url: str, md5: str, unpacked: int) -> None:
-    """Downloads or verifies an archive; `unpacked` is the size, in bytes, of its content."""
+    """Downloads or verifies an archive, whose content has `unpacked` bytes."""
     if archive.is_file():
         _check_space(archive, 0, archive.stat().st_size, unpacked)
         _expect_md5(archive, md5, "delete it to download it again, or set --md5")

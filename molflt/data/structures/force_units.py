@@ -101,7 +101,7 @@ def unit_fault(records: Iterable[Data]) -> str:
 
 
 def energy_unit_fault(records: Sequence[Data]) -> str:
-    """Returns a description of energies that are too large for eV and all electrons, or ""."""
+    """Describes energies that exceed those of all electrons in eV; "" if they are plausible."""
     most = [
         float(-record.energy / (_ATOM * record.atomic_numbers.double() ** (7 / 3)).sum())
         for record in records
@@ -138,7 +138,7 @@ def stress_unjudged(records: Sequence[Data]) -> str:
 
 
 def judged_stress(records: Iterable[Data]) -> tuple[str, str]:
-    """Returns texts about a wrong and about an unknown unit or sign of stress, or "" for each.
+    """Returns the fault of the unit or sign of stress, and what is undetermined, or "" for each.
 
     Between similar frames of one system with different cells, the energy changes by the volume
     times stress : strain, plus the work of the forces. If the cell is constant, the check relies on
@@ -254,10 +254,7 @@ def _in_one_cell(frames: list[_Frame]) -> list[tuple[float, float, float]]:
 def _wrong_unit(
     label: str, pairs: list[_Pair], units: Mapping[str, float], fewest: int
 ) -> str | None:
-    """Describes a wrong unit, inferred from the slope of the energy changes.
-
-    Returns "" if the unit is correct, and None if that cannot be decided.
-    """
+    """Describes a wrong unit from the slope of energy changes; "" if correct, None if undecided."""
     x, y = np.array([[pair.predicted, pair.change] for pair in pairs]).reshape(-1, 2).T
     if len(pairs) < fewest or not x.any() or not y.any():
         return None

@@ -27,10 +27,10 @@ class StructuresInMemory(Held):
     """List of structures to predict, with the same checks as for files.
 
     Args:
-        given: `ase.Atoms` (see `molflt.data.structures.ase_files.AseStructures`), `Data` or `Batch`
-            of PyG with pos, atomic_numbers (or z) and optional cell, pbc, tags, fixed, sid, charge
-            and y_relaxed; or a sequence of these.
-        reading: how to interpret the entries of `Atoms`.
+        given: structure or sequence of structures: `ase.Atoms` (see
+            `molflt.data.structures.ase_files.AseStructures`), or `Data` or `Batch` of PyG with pos,
+            atomic_numbers (or z) and optional cell, pbc, tags, fixed, sid, charge and y_relaxed.
+        reading: interpretation of the entries of `Atoms`.
     """
 
     def __init__(self, given: object, reading: Reading = AS_IT_IS) -> None:
@@ -110,6 +110,5 @@ def _record(data: Data, number: int) -> Data:
 
 
 def _known(energy: Any) -> Any:
-    """Returns one finite energy, or None."""
     value = torch.as_tensor(math.nan if energy is None else energy, device="cpu")
     return value if value.numel() == 1 and bool(value.isfinite().all()) else None

@@ -98,7 +98,7 @@ def label_faults(
 
     Args:
         energies: y_relaxed, (systems,), eV; NaN if missing.
-        natoms: (systems,).
+        natoms: numbers of atoms, (systems,).
         required: count a missing label as a fault.
         at_pos: True for energies of single points, which have no limit.
         kind: kind of the energies; None to determine it from the energies.
@@ -139,8 +139,8 @@ class ElementEnergies(NamedTuple):
     """Energies of elements, and statistics of the residual labels.
 
     Attributes:
-        energies: by atomic number, (119,), eV; 0 for elements that no structure has.
-        present: by atomic number, (119,) bool; True for elements with an energy.
+        energies: eV by atomic number, (119,); 0 for elements that no structure has.
+        present: (119,) bool by atomic number; True for elements with an energy.
         undetermined: number of combinations of elements that the compositions do not determine;
             their energies are as small as possible.
         mean: mean of the residual labels, eV.

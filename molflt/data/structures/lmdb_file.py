@@ -37,11 +37,7 @@ class _Root(NamedTuple):
 
 
 class LmdbFile:
-    """Unnamed table of an LMDB file, mapped to memory on first use in each process.
-
-    Args:
-        path: the file.
-    """
+    """Unnamed table of an LMDB file, mapped to memory on first use in each process."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -82,7 +78,6 @@ class LmdbFile:
 
     @cached_property
     def _root(self) -> _Root:
-        """Root of the newer of the two alternating tables."""
         first = self._meta(0)
         second = first and self._meta(first[1].page_size)
         if not first or not second:

@@ -236,15 +236,15 @@ def _shards_in(folder: Path) -> list[Path]:
 
 
 class Oc20Lmdb(Structures):
-    """Pickled LMDB of OC20: one file, or a folder of shards sorted by name.
+    """Pickled LMDB of OC20: one file, or a folder of ``*.lmdb`` shards sorted by name.
 
     Reading takes about 2 ms per record. Convert to a compact store before training.
 
     Args:
-        path: LMDB file, or folder with ``*.lmdb`` shards.
-        skip_bad: leave out missing or invalid records and list them in ``bad`` as (name, reason).
-        check: with `skip_bad`, find invalid records first, in one pass; otherwise, invalid records
-            raise an error when they are read.
+        path: LMDB file or folder.
+        skip_bad: see `Structures`; missing records are also listed.
+        check: find invalid records first, in one pass, if `skip_bad` is set; otherwise, invalid
+            records raise an error when they are read.
     """
 
     kind = "OC20 LMDB"
@@ -281,7 +281,7 @@ class Oc20Lmdb(Structures):
 
     @property
     def natoms(self) -> np.ndarray:
-        """Number of atoms in each structure, (len,) int64, from one pass over all records."""
+        """Number of atoms in each structure; the first access reads all records."""
         if self._natoms is None:
             fields = map(self._fields, with_bar(range(len(self)), f"{self.path.name}: atoms"))
             self._natoms = np.array([np.shape(own["pos"])[0] for own in fields], dtype=np.int64)
@@ -331,7 +331,6 @@ class Oc20Lmdb(Structures):
         return keys if self.skip_bad else below
 
     def _locate(self, index: int) -> tuple[LmdbFile, int]:
-        """Returns the file and the key of a record."""
         stored = self._stored(index)
         shard = int(np.searchsorted(self._ends, stored, side="right"))
         keys = self._keys[shard]

@@ -95,7 +95,7 @@ def _basis(cell: NDArray[np.float64], axes: NDArray[np.bool_]) -> NDArray[np.flo
 
 
 def overlaps_of(name: str, sids: Sequence[int] = (), count: int = 1) -> str:
-    """Describes the structures in `sids`, out of `count`, that have coinciding atoms."""
+    """Returns a warning about `sids`, out of `count` structures, that have coinciding atoms."""
     has, whose = "it has", "its energy is"
     if sids:
         has, whose = f"{len(sids)} of {count} structures have", "their energies are"

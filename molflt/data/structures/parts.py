@@ -55,7 +55,6 @@ class Part(Structures):
         return int(self._ends[-1]) if self._kept is None else len(self._kept)
 
     def _at(self, index: int) -> tuple[Structures, int]:
-        """Returns the source of a structure, and its index there."""
         stored = self._stored(index)
         number = int(np.searchsorted(self._ends, stored, side="right"))
         source = self.sources[number]
@@ -97,13 +96,11 @@ class Part(Structures):
 
     @property
     def natoms(self) -> np.ndarray:
-        """Number of atoms in each structure, (len,) int64."""
         natoms = np.concatenate([source.natoms for source in self.sources])
         return natoms if self._kept is None else natoms[self._kept]
 
     @property
     def y_relaxed(self) -> np.ndarray:
-        """Relaxed energies, (len,) float64, eV; NaN where unknown."""
         if self._kept is None:
             return np.concatenate([source.y_relaxed for source in self.sources])
         return super().y_relaxed if self._energies is None else self._energies[self._kept]

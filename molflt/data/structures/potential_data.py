@@ -21,10 +21,7 @@ __all__ = ["PotentialData", "SinglePoints"]
 
 
 class SinglePoints(Part):
-    """Structures of a source that have an energy at `pos`. This energy is the target, `y_relaxed`.
-
-    Args:
-        source: source of any kind.
+    """Structures of a source that have an energy at `pos`, which becomes the target `y_relaxed`.
 
     Attributes:
         without_energy: number of structures that were left out.
@@ -128,7 +125,7 @@ class PotentialData(IS2REData):
         )
 
     def expect_forces(self) -> None:
-        """Raises ValueError if the training split has no forces; suggests entries to use."""
+        """Raises ValueError if the training split has no forces."""
         self.setup()
         points = self.datasets["train"]
         assert isinstance(points, SinglePoints)
@@ -154,7 +151,7 @@ class PotentialData(IS2REData):
         return said
 
     def force_scale(self) -> float:
-        """Returns the root mean square of the force components in the training split, eV/Å."""
+        """Returns the root mean square of the training force components, eV/Å; 1 if negligible."""
         self.setup()
         points = self.datasets["train"]
         assert isinstance(points, SinglePoints)

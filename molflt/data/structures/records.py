@@ -189,13 +189,11 @@ def _whole(value: object, key: str) -> int:
 
 
 def _shown(value: object) -> str:
-    """Returns a value from a file, shortened for messages."""
     several = isinstance(value, Tensor) and value.numel() != 1
     return f"shape {tuple(value.shape)}" if several else shown(value)  # type: ignore[attr-defined]
 
 
 def _flags(tensor: Tensor, key: str, name: str) -> Tensor:
-    """Converts numbers 0 and 1 to booleans of the same shape."""
     wrong = (tensor != 0) & (tensor != 1)  # also True for NaN
     if wrong.any():
         raise ValueError(f"{name}: {key} must be 0 or 1; got {tensor[wrong][0].item()}")
@@ -282,7 +280,7 @@ def _near(pos: Tensor, cell: Tensor, pbc: Tensor) -> Tensor:
 def _label(
     value: _Array | None, key: str, unit: str, shape: tuple[int, ...], dtype: torch.dtype, name: str
 ) -> Tensor:
-    """Converts a label to a shape; returns NaN for None."""
+    """Converts a label to a shape; None becomes NaN."""
     if value is None:
         return torch.full(shape, math.nan, dtype=dtype, device="cpu")
     tensor = _tensor(value, key, name).to(dtype)

@@ -49,7 +49,7 @@ def source_of(path: Path) -> type[Structures]:
 
 
 def files_of(paths: Paths) -> list[Path]:
-    """Returns the files and folders of shards that paths refer to, without repetitions.
+    """Returns the files and folders of shards that paths refer to, each once.
 
     Args:
         paths: a file, a folder (its files and folders are read in natural order), or a pattern such
@@ -110,11 +110,8 @@ def split_path(root: str | Path, split: str) -> Path:
     LMDB shards, files of the other classes in `SOURCES`, a folder ``ROOT/SPLIT`` of such files, and
     then the same names in the folders of the OC20 download. ``ROOT`` may be the folder of the
     download, its ``is2re`` folder, or a subset such as ``is2re/10k``. The validation splits of a
-    subset are those of ``is2re/all``.
-
-    Args:
-        root: folder of the data set.
-        split: ``train``, ``val_id``, ..., or, with a subset, ``10k/train``.
+    subset are those of ``is2re/all``. `split` is ``train``, ``val_id``, ... or, with a subset,
+    ``10k/train``.
     """
     root = Path(root)
     if not root.is_dir():
@@ -223,7 +220,6 @@ def is_shards(folder: Path) -> bool:
 
 
 def _name(path: Path) -> str:
-    """Returns the name of a source without its extension."""
     plain = without_packing(path)
     known = {suffix for source in SOURCES.values() for suffix in source.suffixes}
     return plain.stem if path.is_file() and plain.suffix.lower() in known else path.name
@@ -242,7 +238,6 @@ def _is_pattern(path: Path) -> bool:
 
 
 def _matching(path: Path) -> list[Path]:
-    """Returns files and folders that match a pattern, in natural order."""
     found = (Path(one) for each in _patterns(str(path)) for one in iglob(each, recursive=True))
     return sorted(found, key=_natural)
 

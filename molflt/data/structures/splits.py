@@ -1,4 +1,4 @@
-"""Names of splits; counts and checksums of OC20 IS2RE."""
+"""Names of splits; counts, checksums and published results of OC20 IS2RE."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SPLITS_IN_ORDER = ("train", *VAL_SPLITS, *TEST_SPLITS)
 
 
 class _Oc20File(NamedTuple):
-    """LMDB of the official download: number of records, size in GB, and MD5 checksum."""
+    """LMDB of the official download."""
 
     records: int
     gigabytes: float
@@ -59,7 +59,7 @@ OC20_FILES = {
 
 
 class _Published(NamedTuple):
-    """A published validation result; MAE in eV per split, EwT on val_id in percent."""
+    """Published validation result; MAE in eV per split, EwT on val_id in percent."""
 
     model: str
     setting: str

@@ -1,4 +1,4 @@
-"""The compact store: structures and labels of one split in one safetensors file.
+"""Compact store: structures and labels of one split in one safetensors file.
 
 Arrays are concatenated over all structures, and ``offsets`` contains the start of each structure.
 Reading does not unpickle or decompress anything. Edges are not stored, because attention does not
@@ -110,7 +110,6 @@ def write_store(
 
 
 def _checked(record: Data) -> Data:
-    """Returns a structure after the checks of `make_record`."""
     fields = {name: record[name] for name in _COLUMNS if name in record}
     for name in _LABELS:
         if name in fields and bool(torch.as_tensor(fields[name]).isnan().all()):
@@ -121,13 +120,12 @@ def _checked(record: Data) -> Data:
 class StructureStore(Structures):
     """Memory-mapped compact store.
 
-    Stores of other programs and early versions have no digest; their structures are checked when
+    Structures in stores without a digest, from other programs or early versions, are checked when
     they are read.
 
     Args:
-        path: a ``.safetensors`` file made by :func:`write_store`.
-        skip_bad: leave out invalid structures and list them in ``bad`` as (name, reason), instead
-            of raising a ValueError.
+        path: ``.safetensors`` file of :func:`write_store`.
+        skip_bad: see `Structures`.
     """
 
     kind = "compact store"
@@ -162,13 +160,11 @@ class StructureStore(Structures):
 
     @property
     def natoms(self) -> np.ndarray:
-        """Number of atoms in each structure, (len,) int64."""
         counts = np.diff(self._open()["offsets"])
         return counts if self._kept is None else counts[self._kept]
 
     @property
     def y_relaxed(self) -> np.ndarray:
-        """Relaxed energies, (len,) float64, eV; NaN if missing."""
         energies = np.array(self._open()["y_relaxed"])
         return energies if self._kept is None else energies[self._kept]
 

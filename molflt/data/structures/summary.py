@@ -106,8 +106,8 @@ def summarize(
     Args:
         path: source for :func:`molflt.data.structures.open_dataset`.
         limit: maximum number of structures to use, from the start.
-        reading: how to interpret entries of ASE's formats.
-        recipe: recipe that uses the labels; determined from them by default.
+        reading: interpretation of the entries in files that ASE reads.
+        recipe: recipe that uses the labels; by default derived from the labels.
     """
     dataset, seen = open_dataset(path, True, reading, once=True), _Seen()
     verified = dataset.verify()
@@ -160,8 +160,6 @@ def summarize(
 
 
 class _Seen:
-    """Values collected in one pass over the structures."""
-
     def __init__(self) -> None:
         self.sids, self.atoms, self.moved = list[int](), list[int](), 0
         self.labels, self.features = list[list[float]](), list[np.ndarray]()
@@ -221,7 +219,6 @@ def _statistics(parts: list[np.ndarray]) -> Statistics:
 
 
 def _absurd(faults: Iterable[tuple[int, str]], systems: int) -> list[str]:
-    """Returns a line with the number of structures with implausible labels and the first sid."""
     found = list(faults)
     return [
         f"implausible labels: {len(found)} of {systems} systems, for instance sid {sid}: {reason}"

@@ -1,4 +1,4 @@
-"""systems.csv: names of the systems of a data set, next to its stores."""
+"""Names of the systems of a data set, in the file systems.csv next to its stores."""
 
 from __future__ import annotations
 
@@ -18,18 +18,16 @@ class System(NamedTuple):
     """Names of a system and of the groups to which it belongs."""
 
     sid: int
-    """sid in the stores"""
     name: str
     molecule: str
     """name of the adsorbate in the data set"""
     family: str
-    """family of the molecule"""
     metal: str
     """symbol of the element of the surface"""
 
 
 def write_systems(folder: Path, splits: Iterable[tuple[str, Iterable[System]]]) -> None:
-    """Writes systems.csv: sid, name, molecule, family, metal, split."""
+    """Writes systems.csv, with a column for each field and a column for the split."""
     with (
         atomically(folder / SYSTEMS) as part,
         open(part, "w", encoding="utf-8", newline="") as file,

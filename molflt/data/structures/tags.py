@@ -70,17 +70,14 @@ def guess_tags(record: Data, share: tuple[float, float] | None = None) -> Guess:
     the adsorbate if they are bonded to such molecules above a slab of other elements. Atoms of all
     other elements belong to the slab if they touch it. If some atoms of the slab are fixed, its
     free atoms are the surface, as in OC20. Otherwise, the surface consists of the atoms within 2 Å
-    of the top or with fewer neighbors than deeper atoms.
+    of the top or with fewer neighbors than deeper atoms. Crystals, molecules, clusters and slabs
+    without adsorbates have no guess.
 
     Args:
         record: structure from `molflt.data.structures.records.make_record`; tags are ignored.
         share: smallest and largest share of surface atoms in the slabs of a model's training data.
             If a guess is outside this range, the number of top layers that comes closest to it
             is used.
-
-    Returns:
-        The guess; its tags are all 0 for crystals, molecules, clusters and slabs without
-        adsorbates.
     """
     unknown = np.zeros(record.natoms, dtype=np.int64)
     atoms = _Atoms(record)
@@ -96,8 +93,6 @@ def guess_tags(record: Data, share: tuple[float, float] | None = None) -> Guess:
 
 
 class _Atoms:
-    """Structure with its vacuum and its bonds."""
-
     def __init__(self, record: Data, bonds: bool = True) -> None:
         from ase.geometry import complete_cell
 
@@ -272,7 +267,6 @@ class _Atoms:
         return np.asarray(vectors - turns @ self.cell)
 
     def surface(self, adsorbate: _Flags, share: tuple[float, float] | None) -> _Flags:
-        """Returns the mask (N,) of the surface atoms of the slab."""
         slab = ~adsorbate
         held = slab & self.fixed
         heights = self.depth(adsorbate)
@@ -313,7 +307,6 @@ class _Atoms:
         return down if not above.any() else np.maximum(-down, down)
 
     def described(self, tags: _Numbers) -> str:
-        """Summarizes the molecules of the adsorbate and the number of other atoms."""
         from ase.symbols import Symbols
 
         own = tags == Tag.ADSORBATE
@@ -385,13 +378,9 @@ def heights_agree(record: Data) -> bool:
 
 
 class Tagged(Part):
-    """Source with guessed tags. It is read once, and a summary is printed.
+    """Source with guessed tags, 0 for structures without a guess.
 
-    Structures without a guess have tags of 0.
-
-    Args:
-        source: source of any kind.
-        share: see :func:`guess_tags`.
+    The source is read once, and a summary is printed. For `share`, see :func:`guess_tags`.
     """
 
     def __init__(self, source: Structures, share: tuple[float, float] | None = None) -> None:
