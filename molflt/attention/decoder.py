@@ -36,11 +36,11 @@ class CrossAttention(Attention):
     def remember(self, context: Tensor, context_mask: Tensor | None = None) -> Memory:
         """Computes the part of attention that depends only on the other sequence.
 
+        Returns keys and values, O(keys d) numbers, for softmax, and O(m d) sums for other mixings.
+
         Args:
             context: (batch, keys, dim).
             context_mask: (batch, keys) bool, True where a token exists.
-
-        Returns keys and values, O(keys d) numbers, for softmax, and O(m d) sums for other mixings.
         """
         _, source = without_masked(context, context_mask)
         key, value = (self._by_head(to, source) for to in (self.to_key, self.to_value))
@@ -104,7 +104,7 @@ class Decoder(nn.Module):
         self.stack = Stack(
             dim, heads, layers, causal=True, attention_dropout=attention_dropout, **stack, **mixer
         )
-        # blocks have their own dropout
+        # `dropout` in `stack` is that of the blocks
         shared = signature(Attention).parameters.keys() - {"dropout", *_OF_SELF_ATTENTION}
         given = {name: value for name, value in stack.items() if name in shared}
         eps = self.stack._blocks()[0].attention_norm.eps
@@ -115,7 +115,7 @@ class Decoder(nn.Module):
 
     @property
     def decodes(self) -> bool:
-        """Returns True if `step` continues from a state instead of recomputing all tokens."""
+        """True if `step` continues from a state instead of recomputing all tokens."""
         return self.stack.decodes
 
     def forward(
@@ -148,15 +148,15 @@ class Decoder(nn.Module):
     def step(
         self, x: Tensor, state: DecoderState, positions: Tensor | None = None
     ) -> tuple[Tensor, DecoderState]:
-        """Applies all blocks to new tokens without recomputing earlier ones.
+        """Applies all blocks to new tokens without recomputing earlier tokens.
 
         `forward(x, context)` equals `step(x, remember(context))[0]`, even if x is split into
         several steps.
 
         Args:
             x: (batch k, new tokens, dim), with k consecutive rows for each remembered sequence.
-            state: returned by the previous call, or by `remember` at the start.
-            positions: (batch k or 1, new tokens, l), positions of the new tokens, for the encoding.
+            state: state returned by the previous call, or by `remember` at the start.
+            positions: (batch k or 1, new tokens, l), positions of the new tokens.
         """
         encoding, keys = self.stack._evaluate_new(positions, state.stack)
         before = [None] * len(self.cross) if state.stack is None else state.stack.blocks

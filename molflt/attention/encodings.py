@@ -1,5 +1,4 @@
-"""Positional encodings evaluated for one batch: one class for each way of entering attention.
-
+"""Positional encodings evaluated for one batch, one class per way of entering attention.
 Every class has `dense`, which returns the full matrix for reference, and `mix`, which never forms
 it. In shapes, b is the batch size or 1, and h is the number of heads or 1.
 """
@@ -39,7 +38,7 @@ class Terms(NamedTuple):
 
 
 class Encoding:
-    """Base class of encodings; an instance of `Encoding` itself encodes nothing."""
+    """Base class of encodings; its instances encode nothing."""
 
     faces: ClassVar[tuple[str, ...]] = (SOFTMAX, KERNELIZED)  #: kinds of attention that can use it
     decodes: ClassVar[bool] = True  #: True if causal attention keeps a state of constant size
@@ -107,7 +106,6 @@ class Encoding:
         return linear(*terms[:3]), None
 
     def _with_single_pairs(self, sums: Sums, query: Operand, key: Operand, value: Tensor) -> Sums:
-        """Adds to the sums the terms of individual pairs, which do not use features."""
         return sums
 
     def _matrix_is_cheaper(self, query: Operand, key: Operand, value: Tensor) -> bool:
@@ -160,7 +158,7 @@ class _Multiplied(Encoding):
         self._by_query: Once[Pairs | SortedPairs] = Once()
 
     def _sorted_pairs(self, terms: Terms) -> Pairs | SortedPairs | None:
-        """Returns w sorted by query; all layers share one sorting."""
+        # All layers share one sorting.
         if (pairs := self.pairs) is None:
             return None
         sizes = terms.value.shape[0], terms.query.tokens, terms.key.tokens

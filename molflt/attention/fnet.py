@@ -254,7 +254,6 @@ def _ranks(key_mask: Tensor) -> Tensor:
 
 
 def _lengths(key_mask: Tensor) -> Tensor:
-    """Returns the number of unmasked tokens, (batch, 1, 1), at least 1."""
     return key_mask.sum(dim=1).clamp(min=1)[:, None, None]
 
 

@@ -25,8 +25,8 @@ _States = tuple[State, ...]
 class Scaling(nn.Module):
     """Scales queries and keys before they are compared: by d^(-1/4), or by norm and temperature.
 
-    The options are those of `Attention`; the default of normalize_qk and learn_temperature is
-    `unit_norm` of the feature map. Temperatures start at 1.
+    The options are those of `Attention`. `unit_norm` is the default of `normalize` and of
+    `learn_temperature`. Temperatures start at 1.
     """
 
     extra_repr = options_of
@@ -60,7 +60,7 @@ class Scaling(nn.Module):
 
 
 class _Heads(NamedTuple):
-    """Tokens split among the heads: (batch, heads, tokens, d) each."""
+    """Tokens split among the heads, (batch, heads, tokens, d) each."""
 
     query: Tensor
     key: Tensor
@@ -190,7 +190,7 @@ class Attention(Positioned):
 
     @property
     def face(self) -> str:
-        """Returns the mixing for which an encoding is evaluated; "linear" if mixing is "auto"."""
+        """Mixing for which an encoding is evaluated; "linear" if mixing is "auto"."""
         return "linear" if self.mixing == "auto" else self.mixing
 
     def forward(
@@ -200,7 +200,7 @@ class Attention(Positioned):
 
         Args:
             x: (batch, tokens, dim).
-            positions: (batch, tokens, l), for the layer's own encoding.
+            positions: (batch, tokens, l), for the encoding of the layer.
             encoding: encoding already evaluated for these tokens, instead of positions. Layers that
                 share a position evaluate it only once.
             key_positions: (batch, keys, l), if the keys are not the tokens.
@@ -219,15 +219,15 @@ class Attention(Positioned):
         encoding: Encoding | None = None,
         key_positions: Tensor | None = None,
     ) -> tuple[Tensor, DecodeState]:
-        """Applies causal attention to new tokens without recomputing earlier ones.
+        """Applies causal attention to new tokens without recomputing earlier tokens.
 
         `forward(x)` equals `decode(x)[0]`, even if x is decoded piece by piece.
 
         Args:
             x: (batch, new tokens, dim); a single token or a whole prompt.
             positions: (batch, new tokens, l).
-            state: returned by the previous call; None at the start. It has constant size for linear
-                attention and contains keys and values of all tokens for softmax.
+            state: state returned by the previous call; None at the start. It has constant size for
+                linear attention and contains keys and values of all tokens for softmax.
             encoding: as for `forward`; for softmax, all tokens so far must be its keys.
             key_positions: for softmax, positions of all tokens so far.
         """
@@ -254,8 +254,8 @@ class Attention(Positioned):
     ) -> Tensor:
         """Returns the attention matrix (batch, heads, queries, keys), for plots and tests.
 
-        The arguments are those of `forward`. The matrix of any mechanism is computed with unit
-        vectors as values and without dropout. It takes O(N^2) memory.
+        The arguments are those of `forward`. The matrix is computed without dropout, with unit
+        vectors as values. It takes O(N^2) memory.
         """
         heads, encoding = self._prepare(x, positions, **where)
         eye = torch.eye(heads.key.shape[2], dtype=heads.key.dtype, device=heads.key.device)
@@ -289,7 +289,6 @@ class Attention(Positioned):
     def _encode(
         self, positions: Tensor | None, key_positions: Tensor | None, encoding: Encoding | None
     ) -> Encoding:
-        """Returns the passed encoding, or evaluates the layer's own encoding at the positions."""
         if encoding is None:
             encoding = self._evaluate(self.face, positions, key_positions)
             return Encoding() if encoding is None else encoding
@@ -311,7 +310,6 @@ class Attention(Positioned):
         key_weight: Tensor | None = None,
         key_index: Tensor | None = None,
     ) -> _Heads:
-        """Returns scaled queries and keys, and values, split by head."""
         if self.causal and (context is not None or key_index is not None):
             raise ValueError(
                 "causal attention does not take context or key_index; set causal=False"
@@ -331,7 +329,6 @@ class Attention(Positioned):
         return _Heads(query, key, value, mask, weight, gate)
 
     def _by_head(self, to: nn.Module, tokens: Tensor) -> Tensor:
-        """Projects and splits tokens: (batch, tokens, dim) -> (batch, heads, tokens, d)."""
         return to(tokens).unflatten(-1, (self.heads, self.head_dim)).transpose(1, 2)
 
     def _mix(
@@ -358,7 +355,6 @@ class Attention(Positioned):
         return out.to(heads.value.dtype), tuple(state for state in last if state is not None)
 
     def _operands(self, heads: _Heads, encoding: Encoding) -> tuple[Operand, Operand]:
-        """Returns the inputs of the feature map for queries and keys."""
         phi = self.feature_map
         assert phi is not None  # softmax does not use operands
         query, key = encoding.transform(heads.query, heads.key)

@@ -100,11 +100,10 @@ class Block(nn.Module):
         return self._after(x, mixed), state
 
     def _before(self, x: Tensor, norm: nn.Module | None = None) -> Tensor:
-        """Returns a sublayer's input; `norm` is its LayerNorm, by default that before attention."""
+        # `norm` is the LayerNorm of the sublayer, by default that before attention.
         return (norm or self.attention_norm)(x) if self.norm == "pre" else x
 
     def _added(self, x: Tensor, new: Tensor, norm: nn.Module) -> Tensor:
-        """Adds a sublayer's output to the tokens; `norm` is the LayerNorm of the sublayer."""
         x = x + self.dropout(new)
         return x if self.norm == "pre" else norm(x)
 
@@ -237,7 +236,7 @@ class Stack(Positioned):
         Args:
             x: (batch, tokens, dim).
             positions: (batch, tokens, l), centered for each graph; for the encoding, if any.
-            key_positions: (batch, keys, l), from the same center; None means the positions of the
+            key_positions: (batch, keys, l), from the same center; by default the positions of the
                 queries.
             keys: key_mask, key_weight and key_index, see `Keys`.
         """
@@ -281,7 +280,7 @@ class Stack(Positioned):
 
     @property
     def decodes(self) -> bool:
-        """Returns True if `decode` continues from a state instead of recomputing all tokens."""
+        """True if `decode` continues from a state instead of recomputing all tokens."""
         position = self.position
         return (position is None or position.decodes) and "quadratic" not in self.mixings
 
@@ -297,7 +296,6 @@ class Stack(Positioned):
 
 
 def _refuse_misfits(attentions: Sequence[Attention], position: Position | None) -> None:
-    """Raises ValueError unless all layers were built for this encoding and one kind of mixing."""
     name = type(position).__name__
     if position is not None and not attentions:
         raise ValueError(f"{name} needs attention, which no block has; leave it out")
@@ -319,7 +317,6 @@ def _refuse_misfits(attentions: Sequence[Attention], position: Position | None) 
 
 
 def _make_mixer(name: str, dim: int, options: Mapping[str, Any]) -> Mixer:
-    """Builds a mixer of `TOKEN_MIXERS` for tokens of width `dim`."""
     make = TOKEN_MIXERS[name]
     known_names(make, options, but=("dim",))
     if make.bounded and "max_tokens" not in options:

@@ -57,7 +57,7 @@ def causal_linear(
         query, key, value: see `quadratic`; queries and keys are the same tokens.
         log_decay: (batch, heads, tokens), at most 0; the weight of key j for query i is multiplied
             by exp(sum of log_decay over j < l <= i).
-        state: returned by an earlier call for the preceding tokens.
+        state: state returned by an earlier call for the preceding tokens.
         chunk: tokens per chunk.
     """
     tokens, span = value.shape[-2], _CHUNKS_AT_ONCE * chunk
@@ -83,7 +83,7 @@ def causal_linear(
 def _step(
     query: Features, key: Features, value: Tensor, log_decay: Tensor | None, state: State | None
 ) -> tuple[Sums, State]:
-    """Computes `causal_linear` for one token, as in decoding, without the matrices of a chunk."""
+    """Computes `causal_linear` for one token, without the matrices of a chunk."""
     with torch.autocast(value.device.type, enabled=False):
         query, key = query.at_least_float32().bounded(), key.at_least_float32().bounded()
         value = at_least_float32(value)
@@ -116,7 +116,6 @@ def _scan(
     state: State | None,
     chunk: int,
 ) -> tuple[Sums, State]:
-    """Computes `causal_linear` for all chunks at once."""
     tokens = value.shape[-2]
     with torch.autocast(value.device.type, enabled=False):
         length = max(1, min(chunk, tokens))

@@ -10,8 +10,8 @@ from molflt.attention.features.base import Operand, cut
 from molflt.attention.mixing.sums import Sums, _stable_query
 from molflt.attention.numerics import at_least_float32, finite, recomputed, undecided
 
-_AT_ONCE = 2**22  # numbers that one chunk of tokens may hold at once
-_LONG = 2**24  # chunks are worthwhile if all tokens together need more numbers
+_AT_ONCE = 2**22  # most numbers per chunk of tokens
+_LONG = 2**24  # chunks are used if all tokens together need more numbers
 _LEAST = 1024  # fewest tokens per chunk
 
 
@@ -39,8 +39,7 @@ def linear_in_chunks(
 ) -> Sums:
     """Computes `linear`, or `linear_with_kernel` without pairs, in chunks of `size` tokens.
 
-    Features and products of values and kernel are recomputed in the backward pass. Each feature of
-    the keys has a running maximum, which cancels as in `_stabilize`.
+    Features and products of values and kernel are recomputed in the backward pass.
     """
     left, right = kernel or (None, None)
     queries, keys = query.split(size), key.split(size)
@@ -64,8 +63,7 @@ def linear_in_chunks(
 class KeySums(NamedTuple):
     """Sums over the keys of linear attention: sum_j phi(k_j) [v_j, 1] = context exp(log_max).
 
-    The exponent is the maximum of the log features over keys. Each query subtracts the part that
-    cancels.
+    log_max is the maximum of the log features over keys. It cancels as in `_stabilize`.
     """
 
     context: Tensor  # (batch, heads, m, dv + 1); (dv + 1) p columns with a positional kernel

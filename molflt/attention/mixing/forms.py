@@ -35,7 +35,7 @@ def softmax(
         key_mask: broadcastable to (batch, heads, keys), True where a key exists. Rows without any
             key are 0.
         dropout: probability of dropping an attention weight.
-        causal: each query sees the keys up to its own position; the last query sees all keys.
+        causal: each query sees the keys up to its position; the last query sees all keys.
     """
     queries, keys = query.shape[-2], key.shape[-2]
     if keys == 0:
@@ -62,7 +62,7 @@ def softmax(
 def joined_bias(
     bias: Tensor | None, log_weight: Tensor | None, query: Tensor, key: Tensor
 ) -> Tensor | None:
-    """Returns the encoding's bias plus the log weights of keys, for the logits of softmax."""
+    """Returns the bias of the encoding plus the log weights of keys, for the logits of softmax."""
     sizes = query.shape[-2], key.shape[-2]
     if bias is not None and bias.shape[-2:] != sizes:
         raise ValueError(
@@ -91,7 +91,7 @@ def quadratic(
         query: (batch, heads, queries, m).
         key: (batch, heads, keys, m), zero for excluded keys.
         value: (batch, heads, keys, dv).
-        causal: each query sees the keys up to its own position; the last query sees all keys.
+        causal: each query sees the keys up to its position; the last query sees all keys.
         kernel: positional kernel, broadcastable to (batch, heads, queries, keys).
         log_kernel: logarithm of a positive kernel, with the same shape.
         log_decay: (batch, heads, keys), at most 0; requires `causal` and as many queries as keys.
@@ -103,7 +103,7 @@ def quadratic(
             total = at_least_float32(log_decay).cumsum(dim=-1)
             logs.append(total[..., :, None] - total[..., None, :])
         if causal:
-            # No key may scale an earlier query. Each token is therefore scaled by itself, and each
+            # Later keys must not scale a query. Each token is therefore scaled by itself, and each
             # row by its largest visible entry.
             phi_q, top = _per_token(query.bounded())
             phi_k, key_log = _per_token(key.bounded())
@@ -186,9 +186,9 @@ def cheaper(queries: int, keys: int, features: int, dim: int, columns: int | Non
     """Returns the faster form of the same sums: "quadratic" or "linear".
 
     Compares the numbers of multiplications for m features, values of width dv and a kernel of p
-    columns (if any). "quadratic" takes queries keys (m + dv + p), and "linear" takes (queries +
-    keys) m dv p, or twice as many if p is large, because products are then recomputed in the
-    backward pass.
+    columns (if any): queries keys (m + dv + p) for "quadratic", and (queries + keys) m dv p for
+    "linear". The latter counts twice if p > m, because products are then recomputed in the backward
+    pass.
     """
     kernel, columns = columns is not None, 1 if columns is None else columns
     by_matrix = queries * keys * (features + dim + columns)

@@ -34,7 +34,6 @@ class MeshKernel(NamedTuple):
         return len(self.coefficients[0])
 
     def matrix_is_cheaper(self, tokens: int, features: int, dim: int) -> bool:
-        """Returns True if the N x N form is faster."""
         on_mesh = 2 * _SPARSE * len(self.weight) // max(1, len(self.rows))
         return tokens * (features + dim + on_mesh) < features * dim * on_mesh
 
@@ -75,8 +74,8 @@ def linear_with_mesh(
 ) -> Sums:
     """Computes sums with A_ij = (h(r_i - r_j) + w_ij) phi(q_i) . phi(k_j) in linear time.
 
-    sum_a phi_a(q_i) sum_j h(r_i - r_j) [phi_a(k_j) v_j] is computed head by head, for a few
-    features a at a time, and recomputed in the backward pass.
+    sum_a phi_a(q_i) sum_j h(r_i - r_j) [phi_a(k_j) v_j] is computed one head and a few features at
+    a time, and recomputed in the backward pass.
     """
     with torch.autocast(value.device.type, enabled=False):
         phi_q, phi_k, shift = _stabilize(query.at_least_float32(), key.at_least_float32())
@@ -121,7 +120,7 @@ def _part(
 def _arguments(
     tensors: tuple[Tensor, ...], head: int, piece: slice, kernel: MeshKernel
 ) -> tuple[Tensor, ...]:
-    """Returns the arguments of `_part` as views of the arguments of `_ByFeatures`."""
+    """Returns views of the tensors of `_ByFeatures` as arguments of `_part`."""
     query, key, value, weight, *coefficients = tensors
     own = (c[min(head, kernel.heads - 1)] for c in coefficients)
     return query[:, head, :, piece], key[:, head, :, piece], value[:, head], weight, *own

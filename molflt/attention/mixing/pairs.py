@@ -15,7 +15,7 @@ from molflt.attention.numerics import (
     undecided,
 )
 
-_TRANSIENT = 2**22  # numbers that one chunk of columns or pairs may hold at once
+_TRANSIENT = 2**22  # most numbers per chunk of columns or pairs
 _MANY = 2**18  # products of features are recomputed in backward if there are more pairs
 
 
@@ -72,7 +72,7 @@ def _pair_sums(phi_q: Tensor, phi_k: Tensor, value: Tensor, pairs: Pairs | Sorte
 
 
 def _sparse_sums(phi_q: Tensor, phi_k: Tensor, value: Tensor, pairs: SortedPairs) -> Tensor:
-    """Computes `_pair_sums` head by head, without copying features of pairs."""
+    """Computes `_pair_sums` one head at a time, without copying features of pairs."""
     weight = at_least_float32(pairs.weight).expand(phi_q.shape[1], -1)
     found = []
     for *tokens, w in zip(

@@ -1,7 +1,7 @@
 """Kernelized attention of ragged graphs with a positional kernel, fused in Triton kernels.
 
-Fourier factors and products with them are not stored. Only m features per token and a state of 2 r
-m (dv + 1) numbers per graph remain in memory.
+Only m features per token and a state of 2 r m (dv + 1) numbers per graph are stored, without Fourier
+factors and products with them.
 """
 
 import importlib.util
@@ -18,8 +18,8 @@ from molflt.attention.mixing.pairs import Pairs, SortedPairs, _pair_sums
 from molflt.attention.mixing.sums import Sums, _stable_query
 from molflt.attention.numerics import at_least_float32, finite, recomputed, uncompiled
 
-_BLOCK = 64  # tokens that a program holds at once
-_FEATURES = 64  # most features that a program holds at once; half as many for wide values
+_BLOCK = 64  # tokens per program
+_FEATURES = 64  # most features per program; half as many for wide values
 _PIECE, _PIECES = 512, 128  # fewest tokens in a piece; most pieces of a graph
 _STATE = 2**26  # nodes are summed in chunks if the states of all pieces have more numbers
 
@@ -100,8 +100,8 @@ def ragged(
 ) -> Sums:
     """Computes `linear_with_kernel` within each graph; supports only first derivatives.
 
-    Rows of the batch are joined. Each row is one graph; the row of a batch of one may contain
-    several graphs.
+    Rows of the batch are joined. Each row is one graph, except that the only row of a batch may
+    contain several graphs.
 
     Args:
         query, key, value, pairs: see `linear_with_kernel`.
@@ -177,7 +177,7 @@ def _by_nodes(
     queries: Ragged,
     keys: Ragged,
 ) -> Tensor:
-    """Returns the sums over keys of values and of ones, (heads, tokens, dv + 1)."""
+    """Returns the sums over keys of [v, 1], (heads, tokens, dv + 1)."""
     state = _State.apply(phi_k, value, place_k, xi, counts, keys)  # [g, h, r, 2, m, dv + 1]
     c = c[..., None, None]
     if c.is_complex():
@@ -246,7 +246,6 @@ def _state(
     tokens: Ragged,
     ones: bool = False,
 ) -> Tensor:
-    """Runs `state_kernel` and sums the pieces of each graph."""
     from molflt.attention.mixing import triton_kernels as kernels
 
     width, given = w.shape[-1] + ones, _arguments(phi, w, xi, w.shape[-1], ones)
@@ -270,7 +269,7 @@ def _tokens(
     ones: bool = False,
     turns: bool = False,
 ) -> tuple[Any, ...]:
-    """Runs `token_kernel`; returns gradients with respect to w, phi, positions and nodes."""
+    """Returns gradients with respect to w, phi, positions and nodes, from `token_kernel`."""
     from molflt.attention.mixing import triton_kernels as kernels
 
     (heads, count, m), axes, blocks = phi.shape, place.shape[1], tokens.blocks
@@ -293,7 +292,6 @@ def _tokens(
 
 
 def _arguments(phi: Tensor, w: Tensor | None, xi: Tensor, n: int, ones: bool) -> dict[str, Any]:
-    """Returns arguments of both kernels: tensors, strides and sizes."""
     given: dict[str, Any] = {"xi": xi, "xi_graph": xi.stride(0), "xi_head": xi.stride(1)}
     given |= {"xi_node": xi.stride(2), "nodes": xi.shape[2], "axes": xi.shape[3]}
     for name, x in {"phi": phi, "w": w}.items():

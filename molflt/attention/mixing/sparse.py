@@ -10,7 +10,7 @@ from torch.autograd.function import FunctionCtx
 
 from molflt.attention.checks import in_transform
 
-_TRANSIENT = 2**22  # numbers that one piece of the plain form may hold at once
+_TRANSIENT = 2**22  # most numbers per piece of the plain form
 
 
 class Pattern(NamedTuple):
@@ -31,7 +31,7 @@ class Pattern(NamedTuple):
 
     @property
     def size(self) -> tuple[int, int]:
-        """Returns the numbers of rows and columns."""
+        """Numbers of rows and columns."""
         return len(self.begin) - 1, len(self.begin_sorted) - 1
 
     def rows(self) -> Tensor:
@@ -97,11 +97,11 @@ def has_sparse_products(weight: Tensor) -> bool:
 
 
 def _full_precision(x: Tensor) -> torch.autocast:
-    """Turns off autocast, because sparse products do not support half precision."""
+    # Sparse products do not support half precision.
     return torch.autocast(x.device.type, enabled=False)
 
 
-# The derivatives of `spread`, `gather` and `correlate` are the other two: any order is possible.
+# The derivatives of each of `spread`, `gather` and `correlate` are the other two.
 
 
 class _Product(Function):

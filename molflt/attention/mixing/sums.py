@@ -1,4 +1,4 @@
-"""Sums over keys before division, and their scaling to prevent overflow.
+"""Sums over keys before division, scaled to prevent overflow.
 
 Shapes are (batch, heads, tokens, dim) throughout. Sums of kernelized attention are computed in at
 least float32, even under autocast.
@@ -26,13 +26,13 @@ class Sums(NamedTuple):
     """(batch, heads, queries, 1), or a scalar 0"""
 
     def ratio(self, floor: float = 0.0, divisor: "Sums | None" = None) -> Tensor:
-        """Returns sum_j A_ij v_j / sum_j A_ij, or 0 with zero gradient where no key remains.
+        """Returns sum_j A_ij v_j / sum_j A_ij; 0 without gradient if there are no unmasked keys.
 
         Args:
             floor: lower bound on |sum_j A_ij|. Smaller sums are replaced by `floor` with the sign
                 of the sum. It applies to the sum itself, not to the scaled `normalizer`, and is the
                 same in every form.
-            divisor: other sums, whose normalizer is used as the divisor.
+            divisor: other sums, whose normalizer is the divisor.
         """
         numerator, normalizer, log_scale = self
         if divisor is not None:
@@ -53,12 +53,10 @@ class Sums(NamedTuple):
 
 
 def _stabilize(query: Features, key: Features) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns scaled phi_q and phi_k of a whole sequence, and the logarithm of the removed factor.
-
-    For each feature, the maximum over the valid keys of the same sequence is moved to the queries.
-    Each query then subtracts its maximum over features. Both shifts cancel in the ratio of sums and
-    need no gradients. For positive features, the largest term of every normalizer is exactly 1.
-    """
+    """Returns scaled phi_q and phi_k of a whole sequence, and the log of the removed factor."""
+    # For each feature, the maximum over the valid keys of the sequence is moved to the queries.
+    # Each query then subtracts its maximum over features. Both shifts cancel in the ratio of sums
+    # and need no gradients. For positive features, the largest term of a normalizer is exactly 1.
     log_k, key_max = key.log_scale, None
     if log_k is not None and log_k.shape[-2]:
         key_max = finite(log_k.detach().amax(dim=-2, keepdim=True))  # infinite: no valid key
@@ -68,7 +66,7 @@ def _stabilize(query: Features, key: Features) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _stable_query(query: Features, key_max: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Returns phi_q times the keys' maxima, divided by the largest scale, and its logarithm."""
+    """Returns phi_q times the maxima of the keys, divided by the largest scale, and its log."""
     log_q = query.log_scale
     if key_max is not None:
         log_q = key_max.expand(*key_max.shape[:2], query.tokens, -1) + (
@@ -83,7 +81,7 @@ def _stable_query(query: Features, key_max: Tensor | None) -> tuple[Tensor, Tens
 
 
 def _per_token(features: Features) -> tuple[Tensor, Tensor | None]:
-    """Divides features by the token's largest scale; returns also its log (-inf if masked)."""
+    """Divides features by the largest scale of the token; also returns its log (-inf if masked)."""
     if features.log_scale is None:
         return features.materialize(), None
     top = features.log_scale.detach().amax(dim=-1, keepdim=True)
@@ -91,7 +89,7 @@ def _per_token(features: Features) -> tuple[Tensor, Tensor | None]:
 
 
 def _causal_mask(queries: int, keys: int, device: torch.device | None = None) -> Tensor:
-    """Returns a causal mask (queries, keys), aligned such that the last query sees all keys."""
+    """Returns a causal mask (queries, keys) in which the last query sees all keys."""
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 
 

@@ -39,7 +39,7 @@ def toeplitz(
     keys in causal attention; rows with much smaller terms lose precision.
 
     "blocks" takes O(N^2 (m + dv)) time and O(N x block) memory. Each row is scaled separately and
-    is therefore accurate. In causal attention, later keys then have no effect at all.
+    is therefore accurate. In causal attention, later keys have no effect at all.
 
     Args:
         query, key, value, causal: see `quadratic`.
@@ -117,12 +117,12 @@ class _Layout(NamedTuple):
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Returns the lengths of the transforms, long enough to avoid aliasing."""
+        """Lengths of the transforms, long enough to avoid aliasing."""
         return tuple(_fast_length(n + k - 1) for n, k in zip(self.query, self.key, strict=True))
 
     @property
     def width(self) -> int:
-        """Returns the number of tokens per row of the first axis."""
+        """Number of tokens per row of the first axis."""
         return math.prod(self.query[1:])
 
     def cut(self, kernel: Tensor) -> Tensor:
@@ -133,7 +133,7 @@ class _Layout(NamedTuple):
         return kernel[:, height - self.query[0] : height - 1 + self.key[0]]
 
     def future(self, kernel: Tensor) -> Tensor:
-        """Returns a mask of the offsets of keys after the query's own place in row-major order."""
+        """Returns a mask of the offsets of keys after the query in row-major order."""
         offsets = torch.arange(kernel[0].numel(), device=kernel.device).view(kernel.shape[1:])
         if len(self.query) == 1:
             return offsets >= self.key[0]  # j - i > keys - queries
@@ -194,7 +194,6 @@ def _by_fft(
 def _by_blocks(
     query: Features, key: Features, value: Tensor, kernel: Tensor, layout: _Layout, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """Computes [numerator, normalizer] and their log scale by blocks of queries."""
     queries, keys = query.tokens, key.tokens
     query, key = (query.bounded(), key.bounded()) if causal else _move_maximum(query, key)
     phi_q, query_log = _per_token(query)
@@ -256,7 +255,6 @@ def _dense(kernel: Tensor, key: tuple[int, ...]) -> Tensor:
 
 
 def _move_maximum(query: Features, key: Features) -> tuple[Features, Features]:
-    """Moves the maximum of each feature over the keys to the queries."""
     if key.log_scale is None:
         return query, key
     top = finite(key.log_scale.detach().amax(dim=-2, keepdim=True))

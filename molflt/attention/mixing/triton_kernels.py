@@ -25,7 +25,6 @@ def _phase(where, xi):
 
 @triton.jit
 def _values(w, w_token, tokens, there, column, n, dtype: tl.constexpr, ONES: tl.constexpr):
-    """Loads w of a block of tokens, (block, width)."""
     inside = there[:, None] & (column < n)[None, :]
     found = tl.load(w + tokens[:, None] * w_token + column[None, :], inside, 0.0).to(dtype)
     if ONES:

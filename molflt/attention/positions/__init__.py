@@ -49,7 +49,7 @@ def make_position(
         heads: number of heads.
         head_dim: width d of queries and keys per head.
         mixing: mixing of the attention that uses the encoding.
-        options: further arguments of the encoding's constructor.
+        options: further arguments of the constructor of the encoding.
     """
     if name == "none":
         no_effect("with position='none'", **options)

@@ -39,7 +39,7 @@ class Position(nn.Module):
 
     @property
     def longest(self) -> int | None:
-        """Upper bound on positions along every axis; None without a limit."""
+        """Upper bound on positions along every axis, or None."""
         return None
 
     def width(self, head_dim: int) -> int:
@@ -83,7 +83,7 @@ class Position(nn.Module):
                 )
 
     def check_head_dim(self, expected: int, head_dim: int) -> None:
-        """Raises ValueError if the encoding was built for queries and keys of another width."""
+        """Raises ValueError unless the encoding was built for this width of queries and keys."""
         if head_dim != expected:
             raise ValueError(
                 f"{type(self).__name__} was built for head_dim={expected}; got queries and keys of "
@@ -125,7 +125,6 @@ class Positioned(nn.Module):
     def _evaluate(
         self, mixing: str, positions: Tensor | None, key_positions: Tensor | None
     ) -> Encoding | None:
-        """Evaluates the encoding at these positions; returns None without an encoding."""
         position, name = self.position, type(self).__name__.lower()
         if position is None:
             if positions is not None or key_positions is not None:
@@ -141,10 +140,10 @@ class Positioned(nn.Module):
         return position(mixing, positions, keys)
 
     def share_position(self) -> None:
-        """Hands the position over to the enclosing module, which then owns its parameters.
+        """Gives the parameters of the position to the enclosing module.
 
-        The position stays readable here but is not registered: a parameter has only one name in a
-        checkpoint.
+        The position stays readable here but is not registered, because a parameter has only one
+        name in a checkpoint.
         """
         position = self.position
         if position is not None:
@@ -153,7 +152,7 @@ class Positioned(nn.Module):
 
 
 def check_tokens(places: int, x: Tensor) -> None:
-    """Raises ValueError unless each query or key (batch, heads, tokens, d) has a position."""
+    """Raises ValueError unless x, (batch, heads, tokens, d), has one token per position."""
     if x.shape[2] != places:
         raise ValueError(
             f"the encoding has {places} positions; got {x.shape[2]} tokens; in decoding, pass the "
@@ -172,10 +171,8 @@ def _real(positions: Tensor) -> Tensor:
 
 
 def sinusoids(index: Tensor, dim: int) -> Tensor:
-    """Sinusoidal positions, arXiv:1706.03762, section 3.5: (n,) -> (n, dim) float64, sines first.
-
-    In float32, the phase at position 10^4 would have only 3 digits.
-    """
+    """Returns sines and cosines, arXiv:1706.03762, section 3.5: (n,) -> (n, dim) float64."""
+    # In float32, the phase at position 10^4 would have only 3 digits.
     half = torch.arange(dim // 2, dtype=torch.float64, device=index.device)
     phase = index.double()[:, None] * torch.pow(10000.0, -2 * half / dim)
     return torch.cat((phase.sin(), phase.cos()), dim=-1)

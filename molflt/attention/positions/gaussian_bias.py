@@ -20,7 +20,6 @@ class GaussianBias(Position):
     does not see here. Memory is O(N^2 K) per graph.
 
     Args:
-        heads: number of heads.
         num_gaussians: number of Gaussians K.
         dim: dimension l of positions.
         hidden_dim: width of the hidden layer; by default K, as in the paper's code.

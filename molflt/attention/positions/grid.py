@@ -29,7 +29,6 @@ class ToeplitzPosition(Position):
     first query. Padding must continue these positions and is also checked.
 
     Args:
-        heads: number of heads.
         max_tokens: length L of the longest sequence, for a table of 2L - 1 offsets; ignored with
             `shape`.
         shape: rows H and columns W of a two-dimensional grid with positions (row, column).
@@ -97,13 +96,12 @@ class ToeplitzPosition(Position):
 class BucketedPosition(Position):
     """T5's relative positions: a bias b for the bucket of j - i, learnable per head.
 
-    See T5 (arXiv:1910.10683), section 2.1. In each direction, half of the buckets hold one distance
-    each, and the other half hold distances up to `max_distance` on a logarithmic scale. The last
-    bucket also holds all larger distances. Positions are those of `ToeplitzPosition`, without a
-    maximum length.
+    See T5 (arXiv:1910.10683), section 2.1. In each direction, half of the buckets contain one
+    distance each, and the other half contain distances up to `max_distance` on a logarithmic scale.
+    The last bucket also contains all larger distances. Positions are those of `ToeplitzPosition`,
+    without a maximum length.
 
     Args:
-        heads: number of heads.
         num_buckets: total number of buckets for both directions.
         max_distance: distance at and beyond which all tokens are in the last bucket.
         bidirectional: use half of the buckets for keys after the query. Otherwise these keys share
@@ -184,7 +182,6 @@ class LowRankPosition(ToeplitzPosition):
     uses the table.
 
     Args:
-        heads: number of heads.
         max_tokens: L; positions, including those of padding, are integers in [0, L).
         rank: number of appended columns r, at most L.
         power_iterations: number of products with N N^T before the basis is computed. For Gaussian
@@ -272,7 +269,6 @@ def _look_up(table: Tensor, index: Tensor) -> Tensor:
 def _expect_grid(
     position: Position, positions: Tensor, key_positions: Tensor, width: int | None = None
 ) -> None:
-    """Raises ValueError unless tokens are in the order of a grid; does nothing in compiled code."""
     if torch.compiler.is_compiling():
         return
     name = type(position).__name__

@@ -149,7 +149,8 @@ class NearField(nn.Module):
         spectrum: family of f; only its exact mask is used.
         cutoff: largest distance, in units of length (Å).
         onset: fraction of the cutoff up to which the kernel equals h_near.
-        exact: see above; for feature maps that estimate exp(q . k).
+        exact: use the weights of softmax for near pairs, see above; for feature maps that estimate
+            exp(q . k).
     """
 
     extra_repr = options_of
@@ -166,7 +167,6 @@ class NearField(nn.Module):
         self.exact = exact
 
     def switch(self, distance: Tensor) -> Tensor:
-        """Returns s(r), with the shape of the distances."""
         return fade((distance / self.cutoff - self.onset) / (1 - self.onset))
 
     def forward(self, pairs: Pairs, vector: Tensor, far: Tensor) -> Pairs:

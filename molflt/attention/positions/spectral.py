@@ -34,8 +34,8 @@ class SpectralPosition(Position):
     factors have 2r columns; FLT (arXiv:2302.01925), eqs. 4-5. A real g gives an even mask, and a
     complex g gives an asymmetric mask.
 
-    The factors depend on the origin although their product does not. Center the positions of each
-    graph before calling `factors`: phases are then precise, and feature maps, which see the factors
+    The factors depend on the origin, but their product does not. Center the positions of each graph
+    before calling `factors`: phases are then precise, and feature maps, which see the factors
     separately, do not depend on the origin. Causal models count positions from the first token
     instead, because a center would reveal the length of the sequence.
 
@@ -81,8 +81,8 @@ class SpectralPosition(Position):
             num_nodes: number of nodes r of random rules, 16 by default; not for shells.
             nodes: key of `NODES`. By default the spectrum chooses: "density" if it is a kernel,
                 "shells" for "shell_weights", and otherwise "gaussian".
-            sampled: False for a position without its own nodes: softmax uses the exact mask, and
-                nodes of a reciprocal lattice come with each batch.
+            sampled: False for a position without nodes: softmax uses the exact mask, and nodes of a
+                reciprocal lattice come with each batch.
             options: further arguments of the class and of the spectrum, and arguments of the nodes
                 with the prefix `node_`, such as `node_sigma`.
         """
@@ -238,7 +238,7 @@ class FrequencyProjection(nn.Module):
 
     Over the draws of u, v, w (normal) and b (uniform), every eta is exactly normal. Those of
     different nodes are independent to the extent that 2 pi |u . (xi - xi')| is large, as in cells
-    no larger than about `LENGTH`. The argument `num_features` must be that of the feature map.
+    no larger than about `LENGTH`. `num_features` must be that of the feature map.
     """
 
     LENGTH = 100.0  # Å, standard deviation of u

@@ -39,7 +39,7 @@ class _StochasticPosition(Position):
     positions, queries and keys share. A subclass overrides `_code` and `_position_kernel`.
 
     Args:
-        heads: number of heads; every head has its own noise and its own kernels.
+        heads: number of heads; each has separate noise and separate kernels.
         head_dim: width d of queries and keys.
         num_realizations: number of realizations R, the width of the new queries and keys.
         gated: learn delta_d = sigmoid(gate_d) per head; otherwise delta_d is 0.
@@ -134,7 +134,7 @@ class SineSPE(_StochasticPosition):
         heads, head_dim, num_realizations, gated: see `_StochasticPosition`.
         num_sines: number of waves K per coordinate.
         max_frequency: largest f, in cycles per unit of length. Integer positions cannot distinguish
-            frequencies above 0.5 from lower ones.
+            frequencies above 0.5 from lower frequencies.
     """
 
     cost = "N d (K + m) R"
@@ -168,8 +168,8 @@ class SineSPE(_StochasticPosition):
         scaled = self.noise.to(x.dtype) * torch.cat((gain, gain), dim=-1)[..., None]
         pulse = 2 * math.pi * self.max_frequency * self.frequency.sigmoid()
         out = x.new_zeros(())
-        # Compute one wave at a time and recompute it in the backward pass; this takes (b, h, n, d)
-        # numbers instead of K times as many.
+        # One wave at a time, recomputed in the backward pass, takes (b, h, n, d) numbers instead of
+        # K times as many.
         for k in range(self.num_sines):
             offset = self.offset[:, None, :, k] if query else None
             cos_noise, sin_noise = scaled[:, :, k], scaled[:, :, self.num_sines + k]
@@ -249,8 +249,7 @@ class ConvSPE(_StochasticPosition):
         return torch.einsum("hdnpr,hdp->hdnr", windows, full)
 
     def _by_row(self, index: Tensor, kernel: Tensor, bank: Tensor | None, x: Tensor) -> Tensor:
-        """Computes one row of the batch at a time; the noise of a row is (h, d, n, R)."""
-
+        # One row of the batch at a time, because the noise of a row is (h, d, n, R).
         def product(index: Tensor, kernel: Tensor, bank: Tensor | None, x: Tensor) -> Tensor:
             return _product(self._at(index, kernel, bank), x)
 
