@@ -1,7 +1,7 @@
 """Kernelized attention of ragged graphs with a positional kernel, fused in Triton kernels.
 
-Only m features per token and a state of 2 r m (dv + 1) numbers per graph are stored, without Fourier
-factors and products with them.
+Only m features per token and a state of 2 r m (dv + 1) numbers per graph are stored, not Fourier
+factors or products with them.
 """
 
 import importlib.util
