@@ -52,7 +52,6 @@ class Blocks(Dataset[_Item]):
         return self.count
 
     def _piece(self, index: int) -> np.ndarray:
-        """Returns the tokens of the text in a block."""
         if not 0 <= index < self.count:
             raise IndexError(f"block {index} of {self.count}")
         return self.ids[index * self.inner : (index + 1) * self.inner]
@@ -197,7 +196,7 @@ def read_blocks(
 ) -> TokenBlocks:
     """Reads a text as blocks; warns if most of its tokens are unknown.
 
-    Sources are those of `TextData`. The default split of a Hugging Face data set is that of `use`:
+    Sources are those of `TextData`. The default split of a Hugging Face data set is that of `use`,
     "train", "val" or "test".
     """
     ids = vocabulary.encode_blocks(_text_blocks(source, vocabulary.level, use))
@@ -211,10 +210,10 @@ def read_blocks(
 
 
 class PieceBlocks(Blocks[tuple[Tensor, Tensor, Tensor]]):
-    """Blocks [CLS] ... [SEP] of a text, or [CLS] ... [SEP] ... [SEP] with two parts.
+    """Blocks [CLS] ... [SEP] of a text, or [CLS] ... [SEP] ... [SEP] with `pairs`.
 
-    The length includes special tokens, which are not in the ids (n,) of the text. With `pairs`, the
-    two parts are adjacent in the text, and their lengths differ by at most one token.
+    The ids (n,) of the text do not include special tokens, but the length of a block does. The two
+    parts of a pair are adjacent in the text, and their lengths differ by at most one token.
     """
 
     def __init__(
@@ -375,7 +374,7 @@ class TokenizedText(TokenizedData[PieceBlocks]):
 def read_pieces(
     source: str, tokenizer: Tokenizer, length: int, pairs: bool = False, use: str = "val"
 ) -> PieceBlocks:
-    """Reads a text as blocks; an incomplete last block is dropped only if `use` is "train".
+    """Reads a text as blocks; an incomplete last block is left out only if `use` is "train".
 
     The source is a file or an hf: name. A tokenizer of residues reads FASTA.
     """

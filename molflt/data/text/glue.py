@@ -30,7 +30,7 @@ _ENTAILED = ("entailment", "not_entailment")
 
 
 class Example(NamedTuple):
-    """One row of a task."""
+    """Row of a task."""
 
     first: str
     second: str | None  # None if examples are single sentences
@@ -118,7 +118,7 @@ TASKS = {**GLUE, **_LONG_RANGE}
 
 
 def find_split(root: Path, task: str, split: str) -> Path:
-    """Finds the file of a split: ROOT/TASK/train.tsv or ROOT/TASK.train.tsv, plain, .gz or .xz.
+    """Returns the path of a split: ROOT/TASK/train.tsv or ROOT/TASK.train.tsv, plain, .gz or .xz.
 
     Splits are train, val, test, and val_mismatched for MNLI.
     """
@@ -240,7 +240,7 @@ def _read_texts(path: Path, classes: Sequence[str]) -> Iterator[tuple[str, int]]
 
 
 def _numbers(path: Path) -> list[tuple[int, str]]:
-    """Returns a sort key that places 9_1 before 10_1."""
+    """Returns a sort key with which 9_1 precedes 10_1."""
     return [(int(one or 0), rest) for one, rest in re.findall(r"(\d*)(\D*)", path.name)]
 
 

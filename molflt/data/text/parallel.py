@@ -24,12 +24,11 @@ _Item = tuple[Tensor, Tensor]
 
 
 class ParallelText(NamedTuple):
-    """Sentences and their translations."""
+    """Sentences and their translations; `files` are the names of their files."""
 
     source: list[str]
     target: list[str]
     files: tuple[str, str]
-    """names of the files, for messages"""
 
 
 class Pairs(Dataset[_Item]):
@@ -39,7 +38,7 @@ class Pairs(Dataset[_Item]):
 
     Attributes:
         left_out: number of pairs that were too long.
-        sizes: number of tokens of the longer side of each pair.
+        sizes: number of tokens of the longer sentence of each pair.
     """
 
     def __init__(self, text: ParallelText, tokenizer: Tokenizer, length: int | None = None) -> None:
@@ -61,17 +60,16 @@ class Pairs(Dataset[_Item]):
         return len(self.pairs)
 
     def __getitem__(self, index: int) -> _Item:
-        """Returns the ids (n,) int64 of the source, and of the target; both end with `end`."""
+        """Returns the ids (n,) int64 of the source and of the target; both end with `end`."""
         source, target = self.pairs[index]
         return torch.tensor([*source, self.end]), torch.tensor([self.begin, *target, self.end])
 
 
 def paired(items: Sequence[_Item], pad: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Collates items into a padded batch.
+    """Collates items into a padded batch of source ids, source mask, decoder inputs and targets.
 
-    Returns:
-        Ids and mask of the sources, (batch, longest source), and the inputs and targets of the
-        decoder, (batch, longest target); the target of padding is -1.
+    Sources are (batch, longest source). Inputs and targets are (batch, longest target); the target
+    of padding is -1.
     """
     sources, targets = zip(*items, strict=True)
     there = padded_rows([torch.ones_like(ids) for ids in sources], 0).bool()

@@ -21,7 +21,7 @@ from molflt.data.text.tokenizer import Tokenizer, TokenizerKind
 __all__ = ["CLASSES", "SentenceData", "Sentences", "TaskName", "padded"]
 
 CLASSES = "classes.json"
-"""File of a run that lists the names of its classes in order, or "score" for scores."""
+"""file of a run that lists the names of its classes in order, or "score" for scores"""
 
 # The type defines the choices on the command line
 if TYPE_CHECKING:
@@ -37,10 +37,7 @@ class Sentences(Dataset[_Item]):
     """Labeled sequences [CLS] first [SEP], or [CLS] first [SEP] second [SEP].
 
     Examples of more than `length` tokens are shortened at the end of the longer sentence, one token
-    at a time.
-
-    Attributes:
-        cut: number of examples that were shortened.
+    at a time; `cut` is the number of these examples.
     """
 
     def __init__(
@@ -75,11 +72,7 @@ class Sentences(Dataset[_Item]):
 
 
 def padded(items: Sequence[_Item], pad: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Collates items into a padded batch.
-
-    Returns:
-        Ids, types and mask of the tokens, (batch, longest) each, and labels (batch,).
-    """
+    """Collates items into ids, types and mask, (batch, longest) each, and labels, (batch,)."""
     tokens, types, labels = zip(*items, strict=True)
     there = padded_rows([torch.ones_like(row) for row in tokens], 0).bool()
     return padded_rows(tokens, pad), padded_rows(types, 0), there, torch.stack(labels)
@@ -94,9 +87,11 @@ class SentenceData(TokenizedData[Sentences]):
     with one folder per class, or in ROOT/Image/train-images-idx3-ubyte.
 
     Args:
-        task: CoLA, SST-2, MRPC, STS-B, QQP, MNLI, QNLI or RTE from GLUE; or ListOps, IMDb or Image.
+        task: name of the task, CoLA, SST-2, MRPC, STS-B, QQP, MNLI, QNLI or RTE from GLUE; or
+            ListOps, IMDb or Image.
         root: folder with the files of the tasks.
-        tokenizer: see `molflt.data.text.datamodule.TokenizedData`.
+        tokenizer: tokenizer.json, or a folder that contains it; see
+            `molflt.data.text.datamodule.TokenizedData`.
         kind: kind of the tokenizer, see `molflt.data.text.datamodule.TokenizedData`; by default
             listops for ListOps and byte for IMDb and Image.
         length: maximum number of tokens in a sentence or pair, including special tokens; longer
@@ -135,7 +130,6 @@ class SentenceData(TokenizedData[Sentences]):
         self.classes: list[str] = []
 
     def setup(self, stage: str = "fit") -> None:
-        """Reads the files once."""
         if self.datasets:
             return
         self.classes = classes_in(find_split(self.root, self.task, "train"), self.task)

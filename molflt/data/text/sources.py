@@ -1,4 +1,4 @@
-"""Readers for texts: files, compressed or not, and Hugging Face data sets."""
+"""Readers for texts from files and Hugging Face data sets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SPLITS = {"train": "train", "val": "validation", "test": "test"}
 
 
 class Record(NamedTuple):
-    """One sequence of a FASTA file."""
+    """Sequence of a FASTA file."""
 
     header: str  # text after the >
     residues: str  # upper-case letters
@@ -64,7 +64,6 @@ def _lines(source: str, use: str = "train") -> Iterator[str]:
 
 
 def _records(source: str, use: str = "train") -> Iterator[Record]:
-    """Yields the records of a FASTA file in upper case; see `_text_blocks`."""
     header: str | None = None
     parts: list[str] = []
     for number, line in enumerate(_lines(source, use), 1):
@@ -98,7 +97,6 @@ def _record(header: str, parts: list[str], source: str) -> Record:
 
 
 def _raw(source: str, use: str) -> Iterator[bytes]:
-    """Yields the bytes of a text in pieces of whole lines."""
     if source.startswith(_HF):
         yield from _rows(source, use)
         return
@@ -112,7 +110,6 @@ def _raw(source: str, use: str) -> Iterator[bytes]:
 
 
 def _rows(source: str, use: str) -> Iterator[bytes]:
-    """Yields the rows of a Hugging Face data set as lines."""
     name, _, which = source.removeprefix(_HF).partition(":")
     split, _, column = which.partition(".")
     split, column = split or _SPLITS[use], column or "text"

@@ -77,7 +77,6 @@ def split(
 
 
 def _read_clusters(path: Path, records: list[Record]) -> list[bytes]:
-    """Returns the cluster of each record."""
     found: dict[str, str] = {}
     for number, line in enumerate(_lines(str(path)), 1):
         cells = line.rstrip("\r").split("\t")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["TOKENIZER", "Tokenizer", "TokenizerKind", "find_tokenizer"]
 
 TOKENIZER = "tokenizer.json"
-"""File name of a tokenizer in runs and in published models."""
+"""file name of a tokenizer in runs and in published models"""
 
 TokenizerKind = Literal["wordpiece", "unigram", "bpe", "protein", "listops", "byte"]
 _UNKNOWN = "[UNK]"
@@ -92,10 +92,9 @@ class Tokenizer:
     ) -> Tokenizer:
         """Learns the subwords of a text, or returns a tokenizer with a fixed vocabulary.
 
-        Kinds: WordPiece as in BERT (arXiv:1810.04805), Unigram as in SentencePiece
-        (arXiv:1808.06226), and byte pair encoding (arXiv:1508.07909) with marked spaces, which
-        allow decoding to restore the text. Repeated training may assign different ids to rare
-        subwords.
+        Subwords are WordPiece as in BERT (arXiv:1810.04805), Unigram as in SentencePiece
+        (arXiv:1808.06226), or byte pair encoding (arXiv:1508.07909) with marked spaces, which allow
+        decoding to restore the text. Repeated training may assign different ids to rare subwords.
 
         Args:
             kind: "wordpiece", "unigram", "bpe", or a key of `molflt.data.text.vocabulary.FIXED`.
@@ -210,7 +209,7 @@ class Tokenizer:
         )
 
     def token(self, index: int) -> str:
-        """Returns the token of an id, as written in the vocabulary."""
+        """Returns the token of an id."""
         return str(self._inner.id_to_token(index))
 
 

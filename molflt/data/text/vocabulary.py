@@ -1,4 +1,4 @@
-"""Vocabularies that are not learned: words, characters, bytes, residues, and ListOps."""
+"""Vocabularies of words and characters, and fixed vocabularies of bytes, residues and ListOps."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from molflt.files import shown
 __all__ = ["AMINO_ACIDS", "BYTES", "FIXED", "LISTOPS", "RESIDUES", "Vocabulary", "text_of"]
 
 AMINO_ACIDS = "ACDEFGHIKLMNPQRSTVWY"
-"""Letters of the 20 standard amino acids (IUPAC-IUB 1983)."""
+"""letters of the 20 standard amino acids (IUPAC-IUB 1983)"""
 
 RESIDUES = f"{AMINO_ACIDS}BZXUO"
-"""Letters in UniProt: the amino acids, Asx, Glx, any residue, selenocysteine and pyrrolysine."""
+"""letters in UniProt: the amino acids, Asx, Glx, any residue, selenocysteine and pyrrolysine"""
 
 LISTOPS = ("[MIN", "[MAX", "[MED", "[SM", "]", *"0123456789")
-"""Tokens of ListOps (arXiv:1804.06028), without the redundant parentheses of published files."""
+"""tokens of ListOps (arXiv:1804.06028), without the redundant parentheses of published files"""
 
 _VISIBLE = (*range(33, 127), *range(161, 173), *range(174, 256))
 _OTHER = [byte for byte in range(256) if byte not in _VISIBLE]
 BYTES = tuple(chr(b) if b in _VISIBLE else chr(256 + _OTHER.index(b)) for b in range(256))
-"""Visible character for each byte, as in GPT-2 and the pre-tokenizer ByteLevel."""
+"""visible character for each byte, as in GPT-2 and the pre-tokenizer ByteLevel"""
 
 FIXED = {"protein": tuple(RESIDUES), "listops": LISTOPS, "byte": BYTES}
-"""Tokens by tokenizer kind, without special tokens."""
+"""tokens by tokenizer kind, without special tokens"""
 
 _Level = Literal["word", "char", "byte", "protein"]
 _UNK, _EOS = "<unk>", "<eos>"
@@ -76,10 +76,8 @@ class Vocabulary:
     ) -> tuple[Vocabulary, np.ndarray]:
         """Returns the vocabulary of a text and the ids of its tokens, (tokens,) int32.
 
-        Args:
-            level: see the class.
-            blocks: text as for `encode_blocks`.
-            min_count: minimum count of a token in the vocabulary; rarer tokens become <unk>.
+        `blocks` are those of `encode_blocks`. Tokens with fewer than `min_count` occurrences become
+        <unk>.
         """
         if level in _FIXED_LEVELS:
             found = cls(level, _FIXED_LEVELS[level])
@@ -98,10 +96,9 @@ class Vocabulary:
         return vocabulary, new[ids]
 
     def encode_blocks(self, blocks: Iterable[bytes | str]) -> np.ndarray:
-        """Returns the ids (tokens,) int32 of a text in pieces.
+        """Returns the ids (tokens,) int32 of a text in pieces, which must not divide words.
 
-        Args:
-            blocks: bytes at level "byte", strings at other levels; words must not be divided.
+        Pieces are bytes at level "byte", and strings at other levels.
         """
         if self.level == "byte":
             raw = (block.encode() if isinstance(block, str) else block for block in blocks)
@@ -143,12 +140,7 @@ class Vocabulary:
 
     @classmethod
     def from_json(cls, content: bytes, name: str = "vocabulary") -> Vocabulary:
-        """Reads a vocabulary that `to_json` wrote.
-
-        Args:
-            content: content of the file.
-            name: name of the file, for messages.
-        """
+        """Reads the content of a file that `to_json` wrote; `name` is its name, for messages."""
         try:
             fields = json.loads(content)
             if (found := (fields["format"], fields["version"])) != (_FORMAT, _VERSION):
@@ -160,7 +152,6 @@ class Vocabulary:
 
 
 def _numbers(level: str, number: Callable[[str], int], block: bytes | str) -> NDArray[np.int32]:
-    """Returns the ids (tokens,) of a piece of text."""
     text = cast(str, block)
     if level == "word":
         tokens: Sequence[str] = text.replace("\n", f" {_EOS} ").split()
