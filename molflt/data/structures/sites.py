@@ -65,7 +65,10 @@ class Tiles:
         self.up = normal * np.sign(normal @ slab.cell.array[2])
 
     def rests(self, count: int) -> _Array:
-        """Returns where a probe can rest on one to three of the first `count` atoms, (n, 3)."""
+        """Returns points, (n, 3), Å, where a probe can rest on one to three atoms.
+
+        At least one of them is among the first `count` atoms.
+        """
         heights, tree, found = self.pos @ self.up, cKDTree(self.pos), []
         high = heights > heights.max() - _DEEP
         for i in np.flatnonzero(high[:count]):
