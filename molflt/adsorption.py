@@ -65,9 +65,8 @@ def element(symbol: str) -> Atoms:
 def molecule(name: str | Path) -> Atoms:
     """Returns a molecule by its name.
 
-    Args:
-        name: name in `ase.build.molecule`, such as CH3OH or CO (carbon monoxide); an element; a
-            file; or smiles:TEXT, such as smiles:CCO, which needs RDKit.
+    `name` is a name in `ase.build.molecule`, such as CH3OH or CO (carbon monoxide), an element, a
+    file, or smiles:TEXT, such as smiles:CCO, which needs RDKit.
     """
     from ase import Atoms
     from ase.build import molecule as of_ase
@@ -100,10 +99,10 @@ def placements(
 ) -> list[Atoms]:
     """Returns all distinct placements of a rigid molecule on the sites of slabs.
 
-    See the page adsorb of the documentation. If no atom of a slab is fixed, its lower half is fixed
-    here. `info` contains the number of the slab, the site, the orientation, the rotation in
-    degrees, and the height of the lowest atom above the slab in Å. Tags are 0 subsurface, 1
-    surface, 2 adsorbate.
+    If no atom of a slab is fixed, its lower half is fixed here. `info` contains the number of the
+    slab, the site, the orientation, the rotation in degrees, and the height of the lowest atom
+    above the slab in Å. Tags are 0 subsurface, 1 surface, 2 adsorbate. See the page adsorb of the
+    documentation.
 
     Args:
         slabs: slabs with vacuum along their third cell vector.
@@ -231,11 +230,8 @@ def _prepared(slab: Atoms) -> Atoms:
 def ranked(model: Any, structures: Sequence[Atoms]) -> list[tuple[Atoms, Any]]:
     """Returns placements with their `molflt.pretrained.Prediction`, lowest energy first.
 
-    A model of total energies ranks the placements of each slab separately.
-
-    Args:
-        model: model of energies, such as `molflt.load()`.
-        structures: placements returned by `placements`.
+    `model` is a model of energies, such as `molflt.load()`. A model of total energies ranks the
+    placements of each slab separately.
     """
     found = zip(structures, model.predict(list(structures), tags="oc20"), strict=True)
     total = model.domain is not None and model.domain.kind == "total"

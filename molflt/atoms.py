@@ -7,9 +7,9 @@ from numpy.typing import NDArray
 
 MAX_ATOMIC_NUMBER = 118
 FARTHEST = 1e5
-"""Bound of each coordinate, Å; float32 has a resolution of 0.01 Å there."""
+"""bound of each coordinate, Å; float32 has a resolution of 0.01 Å there"""
 LOWEST = 0.5
-"""Smallest distance between lattice planes of a reduced cell, Å; smaller than in any crystal."""
+"""smallest distance between lattice planes of a reduced cell, Å; smaller than in any crystal"""
 
 _DEPENDENT = 1e-18  # relative to the square of the longest vector; less is a rounding error
 _MOST_REDUCTIONS = 64  # maximum number of steps for a cell; about ten suffice for usual cells
@@ -34,7 +34,7 @@ def reduced_cell(
         pbc: (graphs, 3), True for periodic axes.
 
     Returns:
-        The reduced vectors, (graphs, 3, 3), which are 0 along axes that are not periodic, and
+        Reduced vectors, (graphs, 3, 3), which are 0 along axes that are not periodic, and
         unimodular matrices `steps`, (graphs, 3, 3), with vectors = steps @ cell. Cells that are
         already reduced remain bitwise unchanged.
     """

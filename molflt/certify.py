@@ -39,7 +39,7 @@ Change = Callable[[Atoms], Iterable[Atoms]]
 
 
 class Row(NamedTuple):
-    """The result of a check: passed, FAILED, not supported or n/a. The error may be NaN."""
+    """Result of a check: passed, FAILED, not supported or n/a. The error may be NaN."""
 
     check: str
     error: float
@@ -70,12 +70,11 @@ class _Results(dict[str, Any]):
         return max(map(_largest, self.values())) < math.inf
 
     def apart(self, other: _Results) -> float:
-        """Returns the largest difference between components."""
         return max(_largest(self[name] - other[name]) for name in self.keys() & other.keys())
 
 
 class _Case:
-    """A calculator under test, and test structures."""
+    """Calculator under test, and test structures."""
 
     def __init__(self, make: Callable[[], Any], elements: list[str], float32: bool) -> None:
         self.make, self.loose = make, 1000 if float32 else 1  # factor of the bounds
@@ -115,7 +114,6 @@ def _line(problem: BaseException) -> str:
 
 
 def _refusal(calculator: Any, atoms: Atoms) -> str:
-    """Returns the reason why a structure cannot be computed, or ""."""
     try:
         return "" if _Results(calculator, atoms).finite() else "not finite"
     except Exception as problem:
@@ -158,7 +156,6 @@ def _samples(elements: list[str]) -> dict[str, Atoms]:
 
 
 def _with(atoms: Atoms, positions: Any = None, cell: Any = None) -> Atoms:
-    """Returns a copy with other positions or another cell."""
     changed = atoms.copy()
     changed.set_cell(atoms.cell if cell is None else cell)
     changed.positions[:] = atoms.positions if positions is None else positions
@@ -236,7 +233,6 @@ def _isolated(case: _Case, side: float = 0.0) -> float:
 
 
 def _forces(case: _Case) -> float:
-    """Checks the forces along three random directions of all atoms."""
     errors = []
     for atoms in case.of():
         forces = _Results(case.make(), atoms)["forces"]
@@ -340,7 +336,6 @@ def _ignored(case: _Case, word: str, put: Callable[[Atoms], object]) -> float:
 
 
 def _touched(case: _Case) -> float:
-    """Returns the number of structures that the calculator changes."""
     changed = 0
     for atoms in case.of():
         before, atoms.calc = atoms.copy(), case.make()
@@ -437,7 +432,7 @@ CHECKS: dict[str, tuple[Callable[[_Case], float], float, str]] = {
     "element 119 refused by name": (partial(_accepted, number=119), 0, "accepted"),
     "error in the model stops dynamics": (_not_stopped, 0, "steps"),
 }
-"""Checks by name: a function that computes the error, the bound of the error, and the unit."""
+"""function that computes the error, bound of the error, and unit, by name of the check"""
 
 
 def certify(
@@ -446,7 +441,9 @@ def certify(
     float32: bool = False,
     names: Iterable[str] = (),
 ) -> Iterator[Row]:
-    """Runs the checks on a calculator.
+    """Runs the checks on a calculator, and yields a row for each check.
+
+    Raises ValueError if the calculator does not support any of the test structures.
 
     Args:
         make: function that returns a new ASE calculator.
@@ -454,12 +451,6 @@ def certify(
             the calculator supports.
         float32: widen the bounds by a factor of 1000, for calculators in single precision.
         names: names of the checks to run; by default all.
-
-    Yields:
-        A row for each check.
-
-    Raises:
-        ValueError: if the calculator does not support any of the test structures.
     """
     with _quiet():
         case = _Case(make, list(elements), float32)

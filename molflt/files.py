@@ -1,4 +1,4 @@
-"""Functions that write files atomically, and read and write small files and safetensors."""
+"""Atomic writing of files, and reading and writing of small files and safetensors."""
 
 from __future__ import annotations
 
@@ -42,12 +42,8 @@ _BLANK = b"0" * 64  # placeholder of the digest while it is computed
 def atomically(path: Path) -> Iterator[Path]:
     """Writes a file completely or not at all; an older file is replaced only at the end.
 
-    Args:
-        path: file to write; missing folders are created.
-
-    Yields:
-        The path of an empty file next to `path` to write or replace. The file is renamed to `path`
-        when the block ends without an error.
+    Yields the path of an empty file next to `path`, to write or replace. It is renamed to `path`
+    when the block ends without an error. Missing folders are created.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -95,11 +91,9 @@ def _not_written(path: Path, error: OSError, kept: str) -> OSError:
 
 
 def expect_writable(path: Path, *read: Path) -> None:
-    """Checks that a file can be written, without writing it.
+    """Raises OSError if a file cannot be written, and ValueError if it is one of the inputs `read`.
 
-    Args:
-        path: output file; its folder may be missing.
-        read: input files, which must not be overwritten.
+    The folder of the file may be missing; nothing is written.
     """
     try:
         for one in read:
@@ -170,7 +164,7 @@ def save_tensors(
     Args:
         path: file to write.
         tensors: torch tensors, contiguous and on the CPU, or numpy arrays.
-        metadata: further entries of the header; not ``sha256``.
+        metadata: further entries of the header, except ``sha256``.
     """
     from safetensors import SafetensorError
 
@@ -196,9 +190,7 @@ def save_tensors(
 def read_arrays(path: Path, wanted: Collection[str]) -> dict[str, np.ndarray]:
     """Reads all arrays of an npz file by name, without unpickling.
 
-    Args:
-        path: file to read.
-        wanted: names of required arrays.
+    Raises ValueError if it is damaged or lacks one of the `wanted` arrays.
     """
     import numpy as np
 
@@ -219,7 +211,7 @@ def read_arrays(path: Path, wanted: Collection[str]) -> dict[str, np.ndarray]:
 
 
 def read_header(path: Path) -> dict[str, str]:
-    """Returns the metadata of a safetensors file; raises ValueError if it is not complete."""
+    """Returns the metadata of a safetensors file; raises ValueError if the file is incomplete."""
     from safetensors import SafetensorError, safe_open
 
     with open(path, "rb"):  # safetensors reports unreadable files as missing
@@ -232,10 +224,9 @@ def read_header(path: Path) -> dict[str, str]:
 
 
 def verify_tensors(path: Path) -> bool:
-    """Compares a safetensors file with its digest, and raises ValueError if it is damaged.
+    """Compares a safetensors file with its digest, and raises ValueError if they differ.
 
-    Returns:
-        False for a file without a digest, written by another program or an older version.
+    Returns False for a file without a digest, from another program or an older version.
     """
     expected = read_header(path).get("sha256")
     if expected is None:
@@ -277,6 +268,5 @@ def readable_size(size: float) -> str:
 
 
 def _sha256(head: bytes, rest: IO[bytes]) -> str:
-    """Returns the digest of bytes followed by the rest of a file."""
     digest = hashlib.sha256(head)
     return hashlib.file_digest(rest, lambda: digest).hexdigest()  # type: ignore[arg-type]

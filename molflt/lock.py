@@ -29,8 +29,8 @@ class FolderLock:
     has no effect.
 
     Args:
-        folder: folder to lock. It is created if it is missing, and removed again if it stays empty.
-        doing: text after the name of the holder in messages: what the holder does, and what to do.
+        folder: folder to lock; it is created if it is missing, and removed if it stays empty.
+        doing: end of messages that begin with the name of the holder: its task, and advice.
         name: name of the lock file; locks with different names are independent.
     """
 
@@ -87,7 +87,7 @@ class FolderLock:
 
 
 def _flock(file: TextIO) -> bool:
-    """Locks a file; returns False if another process holds it, warns if locks are unsupported."""
+    """Locks a file; returns False if another process has locked it."""
     try:
         import fcntl
 

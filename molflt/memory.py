@@ -39,7 +39,7 @@ def within_memory(what: Callable[[], str], advice: str) -> Iterator[None]:
 def available_memory() -> int | None:
     """Returns the bytes available to this process in the machine and its control groups.
 
-    The result is None if unknown, for instance on systems other than Linux.
+    The result is None if unknown, as on systems other than Linux.
     """
     known = [_of_machine(), *_of_groups()]
     return min((size for size in known if size is not None), default=None)

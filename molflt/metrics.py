@@ -1,7 +1,7 @@
 """Labels and formats of metrics, and the locality of attention.
 
-The threshold for energies is defined in OC20 (arXiv:2010.09990), section 4.1, and the locality in
-FLT (arXiv:2302.01925), section 4.1 and appendix C.2. This module does not import torch.
+The threshold for energies is defined in OC20 (arXiv:2010.09990), section 4.1. This module does not
+import torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 __all__ = ["EWT_THRESHOLD", "Metric", "locality"]
 
 EWT_THRESHOLD = 0.02
-"""Error, in eV, below which an energy counts as correct."""
+"""error, in eV, below which an energy counts as correct"""
 
 _ROW_TOLERANCE = 1e-2  # for sums of weights in half precision
 
@@ -42,12 +42,12 @@ class Metric(NamedTuple):
 
 
 class _Locality(NamedTuple):
-    """Attention on near and far tokens."""
+    """Attention probabilities, averaged over queries."""
 
     nearest: NDArray[np.float64]
-    """probability of the tokens nearest to a query, averaged over queries"""
+    """probability of the tokens nearest to a query"""
     farthest: NDArray[np.float64]
-    """probability of the tokens farthest from a query, averaged over queries"""
+    """probability of the tokens farthest from a query"""
 
 
 def locality(
@@ -55,10 +55,10 @@ def locality(
 ) -> _Locality:
     """Computes the attention probability of the tokens nearest to and farthest from each query.
 
-    FLT (arXiv:2302.01925), appendix C.2, reports 0.279 and 0.068 for 10 % of the tokens, averaged
-    over the heads of a language model. Uniform attention gives exactly `fraction` for both, because
-    keys at the boundary of the fraction count partially, and keys at equal distances count equally.
-    The query's own token counts as one of the nearest.
+    FLT (arXiv:2302.01925), section 4.1 and appendix C.2, reports 0.279 and 0.068 for 10 % of the
+    tokens, averaged over the heads of a language model. Uniform attention gives exactly `fraction`
+    for both, because keys at the boundary of the fraction count partially, and keys at equal
+    distances count equally. The query's own token counts as one of the nearest.
 
     Args:
         weights: attention probabilities (..., queries, keys), such as the result of

@@ -32,11 +32,7 @@ def config_names() -> list[str]:
 
 
 def find_config(name: str | Path) -> Path:
-    """Returns the file of a configuration.
-
-    Args:
-        name: path of a file, or else the name of a shipped configuration.
-    """
+    """Returns the file of a configuration, from its path or the name of a shipped configuration."""
     path = Path(name)
     if path.is_file():
         return path
