@@ -14,7 +14,6 @@ __all__ = ["EnergyRegressor", "GraphAttention", "PBCRadiusGraph", "Potential"]
 
 
 def __getattr__(name: str) -> object:
-    """Loads PyG only when its transform is used."""
     if name == "PBCRadiusGraph":
         return import_module("molflt.graph.transforms").PBCRadiusGraph
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

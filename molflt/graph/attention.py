@@ -24,8 +24,8 @@ class GraphAttention(nn.Module):
     features of the Performer (`arXiv:2009.14794 <https://arxiv.org/abs/2009.14794>`_). The
     multiplicative position, reciprocal nodes and near field are specific to molflt. The output of a
     graph does not depend on the rest of the batch, on the order of its atoms or on its position in
-    space. With "reciprocal", it does not depend on the choice of the cell or of periodic images
-    either.
+    space. With "reciprocal", it also does not depend on the choice of the cell or of periodic
+    images.
 
     Args:
         dim: width of the atom features, a multiple of `heads`.
@@ -107,7 +107,7 @@ class GraphAttention(nn.Module):
         pbc: Tensor | None = None,
         batch_size: int | None = None,
     ) -> Tensor:
-        """Mixes atoms within each graph.
+        """Mixes atoms within each graph: (atoms, dim) -> (atoms, dim).
 
         Args:
             x: (atoms, dim).
@@ -116,9 +116,6 @@ class GraphAttention(nn.Module):
             cell: (graphs, 3, 3) or (3, 3), lattice vectors in rows, Å.
             pbc: (graphs, 3) or (3,) bool, periodic axes; by default all, if there is a cell.
             batch_size: number of graphs, needed if the last graphs may be empty.
-
-        Returns:
-            (atoms, dim).
         """
         if torch.jit.is_tracing():
             raise ValueError(
@@ -150,7 +147,6 @@ class GraphAttention(nn.Module):
     def _expect_cell(
         self, encoding: GraphEncoding, cell: Tensor | None, pbc: Tensor | None
     ) -> None:
-        """Raises ValueError for a periodic structure without a cell, or if `periodic` is None."""
         if encoding.periodic.needs_cell:
             wrong = cell is None
         else:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch_geometric.data import Data
 
 _MOST_IN_MATRIX = 2048
-"""largest number of atoms of a graph in machine code; larger N x N matrices would exhaust memory"""
+"""largest graph in machine code, atoms; larger N x N matrices would exhaust memory"""
 _SIZES = {
     "numbers tags places": "atoms",
     "references": "graphs",
@@ -42,7 +42,7 @@ _SIZES = {
 class EnergyInputs(NamedTuple):
     """Arguments of `EnergyComputation` in this order, in Å and cycles/Å.
 
-    Graphs are padded to the size of the largest; use batches with graphs of similar size.
+    Graphs are padded to the size of the largest graph; use batches with graphs of similar size.
     """
 
     numbers: Tensor
@@ -189,13 +189,12 @@ def export_energies(model: EnergyRegressor, batch: "Data") -> "ExportedProgram":
 
 
 def takes_matrix(model: EnergyRegressor) -> bool:
-    """Returns True if the model's `EnergyComputation` forms the N x N matrix of each graph."""
+    """Returns True if `EnergyComputation` forms the N x N matrix of each graph."""
     encoding = model.encoding
     return encoding is not None and bool(encoding.periodic.lattice or encoding.near_field)
 
 
 def _check(model: nn.Module) -> None:
-    """Raises ValueError for a model whose energies are not a single function of tensors."""
     if type(model) is not EnergyRegressor:
         raise ValueError(
             f"expected one EnergyRegressor; got {type(model).__name__}, which cannot be exported; "
@@ -212,9 +211,9 @@ def _check(model: nn.Module) -> None:
 
 
 def compile_energies(model: EnergyRegressor, path: Path) -> Path:
-    """Compiles a model's `EnergyComputation` for this processor and writes it to a .pt2 file.
+    """Compiles the `EnergyComputation` of a model for this processor and returns the .pt2 file.
 
-    This takes minutes. Returns the path.
+    Compiling takes minutes.
     """
     from torch._inductor import aoti_compile_and_package
     from torch._inductor.exc import InvalidCxxCompiler
@@ -252,8 +251,9 @@ class CompiledEnergies(nn.Module):
     def forward(self, batch: "Data") -> Mapping[str, Tensor]:
         """Computes energies (graphs,), float64, eV, as in `EnergyRegressor.forward`.
 
-        Graphs are padded to the size of the largest graph; use batches with graphs of similar size.
-        If a graph is too large for an N x N matrix, the model itself computes the same sums.
+        Use batches with graphs of similar size, because graphs are padded to the size of the
+        largest graph. If a graph is too large for an N x N matrix, the model itself computes the
+        same sums.
         """
         inputs = EnergyInputs.of(self.model, batch)
         if self.matrix and inputs.mask.shape[1] > _MOST_IN_MATRIX:

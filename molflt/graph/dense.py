@@ -12,7 +12,7 @@ from molflt.graph.geometry import Geometry
 class DenseAtoms(NamedTuple):
     """Padded atoms as queries and keys; in some schemes, periodic images are additional keys.
 
-    Positions are relative to the mean position of each graph's atoms, Å.
+    Positions are relative to the mean position of the atoms of each graph, Å.
     """
 
     mask: Tensor
@@ -43,9 +43,9 @@ class DenseAtoms(NamedTuple):
         """Centers and pads the atoms, which are also the keys.
 
         With `lattice`, they are centered only perpendicular to all periodic lattice vectors. Along
-        these vectors, the mean depends on the choice of the cell and of images. Features of the
-        additive encoding depend on the position of a crystal along these vectors; features of the
-        multiplicative encoding do not.
+        these vectors, the mean depends on the choice of the cell and of images, and features of the
+        additive encoding depend on the position of a crystal. Features of the multiplicative
+        encoding do not.
         """
         mask = atom_mask(geometry)
         centred = geometry.pos - _centres(geometry, lattice)[geometry.batch]
@@ -76,7 +76,6 @@ def padded(x: Tensor, mask: Tensor, places: Tensor) -> Tensor:
 
 
 def _centres(geometry: Geometry, lattice: bool) -> Tensor:
-    """Returns the origin of the positions of each graph, (graphs, 3), Å."""
     counts = geometry.ptr.diff().clamp(min=1)[:, None]
     mean = geometry.sum(geometry.pos) / counts
     if not lattice:

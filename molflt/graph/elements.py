@@ -45,7 +45,7 @@ def period_and_group(number: int) -> tuple[int, int]:
 
 
 def _valence(number: int) -> tuple[int, int, int, int]:
-    """Returns the numbers of s, p, d and f electrons outside closed shells."""
+    # numbers of s, p, d and f electrons outside closed shells
     if number == 2:
         return 2, 0, 0, 0
     period, group = period_and_group(number)

@@ -197,7 +197,7 @@ class GraphEncoding(nn.Module):
         return SizeClass.of(geometry, dense, encoding)
 
     def _found(self, geometry: Geometry, neighbors: Neighbors | None = None) -> _Found:
-        """Finds neighbors and nodes once for the whole batch; errors can then name its graphs."""
+        """Finds neighbors and nodes for the whole batch, which lets errors name its graphs."""
         alone, near = self.periodic.without_nodes(geometry), self.near_field
         large = self.periodic.on_mesh(geometry)
         nodes = self.periodic.nodes(geometry, self.position, large if alone is None else alone)
@@ -221,7 +221,7 @@ class GraphEncoding(nn.Module):
         return torch.minimum(atoms, nodes) if self.mixing == "auto" else atoms
 
     def _evaluate(self, dense: DenseAtoms, found: _Found) -> Encoding:
-        """Evaluates the encoding; computes with tensors only."""
+        # Uses only tensors, as exported programs need.
         nodes = found.nodes
         if self.softmax and nodes is None:
             return self._exact(dense, found)
@@ -263,7 +263,6 @@ class GraphEncoding(nn.Module):
         farthest = cutoff if alone is None else _bound(distances(near.vector), cutoff)
 
         def added(some: NearPairs) -> tuple[Tensor, ...]:
-            """Returns the weights of some pairs and the terms of `Pairs.exact`."""
             pairs, kernel = some.pairs(), far(some, farthest)
             out = pairs._replace(weight=torch.zeros_like(kernel))
             if self.near_field is not None:
@@ -307,7 +306,6 @@ class GraphEncoding(nn.Module):
 
 
 def _expect_map(feature_map: str, able: str, why: str) -> None:
-    """Raises ValueError unless a feature map has a required capability."""
     known = [name for name, phi in FEATURE_MAPS.items() if getattr(phi, able)]
     if feature_map not in known:
         raise ValueError(f"{why}; got feature_map={feature_map!r}; use one of {', '.join(known)}")
@@ -316,7 +314,6 @@ def _expect_map(feature_map: str, able: str, why: str) -> None:
 def _make_encoding(
     heads: int, position: str, kind: dict[str, Any], periodic: str | Open | None, **where: Any
 ) -> GraphEncoding | None:
-    """Builds a `GraphEncoding`, or None for position "none"; `kind` are options of attention."""
     one_of("position", position, _GRAPH_POSITIONS)
     if position != "none":
         return GraphEncoding(heads, position=position, periodic=periodic or "none", **where, **kind)
@@ -328,7 +325,6 @@ def _make_encoding(
 def _encode(
     encoding: GraphEncoding | None, geometry: Geometry, neighbors: Neighbors | None = None
 ) -> SizeClasses:
-    """Returns a batch in the input format of attention."""
     if encoding is not None:
         return encoding(geometry, neighbors)
     return SizeClasses.of(geometry, lambda part, _: SizeClass.of(part, DenseAtoms.of(part)))

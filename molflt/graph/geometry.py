@@ -45,7 +45,7 @@ class Geometry(NamedTuple):
         graphs: int | None = None,
         atoms: int | None = None,
     ) -> "Geometry":
-        """Builds a geometry from the tensors that `GraphAttention.forward` takes; checks them.
+        """Builds and checks a geometry from the tensors that `GraphAttention.forward` takes.
 
         `graphs` is the number of graphs, which is needed if the last graphs may be empty. `atoms`
         is the number of atoms, if known. Rows of the cell along nonperiodic axes are ignored.
@@ -145,7 +145,6 @@ def _sum_by(x: Tensor, index: Tensor, size: int) -> Tensor:
 
 
 def _points(pos: Tensor | None, atoms: int | None) -> Tensor:
-    """Checks positions for `Geometry.of`."""
     if pos is None or pos.ndim != 2 or pos.shape != (pos.shape[0] if atoms is None else atoms, 3):
         rows = "atoms" if atoms is None else atoms
         got = None if pos is None else tuple(pos.shape)
@@ -165,7 +164,7 @@ def _points(pos: Tensor | None, atoms: int | None) -> Tensor:
 
 
 def _in_order(batch: Tensor, atoms: Tensor, graphs: int | None) -> Tensor:
-    """Checks the graph of each atom, (atoms,); `atoms` has one row per atom."""
+    """Checks `batch`, (atoms,); `atoms` has one row per atom."""
     if batch.device != atoms.device or batch.shape != atoms.shape[:1]:
         raise ValueError(
             f"batch must have shape ({len(atoms)},), the graph of each atom, on {atoms.device}; "
@@ -194,7 +193,6 @@ def _number_of_graphs(batch: Tensor, stacked: list[int]) -> int:
 
 
 def _for_each(name: str, given: Tensor, shape: tuple[int, ...], graphs: int) -> Tensor:
-    """Returns the cells or axes of all graphs."""
     if not torch.compiler.is_compiling() and given.shape not in (shape, (graphs, *shape)):
         raise ValueError(
             f"{name} must have shape {(graphs, *shape)} or {shape}; got {tuple(given.shape)}; "

@@ -21,7 +21,7 @@ from molflt.graph.radial import radial_bumps
 
 _WAVES = 64  # number of functions of descriptors
 _WAVE_NUMBER = 0.3  # wave number per standard deviation; elements of a group stay close
-_DROPPED = 0.5  # fraction of elements whose own vectors a training step leaves out
+_DROPPED = 0.5  # fraction of elements whose vectors a training step leaves out
 _ONSET = 0.8  # fraction of the cutoff at which contacts start to fade
 _NUM_ELEMENTS = MAX_ATOMIC_NUMBER + 1  # 0 is not used
 
@@ -203,7 +203,7 @@ class EnergyReadout(nn.Module):
         self.register_buffer("by_contact", torch.tensor(READOUTS[atoms]))
 
     def zero_(self) -> None:
-        """Sets the weights of the last layer to 0, which makes all contributions 0."""
+        """Sets the last layer to 0, which makes all contributions 0."""
         for weight in self.mlp[-1].parameters():
             nn.init.zeros_(weight)
 
@@ -287,10 +287,9 @@ class PositionHead(nn.Module):
         return reduce(operator.add, in_pieces(self._moves, neighbors, *ends))
 
     def _moves(self, pairs: Neighbors, from_center: Tensor, from_neighbor: Tensor) -> Tensor:
-        """Computes the contribution of some pairs: (atoms, 3), Å."""
         center, neighbor, vector, distance = pairs
         basis = radial_bumps(distance, self.num_basis, self.cutoff).to(from_center.dtype)
-        # There are many pairs, and each additional tensor costs as much as the computation.
+        # For many pairs, each additional tensor costs as much as the computation.
         ends = from_center.index_select(0, center)
         ends = ends.add_(from_neighbor.index_select(0, neighbor))
         hidden = torch.addmm(ends, basis, self.from_distance.weight.T)

@@ -38,8 +38,8 @@ _DEPTH = 4.0  # sharpness times cutoff; near terms fall below 1e-6 / r at the cu
 _ONSET = 0.9  # fraction of the cutoff at which near pairs start to fade
 _HIGHEST = 1.55  # largest frequency over sharpness; 1.44 leaves 3e-6 meV between distant slabs
 _APART = 5.0  # gap between images of a slab, over sharpness; their interaction is 1e-12
-_LARGEST = 800.0  # the cutoff grows with the cell above this volume over cutoff cubed
-_TRANSIENT = 2**21  # largest number of values of waves in one chunk of nodes
+_LARGEST = 800.0  # volume over cutoff cubed above which the cutoff grows with the cell
+_TRANSIENT = 2**21  # most values of waves in one chunk of nodes
 _START = 0.02  # factor of the initial charges; energies are then a few meV per atom
 _REACH = 5.0  # Å, largest distance between atoms that exchange charge
 _LEAST = 1e-12  # added to each weight of the total charge; shares are equal if all weights are 0
@@ -81,8 +81,7 @@ class ChargeShare(nn.Module):
 
 
 class LongRange(nn.Module):
-    """Energies of latent charges, which derive from linear functions a_i of an atom's features.
-
+    """Energies of latent charges, which derive from linear functions a_i of atom features.
     For p = 1 and 2, sums over a crystal converge only for neutral cells. Charges of these two
     powers flow between neighbors: q_i = sum_j w(r_ij) (a_j - a_i), where w falls smoothly from 1 to
     0 at 5 Å. Flows cancel in pairs. A group of atoms more than 5 Å from all other atoms is
@@ -174,7 +173,7 @@ class LongRange(nn.Module):
         return found
 
     def forward(self, h: Tensor, geometry: Geometry) -> LongRangeEnergy:
-        """Computes energies and charges from features (atoms, dim) and the geometry."""
+        """Computes energies and charges from features (atoms, dim)."""
         neighbors = neighbor_list(geometry, self.cutoff)
         charges, options = self.charges(h, geometry, neighbors), (self.cutoff, self.smearing)
         near, far = inverse_power_sums(charges, geometry, self.powers, *options, neighbors)

@@ -13,7 +13,7 @@ _SMALL = 2**26  # bytes; for smaller sizes, free memory is not measured, because
 
 
 def _expect_memory(weights: Tensor, geometry: Geometry, heads: int) -> None:
-    """Refuses reciprocal nodes with weights (graphs, r) if their waves exceed free CPU memory."""
+    """Raises MemoryError if waves of nodes with weights (graphs, r) exceed free CPU memory."""
     if not at_hand(weights):
         return
     counts, atoms = (weights != 0).sum(dim=1), geometry.ptr.diff()

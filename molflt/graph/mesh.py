@@ -1,4 +1,4 @@
-"""Computation of trained models on a mesh."""
+"""Evaluation of trained models on a mesh."""
 
 from torch import nn
 
@@ -9,12 +9,12 @@ from molflt.graph.periodic import Auto, OnMesh, Reciprocal
 def use_mesh_(model: nn.Module, order: int = 5) -> None:
     """Makes a model with reciprocal nodes compute the same sums on a mesh, in place.
 
-    Parameters do not change. Time and memory per atom no longer grow with the cell, and sums have
-    an interpolation error; see `OnMesh`.
+    Parameters do not change. Time and memory per atom no longer grow with the cell. Sums have an
+    interpolation error; see `OnMesh`.
 
     Args:
         model: model with periodic="reciprocal", or a module that contains such a model.
-        order: order of the splines; see `OnMesh`.
+        order: order of the splines: 4, 5, 6 or 8; see `Auto`.
     """
     parts = [part for part in model.modules() if isinstance(part, GraphEncoding)]
     schemes = [part.periodic for part in parts]

@@ -74,7 +74,7 @@ class EquivariantMessages(nn.Module):
 
     Each atom has invariant tokens s and, after the first layer, vectors v that rotate with the
     structure. A neighbor j adds s_j' f(|r_ij|) to s_i and v_j g(|r_ij|) + s_j' h(|r_ij|) r_ij /
-    |r_ij| to v_i. Lengths and products of an atom's vectors then enter its tokens, which makes
+    |r_ij| to v_i. Lengths and products of the vectors of an atom then enter its tokens, which makes
     tokens depend on angles. The filters f, g and h vanish at the cutoff with all derivatives.
 
     Args:
@@ -92,7 +92,7 @@ class EquivariantMessages(nn.Module):
     def forward(self, tokens: Tensor, neighbors: Neighbors, geometry: Geometry) -> Tensor:
         """Adds messages from neighbors, the pairs within the cutoff, to tokens (atoms, dim)."""
         basis = radial_waves(neighbors.distance, _NUM_BASIS, self.cutoff)
-        # tends to 0 instead of NaN as two atoms approach each other
+        # 0 instead of NaN if two atoms coincide
         square = neighbors.vector.square().sum(dim=-1, keepdim=True)
         direction = neighbors.vector / softened(square).sqrt()
         shared = basis.to(tokens.dtype), direction.to(tokens.dtype)[..., None]
@@ -151,7 +151,6 @@ class _Interaction(nn.Module):
     def _products(
         self, matrices: _Matrices, message: Tensor, vectors: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Computes `_sums` of all pairs by matrix products."""
         dim = self.norm.normalized_shape[0]
         filters = self.filter.weight.unflatten(0, (-1, dim)).transpose(1, 2)[:, :, None]
         scalar, along, *turned = message.split(dim, dim=1)

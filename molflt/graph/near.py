@@ -73,7 +73,7 @@ class _Found(NamedTuple):
         return ((self.nodes.weights.detach() != 0) * place).amax(dim=1)
 
     def select(self, graphs: Tensor, total: int) -> "_Found":
-        """Returns nodes and pairs of graphs (n,) of `total`, without padding for other graphs."""
+        """Selects graphs (n,) of `total`, without padding for other graphs."""
         nodes, near = self.nodes, self.near
         if nodes is not None:
             most = max(1, int(self.counts()[graphs].max()))

@@ -46,11 +46,8 @@ def expect_lattice(geometry: Geometry) -> None:
 def neighbor_list(geometry: Geometry, cutoff: float) -> Neighbors:
     """Finds all pairs within `cutoff`, Å, with vesin, for each graph in its reduced cell.
 
-    Indices are those of the atoms of the batch, and each pair appears in both directions.
-
-    Raises:
-        ValueError: for invalid positions or cells; names the graph.
-        MemoryError: if the pairs do not fit into memory.
+    Indices are those of the atoms of the batch, and each pair appears in both directions. Raises
+    MemoryError if the pairs do not fit into memory.
     """
     pos, cell = geometry.pos, geometry.cell
     (center, neighbor), shift, graph = _neighbors(pos, cell, geometry.pbc, geometry.ptr, cutoff)
@@ -71,7 +68,7 @@ def _unknown_pairs(
 def _neighbors(
     pos: Tensor, cell: Tensor, pbc: Tensor, ptr: Tensor, cutoff: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns center and neighbor (2, pairs), the neighbor's cell (pairs, 3) and graph (pairs,)."""
+    """Returns center and neighbor (2, pairs), cell offsets (pairs, 3) and graph (pairs,)."""
     from vesin import NeighborList  # imported here because reading signatures must not load it
 
     points, boxes = _numbers(pos).astype(np.float64), _numbers(cell).astype(np.float64)
@@ -143,7 +140,6 @@ def _numbers(x: Tensor) -> NDArray[Any]:
 def _check_finite(
     points: _Array, boxes: _Array, periodic: NDArray[np.bool_], ptr: list[int]
 ) -> None:
-    """Raises ValueError for atoms (atoms, 3) or boxes (graphs, 3, 3), Å, that are not finite."""
     near = (np.abs(points) <= FARTHEST).all(axis=1)  # also False for NaN
     known = (np.isfinite(boxes).all(axis=2) | ~periodic).all(axis=1)
     if not (near.all() and known.all()):
@@ -179,7 +175,7 @@ def _closed(
 def _check_shapes(
     closed: _Array, boxes: _Array, periodic: NDArray[np.bool_], cutoff: float
 ) -> None:
-    """Raises ValueError for boxes (graphs, 3, 3), Å, that would exhaust memory or crash vesin."""
+    """Raises ValueError for boxes, (graphs, 3, 3), that would exhaust memory or crash vesin."""
     heights = lattice_heights(closed, np.ones_like(periodic))
     _check_heights(heights, boxes, periodic)
     cells = np.maximum(heights // cutoff, 1)
@@ -195,7 +191,6 @@ def _check_shapes(
 
 
 def _check_heights(heights: _Array, boxes: _Array, periodic: NDArray[np.bool_]) -> None:
-    """Raises ValueError if lattice planes, (graphs, 3), Å, are closer than in any crystal."""
     low = ((heights < LOWEST) & periodic).any(axis=1)
     if low.any():
         graph = int(low.argmax())
@@ -207,7 +202,6 @@ def _check_heights(heights: _Array, boxes: _Array, periodic: NDArray[np.bool_]) 
 
 
 def _expect_pairs(pairs: Sequence[float], atoms: NDArray[np.int64], cutoff: float) -> None:
-    """Raises MemoryError if the pairs (graphs,) of atoms (graphs,) do not fit into memory."""
     most = int(np.argmax(pairs))
     expect_memory(
         _PAIR * sum(pairs),

@@ -47,7 +47,7 @@ class Open:
     lattice: ClassVar[bool] = False
 
     def defaults(self, position: str, spectrum: str) -> dict[str, object]:
-        """Returns options of the position that differ from its own defaults."""
+        """Returns default options of the position that the scheme changes."""
         return {}
 
     def check(self, position: SpectralPosition, softmax: bool, near: bool) -> None:
@@ -67,7 +67,7 @@ class Open:
         return None
 
     def images(self, geometry: Geometry) -> Tensor | None:
-        """Estimates the number of images per atom in each graph, (graphs,); None if not used."""
+        """Estimates the number of images per atom in each graph, (graphs,), or returns None."""
         return None
 
     def neighborhood(self, geometry: Geometry) -> Geometry:
@@ -75,11 +75,11 @@ class Open:
         return geometry._replace(pbc=torch.zeros_like(geometry.pbc))
 
     def without_nodes(self, geometry: Geometry) -> Tensor | None:
-        """Returns the mask of graphs whose far field uses pairs, not nodes: (graphs,) or None."""
+        """Returns a mask of graphs whose far field uses pairs, not nodes: (graphs,) or None."""
         return None
 
     def on_mesh(self, geometry: Geometry) -> Tensor | None:
-        """Returns the mask of graphs whose far field uses a mesh, (graphs,), or None."""
+        """Returns a mask of graphs whose far field uses a mesh: (graphs,) or None."""
         return None
 
     def mesh(
@@ -111,7 +111,6 @@ class Open:
         return position.radial_profile(distance).exp()
 
     def __repr__(self) -> str:
-        """Returns the name of the scheme and its nonzero options."""
         options = ", ".join(f"{name}={value:g}" for name, value in vars(self).items() if value)
         return f"{type(self).__name__}({options})"
 
@@ -181,7 +180,7 @@ class Images(Open):
         return (2 * most + 1).prod(dim=1) - 1
 
     def _weight(self, places: Tensor, positions: Tensor, centres: Tensor) -> Tensor:
-        """Returns the weight of each image, (graphs, images)."""
+        """Returns the weights of images, (graphs, images)."""
         width = min(_FADE, self.image_cutoff)
         distance = distances(places[:, :, None] - positions[:, None])
         share = fade((distance - self.image_cutoff) / width + 1)
@@ -387,8 +386,8 @@ class OnMesh(Auto):
 
     A mesh is faster than nodes for large cells: at least 1,000 atoms for a `max_frequency` of 0.25
     cycles/Å, and at least 5,000 atoms for 0.1. It supports multiplicative kernels with an isotropic
-    spectrum. The invariances of nodes (shifts of all atoms, the choice of the cell, supercells
-    except with normalize="unmasked") hold up to the interpolation error.
+    spectrum. Invariances of nodes (shifts of all atoms, the choice of the cell, supercells except
+    with normalize="unmasked") are exact only up to the interpolation error.
     """
 
     def check(self, position: SpectralPosition, softmax: bool, near: bool) -> None:

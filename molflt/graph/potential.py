@@ -34,7 +34,8 @@ class Potential(EnergyRegressor):
 
     The energy is a sum over all atoms, regardless of their tags. It has two continuous derivatives,
     because pairs, images and nodes only appear or disappear with weight 0. Forces -dE/dr and the
-    stress dE/d(strain) / volume are computed by automatic differentiation.
+    stress dE/d(strain) / volume are computed by automatic differentiation. Options whose energy is
+    not smooth or not extensive raise ValueError.
 
     Two layers of `messages` in place of the radial summary are recommended
     (configs/potential.yaml). Without messages, as in earlier versions, angles enter only through
@@ -67,9 +68,6 @@ class Potential(EnergyRegressor):
     Attributes:
         energy_std: eV, buffer; unit of atomic energies.
         element_energies: (119,) eV, buffer; constants added to atomic energies, by atomic number.
-
-    Raises:
-        ValueError: for a choice whose energy is not smooth or not extensive.
     """
 
     # without energy_std, which scales the forces of the original model
@@ -234,7 +232,6 @@ def _strained(batch: "Data") -> tuple["Data", Tensor, Tensor | None]:
 
 
 def _refuse_rough(given: Mapping[str, Any], far_field: bool) -> None:
-    """Raises ValueError for options whose energy is not extensive or not smooth."""
     if fixed := _FIXED & given.keys():
         raise TypeError(f"Potential sets the argument {min(fixed)!r} itself; leave it out")
     kernel, products = given.get("position_options") or {}, given["feature_map"] == "polynomial"

@@ -17,7 +17,7 @@ def radial_bumps(distance: Tensor, number: int, cutoff: float) -> Tensor:
 
     This is e3nn's "smooth_finite" basis (arXiv:2207.09453), scaled to a second moment of about one:
     exp(-1 / (1 + u) - 1 / (1 - u)) with u = (number + 1) |r| / cutoff - n for n = 1, 2, ...,
-    number. It is computed as one exponential.
+    number.
     """
     centers = torch.arange(1, number + 1, dtype=distance.dtype, device=distance.device)
     u = distance[:, None] * ((number + 1) / cutoff) - centers

@@ -24,7 +24,7 @@ from molflt.graph.periodic import Near, Open, PeriodicName
 if TYPE_CHECKING:
     from torch_geometric.data import Data
 
-_NOT_OURS = ("position", "causal", *MIXER_OPTIONS)  # options of the stack that are set here
+_NOT_OURS = ("position", "causal", *MIXER_OPTIONS)  # arguments of `Stack` that are set here
 _MAX_MOVE = 1.0  # Å; training diverges with unbounded moves
 _ENERGIES = ("energy_mean", "energy_std", "element_energies")  # buffers in float64
 
@@ -42,7 +42,8 @@ class EnergyRegressor(nn.Module):
         dim: width of tokens.
         heads: number of attention heads; must divide `dim`.
         mixing: "linear" (O(atoms)), "quadratic" (same result through the matrix, cheaper for few
-            atoms), "auto" (the cheaper of these two) or "softmax" (exact mask, O(atoms^2)).
+            atoms), "auto" (the cheaper of these two), "softmax" (exact mask, O(atoms^2)) or
+            "triton" (the linear form of a multiplicative position on a GPU).
         feature_map: feature map phi of kernelized attention, "positive" by default.
         num_features: number of features m per head, 64 by default.
         position: "multiplicative" (a kernel multiplies phi(q).phi(k)), "spectral" (FLT: its mask is
@@ -269,7 +270,6 @@ class EnergyRegressor(nn.Module):
         return baseline
 
     def _references(self, atoms: Atoms) -> Tensor:
-        """Returns the reference energy of each atom, (atoms,) float64, eV."""
         # in float64, because totals may be 1e5 eV
         counted = (atoms.geometry.tags == Tag.ADSORBATE.value) | ~self.readout.by_contact[0]
         return self.element_energies[atoms.numbers] * counted
@@ -320,7 +320,7 @@ class EnergyRegressor(nn.Module):
         return h, moved
 
     def _near(self, neighbors: Neighbors | None) -> Neighbors | None:
-        """Returns the neighbors if the near field has the same cutoff and can share them."""
+        # A near field with the same cutoff can share the neighbors.
         field = None if self.encoding is None else self.encoding.near_field
         shared = field is not None and field.cutoff == self.neighbor_cutoff
         return neighbors if shared else None

@@ -58,8 +58,8 @@ class SizeClasses(NamedTuple):
     ) -> "SizeClasses":
         """Sorts a batch into classes.
 
-        `encode` builds a class from the geometry and the indices of its graphs, which are None if
-        one class holds all graphs. `columns` are nodes, images or keys per atom of each graph,
+        `encode` builds a class from the geometry and the indices of its graphs, which are None for
+        a class with all graphs. `columns` are nodes, images or keys per atom of each graph,
         (graphs,), if any. Graphs in the mask `apart`, (graphs,), do not share a class with other
         graphs.
         """

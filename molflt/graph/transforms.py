@@ -67,7 +67,6 @@ class PBCRadiusGraph(BaseTransform):
         return data
 
     def __repr__(self) -> str:
-        """Returns a representation in the style of PyG's transforms."""
         most = "" if self.max_neighbors is None else f", max_neighbors={self.max_neighbors}"
         return f"{type(self).__name__}(r={self.r}{most})"
 
