@@ -133,13 +133,10 @@ class ImageClassifier(nn.Module):
         self.image_std.copy_(std)
 
     def tokens(self, images: Tensor) -> Tensor:
-        """Returns embedded patches, row by row, after the class token if there is one.
+        """Returns embedded patches, row by row, after the class token if any: (batch, tokens, dim).
 
         Args:
             images: (batch, channels, image_size, image_size), real numbers in [0, 1] or bytes.
-
-        Returns:
-            (batch, tokens, dim).
         """
         tensors(images=images)
         beside_weights("images", images, self.image_mean)
@@ -166,9 +163,9 @@ class ImageClassifier(nn.Module):
 
     @property
     def places(self) -> Tensor:
-        """Exact rows and columns of patches relative to the center, or token indices 0, 1, 2, ...
+        """Rows and columns of patches relative to the center, (1, tokens, 2).
 
-        Shape (1, tokens, 2) or (1, tokens, 1).
+        With one-dimensional encodings, indices 0, 1, 2, ..., (1, tokens, 1).
         """
         axes = 2 if self.stack.position is None else self.stack.position.dim
         tokens, dtype = self.side**2 + (self.class_token is not None), torch.get_default_dtype()
@@ -186,14 +183,7 @@ class ImageClassifier(nn.Module):
         return (places * scale).to(at_least_float32(self.embed.weight))
 
     def forward(self, images: Tensor) -> Tensor:
-        """Returns the logits of the classes.
-
-        Args:
-            images: (batch, channels, image_size, image_size), real numbers in [0, 1] or bytes.
-
-        Returns:
-            (batch, classes).
-        """
+        """Returns the logits of the classes, (batch, classes); see `tokens` for the images."""
         positions = None if self.stack.position is None else self.positions
         x = self.stack(self.tokens(images), positions)
         pooled = x.mean(dim=1) if self.pool == "mean" else x[:, 0]
@@ -205,7 +195,7 @@ class ImageClassifier(nn.Module):
         __call__ = forward
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
-        """Draws new random features in place (see `molflt.attention.Stack.redraw_`)."""
+        """Draws new random features in place; see `molflt.attention.Stack.redraw_`."""
         self.stack.redraw_(generator)
 
     def extra_repr(self) -> str:
@@ -213,7 +203,6 @@ class ImageClassifier(nn.Module):
 
 
 def _patches_along(image_size: int | None, patch_size: int, **others: int | None) -> int:
-    """Returns the number of patches along a side of the image."""
     sizes = {**others, "image_size": image_size, "patch_size": patch_size}
     if None in sizes.values():
         raise ValueError(
@@ -233,7 +222,6 @@ def _patches_along(image_size: int | None, patch_size: int, **others: int | None
 def _refuse_misfits(
     position: Position | None, pool: str, absolute: str, scale: float, dim: int
 ) -> None:
-    """Raises ValueError for incompatible options."""
     one_of("pool", pool, ("mean", "token"))
     one_of("absolute", absolute, ABSOLUTE)
     if absolute == "sinusoidal" and dim % 4:
@@ -263,7 +251,7 @@ def _refuse_misfits(
 
 
 def _sinusoids(side: int, dim: int) -> Tensor:
-    """Sine and cosine of row and column, (1, patches, dim); see arXiv:1706.03762, section 3.5."""
+    """Returns sines and cosines of rows and columns, arXiv:1706.03762, section 3.5."""
     line = sinusoids(torch.arange(side), dim // 2)  # [place, dim / 2]
     rows = line[:, None].expand(-1, side, -1)
     columns = line[None].expand(side, -1, -1)

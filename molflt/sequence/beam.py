@@ -38,9 +38,8 @@ def beam_search(
     The search keeps `beam` unfinished hypotheses for each source, and ends when `beam` hypotheses
     are complete (as in fairseq and, with `early_stopping`, in `transformers`). The result has the
     largest log p / length^length_penalty (arXiv:1609.08144, section 7, without its constants). A
-    beam of 1 selects the most probable token at each step. Mechanisms with a state do not recompute
-    earlier tokens; other mechanisms recompute the whole target at each step (see
-    `EncoderDecoder.decodes`).
+    beam of 1 selects the most probable token at each step. Mechanisms without a state recompute the
+    whole target at each step (see `EncoderDecoder.decodes`).
 
     Args:
         model: model in evaluation mode.
@@ -100,7 +99,6 @@ class _Search:
         self.score[:, 0] = 0.0
 
     def step(self) -> None:
-        """Extends every hypothesis by one token."""
         log_p = self._next().double().unflatten(0, (-1, self.beam))  # [source, beam, id]
         expect_finite(log_p)
         length = self.tokens.shape[1]  # with the new token, without the start token
@@ -108,8 +106,7 @@ class _Search:
         other = torch.arange(log_p.shape[-1], device=log_p.device) != self.end
         log_p = log_p.masked_fill(last[:, None, None] & other, -torch.inf)
         total = (self.score[..., None] + log_p).flatten(1)
-        # at most one continuation of each hypothesis ends it, so at least `beam` continuations
-        # remain
+        # At least `beam` continuations remain, because at most one of each hypothesis ends it.
         best = total.topk(min(2 * self.beam, total.shape[1]), dim=1)
         token, parent = best.indices % log_p.shape[-1], best.indices // log_p.shape[-1]
         ended = (token == self.end) & best.values.isfinite()
@@ -125,7 +122,6 @@ class _Search:
         self._keep(last.tolist(), kept.values, token, parent)
 
     def _keep(self, last: list[bool], score: Tensor, token: Tensor, parent: Tensor) -> None:
-        """Keeps the unfinished sources and the chosen hypotheses of each."""
         count = [len(self.found[name]) for name in self.open]
         rows = [i for i, n in enumerate(count) if n < self.beam and not last[i]]
         kept = torch.tensor(rows, dtype=torch.long, device=score.device)
@@ -146,7 +142,6 @@ class _Search:
         self.state = self.state._replace(decoder=decoder)
 
     def _next(self) -> Tensor:
-        """Computes log-probabilities of the next token of each hypothesis, (rows, vocabulary)."""
         if self.state is not None:
             hidden, self.state = self.model.advance(self.tokens[:, -1:], self.state)
         else:

@@ -85,23 +85,20 @@ class TokenEncoder(TokenModel):
 
     @property
     def longest(self) -> int | None:
-        """Maximum number of tokens; None means no limit."""
+        """Maximum number of tokens, or None."""
         tables = (getattr(block.attention, "max_tokens", None) for block in self.stack.blocks)
         return min((n for n in (self._table, *tables) if n is not None), default=None)
 
     def forward(
         self, tokens: Tensor, types: Tensor | None = None, key_mask: Tensor | None = None
     ) -> Tensor:
-        """Returns the hidden states of all tokens.
+        """Returns the hidden states of all tokens, (batch, length, dim).
 
         Args:
             tokens: ids (batch, length).
             types: type of each token, (batch, length); None if all are 0.
-            key_mask: (batch, length), True where a token exists; None means no padding.
-                Padding does not affect results.
-
-        Returns:
-            (batch, length, dim).
+            key_mask: (batch, length), True where a token exists; None means no padding. Padding
+                does not affect results.
         """
         tensors(tokens=tokens, types=types, key_mask=key_mask)
         ids, index = self._ids("tokens", tokens)

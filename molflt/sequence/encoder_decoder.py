@@ -99,19 +99,16 @@ class EncoderDecoder(TokenModel):
 
     @property
     def decodes(self) -> bool:
-        """Returns True if `advance` continues from a state instead of recomputing all tokens."""
+        """True if `advance` continues from a state instead of recomputing all tokens."""
         return self.decoder.decodes
 
     def encode(self, source: Tensor, source_mask: Tensor | None = None) -> Tensor:
-        """Returns the hidden states of the source.
+        """Returns the hidden states of the source, (batch, n, dim).
 
         Args:
             source: ids (batch, n).
-            source_mask: (batch, n) bool, True where a token exists; None means no padding.
-                Padding does not affect results.
-
-        Returns:
-            (batch, n, dim).
+            source_mask: (batch, n) bool, True where a token exists; None means no padding. Padding
+                does not affect results.
         """
         if source_mask is not None:
             check_mask(source_mask, source.shape)
@@ -120,15 +117,14 @@ class EncoderDecoder(TokenModel):
         return hidden
 
     def forward(self, source: Tensor, target: Tensor, source_mask: Tensor | None = None) -> Tensor:
-        """Returns the hidden states of the target, each from the source and the tokens so far.
+        """Returns the hidden states of the target, (batch, t, dim).
+
+        Each hidden state depends on the source and on the target tokens so far.
 
         Args:
             source: ids (batch, n).
             target: ids (batch, t); the first id is the start token.
             source_mask: as for `encode`.
-
-        Returns:
-            (batch, t, dim).
         """
         return self.decode(target, self.encode(source, source_mask), source_mask)
 
@@ -143,15 +139,14 @@ class EncoderDecoder(TokenModel):
         return Translating(0, self.decoder.remember(encoded, source_mask))
 
     def advance(self, tokens: Tensor, state: Translating) -> tuple[Tensor, Translating]:
-        """Computes hidden states of new tokens without recomputing earlier ones.
+        """Computes hidden states of new tokens without recomputing earlier tokens.
+
+        Returns (batch k, new, dim), and the state after the last token.
 
         Args:
             tokens: ids (batch k, new), k rows for each source of the state.
             state: state from `begin` or from the previous call. Its size is constant for linear
                 attention; for softmax, it contains keys and values.
-
-        Returns:
-            (batch k, new, dim), and the state after the last token.
         """
         x, positions = self._embed("target", tokens, state.length, self.decoder.stack)
         hidden, last = self.decoder.step(x, state.decoder, positions)
@@ -166,15 +161,14 @@ class EncoderDecoder(TokenModel):
     ) -> tuple[Tensor, Tensor]:
         """Computes log p of each target, and its mean under smoothed labels.
 
+        Returns log p and sum_k label_k log p_k, (targets,) each, in at least float32. Targets of -1
+        are left out; the other targets are in the order of rows and positions.
+
         Args:
             hidden: (batch, t, dim), from `forward`.
             targets: ids (batch, t) of the next tokens; -1 at padding.
             smoothing: epsilon; the label is 1 - epsilon for the target, and epsilon / vocabulary
                 is added for every id (arXiv:1512.00567, section 7).
-
-        Returns:
-            log p and sum_k label_k log p_k, (targets,) each, in at least float32. Targets of -1 are
-            left out; the other targets are in the order of rows and positions.
         """
         there = expect_targets(hidden, targets, self.vocabulary, "none")
         wanted, seen = targets[there], hidden[there]

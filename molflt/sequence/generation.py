@@ -30,7 +30,7 @@ def sample(
     top_k: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Iterator[Tensor]:
-    """Yields the tokens that continue prompts, one token of each prompt at a time.
+    """Yields the tokens that continue prompts: ids (batch,) on the CPU, one for each prompt.
 
     With a decoding state, the cost of a token is constant, or, for softmax, grows with the number
     of earlier tokens. Without a state, the whole sequence is recomputed for each token (see
@@ -41,11 +41,8 @@ def sample(
         prompt: ids (batch, n), n at least 1.
         count: number of tokens to draw for each prompt.
         temperature: divisor of logits; 0 selects the most probable token.
-        top_k: draw only from the k most probable tokens.
+        top_k: number of most probable tokens to draw from; None for all tokens.
         generator: CPU generator; the same seed gives the same tokens on every device.
-
-    Yields:
-        Ids (batch,) on the CPU.
     """
     if model.training:
         raise ValueError("generate needs a model without dropout; call model.eval() first")
@@ -108,7 +105,7 @@ def _choose(
 
 
 def expect_finite(log_p: Tensor) -> None:
-    """Raises ValueError if a log-probability is NaN or infinite."""
+    """Raises ValueError if a log-probability is not finite."""
     if not bool(log_p.isfinite().all()):
         raise ValueError(
             "the probability of a token is not finite; expected a number; use another checkpoint"

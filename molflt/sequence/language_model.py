@@ -101,13 +101,13 @@ class LanguageModel(TokenModel):
         __call__ = forward
 
     def log_likelihood(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Computes log p of each target given the tokens before it, in nats.
+        """Computes log p of each target given the tokens before it, in nats: (batch, length).
+
+        The result is in at least float32, and 0 where the target is -1.
 
         Args:
             tokens: ids (batch, length).
             targets: ids (batch, length) of the next tokens; -1 at the end and at padding.
-
-        Returns: (batch, length), in at least float32; 0 where the target is -1.
         """
         tensors(tokens=tokens)
         wanted = expect_targets(tokens, targets, self.vocabulary, "none")
@@ -120,21 +120,20 @@ class LanguageModel(TokenModel):
 
     @property
     def decodes(self) -> bool:
-        """Returns True if `decode` continues from a state instead of recomputing all tokens."""
+        """True if `decode` continues from a state instead of recomputing all tokens."""
         return self.stack.decodes
 
     def decode(
         self, tokens: Tensor, state: LanguageState | None = None
     ) -> tuple[Tensor, LanguageState]:
-        """Computes log-probabilities after new tokens without recomputing earlier ones.
+        """Computes log-probabilities after new tokens without recomputing earlier tokens.
+
+        Returns (batch, new, vocabulary), and the state after the last token.
 
         Args:
             tokens: new ids (batch, new); a single token or a whole prompt.
-            state: returned by the previous call; None at the start. Its size is constant for linear
-                attention; for softmax, it holds the keys and values of all tokens.
-
-        Returns:
-            Log-probabilities (batch, new, vocabulary), and the state after the last token.
+            state: state returned by the previous call; None at the start. Its size is constant for
+                linear attention; for softmax, it contains the keys and values of all tokens.
         """
         hidden, state = self.advance(tokens, state)
         return self.log_probabilities(hidden), state
@@ -142,7 +141,7 @@ class LanguageModel(TokenModel):
     def advance(
         self, tokens: Tensor, state: LanguageState | None = None
     ) -> tuple[Tensor, LanguageState]:
-        """Returns hidden states (batch, new, dim) and the next state: `decode` without the head."""
+        """Computes hidden states (batch, new, dim) and the next state, as `decode` without head."""
         start = 0 if state is None else state.length
         x, positions = self._embed(tokens, start)
         hidden, last = self.stack.decode(x, positions, None if state is None else state.stack)

@@ -75,14 +75,13 @@ class MaskedLanguageModel(EncoderModel):
         return self.head.log_probabilities(hidden)
 
     def log_likelihood(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Returns log p of each masked token; logits are computed only for masked tokens.
+        """Returns log p of the masked tokens, (masked tokens,), in at least float32, row by row.
+
+        Logits are computed only for masked tokens.
 
         Args:
             hidden: (batch, length, dim), from `forward`.
             targets: ids (batch, length), -1 for tokens that are not masked.
-
-        Returns:
-            (masked tokens,), in at least float32, row by row.
         """
         gaps = expect_targets(hidden, targets, self.vocabulary, "no gap")
         return self.head.score(hidden[gaps], targets[gaps])

@@ -87,13 +87,12 @@ class PixelModel(LanguageModel):
         return values.unflatten(1, grid).permute(0, 3, 1, 2).to(torch.uint8)
 
     def image_log_likelihood(self, images: Tensor) -> Tensor:
-        """Returns log p of each byte given the preceding bytes, in nats.
+        """Returns log p of each byte given the preceding bytes, in nats: (batch, `longest`).
+
+        The order is that of `bytes_of`.
 
         Args:
             images: (batch, channels, image_size, image_size), bytes.
-
-        Returns:
-            (batch, `longest`), in the order of `bytes_of`.
         """
         values = self.bytes_of(images)
         before = torch.cat((torch.full_like(values[:, :1], START), values[:, :-1]), dim=1)

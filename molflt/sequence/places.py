@@ -60,12 +60,10 @@ class TokenModel(nn.Module):
         positive(position_scale=self.position_scale)
 
     def _position_options(self, position: str, given: dict[str, Any] | None) -> dict[str, Any]:
-        """Returns the arguments of the relative encoding."""
         limit = {} if self.max_length is None else {"max_tokens": self.max_length}
         return {**known_options(position, dim=1, **limit), **(given or {})}
 
     def _set_places(self, std: float, dropout: float) -> None:
-        """Checks the relative encoding, and creates learned positions and dropout."""
         self._check_axes(self._relative)
         self.places = None
         if self.absolute == "learned" and self.max_length is not None:
@@ -77,7 +75,6 @@ class TokenModel(nn.Module):
         return self.stack.position
 
     def _check_axes(self, position: Position | None) -> None:
-        """Raises ValueError for an encoding with an unsuitable number of coordinates."""
         if position is not None and position.dim != 1:
             raise ValueError(
                 f"tokens have one coordinate; got position_options dim={position.dim}; leave it out"
@@ -85,12 +82,12 @@ class TokenModel(nn.Module):
 
     @property
     def longest(self) -> int | None:
-        """Maximum number of tokens that the model accepts at once; None means no limit."""
+        """Maximum number of tokens that the model accepts at once, or None."""
         return self._table if self._table is not None else self.max_length
 
     @property
     def _table(self) -> int | None:
-        """Maximum number of tokens for learned positions and tables of relative encodings."""
+        # maximum number of tokens for learned positions and tables of relative encodings
         table = None if self._relative is None else self._relative.longest
         limits = [] if table is None else [math.ceil(table / self.position_scale)]
         if self.places is not None:
@@ -135,7 +132,6 @@ class TokenModel(nn.Module):
         return self._coordinates(index).to(dtype)[None] * self.position_scale
 
     def _coordinates(self, index: Tensor) -> Tensor:
-        """Returns the coordinates (n, l) of token indices (n,)."""
         return index[:, None]
 
 
