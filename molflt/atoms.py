@@ -72,15 +72,13 @@ def _shortening(vectors: NDArray[np.float64], shortest: NDArray[np.float64]) -> 
 
 
 def lattice_heights(cell: NDArray[np.float64], pbc: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """Returns distances between neighboring lattice planes of the reduced cells.
+    """Returns distances between neighboring lattice planes of the reduced cells, (..., 3), Å.
+
+    They are 0 where lattice vectors are dependent, and infinite along axes that are not periodic.
 
     Args:
         cell: (..., 3, 3), rows are lattice vectors, Å; finite along periodic axes.
         pbc: (..., 3), True for periodic axes.
-
-    Returns:
-        (..., 3), Å; 0 where lattice vectors are dependent, infinite along axes that are not
-        periodic.
     """
     rows = reduced_cell(cell.reshape(-1, 3, 3), pbc.reshape(-1, 3))[0].reshape(cell.shape)
     gram = rows @ np.swapaxes(rows, -1, -2) + np.eye(3) * ~pbc[..., None]

@@ -41,7 +41,7 @@ class FolderLock:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Holds the lock inside the block; raises ValueError if another process holds it."""
+        """Locks the folder inside the block; raises ValueError if another process has locked it."""
         folder = self.path.parent
         made = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
@@ -77,7 +77,7 @@ class FolderLock:
             return file
 
     def is_gone(self) -> bool:
-        """Returns True if the lock is held and its file was removed or replaced."""
+        """Returns True if the folder is locked and the lock file was removed or replaced."""
         if self._file is None:
             return False
         try:

@@ -21,7 +21,7 @@ _ROW_TOLERANCE = 1e-2  # for sums of weights in half precision
 
 
 class Metric(NamedTuple):
-    """Label and format of a metric in figures; its name in files ends with its unit."""
+    """Label and format of a metric in figures; its name in files ends with the unit."""
 
     label: str
     unit: str = ""

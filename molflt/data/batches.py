@@ -42,8 +42,6 @@ class SizeBucketedBatchSampler(Sampler[list[int]]):
             structures of equal size are also similar in other respects, which makes gradients
             noisier (docs/results/emt-sample.md).
         seed: random seed; a batch depends only on `seed`, `epoch` and the sizes.
-        rank: index of this process.
-        world: number of processes.
     """
 
     def __init__(

@@ -25,7 +25,7 @@ __all__ = ["FAMILIES", "HALF_WIDTH", "UNSEEN", "Family", "Functions", "haar_rota
 HALF_WIDTH = 5.0
 """half width of the search domain, which is centered at 0"""
 _FARTHEST = 4.0  # bound of the coordinates of the minimizer
-# on the CPU, like the generators, whatever torch's default device is
+# on the CPU, as the generators, for any default device
 _rand = partial(torch.rand, dtype=torch.float64, device="cpu")
 
 _Shape = Mapping[str, Tensor]

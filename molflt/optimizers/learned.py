@@ -70,7 +70,7 @@ class LearnedOptimizer(Optimizer):
         return cls(params, model, lr, chunk)
 
     def __getstate__(self) -> dict[str, Any]:
-        # torch keeps only its own attributes; the copies of the model are rebuilt
+        # torch returns only the attributes of its class; the copies of the model are rebuilt
         return {**super().__getstate__(), "model": self.model, "chunk": self.chunk, "_models": {}}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from molflt.optimizers.problems import Problem
 
 __all__ = ["Unrolled", "unroll"]
 
-_FLOOR = 1e-3  # fraction of the first loss below which improvements hardly count
+_FLOOR = 1e-3  # fraction of the first loss below which improvements have little weight
 
 
 class Unrolled(NamedTuple):

@@ -50,9 +50,6 @@ class Converter:
 
     The name of a label in the first structure that has it applies to the whole source. Otherwise,
     energies of two levels of theory, or with two references, could be mixed.
-
-    Args:
-        reading: names of the labels and convention of the tags.
     """
 
     def __init__(self, reading: Reading = AS_IT_IS) -> None:

@@ -154,7 +154,10 @@ class Structures(Dataset["Data"], ABC):
         return next((file for file in files if file.is_file()), None)
 
     def verify(self) -> bool | None:
-        """Returns True if the digest of the file matches; None for files without digests."""
+        """Returns True if the digest of a compact store matches, and False if it lacks a digest.
+
+        Other formats do not have digests, and return None.
+        """
         return None
 
     @abstractmethod

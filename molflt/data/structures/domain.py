@@ -45,14 +45,11 @@ def read_domain(path: Path) -> object:
 
 
 class Elements(NamedTuple):
-    """Atomic numbers by part of the structure."""
+    """Atomic numbers of slabs (tags 0 and 1), adsorbates (tag 2), and structures without tags."""
 
     slab: frozenset[int]
-    """of atoms with tag 0 or 1"""
     adsorbate: frozenset[int]
-    """of atoms with tag 2"""
     untagged: frozenset[int]
-    """of structures without tags"""
 
     @property
     def all(self) -> frozenset[int]:
@@ -65,7 +62,7 @@ class Domain:
 
     Attributes:
         systems: number of systems.
-        elements: atomic numbers in slabs, adsorbates, and structures without tags.
+        elements: atomic numbers by part of the structure.
         atoms: smallest and largest number of atoms of a structure.
         adsorbate_atoms: smallest and largest number of atoms with tag 2 in structures with tags;
             None if no structure has tags.
@@ -79,9 +76,9 @@ class Domain:
             files of version 0.1.
         initial: domains of the initial weights, of their initial weights, and so on; empty for
             random initial weights. `kind` and `energy` describe the last data only.
-        zero: True for clean slabs, and for molecules without a slab, if the model gives them an
-            energy of 0. They can then be predicted, and numbers of atoms in slabs are not compared.
-            Files do not contain it.
+        zero: flags of clean slabs and of molecules without a slab, True if the model gives them an
+            energy of 0 and thus can predict them. If the first flag is set, the number of atoms is
+            not compared. Files do not contain the flags.
     """
 
     systems: int

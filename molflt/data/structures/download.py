@@ -49,15 +49,15 @@ def download(
 ) -> None:
     """Downloads a public archive to DIRECTORY and verifies it.
 
-    oc20-is2re: one archive for all splits, 8.1 GB (CC-BY-4.0); the requested splits are unpacked to
-    DIRECTORY/is2re. game-net: GAME-Net's FG set, 3.1 MB (MIT), which scripts/game_net.py of the
+    oc20-is2re is an archive of all splits, 8.1 GB (CC-BY-4.0); the requested splits are unpacked to
+    DIRECTORY/is2re. game-net is GAME-Net's FG set, 3.1 MB (MIT), which scripts/game_net.py of the
     repository reads. Interrupted downloads are resumed; MD5 checksums are verified.
 
     Args:
         dataset: name of the data set.
         directory: folder to download and unpack into.
-        splits: splits of OC20: 10k/train, 100k/train, all/train, val_id, val_ood_ads, val_ood_cat,
-            val_ood_both, test_id, test_ood_ads, test_ood_cat, test_ood_both.
+        splits: splits of OC20 to unpack: 10k/train, 100k/train, all/train, val_id, val_ood_ads,
+            val_ood_cat, val_ood_both, test_id, test_ood_ads, test_ood_cat, test_ood_both.
         base_url: address of the archive's folder, for mirrors.
         md5: expected md5 of the archive, also if it exists already. With an archive other than the
             official one, unpacked files are not compared with their checksums.

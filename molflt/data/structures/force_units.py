@@ -197,7 +197,7 @@ def _nearest_frames(
     distance[distance <= 1e-9 * (1 + square)] = np.inf  # itself and copies
     cells = np.stack([frame.cell for frame in frames])
     apart = np.abs(cells[:, None] - cells).max((2, 3))
-    # strain also does work, which needs the stress
+    # the work of a strain is not contained in the forces
     distance[apart < 1e-4 if strained else apart > 1e-3 * np.abs(cells).max()] = np.inf
     nearest = distance.argmin(axis=1)
     limit = np.inf if strained else _FARTHEST**2 * points.shape[1] / 3

@@ -219,7 +219,7 @@ def read_element_energies(path: Path) -> dict[int, float]:
         )
     text, found = path.read_text(encoding="utf-8")[:_MOST_CHARACTERS], {}
     try:
-        # without anchors, whose contents can grow exponentially
+        # nested anchors can expand to an exponential size
         content = {} if "&" in text else yaml.safe_load(text)
         for key, value in content.items():
             symbol = "No" if key is False else key  # YAML reads nobelium as a boolean

@@ -54,13 +54,11 @@ def atoms_coincide(record: Data) -> bool:
 
 
 def fingerprint(record: Data) -> NDArray[np.float64]:
-    """Returns features that are equal for equal structures up to rounding.
+    """Returns features, (46,), that are equal for equal structures up to rounding.
 
-    They contain sums of waves over the atoms, and sums of peaks for crystals whose waves cancel.
-    They do not depend on the order of atoms or on the choice of periodic images.
-
-    Returns:
-        (46,): hash of elements, periodic axes and total charge; cell (Å); sums.
+    They are a hash of elements, periodic axes and total charge, the cell in Å, sums of waves over
+    the atoms, and sums of peaks for crystals whose waves cancel. They do not depend on the order of
+    atoms or on the choice of periodic images.
     """
     numbers, axes = record.atomic_numbers.numpy(), record.pbc[0].numpy()
     whole = np.sort(numbers).tobytes() + axes.tobytes()

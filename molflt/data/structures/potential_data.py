@@ -25,7 +25,7 @@ class SinglePoints(Part):
 
     Attributes:
         without_energy: number of structures that were left out.
-        with_forces, with_stress: numbers of structures with these labels.
+        with_forces, with_stress: numbers of structures with the label.
         force_scale: root mean square of the force components, eV/Å; NaN without forces.
         force_size: mean magnitude of the force components, eV/Å; NaN without forces.
         absurd: descriptions of implausible forces or stress, by index in the source.

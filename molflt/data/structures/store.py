@@ -59,7 +59,7 @@ def write_store(
     source: str = "",
     left_out: Callable[[np.ndarray, np.ndarray, np.ndarray], Collection[int]] | None = None,
 ) -> int:
-    """Writes structures to a compact store, completely or not at all.
+    """Writes structures to a compact store, completely or not at all, and returns their number.
 
     Args:
         path: file to write, ending in ``.safetensors``; an existing file is replaced.
@@ -68,9 +68,6 @@ def write_store(
         source: origin of the structures, stored in the header.
         left_out: function of the sids, y_relaxed (eV) and natoms of all structures, (structures,)
             each, that returns the indices of structures to leave out.
-
-    Returns:
-        Number of structures written.
     """
     path = Path(path)
     if path.suffix != ".safetensors":

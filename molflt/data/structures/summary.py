@@ -48,10 +48,10 @@ class Summary(TypedDict):
 
     `recipe` is the recipe that fits the labels, and `label` is the name of its target: y_relaxed,
     energy, or the `energy_key` of another property. `energies_look_like` is "adsorption", "total"
-    or "unknown", judged by the energy per atom. `verified` is True if the digest of the file
-    matches, and None for files without a digest. Distributions are given as count, min, mean,
-    median and max, or None if unknown. Distributions of forces are over magnitudes, and
-    distributions of stress are over components.
+    or "unknown", judged by the energy per atom. `verified` is True if the digest of a compact store
+    matches, False if the store lacks a digest, and None for other formats. Distributions are given
+    as count, min, mean, median and max, or None if unknown. Distributions of forces are over
+    magnitudes, and distributions of stress are over components.
     """
 
     path: str
@@ -85,7 +85,6 @@ class Inspected(NamedTuple):
     """Results of one pass over a source."""
 
     summary: Summary
-    """plain numbers and strings"""
     energies: dict[str, np.ndarray]
     """labels by name, each (systems,), eV; NaN if missing"""
     shown: Data

@@ -51,11 +51,9 @@ _Numbers = NDArray[np.int64]
 
 
 class Guess(NamedTuple):
-    """Tags of one structure.
+    """Tags of one structure, (N,), all 0 without a guess.
 
-    Attributes:
-        tags: (N,), all 0 without a guess.
-        text: number of atoms of each kind, or the reason why the guess failed.
+    `text` is the number of atoms of each kind, or the reason why the guess failed.
     """
 
     tags: _Numbers

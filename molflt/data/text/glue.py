@@ -147,8 +147,8 @@ def read_splits(
     """Returns the file or folder, and the rows, of each split.
 
     Tasks without validation files are validated on the last training rows of each class. Reviews of
-    the same film are adjacent in IMDb, so hardly any film is in both sets. `val_fraction` is 0.1 by
-    default.
+    the same film are adjacent in IMDb, so few films are in both sets. The default `val_fraction`
+    is 0.1.
     """
     paths = {split: find_split(root, task, split) for split in splits}
     rows = {path: read_examples(path, task, classes) for path in dict.fromkeys(paths.values())}
