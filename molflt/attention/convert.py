@@ -15,13 +15,12 @@ def convert_weights_(source: nn.Module, target: nn.Module) -> list[str]:
     1 % from those of softmax layers that have normalized queries and keys and a temperature of
     about 1. Models with other feature maps or sharper attention need further training.
 
-    Args:
-        source: any module; it is not changed.
-        target: module of the same architecture with a different attention mechanism, modified in
-            place. Its random projections stay unless the source has projections of the same name.
+    Returns the names of the target's parameters that the source does not have. These do not change.
 
-    Returns:
-        Names of the target's parameters that the source does not have; these are left unchanged.
+    Args:
+        source: any module.
+        target: module of the same architecture with a different attention mechanism, modified in
+            place. It keeps its random projections if the source does not have any.
     """
     _refuse_other_logits(source, target)
     given, own = source.state_dict(), target.state_dict()

@@ -53,7 +53,6 @@ def log_weights(key_weight: Tensor | None, key_mask: Tensor | None, key: Tensor)
 
 
 def _finite(x: Tensor, key_mask: Tensor) -> Tensor:
-    """Replaces infinities and NaN of masked tokens, (batch, tokens, .), with 0."""
     return torch.where(key_mask[..., None], x, x.nan_to_num(0.0, 0.0, 0.0))
 
 

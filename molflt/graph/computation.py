@@ -117,10 +117,7 @@ class EnergyComputation(nn.Module):
 
     Attention has one form for all sizes. With a near field or reciprocal nodes, this is the N x N
     matrix of each graph, O(width^2), which is faster for at most a few thousand atoms. Otherwise it
-    is the linear form. Both give the same sums as the model itself.
-
-    Args:
-        model: trained regressor; it is copied.
+    is the linear form. Both give the same sums as the model itself, which is copied.
     """
 
     def __init__(self, model: EnergyRegressor) -> None:

@@ -58,9 +58,6 @@ class GraphEncoding(nn.Module):
         periodic: name as in `EnergyRegressor`, or a scheme of `molflt.graph.periodic`.
         near_field, near_exact, mixing, feature_map, num_features: see `EnergyRegressor`.
         scheme: image_cutoff, max_frequency or mesh_order; see `EnergyRegressor`.
-
-    Attributes:
-        position: mask or kernel.
     """
 
     def __init__(

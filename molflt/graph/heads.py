@@ -40,14 +40,11 @@ else:
 class ElementEmbedding(nn.Embedding):
     """Embedding of elements: atomic numbers (...) -> (..., dim).
 
-    Args:
-        dim: width.
-        descriptors: add a smooth function of `molflt.graph.elements.descriptors`, W sin(K x + b),
-            to the vectors, which then start at 0. This describes elements not seen in training by
-            their place in the periodic table; without descriptors, vectors of such elements keep
-            random initial values. Each training step leaves out the vectors of a random half of the
-            elements. The function then learns to describe elements without vectors, such as unseen
-            elements.
+    With `descriptors`, vectors start at 0, and a smooth function of
+    `molflt.graph.elements.descriptors`, W sin(K x + b), is added. This function describes elements
+    not seen in training by their place in the periodic table; without it, vectors of such elements
+    keep random initial values. Each training step leaves out the vectors of a random half of the
+    elements, and the function learns to describe elements without vectors.
     """
 
     def __init__(self, dim: int, descriptors: bool = False) -> None:
@@ -110,7 +107,6 @@ class AtomEmbedding(nn.Module):
     neighbors. Layers of messages add directions; see `molflt.graph.messages.EquivariantMessages`.
 
     Args:
-        dim: width of the embedding.
         num_basis: size of the radial basis b; 0 leaves the summary out.
         cutoff: radius of the neighborhood, Å.
         descriptors, messages, message_pairs: see `EnergyRegressor`.
@@ -177,7 +173,6 @@ class EnergyReadout(nn.Module):
     includes periodic images.
 
     Args:
-        dim: width of tokens.
         atoms: atoms that count. "contact": all atoms by contact, for labels relative to the free
             molecule; the energies of a clean slab and of a molecule far from a slab are then 0.
             "adsorbate": adsorbate atoms fully and slab atoms by contact, for labels relative to
@@ -186,9 +181,8 @@ class EnergyReadout(nn.Module):
         cutoff: cutoff of contacts, Å.
 
     Attributes:
-        by_contact: (2,) bool, buffer; True if slab atoms, or adsorbate atoms, count by contact. The
-            buffer is part of the weights. Weights of earlier versions lack it and count all atoms
-            fully.
+        by_contact: (2,) bool, buffer; True if slab atoms, or adsorbate atoms, count by contact.
+            Weights of earlier versions lack it and count all atoms fully.
     """
 
     by_contact: Tensor
@@ -263,9 +257,8 @@ class PositionHead(nn.Module):
     rotates with the structure, as accurately as h is invariant. Pairs fade smoothly at the cutoff.
 
     Args:
-        dim: width of tokens.
         hidden: width of the pair network.
-        num_basis: size of the radial basis.
+        num_basis: size of the radial basis b.
         cutoff: radius of the neighborhood, Å.
     """
 

@@ -61,9 +61,6 @@ class ChargeShare(nn.Module):
     local: atoms of weight 0, such as atoms of a neutral molecule far from the ion, get no charge
     and do not change the charges of other atoms. A supercell with the corresponding multiple of the
     charge has the same atomic charges.
-
-    Args:
-        dim: width of features.
     """
 
     def __init__(self, dim: int) -> None:
@@ -98,7 +95,6 @@ class LongRange(nn.Module):
     Without periodic axes, all pairs are computed, O(atoms^2).
 
     Args:
-        dim: width of features.
         powers: distinct values of p from 1, 2, 4, 6. p = 1 is the Coulomb interaction. For other p,
             odd channels (including the first) attract and even channels repel.
         channels: number of charges per atom and power.

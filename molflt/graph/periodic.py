@@ -124,10 +124,8 @@ class Images(Open):
 
     The weight of an image is 1 - prod_c (1 - s(d_c)), with a product over the atoms c near which
     images are kept. s is twice differentiable and falls from 1 to 0 over the last Å before the
-    cutoff. Rounding at the cutoff therefore has no effect, and energies are differentiable.
-
-    Args:
-        image_cutoff: cutoff, Å.
+    cutoff, `image_cutoff` Å. Rounding at the cutoff therefore has no effect, and energies are
+    differentiable.
     """
 
     needs_cell = True

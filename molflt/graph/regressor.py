@@ -92,8 +92,7 @@ class EnergyRegressor(nn.Module):
         element_energies: (119,) eV, buffer; reference energies of elements by atomic number, 0
             without references.
         trained_elements: (119,) bool, buffer; True for atomic numbers seen in training. Without
-            `descriptors`, embeddings of other elements are random, and so are the energies of
-            structures that contain them.
+            `descriptors`, energies of structures with other elements are random.
         adds_baseline: bool, buffer; True if the model learned the difference to baseline energies,
             which it then adds to its output.
         added_later: names of buffers missing from weights of earlier versions, where they are set

@@ -21,11 +21,9 @@ class SequenceClassifier(EncoderModel):
         pool: input of the classifier: the first "token", as in BERT, or the "mean" of all tokens.
         head_dropout: dropout before the classifier.
         encoder: further arguments of `molflt.sequence.TokenEncoder`.
-
-    Attributes:
-        of_data: prefixes of the names of tensors that depend on the data.
     """
 
+    #: prefixes of the names of tensors that depend on each data file
     of_data: ClassVar = {"classes.json": ("classify.",), "tokenizer.json": ("encoder.words.",)}
 
     def __init__(

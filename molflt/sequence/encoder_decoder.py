@@ -49,12 +49,9 @@ class EncoderDecoder(TokenModel):
         decoder: options of `stack` that differ in the decoder, such as {"num_features": 24,
             "layers": 3}; null if nothing differs.
         stack: further arguments of `molflt.attention.Stack` for encoder and decoder.
-
-    Attributes:
-        of_data: prefixes of the names of tensors that depend on the data.
     """
 
-    of_data = ("head.",)
+    of_data = ("head.",)  #: prefixes of the names of tensors that depend on the data
 
     def __init__(
         self,

@@ -47,12 +47,7 @@ class MaskedLanguageModel(EncoderModel):
         self.register_buffer("ordinary", torch.ones(self.encoder.vocabulary, dtype=torch.bool))
 
     def set_special(self, mask_id: int, special: list[int]) -> None:
-        """Sets the ids of special tokens.
-
-        Args:
-            mask_id: id of the mask token.
-            special: ids of all special tokens, including the mask token.
-        """
+        """Sets the id of the mask token and the ids of all special tokens, which include it."""
         wrong = [i for i in (mask_id, *special) if not 0 <= i < self.vocabulary]
         if wrong or len(set(special)) >= self.vocabulary:
             raise ValueError(

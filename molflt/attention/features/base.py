@@ -115,7 +115,7 @@ def _joined(*columns: Columns) -> Tensor:
 
 
 def _squared_norm(*columns: Columns) -> Tensor:
-    """Returns |x|^2 of x in columns, (..., n, .) -> (..., n, 1), without storing squares of x."""
+    # `vecdot` does not store the squares of x.
     first, *others = (
         x.square if isinstance(x, Projected) else torch.linalg.vecdot(x, x).unsqueeze(-1)
         for x in columns

@@ -41,7 +41,6 @@ class Projection(nn.Module):
         raise NotImplementedError
 
     def _draw_heads(self, generator: torch.Generator | None) -> dict[str, Tensor]:
-        """Draws the buffers of all heads, (heads, ...) each, one head after the other."""
         heads = [self._draw(generator) for _ in range(self.heads)]
         return {name: torch.stack([head[name] for head in heads]) for name in heads[0]}
 
@@ -251,7 +250,6 @@ class _GivensProjection(_FactoredProjection):
 
     @property
     def layers(self) -> int:
-        """Number of layers per block."""
         return max(1, self.LAYERS_PER_LEVEL * (self.dim - 1).bit_length())
 
     def _draw_factors(self, generator: torch.Generator | None) -> dict[str, Tensor]:

@@ -100,7 +100,6 @@ def linear_with_mesh(
 
 
 def _pieces(phi: Tensor, features: int) -> list[tuple[int, slice]]:
-    """Returns the head and the slice of features of each piece, for phi (batch, heads, n, m)."""
     starts = range(0, phi.shape[-1], features)
     return [(head, slice(i, i + features)) for head in range(phi.shape[1]) for i in starts]
 

@@ -161,7 +161,6 @@ class _Layout(NamedTuple):
 def _by_fft(
     query: Features, key: Features, value: Tensor, kernel: Tensor, layout: _Layout
 ) -> tuple[Tensor, Tensor]:
-    """Computes [numerator, normalizer] and log scale, a few features and columns at a time."""
     phi_q, phi_k, shift = _stabilize(query, key)
     top = finite(kernel.detach().flatten(1).amax(dim=1)).view(-1, *(1,) * len(layout.query))
     spectrum = layout.spectrum((kernel - top).exp())[:, None, None]

@@ -209,7 +209,6 @@ def _waves(positions: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _made(part: type[_T], options: dict[str, object], prefix: str = "", **fixed: object) -> _T:
-    """Builds a spectrum or a rule from options with a prefix, and from fixed arguments."""
     known = {
         prefix + name: parameter
         for name, parameter in signature(part).parameters.items()

@@ -35,15 +35,8 @@ _Code = Callable[[Tensor], Tensor]
 class _StochasticPosition(Position):
     """Base class with the noise, the gate, and their products with queries and keys.
 
-    Gated SPE mixes in a constant kernel, delta_d + (1 - delta_d) P_d, through noise that all
-    positions, queries and keys share. A subclass overrides `_code` and `_position_kernel`.
-
-    Args:
-        heads: number of heads; each has separate noise and separate kernels.
-        head_dim: width d of queries and keys.
-        num_realizations: number of realizations R, the width of the new queries and keys.
-        gated: learn delta_d = sigmoid(gate_d) per head; otherwise delta_d is 0.
-        noise_shape: shape of the standard normal noise.
+    A subclass overrides `_code` and `_position_kernel`, and chooses the shape of the standard
+    normal noise. The noise of the gate is shared by all positions, queries and keys.
     """
 
     weighs = False
@@ -131,8 +124,11 @@ class SineSPE(_StochasticPosition):
     values. Positions may be any real numbers. The cost is O(N d K R) operations.
 
     Args:
-        heads, head_dim, num_realizations, gated: see `_StochasticPosition`.
+        head_dim: width d of queries and keys.
+        num_realizations: number of realizations R, the width of the new queries and keys.
         num_sines: number of waves K per coordinate.
+        gated: mix in a constant kernel, delta_d + (1 - delta_d) P_d, with learned delta_d =
+            sigmoid(gate_d) per head.
         max_frequency: largest f, in cycles per unit of length. Integer positions cannot distinguish
             frequencies above 0.5 from lower frequencies.
     """
@@ -193,7 +189,7 @@ class ConvSPE(_StochasticPosition):
     the same positions, pass them in the shape (1, n, 1), which saves much time in compiled code.
 
     Args:
-        heads, head_dim, num_realizations, gated: see `_StochasticPosition`.
+        head_dim, num_realizations, gated: see `SineSPE`.
         kernel_size: length P of the filters.
         max_tokens: positions are integers in [0, max_tokens).
     """
@@ -240,7 +236,6 @@ class ConvSPE(_StochasticPosition):
         return functools.partial(self._by_row, index, kernel, bank)
 
     def _at(self, index: Tensor, kernel: Tensor, bank: Tensor | None) -> Tensor:
-        """Returns Qbar at positions (n,), from the bank if there is one: (h, d, n, R)."""
         if bank is not None:
             return bank[:, :, index]
         full = at_least_float32(kernel)

@@ -92,7 +92,6 @@ class SmoothLocal(Spectrum):
         return functools.reduce(torch.add, terms) / (math.factorial(self.order - 1) * self._peak)
 
     def _combine(self, factors: Tensor) -> Tensor:
-        """Combines the factors of boxes and axes: (..., heads, t, l) -> (..., heads)."""
         if self.combine == "sum":
             return (_product(factors) * self.amplitude).sum(dim=-1)
         return _product((factors * self.amplitude[..., None]).sum(dim=-2))
