@@ -74,8 +74,6 @@ class _Results(dict[str, Any]):
 
 
 class _Case:
-    """Calculator under test, and test structures."""
-
     def __init__(self, make: Callable[[], Any], elements: list[str], float32: bool) -> None:
         self.make, self.loose = make, 1000 if float32 else 1  # factor of the bounds
         self.step = 2e-2 if float32 else 1e-3  # step of finite differences
@@ -121,7 +119,6 @@ def _refusal(calculator: Any, atoms: Atoms) -> str:
 
 
 def _supported(calculator: Any) -> list[str]:
-    """Returns the elements that the calculator supports as individual atoms or as crystals."""
     boxes: list[dict[str, Any]] = [{}, {"cell": [2.5] * 3, "pbc": True}]
     refused = {s: [_refusal(calculator, Atoms([s], **box)) for box in boxes] for s in _TRIED}
     return [symbol for symbol in _TRIED if not all(refused[symbol])] or _TRIED

@@ -159,12 +159,8 @@ def save_tensors(
     """Writes a safetensors file with :func:`atomically`, with its sha256 in the header.
 
     The digest is computed with 64 zeros as its placeholder. The same tensors and metadata give the
-    same bytes.
-
-    Args:
-        path: file to write.
-        tensors: torch tensors, contiguous and on the CPU, or numpy arrays.
-        metadata: further entries of the header, except ``sha256``.
+    same bytes. Torch tensors must be contiguous and on the CPU. `metadata` contains further entries
+    of the header, except ``sha256``.
     """
     from safetensors import SafetensorError
 

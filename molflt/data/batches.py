@@ -328,12 +328,10 @@ class Shard(NamedTuple):
 
 
 def held_out(labels: Tensor, fraction: float, source: Path, items: str) -> Tensor:
-    """Returns a bool mask (n,) of the last rows of each class; their number is rounded down.
+    """Returns a bool mask (n,) of the last rows of each class.
 
-    Args:
-        labels: class of each row, (n,).
-        fraction: share of each class, between 0 and 1.
-        source, items: file or folder and plural noun of the rows, for messages.
+    `labels` are the classes of the rows, (n,), and `fraction` is the share of each class, whose
+    number of rows is rounded down. `source` and `items` describe the rows in messages.
     """
     held = torch.zeros(len(labels), dtype=torch.bool)
     for label in labels.unique():

@@ -18,11 +18,9 @@ _MOST = 2**31
 
 
 class ProblemSeeds(Dataset[Tensor]):
-    """Data set of consecutive seeds of problems; see `generator_of`.
+    """Data set of at most 2^31 consecutive seeds of problems; see `generator_of`.
 
-    Args:
-        use: "train", "val" or "test"; the seeds of different uses are disjoint.
-        count: number of problems, at most 2^31.
+    The seeds of different uses, "train", "val" and "test", are disjoint.
     """
 
     def __init__(self, use: str, count: int) -> None:
@@ -76,9 +74,7 @@ class ProblemData(BatchedData[ProblemSeeds]):
 def generator_of(seed: int, *purpose: int) -> torch.Generator:
     """Returns the random generator of a problem, independent of other seeds and purposes.
 
-    Args:
-        seed: seed of the problem.
-        purpose: numbers that distinguish several generators of one problem.
+    The numbers in `purpose` distinguish several generators of one problem.
     """
     words = np.random.SeedSequence([seed, *purpose]).generate_state(1, np.uint64)
     return torch.Generator().manual_seed(int(words[0] >> np.uint64(1)))

@@ -34,12 +34,9 @@ class Memory(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, x: Tensor, state: MemoryState = (), start: int = 0) -> Tensor:
-        """Computes the hidden vectors of all steps, (coordinates, steps, dim).
+        """Computes the hidden vectors of all steps of `x`, (coordinates, steps, dim) each.
 
-        Args:
-            x: (coordinates, steps, dim).
-            state: state after earlier steps.
-            start: number of earlier steps.
+        `state` is the state after `start` earlier steps.
         """
 
     @abstractmethod

@@ -41,7 +41,7 @@ class LabeledImages(Dataset[tuple[Tensor, Tensor]]):
 
     Args:
         path: source of the images.
-        labels: index of the class of each image, (n,) int64.
+        labels: index in `classes` of each image, (n,) int64.
         classes: names of the classes.
         read: function that returns the image at an index.
         names: names of the images, for messages; by default their indices.

@@ -24,10 +24,7 @@ _LEAST = 56  # minimum width of an image on the sheet, pixels; smaller images ar
 def read_images(source: Path, side: int, channels: int) -> Iterator[tuple[str, Tensor]]:
     """Yields the name and the bytes (channels, side, side) of each image, resized to a square.
 
-    Args:
-        source: image, folder of images, or idx file of images.
-        side: side of the squares in pixels.
-        channels: 1 for gray, 3 for color.
+    `source` is an image, a folder of images, or an idx file. `channels` is 1 for gray, 3 for color.
     """
     for name, image in _images(source, "L" if channels == 1 else "RGB", side):
         yield name, fitted(image.expand(1, channels, -1, -1), side, name)[0]
@@ -74,10 +71,8 @@ def _images(
 def write_sheet(path: Path, rows: Sequence[Tensor]) -> None:
     """Writes rows of images as a PNG, in strips of 16 columns, enlarged without smoothing.
 
-    Args:
-        path: file to write, ending in .png.
-        rows: (n, channels, height, width) uint8 each, of equal shapes; images with the same index
-            are in one column.
+    Rows are (n, channels, height, width) uint8, of equal shapes; images with the same index are in
+    one column.
     """
     from PIL import Image
 

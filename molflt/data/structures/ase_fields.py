@@ -107,7 +107,6 @@ class Converter:
         return record
 
     def _labels(self, atoms: Atoms, info: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns y_relaxed, and the energy, forces and stress at the positions, if available."""
         results = getattr(atoms.calc, "results", None) or {}
         self._numbers |= dict.fromkeys(
             n for n, x in info.items() if isinstance(x, Real) and not isinstance(x, Integral)

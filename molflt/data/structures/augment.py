@@ -40,9 +40,7 @@ def random_orthogonal(count: int, about: Literal["z", "all"]) -> Tensor:
 def rotate(batch: Batch, matrix: Tensor) -> Batch:
     """Rotates structure g by `matrix[g]`, in a shallow copy of the batch.
 
-    Args:
-        batch: pos, pos_relaxed (atoms, 3) and cell (structures, 3, 3), Å; rows are vectors.
-        matrix: (structures, 3, 3), orthogonal.
+    `matrix` is (structures, 3, 3) and orthogonal; positions and lattice vectors are rows.
     """
     matrix = matrix.to(batch.pos)
     rotated = batch.clone()
@@ -61,8 +59,7 @@ def interpolate(batch: Batch, share: float, noise: float) -> Batch:
     positions, and all targets, do not change.
 
     Args:
-        batch: pos, pos_relaxed (atoms, 3), Å, where pos_relaxed is unwrapped or NaN; fixed, batch
-            (atoms,).
+        batch: structures with pos, fixed and pos_relaxed, which is unwrapped or NaN.
         share: probability that a structure is moved.
         noise: standard deviation of the normal noise on the atoms of moved structures, Å.
     """
@@ -86,11 +83,8 @@ def repeat(batch: Batch, share: float) -> Batch:
 
     Energies and the target positions in the first cell do not change. Target positions of the
     copies are unknown, because the adsorbate is far away. Structures whose adsorbate may be bonded
-    across the cell boundary are not repeated.
-
-    Args:
-        batch: pos, pos_relaxed (atoms, 3) and cell (structures, 3, 3), Å; tags (atoms,).
-        share: probability that a structure is repeated.
+    across the cell boundary are not repeated. `share` is the probability that a structure is
+    repeated.
     """
     graphs = batch.num_graphs
     sizes = torch.tensor(_CELLS)[torch.randint(len(_CELLS), (graphs,))]

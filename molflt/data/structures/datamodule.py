@@ -291,7 +291,6 @@ class IS2REData(BatchedData[Structures]):
         }
 
     def _digest(self, use: str, most: int | None = None) -> str:
-        """Returns a digest of all structures; reads compact stores by columns, which is faster."""
         dataset = self.datasets[use]
         if not isinstance(dataset, StructureStore) or dataset.bad:
             return super()._digest(use, most)

@@ -62,7 +62,6 @@ def is_one(given: object) -> bool:
 
 
 def _flat(given: object) -> Iterable[object]:
-    """Yields the structures in a single structure, a batch, or a sequence of these."""
     if is_one(given):
         yield given
     elif hasattr(given, "to_data_list"):
@@ -93,7 +92,6 @@ def _is_data(given: object) -> TypeGuard[Data]:
 
 
 def _record(data: Data, number: int) -> Data:
-    """Converts PyG's `Data` to a record without relaxed positions."""
     numbers = data.get("atomic_numbers")
     numbers = data.get("z") if numbers is None else numbers
     if data.get("pos") is None or numbers is None:

@@ -98,7 +98,7 @@ def label_faults(
 
     Args:
         energies: y_relaxed, (systems,), eV; NaN if missing.
-        natoms: numbers of atoms, (systems,).
+        natoms: number of atoms of each system, (systems,).
         required: count a missing label as a fault.
         at_pos: True for energies of single points, which have no limit.
         kind: kind of the energies; None to determine it from the energies.

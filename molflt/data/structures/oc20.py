@@ -203,7 +203,6 @@ def _fields(content: bytes) -> dict[str, _Field]:
 
 
 def _decode_record(content: bytes, where: str) -> dict[str, _Field]:
-    """Returns the fields of a pickled ``torch_geometric.data.Data`` that are not None."""
     return _guarded(_fields, content, where, "a pickled torch_geometric Data")
 
 
@@ -240,11 +239,8 @@ class Oc20Lmdb(Structures):
 
     Reading takes about 2 ms per record. Convert to a compact store before training.
 
-    Args:
-        path: LMDB file or folder.
-        skip_bad: see `Structures`; missing records are also listed.
-        check: find invalid records first, in one pass, if `skip_bad` is set; otherwise, invalid
-            records raise an error when they are read.
+    With `skip_bad`, missing and invalid records are listed in `bad`. If `check` is set, they are
+    found first, in one pass; otherwise, invalid records raise an error when they are read.
     """
 
     kind = "OC20 LMDB"
@@ -375,7 +371,6 @@ class Oc20Lmdb(Structures):
 
 
 def _declared_length(shard: LmdbFile) -> int | None:
-    """Returns the number of records under the key 'length', or None."""
     content = shard.get(b"length")
     if content is None:
         return None

@@ -243,7 +243,6 @@ def _matching(path: Path) -> list[Path]:
 
 
 def _patterns(text: str) -> list[str]:
-    """Expands the braces of a pattern."""
     braces = re.search(r"\{([^{}]*,[^{}]*)\}", text)
     if braces is None:
         return [text]

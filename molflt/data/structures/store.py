@@ -115,14 +115,10 @@ def _checked(record: Data) -> Data:
 
 
 class StructureStore(Structures):
-    """Memory-mapped compact store.
+    """Memory-mapped compact store, written by :func:`write_store`.
 
     Structures in stores without a digest, from other programs or early versions, are checked when
     they are read.
-
-    Args:
-        path: ``.safetensors`` file of :func:`write_store`.
-        skip_bad: see `Structures`.
     """
 
     kind = "compact store"

@@ -203,7 +203,6 @@ def _elements(counts: np.ndarray) -> dict[str, int]:
 
 
 def _statistics(parts: list[np.ndarray]) -> Statistics:
-    """Returns the count, min, mean, median and max of the finite values, or None."""
     values = np.concatenate(parts) if parts else np.array([])
     finite = values[np.isfinite(values)]
     if len(finite) == 0:

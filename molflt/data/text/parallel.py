@@ -34,11 +34,8 @@ class ParallelText(NamedTuple):
 class Pairs(Dataset[_Item]):
     """Token ids of sentences and of their translations.
 
-    Pairs with more than `length` tokens in a sentence, including the end token, are left out.
-
-    Attributes:
-        left_out: number of pairs that were too long.
-        sizes: number of tokens of the longer sentence of each pair.
+    Pairs with more than `length` tokens in a sentence, including the end token, are left out;
+    `left_out` is their number. `sizes` are the numbers of tokens of the longer sentences.
     """
 
     def __init__(self, text: ParallelText, tokenizer: Tokenizer, length: int | None = None) -> None:
