@@ -68,7 +68,7 @@ def known_names(
     *takers: Callable[..., object],
     but: Iterable[str] = (),
 ) -> None:
-    """Raises TypeError for the first option that none of the constructors takes.
+    """Raises TypeError for the first option that is not an argument of any of the constructors.
 
     Args:
         owner: class to build; its arguments are also allowed.

@@ -21,7 +21,7 @@ class Keys(TypedDict, total=False):
     """(batch, keys), positive and finite; multiplies every A_ij of a key"""
     key_index: Tensor | None
     """(batch, keys), the token that each key copies; by default key j is token j. Periodic images
-    of an atom are keys with the atom's index and their own positions."""
+    of an atom are keys with the index of the atom and separate positions."""
 
 
 def check_mask(key_mask: Tensor, shape: torch.Size) -> None:

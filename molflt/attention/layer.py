@@ -221,7 +221,7 @@ class Attention(Positioned):
     ) -> tuple[Tensor, DecodeState]:
         """Applies causal attention to new tokens without recomputing earlier tokens.
 
-        `forward(x)` equals `decode(x)[0]`, even if x is decoded piece by piece.
+        `forward(x)` equals `decode(x)[0]`, even if x is decoded in several calls.
 
         Args:
             x: (batch, new tokens, dim); a single token or a whole prompt.

@@ -239,7 +239,7 @@ class GraphEncoding(nn.Module):
         return Factors(*factors)
 
     def _exact(self, dense: DenseAtoms, found: _Found) -> Encoding:
-        """Computes the exact mask for softmax, including the near field, without nodes."""
+        """Computes the exact mask for softmax, including the near field."""
         positions, keys, position = dense.positions, dense.key_positions, self.position
         if self.near_field is None or not isinstance(position, MultiplicativePosition):
             encoding: Encoding = position("softmax", positions, keys)

@@ -178,7 +178,6 @@ class Images(Open):
         return (2 * most + 1).prod(dim=1) - 1
 
     def _weight(self, places: Tensor, positions: Tensor, centres: Tensor) -> Tensor:
-        """Returns the weights of images, (graphs, images)."""
         width = min(_FADE, self.image_cutoff)
         distance = distances(places[:, :, None] - positions[:, None])
         share = fade((distance - self.image_cutoff) / width + 1)

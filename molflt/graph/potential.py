@@ -182,7 +182,7 @@ class Potential(EnergyRegressor):
         return self._parts(batch)[0]
 
     def _parts(self, batch: "Data") -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Returns the terms of the energies, and the tokens, charges and dipoles for `forward`."""
+        """Returns the parts of the energies, and the other outputs of `forward`."""
         untagged = copy.copy(batch)  # all atoms count equally
         untagged.tags = torch.full(batch.pos.shape[:1], int(Tag.SURFACE), device=batch.pos.device)
         charged = self.charge_share is not None

@@ -97,8 +97,8 @@ class EnergyRegressor(nn.Module):
             which it then adds to its output.
         added_later: names of buffers missing from weights of earlier versions, where they are set
             to defaults.
-        of_data: names of buffers that each run computes from its own data, even if it starts from
-            the weights of another run.
+        of_data: names of buffers that each run computes from its data, even if it starts from the
+            weights of another run.
         seen_by: names of buffers that record the data seen by a weight, with the name of that
             weight. Another run copies either the buffer and the weight, or neither.
     """

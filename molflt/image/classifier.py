@@ -116,7 +116,7 @@ class ImageClassifier(nn.Module):
         self.register_buffer("image_std", torch.ones(channels))
 
     def set_normalizer(self, mean: Sequence[float] | Tensor, std: Sequence[float] | Tensor) -> None:
-        """Sets the mean and standard deviation, (channels,) each, of images in [0, 1]."""
+        """Sets the mean and standard deviation, (channels,) each, that normalize images."""
         mean, std = torch.as_tensor(mean), torch.as_tensor(std)
         if {mean.shape, std.shape} != {self.image_mean.shape} or not bool((std > 0).all()):
             raise ValueError(

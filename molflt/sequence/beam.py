@@ -94,7 +94,7 @@ class _Search:
         self.state: Translating | None = None
         if model.decodes:
             self.state = model.begin(self.encoded, mask)
-        # all hypotheses of a source are equal at the start, so only one of them counts
+        # Only one hypothesis of a source counts at the start, because all are equal.
         self.score = torch.full((count, beam), -torch.inf, dtype=torch.float64, device=device)
         self.score[:, 0] = 0.0
 

@@ -136,7 +136,7 @@ def _whole(kernel: MeshKernel, features: int, *tensors: Tensor) -> Tensor:
 
 
 class _ByFeatures(Function):
-    """Computes `_whole` piece by piece without saving the pieces; gradients accumulate in place."""
+    """Computes `_whole` in pieces without saving the pieces; gradients accumulate in place."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, kernel: MeshKernel, features: int, *tensors: Tensor) -> Tensor:

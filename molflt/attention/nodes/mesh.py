@@ -35,9 +35,8 @@ class Mesh(NamedTuple):
     """Mesh of one graph and its reciprocal vectors."""
 
     sides: tuple[int, int, int]  # points along each lattice vector
-    # exp(-2 pi i m n / side) as real matrices: for the first axis, m = 0 ... bound, from (side,) to
-    # (m, 2), real and imaginary part; for other axes, m = -bound ... bound, from (2, side) to (m,
-    # 2)
+    # exp(-2 pi i m n / side) as real matrices, with real and imaginary parts: for the first axis,
+    # m = 0 ... bound, from (side,) to (m, 2); for others, m = -bound ... bound, (2, side) to (m, 2)
     waves: tuple[Tensor, Tensor, Tensor]
     inside: Tensor  # (a, b, c) bool, True for triples m below the end of the spectrum
     xi: Tensor  # (r, 3), frequencies of these triples, cycles/Å
@@ -130,7 +129,8 @@ def check_order(order: int) -> None:
 
 
 def splines(t: Tensor, order: int) -> Tensor:
-    """Cardinal B-splines M_p(t + p - 1), ..., M_p(t): (...) -> (..., p); positive with sum 1.
+    """Returns cardinal B-splines M_p(t + p - 1), ..., M_p(t): (...) -> (..., p); positive with sum
+    1.
 
     t is the distance from the last point at or before a token, in units of the mesh spacing.
     """
