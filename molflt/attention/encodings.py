@@ -71,8 +71,7 @@ class Encoding:
         """Computes the sums of kernelized attention, and the last state of causal linear attention.
 
         Args:
-            query: (batch, heads, queries, d).
-            key: (batch, heads, keys, d).
+            query, key: (batch, heads, tokens, d).
             value: (batch, heads, keys, dv).
             form: "linear", "quadratic", or "auto" for the cheaper of the two.
             causal: each token sees only itself and earlier tokens.

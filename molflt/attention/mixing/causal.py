@@ -48,10 +48,9 @@ def causal_linear(
     `_CHUNKS_AT_ONCE` chunks are computed at a time and recomputed in the backward pass. Apart from
     the arguments and the sums, only O(N m dv / chunk) numbers are kept.
 
-    Each query subtracts the largest exponent of the keys that it sees: the maxima of individual
-    tokens inside its chunk, and a running maximum of each feature in the carried sum. A large later
-    key therefore cannot make an earlier sum underflow. No eps is added; `Features.bounded` clips
-    features far below relevant values instead.
+    Each query subtracts the largest exponent of the keys that it sees. A large later key therefore
+    cannot make an earlier sum underflow. No eps is added; `Features.bounded` clips features far
+    below relevant values instead.
 
     Args:
         query, key, value: see `quadratic`; queries and keys are the same tokens.

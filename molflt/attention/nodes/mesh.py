@@ -5,9 +5,8 @@ token as there are nodes G, whose number grows with the cell. Instead, B-splines
 the points of a mesh, which is convolved with the kernel, and the same splines interpolate the
 result at the tokens, as in smooth particle mesh Ewald sums (Essmann et al., J. Chem. Phys. 103,
 8577 (1995)). Only low frequencies are needed; products with three small matrices of waves replace
-fast Fourier transforms. The interpolation error bounds the changes caused by shifts relative to the
-mesh, by other cells of the same crystal and by supercells; with `reciprocal_nodes` these changes
-are 0.
+fast Fourier transforms. The result is invariant under shifts, other cells of the same crystal and
+supercells only up to the interpolation error; with `reciprocal_nodes` it is exactly invariant.
 """
 
 import math

@@ -170,8 +170,8 @@ class LowRankPosition(ToeplitzPosition):
     This is the Factor-Performer of FLT (arXiv:2302.01925), section 4.2.1. Random vectors probe N,
     and an orthonormal basis Q of their images gives N ~= Q (Q^T N) (Halko et al., arXiv:0909.4061,
     algorithms 4.1 and 4.4). Products with N are Toeplitz products by FFT, O(L r log L), computed
-    once for all sequences. The paper's variant did not train because of Gram-Schmidt; Householder
-    reflections compute the basis even for masks whose rank is below r.
+    once for all sequences. The paper's variant did not train because of Gram-Schmidt. Householder
+    reflections also compute the basis of masks of rank below r.
 
     Q is treated as a constant in each evaluation. The gradient is that of Q Q^T N for the current
     Q, which is linear in N and finite for every mask; for r = L it is the gradient of N itself.
