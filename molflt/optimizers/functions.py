@@ -32,7 +32,7 @@ _Shape = Mapping[str, Tensor]
 
 
 class Family(NamedTuple):
-    """A family of functions."""
+    """Family of functions."""
 
     base: Callable[[Tensor, _Shape], Tensor]
     """maps z (batch, ..., d) and the drawn parameters to values (batch, ...)"""

@@ -1,4 +1,4 @@
-"""A `torch.optim.Optimizer` that applies a learned optimizer to any model."""
+"""`torch.optim.Optimizer` that applies a learned optimizer to any model."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class Converter:
         self._last = b""
 
     def record(self, atoms: Atoms | ValueError, number: int = 0) -> Data:
-        """Converts a structure, with the sid `number` by default; an error is raised."""
+        """Converts a structure, with the sid `number` by default, or raises the given error."""
         if isinstance(atoms, ValueError):  # the file has a structure that cannot be read
             raise atoms
         _check_fields(atoms)

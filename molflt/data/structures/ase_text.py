@@ -147,7 +147,7 @@ def _cif_block(block: CIFBlock) -> Atoms:
 
 
 def expect_elements_of_pdb(file: IO[str]) -> None:
-    """Refuses alternate locations, ambiguous atom names, and models without their own cell."""
+    """Refuses alternate locations, ambiguous atom names, and models without a cell."""
     cells = models = 0
     for number, line in enumerate(file, 1):
         cells, models = cells + line.startswith("CRYST1"), models + line.startswith("MODEL ")

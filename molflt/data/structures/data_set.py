@@ -58,7 +58,7 @@ class DataSet(NamedTuple):
 
     @property
     def folder(self) -> Path:
-        """The root, or the folder that contains it if it is a file."""
+        """Root, or the folder that contains it if it is a file."""
         return self.root if self.root.is_dir() else self.root.parent
 
     def has(self, split: str) -> bool:

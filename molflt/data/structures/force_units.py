@@ -101,7 +101,7 @@ def unit_fault(records: Iterable[Data]) -> str:
 
 
 def energy_unit_fault(records: Sequence[Data]) -> str:
-    """Describes energies that exceed those of all electrons in eV; "" if they are plausible."""
+    """Describes energies that are too large for eV and all electrons; "" if they are plausible."""
     most = [
         float(-record.energy / (_ATOM * record.atomic_numbers.double() ** (7 / 3)).sum())
         for record in records
@@ -138,7 +138,7 @@ def stress_unjudged(records: Sequence[Data]) -> str:
 
 
 def judged_stress(records: Iterable[Data]) -> tuple[str, str]:
-    """Returns the fault of the unit or sign of stress, and what is undetermined, or "" for each.
+    """Returns a fault of the unit or sign of stress and the unknown properties, or "" for each.
 
     Between similar frames of one system with different cells, the energy changes by the volume
     times stress : strain, plus the work of the forces. If the cell is constant, the check relies on

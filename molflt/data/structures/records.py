@@ -30,7 +30,7 @@ _TAGS = ", ".join(f"{tag:d} ({tag.name.lower()})" for tag in Tag)
 
 
 def _lattice_shift(delta: Tensor, cell: Tensor, pbc: Tensor) -> Tensor:
-    """Returns the lattice vectors (N, 3), Å, to subtract from vectors for their shortest images."""
+    """Returns the lattice vectors (N, 3), Å, to subtract to get the shortest images of vectors."""
     axes = pbc.reshape(1, 3).numpy()
     reduced, _ = reduced_cell(cell.reshape(1, 3, 3).double().numpy(), axes)
     basis, vectors = torch.from_numpy(reduced[axes]), delta.double()

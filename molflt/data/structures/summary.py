@@ -91,7 +91,7 @@ class Inspected(NamedTuple):
     """a small structure to draw"""
     sids: list[int]
     features: np.ndarray
-    """fingerprint of each structure, see :func:`molflt.data.structures.overlaps.fingerprint`"""
+    """fingerprint of each structure; see :func:`molflt.data.structures.overlaps.fingerprint`"""
 
 
 def summarize(
