@@ -167,6 +167,7 @@ class NearField(nn.Module):
         self.exact = exact
 
     def switch(self, distance: Tensor) -> Tensor:
+        """Returns s(r), with the shape of the distances."""
         return fade((distance / self.cutoff - self.onset) / (1 - self.onset))
 
     def forward(self, pairs: Pairs, vector: Tensor, far: Tensor) -> Pairs:
