@@ -60,7 +60,7 @@ def _of_machine() -> int | None:
 
 
 def _of_groups() -> Iterator[int]:
-    """Yields the bytes left by each control group of this process, up to the root."""
+    """Yields the bytes available in each control group of this process, up to the root."""
     for line in _CGROUP.read_text().splitlines() if _CGROUP.is_file() else ():
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):

@@ -158,7 +158,10 @@ def run(
 
 
 def trivial(data: PotentialData, tests: Mapping[str, SinglePoints]) -> Rows:
-    """Returns the errors of zero forces, and of element energies plus a constant per atom."""
+    """Returns the errors of a trivial model.
+
+    It predicts zero forces, and element energies plus a constant per atom.
+    """
     own, train = data.element_energies().energies, data.datasets["train"]
 
     def rest(points: SinglePoints) -> NDArray[np.float64]:

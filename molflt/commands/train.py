@@ -159,7 +159,7 @@ def _counted(model: nn.Module) -> str:
 
 @contextmanager
 def _one_line_warnings(folder: RunFolder) -> Iterator[None]:
-    """Prints each warning on one line, and warnings that differ only in numbers once."""
+    """Prints each warning on one line; skips those that differ from another only in numbers."""
     shown: set[str] = set()
 
     def show(message: Warning | str, *_: object, **__: object) -> None:

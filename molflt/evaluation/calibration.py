@@ -216,8 +216,8 @@ def assess(
 
     Without systems to calibrate on, only spreads are returned. For systems with new elements, the
     uncertainty is calibrated on such systems if these contain at least two different new elements.
-    Their coverage is computed with calibrations that were fitted without the systems of the same
-    new elements.
+    To compute the coverage, each of these systems is evaluated with a calibration that is fitted to
+    systems with other new elements.
 
     Args:
         model: an ensemble; other models are ignored.
@@ -297,7 +297,8 @@ def _with_new(
 ) -> tuple[Calibration, dict[str, _Array]]:
     """Calibrates for new elements, and returns uncertainties by split, (systems,), eV.
 
-    Each uncertainty is computed without the systems of the same new elements.
+    The uncertainty of a system with new elements is computed with a calibration that is fitted to
+    systems with other new elements.
     """
     kept = {name: part.labeled & _new(part) for name, part in found.items()}
     if not any(one.any() for one in kept.values()):

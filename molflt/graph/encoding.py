@@ -218,7 +218,7 @@ class GraphEncoding(nn.Module):
         return torch.minimum(atoms, nodes) if self.mixing == "auto" else atoms
 
     def _evaluate(self, dense: DenseAtoms, found: _Found) -> Encoding:
-        # Uses only tensors, as exported programs need.
+        # Uses only tensors, because exported programs require it.
         nodes = found.nodes
         if self.softmax and nodes is None:
             return self._exact(dense, found)

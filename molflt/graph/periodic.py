@@ -278,7 +278,8 @@ class Reciprocal(Open):
     def nodes(
         self, geometry: Geometry, position: SpectralPosition, left_out: Tensor | None = None
     ) -> GraphNodes | None:
-        cell, pbc = geometry.cell.double(), geometry.pbc  # random features depend on the nodes
+        # float64, because random features amplify rounding errors of the nodes
+        cell, pbc = geometry.cell.double(), geometry.pbc
         if left_out is not None:  # an arbitrary small cell, whose few nodes get weight 0
             pbc = pbc | left_out[:, None]
             small = torch.eye(3, dtype=cell.dtype, device=cell.device)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch_geometric.data import Data
 
 _CHARGE_UNIT = 10.0  # scale of tokens per e; shares of 0.1 e are common
-# feature maps whose features are smooth and whose sums do not pass 0
+# smooth feature maps whose products, and thus normalizers, are positive
 _SMOOTH_MAPS = [name for name, phi in FEATURE_MAPS.items() if phi.smooth and phi.positive_kernel]
 _FIXED = {"message_pairs", "subsurface", "position_head", "move_atoms", "readout"}
 

@@ -1,4 +1,4 @@
-"""Functions of distances that vanish at a cutoff with all derivatives."""
+"""Functions of distances that vanish at a cutoff, together with all their derivatives."""
 
 import math
 

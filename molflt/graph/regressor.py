@@ -99,8 +99,8 @@ class EnergyRegressor(nn.Module):
             to defaults.
         of_data: names of buffers that each run computes from its data, even if it starts from the
             weights of another run.
-        seen_by: names of buffers that record the data seen by a weight, with the name of that
-            weight. Another run copies either the buffer and the weight, or neither.
+        seen_by: for each buffer that records the training data of a weight, the name of that
+            weight. Another run copies either both the buffer and the weight, or neither.
     """
 
     added_later: tuple[str, ...] = ("element_energies", "readout.by_contact", "adds_baseline")

@@ -79,7 +79,7 @@ class TextWriter(Pretrained):
             tokens: number of tokens to generate.
             temperature: below 1, likely tokens become more likely; 0 takes the most likely token.
             top_k: number of most likely tokens to draw from; None for all.
-            seed: seed of the draws.
+            seed: random seed.
         """
         known = self.vocabulary.encode(prompt).tolist()
         device = next(self.model.parameters()).device
@@ -127,7 +127,7 @@ class ImageWriter(Pretrained):
             rows: number of upper rows of these images to keep; half of the rows by default.
             temperature: below 1, likely bytes become more likely; 0 takes the most likely byte.
             top_k: number of most likely bytes to draw from; None for all.
-            seed: seed of the draws, which also depend on the number of images.
+            seed: random seed; the images also depend on their number.
             progress: show a progress bar.
 
         Returns:
@@ -178,8 +178,8 @@ class ImageLabeler(Pretrained):
         """Returns the class of each image.
 
         Args:
-            images: (n, channels, side, side), as large as the training images; bytes, or real
-                numbers in [0, 1].
+            images: (n, channels, side, side), of the same size as the training images; uint8, or
+                floating point in [0, 1].
             batch_size: number of images in a batch.
         """
         given = torch.as_tensor(images)
@@ -256,7 +256,10 @@ class SentenceLabeler(_Tokenized):
         length: int | None = None,
         batch_size: int = 64,
     ) -> list[Label]:
-        """Returns the class of each sentence or pair, or its score with the name "score".
+        """Returns the class of each sentence or pair.
+
+        For a task that predicts scores, each label has the name "score", and its `probability` is
+        the score.
 
         Args:
             sentences: texts, or pairs of texts for a task on pairs.

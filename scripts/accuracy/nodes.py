@@ -99,7 +99,7 @@ def table(rows: Rows) -> str:
 
 
 def draw(png: Path, rows: Rows) -> None:
-    """Draws error and scatter against the number of nodes, with a column per diameter."""
+    """Plots the error and the scatter against the number of nodes, with one column per diameter."""
     points = [
         {"what": what, "2R / s": row["ratio"], **row, "mean": row[column], "sd": 0.0}
         for what, column in (("rms error", "error"), ("scatter over rotations", "scatter"))

@@ -188,7 +188,8 @@ class _FactoredProjection(Projection):
     def _draw(self, generator: torch.Generator | None) -> dict[str, Tensor]:
         factors = self._draw_factors(generator)
         norms = randn64(self.num_rows, self.size, generator=generator).norm(dim=-1)
-        # If dim is odd, a coordinate may never move, and odd moments remain; a sign removes them.
+        # If dim is odd, Givens layers may leave a coordinate unrotated, and the odd moments of its
+        # row then do not vanish. Random signs remove them.
         signs = 2 * rand64(self.num_rows, generator=generator).round() - 1
         return {**factors, "norms": norms * signs}
 

@@ -10,9 +10,9 @@ from molflt.attention.features.base import Operand, cut
 from molflt.attention.mixing.sums import Sums, _stable_query
 from molflt.attention.numerics import at_least_float32, finite, recomputed, undecided
 
-_AT_ONCE = 2**22  # most numbers per chunk of tokens
-_LONG = 2**24  # chunks are used if all tokens together need more numbers
-_LEAST = 1024  # fewest tokens per chunk
+_AT_ONCE = 2**22  # maximum number of elements in a chunk of tokens
+_LONG = 2**24  # chunks are used if all tokens together need more elements
+_LEAST = 1024  # minimum number of tokens per chunk
 
 
 def chunk_size(query: Operand, key: Operand, value: Tensor, columns: int = 0) -> int:

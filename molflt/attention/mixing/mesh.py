@@ -16,7 +16,7 @@ from molflt.attention.nodes.mesh import Mesh
 from molflt.attention.numerics import at_least_float32, recomputed, uncompiled
 
 _CHANNELS = 272  # largest number of feature-value products on the mesh; more is not faster
-_ON_MESH = 2**22  # numbers on the mesh at once; a single feature is always allowed
+_ON_MESH = 2**22  # maximum number of mesh values at a time; a single feature may exceed it
 _SPARSE = 4  # time of a multiplication in a sparse product relative to that in a dense product
 
 

@@ -6,9 +6,10 @@ of F with respect to the state, and `token_kernel` computes the gradients with r
 theta. These gradients yield the outputs of attention and their derivatives. Sums have a fixed
 order.
 
-Shapes: phi (heads, tokens, m); w (heads, tokens, n), followed by a column of ones with ONES; r
-(tokens, l); xi (graphs, heads, r, l), of which `counts` (graphs,) are used; a state (graphs, heads,
-r, 2, m, width), with width = n, or n + 1 with ONES; pieces (pieces, 3): graph, first token, end.
+Shapes: phi (heads, tokens, m); w (heads, tokens, n), to which ONES appends a column of ones; r
+(tokens, l); xi (graphs, heads, r, l), where a graph uses only its first `counts` (graphs,) nodes;
+the state (graphs, heads, r, 2, m, width), with width = n, or n + 1 with ONES; pieces (pieces, 3),
+with the graph, the first token and the end of each piece.
 """
 
 import triton

@@ -127,7 +127,7 @@ def _reduced(cell: Tensor, pbc: Tensor) -> Tensor:
 
 @searched(lambda cell: (torch.empty_like(cell), cell.new_empty(cell.shape[:2], dtype=torch.bool)))
 def _reduction(cell: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns combinations (b, 3, 3) that shorten vectors, and a mask of zero vectors (b, 3)."""
+    """Returns coefficients (b, 3, 3) of short vectors, and a mask (b, 3) of those that are zero."""
     combination = torch.eye(3, dtype=torch.float64, device=cell.device)
     combination = combination.repeat(len(cell), 1, 1)
     short = cell.clone()

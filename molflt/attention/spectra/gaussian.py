@@ -23,7 +23,8 @@ class GaussianBasis(Spectrum):
     Args:
         num_gaussians: number of Gaussians T.
         dim: dimension l of positions.
-        width_range: smallest and largest initial width sigma_t, spaced evenly in the logarithm.
+        width_range: smallest and largest initial width sigma_t; the widths are evenly spaced on a
+            logarithmic scale.
         amplitude: standard deviation of the initial a_ht, or their typical size if `positive`.
         positive: learn the logarithms of a_ht. f is then positive everywhere, can be a
             multiplicative kernel (`MultiplicativePosition`), and can be summed over the images of a
@@ -84,7 +85,7 @@ class GaussianMixture(Spectrum):
         num_gaussians: number of Gaussians T; 25 in the paper's image experiments.
         dim: dimension l of positions.
         width_range: smallest and largest initial width of an envelope, 1 / (2 pi sigma_t), in units
-            of length, spaced evenly in the logarithm.
+            of length; the widths are evenly spaced on a logarithmic scale.
         mean_scale: standard deviation of the initial mu_t in units of sigma_t. At 0 the gradient of
             the odd part vanishes.
         amplitude: standard deviation of the initial a_t (and b_t).

@@ -66,7 +66,7 @@ def convert(
             REF_forces.
         stress_key: name of the stress, eV/Å^3, or, with "virial" in the name, of a virial, eV; by
             default stress, else REF_stress.
-        baseline_key: name of the baseline energy, eV, in files that ASE reads, which becomes
+        baseline_key: name of the baseline energy, eV, in files that ASE reads. It is stored as
             y_baseline; see --data.baseline_key of molflt train.
     """
     paths = [Path(src)] if isinstance(src, str | Path) else list(src)

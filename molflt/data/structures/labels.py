@@ -141,8 +141,8 @@ class ElementEnergies(NamedTuple):
     Attributes:
         energies: eV by atomic number, (119,); 0 for elements that no structure has.
         present: (119,) bool by atomic number; True for elements with an energy.
-        undetermined: number of combinations of elements that the compositions do not determine;
-            their energies are as small as possible.
+        undetermined: number of independent combinations of the energies that the compositions do
+            not determine; of all best fits, `energies` has the smallest norm.
         mean: mean of the residual labels, eV.
         std: standard deviation of the residual labels, eV; 0 if it is only rounding.
     """
