@@ -1,0 +1,75 @@
+"""Train on few labels, drawn at random from a training set, and report errors by their number.
+
+    python scripts/few_labels.py --data FOLDER --out runs/few/scratch -- --task.lr=1e-3
+    python scripts/few_labels.py --data FOLDER --out runs/few/start -- --init=adsorption
+
+A draw is a folder with a store of k labeled structures and links to the validation splits. Runs
+are evaluated after the last step, and validation splits do not select anything. Words after -- are
+options of `molflt train`. Writes few_labels.md and few_labels.csv. After an interruption, the same
+command continues.
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+from kit.rows import Rows, markdown, mean_sd, names, pick, write_csv
+from kit.runs import collect, job_of, on_data, publish, work_all
+from kit.words import described, guarded, trainings
+
+from molflt.data.structures import open_dataset
+from molflt.data.structures.splits import VAL_SPLITS
+from molflt.data.structures.store import write_store
+
+TRAIN = "train.safetensors"
+
+
+def draw(data: Path, folder: Path, count: int, seed: int) -> None:
+    """Writes a folder with `count` random training structures and all validation splits."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for split in VAL_SPLITS:
+        link, store = folder / f"{split}.safetensors", data / f"{split}.safetensors"
+        if store.exists() and not link.exists():
+            link.symlink_to(store.resolve())
+    if not (folder / TRAIN).exists():
+        dataset = open_dataset(data / TRAIN)
+        if count > len(dataset):
+            raise ValueError(f"--labels {count}: expected at most {len(dataset)}; got {count}")
+        chosen = np.random.default_rng(seed).permutation(len(dataset))[:count]
+        write_store(folder / TRAIN, (dataset[int(i)] for i in sorted(chosen)))
+
+
+def table(rows: Rows) -> str:
+    """Returns the mean and deviation over draws of the MAE in eV, by number of labels and split."""
+    splits = names(rows, "split")
+    lines = []
+    for labels in names(rows, "labels"):
+        cells = ([row["mae_eV"] for row in pick(rows, labels=labels, split=one)] for one in splits)
+        lines.append([labels, *(mean_sd(own, 3) for own in cells)])
+    return markdown(["labels", *(f"{split} MAE, eV" for split in splits)], lines)
+
+
+@guarded
+def main(words: list[str] | None = None) -> int:
+    parser = described(__doc__)
+    parser.add_argument("--config", type=Path, default=Path("configs/few-labels.yaml"))
+    parser.add_argument("--data", type=Path, required=True, help="folder with a store per split")
+    parser.add_argument("--out", type=Path, default=Path("runs/few-labels"))
+    parser.add_argument("--labels", nargs="+", type=int, default=[10, 30, 100, 300])
+    options = trainings(parser, words, seeds=range(3))
+    jobs = {}
+    for count in options.labels:
+        for seed in options.seeds:
+            folder = options.out / "data" / f"{count}-{seed}"
+            draw(options.data, folder, count, seed)
+            job = job_of(options, str(options.config), seed)
+            jobs[options.out / str(count) / f"seed{seed}"] = on_data(job, folder)
+    code = work_all(jobs, options)
+    if rows := collect(options.out, "labels", [str(k) for k in options.labels], options.seeds):
+        write_csv(options.out / "few_labels.csv", rows)
+        publish(options.out / "few_labels.md", table(rows))
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""Merge sets of adsorption energies with different references into one training set.
+
+    python scripts/merge.py OUT sample=datasets/chgnet-sample game-net=datasets/game-net/fg
+
+Energies of the sets are relative to different molecules and come from different methods. In each
+set, energies of the adsorbate elements are fitted to the training split by least squares and
+subtracted. One file is divided into splits at random, as in training. Structures without relaxed
+positions count as relaxed. Writes train.safetensors, val_id.safetensors and references.json, the
+subtracted energies in eV by set and element.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+from ase.data import chemical_symbols
+from kit.words import described, guarded
+from torch_geometric.data import Data
+
+from molflt.atoms import Tag
+from molflt.data.structures.data_set import DataSet
+from molflt.data.structures.store import write_store
+
+SPLITS = ("train", "val_id")
+
+
+def counts(records: list[Data]) -> np.ndarray:
+    """Returns the number of adsorbate atoms by structure and atomic number."""
+    adsorbed = (r.atomic_numbers[r.tags == Tag.ADSORBATE.value] for r in records)
+    return np.array([np.bincount(own, minlength=len(chemical_symbols)) for own in adsorbed])
+
+
+def shifted(record: Data, reference: float, sid: int) -> Data:
+    """Returns a record with other energies and another sid, and with relaxed positions."""
+    record = record.clone()
+    record.sid = sid
+    record.y_relaxed, record.y_init = record.y_relaxed - reference, record.y_init - reference
+    if not record.pos_relaxed.isfinite().all():
+        record.pos_relaxed = record.pos.clone()
+    return record
+
+
+def merge(out: Path, sets: dict[str, Path]) -> None:
+    """Writes both splits, and prints the number of structures in each set."""
+    merged: dict[str, list[Data]] = {split: [] for split in SPLITS}
+    references = {}
+    for name, root in sets.items():
+        parts = {split: list(part) for split, part in DataSet(root).open(SPLITS).items()}
+        energies = np.array([float(record.y_relaxed) for record in parts["train"]])
+        if not np.isfinite(energies).all():
+            raise ValueError(f"{root}: expected energies of all structures of the training split")
+        fit = np.linalg.lstsq(counts(parts["train"]).astype(float), energies, rcond=None)[0]
+        references[name] = {
+            chemical_symbols[z]: fit[z] for z in np.flatnonzero(counts(parts["train"]).any(axis=0))
+        }
+        for split, records in parts.items():
+            for record, reference in zip(records, counts(records) @ fit, strict=True):
+                merged[split].append(shifted(record, reference, len(merged[split])))
+        print(f"{name}: {', '.join(f'{split} {len(own)}' for split, own in parts.items())}")
+    for split, records in merged.items():
+        write_store(out / f"{split}.safetensors", records, source=", ".join(sets))
+    (out / "references.json").write_text(json.dumps(references, indent=1) + "\n")
+
+
+@guarded
+def main(words: list[str] | None = None) -> None:
+    parser = described(__doc__)
+    parser.add_argument("out", type=Path, help="folder of the merged stores")
+    parser.add_argument("sets", nargs="+", metavar="NAME=ROOT", help="a set and its root")
+    options = parser.parse_args(words)
+    sets = dict(word.split("=", 1) for word in options.sets)
+    merge(options.out, {name: Path(root) for name, root in sets.items()})
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
