@@ -138,7 +138,7 @@ def draw_stack(
 def draw_encoding(
     position: Position | None, scale: float, tokens: int, png: Path, what: str = "tokens"
 ) -> None:
-    """Draws a relative encoding against the offset of tokens, unless it is None or has no bias.
+    """Plots a relative encoding against the offset of tokens, unless it is None or has no bias.
 
     `tokens` is the number of tokens along each axis, `scale` is their distance, and `what` is their
     name in the label.

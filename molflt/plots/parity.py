@@ -34,7 +34,7 @@ def parity(
     quantity: str = "energy",
     unit: str = "eV",
 ) -> None:
-    """Draws predictions against labels, with one panel per split and equal axes.
+    """Plots predictions against labels, with one panel per split and equal axes.
 
     Args:
         panels: labels and predictions of each split, (systems,), in `unit`.
@@ -112,7 +112,7 @@ def calibration(
     level: float,
     file: Path,
 ) -> None:
-    """Draws the coverage against the nominal level, and the errors against the uncertainty.
+    """Plots the coverage against the nominal level, and the errors against the uncertainty.
 
     Args:
         coverage: levels in (0, 1) and fractions of errors within their intervals, (levels,), of
@@ -139,7 +139,7 @@ def calibration(
 def _binned(
     axes: Axes, errors: Mapping[str, tuple[_Array, _Array]], level: float, colors: dict[str, str]
 ) -> None:
-    """Draws the quantile of |error| against the uncertainty in bins of equal numbers of systems."""
+    """Plots the quantile of |error| against the uncertainty in bins of equal numbers of systems."""
     seen = []
     for split, (uncertainty, error) in errors.items():
         bins = min(_MOST_BINS, max(1, len(error) // _BIN))

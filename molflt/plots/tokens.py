@@ -19,7 +19,7 @@ _ROWS, _COLUMNS = 4, 8
 
 
 def losses_by_place(losses: Mapping[str, NDArray[np.float64]], file: Path) -> None:
-    """Draws the mean loss against the position in a block, which is the length of the context.
+    """Plots the mean loss against the position in a block, which is the length of the context.
 
     `losses` contains the loss of each token of each text, nats, (blocks, length); NaN if missing.
     """

@@ -62,7 +62,7 @@ def training_curve(
     best: str = "",
     step: int | None = None,
 ) -> None:
-    """Draws the loss, the metrics and the learning rate against the step.
+    """Plots the loss, the metrics and the learning rate against the step.
 
     Args:
         metrics_csv: metrics.csv of a run, with the column `step` and any of `train_loss`, `lr`, and
@@ -172,7 +172,7 @@ def _better(largest_is_best: bool) -> str:
 def overlaid_curves(
     runs: Mapping[str, Mapping[str, _Array]], metrics: Mapping[str, Metric], file: Path
 ) -> None:
-    """Draws columns of several metrics.csv files against the step, with one panel per metric.
+    """Plots columns of several metrics.csv files against the step, with one panel per metric.
 
     `runs` contains the columns of each run, (rows,) each, including step, with NaN for empty cells.
     Columns without values are omitted.
@@ -236,7 +236,7 @@ def intervals(
 
 
 def loss_curves(tasks: Mapping[str, Mapping[str, _Array]], file: Path, steps: int) -> None:
-    """Draws losses against the step: the geometric mean and the range over repeats.
+    """Plots losses against the step: the geometric mean and the range over repeats.
 
     `tasks` contains nonnegative losses at evenly spaced steps up to `steps`, (repeats, n), by task
     and optimizer. Infinite values are omitted.

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from molflt.attention.numerics import at_least_float32, recomputed
 from molflt.attention.stack import ACTIVATIONS
 
-_AT_ONCE = 2**27  # most logits kept for the backward pass; more logits are recomputed
+_AT_ONCE = 2**27  # largest number of logits kept for the backward pass; others are recomputed
 _SHRINK = 4.0  # ratio of the widths of neighboring clusters
 
 

@@ -143,7 +143,7 @@ class FeatureMap(nn.Module):
     learned = False  #: True if the map learns a projection that is drawn at random initially
     signed = False  #: True if features can be negative
     positive_kernel = True  #: True if all phi(q) . phi(k), and thus all normalizers, are positive
-    smooth = False  #: True if features have two continuous derivatives, as forces need
+    smooth = False  #: True if features have two continuous derivatives, which forces need
     estimates_exp = False  #: True if the products estimate exp(q . k)
     takes_projected = False  #: True if columns can be randomly projected
     unit_norm = False  #: True if unit norms and a learned temperature are the default

@@ -15,7 +15,7 @@ from molflt.attention.numerics import (
     undecided,
 )
 
-_TRANSIENT = 2**22  # most numbers per chunk of columns or pairs
+_TRANSIENT = 2**22  # largest number of elements per chunk of columns or pairs
 _MANY = 2**18  # products of features are recomputed in backward if there are more pairs
 
 

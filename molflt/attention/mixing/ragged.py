@@ -19,7 +19,7 @@ from molflt.attention.mixing.sums import Sums, _stable_query
 from molflt.attention.numerics import at_least_float32, finite, recomputed, uncompiled
 
 _BLOCK = 64  # tokens per program
-_FEATURES = 64  # most features per program; half as many for wide values
+_FEATURES = 64  # largest number of features per program; half as many for wide values
 _PIECE, _PIECES = 512, 128  # fewest tokens in a piece; most pieces of a graph
 _STATE = 2**26  # nodes are summed in chunks if the states of all pieces have more numbers
 

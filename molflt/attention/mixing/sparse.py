@@ -10,7 +10,7 @@ from torch.autograd.function import FunctionCtx
 
 from molflt.attention.checks import in_transform
 
-_TRANSIENT = 2**22  # most numbers per piece of the plain form
+_TRANSIENT = 2**22  # largest number of elements per piece of the plain form
 
 
 class Pattern(NamedTuple):
