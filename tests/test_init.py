@@ -109,6 +109,29 @@ def test_references_are_fitted_again_or_omitted(shared_data, others, tmp_path):
     assert not weights(tmp_path / "without")["element_energies"].any()
 
 
+def test_references_adapt_the_initial_weights(shared_run, others, tmp_path):
+    """Labels that differ from predictions by energies of the elements are fitted exactly."""
+    model, data = molflt.load(shared_run), tmp_path / "data"
+    shift = torch.linspace(-2.0, 3.0, 119, dtype=torch.float64)
+    for split in ("train", "val_id"):
+        records = list(StructureStore(others / f"{split}.safetensors"))
+        for record, found in zip(records, model.predict(records), strict=True):
+            adsorbed = record.atomic_numbers[record.tags == 2]
+            record.y_relaxed = torch.tensor(found.energy + float(shift[adsorbed].sum()))
+        write_store(data / f"{split}.safetensors", records)
+    adapt = [*STILL, "--task.references=adapt"]
+    assert begin(data, tmp_path / "run", shared_run, *adapt) == 0
+    dataset = StructureStore(data / "train.safetensors")
+    energies = [one.energy for one in molflt.load(tmp_path / "run").predict(dataset)]
+    assert energies == pytest.approx(dataset.y_relaxed, abs=1e-5)
+    found = weights(tmp_path / "run")["element_energies"]
+    fitted = {int(number) for number in found.nonzero()}
+    assert fitted <= {int(z) for one in dataset for z in one.atomic_numbers[one.tags == 2]}
+    assert float(weights(tmp_path / "run")["energy_std"]) != float(
+        weights(shared_run, "best")["energy_std"]
+    )
+
+
 def test_tensors_that_do_not_fit_are_recorded(others, source, tmp_path, capsys):
     """The new model has one fewer layer, a radial summary, and a different width.
 

@@ -196,10 +196,11 @@ class EnergyReadout(nn.Module):
         nn.init.constant_(self.factor.weight, 0.5 if self.sees_neighbors else 0.1)  # fewer count
         self.register_buffer("by_contact", torch.tensor(READOUTS[atoms]))
 
-    def zero_(self) -> None:
-        """Sets the last layer to 0, which makes all contributions 0."""
+    @torch.no_grad()
+    def scale_(self, factor: float) -> None:
+        """Multiplies all contributions by a factor."""
         for weight in self.mlp[-1].parameters():
-            nn.init.zeros_(weight)
+            weight.mul_(factor)
 
     def forward(
         self, h: Tensor, geometry: Geometry, neighbors: Neighbors | None = None

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch_geometric.data import Batch
 
     from molflt.data.structures.datamodule import IS2REData
@@ -32,17 +33,21 @@ class OfStructures:
     def store_references(
         self,
         data: "IS2REData | PotentialData",
-        references: Literal["none", "fit"] | Path | None,
+        references: Literal["none", "fit", "adapt"] | Path | None,
         of_adsorbates: bool = False,
+        explained: "NDArray[np.float64] | float" = 0.0,
     ) -> "ElementEnergies | None":
-        """Stores element energies, fitted or read from a file, in a buffer of the model."""
+        """Stores element energies, fitted or read from a file, in a buffer of the model.
+
+        `explained` contains energies that the fit subtracts from the labels, (structures,), eV.
+        """
         # same annotation as in the tasks, because typing caches the first order of a union
         from ase.data import chemical_symbols
 
         if references in (None, "none"):
             return None
         fit = data.element_energies(
-            None if references == "fit" else Path(references), of_adsorbates
+            None if references in ("fit", "adapt") else Path(references), of_adsorbates, explained
         )
         self.model.get_buffer("element_energies").copy_(torch.from_numpy(fit.energies))
         there = np.flatnonzero(fit.present)

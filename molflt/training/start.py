@@ -350,6 +350,9 @@ class Initializer:
         if self._source is None:
             return
         self._done = _transfer(self._source, model, files)
+        unit = self._source.weights.get("energy_std")
+        if "energy_std" in self._done.of_data and unit is not None:
+            model.get_buffer("energy_std").copy_(unit)  # until the task replaces it
         if DOMAIN in files and self._source.domain is None:
             warnings.warn(
                 f"--init {self.name} has no {DOMAIN}, so the training data of these weights are "

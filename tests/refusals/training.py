@@ -119,6 +119,7 @@ PLAIN += "--model.num_features=null"
 NEW: list[tuple[str, Prepare | None, str, str, str]] = [
     ("--config={folder}/a.yaml", BOTH, "trainer.max_epochs=1", "one of", "6 steps"),
     ("--task.noise=0.1", None, "noise", "interpolate", "0.1"),
+    ("--task.references=adapt", None, "task.references=adapt", "--init", "none"),
     (f"--task.redraw_every=2 {PLAIN}", None, "task.redraw_every", "random features", "2"),
     ('--task.lr_factors={{"reedout.*":2}}', None, "task.lr_factors", "readout.*", "reedout.*"),
     ("--data.train_split=absent", None, "split", "", "'absent'"),

@@ -194,7 +194,7 @@ class IS2REData(BatchedData[Structures]):
                 warnings.warn(f"{opened[val].path}: {text}", stacklevel=4)
         return sound
 
-    def _targets(self) -> np.ndarray:
+    def targets(self) -> np.ndarray:
         """Returns the training energies that the model learns, eV: labels minus the baseline."""
         self.setup()
         dataset = self.datasets["train"]
@@ -305,14 +305,14 @@ class IS2REData(BatchedData[Structures]):
 
         The deviation is 1 if all energies are equal.
         """
-        energies = self._targets()
+        energies = self.targets()
         return float(energies.mean()), beyond_rounding(float(energies.std()), energies) or 1.0
 
     def refuse_totals(self) -> None:
         """Refuses training energies that look like total energies."""
         self.setup()
         dataset = self.datasets["train"]
-        energies, natoms = self._targets(), dataset.natoms
+        energies, natoms = self.targets(), dataset.natoms
         if is_energy(self.reading.energy_key) and energy_kind(energies, natoms) == "total":
             raise ValueError(
                 f"{dataset.path}: y_relaxed looks like total energies, with a median of "
@@ -347,13 +347,19 @@ class IS2REData(BatchedData[Structures]):
             )
 
     def element_energies(
-        self, references: Path | None = None, of_adsorbates: bool = False
+        self,
+        references: Path | None = None,
+        of_adsorbates: bool = False,
+        explained: np.ndarray | float = 0.0,
     ) -> ElementEnergies:
-        """Fits energies per element on the training split; warns if they are undetermined."""
+        """Fits energies per element on the training split; warns if they are undetermined.
+
+        The fit subtracts `explained`, (structures,), eV, from the labels.
+        """
         self.setup()
         train, dataset = self.datasets["train"], self.datasets["val"]
         given = None if references is None else read_element_energies(references)
-        found = fit_element_energies(train, given, of_adsorbates, self._targets())
+        found = fit_element_energies(train, given, of_adsorbates, self.targets() - explained)
         if found.undetermined:
             warnings.warn(
                 f"{train.path}: compositions leave {found.undetermined} of "
