@@ -192,7 +192,7 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
         scale = self.model.get_buffer("energy_std")
         before = scale.clone()
         scale.fill_(found[1] if std is None else std)
-        if references == "adapt":  # the energies stay as they were scaled
+        if references == "adapt":  # keeps the scaled energies
             self._readout.scale_(float(before / scale))
 
     @property
@@ -200,10 +200,10 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
         return cast("EnergyReadout", self.model.readout)
 
     def _scaled(self, data: "IS2REData", of_adsorbates: bool) -> "NDArray[np.float64]":
-        """Scales the energies of the initial weights, and returns them for the training set, eV.
+        """Scales the initial readout to fit the labels, and returns its training energies, eV.
 
-        The scale and the element energies that best fit the labels are found together. A scale of 1
-        is as likely a priori as a deviation of 0.3 at errors of 0.3 eV.
+        The scale and the element energies are fitted together by ridge regression. The penalty
+        corresponds to a scale of 1 ± 0.3 before the fit and errors of 0.3 eV.
         """
         if data.initial is None:
             raise ValueError(
