@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 from kit.rows import Rows, markdown, mean_sd, names, pick, write_csv
-from kit.runs import collect, job_of, on_data, publish, work_all
+from kit.runs import collect, digest, job_of, on_data, prepare, publish, work_all
 from kit.words import described, guarded, trainings
 
 from molflt.data.structures import open_dataset
@@ -26,7 +26,7 @@ TRAIN = "train.safetensors"
 
 def draw(data: Path, folder: Path, count: int, seed: int) -> None:
     """Writes a folder with `count` random training structures and all validation splits."""
-    folder.mkdir(parents=True, exist_ok=True)
+    prepare(folder, {"data": digest(data / TRAIN), "labels": count, "seed": seed})
     for split in VAL_SPLITS:
         link, store = folder / f"{split}.safetensors", data / f"{split}.safetensors"
         if store.exists() and not link.exists():

@@ -68,8 +68,13 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("out", type=Path, help="folder of the merged stores")
     parser.add_argument("sets", nargs="+", metavar="NAME=ROOT", help="a set and its root")
     options = parser.parse_args(words)
-    sets = dict(word.split("=", 1) for word in options.sets)
-    merge(options.out, {name: Path(root) for name, root in sets.items()})
+    sets = {}
+    for word in options.sets:
+        name, equals, root = word.partition("=")
+        if not (name and equals and root) or name in sets:
+            raise ValueError(f"{word}: expected NAME=ROOT, with different names")
+        sets[name] = Path(root)
+    merge(options.out, sets)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ import ase.io
 import numpy as np
 from ase import Atoms
 from kit.rows import markdown
+from kit.runs import digest, prepare
 from kit.words import described, guarded
 from making.calculators import adsorption_energy, relax
 from making.systems import _bonds, _rejection
@@ -74,7 +75,8 @@ def relaxed(system: Atoms, number: int, count: int, made: dict[str, Any]) -> lis
 def relax_all(options: argparse.Namespace) -> None:
     """Writes a file for each pair, and placements.extxyz once all pairs are done."""
     made = json.loads((options.data / "made.json").read_text())
-    options.out.mkdir(parents=True, exist_ok=True)
+    job = {name: getattr(options, name) for name in ("placements", "seed")}
+    prepare(options.out, {**job, "made": digest(options.data / "made.json")})
     files = []
     for number, system in enumerate(pairs(options.data, options.pairs, options.seed)):
         files.append(options.out / f"pair{number}.extxyz")
@@ -111,7 +113,10 @@ def rank(options: argparse.Namespace) -> None:
     scores = {"energy of the placement": start}
     for table in options.tables:
         with table.open(newline="") as file:
-            scores[table.stem] = np.array([float(row["energy_eV"]) for row in csv.DictReader(file)])
+            energies = [float(row["energy_eV"]) for row in csv.DictReader(file)]
+        if len(energies) != len(whole):
+            raise ValueError(f"{table}: expected {len(whole)} energies; got {len(energies)}")
+        scores[table.stem] = np.array(energies)
     for name, score in scores.items():
         lines.append(
             (name, f"{share(pair, energy, score):.2f}", f"{np.abs(score - energy).mean():.3f}")

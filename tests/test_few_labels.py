@@ -52,6 +52,9 @@ def test_larger_draws_contain_smaller_ones(tmp_path):
         drawn[count, seed] = {int(record.sid) for record in dataset}
         assert len(open_dataset(folder / "val_id.safetensors")) == 2
     assert len(drawn[3, 0]) == 3 and drawn[3, 0] < drawn[6, 0] and drawn[3, 0] != drawn[3, 1]
+    write_store(tmp_path / "other" / "train.safetensors", structures(12, 2))
+    with pytest.raises(ValueError, match="3-0.*other data"):
+        script.draw(tmp_path / "other", tmp_path / "3-0", 3, 0)
     with pytest.raises(ValueError, match="--labels 99"):
         script.draw(data, tmp_path / "99", 99, 0)
 
@@ -76,6 +79,13 @@ def test_placements_are_relaxed_and_ranked(tmp_path, capsys):
     (out / "exact.csv").write_text("\n".join(["energy_eV", *rows]))
     assert script.main(["rank", str(out), str(out / "exact.csv")]) == 0
     assert "| exact | 1.00 | 0.000 |" in capsys.readouterr().out
+    (out / "exact.csv").write_text("\n".join(["energy_eV", *rows[1:]]))
+    assert script.main(["rank", str(out), str(out / "exact.csv")]) == 2
+    assert f"expected {len(rows)} energies; got {len(rows) - 1}" in capsys.readouterr().err
+    assert script.main([*words, "--seed", "1"]) == 2
+    assert "seed" in capsys.readouterr().err
+    assert load_script("merge").main([str(out), "no-root"]) == 2
+    assert "no-root: expected NAME=ROOT" in capsys.readouterr().err
 
 
 def test_the_share_counts_pairs_whose_best_is_among_the_top_five():

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from molflt.attention.checks import not_negative, positive
 from molflt.data.structures import augment
+from molflt.data.structures.base import with_bar
 from molflt.metrics import EWT_THRESHOLD, Metric
 from molflt.tasks.base import Task
 from molflt.tasks.structures import OfStructures
@@ -212,14 +213,19 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
             )
         dataset, energies = data.datasets["train"], []
         self.model.eval()
-        with torch.inference_mode():
-            for first in range(0, len(dataset), _AT_ONCE):
+        with torch.no_grad():
+            for first in with_bar(
+                range(0, len(dataset), _AT_ONCE), "predicting training structures"
+            ):
                 records = [dataset[i] for i in range(first, min(first + _AT_ONCE, len(dataset)))]
                 energies.append(self.model(data.collate(records))["energy"])
         self.model.train()
         predicted = torch.cat(energies).numpy()
         atoms = dataset.compositions(np.arange(len(dataset)), of_adsorbates).astype(np.float64)
-        left = [y - atoms @ np.linalg.lstsq(atoms, y)[0] for y in (predicted, data.targets())]
+        left = [
+            y - atoms @ np.linalg.lstsq(atoms, y, rcond=None)[0]
+            for y in (predicted, data.targets())
+        ]
         scale = 1 + left[0] @ (left[1] - left[0]) / (left[0] @ left[0] + 1.0)
         self._readout.scale_(scale)
         return scale * predicted
