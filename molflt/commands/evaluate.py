@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import tempfile
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -64,23 +64,15 @@ def evaluate(
     out = run if out is None else Path(out)
     expect_writable(out / "results.json")
     recipe = Recipe.of(config)
-    with further_formats(pictures or []) as more:
-        report: Evaluation = recipe.load("evaluate")(run, model, config, out, **options)
+    with tempfile.TemporaryDirectory() as folder, further_formats(pictures or []):
+        made = Path(folder)  # a failed evaluation keeps the files of an earlier one
+        report: Evaluation = recipe.load("evaluate")(run, model, config, made, **options)
         if pictures and (run / "metrics.csv").is_file():
             task: Any = recipe.load("task")
-            draw_curve(run, out / "curve.png", task.metrics, task.best)
+            draw_curve(run, made / "curve.png", task.metrics, task.best)
+        files = write_results(out, made, report.results, provenance, config, options)
     print(f"{' + '.join(map(str, members))}, checkpoint {checkpoint}{report.text}")
-    known = {  # JSON cannot represent NaN or an infinite perplexity
-        split: {
-            name: None if value is None or not math.isfinite(value) else value
-            for name, value in row.items()
-        }
-        for split, row in report.results.items()
-    }
-    keys = ("energy_key", "tags", "forces_key", "stress_key")
-    reading = {key: options[key] for key in keys if key in options}
-    files = write_results(out, known, provenance, config, options.get("data"), reading)
-    print("written: " + ", ".join(map(str, [*files, *report.files, *more])))
+    print("written: " + ", ".join(map(str, [*files, *report.files])))
     return report.results
 
 

@@ -193,7 +193,6 @@ class Uncertainty(NamedTuple):
     rows: Results
     text: str  # table of the metrics
     columns: dict[str, dict[str, _Array]]  # results of `uncertainty_of` by split
-    files: list[Path]
 
 
 def check_calibration_split(model: nn.Module, split: str | None, splits: Sequence[str]) -> None:
@@ -227,9 +226,9 @@ def assess(
         learned: the training split, whose errors are too small.
     """
     if not isinstance(model, EnsembleRegressor):
-        return Uncertainty({}, "", {}, [])
+        return Uncertainty({}, "", {})
     columns = {name: uncertainty_of(model, part, None) for name, part in found.items()}
-    only_spread = Uncertainty({name: _row(part) for name, part in found.items()}, "", columns, [])
+    only_spread = Uncertainty({name: _row(part) for name, part in found.items()}, "", columns)
     labeled = [name for name, part in found.items() if part.labeled.any() and name != learned]
     if split is None and not labeled:
         why = f" except those of {learned}, the training split" if learned in found else ""
@@ -261,11 +260,9 @@ def assess(
     if (known & ~aside).any():
         crossed = _crossed(calibration, calibrating, _errors(found[chosen], known & ~aside))
         rows[chosen]["coverage_crossed_percent"] = crossed
-    files = [out / CALIBRATION]
-    calibration.save(files[0])
+    calibration.save(out / CALIBRATION)
     if judged:
-        files.append(out / "uncertainty.png")
-        _draw(calibration, calibrating, judged, files[-1])
+        _draw(calibration, calibrating, judged, out / "uncertainty.png")
     heading = (
         f"uncertainty: {calibration.factor:.3g} * sqrt(spread^2 + ({calibration.floor:.3g} eV)^2) "
         f"covers {100 * LEVEL:.0f} % of the errors of {calibration.systems:,} systems of "
@@ -277,7 +274,7 @@ def assess(
             f"({new.floor:.3g} eV)^2), fitted to {new.systems:,} systems"
         )
     table = results_table("split", _COLUMNS, rows)
-    return Uncertainty(rows, f"{heading}\n{table}", columns, files)
+    return Uncertainty(rows, f"{heading}\n{table}", columns)
 
 
 def _errors(part: Predictions, chosen: NDArray[np.bool_]) -> _Errors:

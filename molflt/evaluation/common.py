@@ -15,18 +15,22 @@ from tqdm import tqdm
 
 from molflt import plots
 from molflt.attention import Attention, Position, Stack
+from molflt.data.batches import BatchedData
 from molflt.data.images.datamodule import ImageData
 from molflt.data.images.files import LabeledImages
 from molflt.data.text.sentences import CLASSES
 from molflt.data.text.tokenizer import TOKENIZER, Tokenizer
 from molflt.data.text.vocabulary import Vocabulary
+from molflt.evaluation.results import Evaluation, Results, results_table
 from molflt.memory import within_memory
 from molflt.metrics import locality
 from molflt.tasks.base import Task
+from molflt.training.config import Config
+from molflt.training.recipes import Recipe
 
 __all__ = ["attention_of", "batches", "chosen_splits", "classes_of", "device_of"]
-__all__ += ["draw_encoding", "draw_stack", "expect_finite", "load_classes", "load_tokenizer"]
-__all__ += ["load_vocabulary", "locality_of", "named_images", "named_sources"]
+__all__ += ["draw_encoding", "draw_stack", "evaluate", "expect_finite", "load_classes"]
+__all__ += ["load_tokenizer", "load_vocabulary", "locality_of", "named_images", "named_sources"]
 __all__ += ["tokenizer_of", "total_of", "vocabulary_of"]
 
 _RESTORE = "restore the file that training wrote"
@@ -80,21 +84,57 @@ def named_images(
     return data, {name if other is None else Path(other).name: data.judged(name) for name in wanted}
 
 
+def evaluate(
+    run: Path, model: nn.Module, config: Config, out: Path, batch_size: int | None = None
+) -> Evaluation:
+    """Evaluates a run with the metrics of its task on the validation set, as in training.
+
+    This is the evaluation of recipes without a function of their own.
+
+    Args:
+        batch_size: items in a batch; by default as in training.
+
+    Returns:
+        For "val", the metrics of the task and n, the number of items.
+    """
+    recipe = Recipe.of(config)
+    task: Task[Any, Any] = recipe.load("task")(model, **config["task"])
+    sizes = {} if batch_size is None else {"batch_size": batch_size}
+    data: BatchedData[Any] = recipe.load("data")(**config["data"] | sizes)
+    data.setup()
+    total = total_of(task, data.val_dataloader(), "val", f"{data.batch_size} {data.items}")
+    results: Results = {"val": {**task.summarize(total), "n": len(data.datasets["val"])}}
+    known = {name: task.metrics[name] for name in results["val"] if name in task.metrics}
+    columns = {name: (metric.axis, metric.digits) for name, metric in known.items()}
+    table = results_table("split", {"n": (data.items, 0), **columns}, results)
+    return Evaluation(results, f"\n\n{table}\n")
+
+
 def device_of(model: nn.Module) -> torch.device:
     """Returns the device of a model."""
     return next(model.parameters()).device
 
 
 @contextmanager
-def batches(source: Iterable[_Batch], name: str, batch: str) -> Iterator[Iterable[_Batch]]:
-    """Yields the batches of a source for inference, with a progress bar.
+def batches(
+    source: Iterable[_Batch], model: nn.Module, name: str, batch: str
+) -> Iterator[Iterable[_Batch]]:
+    """Yields the batches of a source for inference, on the device of a model, with a progress bar.
 
     An out-of-memory error becomes a ValueError that mentions the size of a `batch`, such as "64
     images".
     """
-    what = f"{name}: a batch of {batch}"
+    what, device = f"{name}: a batch of {batch}", device_of(model)
     with torch.inference_mode(), within_memory(lambda: what, "lower --batch-size"):
-        yield tqdm(source, desc=name, leave=False, disable=None)
+        bar = tqdm(source, desc=name, leave=False, disable=None)
+        yield (_on(device, one) for one in bar)
+
+
+def _on(device: torch.device, batch: Any) -> Any:
+    """Returns a batch, a tensor or a list of tensors on a device."""
+    if isinstance(batch, tuple | list):
+        return [_on(device, part) for part in batch]
+    return batch.to(device) if hasattr(batch, "to") else batch
 
 
 def expect_finite(name: str, values: Tensor, what: str = "the probability of a token") -> None:
@@ -103,15 +143,12 @@ def expect_finite(name: str, values: Tensor, what: str = "the probability of a t
         raise ValueError(f"{name}: {what} is not finite; use another checkpoint")
 
 
-def total_of(
-    task: Task[Any, Any], source: Iterable[Sequence[Tensor]], name: str, batch: str
-) -> Tensor:
+def total_of(task: Task[Any, Any], source: Iterable[object], name: str, batch: str) -> Tensor:
     """Returns the sums of a task over all batches, (fields,), for `Task.summarize`."""
-    device, total = device_of(task.model), torch.zeros((), dtype=torch.float64)
-    with batches(source, name, batch) as loaded:
+    total = torch.zeros((), dtype=torch.float64)
+    with batches(source, task.model, name, batch) as loaded:
         for one in loaded:
-            sums = task.judge(tuple(part.to(device) for part in one))
-            total = total + torch.stack(list(sums)).cpu()
+            total = total + torch.stack(list(task.judge(one))).cpu()
     expect_finite(name, total)
     return total
 

@@ -25,12 +25,10 @@ from molflt.evaluation.relaxation import write_relaxed
 from molflt.evaluation.results import (
     Evaluation,
     Results,
-    begin_results,
     finite_row,
     results_table,
     warn,
     write_csv,
-    written,
 )
 from molflt.files import expect_writable, write_atomically
 from molflt.plots import GroupError
@@ -46,11 +44,6 @@ _COLUMNS = {
     "baseline_mae_eV": ("baseline MAE / eV", 4),
 }
 _LEADERBOARD = ("id", "ood_ads", "ood_cat", "ood_both")  # splits of a submission
-_FILES = (
-    *("predictions.npz", "predictions.csv", "errors_by_group.csv"),
-    *("parity.png", "errors.png", "encoding.png"),
-    *("published.csv", "published_errors.csv", "published.png"),
-)
 
 
 def evaluate(
@@ -133,7 +126,6 @@ def evaluate(
     common = [] if others is None else common_systems(others, found)
     structures, moved = write_relaxed(found, datasets, relaxed)
     uncertainty = assess(model, found, out, calibration_split, source.own.train)
-    begin_results(out, *_FILES)  # does not remove the new uncertainty.json
     added = source.own.reading.baseline_key is not None
     results: Results = {split: _metrics(part, median, added) for split, part in found.items()}
     for split, row in results.items():
@@ -151,8 +143,8 @@ def evaluate(
         tables.append(_published_table(results))
     if submission is not None:
         _write_arrays(submission, {name: found[split] for name, split in names.items()})
-    files = [*written(out, *_FILES), *uncertainty.files, *filter(None, [submission])]
-    return Evaluation(results, "\n\n".join(filter(None, tables)) + "\n", files)
+    text = "\n\n".join(filter(None, tables)) + "\n"
+    return Evaluation(results, text, [] if submission is None else [submission])
 
 
 def _expect_counts(counts: Mapping[str, int]) -> None:

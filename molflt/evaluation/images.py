@@ -21,10 +21,8 @@ from molflt.evaluation import common
 from molflt.evaluation.results import (
     Evaluation,
     Results,
-    begin_results,
     results_table,
     write_csv,
-    written,
 )
 from molflt.image.classifier import ImageClassifier
 from molflt.memory import within_memory
@@ -35,7 +33,6 @@ from molflt.training.config import Config
 
 __all__ = ["evaluate", "evaluate_pixels"]
 
-_FILES = ("predictions.csv", "wrong.png", "confusion.png", "attention.png", "encoding.png")
 _COLUMNS = {
     "n": ("n", 0),
     "top1_percent": ("top-1 / %", 2),
@@ -45,7 +42,6 @@ _COLUMNS = {
     "farthest": ("farthest 10 %", 3),
 }
 _NOTE = "10 %: attention on this share of the patches, averaged over heads and layers"
-_OF_PIXELS = ("losses.png", "attention.png", "encoding.png")
 _BITS = {
     "n": ("n", 0),
     "bits_per_dim": ("bits/dim", 3),
@@ -100,19 +96,19 @@ def evaluate(
         for i, probability in enumerate(found.confidence):
             names = {"class": classes[found.label[i]], "predicted": classes[found.predicted[i]]}
             rows.append({"split": split, "index": i, **names, "probability": float(probability)})
-    begin_results(out, *_FILES)
     write_csv(out / "predictions.csv", rows)
     _draw(out, model, images, found, classes)
     text = f"\n\n{results_table('images', _COLUMNS, results)}\n\n{_NOTE}\n"
-    return Evaluation(results, text, written(out, *_FILES))
+    return Evaluation(results, text)
 
 
 def _classify(model: nn.Module, images: LabeledImages, batch_size: int, name: str) -> _Classified:
     logits, labels = [], []
-    with common.batches(DataLoader(images, batch_size), name, f"{batch_size} images") as loaded:
+    loader = DataLoader(images, batch_size)
+    with common.batches(loader, model, name, f"{batch_size} images") as loaded:
         for batch, label in loaded:
-            logits.append(model(batch.to(common.device_of(model))).double().cpu())
-            labels.append(label)
+            logits.append(model(batch).double().cpu())
+            labels.append(label.cpu())
             common.expect_finite(name, logits[-1], "a logit")
     scores, label = torch.cat(logits), torch.cat(labels)
     metrics = ImageTask.sums.of(scores, label).metrics()
@@ -217,7 +213,6 @@ def evaluate_pixels(
             "n": len(images),
             "bytes": len(images) * model.longest,
         }
-    begin_results(out, *_OF_PIXELS)
     plots.losses_by_place(curves, out / "losses.png")
     image = next(iter(named.values()))[0][0][None].to(common.device_of(model))
     what = f"the attention matrix of an image of {model.longest:,} bytes"
@@ -232,7 +227,7 @@ def evaluate_pixels(
     axis = (model.longest, png, "tokens") if line else (model.image_size, png, "pixels")
     common.draw_encoding(position, model.position_scale, *axis)
     text = f"\n\n{results_table('images', _BITS, results)}\n\n{note}\n"
-    return Evaluation(results, text, written(out, *_OF_PIXELS))
+    return Evaluation(results, text)
 
 
 def _histograms(
@@ -248,9 +243,10 @@ def _histograms(
     train = own.datasets["train"]
     counts = torch.zeros(model.longest * LEVELS, dtype=torch.int64)
     first = LEVELS * torch.arange(model.longest)
-    with common.batches(DataLoader(train, _AT_ONCE), "histogram", f"{_AT_ONCE} images") as loaded:
+    loader = DataLoader(train, _AT_ONCE)
+    with common.batches(loader, model, "histogram", f"{_AT_ONCE} images") as loaded:
         for images, _ in loaded:
-            values = model.bytes_of(images.to(common.device_of(model))).cpu()
+            values = model.bytes_of(images).cpu()
             counts += torch.bincount((values + first).flatten(), minlength=len(counts))
     bits = math.log2(len(train) + LEVELS) - (counts + 1).double().log2()
     return bits.view(
@@ -265,9 +261,8 @@ def _judge(
     nats, bits = torch.zeros(model.longest, dtype=torch.float64), 0.0
     place = torch.arange(model.longest)
     batch_of = f"{batch_size} images of {model.longest:,} bytes"
-    with common.batches(DataLoader(images, batch_size), name, batch_of) as loaded:
-        for batch, _ in loaded:
-            given = batch.to(common.device_of(model))
+    with common.batches(DataLoader(images, batch_size), model, name, batch_of) as loaded:
+        for given, _ in loaded:
             loss = -model.image_log_likelihood(given).double().cpu()
             common.expect_finite(name, loss)
             nats += loss.sum(dim=0)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from molflt import plots
 from molflt.data.text.datamodule import PieceBlocks, TokenBlocks, read_blocks, read_pieces
 from molflt.evaluation import common
-from molflt.evaluation.results import Evaluation, Results, begin_results, results_table, written
+from molflt.evaluation.results import Evaluation, Results, results_table
 from molflt.sequence.heads import Head
 from molflt.sequence.language_model import LanguageModel
 from molflt.sequence.masked import MaskedLanguageModel
@@ -27,7 +27,6 @@ from molflt.training.config import Config
 __all__ = ["Residues", "evaluate", "evaluate_masked", "metrics_of", "token_losses"]
 
 _SHOWN = 128  # tokens in the figure of attention matrices
-_FILES = ("losses.png", "attention.png", "encoding.png", "substitutions.png")
 _COLUMNS = {
     "perplexity": ("perplexity", 2),
     "bits_per_token": ("bits/token", 3),
@@ -104,7 +103,6 @@ def evaluate(
             share = 100 * float(np.concatenate(right)[known][own].mean())
             perplexity = metrics_of(counted[own])["perplexity"]
             results[split] |= residues.judge(perplexity, share, blocks.ids[own])
-    begin_results(out, *_FILES)
     plots.losses_by_place(curves, out / "losses.png")
     first = blocks[0][0][:_SHOWN].to(common.device_of(model))[None]
     title = f"last layer, first {first.shape[1]} tokens of {split}"
@@ -113,7 +111,7 @@ def evaluate(
     if residues is not None:
         text += residues.report(results, model.head, vocabulary.ids, out / "substitutions.png")
     text = f", blocks of {length} tokens\n\n{text}\n"
-    return Evaluation(results, text, written(out, *_FILES))
+    return Evaluation(results, text)
 
 
 def metrics_of(losses: NDArray[np.float64]) -> dict[str, float]:
@@ -133,20 +131,18 @@ def token_losses(
     For each batch, a mask of the tokens that the model found most probable, (batch, length), is
     appended to the list `right`. Without such a list, logits are not kept in memory.
     """
-    device, found = common.device_of(model), []
-    loader, batch = DataLoader(blocks, batch_size), f"{batch_size} x {blocks.length:,} tokens"
-    with common.batches(loader, name, batch) as loaded:
-        for inputs, targets in loaded:
-            wanted = targets.to(device)
+    loader, batch, found = DataLoader(blocks, batch_size), f"{batch_size} x {blocks.length:,}", []
+    with common.batches(loader, model, name, f"{batch} tokens") as loaded:
+        for inputs, wanted in loaded:
             if right is None:
-                score = model.log_likelihood(inputs.to(device), wanted)
+                score = model.log_likelihood(inputs, wanted)
             else:
-                log_p = model.log_probabilities(model(inputs.to(device)))
+                log_p = model.log_probabilities(model(inputs))
                 score = log_p.gather(2, wanted.clamp(min=0)[..., None])[..., 0]
                 right.append((log_p.argmax(dim=2) == wanted).cpu().numpy())
-            loss = -score.double().cpu()
+            loss = -score.double()
             common.expect_finite(name, loss)
-            found.append(np.where(targets.numpy() < 0, np.nan, loss.numpy()))
+            found.append(loss.masked_fill(wanted < 0, torch.nan).cpu().numpy())
     return np.concatenate(found)
 
 
@@ -213,7 +209,6 @@ def evaluate_masked(
             found = _judged(always, blocks, size, split)
             scores = found["perplexity"], found["accuracy_percent"]
             results[split] |= residues.judge(*scores, _targets(always, blocks, size))
-    begin_results(out, *_FILES)
     tokens, types, there = (part[None] for part in blocks[0])
     count = min(_SHOWN, int(there.sum()))
     first: Sequence[Tensor] = [
@@ -226,7 +221,7 @@ def evaluate_masked(
     text = results_table("text", columns, results)
     if residues is not None and letters is not None:
         text += residues.report(results, model.head, letters, out / "substitutions.png")
-    return Evaluation(results, f"\n\n{text}\n", written(out, *_FILES))
+    return Evaluation(results, f"\n\n{text}\n")
 
 
 def _judged(task: MaskedTask, blocks: PieceBlocks, size: int, name: str) -> dict[str, float | None]:

@@ -20,7 +20,7 @@ from molflt import plots
 from molflt.data.packed import require
 from molflt.data.problems import ProblemSeeds, generator_of
 from molflt.evaluation.common import draw_stack
-from molflt.evaluation.results import Evaluation, align, begin_results, write_csv, written
+from molflt.evaluation.results import Evaluation, align, write_csv
 from molflt.memory import within_memory
 from molflt.optimizers import functions as objectives
 from molflt.optimizers.coordinate import CoordinateOptimizer, OptimizerState
@@ -36,7 +36,6 @@ from molflt.training.config import Config
 __all__ = ["Raced", "curve_rows", "evaluate", "evaluate_population", "final_loss", "tasks_of"]
 __all__ += ["tuned_adam"]
 
-_FILES = ("curves.csv", "optimizations.png", "attention.png", "encoding.png")
 _RATES = tuple(round(10 ** (-4 + i / 3), 6) for i in range(10))  # 1e-4 to 0.1
 _END = 0.1  # fraction of the steps, at the end, over which the final loss is averaged
 _ROWS = 200  # intervals of a curve in the file
@@ -46,7 +45,6 @@ _Curve = NDArray[np.float64]
 _Made = Callable[[int, Tensor], Problem]
 _Opened = Callable[[list[Tensor]], Optimizer]
 _Search = Callable[[Functions, list[int], int], _Curve]
-_OF_POPULATIONS = ("best_values.csv", "best_values.png")
 _SMALLEST = 1e-12  # smaller best values are rounding errors
 _POINTS = 100  # points in a curve
 _CMA_STEP = 2.0  # initial step size of CMA-ES, usual for BBOB's domain [-5, 5]
@@ -110,7 +108,6 @@ def evaluate(
             found[name] = {run.name: _race(made, opened, steps, repeats, like)}
             if rates:
                 found[name]["Adam"] = tuned_adam(made, steps, repeats, like, rates)
-    begin_results(out, *_FILES)
     write_csv(out / "curves.csv", curve_rows(found))
     curves = {
         task: {name: _intervals(raced.curves)[1] for name, raced in own.items()}
@@ -121,7 +118,7 @@ def evaluate(
     _draw_memory(model, made(int(ProblemSeeds("test", 1)[0]), like), task, steps, out)
     results = {task: _metrics(*own.values()) for task, own in found.items()}
     text = f", {steps:,} steps, {repeats} repeats\n\n{_table(found)}\n"
-    return Evaluation(results, text, written(out, *_FILES))
+    return Evaluation(results, text)
 
 
 def _draw_memory(
@@ -314,11 +311,10 @@ def evaluate_population(
         curves[name] = {key: _best(values)[:, counts - 1] for key, values in found.items()}
     results = {name: _summary(found, own) for name, found in curves.items()}
     rows = _best_rows(curves, counts, seeds)
-    begin_results(out, *_OF_POPULATIONS)
     write_csv(out / "best_values.csv", rows)
     plots.best_values(curves, counts.astype(float), out / "best_values.png", runs)
     text = f"\n\n{_best_table(curves, evaluations, d, runs)}\n"
-    return Evaluation(results, text, written(out, *_OF_POPULATIONS))
+    return Evaluation(results, text)
 
 
 def _own_name(config: Config) -> str:

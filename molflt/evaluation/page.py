@@ -23,7 +23,7 @@ from molflt import plots
 from molflt.data.structures.data_set import DataSet
 from molflt.data.structures.potential_data import SinglePoints
 from molflt.data.structures.sources import exists
-from molflt.evaluation.results import RESULTS, given_data
+from molflt.evaluation.results import FIGURES, RESULTS, given_data
 from molflt.evaluation.runs import Run, flat_options, read_run, standard_error
 from molflt.files import readable_size, shown, verify_tensors
 from molflt.metrics import Metric
@@ -45,28 +45,6 @@ _NAMES = {
     "farthest": "attention on the farthest 10 % of the tokens",
 }
 _NAMED_BY = {"learned_optimizer": "--tasks", "population_optimizer": "--functions"}
-_KEPT = {  # captions of the figures of evaluations
-    "parity.png": "Predicted against labeled energies, with one panel per split. The largest "
-    "errors are labeled.",
-    "errors.png": "Mean absolute error by adsorbate, metal (elements of the slab), element or "
-    "number of atoms, over all splits, and the cumulative distribution of the errors.",
-    "forces.png": "Predicted against labeled force components, with one panel per split.",
-    "encoding.png": "Learned relative positional encoding of each head against the offset between "
-    "two tokens. It is added to the logit or multiplied with the weight, as the axis label states.",
-    "attention.png": "Attention of the last layer, with queries as rows and keys as columns, and "
-    "one panel per head.",
-    "cross-attention.png": "Attention of the target to the source, with one panel per head.",
-    "losses.png": "Mean loss per token, in nats, against the number of preceding tokens.",
-    "substitutions.png": "Learned similarity of pairs of amino acids, and BLOSUM62 if Biopython is "
-    "installed.",
-    "confusion.png": "Share of the images of each class (row) that were assigned to each class "
-    "(column).",
-    "wrong.png": "Misclassified images with the highest predicted probabilities.",
-    "best_values.png": "Best value so far against the number of evaluations of unseen functions: "
-    "mean and standard deviation over runs.",
-    "optimizations.png": "Loss against the step on unseen tasks: mean and range over repeats.",
-    "published.png": "Predicted against labeled energies of published models and of this run.",
-}
 _LARGEST_PNG = 500_000  # bytes; larger figures are reduced to a palette
 _BUDGET = 2_500_000  # bytes of all figures, for a page of at most 3 MB
 _EXPECTED = {  # files of a finished run, and the consequences if they are missing
@@ -135,8 +113,8 @@ class Page:
     def pictures(self) -> list[_Part]:
         """Returns the figures of the evaluation that exist."""
         parts: list[_Part] = []
-        for name, text in _KEPT.items() if self.run.results else ():
-            if (file := self.path / name).is_file():
+        for name, text in FIGURES.items() if self.run.results else ():
+            if (file := self.path / f"{name}.png").is_file():
                 parts += self.attempt(partial(self._embedded, file, str(file), text), [])
         return parts
 

@@ -21,11 +21,9 @@ from molflt.evaluation.predictions import Predictions, infer
 from molflt.evaluation.results import (
     Evaluation,
     Results,
-    begin_results,
     results_table,
     warn,
     write_csv,
-    written,
 )
 from molflt.plots import GroupError
 from molflt.tasks.potential import PotentialTask, point_errors
@@ -47,8 +45,6 @@ _COLUMNS = {
     "baseline_force_mae_meV_per_A": ("F baseline", 2),
     "stress_mae_meV_per_A3": ("stress MAE / meV/Å³", 2),
 }
-
-_FILES = ("predictions.csv", "parity.png", "forces.png", "errors_by_group.csv", "errors.png")
 
 
 def evaluate(
@@ -109,12 +105,11 @@ def evaluate(
         metrics = found[split].metrics
         row = {name: metrics.get(name) for name in _COLUMNS if name != "n"}
         results[split] = {**row, **_baseline(model, points), "n": len(points)}
-    begin_results(out, *_FILES)
     write_csv(out / "predictions.csv", _rows(datasets, found))
     _draw(out, found)
     table = results_table("split", _COLUMNS, results)
     text = "\n\n".join(filter(None, (f" on {source}", source.absent, table)))
-    return Evaluation(results, f"{text}\n", written(out, *_FILES))
+    return Evaluation(results, f"{text}\n")
 
 
 def _baseline(model: nn.Module, points: SinglePoints) -> dict[str, float | None]:

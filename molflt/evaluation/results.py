@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -21,15 +22,43 @@ from molflt.plots.figure import FORMATS
 from molflt.training.checkpoint import weights_digest
 from molflt.training.config import Config, absolute
 
-__all__ = ["RESULTS", "Evaluation", "Provenance", "Results", "align", "begin_results", "csv_rows"]
+__all__ = ["FIGURES", "RESULTS", "Evaluation", "Provenance", "Results", "align", "csv_rows"]
 __all__ += ["csv_text", "finite_row", "given_data", "is_within", "provenance_of", "results_table"]
-__all__ += ["run_weights", "warn", "why_of_others", "write_csv", "write_results", "written"]
+__all__ += ["run_weights", "warn", "why_of_others", "write_csv", "write_results"]
 
 RESULTS = "results.json"
 """Name of the file with the metrics of each split in the folder of an evaluation."""
 
 _NOTE = "results_of.json"
 _SPLITS = ("train", "val", "test")  # usual prefixes of the names of splits
+_READING = ("energy_key", "tags", "forces_key", "stress_key")  # options for reading the data
+_TABLES = ("predictions.npz", "predictions.csv", "errors_by_group.csv", "translations-*.txt")
+_TABLES += ("published.csv", "published_errors.csv", "curves.csv", "best_values.csv")
+
+FIGURES = {
+    "parity": "Predicted against labeled energies, with one panel per split. The largest "
+    "errors are labeled.",
+    "errors": "Mean absolute error by adsorbate, metal (elements of the slab), element or "
+    "number of atoms, over all splits, and the cumulative distribution of the errors.",
+    "forces": "Predicted against labeled force components, with one panel per split.",
+    "encoding": "Learned relative positional encoding of each head against the offset between "
+    "two tokens. It is added to the logit or multiplied with the weight, as the axis label states.",
+    "attention": "Attention of the last layer, with queries as rows and keys as columns, and "
+    "one panel per head.",
+    "cross-attention": "Attention of the target to the source, with one panel per head.",
+    "losses": "Mean loss per token, in nats, against the number of preceding tokens.",
+    "substitutions": "Learned similarity of pairs of amino acids, and BLOSUM62 if Biopython is "
+    "installed.",
+    "confusion": "Share of the images of each class (row) that were assigned to each class "
+    "(column).",
+    "wrong": "Misclassified images with the highest predicted probabilities.",
+    "best_values": "Best value so far against the number of evaluations of unseen functions: "
+    "mean and standard deviation over runs.",
+    "optimizations": "Loss against the step on unseen tasks: mean and range over repeats.",
+    "published": "Predicted against labeled energies of published models and of this run.",
+}
+"""Captions of the figures of evaluations, by name."""
+
 
 Provenance = dict[str, object]
 """Content of results_of.json: checkpoint, weights (sorted sha256 digests), data (None: those
@@ -44,7 +73,7 @@ class Evaluation(NamedTuple):
 
     results: Results
     text: str  # tables to print after the name of the run
-    files: list[Path]  # written files
+    files: Sequence[Path] = ()  # written files outside the folder of the evaluation
 
 
 def results_table(
@@ -111,55 +140,55 @@ def provenance_of(weights: Iterable[Path], checkpoint: str) -> Provenance:
     return {"checkpoint": checkpoint, "weights": digests, "data": None}
 
 
-def begin_results(out: Path, *names: str) -> None:
-    """Removes the results of an earlier evaluation, before the first new file is written.
-
-    Otherwise, a failed evaluation would leave a mixture of old and new files. `names` lists all
-    files that the evaluation may write. Figures are removed in all formats.
-    """
-    clear_parts(out)
-    pictures = [Path(name).stem for name in names if name.endswith(".png")]
-    others = [f"{stem}.{ending}" for stem in pictures for ending in FORMATS]
-    for name in (RESULTS, _NOTE, *names, *others):
-        (out / name).unlink(missing_ok=True)
-
-
-def written(out: Path, *names: str) -> list[Path]:
-    """Returns the paths of the files in `names` that the evaluation wrote."""
-    return [out / name for name in names if (out / name).is_file()]
-
-
 def write_results(
     out: Path,
+    made: Path,
     results: Results,
     provenance: Provenance,
     config: Config,
-    data: object,
-    reading: Mapping[str, object] | None = None,
+    options: Mapping[str, object],
 ) -> list[Path]:
-    """Writes results.json and results_of.json, and returns their paths.
+    """Writes results.json, results_of.json and the files of an evaluation, and returns their paths.
 
-    Metrics must be finite or None. `data` is the value of --data, and `reading` contains options
-    for reading the data, such as energy_key and tags.
+    The files are moved from the folder `made` to `out`, and replace those of an earlier evaluation.
+    Metrics that JSON cannot represent, such as an infinite perplexity, become None. `options` are
+    those of the evaluation: data, the value of --data, and options for reading it.
     """
-    paths = [out / RESULTS, out / _NOTE]
-    own = config["data"]
+    own, data = config["data"], options.get("data")
+    known = {
+        split: {k: None if x is None or not math.isfinite(x) else x for k, x in row.items()}
+        for split, row in results.items()
+    }
     others = _others(own, data, results)
     unlike = {
         key: x
-        for key, x in (reading or {}).items()
-        if x not in (AS_TRAINED, own.get(key)) and (x or key != "tags")
+        for key in _READING
+        if (x := options.get(key, AS_TRAINED)) not in (AS_TRAINED, own.get(key))
+        and (x or key != "tags")
     }
     if others is None and unlike:
         how = ", ".join(f"{key} {value}" for key, value in unlike.items())
         others = f"{own.get('root') if data is None else data} with {how}"
     given = None if data is None else str(absolute(data))
-    known = {**provenance, "data": others, "given": given}
-    texts = [json.dumps(content, indent=2, allow_nan=False) + "\n" for content in (results, known)]
-    paths[1].unlink(missing_ok=True)  # it must not belong to other results
-    for path, text in zip(paths, texts, strict=True):
-        write_atomically(path, text.encode())
-    return paths
+    note = {**provenance, "data": others, "given": given}
+    clear_parts(out)
+    for old in (
+        RESULTS,
+        _NOTE,
+        *_TABLES,
+        *(f"{name}.{end}" for name in FIGURES for end in FORMATS),
+    ):
+        for path in out.glob(old):
+            path.unlink()
+    contents = {path.name: path.read_bytes() for path in sorted(made.iterdir())}
+    for name, content in (
+        (RESULTS, known),
+        (_NOTE, note),
+    ):  # last, because they describe the others
+        contents[name] = f"{json.dumps(content, indent=2, allow_nan=False)}\n".encode()
+    for name, content in contents.items():
+        write_atomically(out / name, content)
+    return [out / name for name in contents]
 
 
 def _others(own: Mapping[str, object], data: object, splits: Iterable[str]) -> str | None:

@@ -21,7 +21,6 @@ from molflt.evaluation import common
 from molflt.evaluation.results import (
     Evaluation,
     Results,
-    begin_results,
     results_table,
     warn,
     write_csv,
@@ -79,12 +78,11 @@ def evaluate(
         for i, pair in enumerate(zip(label, predicted, strict=True)):
             right, ours = pair if model.classes == 1 else (classes[int(one)] for one in pair)
             rows.append({"split": split, "index": i, "label": right, "predicted": ours})
-    begin_results(out, "predictions.csv")
-    files = [write_csv(out / "predictions.csv", rows)]
+    write_csv(out / "predictions.csv", rows)
     metrics = [key for key in next(iter(results.values())) if key not in ("n", "glue_percent")]
     columns = {key: (f"{key.removesuffix('_percent')} / %", 2) for key in metrics}
     table = results_table("sentences", {"n": ("n", 0), **columns}, results)
-    return Evaluation(results, f", {task}\n\n{table}\n", files)
+    return Evaluation(results, f", {task}\n\n{table}\n")
 
 
 def official(task: str, predicted: _Numbers, label: _Numbers) -> dict[str, float | None]:
@@ -127,15 +125,14 @@ def logits_of(
 
     Inputs of more than `length` tokens are truncated, as in training, with a warning.
     """
-    device, found = common.device_of(model), []
+    found = []
     rows = Sentences(examples, tokenizer, length, name)
     if rows.cut:
         warn(f"{name}: {rows.cut:,} of {len(rows):,} were cut, because they exceed {length} tokens")
     collate = partial(padded, pad=tokenizer.pad)
     loader = DataLoader(rows, batch_size=batch_size, collate_fn=collate)
-    with common.batches(loader, name, f"{batch_size} x {length:,} tokens") as loaded:
-        for batch in loaded:
-            tokens, types, there = (part.to(device) for part in batch[:3])
+    with common.batches(loader, model, name, f"{batch_size} x {length:,} tokens") as loaded:
+        for tokens, types, there, _ in loaded:
             found.append(model(tokens, types, there).double().cpu())
             common.expect_finite(name, found[-1], "a logit")
     return torch.cat(found).numpy()

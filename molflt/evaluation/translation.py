@@ -16,7 +16,7 @@ from molflt.data.text.datamodule import padded_rows
 from molflt.data.text.parallel import Pairs, paired, read_parallel
 from molflt.data.text.tokenizer import Tokenizer
 from molflt.evaluation import common
-from molflt.evaluation.results import Evaluation, Results, begin_results, results_table, written
+from molflt.evaluation.results import Evaluation, Results, results_table
 from molflt.files import write_atomically
 from molflt.sequence.beam import beam_search
 from molflt.sequence.encoder_decoder import EncoderDecoder
@@ -25,7 +25,6 @@ from molflt.training.config import Config
 
 __all__ = ["Bleu", "bleu", "evaluate", "translate"]
 
-_PICTURES = ("attention.png", "cross-attention.png", "encoding.png")
 _COLUMNS = {
     "bleu": ("BLEU", 2),
     "chrf": ("chrF", 2),
@@ -89,16 +88,15 @@ def evaluate(
         found = bleu(translated, text.target, lowercase)
         scores = {"bleu": found.bleu, "chrf": found.chrf, "length_ratio": found.length_ratio}
         results[split] |= scores | {"pairs": len(translated)}
-    names = [f"translations-{split}.txt" for split in lines]
-    begin_results(out, *names, *_PICTURES)
-    for name, translated in zip(names, lines.values(), strict=True):
-        write_atomically(out / name, ("\n".join(translated) + "\n").encode())
+    for split, translated in lines.items():
+        text = "\n".join(translated) + "\n"
+        write_atomically(out / f"translations-{split}.txt", text.encode())
     _draw(out, model, pairs, tokenizer, split)
     how = f"beam {beam}, length penalty {length_penalty:g}, {'-'.join(languages)}"
     how += ", ignoring case, as the tokenizer does" if lowercase else ""
     table = results_table("text", _COLUMNS, results)
     tables = f", {how}\n\n{table}\n\nsacrebleu {found.signature}\n"
-    return Evaluation(results, tables, written(out, *names, *_PICTURES))
+    return Evaluation(results, tables)
 
 
 class Bleu(NamedTuple):
@@ -145,9 +143,8 @@ def translate(
     order = sorted(range(len(ids)), key=lambda i: len(ids[i]), reverse=True)
     parts = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
     device, translations = common.device_of(model), [""] * len(ids)
-    with common.batches(
-        parts, name, f"{batch_size} sentences with {beam} hypotheses each"
-    ) as loaded:
+    what = f"{batch_size} sentences with {beam} hypotheses each"
+    with common.batches(parts, model, name, what) as loaded:
         for batch in loaded:
             rows = [torch.tensor(ids[i], device=device) for i in batch]
             source = padded_rows(rows, tokenizer.pad)
@@ -174,10 +171,10 @@ def _draw(out: Path, model: EncoderDecoder, pairs: Pairs, tokenizer: Tokenizer, 
     seen = target[:, :-1]
     matrices = common.attention_of(model.decoder, lambda: model(source, seen), last=2)
     words = [[tokenizer.token(int(one)) for one in ids[0]] for ids in (seen, source)]
-    sides = zip(_PICTURES, ("target", "source"), words, strict=False)
-    for matrix, (name, what, keys) in zip(matrices, sides, strict=True):
-        title = f"last layer, target to {what}, first pair of {split}"
-        plots.attention_matrices(matrix[0], out / name, title=title, tokens=(words[0], keys))
+    sides = {"attention": "target", "cross-attention": "source"}
+    for matrix, (name, what), keys in zip(matrices, sides.items(), words, strict=True):
+        title, file = f"last layer, target to {what}, first pair of {split}", out / f"{name}.png"
+        plots.attention_matrices(matrix[0], file, title=title, tokens=(words[0], keys))
     tokens = min(max(pairs.sizes), model.longest or max(pairs.sizes))
     position, scale = model.decoder.stack.position, model.position_scale
     common.draw_encoding(position, scale, tokens, out / "encoding.png")

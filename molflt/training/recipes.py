@@ -19,8 +19,9 @@ class Recipe(NamedTuple):
     model: str
     data: str
     task: str
-    evaluate: str
-    """(run, model, config, out, ...) -> `molflt.evaluation.results.Evaluation`"""
+    evaluate: str = "molflt.evaluation.common:evaluate"
+    """(run, model, config, out, ...) -> `molflt.evaluation.results.Evaluation`; by default the
+    metrics of the task on the validation set"""
     relatives: tuple[str, ...] = ()
     """other recipes with the same encoder, whose weights `--init` accepts"""
 
