@@ -29,7 +29,7 @@ from molflt.attention.checks import no_effect
 from molflt.data.text.datamodule import read_blocks
 from molflt.data.text.parallel import read_parallel
 from molflt.evaluation import language
-from molflt.evaluation.common import load_tokenizer, load_vocabulary, named_sources
+from molflt.evaluation.common import named_sources, tokenizer_of, vocabulary_of
 from molflt.evaluation.translation import bleu, translate
 from molflt.sequence import EncoderDecoder, LanguageModel
 from molflt.training.checkpoint import load_run
@@ -67,7 +67,7 @@ def judge(
     (name,) = named_sources(data, [options.split], None).values()
     if isinstance(model, LanguageModel):
         no_effect("on a language model", beam=options.beam, length_penalty=options.length_penalty)
-        vocabulary = load_vocabulary(run, model.vocabulary)
+        vocabulary = vocabulary_of(run, model.vocabulary)
         blocks = read_blocks(name, vocabulary, int(data["length"]), options.split)
 
         def perplexity(one: LanguageModel) -> float:
@@ -76,7 +76,7 @@ def judge(
 
         return "perplexity", perplexity
     text = read_parallel(name, str(data["source"]), str(data["target"]))
-    tokenizer = load_tokenizer(run, model.vocabulary)
+    tokenizer = tokenizer_of(run, model.vocabulary)
     beam = BEAM if options.beam is None else options.beam
     penalty = PENALTY if options.length_penalty is None else options.length_penalty
 

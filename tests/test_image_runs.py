@@ -15,7 +15,7 @@ import molflt
 from molflt.commands.cli import main
 from molflt.data.images.datamodule import ImageData, PixelData
 from molflt.evaluation import images as evaluation
-from molflt.evaluation.images import _around, _classify, _datasets
+from molflt.evaluation.images import _around, _datasets, logits_of
 from molflt.image import ImageClassifier
 from molflt.metrics import locality
 from molflt.tasks.images import ImageTask
@@ -55,9 +55,9 @@ def test_evaluation_sees_the_pixels_of_validation(tmp_path: Path) -> None:
     assert main([*words, "--data.image_size=8", "--data.resize=14", "--trainer.val_every=2"]) == 0
     model, config = load_run(run)
     found = [
-        _classify(model, images, 64, name).metrics | {"n": len(images)}
+        ImageTask.sums.of(*logits_of(model, images, 64, name)).metrics() | {"n": len(images)}
         for splits, other in ((["train", "val"], None), (None, idx))
-        for name, images in _datasets(config["data"], SHAPES, splits, other).items()
+        for name, images in _datasets(config["data"], SHAPES, splits=splits, data=other).items()
     ]
     train, val, whole = found
     for name in ("top1_percent", "cross_entropy"):
@@ -124,15 +124,16 @@ def test_all_ways_to_classify_agree(tmp_path: Path, capsys) -> None:
     images.setup()
     val = images.datasets["val"]
     pixels = torch.stack([val.image(i) for i in range(len(val))])
-    found = _classify(load_run(run)[0], val, 64, "val")
+    logits, _ = logits_of(load_run(run)[0], val, 64, "val")
+    confidence, found = logits.softmax(dim=1).max(dim=1)
     model = molflt.load(run)
     labels = model.classify(pixels, batch_size=7)
-    assert [SHAPES.index(one.name) for one in labels] == found.predicted.tolist()
+    assert [SHAPES.index(one.name) for one in labels] == found.tolist()
     model.save_pretrained(tmp_path / "labeler")
     for given in (pixels.numpy(), pixels / 255):
         again = molflt.load(tmp_path / "labeler").classify(given)
         assert [one.name for one in again] == [one.name for one in labels]
-        assert [one.probability for one in again] == pytest.approx(found.confidence, abs=1e-5)
+        assert [one.probability for one in again] == pytest.approx(confidence.tolist(), abs=1e-5)
     out = tmp_path / "labels.json"
     assert main(["predict", str(run), str(idx), "--out", str(out), "--device=cpu"]) == 0
     rows = json.loads(out.read_text())

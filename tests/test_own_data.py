@@ -125,7 +125,7 @@ def test_ensembles_are_evaluated_on_structures_held_out_by_all_members(
     assert main([*command, str(same), "--calibration_split=null"]) == 0
     rows = table(tmp_path / "out" / "predictions.csv")
     assert sorted(int(row["sid"]) for row in rows) == sorted(held)
-    assert "held out different structures" in error_of(capsys, *command, str(other))
+    assert "held out other structures" in error_of(capsys, *command, str(other))
 
 
 def test_a_changed_file_is_not_split_again(run, file, tmp_path, capsys) -> None:

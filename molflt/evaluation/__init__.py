@@ -1,5 +1,5 @@
 """Evaluation of trained runs: metrics, tables and pictures for each kind of data.
 
 Every `evaluate` function takes the folder of a run, its model in evaluation mode, its
-configuration, the output folder, and the options of ``molflt evaluate`` for its recipe.
+configuration, an empty folder for files, and the options of ``molflt evaluate`` for its recipe.
 """

@@ -27,9 +27,8 @@ from molflt.evaluation.predictions import Predictions
 from molflt.evaluation.results import Results, results_table, warn
 from molflt.files import read_json, shown, write_atomically
 
-__all__ = ["CALIBRATION", "LEVEL", "Calibration", "Uncertainty", "assess", "calibration_of"]
-__all__ += ["check_calibration_split", "conformal_factor", "expect_theirs", "is_set_aside"]
-__all__ += ["uncertainty_of"]
+__all__ = ["CALIBRATION", "EVALUATE", "LEVEL", "ONE_RUN", "Calibration", "Uncertainty", "assess"]
+__all__ += ["check_calibration_split", "conformal_factor", "is_set_aside", "uncertainty_of"]
 
 LEVEL = 0.68
 """Fraction of errors that an uncertainty should cover, as one standard deviation does."""
@@ -37,11 +36,11 @@ CALIBRATION = "uncertainty.json"
 """Name of the calibration file in the folder of an evaluation."""
 
 _LEAST = 20  # systems for a calibration; with fewer, the coverage is uncertain by more than 10 %
-_AGAIN = (
+EVALUATE = (  # advice in messages
     "evaluate these runs with molflt evaluate RUN --also RUN2 ... and at least "
     f"{2 * _LEAST} held-out systems with labels"
 )
-_ONE_RUN = "a single run has no spread; name other runs with --also"
+ONE_RUN = "a single run has no spread; name other runs with --also"
 _SEED = 0  # part of the hash that selects the half for the calibration
 _FLOORS = np.logspace(-2, 2, 33)  # floors to try, in units of the root mean square spread
 _LEVELS = np.arange(5, 100, 5) / 100  # levels in the figure
@@ -139,8 +138,17 @@ class Calibration:
     def read(path: Path) -> Calibration:
         """Reads a file that :meth:`save` wrote."""
         if not path.is_file():
-            raise FileNotFoundError(f"{path}: no such calibration; {_AGAIN}")
-        return Calibration.from_json(read_json(path, "a calibration in JSON", _AGAIN), str(path))
+            raise FileNotFoundError(f"{path}: no such calibration; {EVALUATE}")
+        return Calibration.from_json(read_json(path, "a calibration in JSON", EVALUATE), str(path))
+
+    def expect_weights(self, model: EnsembleRegressor, name: str) -> Calibration:
+        """Returns the calibration; raises ValueError if it belongs to other weights."""
+        if self.members != tuple(sorted(model.weights)):
+            raise ValueError(
+                f"{name}: belongs to other weights ({len(self.members)} members; expected these "
+                f"{len(model.weights)}); {EVALUATE}"
+            )
+        return self
 
     @staticmethod
     def from_json(content: Any, name: str) -> Calibration:
@@ -157,7 +165,7 @@ class Calibration:
             pass
         raise ValueError(
             f"{name}: expected a calibration of level {LEVEL} with a factor and a floor above 0; "
-            f"got {shown(content, 300)}; {_AGAIN}"
+            f"got {shown(content, 300)}; {EVALUATE}"
         )
 
 
@@ -200,7 +208,7 @@ def check_calibration_split(model: nn.Module, split: str | None, splits: Sequenc
     if split is None:
         return
     if not isinstance(model, EnsembleRegressor):
-        raise ValueError(f"--calibration_split {split}: {_ONE_RUN}")
+        raise ValueError(f"--calibration_split {split}: {ONE_RUN}")
     if split not in splits:
         raise ValueError(
             f"--calibration_split {split}: expected one of the evaluated splits, "
@@ -375,36 +383,6 @@ def _draw(calibration: Calibration, aside: _Errors, judged: dict[str, _Judged], 
     plots.calibration(coverage, errors, LEVEL, png)
 
 
-def calibration_of(model: nn.Module, calibration: Path | None, default: Path) -> Calibration | None:
-    """Reads the calibration of an ensemble; returns None for other models.
-
-    If the file `default` is missing or belongs to other runs, the result is None, with a warning.
-    If `calibration` is not None, this file must exist and belong to these runs.
-    """
-    if not isinstance(model, EnsembleRegressor):
-        if calibration is not None:
-            raise ValueError(f"--calibration {calibration}: {_ONE_RUN}")
-        return None
-    path = calibration or default
-    try:
-        return expect_theirs(model, Calibration.read(path), str(path))
-    except (FileNotFoundError, _OtherWeights) as error:
-        if calibration is not None:
-            raise
-        warn(f"{error}; until then, only the spread, spread_eV, is known")
-        return None
-
-
-def expect_theirs(model: EnsembleRegressor, calibration: Calibration, name: str) -> Calibration:
-    """Returns a calibration; raises ValueError if it belongs to other weights."""
-    if calibration.members != tuple(sorted(model.weights)):
-        raise _OtherWeights(
-            f"{name}: belongs to other weights ({len(calibration.members)} members; expected these "
-            f"{len(model.weights)}); {_AGAIN}"
-        )
-    return calibration
-
-
 def uncertainty_of(
     model: nn.Module, found: Predictions, calibration: Calibration | None
 ) -> dict[str, _Array]:
@@ -418,7 +396,3 @@ def uncertainty_of(
     if calibration is not None:
         columns["uncertainty_eV"] = calibration.uncertainty(found.spread, _new(found))
     return columns
-
-
-class _OtherWeights(ValueError):
-    """Raised for a calibration of other weights."""

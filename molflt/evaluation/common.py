@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
@@ -29,9 +29,8 @@ from molflt.training.config import Config
 from molflt.training.recipes import Recipe
 
 __all__ = ["attention_of", "batches", "chosen_splits", "classes_of", "device_of"]
-__all__ += ["draw_encoding", "draw_stack", "evaluate", "expect_finite", "load_classes"]
-__all__ += ["load_tokenizer", "load_vocabulary", "locality_of", "named_images", "named_sources"]
-__all__ += ["tokenizer_of", "total_of", "vocabulary_of"]
+__all__ += ["draw_encoding", "draw_stack", "evaluate", "expect_finite", "locality_of"]
+__all__ += ["named_images", "named_sources", "tokenizer_of", "total_of", "vocabulary_of"]
 
 _RESTORE = "restore the file that training wrote"
 _Call = tuple[Attention, tuple[Any, ...], dict[str, Any]]
@@ -54,34 +53,46 @@ def chosen_splits(
 
 
 def named_sources(
-    data: Mapping[str, object], splits: Sequence[str] | None, other: Path | None
+    own: Mapping[str, object], splits: list[str] | None = None, data: Path | None = None
 ) -> dict[str, str]:
     """Returns the texts to evaluate, files or hf: names, by name of the split or file.
 
-    `data` contains the data options of the run. The default splits are val and, if present, test.
+    Args:
+        own: data options of the run.
+        splits: any of train, val and test; by default val, and test if the run has one.
+        data: another text to evaluate instead: a file or an hf: name; for translations, the path of
+            two files without the extensions of the languages.
     """
-    named = {name: str(data[name]) for name in ("train", "val", "test") if data[name]}
+    named = {name: str(own[name]) for name in ("train", "val", "test") if own[name]}
     usual = [name for name in named if name != "train"]
-    wanted = chosen_splits(named, splits, usual, other)
-    if other is not None:
-        return {Path(other).name: str(other)}
+    wanted = chosen_splits(named, splits, usual, data)
+    if data is not None:
+        return {Path(data).name: str(data)}
     return {name: named[name] for name in wanted}
 
 
 def named_images(
     kind: type[_Images],
-    options: Mapping[str, object],
-    splits: Sequence[str] | None,
-    other: Path | None,
+    own: Mapping[str, object],
+    splits: list[str] | None = None,
+    data: Path | None = None,
 ) -> tuple[_Images, dict[str, LabeledImages]]:
-    """Returns the data of a run and the images to evaluate by name, processed as in validation."""
-    wanted = chosen_splits(("train", "val"), splits, ["val"], other)
-    if other is not None:
-        options = {**options, "train": other, "val": other, "val_fraction": None}
-        options |= {"train_labels": None, "val_labels": None}
-    data = kind(**options)  # type: ignore[arg-type]  # from a checked configuration
-    data.setup()
-    return data, {name if other is None else Path(other).name: data.judged(name) for name in wanted}
+    """Returns the data of a run and the images to evaluate by name, processed as in validation.
+
+    Args:
+        kind: class of the data.
+        own: data options of the run.
+        splits: train, val or both; by default val.
+        data: other images to evaluate instead: a folder with a subfolder for each class, or an idx
+            file.
+    """
+    wanted = chosen_splits(("train", "val"), splits, ["val"], data)
+    if data is not None:
+        own = {**own, "train": data, "val": data, "val_fraction": None}
+        own |= {"train_labels": None, "val_labels": None}
+    made = kind(**own)  # type: ignore[arg-type]  # from a checked configuration
+    made.setup()
+    return made, {name if data is None else Path(data).name: made.judged(name) for name in wanted}
 
 
 def evaluate(
@@ -227,50 +238,50 @@ def locality_of(matrices: list[Tensor], distances: Tensor, causal: bool) -> dict
     }
 
 
-def load_vocabulary(run: Path, size: int) -> Vocabulary:
-    """Loads the vocabulary of a run, and checks its size."""
-    return vocabulary_of(*_content(run / "vocabulary.json"), size)
+class Kept(Protocol):
+    """A trained model that contains the small files of its run."""
+
+    def content(self, name: str) -> tuple[bytes, str]:
+        """Returns the content of a file, and its name for messages."""
 
 
-def load_tokenizer(run: Path, size: int) -> Tokenizer:
-    """Loads the tokenizer of a run, and checks its size."""
-    return tokenizer_of(*_content(run / TOKENIZER), size)
+def vocabulary_of(source: Path | Kept, size: int) -> Vocabulary:
+    """Reads the vocabulary of a run or a trained model, and checks its size."""
+    return _sized(Vocabulary.from_json, source, "vocabulary.json", size, "tokens")
 
 
-def load_classes(run: Path, count: int) -> list[str]:
-    """Loads the names of the classes of a run, and checks their number."""
-    return classes_of(*_content(run / CLASSES), count)
+def tokenizer_of(source: Path | Kept, size: int) -> Tokenizer:
+    """Reads the tokenizer of a run or a trained model, and checks its size."""
+    return _sized(Tokenizer.from_json, source, TOKENIZER, size, "tokens")
 
 
-def _content(path: Path) -> tuple[bytes, str]:
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file; expected the {path.stem} of this run")
-    return path.read_bytes(), str(path)
+def classes_of(source: Path | Kept, count: int) -> list[str]:
+    """Reads the names of the classes of a run or a trained model, and checks their number."""
+    return _sized(_classes, source, CLASSES, count, "classes")
 
 
-def vocabulary_of(content: bytes, name: str, size: int) -> Vocabulary:
-    """Parses vocabulary.json; `name` is its path, for messages."""
-    return _sized(Vocabulary.from_json(content, name), name, size, "tokens")
-
-
-def tokenizer_of(content: bytes, name: str, size: int) -> Tokenizer:
-    """Parses tokenizer.json; see `vocabulary_of`."""
-    return _sized(Tokenizer.from_json(content, name), name, size, "tokens")
-
-
-def classes_of(content: bytes, name: str, count: int) -> list[str]:
-    """Parses classes.json; see `vocabulary_of`."""
+def _classes(content: bytes, name: str) -> list[str]:
     found: object = None
     with suppress(ValueError):
         found = json.loads(content)
     if not isinstance(found, list):
         raise ValueError(f"{name}: expected a JSON list of the names of the classes; {_RESTORE}")
-    return _sized(found, name, count, "classes")
+    return found
 
 
-def _sized(found: _Sized, name: str, size: int, what: str) -> _Sized:
+def _sized(
+    parse: Callable[[bytes, str], _Sized], source: Path | Kept, name: str, size: int, what: str
+) -> _Sized:
+    if not isinstance(source, Path):
+        content, label = source.content(name)
+    else:
+        path = source / name
+        if not path.is_file():
+            raise FileNotFoundError(f"{path}: no such file; expected the {path.stem} of this run")
+        content, label = path.read_bytes(), str(path)
+    found = parse(content, label)
     if len(found) != size:
         raise ValueError(
-            f"{name}: {len(found):,} {what}; expected {size:,}, as in the checkpoint; {_RESTORE}"
+            f"{label}: {len(found):,} {what}; expected {size:,}, as in the checkpoint; {_RESTORE}"
         )
     return found

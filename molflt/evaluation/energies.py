@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -51,29 +52,22 @@ def evaluate(
     model: nn.Module,
     config: Config,
     out: Path,
-    splits: list[str] | None = None,
-    data: Path | None = None,
     batch_size: int = 64,
     submission: Path | None = None,
     published: Path | None = None,
-    skip_bad: bool = False,
     calibration_split: str | None = None,
-    energy_key: str | None = AS_TRAINED,
     tags: Tags | None = None,
     relaxed: Path | None = None,
     force: bool = False,
+    **which: Any,
 ) -> Evaluation:
-    """Evaluates an energy regressor.
+    """Evaluates an energy regressor. Splits without labels are only predicted.
 
     Writes predictions.npz, predictions.csv, errors_by_group.csv, parity.png, errors.png and, with a
     relative encoding, encoding.png. For ensembles, also writes uncertainty.json and
     uncertainty.png, and adds spread_eV and uncertainty_eV to predictions.csv.
 
     Args:
-        splits: names of splits; by default OC20's four validation splits and the validation split
-            of the run, if they exist. Splits without labels are only predicted.
-        data: folder of a data set, or one file, which is evaluated as a whole; by default the data
-            of the run.
         batch_size: structures in a batch.
         submission: also write the predictions of the four test splits to this .npz file for the
             OC20 leaderboard.
@@ -81,16 +75,14 @@ def evaluate(
             for each model, an array of energies with one column per training run. The comparison is
             written to published.csv, published_errors.csv (by split, family and metal) and
             published.png.
-        skip_bad: omit and list structures that cannot be used.
         calibration_split: for ensembles, the split that calibrates the uncertainty; by default the
             first split with labels, except the training split, whose errors are too small. Half of
             its systems, selected by a hash of the sid, are used, and excluded from the coverage.
-        energy_key: key of the energy, eV, in files that ASE reads; by default the key used in
-            training, if the source has it; null means y_relaxed or energy.
         tags: convention of tags in files that ASE reads: oc20 or ase; guess derives the tags of any
             source from the geometry; by default as in training.
         relaxed: folder for SPLIT.extxyz with the structures that the position head predicts.
         force: also evaluate structures with implausible tags.
+        which: see `molflt.evaluation.evaluated.EvaluationData`.
 
     Returns:
         Per split: mae_eV, ewt_percent, baseline_mae_eV (of the median training energy as a constant
@@ -103,14 +95,13 @@ def evaluate(
         (between spread and |error|). With `relaxed` also adwt_percent, initial_adwt_percent and
         position_error_A.
     """
-    reading = {"energy_key": energy_key, "tags": tags or AS_TRAINED}
-    source = EvaluationData(run, config, data, skip_bad, **reading)
-    splits = source.choose(splits)
+    source = EvaluationData(run, config, tags=tags or AS_TRAINED, **which)
+    splits = source.splits
     check_calibration_split(model, calibration_split, splits)
     names = {} if submission is None else submission_splits(submission, splits)
     others = None if published is None else read_published(published, source.data.folder)
     domain = source.domain(model)
-    datasets = source.open(splits, model, None if force else domain)
+    datasets = source.open(model, None if force else domain)
     if relaxed is not None:
         for split, dataset in datasets.items():
             expect_writable(relaxed / f"{split}.extxyz", dataset.path)
@@ -123,7 +114,7 @@ def evaluate(
         split: infer(model, datasets[split], batch_size, split, domain, by_atom, force)
         for split in splits
     }
-    common = [] if others is None else common_systems(others, found)
+    common = None if others is None else common_systems(others, found)
     structures, moved = write_relaxed(found, datasets, relaxed)
     uncertainty = assess(model, found, out, calibration_split, source.own.train)
     added = source.own.reading.baseline_key is not None
@@ -137,7 +128,7 @@ def evaluate(
     tables = [f" on {source}", f"{_results_table(results)}\n{baseline}"]
     tables += [source.absent, uncertainty.text, moved]
     tables += [group_tables(groups["all"])] if groups else []
-    if others is not None:
+    if others is not None and common is not None:
         tables.append(compare(others, common, found, out))
     elif _is_oc20(datasets):
         tables.append(_published_table(results))
@@ -269,7 +260,7 @@ def _write_arrays(path: Path, found: Mapping[str, Predictions]) -> None:
     """Writes SPLIT_ids and SPLIT_energy, in eV, as in submissions to the leaderboard."""
     arrays: dict[str, NDArray[np.generic]] = {}
     for split, part in found.items():
-        arrays |= {f"{split}_ids": part.ids, f"{split}_energy": part.energy}
+        arrays |= {f"{split}_ids": part.sid.astype(np.str_), f"{split}_energy": part.energy}
     buffer = io.BytesIO()
     np.savez_compressed(buffer, **arrays)  # type: ignore[arg-type]
     write_atomically(path, buffer.getvalue())

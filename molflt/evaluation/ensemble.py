@@ -117,7 +117,11 @@ def load_ensemble(
                 f"{run}: has the weights of {runs[own.index(own[i])]}; expected different "
                 "training runs in an ensemble"
             )
-        _expect_same_aim(run, models[i], first, models[0])
+        if by_contact(models[i]) != by_contact(models[0]):
+            raise ValueError(
+                f"{run}: model.readout: different from {first}; expected the same for all members "
+                "of an ensemble; train all members in the same way"
+            )
     return ensemble.eval(), configs[0]
 
 
@@ -128,25 +132,6 @@ def digest_of(model: nn.Module) -> str:
         digest.update(f"{name} {tuple(weight.shape)} ".encode())
         digest.update(weight.detach().float().cpu().numpy().tobytes())
     return digest.hexdigest()
-
-
-def _expect_same_aim(run: Path, model: nn.Module, first: Path, other: nn.Module) -> None:
-    own, theirs = _elements(model), _elements(other)
-    for missing, lacks, has in ((theirs - own, run, first), (own - theirs, first, run)):
-        if missing:
-            from ase.data import chemical_symbols
-
-            names = ", ".join(chemical_symbols[number] for number in sorted(missing))
-            raise ValueError(
-                f"{lacks}: not trained on {names}; expected the elements of {has} in an ensemble; "
-                "train on data that contain them"
-            )
-    for what, read in (("model.readout", by_contact), ("references per element", has_references)):
-        if read(model) != read(other):
-            raise ValueError(
-                f"{run}: {what}: different from {first}; expected the same for all members of an "
-                "ensemble; train all members in the same way"
-            )
 
 
 def expect_same_totals(ensemble: EnsembleRegressor, dataset: Structures) -> None:
@@ -181,11 +166,6 @@ def _totals(model: nn.Module, atoms: Tensor) -> tuple[Tensor, float]:
     mean, std = float(buffers["energy_mean"]), float(buffers["energy_std"])
     references = buffers.get("element_energies", torch.zeros(atoms.shape[1]))
     return atoms @ references.detach().to("cpu", atoms.dtype) + mean, std
-
-
-def _elements(model: nn.Module) -> set[int]:
-    trained = getattr(model, "trained_elements", None)
-    return set(trained.nonzero()[:, 0].tolist()) if isinstance(trained, Tensor) else set()
 
 
 def has_references(model: nn.Module) -> bool:

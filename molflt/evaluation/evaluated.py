@@ -16,7 +16,7 @@ from torch import nn
 
 from molflt.data.structures import Structures
 from molflt.data.structures.base import AS_TRAINED
-from molflt.data.structures.data_set import VAL_FRACTION, DataSet
+from molflt.data.structures.data_set import DataSet
 from molflt.data.structures.domain import DOMAIN, Domain, read_domain
 from molflt.data.structures.sources import exists, is_same
 from molflt.data.structures.splits import VAL_SPLITS
@@ -46,17 +46,30 @@ class EvaluationData:
     If the run was trained on a single file, only the validation part of this file is evaluated. Any
     other single file is evaluated as a whole, as one split with the name of the file.
 
-    `data` is the value of --data. None means the data of the run, excluding structures that
-    training omitted. `reading` contains options for reading files. The attribute `absent` is a line
-    about missing default splits, or empty.
+    Args:
+        run: folder of the run.
+        config: its configuration.
+        splits: names of splits; by default OC20's four validation splits and the validation split
+            of the run, if they exist.
+        data: folder of a data set, or one file, which is evaluated as a whole; by default the data
+            of the run, without structures that training omitted.
+        skip_bad: omit and list structures that cannot be used.
+        energy_key: key of the energy, eV, in files that ASE reads; by default the key used in
+            training, if the source has it; null means the usual keys, such as energy.
+        reading: further options for reading files.
+
+    Attributes:
+        absent: line about missing default splits, or empty.
     """
 
     def __init__(
         self,
         run: Path,
         config: Config,
-        data: Path | None,
+        splits: list[str] | None = None,
+        data: Path | None = None,
         skip_bad: bool = False,
+        energy_key: str | None = AS_TRAINED,
         **reading: Any,
     ) -> None:
         self.run, self.config = run, config
@@ -67,7 +80,7 @@ class EvaluationData:
                 f"{run / 'config.yaml'}; start in the folder where the run was trained, or name "
                 "the data with --data"
             )
-        own = self.own.reading
+        own, reading = self.own.reading, {"energy_key": energy_key, **reading}
         given = {name: value for name, value in reading.items() if value != AS_TRAINED}
         new = own._replace(**given)
         if new.tags == "guess" and (domain := self.domain()) is not None:
@@ -82,6 +95,7 @@ class EvaluationData:
             self.data = self.data._replace(root=Path(data), val_fraction=None)
             if self.data.is_one:
                 self.stem = self.data.root.stem
+        self.splits = self._chosen(splits)
 
     def _is_own(self, data: Path) -> bool:
         """Returns True if `data` is the data of the run, which may be a moved file."""
@@ -100,8 +114,7 @@ class EvaluationData:
     def __str__(self) -> str:
         return str(self.data.root)
 
-    def choose(self, splits: Sequence[str] | None) -> list[str]:
-        """Returns the splits to evaluate: `splits`, or the default splits that exist."""
+    def _chosen(self, splits: Sequence[str] | None) -> list[str]:
         if self.stem is not None:
             if splits and list(splits) != [self.stem]:
                 raise ValueError(
@@ -122,78 +135,56 @@ class EvaluationData:
             self.absent = f"missing splits: {', '.join(missing)}"
         return there
 
-    def open(
-        self, splits: Sequence[str], model: nn.Module, domain: Domain | None = None
-    ) -> dict[str, Structures]:
+    def open(self, model: nn.Module, domain: Domain | None = None) -> dict[str, Structures]:
         """Returns structures by split, and warns about omissions; see `check_structures`."""
-        if isinstance(model, EnsembleRegressor):
-            if self.data.is_one and self.stem is None:
-                self._expect_same_split(model)
-            self._expect_same_unseen(splits, model)
+        runs = model.data if isinstance(model, EnsembleRegressor) else {self.run: self.own}
+        self._expect_same_unseen(runs)
         if self.stem is not None:
             opened = {self.stem: self.data.whole(self.skip_bad)}
         else:
-            if self.data.is_one:
-                self._expect_unchanged(self.run)
-            opened = self.data.open(splits, self.skip_bad)
+            for run, own in runs.items() if self.data.is_one else ():
+                self._expect_held_out(run, own)
+            opened = self.data.open(self.splits, self.skip_bad)
         return {split: check_structures(one, model, domain) for split, one in opened.items()}
 
-    def _expect_same_split(self, model: EnsembleRegressor) -> None:
-        first, here = self.own, self.data.root
-        for run, member in model.data.items():
-            shared = member.root in (first.root, here) or is_same(member.root, here)
-            fractions = {one.val_fraction or VAL_FRACTION for one in (first, member)}
-            if len(fractions) == 1 and member.split_seed == first.split_seed:
-                if shared and run != self.run:
-                    self._expect_unchanged(run)
-                continue
-            with suppress(ValueError):  # raised if the options of the run cannot read the file
-                # also shared if one run used a copy of the other run's file
-                shared = shared or bool(self._same_held_out(run))
-            if shared:
-                raise ValueError(
-                    f"{first.root}: the runs of this ensemble held out different structures, with "
-                    f"data.split_seed {first.split_seed} and {member.split_seed}, and would be "
-                    "evaluated on their training structures; train all with the same "
-                    "data.split_seed and data.val_fraction, or evaluate other structures with "
-                    "--data"
-                )
-
-    def _expect_same_unseen(self, splits: Sequence[str], model: EnsembleRegressor) -> None:
-        for split in splits:
+    def _expect_same_unseen(self, runs: Mapping[Path, DataSet]) -> None:
+        for split in self.splits:
             learned = [
                 run
-                for run, own in model.data.items()
+                for run, own in runs.items()
                 if is_within(self.data.root, own.root)
                 and ((own.is_one and self.stem is not None) or own.train == split)
             ]
-            if 0 < len(learned) < len(model.data):
+            if 0 < len(learned) < len(runs):
                 raise ValueError(
                     f"{learned[0]}: was trained on {split} of {self.data.root}, unlike other runs "
                     "of this ensemble; expected splits on which all runs or no runs were trained; "
                     "name other splits with --splits, or other structures with --data"
                 )
 
-    def _expect_unchanged(self, run: Path) -> None:
-        if self._same_held_out(run) is False:
-            raise ValueError(
-                f"{self.data.root}: has changed since {run} was trained on it, and the held-out "
-                "structures may include training structures; restore the file, or name a file of "
-                "unseen structures with --data"
-            )
-
-    def _same_held_out(self, run: Path) -> bool | None:
-        """Returns True if a run would still hold out the same structures, and None if unknown."""
+    def _expect_held_out(self, run: Path, own: DataSet) -> None:
+        """Raises ValueError if a run was trained on some of the structures to evaluate."""
         if not (held := read_provenance(run).get("data", {}).get("val")):
-            return None
+            return  # unknown in runs of earlier versions
         config = self.config if run == self.run else read_config(run)
-        seed = DataSet.of_run(config["data"], config["seed"]).split_seed
-        more = {"root": self.data.root, "split_seed": seed}
-        batches = Recipe.of(config).load("data")(**config["data"] | more)
-        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
-            warnings.simplefilter("ignore")
-            batches.setup()
-        return bool(batches.fingerprints()["val"] == held)
+
+        def holds(split: DataSet) -> bool:
+            given = {"split_seed": split.split_seed, "val_fraction": split.val_fraction}
+            options = config["data"] | given | {"root": self.data.root}
+            batches = Recipe.of(config).load("data")(**options)
+            with warnings.catch_warnings(), redirect_stderr(io.StringIO()), suppress(ValueError):
+                warnings.simplefilter("ignore")
+                batches.setup()  # may fail with the options of another run
+            return bool(batches.fingerprints().get("val") == held)
+
+        same = own.root in (self.own.root, self.data.root) or is_same(own.root, self.data.root)
+        if not holds(self.own) and (same or holds(own)):  # a copy of the file may have been split
+            raise ValueError(
+                f"{self.data.root}: {run} held out other structures, and may have been trained on "
+                "those to evaluate, because the file has changed since, or data.split_seed or "
+                "data.val_fraction differ from those of the first run; restore the file, train all "
+                "runs with the same options, or name unseen structures with --data"
+            )
 
     def domain(self, model: nn.Module | None = None) -> Domain | None:
         """Returns the domain of the training data; None for runs of earlier versions."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,10 +28,9 @@ from molflt.image.classifier import ImageClassifier
 from molflt.memory import within_memory
 from molflt.sequence.pixels import LEVELS, PixelModel
 from molflt.tasks.images import ImageTask
-from molflt.tasks.language import PixelTask
 from molflt.training.config import Config
 
-__all__ = ["evaluate", "evaluate_pixels"]
+__all__ = ["evaluate", "evaluate_pixels", "logits_of"]
 
 _COLUMNS = {
     "n": ("n", 0),
@@ -52,23 +51,13 @@ _AT_ONCE = 64  # images in a batch for the histogram
 _AROUND = 7  # rows above and columns on each side of the pixel in the figure of attention
 
 
-class _Classified(NamedTuple):
-    """True classes, predicted classes and their probabilities, each (images,), and metrics."""
-
-    label: NDArray[np.int64]
-    predicted: NDArray[np.int64]
-    confidence: NDArray[np.float64]
-    metrics: dict[str, float]
-
-
 def evaluate(
     run: Path,
     model: ImageClassifier,
     config: Config,
     out: Path,
-    splits: list[str] | None = None,
-    data: Path | None = None,
     batch_size: int = 64,
+    **which: Any,
 ) -> Evaluation:
     """Evaluates an image classifier: top-1 and top-5 accuracy.
 
@@ -77,32 +66,41 @@ def evaluate(
     relative encoding, encoding.png.
 
     Args:
-        splits: train, val or both; by default val.
-        data: other images to evaluate instead: a folder with a subfolder for each class, or an idx
-            file.
         batch_size: images in a batch.
+        which: see `molflt.evaluation.common.named_images`.
 
     Returns:
         Per split: top1_percent, top5_percent, cross_entropy (nats), n, nearest and farthest. The
         last two are the attention on the nearest and farthest 10 % of the patches, averaged over
         heads, layers and 16 images.
     """
-    classes = common.load_classes(run, model.classes)
+    classes = common.classes_of(run, model.classes)
     results: Results = {}
     rows: list[dict[str, object]] = []
-    for split, images in _datasets(config["data"], classes, splits, data).items():
-        found = _classify(model, images, batch_size, split)
-        results[split] = {**found.metrics, "n": len(found.label), **_locality(model, images)}
-        for i, probability in enumerate(found.confidence):
-            names = {"class": classes[found.label[i]], "predicted": classes[found.predicted[i]]}
-            rows.append({"split": split, "index": i, **names, "probability": float(probability)})
+    for split, images in _datasets(config["data"], classes, **which).items():
+        logits, labels = logits_of(model, images, batch_size, split)
+        metrics = ImageTask.sums.of(logits, labels).metrics()
+        results[split] = {**metrics, "n": len(labels), **_locality(model, images)}
+        found = (column.tolist() for column in (labels, *logits.softmax(dim=1).max(dim=1)))
+        for i, (label, probability, best) in enumerate(zip(*found, strict=True)):
+            names = {"class": classes[label], "predicted": classes[best]}
+            rows.append({"split": split, "index": i, **names, "probability": probability})
     write_csv(out / "predictions.csv", rows)
-    _draw(out, model, images, found, classes)
+    _draw_classes(out, images, logits, labels, classes)
+    first = images[0][0][None].to(common.device_of(model))
+    title = "last layer, first image; patches row by row"
+    position, scale, side = model.stack.position, model.position_scale, model.side
+    if position is not None and position.dim == 1:
+        scale, side = 1.0, side**2
+    common.draw_stack(out, model.stack, lambda: model(first), title, scale, side, "patches")
     text = f"\n\n{results_table('images', _COLUMNS, results)}\n\n{_NOTE}\n"
     return Evaluation(results, text)
 
 
-def _classify(model: nn.Module, images: LabeledImages, batch_size: int, name: str) -> _Classified:
+def logits_of(
+    model: nn.Module, images: LabeledImages, batch_size: int, name: str
+) -> tuple[Tensor, Tensor]:
+    """Returns the logits, (images, classes) in float64, and the labels, (images,), of images."""
     logits, labels = [], []
     loader = DataLoader(images, batch_size)
     with common.batches(loader, model, name, f"{batch_size} images") as loaded:
@@ -110,19 +108,13 @@ def _classify(model: nn.Module, images: LabeledImages, batch_size: int, name: st
             logits.append(model(batch).double().cpu())
             labels.append(label.cpu())
             common.expect_finite(name, logits[-1], "a logit")
-    scores, label = torch.cat(logits), torch.cat(labels)
-    metrics = ImageTask.sums.of(scores, label).metrics()
-    confidence, predicted = scores.softmax(dim=1).max(dim=1)
-    return _Classified(label.numpy(), predicted.numpy(), confidence.numpy(), metrics)
+    return torch.cat(logits), torch.cat(labels)
 
 
 def _datasets(
-    options: Mapping[str, object],
-    classes: list[str],
-    splits: Sequence[str] | None,
-    other: Path | None,
+    own: Mapping[str, object], classes: list[str], **which: Any
 ) -> dict[str, LabeledImages]:
-    data, named = common.named_images(ImageData, options, splits, other)
+    data, named = common.named_images(ImageData, own, **which)
     if data.classes != classes:
         raise ValueError(
             f"{data.sources['val']}: classes {', '.join(data.classes[:5])} ...; expected "
@@ -141,29 +133,22 @@ def _locality(model: ImageClassifier, images: LabeledImages) -> dict[str, float 
     return common.locality_of(matrices, distances, causal=False)
 
 
-def _draw(
-    out: Path, model: ImageClassifier, images: LabeledImages, found: _Classified, classes: list[str]
+def _draw_classes(
+    out: Path, images: LabeledImages, logits: Tensor, labels: Tensor, classes: list[str]
 ) -> None:
-    counts = np.zeros((len(classes), len(classes)), dtype=int)
-    np.add.at(counts, (found.label, found.predicted), 1)
-    plots.confusion(counts, classes, out / "confusion.png")
-    mistakes = np.flatnonzero(found.predicted != found.label)
-    mistakes = mistakes[np.argsort(-found.confidence[mistakes], kind="stable")][:32]
+    confidence, predicted = logits.softmax(dim=1).max(dim=1)
+    counts = torch.bincount(labels * len(classes) + predicted, minlength=len(classes) ** 2)
+    plots.confusion(counts.view(-1, len(classes)), classes, out / "confusion.png")
+    mistakes = (predicted != labels).nonzero()[:, 0]
+    mistakes = mistakes[confidence[mistakes].argsort(descending=True, stable=True)][:32]
     if len(mistakes):
         captions = [
-            f"{classes[found.label[i]]}\n→ {classes[found.predicted[i]]}, "
-            f"{100 * found.confidence[i]:.0f} %"
+            f"{classes[labels[i]]}\n→ {classes[predicted[i]]}, {100 * confidence[i]:.0f} %"
             for i in mistakes
         ]
         wrong = [images[int(i)][0].numpy() for i in mistakes]
         title = "misclassified images, the most confident predictions first"
         plots.image_sheet(wrong, captions, out / "wrong.png", title)
-    first = images[0][0][None].to(common.device_of(model))
-    title = "last layer, first image; patches row by row"
-    position, scale, side = model.stack.position, model.position_scale, model.side
-    if position is not None and position.dim == 1:
-        scale, side = 1.0, side**2
-    common.draw_stack(out, model.stack, lambda: model(first), title, scale, side, "patches")
 
 
 def evaluate_pixels(
@@ -171,9 +156,8 @@ def evaluate_pixels(
     model: PixelModel,
     config: Config,
     out: Path,
-    splits: list[str] | None = None,
-    data: Path | None = None,
     batch_size: int = 16,
+    **which: Any,
 ) -> Evaluation:
     """Evaluates an autoregressive image model: bits per dimension.
 
@@ -184,30 +168,28 @@ def evaluate_pixels(
     a relative encoding, encoding.png.
 
     Args:
-        splits: train, val or both; by default val.
-        data: other images to evaluate instead: a folder with a subfolder for each class, or an idx
-            file.
         batch_size: images in a batch.
+        which: see `molflt.evaluation.common.named_images`.
 
     Returns:
         Per split: bits_per_dim, uniform_bits_per_dim, histogram_bits_per_dim (null without the
         training images), n and bytes (in all images).
     """
-    own, named = common.named_images(PixelData, config["data"], splits, data)
+    own, named = common.named_images(PixelData, config["data"], **which)
     for images in named.values():
         if (images.channels, images.size[0]) != (model.channels, model.image_size):
             raise ValueError(
                 f"{images.path}: expected images of {model.image_size} pixels and {model.channels} "
                 f"channels, as in training; got {images.size[0]} and {images.channels}"
             )
-    tables, note = _histograms(own if data is None else None, config["data"], model)
+    tables, note = _histograms(None if which.get("data") else own, config["data"], model)
     results: Results = {}
     curves: dict[str, NDArray[np.float64]] = {}
     for split, images in named.items():
         nats, histogram = _judge(model, images, tables, batch_size, split)
         curves[split] = nats.numpy()[None]
         results[split] = {
-            **PixelTask.sums(nats.sum(), torch.tensor(nats.numel())).metrics(),
+            "bits_per_dim": float(nats.mean()) / math.log(2),
             "uniform_bits_per_dim": math.log2(LEVELS),
             "histogram_bits_per_dim": histogram,
             "n": len(images),

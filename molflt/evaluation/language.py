@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from molflt import plots
-from molflt.data.text.datamodule import PieceBlocks, TokenBlocks, read_blocks, read_pieces
+from molflt.data.text.datamodule import TokenBlocks, read_blocks, read_pieces
 from molflt.evaluation import common
 from molflt.evaluation.results import Evaluation, Results, results_table
 from molflt.sequence.heads import Head
@@ -56,9 +57,8 @@ def evaluate(
     model: LanguageModel,
     config: Config,
     out: Path,
-    splits: list[str] | None = None,
-    data: Path | None = None,
     batch_size: int = 64,
+    **which: Any,
 ) -> Evaluation:
     """Evaluates a language model: perplexity per token of each text.
 
@@ -69,9 +69,8 @@ def evaluate(
     and writes substitutions.png.
 
     Args:
-        splits: any of train, val and test; by default val, and test if the run has one.
-        data: another text to evaluate instead: a file or an hf: name.
         batch_size: blocks in a batch.
+        which: see `molflt.evaluation.common.named_sources`.
 
     Returns:
         Per split: perplexity, bits_per_token, tokens, nearest and farthest. The last two are the
@@ -80,7 +79,7 @@ def evaluate(
         (the number of residues, without ends of records), unigram_perplexity and
         unigram_accuracy_percent.
     """
-    vocabulary = common.load_vocabulary(run, model.vocabulary)
+    vocabulary = common.vocabulary_of(run, model.vocabulary)
     length, train = int(str(config["data"]["length"])), str(config["data"]["train"])
     residues = None
     if vocabulary.level == "protein":  # the unigram model also predicts ends of records
@@ -88,7 +87,7 @@ def evaluate(
         residues = Residues(train, lambda: read_blocks(train, vocabulary, length).ids, possible)
     texts = {  # all texts are read before the first is evaluated
         split: read_blocks(source, vocabulary, length, split)
-        for split, source in common.named_sources(config["data"], splits, data).items()
+        for split, source in common.named_sources(config["data"], **which).items()
     }
     results: Results = {}
     curves: dict[str, NDArray[np.float64]] = {}
@@ -160,9 +159,8 @@ def evaluate_masked(
     model: MaskedLanguageModel,
     config: Config,
     out: Path,
-    splits: list[str] | None = None,
-    data: Path | None = None,
     batch_size: int | None = None,
+    **which: Any,
 ) -> Evaluation:
     """Evaluates a masked language model: perplexity and accuracy of masked tokens (gaps).
 
@@ -172,10 +170,9 @@ def evaluate_masked(
     writes substitutions.png.
 
     Args:
-        splits: any of train, val and test; by default val, and test if the run has one.
-        data: another text to evaluate instead: a file or an hf: name.
         batch_size: sequences in a batch, among which second parts are exchanged; by default as in
             training.
+        which: see `molflt.evaluation.common.named_sources`.
 
     Returns:
         Per split: perplexity, accuracy_percent, next_sentence_percent if the model predicts it, and
@@ -183,7 +180,7 @@ def evaluate_masked(
         and residues (the number of residues), with the mask token in every gap, and
         unigram_perplexity and unigram_accuracy_percent.
     """
-    tokenizer, options = common.load_tokenizer(run, model.vocabulary), config["data"]
+    tokenizer, options = common.tokenizer_of(run, model.vocabulary), config["data"]
     length, train = int(str(options["length"])), str(options["train"])
     names = ("mask_rate", "mask_share", "random_share")
     shares = {name: float(str(config["task"][name])) for name in names}
@@ -198,17 +195,19 @@ def evaluate_masked(
             train, lambda: read_pieces(train, tokenizer, length, use="train").ids, possible
         )
     texts = {}  # all texts are read before the first is evaluated
-    for split, source in common.named_sources(options, splits, data).items():
+    for split, source in common.named_sources(options, **which).items():
         pairs = model.next_sentence is not None
         texts[split] = read_pieces(source, tokenizer, length, pairs, split)
         task.expect_gaps(texts[split], source)
     results: Results = {}
     for split, blocks in texts.items():
-        results[split] = _judged(task, blocks, size, split)
+        loader, batch = DataLoader(blocks, size), f"{size} x {blocks.length:,} tokens"
+        total = common.total_of(task, loader, split, batch)
+        results[split] = {**task.summarize(total), "gaps": int(total[2])}
         if residues is not None:
-            found = _judged(always, blocks, size, split)
+            found = always.summarize(common.total_of(always, loader, split, batch))
             scores = found["perplexity"], found["accuracy_percent"]
-            results[split] |= residues.judge(*scores, _targets(always, blocks, size))
+            results[split] |= residues.judge(*scores, _targets(always, loader))
     tokens, types, there = (part[None] for part in blocks[0])
     count = min(_SHOWN, int(there.sum()))
     first: Sequence[Tensor] = [
@@ -224,16 +223,10 @@ def evaluate_masked(
     return Evaluation(results, f"\n\n{text}\n")
 
 
-def _judged(task: MaskedTask, blocks: PieceBlocks, size: int, name: str) -> dict[str, float | None]:
-    loader = DataLoader(blocks, size)
-    total = common.total_of(task, loader, name, f"{size} x {blocks.length:,} tokens")
-    return {**task.summarize(total), "gaps": int(total[2])}
-
-
-def _targets(task: MaskedTask, blocks: PieceBlocks, size: int) -> NDArray[np.int64]:
+def _targets(task: MaskedTask, loader: Iterable[Sequence[Tensor]]) -> NDArray[np.int64]:
     """Returns the masked tokens of a text, (gaps,)."""
     found = []
-    for batch in DataLoader(blocks, size):
+    for batch in loader:
         tokens, types, there = (part.to(common.device_of(task.model)) for part in batch)
         targets = task.gaps((tokens, types, there), Draws.of_content(tokens, there))[1]
         found.append(targets[targets >= 0].cpu().numpy())

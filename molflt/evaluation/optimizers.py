@@ -116,9 +116,21 @@ def evaluate(
     plots.loss_curves(curves, out / "optimizations.png", steps)
     task, made = list(chosen.items())[-1]
     _draw_memory(model, made(int(ProblemSeeds("test", 1)[0]), like), task, steps, out)
-    results = {task: _metrics(*own.values()) for task, own in found.items()}
-    text = f", {steps:,} steps, {repeats} repeats\n\n{_table(found)}\n"
-    return Evaluation(results, text)
+    ends = {
+        task: {name: final_loss(raced.curves) for name, raced in own.items()}
+        for task, own in found.items()
+    }
+    results = {task: _metrics(own, "final_loss") for task, own in ends.items()}
+    lines = [("task", "optimizer", "tuned", "final loss", "sd of log10")]
+    for task, own in found.items():
+        if "Adam" in own:
+            results[task]["adam_lr"] = float(own["Adam"].setting)
+        for name, raced in own.items():
+            end, spread = ends[task][name]
+            lines.append((task, name, raced.setting or "-", f"{end:.4g}", _shown(spread)))
+    note = "final loss: mean of the last 10 % of the steps, geometric mean over repeats"
+    text = f"{align(lines, text_columns=2)}\n\n{note}"
+    return Evaluation(results, f", {steps:,} steps, {repeats} repeats\n\n{text}\n")
 
 
 def _draw_memory(
@@ -204,29 +216,24 @@ def final_loss(curves: _Curve) -> tuple[float, float]:
     """Returns the geometric mean of the final losses, and the standard deviation of their log10."""
     count = max(1, round(_END * curves.shape[1]))
     ends = np.log10(np.maximum(curves[:, -count:].mean(axis=1), 1e-30))
-    if not np.isfinite(ends).all():
-        return math.inf, math.nan
-    return float(10 ** ends.mean()), float(ends.std(ddof=1)) if len(ends) > 1 else math.nan
+    mean, spread = _mean_and_sd(ends)
+    return (float(10**mean), spread) if math.isfinite(mean) else (math.inf, math.nan)
 
 
-def _metrics(learned: Raced, adam: Raced | None = None) -> dict[str, float | None]:
+_Ends = Mapping[str, tuple[float, float]]  # by optimizer: mean, and sd or NaN
+
+
+def _metrics(ends: _Ends, name: str) -> dict[str, float | None]:
+    """Returns mean and standard deviation of a metric; the first optimizer has no prefix."""
     found: dict[str, float | None] = {}
-    for prefix, raced in (("", learned), ("adam_", adam)):
-        if raced is not None:
-            end, spread = final_loss(raced.curves)
-            found |= {f"{prefix}final_loss": end, f"{prefix}final_loss_sd": spread}
-    return found if adam is None else {**found, "adam_lr": float(adam.setting)}
+    for place, (optimizer, (mean, sd)) in enumerate(ends.items()):
+        prefix = f"{optimizer.lower()}_" if place else ""
+        found |= {f"{prefix}{name}": mean, f"{prefix}{name}_sd": None if math.isnan(sd) else sd}
+    return found
 
 
-def _table(found: Mapping[str, Mapping[str, Raced]]) -> str:
-    lines = [("task", "optimizer", "tuned", "final loss", "sd of log10")]
-    for task, own in found.items():
-        for name, raced in own.items():
-            end, spread = final_loss(raced.curves)
-            sd = "-" if math.isnan(spread) else f"{spread:.2f}"
-            lines.append((task, name, raced.setting or "-", f"{end:.4g}", sd))
-    note = "final loss: mean of the last 10 % of the steps, geometric mean over repeats"
-    return f"{align(lines, text_columns=2)}\n\n{note}"
+def _shown(sd: float) -> str:
+    return "-" if math.isnan(sd) else f"{sd:.2f}"
 
 
 def _intervals(curves: _Curve) -> tuple[_Curve, _Curve]:
@@ -309,12 +316,20 @@ def evaluate_population(
         drawn = Functions.draw(name, d, [generator_of(seed, 0) for seed in seeds])
         found = {key: search(drawn, seeds, evaluations) for key, search in searches.items()}
         curves[name] = {key: _best(values)[:, counts - 1] for key, values in found.items()}
-    results = {name: _summary(found, own) for name, found in curves.items()}
-    rows = _best_rows(curves, counts, seeds)
-    write_csv(out / "best_values.csv", rows)
+    write_csv(out / "best_values.csv", _best_rows(curves, counts, seeds))
     plots.best_values(curves, counts.astype(float), out / "best_values.png", runs)
-    text = f"\n\n{_best_table(curves, evaluations, d, runs)}\n"
-    return Evaluation(results, text)
+    results, lines = {}, [("function", *searches)]
+    for name, found in curves.items():
+        ends = {key: _mean_and_sd(values[:, -1]) for key, values in found.items()}
+        results[name] = {**_metrics(ends, "log10_best"), "n": runs}
+        known = " (trained on)" * (name == next(iter(FAMILIES)))
+        cells = (f"{mean:.2f} ± {_shown(sd)}" for mean, sd in ends.values())
+        lines.append((f"{name}{known}", *cells))
+    note = (
+        f"log10 of the best of {evaluations:,} values in {d} dimensions, mean ± standard deviation "
+        f"over {runs} runs; the minimum is 0; values below -12 count as -12"
+    )
+    return Evaluation(results, f"\n\n{align(lines)}\n\n{note}\n")
 
 
 def _own_name(config: Config) -> str:
@@ -389,14 +404,9 @@ def _best(values: _Curve) -> _Curve:
     return found
 
 
-def _summary(found: Mapping[str, _Curve], own: str) -> dict[str, float | None]:
-    summary: dict[str, float | None] = {}
-    for name, curves in found.items():
-        prefix, last = "" if name == own else f"{name}_", curves[:, -1]
-        summary[f"{prefix}log10_best"] = float(last.mean())
-        known = len(last) > 1 and bool(np.isfinite(last).all())
-        summary[f"{prefix}log10_best_sd"] = float(last.std(ddof=1)) if known else None
-    return {**summary, "n": len(found[own])}
+def _mean_and_sd(values: NDArray[np.float64]) -> tuple[float, float]:
+    known = len(values) > 1 and bool(np.isfinite(values).all())
+    return float(values.mean()), float(values.std(ddof=1)) if known else math.nan
 
 
 def _best_rows(
@@ -410,19 +420,3 @@ def _best_rows(
                 pairs = zip(counts.tolist(), values[place].tolist(), strict=True)
                 rows += [{**own, "evaluations": n, "log10_best": value} for n, value in pairs]
     return rows
-
-
-def _best_table(
-    curves: Mapping[str, Mapping[str, _Curve]], evaluations: int, dimension: int, runs: int
-) -> str:
-    lines = [("function", *next(iter(curves.values())))]
-    for function, found in curves.items():
-        last = [values[:, -1] for values in found.values()]
-        cells = (f"{x.mean():.2f} ± {x.std(ddof=min(1, len(x) - 1)):.2f}" for x in last)
-        known = function == next(iter(FAMILIES))
-        lines.append((f"{function} (trained on)" if known else function, *cells))
-    note = (
-        f"log10 of the best of {evaluations:,} values in {dimension} dimensions, mean ± standard "
-        f"deviation over {runs} runs; the minimum is 0; values below -12 count as -12"
-    )
-    return f"{align(lines)}\n\n{note}"

@@ -18,8 +18,9 @@ from molflt.files import read_arrays, shown
 __all__ = ["Published", "common_systems", "compare", "read_published"]
 
 _OURS = "this run"
-_RESERVED = (_OURS, "energy", "target")  # columns of the run in published.csv, without _eV
 _Array = NDArray[np.float64]
+_Common = tuple[list[dict[str, Any]], dict[str, _Array]]
+# rows of published.csv without energies, and energies by model, (systems, training runs), eV
 
 
 class Published(NamedTuple):
@@ -29,16 +30,6 @@ class Published(NamedTuple):
     rows: dict[str, int]  # row of each system, by name
     models: dict[str, _Array]  # energies by name of a model, (systems, training runs), eV
     systems: dict[int, System]  # systems of the evaluated data set, by sid
-
-
-class _Common(NamedTuple):
-    """A system that all models predicted."""
-
-    split: str
-    system: System
-    target: float
-    energies: _Array  # energies of the evaluated run, (members,), eV
-    row: int  # row of the published energies
 
 
 def read_published(path: Path, root: Path) -> Published:
@@ -53,86 +44,71 @@ def read_published(path: Path, root: Path) -> Published:
             f"{path}: name: expected a unique name for each system, as text; got "
             f"{names.dtype} {names.shape}"
         )
-    models = {key: array for key, array in arrays.items() if array.dtype.kind == "f"}
-    for key, array in models.items():
-        if key in _RESERVED:
-            raise ValueError(
-                f"{path}: {shown(key)}: this name is reserved for this run and its labels; "
-                "rename the array"
-            )
+    found = {key: array for key, array in arrays.items() if array.dtype.kind == "f"}
+    for key, array in found.items():
         if array.ndim not in (1, 2) or len(array) != len(names):
             raise ValueError(
                 f"{path}: {shown(key)}: expected energies ({len(names)},) or ({len(names)}, k) in "
                 f"eV; got {array.shape}"
             )
-        models[key] = array.astype(np.float64).reshape(len(names), -1)
-    if not models:
+    if not found:
         raise ValueError(f"{path}: expected energies of at least one model; got {sorted(arrays)}")
+    models = {k: array.astype(np.float64).reshape(len(names), -1) for k, array in found.items()}
     rows = {name: row for row, name in enumerate(names.tolist())}
     return Published(path, rows, models, read_systems(root))
 
 
 def compare(
-    published: Published, common: list[_Common], found: Mapping[str, Predictions], out: Path
+    published: Published, common: _Common, found: Mapping[str, Predictions], out: Path
 ) -> str:
     """Compares models on the `common` systems, and returns tables.
 
     Writes published.csv, published_errors.csv and published.png into `out`.
     """
+    systems, energies = common
     total = sum(len(part.energy) for part in found.values())
-    target = np.array([one.target for one in common])
-    energies = {_OURS: np.array([one.energies for one in common])}
-    places = [one.row for one in common]
-    energies |= {name: array[places] for name, array in published.models.items()}
+    target = np.array([one["target_eV"] for one in systems])
     errors = {name: array - target[:, None] for name, array in energies.items()}
-    groups = {
-        "split": [one.split for one in common],
-        "family": [one.system.family for one in common],
-        "metal": [one.system.metal for one in common],
-    }
+    groups = {kind: [str(one[kind]) for one in systems] for kind in ("split", "family", "metal")}
     rows = list(_error_rows(errors, groups))
     write_csv(out / "published_errors.csv", rows)
-    names = {name: f"{'energy' if name == _OURS else name}_eV" for name in energies}
-    systems = [
-        {
-            "split": one.split,
-            **one.system._asdict(),
-            "target_eV": one.target,
-            **{names[name]: float(array[i].mean()) for name, array in energies.items()},
-        }
-        for i, one in enumerate(common)
-    ]
-    write_csv(out / "published.csv", systems)
+    means = {name: array.mean(axis=1).tolist() for name, array in energies.items()}
+    columns = {"energy_eV" if name == _OURS else f"{name}_eV": means[name] for name in means}
+    more = ({name: values[i] for name, values in columns.items()} for i in range(len(systems)))
+    write_csv(out / "published.csv", [a | b for a, b in zip(systems, more, strict=True)])
     panels = {}
     for name, array in energies.items():
         several = f", mean of {array.shape[1]}" if array.shape[1] > 1 else ""
         panels[f"{name}{several}"] = (target, array.mean(1))
     plots.parity(panels, out / "published.png")
     heading = (
-        f"compared with {published.path.name}: MAE / eV over the {len(common):,} of {total:,} "
+        f"compared with {published.path.name}: MAE / eV over the {len(systems):,} of {total:,} "
         "systems that all models predicted\n"
     )
     tables = [_table(rows, kind) for kind in groups]
     return heading + "\n\n".join(tables)
 
 
-def common_systems(published: Published, found: Mapping[str, Predictions]) -> list[_Common]:
-    """Returns the systems with a label that all models predicted."""
+def common_systems(published: Published, found: Mapping[str, Predictions]) -> _Common:
+    """Returns the systems with a label that all models predicted, and their energies by model."""
     finite = np.all([np.isfinite(array).all(1) for array in published.models.values()], axis=0)
-    common = []
+    systems, ours, rows = [], [], []
     for split, part in found.items():
-        for sid, ours, target in zip(part.sid, part.by_training, part.target, strict=True):
+        for sid, energies, target in zip(part.sid, part.by_training, part.target, strict=True):
             system = published.systems.get(int(sid))
             row = None if system is None else published.rows.get(system.name)
             if system is not None and row is not None and finite[row] and np.isfinite(target):
-                common.append(_Common(split, system, float(target), ours, row))
-    if not common:
+                systems.append({"split": split, **system._asdict(), "target_eV": float(target)})
+                ours.append(energies)
+                rows.append(row)
+    if not systems:
         total = sum(len(part.energy) for part in found.values())
         raise ValueError(
             f"{published.path}: no predictions of labeled systems among these {total}; compare the "
             "names in systems.csv with those in the file"
         )
-    return common
+    others = {name: array[rows] for name, array in published.models.items()}
+    return systems, {_OURS: np.array(ours), **others}
 
 
 def _error_rows(

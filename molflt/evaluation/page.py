@@ -10,7 +10,6 @@ import shlex
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
@@ -22,7 +21,6 @@ from jinja2 import Environment
 from molflt import plots
 from molflt.data.structures.data_set import DataSet
 from molflt.data.structures.potential_data import SinglePoints
-from molflt.data.structures.sources import exists
 from molflt.evaluation.results import FIGURES, RESULTS, given_data
 from molflt.evaluation.runs import Run, flat_options, read_run, standard_error
 from molflt.files import readable_size, shown, verify_tensors
@@ -374,20 +372,16 @@ def _worst(page: Page) -> list[_Part]:
 
 def _structures(run: Run, split: str, wanted: Sequence[_System]) -> dict[_System, Any]:
     data = DataSet.of_run(run.config["data"], run.config["seed"])
-    if not exists(data.root):
-        raise ValueError(f"{data.root}: no such data; the worst structures are not drawn")
-    for skip_bad in (False, True):  # evaluations may have omitted bad structures
-        with suppress(ValueError, FileNotFoundError):
-            opened: Any = data.open([split], skip_bad)[split]
-            opened = SinglePoints(opened) if run.config["recipe"] == "potential" else opened
-            found = {one: opened[one.place] for one in wanted if one.place < len(opened)}
-            there = {(one.sid, one.natoms) for one in wanted}
-            if {(int(record.sid), record.num_nodes) for record in found.values()} == there:
-                return found
-    raise ValueError(
-        f"{data.root}: split {split} does not contain the structures of predictions.csv; the worst "
-        "structures are not drawn"
-    )
+    opened: Any = data.open([split], skip_bad=True)[split]  # evaluations omit or refuse bad ones
+    opened = SinglePoints(opened) if run.config["recipe"] == "potential" else opened
+    found = {one: opened[one.place] for one in wanted if one.place < len(opened)}
+    there = {(int(record.sid), record.num_nodes) for record in found.values()}
+    if there != {(one.sid, one.natoms) for one in wanted}:
+        raise ValueError(
+            f"{data.root}: split {split} does not contain the structures of predictions.csv; the "
+            "worst structures are not drawn"
+        )
+    return found
 
 
 _SECTIONS: Mapping[str, tuple[str, Callable[[Page], list[_Part]]]] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -52,13 +52,10 @@ def evaluate(
     model: nn.Module,
     config: Config,
     out: Path,
-    splits: list[str] | None = None,
-    data: Path | None = None,
     batch_size: int = 32,
-    skip_bad: bool = False,
-    energy_key: str | None = AS_TRAINED,
     forces_key: str | None = AS_TRAINED,
     stress_key: str | None = AS_TRAINED,
+    **which: Any,
 ) -> Evaluation:
     """Evaluates a potential.
 
@@ -68,27 +65,21 @@ def evaluate(
     errors by element and by size).
 
     Args:
-        splits: names of splits; by default OC20's four validation splits and the validation split
-            of the run, if they exist.
-        data: folder of a data set, or one file; by default the data of the run.
         batch_size: structures in a batch.
-        skip_bad: omit and list structures that cannot be used.
-        energy_key: key of the energy, eV, in files that ASE reads; by default the key used in
-            training, if the source has it; null means energy or REF_energy.
         forces_key: key of the forces, eV/Å; the default is chosen as for `energy_key`.
         stress_key: key of the stress, eV/Å^3; the default is chosen as for `energy_key`.
+        which: see `molflt.evaluation.evaluated.EvaluationData`.
 
     Returns:
         Per split: the metrics of training, in meV/atom, meV/Å and meV/Å^3; the errors of the
         baselines, which predict energies per element plus a constant per atom, and zero forces; and
         n, the number of structures.
     """
-    keys = {"energy_key": energy_key, "forces_key": forces_key, "stress_key": stress_key}
-    source = EvaluationData(run, config, data, skip_bad, **keys)
+    source = EvaluationData(run, config, forces_key=forces_key, stress_key=stress_key, **which)
     results: Results = {}
     found: dict[str, Points] = {}
     datasets: dict[str, SinglePoints] = {}
-    for split, dataset in source.open(source.choose(splits), model, source.domain()).items():
+    for split, dataset in source.open(model, source.domain()).items():
         points = datasets[split] = SinglePoints(dataset)
         if not len(points):
             raise ValueError(

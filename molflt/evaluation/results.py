@@ -32,8 +32,8 @@ RESULTS = "results.json"
 _NOTE = "results_of.json"
 _SPLITS = ("train", "val", "test")  # usual prefixes of the names of splits
 _READING = ("energy_key", "tags", "forces_key", "stress_key")  # options for reading the data
-_TABLES = ("predictions.npz", "predictions.csv", "errors_by_group.csv", "translations-*.txt")
-_TABLES += ("published.csv", "published_errors.csv", "curves.csv", "best_values.csv")
+_TABLES = ["predictions.npz", "predictions.csv", "errors_by_group.csv", "translations-*.txt"]
+_TABLES += ["published.csv", "published_errors.csv", "curves.csv", "best_values.csv"]
 
 FIGURES = {
     "parity": "Predicted against labeled energies, with one panel per split. The largest "
@@ -171,24 +171,20 @@ def write_results(
         others = f"{own.get('root') if data is None else data} with {how}"
     given = None if data is None else str(absolute(data))
     note = {**provenance, "data": others, "given": given}
+    files = {path.name: path.read_bytes() for path in sorted(made.iterdir())}
+    for name, content in {RESULTS: known, _NOTE: note}.items():
+        files[name] = f"{json.dumps(content, indent=2, allow_nan=False)}\n".encode()
     clear_parts(out)
-    for old in (
+    old = [f"{name}.{ending}" for name in FIGURES for ending in FORMATS] + [
+        *_TABLES,
         RESULTS,
         _NOTE,
-        *_TABLES,
-        *(f"{name}.{end}" for name in FIGURES for end in FORMATS),
-    ):
-        for path in out.glob(old):
-            path.unlink()
-    contents = {path.name: path.read_bytes() for path in sorted(made.iterdir())}
-    for name, content in (
-        (RESULTS, known),
-        (_NOTE, note),
-    ):  # last, because they describe the others
-        contents[name] = f"{json.dumps(content, indent=2, allow_nan=False)}\n".encode()
-    for name, content in contents.items():
+    ]
+    for path in [path for name in old for path in out.glob(name)]:
+        path.unlink()
+    for name, content in files.items():  # results.json follows the files that it belongs to
         write_atomically(out / name, content)
-    return [out / name for name in contents]
+    return [out / name for name in files]
 
 
 def _others(own: Mapping[str, object], data: object, splits: Iterable[str]) -> str | None:

@@ -57,8 +57,8 @@ def evaluate(
         also have glue_percent, the mean of these metrics, which enters the GLUE average.
     """
     task, length = str(config["data"]["task"]), int(str(config["data"]["length"]))
-    tokenizer = common.load_tokenizer(run, model.vocabulary)
-    classes = common.load_classes(run, model.classes)
+    tokenizer = common.tokenizer_of(run, model.vocabulary)
+    classes = common.classes_of(run, model.classes)
     results: Results = {}
     rows: list[dict[str, object]] = []
     there = ["train", "val", "test"] + (["val_mismatched"] if task == "MNLI" else [])

@@ -111,18 +111,14 @@ def merge_shards(out: Path) -> int:
 
 def _shards(out: Path) -> list[Shard]:
     name = re.compile(rf"{re.escape(out.stem)}\.(\d{{1,5}})-of-(\d{{1,5}}){re.escape(out.suffix)}")
-    matches = [name.fullmatch(path.name) for path in out.parent.glob(f"*{out.suffix}")]
-    found = {Shard(int(match[1]), int(match[2])) for match in matches if match is not None}
+    matches = filter(None, (name.fullmatch(path.name) for path in out.parent.iterdir()))
+    found = {Shard(int(match[1]), int(match[2])) for match in matches}
     counts = sorted({shard.total for shard in found})
-    if not found:
-        raise FileNotFoundError(
-            f"{out}: no shards; expected files such as {Shard(1, 8).path(out).name}, which molflt "
-            "predict --shard 1/8 --out writes"
-        )
-    if len(counts) > 1:
+    if len(counts) != 1:
         raise ValueError(
-            f"{out}: shards of divisions into {', '.join(map(str, counts))}; expected one "
-            "division; delete the files of the others"
+            f"{out}: expected shards of one division, such as {Shard(1, 8).path(out).name}, which "
+            "molflt predict --shard 1/8 --out writes; got divisions into "
+            f"{', '.join(map(str, counts)) or 'none'}; delete the files of other divisions"
         )
     everything = [Shard(number, counts[0]) for number in range(1, counts[0] + 1)]
     if missing := [shard for shard in everything if shard not in found]:

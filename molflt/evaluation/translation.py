@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader
@@ -39,11 +39,10 @@ def evaluate(
     model: EncoderDecoder,
     config: Config,
     out: Path,
-    splits: list[str] | None = None,
-    data: Path | None = None,
     batch_size: int = 64,
     beam: int = 5,
     length_penalty: float = 1.0,
+    **which: Any,
 ) -> Evaluation:
     """Evaluates a translation model: BLEU of its translations, and perplexity of the references.
 
@@ -53,25 +52,23 @@ def evaluate(
     ignored if the tokenizer ignores it.
 
     Args:
-        splits: any of train, val and test; by default val, and also test if the run has a test
-            text.
-        data: other parallel files to evaluate instead: their path without the language extension.
         batch_size: sentences in a batch.
         beam: number of hypotheses per sentence; 1 takes the most probable token at each step.
         length_penalty: power of the number of tokens by which log p is divided.
+        which: see `molflt.evaluation.common.named_sources`.
 
     Returns:
         Per split: bleu, chrf, perplexity, pairs (the number of pairs) and length_ratio (of
         translations to references).
     """
-    tokenizer, options = common.load_tokenizer(run, model.vocabulary), config["data"]
+    tokenizer, options = common.tokenizer_of(run, model.vocabulary), config["data"]
     languages = str(options["source"]), str(options["target"])
     lowercase = tokenizer.ignores_case
     bleu(["a"], ["a"])  # fails without sacrebleu before anything is computed
     results: Results = {}
     lines: dict[str, list[str]] = {}
     texts = {}  # all texts are read before the first is translated
-    for split, name in common.named_sources(options, splits, data).items():
+    for split, name in common.named_sources(options, **which).items():
         text = read_parallel(name, *languages)
         texts[split] = text, Pairs(text, tokenizer)
         for path, side in zip(text.files, text[:2], strict=True):
@@ -89,8 +86,8 @@ def evaluate(
         scores = {"bleu": found.bleu, "chrf": found.chrf, "length_ratio": found.length_ratio}
         results[split] |= scores | {"pairs": len(translated)}
     for split, translated in lines.items():
-        text = "\n".join(translated) + "\n"
-        write_atomically(out / f"translations-{split}.txt", text.encode())
+        content = "\n".join([*translated, ""]).encode()
+        write_atomically(out / f"translations-{split}.txt", content)
     _draw(out, model, pairs, tokenizer, split)
     how = f"beam {beam}, length penalty {length_penalty:g}, {'-'.join(languages)}"
     how += ", ignoring case, as the tokenizer does" if lowercase else ""

@@ -25,9 +25,9 @@ from molflt.data.structures.sources import Paths, files_of
 from molflt.data.structures.tags import Tagged
 from molflt.evaluation.calibration import (
     CALIBRATION,
+    EVALUATE,
+    ONE_RUN,
     Calibration,
-    calibration_of,
-    expect_theirs,
     uncertainty_of,
 )
 from molflt.evaluation.ensemble import ENSEMBLE, EnsembleRegressor
@@ -175,21 +175,12 @@ class EnergyPredictor(Pretrained):
     def predict(
         self,
         structures: str | Path | list[Any] | tuple[Any, ...] | Structures,
-        batch_size: int = ...,
-        embedding: Literal["atoms", "pooled"] | None = ...,
-        tags: Tags | None = ...,
-        force: bool = ...,
+        *options: Any,
+        **named: Any,
     ) -> list[Prediction]: ...
 
     @overload
-    def predict(
-        self,
-        structures: Atoms | Data,
-        batch_size: int = ...,
-        embedding: Literal["atoms", "pooled"] | None = ...,
-        tags: Tags | None = ...,
-        force: bool = ...,
-    ) -> Prediction: ...
+    def predict(self, structures: Atoms | Data, *options: Any, **named: Any) -> Prediction: ...
 
     def predict(
         self,
@@ -320,12 +311,20 @@ class EnergyPredictor(Pretrained):
                 or the export.
         """
         model, trained = self.model, self.trained
-        content = trained.files.get(CALIBRATION)
-        own = file is None and content is not None and trained.path.is_file()
-        if own and isinstance(model, EnsembleRegressor):
-            label = trained.label(CALIBRATION)
-            return expect_theirs(model, Calibration.from_json(content, label), label)
-        return calibration_of(model, file, trained.path / ENSEMBLE / CALIBRATION)
+        if not isinstance(model, EnsembleRegressor):
+            if file is not None:
+                raise ValueError(f"--calibration {file}: {ONE_RUN}")
+            return None
+        if file is not None:
+            return Calibration.read(file).expect_weights(model, str(file))
+        label = trained.label(f"{ENSEMBLE}/{CALIBRATION}" if trained.path.is_dir() else CALIBRATION)
+        if (content := trained.files.get(CALIBRATION)) is None:
+            warn(
+                f"{label}: missing, or belongs to other weights; {EVALUATE}; until then, only the "
+                "spread, spread_eV, is known"
+            )
+            return None
+        return Calibration.from_json(content, label).expect_weights(model, label)
 
 
 def _are_paths(structures: object) -> TypeGuard[Paths]:

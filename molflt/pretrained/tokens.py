@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -13,13 +14,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 from molflt.data.text.glue import TASKS, Example
-from molflt.data.text.sentences import CLASSES
-from molflt.data.text.tokenizer import TOKENIZER
-from molflt.evaluation.common import classes_of, tokenizer_of, vocabulary_of
+from molflt.data.text.tokenizer import Tokenizer
+from molflt.data.text.vocabulary import Vocabulary
+from molflt.evaluation.common import classes_of, device_of, tokenizer_of, vocabulary_of
 from molflt.evaluation.sentences import logits_of
 from molflt.evaluation.translation import translate
 from molflt.image.classifier import ImageClassifier
-from molflt.pretrained.base import Card, Pretrained, Trained
+from molflt.pretrained.base import Card, Pretrained
 from molflt.sequence.classifier import SequenceClassifier
 from molflt.sequence.encoder_decoder import EncoderDecoder
 from molflt.sequence.generation import generate, sample
@@ -48,10 +49,10 @@ class TextWriter(Pretrained):
     card = Card(["text-generation"], "perplexity", 'print(model.generate("The"))')
     model: LanguageModel
 
-    def __init__(self, trained: Trained) -> None:
-        super().__init__(trained)
-        content = trained.content("vocabulary.json")
-        self.vocabulary = vocabulary_of(*content, self.model.vocabulary)
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """The vocabulary of the training text."""
+        return vocabulary_of(self.trained, self.model.vocabulary)
 
     def generate(
         self,
@@ -82,8 +83,7 @@ class TextWriter(Pretrained):
             seed: random seed.
         """
         known = self.vocabulary.encode(prompt).tolist()
-        device = next(self.model.parameters()).device
-        ids = torch.tensor([[self.vocabulary.eos, *known]], device=device)
+        ids = torch.tensor([[self.vocabulary.eos, *known]], device=device_of(self.model))
         generator = torch.Generator().manual_seed(seed)
         drawn = generate(self.model, ids, tokens, temperature, top_k, generator)
         line = known[:]  # decoded together, because a character may consist of several tokens
@@ -144,7 +144,7 @@ class ImageWriter(Pretrained):
 
     def _known(self, count: int | None, given: Tensor | None, rows: int | None) -> Tensor:
         """Returns the bytes to continue, (images, bytes), on the device of the model."""
-        device = next(self.model.parameters()).device
+        device = device_of(self.model)
         if given is None:
             if rows is not None:
                 raise ValueError(f"rows={rows} has no effect without given images")
@@ -163,16 +163,23 @@ class ImageWriter(Pretrained):
         return self.model.bytes_of(given.to(device))[:, : rows * side * self.model.channels]
 
 
-class ImageLabeler(Pretrained):
+class _Classifier(Pretrained):
+    """Base class of models with classes."""
+
+    model: Any
+
+    @cached_property
+    def classes(self) -> list[str]:
+        """The names of the classes."""
+        return classes_of(self.trained, self.model.classes)
+
+
+class ImageLabeler(_Classifier):
     """Classifies images; see `molflt.load`."""
 
     models: ClassVar = (ImageClassifier,)
     card = Card(["image-classification"], "accuracy", "model.classify(images)[0].name")
     model: ImageClassifier
-
-    def __init__(self, trained: Trained) -> None:
-        super().__init__(trained)
-        self.classes = classes_of(*trained.content(CLASSES), self.model.classes)
 
     def classify(self, images: Tensor | NDArray[np.uint8], batch_size: int = 64) -> list[Label]:
         """Returns the class of each image.
@@ -188,11 +195,10 @@ class ImageLabeler(Pretrained):
                 "images of real numbers must be in [0, 1]; got "
                 f"{float(given.min()):.4g} to {float(given.max()):.4g}; divide them by 255"
             )
-        device = next(self.model.parameters()).device
         found: list[Label] = []
         with torch.inference_mode():
             for batch in given.split(batch_size):
-                logits = self.model(batch.to(device)).double()
+                logits = self.model(batch.to(device_of(self.model))).double()
                 found += _labels(self.classes.__getitem__, logits.softmax(dim=1).max(dim=1))
         return found
 
@@ -202,9 +208,10 @@ class _Tokenized(Pretrained):
 
     model: Any
 
-    def __init__(self, trained: Trained) -> None:
-        super().__init__(trained)
-        self.tokenizer = tokenizer_of(*trained.content(TOKENIZER), self.model.vocabulary)
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the training text."""
+        return tokenizer_of(self.trained, self.model.vocabulary)
 
 
 class GapFiller(_Tokenized):
@@ -233,22 +240,17 @@ class GapFiller(_Tokenized):
             raise ValueError(
                 f"expected {tokenizer.token(tokenizer.mask)} in each gap of the text; got none"
             )
-        device = next(self.model.parameters()).device
-        hidden = self.model(torch.tensor([ids], device=device))[0, gaps]
+        hidden = self.model(torch.tensor([ids], device=device_of(self.model)))[0, gaps]
         best = self.model.log_probabilities(hidden).exp().topk(count, dim=-1)
         return [_labels(tokenizer.token, pair) for pair in zip(*best, strict=True)]
 
 
-class SentenceLabeler(_Tokenized):
+class SentenceLabeler(_Tokenized, _Classifier):
     """Classifies or scores sentences and pairs of sentences; see `molflt.load`."""
 
     models: ClassVar = (SequenceClassifier,)
     card = Card(["text-classification"], "accuracy", 'model.classify(["A text."])[0].name')
     model: SequenceClassifier
-
-    def __init__(self, trained: Trained) -> None:
-        super().__init__(trained)
-        self.classes = classes_of(*trained.content(CLASSES), self.model.classes)
 
     def classify(
         self,

@@ -61,15 +61,6 @@ class LanguageTask(Task[_Batch, object]):
         return -score.sum(), (batch[1] >= 0).sum().to(score.dtype)
 
 
-class _PixelSums(_TokenSums):
-    # repeated because training counts annotations, which subclasses of NamedTuples do not inherit
-    nats: Tensor
-    tokens: Tensor
-
-    def metrics(self) -> dict[str, float]:
-        return {"bits_per_dim": float(self.nats / self.tokens) / math.log(2)}
-
-
 class PixelTask(LanguageTask):
     """Mean negative log-likelihood of the next byte of an image, in nats.
 
@@ -78,10 +69,13 @@ class PixelTask(LanguageTask):
     """
 
     model: PixelModel
-    sums: ClassVar[type[_PixelSums]] = _PixelSums
     metrics: ClassVar = {"bits_per_dim": Metric("bits/dim")}
     best = "bits_per_dim"
 
     def _sums(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         score = self.model.image_log_likelihood(batch[0])
         return -score.sum(), score.new_tensor(score.numel())
+
+    def summarize(self, totals: Tensor) -> dict[str, float]:
+        """Computes bits per dimension from total sums, (fields,)."""
+        return {"bits_per_dim": super().summarize(totals)["bits_per_token"]}

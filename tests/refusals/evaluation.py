@@ -3,15 +3,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from tiny_run import structures
 from torch import nn
 
+from molflt.data.structures.in_memory import StructuresInMemory
 from molflt.evaluation.calibration import Calibration
 from molflt.evaluation.common import classes_of, named_sources
 from molflt.evaluation.energies import submission_splits
-from molflt.evaluation.ensemble import (
-    _expect_same_aim,
-    load_ensemble,
-)
+from molflt.evaluation.ensemble import EnsembleRegressor, expect_same_totals, load_ensemble
 from refusals import Refusal, refused
 
 
@@ -33,17 +32,20 @@ def calibration(**change):
 class Member(nn.Module):
     """A module with the buffers of an energy regressor."""
 
-    def __init__(self, elements=(1, 8, 29), mean=-1.0, std=0.5, references=0.0) -> None:
+    def __init__(self, mean: float) -> None:
         super().__init__()
-        self.register_buffer("trained_elements", torch.zeros(119, dtype=torch.bool))
-        self.trained_elements[list(elements)] = True
         self.register_buffer("energy_mean", torch.tensor(mean))
-        self.register_buffer("energy_std", torch.tensor(std))
-        self.register_buffer("element_energies", torch.full((119,), references))
+        self.register_buffer("energy_std", torch.tensor(0.5))
 
 
-def aims(other):
-    return lambda _: _expect_same_aim(Path("two"), other, Path("one"), Member())
+def totals(_: Path) -> None:
+    ensemble = EnsembleRegressor([Member(-1.0), Member(-90.0)])
+    expect_same_totals(ensemble, StructuresInMemory(list(structures(3))))
+
+
+def classes(folder: Path) -> None:
+    (folder / "classes.json").write_text('["a"]')
+    classes_of(folder, 2)
 
 
 DATA = {"train": "a.txt", "val": "b.txt", "test": None}
@@ -57,9 +59,8 @@ ROWS = [
         lambda folder: Calibration.read(folder / "u.json"), "u.json", AGAIN, "", FileNotFoundError
     ),
     refused(lambda: submission_splits(Path("a.npz"), ["val_id"]), "--splits", "test_id", "val_id"),
-    Refusal(aims(Member((1, 8))), "two", "elements of one", "Cu"),
-    Refusal(aims(Member(references=1.0)), "two", "references", "different"),
+    Refusal(totals, "model 2", "energies of one kind", "89 eV"),
     refused(lambda: load_ensemble([Path("a"), Path("b")], "w.pt"), "--checkpoint", "best", "w.pt"),
     refused(lambda: named_sources(DATA, ["val"], Path("x")), "--splits", "--data", "both"),
-    refused(lambda: classes_of(b'["a"]', "c.json", 2), "c.json", "2", "1 classes"),
+    Refusal(classes, "classes.json", "2", "1 classes"),
 ]
