@@ -6,7 +6,6 @@ import torch.
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -73,18 +72,18 @@ def locality(
     """
     probability = np.asarray(weights, dtype=np.float64)
     distance = np.array(distances, dtype=np.float64)
-    if not 0 < fraction <= 1:
-        raise ValueError(f"fraction must be above 0 and at most 1; got {fraction}")
-    _check_shapes(probability.shape, distance.shape)
-    if np.isnan(distance).any() or (distance < 0).any():
-        raise ValueError(
-            "distances must be at least 0, or inf for masked keys; got a negative one or nan"
-        )
     queries, keys = distance.shape[-2:]
     if causal:
         future = np.arange(keys) > np.arange(queries)[:, None] + keys - queries
         distance[..., future] = np.inf
-    _check_rows(probability, distance)
+    sums = np.where(np.isfinite(distance), probability, 0.0).sum(axis=-1)
+    off = np.argwhere(~(np.abs(sums - 1) <= _ROW_TOLERANCE))  # includes nan
+    if len(off):
+        raise ValueError(
+            "the weights of each query must sum to 1 over the unmasked keys; got "
+            f"{sums[tuple(off[0])]} for query {off[0][-1]} ({len(off)} of {sums.size}); check "
+            "causal and the distances"
+        )
     shares = np.apply_along_axis(_shares, -1, distance, fraction)  # [..., query, 2, key]
     means = (probability[..., None, :] * shares).sum(axis=-1).mean(axis=-2)
     return _Locality(*np.moveaxis(means, -1, 0))
@@ -97,33 +96,3 @@ def _shares(distance: NDArray[np.float64], fraction: float) -> NDArray[np.float6
     begin, end = (np.searchsorted(ordered, distance, side) for side in ("left", "right"))
     counted = (fraction * seen - np.stack((begin, seen - end))) / (end - begin)
     return np.where(np.isfinite(distance), counted.clip(0.0, 1.0), 0.0)
-
-
-def _check_shapes(weights: tuple[int, ...], distances: tuple[int, ...]) -> None:
-    if 0 not in weights and len(distances) >= 2 and weights[-2:] == distances[-2:]:
-        with suppress(ValueError):
-            if np.broadcast_shapes(weights, distances) == weights:
-                return
-    raise ValueError(
-        "expected non-empty weights (..., queries, keys) and distances (queries, keys) that "
-        f"broadcast to them; got {weights} and {distances}"
-    )
-
-
-def _check_rows(probability: NDArray[np.float64], distance: NDArray[np.float64]) -> None:
-    """Raises ValueError unless the weights of each query are probabilities of unmasked keys."""
-    seen = np.isfinite(distance)
-    if len(blind := np.argwhere(~seen.any(axis=-1))):
-        raise ValueError(f"each query must see at least one key; query {blind[0][-1]} sees none")
-    sums = probability.sum(axis=-1)
-    off = np.argwhere(~(np.abs(sums - 1) <= _ROW_TOLERANCE))  # includes nan
-    if len(off):
-        raise ValueError(
-            f"the weights of each query must sum to 1; got {sums[tuple(off[0])]} for query "
-            f"{off[0][-1]} ({len(off)} of {sums.size})"
-        )
-    hidden = np.abs(np.where(seen, 0.0, probability)).max()
-    if hidden > _ROW_TOLERANCE:
-        raise ValueError(
-            f"weights must be 0 on masked keys; got {hidden}; check causal and the distances"
-        )
