@@ -233,7 +233,7 @@ def test_predict_structures(run, tmp_path, suffix, capsys) -> None:
         atoms.set_constraint([FixAtoms(indices=range(4)), FixBondLength(4, 5)])
     write(tmp_path / "in.traj", frames)
     out = tmp_path / f"out{suffix}"
-    predict(run, tmp_path / "in.traj", out=out, device="cpu")
+    predict([run, tmp_path / "in.traj"], out=out, device="cpu")
     assert ("FixBondLengths" in capsys.readouterr().err) == (suffix == ".extxyz")
     written = read(out, ":")
     assert len(written) == 3

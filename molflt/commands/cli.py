@@ -74,7 +74,10 @@ COMMANDS: dict[tuple[str, ...], Command] = {
         "compare runs: options, size, time, metrics, curves",
         places={"runs": "folders of two or more training runs"},
     ),
-    ("predict",): Command("predict structures, sentences or images in files", has_parser=True),
+    ("predict",): Command(
+        "predict structures, sentences or images in files",
+        places={"file": "files to predict, after the model unless it is that of the package"},
+    ),
     ("merge",): Command(
         "join the predictions of several processes", "molflt.commands.predict:merge"
     ),

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
-from argparse import SUPPRESS
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import torch
-from jsonargparse import ArgumentParser
 from numpy.typing import NDArray
 
-from molflt.commands.options import expect_ending, normalized, refuse_idle
+from molflt.commands.options import expect_ending, refuse_idle
 from molflt.data.batches import Shard
 from molflt.data.images.unlabeled import read_images
 from molflt.data.structures import Structures
@@ -39,19 +37,18 @@ from molflt.pretrained import (
 )
 from molflt.training.checkpoint import is_trained
 
-__all__ = ["build_parser", "merge", "predict"]
+__all__ = ["merge", "predict"]
 
 _Labeler = GapFiller | ImageLabeler | SentenceLabeler
 _GUESSES = 5  # number of guesses for each masked token
-_USAGE = "molflt predict [RUN] FILE ... [--OPTION VALUE ...]"
 _OF_ATOMS = (".extxyz", ".traj")
 _TABLES = (".csv", ".json")
 
 
 def predict(
-    run: str,
     file: Path | Sequence[Path],
     *,
+    run: str | None = None,
     out: Path | None = None,
     checkpoint: str | None = None,
     batch_size: int = 64,
@@ -70,12 +67,13 @@ def predict(
     Differences between the structures and the training data are printed.
 
     Args:
-        run: folder of a training run, an exported model, or hf:OWNER/NAME; by default the energy
-            model that comes with the package.
         file: structures: files that ASE reads, compact stores, OC20 LMDBs, folders of these, or
             quoted patterns such as 'runs/*/CONTCAR'; all frames are predicted. Sentences: a text
             file with one sentence, or two separated by a tab, per line; for masked language models,
-            lines with [MASK]. Images: an image, a folder of images, or an idx file.
+            lines with [MASK]. Images: an image, a folder of images, or an idx file. If the first of
+            several names is a model, it is used as `run`.
+        run: folder of a training run, an exported model, or hf:OWNER/NAME; by default the energy
+            model that comes with the package.
         out: file to write. .csv or .json: for structures the index, the file if there are several,
             sid or name, formula, number of atoms and energy in eV. .extxyz or .traj: the structures
             with the predicted energy and, for a potential, the forces. By default the CSV is
@@ -105,9 +103,11 @@ def predict(
             energies.csv joins these files into the file of a single process.
     """
     files = [Path(file)] if isinstance(file, str | Path) else list(map(Path, file))
+    if run is None and len(files) > 1 and _is_run(files[0]):
+        run, files = str(files[0]), files[1:]
     part = _shard(shard, out)
     device = "cpu" if compiled and device == "auto" else device
-    model = load(run or None, device, checkpoint=checkpoint, also=also or (), compiled=compiled)
+    model = load(run, device, checkpoint=checkpoint, also=also or (), compiled=compiled)
     if out is not None:
         read = files_of(files) if isinstance(model, EnergyPredictor) else files
         for written in (out, part.path(out)) if part else (out,):  # molflt merge writes `out`
@@ -115,7 +115,7 @@ def predict(
     if not isinstance(model, EnergyPredictor):
         given = {"skip_bad": skip_bad or None, "also": also, "calibration": calibration}
         more = {"mesh_order": mesh_order, "tags": tags, "shard": shard, "force": force or None}
-        refuse_idle(run, f"a model of the recipe {model.trained.recipe}", {**given, **more})
+        refuse_idle(model.name, f"a model of the recipe {model.trained.recipe}", {**given, **more})
         return _label(model, files, out, batch_size)
     if mesh_order is not None:
         model.use_mesh_(mesh_order)
@@ -173,23 +173,6 @@ def _label(
     _write_rows(out, rows)
 
 
-def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
-    """Returns the parser of ``molflt predict``, whose first positional argument is optional."""
-    whole = ArgumentParser(usage=_USAGE)
-    whole.add_function_arguments(predict, as_group=False, as_positional=True)
-    given = [word for word in normalized(words, whole) if not word.startswith("-")]
-    parser = ArgumentParser(usage=_USAGE)
-    if len(given) > 1 and _is_run(given[0]):
-        parser.add_argument(
-            "run", help="folder of a training run, an exported model, or hf:OWNER/NAME"
-        )
-    else:
-        parser.add_argument("--run", default="", help=SUPPRESS)
-    parser.add_argument("file", nargs="+", type=Path, help="files to predict")
-    parser.add_function_arguments(predict, as_group=False, skip={"run", "file"})
-    return parser
-
-
 def merge(out: Path) -> None:
     """Joins the files written by all N calls of molflt predict --shard I/N, and keeps them.
 
@@ -203,9 +186,8 @@ def merge(out: Path) -> None:
     print(f"{out}: {count:,} structures")
 
 
-def _is_run(word: str) -> bool:
-    """Returns True if the first of several words names a model instead of structures."""
-    path = Path(word)
+def _is_run(path: Path) -> bool:
+    """Returns True if the first of several paths names a model instead of structures."""
     if path.suffix == ".safetensors" and path.is_file():
         return read_header(path).get("format") != STORE
     return is_trained(path) or path.suffix == ".yaml" or not exists(path)
