@@ -38,6 +38,8 @@ def parsed(line: str) -> dict[str, Any]:
         ("evaluate x --splits a --splits+ b", {"splits": ["a", "b"]}),
         ("train --data.root x --task.energy-mean -2", {"task.energy_mean": -2.0}),
         ("train --data.root x --task.betas 0.8 0.9", {"task.betas": (0.8, 0.9)}),
+        ("adsorb x y --facet=1,-1,1 --repeat 2,3", {"facet": (1, -1, 1), "repeat": (2, 3)}),
+        ("predict r x", {"file": [Path("r"), Path("x")], "run": None}),
     ],
 )
 def test_words_become_arguments(line: str, expected: dict[str, Any]) -> None:

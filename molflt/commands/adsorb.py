@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,8 +33,8 @@ def adsorb(
     out: Path = Path("adsorbed.extxyz"),
     best: int = 10,
     rotation: float = 30.0,
-    repeat: str = "1,1",
-    facet: str | None = None,
+    repeat: tuple[int, int] = (1, 1),
+    facet: tuple[int, int, int] | None = None,
     layers: int = 4,
     vacuum: float = 15.0,
     relax: str | None = None,
@@ -57,8 +56,8 @@ def adsorb(
         out: file to write, .extxyz.
         best: number of placements to write.
         rotation: step of rotations about the surface normal, degrees.
-        repeat: N,M, the numbers of repetitions of the slabs along their first two cell vectors.
-        facet: H,K,L, Miller indices. For primitive fcc and bcc crystals, they refer to the cubic
+        repeat: numbers N M of repetitions of the slabs along their first two cell vectors.
+        facet: Miller indices H K L. For primitive fcc and bcc crystals, they refer to the cubic
             cell.
         layers: number of layers in `ase.build.surface`, with --facet.
         vacuum: distance between the slab and its next image, Å, with --facet.
@@ -78,9 +77,8 @@ def adsorb(
         there = facet is None or exists(path)
         given |= _read(path) if there else {str(path): element(str(path))}
     if facet is not None:
-        indices = _whole("facet", facet, 3)
-        given = {name: cut(one, indices, layers, vacuum) for name, one in given.items()}
-    repeated = [one.repeat((*_whole("repeat", repeat, 2), 1)) for one in given.values()]
+        given = {name: cut(one, facet, layers, vacuum) for name, one in given.items()}
+    repeated = [one.repeat((*repeat, 1)) for one in given.values()]
     model = load(run, device)
     if not isinstance(model, EnergyPredictor):
         raise ValueError(f"{run}: expected an energy model; got recipe {model.trained.recipe}")
@@ -103,13 +101,6 @@ def adsorb(
         order = sorted(done, key=lambda one: (one.atoms.info["slab"], one.after))
         frames = [one.atoms for one in order]
     _write(out, frames, list(rows.values()))
-
-
-def _whole(name: str, text: str, count: int) -> tuple[int, ...]:
-    with suppress(ValueError):
-        if len(found := tuple(map(int, text.split(",")))) == count:
-            return found
-    raise ValueError(f"--{name} {text}: expected {count} whole numbers separated by commas")
 
 
 def _read(path: Path) -> dict[str, Atoms]:

@@ -146,6 +146,8 @@ def normalized(words: Sequence[str], parser: ArgumentParser) -> list[str]:
                 f"unknown option {shown(typed)[1:-1]}{hint}; see `{parser.prog} --help`"
             )
         elif equals:
+            if name in options and tuple in _kinds_of(options[name]):
+                value = f"[{value.strip('[]')}]"  # --betas=0.9,0.99
             out.append(f"{name}{append}={value}")
         else:
             out += _with_values(typed, f"{name}{append}", options.get(name), rest)
