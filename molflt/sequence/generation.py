@@ -59,29 +59,22 @@ def sample(
             f"a prompt of {prompt.shape[1]} tokens and {count} more need a model for {needed}; "
             f"got a model for {model.longest}; reduce the number of new tokens"
         )
-    return _drawn(model, prompt, count, temperature, top_k, generator)
 
+    @torch.no_grad()
+    def drawn() -> Iterator[Tensor]:
+        state: LanguageState | None = None
+        tokens = prompt
+        for _ in range(count):
+            if model.decodes:
+                hidden, state = model.advance(tokens, state)
+            else:
+                hidden = model(tokens)
+            token = _choose(model.log_probabilities(hidden[:, -1]), temperature, top_k, generator)
+            yield token
+            new = token[:, None].to(prompt.device)
+            tokens = new if model.decodes else torch.cat((tokens, new), dim=1)
 
-@torch.no_grad()
-def _drawn(
-    model: LanguageModel,
-    prompt: Tensor,
-    count: int,
-    temperature: float,
-    top_k: int | None,
-    generator: torch.Generator | None,
-) -> Iterator[Tensor]:
-    state: LanguageState | None = None
-    tokens = prompt
-    for _ in range(count):
-        if model.decodes:
-            hidden, state = model.advance(tokens, state)
-        else:
-            hidden = model(tokens)
-        token = _choose(model.log_probabilities(hidden[:, -1]), temperature, top_k, generator)
-        yield token
-        new = token[:, None].to(prompt.device)
-        tokens = new if model.decodes else torch.cat((tokens, new), dim=1)
+    return drawn()  # a generator that checks its arguments before the first token
 
 
 def _choose(
