@@ -102,9 +102,7 @@ def predict(
             energies.csv, each process writes energies.I-of-N.csv (or .json, .extxyz); molflt merge
             energies.csv joins these files into the file of a single process.
     """
-    files = [Path(file)] if isinstance(file, str | Path) else list(map(Path, file))
-    if run is None and len(files) > 1 and _is_run(files[0]):
-        run, files = str(files[0]), files[1:]
+    run, files = _model_and_files(run, file)
     part = _shard(shard, out)
     device = "cpu" if compiled and device == "auto" else device
     model = load(run, device, checkpoint=checkpoint, also=also or (), compiled=compiled)
@@ -186,8 +184,16 @@ def merge(out: Path) -> None:
     print(f"{out}: {count:,} structures")
 
 
+def _model_and_files(run: str | None, file: Path | Sequence[Path]) -> tuple[str | None, list[Path]]:
+    """Returns the model and the files; the model may be the first of several paths."""
+    files = [Path(file)] if isinstance(file, str | Path) else list(map(Path, file))
+    if run is None and len(files) > 1 and _is_run(files[0]):
+        return str(files[0]), files[1:]
+    return run, files
+
+
 def _is_run(path: Path) -> bool:
-    """Returns True if the first of several paths names a model instead of structures."""
+    """Returns True for a path that names a model instead of structures."""
     if path.suffix == ".safetensors" and path.is_file():
         return read_header(path).get("format") != STORE
     return is_trained(path) or path.suffix == ".yaml" or not exists(path)
