@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Any, cast
 from molflt.metrics import Metric
 from molflt.training.config import Config, absolute
 from molflt.training.recipes import Recipe
+from molflt.training.run_folder import RunFolder, outcome
 from molflt.training.start import Initializer, build_parser, dated_run
 from molflt.training.trainer import TrainerOptions
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from molflt.training.run_folder import RunFolder
 
 __all__ = ["build_parser", "train"]
 
@@ -60,8 +59,6 @@ def train(
     Returns:
         0, or 128 plus the number of the signal that stopped training after its state was saved.
     """
-    from molflt.training.run_folder import RunFolder  # not needed for --help
-
     run = dated_run(recipe) if run is None else run
     _trainer(trainer).check()
     folder = RunFolder(run)
@@ -103,7 +100,7 @@ def _train(folder: RunFolder, config: Config) -> int:
         learned.prepare(batches)
     folder.check_weights(learned.model)
     if folder.writes:  # making the files may read all data
-        folder.write({**batches.files(), **learned.files(), **start.files(learned.model)})
+        folder.write({**batches.files(), **learned.files(), **start.files()})
     start.say(learned.model, model)
     items = batches.batch_size * cast(int, trainer["devices"]) * cast(int, trainer["accumulate"])
     epochs = "" if trainer["max_epochs"] is None else f" ({trainer['max_epochs']:,} epochs)"
@@ -138,8 +135,6 @@ def _trainer(options: _Options) -> TrainerOptions:
 
 
 def _say_end(folder: RunFolder, metrics: Mapping[str, Metric], steps: int, seconds: float) -> None:
-    from molflt.training.run_folder import outcome
-
     if stop := folder.provenance.get("stopped"):
         steps = stop["step"]
         folder.say(

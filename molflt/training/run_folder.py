@@ -385,9 +385,9 @@ def read_versions(run: Path) -> dict[str, object]:
     return found
 
 
-def _git_commit(root: Path = Path(__file__).parents[2]) -> str | None:
+def _git_commit() -> str | None:
     """Returns the commit of the repository that contains the package; None if it is installed."""
-    command = ["git", f"--git-dir={root / '.git'}", "rev-parse", "HEAD"]
+    command = ["git", f"--git-dir={Path(__file__).parents[2] / '.git'}", "rev-parse", "HEAD"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):

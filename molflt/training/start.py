@@ -15,7 +15,7 @@ import warnings
 from argparse import ArgumentError
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import safetensors
 from jsonargparse import ArgumentParser, Namespace
@@ -38,9 +38,7 @@ from molflt.training.checkpoint import (
 )
 from molflt.training.config import absolute, add_options, check_groups, read_config, read_yaml
 from molflt.training.recipes import DEFAULT, Recipe
-
-if TYPE_CHECKING:
-    from molflt.training.run_folder import RunFolder
+from molflt.training.run_folder import INIT_RECORD, RunFolder
 
 __all__ = ["InitialWeights", "Initializer", "build_parser", "dated_run", "read_initial_weights"]
 __all__ += ["recipe_of"]
@@ -204,14 +202,13 @@ def _values_of(option: str, words: list[str]) -> list[str]:
     return values + [w.partition("=")[2] for w in words if w.startswith(f"{option}=")]
 
 
-def dated_run(name: str, folder: Path = Path("runs")) -> Path:
+def dated_run(name: str) -> Path:
     """Returns a folder that does not exist yet, such as ``runs/2026-11-22-demo``.
 
     All processes of a training run get the same folder.
 
     Args:
         name: name of the training run, such as the name of its configuration.
-        folder: folder that holds all runs.
     """
     if "LOCAL_RANK" in os.environ:
         if _SHARED not in os.environ:
@@ -219,7 +216,8 @@ def dated_run(name: str, folder: Path = Path("runs")) -> Path:
         return Path(os.environ[_SHARED])
     stem = f"{time.strftime('%Y-%m-%d')}-{re.sub(r'[^A-Za-z0-9._+-]+', '-', name)[:_LONGEST]}"
     names = itertools.chain([stem], (f"{stem}-{count}" for count in itertools.count(2)))
-    run = next(folder / each for each in names if not os.path.lexists(folder / each))
+    runs = (Path("runs", each) for each in names)
+    run = next(each for each in runs if not os.path.lexists(each))
     os.environ[_SHARED] = str(run)
     return run
 
@@ -304,18 +302,6 @@ def _of_transformers(
     return weights, options, {TOKENIZER: json.loads(tokenizer.to_json())}
 
 
-class _Transfer(NamedTuple):
-    """Tensors grouped by their initialization."""
-
-    loaded: dict[str, Tensor]
-    new: dict[str, str]
-    """reasons for keeping the random values, by name of the tensor"""
-    of_data: tuple[str, ...]
-    """buffers computed from the new data"""
-    left_over: dict[str, Tensor]
-    """tensors of the source that the model does not have"""
-
-
 class Initializer:
     """Loads initial weights into a new run; does nothing without `init` or in a resumed run.
 
@@ -333,7 +319,7 @@ class Initializer:
         unused = init is None or folder.checkpoint is not None
         self._source = None if unused else read_initial_weights(self.name)
         self.options = {} if self._source is None else self._source.options
-        self._done: _Transfer | None = None
+        self._record: dict[str, Any] = {}  # content of init.json
 
     def domain(self) -> tuple[str, object] | None:
         """Returns a name for messages, and the content of domain.json of the source.
@@ -349,52 +335,44 @@ class Initializer:
         """Loads all tensors that fit; warns if the domain of the source is unknown."""
         if self._source is None:
             return
-        self._done = _transfer(self._source, model, files)
-        unit = self._source.weights.get("energy_std")
-        if "energy_std" in self._done.of_data and unit is not None:
+        source = self._source
+        self._record = {
+            "source": self.name,
+            "weights": str(source.path),
+            "sha256": source.sha256,
+            "recipe": source.recipe,
+            **_transfer(source, model, files),
+        }
+        unit = source.weights.get("energy_std")
+        if "energy_std" in self._record["of_data"] and unit is not None:
             model.get_buffer("energy_std").copy_(unit)  # until the task replaces it
-        if DOMAIN in files and self._source.domain is None:
+        if DOMAIN in files and source.domain is None:
             warnings.warn(
                 f"--init {self.name} has no {DOMAIN}, so the training data of these weights are "
                 "unknown; predictions will be compared only with the new data",
                 stacklevel=2,
             )
 
-    def files(self, model: nn.Module) -> dict[str, bytes]:
+    def files(self) -> dict[str, bytes]:
         """Returns the content of init.json, keyed by its name; empty without `init`."""
-        from molflt.training.run_folder import INIT_RECORD
-
-        source, done = self._source, self._done
-        if source is None or done is None:
-            return {}
-        shapes = {key: list(tensor.shape) for key, tensor in model.state_dict().items()}
-        content = {
-            "source": self.name,
-            "weights": str(source.path),
-            "sha256": source.sha256,
-            "recipe": source.recipe,
-            "loaded": {key: shapes[key] for key in done.loaded},
-            "new": {key: {"shape": shapes[key], "why": why} for key, why in done.new.items()},
-            "of_data": list(done.of_data),
-            "left_over": {key: list(tensor.shape) for key, tensor in done.left_over.items()},
-        }
-        return {INIT_RECORD: (json.dumps(content, indent=1) + "\n").encode()}
+        content = (json.dumps(self._record, indent=1) + "\n").encode()
+        return {INIT_RECORD: content} if self._record else {}
 
     def say(self, model: nn.Module, options: Mapping[str, object]) -> None:
         """Prints which tensors were loaded, are new, or were not used."""
-        source, done = self._source, self._done
-        if source is None or done is None:
+        source, done = self._source, self._record
+        if source is None or not done:
             return
-        own = model.state_dict()
-        frozen = [n for n, p in model.named_parameters() if n in done.new and not p.requires_grad]
+        own, new = model.state_dict(), done["new"]
+        frozen = [n for n, p in model.named_parameters() if n in new and not p.requires_grad]
         rows = {
-            "loaded": [f"{len(done.loaded)} of {len(own)} tensors"],
-            "new": [f"{name} {tuple(own[name].shape)}, {why}" for name, why in done.new.items()],
+            "loaded": [f"{len(done['loaded'])} of {len(own)} tensors"],
+            "new": [f"{name} {tuple(x['shape'])}, {x['why']}" for name, x in new.items()],
             "random and frozen": frozen,
             "of data": [
-                _change(name, own[name], source.weights.get(name)) for name in done.of_data
+                _change(name, own[name], source.weights.get(name)) for name in done["of_data"]
             ],
-            "left over": [f"{name} {tuple(x.shape)}" for name, x in done.left_over.items()],
+            "left over": [f"{name} {tuple(shape)}" for name, shape in done["left_over"].items()],
             "differs": [
                 f"{name} {shown(options[name])}, {shown(was)} in the source"
                 for name, was in source.options.items()
@@ -406,7 +384,9 @@ class Initializer:
         self.folder.say("\n  ".join([start, *lines]))
 
 
-def _transfer(source: InitialWeights, model: nn.Module, files: Mapping[str, bytes]) -> _Transfer:
+def _transfer(
+    source: InitialWeights, model: nn.Module, files: Mapping[str, bytes]
+) -> dict[str, Any]:
     """Loads the tensors whose name and shape match, except tensors that depend on the data.
 
     The model's `of_data` lists prefixes of names. Buffers with such a prefix, such as the
@@ -416,6 +396,11 @@ def _transfer(source: InitialWeights, model: nn.Module, files: Mapping[str, byte
     random features that the weights were trained with, and records of the training data, such as
     its elements, which the new training extends. The model's `seen_by` names a weight for each
     record; the record is not loaded if this weight is new.
+
+    Returns:
+        Entries of init.json: shapes of "loaded" tensors; shapes of "new" ones, with the reason for
+        keeping their random values; the buffers "of_data"; shapes of tensors "left_over", which the
+        model does not have.
     """
     own, buffers = model.state_dict(), dict(model.named_buffers())
     named = getattr(model, "of_data", ())
@@ -450,8 +435,13 @@ def _transfer(source: InitialWeights, model: nn.Module, files: Mapping[str, byte
         )
     kept = {name: own[name] for name in of_data}  # load_state_dict would reset missing buffers
     model.load_state_dict(kept | loaded, strict=False)
-    left = {name: tensor for name, tensor in source.weights.items() if name not in own}
-    return _Transfer(loaded, new, tuple(of_data), left)
+    left = {name: list(x.shape) for name, x in source.weights.items() if name not in own}
+    return {
+        "loaded": {name: list(x.shape) for name, x in loaded.items()},
+        "new": {name: {"shape": list(own[name].shape), "why": why} for name, why in new.items()},
+        "of_data": of_data,
+        "left_over": left,
+    }
 
 
 def _is_same(kept: object, content: bytes) -> bool:
