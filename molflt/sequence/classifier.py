@@ -4,9 +4,8 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
 
-from molflt.attention import Attention, Stack
-from molflt.attention.checks import at_least_one, known_names, one_of, share
-from molflt.sequence.encoder import EncoderModel, TokenEncoder
+from molflt.attention.checks import at_least_one, one_of, share
+from molflt.sequence.encoder import EncoderModel
 
 
 class SequenceClassifier(EncoderModel):
@@ -34,13 +33,12 @@ class SequenceClassifier(EncoderModel):
         head_dropout: float = 0.1,
         **encoder: Any,
     ) -> None:
-        known_names(SequenceClassifier, encoder, TokenEncoder, Stack, Attention, but=("causal",))
         one_of("pool", pool, ("token", "mean"))
         share(head_dropout=head_dropout)
         if classes is None:
             raise ValueError("classes must be at least 1; got None; take it from the data")
         at_least_one(classes=classes)
-        super().__init__(TokenEncoder(vocabulary, **encoder))
+        super().__init__(vocabulary, **encoder)
         self.classes, self.pool = classes, pool
         self.pooler = nn.Linear(self.encoder.dim, self.encoder.dim)
         self.head_dropout = nn.Dropout(head_dropout)

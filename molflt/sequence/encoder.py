@@ -5,11 +5,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from molflt.attention import TOKEN_MIXERS, Attention, Stack
+from molflt.attention import TOKEN_MIXERS, Stack
 from molflt.attention.checks import at_least_one, known_names, tensors, whole
-from molflt.attention.positions import PositionName
 from molflt.attention.stack import MixerName
-from molflt.sequence.places import TokenModel, embedding
+from molflt.sequence.places import TAKERS, TokenModel, embedding
 
 _STD = 0.02  # standard deviation of embeddings, as in BERT
 
@@ -19,29 +18,25 @@ class TokenEncoder(TokenModel):
 
     With attention, this is BERT (arXiv:1810.04805), section 3; with the mixer "fourier", it is FNet
     (arXiv:2105.03824), section 4.1. Linear attention and a relative encoding give the encoders of
-    NPRF (arXiv:2106.12566), section 4.1. Relative encodings use the position index times
-    `position_scale`.
+    NPRF (arXiv:2106.12566), section 4.1.
 
     Args:
         vocabulary: number of token ids.
         dim: width of tokens.
         heads: number of attention heads, a divisor of `dim`.
         types: number of token types, such as 2 for the two sentences of a pair.
-        absolute: encoding of positions, added to embeddings: "learned" (BERT), "sinusoidal"
-            (arXiv:1706.03762, section 3.5), or "none".
+        absolute: encoding of positions, added to embeddings: "learned" (BERT), "sinusoidal" or
+            "none".
         max_length: maximum sequence length, for "learned" positions, encodings with a table, and
             mixers with a matrix over all tokens. Other options do not need it. BERT uses 512.
-        position: "none" or a key of `molflt.attention.POSITIONS`, shared by all layers.
-        position_options: further arguments of the encoding; `dim` is 1.
-        position_scale: distance between neighboring tokens, in the unit of length of the encoding;
-            1 by default.
-        embedding_dropout: dropout of embeddings.
         project_embeddings: add a linear layer after the normalized embeddings, as in FNet.
         mixer: token mixer: "attention", or a key of `molflt.attention.TOKEN_MIXERS`.
         mixer_options: further arguments of that mixer; `max_tokens` is `max_length`.
         norm_eps: constant that LayerNorm adds to the variance.
-        stack: further arguments of `molflt.attention.Stack`.
+        options: further arguments of `TokenModel` and `molflt.attention.Stack`.
     """
+
+    stack: Stack
 
     def __init__(
         self,
@@ -51,35 +46,31 @@ class TokenEncoder(TokenModel):
         types: int = 2,
         absolute: Literal["none", "sinusoidal", "learned"] = "learned",
         max_length: int = 512,
-        position: PositionName = "none",
-        position_options: dict[str, Any] | None = None,
-        position_scale: float | None = None,
-        embedding_dropout: float = 0.0,
         project_embeddings: bool = False,
         mixer: MixerName = "attention",
         mixer_options: dict[str, Any] | None = None,
         norm_eps: float = 1e-5,
-        **stack: Any,
+        **options: Any,
     ) -> None:
-        known_names(TokenEncoder, stack, Stack, Attention, but=("causal",))
-        super().__init__(vocabulary, dim, heads, absolute, max_length, position, position_scale)
+        known_names(TokenEncoder, options, *TAKERS, but=("causal",))
         at_least_one(types=types)
         if mixer in TOKEN_MIXERS and TOKEN_MIXERS[mixer].bounded:
             mixer_options = {"max_tokens": max_length, **(mixer_options or {})}
-        self.stack = Stack(
+        super().__init__(
+            vocabulary,
             dim,
             heads,
+            absolute,
             causal=False,
-            position=position,
-            position_options=self._position_options(position, position_options),
+            max_length=max_length,
             mixer=mixer,
             mixer_options=mixer_options,
             norm_eps=norm_eps,
-            **stack,
+            **options,
         )
         self.words = embedding(self.vocabulary, dim, _STD)
         self.types = embedding(types, dim, _STD)
-        self._set_places(_STD, embedding_dropout)
+        self._set_places(_STD)
         self.embedding_norm = nn.LayerNorm(dim, norm_eps)
         self.projection = nn.Linear(dim, dim) if project_embeddings else None
 
@@ -123,9 +114,10 @@ class TokenEncoder(TokenModel):
 class EncoderModel(nn.Module):
     """Base class of models that consist of an encoder and output layers."""
 
-    def __init__(self, encoder: TokenEncoder) -> None:
+    def __init__(self, vocabulary: int | None, **encoder: Any) -> None:
+        known_names(type(self), encoder, TokenEncoder, *TAKERS, but=("causal",))
         super().__init__()
-        self.encoder = encoder
+        self.encoder = TokenEncoder(vocabulary, **encoder)
 
     @property
     def vocabulary(self) -> int:

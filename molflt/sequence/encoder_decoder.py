@@ -2,17 +2,15 @@
 
 from typing import Any, Literal, NamedTuple
 
-import torch
 from torch import Tensor
 
-from molflt.attention import Attention, Decoder, Position, Stack
+from molflt.attention import Attention, Decoder, Stack
 from molflt.attention.checks import known_names
 from molflt.attention.decoder import DecoderState
 from molflt.attention.keys import check_mask
-from molflt.attention.positions import PositionName
 from molflt.attention.stack import ATTENTION, MIXER_OPTIONS
 from molflt.sequence.heads import _PlainHead
-from molflt.sequence.places import TokenModel, expect_targets
+from molflt.sequence.places import TAKERS, TokenModel, expect_targets
 
 
 class Translating(NamedTuple):
@@ -29,28 +27,23 @@ class EncoderDecoder(TokenModel):
     This is the translation model of NPRF (arXiv:2106.12566), section 4.3. Self-attention of the
     source, self-attention of the target, and cross-attention use the same mechanism unless
     `decoder` changes it. One matrix contains the embeddings of source and target and the weights of
-    the output layer. Relative encodings use the position index times `position_scale`. The encoder
-    and the decoder have separate relative encodings; cross-attention does not use one.
+    the output layer. The encoder and the decoder have separate relative encodings; cross-attention
+    does not use one.
 
     Args:
         vocabulary: number of token ids of both languages; `molflt train` sets it from the data.
         dim: width of tokens.
         heads: number of attention heads, a divisor of `dim`.
-        absolute: encoding of positions, added to embeddings: "none", "sinusoidal"
-            (arXiv:1706.03762, section 3.5) or "learned", shared by source and target.
-        max_length: maximum sequence length, needed by "learned" positions and by encodings with a
-            table (as their `max_tokens`); None for no limit.
-        position: "none" or a key of `molflt.attention.POSITIONS`, shared by all layers of the
-            encoder and, separately, by all layers of the decoder.
-        position_options: further arguments of the encoding; `dim` is 1.
-        position_scale: distance between neighboring tokens, in the unit of length of the encoding;
-            1 by default.
-        embedding_dropout: dropout of embeddings.
-        decoder: options of `stack` that differ in the decoder, such as {"num_features": 24,
+        absolute: encoding of positions, added to embeddings: "none", "sinusoidal" or "learned",
+            shared by source and target.
+        decoder: options of the stack that differ in the decoder, such as {"num_features": 24,
             "layers": 3}; null if nothing differs.
-        stack: further arguments of `molflt.attention.Stack` for encoder and decoder.
+        options: further arguments of `TokenModel`, and of `molflt.attention.Stack` for encoder and
+            decoder.
     """
 
+    _stack_name = "encoder"
+    encoder: Stack
     of_data = ("head.",)  #: prefixes of the names of tensors that depend on the data
 
     def __init__(
@@ -59,40 +52,30 @@ class EncoderDecoder(TokenModel):
         dim: int = 128,
         heads: int = 8,
         absolute: Literal["none", "sinusoidal", "learned"] = "sinusoidal",
-        max_length: int | None = None,
-        position: PositionName = "none",
-        position_options: dict[str, Any] | None = None,
-        position_scale: float | None = None,
-        embedding_dropout: float = 0.0,
         decoder: dict[str, Any] | None = None,
-        **stack: Any,
+        **options: Any,
     ) -> None:
         ours = ("causal", "refinements", "dim", "heads", *MIXER_OPTIONS)
-        known_names(EncoderDecoder, stack, Stack, Attention, but=("gate", *ours))
+        known_names(EncoderDecoder, options, *TAKERS, but=("gate", *ours))
         known_names(Decoder, decoder or {}, Stack, Attention, but=(*ours, *_SHARED))
-        super().__init__(vocabulary, dim, heads, absolute, max_length, position, position_scale)
-        options = self._position_options(position, position_options)
-        places = {"position": position, "position_options": options}
-        self.encoder = Stack(
+        super().__init__(
+            vocabulary,
             dim,
             heads,
+            absolute,
             causal=False,
             gate=False,
             refinements=1,
             mixer=ATTENTION,
             mixer_options=None,
             attention_layers=None,
-            position=position,
-            position_options=options,
-            **stack,
+            **options,
         )
-        self.decoder = Decoder(dim, heads, **{**stack, **places, **(decoder or {})})
+        shared = {name: value for name, value in options.items() if name not in _OF_TOKENS}
+        shared["position_options"] = self._position_options
+        self.decoder = Decoder(dim, heads, **{**shared, **(decoder or {})})
         self.head = _PlainHead(dim, self.vocabulary)
-        self._set_places(0.1, embedding_dropout)
-
-    @property
-    def _relative(self) -> Position | None:
-        return self.encoder.position
+        self._set_places(0.1)
 
     @property
     def decodes(self) -> bool:
@@ -174,11 +157,6 @@ class EncoderDecoder(TokenModel):
             return score, score
         return score, score + smoothing * self.head.excess(seen, wanted)
 
-    def redraw_(self, generator: torch.Generator | None = None) -> None:
-        """Draws new random features in place; use the same seed on every rank."""
-        self.encoder.redraw_(generator)
-        self.decoder.redraw_(generator)
-
     def _embed(
         self, name: str, tokens: Tensor, start: int, stack: Stack
     ) -> tuple[Tensor, Tensor | None]:
@@ -188,4 +166,5 @@ class EncoderDecoder(TokenModel):
         return self.embedding_dropout(x), self._positions(index, stack)
 
 
+_OF_TOKENS = ("max_length", "position_scale", "embedding_dropout")  # options of `TokenModel` only
 _SHARED = ("position", "position_options")  # options shared by encoder and decoder

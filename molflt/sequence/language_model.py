@@ -4,12 +4,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from torch import Tensor
 
-from molflt.attention import Attention, Stack
+from molflt.attention import Stack
 from molflt.attention.checks import known_names, tensors
-from molflt.attention.positions import PositionName
 from molflt.attention.stack import ATTENTION, MIXER_OPTIONS, StackState
 from molflt.sequence.heads import Head, _AdaptiveHead, _PlainHead
-from molflt.sequence.places import TokenModel, embedding, expect_targets
+from molflt.sequence.places import TAKERS, TokenModel, embedding, expect_targets
 
 
 class LanguageState(NamedTuple):
@@ -24,35 +23,26 @@ class LanguageModel(TokenModel):
     """Causal model of token sequences, p(token i + 1 | tokens 0 .. i).
 
     This is the language model of FLT (arXiv:2302.01925), section 5.1, and NPRF (arXiv:2106.12566),
-    section 4.2. Relative encodings use the position index times `position_scale`.
+    section 4.2.
 
     Args:
         vocabulary: number of token ids; `molflt train` takes it from the data.
         dim: width of tokens.
         heads: number of attention heads, a divisor of `dim`.
-        absolute: encoding of positions, added to embeddings: "none" (sufficient with relative
-            encodings, because causal attention depends on the number of earlier tokens),
-            "sinusoidal" (arXiv:1706.03762, section 3.5) or "learned".
-        max_length: maximum sequence length, needed by "learned" positions and by encodings with a
-            table (as their `max_tokens`); None for no limit.
-        position: "none" or a key of `molflt.attention.POSITIONS`, shared by all layers but
-            different for each head.
-        position_options: further arguments of the encoding; `dim` is 1.
-        position_scale: distance between neighboring tokens, in the unit of length of the encoding;
-            1 by default.
-        embedding_dropout: dropout of embeddings.
+        absolute: encoding of positions, added to embeddings: "none", "sinusoidal" or "learned".
         tie_embeddings: use the embeddings as the weights of the output layer.
         adaptive_cutoffs: ids at which clusters of rarer tokens begin. Each cluster has a quarter of
             the width of the previous cluster (adaptive softmax, arXiv:1609.04309; with tied
             embeddings, also adaptive inputs, arXiv:1809.10853). Ids must be sorted by decreasing
             frequency.
-        stack: further arguments of `molflt.attention.Stack`.
+        options: further arguments of `TokenModel` and `molflt.attention.Stack`.
 
     Attributes:
         head: maps hidden states to log-probabilities.
         of_data: prefixes of the names of tensors that depend on the vocabulary.
     """
 
+    stack: Stack
     of_data: ClassVar[tuple[str, ...]] = ("head.", "embedding.")
 
     def __init__(
@@ -61,27 +51,22 @@ class LanguageModel(TokenModel):
         dim: int = 128,
         heads: int = 8,
         absolute: Literal["none", "sinusoidal", "learned"] = "none",
-        max_length: int | None = None,
-        position: PositionName = "none",
-        position_options: dict[str, Any] | None = None,
-        position_scale: float | None = None,
-        embedding_dropout: float = 0.0,
         tie_embeddings: bool = True,
         adaptive_cutoffs: list[int] | None = None,
-        **stack: Any,
+        **options: Any,
     ) -> None:
-        known_names(LanguageModel, stack, Stack, Attention, but=("causal", *MIXER_OPTIONS))
-        super().__init__(vocabulary, dim, heads, absolute, max_length, position, position_scale)
-        self.stack = Stack(
+        hidden = ("causal", *MIXER_OPTIONS)
+        known_names(LanguageModel, options, *TAKERS, but=hidden)
+        super().__init__(
+            vocabulary,
             dim,
             heads,
+            absolute,
             causal=True,
-            position=position,
-            position_options=self._position_options(position, position_options),
             mixer=ATTENTION,
             mixer_options=None,
             attention_layers=None,
-            **stack,
+            **options,
         )
         self.head: Head
         if adaptive_cutoffs is None:
@@ -90,7 +75,7 @@ class LanguageModel(TokenModel):
             self.head = _AdaptiveHead(dim, self.vocabulary, adaptive_cutoffs)
         # Tied embeddings belong to the head.
         self.embedding = None if tie_embeddings else embedding(self.vocabulary, dim, dim**-0.5)
-        self._set_places(0.1, embedding_dropout)
+        self._set_places(0.1)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Returns hidden states: ids (batch, length) -> (batch, length, dim)."""

@@ -5,9 +5,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from molflt.attention import Attention, Stack
-from molflt.attention.checks import known_names
-from molflt.sequence.encoder import EncoderModel, TokenEncoder
+from molflt.sequence.encoder import EncoderModel
 from molflt.sequence.heads import MaskedHead
 from molflt.sequence.places import expect_targets
 
@@ -37,8 +35,7 @@ class MaskedLanguageModel(EncoderModel):
     def __init__(
         self, vocabulary: int | None = None, next_sentence: bool | None = None, **encoder: Any
     ) -> None:
-        known_names(MaskedLanguageModel, encoder, TokenEncoder, Stack, Attention, but=("causal",))
-        super().__init__(TokenEncoder(vocabulary, **encoder))
+        super().__init__(vocabulary, **encoder)
         dim, eps = self.encoder.dim, self.encoder.embedding_norm.eps
         self.head = MaskedHead(self.encoder.words, encoder.get("activation", "gelu"), eps)
         self.pooler = nn.Linear(dim, dim) if next_sentence else None

@@ -5,10 +5,11 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from molflt.attention import Attention, Position, Stack
+from molflt.attention import Position
 from molflt.attention.checks import at_least_one, beside_weights, known_names, tensors, whole
 from molflt.attention.stack import MIXER_OPTIONS
 from molflt.sequence.language_model import LanguageModel
+from molflt.sequence.places import TAKERS
 
 LEVELS = 256
 """number of possible values of a byte"""
@@ -47,7 +48,7 @@ class PixelModel(LanguageModel):
         **language: Any,
     ) -> None:
         hidden = ("causal", *_GIVEN, *MIXER_OPTIONS)
-        known_names(PixelModel, language, LanguageModel, Stack, Attention, but=hidden)
+        known_names(PixelModel, language, LanguageModel, *TAKERS, but=hidden)
         if channels is None or image_size is None:
             raise ValueError(
                 f"channels and image_size must be numbers; got {channels}, {image_size}; take them "

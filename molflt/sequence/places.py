@@ -1,12 +1,12 @@
 """Base class of token sequence models: positions, checks of ids, and embeddings."""
 
 import math
-from typing import Any
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from molflt.attention import Position, Stack
+from molflt.attention import Attention, Decoder, Position, Stack
 from molflt.attention.checks import (
     at_least_one,
     beside_weights,
@@ -16,18 +16,37 @@ from molflt.attention.checks import (
     tensors,
     whole,
 )
-from molflt.attention.positions import known_options
+from molflt.attention.positions import PositionName, known_options
 from molflt.attention.positions.base import ABSOLUTE, sinusoids
 
 
 class TokenModel(nn.Module):
-    """Base class of token sequence models.
+    """Base class of token sequence models: a stack of blocks over embeddings and positions.
 
-    Subclasses build the stack, the embeddings, and `places` with `_set_places`, in this order. The
-    arguments are those of `molflt.sequence.LanguageModel`.
+    Relative encodings use the position index times `position_scale`. Subclasses build further
+    layers, the embeddings, and last `places` with `_set_places`.
+
+    Args:
+        vocabulary: number of token ids; `molflt train` takes it from the data.
+        dim: width of tokens.
+        heads: number of attention heads, a divisor of `dim`.
+        absolute: encoding of positions, added to embeddings: "none" (sufficient with relative
+            encodings in causal models, because causal attention depends on the number of earlier
+            tokens), "sinusoidal" (arXiv:1706.03762, section 3.5) or "learned".
+        causal: each token attends only to itself and to earlier tokens.
+        max_length: maximum sequence length, needed by "learned" positions, by encodings with a
+            table (as their `max_tokens`) and by mixers with a matrix over all tokens; None for no
+            limit.
+        position: "none" or a key of `molflt.attention.POSITIONS`, shared by all layers but
+            different for each head.
+        position_options: further arguments of the encoding; `dim` is 1.
+        position_scale: distance between neighboring tokens, in the unit of length of the encoding;
+            1 by default.
+        embedding_dropout: dropout of embeddings.
+        stack: further arguments of `molflt.attention.Stack`.
     """
 
-    stack: Stack
+    _stack_name: ClassVar = "stack"
     places: nn.Embedding | None
 
     def __init__(
@@ -36,9 +55,13 @@ class TokenModel(nn.Module):
         dim: int,
         heads: int,
         absolute: str,
-        max_length: int | None,
-        position: str,
-        position_scale: float | None,
+        causal: bool,
+        max_length: int | None = None,
+        position: PositionName = "none",
+        position_options: dict[str, Any] | None = None,
+        position_scale: float | None = None,
+        embedding_dropout: float = 0.0,
+        **stack: Any,
     ) -> None:
         super().__init__()
         at_least_one(dim=dim, heads=heads)
@@ -58,21 +81,24 @@ class TokenModel(nn.Module):
         self.max_length = max_length
         self.position_scale = 1.0 if position_scale is None else position_scale
         positive(position_scale=self.position_scale)
+        limit = {} if max_length is None else {"max_tokens": max_length}
+        options = {**known_options(position, dim=1, **limit), **(position_options or {})}
+        self._position_options = options
+        made = Stack(
+            dim, heads, causal=causal, position=position, position_options=options, **stack
+        )
+        self.add_module(self._stack_name, made)
+        self._check_axes(made.position)
+        self.embedding_dropout = nn.Dropout(embedding_dropout)
 
-    def _position_options(self, position: str, given: dict[str, Any] | None) -> dict[str, Any]:
-        limit = {} if self.max_length is None else {"max_tokens": self.max_length}
-        return {**known_options(position, dim=1, **limit), **(given or {})}
-
-    def _set_places(self, std: float, dropout: float) -> None:
-        self._check_axes(self._relative)
+    def _set_places(self, std: float) -> None:
         self.places = None
         if self.absolute == "learned" and self.max_length is not None:
             self.places = embedding(self.max_length, self.dim, std)
-        self.embedding_dropout = nn.Dropout(dropout)
 
     @property
     def _relative(self) -> Position | None:
-        return self.stack.position
+        return cast(Stack, self.get_submodule(self._stack_name)).position
 
     def _check_axes(self, position: Position | None) -> None:
         if position is not None and position.dim != 1:
@@ -96,7 +122,9 @@ class TokenModel(nn.Module):
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
         """Draws new random features in place; use the same seed on every rank."""
-        self.stack.redraw_(generator)
+        for part in self.children():
+            if isinstance(part, Stack | Decoder):
+                part.redraw_(generator)
 
     def _ids(self, name: str, tokens: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
         """Checks ids (batch, n), and returns them with their indices (n,) from `start` on."""
@@ -133,6 +161,10 @@ class TokenModel(nn.Module):
 
     def _coordinates(self, index: Tensor) -> Tensor:
         return index[:, None]
+
+
+TAKERS = (TokenModel, Stack, Attention)
+"""classes that receive the further options of token models"""
 
 
 def embedding(count: int, dim: int, std: float) -> nn.Embedding:
