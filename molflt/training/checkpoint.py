@@ -16,7 +16,7 @@ import re
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import safetensors
 import torch
@@ -108,18 +108,25 @@ def load_run(
                 f"{run / 'config.yaml'}: model.{name} is {shown(config['model'][name])}, but "
                 f"{path.name} was trained with {shown(was)}; restore the old value"
             )
-    model = _build(run, config)
+    model = _filled(path, _build(f"{run / 'config.yaml'}: key model", config), weights)
+    return model.to(device), config
+
+
+def _build(name: str, config: Mapping[str, Any]) -> nn.Module:
+    """Builds the model of a recipe; messages begin with `name`."""
+    try:
+        model: nn.Module = Recipe.of(config).load("model")(**config["model"])
+    except Exception as error:  # options of other versions can raise any exception
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(f"{name}: {reason}") from error
+    return model
+
+
+def _filled(path: Path, model: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
+    """Loads the weights of a file into a model, in evaluation mode."""
     check_weights(path, model, weights)
     model.load_state_dict(weights)
-    return model.to(device).eval(), config
-
-
-def _build(run: Path, config: Config) -> nn.Module:
-    try:
-        return cast(nn.Module, Recipe.of(config).load("model")(**config["model"]))
-    except (TypeError, ValueError, RuntimeError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ValueError(f"{run / 'config.yaml'}: key model: {reason}") from error
+    return model.eval()
 
 
 def weights_of(run: Path, checkpoint: str) -> Path:
@@ -185,7 +192,7 @@ def check_unchanged(kept: Path, weights: Path, files: Mapping[str, object]) -> N
 def count_parameters(run: Path, config: Config) -> int:
     """Returns the number of parameters of a run's model without allocating them."""
     with torch.device("meta"):
-        model = _build(run, config)
+        model = _build(f"{run / 'config.yaml'}: key model", config)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -441,7 +448,6 @@ def _parsed(text: str) -> dict[str, Any]:
 def build(path: Path, content: Mapping[str, Any], weights: Mapping[str, Tensor]) -> list[nn.Module]:
     """Builds the models of an exported file in evaluation mode; messages name `path`."""
     members: list[dict[str, Any]] = content["models"]
-    make = Recipe.of({"recipe": content["recipe"]}).load("model")
     models = []
     for i, options in enumerate(members):
         prefix = f"members.{i}." if len(members) > 1 else ""
@@ -450,12 +456,6 @@ def build(path: Path, content: Mapping[str, Any], weights: Mapping[str, Tensor])
             for name, tensor in weights.items()
             if name.startswith(prefix)
         }
-        try:
-            model: nn.Module = make(**options)
-        except Exception as error:  # options of other versions can raise any exception
-            reason = " ".join(str(error).split())[:300]
-            raise ValueError(f"{path}: key models: {reason}; {_ADVICE}") from None
-        check_weights(path, model, own)
-        model.load_state_dict(own)
-        models.append(model.eval())
+        config = {"recipe": content["recipe"], "model": options}
+        models.append(_filled(path, _build(f"{path}: key models", config), own))
     return models

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from argparse import ArgumentError
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jsonargparse import ArgumentParser
-
 from molflt.data.batches import BatchedData
-from molflt.training.limits import check_ranges, readable
+from molflt.training.limits import check_ranges
 
 __all__ = ["STEPS", "LoggerName", "TrainerOptions", "computes_on"]
 
@@ -68,12 +65,6 @@ class TrainerOptions:
     logger: LoggerName = "csv"
 
     def __post_init__(self) -> None:
-        parser = ArgumentParser(exit_on_error=False)
-        parser.add_class_arguments(TrainerOptions, "trainer")
-        try:
-            parser.parse_object({"trainer": vars(self)})  # checks types and choices
-        except ArgumentError as error:
-            raise ValueError(readable(error)) from None
         check_ranges({f"trainer.{name}": value for name, value in vars(self).items()})
 
     def steps(self, data: BatchedData[Any]) -> int:
