@@ -1,7 +1,7 @@
 """Vision Transformer for image classification."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -82,8 +82,19 @@ class ImageClassifier(nn.Module):
         super().__init__()
         known_names(ImageClassifier, stack, Stack, Attention)
         at_least_one(dim=dim)
-        side = _patches_along(image_size, patch_size, classes=classes, channels=channels)
-        assert classes is not None and channels is not None and image_size is not None
+        if classes is None or channels is None or image_size is None:
+            raise ValueError(
+                f"expected numbers; got {classes=}, {channels=}, {image_size=}; give them, or let "
+                "`molflt train` take them from the data"
+            )
+        at_least_one(classes=classes, channels=channels, image_size=image_size)
+        at_least_one(patch_size=patch_size)
+        side, rest = divmod(image_size, patch_size)
+        if rest:
+            raise ValueError(
+                f"image_size={image_size} must be a multiple of patch_size={patch_size}; choose a "
+                "divisor, or resize the images"
+            )
         self.classes, self.channels, self.image_size = classes, channels, image_size
         self.patch_size, self.side, self.pool = patch_size, side, pool
         if position == "none":
@@ -195,23 +206,6 @@ class ImageClassifier(nn.Module):
 
     def extra_repr(self) -> str:
         return f"image_size={self.image_size}, patch_size={self.patch_size}, pool={self.pool!r}"
-
-
-def _patches_along(image_size: int | None, patch_size: int, **others: int | None) -> int:
-    sizes = {**others, "image_size": image_size, "patch_size": patch_size}
-    if None in sizes.values():
-        raise ValueError(
-            f"expected numbers; got {sizes}; give them, or let `molflt train` take them from the "
-            "data"
-        )
-    at_least_one(**cast("dict[str, int]", sizes))
-    side, rest = divmod(cast(int, image_size), patch_size)
-    if rest:
-        raise ValueError(
-            f"image_size={image_size} must be a multiple of patch_size={patch_size}; choose a "
-            "divisor, or resize the images"
-        )
-    return side
 
 
 def _refuse_misfits(
