@@ -26,7 +26,7 @@ __all__ = ["adsorb"]
 
 
 def adsorb(
-    slabs: Path | Sequence[Path],
+    slabs: list[Path],
     molecule: Path,
     *,
     run: str | None = None,
@@ -68,12 +68,11 @@ def adsorb(
         steps: maximum number of steps of a relaxation.
         device: auto, cpu, cuda or cuda:N.
     """
-    paths = [Path(slabs)] if isinstance(slabs, str | Path) else list(slabs)
     expect_ending(out, ".extxyz")
     for ending in (".extxyz", ".csv", ".png"):
-        expect_writable(out.with_suffix(ending), *files_of([one for one in paths if exists(one)]))
+        expect_writable(out.with_suffix(ending), *files_of([one for one in slabs if exists(one)]))
     given: dict[str, Atoms] = {}
-    for path in paths:
+    for path in slabs:
         there = facet is None or exists(path)
         given |= _read(path) if there else {str(path): element(str(path))}
     if facet is not None:

@@ -46,7 +46,7 @@ _TABLES = (".csv", ".json")
 
 
 def predict(
-    file: Path | Sequence[Path],
+    file: list[Path],
     *,
     run: str | None = None,
     out: Path | None = None,

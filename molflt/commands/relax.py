@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import sys
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -29,7 +28,7 @@ _MOST_LISTED = 20
 
 
 def relax(
-    structures: Path | Sequence[Path],
+    structures: list[Path],
     *,
     run: str,
     out: Path = Path("relaxed.extxyz"),
@@ -71,8 +70,6 @@ def relax(
     """
     out = Path(out)
     expect_ending(out, ".extxyz", ".traj")
-    if not fmax > 0 or steps < 1:
-        raise ValueError(f"--fmax must be above 0 and --steps at least 1; got {fmax} and {steps}")
     calculator = Calculator(run, checkpoint, device, dtype)
     for path in (out, out.with_suffix(".csv")):  # before anything is read
         expect_writable(path, *files_of(structures))

@@ -46,7 +46,7 @@ _RANGES = {
     "(0, 1]": "model.norm_eps task.eps task.resolution",
     "[0, 1]": "task.interpolate task.mask_share task.random_share task.repeat",
     "(0, 1e9]": """
-        model.lr model.position_scale rates task.energy_std task.lr task.lr_factors
+        fmax model.lr model.position_scale rates task.energy_std task.lr task.lr_factors
         trainer.gradient_clip""",
     "[-1e9, 1e9]": "task.energy_mean",
     "[-1e6, 1e6]": "model.decoder model.mixer_options model.position_options",
