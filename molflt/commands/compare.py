@@ -63,7 +63,7 @@ def _as_json(runs: Sequence[Run]) -> dict[str, object]:
     found = {}
     for run in runs:
         errors = {
-            split: {name: standard_error(run, split, name) for name in row}
+            split: {n: error for n in row if (error := standard_error(run, split, n)) is not None}
             for split, row in run.results.items()
         }
         found[run.name] = {
@@ -76,10 +76,7 @@ def _as_json(runs: Sequence[Run]) -> dict[str, object]:
             "best": run.best[0] if run.best else None,
             "best_step": run.best[1] if run.best else None,
             "results": run.results,
-            "standard_errors": {
-                split: {name: error for name, error in row.items() if error is not None}
-                for split, row in errors.items()
-            },
+            "standard_errors": errors,
         }
     names = [run.name for run in runs]
     unlike = differences(runs).items()

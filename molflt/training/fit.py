@@ -18,7 +18,7 @@ from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch.strategies import DDPStrategy
 
 from molflt.data.batches import BatchedData
-from molflt.memory import is_out_of_memory, within_memory
+from molflt.memory import within_memory
 from molflt.tasks.base import Task
 from molflt.training.callbacks import _callbacks_of, _Interrupted
 from molflt.training.loop import _CheckpointIO, _LightningTask, _Loaders
@@ -58,7 +58,7 @@ def fit(
             f"{task.warmup_steps}"
         )
     _warn_of_slow_average(options.ema_decay, max_steps)
-    checkpoints, steps = _CheckpointIO(folder), _LightningTask(task)
+    steps = _LightningTask(task)
     ddp = options.devices > 1 or options.strategy == "ddp"
     smaller = "lower data.batch_size, data.max_atoms or data.length"
     with (
@@ -85,7 +85,7 @@ def fit(
             enable_model_summary=False,
             enable_progress_bar=False,
             default_root_dir=folder.path,
-            plugins=[checkpoints],
+            plugins=[_CheckpointIO(folder)],
             logger=loggers,
             callbacks=_callbacks_of(task, folder, options),
         )
@@ -103,8 +103,12 @@ def fit(
             raise
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             _stop_others(trainer)
-            if clearer := _clearer(error, folder, ddp, checkpoints.restoring):
-                raise clearer from error
+            if ddp and _LOST.search(str(error)) and not isinstance(error, ValueError):
+                raise ChildProcessError(
+                    f"{folder.path}: another process of this training run has ended; see its error "
+                    "message; the last checkpoint is kept; to resume: molflt train "
+                    f"--resume {shlex.quote(str(folder.path))}"
+                ) from error
             raise
     return None
 
@@ -115,25 +119,6 @@ def _stop_others(trainer: pl.Trainer) -> None:
     if launcher is not None:
         launcher.kill(signal.SIGKILL)
         launcher.procs.clear()  # the observer then finds nothing to do
-
-
-def _clearer(
-    error: Exception, folder: RunFolder, ddp: bool, restoring: bool
-) -> ChildProcessError | ValueError | None:
-    """Returns an error that explains a lost process or an unsuitable checkpoint, or None."""
-    if ddp and _LOST.search(str(error)) and not isinstance(error, ValueError):
-        return ChildProcessError(
-            f"{folder.path}: another process of this training run has ended; see its error "
-            "message; the last checkpoint is kept; to resume: molflt train "
-            f"--resume {shlex.quote(str(folder.path))}"
-        )
-    if not restoring or is_out_of_memory(error):
-        return None
-    reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-    return ValueError(
-        f"{folder.last}: its state does not fit this run; {reason}; restore the file, or start a "
-        "new run"
-    )
 
 
 def _silence_lightning() -> None:

@@ -193,7 +193,6 @@ class _Loaders(pl.LightningDataModule):
         self.data = data
 
     def train_dataloader(self) -> DataLoader[object]:
-        cast(_CheckpointIO, self._trainer.strategy.checkpoint_io).restoring = False
         batches = self._trainer.global_step * self._trainer.accumulate_grad_batches
         self.data.start_step = batches  # per rank
         return self.data.train_dataloader(self._trainer.global_rank, self._trainer.world_size)
@@ -212,15 +211,10 @@ class _Loaders(pl.LightningDataModule):
 
 
 class _CheckpointIO(CheckpointIO):
-    """Gives Lightning access to checkpoints through the run folder.
-
-    Attributes:
-        restoring: True between loading a checkpoint and requesting the next batch.
-    """
+    """Gives Lightning access to checkpoints through the run folder."""
 
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
-        self.restoring = False
 
     def save_checkpoint(
         self, checkpoint: dict[str, object], path: str | Path, storage_options: object = None
@@ -231,7 +225,6 @@ class _CheckpointIO(CheckpointIO):
         self, path: str | Path, map_location: object = None, weights_only: bool | None = True
     ) -> dict[str, object]:
         assert self.folder.checkpoint is not None
-        self.restoring = True
         return self.folder.checkpoint
 
     def remove_checkpoint(self, path: str | Path) -> None:
