@@ -56,11 +56,6 @@ def beam_search(
     if model.training:
         raise ValueError("beam_search needs a model without dropout; call model.eval() first")
     at_least_one(beam=beam, limit=1 if limit is None else limit)
-    if not 0 <= end < model.vocabulary:
-        raise ValueError(
-            f"end must be an id of 0 to {model.vocabulary - 1}; got {end}; take it from the "
-            "tokenizer of this model"
-        )
     search = _Search(model, source, source_mask, begin, end, beam, length_penalty)
     there = torch.ones_like(source) if source_mask is None else source_mask.long()
     most = 2 * there.sum(dim=1) + 10 if limit is None else torch.full_like(source[:, 0], limit)

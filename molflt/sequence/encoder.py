@@ -96,14 +96,9 @@ class TokenEncoder(TokenModel):
         x = self.words(ids)
         if types is None:
             x = x + self.types.weight[0]
-        elif types.shape == tokens.shape:
+        else:
             whole("types", types, 0, self.types.num_embeddings - 1, "types of tokens")
             x = x + self.types(types.long())
-        else:
-            raise ValueError(
-                f"types must have the shape of tokens, {tuple(tokens.shape)}; got "
-                f"{tuple(types.shape)}"
-            )
         x = self.embedding_norm(self._with_places(x, index))
         x = self.embedding_dropout(x if self.projection is None else self.projection(x))
         positions = self._positions(index, self.stack)

@@ -17,8 +17,6 @@ def generate(
     generator: torch.Generator | None = None,
 ) -> Iterator[int]:
     """Draws tokens that follow a prompt (1, n), as `sample` does for several prompts."""
-    if prompt.ndim != 2 or len(prompt) != 1:
-        raise ValueError(f"prompt must be ids of shape (1, n); got {tuple(prompt.shape)}")
     return map(int, sample(model, prompt, count, temperature, top_k, generator))
 
 

@@ -1,6 +1,5 @@
 """Output layers of language models, whose weights can serve as embeddings."""
 
-import itertools
 from typing import cast
 
 import torch
@@ -88,11 +87,6 @@ class _AdaptiveHead(Head):
     def __init__(self, dim: int, vocabulary: int, cutoffs: list[int]) -> None:
         super().__init__()
         ends = [0, *cutoffs, vocabulary]
-        if not cutoffs or any(a >= b for a, b in itertools.pairwise(ends)):
-            raise ValueError(
-                "adaptive_cutoffs must be increasing numbers above 0 and below vocabulary="
-                f"{vocabulary}; got {cutoffs}; change them, or leave them out"
-            )
         if dim < _SHRINK ** len(cutoffs):
             raise ValueError(
                 f"adaptive_cutoffs: {len(cutoffs)} clusters need dim of at least "

@@ -52,11 +52,6 @@ def fit(
     """
     options.check()
     max_steps = options.steps(data)
-    if task.warmup_steps >= max_steps:
-        raise ValueError(
-            f"task.warmup_steps must be less than trainer.max_steps={max_steps}; got "
-            f"{task.warmup_steps}"
-        )
     _warn_of_slow_average(options.ema_decay, max_steps)
     steps = _LightningTask(task)
     ddp = options.devices > 1 or options.strategy == "ddp"
@@ -161,14 +156,7 @@ def _loggers(name: LoggerName, folder: RunFolder) -> Iterator[list[Logger]]:
         own = hashlib.sha256(str(folder.path.resolve()).encode() + begun).hexdigest()[:16]
         project = os.environ.get("WANDB_PROJECT", "molflt")
         logger = WandbLogger(folder.path.name, save_dir=folder.path, project=project, id=own)
-        try:
-            logger.log_hyperparams(dict(folder.provenance["config"]))  # asks for the login
-        except Exception as error:  # wandb's exceptions have no common base class
-            reason = " ".join(str(error).split())[:200]
-            raise ValueError(
-                f"trainer.logger=wandb: could not start; {reason}; log in with `wandb login`, or "
-                "set WANDB_MODE=offline"
-            ) from error
+        logger.log_hyperparams(dict(folder.provenance["config"]))  # asks for the login
         try:
             yield [logger]
         finally:

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple, TextIO, TypedDict, cast
+from typing import Any, NamedTuple, TextIO, TypedDict, cast
 
 import torch
 import yaml
@@ -379,10 +379,8 @@ def _versions() -> dict[str, str | None]:
 def read_versions(run: Path) -> dict[str, object]:
     """Reads versions.json of a run; empty if the file is missing."""
     path = Path(run) / _VERSIONS
-    found = read_json(path, "JSON", "restore it") if path.is_file() else {}
-    if not isinstance(found, dict):
-        raise ValueError(f"{path}: expected versions by name; got {shown(found)}; restore it")
-    return found
+    found: Any = read_json(path, "JSON", "restore it") if path.is_file() else {}
+    return dict(found)
 
 
 def _git_commit() -> str | None:

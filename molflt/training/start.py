@@ -106,22 +106,12 @@ class _TrainParser(ArgumentParser):
             config.run = Path(runs[-1])
         elif config.run is None:
             config.run = dated_run("-".join(Path(file).stem for file in files) or config.recipe)
-        elif (config.run / "config.yaml").resolve() in [Path(file).resolve() for file in files]:
-            raise ValueError(
-                f"--run {config.run}: its config.yaml is given as --config and would be "
-                "overwritten; expected another folder; choose another --run"
-            )
         return config
 
     def _resume(self, run: str, words: list[str], files: list[str]) -> None:
         read_config(Path(run))  # raises if it is damaged
         # escapes glob patterns and ~, which jsonargparse would expand
         self.default_config_files = [glob.escape(str(Path(run, "config.yaml").absolute()))]
-        if starts := _values_of("--init", words):
-            raise ValueError(
-                f"--init {starts[-1]} with --resume {run}: a resumed run already has weights; "
-                "remove one of the two"
-            )
         own = Path(run).resolve()
         # in the file of a moved run, the key `run` is outdated
         others = [file for file in files if Path(file).resolve() != own / "config.yaml"]

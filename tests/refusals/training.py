@@ -138,7 +138,7 @@ NEW: list[tuple[str, Prepare | None, str, str, str]] = [
 
 # words after --resume {folder}/run, change of the run, option, expected, got
 AGAIN: list[tuple[str, Prepare, str, str, str]] = [
-    ("--init={folder}/run", same, "--init", "--resume", ""),
+    ("--init={folder}/run", same, "init is None", "--resume", "/run"),
     ("--config={folder}/a.yaml", beside, "--run", "own folder", "/b"),
     ("", remove("last.ckpt"), "last.ckpt", "", "no such checkpoint"),
     ("--model.dim=32", edit("lr: 0.0003", "lr: 0.5"), "model.dim is 16; got 32", "0.0003", "0.5"),
