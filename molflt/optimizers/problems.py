@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -64,12 +65,9 @@ def _regression(seed: int, generator: torch.Generator, like: Tensor) -> Problem:
     logits = x @ _normal(generator, like, inputs, classes)
     labels = (logits + _normal(generator, like, *logits.shape)).argmax(dim=1)
     start = 0.1 * _normal(generator, like, (inputs + 1) * classes)
-
-    def net(x: Tensor, theta: Tensor) -> Tensor:
-        weight, bias = cut(theta, ((inputs, classes), (classes,)))
-        return x @ weight + bias
-
-    return fit(f"regression {inputs}-{classes}", seed, start, net, x, labels)
+    shapes = ((inputs, classes), (classes,))
+    name = f"regression {inputs}-{classes}"
+    return fit(name, seed, start, shapes, lambda x, parts: x @ parts[0] + parts[1], x, labels)
 
 
 def _network(seed: int, generator: torch.Generator, like: Tensor) -> Problem:
@@ -79,16 +77,12 @@ def _network(seed: int, generator: torch.Generator, like: Tensor) -> Problem:
     widths.append(_integer(generator, 2, 6))
     act = _ACTIVATIONS[_integer(generator, 0, len(_ACTIVATIONS) - 1)]
     labeled = bool(_integer(generator, 0, 1))
-    shapes = layer_shapes(widths)
-
-    def net(x: Tensor, theta: Tensor) -> Tensor:
-        return perceptron(x, cut(theta, shapes), act)
-
+    shapes, net = layer_shapes(widths), partial(perceptron, act=act)
     x = _normal(generator, like, _POINTS, widths[0])
-    wanted = net(x, start_of(shapes, generator, like, 2.0))
+    wanted = net(x, cut(start_of(shapes, generator, like, 2.0), shapes))
     start = start_of(shapes, generator, like)
     name = f"network {'-'.join(map(str, widths))}"
-    return fit(name, seed, start, net, x, wanted.argmax(dim=1) if labeled else wanted)
+    return fit(name, seed, start, shapes, net, x, wanted.argmax(dim=1) if labeled else wanted)
 
 
 FAMILIES: dict[str, Callable[[int, torch.Generator, Tensor], Problem]] = {
@@ -102,22 +96,24 @@ def fit(
     name: str,
     seed: int,
     start: Tensor,
-    net: Callable[[Tensor, Tensor], Tensor],
+    shapes: Sequence[Sequence[int]],
+    net: Callable[[Tensor, list[Tensor]], Tensor],
     x: Tensor,
     wanted: Tensor,
     batch: int = 32,
 ) -> Problem:
     """Returns the problem of fitting a network to targets in minibatches.
 
-    `net` maps inputs (points, ...) and parameters (n,) to outputs. The targets `wanted` are outputs
-    or integer classes. The seed and the step determine the `batch` points of a minibatch.
+    `net` maps inputs (points, ...) and parameters with these `shapes` to outputs. The targets
+    `wanted` are outputs or integer classes. The seed and the step determine the `batch` points of a
+    minibatch.
     """
     score = F.mse_loss if wanted.is_floating_point() else F.cross_entropy
 
     def loss(theta: Tensor, step: int) -> Tensor:
         generator = generator_of(seed, 1, step)
         rows = torch.randint(len(x), (batch,), generator=generator, device="cpu").to(x.device)
-        return score(net(x[rows], theta), wanted[rows])
+        return score(net(x[rows], cut(theta, shapes)), wanted[rows])
 
     return Problem(name, start, loss)
 

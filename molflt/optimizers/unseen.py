@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -54,12 +55,8 @@ def _deep_network(seed: int, like: Tensor) -> Problem:
     shapes, teacher = layer_shapes((32, 32, 32, 32, 10)), layer_shapes((32, 32, 10))
     x = torch.randn(_POINTS, 32, generator=generator, device="cpu").to(like)
     logits = perceptron(x, cut(start_of(teacher, generator, like, 2.0), teacher), torch.tanh)
-    start = start_of(shapes, generator, like)
-
-    def net(x: Tensor, theta: Tensor) -> Tensor:
-        return perceptron(x, cut(theta, shapes), F.silu)
-
-    return fit("deep network", seed, start, net, x, logits.argmax(dim=1), _BATCH)
+    start, net = start_of(shapes, generator, like), partial(perceptron, act=F.silu)
+    return fit("deep network", seed, start, shapes, net, x, logits.argmax(dim=1), _BATCH)
 
 
 UNSEEN: dict[str, _Made] = {
@@ -99,7 +96,7 @@ def image_problems(source: Path) -> dict[str, _Made]:
         def made(seed: int, like: Tensor) -> Problem:
             start = start_of(shapes, generator_of(seed), like, math.sqrt(2))
             x, wanted = pixels.to(like), labels.to(like.device)
-            return fit(name, seed, start, lambda x, t: net(x, cut(t, shapes)), x, wanted, _BATCH)
+            return fit(name, seed, start, shapes, net, x, wanted, _BATCH)
 
         return made
 
