@@ -92,7 +92,7 @@ class EncoderDecoder(TokenModel):
         """
         if source_mask is not None:
             check_mask(source_mask, source.shape)
-        x, positions = self._embed("source", source, 0, self.encoder)
+        x, positions = self._embed("source", source, 0)
         hidden: Tensor = self.encoder(x, positions, key_mask=source_mask)
         return hidden
 
@@ -110,7 +110,7 @@ class EncoderDecoder(TokenModel):
 
     def decode(self, target: Tensor, encoded: Tensor, source_mask: Tensor | None = None) -> Tensor:
         """Computes `forward` for an encoded source, (batch, n, dim)."""
-        x, positions = self._embed("target", target, 0, self.decoder.stack)
+        x, positions = self._embed("target", target, 0)
         hidden: Tensor = self.decoder(x, encoded, positions, source_mask)
         return hidden
 
@@ -128,7 +128,7 @@ class EncoderDecoder(TokenModel):
             state: state from `begin` or from the previous call. Its size is constant for linear
                 attention; for softmax, it contains keys and values.
         """
-        x, positions = self._embed("target", tokens, state.length, self.decoder.stack)
+        x, positions = self._embed("target", tokens, state.length)
         hidden, last = self.decoder.step(x, state.decoder, positions)
         return hidden, Translating(state.length + tokens.shape[1], last)
 
@@ -157,13 +157,11 @@ class EncoderDecoder(TokenModel):
             return score, score
         return score, score + smoothing * self.head.excess(seen, wanted)
 
-    def _embed(
-        self, name: str, tokens: Tensor, start: int, stack: Stack
-    ) -> tuple[Tensor, Tensor | None]:
+    def _embed(self, name: str, tokens: Tensor, start: int) -> tuple[Tensor, Tensor | None]:
         """Returns embeddings (batch, n, dim) and positions (1, n, 1) of ids from `start` on."""
         ids, index = self._ids(name, tokens, start)
         x = self._with_places(self.head.embed(ids) * self.dim**0.5, index)
-        return self.embedding_dropout(x), self._positions(index, stack)
+        return self.embedding_dropout(x), self._positions(index)
 
 
 _OF_TOKENS = ("max_length", "position_scale", "embedding_dropout")  # options of `TokenModel` only

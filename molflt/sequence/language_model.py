@@ -137,4 +137,4 @@ class LanguageModel(TokenModel):
         ids, index = self._ids("tokens", tokens, start)
         embed = self.head.embed if self.embedding is None else self.embedding
         x = self._with_places(embed(ids) * self.dim**0.5, index)
-        return self.embedding_dropout(x), self._positions(index, self.stack)
+        return self.embedding_dropout(x), self._positions(index)

@@ -151,9 +151,9 @@ class TokenModel(nn.Module):
             return x + sinusoids(index, self.dim).to(x.dtype)
         return x
 
-    def _positions(self, index: Tensor, stack: Stack) -> Tensor | None:
+    def _positions(self, index: Tensor) -> Tensor | None:
         """Returns positions (1, n, l) of token indices (n,); None if no relative encoding."""
-        if stack.position is None:
+        if self._relative is None:
             return None
         # float16 cannot represent odd numbers above 2048, and bfloat16 cannot above 256
         dtype = torch.promote_types(next(self.parameters()).dtype, torch.float32)

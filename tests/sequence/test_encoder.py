@@ -166,7 +166,7 @@ def places() -> Tensor:
 
 def test_places_in_three_dimensions() -> None:
     model = tiny(**FLT, position_options=SPACE)
-    at = model._positions(torch.arange(model.longest), model.stack)
+    at = model._positions(torch.arange(model.longest))
     torch.testing.assert_close(at[0], places())
 
 
@@ -206,5 +206,5 @@ def test_places_of_large_images_in_half_precision() -> None:
     small: dict[str, Any] = {"dim": 8, "heads": 1, "layers": 1, "absolute": "none"}
     where: dict[str, Any] = {"position": "multiplicative", "position_options": {"dim": 3}}
     model = PixelModel(1, 258, **small, **where).bfloat16()
-    found = model._positions(torch.tensor([258 * 257 + 255, 258 * 257 + 257]), model.stack)
+    found = model._positions(torch.tensor([258 * 257 + 255, 258 * 257 + 257]))
     assert found is not None and found[0].tolist() == [[257, 255, 0], [257, 257, 0]]
