@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from json import dumps
 from pathlib import Path
 from typing import Any
 
-from molflt.files import readable_size
-from molflt.metrics import Metric
+import yaml
+
 from molflt.training.checkpoint import count_parameters
 from molflt.training.config import read_config
-from molflt.training.recipes import Recipe
-from molflt.training.run_folder import Best, best_of, read_provenance, read_versions, steps_of
+from molflt.training.run_folder import best_of, read_provenance, read_versions, steps_of
 
 __all__ = ["info"]
 
@@ -20,9 +18,11 @@ __all__ = ["info"]
 def info(run: Path, json: bool = False) -> None:
     """Prints a summary of a run: recipe, data, model size, steps, best validation, files.
 
+    Sizes of files are in bytes. Unknown values are null.
+
     Args:
         run: folder of a training run.
-        json: print one JSON object instead of text; unknown values are null.
+        json: print one JSON object instead of YAML.
     """
     run = Path(run)
     config, best = read_config(run), best_of(run)
@@ -44,30 +44,7 @@ def info(run: Path, json: bool = False) -> None:
         "versions": read_versions(run),
         "files": {path.relative_to(run).as_posix(): path.stat().st_size for path in files},
     }
-    print(dumps(found) if json else _as_text(found, best))
-
-
-def _as_text(found: Mapping[str, Any], best: Best | None) -> str:
-    validated = "no validation yet"
-    if best is not None:
-        task: Any = Recipe.of(found).load("task")
-        metric: Metric = task.metrics[best.metric]
-        validated = f"validation {metric.shown(best.value)} at step {best.step:,}"
-    sets = "; ".join(
-        f"{use} " + ", ".join(f"{count:,} {name}" for name, count in own.items())
-        for use, own in found["sets"].items()
+    text = yaml.safe_dump(
+        found, sort_keys=False, allow_unicode=True, default_flow_style=None, width=999
     )
-    places = [f"{key} {value}" for key, value in found["data"].items() if value is not None]
-    model = [f"{key} {value}" for key, value in found["model"].items() if value is not None]
-    rows = {
-        "run": found["run"],
-        "recipe": f"{found['recipe']}, seed {found['seed']}",
-        "data": ", ".join(places),
-        "sets": sets or "unknown",
-        "model": f"{found['parameters']:,} parameters: {', '.join(model)}",
-        "steps": f"{found['steps']:,} of {found['max_steps']:,}",
-        "best": validated,
-        "versions": ", ".join(f"{k} {v}" for k, v in found["versions"].items() if v) or "unknown",
-        "files": ", ".join(f"{k} ({readable_size(size)})" for k, size in found["files"].items()),
-    }
-    return "\n".join(f"{name:<10}{text}" for name, text in rows.items())
+    print(dumps(found) if json else text, end="\n" if json else "")
