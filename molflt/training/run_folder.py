@@ -419,10 +419,8 @@ def steps_of(run: Path, weights: str = "last") -> int:
 def _number(path: Path, key: str) -> float:
     header = read_header(path)
     try:
-        number = float(header[key])
-        int(number)  # raises for NaN and infinity
-        return number
-    except (KeyError, ValueError, OverflowError):
+        return float(header[key])
+    except (KeyError, ValueError):
         raise ValueError(
             f"{path}: expected weights with {key} in their header; got {shown(header.get(key))}; "
             "restore the file, or start a new run"
