@@ -192,7 +192,8 @@ def parser_of(path: tuple[str, ...], words: Sequence[str] = ()) -> ArgumentParse
             function, as_group=False, as_positional=not command.places, skip={*command.places}
         )
     if command.has_parser or command.places:
-        parser.usage = parser.usage or f"{name} [--OPTION VALUE ...]"  # instead of a full page
+        shown = [name, *map(str.upper, command.places), "[--OPTION VALUE ...]"]
+        parser.usage = parser.usage or " ".join(shown)  # instead of a full page
     recipe = next((each.default for each in parser._actions if each.dest == "recipe"), None)
     parser.prog = name if recipe in (None, DEFAULT) else f"{name} --recipe {recipe}"
     parser.description = _first_paragraphs(function)
