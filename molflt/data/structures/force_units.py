@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from molflt.atoms import lattice_heights, reduced_cell
 from molflt.data.structures.labels import point_fault
 
 if TYPE_CHECKING:
@@ -66,10 +65,6 @@ _CONVENTION = (
     "expected eV/Å^3 with ASE's sign, negative for a compressed cell; VASP's values, in kbar, are "
     "-1602.18 times these; a virial is minus the volume times the stress"
 )
-# The pressure of a crystal grows with its energy; the slope is -2 to -4 with ASE's sign. A few
-# crystals shrink when heated; their slope has the opposite sign but stays below this limit.
-_GRUENEISEN = 1.5
-_VACUUM = 4.0  # Å
 
 
 class _Frame(NamedTuple):
@@ -141,32 +136,26 @@ def judged_stress(records: Iterable[Data]) -> tuple[str, str]:
     """Returns a fault of the unit or sign of stress and the unknown properties, or "" for each.
 
     Between similar frames of one system with different cells, the energy changes by the volume
-    times stress : strain, plus the work of the forces. If the cell is constant, the check relies on
-    virials that vary with the forces. The first 300 structures are used.
+    times stress : strain, plus the work of the forces. If the cell is constant, the unit follows
+    from virials that vary with the forces. The first 300 structures are used.
     """
-    pairs, spreads = list[_Pair](), list[tuple[float, float, float]]()
+    pairs, spreads = list[_Pair](), list[tuple[float, float]]()
     for frames in _systems(records, ("energy", "stress")):
         pairs += filter(None, (_strained(*two) for two in _nearest_frames(frames, strained=True)))
         by_cell: dict[bytes, list[_Frame]] = defaultdict(list)
         for frame in frames:
             by_cell[frame.cell.round(3).tobytes()].append(frame)
-        for group in by_cell.values():
-            if len(group) >= 3:
-                spreads += _in_one_cell(group)
+        spreads += filter(None, map(_in_one_cell, by_cell.values()))
     fault = _wrong_unit("stress", sorted(pairs)[:_MOST_PAIRS], _STRESS, 5)
     if fault or not spreads:
         return fault or "", "unit and sign" if fault is None else ""
-    length, slope, volume = np.median(np.array(spreads), axis=0)  # slope: NaN if any is unknown
-    if length < _LENGTHS[0] or length > _LENGTHS[1]:
-        what = _named(_LENGTH / length, _STRESS | {_VIRIAL: 1 / volume}, 2 * _UNSURE)
-        what = f"minus {what}" if slope > 0 else what
-        ratio = f"in one cell, its spread is {length:.2g} Å times that of the forces"
-        likely = f"this ratio is usually {_LENGTHS[0]:g} to {_LENGTHS[1]:g} Å"
-        return f"stress looks like {what}: {ratio}; {likely}; {_CONVENTION}", ""
-    if slope > _GRUENEISEN:
-        grows = "in one cell, its trace grows with the energy"
-        return f"stress looks like minus eV/Å^3: {grows}; {_CONVENTION}", ""
-    return "", "sign" if fault is None and np.isnan(slope) else ""
+    length, volume = np.median(np.array(spreads), axis=0)
+    if _LENGTHS[0] <= length <= _LENGTHS[1]:
+        return "", "sign" if fault is None else ""
+    what = _named(_LENGTH / length, _STRESS | {_VIRIAL: 1 / volume}, 2 * _UNSURE)
+    ratio = f"in one cell, its spread is {length:.2g} Å times that of the forces"
+    likely = f"this ratio is usually {_LENGTHS[0]:g} to {_LENGTHS[1]:g} Å"
+    return f"stress looks like {what}: {ratio}; {likely}; {_CONVENTION}", ""
 
 
 def _systems(records: Iterable[Data], known: Iterable[str]) -> list[list[_Frame]]:
@@ -221,34 +210,20 @@ def _strained(a: _Frame, b: _Frame) -> _Pair | None:
     return _Pair(far + float((strain**2).mean()), work, change, volume)
 
 
-def _in_one_cell(frames: list[_Frame]) -> list[tuple[float, float, float]]:
-    """Returns the spread of virials per force (Å), the slope of the trace, and the volume."""
-    cell = reduced_cell(frames[0].cell[None], np.ones((1, 3), dtype=bool))[0][0]
-    count = len(frames)
-    volume, root = abs(float(np.linalg.det(cell))), len(frames[0].pos) ** 0.5
-    virials = volume * np.stack([frame.stress for frame in frames])
+def _in_one_cell(frames: list[_Frame]) -> tuple[float, float] | None:
+    """Returns the spread of virials per force (Å) and the volume; None if the forces are small."""
+    volume = abs(float(np.linalg.det(frames[0].cell)))
+    moves = np.stack([frame.pos for frame in frames])
     forces = float(np.sqrt(np.mean([(frame.forces**2).mean() for frame in frames])))
-    moves = np.stack([frame.pos.ravel() for frame in frames])
-    moves = moves - moves.mean(axis=0)
     # different relaxed structures differ in the virial but not in forces
-    if volume < 1 or forces < (0.1 if (moves**2).mean() < _FARTHEST**2 / 3 else 0.5):
-        return []
-    traces = np.trace(virials, axis1=1, axis2=2) / 3
-    shear = virials - virials.mean(axis=0) - np.eye(3) * (traces - traces.mean())[:, None, None]
-    length = float(np.sqrt((shear**2).mean())) / (root * forces)
-    places = np.sort(frames[0].pos @ np.linalg.inv(cell) % 1, axis=0)
-    gaps = np.diff(places, axis=0, append=places[:1] + 1).max(axis=0)
-    covariance = np.cov([frame.energy for frame in frames], traces)
-    variances = covariance[0, 0] * covariance[1, 1]
-    gram, directions = moves @ moves.T, count * moves.shape[1] / (count + moves.shape[1])
-    clear = (
-        count >= 5
-        and abs(covariance[0, 1]) > 0.9 * variances**0.5 > 0
-        and np.trace(gram) ** 2 > directions / 2 * (gram**2).sum()  # not the path of a relaxation
-        and (gaps * lattice_heights(cell[None], np.ones((1, 3), dtype=bool))).max() < _VACUUM
-    )
-    slope = float(covariance[0, 1] / covariance[0, 0]) if clear else float("nan")
-    return [(length, slope, volume)]
+    least = 0.1 if moves.var(axis=0).mean() < _FARTHEST**2 / 3 else 0.5
+    if len(frames) < 3 or volume < 1 or forces < least:
+        return None
+    virials = volume * np.stack([frame.stress for frame in frames])
+    virials -= virials.mean(axis=0)
+    shear = virials - np.eye(3) * np.trace(virials, axis1=1, axis2=2)[:, None, None] / 3
+    length = float(np.sqrt((shear**2).mean())) / (len(frames[0].pos) ** 0.5 * forces)
+    return length, volume
 
 
 def _wrong_unit(
