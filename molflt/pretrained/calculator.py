@@ -168,8 +168,8 @@ class Calculator(AseCalculator):
 
     def _warn_of_unused(self, atoms: Atoms) -> None:
         unused = unused_fields(atoms)
-        if not unused.keys() <= self._warned_fields:
-            self._warned_fields |= unused.keys()
+        if not self._warned_fields.issuperset(unused):
+            self._warned_fields.update(unused)
             warn(unused_warning(atoms.get_chemical_formula(), unused))
 
     def _warn_of_new(self, atoms: Atoms) -> None:

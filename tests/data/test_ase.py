@@ -134,11 +134,7 @@ OCCUPIED = f"{CIF}_atom_site_occupancy\n"
 LABELS = CIF.replace("_atom_site_type_symbol\n", "")
 
 
-ATOM = "ATOM      1 {name:>4} LIG A   1       {x:.3f}   0.000   0.000  {share}  0.00{symbol}\n"
-
-
-def pdb(name="CU", share="1.00", symbol="          CU", x=0.0):
-    return ATOM.format(name=name, share=share, symbol=symbol, x=x)
+PDB = "ATOM      1   CU LIG A   1       0.000   0.000   0.000  0.50  0.00          CU\n"
 
 
 def xyz(comment, *rows):
@@ -155,22 +151,14 @@ REFUSED = {
     "two_species.cif": (f"{OCCUPIED}A1 Cu 0 0 0 0.6\nA2 Zn 0 0 0 0.4\n", "Cu 0.6, Zn 0.4"),
     "one_species.cif": (f"{OCCUPIED}A1 Cu 0 0 0 1\nA2 O .5 0 0 0.5(1)\n", "site 1 .*O 0.5"),
     "capitals.cif": (f"{CIF}A1 CL 0 0 0\n", "'CL'.* reads as C"),
-    "part.pdb": (pdb(share="0.50") + pdb(x=2), "atom 0 .*occupancy 0.5"),
-    "calpha.pdb": (pdb(name="CA", symbol=""), "'CA' may be C or Ca"),
+    "part.pdb": (PDB, "atom 0 .*occupancy 0.5"),
     "small_letters.xyz": (xyz(f'lattice="{CELL}" {SPECIES}', "Cu 0 0 0"), "'lattice'.*Lattice="),
     "no_lattice.xyz": (xyz(f'pbc="T T T" {SPECIES}', "Cu 0 0 0"), "lattice vectors"),
     "fractions.xyz": (xyz("Properties=species:S:1:frac_pos:R:3", "Cu 0 0 0.5"), "pos:R:3.*frac"),
-    "more.xyz": (xyz(SPECIES, "Cu 0 0 0 0.1 0.2 0.3"), "7 columns; expected 4"),
-    "deuterium.xyz": (xyz("", "O 0 0 0", "D 0 0.8 0.6", "D 0 -0.8 0.6"), "atom 1 is 'D'.*with H"),
+    "deuterium.xyz": (xyz("", "O 0 0 0", "D 0 0.8 0.6", "D 0 -0.8 0.6"), "'D'.*with H"),
     "axes.xyz": (xyz(f'Lattice="{CELL}" pbc="p p f" {SPECIES}', "Cu 0 0 0"), "'p p f'.*T T F"),
     "bohr.xyz": (xyz("coordinates in bohr", "Cu 0 0 0"), "'bohr'.*Å"),
     "empty.xyz": ("", "is empty"),
-    "one_place.cif": (f"{CIF}A1 Cu 0 0 0\nA2 Au 0 0 0\n", "'Au' and 'Cu'"),
-    "models.pdb": (
-        f"CRYST1    9.000    9.000    9.000  90.00  90.00  90.00 P 1\nMODEL 1\n{pdb()}ENDMDL\n"
-        f"MODEL 2\n{pdb()}ENDMDL\n",
-        "CRYST1",
-    ),
     "small.xyz": (
         xyz(f'Lattice="1 0 0 0 1 0 0 0 1" {SPECIES}', "Cu 0 0 0", "Cu 0 0 .5"),
         "per atom",
@@ -191,7 +179,6 @@ def test_fields_that_change_nothing_are_taken(tmp_path):
     for name, content, numbers in (
         ("whole.cif", f"{OCCUPIED}A1 Cu 0 0 0 1.0\nA2 O .5 0 0 ?\n", [29, 8]),
         ("labels.cif", f"{LABELS}Cu1 0 0 0\nO1A .5 0 0\n", [29, 8]),
-        ("agree.xyz", xyz("Properties=species:S:1:Z:I:1:pos:R:3", "cu 29 0 0 0"), [29]),
         ("axes.xyz", xyz(f'Lattice="{CELL}" pbc="1 1 0" {SPECIES}', "Cu 0 0 0"), [29]),
     ):
         (tmp_path / name).write_text(content)
@@ -362,25 +349,25 @@ def hydrogen(**info: object) -> Atoms:
 
 def test_fields_that_are_not_used_are_named() -> None:
     for name in ("charges", "Spin_Multiplicity", "External_Field", "magnetic-moment"):
-        assert unused_fields(hydrogen(**{name: -2.5})) == {name: "-2.5"}
-        assert unused_fields(hydrogen(data={name: [0, 3]})) == {name: "0 to 3"}
+        assert unused_fields(hydrogen(**{name: -2.5})) == [name]
+        assert unused_fields(hydrogen(data={name: [0, 3]})) == [name]
     for neutral in (
         {"charge": "0", "spin": np.array(0.0), "multiplicity": 1, "electric_field": np.zeros(3)},
         {"nuclear_charges": [1, 1], "force_field": 3, "energy": -1.0, "magmom": float("nan")},
     ):
-        assert unused_fields(hydrogen(**neutral)) == {}
+        assert unused_fields(hydrogen(**neutral)) == []
     atoms = Atoms("H2", [[0, 0, 0], [0, 0, 1]], magmoms=[1, -1], charges=[0.5, 0])
-    assert unused_fields(atoms) == {"initial_magmoms": "-1 to 1", "initial_charges": "0 to 0.5"}
+    assert unused_fields(atoms) == ["initial_magmoms", "initial_charges"]
     atoms = hydrogen()
     atoms.calc = SinglePointCalculator(atoms, energy=1.0, magmom=2.0, magmoms=[1.0, 1.0])
-    assert unused_fields(atoms) == {"magmom": "2", "magmoms": "1 to 1"}
+    assert unused_fields(atoms) == ["magmom", "magmoms"]
 
 
 @pytest.mark.parametrize("name", ["CHARGE", "total_charge", "totalCharge", "net charge"])
 def test_total_charge(name: str) -> None:
     for value in (-1, "-1", np.array([-1.0])):
         atoms = hydrogen(data={name: value}, multiplicity=1)
-        assert total_charge(atoms) == -1 and unused_fields(atoms) == {}
+        assert total_charge(atoms) == -1 and unused_fields(atoms) == []
     assert total_charge(hydrogen(**{name: None, "nuclear_charge": 1})) is None
     per_atom = hydrogen(**{name: [1, 0]})
     assert total_charge(per_atom) is None and name in unused_fields(per_atom)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -21,16 +21,14 @@ if TYPE_CHECKING:
     from ase import Atoms
     from torch_geometric.data import Data
 
-__all__ = ["Converter", "atomic_number", "drop_labels_", "fixed_atoms", "is_element", "is_energy"]
-__all__ += ["named_options", "not_held", "text_sid", "total_charge", "unused_fields"]
-__all__ += ["unused_warning"]
+__all__ = ["Converter", "drop_labels_", "fixed_atoms", "is_energy", "named_options", "not_held"]
+__all__ += ["text_sid", "total_charge", "unused_fields", "unused_warning"]
 
 _NEAR_ONE = 1e-3
 _OCCUPANCY = re.compile(r"(site_?)?occ(upanc(y|ies))?", re.I)
 _DENSEST = 1.0  # Å^3 per atom; metallic hydrogen at 500 GPa has 1.3
 _KINDS = {  # names of labels, by kind
     "energy": re.compile("energ|etot|^e([_-]|$)", re.IGNORECASE),
-    "gradient": re.compile("grad", re.IGNORECASE),
     "forces": re.compile("force|^f$", re.IGNORECASE),
     "stress": re.compile("stress|virial", re.IGNORECASE),
 }
@@ -38,10 +36,9 @@ _SETTING = re.compile("cut|tol|calc", re.IGNORECASE)  # settings, such as cut_of
 _MOST_KEYS = 12  # maximum number of names in a message
 _IN_TRAJ = {"numbers", "positions", "tags", "momenta", "masses", "initial_magmoms"}
 _IN_TRAJ |= {"initial_charges"}
-_NOT_READ = {"charge", "charges", "spin", "spins", "multiplicity", "mult", "magmom", "magmoms"}
-_NOT_READ |= {"uhf", "nupdown", "magnetization", "magnetisation", "efield", "bfield", "nelect"}
-_NOT_READ |= {"electrons", "unpaired", "mag", "oxidation", "cation", "anion", "electrode"}
-_NOT_READ |= {"hubbard", "solvent", "excited", "field", "fields", "moment", "moments"}
+_NOT_READ = {"charge", "spin", "multiplicity", "magmom", "moment", "magnetization", "nelect"}
+_NOT_READ |= {"field", "efield"}
+_NOT_READ |= {f"{word}s" for word in _NOT_READ}
 _HARMLESS = {"nuclear", "born", "dipole", "quadrupole", "inertia", "force"}
 
 
@@ -63,7 +60,7 @@ class Converter:
         self._others: dict[str, None] = {}  # energies of structures that lack the energy in use
         self._there: dict[str, None] = {}  # names of all labels in the file
         self._numbers: dict[str, None] = {}  # names of other numbers, which may be energies
-        self._fields: dict[str, str] = {}  # spin, moments and fields
+        self._fields: dict[str, None] = {}  # spin, moments and fields
         self._lost: Counter[str] = Counter()  # constraints
         self._count = self._other_tags = self._steps = 0
         self._last = b""
@@ -85,22 +82,18 @@ class Converter:
         tags = None if self.reading.tags == "any" else given
         if tags is not None and self.reading.tags == "ase":
             tags = _layers_as_tags(tags)
-        try:
-            record = make_record(
-                pos=atoms.positions,
-                atomic_numbers=atoms.numbers,
-                cell=atoms.cell.array,
-                pbc=atoms.pbc,
-                tags=tags,
-                fixed=fixed_atoms(atoms),
-                sid=info.get("sid", number) if text_sid(atoms) is None else number,
-                pos_relaxed=relaxed,
-                charge=total_charge(atoms),
-                **labels,
-            )
-        except ValueError as error:  # use the name of the energy in the file
-            named = self._used.get("y_relaxed", "y_relaxed")
-            raise ValueError(str(error).replace(": y_relaxed ", f": {named} ")) from None
+        record = make_record(
+            pos=atoms.positions,
+            atomic_numbers=atoms.numbers,
+            cell=atoms.cell.array,
+            pbc=atoms.pbc,
+            tags=tags,
+            fixed=fixed_atoms(atoms),
+            sid=info.get("sid", number) if text_sid(atoms) is None else number,
+            pos_relaxed=relaxed,
+            charge=total_charge(atoms),
+            **labels,
+        )
         if given is not None and tags is None:  # not checked, but written to outputs
             record.tags = torch.as_tensor(given, dtype=torch.long)
         self._note(atoms)
@@ -136,7 +129,7 @@ class Converter:
         return found
 
     def _note(self, atoms: Atoms) -> None:
-        self._fields = {**unused_fields(atoms), **self._fields}
+        self._fields |= dict.fromkeys(unused_fields(atoms))
         self._count += 1
         tags = self.reading.tags
         self._other_tags += tags != "any" and _tags_look_like(atoms) not in (None, tags)
@@ -150,14 +143,10 @@ class Converter:
             if key is None or key in self._used.values():
                 continue
             option = "energy" if label == "y_relaxed" else label
-            there = (
-                [*dict.fromkeys([*self._energies, *self._numbers])]
-                if option == "energy"
-                else [*self._there]
-            )
+            there = {*self._energies, *self._numbers} if option == "energy" else {*self._there}
             raise ValueError(
                 f"no structure has the {option}_key {shown(key)}; expected one of "
-                f"{_listed(there) or 'no entries'}, or null for the default"
+                f"{_listed(sorted(there)) or 'no entries'}, or null for the default"
             )
 
     def warn(self, name: str) -> None:
@@ -186,7 +175,7 @@ class Converter:
                 "atoms are treated as free"
             )
         if self._fields:
-            warn(unused_warning(name, self._fields))
+            warn(unused_warning(name, [*self._fields]))
 
     @property
     def unused(self) -> list[str]:
@@ -226,14 +215,13 @@ def named_options(names: Iterable[str], *kinds: str) -> str:
 
     `kinds` limits the options to "energy", "forces" or "stress"; all by default.
     """
-    found = []
-    for name in names:
-        kind, key = _kind(name), shown(name, 40)[1:-1]
-        if kind == "gradient" and (not kinds or "forces" in kinds):
-            found.append(f"{key} looks like a gradient; forces are its negative, convert the file")
-        elif kind and (not kinds or kind in kinds):
-            found.append(f"--data.{kind}_key {key} reads {key}")
-    return "; ".join(found[:_MOST_KEYS])
+    found = [(_kind(name), shown(name, 40)[1:-1]) for name in names]
+    texts = [
+        f"--data.{kind}_key {key} reads {key}"
+        for kind, key in found
+        if kind and (not kinds or kind in kinds)
+    ]
+    return "; ".join(texts[:_MOST_KEYS])
 
 
 def is_energy(key: str | None) -> bool:
@@ -245,24 +233,6 @@ def text_sid(atoms: Atoms) -> str | None:
     """Returns the sid of a structure if it is text that is not a number."""
     sid = _entries(atoms).get("sid")
     return sid if isinstance(sid, str) and not re.fullmatch(r"\s*[+-]?[0-9]+\s*", sid) else None
-
-
-def is_element(symbol: str) -> bool:
-    """Returns True for the symbol of an element, such as Cu."""
-    from ase.data import atomic_numbers
-
-    return atomic_numbers.get(symbol, 0) > 0
-
-
-def atomic_number(symbol: str, atom: int) -> int:
-    """Returns the atomic number of a symbol; raises ValueError for isotopes and dummy atoms."""
-    from ase.data import atomic_numbers
-
-    number = atomic_numbers.get(symbol.capitalize(), 0)
-    if number == 0:
-        advice = "replace it with H" if symbol in {*"DT"} else "rename or remove it"
-        raise ValueError(f"atom {atom} is {shown(symbol, 20)}; expected an element; {advice}")
-    return number
 
 
 def fixed_atoms(atoms: Atoms) -> NDArray[np.bool_]:
@@ -281,10 +251,7 @@ def _held(atoms: Atoms) -> tuple[NDArray[np.bool_], set[str]]:
         if of_lattice or not isinstance(constraint, FixAtoms | FixCartesian | FixScaled):
             others.add(type(constraint).__name__)
             continue
-        try:
-            held[np.asarray(constraint.index)] |= mask
-        except IndexError as error:
-            raise ValueError(f"a constraint fixes an atom that does not exist; {error}") from None
+        held[np.asarray(constraint.index)] |= mask
     if (held.any(axis=1) & ~held.all(axis=1)).any():
         others.add("FixCartesian")
     return held, others
@@ -297,7 +264,7 @@ def total_charge(atoms: Atoms) -> float | None:
     """
     found: dict[str, float] = {}
     for name, value in _entries(atoms).items():
-        multiple = bool(_words(name) & {"multiplicity", "mult"})
+        multiple = "multiplicity" in _words(name)
         if not (multiple or _is_total(name, value)):
             continue
         try:
@@ -316,25 +283,24 @@ def total_charge(atoms: Atoms) -> float | None:
     return next(iter(found.values()), None)
 
 
-def unused_fields(atoms: Atoms) -> dict[str, str]:
-    """Returns charges, spins, magnetic moments and fields that are not used, as text by name.
+def unused_fields(atoms: Atoms) -> list[str]:
+    """Returns the names of charges, spins, magnetic moments and fields that are not used.
 
     The sources are ``info``, the data of a database row, ``arrays`` and stored results. Zeros, a
     spin or multiplicity of 1, and the total charge are omitted.
     """
     results = getattr(atoms.calc, "results", None) or {}
     own = {name: each for name, each in _entries(atoms).items() if not _is_total(name, each)}
-    found = {
-        name: _not_neutral(value, _words(name))
+    return [
+        name
         for name, value in {**results, **atoms.arrays, **own}.items()
-        if _words(name) & _NOT_READ and not _words(name) & _HARMLESS and value is not None
-    }
-    return {name: text for name, text in found.items() if text}
+        if _words(name) & _NOT_READ and not _words(name) & _HARMLESS and _matters(name, value)
+    ]
 
 
-def unused_warning(where: str, fields: Mapping[str, str]) -> str:
+def unused_warning(where: str, fields: Sequence[str]) -> str:
     """Returns a warning about the unused fields of a structure or file."""
-    named = ", ".join(f"{name} ({text})" for name, text in fields.items())
+    named = ", ".join(fields)
     return f"{where}: {named} not used; models use elements, positions, cell and total charge"
 
 
@@ -421,18 +387,14 @@ def _words(name: str) -> set[str]:
     return set(re.split(r"[^a-z]+", apart.lower()))
 
 
-def _not_neutral(value: object, words: set[str]) -> str:
-    """Describes a value, as text; "" for zeros, and for a spin or multiplicity of one."""
+def _matters(name: str, value: object) -> bool:
+    """Returns False for zeros and unknown values, and for a spin or multiplicity of one."""
     try:
-        numbers = np.asarray(value, dtype=np.float64)
+        numbers = np.nan_to_num(np.asarray(value, dtype=np.float64))
     except (TypeError, ValueError):
-        return shown(value, 40)
-    of_spin = numbers.size == 1 and bool(words & {"spin", "spins", "multiplicity", "mult"})
-    if not np.nan_to_num(numbers).any() or (of_spin and numbers == 1):
-        return ""
-    if numbers.size == 1:
-        return f"{numbers.item():g}"
-    return f"{np.nanmin(numbers):g} to {np.nanmax(numbers):g}"
+        return value is not None
+    neutral = (0, 1) if numbers.size == 1 and _words(name) & {"spin", "multiplicity"} else (0,)
+    return not bool(np.isin(numbers, neutral).all())
 
 
 def _if_finite(energy: object) -> object:

@@ -19,11 +19,10 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from molflt.data.structures.ase_fields import Converter, atomic_number, text_sid
+from molflt.data.structures.ase_fields import Converter, text_sid
 from molflt.data.structures.ase_text import (
     cif_frames,
     expect_counts_of_poscar,
-    expect_elements_of_pdb,
     xyz_frames,
 )
 from molflt.data.structures.base import Held, Reading, warn
@@ -156,11 +155,9 @@ def _frames(path: Path) -> Iterator[tuple[int, Atoms | ValueError]]:
 def _reason(error: Exception, path: Path) -> str:
     text = (str(error).strip().splitlines() or ["no reason given"])[0].removeprefix(f"{path}: ")
     if isinstance(error, KeyError):  # usually an unknown symbol
-        try:
-            atomic_number(name := str(error.args[0]), 0)
-        except ValueError as unknown:
-            return str(unknown).removeprefix("atom 0 is ")
-        return f"{shown(name, 40)} is missing or unknown"
+        name = str(error.args[0])
+        advice = "; expected an element; replace it with H" if name in ("D", "T") else ""
+        return f"{shown(name, 40)} is missing or unknown{advice}"
     return text[:200] if isinstance(error, ValueError) else f"{type(error).__name__}: {text[:200]}"
 
 
@@ -181,9 +178,7 @@ def _loads(path: Path, kind: str) -> _Loads:
         elif kind == "cif":
             yield from enumerate(cif_frames(file))
         else:
-            if kind == "proteindatabank":
-                expect_elements_of_pdb(file)
-            elif kind == "vasp":
+            if kind == "vasp":
                 expect_counts_of_poscar(file)
             elif kind == "vasp-xml" and "</modeling>" not in "".join(deque(file, 3)):
                 warn(f"{path}: the file is truncated; its last steps are not read")
