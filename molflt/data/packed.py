@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import importlib
 import lzma
-import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from molflt.files import shown
-
-__all__ = ["dataset_loader", "require", "unpacked"]
-
-_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*){1,2}")  # OWNER/NAME, OWNER/NAME/CONFIG
+__all__ = ["require", "unpacked"]
 
 
 @contextmanager
@@ -43,24 +37,3 @@ def require(module: str, use: str, extra: str) -> Any:
             f"{use} needs the package {package}, which is not installed; run: pip install "
             f"molflt[{extra}]"
         ) from None
-
-
-def dataset_loader(source: str) -> Callable[..., Any]:
-    """Returns `datasets.load_dataset` for a source hf:OWNER/NAME[/CONFIG][:SPLIT].
-
-    Raises ValueError for local folders, because `datasets` might run a script in them.
-    """
-    name = source.removeprefix("hf:").partition(":")[0]
-    if not _NAME.fullmatch(name) or Path(name).exists():
-        raise ValueError(
-            f"{source}: expected hf:OWNER/NAME, a data set on the Hugging Face Hub; got "
-            f"{'a local path' if Path(name).exists() else shown(name)}; give files without hf:"
-        )
-    loader: Callable[..., Any] | None = None
-    with contextlib.suppress(ImportError):
-        loader = getattr(importlib.import_module("datasets"), "load_dataset", None)
-    if loader is None:
-        raise ModuleNotFoundError(
-            f"{source}: requires the package datasets; run pip install molflt[hub], or give files"
-        )
-    return loader

@@ -13,8 +13,8 @@ from molflt.data.batches import BatchedData
 
 __all__ = ["ProblemData", "ProblemSeeds", "generator_of"]
 
-_FIRST = {"val": 0, "test": 2**31, "train": 2**32}  # the ranges do not overlap
 _MOST = 2**31
+_FIRST = {"val": 0, "test": 2**31, "train": 2**32}  # the ranges do not overlap
 
 
 class ProblemSeeds(Dataset[Tensor]):
@@ -25,7 +25,7 @@ class ProblemSeeds(Dataset[Tensor]):
 
     def __init__(self, use: str, count: int) -> None:
         if not 1 <= count <= _MOST:
-            raise ValueError(f"problems must be 1 to {_MOST:,}; got {count:,}")
+            raise ValueError(f"data.problems must be 1 to {_MOST:,}; got {count:,}")
         self.first = _FIRST[use]
         self.count = count
 
@@ -57,9 +57,6 @@ class ProblemData(BatchedData[ProblemSeeds]):
         self, batch_size: int = 8, problems: int = 100_000, val_problems: int = 32
     ) -> None:
         super().__init__(batch_size)
-        for name, value in (("problems", problems), ("val_problems", val_problems)):
-            if not 1 <= value <= _MOST:
-                raise ValueError(f"data.{name} must be 1 to {_MOST:,}; got {value:,}")
         self.counts = {"train": problems, "val": val_problems}
 
     def setup(self, stage: str = "fit") -> None:

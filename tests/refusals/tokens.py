@@ -137,7 +137,7 @@ ROWS = [
     ),
     # idx files
     Refusal(idx_pair(SQUARES[:-1]), "idx3", "768 bytes", "767"),
-    Refusal(idx_pair(idx(np.arange(12))), "idx3", "images (3 axes)", "labels (1 axis)"),
+    Refusal(idx_pair(idx(np.arange(12))), "idx3", "00 00 08 03", "00 00 08 01"),
     Refusal(idx_pair(labels=idx(np.arange(11))), "idx1", "12 images", "11 labels"),
     Refusal(idx_pair(labels=idx(np.full(12, 7))), "idx1", "below 3", "7"),
     # folders of images

@@ -6,7 +6,7 @@ Random numbers are drawn on the CPU for a whole batch, so they do not depend on 
 from __future__ import annotations
 
 import math
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -25,7 +25,6 @@ def augment(
     images: Tensor,
     kind: Augmentation,
     size: int | None = None,
-    generator: torch.Generator | None = None,
 ) -> Tensor:
     """Returns independent random variants of the images of a training batch.
 
@@ -36,23 +35,19 @@ def augment(
             `size`; "resized_crop" takes a box of random area and shape. Without a crop, larger
             images are cropped to their central squares.
         size: side length of the result in pixels; the height of the images by default.
-        generator: CPU generator; torch's global generator by default.
 
     Returns:
         (batch, channels, size, size); bytes remain bytes except in resized crops.
     """
-    if kind not in get_args(Augmentation):
-        known = ", ".join(get_args(Augmentation))
-        raise ValueError(f"augment={kind!r} is unknown; expected one of {known}")
     size = images.shape[-2] if size is None else size
     if kind.startswith("flip"):
-        mirrored = (torch.rand(len(images), generator=generator) < 0.5).to(images.device)
+        mirrored = (torch.rand(len(images)) < 0.5).to(images.device)
         images = torch.where(mirrored[:, None, None, None], images.flip(-1), images)
     if kind.endswith("resized_crop"):
-        return _random_resized_crop(images, size, generator=generator)
+        return _random_resized_crop(images, size)
     if kind.endswith("crop"):
         larger = min(images.shape[-2:]) > size
-        return _random_crop(images, size, 0 if larger else size // 8, generator)
+        return _random_crop(images, size, 0 if larger else size // 8)
     return center_crop(images, size)
 
 
@@ -67,13 +62,11 @@ def center_crop(images: Tensor, size: int) -> Tensor:
     return images[..., top : top + size, left : left + size]
 
 
-def _random_crop(
-    images: Tensor, size: int, padding: int, generator: torch.Generator | None = None
-) -> Tensor:
+def _random_crop(images: Tensor, size: int, padding: int) -> Tensor:
     """Adds a black margin and cuts random squares."""
     images = F.pad(images, (padding,) * 4)
     count, _, height, width = images.shape
-    places = torch.rand(2, count, generator=generator)
+    places = torch.rand(2, count)
     shifts = torch.tensor([height - size + 1, width - size + 1])[:, None]
     corners = (places * shifts).long().minimum(shifts - 1)
     rows, columns = (corners[..., None] + torch.arange(size)).to(images.device)
@@ -82,16 +75,12 @@ def _random_crop(
     return images[index, :, rows[:, :, None], columns[:, None, :]].movedim(-1, 1)
 
 
-def _random_resized_crop(
-    images: Tensor,
-    size: int,
-    generator: torch.Generator | None = None,
-) -> Tensor:
+def _random_resized_crop(images: Tensor, size: int) -> Tensor:
     """Resizes random boxes of the images to squares, in [0, 1], as GoogLeNet, FLT and MAE do."""
     # The interpolation has no filter, so boxes should not be much larger than the result.
     if not images.is_floating_point():
         images = images.to(torch.get_default_dtype()) / 255
-    boxes = _random_boxes(len(images), images.shape[-2:], generator)
+    boxes = _random_boxes(len(images), images.shape[-2:])
     top, left, height, width = boxes.to(images).unbind(dim=1)
     middle = (torch.arange(size).to(images) + 0.5) / size
     rows = 2 * (top[:, None] + height[:, None] * middle) / images.shape[-2] - 1
@@ -102,17 +91,13 @@ def _random_resized_crop(
     return F.grid_sample(images, grid, padding_mode="border", align_corners=False)
 
 
-def _random_boxes(
-    count: int,
-    size: tuple[int, int] | torch.Size,
-    generator: torch.Generator | None = None,
-) -> Tensor:
+def _random_boxes(count: int, size: tuple[int, int] | torch.Size) -> Tensor:
     """Returns random boxes (count, 4): top, left, height and width in pixels."""
     # The area, the logarithm of width over height, and the position are uniform. The first of
     # _TRIES boxes that fits is used, or else the whole image.
     full_height, full_width = size
-    area, shape = torch.rand(2, count, _TRIES, generator=generator)
-    places = torch.rand(2, count, generator=generator)
+    area, shape = torch.rand(2, count, _TRIES)
+    places = torch.rand(2, count)
     area = full_height * full_width * (_SCALE[0] + (_SCALE[1] - _SCALE[0]) * area)
     low, high = (math.log(end) for end in _RATIO)
     shape = (low + (high - low) * shape).exp()

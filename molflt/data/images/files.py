@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from molflt.data.images.augment import center_crop
-from molflt.data.packed import dataset_loader, unpacked
+from molflt.data.packed import require, unpacked
 from molflt.files import shown
 
 if TYPE_CHECKING:
@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LabeledImages", "fitted", "open_images"]
 
-_MAGIC = b"\0\0\x08"  # unsigned bytes
-_AXES = {3: "images (3 axes)", 1: "labels (1 axis)"}
+_MAGIC = {3: b"\0\0\x08\x03", 1: b"\0\0\x08\x01"}  # unsigned bytes, number of axes
 _CHUNK = 4096  # images that are resized at once
 _SUFFIXES = (".png", ".jpg", ".jpeg")
 _GRAY = ("1", "L", "LA")
@@ -144,6 +143,8 @@ def open_images(
 ) -> LabeledImages:
     """Opens labeled images.
 
+    Folders and data sets contain their classes; `labels` is for idx files.
+
     Args:
         source: folder with one subfolder per class, idx file of images, or hf:OWNER/NAME.
         labels: idx file of the labels, if its name cannot be derived from that of the images.
@@ -152,21 +153,10 @@ def open_images(
         box: average over the area of each pixel when resizing, as in `fitted`.
         flat: accept a folder of images without subfolders, as one class.
     """
-    named = str(source).startswith("hf:")
-    if labels is not None and (named or source.is_dir()):
-        raise ValueError(
-            f"{labels}: a file of labels has no effect with {source}, which contains classes; omit "
-            "data.train_labels or data.val_labels"
-        )
-    if named:
+    if str(source).startswith("hf:"):
         return _open_hub(str(source), size, classes, box)
     if source.is_dir():
         return _open_folder(source, size, classes, box, flat)
-    if not source.exists():
-        raise FileNotFoundError(
-            f"{source}: no such file or folder; expected a folder of classes, an idx file of "
-            "images, or hf:OWNER/NAME"
-        )
     return _open_idx(source, labels, size, classes, box)
 
 
@@ -218,7 +208,7 @@ def _squared(pixels: Tensor, size: int | None, box: bool, name: str) -> Tensor:
 def _open_hub(
     source: str, size: int | None, classes: Sequence[str] | None, box: bool
 ) -> LabeledImages:
-    load = dataset_loader(source)
+    load = require("datasets", source, "hub").load_dataset
     name, _, split = source.removeprefix("hf:").partition(":")
     rows = load(name, split=split or "train")
     columns = rows.features
@@ -326,28 +316,19 @@ def _open_idx(
 
 def _read_file(path: Path, axes: int) -> Tensor:
     """Reads the bytes of an idx file, plain or gzipped, with `axes` axes."""
-    with open(path, "rb") as file:
-        content = file.read()
+    content = path.read_bytes()
     if content[:2] == b"\x1f\x8b":
         with unpacked(path, "gzip") as packed:
             content = packed.read()
-    if content[:3] != _MAGIC or len(content) < 4:
-        raise ValueError(
-            f"{path}: expected an idx file of bytes, which begins with 00 00 08; got "
-            f"{content[:4].hex(' ') or 'an empty file'}; give an idx file, or a folder of classes"
-        )
-    if content[3] != axes:
-        raise ValueError(
-            f"{path}: expected {_AXES[axes]}; got {_AXES.get(content[3], f'{content[3]} axes')}; "
-            "give another file"
-        )
     head = 4 + 4 * axes
     shape = np.frombuffer(content[4:head].ljust(4 * axes, b"\0"), ">u4").tolist()
-    if not math.prod(shape) or len(content) - head != math.prod(shape):
+    size = math.prod(shape)
+    if content[:4] != _MAGIC[axes] or not size or len(content) != head + size:
         raise ValueError(
-            f"{path}: expected {math.prod(shape):,} bytes after the header, for the shape {shape}; "
-            f"got {max(0, len(content) - head):,}; the file is truncated, empty or mislabeled; get "
-            "a new copy"
+            f"{path}: expected an idx file of bytes, which begins with {_MAGIC[axes].hex(' ')} and "
+            f"has {size:,} bytes after the header, for the shape {shape}; got "
+            f"{content[:4].hex(' ')} and {max(0, len(content) - head):,}; get a new copy, or give "
+            "a folder of classes"
         )
     return torch.frombuffer(bytearray(content[head:]), dtype=torch.uint8).view(shape)
 

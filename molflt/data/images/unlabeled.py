@@ -44,8 +44,7 @@ def read_alike(source: Path, side: int, channels: int, fit: bool = False) -> Ite
                 f"{len(image)}; convert it"
             )
         image = image.expand(channels, -1, -1)
-        if fit:
-            image = fitted(image[None], side, name, box=True)[0]
+        image = fitted(image[None], side, name, box=True)[0] if fit else image
         if tuple(image.shape[1:]) != (side, side):
             raise ValueError(
                 f"{name}: expected {side} x {side} pixels, as in training; got {image.shape[1]} x "
@@ -76,8 +75,6 @@ def write_sheet(path: Path, rows: Sequence[Tensor]) -> None:
     """
     from PIL import Image
 
-    if path.suffix != ".png":
-        raise ValueError(f"{path}: expected a name that ends in .png; rename it")
     count, _, _, width = rows[0].shape
     columns, zoom = min(count, _COLUMNS), max(1, -(-_LEAST // width))
     lines = []

@@ -54,17 +54,17 @@ class Vocabulary:
     """
 
     def __init__(self, level: _Level, tokens: list[str]) -> None:
-        if level not in get_args(_Level):
-            raise ValueError(f"level={shown(level)}; expected one of {', '.join(get_args(_Level))}")
         self.level = level
         self.tokens = list(tokens)
         self.ids = {token: index for index, token in enumerate(self.tokens)}
-        if level in _FIXED_LEVELS and self.tokens != _FIXED_LEVELS[level]:
-            raise ValueError(f"expected all tokens of level {level} and {_EOS}, in their order")
         self.unk = self.ids.get(_UNK)
-        missing = _EOS not in self.ids or (self.unk is None and level not in _FIXED_LEVELS)
-        if missing or len(self.ids) != len(self.tokens):
-            raise ValueError(f"expected a vocabulary with {_EOS}, {_UNK} and each token once")
+        fixed = _FIXED_LEVELS.get(level)
+        sound = self.unk is not None and _EOS in self.ids if fixed is None else tokens == fixed
+        if level not in get_args(_Level) or not sound or len(self.ids) != len(tokens):
+            raise ValueError(
+                f"level={shown(level)}; expected one of {', '.join(get_args(_Level))}, and tokens "
+                f"with {_EOS}, {_UNK} and each token once, or all tokens of a fixed level in order"
+            )
         self.eos = self.ids[_EOS]
 
     def __len__(self) -> int:
@@ -121,9 +121,6 @@ class Vocabulary:
         `<eos>` becomes a line break for words and proteins, and is dropped at other levels.
         """
         numbers = [int(index) for index in ids]
-        for index in numbers:
-            if not 0 <= index < len(self):
-                raise ValueError(f"token ids must be 0 to {len(self) - 1}; got {index}")
         if self.level == "byte":
             return bytes(index for index in numbers if index < 256).decode("utf-8", "replace")
         end = "" if self.level == "char" else "\n"
