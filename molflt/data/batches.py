@@ -56,14 +56,8 @@ class SizeBucketedBatchSampler(Sampler[list[int]]):
         world: int = 1,
     ) -> None:
         self.natoms = np.asarray(natoms, dtype=np.int64)
-        if self.natoms.ndim != 1 or len(self.natoms) == 0:
-            raise ValueError(f"natoms must be (structures,), at least 1; got {self.natoms.shape}")
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1; got {batch_size}")
-        if bucket < 1:
-            raise ValueError(f"bucket must be at least 1; got {bucket}")
-        if not 0 <= rank < world:
-            raise ValueError(f"rank must be in 0..{world - 1}; got {rank}")
         if max_atoms is not None and self.natoms.max() > max_atoms:
             index = int(self.natoms.argmax())
             raise ValueError(
@@ -165,10 +159,6 @@ class BatchedData(Generic[_Items]):
     collate: Callable[[list[object]], object] | None = None
 
     def __init__(self, batch_size: int, workers: int = 0) -> None:
-        if batch_size < 1:
-            raise ValueError(f"data.batch_size must be at least 1; got {batch_size}")
-        if workers < 0:
-            raise ValueError(f"data.workers must be at least 0; got {workers}")
         self.batch_size = batch_size
         self.workers = workers
         self.seed = 0

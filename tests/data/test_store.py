@@ -78,7 +78,7 @@ def put(position, value):
     [
         ({"cell": None}, "key 'cell' must be float32 .* got nothing"),
         ({"pos": lambda c: c[:-1]}, r"key 'pos' must be float32 \(53, 3\); got .*\(52, 3\)"),
-        ({"offsets": put(slice(1, 3), (2**63 - 1, -10))}, "'offsets' must increase from 0"),
+        ({"offsets": put(slice(1, 3), (2**63 - 1, -10))}, "'offsets' must be .* increase from 0"),
         ({"tags": lambda c: c[:0].astype("i4")}, "key 'tags' must be uint8 .*; got"),
     ],
 )
@@ -220,7 +220,6 @@ def test_every_source_keeps_the_protocol(tmp_path, monkeypatch, source):
     np.testing.assert_array_equal(structures.y_relaxed, labels)
     assert re.fullmatch(f"{re.escape(str(path))}: {third}", structures.where(2))
     assert structures.where(2) == structures.where(2 - count) != structures.where(1)
-    same(structures.with_unwrapped(1)[0], expected[1])
     with pytest.raises(IndexError):
         structures[count]
     structures[0].pos.zero_()

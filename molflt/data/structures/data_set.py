@@ -73,11 +73,6 @@ class DataSet(NamedTuple):
     def open(self, splits: Iterable[str], skip_bad: bool = False) -> dict[str, Structures]:
         """Opens splits and returns them by name."""
         if not self.is_one:
-            if self.val_fraction is not None and self.root.is_dir():
-                raise ValueError(
-                    f"{self.root}: data.val_fraction={self.val_fraction} is for one file; got a "
-                    f"folder, in which {self.val} is for validation; leave it out"
-                )
             return {split: self._open(split_path(self.root, split), skip_bad) for split in splits}
         whole, fraction = self.whole(skip_bad), self.val_fraction or VAL_FRACTION
         if len(whole) == 0:

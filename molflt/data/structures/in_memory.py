@@ -65,21 +65,18 @@ def _flat(given: object) -> Iterable[object]:
     if is_one(given):
         yield given
     elif hasattr(given, "to_data_list"):
-        try:
-            yield from given.to_data_list()
-        except (RuntimeError, AttributeError) as error:
-            raise ValueError(
-                f"structures: a Batch that cannot be separated ({error}); make it with "
-                "Batch.from_data_list"
-            ) from None
-    elif isinstance(given, str | bytes | np.ndarray | torch.Tensor) or hasattr(given, "keys"):
-        raise TypeError(f"structures: {_EXPECTED}; got {type(given).__name__}")
-    elif hasattr(given, "__len__") and hasattr(given, "__getitem__"):
+        yield from given.to_data_list()
+    elif hasattr(given, "__len__") and hasattr(given, "__getitem__") and not _is_other(given):
         rows = cast("Sequence[object]", given)
         for one in (rows[i] for i in range(len(rows))):
             yield from _flat(one) if hasattr(one, "to_data_list") else [one]
     else:
         raise TypeError(f"structures: {_EXPECTED}; got {type(given).__name__}")
+
+
+def _is_other(given: object) -> bool:
+    """Returns True for text, arrays and mappings, which are not lists of structures."""
+    return isinstance(given, str | bytes | np.ndarray | torch.Tensor) or hasattr(given, "keys")
 
 
 def _is_atoms(given: object) -> TypeGuard[Atoms]:

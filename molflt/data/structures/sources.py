@@ -77,8 +77,6 @@ def named(paths: Paths) -> Path:
     if isinstance(paths, str | Path):
         return Path(paths)
     names = [str(path) for path in paths]
-    if not names:
-        raise ValueError("expected at least one file; got none")
     shown = names if len(names) < 4 else [names[0], "...", names[-1]]
     return Path(names[0] if len(names) == 1 else f"{{{','.join(shown)}}}")
 
@@ -149,7 +147,7 @@ def sources_in(folder: Path) -> tuple[dict[str, Path], list[str]]:
 
     JSON files count as structures only if they are named like a split.
     """
-    found, others, _ = _children(folder)
+    found, others = _children(folder)
     if not found:
         raise FileNotFoundError(
             f"{folder}: no structures; expected a file for each split, files that ASE reads, or "
@@ -159,10 +157,10 @@ def sources_in(folder: Path) -> tuple[dict[str, Path], list[str]]:
     return {name: found[name][0] for name in dict.fromkeys([*order, *found])}, others
 
 
-def _children(folder: Path) -> tuple[dict[str, tuple[Path, list[Path]]], list[str], list[str]]:
-    """Returns sources by name with their files, the other names, and other names in subfolders."""
+def _children(folder: Path) -> tuple[dict[str, tuple[Path, list[Path]]], list[str]]:
+    """Returns sources by name with their files, and names without structures."""
     found: dict[str, tuple[Path, list[Path]]] = {}
-    others, below = [], []
+    others = []
     for path in sorted(folder.iterdir(), key=_natural):
         if path.name.startswith("."):
             continue
@@ -176,8 +174,8 @@ def _children(folder: Path) -> tuple[dict[str, tuple[Path, list[Path]]], list[st
             )
         else:
             found[name] = (path, files)
-            below += [f"{path.name}/{name}" for name in rest]
-    return found, others, below
+            others += [f"{path.name}/{name}" for name in rest]
+    return found, others
 
 
 @cache  # once per process
@@ -192,14 +190,14 @@ def _scan(folder: Path) -> tuple[list[Path], list[str]]:
     """Returns the files of structures and the folders of shards in a folder, and other names."""
     if is_shards(folder):
         return [folder], []
-    found, others, below = _children(folder)
+    found, others = _children(folder)
     parts = {part: path for path, _ in found.values() if (part := _part_of_calculation(path))}
     if len(parts) > 1:
         raise ValueError(
             f"{folder}: {', '.join(path.name for path in parts.values())} may belong to one "
             f"calculation; select one kind with a pattern, such as '{folder}/{[*found][-1]}'"
         )
-    return [file for _, files in found.values() for file in files], others + below
+    return [file for _, files in found.values() for file in files], others
 
 
 def _part_of_calculation(path: Path) -> str | None:

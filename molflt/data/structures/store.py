@@ -8,7 +8,6 @@ need them.
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Callable, Collection, Iterable
 from itertools import islice
 from pathlib import Path
@@ -49,7 +48,6 @@ _COLUMNS: dict[str, tuple[str, tuple[int, ...], str]] = {
 _OPTIONAL = ("pos_relaxed", "y_baseline", "energy", "forces", "stress", "charge")
 _LABELS = ("y_init", "y_relaxed", *_OPTIONAL)
 _BLOCK_WRITTEN = 1000  # structures per concatenation
-_TYPES = {"F32": "<f4", "F64": "<f8", "I64": "<i8", "U8": "|u1", "BOOL": "|b1"}
 
 
 def write_store(
@@ -70,8 +68,6 @@ def write_store(
             each, that returns the indices of structures to leave out.
     """
     path = Path(path)
-    if path.suffix != ".safetensors":
-        raise ValueError(f"{path}: a compact store ends in .safetensors; got {path.suffix!r}")
     blocks: dict[str, list[np.ndarray]] = {name: [] for name in _COLUMNS}
     names: list[str | None] = []
     natoms: list[int] = []
@@ -126,10 +122,6 @@ class StructureStore(Structures):
 
     def __init__(self, path: str | Path, skip_bad: bool = False) -> None:
         super().__init__(path, skip_bad)
-        if not self.path.is_file():
-            raise FileNotFoundError(
-                f"{self.path}: no such compact store; create it with molflt data convert SRC DST"
-            )
         header = read_header(self.path)
         if header.get("format") != STORE or header.get("version") != _VERSION:
             raise ValueError(
@@ -202,27 +194,23 @@ class StructureStore(Structures):
 
 
 def _map_columns(path: Path) -> dict[str, np.ndarray]:
-    """Returns read-only views of all arrays, which are faster than slices of safetensors."""
-    with open(path, "rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        header = json.loads(file.read(length))
-    content = np.memmap(path, dtype=np.uint8, mode="r", offset=0)[8 + length :]
-    columns: dict[str, np.ndarray] = {}
-    for name, entry in header.items():
-        if name != "__metadata__" and entry["dtype"] in _TYPES:
-            begin, end = entry["data_offsets"]
-            # a plain ndarray, because slicing np.memmap is several times slower
-            raw = np.asarray(content[begin:end])
-            columns[name] = raw.view(_TYPES[entry["dtype"]]).reshape(entry["shape"])
-    offsets = columns.get("offsets")
-    if offsets is None or offsets.dtype != "<i8" or offsets.ndim != 1 or len(offsets) < 2:
-        raise ValueError(f"{path}: key 'offsets' must be (structures + 1,) int64; convert it again")
-    if offsets[0] != 0 or (offsets[1:] <= offsets[:-1]).any():  # differences could overflow
-        raise ValueError(f"{path}: key 'offsets' must increase from 0; damaged, convert it again")
+    """Returns views of all arrays in a memory map of the file."""
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        names = {"offsets", *_COLUMNS} & set(file.keys())
+        columns = {name: file.get_tensor(name).numpy() for name in names}
+    offsets = columns.get("offsets", np.empty(0))
+    sound = offsets.dtype == "<i8" and offsets.ndim == 1 and len(offsets) > 1 and offsets[0] == 0
+    if not sound or (offsets[1:] <= offsets[:-1]).any():  # differences could overflow
+        raise ValueError(
+            f"{path}: key 'offsets' must be (structures + 1,) int64 that increase from 0; the file "
+            "is damaged, convert it again"
+        )
     entries = {"atom": int(offsets[-1]), "structure": len(offsets) - 1}
     for name, (dtype, shape, per) in _COLUMNS.items():
         column, expected = columns.get(name), (entries[per], *shape)
-        if name not in header and name in _OPTIONAL:
+        if column is None and name in _OPTIONAL:
             continue
         if column is None or column.dtype != dtype or column.shape != expected:
             got = "nothing" if column is None else f"{column.dtype} {column.shape}"
