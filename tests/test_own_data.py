@@ -196,7 +196,7 @@ def test_the_energy_is_the_entry_that_is_named(tmp_path, capsys) -> None:
         dataset = open_dataset(tmp_path / name, reading=Reading("REF_energy"))
         assert dataset.y_relaxed.tolist() == [-2.0, -3.0, -4.0]
         assert {"energy", "dft_energy"} <= set(dataset.unused)
-        assert dataset.for_potentials == ["forces"]
+        assert dataset.labels["forces"] == "forces"
     words = [str(tmp_path / "a.extxyz"), "--energy_key", "dft_energy"]
     assert main(["data", "convert", *words[:1], str(tmp_path / "a.safetensors"), *words[1:]]) == 0
     assert "unused labels: energy, REF_energy" in capsys.readouterr().out

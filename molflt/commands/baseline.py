@@ -228,7 +228,7 @@ def _row(own: dict[str, str], jobs: dict[str, Future[tuple[float, str]]]) -> dic
     return {**own, **energies, "baseline_eV": difference, "why": "".join(why[:1])}
 
 
-def _with_baseline(found: tuple[Data, int], energy: float) -> Data:
-    record = found[0].clone()
+def _with_baseline(found: Data, energy: float) -> Data:
+    record = found.clone()
     record.y_baseline = torch.tensor([energy], dtype=torch.float64)
     return record

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from ase import Atoms
 from ase.calculators.singlepoint import SinglePointCalculator
-from oc20_files import fields, old_record, record, same, write_lmdb
+from oc20_files import old_record, record, same, write_lmdb
 
 from molflt.commands.cli import main
 from molflt.data.structures import open_dataset
@@ -30,7 +30,7 @@ def as_json(capsys, *words):
 
 
 def test_an_lmdb_is_inspected_and_converted(tmp_path, capsys):
-    """Wrapped relaxed positions are unwrapped and counted; bad records are listed."""
+    """Bad records are listed or left out."""
     content = {str(i): old_record(i) for i in range(5)}
     content |= {"1": old_record(1, y_relaxed=math.nan), "3": b"damaged"}
     content |= {"2": old_record(2, fixed=torch.ones(7))}  # fixed atoms do not count
@@ -40,14 +40,9 @@ def test_an_lmdb_is_inspected_and_converted(tmp_path, capsys):
     assert found["tags"] == {"subsurface": 9, "surface": 6, "adsorbate": 6}
     assert [item["name"] for item in found["left_out"]] == [f"{path}: key '{i}'" for i in (1, 3)]
     original = open_dataset(path, skip_bad=True)
-    jumps = [(fields(i)["pos_relaxed"] - fields(i)["pos"]).norm(dim=1) > 3 for i in (0, 2, 4)]
-    assert jumps[1].any() and found["unwrapped_atoms"] == sum(
-        int((jump & ~one.fixed).sum()) for jump, one in zip(jumps, original, strict=True)
-    )
     assert as_json(capsys, path, "--limit", 1)["systems"] == 1
     assert main(["data", "convert", str(path), str(store), "--limit=4", "--skip_bad"]) == 0
     told = capsys.readouterr()
-    assert "relaxed positions were stored in another periodic image; unwrapped" in told.out
     assert "left out" in told.err and "sid 1001" in told.err
     for index, item in enumerate(open_dataset(store)):
         same(original[index], item)
@@ -57,7 +52,7 @@ def test_an_lmdb_is_inspected_and_converted(tmp_path, capsys):
 
 def test_warnings(tmp_path, capsys):
     path = tmp_path / "user.safetensors"
-    strange = [record(0, tags=None), record(1, y_relaxed=None), record(2, y_init=514.0)]
+    strange = [record(0, tags=None), record(1, y_relaxed=None), record(2)]
     strange.append(record(3, pos_relaxed=None, sid=1002))
     write_store(path, strange)
     found = as_json(capsys, path)
@@ -67,11 +62,10 @@ def test_warnings(tmp_path, capsys):
         "no tags: 1 of 4 systems",
         "no labels: 1 of 4 systems",
         "no relaxed positions: 1 of 4",
-        "implausible labels: |y_init| > 100 eV in 1 systems, for instance sid 1002 with 514.000 eV",
         "repeated sids: 1 systems",
     ):
         assert words in text
-    assert len(found["warnings"]) == 5
+    assert len(found["warnings"]) == 4
     write_store(path, [record(i) for i in range(3)])
     found = as_json(capsys, path)
     assert found["warnings"] == [] and found["energies_look_like"] == "adsorption"

@@ -33,16 +33,10 @@ def test_length_key(tmp_path, length):
     assert len(open_dataset(path, skip_bad=True)) == 3
 
 
-@pytest.mark.parametrize(
-    ("length", "message"),
-    [
-        (9, "key 'length' says 9 records; got 2; keys '2' to '8' missing"),
-        (0, "key 'length': expected the number of records; got 0, but the file has 3 keys"),
-    ],
-)
-def test_invalid_lengths_are_refused(tmp_path, length, message):
-    path = write_lmdb(tmp_path / "data.lmdb", {**numbered(2), "length": pickle.dumps(length)})
-    with pytest.raises(ValueError, match=r"data\.lmdb: " + message):
+def test_invalid_lengths_are_refused(tmp_path):
+    path = write_lmdb(tmp_path / "data.lmdb", {**numbered(2), "length": pickle.dumps(9)})
+    said = "key 'length' says 9 records; got 2; keys '2' to '8' missing"
+    with pytest.raises(ValueError, match=rf"data\.lmdb: {said}"):
         open_dataset(path)
 
 
@@ -61,7 +55,6 @@ def test_missing_records_are_listed(tmp_path, length):
 
 BAD_RECORDS = [
     ({"pos": torch.full((7, 3), NAN)}, "sid 1000: pos must be finite"),
-    ({"natoms": 8}, "sid 1000: natoms must be 7, the rows of pos; got 8"),
     ({"pos": None}, "pos is missing"),
 ]
 
@@ -191,9 +184,9 @@ def test_genuine_records_equal_an_independent_reading(tmp_path):
     copy.write_bytes(real_lmdb.read_bytes())
     dataset = open_dataset(real_lmdb)
     assert len(dataset) == 20
-    free = moved = claimed = 0
+    free = moved = 0
     for index, raw in enumerate(independent(copy)):
-        ours, unwrapped = dataset.with_unwrapped(index)
+        ours = dataset[index]
         for name in ("pos", "cell"):
             assert ours[name].numpy().tobytes() == raw[name].tobytes(), name
         for name in ("atomic_numbers", "tags", "fixed"):
@@ -209,7 +202,6 @@ def test_genuine_records_equal_an_independent_reading(tmp_path):
         mobile = raw["fixed"] == 0
         free += int(mobile.sum())
         moved += int((wrapped & mobile).sum())
-        claimed += unwrapped
         assert length[mobile].max() < 4.2
-    assert (free, moved, claimed) == (506, 47, 47)
+    assert (free, moved) == (506, 47)
     assert dataset.natoms.sum() == 1695

@@ -17,8 +17,7 @@ from molflt.data.structures import open_dataset
 from molflt.data.structures.force_units import (
     energy_unit_fault,
     force_unit_fault,
-    judged_stress,
-    stress_unjudged,
+    stress_unit_fault,
     unit_fault,
 )
 from molflt.data.structures.potential_data import PotentialData, SinglePoints
@@ -217,7 +216,7 @@ def test_unit_and_sign_of_stress_are_seen_in_energies(tmp_path, capsys, frames, 
     for atoms in own:
         atoms.calc.results["stress"] *= -atoms.get_volume() if factor is None else factor
     ase.io.write(tmp_path / "train.traj", own)
-    found = judged_stress(list(open_dataset(tmp_path / "train.traj")))[0]
+    found = stress_unit_fault(list(open_dataset(tmp_path / "train.traj")))
     if unit is None:
         assert not found
         return
@@ -234,16 +233,6 @@ def test_unit_and_sign_of_stress_are_seen_in_energies(tmp_path, capsys, frames, 
         words = [str(tmp_path / "train.traj"), str(tmp_path / "a.safetensors")]
         assert main(["data", "convert", *words]) == 0
         assert "stress looks like" in capsys.readouterr().err
-
-
-def test_stress_that_cannot_be_judged_is_named(tmp_path):
-    """The unit follows from frames of a crystal with different cells, not from two crystals."""
-    ase.io.write(tmp_path / "train.traj", [labeled(bulk("Cu")), labeled(bulk("Al"))])
-    data = PotentialData(tmp_path, val_split="train")
-    data.setup()
-    assert "sign of stress could not be checked" in data.describe()[0]
-    ase.io.write(tmp_path / "train.traj", strained())
-    assert not stress_unjudged(list(open_dataset(tmp_path / "train.traj")))
 
 
 def test_energies_beyond_those_of_all_electrons_are_named():

@@ -178,16 +178,11 @@ class Converter:
             warn(unused_warning(name, [*self._fields]))
 
     @property
-    def unused(self) -> list[str]:
-        """Names of labels in the file that are not read."""
-        read = {"y_init", self.reading.baseline_key, *self._used.values()}
-        return [name for name in self._there if name not in read]
-
-    @property
-    def for_potentials(self) -> list[str]:
-        """Names of labels that only potentials read."""
-        read = {name for label, name in self._used.items() if label != "y_relaxed"}
-        return [name for name in self._there if name in read - {self._used.get("y_relaxed")}]
+    def labels(self) -> dict[str, str | None]:
+        """Names of labels in the file, with the field that contains each; None if not read."""
+        fields = {name: label for label, name in reversed(self._used.items())}
+        read = {"y_init", self.reading.baseline_key}
+        return {name: fields.get(name) for name in self._there if name not in read}
 
     @property
     def hint(self) -> str:

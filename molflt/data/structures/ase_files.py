@@ -32,9 +32,8 @@ from molflt.files import shown
 if TYPE_CHECKING:
     from ase import Atoms
 
-__all__ = ["AseStructures", "ase_format", "rows_of_aselmdb", "without_packing"]
+__all__ = ["AseStructures", "ase_format", "without_packing"]
 
-_MOST_BYTES = 2**28  # maximum size of a decompressed row
 _DATABASES = {".db": "db", ".json": "json", ".aselmdb": "aselmdb"}
 _OPENERS: dict[str, Callable[..., IO[Any]]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 # Extension -> name of the format in ASE
@@ -116,8 +115,7 @@ class AseStructures(Held):
             converter.check()
         except ValueError as error:
             raise ValueError(f"{self.path}: {error}") from None
-        self.hint, self.unused = converter.hint, converter.unused
-        self.for_potentials = converter.for_potentials
+        self.hint, self.labels = converter.hint, converter.labels
         converter.warn(str(self.path))
 
     @classmethod
@@ -167,7 +165,7 @@ def _loads(path: Path, kind: str) -> _Loads:
     if not path.stat().st_size:
         raise ValueError("the file is empty; expected structures; get a new copy")
     if kind in _DATABASES.values():
-        yield from rows_of_aselmdb(path) if kind == "aselmdb" else _rows(path, kind)
+        yield from _rows_of_lmdb(path) if kind == "aselmdb" else _rows(path, kind)
         return
     form = ioformats[kind]
     if path != without_packing(path) and not form.acceptsfd:
@@ -202,49 +200,24 @@ def _rows(path: Path, kind: str) -> _Loads:
             yield row.id, partial(row.toatoms, add_additional_information=True)
 
 
-def rows_of_aselmdb(path: Path) -> _Loads:
-    """Yields the id of each row and a function that reads the row.
-
-    For a row that is missing but not deleted, this function raises a ValueError.
-    """
+def _rows_of_lmdb(path: Path) -> _Loads:
     file = LmdbFile(path)
-    there = {int(key) for key in file if key.isdigit() and key == b"%d" % int(key)}
-    next_id, deleted = _entry(file, "nextid"), _entry(file, "deleted_ids")
-    if next_id is None and not there:
-        raise ValueError("expected an ASE database; got neither rows nor 'nextid'")
-    expected = range(1, int(next_id or max(there) + 1))
-    gone = set() if deleted is None else {int(number) for number in deleted}
-    for number in sorted({*expected, *there} - gone):
+    for number in sorted(int(key) for key in file if key.isdigit()):
         yield number, partial(_atoms, file, number)
 
 
 def _atoms(file: LmdbFile, number: int) -> Atoms:
     from ase.calculators.calculator import all_properties
     from ase.db.row import AtomsRow
+    from ase.io.jsonio import decode
 
-    fields = _entry(file, str(number))
-    if not isinstance(fields, dict):
-        problem = "is missing" if fields is None else "has no fields"
-        raise ValueError(f"row {number} {problem}; get a new copy, or skip the row with skip_bad")
+    try:
+        fields = decode(zlib.decompress(file.get(b"%d" % number) or b"").decode())
+    except zlib.error as error:
+        raise ValueError(f"row {number} is damaged: {error}; get a new copy") from None
     fields |= {name: np.array(fields[name]) for name in all_properties if name in fields}
     atoms: Atoms = AtomsRow(fields | {"id": number}).toatoms(add_additional_information=True)
     return atoms
-
-
-def _entry(file: LmdbFile, key: str) -> Any:
-    from ase.io.jsonio import decode
-
-    content = file.get(key.encode())
-    if content is None:
-        return None
-    unpacker = zlib.decompressobj()
-    try:
-        text = unpacker.decompress(content, _MOST_BYTES)
-    except zlib.error as error:
-        raise ValueError(f"key {key!r} is damaged: {error}; get a new copy") from None
-    if not unpacker.eof:
-        raise ValueError(f"key {key!r} is truncated or larger than {_MOST_BYTES:,} bytes unpacked")
-    return decode(text.decode())
 
 
 def without_packing(path: Path) -> Path:

@@ -112,8 +112,8 @@ class Structures(Dataset["Data"], ABC):
         names: names of structures with a textual sid, by index in the source.
         bad: (name, reason) of each structure that was left out.
         hint: advice about missing labels, based on the structures read so far.
-        unused: labels in the file that are not read.
-        for_potentials: labels in the file that only potentials read.
+        labels: names of the labels in the file, with the field of a record that contains each; None
+            for labels that are not read.
         options: names of the fields of :class:`Reading` that the constructor accepts.
         joins_files: True if the constructor accepts several `files`.
     """
@@ -131,9 +131,13 @@ class Structures(Dataset["Data"], ABC):
         self.names: dict[int, str] = {}
         self.bad: list[tuple[str, str]] = []
         self.hint = ""
-        self.unused: list[str] = []
-        self.for_potentials: list[str] = []
+        self.labels: dict[str, str | None] = {}
         self._kept: np.ndarray | None = None  # indices in the file; None for all
+
+    @property
+    def unused(self) -> list[str]:
+        """Names of labels in the file that are not read."""
+        return [name for name, field in self.labels.items() if field is None]
 
     def left_out(self) -> str:
         """Describes the structures that were left out, with reasons; "" if all are kept."""
@@ -223,10 +227,6 @@ class Structures(Dataset["Data"], ABC):
         found = {"file": str(self.file(index))} if len(self.files) > 1 else {}
         name = self.name(index, 0)
         return found | ({"name": name} if isinstance(name, str) else {})
-
-    def with_unwrapped(self, index: int) -> tuple[Data, int]:
-        """Returns a structure and the number of its free atoms with unwrapped relaxed positions."""
-        return self[index], 0
 
     def _leave_out_bad(self) -> NDArray[np.int64]:
         """Leaves out invalid structures; returns the numbers of atoms of the other structures."""

@@ -101,16 +101,14 @@ def _jobs_of(src: Path, dst: Path) -> list[tuple[Paths, Path]]:
 def _convert_one(
     src: Paths, dst: Path, limit: int | None, skip_bad: bool, reading: Reading
 ) -> None:
-    dataset, unwrapped = open_dataset(src, skip_bad, reading, once=True), 0
+    dataset = open_dataset(src, skip_bad, reading, once=True)
     dataset.verify()
     overlapping: dict[int, int] = {}  # sids by index
     kept: list[Data] = []  # records with forces
     absurd: dict[int, str] = {}  # faults of forces or stress by index
 
     def records() -> Iterator[Data]:
-        nonlocal unwrapped
-        for place, (record, moved) in enumerate(one_pass(dataset, limit)):
-            unwrapped += moved
+        for place, record in enumerate(one_pass(dataset, limit)):
             if atoms_coincide(record):
                 overlapping[place] = int(record.sid)
             if len(kept) < MOST_FRAMES and bool(record.forces.isfinite().any()):
@@ -128,18 +126,16 @@ def _convert_one(
         return faults
 
     count = write_store(dst, records(), source=dataset.path.name, left_out=left_out)
-    _report(dataset, dst, count, unwrapped)
+    _report(dataset, dst, count)
     if overlapping:
         warn(overlaps_of(str(dataset.path), [*overlapping.values()], count))
     if fault := unit_fault(kept):
         warn(f"{dataset.path}: {fault}")
 
 
-def _report(dataset: Structures, dst: Path, count: int, unwrapped: int) -> None:
+def _report(dataset: Structures, dst: Path, count: int) -> None:
     before, after = (readable_size(sum(map(_size, each))) for each in (dataset.files, [dst]))
     print(f"{dataset.path} ({before}) -> {dst} ({after}): {count} structures")
-    if unwrapped:
-        print(f"{unwrapped} relaxed positions were stored in another periodic image; unwrapped")
     if dataset.unused:
         print(f"unused labels: {', '.join(dataset.unused)}")
     if dataset.hint:
@@ -159,8 +155,8 @@ def _note_faults(dataset: Structures, faults: Mapping[int, str], sids: np.ndarra
     dataset.bad += found
 
 
-def one_pass(dataset: Structures, limit: int | None = None) -> Iterator[tuple[Data, int]]:
-    """Yields each structure and the number of its unwrapped atoms, with a progress bar on stderr.
+def one_pass(dataset: Structures, limit: int | None = None) -> Iterator[Data]:
+    """Yields each structure, with a progress bar on stderr.
 
     If `skip_bad` is set, structures that raise an error are added to ``dataset.bad``. `limit` is
     the maximum number of structures.
@@ -171,7 +167,7 @@ def one_pass(dataset: Structures, limit: int | None = None) -> Iterator[tuple[Da
     with tqdm(total=total, desc=name, unit=" structures", disable=None) as bar:
         for index in range(len(dataset)):
             try:
-                record, moved = dataset.with_unwrapped(index)
+                record = dataset[index]
             except ValueError as error:
                 if not dataset.skip_bad:
                     raise
@@ -180,7 +176,7 @@ def one_pass(dataset: Structures, limit: int | None = None) -> Iterator[tuple[Da
             given = dataset.name(index, record.sid)
             if isinstance(given, str):
                 record.name = given
-            yield record, moved
+            yield record
             count += 1
             bar.update()
             if count == limit:

@@ -8,13 +8,13 @@ import os
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from molflt.data.batches import BatchedData, Fingerprint, SizeBucketedBatchSampler
+from molflt.data.batches import BatchedData, Fingerprint
 from molflt.data.structures import Reading, Structures
-from molflt.data.structures.ase_fields import is_energy, named_options
+from molflt.data.structures.ase_fields import is_energy
 from molflt.data.structures.base import Tags, with_bar
 from molflt.data.structures.data_set import DataSet
 from molflt.data.structures.domain import DOMAIN, Domain
@@ -38,7 +38,6 @@ from molflt.data.structures.overlaps import (
 )
 from molflt.data.structures.parts import without
 from molflt.data.structures.store import StructureStore
-from molflt.data.structures.tags import one_tagged, slab_has_one_tag
 
 if TYPE_CHECKING:
     from torch_geometric.data import Batch, Data
@@ -81,7 +80,6 @@ class IS2REData(BatchedData[Structures]):
     """
 
     items = "systems"
-    may_read: ClassVar[tuple[str, ...]] = ("none",)  # labels whose options are suggested if unused
     datasets: dict[str, Structures]
 
     def __init__(
@@ -102,10 +100,6 @@ class IS2REData(BatchedData[Structures]):
         baseline_key: str | None = None,
     ) -> None:
         super().__init__(batch_size, workers)
-        if bucket < 1:
-            raise ValueError(f"data.bucket must be at least 1; got {bucket}")
-        if val_fraction is not None and not 0 < val_fraction < 1:
-            raise ValueError(f"data.val_fraction must be between 0 and 1; got {val_fraction}")
         self.val_fraction = val_fraction
         self.split_seed = split_seed
         self.reading = Reading(energy_key, tags, baseline_key=baseline_key)
@@ -152,14 +146,17 @@ class IS2REData(BatchedData[Structures]):
         self._say_unused(opened.values())
 
     def _refuse_options(self, data: DataSet) -> None:
-        kind = "a folder of splits" if data.is_one else "one file"
+        """Refuses options for one file if the root is a folder of splits, and vice versa."""
+        kind, got = "one file", "a folder of splits"
         given: dict[str, object] = {"split_seed": data.split_seed}
-        if data.is_one:  # equal names are refused later
-            equal = data.train == data.val
-            given = {} if equal else {"train_split": data.train, "val_split": data.val}
+        given["val_fraction"] = data.val_fraction
+        if data.is_one:
+            kind, got = "a folder of splits", "one file, split by data.split_seed"
+            given = {"train_split": data.train, "val_split": data.val}
+        if data.is_one and data.train == data.val:
+            return  # refused later
         for name, value in given.items():
-            if value not in (0, "train", "val_id"):
-                got = "one file, split by data.split_seed" if data.is_one else "a folder"
+            if value not in (None, 0, "train", "val_id"):
                 raise ValueError(
                     f"{self.root}: data.{name}={value} is for {kind}; got {got}; leave it out"
                 )
@@ -219,7 +216,7 @@ class IS2REData(BatchedData[Structures]):
         warnings.warn(said, stacklevel=3)
 
     def _unused(self, dataset: Structures) -> list[str]:
-        found = [*dataset.for_potentials, *dataset.unused]
+        found = [name for name, field in dataset.labels.items() if field != "y_relaxed"]
         if self.reading.baseline_key is None and len(dataset):
             found += ["y_baseline"] * bool(dataset[0].y_baseline.isfinite())
         return found
@@ -229,11 +226,7 @@ class IS2REData(BatchedData[Structures]):
         names = dict.fromkeys(name for own in found.values() for name in own)
         if names:
             first = next(path for path, own in found.items() if own)
-            options = named_options(names, *self.may_read)
-            warnings.warn(
-                f"{first}: unused labels: {', '.join(names)}" + (f"; {options}" if options else ""),
-                stacklevel=3,
-            )
+            warnings.warn(f"{first}: unused labels: {', '.join(names)}", stacklevel=3)
 
     def describe(self) -> list[str]:
         return [
@@ -256,14 +249,11 @@ class IS2REData(BatchedData[Structures]):
             train, val = self.datasets["train"], self.datasets["val"]
             sids: dict[str, list[int]] = {"train": [], "val": []}
             features: dict[str, list[np.ndarray]] = {"train": [], "val": []}
-            one_tag: list[int] = []
 
             def look(record: "Data", use: str = "train") -> None:
                 features[use].append(fingerprint(record))
                 if atoms_coincide(record):
                     sids[use].append(int(record.sid))
-                if use == "train" and self.reading.tags != "any" and slab_has_one_tag(record):
-                    one_tag.append(int(record.sid))
 
             own = Domain.of(train, look)
             if val is not train:
@@ -273,8 +263,6 @@ class IS2REData(BatchedData[Structures]):
                 if found:
                     name = f"{self.datasets[use].path}: split {self.splits[use]!r}"
                     warnings.warn(overlaps_of(name, found, len(self.datasets[use])), stacklevel=3)
-            if one_tag:
-                warnings.warn(f"{train.path}: {one_tagged(one_tag, len(train))}", stacklevel=3)
             equal = equal_structures(np.array([*features["train"], *features["val"]]))
             known, there = equal[: len(train)], equal[len(train) :]
             self._copies = [int(val[int(i)].sid) for i in np.flatnonzero(np.isin(there, known))]
@@ -391,9 +379,3 @@ class IS2REData(BatchedData[Structures]):
 
     def _lengths(self, use: str) -> np.ndarray:
         return self.datasets[use].natoms
-
-    def _sampler(self, use: str, rank: int, world: int) -> SizeBucketedBatchSampler:
-        try:
-            return super()._sampler(use, rank, world)
-        except ValueError as error:
-            raise ValueError(f"{self.datasets[use].path}: {error}") from None

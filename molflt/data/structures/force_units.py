@@ -19,8 +19,7 @@ __all__ = [
     "MOST_FRAMES",
     "energy_unit_fault",
     "force_unit_fault",
-    "judged_stress",
-    "stress_unjudged",
+    "stress_unit_fault",
     "unit_fault",
 ]
 
@@ -92,7 +91,7 @@ def unit_fault(records: Iterable[Data]) -> str:
     some = list(islice(records, MOST_FRAMES))
     sound = [record for record in some if not point_fault(record)]
     some = sound if 2 * len(sound) > len(some) else some
-    return energy_unit_fault(some) or force_unit_fault(some) or judged_stress(some)[0]
+    return energy_unit_fault(some) or force_unit_fault(some) or stress_unit_fault(some)
 
 
 def energy_unit_fault(records: Sequence[Data]) -> str:
@@ -121,19 +120,11 @@ def force_unit_fault(records: Iterable[Data]) -> str:
             step = b.pos - a.pos
             work = float(((a.forces + b.forces) / 2 * step).sum())
             pairs.append(_Pair(float((step**2).mean()), -work, b.energy - a.energy, 0.0))
-    return _wrong_unit("forces", sorted(pairs)[:_MOST_PAIRS], _FORCES, _FEWEST_PAIRS) or ""
+    return _wrong_unit("forces", sorted(pairs)[:_MOST_PAIRS], _FORCES, _FEWEST_PAIRS)
 
 
-def stress_unjudged(records: Sequence[Data]) -> str:
-    """Reports that the unit or sign of stress is unknown; "" if known or without stress."""
-    fault, unknown = judged_stress(records)
-    if fault or not unknown or not any(bool(r.stress.isfinite().all()) for r in records):
-        return ""
-    return f"{unknown} of stress could not be checked"
-
-
-def judged_stress(records: Iterable[Data]) -> tuple[str, str]:
-    """Returns a fault of the unit or sign of stress and the unknown properties, or "" for each.
+def stress_unit_fault(records: Iterable[Data]) -> str:
+    """Describes a wrong unit or sign of stress; "" if correct or unknown.
 
     Between similar frames of one system with different cells, the energy changes by the volume
     times stress : strain, plus the work of the forces. If the cell is constant, the unit follows
@@ -147,15 +138,13 @@ def judged_stress(records: Iterable[Data]) -> tuple[str, str]:
             by_cell[frame.cell.round(3).tobytes()].append(frame)
         spreads += filter(None, map(_in_one_cell, by_cell.values()))
     fault = _wrong_unit("stress", sorted(pairs)[:_MOST_PAIRS], _STRESS, 5)
-    if fault or not spreads:
-        return fault or "", "unit and sign" if fault is None else ""
-    length, volume = np.median(np.array(spreads), axis=0)
-    if _LENGTHS[0] <= length <= _LENGTHS[1]:
-        return "", "sign" if fault is None else ""
+    length, volume = np.median(np.array(spreads), axis=0) if spreads else (_LENGTH, 1.0)
+    if fault or _LENGTHS[0] <= length <= _LENGTHS[1]:
+        return fault
     what = _named(_LENGTH / length, _STRESS | {_VIRIAL: 1 / volume}, 2 * _UNSURE)
     ratio = f"in one cell, its spread is {length:.2g} Å times that of the forces"
     likely = f"this ratio is usually {_LENGTHS[0]:g} to {_LENGTHS[1]:g} Å"
-    return f"stress looks like {what}: {ratio}; {likely}; {_CONVENTION}", ""
+    return f"stress looks like {what}: {ratio}; {likely}; {_CONVENTION}"
 
 
 def _systems(records: Iterable[Data], known: Iterable[str]) -> list[list[_Frame]]:
@@ -226,19 +215,17 @@ def _in_one_cell(frames: list[_Frame]) -> tuple[float, float] | None:
     return length, volume
 
 
-def _wrong_unit(
-    label: str, pairs: list[_Pair], units: Mapping[str, float], fewest: int
-) -> str | None:
-    """Describes a wrong unit from the slope of energy changes; "" if correct, None if undecided."""
+def _wrong_unit(label: str, pairs: list[_Pair], units: Mapping[str, float], fewest: int) -> str:
+    """Describes a wrong unit from the slope of energy changes; "" if correct or undecided."""
     x, y = np.array([[pair.predicted, pair.change] for pair in pairs]).reshape(-1, 2).T
     if len(pairs) < fewest or not x.any() or not y.any():
-        return None
+        return ""
     product, own = float(x @ y), next(iter(units))
     factor = product / float(x @ x)
     # a few pairs correlate by chance
     sure = max(_SURE, 2.2 / len(pairs) ** 0.5) if label == "stress" else _SURE
     if abs(product) < sure * float(np.sqrt((x @ x) * (y @ y))):
-        return None
+        return ""
     if label == "stress":
         volume = float(np.median([pair.volume for pair in pairs]))
         units = {**units, _VIRIAL: 1 / volume}

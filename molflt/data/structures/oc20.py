@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import itertools
 import math
+import operator
 import pickle
 import re
 import struct
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from molflt.data.structures.base import Structures, with_bar
 from molflt.data.structures.lmdb_file import LmdbFile
-from molflt.data.structures.records import _shown, _whole, make_record
+from molflt.data.structures.records import make_record
 
 if TYPE_CHECKING:
     from torch_geometric.data import Data
@@ -194,7 +195,7 @@ def _fields(content: bytes) -> dict[str, _Field]:
             pass  # PyG >= 2 stores the fields one level deeper
         case _:
             raise ValueError("got no fields")
-    for name in (*_FIELDS, *_SINGLE_POINT, "sid", "natoms"):
+    for name in (*_FIELDS, *_SINGLE_POINT, "sid"):
         if not isinstance(fields.get(name), _Field | None):  # otherwise a label would seem absent
             raise ValueError(
                 f"{name} must be a tensor or a number; got {type(fields[name]).__name__}"
@@ -207,10 +208,7 @@ def _decode_record(content: bytes, where: str) -> dict[str, _Field]:
 
 
 def _count(content: bytes) -> int:
-    value = _Reader(io.BytesIO(content), _NAMES).load()
-    if not isinstance(value, int | np.integer) or not 0 <= value < 2**63:
-        raise ValueError("got another object")
-    return int(value)
+    return operator.index(_Reader(io.BytesIO(content), _NAMES).load())
 
 
 def _guarded(read: Callable[[bytes], _T], content: bytes, where: str, expected: str) -> _T:
@@ -249,11 +247,6 @@ class Oc20Lmdb(Structures):
     def __init__(self, path: str | Path, skip_bad: bool = False, *, check: bool = True) -> None:
         super().__init__(path, skip_bad)
         shards = _shards_in(self.path) if self.path.is_dir() else [self.path]
-        if not shards:
-            raise ValueError(
-                f"{self.path}: expected a folder with data.lmdb or data.*.lmdb shards; found none; "
-                "give the LMDB file or its folder"
-            )
         self.shards = [LmdbFile(shard) for shard in shards]
         self._keys = [self._record_keys(shard) for shard in self.shards]
         self._ends = np.cumsum([len(keys) for keys in self._keys])
@@ -273,7 +266,14 @@ class Oc20Lmdb(Structures):
         return int(self._ends[-1]) if self._kept is None else len(self._kept)
 
     def __getitem__(self, index: int) -> Data:
-        return self._record(self._fields(index), index)
+        fields = self._fields(index)
+        taken = {name: fields[name] for name in _FIELDS if name in fields}
+        if fields.keys() >= _SINGLE_POINT.keys():  # some IS2RE records have only forces
+            taken |= {own: fields[name] for name, own in _SINGLE_POINT.items()}
+        try:
+            return make_record(sid=fields.get("sid", self._locate(index)[1]), **taken)
+        except ValueError as error:
+            raise ValueError(f"{self.where(index)}: {error}") from None
 
     @property
     def natoms(self) -> np.ndarray:
@@ -286,14 +286,6 @@ class Oc20Lmdb(Structures):
     def where(self, index: int) -> str:
         shard, key = self._locate(index)
         return f"{shard.path}: key '{key}'"
-
-    def with_unwrapped(self, index: int) -> tuple[Data, int]:
-        fields = self._fields(index)
-        record, wrapped = self._record(fields, index), fields.get("pos_relaxed")
-        if not isinstance(wrapped, Tensor):
-            return record, 0
-        moved = (record.pos_relaxed - wrapped.float()).abs().amax(dim=1) > 1e-3
-        return record, int((moved & ~record.fixed).sum())
 
     def _record_keys(self, shard: LmdbFile) -> range | list[int]:
         """Returns the integer keys of one shard; missing records are listed or refused."""
@@ -346,42 +338,18 @@ class Oc20Lmdb(Structures):
             )
         if {"y", "force"} <= fields.keys() and "y_relaxed" not in fields:
             self.hint = _S2EF
-        read = self.for_potentials if fields.keys() >= _SINGLE_POINT.keys() else self.unused
-        read += [name for name in _SINGLE_POINT if name in fields and name not in read]
-        self.unused += [n for n in _UNUSED if n in fields and n not in self.unused]
+        read = _SINGLE_POINT if fields.keys() >= _SINGLE_POINT.keys() else {}
+        there = [name for name in (*_SINGLE_POINT, *_UNUSED) if name in fields]
+        self.labels |= {name: read.get(name) for name in there}
         if not isinstance(fields["pos"], Tensor) or fields["pos"].ndim != 2:
             raise ValueError(f"{where}: pos must be a tensor (N, 3) in Å")
         return fields
-
-    def _record(self, fields: dict[str, _Field], index: int) -> Data:
-        taken = {name: fields[name] for name in _FIELDS if name in fields}
-        if fields.keys() >= _SINGLE_POINT.keys():  # some IS2RE records have only forces
-            taken |= {own: fields[name] for name, own in _SINGLE_POINT.items()}
-        try:
-            record = make_record(sid=fields.get("sid", self._locate(index)[1]), **taken)
-            natoms = fields.get("natoms", record.natoms)
-            if _whole(natoms, "natoms") != record.natoms:
-                raise ValueError(
-                    f"sid {record.sid}: natoms must be {record.natoms}, the rows of pos; "
-                    f"got {_shown(natoms)}"
-                )
-        except ValueError as error:
-            raise ValueError(f"{self.where(index)}: {error}") from None
-        return record
 
 
 def _declared_length(shard: LmdbFile) -> int | None:
     content = shard.get(b"length")
     if content is None:
         return None
-    where = f"{shard.path}: key 'length'"
     if re.fullmatch(rb"[0-9]{1,19}", content):  # some writers store text instead of a pickle
-        count = int(content)
-    else:
-        count = _guarded(_count, content, where, "a pickled whole number")
-    if count == 0 and len(shard) > 1:
-        raise ValueError(
-            f"{where}: expected the number of records; got 0, but the file has {len(shard)} keys; "
-            "it is incomplete, get a new copy"
-        )
-    return count
+        return int(content)
+    return _guarded(_count, content, f"{shard.path}: key 'length'", "a pickled whole number")

@@ -42,12 +42,9 @@ class Part(Structures):
         self.files = [file for source in self.sources for file in source.files]
         self.bad = [one for source in self.sources for one in source.bad]
         self.hint = next((source.hint for source in self.sources if source.hint), "")
-        if len(self.sources) == 1:  # shared lists, because sources add names while they are read
-            self.unused, self.for_potentials = first.unused, first.for_potentials
-        else:
-            self.unused = list(dict.fromkeys(n for one in self.sources for n in one.unused))
-            used = dict.fromkeys(n for one in self.sources for n in one.for_potentials)
-            self.for_potentials = list(used)
+        # shared with a single source, which may add names while it is read
+        joined = {name: own for one in self.sources for name, own in one.labels.items()}
+        self.labels = first.labels if len(self.sources) == 1 else joined
         self._kept = None if kept is None else np.asarray(kept, dtype=np.int64)
         self._energies = energies
 
@@ -85,10 +82,6 @@ class Part(Structures):
     def name(self, index: int, sid: int) -> str | int:
         source, own = self._at(index)
         return source.name(own, sid)
-
-    def with_unwrapped(self, index: int) -> tuple[Data, int]:
-        source, own = self._at(index)
-        return self[index], source.with_unwrapped(own)[1]
 
     def verify(self) -> bool | None:
         found = [source.verify() for source in self.sources]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from molflt.data.structures import Structures
 from molflt.data.structures.ase_fields import named_options
 from molflt.data.structures.base import AnyTags, with_bar
 from molflt.data.structures.datamodule import IS2REData
-from molflt.data.structures.force_units import MOST_FRAMES, stress_unjudged, unit_fault
+from molflt.data.structures.force_units import unit_fault
 from molflt.data.structures.labels import point_fault
 from molflt.data.structures.parts import Part, without
 
@@ -74,8 +73,6 @@ class PotentialData(IS2REData):
             eV/Å and stress beyond 10 eV/Å^3; with `skip_bad`, leave out these structures instead.
         options: see `molflt.data.structures.datamodule.IS2REData`.
     """
-
-    may_read = ("stress",)
 
     def __init__(
         self,
@@ -146,8 +143,7 @@ class PotentialData(IS2REData):
                 text += f", {name} in {'all' if count == len(dataset) else count}" * bool(count)
             if dataset.without_energy:
                 text += f", {dataset.without_energy:,} without energy left out"
-            unjudged = stress_unjudged(list(islice(dataset, MOST_FRAMES)))
-            said.append(text + f", {unjudged}" * bool(unjudged and self.check_units))
+            said.append(text)
         return said
 
     def force_scale(self) -> float:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
-import re
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, SupportsInt, TypeAlias
 
@@ -164,33 +162,22 @@ def _tensor(value: _Array, key: str, name: str) -> Tensor:
         else:  # a copy: the source may be a read-only memory map
             tensor = torch.from_numpy(np.array(value))
     except (TypeError, ValueError, OverflowError) as error:
-        reason = f"got the text {shown(value)}" if isinstance(value, str) else error
-        raise ValueError(f"{name}: {key} must be an array of numbers; {reason}") from None
-    if tensor.is_complex():
-        raise ValueError(f"{name}: {key} must be real numbers; got {tensor.dtype}")
+        raise ValueError(f"{name}: {key} must be an array of numbers; {error}") from None
     return tensor
 
 
 def _whole(value: object, key: str) -> int:
     """Converts text or a number of any type to a 64-bit integer, without rounding."""
     number: Any = None
-    if isinstance(value, str):
-        number = int(value) if re.fullmatch(r"[+-]?[0-9]{1,19}", value.strip()) else None
-    elif not isinstance(value, bool | np.bool_):
-        with suppress(TypeError, ValueError, OverflowError, RuntimeError):
-            tensor = value if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
-            number = tensor.item()
-            if isinstance(number, float):  # larger numbers may be rounded
-                exact = number.is_integer() and abs(number) < 2 / torch.finfo(tensor.dtype).eps
-                number = int(number) if exact else None
-    if number is None or not -(2**63) <= number < 2**63:
-        raise ValueError(f"{key} must be an integer of at most 64 bits; got {_shown(value)}")
-    return operator.index(number)
-
-
-def _shown(value: object) -> str:
-    several = isinstance(value, Tensor) and value.numel() != 1
-    return f"shape {tuple(value.shape)}" if several else shown(value)  # type: ignore[attr-defined]
+    with suppress(TypeError, ValueError, OverflowError, RuntimeError):
+        tensor = torch.as_tensor(int(value) if isinstance(value, str) else value, device="cpu")
+        number = tensor.item()
+        if tensor.is_floating_point():  # larger numbers may be rounded
+            exact = number.is_integer() and abs(number) < 2 / torch.finfo(tensor.dtype).eps
+            number = int(number) if exact else None
+    if not isinstance(number, int):
+        raise ValueError(f"{key} must be an integer of at most 64 bits; got {shown(value)}")
+    return number
 
 
 def _flags(tensor: Tensor, key: str, name: str) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Literal, NamedTuple, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -12,9 +12,8 @@ from molflt.atoms import MAX_ATOMIC_NUMBER, Tag
 from molflt.data.structures import AS_IT_IS, Reading, open_dataset
 from molflt.data.structures.ase_fields import is_energy, named_options
 from molflt.data.structures.convert import one_pass
-from molflt.data.structures.force_units import MOST_FRAMES, stress_unjudged, unit_fault
+from molflt.data.structures.force_units import MOST_FRAMES, unit_fault
 from molflt.data.structures.labels import (
-    EnergyKind,
     energy_kind,
     label_faults,
     per_atom,
@@ -27,7 +26,6 @@ from molflt.data.structures.overlaps import (
     fingerprint,
 )
 from molflt.data.structures.sources import Paths, named
-from molflt.data.structures.tags import one_tagged, slab_has_one_tag
 
 if TYPE_CHECKING:
     from torch_geometric.data import Data
@@ -37,48 +35,19 @@ __all__ = ["Inspected", "Purpose", "Summary", "energies_in_words", "summarize"]
 Purpose = Literal["potential", "is2re"]
 Statistics = dict[str, float] | None
 
-_MOST_INITIAL = 100.0  # eV: an initial structure may be strained
-_ALL_ELECTRONS = 15.0  # eV per atom, above the energies of most pseudopotentials
-
 _LABELS = ("y_init", "y_relaxed", "y_baseline", "energy")
 
 
-class Summary(TypedDict):
-    """Summary of a source, as printed by `molflt data inspect --json`.
+Summary = dict[str, Any]
+"""Summary of a source, as printed by `molflt data inspect --json`.
 
-    `recipe` is the recipe that fits the labels, and `label` is the name of its target: y_relaxed,
-    energy, or the `energy_key` of another property. `energies_look_like` is "adsorption", "total"
-    or "unknown", judged by the energy per atom. `verified` is True if the digest of a compact store
-    matches, False if the store lacks a digest, and None for other formats. Distributions are given
-    as count, min, mean, median and max, or None if unknown. Distributions of forces are over
-    magnitudes, and distributions of stress are over components.
-    """
-
-    path: str
-    recipe: Purpose
-    label: str
-    systems: int
-    atoms_total: int
-    atoms_per_system: dict[str, float]
-    with_labels: int
-    with_relaxed_positions: int
-    with_energy: int
-    with_forces: int
-    with_stress: int
-    elements: dict[str, int]
-    tags: dict[str, int]
-    energies_eV: dict[str, Statistics]
-    energies_per_atom_eV: Statistics
-    energies_look_like: EnergyKind
-    displacements_A: Statistics
-    forces_eV_per_A: Statistics
-    stress_eV_per_A3: Statistics
-    unwrapped_atoms: int
-    verified: bool | None
-    left_out: list[dict[str, str]]
-    labels_not_used: list[str]
-    warnings: list[str]
-    plot: NotRequired[str]
+`recipe` is the recipe that fits the labels, and `label` is the name of its target: y_relaxed,
+energy, or the `energy_key` of another property. `energies_look_like` is "adsorption", "total" or
+"unknown", judged by the energy per atom. `verified` is True if the digest of a compact store
+matches, False if the store lacks a digest, and None for other formats. Distributions are given as
+count, min, mean, median and max, or None if unknown. Distributions of forces are over magnitudes,
+and distributions of stress are over components.
+"""
 
 
 class Inspected(NamedTuple):
@@ -110,8 +79,8 @@ def summarize(
     """
     dataset, seen = open_dataset(path, True, reading, once=True), _Seen()
     verified = dataset.verify()
-    for record, moved in one_pass(dataset, limit):
-        seen.take(record, moved)
+    for record in one_pass(dataset, limit):
+        seen.take(record)
     assert seen.shown is not None  # one_pass raises an error without structures
     labels = dict(zip(_LABELS, np.array(seen.labels).T, strict=True))
     atoms, features = np.array(seen.atoms), np.array(seen.features)
@@ -124,15 +93,13 @@ def summarize(
         recipe = "potential" if seen.forces or seen.stress or total else "is2re"
     label = "energy" if recipe == "potential" else "y_relaxed"
     judged = labels[label]
-    per_system = _statistics([atoms])
-    assert per_system is not None
     summary: Summary = {
         "path": str(named(path)),
         "recipe": recipe,
         "label": other or label,
         "systems": len(atoms),
         "atoms_total": int(atoms.sum()),
-        "atoms_per_system": per_system,
+        "atoms_per_system": _statistics([atoms]),
         "with_labels": int(np.isfinite(labels["y_relaxed"]).sum()),
         "with_relaxed_positions": len(seen.displacements),
         "with_energy": int(np.isfinite(labels["energy"]).sum()),
@@ -146,40 +113,36 @@ def summarize(
         "displacements_A": _statistics(seen.displacements),
         "forces_eV_per_A": _statistics(seen.forces),
         "stress_eV_per_A3": _statistics(seen.stress),
-        "unwrapped_atoms": seen.moved,
         "verified": verified,
         "left_out": [{"name": name, "reason": reason} for name, reason in dataset.bad],
         "labels_not_used": dataset.unused,
         "warnings": [],
     }
     judge = _of_potentials if recipe == "potential" else _of_relaxations
-    found = judge(summary, seen, labels, dataset.hint) + _of_all(summary, seen, features)
-    summary["warnings"] = found
+    summary["warnings"] += judge(summary, seen, labels, dataset.hint)
+    summary["warnings"] += _of_all(summary, seen, features)
     return Inspected(summary, labels, seen.shown, seen.sids, features)
 
 
 class _Seen:
     def __init__(self) -> None:
-        self.sids, self.atoms, self.moved = list[int](), list[int](), 0
+        self.sids, self.atoms = list[int](), list[int]()
         self.labels, self.features = list[list[float]](), list[np.ndarray]()
         self.forces, self.stress = list[np.ndarray](), list[np.ndarray]()  # eV/Å, eV/Å^3
         self.displacements = list[np.ndarray]()  # of free atoms, Å
         self.compositions, self.tags = np.zeros(MAX_ATOMIC_NUMBER + 1), Counter[int]()
         self.absurd, self.overlapping, self.untagged = list[tuple[int, str]](), list[int](), 0
-        self.one_tag: list[int] = []
         self.kept: list[Data] = []
         self.shown: Data | None = None
 
-    def take(self, record: Data, moved: int) -> None:
+    def take(self, record: Data) -> None:
         self.sids.append(int(record.sid))
         self.atoms.append(int(record.natoms))
-        self.moved += moved
         self.labels.append([float(record[name]) for name in _LABELS])
         self.features.append(fingerprint(record))
         self.compositions += np.bincount(record.atomic_numbers, minlength=MAX_ATOMIC_NUMBER + 1)
         self.tags.update(record.tags.tolist())
         self.untagged += not record.tags.any()
-        self.one_tag += [self.sids[-1]] * slab_has_one_tag(record)
         if bool(record.forces.isfinite().all()):
             self.forces.append(record.forces.double().norm(dim=1).numpy())
         if bool(record.stress.isfinite().all()):
@@ -238,8 +201,6 @@ def _of_potentials(
             found.append(text + f"; {why}" * bool(why))
     if fault := unit_fault(seen.kept):
         return [*found, f"wrong units: {fault}"]
-    if unjudged := stress_unjudged(seen.kept):
-        found.append(f"{unjudged}: too few similar frames differ in the cell; expected eV/Å^3")
     return found + _absurd(seen.absurd, systems)
 
 
@@ -247,14 +208,12 @@ def _of_relaxations(
     summary: Summary, seen: _Seen, labels: dict[str, np.ndarray], hint: str
 ) -> list[str]:
     systems, kind, natoms = summary["systems"], summary["energies_look_like"], np.array(seen.atoms)
-    relaxed, initial, found = labels["y_relaxed"], labels["y_init"], list[str]()
+    relaxed, found = labels["y_relaxed"], list[str]()
     if seen.untagged:
         found.append(
             f"no tags: {seen.untagged} of {systems} systems have only tag 0; surface and "
             "adsorbate are unknown"
         )
-    if seen.one_tag:
-        found.append(one_tagged(seen.one_tag, systems))
     missing = np.flatnonzero(~np.isfinite(relaxed))
     if len(missing):
         first = "" if len(missing) == systems else f", for instance sid {seen.sids[missing[0]]}"
@@ -263,13 +222,6 @@ def _of_relaxations(
     at_pos = summary["with_forces"] > 0
     faults = label_faults(relaxed, natoms, required=False, at_pos=at_pos, kind=kind)
     found += _absurd(((seen.sids[index], reason) for index, reason in faults.items()), systems)
-    strained = np.flatnonzero(np.abs(initial) > _MOST_INITIAL)
-    if len(strained) and kind == "adsorption":
-        found.append(
-            f"implausible labels: |y_init| > {_MOST_INITIAL:g} eV in {len(strained)} systems, for "
-            f"instance sid {seen.sids[strained[0]]} with {initial[strained[0]]:.3f} eV; expected "
-            "adsorption energies"
-        )
     if kind == "total" and summary["tags"]["adsorbate"]:
         found.append(
             f"total energies: the median of y_relaxed is {per_atom(relaxed, natoms):.1f} eV per "
@@ -280,9 +232,6 @@ def _of_relaxations(
     without = systems - summary["with_relaxed_positions"]
     if without and summary["label"] == "y_relaxed":
         found.append(f"no relaxed positions: {without} of {systems} systems have no pos_relaxed")
-    if seen.moved:
-        free = sum(map(len, seen.displacements))
-        found.append(f"wrapped relaxed positions: unwrapped {seen.moved} of {free} free atoms")
     return found
 
 
@@ -307,18 +256,13 @@ def _of_all(summary: Summary, seen: _Seen, features: np.ndarray) -> list[str]:
 
 def energies_in_words(summary: Summary) -> str:
     """Describes the kind of energies, judged by the energy per atom and the tags."""
-    values, kind = summary["energies_per_atom_eV"], summary["energies_look_like"]
-    if values is None:
+    kind = summary["energies_look_like"]
+    if summary["energies_per_atom_eV"] is None:
         return ""
     if kind == "total":
-        size = max(abs(values["min"]), abs(values["max"]))
-        if size > _ALL_ELECTRONS:
-            return "total energies"
-        return "total energies, or cohesive energies relative to free atoms"
-    if summary["tags"]["adsorbate"] and kind == "adsorption":
+        return "total energies"
+    if kind == "unknown":
+        return "neither adsorption nor total energies"
+    if summary["tags"]["adsorbate"]:
         return "adsorption energies"
-    if summary["recipe"] == "potential":
-        return "energies relative to a reference, such as formation energies"
-    if kind == "adsorption":
-        return "adsorption energies, formation energies or other differences"
-    return "neither adsorption nor total energies"
+    return "adsorption energies, formation energies or other differences"

@@ -47,12 +47,5 @@ def read_systems(folder: Path) -> dict[int, System]:
             "scripts/game_net.py of the repository writes it"
         )
     with open(path, encoding="utf-8", newline="") as file:
-        rows = csv.DictReader(file, strict=True)
-        try:
-            names = [[row[field] for field in System._fields] for row in rows]
-            return {int(sid): System(int(sid), *others) for sid, *others in names}
-        except (csv.Error, ValueError, KeyError) as error:
-            raise ValueError(
-                f"{path}: line {rows.line_num}: expected {', '.join(System._fields)}, where sid is "
-                f"an integer; {error}; convert the data set again"
-            ) from None
+        rows = ([row[field] for field in System._fields] for row in csv.DictReader(file))
+        return {int(sid): System(int(sid), *others) for sid, *others in rows}

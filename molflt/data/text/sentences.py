@@ -115,8 +115,6 @@ class SentenceData(TokenizedData[Sentences]):
         batch_size: int = 16,
         **tokens: Any,
     ) -> None:
-        if task not in TASKS:
-            raise ValueError(f"data.task={task!r}; expected one of {', '.join(TASKS)}")
         kind = kind or (TASKS[task].kind if tokenizer is None else None)
         super().__init__(batch_size, {}, tokenizer=tokenizer, kind=kind, **tokens)
         if length < 5:
