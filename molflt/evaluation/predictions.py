@@ -133,8 +133,7 @@ def check_structures(
     if domain is not None and dataset.skip_bad:
         refused = {i: domain.refusal(record) for i, record in enumerate(dataset)}
         faults |= {i: reason for i, reason in refused.items() if reason}
-    if faults:
-        dataset = without(dataset, None, faults)
+    dataset = without(dataset, faults)
     if text := dataset.left_out():
         warn(text)
     if len(dataset) == 0:

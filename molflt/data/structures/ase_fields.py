@@ -25,14 +25,12 @@ __all__ = ["Converter", "drop_labels_", "fixed_atoms", "is_energy", "named_optio
 __all__ += ["text_sid", "total_charge", "unused_fields", "unused_warning"]
 
 _NEAR_ONE = 1e-3
-_OCCUPANCY = re.compile(r"(site_?)?occ(upanc(y|ies))?", re.I)
 _DENSEST = 1.0  # Å^3 per atom; metallic hydrogen at 500 GPa has 1.3
 _KINDS = {  # names of labels, by kind
     "energy": re.compile("energ|etot|^e([_-]|$)", re.IGNORECASE),
     "forces": re.compile("force|^f$", re.IGNORECASE),
     "stress": re.compile("stress|virial", re.IGNORECASE),
 }
-_SETTING = re.compile("cut|tol|calc", re.IGNORECASE)  # settings, such as cut_off_energy
 _MOST_KEYS = 12  # maximum number of names in a message
 _IN_TRAJ = {"numbers", "positions", "tags", "momenta", "masses", "initial_magmoms"}
 _IN_TRAJ |= {"initial_charges"}
@@ -104,8 +102,7 @@ class Converter:
         self._numbers |= dict.fromkeys(
             n for n, x in info.items() if isinstance(x, Real) and not isinstance(x, Integral)
         )
-        named = (name for name in [*info, *atoms.arrays] if _kind(name))
-        there = [*results, *(name for name in named if not _SETTING.search(name))]
+        there = [*results, *(name for name in [*info, *atoms.arrays] if _kind(name))]
         absent = {"free_energy"} if results.get("free_energy") == results.get("energy") else set()
         absent |= {"energies"} if "energy" in results else set()  # energies of atoms
         self._there |= dict.fromkeys(name for name in there if name not in absent)
@@ -338,20 +335,15 @@ def _check_fields(atoms: Atoms) -> None:
 
 def _partial_site(atoms: Atoms) -> str:
     """Describes the first site with an occupancy other than 1, or returns ""."""
-    for name, values in [*atoms.info.items(), *atoms.arrays.items()]:
-        if not _OCCUPANCY.fullmatch(str(name)):
-            continue
-        if isinstance(values, Mapping):  # in a CIF: kind of site -> symbol -> occupancy
-            for site, shares in values.items():
-                own = shares if isinstance(shares, Mapping) else {"it": shares}
-                if len(own) > 1 or any(map(_is_partial, own.values())):
-                    listed = ", ".join(f"{symbol} {share}" for symbol, share in own.items())
-                    return f"site {site} has the occupancy {listed}"
-            continue
-        rows = np.atleast_1d(np.asarray(values))
-        partial = np.flatnonzero([any(map(_is_partial, np.ravel(row))) for row in rows])
-        if len(partial) and rows.dtype.kind in "fiub" and rows.any():  # all 0 means unknown
-            return f"atom {partial[0]} has the {name} {rows[partial[0]]}"
+    of_sites, of_atoms = atoms.info.get("occupancy"), atoms.arrays.get("occupancy")
+    for site, shares in of_sites.items() if isinstance(of_sites, Mapping) else ():  # in a CIF
+        if len(shares) > 1 or any(map(_is_partial, shares.values())):
+            listed = ", ".join(f"{symbol} {share}" for symbol, share in shares.items())
+            return f"site {site} has the occupancy {listed}"
+    known = of_atoms is not None and of_atoms.any()  # all 0 means unknown
+    for atom, share in enumerate(of_atoms if known else ()):
+        if _is_partial(share):
+            return f"atom {atom} has the occupancy {share}"
     return ""
 
 

@@ -176,14 +176,8 @@ class IS2REData(BatchedData[Structures]):
                 reason = f"data.baseline_key={key} must be a finite energy in eV; got none"
                 absent = np.flatnonzero(~np.isfinite(dataset.y_baseline)).tolist()
                 faults = dict.fromkeys(absent, reason) | faults
-            if faults and not dataset.skip_bad:
-                index, reason = next(iter(faults.items()))
-                advice = "use a split with labels, or leave these out with --data.skip_bad"
-                raise ValueError(
-                    f"{dataset.path}: sid {int(dataset[index].sid)}: {reason} ({len(faults)} of "
-                    f"{len(dataset)} structures); {dataset.hint or advice}"
-                )
-            sound[split] = without(dataset, own, faults) if faults else dataset
+            advice = "use a split with labels, or leave these out with --data.skip_bad"
+            sound[split] = without(dataset, faults, own, dataset.hint or advice)
         train, val = self.splits.values()
         if kind is None and train in energies and val in energies:
             learned = energy_kind(energies[train], natoms[train])

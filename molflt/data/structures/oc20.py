@@ -43,9 +43,8 @@ _S2EF = (
 
 _MAGIC = 0x1950A86A20F9469CFC6C  # magic number of a tensor's storage in torch's older format
 _STORAGES = {  # name in torch -> type in numpy
-    "Float": "<f4", "Double": "<f8", "Half": "<f2", "BFloat16": "<i2", "Long": "<i8", "Int": "<i4",
-    "Short": "<i2", "Char": "|i1", "Byte": "|u1", "Bool": "|u1",
-    "ComplexFloat": "<c8", "ComplexDouble": "<c16",
+    "Float": "<f4", "Double": "<f8", "Half": "<f2", "Long": "<i8", "Int": "<i4", "Short": "<i2",
+    "Char": "|i1", "Byte": "|u1", "Bool": "|u1",
 }  # fmt: skip
 
 
@@ -111,8 +110,6 @@ def _tensor(
     steps = [step * numbers.itemsize for step in stride]
     shown = np.lib.stride_tricks.as_strided(numbers[offset:], size, steps)
     tensor = torch.from_numpy(shown.copy())
-    if kind == "BFloat16":
-        return tensor.view(torch.bfloat16)
     return tensor.bool() if kind == "Bool" else tensor
 
 

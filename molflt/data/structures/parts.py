@@ -100,9 +100,24 @@ class Part(Structures):
 
 
 def without(
-    source: Structures, energies: NDArray[np.float64] | None, faults: Mapping[int, str]
+    source: Structures,
+    faults: Mapping[int, str],
+    energies: NDArray[np.float64] | None = None,
+    advice: str = "",
 ) -> Structures:
-    """Returns the structures of a source without faults; other structures are listed in `bad`."""
+    """Returns a source without its structures with faults, by index, which are listed in `bad`.
+
+    Raises ValueError for the first fault, with `advice`, unless the source skips bad structures.
+    `energies` are y_relaxed of all structures, (structures,), eV, if known.
+    """
+    if not faults:
+        return source
+    if not source.skip_bad:
+        first = next(iter(faults))
+        raise ValueError(
+            f"{source.path}: sid {int(source[first].sid)}: {faults[first]} ({len(faults)} of "
+            f"{len(source)} structures); {advice}"
+        )
     part = Part(source, np.setdiff1d(np.arange(len(source)), list(faults)), energies)
     part.bad += [(f"{source.path}: sid {int(source[i].sid)}", faults[i]) for i in faults]
     return part

@@ -112,14 +112,11 @@ class PotentialData(IS2REData):
             )
         if not points.absurd or not self.check_units:
             return points
-        if dataset.skip_bad:
-            return SinglePoints(without(dataset, None, points.absurd))
-        index, reason = next(iter(points.absurd.items()))
-        raise ValueError(
-            f"{dataset.path}: sid {int(dataset[index].sid)}: {reason} ({len(points.absurd)} of "
-            f"{len(points)} structures); convert the labels, leave these structures out with "
-            f"--data.skip_bad, or accept them with {unchecked}"
+        advice = (
+            "convert the labels, leave these structures out with --data.skip_bad, or accept them "
+            f"with {unchecked}"
         )
+        return SinglePoints(without(dataset, points.absurd, advice=advice))
 
     def expect_forces(self) -> None:
         """Raises ValueError if the training split has no forces."""
