@@ -335,13 +335,12 @@ def _check_fields(atoms: Atoms) -> None:
 
 def _partial_site(atoms: Atoms) -> str:
     """Describes the first site with an occupancy other than 1, or returns ""."""
-    of_sites, of_atoms = atoms.info.get("occupancy"), atoms.arrays.get("occupancy")
+    of_sites, of_atoms = atoms.info.get("occupancy"), atoms.arrays.get("occupancy", np.zeros(0))
     for site, shares in of_sites.items() if isinstance(of_sites, Mapping) else ():  # in a CIF
         if len(shares) > 1 or any(map(_is_partial, shares.values())):
             listed = ", ".join(f"{symbol} {share}" for symbol, share in shares.items())
             return f"site {site} has the occupancy {listed}"
-    known = of_atoms is not None and of_atoms.any()  # all 0 means unknown
-    for atom, share in enumerate(of_atoms if known else ()):
+    for atom, share in enumerate(of_atoms if of_atoms.any() else ()):  # all 0 means unknown
         if _is_partial(share):
             return f"atom {atom} has the occupancy {share}"
     return ""
