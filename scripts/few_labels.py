@@ -2,11 +2,12 @@
 
     python scripts/few_labels.py --data FOLDER --out runs/few/scratch -- --task.lr=1e-3
     python scripts/few_labels.py --data FOLDER --out runs/few/start -- --init=adsorption
+    python scripts/few_labels.py --data FOLDER --out runs/few/ridge --ridge --seeds 0 1 2
 
 A draw is a folder with a store of k labeled structures and links to the validation splits. Runs
 are evaluated after the last step, and validation splits do not select anything. Words after -- are
-options of `molflt train`. Writes few_labels.md and few_labels.csv. After an interruption, the same
-command continues.
+options of `molflt train`. With --ridge, kernel ridge regression is fitted to each draw instead.
+Writes few_labels.md and few_labels.csv. After an interruption, the same command continues.
 """
 
 import sys
@@ -16,6 +17,7 @@ import numpy as np
 from kit.rows import Rows, markdown, mean_sd, names, pick, write_csv
 from kit.runs import collect, digest, job_of, on_data, prepare, publish, work_all
 from kit.words import described, guarded, trainings
+from peers_kit.ridge import KernelRidge
 
 from molflt.data.structures import open_dataset
 from molflt.data.structures.splits import VAL_SPLITS
@@ -39,6 +41,19 @@ def draw(data: Path, folder: Path, count: int, seed: int) -> None:
         write_store(folder / TRAIN, (dataset[int(i)] for i in sorted(chosen)))
 
 
+def ridge(folder: Path, count: int, seed: int) -> Rows:
+    """Fits kernel ridge regression to a draw, and returns a row for each validation split."""
+    model = KernelRidge(seed)
+    model.fit(open_dataset(folder / TRAIN))
+    rows = []
+    for split in VAL_SPLITS:
+        if (folder / f"{split}.safetensors").exists():
+            dataset = open_dataset(folder / f"{split}.safetensors")
+            error = float(np.abs(model.predict(dataset) - dataset.y_relaxed).mean())
+            rows.append({"labels": str(count), "seed": seed, "split": split, "mae_eV": error})
+    return rows
+
+
 def table(rows: Rows) -> str:
     """Returns the mean and deviation over draws of the MAE in eV, by number of labels and split."""
     splits = names(rows, "split")
@@ -56,16 +71,21 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--data", type=Path, required=True, help="folder with a store per split")
     parser.add_argument("--out", type=Path, default=Path("runs/few-labels"))
     parser.add_argument("--labels", nargs="+", type=int, default=[10, 30, 100, 300])
+    parser.add_argument("--ridge", action="store_true", help="fit kernel ridge, train nothing")
     options = trainings(parser, words, seeds=range(3))
-    jobs = {}
+    jobs, rows = {}, []
     for count in options.labels:
         for seed in options.seeds:
             folder = options.out / "data" / f"{count}-{seed}"
             draw(options.data, folder, count, seed)
+            if options.ridge:
+                rows += ridge(folder, count, seed)
+                continue
             job = job_of(options, str(options.config), seed)
             jobs[options.out / str(count) / f"seed{seed}"] = on_data(job, folder)
     code = work_all(jobs, options)
-    if rows := collect(options.out, "labels", [str(k) for k in options.labels], options.seeds):
+    rows = rows or collect(options.out, "labels", [str(k) for k in options.labels], options.seeds)
+    if rows:
         write_csv(options.out / "few_labels.csv", rows)
         publish(options.out / "few_labels.md", table(rows))
     return code
