@@ -18,7 +18,7 @@ __all__ = ["info"]
 def info(run: Path, json: bool = False) -> None:
     """Prints a summary of a run: recipe, data, model size, steps, best validation, files.
 
-    Sizes of files are in bytes. Unknown values are null.
+    Sizes of files are in bytes. The text omits options that are null.
 
     Args:
         run: folder of a training run.
@@ -44,7 +44,9 @@ def info(run: Path, json: bool = False) -> None:
         "versions": read_versions(run),
         "files": {path.relative_to(run).as_posix(): path.stat().st_size for path in files},
     }
-    text = yaml.safe_dump(
-        found, sort_keys=False, allow_unicode=True, default_flow_style=None, width=999
-    )
-    print(dumps(found) if json else text, end="\n" if json else "")
+    if json:
+        return print(dumps(found))
+    for key in ("data", "model"):
+        found[key] = {name: value for name, value in found[key].items() if value is not None}
+    layout: dict[str, Any] = {"sort_keys": False, "default_flow_style": None, "width": 999}
+    print(yaml.safe_dump(found, allow_unicode=True, **layout), end="")

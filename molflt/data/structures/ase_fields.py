@@ -35,7 +35,7 @@ _MOST_KEYS = 12  # maximum number of names in a message
 _IN_TRAJ = {"numbers", "positions", "tags", "momenta", "masses", "initial_magmoms"}
 _IN_TRAJ |= {"initial_charges"}
 _NOT_READ = {"charge", "spin", "multiplicity", "magmom", "moment", "magnetization", "nelect"}
-_NOT_READ |= {"field", "efield"}
+_NOT_READ |= {"field", "efield", "uhf", "nupdown", "unpaired"}
 _NOT_READ |= {f"{word}s" for word in _NOT_READ}
 _HARMLESS = {"nuclear", "born", "dipole", "quadrupole", "inertia", "force"}
 

@@ -42,7 +42,13 @@ def _xyz_frame(lines: list[str]) -> Atoms:
     from ase.io.extxyz import read_xyz
 
     _check_comment(lines[1])
+    if re.search(r"\b(Z|numbers):I:1", lines[1]):
+        # ASE ignores symbols if there are numbers; under another name, they become an array.
+        lines[1] = re.sub(r"\b(species|symbols):S:1", "named:S:1", lines[1])
     (atoms,) = read_xyz(StringIO("".join(lines)), slice(None))
+    symbols = np.array(atoms.get_chemical_symbols())
+    for atom in np.flatnonzero(atoms.arrays.pop("named", symbols) != symbols):
+        raise ValueError(f"atom {atom} has two elements, one of them {symbols[atom]}; remove one")
     return atoms
 
 
