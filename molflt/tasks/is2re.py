@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from molflt.attention.checks import not_negative, positive
 from molflt.data.structures import augment
-from molflt.data.structures.base import with_bar
+from molflt.data.structures.base import warn, with_bar
 from molflt.metrics import EWT_THRESHOLD, Metric
 from molflt.tasks.base import Task
 from molflt.tasks.structures import OfStructures
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["IS2RETask"]
 
 _AT_ONCE = 32  # structures predicted at once
+_LEAST_SCALE = 0.5  # smallest scale of initial predictions without a warning
 
 
 class _EnergySums(NamedTuple):
@@ -227,6 +228,11 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
             for y in (predicted, data.targets())
         ]
         scale = 1 + left[0] @ (left[1] - left[0]) / (left[0] @ left[0] + 1.0)
+        if scale < _LEAST_SCALE:
+            warn(
+                f"predictions of the initial weights explain little of the labels (scale "
+                f"{scale:.2f}); compare with a training run without --init"
+            )
         self._readout.scale_(scale)
         return scale * predicted
 
