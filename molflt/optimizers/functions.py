@@ -40,6 +40,7 @@ class Family(NamedTuple):
     minimizer: float = 0.0  # each coordinate of z*
     draw: Callable[[int, torch.Generator], dict[str, Tensor]] = lambda dimension, generator: {}
     """draws the parameters of one function for a dimension and a generator"""
+    least_dimension: int = 1
 
 
 def _sphere(z: Tensor, shape: _Shape) -> Tensor:
@@ -104,7 +105,7 @@ FAMILIES = {
     "rastrigin": Family(_rastrigin, 5.12),
     "sphere": Family(_sphere, 5.0),
     "ellipsoid": Family(_ellipsoid, 5.0),
-    "rosenbrock": Family(_rosenbrock, 2.048, 1.0),
+    "rosenbrock": Family(_rosenbrock, 2.048, 1.0, least_dimension=2),
     "ackley": Family(_ackley, 32.768),
     "griewank": Family(_griewank, 600.0),
     "levy": Family(_levy, 10.0, 1.0),
@@ -128,6 +129,10 @@ class Functions(NamedTuple):
         """Draws one function from each CPU generator, independently of the other functions."""
         one_of("function", family, FAMILIES)
         kind = FAMILIES[family]
+        if dimension < kind.least_dimension:
+            raise ValueError(
+                f"{family} needs at least {kind.least_dimension} dimensions; got {dimension}"
+            )
         minimizers, rotations, shapes = [], [], []
         for generator in generators:
             minimizers.append(_FARTHEST * (2 * _rand(dimension, generator=generator) - 1))

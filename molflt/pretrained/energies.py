@@ -175,12 +175,21 @@ class EnergyPredictor(Pretrained):
     def predict(
         self,
         structures: str | Path | list[Any] | tuple[Any, ...] | Structures,
-        *options: Any,
-        **named: Any,
+        batch_size: int = ...,
+        embedding: Literal["atoms", "pooled"] | None = ...,
+        tags: Tags | None = ...,
+        force: bool = ...,
     ) -> list[Prediction]: ...
 
     @overload
-    def predict(self, structures: Atoms | Data, *options: Any, **named: Any) -> Prediction: ...
+    def predict(
+        self,
+        structures: Atoms | Data,
+        batch_size: int = ...,
+        embedding: Literal["atoms", "pooled"] | None = ...,
+        tags: Tags | None = ...,
+        force: bool = ...,
+    ) -> Prediction: ...
 
     def predict(
         self,

@@ -154,6 +154,7 @@ REFUSED = {
     "part.pdb": (PDB, "atom 0 .*occupancy 0.5"),
     "small_letters.xyz": (xyz(f'lattice="{CELL}" {SPECIES}', "Cu 0 0 0"), "'lattice'.*Lattice="),
     "no_lattice.xyz": (xyz(f'pbc="T T T" {SPECIES}', "Cu 0 0 0"), "lattice vectors"),
+    "more.xyz": (xyz(SPECIES, "Cu 0 0 0 0.1 0.2 0.3"), "7 columns; expected 4"),
     "two_columns.xyz": (xyz("Properties=species:S:1:pos:R:3:Z:I:1", "Cu 0 0 0 8"), "0 .*O"),
     "fractions.xyz": (xyz("Properties=species:S:1:frac_pos:R:3", "Cu 0 0 0.5"), "pos:R:3.*frac"),
     "deuterium.xyz": (xyz("", "O 0 0 0", "D 0 0.8 0.6", "D 0 -0.8 0.6"), "'D'.*with H"),
@@ -312,11 +313,13 @@ def row(number):
     return packed(fields)
 
 
+def database(path, rows, next_id, deleted=()):
+    content = {"nextid": packed(next_id), "deleted_ids": packed(list(deleted))}
+    return write_lmdb(path, content | {str(number): row(number) for number in rows})
+
+
 def test_everything_in_an_lmdb_is_taken_and_nothing_is_written(tmp_path):
-    deleted = [2, *range(4, 10), 11]
-    content = {"nextid": packed(12), "deleted_ids": packed(deleted)}
-    content |= {str(number): row(number) for number in (1, 3, 10)}
-    path = write_lmdb(tmp_path / "a.aselmdb", content)
+    path = database(tmp_path / "a.aselmdb", [1, 3, 10], 12, [2, *range(4, 10), 11])
     dataset = open_dataset(path)
     assert [record.sid for record in dataset] == [71, 73, 80]
     for record, number in zip(dataset, [1, 3, 10], strict=True):
@@ -329,6 +332,15 @@ def test_everything_in_an_lmdb_is_taken_and_nothing_is_written(tmp_path):
         )
         assert record.stress.abs().amax() == pytest.approx(5e-4)
     assert [file.name for file in tmp_path.iterdir()] == ["a.aselmdb"]
+
+
+def test_missing_rows_are_named_and_all_others_read(tmp_path):
+    path = database(tmp_path / "a.aselmdb", [1, 2, 4, 7], next_id=6)  # 3 and 5 are missing
+    with pytest.raises(ValueError, match="row 3 is missing"):
+        open_dataset(path)
+    dataset = open_dataset(path, skip_bad=True)
+    assert [record.sid for record in dataset] == [71, 72, 74, 77]
+    assert ["row 3" in dataset.bad[0][1], "row 5" in dataset.bad[1][1]] == [True, True]
 
 
 def hydrogen(**info: object) -> Atoms:

@@ -1,4 +1,4 @@
-"""Tests with the package `datasets` on local folders."""
+"""Tests with the package `datasets` on local folders, which `dataset_loader` would refuse."""
 
 import os
 import subprocess
@@ -11,8 +11,10 @@ import pytest
 from PIL import Image
 
 CODE = """
+import molflt.data.text.sources as texts, molflt.data.images.files as images, datasets
 from molflt.data.images.datamodule import ImageData
 from molflt.data.text.datamodule import TextData
+texts.dataset_loader = images.dataset_loader = lambda source: datasets.load_dataset
 data = TextData("hf:texts:train.text", "hf:texts:test", length=4, batch_size=1)
 data.setup()
 print([blocks.tokens for blocks in data.datasets.values()], data.vocabulary.tokens)

@@ -52,7 +52,8 @@ def test_an_lmdb_is_inspected_and_converted(tmp_path, capsys):
 
 def test_warnings(tmp_path, capsys):
     path = tmp_path / "user.safetensors"
-    strange = [record(0, tags=None), record(1, y_relaxed=None), record(2)]
+    one_tag = record(2).tags.clamp(min=1)
+    strange = [record(0, tags=None), record(1, y_relaxed=None), record(2, tags=one_tag)]
     strange.append(record(3, pos_relaxed=None, sid=1002))
     write_store(path, strange)
     found = as_json(capsys, path)
@@ -63,9 +64,10 @@ def test_warnings(tmp_path, capsys):
         "no labels: 1 of 4 systems",
         "no relaxed positions: 1 of 4",
         "repeated sids: 1 systems",
+        "slabs of one tag: 1 of 4 systems",
     ):
         assert words in text
-    assert len(found["warnings"]) == 4
+    assert len(found["warnings"]) == 5
     write_store(path, [record(i) for i in range(3)])
     found = as_json(capsys, path)
     assert found["warnings"] == [] and found["energies_look_like"] == "adsorption"

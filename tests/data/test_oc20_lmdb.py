@@ -33,10 +33,16 @@ def test_length_key(tmp_path, length):
     assert len(open_dataset(path, skip_bad=True)) == 3
 
 
-def test_invalid_lengths_are_refused(tmp_path):
-    path = write_lmdb(tmp_path / "data.lmdb", {**numbered(2), "length": pickle.dumps(9)})
-    said = "key 'length' says 9 records; got 2; keys '2' to '8' missing"
-    with pytest.raises(ValueError, match=rf"data\.lmdb: {said}"):
+@pytest.mark.parametrize(
+    ("length", "message"),
+    [
+        (9, "key 'length' says 9 records; got 2; keys '2' to '8' missing"),
+        (0, "key 'length': expected the number of records; got 0, but the file has 3 keys"),
+    ],
+)
+def test_invalid_lengths_are_refused(tmp_path, length, message):
+    path = write_lmdb(tmp_path / "data.lmdb", {**numbered(2), "length": pickle.dumps(length)})
+    with pytest.raises(ValueError, match=r"data\.lmdb: " + message):
         open_dataset(path)
 
 

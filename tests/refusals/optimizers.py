@@ -53,4 +53,5 @@ ROWS = [
     refused(lambda: told([1.0] * 5), "member", "(6,)", "(5,)"),
     refused(lambda: population(start=[1.0, 2.0]), "start", "one finite number or 3"),
     refused(lambda: drawn("none", 3), "'none'"),
+    refused(lambda: drawn("rosenbrock", 1), "2"),
 ]

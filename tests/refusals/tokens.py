@@ -7,10 +7,12 @@ import numpy as np
 from token_files import idx, pixels, write_folder
 
 from molflt.data.batches import SizeBucketedBatchSampler
+from molflt.data.images.datamodule import ImageData
 from molflt.data.images.files import open_images
 from molflt.data.images.unlabeled import read_alike
+from molflt.data.packed import dataset_loader
 from molflt.data.text.datamodule import TextData, TokenizedText
-from molflt.data.text.glue import read_examples
+from molflt.data.text.glue import _read_texts, read_examples
 from molflt.data.text.parallel import read_parallel
 from molflt.data.text.sources import _records
 from molflt.data.text.tokenizer import Tokenizer
@@ -114,6 +116,7 @@ ROWS = [
     refused(lambda: Vocabulary.from_json(b"{", "v.json"), "v.json", "JSON"),
     # texts
     Refusal(text(min_count=2, vocabulary="v.json"), "data.min_count", "data.vocabulary"),
+    Refusal(text(min_count=2, level="byte"), "data.min_count", "data.level=byte"),
     Refusal(text(b""), "train.txt", "at least 8 tokens", "0"),
     Refusal(text(level="char", vocabulary="v.json"), "v.json", "'char'", "'word'"),
     # tokenizers
@@ -141,6 +144,22 @@ ROWS = [
     Refusal(idx_pair(labels=idx(np.arange(11))), "idx1", "12 images", "11 labels"),
     Refusal(idx_pair(labels=idx(np.full(12, 7))), "idx1", "below 3", "7"),
     # folders of images
+    Refusal(pictures(lambda f: open_images(f, f / "labels")), "labels", "no effect", "classes"),
+    refused(
+        lambda: ImageData("a", val_labels="b", val_fraction=0.1), "data.val_labels", "val_fraction"
+    ),
+    # data sets on the Hub
+    refused(lambda: dataset_loader("hf:o/../e"), "hf:o/../e", "hf:OWNER/NAME", "'o/../e'"),
+    Refusal(
+        command("data download game-net {folder} --splits val_id"),
+        "--splits",
+        "oc20-is2re",
+        "game-net",
+        Refused,
+    ),
+    Refusal(
+        given(lambda f: list(_read_texts(f, ["neg"])), {"neg/a.csv": ""}), "neg", ".txt", "none"
+    ),
     Refusal(
         pictures(lambda f: open_images(f)[1], b"%!PS-Adobe-3.0 EPSF-3.0\n"), "dog/0.png", "image"
     ),

@@ -58,6 +58,11 @@ class ImageData(BatchedData[LabeledImages]):
                 "expected either data.val or data.val_fraction; got "
                 f"{'neither' if val is None else 'both'}; give one"
             )
+        if val_labels is not None and val is None:
+            raise ValueError(
+                f"data.val_labels has no effect with data.val_fraction={val_fraction}, which takes "
+                "images of data.train; omit one of them"
+            )
         if resize is not None and (image_size is None or resize < image_size):
             raise ValueError(
                 f"data.resize must be at least data.image_size={image_size}; got {resize}; give "

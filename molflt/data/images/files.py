@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from molflt.data.images.augment import center_crop
-from molflt.data.packed import require, unpacked
+from molflt.data.packed import dataset_loader, unpacked
 from molflt.files import shown
 
 if TYPE_CHECKING:
@@ -143,8 +143,6 @@ def open_images(
 ) -> LabeledImages:
     """Opens labeled images.
 
-    Folders and data sets contain their classes; `labels` is for idx files.
-
     Args:
         source: folder with one subfolder per class, idx file of images, or hf:OWNER/NAME.
         labels: idx file of the labels, if its name cannot be derived from that of the images.
@@ -153,7 +151,13 @@ def open_images(
         box: average over the area of each pixel when resizing, as in `fitted`.
         flat: accept a folder of images without subfolders, as one class.
     """
-    if str(source).startswith("hf:"):
+    named = str(source).startswith("hf:")
+    if labels is not None and (named or source.is_dir()):
+        raise ValueError(
+            f"{labels}: a file of labels has no effect with {source}, which contains classes; omit "
+            "data.train_labels or data.val_labels"
+        )
+    if named:
         return _open_hub(str(source), size, classes, box)
     if source.is_dir():
         return _open_folder(source, size, classes, box, flat)
@@ -208,7 +212,7 @@ def _squared(pixels: Tensor, size: int | None, box: bool, name: str) -> Tensor:
 def _open_hub(
     source: str, size: int | None, classes: Sequence[str] | None, box: bool
 ) -> LabeledImages:
-    load = require("datasets", source, "hub").load_dataset
+    load = dataset_loader(source)
     name, _, split = source.removeprefix("hf:").partition(":")
     rows = load(name, split=split or "train")
     columns = rows.features

@@ -202,22 +202,34 @@ def _rows(path: Path, kind: str) -> _Loads:
 
 def _rows_of_lmdb(path: Path) -> _Loads:
     file = LmdbFile(path)
-    for number in sorted(int(key) for key in file if key.isdigit()):
+    there = {int(key) for key in file if key.isdigit()}
+    next_id, deleted = _entry(file, "nextid"), _entry(file, "deleted_ids")
+    expected = range(1, int(next_id or max(there, default=0) + 1))
+    for number in sorted({*expected, *there} - {*(deleted if deleted is not None else ())}):
         yield number, partial(_atoms, file, number)
 
 
 def _atoms(file: LmdbFile, number: int) -> Atoms:
     from ase.calculators.calculator import all_properties
     from ase.db.row import AtomsRow
-    from ase.io.jsonio import decode
 
-    try:
-        fields = decode(zlib.decompress(file.get(b"%d" % number) or b"").decode())
-    except zlib.error as error:
-        raise ValueError(f"row {number} is damaged: {error}; get a new copy") from None
+    fields = _entry(file, str(number))
+    if fields is None:
+        raise ValueError(f"row {number} is missing; get a new copy, or skip the row with skip_bad")
     fields |= {name: np.array(fields[name]) for name in all_properties if name in fields}
     atoms: Atoms = AtomsRow(fields | {"id": number}).toatoms(add_additional_information=True)
     return atoms
+
+
+def _entry(file: LmdbFile, key: str) -> Any:
+    """Returns the decoded value of a key of an ASE database, or None if it is missing."""
+    from ase.io.jsonio import decode
+
+    content = file.get(key.encode())
+    try:
+        return None if content is None else decode(zlib.decompress(content).decode())
+    except zlib.error as error:
+        raise ValueError(f"key {key!r} is damaged: {error}; get a new copy") from None
 
 
 def without_packing(path: Path) -> Path:

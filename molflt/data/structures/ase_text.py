@@ -41,19 +41,26 @@ def xyz_frames(file: IO[str]) -> Iterator[Callable[[], Atoms]]:
 def _xyz_frame(lines: list[str]) -> Atoms:
     from ase.io.extxyz import read_xyz
 
-    _check_comment(lines[1])
+    columns = _columns(lines[1])
+    width = sum(map(int, columns.split(":")[2::3]))
+    for atom, row in enumerate(lines[2:] if columns else ()):
+        if (found := len(row.split())) != width:
+            raise ValueError(f"atom {atom} has {found} columns; expected {width}, as in Properties")
     if re.search(r"\b(Z|numbers):I:1", lines[1]):
         # ASE ignores symbols if there are numbers; under another name, they become an array.
         lines[1] = re.sub(r"\b(species|symbols):S:1", "named:S:1", lines[1])
     (atoms,) = read_xyz(StringIO("".join(lines)), slice(None))
     symbols = np.array(atoms.get_chemical_symbols())
-    for atom in np.flatnonzero(atoms.arrays.pop("named", symbols) != symbols):
-        raise ValueError(f"atom {atom} has two elements, one of them {symbols[atom]}; remove one")
+    for wrong in np.flatnonzero(atoms.arrays.pop("named", symbols) != symbols):
+        raise ValueError(f"atom {wrong} has two elements, one of them {symbols[wrong]}; remove one")
     return atoms
 
 
-def _check_comment(comment: str) -> None:
-    """Refuses units, and spellings of the cell, the axes and the positions, that ASE ignores."""
+def _columns(comment: str) -> str:
+    """Returns the columns that a comment line declares, such as species:S:1:pos:R:3.
+
+    Refuses units, and spellings of the cell, the axes and the positions, that ASE ignores.
+    """
     from ase.io.extxyz import key_val_str_to_dict
 
     if unit := _NOT_ANGSTROM.search(comment):
@@ -62,16 +69,17 @@ def _check_comment(comment: str) -> None:
             "Lattice=...; convert the coordinates, or remove the word"
         )
     keys = key_val_str_to_dict(comment.strip()) if comment.strip() else {}
-    axes, columns = np.asarray(keys.get("pbc", True)), keys.get("Properties", "pos:R:3")
+    axes, columns = np.asarray(keys.get("pbc", True)), str(keys.get("Properties", ""))
     if axes.dtype.kind not in "bi":
         raise ValueError(f'pbc is {shown(axes.tolist())}; expected booleans, as in pbc="T T F"')
-    if not re.search(r"(^|:)pos:R:3(:|$)", columns):
+    if columns and not re.search(r"(^|:)pos:R:3(:|$)", columns):
         raise ValueError(f"expected a column pos:R:3; got Properties={shown(columns)}")
     for key, value in keys.items():
         is_cell = key.lower() in _CELLS and np.size(value) in (3, 6, 9)
         read = "Lattice" if is_cell else _READ.get(key.lower(), key)
         if key != read and read not in keys and f"{key}=" in comment.replace(" ", ""):
             raise ValueError(f"ASE ignores the key {key!r}; expected {read}=...; rename it")
+    return columns
 
 
 def cif_frames(file: IO[bytes]) -> Iterator[Callable[[], Atoms]]:

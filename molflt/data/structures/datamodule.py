@@ -38,6 +38,7 @@ from molflt.data.structures.overlaps import (
 )
 from molflt.data.structures.parts import without
 from molflt.data.structures.store import StructureStore
+from molflt.data.structures.tags import one_tagged, slab_has_one_tag
 
 if TYPE_CHECKING:
     from torch_geometric.data import Batch, Data
@@ -243,11 +244,14 @@ class IS2REData(BatchedData[Structures]):
             train, val = self.datasets["train"], self.datasets["val"]
             sids: dict[str, list[int]] = {"train": [], "val": []}
             features: dict[str, list[np.ndarray]] = {"train": [], "val": []}
+            one_tag: list[int] = []
 
             def look(record: "Data", use: str = "train") -> None:
                 features[use].append(fingerprint(record))
                 if atoms_coincide(record):
                     sids[use].append(int(record.sid))
+                if use == "train" and self.reading.tags != "any" and slab_has_one_tag(record):
+                    one_tag.append(int(record.sid))
 
             own = Domain.of(train, look)
             if val is not train:
@@ -257,6 +261,8 @@ class IS2REData(BatchedData[Structures]):
                 if found:
                     name = f"{self.datasets[use].path}: split {self.splits[use]!r}"
                     warnings.warn(overlaps_of(name, found, len(self.datasets[use])), stacklevel=3)
+            if one_tag:
+                warnings.warn(f"{train.path}: {one_tagged(one_tag, len(train))}", stacklevel=3)
             equal = equal_structures(np.array([*features["train"], *features["val"]]))
             known, there = equal[: len(train)], equal[len(train) :]
             self._copies = [int(val[int(i)].sid) for i in np.flatnonzero(np.isin(there, known))]

@@ -63,6 +63,11 @@ def download(
             official one, unpacked files are not compared with their checksums.
         keep_archive: keep OC20's archive after unpacking.
     """
+    if dataset == "game-net" and (keep_archive or list(splits) != _SPLITS):
+        raise ValueError(
+            "--splits and --keep_archive are for oc20-is2re; got game-net, whose archive is not "
+            "unpacked; leave them out"
+        )
     wanted = list(dict.fromkeys(_official_name(split) for split in splits))
     doing = "is downloading to this folder; wait for it, or choose another folder"
     with FolderLock(directory, doing, ".lock.download").held():

@@ -347,6 +347,14 @@ def _declared_length(shard: LmdbFile) -> int | None:
     content = shard.get(b"length")
     if content is None:
         return None
+    where = f"{shard.path}: key 'length'"
     if re.fullmatch(rb"[0-9]{1,19}", content):  # some writers store text instead of a pickle
-        return int(content)
-    return _guarded(_count, content, f"{shard.path}: key 'length'", "a pickled whole number")
+        count = int(content)
+    else:
+        count = _guarded(_count, content, where, "a pickled whole number")
+    if count == 0 and len(shard) > 1:
+        raise ValueError(
+            f"{where}: expected the number of records; got 0, but the file has {len(shard)} keys; "
+            "it is incomplete, get a new copy"
+        )
+    return count

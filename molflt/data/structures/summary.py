@@ -26,6 +26,7 @@ from molflt.data.structures.overlaps import (
     fingerprint,
 )
 from molflt.data.structures.sources import Paths, named
+from molflt.data.structures.tags import one_tagged, slab_has_one_tag
 
 if TYPE_CHECKING:
     from torch_geometric.data import Data
@@ -132,6 +133,7 @@ class _Seen:
         self.displacements = list[np.ndarray]()  # of free atoms, Å
         self.compositions, self.tags = np.zeros(MAX_ATOMIC_NUMBER + 1), Counter[int]()
         self.absurd, self.overlapping, self.untagged = list[tuple[int, str]](), list[int](), 0
+        self.one_tag: list[int] = []
         self.kept: list[Data] = []
         self.shown: Data | None = None
 
@@ -143,6 +145,7 @@ class _Seen:
         self.compositions += np.bincount(record.atomic_numbers, minlength=MAX_ATOMIC_NUMBER + 1)
         self.tags.update(record.tags.tolist())
         self.untagged += not record.tags.any()
+        self.one_tag += [self.sids[-1]] * slab_has_one_tag(record)
         if bool(record.forces.isfinite().all()):
             self.forces.append(record.forces.double().norm(dim=1).numpy())
         if bool(record.stress.isfinite().all()):
@@ -214,6 +217,8 @@ def _of_relaxations(
             f"no tags: {seen.untagged} of {systems} systems have only tag 0; surface and "
             "adsorbate are unknown"
         )
+    if seen.one_tag:
+        found.append(one_tagged(seen.one_tag, systems))
     missing = np.flatnonzero(~np.isfinite(relaxed))
     if len(missing):
         first = "" if len(missing) == systems else f", for instance sid {seen.sids[missing[0]]}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from ase import Atoms
     from torch_geometric.data import Data
 
-__all__ = ["Tagged", "adsorbates", "guess_tags", "heights_agree"]
+__all__ = ["Tagged", "adsorbates", "guess_tags", "heights_agree", "one_tagged", "slab_has_one_tag"]
 
 _VACUUM = 4.5  # Å, minimum gap along an axis; layers of layered crystals are closer
 _MOLECULAR = (1, 6, 7, 8, 9, 15, 16, 17, 35, 53)  # H C N O F P S Cl Br I
@@ -311,6 +312,21 @@ class _Atoms:
             f"{len(molecules)} adsorbate{several} {', '.join(molecules)}, "
             f"{counts[Tag.SURFACE]} surface, {counts[Tag.SUBSURFACE]} subsurface atoms"
         )
+
+
+def slab_has_one_tag(record: Data) -> bool:
+    """Returns True if all atoms of a tagged slab are surface atoms, or all are subsurface atoms."""
+    slab = record.tags[record.tags != Tag.ADSORBATE]
+    return bool(record.tags.any()) and len(slab) > 0 and bool((slab == slab[0]).all())
+
+
+def one_tagged(sids: Sequence[int], count: int) -> str:
+    """Returns a warning about structures for which `slab_has_one_tag` is True."""
+    return (
+        f"slabs of one tag: {len(sids)} of {count} systems have slabs whose atoms are all surface "
+        f"(tag 1) or all subsurface (tag 0), for instance sid {sids[0]}; correct the tags, except "
+        "those of single layers"
+    )
 
 
 def _groups(i: _Numbers, j: _Numbers, count: int) -> _Numbers:

@@ -156,9 +156,11 @@ class TextData(TextSets[TokenBlocks]):
         vocabulary: Path | None = None,
     ) -> None:
         super().__init__(batch_size, workers, {"train": train, "val": val, "test": test})
-        if min_count > 1 and vocabulary is not None:
+        if min_count > 1 and (vocabulary is not None or level in FIXED):
+            given = f"vocabulary={vocabulary}" if vocabulary is not None else f"level={level}"
             raise ValueError(
-                f"data.min_count has no effect with data.vocabulary={vocabulary}; omit one of them"
+                f"data.min_count has no effect with data.{given}, which fixes the vocabulary; omit "
+                "one of them"
             )
         self.level = level
         self.length = length

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from molflt.data.packed import require, unpacked
+from molflt.data.packed import dataset_loader, unpacked
 from molflt.data.text.vocabulary import RESIDUES, _Level
 from molflt.files import shown
 
@@ -113,7 +113,7 @@ def _rows(source: str, use: str) -> Iterator[bytes]:
     name, _, which = source.removeprefix(_HF).partition(":")
     split, _, column = which.partition(".")
     split, column = split or _SPLITS[use], column or "text"
-    load = require("datasets", source, "hub").load_dataset
+    load = dataset_loader(source)
     parts = name.split("/")
     try:
         rows = load("/".join(parts[:2]), *parts[2:], split=split)
