@@ -10,6 +10,7 @@ import shlex
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
@@ -372,16 +373,18 @@ def _worst(page: Page) -> list[_Part]:
 
 def _structures(run: Run, split: str, wanted: Sequence[_System]) -> dict[_System, Any]:
     data = DataSet.of_run(run.config["data"], run.config["seed"])
-    opened: Any = data.open([split], skip_bad=True)[split]  # evaluations omit or refuse bad ones
-    opened = SinglePoints(opened) if run.config["recipe"] == "potential" else opened
-    found = {one: opened[one.place] for one in wanted if one.place < len(opened)}
-    there = {(int(record.sid), record.num_nodes) for record in found.values()}
-    if there != {(one.sid, one.natoms) for one in wanted}:
-        raise ValueError(
-            f"{data.root}: split {split} does not contain the structures of predictions.csv; the "
-            "worst structures are not drawn"
-        )
-    return found
+    for skip_bad in (False, True):  # finding the bad structures that are omitted reads all data
+        with suppress(ValueError):
+            opened: Any = data.open([split], skip_bad)[split]
+            opened = SinglePoints(opened) if run.config["recipe"] == "potential" else opened
+            found = {one: opened[one.place] for one in wanted if one.place < len(opened)}
+            there = {(int(record.sid), record.num_nodes) for record in found.values()}
+            if there == {(one.sid, one.natoms) for one in wanted}:
+                return found
+    raise ValueError(
+        f"{data.root}: split {split} does not contain the structures of predictions.csv; the worst "
+        "structures are not drawn"
+    )
 
 
 _SECTIONS: Mapping[str, tuple[str, Callable[[Page], list[_Part]]]] = {

@@ -30,7 +30,7 @@ _RANGES = {
         beam data.image_size data.resize dimension model.channels model.dim model.dimension
         model.heads model.image_size model.layers model.long_range_channels model.num_features
         model.num_gaussians model.num_nodes model.patch_size model.refinements model.states
-        model.types rows trainer.devices""",
+        model.types repeat rows trainer.devices""",
     "[0, 65536]": "data.workers model.attention_layers model.messages model.radial_basis",
     "[2, 1e6]": "members task.generations task.members task.window",
     "[0, 4294967295]": "data.split_seed seed",  # the range of NumPy's seeds
