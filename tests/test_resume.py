@@ -141,6 +141,14 @@ def test_sigterm_saves_and_exits_143(shared_data, whole, tmp_path, capsys, metho
     assert_resumes(run, whole)
 
 
+def test_sigterm_before_the_first_step(shared_data, whole, tmp_path, capsys):
+    with at_step(0, lambda _: os.kill(os.getpid(), signal.SIGTERM), "validation_step"):
+        assert begin(shared_data, tmp_path / "run") == 143
+    assert "--resume" not in capsys.readouterr().err
+    assert begin(shared_data, tmp_path / "run") == 0
+    assert_same_end(tmp_path / "run", whole)
+
+
 @pytest.mark.skipif(os.name != "posix", reason="POSIX only")
 def test_a_closed_terminal(shared_data, tmp_path):
     """The state is saved although printing fails."""

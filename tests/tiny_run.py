@@ -260,11 +260,15 @@ def assert_same_state(run: Path, reference: Path) -> None:
 
 @contextmanager
 def at_step(step, act, method="training_step"):
-    """Calls `act` once before a step; its result, if any, replaces the batch."""
+    """Calls `act` once before a step; its result, if any, replaces the batch.
+
+    Step 0 of validation is before training.
+    """
     original, done = getattr(_LightningTask, method), []
 
     def changed(self, batch, *more):
-        if self.global_step == step and not self.trainer.sanity_checking and not done:
+        skipped = step and self.trainer.sanity_checking
+        if self.global_step == step and not skipped and not done:
             done.append(step)
             batch = act(batch) or batch
         return original(self, batch, *more)

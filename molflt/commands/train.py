@@ -122,9 +122,10 @@ def _train(folder: RunFolder, config: Config) -> int:
         _say_end(folder, learned.metrics, steps, time.perf_counter() - since)
         return 0
     signum, step = stopped
+    hint = f"to continue: molflt train --resume {shlex.quote(str(folder.path))}"
     folder.say(
-        f"\nstopped by {signal.Signals(signum).name} at step {step}; state saved; to continue: "
-        f"molflt train --resume {shlex.quote(str(folder.path))}",
+        f"\nstopped by {signal.Signals(signum).name} at step {step}; "
+        + (hint if step else "nothing to resume; start the run again"),
         sys.stderr,
     )
     return 128 + signum

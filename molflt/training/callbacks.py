@@ -254,7 +254,10 @@ class _LastCheckpoint(Checkpoint):
         self._terminals: list[int] = []
         self._weights: dict[str, Tensor] = {}
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._watch_signals()
+
+    def _watch_signals(self) -> None:
         """Replaces the signal handlers; Lightning restores the previous handlers at the end.
 
         Lightning's SIGTERM handler communicates between ranks, and its SIGINT handler stops in the
@@ -265,6 +268,9 @@ class _LastCheckpoint(Checkpoint):
                 if signal.getsignal(signum) != signal.SIG_IGN:
                     signal.signal(signum, self._note)
         self._terminals = [number for number in (1, 2) if os.isatty(number)]
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._watch_signals()  # without validation batches, nothing has done so before
         self.folder.start_steps(
             {
                 "threads": torch.get_num_threads(),
