@@ -12,6 +12,14 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Seeds torch before each test."""
+    import torch
+
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """Returns a folder of 22 training and 13 validation structures; only for reading."""

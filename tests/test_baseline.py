@@ -133,7 +133,6 @@ def test_unused_baseline_is_named(files, tmp_path, capsys):
 
 
 def test_baseline_has_no_part_in_other_models(files):
-    torch.manual_seed(0)
     model = EnergyRegressor(dim=16, heads=2, layers=1, ffn_dim=16, num_features=8).eval()
     record = open_dataset(files / "train.extxyz")[0]
     energy = model(record)["energy"]

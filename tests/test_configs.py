@@ -137,7 +137,6 @@ def without_gradient(model: torch.nn.Module, loss: torch.Tensor) -> list[str]:
 def test_every_parameter_of_an_energy_configuration_learns(names: tuple[str, ...]) -> None:
     """A parameter without gradient would stop training on several devices."""
     recipe, model = shrunk(names)
-    torch.manual_seed(0)
     net = recipe.load("model")(**model).double()
     torch.nn.init.normal_(net.position_head.weight.weight)
     out = net(Batch.from_data_list([structure(8, 1), structure(5, 2)]))
@@ -157,7 +156,6 @@ FEW: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("names", TOKENS, ids=" + ".join)
 def test_every_parameter_of_a_token_configuration_learns(names: tuple[str, ...]) -> None:
-    torch.manual_seed(0)
     kind = configured(*names)["recipe"]
     few = {"adaptive_cutoffs": [8, 20]} if names[0].startswith("lm/") else {}
     recipe, model = shrunk(names, **FEW[kind], **few)

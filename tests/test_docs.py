@@ -106,7 +106,6 @@ def pattern(text: str) -> str:
 def test_tutorials_print_the_shown_output(page: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    torch.manual_seed(0)
     names: dict[str, object] = {}
     output = ""
     blocks = re.findall(r"^```(python|text|)\n(.*?)^```", page.read_text(), re.M | re.S)

@@ -84,7 +84,6 @@ def test_sums_by_hand() -> None:
 
 def test_logits_are_in_float32_under_autocast() -> None:
     """Many of 1000 logits in bfloat16 would be tied, and ties count against the model."""
-    torch.manual_seed(0)
     model = ImageClassifier(1000, 1, 8, dim=16, heads=2, layers=1).eval()
     images = torch.randint(0, 256, (2, 1, 8, 8), dtype=torch.uint8)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
@@ -108,7 +107,6 @@ def test_patches_at_one_distance_count_equally(scale: float, monkeypatch) -> Non
 
 
 def test_labels_are_smoothed_in_training_only() -> None:
-    torch.manual_seed(0)
     net = ImageClassifier(3, 1, 8, patch_size=4, dim=8, heads=2, layers=1)
     images, labels = torch.randint(0, 256, (4, 1, 8, 8), dtype=torch.uint8), torch.arange(4) % 3
     smooth, plain = ImageTask(net, label_smoothing=0.3), ImageTask(net)

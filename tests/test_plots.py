@@ -133,7 +133,6 @@ def test_errors(tmp_path: Path, figures) -> None:
 
 
 def test_attention_matrices_show_the_weights(tmp_path: Path, figures) -> None:
-    torch.manual_seed(0)
     position = spectral(GaussianMixture, 6, 1, amplitude=1.0)
     layer = Attention(24, 6, mixing="softmax", causal=True, position=position).double()
     r = torch.arange(9, dtype=torch.float64)[None, :, None]

@@ -122,7 +122,6 @@ def test_members_of_one_kind_of_totals_make_an_ensemble(data, run, tmp_path, cap
 
 def test_references_are_exact_and_constants() -> None:
     """References are summed in float64 and do not change forces."""
-    torch.manual_seed(0)
     net = EnergyRegressor(dim=16, heads=2, layers=1, ffn_dim=16, readout="all").eval()
     batch = Batch.from_data_list(list(structures(3)))
 

@@ -127,7 +127,6 @@ def test_tokens_are_masked_as_in_bert() -> None:
     """15 % of ordinary tokens: 80 % of these are masked, 10 % replaced, and 10 % kept."""
     vocabulary, mask_id = 50, torch.tensor(4)
     ordinary = torch.arange(vocabulary) > 4
-    torch.manual_seed(0)
     tokens = torch.randint(vocabulary, (200, 500))
     there = torch.rand(200, 500) < 0.9
     seen, targets = hide(tokens, there, Draws.new(tokens).tokens, mask_id, ordinary)
@@ -154,7 +153,6 @@ def test_validation_masks_depend_on_the_sequence_only() -> None:
 
 
 def test_half_of_the_pairs_get_another_second_part() -> None:
-    torch.manual_seed(0)
     tokens = torch.arange(400)[:, None].expand(-1, 6)
     types = torch.tensor([0, 0, 0, 1, 1, 1]).expand(400, -1)
     there = torch.ones(400, 6, dtype=torch.bool)
@@ -170,7 +168,6 @@ def test_half_of_the_pairs_get_another_second_part() -> None:
 
 
 def test_sums_of_batches_add_up() -> None:
-    torch.manual_seed(0)
     model = MaskedLanguageModel(30, dim=16, heads=2, layers=1, max_length=12).eval()
     model.set_special(4, [0, 1, 2, 3])
     task = MaskedTask(model, mask_rate=0.5)

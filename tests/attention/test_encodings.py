@@ -135,7 +135,6 @@ def test_a_bias_is_added_to_the_logits():
 @pytest.mark.parametrize("near", [False, True], ids=["kernel", "pairs"])
 def test_tensors_that_layers_share_have_their_gradient(form, near):
     """Includes passes after an evaluation without gradients, and checkpointed blocks."""
-    torch.manual_seed(0)
     blocks = [Block(Attention(2 * HEADS, HEADS, mixing=form), 8).double() for _ in range(2)]
     weights = [x.requires_grad_() for x in (rows(1), rows(2), randn(HEADS, 4, seed=5))]
     x = randn(2, TOKENS, 2 * HEADS)

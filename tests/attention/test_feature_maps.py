@@ -18,7 +18,6 @@ UNBIASED = [name for name, phi in FEATURE_MAPS.items() if phi.estimates_exp and 
 
 def test_positive_features_equal_performer_pytorch():
     performer = pytest.importorskip("performer_pytorch.performer_pytorch")
-    torch.manual_seed(0)
     d, m = 8, 20
     phi = _PositiveFeatures(d, 1, m).double()
     x = torch.randn(2, 1, 11, d, dtype=torch.float64)
@@ -50,7 +49,6 @@ ELEMENTWISE = {
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_maps_of_single_projections(name):
-    torch.manual_seed(0)
     phi = FEATURE_MAPS[name](8, 2).double()
     x = torch.randn(3, 2, 11, 8, dtype=torch.float64)
     rows = getattr(phi, "weight", None) if phi.projection is None else phi.projection.matrix()
@@ -70,7 +68,6 @@ def kernel_estimates(name: str, m: int, draws: int, x, y, projection="orthogonal
 @pytest.mark.parametrize("m", [5, 16, 24])  # below, at and above one orthogonal block of 16
 @pytest.mark.parametrize("name", UNBIASED)
 def test_features_of_the_softmax_kernel_are_unbiased(name, m):
-    torch.manual_seed(1)
     x, y = (0.4 * torch.randn(16, dtype=torch.float64) for _ in "xy")
     draws = 3000
     estimates = kernel_estimates(name, m, draws, x, y)
@@ -91,7 +88,6 @@ def test_features_of_the_softmax_kernel_are_unbiased(name, m):
     ],
 )
 def test_rfa_features_estimate_their_kernels(name, kernel):
-    torch.manual_seed(1)
     x, y = (torch.randn(8, dtype=torch.float64) for _ in "xy")
     estimates = kernel_estimates(name, 16, 1000, x, y)
     expected = kernel(F.cosine_similarity(x, y, dim=0))
@@ -122,7 +118,6 @@ def test_features_are_taken_in_single_precision():
 
 @pytest.mark.parametrize("name", FEATURE_MAPS)
 def test_declared_signs_and_widths_hold(name):
-    torch.manual_seed(0)
     phi = FEATURE_MAPS[name](8, 2)
     features = phi(torch.randn(3, 2, 50, 8)).materialize()
     assert features.shape[-1] == phi.width
@@ -156,7 +151,6 @@ def oracle(cosine: torch.Tensor, tau: float, dim: int, degree: int) -> torch.Ten
 @pytest.mark.parametrize("degree", [2, 3])
 @pytest.mark.parametrize(("dim", "tau"), [(3, 0.3), (8, 1.0), (9, 1.9)])
 def test_products_are_the_first_harmonics_of_exp(dim, tau, degree):
-    torch.manual_seed(0)
     x, y = (tau**0.5 * directions(1, 1, 20, dim) for _ in "xy")
     phi = features(dim, degree=degree)
     products = phi(x).materialize() @ phi(y).materialize().mT
@@ -170,7 +164,6 @@ def test_products_are_the_first_harmonics_of_exp(dim, tau, degree):
 
 @pytest.mark.parametrize("dim", [1, 2, 8, 64])
 def test_products_of_degree_2_are_positive(dim):
-    torch.manual_seed(0)
     phi, norms = features(dim), torch.logspace(-2, 2, 40, dtype=torch.float64)[:, None]
     x = norms * directions(1, 1, 1, dim)
     for y in (-x, x, norms * directions(1, 1, 40, dim)):
@@ -188,7 +181,6 @@ def test_degree_3_is_positive_up_to_the_temperature_that_is_named():
 
 @pytest.mark.parametrize(("dim", "options"), [(6, {}), (4, {"degree": 3, "projection": "iid"})])
 def test_a_sketch_is_unbiased(dim, options):
-    torch.manual_seed(1)
     draws, whole = 1000, features(dim, **options | {"projection": None})
     x = directions(1, 1, 2, dim)
     sketch = features(dim, draws, num_features=whole.width - 1, **options)

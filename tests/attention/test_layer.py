@@ -20,7 +20,6 @@ from molflt.attention.layer import Scaling
 
 
 def test_softmax_is_attention_of_torch():
-    torch.manual_seed(0)
     ours = Attention(12, 3, mixing="softmax").double()
     theirs = torch.nn.MultiheadAttention(12, 3, batch_first=True).double()
     parts = ours.to_query, ours.to_key, ours.to_value
@@ -62,7 +61,6 @@ def tokens(axes: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bfloat16])
 @pytest.mark.parametrize("name", ["spectral", "multiplicative", "rotary"])
 def test_positions_may_be_integers_or_in_half_precision(name, dtype, mixing):
-    torch.manual_seed(0)
     own = position(name)
     made = layer(own, mixing=mixing)
     x, r = tokens(own.dim)
@@ -117,7 +115,6 @@ def test_softmax_freezes_radii_of_boxes_with_a_warning():
 
 
 def test_attention_of_a_hybrid_gets_its_encoding():
-    torch.manual_seed(0)
     position = make_position("spectral", 2, DIM // 2, dim=1, num_nodes=3)
     blocks = [
         Block(TOKEN_MIXERS["fourier"](DIM), 24, norm="post"),

@@ -18,7 +18,6 @@ from molflt.attention.mixing.sums import Sums
 )
 def test_causal_equals_its_quadratic_form_for_every_chunk(feature_map, chunk):
     """Includes decay, masked keys and a prompt; signed sums cancel, so sums are not divided."""
-    torch.manual_seed(0)
     phi = FEATURE_MAPS[feature_map](8, 2).double()
     q, k, v = (0.7 * torch.randn(2, 2, 11, 8, dtype=torch.float64) for _ in "qkv")
     decay = -torch.rand(2, 2, 11, dtype=torch.float64)
@@ -58,7 +57,6 @@ def test_causal_equals_its_quadratic_form_for_every_chunk(feature_map, chunk):
 @pytest.mark.parametrize("std", [0.3, 3.0])
 def test_a_later_key_cannot_reach_back_in_float32(std, factor):
     """With a maximum over all keys, later keys would cause underflow without a gradient."""
-    torch.manual_seed(0)
     phi = FEATURE_MAPS["positive"](16, 2, 32)
     q, k = (std * torch.randn(1, 2, 300, 16) for _ in "qk")
     v = torch.randn(1, 2, 300, 8)
@@ -74,7 +72,6 @@ def test_a_later_key_cannot_reach_back_in_float32(std, factor):
 
 def test_gate_is_the_recurrence_of_rfa():
     """S_t is g_t S_(t-1) + (1 - g_t) phi(k_t) v_t (RFA, arXiv:2103.02143, section 3.2)."""
-    torch.manual_seed(0)
     attention = Attention(16, 2, causal=True, gate=True, feature_map="rfa_arccos").double()
     with torch.no_grad():
         attention.to_gate.weight.normal_()
@@ -108,7 +105,6 @@ def test_decoding_keeps_a_state_for_each_normalizer():
 @pytest.mark.parametrize("mixing", ["linear", "quadratic"])
 @pytest.mark.parametrize("feature_map", ["positive", "elu", "polynomial"])
 def test_gate_passes_over_masked_keys(feature_map, mixing):
-    torch.manual_seed(0)
     options = {"mixing": mixing, "feature_map": feature_map, "normalize": "none"}
     attention = Attention(8, 2, causal=True, gate=True, **options).double()
     x = torch.randn(1, 140, 8, dtype=torch.float64, requires_grad=True)
@@ -126,7 +122,6 @@ def test_gate_passes_over_masked_keys(feature_map, mixing):
 @pytest.mark.parametrize("causally", [False, True])
 @pytest.mark.parametrize("case", ["gaussian_mixture", "toeplitz", "cosine"])
 def test_normalize_divides_by_its_normalizer(case, causally, normalize):
-    torch.manual_seed(0)
     options = {"causal": causally, "position": contract.CASES[case].build(), "feature_map": "exp"}
     attention = Attention(16, 2, normalize=normalize, **options).double()
     other = Attention(16, 2, mixing="quadratic", normalize=normalize, **options).double()
@@ -160,7 +155,6 @@ def test_normalize_divides_by_its_normalizer(case, causally, normalize):
 @pytest.mark.parametrize("context", [False, True])
 @pytest.mark.parametrize("options", [{}, {"mixing": "quadratic"}, {"causal": True}], ids=str)
 def test_sums_with_key_dropout_are_those_of_all_keys_on_average(options, context):
-    torch.manual_seed(0)
     attention = Attention(8, 2, dropout=0.5, normalize="none", **options).double()
     attention.to_out = torch.nn.Identity()
     x, other = torch.randn(2, 1, 5, 8, dtype=torch.float64)

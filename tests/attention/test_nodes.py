@@ -131,7 +131,6 @@ def test_one_node_replaces_two_antipodes_for_any_spectrum():
 
 @pytest.mark.parametrize("dim", [1, 3])
 def test_weighted_shells_sampled_at_their_nodes_are_the_exact_mask(dim):
-    torch.manual_seed(0)
     shells = ShellNodes(4.0, 0.5, 5, dim, degrees=[41] * 5, normalized=True)
     weights = ShellWeights(2, shells.shell_radius, dim, amplitude=1.0)
     torch.testing.assert_close(
@@ -283,7 +282,6 @@ def test_positive_taper_keeps_positive():
 
 def test_rows_of_frequencies_are_independent_normal_variables():
     """The origin has one variable, because its sin is 0; other nodes have two variables."""
-    torch.manual_seed(0)
     xi = torch.tensor([[[0.0, 0, 0], [0.1, 0, 0], [0.05, 0.2, -0.1]]])
     rows = FrequencyProjection(1, 40_000).rows(xi)[0, 0]
     expected = torch.tensor([1.0, 1, 1, 0, 1, 1]).diag()

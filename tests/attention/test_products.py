@@ -174,7 +174,6 @@ def test_more_places_than_the_matrix_has_numbers():
 def test_by_column_and_by_feature(columns, shared, transient, monkeypatch):
     """Compares values and two derivatives; with more than 4 columns, sums run over features."""
     monkeypatch.setattr(forms, "_TRANSIENT", transient)
-    torch.manual_seed(0)
     heads = 1 if shared else 3
     features, kernel = [(2, 3, 6, 4), (2, 3, 7, 4)], [(2, heads, n, columns) for n in (6, 7)]
     shapes = [*features, (2, 3, 7, 2), *kernel]

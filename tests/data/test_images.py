@@ -110,11 +110,6 @@ def numbered(count: int = 64, side: int = 8) -> Tensor:
     return (line + 100 * torch.arange(count).view(-1, 1, 1, 1)).expand(-1, 2, -1, -1)
 
 
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
-
-
 def test_flips_and_center_crops() -> None:
     images = numbered(64, 10)
     once = augment(images, "flip")

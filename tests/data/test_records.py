@@ -150,7 +150,6 @@ def test_an_atom_in_a_far_image_keeps_its_digits():
 
 @pytest.mark.parametrize("about", ["z", "all"])
 def test_matrices_are_orthogonal_and_uniform(about):
-    torch.manual_seed(0)
     matrices = random_orthogonal(20_000, about).double()
     identity = torch.eye(3, dtype=torch.float64).expand_as(matrices)
     torch.testing.assert_close(matrices @ matrices.mT, identity, rtol=0, atol=1e-5)

@@ -237,7 +237,6 @@ def arguments_of(sizes_of_graphs: list[int], periodic: bool) -> dict[str, torch.
 @pytest.mark.parametrize("form", FORMS)
 def test_one_compiled_graph_for_all_sizes(form):
     torch.compiler.reset()
-    torch.manual_seed(0)
     layer = GraphAttention(DIM, HEADS, num_features=4, **FORMS[form]).double()
     backend = "aot_eager" if form == "images" else "eager"  # compiles gradients as well
     count = CompileCounterWithBackend(backend)
@@ -254,7 +253,6 @@ def test_one_compiled_graph_for_all_sizes(form):
 
 
 def test_one_exported_program_for_all_sizes():
-    torch.manual_seed(0)
     layer = GraphAttention(DIM, HEADS, num_features=4, **FORMS["reciprocal"]).double()
     graphs, given = Dim("graphs", min=2), arguments_of(SHAPES[0], True)
     sizes = {"cell": graphs, "pbc": graphs}

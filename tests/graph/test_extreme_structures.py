@@ -137,7 +137,6 @@ def test_cells_of_any_size_hold_an_atom_and_a_molecule(options):
 @pytest.mark.parametrize("smearing", [0.0, 0.8])
 @pytest.mark.parametrize(("pbc", "powers"), [([True] * 3, (1, 2, 6)), ([True, True, False], (1,))])
 def test_the_split_of_large_cells_changes_nothing(monkeypatch, pbc, powers, smearing):
-    torch.manual_seed(1)
     pos, charges = 12 * torch.rand(9, 3).double(), torch.randn(9, len(powers), 1).double()
     found = []
     for largest in (800.0, 20.0, 2.0):
@@ -206,7 +205,6 @@ DEVICES = {
 @pytest.mark.parametrize("case", DEVICES)
 def test_another_default_device_changes_nothing(case) -> None:
     make, options = DEVICES[case]
-    torch.manual_seed(0)
     net, found = make(**SMALL, **options), []
     batch = Batch.from_data_list([data(), data()])
     for device in ("cpu", "meta"):

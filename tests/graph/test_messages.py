@@ -168,7 +168,6 @@ def test_tables_agree_with_pymatgen():
 
 def test_training_leaves_out_vectors_of_elements() -> None:
     """Only training steps describe half of the elements by descriptors alone."""
-    torch.manual_seed(0)
     embedding = ElementEmbedding(4, descriptors=True)
     some = torch.tensor([1, 6, 8, 29, 78])
     by_descriptors = embedding.eval()(some).detach()

@@ -107,7 +107,6 @@ def test_noise_has_the_covariance_that_attention_sees() -> None:
 @torch.no_grad()
 def test_few_nodes_have_the_exact_mask_as_their_mean(count: int) -> None:
     """The number of nodes need not be a multiple of the number of Gaussians."""
-    torch.manual_seed(0)
     draws, basis = 20_000, GaussianBasis(2, 8, D, (0.2, 2.0), amplitude=0.5)
     mask, x = PopulationMask(basis, count), 0.6 * normal(1, 3, D)
     exact = mask.evaluate("softmax", x, normal(1, 1, D)).bias
