@@ -20,10 +20,9 @@ from ase.calculators.emt import EMT
 from ase.constraints import FixAtoms
 from ase.data import covalent_radii
 from ase.io import read, write
-from tiny_run import table
+from tiny_run import printed, table
 
 from molflt.adsorption import placements, ranked, sites, varied
-from molflt.commands.cli import main
 
 # Sites in the literature. pymatgen's AdsorbateSiteFinder also finds 4, 3, 4 and 4 sites for the
 # first four surfaces, but only sees the upper row of fcc(110).
@@ -157,8 +156,8 @@ def test_command_on_a_file_of_a_step(tmp_path: Path, capsys) -> None:
     slab, out = tmp_path / "slab.extxyz", tmp_path / "best.extxyz"
     write(slab, fcc211("Cu", (3, 2, 3), vacuum=8))
     words = ["adsorb", str(slab), "H2O", "--rotation=90", "--best=3", f"--out={out}"]
-    assert main([*words, "--relax=ase.calculators.emt:EMT", "--steps=2"]) == 0
-    assert "sites; best: " in capsys.readouterr().out
+    told = printed(capsys, *words, "--relax=ase.calculators.emt:EMT", "--steps=2").out
+    assert "sites; best: " in told
     rows, frames = table(out.with_suffix(".csv")), read(out, ":")
     energies = [float(row["energy_eV"]) for row in rows]
     assert energies == sorted(energies) and len(rows) > 50

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
-from tiny_run import SMALL, error_of, write_data
+from tiny_run import SMALL, error_of, printed, write_data
 
 from molflt import __version__, shipped
 from molflt.commands.cli import COMMANDS, Command, main, parser_of
@@ -55,8 +55,8 @@ def test_words_win_over_a_configuration(tmp_path) -> None:
 
 
 def test_a_printed_configuration_can_be_read(capsys, tmp_path) -> None:
-    assert main(["train", "--data.root=x", "--model.heads", "4", "--print-config"]) == 0
-    (tmp_path / "c.yaml").write_text(capsys.readouterr().out)
+    words = ("train", "--data.root=x", "--model.heads", "4", "--print-config")
+    (tmp_path / "c.yaml").write_text(printed(capsys, *words).out)
     assert parsed(f"train --config {tmp_path}/c.yaml")["model.heads"] == 4
 
 
@@ -81,17 +81,13 @@ def test_the_traceback_of_a_bug_is_written_or_shown(act, capsys, tmp_path, monke
     assert "molflt-error.log" in error_of(capsys, "act", status=1)
     assert "no such thing" in (tmp_path / "molflt-error.log").read_text()
     monkeypatch.setenv("MOLFLT_TRACEBACK", "1")
-    assert main(["act"]) == 1
-    assert "Traceback (most recent call last)" in capsys.readouterr().err
+    assert "Traceback (most recent call last)" in printed(capsys, "act", status=1).err
 
 
 def test_help_and_version(capsys) -> None:
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"molflt {__version__}\n"
-    assert main([]) == 0 == main(["--help"])
-    assert "evaluate" in capsys.readouterr().out
-    assert main(["data", "--help"]) == 0
-    out = capsys.readouterr().out
+    assert printed(capsys, "--version").out == f"molflt {__version__}\n"
+    assert "evaluate" in printed(capsys).out and "evaluate" in printed(capsys, "--help").out
+    out = printed(capsys, "data", "--help").out
     assert "convert" in out and "evaluate" not in out
 
 

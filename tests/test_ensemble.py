@@ -7,7 +7,7 @@ import pytest
 from ase.data import atomic_numbers
 from ase.io import read
 from matplotlib.figure import Figure
-from tiny_run import alone, error_of, table
+from tiny_run import alone, error_of, printed, table
 
 from molflt import plots
 from molflt.commands.cli import main
@@ -156,8 +156,7 @@ def test_predict_writes_spread_and_uncertainty(evaluated, runs, energy_data, tmp
     for suffix in (".json", ".extxyz"):
         out = tmp_path / f"out{suffix}"
         file = str(evaluated[0] / "uncertainty.json")
-        assert main([*words, "--out", str(out), "--calibration", file]) == 0
-        captured = capsys.readouterr()
+        captured = printed(capsys, *words, "--out", out, "--calibration", file)
         assert "uncertainty_eV" in captured.out and not captured.err
         if suffix == ".extxyz":
             rows = [atoms.info for atoms in read(out, ":")]
@@ -179,12 +178,11 @@ def test_predict_without_a_calibration_warns(evaluated, runs, energy_data, tmp_p
     kept = copy / "ensemble" / "uncertainty.json"
     kept.parent.mkdir()
     shutil.copy(evaluated[0] / "uncertainty.json", kept)
-    assert main([*words, str(runs[1])]) == 0
-    err = capsys.readouterr().err
+    err = printed(capsys, *words, runs[1]).err
     assert "belongs to other weights" in err and "spread_eV" in err
     assert "uncertainty_eV" not in table(out)[0]
-    more = [str(runs[1]), "--calibration", str(kept)]
-    assert "other weights (3 members; expected these 2)" in error_of(capsys, *words, *more)
+    line = error_of(capsys, *words, runs[1], "--calibration", kept)
+    assert "other weights (3 members; expected these 2)" in line
 
 
 def test_bad_members_get_one_line(runs, tmp_path, capsys) -> None:

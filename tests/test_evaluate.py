@@ -10,7 +10,7 @@ from ase.build import add_adsorbate, fcc111
 from ase.constraints import FixAtoms, FixBondLength
 from ase.io import read, write
 from safetensors.torch import load_file, save_file
-from tiny_run import alone, error_of, structures, table
+from tiny_run import alone, error_of, printed, structures, table
 
 from molflt.commands.cli import main
 from molflt.commands.evaluate import evaluate
@@ -184,9 +184,7 @@ def test_bad_structures(run, tmp_path, capsys) -> None:
     words = ["evaluate", str(run), "--splits", "val_id", "--data", str(path.parent)]
     words += ["--out", str(tmp_path), "--device", "cpu"]
     assert "sid 1002" in error_of(capsys, *words)
-    assert main([*words, "--skip-bad"]) == 0
-    captured = capsys.readouterr()
-    assert "1002" in captured.err
+    assert "1002" in printed(capsys, *words, "--skip-bad").err
     assert json.loads((tmp_path / "results.json").read_text())["val_id"]["n"] == 5
 
 
@@ -207,8 +205,7 @@ def test_predict_a_table(run, tmp_path, capsys) -> None:
     write(tmp_path / "in.extxyz", slabs())
     out = tmp_path / "new" / "out.csv"
     words = ["predict", str(run), str(tmp_path / "in.extxyz"), "--out", str(out)]
-    assert main([*words, "--device", "cpu"]) == 0
-    captured = capsys.readouterr()
+    captured = printed(capsys, *words, "--device", "cpu")
     assert "3 energies" in captured.out
     lines = captured.err.splitlines()
     assert "in.extxyz: N, Ni did" in lines[0] and "3 of 3" in lines[1] and len(lines) == 2
@@ -259,14 +256,13 @@ def test_structures_without_tags_are_refused_unless_forced(run, tmp_path, capsys
     words = ["predict", str(run), str(tmp_path / "in.extxyz"), f"--out={out}", "--batch_size=1"]
     told = error_of(capsys, *words)
     assert "no tags" in told and "--tags guess" in told and "--force" in told and not out.exists()
-    assert main([*words, "--force", "true"]) == 0
-    assert "no tags, unlike the training data (2 structures)" in capsys.readouterr().err
+    told = printed(capsys, *words, "--force", "true").err
+    assert "no tags, unlike the training data (2 structures)" in told
     assert [row["outside"].startswith("no tags") for row in table(out)] == [True, True, False]
     assert main([*words, "--skip_bad", "true"]) == 0
     assert [row["index"] for row in table(out)] == ["2"]
-    capsys.readouterr()
-    assert main([*words, "--tags", "guess"]) == 0
-    assert "1 adsorbate O, 4 surface, 4 subsurface atoms" in capsys.readouterr().err
+    told = printed(capsys, *words, "--tags", "guess").err
+    assert "1 adsorbate O, 4 surface, 4 subsurface atoms" in told
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -279,8 +275,7 @@ def test_comparison_with_published_predictions(run, energy_data, tmp_path, capsy
     target = StructureStore(energy_data / "val_id.safetensors").y_relaxed
     np.savez(others, name=[s.name for s in systems], rival=target + 0.25)
     words = ["evaluate", str(run), "--splits", "val_id", "--data", str(root), "--device", "cpu"]
-    assert main([*words, "--out", str(tmp_path), "--published", str(others)]) == 0
-    out = capsys.readouterr().out
+    out = printed(capsys, *words, "--out", tmp_path, "--published", others).out
     assert f"{len(store)} of {len(store)} systems" in out
     assert "published MAE" not in out
     ours = json.loads((tmp_path / "results.json").read_text())["val_id"]["mae_eV"]

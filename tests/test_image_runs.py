@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 from recipe_runs import SHAPES, SIDE, data_of, trained, words_of
-from tiny_run import logged, page_of, table
+from tiny_run import logged, page_of, printed, table
 
 import molflt
 from molflt.commands.cli import main
@@ -140,10 +140,9 @@ def test_all_ways_to_classify_agree(tmp_path: Path, capsys) -> None:
     (tmp_path / "images").mkdir()
     for i in (3, 60):
         Image.fromarray(pixels[i, 0].numpy()).save(tmp_path / "images" / f"{i:02d}.png")
-    capsys.readouterr()
     for source, places in ((tmp_path / "images", (3, 60)), (tmp_path / "images/03.png", (3,))):
-        assert main(["predict", str(run), str(source), "--device=cpu"]) == 0
-        said = list(csv.DictReader(capsys.readouterr().out.splitlines()))
+        said = printed(capsys, "predict", run, source, "--device=cpu").out
+        said = list(csv.DictReader(said.splitlines()))
         assert [row["image"] for row in said] == [f"{i:02d}.png" for i in places]
         assert [row["label"] for row in said] == [labels[i].name for i in places]
 

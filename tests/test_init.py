@@ -11,6 +11,7 @@ from tiny_run import (
     differences,
     last_state,
     logged,
+    printed,
     resume,
     start,
     structures,
@@ -142,8 +143,7 @@ def test_tensors_that_do_not_fit_are_recorded(others, source, tmp_path, capsys):
     more = ["--model.layers=1", "--model.radial_basis=8", "--model.ffn_dim=24"]
     more += ["--model.position_options.num_nodes=6", "--task.freeze", "embedding.*"]
     more += ["--task.warmup_steps=2", "--trainer.accelerator=cpu", f"--data.root={others}"]
-    assert main(["train", f"--config={file}", f"--run={run}", *STILL, *more]) == 0
-    said = capsys.readouterr().out
+    said = printed(capsys, "train", f"--config={file}", f"--run={run}", *STILL, *more).out
     found = record(run)
     assert found["new"]["embedding.radial.weight"]["why"] == "not in the source"
     assert any(one["why"].startswith("(16, 16)") for one in found["new"].values())
@@ -304,9 +304,7 @@ def test_elements_of_the_initial_weights_are_reported(tuned, shared_run, gold, t
     assert not any("not in training" in text for text in found["Au"])
     store = tmp_path / "copper.safetensors"
     write_store(store, of_elements({1: 29, 8: 29, 78: 44}, 2, 7))
-    capsys.readouterr()
-    assert main(["predict", str(tuned), str(store), f"--out={tmp_path / 'out.csv'}"]) == 0
-    told = capsys.readouterr().err
+    told = printed(capsys, "predict", tuned, store, f"--out={tmp_path / 'out.csv'}").err
     assert f"Cu not in training{SEEN} (2 structures)" in told and "Ru not in training (2" in told
     cells = [row["outside"] for row in table(tmp_path / "out.csv")]
     assert all(cell.startswith(f"Cu not in training{SEEN}; Ru not in training") for cell in cells)

@@ -5,7 +5,7 @@ import pytest
 from ase import Atoms
 from ase.io import write
 from test_own_data import STEPS, frames
-from tiny_run import error_of, start, table
+from tiny_run import error_of, inspected, printed, start, table
 
 import molflt
 from molflt.commands.cli import main
@@ -51,12 +51,10 @@ def test_a_folder_is_predicted_and_inspected(run, tmp_path, capsys) -> None:
     assert [row["index"] for row in rows] == ["0", "1", "2", "3"]
     assert [row["file"] for row in rows] == [str(tmp_path / "data" / name) for name in names]
     assert [int(row["natoms"]) for row in rows] == [len(one) for one in atoms]
-    capsys.readouterr()
-    assert main(["data", "inspect", str(tmp_path / "data"), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["systems"] == 4
+    assert inspected(capsys, tmp_path / "data")["systems"] == 4
     (tmp_path / "data" / NESTED[1]).write_text("no structure\n")
-    assert main([*words, "--force", "--skip-bad"]) == 0
-    assert "1 bad structure(s) left out" in capsys.readouterr().err
+    told = printed(capsys, *words, "--force", "--skip-bad").err
+    assert "1 bad structure(s) left out" in told
     assert [row["index"] for row in table(out)] == ["0", "2", "3"]
 
 

@@ -12,7 +12,16 @@ from ase.build import add_adsorbate, fcc111, molecule
 from ase.calculators.singlepoint import SinglePointCalculator
 from ase.io import iread, write
 from data.oc20_files import old_record, write_lmdb
-from tiny_run import arguments, error_of, start, structures, table, write_data
+from tiny_run import (
+    arguments,
+    error_of,
+    inspected,
+    printed,
+    start,
+    structures,
+    table,
+    write_data,
+)
 
 import molflt
 from molflt.commands.cli import main
@@ -103,11 +112,9 @@ def test_copies_of_training_in_validation_are_refused(tmp_path, capsys) -> None:
     write(tmp_path / "train.extxyz", frames())
     write(tmp_path / "val_id.extxyz", [atoms[order(len(atoms))] for atoms in copies])
     words = ["train", *arguments(tmp_path, tmp_path / "run", *STEPS)]
-    assert main(words) == 2
-    error = capsys.readouterr().err
+    error = printed(capsys, *words, status=2).err
     assert "8 of 9" in error and "--data.allow_duplicates" in error
-    assert main([*words, "--data.allow_duplicates=true"]) == 0
-    assert "8 of 9" in capsys.readouterr().err
+    assert "8 of 9" in printed(capsys, *words, "--data.allow_duplicates=true").err
 
 
 def test_ensembles_are_evaluated_on_structures_held_out_by_all_members(
@@ -198,11 +205,10 @@ def test_the_energy_is_the_entry_that_is_named(tmp_path, capsys) -> None:
         assert {"energy", "dft_energy"} <= set(dataset.unused)
         assert dataset.labels["forces"] == "forces"
     words = [str(tmp_path / "a.extxyz"), "--energy_key", "dft_energy"]
-    assert main(["data", "convert", *words[:1], str(tmp_path / "a.safetensors"), *words[1:]]) == 0
-    assert "unused labels: energy, REF_energy" in capsys.readouterr().out
+    told = printed(capsys, "data", "convert", words[0], tmp_path / "a.safetensors", *words[1:])
+    assert "unused labels: energy, REF_energy" in told.out
     assert open_dataset(tmp_path / "a.safetensors").y_relaxed.tolist() == [-7.0, -8.0, -9.0]
-    assert main(["data", "inspect", *words, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = inspected(capsys, *words)
     assert found["energies_eV"]["y_relaxed"]["max"] == -7.0
     assert found["labels_not_used"] == ["energy", "REF_energy"]
 
@@ -220,8 +226,7 @@ def test_folders_are_inspected_and_converted_whole(tmp_path, capsys) -> None:
     write_data(source, 4, 3)
     write(source / "val_ood_ads.extxyz", frames(2))
     (source / "made.json").write_text("{}")
-    assert main(["data", "inspect", str(source), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = inspected(capsys, source)
     counts = {name: each["systems"] for name, each in found["splits"].items()}
     assert counts == {"train": 4, "val_id": 3, "val_ood_ads": 2}
     assert found["others"] == ["made.json"]
@@ -263,12 +268,10 @@ def test_layers_of_ase_become_tags(layers: int, tmp_path, capsys) -> None:
         line = error_of(capsys, *words)
         assert "tags must be" in line and "read the file with --tags ase" in line
     else:  # read unchanged, with a warning
-        assert main(words) == 0
-        said = capsys.readouterr().err
+        said = printed(capsys, *words).err
         assert "tags of 1 of 1 structures look like the layer numbers of ase.build" in said
-    assert main([*words, "--tags", "ase"]) == 0
     counts = f"tags        subsurface {layers - 1}, surface 1, adsorbate 2"
-    assert counts in capsys.readouterr().out
+    assert counts in printed(capsys, *words, "--tags", "ase").out
 
 
 def test_other_tags_are_not_converted(tmp_path, capsys) -> None:

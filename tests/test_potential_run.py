@@ -18,7 +18,7 @@ from ase.constraints import (
     FixCartesian,
     FixScaled,
 )
-from tiny_run import argon, error_of, logged, page_of, random_potential, table
+from tiny_run import argon, error_of, logged, page_of, printed, random_potential, table
 
 import molflt
 from molflt import Calculator
@@ -135,8 +135,7 @@ def test_runs_of_relaxed_energies(copied_run, tmp_path, capsys):
     said = error_of(capsys, "relax", str(tmp_path / "a.xyz"), "--run", str(run))
     assert "--recipe potential" in said
     words = ["--splits", "val_id", "--relaxed", str(tmp_path / "moved"), "--device", "cpu"]
-    assert main(["evaluate", str(run), *words]) == 0
-    assert "ADwT / %" in capsys.readouterr().out
+    assert "ADwT / %" in printed(capsys, "evaluate", run, *words).out
     found = json.loads((run / "results.json").read_text())["val_id"]
     frames = ase.io.read(tmp_path / "moved" / "val_id.extxyz", ":")
     assert len(frames) == found["n"] == 13 and frames[0].info["sid"] == 1000
@@ -152,10 +151,7 @@ def test_relaxations(potential_run, tmp_path, capsys):
     out, steps = tmp_path / "b.extxyz", tmp_path / "steps"
     words = ["relax", str(tmp_path / "a.traj"), "--run", str(potential_run), "--device", "cpu"]
     words += ["--out", str(out), "--trajectories", str(steps)]
-    status = main([*words, "--fmax", "0.1"])
-    said = capsys.readouterr()
-    assert status == 0, said.err
-    assert "2 of 2 relaxations converged" in said.out
+    assert "2 of 2 relaxations converged" in printed(capsys, *words, "--fmax", "0.1").out
     frames = ase.io.read(out, ":")
     for frame in frames:
         assert frame.info["converged"] and np.abs(frame.get_forces()).max() < 0.1
@@ -164,8 +160,7 @@ def test_relaxations(potential_run, tmp_path, capsys):
     row = table(out.with_suffix(".csv"))[0]
     assert float(row["energy_eV"]) <= float(row["energy_before_eV"])
     assert len(list(steps.glob("*.traj"))) == 2
-    assert main([*words, "--fmax", "1e-9", "--steps", "2"]) == 3
-    said = capsys.readouterr()
+    said = printed(capsys, *words, "--fmax", "1e-9", "--steps", "2", status=3)
     assert "0 of 2 relaxations converged" in said.out
     assert "structure 1, sid 1, Ar2: not converged" in said.err
 
@@ -187,8 +182,8 @@ def test_relaxations_respect_and_keep_constraints(potential_run, tmp_path, capsy
     frames = constrained()
     ase.io.write(tmp_path / "a.traj", frames)
     words = ["relax", str(tmp_path / "a.traj"), "--run", str(potential_run), "--device", "cpu"]
-    assert main([*words, "--fmax=1e-9", "--steps=3", "--out", str(tmp_path / "b.traj")]) == 3
-    assert "constraints" not in capsys.readouterr().err
+    more = ("--fmax=1e-9", "--steps=3", "--out", tmp_path / "b.traj")
+    assert "constraints" not in printed(capsys, *words, *more, status=3).err
     found = ase.io.read(tmp_path / "b.traj", ":")
     for one, atoms in zip(found, frames, strict=True):
         assert one.constraints[0].todict() == atoms.constraints[0].todict()
@@ -221,8 +216,7 @@ def test_an_interruption_keeps_finished_relaxations(potential_run, tmp_path, mon
 
     monkeypatch.setattr("molflt.commands.relax.relax_atoms", interrupted)
     words = ["relax", str(tmp_path / "a.traj"), "--run", str(potential_run), "--device", "cpu"]
-    assert main([*words, "--out", str(out)]) == 130
-    assert f"{out} has 2 of 3" in capsys.readouterr().err
+    assert f"{out} has 2 of 3" in printed(capsys, *words, "--out", out, status=130).err
     assert [one.info["name"] for one in ase.io.read(out, ":")] == ["number 0", "number 1"]
     rows = table(out.with_suffix(".csv"))
     assert [row["index"] for row in rows] == ["0", "1"]

@@ -13,7 +13,7 @@ from ase.constraints import FixBondLengths, FixCartesian, FixedPlane
 from ase.io import write
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny_run import alone, error_of, table
+from tiny_run import alone, error_of, printed, table
 from torch_geometric.data import Batch
 
 import molflt
@@ -197,12 +197,11 @@ def test_predictions_with_the_shipped_model(exported, tmp_path, monkeypatch, cap
     write("in.extxyz", [atoms(), atoms("Au3PtO2H")])
     assert "include weights" in error_of(capsys, "predict", "in.extxyz")
     shutil.copytree(exported, tmp_path / "weights" / "game-net")
-    assert main(["predict", "in.extxyz", "--device", "cpu"]) == 0
-    printed = capsys.readouterr()
-    rows = printed.out.splitlines()
+    told = printed(capsys, "predict", "in.extxyz", "--device", "cpu")
+    rows = told.out.splitlines()
     assert rows[0] == "index,sid,formula,natoms,outside,energy_eV" and len(rows) == 3
     assert rows[1].startswith("0,0,HCu3O2Pt,7,,") and ",Au not in training," in rows[2]
-    assert f"molflt: game-net: {ABOUT}; trained on 40 systems of H, O, Cu, Pt" in printed.err
+    assert f"molflt: game-net: {ABOUT}; trained on 40 systems of H, O, Cu, Pt" in told.err
     energies = [one.energy for one in molflt.load("game-net").predict("in.extxyz")]
     assert energies == [float(row.split(",")[-1]) for row in rows[1:]]
 

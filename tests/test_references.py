@@ -9,7 +9,7 @@ from ase import Atoms
 from ase.io import write
 from safetensors.torch import load_file, save_file
 from tiny_run import arguments as tiny_arguments
-from tiny_run import error_of, logged, structures, table, train_potential, write_points
+from tiny_run import error_of, logged, printed, structures, table, train_potential, write_points
 from torch_geometric.data import Batch
 
 from molflt.commands.cli import main
@@ -77,8 +77,7 @@ def test_the_run_keeps_its_references(data, run) -> None:
 
 def test_predict_and_evaluate_give_total_energies(data, run, tmp_path, capsys) -> None:
     out = tmp_path / "out.csv"
-    assert main(["predict", str(run), str(data / "val_id.safetensors"), "--out", str(out)]) == 0
-    assert capsys.readouterr().err == ""
+    assert printed(capsys, "predict", run, data / "val_id.safetensors", "--out", out).err == ""
     labels = StructureStore(data / "val_id.safetensors").y_relaxed
     errors = [float(row["energy_eV"]) for row in table(out)] - labels
     best = min(logged(run, "val_mae_eV"))
@@ -110,13 +109,12 @@ def test_members_of_one_kind_of_totals_make_an_ensemble(data, run, tmp_path, cap
     assert not (tmp_path / "e").exists()
     assert main([*command, str(again)]) == 0
     file = str(data / "val_id.safetensors")
-    assert main(["predict", str(run), file, "--also", str(shifted)]) == 2
-    assert "train all members on energies of one kind" in capsys.readouterr().err
+    told = printed(capsys, "predict", run, file, "--also", shifted, status=2).err
+    assert "train all members on energies of one kind" in told
     atoms = Atoms("Cu3N", positions=np.eye(4, 3) * 2.5, cell=[8, 8, 20], pbc=True)
     atoms.set_tags([1, 1, 1, 2])
     write(tmp_path / "in.extxyz", atoms)
-    assert main(["predict", str(run), str(tmp_path / "in.extxyz"), "--also", str(again)]) == 0
-    said = capsys.readouterr().err
+    said = printed(capsys, "predict", run, tmp_path / "in.extxyz", "--also", again).err
     assert said.count("in.extxyz: no reference energy of N, which the training split") == 1
 
 
@@ -209,8 +207,7 @@ def test_predictions_name_or_skip_undescribed_structures(helium, tmp_path, capsy
     words = ["predict", str(run), str(file), "--out", str(out), "--device", "cpu"]
     assert "sid 206: " in error_of(capsys, *words)
     assert not out.exists()
-    assert main([*words, "--skip_bad"]) == 0
-    assert "sid 206: " in capsys.readouterr().err
+    assert "sid 206: " in printed(capsys, *words, "--skip_bad").err
     rows = table(out)
     assert [int(row["sid"]) for row in rows] == [200, 201, 202, 203, 204, 205, 207]
     assert [int(row["index"]) for row in rows] == [0, 1, 2, 3, 4, 5, 7]

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from tiny_run import error_of, last_state, page_of, start, structures, table
+from tiny_run import error_of, last_state, page_of, printed, start, structures, table
 
 from molflt.commands.cli import main
 from molflt.data.structures.store import write_store
@@ -206,9 +206,7 @@ def test_text_from_data_is_escaped(runs, tmp_path) -> None:
 
 
 def compare(capsys, *words):
-    capsys.readouterr()
-    assert main(["compare", *map(str, words)]) == 0
-    return capsys.readouterr().out
+    return printed(capsys, "compare", *words).out
 
 
 def rows_of(text):

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from ase.io import write
-from tiny_run import structures, table
+from tiny_run import printed, structures, table
 
 import molflt
 from molflt.commands.cli import main
@@ -92,8 +92,7 @@ def test_truncated_shards_are_named(out, keep, suffix) -> None:
 def test_merged_shards_equal_the_file_of_one_process(out, suffix, capsys) -> None:
     """The message names a shard with other rows."""
     out = out.with_suffix(suffix)
-    assert main(["merge", str(out)]) == 0
-    assert capsys.readouterr().out == f"{out}: 11 structures\n"
+    assert printed(capsys, "merge", out).out == f"{out}: 11 structures\n"
     assert out.read_bytes() == out.with_stem("whole").read_bytes()
     old, new, said = CHANGES[suffix]
     text = shard(out, 2).read_text()

@@ -11,7 +11,7 @@ import torch
 from recipe_runs import ORDERED, TOPICS, data_of, evaluated, trained
 from safetensors.torch import load_file, save_file
 from script_files import load_script
-from tiny_run import error_of, logged, page_of, table
+from tiny_run import error_of, logged, page_of, printed, table
 from token_files import write_folder
 
 import molflt
@@ -31,16 +31,10 @@ pytest.importorskip("tokenizers")
 pytest.importorskip("sacrebleu")
 
 
-def printed(capsys, *words: str) -> str:
-    capsys.readouterr()
-    assert main([*words]) == 0
-    return capsys.readouterr().out
-
-
 def predicted(capsys, run: Path, folder: Path, text: str) -> list[dict[str, str]]:
     """Returns the rows that ``molflt predict`` prints for a text."""
     (folder / "given.txt").write_text(f"{text}\n")
-    said = printed(capsys, "predict", str(run), str(folder / "given.txt"), "--device=cpu")
+    said = printed(capsys, "predict", run, folder / "given.txt", "--device=cpu").out
     return list(csv.DictReader(said.splitlines()))
 
 
@@ -85,17 +79,17 @@ def test_evaluation_counts_every_token_once(tmp_path) -> None:
 def test_generated_text(tmp_path, capsys) -> None:
     run = trained("language")
     words = ["--prompt=the cat", "--tokens=6", "--temperature=0"]
-    greedy = printed(capsys, "generate", str(run), *words)
+    greedy = printed(capsys, "generate", run, *words).out
     assert greedy.startswith("the cat sat on a mat")
-    words = ["generate", str(run), "--tokens=30", "--top-k=5"]
-    drawn = [printed(capsys, *words, f"--seed={seed}") for seed in (1, 1, 2)]
+    words = ["generate", run, "--tokens=30", "--top-k=5"]
+    drawn = [printed(capsys, *words, f"--seed={seed}").out for seed in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
     assert {*" ".join(drawn).split()} <= {*ORDERED, "<unk>"}
     model = molflt.load(run)
     model.save_pretrained(tmp_path / "writer")
     text = model.generate("the cat", tokens=12, seed=3)
     words = [str(tmp_path / "writer"), "--prompt=the cat", "--tokens=12", "--seed=3"]
-    assert printed(capsys, "generate", *words) == f"{text}\n"
+    assert printed(capsys, "generate", *words).out == f"{text}\n"
 
 
 def test_a_changed_vocabulary_is_refused(tmp_path, capsys) -> None:
@@ -322,12 +316,12 @@ def test_all_ways_to_translate_agree(tmp_path, capsys) -> None:
     expected = molflt.load(run).translate(lines)
     (tmp_path / "in.txt").write_text("\n".join(lines) + "\n")
     words = ["generate", str(run), "--file", str(tmp_path / "in.txt")]
-    assert printed(capsys, *words).splitlines() == expected
+    assert printed(capsys, *words).out.splitlines() == expected
     assert main(["export", str(run), str(tmp_path / "out"), "--about", "de-en"]) == 0
     words = ["generate", str(tmp_path / "out"), "--prompt", lines[0], "--beam", "5"]
-    assert printed(capsys, *words).strip() == expected[0]
+    assert printed(capsys, *words).out.strip() == expected[0]
     words = ["evaluate", str(run), "--data", str(files / "test"), f"--out={tmp_path}", "--beam=2"]
-    said = printed(capsys, *words)
+    said = printed(capsys, *words).out
     assert "sacrebleu nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp|version:" in said
     assert "beam 2" in said
 

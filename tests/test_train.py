@@ -16,6 +16,7 @@ from tiny_run import (
     header,
     last_state,
     logged,
+    printed,
     start,
     structures,
     table,
@@ -245,8 +246,7 @@ def test_default_names_have_a_date_and_are_unique(shared_data, tmp_path, monkeyp
 
 
 def test_info_describes_a_run(shared_run, shared_data, capsys) -> None:
-    assert main(["info", str(shared_run), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(printed(capsys, "info", shared_run, "--json").out)
     best = best_of(shared_run)
     assert best is not None and found["best"] == best._asdict()
     assert (found["recipe"], found["steps"], found["max_steps"]) == ("is2re", 8, 8)
@@ -257,5 +257,4 @@ def test_info_describes_a_run(shared_run, shared_data, capsys) -> None:
     assert found["parameters"] == sum(learned)
     for part in ("data", "model"):  # the text omits null
         found[part] = {key: value for key, value in found[part].items() if value is not None}
-    assert main(["info", str(shared_run)]) == 0
-    assert yaml.safe_load(capsys.readouterr().out) == found
+    assert yaml.safe_load(printed(capsys, "info", shared_run).out) == found

@@ -1,6 +1,7 @@
 """Small data and small models that train in seconds, and helpers for tests of runs."""
 
 import csv
+import json
 import os
 import subprocess
 import sys
@@ -190,11 +191,21 @@ def process(*words: str) -> subprocess.Popen[str]:
     )
 
 
-def error_of(capsys, *words: str, status: int = 2) -> str:
-    """Returns the one line that a failing command prints."""
+def printed(capsys, *words: object, status: int = 0):
+    """Runs a command, and returns what it writes to stdout and stderr, as `out` and `err`."""
     capsys.readouterr()
-    assert main([*words]) == status
-    (line,) = filter(str.strip, capsys.readouterr().err.splitlines())
+    assert main([*map(str, words)]) == status
+    return capsys.readouterr()
+
+
+def inspected(capsys, *words: object) -> dict:
+    """Returns the object that ``molflt data inspect --json`` prints."""
+    return json.loads(printed(capsys, "data", "inspect", *words, "--json").out)
+
+
+def error_of(capsys, *words: object, status: int = 2) -> str:
+    """Returns the one line that a failing command prints."""
+    (line,) = filter(str.strip, printed(capsys, *words, status=status).err.splitlines())
     assert line.startswith("molflt: error: ")
     return line.removeprefix("molflt: error: ")
 

@@ -6,6 +6,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from oc20_files import old_record, write_lmdb
+from tiny_run import error_of, printed
 
 from molflt.commands.cli import main
 from molflt.data.structures import download as module
@@ -101,15 +102,14 @@ def get(server, directory, splits=("10k/train", "val_id"), **options):
 def test_only_wanted_splits_are_unpacked_and_readable(server, tmp_path, capsys):
     target = tmp_path / "oc20"
     words = ["data", "download", "oc20-is2re", str(target), "--splits", "10k/train", "val_id"]
-    assert main([*words, "--base_url", server.url, "--md5", md5(server.content)]) == 0
+    out = printed(capsys, *words, "--base_url", server.url, "--md5", md5(server.content)).out
+    assert "0 bytes of it already here" in out and f"free in {target}" in out
     files = sorted(str(p.relative_to(target)) for p in target.rglob("*") if p.is_file())
     assert files == ["is2re/10k/train/data.lmdb", "is2re/all/val_id/data.lmdb"]
     assert [r.sid for r in open_dataset(split_path(target, "train"))] == [1000, 1001]
     assert [r.sid for r in open_dataset(split_path(target, "val_id"))] == [1010, 1011]
-    out = capsys.readouterr().out
-    assert "0 bytes of it already here" in out and f"free in {target}" in out
-    assert main([*words, "--base_url", server.url]) == 0
-    assert "already has 10k/train, all/val_id" in capsys.readouterr().out
+    out = printed(capsys, *words, "--base_url", server.url).out
+    assert "already has 10k/train, all/val_id" in out
     assert len(server.asked) == 1
 
 
@@ -156,9 +156,8 @@ def test_game_net_is_fetched_resumed_and_compared(server, tmp_path, capsys):
     sums = ["--base_url", server.url, "--md5", md5(server.content).upper()]
     words = ["data", "download", "game-net", str(tmp_path)]
     server.cut = [2000] + [0] * module._ATTEMPTS
-    assert main([*words, *sums]) == 2
-    assert "run the same command again" in capsys.readouterr().err
+    assert "run the same command again" in printed(capsys, *words, *sums, status=2).err
     assert main([*words, *sums]) == 0
     assert path.read_bytes() == server.content and server.asked[-1] == "bytes=2000-"
-    assert main([*words, "--base_url", server.url]) == 2  # exists, but is not official
-    assert f"{path}: expected md5 {GAME_NET.md5}; got" in capsys.readouterr().err
+    line = error_of(capsys, *words, "--base_url", server.url)  # exists, but is not official
+    assert f"{path}: expected md5 {GAME_NET.md5}; got" in line

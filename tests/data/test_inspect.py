@@ -1,4 +1,3 @@
-import json
 import math
 from itertools import product
 
@@ -8,8 +7,8 @@ import torch
 from ase import Atoms
 from ase.calculators.singlepoint import SinglePointCalculator
 from oc20_files import old_record, record, same, write_lmdb
+from tiny_run import error_of, inspected, printed
 
-from molflt.commands.cli import main
 from molflt.data.structures import open_dataset
 from molflt.data.structures.datamodule import IS2REData
 from molflt.data.structures.overlaps import (
@@ -22,32 +21,23 @@ from molflt.data.structures.records import make_record
 from molflt.data.structures.store import write_store
 
 
-def as_json(capsys, *words):
-    assert main(["data", "inspect", *map(str, words), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)  # one object and nothing else
-    assert isinstance(found, dict)
-    return found
-
-
 def test_an_lmdb_is_inspected_and_converted(tmp_path, capsys):
     """Bad records are listed or left out."""
     content = {str(i): old_record(i) for i in range(5)}
     content |= {"1": old_record(1, y_relaxed=math.nan), "3": b"damaged"}
     content |= {"2": old_record(2, fixed=torch.ones(7))}  # fixed atoms do not count
     path, store = write_lmdb(tmp_path / "data.lmdb", content), tmp_path / "out" / "a.safetensors"
-    found = as_json(capsys, path)
+    found = inspected(capsys, path)
     assert (found["systems"], found["atoms_total"], found["with_labels"]) == (3, 21, 3)
     assert found["tags"] == {"subsurface": 9, "surface": 6, "adsorbate": 6}
     assert [item["name"] for item in found["left_out"]] == [f"{path}: key '{i}'" for i in (1, 3)]
     original = open_dataset(path, skip_bad=True)
-    assert as_json(capsys, path, "--limit", 1)["systems"] == 1
-    assert main(["data", "convert", str(path), str(store), "--limit=4", "--skip_bad"]) == 0
-    told = capsys.readouterr()
-    assert "left out" in told.err and "sid 1001" in told.err
+    assert inspected(capsys, path, "--limit", 1)["systems"] == 1
+    told = printed(capsys, "data", "convert", path, store, "--limit=4", "--skip_bad").err
+    assert "left out" in told and "sid 1001" in told
     for index, item in enumerate(open_dataset(store)):
         same(original[index], item)
-    assert main(["data", "convert", str(store), str(store), "--limit=2"]) == 2
-    assert "is also the input" in capsys.readouterr().err
+    assert "is also the input" in error_of(capsys, "data", "convert", store, store, "--limit=2")
 
 
 def test_warnings(tmp_path, capsys):
@@ -56,7 +46,7 @@ def test_warnings(tmp_path, capsys):
     strange = [record(0, tags=None), record(1, y_relaxed=None), record(2, tags=one_tag)]
     strange.append(record(3, pos_relaxed=None, sid=1002))
     write_store(path, strange)
-    found = as_json(capsys, path)
+    found = inspected(capsys, path)
     assert found["with_labels"] == 3 and found["with_relaxed_positions"] == 3
     text = "\n".join(found["warnings"])
     for words in (
@@ -69,10 +59,10 @@ def test_warnings(tmp_path, capsys):
         assert words in text
     assert len(found["warnings"]) == 5
     write_store(path, [record(i) for i in range(3)])
-    found = as_json(capsys, path)
+    found = inspected(capsys, path)
     assert found["warnings"] == [] and found["energies_look_like"] == "adsorption"
     write_store(path, [record(i, y_relaxed=e) for i, e in enumerate((-35.0, -42.0))])  # 7 atoms
-    (text,) = as_json(capsys, path)["warnings"]
+    (text,) = inspected(capsys, path)["warnings"]
     assert text.startswith("total energies") and "is 5.5 eV per atom" in text
 
 
@@ -83,7 +73,7 @@ def test_structures_that_are_there_twice(tmp_path, capsys):
     moved.pos = moved.pos + 1e-3
     write_store(tmp_path / "train.safetensors", [one, two, record(0, y_relaxed=-1.0)])
     write_store(tmp_path / "val_id.safetensors", [moved, two])
-    splits = as_json(capsys, tmp_path)["splits"]
+    splits = inspected(capsys, tmp_path)["splits"]
     text = "\n".join(splits["train"]["warnings"])
     assert "repeated structures: 1 of 3 systems have the elements" in text
     (warning,) = splits["val_id"]["warnings"]
@@ -95,16 +85,14 @@ def test_forces_and_stress_are_counted(tmp_path, capsys):
     for atoms in frames[:2]:
         atoms.calc = SinglePointCalculator(atoms, energy=-1.0, forces=np.ones((2, 3)))
     ase.io.write(tmp_path / "co.extxyz", frames)
-    found = as_json(capsys, tmp_path / "co.extxyz")
+    found = inspected(capsys, tmp_path / "co.extxyz")
     assert found["with_forces"] == 2 and found["with_stress"] == 0
-    assert main(["data", "inspect", str(tmp_path / "co.extxyz")]) == 0
-    told = capsys.readouterr().out
+    told = printed(capsys, "data", "inspect", tmp_path / "co.extxyz").out
     assert "forces      1.732 to 1.732 eV/Å, mean 1.732, median 1.732 (magnitudes)\n" in told
     crystal = Atoms("Cu", cell=[2, 2, 2], pbc=True)
     crystal.calc = SinglePointCalculator(crystal, energy=-1.0, stress=[-0.125, 0, 0, 0, 0, 0.01])
     ase.io.write(tmp_path / "cu.extxyz", crystal)
-    assert main(["data", "inspect", str(tmp_path / "cu.extxyz")]) == 0
-    told = capsys.readouterr().out
+    told = printed(capsys, "data", "inspect", tmp_path / "cu.extxyz").out
     assert "stress      -0.12500 to 0.01000 eV/Å^3, mean -0.01167, median 0.00000 (comp" in told
 
 
@@ -113,12 +101,11 @@ def test_other_properties_are_not_judged_as_energies(tmp_path, capsys):
     gaps = [7.5, 9.0, 25.0, 0.5]
     frames = [Atoms("H2", draw.normal(size=(2, 3)), info={"gap": gap}) for gap in gaps]
     ase.io.write(path, frames)
-    found = as_json(capsys, path, "--energy_key", "gap")
+    found = inspected(capsys, path, "--energy_key", "gap")
     assert (found["recipe"], found["label"], found["with_labels"]) == ("is2re", "gap", 4)
     assert found["energies_look_like"] == "unknown" and found["energies_per_atom_eV"] is None
     assert not [text for text in found["warnings"] if "energies" in text or "forces" in text]
-    assert main(["data", "inspect", str(path), "--energy_key", "gap"]) == 0
-    told = capsys.readouterr().out
+    told = printed(capsys, "data", "inspect", path, "--energy_key", "gap").out
     assert "potential" not in told and "gap         0.500 to 25.000, mean 10.500" in told
     data = IS2REData(path, energy_key="gap", val_fraction=0.5)  # not limited to 20
     data.refuse_totals()
@@ -166,13 +153,12 @@ def test_overlapping_atoms_are_reported(tmp_path, capsys) -> None:
     path = tmp_path / "mine.safetensors"
     write_store(path, records)
     told = "coinciding atoms: 2 of 4 systems have two atoms closer than 0.1 Å, for instance sid 2"
-    assert any(text.startswith(told) for text in as_json(capsys, path)["warnings"])
-    assert main(["predict", str(path), "--device=cpu"]) == 0
+    assert any(text.startswith(told) for text in inspected(capsys, path)["warnings"])
     words = "2 of 4 structures have two atoms closer than 0.1 Å, for instance sid 2; their energies"
-    assert capsys.readouterr().err.count(words) == 1
+    assert printed(capsys, "predict", path, "--device=cpu").err.count(words) == 1
     out = tmp_path / "out.safetensors"
-    assert main(["data", "convert", str(path), str(out)]) == 0 and len(open_dataset(out)) == 4
-    assert capsys.readouterr().err.count(f"molflt: warning: {path}: {words}") == 1
+    told = printed(capsys, "data", "convert", path, out).err
+    assert told.count(f"molflt: warning: {path}: {words}") == 1 and len(open_dataset(out)) == 4
 
 
 def test_structures_of_two_charges_differ() -> None:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from ase.geometry import find_mic
 from oc20_files import SHARED, fields, old_record, same, write_lmdb
+from tiny_run import error_of
 
-from molflt.commands.cli import main
 from molflt.data.structures import open_dataset
 from molflt.data.structures.lmdb_file import LmdbFile
 from molflt.data.structures.records import make_record
@@ -88,8 +88,8 @@ def test_damaged_pages_are_named_or_left_out(tmp_path, capsys):
     assert len(leaves) > 1
     struct.pack_into("<H", content, 4096 * leaves[0] + 10, 8)
     path.write_bytes(content)
-    assert main(["data", "convert", str(path), str(tmp_path / "a.safetensors")]) == 2
-    assert "the LMDB is damaged: page" in capsys.readouterr().err
+    line = error_of(capsys, "data", "convert", path, tmp_path / "a.safetensors")
+    assert "the LMDB is damaged: page" in line
     kept = open_dataset(path, skip_bad=True)
     assert 0 < len(kept) < 200 and len(kept) + len(kept.bad) == 200
     assert all("the LMDB is damaged: page" in reason for _, reason in kept.bad)

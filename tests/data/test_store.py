@@ -1,4 +1,3 @@
-import json
 import pickle
 import re
 from pathlib import Path
@@ -10,6 +9,7 @@ import torch
 from oc20_files import old_record, record, same, write_lmdb
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
+from tiny_run import error_of, inspected, printed
 from torch_geometric.loader import DataLoader
 
 from molflt.commands.cli import main
@@ -111,16 +111,14 @@ def test_structures_of_other_writers_are_checked(store, changes, index, message)
 
 
 def test_a_changed_byte_is_found_by_whoever_reads(store, tmp_path, capsys):
-    assert main(["data", "inspect", str(store)]) == 0
-    assert "digest      correct" in capsys.readouterr().out
+    assert "digest      correct" in printed(capsys, "data", "inspect", store).out
     content = bytearray(store.read_bytes())
     content[-3] ^= 1
     store.write_bytes(content)
     message = f"{store}: damaged since it was written"
     copy = tmp_path / "copy.safetensors"
     for words in (["inspect", str(store)], ["convert", str(store), str(copy)]):
-        assert main(["data", *words]) == 2
-        assert message in capsys.readouterr().err
+        assert message in error_of(capsys, "data", *words)
     assert not copy.exists()
     for read in (
         lambda: open_structures(store, skip_bad=False),
@@ -166,8 +164,7 @@ def test_a_new_source_is_a_class_and_a_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(SOURCES, Diatomics.kind, Diatomics)
     assert open_dataset(path).y_relaxed.tolist() == [-4.5, -11.1, -9.8]
     assert split_path(tmp_path, "train") == path
-    assert main(["data", "inspect", str(path), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = inspected(capsys, path)
     assert found["atoms_total"] == 6 and found["elements"] == {"H": 2, "C": 1, "N": 2, "O": 1}
     assert main(["data", "convert", str(path), str(tmp_path / "val_id.safetensors")]) == 0
     data = IS2REData(tmp_path, batch_size=3)
