@@ -17,6 +17,7 @@ from molflt.attention import (
     NODES,
     POSITIONS,
     SPECTRA,
+    Attention,
     Position,
     Spectrum,
     Stack,
@@ -190,6 +191,15 @@ def make_stack(
     return stack.double().eval()
 
 
+def copy_attention(theirs: nn.MultiheadAttention, ours: Attention) -> None:
+    """Copies weights into PyTorch's attention."""
+    parts = ours.to_query, ours.to_key, ours.to_value
+    with torch.no_grad():
+        theirs.in_proj_weight.copy_(torch.cat([part.weight for part in parts]))
+        theirs.in_proj_bias.copy_(torch.cat([part.bias for part in parts]))
+    theirs.out_proj.load_state_dict(ours.to_out.state_dict())
+
+
 def refine(stack: Stack, x: Tensor, r: Tensor, **others: Any) -> Tensor:
     """Returns the outputs of a stack; positions are passed only if it has an encoding."""
     return stack(x, None if stack.position is None else r, **others)
@@ -347,16 +357,17 @@ def check_decoding(combination: Combination, **options: Any) -> None:
         out, state = stack.decode(x[:, part], places, state)
         outs.append(out)
         if part.start >= 5:
-            sizes.add(sum(y.numel() for block in state.blocks for y in _tensors(block)))
+            sizes.add(count_numbers(state.blocks))
     expected = refine(stack, x, r)
     torch.testing.assert_close(torch.cat(outs, dim=1), expected, **EXACT)
     assert len(sizes) == 1 or combination.mixing == "softmax"
 
 
-def _tensors(state: Any) -> list[Tensor]:
+def count_numbers(state: Any) -> int:
+    """Counts the numbers in all tensors of nested states."""
     if state is None:  # no mask of keys
-        return []
-    return [state] if isinstance(state, Tensor) else [t for part in state for t in _tensors(part)]
+        return 0
+    return state.numel() if isinstance(state, Tensor) else sum(map(count_numbers, state))
 
 
 def check_weights(combination: Combination) -> None:
@@ -405,8 +416,7 @@ def check_compile(module: nn.Module, case: str, backend: str = "aot_eager") -> N
         tokens = x.clone().requires_grad_()
         out = call(tokens, r, key_mask=mask)[mask]
         found.append((out, torch.autograd.grad(out.square().sum(), tokens)[0]))
-    for compiled, eager in zip(*found[::-1], strict=True):
-        torch.testing.assert_close(compiled, eager, **EXACT)
+    torch.testing.assert_close(*found[::-1], **EXACT)
 
 
 def suite(combination: Combination) -> list[Callable[[Combination], None]]:

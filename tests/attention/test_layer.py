@@ -22,11 +22,7 @@ from molflt.attention.layer import Scaling
 def test_softmax_is_attention_of_torch():
     ours = Attention(12, 3, mixing="softmax").double()
     theirs = torch.nn.MultiheadAttention(12, 3, batch_first=True).double()
-    parts = ours.to_query, ours.to_key, ours.to_value
-    with torch.no_grad():
-        theirs.in_proj_weight.copy_(torch.cat([part.weight for part in parts]))
-        theirs.in_proj_bias.copy_(torch.cat([part.bias for part in parts]))
-    theirs.out_proj.load_state_dict(ours.to_out.state_dict())
+    contract.copy_attention(theirs, ours)
     x = 3 * torch.randn(2, 7, 12, dtype=torch.float64)
     mask = torch.arange(7) < torch.tensor([[7], [4]])
     expected, weights = theirs(x, x, x, key_padding_mask=~mask, average_attn_weights=False)

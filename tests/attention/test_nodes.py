@@ -38,10 +38,10 @@ def unit_gaussian(heads: int = 1, dim: int = 3) -> Gaussian:
     return kernel
 
 
-@torch.no_grad()
-def sampled(spectrum, nodes, z):
+def sampled(spectrum, nodes, z, of_graph: GraphNodes | None = None):
     """Returns the mask computed from factors: differences (n, l) -> (heads, n)."""
-    left, right = SpectralPosition(spectrum, nodes).factors(z[None], torch.zeros_like(z[None, :1]))
+    position = SpectralPosition(spectrum, nodes)
+    left, right = position.factors(z[None], torch.zeros_like(z[None, :1]), of_graph)
     return (left @ right.mT)[0, :, :, 0]
 
 
@@ -53,6 +53,7 @@ def ball_pairs(count: int, radius: float, seed: int = 0):
     return points[:count] - points[count:]
 
 
+@torch.no_grad()
 def rms_error(spectrum, nodes, z) -> float:
     error = sampled(spectrum, nodes, z) - spectrum.mask(z[None])[0]
     return error.square().mean().sqrt().item()
@@ -77,9 +78,7 @@ def test_shells_are_the_mask_and_its_gradients(dim, radial):
     count = 40 if radial == "gauss" else 24
     nodes = ShellNodes(3.0, 1.4, count, dim, radial, degrees=[53] * count)
     z = ball_pairs(12, 1.5, seed=1)[:, :dim].contiguous().requires_grad_()
-    position = SpectralPosition(basis, nodes)
-    left, right = position.factors(z[None], torch.zeros_like(z[None, :1]))
-    got, exact = (left @ right.mT)[0, :, :, 0], basis.mask(z[None])[0]
+    got, exact = sampled(basis, nodes, z), basis.mask(z[None])[0]
     torch.testing.assert_close(got, exact, **EXACT)
     parameters = (z, *basis.parameters())
     gradients = [torch.autograd.grad(f.square().sum(), parameters) for f in (got, exact)]
@@ -122,11 +121,8 @@ def test_one_node_replaces_two_antipodes_for_any_spectrum():
     xi, weights = nodes()
     naive = weights * mixture.spectrum(xi)
     assert (naive - weights * hermitian(mixture, xi)).abs().max() > 1e-3
-    position = SpectralPosition(mixture, GaussianNodes(2, 1))
-    left, right = position.factors(
-        z[None], torch.zeros_like(z[None, :1]), nodes=GraphNodes(xi, weights)
-    )
-    torch.testing.assert_close((left @ right.mT)[0, :, :, 0], exact, rtol=1e-8, atol=1e-8)
+    found = sampled(mixture, GaussianNodes(2, 1), z, GraphNodes(xi, weights))
+    torch.testing.assert_close(found, exact, rtol=1e-8, atol=1e-8)
 
 
 @pytest.mark.parametrize("dim", [1, 3])
@@ -138,8 +134,7 @@ def test_weighted_shells_sampled_at_their_nodes_are_the_exact_mask(dim):
     )
     z = ball_pairs(12, 2.0)[:, :dim].contiguous().requires_grad_()
     exact = weights.mask(z[None])[0]
-    left, right = SpectralPosition(weights, shells).factors(z[None], torch.zeros(1, 1, dim))
-    got = (left @ right.mT)[0, :, :, 0]
+    got = sampled(weights, shells, z)
     torch.testing.assert_close(got, exact, **EXACT)
     leaves = z, weights.amplitude
     slopes = [torch.autograd.grad(mask.square().sum(), leaves) for mask in (got, exact)]
@@ -163,19 +158,15 @@ def random_position(heads: int, nodes: int, seed: int = 0) -> SpectralPosition:
     return position.double()
 
 
-def estimate(position: SpectralPosition, r: torch.Tensor) -> torch.Tensor:
-    left, right = position.factors(r[None], r[None])
-    return (left @ right.transpose(-1, -2))[0]
-
-
 def test_zero_spectrum_has_a_gradient():
     """Two square roots as factors would have no gradient, and the mask could not learn."""
     position = random_position(2, 8)
     with torch.no_grad():
         position.spectrum.amplitude.zero_()
-    r = torch.randn(5, 3, dtype=torch.float64)
-    assert estimate(position, r).abs().max() == 0
-    (estimate(position, r) * torch.randn(2, 5, 5, dtype=torch.float64)).sum().backward()
+    z = torch.randn(5, 3)
+    mask = sampled(position.spectrum, position.nodes, z)
+    assert mask.abs().max() == 0
+    (mask * torch.randn(2, 5)).sum().backward()
     grad = position.spectrum.amplitude.grad
     assert torch.isfinite(grad).all() and grad.abs().max() > 0
 

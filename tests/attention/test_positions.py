@@ -17,14 +17,6 @@ from molflt.attention.positions.stochastic import ConvSPE, SineSPE
 HEADS = 2
 
 
-def line(tokens):
-    return contract.line(tokens)[None]
-
-
-def cells(tokens):
-    return contract.cells(tokens)[None]
-
-
 def large(position: Position) -> Position:
     """Returns a float64 position with a table of order one."""
     with torch.no_grad():
@@ -43,10 +35,10 @@ def smooth(position: LowRankPosition) -> LowRankPosition:
 
 def toeplitz_case(name):
     if name == "2d":
-        return large(ToeplitzPosition(HEADS, shape=contract.GRID)), cells
+        return large(ToeplitzPosition(HEADS, shape=contract.GRID)), contract.cells
     kinds = {"1d": ToeplitzPosition, "bucketed": BucketedPosition}
     options = {"1d": {"max_tokens": 20}, "bucketed": {"num_buckets": 8, "max_distance": 10}}
-    return large(kinds[name](HEADS, **options[name])), line
+    return large(kinds[name](HEADS, **options[name])), contract.line
 
 
 @pytest.mark.parametrize(
@@ -55,7 +47,7 @@ def toeplitz_case(name):
 @pytest.mark.parametrize("name", ["1d", "2d", "bucketed"])
 def test_kernel_and_bias_are_one_function_of_the_offset(name, queries, keys):
     position, places = toeplitz_case(name)
-    query_positions, key_positions = places(queries), places(keys)
+    query_positions, key_positions = places(queries)[None], places(keys)[None]
     bias = position("softmax", query_positions, key_positions).bias
     assert bias.shape == (1, HEADS, queries, keys)
     for mixing in ("linear", "quadratic"):
@@ -66,7 +58,7 @@ def test_kernel_and_bias_are_one_function_of_the_offset(name, queries, keys):
 
 def test_bias_on_a_grid_is_the_entry_of_both_offsets():
     position = large(ToeplitzPosition(HEADS, shape=(3, 4)))
-    r = cells(12)
+    r = contract.cells(12)[None]
     order = torch.randperm(12, generator=torch.Generator().manual_seed(1))
     bias = position("softmax", r[:, order], r).bias
     for i, place in enumerate(order.tolist()):
@@ -80,7 +72,7 @@ def test_bias_on_a_grid_is_the_entry_of_both_offsets():
 @pytest.mark.parametrize("mixing", ["linear", "quadratic"])
 def test_tokens_off_the_grid_are_refused(name, mixing):
     position, places = toeplitz_case(name)
-    r = places(8)
+    r = places(8)[None]
     gap = torch.cat((r[:, :5], r[:, 5:] + 1), dim=1)
     for other in (r.flip(1), gap, torch.cat((r, r.flip(1))), r.where(r != 3, torch.nan)):
         with pytest.raises(ValueError, match="grid"):

@@ -1,7 +1,7 @@
 import copy
+import itertools
 import re
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from graph_cases import (
     DIM,
     FEW,
     HEADS,
+    PBC,
     TRICLINIC,
     Graph,
     close,
@@ -220,18 +221,10 @@ SHAPES = [[5, 7], [3, 4, 9], [2, 2], [11, 1, 2, 6], [8, 3, 2, 5, 4]]
 
 
 def arguments_of(sizes_of_graphs: list[int], periodic: bool) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(len(sizes_of_graphs))
-    graphs, atoms = len(sizes_of_graphs), sum(sizes_of_graphs)
-    random = partial(torch.rand, generator=generator, dtype=torch.float64)
-    given = {
-        "x": random(atoms, DIM),
-        "pos": 4 * random(atoms, 3),
-        "batch": torch.arange(graphs).repeat_interleave(torch.tensor(sizes_of_graphs)),
-    }
-    if periodic:
-        given["cell"] = 4 * torch.eye(3, dtype=torch.float64) + random(graphs, 3, 3)
-        given["pbc"] = random(graphs, 3) > 0.3
-    return given
+    """Returns a crystal, a slab, a molecule and so on."""
+    each = zip(itertools.cycle(PBC), sizes_of_graphs, strict=False)
+    given = collated([graph(kind, atoms) for kind, atoms in each])
+    return {name: given[name] for name in ("x", "pos", "batch", *("cell", "pbc")[: 2 * periodic])}
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -264,9 +257,7 @@ def test_one_exported_program_for_all_sizes():
 
 
 ROUNDING = {"rtol": 1e-12, "atol": 1e-12}
-EACH = [
-    kind for kind in kinds("linear", "quadratic", "softmax", "auto") if kind.nodes == "gaussian"
-]
+EACH = [kind for kind in ALL if kind.nodes == "gaussian"]
 
 
 def in_classes(monkeypatch, compute: Callable[[], list[Tensor]]) -> list[list[Tensor]]:

@@ -75,7 +75,6 @@ def exported(tmp_path_factory):
 
 
 def structures(*sizes: int) -> list[Atoms]:
-    torch.manual_seed(0)
     found = []
     for size in sizes:
         atoms = Atoms([29] * (size - 1) + [8], 2 * torch.rand(size, 3) * size**0.5, pbc=True)

@@ -19,7 +19,6 @@ CUTOFF = 4.0
 
 
 def messages(layers: int = 2) -> EquivariantMessages:
-    torch.manual_seed(3)
     return EquivariantMessages(8, layers, CUTOFF).double()
 
 
@@ -115,9 +114,8 @@ def test_matrices_sum_as_pairs_do_and_as_pieces_of_them(monkeypatch):
     of_pairs = both()
     monkeypatch.setattr(near, "_MANY", 4)
     monkeypatch.setattr(near, "_PIECE", 5)
-    for one, other, pieces in zip(of_matrices, of_pairs, both(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
-        torch.testing.assert_close(one, pieces, rtol=1e-10, atol=1e-10)
+    for found in (of_pairs, both()):
+        torch.testing.assert_close(found, of_matrices, rtol=1e-10, atol=1e-10)
 
 
 @torch.no_grad()

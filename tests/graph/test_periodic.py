@@ -3,14 +3,13 @@ from functools import partial
 
 import pytest
 import torch
-from graph.test_regressor import structure
+from graph.test_regressor import changed, structure
 from graph_cases import (
     ALL,
     DIM,
     EXACT,
     FEW,
     HEADS,
-    Graph,
     Kind,
     close,
     collated,
@@ -42,7 +41,6 @@ CUTOFF = 8.0
 
 
 def imaged(**options) -> GraphAttention:
-    torch.manual_seed(0)
     return GraphAttention(DIM, HEADS, periodic="images", image_cutoff=CUTOFF, **options).double()
 
 
@@ -118,18 +116,31 @@ def test_weights_of_images():
     torch.testing.assert_close(found, expected.double().expand(2), rtol=0, atol=1e-6)
 
 
-def test_images_of_all_atoms_equal_brute_force():
-    """Includes atoms that are several cells away from other atoms."""
-    given = graph("slab", 12)
-    pos = 2 * given.pos
-    dense = Images(4.0).dense(Geometry.of(pos, cell=given.cell, pbc=given.pbc))
-    found = dense.key_positions[0, 12:][dense.key_mask[0, 12:]]
-    steps = torch.cartesian_prod(*[torch.arange(-9.0, 10)] * 2, torch.zeros(1)).double()
-    shifts = (steps @ given.cell)[(steps != 0).any(dim=1)]
-    places = (pos - pos.mean(dim=0) + shifts[:, None]).flatten(0, 1)
-    expected = places[torch.cdist(places, pos - pos.mean(dim=0)).amin(dim=1) < 4.0]
-    assert len(found) == len(expected) > 12
-    assert torch.cdist(found, expected).amin(dim=0).max() < 1e-6
+def test_images_equal_brute_force():
+    """Includes one periodic axis, and atoms that are several cells away from other atoms."""
+    tagged, bare, film = structure(9, 3), structure(9, 3, tags=False), graph("slab", 12)
+    one_axis = changed(tagged, pbc=torch.tensor([[True, False, False]]))
+    far = {"pos": 2 * film.pos, "cell": film.cell[None], "pbc": film.pbc[None]}
+    far = changed(structure(12, 5, tags=False), **far)
+    for given, cutoff in ((tagged, 7.0), (bare, 7.0), (one_axis, 7.0), (far, 4.0)):
+        geometry = Geometry.of_data(Batch.from_data_list([given, structure(4, 1)]))
+        geometry = geometry._replace(tags=None) if given is far else geometry
+        reach = 9.0 if given is far else 1.0  # with tags, only the nearest cells in the plane count
+        dense = Images(cutoff).dense(geometry)
+        ads = given.tags == 2
+        centers, sources = (ads, ~ads) if ads.any() else (ads | True, ads | True)
+        steps = torch.cartesian_prod(*[torch.arange(-reach, reach + 1)] * 2) * given.pbc[0, :2]
+        shifts = steps.unique(dim=0).double() @ given.cell[0, :2]
+        places = given.pos + shifts[shifts.any(dim=1), None]
+        near = torch.cdist(places, given.pos[centers]).amin(dim=2) < cutoff
+        atoms, expected = (near & sources).nonzero()[:, 1], places[near & sources]
+        real = dense.key_mask[0].clone()
+        real[: dense.mask.shape[1]] = False
+        found = dense.key_positions[0][real] + given.pos.mean(dim=0)
+        nearest = torch.cdist(found, expected).argmin(dim=1)
+        assert len(found) == len(expected) == len(nearest.unique()) > 0
+        torch.testing.assert_close(found, expected[nearest], rtol=0, atol=1e-9)
+        assert torch.equal(dense.key_index[0][real], atoms[nearest])
 
 
 @pytest.mark.parametrize("tags", [None, torch.tensor([1, 2, 1, 2])])
@@ -265,10 +276,6 @@ def layer(periodic: str = "mesh", **options) -> GraphAttention:
     return uneven(GraphAttention(DIM, HEADS, periodic=periodic, **{**chosen, **options}).double())
 
 
-def crystal(atoms: int = 7) -> Graph:
-    return graph("crystal", atoms)
-
-
 def kernels(kind: str, max_frequency: float, **options) -> tuple[Tensor, Callable[[int], Tensor]]:
     """Returns h of 9 atoms, computed with nodes, and a function that computes it with a mesh."""
     given = graph(kind, 9)
@@ -307,7 +314,7 @@ def test_a_background_is_seen_by_all_pairs():
 
 @pytest.mark.parametrize("near", [None, 3.0])
 def test_a_layer_is_that_of_the_nodes_with_its_gradients(near):
-    graphs = [crystal(), graph("slab", 12)]
+    graphs = [graph("crystal", 7), graph("slab", 12)]
     found = []
     for periodic, options in (("mesh", {"mesh_order": 8}), ("reciprocal", {})):
         net, given = layer(periodic, near_field=near, **options), collated(graphs)
@@ -321,7 +328,7 @@ def test_a_layer_is_that_of_the_nodes_with_its_gradients(near):
 
 def test_gradients_by_positions_and_cell_of_two_orders():
     net = layer(near_field=3.0, num_features=4)
-    given = collated([crystal(3)])
+    given = collated([graph("crystal", 3)])
 
     def energy(pos: Tensor, cell: Tensor) -> Tensor:
         return net(**{**given, "pos": pos, "cell": cell}).square().sum()

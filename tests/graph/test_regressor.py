@@ -1,5 +1,4 @@
 import copy
-import itertools
 import warnings
 
 import numpy as np
@@ -11,7 +10,6 @@ from torch_geometric.data import Batch, Data
 
 from molflt.graph import EnergyRegressor
 from molflt.graph.geometry import Geometry
-from molflt.graph.periodic import Images
 from molflt.graph.radial import radial_bumps
 
 SMALL = {"dim": 16, "heads": 2, "layers": 2, "refinements": 2, "ffn_dim": 24}
@@ -155,33 +153,6 @@ def test_symmetries(variant):
         assert largest < 1e-10
 
 
-def test_periodic_images_equal_brute_force():
-    cutoff = 7.0
-    one_axis = changed(structure(9, 3), pbc=torch.tensor([[True, False, False]]))
-    for s in (structure(9, 3), structure(9, 3, tags=False), one_axis):
-        batch = Batch.from_data_list([s, structure(4, 1)])
-        dense = Images(cutoff).dense(Geometry.of_data(batch))
-        ads = s.tags == 2
-        centres, sources = (ads, ~ads) if ads.any() else (ads | True, ads | True)
-        expected = []
-        for a, b in itertools.product((-1, 0, 1), repeat=2):
-            if b and not s.pbc[0, 1]:
-                continue
-            shift = a * s.cell[0, 0] + b * s.cell[0, 1]
-            near = torch.cdist(s.pos + shift, s.pos[centres]).min(dim=1).values < cutoff
-            for i in (near & sources).nonzero()[:, 0].tolist() if (a, b) != (0, 0) else []:
-                expected.append((i, tuple((s.pos[i] + shift).tolist())))
-        real = dense.key_mask[0].clone()
-        real[: dense.mask.shape[1]] = False
-        got_index = dense.key_index[0][real].tolist()
-        got = dense.key_positions[0][real] + s.pos.mean(dim=0)
-        assert len(expected) == len(got) > 0
-        found = sorted(zip(got_index, got.tolist(), strict=True))
-        for (i, point), (j, other) in zip(sorted(expected), found, strict=True):
-            assert i == j
-            np.testing.assert_allclose(point, other, atol=1e-9)
-
-
 def test_the_near_field_has_its_own_neighbors():
     options = {"near_field": 5.0, "readout": "all"}
     nets = (model(**options, neighbor_cutoff=cutoff) for cutoff in (4.0, 5.0, 6.0))
@@ -269,11 +240,15 @@ def test_redrawn_features_follow_their_seed():
 
 
 def test_energies_are_in_eV_and_float64():
-    """With references in float32, the energy of C60, -61,784 eV, would be off by 31 meV."""
-    net, batch = model(), Batch.from_data_list(STRUCTURES)
-    net.element_energies += -1029.8123456789
+    """With references in float32, the energy of C60, -61,784 eV, would be off by 31 meV.
+
+    References do not change forces.
+    """
+    net, batch = model(readout="all"), Batch.from_data_list(STRUCTURES)
+    net.element_energies -= torch.linspace(0.0, 2059.6246913578, 119)
     net.energy_mean -= 61784.123456789
     exact = net(batch)["energy"]
+    batch.pos.requires_grad_()
     found = net.float()
     assert found.element_energies.dtype == found.energy_std.dtype == torch.float64
     assert found.embedding.element.weight.dtype == torch.float32
@@ -281,5 +256,13 @@ def test_energies_are_in_eV_and_float64():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         torch.testing.assert_close(found(batch)["energy"], exact, rtol=0, atol=0.3)
     assert found.to(torch.bfloat16).state_dict()["energy_mean"].dtype == torch.float64
+    energies, forces, references = [], [], found.element_energies.clone()
+    for own in (references, 0 * references):
+        found.element_energies.copy_(own)
+        energies.append(found(batch)["energy"])
+        forces.append(torch.autograd.grad(energies[-1].sum(), batch.pos)[0])
+    assert torch.equal(*forces) and forces[0].any()
+    added = torch.zeros(4).double().index_add(0, batch.batch, references[batch.atomic_numbers])
+    torch.testing.assert_close(energies[0] - added, energies[1], rtol=0, atol=1e-9)
     with torch.device("meta"):
         assert model().to_empty(device="cpu").energy_mean.dtype == torch.float64

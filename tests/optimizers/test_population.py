@@ -225,8 +225,8 @@ def drawn(family: str, count: int = 3) -> Functions:
     return Functions.draw(family, AXES, [generator_of(seed, 0) for seed in range(count)])
 
 
-def points(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, AXES, generator=generator_of(9), dtype=torch.float64)
+def points(*shape: int) -> Tensor:
+    return normal(*shape, AXES, seed=9)
 
 
 @pytest.mark.parametrize("family", PUBLISHED)

@@ -34,12 +34,11 @@ def ids(*shape: int, seed: int = 1) -> torch.Tensor:
     return torch.randint(VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def published(kind: str, folder):
+def published(kind: str, folder: Path, **sizes: int):
     """Builds a random float64 model of the package `transformers`, and writes its files."""
     transformers = pytest.importorskip("transformers")
-    torch.manual_seed(3)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 24, "vocab_size": 29}
-    sizes |= {"max_position_embeddings": LENGTH, "initializer_range": 0.3}
+    small = {"hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 24, "vocab_size": 29}
+    sizes = {**small, "max_position_embeddings": LENGTH, **sizes}
     if kind == "Bert":
         sizes["num_attention_heads"] = 4
     config = getattr(transformers, f"{kind}Config")(**sizes)

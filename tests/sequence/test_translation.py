@@ -5,10 +5,9 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from contract import EXACT
+from contract import EXACT, copy_attention, count_numbers
 from torch import nn
 
-from molflt.attention.mixing.causal import KeyValues
 from molflt.sequence.beam import beam_search
 from molflt.sequence.encoder_decoder import EncoderDecoder
 
@@ -139,12 +138,8 @@ def test_pre_norm_is_that_of_torch():
     with torch.no_grad():
         for i, layer in enumerate(theirs.layers):
             block = stack.blocks[i]
-            pairs = [(layer.self_attn, block.attention), (layer.multihead_attn, decoder.cross[i])]
-            for attn, own in pairs:
-                parts = own.to_query, own.to_key, own.to_value
-                attn.in_proj_weight.copy_(torch.cat([part.weight for part in parts]))
-                attn.in_proj_bias.copy_(torch.cat([part.bias for part in parts]))
-                attn.out_proj.load_state_dict(own.to_out.state_dict())
+            copy_attention(layer.self_attn, block.attention)
+            copy_attention(layer.multihead_attn, decoder.cross[i])
             norms = block.attention_norm, decoder.cross_norms[i], block.ffn_norm
             for norm, own in zip((layer.norm1, layer.norm2, layer.norm3), norms, strict=True):
                 nn.init.normal_(own.weight)
@@ -192,24 +187,16 @@ def test_steps_equal_the_whole_pass(mechanism):
         for part in target.split(pieces, dim=1):
             hidden, state = model.advance(part, state)
             parts.append(hidden)
-            sizes.append(
-                sum(x.numel() for block in state.decoder.stack.blocks for x in kept(block))
-            )
+            sizes.append(count_numbers(state.decoder.stack.blocks))
         torch.testing.assert_close(torch.cat(parts, dim=1), whole, **EXACT)
         growing = model.decoder.stack.mixings == ["softmax"]
         assert (sizes[-1] > sizes[0]) == growing and (growing or len(set(sizes)) == 1)
     longer = model.begin(model.encode(torch.cat((source, source), dim=1)))
     same = [
-        sum(x.numel() for x in kept(a)) == sum(x.numel() for x in kept(b))
+        count_numbers(a) == count_numbers(b)
         for a, b in zip(longer.decoder.memory, state.decoder.memory, strict=True)
     ]
     assert all(same) != growing
-
-
-def kept(state) -> list[torch.Tensor]:
-    """Returns all tensors of the state of a block."""
-    parts = [state] if isinstance(state, KeyValues) or not isinstance(state[0], tuple) else state
-    return [x for part in parts for x in part if isinstance(x, torch.Tensor)]
 
 
 @pytest.mark.parametrize("mechanism", ["softmax", "prf", "flt", "nprf-rpe"])
