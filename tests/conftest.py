@@ -42,14 +42,13 @@ def energy_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import tiny_run
 
     from molflt.data.structures.splits import TEST_SPLITS, VAL_SPLITS
-    from molflt.data.structures.store import write_store
 
-    root = tmp_path_factory.mktemp("energies")
     sizes = {"train": 40, **dict(zip(VAL_SPLITS, (60, 30, 20, 9), strict=True))}
-    for i, (split, count) in enumerate({**sizes, **dict.fromkeys(TEST_SPLITS, 5)}.items()):
-        records = tiny_run.structures(count, i, 1000 * i, labels=split in sizes)
-        write_store(root / f"{split}.safetensors", records)
-    return root
+    records = {
+        split: tiny_run.structures(count, i, 1000 * i, labels=split in sizes)
+        for i, (split, count) in enumerate({**sizes, **dict.fromkeys(TEST_SPLITS, 5)}.items())
+    }
+    return tiny_run.write_splits(tmp_path_factory.mktemp("energies"), **records)
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,5 @@
 """Tiny runs of all recipes for texts, images and optimizers, which several tests share."""
 
-import json
 import tempfile
 from collections.abc import Callable
 from functools import cache
@@ -8,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from tiny_run import results_of
 from token_files import write_idx, write_pairs, write_sentences
 
 from molflt.commands.cli import main
@@ -273,7 +273,4 @@ def trained(name: str) -> Path:
 @cache
 def evaluated(name: str) -> dict[str, dict[str, Any]]:
     """Evaluates the run of a case, and returns the content of results.json."""
-    run = trained(name)
-    assert main(["evaluate", str(run)]) == 0
-    found: dict[str, dict[str, Any]] = json.loads((run / "results.json").read_text())
-    return found
+    return results_of(trained(name))

@@ -1,5 +1,4 @@
 import ast
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -7,7 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
-from tiny_run import SMALL, error_of, printed, write_data
+from tiny_run import SMALL, error_of, printed, python, write_data
 
 from molflt import __version__, shipped
 from molflt.commands.cli import COMMANDS, Command, main, parser_of
@@ -109,9 +108,7 @@ assert "molflt.sequence" not in sys.modules  # models of other recipes
 for recipe in RECIPES:
     main(["train", "--recipe", recipe, "--model.dmi", "3"])
 print({name.partition(".")[0] for name in sys.modules})"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
-    )
+    done = python("-c", code, cwd=ROOT)
     assert done.stderr.count("did you mean --model.dim") == len(RECIPES)
     loaded = ast.literal_eval(done.stdout.splitlines()[-1])
     heavy = {"torch_geometric", "lightning", "e3nn", "vesin", "ase", "matplotlib"}

@@ -1,10 +1,7 @@
 """Two processes on the CPU give the same metrics, steps and resumed runs as one process."""
 
-import os
 import shutil
 import signal
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +12,7 @@ from tiny_run import (
     last_state,
     logged,
     process,
+    python,
     start,
     table,
     write_data,
@@ -97,11 +95,7 @@ def test_torchrun_resumes_a_run_started_by_lightning(both):
     run = shutil.copytree(both[1], both[1].parent / "resumed")
     train = ["-m", "--", "molflt", "train", "--resume", str(run), "--trainer.max_steps=8"]
     words = ["-m", "torch.distributed.run", "--nproc-per-node=2", *train]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, timeout=3000, env=environment
-    )
-    assert done.returncode == 0, done.stderr
+    python(*words)
     assert last_state(run)["global_step"] == 8 and not (run / ".lock").exists()
 
 
@@ -144,16 +138,8 @@ def test_a_killed_rank_ends_the_others_and_resuming_is_exact(tmp_path):
     words += ["--task.lr=1e-2", "--trainer.num_sanity=0"]
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     (tmp_path / "train.py").write_text(KILLED)
-    command = [sys.executable, str(tmp_path / "train.py"), "train"]
-    done = subprocess.run(
-        [*command, *arguments(data, killed, *words)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        cwd=tmp_path,
-    )
-    assert done.returncode == 2
+    command = [tmp_path / "train.py", "train", *arguments(data, killed, *words)]
+    done = python(*command, cwd=tmp_path, status=2)
     errors = [line for line in done.stderr.splitlines() if line.startswith("molflt: error: ")]
     assert len(errors) == 1 and f"--resume {killed}" in errors[0]
     assert last_state(killed)["global_step"] == 3 and not list(tmp_path.glob("*.log"))

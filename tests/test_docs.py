@@ -13,7 +13,7 @@ from ase.calculators.singlepoint import SinglePointCalculator
 from ase.io import write
 from recipe_runs import trained
 from script_files import load_script
-from tiny_run import oxygen_on_copper, structures, write_data
+from tiny_run import on_slab, structures, write_data
 
 from molflt.attention import FEATURE_MAPS
 from molflt.commands import cli
@@ -54,7 +54,7 @@ def workplace(energy_runs: list[Path], potential_run: Path, tmp_path_factory) ->
     runs |= {"potential": potential_run, "optimizer": trained("learned_optimizer")}
     for name, run in runs.items():
         shutil.copytree(run, root / "runs" / name)
-    atoms = oxygen_on_copper()
+    atoms = on_slab()
     write(root / "structures.extxyz", [atoms, atoms])
     atoms.calc = SinglePointCalculator(atoms, energy=-1.0)
     write(root / "runs" / "relaxation.traj", [atoms, atoms])
@@ -212,7 +212,7 @@ def run(words: list[str]) -> None:
 
 @pytest.fixture
 def reader(potential_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    atoms = oxygen_on_copper()
+    atoms = on_slab()
     for name, count in {"mine": 6, "structures": 2, "many": 9, "slab": 1}.items():
         frames = [atoms.copy() for _ in range(count)]
         for seed, frame in enumerate(frames):

@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 import torch
 from ase import Atoms
-from ase.build import add_adsorbate, fcc111
 from ase.constraints import FixAtoms, FixBondLength
 from ase.io import read, write
 from safetensors.torch import load_file, save_file
-from tiny_run import alone, error_of, printed, structures, table
+from tiny_run import alone, error_of, on_slab, printed, structures, table
 
 from molflt.commands.cli import main
 from molflt.commands.evaluate import evaluate
@@ -189,15 +188,11 @@ def test_bad_structures(run, tmp_path, capsys) -> None:
 
 
 def slabs(tags: bool = True) -> list[Atoms]:
-    frames = []
-    for i, (metal, adsorbate) in enumerate((("Cu", "O"), ("Pt", "H"), ("Ni", "N"))):
-        atoms = fcc111(metal, (2, 2, 2 + i), vacuum=8.0, periodic=True)
-        add_adsorbate(atoms, adsorbate, height=1.2, position="fcc")
-        layers = [0] * 4 + [1] * (len(atoms) - 5)
-        atoms.set_tags([*layers, 2] if tags else [0] * len(atoms))
-        atoms.set_constraint(FixAtoms(indices=range(4)))
+    frames = [on_slab("O", "Cu", 2), on_slab("H", "Pt", 3), on_slab("N", "Ni", 4)]
+    for i, atoms in enumerate(frames):
         atoms.info["sid"] = 70 + i
-        frames.append(atoms)
+        if not tags:
+            atoms.set_tags(0)
     return frames
 
 

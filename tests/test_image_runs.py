@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 from recipe_runs import SHAPES, SIDE, data_of, trained, words_of
-from tiny_run import logged, page_of, printed, table
+from tiny_run import logged, page_of, printed, results_of, table
 
 import molflt
 from molflt.commands.cli import main
@@ -33,8 +33,7 @@ def test_evaluation_of_classes(tmp_path: Path) -> None:
     assert json.loads((run / "classes.json").read_text()) == SHAPES
     assert 0.1 < float(model.image_mean) < 0.5
     shutil.copytree(run, out)
-    assert main(["evaluate", str(out), "--splits", "train", "val", "--batch-size", "7"]) == 0
-    results = json.loads((out / "results.json").read_text())
+    results = results_of(out, "--splits", "train", "val", "--batch-size", "7")
     assert [found["n"] for found in results.values()] == [240, 75]
     rows = [row for row in table(out / "predictions.csv") if row["split"] == "val"]
     right = [row["class"] == row["predicted"] for row in rows]
@@ -152,9 +151,8 @@ def test_all_ways_to_classify_agree(tmp_path: Path, capsys) -> None:
 
 def test_bits_per_dim_of_model_and_histogram(tmp_path: Path) -> None:
     run, files = trained("image_generation"), data_of("image_generation")
-    words = ["evaluate", str(run), f"--out={tmp_path}"]
-    assert main([*words, "--splits", "train", "val", "--batch-size", "5"]) == 0
-    found = json.loads((tmp_path / "results.json").read_text())
+    words = ("--splits", "train", "val", "--batch-size", "5")
+    found = results_of(run, *words, out=tmp_path)
     train, val = (files / IMAGES.format(name) for name in ("train", "val"))
     data = PixelData(train, val=val, image_size=SIDE)
     data.setup()
@@ -174,10 +172,9 @@ def test_bits_per_dim_of_model_and_histogram(tmp_path: Path) -> None:
         assert (tmp_path / f"{name}.png").stat().st_size > 1000
     away = train.rename(files / "away")
     try:
-        assert main([*words, "--data", str(val)]) == 0
+        again = results_of(run, "--data", val, out=tmp_path)[val.name]
     finally:
         away.rename(train)
-    again = json.loads((tmp_path / "results.json").read_text())[val.name]
     assert again["bits_per_dim"] == pytest.approx(found["val"]["bits_per_dim"])
     assert again["histogram_bits_per_dim"] is None
 

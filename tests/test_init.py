@@ -17,6 +17,7 @@ from tiny_run import (
     structures,
     table,
     weights,
+    write_splits,
 )
 
 import molflt
@@ -34,10 +35,8 @@ CARD = ["--license=mit", "--about=energies in eV"]
 
 @pytest.fixture(scope="module")
 def others(tmp_path_factory):
-    root = tmp_path_factory.mktemp("others")
-    write_store(root / "train.safetensors", structures(9, seed=5, first_sid=5000))
-    write_store(root / "val_id.safetensors", structures(5, seed=6, first_sid=6000))
-    return root
+    splits = {"train": structures(9, 5, 5000), "val_id": structures(5, 6, 6000)}
+    return write_splits(tmp_path_factory.mktemp("others"), **splits)
 
 
 @pytest.fixture(scope="module")
@@ -214,10 +213,8 @@ FREEZE += ["--task.lr=0.05", "--trainer.ema_decay=0.7", "--task.redraw_every=3"]
 
 
 def test_frozen_parameters_do_not_move(others, source, tmp_path, capsys):
-    run = tmp_path / "run"
-    assert (
-        begin(others, run, source, "--trainer.max_steps=9", "--trainer.val_every=4", *FREEZE) == 0
-    )
+    run, steps = tmp_path / "run", ("--trainer.max_steps=9", "--trainer.val_every=4")
+    assert begin(others, run, source, *steps, *FREEZE) == 0
     was, now = weights(source, "best"), weights(run)
     frozen = [n for n in was if n.startswith("embedding.") or n.endswith(".log_width")]
     assert len(frozen) > 2
@@ -270,11 +267,9 @@ def of_elements(mapping: dict[int, int], count: int, seed: int):
 
 @pytest.fixture(scope="module")
 def gold(tmp_path_factory):
-    root = tmp_path_factory.mktemp("gold")
     swap = {29: 79, 78: 47, 8: 1}
-    write_store(root / "train.safetensors", of_elements(swap, 8, 3))
-    write_store(root / "val_id.safetensors", of_elements(swap, 4, 4))
-    return root
+    splits = {"train": of_elements(swap, 8, 3), "val_id": of_elements(swap, 4, 4)}
+    return write_splits(tmp_path_factory.mktemp("gold"), **splits)
 
 
 @pytest.fixture(scope="module")

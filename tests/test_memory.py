@@ -5,13 +5,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from ase.build import bulk
 from tiny_run import structures
 from torch import nn
 from torch_geometric.data import Batch
 
 import molflt.memory
 from molflt.data.structures import open_dataset
-from molflt.data.structures.records import make_record
+from molflt.data.structures.ase_fields import Converter
 from molflt.data.structures.store import write_store
 from molflt.evaluation.predictions import infer
 from molflt.graph import memory, neighbors
@@ -50,17 +51,9 @@ def test_predictions_name_batch_and_largest_structure(tmp_path: Path, failure: s
 
 
 def crystal(side: int) -> Batch:
-    grid = np.arange(side) * 2.6
-    pos = np.stack(np.meshgrid(grid, grid, grid), axis=-1).reshape(-1, 3)
-    record = make_record(
-        pos=pos,
-        atomic_numbers=np.full(len(pos), 29),
-        cell=np.eye(3) * side * 2.6,
-        tags=np.ones(len(pos), dtype=int),
-        sid=5,
-        y_relaxed=0.0,
-    )
-    return Batch.from_data_list([record, record])
+    atoms = bulk("Cu", "sc", 2.6).repeat(side)
+    atoms.set_tags(1)
+    return Batch.from_data_list([Converter().record(atoms)] * 2)
 
 
 def small(**options: object) -> EnergyRegressor:

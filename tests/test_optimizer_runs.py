@@ -1,4 +1,3 @@
-import json
 import shutil
 from pathlib import Path
 
@@ -8,10 +7,9 @@ import pytest
 import torch
 from recipe_runs import trained
 from safetensors.torch import load_file
-from tiny_run import error_of, page_of, table
+from tiny_run import error_of, page_of, results_of, table
 from token_files import write_idx
 
-from molflt.commands.cli import main
 from molflt.data.problems import generator_of
 from molflt.evaluation.optimizers import final_loss
 from molflt.optimizers import PopulationOptimizer
@@ -25,9 +23,8 @@ from molflt.training.checkpoint import load_run, save_weights
 def test_evaluation_with_adam(tmp_path: Path) -> None:
     run = trained("learned_optimizer")
     images = write_idx(tmp_path / "images")
-    words = ["--out", str(tmp_path), "--steps", "12", "--repeats", "2", "--data", str(images)]
-    assert main(["evaluate", str(run), *words, "--rates", "[0.01,0.1]"]) == 0
-    results = json.loads((tmp_path / "results.json").read_text())
+    words = ["--steps", "12", "--repeats", "2", "--data", images, "--rates", "[0.01,0.1]"]
+    results = results_of(run, *words, out=tmp_path)
     assert list(results) == [*UNSEEN, "image_network", "image_convolutions"]
     rows = table(tmp_path / "curves.csv")
     assert len(rows) == 5 * 2 * 2 * 12 and (tmp_path / "optimizations.png").stat().st_size > 10_000
@@ -56,9 +53,8 @@ def test_final_losses() -> None:
 
 def test_evaluation_of_populations(tmp_path: Path) -> None:
     run = trained("population_optimizer")
-    words = ["evaluate", str(run), "--runs=3", "--evaluations=50", f"--out={tmp_path}"]
-    assert main([*words, "--functions", "levy", "rastrigin_like"]) == 0
-    results = json.loads((tmp_path / "results.json").read_text())
+    words = ["--runs=3", "--evaluations=50", "--functions", "levy", "rastrigin_like"]
+    results = results_of(run, *words, out=tmp_path)
     assert list(results) == ["levy", "rastrigin_like"]
     rows = table(tmp_path / "best_values.csv")
     last = {(row["function"], row["optimizer"], row["run"]): row for row in rows}
@@ -81,13 +77,12 @@ def test_evaluation_of_populations(tmp_path: Path) -> None:
 
 def test_baselines(tmp_path: Path, monkeypatch, capsys) -> None:
     """CMA-ES finds the minimum of a sphere, and the command names its missing package."""
-    words = ["evaluate", str(trained("population_optimizer")), "--runs=2", f"--out={tmp_path}"]
-    words.append("--functions=[sphere]")
-    assert main([*words, "--evaluations=900", "--dimension=2", "--members=9"]) == 0
-    found = json.loads((tmp_path / "results.json").read_text())["sphere"]
+    run, words = trained("population_optimizer"), ["--runs=2", "--functions=[sphere]"]
+    more = ("--evaluations=900", "--dimension=2", "--members=9")
+    found = results_of(run, *words, *more, out=tmp_path)["sphere"]
     assert found["cma-es_log10_best"] < -8 and -4 < found["random_log10_best"] < 0
     monkeypatch.setitem(__import__("sys").modules, "cma", None)
-    assert "pip install molflt[bench]" in error_of(capsys, *words)
+    assert "pip install molflt[bench]" in error_of(capsys, "evaluate", run, *words)
 
 
 def test_use_in_another_dimension() -> None:
@@ -111,8 +106,7 @@ def test_a_diverged_population_is_evaluated_and_shown(tmp_path: Path) -> None:
     weights = {name: 1e30 * tensor for name, tensor in load_file(file).items()}
     save_weights(file, weights, {}, {}, {})
     words = ["--runs=2", "--evaluations=12", "--functions=[levy]", "--baselines=[random]"]
-    assert main(["evaluate", str(run), *words]) == 0
-    (row,) = json.loads((run / "results.json").read_text()).values()
+    (row,) = results_of(run, *words).values()
     assert row["random_log10_best"] is not None and row["random_log10_best_sd"] is not None
     ends = [float(one["log10_best"]) for one in table(run / "best_values.csv")]
     assert not any(np.isnan(ends))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from script_files import load_script
-from tiny_run import SMALL, structures, write_data
+from tiny_run import SMALL, structures, write_data, write_splits
 from torch import nn
 from torch_geometric.data import Batch, Data
 
@@ -82,21 +82,24 @@ def energies(model: nn.Module, *every: dict[str, np.ndarray]) -> torch.Tensor:
         return model(Batch.from_data_list([data_of(parts) for parts in every]))["energy"]
 
 
-@pytest.mark.parametrize("name", models.NETS)
-def test_symmetries_of_crystals_keep_energies(name: str) -> None:
-    own = crystal()
+def same_crystals(own: dict[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
+    """Returns a crystal in other orientations, images, places and orders of atoms."""
     turn = np.linalg.qr(np.random.default_rng(1).normal(size=(3, 3)))[0]
     turn[:, 0] *= -np.linalg.det(turn)  # includes a reflection
     order = np.array([2, 0, 3, 1])
     steps = np.array([[1, 0, 0], [0, -2, 0], [1, 1, 1], [0, 0, 0]])
-    found = energies(
-        peer(name),
-        own,
+    return [
         {**own, "pos": own["pos"] @ turn, "cell": CELL @ turn},
         {**own, "pos": own["pos"] + steps @ CELL},
         {**own, "pos": own["pos"] + 0.37},
         {key: value if key == "cell" else value[order] for key, value in own.items()},
-    )
+    ]
+
+
+@pytest.mark.parametrize("name", models.NETS)
+def test_symmetries_of_crystals_keep_energies(name: str) -> None:
+    own = crystal()
+    found = energies(peer(name), own, *same_crystals(own))
     torch.testing.assert_close(found, found[:1].expand(5), rtol=1e-9, atol=1e-9)
     moved = own["pos"] + np.eye(4)[:, :1] * 0.1
     others = energies(peer(name), {**own, "pos": moved}, {**own, "tags": np.array([2, 1, 0, 0])})
@@ -260,13 +263,9 @@ def test_the_page_matches_the_runs_of_other_forms(archived) -> None:
 
 def test_descriptors_do_not_change_with_the_crystal() -> None:
     own = crystal()
-    turn = np.linalg.qr(np.random.default_rng(1).normal(size=(3, 3)))[0]
     elements = sorted(set(data_of(own).atomic_numbers.tolist()))
     first = ridge.descriptors(data_of(own), elements)
-    for other in (
-        {**own, "pos": own["pos"] @ turn, "cell": CELL @ turn},
-        {**own, "pos": own["pos"] + np.array([[1, 0, 0], [0, 2, 0], [1, 1, 1], [0, 0, 0]]) @ CELL},
-    ):
+    for other in same_crystals(own):
         found = ridge.descriptors(data_of(other), elements)
         np.testing.assert_allclose(found, first, rtol=1e-6, atol=1e-9)
     moved = {**own, "pos": own["pos"] + np.eye(4)[:, 2:3] * 0.2}
@@ -275,7 +274,6 @@ def test_descriptors_do_not_change_with_the_crystal() -> None:
 
 def test_kernel_ridge_learns_by_cross_validation(tmp_path: Path) -> None:
     pytest.importorskip("sklearn", reason="kernel ridge needs the extra bench")
-    from molflt.data.structures.store import write_store
 
     def with_energies(count: int, seed: int):
         for record in structures(count, seed=seed):
@@ -283,8 +281,7 @@ def test_kernel_ridge_learns_by_cross_validation(tmp_path: Path) -> None:
             record.y_relaxed[:] = -0.3 * (mine == 8).sum() - 0.1 * (mine == 78).sum()
             yield record
 
-    write_store(tmp_path / "train.safetensors", with_energies(60, 0))
-    write_store(tmp_path / "val_id.safetensors", with_energies(30, 1))
+    write_splits(tmp_path, train=with_energies(60, 0), val_id=with_energies(30, 1))
     train, val = (open_dataset(tmp_path / f"{name}.safetensors") for name in ("train", "val_id"))
     model = ridge.KernelRidge(seed=0)
     model.fit(train)

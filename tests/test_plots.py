@@ -50,7 +50,6 @@ def visible(drawn) -> list:
 
 
 def spectral(family, heads: int, dim: int, **options) -> SpectralPosition:
-    torch.manual_seed(0)
     position = SpectralPosition(family(heads, 4, dim, **options), GaussianNodes(heads, 4, dim))
     return position.double()
 

@@ -1,4 +1,3 @@
-import json
 import math
 from collections import Counter
 from pathlib import Path
@@ -7,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 from recipe_runs import data_of, evaluated, trained
+from tiny_run import results_of
 
 import molflt
-from molflt.commands.cli import main
 from molflt.data.text.datamodule import read_pieces
 from molflt.data.text.sources import _records
 from molflt.data.text.vocabulary import AMINO_ACIDS, RESIDUES
@@ -84,10 +83,9 @@ def test_judged_residues_are_always_masked(tmp_path) -> None:
     file = data_of(MASKED) / "train.fasta"
     moved = file.rename(file.with_suffix(".moved"))
     try:
-        assert main(["evaluate", str(run), "--splits=[val]", "--out", str(tmp_path)]) == 0
+        result = results_of(run, "--splits=[val]", out=tmp_path)["val"]
     finally:
         moved.rename(file)
-    result = json.loads((tmp_path / "results.json").read_text())["val"]
     assert "unigram_perplexity" not in result and result["residues"] == len(wanted)
     (best,) = molflt.load(run).fill("MKVLAWGDERMKVL[MASK]WGDERMKVLAWGDER", count=2)
     assert best[0].probability > best[1].probability and best[0].name in RESIDUES

@@ -9,7 +9,16 @@ from ase import Atoms
 from ase.io import write
 from safetensors.torch import load_file, save_file
 from tiny_run import arguments as tiny_arguments
-from tiny_run import error_of, logged, printed, structures, table, train_potential, write_points
+from tiny_run import (
+    error_of,
+    logged,
+    printed,
+    structures,
+    table,
+    train_potential,
+    write_points,
+    write_splits,
+)
 from torch_geometric.data import Batch
 
 from molflt.commands.cli import main
@@ -39,10 +48,8 @@ def totals(count: int, seed: int = 0, first_sid: int = 0):
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
-    root = tmp_path_factory.mktemp("data")
-    write_store(root / "train.safetensors", totals(40))  # in larger files, two atoms coincide
-    write_store(root / "val_id.safetensors", totals(16, seed=1, first_sid=1000))
-    return root
+    splits = {"train": totals(40), "val_id": totals(16, 1, 1000)}  # in larger ones, atoms coincide
+    return write_splits(tmp_path_factory.mktemp("data"), **splits)
 
 
 @pytest.fixture(scope="module")
@@ -118,29 +125,6 @@ def test_members_of_one_kind_of_totals_make_an_ensemble(data, run, tmp_path, cap
     assert said.count("in.extxyz: no reference energy of N, which the training split") == 1
 
 
-def test_references_are_exact_and_constants() -> None:
-    """References are summed in float64 and do not change forces."""
-    net = EnergyRegressor(dim=16, heads=2, layers=1, ffn_dim=16, readout="all").eval()
-    batch = Batch.from_data_list(list(structures(3)))
-
-    def forces() -> tuple[torch.Tensor, torch.Tensor]:
-        batch.pos.requires_grad_()
-        energy = net(batch)["energy"]
-        return energy.detach(), torch.autograd.grad(energy.sum(), batch.pos)[0]
-
-    before, gradient = forces()
-    references = torch.zeros(119, dtype=torch.float64)
-    for number, energy in ENERGIES.items():
-        references[number] = energy
-    net.element_energies.copy_(references)
-    after, same = forces()
-    assert torch.equal(gradient, same) and gradient.abs().sum() > 0
-    added = torch.zeros(3, dtype=torch.float64)
-    added.index_add_(0, batch.batch, references[batch.atomic_numbers])
-    assert added.abs().min() > 1e5
-    torch.testing.assert_close(after - added, before, rtol=0.0, atol=1e-9)
-
-
 def test_a_resumed_run_keeps_its_references(run, tmp_path, capsys) -> None:
     folder = shutil.copytree(run, tmp_path / "run")
     before, kept = load_run(run, "last")[0], (folder / "references.json").read_bytes()
@@ -184,11 +168,9 @@ def with_helium(count: int, sid: int) -> list:
 
 @pytest.fixture(scope="module")
 def helium(tmp_path_factory) -> Path:
-    root = tmp_path_factory.mktemp("data")
-    write_store(root / "train.safetensors", structures(12, 0, 0))
-    write_store(root / "val_id.safetensors", structures(8, 1, 100))
-    write_store(root / "val_ood_ads.safetensors", with_helium(8, 200))
-    return root
+    splits = {"train": structures(12), "val_id": structures(8, 1, 100)}
+    splits["val_ood_ads"] = with_helium(8, 200)
+    return write_splits(tmp_path_factory.mktemp("data"), **splits)
 
 
 def test_training_is_refused_before_its_first_step(helium, tmp_path, capsys) -> None:

@@ -9,8 +9,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from tiny_run import error_of, last_state, page_of, printed, start, structures, table
+from safetensors.torch import save_file
+from tiny_run import error_of, last_state, page_of, printed, start, structures, table, weights
 
+import molflt
 from molflt.commands.cli import main
 from molflt.data.structures.store import write_store
 from molflt.evaluation.page import Page as Contents
@@ -304,13 +306,15 @@ def test_runs_on_other_data_or_without_an_evaluation_are_named(runs, shared_data
 
 
 def test_results_of_other_weights_are_left_out(runs, tmp_path, capsys, quick):
-    """The page of a run also leaves them out."""
+    """The page of a run and models loaded from it also leave them out."""
     wide = shutil.copytree(runs / "wide", tmp_path / "wide")
     before = page_of(wide)
-    assert ">Results<" in before and "omitted" not in before
-    shutil.copy(
-        wide / "checkpoints" / "last.safetensors", wide / "checkpoints" / "best.safetensors"
-    )
+    assert ">Results<" in before and "omitted" not in before and molflt.load(wide).trained.results
+    tensors = weights(wide, "best")
+    tensors["readout.mlp.0.weight"] += 0.1
+    save_file(tensors, wide / "checkpoints" / "best.safetensors")  # the file lacks a digest
+    trained = molflt.load(wide).trained
+    assert not trained.results and "other weights" in trained.unmeasured
     text = compare(capsys, runs / "narrow", wide)
     assert f"omitted: {wide / 'results.json'}" in text and f"not evaluated: {wide}" in text
     assert rows_of(text)["val_id mae_eV"][1] == "-"

@@ -32,19 +32,19 @@ def source(tmp_path_factory) -> Path:
     return path
 
 
-def predict(source: Path, out: Path, *words: str) -> None:
-    """Runs the shipped model on six batches."""
-    words = (str(source), "--out", str(out), "--batch_size=2", "--device=cpu", *words)
-    assert main(["predict", *words]) == 0
+def predict(*words: object, out: Path) -> None:
+    """Runs the shipped model, or the model named first, on six batches."""
+    words = ("--batch_size=2", "--device=cpu", *words, "--out", out)
+    assert main(["predict", *map(str, words)]) == 0
 
 
 @pytest.fixture(scope="module")
 def predicted(source, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("shards")
     for suffix in CHANGES:
-        predict(source, folder / f"whole{suffix}")
+        predict(source, out=folder / f"whole{suffix}")
         for number in range(1, COUNT + 1):
-            predict(source, folder / f"many{suffix}", f"--shard={number}/{COUNT}")
+            predict(source, f"--shard={number}/{COUNT}", out=folder / f"many{suffix}")
     return folder
 
 
@@ -62,9 +62,9 @@ def shard(out: Path, number: int) -> Path:
     ("damage", "said"),
     [
         (lambda out, _: shard(out, 2).unlink(), r"1 of 3 .*\[2\].*--shard 2/3"),
-        (lambda out, source: predict(source, out, "--shard=1/2"), "2, 3"),
+        (lambda out, source: predict(source, "--shard=1/2", out=out), "2, 3"),
         (
-            lambda out, source: predict(source, out, "--shard=1/3", "--batch_size=3"),
+            lambda out, source: predict(source, "--shard=1/3", "--batch_size=3", out=out),
             r"1-of-3.* and .*2-of-3.*batch_size 3 and batch_size 2",
         ),
     ],
@@ -114,9 +114,8 @@ def test_shards_of_other_models_or_structures_are_refused(source, tmp_path, unli
         content["files"].pop("uncertainty.json", None)  # belongs to the old weights
         write_exported(tmp_path / "model", weights, content)
         words.insert(0, str(tmp_path / "model"))
-    predict(source, out, "--shard=1/2")
-    words += ["--out", str(out), "--batch_size=2", "--device=cpu", "--shard=2/2"]
-    assert main(["predict", *words]) == 0
+    predict(source, "--shard=1/2", out=out)
+    predict(*words, "--shard=2/2", out=out)
     one, two = (str(Shard(number, 2).path(out)) for number in (1, 2))
     said = rf"^{re.escape(one)} and {re.escape(two)}.*'{unlike} \w+ and \w"
     with pytest.raises(ValueError, match=said):
@@ -129,7 +128,7 @@ def test_indices_count_omitted_structures(tmp_path) -> None:
     write(tmp_path / "some.traj", frames)
     for words in ([], ["--shard=1/2"], ["--shard=2/2"]):
         name = "many.csv" if words else "whole.csv"
-        predict(tmp_path / "some.traj", tmp_path / name, "--skip-bad", *words)
+        predict(tmp_path / "some.traj", "--skip-bad", *words, out=tmp_path / name)
     rows = table(tmp_path / "whole.csv")
     assert [(row["index"], row["sid"]) for row in rows] == [(i, i) for i in "0234"]
     assert merge_shards(tmp_path / "many.csv") == 4

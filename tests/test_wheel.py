@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 from ase.io import write
 from test_own_data import frames
-from tiny_run import oxygen_on_copper, write_points
+from tiny_run import on_slab, write_points
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -137,7 +137,7 @@ def shown() -> list[list[str] | str]:
 def test_readme_in_another_folder(installed: Installed, tmp_path: Path) -> None:
     write(tmp_path / "mine.extxyz", frames(12))
     for name in ("structures.extxyz", "slab.extxyz"):
-        write(tmp_path / name, oxygen_on_copper())
+        write(tmp_path / name, on_slab())
     write_points(tmp_path / "frames")
     steps = shown()
     assert {step[0] for step in steps if isinstance(step, list)} >= {"train", "evaluate", "predict"}

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from contextlib import contextmanager, redirect_stdout
 from functools import cache
 from pathlib import Path
@@ -17,10 +18,12 @@ from ase import Atoms
 from ase.build import add_adsorbate, bulk, fcc111
 from ase.calculators.lj import LennardJones
 from ase.calculators.singlepoint import SinglePointCalculator
+from ase.constraints import FixAtoms
+from ase.db import connect
 from ase.io import write
 from safetensors import safe_open
 from safetensors.torch import load_file
-from torch_geometric.data import Batch
+from torch_geometric.data import Batch, Data
 
 from molflt.commands.cli import main
 from molflt.commands.train import build_parser, train
@@ -102,11 +105,25 @@ def argon(count: int, seed: int) -> list[Atoms]:
     return frames
 
 
-def oxygen_on_copper() -> Atoms:
-    atoms = fcc111("Cu", (2, 2, 3), vacuum=8.0, periodic=True)
-    add_adsorbate(atoms, "O", height=1.2, position="fcc")
-    atoms.set_tags([0] * 4 + [1] * 8 + [2])
+def on_slab(adsorbate: str = "O", metal: str = "Cu", layers: int = 3) -> Atoms:
+    """Returns an atom on a slab whose deepest layer is fixed and subsurface."""
+    atoms = fcc111(metal, (2, 2, layers), vacuum=8.0, periodic=True)
+    add_adsorbate(atoms, adsorbate, height=1.2, position="fcc")
+    atoms.set_tags([0] * 4 + [1] * (4 * layers - 4) + [2])
+    atoms.set_constraint(FixAtoms(range(4)))
     return atoms
+
+
+def write_frames(path: Path, frames: list[Atoms]) -> Path:
+    """Writes structures with their `info`; .db and .json are databases of ASE."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix in (".db", ".json"):
+        with connect(path) as database:
+            for atoms in frames:
+                database.write(atoms, **atoms.info)
+    else:
+        write(path, frames)
+    return path
 
 
 def write_points(root: Path) -> Path:
@@ -137,16 +154,21 @@ def train_potential(data: Path, run: Path, *more: str) -> None:
 def random_potential(**options) -> Potential:
     """Returns a small potential with random weights that knows all elements."""
     torch.manual_seed(0)
-    sizes = {"layers": 1, "ffn_dim": 16, "num_features": 8, "radial_basis": 4}
-    made = Potential(16, 2, **{**sizes, **options})
+    sizes = {"dim": 16, "heads": 2, "layers": 1, "ffn_dim": 16, "num_features": 8}
+    made = Potential(**{**sizes, "radial_basis": 4, **options})
     made.trained_elements[:] = True
     return made
 
 
-def write_data(root: Path, train: int = 22, val: int = 13) -> Path:
-    write_store(root / "train.safetensors", structures(train))
-    write_store(root / "val_id.safetensors", structures(val, seed=1, first_sid=1000))
+def write_splits(root: Path, **splits: Iterable[Data]) -> Path:
+    """Writes a compact store for each split, and returns the folder."""
+    for split, records in splits.items():
+        write_store(root / f"{split}.safetensors", records)
     return root
+
+
+def write_data(root: Path, train: int = 22, val: int = 13) -> Path:
+    return write_splits(root, train=structures(train), val_id=structures(val, 1, 1000))
 
 
 @cache
@@ -181,14 +203,23 @@ def start(data: Path, run: Path, *more: str) -> int:
     return train(**build_parser().parse_args(arguments(data, run, *more)).as_dict())
 
 
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
+
+
 def process(*words: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "molflt", "train", *words],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    """Starts a training run in another process."""
+    command = [sys.executable, "-m", "molflt", "train", *words]
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env=ENVIRONMENT, **pipes)
+
+
+def python(*words: object, cwd: Path | None = None, status: int = 0, **environment: str):
+    """Runs Python in another process, and returns its output and errors as text."""
+    options = {"cwd": cwd, "env": ENVIRONMENT | environment, "timeout": 3000}
+    command = [sys.executable, *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, **options)
+    assert done.returncode == status, done.stderr
+    return done
 
 
 def printed(capsys, *words: object, status: int = 0):
@@ -291,6 +322,13 @@ def at_step(step, act, method="training_step"):
 
 def power_cut(_):
     raise RuntimeError("power cut")
+
+
+def results_of(run: Path, *words: object, out: Path | None = None) -> dict:
+    """Runs ``molflt evaluate``, and returns the content of results.json."""
+    more = [] if out is None else [f"--out={out}"]
+    assert main(["evaluate", str(run), *map(str, words), *more]) == 0
+    return json.loads(((out or run) / "results.json").read_text())
 
 
 def alone(run: Path, path: Path, name: str = "best") -> np.ndarray:

@@ -1,5 +1,7 @@
 """Small files of texts and images whose labels, translations or order can be learned."""
 
+import gzip
+import lzma
 import struct
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,14 @@ def _row(task: str, draw: np.random.Generator) -> dict[str, str]:
     labels = GLUE[task].labels
     label = f"{4.0 * right + 0.5:.3f}" if labels is None else labels[right]
     return {"first": f"this is a {noun}", "second": f"a {other} it is", "label": label}
+
+
+def packed(path: Path, content: str | bytes) -> Path:
+    """Writes a text, compressed if the name ends in .gz or .xz; returns the path."""
+    raw = content.encode() if isinstance(content, str) else content
+    pack = {".gz": gzip.compress, ".xz": lzma.compress}.get(path.suffix, bytes)
+    path.write_bytes(pack(raw))
+    return path
 
 
 def write_sentences(root: Path, task: str, train: int, val: int) -> None:

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import numpy as np
 
-SHARED = Path(__file__).resolve().parents[3] / "shared" / "data" / "gamenet_fg"
-ARCHIVE = SHARED / "FG_dataset_lite.tar.xz"
 METALS = ("ag", "cu", "ni")
 FAMILIES = {"amides": 7, "oximes": 3}  # number of molecules
 _CELL = np.array([[6.0, 0.0, 0.0], [3.0, 5.2, 0.0], [0.0, 0.0, 20.0]])

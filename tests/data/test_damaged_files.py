@@ -18,7 +18,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from oc20_files import old_record, write_lmdb
+from oc20_files import Evil, old_record, write_lmdb
 from tiny_run import error_of
 
 from molflt.data.images.files import open_images
@@ -168,14 +168,9 @@ def test_objects_in_json_run_nothing(canary: Path) -> None:
         refusal(error, path)
 
 
-class Payload:
-    def __reduce__(self):
-        return os.system, ("touch CANARY",)
-
-
 @pytest.mark.parametrize("name", ["w.ckpt", "s.lmdb", "s.traj"])
 def test_pickles_under_any_name_are_refused(name: str, canary: Path, capsys) -> None:
-    Path(name).write_bytes(pickle.dumps(Payload()))
+    Path(name).write_bytes(pickle.dumps(Evil("CANARY")))
     if name.startswith("w"):
         words = ["predict", name, str(SAMPLE), "--out=e.csv"]
     else:

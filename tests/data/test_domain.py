@@ -3,14 +3,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_run import structures
+from tiny_run import write_data
 
 from molflt.data.structures import open_dataset
 from molflt.data.structures.datamodule import IS2REData
 from molflt.data.structures.domain import Domain
 from molflt.data.structures.in_memory import StructuresInMemory
 from molflt.data.structures.records import make_record
-from molflt.data.structures.store import write_store
 
 CELL = np.diag([8.0, 8.0, 20.0])
 
@@ -92,8 +91,7 @@ def test_the_share_of_surface_atoms_is_compared() -> None:
 
 
 def test_domains_round_trip(tmp_path: Path) -> None:
-    write_store(tmp_path / "train.safetensors", structures(9))
-    write_store(tmp_path / "val_id.safetensors", structures(3, seed=1))
+    write_data(tmp_path, 9, 3)
     (content,) = IS2REData(tmp_path).files().values()
     own = Domain.of(open_dataset(tmp_path / "train.safetensors"))
     assert Domain.from_json(json.loads(content), "domain.json") == own

@@ -3,18 +3,18 @@ import json
 import game_net
 import numpy as np
 import pytest
-from game_net_files import ARCHIVE, SHARED, content, write_archive
+from game_net_files import content, write_archive
+from shared_files import shared
 
 from molflt.data.structures.store import StructureStore
 from molflt.data.structures.systems import read_systems
-
-genuine = pytest.mark.skipif(not ARCHIVE.is_file(), reason=f"no GAME-Net archive at {ARCHIVE}")
 
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fg")
-    assert game_net.main([str(ARCHIVE), str(folder)]) == 0
+    archive = shared("gamenet_fg", "FG_dataset_lite.tar.xz")
+    assert game_net.main([str(archive), str(folder)]) == 0
     return folder
 
 
@@ -25,9 +25,8 @@ def stores(folder):
     return {p.stem: [systems[r.sid].name for r in StructureStore(p)] for p in paths}
 
 
-@genuine
 def test_all_systems_agree_with_arrays_made_independently(converted):
-    with np.load(SHARED / "gamenet_fg.npz") as file:
+    with np.load(shared("gamenet_fg", "gamenet_fg.npz")) as file:
         arrays = {name: file[name] for name in file.files}
     systems = read_systems(converted)
     ends = np.cumsum(arrays["natoms"].astype(int))
@@ -50,9 +49,8 @@ def test_all_systems_agree_with_arrays_made_independently(converted):
     assert seen == set(range(3052))
 
 
-@genuine
 def test_default_splits_are_those_that_others_were_measured_on(converted):
-    expected = json.loads((SHARED / "splits.json").read_text())
+    expected = json.loads(shared("gamenet_fg", "splits.json").read_text())
     assert stores(converted) == expected
 
 

@@ -1,14 +1,12 @@
 """Tests with the package `datasets` on local folders, which `dataset_loader` would refuse."""
 
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
+from tiny_run import python
 
 CODE = """
 import molflt.data.text.sources as texts, molflt.data.images.files as images, datasets
@@ -38,14 +36,7 @@ def test_texts_and_images(tmp_path: Path) -> None:
                 Image.fromarray(member).save(folder / f"{i}.png")
     offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache")}
     path = {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-    done = subprocess.run(
-        [sys.executable, "-c", CODE],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={**os.environ, **offline, **path},
-    )
-    assert done.returncode == 0, done.stderr
+    done = python("-c", CODE, cwd=tmp_path, **offline, **path)
     tokens = ["<eos>", "the", "cat", "mat", "on", "sat", "<unk>"]
     sizes = {"classes": 2, "channels": 3, "image_size": 8}
     sum_of_one = int(pixels[1, 1, 1].astype(int).sum())

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from shared_files import shared
 from token_files import pixels, write_folder, write_idx
 from torch import Tensor
 
@@ -25,13 +26,10 @@ from molflt.data.images.datamodule import ImageData, PixelData
 from molflt.data.images.files import open_images
 from molflt.data.images.unlabeled import read_alike
 
-SHARED = Path(__file__).resolve().parents[3] / "shared" / "data" / "fashion_mnist"
-
 
 def test_fashion_mnist() -> None:
-    if not SHARED.is_dir():
-        pytest.skip(f"Fashion-MNIST is not in {SHARED}")
-    train, test = (SHARED / f"{use}-images-idx3-ubyte.gz" for use in ("train", "t10k"))
+    uses = ("train", "t10k")
+    train, test = (shared("fashion_mnist", f"{use}-images-idx3-ubyte.gz") for use in uses)
     data = ImageData(train, test)
     assert data.sizes() == {"classes": 10, "channels": 1, "image_size": 28}
     assert data.datasets["train"].labels.bincount().tolist() == [6000] * 10

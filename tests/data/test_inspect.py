@@ -7,7 +7,7 @@ import torch
 from ase import Atoms
 from ase.calculators.singlepoint import SinglePointCalculator
 from oc20_files import old_record, record, same, write_lmdb
-from tiny_run import error_of, inspected, printed
+from tiny_run import error_of, inspected, printed, write_splits
 
 from molflt.data.structures import open_dataset
 from molflt.data.structures.datamodule import IS2REData
@@ -71,8 +71,7 @@ def test_structures_that_are_there_twice(tmp_path, capsys):
     one, two = record(0), record(1)
     moved = record(0)
     moved.pos = moved.pos + 1e-3
-    write_store(tmp_path / "train.safetensors", [one, two, record(0, y_relaxed=-1.0)])
-    write_store(tmp_path / "val_id.safetensors", [moved, two])
+    write_splits(tmp_path, train=[one, two, record(0, y_relaxed=-1.0)], val_id=[moved, two])
     splits = inspected(capsys, tmp_path)["splits"]
     text = "\n".join(splits["train"]["warnings"])
     assert "repeated structures: 1 of 3 systems have the elements" in text

@@ -4,7 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from oc20_files import old_record, record, write_lmdb
-from tiny_run import error_of, printed
+from tiny_run import error_of, printed, write_splits
 
 from molflt.commands.cli import main
 from molflt.data.structures import open_dataset
@@ -73,9 +73,8 @@ def test_training_names_bad_labels_or_leaves_them_out(tmp_path: Path, capsys) ->
 @pytest.mark.parametrize(("more", "spread"), [(0.0, 1.0), (2e-9, 1e-9)])
 def test_energies_that_are_all_the_same_have_no_spread(tmp_path: Path, more, spread) -> None:
     """Rounding of the mean does not count as spread, but differences of 2e-9 eV do."""
-    for split in ("train", "val_id"):
-        energies = [-0.1, -0.1 + more] * 11
-        write_store(tmp_path / f"{split}.safetensors", of_energies(energies))
+    records = of_energies([-0.1, -0.1 + more] * 11)
+    write_splits(tmp_path, train=records, val_id=records)
     found = IS2REData(tmp_path).normalizer()
     assert found == pytest.approx((-0.1 + more / 2, spread), rel=1e-6)
 
@@ -95,8 +94,8 @@ def test_an_absurd_label_of_one_file_is_refused_in_either_part(tmp_path: Path, p
 
 
 def test_validation_with_other_energies_gives_a_warning(tmp_path: Path) -> None:
-    for split, energy in (("train", -1.0), ("val_id", -314.25)):
-        write_store(tmp_path / f"{split}.safetensors", of_energies([energy, energy - 0.5]))
+    parts = of_energies([-1.0, -1.5]), of_energies([-314.25, -314.75])
+    write_splits(tmp_path, train=parts[0], val_id=parts[1])
     with pytest.warns(UserWarning, match="look like total.*predicts adsorption"):
         IS2REData(tmp_path).setup()
 
@@ -144,8 +143,7 @@ def drawn(count: int) -> list[list[int]]:
 
 def test_references_are_recovered_exactly(tmp_path: Path, monkeypatch) -> None:
     """Total energies reach 1e6 eV; the fit uses one block or many blocks."""
-    for name, noise in (("a", 0.0), ("b", 0.3)):
-        write_store(tmp_path / f"{name}.safetensors", of_elements(drawn(60), noise))
+    write_splits(tmp_path, a=of_elements(drawn(60)), b=of_elements(drawn(60), 0.3))
     dataset, noisy = (open_dataset(tmp_path / f"{name}.safetensors") for name in "ab")
     found = fit_element_energies(dataset)
     for number, energy in REFERENCES.items():
@@ -164,8 +162,8 @@ def test_references_are_recovered_exactly(tmp_path: Path, monkeypatch) -> None:
 
 def test_compositions_that_determine_nothing_have_small_references(tmp_path: Path) -> None:
     """CO alone does not determine C and O, which is reported; energies of CO are still exact."""
-    write_store(tmp_path / "train.safetensors", of_elements([[6, 8], [6, 6, 8, 8], [1]] * 3))
-    write_store(tmp_path / "val_id.safetensors", of_elements([[6, 8, 29]]))
+    train = of_elements([[6, 8], [6, 6, 8, 8], [1]] * 3)
+    write_splits(tmp_path, train=train, val_id=of_elements([[6, 8, 29]]))
     data = IS2REData(tmp_path)
     with pytest.warns(UserWarning) as said:
         found = data.element_energies()

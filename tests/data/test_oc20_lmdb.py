@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 from ase.geometry import find_mic
-from oc20_files import SHARED, fields, old_record, same, write_lmdb
+from oc20_files import fields, old_record, same, write_lmdb
+from shared_files import shared
 from tiny_run import error_of
 
 from molflt.data.structures import open_dataset
@@ -183,9 +184,7 @@ def independent(path):
 
 
 def test_genuine_records_equal_an_independent_reading(tmp_path):
-    real_lmdb = SHARED / "oc20_is2re_val20.lmdb"
-    if not real_lmdb.is_file():
-        pytest.skip(f"the 20 genuine OC20 records are not at {real_lmdb}")
+    real_lmdb = shared("oc20", "oc20_is2re_val20.lmdb")
     copy = tmp_path / "copy.lmdb"
     copy.write_bytes(real_lmdb.read_bytes())
     dataset = open_dataset(real_lmdb)

@@ -1,14 +1,13 @@
 """Pickles that try to run code are refused by name, and their code does not run."""
 
 import io
-import os
 import pickle
 import pickletools
 
 import numpy as np
 import pytest
 import torch
-from oc20_files import fields, old_pickle, old_record, opcodes, write_lmdb
+from oc20_files import Evil, fields, old_pickle, old_record, opcodes, write_lmdb
 from torch_geometric.data import Data
 
 from molflt.data.structures import open_dataset
@@ -18,14 +17,6 @@ STORAGE = b"ctorch.storage\n_load_from_bytes\n"
 REBUILD = b"ctorch._utils\n_rebuild_tensor_v2\n"
 DATA = b"ctorch_geometric.data.data\nData\n"
 POS = b"X\x03\x00\x00\x00pos"
-
-
-class Evil:
-    def __init__(self, sentinel):
-        self.sentinel = sentinel
-
-    def __reduce__(self):
-        return os.system, (f"touch {self.sentinel}",)
 
 
 def saved(thing):

@@ -1,6 +1,5 @@
 import re
 
-import ase.db
 import ase.io
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ from ase.calculators.emt import EMT
 from ase.calculators.singlepoint import SinglePointCalculator
 from ase.optimize import BFGS
 from data.oc20_files import old_record, write_lmdb
-from tiny_run import printed
+from tiny_run import printed, write_frames
 
 from molflt.commands.cli import main
 from molflt.data.structures import open_dataset
@@ -46,13 +45,8 @@ def bare(atoms: Atoms, **labels) -> Atoms:
 @pytest.mark.parametrize("name", ["a.extxyz", "a.db"])
 def test_calculator_results_are_labels(tmp_path, name):
     frames = copper(2)
-    if name.endswith("db"):
-        with ase.db.connect(tmp_path / name) as database:
-            for atoms in frames:
-                database.write(atoms)
-    else:
-        ase.io.write(tmp_path / name, frames)
-    for record, atoms in zip(open_dataset(tmp_path / name), frames, strict=True):
+    dataset = open_dataset(write_frames(tmp_path / name, frames))
+    for record, atoms in zip(dataset, frames, strict=True):
         assert float(record.energy) == pytest.approx(atoms.calc.results["energy"], abs=1e-6)
         np.testing.assert_allclose(record.forces, atoms.get_forces(), atol=1e-6)
         np.testing.assert_allclose(record.stress[0], atoms.get_stress(voigt=False), atol=1e-7)

@@ -1,4 +1,3 @@
-import gzip
 import itertools
 import lzma
 import random
@@ -12,6 +11,8 @@ import numpy as np
 import pytest
 from listops import expressions
 from scipy.stats import ks_2samp
+from shared_files import shared
+from token_files import packed
 
 from molflt.commands.cli import main
 from molflt.data.text.datamodule import TextData, TokenizedText
@@ -22,15 +23,7 @@ from molflt.data.text.tokenizer import Tokenizer
 from molflt.data.text.vocabulary import LISTOPS as SYMBOLS
 from molflt.data.text.vocabulary import RESIDUES, Vocabulary
 
-SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
-LISTOPS = SHARED / "listops" / "test_d20s.tsv.xz"
 GOOD = ">sp|P1 first\r\nMKv\r\n\r\nLU\r\n> P2\nWX\n"
-
-
-def fasta(path: Path, content: str = GOOD) -> Path:
-    pack = {".gz": gzip.compress, ".xz": lzma.compress}.get(path.suffix, bytes)
-    path.write_bytes(pack(content.encode()))
-    return path
 
 
 def drawn(count: int, seed: int = 0) -> str:
@@ -58,7 +51,7 @@ def evaluate(expression: str) -> int:
 
 @pytest.mark.parametrize("name", ["a.fasta", "a.xz"])
 def test_records_are_read_plain_and_compressed(tmp_path, name):
-    path = str(fasta(tmp_path / name))
+    path = str(packed(tmp_path / name, GOOD))
     found = list(_records(path))
     assert [(one.name, one.residues) for one in found] == [("sp|P1", "MKVLU"), ("P2", "WX")]
     assert found[0].header == "sp|P1 first"
@@ -66,7 +59,7 @@ def test_records_are_read_plain_and_compressed(tmp_path, name):
 
 
 def test_vocabulary_and_tokenizer_agree(tmp_path):
-    blocks = list(_text_blocks(str(fasta(tmp_path / "a.fasta")), "protein"))
+    blocks = list(_text_blocks(str(packed(tmp_path / "a.fasta", GOOD)), "protein"))
     vocabulary, ids = Vocabulary.count("protein", blocks)
     assert vocabulary.decode(ids) == "MKVLU\nWX\n" and vocabulary.unk is None
     assert ids.tolist() == [RESIDUES.index(x) if x in RESIDUES else 25 for x in "MKVLU.WX."]
@@ -83,7 +76,7 @@ def test_vocabulary_and_tokenizer_agree(tmp_path):
 
 def test_blocks_of_both_data_modules(tmp_path):
     pytest.importorskip("tokenizers")
-    files = [fasta(tmp_path / f"{name}.fasta") for name in ("train", "val")]
+    files = [packed(tmp_path / f"{name}.fasta", GOOD) for name in ("train", "val")]
     causal = TextData(*files, level="protein", length=4)
     assert causal.sizes() == {"vocabulary": 26} and causal.datasets["val"].tokens == 9
     masked = TokenizedText(*files, kind="protein", length=6)
@@ -100,7 +93,7 @@ def sides(folder: Path) -> dict[str, list]:
 
 
 def test_equal_sequences_stay_together(tmp_path):
-    src = fasta(tmp_path / "all.fa", drawn(200))
+    src = packed(tmp_path / "all.fa", drawn(200))
     words = ["data", "split", str(src), str(tmp_path / "out"), "--val_fraction", "0.1"]
     assert main([*words, "--test_fraction", "0.2"]) == 0
     found = sides(tmp_path / "out")
@@ -122,9 +115,7 @@ def test_equal_sequences_stay_together(tmp_path):
 
 
 def test_published_files_are_read_as_by_biopython():
-    path = SHARED / "proteins" / "swissprot_mitochondria.fasta.xz"
-    if not path.is_file():
-        pytest.skip(f"{path.name} is not in {SHARED}")
+    path = shared("proteins", "swissprot_mitochondria.fasta.xz")
     parser = pytest.importorskip("Bio.SeqIO.FastaIO").SimpleFastaParser
     found = list(_records(str(path)))
     assert len(found) == 1273 and sum(len(one.residues) for one in found) == 346_132
@@ -145,9 +136,7 @@ def symbols(text: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def published() -> list[tuple[list[str], int]]:
-    if not LISTOPS.is_file():
-        pytest.skip(f"{LISTOPS} is missing")
-    found = read_examples(LISTOPS, "ListOps")
+    found = read_examples(shared("listops", "test_d20s.tsv.xz"), "ListOps")
     assert [evaluate(one.first) for one in found] == [one.label for one in found]
     return [(symbols(one.first), int(one.label)) for one in found]
 

@@ -14,6 +14,7 @@ from ase.build import (
     surface,
 )
 from ase.constraints import FixAtoms
+from shared_files import shared
 
 from molflt.atoms import Tag
 from molflt.data.structures import open_dataset
@@ -22,7 +23,6 @@ from molflt.data.structures.in_memory import StructuresInMemory
 from molflt.data.structures.tags import Tagged, guess_tags, heights_agree
 
 ROOT = Path(__file__).resolve().parents[2]
-SHARED = ROOT.parent / "shared" / "data"
 
 
 def guessed(atoms: Atoms, share=None):
@@ -60,10 +60,7 @@ def test_the_sample_agrees(free: bool) -> None:
 
 
 def test_oc20_agrees() -> None:
-    path = SHARED / "oc20" / "oc20_is2re_val20.lmdb"
-    if not path.exists():
-        pytest.skip(f"no OC20 records in {path}")
-    assert agreement(open_dataset(path)) >= 0.99
+    assert agreement(open_dataset(shared("oc20", "oc20_is2re_val20.lmdb"))) >= 0.99
 
 
 SLAB = fcc111("Cu", (3, 3, 4), vacuum=8.0, periodic=True)

@@ -1,5 +1,3 @@
-import gzip
-import lzma
 import pickle
 import sys
 import types
@@ -8,41 +6,35 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from shared_files import shared
+from token_files import packed
 
 from molflt.data.text import sources
 from molflt.data.text.datamodule import TextData, TokenBlocks, read_blocks
 from molflt.data.text.sources import _text_blocks
 from molflt.data.text.vocabulary import Vocabulary
 
-SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 TEXT = " = Title = \n\na b <unk> b\r\n ä b\tc\n"
 WORDS = ["=", "Title", "=", "<eos>", "<eos>"]
 WORDS += ["a", "b", "<unk>", "b", "<eos>", "ä", "b", "c", "<eos>"]
 
 
-def write(path: Path, content: str | bytes) -> str:
-    raw = content.encode() if isinstance(content, str) else content
-    pack = {".gz": gzip.compress, ".xz": lzma.compress}.get(path.suffix, bytes)
-    path.write_bytes(pack(raw))
-    return str(path)
-
-
-def read(path: str, level: str = "word") -> tuple[Vocabulary, np.ndarray]:
-    return Vocabulary.count(level, _text_blocks(path, level))
+def read(path: Path | str, level: str = "word") -> tuple[Vocabulary, np.ndarray]:
+    return Vocabulary.count(level, _text_blocks(str(path), level))
 
 
 @pytest.mark.parametrize("name", ["t.txt", "t.xz"])
 @pytest.mark.parametrize("block", [1, 1000])
 def test_every_line_ends_with_one_eos(tmp_path, monkeypatch, name, block):
     monkeypatch.setattr(sources, "_BLOCK", block)
-    vocabulary, ids = read(write(tmp_path / name, TEXT))
+    vocabulary, ids = read(packed(tmp_path / name, TEXT))
     assert [vocabulary.tokens[i] for i in ids] == WORDS
     counts = {token: WORDS.count(token) for token in WORDS}
     assert vocabulary.tokens == sorted(counts, key=lambda t: (-counts[t], t))
     assert ids.dtype == np.int32
     again = vocabulary.encode_blocks(_text_blocks(str(tmp_path / name)))
     np.testing.assert_array_equal(again, ids)
-    vocabulary, ids = read(write(tmp_path / "t", "\ufeffa b\nc"))  # no line break at the end
+    vocabulary, ids = read(packed(tmp_path / "t", "\ufeffa b\nc"))  # no line break at the end
     assert vocabulary.decode(ids) == "a b\nc\n"
     expected = [vocabulary.ids[token] for token in ("a", "<eos>", "<eos>", "c")]
     assert vocabulary.encode("a\n\nc").tolist() == expected
@@ -51,13 +43,13 @@ def test_every_line_ends_with_one_eos(tmp_path, monkeypatch, name, block):
 @pytest.mark.parametrize("level", ["char", "byte"])
 def test_characters_and_bytes(tmp_path, level):
     content = "aäb\n\n😀 aa\u2028"
-    vocabulary, ids = read(write(tmp_path / "t", content), level)
+    vocabulary, ids = read(packed(tmp_path / "t", content), level)
     assert len(ids) == len(content if level == "char" else content.encode())
     assert vocabulary.decode(ids) == content
     assert vocabulary.decode([vocabulary.eos, *ids]) == content
     np.testing.assert_array_equal(vocabulary.encode(content).numpy(), ids)
     if level == "byte":
-        assert read(write(tmp_path / "t", b"\xff\x00a"), "byte")[1].tolist() == [255, 0, 97]
+        assert read(packed(tmp_path / "t", b"\xff\x00a"), "byte")[1].tolist() == [255, 0, 97]
         assert ids.tolist() == list(content.encode()) and len(vocabulary) == 257
         assert vocabulary.decode([0xC3]) == "\ufffd"
     else:
@@ -89,12 +81,12 @@ def test_every_token_is_predicted_once(count):
 
 
 def data(folder: Path, train: str = TEXT * 9, val: str = TEXT, **options) -> TextData:
-    paths = write(folder / "train.txt", train), write(folder / "val.txt", val)
+    paths = packed(folder / "train.txt", train), packed(folder / "val.txt", val)
     return TextData(*paths, **{"length": 8, "batch_size": 3, **options})
 
 
 def test_data_module(tmp_path):
-    module = data(tmp_path, test=write(tmp_path / "test.txt.gz", "a b\n"))
+    module = data(tmp_path, test=packed(tmp_path / "test.txt.gz", "a b\n"))
     assert module.sizes() == {"vocabulary": 8} and set(module.datasets) == {"train", "val"}
     tokens = len(WORDS)
     inputs, targets = next(iter(module.train_dataloader()))
@@ -141,11 +133,8 @@ def test_hugging_face_names(monkeypatch):
 
 
 def test_wikitext2_has_its_published_counts():
-    folder = SHARED / "wikitext2"
-    if not folder.is_dir():
-        pytest.skip(f"WikiText-2 is not in {folder}")
     names = ("train.article_order_differs.txt.xz", "valid.txt.xz", "test.txt.xz")
-    module = TextData(*(str(folder / name) for name in names))
+    module = TextData(*(str(shared("wikitext2", name)) for name in names))
     module.setup("test")
     assert [d.tokens for d in module.datasets.values()] == [2_088_628, 217_646, 245_569]
     assert module.sizes() == {"vocabulary": 33_278}

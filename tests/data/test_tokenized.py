@@ -1,13 +1,11 @@
-import gzip
 import json
-import lzma
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from token_files import write_folder, write_pairs, write_reviews, write_sentences
+from token_files import packed, write_folder, write_pairs, write_reviews, write_sentences
 
 from molflt.data.text.datamodule import PieceBlocks, TokenizedText
 from molflt.data.text.glue import GLUE, Example, find_split, read_examples, read_splits
@@ -142,7 +140,7 @@ def test_files_of_every_task(task, tmp_path):
 def test_published_files_are_read_unchanged(tmp_path):
     """Files have a byte order mark, single quotation marks, \\r\\n, no header, or few columns."""
     mrpc = '\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\r\n1\t2\t3\tHe said, "yes\t"No.\r\n'
-    (tmp_path / "MRPC.train.tsv.xz").write_bytes(lzma.compress(mrpc.encode()))
+    packed(tmp_path / "MRPC.train.tsv.xz", mrpc)
     path = find_split(tmp_path, "MRPC", "train")
     assert read_examples(path, "MRPC") == [Example('He said, "yes', '"No.', 1)]
     path.rename(tmp_path / "MRPC.msr_paraphrase_train.txt.xz")  # contains GLUE's dev.tsv
@@ -150,7 +148,7 @@ def test_published_files_are_read_unchanged(tmp_path):
         find_split(tmp_path, "MRPC", "train")
     sts = "g\tf\t2012\t0001\t4.750\tA plane.\tAn air plane.\textra\n"
     (tmp_path / "STS-B").mkdir()
-    (tmp_path / "STS-B/sts-train.csv.gz").write_bytes(gzip.compress(sts.encode()))
+    packed(tmp_path / "STS-B/sts-train.csv.gz", sts)
     path = find_split(tmp_path, "STS-B", "train")
     assert read_examples(path, "STS-B") == [Example("A plane.", "An air plane.", 4.75)]
     rows = "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n1\t2\t3\ta\n1\t2\t3\ta\tb\t0\n"
@@ -234,8 +232,7 @@ def test_batches_contain_both_sides(tmp_path):
 def test_lines_end_with_a_line_feed_only(tmp_path):
     """Other line breaks occur within sentences, and would shift all lines after them."""
     (tmp_path / "x.de").write_bytes("\ufeffa\u2028b\x0bc\r\nd".encode())
-    with gzip.open(tmp_path / "x.en.gz", "wb") as file:
-        file.write(b"one\ntwo\n")
+    packed(tmp_path / "x.en.gz", "one\ntwo\n")
     text = read_parallel(str(tmp_path / "x"), "de", "en")
     assert text[:2] == (["a\u2028b\x0bc", "d"], ["one", "two"])
     assert text.files[1].endswith("x.en.gz")

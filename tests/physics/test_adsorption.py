@@ -7,6 +7,7 @@ import torch
 from ase import Atoms
 from ase.build import fcc111, molecule
 from graph_cases import data
+from tiny_run import random_potential
 from torch import Tensor
 from torch_geometric.data import Batch, Data
 
@@ -164,10 +165,8 @@ DEEP = {"dim": 24, "layers": 2, "radial_basis": 0, "messages": 2}
 
 def potential(**options: object) -> Potential:
     """Returns a potential with random weights, whose latent charges are enlarged 30-fold."""
-    torch.manual_seed(0)
-    sizes = {"dim": 16, "heads": 2, "layers": 1, "ffn_dim": 16, "num_features": 8}
-    options = {**sizes, "radial_basis": 4, "far_field": False, "long_range": [1], **options}
-    made = Potential(**options).double().eval()
+    options = {"far_field": False, "long_range": [1], **options}
+    made = random_potential(**options).double().eval()
     with torch.no_grad():
         made.long_range.charge.weight.mul_(30)
         if options.get("total_charge"):
