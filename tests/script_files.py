@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -29,6 +30,20 @@ def cells(text: str) -> dict[str, list[str]]:
     """Returns the rows of Markdown tables by their first cells."""
     rows = [line.split("|")[1:-1] for line in text.splitlines() if line.startswith("|")]
     return {first.strip(): [cell.strip() for cell in rest] for first, *rest in rows}
+
+
+def words_in(folder: Path) -> list[str]:
+    """Writes a configuration, and returns the options of a script that uses folders in `folder`."""
+    (folder / "c.yaml").write_text("seed: 0\n")
+    options = {"config": "c.yaml", "data": "data", "out": "out"}
+    return [word for name, path in options.items() for word in (f"--{name}", str(folder / path))]
+
+
+def write_evaluation(run: Path, rows: Iterable[tuple[str, int, float, float]]) -> None:
+    """Writes predictions.csv with (split, sid, energy, label) in each row, and results.json."""
+    lines = ["split,sid,energy_eV,target_eV", *(",".join(map(str, row)) for row in rows)]
+    (run / "predictions.csv").write_text("\n".join(lines))
+    (run / "results.json").write_text("{}")
 
 
 class Trainings:

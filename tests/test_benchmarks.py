@@ -1,5 +1,8 @@
 """scripts/run.py: every benchmark runs, and writes rows, a table and a picture."""
 
+import importlib.util
+import json
+import math
 import os
 import re
 import shlex
@@ -13,10 +16,12 @@ from ase.build import add_adsorbate, fcc111
 from ase.io import write
 from data.oc20_files import old_record, write_lmdb
 from script_files import SCRIPTS, benchmark, load_script  # makes the kit importable
+from tiny_run import python
+from torch import nn
 from torch_geometric.data import Batch
 
-from kit import layers  # isort: skip
-from kit.rows import Rows, exponent  # isort: skip
+from kit import layers, turns  # isort: skip
+from kit.rows import Rows, exponent, pick  # isort: skip
 
 ROOT = SCRIPTS.parent
 RESULTS = ROOT / "docs" / "results"
@@ -151,3 +156,172 @@ def test_commands_of_the_documentation_exist() -> None:
         RUN.parse([name, *shlex.split(words)])
     for script in re.findall(r"python (scripts/\w+\.py)", text):
         assert (ROOT / script).exists(), script
+
+
+# --- accuracy ------------------------------------------------------------------------------------
+
+
+def test_scatter_is_the_part_of_the_error_that_directions_make() -> None:
+    """The squared error is at least the squared scatter; far pairs have the variance 0.5 / r."""
+    script = benchmark("nodes")
+    nodes = script.NODES["gaussian"](heads=64, num_nodes=50, sigma=script.OWN_SIGMA).double()
+    found = script.errors(nodes, 10.0, 64, pairs=1000, turned=32)
+    assert found["error"] == pytest.approx((0.5 / 50) ** 0.5, rel=0.1)
+    assert 0.8 * found["error"] < found["scatter"] < 1.05 * found["error"]
+
+
+class Leaky(nn.Module):
+    """Each atom sees the mean of the whole batch."""
+
+    def forward(self, x: torch.Tensor, **_: torch.Tensor) -> torch.Tensor:
+        return x + 0.5 * x.mean(dim=0)
+
+
+def test_the_measure_of_isolation_finds_leaks() -> None:
+    row = benchmark("isolation").changes("leaky", Leaky, cases=1, large=40)
+    assert min(row["batch"], row["padding"], row["gradient"]) > 1e-3
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_agreement_of_labels_by_hand() -> None:
+    """Checks that adsorbates with few systems share a line."""
+    script = benchmark("labels")
+    made = [("A", 0, 1), ("A", 1, 2), ("A", 2, 3), ("B", 0, 2), ("B", 1, 1), ("C", 2, 0)]
+    rows = [
+        {"adsorbate": name, "dft": dft, "energy": energy, "converged": True}
+        for name, dft, energy in made
+    ]
+    assert script.table(rows).splitlines()[2:] == [
+        "| A | 3 | 1.00 | 1.00 | 1.00 | 1.00 | 0.00 |",
+        "| others | 3 | -1.00 | 1.33 | 0.00 | -1.00 | 0.67 |",
+        "| all | 6 | 0.00 | 1.17 | 0.50 | 0.60 | 0.33 |",
+    ]
+    assert script.table(rows[:1]).splitlines()[2] == "| others | 1 | – | 1.00 | 1.00 | – | 0.00 |"
+
+
+def test_charges_fitted_to_near_ions_are_those_of_far_ones(tmp_path) -> None:
+    """Energies are computed from known charges and all images; the potential reproduces the fit."""
+    script = benchmark("dimers")
+    data = script.read(dimers(tmp_path))
+    kernels = script.laws(data.graphs, (1,))
+    charges = [(graph.atomic_numbers == 11) * 1.5 - 0.5 for graph in data.graphs]  # 1, -0.5, -0.5
+    true = [q.double() @ law[0] @ q.double() / 2 for q, law in zip(charges, kernels, strict=True)]
+    data = data._replace(energy=data.binding(torch.stack(true)))
+    setting = script.Setting((1,), 16, 1e-3, 1e-8)
+    model = script.potential(setting, 0)
+    design = script.Design.of(model, data, kernels)
+    weights = script.fitted(model, design, data, setting, ~data.test, 60)
+    guess = design(*weights)
+    assert data.relative(guess, data.test) < 1e-3
+    torch.testing.assert_close(script.predicted(model, data, *weights), guess, rtol=0, atol=1e-8)
+    assert data.held_out(2).sum() == 2 and not (data.held_out(2) & data.test).any()
+
+
+# --- costs ---------------------------------------------------------------------------------------
+
+MECHANISMS = ["softmax", "performer", "rfa-gate-gaussian", "flt-local"]
+
+
+@needs_linux
+def test_growth_measures_allocated_memory() -> None:
+    """A separate process allocates 3 blocks of 40 MiB, at most 2 of them at a time."""
+    code = (
+        "import kit.layers, torch\n"
+        "def work():\n"
+        "    blocks = [torch.ones(10 * 2**20) for _ in range(2)]\n"
+        "    blocks.pop()\n"
+        "    blocks.append(torch.ones(10 * 2**20))\n"
+        "print(kit.layers.growth(work))"
+    )
+    path = os.pathsep.join([str(SCRIPTS), str(SCRIPTS.parent)])
+    grown = python("-c", code, **layers.ALLOCATOR, PYTHONPATH=path)
+    assert 79 < float(grown.stdout) < 90
+
+
+def test_works_take_turns_and_ratios_are_within_rounds() -> None:
+    seen: list[str] = []
+    ticks = iter(range(100))
+    works = {"a": lambda: seen.append("a"), "b": lambda: seen.append("b")}
+    times = turns.turns(works, {"a": 2, "b": 1}, lambda: float(next(ticks)))
+    assert seen == ["a", "a", "b", "a"] and times == {"a": [1.0, 1.0], "b": [1.0]}
+    assert turns.paired([1.0, 10.0, 2.0], [2.0, 20.0, 1.0]) == 0.5
+    assert exponent([(n, 3.0 * n**1.5) for n in (1, 10, 100)]) == pytest.approx(1.5)
+    assert math.isnan(exponent([(5, 1.0)]))
+
+
+def test_bytes_are_those_of_the_states_and_only_softmax_has_more_for_more_tokens() -> None:
+    """States contain float32 sums (m, d + 1) and scales (m or 1) per head and layer, or K and V.
+
+    The last position is also kept if an encoding reads it.
+    """
+    width, sums = 16, 4 * 4 * 8 * 64
+    expected = {
+        "performer": lambda n: sums * (width + 1 + 1),
+        "flt-local": lambda n: 4 + sums * (width + 1 + 1),
+        "rfa-gate-gaussian": lambda n: 4 * 4 * 8 * (128 * (width + 1) + 1),
+        "softmax": lambda n: 4 * n * 4 * 2 * 128,
+    }
+    for row in benchmark("decoding").measure((6, 12, 24), tuple(MECHANISMS), rounds=1):
+        assert row["state_bytes"] == expected[row["mechanism"]](row["position"]), row
+        assert row["rounds"] == 1 and row["median_ms"] > 0
+
+
+def test_growth_of_a_token_is_that_of_ratios() -> None:
+    """The machine is 10 times slower in the second round, and time grows as n^2 from n = 10 on."""
+    script = benchmark("decoding")
+    times = {
+        (name, n): [[slow * cost * n**2] * 3 for slow in (1, 10)]
+        for name, cost in (("softmax", 3.0), ("linear", 1.0))
+        for n in (10, 20, 40)
+    }
+    found = script.rows_of(times, dict.fromkeys(times, 2048))
+    own = pick(found, mechanism="linear")
+    assert script.growth(own) == pytest.approx(2)
+    assert [row["ratio"] for row in own] == [1, 4, 16]
+    assert [row["softmax_ratio"] for row in own] == [3, 3, 3]
+
+
+# --- a machine with a GPU ------------------------------------------------------------------------
+
+
+def test_numbers_and_resume_are_written_and_not_replaced(tmp_path, monkeypatch, capsys):
+    script, words = load_script("gpu"), ["--device", "cpu", "--tiny", "--out", str(tmp_path)]
+    monkeypatch.setattr(script, "without_kernels", lambda: "no GPU")
+    assert script.main(words) == 0
+    found = json.loads((tmp_path / "gpu.json").read_text())
+    differences = [row["difference"] for row in found["numbers"]]
+    exact = [row["difference"] for row in found["numbers"] if row["precision"] == "float64"]
+    assert max(differences) > 0 and max(exact) == 0, "float64 on the CPU is its own reference"
+    assert found["resume"] == 0
+    assert (tmp_path / "gpu.md").read_text() in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        script.main(words)
+    assert str(tmp_path) in capsys.readouterr().err
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_triton_kernels_in_the_interpreter(monkeypatch):
+    script = load_script("gpu")
+    monkeypatch.setattr(script, "GRAPHS", (5, 1))
+    few = {**script.LAYERS["triton"], "position_options": {"num_nodes": 2}}
+    monkeypatch.setattr(script, "LAYERS", {"triton": few})
+    monkeypatch.setattr(script, "MODELS", {})
+    rows = list(script.numbers("cpu", tiny=False))
+    assert len(rows) == len(script.BOUNDS)
+    assert all(0 < row["difference"] < script.BOUNDS[row["precision"]] for row in rows)
+    costs = list(script.kernels("cpu", tiny=True))
+    assert {(row["mixing"], row["backward"]) for row in costs} >= {("triton", True), ("auto", True)}
+    found = {"numbers": rows, "kernels": costs, "resume": 0.0}
+    found |= {"device": "CPU", "torch": "", "molflt": "", "without_kernels": ""}
+    assert "| triton |" in script.page(found)
+
+
+def test_a_wrong_number_ends_with_status_1(tmp_path, monkeypatch, capsys):
+    script = load_script("gpu")
+    monkeypatch.setattr(script, "without_kernels", lambda: "no GPU")
+    wrong = {"case": "additive", "difference": float("nan")}
+    rows = [{**wrong, "precision": kind} for kind in script.BOUNDS]
+    monkeypatch.setattr(script, "numbers", lambda *_: rows)
+    monkeypatch.setattr(script, "resume", lambda *_: 0.0)
+    assert script.main(["--device", "cpu", "--out", str(tmp_path)]) == 1
+    assert "additive" in capsys.readouterr().err

@@ -1,6 +1,5 @@
-"""A single file as a data set: it is split, trained on and evaluated without preparation."""
+"""A file, or a folder of files, is split, trained on and evaluated without preparation."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,12 @@ from tiny_run import (
     error_of,
     inspected,
     printed,
+    results_of,
     start,
     structures,
     table,
     write_data,
+    write_frames,
 )
 
 import molflt
@@ -97,10 +98,9 @@ def test_one_file_is_split_by_seed(file: Path) -> None:
 def test_runs_on_one_file_are_evaluated_on_held_out_structures(run, file, tmp_path, capsys) -> None:
     held = sids(module(file, val_fraction=0.3).datasets["val"])
     for more in ([], ["--data", str(file)]):
-        assert main(["evaluate", str(run), "--out", str(tmp_path), "--device=cpu", *more]) == 0
+        assert list(results_of(run, "--device=cpu", *more, out=tmp_path)) == ["val_id"]
         rows = table(tmp_path / "predictions.csv")
         assert sorted(int(row["sid"]) for row in rows) == sorted(held)
-        assert list(json.loads((tmp_path / "results.json").read_text())) == ["val_id"]
     assert "published" not in capsys.readouterr().out
 
 
@@ -186,10 +186,9 @@ def test_other_energies_of_the_data_are_not_the_results_of_the_run(run, file, tm
     (own / "checkpoints" / "last.ckpt").unlink()  # its labels differ
     weights = [own / "checkpoints" / "best.safetensors"]
     for words, said in (([], ""), (["--energy_key=other_energy"], "with energy_key other_energy")):
-        assert main(["evaluate", str(own), "--device=cpu", *words]) == 0
+        row = results_of(own, "--device=cpu", *words)["val_id"]
         why = why_of_others(own, weights)
         assert said in why and bool(said) == bool(why)
-    row = json.loads((own / "results.json").read_text())["val_id"]
     assert row["mae_eV"] > 50 and row["baseline_mae_eV"] is None
 
 
@@ -197,10 +196,9 @@ def test_the_energy_is_the_entry_that_is_named(tmp_path, capsys) -> None:
     some = frames(3)
     for i, atoms in enumerate(some):
         atoms.info["REF_energy"], atoms.info["dft_energy"] = -2.0 - i, -7.0 - i
-    write(tmp_path / "a.extxyz", some)
-    write_rows(tmp_path / "a.db", some)
     for name in ("a.extxyz", "a.db"):
-        dataset = open_dataset(tmp_path / name, reading=Reading("REF_energy"))
+        path = write_frames(tmp_path / name, some)
+        dataset = open_dataset(path, reading=Reading("REF_energy"))
         assert dataset.y_relaxed.tolist() == [-2.0, -3.0, -4.0]
         assert {"energy", "dft_energy"} <= set(dataset.unused)
         assert dataset.labels["forces"] == "forces"
@@ -211,14 +209,6 @@ def test_the_energy_is_the_entry_that_is_named(tmp_path, capsys) -> None:
     found = inspected(capsys, *words)
     assert found["energies_eV"]["y_relaxed"]["max"] == -7.0
     assert found["labels_not_used"] == ["energy", "REF_energy"]
-
-
-def write_rows(path: Path, some: list[Atoms]) -> None:
-    import ase.db
-
-    with ase.db.connect(path) as database:
-        for atoms in some:
-            database.write(atoms, **atoms.info)
 
 
 def test_folders_are_inspected_and_converted_whole(tmp_path, capsys) -> None:
@@ -333,9 +323,105 @@ def test_a_run_with_an_energy_key_is_evaluated_on_any_source(tmp_path, capsys) -
     assert [float(row["target_eV"]) for row in rows] == pytest.approx(labels)
     line = error_of(capsys, *command, str(tmp_path / "other.extxyz"))
     assert ("e_ads" in line and "--energy_key" in line) or "null" in line
-    assert main([*command, str(tmp_path / "other.extxyz"), "--energy_key=null"]) == 0
-    (name, found), *rest = json.loads((tmp_path / "out" / "results.json").read_text()).items()
+    words = ("--device=cpu", "--data", tmp_path / "other.extxyz", "--energy_key=null")
+    (name, found), *rest = results_of(run, *words, out=tmp_path / "out").items()
     assert (name, found["n"], rest) == ("other", 10, [])
     rows = table(tmp_path / "out" / "predictions.csv")
     energies = [atoms.get_potential_energy() for atoms in frames()]
     assert [float(row["target_eV"]) for row in rows] == pytest.approx(energies)
+
+
+# --- folders of files ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("many")
+    for number, atoms in enumerate(frames(11)):
+        write_frames(root / "flat" / f"{number}.extxyz", [atoms])
+    assert (
+        start(root / "flat", root / "run", *STEPS, "--data.val_fraction=0.3", "--model.readout=all")
+        == 0
+    )
+    return root / "run"
+
+
+def poscars(folder: Path, names: list[str]) -> list[Atoms]:
+    found = frames(len(names))
+    for name, atoms in zip(names, found, strict=True):
+        write_frames(folder / name, [atoms])
+    return found
+
+
+NESTED = [f"{i}/POSCAR" for i in (0, 1, 2, 10)]
+
+
+def test_a_folder_is_predicted_and_inspected(many, tmp_path, capsys) -> None:
+    names, atoms = NESTED, poscars(tmp_path / "data", NESTED)
+    out = tmp_path / "energies.csv"
+    words = ["predict", str(many), str(tmp_path / "data"), "--out", str(out), "--device=cpu"]
+    assert main([*words, "--force"]) == 0  # POSCARs have no tags
+    rows = table(out)
+    assert [row["index"] for row in rows] == ["0", "1", "2", "3"]
+    assert [row["file"] for row in rows] == [str(tmp_path / "data" / name) for name in names]
+    assert [int(row["natoms"]) for row in rows] == [len(one) for one in atoms]
+    assert inspected(capsys, tmp_path / "data")["systems"] == 4
+    (tmp_path / "data" / NESTED[1]).write_text("no structure\n")
+    told = printed(capsys, *words, "--force", "--skip-bad").err
+    assert "1 bad structure(s) left out" in told
+    assert [row["index"] for row in table(out)] == ["0", "2", "3"]
+
+
+def test_several_files_and_patterns(many, tmp_path, capsys) -> None:
+    poscars(tmp_path, NESTED)
+    files = [str(tmp_path / name) for name in NESTED[:2]]
+    found = {}
+    for name, words in {
+        "several": files,
+        "braces": [str(tmp_path / "{0,1}" / "POSCAR")],
+    }.items():
+        out = tmp_path / f"{name}.csv"
+        words = ["predict", str(many), *words, "--out", str(out), "--device=cpu", "--force"]
+        assert main(words) == 0
+        found[name] = out.read_text()
+    assert len(set(found.values())) == 1 and files[1] in found["several"]
+    assert main(["data", "convert", *files, str(tmp_path / "two.safetensors")]) == 0
+    assert len(open_dataset(tmp_path / "two.safetensors")) == 2
+    assert len(molflt.load(many, "cpu").predict(files, force=True)) == 2
+    assert "no file" in error_of(capsys, "predict", str(many), str(tmp_path / "*.nothing"))
+
+
+def test_a_folder_is_split_and_evaluated(many, tmp_path) -> None:
+    """The run was trained on such a folder; other folders are evaluated completely."""
+    root = many.parent / "flat"
+    assert DataSet(root).is_one
+    assert results_of(many, "--device=cpu", out=tmp_path / "own")["val_id"]["n"] == 3
+    for data in (root.parent / "copy", root.parent / "copy" / "*.extxyz"):
+        for number, atoms in enumerate(frames(5)):
+            write_frames(root.parent / "copy" / f"{number}.extxyz", [atoms])
+        out = tmp_path / "out"
+        (row,) = results_of(many, f"--data={data}", "--device=cpu", out=out).values()
+        assert row["n"] == 5 and row["baseline_mae_eV"] > 0  # by energies of the training part
+        files = [Path(one["file"]).name for one in table(out / "predictions.csv")]
+        assert files == [f"{number}.extxyz" for number in range(5)]
+
+
+def test_files_of_one_calculation_are_not_mixed(tmp_path) -> None:
+    poscars(tmp_path, ["a/POSCAR", "a/CONTCAR", "b/POSCAR", "b/CONTCAR"])
+    with pytest.raises(ValueError, match="CONTCAR.*pattern.*a/"):
+        open_dataset(tmp_path)
+    assert len(open_dataset(f"{tmp_path}/*/CONTCAR")) == 2
+
+
+def test_names_of_structures_are_written(many, tmp_path) -> None:
+    named = frames(3)
+    for atoms, name in zip(named, ["ag-12", "cu-3", "pt/7"], strict=True):
+        atoms.info["sid"] = name
+    write(tmp_path / "a.extxyz", named)
+    store = tmp_path / "b.safetensors"
+    assert main(["data", "convert", str(tmp_path / "a.extxyz"), str(store)]) == 0
+    for source in (tmp_path / "a.extxyz", store):
+        out = tmp_path / "out.csv"
+        words = ["predict", str(many), str(source), "--device=cpu", "--out"]
+        assert main([*words, str(out)]) == 0
+        assert [row["sid"] for row in table(out)] == ["ag-12", "cu-3", "pt/7"]

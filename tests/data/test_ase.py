@@ -3,7 +3,6 @@ import zlib
 from pathlib import Path
 
 import ase
-import ase.db
 import ase.io
 import numpy as np
 import pytest
@@ -17,11 +16,15 @@ from ase.db.row import AtomsRow
 from ase.io.formats import ioformats
 from ase.io.jsonio import encode
 from oc20_files import write_lmdb
+from tiny_run import structures, write_frames
+from torch_geometric.data import Batch, Data
 
 from molflt.data.structures import Reading, open_dataset
 from molflt.data.structures.ase_fields import Converter, total_charge, unused_fields
 from molflt.data.structures.ase_files import ENDINGS, AseStructures
+from molflt.data.structures.base import to_atoms
 from molflt.data.structures.force_units import unit_fault
+from molflt.data.structures.in_memory import StructuresInMemory
 from molflt.data.structures.records import make_record
 
 
@@ -40,19 +43,9 @@ def slab(number=0):
     return atoms
 
 
-def write(path, frames):
-    if path.suffix in (".db", ".json"):
-        with ase.db.connect(path) as database:
-            for atoms in frames:
-                database.write(atoms, **atoms.info)
-    else:
-        ase.io.write(path, frames, format=path.suffix[1:])
-    return path
-
-
 @pytest.mark.parametrize("name", ["a.extxyz", "a.db", "a.json", "run@300K.traj"])
 def test_everything_is_taken(tmp_path, name):
-    path = write(tmp_path / Path(name).with_stem("written"), [slab(i) for i in range(3)])
+    path = write_frames(tmp_path / Path(name).with_stem("written"), [slab(i) for i in range(3)])
     path = path.rename(tmp_path / name)  # an at sign in a path is part of the name
     dataset = open_dataset(path)
     assert isinstance(dataset, AseStructures)
@@ -74,7 +67,7 @@ def test_relaxed_positions_come_from_an_array_and_are_unwrapped(tmp_path):
     atoms = slab()
     moved = atoms.positions + np.array([0.1, 0.0, 0.05])
     atoms.set_array("pos_relaxed", moved + atoms.cell[0] - 2 * atoms.cell[1])
-    record = open_dataset(write(tmp_path / "a.extxyz", [atoms]))[0]
+    record = open_dataset(write_frames(tmp_path / "a.extxyz", [atoms]))[0]
     torch.testing.assert_close(record.pos_relaxed, torch.tensor(moved).float(), atol=1e-5, rtol=0)
 
 
@@ -394,3 +387,59 @@ def test_energies_of_two_charges_are_not_compared() -> None:
     for frame in frames:
         frame.charge[:] = 0
     assert unit_fault(frames) != ""
+
+
+# --- structures in memory -------------------------------------------------------------------------
+
+
+WATER = molecule("H2O")
+
+
+def test_atoms_are_read_as_from_their_file(tmp_path) -> None:
+    slab = Atoms("Cu3O", positions=np.eye(4, 3) * 2.5, cell=[8, 8, 20], pbc=True)
+    slab.set_tags([0, 1, 1, 2])
+    slab.set_constraint(FixAtoms(indices=[0]))
+    slab.info["sid"] = 7
+    ase.io.write(tmp_path / "in.traj", [slab, WATER])
+    for own, read in zip(
+        StructuresInMemory([slab, WATER]), open_dataset(tmp_path / "in.traj"), strict=True
+    ):
+        for key in ("pos", "atomic_numbers", "cell", "pbc", "tags", "fixed", "sid", "natoms"):
+            assert torch.equal(torch.as_tensor(own[key]), torch.as_tensor(read[key])), key
+    back = to_atoms(StructuresInMemory(slab)[0])
+    assert back.info == {"sid": 7} and (back.get_tags() == slab.get_tags()).all()
+    assert (back.constraints[0].get_indices() == [0]).all()
+    np.testing.assert_allclose(back.positions, slab.positions, atol=1e-6)
+
+
+def test_batches_lists_and_data_sets_are_the_same() -> None:
+    records = list(structures(3))
+    for given in (
+        records,
+        tuple(records),
+        Batch.from_data_list(records),
+        [Batch.from_data_list(records[:2]), records[2]],
+        StructuresInMemory(records),
+    ):
+        own = StructuresInMemory(given)
+        assert own.natoms.tolist() == [one.natoms for one in records]
+        for one, record in zip(own, records, strict=True):
+            assert torch.equal(one.pos, record.pos) and one.sid == record.sid
+            assert torch.equal(one.y_relaxed, record.y_relaxed)
+
+
+def test_pyg_data_of_others() -> None:
+    data = Data(pos=torch.rand(2, 3, dtype=torch.float64), z=torch.tensor([1, 1]))
+    own = StructuresInMemory(data)[0]
+    assert own.atomic_numbers.tolist() == [1, 1] and not own.pbc.any()
+    assert own.pos.dtype == torch.float32 and torch.isnan(own.y_relaxed).all()
+    data.y_relaxed = torch.tensor([float("nan")])  # NaN counts as a missing label
+    assert len(StructuresInMemory([data])) == 1
+
+
+def test_total_charge_is_read_and_spin_named_once(capsys) -> None:
+    atoms = Atoms("H2", [[0, 0, 0], [0, 0, 0.74]], info={"charge": 1, "spin": 2})
+    first, again = StructuresInMemory([atoms, atoms])
+    assert float(first.charge) == 1 and capsys.readouterr().err.count("spin not used") == 1
+    (held,) = StructuresInMemory(again)
+    assert float(held.charge) == 1 and to_atoms(held).info["charge"] == 1

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["Refusal", "Refused", "command", "refused"]
+__all__ = ["Refusal", "Refused", "command", "refused", "writes"]
 
 
 class Refused(Exception):
@@ -38,6 +38,11 @@ class Refusal(NamedTuple):
 def refused(call: Callable[[], Any], *words: Any, **error: type[Exception]) -> Refusal:
     """Returns a row for a call that does not need a folder."""
     return Refusal(lambda _: call(), *words, **error)
+
+
+def writes(name: str, text: str | bytes) -> Callable[[Path], object]:
+    content = text.encode() if isinstance(text, str) else text
+    return lambda folder: (folder / name).write_bytes(content)
 
 
 def command(line: str, prepare: Callable[[Path], Any] | None = None) -> Callable[[Path], None]:

@@ -1,7 +1,4 @@
-from collections.abc import Callable
-from pathlib import Path
-
-from refusals import Refusal, Refused, command
+from refusals import Refusal, Refused, command, writes
 
 
 def refused(line: str, option: str, expected: str = "", got: str = "") -> Refusal:
@@ -14,11 +11,6 @@ def with_config(
     """Returns a row for a training run with a configuration."""
     line = f"train --config={{folder}}/c.yaml --data.root=x {more}"
     return Refusal(command(line, writes("c.yaml", text)), option, expected, got, Refused)
-
-
-def writes(name: str, text: str | bytes) -> Callable[[Path], object]:
-    content = text.encode() if isinstance(text, str) else text
-    return lambda folder: (folder / name).write_bytes(content)
 
 
 TRAIN = "train --data.root=x"

@@ -1,5 +1,6 @@
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from molflt.evaluation.calibration import Calibration
 from molflt.evaluation.common import classes_of, named_sources
 from molflt.evaluation.energies import submission_splits
 from molflt.evaluation.ensemble import EnsembleRegressor, expect_same_totals, load_ensemble
+from molflt.metrics import locality
 from refusals import Refusal, refused
 
 
@@ -48,6 +50,12 @@ def classes(folder: Path) -> None:
     classes_of(folder, 2)
 
 
+def local(weights: Any, distances: Any, option: str, got: str = "") -> Refusal:
+    return refused(lambda: locality(weights, distances), option, "", got)
+
+
+EYE = np.eye(3)
+APART = np.abs(np.arange(3)[:, None] - np.arange(3)).astype(float)
 DATA = {"train": "a.txt", "val": "b.txt", "test": None}
 AGAIN = "evaluate these runs"
 
@@ -63,4 +71,6 @@ ROWS = [
     refused(lambda: load_ensemble([Path("a"), Path("b")], "w.pt"), "--checkpoint", "best", "w.pt"),
     refused(lambda: named_sources(DATA, ["val"], Path("x")), "--splits", "--data", "both"),
     Refusal(classes, "classes.json", "2", "1 classes"),
+    local(2 * EYE, APART, "sum to 1", "2.0"),
+    local(EYE, APART + np.diag([np.inf, 0, 0]), "unmasked", "0.0"),
 ]

@@ -16,7 +16,7 @@ from molflt.tasks.optimizers import OptimizerTask, PopulationTask
 from molflt.tasks.potential import PotentialTask
 from molflt.training.checkpoint import read_checkpoint, write_checkpoint
 from molflt.training.trainer import TrainerOptions
-from refusals import Refusal, Refused, command, refused
+from refusals import Refusal, Refused, command, refused, writes
 
 Prepare = Callable[[Path], object]
 
@@ -101,17 +101,13 @@ def foreign(folder: Path) -> None:
     (folder / "new" / "config.yaml").write_text("trainer: {max_steps: 4}")
 
 
-def written(name: str, text: str) -> Prepare:
-    return lambda folder: (folder / name).write_text(text)
-
-
 def saved(**weights: torch.Tensor) -> Prepare:
     return lambda folder: safetensors.torch.save_file(weights, folder / "w.safetensors")
 
 
 LINE = nn.Linear(1, 1)
 ON_OTHERS = "train --resume {folder}/run --data.root={folder}/data"
-BOTH = written("a.yaml", "trainer: {max_steps: 7, max_epochs: 1}")
+BOTH = writes("a.yaml", "trainer: {max_steps: 7, max_epochs: 1}")
 PLAIN = "--model.mixing=softmax --model.position=none --model.position_options=null "
 PLAIN += "--model.num_features=null"
 

@@ -1,0 +1,116 @@
+"""Scripts about potentials."""
+
+import json
+
+import ase.io
+import numpy as np
+import pytest
+from ase.calculators.singlepoint import SinglePointCalculator
+from script_files import load_script
+from tiny_run import argon, start, structures, table, train_potential, write_data, write_points
+
+from molflt.data.structures.base import to_atoms
+from molflt.evaluation.relaxation import relax_atoms
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_energies_by_relaxation_and_a_second_start(tmp_path, monkeypatch, capsys):
+    script = load_script("by_relaxation")
+    data, points = write_data(tmp_path / "data"), tmp_path / "points"
+    (data / "frames").mkdir()
+    points.mkdir()
+    frames = []
+    for record in structures(13, seed=1, first_sid=1000):
+        atoms = to_atoms(record)
+        total = float(record.y_relaxed) - 100.0  # of slab and molecule
+        forces = 0.1 * (atoms.positions - atoms.positions.mean(axis=0))
+        atoms.calc = SinglePointCalculator(atoms, energy=total, forces=forces)
+        frames.append(atoms)
+    ase.io.write(data / "frames" / "val_id.extxyz", frames)
+    for split in ("train", "val_id"):
+        ase.io.write(points / f"{split}.traj", frames)
+    words = ["--data.allow_duplicates=true", "--trainer.max_steps=3", "--task.warmup_steps=1"]
+    train_potential(points, tmp_path / "potential", *words)
+    assert start(data, tmp_path / "direct", "--trainer.max_steps=3") == 0
+    out = tmp_path / "out"
+    told = [str(data), "--direct", str(tmp_path / "direct"), "--steps", "2", "--count", "3"]
+    told += ["--potential", str(tmp_path / "potential"), "--out", str(out)]
+    assert script.main(told) == 0
+    rows = {row["way"]: row for row in table(out / "by_relaxation.csv")}
+    assert float(rows["direct"]["mae_eV"]) > 0 and float(rows["relaxation"]["mae_eV"]) > 0
+    assert rows["relaxation"]["converged"].endswith("of 3")
+    lines = out / "val_id" / "relaxed.jsonl"
+    before = lines.read_text()
+    assert len(before.splitlines()) == 3
+    lines.write_text("".join(before.splitlines(keepends=True)[:2]))  # before the third
+    relaxed = []
+
+    def relax(*words, **options):
+        relaxed.append(relax_atoms(*words, **options))
+        return relaxed[-1]
+
+    monkeypatch.setattr(script, "relax_atoms", relax)
+    assert script.main(told) == 0
+    again = lines.read_text().splitlines()
+    assert again[:2] == before.splitlines()[:2] and len(again) == 3
+    assert len(relaxed) == 1  # finished systems are not relaxed again
+    store = script.open_dataset(data / "val_id.safetensors")
+    own = script.offsets(data / "frames" / "val_id.extxyz", store)
+    assert list(own.values()) == pytest.approx([-100.0] * 13, abs=1e-5)
+    assert script.main([str(data), "--splits", "train", *told[1:]]) == 2
+    assert script.main([*told, "--fmax", "0.1"]) == 2
+    ase.io.write(data / "frames" / "val_id.extxyz", frames[::-1])
+    assert script.main(told) == 2  # relaxations of other frames are not reused
+    assert "other digests" in capsys.readouterr().err
+
+
+def test_drift_is_the_slope_of_the_total_energy():
+    script = load_script("conservation")
+    rows = [{"fs": t, "total_meV_per_atom": 2.0 + 0.01 * t} for t in np.arange(0.0, 101.0, 5.0)]
+    assert script.drift(rows) == pytest.approx((1.0, 0.0), abs=1e-9)
+
+
+def test_energy_is_conserved_better_with_smaller_steps(potential_run, tmp_path, capsys):
+    script, spread = load_script("conservation"), []
+    ase.io.write(tmp_path / "in.xyz", argon(1, 2))
+    for name, step, every in (("long", 8.0, 1), ("short", 2.0, 4)):
+        told = [str(potential_run), str(tmp_path / "in.xyz"), "--ps", "0.08"]
+        told += ["--timestep", str(step), "--every", str(every), "--out", str(tmp_path / name)]
+        assert script.main(told) == 0
+        rows = table(tmp_path / name / "conservation.csv")
+        total = [float(row["total_meV_per_atom"]) for row in rows]
+        assert len(total) == 11 and (tmp_path / name / "conservation.png").is_file()
+        spread.append(np.std(total))
+    assert spread[1] < 0.2 * spread[0]
+    assert "0.08 ps at " in capsys.readouterr().out
+    assert script.main([str(potential_run), str(tmp_path / "none.xyz")]) == 2
+    assert "none.xyz: No such file" in capsys.readouterr().err
+    assert script.main([*told, "--ps", "0.001"]) == 2
+    assert "--ps 0.001 with --timestep 2 is 0 steps; expected --every" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_both_models_learn_and_a_second_start_repeats_nothing(tmp_path, monkeypatch, capsys):
+    script = load_script("potentials")
+    points, out = write_points(tmp_path / "points"), tmp_path / "out"
+    words = [str(points), "--out", str(out), "--seconds", "0.3", "--dim", "16", "--layers", "1"]
+    assert script.main(words) == 0
+    rows = {row["model"]: row for row in table(out / "potentials.csv")}
+    assert rows.keys() == {"mean", "molflt", "schnet", "painn"}
+    assert all(float(row["force_mae_meV_per_A"]) > 0 for row in rows.values())
+    assert int(rows["schnet"]["steps"]) >= 1 and (out / "potentials.md").is_file()
+    monkeypatch.setattr(script, "learn", None)
+    assert script.main(words) == 0
+    # after an interruption, the time already used counts
+    monkeypatch.undo()
+    before = json.loads((out / "schnet-0.json").read_text())
+    (out / "schnet-0.json").unlink()
+    assert script.main(words) == 0
+    assert json.loads((out / "schnet-0.json").read_text())[0]["steps"] == before[0]["steps"]
+    assert script.main([*words, "--lr", "0.1"]) == 2  # results with other options are not reused
+    capsys.readouterr()
+    ase.io.write(points / "train.extxyz", argon(6, 5))  # results for other data are not reused
+    assert script.main(words) == 2
+    assert "made with other digests" in capsys.readouterr().err
+    rows = [{"split": "a", "model": "m", "parameters": 9, "steps": n} for n in (10, 30)]
+    assert script.table(rows).splitlines()[2].startswith("| a | m | 9 | 20 |")  # a mean

@@ -1,0 +1,230 @@
+"""Scripts that train and evaluate in other processes, which the tests replace."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from data.game_net_files import content, write_archive
+from script_files import Trainings, cells, load_script, words_in, write_evaluation
+from tiny_run import table
+
+from molflt.data.structures.splits import VAL_SPLITS
+from molflt.data.structures.systems import System, read_systems, write_systems
+from molflt.training import run_folder
+
+COMPARE = load_script("compare")
+
+
+class Comparisons(Trainings):
+    def evaluate(self, run: Path) -> None:
+        seed = int(run.name.removeprefix("seed"))
+        rows = {"split": {"speed": 2.0, "n": 3}}
+        if run.parent.name.startswith("tokens"):
+            overflowed = "diverged" in run.parent.name and seed == 1
+            row = {"perplexity": None if overflowed else 30.0 + 2 * seed, "nearest": None}
+            rows = {"val": row, "test": row}
+        elif run.parent.name in ("flt", "performer"):
+            mae = {"flt": 0.2, "performer": 0.5}[run.parent.name] + 0.01 * seed
+            row = {"mae_eV": mae, "ewt_percent": 4.0 * seed, "baseline_mae_eV": 1.1, "n": 9}
+            rows = dict.fromkeys(VAL_SPLITS, row)
+            energies = {7: 0.03 * seed, 9: 0.03 * seed - 0.02}  # for a label of 0
+            found = [(split, sid, e, 0) for split in VAL_SPLITS for sid, e in energies.items()]
+            write_evaluation(run, found)
+        (run / "results.json").write_text(json.dumps(rows))
+
+
+@pytest.fixture
+def trainings(monkeypatch) -> Trainings:
+    monkeypatch.setattr(COMPARE, "read_config", lambda run: {})
+    monkeypatch.setattr(COMPARE, "count_parameters", lambda run, config: 10)
+    monkeypatch.setattr(run_folder, "read_checkpoint", lambda path: {})
+    return Comparisons().replace(monkeypatch)
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> list[str]:
+    (tmp_path / "c.yaml").write_text("seed: 0\n")
+    for name in ("tokens", "tokens-diverged", "other"):
+        (tmp_path / f"{name}.yaml").write_text("model: {}\n")
+    options = ["--config", str(tmp_path / "c.yaml"), "--out", str(tmp_path / "out")]
+    variants = [f"configs/atoms/{name}.yaml" for name in ("flt", "performer")]
+    return [*options, "--variants", *variants, "--seeds", "0", "1", "2"]
+
+
+def test_mean_and_spread(trainings, words, tmp_path, capsys) -> None:
+    more = ["--trainer.max_steps=7", "--init=runs/{variant}/seed{seed}"]
+    assert COMPARE.main([*words, "--", *more]) == 0
+    assert len(trainings.commands) == 12
+    first = trainings.commands[0]
+    assert first[0] == "train" and {"--trainer.max_steps=7", "--seed=0"} < {*first}
+    assert {"--init=runs/flt/seed0", "configs/atoms/flt.yaml"} < {*first}
+    text = capsys.readouterr().out
+    assert text.strip() == (tmp_path / "out" / "comparison.md").read_text().strip()
+    # 0.2, 0.21, 0.22 eV: sample standard deviation 0.01; EwT 0, 4, 8 %
+    assert cells(text)["flt"] == ["10", "3", *["0.2100 ± 0.0100"] * 4, "4.0 ± 4.0"]
+    means = ["", "3", *["0.0200"] * 4, "50.0"]  # errors of 0.03 and 0.01 eV
+    assert cells(text)["their mean"] == means and text.count("| their mean |") == 2
+    assert len((tmp_path / "out" / "comparison.csv").read_text().splitlines()) == 1 + 2 * 3 * 4
+    assert (tmp_path / "out" / "comparison.png").stat().st_size > 1000
+
+
+def test_variants_are_files_with_changes(trainings, words, tmp_path, capsys) -> None:
+    """A variant that diverged with one seed has no mean: overflowing perplexities are null."""
+    file = str(tmp_path / "tokens.yaml")
+    variants = [file, f"{file},model.heads=2,model.position_options.num_nodes=8"]
+    variants.append(str(tmp_path / "tokens-diverged.yaml"))
+    assert COMPARE.main([*words[:4], "--variants", *variants, "--seeds", "0", "1"]) == 0
+    trained = [c for c in trainings.commands if c[0] == "train"]
+    changes = ["--model.heads=2", "--model.position_options.num_nodes=8"]
+    assert trained[1][-5:-1] == ["--config", file, *changes]
+    text = capsys.readouterr().out
+    assert text.startswith("| variant | parameters | seeds | val perplexity | test perplexity |")
+    found = cells(text)
+    assert found["tokens"] == ["10", "2", "31.00 ± 1.41", "31.00 ± 1.41"]
+    assert found["tokens,heads=2,num_nodes=8"] == found["tokens"]
+    assert found["tokens-diverged"] == ["10", "2", "–", "–"]
+
+
+# --- folds ----------------------------------------------------------------------------------------
+
+FOLDS = load_script("folds")
+LABELS = {1: 0.5, 2: -1.0, 3: 2.0, 4: 0.0}  # sid -> eV; 1, 2 in the first test fold
+ENERGIES = {  # folder -> sid -> eV
+    "test0-val1": {1: 0.7, 2: -1.1},
+    "test0-val2": {1: 0.5, 2: -0.7},
+    "test1-val0": {3: 2.3, 4: -0.1},
+    "test1-val2": {3: 1.9, 4: 0.1},
+}
+
+
+class Folds(Trainings):
+    def evaluate(self, run: Path) -> None:
+        rows = [("test_id", sid, energy, LABELS[sid]) for sid, energy in ENERGIES[run.name].items()]
+        write_evaluation(run, [("val_id", 9, 100.0, 0.0), *rows])
+
+
+def test_single_models_and_ensembles_with_published_ones(monkeypatch, tmp_path, capsys):
+    for name, own in ENERGIES.items():
+        folder = tmp_path / "data" / name
+        folder.mkdir(parents=True)
+        (folder / "train.safetensors").touch()
+        systems = [System(sid, f"s{sid}", "m", f"family{sid % 2}", "Cu") for sid in own]
+        write_systems(folder, [("test_id", systems)])
+    trainings, path = Folds().replace(monkeypatch), tmp_path / "published.npz"
+    order = [4, 3, 2, 1]
+    other = np.array([[LABELS[sid] + 0.4, LABELS[sid] - 0.2] for sid in order])
+    np.savez(path, name=np.array([f"s{sid}" for sid in order]), other=other, fold=np.arange(4))
+    words = [*words_in(tmp_path), "--published", str(path), "--", "--trainer.max_steps=7"]
+    assert FOLDS.main(words) == 0
+    train = next(words for words in trainings.commands if words[0] == "train")
+    assert train[0] == "train" and "--trainer.max_steps=7" in train and "--seed=0" in train
+    assert any(word.startswith("--data.root=") for word in train)
+    text = capsys.readouterr().out
+    assert text.startswith("4 training runs")
+    assert text == (tmp_path / "out" / "folds.md").read_text()
+    found = cells(text)
+    # single: errors .2 .1, 0 .3 | .3 .1, .1 .1; means of two: .1 .1 | .1 0
+    assert found["molflt"][:4] == ["2", "4", "0.1500", "0.1500 ± 0.0000"]
+    assert found["molflt"][4] == "0.0750" and found["molflt"][6] == "25.0"
+    assert found["other"][2] == "0.3000" and found["other"][4] == "0.1000"
+    assert found["family0"] == ["2", "0.050", "0.100"] and found["family1"][1] == "0.100"
+    assert len((tmp_path / "out" / "folds.csv").read_text().splitlines()) == 1 + 2 * 4
+    assert (tmp_path / "out" / "folds.png").stat().st_size > 1000
+
+
+# --- groups that are held out ---------------------------------------------------------------------
+
+HELD_OUT = load_script("held_out")
+OFF = {"val_id": 0.01, "val_ood_ads": 0.2, "val_ood_cat": 0.3, "val_ood_both": 0.4}
+
+
+def split_of(folder: Path) -> dict[int, str]:
+    return {int(row["sid"]): row["split"] for row in table(folder / "systems.csv")}
+
+
+class Groups(Trainings):
+    """Replaces evaluations; errors are known for each split and twice as large on Cu."""
+
+    def evaluate(self, run: Path) -> None:
+        root = next(
+            word.partition("=")[2]
+            for words in self.commands
+            for word in words
+            if str(run) in words and word.startswith("--data.root=")
+        )
+        systems, rows = read_systems(Path(root)), []
+        for sid, split in split_of(Path(root)).items():
+            if split in OFF:
+                off = OFF[split] * (1 + (systems[sid].metal == "Cu"))
+                rows.append((split, sid, -1.0 + off, -1.0))
+        write_evaluation(run, rows)
+
+
+def test_each_system_is_new_once_by_family_and_once_by_metal(monkeypatch, tmp_path, capsys):
+    pytest.importorskip("sklearn", reason="kernel ridge needs scikit-learn, extra bench")
+    write_archive(tmp_path / "FG.tar.xz", content())
+    Groups().replace(monkeypatch)
+    words = [str(tmp_path / "FG.tar.xz"), *words_in(tmp_path)]
+    assert HELD_OUT.main([*words, "--groups", "2", "--seeds", "0", "1"]) == 0
+    new = {"val_ood_ads": [], "val_ood_cat": [], "val_ood_both": []}
+    for folder in (tmp_path / "data").iterdir():
+        systems = read_systems(folder)
+        trained = {systems[sid] for sid, split in split_of(folder).items() if split == "train"}
+        for sid, split in split_of(folder).items():
+            if split in new:
+                new[split].append(sid)
+                same = (systems[sid].family, systems[sid].metal)
+                seen = ({s.family for s in trained}, {s.metal for s in trained})
+                assert [a in b for a, b in zip(same, seen, strict=True)] == [
+                    split == "val_ood_cat",
+                    split == "val_ood_ads",
+                ]
+    for split in ("val_ood_ads", "val_ood_cat"):
+        assert sorted(new[split] + new["val_ood_both"]) == list(range(30))
+
+    text = capsys.readouterr().out
+    lines = cells(text)
+    assert lines["molflt"][0] == "2" and lines["molflt"][1].endswith("± 0.0000")
+    expected = np.mean([0.3 * (1 + (sid // 10 == 1)) for sid in new["val_ood_cat"]])
+    assert lines["molflt"][3] == f"{expected:.4f} ± 0.0000"
+    assert lines["Cu"][1] == "0.600" and lines["Ag"][1] == "0.300"
+    assert {"kernel-ridge", "median", "amides", "oximes", "Ni"} <= lines.keys()
+    assert text.endswith((tmp_path / "out" / "held_out.md").read_text())
+    rows = table(tmp_path / "out" / "held_out.csv")
+    assert {row["model"] for row in rows} == {"molflt", "kernel-ridge", "median"}
+
+
+# --- learned optimizers ---------------------------------------------------------------------------
+
+
+class Evaluated(Trainings):
+    """Writes a final loss and a curve for each run; seed 1 of lstm has diverged."""
+
+    def evaluate(self, run: Path) -> None:
+        diverged = run == run.parent / "seed1" and run.parent.name == "lstm"
+        end = None if diverged else 10.0 ** -int(run.name[-1])
+        (run / "results.json").write_text(json.dumps({"factorization": {"final_loss": end}}))
+        rows = [f"factorization,run,,0,{step},{2 - step / 9}" for step in (0.5, 2.5, 4.5)]
+        (run / "curves.csv").write_text("\n".join(["task,optimizer,tuned,repeat,step,loss", *rows]))
+
+
+def test_the_table_and_a_second_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script, trainings = load_script("optimizers"), Evaluated().replace(monkeypatch)
+    words = ["--out", str(tmp_path), "--memories", "flt", "lstm", "--seeds", "0", "1"]
+    words += ["--tasks", "factorization", "--steps", "6", "--repeats", "2"]
+    assert script.main(words) == 0
+    evaluated = [own for own in trainings.commands if own[0] == "evaluate"]
+    assert len(evaluated) == 4 and evaluated[0][2:] == [
+        *("--steps", "6", "--repeats", "2", "--rates=[]", "--tasks", "factorization")
+    ]
+    text = (tmp_path / "optimizers.md").read_text()
+    assert "| flt | 2 | 0.3162 ± 0.71 |" in text and "| lstm | 2 | diverged |" in text
+    assert "| Adam, tuned | 1 | " in text and (tmp_path / "optimizers.png").is_file()
+    rows = table(tmp_path / "optimizers.csv")
+    adam = [row for row in rows if row["optimizer"] == "Adam, tuned"]
+    assert len(adam) == 2 * 6 and len(rows) == len(adam) + 4 * 3
+    trainings.commands.clear()
+    monkeypatch.setattr(script, "tuned_adam", None)
+    assert script.main(words) == 0 and not trainings.commands
+    assert script.main([*words, "--repeats", "3"]) == 2  # existing results have other options
