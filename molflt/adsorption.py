@@ -12,10 +12,12 @@ from numpy.typing import NDArray
 from scipy.spatial.transform import Rotation
 
 from molflt.atoms import Tag
-from molflt.data.structures.ase_fields import fixed_atoms
+from molflt.data.structures import open_dataset
+from molflt.data.structures.ase_fields import fixed_atoms, tags_look_like, total_charge
+from molflt.data.structures.base import ANY_TAGS
 from molflt.data.structures.records import make_record
 from molflt.data.structures.sites import Site, Tiles, distinct, sites, unit
-from molflt.data.structures.tags import guess_tags
+from molflt.data.structures.tags import guess_tags, in_one_piece
 
 if TYPE_CHECKING:
     from ase import Atoms
@@ -25,7 +27,7 @@ __all__ = ["cut", "element", "molecule", "placements", "ranked", "sites", "varie
 _VACUUM = 4.5  # Å; crystals have smaller gaps
 _CONTACT, _CONTACT_H = 0.1, 0.5  # Å added to radii for contacts with the slab; the second for H
 _APART, _ROOF = 1.0, 3.0  # Å added to radii for images of the molecule; gap below the next slab
-_TO_CUBIC = {60: [[-1, 1, 1], [1, -1, 1], [1, 1, -1]], 109: [[0, 1, 1], [1, 0, 1], [1, 1, 0]]}
+_TO_CUBIC = {60.0: [[-1, 1, 1], [1, -1, 1], [1, 1, -1]], 109.5: [[0, 1, 1], [1, 0, 1], [1, 1, 0]]}
 """angle between the primitive vectors of fcc and bcc, degrees -> cubic cell"""
 _PAIR = 2.6  # Å, largest distance of atoms that bind side by side, such as both O of HCOO
 
@@ -45,9 +47,14 @@ def cut(crystal: Atoms, facet: tuple[int, ...], layers: int = 4, vacuum: float =
     from ase.build import make_supercell, surface
 
     crystal = crystal.copy()
+    if crystal.cell.rank < 3 or max(_gap(crystal, axis)[0] for axis in range(3)) >= _VACUUM:
+        raise ValueError(
+            f"{crystal.symbols}: expected a crystal to cut; got a structure with vacuum of "
+            f"{_VACUUM} Å or more; leave out the facet of slabs"
+        )
     lengths, angles = np.split(crystal.cell.cellpar(), 2)
     if np.ptp(lengths) < 1e-3 and np.ptp(angles) < 1e-2:
-        crystal = make_supercell(crystal, _TO_CUBIC.get(int(angles[0] + 0.1), np.eye(3)))
+        crystal = make_supercell(crystal, _TO_CUBIC.get(round(angles[0], 1), np.eye(3)))
     crystal.positions += 0.02 * crystal.cell.sum(axis=0)  # no atoms between two layers
     return surface(crystal, facet, layers, vacuum / 2, periodic=True)
 
@@ -70,7 +77,6 @@ def molecule(name: str | Path) -> Atoms:
     """
     from ase import Atoms
     from ase.build import molecule as of_ase
-    from ase.io import read
 
     kind, _, text = str(name).partition("smiles:")
     if text:
@@ -82,12 +88,27 @@ def molecule(name: str | Path) -> Atoms:
         AllChem.MMFFOptimizeMolecule(made)
         symbols = [atom.GetSymbol() for atom in made.GetAtoms()]
         return Atoms(symbols, made.GetConformer().GetPositions())
+    if Path(kind).is_file():
+        return _molecule_in(Path(kind))
     try:
-        found: Any = read(kind) if Path(kind).is_file() else of_ase(kind)
+        found: Any = of_ase(kind)
     except KeyError:
         known = "a name of ase.build.molecule, an element, a file, or smiles:TEXT"
         raise ValueError(f"molecule {name}: no such file or name; expected {known}") from None
     return Atoms(found.numbers, found.positions)
+
+
+def _molecule_in(path: Path) -> Atoms:
+    from ase import Atoms
+
+    data = open_dataset(path, reading=ANY_TAGS._replace(for_prediction=True))
+    if len(data) != 1:
+        raise ValueError(f"{path}: expected one molecule; got {len(data)} structures")
+    found = data.to_atoms(0)
+    points = in_one_piece(found.numbers, found.positions, found.cell.array, found.pbc)
+    if points is None:
+        raise ValueError(f"{path}: expected a molecule; got bonds to its periodic images")
+    return Atoms(found.numbers, points, info={"charge": total_charge(found) or 0.0})
 
 
 def placements(
@@ -117,6 +138,8 @@ def placements(
     found: list[Atoms] = []
     for number, given in enumerate([slabs] if isinstance(slabs, Atoms) else slabs):
         slab = _prepared(given)
+        total = (total_charge(slab) or 0.0) + (total_charge(own) or 0.0)
+        charge = {"charge": total} if total else {}
         tiles, first = Tiles(slab), len(found)
         heights = slab.positions @ tiles.up
         roof = heights.min() + tiles.up @ slab.cell.array[2] - _ROOF
@@ -126,7 +149,7 @@ def placements(
             for i in distinct(tiles.distances(points, own.numbers)) if notes else ():
                 whole = slab + Atoms(own.numbers, points[i], tags=[Tag.ADSORBATE] * len(own))
                 height = round(float((points[i] @ tiles.up).min() - heights.max()), 3)
-                whole.info = {"slab": number, "site": site, **notes[i], "height": height}
+                whole.info = {"slab": number, "site": site, **notes[i], "height": height, **charge}
                 found.append(whole)
         if len(found) == first:
             raise ValueError(
@@ -138,6 +161,7 @@ def placements(
         at = {"pos": whole.positions, "cell": whole.cell.array, "fixed": fixed}
         tags = guess_tags(make_record(atomic_numbers=whole.numbers, **at), share).tags[:count]
         tags = tags.clip(max=Tag.SURFACE) if tags.any() else np.where(fixed[:count], 0, Tag.SURFACE)
+        tags = slab.get_tags() if tags_look_like(slab) == "oc20" else tags
         for whole in found[first:]:
             whole.set_tags([*tags, *whole.get_tags()[count:]])
     return found
@@ -207,13 +231,10 @@ def _prepared(slab: Atoms) -> Atoms:
 
     whole, vacuum = slab.copy(), 0.0
     if slab.cell.rank == 3 and slab.pbc[:2].all():
-        heights = slab.get_scaled_positions(wrap=False)[:, 2]
-        order = np.sort(heights % 1)
-        gaps = np.diff(order, prepend=order[-1:] - 1)  # below each atom
-        turns = np.floor(heights - order[gaps.argmax()] + 1e-6)
+        vacuum, lowest = _gap(slab, axis=2)
+        heights = slab.get_scaled_positions(wrap=False)[:, 2] - lowest
+        turns = np.floor(heights + 1e-6)
         whole.positions -= turns[:, None] * slab.cell.array[2]
-        period = slab.cell.volume / np.linalg.norm(np.cross(*slab.cell.array[:2]))
-        vacuum = gaps.max() * period
     if vacuum < _VACUUM:
         raise ValueError(
             f"{slab.symbols}: not a slab; expected atoms that are periodic along the first two "
@@ -221,10 +242,28 @@ def _prepared(slab: Atoms) -> Atoms:
             "along a facet, or add vacuum"
         )
     whole.pbc = True
-    if not fixed_atoms(whole).any():
-        heights = (heights - turns) * period
+    heights, fixed = whole.positions @ Tiles(whole).up, fixed_atoms(whole)
+    if not fixed.any():
         whole.set_constraint(FixAtoms(mask=heights < (heights.min() + heights.max()) / 2 - 0.1))
+    elif not fixed.all() and heights[fixed].mean() > heights[~fixed].mean() + 0.1:
+        raise ValueError(
+            f"{slab.symbols}: expected free atoms on the side to which the third cell vector "
+            "points, where molecules are placed; got fixed atoms there; turn the slab over"
+        )
+    if tags_look_like(slab) == "oc20" and (slab.get_tags() == Tag.ADSORBATE).any():
+        raise ValueError(
+            f"{slab.symbols}: expected a clean slab; got atoms with tag 2 (adsorbate); remove "
+            "these atoms, or their tags if they belong to the slab"
+        )
     return whole
+
+
+def _gap(atoms: Atoms, axis: int) -> tuple[float, float]:
+    """Returns the largest gap along a cell vector, Å, and the fractional coordinate above it."""
+    order = np.sort(atoms.get_scaled_positions(wrap=False)[:, axis] % 1)
+    gaps = np.diff(order, prepend=order[-1:] - 1)  # below each atom
+    others = np.cross(atoms.cell.array[axis - 2], atoms.cell.array[axis - 1])
+    return gaps.max() * atoms.cell.volume / np.linalg.norm(others), order[gaps.argmax()]
 
 
 def ranked(model: Any, structures: Sequence[Atoms]) -> list[tuple[Atoms, Any]]:

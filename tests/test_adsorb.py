@@ -22,7 +22,7 @@ from ase.data import covalent_radii
 from ase.io import read, write
 from tiny_run import printed, table
 
-from molflt.adsorption import placements, ranked, sites, varied
+from molflt.adsorption import cut, placements, ranked, sites, varied
 
 # Sites in the literature. pymatgen's AdsorbateSiteFinder also finds 4, 3, 4 and 4 sites for the
 # first four surfaces, but only sees the upper row of fcc(110).
@@ -128,6 +128,31 @@ def test_placements_are_ready_for_calculations() -> None:
     assert Counter(shared.get_tags()) == {0: 12, 1: 4, 2: 3}
 
 
+def test_tags_and_charge_of_a_slab_are_kept() -> None:
+    slab = fcc111("Cu", (2, 2, 4), vacuum=6)
+    slab.set_tags(4 * [0] + 12 * [1])
+    slab.info["charge"] = 1.0
+    one = placements(slab, Atoms("CO", [[0, 0, 0], [0, 0, 1.1]], info={"charge": 1}))[0]
+    assert Counter(one.get_tags()) == {0: 4, 1: 12, 2: 2} and one.info["charge"] == 2
+
+
+def test_molecules_are_read_from_files_in_one_piece(tmp_path: Path) -> None:
+    whole, slab = molecule("CH3OH", cell=[9, 9, 9], pbc=True), fcc111("Cu", (2, 2, 3), vacuum=8)
+    whole.info["charge"] = -1
+    write(tmp_path / "whole.extxyz", whole)
+    whole.translate([8, 0, 4])
+    whole.wrap()
+    write(tmp_path / "wrapped.extxyz", whole)
+    found = [placements(slab, tmp_path / f"{name}.extxyz") for name in ("whole", "wrapped")]
+    assert keys(found[0]) == keys(found[1]) and found[0][0].info["charge"] == -1
+
+
+def test_cutting_rhombohedral_crystals() -> None:
+    """Miller indices refer to the cubic cell only for primitive cells of fcc and bcc."""
+    fcc, other = (Atoms("Ni", cell=3 * [2.5] + 3 * [angle], pbc=True) for angle in (60, 60.9))
+    assert len(cut(fcc, (1, 0, 0), 2)) == 8 and len(cut(other, (1, 0, 0), 2)) == 2
+
+
 def test_ranking_is_by_energy_and_varied() -> None:
     placed = placements(
         [fcc111("Cu", (2, 2, 3), vacuum=8), fcc100("Cu", (2, 2, 3), vacuum=8)], "CO"
@@ -156,8 +181,8 @@ def test_command_on_a_file_of_a_step(tmp_path: Path, capsys) -> None:
     slab, out = tmp_path / "slab.extxyz", tmp_path / "best.extxyz"
     write(slab, fcc211("Cu", (3, 2, 3), vacuum=8))
     words = ["adsorb", str(slab), "H2O", "--rotation=90", "--best=3", f"--out={out}"]
-    told = printed(capsys, *words, "--relax=ase.calculators.emt:EMT", "--steps=2").out
-    assert "sites; best: " in told
+    told = printed(capsys, *words, "--relax=ase.calculators.emt:EMT", "--steps=2", status=3)
+    assert "sites; best: " in told.out and "3 of 3 relaxations" in told.err
     rows, frames = table(out.with_suffix(".csv")), read(out, ":")
     energies = [float(row["energy_eV"]) for row in rows]
     assert energies == sorted(energies) and len(rows) > 50

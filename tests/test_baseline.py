@@ -11,6 +11,7 @@ from ase.io import read, write
 from tiny_run import argon, arguments, at_step, error_of, power_cut, start, structures, table
 
 import molflt
+from molflt.commands import baseline
 from molflt.commands.cli import main
 from molflt.data.structures import open_dataset
 from molflt.data.structures.base import to_atoms
@@ -212,6 +213,27 @@ def test_structures_that_fail_have_no_baseline_and_are_tried_again(oxygen, tmp_p
     (tmp_path / "out.csv").write_text((tmp_path / "out.csv").read_text() + "7,0,half a r")
     again = computed(tmp_path / "iron.extxyz", tmp_path / "out.safetensors")
     np.testing.assert_array_equal(again, found)
+
+
+class Fails(EMT):
+    """EMT that fails at its third call."""
+
+    calls = 0
+
+    def calculate(self, *given, **more):
+        self.calls += 1
+        if self.calls == 3:
+            raise ValueError("no convergence")
+        super().calculate(*given, **more)
+
+
+def test_relaxations_that_fail_give_no_baseline(monkeypatch):
+    slab = fcc111("Cu", (2, 2, 3), vacuum=8.0, periodic=True)
+    slab.rattle(0.1, seed=0)
+    for made, finite in ((EMT(), True), (Fails(), False)):
+        monkeypatch.setitem(baseline._made, "calculator", made)
+        energy, why = baseline._energy(slab.copy(), 0.001, 10)
+        assert np.isfinite(energy) == finite and (finite or "no convergence" in why)
 
 
 def test_slabs_with_other_fixed_atoms_are_not_shared(oxygen, tmp_path):

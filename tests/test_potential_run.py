@@ -107,6 +107,9 @@ def test_predictions_have_forces(potential_run, tmp_path):
     model = molflt.load(potential_run)
     found = model.predict(structures, embedding="pooled")
     each = model.predict(structures, embedding="atoms")
+    for option, value in (("tags", "ase"), ("force", True)):
+        with pytest.raises(ValueError, match=f"{option}.*no effect"):
+            model.predict(structures, **{option: value})
     calculator = molflt.Calculator(potential_run, device="cpu")
     for written, one, two, atoms in zip(
         ase.io.read(out, ":"), found, each, structures, strict=True

@@ -9,7 +9,7 @@ from safetensors import safe_open
 
 from molflt import GraphAttention, Stack
 
-SAVED = safe_open(Path(__file__).parent / "saved" / "before_the_rooms.safetensors", "pt")
+SAVED = safe_open(Path(__file__).parent / "saved" / "version-0.1.safetensors", "pt")
 OPTIONS = {name: json.loads(text) for name, text in sorted(SAVED.metadata().items())}
 del OPTIONS["graph-images-6.0"]  # images then had a sharp cutoff
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from molflt import plots
 from molflt.adsorption import cut, element, placements, ranked, varied
-from molflt.commands.options import expect_ending
-from molflt.data.structures.base import ANY_TAGS
+from molflt.commands.options import expect_ending, refuse_idle
+from molflt.data.structures.base import ANY_TAGS, warn, with_bar
 from molflt.data.structures.in_memory import StructuresInMemory
 from molflt.data.structures.sources import exists, files_of
 from molflt.evaluation.predictions import open_structures
@@ -35,13 +35,13 @@ def adsorb(
     rotation: float = 30.0,
     repeat: tuple[int, int] = (1, 1),
     facet: tuple[int, int, int] | None = None,
-    layers: int = 4,
-    vacuum: float = 15.0,
+    layers: int | None = None,
+    vacuum: float | None = None,
     relax: str | None = None,
-    fmax: float = 0.05,
-    steps: int = 200,
+    fmax: float | None = None,
+    steps: int | None = None,
     device: str = "auto",
-) -> None:
+) -> int:
     """Places a molecule on all distinct sites of slabs, and ranks the placements by energy.
 
     Writes the best placements that differ in site or orientation, a table of all placements (.csv),
@@ -59,15 +59,22 @@ def adsorb(
         repeat: numbers N M of repetitions of the slabs along their first two cell vectors.
         facet: Miller indices H K L. For primitive fcc and bcc crystals, they refer to the cubic
             cell.
-        layers: number of layers in `ase.build.surface`, with --facet.
-        vacuum: distance between the slab and its next image, Å, with --facet.
+        layers: number of layers in `ase.build.surface`, with --facet; 4 by default.
+        vacuum: distance between the slab and its next image, Å, with --facet; 15 by default.
         relax: relax the best placements with a potential: a run, an exported potential, or
             module:Class of an ASE calculator. The relaxed placements are ordered by slab and
             relaxed energy.
-        fmax: largest force on a free atom at convergence, eV/Å.
-        steps: maximum number of steps of a relaxation.
+        fmax: largest force on a free atom at convergence, eV/Å, with --relax; 0.05 by default.
+        steps: maximum number of steps of a relaxation, with --relax; 200 by default.
         device: auto, cpu, cuda or cuda:N.
+
+    Returns:
+        0, or 3 if a relaxation did not converge.
     """
+    if facet is None:
+        refuse_idle("molflt adsorb", "no --facet", {"layers": layers, "vacuum": vacuum})
+    if relax is None:
+        refuse_idle("molflt adsorb", "no --relax", {"fmax": fmax, "steps": steps})
     expect_ending(out, ".extxyz")
     for ending in (".extxyz", ".csv", ".png"):
         expect_writable(out.with_suffix(ending), *files_of([one for one in slabs if exists(one)]))
@@ -76,7 +83,8 @@ def adsorb(
         there = facet is None or exists(path)
         given |= _read(path) if there else {str(path): element(str(path))}
     if facet is not None:
-        given = {name: cut(one, facet, layers, vacuum) for name, one in given.items()}
+        size = layers or 4, vacuum or 15.0
+        given = {name: cut(one, facet, *size) for name, one in given.items()}
     repeated = [one.repeat((*repeat, 1)) for one in given.values()]
     model = load(run, device)
     if not isinstance(model, EnergyPredictor):
@@ -92,14 +100,19 @@ def adsorb(
         rows[id(atoms)] = {"rank": place, **atoms.info, **energies, "outside": outside}
         atoms.info |= {f"predicted_{key}": one for key, one in energies.items() if one is not None}
     print(_summary(list(rows.values())))
-    frames = [atoms for atoms, _ in varied(placed, best)]
+    frames, failed = [atoms for atoms, _ in varied(placed, best)], []
     if calculator is not None:
-        done = [relax_atoms(one, calculator, fmax=fmax, steps=steps) for one in frames]
+        bar = with_bar(frames, "relaxing placements")
+        done = [relax_atoms(one, calculator, fmax=fmax or 0.05, steps=steps or 200) for one in bar]
         for atoms, one in zip(frames, done, strict=True):
             rows[id(atoms)] |= {"relaxed_energy_eV": one.after, "converged": one.converged}
+        failed = [one.why for one in done if not one.converged]
         order = sorted(done, key=lambda one: (one.atoms.info["slab"], one.after))
         frames = [one.atoms for one in order]
     _write(out, frames, list(rows.values()))
+    if failed:
+        warn(f"{out}: {len(failed)} of {len(frames)} relaxations did not converge: {failed[0]}")
+    return 3 if failed else 0
 
 
 def _read(path: Path) -> dict[str, Atoms]:

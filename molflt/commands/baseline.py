@@ -184,7 +184,8 @@ def _energy(atoms: Atoms, fmax: float, steps: int) -> tuple[float, str]:
             atoms.calc = _made["calculator"]
             return float(atoms.get_potential_energy()), "not finite"
         done = relax_atoms(atoms, _made["calculator"], fmax=fmax, steps=steps)
-        return done.after, done.why
+        stopped = not done.converged and done.steps < steps  # by an error
+        return math.nan if stopped else done.after, done.why
     except Exception as error:  # calculators raise any
         return math.nan, " ".join(f"{type(error).__name__}: {error}".split())
 

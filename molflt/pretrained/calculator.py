@@ -167,7 +167,7 @@ class Calculator(AseCalculator):
         return changes
 
     def _warn_of_unused(self, atoms: Atoms) -> None:
-        unused = unused_fields(atoms)
+        unused = unused_fields(atoms.copy())  # without own results
         if not self._warned_fields.issuperset(unused):
             self._warned_fields.update(unused)
             warn(unused_warning(atoms.get_chemical_formula(), unused))

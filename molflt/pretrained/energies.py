@@ -240,14 +240,14 @@ class EnergyPredictor(Pretrained):
                 memory.
             tags: meaning of the tags; by default as in training.
         """
-        if tags == "guess" and self.predicts_forces:
-            raise ValueError("tags='guess' has no effect on a potential; leave it out")
+        if tags is not None and self.predicts_forces:
+            raise ValueError(f"tags={tags!r} has no effect on a potential; leave it out")
         found = [] if files is None else files_of(files)
         baseline: Any = None
         if all("tags" in source_of(file).options for file in found):  # if ASE reads all files
             tags = tags or cast("Tags | None", self.trained.task.get("tags"))
             baseline = self.trained.task.get("baseline_key")
-        if self.predicts_forces and tags in (None, "oc20", "guess"):
+        if self.predicts_forces:
             return ANY_TAGS
         surface = self.domain.surface if tags == "guess" and self.domain is not None else None
         return Reading(tags=tags or "oc20", surface=surface, baseline_key=baseline)
@@ -309,6 +309,8 @@ class EnergyPredictor(Pretrained):
         force: bool = False,
     ) -> Predictions:
         """Calls `molflt.evaluation.predictions.infer` with the domain of the training data."""
+        if force and self.predicts_forces:
+            raise ValueError("force=True has no effect on a potential; leave it out")
         model = self.model if self.compiled is None else self.compiled
         return infer(model, dataset, batch_size, name, self.domain, by_atom, force)
 

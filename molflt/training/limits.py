@@ -54,6 +54,7 @@ _RANGES = {
     "[0, 100]": "length_penalty model.long_range_smearing model.near_field task.noise",
     "[1, 100]": "model.long_range_cutoff",  # Å
     "[1, 360]": "rotation",  # degrees
+    "[5, 1000]": "vacuum",  # Å
     "(0, 10]": "model.max_frequency",  # cycles/Å
 }
 _SHORTER = (  # patterns in errors of jsonargparse, and their replacements

@@ -249,11 +249,9 @@ def read_initial_weights(name: str) -> InitialWeights:
     if path.is_file() and is_exported(path):
         content, weights = read_exported(path)
         models, files = content["models"], content["files"]
-        if len(models) > 1:
-            raise ValueError(
-                f"--init {path}: an ensemble of {len(models)} models; expected one; use the run or "
-                "export of one member"
-            )
+        if len(models) > 1:  # an ensemble; the first member
+            own = [(name, name.removeprefix("members.0.")) for name in weights]
+            weights = {short: weights[name] for name, short in own if short != name}
         recipe, options, domain = str(content["recipe"]), models[0], files.get(DOMAIN)
     else:
         weights, options, files = read_weights(path)

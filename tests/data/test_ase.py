@@ -443,3 +443,12 @@ def test_total_charge_is_read_and_spin_named_once(capsys) -> None:
     assert float(first.charge) == 1 and capsys.readouterr().err.count("spin not used") == 1
     (held,) = StructuresInMemory(again)
     assert float(held.charge) == 1 and to_atoms(held).info["charge"] == 1
+
+
+def test_bare_words_are_not_numbers(tmp_path) -> None:
+    path = tmp_path / "words.xyz"
+    path.write_text("2\nTotal energy -1.1 Hartree\nH 0 0 0\nH 0 0 0.7\n")
+    assert np.isnan(open_dataset(path).y_relaxed).all()
+    path.write_text("2\ncharge 0\nH 0 0 0\nH 0 0 0.7\n")
+    with pytest.raises(ValueError, match="charge.*number.*True"):
+        open_dataset(path)[0]

@@ -19,8 +19,15 @@ from shared_files import shared
 from molflt.atoms import Tag
 from molflt.data.structures import open_dataset
 from molflt.data.structures.base import ANY_TAGS
+from molflt.data.structures.domain import Domain
 from molflt.data.structures.in_memory import StructuresInMemory
-from molflt.data.structures.tags import Tagged, guess_tags, heights_agree
+from molflt.data.structures.tags import (
+    Tagged,
+    guess_tags,
+    heights_agree,
+    in_one_piece,
+    touches_image,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -166,3 +173,43 @@ def test_tags_upside_down_are_noticed() -> None:
     assert heights_agree(record)
     record.tags = torch.where(record.tags == 2, 2, 1 - record.tags)
     assert not heights_agree(record)
+
+
+def both_sides(shift: float) -> Atoms:
+    """Returns a slab with CO on both sides and a fixed lower half."""
+    atoms = above(SLAB, "CO")[0]
+    below = atoms[len(SLAB) :]
+    below.positions[:, 2] = 2 * SLAB.positions[:, 2].mean() - below.positions[:, 2]
+    atoms += below
+    atoms.set_constraint(FixAtoms(indices=range(18)))
+    atoms.positions[:, 2] += shift
+    return atoms
+
+
+def test_molecules_on_both_sides_have_surface_atoms_there() -> None:
+    for shift in (0.0, 0.1, 0.5, 2.3):
+        record = guessed(both_sides(shift))
+        assert np.bincount(record.tags).tolist() == [18, 18, 4], shift
+    record = Tagged(StructuresInMemory(both_sides(0.0), ANY_TAGS))[0]
+    domain = Domain.of(StructuresInMemory([record.clone()]))
+    assert domain.refusal(record) == ""
+    record.tags[(record.tags == 1) & (record.pos[:, 2] < record.pos[:, 2].mean())] = 0
+    assert "contradict" in domain.refusal(record)  # the energy of one molecule would be 0
+
+
+def test_molecules_bonded_to_their_images() -> None:
+    for n, touches in ((1, True), (3, False)):
+        slab = fcc111("Cu", (n, n, 3), vacuum=8, periodic=True)
+        flat = molecule("C6H6")
+        flat.translate([0.5, 0.5, 15])
+        atoms = slab + flat
+        atoms.set_tags(len(slab) * [1] + 12 * [2])
+        atoms.wrap()
+        record = StructuresInMemory(atoms)[0]
+        assert touches_image(record) is touches
+        found = in_one_piece(atoms.numbers[-12:], atoms.positions[-12:], atoms.cell, atoms.pbc)
+        if found is None:
+            assert touches
+            continue
+        lengths = Atoms("C6H6", found).get_all_distances()
+        np.testing.assert_allclose(lengths, molecule("C6H6").get_all_distances(), atol=1e-6)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch_geometric.data import Data
 
 __all__ = ["Converter", "drop_labels_", "fixed_atoms", "is_energy", "named_options", "not_held"]
-__all__ += ["text_sid", "total_charge", "unused_fields", "unused_warning"]
+__all__ += ["tags_look_like", "text_sid", "total_charge", "unused_fields", "unused_warning"]
 
 _NEAR_ONE = 1e-3
 _DENSEST = 1.0  # Å^3 per atom; metallic hydrogen at 500 GPa has 1.3
@@ -114,6 +114,7 @@ class Converter:
                 name
                 for name in ((key,) if key is not None else defaults)
                 if stored.get(name) is not None
+                and not isinstance(stored[name], bool)  # a bare word in a comment
                 and (label == "y_relaxed" or not _all_nan(stored[name]))
             ]
             if names and (name := self._used.setdefault(label, names[0])) in names:
@@ -129,7 +130,7 @@ class Converter:
         self._fields |= dict.fromkeys(unused_fields(atoms))
         self._count += 1
         tags = self.reading.tags
-        self._other_tags += tags != "any" and _tags_look_like(atoms) not in (None, tags)
+        self._other_tags += tags != "any" and tags_look_like(atoms) not in (None, tags)
         same = atoms.numbers.tobytes() + atoms.cell.array.tobytes()
         self._steps, self._last = self._steps + (same == self._last), same
         self._lost.update(_held(atoms)[1])
@@ -260,6 +261,8 @@ def total_charge(atoms: Atoms) -> float | None:
         if not (multiple or _is_total(name, value)):
             continue
         try:
+            if isinstance(value, bool):
+                raise TypeError("a bare word in a comment")
             number = float(np.asarray(value, dtype=np.float64).item())
         except (TypeError, ValueError):
             raise ValueError(f"{name} must be one number; got {shown(value, 40)}") from None
@@ -412,7 +415,7 @@ def _layers_as_tags(layers: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.select(known, [Tag.ADSORBATE, Tag.SURFACE, Tag.SUBSURFACE], layers)
 
 
-def _tags_look_like(atoms: Atoms) -> Tags | None:
+def tags_look_like(atoms: Atoms) -> Tags | None:
     """Guesses the convention of tags from the heights of atoms; None if undecided."""
     tags, cell = atoms.get_tags(), atoms.cell.array
     normal = np.cross(cell[0], cell[1])

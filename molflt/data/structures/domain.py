@@ -14,7 +14,7 @@ import torch
 from molflt.atoms import MAX_ATOMIC_NUMBER, Tag
 from molflt.data.structures.base import with_bar
 from molflt.data.structures.labels import EnergyKind, energy_kind
-from molflt.data.structures.tags import guess_tags, heights_agree
+from molflt.data.structures.tags import guess_tags, heights_agree, sides_agree, touches_image
 from molflt.files import read_json, shown
 
 if TYPE_CHECKING:
@@ -161,10 +161,12 @@ class Domain:
         if not len(slab) and self.slab_atoms[0]:
             return "no slab (tags 0 and 1), unlike the training data"
         moved = any(aspect in ("slab", "adsorbate") for aspect, _ in self._beyond(record))
-        if moved or not heights_agree(record):
-            guess = guess_tags(record)
+        alone = not sides_agree(record)
+        if moved or alone or not heights_agree(record):
+            guess, own = guess_tags(record), record.tags == Tag.ADSORBATE
             found = torch.from_numpy(guess.tags == Tag.ADSORBATE)
-            if bool(found.any()) and not bool((found & (record.tags == Tag.ADSORBATE)).any()):
+            other = not bool((found & own).any()) or (alone and torch.equal(found, own))
+            if bool(found.any()) and other:
                 return f"tags that contradict the geometry, which has {guess.text}"
         return ""
 
@@ -240,6 +242,8 @@ class Domain:
         elif adsorbate and known is not None and not known[0] <= adsorbate <= known[1]:
             text = f"adsorbate atoms: {adsorbate}, trained on {_span(known)}"
             sizes["size of adsorbate"] = text
+        if adsorbate and touches_image(record):
+            sizes["images"] = "adsorbate bonded to its periodic image"
         if slab and adsorbate and self.surface is not None:
             share, (low, high) = _surface(record), self.surface
             if not low - _ROUNDED <= share <= high + _ROUNDED:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from ase import Atoms
     from torch_geometric.data import Data
 
-__all__ = ["Tagged", "adsorbates", "guess_tags", "heights_agree", "one_tagged", "slab_has_one_tag"]
+__all__ = ["Tagged", "adsorbates", "guess_tags", "heights_agree", "in_one_piece", "one_tagged"]
+__all__ += ["sides_agree", "slab_has_one_tag", "touches_image"]
 
 _VACUUM = 4.5  # Å, minimum gap along an axis; layers of layered crystals are closer
 _MOLECULAR = (1, 6, 7, 8, 9, 15, 16, 17, 35, 53)  # H C N O F P S Cl Br I
@@ -262,7 +263,7 @@ class _Atoms:
         held = slab & self.fixed
         heights = self.depth(adsorbate)
         if _HELD <= held.sum() / slab.sum() < 1 and (
-            heights[held].mean() < heights[slab & ~held].mean()
+            heights[held].mean() < heights[slab & ~held].mean() - _LAYER
         ):
             found = slab & ~held
         else:
@@ -343,18 +344,69 @@ def adsorbates(record: Data) -> _Numbers:
 
     Adsorbates are connected atoms with tag 2, numbered in the order of their first atoms.
     """
+    own = np.flatnonzero(record.tags.numpy() == Tag.ADSORBATE)
+    labels = np.full(len(record.tags), -1)
+    if len(own):
+        i, j, _ = _bonds(*_among(record, own))
+        labels[own] = _groups(i, j, len(own))
+    return labels
+
+
+def touches_image(record: Data) -> bool:
+    """Returns True if an adsorbate is bonded to its periodic image."""
+    own = np.flatnonzero(record.tags.numpy() == Tag.ADSORBATE)
+    return len(own) > 0 and in_one_piece(*_among(record, own)) is None
+
+
+def in_one_piece(
+    numbers: _Numbers, pos: NDArray[np.float64], cell: NDArray[np.float64], pbc: _Flags
+) -> NDArray[np.float64] | None:
+    """Returns positions (N, 3), Å, moved by lattice vectors until bonded atoms are neighbors.
+
+    Returns None if bonds connect a molecule to its periodic image.
+    """
+    i, j, vectors = _bonds(numbers, pos, cell, pbc)
+    first, moved, seen = np.searchsorted(i, np.arange(len(pos) + 1)), pos.copy(), set[int]()
+    for start in range(len(pos)):
+        waiting = [start] if start not in seen else []
+        while waiting:
+            atom = waiting.pop()
+            seen.add(atom)
+            for k in range(first[atom], first[atom + 1]):
+                if j[k] not in seen:
+                    moved[j[k]] = moved[atom] + vectors[k]
+                    waiting.append(int(j[k]))
+    gaps = moved[i] + vectors - moved[j]
+    return None if np.abs(gaps).max(initial=0.0) > _LAYER else moved
+
+
+def _among(record: Data, own: _Numbers) -> tuple[Any, ...]:
+    numbers, pos = record.atomic_numbers.numpy()[own], record.pos.double().numpy()[own]
+    return numbers, pos, record.cell[0].double().numpy(), record.pbc[0].numpy()
+
+
+def _bonds(numbers: _Numbers, pos: Any, cell: Any, pbc: Any) -> tuple[Any, ...]:
+    """Returns both atoms of each bond, sorted by the first, and the vector between them, Å."""
     from ase.data import covalent_radii
     from ase.geometry import complete_cell
     from ase.neighborlist import primitive_neighbor_list
 
-    own = np.flatnonzero(record.tags.numpy() == Tag.ADSORBATE)
-    labels = np.full(len(record.tags), -1)
-    if len(own):
-        numbers, pos = record.atomic_numbers.numpy()[own], record.pos.double().numpy()[own]
-        cell, pbc = complete_cell(record.cell[0].double().numpy()), record.pbc[0].numpy()
-        i, j = primitive_neighbor_list("ij", pbc, cell, pos, _BOND * covalent_radii[numbers])
-        labels[own] = _groups(i, j, len(own))
-    return labels
+    radii = _BOND * covalent_radii[numbers]
+    found: tuple[Any, ...] = primitive_neighbor_list("ijD", pbc, complete_cell(cell), pos, radii)
+    return found
+
+
+def sides_agree(record: Data) -> bool:
+    """Returns False if an adsorbate is on a side of the slab without surface atoms (tag 1)."""
+    atoms = _Atoms(record, bonds=False)
+    tags = record.tags.numpy()
+    if len(atoms.open_axes) != 1 or not (tags != Tag.ADSORBATE).any():
+        return True
+    slab = atoms.heights[tags != Tag.ADSORBATE]
+    surface, adsorbed = (atoms.heights[tags == tag] for tag in (Tag.SURFACE, Tag.ADSORBATE))
+    above = (surface > slab.mean() - _LAYER).any() or not (adsorbed > slab.max() + _OUTSIDE).any()
+    below = (surface < slab.mean() + _LAYER).any() or not (adsorbed < slab.min() - _OUTSIDE).any()
+    return bool(above and below)
 
 
 def heights_agree(record: Data) -> bool:

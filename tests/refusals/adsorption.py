@@ -1,0 +1,39 @@
+from pathlib import Path
+from typing import Any
+
+from ase import Atoms
+from ase.build import fcc111, molecule
+from ase.constraints import FixAtoms
+from ase.io import write
+
+from molflt.adsorption import cut, placements
+from refusals import Refusal, Refused, command, refused
+
+
+def slab(tags: int = 0, fixed: int = 0) -> Atoms:
+    """Returns a slab whose upper layers have tag 1 and 2, or are fixed."""
+    atoms = fcc111("Cu", (2, 2, 4), vacuum=8)
+    atoms.set_tags(8 * [0] + (8 - tags) * [1] + tags * [2])
+    atoms.set_constraint(FixAtoms(indices=range(16 - fixed, 16)))
+    return atoms
+
+
+def placed(*frames: Atoms) -> Any:
+    def call(folder: Path) -> None:
+        write(folder / "own.extxyz", frames)
+        placements(slab(), folder / "own.extxyz")
+
+    return call
+
+
+CHAIN = Atoms("CH2", [[0, 0, 0], [0, 0.6, 0.9], [0, 0.6, -0.9]], cell=[1.4, 9, 9], pbc=True)
+ROWS = [
+    refused(lambda: cut(slab(), (1, 1, 1)), "Cu16", "crystal", "vacuum"),
+    refused(lambda: placements(slab(tags=4), "CO"), "tag 2", "clean slab"),
+    refused(lambda: placements(slab(fixed=4), "CO"), "fixed", "free atoms"),
+    Refusal(placed(molecule("CO"), molecule("NO")), "own.extxyz", "one molecule", "2"),
+    Refusal(placed(CHAIN), "own.extxyz", "molecule", "periodic images"),
+    Refusal(command("adsorb x.cif CO --layers=6"), "--layers", "--facet", "6", Refused),
+    Refusal(command("adsorb x.cif CO --fmax=1"), "--fmax", "--relax", "1", Refused),
+    Refusal(command("adsorb Cu CO --facet 1,1,1 --vacuum=0"), "vacuum", "[5, ", "0", Refused),
+]
