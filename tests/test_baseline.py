@@ -182,6 +182,9 @@ def test_command_computes_energy_relative_to_slab_and_adsorbate(oxygen, tmp_path
     rows = table(tmp_path / "relaxed.csv")
     assert rows[0]["slab_eV"] == rows[1]["slab_eV"]
     assert (relaxed[:2] < found[:2]).all()
+    kept = computed(oxygen, tmp_path / "kept.safetensors", "--subtract_adsorbate=false")
+    np.testing.assert_allclose(kept[:2], found[:2] + energy(frames[0][12:]), atol=1e-4)
+    assert table(tmp_path / "kept.csv")[0]["adsorbate_eV"] == "" and kept[2] == found[2]
 
 
 def test_command_continues_from_its_table(oxygen, tmp_path, capsys):

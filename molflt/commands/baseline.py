@@ -50,6 +50,7 @@ def baseline(
     calculator: str,
     relax_steps: int = 0,
     fmax: float | None = None,
+    subtract_adsorbate: bool = True,
     workers: int = 1,
     device: str | None = None,
     energy_key: str | None = None,
@@ -71,6 +72,9 @@ def baseline(
             energies of the structures as they are.
         fmax: largest force on a free atom at convergence, eV/Å, with --relax-steps; 0.05 by
             default.
+        subtract_adsorbate: subtract E(adsorbate). False for atoms and radicals, because most
+            potentials do not describe them without a slab; task.references fit then learns their
+            energies from the labels.
         workers: number of processes.
         device: auto (the default), cpu, cuda or cuda:N, for potentials trained with molflt.
         energy_key: name of the label, eV, in files that ASE reads; by default y_relaxed, else
@@ -97,6 +101,7 @@ def baseline(
     make()  # errors are reported here, not in each process
     steps = f"{relax_steps} steps" + f" to {fmax:g} eV/Å" * (relax_steps > 0)
     label = f"{calculator} {_version(calculator)}, {steps}"
+    label += "" if subtract_adsorbate else ", adsorbates not subtracted"
     rows = _known(table, dataset, label)
     bar = tqdm(initial=len(rows), total=len(dataset), unit=" structures", disable=None)
     with bar, _pool(workers, make) as pool:
@@ -105,7 +110,7 @@ def baseline(
             return pool.submit(_energy, atoms, fmax, relax_steps)
 
         try:
-            for row in _computed(dataset, rows, submit):
+            for row in _computed(dataset, rows, submit, _PARTS[1 : 2 + subtract_adsorbate]):
                 row["calculator"] = label
                 if rows:
                     append(table, csv_text([row]).partition("\n")[2])
@@ -194,6 +199,7 @@ def _computed(
     dataset: Structures,
     known: Mapping[int, object],
     submit: Callable[[Atoms], Future[tuple[float, str]]],
+    subtracted: Sequence[str],
 ) -> Iterator[dict[str, str]]:
     """Yields the unknown rows; parts that occur several times are computed once."""
     parts: dict[str, Future[tuple[float, str]]] = {}
@@ -208,8 +214,8 @@ def _computed(
                     f"{dataset.where(index)}: expected no charge, because it cannot be divided "
                     f"between slab and adsorbate; got {atoms.info['charge']:g} e"
                 )
-            for name, chosen in (("slab", ~adsorbed), ("adsorbate", adsorbed)):
-                part = atoms[chosen]
+            for name in subtracted:
+                part = atoms[adsorbed if name == "adsorbate" else ~adsorbed]
                 key = _digest(part)
                 jobs[name] = parts[key] = parts.get(key) or submit(part)
         sid = str(dataset.name(index, atoms.info["sid"]))

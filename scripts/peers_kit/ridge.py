@@ -82,15 +82,16 @@ class KernelRidge:
         self.seed = seed
         self.chosen: dict[str, float | str] = {}
 
-    def fit(self, dataset: Structures) -> None:
-        """Fits to a data set with energies."""
+    def fit(self, dataset: Structures, energies: _Array | None = None) -> None:
+        """Fits to the energies of a data set, or to other energies (systems,), eV."""
         from sklearn.kernel_ridge import KernelRidge as Ridge
         from sklearn.model_selection import GridSearchCV, KFold
         from sklearn.pipeline import make_pipeline
         from sklearn.preprocessing import StandardScaler
 
         self.elements = elements_of(dataset)
-        x, y = describe(dataset, self.elements), dataset.y_relaxed
+        x = describe(dataset, self.elements)
+        y = dataset.y_relaxed if energies is None else energies
         kept = np.random.default_rng(self.seed).permutation(len(y))[:MOST]
         x, y = x[kept], y[kept]
         self.mean, varying = float(y.mean()), max(1, int((np.ptp(x, axis=0) > 0).sum()))
