@@ -101,7 +101,7 @@ def molecule(name: str | Path) -> Atoms:
 def _molecule_in(path: Path) -> Atoms:
     from ase import Atoms
 
-    data = open_dataset(path, reading=ANY_TAGS._replace(for_prediction=True))
+    data = open_dataset(path, reading=ANY_TAGS._replace(for_prediction=True, keep_atoms=True))
     if len(data) != 1:
         raise ValueError(f"{path}: expected one molecule; got {len(data)} structures")
     found = data.to_atoms(0)
