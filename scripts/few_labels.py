@@ -102,7 +102,7 @@ def main(words: list[str] | None = None) -> int:
                 continue
             job = job_of(options, str(options.config), seed)
             jobs[options.out / str(count) / f"seed{seed}"] = on_data(job, folder)
-    code = work_all(jobs, options)
+    code = work_all(jobs, options, ("--checkpoint", "last"))
     rows = rows or collect(options.out, "labels", [str(k) for k in options.labels], options.seeds)
     if rows:
         write_csv(options.out / "few_labels.csv", rows)
