@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import combinations
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +13,7 @@ from numpy.typing import NDArray
 from scipy.spatial.transform import Rotation
 
 from molflt.atoms import Tag
-from molflt.data.structures import open_dataset
-from molflt.data.structures.ase_fields import fixed_atoms, tags_look_like, total_charge
-from molflt.data.structures.base import ANY_TAGS
+from molflt.data.structures.ase_fields import fixed_atoms, tags_look_like
 from molflt.data.structures.records import make_record
 from molflt.data.structures.sites import Site, Tiles, distinct, sites, unit
 from molflt.data.structures.tags import guess_tags, in_one_piece
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["cut", "element", "molecule", "placements", "ranked", "sites", "varied"]
 
-_VACUUM = 4.5  # Å; crystals have smaller gaps
+_VACUUM, _EMPTY = 4.5, 7.0  # Å: smallest vacuum of a slab, gap that crystals do not have
 _CONTACT, _CONTACT_H = 0.1, 0.5  # Å added to radii for contacts with the slab; the second for H
 _APART, _ROOF = 1.0, 3.0  # Å added to radii for images of the molecule; gap below the next slab
 _TO_CUBIC = {60.0: [[-1, 1, 1], [1, -1, 1], [1, 1, -1]], 109.5: [[0, 1, 1], [1, 0, 1], [1, 1, 0]]}
@@ -47,10 +46,10 @@ def cut(crystal: Atoms, facet: tuple[int, ...], layers: int = 4, vacuum: float =
     from ase.build import make_supercell, surface
 
     crystal = crystal.copy()
-    if crystal.cell.rank < 3 or max(_gap(crystal, axis)[0] for axis in range(3)) >= _VACUUM:
+    if crystal.cell.rank < 3 or max(_gap(crystal, axis)[0] for axis in range(3)) > _EMPTY:
         raise ValueError(
             f"{crystal.symbols}: expected a crystal to cut; got a structure with vacuum of "
-            f"{_VACUUM} Å or more; leave out the facet of slabs"
+            f"{_EMPTY} Å or more; leave out the facet of slabs"
         )
     lengths, angles = np.split(crystal.cell.cellpar(), 2)
     if np.ptp(lengths) < 1e-3 and np.ptp(angles) < 1e-2:
@@ -100,15 +99,21 @@ def molecule(name: str | Path) -> Atoms:
 
 def _molecule_in(path: Path) -> Atoms:
     from ase import Atoms
+    from ase.io import read
 
-    data = open_dataset(path, reading=ANY_TAGS._replace(for_prediction=True, keep_atoms=True))
-    if len(data) != 1:
-        raise ValueError(f"{path}: expected one molecule; got {len(data)} structures")
-    found = data.to_atoms(0)
-    points = in_one_piece(found.numbers, found.positions, found.cell.array, found.pbc)
+    found, *more = read(path, ":")
+    if more:
+        raise ValueError(f"{path}: expected one molecule; got {len(more) + 1} structures")
+    periodic = found.pbc & (found.cell.volume > len(found))  # PDB files have cells of 1 Å
+    points = in_one_piece(found.numbers, found.positions, found.cell.array, periodic)
     if points is None:
         raise ValueError(f"{path}: expected a molecule; got bonds to its periodic images")
-    return Atoms(found.numbers, points, info={"charge": total_charge(found) or 0.0})
+    return Atoms(found.numbers, points, info={"charge": _charge(found)})
+
+
+def _charge(atoms: Atoms) -> float:
+    value = atoms.info.get("charge")
+    return float(value) if isinstance(value, Real) and not isinstance(value, bool) else 0.0
 
 
 def placements(
@@ -138,7 +143,7 @@ def placements(
     found: list[Atoms] = []
     for number, given in enumerate([slabs] if isinstance(slabs, Atoms) else slabs):
         slab = _prepared(given)
-        total = (total_charge(slab) or 0.0) + (total_charge(own) or 0.0)
+        total = _charge(slab) + _charge(own)
         charge = {"charge": total} if total else {}
         tiles, first = Tiles(slab), len(found)
         heights = slab.positions @ tiles.up
@@ -245,7 +250,7 @@ def _prepared(slab: Atoms) -> Atoms:
     heights, fixed = whole.positions @ Tiles(whole).up, fixed_atoms(whole)
     if not fixed.any():
         whole.set_constraint(FixAtoms(mask=heights < (heights.min() + heights.max()) / 2 - 0.1))
-    elif not fixed.all() and heights[fixed].mean() > heights[~fixed].mean() + 0.1:
+    elif not fixed.all() and heights[fixed].max() > heights[~fixed].max() + 0.1:
         raise ValueError(
             f"{slab.symbols}: expected free atoms on the side to which the third cell vector "
             "points, where molecules are placed; got fixed atoms there; turn the slab over"
@@ -272,7 +277,8 @@ def ranked(model: Any, structures: Sequence[Atoms]) -> list[tuple[Atoms, Any]]:
     `model` is a model of energies, such as `molflt.load()`. A model of total energies ranks the
     placements of each slab separately.
     """
-    found = zip(structures, model.predict(list(structures), tags="oc20"), strict=True)
+    tags = None if getattr(model, "predicts_forces", False) else "oc20"
+    found = zip(structures, model.predict(list(structures), tags=tags), strict=True)
     total = model.domain is not None and model.domain.kind == "total"
     return sorted(found, key=lambda one: (total and one[0].info["slab"], one[1].energy))
 

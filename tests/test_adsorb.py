@@ -128,6 +128,23 @@ def test_placements_are_ready_for_calculations() -> None:
     assert Counter(shared.get_tags()) == {0: 12, 1: 4, 2: 3}
 
 
+def test_slabs_fixed_in_the_middle() -> None:
+    slab = fcc111("Cu", (2, 2, 5), vacuum=6)
+    slab.set_constraint(FixAtoms(indices=range(8, 12)))
+    del slab[-1]
+    assert len(placements(slab, "CO")) > 0
+
+
+def test_radicals_and_files_with_placeholder_cells(tmp_path: Path) -> None:
+    methyl, slab = molecule("CH3"), fcc111("Cu", (2, 2, 3), vacuum=8)
+    expected = keys(placements(slab, "CH3"))
+    methyl.info["multiplicity"] = 2
+    methyl.cell = [1, 1, 1]
+    methyl.pbc = True
+    write(tmp_path / "methyl.extxyz", methyl)
+    assert keys(placements(slab, tmp_path / "methyl.extxyz")) == expected
+
+
 def test_tags_and_charge_of_a_slab_are_kept() -> None:
     slab = fcc111("Cu", (2, 2, 4), vacuum=6)
     slab.set_tags(4 * [0] + 12 * [1])

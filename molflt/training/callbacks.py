@@ -270,7 +270,7 @@ class _LastCheckpoint(Checkpoint):
         self._terminals = [number for number in (1, 2) if os.isatty(number)]
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._watch_signals()  # without validation batches, nothing has done so before
+        self._watch_signals()  # `on_sanity_check_start` needs validation batches
         self.folder.start_steps(
             {
                 "threads": torch.get_num_threads(),

@@ -450,5 +450,5 @@ def test_bare_words_are_not_numbers(tmp_path) -> None:
     path.write_text("2\nTotal energy -1.1 Hartree\nH 0 0 0\nH 0 0 0.7\n")
     assert np.isnan(open_dataset(path).y_relaxed).all()
     path.write_text("2\ncharge 0\nH 0 0 0\nH 0 0 0.7\n")
-    with pytest.raises(ValueError, match="charge.*number.*True"):
+    with pytest.raises(ValueError, match="charge.*number.*without a value"):
         open_dataset(path)[0]

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -191,10 +192,19 @@ def test_molecules_on_both_sides_have_surface_atoms_there() -> None:
         record = guessed(both_sides(shift))
         assert np.bincount(record.tags).tolist() == [18, 18, 4], shift
     record = Tagged(StructuresInMemory(both_sides(0.0), ANY_TAGS))[0]
-    domain = Domain.of(StructuresInMemory([record.clone()]))
+    domain = replace(Domain.of(StructuresInMemory([record.clone()])), zero=(True, True))
     assert domain.refusal(record) == ""
     record.tags[(record.tags == 1) & (record.pos[:, 2] < record.pos[:, 2].mean())] = 0
-    assert "contradict" in domain.refusal(record)  # the energy of one molecule would be 0
+    assert "without surface atoms" in domain.refusal(
+        record
+    )  # the energy of one molecule would be 0
+
+
+def test_desorbed_molecules_are_on_no_side() -> None:
+    atoms = above(SLAB, "CO", height=9.0)[0]
+    record = Tagged(StructuresInMemory(atoms, ANY_TAGS))[0]
+    record.tags[-2:] = 2
+    assert replace(Domain.of(StructuresInMemory([record])), zero=(True, True)).refusal(record) == ""
 
 
 def test_molecules_bonded_to_their_images() -> None:

@@ -102,7 +102,8 @@ class Converter:
         self._numbers |= dict.fromkeys(
             n for n, x in info.items() if isinstance(x, Real) and not isinstance(x, Integral)
         )
-        there = [*results, *(name for name in [*info, *atoms.arrays] if _kind(name))]
+        named = [name for name in [*info, *atoms.arrays] if not isinstance(info.get(name), bool)]
+        there = [*results, *filter(_kind, named)]
         absent = {"free_energy"} if results.get("free_energy") == results.get("energy") else set()
         absent |= {"energies"} if "energy" in results else set()  # energies of atoms
         self._there |= dict.fromkeys(name for name in there if name not in absent)
@@ -260,9 +261,11 @@ def total_charge(atoms: Atoms) -> float | None:
         multiple = "multiplicity" in _words(name)
         if not (multiple or _is_total(name, value)):
             continue
+        if isinstance(value, bool):
+            raise ValueError(
+                f"{name} must be one number; got a word without a value; write {name}=0"
+            )
         try:
-            if isinstance(value, bool):
-                raise TypeError("a bare word in a comment")
             number = float(np.asarray(value, dtype=np.float64).item())
         except (TypeError, ValueError):
             raise ValueError(f"{name} must be one number; got {shown(value, 40)}") from None

@@ -161,13 +161,13 @@ class Domain:
         if not len(slab) and self.slab_atoms[0]:
             return "no slab (tags 0 and 1), unlike the training data"
         moved = any(aspect in ("slab", "adsorbate") for aspect, _ in self._beyond(record))
-        alone = not sides_agree(record)
-        if moved or alone or not heights_agree(record):
-            guess, own = guess_tags(record), record.tags == Tag.ADSORBATE
+        if moved or not heights_agree(record):
+            guess = guess_tags(record)
             found = torch.from_numpy(guess.tags == Tag.ADSORBATE)
-            other = not bool((found & own).any()) or (alone and torch.equal(found, own))
-            if bool(found.any()) and other:
+            if bool(found.any()) and not bool((found & (record.tags == Tag.ADSORBATE)).any()):
                 return f"tags that contradict the geometry, which has {guess.text}"
+        if self.zero[1] and not sides_agree(record):  # its energy would be 0
+            return "an adsorbate on a side of the slab without surface atoms (tag 1)"
         return ""
 
     def new_elements(self, record: Data) -> str:
@@ -201,7 +201,8 @@ class Domain:
                 continue
             seen = any((aspect, symbol) not in one for one in before)
             found.setdefault(text + _SEEN * seen, []).append(symbol)
-        return [f"{', '.join(symbols)} {text}".strip() for text, symbols in found.items()]
+        reasons = [f"{', '.join(symbols)} {text}".strip() for text, symbols in found.items()]
+        return reasons + ["adsorbate bonded to its periodic image"] * touches_image(record)
 
     def _beyond(self, record: Data) -> dict[_Aspect, str]:
         """Describes, for each aspect, how a structure differs from these data; "" if unknown."""
@@ -242,8 +243,6 @@ class Domain:
         elif adsorbate and known is not None and not known[0] <= adsorbate <= known[1]:
             text = f"adsorbate atoms: {adsorbate}, trained on {_span(known)}"
             sizes["size of adsorbate"] = text
-        if adsorbate and touches_image(record):
-            sizes["images"] = "adsorbate bonded to its periodic image"
         if slab and adsorbate and self.surface is not None:
             share, (low, high) = _surface(record), self.surface
             if not low - _ROUNDED <= share <= high + _ROUNDED:

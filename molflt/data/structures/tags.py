@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from molflt.atoms import Tag
+from molflt.atoms import Tag, lattice_heights
 from molflt.data.structures.base import Structures, with_bar
 from molflt.data.structures.parts import Part
 
@@ -353,9 +353,15 @@ def adsorbates(record: Data) -> _Numbers:
 
 
 def touches_image(record: Data) -> bool:
-    """Returns True if an adsorbate is bonded to its periodic image."""
-    own = np.flatnonzero(record.tags.numpy() == Tag.ADSORBATE)
-    return len(own) > 0 and in_one_piece(*_among(record, own)) is None
+    """Returns True if a molecule with tag 2 is bonded to its periodic image."""
+    molecular = np.isin(record.atomic_numbers.numpy(), _MOLECULAR)
+    own = np.flatnonzero(molecular & (record.tags.numpy() == Tag.ADSORBATE))
+    numbers, pos, cell, pbc = _among(record, own)
+    if len(own) < 2:
+        return False
+    extent = np.linalg.norm(np.ptp(pos, axis=0))
+    far = lattice_heights(cell, pbc).min() > extent + _SHELL
+    return not far and in_one_piece(numbers, pos, cell, pbc) is None
 
 
 def in_one_piece(
@@ -404,9 +410,10 @@ def sides_agree(record: Data) -> bool:
         return True
     slab = atoms.heights[tags != Tag.ADSORBATE]
     surface, adsorbed = (atoms.heights[tags == tag] for tag in (Tag.SURFACE, Tag.ADSORBATE))
-    above = (surface > slab.mean() - _LAYER).any() or not (adsorbed > slab.max() + _OUTSIDE).any()
-    below = (surface < slab.mean() + _LAYER).any() or not (adsorbed < slab.min() - _OUTSIDE).any()
-    return bool(above and below)
+    over, under = adsorbed - slab.max(), slab.min() - adsorbed
+    near = [bool(((gap > _OUTSIDE) & (gap < _SHELL)).any()) for gap in (over, under)]
+    above, below = (surface > slab.mean() - _LAYER).any(), (surface < slab.mean() + _LAYER).any()
+    return bool((above or not near[0]) and (below or not near[1]))
 
 
 def heights_agree(record: Data) -> bool:
