@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import combinations
-from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,13 @@ from numpy.typing import NDArray
 from scipy.spatial.transform import Rotation
 
 from molflt.atoms import Tag
-from molflt.data.structures.ase_fields import fixed_atoms, tags_look_like
+from molflt.data.structures.ase_fields import (
+    check_fields,
+    fixed_atoms,
+    tags_look_like,
+    total_charge,
+)
+from molflt.data.structures.ase_files import frames
 from molflt.data.structures.records import make_record
 from molflt.data.structures.sites import Site, Tiles, distinct, sites, unit
 from molflt.data.structures.tags import guess_tags, in_one_piece
@@ -99,21 +104,28 @@ def molecule(name: str | Path) -> Atoms:
 
 def _molecule_in(path: Path) -> Atoms:
     from ase import Atoms
-    from ase.io import read
 
-    found, *more = read(path, ":")
+    found, *more = [atoms for _, atoms in frames(path)]
     if more:
         raise ValueError(f"{path}: expected one molecule; got {len(more) + 1} structures")
-    periodic = found.pbc & (found.cell.volume > len(found))  # PDB files have cells of 1 Å
-    points = in_one_piece(found.numbers, found.positions, found.cell.array, periodic)
+    try:
+        if isinstance(found, ValueError):
+            raise found
+        found.pbc &= found.cell.volume > len(found)  # PDB files have placeholders of 1 Å
+        check_fields(found)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    points = in_one_piece(found.numbers, found.positions, found.cell.array, found.pbc)
     if points is None:
         raise ValueError(f"{path}: expected a molecule; got bonds to its periodic images")
     return Atoms(found.numbers, points, info={"charge": _charge(found)})
 
 
 def _charge(atoms: Atoms) -> float:
-    value = atoms.info.get("charge")
-    return float(value) if isinstance(value, Real) and not isinstance(value, bool) else 0.0
+    """Returns the total charge, e; the multiplicity may change on the surface."""
+    plain = atoms.copy()
+    plain.info = {name: x for name, x in atoms.info.items() if "multiplicity" not in name.lower()}
+    return total_charge(plain) or 0.0
 
 
 def placements(

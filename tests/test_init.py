@@ -305,11 +305,12 @@ def test_elements_of_the_initial_weights_are_reported(tuned, shared_run, gold, t
     assert all(cell.startswith(f"Cu not in training{SEEN}; Ru not in training") for cell in cells)
 
 
-def test_start_from_the_first_model_of_an_ensemble(tuned, shared_run, gold, tmp_path):
+def test_start_from_the_first_model_of_an_ensemble(tuned, shared_run, gold, tmp_path, capsys):
     words = ["export", str(shared_run), str(tmp_path / "both"), "--also", str(tuned), *CARD]
     assert main(words) == 0
     for name, init in (("one", shared_run), ("first", tmp_path / "both")):
         begin(gold, tmp_path / name, init, *STILL)
+    assert "the first of 2 models" in capsys.readouterr().out
     one, first = weights(tmp_path / "one"), weights(tmp_path / "first")
     assert one.keys() == first.keys() and all(torch.equal(one[key], first[key]) for key in one)
 

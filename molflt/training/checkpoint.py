@@ -30,9 +30,9 @@ from molflt.training.recipes import Recipe
 __all__ = ["EXPECTED", "RECOMMENDED", "Checkpoint", "build", "check_replaceable"]
 __all__ += ["check_unchanged", "check_weights", "count_parameters", "device_named"]
 __all__ += ["expect_finite", "exported_recipe", "find", "find_weights", "is_exported"]
-__all__ += ["is_packaged", "is_trained", "load_run", "model_weights", "read_checkpoint"]
-__all__ += ["read_exported", "read_plain", "read_weights", "save_weights", "weights_digest"]
-__all__ += ["weights_of", "write_checkpoint", "write_exported"]
+__all__ += ["is_packaged", "is_trained", "load_run", "member_weights", "model_weights"]
+__all__ += ["read_checkpoint", "read_exported", "read_plain", "read_weights", "save_weights"]
+__all__ += ["weights_digest", "weights_of", "write_checkpoint", "write_exported"]
 
 Checkpoint = dict[str, Any]
 """Lightning's checkpoint; its key "molflt" holds a `molflt.training.run_folder.Provenance`."""
@@ -439,12 +439,19 @@ def build(path: Path, content: Mapping[str, Any], weights: Mapping[str, Tensor])
     members: list[dict[str, Any]] = content["models"]
     models = []
     for i, options in enumerate(members):
-        prefix = f"members.{i}." if len(members) > 1 else ""
-        own = {
-            name.removeprefix(prefix): tensor
-            for name, tensor in weights.items()
-            if name.startswith(prefix)
-        }
         config = {"recipe": content["recipe"], "model": options}
+        own = member_weights(i, content, weights)
         models.append(_filled(path, _build(f"{path}: key models", config), own))
     return models
+
+
+def member_weights(
+    member: int, content: Mapping[str, Any], weights: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Returns the weights of a model of an exported file; all weights if it is the only model."""
+    prefix = f"members.{member}." if len(content["models"]) > 1 else ""
+    return {
+        name.removeprefix(prefix): tensor
+        for name, tensor in weights.items()
+        if name.startswith(prefix)
+    }

@@ -33,6 +33,7 @@ from molflt.training.checkpoint import (
     find_weights,
     is_exported,
     is_packaged,
+    member_weights,
     read_exported,
     read_weights,
 )
@@ -228,6 +229,8 @@ class InitialWeights(NamedTuple):
     weights: dict[str, Tensor]
     domain: object
     """content of domain.json; None if the file is missing"""
+    members: int
+    """number of models in the file; the first is used"""
 
 
 def recipe_of(weights: Path) -> str | None:
@@ -245,14 +248,14 @@ def read_initial_weights(name: str) -> InitialWeights:
     path, run = find_weights(name)
     recipe: str | None = None
     domain: object = None
+    members = 1
     files: dict[str, object] | None
     if path.is_file() and is_exported(path):
         content, weights = read_exported(path)
         models, files = content["models"], content["files"]
-        if len(models) > 1:  # an ensemble; the first member
-            own = [(name, name.removeprefix("members.0.")) for name in weights]
-            weights = {short: weights[name] for name, short in own if short != name}
+        weights = member_weights(0, content, weights)
         recipe, options, domain = str(content["recipe"]), models[0], files.get(DOMAIN)
+        members = len(models)
     else:
         weights, options, files = read_weights(path)
         if run is None and (recipe := recipe_of(path)) is not None:
@@ -266,7 +269,7 @@ def read_initial_weights(name: str) -> InitialWeights:
         expect_finite(path, key, tensor)
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return InitialWeights(path, digest, recipe, options, files, weights, domain)
+    return InitialWeights(path, digest, recipe, options, files, weights, domain, members)
 
 
 def _of_transformers(
@@ -368,7 +371,9 @@ class Initializer:
             ],
         }
         lines = [f"{name}: {_listed(items)}" for name, items in rows.items() if items]
-        start = f"{self.folder.path}: starts from {source.path} (sha256 {source.sha256[:12]})"
+        first = f"the first of {source.members} models in " if source.members > 1 else ""
+        path = f"{first}{source.path} (sha256 {source.sha256[:12]})"
+        start = f"{self.folder.path}: starts from {path}"
         self.folder.say("\n  ".join([start, *lines]))
 
 

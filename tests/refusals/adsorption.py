@@ -32,6 +32,7 @@ ROWS = [
     refused(lambda: placements(slab(tags=4), "CO"), "tag 2", "clean slab"),
     refused(lambda: placements(slab(fixed=4), "CO"), "fixed", "free atoms"),
     Refusal(placed(molecule("CO"), molecule("NO")), "own.extxyz", "one molecule", "2"),
+    Refusal(placed(Atoms("XO")), "own.extxyz", "element", "X"),
     Refusal(placed(CHAIN), "own.extxyz", "molecule", "periodic images"),
     Refusal(command("adsorb x.cif CO --layers=6"), "--layers", "--facet", "6", Refused),
     Refusal(command("adsorb x.cif CO --fmax=1"), "--fmax", "--relax", "1", Refused),

@@ -21,8 +21,16 @@ if TYPE_CHECKING:
     from ase import Atoms
     from torch_geometric.data import Data
 
-__all__ = ["Converter", "drop_labels_", "fixed_atoms", "is_energy", "named_options", "not_held"]
-__all__ += ["tags_look_like", "text_sid", "total_charge", "unused_fields", "unused_warning"]
+__all__ = ["Converter", "check_fields", "drop_labels_", "fixed_atoms", "is_energy"]
+__all__ += [
+    "named_options",
+    "not_held",
+    "tags_look_like",
+    "text_sid",
+    "total_charge",
+    "unused_fields",
+    "unused_warning",
+]
 
 _NEAR_ONE = 1e-3
 _DENSEST = 1.0  # Å^3 per atom; metallic hydrogen at 500 GPa has 1.3
@@ -67,7 +75,7 @@ class Converter:
         """Converts a structure, with the sid `number` by default, or raises the given error."""
         if isinstance(atoms, ValueError):  # the file has a structure that cannot be read
             raise atoms
-        _check_fields(atoms)
+        check_fields(atoms)
         info, relaxed = _entries(atoms), atoms.arrays.get("pos_relaxed")
         labels = self._labels(atoms, info) | {"y_init": info.get("y_init")}
         labels["y_baseline"] = info.get(self.reading.baseline_key or "y_baseline")
@@ -319,7 +327,7 @@ def not_held(atoms: Atoms, suffix: str) -> list[str]:
     return [f"{suffix} cannot store {kind}; write {whole} to keep it" for kind in sorted(lost)]
 
 
-def _check_fields(atoms: Atoms) -> None:
+def check_fields(atoms: Atoms) -> None:
     """Refuses dummy atoms, partially occupied sites, and cells that are too small."""
     dummies = np.flatnonzero(atoms.numbers == 0)
     if len(dummies):

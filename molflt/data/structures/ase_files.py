@@ -32,7 +32,7 @@ from molflt.files import shown
 if TYPE_CHECKING:
     from ase import Atoms
 
-__all__ = ["AseStructures", "ase_format", "without_packing"]
+__all__ = ["AseStructures", "ase_format", "frames", "without_packing"]
 
 _DATABASES = {".db": "db", ".json": "json", ".aselmdb": "aselmdb"}
 _OPENERS: dict[str, Callable[..., IO[Any]]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
@@ -99,7 +99,7 @@ class AseStructures(Held):
         self._files: list[Path] = []  # file of each structure
         converter, several = Converter(Reading(**options)), len(self.files) > 1
         for file in self.files:
-            for frame, (row, atoms) in enumerate(_frames(file)):
+            for frame, (row, atoms) in enumerate(frames(file)):
                 number = len(self) + len(self.bad) if several else row
                 make = partial(converter.record, atoms, number)
                 if not self.add(f"{file}: frame {frame}", make) or isinstance(atoms, ValueError):
@@ -134,7 +134,7 @@ class AseStructures(Held):
         return self.atoms[index].copy() if self.atoms else super().to_atoms(index)
 
 
-def _frames(path: Path) -> Iterator[tuple[int, Atoms | ValueError]]:
+def frames(path: Path) -> Iterator[tuple[int, Atoms | ValueError]]:
     """Yields the number of each frame or row, and its structure or the error of reading it."""
     kind, number = ase_format(path) or "vasp", -1
     loads = _loads(path, kind)
