@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import ClassVar, Generic, NamedTuple, TypeVar, cast
 
@@ -134,11 +134,12 @@ class _TrainingStream(Sampler[list[int]]):
 class BatchedData(Generic[_Items]):
     """Base class of data modules, whose batches depend only on the data, the seed and the step.
 
-    Subclasses open the data sets "train" and "val" in `setup`.
+    Subclasses open each data set in `open`, or all of them in `setup`.
 
     Args:
         batch_size: items in a batch, per device.
         workers: processes that read ahead; 0 reads in the main process.
+        sources: sources of "train", "val" and optionally "test"; None if there is no such source.
 
     Attributes:
         seed: seed of the order of training items.
@@ -158,7 +159,10 @@ class BatchedData(Generic[_Items]):
     bucket: int = 1
     collate: Callable[[list[object]], object] | None = None
 
-    def __init__(self, batch_size: int, workers: int = 0) -> None:
+    def __init__(
+        self, batch_size: int, workers: int = 0, sources: Mapping[str, object] | None = None
+    ) -> None:
+        self.sources = {use: str(one) for use, one in (sources or {}).items() if one is not None}
         self.batch_size = batch_size
         self.workers = workers
         self.seed = 0
@@ -168,12 +172,21 @@ class BatchedData(Generic[_Items]):
         self.initial: tuple[str, object] | None = None
 
     def setup(self, stage: str = "fit") -> None:
-        """Opens the data sets that are not open yet."""
+        """Opens the data sets that are not open yet, "test" only in stages other than "fit"."""
+        for use in self.sources:
+            if use not in self.datasets and (use != "test" or stage != "fit"):
+                self.datasets[use] = self.open(use)
+
+    def open(self, use: str) -> _Items:
+        """Opens one data set; "train" is opened first and sets, for instance, the vocabulary."""
         raise NotImplementedError
 
     def describe(self) -> list[str]:
         """Describes each data set in one phrase."""
-        return [f"{use} {len(items):,} {self.items}" for use, items in self.datasets.items()]
+        return [f"{use} {self._described(use)}" for use in self.datasets]
+
+    def _described(self, use: str) -> str:
+        return f"{len(self.datasets[use]):,} {self.items}"
 
     def sizes(self) -> dict[str, int]:
         """Returns the arguments of the model's constructor that depend on the data."""

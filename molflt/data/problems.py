@@ -56,12 +56,10 @@ class ProblemData(BatchedData[ProblemSeeds]):
     def __init__(
         self, batch_size: int = 8, problems: int = 100_000, val_problems: int = 32
     ) -> None:
-        super().__init__(batch_size)
-        self.counts = {"train": problems, "val": val_problems}
+        super().__init__(batch_size, sources={"train": problems, "val": val_problems})
 
-    def setup(self, stage: str = "fit") -> None:
-        for use, count in self.counts.items():
-            self.datasets.setdefault(use, ProblemSeeds(use, count))
+    def open(self, use: str) -> ProblemSeeds:
+        return ProblemSeeds(use, int(self.sources[use]))
 
     def _digest(self, use: str, most: int | None = None) -> str:
         seeds = self.datasets[use]

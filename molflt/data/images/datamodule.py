@@ -52,7 +52,7 @@ class ImageData(BatchedData[LabeledImages]):
         batch_size: int = 128,
         workers: int = 0,
     ) -> None:
-        super().__init__(batch_size, workers)
+        super().__init__(batch_size, workers, {"train": train, "val": val or train})
         if (val is None) == (val_fraction is None):
             raise ValueError(
                 "expected either data.val or data.val_fraction; got "
@@ -68,7 +68,6 @@ class ImageData(BatchedData[LabeledImages]):
                 f"data.resize must be at least data.image_size={image_size}; got {resize}; give "
                 "both, or neither"
             )
-        self.sources = {"train": Path(train), "val": Path(train if val is None else val)}
         self.labels = {"train": train_labels, "val": val_labels if val else train_labels}
         self.val_fraction = val_fraction
         self.image_size = image_size
@@ -110,11 +109,8 @@ class ImageData(BatchedData[LabeledImages]):
         self.setup()
         return {"classes.json": (json.dumps(self.classes, ensure_ascii=False) + "\n").encode()}
 
-    def describe(self) -> list[str]:
-        return [
-            f"{use} {len(dataset):,} images ({self.sources[use].name})"
-            for use, dataset in self.datasets.items()
-        ]
+    def _described(self, use: str) -> str:
+        return f"{super()._described(use)} ({Path(self.sources[use]).name})"
 
     def _digest(self, use: str, most: int | None = None) -> str:
         """Returns a digest of all labels and of the images, of which at most 2000 are decoded."""
@@ -138,7 +134,7 @@ class ImageData(BatchedData[LabeledImages]):
         return train.statistics(len(train)) if train.in_memory else train.statistics()
 
     def _open(self, use: str, classes: list[str] | None) -> LabeledImages:
-        return open_images(self.sources[use], self.labels[use], self.resize, classes)
+        return open_images(Path(self.sources[use]), self.labels[use], self.resize, classes)
 
     def _expect_alike(self, use: str, images: LabeledImages, train: LabeledImages) -> None:
         (height, width), path = images.size, images.path
@@ -187,7 +183,8 @@ class PixelData(ImageData):
         return {}
 
     def _open(self, use: str, classes: list[str] | None) -> LabeledImages:
-        return open_images(self.sources[use], self.labels[use], self.resize, box=True, flat=True)
+        source, labels = Path(self.sources[use]), self.labels[use]
+        return open_images(source, labels, self.resize, box=True, flat=True)
 
 
 def _squares(images: LabeledImages, index: Tensor, side: int) -> LabeledImages:

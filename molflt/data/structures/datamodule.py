@@ -224,11 +224,12 @@ class IS2REData(BatchedData[Structures]):
             warnings.warn(f"{first}: unused labels: {', '.join(names)}", stacklevel=3)
 
     def describe(self) -> list[str]:
-        return [
-            f"{self.splits[use]} {len(dataset):,} systems ({int(dataset.natoms.sum()):,} atoms"
-            + (f", {len(dataset.bad)} bad left out)" if dataset.bad else ")")
-            for use, dataset in self.datasets.items()
-        ]
+        return [f"{self.splits[use]} {self._described(use)}" for use in self.datasets]
+
+    def _described(self, use: str) -> str:
+        dataset = self.datasets[use]
+        bad = f", {len(dataset.bad)} bad left out" if dataset.bad else ""
+        return f"{super()._described(use)} ({int(dataset.natoms.sum()):,} atoms{bad})"
 
     def files(self) -> dict[str, bytes]:
         """Returns domain.json, a description of the training split, used to check predictions.

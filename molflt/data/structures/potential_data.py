@@ -120,9 +120,7 @@ class PotentialData(IS2REData):
 
     def expect_forces(self) -> None:
         """Raises ValueError if the training split has no forces."""
-        self.setup()
-        points = self.datasets["train"]
-        assert isinstance(points, SinglePoints)
+        points = self._points_of("train")
         if points.with_forces:
             return
         named = named_options(points.unused, "forces")
@@ -132,20 +130,20 @@ class PotentialData(IS2REData):
             "--task.force_weight 0"
         )
 
-    def describe(self) -> list[str]:
-        said = []
-        for text, dataset in zip(super().describe(), self.datasets.values(), strict=True):
-            assert isinstance(dataset, SinglePoints)
-            for name, count in (("forces", dataset.with_forces), ("stress", dataset.with_stress)):
-                text += f", {name} in {'all' if count == len(dataset) else count}" * bool(count)
-            if dataset.without_energy:
-                text += f", {dataset.without_energy:,} without energy left out"
-            said.append(text)
-        return said
+    def _described(self, use: str) -> str:
+        text, points = super()._described(use), self._points_of(use)
+        for name, count in (("forces", points.with_forces), ("stress", points.with_stress)):
+            text += f", {name} in {'all' if count == len(points) else count}" * bool(count)
+        left_out = f", {points.without_energy:,} without energy left out"
+        return text + left_out * bool(points.without_energy)
+
+    def _points_of(self, use: str) -> SinglePoints:
+        self.setup()
+        points = self.datasets[use]
+        assert isinstance(points, SinglePoints)
+        return points
 
     def force_scale(self) -> float:
         """Returns the root mean square of the training force components, eV/Å; 1 if negligible."""
-        self.setup()
-        points = self.datasets["train"]
-        assert isinstance(points, SinglePoints)
+        points = self._points_of("train")
         return points.force_scale if points.force_scale > 1e-3 else 1.0  # 0 up to noise

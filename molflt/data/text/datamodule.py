@@ -17,7 +17,7 @@ from molflt.data.text.sources import _line_blocks, _text_blocks
 from molflt.data.text.tokenizer import TOKENIZER, Tokenizer, TokenizerKind, find_tokenizer
 from molflt.data.text.vocabulary import FIXED, Vocabulary, _Level
 
-__all__ = ["Blocks", "PieceBlocks", "TextData", "TextSets", "TokenBlocks", "TokenizedData"]
+__all__ = ["Blocks", "PieceBlocks", "TextData", "TokenBlocks", "TokenizedData"]
 __all__ += ["TokenizedText", "padded_rows", "read_blocks", "read_pieces"]
 
 _MOST_UNKNOWN = 0.5  # a larger share of <unk> indicates the wrong vocabulary
@@ -50,6 +50,9 @@ class Blocks(Dataset[_Item]):
 
     def __len__(self) -> int:
         return self.count
+
+    def described(self, source: str) -> str:
+        return f"{self.tokens:,} tokens ({source.rpartition('/')[2]})"
 
     def _piece(self, index: int) -> np.ndarray:
         if not 0 <= index < self.count:
@@ -90,32 +93,7 @@ class TokenBlocks(Blocks[tuple[Tensor, Tensor]]):
         return torch.from_numpy(inputs), torch.from_numpy(targets)
 
 
-class TextSets(BatchedData[_Items]):
-    """Base class for data that are read from sources "train", "val" and optionally "test"."""
-
-    def __init__(self, batch_size: int, workers: int, sources: Mapping[str, Path | None]) -> None:
-        super().__init__(batch_size, workers)
-        self.sources = {use: str(source) for use, source in sources.items() if source is not None}
-
-    def setup(self, stage: str = "fit") -> None:
-        """Reads the texts once. The test text is read only in stages other than "fit"."""
-        for use in self.sources:
-            if use not in self.datasets and (use != "test" or stage != "fit"):
-                self.datasets[use] = self.open(use)
-
-    def open(self, use: str) -> _Items:
-        """Reads one text; "train" is read first and sets the vocabulary."""
-        raise NotImplementedError
-
-    def describe(self) -> list[str]:
-        return [
-            f"{use} {cast('Blocks[object]', blocks).tokens:,} tokens "
-            f"({self.sources[use].rpartition('/')[2]})"
-            for use, blocks in self.datasets.items()
-        ]
-
-
-class TextData(TextSets[TokenBlocks]):
+class TextData(BatchedData[TokenBlocks]):
     """Blocks of a training text, a validation text and an optional test text.
 
     Each text is a UTF-8 file, plain or compressed (.gz or .xz), or, if the package `datasets` is
@@ -182,6 +160,9 @@ class TextData(TextSets[TokenBlocks]):
                 )
         return read_blocks(source, self.vocabulary, self.length, use, keep_last=use != "train")
 
+    def _described(self, use: str) -> str:
+        return self.datasets[use].described(self.sources[use])
+
     def sizes(self) -> dict[str, int]:
         self.setup()
         return {"vocabulary": len(self.vocabulary)}
@@ -245,12 +226,12 @@ class PieceBlocks(Blocks[tuple[Tensor, Tensor, Tensor]]):
         return padded, types, torch.arange(self.length) < len(tokens)
 
 
-class TokenizedData(TextSets[_Items]):
+class TokenizedData(BatchedData[_Items]):
     """Base class for data with a tokenizer, which is read from a file or learned.
 
     Args:
         batch_size: items in a batch, per device.
-        sources: see `TextSets`.
+        sources: see `molflt.data.batches.BatchedData`.
         tokenizer: tokenizer.json, or the folder of a run or of a published model that contains it.
             By default, the tokenizer of the weights in --init is used; without --init, a tokenizer
             is learned from the training text.
@@ -275,7 +256,7 @@ class TokenizedData(TextSets[_Items]):
     def __init__(
         self,
         batch_size: int,
-        sources: Mapping[str, Path | None],
+        sources: Mapping[str, object],
         tokenizer: Path | None = None,
         kind: TokenizerKind | None = None,
         pieces: int | None = None,
@@ -366,6 +347,9 @@ class TokenizedText(TokenizedData[PieceBlocks]):
         if use == "train":
             self.set_tokenizer(lambda: _line_blocks(source), source)
         return read_pieces(source, self.tokenizer, self.length, self.next_sentence, use)
+
+    def _described(self, use: str) -> str:
+        return self.datasets[use].described(self.sources[use])
 
     def sizes(self) -> dict[str, int]:
         return {**super().sizes(), "next_sentence": self.next_sentence}

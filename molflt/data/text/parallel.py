@@ -130,12 +130,10 @@ class ParallelData(TokenizedData[Pairs]):
             self.collate = cast("None", partial(paired, pad=self.tokenizer.pad))
         return Pairs(text, self.tokenizer, self.length)
 
-    def describe(self) -> list[str]:
-        return [
-            f"{use} {len(pairs):,} pairs {self.source}-{self.target}"
-            + (f", {pairs.left_out:,} longer than {self.length} left out" if pairs.left_out else "")
-            for use, pairs in self.datasets.items()
-        ]
+    def _described(self, use: str) -> str:
+        said, left_out = super()._described(use), self.datasets[use].left_out
+        cut = f", {left_out:,} longer than {self.length} left out" if left_out else ""
+        return f"{said} {self.source}-{self.target}{cut}"
 
     def _lengths(self, use: str) -> list[int]:
         return self.datasets[use].sizes

@@ -150,10 +150,8 @@ class SentenceData(TokenizedData[Sentences]):
     def files(self) -> dict[str, bytes]:
         return {**super().files(), CLASSES: (json.dumps(self.classes) + "\n").encode()}
 
-    def describe(self) -> list[str]:
+    def _described(self, use: str) -> str:
         what = "pairs" if "second" in TASKS[self.task].columns else "sentences"
-        return [
-            f"{use} {len(rows):,} {what} of {self.task}"
-            + (f", {rows.cut:,} of them cut" if rows.cut else "")
-            for use, rows in self.datasets.items()
-        ]
+        rows = self.datasets[use]
+        cut = f", {rows.cut:,} of them cut" if rows.cut else ""
+        return f"{len(rows):,} {what} of {self.task}{cut}"
