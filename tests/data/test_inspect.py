@@ -151,9 +151,9 @@ def test_overlapping_atoms_are_reported(tmp_path, capsys) -> None:
         records.append(make_record(pos=pos, atomic_numbers=[29, 29, 8, 1], **own))
     path = tmp_path / "mine.safetensors"
     write_store(path, records)
-    told = "coinciding atoms: 2 of 4 systems have two atoms closer than 0.1 Å, for instance sid 2"
-    assert any(text.startswith(told) for text in inspected(capsys, path)["warnings"])
     words = "2 of 4 structures have two atoms closer than 0.1 Å, for instance sid 2; their energies"
+    told = f"coinciding atoms: {words}"
+    assert any(text.startswith(told) for text in inspected(capsys, path)["warnings"])
     assert printed(capsys, "predict", path, "--device=cpu").err.count(words) == 1
     out = tmp_path / "out.safetensors"
     told = printed(capsys, "data", "convert", path, out).err

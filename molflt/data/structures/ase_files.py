@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from fnmatch import fnmatchcase
 from functools import partial
-from glob import escape
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -121,11 +120,6 @@ class AseStructures(Held):
     @classmethod
     def takes(cls, path: Path) -> bool:
         return not path.is_dir() and ase_format(path) is not None
-
-    @classmethod
-    def find(cls, stem: Path) -> Path | None:
-        files = sorted(stem.parent.glob(f"{escape(stem.name)}.*"))
-        return next((file for file in files if file.is_file() and cls.takes(file)), None)
 
     def file(self, index: int) -> Path:
         return self._files[self._stored(index)]

@@ -148,14 +148,8 @@ class Structures(Dataset["Data"], ABC):
 
     @classmethod
     def takes(cls, path: Path) -> bool:
-        """Returns True if this class opens a path, judging by its name."""
+        """Returns True if this class opens an existing file or folder, judging by its name."""
         return path.suffix.lower() in cls.suffixes
-
-    @classmethod
-    def find(cls, stem: Path) -> Path | None:
-        """Returns the file or folder of a split, which is `stem` plus a suffix; None if missing."""
-        files = (stem.with_name(stem.name + suffix) for suffix in cls.suffixes)
-        return next((file for file in files if file.is_file()), None)
 
     def verify(self) -> bool | None:
         """Returns True if the digest of a compact store matches, and False if it lacks a digest.

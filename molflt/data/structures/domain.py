@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,6 +32,8 @@ _SEEN = " (seen only by the initial weights)"
 _FAR = 0.1  # distance beyond the range of labels, in units of the range
 _ROUNDED = 0.02  # tolerance of the share of surface atoms
 _RANGES = ("atoms", "adsorbate_atoms", "slab_atoms", "energy", "surface")
+_STORED = ("systems", "elements", "atoms", "adsorbate_atoms", "slab_atoms", "untagged", "periodic")
+_STORED += ("relaxed", "kind", "energy", "surface")
 _IN_JSON = {"energy": "energy_eV", "surface": "surface_share"}
 _Range = tuple[int, int]
 _Aspect = tuple[str, str]  # name, and the element or ""
@@ -265,17 +267,16 @@ class Domain:
 
     def to_json(self) -> dict[str, object]:
         """Returns the domain as plain numbers, strings and lists."""
-        found: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self)}
-        found["elements"] = {
-            part: [_symbol(number) for number in sorted(numbers)]
-            for part, numbers in self.elements._asdict().items()
-        }
+        found: dict[str, Any] = {}
+        for name in _STORED:
+            value = getattr(self, name)
+            found[_IN_JSON.get(name, name)] = list(value) if isinstance(value, tuple) else value
+        parts = self.elements._asdict().items()
+        found["elements"] = {part: [*map(_symbol, sorted(numbers))] for part, numbers in parts}
         found["periodic"] = sorted(self.periodic)
-        for name in _RANGES:
-            found[name] = None if found[name] is None else list(found[name])
-        found["initial"] = [one.to_json() for one in self.initial]
-        absent = {"zero"} if self.initial else {"zero", "initial"}
-        return {_IN_JSON.get(k, k): value for k, value in found.items() if k not in absent}
+        if self.initial:
+            found["initial"] = [one.to_json() for one in self.initial]
+        return found
 
     def to_bytes(self) -> bytes:
         """Returns the content of domain.json."""
@@ -288,11 +289,7 @@ class Domain:
 
         given: Any = content
         try:
-            found = {
-                one.name: given.get(_IN_JSON.get(one.name, one.name))
-                for one in fields(Domain)
-                if one.name != "zero"
-            }
+            found = {name: given.get(_IN_JSON.get(name, name)) for name in _STORED}
             parts = (found["elements"][part] for part in Elements._fields)
             found["elements"] = Elements(*(frozenset(atomic_numbers[z] for z in p) for p in parts))
             found["periodic"] = frozenset(found["periodic"])
@@ -302,7 +299,7 @@ class Domain:
                 if found[key] is not None or key == "atoms":
                     low, high = found[key]
                     found[key] = (low, high)
-            before = found["initial"] or ()
+            before = given.get("initial") or ()
             found["initial"] = tuple(Domain.from_json(one, f"{name}: initial") for one in before)
             return Domain(**found)
         except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -17,7 +17,7 @@ from urllib.request import Request, urlopen
 from tqdm import tqdm
 
 from molflt.data.structures.splits import OC20_ARCHIVE, OC20_FILES, VAL_SPLITS, _Archive
-from molflt.files import readable_size
+from molflt.files import atomically, readable_size
 from molflt.lock import FolderLock
 
 __all__ = ["download"]
@@ -190,9 +190,8 @@ def _bar(file: IO[bytes], method: str, total: int, name: str, start: int = 0) ->
 
 def _unpack(archive: Path, directory: Path, wanted: list[str], verify: bool = True) -> None:
     """Unpacks keys of `OC20_FILES` to ``directory/is2re/KEY/data.lmdb``, in one pass."""
-    staging = directory / ".is2re.part"  # files appear in is2re complete or not at all
     again = "delete it and download again"
-    files = {name: f"{OC20_ARCHIVE.inner}/{name}/{_FILE}" for name in wanted}
+    left = {f"{OC20_ARCHIVE.inner}/{name}/{_FILE}": name for name in wanted}
     try:
         with (
             open(archive, "rb") as raw,
@@ -200,18 +199,16 @@ def _unpack(archive: Path, directory: Path, wanted: list[str], verify: bool = Tr
             tarfile.open(fileobj=watched, mode="r|gz") as tar,
         ):
             for member in tar:
-                if member.name in files.values() and member.isfile():
-                    tar.extract(member, staging, filter="data")
-        for name, file in files.items():
-            if not (staging / file).is_file():
-                raise ValueError(f"{archive}: lacks {file}; {again}")
-            if verify:
-                _expect_md5(staging / file, OC20_FILES[name].md5, again, f"{archive}: {file}")
-        for name in wanted:
-            target = _target(directory, name)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            os.replace(staging / files[name], target)
+                if member.name not in left or (file := tar.extractfile(member)) is None:
+                    continue
+                name = left.pop(member.name)
+                with atomically(_target(directory, name)) as part:
+                    with open(part, "wb") as out:
+                        shutil.copyfileobj(file, out, _CHUNK)
+                    if verify:
+                        label = f"{archive}: {member.name}"
+                        _expect_md5(part, OC20_FILES[name].md5, again, label)
     except (tarfile.TarError, zlib.error, EOFError) as error:
         raise ValueError(f"{archive}: not a complete tar.gz; {error}; {again}") from None
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+    if left:
+        raise ValueError(f"{archive}: lacks {', '.join(left)}; {again}")

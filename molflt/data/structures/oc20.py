@@ -253,11 +253,7 @@ class Oc20Lmdb(Structures):
 
     @classmethod
     def takes(cls, path: Path) -> bool:
-        return path.is_dir() or super().takes(path)
-
-    @classmethod
-    def find(cls, stem: Path) -> Path | None:
-        return super().find(stem) or (stem if _shards_in(stem) else None)
+        return bool(_shards_in(path)) if path.is_dir() else super().takes(path)
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if self._kept is None else len(self._kept)

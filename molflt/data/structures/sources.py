@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Sequence
 from functools import cache
-from glob import has_magic, iglob
+from glob import escape, has_magic, iglob
 from pathlib import Path
 from typing import TypeAlias
 
@@ -213,7 +213,7 @@ def _is_structures(path: Path) -> bool:
 
 def is_shards(folder: Path) -> bool:
     """Returns True if a folder contains shards of one source and not splits."""
-    whole = any(source.find(folder) == folder for source in SOURCES.values())
+    whole = folder.is_dir() and any(source.takes(folder) for source in SOURCES.values())
     return whole and not {each.stem for each in folder.glob("*.lmdb")} & {*SPLITS_IN_ORDER}
 
 
@@ -224,11 +224,12 @@ def _name(path: Path) -> str:
 
 
 def _in_folder(folder: Path, split: str) -> Path | None:
-    found = (source.find(folder / split) for source in SOURCES.values())
-    one = next((path for path in found if path is not None), None)
-    if one is None and (folder / split).is_dir() and _scan(folder / split)[0]:
-        return folder / split
-    return one
+    whole = folder / split
+    near = sorted(path for path in whole.parent.glob(f"{escape(whole.name)}.*") if path.is_file())
+    paths = [path for path in near if without_packing(path).stem == whole.name]
+    paths += [whole] * whole.is_dir()
+    taken = (path for source in SOURCES.values() for path in paths if source.takes(path))
+    return next(taken, None) or (whole if whole.is_dir() and _scan(whole)[0] else None)
 
 
 def _is_pattern(path: Path) -> bool:

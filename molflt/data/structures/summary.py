@@ -20,10 +20,10 @@ from molflt.data.structures.labels import (
     point_fault,
 )
 from molflt.data.structures.overlaps import (
-    TOO_NEAR,
     atoms_coincide,
     equal_structures,
     fingerprint,
+    overlaps_of,
 )
 from molflt.data.structures.sources import Paths, named
 from molflt.data.structures.tags import one_tagged, slab_has_one_tag
@@ -250,10 +250,7 @@ def _of_all(summary: Summary, seen: _Seen, features: np.ndarray) -> list[str]:
             "initial positions of an earlier one"
         )
     if seen.overlapping:
-        found.append(
-            f"coinciding atoms: {len(seen.overlapping)} of {systems} systems have two atoms closer "
-            f"than {TOO_NEAR} Å, for instance sid {seen.overlapping[0]}"
-        )
+        found.append(overlaps_of("coinciding atoms", seen.overlapping, systems))
     if summary["left_out"]:
         found.append(f"left out: {len(summary['left_out'])} structures are invalid")
     return found
