@@ -29,7 +29,8 @@ class SizeBucketedBatchSampler(Sampler[list[int]]):
     """Divides a data set into batches; an epoch contains every structure once.
 
     Without `shuffle`, structures are sorted by size. Rank r of w takes the batches r, r + w, ... of
-    an epoch, so the number of batches may differ by one between ranks.
+    an epoch, so the number of batches may differ by one between ranks. With `start_step`, batches
+    come from an endless sequence of epochs, which makes resuming exact.
 
     Args:
         natoms: atoms in each structure, (structures,).
@@ -41,7 +42,10 @@ class SizeBucketedBatchSampler(Sampler[list[int]]):
             `shuffle` is set; 1 keeps random batches. Larger values reduce padding. However,
             structures of equal size are also similar in other respects, which makes gradients
             noisier (docs/results/emt-sample.md).
-        seed: random seed; a batch depends only on `seed`, `epoch` and the sizes.
+        seed: random seed; a batch depends only on `seed`, the epoch and the sizes.
+        rank: number of this process.
+        world: number of processes.
+        start_step: first step of an endless sequence, which has no length; None for one epoch.
     """
 
     def __init__(
@@ -54,6 +58,7 @@ class SizeBucketedBatchSampler(Sampler[list[int]]):
         seed: int = 0,
         rank: int = 0,
         world: int = 1,
+        start_step: int | None = None,
     ) -> None:
         self.natoms = np.asarray(natoms, dtype=np.int64)
         if batch_size < 1:
@@ -69,9 +74,9 @@ class SizeBucketedBatchSampler(Sampler[list[int]]):
         self.shuffle = shuffle
         self.bucket = bucket
         self.seed = seed
-        self.epoch = 0
         self.rank = rank
         self.world = world
+        self.start_step = start_step
 
     def batches(self, epoch: int = 0) -> list[_Indices]:
         """Returns the batches of all ranks in one epoch, as arrays of indices."""
@@ -101,34 +106,20 @@ class SizeBucketedBatchSampler(Sampler[list[int]]):
         return np.split(order, cuts)
 
     def __iter__(self) -> Iterator[list[int]]:
-        for batch in self.batches(self.epoch)[self.rank :: self.world]:
-            yield batch.tolist()
+        number, epoch = (self.start_step or 0) * self.world + self.rank, 0
+        while True:
+            batches = self.batches(epoch)
+            while number < len(batches):
+                yield batches[number].tolist()
+                number += self.world
+            if self.start_step is None:
+                return
+            number, epoch = number - len(batches), epoch + 1
 
     def __len__(self) -> int:
-        count = len(self.batches(self.epoch))
-        return (count - self.rank + self.world - 1) // self.world
-
-
-class _TrainingStream(Sampler[list[int]]):
-    """Endless stream of epochs that can start at any step, which makes resuming exact."""
-
-    # At each step, rank r takes batch step * world + r of the sequence of all epochs.
-
-    def __init__(self, batches: SizeBucketedBatchSampler, start_step: int = 0) -> None:
-        self.sampler = batches
-        self.start_step = start_step
-
-    def __iter__(self) -> Iterator[list[int]]:
-        number = self.start_step * self.sampler.world + self.sampler.rank
-        epoch = 0
-        batches = self.sampler.batches(epoch)
-        while True:
-            while number >= len(batches):
-                number -= len(batches)
-                epoch += 1
-                batches = self.sampler.batches(epoch)
-            yield batches[number].tolist()
-            number += self.sampler.world
+        if self.start_step is not None:
+            raise TypeError("an endless sequence of batches has no length")
+        return (len(self.batches()) - self.rank + self.world - 1) // self.world
 
 
 class BatchedData(Generic[_Items]):
@@ -218,19 +209,18 @@ class BatchedData(Generic[_Items]):
 
     def train_dataloader(self, rank: int = 0, world: int = 1) -> DataLoader[object]:
         """Returns an endless loader that begins at step `start_step`."""
-        batches = self._sampler("train", rank, world)
-        return self._loader("train", _TrainingStream(batches, self.start_step))
+        return self._loader("train", self._sampler("train", rank, world, self.start_step))
 
     def batches_in(self, epochs: int) -> int:
         """Returns the number of training batches in several epochs, summed over ranks."""
-        sampler = self._sampler("train", 0, 1)
+        sampler = self._sampler("train")
         if sampler.max_atoms is None:
             return epochs * len(sampler)
         return sum(len(sampler.batches(epoch)) for epoch in range(epochs))
 
     def val_dataloader(self, rank: int = 0, world: int = 1) -> DataLoader[object]:
         """Returns a loader for one pass over the validation set, divided among the ranks."""
-        if (batches := len(self._sampler("val", 0, 1))) < world:
+        if (batches := len(self._sampler("val"))) < world:
             raise ValueError(
                 f"expected at least one validation batch for each of {world} processes; got "
                 f"{batches} batches of {self.batch_size} {self.items}; decrease --data.batch_size "
@@ -238,7 +228,9 @@ class BatchedData(Generic[_Items]):
             )
         return self._loader("val", self._sampler("val", rank, world))
 
-    def _sampler(self, use: str, rank: int, world: int) -> SizeBucketedBatchSampler:
+    def _sampler(
+        self, use: str, rank: int = 0, world: int = 1, start_step: int | None = None
+    ) -> SizeBucketedBatchSampler:
         return SizeBucketedBatchSampler(
             self._lengths(use),
             self.batch_size,
@@ -248,15 +240,14 @@ class BatchedData(Generic[_Items]):
             seed=self.seed,
             rank=rank,
             world=world,
+            start_step=start_step,
         )
 
     def _lengths(self, use: str) -> ArrayLike:
         """Returns the size of each item, (items,)."""
         return np.ones(len(self.datasets[use]))
 
-    def _loader(
-        self, use: str, batches: SizeBucketedBatchSampler | _TrainingStream
-    ) -> DataLoader[object]:
+    def _loader(self, use: str, batches: SizeBucketedBatchSampler) -> DataLoader[object]:
         return DataLoader(
             cast("Dataset[object]", self.datasets[use]),
             batch_sampler=batches,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import importlib
 import lzma
@@ -10,25 +11,38 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import IO, Any
 
 from molflt.files import shown
 
-__all__ = ["dataset_loader", "require", "unpacked"]
+__all__ = ["PACKED", "dataset_loader", "opened", "require", "unpacked", "without_packing"]
 
+_OPENERS: dict[str, Callable[..., IO[Any]]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
+PACKED = tuple(_OPENERS)
+"""endings of compressed files"""
 _NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*){1,2}")  # OWNER/NAME, OWNER/NAME/CONFIG
 
 
+def without_packing(path: Path) -> Path:
+    """Returns a path without the ending of a compressed file."""
+    return path.with_suffix("") if path.suffix.lower() in _OPENERS else path
+
+
+def opened(path: Path, mode: str = "rb", **options: Any) -> IO[Any]:
+    """Opens a plain or compressed file for reading."""
+    return _OPENERS.get(path.suffix.lower(), open)(path, mode, **options)
+
+
 @contextmanager
-def unpacked(path: Path, kind: str) -> Iterator[BinaryIO]:
-    """Opens a compressed file ("gzip" or "xz") for reading; raises ValueError if it is damaged."""
+def unpacked(path: Path) -> Iterator[IO[bytes]]:
+    """Opens a plain or compressed file for reading; raises ValueError if it is damaged."""
     try:
-        with gzip.open(path) if kind == "gzip" else lzma.open(path) as file:
-            yield cast(BinaryIO, file)
+        with opened(path) as file:
+            yield file
     except (gzip.BadGzipFile, lzma.LZMAError, zlib.error, EOFError) as error:
         raise ValueError(
-            f"{path}: expected a complete {kind} file; got a damaged or truncated one ({error}); "
-            "get a new copy"
+            f"{path}: expected a complete {path.suffix} file; got a damaged or truncated one "
+            f"({error}); get a new copy"
         ) from None
 
 

@@ -5,17 +5,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from molflt.data.batches import SizeBucketedBatchSampler, _TrainingStream
+from molflt.data.batches import SizeBucketedBatchSampler
 from molflt.data.problems import ProblemData, ProblemSeeds
 
 sizes = st.lists(st.integers(1, 60), min_size=1, max_size=80)
 
 
 def stream(natoms, step=0, rank=0, world=1, seed=3, batch_size=4):
-    batches = SizeBucketedBatchSampler(
-        natoms, batch_size, shuffle=True, seed=seed, rank=rank, world=world
-    )
-    return iter(_TrainingStream(batches, step))
+    options = {"shuffle": True, "seed": seed, "rank": rank, "world": world, "start_step": step}
+    return iter(SizeBucketedBatchSampler(natoms, batch_size, **options))
 
 
 @settings(max_examples=60, deadline=None)
@@ -45,6 +43,8 @@ def test_ranks_share_an_evaluation_without_overlap(natoms, world):
 @settings(max_examples=30, deadline=None)
 @given(sizes, st.integers(0, 60), st.integers(1, 3))
 def test_a_stream_from_a_step_is_the_rest_of_the_stream(natoms, step, world):
+    with pytest.raises(TypeError, match="no length"):
+        len(SizeBucketedBatchSampler(np.array(natoms), 4, start_step=0))
     for rank in range(world):
         whole = stream(np.array(natoms), 0, rank, world)
         rest = stream(np.array(natoms), step, rank, world)

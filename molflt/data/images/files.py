@@ -320,10 +320,8 @@ def _open_idx(
 
 def _read_file(path: Path, axes: int) -> Tensor:
     """Reads the bytes of an idx file, plain or gzipped, with `axes` axes."""
-    content = path.read_bytes()
-    if content[:2] == b"\x1f\x8b":
-        with unpacked(path, "gzip") as packed:
-            content = packed.read()
+    with unpacked(path) as file:
+        content = file.read()
     head = 4 + 4 * axes
     shape = np.frombuffer(content[4:head].ljust(4 * axes, b"\0"), ">u4").tolist()
     size = math.prod(shape)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import bz2
-import gzip
 import lzma
 import re
 import sqlite3
@@ -14,10 +12,11 @@ from contextlib import closing
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from molflt.data.packed import opened, without_packing
 from molflt.data.structures.ase_fields import Converter, text_sid
 from molflt.data.structures.ase_text import (
     cif_frames,
@@ -31,10 +30,9 @@ from molflt.files import shown
 if TYPE_CHECKING:
     from ase import Atoms
 
-__all__ = ["AseStructures", "ase_format", "frames", "without_packing"]
+__all__ = ["AseStructures", "ase_format", "frames"]
 
 _DATABASES = {".db": "db", ".json": "json", ".aselmdb": "aselmdb"}
-_OPENERS: dict[str, Callable[..., IO[Any]]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 # Extension -> name of the format in ASE
 ENDINGS = {
     **{".traj": "traj", ".extxyz": "extxyz", ".xyz": "extxyz", ".cif": "cif", ".vasp": "vasp"},
@@ -164,7 +162,8 @@ def _loads(path: Path, kind: str) -> _Loads:
     form = ioformats[kind]
     if path != without_packing(path) and not form.acceptsfd:
         raise ValueError(f"ASE cannot read compressed {kind} files; unpack it, as with `gunzip`")
-    with _opened(path, "rb" if form.isbinary else "rt") as file:
+    text: dict[str, Any] = {"mode": "rt", "encoding": "utf-8", "errors": "surrogateescape"}
+    with opened(path, **({} if form.isbinary else text)) as file:
         if kind == "extxyz":
             yield from enumerate(xyz_frames(file))
         elif kind == "cif":
@@ -226,16 +225,6 @@ def _entry(file: LmdbFile, key: str) -> Any:
         raise ValueError(f"key {key!r} is damaged: {error}; get a new copy") from None
 
 
-def without_packing(path: Path) -> Path:
-    """Returns a path without the ending .gz, .bz2 or .xz."""
-    return path.with_suffix("") if path.suffix.lower() in _OPENERS else path
-
-
-def _opened(path: Path, mode: str) -> IO[Any]:
-    options = {} if mode == "rb" else {"encoding": "utf-8", "errors": "surrogateescape"}
-    return _OPENERS.get(path.suffix.lower(), open)(path, mode, **options)
-
-
 def ase_format(path: Path) -> str | None:
     """Returns ASE's name for the format of a file, from its name or beginning; None if unknown."""
     name = without_packing(path)
@@ -248,7 +237,7 @@ def ase_format(path: Path) -> str | None:
     from ase.io.formats import ioformats
 
     try:
-        with _opened(path, "rb") as file:
+        with opened(path) as file:
             beginning = file.read(_PEEK)
     except (OSError, EOFError, lzma.LZMAError):
         return None

@@ -30,15 +30,10 @@ from molflt.data.structures.labels import (
     per_atom,
     read_element_energies,
 )
-from molflt.data.structures.overlaps import (
-    atoms_coincide,
-    equal_structures,
-    fingerprint,
-    overlaps_of,
-)
+from molflt.data.structures.overlaps import Survey, equal_structures, overlaps_of
 from molflt.data.structures.parts import without
 from molflt.data.structures.store import StructureStore
-from molflt.data.structures.tags import one_tagged, slab_has_one_tag
+from molflt.data.structures.tags import one_tagged
 
 if TYPE_CHECKING:
     from torch_geometric.data import Batch, Data
@@ -133,7 +128,7 @@ class IS2REData(BatchedData[Structures]):
                     f"got 0 ({len(dataset.bad)} left out as invalid{why})"
                 )
             self.datasets[use] = dataset
-            self._sampler(use, rank=0, world=1)
+            self._sampler(use)
         for text in dict.fromkeys(dataset.left_out() for dataset in self.datasets.values()):
             if text:
                 warnings.warn(text, stacklevel=3)
@@ -243,30 +238,20 @@ class IS2REData(BatchedData[Structures]):
         self.setup()
         if self._domain is None:
             train, val = self.datasets["train"], self.datasets["val"]
-            sids: dict[str, list[int]] = {"train": [], "val": []}
-            features: dict[str, list[np.ndarray]] = {"train": [], "val": []}
-            one_tag: list[int] = []
-
-            def look(record: "Data", use: str = "train") -> None:
-                features[use].append(fingerprint(record))
-                if atoms_coincide(record):
-                    sids[use].append(int(record.sid))
-                if use == "train" and self.reading.tags != "any" and slab_has_one_tag(record):
-                    one_tag.append(int(record.sid))
-
-            own = Domain.of(train, look)
+            learned, judged = Survey(), Survey()
+            own = Domain.of(train, learned)
             if val is not train:
                 for record in with_bar(val, "reading positions"):
-                    look(record, "val")
-            for use, found in sids.items():
-                if found:
+                    judged(record)
+            for use, survey in (("train", learned), ("val", judged)):
+                if sids := survey.overlapping:
                     name = f"{self.datasets[use].path}: split {self.splits[use]!r}"
-                    warnings.warn(overlaps_of(name, found, len(self.datasets[use])), stacklevel=3)
-            if one_tag:
-                warnings.warn(f"{train.path}: {one_tagged(one_tag, len(train))}", stacklevel=3)
-            equal = equal_structures(np.array([*features["train"], *features["val"]]))
-            known, there = equal[: len(train)], equal[len(train) :]
-            self._copies = [int(val[int(i)].sid) for i in np.flatnonzero(np.isin(there, known))]
+                    warnings.warn(overlaps_of(name, sids, len(self.datasets[use])), stacklevel=3)
+            if self.reading.tags != "any" and (sids := learned.one_tag):
+                warnings.warn(f"{train.path}: {one_tagged(sids, len(train))}", stacklevel=3)
+            equal = equal_structures(np.array([*learned.features, *judged.features]))
+            there = np.isin(equal[len(train) :], equal[: len(train)])
+            self._copies = [judged.sids[i] for i in np.flatnonzero(there)]
             if self.initial is not None:
                 name, content = self.initial
                 own = own.after(Domain.from_json(content, name))

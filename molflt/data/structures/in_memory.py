@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 import torch
@@ -66,17 +66,14 @@ def _flat(given: object) -> Iterable[object]:
         yield given
     elif hasattr(given, "to_data_list"):
         yield from given.to_data_list()
-    elif hasattr(given, "__len__") and hasattr(given, "__getitem__") and not _is_other(given):
-        rows = cast("Sequence[object]", given)
-        for one in (rows[i] for i in range(len(rows))):
-            yield from _flat(one) if hasattr(one, "to_data_list") else [one]
-    else:
+    elif isinstance(given, str | bytes | np.ndarray | torch.Tensor | Mapping) or not (
+        hasattr(given, "__len__") and hasattr(given, "__getitem__")
+    ):
         raise TypeError(f"structures: {_EXPECTED}; got {type(given).__name__}")
-
-
-def _is_other(given: object) -> bool:
-    """Returns True for text, arrays and mappings, which are not lists of structures."""
-    return isinstance(given, str | bytes | np.ndarray | torch.Tensor) or hasattr(given, "keys")
+    else:
+        for i in range(len(given)):
+            one = given[i]
+            yield from _flat(one) if hasattr(one, "to_data_list") else [one]
 
 
 def _is_atoms(given: object) -> TypeGuard[Atoms]:

@@ -1,4 +1,4 @@
-"""Checks for coinciding atoms and duplicate structures."""
+"""Survey of structures: fingerprints, coinciding atoms, and slabs of one tag."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from molflt.atoms import reduced_cell
+from molflt.data.structures.tags import slab_has_one_tag
 
 if TYPE_CHECKING:
     from torch_geometric.data import Data
 
-__all__ = ["TOO_NEAR", "atoms_coincide", "equal_structures", "fingerprint", "overlaps_of"]
+__all__ = ["TOO_NEAR", "Survey", "atoms_coincide", "equal_structures", "fingerprint"]
+__all__ += ["overlaps_of"]
 
 TOO_NEAR = 0.1
 """Å; the shortest bond, in the hydrogen molecule, is 0.74 Å."""
@@ -28,6 +30,28 @@ _CENTERS, _SHARP = np.random.default_rng(1).uniform(0, 2 * np.pi, (12, 3)), 6.0
 _LENGTH = 20.0  # Å, longest wavelength along axes that are not periodic
 _EQUAL = 3e-5  # tolerance of features; float32 changes them by 1e-5
 _PLACES = np.array([1, 1_000_003, 1_000_003**2])  # larger than the number of bins along an axis
+
+
+class Survey:
+    """Properties of structures; an instance is called with each structure.
+
+    Attributes:
+        sids: sid of each structure.
+        features: `fingerprint` of each structure.
+        overlapping: sids of structures with coinciding atoms.
+        one_tag: sids of structures with slabs of one tag.
+    """
+
+    def __init__(self) -> None:
+        self.sids, self.features = list[int](), list[NDArray[np.float64]]()
+        self.overlapping, self.one_tag = list[int](), list[int]()
+
+    def __call__(self, record: Data) -> None:
+        sid = int(record.sid)
+        self.sids.append(sid)
+        self.features.append(fingerprint(record))
+        self.overlapping += [sid] * atoms_coincide(record)
+        self.one_tag += [sid] * slab_has_one_tag(record)
 
 
 def atoms_coincide(record: Data) -> bool:

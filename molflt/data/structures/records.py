@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, SupportsInt, TypeAlias
@@ -12,7 +11,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from molflt.atoms import FARTHEST, LOWEST, MAX_ATOMIC_NUMBER, Tag, lattice_heights, reduced_cell
+from molflt.atoms import FARTHEST, LOWEST, MAX_ATOMIC_NUMBER, Tag, lattice_heights
 from molflt.files import shown
 
 if TYPE_CHECKING:
@@ -29,24 +28,16 @@ _TAGS = ", ".join(f"{tag:d} ({tag.name.lower()})" for tag in Tag)
 
 def _lattice_shift(delta: Tensor, cell: Tensor, pbc: Tensor) -> Tensor:
     """Returns the lattice vectors (N, 3), Å, to subtract to get the shortest images of vectors."""
-    axes = pbc.reshape(1, 3).numpy()
-    reduced, _ = reduced_cell(cell.reshape(1, 3, 3).double().numpy(), axes)
-    basis, vectors = torch.from_numpy(reduced[axes]), delta.double()
-    if len(basis) == 0 or len(vectors) == 0:
-        return torch.zeros_like(vectors)
-    inverse = torch.linalg.pinv(basis)  # (3, axes): Cartesian -> fractional
-    shift = torch.round(vectors @ inverse) @ basis
-    # Vectors no longer than half the smallest height of the cell are the shortest. For other
-    # vectors, it suffices to search the neighboring images (Nguyen & Stehle,
-    # doi:10.1145/1597036.1597050).
-    doubtful = (vectors - shift).norm(dim=1) > 0.5 / inverse.norm(dim=0).max() * (1 - 1e-9)
-    if doubtful.any():
-        counts = sorted(itertools.product((0, -1, 1), repeat=len(basis)), key=np.count_nonzero)
-        offsets = torch.tensor(counts, dtype=torch.float64, device="cpu") @ basis  # (images, 3)
-        lengths = ((vectors - shift)[doubtful][:, None] - offsets).norm(dim=2)
-        lengths[:, 0] *= 1 - 1e-6  # a tie within float32 rounding is not a jump
-        shift[doubtful] += offsets[lengths.argmin(dim=1)]
-    return shift
+    from ase.geometry import complete_cell, find_mic
+
+    axes, vectors = pbc.flatten().numpy(), delta.double().numpy()
+    lattice = np.where(axes[:, None], cell.reshape(3, 3).double().numpy(), 0.0)
+    complete = complete_cell(lattice)
+    nearest, lengths = find_mic(vectors, complete, axes)
+    turns = np.round((vectors - nearest) @ np.linalg.inv(complete))
+    # a tie within float32 rounding is not a jump
+    turns[np.linalg.norm(vectors, axis=1) * (1 - 1e-6) <= lengths] = 0
+    return torch.from_numpy(turns @ lattice)
 
 
 def make_record(

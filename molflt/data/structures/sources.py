@@ -10,7 +10,8 @@ from glob import escape, has_magic, iglob
 from pathlib import Path
 from typing import TypeAlias
 
-from molflt.data.structures.ase_files import AseStructures, ase_format, without_packing
+from molflt.data.packed import without_packing
+from molflt.data.structures.ase_files import AseStructures, ase_format
 from molflt.data.structures.base import Structures
 from molflt.data.structures.oc20 import Oc20Lmdb
 from molflt.data.structures.splits import OC20_ARCHIVE, SPLITS_IN_ORDER

@@ -19,14 +19,9 @@ from molflt.data.structures.labels import (
     per_atom,
     point_fault,
 )
-from molflt.data.structures.overlaps import (
-    atoms_coincide,
-    equal_structures,
-    fingerprint,
-    overlaps_of,
-)
+from molflt.data.structures.overlaps import Survey, equal_structures, overlaps_of
 from molflt.data.structures.sources import Paths, named
-from molflt.data.structures.tags import one_tagged, slab_has_one_tag
+from molflt.data.structures.tags import one_tagged
 
 if TYPE_CHECKING:
     from torch_geometric.data import Data
@@ -81,7 +76,7 @@ def summarize(
     dataset, seen = open_dataset(path, True, reading, once=True), _Seen()
     verified = dataset.verify()
     for record in one_pass(dataset, limit):
-        seen.take(record)
+        seen(record)
     assert seen.shown is not None  # one_pass raises an error without structures
     labels = dict(zip(_LABELS, np.array(seen.labels).T, strict=True))
     atoms, features = np.array(seen.atoms), np.array(seen.features)
@@ -125,27 +120,24 @@ def summarize(
     return Inspected(summary, labels, seen.shown, seen.sids, features)
 
 
-class _Seen:
+class _Seen(Survey):
     def __init__(self) -> None:
-        self.sids, self.atoms = list[int](), list[int]()
-        self.labels, self.features = list[list[float]](), list[np.ndarray]()
+        super().__init__()
+        self.atoms, self.labels = list[int](), list[list[float]]()
         self.forces, self.stress = list[np.ndarray](), list[np.ndarray]()  # eV/Å, eV/Å^3
         self.displacements = list[np.ndarray]()  # of free atoms, Å
         self.compositions, self.tags = np.zeros(MAX_ATOMIC_NUMBER + 1), Counter[int]()
-        self.absurd, self.overlapping, self.untagged = list[tuple[int, str]](), list[int](), 0
-        self.one_tag: list[int] = []
+        self.absurd, self.untagged = list[tuple[int, str]](), 0
         self.kept: list[Data] = []
         self.shown: Data | None = None
 
-    def take(self, record: Data) -> None:
-        self.sids.append(int(record.sid))
+    def __call__(self, record: Data) -> None:
+        super().__call__(record)
         self.atoms.append(int(record.natoms))
         self.labels.append([float(record[name]) for name in _LABELS])
-        self.features.append(fingerprint(record))
         self.compositions += np.bincount(record.atomic_numbers, minlength=MAX_ATOMIC_NUMBER + 1)
         self.tags.update(record.tags.tolist())
         self.untagged += not record.tags.any()
-        self.one_tag += [self.sids[-1]] * slab_has_one_tag(record)
         if bool(record.forces.isfinite().all()):
             self.forces.append(record.forces.double().norm(dim=1).numpy())
         if bool(record.stress.isfinite().all()):
@@ -155,7 +147,6 @@ class _Seen:
             self.displacements.append(moves.norm(dim=1).numpy())
         if reason := point_fault(record):
             self.absurd.append((self.sids[-1], reason))
-        self.overlapping += [self.sids[-1]] * atoms_coincide(record)
         if len(self.kept) < MOST_FRAMES and bool(record.energy.isfinite()):
             self.kept.append(record)
         if self.shown is None or (len(self.sids) <= 100 and record.natoms < self.shown.natoms):

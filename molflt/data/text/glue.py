@@ -13,7 +13,8 @@ import torch
 
 from molflt.data.batches import held_out
 from molflt.data.images.files import open_images
-from molflt.data.text.sources import _PACKED, _lines
+from molflt.data.packed import PACKED
+from molflt.data.text.sources import _lines
 from molflt.data.text.vocabulary import text_of
 from molflt.files import shown
 
@@ -126,7 +127,7 @@ def find_split(root: Path, task: str, split: str) -> Path:
     names = [*spec.files.get(split, ()), *(() if spec.held_out else _USUAL.get(split, ()))]
     forms = [name if "/" in name else f"{task}/{name}" for name in names]
     for form in forms:
-        for packed in ("", *_PACKED):
+        for packed in ("", *PACKED):
             for path in (root / f"{form}{packed}", root / f"{form.replace('/', '.', 1)}{packed}"):
                 if path.is_file() or (spec.held_out and path.is_dir()):
                     return path

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from molflt.data.packed import PACKED
 from molflt.data.text.datamodule import TokenizedData, padded_rows
-from molflt.data.text.sources import _PACKED, _lines
+from molflt.data.text.sources import _lines
 from molflt.data.text.tokenizer import Tokenizer
 
 __all__ = ["Pairs", "ParallelData", "ParallelText", "paired", "read_lines", "read_parallel"]
@@ -170,7 +171,7 @@ def read_parallel(name: str, source: str, target: str) -> ParallelText:
 
 
 def _file(name: str, language: str) -> str:
-    for packed in ("", *_PACKED):
+    for packed in ("", *PACKED):
         if Path(found := f"{name}.{language}{packed}").is_file():
             return found
     raise FileNotFoundError(

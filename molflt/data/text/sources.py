@@ -11,7 +11,6 @@ from molflt.data.text.vocabulary import RESIDUES, _Level
 from molflt.files import shown
 
 _BLOCK = 2**20  # bytes read at once
-_PACKED = {".gz": "gzip", ".xz": "xz"}
 _HF = "hf:"
 _BYTE_ORDER = "\ufeff"
 _LETTERS = frozenset(RESIDUES + RESIDUES.lower())
@@ -103,8 +102,7 @@ def _raw(source: str, use: str) -> Iterator[bytes]:
     path = Path(source)
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file; expected a text, plain or as .gz or .xz")
-    kind = _PACKED.get(path.suffix)
-    with open(path, "rb") if kind is None else unpacked(path, kind) as file:
+    with unpacked(path) as file:
         while lines := file.readlines(_BLOCK):
             yield b"".join(lines)
 
