@@ -24,6 +24,13 @@ class Tag(IntEnum):
     ADSORBATE = 2
 
 
+def symbol(number: int) -> str:
+    """Returns the symbol of an element."""
+    from ase.data import chemical_symbols  # reading signatures must not load ASE
+
+    return str(chemical_symbols[number])
+
+
 def reduced_cell(
     cell: NDArray[np.float64], pbc: NDArray[np.bool_]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import reprlib
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -24,6 +25,7 @@ __all__ = [
     "atomically",
     "clear_parts",
     "expect_writable",
+    "natural",
     "read_arrays",
     "read_header",
     "readable_size",
@@ -254,6 +256,11 @@ def shown(value: object, most: int = 80) -> str:
     brief.maxstring = brief.maxother = brief.maxlong = most
     text = brief.repr(value)
     return text if len(text) <= most + 2 else f"{text[:most]}..."
+
+
+def natural(path: Path) -> list[str | int]:
+    """Returns a sort key with which 2.vasp precedes 10.vasp."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"([0-9]+)", str(path))]
 
 
 def readable_size(size: float) -> str:

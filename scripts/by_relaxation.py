@@ -89,7 +89,7 @@ def compare(
     digests["potential"] = weights_digest(weights)
     folder = options.out / split
     prepare(folder, {"config": str(options.potential), **job, "digests": digests})
-    some = Part(dataset, range(min(options.count, len(dataset))), dataset.y_relaxed)
+    some = Part(dataset, range(min(options.count, len(dataset))))
     began = time.perf_counter()
     direct = infer(model, some, 32, split)
     seconds = time.perf_counter() - began

@@ -44,7 +44,7 @@ def part_of(whole: Structures, fraction: float, seed: int) -> Structures:
         return whole
     order = np.random.default_rng([seed, 1]).permutation(len(whole))
     kept = np.sort(order[: max(1, round(fraction * len(whole)))])
-    return Part(whole, kept, whole.y_relaxed)
+    return Part(whole, kept)
 
 
 def run_job(job: Job, out: Path) -> None:

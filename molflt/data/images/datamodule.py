@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor
 
 from molflt.data.batches import BatchedData, held_out
-from molflt.data.images.augment import center_crop
 from molflt.data.images.files import LabeledImages, open_images
 
 __all__ = ["ImageData", "PixelData"]
@@ -63,11 +61,6 @@ class ImageData(BatchedData[LabeledImages]):
                 f"data.val_labels has no effect with data.val_fraction={val_fraction}, which takes "
                 "images of data.train; omit one of them"
             )
-        if resize is not None and (image_size is None or resize < image_size):
-            raise ValueError(
-                f"data.resize must be at least data.image_size={image_size}; got {resize}; give "
-                "both, or neither"
-            )
         self.labels = {"train": train_labels, "val": val_labels if val else train_labels}
         self.val_fraction = val_fraction
         self.image_size = image_size
@@ -92,7 +85,7 @@ class ImageData(BatchedData[LabeledImages]):
         side = self.image_size or train.size[0]
         self.image_size = side
         self.datasets = {
-            use: _squares(dataset, indices[use], self.resize or side if use == "train" else side)
+            use: dataset.squares(indices[use], self.resize or side if use == "train" else side)
             for use, dataset in images.items()
         }
 
@@ -122,7 +115,7 @@ class ImageData(BatchedData[LabeledImages]):
         """Returns the images of a data set as central squares of `image_size`, as in validation."""
         self.setup()
         images = self.datasets[use]
-        return _squares(images, torch.arange(len(images)), self.datasets["val"].size[0])
+        return images.squares(torch.arange(len(images)), self.datasets["val"].size[0])
 
     def statistics(self) -> tuple[Tensor, Tensor]:
         """Returns the mean and standard deviation of each channel of the training images.
@@ -185,17 +178,3 @@ class PixelData(ImageData):
     def _open(self, use: str, classes: list[str] | None) -> LabeledImages:
         source, labels = Path(self.sources[use]), self.labels[use]
         return open_images(source, labels, self.resize, box=True, flat=True)
-
-
-def _squares(images: LabeledImages, index: Tensor, side: int) -> LabeledImages:
-    return LabeledImages(
-        images.path,
-        images.labels[index],
-        images.classes,
-        partial(_square, images, index, side),
-        in_memory=images.in_memory,
-    )
-
-
-def _square(images: LabeledImages, index: Tensor, side: int, place: int) -> Tensor:
-    return center_crop(images.image(int(index[place])), side)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +29,7 @@ _CHUNK = 4096  # images that are resized at once
 _SUFFIXES = (".png", ".jpg", ".jpeg")
 _GRAY = ("1", "L", "LA")
 _DEEP = ("I", "F")  # modes of more than 8 bits, which Pillow would clip
+_Fit = Callable[[Tensor, str], Tensor]  # resizes images (n, channels, height, width) of a name
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # Pillow runs programs for some other formats
 
 
@@ -80,6 +80,15 @@ class LabeledImages(Dataset[tuple[Tensor, Tensor]]):
                 f"got {image.shape[1]} x {image.shape[2]}; set data.image_size to resize all"
             )
         return image
+
+    def squares(self, index: Tensor, side: int) -> LabeledImages:
+        """Returns the images at some indices, (n,), cropped to their central squares."""
+        read = partial(self._square, index, side)
+        labels, in_memory = self.labels[index], self.in_memory
+        return LabeledImages(self.path, labels, self.classes, read, in_memory=in_memory)
+
+    def _square(self, index: Tensor, side: int, place: int) -> Tensor:
+        return center_crop(self.image(int(index[place])), side)
 
     def statistics(self, most: int = 2000) -> tuple[Tensor, Tensor]:
         """Returns the mean and standard deviation of each channel, for images scaled to [0, 1].
@@ -151,21 +160,27 @@ def open_images(
         box: average over the area of each pixel when resizing, as in `fitted`.
         flat: accept a folder of images without subfolders, as one class.
     """
-    named = str(source).startswith("hf:")
+    named, fit = str(source).startswith("hf:"), partial(_fit, size=size, box=box)
     if labels is not None and (named or source.is_dir()):
         raise ValueError(
             f"{labels}: a file of labels has no effect with {source}, which contains classes; omit "
             "data.train_labels or data.val_labels"
         )
     if named:
-        return _open_hub(str(source), size, classes, box)
+        return _open_hub(str(source), classes, fit)
     if source.is_dir():
-        return _open_folder(source, size, classes, box, flat)
-    return _open_idx(source, labels, size, classes, box)
+        # Reading a JPEG at a reduced size uses a filter other than a box
+        return _open_folder(source, classes, fit, None if box else size, flat)
+    return _open_idx(source, labels, classes, fit)
+
+
+def _fit(images: Tensor, name: str, *, size: int | None, box: bool) -> Tensor:
+    """Resizes images (n, channels, height, width) as `open_images` does."""
+    return (images if size is None else fitted(images, size, name, box)).contiguous()
 
 
 def _open_folder(
-    path: Path, size: int | None, classes: Sequence[str] | None, box: bool, flat: bool
+    path: Path, classes: Sequence[str] | None, fit: _Fit, draft: int | None, flat: bool
 ) -> LabeledImages:
     entries = sorted(entry for entry in path.iterdir() if entry.name[0] != ".")
     found = [entry.name for entry in entries if entry.is_dir()]
@@ -195,23 +210,15 @@ def _open_folder(
         own = _image_files(path / name)
         files += own
         labels += [known.index(name)] * len(own)
-    read = partial(_read_image, files, size, box)
+    read = partial(_read_image, files, draft, fit)
     return LabeledImages(path, torch.tensor(labels), known, read, names=files)
 
 
-def _read_image(files: Sequence[str], size: int | None, box: bool, index: int) -> Tensor:
-    # Reading a JPEG at a reduced size uses a filter other than a box
-    pixels = _decode(files[index], "RGB", None if box else size)
-    return _squared(pixels, size, box, files[index])
+def _read_image(files: Sequence[str], draft: int | None, fit: _Fit, index: int) -> Tensor:
+    return fit(_decode(files[index], "RGB", draft)[None], files[index])[0]
 
 
-def _squared(pixels: Tensor, size: int | None, box: bool, name: str) -> Tensor:
-    return (pixels if size is None else fitted(pixels[None], size, name, box)[0]).contiguous()
-
-
-def _open_hub(
-    source: str, size: int | None, classes: Sequence[str] | None, box: bool
-) -> LabeledImages:
+def _open_hub(source: str, classes: Sequence[str] | None, fit: _Fit) -> LabeledImages:
     load = dataset_loader(source)
     name, _, split = source.removeprefix("hf:").partition(":")
     rows = load(name, split=split or "train")
@@ -236,49 +243,45 @@ def _open_hub(
             f"{source}: expected the {len(classes)} trained classes; got {len(names)} others; "
             "validate on the same classes"
         )
-    read = partial(_read_row, rows, image[0], source, size, box)
+    read = partial(_read_row, rows, image[0], source, fit)
     return LabeledImages(Path(source), labels, list(names), read)
 
 
-def _read_row(
-    rows: Any, column: str, source: str, size: int | None, box: bool, index: int
-) -> Tensor:
+def _read_row(rows: Any, column: str, source: str, fit: _Fit, index: int) -> Tensor:
     name = f"{source}, row {index}"
-    with _decoding(name):
-        image = rows[index][column]
-    return _squared(_as_bytes(image, name), size, box, name)
+    return fit(_as_bytes(lambda: rows[index][column], name, "RGB")[None], name)[0]
 
 
 def _decode(path: str, mode: str | None, size: int | None = None) -> Tensor:
     """Reads an image as bytes (channels, height, width)."""
-    from PIL import Image
 
-    with _decoding(path), Image.open(path, formats=_FORMATS) as image:
-        if size is not None:
-            image.draft(mode, (size, size))
-        image.load()
-    return _as_bytes(image, path, mode or ("L" if image.mode in _GRAY else "RGB"))
+    def load() -> Image:
+        from PIL import Image
+
+        with Image.open(path, formats=_FORMATS) as image:
+            if size is not None:
+                image.draft(mode, (size, size))
+            image.load()
+        return image
+
+    return _as_bytes(load, path, mode)
 
 
-def _as_bytes(image: Image, name: str, mode: str = "RGB") -> Tensor:
+def _as_bytes(load: Callable[[], Image], name: str, mode: str | None) -> Tensor:
     """Returns the bytes of an image; raises ValueError for more than 8 bits per channel."""
+    try:
+        image = load()
+    except Exception as error:  # decoders raise many kinds
+        raise ValueError(
+            f"{name}: expected an image; it cannot be decoded ({error}); replace or remove it"
+        ) from None
+    mode = mode or ("L" if image.mode in _GRAY else "RGB")
     if image.mode[0] in _DEEP:
         raise ValueError(
             f"{name}: expected 8 bits per channel; got mode {image.mode}; convert the image"
         )
     pixels = torch.from_numpy(np.array(image.convert(mode)))
     return pixels[None] if mode == "L" else pixels.permute(2, 0, 1)
-
-
-@contextmanager
-def _decoding(name: str) -> Iterator[None]:
-    """Adds the name of the image to Pillow's errors."""
-    try:
-        yield
-    except Exception as error:  # decoders raise many kinds
-        raise ValueError(
-            f"{name}: expected an image; it cannot be decoded ({error}); replace or remove it"
-        ) from None
 
 
 def _is_image(path: Path) -> bool:
@@ -296,7 +299,7 @@ def _image_files(folder: Path) -> list[str]:
 
 
 def _open_idx(
-    path: Path, labels: Path | None, size: int | None, classes: Sequence[str] | None, box: bool
+    path: Path, labels: Path | None, classes: Sequence[str] | None, fit: _Fit
 ) -> LabeledImages:
     images = _read_file(path, axes=3)[:, None]
     file = _labels_next_to(path) if labels is None else labels
@@ -313,8 +316,7 @@ def _open_idx(
             f"{file}: expected labels below {len(names)}, the number of classes; got {most}; train "
             "on a set with all classes, or name all of them"
         )
-    if size is not None:
-        images = torch.cat([fitted(part, size, str(path), box) for part in images.split(_CHUNK)])
+    images = torch.cat([fit(part, str(path)) for part in images.split(_CHUNK)])
     return LabeledImages(path, index, names, images.__getitem__, in_memory=True)
 
 

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from molflt.data.structures.base import AS_IT_IS, Reading, Structures
-from molflt.data.structures.oc20 import Oc20Lmdb
-from molflt.data.structures.parts import Part
+from molflt.data.structures.parts import Part, readable
 from molflt.data.structures.sources import SOURCES, Paths, files_of, named, source_of
 from molflt.data.structures.tags import Tagged
 
@@ -52,9 +51,9 @@ def open_dataset(
             options = _options(source, file, reading, trained)
             if source.joins_files:
                 options["files"] = own
-            elif once and source is Oc20Lmdb:
-                options["check"] = False
-            parts.append(make(file, skip_bad=skip_bad, **options))
+            opened = make(file, skip_bad=skip_bad, **options)
+            finds_bad = skip_bad and not once and not opened.is_checked
+            parts.append(readable(opened) if finds_bad else opened)
     return parts[0] if len(parts) == 1 else Part(parts, path=named(path))
 
 

@@ -212,18 +212,10 @@ class Converter:
         return [name for name in self._there if _kind(name) == "energy"]
 
 
-def named_options(names: Iterable[str], *kinds: str) -> str:
-    """Describes the options that read entries with these names; "" if no name looks like a label.
-
-    `kinds` limits the options to "energy", "forces" or "stress"; all by default.
-    """
-    found = [(_kind(name), shown(name, 40)[1:-1]) for name in names]
-    texts = [
-        f"--data.{kind}_key {key} reads {key}"
-        for kind, key in found
-        if kind and (not kinds or kind in kinds)
-    ]
-    return "; ".join(texts[:_MOST_KEYS])
+def named_options(names: Iterable[str], kind: str) -> str:
+    """Describes the options that read entries whose names look like "forces" or "stress"."""
+    keys = [shown(name, 40)[1:-1] for name in names if _kind(name) == kind]
+    return "; ".join(f"--data.{kind}_key {key} reads {key}" for key in keys[:_MOST_KEYS])
 
 
 def is_energy(key: str | None) -> bool:

@@ -6,6 +6,7 @@ import re
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, TypeVar
 
@@ -114,6 +115,7 @@ class Structures(Dataset["Data"], ABC):
         hint: advice about missing labels, based on the structures read so far.
         labels: names of the labels in the file, with the field of a record that contains each; None
             for labels that are not read.
+        is_checked: True if structures are valid, and reading them does not raise an error.
         options: names of the fields of :class:`Reading` that the constructor accepts.
         joins_files: True if the constructor accepts several `files`.
     """
@@ -123,6 +125,7 @@ class Structures(Dataset["Data"], ABC):
     example: ClassVar[str] = ""
     options: ClassVar[tuple[str, ...]] = ()
     joins_files: ClassVar[bool] = False
+    is_checked = False
 
     def __init__(self, path: str | Path, skip_bad: bool = False) -> None:
         self.path = Path(path)
@@ -132,7 +135,6 @@ class Structures(Dataset["Data"], ABC):
         self.bad: list[tuple[str, str]] = []
         self.hint = ""
         self.labels: dict[str, str | None] = {}
-        self._kept: np.ndarray | None = None  # indices in the file; None for all
 
     @property
     def unused(self) -> list[str]:
@@ -149,7 +151,7 @@ class Structures(Dataset["Data"], ABC):
     @classmethod
     def takes(cls, path: Path) -> bool:
         """Returns True if this class opens an existing file or folder, judging by its name."""
-        return path.suffix.lower() in cls.suffixes
+        return not path.is_dir() and path.suffix.lower() in cls.suffixes
 
     def verify(self) -> bool | None:
         """Returns True if the digest of a compact store matches, and False if it lacks a digest.
@@ -173,14 +175,13 @@ class Structures(Dataset["Data"], ABC):
     def natoms(self) -> np.ndarray:
         """Number of atoms in each structure, (len,) int64."""
 
-    @property
+    @cached_property  # reading OC20's LMDB files takes minutes
     def y_relaxed(self) -> np.ndarray:
         """Relaxed energies, (len,) float64, eV; NaN if missing."""
-        # Reading OC20's LMDB files takes minutes
         records = with_bar(self, "reading labels")
         return np.array([float(record.y_relaxed) for record in records], dtype=np.float64)
 
-    @property
+    @cached_property
     def y_baseline(self) -> np.ndarray:
         """Baseline energies, (len,) float64, eV; NaN if missing."""
         records = with_bar(self, "reading baselines")
@@ -205,7 +206,7 @@ class Structures(Dataset["Data"], ABC):
         return f"{self.path}: structure {index}"
 
     def place(self, index: int) -> int:
-        """Returns the index of a structure in its file, counting skipped structures."""
+        """Returns the index of a structure in its source, counting skipped structures."""
         return self._stored(index)
 
     def file(self, index: int) -> Path:
@@ -222,30 +223,17 @@ class Structures(Dataset["Data"], ABC):
         name = self.name(index, 0)
         return found | ({"name": name} if isinstance(name, str) else {})
 
-    def _leave_out_bad(self) -> NDArray[np.int64]:
-        """Leaves out invalid structures; returns the numbers of atoms of the other structures."""
-        kept, natoms = [], []
-        for index in with_bar(range(len(self)), f"{self.path.name}: checking"):
-            try:
-                natoms.append(self[index].natoms)
-                kept.append(index)
-            except ValueError as error:
-                self.note_bad(index, error)
-        self._kept = np.array(kept, dtype=np.int64)
-        return np.array(natoms, dtype=np.int64)
-
     def note_bad(self, index: int, error: Exception) -> None:
         """Adds a structure that raised an error to `bad`."""
         name = self.where(index)
         self.bad.append((name, str(error).removeprefix(f"{name}: ")))
 
     def _stored(self, index: int) -> int:
-        """Converts an index, which may be negative, to the index in the file."""
+        """Converts an index, which may be negative, to the index in the source."""
         length = len(self)
         if not -length <= index < length:
             raise IndexError(f"{self.path}: index {index} is outside 0..{length - 1}")
-        index = int(index) % length
-        return index if self._kept is None else int(self._kept[index])
+        return int(index) % length
 
 
 class Held(Structures):
@@ -253,6 +241,8 @@ class Held(Structures):
 
     The constructor of a subclass calls `add` for each structure in the file.
     """
+
+    is_checked = True
 
     def __init__(self, path: str | Path, skip_bad: bool = False) -> None:
         super().__init__(path, skip_bad)

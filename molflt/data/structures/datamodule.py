@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from molflt.atoms import symbol
 from molflt.data.batches import BatchedData, Fingerprint
 from molflt.data.structures import Reading, Structures
 from molflt.data.structures.ase_fields import is_energy
@@ -143,19 +144,15 @@ class IS2REData(BatchedData[Structures]):
 
     def _refuse_options(self, data: DataSet) -> None:
         """Refuses options for one file if the root is a folder of splits, and vice versa."""
-        kind, got = "one file", "a folder of splits"
         given: dict[str, object] = {"split_seed": data.split_seed}
-        given["val_fraction"] = data.val_fraction
+        given |= {"val_fraction": data.val_fraction}
+        why = "is for one file; got a folder of splits"
         if data.is_one:
-            kind, got = "a folder of splits", "one file, split by data.split_seed"
             given = {"train_split": data.train, "val_split": data.val}
-        if data.is_one and data.train == data.val:
-            return  # refused later
+            why = "is for a folder of splits; got one file, split by data.split_seed"
         for name, value in given.items():
             if value not in (None, 0, "train", "val_id"):
-                raise ValueError(
-                    f"{self.root}: data.{name}={value} is for {kind}; got {got}; leave it out"
-                )
+                raise ValueError(f"{self.root}: data.{name}={value} {why}; leave it out")
 
     def _labeled(self, opened: Mapping[str, Structures]) -> dict[str, Structures]:
         """Refuses structures with missing or implausible labels (with `skip_bad`, omits them)."""
@@ -173,7 +170,7 @@ class IS2REData(BatchedData[Structures]):
                 absent = np.flatnonzero(~np.isfinite(dataset.y_baseline)).tolist()
                 faults = dict.fromkeys(absent, reason) | faults
             advice = "use a split with labels, or leave these out with --data.skip_bad"
-            sound[split] = without(dataset, faults, own, dataset.hint or advice)
+            sound[split] = without(dataset, faults, dataset.hint or advice)
         train, val = self.splits.values()
         if kind is None and train in energies and val in energies:
             learned = energy_kind(energies[train], natoms[train])
@@ -347,9 +344,7 @@ class IS2REData(BatchedData[Structures]):
         if given is not None:
             expect_elements(str(dataset.path), present, given)
         elif (missing := ~found.present & present).any():
-            from ase.data import chemical_symbols
-
-            names = ", ".join(chemical_symbols[number] for number in np.flatnonzero(missing))
+            names = ", ".join(map(symbol, np.flatnonzero(missing)))
             warnings.warn(
                 f"{dataset.path}: no reference energy of {names}, which the training split does "
                 "not contain; it is missing from the predicted energies",

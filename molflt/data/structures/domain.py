@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from molflt.atoms import MAX_ATOMIC_NUMBER, Tag
+from molflt.atoms import MAX_ATOMIC_NUMBER, Tag, symbol
 from molflt.data.structures.base import with_bar
 from molflt.data.structures.labels import EnergyKind, energy_kind
 from molflt.data.structures.tags import guess_tags, heights_agree, sides_agree, touches_image
@@ -32,8 +32,8 @@ _SEEN = " (seen only by the initial weights)"
 _FAR = 0.1  # distance beyond the range of labels, in units of the range
 _ROUNDED = 0.02  # tolerance of the share of surface atoms
 _RANGES = ("atoms", "adsorbate_atoms", "slab_atoms", "energy", "surface")
-_STORED = ("systems", "elements", "atoms", "adsorbate_atoms", "slab_atoms", "untagged", "periodic")
-_STORED += ("relaxed", "kind", "energy", "surface")
+_STORED = ["systems", "elements", "atoms", "adsorbate_atoms", "slab_atoms", "untagged", "periodic"]
+_STORED += ["relaxed", "kind", "energy", "surface"]
 _IN_JSON = {"energy": "energy_eV", "surface": "surface_share"}
 _Range = tuple[int, int]
 _Aspect = tuple[str, str]  # name, and the element or ""
@@ -175,7 +175,7 @@ class Domain:
     def new_elements(self, record: Data) -> str:
         """Returns the elements of a structure that the training data lack, such as "Cu-Pd"."""
         new = set(record.atomic_numbers.tolist()) - self.elements.all
-        return "-".join(sorted(map(_symbol, new)))
+        return "-".join(sorted(map(symbol, new)))
 
     def beyond_labels(self, energy: float) -> str:
         """Returns a description of an energy, eV, that is far outside the training range, or "".
@@ -198,12 +198,12 @@ class Domain:
         """
         own, before = self._beyond(record), [one._beyond(record) for one in self.initial]
         found: dict[str, list[str]] = {}
-        for (aspect, symbol), text in own.items():
-            if not text or (aspect != "element" and ("element", symbol) in own):
+        for (aspect, name), text in own.items():
+            if not text or (aspect != "element" and ("element", name) in own):
                 continue
-            seen = any((aspect, symbol) not in one for one in before)
-            found.setdefault(text + _SEEN * seen, []).append(symbol)
-        reasons = [f"{', '.join(symbols)} {text}".strip() for text, symbols in found.items()]
+            seen = any((aspect, name) not in one for one in before)
+            found.setdefault(text + _SEEN * seen, []).append(name)
+        reasons = [f"{', '.join(names)} {text}".strip() for text, names in found.items()]
         return reasons + ["adsorbate bonded to its periodic image"] * touches_image(record)
 
     def _beyond(self, record: Data) -> dict[_Aspect, str]:
@@ -218,7 +218,7 @@ class Domain:
              "in the adsorbate, in training only in slabs"),
         ):  # fmt: skip
             unknown = sorted(set(numbers.tolist()) - known)
-            found |= {(aspect, _symbol(number)): text for number in unknown}
+            found |= {(aspect, symbol(number)): text for number in unknown}
         sizes = {}
         if not self.zero[0] and not self.atoms[0] <= count <= self.atoms[1]:
             sizes["atoms"] = f"atoms: {count}, trained on {_span(self.atoms)}"
@@ -240,10 +240,8 @@ class Domain:
             if not (count or allowed) and (known is None or known[0]):
                 sizes[part] = "" if known is None else part
         known = self.adsorbate_atoms
-        if adsorbate and known is None:
-            sizes["size of adsorbate"] = ""
-        elif adsorbate and known is not None and not known[0] <= adsorbate <= known[1]:
-            text = f"adsorbate atoms: {adsorbate}, trained on {_span(known)}"
+        if adsorbate and not (known and known[0] <= adsorbate <= known[1]):
+            text = f"adsorbate atoms: {adsorbate}, trained on {_span(known)}" if known else ""
             sizes["size of adsorbate"] = text
         if slab and adsorbate and self.surface is not None:
             share, (low, high) = _surface(record), self.surface
@@ -255,10 +253,10 @@ class Domain:
 
     def describe(self) -> str:
         """Summarizes the number, elements and sizes of the systems."""
-        parts = [_named(numbers) for numbers in self.elements]
-        of = [f"{parts[0]}" if parts[0] else "", f"with {parts[1]}" if parts[1] else ""]
-        if parts[2]:
-            of.append(f"and {parts[2]} without tags" if any(parts[:2]) else parts[2])
+        slab, adsorbate, untagged = map(_named, self.elements)
+        of = [slab, f"with {adsorbate}" * bool(adsorbate)]
+        if untagged:
+            of.append(f"and {untagged} without tags" if slab or adsorbate else untagged)
         sizes = f"{_span(self.atoms)} atoms"
         if self.adsorbate_atoms is not None and self.adsorbate_atoms[1]:
             sizes += f", {_span(self.adsorbate_atoms)} of them adsorbate"
@@ -272,7 +270,7 @@ class Domain:
             value = getattr(self, name)
             found[_IN_JSON.get(name, name)] = list(value) if isinstance(value, tuple) else value
         parts = self.elements._asdict().items()
-        found["elements"] = {part: [*map(_symbol, sorted(numbers))] for part, numbers in parts}
+        found["elements"] = {part: [*map(symbol, sorted(numbers))] for part, numbers in parts}
         found["periodic"] = sorted(self.periodic)
         if self.initial:
             found["initial"] = [one.to_json() for one in self.initial]
@@ -309,12 +307,6 @@ class Domain:
             ) from None
 
 
-def _symbol(number: int) -> str:
-    from ase.data import chemical_symbols  # reading signatures must not load ASE
-
-    return str(chemical_symbols[number])
-
-
 def _parts(record: Data) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the atomic numbers of slab and adsorbate, and of all atoms without tags."""
     numbers, tags = record.atomic_numbers, record.tags
@@ -340,7 +332,7 @@ def _along(axes: str) -> str:
 
 
 def _named(numbers: frozenset[int]) -> str:
-    return ", ".join(_symbol(number) for number in sorted(numbers))
+    return ", ".join(symbol(number) for number in sorted(numbers))
 
 
 def _span(known: _Range) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from molflt.atoms import MAX_ATOMIC_NUMBER
+from molflt.atoms import MAX_ATOMIC_NUMBER, symbol
 from molflt.data.structures.base import Structures, with_bar
 from molflt.files import shown
 
@@ -198,9 +198,7 @@ def fit_element_energies(
 
 def expect_elements(name: str, present: NDArray[np.bool_], given: Mapping[int, float]) -> None:
     """Raises ValueError for elements without a reference energy."""
-    from ase.data import chemical_symbols
-
-    if missing := [chemical_symbols[z] for z in np.flatnonzero(present) if z not in given]:
+    if missing := [symbol(z) for z in np.flatnonzero(present) if z not in given]:
         raise ValueError(
             f"{name}: no reference energies of {', '.join(missing)}; add them to the file of "
             "--task.references, or use --task.references fit"

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from molflt.atoms import symbol
 from molflt.data.structures.base import Structures, with_bar
 
 if TYPE_CHECKING:
     from ase import Atoms
     from torch_geometric.data import Data
 
-__all__ = ["Part", "element_faults", "split_by_seed", "without"]
+__all__ = ["Part", "element_faults", "readable", "split_by_seed", "without"]
 
 
 class Part(Structures):
@@ -24,7 +26,6 @@ class Part(Structures):
     Args:
         sources: one or more sources of any kind.
         kept: ascending indices of the selected structures; None for all.
-        energies: y_relaxed of all structures in the sources, (structures,), eV, if known.
         path: common name of several sources for messages.
     """
 
@@ -32,7 +33,6 @@ class Part(Structures):
         self,
         sources: Structures | Sequence[Structures],
         kept: Sequence[int] | NDArray[np.int64] | None = None,
-        energies: NDArray[np.float64] | None = None,
         path: Path | None = None,
     ) -> None:
         self.sources = [sources] if isinstance(sources, Structures) else list(sources)
@@ -46,10 +46,13 @@ class Part(Structures):
         joined = {name: own for one in self.sources for name, own in one.labels.items()}
         self.labels = first.labels if len(self.sources) == 1 else joined
         self._kept = None if kept is None else np.asarray(kept, dtype=np.int64)
-        self._energies = energies
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if self._kept is None else len(self._kept)
+
+    def _stored(self, index: int) -> int:
+        index = super()._stored(index)
+        return index if self._kept is None else int(self._kept[index])
 
     def _at(self, index: int) -> tuple[Structures, int]:
         stored = self._stored(index)
@@ -87,28 +90,40 @@ class Part(Structures):
         found = [source.verify() for source in self.sources]
         return None if None in found else all(found)
 
-    @property
+    @cached_property
     def natoms(self) -> np.ndarray:
         natoms = np.concatenate([source.natoms for source in self.sources])
         return natoms if self._kept is None else natoms[self._kept]
 
-    @property
+    @cached_property
     def y_relaxed(self) -> np.ndarray:
-        if self._kept is None:
-            return np.concatenate([source.y_relaxed for source in self.sources])
-        return super().y_relaxed if self._energies is None else self._energies[self._kept]
+        energies = np.concatenate([source.y_relaxed for source in self.sources])
+        return energies if self._kept is None else energies[self._kept]
 
 
-def without(
-    source: Structures,
-    faults: Mapping[int, str],
-    energies: NDArray[np.float64] | None = None,
-    advice: str = "",
-) -> Structures:
+def readable(source: Structures) -> Structures:
+    """Returns a source without its invalid structures, which one pass finds and lists in `bad`."""
+    kept, natoms, energies = [], [], []
+    for index in with_bar(range(len(source)), f"{source.path.name}: checking"):
+        try:
+            record = source[index]
+        except ValueError as error:
+            source.note_bad(index, error)
+            continue
+        kept.append(index)
+        natoms.append(record.natoms)
+        energies.append(float(record.y_relaxed))
+    if not source.bad:
+        return source
+    part = Part(source, kept)
+    part.natoms, part.y_relaxed = np.array(natoms, dtype=np.int64), np.array(energies)
+    return part
+
+
+def without(source: Structures, faults: Mapping[int, str], advice: str = "") -> Structures:
     """Returns a source without its structures with faults, by index, which are listed in `bad`.
 
     Raises ValueError for the first fault, with `advice`, unless the source skips bad structures.
-    `energies` are y_relaxed of all structures, (structures,), eV, if known.
     """
     if not faults:
         return source
@@ -118,20 +133,17 @@ def without(
             f"{source.path}: sid {int(source[first].sid)}: {faults[first]} ({len(faults)} of "
             f"{len(source)} structures); {advice}"
         )
-    part = Part(source, np.setdiff1d(np.arange(len(source)), list(faults)), energies)
+    part = Part(source, np.setdiff1d(np.arange(len(source)), list(faults)))
     part.bad += [(f"{source.path}: sid {int(source[i].sid)}", faults[i]) for i in faults]
     return part
 
 
 def element_faults(source: Structures, undescribed: Collection[int]) -> dict[int, str]:
     """Returns faults by index of structures with elements that a model does not support."""
-    from ase.data import chemical_symbols
-
     faults = {}
     for index, record in enumerate(with_bar(source, "reading elements")) if undescribed else ():
         if there := sorted(set(record.atomic_numbers.tolist()) & set(undescribed)):
-            symbols = ", ".join(chemical_symbols[number] for number in there)
-            faults[index] = f"there are no descriptors of {symbols}"
+            faults[index] = f"there are no descriptors of {', '.join(map(symbol, there))}"
     return faults
 
 

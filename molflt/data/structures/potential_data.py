@@ -48,7 +48,9 @@ class SinglePoints(Part):
                 numbers += forces.numel()
             if fault := point_fault(record):
                 self.absurd[index] = fault
-        super().__init__(source, np.flatnonzero(np.isfinite(energies)), energies)
+        known = np.flatnonzero(np.isfinite(energies))
+        super().__init__(source, known)
+        self.y_relaxed = energies[known]
         self.source = source
         self.without_energy = len(source) - len(self)
         self.force_scale = float(np.sqrt(square / numbers)) if numbers else float("nan")

@@ -16,6 +16,7 @@ from molflt.data.structures.base import Structures
 from molflt.data.structures.oc20 import Oc20Lmdb
 from molflt.data.structures.splits import OC20_ARCHIVE, SPLITS_IN_ORDER
 from molflt.data.structures.store import StructureStore
+from molflt.files import natural
 
 __all__ = ["SOURCES", "Paths", "exists", "files_of", "is_one_source", "is_same", "is_shards"]
 __all__ += ["named", "source_of", "sources_in", "split_path"]
@@ -162,7 +163,7 @@ def _children(folder: Path) -> tuple[dict[str, tuple[Path, list[Path]]], list[st
     """Returns sources by name with their files, and names without structures."""
     found: dict[str, tuple[Path, list[Path]]] = {}
     others = []
-    for path in sorted(folder.iterdir(), key=_natural):
+    for path in sorted(folder.iterdir(), key=natural):
         if path.name.startswith("."):
             continue
         files, rest = _scan(path) if path.is_dir() else ([path] * _is_structures(path), [])
@@ -239,7 +240,7 @@ def _is_pattern(path: Path) -> bool:
 
 def _matching(path: Path) -> list[Path]:
     found = (Path(one) for each in _patterns(str(path)) for one in iglob(each, recursive=True))
-    return sorted(found, key=_natural)
+    return sorted(found, key=natural)
 
 
 def _patterns(text: str) -> list[str]:
@@ -248,8 +249,3 @@ def _patterns(text: str) -> list[str]:
         return [text]
     before, after = text[: braces.start()], text[braces.end() :]
     return [one for part in braces[1].split(",") for one in _patterns(before + part + after)]
-
-
-def _natural(path: Path) -> list[str | int]:
-    """Returns a sort key with which 2.vasp precedes 10.vasp."""
-    return [int(part) if part.isdigit() else part for part in re.split(r"([0-9]+)", str(path))]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -134,24 +135,20 @@ class StructureStore(Structures):
         self.names = {
             int(i): str(name) for i, name in json.loads(header.get("names", "{}")).items()
         }
-        self._is_checked = "sha256" in header
+        self.is_checked = "sha256" in header
         self._maps: dict[str, np.ndarray] | None = None
         self._open()
-        if skip_bad and not self._is_checked:
-            self._leave_out_bad()
 
     def __len__(self) -> int:
-        return len(self._open()["sid"]) if self._kept is None else len(self._kept)
+        return len(self._open()["sid"])
 
     @property
     def natoms(self) -> np.ndarray:
-        counts = np.diff(self._open()["offsets"])
-        return counts if self._kept is None else counts[self._kept]
+        return np.diff(self._open()["offsets"])
 
-    @property
+    @cached_property
     def y_relaxed(self) -> np.ndarray:
-        energies = np.array(self._open()["y_relaxed"])
-        return energies if self._kept is None else energies[self._kept]
+        return np.array(self._open()["y_relaxed"])
 
     def verify(self) -> bool:
         return verify_tensors(self.path)
@@ -176,7 +173,7 @@ class StructureStore(Structures):
                 array = np.full((own.stop - own.start, *shape), np.nan, dtype)
             fields[name] = torch.from_numpy(array)
         record = Data(**fields)
-        if self._is_checked:
+        if self.is_checked:
             return record
         try:
             return _checked(record)

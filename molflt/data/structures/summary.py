@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from molflt.atoms import MAX_ATOMIC_NUMBER, Tag
+from molflt.atoms import MAX_ATOMIC_NUMBER, Tag, symbol
 from molflt.data.structures import AS_IT_IS, Reading, open_dataset
 from molflt.data.structures.ase_fields import is_energy, named_options
 from molflt.data.structures.convert import one_pass
@@ -30,6 +30,7 @@ __all__ = ["Inspected", "Purpose", "Summary", "energies_in_words", "summarize"]
 
 Purpose = Literal["potential", "is2re"]
 Statistics = dict[str, float] | None
+_Labels = dict[str, np.ndarray]
 
 _LABELS = ("y_init", "y_relaxed", "y_baseline", "energy")
 
@@ -50,7 +51,7 @@ class Inspected(NamedTuple):
     """Results of one pass over a source."""
 
     summary: Summary
-    energies: dict[str, np.ndarray]
+    energies: _Labels
     """labels by name, each (systems,), eV; NaN if missing"""
     shown: Data
     """a small structure to draw"""
@@ -79,7 +80,7 @@ def summarize(
         seen(record)
     assert seen.shown is not None  # one_pass raises an error without structures
     labels = dict(zip(_LABELS, np.array(seen.labels).T, strict=True))
-    atoms, features = np.array(seen.atoms), np.array(seen.features)
+    atoms = np.array(seen.atoms)
     other = None if is_energy(reading.energy_key) else reading.energy_key
     if recipe is None and other is not None:
         recipe = "is2re"
@@ -101,7 +102,7 @@ def summarize(
         "with_energy": int(np.isfinite(labels["energy"]).sum()),
         "with_forces": len(seen.forces),
         "with_stress": len(seen.stress),
-        "elements": _elements(seen.compositions),
+        "elements": {symbol(z): int(seen.compositions[z]) for z in seen.compositions.nonzero()[0]},
         "tags": {tag.name.lower(): seen.tags[tag] for tag in Tag},
         "energies_eV": {name: _statistics([labels[name]]) for name in _LABELS[:3]},
         "energies_per_atom_eV": None if other else _statistics([judged / atoms]),
@@ -112,12 +113,12 @@ def summarize(
         "verified": verified,
         "left_out": [{"name": name, "reason": reason} for name, reason in dataset.bad],
         "labels_not_used": dataset.unused,
-        "warnings": [],
     }
     judge = _of_potentials if recipe == "potential" else _of_relaxations
-    summary["warnings"] += judge(summary, seen, labels, dataset.hint)
-    summary["warnings"] += _of_all(summary, seen, features)
-    return Inspected(summary, labels, seen.shown, seen.sids, features)
+    warnings = [*judge(summary, seen, labels, dataset.hint), *_of_all(summary, seen)]
+    return Inspected(
+        summary | {"warnings": warnings}, labels, seen.shown, seen.sids, np.array(seen.features)
+    )
 
 
 class _Seen(Survey):
@@ -153,12 +154,6 @@ class _Seen(Survey):
             self.shown = record  # a picture can show only small structures
 
 
-def _elements(counts: np.ndarray) -> dict[str, int]:
-    from ase.data import chemical_symbols
-
-    return {chemical_symbols[number]: int(counts[number]) for number in np.flatnonzero(counts)}
-
-
 def _statistics(parts: list[np.ndarray]) -> Statistics:
     values = np.concatenate(parts) if parts else np.array([])
     finite = values[np.isfinite(values)]
@@ -173,78 +168,71 @@ def _statistics(parts: list[np.ndarray]) -> Statistics:
     }
 
 
-def _absurd(faults: Iterable[tuple[int, str]], systems: int) -> list[str]:
-    found = list(faults)
-    return [
-        f"implausible labels: {len(found)} of {systems} systems, for instance sid {sid}: {reason}"
-        for sid, reason in found[:1]
-    ]
-
-
-def _of_potentials(
-    summary: Summary, seen: _Seen, labels: dict[str, np.ndarray], hint: str
-) -> list[str]:
-    systems, found, unused = summary["systems"], [], summary["labels_not_used"]
-    for name, known, why in (
-        ("energy", summary["with_energy"], hint),
-        ("forces", summary["with_forces"], named_options(unused, "forces")),
-        ("stress", summary["with_stress"], named_options(unused, "stress")),
+def _of_potentials(summary: Summary, seen: _Seen, labels: _Labels, hint: str) -> Iterator[str]:
+    systems, unused = summary["systems"], summary["labels_not_used"]
+    for name, why in (
+        ("energy", hint),
+        ("forces", named_options(unused, "forces")),
+        ("stress", named_options(unused, "stress")),
     ):
-        if known < systems and (why or name != "stress"):  # stress is often absent
-            text = f"no {name}: {systems - known} of {systems} systems"
-            found.append(text + f"; {why}" * bool(why))
+        missing = systems - summary[f"with_{name}"]
+        if missing and (why or name != "stress"):  # stress is often absent
+            yield f"no {name}: {missing} of {systems} systems" + f"; {why}" * bool(why)
     if fault := unit_fault(seen.kept):
-        return [*found, f"wrong units: {fault}"]
-    return found + _absurd(seen.absurd, systems)
+        yield f"wrong units: {fault}"
+    else:
+        yield from _absurd(seen.absurd, systems)
 
 
-def _of_relaxations(
-    summary: Summary, seen: _Seen, labels: dict[str, np.ndarray], hint: str
-) -> list[str]:
+def _of_relaxations(summary: Summary, seen: _Seen, labels: _Labels, hint: str) -> Iterator[str]:
     systems, kind, natoms = summary["systems"], summary["energies_look_like"], np.array(seen.atoms)
-    relaxed, found = labels["y_relaxed"], list[str]()
+    relaxed = labels["y_relaxed"]
     if seen.untagged:
-        found.append(
+        yield (
             f"no tags: {seen.untagged} of {systems} systems have only tag 0; surface and "
             "adsorbate are unknown"
         )
     if seen.one_tag:
-        found.append(one_tagged(seen.one_tag, systems))
+        yield one_tagged(seen.one_tag, systems)
     missing = np.flatnonzero(~np.isfinite(relaxed))
     if len(missing):
         first = "" if len(missing) == systems else f", for instance sid {seen.sids[missing[0]]}"
         text = f"no labels: {len(missing)} of {systems} systems have no {summary['label']}{first}"
-        found.append(text + f"; {hint}" * bool(hint))
+        yield text + f"; {hint}" * bool(hint)
     at_pos = summary["with_forces"] > 0
     faults = label_faults(relaxed, natoms, required=False, at_pos=at_pos, kind=kind)
-    found += _absurd(((seen.sids[index], reason) for index, reason in faults.items()), systems)
+    yield from _absurd([(seen.sids[index], reason) for index, reason in faults.items()], systems)
     if kind == "total" and summary["tags"]["adsorbate"]:
-        found.append(
+        yield (
             f"total energies: the median of y_relaxed is {per_atom(relaxed, natoms):.1f} eV per "
             "atom; expected adsorption energies, because there are adsorbates; subtract energies "
             "of the clean surface and the molecule, or train with --task.references fit"
         )
-    found += _absurd(seen.absurd, systems)
+    yield from _absurd(seen.absurd, systems)
     without = systems - summary["with_relaxed_positions"]
     if without and summary["label"] == "y_relaxed":
-        found.append(f"no relaxed positions: {without} of {systems} systems have no pos_relaxed")
-    return found
+        yield f"no relaxed positions: {without} of {systems} systems have no pos_relaxed"
 
 
-def _of_all(summary: Summary, seen: _Seen, features: np.ndarray) -> list[str]:
-    systems, found = summary["systems"], []
+def _absurd(faults: list[tuple[int, str]], systems: int) -> Iterator[str]:
+    for sid, reason in faults[:1]:
+        of = f"{len(faults)} of {systems} systems, for instance sid {sid}"
+        yield f"implausible labels: {of}: {reason}"
+
+
+def _of_all(summary: Summary, seen: _Seen) -> Iterator[str]:
+    systems = summary["systems"]
     if repeated := systems - len(set(seen.sids)):
-        found.append(f"repeated sids: {repeated} systems have the sid of an earlier one")
-    if repeated := systems - len(np.unique(equal_structures(features))):
-        found.append(
+        yield f"repeated sids: {repeated} systems have the sid of an earlier one"
+    if repeated := systems - len(np.unique(equal_structures(np.array(seen.features)))):
+        yield (
             f"repeated structures: {repeated} of {systems} systems have the elements, cell and "
             "initial positions of an earlier one"
         )
     if seen.overlapping:
-        found.append(overlaps_of("coinciding atoms", seen.overlapping, systems))
+        yield overlaps_of("coinciding atoms", seen.overlapping, systems)
     if summary["left_out"]:
-        found.append(f"left out: {len(summary['left_out'])} structures are invalid")
-    return found
+        yield f"left out: {len(summary['left_out'])} structures are invalid"
 
 
 def energies_in_words(summary: Summary) -> str:

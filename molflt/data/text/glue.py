@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -16,7 +15,7 @@ from molflt.data.images.files import open_images
 from molflt.data.packed import PACKED
 from molflt.data.text.sources import _lines
 from molflt.data.text.vocabulary import text_of
-from molflt.files import shown
+from molflt.files import natural, shown
 
 if TYPE_CHECKING:
     from molflt.data.text.tokenizer import TokenizerKind
@@ -231,16 +230,11 @@ def _read_texts(path: Path, classes: Sequence[str]) -> Iterator[tuple[str, int]]
             f"{', '.join(sorted(folders)) or 'no folders'}; change data.root or the folders"
         )
     for label, name in enumerate(classes):
-        files = sorted((path / name).glob("*.txt"), key=_numbers)
+        files = sorted((path / name).glob("*.txt"), key=natural)
         if not files:
             raise ValueError(f"{path / name}: expected .txt files; got none; get a new copy")
         for file in files:
             yield text_of(file.read_bytes()), label
-
-
-def _numbers(path: Path) -> list[tuple[int, str]]:
-    """Returns a sort key with which 9_1 precedes 10_1."""
-    return [(int(one or 0), rest) for one, rest in re.findall(r"(\d*)(\D*)", path.name)]
 
 
 def _read_gray(path: Path, classes: Sequence[str]) -> Iterator[tuple[str, int]]:
