@@ -1,6 +1,7 @@
 """Constants and cells shared by data and models."""
 
 from enum import IntEnum
+from typing import SupportsIndex
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +25,7 @@ class Tag(IntEnum):
     ADSORBATE = 2
 
 
-def symbol(number: int) -> str:
+def symbol(number: SupportsIndex) -> str:
     """Returns the symbol of an element."""
     from ase.data import chemical_symbols  # reading signatures must not load ASE
 

@@ -3,9 +3,6 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from ase.geometry import find_mic
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch_geometric.data import Batch
 
 from molflt.data.structures.augment import interpolate, random_orthogonal, repeat, rotate
@@ -82,36 +79,20 @@ def minimum_image(delta, cell, pbc):
     return delta - _lattice_shift(delta, cell, pbc)
 
 
-cells = st.tuples(
-    st.floats(2, 12),
-    st.floats(2, 12),
-    st.floats(2, 12),
-    st.lists(st.floats(-2, 2, allow_subnormal=False), min_size=3),
-)
-
-
-@settings(max_examples=60, deadline=None)
-@given(cells, st.integers(0, 2**32 - 1))
-def test_minimum_image_equals_ase_in_skewed_cells(numbers, seed):
-    a, b, c, skew = numbers
-    cell = np.array([[a, 0, 0], [skew[0] * a, b, 0], [skew[1] * a, skew[2] * b, c]])
-    delta = np.random.default_rng(seed).normal(scale=15, size=(12, 3))
-    found = minimum_image(torch.from_numpy(delta), torch.from_numpy(cell), torch.ones(1, 3).bool())
-    np.testing.assert_allclose(found.norm(dim=1), find_mic(delta, cell)[1], atol=1e-9)
-    counts = (delta - found.numpy()) @ np.linalg.inv(cell)
-    np.testing.assert_allclose(counts, counts.round(), atol=1e-8)  # a lattice vector away
-
-
 def test_minimum_image_against_all_images_when_partly_periodic():
     rng = np.random.default_rng(3)
     cell = np.array([[3.0, 0.2, 0.0], [2.6, 3.0, 0.1], [1.0, 1.0, 9.0]])
     delta = rng.normal(scale=6, size=(40, 3))
-    for pbc in ([True, True, False], [False, True, False], [False, False, False]):
+    for pbc in ([1, 1, 1], [1, 1, 0], [0, 1, 0], [0, 0, 0]):
         steps = [range(-12, 13) if axis else (0,) for axis in pbc]
         grid = np.stack(np.meshgrid(*steps, indexing="ij"), -1).reshape(-1, 3) @ cell
         shortest = np.linalg.norm(delta[:, None] - grid, axis=2).min(axis=1)
-        found = minimum_image(torch.from_numpy(delta), torch.from_numpy(cell), torch.tensor(pbc))
+        found = minimum_image(
+            torch.from_numpy(delta), torch.from_numpy(cell), torch.tensor(pbc).bool()
+        )
         np.testing.assert_allclose(found.norm(dim=1), shortest, atol=1e-12)
+        turns = (delta - found.numpy()) @ np.linalg.inv(cell)
+        np.testing.assert_allclose(turns, turns.round() * pbc, atol=1e-8)  # a lattice vector away
 
 
 @pytest.mark.parametrize("move", [(9e4, -9e4, 1e4), (1234.56789, -77.7, 65432.1)])

@@ -87,7 +87,7 @@ def test_stores_keep_them_and_do_without(tmp_path):
     for a, b in zip(open_dataset(tmp_path / "a.traj"), open_dataset(store), strict=True):
         for name in ("energy", "forces", "stress"):
             torch.testing.assert_close(a[name], b[name], rtol=0, atol=0, equal_nan=True)
-    assert "pos_relaxed" not in open_dataset(store)._open()
+    assert "pos_relaxed" not in open_dataset(store).columns
 
 
 def test_s2ef_files(tmp_path):

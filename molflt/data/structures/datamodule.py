@@ -7,6 +7,7 @@ import hashlib
 import os
 import warnings
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -106,8 +107,6 @@ class IS2REData(BatchedData[Structures]):
         self.bucket = bucket
         self.skip_bad = skip_bad
         self.allow_duplicates = allow_duplicates
-        self._domain: Domain | None = None
-        self._copies: list[int] = []  # sids of validation structures that are also in training
 
     def setup(self, stage: str = "fit") -> None:
         if self.datasets.keys() >= self.splits.keys():
@@ -187,13 +186,12 @@ class IS2REData(BatchedData[Structures]):
 
     def refuse_copies(self) -> None:
         """Refuses validation structures that are also in training, unless they are allowed."""
-        self._train_domain()
-        val = self.datasets["val"]
-        if not self._copies:
+        (_, copies), val = self._surveyed, self.datasets["val"]
+        if not copies:
             return
         said = (
-            f"{val.path}: {len(self._copies)} of {len(val)} validation structures are also in "
-            f"training, for instance sid {self._copies[0]}; errors do not apply to other structures"
+            f"{val.path}: {len(copies)} of {len(val)} validation structures are also in training, "
+            f"for instance sid {copies[0]}; errors do not apply to other structures"
         )
         if not self.allow_duplicates:
             raise ValueError(
@@ -228,32 +226,31 @@ class IS2REData(BatchedData[Structures]):
 
         It includes the domain of the initial weights, if known.
         """
-        return {DOMAIN: self._train_domain().to_bytes()}
+        return {DOMAIN: self._surveyed[0].to_bytes()}
 
-    def _train_domain(self) -> Domain:
-        """Returns the domain of the training split, from one pass over both splits."""
+    @cached_property
+    def _surveyed(self) -> tuple[Domain, list[int]]:
+        """Domain of the training split, and sids of validation structures that are also there."""
         self.setup()
-        if self._domain is None:
-            train, val = self.datasets["train"], self.datasets["val"]
-            learned, judged = Survey(), Survey()
-            own = Domain.of(train, learned)
-            if val is not train:
-                for record in with_bar(val, "reading positions"):
-                    judged(record)
-            for use, survey in (("train", learned), ("val", judged)):
-                if sids := survey.overlapping:
-                    name = f"{self.datasets[use].path}: split {self.splits[use]!r}"
-                    warnings.warn(overlaps_of(name, sids, len(self.datasets[use])), stacklevel=3)
-            if self.reading.tags != "any" and (sids := learned.one_tag):
-                warnings.warn(f"{train.path}: {one_tagged(sids, len(train))}", stacklevel=3)
-            equal = equal_structures(np.array([*learned.features, *judged.features]))
-            there = np.isin(equal[len(train) :], equal[: len(train)])
-            self._copies = [judged.sids[i] for i in np.flatnonzero(there)]
-            if self.initial is not None:
-                name, content = self.initial
-                own = own.after(Domain.from_json(content, name))
-            self._domain = own
-        return self._domain
+        train, val = self.datasets["train"], self.datasets["val"]
+        learned, judged = Survey(), Survey()
+        own = Domain.of(train, learned)
+        if val is not train:
+            for record in with_bar(val, "reading positions"):
+                judged(record)
+        for use, survey in (("train", learned), ("val", judged)):
+            if sids := survey.overlapping:
+                name = f"{self.datasets[use].path}: split {self.splits[use]!r}"
+                warnings.warn(overlaps_of(name, sids, len(self.datasets[use])), stacklevel=4)
+        if self.reading.tags != "any" and (sids := learned.one_tag):
+            warnings.warn(f"{train.path}: {one_tagged(sids, len(train))}", stacklevel=4)
+        equal = equal_structures(np.array([*learned.features, *judged.features]))
+        there = np.isin(equal[len(train) :], equal[: len(train)])
+        copies = [judged.sids[i] for i in np.flatnonzero(there)]
+        if self.initial is not None:
+            name, content = self.initial
+            own = own.after(Domain.from_json(content, name))
+        return own, copies
 
     def fingerprints(self) -> dict[str, Fingerprint]:
         return {
@@ -266,7 +263,7 @@ class IS2REData(BatchedData[Structures]):
         if not isinstance(dataset, StructureStore) or dataset.bad:
             return super()._digest(use, most)
         digest = hashlib.sha256()
-        for name, column in sorted(dataset._open().items()):
+        for name, column in sorted(dataset.columns.items()):
             digest.update(f"{name}{column.dtype}{column.shape}".encode())
             digest.update(np.ascontiguousarray(column).data)
         return digest.hexdigest()
@@ -294,7 +291,7 @@ class IS2REData(BatchedData[Structures]):
 
     def expect_slabs(self, option: str) -> None:
         """Refuses an option for slabs if no training structure is an adsorbate on a slab."""
-        domain, dataset = self._train_domain(), self.datasets["train"]
+        domain, dataset = self._surveyed[0], self.datasets["train"]
         if not (domain.adsorbate_atoms and any("xy" in axes for axes in domain.periodic)):
             raise ValueError(
                 f"{dataset.path}: no structure has tags and is periodic along x and y; expected "
@@ -303,7 +300,7 @@ class IS2REData(BatchedData[Structures]):
 
     def expect_relaxed(self, option: str) -> None:
         """Warns if some training structures lack relaxed positions; raises ValueError if all do."""
-        known, dataset = self._train_domain().relaxed, self.datasets["train"]
+        known, dataset = self._surveyed[0].relaxed, self.datasets["train"]
         if not known:
             raise ValueError(
                 f"{dataset.path}: {len(dataset):,} structures, all without relaxed positions; "

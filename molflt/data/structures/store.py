@@ -136,30 +136,29 @@ class StructureStore(Structures):
             int(i): str(name) for i, name in json.loads(header.get("names", "{}")).items()
         }
         self.is_checked = "sha256" in header
-        self._maps: dict[str, np.ndarray] | None = None
-        self._open()
+        self._length = len(self.columns["sid"])
 
     def __len__(self) -> int:
-        return len(self._open()["sid"])
+        return self._length
 
     @property
     def natoms(self) -> np.ndarray:
-        return np.diff(self._open()["offsets"])
+        return np.diff(self.columns["offsets"])
 
     @cached_property
     def y_relaxed(self) -> np.ndarray:
-        return np.array(self._open()["y_relaxed"])
+        return np.array(self.columns["y_relaxed"])
 
     def verify(self) -> bool:
         return verify_tensors(self.path)
 
     def where(self, index: int) -> str:
-        return f"{self.path}: sid {int(self._open()['sid'][self._stored(index)])}"
+        return f"{self.path}: sid {int(self.columns['sid'][self._stored(index)])}"
 
     def __getitem__(self, index: int) -> Data:
         from torch_geometric.data import Data
 
-        maps, stored = self._open(), self._stored(index)
+        maps, stored = self.columns, self._stored(index)
         start, end = maps["offsets"][stored : stored + 2].tolist()
         slices = {"atom": slice(start, end), "structure": slice(stored, stored + 1)}
         fields: dict[str, Any] = {"natoms": end - start, "sid": int(maps["sid"][stored])}
@@ -182,37 +181,35 @@ class StructureStore(Structures):
             raise ValueError(f"{self.where(index)}: {reason}") from None
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_maps": None}  # each process maps the file itself
+        return {name: own for name, own in self.__dict__.items() if name != "columns"}
 
-    def _open(self) -> dict[str, np.ndarray]:
-        if self._maps is None:
-            self._maps = _map_columns(self.path)
-        return self._maps
+    @cached_property
+    def columns(self) -> dict[str, np.ndarray]:
+        """Arrays by name in a memory map of the file, which each process makes itself."""
+        from safetensors import safe_open
 
-
-def _map_columns(path: Path) -> dict[str, np.ndarray]:
-    """Returns views of all arrays in a memory map of the file."""
-    from safetensors import safe_open
-
-    with safe_open(path, framework="pt") as file:
-        names = {"offsets", *_COLUMNS} & set(file.keys())
-        columns = {name: file.get_tensor(name).numpy() for name in names}
-    offsets = columns.get("offsets", np.empty(0))
-    sound = offsets.dtype == "<i8" and offsets.ndim == 1 and len(offsets) > 1 and offsets[0] == 0
-    if not sound or (offsets[1:] <= offsets[:-1]).any():  # differences could overflow
-        raise ValueError(
-            f"{path}: key 'offsets' must be (structures + 1,) int64 that increase from 0; the file "
-            "is damaged, convert it again"
+        path = self.path
+        with safe_open(path, framework="pt") as file:
+            names = {"offsets", *_COLUMNS} & set(file.keys())
+            columns = {name: file.get_tensor(name).numpy() for name in names}
+        offsets = columns.get("offsets", np.empty(0))
+        sound = (
+            offsets.dtype == "<i8" and offsets.ndim == 1 and len(offsets) > 1 and offsets[0] == 0
         )
-    entries = {"atom": int(offsets[-1]), "structure": len(offsets) - 1}
-    for name, (dtype, shape, per) in _COLUMNS.items():
-        column, expected = columns.get(name), (entries[per], *shape)
-        if column is None and name in _OPTIONAL:
-            continue
-        if column is None or column.dtype != dtype or column.shape != expected:
-            got = "nothing" if column is None else f"{column.dtype} {column.shape}"
+        if not sound or (offsets[1:] <= offsets[:-1]).any():  # differences could overflow
             raise ValueError(
-                f"{path}: key {name!r} must be {np.dtype(dtype).name} {expected}; got {got}; "
-                "the file is damaged or has another version; convert it again"
+                f"{path}: key 'offsets' must be (structures + 1,) int64 that increase from 0; the "
+                "file is damaged, convert it again"
             )
-    return columns
+        entries = {"atom": int(offsets[-1]), "structure": len(offsets) - 1}
+        for name, (dtype, shape, per) in _COLUMNS.items():
+            column, expected = columns.get(name), (entries[per], *shape)
+            if column is None and name in _OPTIONAL:
+                continue
+            if column is None or column.dtype != dtype or column.shape != expected:
+                got = "nothing" if column is None else f"{column.dtype} {column.shape}"
+                raise ValueError(
+                    f"{path}: key {name!r} must be {np.dtype(dtype).name} {expected}; got {got}; "
+                    "the file is damaged or has another version; convert it again"
+                )
+        return columns
