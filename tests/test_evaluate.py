@@ -94,10 +94,12 @@ def test_splits_without_labels_are_only_predicted(run, tmp_path, capsys) -> None
     assert {(row["target_eV"], row["error_eV"]) for row in rows} == {("", "")}
 
 
-def predictions(natoms, energy, target, adsorbate) -> Predictions:
+def predictions(natoms, energy, target, adsorbate, sids=None) -> Predictions:
     count = len(natoms)
-    arrays = (np.arange(count), np.array(natoms), np.array(energy), np.array(target))
-    return Predictions(*arrays, ["X"] * count, adsorbate)
+    unknown, words, new = np.full(count, np.nan), ["X"] * count, np.full(count, "")
+    arrays = (np.array(natoms), np.array(energy)[:, None], np.array(target), unknown, new)
+    sid = np.arange(count) if sids is None else np.array(sids)
+    return Predictions(sid, *arrays, words, adsorbate, words, [()] * count, {}, [None] * count)
 
 
 def test_missing_labels_do_not_count_as_zero() -> None:
@@ -298,9 +300,8 @@ def root(tmp_path: Path) -> Path:
 def predicted(*sids: int) -> Predictions:
     """Returns energies 0.1 eV above the labels; sid 101 has no label, and sid 999 no name."""
     target = np.array([np.nan if sid == 101 else -0.01 * sid for sid in sids])
-    words = ["X"] * len(sids)
     energy = np.nan_to_num(target) + 0.1
-    return Predictions(np.array(sids), np.ones(len(sids), int), energy, target, words, words)
+    return predictions([1] * len(sids), energy, target, ["X"] * len(sids), sids)
 
 
 FOUND = {"val_id": predicted(100, 101, 102, 103), "val_ood_cat": predicted(107, 105, 999)}

@@ -61,7 +61,7 @@ def test_training_curve(tmp_path: Path, figures) -> None:
     rows.append("100,,,,0.42,1.5")
     (tmp_path / "metrics.csv").write_text("\n".join(rows) + "\n")
     png = tmp_path / "deep" / "curve.png"
-    plots.training_curve(tmp_path / "metrics.csv", png, IS2RETask.metrics, IS2RETask.best)
+    plots.training_curve(tmp_path / "metrics.csv", png, IS2RETask.metrics, ("mae_eV", 50))
     assert is_picture(png)
     axes = figures[0].axes
     assert [a.get_ylabel() for a in axes] == ["loss", "MAE / eV", "EwT / %", "learning rate"]
@@ -137,7 +137,7 @@ def test_attention_matrices_show_the_weights(tmp_path: Path, figures) -> None:
     r = torch.arange(9, dtype=torch.float64)[None, :, None]
     x = torch.randn(1, 9, 24, dtype=torch.float64)
     weights = layer.weights(x, r)[0]
-    plots.attention_matrices(weights, tmp_path / "a.png", title="layer 1", scale="linear")
+    plots.attention_matrices(weights, tmp_path / "a.png", title="layer 1")
     assert is_picture(tmp_path / "a.png")
     *heads, _ = visible(figures[0])
     for axes, expected in zip(heads, weights.detach().numpy(), strict=True):
@@ -156,7 +156,7 @@ def test_large_attention_matrices_are_averaged_over_blocks(tmp_path: Path, figur
     spikes = [(0, 0), (601, 333), (1099, 699), (1097, 698)]
     for query, key in spikes:
         weights[0, query, key] = 0.6
-    plots.attention_matrices(weights, tmp_path / "a.png", title="first layer", scale="linear")
+    plots.attention_matrices(weights, tmp_path / "a.png", title="first layer")
     (image,) = figures[0].axes[0].images
     shown = image.get_array().filled(0.0)
     assert shown.shape == (367, 350)  # blocks of 3 x 2; the last has 2 queries
@@ -172,18 +172,18 @@ def test_large_attention_matrices_are_averaged_over_blocks(tmp_path: Path, figur
 
 
 @pytest.mark.parametrize(
-    ("values", "scale", "kind", "limits"),
+    ("values", "kind", "limits"),
     [
-        ([[0.9, 0.01, 0.01, 0.08]], "auto", "Normalize", (0.0, 0.9)),
-        ([[0.97, 0.01, 0.01, 0.01]], "auto", "LogNorm", (0.01, 0.97)),
-        ([[1.0, 1e-9, 1e-3, 0.0]], "auto", "LogNorm", (1e-4, 1.0)),
-        ([[0.5, 0.5]], "log", "LogNorm", (0.05, 0.5)),
-        ([[1.5, -0.5]], "auto", "Normalize", (-1.5, 1.5)),
-        ([[0.0, 0.0]], "log", "Normalize", (0.0, 1.0)),
+        ([[0.9, 0.01, 0.01, 0.08]], "Normalize", (0.0, 0.9)),
+        ([[0.97, 0.01, 0.01, 0.01]], "LogNorm", (0.01, 0.97)),
+        ([[1.0, 1e-9, 1e-3, 0.0]], "LogNorm", (1e-4, 1.0)),
+        ([[0.5, 0.5]], "Normalize", (0.0, 0.5)),
+        ([[1.5, -0.5]], "Normalize", (-1.5, 1.5)),
+        ([[0.0, 0.0]], "Normalize", (0.0, 1.0)),
     ],
 )
-def test_scales_of_weights(tmp_path: Path, figures, values, scale, kind, limits) -> None:
-    plots.attention_matrices([values], tmp_path / "a.png", scale=scale)
+def test_scales_of_weights(tmp_path: Path, figures, values, kind, limits) -> None:
+    plots.attention_matrices([values], tmp_path / "a.png")
     axes, bar = figures[0].axes
     norm = axes.images[0].norm
     assert type(norm).__name__ == kind

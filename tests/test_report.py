@@ -1,5 +1,4 @@
 import json
-import math
 import re
 import shutil
 from collections.abc import Callable
@@ -18,7 +17,6 @@ from molflt.data.structures.store import write_store
 from molflt.evaluation.page import Page as Contents
 from molflt.evaluation.page import _repeat
 from molflt.evaluation.runs import standard_error
-from molflt.plots.training import best_place
 from molflt.tasks.is2re import IS2RETask
 from molflt.training.checkpoint import load_run
 
@@ -277,19 +275,6 @@ def test_shares_of_zero_and_one_have_no_standard_error():
         row = {"ewt_percent": share, "n": 12}
         run = SimpleNamespace(results={"val_id": row}, errors={}, metrics=IS2RETask.metrics)
         assert standard_error(run, "val_id", "ewt_percent") == error
-
-
-def test_validations_with_a_value_that_is_not_finite_are_never_the_best():
-    """A column without values is ignored."""
-    nan = math.nan
-    columns = {"step": [2, 2, 4, 6, 8], "val_top1_percent": [nan, 50, 99, 70, nan]}
-    columns |= {"train_loss": [1, nan, nan, nan, 1], "val_top5_percent": [nan] * 5}
-    columns |= {"val_cross_entropy": [nan, 1, nan, 2, 3]}
-    columns = {name: np.array(values, dtype=float) for name, values in columns.items()}
-    assert best_place(columns, "val_top1_percent", largest_is_best=True) == 3
-    assert best_place(columns, "val_top1_percent", largest_is_best=False) == 1
-    assert best_place(columns, "val_top5_percent", largest_is_best=True) is None
-    assert best_place({}, "val_mae_eV", largest_is_best=False) is None
 
 
 def test_runs_on_other_data_or_without_an_evaluation_are_named(runs, shared_data, capsys, tmp_path):

@@ -54,12 +54,12 @@ SMALL = [
 _draw_curve, _curves = run_folder.draw_curve, {}
 
 
-def _curve(run: Path, file: Path, metrics, measure: str) -> None:
-    """Draws one curve per measure and copies it: curves take most of the time of a tiny run."""
-    if measure not in _curves:
-        _draw_curve(run, file, metrics, measure)
-        _curves[measure] = file.read_bytes()
-    file.write_bytes(_curves[measure])
+def _curve(run: Path, file: Path, metrics) -> None:
+    """Draws one curve per task and copies it: curves take most of the time of a tiny run."""
+    if (names := tuple(metrics)) not in _curves:
+        _draw_curve(run, file, metrics)
+        _curves[names] = file.read_bytes()
+    file.write_bytes(_curves[names])
 
 
 run_folder.draw_curve = _curve

@@ -69,7 +69,7 @@ def evaluate(
         report: Evaluation = recipe.load("evaluate")(run, model, config, made, **options)
         if pictures and (run / "metrics.csv").is_file():
             task: Any = recipe.load("task")
-            draw_curve(run, made / "curve.png", task.metrics, task.best)
+            draw_curve(run, made / "curve.png", task.metrics)
         files = write_results(out, made, report.results, provenance, config, options)
     print(f"{' + '.join(map(str, members))}, checkpoint {checkpoint}{report.text}")
     print("written: " + ", ".join(map(str, [*files, *report.files])))

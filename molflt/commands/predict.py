@@ -227,7 +227,7 @@ def _rows(
 ) -> list[dict[str, object]]:
     """Returns the table; index, `note` and, for several files, file identify each structure."""
     several_files = len(dataset.files) > 1
-    several = any(len(energies) > 1 for energies in found.by_adsorbate)
+    several = any(len(energies or ()) > 1 for energies in found.by_adsorbate)
     return [
         {
             "index": dataset.place(i),
@@ -244,8 +244,8 @@ def _rows(
     ]
 
 
-def _joined(energies: Sequence[float]) -> str:
-    return " ".join(f"{energy:.6f}" for energy in energies)
+def _joined(energies: Sequence[float] | None) -> str:
+    return " ".join(f"{energy:.6f}" for energy in energies or ())
 
 
 def _write_atoms(

@@ -117,7 +117,7 @@ def _train(folder: RunFolder, config: Config) -> int:
     try:
         stopped = fit(learned, batches, folder, _trainer(trainer))
     finally:
-        folder.draw_curve(learned.metrics, learned.best)
+        folder.draw_curve(learned.metrics)
     if stopped is None:
         _say_end(folder, learned.metrics, steps, time.perf_counter() - since)
         return 0

@@ -15,7 +15,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +27,7 @@ from molflt.evaluation.predictions import Predictions
 from molflt.evaluation.results import Results, results_table, warn
 from molflt.files import read_json, shown, write_atomically
 
-__all__ = ["CALIBRATION", "EVALUATE", "LEVEL", "ONE_RUN", "Calibration", "Uncertainty", "assess"]
+__all__ = ["CALIBRATION", "EVALUATE", "LEVEL", "ONE_RUN", "Calibration", "assess"]
 __all__ += ["check_calibration_split", "conformal_factor", "is_set_aside", "uncertainty_of"]
 
 LEVEL = 0.68
@@ -195,14 +195,6 @@ def is_set_aside(sid: NDArray[np.int64]) -> NDArray[np.bool_]:
     return np.array([digest.digest()[0] % 2 == 0 for digest in digests], dtype=bool)
 
 
-class Uncertainty(NamedTuple):
-    """Evaluated uncertainty of an ensemble."""
-
-    rows: Results
-    text: str  # table of the metrics
-    columns: dict[str, dict[str, _Array]]  # results of `uncertainty_of` by split
-
-
 def check_calibration_split(model: nn.Module, split: str | None, splits: Sequence[str]) -> None:
     """Raises ValueError for a calibration split that cannot be used."""
     if split is None:
@@ -218,7 +210,7 @@ def check_calibration_split(model: nn.Module, split: str | None, splits: Sequenc
 
 def assess(
     model: nn.Module, found: Mapping[str, Predictions], out: Path, split: str | None, learned: str
-) -> Uncertainty:
+) -> tuple[Results, dict[str, dict[str, _Array]], str]:
     """Calibrates the uncertainty of an ensemble, and writes uncertainty.json and uncertainty.png.
 
     Without systems to calibrate on, only spreads are returned. For systems with new elements, the
@@ -232,42 +224,30 @@ def assess(
         out: folder to write.
         split: split to calibrate on; by default the first split with labels except `learned`.
         learned: the training split, whose errors are too small.
+
+    Returns:
+        Metrics by split, results of `uncertainty_of` by split, and a table of the metrics.
     """
     if not isinstance(model, EnsembleRegressor):
-        return Uncertainty({}, "", {})
-    columns = {name: uncertainty_of(model, part, None) for name, part in found.items()}
-    only_spread = Uncertainty({name: _row(part) for name, part in found.items()}, "", columns)
-    labeled = [name for name, part in found.items() if part.labeled.any() and name != learned]
-    if split is None and not labeled:
-        why = f" except those of {learned}, the training split" if learned in found else ""
-        warn(f"no labels to calibrate the uncertainty with{why}; only the spread is known")
-        return only_spread
-    usable = [name for name in labeled if _aside(found[name]).sum() >= _LEAST]
-    chosen = split or next(iter(usable or labeled))
-    known, aside = found[chosen].labeled & ~_new(found[chosen]), _aside(found[chosen])
-    if split is None and aside.sum() < _LEAST:
-        warn(
-            f"{chosen}: only {aside.sum()} systems with labels and without elements that the "
-            "training data lack in the half that would calibrate "
-            f"the uncertainty; expected at least {_LEAST}; only the spread, spread_eV, is known; "
-            "hold out more systems, or name a larger split with --calibration_split"
-        )
-        return only_spread
+        return {}, {}, ""
+    chosen = split or _calibrating(found, learned)
+    if chosen is None:
+        columns = {name: uncertainty_of(model, part, None) for name, part in found.items()}
+        return {name: _row(part) for name, part in found.items()}, columns, ""
+    aside = _aside(found[chosen])
     calibrating = _errors(found[chosen], aside)
     calibration = Calibration.fit(*calibrating, chosen, model.weights)
-    calibration, widths = _with_new(calibration, {name: found[name] for name in labeled})
+    calibration, widths = _with_new(calibration, found)
+    columns = {name: uncertainty_of(model, part, calibration) for name, part in found.items()}
     judged, rows = {}, {}
     for name, part in found.items():
-        columns[name] = uncertainty_of(model, part, calibration)
-        width = widths.get(name, columns[name]["uncertainty_eV"])
-        own = part.labeled & np.isfinite(width)
+        own = part.labeled & np.isfinite(widths[name])
         own &= ~aside if name == chosen else True
         if own.any():
-            judged[name] = (np.abs(part.energy - part.target)[own], width[own])
-        rows[name] = _row(part, columns[name], judged.get(name))
-    if (known & ~aside).any():
-        crossed = _crossed(calibration, calibrating, _errors(found[chosen], known & ~aside))
-        rows[chosen]["coverage_crossed_percent"] = crossed
+            judged[name] = (np.abs(part.energy - part.target)[own], widths[name][own])
+        rows[name] = _row(part, columns[name]["uncertainty_eV"], judged.get(name))
+    rest = _errors(found[chosen], found[chosen].labeled & ~found[chosen].is_new & ~aside)
+    rows[chosen]["coverage_crossed_percent"] = _crossed(calibration, calibrating, rest)
     calibration.save(out / CALIBRATION)
     if judged:
         _draw(calibration, calibrating, judged, out / "uncertainty.png")
@@ -281,8 +261,30 @@ def assess(
             f"; for elements that are not in the training data, {new.factor:.3g} * sqrt(spread^2 + "
             f"({new.floor:.3g} eV)^2), fitted to {new.systems:,} systems"
         )
-    table = results_table("split", _COLUMNS, rows)
-    return Uncertainty(rows, f"{heading}\n{table}", columns)
+    return rows, columns, f"{heading}\n{results_table('split', _COLUMNS, rows)}"
+
+
+def _calibrating(found: Mapping[str, Predictions], learned: str) -> str | None:
+    """Returns the split to calibrate on; if no split is suitable, warns and returns None."""
+    counts = {
+        name: int(_aside(part).sum())
+        for name, part in found.items()
+        if part.labeled.any() and name != learned
+    }
+    if chosen := next((name for name, count in counts.items() if count >= _LEAST), None):
+        return chosen
+    if counts:
+        name, count = next(iter(counts.items()))
+        warn(
+            f"{name}: only {count} systems with labels and without elements that the "
+            "training data lack in the half that would calibrate "
+            f"the uncertainty; expected at least {_LEAST}; only the spread, spread_eV, is known; "
+            "hold out more systems, or name a larger split with --calibration_split"
+        )
+    else:
+        why = f" except those of {learned}, the training split" if learned in found else ""
+        warn(f"no labels to calibrate the uncertainty with{why}; only the spread is known")
+    return None
 
 
 def _errors(part: Predictions, chosen: NDArray[np.bool_]) -> _Errors:
@@ -290,11 +292,7 @@ def _errors(part: Predictions, chosen: NDArray[np.bool_]) -> _Errors:
 
 
 def _aside(part: Predictions) -> NDArray[np.bool_]:
-    return is_set_aside(part.sid) & part.labeled & ~_new(part)
-
-
-def _new(part: Predictions) -> NDArray[np.bool_]:
-    return np.array([bool(one) for one in part.new_elements or [""] * len(part.sid)])
+    return is_set_aside(part.sid) & part.labeled & ~part.is_new
 
 
 def _with_new(
@@ -305,12 +303,9 @@ def _with_new(
     The uncertainty of a system with new elements is computed with a calibration that is fitted to
     systems with other new elements.
     """
-    kept = {name: part.labeled & _new(part) for name, part in found.items()}
-    if not any(one.any() for one in kept.values()):
-        return calibration, {}
-    pairs = [(*_errors(part, kept[n]), np.array(part.new_elements)) for n, part in found.items()]
-    error, spread = (np.concatenate([one[i] for one in pairs]) for i in (0, 1))
-    elements = np.concatenate([one[2][kept[n]] for n, one in zip(found, pairs, strict=True)])
+    new = [(part, part.labeled & part.is_new) for part in found.values()]
+    columns = ((*_errors(part, own), part.new_elements[own]) for part, own in new)
+    error, spread, elements = map(np.concatenate, zip(*columns, strict=True))
 
     def fitted(chosen: NDArray[np.bool_]) -> Calibration:
         parts = error[chosen], spread[chosen], calibration.split
@@ -320,23 +315,21 @@ def _with_new(
         one: np.array([set(one.split("-")).isdisjoint(other.split("-")) for other in elements])
         for one in set(elements.tolist())
     }
-    if min(spread[chosen].any() * chosen.sum() for chosen in without.values()) < _LEAST:
-        return calibration, {}
     widths = {
-        name: calibration.uncertainty(part.spread, _new(part)) for name, part in found.items()
+        name: calibration.uncertainty(part.spread, part.is_new) for name, part in found.items()
     }
+    if min((spread[own].any() * own.sum() for own in without.values()), default=0) < _LEAST:
+        return calibration, widths
     for one, chosen in without.items():
         other = fitted(chosen)
         for name, part in found.items():
-            own = np.array(part.new_elements) == one
+            own = part.new_elements == one
             widths[name][own] = other.uncertainty(part.spread[own], True)
     return fitted(np.full(len(error), True)), widths
 
 
 def _row(
-    part: Predictions,
-    columns: Mapping[str, _Array] | None = None,
-    judged: _Judged | None = None,
+    part: Predictions, uncertainty: _Array | None = None, judged: _Judged | None = None
 ) -> dict[str, float | None]:
     """Returns the metrics of a split; metrics without the necessary labels are None."""
     from scipy.stats import spearmanr
@@ -344,12 +337,10 @@ def _row(
     row: dict[str, float | None] = dict.fromkeys([*list(_COLUMNS)[1:], "coverage_n"])
     row["spread_eV"] = float(part.spread.mean())
     if part.labeled.any():
-        off = part.by_training - part.target[:, None]
+        off = part.members - part.target[:, None]
         row["member_mae_eV"] = float(np.abs(off[part.labeled]).mean())
-    if columns is None:
-        return row
-    finite = columns["uncertainty_eV"][np.isfinite(columns["uncertainty_eV"])]
-    row["uncertainty_eV"] = float(finite.mean()) if len(finite) else None
+    if uncertainty is not None and np.isfinite(uncertainty).any():
+        row["uncertainty_eV"] = float(np.nanmean(uncertainty))
     if judged is not None:
         error, width = judged
         n = len(error)
@@ -394,5 +385,5 @@ def uncertainty_of(
         return {}
     columns = {"spread_eV": found.spread}
     if calibration is not None:
-        columns["uncertainty_eV"] = calibration.uncertainty(found.spread, _new(found))
+        columns["uncertainty_eV"] = calibration.uncertainty(found.spread, found.is_new)
     return columns

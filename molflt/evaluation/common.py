@@ -159,7 +159,7 @@ def total_of(task: Task[Any, Any], source: Iterable[object], name: str, batch: s
     total = torch.zeros((), dtype=torch.float64)
     with batches(source, task.model, name, batch) as loaded:
         for one in loaded:
-            total = total + torch.stack(list(task.judge(one))).cpu()
+            total = total + torch.stack([part.cpu().double() for part in task.judge(one)])
     expect_finite(name, total)
     return total
 
@@ -272,13 +272,10 @@ def _classes(content: bytes, name: str) -> list[str]:
 def _sized(
     parse: Callable[[bytes, str], _Sized], source: Path | Kept, name: str, size: int, what: str
 ) -> _Sized:
-    if not isinstance(source, Path):
-        content, label = source.content(name)
+    if isinstance(source, Path):
+        content, label = (source / name).read_bytes(), str(source / name)
     else:
-        path = source / name
-        if not path.is_file():
-            raise FileNotFoundError(f"{path}: no such file; expected the {path.stem} of this run")
-        content, label = path.read_bytes(), str(path)
+        content, label = source.content(name)
     found = parse(content, label)
     if len(found) != size:
         raise ValueError(

@@ -116,17 +116,17 @@ def evaluate(
     }
     common = None if others is None else common_systems(others, found)
     structures, moved = write_relaxed(found, datasets, relaxed)
-    uncertainty = assess(model, found, out, calibration_split, source.own.train)
+    assessed, columns, uncertainty = assess(model, found, out, calibration_split, source.own.train)
     added = source.own.reading.baseline_key is not None
     results: Results = {split: _metrics(part, median, added) for split, part in found.items()}
     for split, row in results.items():
         _warn_of_labels(split, found[split])
-        row |= {**uncertainty.rows.get(split, {}), **structures.get(split, {})}
+        row |= {**assessed.get(split, {}), **structures.get(split, {})}
     groups = errors_by_group(found)
-    _write(out, datasets, found, uncertainty.columns)
+    _write(out, datasets, found, columns)
     _draw(out, found, groups, model)
     tables = [f" on {source}", f"{_results_table(results)}\n{baseline}"]
-    tables += [source.absent, uncertainty.text, moved]
+    tables += [source.absent, uncertainty, moved]
     tables += [group_tables(groups["all"])] if groups else []
     if others is not None and common is not None:
         tables.append(compare(others, common, found, out))
@@ -163,7 +163,7 @@ def _metrics(found: Predictions, median: float | None, added: bool) -> dict[str,
     known, baseline = len(target) > 0, None
     ours = IS2RETask.sums.of(energy, target).metrics() if known else {}
     if known and median is not None:
-        start = found.baseline[found.labeled] if added and found.baseline is not None else 0.0
+        start = found.baseline[found.labeled] if added else 0.0
         baseline = float(np.abs(found.target[found.labeled] - start - median).mean())
     metrics = {name: ours.get(name) for name in ("mae_eV", "ewt_percent")}
     return metrics | {"baseline_mae_eV": baseline, "n": len(target if known else found.energy)}

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from molflt.evaluation.predictions import UNKNOWN, Predictions
+from molflt.evaluation.predictions import Predictions
 from molflt.evaluation.results import results_table, write_csv
 from molflt.plots import GroupError
 
@@ -33,7 +33,7 @@ def errors_by_group(found: Mapping[str, Predictions]) -> dict[str, dict[str, lis
     for split, part in found.items():
         if (known := part.labeled).any():
             error, adsorbate = np.abs(part.energy - part.target), np.array(part.adsorbate)
-            slab = np.array(part.slab or [UNKNOWN] * len(known))
+            slab = np.array(part.slab)
             parts[split] = error[known], adsorbate[known], slab[known], part.natoms[known]
     if not parts:
         return {}

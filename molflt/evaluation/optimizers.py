@@ -177,7 +177,7 @@ def tasks_of(names: Sequence[str] | None, data: Path | None) -> dict[str, _Made]
 
 def _race(made: _Made, opened: _Opened, steps: int, repeats: int, like: Tensor) -> Raced:
     seeds = ProblemSeeds("test", repeats)
-    problems = [made(int(seeds[i]), like) for i in range(repeats)]
+    problems = (made(int(seeds[i]), like) for i in range(repeats))
     return Raced(np.stack([_loss_curve(problem, opened, steps) for problem in problems]))
 
 
@@ -185,13 +185,11 @@ def tuned_adam(
     made: _Made, steps: int, repeats: int, like: Tensor, rates: Iterable[float] = _RATES
 ) -> Raced:
     """Optimizes a task with Adam at the learning rate with the smallest final loss."""
-    best, least = Raced(np.empty(0)), math.inf
-    for lr in rates:
-        found = _race(made, partial(Adam, lr=lr), steps, repeats, like)
-        end = final_loss(found.curves)[0]
-        if end < least or not best.setting:
-            best, least = Raced(found.curves, f"{lr:g}"), end
-    return best
+    tried = (
+        _race(made, partial(Adam, lr=lr), steps, repeats, like)._replace(setting=f"{lr:g}")
+        for lr in rates
+    )
+    return min(tried, key=lambda raced: final_loss(raced.curves)[0])
 
 
 def _loss_curve(problem: Problem, opened: _Opened, steps: int) -> _Curve:

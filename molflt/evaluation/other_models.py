@@ -94,7 +94,7 @@ def common_systems(published: Published, found: Mapping[str, Predictions]) -> _C
     finite = np.all([np.isfinite(array).all(1) for array in published.models.values()], axis=0)
     systems, ours, rows = [], [], []
     for split, part in found.items():
-        for sid, energies, target in zip(part.sid, part.by_training, part.target, strict=True):
+        for sid, energies, target in zip(part.sid, part.members, part.target, strict=True):
             system = published.systems.get(int(sid))
             row = None if system is None else published.rows.get(system.name)
             if system is not None and row is not None and finite[row] and np.isfinite(target):

@@ -23,7 +23,7 @@ from molflt import plots
 from molflt.data.structures.data_set import DataSet
 from molflt.data.structures.potential_data import SinglePoints
 from molflt.evaluation.results import FIGURES, RESULTS, given_data
-from molflt.evaluation.runs import Run, flat_options, read_run, standard_error
+from molflt.evaluation.runs import Run, flat_options, standard_error
 from molflt.files import readable_size, shown, verify_tensors
 from molflt.metrics import Metric
 from molflt.plots.figure import DPI
@@ -67,7 +67,7 @@ class Page:
         self.path = path = Path(path)
         self.missing: list[str] = []
         self._left = _BUDGET
-        self.run = run = read_run(path, path.resolve().name, self.attempt)
+        self.run = run = Run(path, path.resolve().name, self.attempt)
         self.recipe = str(run.config["recipe"])
         self.versions: Mapping[str, object] = self.attempt(lambda: read_versions(path), {})
         self.given = self.attempt(lambda: given_data(path), None)
@@ -245,7 +245,7 @@ def _training(page: Page) -> list[_Part]:
     if run.best is not None:
         text += f" Best validation: {metrics[run.measure].shown(run.best[0])} at step "
         text += f"{run.best[1]:,}."
-    draw = partial(draw_curve, page.path, metrics=metrics, measure=run.measure)
+    draw = partial(draw_curve, page.path, metrics=metrics)
     names = {name.removeprefix("val_"): name for name in columns if name.startswith("val_")}
     known = np.flatnonzero(np.isfinite([columns[name] for name in names.values()]).any(axis=0))
     rows = [

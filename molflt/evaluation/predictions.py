@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,11 +26,8 @@ from molflt.data.structures.sources import Paths
 from molflt.data.structures.tags import Tagged, adsorbates
 from molflt.evaluation.ensemble import EnsembleRegressor, expect_same_totals, has_references
 from molflt.evaluation.results import warn
-from molflt.graph.geometry import Atoms
 from molflt.graph.heads import by_contact, undescribed
-from molflt.graph.periodic import Auto
 from molflt.graph.potential import Potential
-from molflt.graph.regressor import EnergyRegressor
 from molflt.memory import within_memory
 
 if TYPE_CHECKING:
@@ -43,6 +40,7 @@ UNKNOWN = "unknown"  # adsorbate and slab of a structure without tags
 _ADSORBATES = "adsorbate_energy"
 _LISTED = 5  # maximum number of reasons in a warning
 _NUMBERED = re.compile(r"(?:([^:]*: )(-?\d+(?:[.,]\d+)*))?(.+)")  # label, number, rest
+_ARRAYS = ("sid", "natoms", "members", "target", "baseline", "new_elements")
 _NOTES = ("elements", "adsorbed", "bare", "overlapping")  # columns for warnings
 _FORCE = "or predict anyway with --force (force=True)"
 _INSTEAD = f"find tags from the geometry with --tags guess (tags='guess'), {_FORCE}"
@@ -56,48 +54,50 @@ class Predictions:
     Attributes:
         sid: (systems,).
         natoms: numbers of atoms, (systems,).
-        energy: predicted relaxed energies, (systems,), eV.
+        members: predicted relaxed energies of each member of an ensemble, (systems, members), or of
+            a single model, (systems, 1), eV.
         target: labels y_relaxed, (systems,), eV; NaN if the label is missing.
-        baseline: energies y_baseline, (systems,), eV; NaN if a system has no baseline, None if
-            unknown.
-        new_elements: elements of each system that the training data lack, such as "Cu-Pd"; empty if
-            the domain is unknown.
+        baseline: energies y_baseline, (systems,), eV; NaN if a system has no baseline.
+        new_elements: elements of each system that the training data lack, such as "Cu-Pd"; "" if
+            there are none or the domain is unknown.
         formula: Hill formula of each system.
         adsorbate: Hill formula of the atoms with tag 2 of each system, or "unknown".
-        members: predictions of each member of an ensemble, (systems, members), eV; their mean is
-            `energy`. None for a single model.
         outside: texts that describe how each system differs from the training data.
         by_atom: requested outputs that the model predicts, for each system: "displacement" (atoms,
             3), Å; "embedding" (atoms, dim); "forces" (atoms, 3), eV/Å.
         slab: elements of the atoms without tag 2 of each system, such as Cu-Pt, or "unknown" if no
             atom has tag 2.
-        by_adsorbate: energies of the adsorbates of each system, eV, which sum to its energy; empty
+        by_adsorbate: energies of the adsorbates of each system, eV, which sum to its energy; None
             for models that do not predict them.
     """
 
     sid: NDArray[np.int64]
     natoms: NDArray[np.int64]
-    energy: NDArray[np.float64]
+    members: NDArray[np.float64]
     target: NDArray[np.float64]
-    formula: list[str]
-    adsorbate: list[str]
-    members: NDArray[np.float64] | None = None
-    outside: Sequence[Sequence[str]] = ()
-    by_atom: Mapping[str, Sequence[NDArray[np.float32]]] = field(default_factory=dict)
-    slab: Sequence[str] = ()
-    by_adsorbate: Sequence[tuple[float, ...]] = ()
-    baseline: NDArray[np.float64] | None = None
-    new_elements: Sequence[str] = ()
+    baseline: NDArray[np.float64]
+    new_elements: NDArray[np.str_]
+    formula: Sequence[str]
+    adsorbate: Sequence[str]
+    slab: Sequence[str]
+    outside: Sequence[Sequence[str]]
+    by_atom: Mapping[str, Sequence[NDArray[np.float32]]]
+    by_adsorbate: Sequence[tuple[float, ...] | None]
 
     @property
-    def by_training(self) -> NDArray[np.float64]:
-        """Returns the energies of each member or of the single model, (systems, members), eV."""
-        return self.energy[:, None] if self.members is None else self.members
+    def energy(self) -> NDArray[np.float64]:
+        """Returns the predicted relaxed energies, which are means over members, (systems,), eV."""
+        return self.members.mean(axis=1)
 
     @property
     def spread(self) -> NDArray[np.float64]:
         """Returns the standard deviation over the members of an ensemble, (systems,), eV."""
-        return self.by_training.std(axis=1, ddof=1)
+        return self.members.std(axis=1, ddof=1)
+
+    @property
+    def is_new(self) -> NDArray[np.bool_]:
+        """Returns a mask of the systems with elements that the training data lack."""
+        return self.new_elements != ""
 
     @property
     def labeled(self) -> NDArray[np.bool_]:
@@ -181,7 +181,6 @@ def infer(
     device = next(iter(model.state_dict().values()), torch.empty(0)).device
     shared, beyond = by_contact(model)[0], undescribed(model)
     rows: dict[int, dict[str, Any]] = {}
-    large = 0
     # disable=None: no bar if stderr is a file
     bar = tqdm(total=len(dataset), desc=name, unit=" systems", leave=False, disable=None)
     with bar, torch.device("cpu"), torch.inference_mode(), warnings.catch_warnings():
@@ -200,31 +199,23 @@ def infer(
             if shared and _ADSORBATES in out:
                 kept[_ADSORBATES] = out[_ADSORBATES]
             natoms = [record.natoms for record in records]
-            parts = {one: value.cpu().split(natoms) for one, value in kept.items()}
+            split = {one: value.cpu().split(natoms) for one, value in kept.items()}
             energies = _energies(out, batch, dataset.path)
             for place, (i, record) in enumerate(zip(indices, records, strict=True)):
-                own = {one: part[place].numpy().copy() for one, part in parts.items()}
+                own = {one: part[place].numpy().copy() for one, part in split.items()}
                 rows[i] = _row(record, energies[place], own, domain, force)
-            large += _on_mesh(model, batch)
             if on_batch is not None:
                 on_batch(indices, batch, out)
             bar.update(len(indices))
     columns: dict[str, Any] = {key: [rows[i][key] for i in range(len(dataset))] for key in rows[0]}
-    notes = {key: columns.pop(key) for key in _NOTES}
-    columns |= {
-        key: np.array(columns[key]) for key in ("sid", "natoms", "energy", "target", "baseline")
-    }
-    several = isinstance(model, EnsembleRegressor)
-    columns["members"] = np.array(columns["members"]) if several else None
-    columns["by_atom"] = {
-        key: [row[key] for row in columns["by_atom"]] for key in columns["by_atom"][0]
-    }
-    if rows[0]["by_adsorbate"] is None:
-        columns["by_adsorbate"] = []
+    elements, adsorbed, bare, overlapping = (columns.pop(key) for key in _NOTES)
+    columns |= {key: np.array(columns[key]) for key in _ARRAYS}
+    parts = columns["by_atom"]
+    columns["by_atom"] = {key: [part[key] for part in parts] for key in parts[0]}
     found = Predictions(**columns)
-    warn_of_elements(model, set().union(*notes["elements"]), name, set().union(*notes["adsorbed"]))
-    untagged = sum(notes["bare"]) if domain is None and not isinstance(model, Potential) else 0
-    _warn(found, name, domain, untagged, found.sid[notes["overlapping"]].tolist(), large)
+    warn_of_elements(model, set().union(*elements), name, set().union(*adsorbed))
+    untagged = sum(bare) if domain is None and not isinstance(model, Potential) else 0
+    _warn(found, name, domain, untagged, found.sid[overlapping].tolist())
     return found
 
 
@@ -252,12 +243,11 @@ def _row(
     return {
         "sid": int(record.sid),
         "natoms": len(numbers),
-        "energy": float(energies.mean()),
+        "members": energies,
         "target": float(record.y_relaxed),
         "baseline": float(record.y_baseline),
         "formula": _hill(numbers),
         "adsorbate": _hill(numbers[adsorbed]) or UNKNOWN,
-        "members": energies,
         "outside": reasons,
         "by_atom": by_atom,
         "slab": "-".join(sorted({chemical_symbols[number] for number in slab})) or UNKNOWN,
@@ -276,14 +266,8 @@ def _warn(
     domain: Domain | None,
     untagged: int,
     overlapping: list[int],
-    large: int,
 ) -> None:
     count = len(found.sid)
-    if large:
-        warn(
-            f"{name}: {large} of {count} structures are large; sums over reciprocal nodes use a "
-            "mesh (model.periodic auto); --mesh-order 6 or 8 is more accurate"
-        )
     if untagged:
         warn(
             f"{name}: {untagged} of {count} structures have no atom with a tag above 0; their "
@@ -301,20 +285,6 @@ def _warn(
         )
     if domain and (text := other_kind(found.target, found.natoms, domain.kind)):
         warn(f"{name}: {text}")
-
-
-def _on_mesh(model: nn.Module, batch: Batch) -> int:
-    """Counts the structures for which the model chose a mesh in place of reciprocal nodes."""
-    one = model.members[0] if isinstance(model, EnsembleRegressor) else model
-    if not isinstance(one, EnergyRegressor) or one.encoding is None:
-        return 0
-    scheme = one.encoding.periodic
-    if type(scheme) is not Auto:
-        return 0
-    atoms = Atoms.of(batch, one.embedding.element.weight, charged=True)
-    geometry = atoms.geometry if one.subsurface else atoms.above_subsurface()[0].geometry
-    chosen = scheme.on_mesh(geometry)
-    return 0 if chosen is None else int(chosen.sum())
 
 
 def _expect_tags(record: Data, domain: Domain, dataset: Structures) -> None:

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,76 +17,75 @@ from numpy.typing import NDArray
 from molflt.evaluation.results import RESULTS, Results, csv_rows, run_weights, why_of_others
 from molflt.files import read_json, shown
 from molflt.metrics import Metric
-from molflt.plots.training import best_place, read_columns
+from molflt.plots.training import read_columns
 from molflt.training.checkpoint import count_parameters, read_checkpoint
-from molflt.training.config import Config, read_config
+from molflt.training.config import read_config
 from molflt.training.recipes import Recipe
-from molflt.training.run_folder import Best, best_of, duration
+from molflt.training.run_folder import best_of, duration
 
 __all__ = ["Row", "Run", "differences", "flat_options", "measures_of", "notes", "read_results"]
-__all__ += ["read_rows", "read_run", "read_runs", "standard_error"]
+__all__ += ["read_rows", "read_runs", "standard_error"]
 
 Row = Mapping[str, str]
 
 
-class Run(NamedTuple):
-    """Contents of a run folder; fields are empty where files are missing."""
+def _read(read: Callable[[], Any], otherwise: Any) -> Any:
+    return read()
 
-    name: str  # short, unique name
-    path: Path
-    config: Config
-    parameters: int  # number of parameters, including frozen parameters
-    step: int | None  # number of steps; None without a last checkpoint
-    own: Mapping[str, Any]  # entries of molflt in the last checkpoint, such as "seconds" and "data"
-    columns: Mapping[str, NDArray[np.float64]]  # columns of metrics.csv
-    results: Results  # content of results.json, if it belongs to the run
-    predictions: Sequence[Row]  # rows of predictions.csv, if there are results
-    errors: Mapping[str, NDArray[np.float64]]  # |error| of the systems of each split, eV, if known
-    unmeasured: str  # reason why the results in the folder do not belong to the run
 
-    @property
-    def _task(self) -> Any:
-        return Recipe.of(self.config).load("task")
+class Run:
+    """Contents of a run folder; parts are empty where files are missing.
 
-    @property
-    def metrics(self) -> Mapping[str, Metric]:
-        """Returns the metrics of the task of the run."""
-        found: Mapping[str, Metric] = self._task.metrics
-        return found
+    Args:
+        path: folder of the run.
+        name: short, unique name.
+        attempt: function that is called with a function that reads a file, and with the value to
+            use if the file is damaged; by default, errors are raised.
 
-    @property
-    def measure(self) -> str:
-        """Returns the name of the metric that selects the best weights."""
-        chosen = self._chosen
-        return str(self._task.best) if chosen is None else chosen.metric
+    Attributes:
+        metrics: metrics of the task.
+        measure: name of the metric that selects the best weights.
+        best: value and step of the best validation; None without best weights.
+        parameters: number of parameters, including frozen parameters.
+        step: number of steps; None without a last checkpoint.
+        own: entries of molflt in the last checkpoint, such as "seconds" and "data".
+        seconds: time of training and validation; None in runs of earlier versions.
+        time: `seconds` as text.
+        columns: columns of metrics.csv.
+        unmeasured: reason why the results in the folder do not belong to the run.
+        results: content of results.json, if it belongs to the run.
+        predictions: rows of predictions.csv, if there are results.
+        errors: |error| of the systems of each split, eV, if known.
+    """
 
-    @property
-    def _chosen(self) -> Best | None:
-        """Returns the header of the best weights; None if they are missing or damaged."""
-        with suppress(ValueError):
-            return best_of(self.path)
-        return None
-
-    @property
-    def best(self) -> tuple[float, int] | None:
-        """Returns the value and step of the best validation; None before the first validation."""
-        if (chosen := self._chosen) is not None:
-            return chosen.value, chosen.step
-        name = f"val_{self.measure}"
-        place = best_place(self.columns, name, self.metrics[self.measure].largest_is_best)
-        if place is None:
-            return None
-        return float(self.columns[name][place]), int(self.columns["step"][place])
-
-    @property
-    def seconds(self) -> float | None:
-        """Returns the time of training and validation; None in runs of earlier versions."""
-        return self.own.get("seconds")
-
-    @property
-    def time(self) -> str:
-        """Returns `seconds` as text."""
-        return "-" if self.seconds is None else duration(self.seconds)
+    def __init__(
+        self, path: Path, name: str, attempt: Callable[[Callable[[], Any], Any], Any] = _read
+    ) -> None:
+        self.path, self.name, self.config = path, name, read_config(path)
+        last, table, file = (
+            path / one for one in ("checkpoints/last.ckpt", "metrics.csv", "predictions.csv")
+        )
+        task: Any = Recipe.of(self.config).load("task")
+        chosen = None
+        with suppress(ValueError):  # reported when these weights are loaded
+            chosen = best_of(path)
+        self.metrics: Mapping[str, Metric] = task.metrics
+        self.measure: str = task.best if chosen is None else chosen.metric
+        self.best = None if chosen is None else (chosen.value, chosen.step)
+        self.parameters: int = attempt(lambda: count_parameters(path, self.config), 0)
+        state = attempt(lambda: read_checkpoint(last), {}) if last.is_file() else {}
+        self.step: int | None = state.get("global_step")
+        self.own: Mapping[str, Any] = state.get("molflt", {})
+        self.seconds: float | None = self.own.get("seconds")
+        self.time = "-" if self.seconds is None else duration(self.seconds)
+        found = attempt(lambda: read_columns(table), {}) if table.is_file() else {}
+        self.columns: Mapping[str, NDArray[np.float64]] = found
+        self.unmeasured: str = attempt(lambda: why_of_others(path, run_weights(path)), "")
+        known = {} if self.unmeasured else attempt(lambda: read_results(path / RESULTS), {})
+        self.results: Results = known
+        self.predictions: Sequence[Row] = attempt(lambda: read_rows(file), []) if known else []
+        errors = attempt(lambda: _errors(self.predictions, file), {})
+        self.errors: Mapping[str, NDArray[np.float64]] = errors
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
@@ -98,41 +97,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
         raise ValueError(f"expected at least two different runs; got {got}")
     above = Path(os.path.commonpath([path.parent for path in whole]))
     names = [path.relative_to(above).as_posix() for path in whole]
-    return [read_run(path, name) for path, name in zip(map(Path, paths), names, strict=True)]
-
-
-def _read(read: Callable[[], Any], otherwise: Any) -> Any:
-    return read()
-
-
-def read_run(
-    path: Path, name: str, attempt: Callable[[Callable[[], Any], Any], Any] = _read
-) -> Run:
-    """Reads the folder of a run.
-
-    `attempt` is called with a function that reads a file, and with the value to use if the file is
-    damaged. By default, errors are raised.
-    """
-    config = read_config(path)
-    last, table = path / "checkpoints" / "last.ckpt", path / "metrics.csv"
-    unmeasured = attempt(lambda: why_of_others(path, run_weights(path)), "")
-    results = {} if unmeasured else attempt(lambda: read_results(path / RESULTS), {})
-    file = path / "predictions.csv"
-    rows = attempt(lambda: read_rows(file), []) if results else []
-    state = attempt(lambda: read_checkpoint(last), {}) if last.is_file() else {}
-    return Run(
-        name,
-        path,
-        config,
-        attempt(lambda: count_parameters(path, config), 0),
-        state.get("global_step"),
-        state.get("molflt", {}),
-        attempt(lambda: read_columns(table), {}) if table.is_file() else {},
-        results,
-        rows,
-        attempt(lambda: _errors(rows, file), {}),
-        unmeasured,
-    )
+    return [Run(path, name) for path, name in zip(map(Path, paths), names, strict=True)]
 
 
 def read_results(path: Path) -> Results:

@@ -22,7 +22,6 @@ _LOG_RANGE = 1e4  # ratio of the largest to the smallest weight on a logarithmic
 _MAX_NAMES = 32  # largest number of tokens named along an axis
 _NAME = 0.14  # inches for each token name
 _USUAL = 0.99  # share of signed weights within the color scale if there are outliers
-_SCALES = ("auto", "linear", "log")
 
 _Array = NDArray[np.float64]
 _Names = tuple[Sequence[str], Sequence[str]]  # of queries, of keys
@@ -34,15 +33,15 @@ def attention_matrices(
     *,
     title: str | None = None,
     tokens: _Names | None = None,
-    scale: str = "auto",
 ) -> None:
     """Draws the attention matrix of each head, as in fig. 5 of FLT (arXiv:2302.01925).
 
-    All heads share one color scale. Weights of exactly 0, such as those of masked keys, are gray.
-    If some weights are negative, which signed features allow, the color scale is diverging and
-    centered at 0, and excludes the largest 1 % of the weights if these are outliers. Matrices with
-    more than 512 queries or keys are averaged over blocks. The figure states whether weights are
-    excluded or averaged.
+    All heads share one color scale, which is logarithmic over at most four decades if all weights
+    are nonnegative and the largest is at least 30 times the median. Weights of exactly 0, such as
+    those of masked keys, are gray. If some weights are negative, which signed features allow, the
+    scale is diverging and centered at 0, and excludes the largest 1 % of the weights if these are
+    outliers. Matrices with more than 512 queries or keys are averaged over blocks. The figure
+    states whether weights are excluded or averaged.
 
     Args:
         weights: (heads, queries, keys), such as the result of `Attention.weights` for one sequence.
@@ -50,17 +49,13 @@ def attention_matrices(
         title: title of the figure, such as the name of the layer.
         tokens: names of the queries and of the keys, which are written along the axes if there are
             at most 32.
-        scale: "linear" from 0, "log" over at most four decades, or "auto", which is "log" if all
-            weights are nonnegative and the largest is at least 30 times the median.
     """
     matrices = _matrices(weights)
-    if scale not in _SCALES:
-        raise ValueError(f"scale={scale!r} is unknown; expected one of {', '.join(_SCALES)}")
     heads, queries, keys = matrices.shape
     named = tokens if tokens is not None and max(map(len, tokens)) <= _MAX_NAMES else None
     step = -(-queries // _MAX_PIXELS), -(-keys // _MAX_PIXELS)
     pixels = _block_means(matrices, step)
-    scaled = _weight_colors(pixels, scale)
+    scaled = _weight_colors(pixels)
     notes = [title] if title else []
     if beyond := float((np.abs(pixels) > scaled.norm.vmax).mean()):
         notes.append(f"{100 * beyond:.1g} % of the pixels are beyond the color scale")
@@ -97,7 +92,7 @@ def attention_around(weights: ArrayLike | torch.Tensor, file: Path, *, title: st
     size, margin = (2.2, 0.35 + 2.2 * rows / columns), (1.7, 0.8)
     with head_panels(file, heads, size, margin) as (figure, panels):
         extent = (-side - 0.5, side + 0.5, 0.5, 0.5 - rows)
-        _heat_maps(figure, panels, maps, _weight_colors(maps, "auto"), extent)
+        _heat_maps(figure, panels, maps, _weight_colors(maps), extent)
         for axes in panels:
             axes.plot(0, 0, marker="s", markersize=5, color="black", markerfacecolor="none")
         figure.supxlabel("column offset from the predicted pixel (square)")
@@ -154,26 +149,21 @@ class _Scaled(NamedTuple):
     extend: str  # extended ends of the color bar
 
 
-def _weight_colors(pixels: _Array, scale: str) -> _Scaled:
+def _weight_colors(pixels: _Array) -> _Scaled:
     from matplotlib import colormaps
     from matplotlib.colors import LogNorm, Normalize
 
     most = float(np.abs(pixels).max()) or 1.0
     if (pixels < 0).any():
-        if scale == "log":
-            least = float(pixels.min())
-            raise ValueError(f"scale='log' needs weights of at least 0; got {least}; use 'linear'")
         usual = float(np.quantile(np.abs(pixels), _USUAL))
         outliers = 0 < usual < most / 3  # in rows with normalizers near 0
         limit, ends = (usual, "both") if outliers else (most, "neither")
         return _Scaled(Normalize(-limit, limit), colormaps["RdBu_r"], "linear", ends)
     colors = colormaps["viridis"].with_extremes(bad=ZERO)
     positive = pixels[pixels > 0]
-    wide = positive.size > 0 and most >= 30 * float(np.median(positive))
-    if positive.size and (scale == "log" or (scale == "auto" and wide)):
+    if positive.size and most >= 30 * float(np.median(positive)):
         least = float(positive.min())
         low = max(least, most / _LOG_RANGE)
-        low = low if low < most else most / 10  # if all values are equal
         ends = "min" if least < low else "neither"
         return _Scaled(LogNorm(low, most), colors, "logarithmic", ends)
     return _Scaled(Normalize(0.0, most), colors, "linear", "neither")

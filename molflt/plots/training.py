@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -59,8 +59,7 @@ def training_curve(
     metrics_csv: Path,
     file: Path,
     metrics: Mapping[str, Metric],
-    best: str = "",
-    step: int | None = None,
+    best: tuple[str, int] | None = None,
 ) -> None:
     """Plots the loss, the metrics and the learning rate against the step.
 
@@ -69,8 +68,7 @@ def training_curve(
             metrics with the prefix `train_` or `val_`; cells may be empty.
         file: file to write.
         metrics: metrics of the task; each measured metric has a panel.
-        best: metric whose best validation is marked.
-        step: step of that validation; by default the step with the best value.
+        best: metric whose best validation is marked, and the step of this validation.
     """
     columns = read_columns(Path(metrics_csv))
     known = {"train_loss": Metric("loss", scale="log"), **metrics, "lr": Metric("learning rate")}
@@ -87,8 +85,8 @@ def training_curve(
             metric = known[name]
             for line in lines:
                 _curve(axes, columns, line, alone=len(lines) == 1)
-                if line == f"val_{best}":
-                    _star(axes, columns, line, metric, step)
+                if best is not None and line == f"val_{best[0]}":
+                    _star(axes, columns, line, metric, best[1])
             if name != "lr":
                 axes.legend()
             if metric.scale == "log":
@@ -123,27 +121,11 @@ def _number(cell: str | None) -> float:
     return float("nan")
 
 
-def best_place(columns: Mapping[str, _Array], name: str, largest_is_best: bool) -> int | None:
-    """Returns the row of metrics.csv with the best value of a metric, or None.
-
-    Validations in which some measured metric is not finite are ignored.
-    """
-    measured = [v for key, v in columns.items() if key.startswith("val_") and np.isfinite(v).any()]
-    if name not in columns or not measured:
-        return None
-    known = np.isfinite([columns[name], columns["step"], *measured]).all(axis=0)
-    values = np.where(known, columns[name] if largest_is_best else -columns[name], -np.inf)
-    return int(values.argmax()) if known.any() else None
-
-
-def _star(
-    axes: Axes, columns: dict[str, _Array], name: str, metric: Metric, best: int | None
-) -> None:
-    at = np.flatnonzero((columns["step"] == best) & np.isfinite(columns[name]))
-    place = at[-1] if len(at) else best_place(columns, name, metric.largest_is_best)
-    if place is not None:
-        step, value = columns["step"][place], columns[name][place]
-        text = f"best: {value:.{metric.digits}f} {metric.unit}".rstrip() + f" at step {step:.0f}"
+def _star(axes: Axes, columns: dict[str, _Array], name: str, metric: Metric, step: int) -> None:
+    at = np.flatnonzero((columns["step"] == step) & np.isfinite(columns[name]))
+    if len(at):
+        value = columns[name][at[-1]]
+        text = f"best: {value:.{metric.digits}f} {metric.unit}".rstrip() + f" at step {step}"
         axes.plot(step, value, "*", color=VERMILION, markersize=11, label=text)
 
 
@@ -241,15 +223,14 @@ def loss_curves(tasks: Mapping[str, Mapping[str, _Array]], file: Path, steps: in
     `tasks` contains nonnegative losses at evenly spaced steps up to `steps`, (repeats, n), by task
     and optimizer. Infinite values are omitted.
     """
-    panels: dict[str, dict[str, _Band]] = {}
-    for task, own in tasks.items():
-        panel = panels[task.replace("_", " ")] = {}
-        for name, losses in own.items():
-            at = (np.arange(losses.shape[1]) + 0.5) * steps / losses.shape[1]
-            shown = np.where(np.isfinite(losses), np.maximum(losses, _LEAST), np.nan)
-            middle = np.exp(np.log(shown).mean(axis=0))
-            panel[name] = at, middle, shown.min(axis=0), shown.max(axis=0)
-    _bands(file, panels, "step", "loss", "log")
+
+    def band(losses: _Array) -> _Band:
+        at = (np.arange(losses.shape[1]) + 0.5) * steps / losses.shape[1]
+        shown = np.where(np.isfinite(losses), np.maximum(losses, _LEAST), np.nan)
+        middle = np.exp(np.log(shown).mean(axis=0))
+        return at, middle, shown.min(axis=0), shown.max(axis=0)
+
+    _bands(file, tasks, band, "step", "loss", "log")
 
 
 def best_values(
@@ -263,20 +244,20 @@ def best_values(
     `panels` contains log10 of the best value so far after each number of `evaluations`, (runs,
     points), by function and optimizer.
     """
-    bands: dict[str, dict[str, _Band]] = {}
-    for function, found in panels.items():
-        panel = bands[function] = {}
-        for name, values in found.items():
-            mean, width = values.mean(axis=0), values.std(axis=0, ddof=min(1, len(values) - 1))
-            panel[name] = evaluations, mean, mean - width, mean + width
+
+    def band(values: _Array) -> _Band:
+        mean, width = values.mean(axis=0), values.std(axis=0, ddof=min(1, len(values) - 1))
+        return evaluations, mean, mean - width, mean + width
+
     label = "log10 of the best value\n(lower is better)"
     title = f"mean ± standard deviation, n = {runs} runs"
-    _bands(file, bands, "evaluations", label, "linear", title)
+    _bands(file, panels, band, "evaluations", label, "linear", title)
 
 
 def _bands(
     file: Path,
-    panels: Mapping[str, Mapping[str, _Band]],
+    panels: Mapping[str, Mapping[str, _Array]],
+    band: Callable[[_Array], _Band],
     x_label: str,
     y_label: str,
     scale: Literal["linear", "log"],
@@ -285,12 +266,13 @@ def _bands(
     names = list(dict.fromkeys(name for own in panels.values() for name in own))
     with panels_of(file, len(panels), 3, (3.1, 2.6), (1.0, 0.8)) as (figure, shown):
         for axes, (task, own) in zip(shown, panels.items(), strict=True):
-            for name, (x, y, low, high) in own.items():
+            for name, values in own.items():
+                x, y, low, high = band(values)
                 color = SERIES[names.index(name) % len(SERIES)]
                 axes.plot(x, y, color=color, linewidth=1.4, label=plain(name))
                 axes.fill_between(x, low, high, color=color, alpha=0.2, linewidth=0)
             axes.set(xlabel=x_label, ylabel=y_label, yscale=scale)
-            axes.set_title(plain(task))
+            axes.set_title(plain(task.replace("_", " ")))
             axes.grid()
         legend_outside(figure, shown[0], "lower", min(len(names), 5), title=title)
 

@@ -297,7 +297,7 @@ class EnergyPredictor(Pretrained):
             tuple(found.outside[i]),
             tokens,
             found.by_atom["forces"][i] if "forces" in found.by_atom else None,
-            found.by_adsorbate[i] if found.by_adsorbate else None,
+            found.by_adsorbate[i],
         )
 
     def infer(

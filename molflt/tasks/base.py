@@ -24,7 +24,7 @@ _Data = TypeVar("_Data", contravariant=True)
 
 
 class _Sums(Protocol):
-    """Sums over the items of batches, as a named tuple of float64 scalars."""
+    """Sums over the items of batches, as a named tuple of scalars, which are added in float64."""
 
     def __iter__(self) -> Iterator[Tensor]: ...
 

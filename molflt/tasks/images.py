@@ -35,8 +35,7 @@ class _ImageSums(NamedTuple):
         # ties and NaN count as errors; otherwise a constant output would always be correct
         rank = (~(logits < own)).sum(dim=1)
         nats = F.cross_entropy(logits.double(), labels, reduction="sum")
-        parts = [(rank <= 1).sum(), (rank <= 5).sum(), nats, torch.tensor(len(labels))]
-        return cls(*(part.to(logits.device, torch.float64) for part in parts))
+        return cls((rank <= 1).sum(), (rank <= 5).sum(), nats, torch.tensor(len(labels)))
 
     def metrics(self) -> dict[str, float]:
         top1, top5, nats, images = (float(part) for part in self)

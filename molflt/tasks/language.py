@@ -51,7 +51,7 @@ class LanguageTask(Task[_Batch, object]):
 
     def loss(self, batch: _Batch, progress: float) -> tuple[Tensor, _TokenSums]:
         nats, tokens = self._sums(batch)
-        return nats / tokens.clamp(min=1), self.sums(nats.detach().double(), tokens.double())
+        return nats / tokens.clamp(min=1), self.sums(nats.detach(), tokens)
 
     def size(self, batch: _Batch) -> int:
         return batch[0].numel()

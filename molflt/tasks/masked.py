@@ -132,23 +132,21 @@ class MaskedTask(Task[_Batch, "TokenizedText"]):
         return seen, targets, there, label
 
     def _judged(self, batch: _Batch, draws: Draws) -> tuple[Tensor, _GapSums]:
-        tokens, types, there = batch
-        model, zero = self.model, torch.zeros((), device=tokens.device)
-        pairs = model.next_sentence is not None
+        model = self.model
         seen, targets, there, label = self.gaps(batch, draws)
-        hidden = model(seen, types, there)
+        hidden = model(seen, batch[1], there)
         found = model.log_likelihood(hidden, targets)
         loss = -found.sum() / max(1, len(found))
         with torch.no_grad():
             gaps = targets >= 0
-            best = model.best(hidden[gaps])
-            right = (best == targets[gaps]).sum()
-        parts = [-found.detach().double().sum(), right, torch.tensor(len(found)), zero, zero]
-        if pairs:
+            right = (model.best(hidden[gaps]) == targets[gaps]).sum()
+        pairs = torch.tensor(0), torch.tensor(0)
+        if model.next_sentence is not None:
             logits = model.follows(hidden)
             loss = loss + F.cross_entropy(logits.float(), label)
-            parts[3:] = [(logits.argmax(dim=1) == label).sum(), torch.tensor(len(label))]
-        return loss, _GapSums(*(part.to(tokens.device, torch.float64) for part in parts))
+            pairs = (logits.argmax(dim=1) == label).sum(), torch.tensor(len(label))
+        nats = -found.detach().double().sum()
+        return loss, _GapSums(nats, right, torch.tensor(len(found)), *pairs)
 
 
 class Draws(NamedTuple):

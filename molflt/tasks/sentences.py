@@ -35,9 +35,8 @@ class _LabelSums(NamedTuple):
         """Computes the sums from predictions and labels, (items,) each, and the total loss."""
         told, label = told.detach().double(), label.double()
         parts = (told, label, told.square(), label.square(), told * label)
-        right = (told == label).sum()
-        counts = (torch.tensor(len(label)), right, loss.detach(), *(part.sum() for part in parts))
-        return cls(*(part.to(label.device, torch.float64) for part in counts))
+        sums = (part.sum() for part in parts)
+        return cls(torch.tensor(len(label)), (told == label).sum(), loss.detach(), *sums)
 
     def metrics(self) -> dict[str, float]:
         n, right, loss, x, y, xx, yy, xy = (float(part) for part in self)

@@ -61,9 +61,8 @@ class TranslationTask(Task[_Batch, object]):
         source, there, seen, following = batch
         hidden = self.model(source, seen, there)
         score, smoothed = self.model.log_likelihood(hidden, following, self.label_smoothing)
-        count = torch.tensor(float(len(score)), device=score.device)
-        totals = -score.detach().sum(), -smoothed.detach().sum(), count
-        return -smoothed.mean(), _TargetSums(*(part.double() for part in totals))
+        totals = -score.detach().sum(), -smoothed.detach().sum(), torch.tensor(len(score))
+        return -smoothed.mean(), _TargetSums(*totals)
 
     def size(self, batch: _Batch) -> int:
         return int((batch[3] >= 0).sum())

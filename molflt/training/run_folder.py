@@ -343,13 +343,13 @@ class RunFolder:
             self._expect_held()
             append(self.path / "metrics.csv", row)  # reaches the disk before later checkpoints
 
-    def draw_curve(self, metrics: Mapping[str, Metric], best: str) -> None:
+    def draw_curve(self, metrics: Mapping[str, Metric]) -> None:
         """Draws curve.png if metrics.csv has rows; a failure to draw never hides another error."""
         table, png = self.path / "metrics.csv", self.path / "curve.png"
         ending = sys.exception()
         try:
             if self.writes and table.is_file() and len(table.read_text().splitlines()) > 1:
-                draw_curve(self.path, png, metrics, best)
+                draw_curve(self.path, png, metrics)
         except (OSError, ValueError) as error:
             if ending is None:
                 print(f"{png}: not drawn: {error}", file=sys.stderr)
@@ -427,22 +427,22 @@ def _number(path: Path, key: str) -> float:
         ) from None
 
 
-def draw_curve(run: Path, file: Path, metrics: Mapping[str, Metric], measure: str) -> None:
+def draw_curve(run: Path, file: Path, metrics: Mapping[str, Metric]) -> None:
     """Plots metrics.csv of a run, and marks the validation of its best weights.
 
     Args:
         run: folder of the run.
         file: file to write.
         metrics: metrics of the task.
-        measure: metric whose best value is marked if the best weights are missing.
     """
     from molflt.plots import training_curve
 
     chosen = None
     with contextlib.suppress(ValueError):  # reported when these weights are loaded
         chosen = best_of(run)
-    metric, step = (measure, None) if chosen is None else (chosen.metric, chosen.step)
-    training_curve(Path(run) / "metrics.csv", file, metrics, metric, step)
+    training_curve(
+        Path(run) / "metrics.csv", file, metrics, chosen and (chosen.metric, chosen.step)
+    )
 
 
 def duration(seconds: float) -> str:
