@@ -15,7 +15,7 @@ import molflt
 from molflt.commands.cli import main
 from molflt.data.images.datamodule import ImageData, PixelData
 from molflt.evaluation import images as evaluation
-from molflt.evaluation.images import _around, _datasets, logits_of
+from molflt.evaluation.images import _datasets, logits_of
 from molflt.image import ImageClassifier
 from molflt.metrics import locality
 from molflt.tasks.images import ImageTask
@@ -177,27 +177,6 @@ def test_bits_per_dim_of_model_and_histogram(tmp_path: Path) -> None:
         away.rename(train)
     assert again["bits_per_dim"] == pytest.approx(found["val"]["bits_per_dim"])
     assert again["histogram_bits_per_dim"] is None
-
-
-def test_attention_around_a_pixel_is_a_mean_over_existing_neighbors() -> None:
-    side, channels = 3, 2
-    generator = torch.Generator().manual_seed(0)
-    weights = torch.rand(2, 18, 18, generator=generator, dtype=torch.float64).tril()
-    model = molflt.sequence.PixelModel(channels, side, dim=8, heads=2, layers=1)
-    found = _around(weights, model)
-    assert found.shape == (2, side, 2 * side - 1)
-    for up in range(side):
-        for right in range(1 - side, side):
-            own = []
-            for i in range(18):
-                row, column = i // channels // side - up, i // channels % side + right
-                if row >= 0 and 0 <= column < side:
-                    # Key j has seen byte j - 1
-                    keys = [(row * side + column) * channels + c + 1 for c in range(channels)]
-                    own.append(sum(weights[:, i, j] for j in keys if j < 18))
-            torch.testing.assert_close(
-                found[:, side - 1 - up, side - 1 + right], sum(own) / len(own)
-            )
 
 
 def test_images_are_generated_and_completed(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def test_evaluation_with_adam(tmp_path: Path) -> None:
     assert list(results) == [*UNSEEN, "image_network", "image_convolutions"]
     rows = table(tmp_path / "curves.csv")
     assert len(rows) == 5 * 2 * 2 * 12 and (tmp_path / "optimizations.png").stat().st_size > 10_000
-    assert {"attention.png", "encoding.png"} <= {path.name for path in tmp_path.iterdir()}
+    assert (tmp_path / "encoding.png").stat().st_size > 1000
     for task, found in results.items():
         own = [r for r in rows if r["task"] == task and float(r["step"]) == 11]
         ends = [float(r["loss"]) for r in own if r["optimizer"] == run.name]

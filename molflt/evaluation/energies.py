@@ -251,8 +251,7 @@ def _draw(
                 ]
         plots.parity(panels, out / "parity.png", names)
         plots.errors(groups["all"], errors, out / "errors.png")
-    position = getattr(getattr(model, "encoding", None), "position", None)
-    if position is not None and plots.has_bias(position):
+    if plots.has_bias(getattr(getattr(model, "encoding", None), "position", None)):
         plots.rpe_profiles(model, out / "encoding.png")
 
 

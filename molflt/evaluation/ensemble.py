@@ -40,7 +40,6 @@ class EnsembleRegressor(nn.Module):
 
     Attributes:
         weights: sha256 of the weights of each member.
-        trained_elements: see `molflt.graph.EnergyRegressor`; equal for all members.
     """
 
     def __init__(
@@ -53,11 +52,6 @@ class EnsembleRegressor(nn.Module):
         self.weights = tuple(map(digest_of, members))
         self.data = dict(data or {})
 
-    @property
-    def trained_elements(self) -> Tensor | None:
-        found = getattr(self.members[0], "trained_elements", None)
-        return found if isinstance(found, Tensor) else None
-
     def forward(self, batch: Batch) -> Mapping[str, Tensor]:
         """Predicts a batch; see `molflt.graph.EnergyRegressor`.
 
@@ -66,17 +60,14 @@ class EnsembleRegressor(nn.Module):
             members), eV. Also the means "displacement", (atoms, 3), Å, and "adsorbate_energy",
             (atoms,), eV, of quantities that all members predict.
         """
-        energies: list[Tensor] = []
-        by_atom: dict[str, list[Tensor]] = {"displacement": [], "adsorbate_energy": []}
-        for member in self.members:
-            found = member(batch)
-            energies.append(found["energy"].double())
-            for name, kept in by_atom.items():
-                kept += [found[name]] if name in found else []
-        by_member = torch.stack(energies, dim=1)
-        out = {"energy": by_member.mean(dim=1), "energy_by_member": by_member}
-        whole = {name: kept for name, kept in by_atom.items() if len(kept) == len(self.members)}
-        return out | {name: torch.stack(kept).mean(dim=0) for name, kept in whole.items()}
+        found = [member(batch) for member in self.members]
+        by_member = torch.stack([out["energy"].double() for out in found], dim=1)
+        means = {
+            name: torch.stack([out[name] for out in found]).mean(dim=0)
+            for name in ("displacement", "adsorbate_energy")
+            if all(name in out for out in found)
+        }
+        return {"energy": by_member.mean(dim=1), "energy_by_member": by_member, **means}
 
 
 def load_ensemble(

@@ -48,7 +48,6 @@ _BITS = {
     "uniform_bits_per_dim": ("uniform", 3),
 }
 _AT_ONCE = 64  # images in a batch for the histogram
-_AROUND = 7  # rows above and columns on each side of the pixel in the figure of attention
 
 
 def evaluate(
@@ -164,8 +163,7 @@ def evaluate_pixels(
     The baselines are a uniform distribution over the values of a byte (8 bits) and a histogram for
     each position, with the frequencies of the values in the training images after every count is
     increased by one. Writes losses.png (loss against the position in the sequence), attention.png
-    (attention of the last layer on the pixels around each pixel, averaged over one image) and, with
-    a relative encoding, encoding.png.
+    (each head of the last layer, for the first image) and, with a relative encoding, encoding.png.
 
     Args:
         batch_size: images in a batch.
@@ -198,16 +196,12 @@ def evaluate_pixels(
     plots.losses_by_place(curves, out / "losses.png")
     image = next(iter(named.values()))[0][0][None].to(common.device_of(model))
     what = f"the attention matrix of an image of {model.longest:,} bytes"
+    run_model = partial(model.image_log_likelihood, image)
+    line = model.stack.position is None or model.stack.position.dim == 1
+    axis = (model.longest, "tokens") if line else (model.image_size, "pixels")
     with within_memory(lambda: what, "use a smaller model or smaller images"):
-        run_model = partial(model.image_log_likelihood, image)
-        matrices = common.attention_of(model.stack, run_model, last=1)
-    if matrices:
-        around, title = _around(matrices[-1][0], model), "last layer, mean over an image"
-        plots.attention_around(around, out / "attention.png", title=title)
-    position, png = model.stack.position, out / "encoding.png"
-    line = position is None or position.dim == 1
-    axis = (model.longest, png, "tokens") if line else (model.image_size, png, "pixels")
-    common.draw_encoding(position, model.position_scale, *axis)
+        title = "last layer, first image; bytes row by row"
+        common.draw_stack(out, model.stack, run_model, title, model.position_scale, *axis)
     text = f"\n\n{results_table('images', _BITS, results)}\n\n{note}\n"
     return Evaluation(results, text)
 
@@ -252,20 +246,3 @@ def _judge(
                 bits += float(tables[place, model.bytes_of(given).cpu()].sum())
     histogram = None if tables is None else bits / (len(images) * model.longest)
     return nats / len(images), histogram
-
-
-def _around(weights: Tensor, model: PixelModel) -> Tensor:
-    """Returns the mean weight for each offset, summed over channels, (heads, rows, columns)."""
-    heads, channels, side = len(weights), model.channels, model.image_size
-    reach = min(_AROUND, side - 1)
-    # key j contains byte j - 1
-    known = torch.cat((weights[..., 1:], torch.zeros_like(weights[..., :1])), dim=-1)
-    pixels = known.unflatten(2, (side, side, channels)).sum(dim=-1)
-    pixels = pixels.unflatten(1, (side, side, channels)).mean(dim=3)  # [h, r, c, r, c]
-    out = weights.new_zeros(heads, reach + 1, 2 * reach + 1)
-    for up in range(reach + 1):
-        rows = pixels.diagonal(-up, 1, 3)  # [h, column, key's column, row]
-        for right in range(-reach, reach + 1):
-            own = rows.diagonal(right, 1, 2)
-            out[:, reach - up, reach + right] = own.flatten(1).mean(dim=1)
-    return out

@@ -19,11 +19,11 @@ from tqdm import tqdm
 from molflt import plots
 from molflt.data.packed import require
 from molflt.data.problems import ProblemSeeds, generator_of
-from molflt.evaluation.common import draw_stack
+from molflt.evaluation.common import draw_encoding
 from molflt.evaluation.results import Evaluation, align, write_csv
 from molflt.memory import within_memory
 from molflt.optimizers import functions as objectives
-from molflt.optimizers.coordinate import CoordinateOptimizer, OptimizerState
+from molflt.optimizers.coordinate import CoordinateOptimizer
 from molflt.optimizers.functions import FAMILIES, HALF_WIDTH, Functions
 from molflt.optimizers.learned import LearnedOptimizer
 from molflt.optimizers.memories import AttentionMemory
@@ -39,7 +39,6 @@ __all__ += ["tuned_adam"]
 _RATES = tuple(round(10 ** (-4 + i / 3), 6) for i in range(10))  # 1e-4 to 0.1
 _END = 0.1  # fraction of the steps, at the end, over which the final loss is averaged
 _ROWS = 200  # intervals of a curve in the file
-_SHOWN, _COORDINATES = 64, 32  # gradients and coordinates drawn in attention.png
 _REACH = 200  # steps in the figure of the encoding
 _Curve = NDArray[np.float64]
 _Made = Callable[[int, Tensor], Problem]
@@ -73,9 +72,8 @@ def evaluate(
     For each task, Adam uses the learning rate with the smallest final loss in the same repeats. The
     tasks are the Rosenbrock function, a matrix factorization, a network that is deeper and larger
     than the training networks and, with `data`, a network and a convolutional network on images.
-    Writes curves.csv (mean losses over up to 200 intervals of steps) and optimizations.png. With
-    attention, also writes attention.png (each head of the last layer, for the first gradients of
-    the last task) and, with a relative encoding, encoding.png.
+    Writes curves.csv (mean losses over up to 200 intervals of steps), optimizations.png and, with a
+    relative encoding, encoding.png.
 
     Args:
         steps: number of steps of each optimization.
@@ -114,8 +112,9 @@ def evaluate(
         for task, own in found.items()
     }
     plots.loss_curves(curves, out / "optimizations.png", steps)
-    task, made = list(chosen.items())[-1]
-    _draw_memory(model, made(int(ProblemSeeds("test", 1)[0]), like), task, steps, out)
+    if isinstance(memory := model.memory, AttentionMemory):
+        position, scale = memory.stack.position, memory.position_scale
+        draw_encoding(position, scale, _REACH + 1, out / "encoding.png", "steps")
     ends = {
         task: {name: final_loss(raced.curves) for name, raced in own.items()}
         for task, own in found.items()
@@ -131,32 +130,6 @@ def evaluate(
     note = "final loss: mean of the last 10 % of the steps, geometric mean over repeats"
     text = f"{align(lines, text_columns=2)}\n\n{note}"
     return Evaluation(results, f", {steps:,} steps, {repeats} repeats\n\n{text}\n")
-
-
-def _draw_memory(
-    model: CoordinateOptimizer, problem: Problem, task: str, steps: int, out: Path
-) -> None:
-    memory = model.memory
-    if not isinstance(memory, AttentionMemory):
-        return
-    theta, seen = problem.start.detach(), []
-    state: OptimizerState | None = None
-    rows = torch.linspace(0, len(theta) - 1, min(_COORDINATES, len(theta))).long()
-    for step in range(min(steps, _SHOWN)):
-        shown = theta.clone().requires_grad_()
-        with torch.enable_grad():
-            (gradient,) = torch.autograd.grad(problem.loss(shown, step), shown)
-        moments = None if state is None else state.moments
-        seen.append(model.observe(gradient, moments, step).features[rows])
-        with torch.no_grad():
-            update, state = model.step(gradient, state)
-        theta = theta + update
-        if not bool(theta.isfinite().all()):
-            break
-    features = torch.stack(seen, dim=1)
-    title = f"last layer, first {features.shape[1]} gradients of {task.replace('_', ' ')}"
-    call = partial(model, features, features[..., 0])
-    draw_stack(out, memory.stack, call, title, memory.position_scale, _REACH + 1, "steps")
 
 
 def tasks_of(names: Sequence[str] | None, data: Path | None) -> dict[str, _Made]:
@@ -293,18 +266,15 @@ def evaluate_population(
     trained: Any = config["task"]["members"]
     size = trained if members is None else members
     d = model.dimension if dimension is None else dimension
-    for name, value, low in (("evaluations", evaluations, size), ("runs", runs, 1)):
+    least = {"members": (size, 2), "dimension": (d, 1), "runs": (runs, 1)}
+    for name, (value, low) in {**least, "evaluations": (evaluations, size)}.items():
         if value < low:
             raise ValueError(f"--{name} must be at least {low}; got {value}")
-    if size < 2 or d < 1:
-        raise ValueError(
-            f"--members must be at least 2 and --dimension at least 1; got {size} and {d}"
-        )
     wanted = list(BASELINES) if baselines is None else list(dict.fromkeys(baselines))
     if "cma-es" in wanted:
         require("cma", "CMA-ES", "bench")  # fails before anything is computed
     own = _own_name(config)
-    searches: dict[str, _Search] = {own: _of_model(model.of_dimension(d), size)}
+    searches: dict[str, _Search] = {own: partial(_by_model, model.of_dimension(d), size)}
     searches |= {name: BASELINES[name] for name in wanted}
     problems = ProblemSeeds("test", runs)
     seeds = [int(problems[place]) for place in range(runs)]
@@ -338,21 +308,19 @@ def _own_name(config: Config) -> str:
     return "FLT" if masked else "Performer"
 
 
-def _of_model(model: PopulationModel, members: int) -> _Search:
-    """Returns a search that evaluates the populations of all runs in one batch."""
-
-    @torch.no_grad()
-    def search(functions: Functions, seeds: list[int], evaluations: int) -> _Curve:
-        populations = Populations(model, seeds, members)
-        functions = functions.to(populations.device)
-        values: list[Tensor] = []
-        for _ in range(-(-evaluations // members)):
-            values.append(functions(populations.state.position))
-            populations.tell(values[-1])
-        found: _Curve = torch.cat(values, dim=1)[:, :evaluations].cpu().numpy()
-        return found
-
-    return search
+@torch.no_grad()
+def _by_model(
+    model: PopulationModel, members: int, functions: Functions, seeds: list[int], evaluations: int
+) -> _Curve:
+    """Evaluates the populations of all runs in one batch."""
+    populations = Populations(model, seeds, members)
+    functions = functions.to(populations.device)
+    values: list[Tensor] = []
+    for _ in range(-(-evaluations // members)):
+        values.append(functions(populations.state.position))
+        populations.tell(values[-1])
+    found: _Curve = torch.cat(values, dim=1)[:, :evaluations].cpu().numpy()
+    return found
 
 
 def _cma_es(functions: Functions, seeds: list[int], evaluations: int) -> _Curve:

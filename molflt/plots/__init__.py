@@ -5,7 +5,7 @@ imported when the first figure is drawn, and does not need a display. The colors
 and Ito, which color-blind readers can distinguish.
 """
 
-from molflt.plots.attention import attention_around, attention_matrices
+from molflt.plots.attention import attention_matrices
 from molflt.plots.encodings import has_bias, rpe_curves, rpe_profiles, rpe_surfaces
 from molflt.plots.figure import further_formats
 from molflt.plots.parity import calibration, parity
@@ -21,7 +21,7 @@ from molflt.plots.training import (
     training_curve,
 )
 
-__all__ = ["GroupError", "attention_around", "attention_matrices", "best_values", "calibration"]
+__all__ = ["GroupError", "attention_matrices", "best_values", "calibration"]
 __all__ += ["confusion", "errors", "further_formats", "has_bias", "image_sheet", "intervals"]
 __all__ += ["loss_curves", "losses_by_place", "overlaid_curves", "parity", "placement_views"]
 __all__ += ["rpe_curves", "rpe_profiles", "rpe_surfaces", "structure_overview", "structure_views"]

@@ -13,9 +13,7 @@ from molflt.plots.figure import DPI, ZERO, head_panels
 
 if TYPE_CHECKING:
     import torch
-    from matplotlib.axes import Axes
     from matplotlib.colors import Colormap, Normalize
-    from matplotlib.figure import Figure
 
 _MAX_PIXELS = 512  # pixels along each side of a heat map
 _LOG_RANGE = 1e4  # ratio of the largest to the smallest weight on a logarithmic color scale
@@ -68,53 +66,21 @@ def attention_matrices(
     extent = (-0.5, step[1] * pixels.shape[2] - 0.5, step[0] * pixels.shape[1] - 0.5, -0.5)
     with head_panels(file, heads, size, margin) as (figure, panels):
         aspect: Literal["equal", "auto"] = "equal" if 1 / 3 < queries / keys < 3 else "auto"
-        _heat_maps(figure, panels, pixels, scaled, extent, aspect)
-        for axes in panels:
+        masked = np.ma.masked_where((pixels == 0) & (pixels.min() >= 0), pixels)
+        for axes, one in zip(panels, masked, strict=True):
+            image = axes.imshow(one, scaled.colors, scaled.norm, extent=extent, aspect=aspect)
+            axes.locator_params(nbins=5, integer=True)
             axes.set(xlim=(-0.5, keys - 0.5), ylim=(queries - 0.5, -0.5))
             if named is not None:
                 axes.set_xticks(range(keys), named[1], rotation=90, fontsize="x-small")
                 axes.set_yticks(range(queries), named[0], fontsize="x-small")
+        bar = figure.colorbar(image, ax=panels, extend=scaled.extend, aspect=30, fraction=0.05)
+        gray = "; gray: 0" if np.ma.is_masked(masked) else ""
+        bar.set_label(f"attention weight, {scaled.name} scale{gray}")
         figure.supxlabel("key")
         figure.supylabel("query")
         if notes:
             figure.suptitle("\n".join(notes))
-
-
-def attention_around(weights: ArrayLike | torch.Tensor, file: Path, *, title: str) -> None:
-    """Draws the mean attention of each head to the pixels around a predicted pixel.
-
-    The `weights`, (heads, rows, columns), are means by relative position. The query is in the last
-    row and the middle column.
-    """
-    maps = _matrices(weights)
-    heads, rows, columns = maps.shape
-    side = columns // 2
-    size, margin = (2.2, 0.35 + 2.2 * rows / columns), (1.7, 0.8)
-    with head_panels(file, heads, size, margin) as (figure, panels):
-        extent = (-side - 0.5, side + 0.5, 0.5, 0.5 - rows)
-        _heat_maps(figure, panels, maps, _weight_colors(maps), extent)
-        for axes in panels:
-            axes.plot(0, 0, marker="s", markersize=5, color="black", markerfacecolor="none")
-        figure.supxlabel("column offset from the predicted pixel (square)")
-        figure.supylabel("row offset")
-        figure.suptitle(title)
-
-
-def _heat_maps(
-    figure: Figure,
-    panels: Sequence[Axes],
-    maps: _Array,
-    scaled: _Scaled,
-    extent: tuple[float, float, float, float],
-    aspect: Literal["equal", "auto"] = "equal",
-) -> None:
-    masked = np.ma.masked_where((maps == 0) & (maps.min() >= 0), maps)
-    for axes, one in zip(panels, masked, strict=True):
-        image = axes.imshow(one, scaled.colors, scaled.norm, extent=extent, aspect=aspect)
-        axes.locator_params(nbins=5, integer=True)
-    bar = figure.colorbar(image, ax=panels, extend=scaled.extend, aspect=30, fraction=0.05)
-    gray = "; gray: 0" if np.ma.is_masked(masked) else ""
-    bar.set_label(f"attention weight, {scaled.name} scale{gray}")
 
 
 def _matrices(weights: ArrayLike | torch.Tensor) -> _Array:

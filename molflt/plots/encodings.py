@@ -19,11 +19,13 @@ _Array = NDArray[np.float64]
 _DEPTH = 12.0  # a curve ends this far below its largest value
 
 
-def has_bias(position: torch.nn.Module) -> bool:
+def has_bias(position: torch.nn.Module | None) -> bool:
     """Returns True if a position module adds a bias to logits, which can be drawn.
 
     Rotations and stochastic encodings change queries and keys instead.
     """
+    if position is None:
+        return False
     module: Any = position
     origin = _like(module).new_zeros(1, 1, module.dim)
     return "softmax" in module.mixings and module("softmax", origin, origin).bias is not None
@@ -45,7 +47,7 @@ def rpe_profiles(model: torch.nn.Module, file: Path, r_max: float = 8.0, unit: s
     """
     import torch
 
-    position = _found(model, "rpe_profiles")
+    position = _found(model)
     distances = torch.linspace(0.0, r_max, 321, dtype=torch.float64).to(_like(position))
     owner = getattr(model, "encoding", position)  # includes a near field
     if hasattr(owner, "radial_profile"):
@@ -73,7 +75,7 @@ def rpe_curves(
             grid of tokens.
         unit: unit of positions.
     """
-    module = _found(position, "rpe_curves")
+    module = _found(position)
     if module.dim != 1:
         raise ValueError(f"rpe_curves: expected a position of dimension 1; got {module.dim}")
     # A fine line, which includes all integer offsets if the end is an integer.
@@ -124,7 +126,7 @@ def rpe_surfaces(
     """
     from matplotlib import colormaps
 
-    module = _found(position, "rpe_surfaces")
+    module = _found(position)
     if module.dim < 2:
         raise ValueError("rpe_surfaces: expected a position of dimension 2 or more; got 1")
     reach = extent if isinstance(extent, tuple) else (extent, extent)
@@ -153,14 +155,13 @@ def rpe_surfaces(
             figure.suptitle("section at offset 0 along all other axes")
 
 
-def _found(model: object, caller: str) -> Any:
+def _found(model: object) -> Any:
     owner = getattr(model, "encoding", None) or getattr(model, "stack", model)
     position: Any = getattr(owner, "position", model if hasattr(model, "grid") else None)
-    if position is None or not has_bias(position):
+    if not has_bias(position):
         raise ValueError(
-            f"{caller}: expected a position module with a bias for mixing 'softmax', or a model "
-            f"with one at encoding.position; got {type(position or model).__name__}; use "
-            "attention_matrices"
+            "expected a position module with a bias for mixing 'softmax', or a model with one at "
+            f"encoding.position; got {type(position or model).__name__}; use attention_matrices"
         )
     return position
 
