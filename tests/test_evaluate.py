@@ -14,15 +14,13 @@ from tiny_run import alone, error_of, on_slab, printed, structures, table
 from molflt.commands.cli import main
 from molflt.commands.evaluate import evaluate
 from molflt.commands.predict import predict
-from molflt.data.structures.in_memory import StructuresInMemory
 from molflt.data.structures.splits import TEST_SPLITS, VAL_SPLITS
 from molflt.data.structures.store import StructureStore, write_store
 from molflt.data.structures.systems import System, write_systems
 from molflt.evaluation.energies import _metrics, _results_table
 from molflt.evaluation.groups import errors_by_group
-from molflt.evaluation.other_models import common_systems, compare, read_published
-from molflt.evaluation.predictions import Predictions, infer
-from molflt.graph import EnergyRegressor
+from molflt.evaluation.other_models import compare, read_published
+from molflt.evaluation.predictions import Predictions
 from molflt.training.checkpoint import load_run
 
 
@@ -318,7 +316,7 @@ def published(path: Path, names: list[str] = NAMES, **others: np.ndarray) -> Pat
 def test_systems_are_matched_by_name_in_any_order(root: Path) -> None:
     names = [name for name in reversed(NAMES) if name != "cu-3"]  # 103 is only in the run
     others = read_published(published(root / "p.npz", names), root)
-    text = compare(others, common_systems(others, FOUND), FOUND, root)
+    text = compare(others, FOUND, root)
     assert "p.npz" in text and "4 of 7 systems" in text
     assert (root / "published.png").read_bytes()[:4] == b"\x89PNG"
     rows = table(root / "published.csv")
@@ -350,19 +348,8 @@ def test_missing_predictions_are_ignored(root: Path) -> None:
     gaps = np.full((8, 2), -1.0)
     gaps[2, 1] = np.nan
     others = read_published(published(root / "p.npz", a=gaps), root)
-    text = compare(others, common_systems(others, FOUND), FOUND, root)
+    text = compare(others, FOUND, root)
     assert "4 of 7 systems" in text  # 100, 103, 105, 107
     others = read_published(published(root / "p.npz", a=gaps * np.nan), root)
     with pytest.raises(ValueError, match="among these 7;"):
-        common_systems(others, FOUND)
-
-
-def test_use_of_a_mesh_is_said(monkeypatch, capsys) -> None:
-    model = EnergyRegressor(8, 2, layers=1, ffn_dim=8, num_features=8).eval()
-    data = StructuresInMemory(list(structures(3)))
-    infer(model, data, 2, "small cells")
-    assert "mesh" not in capsys.readouterr().err
-    monkeypatch.setattr("molflt.graph.periodic._MOST_BY_NODES", 8)
-    infer(model, data, 2, "large cells")
-    expected = sum(len(record.pos) > 8 for record in structures(3))
-    assert f"large cells: {expected} of 3 structures" in capsys.readouterr().err
+        compare(others, FOUND, root)

@@ -10,12 +10,14 @@ import torch
 from PIL import Image
 from recipe_runs import SHAPES, SIDE, data_of, trained, words_of
 from tiny_run import logged, page_of, printed, results_of, table
+from torch.utils.data import DataLoader
 
 import molflt
 from molflt.commands.cli import main
 from molflt.data.images.datamodule import ImageData, PixelData
 from molflt.evaluation import images as evaluation
-from molflt.evaluation.images import _datasets, logits_of
+from molflt.evaluation.common import logits_of
+from molflt.evaluation.images import _datasets
 from molflt.image import ImageClassifier
 from molflt.metrics import locality
 from molflt.tasks.images import ImageTask
@@ -54,7 +56,8 @@ def test_evaluation_sees_the_pixels_of_validation(tmp_path: Path) -> None:
     assert main([*words, "--data.image_size=8", "--data.resize=14", "--trainer.val_every=2"]) == 0
     model, config = load_run(run)
     found = [
-        ImageTask.sums.of(*logits_of(model, images, 64, name)).metrics() | {"n": len(images)}
+        ImageTask.sums.of(*logits_of(model, DataLoader(images, 64), name, "")).metrics()
+        | {"n": len(images)}
         for splits, other in ((["train", "val"], None), (None, idx))
         for name, images in _datasets(config["data"], SHAPES, splits=splits, data=other).items()
     ]
@@ -121,7 +124,7 @@ def test_all_ways_to_classify_agree(tmp_path: Path, capsys) -> None:
     images.setup()
     val = images.datasets["val"]
     pixels = torch.stack([val.image(i) for i in range(len(val))])
-    logits, _ = logits_of(load_run(run)[0], val, 64, "val")
+    logits, _ = logits_of(load_run(run)[0], DataLoader(val, 64), "val", "")
     confidence, found = logits.softmax(dim=1).max(dim=1)
     model = molflt.load(run)
     labels = model.classify(pixels, batch_size=7)

@@ -29,7 +29,7 @@ from molflt.training.config import Config
 from molflt.training.recipes import Recipe
 
 __all__ = ["attention_of", "batches", "chosen_splits", "classes_of", "device_of"]
-__all__ += ["draw_encoding", "draw_stack", "evaluate", "expect_finite", "locality_of"]
+__all__ += ["draw_encoding", "draw_stack", "evaluate", "expect_finite", "locality_of", "logits_of"]
 __all__ += ["named_images", "named_sources", "tokenizer_of", "total_of", "vocabulary_of"]
 
 _RESTORE = "restore the file that training wrote"
@@ -162,6 +162,22 @@ def total_of(task: Task[Any, Any], source: Iterable[object], name: str, batch: s
             total = total + torch.stack([part.cpu().double() for part in task.judge(one)])
     expect_finite(name, total)
     return total
+
+
+def logits_of(
+    model: nn.Module, source: Iterable[Sequence[Tensor]], name: str, batch: str
+) -> tuple[Tensor, Tensor]:
+    """Returns logits, (items, classes) in float64, and labels, (items,), the last parts of batches.
+
+    See `batches` for `name` and `batch`.
+    """
+    logits, labels = [], []
+    with batches(source, model, name, batch) as loaded:
+        for *inputs, label in loaded:
+            logits.append(model(*inputs).double().cpu())
+            labels.append(label.cpu())
+            expect_finite(name, logits[-1], "a logit")
+    return torch.cat(logits), torch.cat(labels)
 
 
 def draw_stack(

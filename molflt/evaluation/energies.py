@@ -20,7 +20,7 @@ from molflt.data.structures.splits import OC20_FILES, PUBLISHED, TEST_SPLITS, VA
 from molflt.evaluation.calibration import assess, check_calibration_split
 from molflt.evaluation.evaluated import EvaluationData, warn_of_labels
 from molflt.evaluation.groups import errors_by_group, group_tables, write_groups
-from molflt.evaluation.other_models import common_systems, compare, read_published
+from molflt.evaluation.other_models import compare, read_published
 from molflt.evaluation.predictions import Predictions, infer
 from molflt.evaluation.relaxation import write_relaxed
 from molflt.evaluation.results import (
@@ -114,7 +114,6 @@ def evaluate(
         split: infer(model, datasets[split], batch_size, split, domain, by_atom, force)
         for split in splits
     }
-    common = None if others is None else common_systems(others, found)
     structures, moved = write_relaxed(found, datasets, relaxed)
     assessed, columns, uncertainty = assess(model, found, out, calibration_split, source.own.train)
     added = source.own.reading.baseline_key is not None
@@ -128,8 +127,8 @@ def evaluate(
     tables = [f" on {source}", f"{_results_table(results)}\n{baseline}"]
     tables += [source.absent, uncertainty, moved]
     tables += [group_tables(groups["all"])] if groups else []
-    if others is not None and common is not None:
-        tables.append(compare(others, common, found, out))
+    if others is not None:
+        tables.append(compare(others, found, out))
     elif _is_oc20(datasets):
         tables.append(_published_table(results))
     if submission is not None:

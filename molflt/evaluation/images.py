@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from molflt import plots
@@ -30,7 +30,7 @@ from molflt.sequence.pixels import LEVELS, PixelModel
 from molflt.tasks.images import ImageTask
 from molflt.training.config import Config
 
-__all__ = ["evaluate", "evaluate_pixels", "logits_of"]
+__all__ = ["evaluate", "evaluate_pixels"]
 
 _COLUMNS = {
     "n": ("n", 0),
@@ -77,7 +77,8 @@ def evaluate(
     results: Results = {}
     rows: list[dict[str, object]] = []
     for split, images in _datasets(config["data"], classes, **which).items():
-        logits, labels = logits_of(model, images, batch_size, split)
+        batch = f"{batch_size} images"
+        logits, labels = common.logits_of(model, DataLoader(images, batch_size), split, batch)
         metrics = ImageTask.sums.of(logits, labels).metrics()
         results[split] = {**metrics, "n": len(labels), **_locality(model, images)}
         found = (column.tolist() for column in (labels, *logits.softmax(dim=1).max(dim=1)))
@@ -94,20 +95,6 @@ def evaluate(
     common.draw_stack(out, model.stack, lambda: model(first), title, scale, side, "patches")
     text = f"\n\n{results_table('images', _COLUMNS, results)}\n\n{_NOTE}\n"
     return Evaluation(results, text)
-
-
-def logits_of(
-    model: nn.Module, images: LabeledImages, batch_size: int, name: str
-) -> tuple[Tensor, Tensor]:
-    """Returns the logits, (images, classes) in float64, and the labels, (images,), of images."""
-    logits, labels = [], []
-    loader = DataLoader(images, batch_size)
-    with common.batches(loader, model, name, f"{batch_size} images") as loaded:
-        for batch, label in loaded:
-            logits.append(model(batch).double().cpu())
-            labels.append(label.cpu())
-            common.expect_finite(name, logits[-1], "a logit")
-    return torch.cat(logits), torch.cat(labels)
 
 
 def _datasets(

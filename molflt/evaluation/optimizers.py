@@ -20,7 +20,7 @@ from molflt import plots
 from molflt.data.packed import require
 from molflt.data.problems import ProblemSeeds, generator_of
 from molflt.evaluation.common import draw_encoding
-from molflt.evaluation.results import Evaluation, align, write_csv
+from molflt.evaluation.results import Evaluation, Results, align, write_csv
 from molflt.memory import within_memory
 from molflt.optimizers import functions as objectives
 from molflt.optimizers.coordinate import CoordinateOptimizer
@@ -115,18 +115,15 @@ def evaluate(
     if isinstance(memory := model.memory, AttentionMemory):
         position, scale = memory.stack.position, memory.position_scale
         draw_encoding(position, scale, _REACH + 1, out / "encoding.png", "steps")
-    ends = {
-        task: {name: final_loss(raced.curves) for name, raced in own.items()}
-        for task, own in found.items()
-    }
-    results = {task: _metrics(own, "final_loss") for task, own in ends.items()}
+    results: Results = {}
     lines = [("task", "optimizer", "tuned", "final loss", "sd of log10")]
     for task, own in found.items():
+        ends = {name: final_loss(raced.curves) for name, raced in own.items()}
+        results[task] = _metrics(ends, "final_loss")
         if "Adam" in own:
             results[task]["adam_lr"] = float(own["Adam"].setting)
-        for name, raced in own.items():
-            end, spread = ends[task][name]
-            lines.append((task, name, raced.setting or "-", f"{end:.4g}", _shown(spread)))
+        for name, (end, spread) in ends.items():
+            lines.append((task, name, own[name].setting or "-", f"{end:.4g}", _shown(spread)))
     note = "final loss: mean of the last 10 % of the steps, geometric mean over repeats"
     text = f"{align(lines, text_columns=2)}\n\n{note}"
     return Evaluation(results, f", {steps:,} steps, {repeats} repeats\n\n{text}\n")

@@ -15,12 +15,10 @@ from molflt.evaluation.predictions import Predictions
 from molflt.evaluation.results import results_table, write_csv
 from molflt.files import read_arrays, shown
 
-__all__ = ["Published", "common_systems", "compare", "read_published"]
+__all__ = ["Published", "compare", "read_published"]
 
 _OURS = "this run"
 _Array = NDArray[np.float64]
-_Common = tuple[list[dict[str, Any]], dict[str, _Array]]
-# rows of published.csv without energies, and energies by model, (systems, training runs), eV
 
 
 class Published(NamedTuple):
@@ -58,14 +56,12 @@ def read_published(path: Path, root: Path) -> Published:
     return Published(path, rows, models, read_systems(root))
 
 
-def compare(
-    published: Published, common: _Common, found: Mapping[str, Predictions], out: Path
-) -> str:
-    """Compares models on the `common` systems, and returns tables.
+def compare(published: Published, found: Mapping[str, Predictions], out: Path) -> str:
+    """Compares models on the systems that all models predicted, and returns tables.
 
     Writes published.csv, published_errors.csv and published.png into `out`.
     """
-    systems, energies = common
+    systems, energies = _common(published, found)
     total = sum(len(part.energy) for part in found.values())
     target = np.array([one["target_eV"] for one in systems])
     errors = {name: array - target[:, None] for name, array in energies.items()}
@@ -89,8 +85,13 @@ def compare(
     return heading + "\n\n".join(tables)
 
 
-def common_systems(published: Published, found: Mapping[str, Predictions]) -> _Common:
-    """Returns the systems with a label that all models predicted, and their energies by model."""
+def _common(
+    published: Published, found: Mapping[str, Predictions]
+) -> tuple[list[dict[str, Any]], dict[str, _Array]]:
+    """Returns the labeled systems that all models predicted, and their energies by model.
+
+    A system is a row of published.csv without energies. Energies are (systems, training runs), eV.
+    """
     finite = np.all([np.isfinite(array).all(1) for array in published.models.values()], axis=0)
     systems, ours, rows = [], [], []
     for split, part in found.items():

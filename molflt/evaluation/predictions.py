@@ -59,7 +59,7 @@ class Predictions:
         target: labels y_relaxed, (systems,), eV; NaN if the label is missing.
         baseline: energies y_baseline, (systems,), eV; NaN if a system has no baseline.
         new_elements: elements of each system that the training data lack, such as "Cu-Pd"; "" if
-            there are none or the domain is unknown.
+            all are known or the domain is unknown.
         formula: Hill formula of each system.
         adsorbate: Hill formula of the atoms with tag 2 of each system, or "unknown".
         outside: texts that describe how each system differs from the training data.

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
@@ -125,14 +124,10 @@ def logits_of(
 
     Inputs of more than `length` tokens are truncated, as in training, with a warning.
     """
-    found = []
     rows = Sentences(examples, tokenizer, length, name)
     if rows.cut:
         warn(f"{name}: {rows.cut:,} of {len(rows):,} were cut, because they exceed {length} tokens")
     collate = partial(padded, pad=tokenizer.pad)
     loader = DataLoader(rows, batch_size=batch_size, collate_fn=collate)
-    with common.batches(loader, model, name, f"{batch_size} x {length:,} tokens") as loaded:
-        for tokens, types, there, _ in loaded:
-            found.append(model(tokens, types, there).double().cpu())
-            common.expect_finite(name, found[-1], "a logit")
-    return torch.cat(found).numpy()
+    found, _ = common.logits_of(model, loader, name, f"{batch_size} x {length:,} tokens")
+    return found.numpy()

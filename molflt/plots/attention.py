@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -48,14 +48,16 @@ def attention_matrices(
         tokens: names of the queries and of the keys, which are written along the axes if there are
             at most 32.
     """
-    matrices = _matrices(weights)
+    from torch.nn.functional import avg_pool2d
+
+    matrices = _checked(weights)
     heads, queries, keys = matrices.shape
     named = tokens if tokens is not None and max(map(len, tokens)) <= _MAX_NAMES else None
     step = -(-queries // _MAX_PIXELS), -(-keys // _MAX_PIXELS)
-    pixels = _block_means(matrices, step)
-    scaled = _weight_colors(pixels)
+    pixels = avg_pool2d(matrices, step, ceil_mode=True).numpy()  # the last blocks may be smaller
+    norm, colors, name, extend = _weight_colors(pixels)
     notes = [title] if title else []
-    if beyond := float((np.abs(pixels) > scaled.norm.vmax).mean()):
+    if beyond := float((np.abs(pixels) > norm.vmax).mean()):
         notes.append(f"{100 * beyond:.1g} % of the pixels are beyond the color scale")
     if max(step) > 1:
         notes.append(f"each pixel is the mean over {step[0]} queries × {step[1]} keys")
@@ -68,54 +70,38 @@ def attention_matrices(
         aspect: Literal["equal", "auto"] = "equal" if 1 / 3 < queries / keys < 3 else "auto"
         masked = np.ma.masked_where((pixels == 0) & (pixels.min() >= 0), pixels)
         for axes, one in zip(panels, masked, strict=True):
-            image = axes.imshow(one, scaled.colors, scaled.norm, extent=extent, aspect=aspect)
+            image = axes.imshow(one, colors, norm, extent=extent, aspect=aspect)
             axes.locator_params(nbins=5, integer=True)
             axes.set(xlim=(-0.5, keys - 0.5), ylim=(queries - 0.5, -0.5))
             if named is not None:
                 axes.set_xticks(range(keys), named[1], rotation=90, fontsize="x-small")
                 axes.set_yticks(range(queries), named[0], fontsize="x-small")
-        bar = figure.colorbar(image, ax=panels, extend=scaled.extend, aspect=30, fraction=0.05)
+        bar = figure.colorbar(image, ax=panels, extend=extend, aspect=30, fraction=0.05)
         gray = "; gray: 0" if np.ma.is_masked(masked) else ""
-        bar.set_label(f"attention weight, {scaled.name} scale{gray}")
+        bar.set_label(f"attention weight, {name} scale{gray}")
         figure.supxlabel("key")
         figure.supylabel("query")
         if notes:
             figure.suptitle("\n".join(notes))
 
 
-def _matrices(weights: ArrayLike | torch.Tensor) -> _Array:
+def _checked(weights: ArrayLike | torch.Tensor) -> torch.Tensor:
     """Converts weights (heads, queries, keys) to float64 and checks them."""
-    if hasattr(weights, "detach"):
-        weights = weights.detach().cpu().double().numpy()
-    matrices = np.asarray(weights, dtype=np.float64)
-    if matrices.ndim != 3 or matrices.size == 0:
+    import torch
+
+    matrices = torch.as_tensor(weights, dtype=torch.float64).detach().cpu()
+    if matrices.ndim != 3 or matrices.numel() == 0:
         raise ValueError(
-            f"weights must be non-empty, (heads, queries, keys); got {matrices.shape}; select one "
-            "item of a batch with weights[0]"
+            "weights must be non-empty, (heads, queries, keys); got "
+            f"{tuple(matrices.shape)}; select one item of a batch with weights[0]"
         )
-    if bad := int((~np.isfinite(matrices)).sum()):
-        raise ValueError(
-            f"weights must be finite; {bad} of {matrices.size} are not; remove padding"
-        )
+    if bad := int((~matrices.isfinite()).sum()):
+        raise ValueError(f"weights must be finite; {bad} are not; remove padding")
     return matrices
 
 
-def _block_means(matrices: _Array, step: tuple[int, int]) -> _Array:
-    """Averages over blocks of queries and keys; the last blocks may be smaller."""
-    import torch
-
-    blocks = torch.nn.functional.avg_pool2d(torch.from_numpy(matrices), step, ceil_mode=True)
-    return blocks.numpy()
-
-
-class _Scaled(NamedTuple):
-    norm: Normalize
-    colors: Colormap
-    name: str
-    extend: str  # extended ends of the color bar
-
-
-def _weight_colors(pixels: _Array) -> _Scaled:
+def _weight_colors(pixels: _Array) -> tuple[Normalize, Colormap, str, str]:
+    """Returns the color scale of weights, its name, and the extended ends of the color bar."""
     from matplotlib import colormaps
     from matplotlib.colors import LogNorm, Normalize
 
@@ -124,12 +110,12 @@ def _weight_colors(pixels: _Array) -> _Scaled:
         usual = float(np.quantile(np.abs(pixels), _USUAL))
         outliers = 0 < usual < most / 3  # in rows with normalizers near 0
         limit, ends = (usual, "both") if outliers else (most, "neither")
-        return _Scaled(Normalize(-limit, limit), colormaps["RdBu_r"], "linear", ends)
+        return Normalize(-limit, limit), colormaps["RdBu_r"], "linear", ends
     colors = colormaps["viridis"].with_extremes(bad=ZERO)
     positive = pixels[pixels > 0]
     if positive.size and most >= 30 * float(np.median(positive)):
         least = float(positive.min())
         low = max(least, most / _LOG_RANGE)
         ends = "min" if least < low else "neither"
-        return _Scaled(LogNorm(low, most), colors, "logarithmic", ends)
-    return _Scaled(Normalize(0.0, most), colors, "linear", "neither")
+        return LogNorm(low, most), colors, "logarithmic", ends
+    return Normalize(0.0, most), colors, "linear", "neither"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from molflt.files import atomically
 
@@ -84,23 +84,16 @@ def plain(text: str) -> str:
     return shown.replace("$", r"\$")
 
 
-class LineEnd(NamedTuple):
-    """The end of a line, and the name of the line."""
-
-    name: str
-    x: float
-    y: float
-    color: str
-
-
-def label_ends(axes: Axes, ends: Sequence[LineEnd], height: float) -> None:
-    """Writes the names of lines next to their ends, on the right of a panel, without overlaps.
+def label_ends(axes: Axes, height: float) -> None:
+    """Writes the labels of lines next to their ends, on the right of a panel, without overlaps.
 
     It is called after everything else is drawn. `height` is the height of the panel in inches.
     """
     axes.set(xlim=axes.get_xlim(), ylim=axes.get_ylim())
     at = axes.transData + axes.transAxes.inverted()
-    places = [float(at.transform((end.x, end.y))[1]) for end in ends]
+    names = {line: str(line.get_label()) for line in axes.lines if len(line.get_xydata())}
+    ends = [line for line, name in names.items() if not name.startswith("_")]
+    places = [float(at.transform(line.get_xydata()[-1])[1]) for line in ends]
     order = sorted(range(len(ends)), key=places.__getitem__)
     step = min(0.125 / height, 1 / max(1, len(ends) - 1))  # a line of text of 7 points
     for before, after in pairwise(order):
@@ -110,15 +103,16 @@ def label_ends(axes: Axes, ends: Sequence[LineEnd], height: float) -> None:
         places[one] = min(places[one], highest)
         highest = places[one] - step
     for end, place in zip(ends, places, strict=True):
-        arrow = {"arrowstyle": "-", "color": end.color, "linewidth": 0.5, "relpos": (0, 0.5)}
+        color = end.get_color()
+        arrow = {"arrowstyle": "-", "color": color, "linewidth": 0.5, "relpos": (0, 0.5)}
         axes.annotate(
-            plain(end.name),
-            (end.x, end.y),
+            plain(names[end]),
+            end.get_xydata()[-1],
             xytext=(1.03, place),
             textcoords="axes fraction",
             va="center",
             fontsize=7,
-            color=end.color,
+            color=color,
             arrowprops=arrow,
             annotation_clip=False,
         )

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,6 @@ from molflt.plots.figure import (
     SERIES,
     SKY,
     VERMILION,
-    LineEnd,
     label_ends,
     legend_outside,
     plain,
@@ -90,7 +89,7 @@ def training_curve(
             if name != "lr":
                 axes.legend()
             if metric.scale == "log":
-                _log_if_wide(axes, np.concatenate([columns[line] for line in lines]))
+                _log_if_wide(axes)
             else:
                 axes.set_ylim(bottom=0.0)
             axes.set_ylabel(metric.axis)
@@ -139,12 +138,11 @@ def _curve(axes: Axes, columns: dict[str, _Array], name: str, alone: bool) -> No
     axes.plot(step, value, color=color, label=label, marker=marker, markersize=3)
 
 
-def _log_if_wide(axes: Axes, values: _Array) -> None:
-    low, high = np.nanmin(values), np.nanmax(values)
-    if low <= 0 or high / low < 6:
-        return
-    axes.set_yscale("log")
-    plain_numbers(axes.yaxis, wide=bool(high / low >= 60))
+def _log_if_wide(axes: Axes) -> None:
+    low, high = axes.dataLim.intervaly
+    if low > 0 and high / low >= 6:
+        axes.set_yscale("log")
+        plain_numbers(axes.yaxis, wide=bool(high / low >= 60))
 
 
 def _better(largest_is_best: bool) -> str:
@@ -169,23 +167,20 @@ def overlaid_curves(
     with panels_of(file, len(shown), 1, *sizes, sharex=True) as (figure, rows):
         last = max(float(np.nanmax(columns["step"], initial=1.0)) for columns in runs.values())
         for axes, name in zip(rows, shown, strict=True):
-            drawn, ends = [], []
             styles = itertools.cycle(itertools.product(_STYLES, SERIES))
             for (run, columns), (style, color) in zip(runs.items(), styles, strict=False):
                 values = columns.get(name, np.full(len(columns["step"]), np.nan))
                 known = np.isfinite(values)
                 steps, values = columns["step"][known], values[known]
-                drawn.append(values)
                 marker = "o" if len(values) < 40 else ""
-                axes.plot(steps, values, f"{marker}{style}", color=color, lw=1.4, markersize=3)
-                if len(values):
-                    ends.append(LineEnd(run, float(steps[-1]), float(values[-1]), color))
+                options: dict[str, Any] = {"color": color, "lw": 1.4, "markersize": 3, "label": run}
+                axes.plot(steps, values, f"{marker}{style}", **options)
             if metrics[name].scale == "log":
-                _log_if_wide(axes, np.concatenate(drawn))
+                _log_if_wide(axes)
             axes.set_xlim(0, 1.02 * last)
             axes.set_ylabel(f"{metrics[name].axis}\n({_better(metrics[name].largest_is_best)})")
             axes.grid()
-            label_ends(axes, ends, height)
+            label_ends(axes, height)
         rows[-1].set_xlabel("step")
         rows[0].set_title(f"n = {len(runs)} runs")
         figure.align_ylabels()

@@ -16,7 +16,7 @@ from molflt.data.structures import augment
 from molflt.data.structures.base import warn, with_bar
 from molflt.metrics import EWT_THRESHOLD, Metric
 from molflt.tasks.base import Task
-from molflt.tasks.structures import OfStructures
+from molflt.tasks.structures import OfStructures, expect_same_shape
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -51,11 +51,7 @@ class _EnergySums(NamedTuple):
 
         The displacement error, in Å, is included if `known`, (atoms,), is True for any atom.
         """
-        if energy.shape != target.shape:
-            raise ValueError(
-                f"energies and labels must have the same shape; got {tuple(energy.shape)} and "
-                f"{tuple(target.shape)}"
-            )
+        expect_same_shape("energies", energy, target)
         error = (energy.double() - target.double()).abs()
         within = (error < EWT_THRESHOLD).double()
         return cls(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from molflt.attention.checks import not_negative
 from molflt.metrics import Metric
 from molflt.tasks.base import Task
-from molflt.tasks.structures import OfStructures
+from molflt.tasks.structures import OfStructures, expect_same_shape
 
 if TYPE_CHECKING:
     from torch_geometric.data import Batch
@@ -173,11 +173,7 @@ def point_errors(out: Mapping[str, Tensor], batch: "Batch") -> _Errors:
     """
     counts = batch.ptr.diff()
     for name in ("energy", "forces"):
-        if out[name].shape != batch[name].shape:
-            raise ValueError(
-                f"{name} and its labels must have the same shape; got {tuple(out[name].shape)} and "
-                f"{tuple(batch[name].shape)}"
-            )
+        expect_same_shape(name, out[name], batch[name])
     energy = (out["energy"] - batch.energy) / counts
     forces = out["forces"] - batch.forces
     stress = out["stress"] - batch.stress

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -20,7 +20,16 @@ if TYPE_CHECKING:
     from molflt.data.structures.labels import ElementEnergies
     from molflt.data.structures.potential_data import PotentialData
 
-__all__ = ["OfStructures"]
+__all__ = ["OfStructures", "expect_same_shape"]
+
+
+def expect_same_shape(name: str, predicted: Tensor, label: Tensor) -> None:
+    """Raises ValueError for predictions and labels that would be broadcast."""
+    if predicted.shape != label.shape:
+        raise ValueError(
+            f"{name} and labels must have the same shape; got {tuple(predicted.shape)} and "
+            f"{tuple(label.shape)}"
+        )
 
 
 class OfStructures:

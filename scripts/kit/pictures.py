@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from kit.rows import Rows, names, pick
-from molflt.plots.figure import SERIES, LineEnd, label_ends, legend_outside, picture
+from molflt.plots.figure import SERIES, label_ends, legend_outside, picture
 
 MOST = 8  # largest number of entries in a legend
 UNIFORM = "uniform attention"  # all keys have equal weights
@@ -44,11 +44,7 @@ def legend(figure: Any, axes: Any, columns: int = 4) -> None:
     figure.set_figwidth(1.45 * figure.get_figwidth())
     rows = axes.get_gridspec().nrows
     for panel in figure.axes:
-        lines = [line for line in panel.lines if not line.get_label().startswith("_")]
-        ends = [
-            LineEnd(line.get_label(), *line.get_xydata()[-1], line.get_color()) for line in lines
-        ]
-        label_ends(panel, ends, 0.75 * figure.get_figheight() / rows)
+        label_ends(panel, 0.75 * figure.get_figheight() / rows)
 
 
 def error_panels(
