@@ -71,9 +71,10 @@ def attention_matrices(
         masked = np.ma.masked_where((pixels == 0) & (pixels.min() >= 0), pixels)
         for axes, one in zip(panels, masked, strict=True):
             image = axes.imshow(one, colors, norm, extent=extent, aspect=aspect)
-            axes.locator_params(nbins=5, integer=True)
             axes.set(xlim=(-0.5, keys - 0.5), ylim=(queries - 0.5, -0.5))
-            if named is not None:
+            if named is None:
+                axes.locator_params(nbins=5, integer=True)
+            else:
                 axes.set_xticks(range(keys), named[1], rotation=90, fontsize="x-small")
                 axes.set_yticks(range(queries), named[0], fontsize="x-small")
         bar = figure.colorbar(image, ax=panels, extend=extend, aspect=30, fraction=0.05)
