@@ -144,5 +144,5 @@ def _write(out: Path, frames: Sequence[Atoms], rows: Sequence[dict[str, Any]]) -
     for record, one in zip(records, frames, strict=False):
         note = _place(one.info).replace(", ", "\n", 1)
         shown[f"{one.info['predicted_energy_eV']:.3f} eV\n{note}"] = record
-    plots.placement_views(shown, out.with_suffix(".png"))
+    plots.structure_views(shown, out.with_suffix(".png"))
     print(f"{out}: {len(frames)} placements; all are in {out.with_suffix('.csv')}")

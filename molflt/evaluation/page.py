@@ -362,7 +362,7 @@ def _worst(page: Page) -> list[_Part]:
             f"sid {one.sid} ({one.split}): {one.name}, {one.natoms} atoms, seen from the top and "
         )
         text += f"from the side; {what} {wrong}"
-        figures += page.drawn(text, partial(plots.structure_views, structures[one]))
+        figures += page.drawn(text, partial(plots.structure_views, {"": structures[one]}))
     legend = (
         "Atoms of the adsorbate (tag 2) have thick edges, fixed atoms are hatched, and dashes show "
         "the cell. The structures are inputs of the model."

@@ -9,7 +9,7 @@ from molflt.plots.attention import attention_matrices
 from molflt.plots.encodings import has_bias, rpe_curves, rpe_profiles, rpe_surfaces
 from molflt.plots.figure import further_formats
 from molflt.plots.parity import calibration, parity
-from molflt.plots.structures import placement_views, structure_overview, structure_views
+from molflt.plots.structures import structure_overview, structure_views
 from molflt.plots.tokens import confusion, image_sheet, losses_by_place, substitutions
 from molflt.plots.training import (
     GroupError,
@@ -23,6 +23,6 @@ from molflt.plots.training import (
 
 __all__ = ["GroupError", "attention_matrices", "best_values", "calibration"]
 __all__ += ["confusion", "errors", "further_formats", "has_bias", "image_sheet", "intervals"]
-__all__ += ["loss_curves", "losses_by_place", "overlaid_curves", "parity", "placement_views"]
-__all__ += ["rpe_curves", "rpe_profiles", "rpe_surfaces", "structure_overview", "structure_views"]
+__all__ += ["loss_curves", "losses_by_place", "overlaid_curves", "parity", "rpe_curves"]
+__all__ += ["rpe_profiles", "rpe_surfaces", "structure_overview", "structure_views"]
 __all__ += ["substitutions", "training_curve"]

@@ -91,9 +91,9 @@ def label_ends(axes: Axes, height: float) -> None:
     """
     axes.set(xlim=axes.get_xlim(), ylim=axes.get_ylim())
     at = axes.transData + axes.transAxes.inverted()
-    names = {line: str(line.get_label()) for line in axes.lines if len(line.get_xydata())}
-    ends = [line for line, name in names.items() if not name.startswith("_")]
-    places = [float(at.transform(line.get_xydata()[-1])[1]) for line in ends]
+    lines: Any = [line for line in axes.lines if not str(line.get_label()).startswith("_")]
+    ends = [(line, line.get_xydata()[-1]) for line in lines if len(line.get_xydata())]
+    places = [float(at.transform(end)[1]) for _, end in ends]
     order = sorted(range(len(ends)), key=places.__getitem__)
     step = min(0.125 / height, 1 / max(1, len(ends) - 1))  # a line of text of 7 points
     for before, after in pairwise(order):
@@ -102,12 +102,12 @@ def label_ends(axes: Axes, height: float) -> None:
     for one in reversed(order):
         places[one] = min(places[one], highest)
         highest = places[one] - step
-    for end, place in zip(ends, places, strict=True):
-        color = end.get_color()
+    for (line, end), place in zip(ends, places, strict=True):
+        color = line.get_color()
         arrow = {"arrowstyle": "-", "color": color, "linewidth": 0.5, "relpos": (0, 0.5)}
         axes.annotate(
-            plain(names[end]),
-            end.get_xydata()[-1],
+            plain(line.get_label()),
+            end,
             xytext=(1.03, place),
             textcoords="axes fraction",
             va="center",

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from torch_geometric.data import Data
 
-__all__ = ["placement_views", "structure_overview", "structure_views"]
+__all__ = ["structure_overview", "structure_views"]
 
 
 def structure_overview(
@@ -34,21 +34,18 @@ def structure_overview(
         figure.suptitle(f"{name} (thick edge: adsorbate; hatched: fixed)")
 
 
-def structure_views(structure: Data, file: Path) -> None:
-    """Draws a record of `molflt.data.structures` from the top and from the side."""
-    with panels(file, 2, 2, (2.9, 3.1)) as (_, (top, side)):
-        _view(top, structure, "top")
-        _view(side, structure, "side")
+def structure_views(structures: Mapping[str, Data], file: Path) -> None:
+    """Draws records of `molflt.data.structures` by title, from the top and from the side.
 
-
-def placement_views(structures: Mapping[str, Data], file: Path) -> None:
-    """Draws records of `molflt.data.structures` by title, from the top and from the side."""
+    The views of a single structure are next to each other. Without a title, its sid is written.
+    """
     count = len(structures)
-    with panels(file, 2 * count, count, (2.9, 2.8)) as (_, shown):
+    with panels(file, 2 * count, max(2, count), (2.9, 3.1)) as (_, shown):
         for column, (title, structure) in enumerate(structures.items()):
             for view, axes in zip(("top", "side"), shown[column::count], strict=True):
                 _view(axes, structure, view)
-                axes.set_title(title if view == "top" else "", fontsize=9)
+                if title:
+                    axes.set_title(title if view == "top" else "", fontsize=9)
 
 
 def _histogram(axes: Axes, energies: Mapping[str, np.ndarray]) -> None:
