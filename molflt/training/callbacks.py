@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import Any, Never, cast
 
@@ -25,7 +25,6 @@ from molflt.training.loop import _MetricsFile, _Module
 from molflt.training.run_folder import RunFolder, Stopped, duration
 from molflt.training.trainer import TrainerOptions
 
-_Shown = Callable[[], dict[str, str]]
 _HANGUP = getattr(signal, "SIGHUP", None)  # not on Windows
 _SECONDS = 0.1  # seconds between updates of the bar during validation
 
@@ -39,56 +38,26 @@ def _callbacks_of(
     current weights at the end of a validation epoch.
     """
     metrics = _MetricsFile(task, folder, options.log_every)
-    progress = (
-        _StepBar(lambda: metrics.shown, min(options.log_every, 10))
-        if sys.stdout.isatty()
-        else _Lines(task, folder, lambda: metrics.shown)
-    )
-    callbacks = [metrics, _BestWeights(task, folder, options.patience), progress]
+    best = _BestWeights(task, folder, options.patience)
+    callbacks = [metrics, best, _Progress(task, folder, metrics)]
     if options.ema_decay is not None:
         callbacks.append(_Averages(options.ema_decay))
     return [*callbacks, _LastCheckpoint(folder, options.checkpoint_every)]
 
 
-class _Lines(Callback):
-    """Prints one line per validation, for logs."""
+class _Progress(Callback):
+    """Shows a progress bar over all training steps, or one line per validation in a log."""
 
-    def __init__(self, task: Task[Never, Never], folder: RunFolder, shown: _Shown) -> None:
+    def __init__(self, task: Task[Never, Never], folder: RunFolder, table: _MetricsFile) -> None:
         self.metrics = {n: m for n, m in task.metrics.items() if "val" in m.measured_in}
         self.folder = folder
-        self.shown = shown
+        self.table = table
         self._since = time.perf_counter()
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._since = time.perf_counter()
-
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        module = cast(_Module, pl_module)
-        if trainer.sanity_checking and not module.task.validates_start:
-            return
-        found = module.validation_metrics()
-        measured = [name for name in self.metrics if math.isfinite(found.get(name, math.nan))]
-        # the ranking metric may equal another metric, such as the accuracy
-        values = list(dict.fromkeys(self.metrics[name].shown(found[name]) for name in measured))
-        known = self.shown().items()
-        rest = [f"{name} {text}" for name, text in known if name == "loss" or name[-2:] == "/s"]
-        rest.append(duration(time.perf_counter() - self._since))
-        self.folder.say(
-            f"step {trainer.global_step:,} of {trainer.max_steps:,}: validation "
-            f"{', '.join(values[:2])}; {', '.join(rest)}"
-        )
-
-
-class _StepBar(Callback):
-    """Progress bar over all training steps, with the metrics of the task."""
-
-    def __init__(self, shown: _Shown, refresh_rate: int) -> None:
-        self._shown = shown
-        self._refresh_rate = refresh_rate
         self._next = 0.0  # earliest time of the next update during validation
         self._bar = tqdm(disable=True)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._since = time.perf_counter()
         self._bar = tqdm(
             desc="training",
             total=trainer.max_steps,
@@ -96,40 +65,43 @@ class _StepBar(Callback):
             file=sys.stdout,
             dynamic_ncols=True,
             smoothing=0,
-            disable=not trainer.is_global_zero,
+            disable=not (trainer.is_global_zero and sys.stdout.isatty()),
         )
 
-    def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: object,
-        batch: object,
-        batch_idx: int,
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
         step = trainer.global_step
-        if step % self._refresh_rate == 0 or step >= trainer.max_steps:
+        if step % min(self.table.log_every, 10) == 0 or step >= trainer.max_steps:
             self._bar.update(step - self._bar.n)
-            self._bar.set_postfix(self._shown())
+            self._bar.set_postfix(self.table.shown)
 
     def on_validation_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: object,
-        batch: object,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: pl.Trainer, module: object, out: object, batch: object, index: int, *_: int
     ) -> None:
         if not trainer.sanity_checking and time.monotonic() > self._next:
             self._next = time.monotonic() + _SECONDS
             (total,) = trainer.num_val_batches
-            self._bar.set_description(f"validating {batch_idx + 1}/{total}")
+            self._bar.set_description(f"validating {index + 1}/{total}")
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not trainer.sanity_checking:
-            self._bar.set_description("training", refresh=False)
-            self._bar.set_postfix(self._shown())
+        module = cast(_Module, pl_module)
+        if trainer.sanity_checking and not module.task.validates_start:
+            return
+        self._bar.set_description("training", refresh=False)
+        self._bar.set_postfix(self.table.shown)
+        if not sys.stdout.isatty():
+            self._print_validation(trainer, module.validation_metrics())
+
+    def _print_validation(self, trainer: pl.Trainer, found: Mapping[str, float]) -> None:
+        measured = [name for name in self.metrics if math.isfinite(found.get(name, math.nan))]
+        # the ranking metric may equal another metric, such as the accuracy
+        values = list(dict.fromkeys(self.metrics[name].shown(found[name]) for name in measured))
+        known = self.table.shown.items()
+        rest = [f"{name} {text}" for name, text in known if name == "loss" or name[-2:] == "/s"]
+        rest.append(duration(time.perf_counter() - self._since))
+        self.folder.say(
+            f"step {trainer.global_step:,} of {trainer.max_steps:,}: validation "
+            f"{', '.join(values[:2])}; {', '.join(rest)}"
+        )
 
     def on_train_end(self, *_: object) -> None:
         self._bar.close()
@@ -297,12 +269,7 @@ class _LastCheckpoint(Checkpoint):
         return int(trainer.strategy.reduce(flag, reduce_op="max"))
 
     def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: object,
-        batch: object,
-        batch_idx: int,
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: object
     ) -> None:
         step = trainer.global_step
         if not cast(_Module, pl_module).step_completed():

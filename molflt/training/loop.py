@@ -334,12 +334,7 @@ class _MetricsFile(Callback):
         return buffer.getvalue()
 
     def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Mapping[str, Tensor],  # type: ignore[override]  # result of training_step
-        batch: object,
-        batch_idx: int,
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, *_: object
     ) -> None:
         self._totals = outputs["sums"] + (0.0 if self._totals is None else self._totals)
         if not cast(_Module, pl_module).step_completed():
