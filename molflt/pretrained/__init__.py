@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 from molflt.files import shown
 from molflt.pretrained.base import Pretrained, read_trained
@@ -27,29 +27,7 @@ _KINDS: tuple[type[Pretrained], ...] = (EnergyPredictor, ImageWriter, TextWriter
 _KINDS += (GapFiller, SentenceLabeler, Translator)
 
 
-@overload
-def load(
-    source: None = ...,
-    device: str = ...,
-    *,
-    checkpoint: str | None = ...,
-    also: Sequence[str | Path] = ...,
-    compiled: bool = ...,
-) -> EnergyPredictor: ...
-
-
-# The return type depends on the file; `EnergyPredictor.from_pretrained(source)` has a static type.
-@overload
-def load(
-    source: str | Path | None,
-    device: str = ...,
-    *,
-    checkpoint: str | None = ...,
-    also: Sequence[str | Path] = ...,
-    compiled: bool = ...,
-) -> Any: ...
-
-
+# The type depends on the file; `EnergyPredictor.from_pretrained(source)` has a static type.
 def load(
     source: str | Path | None = None,
     device: str = "cpu",
@@ -57,7 +35,7 @@ def load(
     checkpoint: str | None = None,
     also: Sequence[str | Path] = (),
     compiled: bool = False,
-) -> Pretrained:
+) -> Any:
     """Loads a trained model.
 
     Args:

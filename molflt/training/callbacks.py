@@ -22,7 +22,7 @@ from tqdm import tqdm
 from molflt.tasks.base import Task
 from molflt.training.checkpoint import model_weights
 from molflt.training.loop import _MetricsFile, _Module
-from molflt.training.run_folder import RunFolder, Stopped, duration
+from molflt.training.run_folder import RunFolder, duration
 from molflt.training.trainer import TrainerOptions
 
 _HANGUP = getattr(signal, "SIGHUP", None)  # not on Windows
@@ -190,9 +190,13 @@ class _BestWeights(Callback):
         if self.patience is not None and since >= self.patience and step < trainer.max_steps:
             trainer.should_stop = True
             metric = next((name for name in names if name in self.best), names[0])
-            stop = {"step": step, "since": since, "metric": metric}
-            stop |= {"best": self.best.get(metric, math.inf), "best_step": int(self.best["step"])}
-            self.folder.provenance["stopped"] = cast(Stopped, stop)
+            self.folder.provenance["stopped"] = {
+                "step": step,
+                "since": since,
+                "metric": metric,
+                "best": self.best.get(metric, math.inf),
+                "best_step": int(self.best["step"]),
+            }
 
     def state_dict(self) -> dict[str, float]:
         return dict(self.best)

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO, TypedDict, cast
+from typing import Any, NamedTuple, TextIO, cast
 
 import torch
 import yaml
@@ -43,9 +43,8 @@ from molflt.training.checkpoint import (
 from molflt.training.config import Config, defaults, plain, read_config
 from molflt.version import __version__
 
-__all__ = ["INIT_RECORD", "KEPT", "Best", "Provenance", "RunFolder", "Stopped", "best_of"]
-__all__ += ["check_config", "check_stopped", "draw_curve", "duration", "outcome"]
-__all__ += ["read_provenance", "read_versions", "steps_of"]
+__all__ = ["INIT_RECORD", "KEPT", "Best", "Provenance", "RunFolder", "best_of"]
+__all__ += ["draw_curve", "duration", "outcome", "read_provenance", "read_versions", "steps_of"]
 
 KEPT = (DOMAIN, "references.json", "vocabulary.json", "classes.json", "tokenizer.json")
 """Files needed to interpret the weights; each recipe writes some of them."""
@@ -59,34 +58,19 @@ _BUSY = (
 )
 
 
-class Stopped(TypedDict):
-    """State of a run that was ended by early stopping."""
+Provenance = dict[str, Any]
+"""Information about a run, stored in its checkpoints under the key "molflt".
 
-    step: int
-    since: int
-    """validations since the best one"""
-    metric: str
-    best: float
-    """best value of `metric`"""
-    best_step: int
-
-
-class Provenance(TypedDict, total=False):
-    """Information about a run, stored in its checkpoints under the key "molflt"."""
-
-    config: Config
-    data: Mapping[str, Fingerprint]
-    machine: Mapping[str, object]
-    stopped: Stopped
-    seconds: float
-    initial: object
-    """content of domain.json of the initial weights"""
+Keys: config; data (fingerprints by use); machine (settings that affect rounding); seconds; initial
+(content of domain.json of the initial weights); stopped, if early stopping ended the run: step,
+since (validations since the best one), metric, best (its best value), best_step.
+"""
 
 
 def read_provenance(run: Path) -> Provenance:
     """Reads the provenance in last.ckpt; empty if missing or written by an earlier version."""
     last = Path(run) / "checkpoints" / "last.ckpt"
-    return cast(Provenance, read_checkpoint(last).get("molflt", {}) if last.is_file() else {})
+    return read_checkpoint(last).get("molflt", {}) if last.is_file() else {}
 
 
 # Options that do not affect the steps: data are compared by content, epochs as numbers of steps.
@@ -111,53 +95,7 @@ _FREE = {
 _STEPS, _EPOCHS = "trainer.max_steps", "trainer.max_epochs"
 
 
-def check_config(path: Path, was: Config, now: Config, done: int) -> None:
-    """Raises ValueError if a resumed run has options that would change its steps.
-
-    Options in `_FREE` may change. ``trainer.max_steps`` and ``trainer.max_epochs`` may be raised;
-    the schedule then follows the new number of steps. Other changes are refused, for example of
-    `trainer.devices`, which multiplies the batch size.
-
-    Args:
-        path: config.yaml, for messages.
-        was: the configuration in the checkpoint.
-        now: the new configuration, config.yaml combined with the command line.
-        done: number of completed steps.
-    """
-    # older configurations lack options that were added later
-    old = dict(_flat(cast(Mapping[str, object], plain(defaults(now["recipe"])))))
-    old, new = {**old, **dict(_flat(was))}, dict(_flat(now))
-    steps = new[_STEPS]  # None if max_epochs is set; compared again when the data are known
-    if steps is not None and int(str(steps)) < max(done, int(str(old[_STEPS]))):
-        by = "" if new[_EPOCHS] is None else f" from {_EPOCHS}={new[_EPOCHS]}"
-        raise ValueError(
-            f"{path}: --resume can only raise {_STEPS}; it is {old[_STEPS]}, and {done} steps are "
-            f"done; got {steps}{by}"
-        )
-    wrong = [
-        f"{key} is {shown(old[key])}; got {shown(new[key])}"
-        for key in old.keys() & new.keys()
-        if key not in _FREE and key != _STEPS and old[key] != new[key]
-    ]
-    if wrong:
-        raise ValueError(
-            f"{path}: {', '.join(sorted(wrong))} with --resume; use the old value, or start a new "
-            "run"
-        )
-
-
-def check_stopped(path: Path, stop: Stopped | None, now: Config) -> None:
-    """Raises ValueError for a run ended by early stopping, unless patience was raised."""
-    patience = now["trainer"].get("patience")
-    if stop is not None and patience is not None and int(str(patience)) <= stop["since"]:
-        raise ValueError(
-            f"{path}: stopped early at step {stop['step']}, {stop['since']} validations after its "
-            f"best {stop['metric']}; expected --trainer.patience above {stop['since']}, or null, "
-            f"to resume; got {patience}"
-        )
-
-
-def _flat(config: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+def _flat(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for name, value in config.items():
         if isinstance(value, Mapping):
             yield from ((f"{name}.{key}", part) for key, part in value.items())
@@ -224,13 +162,47 @@ class RunFolder:
             )
 
     def check_config(self, config: Config) -> None:
-        """Compares the configuration with that of the checkpoint, and stores it."""
-        now = cast(Config, plain(config))
-        if self.checkpoint is not None:
-            was = self._was().get("config") or read_config(self.path)
-            check_config(self.path / "config.yaml", was, now, self.checkpoint["global_step"])
-            check_stopped(self.path, self._was().get("stopped"), now)
-        self.provenance["config"] = now
+        """Stores the configuration; raises ValueError if it would change steps of a resumed run.
+
+        Options in `_FREE` may change. ``trainer.max_steps`` and ``trainer.max_epochs`` may be
+        raised; the schedule then follows the new number of steps. Other changes are refused, for
+        example of `trainer.devices`, which multiplies the batch size. A run ended by early stopping
+        needs more patience.
+        """
+        self.provenance["config"] = now = cast(Config, plain(config))
+        if self.checkpoint is None:
+            return
+        path = self.path / "config.yaml"
+        was = self._was().get("config") or read_config(self.path)
+        # older configurations lack options that were added later
+        known = cast(Mapping[str, object], plain(defaults(now["recipe"])))
+        old = {**dict(_flat(known)), **dict(_flat(was))}
+        new = dict(_flat(cast(Mapping[str, object], now)))
+        steps, done = new[_STEPS], self.checkpoint["global_step"]
+        # None if max_epochs is set; compared again when the data are known
+        if steps is not None and int(steps) < max(done, int(old[_STEPS])):
+            by = "" if new[_EPOCHS] is None else f" from {_EPOCHS}={new[_EPOCHS]}"
+            raise ValueError(
+                f"{path}: --resume can only raise {_STEPS}; it is {old[_STEPS]}, and {done} steps "
+                f"are done; got {steps}{by}"
+            )
+        wrong = [
+            f"{key} is {shown(old[key])}; got {shown(new[key])}"
+            for key in old.keys() & new.keys()
+            if key not in _FREE and key != _STEPS and old[key] != new[key]
+        ]
+        if wrong:
+            raise ValueError(
+                f"{path}: {', '.join(sorted(wrong))} with --resume; use the old value, or start a "
+                "new run"
+            )
+        stop, patience = self._was().get("stopped"), new["trainer.patience"]
+        if stop and patience is not None and int(patience) <= stop["since"]:
+            raise ValueError(
+                f"{path}: stopped early at step {stop['step']}, {stop['since']} validations after "
+                f"its best {stop['metric']}; expected --trainer.patience above {stop['since']}, or "
+                f"null, to resume; got {patience}"
+            )
 
     def check_data(
         self, fingerprints: Mapping[str, Fingerprint], files: Mapping[str, bytes]
@@ -250,7 +222,7 @@ class RunFolder:
 
     def _was(self) -> Provenance:
         """Returns the provenance in the checkpoint; empty for checkpoints of earlier versions."""
-        return cast(Provenance, (self.checkpoint or {}).get("molflt", {}))
+        return (self.checkpoint or {}).get("molflt", {})
 
     def remember(self, domain: object) -> object:
         """Stores and returns the initial weights' domain.json; resumed runs use the stored one."""
