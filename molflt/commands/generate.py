@@ -119,14 +119,14 @@ def _draw(
     # in the folder `file`, `out` would become an input image
     inside = file is not None and file.resolve() in out.resolve().parents
     expect_writable(out, *([] if file is None else [file]), *([out] if inside else []))
+    count = IMAGES if images is None else images
     if file is None:
         refuse_idle(model.name, "no --file to continue", {"rows": rows, "fit": fit or None})
         _say_cost(whole)
-        drawn = model.generate(images, progress=True, **options)
+        drawn = model.generate(count, progress=True, **options)
         write_sheet(out, [drawn])
         print(f"{out}: {len(drawn)} images")
         return
-    count = IMAGES if images is None else images
     found = list(islice(read_alike(file, whole.image_size, whole.channels, fit), count))
     original = torch.stack(found)
     rows = whole.image_size // 2 if rows is None else rows

@@ -52,9 +52,6 @@ def is_class(source: str) -> bool:
     return bool(name) and module != "hf"
 
 
-_DTYPES = {"float32": torch.float32, "float64": torch.float64}
-
-
 class Calculator(AseCalculator):
     """Energy, forces and stress of a potential trained with ``--recipe potential``.
 
@@ -91,8 +88,8 @@ class Calculator(AseCalculator):
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        if dtype not in _DTYPES:
-            raise ValueError(f"dtype={dtype!r} is unknown; expected one of {', '.join(_DTYPES)}")
+        if dtype not in ("float32", "float64"):
+            raise ValueError(f"dtype={dtype!r}: expected float32 or float64")
         if isinstance(source, Pretrained):
             source = source.model
         if isinstance(source, nn.Module) and checkpoint is not None:
@@ -102,15 +99,14 @@ class Calculator(AseCalculator):
             if device is not None:
                 model = model.to(device_named(device))
         else:
-            where = "auto" if device is None else device
-            name, model = str(source), read_trained(source, checkpoint, where).model
+            name, model = str(source), read_trained(source, checkpoint, device or "auto").model
         if not isinstance(model, Potential):
             raise ValueError(
                 f"{name}: a calculator needs a potential; got {type(model).__name__}, which has no "
                 "forces, because it predicts energies of relaxed structures; train with --recipe "
                 "potential, or use molflt predict"
             )
-        self.model = model.to(_DTYPES[dtype])
+        self.model = model.to(getattr(torch, dtype))
         if model.long_range is not None and 1 in model.long_range.powers:
             self.implemented_properties = [*self.implemented_properties, "charges", "dipole"]
         self.slab_stress = slab_stress

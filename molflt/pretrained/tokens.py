@@ -104,7 +104,7 @@ class ImageWriter(Pretrained):
 
     def generate(
         self,
-        count: int | None = None,
+        count: int = IMAGES,
         given: Tensor | None = None,
         rows: int | None = None,
         temperature: float = 1.0,
@@ -115,7 +115,7 @@ class ImageWriter(Pretrained):
         """Generates images in one batch.
 
         Args:
-            count: number of new images; 8 by default.
+            count: number of new images, without `given`.
             given: images to complete instead, (n, channels, side, side), bytes.
             rows: number of upper rows of these images to keep; half of the rows by default.
             temperature: below 1, likely bytes become more likely; 0 takes the most likely byte.
@@ -135,18 +135,11 @@ class ImageWriter(Pretrained):
         values = torch.cat((known.cpu(), torch.stack(list(bar), dim=1)), dim=1)
         return self.model.images_of(values)
 
-    def _known(self, count: int | None, given: Tensor | None, rows: int | None) -> Tensor:
+    def _known(self, count: int, given: Tensor | None, rows: int | None) -> Tensor:
         """Returns the bytes to continue, (images, bytes), on the device of the model."""
         device = device_of(self.model)
         if given is None:
-            if rows is not None:
-                raise ValueError(f"rows={rows} has no effect without given images")
-            count = IMAGES if count is None else count
-            if count < 1:
-                raise ValueError(f"count must be at least 1; got {count}")
             return torch.zeros(count, 0, dtype=torch.long, device=device)
-        if count is not None:
-            raise ValueError(f"count={count} has no effect with given images")
         side = self.model.image_size
         rows = side // 2 if rows is None else rows
         if not 1 <= rows < side:
@@ -223,10 +216,6 @@ class GapFiller(_Tokenized):
             count: number of tokens per gap.
         """
         tokenizer = self.tokenizer
-        if not 1 <= count <= self.model.vocabulary:
-            raise ValueError(
-                f"count must be 1 to the vocabulary size, {self.model.vocabulary}; got {count}"
-            )
         ids = [tokenizer.cls, *tokenizer.encode([text], special=True)[0], tokenizer.sep]
         gaps = [place for place, token in enumerate(ids) if token == tokenizer.mask]
         if not gaps:

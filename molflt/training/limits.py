@@ -18,7 +18,7 @@ _RANGES = {
         data.max_atoms data.max_tokens data.min_count evaluations task.redraw_every
         trainer.checkpoint_every trainer.log_every trainer.max_epochs trainer.max_steps
         trainer.patience trainer.val_every""",
-    "[0, 2e9]": "task.warmup_steps",
+    "[0, 2e9]": "relax_steps task.warmup_steps",
     "[1, 1e9]": """
         batch_size best data.batch_size data.bucket data.length data.problems data.val_problems
         images layers model.adaptive_cutoffs model.classes model.max_length model.vocabulary
@@ -30,7 +30,7 @@ _RANGES = {
         beam data.image_size data.resize dimension model.channels model.dim model.dimension
         model.heads model.image_size model.layers model.long_range_channels model.num_features
         model.num_gaussians model.num_nodes model.patch_size model.refinements model.states
-        model.types repeat rows trainer.devices""",
+        model.types repeat rows trainer.devices workers""",
     "[0, 65536]": "data.workers model.attention_layers model.messages model.radial_basis",
     "[2, 1e6]": "members task.generations task.members task.window",
     "[0, 4294967295]": "data.split_seed seed",  # the range of NumPy's seeds

@@ -74,7 +74,7 @@ def _inits(words: list[str]) -> list[str]:
 
 
 def _values_in(key: str, files: Sequence[str]) -> list[str]:
-    """Returns the values of a key in YAML files and run folders; makes `init`, `run` absolute."""
+    """Returns the values of a key in YAML files and run folders; makes `init` absolute."""
     found = []
     for name in files:
         # errors are reported by the parser
@@ -82,8 +82,8 @@ def _values_in(key: str, files: Sequence[str]) -> list[str]:
             path = Path(name, "config.yaml") if Path(name).is_dir() else find_config(name)
             value = read_yaml(path).get(key)
             if value is not None:
-                folder = path.absolute().parent
-                value = absolute(Path(str(value)), folder) if key in ("init", "run") else value
+                if key == "init":
+                    value = absolute(Path(str(value)), path.absolute().parent)
                 found.append(str(value))
     return found
 
@@ -96,7 +96,7 @@ class _TrainParser(ArgumentParser):
         runs, files = _values_of("--resume", words), _values_of("--config", words)
         words = _with_files(words)
         if runs:
-            self._resume(runs[-1], words, files)
+            self._resume(runs[-1], words)
         elif starts := _inits(words):
             self._take_model_of(starts[-1], _recipe_named(words))
         config = super().parse_args(words)
@@ -109,15 +109,12 @@ class _TrainParser(ArgumentParser):
             config.run = dated_run("-".join(Path(file).stem for file in files) or config.recipe)
         return config
 
-    def _resume(self, run: str, words: list[str], files: list[str]) -> None:
+    def _resume(self, run: str, words: list[str]) -> None:
         read_config(Path(run))  # raises if it is damaged
         # escapes glob patterns and ~, which jsonargparse would expand
         self.default_config_files = [glob.escape(str(Path(run, "config.yaml").absolute()))]
-        own = Path(run).resolve()
-        # in the file of a moved run, the key `run` is outdated
-        others = [file for file in files if Path(file).resolve() != own / "config.yaml"]
-        given = [*_values_in("run", others), *_values_of("--run", words)]
-        if given and Path(given[-1]).resolve() != own:
+        given = _values_of("--run", words)
+        if given and Path(given[-1]).resolve() != Path(run).resolve():
             raise ValueError(
                 f"--run {given[-1]} with --resume {run}: a run is resumed in its own folder; "
                 "remove run, or start a new run from its weights with --init"

@@ -48,10 +48,6 @@ def same(run: Path) -> None:
     pass
 
 
-def beside(run: Path) -> None:
-    (run.parent / "a.yaml").write_text("run: b")
-
-
 def remove(name: str) -> Prepare:
     return lambda run: (run / "checkpoints" / name).unlink()
 
@@ -135,7 +131,7 @@ NEW: list[tuple[str, Prepare | None, str, str, str]] = [
 # words after --resume {folder}/run, change of the run, option, expected, got
 AGAIN: list[tuple[str, Prepare, str, str, str]] = [
     ("--init={folder}/run", same, "init is None", "--resume", "/run"),
-    ("--config={folder}/a.yaml", beside, "--run", "own folder", "/b"),
+    ("--run={folder}/b", same, "--run", "own folder", "/b"),
     ("", remove("last.ckpt"), "last.ckpt", "", "no such checkpoint"),
     ("--model.dim=32", edit("lr: 0.0003", "lr: 0.5"), "model.dim is 16; got 32", "0.0003", "0.5"),
     ("--trainer.max_steps=5", same, "trainer.max_steps", "8", "5"),
