@@ -6,7 +6,7 @@ import re
 import sys
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from tqdm import tqdm
 
@@ -17,9 +17,6 @@ from molflt.evaluation.relaxation import OptimizerName, Relaxed, readable_struct
 from molflt.evaluation.results import csv_text, warn, write_csv
 from molflt.files import append, appending, atomically, expect_writable, shown
 from molflt.pretrained.calculator import Calculator
-
-if TYPE_CHECKING:
-    from molflt.data.structures import Structures
 
 __all__ = ["relax"]
 
@@ -74,7 +71,8 @@ def relax(
     for path in (out, out.with_suffix(".csv")):  # before anything is read
         expect_writable(path, *files_of(structures))
     dataset, calculator.overlaps_told = readable_structures(structures, skip_bad, cell)
-    steps_of = _trajectories(trajectories, dataset)
+    if trajectories is not None:
+        trajectories.mkdir(parents=True, exist_ok=True)
     bar = tqdm(total=len(dataset), unit=" structures", disable=None)
     found: dict[int, Relaxed] = {}  # by index in the file that was read
     lost: dict[str, None] = {}  # messages, in order
@@ -92,7 +90,7 @@ def relax(
                 fmax=fmax,
                 steps=steps,
                 cell=cell,
-                trajectory=steps_of[index],
+                trajectory=trajectories and trajectories / _file_of(dataset.place(index), sid),
                 on_step=lambda step: bar.set_postfix(step=step),
             )
             lost |= _add(out, dataset.place(index), part, first=not found)
@@ -107,16 +105,9 @@ def relax(
     return _summary(out, found)
 
 
-def _trajectories(folder: Path | None, dataset: Structures) -> list[Path | None]:
-    if folder is None:
-        return [None] * len(dataset)
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = []
-    for i, record in enumerate(dataset):
-        name = re.sub(r"[^\w.+-]", "_", str(dataset.name(i, int(record.sid))))[:80]
-        paths.append(folder / f"{dataset.place(i):06d}-{name}.traj")
-        expect_writable(paths[-1], *dataset.files)
-    return list(paths)
+def _file_of(place: int, sid: int | str) -> str:
+    name = re.sub(r"[^\w.+-]", "_", str(sid))[:80]
+    return f"{place:06d}-{name}.traj"
 
 
 def _add(out: Path, place: int, part: Relaxed, first: bool) -> dict[str, None]:

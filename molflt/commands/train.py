@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 from molflt.metrics import Metric
 from molflt.training.config import Config, absolute
 from molflt.training.recipes import Recipe
-from molflt.training.run_folder import RunFolder, outcome
+from molflt.training.run_folder import RunFolder, best_of, duration
 from molflt.training.start import Initializer, build_parser, dated_run
 from molflt.training.trainer import TrainerOptions
 
@@ -142,7 +142,14 @@ def _say_end(folder: RunFolder, metrics: Mapping[str, Metric], steps: int, secon
             f"stopped early at step {steps:,}: {stop['since']} validations without a better "
             f"{stop['metric']} than {stop['best']:.4g} at step {stop['best_step']:,}"
         )
-    folder.say(outcome(folder.path, metrics, steps, seconds))
+    known, best = "no validation with finite values", best_of(folder.path)
+    if best is not None:
+        value = metrics[best.metric].shown(best.value)
+        known = f"best validation {value} at step {best.step:,}"
+    folder.say(
+        f"{folder.path}: {known}; {steps:,} steps, {duration(seconds)}; next: "
+        f"molflt evaluate {shlex.quote(str(folder.path))}"
+    )
 
 
 def _counted(model: nn.Module) -> str:

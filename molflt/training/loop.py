@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import time
 from collections.abc import Mapping, Sequence, Sized
 from pathlib import Path
@@ -17,7 +18,6 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
@@ -90,14 +90,10 @@ class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
                 seen = self.model.get_buffer(name)
                 seen |= self.trainer.strategy.reduce(seen.int(), reduce_op="sum").bool()
 
-    def configure_gradient_clipping(
-        self,
-        optimizer: Optimizer,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
-    ) -> None:
-        limit = float("inf") if gradient_clip_val is None else gradient_clip_val
-        self.gradient_norm = float(nn.utils.clip_grad_norm_(self.parameters(), limit))
+    def configure_gradient_clipping(self, *_: object, **__: object) -> None:
+        limit = self.trainer.gradient_clip_val
+        norm = nn.utils.clip_grad_norm_(self.parameters(), math.inf if limit is None else limit)
+        self.gradient_norm = float(norm)
         if not np.isfinite(self.gradient_norm) and self.trainer.precision != "16-mixed":
             raise ValueError(self._diverged("gradient norm", self.gradient_norm))
 

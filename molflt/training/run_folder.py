@@ -44,7 +44,7 @@ from molflt.training.config import Config, defaults, plain, read_config
 from molflt.version import __version__
 
 __all__ = ["INIT_RECORD", "KEPT", "Best", "Provenance", "RunFolder", "best_of"]
-__all__ += ["draw_curve", "duration", "outcome", "read_provenance", "read_versions", "steps_of"]
+__all__ += ["draw_curve", "duration", "read_provenance", "read_versions", "steps_of"]
 
 KEPT = (DOMAIN, "references.json", "vocabulary.json", "classes.json", "tokenizer.json")
 """Files needed to interpret the weights; each recipe writes some of them."""
@@ -424,16 +424,3 @@ def duration(seconds: float) -> str:
     if hours:
         return f"{hours} h {minutes % 60:02d} min"
     return f"{minutes} min {whole % 60:02d} s" if minutes else f"{whole} s"
-
-
-def outcome(run: Path, metrics: Mapping[str, Metric], steps: int, seconds: float) -> str:
-    """Returns the final message of a training run that took `seconds` for `steps` steps."""
-    best = best_of(run)
-    known = "no validation with finite values"
-    if best is not None:
-        value = metrics[best.metric].shown(best.value)
-        known = f"best validation {value} at step {best.step:,}"
-    return (
-        f"{run}: {known}; {steps:,} steps, {duration(seconds)}; next: "
-        f"molflt evaluate {shlex.quote(str(run))}"
-    )
