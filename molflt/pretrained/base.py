@@ -17,13 +17,12 @@ from molflt.evaluation.ensemble import ENSEMBLE, EnsembleRegressor, load_ensembl
 from molflt.evaluation.results import RESULTS, why_of_others
 from molflt.files import read_json, shown, write_atomically
 from molflt.training.checkpoint import (
-    build,
     check_replaceable,
     device_named,
     find_weights,
     is_exported,
     load_run,
-    read_exported,
+    read_saved,
     weights_of,
     write_exported,
 )
@@ -121,8 +120,8 @@ def _json(path: Path) -> object:
 
 
 def _exported(path: Path, device: str) -> Trained:
-    content, weights = read_exported(path)
-    models = build(path, content, weights)
+    saved = read_saved(path)
+    content, models = saved.content, saved.models()
     model = models[0] if len(models) == 1 else EnsembleRegressor(models).eval()
     return Trained(
         path=path,

@@ -14,25 +14,26 @@ import json
 import pickle
 import re
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import safetensors
 import torch
 from torch import Tensor, nn
 
 from molflt.data.packed import require
+from molflt.data.structures.domain import DOMAIN, read_domain
 from molflt.files import read_header, save_tensors, shown, verify_tensors, write_atomically
 from molflt.training.config import HUB, Config, read_config
 from molflt.training.recipes import Recipe
 
-__all__ = ["EXPECTED", "RECOMMENDED", "Checkpoint", "build", "check_replaceable"]
-__all__ += ["check_unchanged", "check_weights", "count_parameters", "device_named"]
-__all__ += ["expect_finite", "exported_recipe", "find", "find_weights", "is_exported"]
-__all__ += ["is_packaged", "is_trained", "load_run", "member_weights", "model_weights"]
-__all__ += ["read_checkpoint", "read_exported", "read_plain", "read_weights", "save_weights"]
-__all__ += ["weights_digest", "weights_of", "write_checkpoint", "write_exported"]
+__all__ = ["EXPECTED", "MASKED", "RECOMMENDED", "Checkpoint", "Saved", "check_replaceable"]
+__all__ += ["check_weights", "count_parameters", "device_named", "expect_finite", "find"]
+__all__ += ["find_weights", "is_exported", "is_packaged", "is_trained", "load_run"]
+__all__ += ["model_weights", "read_checkpoint", "read_plain", "read_saved", "read_weights"]
+__all__ += ["recipe_of", "save_weights", "weights_digest", "weights_of", "write_checkpoint"]
+__all__ += ["write_exported"]
 
 Checkpoint = dict[str, Any]
 """Lightning's checkpoint; its key "molflt" holds a `molflt.training.run_folder.Provenance`."""
@@ -51,6 +52,9 @@ EXPECTED = (
     f"{HUB}OWNER/NAME"
 )
 """Description of a trained model, for messages."""
+
+MASKED = "masked_language"
+"""Recipe of published encoders."""
 
 _KEY, _FORMAT = "molflt", 1
 _ADVICE = "export it again, or download it again"
@@ -92,14 +96,63 @@ def load_run(
     Returns:
         The model in evaluation mode, and the configuration of the run.
     """
-    run, config, device = Path(run), read_config(run), device_named(device)
+    run, device = Path(run), device_named(device)
+    saved = read_saved(weights_of(run, checkpoint), run)
+    config = cast(Config, saved.content)
     if recipe not in (None, config["recipe"]):
         raise ValueError(
             f"{run}: expected a run of recipe {recipe}; got recipe {config['recipe']}; train one "
             f"with molflt train --recipe {recipe}"
         )
-    path = weights_of(run, checkpoint)
+    (model,) = saved.models()
+    return model.to(device), config
+
+
+class Saved(NamedTuple):
+    """Contents of a weights file, and of the run or the export to which it belongs."""
+
+    path: Path
+    run: Path | None
+    """folder of the run; None for weights outside a run"""
+    recipe: str | None
+    """None for a file that only holds weights"""
+    options: Sequence[Mapping[str, object]]
+    """arguments of each model; an exported ensemble has several"""
+    weights: Sequence[dict[str, Tensor]]
+    """weights of each model"""
+    files: Mapping[str, object] | None
+    """SHA-256 digests of files that describe the training data, by name; for an export, their JSON
+    content; None if unknown"""
+    content: Mapping[str, Any]
+    """config.yaml of the run, or the header that :func:`write_exported` wrote"""
+
+    @property
+    def domain(self) -> object:
+        """Content of domain.json; None if the file is missing."""
+        if self.run is not None:
+            return read_domain(self.run / DOMAIN)
+        return self.content.get("files", {}).get(DOMAIN)  # of an export
+
+    def models(self) -> list[nn.Module]:
+        """Builds the models in evaluation mode."""
+        name = f"{self.path}: key models"
+        if self.run is not None:
+            name = f"{self.run / 'config.yaml'}: key model"
+        models = []
+        for options, weights in zip(self.options, self.weights, strict=True):
+            model = _build(name, {"recipe": self.recipe, "model": options})
+            check_weights(self.path, model, weights)
+            model.load_state_dict(weights)
+            models.append(model.eval())
+        return models
+
+
+def read_saved(path: Path, run: Path | None = None) -> Saved:
+    """Reads a weights file, and checks that the files of its run are those it was trained with."""
+    config = None if run is None else read_config(run)
     weights, options, files = read_weights(path)
+    if run is None or config is None:
+        return _exported(path, weights) or Saved(path, None, None, [options], [weights], files, {})
     for name in files:
         check_unchanged(run / name, path, files)
     for name, was in options.items():
@@ -108,8 +161,28 @@ def load_run(
                 f"{run / 'config.yaml'}: model.{name} is {shown(config['model'][name])}, but "
                 f"{path.name} was trained with {shown(was)}; restore the old value"
             )
-    model = _filled(path, _build(f"{run / 'config.yaml'}: key model", config), weights)
-    return model.to(device), config
+    return Saved(path, run, config["recipe"], [config["model"]], [weights], files, {**config})
+
+
+def _exported(path: Path, weights: dict[str, Tensor]) -> Saved | None:
+    """Returns the models of an export; None for other weights."""
+    if not is_exported(path):
+        return None
+    content = _parsed(read_header(path)[_KEY])
+    if content.get("format") != _FORMAT:
+        raise ValueError(
+            f"{path}: expected an exported model of format {_FORMAT}; got "
+            f"{shown(content.get('format'))}; {_ADVICE}, with this version of molflt"
+        )
+    copy = path.with_name("config.json")
+    copied = path.name == _MODEL and copy.is_file()
+    if copied and _parsed(copy.read_text(encoding="utf-8", errors="replace")) != content:
+        raise ValueError(f"{copy}: expected a copy of the header of {path.name}; {_ADVICE}")
+    options, members = content["models"], [weights]
+    if len(options) > 1:
+        named = [(name.split(".", 2)[1:], tensor) for name, tensor in weights.items()]
+        members = [{n: x for (i, n), x in named if i == str(k)} for k in range(len(options))]
+    return Saved(path, None, str(content["recipe"]), options, members, content["files"], content)
 
 
 def _build(name: str, config: Mapping[str, Any]) -> nn.Module:
@@ -120,13 +193,6 @@ def _build(name: str, config: Mapping[str, Any]) -> nn.Module:
         reason = " ".join(str(error).split())[:300]
         raise ValueError(f"{name}: {reason}") from error
     return model
-
-
-def _filled(path: Path, model: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
-    """Loads the weights of a file into a model, in evaluation mode."""
-    check_weights(path, model, weights)
-    model.load_state_dict(weights)
-    return model.eval()
 
 
 def weights_of(run: Path, checkpoint: str) -> Path:
@@ -404,25 +470,14 @@ def is_exported(path: Path) -> bool:
     return _KEY in read_header(path)
 
 
-def exported_recipe(path: Path) -> str:
-    """Returns the recipe of an exported model without reading its weights."""
-    return str(_parsed(read_header(path)[_KEY]).get("recipe"))
+def recipe_of(path: Path) -> str | None:
+    """Reads the recipe from the header of a weights file outside a run; None if unknown."""
+    if is_exported(path):
+        return str(_parsed(read_header(path)[_KEY]).get("recipe"))
+    from molflt.sequence.published import is_transformers
 
-
-def read_exported(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Returns the content and the weights that :func:`write_exported` wrote to a file."""
-    weights, *_ = read_weights(path)
-    content = _parsed(read_header(path)[_KEY])
-    if content.get("format") != _FORMAT:
-        raise ValueError(
-            f"{path}: expected an exported model of format {_FORMAT}; got "
-            f"{shown(content.get('format'))}; {_ADVICE}, with this version of molflt"
-        )
-    copy = path.with_name("config.json")
-    copied = path.name == "model.safetensors" and copy.is_file()
-    if copied and _parsed(copy.read_text(encoding="utf-8", errors="replace")) != content:
-        raise ValueError(f"{copy}: expected a copy of the header of {path.name}; {_ADVICE}")
-    return content, weights
+    with safetensors.safe_open(path, framework="pt") as file:
+        return MASKED if is_transformers(dict.fromkeys(file.keys())) else None
 
 
 def _parsed(text: str) -> dict[str, Any]:
@@ -432,26 +487,3 @@ def _parsed(text: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def build(path: Path, content: Mapping[str, Any], weights: Mapping[str, Tensor]) -> list[nn.Module]:
-    """Builds the models of an exported file in evaluation mode; messages name `path`."""
-    members: list[dict[str, Any]] = content["models"]
-    models = []
-    for i, options in enumerate(members):
-        config = {"recipe": content["recipe"], "model": options}
-        own = member_weights(i, content, weights)
-        models.append(_filled(path, _build(f"{path}: key models", config), own))
-    return models
-
-
-def member_weights(
-    member: int, content: Mapping[str, Any], weights: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """Returns the weights of a model of an exported file; all weights if it is the only model."""
-    prefix = f"members.{member}." if len(content["models"]) > 1 else ""
-    return {
-        name.removeprefix(prefix): tensor
-        for name, tensor in weights.items()
-        if name.startswith(prefix)
-    }

@@ -15,36 +15,31 @@ import warnings
 from argparse import ArgumentError
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import safetensors
 from jsonargparse import ArgumentParser, Namespace
 from torch import Tensor, nn
 
-from molflt.data.structures.domain import DOMAIN, read_domain
+from molflt.data.structures.domain import DOMAIN
 from molflt.data.text.tokenizer import TOKENIZER, Tokenizer, find_tokenizer
 from molflt.files import shown
 from molflt.shipped import find_config
 from molflt.training.checkpoint import (
-    check_unchanged,
+    MASKED,
+    Saved,
     expect_finite,
-    exported_recipe,
     find,
     find_weights,
-    is_exported,
     is_packaged,
-    member_weights,
-    read_exported,
-    read_weights,
+    read_saved,
+    recipe_of,
 )
 from molflt.training.config import absolute, add_options, check_groups, read_config, read_yaml
 from molflt.training.recipes import DEFAULT, Recipe
 from molflt.training.run_folder import INIT_RECORD, RunFolder
 
-__all__ = ["InitialWeights", "Initializer", "build_parser", "dated_run", "read_initial_weights"]
-__all__ += ["recipe_of"]
+__all__ = ["Initializer", "build_parser", "dated_run", "read_initial_weights"]
 
-_MASKED = "masked_language"  # recipe of published encoders
 _MOST = 8  # names per printed line; init.json has them all
 _SHARED = "MOLFLT_RUN"  # passes the name of the run to the other processes
 _LONGEST = 60  # characters
@@ -130,7 +125,7 @@ class _TrainParser(ArgumentParser):
             )
         known = {action.dest for action in self._actions}
         taken = {}
-        for name, value in source.options.items():
+        for name, value in source.options[0].items():
             if f"model.{name}" in known:
                 taken[f"model.{name}"] = value
             elif not related:
@@ -210,72 +205,22 @@ def dated_run(name: str) -> Path:
     return run
 
 
-class InitialWeights(NamedTuple):
-    """Weights named by ``--init``, and information about their model and data."""
-
-    path: Path
-    sha256: str
-    """SHA-256 digest of the file"""
-    recipe: str | None
-    """None for a file that only holds weights"""
-    options: dict[str, object]
-    """arguments of the model"""
-    files: dict[str, object] | None
-    """SHA-256 digests of files that describe the training data, by name; for an export, their JSON
-    content; None if unknown"""
-    weights: dict[str, Tensor]
-    domain: object
-    """content of domain.json; None if the file is missing"""
-    members: int
-    """number of models in the file; the first is used"""
+def read_initial_weights(name: str) -> Saved:
+    """Reads the weights that `--init` names; only the first model of an ensemble is used."""
+    saved = read_saved(*find_weights(name))
+    if saved.recipe is None and recipe_of(saved.path) is not None:
+        saved = _of_transformers(saved)
+    for key, tensor in saved.weights[0].items():
+        expect_finite(saved.path, key, tensor)
+    return saved
 
 
-def recipe_of(weights: Path) -> str | None:
-    """Reads the recipe from the header of a weights file outside a run; None if unknown."""
-    if is_exported(weights):
-        return exported_recipe(weights)
-    from molflt.sequence.published import is_transformers
-
-    with safetensors.safe_open(weights, framework="pt") as file:
-        return _MASKED if is_transformers(dict.fromkeys(file.keys())) else None
-
-
-def read_initial_weights(name: str) -> InitialWeights:
-    """Reads the weights that `--init` names."""
-    path, run = find_weights(name)
-    recipe: str | None = None
-    domain: object = None
-    members = 1
-    files: dict[str, object] | None
-    if path.is_file() and is_exported(path):
-        content, weights = read_exported(path)
-        models, files = content["models"], content["files"]
-        weights = member_weights(0, content, weights)
-        recipe, options, domain = str(content["recipe"]), models[0], files.get(DOMAIN)
-        members = len(models)
-    else:
-        weights, options, files = read_weights(path)
-        if run is None and (recipe := recipe_of(path)) is not None:
-            weights, options, files = _of_transformers(path, weights)
-    if run is not None:
-        config = read_config(run)
-        recipe, options = config["recipe"], {**config["model"], **options}
-        check_unchanged(run / DOMAIN, path, files or {})
-        domain = read_domain(run / DOMAIN)
-    for key, tensor in weights.items():
-        expect_finite(path, key, tensor)
-    with open(path, "rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return InitialWeights(path, digest, recipe, options, files, weights, domain, members)
-
-
-def _of_transformers(
-    path: Path, published: Mapping[str, Tensor]
-) -> tuple[dict[str, Tensor], dict[str, object], dict[str, object] | None]:
+def _of_transformers(saved: Saved) -> Saved:
     """Converts the weights, options and tokenizer of a BERT or FNet model from `transformers`."""
     from molflt.sequence.published import options_of, renamed
 
-    weights, config_file = renamed(published), path.with_name("config.json")
+    path, weights = saved.path, renamed(saved.weights[0])
+    config_file = path.with_name("config.json")
     try:
         config = json.loads(config_file.read_bytes()) if config_file.is_file() else {}
         options = options_of(weights, config)
@@ -284,10 +229,11 @@ def _of_transformers(
             f"{path}: expected a complete BERT or FNet model from transformers; "
             f"{shown(str(error))}; download its files again"
         ) from None
-    if not path.with_name(TOKENIZER).is_file():
-        return weights, options, None
-    tokenizer = Tokenizer.from_json(*find_tokenizer(path.with_name(TOKENIZER)))
-    return weights, options, {TOKENIZER: json.loads(tokenizer.to_json())}
+    files: dict[str, object] | None = None
+    if path.with_name(TOKENIZER).is_file():
+        tokenizer = Tokenizer.from_json(*find_tokenizer(path.with_name(TOKENIZER)))
+        files = {TOKENIZER: json.loads(tokenizer.to_json())}
+    return saved._replace(recipe=MASKED, options=[options], weights=[weights], files=files)
 
 
 class Initializer:
@@ -306,7 +252,7 @@ class Initializer:
         self.name = str(init)
         unused = init is None or folder.checkpoint is not None
         self._source = None if unused else read_initial_weights(self.name)
-        self.options = {} if self._source is None else self._source.options
+        self.options = {} if self._source is None else {**self._source.options[0]}
         self._record: dict[str, Any] = {}  # content of init.json
 
     def domain(self) -> tuple[str, object] | None:
@@ -327,11 +273,11 @@ class Initializer:
         self._record = {
             "source": self.name,
             "weights": str(source.path),
-            "sha256": source.sha256,
+            "sha256": hashlib.sha256(source.path.read_bytes()).hexdigest(),
             "recipe": source.recipe,
             **_transfer(source, model, files),
         }
-        unit = source.weights.get("energy_std")
+        unit = source.weights[0].get("energy_std")
         if "energy_std" in self._record["of_data"] and unit is not None:
             model.get_buffer("energy_std").copy_(unit)  # until the task replaces it
         if DOMAIN in files and source.domain is None:
@@ -358,25 +304,24 @@ class Initializer:
             "new": [f"{name} {tuple(x['shape'])}, {x['why']}" for name, x in new.items()],
             "random and frozen": frozen,
             "of data": [
-                _change(name, own[name], source.weights.get(name)) for name in done["of_data"]
+                _change(name, own[name], source.weights[0].get(name)) for name in done["of_data"]
             ],
             "left over": [f"{name} {tuple(shape)}" for name, shape in done["left_over"].items()],
             "differs": [
                 f"{name} {shown(options[name])}, {shown(was)} in the source"
-                for name, was in source.options.items()
+                for name, was in self.options.items()
                 if name in options and options[name] != was
             ],
         }
         lines = [f"{name}: {_listed(items)}" for name, items in rows.items() if items]
-        first = f"the first of {source.members} models in " if source.members > 1 else ""
-        path = f"{first}{source.path} (sha256 {source.sha256[:12]})"
+        members = len(source.options)
+        first = f"the first of {members} models in " if members > 1 else ""
+        path = f"{first}{source.path} (sha256 {done['sha256'][:12]})"
         start = f"{self.folder.path}: starts from {path}"
         self.folder.say("\n  ".join([start, *lines]))
 
 
-def _transfer(
-    source: InitialWeights, model: nn.Module, files: Mapping[str, bytes]
-) -> dict[str, Any]:
+def _transfer(source: Saved, model: nn.Module, files: Mapping[str, bytes]) -> dict[str, Any]:
     """Loads the tensors whose name and shape match, except tensors that depend on the data.
 
     The model's `of_data` lists prefixes of names. Buffers with such a prefix, such as the
@@ -397,11 +342,11 @@ def _transfer(
     file_of: dict[str, str | None] = dict.fromkeys(named)  # None means any file
     if isinstance(named, Mapping):
         file_of = {prefix: file for file, prefixes in named.items() for prefix in prefixes}
-    was = source.files
+    was, weights = source.files, source.weights[0]
     changed = [n for n in files if was is not None and not _is_same(was.get(n), files[n])]
     loaded, new, of_data = {}, {}, []
     for name, tensor in own.items():
-        found = source.weights.get(name)
+        found = weights.get(name)
         needed = [file for prefix, file in file_of.items() if name.startswith(prefix)]
         if needed and name in buffers:  # such as the normalizer
             of_data.append(name)
@@ -419,13 +364,13 @@ def _transfer(
             new[buffer] = f"{weight} is new"
     if not any(name not in buffers for name in loaded):
         raise ValueError(
-            f"{source.path}: none of its {len(source.weights)} tensors matches the name and shape "
-            f"of a tensor of this model; got {_listed(list(source.weights))}; omit the model's "
+            f"{source.path}: none of its {len(weights)} tensors matches the name and shape "
+            f"of a tensor of this model; got {_listed(list(weights))}; omit the model's "
             "options to use those of the source"
         )
     kept = {name: own[name] for name in of_data}  # load_state_dict would reset missing buffers
     model.load_state_dict(kept | loaded, strict=False)
-    left = {name: list(x.shape) for name, x in source.weights.items() if name not in own}
+    left = {name: list(x.shape) for name, x in weights.items() if name not in own}
     return {
         "loaded": {name: list(x.shape) for name, x in loaded.items()},
         "new": {name: {"shape": list(own[name].shape), "why": why} for name, why in new.items()},
