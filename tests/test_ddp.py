@@ -150,7 +150,7 @@ def test_a_killed_rank_ends_the_others_and_resuming_is_exact(tmp_path):
 
 def test_ranks_share_trained_elements():
     model = EnergyRegressor(dim=8, heads=1, layers=1)
-    steps = _LightningTask(SimpleNamespace(model=model, lr=1.0))
+    steps = _LightningTask(SimpleNamespace(model=model, lr=1.0), None)
     model.trained_elements[29] = True
 
     def reduce(seen, reduce_op):

@@ -153,8 +153,13 @@ def read_saved(path: Path, run: Path | None = None) -> Saved:
     weights, options, files = read_weights(path)
     if run is None or config is None:
         return _exported(path, weights) or Saved(path, None, None, [options], [weights], files, {})
-    for name in files:
-        check_unchanged(run / name, path, files)
+    for name, digest in files.items():
+        kept = run / name  # may be missing
+        if kept.is_file() and hashlib.sha256(kept.read_bytes()).hexdigest() != digest:
+            raise ValueError(
+                f"{kept}: changed since {path.name} was trained with it; expected sha256 "
+                f"{shown(str(digest)[:12])}...; restore the file"
+            )
     for name, was in options.items():
         if name in config["model"] and config["model"][name] != was:
             raise ValueError(
@@ -238,21 +243,6 @@ def weights_digest(path: Path) -> str:
     with contextlib.suppress(ValueError):  # reported when the weights are loaded
         digest = read_header(path).get("sha256")
     return digest or hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def check_unchanged(kept: Path, weights: Path, files: Mapping[str, object]) -> None:
-    """Raises ValueError if a file of a run does not match its SHA-256 digest in `files`.
-
-    Files without a digest and missing files are accepted.
-    """
-    digest = files.get(kept.name)
-    if digest is None or not kept.is_file():
-        return
-    if hashlib.sha256(kept.read_bytes()).hexdigest() != digest:
-        raise ValueError(
-            f"{kept}: changed since {weights.name} was trained with it; expected sha256 "
-            f"{shown(str(digest)[:12])}...; restore the file"
-        )
 
 
 def count_parameters(run: Path, config: Config) -> int:

@@ -21,7 +21,7 @@ from molflt.data.batches import BatchedData
 from molflt.memory import within_memory
 from molflt.tasks.base import Task
 from molflt.training.callbacks import _callbacks_of, _Interrupted
-from molflt.training.loop import _CheckpointIO, _LightningTask, _Loaders
+from molflt.training.loop import _CheckpointIO, _LightningTask
 from molflt.training.run_folder import RunFolder
 from molflt.training.trainer import LoggerName, TrainerOptions, computes_on
 
@@ -53,7 +53,7 @@ def fit(
     options.check()
     max_steps = options.steps(data)
     _warn_of_slow_average(options.ema_decay, max_steps)
-    steps = _LightningTask(task)
+    steps = _LightningTask(task, data)
     ddp = options.devices > 1 or options.strategy == "ddp"
     smaller = "lower data.batch_size, data.max_atoms or data.length"
     with (
@@ -89,7 +89,7 @@ def fit(
         # would be rounded to float32 first
         trainer.precision_plugin.convert_module(steps)
         try:
-            trainer.fit(steps, _Loaders(data), ckpt_path=last, weights_only=True)
+            trainer.fit(steps, ckpt_path=last, weights_only=True)
         except _Interrupted as stop:
             return stop.signum, stop.step
         except SystemExit as stop:

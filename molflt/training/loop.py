@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.plugins.io import CheckpointIO
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -32,7 +32,7 @@ _Data = TypeVar("_Data")
 
 
 class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
-    """Training and validation steps of a task.
+    """Training and validation steps of a task; its loaders start at the trainer's current step.
 
     Attributes:
         gradient_norm: norm of the gradient in the last step, before clipping.
@@ -40,9 +40,12 @@ class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
         validation_is_finite: True if all sums of the last validation are finite.
     """
 
-    def __init__(self, task: Task[_Batch, _Data]) -> None:
+    def __init__(self, task: Task[_Batch, _Data], data: BatchedData[Sized]) -> None:
         super().__init__()
+        # more processes than validation batches are allowed: each item is still counted once
+        self.allow_zero_length_dataloader_with_multiple_devices = True
         self.task = task
+        self.data = data
         self.model = task.model
         self.gradient_norm = float("nan")
         self.last_lr = task.lr
@@ -52,6 +55,17 @@ class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
         self._sums: list[Tensor] = []
         self._metrics: dict[str, float] | None = None
         self.validation_is_finite = True
+
+    def train_dataloader(self) -> DataLoader[object]:
+        self.data.start_step = self.global_step * self.trainer.accumulate_grad_batches  # per rank
+        return self.data.train_dataloader(self.global_rank, self.trainer.world_size)
+
+    def val_dataloader(self) -> DataLoader[object]:
+        return self.data.val_dataloader(self.global_rank, self.trainer.world_size)
+
+    def on_before_batch_transfer(self, batch: _Batch, dataloader_idx: int) -> _Batch:
+        self.data.check("train" if self.trainer.training else "val", batch)
+        return batch
 
     def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
         """Seeds torch from the task's seed, rank, step, and index of the batch within the step.
@@ -178,35 +192,7 @@ def _row(parts: list[Tensor], device: torch.device) -> Tensor:
     return torch.stack([part.to(device, torch.float64) for part in parts])
 
 
-class _Loaders(pl.LightningDataModule):
-    """Data loaders that start at the trainer's current step."""
-
-    # More processes than validation batches are allowed: each item is still counted once
-    allow_zero_length_dataloader_with_multiple_devices = True
-
-    def __init__(self, data: BatchedData[Sized]) -> None:
-        super().__init__()
-        self.data = data
-
-    def train_dataloader(self) -> DataLoader[object]:
-        batches = self._trainer.global_step * self._trainer.accumulate_grad_batches
-        self.data.start_step = batches  # per rank
-        return self.data.train_dataloader(self._trainer.global_rank, self._trainer.world_size)
-
-    def val_dataloader(self) -> DataLoader[object]:
-        return self.data.val_dataloader(self._trainer.global_rank, self._trainer.world_size)
-
-    def on_before_batch_transfer(self, batch: _Batch, dataloader_idx: int) -> _Batch:
-        self.data.check("train" if self._trainer.training else "val", batch)
-        return batch
-
-    @property
-    def _trainer(self) -> pl.Trainer:
-        assert self.trainer is not None  # set by Lightning before these calls
-        return self.trainer
-
-
-class _CheckpointIO(CheckpointIO):
+class _CheckpointIO(TorchCheckpointIO):
     """Gives Lightning access to checkpoints through the run folder."""
 
     def __init__(self, folder: RunFolder) -> None:
@@ -222,9 +208,6 @@ class _CheckpointIO(CheckpointIO):
     ) -> dict[str, object]:
         assert self.folder.checkpoint is not None
         return self.folder.checkpoint
-
-    def remove_checkpoint(self, path: str | Path) -> None:
-        """Does nothing: the next checkpoint replaces the file."""
 
 
 _Module = _LightningTask[object, object]
