@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +14,7 @@ from molflt.files import expect_writable
 from molflt.plots import further_formats
 from molflt.training.checkpoint import load_run, weights_of
 from molflt.training.config import read_config
-from molflt.training.recipes import RECIPES, Recipe
+from molflt.training.recipes import Recipe
 from molflt.training.run_folder import draw_curve
 
 __all__ = ["build_parser", "evaluate", "recipe_parser"]
@@ -91,8 +90,5 @@ def recipe_parser(recipe: Recipe) -> ArgumentParser:
 
 def _recipe_of_run(words: Sequence[str]) -> Recipe:
     """Returns the recipe of the first word that names a run folder, or else the default recipe."""
-    pairs = sorted(pairwise(["", *words]), key=lambda pair: pair[0].startswith("--"))
-    for _, word in pairs:  # values of options come last
-        if not word.startswith("-") and (Path(word) / "config.yaml").is_file():
-            return Recipe.of(read_config(Path(word)))
-    return next(iter(RECIPES.values()))
+    runs = (Path(word) for word in words if Path(word, "config.yaml").is_file())
+    return Recipe.of({} if (run := next(runs, None)) is None else read_config(run))

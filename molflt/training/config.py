@@ -17,7 +17,7 @@ from molflt.training.limits import readable
 from molflt.training.recipes import DEFAULT, RECIPES, Recipe
 from molflt.training.trainer import STEPS, TrainerOptions
 
-__all__ = ["HUB", "PARTS", "Config", "absolute", "add_options", "check_groups", "check_values"]
+__all__ = ["HUB", "PARTS", "Config", "absolute", "add_options", "check_values"]
 __all__ += ["defaults", "plain", "read_config", "read_yaml"]
 
 
@@ -90,14 +90,6 @@ def check_values(parser: ArgumentParser, config: Namespace) -> None:
             raise ValueError(f"{action.dest}: expected a value; got none")
 
 
-def check_groups(path: Path, content: Mapping[str, object]) -> None:
-    """Raises ValueError if a group of a configuration does not consist of keys and values."""
-    for part in PARTS:
-        if not isinstance(content.get(part, {}), dict):
-            got = shown(content[part])
-            raise ValueError(f"{path}: key {part}: expected keys and values; got {got}")
-
-
 def read_config(run: Path) -> Config:
     """Reads config.yaml in the folder of a run, and adds defaults for missing options."""
     path = Path(run) / "config.yaml"
@@ -107,7 +99,6 @@ def read_config(run: Path) -> Config:
         got = f"{run}: not a folder" if Path(run).is_file() else f"{path}: no such file"
         raise FileNotFoundError(f"{got}; expected the folder of a training run{advice}")
     content = read_yaml(path)
-    check_groups(path, content)
     try:
         parser = ArgumentParser(exit_on_error=False)
         add_options(parser, str(content.get("recipe", DEFAULT)))
@@ -138,7 +129,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_yaml(path: Path) -> dict[str, object]:
-    """Reads a YAML file of keys and values."""
+    """Reads a configuration, in which every group consists of keys and values."""
     try:
         content = yaml.load(path.read_bytes().decode(), _Loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -146,6 +137,9 @@ def read_yaml(path: Path) -> dict[str, object]:
         raise ValueError(f"{path}: expected YAML in UTF-8; got {reason}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path}: expected `key: value`; got {shown(content)}")
+    for part in PARTS:
+        if not isinstance(group := content.get(part, {}), dict):
+            raise ValueError(f"{path}: key {part}: expected keys and values; got {shown(group)}")
     return content
 
 

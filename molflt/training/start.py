@@ -34,7 +34,7 @@ from molflt.training.checkpoint import (
     read_saved,
     recipe_of,
 )
-from molflt.training.config import absolute, add_options, check_groups, read_config, read_yaml
+from molflt.training.config import absolute, add_options, read_config, read_yaml
 from molflt.training.recipes import DEFAULT, Recipe
 from molflt.training.run_folder import INIT_RECORD, RunFolder
 
@@ -138,7 +138,7 @@ class _TrainParser(ArgumentParser):
         self.set_defaults(taken)
 
     def parse_path(self, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Namespace:
-        check_groups(Path(path), read_yaml(Path(path)))
+        read_yaml(Path(path))  # raises for repeated keys and values instead of groups
         try:
             found = super().parse_path(path, *args, **kwargs)
         except ArgumentError as error:
