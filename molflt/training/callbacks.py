@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import signal
@@ -20,7 +19,6 @@ from torch import Tensor
 from tqdm import tqdm
 
 from molflt.tasks.base import Task
-from molflt.training.checkpoint import model_weights
 from molflt.training.loop import _MetricsFile, _Module
 from molflt.training.run_folder import RunFolder, duration
 from molflt.training.trainer import TrainerOptions
@@ -209,7 +207,7 @@ class _BestWeights(Callback):
 
 
 class _LastCheckpoint(Checkpoint):
-    """Saves ``last.ckpt`` and then ``last.safetensors``, and stops on signals.
+    """Saves checkpoints with :meth:`RunFolder.save_checkpoint`, and stops on signals.
 
     A checkpoint is saved when optimizer, schedule and averages have completed a step, but before
     the validation that follows. A run killed during validation therefore repeats the validation.
@@ -228,7 +226,6 @@ class _LastCheckpoint(Checkpoint):
         self.signum = 0
         self._validation_due = False
         self._terminals: list[int] = []
-        self._weights: dict[str, Tensor] = {}
 
     def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._watch_signals()
@@ -315,10 +312,6 @@ class _LastCheckpoint(Checkpoint):
     def _save(self, trainer: pl.Trainer, validation_due: bool = False) -> None:
         self._validation_due = validation_due
         trainer.save_checkpoint(self.folder.last)
-        stop = self.folder.provenance.get("stopped")
-        header = {"step": trainer.global_step} | ({"stopped": json.dumps(stop)} if stop else {})
-        self.folder.save_weights("last", self._weights, header)
-        self._weights = {}
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -328,4 +321,3 @@ class _LastCheckpoint(Checkpoint):
             progress = checkpoint["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"]
             progress["total"] = {"ready": 1, "started": 1, "processed": 0, "completed": 0}
             progress["current"] = {"ready": 0, "started": 0, "processed": 0, "completed": 0}
-        self._weights = model_weights(checkpoint)

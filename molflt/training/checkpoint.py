@@ -347,7 +347,7 @@ def read_plain(path: Path) -> Any:
         raise ValueError(f"{path}: not a complete checkpoint; {reason}; {_RESTORE}") from error
 
 
-def model_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
+def model_weights(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
     """Returns the model weights in a checkpoint, or their averages if the run uses averaging."""
     return {
         name.removeprefix("model."): tensor

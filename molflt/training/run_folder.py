@@ -237,11 +237,10 @@ class RunFolder:
         Rewriting is needed if the run was killed after writing only one of the two files.
         """
         if self.checkpoint is not None:
-            weights = model_weights(self.checkpoint)
-            check_weights(self.last, model, weights)
+            check_weights(self.last, model, model_weights(self.checkpoint))
             for kept in sorted(self.last.parent.glob("*.safetensors")):
                 verify_tensors(kept)
-            self.save_weights("last", weights, {"step": self.checkpoint["global_step"]})
+            self._save_last(self.checkpoint)
 
     def start_steps(self, machine: Mapping[str, object]) -> None:
         """Starts the clock, stores settings that affect rounding, and reports changes to them."""
@@ -302,12 +301,20 @@ class RunFolder:
             options = self.provenance["config"]["model"]
             save_weights(path, weights, options, self._files, metadata)
 
-    def save_checkpoint(self, checkpoint: Mapping[str, object]) -> None:
-        """Writes last.ckpt."""
+    def save_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
+        """Writes last.ckpt and then last.safetensors."""
         self._expect_held()
         spent = time.perf_counter() - self._begun
         self.provenance["seconds"] = float(self._was().get("seconds", 0.0)) + spent
         write_checkpoint(self.last, {**checkpoint, "molflt": self.provenance})
+        self._save_last(checkpoint)
+
+    def _save_last(self, checkpoint: Mapping[str, Any]) -> None:
+        stop = self.provenance.get("stopped")
+        header = {"step": checkpoint["global_step"]} | (
+            {"stopped": json.dumps(stop)} if stop else {}
+        )
+        self.save_weights("last", model_weights(checkpoint), header)
 
     def append_metrics(self, row: str) -> None:
         """Appends a row to metrics.csv."""
