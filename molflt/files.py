@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import csv
 import errno
 import hashlib
+import io
 import json
 import os
 import re
 import reprlib
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from pkgutil import resolve_name
@@ -20,10 +22,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
+    "add_row",
     "append",
     "appending",
     "atomically",
     "clear_parts",
+    "csv_rows",
+    "csv_text",
     "expect_writable",
     "natural",
     "read_arrays",
@@ -126,6 +131,35 @@ def append(path: Path, text: str) -> None:
             with suppress(OSError):
                 os.truncate(path, size)
             raise
+
+
+def add_row(path: Path, row: Mapping[str, object], first: bool) -> None:
+    """Adds a row to a CSV file; the first row starts a new file."""
+    if first:
+        write_atomically(path, csv_text([row]).encode())
+    else:
+        append(path, csv_text([row], header=False))
+
+
+def csv_text(
+    rows: Sequence[Mapping[str, object]], columns: Sequence[str] = (), header: bool = True
+) -> str:
+    """Formats rows as CSV, by default with columns for all keys; None becomes an empty cell."""
+    buffer = io.StringIO()
+    names = columns or list(dict.fromkeys(name for row in rows for name in row))
+    writer = csv.DictWriter(buffer, names, lineterminator="\n")
+    if header:
+        writer.writeheader()
+    writer.writerows(rows)
+    return buffer.getvalue()
+
+
+def csv_rows(text: str) -> list[dict[str, str]]:
+    """Parses CSV; raises ValueError or csv.Error if it is damaged."""
+    rows: list[dict[str, str]] = list(csv.DictReader(io.StringIO(text), strict=True))
+    if any(None in row or None in row.values() for row in rows):
+        raise ValueError("a line does not have as many cells as the header")
+    return rows
 
 
 @contextmanager

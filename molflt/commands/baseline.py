@@ -28,8 +28,8 @@ from molflt.data.structures.convert import one_pass
 from molflt.data.structures.sources import files_of
 from molflt.data.structures.store import write_store
 from molflt.evaluation.relaxation import relax_atoms
-from molflt.evaluation.results import csv_rows, csv_text, warn, write_csv
-from molflt.files import append, expect_writable
+from molflt.evaluation.results import warn, write_csv
+from molflt.files import add_row, csv_rows, expect_writable
 from molflt.pretrained.calculator import calculator_named, is_class
 from molflt.training.checkpoint import find_weights, weights_digest
 
@@ -107,10 +107,7 @@ def baseline(
         try:
             for row in _computed(dataset, rows, submit, _PARTS[1 : 2 + subtract_adsorbate]):
                 row["calculator"] = label
-                if rows:
-                    append(table, csv_text([row]).partition("\n")[2])
-                else:
-                    write_csv(table, [row])
+                add_row(table, row, first=not rows)
                 rows[int(row["index"])] = row
                 bar.update()
         finally:

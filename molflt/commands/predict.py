@@ -24,9 +24,9 @@ from molflt.data.structures.store import STORE
 from molflt.data.text.parallel import read_lines
 from molflt.evaluation.calibration import uncertainty_of
 from molflt.evaluation.predictions import Predictions, counted_reasons, open_structures
-from molflt.evaluation.results import csv_text, finite_row, warn, write_csv
+from molflt.evaluation.results import finite_row, warn, write_csv
 from molflt.evaluation.shard_files import ENDINGS, made_of, merge_shards, noted
-from molflt.files import atomically, expect_writable, read_header, write_atomically
+from molflt.files import atomically, csv_text, expect_writable, read_header, write_atomically
 from molflt.pretrained import (
     EnergyPredictor,
     GapFiller,

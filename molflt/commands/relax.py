@@ -14,8 +14,8 @@ from molflt.commands.options import expect_ending
 from molflt.data.structures.ase_fields import drop_labels_, not_held
 from molflt.data.structures.sources import files_of
 from molflt.evaluation.relaxation import OptimizerName, Relaxed, readable_structures, relax_atoms
-from molflt.evaluation.results import csv_text, warn, write_csv
-from molflt.files import append, appending, atomically, expect_writable, shown
+from molflt.evaluation.results import warn
+from molflt.files import add_row, appending, atomically, expect_writable, shown
 from molflt.pretrained.calculator import Calculator
 
 __all__ = ["relax"]
@@ -144,10 +144,7 @@ def _add(out: Path, place: int, part: Relaxed, first: bool) -> dict[str, None]:
         else:
             with appending(out):
                 write(str(out), atoms, format="extxyz", append=True)
-    if first:
-        write_csv(out.with_suffix(".csv"), [row])
-    else:
-        append(out.with_suffix(".csv"), csv_text([row]).partition("\n")[2])
+    add_row(out.with_suffix(".csv"), row, first)
     return lost | dict.fromkeys(f"ASE: {shown(str(each.message), 200)}" for each in heard)
 
 

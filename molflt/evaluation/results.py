@@ -5,8 +5,6 @@ results_of.json records the weights and the data of the evaluation that wrote re
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,13 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from molflt.data.structures.base import AS_TRAINED, warn
-from molflt.files import clear_parts, read_json, shown, write_atomically
+from molflt.files import clear_parts, csv_text, read_json, shown, write_atomically
 from molflt.plots.figure import FORMATS
 from molflt.training.checkpoint import weights_digest
 from molflt.training.config import Config, absolute
 
-__all__ = ["FIGURES", "RESULTS", "Evaluation", "Provenance", "Results", "align", "csv_rows"]
-__all__ += ["csv_text", "finite_row", "given_data", "is_within", "provenance_of", "results_table"]
+__all__ = ["FIGURES", "RESULTS", "Evaluation", "Provenance", "Results", "align"]
+__all__ += ["finite_row", "given_data", "is_within", "provenance_of", "results_table"]
 __all__ += ["run_weights", "warn", "why_of_others", "write_csv", "write_results"]
 
 RESULTS = "results.json"
@@ -111,27 +109,9 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> Path:
     return path
 
 
-def csv_text(rows: Sequence[Mapping[str, object]]) -> str:
-    """Formats rows as CSV, with a header of all keys; None becomes an empty cell."""
-    buffer = io.StringIO()
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    writer = csv.DictWriter(buffer, names, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return buffer.getvalue()
-
-
 def finite_row(columns: Mapping[str, NDArray[np.float64]], i: int) -> dict[str, float | None]:
     """Returns row i of a table, with None in place of NaN."""
     return {name: None if np.isnan(one[i]) else float(one[i]) for name, one in columns.items()}
-
-
-def csv_rows(text: str) -> list[dict[str, str]]:
-    """Parses CSV; raises ValueError or csv.Error if it is damaged."""
-    rows: list[dict[str, str]] = list(csv.DictReader(io.StringIO(text), strict=True))
-    if any(None in row or None in row.values() for row in rows):
-        raise ValueError("a line does not have as many cells as the header")
-    return rows
 
 
 def provenance_of(weights: Iterable[Path], checkpoint: str) -> Provenance:

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from molflt.evaluation.results import RESULTS, Results, csv_rows, run_weights, why_of_others
-from molflt.files import read_json, shown
+from molflt.evaluation.results import RESULTS, Results, run_weights, why_of_others
+from molflt.files import csv_rows, read_json, shown
 from molflt.metrics import Metric
 from molflt.plots.training import read_columns
 from molflt.training.checkpoint import count_parameters, read_checkpoint

@@ -22,8 +22,7 @@ from torch import nn
 from molflt.data.batches import Shard
 from molflt.data.structures import Structures
 from molflt.evaluation.ensemble import digest_of
-from molflt.evaluation.results import csv_rows, csv_text
-from molflt.files import shown, write_atomically
+from molflt.files import csv_rows, csv_text, shown, write_atomically
 
 __all__ = ["ENDINGS", "made_of", "merge_shards", "noted"]
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import csv
-import io
 import math
 import time
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Mapping, Sized
 from pathlib import Path
 from typing import Any, Generic, Never, TypeVar, cast
 
@@ -22,7 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 from molflt.data.batches import BatchedData
-from molflt.files import write_atomically
+from molflt.files import csv_rows, csv_text, write_atomically
 from molflt.tasks.base import Task
 from molflt.training.checkpoint import Checkpoint
 from molflt.training.run_folder import RunFolder
@@ -284,7 +283,7 @@ class _MetricsFile(Callback):
             # a training row whose sums are in the checkpoint was written by early stopping
             if at < step or (at == step and not (self._kept if row["lr"] else validates))
         ]
-        text = self._lines([row for _, row in rows], header=True)
+        text = csv_text([row for _, row in rows], self.columns)
         write_atomically(self.path, text.encode())
         return [row for at, row in rows if at == step]
 
@@ -292,9 +291,8 @@ class _MetricsFile(Callback):
         """Reads steps and rows, and ignores an incomplete last row."""
         try:
             text = self.path.read_bytes().decode()
-            whole = text[: text.rfind("\n") + 1]
-            table = csv.DictReader(io.StringIO(whole), strict=True)
-            if whole and table.fieldnames != self.columns:
+            table = csv_rows(text[: text.rfind("\n") + 1])
+            if table and [*table[0]] != self.columns:
                 raise ValueError(f"expected the columns {','.join(self.columns)}")
             return [(int(row["step"]), row) for row in table]
         except FileNotFoundError:
@@ -303,14 +301,6 @@ class _MetricsFile(Callback):
             raise ValueError(
                 f"{self.path}: {error}; restore the table, or move it away to start a new one"
             ) from None
-
-    def _lines(self, rows: Sequence[Mapping[str, object]], header: bool = False) -> str:
-        buffer = io.StringIO()
-        writer = csv.DictWriter(buffer, self.columns, lineterminator="\n")
-        if header:
-            writer.writeheader()
-        writer.writerows(rows)
-        return buffer.getvalue()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, *_: object
@@ -347,7 +337,7 @@ class _MetricsFile(Callback):
         }
 
     def _write(self, trainer: pl.Trainer, row: Mapping[str, float]) -> None:
-        self.folder.append_metrics(self._lines([row]))
+        self.folder.append_metrics(csv_text([row], self.columns, header=False))
         for logger in trainer.loggers:
             rest = {name: value for name, value in row.items() if name != "step"}
             logger.log_metrics(rest, step=trainer.global_step)
