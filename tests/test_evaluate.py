@@ -14,13 +14,15 @@ from tiny_run import alone, error_of, on_slab, printed, structures, table
 from molflt.commands.cli import main
 from molflt.commands.evaluate import evaluate
 from molflt.commands.predict import predict
+from molflt.data.structures.in_memory import StructuresInMemory
 from molflt.data.structures.splits import TEST_SPLITS, VAL_SPLITS
 from molflt.data.structures.store import StructureStore, write_store
 from molflt.data.structures.systems import System, write_systems
 from molflt.evaluation.energies import _metrics, _results_table
 from molflt.evaluation.groups import errors_by_group
 from molflt.evaluation.other_models import compare, read_published
-from molflt.evaluation.predictions import Predictions
+from molflt.evaluation.predictions import Predictions, infer
+from molflt.graph import EnergyRegressor
 from molflt.training.checkpoint import load_run
 
 
@@ -353,3 +355,14 @@ def test_missing_predictions_are_ignored(root: Path) -> None:
     others = read_published(published(root / "p.npz", a=gaps * np.nan), root)
     with pytest.raises(ValueError, match="among these 7;"):
         compare(others, FOUND, root)
+
+
+def test_use_of_a_mesh_is_said(monkeypatch, capsys) -> None:
+    model = EnergyRegressor(8, 2, layers=1, ffn_dim=8, num_features=8).eval()
+    data = StructuresInMemory(list(structures(3)))
+    infer(model, data, 2, "small cells")
+    assert "mesh" not in capsys.readouterr().err
+    monkeypatch.setattr("molflt.graph.periodic._MOST_BY_NODES", 8)
+    infer(model, data, 2, "large cells")
+    expected = sum(len(record.pos) > 8 for record in structures(3))
+    assert f"large cells: {expected} of 3 structures" in capsys.readouterr().err

@@ -26,8 +26,11 @@ from molflt.data.structures.sources import Paths
 from molflt.data.structures.tags import Tagged, adsorbates
 from molflt.evaluation.ensemble import EnsembleRegressor, expect_same_totals, has_references
 from molflt.evaluation.results import warn
+from molflt.graph.geometry import Atoms
 from molflt.graph.heads import by_contact, undescribed
+from molflt.graph.periodic import Auto
 from molflt.graph.potential import Potential
+from molflt.graph.regressor import EnergyRegressor
 from molflt.memory import within_memory
 
 if TYPE_CHECKING:
@@ -181,6 +184,7 @@ def infer(
     device = next(iter(model.state_dict().values()), torch.empty(0)).device
     shared, beyond = by_contact(model)[0], undescribed(model)
     rows: dict[int, dict[str, Any]] = {}
+    large = 0
     # disable=None: no bar if stderr is a file
     bar = tqdm(total=len(dataset), desc=name, unit=" systems", leave=False, disable=None)
     with bar, torch.device("cpu"), torch.inference_mode(), warnings.catch_warnings():
@@ -204,6 +208,7 @@ def infer(
             for place, (i, record) in enumerate(zip(indices, records, strict=True)):
                 own = {one: part[place].numpy().copy() for one, part in split.items()}
                 rows[i] = _row(record, energies[place], own, domain, force)
+            large += _on_mesh(model, batch)
             if on_batch is not None:
                 on_batch(indices, batch, out)
             bar.update(len(indices))
@@ -215,7 +220,7 @@ def infer(
     found = Predictions(**columns)
     warn_of_elements(model, set().union(*elements), name, set().union(*adsorbed))
     untagged = sum(bare) if domain is None and not isinstance(model, Potential) else 0
-    _warn(found, name, domain, untagged, found.sid[overlapping].tolist())
+    _warn(found, name, domain, untagged, found.sid[overlapping].tolist(), large)
     return found
 
 
@@ -266,8 +271,14 @@ def _warn(
     domain: Domain | None,
     untagged: int,
     overlapping: list[int],
+    large: int,
 ) -> None:
     count = len(found.sid)
+    if large:
+        warn(
+            f"{name}: {large} of {count} structures are large; sums over reciprocal nodes use a "
+            "mesh (model.periodic auto); --mesh-order 6 or 8 is more accurate"
+        )
     if untagged:
         warn(
             f"{name}: {untagged} of {count} structures have no atom with a tag above 0; their "
@@ -285,6 +296,20 @@ def _warn(
         )
     if domain and (text := other_kind(found.target, found.natoms, domain.kind)):
         warn(f"{name}: {text}")
+
+
+def _on_mesh(model: nn.Module, batch: Batch) -> int:
+    """Counts the structures for which the model uses a mesh instead of reciprocal nodes."""
+    one = model.members[0] if isinstance(model, EnsembleRegressor) else model
+    if not isinstance(one, EnergyRegressor) or one.encoding is None:
+        return 0
+    scheme = one.encoding.periodic
+    if type(scheme) is not Auto:
+        return 0
+    atoms = Atoms.of(batch, one.embedding.element.weight, charged=True)
+    geometry = atoms.geometry if one.subsurface else atoms.above_subsurface()[0].geometry
+    chosen = scheme.on_mesh(geometry)
+    return 0 if chosen is None else int(chosen.sum())
 
 
 def _expect_tags(record: Data, domain: Domain, dataset: Structures) -> None:
