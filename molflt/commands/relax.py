@@ -6,7 +6,7 @@ import re
 import sys
 import warnings
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from tqdm import tqdm
 
@@ -17,6 +17,9 @@ from molflt.evaluation.relaxation import OptimizerName, Relaxed, readable_struct
 from molflt.evaluation.results import warn
 from molflt.files import add_row, appending, atomically, expect_writable, shown
 from molflt.pretrained.calculator import Calculator
+
+if TYPE_CHECKING:
+    from molflt.data.structures import Structures
 
 __all__ = ["relax"]
 
@@ -90,7 +93,7 @@ def relax(
                 fmax=fmax,
                 steps=steps,
                 cell=cell,
-                trajectory=trajectories and trajectories / _file_of(dataset.place(index), sid),
+                trajectory=trajectories and _trajectory(trajectories, dataset, index, sid),
                 on_step=lambda step: bar.set_postfix(step=step),
             )
             lost |= _add(out, dataset.place(index), part, first=not found)
@@ -105,9 +108,11 @@ def relax(
     return _summary(out, found)
 
 
-def _file_of(place: int, sid: int | str) -> str:
+def _trajectory(folder: Path, dataset: Structures, index: int, sid: int | str) -> Path:
     name = re.sub(r"[^\w.+-]", "_", str(sid))[:80]
-    return f"{place:06d}-{name}.traj"
+    path = folder / f"{dataset.place(index):06d}-{name}.traj"
+    expect_writable(path, *dataset.files)
+    return path
 
 
 def _add(out: Path, place: int, part: Relaxed, first: bool) -> dict[str, None]:

@@ -115,7 +115,7 @@ class ImageWriter(Pretrained):
         """Generates images in one batch.
 
         Args:
-            count: number of new images, without `given`.
+            count: number of new images; has no effect with `given`.
             given: images to complete instead, (n, channels, side, side), bytes.
             rows: number of upper rows of these images to keep; half of the rows by default.
             temperature: below 1, likely bytes become more likely; 0 takes the most likely byte.
@@ -139,6 +139,8 @@ class ImageWriter(Pretrained):
         """Returns the bytes to continue, (images, bytes), on the device of the model."""
         device = device_of(self.model)
         if given is None:
+            if rows is not None:
+                raise ValueError(f"rows={rows} has no effect without given images")
             return torch.zeros(count, 0, dtype=torch.long, device=device)
         side = self.model.image_size
         rows = side // 2 if rows is None else rows
