@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from ase import Atoms
 from ase.build import add_adsorbate, fcc111
 from ase.io import write
 from data.oc20_files import old_record, write_lmdb
@@ -28,8 +27,8 @@ RESULTS = ROOT / "docs" / "results"
 RUN = load_script("run")
 NAMES = list(RUN.benchmarks())
 # Rows of benchmarks of earlier commits.
-HISTORY = {"arena", "beam", "kernel_error", "layers", "long_range", "masks", "norms", "patches"}
-HISTORY |= {"precision", "sampling"}
+HISTORY = {"arena", "beam", "dimers", "kernel_error", "layers", "long_range", "masks", "norms"}
+HISTORY |= {"patches", "precision", "sampling"}
 STORED = sorted({path.stem for path in RESULTS.glob("*.csv")} - HISTORY)
 MEMORY = {"scaling", "atoms"}
 # Trains in subprocesses, which other tests cover; only the weekly workflow runs it.
@@ -37,25 +36,6 @@ LONG = {"interruptions"} if not os.environ.get("MOLFLT_FULL") else set()
 needs_linux = pytest.mark.skipif(
     not os.access("/proc/self/clear_refs", os.W_OK), reason="peak memory is read from Linux's /proc"
 )
-
-
-def dimers(folder: Path) -> Path:
-    """Writes ions of charges +1 and -1, of one and two atoms; E = -14.4 eV Å / r of centers."""
-    generator = np.random.default_rng(0)
-    far = {"train": np.linspace(6.0, 12.0, 8), "test": np.linspace(13.0, 15.0, 3)}
-    for split, distances in far.items():
-        frames = []
-        for distance in distances:
-            axis = generator.normal(size=3)
-            center = distance * axis / np.linalg.norm(axis)
-            half = np.array([0.6, 0.0, 0.0])
-            places = [np.zeros(3), center + half, center - half]
-            frame = Atoms("NaO2", places, cell=[40, 40, 40], pbc=True)
-            energy = {"inter_energy": -14.4 / distance, "distance": distance}
-            frame.info = {"indexB": 1, "label": "CC", **energy}
-            frames.append(frame)
-        write(folder / f"{split}-id0.xyz", frames, format="extxyz")
-    return folder
 
 
 def bound(folder: Path) -> Path:
@@ -78,7 +58,6 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     write_lmdb(folder / "oc20.lmdb", {str(i): old_record(i) for i in range(4)})
     return {
         "reading": ["--records", str(folder / "oc20.lmdb")],
-        "dimers": ["--data", str(dimers(folder))],
         "labels": ["--file", str(bound(folder)), "--calculator", "emt"],
     }
 
@@ -197,24 +176,6 @@ def test_agreement_of_labels_by_hand() -> None:
         "| all | 6 | 0.00 | 1.17 | 0.50 | 0.60 | 0.33 |",
     ]
     assert script.table(rows[:1]).splitlines()[2] == "| others | 1 | – | 1.00 | 1.00 | – | 0.00 |"
-
-
-def test_charges_fitted_to_near_ions_are_those_of_far_ones(tmp_path) -> None:
-    """Energies are computed from known charges and all images; the potential reproduces the fit."""
-    script = benchmark("dimers")
-    data = script.read(dimers(tmp_path))
-    kernels = script.laws(data.graphs, (1,))
-    charges = [(graph.atomic_numbers == 11) * 1.5 - 0.5 for graph in data.graphs]  # 1, -0.5, -0.5
-    true = [q.double() @ law[0] @ q.double() / 2 for q, law in zip(charges, kernels, strict=True)]
-    data = data._replace(energy=data.binding(torch.stack(true)))
-    setting = script.Setting((1,), 16, 1e-3, 1e-8)
-    model = script.potential(setting, 0)
-    design = script.Design.of(model, data, kernels)
-    weights = script.fitted(model, design, data, setting, ~data.test, 60)
-    guess = design(*weights)
-    assert data.relative(guess, data.test) < 1e-3
-    torch.testing.assert_close(script.predicted(model, data, *weights), guess, rtol=0, atol=1e-8)
-    assert data.held_out(2).sum() == 2 and not (data.held_out(2) & data.test).any()
 
 
 # --- costs ---------------------------------------------------------------------------------------
