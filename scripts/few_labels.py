@@ -20,6 +20,7 @@ from kit.words import described, guarded, trainings
 from peers_kit.ridge import KernelRidge
 
 from molflt.data.structures import Structures, open_dataset
+from molflt.data.structures.labels import fit_element_energies
 from molflt.data.structures.splits import VAL_SPLITS
 from molflt.data.structures.store import write_store
 
@@ -49,28 +50,27 @@ def ridge(folder: Path, count: int, seed: int) -> Rows:
     """
     model, train = KernelRidge(seed), open_dataset(folder / TRAIN)
     with_baseline = bool(np.isfinite(train.y_baseline).all())
-    known, elements = train.y_relaxed, 0.0
+
+    def left(dataset: Structures) -> np.ndarray:
+        """Returns the energies that remain for kernel ridge regression, (systems,), eV."""
+        if not with_baseline:
+            return dataset.y_relaxed
+        atoms = dataset.compositions(np.arange(len(dataset)), of_adsorbates=True)
+        return dataset.y_relaxed - dataset.y_baseline - atoms @ elements
+
     if with_baseline:
-        known = known - train.y_baseline
-        elements = np.linalg.lstsq(_counts(train), known, rcond=None)[0]
-        known = known - _counts(train) @ elements
-    model.fit(train, known)
+        labels = train.y_relaxed - train.y_baseline
+        elements = fit_element_energies(train, of_adsorbates=True, labels=labels).energies
+    model.fit(train, left(train))
     rows = []
     for split in VAL_SPLITS:
         if (folder / f"{split}.safetensors").exists():
             dataset = open_dataset(folder / f"{split}.safetensors")
-            left = dataset.y_relaxed
-            row = {"labels": str(count), "seed": seed, "split": split}
+            row, rest = {"labels": str(count), "seed": seed, "split": split}, left(dataset)
             if with_baseline:
-                left = left - dataset.y_baseline - _counts(dataset) @ elements
-                row["constant_mae_eV"] = float(np.abs(left).mean())
-            rows.append({**row, "mae_eV": float(np.abs(model.predict(dataset) - left).mean())})
+                row["constant_mae_eV"] = float(np.abs(rest).mean())
+            rows.append({**row, "mae_eV": float(np.abs(model.predict(dataset) - rest).mean())})
     return rows
-
-
-def _counts(dataset: Structures) -> np.ndarray:
-    """Returns the number of atoms of each element in the adsorbates, (systems, 119)."""
-    return dataset.compositions(np.arange(len(dataset)), True).astype(float)
 
 
 def table(rows: Rows) -> str:

@@ -17,17 +17,11 @@ from ase.data import chemical_symbols
 from kit.words import described, guarded
 from torch_geometric.data import Data
 
-from molflt.atoms import Tag
 from molflt.data.structures.data_set import DataSet
+from molflt.data.structures.labels import fit_element_energies
 from molflt.data.structures.store import write_store
 
 SPLITS = ("train", "val_id")
-
-
-def counts(records: list[Data]) -> np.ndarray:
-    """Returns the number of adsorbate atoms by structure and atomic number."""
-    adsorbed = (r.atomic_numbers[r.tags == Tag.ADSORBATE.value] for r in records)
-    return np.array([np.bincount(own, minlength=len(chemical_symbols)) for own in adsorbed])
 
 
 def shifted(record: Data, reference: float, sid: int) -> Data:
@@ -45,16 +39,15 @@ def merge(out: Path, sets: dict[str, Path]) -> None:
     merged: dict[str, list[Data]] = {split: [] for split in SPLITS}
     references = {}
     for name, root in sets.items():
-        parts = {split: list(part) for split, part in DataSet(root).open(SPLITS).items()}
-        energies = np.array([float(record.y_relaxed) for record in parts["train"]])
-        if not np.isfinite(energies).all():
+        parts = DataSet(root).open(SPLITS)
+        if not np.isfinite(parts["train"].y_relaxed).all():
             raise ValueError(f"{root}: expected energies of all structures of the training split")
-        fit = np.linalg.lstsq(counts(parts["train"]).astype(float), energies, rcond=None)[0]
-        references[name] = {
-            chemical_symbols[z]: fit[z] for z in np.flatnonzero(counts(parts["train"]).any(axis=0))
-        }
-        for split, records in parts.items():
-            for record, reference in zip(records, counts(records) @ fit, strict=True):
+        fit = fit_element_energies(parts["train"], of_adsorbates=True)
+        present = np.flatnonzero(fit.present)
+        references[name] = {chemical_symbols[z]: float(fit.energies[z]) for z in present}
+        for split, part in parts.items():
+            known = part.compositions(np.arange(len(part)), of_adsorbates=True) @ fit.energies
+            for record, reference in zip(part, known, strict=True):
                 merged[split].append(shifted(record, reference, len(merged[split])))
         print(f"{name}: {', '.join(f'{split} {len(own)}' for split, own in parts.items())}")
     for split, records in merged.items():
