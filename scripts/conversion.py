@@ -14,11 +14,10 @@ BLEU, language models by perplexity per token.
 
 import argparse
 import sys
-from collections.abc import Callable
+import tempfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from kit.rows import markdown, mean_sd
 from kit.words import described, guarded
@@ -26,15 +25,11 @@ from torch import nn
 
 from molflt.attention import convert_weights_
 from molflt.attention.checks import no_effect
-from molflt.data.text.datamodule import read_blocks
-from molflt.data.text.parallel import read_parallel
-from molflt.evaluation import language
-from molflt.evaluation.common import named_sources, tokenizer_of, vocabulary_of
-from molflt.evaluation.translation import bleu, translate
 from molflt.sequence import EncoderDecoder, LanguageModel
 from molflt.training.checkpoint import load_run
+from molflt.training.recipes import Recipe
 
-BEAM, PENALTY = 5, 1.0
+METRICS = {"translation": ("BLEU", "bleu"), "language": ("perplexity", "perplexity")}
 DEGREES = 2, 3
 
 
@@ -50,60 +45,48 @@ def converted(model: nn.Module, options: dict[str, Any], draw: int, **own: objec
     return made.to(next(model.parameters()).device).eval()
 
 
-def judge(
-    run: Path, model: nn.Module, config: dict[str, Any], options: argparse.Namespace
-) -> tuple[str, Callable[[Any], float]]:
-    """Returns the name of the metric for a run, and the function that computes it."""
-    data = config["data"]
+def expect_softmax(run: Path, model: nn.Module, config: dict[str, Any]) -> None:
+    """Raises ValueError unless all layers of a translation or language model use softmax."""
+    mixings: set[str] = set()
     if isinstance(model, EncoderDecoder):
         mixings = {*model.encoder.mixings, *model.decoder.stack.mixings}
-    else:
-        mixings = set(model.stack.mixings) if isinstance(model, LanguageModel) else set()
+    elif isinstance(model, LanguageModel):
+        mixings = set(model.stack.mixings)
     if mixings != {"softmax"}:
         raise ValueError(
             f"{run}: expected a run of the recipe translation or language with model.mixing "
             f"softmax; got {config['recipe']}, {config['model'].get('mixing')}"
         )
-    (name,) = named_sources(data, [options.split], None).values()
-    if isinstance(model, LanguageModel):
-        no_effect("on a language model", beam=options.beam, length_penalty=options.length_penalty)
-        vocabulary = vocabulary_of(run, model.vocabulary)
-        blocks = read_blocks(name, vocabulary, int(data["length"]), options.split)
 
-        def perplexity(one: LanguageModel) -> float:
-            losses = language.token_losses(one, blocks, options.batch_size, options.split)
-            return language.metrics_of(losses[np.isfinite(losses)])["perplexity"]
 
-        return "perplexity", perplexity
-    text = read_parallel(name, str(data["source"]), str(data["target"]))
-    tokenizer = tokenizer_of(run, model.vocabulary)
-    beam = BEAM if options.beam is None else options.beam
-    penalty = PENALTY if options.length_penalty is None else options.length_penalty
-
-    def score(one: EncoderDecoder) -> float:
-        search = beam, penalty, options.batch_size, options.split
-        told = translate(one, tokenizer, text.source, *search)
-        return bleu(told, text.target, tokenizer.ignores_case).bleu
-
-    return "BLEU", score
+def score(model: nn.Module, config: dict[str, Any], options: argparse.Namespace) -> float:
+    """Returns the metric of a model, as `molflt evaluate` computes it."""
+    names = ("batch_size", "beam", "length_penalty")
+    given = {name: value for name in names if (value := getattr(options, name)) is not None}
+    with tempfile.TemporaryDirectory() as folder:  # for pictures, which are not needed
+        evaluate, out = Recipe.of(config).load("evaluate"), Path(folder)
+        found = evaluate(options.run, model, config, out, splits=[options.split], **given)
+    return found.results[options.split][METRICS[config["recipe"]][1]]
 
 
 def measure(options: argparse.Namespace) -> str:
     """Returns a table with a row for the trained model and each converted model."""
     model, config = load_run(options.run, options.checkpoint, options.device)
-    heading, score = judge(options.run, model, config, options)
-    rows: list[list[object]] = [["softmax, as trained", f"{score(model):.2f}", 1]]
+    expect_softmax(options.run, model, config)
+    if isinstance(model, LanguageModel):
+        no_effect("on a language model", beam=options.beam, length_penalty=options.length_penalty)
+    rows = [["softmax, as trained", f"{score(model, config, options):.2f}", 1]]
 
     def add(name: str, draws: int, **own: object) -> None:
-        found = [score(converted(model, config["model"], i, **own)) for i in range(draws)]
-        rows.append([name, mean_sd(found, 2), draws])
+        models = (converted(model, config["model"], i, **own) for i in range(draws))
+        rows.append([name, mean_sd([score(one, config, options) for one in models], 2), draws])
 
     for features in options.features:
         add(f"{features} features", options.draws, mixing="linear", num_features=features)
     for degree in DEGREES if options.polynomial else ():
         kernel = {"mixing": "quadratic", "feature_map": "polynomial", "degree": degree}
         add(f"polynomial of degree {degree}", 1, **kernel)
-    return markdown(["attention", heading, "draws"], rows)
+    return markdown(["attention", METRICS[config["recipe"]][0], "draws"], rows)
 
 
 @guarded
