@@ -6,12 +6,11 @@
 FOLDER contains training and test splits (--train, --test) that `molflt data inspect` can read. The
 molflt potential is configs/potential.yaml. All models use the same frames, loss and batches, and
 the same schedule of learning rates, which depends on the time used so far. Writes potentials.md and
-potentials.csv. After an interruption, the same command continues.
+potentials.csv. After an interruption, the same command begins with the next unfinished model.
 """
 
 import argparse
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -23,20 +22,22 @@ from kit.rows import Row, Rows, markdown, mean_sd, pick, write_csv
 from kit.runs import prepare
 from kit.words import described, guarded
 from numpy.typing import NDArray
+from peers_kit.jobs import train
 from peers_kit.nets import Peer, PeriodicPaiNN, PeriodicSchNet
 from torch import Tensor, nn
-from torch_geometric.data import Batch, Data
+from torch_geometric.data import Batch
 
 from molflt.data.structures.potential_data import PotentialData, SinglePoints
+from molflt.evaluation.potentials import infer_points
 from molflt.files import write_atomically
-from molflt.graph.geometry import Geometry
 from molflt.graph.potential import Potential
 from molflt.tasks.potential import PotentialTask
-from molflt.training.checkpoint import read_plain, write_checkpoint
 
 CONFIG = Path(__file__).parents[1] / "configs/potential.yaml"
 CUTOFF = 5.0  # Å
 MODELS = ("molflt", "schnet", "painn")
+TRAINER = {"ema_decay": None, "gradient_clip": 5.0, "max_steps": 10_000}  # steps of the schedule
+SCHEDULE = {"schedule": "cosine", "warmup_steps": 200}
 MEASURES = {
     "energy_mae_meV_per_atom": "energy MAE, meV/atom",
     "energy_rmse_meV_per_atom": "energy RMSE, meV/atom",
@@ -45,8 +46,8 @@ MEASURES = {
 }
 
 
-class LocalNet(nn.Module):
-    """A message-passing net with a cutoff, with the interface that `PotentialTask` needs."""
+class WithForces(nn.Module):
+    """Adds forces to a net, with the interface that `PotentialTask` needs; tags are ignored."""
 
     element_energies: Tensor
     energy_std: Tensor
@@ -54,20 +55,18 @@ class LocalNet(nn.Module):
     def __init__(self, net: Peer) -> None:
         super().__init__()
         self.net = net
-        self.register_buffer("element_energies", torch.zeros(119, dtype=torch.float64))
-        self.register_buffer("energy_std", torch.ones((), dtype=torch.float64))
+        self.register_buffer("element_energies", net.element_energies)  # the tensors of the net
+        self.register_buffer("energy_std", net.energy_std)
 
     def forward(self, batch: Batch) -> Mapping[str, Tensor]:
-        with torch.enable_grad():
-            pos = batch.pos.detach().clone().requires_grad_()
-            geometry = Geometry.of(pos, batch.batch, batch.cell, batch.pbc)
-            place = {"pos": pos, "cell": batch.cell, "pbc": batch.pbc}
-            edges = self.net.graph(Data(**place, batch=batch.batch, num_nodes=len(pos)))
-            atomic = self.net.atomic(batch.atomic_numbers, edges)
-            known = geometry.sum(self.element_energies[batch.atomic_numbers])
-            energy = geometry.sum(atomic).double() * self.energy_std + known
-            force = -torch.autograd.grad(energy.sum(), pos, create_graph=self.training)[0]
-        return {"energy": energy, "forces": force, "stress": torch.full_like(batch.stress, np.nan)}
+        with torch.inference_mode(False), torch.enable_grad():
+            batch = batch.clone()
+            batch.pos.requires_grad_()
+            batch.tags.zero_()
+            energy = self.net(batch)["energy"]
+            slope = torch.autograd.grad(energy.sum(), batch.pos, create_graph=self.training)[0]
+        stress = torch.full_like(batch.stress, np.nan)
+        return {"energy": energy, "forces": -slope, "stress": stress}
 
 
 def build(name: str, options: argparse.Namespace) -> nn.Module:
@@ -75,59 +74,10 @@ def build(name: str, options: argparse.Namespace) -> nn.Module:
     dim, layers = options.dim, options.layers
     if name == "schnet":
         sizes = {"hidden_channels": dim, "num_filters": dim, "num_interactions": layers}
-        return LocalNet(PeriodicSchNet(CUTOFF, num_gaussians=50, **sizes))
+        return WithForces(PeriodicSchNet(CUTOFF, num_gaussians=50, **sizes))
     if name == "painn":
-        return LocalNet(PeriodicPaiNN(dim, layers, cutoff=CUTOFF))
+        return WithForces(PeriodicPaiNN(dim, layers, cutoff=CUTOFF))
     return Potential(**yaml.safe_load(CONFIG.read_text())["model"])
-
-
-def judge(task: PotentialTask, points: SinglePoints, batch_size: int) -> dict[str, float]:
-    """Returns the metrics of a whole split."""
-    task.model.eval()
-    totals = torch.zeros(len(task.sums._fields), dtype=torch.float64)
-    for start in range(0, len(points), batch_size):
-        part = [points[i] for i in range(start, min(start + batch_size, len(points)))]
-        totals += torch.stack(list(task.judge(Batch.from_data_list(part))))
-    return task.summarize(totals)
-
-
-def learn(
-    task: PotentialTask, points: SinglePoints, state: Path, seed: int, options: argparse.Namespace
-) -> CpuBudget:
-    """Trains until the time limit; the time of earlier calls counts.
-
-    Learning rates increase linearly for 2 % of the time and then follow a cosine to 0. The state is
-    saved every minute and at the end.
-    """
-    budget, optimizer, model = CpuBudget(options.seconds), task.optimizer(), task.model
-    rates = [group["lr"] for group in optimizer.param_groups]
-    if state.exists():
-        kept = read_plain(state)
-        model.load_state_dict(kept["model"])
-        optimizer.load_state_dict(kept["optimizer"])
-        budget.steps, budget.used = kept["step"], kept["spent"]
-    saved = budget.used
-    model.train()
-    while budget.used < budget.seconds:
-        with budget.running():
-            factor = min(budget.share / 0.02, 0.5 * (1 + math.cos(math.pi * budget.share)))
-            for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate * factor
-            draw = np.random.default_rng((seed, budget.steps))
-            chosen = draw.choice(len(points), min(options.batch_size, len(points)), replace=False)
-            batch = Batch.from_data_list([points[int(i)] for i in chosen])
-            optimizer.zero_grad()
-            loss = task.loss(batch, budget.share)[0]
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 5.0)
-            optimizer.step()
-        budget.steps += 1
-        if budget.used - saved > 60 or budget.used >= budget.seconds:
-            print(f"{state.stem}: step {budget.steps}, {budget.used:.0f} s, loss {loss.item():.4f}")
-            kept = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            write_checkpoint(state, {**kept, "step": budget.steps, "spent": budget.used})
-            saved = budget.used
-    return budget
 
 
 def run(
@@ -142,15 +92,15 @@ def run(
     if done.exists():
         return json.loads(done.read_text())
     torch.manual_seed(seed)
-    task = PotentialTask(build(name, options), lr=options.lr)
+    task = PotentialTask(build(name, options), lr=options.lr, **SCHEDULE)
     task.prepare(data)
-    train, state = data.datasets["train"], options.out / f"{name}-{seed}.ckpt"
-    budget = learn(task, train, state, seed, options)
-    count = sum(p.numel() for p in task.model.parameters())
+    data.seed, budget = seed, CpuBudget(options.seconds)
+    model, _ = train(task, data, budget, TRAINER)
+    count = sum(p.numel() for p in model.parameters())
     about: Row = {"model": name, "seed": seed, "parameters": count, "steps": budget.steps}
     about["seconds"] = round(budget.used)
     rows = [
-        {**about, "split": split, **judge(task, points, options.batch_size)}
+        {**about, "split": split, **infer_points(model, points, options.batch_size, split).metrics}
         for split, points in tests.items()
     ]
     write_atomically(done, json.dumps(rows).encode())
@@ -199,7 +149,12 @@ def measured(options: argparse.Namespace) -> Rows:
     job = {key: value for key, value in vars(options).items() if key not in own}
     job |= {"data": str(options.data), "config": CONFIG.name, "content": CONFIG.read_text()}
     every = {
-        split: PotentialData(options.data, train_split=options.train, val_split=split)
+        split: PotentialData(
+            options.data,
+            train_split=options.train,
+            val_split=split,
+            batch_size=options.batch_size,
+        )
         for split in options.test
     }
     for data in every.values():

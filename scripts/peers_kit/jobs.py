@@ -24,6 +24,7 @@ from molflt.data.structures.sources import split_path
 from molflt.evaluation.predictions import infer, open_structures
 from molflt.files import save_tensors, write_atomically
 from molflt.graph import EnergyRegressor
+from molflt.tasks.base import Task
 from molflt.tasks.is2re import IS2RETask
 from molflt.training.config import plain
 from molflt.training.start import build_parser
@@ -148,12 +149,12 @@ def averaged(model: nn.Module, decay: float) -> AveragedModel:
 
 
 def train(
-    task: IS2RETask,
+    task: Task,
     data: IS2REData,
     budget: CpuBudget,
     options: Mapping[str, Any],
-    evaluations: int,
-    evaluate: Callable[[nn.Module], dict[str, float]],
+    evaluations: int = 0,
+    evaluate: Callable[[nn.Module], dict[str, float]] = lambda model: {},
 ) -> tuple[nn.Module, list[dict[str, float]]]:
     """Trains until a step exceeds the budget, which does not include evaluation.
 
@@ -180,14 +181,14 @@ def train(
     return model.eval(), curve
 
 
-def _redraw(task: IS2RETask, step: int) -> None:
+def _redraw(task: Task, step: int) -> None:
     if task.redraw_every and step and step % task.redraw_every == 0:
         seed = np.random.SeedSequence([task.seed, step]).generate_state(1)[0]
         task.redraw(torch.Generator().manual_seed(int(seed)))
 
 
 def _learn(
-    task: IS2RETask,
+    task: Task,
     batch: Batch,
     optimizer: torch.optim.Optimizer,
     budget: CpuBudget,
@@ -230,21 +231,20 @@ def prepare(job: Job) -> tuple[IS2RETask, IS2REData, dict[str, Any]]:
 
 def config_of(model: str, words: list[str]) -> dict[str, Any]:
     """Returns options by section; peers have their usual options unless `words` sets them."""
-    config = options_of(words)
-    if net := NETS.get(model):
-        config["task"]["rotate"] = "none"  # energies of these nets are invariant
-        # These values after --config remain if no later word sets the options.
-        probed = _parsed([*words[:2], "--task.lr=-1", "--data.batch_size=-1", *words[2:]])
-        if probed["task"]["lr"] == -1:
-            config["task"]["lr"] = net.lr
-        if net.batch_size is not None and probed["data"]["batch_size"] == -1:
-            config["data"]["batch_size"] = net.batch_size
+    net = NETS.get(model)
+    if net is None:
+        return options_of(words)
+    usual = [f"--task.lr={net.lr}"]
+    usual += [] if net.batch_size is None else [f"--data.batch_size={net.batch_size}"]
+    # The first words are --config FILE; options after the file take precedence over it.
+    config = options_of([*words[:2], *usual, *words[2:]])
+    config["task"]["rotate"] = "none"  # energies of these nets are invariant
     return config
 
 
 def options_of(words: list[str]) -> dict[str, Any]:
     """Returns options by section; raises ValueError for options that comparisons fix."""
-    found = _parsed(words)
+    found = plain(build_parser(words).parse_args(["--run=none", *words]).as_dict())
     given = {"recipe": found["recipe"], "init": found["init"]}
     given |= {key: found["trainer"][key] for key in ("precision", "accumulate", "patience")}
     given["train_split"] = found["data"].get("train_split") or "train"
@@ -253,11 +253,6 @@ def options_of(words: list[str]) -> dict[str, Any]:
         if value != known:
             raise ValueError(f"{key}: expected {known} in a comparison of peers; got {value}")
     return found
-
-
-def _parsed(words: list[str]) -> dict[str, Any]:
-    """Returns all options of `molflt train` by section."""
-    return plain(build_parser(words).parse_args(["--run=none", *words]).as_dict())
 
 
 def _metrics(energy: NDArray[np.float64] | None, target: NDArray[np.float64]) -> dict[str, Any]:
