@@ -27,9 +27,7 @@ class CpuBudget:
     def running(self) -> Iterator[None]:
         """Counts the time of the block."""
         start = time.process_time()
-        try:
-            yield
-        finally:
-            took = time.process_time() - start
-            self.used += took
-            self.longest = max(self.longest, took)
+        yield
+        took = time.process_time() - start
+        self.used += took
+        self.longest = max(self.longest, took)

@@ -60,12 +60,11 @@ def run_job(job: Job, out: Path) -> None:
     sets = {split: open_structures(split_path(root, split), False) for split in job["splits"]}
     if not np.isfinite(sets[job["splits"][0]].y_relaxed).any():
         raise ValueError(f"{root}: split {job['splits'][0]}: expected labels; got none")
-    found: dict[str, Any] = {"steps": None, "parameters": None, "diverged": None}
-    fits = job["model"] in FITS
-    energies = _fit(job, sets, budget, found) if fits else _train(job, sets, budget, found, out)
+    run = _fit if job["model"] in FITS else _train
+    energies, about = run(job, sets, budget, out)
     result = {
         "job": job,
-        **found,
+        **{"steps": None, "parameters": None, "diverged": None, **about},
         "cpu_seconds": budget.used,
         "longest_step_seconds": budget.longest,
         "wall_seconds": time.perf_counter() - start,
@@ -73,6 +72,7 @@ def run_job(job: Job, out: Path) -> None:
         "splits": {
             split: {
                 **_metrics(energies.get(split), dataset.y_relaxed),
+                "n": int(np.isfinite(dataset.y_relaxed).sum()),
                 "sid": [int(dataset[i].sid) for i in range(len(dataset))],
                 # 1e-6 eV is finer than the precision of float32.
                 "energy_eV": energies[split].round(6).tolist() if energies else None,
@@ -84,47 +84,43 @@ def run_job(job: Job, out: Path) -> None:
 
 
 def _fit(
-    job: Job, sets: Mapping[str, Structures], budget: CpuBudget, found: dict[str, Any]
-) -> Energies:
-    """Fits a model without gradients, and returns its energies."""
-    model = FITS[job["model"]](seed=job["seed"])
+    job: Job, sets: Mapping[str, Structures], budget: CpuBudget, out: Path
+) -> tuple[Energies, dict[str, Any]]:
+    """Fits a model without gradients; returns its energies, and entries of the result."""
+    model, first = FITS[job["model"]](seed=job["seed"]), job["splits"][0]
     whole = open_structures(split_path(Path(job["data"]), "train"), False)
     with budget.running():
         model.fit(part_of(whole, job["fraction"], job["seed"]))
     energies = {split: model.predict(dataset) for split, dataset in sets.items()}
-    first = job["splits"][0]
     errors = _metrics(energies[first], sets[first].y_relaxed)
-    point = {key: errors[key] for key in ("mae_eV", "ewt_percent")}
-    found |= {"chosen": model.chosen, "curve": [{"cpu_seconds": budget.used, "step": 0, **point}]}
-    return energies
+    point = {"cpu_seconds": budget.used, "step": 0, **errors}
+    return energies, {"chosen": model.chosen, "curve": [point]}
 
 
 def _train(
-    job: Job, sets: Mapping[str, Structures], budget: CpuBudget, found: dict[str, Any], out: Path
-) -> Energies:
-    """Trains a net, writes its weights next to the result, and returns its energies."""
+    job: Job, sets: Mapping[str, Structures], budget: CpuBudget, out: Path
+) -> tuple[Energies, dict[str, Any]]:
+    """Trains a net, and writes its weights next to `out`; see `_fit` for the result."""
     task, data, options = prepare(job)
     count = sum(p.numel() for p in task.model.parameters() if p.requires_grad)
-    found |= {"chosen": {"lr": task.lr}, "parameters": count, "curve": []}
+    about = {"chosen": {"lr": task.lr}, "parameters": count, "curve": []}
     first = job["splits"][0]
 
     def predict(model: nn.Module, split: str) -> NDArray[np.float64]:
         return infer(model, sets[split], data.batch_size, split).energy
 
-    def evaluate(model: nn.Module) -> dict[str, float]:
-        errors = _metrics(predict(model, first), sets[first].y_relaxed)
-        return {key: errors[key] for key in ("mae_eV", "ewt_percent")}
+    def evaluate(model: nn.Module) -> dict[str, Any]:
+        return _metrics(predict(model, first), sets[first].y_relaxed)
 
     try:
         model, curve = train(task, data, budget, options, job["evaluations"], evaluate)
     except Diverged as error:
-        found["diverged"] = str(error)
-        return {}
-    found |= {"steps": budget.steps, "curve": curve}
+        return {}, {**about, "diverged": str(error)}
     # Some modules of SchNet share weights, which safetensors does not support.
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     save_tensors(out.with_suffix(WEIGHTS), weights, {})
-    return {split: predict(model, split) for split in sets}
+    energies = {split: predict(model, split) for split in sets}
+    return energies, {**about, "steps": budget.steps, "curve": curve}
 
 
 def net_of(job: Job, result: Path) -> nn.Module:
@@ -154,7 +150,7 @@ def train(
     budget: CpuBudget,
     options: Mapping[str, Any],
     evaluations: int = 0,
-    evaluate: Callable[[nn.Module], dict[str, float]] = lambda model: {},
+    evaluate: Callable[[nn.Module], dict[str, Any]] = lambda model: {},
 ) -> tuple[nn.Module, list[dict[str, float]]]:
     """Trains until a step exceeds the budget, which does not include evaluation.
 
@@ -169,7 +165,9 @@ def train(
     while budget.used < budget.seconds:
         with budget.running():
             task.model.train()
-            _redraw(task, budget.steps)
+            if task.redraw_every and budget.steps and budget.steps % task.redraw_every == 0:
+                seed = np.random.SeedSequence([task.seed, budget.steps]).generate_state(1)[0]
+                task.redraw(torch.Generator().manual_seed(int(seed)))
             _learn(task, next(batches), optimizer, budget, options)
             if average is not None:
                 average.update_parameters(task.model)
@@ -179,12 +177,6 @@ def train(
             point = {"cpu_seconds": budget.used, "step": budget.steps}
             curve.append(point | evaluate(model.eval()))
     return model.eval(), curve
-
-
-def _redraw(task: Task, step: int) -> None:
-    if task.redraw_every and step and step % task.redraw_every == 0:
-        seed = np.random.SeedSequence([task.seed, step]).generate_state(1)[0]
-        task.redraw(torch.Generator().manual_seed(int(seed)))
 
 
 def _learn(
@@ -256,10 +248,10 @@ def options_of(words: list[str]) -> dict[str, Any]:
 
 
 def _metrics(energy: NDArray[np.float64] | None, target: NDArray[np.float64]) -> dict[str, Any]:
-    """Returns MAE, EwT and number of labeled systems, or None without predictions."""
-    known = np.isfinite(target)
+    """Returns MAE and EwT, or None without predictions or labels."""
+    known, names = np.isfinite(target), ("mae_eV", "ewt_percent")
     if energy is None or not known.any():
-        return {"mae_eV": None, "ewt_percent": None, "n": int(known.sum())}
+        return dict.fromkeys(names)
     pair = (torch.from_numpy(values[known]) for values in (energy, target))
     found = IS2RETask.sums.of(*pair).metrics()
-    return {key: found[key] for key in ("mae_eV", "ewt_percent")} | {"n": int(known.sum())}
+    return {name: found[name] for name in names}

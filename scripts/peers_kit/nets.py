@@ -217,10 +217,6 @@ class PeriodicPaiNN(Peer):
         nn.init.zeros_(self.readout[-1].weight)
 
     def atomic(self, codes: Tensor, edges: Data) -> Tensor:
-        return self.readout(self.features(codes, edges)[0])[:, 0]
-
-    def features(self, codes: Tensor, edges: Data) -> tuple[Tensor, Tensor]:
-        """Returns scalars (atoms, features) and vectors (atoms, 3, features) of the last layer."""
         scalars = self.embedding(codes)
         vectors = scalars.new_zeros(len(codes), 3, scalars.shape[1])
         distance = edges.edge_weight[:, None]
@@ -228,7 +224,7 @@ class PeriodicPaiNN(Peer):
         for message, update in zip(self.messages, self.updates, strict=True):
             scalars, vectors = message(scalars, vectors, edges.edge_index, unit, basis)
             scalars, vectors = update(scalars, vectors)
-        return scalars, vectors
+        return self.readout(scalars)[:, 0]
 
     def _basis(self, distance: Tensor) -> tuple[Tensor, Tensor]:
         """Returns sin(n pi r / cutoff) / r, (edges, num_basis), and a cosine cutoff, (edges, 1)."""
