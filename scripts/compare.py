@@ -18,7 +18,7 @@ from pathlib import Path
 
 from kit.rows import Rows, markdown, mean_sd, names, pick, write_csv
 from kit.runs import collect, errors_of_mean, job_of, name_of, publish, work_all
-from kit.words import described, guarded, trainings
+from kit.words import guarded, parsed, trainings
 
 from molflt.plots import intervals
 from molflt.training.checkpoint import count_parameters
@@ -102,16 +102,16 @@ def draw(rows: Rows, measure: str, png: Path) -> None:
     """Draws mean and spread of each variant on the first split, with the best variant on top."""
     split, variants = rows[0]["split"], names(rows, "variant")
     found = {name: values(rows, measure, variant=name, split=split) for name in variants}
-    means = {name: statistics.fmean(own) for name, own in found.items() if own}
-    if not means:
+    panel = {
+        name: (statistics.fmean(own), statistics.stdev(own) if len(own) > 1 else 0.0)
+        for name, own in found.items()
+        if own
+    }
+    if not panel:
         return
-    counts = sorted({len(found[name]) for name in means})
+    counts = sorted({len(found[name]) for name in panel})
     seeds = "-".join(dict.fromkeys((str(counts[0]), str(counts[-1]))))
     label = f"{split} {MEASURES[measure][0]}\nmean ± standard deviation, n = {seeds} seeds"
-    spread = {
-        name: statistics.stdev(found[name]) if len(found[name]) > 1 else 0.0 for name in means
-    }
-    panel = {name: (means[name], spread[name]) for name in means}
     intervals({label: panel}, png, largest_is_best=measure in LARGE_IS_GOOD)
 
 
@@ -131,12 +131,10 @@ def write(out: Path, variants: list[str], seeds: list[int]) -> None:
 
 @guarded
 def main(words: list[str] | None = None) -> int:
-    parser = described(__doc__)
-    parser.add_argument("--config", type=Path, default=Path("configs/demo.yaml"))
-    parser.add_argument("--out", type=Path, default=Path("runs/compare"))
+    parser = trainings(__doc__, "configs/demo.yaml", "runs/compare", seeds=[0, 1, 2])
     form = "FILE.yaml[,key=value ...]"
     parser.add_argument("--variants", nargs="+", default=PAPERS, metavar="VARIANT", help=form)
-    options = trainings(parser, words, seeds=[0, 1, 2])
+    options = parsed(parser, words)
     variants = [name_of(variant) for variant in options.variants]
     if len(set(variants)) < len(variants):
         raise ValueError(f"--variants: expected different names; got {', '.join(variants)}")

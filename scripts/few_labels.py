@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from kit.rows import Rows, markdown, mean_sd, names, pick, write_csv
 from kit.runs import collect, digest, job_of, on_data, prepare, publish, work_all
-from kit.words import described, guarded, trainings
+from kit.words import guarded, parsed, trainings
 from peers_kit.ridge import KernelRidge
 
 from molflt.data.structures import Structures, open_dataset
@@ -85,13 +85,11 @@ def table(rows: Rows) -> str:
 
 @guarded
 def main(words: list[str] | None = None) -> int:
-    parser = described(__doc__)
-    parser.add_argument("--config", type=Path, default=Path("configs/few-labels.yaml"))
+    parser = trainings(__doc__, "configs/few-labels.yaml", "runs/few-labels", seeds=range(3))
     parser.add_argument("--data", type=Path, required=True, help="folder with a store per split")
-    parser.add_argument("--out", type=Path, default=Path("runs/few-labels"))
     parser.add_argument("--labels", nargs="+", type=int, default=[10, 30, 100, 300])
     parser.add_argument("--ridge", action="store_true", help="fit kernel ridge, train nothing")
-    options = trainings(parser, words, seeds=range(3))
+    options = parsed(parser, words)
     jobs, rows = {}, []
     for count in options.labels:
         for seed in options.seeds:

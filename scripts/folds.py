@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from kit.rows import Rows, by_group, markdown, mean_sd, names, pick, write_csv
 from kit.runs import job_of, on_data, publish, read_energies, system_rows, work_all
-from kit.words import described, guarded, trainings
+from kit.words import guarded, parsed, trainings
 
 from molflt import plots
 from molflt.evaluation.other_models import Published, read_published
@@ -96,13 +96,11 @@ def write(out: Path, rows: Rows, published: Published | None) -> None:
 
 @guarded
 def main(words: list[str] | None = None) -> int:
-    parser = described(__doc__)
-    parser.add_argument("--config", type=Path, default=Path("configs/game-net.yaml"))
+    parser = trainings(__doc__, "configs/game-net.yaml", "runs/folds")
     parser.add_argument("--data", type=Path, required=True, help="folder that contains testI-valJ")
-    parser.add_argument("--out", type=Path, default=Path("runs/folds"))
     parser.add_argument("--published", type=Path, help="npz file of published predictions")
     parser.add_argument("--seed", type=int, default=0)
-    options = trainings(parser, words)
+    options = parsed(parser, words)
     folders = sorted(path.parent for path in options.data.glob("*/train.safetensors"))
     if not folders:
         raise ValueError(f"{options.data}: expected folders testI-valJ with train.safetensors")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from kit.rows import Rows, markdown, names, pick, write_csv
 from kit.runs import Job, collect, job_of, publish, work_all
-from kit.words import described, guarded, trainings
+from kit.words import guarded, parsed, trainings
 
 from molflt.data.text.glue import GLUE, find_split, read_examples
 
@@ -71,14 +71,12 @@ def table(rows: Rows, absent: list[str]) -> str:
 
 @guarded
 def main(words: list[str] | None = None) -> int:
-    parser = described(__doc__)
+    parser = trainings(__doc__, "configs/masked/glue.yaml", "runs/glue", seeds=[0, 1, 2, 3, 4])
     parser.add_argument("--init", required=True, help="run or file of the initial weights")
     parser.add_argument("--root", type=Path, required=True, help="folder with the tasks' files")
-    parser.add_argument("--out", type=Path, default=Path("runs/glue"))
-    parser.add_argument("--config", type=Path, default=Path("configs/masked/glue.yaml"))
     parser.add_argument("--tasks", nargs="+", default=list(GLUE), choices=list(GLUE))
     parser.add_argument("--epochs", type=float, default=5)
-    options = trainings(parser, words, seeds=[0, 1, 2, 3, 4])
+    options = parsed(parser, words)
     tasks, absent = available(options.root, options.tasks)
     if not tasks:
         raise ValueError(f"{options.root}: contains no task of GLUE; {absent[0]}")
@@ -89,8 +87,7 @@ def main(words: list[str] | None = None) -> int:
     }
     code = work_all(jobs, options)
     if rows := collect(options.out, "task", tasks, options.seeds):
-        keys = dict.fromkeys(key for row in rows for key in row)
-        write_csv(options.out / "glue.csv", [{key: row.get(key) for key in keys} for row in rows])
+        write_csv(options.out / "glue.csv", rows)
         publish(options.out / "glue.md", table(rows, absent))
     return code
 

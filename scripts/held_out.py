@@ -19,7 +19,7 @@ import numpy as np
 from game_net import convert, read
 from kit.rows import Row, Rows, by_group, markdown, mean_sd, names, pick, write_csv
 from kit.runs import job_of, on_data, publish, read_energies, system_rows, work_all
-from kit.words import described, guarded, trainings
+from kit.words import guarded, parsed, trainings
 from peers_kit.models import FITS
 
 from molflt.data.structures import open_dataset
@@ -97,19 +97,11 @@ def table(rows: Rows) -> str:
 
 
 def write(out: Path, folders: list[Path], seeds: list[int]) -> None:
-    """Writes and prints the results of all seeds with finished runs for every group."""
-    whole = [
-        seed
-        for seed in seeds
-        if all((_run(out, folder, seed) / "results.json").exists() for folder in folders)
-    ]
-    if not whole:
-        print(f"no results: for every seed, some of the {len(folders)} groups are not finished")
-        return
+    """Writes and prints the results of all groups and seeds."""
     rows: Rows = []
     for folder in folders:
-        for seed in whole:
-            run = _run(out, folder, seed)
+        for seed in seeds:
+            run = out / folder.name / f"seed{seed}"
             found = {split: read_energies(run, split) for split in VAL_SPLITS}
             rows += rows_of(folder, "molflt", seed, found)
         rows += fits(folder)
@@ -121,27 +113,23 @@ def write(out: Path, folders: list[Path], seeds: list[int]) -> None:
     publish(out / "held_out.md", "\n\n".join([table(rows), *groups]))
 
 
-def _run(out: Path, folder: Path, seed: int) -> Path:
-    return out / folder.name / f"seed{seed}"
-
-
 @guarded
 def main(words: list[str] | None = None) -> int:
-    parser = described(__doc__)
+    parser = trainings(__doc__, "configs/game-net.yaml", "runs/held-out", seeds=[0, 1, 2])
     parser.add_argument("archive", type=Path, help="FG_dataset_lite.tar.xz")
     parser.add_argument("--groups", type=int, default=5)
     parser.add_argument("--data", type=Path, default=Path("datasets/game-net/held-out"))
-    parser.add_argument("--config", type=Path, default=Path("configs/game-net.yaml"))
-    parser.add_argument("--out", type=Path, default=Path("runs/held-out"))
-    options = trainings(parser, words, seeds=[0, 1, 2])
+    options = parsed(parser, words)
     folders = make_groups(options.archive, options.data, options.groups)
     jobs = {}
     for seed in options.seeds:
         job = job_of(options, str(options.config), seed)
-        jobs |= {_run(options.out, folder, seed): on_data(job, folder) for folder in folders}
-    code = work_all(jobs, options)
+        for folder in folders:
+            jobs[options.out / folder.name / f"seed{seed}"] = on_data(job, folder)
+    if code := work_all(jobs, options):
+        return code
     write(options.out, folders, options.seeds)
-    return code
+    return 0
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ After an interruption, the same command continues.
 """
 
 import argparse
-import csv
 import hashlib
 import json
 import math
@@ -23,11 +22,13 @@ import numpy as np
 import torch
 from kit.rows import Rows, markdown, names, pick, write_csv
 from kit.runs import collect, expect_same, job_of, publish, work_all
-from kit.words import described, guarded, trainings
+from kit.words import guarded, parsed, trainings
 
 from molflt import plots
 from molflt.data.images.files import LabeledImages, open_images
 from molflt.evaluation.optimizers import curve_rows, final_loss, tasks_of, tuned_adam
+from molflt.evaluation.runs import read_rows
+from molflt.files import write_atomically
 
 MEMORIES = ("flt", "performer", "softmax", "lstm", "state-space")
 ADAM = "Adam, tuned"
@@ -62,8 +63,7 @@ def of_adam(options: argparse.Namespace) -> dict[str, dict]:
             own = curve_rows({name: {ADAM: found}})
             end, spread = final_loss(found.curves)
             kept["tasks"][name] = {"rows": own, "end": end, "sd": spread, "lr": found.setting}
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(kept))
+            write_atomically(path, json.dumps(kept).encode())
     return kept["tasks"]
 
 
@@ -71,10 +71,9 @@ def curves_of(out: Path, ends: Rows) -> Rows:
     """Returns the rows of the curves of all finished runs."""
     curves: Rows = []
     for memory, seed in dict.fromkeys((row["optimizer"], row["seed"]) for row in ends):
-        with open(out / memory / f"seed{seed}" / "curves.csv", newline="") as file:
-            for row in csv.DictReader(file):
-                own = {**row, "optimizer": memory, "seed": seed}
-                curves.append({**own, "step": float(row["step"]), "loss": float(row["loss"])})
+        for row in read_rows(out / memory / f"seed{seed}" / "curves.csv"):
+            own = {**row, "optimizer": memory, "seed": seed}
+            curves.append({**own, "step": float(row["step"]), "loss": float(row["loss"])})
     return curves
 
 
@@ -116,15 +115,13 @@ def draw(curves: Rows, png: Path, steps: int) -> None:
 
 @guarded
 def main(words: list[str] | None = None) -> int:
-    parser = described(__doc__)
+    parser = trainings(__doc__, "configs/optimizers/small.yaml", "runs/optimizers", seeds=[0, 1, 2])
     parser.add_argument("--data", type=Path, help="images, such as the idx file of Fashion-MNIST")
-    parser.add_argument("--out", type=Path, default=Path("runs/optimizers"))
-    parser.add_argument("--config", type=Path, default=Path("configs/optimizers/small.yaml"))
     parser.add_argument("--memories", nargs="+", default=list(MEMORIES), choices=MEMORIES)
     parser.add_argument("--tasks", nargs="+", help="default: all tasks whose data are available")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--repeats", type=int, default=3)
-    options = trainings(parser, words, seeds=[0, 1, 2])
+    options = parsed(parser, words)
     tasks_of(options.tasks, options.data)
     options.images = None if options.data is None else digest_of(open_images(options.data))
     own = {"evaluation": list(evaluation(options))}

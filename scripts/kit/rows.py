@@ -38,7 +38,10 @@ class Points:
 
 
 def write_csv(path: Path, rows: Rows) -> None:
-    """Writes numbers with six digits, and lists as numbers separated by spaces."""
+    """Writes numbers with six digits, and lists as numbers separated by spaces.
+
+    There is a column for each key of any row.
+    """
 
     def cell(value: object) -> object:
         if isinstance(value, list):
@@ -47,7 +50,8 @@ def write_csv(path: Path, rows: Rows) -> None:
 
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        columns = list(dict.fromkeys(key for row in rows for key in row))
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writeheader()
         writer.writerows({key: cell(value) for key, value in row.items()} for row in rows)
 

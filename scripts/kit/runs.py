@@ -1,7 +1,6 @@
 """Options, folders, processes and predictions of training runs."""
 
 import argparse
-import csv
 import hashlib
 import json
 import math
@@ -21,6 +20,7 @@ from tqdm import tqdm
 
 from kit.rows import Rows
 from molflt.data.structures.systems import SYSTEMS, read_systems
+from molflt.evaluation.runs import read_rows
 from molflt.files import write_atomically
 from molflt.metrics import EWT_THRESHOLD
 from molflt.training.run_folder import read_provenance
@@ -48,7 +48,7 @@ def on_data(job: Job, folder: Path) -> Job:
 def expect_same(place: Path, was: Job, job: Job) -> None:
     """Raises ValueError if a result belongs to a different job; `was` may lack keys."""
     if other := [key for key in was if was[key] != job.get(key)]:
-        raise ValueError(f"{place}: made with other {', '.join(other)}; choose another --out")
+        raise ValueError(f"{place}: made with other {', '.join(other)}; choose another folder")
 
 
 def prepare(run: Path, job: Job) -> None:
@@ -157,8 +157,7 @@ def collect(out: Path, kind: str, among: list[str], seeds: list[int]) -> Rows:
 
 def read_energies(run: Path, split: str) -> dict[int, tuple[float, float]]:
     """Returns predicted energy and label, eV, by sid; missing labels are NaN."""
-    with open(run / "predictions.csv", newline="", encoding="utf-8") as file:
-        rows = [row for row in csv.DictReader(file) if row["split"] == split]
+    rows = [row for row in read_rows(run / "predictions.csv") if row["split"] == split]
     found = ((row["sid"], row["energy_eV"], row["target_eV"] or "nan") for row in rows)
     return {int(sid): (float(energy), float(target)) for sid, energy, target in found}
 

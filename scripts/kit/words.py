@@ -23,14 +23,20 @@ def parsed(parser: argparse.ArgumentParser, words: list[str] | None) -> argparse
 
 
 def trainings(
-    parser: argparse.ArgumentParser, words: list[str] | None, seeds: Sequence[int] = ()
-) -> argparse.Namespace:
-    """Parses the options of a script that trains; the option --seeds exists if it has a default."""
+    text: str | None, config: str, out: str, seeds: Sequence[int] = ()
+) -> argparse.ArgumentParser:
+    """Returns a parser with the options of all scripts that train, and their defaults.
+
+    The option --seeds exists if it has a default.
+    """
+    parser = described(text)
+    parser.add_argument("--config", type=Path, default=Path(config))
+    parser.add_argument("--out", type=Path, default=Path(out))
     if seeds:
         parser.add_argument("--seeds", nargs="+", type=int, default=list(seeds))
     parser.add_argument("--jobs", type=int, default=1, help="simultaneous training runs")
     parser.add_argument("--threads", type=int, default=1, help="threads of each training run")
-    return parsed(parser, words)
+    return parser
 
 
 def guarded(main: Callable[..., int | None]) -> Callable[..., int]:
