@@ -62,8 +62,6 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     tuned = options.tune_minutes is not None or options.tune_most != len(TRIED)
     if tuned and not options.tune:
         parser.error("--tune-minutes and --tune-most need --tune; add it, or leave them out")
-    if options.tune_most < len(TRIED):
-        parser.error(f"--tune-most must be at least {len(TRIED)}; got {options.tune_most}")
     if options.against and options.against not in map(title, options.models):
         parser.error(f"--against {options.against}: expected one of --models")
     if options.alike and not (options.against and len(options.alike) <= 2):
@@ -102,7 +100,7 @@ def compare(options: argparse.Namespace) -> bool:
     jobs = pool.comparison(options, rates)
     well = pool.run(jobs, options.jobs) and well
     if results := [pool.read(path) for path in jobs if path.exists()]:
-        print(report.write(options.out, results, tried, options.against, options.alike))
+        report.write(options.out, results, tried, options.against, options.alike)
     return well
 
 

@@ -9,9 +9,11 @@ from functools import partial
 
 import torch
 from kit import layers
-from kit.layers import TRAINING, AtomLayer, Mechanism
+from kit.layers import TRAINING, AtomLayer
 from kit.rows import Rows
 from torch import nn
+
+KERNEL = {"position": "multiplicative"}
 
 
 def pyg(atoms: int, causal: bool) -> nn.Module:
@@ -19,19 +21,15 @@ def pyg(atoms: int, causal: bool) -> nn.Module:
     return layers.DenseBatch(layers.pyg_performer(layers.DIM, layers.HEADS, layers.FEATURES))
 
 
-def made(position: str, linear: bool = True, **options: object) -> Mechanism:
-    """Returns a layer of molflt."""
-    return Mechanism(partial(AtomLayer, position=position, **options), linear=linear)
-
-
 LAYERS = {
-    "performer": (made("none"), "-"),
-    "additive": (made("spectral"), "-"),
-    "multiplicative": (made("multiplicative"), "-"),
-    "multiplicative, near field": (made("multiplicative", near_field=4.5), "-"),
-    "PyG performer, relu": (Mechanism(pyg), "--"),
-    "softmax, no mask": (made("none", mixing="softmax"), ":"),  # SDPA stores no N x N matrix
-    "softmax, exact mask": (made("spectral", mixing="softmax", linear=False), ":"),
+    "performer": (partial(AtomLayer, position="none"), "-"),
+    "additive": (partial(AtomLayer, position="spectral"), "-"),
+    "multiplicative": (partial(AtomLayer, **KERNEL), "-"),
+    "multiplicative, near field": (partial(AtomLayer, **KERNEL, near_field=4.5), "-"),
+    "PyG performer, relu": (pyg, "--"),
+    # SDPA stores no N x N matrix without a mask
+    "softmax, no mask": (partial(AtomLayer, position="none", mixing="softmax"), ":"),
+    "softmax, exact mask": (partial(AtomLayer, position="spectral", mixing="softmax"), ":"),
 }
 STUDY = layers.Study(
     *("cost.atoms", "atoms", {name: layer for name, (layer, _) in LAYERS.items()}),

@@ -6,15 +6,13 @@ the reciprocal lattice, the N x N matrix or a mesh. Times are CPU times, and mem
 the default allocator. kit/layers.py describes the measurement.
 """
 
-import math
-import statistics
 from functools import partial
 from typing import Any
 
 import torch
 from kit import layers
-from kit.layers import FORWARD, TRAINING, AtomLayer, Mechanism
-from kit.rows import Rows, markdown, names
+from kit.layers import FORWARD, TRAINING, AtomLayer
+from kit.rows import Rows, exponent, markdown, names
 
 KERNEL = {"position": "multiplicative", "near_field": 5.0, "mixing": "linear"}
 LAYERS: dict[str, tuple[dict[str, Any], str]] = {
@@ -26,7 +24,7 @@ LAYERS: dict[str, tuple[dict[str, Any], str]] = {
 }
 STUDY = layers.Study(
     *("cost.crystals", "atoms"),
-    {name: Mechanism(partial(AtomLayer, **{**KERNEL, **own})) for name, (own, _) in LAYERS.items()},
+    {name: partial(AtomLayer, **{**KERNEL, **own}) for name, (own, _) in LAYERS.items()},
     lambda atoms: torch.randn(atoms, layers.DIM),
     {name: (color, line) for color, (name, (_, line)) in enumerate(LAYERS.items())},
     allocator={},
@@ -51,14 +49,11 @@ def table(rows: Rows) -> str:
     parts = [layers.cost_table(rows, "atoms", which) for which in names(rows, "pass")]
     lines = []
     for name in MESHES:
-        low, high = (layers.trained(rows, name, size) for size in ENDS)
-        for what, quantity in (("time", "seconds"), ("memory", "peak_MiB")):
-            if low and high:
-                ends = [row[quantity] for row in (low, high)]
-                if quantity == "seconds":
-                    ends = [statistics.median(each) for each in ends]
-                power = math.log(ends[1] / ends[0]) / math.log(ENDS[1] / ENDS[0])
-                lines.append([f"{what} of {name}, {ENDS[0]:,} to {ENDS[1]:,}", f"{power:.3g}"])
+        for what, quantity in (("time", "seconds"), ("memory", "MiB")):
+            ends = [point for point in layers.curve(rows, name, quantity) if point[0] in ENDS]
+            if len(ends) == len(ENDS):
+                label = f"{what} of {name}, {ENDS[0]:,} to {ENDS[1]:,}"
+                lines.append([label, f"{exponent(ends):.3g}"])
     parts += [markdown(["cost against atoms", "exponent"], lines)] if lines else []
     parts.append(layers.processes_table(rows, LARGE, "atoms"))
     return "\n\n".join(filter(None, parts))

@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 import yaml
-from kit.pictures import curves, legend
+from kit.pictures import curves, legend, styles_of
 from kit.rows import Rows, choose, exponent, markdown, names, pick, upper_half
 from kit.turns import paired
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
-from molflt.plots.figure import SERIES, picture
+from molflt.plots.figure import picture
 from molflt.sequence.language_model import LanguageModel, LanguageState
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "lm"
@@ -59,18 +60,9 @@ def decoders(given: Sequence[str], longest: int) -> dict[str, LanguageModel]:
 
 def held(state: object) -> int:
     """Returns the bytes of the storages of all tensors in a state, each storage counted once."""
-    storages: dict[int, int] = {}
-
-    def visit(part: object) -> None:
-        if isinstance(part, Tensor):
-            storage = part.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-        elif isinstance(part, (tuple, list)):
-            for child in part:
-                visit(child)
-
-    visit(state)
-    return sum(storages.values())
+    tensors = (leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor))
+    storages = {one.untyped_storage().data_ptr(): one.untyped_storage() for one in tensors}
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 def states(
@@ -162,10 +154,8 @@ def table(rows: Rows) -> str:
 
 def draw(png: Path, rows: Rows) -> None:
     """Draws the time of a token and the bytes of the state; softmax has the last color."""
-    order = sorted(names(rows, "mechanism"), key=SOFTMAX.__eq__)
-    colors = len(SERIES) - 1
-    styles = {name: (i % colors, "-" if i < colors else "--") for i, name in enumerate(order)}
-    styles |= {SOFTMAX: (colors, "-")} if SOFTMAX in styles else {}
+    shown = names(rows, "mechanism")
+    styles = styles_of(shown, SOFTMAX if SOFTMAX in shown else None)
     with picture(png, figsize=(7.6, 4.6)) as figure:
         panels = figure.subplots(1, 2, sharex=True)
         labels = {"median_ms": "ms per token", "state_bytes": "state, bytes"}

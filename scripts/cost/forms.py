@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 from kit import layers
-from kit.layers import AtomLayer, Mechanism
+from kit.layers import AtomLayer
 from kit.rows import Rows, markdown, names
-from kit.turns import paired
 
 LEAST = 1000  # atoms in a batch
 KERNEL = {"position": "multiplicative"}
@@ -32,7 +31,7 @@ KINDS: dict[str, dict[str, Any]] = {
 STUDY = layers.Study(
     *("cost.forms", "atoms"),
     {
-        f"{kind}: {form}": Mechanism(partial(AtomLayer, least=LEAST, mixing=form, **options))
+        f"{kind}: {form}": partial(AtomLayer, least=LEAST, mixing=form, **options)
         for kind, options in KINDS.items()
         for form in FORMS
     },
@@ -50,27 +49,22 @@ measure = partial(
 )
 
 
-def excess(found: dict[str, list[float]]) -> float:
-    """Returns the time of `auto` divided by the time of the faster form."""
-    return max(paired(found["auto"], own) for form, own in found.items() if form != "auto")
-
-
 def table(rows: Rows) -> str:
     """Returns time ratios: of the two forms, and of `auto` to the faster form."""
-    sizes = names(rows, "length")
-    times: dict[str, list[dict[str, list[float]]]] = {}
-    for kind in KINDS:
-        found = [{f: layers.trained(rows, f"{kind}: {f}", n) for f in FORMS} for n in sizes]
-        times[kind] = [{form: one["seconds"] for form, one in own.items() if one} for own in found]
-    parts = []
-    for title, least, ratio in (
-        ("N × N / linear", 3, lambda found: paired(found["quadratic"], found["linear"])),
-        ("auto / the better form", 2, excess),
-    ):
+    sizes, parts = names(rows, "length"), []
+    ratios = {"N × N / linear": [("quadratic", "linear")]}
+    ratios["auto / the better form"] = [("auto", "linear"), ("auto", "quadratic")]
+    for title, pairs in ratios.items():
         lines = []
-        for kind, every in times.items():
-            shown = [own if "auto" in own and len(own) >= least else None for own in every]
-            if any(shown):
-                lines.append([kind, *(f"{ratio(own):.2f}" if own else "–" for own in shown)])
+        for kind in KINDS:
+            every = [[ratio(rows, kind, size, *pair) for pair in pairs] for size in sizes]
+            known = [[value for value in own if value is not None] for own in every]
+            if any(known):
+                lines.append([kind, *(f"{max(own):.2f}" if own else "–" for own in known)])
         parts.append(markdown([f"{title}, atoms per graph", *sizes], lines))
     return "\n\n".join(parts)
+
+
+def ratio(rows: Rows, kind: str, size: int, one: str, other: str) -> float | None:
+    """Returns the time of one form divided by that of the other, or None if not measured."""
+    return layers.cost_ratio(rows, "time", f"{kind}: {one}", f"{kind}: {other}", size)

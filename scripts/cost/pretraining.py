@@ -9,15 +9,14 @@ from functools import partial
 
 import torch
 from kit import layers
+from kit.pictures import styles_of
 from kit.rows import Rows, markdown, names
 from torch import Tensor, nn
 
-from molflt.plots.figure import SERIES
 from molflt.sequence import MaskedLanguageModel
 from molflt.tasks.masked import MaskedTask
 
 SPECIAL, PIECES = 5, 32_000  # number of special tokens, and of all tokens
-COLORS = len(SERIES) - 1  # the last color is that of softmax
 FILES = ("bert", "fnet-hybrid", "fnet", "linear", "random", "ff-only", "performer", "nprf", "flt")
 
 
@@ -37,12 +36,11 @@ class Step(nn.Module):
         return self.task.loss(batch, 0.0)[0] + 0 * draws.sum()
 
 
-STYLES = {file: (i % COLORS, "-" if i < COLORS else "--") for i, file in enumerate(FILES[1:])}
 STUDY = layers.Study(
     *("cost.pretraining", "tokens"),
-    {file: layers.Mechanism(partial(Step, file=file)) for file in FILES},
+    {file: partial(Step, file=file) for file in FILES},
     partial(torch.rand, 1),
-    {**STYLES, "bert": (COLORS, "-")},
+    styles_of(FILES, "bert"),
     budget=120.0,
 )
 QUICK = {"sizes": (16,), "mechanisms": ("ff-only",), "rounds": 1}

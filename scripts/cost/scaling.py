@@ -5,12 +5,12 @@ the encoding, as in training. kit/layers.py describes the measurement.
 """
 
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from kit import layers
-from kit.layers import Mechanism
 from kit.rows import Rows, markdown
 from torch import Tensor, nn
 
@@ -58,10 +58,6 @@ def performer_pytorch(length: int, causal: bool) -> nn.Module:
     return SelfAttention(DIM, causal=causal, heads=HEADS, dim_head=HEAD_DIM, nb_features=FEATURES)
 
 
-def pyg(length: int, causal: bool) -> nn.Module:
-    return layers.pyg_performer(DIM, HEADS, FEATURES)
-
-
 def transformers_fnet(length: int, causal: bool) -> nn.Module:
     """Returns Hugging Face's Fourier sublayer, without the tuple around its output."""
     from transformers import FNetConfig
@@ -74,39 +70,37 @@ def transformers_fnet(length: int, causal: bool) -> nn.Module:
     return First(FNetConfig(hidden_size=DIM))
 
 
-def made(
-    position: str = "none", dim: int = 1, both: bool = True, linear: bool = True, **options: Any
-) -> Mechanism:
-    """Returns a layer of molflt, which is also measured in its causal form if `both` is true."""
+def made(position: str = "none", dim: int = 1, **options: Any) -> Callable[..., nn.Module]:
+    """Returns a function that builds a layer of molflt."""
     if options.get("mixing") != "softmax":
         options = {"num_features": FEATURES, **options}
-    build = partial(Layer, position=position, dim=dim, **options)
-    return Mechanism(build, causal=(False, True) if both else (False,), linear=linear)
+    return partial(Layer, position=position, dim=dim, **options)
 
 
 # Each kind of attention has a color. Lines of other packages are dashed, those of softmax with a
 # mask are dotted.
 LAYERS = {
     "softmax": (6, "-", made(mixing="softmax")),  # SDPA stores no N x N matrix
-    "softmax, spectral mask": (
-        *(3, ":", made("spectral", 3, both=False, linear=False, mixing="softmax")),
-    ),
-    "softmax, Toeplitz bias": (7, ":", made("toeplitz", linear=False, mixing="softmax")),
+    "softmax, spectral mask": (3, ":", made("spectral", 3, mixing="softmax")),
+    "softmax, Toeplitz bias": (7, ":", made("toeplitz", mixing="softmax")),
     "performer": (0, "-", made()),
-    "performer, relu": (5, "-", made(both=False, feature_map="relu")),
+    "performer, relu": (5, "-", made(feature_map="relu")),
     "flt": (1, "-", made("spectral", 3)),
     "flt, l = 1": (1, "-.", made("spectral")),
     "log-linear": (4, "-", made("toeplitz")),
     "elu": (3, "-", made(feature_map="elu", num_features=None)),
-    "fnet": (2, "-", Mechanism(lambda *_: FourierMixer(DIM))),
-    "performer-pytorch": (0, "--", Mechanism(performer_pytorch, causal=(False, True))),
-    "PyG performer, relu": (5, "--", Mechanism(pyg)),
-    "transformers fnet": (2, "--", Mechanism(transformers_fnet)),
+    "fnet": (2, "-", lambda *_: FourierMixer(DIM)),
+    "performer-pytorch": (0, "--", performer_pytorch),
+    "PyG performer, relu": (5, "--", lambda *_: layers.pyg_performer(DIM, HEADS, FEATURES)),
+    "transformers fnet": (2, "--", transformers_fnet),
 }
+ONE_WAY = ("softmax, spectral mask", "performer, relu", "fnet", "PyG performer, relu")
+ONE_WAY += ("transformers fnet",)
 STUDY = layers.Study(
     *("cost.scaling", "tokens", {name: layer for name, (_, _, layer) in LAYERS.items()}),
     lambda length: torch.randn(1, length, DIM),
     styles={name: (color, line) for name, (color, line, _) in LAYERS.items()},
+    causal=LAYERS.keys() - ONE_WAY,
     passes=layers.PASSES,
     clock=time.perf_counter,
 )

@@ -20,7 +20,7 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from importlib import import_module
@@ -52,29 +52,16 @@ Key = tuple[str, bool, int, str]  # mechanism, causal, length, pass
 Costs = dict[Key, dict[str, Any]]
 
 
-class Mechanism(NamedTuple):
-    """A layer of a benchmark.
-
-    Attributes:
-        build: function of length and `causal` that returns the layer.
-        causal: values of `causal` that are measured.
-        linear: whether the layer needs O(N) memory.
-    """
-
-    build: Callable[[int, bool], nn.Module]
-    causal: tuple[bool, ...] = (False,)
-    linear: bool = True
-
-
 class Study(NamedTuple):
     """Layers of a benchmark, and settings for measurements and plots.
 
     Attributes:
         module: module that defines the study as STUDY.
         unit: unit of the lengths, such as "tokens".
-        mechanisms: layers by name.
+        mechanisms: functions of length and `causal` that build the layers, by name.
         inputs: function of the length that returns the input.
         styles: color and line of each curve.
+        causal: layers that are also measured in their causal form.
         passes: passes that are measured by default.
         budget: seconds for all rounds of a mechanism.
         clock: function that returns the time in seconds.
@@ -83,9 +70,10 @@ class Study(NamedTuple):
 
     module: str
     unit: str
-    mechanisms: Mapping[str, Mechanism]
+    mechanisms: Mapping[str, Callable[[int, bool], nn.Module]]
     inputs: Callable[[int], Tensor]
     styles: Mapping[str, tuple[int, str]] = {}
+    causal: Collection[str] = ()
     passes: tuple[str, ...] = (TRAINING,)
     budget: float = 12.0
     clock: Callable[[], float] = time.process_time
@@ -122,7 +110,7 @@ def one_pass(study: Study, name: str, causal: bool, length: int, which: str) -> 
     """Returns a function that runs one pass and deletes the gradients."""
     torch.manual_seed(0)
     with contextlib.redirect_stdout(sys.stderr):  # some layers print
-        layer = study.mechanisms[name].build(length, causal)
+        layer = study.mechanisms[name](length, causal)
     back = which == TRAINING
     x = study.inputs(length).requires_grad_(back)
 
@@ -167,8 +155,6 @@ def cost(module: str, name: str, causal: bool, length: int, which: str) -> dict[
 
 def ask(module: str, key: Key, allocator: Mapping[str, str] = ALLOCATOR) -> dict[str, Any]:
     """Calls `cost` in a new process, forked from a process that has only imported the module."""
-    if not os.access("/proc/self/clear_refs", os.W_OK):
-        raise ValueError("peak memory is read from /proc/self/clear_refs, which only Linux has")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([module, *SLOW])
     path = os.pathsep.join([str(SCRIPTS), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -215,7 +201,7 @@ def measure_layers(
     groups = [(n, c, p) for n in sorted(sizes) for c in (False, True) for p in passes]
     for length, causal, which in tqdm(groups, unit=" groups", leave=False):
         works, most = {}, {}
-        for name in (n for n in chosen if causal in study.mechanisms[n].causal):
+        for name in (n for n in chosen if not causal or n in study.causal):
             key = (name, causal, length, which)
             needs = [expected(costs, key, "MiB") * 2**20 / 1e9, expected(costs, key, "seconds")]
             if needs[0] > gigabytes or needs[1] > seconds:

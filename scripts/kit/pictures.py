@@ -1,6 +1,6 @@
 """Panels of curves in the colors of the package."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,17 @@ from molflt.plots.figure import SERIES, label_ends, legend_outside, picture
 
 MOST = 8  # largest number of entries in a legend
 UNIFORM = "uniform attention"  # all keys have equal weights
+
+
+def styles_of(names: Iterable[str], reference: str | None = None) -> dict[str, tuple[int, str]]:
+    """Returns the color and line of each curve; lines are dashed once all colors are in use.
+
+    The last color is that of `reference`, if there is one.
+    """
+    count = len(SERIES) - (reference is not None)
+    others = [name for name in names if name != reference]
+    styles = {name: (i % count, "-" if i < count else "--") for i, name in enumerate(others)}
+    return styles if reference is None else {**styles, reference: (count, "-")}
 
 
 def curves(
@@ -22,13 +33,14 @@ def curves(
     Args:
         axes: axes of the panel.
         points: points by name; lines without points are omitted.
-        styles: index of the color, and line style, by name.
+        styles: index of the color, and line style, by name; by default those of `styles_of`.
         labels: arguments of `axes.set`. The y axis is labeled "lower is better".
     """
     if "ylabel" in labels:
         labels["ylabel"] += "\n(lower is better)"
-    for index, (name, own) in enumerate(points.items()):
-        color, line = (styles or {}).get(name, (index % len(SERIES), "-"))
+    styles = styles or styles_of(points)
+    for name, own in points.items():
+        color, line = styles[name]
         options = {"marker": "o", "markersize": 3, "linewidth": 1.2, "label": name}
         if own:
             axes.plot(*zip(*own, strict=True), line, color=SERIES[color], **options)

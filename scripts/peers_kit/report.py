@@ -1,6 +1,5 @@
 """Rows, tables and pictures of the results of jobs."""
 
-import csv
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,14 +8,16 @@ from typing import Any
 import numpy as np
 from kit.pictures import curves, legend
 from kit.rows import Rows, markdown, mean_sd, names, pick, write_csv
+from kit.runs import publish
 from numpy.typing import NDArray
 
 from molflt.data.structures import Structures
 from molflt.data.structures.sources import split_path
 from molflt.data.structures.systems import SYSTEMS
 from molflt.evaluation.predictions import open_structures
+from molflt.evaluation.runs import read_rows
 from molflt.metrics import EWT_THRESHOLD
-from molflt.plots.figure import GREY, SERIES, picture, plain_numbers
+from molflt.plots.figure import GREY, picture, plain_numbers
 from peers_kit.models import FITS
 
 Results = Sequence[Mapping[str, Any]]
@@ -92,21 +93,20 @@ def _mean(rows: Rows, model: str, split: str) -> float:
 
 def write(
     out: Path, results: Results, tried: Mapping[str, int], against: str | None, alike: Sequence[str]
-) -> str:
-    """Writes comparison.csv, comparison.md and the pictures, and returns the table."""
+) -> None:
+    """Writes comparison.csv, comparison.md and the pictures, and prints the table."""
     rows = rows_of(results)
     write_csv(out / "comparison.csv", rows)
     text = table(rows, tried)
     if against is not None:
         text += "\n\n" + differences(results, against, alike)
-    (out / "comparison.md").write_text(f"{text}\n")
     split = names(rows, "split")[0]
     points, median = error_by_time(whole(results))
     _draw(out / "error-cpu.png", points, "CPU time of training / minutes", split, median)
     if len(names(rows, "fraction")) > 1:
         points = error_by_size(rows, split)
         _draw(out / "error-size.png", points, "share of the training set", split)
-    return text
+    publish(out / "comparison.md", text)
 
 
 def whole(results: Results) -> Results:
@@ -151,12 +151,11 @@ def error_by_size(rows: Rows, split: str) -> Curves:
 
 
 def _draw(png: Path, points: Curves, xlabel: str, split: str, median: float | None = None) -> None:
-    """Draws curves; once all colors are in use, further curves are dashed."""
-    order, count = sorted(points, key=FITS.__contains__), len(SERIES)
-    styles = {model: (i % count, "-" if i < count else "--") for i, model in enumerate(order)}
+    """Draws a curve for each model; nets come first."""
+    points = {model: points[model] for model in sorted(points, key=FITS.__contains__)}
     with picture(png, figsize=(7.2, 4.8)) as figure:
         axes = figure.subplots()
-        curves(axes, points, styles, xlabel=xlabel, ylabel=f"{split} MAE / eV")
+        curves(axes, points, xlabel=xlabel, ylabel=f"{split} MAE / eV")
         for axis in (axes.xaxis, axes.yaxis):
             plain_numbers(axis, wide=False)
         if median is not None:
@@ -197,8 +196,7 @@ def groups_of(root: Path, dataset: Structures, columns: Sequence[str]) -> list[N
     """Returns group numbers of the systems, (n,), for each column of systems.csv."""
     if not columns:
         return []
-    with (root / SYSTEMS).open(newline="") as file:
-        rows = {row["sid"]: row for row in csv.DictReader(file)}
+    rows = {row["sid"]: row for row in read_rows(root / SYSTEMS)}
     own = [rows.get(str(int(record.sid)), {}) for record in dataset]
     for column in columns:
         if missing := [index for index, row in enumerate(own) if column not in row]:
