@@ -16,17 +16,16 @@ and val_ood_both. val_id is drawn from the other systems.
 """
 
 import io
+import itertools
 import json
 import re
 import sys
 import tarfile
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from lzma import LZMAError
 from pathlib import Path, PurePosixPath
 
 import numpy as np
-from ase import Atoms
 from ase.data import atomic_numbers
 from ase.io.vasp import read_vasp_configuration
 from kit.words import described, guarded
@@ -35,7 +34,6 @@ from tqdm import tqdm
 
 from molflt.atoms import Tag
 from molflt.data.structures.ase_fields import fixed_atoms
-from molflt.data.structures.labels import MOST_ADSORPTION
 from molflt.data.structures.records import make_record
 from molflt.data.structures.splits import VAL_SPLITS
 from molflt.data.structures.store import write_store
@@ -71,13 +69,8 @@ def read(path: Path) -> tuple[list[System], list[Data]]:
         if match := NAME.fullmatch(name):
             family, metal = tables[FAMILIES].get(name, ""), match[1].capitalize()
             systems.append(System(len(systems), name, match[2], family, metal))
-    records = []
-    for system in tqdm(systems, desc=path.name, unit=" systems", disable=None):
-        try:
-            records.append(_record(system, files, tables))
-        except ValueError as error:
-            raise ValueError(f"{path}: {system.name}: {error}") from None
-    return systems, records
+    bar = tqdm(systems, desc=path.name, unit=" systems", disable=None)
+    return systems, [_record(system, files, tables) for system in bar]
 
 
 def _texts(path: Path) -> dict[str, str]:
@@ -95,20 +88,13 @@ def _texts(path: Path) -> dict[str, str]:
 
 
 def _record(system: System, files: Mapping[str, str], tables: Tables) -> Data:
-    """Returns the record of a system; raises ValueError if its files are inconsistent."""
-    if not system.family:
-        raise ValueError(f"expected a row in {FAMILIES}; got none")
-    relaxed, initial = (_adsorption(system, tables, table) for table in (RELAXED, INITIAL))
-    if not abs(relaxed) <= MOST_ADSORPTION:
-        raise ValueError(f"expected at most {MOST_ADSORPTION:g} eV; got {relaxed:.3f}")
-    start, end = _structure(system, files, START), _structure(system, files, END)
-    if start.numbers.tolist() != end.numbers.tolist():
-        raise ValueError(f"expected the same atoms in {START} and {END}, in the same order")
-    metal = start.numbers == atomic_numbers.get(system.metal, 0)
-    if not metal.any() or metal.all():
-        raise ValueError(f"expected {system.metal} with an adsorbate; got {start.symbols}")
-    fixed = fixed_atoms(start)
-    record = make_record(
+    """Returns the record of a system, with energies relative to clean surface and molecule."""
+    path = f"{system.family}/structures/{system.name}"
+    start, end = (read_vasp_configuration(io.StringIO(files[path + kind])) for kind in (START, END))
+    slab = float(tables[RELAXED][f"{system.metal.lower()}-0000"])
+    molecule = float(tables[RELAXED][system.molecule])
+    metal, fixed = start.numbers == atomic_numbers[system.metal], fixed_atoms(start)
+    return make_record(
         pos=start.positions,
         atomic_numbers=start.numbers,
         cell=start.cell.array,
@@ -116,35 +102,10 @@ def _record(system: System, files: Mapping[str, str], tables: Tables) -> Data:
         tags=np.where(metal, np.where(fixed, Tag.SUBSURFACE, Tag.SURFACE), Tag.ADSORBATE),
         fixed=fixed,
         sid=system.sid,
-        y_init=initial,
-        y_relaxed=relaxed,
+        y_init=float(tables[INITIAL][system.name]) - slab - molecule,
+        y_relaxed=float(tables[RELAXED][system.name]) - slab - molecule,
         pos_relaxed=end.positions,
     )
-    moved = (record.pos_relaxed - record.pos)[record.fixed].norm(dim=1)
-    if (moved > 0.01).any():
-        raise ValueError(f"expected fixed atoms at the same positions in {START} and {END}")
-    return record
-
-
-def _adsorption(system: System, tables: Tables, table: str) -> float:
-    """Returns the adsorption energy, eV, from the total energies in a table."""
-    parts = (
-        (system.name, table),
-        (f"{system.metal.lower()}-0000", RELAXED),  # the clean surface
-        (system.molecule, RELAXED),
-    )
-    energies = [float(tables[where].get(name, "nan")) for name, where in parts]
-    if not np.isfinite(energies).all():
-        (name, where) = parts[int(np.argmin(np.isfinite(energies)))]
-        raise ValueError(f"expected the energy of {name} in {where}, in eV; got none")
-    return energies[0] - energies[1] - energies[2]
-
-
-def _structure(system: System, files: Mapping[str, str], ending: str) -> Atoms:
-    name = f"{system.family}/structures/{system.name}{ending}"
-    if name not in files:
-        raise ValueError(f"expected {name} in the archive; got none")
-    return read_vasp_configuration(io.StringIO(files[name]))
 
 
 def held_out(systems: Sequence[System], groups: Sequence[str] = ()) -> Split:
@@ -159,13 +120,10 @@ def held_out(systems: Sequence[System], groups: Sequence[str] = ()) -> Split:
         known = ", ".join([*sorted(metals), *sorted(families)])
         raise ValueError(f"--hold-out: expected some of {known}; got {unknown[0]}")
     catalysts = set(groups) & metals if groups else set(METALS)
-    of_family: dict[str, set[str]] = defaultdict(set)
-    for system in systems:
-        of_family[system.family].add(system.molecule)
     molecules: set[tuple[str, str]] = set()
-    for family, members in of_family.items():
-        held = sorted(members)
-        held = held if family in groups else [] if groups else held[FIRST::EVERY]
+    for family in families:
+        members = sorted({system.molecule for system in systems if system.family == family})
+        held = members if family in groups else [] if groups else members[FIRST::EVERY]
         molecules |= {(family, molecule) for molecule in held}
     parts: Split = {split: [] for split in ("train", *VAL_SPLITS)}
     names = {(False, False): "train", (True, False): "val_ood_ads", (False, True): "val_ood_cat"}
@@ -197,14 +155,12 @@ def pairs_of_folds(path: Path, systems: Sequence[System]) -> dict[str, Split]:
         raise ValueError(f"{path}: expected a fold for each system; got none for {missing[0]}")
     present = sorted({numbers[system.name] for system in systems})
     found: dict[str, Split] = {}
-    for test in present:
-        for val in present:
-            if val != test:
-                parts: Split = {"train": [], "val_id": [], "test_id": []}
-                for system in systems:
-                    split = {test: "test_id", val: "val_id"}.get(numbers[system.name], "train")
-                    parts[split].append(system)
-                found[f"test{test}-val{val}"] = parts
+    for test, val in itertools.permutations(present, 2):
+        parts: Split = {"train": [], "val_id": [], "test_id": []}
+        for system in systems:
+            split = {test: "test_id", val: "val_id"}.get(numbers[system.name], "train")
+            parts[split].append(system)
+        found[f"test{test}-val{val}"] = parts
     return found
 
 
@@ -233,8 +189,6 @@ def convert(
     hold_out: Sequence[str] = (),
 ) -> None:
     """Writes a folder of stores, or a folder for each pair of folds."""
-    if sum(map(bool, (splits, folds, hold_out))) > 1:
-        raise ValueError("expected at most one of --splits, --folds and --hold-out")
     systems, records = read(archive)
     if folds:
         parts = {folder / name: split for name, split in pairs_of_folds(folds, systems).items()}
@@ -260,11 +214,12 @@ def main(words: list[str] | None = None) -> None:
     parser = described(__doc__)
     parser.add_argument("archive", type=Path, help="FG_dataset_lite.tar.xz")
     parser.add_argument("folder", type=Path, help="folder to which the stores are written")
-    parser.add_argument("--splits", type=Path, help="JSON file: names of systems by split")
+    way = parser.add_mutually_exclusive_group()
+    way.add_argument("--splits", type=Path, help="JSON file: names of systems by split")
     folds = "JSON or npz file with the fold of each name; writes a folder testI-valJ per pair"
-    parser.add_argument("--folds", type=Path, help=folds)
+    way.add_argument("--folds", type=Path, help=folds)
     held = "metals and families that are not in train"
-    parser.add_argument("--hold-out", nargs="+", default=[], help=held)
+    way.add_argument("--hold-out", nargs="+", default=[], help=held)
     convert(**vars(parser.parse_args(words)))
 
 
