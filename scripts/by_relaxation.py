@@ -33,7 +33,7 @@ from molflt.data.structures.sources import split_path
 from molflt.evaluation.predictions import infer
 from molflt.evaluation.relaxation import adwt, position_error, relax_atoms
 from molflt.files import write_atomically
-from molflt.training.checkpoint import find, load_run, weights_digest, weights_of
+from molflt.training.checkpoint import find_weights, load_run, weights_digest
 
 
 def offsets(frames: Path, dataset: Structures) -> dict[int, float]:
@@ -83,10 +83,8 @@ def compare(
     dataset = open_dataset(store)
     own = offsets(frames, dataset)
     job = {name: str(getattr(options, name)) for name in ("data", "fmax", "steps")}
-    source = find(options.potential)
-    weights = weights_of(source, "best") if source.is_dir() else source
     digests = {"store": digest(store), "frames": digest(frames)}
-    digests["potential"] = weights_digest(weights)
+    digests["potential"] = weights_digest(find_weights(options.potential)[0])
     folder = options.out / split
     prepare(folder, {"config": str(options.potential), **job, "digests": digests})
     some = Part(dataset, range(min(options.count, len(dataset))))

@@ -15,7 +15,6 @@ import copy
 import itertools
 import json
 import signal
-import statistics
 import subprocess
 import sys
 import time
@@ -32,6 +31,7 @@ from kit.runs import publish
 from kit.words import described
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.utils.benchmark import Timer
 from torch_geometric.data import Batch
 
 import molflt
@@ -158,21 +158,16 @@ def one_pass(layer: nn.Module, x: Tensor, where: tuple[Tensor, ...], backward: b
 
 
 def measured(work: Callable[[], None], device: str, tiny: bool) -> tuple[float, float]:
-    """Returns the median seconds of a function, and the increase of peak GPU memory, MiB."""
+    """Returns the mean seconds of a function, and the increase of peak GPU memory, MiB."""
+    peak = 0
     work()
-    times, before = [], 0
     if device == "cuda":
-        torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-    for _ in range(1 if tiny else ROUNDS):
-        start = time.perf_counter()
         work()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    peak = torch.cuda.max_memory_allocated() - before if device == "cuda" else 0
-    return statistics.median(times), peak / 2**20
+        peak = torch.cuda.max_memory_allocated() - before
+    timer = Timer("work()", globals={"work": work})  # waits for the GPU
+    return timer.timeit(1 if tiny else ROUNDS).mean, peak / 2**20
 
 
 def resume(device: str, folder: Path) -> float:

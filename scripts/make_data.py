@@ -6,8 +6,6 @@ This script draws and relaxes systems in several processes; `making/systems.py` 
 After an interruption, the same command continues. `--help` lists the options.
 """
 
-import csv
-import io
 import json
 import multiprocessing
 import os
@@ -22,19 +20,21 @@ from typing import Any, Literal, NamedTuple
 
 import ase.io
 from jsonargparse import auto_cli
+from jsonargparse.typing import NonNegativeInt, PositiveInt
+from kit.runs import expect_same
 from kit.words import guarded
 from making.calculators import CALCULATORS, linear_references, molecule_energies
-from making.systems import _LARGE, _SIDS_PER_SPLIT, _SPLITS, _Plan, _relax_system
+from making.systems import _LARGE, _SPLITS, _Plan, _relax_system
 from torch_geometric.data import Data
 from tqdm import tqdm
 
 from molflt.data.structures.store import StructureStore, write_store
-from molflt.files import atomically, shown, write_atomically
+from molflt.evaluation.results import csv_rows, write_csv
+from molflt.files import atomically, write_atomically
 from molflt.lock import FolderLock
 
 # Increase this number when the systems change, because runs must not mix versions.
 _GENERATOR_VERSION = 5
-_COLUMNS = ("sid", "split", "adsorbate", "catalyst", "facet", "site")
 _SIZES = ("train", "val", "large")
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _BUSY = "is making data in this folder; wait until it ends, or choose another folder"
@@ -52,12 +52,12 @@ class _Task(NamedTuple):
 def make(
     directory: Path,
     calculator: Literal["emt", "chgnet"] = "emt",
-    train: int = 2000,
-    val: int = 250,
-    seed: int = 0,
-    workers: int = 2,
+    train: PositiveInt = 2000,
+    val: PositiveInt = 250,
+    seed: NonNegativeInt = 0,
+    workers: PositiveInt = 2,
     frames: bool = False,
-    large: int = 0,
+    large: NonNegativeInt = 0,
 ) -> None:
     """Make a data set of relaxations with an interatomic potential, in the OC20 schema.
 
@@ -84,18 +84,13 @@ def make(
             as large, and its adsorbates are chains and rings of three to six carbon atoms, or
             several small adsorbates.
     """
-    numbers = {"train": train, "val": val, "seed": seed, "workers": workers, "large": large}
-    for name, value in numbers.items():
-        least, most = int(name not in ("seed", "large")), _SIDS_PER_SPLIT
-        if not least <= value <= most:
-            raise ValueError(f"--{name} must be from {least} to {most:,}; got {value}")
     settings = {
         "generator": _GENERATOR_VERSION,
         "calculator": calculator,
         "potential": CALCULATORS[calculator].describe(),
         "seed": seed,
         "frames": frames,
-        **{name: numbers[name] for name in _SIZES},
+        **{"train": train, "val": val, "large": large},
     }
     directory = Path(directory)
     with FolderLock(directory, _BUSY).held():
@@ -133,16 +128,10 @@ def _claim(directory: Path, settings: dict[str, Any]) -> dict[str, Any]:
         _write_json(path, settings)
         return settings
     made = json.loads(path.read_text(encoding="utf-8"))
-    others = [
-        f"{name} {shown(made.get(name))} (now {value!r})"
-        for name, value in settings.items()
-        if not (made.get(name, 0) <= value if name in _SIZES else made.get(name) == value)
-    ]
-    if others:
-        raise ValueError(
-            f"{directory}: made with other settings: {', '.join(others)}; use these, or choose "
-            "another folder"
-        )
+    was = {name: made.get(name) for name in settings}
+    # splits may grow
+    was |= {name: max(made.get(name, 0), settings[name]) for name in _SIZES}
+    expect_same(directory, was, settings)
     return made | {name: settings[name] for name in _SIZES}
 
 
@@ -201,21 +190,18 @@ def _join(directory: Path, split: str, tasks: list[_Task], made: dict[str, Any])
         note = json.loads(part.source)
         rejected.update(note["rejected"])
         records += part
-        rows.append({**note["names"], "sid": records[-1].sid, "split": split})
+        rows.append({"sid": records[-1].sid, "split": split, **note["names"]})
     if tasks[0].plan.frames:
         path = directory / "frames" / f"{split}.extxyz"
         files = [path] * (count > 0) + [task.part.with_suffix(".extxyz") for task in tasks]
         with atomically(path) as whole, whole.open("wb") as file:
             for own in files:
                 file.write(own.read_bytes())
-    path, text = directory / "systems.csv", io.StringIO()
-    known = csv.DictReader(path.read_text(encoding="utf-8").splitlines()) if path.exists() else ()
+    path = directory / "systems.csv"
+    known = csv_rows(path.read_text(encoding="utf-8")) if path.exists() else []
     new = {row["sid"] for row in rows}
     rows += [row for row in known if int(row["sid"]) not in new]
-    writer = csv.DictWriter(text, _COLUMNS, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(sorted(rows, key=lambda row: int(row["sid"])))
-    write_atomically(path, text.getvalue().encode())
+    write_csv(path, sorted(rows, key=lambda row: int(row["sid"])))
     made["rejected"][split] = dict(rejected)
     _write_json(directory / "made.json", made)
     words = ", ".join(f"{name} {made[name]}" for name in ("calculator", "potential", "seed"))

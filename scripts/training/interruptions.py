@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from kit.rows import Row, Rows, markdown, pick
+from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
 from molflt.commands.cli import main
@@ -86,11 +87,8 @@ def count_operations(run: Path, act: Callable[[int], None]) -> Callable[[], None
 
 def leaves(value: object) -> list[object]:
     """Returns the leaves of nested dictionaries and lists, with tensors as bytes."""
-    if isinstance(value, dict):
-        value = [part for pair in sorted(value.items(), key=str) for part in pair]
-    if isinstance(value, list | tuple):
-        return [leaf for part in value for leaf in leaves(part)]
-    return [value.numpy().tobytes() if isinstance(value, torch.Tensor) else value]
+    found = tree_leaves(value)
+    return [one.numpy().tobytes() if isinstance(one, torch.Tensor) else one for one in found]
 
 
 def ends(run: Path) -> list[object]:
