@@ -3,6 +3,7 @@
 import csv
 import json
 
+import ase.io
 import numpy as np
 import pytest
 import torch
@@ -13,8 +14,10 @@ from script_files import load_script
 from tiny_run import SMALL, start, structures, write_splits
 from torch import nn
 
+from molflt.adsorption import placements
 from molflt.data.structures import open_dataset
 from molflt.data.structures.ase_fields import Converter, fixed_atoms
+from molflt.data.structures.splits import VAL_SPLITS
 from molflt.data.structures.store import write_store
 
 sizes = load_script("sizes")
@@ -68,9 +71,38 @@ def test_larger_draws_contain_smaller_ones(tmp_path):
         script.draw(data, tmp_path / "99", 99, 0)
 
 
-def test_a_set_without_a_root_is_refused(tmp_path, capsys):
-    assert load_script("merge").main([str(tmp_path / "out"), "no-root"]) == 2
+def test_placements_are_relaxed_and_ranked(tmp_path, capsys):
+    script, data, out = load_script("placements"), tmp_path / "data", tmp_path / "out"
+    placed = placements(fcc111("Cu", (2, 2, 2), vacuum=8.0, periodic=True), "OH")[0]
+    write_splits(data, **dict.fromkeys(VAL_SPLITS, (Converter().record(placed),)))
+    made = {"calculator": "emt", "references_eV": {"O": 1.25, "H": -0.5}}
+    (data / "made.json").write_text(json.dumps(made))
+    words = ["relax", str(data), str(out), "--pairs", "1", "--placements", "12"]
+    assert script.main(words) == 0
+    found = ase.io.read(out / "placements.extxyz", ":")
+    assert 1 < len(found) < 12  # EMT breaks some bonds
+    assert all(one.info["y_relaxed"] < one.info["y_init"] for one in found)
+    before = (out / "pair0.extxyz").stat().st_mtime_ns
+    assert script.main(words) == 0 and (out / "pair0.extxyz").stat().st_mtime_ns == before
+    rows = [f"{one.info['y_relaxed']}" for one in found]
+    (out / "exact.csv").write_text("\n".join(["energy_eV", *rows]))
+    assert script.main(["rank", str(out), str(out / "exact.csv")]) == 0
+    assert "| exact | 1.00 | 0.000 |" in capsys.readouterr().out
+    (out / "exact.csv").write_text("\n".join(["energy_eV", *rows[1:]]))
+    assert script.main(["rank", str(out), str(out / "exact.csv")]) == 2
+    assert f"expected {len(rows)} energies; got {len(rows) - 1}" in capsys.readouterr().err
+    assert script.main([*words, "--seed", "1"]) == 2
+    assert "seed" in capsys.readouterr().err
+    assert load_script("merge").main([str(out), "no-root"]) == 2
     assert "no-root: expected NAME=ROOT" in capsys.readouterr().err
+
+
+def test_the_share_counts_pairs_whose_best_is_among_the_top_five():
+    script, energy = load_script("placements"), np.tile(np.arange(8) * 0.06, 2)
+    pair = np.repeat([0, 1], 8)
+    assert script.share(pair, energy, energy) == 1.0
+    # the top five of pair 1 are its five worst, 0.18 eV or more from its best
+    assert script.share(pair, energy, np.where(pair == 1, -energy, energy)) == 0.5
 
 
 # --- other sizes ----------------------------------------------------------------------------------

@@ -1,0 +1,147 @@
+"""Test whether a model finds the best of many placements of an adsorbate.
+
+    python scripts/placements.py relax datasets/chgnet-sample runs/placements
+    molflt predict runs/demo runs/placements/placements.extxyz --out runs/placements/demo.csv
+    python scripts/placements.py rank runs/placements runs/placements/*.csv
+
+`relax` takes pairs of slab and adsorbate from the held-out splits of a folder that
+scripts/make_data.py wrote, places each adsorbate on its slab as `molflt adsorb` does, and relaxes
+random placements. Placements whose adsorbate breaks or leaves the slab are dropped. For the others,
+placements.extxyz contains pair, the number of the pair, and the adsorption energies y_init before
+and y_relaxed after the relaxation, in eV. An interrupted run continues with the next pair.
+
+`rank` prints how often the best of the five placements with the lowest predicted energies is within
+0.1 eV of the best of all, for each table of predictions, for the energies of the unrelaxed
+placements, and for five random placements.
+"""
+
+import argparse
+import csv
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import ase.io
+import numpy as np
+from ase import Atoms
+from kit.rows import markdown
+from kit.runs import digest, prepare
+from kit.words import described, guarded
+from making.calculators import adsorption_energy, relax
+from making.systems import _bonds, _rejection
+from tqdm import tqdm
+
+from molflt.adsorption import placements
+from molflt.data.structures import open_dataset
+from molflt.data.structures.splits import VAL_SPLITS
+
+TOLERANCE = 0.05  # eV/Å
+STEPS = 200
+TOP, NEAR = 5, 0.1  # placements computed in place of all; eV from the best
+
+
+def pairs(data: Path, count: int, seed: int) -> list[Atoms]:
+    """Returns `count` random systems with several adsorbate atoms, from each split in turn."""
+    rng, found = np.random.default_rng(seed), []
+    for split in VAL_SPLITS:
+        dataset = open_dataset(data / f"{split}.safetensors")
+        own = [dataset.to_atoms(i) for i in rng.permutation(len(dataset))]
+        found.append([atoms for atoms in own if (atoms.get_tags() == 2).sum() > 1])
+    return [atoms for together in zip(*found, strict=False) for atoms in together][:count]
+
+
+def relaxed(system: Atoms, number: int, count: int, made: dict[str, Any]) -> list[Atoms]:
+    """Returns random placements of a pair that stay intact, with their energies."""
+    adsorbed = system.get_tags() == 2
+    slab, own = system[~adsorbed], Atoms(system[adsorbed].symbols, system.positions[adsorbed])
+    everything = placements(slab, own)
+    chosen = np.random.default_rng(number).permutation(len(everything))[:count]
+    clean = relax(slab.copy(), made["calculator"], TOLERANCE, STEPS).after
+    kept = []
+    for i in tqdm(sorted(chosen), desc=f"pair {number}", leave=False):
+        start, atoms = everything[i], everything[i].copy()
+        done = relax(atoms, made["calculator"], TOLERANCE, STEPS)
+        energies = [
+            adsorption_energy(one, clean, own.symbols, made["references_eV"])
+            for one in (done.before, done.after)
+        ]
+        if done.converged and _rejection(start, atoms, _bonds(own), (0.0, energies[1])) is None:
+            start.info |= {"pair": number, "y_init": energies[0], "y_relaxed": energies[1]}
+            kept.append(start)
+    return kept
+
+
+def relax_all(options: argparse.Namespace) -> None:
+    """Writes a file for each pair, and placements.extxyz once all pairs are done."""
+    made = json.loads((options.data / "made.json").read_text())
+    job = {name: getattr(options, name) for name in ("placements", "seed")}
+    prepare(options.out, {**job, "made": digest(options.data / "made.json")})
+    files = []
+    for number, system in enumerate(pairs(options.data, options.pairs, options.seed)):
+        files.append(options.out / f"pair{number}.extxyz")
+        if not files[-1].exists():
+            start = time.process_time()
+            kept = relaxed(system, number, options.placements, made)
+            ase.io.write(files[-1], kept, "extxyz")
+            seconds = time.process_time() - start
+            print(f"pair {number}: {system.symbols}, {len(kept)} placements, {seconds:.0f} s")
+    filled = [file for file in files if file.stat().st_size]  # a pair may lose all placements
+    whole = [atoms for file in filled for atoms in ase.io.read(file, ":")]
+    ase.io.write(options.out / "placements.extxyz", whole)
+
+
+def share(pair: np.ndarray, energy: np.ndarray, score: np.ndarray) -> float:
+    """Returns the share of pairs whose best of the top five is within 0.1 eV of the best."""
+    found = []
+    for one in np.unique(pair):
+        own = energy[pair == one]
+        top = own[np.argsort(score[pair == one], kind="stable")[:TOP]]
+        found.append(top.min() - own.min() <= NEAR)
+    return float(np.mean(found))
+
+
+def rank(options: argparse.Namespace) -> None:
+    """Prints a table of all ways to choose placements."""
+    whole = ase.io.read(options.out / "placements.extxyz", ":")
+    pair, start, energy = (
+        np.array([atoms.info[key] for atoms in whole]) for key in ("pair", "y_init", "y_relaxed")
+    )
+    rng = np.random.default_rng(0)
+    draws = [share(pair, energy, rng.random(len(pair))) for _ in range(200)]
+    lines = [("five random placements", f"{np.mean(draws):.2f}", "")]
+    scores = {"energy of the placement": start}
+    for table in options.tables:
+        with table.open(newline="") as file:
+            energies = [float(row["energy_eV"]) for row in csv.DictReader(file)]
+        if len(energies) != len(whole):
+            raise ValueError(f"{table}: expected {len(whole)} energies; got {len(energies)}")
+        scores[table.stem] = np.array(energies)
+    for name, score in scores.items():
+        lines.append(
+            (name, f"{share(pair, energy, score):.2f}", f"{np.abs(score - energy).mean():.3f}")
+        )
+    print(f"{len(np.unique(pair))} pairs, {len(pair)} placements")
+    print(markdown(("placements chosen by", "best of five within 0.1 eV", "MAE, eV"), lines))
+
+
+@guarded
+def main(words: list[str] | None = None) -> None:
+    parser = described(__doc__)
+    commands = parser.add_subparsers(required=True)
+    one = commands.add_parser("relax")
+    one.add_argument("data", type=Path)
+    one.add_argument("--pairs", type=int, default=40)
+    one.add_argument("--placements", type=int, default=40)
+    one.add_argument("--seed", type=int, default=0)
+    other = commands.add_parser("rank")
+    for command, run in ((one, relax_all), (other, rank)):
+        command.add_argument("out", type=Path)
+        command.set_defaults(run=run)
+    other.add_argument("tables", nargs="+", type=Path)
+    options = parser.parse_args(words)
+    options.run(options)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
