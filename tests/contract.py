@@ -501,7 +501,7 @@ def check_fourier_pair(spectrum: Spectrum) -> None:
     1e-4 in one dimension, 5e-3 for boxes in two dimensions, and 2e-3 in all other cases.
     """
     spectrum, dim = copy.deepcopy(spectrum).double(), spectrum.dim
-    radii = None if spectrum.radii is None else spectrum.radii.double()
+    radii = spectrum.radius.double() if spectrum.on_shells else None
     xi, weights = frequency_rule(dim, radii)
     normal = normal_points(2**14, dim, seed=9)
     centres = torch.randn(3, dim, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
@@ -556,7 +556,12 @@ def check_nodes(name: str, dim: int = 3) -> None:
             assert error.abs().max() < 2e-3
             return
         xi, weights = nodes()
-        expected = (-nodes.log_density(xi)).exp() / nodes.num_nodes
+        if name == "density":
+            log_density = spectrum.log_density(xi)
+        else:
+            sigma = nodes.log_sigma.exp()[:, None, None]
+            log_density = torch.distributions.Normal(0.0, sigma).log_prob(xi).sum(dim=-1)
+        expected = (-log_density).exp() / nodes.num_nodes
     torch.testing.assert_close(weights, expected, rtol=1e-9, atol=0)
     score = error.mean(0).abs() / (error.std(0) / math.sqrt(heads) + 1e-12)
     assert score.max() < 4.5, "biased"

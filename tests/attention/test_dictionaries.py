@@ -16,9 +16,7 @@ from molflt.attention import (
     make_position,
 )
 from molflt.attention.decoder import Decoder
-from molflt.attention.nodes import DensityNodes
-from molflt.attention.positions import SpectralPosition
-from molflt.attention.spectra import Gaussian, InversePower, Laplace, ShiftInvariant
+from molflt.attention.spectra import Gaussian, InversePower, ShiftInvariant
 from molflt.attention.spectra.inverse_power import POWERS
 
 
@@ -46,16 +44,6 @@ def test_draws_follow_the_density(variant, dim):
 @pytest.mark.parametrize("rule", NODES)
 def test_nodes_give_the_mask(rule, dim):
     contract.check_nodes(rule, dim)
-
-
-def test_kernels_propose_nodes_for_other_spectra():
-    """Weights are bounded, as documented for splines, and the mean over draws is the mask."""
-    spectrum, z = make("smooth_local", 1, dim=1), torch.linspace(0, 6, 5, dtype=torch.float64)
-    nodes = DensityNodes(Laplace(1, 1), 20_000, shared=False).double()
-    assert nodes.proposal.log_length.requires_grad and not nodes.proposal.amplitude.requires_grad
-    left, right = SpectralPosition(spectrum, nodes).factors(z[None, :, None], 0 * z[None, :1, None])
-    error = (left @ right.mT)[0, 0, :, 0] - spectrum.mask(z[None, :, None])[0, 0]
-    assert error.abs().max() < 0.05 * spectrum.mask(z[None, :1, None]).abs().max()
 
 
 REDRAWN = {

@@ -141,15 +141,6 @@ def test_weighted_shells_sampled_at_their_nodes_are_the_exact_mask(dim):
     torch.testing.assert_close(*slopes, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("learn_sigma", [False, True])
-def test_weights_of_nodes_around_a_mean(learn_sigma):
-    nodes = GaussianNodes(2, 8, sigma=0.4, mean="learned", learn_sigma=learn_sigma).double()
-    torch.nn.init.constant_(nodes.mean, 0.3)
-    xi, weights = nodes()
-    torch.testing.assert_close((-nodes.log_density(xi)).exp() / 8, weights, rtol=1e-9, atol=0)
-    torch.testing.assert_close(xi, 0.3 + 0.4 * nodes.eps, rtol=0, atol=1e-6)
-
-
 def random_position(heads: int, nodes: int, seed: int = 0) -> SpectralPosition:
     torch.manual_seed(seed)
     position = SpectralPosition(

@@ -234,7 +234,6 @@ ROWS = [
     shells("dim", "1, 2 or 3", "4", 5.0, 0.3, dim=4),
     shells("radial", "'gauss' in two", "'midpoint'", 5.0, 0.3, dim=2, radial="midpoint"),
     shells("degrees", "3, one per shell", "2", 5.0, 0.3, 3, degrees=[3, 5]),
-    refused(lambda: ShellNodes(5.0, 0.3).log_density(R), "ShellNodes", "density"),
     refused(lambda: GaussianNodes(2, sigma="a"), "sigma", "number", "'a'", TypeError),
     refused(lambda: GaussianBasis(2, width_range=(5.0, 1.0)), "width_range", "smallest", "(5.0"),
     refused(lambda: InversePower(3, 1.0), "power", "1, 2, 4, 6", "3"),
@@ -246,9 +245,7 @@ ROWS = [
         refused(lambda g=g, nodes=nodes: SpectralPosition(g(), nodes()), *words)
         for g, nodes, *words in (
             (shell_weights, lambda: GaussianNodes(2), "ShellWeights", "GaussianNodes"),
-            (shell_weights, lambda: weighted_shells(num_shells=7), "radii", "3", "7"),
             (lambda: GaussianBasis(2), weighted_shells, "ShellWeights", "GaussianBasis"),
-            (lambda: GaussianBasis(2, dim=2), lambda: GaussianNodes(2), "2 dimensions", "3"),
         )
     ),
     refused(lambda: suggest_nodes(2.5, 1.0, widest=0.5), "widest", "width=1", "0.5"),

@@ -15,7 +15,8 @@ class Nodes(nn.Module):
     """
 
     paper: ClassVar[str] = ""  #: source of the rule
-    random: ClassVar[bool] = False  #: True if nodes are drawn from the density of `log_density`
+    random: ClassVar[bool] = False  #: True if nodes are drawn at random
+    normalized = False  #: True if the weights of each shell sum to 1, for `ShellWeights`
     num_nodes: int  #: number of nodes r
     dim: int  #: dimension l of positions
 
@@ -31,12 +32,6 @@ class Nodes(nn.Module):
     def redraw_(self, generator: torch.Generator | None = None) -> None:
         """Draws new nodes in place; use the same seed on every rank."""
 
-    def log_density(self, xi: Tensor) -> Tensor:
-        """Returns log p(xi), (heads or 1, n, l) -> (heads, n); g / p shows how well nodes fit g."""
-        raise ValueError(
-            f"{type(self).__name__} do not have a density log p(xi); compare the masks instead"
-        )
-
     @classmethod
     def sizes(cls, spectrum: Spectrum, num_nodes: int | None) -> dict[str, object]:
         """Returns constructor arguments that depend on the spectrum, for rules built by name."""
@@ -45,15 +40,10 @@ class Nodes(nn.Module):
 
     def check(self, spectrum: Spectrum) -> None:
         """Raises ValueError if these nodes cannot sample the spectrum."""
-        if spectrum.dim != self.dim:
+        if spectrum.on_shells != self.normalized:
             raise ValueError(
-                f"the spectrum has {spectrum.dim} dimensions and its nodes have {self.dim}; use "
-                "the dimension of the positions for both"
-            )
-        if spectrum.radii is not None:
-            raise ValueError(
-                f"{type(spectrum).__name__} need nodes on shells; got {type(self).__name__}; "
-                "sample them at the ShellNodes that they were made for"
+                "ShellWeights need ShellNodes with normalized=True, and such nodes need them; got "
+                f"{type(spectrum).__name__} and {type(self).__name__}"
             )
 
 

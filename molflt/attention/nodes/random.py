@@ -1,12 +1,12 @@
 """Random nodes by importance sampling: xi_s ~ p and c_s = 1 / (r p(xi_s)), FLT, eqs. 4-5."""
 
 import math
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from molflt.attention.checks import at_least_one, one_of, positive
+from molflt.attention.checks import at_least_one, positive
 from molflt.attention.features.projections import (
     DenseProjection,
     OrthogonalProjection,
@@ -18,12 +18,11 @@ from molflt.attention.spectra import ShiftInvariant, Spectrum
 
 
 class GaussianNodes(Nodes):
-    """Monte Carlo nodes xi = mu + sigma eps: fixed eps ~ N(0, I), learnable sigma per head.
+    """Monte Carlo nodes xi = sigma eps: fixed eps ~ N(0, I), learnable sigma per head.
 
-    The weights are c_s = 1 / (r p(xi_s)) with p = N(mu, sigma^2 I). The estimate of the mask is
-    unbiased for every sigma and mu for which its expectation exists. Source: FLT
-    (arXiv:2302.01925), eq. 5 and OC20 experiment. The paper's language models use `sigma=1.0,
-    learn_sigma=False`.
+    The weights are c_s = 1 / (r p(xi_s)) with p = N(0, sigma^2 I). The estimate of the mask is
+    unbiased for every sigma for which its expectation exists. Source: FLT (arXiv:2302.01925), eq. 5
+    and OC20 experiment. The paper's language models use `sigma=1.0, learn_sigma=False`.
 
     The variance is finite only if g falls faster than sqrt(p). For a Gaussian mask of width w this
     requires sigma > 1 / (2 sqrt(2) pi w). For spectra with power-law tails it is never finite.
@@ -33,7 +32,6 @@ class GaussianNodes(Nodes):
         num_nodes: number of nodes r.
         dim: dimension l of positions.
         sigma: initial standard deviation, in cycles per unit of length.
-        mean: "zero", or "learned" for a learnable mu (heads, l) that starts at zero.
         learn_sigma: make sigma a parameter; otherwise it is a constant buffer.
     """
 
@@ -41,7 +39,6 @@ class GaussianNodes(Nodes):
     random: ClassVar[bool] = True
     eps: Tensor
     log_sigma: Tensor
-    mean: nn.Parameter | None
 
     def __init__(
         self,
@@ -49,13 +46,11 @@ class GaussianNodes(Nodes):
         num_nodes: int = 16,
         dim: int = 3,
         sigma: float = 0.15,
-        mean: Literal["zero", "learned"] = "zero",
         learn_sigma: bool = True,
     ) -> None:
         super().__init__()
         at_least_one(heads=heads, num_nodes=num_nodes, dim=dim)
         positive(sigma=sigma)
-        one_of("mean", mean, ("zero", "learned"))
         self.num_nodes = num_nodes
         self.dim = dim
         log_sigma = torch.full((heads,), math.log(sigma))
@@ -63,8 +58,6 @@ class GaussianNodes(Nodes):
             self.log_sigma = nn.Parameter(log_sigma)
         else:
             self.register_buffer("log_sigma", log_sigma)
-        learned = nn.Parameter(torch.zeros(heads, dim)) if mean == "learned" else None
-        self.register_parameter("mean", learned)
         self.register_buffer("eps", torch.empty(heads, num_nodes, dim))
         self.redraw_()
 
@@ -77,21 +70,10 @@ class GaussianNodes(Nodes):
             self.eps.copy_(draw)
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        sigma = self.log_sigma.exp()[:, None]  # [h, 1]
-        nodes = sigma[..., None] * self.eps
-        if self.mean is not None:
-            nodes = nodes + self.mean[:, None]
-        return nodes, (-self._log_density(self.eps.square().sum(dim=-1))).exp() / self.num_nodes
-
-    def log_density(self, xi: Tensor) -> Tensor:
-        centered = xi if self.mean is None else xi - self.mean[:, None]
-        eps = centered / self.log_sigma.exp()[:, None, None]
-        return self._log_density(eps.square().sum(dim=-1))
-
-    def _log_density(self, square: Tensor) -> Tensor:
-        """Returns log p (heads, n) from |eps|^2 (heads, n), including the Jacobian of sigma."""
         log_volume = self.dim * (self.log_sigma[:, None] + 0.5 * math.log(2 * math.pi))
-        return -0.5 * square - log_volume
+        log_density = -0.5 * self.eps.square().sum(dim=-1) - log_volume
+        nodes = self.log_sigma.exp()[:, None, None] * self.eps
+        return nodes, (-log_density).exp() / self.num_nodes
 
 
 class _StructuredNodes(GaussianNodes):
@@ -130,30 +112,22 @@ class DensityNodes(Nodes):
 
     For the spectrum of the kernel, g / p is constant and every c_s g(xi_s) is C / r. This density
     is optimal for Theorem 4.2 of FLT (arXiv:2302.01925, eq. 7 and appendix A.4). The draws u are
-    fixed, and length remains learnable. For other spectra, the variance is finite if g^2 / p is
-    integrable.
+    fixed, and length remains learnable.
 
     Args:
-        density: kernel whose spectral density the nodes are drawn from. It also determines the
-            number of heads and the dimension of the nodes.
+        density: sampled spectrum. It is not registered, to avoid saving its parameters twice.
         num_nodes: number of nodes r.
-        shared: True if the kernel is the sampled spectrum, which is then not registered, to avoid
-            saving its parameters twice. False if the kernel is a proposal density for another
-            spectrum; its length is then a parameter of the nodes.
     """
 
     paper: ClassVar[str] = "2302.01925, eq. 7"
     random: ClassVar[bool] = True
     unit: Tensor
 
-    def __init__(self, density: ShiftInvariant, num_nodes: int = 16, shared: bool = True) -> None:
+    def __init__(self, density: ShiftInvariant, num_nodes: int = 16) -> None:
         super().__init__()
         at_least_one(num_nodes=num_nodes)
         self.num_nodes = num_nodes
         self.dim = density.dim
-        if not shared:
-            density.amplitude.requires_grad_(False)  # the density does not depend on the amplitude
-            self.proposal = density
         self._density = (density,)  # a tuple hides it from the registration of submodules
         self.register_buffer("unit", torch.empty(density.heads, num_nodes, density.dim))
         self.redraw_()
@@ -166,7 +140,7 @@ class DensityNodes(Nodes):
                 f"{type(spectrum).__name__}; use 'gaussian' or another rule"
             )
         count = {} if num_nodes is None else {"num_nodes": num_nodes}
-        return {"density": spectrum, "shared": True, **count}
+        return {"density": spectrum, **count}
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
         draw = self._density[0].draw(self.num_nodes, generator)
@@ -178,6 +152,3 @@ class DensityNodes(Nodes):
         nodes = self.unit / density.log_length.exp()[:, None, None]
         log_density = density.unit_log_density(self.unit) + self.dim * density.log_length[:, None]
         return nodes, (-log_density).exp() / self.num_nodes
-
-    def log_density(self, xi: Tensor) -> Tensor:
-        return self._density[0].log_density(xi)

@@ -41,7 +41,7 @@ def _directions(dim: int, degree: int) -> _Directions:
     if not known:
         raise ValueError(
             f"degree must be at most {_DEGREES[-1]} (Lebedev's largest rule); got {degree}; reduce "
-            "max_frequency, the diameter or degree_factor"
+            "max_frequency or the diameter"
         )
     from scipy.integrate import lebedev_rule
 
@@ -56,9 +56,9 @@ class ShellNodes(Nodes):
 
     S_l is the surface area of the unit sphere. The mask is rotationally invariant up to the
     accuracy of the directions. A wave of frequency k over the distance |z| <= diameter needs the
-    degree x = 2 pi k diameter. Outer shells matter less, and `degree_factor` x + 3 with a factor of
-    0.6 to 1 is enough. `suggest_nodes` chooses all sizes for a given mask and error. Only one point
-    of each antipodal pair is kept, with twice the weight; see `hermitian`.
+    degree x = 2 pi k diameter. Outer shells matter less, and 0.8 x + 3 is enough. `suggest_nodes`
+    chooses all sizes for a given mask and error. Only one point of each antipodal pair is kept,
+    with twice the weight; see `hermitian`.
 
     Args:
         diameter: largest distance |z| at which the mask must be accurate, in units of length.
@@ -71,8 +71,7 @@ class ShellNodes(Nodes):
             dimensions. If g vanishes beyond k, the only error of these two rules is an image of the
             mask at the distance n / k - |z|. The default is "gauss" in two dimensions and
             "trapezoid" otherwise.
-        degree_factor: factor in the degrees of the shells, see above.
-        degrees: degree of each shell, innermost first; replaces `degree_factor`.
+        degrees: degree of each shell, innermost first; by default 0.8 x + 3, see above.
         normalized: normalize the weights of each shell to a sum of 1, for `ShellWeights`.
 
     Attributes:
@@ -94,12 +93,11 @@ class ShellNodes(Nodes):
         num_shells: int | None = None,
         dim: int = 3,
         radial: Literal["trapezoid", "midpoint", "gauss"] | None = None,
-        degree_factor: float = 0.8,
         degrees: Sequence[int] | None = None,
         normalized: bool = False,
     ) -> None:
         super().__init__()
-        positive(diameter=diameter, max_frequency=max_frequency, degree_factor=degree_factor)
+        positive(diameter=diameter, max_frequency=max_frequency)
         if num_shells is None:  # the trapezoid rule repeats a mask at distance number / frequency
             num_shells = math.ceil(2 * diameter * max_frequency)
         at_least_one(num_shells=num_shells)
@@ -108,7 +106,7 @@ class ShellNodes(Nodes):
         radius, measure = shells(max_frequency, num_shells, dim, radial)
         if degrees is None:
             turns = (2 * math.pi * diameter * radius).tolist()
-            degrees = [int(degree_factor * x + 3) for x in turns]
+            degrees = [int(0.8 * x + 3) for x in turns]
         parts = [_directions(dim, degree) for degree in degrees]
         if normalized:
             measure = torch.ones_like(measure)
@@ -137,23 +135,6 @@ class ShellNodes(Nodes):
     def sizes(cls, spectrum: Spectrum, num_nodes: int | None) -> dict[str, object]:
         no_effect("with nodes='shells'", num_nodes=num_nodes)
         return {"dim": spectrum.dim}
-
-    def check(self, spectrum: Spectrum) -> None:
-        if not self.normalized:
-            return super().check(spectrum)
-        if spectrum.radii is None:
-            raise ValueError(
-                f"normalized shells are for ShellWeights; got {type(spectrum).__name__}"
-            )
-        radii = spectrum.radii.to(self.shell_radius)
-        alike = radii.shape == self.shell_radius.shape
-        if alike and not radii.is_meta:
-            alike = torch.allclose(radii, self.shell_radius)
-        if not alike:
-            raise ValueError(
-                f"ShellWeights must have the radii of the shells; got {len(radii)} different radii "
-                f"for {len(self.shell_radius)} shells"
-            )
 
 
 def shells(

@@ -92,7 +92,7 @@ class SpectralPosition(Position):
         one_of("nodes", name, NODES)
         mine = {key: options.pop(key) for key in list(options) if key in signature(cls).parameters}
         own = {key: options.pop(key) for key in list(options) if key.startswith("node_")}
-        if "radii" in signature(family).parameters:  # a family on shells, which are built first
+        if family.on_shells:  # the shells are built first
             if name != "shells" or num_nodes is not None:
                 raise ValueError(
                     f"spectrum={spectrum!r} is defined on shells, which determine num_nodes; "

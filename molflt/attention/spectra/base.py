@@ -32,7 +32,7 @@ class Spectrum(nn.Module):
     isotropic: ClassVar[bool] = False  #: True if g depends only on |xi| and f only on |z|
     #: parameters with respect to which a sampled mask is differentiable but `mask` is not
     without_slope: ClassVar[tuple[str, ...]] = ()
-    radii: Tensor | None = None  #: (shells,), radii of a family defined on shells
+    on_shells: ClassVar[bool] = False  #: True if the family is defined on the radii of shells
     extra_repr = options_of
 
     def __init__(self, heads: int, dim: int) -> None:

@@ -32,7 +32,7 @@ class SmoothLocal(Spectrum):
     "product", the mask at zero distance is (sum_t w_t)^l, which cannot be negative for even l.
 
     g falls as |xi_j|^-k along each axis, more slowly than any Gaussian. Gaussian nodes therefore
-    have infinite variance. `DensityNodes` of a `Laplace` with `shared=False` have bounded g / p.
+    have infinite variance.
 
     Args:
         num_boxes: number of splines T.

@@ -26,6 +26,7 @@ class ShellWeights(Spectrum):
     paper: ClassVar[str] = "molflt"
     nodes: ClassVar[str] = "shells"
     isotropic: ClassVar[bool] = True
+    on_shells: ClassVar[bool] = True
     radius: Tensor
 
     def __init__(self, heads: int, radii: Tensor, dim: int = 3, amplitude: float = 0.1) -> None:
@@ -34,11 +35,6 @@ class ShellWeights(Spectrum):
             raise ValueError("dim must be 1 or 3; got 2, whose mask torch cannot differentiate")
         self.amplitude = nn.Parameter(amplitude * torch.randn(heads, len(radii)))
         self.register_buffer("radius", radii.clone())
-
-    @property
-    def radii(self) -> Tensor:  # type: ignore[override]
-        """Radii of the shells: (shells,), in cycles per unit of length."""
-        return self.radius
 
     def spectrum(self, xi: Tensor) -> Tensor:
         edges = 0.5 * (self.radius[1:] + self.radius[:-1])

@@ -82,11 +82,7 @@ class Gaussian(ShiftInvariant):
 
 
 class Laplace(ShiftInvariant):
-    """K(z) = exp(-|z|_1); p is a product of Cauchy densities with scale 1 / (2 pi), one per axis.
-
-    p is a safe proposal density for other spectra that fall at least as fast as 1 / xi^2 along
-    every axis, such as `SmoothLocal`.
-    """
+    """K(z) = exp(-|z|_1); p is a product of Cauchy densities with scale 1 / (2 pi)."""
 
     def profile(self, z: Tensor) -> Tensor:
         return (-z.abs().sum(dim=-1)).exp()
