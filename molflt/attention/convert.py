@@ -1,6 +1,5 @@
 """Transfer of trained weights between attention mechanisms."""
 
-import torch
 from torch import nn
 
 from molflt.attention.layer import Scaling
@@ -23,20 +22,14 @@ def convert_weights_(source: nn.Module, target: nn.Module) -> list[str]:
             place. It keeps its random projections if the source does not have any.
     """
     _refuse_other_logits(source, target)
-    given, own = source.state_dict(), target.state_dict()
-    shared = [name for name in own if name in given]
+    given = source.state_dict()
+    shared = given.keys() & target.state_dict().keys()
     parameters = {name for name, _ in target.named_parameters()}
     if not parameters.intersection(shared):
         raise ValueError(
             f"{type(source).__name__} and {type(target).__name__} do not share a parameter"
         )
-    for name in shared:
-        shapes = tuple(given[name].shape), tuple(own[name].shape)
-        if shapes[0] != shapes[1]:
-            raise ValueError(f"{name}: {shapes[0]} in the source, {shapes[1]} in the target")
-    with torch.no_grad():
-        for name in shared:
-            own[name].copy_(given[name])
+    target.load_state_dict({name: given[name] for name in shared}, strict=False)
     return sorted(parameters.difference(shared))
 
 

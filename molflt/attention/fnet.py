@@ -6,7 +6,6 @@ because every transform includes only unmasked tokens.
 """
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,36 +19,14 @@ from molflt.attention.numerics import at_least_float32, options_of
 _TRUNCATED_STD = math.sqrt(1 - 4 * math.exp(-2) / math.sqrt(2 * math.pi) / math.erf(math.sqrt(2)))
 
 
-class _RealDFT(torch.autograd.Function):
-    """Re(F_seq F_hidden x) by unnormalized FFT (FNet, eqs. 1 and 3), a symmetric linear map."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        batch, tokens, dim = x.shape
-        if not x.numel():
-            return x.clone()
-        half = torch.view_as_real(torch.fft.rfft2(x))[..., 0]  # [batch, tokens, dim // 2 + 1]
-        width, mirrored = dim // 2 + 1, (dim - 1) // 2
-        out = half.new_empty(batch, tokens, dim)
-        out[..., :width] = half
-        # As x is real, Y[-k, -l] = conj(Y[k, l]) gives the other columns; row 0 mirrors itself.
-        out[:, 0, width:] = out[:, 0, 1 : 1 + mirrored].flip(1)
-        out[:, 1:, width:] = out[:, 1:, 1 : 1 + mirrored].flip(1, 2)
-        return out
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return _real_dft(grads[0])
-
-
 def _real_dft(x: Tensor) -> Tensor:
-    return _RealDFT.apply(x)
+    """Computes Re(F_seq F_hidden x) by unnormalized FFT: FNet, eqs. 1 and 3."""
+    if not x.numel():
+        return x.clone()
+    half = torch.fft.rfft2(x).real  # [batch, tokens, dim // 2 + 1]
+    # As x is real, Y[-k, -l] = conj(Y[k, l]) gives the other columns.
+    mirrored = half[..., 1 : (x.shape[-1] + 1) // 2].flip(1).roll(1, 1).flip(2)
+    return torch.cat((half, mirrored), dim=-1)
 
 
 def _dft_matrices(

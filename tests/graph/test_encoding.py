@@ -210,11 +210,10 @@ def softmax_of(layer, x, pos, kept=None):
 )
 def test_all_near_pairs_equal_softmax(mixing, scale, options, kept, monkeypatch):
     """Includes exp(q.k) that features cannot estimate, and keys that dropout keeps."""
-    layer = build(near_field=50.0, mixing=mixing, **options)
+    layer = build(near_field=100.0, mixing=mixing, **options)
     if kept:
         layer.attention.dropout = 0.4
         monkeypatch.setattr("molflt.attention.layer.drop_keys", kept)
-    layer.encoding.near_field.onset = 0.9
     x, pos, batch = atoms(scale)
     x.requires_grad_()
     out = layer(x, pos, batch)

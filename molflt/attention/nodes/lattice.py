@@ -29,21 +29,7 @@ class Lattice(NamedTuple):
         """Builds lattices; the arguments are those of `reciprocal_nodes`."""
         positive(reach=reach)
         rows, periodic = _sorted_rows(cell, pbc)
-        if extent is None:
-            if not bool(pbc.all()):
-                graph = int((~pbc.all(dim=1)).nonzero()[0])
-                raise ValueError(
-                    f"extent is needed where an axis is not periodic; got None and pbc "
-                    f"{pbc[graph].tolist()} of graph {graph}; use free_extent(...)"
-                )
-            extent = torch.zeros_like(rows[..., 0])
-        elif not torch.compiler.is_compiling() and (
-            extent.shape != pbc.shape or not bool(((extent >= 0) & extent.isfinite()).all())
-        ):
-            raise ValueError(
-                f"extent must be non-negative and finite, of shape {tuple(pbc.shape)}; got shape "
-                f"{tuple(extent.shape)}; use free_extent(...)"
-            )
+        extent = torch.zeros_like(rows[..., 0]) if extent is None else extent
         side = torch.where(periodic, 1.0, extent.to(rows.dtype) + reach)
         vectors = rows * side[..., None]
         cross, (a, b, c) = torch.linalg.cross, vectors.unbind(1)
@@ -93,12 +79,6 @@ def _largest(x: Tensor, graph: Tensor, graphs: int) -> Tensor:
 
 def _sorted_rows(cell: Tensor, pbc: Tensor) -> tuple[Tensor, Tensor]:
     """Returns rows (b, 3, 3), lattice vectors and then unit normals; mask (b, 3) of the former."""
-    if cell.ndim != 3 or cell.shape[1:] != (3, 3) or not cell.is_floating_point():
-        raise ValueError(
-            f"cell must be floats (graphs, 3, 3); got {tuple(cell.shape)}, {cell.dtype}"
-        )
-    if pbc.shape != cell.shape[:2] or pbc.dtype != torch.bool:
-        raise ValueError(f"pbc must be bool (graphs, 3); got {tuple(pbc.shape)}, {pbc.dtype}")
     cell = _reduced(at_least_float32(cell), pbc)  # skewed cells lose digits in cross products
     order = (~pbc).to(torch.uint8).argsort(dim=1, stable=True)
     given = cell.gather(1, order[..., None].expand(-1, -1, 3))

@@ -44,6 +44,12 @@ class Position(nn.Module):
 
     def width(self, head_dim: int) -> int:
         """Returns the width of the input of the feature map, for heads of width d."""
+        built = getattr(self, "head_dim", head_dim)
+        if head_dim != built:
+            raise ValueError(
+                f"{type(self).__name__} was built for head_dim={built}; got queries and keys of "
+                f"width {head_dim}; use the same width"
+            )
         return head_dim
 
     def forward(self, mixing: str, positions: Tensor, key_positions: Tensor) -> Encoding:
@@ -81,14 +87,6 @@ class Position(nn.Module):
                     f"positions of {type(self).__name__} must have shape (batch, tokens, "
                     f"{self.dim}); got {tuple(given.shape)}; add the last axis, or change dim"
                 )
-
-    def check_head_dim(self, expected: int, head_dim: int) -> None:
-        """Raises ValueError unless the encoding was built for this width of queries and keys."""
-        if head_dim != expected:
-            raise ValueError(
-                f"{type(self).__name__} was built for head_dim={expected}; got queries and keys of "
-                f"width {head_dim}; use the same width"
-            )
 
     def check_range(self, positions: Tensor, max_tokens: int, integers: bool = False) -> None:
         """Raises ValueError unless positions are in [0, max_tokens) and, if required, integers."""

@@ -44,14 +44,6 @@ class GaussianBias(Position):
         super().__init__()
         hidden_dim = num_gaussians if hidden_dim is None else hidden_dim
         at_least_one(heads=heads, num_gaussians=num_gaussians, dim=dim, hidden_dim=hidden_dim)
-        for name, (low, high), least in (
-            ("mean_range", mean_range, -math.inf),
-            ("std_range", std_range, 0.0),
-        ):
-            if not least < low <= high:
-                raise ValueError(
-                    f"{name} must be two numbers above {least:g}, smallest first; got {(low, high)}"
-                )
         self.dim = dim
         self.mean = nn.Parameter(torch.empty(num_gaussians).uniform_(*mean_range))
         self.log_std = nn.Parameter(torch.empty(num_gaussians).uniform_(*std_range).log())

@@ -141,34 +141,28 @@ class NearField(nn.Module):
 
     The kernel is A_ij = [h_far + s(r_ij) (h_near - h_far)] phi(q_i) . phi(k_j) with h_near(z) =
     exp(f(z)). As in an Ewald sum, a few nodes represent the smooth far part, and pairs of neighbors
-    represent the sharp near part. The switch s falls from 1 to 0 between `onset` times the cutoff
-    and the cutoff, twice differentiable. With `exact`, the attention of near pairs is that of
+    represent the sharp near part. The switch s falls from 1 to 0 between half the cutoff and the
+    cutoff, twice differentiable. With `exact`, the attention of near pairs is that of
     softmax: A_ij = (1 - s) h_far phi(q_i) . phi(k_j) + s exp(q_i . k_j + f).
 
     Args:
         spectrum: family of f; only its exact mask is used.
         cutoff: largest distance, in units of length (Å).
-        onset: fraction of the cutoff up to which the kernel equals h_near.
         exact: use the weights of softmax for near pairs, see above; for feature maps that estimate
             exp(q . k).
     """
 
     extra_repr = options_of
 
-    def __init__(
-        self, spectrum: Spectrum, cutoff: float = 4.5, onset: float = 0.5, exact: bool = False
-    ) -> None:
+    def __init__(self, spectrum: Spectrum, cutoff: float = 4.5, exact: bool = False) -> None:
         super().__init__()
-        if cutoff <= 0 or not 0 <= onset < 1:
-            raise ValueError(f"expected cutoff > 0 and onset in [0, 1); got {cutoff=}, {onset=}")
         self.spectrum = spectrum
         self.cutoff = cutoff
-        self.onset = onset
         self.exact = exact
 
     def switch(self, distance: Tensor) -> Tensor:
         """Returns s(r), with the shape of the distances."""
-        return fade((distance / self.cutoff - self.onset) / (1 - self.onset))
+        return fade(2 * distance / self.cutoff - 1)
 
     def forward(self, pairs: Pairs, vector: Tensor, far: Tensor) -> Pairs:
         """Returns pairs with corrections, from r_j - r_i (pairs, l) and h_far (heads, pairs)."""

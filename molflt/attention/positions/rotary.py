@@ -46,10 +46,6 @@ class RotaryPosition(Position):
         self.base = base
         self.pairs = head_dim // (2 * dim)  # per axis
 
-    def width(self, head_dim: int) -> int:
-        self.check_head_dim(self.head_dim, head_dim)
-        return head_dim
-
     def forward(self, mixing: str, positions: Tensor, key_positions: Tensor) -> Encoding:
         turn = functools.partial(_rotate, self._waves(positions))
         if key_positions is positions:

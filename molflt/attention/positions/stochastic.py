@@ -66,7 +66,7 @@ class _StochasticPosition(Position):
         self.redraw_()
 
     def width(self, head_dim: int) -> int:
-        self.check_head_dim(self.head_dim, head_dim)
+        super().width(head_dim)
         return self.num_realizations
 
     def forward(self, mixing: str, positions: Tensor, key_positions: Tensor) -> Encoding:
