@@ -22,6 +22,16 @@ rand64 = functools.partial(torch.rand, dtype=torch.float64, device="cpu")
 randn64 = functools.partial(torch.randn, dtype=torch.float64, device="cpu")
 
 
+def haar_rotation(dim: int, generator: torch.Generator | None) -> Tensor:
+    """Draws an orthogonal matrix from the Haar measure, including reflections: (dim, dim) float64.
+
+    Without the sign of diag(R), LAPACK's choice of signs would make Q deviate from this measure
+    (Mezzadri, arXiv:math-ph/0609050).
+    """
+    q, r = torch.linalg.qr(randn64(dim, dim, generator=generator))
+    return q * r.diagonal().sign()
+
+
 def options_of(module: torch.nn.Module) -> str:
     """Returns the constructor arguments that a module stores, for `extra_repr`."""
     held = {name: getattr(module, name, None) for name in signature(type(module)).parameters}

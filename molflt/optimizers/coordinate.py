@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from molflt.attention.checks import at_least_one, known_names, no_effect, one_of, positive
+from molflt.attention.checks import at_least_one, no_effect, one_of, positive
 from molflt.optimizers.memories import (
     AttentionMemory,
     Memory,
@@ -16,8 +16,6 @@ from molflt.optimizers.memories import (
     RecurrentMemory,
     StateSpaceMemory,
 )
-
-__all__ = ["CoordinateOptimizer", "Observed", "OptimizerState"]
 
 _MOMENTA = (0.5, 0.9, 0.99)
 _SQUARES = (0.9, 0.999)  # the last value is Adam's
@@ -95,7 +93,6 @@ class CoordinateOptimizer(nn.Module):
         if memory == "attention":
             self.memory = AttentionMemory(dim, layers, **attention)
         else:
-            known_names(CoordinateOptimizer, attention, AttentionMemory)
             given = {name: one for name, one in attention.items() if one not in ("none", {})}
             no_effect(f"with memory={memory!r}", **given)
             self.memory = (

@@ -12,21 +12,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from molflt.attention.checks import one_of
-
-__all__ = ["FAMILIES", "HALF_WIDTH", "UNSEEN", "Family", "Functions", "haar_rotation"]
+from molflt.attention.numerics import haar_rotation, rand64
 
 HALF_WIDTH = 5.0
 """half width of the search domain, which is centered at 0"""
 _FARTHEST = 4.0  # bound of the coordinates of the minimizer
-# on the CPU, as the generators, for any default device
-_rand = partial(torch.rand, dtype=torch.float64, device="cpu")
 
 _Shape = Mapping[str, Tensor]
 
@@ -90,8 +86,8 @@ def _rastrigin_like(z: Tensor, shape: _Shape) -> Tensor:
 
 def _draw_rastrigin_like(dimension: int, generator: torch.Generator) -> dict[str, Tensor]:
     """Draws a condition number of 1 to 100, depths of 0 to 20 and 0.5 to 1.5 waves per unit."""
-    condition, depth, waves = _rand(3, generator=generator)
-    factors = _rand(dimension, generator=generator)
+    condition, depth, waves = rand64(3, generator=generator)
+    factors = rand64(dimension, generator=generator)
     exponents = torch.linspace(-0.5, 0.5, dimension, dtype=torch.float64, device="cpu")
     return {
         "curvature": 10 ** (2 * condition * exponents),
@@ -135,7 +131,7 @@ class Functions(NamedTuple):
             )
         minimizers, rotations, shapes = [], [], []
         for generator in generators:
-            minimizers.append(_FARTHEST * (2 * _rand(dimension, generator=generator) - 1))
+            minimizers.append(_FARTHEST * (2 * rand64(dimension, generator=generator) - 1))
             rotations.append(haar_rotation(dimension, generator))
             shapes.append(kind.draw(dimension, generator))
         shape = {name: torch.stack([own[name] for own in shapes]) for name in shapes[0]}
@@ -160,15 +156,3 @@ class Functions(NamedTuple):
     def _each(self, change: Callable[[Tensor], Tensor]) -> Functions:
         shape = {name: change(drawn) for name, drawn in self.shape.items()}
         return Functions(self.family, change(self.minimizer), change(self.rotation), shape)
-
-
-def haar_rotation(dimension: int, generator: torch.Generator) -> Tensor:
-    """Draws an orthogonal matrix from the Haar measure, including reflections: (d, d) float64.
-
-    This is Q of the QR decomposition of a normal matrix, with signs for which the diagonal of R is
-    positive (Mezzadri, arXiv:math-ph/0609050).
-    """
-    shape = dimension, dimension
-    normal = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
-    q, r = torch.linalg.qr(normal)
-    return q * r.diagonal().sign()

@@ -14,8 +14,6 @@ from torch.optim import Optimizer
 from molflt.attention.checks import at_least_one
 from molflt.optimizers.coordinate import CoordinateOptimizer, OptimizerState
 
-__all__ = ["LearnedOptimizer"]
-
 
 class LearnedOptimizer(Optimizer):
     """Computes the update of each coordinate from its past gradients with a meta-trained model.

@@ -19,8 +19,6 @@ from molflt.attention.mixing.causal import DecodeState, KeyValues, State
 from molflt.attention.positions import PositionName, known_options
 from molflt.attention.stack import Block, StackState
 
-__all__ = ["AttentionMemory", "Memory", "MemoryState", "RecurrentMemory", "StateSpaceMemory"]
-
 MemoryState = tuple[Tensor, ...]
 """tensors of shape (coordinates, ...); empty at the start"""
 

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from molflt.attention.checks import positive
+from molflt.attention.numerics import randn64
 from molflt.data.problems import generator_of
 from molflt.optimizers.population_model import Noise, PopulationModel, PopulationState
-
-__all__ = ["MEMBERS", "START_SCALE", "Best", "PopulationOptimizer", "Populations"]
 
 MEMBERS = 32
 START_SCALE = 2.5
@@ -52,8 +51,7 @@ class Populations:
 
     def _normal(self, *shape: int) -> Tensor:
         """Draws float64 numbers, (batch, *shape), on the CPU."""
-        like: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
-        draws = [torch.randn(shape, generator=each, **like) for each in self.generators]
+        draws = [randn64(shape, generator=each) for each in self.generators]
         return torch.stack(draws).to(self.device)
 
 

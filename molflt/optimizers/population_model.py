@@ -22,8 +22,6 @@ from molflt.attention.positions.base import MixingName, differences
 from molflt.attention.positions.spectral import GraphNodes, SpectralPosition
 from molflt.attention.spectra import GaussianBasis
 
-__all__ = ["Noise", "PopulationMask", "PopulationModel", "PopulationState"]
-
 _TINY = 1e-150  # smallest spread whose square does not underflow
 _WIDTHS = (0.2, 2.0)  # widths of the mask, in units of the population's radius
 _FEATURES = 16

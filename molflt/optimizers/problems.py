@@ -14,9 +14,6 @@ from torch.nn import functional as F
 
 from molflt.data.problems import generator_of
 
-__all__ = ["FAMILIES", "Problem", "cut", "draw_problem", "fit", "layer_shapes", "perceptron"]
-__all__ += ["start_of"]
-
 _ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (torch.tanh, torch.relu, F.gelu)
 _POINTS = 256  # size of a data set
 
@@ -24,7 +21,6 @@ _POINTS = 256  # size of a data set
 class Problem(NamedTuple):
     """Function to minimize."""
 
-    name: str
     start: Tensor  # initial parameters, (n,)
     loss: Callable[[Tensor, int], Tensor]
     """loss of parameters (n,) at a step, at least 0; the step determines the minibatch"""
@@ -42,9 +38,7 @@ def draw_problem(seed: int, like: Tensor) -> Problem:
     inner = FAMILIES[family](seed, generator, like)
     scale = torch.exp(0.5 * _normal(generator, like, len(inner.start)))
     height = 10 ** (4 * float(torch.rand((), generator=generator, device="cpu")) - 2)
-    return Problem(
-        inner.name, inner.start / scale, lambda x, step: height * inner.loss(x * scale, step)
-    )
+    return Problem(inner.start / scale, lambda x, step: height * inner.loss(x * scale, step))
 
 
 def _quadratic(seed: int, generator: torch.Generator, like: Tensor) -> Problem:
@@ -53,9 +47,7 @@ def _quadratic(seed: int, generator: torch.Generator, like: Tensor) -> Problem:
     spread = torch.exp(1.5 * (2 * torch.rand(n, generator=generator, device="cpu").to(like) - 1))
     matrix = _normal(generator, like, n, n) / math.sqrt(n) * spread
     wanted, start = _normal(generator, like, n), _normal(generator, like, n)
-    return Problem(
-        f"quadratic of {n}", start, lambda x, _: 0.5 * (matrix @ x - wanted).square().mean()
-    )
+    return Problem(start, lambda x, _: 0.5 * (matrix @ x - wanted).square().mean())
 
 
 def _regression(seed: int, generator: torch.Generator, like: Tensor) -> Problem:
@@ -66,8 +58,7 @@ def _regression(seed: int, generator: torch.Generator, like: Tensor) -> Problem:
     labels = (logits + _normal(generator, like, *logits.shape)).argmax(dim=1)
     start = 0.1 * _normal(generator, like, (inputs + 1) * classes)
     shapes = ((inputs, classes), (classes,))
-    name = f"regression {inputs}-{classes}"
-    return fit(name, seed, start, shapes, lambda x, parts: x @ parts[0] + parts[1], x, labels)
+    return fit(seed, start, shapes, lambda x, parts: x @ parts[0] + parts[1], x, labels)
 
 
 def _network(seed: int, generator: torch.Generator, like: Tensor) -> Problem:
@@ -81,8 +72,7 @@ def _network(seed: int, generator: torch.Generator, like: Tensor) -> Problem:
     x = _normal(generator, like, _POINTS, widths[0])
     wanted = net(x, cut(start_of(shapes, generator, like, 2.0), shapes))
     start = start_of(shapes, generator, like)
-    name = f"network {'-'.join(map(str, widths))}"
-    return fit(name, seed, start, shapes, net, x, wanted.argmax(dim=1) if labeled else wanted)
+    return fit(seed, start, shapes, net, x, wanted.argmax(dim=1) if labeled else wanted)
 
 
 FAMILIES: dict[str, Callable[[int, torch.Generator, Tensor], Problem]] = {
@@ -93,7 +83,6 @@ FAMILIES: dict[str, Callable[[int, torch.Generator, Tensor], Problem]] = {
 
 
 def fit(
-    name: str,
     seed: int,
     start: Tensor,
     shapes: Sequence[Sequence[int]],
@@ -115,7 +104,7 @@ def fit(
         rows = torch.randint(len(x), (batch,), generator=generator, device="cpu").to(x.device)
         return score(net(x[rows], cut(theta, shapes)), wanted[rows])
 
-    return Problem(name, start, loss)
+    return Problem(start, loss)
 
 
 def cut(theta: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:

@@ -11,8 +11,6 @@ from torch import Tensor
 from molflt.optimizers.coordinate import CoordinateOptimizer, OptimizerState
 from molflt.optimizers.problems import Problem
 
-__all__ = ["Unrolled", "unroll"]
-
 _FLOOR = 1e-3  # fraction of the first loss below which improvements have little weight
 
 

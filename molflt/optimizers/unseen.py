@@ -13,9 +13,15 @@ from torch.nn import functional as F
 
 from molflt.data.images.files import open_images
 from molflt.data.problems import generator_of
-from molflt.optimizers.problems import Problem, cut, fit, layer_shapes, perceptron, start_of
-
-__all__ = ["UNSEEN", "image_problems"]
+from molflt.optimizers.problems import (
+    Problem,
+    _normal,
+    cut,
+    fit,
+    layer_shapes,
+    perceptron,
+    start_of,
+)
 
 _POINTS, _BATCH = 2048, 64
 _IMAGES = 16_384  # maximum number of images, which are evenly spaced in the data set
@@ -26,37 +32,35 @@ _Net = Callable[[Tensor, list[Tensor]], Tensor]
 
 
 def _rosenbrock(seed: int, like: Tensor) -> Problem:
-    start = 0.5 * torch.randn(100, generator=generator_of(seed), device="cpu").to(like)
+    start = 0.5 * _normal(generator_of(seed), like, 100)
 
     def loss(x: Tensor, step: int) -> Tensor:
         return (100 * (x[1:] - x[:-1].square()).square() + (1 - x[:-1]).square()).mean()
 
-    return Problem("rosenbrock", start, loss)
+    return Problem(start, loss)
 
 
 def _factorization(seed: int, like: Tensor) -> Problem:
     generator = generator_of(seed)
     shapes = ((40, 5), (5, 60))
-    drawn = (torch.randn(*shape, generator=generator, device="cpu") for shape in shapes)
-    left, right = (part.to(like) for part in drawn)
+    left, right = (_normal(generator, like, *shape) for shape in shapes)
     wanted = left @ right
-    count = sum(map(math.prod, shapes))
-    start = 0.1 * torch.randn(count, generator=generator, device="cpu").to(like)
+    start = 0.1 * _normal(generator, like, sum(map(math.prod, shapes)))
 
     def loss(theta: Tensor, step: int) -> Tensor:
         u, v = cut(theta, shapes)
         return (u @ v - wanted).square().mean()
 
-    return Problem("factorization", start, loss)
+    return Problem(start, loss)
 
 
 def _deep_network(seed: int, like: Tensor) -> Problem:
     generator = generator_of(seed)
     shapes, teacher = layer_shapes((32, 32, 32, 32, 10)), layer_shapes((32, 32, 10))
-    x = torch.randn(_POINTS, 32, generator=generator, device="cpu").to(like)
+    x = _normal(generator, like, _POINTS, 32)
     logits = perceptron(x, cut(start_of(teacher, generator, like, 2.0), teacher), torch.tanh)
     start, net = start_of(shapes, generator, like), partial(perceptron, act=F.silu)
-    return fit("deep network", seed, start, shapes, net, x, logits.argmax(dim=1), _BATCH)
+    return fit(seed, start, shapes, net, x, logits.argmax(dim=1), _BATCH)
 
 
 UNSEEN: dict[str, _Made] = {
@@ -92,15 +96,12 @@ def image_problems(source: Path) -> dict[str, _Made]:
             x = F.conv2d(x, parts[i], parts[i + 1], stride=2, padding=1).relu()
         return F.linear(x.flatten(1), parts[4], parts[5])
 
-    def problem(name: str, net: _Net, shapes: Sequence[tuple[int, ...]]) -> _Made:
+    def problem(net: _Net, shapes: Sequence[tuple[int, ...]]) -> _Made:
         def made(seed: int, like: Tensor) -> Problem:
             start = start_of(shapes, generator_of(seed), like, math.sqrt(2))
             x, wanted = pixels.to(like), labels.to(like.device)
-            return fit(name, seed, start, shapes, net, x, wanted, _BATCH)
+            return fit(seed, start, shapes, net, x, wanted, _BATCH)
 
         return made
 
-    return {
-        "image_network": problem("image network", plain, flat),
-        "image_convolutions": problem("image convolutions", convolved, deep),
-    }
+    return {"image_network": problem(plain, flat), "image_convolutions": problem(convolved, deep)}

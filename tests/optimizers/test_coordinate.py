@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from molflt.data.problems import generator_of
 from molflt.optimizers import LearnedOptimizer
 from molflt.optimizers.coordinate import CoordinateOptimizer, OptimizerState
-from molflt.optimizers.problems import FAMILIES, Problem, draw_problem
+from molflt.optimizers.problems import Problem, draw_problem
 from molflt.optimizers.unroll import unroll
 
 MASK = {"spectrum": "gaussian_mixture", "num_gaussians": 3}
@@ -149,15 +149,14 @@ def test_unrolls_have_the_gradient_of_backpropagation(name: str, before: int) ->
 
 def test_problems_depend_only_on_seed_and_step() -> None:
     like = torch.zeros((), dtype=torch.double)
-    names = set()
+    noisy = []
     for seed in range(40):
         one, other = draw_problem(seed, like), draw_problem(seed, like)
-        names.add(one.name.split()[0])
         torch.testing.assert_close(one.start, other.start, rtol=0, atol=0)
-        assert one.loss(one.start, 5) == other.loss(one.start, 5) >= 0
-    assert names == set(FAMILIES)
-    noisy = draw_problem(next(s for s in range(40) if "reg" in draw_problem(s, like).name), like)
-    assert noisy.loss(noisy.start, 5) != noisy.loss(noisy.start, 6)
+        loss = one.loss(one.start, 5)
+        assert loss == other.loss(one.start, 5) >= 0
+        noisy.append(bool(loss != one.loss(one.start, 6)))
+    assert set(noisy) == {False, True}  # quadratics, and problems in minibatches
 
 
 def net() -> nn.Module:

@@ -5,9 +5,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from molflt.attention.numerics import haar_rotation
 from molflt.attention.spectra import GaussianBasis
 from molflt.data.problems import generator_of
-from molflt.optimizers.functions import FAMILIES, UNSEEN, Functions, haar_rotation
+from molflt.optimizers.functions import FAMILIES, UNSEEN, Functions
 from molflt.optimizers.population import PopulationOptimizer
 from molflt.optimizers.population_model import (
     Noise,

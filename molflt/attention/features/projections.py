@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from molflt.attention.checks import at_least_one
-from molflt.attention.numerics import by_head, options_of, rand64, randn64
+from molflt.attention.numerics import by_head, haar_rotation, options_of, rand64, randn64
 
 
 class Projection(nn.Module):
@@ -111,13 +111,8 @@ class OrthogonalProjection(DenseProjection):
 
     @staticmethod
     def _draw_rows(rows: int, dim: int, generator: torch.Generator | None) -> Tensor:
-        blocks = []
-        for start in range(0, rows, dim):
-            q, r = torch.linalg.qr(randn64(dim, dim, generator=generator))
-            # Without the sign of diag(R), LAPACK's choice of signs makes Q deviate from the
-            # Haar measure, which biases the estimator.
-            q = q * torch.sign(torch.diagonal(r))
-            blocks.append(q[: rows - start])
+        starts = range(0, rows, dim)
+        blocks = [haar_rotation(dim, generator)[: rows - start] for start in starts]
         norms = randn64(rows, dim, generator=generator).norm(dim=-1)
         return norms[:, None] * torch.cat(blocks)
 
@@ -149,8 +144,6 @@ class SobolProjection(DenseProjection):
     @staticmethod
     def _draw_rows(rows: int, dim: int, generator: torch.Generator | None) -> Tensor:
         engine = torch.quasirandom.SobolEngine
-        if dim > engine.MAXDIM:
-            raise ValueError(f"dim must be at most {engine.MAXDIM}; got {dim}; use 'orthogonal'")
         seed = int(torch.randint(2**62, (), generator=generator, device="cpu"))
         points = engine(dim, scramble=True, seed=seed).draw(rows, dtype=torch.float64)
         # Points are multiples of 2^-bits; the center of a cell is never 0 or 1. Only the first
