@@ -23,7 +23,7 @@ from molflt.image.classifier import ImageClassifier
 from molflt.pretrained.base import Card, Pretrained
 from molflt.sequence.classifier import SequenceClassifier
 from molflt.sequence.encoder_decoder import EncoderDecoder
-from molflt.sequence.generation import generate, sample
+from molflt.sequence.generation import sample
 from molflt.sequence.language_model import LanguageModel
 from molflt.sequence.masked import MaskedLanguageModel
 from molflt.sequence.pixels import START, PixelModel
@@ -78,7 +78,7 @@ class TextWriter(Pretrained):
         known = self.vocabulary.encode(prompt).tolist()
         ids = torch.tensor([[self.vocabulary.eos, *known]], device=device_of(self.model))
         generator = torch.Generator().manual_seed(seed)
-        drawn = generate(self.model, ids, tokens, temperature, top_k, generator)
+        drawn = map(int, sample(self.model, ids, tokens, temperature, top_k, generator))
         line = known[:]  # decoded together, because a character may consist of several tokens
         written = self.vocabulary.decode(line)
         yield written

@@ -4,7 +4,7 @@ from molflt.sequence.beam import Hypothesis, beam_search
 from molflt.sequence.classifier import SequenceClassifier
 from molflt.sequence.encoder import TokenEncoder
 from molflt.sequence.encoder_decoder import EncoderDecoder
-from molflt.sequence.generation import generate, sample
+from molflt.sequence.generation import sample
 from molflt.sequence.language_model import LanguageModel, LanguageState
 from molflt.sequence.masked import MaskedLanguageModel
 from molflt.sequence.pixels import PixelModel
@@ -17,5 +17,7 @@ __all__ = [
     "MaskedLanguageModel",
     "PixelModel",
     "SequenceClassifier",
+    "TokenEncoder",
+    "beam_search",
+    "sample",
 ]
-__all__ += ["TokenEncoder", "beam_search", "generate", "sample"]

@@ -150,7 +150,7 @@ class EncoderDecoder(TokenModel):
             smoothing: epsilon; the label is 1 - epsilon for the target, and epsilon / vocabulary
                 is added for every id (arXiv:1512.00567, section 7).
         """
-        there = expect_targets(hidden, targets, self.vocabulary, "none")
+        there = expect_targets(hidden, targets, self.vocabulary)
         wanted, seen = targets[there], hidden[there]
         score = self.head.score(seen, wanted)
         if not smoothing:

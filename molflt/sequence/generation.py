@@ -8,18 +8,6 @@ from torch import Tensor
 from molflt.sequence.language_model import LanguageModel, LanguageState
 
 
-def generate(
-    model: LanguageModel,
-    prompt: Tensor,
-    count: int,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    generator: torch.Generator | None = None,
-) -> Iterator[int]:
-    """Draws tokens that follow a prompt (1, n), as `sample` does for several prompts."""
-    return map(int, sample(model, prompt, count, temperature, top_k, generator))
-
-
 def sample(
     model: LanguageModel,
     prompt: Tensor,
@@ -43,7 +31,7 @@ def sample(
         generator: CPU generator; the same seed gives the same tokens on every device.
     """
     if model.training:
-        raise ValueError("generate needs a model without dropout; call model.eval() first")
+        raise ValueError("sampling needs a model without dropout; call model.eval() first")
     if prompt.ndim != 2 or not prompt.numel():
         raise ValueError(
             "prompt must be ids of shape (batch, n) with n of at least 1; got "

@@ -95,7 +95,7 @@ class LanguageModel(TokenModel):
             targets: ids (batch, length) of the next tokens; -1 at the end and at padding.
         """
         tensors(tokens=tokens)
-        wanted = expect_targets(tokens, targets, self.vocabulary, "none")
+        wanted = expect_targets(tokens, targets, self.vocabulary)
         found = self.head.score(self(tokens).flatten(0, 1), targets.flatten().clamp(min=0))
         return found.view(targets.shape).where(wanted, 0.0)
 

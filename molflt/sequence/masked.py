@@ -69,13 +69,8 @@ class MaskedLanguageModel(EncoderModel):
             hidden: (batch, length, dim), from `forward`.
             targets: ids (batch, length), -1 for tokens that are not masked.
         """
-        gaps = expect_targets(hidden, targets, self.vocabulary, "no gap")
+        gaps = expect_targets(hidden, targets, self.vocabulary)
         return self.head.score(hidden[gaps], targets[gaps])
-
-    @torch.no_grad()
-    def best(self, hidden: Tensor) -> Tensor:
-        """Returns the most probable ids of hidden states: (n, dim) -> (n,)."""
-        return self.head.best(hidden)
 
     def follows(self, hidden: Tensor) -> Tensor:
         """Returns logits of "follows" and "does not follow": (batch, length, dim) -> (batch, 2)."""

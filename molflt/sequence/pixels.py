@@ -5,8 +5,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from molflt.attention import Position
-from molflt.attention.checks import at_least_one, beside_weights, known_names, tensors, whole
+from molflt.attention.checks import at_least_one, known_names, tensors, whole
 from molflt.attention.stack import MIXER_OPTIONS
 from molflt.sequence.language_model import LanguageModel
 from molflt.sequence.places import TAKERS
@@ -39,6 +38,7 @@ class PixelModel(LanguageModel):
     """
 
     of_data: ClassVar[tuple[str, ...]] = ()
+    _axes = (1, 3)  # index of the byte, or (row, column, channel)
 
     def __init__(
         self,
@@ -72,7 +72,6 @@ class PixelModel(LanguageModel):
     def bytes_of(self, images: Tensor) -> Tensor:
         """Converts images (batch, channels, image_size, image_size) to bytes (batch, `longest`)."""
         tensors(images=images)
-        beside_weights("images", images, next(self.parameters()))
         shape = (self.channels, self.image_size, self.image_size)
         if images.ndim != 4 or tuple(images.shape[1:]) != shape:
             raise ValueError(
@@ -98,13 +97,6 @@ class PixelModel(LanguageModel):
         values = self.bytes_of(images)
         before = torch.cat((torch.full_like(values[:, :1], START), values[:, :-1]), dim=1)
         return self.log_likelihood(before, values)
-
-    def _check_axes(self, position: Position | None) -> None:
-        if position is not None and position.dim not in (1, 3):
-            raise ValueError(
-                "position_options dim must be 3 (row, column, channel) or 1 (index of the byte); "
-                f"got {position.dim}; choose one of these"
-            )
 
     def _coordinates(self, index: Tensor) -> Tensor:
         if self.stack.position is None or self.stack.position.dim == 1:

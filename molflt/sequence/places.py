@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from molflt.attention import Attention, Decoder, Position, Stack
 from molflt.attention.checks import (
     at_least_one,
-    beside_weights,
     no_effect,
     one_of,
     positive,
@@ -47,6 +46,7 @@ class TokenModel(nn.Module):
     """
 
     _stack_name: ClassVar = "stack"
+    _axes: ClassVar[tuple[int, ...]] = (1,)  # supported dimensions of relative encodings
     places: nn.Embedding | None
 
     def __init__(
@@ -88,7 +88,11 @@ class TokenModel(nn.Module):
             dim, heads, causal=causal, position=position, position_options=options, **stack
         )
         self.add_module(self._stack_name, made)
-        self._check_axes(made.position)
+        if made.position is not None and made.position.dim not in self._axes:
+            raise ValueError(
+                f"position_options dim must be {' or '.join(map(str, self._axes))}; got "
+                f"{made.position.dim}; leave it out for 1, the index of the token"
+            )
         self.embedding_dropout = nn.Dropout(embedding_dropout)
 
     def _set_places(self, std: float) -> None:
@@ -99,12 +103,6 @@ class TokenModel(nn.Module):
     @property
     def _relative(self) -> Position | None:
         return cast(Stack, self.get_submodule(self._stack_name)).position
-
-    def _check_axes(self, position: Position | None) -> None:
-        if position is not None and position.dim != 1:
-            raise ValueError(
-                f"tokens have one coordinate; got position_options dim={position.dim}; leave it out"
-            )
 
     @property
     def longest(self) -> int | None:
@@ -133,7 +131,6 @@ class TokenModel(nn.Module):
             raise ValueError(
                 f"{name} must be ids of shape (batch, length); got shape {tuple(tokens.shape)}"
             )
-        beside_weights(name, tokens, next(self.parameters()))
         whole(name, tokens, 0, self.vocabulary - 1, "ids of the vocabulary")
         end, longest = start + tokens.shape[1], self.longest
         if longest is not None and end > longest:
@@ -174,16 +171,16 @@ def embedding(count: int, dim: int, std: float) -> nn.Embedding:
     return made
 
 
-def expect_targets(hidden: Tensor, targets: Tensor, vocabulary: int, none: str) -> Tensor:
+def expect_targets(hidden: Tensor, targets: Tensor, vocabulary: int) -> Tensor:
     """Returns a mask, (batch, length), that is False where the target is -1.
 
-    `none` names such targets in messages. The shape of `hidden` is (batch, length, ...).
+    The shape of `hidden` is (batch, length, ...).
     """
     tensors(hidden=hidden, targets=targets)
     if targets.shape != hidden.shape[:2]:
         raise ValueError(
             f"targets must be (batch, length), {tuple(hidden.shape[:2])}; got "
-            f"{tuple(targets.shape)}; pass one for each token, -1 where there is {none}"
+            f"{tuple(targets.shape)}; pass one for each token, or -1"
         )
     whole("targets", targets.clamp(min=-1), -1, vocabulary - 1, "ids, or -1 for none")
     return targets >= 0

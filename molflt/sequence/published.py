@@ -5,8 +5,6 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-__all__ = ["is_transformers", "options_of", "renamed"]
-
 _WORDS = "embeddings.word_embeddings.weight"
 _KINDS = ("bert", "fnet")
 _ENCODER = (

@@ -139,7 +139,7 @@ class MaskedTask(Task[_Batch, "TokenizedText"]):
         loss = -found.sum() / max(1, len(found))
         with torch.no_grad():
             gaps = targets >= 0
-            right = (model.best(hidden[gaps]) == targets[gaps]).sum()
+            right = (model.head.best(hidden[gaps]) == targets[gaps]).sum()
         pairs = torch.tensor(0), torch.tensor(0)
         if model.next_sentence is not None:
             logits = model.follows(hidden)

@@ -9,7 +9,7 @@ from molflt.sequence import (
     MaskedLanguageModel,
     PixelModel,
     TokenEncoder,
-    generate,
+    sample,
 )
 from molflt.sequence.published import options_of
 from refusals import refused
@@ -67,8 +67,8 @@ ROWS = [
     refused(lambda: encoder()()(IDS, IDS + 2), "types", "0 to 1", "2"),
     refused(lambda: make(MaskedLanguageModel).follows(torch.ones(1, 2, 16)), "next_sentence=True"),
     # generation
-    refused(lambda: generate(make(LanguageModel, max_length=12), IDS[:1], 99), "99 more", "12"),
-    refused(lambda: generate(make(LanguageModel).train(), IDS[:1], 1), "eval"),
+    refused(lambda: sample(make(LanguageModel, max_length=12), IDS[:1], 99), "99 more", "12"),
+    refused(lambda: sample(make(LanguageModel).train(), IDS[:1], 1), "eval"),
     # pixels
     refused(lambda: pixels().bytes_of(IMAGES), "images", "(batch, 1, 3, 3)", "(2, 1, 8, 8)"),
     # options of models of images

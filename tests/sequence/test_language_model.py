@@ -10,7 +10,7 @@ from contract import EXACT
 
 from molflt.attention.positions.base import sinusoids
 from molflt.sequence import heads
-from molflt.sequence.generation import _choose, generate
+from molflt.sequence.generation import _choose, sample
 from molflt.sequence.language_model import LanguageModel
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "lm"
@@ -184,7 +184,7 @@ def test_lengths_beyond_the_mechanism(mechanism, changes, longest):
 def test_greedy_is_the_most_probable_token_of_the_whole_prefix(mechanism):
     model = tiny(mechanism)
     tokens = ids(1, 5)
-    drawn = list(generate(model, tokens, 9, temperature=0))
+    drawn = list(map(int, sample(model, tokens, 9, temperature=0)))
     assert len(drawn) == 9
     for token in drawn:
         log_p = model.log_probabilities(model(tokens)[:, -1])[0]
@@ -198,7 +198,7 @@ def test_seed_top_k_and_temperature():
 
     def draw(seed: int, **options) -> list[int]:
         generator = torch.Generator().manual_seed(seed)
-        return list(generate(model, prompt, 12, generator=generator, **options))
+        return list(map(int, sample(model, prompt, 12, generator=generator, **options)))
 
     assert draw(0) == draw(0) != draw(1)
     greedy = draw(0, temperature=0)
