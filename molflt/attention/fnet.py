@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from molflt.attention.checks import at_least_one, no_effect, one_of
+from molflt.attention.checks import at_least_one, no_effect
 from molflt.attention.encodings import Encoding
 from molflt.attention.keys import check_mask
 from molflt.attention.numerics import at_least_float32, options_of
@@ -27,16 +27,6 @@ def _real_dft(x: Tensor) -> Tensor:
     # As x is real, Y[-k, -l] = conj(Y[k, l]) gives the other columns.
     mirrored = half[..., 1 : (x.shape[-1] + 1) // 2].flip(1).roll(1, 1).flip(2)
     return torch.cat((half, mirrored), dim=-1)
-
-
-def _dft_matrices(
-    rows: Tensor, columns: Tensor, length: Tensor | int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Returns C and S, (..., r, c), where C - i S = exp(-2 pi i j k / n): FNet, eq. 2."""
-    # full turns are subtracted as integers, because float32 would lose the phase of j k ~ 10^7
-    turn = (rows[..., :, None] * columns[..., None, :]) % length
-    angle = turn.to(dtype) * (2 * math.pi) / length
-    return angle.cos(), angle.sin()
 
 
 class Mixer(nn.Module):
@@ -106,8 +96,6 @@ class FourierMixer(Mixer):
 
     Args:
         dim: width of the tokens.
-        method: "fft" takes O(N d log(N d)) time; "dft" multiplies by matrices in O(N^2 d + N d^2),
-            which is faster on hardware built for matrix products (section 3.3).
         normalize: divide by sqrt(tokens dim), as in eq. 2. This keeps the scale of the tokens; use
             it in blocks that apply LayerNorm first.
     """
@@ -116,39 +104,17 @@ class FourierMixer(Mixer):
     cost = "N d log(N d)"
     mixing = "fourier"
 
-    def __init__(self, dim: int, method: str = "fft", normalize: bool = False) -> None:
+    def __init__(self, dim: int, normalize: bool = False) -> None:
         super().__init__(dim)
-        one_of("method", method, ("fft", "dft"))
-        self.method = method
         self.normalize = normalize
 
     def mix(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
-        if self.method == "dft":
-            out = self._matrices(x, key_mask)
-        else:
-            out = _real_dft(x) if key_mask is None else _dft_by_length(x, key_mask)
+        out = _real_dft(x) if key_mask is None else _dft_by_length(x, key_mask)
         if not self.normalize:
             return out
         if key_mask is None:
             return out * max(1, x.shape[1] * self.dim) ** -0.5
         return out * (_lengths(key_mask) * self.dim).to(x.dtype).rsqrt()
-
-    def _matrices(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
-        """Returns C_seq (x C_hidden) - S_seq (x S_hidden), F = C - i S, from half the columns."""
-        tokens, dim = x.shape[1:]
-        width, mirrored = dim // 2 + 1, (dim - 1) // 2
-        column = torch.arange(dim, device=x.device)
-        hidden = _dft_matrices(column, column[:width], dim, x.dtype)
-        if key_mask is None:
-            row = torch.arange(tokens, device=x.device)
-            cos, sin = _dft_matrices(row, row, max(1, tokens), x.dtype)
-        else:
-            row = _ranks(key_mask)
-            cos, sin = _dft_matrices(row, row, _lengths(key_mask), x.dtype)
-        real, imaginary = cos @ (x @ hidden[0]), sin @ (x @ hidden[1])
-        # In mirrored columns, cosines are equal and sines change sign.
-        mirror = (real + imaginary)[..., 1 : 1 + mirrored].flip(-1)
-        return torch.cat((real - imaginary, mirror), dim=-1)
 
 
 class _LinearMixer(Mixer):

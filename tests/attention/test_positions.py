@@ -124,7 +124,7 @@ def test_error_is_near_the_best_of_that_rank(rank):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_masks_of_low_rank_have_finite_factors_and_gradients(table, dtype):
     """A constant mask has rank 1: Gram-Schmidt would divide by rounding noise."""
-    position = LowRankPosition(HEADS, max_tokens=24, rank=8, power_iterations=2)
+    position = LowRankPosition(HEADS, max_tokens=24, rank=8)
     with torch.no_grad():
         position.table.zero_()
         if table == "one entry":
