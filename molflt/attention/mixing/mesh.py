@@ -1,13 +1,11 @@
 """Sums over keys with a positional kernel on a mesh, at constant cost per token."""
 
-from typing import NamedTuple, cast
+from functools import reduce
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import FunctionCtx
 
-from molflt.attention.checks import in_transform
 from molflt.attention.features import Features
 from molflt.attention.mixing.pairs import Pairs, SortedPairs, _pair_sums
 from molflt.attention.mixing.sparse import Pattern, gather, spread
@@ -84,98 +82,26 @@ def linear_with_mesh(
         batch, heads, tokens, width = value.shape
         points = sum(mesh.points for mesh in kernel.meshes)
         features = max(1, min(_CHANNELS, _ON_MESH // max(1, points)) // width)
-        tensors = phi_q, phi_k, value, kernel.weight, *kernel.coefficients
-        few = heads == 1 and features >= phi_q.shape[-1]  # saves no memory
-        if few or in_transform():
-            found = _whole(kernel, features, *tensors)
-        else:
-            found = cast(Tensor, _ByFeatures.apply(kernel, features, *tensors))
+        several = heads > 1 or features < phi_q.shape[-1]
+        found, by_head = [], (x.unbind(1) for x in (phi_q, phi_k, value))
+        # without slices, whose gradients would have the size of the whole tensor
+        for head, (q, k, v) in enumerate(zip(*by_head, strict=True)):
+            parts = zip(q.split(features, dim=-1), k.split(features, dim=-1), strict=True)
+            sums = (recomputed(_part, *x, v, kernel, head, several=several) for x in parts)
+            found.append(reduce(torch.add, sums))
         out = value.new_zeros(batch * tokens, heads, width)
         if len(kernel.rows):
-            out = out.index_copy(0, kernel.rows, found.transpose(0, 1))
+            out = out.index_copy(0, kernel.rows, torch.stack(found, dim=1))
         out = out.unflatten(0, (batch, tokens)).transpose(1, 2)
         if pairs is not None:
             out = out + _pair_sums(phi_q, phi_k, value, pairs)
         return Sums(out[..., :-1], out[..., -1:], shift)
 
 
-def _pieces(phi: Tensor, features: int) -> list[tuple[int, slice]]:
-    starts = range(0, phi.shape[-1], features)
-    return [(head, slice(i, i + features)) for head in range(phi.shape[1]) for i in starts]
-
-
-def _part(
-    query: Tensor, key: Tensor, value: Tensor, kernel: MeshKernel, weight: Tensor, *own: Tensor
-) -> Tensor:
-    """Returns sums over m' features of a head, (n', dv); `own` are coefficients of each mesh."""
+def _part(query: Tensor, key: Tensor, value: Tensor, kernel: MeshKernel, head: int) -> Tensor:
+    """Returns sums over m' features of a head, (n', dv)."""
     with torch.autocast(value.device.type, enabled=False):
         q, k, v = (x.flatten(0, 1).index_select(0, kernel.rows) for x in (query, key, value))
         products = (k[:, :, None] * v[:, None, :]).flatten(1)
-        kernel = kernel._replace(weight=weight, coefficients=tuple(c[None] for c in own))
-        mixed = kernel.apply(products, 0).unflatten(1, (k.shape[1], -1))
+        mixed = kernel.apply(products, head).unflatten(1, (k.shape[1], -1))
         return torch.einsum("na,nav->nv", q, mixed)
-
-
-def _arguments(
-    tensors: tuple[Tensor, ...], head: int, piece: slice, kernel: MeshKernel
-) -> tuple[Tensor, ...]:
-    """Returns views of the tensors of `_ByFeatures` as arguments of `_part`."""
-    query, key, value, weight, *coefficients = tensors
-    own = (c[min(head, kernel.heads - 1)] for c in coefficients)
-    return query[:, head, :, piece], key[:, head, :, piece], value[:, head], weight, *own
-
-
-def _whole(kernel: MeshKernel, features: int, *tensors: Tensor) -> Tensor:
-    """Returns sums over features, (heads, n', dv), differentiable to any order."""
-    pieces, found = _pieces(tensors[0], features), dict[int, Tensor]()
-    for head, piece in pieces:
-        q, k, v, *rest = _arguments(tensors, head, piece, kernel)
-        part = recomputed(_part, q, k, v, kernel, *rest, several=len(pieces) > 1)
-        found[head] = found[head] + part if head in found else part
-    return torch.stack(list(found.values()))
-
-
-class _ByFeatures(Function):
-    """Computes `_whole` in pieces without saving the pieces; gradients accumulate in place."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, kernel: MeshKernel, features: int, *tensors: Tensor) -> Tensor:
-        ctx.save_for_backward(*tensors)
-        ctx.kernel, ctx.features = kernel, features  # type: ignore[attr-defined]
-        query, _, value, *_ = tensors
-        out = value.new_zeros(query.shape[1], len(kernel.rows), value.shape[-1])
-        for head, piece in _pieces(query, features):
-            q, k, v, *rest = _arguments(tensors, head, piece, kernel)
-            out[head] += _part(q, k, v, kernel, *rest)
-        return out
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        kernel, features = ctx.kernel, ctx.features  # type: ignore[attr-defined]
-        tensors: tuple[Tensor, ...] = ctx.saved_tensors  # type: ignore[attr-defined]
-        wanted = ctx.needs_input_grad[2:]  # type: ignore[attr-defined]
-        if torch.is_grad_enabled():  # second derivatives are requested
-            own = [x.view_as(x) for x in tensors]  # independent of each other
-            chosen = [x for x, want in zip(own, wanted, strict=True) if want]
-            with torch.enable_grad():
-                out = _whole(kernel, features, *own)
-                slopes = iter(torch.autograd.grad(out, chosen, grads, create_graph=True))
-            return None, None, *(next(slopes) if want else None for want in wanted)
-        sums = tuple(
-            torch.zeros_like(x, memory_format=torch.contiguous_format) if want else x
-            for x, want in zip(tensors, wanted, strict=True)
-        )
-        for head, piece in _pieces(tensors[0], features):
-            given = _arguments(tensors, head, piece, kernel)
-            given = tuple(
-                x.detach().requires_grad_(want) for x, want in zip(given, wanted, strict=True)
-            )
-            q, k, v, *rest = given
-            with torch.enable_grad():
-                out = _part(q, k, v, kernel, *rest)
-            chosen = [x for x in given if x.requires_grad]
-            found = iter(torch.autograd.grad(out, chosen, grads[0][head]))
-            for total, want in zip(_arguments(sums, head, piece, kernel), wanted, strict=True):
-                if want:
-                    total += next(found)
-        return None, None, *(x if want else None for x, want in zip(sums, wanted, strict=True))
