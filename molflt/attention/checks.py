@@ -63,10 +63,7 @@ def no_effect(why: str, **options: object) -> None:
 
 
 def known_names(
-    owner: Callable[..., object],
-    options: Iterable[str],
-    *takers: Callable[..., object],
-    but: Iterable[str] = (),
+    owner: Callable[..., object], options: Iterable[str], *takers: Callable[..., object]
 ) -> None:
     """Raises TypeError for the first option that is not an argument of any of the constructors.
 
@@ -74,9 +71,8 @@ def known_names(
         owner: class to build; its arguments are also allowed.
         options: names of arguments that `owner` passes on.
         takers: classes that receive these arguments.
-        but: arguments of these classes that `owner` sets itself.
     """
-    known = {name for taker in (owner, *takers) for name in signature(taker).parameters} - {*but}
+    known = {name for taker in (owner, *takers) for name in signature(taker).parameters}
     name = getattr(owner, "__name__", str(owner))
     for option in options:
         if option not in known:
@@ -124,23 +120,3 @@ def at_hand(values: torch.Tensor) -> bool:
     if torch.compiler.is_compiling() or in_transform():
         return False
     return values.device.type == "cpu"
-
-
-def beside_weights(name: str, x: torch.Tensor, weight: torch.Tensor) -> None:
-    """Raises ValueError unless a tensor is on the device of the weights."""
-    if x.device != weight.device:
-        raise ValueError(
-            f"{name} is on {x.device}, but the weights are on {weight.device}; move one"
-        )
-
-
-def like_weights(name: str, x: torch.Tensor, weight: torch.Tensor) -> None:
-    """Raises ValueError unless a tensor has the device and dtype of the weights.
-
-    Under autocast, single and half precision may be mixed.
-    """
-    beside_weights(name, x, weight)
-    double = torch.float64 in (x.dtype, weight.dtype)
-    cast = x.is_floating_point() and not double and torch.is_autocast_enabled(x.device.type)
-    if x.dtype != weight.dtype and not cast:
-        raise ValueError(f"{name} is {x.dtype}, but the weights are {weight.dtype}; convert one")

@@ -100,7 +100,7 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         mixer: dict[str, Any] = {**dict.fromkeys(MIXER_OPTIONS), "mixer": ATTENTION}
-        known_names(Decoder, stack, Stack, Attention, but=("causal", "refinements", *mixer))
+        known_names(Decoder, stack, Stack, Attention)
         self.stack = Stack(
             dim, heads, layers, causal=True, attention_dropout=attention_dropout, **stack, **mixer
         )

@@ -206,6 +206,8 @@ class Kernel(_Multiplied):
     def mix(self, terms: Terms) -> tuple[Sums, State | None]:
         if not terms.causal:
             return linear_with_kernel(*terms[:3], self.kernel, self._sorted_pairs(terms)), None
+        if self.pairs is not None:
+            raise ValueError("causal attention does not support a near field; leave it out")
         value = at_least_float32(terms.value)
         left, right = (factor.to(value.dtype) for factor in self.kernel)
         query, key = terms.query.kronecker(left), terms.key.kronecker(right)
@@ -229,6 +231,10 @@ class MeshNodes(_Multiplied):
         return self.on_mesh.dense(queries)
 
     def mix(self, terms: Terms) -> tuple[Sums, State | None]:
+        if terms.causal:
+            raise ValueError(
+                "causal attention does not support a mesh; use reciprocal nodes, or none"
+            )
         return linear_with_mesh(*terms[:3], self.on_mesh, self._sorted_pairs(terms)), None
 
     def _matrix_is_cheaper(self, query: Operand, key: Operand, value: Tensor) -> bool:

@@ -318,7 +318,7 @@ def _refuse_misfits(attentions: Sequence[Attention], position: Position | None) 
 
 def _make_mixer(name: str, dim: int, options: Mapping[str, Any]) -> Mixer:
     make = TOKEN_MIXERS[name]
-    known_names(make, options, but=("dim",))
+    known_names(make, options)
     if make.bounded and "max_tokens" not in options:
         raise ValueError(f"mixer={name!r} needs mixer_options max_tokens, the longest sequence")
     return make(dim, **options)

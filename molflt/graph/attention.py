@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from molflt.attention.checks import at_least_one, beside_weights, known_names, like_weights, tensors
+from molflt.attention.checks import at_least_one, known_names, tensors
 from molflt.attention.features import FeatureMapName
 from molflt.attention.layer import Attention
 from molflt.attention.numerics import at_least_float32
@@ -125,17 +125,13 @@ class GraphAttention(nn.Module):
         tensors(x=x, pos=pos, batch=batch, cell=cell, pbc=pbc)
         if x.ndim != 2 or x.shape[1] != self.dim:
             raise ValueError(f"x must have shape (atoms, {self.dim}); got {tuple(x.shape)}")
-        like_weights("x", x, self.attention.to_query.weight)
         encoding = self.encoding
         if encoding is None:
             pos = x.new_zeros(x.shape[0], 3)
         else:
             self._expect_cell(encoding, cell, pbc)
-            if pos is not None:
-                weight = next(encoding.parameters())
-                beside_weights("pos", pos, weight)
-                if pos.is_floating_point():  # ASE's positions are float64
-                    pos = pos.to(at_least_float32(weight).dtype)
+            if pos is not None and pos.is_floating_point():  # ASE's positions are float64
+                pos = pos.to(at_least_float32(next(encoding.parameters())).dtype)
         geometry = Geometry.of(pos, batch, cell, pbc, graphs=batch_size, atoms=x.shape[0])
         if not x.shape[0]:
             return x.clone()

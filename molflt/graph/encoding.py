@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -36,12 +36,8 @@ from molflt.graph.periodic import Auto, Images, OnMesh, Open, Reciprocal, make_p
 from molflt.graph.sizes import SizeClass, SizeClasses
 
 _NARROWEST = 0.2  # Å, narrowest Gaussian of the near field
-_GRAPH_POSITIONS = ("none", "spectral", "multiplicative")
-
-if TYPE_CHECKING:
-    GraphPositionName = str
-else:
-    GraphPositionName = Literal[_GRAPH_POSITIONS]
+GraphPositionName = Literal["none", "spectral", "multiplicative"]
+_GRAPH_POSITIONS = get_args(GraphPositionName)
 
 
 class GraphEncoding(nn.Module):
@@ -309,7 +305,11 @@ def _expect_map(feature_map: str, able: str, why: str) -> None:
 
 
 def _make_encoding(
-    heads: int, position: str, kind: dict[str, Any], periodic: str | Open | None, **where: Any
+    heads: int,
+    position: GraphPositionName,
+    kind: dict[str, Any],
+    periodic: str | Open | None,
+    **where: Any,
 ) -> GraphEncoding | None:
     one_of("position", position, _GRAPH_POSITIONS)
     if position != "none":

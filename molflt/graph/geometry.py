@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from molflt.atoms import FARTHEST, MAX_ATOMIC_NUMBER, Tag
-from molflt.attention.checks import at_hand, beside_weights, in_transform, tensors, whole
+from molflt.attention.checks import at_hand, in_transform, tensors, whole
 from molflt.attention.numerics import at_least_float32, counts_of
 
 if TYPE_CHECKING:
@@ -220,7 +220,6 @@ class Atoms(NamedTuple):
         """
         geometry = Geometry.of_data(data)
         pos, numbers = geometry.pos, data.get("atomic_numbers")
-        beside_weights("pos", pos, weight)
         if numbers is None:
             raise ValueError(
                 "the data need atomic_numbers, (atoms,) int64; got "

@@ -4,7 +4,7 @@ import math
 import operator
 import warnings
 from functools import reduce
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -30,11 +30,7 @@ READOUTS = {"all": (False, False), "adsorbate": (True, False), "contact": (True,
 
 MessagePairs = Literal["all", "adsorbate"]
 
-# The command line takes the choices of this option from its type.
-if TYPE_CHECKING:
-    ReadoutName = str
-else:
-    ReadoutName = Literal[tuple(READOUTS)]
+ReadoutName = Literal["all", "adsorbate", "contact"]
 
 
 class ElementEmbedding(nn.Embedding):
@@ -143,8 +139,7 @@ class AtomEmbedding(nn.Module):
         x = self.element(numbers) + self.tag(geometry.tags)
         if not self.sees_neighbors:
             return x
-        if neighbors is None:
-            raise ValueError("a radial summary and messages need neighbors; got None")
+        assert neighbors is not None
         if self.num_basis:
             basis = radial_bumps(neighbors.distance, self.num_basis, self.cutoff)
             message = self.radial(basis.to(x.dtype))
@@ -225,8 +220,7 @@ class EnergyReadout(nn.Module):
         atomic = (self.mlp(h) * self.factor(tags)).squeeze(-1)
         if not self.sees_neighbors:
             return torch.where(counted, atomic, 0.0), None
-        if neighbors is None:
-            raise ValueError("contacts need neighbors; got None")
+        assert neighbors is not None
         adsorbate = tags == Tag.ADSORBATE.value
         across = adsorbate[neighbors.center] != adsorbate[neighbors.neighbor]
         left = 1 - fade((neighbors.distance / self.cutoff - _ONSET) / (1 - _ONSET)) * across

@@ -1,7 +1,5 @@
 """Checks of the memory needed for nodes, images and neighbors, before these are computed."""
 
-from collections.abc import Callable
-
 from torch import Tensor
 
 from molflt.attention.checks import at_hand
@@ -22,18 +20,15 @@ def _expect_memory(weights: Tensor, geometry: Geometry, heads: int) -> None:
     most = int((counts * atoms).argmax()) if len(atoms) else 0
     expect_memory(
         size,
-        lambda: (
-            f"{int(counts[most]):,} reciprocal nodes x {int(atoms[most]):,} atoms x {heads} heads "
-            f"of the largest of {len(atoms)} structures, and those of the others,"
-        ),
+        f"{int(counts[most]):,} reciprocal nodes x {int(atoms[most]):,} atoms x {heads} heads "
+        f"of the largest of {len(atoms)} structures, and those of the others,",
         "reduce max_frequency, or use periodic='mesh' (predict: --mesh_order 5)",
     )
 
 
-def expect_memory(size: float, what: Callable[[], str], advice: str) -> None:
-    """Raises MemoryError for a size in bytes beyond free memory; `what` returns a plural noun."""
+def expect_memory(size: float, what: str, advice: str) -> None:
+    """Raises MemoryError for a size in bytes beyond free memory; `what` is a plural noun."""
     free = available_memory() if size > _SMALL else None
     if free is not None and size > free:
-        raise MemoryError(
-            f"{what()} take {size / 1e9:.1f} GB; {free / 1e9:.1f} GB are free; {advice}"
-        )
+        need, left = size / 1e9, free / 1e9
+        raise MemoryError(f"{what} take {need:.1f} GB; {left:.1f} GB are free; {advice}")

@@ -73,7 +73,11 @@ def _neighbors(
 
     points, boxes = _numbers(pos).astype(np.float64), _numbers(cell).astype(np.float64)
     periodic, first = _numbers(pbc), _numbers(ptr).tolist()
-    _check_finite(points, boxes, periodic, first)
+    if not ((np.abs(points) <= FARTHEST).all() and np.isfinite(boxes[periodic]).all()):  # or NaN
+        raise ValueError(
+            f"pos must be finite and within {FARTHEST:g} Å, and cell finite along periodic axes; "
+            "remove atoms that are far away, or move the structure"
+        )
     reduced, steps = reduced_cell(boxes, periodic)
     closed = [
         _closed(points[start:stop], reduced[graph], periodic[graph], cutoff)
@@ -137,21 +141,6 @@ def _numbers(x: Tensor) -> NDArray[Any]:
         return numbers
 
 
-def _check_finite(
-    points: _Array, boxes: _Array, periodic: NDArray[np.bool_], ptr: list[int]
-) -> None:
-    near = (np.abs(points) <= FARTHEST).all(axis=1)  # also False for NaN
-    known = (np.isfinite(boxes).all(axis=2) | ~periodic).all(axis=1)
-    if not (near.all() and known.all()):
-        graph = int(known.argmin())
-        if known.all():
-            graph = int(np.searchsorted(ptr, near.argmin(), side="right")) - 1
-        raise ValueError(
-            f"graph {graph}: pos must be finite and within {FARTHEST:g} Å, and cell finite along "
-            "periodic axes; remove atoms that are far away, or move the structure"
-        )
-
-
 def _closed(
     points: _Array, box: _Array, periodic: NDArray[np.bool_], cutoff: float
 ) -> tuple[_Array, _Array]:
@@ -205,9 +194,7 @@ def _expect_pairs(pairs: Sequence[float], atoms: NDArray[np.int64], cutoff: floa
     most = int(np.argmax(pairs))
     expect_memory(
         _PAIR * sum(pairs),
-        lambda: (
-            f"{pairs[most]:.2g} or more neighbors within {cutoff:g} Å of the {atoms[most]:,} atoms "
-            f"of graph {most}, and those of the others,"
-        ),
+        f"{pairs[most]:.2g} or more neighbors within {cutoff:g} Å of the {atoms[most]:,} atoms "
+        f"of graph {most}, and those of the others,",
         "use a smaller cutoff or fewer structures at once, or remove duplicate atoms",
     )

@@ -14,7 +14,7 @@ from molflt.attention import Attention, Stack
 from molflt.attention.checks import at_least_one, known_names, no_effect, not_negative, positive
 from molflt.attention.features import FeatureMapName
 from molflt.attention.positions.base import MixingName
-from molflt.attention.stack import ATTENTION, MIXER_OPTIONS
+from molflt.attention.stack import ATTENTION
 from molflt.graph.encoding import GraphEncoding, GraphPositionName, _encode, _make_encoding
 from molflt.graph.geometry import Atoms, Geometry
 from molflt.graph.heads import AtomEmbedding, EnergyReadout, MessagePairs, PositionHead, ReadoutName
@@ -24,7 +24,6 @@ from molflt.graph.periodic import Near, Open, PeriodicName
 if TYPE_CHECKING:
     from torch_geometric.data import Data
 
-_NOT_OURS = ("position", "causal", *MIXER_OPTIONS)  # arguments of `Stack` that are set here
 _MAX_MOVE = 1.0  # Å; training diverges with unbounded moves
 _ENERGIES = ("energy_mean", "energy_std", "element_energies")  # buffers in float64
 
@@ -141,7 +140,7 @@ class EnergyRegressor(nn.Module):
         **stack: Any,
     ) -> None:
         super().__init__()
-        known_names(EnergyRegressor, stack, Stack, Attention, but=_NOT_OURS)
+        known_names(EnergyRegressor, stack, Stack, Attention)
         at_least_one(dim=dim, heads=heads)
         not_negative(radial_basis=radial_basis, messages=messages)
         if not (position_head or radial_basis or messages):

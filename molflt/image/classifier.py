@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from molflt.attention import Attention, Position, Stack
 from molflt.attention.checks import (
     at_least_one,
-    beside_weights,
     known_names,
     no_effect,
     one_of,
@@ -145,7 +144,6 @@ class ImageClassifier(nn.Module):
             images: (batch, channels, image_size, image_size), real numbers in [0, 1] or bytes.
         """
         tensors(images=images)
-        beside_weights("images", images, self.image_mean)
         expected = (self.channels, self.image_size, self.image_size)
         if images.ndim != 4 or tuple(images.shape[1:]) != expected or not len(images):
             raise ValueError(
@@ -223,11 +221,6 @@ def _refuse_misfits(
     name = type(position).__name__
     if position.dim == 1 and scale != 1:
         no_effect("in one dimension, where patches are counted", position_scale=scale)
-    if position.dim not in (1, 2):
-        raise ValueError(
-            f"{name} has {position.dim} dimensions; expected 2, row and column of a patch, or 1, "
-            "its place in the sequence; change position_options.dim"
-        )
     if position.grid and position.dim == 2 and pool == "token":
         raise ValueError(
             f"{name} is a table of the offsets between patches, and pool='token' adds a token that "

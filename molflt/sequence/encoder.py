@@ -5,10 +5,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from molflt.attention import TOKEN_MIXERS, Stack
+from molflt.attention import TOKEN_MIXERS, Attention, Stack
 from molflt.attention.checks import at_least_one, known_names, tensors, whole
 from molflt.attention.stack import MixerName
-from molflt.sequence.places import TAKERS, TokenModel, embedding
+from molflt.sequence.places import TokenModel, embedding
 
 _STD = 0.02  # standard deviation of embeddings, as in BERT
 
@@ -52,7 +52,6 @@ class TokenEncoder(TokenModel):
         norm_eps: float = 1e-5,
         **options: Any,
     ) -> None:
-        known_names(TokenEncoder, options, *TAKERS, but=("causal",))
         at_least_one(types=types)
         if mixer in TOKEN_MIXERS and TOKEN_MIXERS[mixer].bounded:
             mixer_options = {"max_tokens": max_length, **(mixer_options or {})}
@@ -110,7 +109,7 @@ class EncoderModel(nn.Module):
     """Base class of models that consist of an encoder and output layers."""
 
     def __init__(self, vocabulary: int | None, **encoder: Any) -> None:
-        known_names(type(self), encoder, TokenEncoder, *TAKERS, but=("causal",))
+        known_names(type(self), encoder, TokenEncoder, TokenModel, Stack, Attention)
         super().__init__()
         self.encoder = TokenEncoder(vocabulary, **encoder)
 

@@ -4,13 +4,13 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from molflt.attention import Attention, Decoder, Stack
-from molflt.attention.checks import known_names
+from molflt.attention import Decoder, Stack
+from molflt.attention.checks import no_effect
 from molflt.attention.decoder import DecoderState
 from molflt.attention.keys import check_mask
-from molflt.attention.stack import ATTENTION, MIXER_OPTIONS
+from molflt.attention.stack import ATTENTION
 from molflt.sequence.heads import _PlainHead
-from molflt.sequence.places import TAKERS, TokenModel, expect_targets
+from molflt.sequence.places import TokenModel, expect_targets
 
 
 class Translating(NamedTuple):
@@ -55,9 +55,9 @@ class EncoderDecoder(TokenModel):
         decoder: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        ours = ("causal", "refinements", "dim", "heads", *MIXER_OPTIONS)
-        known_names(EncoderDecoder, options, *TAKERS, but=("gate", *ours))
-        known_names(Decoder, decoder or {}, Stack, Attention, but=(*ours, *_SHARED))
+        own = decoder or {}
+        idle = {name: own.get(name) for name in ("position", "position_options")}
+        no_effect("in the decoder, which has the position of the encoder", **idle)
         super().__init__(
             vocabulary,
             dim,
@@ -73,7 +73,7 @@ class EncoderDecoder(TokenModel):
         )
         shared = {name: value for name, value in options.items() if name not in _OF_TOKENS}
         shared["position_options"] = self._position_options
-        self.decoder = Decoder(dim, heads, **{**shared, **(decoder or {})})
+        self.decoder = Decoder(dim, heads, **{**shared, **own})
         self.head = _PlainHead(dim, self.vocabulary)
         self._set_places(0.1)
 
@@ -165,4 +165,3 @@ class EncoderDecoder(TokenModel):
 
 
 _OF_TOKENS = ("max_length", "position_scale", "embedding_dropout")  # options of `TokenModel` only
-_SHARED = ("position", "position_options")  # options shared by encoder and decoder

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 from torch import Tensor
 
 from molflt.attention import Stack
-from molflt.attention.checks import known_names, tensors
-from molflt.attention.stack import ATTENTION, MIXER_OPTIONS, StackState
+from molflt.attention.checks import tensors
+from molflt.attention.stack import ATTENTION, StackState
 from molflt.sequence.heads import Head, _AdaptiveHead, _PlainHead
-from molflt.sequence.places import TAKERS, TokenModel, embedding, expect_targets
+from molflt.sequence.places import TokenModel, embedding, expect_targets
 
 
 class LanguageState(NamedTuple):
@@ -55,8 +55,6 @@ class LanguageModel(TokenModel):
         adaptive_cutoffs: list[int] | None = None,
         **options: Any,
     ) -> None:
-        hidden = ("causal", *MIXER_OPTIONS)
-        known_names(LanguageModel, options, *TAKERS, but=hidden)
         super().__init__(
             vocabulary,
             dim,

@@ -5,17 +5,13 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from molflt.attention.checks import at_least_one, known_names, tensors, whole
-from molflt.attention.stack import MIXER_OPTIONS
+from molflt.attention.checks import at_least_one, tensors, whole
 from molflt.sequence.language_model import LanguageModel
-from molflt.sequence.places import TAKERS
 
 LEVELS = 256
 """number of possible values of a byte"""
 START = 0
 """start token, which has the value of a black byte"""
-
-_GIVEN = ("vocabulary", "max_length", "adaptive_cutoffs")
 
 
 class PixelModel(LanguageModel):
@@ -47,8 +43,6 @@ class PixelModel(LanguageModel):
         absolute: Literal["none", "sinusoidal", "learned"] = "learned",
         **language: Any,
     ) -> None:
-        hidden = ("causal", *_GIVEN, *MIXER_OPTIONS)
-        known_names(PixelModel, language, LanguageModel, *TAKERS, but=hidden)
         if channels is None or image_size is None:
             raise ValueError(
                 f"channels and image_size must be numbers; got {channels}, {image_size}; take them "

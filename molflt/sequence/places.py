@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from molflt.attention import Attention, Decoder, Position, Stack
 from molflt.attention.checks import (
     at_least_one,
+    known_names,
     no_effect,
     one_of,
     positive,
@@ -63,6 +64,7 @@ class TokenModel(nn.Module):
         embedding_dropout: float = 0.0,
         **stack: Any,
     ) -> None:
+        known_names(type(self), stack, TokenModel, Stack, Attention)
         super().__init__()
         at_least_one(dim=dim, heads=heads)
         if vocabulary is None:
@@ -158,10 +160,6 @@ class TokenModel(nn.Module):
 
     def _coordinates(self, index: Tensor) -> Tensor:
         return index[:, None]
-
-
-TAKERS = (TokenModel, Stack, Attention)
-"""classes that receive the further options of token models"""
 
 
 def embedding(count: int, dim: int, std: float) -> nn.Embedding:

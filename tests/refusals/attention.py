@@ -134,6 +134,7 @@ ROWS = [
     ),
     refused(lambda: layer(position())(X, R[..., 0]), "positions", "(batch", "(1, 5)"),
     refused(lambda: layer()(X, key_mask=MASK[:, :3]), "key_mask", "(1, 5)", "(1, 3)"),
+    refused(lambda: layer()(X, key_weight=-X[..., 0]), "key_weight", "finite", "-1"),
     refused(lambda: layer()(X, key_weight=X[:, :3, 0]), "key_weight", "(1, 5)", "(1, 3)"),
     refused(lambda: layer()(X, R), "positions", "position="),
     refused(lambda: layer(causal=True)(X, context=X), "context", "causal=False"),
