@@ -359,12 +359,6 @@ class Attention(Positioned):
         assert phi is not None  # softmax does not use operands
         query, key = encoding.transform(heads.query, heads.key)
         left, right = encoding.columns
-        width = query.shape[-1] + (left.shape[-1] if isinstance(left, Tensor) else 0)
-        if width != phi.dim:
-            raise ValueError(
-                f"queries with {type(encoding).__name__} encoding have width {width}; the layer "
-                f"was built for {phi.dim}; build it with the position of this encoding"
-            )
         return Operand(phi, query, left), Operand(phi, key, right, heads.mask, heads.log_weight)
 
     def _sums(

@@ -5,7 +5,6 @@ import torch
 from torch import Tensor
 
 from molflt.attention import (
-    FEATURE_MAPS,
     TOKEN_MIXERS,
     Attention,
     Block,
@@ -16,7 +15,7 @@ from molflt.attention import (
     suggest_nodes,
 )
 from molflt.attention.encodings import Bias
-from molflt.attention.features.base import Operand, Projected
+from molflt.attention.features.base import Projected
 from molflt.attention.mixing.toeplitz import toeplitz
 from molflt.attention.nodes import GaussianNodes, ShellNodes
 from molflt.attention.nodes.lattice import Lattice
@@ -119,7 +118,6 @@ ROWS = [
     # inputs of a layer
     refused(lambda: layer()(X, encoding=BIAS), "Bias", "softmax", "'linear'"),
     refused(lambda: layer(mixing="softmax").sums(X), "softmax", "weights()"),
-    refused(lambda: layer()(X, encoding=position()("linear", R, R)), "Factors", "8", "40"),
     refused(
         lambda: layer(position())(X, R, encoding=position()("linear", R, R)), "positions", "one"
     ),
@@ -161,12 +159,6 @@ ROWS = [
     polynomial("degree", "2 or 3", "4", degree=4),
     polynomial("num_features=153", "18 to 152", num_features=153),
     polynomial("degree 3", "16384", "47905", degree=3, heads=1, dim=64),
-    refused(
-        lambda: Operand(FEATURE_MAPS["elu"](4, 2), torch.ones(1, 2, 5, 4), PROJECTED).features(),
-        "feature map",
-        "factors",
-        "projections",
-    ),
     # conversion of weights
     refused(lambda: convert_weights_(torch.nn.Linear(3, 3), layer()), "Linear and Attention"),
     refused(converted({"heads": 4}, {}), "scaling", "2 in the target", "heads=4"),

@@ -1,7 +1,7 @@
 """Features, the base class of feature maps, and their inputs."""
 
 import math
-from typing import NamedTuple, Self
+from typing import NamedTuple, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -105,12 +105,7 @@ Columns = Tensor | Projected
 
 def _joined(*columns: Columns) -> Tensor:
     """Concatenates columns along the last axis; a single part is not copied."""
-    whole = [part for part in columns if isinstance(part, Tensor)]
-    if len(whole) < len(columns):
-        raise ValueError(
-            "this feature map needs the factors of the encoding; got random projections, as for "
-            "reciprocal nodes; use 'positive', 'relu' or another random map"
-        )
+    whole = cast(tuple[Tensor, ...], columns)  # `GraphEncoding` refuses projections for other maps
     return whole[0] if len(whole) == 1 else torch.cat(whole, dim=-1)
 
 
