@@ -229,6 +229,7 @@ ROWS = [
         "graph 0",
     ),
     # cells
+    cells("extent", "free_extent", "None", extent=None),
     cells("max_frequency", "reduce", "graph", max_frequency=1e4),
     cells("pbc", "linearly independent", "graph 1", cell=FLAT),
 ]

@@ -29,7 +29,12 @@ class Lattice(NamedTuple):
         """Builds lattices; the arguments are those of `reciprocal_nodes`."""
         positive(reach=reach)
         rows, periodic = _sorted_rows(cell, pbc)
-        extent = torch.zeros_like(rows[..., 0]) if extent is None else extent
+        if extent is None:
+            if not bool(pbc.all()):
+                raise ValueError(
+                    "extent is needed where an axis is not periodic; got None; use free_extent(...)"
+                )
+            extent = torch.zeros_like(rows[..., 0])
         side = torch.where(periodic, 1.0, extent.to(rows.dtype) + reach)
         vectors = rows * side[..., None]
         cross, (a, b, c) = torch.linalg.cross, vectors.unbind(1)
