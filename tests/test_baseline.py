@@ -8,7 +8,17 @@ from ase.build import add_adsorbate, fcc111
 from ase.calculators.emt import EMT
 from ase.constraints import FixAtoms
 from ase.io import read, write
-from tiny_run import argon, arguments, at_step, error_of, power_cut, start, structures, table
+from tiny_run import (
+    argon,
+    arguments,
+    at_step,
+    error_of,
+    power_cut,
+    printed,
+    start,
+    structures,
+    table,
+)
 
 import molflt
 from molflt.commands import baseline
@@ -107,6 +117,21 @@ def test_exported_model_and_evaluation_use_baseline(files, run, tmp_path):
     train, val = (left(files / f"{split}.extxyz") for split in ("train", "val_id"))
     constant = np.abs(val - np.median(train)).mean()  # the error of the best constant difference
     assert results["baseline_mae_eV"] == pytest.approx(constant, abs=1e-9)
+
+
+def test_ensemble_may_mix_models_with_and_without_baseline(files, run, tmp_path, capsys):
+    other, path = tmp_path / "other", files / "val_id.extxyz"
+    steps = ("--trainer.max_steps=2", "--task.warmup_steps=1")
+    assert start(files, other, *steps) == 0
+    both = molflt.load(run, also=[other]).predict(path)
+    mean = (energies(run, path) + energies(other, path)) / 2
+    np.testing.assert_allclose([one.energy for one in both], mean, atol=1e-6)
+    frames = read(path, ":")
+    for atoms in frames:
+        atoms.info["mlip"] -= 1e3  # total energies
+    write(tmp_path / "totals.extxyz", frames)
+    words = ("predict", str(run), str(tmp_path / "totals.extxyz"), "--also", str(other))
+    assert "baseline differ" in printed(capsys, *words, status=2).err
 
 
 def test_missing_baseline_is_refused(files, run, tmp_path, capsys):

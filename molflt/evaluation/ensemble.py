@@ -129,34 +129,39 @@ def expect_same_totals(ensemble: EnsembleRegressor, dataset: Structures) -> None
     """Raises ValueError if members were trained on different kinds of energies.
 
     The compositions in the training data may not determine each reference. Therefore, the sums of
-    references and mean are compared for the structures to predict.
+    references, mean and baseline are compared for the structures to predict.
     """
     indices = np.unique(np.linspace(0, len(dataset) - 1, _COMPARED).astype(np.int64))
     atoms = torch.from_numpy(dataset.compositions(indices, by_contact(ensemble)[0]))
+    baseline = torch.from_numpy(dataset.y_baseline[indices])
     first, *others = ensemble.members
     negligible = _NEGLIGIBLE * float(atoms.sum(dim=1).median()) if has_references(first) else 0.0
     names = [str(run) for run in ensemble.data]
     names = names or [f"model {i + 1} of the ensemble" for i in range(len(others) + 1)]
-    totals, std = _totals(first, atoms)
+    totals, std = _totals(first, atoms, baseline)
     for name, member in zip(names[1:], others, strict=True):
-        theirs, their_std = _totals(member, atoms)
+        theirs, their_std = _totals(member, atoms, baseline)
         apart, most = float((theirs - totals).abs().median()), max(std, their_std, negligible)
         if apart > most:
             raise ValueError(
-                f"{name}: for the structures of {dataset.path}, the sums of references and mean "
-                f"differ from those of {names[0]} by {apart:.3g} eV; expected at most {most:.3g} "
-                "eV; train all members on energies of one kind"
+                f"{name}: for the structures of {dataset.path}, the sums of references, mean and "
+                f"baseline differ from those of {names[0]} by {apart:.3g} eV; expected at most "
+                f"{most:.3g} eV; train all members on energies of one kind"
             )
 
 
-def _totals(model: nn.Module, atoms: Tensor) -> tuple[Tensor, float]:
-    """Returns references plus mean, (structures,), and the sd of the training energies, eV."""
+def _totals(model: nn.Module, atoms: Tensor, baseline: Tensor) -> tuple[Tensor, float]:
+    """Returns references, mean and baseline, (structures,), and the sd of the energies, eV."""
     buffers = dict(model.named_buffers())
     if not {"energy_mean", "energy_std"} <= buffers.keys():
         return atoms.new_zeros(len(atoms)), float("inf")
     mean, std = float(buffers["energy_mean"]), float(buffers["energy_std"])
     references = buffers.get("element_energies", torch.zeros(atoms.shape[1]))
-    return atoms @ references.detach().to("cpu", atoms.dtype) + mean, std
+    totals = atoms @ references.detach().to("cpu", atoms.dtype) + mean
+    if not buffers.get("adds_baseline", False):
+        return totals, std
+    totals = totals + baseline
+    return totals, max(std, float(totals.std(correction=0)))  # the model learned the rest only
 
 
 def has_references(model: nn.Module) -> bool:
