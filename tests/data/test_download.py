@@ -103,13 +103,13 @@ def test_only_wanted_splits_are_unpacked_and_readable(server, tmp_path, capsys):
     target = tmp_path / "oc20"
     words = ["data", "download", "oc20-is2re", str(target), "--splits", "10k/train", "val_id"]
     out = printed(capsys, *words, "--base_url", server.url, "--md5", md5(server.content)).out
-    assert "0 bytes of it already here" in out and f"free in {target}" in out
+    assert "0 bytes of it already downloaded" in out and f"free in {target}" in out
     files = sorted(str(p.relative_to(target)) for p in target.rglob("*") if p.is_file())
     assert files == ["is2re/10k/train/data.lmdb", "is2re/all/val_id/data.lmdb"]
     assert [r.sid for r in open_dataset(split_path(target, "train"))] == [1000, 1001]
     assert [r.sid for r in open_dataset(split_path(target, "val_id"))] == [1010, 1011]
     out = printed(capsys, *words, "--base_url", server.url).out
-    assert "already has 10k/train, all/val_id" in out
+    assert "already contains 10k/train, all/val_id" in out
     assert len(server.asked) == 1
 
 

@@ -54,7 +54,7 @@ def test_code_is_refused_by_name_and_does_not_run(tmp_path, build, name):
     with pytest.raises(ValueError) as caught:
         dataset[1]
     message = str(caught.value)
-    assert message.startswith(f"{path}: key '1': refused to read the pickle: it needs ")
+    assert message.startswith(f"{path}: key '1': the pickle is rejected, because it needs ")
     assert name in message and "\n" not in message
     kept = open_dataset(path, skip_bad=True)
     assert len(kept) == 1 and kept.bad[0][0] == f"{path}: key '1'"

@@ -46,7 +46,7 @@ def test_types_shapes_and_defaults():
     [
         ({"pos": [[0.0, 0.0, float("nan")], [0.0, 0.0, 0.0]]}, "pos must be finite.*atom 0"),
         ({"atomic_numbers": [8, 119]}, "1 to 118; got 119; no such element"),
-        ({"atomic_numbers": [8.0, 7.5]}, "whole numbers; got 7.5"),
+        ({"atomic_numbers": [8.0, 7.5]}, "integers; got 7.5"),
         ({"tags": [1, 4]}, "tags must be 0 .* got 4"),
         ({"y_relaxed": float("nan")}, "y_relaxed must be finite, in eV; got .*nan"),
         ({"forces": np.zeros((3, 3))}, r"forces must be \(2, 3\) in eV/Å; got shape \(3, 3\)"),

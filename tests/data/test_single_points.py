@@ -231,7 +231,7 @@ def test_unit_and_sign_of_stress_are_seen_in_energies(tmp_path, capsys, frames, 
 def test_energies_beyond_those_of_all_electrons_are_named():
     for energy, said in ((-4209.5, False), (-97080.0, True)):
         ethanol = make_record(pos=np.eye(9, 3), atomic_numbers=[6, 6, 8, *6 * [1]], energy=energy)
-        assert ("times the energies of atoms" in energy_unit_fault([ethanol])) == said
+        assert ("times the all-electron energies" in energy_unit_fault([ethanol])) == said
 
 
 def test_forces_of_frames_in_other_cells_are_not_judged_by_their_strain(tmp_path) -> None:

@@ -69,6 +69,6 @@ def _options(
         if value not in ("any", "y_baseline", True) and value != getattr(trained, name):
             raise ValueError(
                 f"{path}: {name}={value} is for files that ASE reads; got a {source.kind}, which "
-                f"does not need {name}; leave it out"
+                f"does not need {name}; remove it"
             )
     return given

@@ -63,7 +63,7 @@ class Converter:
         self._keys = {"y_relaxed": reading.energy_key, "energy": reading.energy_key}
         self._keys |= {"forces": reading.forces_key, "stress": reading.stress_key}
         self._used: dict[str, str] = {}  # name of the entry that is read, by label
-        self._others: dict[str, None] = {}  # energies of structures that lack the energy in use
+        self._others: dict[str, None] = {}  # energies of structures without the energy in use
         self._there: dict[str, None] = {}  # names of all labels in the file
         self._numbers: dict[str, None] = {}  # names of other numbers, which may be energies
         self._fields: dict[str, None] = {}  # spin, moments and fields
@@ -145,7 +145,7 @@ class Converter:
         self._lost.update(_held(atoms)[1])
 
     def check(self) -> None:
-        """Raises ValueError if no structure has an entry that an option names."""
+        """Raises ValueError if no structure has an entry with the name that an option specifies."""
         for label, key in self._keys.items():
             if key is None or key in self._used.values():
                 continue
@@ -224,18 +224,18 @@ def is_energy(key: str | None) -> bool:
 
 
 def text_sid(atoms: Atoms) -> str | None:
-    """Returns the sid of a structure if it is text that is not a number."""
+    """Returns the sid of a structure if it is non-numeric text."""
     sid = _entries(atoms).get("sid")
     return sid if isinstance(sid, str) and not re.fullmatch(r"\s*[+-]?[0-9]+\s*", sid) else None
 
 
 def fixed_atoms(atoms: Atoms) -> NDArray[np.bool_]:
-    """Returns the mask (N,) of atoms that are fixed in all three directions."""
+    """Returns a mask of atoms that are fixed in all three directions, of shape (N,)."""
     return np.logical_and.reduce(_held(atoms)[0], axis=1)
 
 
 def _held(atoms: Atoms) -> tuple[NDArray[np.bool_], set[str]]:
-    """Returns the mask (N, 3) of fixed coordinates, and the kinds of other constraints."""
+    """Returns a mask of fixed coordinates, of shape (N, 3), and the kinds of other constraints."""
     from ase.constraints import FixAtoms, FixCartesian, FixScaled
 
     held, others = np.zeros((len(atoms), 3), dtype=bool), set()
@@ -271,7 +271,7 @@ def total_charge(atoms: Atoms) -> float | None:
             raise ValueError(f"{name} must be one number; got {shown(value, 40)}") from None
         if multiple and number not in (0, 1):
             raise ValueError(
-                f"{name} must be 1, because models do not use it; got {number:g}; leave out the "
+                f"{name} must be 1, because models do not use it; got {number:g}; remove the "
                 "structure or the entry"
             )
         if not multiple and not np.isnan(number):
@@ -320,7 +320,7 @@ def not_held(atoms: Atoms, suffix: str) -> list[str]:
 
 
 def check_fields(atoms: Atoms) -> None:
-    """Refuses dummy atoms, partially occupied sites, and cells that are too small."""
+    """Rejects dummy atoms, partially occupied sites, and cells that are too small."""
     dummies = np.flatnonzero(atoms.numbers == 0)
     if len(dummies):
         raise ValueError(
@@ -328,13 +328,13 @@ def check_fields(atoms: Atoms) -> None:
         )
     if partial := _partial_site(atoms):
         raise ValueError(
-            f"{partial}; expected sites with one atom each; write an ordered structure, such as "
-            "a supercell with one element on each site"
+            f"{partial}; expected sites with one atom each; use an ordered structure, such as a "
+            "supercell with one element on each site"
         )
     volume = atoms.cell.volume / max(1, len(atoms))
     if atoms.pbc.all() and 0 < volume < _DENSEST:
         raise ValueError(
-            f"the cell has {volume:.2g} Å^3 per atom; expected at least {_DENSEST:g}; give the "
+            f"the cell has {volume:.2g} Å^3 per atom; expected at least {_DENSEST:g}; specify the "
             "cell in Å, or remove it if it is a placeholder"
         )
 
@@ -413,7 +413,7 @@ def _listed(names: Iterable[str]) -> str:
 def _layers_as_tags(layers: NDArray[np.int64]) -> NDArray[np.int64]:
     """Converts the layer numbers of ``ase.build`` to tags."""
     if not (layers > 0).any():
-        return layers  # unknown, or negative numbers, which are refused later
+        return layers  # unknown, or negative numbers, which are rejected later
     known = [layers == 0, layers == 1, layers > 1]
     return np.select(known, [Tag.ADSORBATE, Tag.SURFACE, Tag.SUBSURFACE], layers)
 

@@ -63,8 +63,8 @@ class AseStructures(Held):
 
     Positions, cell, periodic axes, ``atoms.get_tags()`` (0 subsurface, 1 surface, 2 adsorbate; 0
     without tags) and constraints that fix atoms in all directions are read. Other constraints are
-    ignored with a warning. ``y_relaxed`` is the entry `energy_key`, by default
-    ``info["y_relaxed"]``, the stored calculator's energy, or ``info["energy"]``. ``y_init`` is
+    ignored with a warning. ``y_relaxed`` is the entry `energy_key`, by default the first of
+    ``info["y_relaxed"]``, the stored calculator's energy and ``info["energy"]``. ``y_init`` is
     ``info["y_init"]``, and the relaxed positions are the array ``pos_relaxed``. The sid is
     ``info["sid"]`` or, by default, the number of the frame or row over all files. A textual sid is
     the name of the structure. In databases, key-value pairs count as info. Energies are in eV and
@@ -76,10 +76,10 @@ class AseStructures(Held):
     ASE's energy is "energy(sigma->0)"; ``energy_key="free_energy"`` selects the free energy.
 
     Args:
-        path: file with an ending in `ENDINGS`, optionally compressed with gzip, bzip2 or xz.
+        path: file with an extension in `ENDINGS`, optionally compressed with gzip, bzip2 or xz.
         skip_bad: see `Structures`.
         files: files to read, if `path` is a folder or a pattern.
-        options: fields of :class:`Reading`; tags of another convention cause a warning.
+        options: fields of :class:`Reading`; tags with a different convention cause a warning.
     """
 
     kind = "file that ASE reads"
@@ -127,7 +127,7 @@ class AseStructures(Held):
 
 
 def frames(path: Path) -> Iterator[tuple[int, Atoms | ValueError]]:
-    """Yields the number of each frame or row, and its structure or the error of reading it."""
+    """Yields the number of each frame or row, and its structure or the error from reading it."""
     kind, number = ase_format(path) or "vasp", -1
     loads = _loads(path, kind)
     while True:
@@ -137,7 +137,7 @@ def frames(path: Path) -> Iterator[tuple[int, Atoms | ValueError]]:
             found = load()
         except StopIteration:
             return
-        except Exception as error:  # errors differ between the formats of ASE
+        except Exception as error:  # errors differ between ASE's formats
             found = ValueError(f"cannot be read as {kind}: {_reason(error, path)}")
         yield number, found
 
@@ -155,13 +155,15 @@ def _loads(path: Path, kind: str) -> _Loads:
     from ase.io.formats import ioformats, iread
 
     if not path.stat().st_size:
-        raise ValueError("the file is empty; expected structures; get a new copy")
+        raise ValueError("the file is empty; expected structures; download or copy the file again")
     if kind in _DATABASES.values():
         yield from _rows_of_lmdb(path) if kind == "aselmdb" else _rows(path, kind)
         return
     form = ioformats[kind]
     if path != without_packing(path) and not form.acceptsfd:
-        raise ValueError(f"ASE cannot read compressed {kind} files; unpack it, as with `gunzip`")
+        raise ValueError(
+            f"ASE cannot read compressed {kind} files; unpack the file, for example with `gunzip`"
+        )
     text: dict[str, Any] = {"mode": "rt", "encoding": "utf-8", "errors": "surrogateescape"}
     with opened(path, **({} if form.isbinary else text)) as file:
         if kind == "extxyz":
@@ -208,7 +210,10 @@ def _atoms(file: LmdbFile, number: int) -> Atoms:
 
     fields = _entry(file, str(number))
     if fields is None:
-        raise ValueError(f"row {number} is missing; get a new copy, or skip the row with skip_bad")
+        raise ValueError(
+            f"row {number} is missing; download or copy the file again, or skip the row with "
+            "skip_bad"
+        )
     fields |= {name: np.array(fields[name]) for name in all_properties if name in fields}
     atoms: Atoms = AtomsRow(fields | {"id": number}).toatoms(add_additional_information=True)
     return atoms
@@ -222,7 +227,9 @@ def _entry(file: LmdbFile, key: str) -> Any:
     try:
         return None if content is None else decode(zlib.decompress(content).decode())
     except zlib.error as error:
-        raise ValueError(f"key {key!r} is damaged: {error}; get a new copy") from None
+        raise ValueError(
+            f"key {key!r} is damaged: {error}; download or copy the file again"
+        ) from None
 
 
 def ase_format(path: Path) -> str | None:

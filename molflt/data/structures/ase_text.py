@@ -1,4 +1,4 @@
-"""Readers and checks of XYZ, CIF and POSCAR files, which refuse what ASE would misread."""
+"""Readers and checks of XYZ, CIF and POSCAR files, which reject what ASE would misread."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _xyz_frame(lines: list[str]) -> Atoms:
 def _columns(comment: str) -> str:
     """Returns the columns that a comment line declares, such as species:S:1:pos:R:3.
 
-    Refuses units, and spellings of the cell, the axes and the positions, that ASE ignores.
+    Rejects units, and spellings of the cell, axes and positions, that ASE ignores.
     """
     from ase.io.extxyz import key_val_str_to_dict
 
@@ -107,7 +107,7 @@ def _cif_block(block: CIFBlock) -> Atoms:
 
 
 def expect_counts_of_poscar(file: IO[str]) -> None:
-    """Refuses a POSCAR in which the number of counts differs from the number of elements."""
+    """Rejects a POSCAR in which the number of counts differs from the number of elements."""
     symbols, counts = (line.split() for line in islice(file, 5, 7))
     if not symbols[0].isdigit() and len(counts) != len(symbols):
         raise ValueError(

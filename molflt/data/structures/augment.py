@@ -18,9 +18,9 @@ __all__ = ["interpolate", "random_orthogonal", "repeat", "rotate"]
 
 
 def random_orthogonal(count: int, about: Literal["z", "all"]) -> Tensor:
-    """Draws random orthogonal matrices, half of them reflections: (count, 3, 3) float32.
+    """Draws random orthogonal matrices, of shape (count, 3, 3), half of them reflections.
 
-    With `about` = "z", they keep the direction of the third axis, the normal of a surface. With
+    If `about` is "z", they keep the direction of the third axis, the normal of a surface. If it is
     "all", they are uniform (Haar measure) over all orthogonal matrices.
     """
     if about == "all":
@@ -40,7 +40,7 @@ def random_orthogonal(count: int, about: Literal["z", "all"]) -> Tensor:
 def rotate(batch: Batch, matrix: Tensor) -> Batch:
     """Rotates structure g by `matrix[g]`, in a shallow copy of the batch.
 
-    `matrix` is (structures, 3, 3) and orthogonal; positions and lattice vectors are rows.
+    `matrix` has shape (structures, 3, 3) and is orthogonal; positions and lattice vectors are rows.
     """
     matrix = matrix.to(batch.pos)
     rotated = batch.clone()
@@ -118,7 +118,7 @@ def repeat(batch: Batch, share: float) -> Batch:
 
 
 def _across(batch: Batch) -> Tensor:
-    """Returns the mask (structures,) of adsorbates with atoms near opposite ends of the cell."""
+    """Returns a mask, (structures,), of adsorbates with atoms near opposite ends of the cell."""
     kept = batch.tags == Tag.ADSORBATE.value
     graph, cell = batch.batch[kept], batch.cell[:, :2]
     inverse = torch.linalg.pinv(batch.cell)[:, :, :2]

@@ -92,7 +92,7 @@ def with_bar(items: Iterable[_Item], what: str) -> Iterable[_Item]:
 
 
 class Structures(Dataset["Data"], ABC):
-    """Base class for data sets of structures at one path. Worker processes can share them.
+    """Base class for data sets of structures at one path, which worker processes can share.
 
     A new source needs a subclass with `kind`, `suffixes`, ``__init__(path, skip_bad)``, ``len()``,
     ``[i]`` and `natoms`, or a subclass of `Held` with the first three, and an entry in
@@ -150,13 +150,13 @@ class Structures(Dataset["Data"], ABC):
 
     @classmethod
     def takes(cls, path: Path) -> bool:
-        """Returns True if this class opens an existing file or folder, judging by its name."""
+        """Returns True if this class opens an existing file or folder, judged by its name."""
         return not path.is_dir() and path.suffix.lower() in cls.suffixes
 
     def verify(self) -> bool | None:
-        """Returns True if the digest of a compact store matches, and False if it lacks a digest.
+        """Returns True if the digest of a compact store matches, False if the store has no digest.
 
-        Other formats do not have digests, and return None.
+        The result is None for other formats, which do not have digests.
         """
         return None
 
@@ -173,17 +173,17 @@ class Structures(Dataset["Data"], ABC):
     @property
     @abstractmethod
     def natoms(self) -> np.ndarray:
-        """Number of atoms in each structure, (len,) int64."""
+        """Number of atoms in each structure, of shape (len,) in int64."""
 
     @cached_property  # reading OC20's LMDB files takes minutes
     def y_relaxed(self) -> np.ndarray:
-        """Relaxed energies, (len,) float64, eV; NaN if missing."""
+        """Relaxed energies in eV, of shape (len,) in float64; NaN if missing."""
         records = with_bar(self, "reading labels")
         return np.array([float(record.y_relaxed) for record in records], dtype=np.float64)
 
     @cached_property
     def y_baseline(self) -> np.ndarray:
-        """Baseline energies, (len,) float64, eV; NaN if missing."""
+        """Baseline energies in eV, of shape (len,) in float64; NaN if missing."""
         records = with_bar(self, "reading baselines")
         return np.array([float(record.y_baseline) for record in records], dtype=np.float64)
 

@@ -44,9 +44,9 @@ def convert(
 ) -> None:
     """Converts structures to a compact store, which has no edges or pickles and is fast to read.
 
-    A folder becomes a folder with one store for each file or folder in it. Several files, the
-    matches of a pattern, or a folder of files that are not splits are combined into DST, which must
-    then be a store.
+    A folder is converted to a folder with one store for each file or folder in it. Several files,
+    the matches of a pattern, or a folder of files that are not splits are combined into DST, which
+    must then be a store.
 
     Relaxed positions are stored unwrapped, in the image nearest to the initial positions.
 
@@ -56,8 +56,8 @@ def convert(
         dst: compact store to write, ending in .safetensors; an existing file is replaced. For a
             folder of splits, this is a folder.
         limit: maximum number of structures to convert, from the start.
-        skip_bad: leave out structures that are invalid or lack a label that other structures have;
-            they are counted and listed on stderr.
+        skip_bad: leave out invalid structures, and structures without a label that other structures
+            have; they are counted and listed on stderr.
         energy_key: name of the energy, eV, in files that ASE reads; by default y_relaxed, else
             energy.
         tags: convention of the tags in files that ASE reads: oc20 (0 subsurface, 1 surface, 2
@@ -76,11 +76,13 @@ def convert(
         jobs = _jobs_of(one, dst)
     for path, store in jobs:
         if store.suffix != ".safetensors":  # checked before reading, which can take half an hour
-            raise ValueError(f"{store}: a compact store ends in .safetensors; got {store.suffix!r}")
+            raise ValueError(
+                f"{store}: a compact store must end in .safetensors; got {store.suffix!r}"
+            )
         if (limit is not None or skip_bad) and any(is_same(store, f) for f in files_of(path)):
             raise ValueError(
                 f"{store} is also the input and would lose structures with --limit or --skip-bad; "
-                "expected another output file; choose another name"
+                "expected a different output file; choose another name"
             )
     reading = Reading(energy_key, tags, forces_key, stress_key, baseline_key=baseline_key)
     for path, store in jobs:
@@ -89,9 +91,13 @@ def convert(
 
 def _jobs_of(src: Path, dst: Path) -> list[tuple[Paths, Path]]:
     if dst.suffix == ".safetensors" or dst.is_file():
-        raise ValueError(f"{dst}: expected a folder, because {src} has several sources; name one")
+        raise ValueError(
+            f"{dst}: expected a folder, because {src} contains several sources; pass a folder"
+        )
     if dst.exists() and dst.samefile(src):
-        raise ValueError(f"{dst} is also the folder of the sources; expected another; name one")
+        raise ValueError(
+            f"{dst} is the source folder; expected a different folder; choose another name"
+        )
     found, others = sources_in(src)
     if others:
         print(f"{src}: no structures in {', '.join(others)}", file=sys.stderr)

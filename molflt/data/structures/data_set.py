@@ -80,7 +80,7 @@ class DataSet(NamedTuple):
         if self.train == self.val:
             raise ValueError(
                 f"{self.root}: one file is divided into two splits; got the name {self.train!r} "
-                "for both; leave out data.train_split and data.val_split"
+                "for both; omit data.train_split and data.val_split"
             )
         train, val = split_by_seed(whole, fraction, self.split_seed)
         parts: dict[str, Structures] = {self.train: train, self.val: val}

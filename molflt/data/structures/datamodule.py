@@ -48,7 +48,7 @@ class IS2REData(BatchedData[Structures]):
 
     Args:
         root: folder of the data set, with a file or a folder per split, or one file of any readable
-            format, which is split by `split_seed`.
+            format, which is split at random with `split_seed`.
         train_split: split to train on.
         val_split: split to validate on.
         batch_size: structures in a batch, per device.
@@ -57,7 +57,7 @@ class IS2REData(BatchedData[Structures]):
         bucket: number of random batches that are pooled and divided again by size, for models that
             pad. 1 keeps random batches, with which models learn faster per step
             (docs/results/emt-sample.md).
-        workers: processes that read ahead; 0 reads in the main process.
+        workers: number of processes that prefetch data; 0 reads in the main process.
         skip_bad: leave out and count invalid structures, and structures with missing or implausible
             labels, instead of stopping at the first of them.
         val_fraction: share of the structures of one file to validate on; null means 0.1. Folders
@@ -71,10 +71,10 @@ class IS2REData(BatchedData[Structures]):
             adsorbate), or ase (ase.build's layer numbers from the top, 1, 2, ..., and 0 for
             adsorbates); guess determines tags from the geometry, in any source.
         allow_duplicates: accept validation structures with the elements, cell and positions of a
-            training structure, which are otherwise refused.
-        baseline_key: name of an energy, eV, of each structure from a cheaper method, such as a
-            universal potential; y_baseline in compact stores. The model learns the difference from
-            this energy, which is added to predictions; null disables this.
+            training structure, which are otherwise rejected.
+        baseline_key: name of the energy, eV, from a cheaper method, such as a universal potential;
+            y_baseline in compact stores. The model learns the difference from this energy, which is
+            added to predictions; null disables this.
     """
 
     items = "systems"
@@ -142,7 +142,7 @@ class IS2REData(BatchedData[Structures]):
         self._say_unused(opened.values())
 
     def _refuse_options(self, data: DataSet) -> None:
-        """Refuses options for one file if the root is a folder of splits, and vice versa."""
+        """Rejects options for one file if the root is a folder of splits, and vice versa."""
         given: dict[str, object] = {"split_seed": data.split_seed}
         given |= {"val_fraction": data.val_fraction}
         why = "is for one file; got a folder of splits"
@@ -151,10 +151,10 @@ class IS2REData(BatchedData[Structures]):
             why = "is for a folder of splits; got one file, split by data.split_seed"
         for name, value in given.items():
             if value not in (None, 0, "train", "val_id"):
-                raise ValueError(f"{self.root}: data.{name}={value} {why}; leave it out")
+                raise ValueError(f"{self.root}: data.{name}={value} {why}; remove it")
 
     def _labeled(self, opened: Mapping[str, Structures]) -> dict[str, Structures]:
-        """Refuses structures with missing or implausible labels (with `skip_bad`, omits them)."""
+        """Rejects structures with missing or implausible labels (with `skip_bad`, omits them)."""
         energies = {split: part.y_relaxed for split, part in opened.items() if len(part)}
         natoms = {split: opened[split].natoms for split in energies}
         sound = dict(opened)
@@ -185,7 +185,7 @@ class IS2REData(BatchedData[Structures]):
         return dataset.y_relaxed - (dataset.y_baseline if has_baseline else 0.0)
 
     def refuse_copies(self) -> None:
-        """Refuses validation structures that are also in training, unless they are allowed."""
+        """Rejects validation structures that are also in training, unless they are allowed."""
         (_, copies), val = self._surveyed, self.datasets["val"]
         if not copies:
             return
@@ -230,7 +230,7 @@ class IS2REData(BatchedData[Structures]):
 
     @cached_property
     def _surveyed(self) -> tuple[Domain, list[int]]:
-        """Domain of the training split, and sids of validation structures that are also there."""
+        """Domain of the training split, and sids of validation structures that also occur in it."""
         self.setup()
         train, val = self.datasets["train"], self.datasets["val"]
         learned, judged = Survey(), Survey()
@@ -277,7 +277,7 @@ class IS2REData(BatchedData[Structures]):
         return float(energies.mean()), beyond_rounding(float(energies.std()), energies) or 1.0
 
     def refuse_totals(self) -> None:
-        """Refuses training energies that look like total energies."""
+        """Rejects training energies that look like total energies."""
         self.setup()
         dataset = self.datasets["train"]
         energies, natoms = self.targets(), dataset.natoms
@@ -290,22 +290,22 @@ class IS2REData(BatchedData[Structures]):
             )
 
     def expect_slabs(self, option: str) -> None:
-        """Refuses an option for slabs if no training structure is an adsorbate on a slab."""
+        """Rejects an option for slabs if no training structure is an adsorbate on a slab."""
         domain, dataset = self._surveyed[0], self.datasets["train"]
         if not (domain.adsorbate_atoms and any("xy" in axes for axes in domain.periodic)):
             raise ValueError(
                 f"{dataset.path}: no structure has tags and is periodic along x and y; expected "
-                f"adsorbates on slabs for {option}; leave it out"
+                f"adsorbates on slabs for {option}; remove it"
             )
 
     def expect_relaxed(self, option: str) -> None:
-        """Warns if some training structures lack relaxed positions; raises ValueError if all do."""
+        """Warns about missing relaxed training positions; raises ValueError if all are missing."""
         known, dataset = self._surveyed[0].relaxed, self.datasets["train"]
         if not known:
             raise ValueError(
                 f"{dataset.path}: {len(dataset):,} structures, all without relaxed positions; "
-                f"expected some for {option}, which moves structures toward them; leave it out, "
-                "or use data with pos_relaxed"
+                f"expected some for {option}, which moves structures toward them; remove it, or "
+                "use data with pos_relaxed"
             )
         if known < len(dataset):
             warnings.warn(
@@ -322,7 +322,7 @@ class IS2REData(BatchedData[Structures]):
     ) -> ElementEnergies:
         """Fits energies per element on the training split; warns if they are undetermined.
 
-        The fit subtracts `explained`, (structures,), eV, from the labels.
+        `explained`, of shape (structures,) in eV, is subtracted from the labels before the fit.
         """
         self.setup()
         train, dataset = self.datasets["train"], self.datasets["val"]
@@ -343,7 +343,7 @@ class IS2REData(BatchedData[Structures]):
         elif (missing := ~found.present & present).any():
             names = ", ".join(map(symbol, np.flatnonzero(missing)))
             warnings.warn(
-                f"{dataset.path}: no reference energy of {names}, which the training split does "
+                f"{dataset.path}: no reference energy for {names}, which the training split does "
                 "not contain; it is missing from the predicted energies",
                 stacklevel=2,
             )

@@ -77,10 +77,10 @@ class Domain:
         surface: smallest and largest share of tag 1 in a slab; None without tags, and in
             files of version 0.1.
         initial: domains of the initial weights, of their initial weights, and so on; empty for
-            random initial weights. `kind` and `energy` describe the last data only.
-        zero: flags of clean slabs and of molecules without a slab, True if the model gives them an
-            energy of 0 and thus can predict them. If the first flag is set, the number of atoms is
-            not compared. Files do not contain the flags.
+            random initial weights. `kind` and `energy` describe only the most recent data.
+        zero: flags for clean slabs and for molecules without a slab, True if the model gives them
+            an energy of 0 and thus can predict them. If the first flag is set, the number of atoms
+            is not compared. Files do not contain the flags.
     """
 
     systems: int
@@ -99,7 +99,7 @@ class Domain:
 
     @staticmethod
     def of(dataset: Structures, look: Callable[[Data], object] = lambda record: None) -> Domain:
-        """Determines the domain of a nonempty data set in one pass that calls `look` on records."""
+        """Determines the domain of a nonempty data set in one pass; calls `look` on each record."""
         seen = np.zeros((3, MAX_ATOMIC_NUMBER + 1), dtype=bool)  # slab, adsorbate, untagged
         slab, adsorbate, surface, periodic = [], [], [], set()
         relaxed = 0
@@ -173,7 +173,7 @@ class Domain:
         return ""
 
     def new_elements(self, record: Data) -> str:
-        """Returns the elements of a structure that the training data lack, such as "Cu-Pd"."""
+        """Returns elements of a structure that are not in the training data, such as "Cu-Pd"."""
         new = set(record.atomic_numbers.tolist()) - self.elements.all
         return "-".join(sorted(map(symbol, new)))
 
@@ -191,7 +191,7 @@ class Domain:
         return f"energy: {energy:.2f} eV, trained on {low:.2f} to {high:.2f}"
 
     def outside(self, record: Data) -> list[str]:
-        """Lists how a structure differs from all training data.
+        """Lists the differences between a structure and all training data.
 
         Properties that occur only in the data of the initial weights are marked, because the model
         may have forgotten them.

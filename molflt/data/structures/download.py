@@ -50,7 +50,7 @@ def download(
     """Downloads a public archive to DIRECTORY and verifies it.
 
     oc20-is2re is an archive of all splits, 8.1 GB (CC-BY-4.0); the requested splits are unpacked to
-    DIRECTORY/is2re. game-net is GAME-Net's FG set, 3.1 MB (MIT), which scripts/game_net.py of the
+    DIRECTORY/is2re. game-net is GAME-Net's FG set, 3.1 MB (MIT), which scripts/game_net.py in the
     repository reads. Interrupted downloads are resumed; MD5 checksums are verified.
 
     Args:
@@ -59,14 +59,14 @@ def download(
         splits: splits of OC20 to unpack: 10k/train, 100k/train, all/train, val_id, val_ood_ads,
             val_ood_cat, val_ood_both, test_id, test_ood_ads, test_ood_cat, test_ood_both.
         base_url: address of the archive's folder, for mirrors.
-        md5: expected md5 of the archive, also if it exists already. With an archive other than the
+        md5: expected md5 of the archive, even if it already exists. With an archive other than the
             official one, unpacked files are not compared with their checksums.
         keep_archive: keep OC20's archive after unpacking.
     """
     if dataset == "game-net" and (keep_archive or list(splits) != _SPLITS):
         raise ValueError(
             "--splits and --keep_archive are for oc20-is2re; got game-net, whose archive is not "
-            "unpacked; leave them out"
+            "unpacked; remove them"
         )
     wanted = list(dict.fromkeys(_official_name(split) for split in splits))
     doing = "is downloading to this folder; wait for it, or choose another folder"
@@ -79,7 +79,7 @@ def download(
             return
         missing = [name for name in wanted if not _target(directory, name).is_file()]
         if not missing:
-            print(f"{directory}: already has {', '.join(wanted)}")
+            print(f"{directory}: already contains {', '.join(wanted)}")
             return
         archive, md5 = directory / OC20_ARCHIVE.name, (md5 or OC20_ARCHIVE.md5).lower()
         unpacked = int(sum(OC20_FILES[name].gigabytes for name in missing) * 1e9)
@@ -100,8 +100,8 @@ def _official_name(split: str) -> str:
     name = split if "/" in split else f"all/{split}"
     if name not in OC20_FILES or split == "train":
         raise ValueError(
-            f"splits: expected some of {', '.join(OC20_FILES)}; all/ is optional for validation "
-            f"and test splits; got {split!r}"
+            f"splits: expected one or more of {', '.join(OC20_FILES)}; all/ is optional for "
+            f"validation and test splits; got {split!r}"
         )
     return name
 
@@ -135,9 +135,9 @@ def _check_space(file: Path, missing: int, size: int, unpacked: int) -> None:
     """Prints the size of a download; raises ValueError if there is not enough disk space."""
     free = shutil.disk_usage(file.parent).free
     print(
-        f"{file.name.removesuffix('.part')}: {readable_size(size)}, {readable_size(size - missing)}"
-        f" of it already here; unpacked: {readable_size(unpacked)}; {readable_size(free)} free in "
-        f"{file.parent}",
+        f"{file.name.removesuffix('.part')}: {readable_size(size)}, "
+        f"{readable_size(size - missing)} of it already downloaded; unpacked: "
+        f"{readable_size(unpacked)}; {readable_size(free)} free in {file.parent}",
         flush=True,
     )
     if missing + unpacked > free:
@@ -172,7 +172,7 @@ def _fetch(url: str, part: Path, unpacked: int) -> None:
             if error.code == 416:  # nothing is missing
                 return
             if error.code < 500 and error.code not in _RETRY:
-                advice = "check the address, which --base_url changes"
+                advice = "check the address, which --base_url sets"
                 raise OSError(f"{url}: cannot be downloaded; {error}; {advice}") from None
             problem = error
         except (HTTPException, URLError, ConnectionError, TimeoutError) as error:
@@ -211,4 +211,4 @@ def _unpack(archive: Path, directory: Path, wanted: list[str], verify: bool = Tr
     except (tarfile.TarError, zlib.error, EOFError) as error:
         raise ValueError(f"{archive}: not a complete tar.gz; {error}; {again}") from None
     if left:
-        raise ValueError(f"{archive}: lacks {', '.join(left)}; {again}")
+        raise ValueError(f"{archive}: does not contain {', '.join(left)}; {again}")

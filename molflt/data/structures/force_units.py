@@ -85,8 +85,7 @@ class _Pair(NamedTuple):
 def unit_fault(records: Iterable[Data]) -> str:
     """Returns the reason why labels are not in eV and Å; "" if they are, or if unknown.
 
-    Uses the first 300 structures, leaving out implausible labels unless most labels are
-    implausible.
+    Uses the first 300 structures; ignores implausible labels unless most labels are implausible.
     """
     some = list(islice(records, MOST_FRAMES))
     sound = [record for record in some if not point_fault(record)]
@@ -95,7 +94,7 @@ def unit_fault(records: Iterable[Data]) -> str:
 
 
 def energy_unit_fault(records: Sequence[Data]) -> str:
-    """Describes energies that are too large for eV and all electrons; "" if they are plausible."""
+    """Describes energies that exceed all-electron energies in eV; "" if they are plausible."""
     most = [
         float(-record.energy / (_ATOM * record.atomic_numbers.double() ** (7 / 3)).sum())
         for record in records
@@ -103,13 +102,13 @@ def energy_unit_fault(records: Sequence[Data]) -> str:
     if not most or np.median(most) < 2:
         return ""
     return (
-        f"energies are {np.median(most):.0f} times the energies of atoms with all electrons; "
-        "expected eV; 1 Hartree is 27.2114 eV, 1 eV is 23.0605 kcal/mol or 96.4853 kJ/mol"
+        f"energies are {np.median(most):.0f} times the all-electron energies of atoms; expected "
+        "eV; 1 Hartree is 27.2114 eV, 1 eV is 23.0605 kcal/mol or 96.4853 kJ/mol"
     )
 
 
 def force_unit_fault(records: Iterable[Data]) -> str:
-    """Describes a wrong unit or sign of forces, found from energies; "" if correct or unknown.
+    """Describes a wrong unit or sign of forces, inferred from energies; "" if correct or unknown.
 
     Between similar frames of one system, the energy changes by -(F_a + F_b) / 2 . (r_b - r_a), up
     to terms of third order. The first 300 structures are used.
@@ -165,7 +164,7 @@ def _systems(records: Iterable[Data], known: Iterable[str]) -> list[list[_Frame]
 def _nearest_frames(
     frames: list[_Frame], strained: bool = False
 ) -> Iterator[tuple[_Frame, _Frame]]:
-    """Pairs each frame with the closest frame in another cell (`strained`) or in the same cell."""
+    """Pairs each frame with the closest frame in a different (`strained`) or the same cell."""
     points = np.stack([np.append(frame.pos, frame.cell) for frame in frames])
     if not strained:
         points = points[:, :-9]

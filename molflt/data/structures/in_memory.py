@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 __all__ = ["StructuresInMemory", "is_one"]
 
-_EXPECTED = "expected ase.Atoms, PyG's Data or Batch, a list of them, or a data set of Data"
+_EXPECTED = "expected ase.Atoms, PyG Data or Batch, a list of them, or a data set of Data"
 
 
 class StructuresInMemory(Held):
-    """List of structures to predict, with the same checks as for files.
+    """List of structures to predict, checked in the same way as files.
 
     Args:
         given: structure or sequence of structures: `ase.Atoms` (see
-            `molflt.data.structures.ase_files.AseStructures`), or `Data` or `Batch` of PyG with pos,
+            `molflt.data.structures.ase_files.AseStructures`), or PyG `Data` or `Batch` with pos,
             atomic_numbers (or z) and optional cell, pbc, tags, fixed, sid, charge and y_relaxed.
         reading: interpretation of the entries of `Atoms`.
     """

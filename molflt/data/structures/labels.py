@@ -1,4 +1,4 @@
-"""Kinds of energies, faults of labels, and reference energies of elements."""
+"""Kinds of energies, invalid labels, and reference energies of elements."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def per_atom(energies: NDArray[np.float64], natoms: NDArray[np.int64]) -> float:
 
 
 def energy_kind(energies: NDArray[np.float64], natoms: NDArray[np.int64]) -> EnergyKind:
-    """Returns "adsorption" or "total", by magnitude, or else "unknown"."""
+    """Returns "adsorption", "total" or "unknown", judged by magnitude."""
     known = np.isfinite(energies)
     if not known.any():
         return "unknown"
@@ -82,7 +82,7 @@ def other_kind(
 
 
 def beyond_rounding(spread: float, energies: NDArray[np.float64]) -> float:
-    """Returns `spread`, the standard deviation of energies, eV; 0 if it is only rounding."""
+    """Returns `spread`, the standard deviation of energies, eV; 0 if it is only rounding error."""
     return spread if spread > _ROUNDING * float(np.abs(energies).max()) else 0.0
 
 
@@ -93,13 +93,13 @@ def label_faults(
     at_pos: bool = False,
     kind: EnergyKind | None = None,
 ) -> dict[int, str]:
-    """Returns faults by system index: missing labels, and adsorption energies beyond 20 eV.
+    """Describes invalid labels by system index: missing, or adsorption energies beyond 20 eV.
 
     Args:
         energies: y_relaxed, (systems,), eV; NaN if missing.
         natoms: number of atoms of each system, (systems,).
-        required: count a missing label as a fault.
-        at_pos: True for energies of single points, which have no limit.
+        required: treat missing labels as invalid.
+        at_pos: True for single-point energies, which have no limit.
         kind: kind of the energies; None to determine it from the energies.
     """
     faults: dict[int, str] = {}
@@ -138,12 +138,12 @@ class ElementEnergies(NamedTuple):
     """Energies of elements, and statistics of the residual labels.
 
     Attributes:
-        energies: eV by atomic number, (119,); 0 for elements that no structure has.
-        present: (119,) bool by atomic number; True for elements with an energy.
+        energies: (119,), eV, by atomic number; 0 for elements that do not occur.
+        present: (119,), bool, by atomic number; True for elements with an energy.
         undetermined: number of independent combinations of the energies that the compositions do
             not determine; of all best fits, `energies` has the smallest norm.
         mean: mean of the residual labels, eV.
-        std: standard deviation of the residual labels, eV; 0 if it is only rounding.
+        std: standard deviation of the residual labels, eV; 0 if it is only rounding error.
     """
 
     energies: NDArray[np.float64]
@@ -159,10 +159,11 @@ def fit_element_energies(
     of_adsorbates: bool = False,
     labels: NDArray[np.float64] | None = None,
 ) -> ElementEnergies:
-    """Fits energies by sums of element energies over the atoms.
+    """Fits energies with sums of element energies over the atoms.
 
-    The fit is the least-squares solution of smallest norm. A QR decomposition is updated by blocks
-    of structures: memory is constant, and energies of 1e5 eV keep the accuracy of float64.
+    The fit is the least-squares solution of smallest norm. A QR decomposition is updated in blocks
+    of structures, which needs constant memory and keeps the accuracy of float64 for energies of 1e5
+    eV.
 
     Args:
         dataset: structures with finite labels.
@@ -200,7 +201,7 @@ def expect_elements(name: str, present: NDArray[np.bool_], given: Mapping[int, f
     """Raises ValueError for elements without a reference energy."""
     if missing := [symbol(z) for z in np.flatnonzero(present) if z not in given]:
         raise ValueError(
-            f"{name}: no reference energies of {', '.join(missing)}; add them to the file of "
+            f"{name}: no reference energies for {', '.join(missing)}; add them to the file of "
             "--task.references, or use --task.references fit"
         )
 

@@ -43,12 +43,14 @@ class LmdbFile:
         self.path = path
         size = path.stat().st_size
         if size == 0:
-            raise ValueError(f"{path}: the file is empty; expected an LMDB file; get a new copy")
+            raise ValueError(
+                f"{path}: the file is empty; expected an LMDB file; download or copy the file again"
+            )
         needed = (self._root.last_page + 1) * self._root.page_size
         if size < needed:
             raise ValueError(
-                f"{path}: the LMDB is truncated; expected {needed} bytes; got {size}; get a new "
-                "copy"
+                f"{path}: the LMDB is truncated; expected {needed} bytes; got {size}; download or "
+                "copy the file again"
             )
 
     def __len__(self) -> int:
@@ -82,8 +84,8 @@ class LmdbFile:
         second = first and self._meta(first[1].page_size)
         if not first or not second:
             raise ValueError(
-                f"{self.path}: expected an LMDB file; got {len(self._content)} bytes with another "
-                "beginning; get a new copy"
+                f"{self.path}: expected an LMDB file; got {len(self._content)} bytes with a "
+                "different beginning; download or copy the file again"
             )
         return max(first, second, key=lambda meta: meta[0])[1]  # if equal, the first, as in LMDB
 
@@ -123,11 +125,11 @@ class LmdbFile:
         content, size = self._content, self._root.page_size
         (at,) = struct.unpack_from("<H", content, start + _HEADER.size + 2 * index)
         if at < _HEADER.size or at + _NODE.size > size:
-            raise ValueError(f"node {index} of page {start // size} is outside of it")
+            raise ValueError(f"node {index} of page {start // size} is outside the page")
         low, high, flags, length = _NODE.unpack_from(content, start + at)
         key = start + at + _NODE.size
         if key + length > start + size:
-            raise ValueError(f"key {index} of page {start // size} is outside of it")
+            raise ValueError(f"key {index} of page {start // size} is outside the page")
         return low | high << 16, flags, content[key : key + length], key + length
 
     def _find(self, key: bytes) -> bytes | None:
@@ -154,7 +156,7 @@ class LmdbFile:
         if flags == 0 and at + length <= start + size:
             return content[at : at + length]
         if flags != _BIG or at + 8 > start + size:
-            raise ValueError(f"a value of page {start // size} is outside of it")
+            raise ValueError(f"a value of page {start // size} is outside the page")
         (number,) = struct.unpack_from("<Q", content, at)
         begin = number * size + _HEADER.size
         if number > self._root.last_page or begin + length > len(content):
@@ -180,4 +182,4 @@ class LmdbFile:
 
 
 def _damaged(error: Exception) -> str:
-    return f"the LMDB is damaged: {error}; get a new copy"
+    return f"the LMDB is damaged: {error}; download or copy the file again"

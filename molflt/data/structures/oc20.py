@@ -1,6 +1,6 @@
 """LMDB files of pickled records, as OC20 publishes them, read without running code.
 
-Python's unpickler gets inert objects of this module for the names on an allow-list.
+For names on an allow-list, Python's unpickler receives inert objects of this module.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _Refused(Exception):
 
 
 class _Instance:
-    """State of an object of PyG."""
+    """State of a PyG object."""
 
     state: object = None
 
@@ -208,14 +208,14 @@ def _guarded(read: Callable[[bytes], _T], content: bytes, where: str, expected: 
         return read(content)
     except _Refused as error:
         raise ValueError(
-            f"{where}: refused to read the pickle: it needs {error}; expected {expected} of "
+            f"{where}: the pickle is rejected, because it needs {error}; expected {expected} of "
             "tensors and plain numbers; no code was run; do not use this file"
         ) from None
     except Exception as error:  # a damaged pickle can raise anything
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         raise ValueError(
-            f"{where}: cannot be read; expected {expected}; {reason}; the file is damaged or has "
-            "another format"
+            f"{where}: cannot be read; expected {expected}; {reason}; the file is damaged or has a "
+            "different format"
         ) from None
 
 
@@ -271,7 +271,7 @@ class Oc20Lmdb(Structures):
         return f"{shard.path}: key '{key}'"
 
     def _record_keys(self, shard: LmdbFile) -> range | list[int]:
-        """Returns the integer keys of one shard; missing records are listed or refused."""
+        """Returns the integer keys of one shard; missing records are listed or raise an error."""
         length = _declared_length(shard)
         try:
             keys = sorted(int(name) for name in shard if re.fullmatch(rb"0|[1-9]\d{,18}", name))
@@ -281,7 +281,7 @@ class Oc20Lmdb(Structures):
             return range(min(len(shard), length or len(shard)))  # tried one by one
         if not keys:
             raise ValueError(
-                f"{shard.path}: the LMDB has no records; expected integer keys from '0'; "
+                f"{shard.path}: the LMDB has no records; expected integer keys starting at '0'; "
                 f"got {len(shard)} other keys"
             )
         end = length if length is not None else keys[-1] + 1 if keys[0] == 0 else None
@@ -292,8 +292,8 @@ class Oc20Lmdb(Structures):
         if missing and not self.skip_bad:
             said = "" if length is None else f"key 'length' says {length} records; "
             raise ValueError(
-                f"{shard.path}: {said}got {len(keys)}; {missing[0]} missing; get a new copy, or "
-                "read the existing records with --skip-bad"
+                f"{shard.path}: {said}got {len(keys)}; {missing[0]} missing; download or copy the "
+                "file again, or read the existing records with --skip-bad"
             )
         self.bad += [(f"{shard.path}: {name}", "missing") for name in missing]
         if not self.skip_bad:
@@ -337,10 +337,10 @@ def _declared_length(shard: LmdbFile) -> int | None:
     if re.fullmatch(rb"[0-9]{1,19}", content):  # some writers store text instead of a pickle
         count = int(content)
     else:
-        count = _guarded(_count, content, where, "a pickled whole number")
+        count = _guarded(_count, content, where, "a pickled integer")
     if count == 0 and len(shard) > 1:
         raise ValueError(
             f"{where}: expected the number of records; got 0, but the file has {len(shard)} keys; "
-            "it is incomplete, get a new copy"
+            "it is incomplete; download or copy the file again"
         )
     return count

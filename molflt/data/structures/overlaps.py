@@ -78,7 +78,7 @@ def atoms_coincide(record: Data) -> bool:
 
 
 def fingerprint(record: Data) -> NDArray[np.float64]:
-    """Returns features, (46,), that are equal for equal structures up to rounding.
+    """Returns 46 features, which are equal for equal structures up to rounding.
 
     They are a hash of elements, periodic axes and total charge, the cell in Å, sums of waves over
     the atoms, and sums of peaks for crystals whose waves cancel. They do not depend on the order of
@@ -110,7 +110,7 @@ def equal_structures(features: NDArray[np.float64]) -> NDArray[np.int64]:
 
 
 def _basis(cell: NDArray[np.float64], axes: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """Returns the cell with unit vectors for axes that are not periodic, (3, 3), Å."""
+    """Returns the cell (3, 3), Å, with unit vectors for non-periodic axes."""
     basis = cell.copy()
     basis[~axes] = np.linalg.qr(cell[axes].T, mode="complete")[0].T[axes.sum() :]
     return basis

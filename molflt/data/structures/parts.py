@@ -121,9 +121,10 @@ def readable(source: Structures) -> Structures:
 
 
 def without(source: Structures, faults: Mapping[int, str], advice: str = "") -> Structures:
-    """Returns a source without its structures with faults, by index, which are listed in `bad`.
+    """Returns a source without its invalid structures, which are listed in `bad`.
 
-    Raises ValueError for the first fault, with `advice`, unless the source skips bad structures.
+    `faults` contains the reasons by index. Unless the source skips invalid structures, raises
+    ValueError with `advice` for the first one.
     """
     if not faults:
         return source
@@ -139,7 +140,7 @@ def without(source: Structures, faults: Mapping[int, str], advice: str = "") -> 
 
 
 def element_faults(source: Structures, undescribed: Collection[int]) -> dict[int, str]:
-    """Returns faults by index of structures with elements that a model does not support."""
+    """Describes, by index, the structures with elements that a model does not support."""
     faults = {}
     for index, record in enumerate(with_bar(source, "reading elements")) if undescribed else ():
         if there := sorted(set(record.atomic_numbers.tolist()) & set(undescribed)):

@@ -27,7 +27,7 @@ _TAGS = ", ".join(f"{tag:d} ({tag.name.lower()})" for tag in Tag)
 
 
 def _lattice_shift(delta: Tensor, cell: Tensor, pbc: Tensor) -> Tensor:
-    """Returns the lattice vectors (N, 3), Å, to subtract to get the shortest images of vectors."""
+    """Returns the lattice vectors, (N, 3) in Å, to subtract from `delta` for the nearest images."""
     from ase.geometry import complete_cell, find_mic
 
     axes, vectors = pbc.flatten().numpy(), delta.double().numpy()
@@ -58,7 +58,7 @@ def make_record(
     stress: _Array | None = None,
     charge: _Array | None = None,
 ) -> Data:
-    """Checks one structure, casts it to the package's types and unwraps its relaxed positions.
+    """Checks a structure, casts it to the package's types and unwraps its relaxed positions.
 
     Args:
         pos: initial positions, (N, 3), Å, each coordinate within 1e5 Å. A structure whose center is
@@ -82,7 +82,7 @@ def make_record(
         forces: forces at `pos`, (N, 3), eV/Å; None if unknown.
         stress: stress at `pos`, eV/Å^3 with ASE's sign, (3, 3), (1, 3, 3) or (6,) in Voigt order
             (xx, yy, zz, yz, xz, xy); None if unknown.
-        charge: total charge, e; None or NaN if unknown, which counts as 0.
+        charge: total charge, e; None or NaN if unknown, which is treated as 0.
 
     Returns:
         A structure with ``pos``, ``pos_relaxed`` (N, 3) float32 Å, ``cell`` (1, 3, 3) float32 Å,
@@ -188,8 +188,8 @@ def _positions(value: _Array, key: str, name: str, count: int | None = None) -> 
     if not near.all():
         atom = int((~near).nonzero()[0])
         raise ValueError(
-            f"{name}: {key} must be finite and within {FARTHEST:g} Å; got "
-            f"{tensor[atom].tolist()} for atom {atom}; leave the structure out with {_SKIP}"
+            f"{name}: {key} must be finite and within {FARTHEST:g} Å; got {tensor[atom].tolist()} "
+            f"for atom {atom}; skip the structure with {_SKIP}"
         )
     return tensor.contiguous()
 
@@ -207,12 +207,12 @@ def _atom_integers(value: _Array | None, key: str, count: int, name: str) -> Ten
         odd = ~torch.isfinite(tensor) | (tensor != tensor.round())
         if odd.any():
             got = float(tensor[odd][0])
-            raise ValueError(f"{name}: {key} must be whole numbers; got {got}")
+            raise ValueError(f"{name}: {key} must be integers; got {got}")
     return tensor.to(torch.int64).contiguous()
 
 
 def _cell(cell: _Array | None, pbc: _Array | None, name: str) -> tuple[Tensor, Tensor]:
-    """Returns the cell (1, 3, 3) float64, Å, and periodic axes (1, 3) bool."""
+    """Returns the cell, (1, 3, 3) in Å, and the periodic axes, (1, 3)."""
     if cell is None:
         lattice = torch.zeros(1, 3, 3, dtype=torch.float64, device="cpu")
     else:
@@ -236,13 +236,13 @@ def _cell(cell: _Array | None, pbc: _Array | None, name: str) -> tuple[Tensor, T
         raise ValueError(
             f"{name}: periodic axes need linearly independent lattice vectors, whose planes are at "
             f"least {LOWEST} Å apart; got {lowest:.2g} Å of cell {lattice[0].tolist()}; set pbc to "
-            "False without a lattice vector"
+            "False along axes without a lattice vector"
         )
     return lattice, periodic
 
 
 def origin_of(pos: Tensor) -> Tensor:
-    """Returns the offset (3,) to subtract from positions (N, 3) float64, Å; 0 near the origin."""
+    """Returns the offset, Å, to subtract from positions (N, 3); 0 near the origin."""
     center = pos.median(dim=0).values
     coarse = (center / 1000).round() * 1000  # a round offset preserves digits
     return torch.where((center - coarse).abs() <= _CENTERED, coarse, center.round())
@@ -273,8 +273,8 @@ def _label(
     if not finite.all():
         row = int((~finite).nonzero()[0])
         raise ValueError(
-            f"{name}: {key} must be finite, in {unit}; got {tensor[row].tolist()}"
-            f"{f' for atom {row}' * (key == 'forces')}; omit the label if it is unknown, or leave "
-            f"out the structure with {_SKIP}"
+            f"{name}: {key} must be finite, in {unit}; got "
+            f"{tensor[row].tolist()}{f' for atom {row}' * (key == 'forces')}; omit the label if it "
+            f"is unknown, or skip the structure with {_SKIP}"
         )
     return tensor.contiguous().clone()

@@ -65,7 +65,7 @@ class Tiles:
         self.up = normal * np.sign(normal @ slab.cell.array[2])
 
     def rests(self, count: int) -> _Array:
-        """Returns points, (n, 3), Å, where a probe can rest on one to three atoms.
+        """Returns the points, of shape (n, 3) in Å, where a probe can rest on one to three atoms.
 
         At least one of them is among the first `count` atoms.
         """
@@ -82,7 +82,7 @@ class Tiles:
         return points[(lengths > self.radii[near] - 1e-3).all(axis=1)]
 
     def _on(self, i: np.int_, others: NDArray[np.int64]) -> _Array:
-        """Returns the highest points at which a probe touches atom i and `others`, (n, 0 to 2)."""
+        """Returns the highest points at which a probe touches atom i and `others` (n, 0 to 2)."""
         apart = self.pos[others] - self.pos[i]
         inverse = np.linalg.pinv(apart)  # (n, 3, others)
         squares = self.radii[i] ** 2 - self.radii[others] ** 2 + (apart**2).sum(axis=2)
@@ -95,7 +95,7 @@ class Tiles:
         return points[exact & (left > 0) & (np.linalg.norm(out, axis=1) > 0.1)]
 
     def distances(self, points: _Array, numbers: NDArray[np.int64]) -> _Array:
-        """Returns sorted distances of points (n, atoms, 3) with these elements to the slab, Å."""
+        """Returns sorted distances, Å, from points (n, atoms, 3) of these elements to the slab."""
         parts, center = [], points.mean(axis=(0, 1))
         reach = _FAR + np.linalg.norm(points - center, axis=2).max(initial=0)
         near = np.linalg.norm(self.pos - center, axis=1) < reach
@@ -171,7 +171,7 @@ def _largest(differences: _Array) -> _Array:
 def distinct(
     rows: _Array, limit: float = _SAME, size: Callable[[_Array], _Array] = _largest
 ) -> list[int]:
-    """Returns the indices of rows that differ from all rows chosen before by more than a limit."""
+    """Returns the indices of rows that differ from all rows chosen earlier by more than a limit."""
     left, found = np.arange(len(rows)), []
     while len(left):
         found.append(int(left[0]))

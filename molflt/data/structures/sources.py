@@ -46,7 +46,7 @@ def source_of(path: Path) -> type[Structures]:
     raise ValueError(
         f"{path}: unknown ending {path.suffix!r}; expected one of {known}, POSCAR, OUTCAR; convert "
         f"it with `ase convert {path.name} {path.stem}.extxyz`; formats that can carry code, such "
-        "as .pkl and .py, are refused"
+        "as .pkl and .py, are not supported"
     )
 
 
@@ -109,9 +109,8 @@ def split_path(root: str | Path, split: str) -> Path:
     The search order is ``ROOT/SPLIT.safetensors``, ``ROOT/SPLIT.lmdb``, a folder ``ROOT/SPLIT`` of
     LMDB shards, files of the other classes in `SOURCES`, a folder ``ROOT/SPLIT`` of such files, and
     then the same names in the folders of the OC20 download. ``ROOT`` may be the folder of the
-    download, its ``is2re`` folder, or a subset such as ``is2re/10k``. The validation splits of a
-    subset are those of ``is2re/all``. `split` is ``train``, ``val_id``, ... or, with a subset,
-    ``10k/train``.
+    download, its ``is2re`` folder, or a subset such as ``is2re/10k``. Subsets use the validation
+    splits of ``is2re/all``. `split` is ``train``, ``val_id``, ... or, with a subset, ``10k/train``.
     """
     root = Path(root)
     if not root.is_dir():

@@ -58,15 +58,15 @@ def write_store(
     source: str = "",
     left_out: Callable[[np.ndarray, np.ndarray, np.ndarray], Collection[int]] | None = None,
 ) -> int:
-    """Writes structures to a compact store, completely or not at all, and returns their number.
+    """Writes structures to a compact store atomically and returns their number.
 
     Args:
         path: file to write, ending in ``.safetensors``; an existing file is replaced.
         records: structures as :func:`molflt.data.structures.records.make_record` returns them,
             optionally with a `name`, which replaces the sid in tables.
         source: origin of the structures, stored in the header.
-        left_out: function of the sids, y_relaxed (eV) and natoms of all structures, (structures,)
-            each, that returns the indices of structures to leave out.
+        left_out: function that takes the sids, y_relaxed (eV) and natoms of all structures, of
+            shape (structures,) each, and returns the indices of structures to leave out.
     """
     path = Path(path)
     blocks: dict[str, list[np.ndarray]] = {name: [] for name in _COLUMNS}
@@ -185,7 +185,7 @@ class StructureStore(Structures):
 
     @cached_property
     def columns(self) -> dict[str, np.ndarray]:
-        """Arrays by name in a memory map of the file, which each process makes itself."""
+        """Arrays by name in a memory map of the file, which each process creates itself."""
         from safetensors import safe_open
 
         path = self.path
@@ -199,7 +199,7 @@ class StructureStore(Structures):
         if not sound or (offsets[1:] <= offsets[:-1]).any():  # differences could overflow
             raise ValueError(
                 f"{path}: key 'offsets' must be (structures + 1,) int64 that increase from 0; the "
-                "file is damaged, convert it again"
+                "file is damaged; convert it again"
             )
         entries = {"atom": int(offsets[-1]), "structure": len(offsets) - 1}
         for name, (dtype, shape, per) in _COLUMNS.items():
@@ -210,6 +210,6 @@ class StructureStore(Structures):
                 got = "nothing" if column is None else f"{column.dtype} {column.shape}"
                 raise ValueError(
                     f"{path}: key {name!r} must be {np.dtype(dtype).name} {expected}; got {got}; "
-                    "the file is damaged or has another version; convert it again"
+                    "the file is damaged or has a different version; convert it again"
                 )
         return columns

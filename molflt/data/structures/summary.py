@@ -41,7 +41,7 @@ Summary = dict[str, Any]
 `recipe` is the recipe that fits the labels, and `label` is the name of its target: y_relaxed,
 energy, or the `energy_key` of another property. `energies_look_like` is "adsorption", "total" or
 "unknown", judged by the energy per atom. `verified` is True if the digest of a compact store
-matches, False if the store lacks a digest, and None for other formats. Distributions are given as
+matches, False if the store has no digest, and None for other formats. Distributions are given as
 count, min, mean, median and max, or None if unknown. Distributions of forces are over magnitudes,
 and distributions of stress are over components.
 """
@@ -72,7 +72,7 @@ def summarize(
         path: source for :func:`molflt.data.structures.open_dataset`.
         limit: maximum number of structures to use, from the start.
         reading: interpretation of the entries in files that ASE reads.
-        recipe: recipe that uses the labels; by default derived from the labels.
+        recipe: intended recipe; inferred from the labels by default.
     """
     dataset, seen = open_dataset(path, True, reading, once=True), _Seen()
     verified = dataset.verify()
@@ -151,7 +151,7 @@ class _Seen(Survey):
         if len(self.kept) < MOST_FRAMES and bool(record.energy.isfinite()):
             self.kept.append(record)
         if self.shown is None or (len(self.sids) <= 100 and record.natoms < self.shown.natoms):
-            self.shown = record  # a picture can show only small structures
+            self.shown = record  # a figure can show only small structures
 
 
 def _statistics(parts: list[np.ndarray]) -> Statistics:

@@ -43,8 +43,8 @@ def read_systems(folder: Path) -> dict[int, System]:
     path = folder / SYSTEMS
     if not path.is_file():
         raise FileNotFoundError(
-            f"{path}: no such file; expected the names of the systems; "
-            "scripts/game_net.py of the repository writes it"
+            f"{path}: no such file; expected the names of the systems; scripts/game_net.py in the "
+            "repository writes it"
         )
     with open(path, encoding="utf-8", newline="") as file:
         rows = ([row[field] for field in System._fields] for row in csv.DictReader(file))

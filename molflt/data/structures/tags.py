@@ -45,9 +45,9 @@ _Numbers = NDArray[np.int64]
 
 
 class Guess(NamedTuple):
-    """Tags of one structure, (N,), all 0 without a guess.
+    """Tags of one structure, of shape (N,); all 0 if the guess failed.
 
-    `text` is the number of atoms of each kind, or the reason why the guess failed.
+    `text` contains the number of atoms of each kind, or the reason why the guess failed.
     """
 
     tags: _Numbers
@@ -62,8 +62,8 @@ def guess_tags(record: Data, share: tuple[float, float] | None = None) -> Guess:
     the adsorbate if they are bonded to such molecules above a slab of other elements. Atoms of all
     other elements belong to the slab if they touch it. If some atoms of the slab are fixed, its
     free atoms are the surface, as in OC20. Otherwise, the surface consists of the atoms within 2 Å
-    of the top or with fewer neighbors than deeper atoms. Crystals, molecules, clusters and slabs
-    without adsorbates have no guess.
+    of the top or with fewer neighbors than deeper atoms. The guess fails for crystals, molecules,
+    clusters and slabs without adsorbates.
 
     Args:
         record: structure from `molflt.data.structures.records.make_record`; tags are ignored.
@@ -131,7 +131,7 @@ class _Atoms:
         self.bonded = near & self.molecular[self.i] & self.molecular[self.j]
 
     def _of_molecules(self, number: int, near: _Flags) -> _Flags:
-        """Returns the mask (N,) of an element whose atoms are all in molecules outside the slab."""
+        """Returns a mask of an element's atoms if all are in molecules outside the slab."""
         own = self.numbers == number
         others = ~self.molecular & ~own
         if not own.any() or own.sum() >= others.sum():
@@ -145,7 +145,7 @@ class _Atoms:
         return own & (bool((outside & held)[own].all()) and alone)
 
     def adsorbate(self) -> _Flags:
-        """Returns the mask (N,) of molecules that do not continue the lattice of the slab."""
+        """Returns a mask of molecules that do not continue the lattice of the slab."""
         slab = self._frame() | self.fixed
         if not slab.any():
             return ~slab
@@ -176,7 +176,7 @@ class _Atoms:
         return ~slab
 
     def _frame(self) -> _Flags:
-        """Returns the mask (N,) of slab atoms found by bonds: metals, or a sheet of nonmetals."""
+        """Returns a mask of slab atoms found from bonds: metals, or a sheet of nonmetals."""
         solid = ~self.molecular
         sheet = self._endless(self.bonded).all(axis=0)
         if sheet.sum() <= solid.sum():
@@ -190,7 +190,7 @@ class _Atoms:
         return np.asarray(sheet)
 
     def _endless(self, kept: _Flags) -> _Flags:
-        """Returns the mask (2, N) of atoms connected to their own images, by periodic axis."""
+        """Returns a mask, (2, N), of atoms connected to their own images along each axis."""
         count, found = len(self.numbers), []
         for axis in sorted({0, 1, 2} - set(self.open_axes)):
             i, j, step = self.i[kept], self.j[kept], self.shifts[kept, axis]
@@ -202,7 +202,7 @@ class _Atoms:
         return np.array(found)
 
     def _surrounded(self, slab: _Flags) -> _Flags:
-        """Returns the mask (N,) of atoms that have slab atoms as neighbors on all sides."""
+        """Returns a mask of atoms that have slab atoms as neighbors on all sides, of shape (N,)."""
         near = slab[self.j]
         total = np.zeros((len(self.numbers), 3))
         np.add.at(total, self.i[near], self.directions[near])
@@ -287,7 +287,7 @@ class _Atoms:
         return slab & (heights >= order[ends[off.argmin()]] - 1e-9)
 
     def depth(self, adsorbate: _Flags) -> NDArray[np.float64]:
-        """Returns heights (N,), Å, that increase toward the sides with adsorbates."""
+        """Returns heights, of shape (N,) in Å, that increase toward the sides with adsorbates."""
         slab = ~adsorbate
         if not slab.any():
             return self.heights
@@ -331,7 +331,7 @@ def one_tagged(sids: Sequence[int], count: int) -> str:
 
 
 def _groups(i: _Numbers, j: _Numbers, count: int) -> _Numbers:
-    """Returns labels (count,) of atoms, which are equal for connected atoms."""
+    """Returns a label for each atom, of shape (count,), equal for connected atoms."""
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import connected_components
 
@@ -340,7 +340,7 @@ def _groups(i: _Numbers, j: _Numbers, count: int) -> _Numbers:
 
 
 def adsorbates(record: Data) -> _Numbers:
-    """Returns the index of the adsorbate of each atom, (N,); -1 for atoms of the slab.
+    """Returns the index of the adsorbate of each atom, of shape (N,); -1 for slab atoms.
 
     Adsorbates are connected atoms with tag 2, numbered in the order of their first atoms.
     """
@@ -367,7 +367,7 @@ def touches_image(record: Data) -> bool:
 def in_one_piece(
     numbers: _Numbers, pos: NDArray[np.float64], cell: NDArray[np.float64], pbc: _Flags
 ) -> NDArray[np.float64] | None:
-    """Returns positions (N, 3), Å, moved by lattice vectors until bonded atoms are neighbors.
+    """Returns positions, Å, shifted by lattice vectors such that bonded atoms are neighbors.
 
     Returns None if bonds connect a molecule to its periodic image.
     """
@@ -417,7 +417,7 @@ def sides_agree(record: Data) -> bool:
 
 
 def heights_agree(record: Data) -> bool:
-    """Returns False if mean heights of subsurface, surface and adsorbate are out of order."""
+    """Returns False if the mean heights of subsurface, surface and adsorbate are out of order."""
     atoms = _Atoms(record, bonds=False)
     if len(atoms.open_axes) != 1:
         return True
@@ -428,7 +428,7 @@ def heights_agree(record: Data) -> bool:
 
 
 class Tagged(Part):
-    """Source with guessed tags, 0 for structures without a guess.
+    """Source with guessed tags, which are 0 for structures without a guess.
 
     The source is read once, and a summary is printed. For `share`, see :func:`guess_tags`.
     """
