@@ -33,7 +33,7 @@ class SizeBucketedBatchSampler(Sampler[list[int]]):
     come from an endless sequence of epochs, which makes resuming exact.
 
     Args:
-        natoms: atoms in each structure, (structures,).
+        natoms: (structures,), number of atoms in each structure.
         batch_size: maximum number of structures in a batch.
         max_atoms: limit on the number of structures in a batch times the number of atoms in its
             largest structure, which bounds the memory of models that pad; None for no limit.
@@ -43,7 +43,7 @@ class SizeBucketedBatchSampler(Sampler[list[int]]):
             structures of equal size are also similar in other respects, which makes gradients
             noisier (docs/results/emt-sample.md).
         seed: random seed; a batch depends only on `seed`, the epoch and the sizes.
-        rank: number of this process.
+        rank: index of this process.
         world: number of processes.
         start_step: first step of an endless sequence, which has no length; None for one epoch.
     """
@@ -123,13 +123,13 @@ class SizeBucketedBatchSampler(Sampler[list[int]]):
 
 
 class BatchedData(Generic[_Items]):
-    """Base class of data modules, whose batches depend only on the data, the seed and the step.
+    """Base class of data modules. Batches depend only on the data, the seed and the step.
 
     Subclasses open each data set in `open`, or all of them in `setup`.
 
     Args:
-        batch_size: items in a batch, per device.
-        workers: processes that read ahead; 0 reads in the main process.
+        batch_size: number of items in a batch, per device.
+        workers: number of processes that prefetch data; 0 reads in the main process.
         sources: sources of "train", "val" and optionally "test"; None if there is no such source.
 
     Attributes:
@@ -184,7 +184,7 @@ class BatchedData(Generic[_Items]):
         return {}
 
     def files(self) -> dict[str, bytes]:
-        """Returns the contents, by name, of the files that a run keeps for its model."""
+        """Returns the contents of the files that a run keeps for its model, by name."""
         return {}
 
     def fingerprints(self) -> dict[str, Fingerprint]:
@@ -244,7 +244,7 @@ class BatchedData(Generic[_Items]):
         )
 
     def _lengths(self, use: str) -> ArrayLike:
-        """Returns the size of each item, (items,)."""
+        """Returns the size of each item, of shape (items,)."""
         return np.ones(len(self.datasets[use]))
 
     def _loader(self, use: str, batches: SizeBucketedBatchSampler) -> DataLoader[object]:
@@ -268,7 +268,7 @@ def _parts(item: object) -> Iterator[bytes]:
             yield from _parts(part)
     elif hasattr(item, "to_dict"):
         for name, part in sorted(item.to_dict().items()):
-            if name == "y_baseline" and part.isnan().all():  # earlier versions lack this label
+            if name == "y_baseline" and part.isnan().all():  # absent in earlier versions
                 continue
             yield name.encode()
             yield from _parts(part)
@@ -303,15 +303,16 @@ class Shard(NamedTuple):
         return out.with_name(f"{out.stem}.{self.number}-of-{self.total}{out.suffix}")
 
     def indices(self, natoms: ArrayLike, batch_size: int) -> NDArray[np.int64]:
-        """Returns the sorted indices of the structures in this shard, which are whole batches.
+        """Returns the sorted indices of the structures in this shard, which form whole batches.
 
-        `natoms`, (structures,), contains the atoms of each structure of the data set.
+        `natoms`, of shape (structures,), contains the number of atoms in each structure of the data
+        set.
         """
         found = len(np.asarray(natoms))
         count = -(-found // batch_size)
         if self.total > count:  # raised for every shard, because shards are merged together
             raise ValueError(
-                f"option --shard {self}: expected at most as many shards as batches; got {count:,} "
+                f"option --shard {self}: expected no more shards than batches; got {count:,} "
                 f"batches of {batch_size} for {found:,} structures; use fewer shards, or a smaller "
                 "--batch_size"
             )
@@ -322,10 +323,10 @@ class Shard(NamedTuple):
 
 
 def held_out(labels: Tensor, fraction: float, source: Path, items: str) -> Tensor:
-    """Returns a bool mask (n,) of the last rows of each class.
+    """Returns a mask of the last rows of each class, of shape (n,).
 
-    `labels` are the classes of the rows, (n,), and `fraction` is the share of each class, whose
-    number of rows is rounded down. `source` and `items` describe the rows in messages.
+    `labels` contains the class of each row, of shape (n,), and `fraction` is the share of each
+    class; numbers of rows are rounded down. `source` and `items` describe the rows in messages.
     """
     held = torch.zeros(len(labels), dtype=torch.bool)
     for label in labels.unique():

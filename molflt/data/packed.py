@@ -19,12 +19,12 @@ __all__ = ["PACKED", "dataset_loader", "opened", "require", "unpacked", "without
 
 _OPENERS: dict[str, Callable[..., IO[Any]]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
 PACKED = tuple(_OPENERS)
-"""endings of compressed files"""
+"""extensions of compressed files"""
 _NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*){1,2}")  # OWNER/NAME, OWNER/NAME/CONFIG
 
 
 def without_packing(path: Path) -> Path:
-    """Returns a path without the ending of a compressed file."""
+    """Returns a path without the extension of a compressed file."""
     return path.with_suffix("") if path.suffix.lower() in _OPENERS else path
 
 
@@ -41,8 +41,8 @@ def unpacked(path: Path) -> Iterator[IO[bytes]]:
             yield file
     except (gzip.BadGzipFile, lzma.LZMAError, zlib.error, EOFError) as error:
         raise ValueError(
-            f"{path}: expected a complete {path.suffix} file; got a damaged or truncated one "
-            f"({error}); get a new copy"
+            f"{path}: expected a complete {path.suffix} file; the file is damaged or truncated "
+            f"({error}); download or copy it again"
         ) from None
 
 
@@ -67,7 +67,7 @@ def dataset_loader(source: str) -> Callable[..., Any]:
     if not _NAME.fullmatch(name) or Path(name).exists():
         raise ValueError(
             f"{source}: expected hf:OWNER/NAME, a data set on the Hugging Face Hub; got "
-            f"{'a local path' if Path(name).exists() else shown(name)}; give files without hf:"
+            f"{'a local path' if Path(name).exists() else shown(name)}; pass files without hf:"
         )
     load: Callable[..., Any] = require("datasets", source, "hub").load_dataset
     return load

@@ -18,7 +18,7 @@ _FIRST = {"val": 0, "test": 2**31, "train": 2**32}  # the ranges do not overlap
 
 
 class ProblemSeeds(Dataset[Tensor]):
-    """Data set of at most 2^31 consecutive seeds of problems; see `generator_of`.
+    """Data set of up to 2^31 consecutive seeds of problems; see `generator_of`.
 
     The seeds of different uses, "train", "val" and "test", are disjoint.
     """
@@ -33,20 +33,20 @@ class ProblemSeeds(Dataset[Tensor]):
         return self.count
 
     def __getitem__(self, index: int) -> Tensor:
-        """Returns a seed, () int64."""
+        """Returns a seed as a scalar int64 tensor."""
         if not 0 <= index < self.count:
             raise IndexError(f"problem {index} of {self.count}")
         return torch.tensor(self.first + index)
 
 
 class ProblemData(BatchedData[ProblemSeeds]):
-    """Seeds of problems, (batch,) int64 in each batch.
+    """Seeds of problems, in int64 batches of shape (batch,).
 
     An epoch contains every training problem once, in an order that depends on the seed of the run.
     The validation problems are the same in every run.
 
     Args:
-        batch_size: problems of one meta-step, per device.
+        batch_size: problems in one meta-step, per device.
         problems: number of training problems.
         val_problems: number of validation problems.
     """

@@ -29,7 +29,7 @@ def augment(
     """Returns independent random variants of the images of a training batch.
 
     Args:
-        images: (batch, channels, height, width), bytes, or real numbers in [0, 1].
+        images: (batch, channels, height, width), uint8, or floating point in [0, 1].
         kind: transformation of the images: "flip" mirrors them horizontally; "crop" shifts them,
             with a black margin of an eighth of the side, or within the image if it is larger than
             `size`; "resized_crop" takes a box of random area and shape. Without a crop, larger
@@ -37,7 +37,7 @@ def augment(
         size: side length of the result in pixels; the height of the images by default.
 
     Returns:
-        (batch, channels, size, size); bytes remain bytes except in resized crops.
+        Images of shape (batch, channels, size, size); uint8 is kept except for resized crops.
     """
     size = images.shape[-2] if size is None else size
     if kind.startswith("flip"):
@@ -52,7 +52,7 @@ def augment(
 
 
 def center_crop(images: Tensor, size: int) -> Tensor:
-    """Returns the central squares of images, (..., size, size)."""
+    """Returns the central squares of images, of shape (..., size, size)."""
     height, width = images.shape[-2:]
     if min(height, width) < size:
         raise ValueError(
@@ -92,7 +92,7 @@ def _random_resized_crop(images: Tensor, size: int) -> Tensor:
 
 
 def _random_boxes(count: int, size: tuple[int, int] | torch.Size) -> Tensor:
-    """Returns random boxes (count, 4): top, left, height and width in pixels."""
+    """Returns random boxes, of shape (count, 4): top, left, height and width in pixels."""
     # The area, the logarithm of width over height, and the position are uniform. The first of
     # _TRIES boxes that fits is used, or else the whole image.
     full_height, full_width = size

@@ -17,12 +17,12 @@ __all__ = ["ImageData", "PixelData"]
 
 
 class ImageData(BatchedData[LabeledImages]):
-    """Labeled images of equal size, in batches of bytes (channels, size, size) and labels.
+    """Labeled uint8 images of shape (channels, size, size), in batches.
 
     Args:
         train: training images, as a folder with one subfolder per class, an idx file of images
             (with the file of labels next to it), or hf:OWNER/NAME:SPLIT.
-        val: validation images, in the same forms as `train`; null with `val_fraction`.
+        val: validation images, in any form that `train` accepts; null with `val_fraction`.
         train_labels: idx file of the training labels, if its name cannot be derived from `train`.
         val_labels: idx file of the validation labels, if its name cannot be derived from `val`.
         val_fraction: share of `train` to validate on, taken from the end of each class.
@@ -32,7 +32,7 @@ class ImageData(BatchedData[LabeledImages]):
             validation images are cropped to their central squares. Null means `image_size`.
         class_names: names of the classes of idx files, in the order of labels.
         batch_size: images in a batch, per device.
-        workers: processes that read ahead; 0 reads in the main process.
+        workers: number of processes that prefetch data; 0 reads in the main process.
     """
 
     items = "images"
@@ -54,12 +54,12 @@ class ImageData(BatchedData[LabeledImages]):
         if (val is None) == (val_fraction is None):
             raise ValueError(
                 "expected either data.val or data.val_fraction; got "
-                f"{'neither' if val is None else 'both'}; give one"
+                f"{'neither' if val is None else 'both'}; set one of them"
             )
         if val_labels is not None and val is None:
             raise ValueError(
                 f"data.val_labels has no effect with data.val_fraction={val_fraction}, which takes "
-                "images of data.train; omit one of them"
+                "images from data.train; omit one of them"
             )
         self.labels = {"train": train_labels, "val": val_labels if val else train_labels}
         self.val_fraction = val_fraction
@@ -120,7 +120,8 @@ class ImageData(BatchedData[LabeledImages]):
     def statistics(self) -> tuple[Tensor, Tensor]:
         """Returns the mean and standard deviation of each channel of the training images.
 
-        Images are scaled to [0, 1]; at most 2000 are decoded. Both tensors are (channels,) float64.
+        Images are scaled to [0, 1]; at most 2000 are decoded. Both tensors have shape (channels,)
+        and type float64.
         """
         self.setup()
         train = self.datasets["train"]
@@ -140,12 +141,12 @@ class ImageData(BatchedData[LabeledImages]):
             raise ValueError(
                 f"{path}: expected {use} images of {train.size[0]} pixels and {train.channels} "
                 f"channels, as in training; got {height} and {images.channels}; set "
-                "data.image_size, or use files of one kind"
+                "data.image_size, or use files of the same kind"
             )
 
 
 class PixelData(ImageData):
-    """Images without classes, for models that predict their bytes; batches are as in `ImageData`.
+    """Images without classes, for models that predict their bytes, batched as in `ImageData`.
 
     Args:
         train: training images, as a folder with or without one subfolder per class, an idx file of

@@ -29,18 +29,18 @@ _CHUNK = 4096  # images that are resized at once
 _SUFFIXES = (".png", ".jpg", ".jpeg")
 _GRAY = ("1", "L", "LA")
 _DEEP = ("I", "F")  # modes of more than 8 bits, which Pillow would clip
-_Fit = Callable[[Tensor, str], Tensor]  # resizes images (n, channels, height, width) of a name
+_Fit = Callable[[Tensor, str], Tensor]  # takes images (n, channels, height, width) and their name
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # Pillow runs programs for some other formats
 
 
 class LabeledImages(Dataset[tuple[Tensor, Tensor]]):
     """Labeled images of equal size.
 
-    An item is an image, (channels, height, width) uint8, and its label, () int64.
+    Each item is a uint8 image of shape (channels, height, width) and its label, an int64 scalar.
 
     Args:
         path: source of the images.
-        labels: index in `classes` of each image, (n,) int64.
+        labels: (n,) int64, index of the class of each image in `classes`.
         classes: names of the classes.
         read: function that returns the image at an index.
         names: names of the images, for messages; by default their indices.
@@ -71,18 +71,18 @@ class LabeledImages(Dataset[tuple[Tensor, Tensor]]):
         return self.image(index), self.labels[index]
 
     def image(self, index: int) -> Tensor:
-        """Returns an image, (channels, height, width) uint8."""
+        """Returns a uint8 image of shape (channels, height, width)."""
         image = self.read(index)
         if tuple(image.shape[1:]) != self.size:
             name = f"{self.path}, image {index}" if self.names is None else self.names[index]
             raise ValueError(
                 f"{name}: expected {self.size[0]} x {self.size[1]} pixels, as in the first image; "
-                f"got {image.shape[1]} x {image.shape[2]}; set data.image_size to resize all"
+                f"got {image.shape[1]} x {image.shape[2]}; set data.image_size to resize all images"
             )
         return image
 
     def squares(self, index: Tensor, side: int) -> LabeledImages:
-        """Returns the images at some indices, (n,), cropped to their central squares."""
+        """Returns the images at indices (n,), cropped to their central squares."""
         read = partial(self._square, index, side)
         labels, in_memory = self.labels[index], self.in_memory
         return LabeledImages(self.path, labels, self.classes, read, in_memory=in_memory)
@@ -93,8 +93,8 @@ class LabeledImages(Dataset[tuple[Tensor, Tensor]]):
     def statistics(self, most: int = 2000) -> tuple[Tensor, Tensor]:
         """Returns the mean and standard deviation of each channel, for images scaled to [0, 1].
 
-        At most `most` images are read, evenly spaced. Both tensors are (channels,) float64; a
-        deviation of 0 becomes 1.
+        At most `most` evenly spaced images are read. Both tensors have shape (channels,) and type
+        float64; a deviation of 0 becomes 1.
         """
         count = min(len(self), most)
         levels = torch.zeros(self.channels, 256, dtype=torch.int64)
@@ -154,7 +154,7 @@ def open_images(
 
     Args:
         source: folder with one subfolder per class, idx file of images, or hf:OWNER/NAME.
-        labels: idx file of the labels, if its name cannot be derived from that of the images.
+        labels: idx file of the labels, if its name cannot be derived from the name of the images.
         size: side in pixels of the squares to which images are resized; None keeps their size.
         classes: names of the classes, in the order of labels.
         box: average over the area of each pixel when resizing, as in `fitted`.
@@ -189,8 +189,8 @@ def _open_folder(
         found = ["."]
     elif not found:
         raise ValueError(
-            f"{path}: expected a folder of images for each class; got none; give an idx file, or "
-            f"make folders, as in {path}/cat/1.png"
+            f"{path}: expected a folder of images for each class; got none; pass an idx file, or "
+            f"create folders, as in {path}/cat/1.png"
         )
     elif unused:
         warnings.warn(
@@ -228,8 +228,8 @@ def _open_hub(source: str, classes: Sequence[str] | None, fit: _Fit) -> LabeledI
     names = getattr(columns[label[0]], "names", None) if label else None
     if not image or names is None:
         raise ValueError(
-            f"{source}: expected columns image and label (classes); got {', '.join(columns)}; "
-            "use another set, or write it as a folder of classes"
+            f"{source}: expected columns image and label (classes); got {', '.join(columns)}; use "
+            "a different data set, or convert it to a folder of classes"
         )
     labels = torch.tensor(list(rows[label[0]]), dtype=torch.int64)
     if int(labels.min()) < 0:
@@ -240,8 +240,8 @@ def _open_hub(source: str, classes: Sequence[str] | None, fit: _Fit) -> LabeledI
         )
     if classes is not None and list(classes) != list(names):
         raise ValueError(
-            f"{source}: expected the {len(classes)} trained classes; got {len(names)} others; "
-            "validate on the same classes"
+            f"{source}: expected the {len(classes)} trained classes; got {len(names)} different "
+            "ones; validate on the same classes"
         )
     read = partial(_read_row, rows, image[0], source, fit)
     return LabeledImages(Path(source), labels, list(names), read)
@@ -271,7 +271,7 @@ def _as_bytes(load: Callable[[], Image], name: str, mode: str | None) -> Tensor:
     """Returns the bytes of an image; raises ValueError for more than 8 bits per channel."""
     try:
         image = load()
-    except Exception as error:  # decoders raise many kinds
+    except Exception as error:  # decoders raise many kinds of errors
         raise ValueError(
             f"{name}: expected an image; it cannot be decoded ({error}); replace or remove it"
         ) from None
@@ -306,22 +306,22 @@ def _open_idx(
     index = _read_file(file, axes=1).long()
     if len(images) != len(index):
         raise ValueError(
-            f"{file}: expected a label for each of the {len(images):,} images of {path.name}; "
-            f"got {len(index):,} labels; give two files of the same set"
+            f"{file}: expected a label for each of the {len(images):,} images of {path.name}; got "
+            f"{len(index):,} labels; pass two files of the same set"
         )
     most = int(index.max())
     names = [str(i) for i in range(most + 1)] if classes is None else list(classes)
     if most >= len(names):
         raise ValueError(
             f"{file}: expected labels below {len(names)}, the number of classes; got {most}; train "
-            "on a set with all classes, or name all of them"
+            "on a set with all classes, or specify all class names"
         )
     images = torch.cat([fit(part, str(path)) for part in images.split(_CHUNK)])
     return LabeledImages(path, index, names, images.__getitem__, in_memory=True)
 
 
 def _read_file(path: Path, axes: int) -> Tensor:
-    """Reads the bytes of an idx file, plain or gzipped, with `axes` axes."""
+    """Reads the bytes of a plain or gzipped idx file with `axes` axes."""
     with unpacked(path) as file:
         content = file.read()
     head = 4 + 4 * axes
@@ -331,8 +331,8 @@ def _read_file(path: Path, axes: int) -> Tensor:
         raise ValueError(
             f"{path}: expected an idx file of bytes, which begins with {_MAGIC[axes].hex(' ')} and "
             f"has {size:,} bytes after the header, for the shape {shape}; got "
-            f"{content[:4].hex(' ')} and {max(0, len(content) - head):,}; get a new copy, or give "
-            "a folder of classes"
+            f"{content[:4].hex(' ')} and {max(0, len(content) - head):,}; download or copy the "
+            "file again, or pass a folder of classes"
         )
     return torch.frombuffer(bytearray(content[head:]), dtype=torch.uint8).view(shape)
 
@@ -344,6 +344,6 @@ def _labels_next_to(path: Path) -> Path:
         if candidate != path.name and (path.parent / candidate).is_file():
             return path.parent / candidate
     raise FileNotFoundError(
-        f"{path.parent / name}: no such file; expected the labels of {path.name}; give their file "
+        f"{path.parent / name}: no such file; expected the labels of {path.name}; pass their file "
         "as data.train_labels or data.val_labels"
     )

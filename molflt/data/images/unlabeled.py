@@ -31,11 +31,11 @@ def read_images(source: Path, side: int, channels: int) -> Iterator[tuple[str, T
 
 
 def read_alike(source: Path, side: int, channels: int, fit: bool = False) -> Iterator[Tensor]:
-    """Yields the bytes of images for a pixel model, (channels, side, side), as in training.
+    """Yields the bytes of each image for a pixel model, of shape (channels, side, side).
 
-    Sources are as for `read_images`. Gray images are repeated to three channels for color models.
-    With `fit`, the central squares of larger images are downscaled. Otherwise, images of another
-    size raise a ValueError.
+    Accepts the same sources as `read_images`. Gray images are repeated to three channels for color
+    models. With `fit`, the central squares of larger images are downscaled. Otherwise, images of a
+    different size raise a ValueError.
     """
     for name, image in _images(source, None):
         if len(image) not in (1, channels):
@@ -56,7 +56,7 @@ def read_alike(source: Path, side: int, channels: int, fit: bool = False) -> Ite
 def _images(
     source: Path, mode: str | None, size: int | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields the name and bytes of each image; `mode` and `size` are as for `_decode`."""
+    """Yields the name and bytes of each image; see `_decode` for `mode` and `size`."""
     if source.is_dir():
         for file in _image_files(source):
             yield os.path.relpath(file, source), _decode(file, mode, size)
@@ -70,8 +70,8 @@ def _images(
 def write_sheet(path: Path, rows: Sequence[Tensor]) -> None:
     """Writes rows of images as a PNG, in strips of 16 columns, enlarged without smoothing.
 
-    Rows are (n, channels, height, width) uint8, of equal shapes; images with the same index are in
-    one column.
+    Rows have equal shapes (n, channels, height, width) and type uint8; images with the same index
+    are in one column.
     """
     from PIL import Image
 

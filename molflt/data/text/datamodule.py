@@ -28,10 +28,10 @@ _Items = TypeVar("_Items", bound=Sized)
 
 
 class Blocks(Dataset[_Item]):
-    """Base class for texts that are divided into blocks of `length` tokens; ids are (tokens,).
+    """Base class for texts that are divided into blocks of `length` tokens, with ids (tokens,).
 
     Each block contains `inner` tokens of the text. With `keep_last`, an incomplete last block of at
-    least `shortest` tokens is padded; otherwise, it is left out.
+    least `shortest` tokens is padded; otherwise, it is dropped.
     """
 
     def __init__(
@@ -64,8 +64,9 @@ class TokenBlocks(Blocks[tuple[Tensor, Tensor]]):
     """Blocks of a text in which every token is predicted exactly once.
 
     The stream is [<eos>, t_1, ..., t_n]. Block i has the inputs stream[i L : (i + 1) L] and the
-    targets t_(i L + 1) ... t_((i + 1) L). A block does not see earlier blocks. The language models
-    of FLT are trained and evaluated in this way (arXiv:2302.01925, appendix B.1).
+    targets t_(i L + 1) ... t_((i + 1) L). Blocks do not include tokens of earlier blocks as
+    context. The language models of FLT are trained and evaluated in this way (arXiv:2302.01925,
+    appendix B.1).
 
     Args:
         ids: ids of the text without the first <eos>, (n,) integers.
@@ -82,7 +83,7 @@ class TokenBlocks(Blocks[tuple[Tensor, Tensor]]):
         self.eos = eos
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """Returns inputs and targets, (length,) int64 each; padding has the target -1."""
+        """Returns inputs and targets, of shape (length,) in int64; padding has the target -1."""
         piece = self._piece(index)
         inputs = np.full(self.length, self.eos, dtype=np.int64)
         targets = np.full(self.length, _NO_TARGET, dtype=np.int64)
@@ -105,11 +106,11 @@ class TextData(BatchedData[TokenBlocks]):
         train: training text.
         val: validation text.
         test: text for the final evaluation.
-        level: kind of tokens: words, characters, bytes, or residues of proteins in FASTA files; see
+        level: kind of tokens: words, characters, bytes, or protein residues in FASTA files; see
             `molflt.data.text.vocabulary.Vocabulary`.
         length: tokens in a block.
         batch_size: blocks in a batch, per device.
-        workers: processes that read ahead; 0 reads in the main process.
+        workers: number of processes that prefetch data; 0 reads in the main process.
         min_count: minimum count of a token in the training text; rarer tokens become <unk>.
         vocabulary: vocabulary.json of an earlier run; by default it is built from the training
             text.
@@ -177,8 +178,8 @@ def read_blocks(
 ) -> TokenBlocks:
     """Reads a text as blocks; warns if most of its tokens are unknown.
 
-    Sources are those of `TextData`. The default split of a Hugging Face data set is that of `use`,
-    "train", "val" or "test".
+    Accepts the same sources as `TextData`. The default split of a Hugging Face data set depends on
+    `use`: "train", "val" or "test".
     """
     ids = vocabulary.encode_blocks(_text_blocks(source, vocabulary.level, use))
     if len(ids) and (share := float(np.mean(ids == vocabulary.unk))) > _MOST_UNKNOWN:
@@ -214,7 +215,7 @@ class PieceBlocks(Blocks[tuple[Tensor, Tensor, Tensor]]):
         self.cls, self.sep, self.pad = tokenizer.cls, tokenizer.sep, tokenizer.pad
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns ids and types, (length,) int64, and the mask (length,), False for padding."""
+        """Returns ids, types and the mask, False for padding, of shape (length,) each."""
         piece = self._piece(index).tolist()
         tokens = [self.cls, *piece[: self.first], self.sep]
         types = torch.zeros(self.length, dtype=torch.int64)
@@ -230,7 +231,7 @@ class TokenizedData(BatchedData[_Items]):
     """Base class for data with a tokenizer, which is read from a file or learned.
 
     Args:
-        batch_size: items in a batch, per device.
+        batch_size: number of items in a batch, per device.
         sources: see `molflt.data.batches.BatchedData`.
         tokenizer: tokenizer.json, or the folder of a run or of a published model that contains it.
             By default, the tokenizer of the weights in --init is used; without --init, a tokenizer
@@ -241,9 +242,9 @@ class TokenizedData(BatchedData[_Items]):
             (symbols of expressions, one per line), or byte (bytes of lines, which need not be
             UTF-8).
         pieces: maximum number of tokens of a learned tokenizer, 8192 by default.
-        lowercase: ignore case in a learned tokenizer; by default true, but false for translation.
-            BLEU ignores case if the tokenizer does.
-        workers: processes that read ahead; 0 reads in the main process.
+        lowercase: ignore case in a learned tokenizer; defaults to true, and to false for
+            translation. BLEU ignores case if the tokenizer does.
+        workers: number of processes that prefetch data; 0 reads in the main process.
 
     Attributes:
         tokenizer: tokenizer; available after `setup`.
@@ -279,7 +280,7 @@ class TokenizedData(BatchedData[_Items]):
         self.lowercase = self.default_lowercase if lowercase is None else lowercase
 
     def set_tokenizer(self, lines: Callable[[], Iterable[str]], name: str) -> None:
-        """Sets the tokenizer: from the resumed run, from `tokenizer`, or newly learned."""
+        """Sets the tokenizer: that of the resumed run, that in `tokenizer`, or a learned one."""
         source = self.tokenizer_file
         if self.kept is not None and (source is None or (self.kept / TOKENIZER).is_file()):
             source = self.kept / TOKENIZER
@@ -290,8 +291,8 @@ class TokenizedData(BatchedData[_Items]):
         self.tokenizer = Tokenizer.from_json(content, label)
         if self.fixed and self.tokenizer.fixed != self.fixed:
             raise ValueError(
-                f"{label}: expected a tokenizer of data.kind={self.fixed}; got another one; change "
-                "data.tokenizer, or omit it"
+                f"{label}: expected a tokenizer of data.kind={self.fixed}; got a different one; "
+                "change data.tokenizer, or omit it"
             )
 
     def sizes(self) -> dict[str, int]:
@@ -304,7 +305,7 @@ class TokenizedData(BatchedData[_Items]):
 
 
 class TokenizedText(TokenizedData[PieceBlocks]):
-    """Blocks of a training text, a validation text and an optional test text, for masked models.
+    """Blocks of training, validation and optional test texts, for masked language models.
 
     Each text is a UTF-8 file, plain or compressed (.gz or .xz), or a Hugging Face data set; see
     `TextData`.
@@ -336,7 +337,7 @@ class TokenizedText(TokenizedData[PieceBlocks]):
             raise ValueError(f"data.length must be at least {3 + 2 * next_sentence}; got {length}")
         if next_sentence and batch_size < 2:
             raise ValueError(
-                "data.next_sentence takes wrong second parts from other blocks of the batch; "
+                "data.next_sentence draws false second parts from other blocks of the batch; "
                 f"expected a data.batch_size of at least 2; got {batch_size}"
             )
         self.length = length
@@ -358,9 +359,9 @@ class TokenizedText(TokenizedData[PieceBlocks]):
 def read_pieces(
     source: str, tokenizer: Tokenizer, length: int, pairs: bool = False, use: str = "val"
 ) -> PieceBlocks:
-    """Reads a text as blocks; an incomplete last block is left out only if `use` is "train".
+    """Reads a text as blocks; an incomplete last block is dropped only if `use` is "train".
 
-    The source is a file or an hf: name. A tokenizer of residues reads FASTA.
+    The source is a file or an hf: name. For a tokenizer of residues, it must be FASTA.
     """
     blocks = (
         _line_blocks(source, use, any_bytes=tokenizer.fixed == "byte")
@@ -373,5 +374,5 @@ def read_pieces(
 
 
 def padded_rows(rows: Sequence[Tensor], value: int) -> Tensor:
-    """Stacks rows (n,) of different lengths; `value` fills their ends."""
+    """Stacks rows (n,) of different lengths, padded with `value` at the end."""
     return torch.nn.utils.rnn.pad_sequence([*rows], batch_first=True, padding_value=value)

@@ -46,7 +46,7 @@ class GlueTask(NamedTuple):
     metrics: tuple[str, ...] = ("accuracy",)
     places: Mapping[str, int] | None = None  # indices of the same columns in files without a header
     files: Mapping[str, tuple[str, ...]] = {}
-    """additional file names of each split, in the folder of the task or in another one"""
+    """additional file names of each split, in the folder of the task or in a different folder"""
     broken_rows: bool = False
     """the published files contain rows with missing columns, which are skipped by convention"""
     kind: TokenizerKind | None = None  # default kind of the tokenizer; None: learned
@@ -130,7 +130,7 @@ def find_split(root: Path, task: str, split: str) -> Path:
             for path in (root / f"{form}{packed}", root / f"{form.replace('/', '.', 1)}{packed}"):
                 if path.is_file() or (spec.held_out and path.is_dir()):
                     return path
-    kind = "an unpacked folder" if spec.form == "texts" else "plain or as .gz or .xz"
+    kind = "an unpacked folder" if spec.form == "texts" else "plain or compressed (.gz or .xz)"
     raise FileNotFoundError(
         f"{root}: no {split} file of {task}; expected {' or '.join(forms) or 'another split'}, "
         f"{kind}; change data.root"
@@ -232,7 +232,9 @@ def _read_texts(path: Path, classes: Sequence[str]) -> Iterator[tuple[str, int]]
     for label, name in enumerate(classes):
         files = sorted((path / name).glob("*.txt"), key=natural)
         if not files:
-            raise ValueError(f"{path / name}: expected .txt files; got none; get a new copy")
+            raise ValueError(
+                f"{path / name}: expected .txt files; got none; download or copy the folder again"
+            )
         for file in files:
             yield text_of(file.read_bytes()), label
 

@@ -25,7 +25,7 @@ _Item = tuple[Tensor, Tensor]
 
 
 class ParallelText(NamedTuple):
-    """Sentences and their translations; `files` are the names of their files."""
+    """Sentences and their translations; `files` contains the paths of the two files."""
 
     source: list[str]
     target: list[str]
@@ -36,7 +36,8 @@ class Pairs(Dataset[_Item]):
     """Token ids of sentences and of their translations.
 
     Pairs with more than `length` tokens in a sentence, including the end token, are left out;
-    `left_out` is their number. `sizes` are the numbers of tokens of the longer sentences.
+    `left_out` is their number. `sizes` contains the number of tokens in the longer sentence of each
+    pair.
     """
 
     def __init__(self, text: ParallelText, tokenizer: Tokenizer, length: int | None = None) -> None:
@@ -50,7 +51,7 @@ class Pairs(Dataset[_Item]):
         self.left_out = len(pairs) - len(self.pairs)
         if not self.pairs:
             raise ValueError(
-                f"{text.files[0]}: expected pairs of at most {length} tokens; got {len(pairs):,} "
+                f"{text.files[0]}: expected pairs of up to {length} tokens; got {len(pairs):,} "
                 "longer ones; increase data.length"
             )
 
@@ -58,7 +59,7 @@ class Pairs(Dataset[_Item]):
         return len(self.pairs)
 
     def __getitem__(self, index: int) -> _Item:
-        """Returns the ids (n,) int64 of the source and of the target; both end with `end`."""
+        """Returns the ids of the source and of the target, of shape (n,); both end with `end`."""
         source, target = self.pairs[index]
         return torch.tensor([*source, self.end]), torch.tensor([self.begin, *target, self.end])
 
@@ -66,8 +67,8 @@ class Pairs(Dataset[_Item]):
 def paired(items: Sequence[_Item], pad: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Collates items into a padded batch of source ids, source mask, decoder inputs and targets.
 
-    Sources are (batch, longest source). Inputs and targets are (batch, longest target); the target
-    of padding is -1.
+    Sources have shape (batch, longest source). Inputs and targets have shape (batch, longest
+    target); the target of padding is -1.
     """
     sources, targets = zip(*items, strict=True)
     there = padded_rows([torch.ones_like(ids) for ids in sources], 0).bool()
@@ -79,9 +80,10 @@ def paired(items: Sequence[_Item], pad: int) -> tuple[Tensor, Tensor, Tensor, Te
 class ParallelData(TokenizedData[Pairs]):
     """Sentences and their translations for training, validation and an optional test.
 
-    `train`, `val` and `test` each name two UTF-8 files with the same number of lines, NAME.SOURCE
-    and NAME.TARGET, plain or compressed (.gz or .xz). For example, data/train with the languages de
-    and en means data/train.de and data/train.en. One tokenizer is learned from both sides.
+    `train`, `val` and `test` each specify two UTF-8 files with the same number of lines,
+    NAME.SOURCE and NAME.TARGET, plain or compressed (.gz or .xz). For example, data/train with the
+    languages de and en means data/train.de and data/train.en. One tokenizer is learned from both
+    sides.
 
     Args:
         train: name of the training files.
@@ -158,14 +160,14 @@ def read_parallel(name: str, source: str, target: str) -> ParallelText:
     if len(sides[0]) != len(sides[1]):
         raise ValueError(
             f"expected the same number of lines in {files[0]} and {files[1]}; got "
-            f"{len(sides[0]):,} and {len(sides[1]):,}; line i of one must translate line i of the "
-            "other"
+            f"{len(sides[0]):,} and {len(sides[1]):,}; line i of one must be the translation of "
+            "line i of the other"
         )
     for path, side in zip(files, sides, strict=True):
         if "" in side:
             raise ValueError(
                 f"{path}: expected a sentence in each line; got an empty line "
-                f"{side.index('') + 1:,}; remove it in both files"
+                f"{side.index('') + 1:,}; remove it from both files"
             )
     return ParallelText(*sides, files)
 
@@ -175,6 +177,6 @@ def _file(name: str, language: str) -> str:
         if Path(found := f"{name}.{language}{packed}").is_file():
             return found
     raise FileNotFoundError(
-        f"{name}.{language}: no such file; expected a text, plain or as .gz or .xz; data.source "
-        "and data.target are the endings of the two files"
+        f"{name}.{language}: no such file; expected a text file, plain or compressed (.gz or .xz); "
+        "data.source and data.target are the extensions of the two files"
     )

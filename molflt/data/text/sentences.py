@@ -64,7 +64,7 @@ class Sentences(Dataset[_Item]):
         return len(self.rows)
 
     def __getitem__(self, index: int) -> _Item:
-        """Returns the ids and types, (tokens,) int64 each, and the class or score, () float64."""
+        """Returns ids and types of shape (tokens,), and the class or score as a float64 scalar."""
         ids, first = self.rows[index]
         types = torch.arange(len(ids)) >= first
         label = torch.tensor(self.labels[index], dtype=torch.float64)
@@ -72,7 +72,7 @@ class Sentences(Dataset[_Item]):
 
 
 def padded(items: Sequence[_Item], pad: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Collates items into ids, types and mask, (batch, longest) each, and labels, (batch,)."""
+    """Collates items into ids, types and mask (batch, longest), and labels (batch,)."""
     tokens, types, labels = zip(*items, strict=True)
     there = padded_rows([torch.ones_like(row) for row in tokens], 0).bool()
     return padded_rows(tokens, pad), padded_rows(types, 0), there, torch.stack(labels)
@@ -92,7 +92,7 @@ class SentenceData(TokenizedData[Sentences]):
         root: folder with the files of the tasks.
         tokenizer: tokenizer.json, or a folder that contains it; see
             `molflt.data.text.datamodule.TokenizedData`.
-        kind: kind of the tokenizer, see `molflt.data.text.datamodule.TokenizedData`; by default
+        kind: kind of the tokenizer; see `molflt.data.text.datamodule.TokenizedData`. Defaults to
             listops for ListOps and byte for IMDb and Image.
         length: maximum number of tokens in a sentence or pair, including special tokens; longer
             examples are shortened.
@@ -138,7 +138,7 @@ class SentenceData(TokenizedData[Sentences]):
         if TASKS[self.task].form == "images" and self.tokenizer.fixed != "byte":
             raise ValueError(
                 f"data.task={self.task}: expected a tokenizer of bytes, which are gray levels; got "
-                "another one; set data.kind to byte, or change data.tokenizer or --init"
+                "a different one; set data.kind to byte, or change data.tokenizer or --init"
             )
         self.collate = cast("None", partial(padded, pad=self.tokenizer.pad))
         for use, (path, examples) in found.items():

@@ -42,7 +42,7 @@ def _text_blocks(source: str, level: _Level = "word", use: str = "train") -> Ite
 
 
 def _line_blocks(source: str, use: str = "train", any_bytes: bool = False) -> Iterator[str]:
-    """Yields pieces of a text that end at line breaks; takes the arguments of `_text_blocks`."""
+    """Yields pieces of a text that end at line breaks; see `_text_blocks` for the arguments."""
     done = 0
     for raw in _raw(source, use):
         try:
@@ -101,7 +101,9 @@ def _raw(source: str, use: str) -> Iterator[bytes]:
         return
     path = Path(source)
     if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file; expected a text, plain or as .gz or .xz")
+        raise FileNotFoundError(
+            f"{path}: no such file; expected a text file, plain or compressed (.gz or .xz)"
+        )
     with unpacked(path) as file:
         while lines := file.readlines(_BLOCK):
             yield b"".join(lines)
@@ -115,7 +117,7 @@ def _rows(source: str, use: str) -> Iterator[bytes]:
     parts = name.split("/")
     try:
         rows = load("/".join(parts[:2]), *parts[2:], split=split)
-    except Exception as error:  # the library raises many kinds
+    except Exception as error:  # the library raises many kinds of errors
         raise ValueError(
             f"{source}: cannot be loaded ({' '.join(str(error).split())}); expected "
             "hf:OWNER/NAME[/CONFIG][:SPLIT[.COLUMN]]"

@@ -28,9 +28,9 @@ def split(
     """Splits a FASTA file by record, or by clusters of similar records.
 
     Writes train.fasta, val.fasta and test.fasta. Each cluster goes to one file only; without
-    clusters, all copies of a sequence go to one file. Similar sequences in different files make a
-    model look better than it is. To avoid this, pass clusters, such as those of MMseqs2 at 30 %
-    identity.
+    clusters, all copies of a sequence go to the same file. Similar sequences in different files
+    make a model look better than it is. To avoid this, pass clusters, such as those of MMseqs2 at
+    30 % identity.
 
     Args:
         src: FASTA file, plain or compressed (.gz or .xz).

@@ -1,4 +1,4 @@
-"""Tokenizers of the package `tokenizers`: learned subwords, or a fixed vocabulary."""
+"""Tokenizers from the package `tokenizers`: learned subwords, or a fixed vocabulary."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Tokenizer:
     """Conversion between text and the ids of subwords and special tokens.
 
     Args:
-        inner: tokenizer of the package `tokenizers`.
+        inner: tokenizer from the package `tokenizers`.
         name: name of the file, for messages.
 
     Attributes:
@@ -49,7 +49,7 @@ class Tokenizer:
         sep: id of the token after a sentence.
         mask: id of the token that replaces masked tokens.
         special: sorted ids of all special tokens.
-        fixed: key of `molflt.data.text.vocabulary.FIXED` with these tokens; None if learned.
+        fixed: key of these tokens in `molflt.data.text.vocabulary.FIXED`; None if learned.
         letters: ids of residues by letter; None if the tokens are not residues.
     """
 
@@ -93,8 +93,8 @@ class Tokenizer:
         """Learns the subwords of a text, or returns a tokenizer with a fixed vocabulary.
 
         Subwords are WordPiece as in BERT (arXiv:1810.04805), Unigram as in SentencePiece
-        (arXiv:1808.06226), or byte pair encoding (arXiv:1508.07909) with marked spaces, which allow
-        decoding to restore the text. Repeated training may assign different ids to rare subwords.
+        (arXiv:1808.06226), or byte pair encoding (arXiv:1508.07909) with marked spaces, from which
+        decoding restores the text. Repeated training may assign different ids to rare subwords.
 
         Args:
             kind: "wordpiece", "unigram", "bpe", or a key of `molflt.data.text.vocabulary.FIXED`.
@@ -110,12 +110,12 @@ class Tokenizer:
             # Lines are encoded one by one, so no subword may contain a line break
             single = (line for block in lines for line in block.splitlines())
             inner.train_from_iterator(single, trainer)
-        # Read back from JSON, to equal the tokenizer that a run loads
+        # Read back from JSON, to match the tokenizer that a run loads
         return cls.from_json(inner.to_str().encode(), name)
 
     @classmethod
     def from_json(cls, content: bytes, name: str = TOKENIZER) -> Tokenizer:
-        """Reads a tokenizer in the format of the library `tokenizers`."""
+        """Reads a tokenizer in the format of the package `tokenizers`."""
         library = _library()
         try:
             parsed = {**json.loads(content), "padding": None, "truncation": None}
@@ -123,8 +123,8 @@ class Tokenizer:
             inner = library.Tokenizer.from_str(text)
         except Exception as error:  # the library does not raise a narrower class
             raise ValueError(
-                f"{name}: expected the {TOKENIZER} of a run or of a published model; got another "
-                f"file ({shown(str(error))})"
+                f"{name}: expected the {TOKENIZER} of a run or of a published model; got a "
+                f"different file ({shown(str(error))})"
             ) from None
         found = cls(inner, name)
         found._content = f"{text}\n".encode()
@@ -135,7 +135,7 @@ class Tokenizer:
         return self._content
 
     def encode(self, texts: list[str], source: str = "", special: bool = False) -> list[list[int]]:
-        """Returns the ids of each text, without special tokens around them.
+        """Returns the ids of each text, without adding special tokens.
 
         Args:
             texts: texts to encode; for byte tokens, from `molflt.data.text.vocabulary.text_of`.
@@ -165,7 +165,7 @@ class Tokenizer:
         return [one.ids for one in found]
 
     def encode_blocks(self, blocks: Iterable[str], source: str = "") -> np.ndarray:
-        """Returns the ids (tokens,) int32 of a text in pieces of whole lines.
+        """Returns the ids of a text in pieces of whole lines, of shape (tokens,) in int32.
 
         With a fixed vocabulary, [SEP] follows each nonblank line. Only byte tokens preserve white
         space, and only a line feed ends a line of bytes.
@@ -191,7 +191,7 @@ class Tokenizer:
             )
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Returns the text of ids, without special tokens."""
+        """Decodes ids to text, without special tokens."""
         return self._inner.decode([int(one) for one in ids])
 
     @property
@@ -203,7 +203,7 @@ class Tokenizer:
         )
 
     def token(self, index: int) -> str:
-        """Returns the token of an id."""
+        """Returns the token with an id."""
         return str(self._inner.id_to_token(index))
 
 
@@ -218,7 +218,7 @@ def find_tokenizer(path: Path) -> tuple[bytes, str]:
         found = json.loads(config.read_bytes())["files"][TOKENIZER]
         return json.dumps(found, ensure_ascii=False, indent=0).encode(), f"{config}: {TOKENIZER}"
     raise FileNotFoundError(
-        f"{inside}: no such file; expected a tokenizer; give its file or the folder of a run, or "
+        f"{inside}: no such file; expected a tokenizer; pass its file or the folder of a run, or "
         "omit data.tokenizer to train one"
     )
 

@@ -45,8 +45,8 @@ class Vocabulary:
     Words are separated by white space, and each line, even an empty line, ends with `<eos>`. Tokens
     are counted in this way for perplexities on WikiText-2 and -103 (AWD-LSTM, fairseq). Characters
     are code points, including line breaks. The id of a byte is its value, and 256 is `<eos>`. The
-    tokens of proteins are residues, and each sequence ends with `<eos>`. Bytes and proteins do not
-    have `<unk>`.
+    tokens of proteins are residues, and each sequence ends with `<eos>`. The levels "byte" and
+    "protein" do not have `<unk>`.
 
     Args:
         level: "word", "char", "byte" or "protein".
@@ -74,9 +74,9 @@ class Vocabulary:
     def count(
         cls, level: _Level, blocks: Iterable[bytes | str], min_count: int = 1
     ) -> tuple[Vocabulary, np.ndarray]:
-        """Returns the vocabulary of a text and the ids of its tokens, (tokens,) int32.
+        """Returns the vocabulary of a text and the ids of its tokens, of shape (tokens,) in int32.
 
-        `blocks` are those of `encode_blocks`. Tokens with fewer than `min_count` occurrences become
+        See `encode_blocks` for `blocks`. Tokens with fewer than `min_count` occurrences become
         <unk>.
         """
         if level in _FIXED_LEVELS:
@@ -96,7 +96,7 @@ class Vocabulary:
         return vocabulary, new[ids]
 
     def encode_blocks(self, blocks: Iterable[bytes | str]) -> np.ndarray:
-        """Returns the ids (tokens,) int32 of a text in pieces, which must not divide words.
+        """Returns the ids of a text in pieces that do not split words, of shape (tokens,) in int32.
 
         Pieces are bytes at level "byte", and strings at other levels.
         """
@@ -112,11 +112,11 @@ class Vocabulary:
         return found
 
     def encode(self, text: str) -> Tensor:
-        """Returns the ids (tokens,) int64 of a text; does not append `<eos>`."""
+        """Returns the ids of a text, of shape (tokens,) in int64; does not append `<eos>`."""
         return torch.from_numpy(self.encode_blocks([text]).astype(np.int64))
 
     def decode(self, ids: Iterable[int] | Tensor) -> str:
-        """Returns the text of ids.
+        """Decodes ids to text.
 
         `<eos>` becomes a line break for words and proteins, and is dropped at other levels.
         """
@@ -137,7 +137,7 @@ class Vocabulary:
 
     @classmethod
     def from_json(cls, content: bytes, name: str = "vocabulary") -> Vocabulary:
-        """Reads the content of a file that `to_json` wrote; `name` is its name, for messages."""
+        """Reads the content of a file that `to_json` wrote; `name` is used in messages."""
         try:
             fields = json.loads(content)
             if (found := (fields["format"], fields["version"])) != (_FORMAT, _VERSION):
@@ -145,7 +145,7 @@ class Vocabulary:
             level, tokens = fields["level"], fields["tokens"]
             return cls(level, _FIXED_LEVELS[level] if tokens is None else tokens)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise ValueError(f"{name}: cannot be read as a vocabulary in JSON; {error}") from None
+            raise ValueError(f"{name}: cannot be read as a JSON vocabulary; {error}") from None
 
 
 def _numbers(level: str, number: Callable[[str], int], block: bytes | str) -> NDArray[np.int32]:
@@ -164,5 +164,5 @@ def _joined(parts: Iterable[NDArray[np.int32]]) -> NDArray[np.int32]:
 
 
 def text_of(content: bytes) -> str:
-    """Decodes any bytes to a text that tokenizers of bytes encode without loss."""
+    """Decodes any bytes to text that byte tokenizers encode without loss."""
     return content.decode("utf-8", "surrogateescape")
