@@ -223,9 +223,9 @@ def test_command_continues_from_its_table(oxygen, tmp_path, capsys):
     moved = read(oxygen, ":")
     moved[1].positions[-1, 2] += 0.5
     write(other := oxygen.with_name("other.extxyz"), moved)
-    assert "another structure 1" in error_of(capsys, *words[:2], str(other), *words[3:])
+    assert "a different structure 1" in error_of(capsys, *words[:2], str(other), *words[3:])
     kept.write_text("a,b\n1,2\n")
-    assert "not a table of this command" in error_of(capsys, *words)
+    assert "not a table from this command" in error_of(capsys, *words)
     for more in ("--fmax=1", "--device=cpu", "--workers=0"):
         assert more.strip("-").partition("=")[0] in error_of(capsys, *words, more)
 

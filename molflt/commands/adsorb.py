@@ -42,10 +42,10 @@ def adsorb(
     steps: int | None = None,
     device: str = "auto",
 ) -> int:
-    """Places a molecule on all distinct sites of slabs, and ranks the placements by energy.
+    """Places a molecule on all distinct sites of slabs and ranks the placements by energy.
 
     Writes the best placements that differ in site or orientation, a table of all placements (.csv),
-    and a picture of the best five (.png).
+    and a figure of the best five (.png).
 
     Args:
         slabs: files of slabs with vacuum along the third cell vector, folders of such files, or
@@ -55,8 +55,8 @@ def adsorb(
             model that comes with the package.
         out: file to write, .extxyz.
         best: number of placements to write.
-        rotation: step of rotations about the surface normal, degrees.
-        repeat: numbers N M of repetitions of the slabs along their first two cell vectors.
+        rotation: rotation step about the surface normal, degrees.
+        repeat: numbers of repetitions, N M, of the slabs along their first two cell vectors.
         facet: Miller indices H K L. For primitive fcc and bcc crystals, they refer to the cubic
             cell.
         layers: number of layers in `ase.build.surface`, with --facet; 4 by default.

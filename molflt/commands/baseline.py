@@ -1,4 +1,4 @@
-"""``molflt data baseline``: energies by an ASE calculator, for models that learn a difference."""
+"""``molflt data baseline``: energies from an ASE calculator, for models that learn a difference."""
 
 from __future__ import annotations
 
@@ -56,25 +56,25 @@ def baseline(
     energy_key: str | None = None,
     tags: Tags = "oc20",
 ) -> None:
-    """Adds baseline energies by an ASE calculator to structures, for --data.baseline_key.
+    """Adds baseline energies, computed with an ASE calculator, for --data.baseline_key.
 
     The baseline of an adsorbate on a slab is E(slab with adsorbate) - E(slab) - E(adsorbate), each
-    computed in the same cell. Without adsorbate (tag 2) or slab atoms, it is the total energy. The
-    energies are added to a table next to DST (.csv) as they are computed. After an interruption,
-    the same command continues from the table.
+    computed in the same cell. For structures without adsorbate atoms (tag 2) or without slab atoms,
+    the baseline is the total energy. The energies are added to a table next to DST (.csv) as they
+    are computed. After an interruption, the same command continues from the table.
 
     Args:
         src: files that ASE reads, compact stores, OC20 LMDBs, folders of these, or quoted patterns.
         dst: compact store to write, with the energies as y_baseline.
         calculator: module:Class of an ASE calculator, or a potential trained with molflt: a run or
             an exported model.
-        relax_steps: maximum number of steps that relax each structure and each part; 0 computes the
-            energies of the structures as they are.
+        relax_steps: maximum number of relaxation steps for each structure and each part; 0 computes
+            the energies of the given structures.
         fmax: largest force on a free atom at convergence, eV/Å, with --relax-steps; 0.05 by
             default.
-        subtract_adsorbate: subtract E(adsorbate). False for atoms and radicals, because most
-            potentials do not describe them without a slab; task.references fit then learns their
-            energies from the labels.
+        subtract_adsorbate: subtract E(adsorbate). Set to false for atoms and radicals, because most
+            potentials do not describe them without a slab; with task.references fit, their energies
+            are then learned from the labels.
         workers: number of processes.
         device: auto (the default), cpu, cuda or cuda:N, for potentials trained with molflt.
         energy_key: name of the label, eV, in files that ASE reads; by default y_relaxed, else
@@ -86,7 +86,7 @@ def baseline(
     if relax_steps == 0:
         refuse_idle(calculator, "no --relax-steps", {"fmax": fmax})
     if is_class(calculator):
-        refuse_idle(calculator, "a class, which chooses its device", {"device": device})
+        refuse_idle(calculator, "a class, which selects its own device", {"device": device})
     fmax = 0.05 if fmax is None else fmax
     table = dst.with_suffix(".csv")
     for path in (dst, table):
@@ -116,12 +116,12 @@ def baseline(
     if absent := [rows[i] for i in range(len(dataset)) if not rows[i]["baseline_eV"]]:
         warn(
             f"{dst}: no baseline for {len(absent)} structures, such as sid {absent[0]['sid']}: "
-            f"{absent[0]['why']}; the same command tries again; to train without them, "
+            f"{absent[0]['why']}; run the same command again to retry; to train without them, set "
             "--data.skip_bad true"
         )
     records = map(_with_baseline, one_pass(dataset), energies)
-    count = write_store(dst, records, source=f"{dataset.path.name}, y_baseline by {label}")
-    print(f"{dst}: {count:,} structures with y_baseline by {label}; table in {table}")
+    count = write_store(dst, records, source=f"{dataset.path.name}, y_baseline from {label}")
+    print(f"{dst}: {count:,} structures with y_baseline from {label}; table in {table}")
 
 
 def _version(calculator: str) -> str:
@@ -132,7 +132,7 @@ def _version(calculator: str) -> str:
 
 
 def _known(table: Path, dataset: Structures, label: str) -> dict[int, dict[str, str]]:
-    """Reads the energies of an interrupted computation by index."""
+    """Reads the energies of an interrupted computation, by index."""
     if not table.exists():
         return {}
     text = table.read_text(encoding="utf-8")
@@ -142,11 +142,11 @@ def _known(table: Path, dataset: Structures, label: str) -> dict[int, dict[str, 
         labels = {row["calculator"] for row in found} - {label}
         changed = [i for i, row in rows.items() if row["digest"] != _digest(to_atoms(dataset[i]))]
     except (KeyError, IndexError, ValueError, csv.Error):
-        raise ValueError(f"{table}: not a table of this command; choose another DST") from None
+        raise ValueError(f"{table}: not a table from this command; choose another DST") from None
     if labels or changed:
-        other = f"by {labels.pop()}" if labels else f"of another structure {changed[0]}"
+        other = f"from {labels.pop()}" if labels else f"for a different structure {changed[0]}"
         raise ValueError(
-            f"{table}: expected energies of these structures by {label}; got one {other}; delete "
+            f"{table}: expected energies of these structures from {label}; got one {other}; delete "
             "the table, or choose another DST"
         )
     if rows:
@@ -181,9 +181,9 @@ def _energy(atoms: Atoms, fmax: float, steps: int) -> tuple[float, str]:
             atoms.calc = _made["calculator"]
             return float(atoms.get_potential_energy()), "not finite"
         done = relax_atoms(atoms, _made["calculator"], fmax=fmax, steps=steps)
-        stopped = not done.converged and done.steps < steps  # by an error
+        stopped = not done.converged and done.steps < steps  # because of an error
         return math.nan if stopped else done.after, done.why
-    except Exception as error:  # calculators raise any
+    except Exception as error:  # calculators can raise anything
         return math.nan, " ".join(f"{type(error).__name__}: {error}".split())
 
 
@@ -193,7 +193,7 @@ def _computed(
     submit: Callable[[Atoms], Future[tuple[float, str]]],
     subtracted: Sequence[str],
 ) -> Iterator[dict[str, str]]:
-    """Yields the unknown rows; parts that occur several times are computed once."""
+    """Yields the missing rows; parts that occur several times are computed once."""
     parts: dict[str, Future[tuple[float, str]]] = {}
     waiting: deque[tuple[dict[str, str], dict[str, Future[tuple[float, str]]]]] = deque()
     for index in [i for i in range(len(dataset)) if i not in known]:

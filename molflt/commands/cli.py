@@ -36,7 +36,7 @@ class Command(NamedTuple):
     summary: str
     """its line in ``molflt --help``"""
     function: str = "molflt.commands.{0}:{0}"
-    """``module:function``, with {0} for the last name; its arguments are the options"""
+    """``module:function``, with {0} for the last name; the function arguments are the options"""
     has_parser: bool = False
     """True if `build_parser` in the module of the function returns the parser"""
     places: Mapping[str, str] = {}
@@ -57,7 +57,7 @@ COMMANDS: dict[tuple[str, ...], Command] = {
         },
     ),
     ("data", "baseline"): Command(
-        "add energies by an ASE calculator, for models that learn the difference",
+        "add energies from an ASE calculator, for models that learn the difference",
         places={"src": "files, folders or patterns to read", "dst": "compact store to write"},
     ),
     ("data", "download"): Command(
@@ -76,7 +76,7 @@ COMMANDS: dict[tuple[str, ...], Command] = {
     ),
     ("predict",): Command(
         "predict structures, sentences or images in files",
-        places={"file": "files to predict, after the model unless it is that of the package"},
+        places={"file": "files to predict; a model may precede them"},
     ),
     ("merge",): Command(
         "join the predictions of several processes", "molflt.commands.predict:merge"

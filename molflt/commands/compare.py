@@ -1,4 +1,4 @@
-"""``molflt compare``: compares runs in a table, as JSON and in pictures."""
+"""``molflt compare``: compares runs in a table, as JSON and in figures."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def compare(
         out: folder for comparison.json, curves.png (training curves) and metrics.png (the metric
             that selects the best weights, by split); by default nothing is written.
         json: print JSON instead of a table.
-        pictures: additional formats for the pictures.
+        pictures: additional formats for the figures.
     """
     if pictures and out is None:
-        raise ValueError("--pictures: expected --out FOLDER for the pictures; got none")
+        raise ValueError("--pictures: expected --out FOLDER for the figures; got none")
     found = read_runs(runs)
     text = json_format.dumps(_as_json(found), indent=2, allow_nan=False)
     print(text if json else _as_table(found))

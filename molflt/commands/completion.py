@@ -61,14 +61,14 @@ def _script(shell: str) -> str:
 
 
 def _merged(path: tuple[str, ...]) -> ArgumentParser:
-    """Returns a parser of a command with the options of all recipes; types are their unions."""
+    """Returns a parser of a command with the options of all recipes, with unions as types."""
     from shtab import FILE
 
     merged = ArgumentParser()
     parsers = [parser_of(path)]
     if path == ("train",):
         parsers = [parser_of(path, [f"--recipe={name}"]) for name in RECIPES]
-        config = merged.add_argument("--config", help="YAML file, or name of a shipped one")
+        config = merged.add_argument("--config", help="YAML file, or a shipped configuration")
         config.complete = {**FILE, "bash": _CONFIGS}
         merged.add_argument("--print_config", action="store_true", help="print all options as YAML")
     elif path == ("evaluate",):

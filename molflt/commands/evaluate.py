@@ -29,7 +29,7 @@ def evaluate(
     pictures: list[Literal["svg", "pdf"]] | None = None,
     **options: object,
 ) -> dict[str, dict[str, float | None]]:
-    """Evaluates a run on splits of its data and writes results.json and pictures.
+    """Evaluates a run on splits of its data and writes results.json and figures.
 
     Energies: MAE, EwT, errors by adsorbate and size, parity plots. Language: perplexity per token.
     Masked language: perplexity and accuracy of masked tokens. Sentences: the metrics of GLUE.
@@ -43,7 +43,7 @@ def evaluate(
         device: auto, cpu, cuda or cuda:N.
         also: further runs that form an ensemble with `run` (energies only). The ensemble predicts
             the mean, and its spread is calibrated as an uncertainty.
-        pictures: additional formats for all pictures, including the training curve.
+        pictures: additional formats for all figures, including the training curve.
         options: arguments of the recipe's evaluation, such as
             `molflt.evaluation.energies.evaluate`.
 

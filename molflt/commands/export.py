@@ -37,8 +37,8 @@ def export(
         datasets: names of the training data sets on the Hub.
         checkpoint: best (the default), last, or a safetensors file; only for a run.
         also: further runs that form an ensemble with `run`.
-        compiled: also compile the prediction of energies for processors like this one, for use with
-            `molflt predict FOLDER FILE --compiled true`; needs a C++ compiler and takes minutes.
+        compiled: also compile the energy prediction for processors like this one, for use with
+            `molflt predict FOLDER FILE --compiled true`; requires a C++ compiler and takes minutes.
     """
     model = load(run, checkpoint=checkpoint, also=also or ())
     model.about = model.about if about is None else about
@@ -55,7 +55,7 @@ def export(
         why = model.trained.unmeasured or f"{run}: no results.json"
         warn(f"{why}; the model card contains no errors; run `molflt evaluate` first")
     if compiled and (out.startswith(HUB) or not isinstance(model, EnergyPredictor)):
-        raise ValueError(f"{out}: --compiled needs a model of energies and a local folder")
+        raise ValueError(f"{out}: --compiled requires an energy model and a local folder")
     if out.startswith(HUB):
         print(f"uploaded: {model.push_to_hub(out.removeprefix(HUB))}")
         return

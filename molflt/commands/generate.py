@@ -56,8 +56,8 @@ def generate(
             the size and channels of the training images. The PNG shows the known rows, the result
             and the original.
         tokens: number of tokens to generate (language; default 100).
-        temperature: values below 1 make likely tokens more likely; 0 selects the most likely token
-            (language, images; default 1).
+        temperature: values below 1 favor likely tokens; 0 selects the most likely token (language,
+            images; default 1).
         top_k: sample only from the k most likely tokens (language, images; default all).
         seed: random seed (language, images; default 0).
         images: number of images; with `file`, the first images in it (images; default 8).
@@ -76,7 +76,7 @@ def generate(
     sheet = {"images": images, "rows": rows, "fit": fit or None, "out": out}
     if isinstance(model, ImageWriter):
         words = {"prompt": prompt or None, "tokens": tokens}
-        refuse_idle(run, "a model of images", {**words, **search})
+        refuse_idle(run, "an image model", {**words, **search})
         _draw(model, file, images, rows, fit, out, _given(drawing))
     elif isinstance(model, Translator):
         refuse_idle(run, "a translation model", {**drawing, "tokens": tokens, **sheet})
@@ -94,8 +94,8 @@ def generate(
         print()
     else:
         raise ValueError(
-            f"{run}: expected a model of recipe language, translation or image_generation; got "
-            f"{model.trained.recipe}"
+            f"{run}: expected a model with the recipe language, translation or image_generation; "
+            f"got {model.trained.recipe}"
         )
 
 
@@ -143,7 +143,7 @@ def _draw(
 def _say_cost(model: LanguageModel) -> None:
     if not model.decodes:
         print(
-            "molflt: this attention mechanism does not decode step by step; every token recomputes "
-            "the whole sequence",
+            "molflt: this attention mechanism does not support step-by-step decoding; the whole "
+            "sequence is recomputed for every token",
             file=sys.stderr,
         )

@@ -1,4 +1,4 @@
-"""``molflt data inspect``: a summary of structures as text, JSON and a picture."""
+"""``molflt data inspect``: a summary of structures as text, JSON and a figure."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def inspect(
         path: OC20 LMDB file or folder, compact store, or a file that ASE reads; or a folder of
             these.
         json: print one JSON object instead of text, with at least systems, atoms_total,
-            with_labels, elements, energies_look_like and warnings; for a folder the keys path,
-            splits (one object for each split) and others (names of other files).
-        plot: picture to write (.png, .svg or .pdf), with a histogram of the energies and a
-            structure seen from the top and from the side.
+            with_labels, elements, energies_look_like and warnings; for a folder, with the keys
+            path, splits (one object for each split) and others (names of other files).
+        plot: figure to write (.png, .svg or .pdf), with a histogram of the energies and a structure
+            seen from the top and from the side.
         limit: number of structures to read, starting with the first.
         skip_bad: has no effect; accepted for older scripts.
         energy_key: name of the energy, eV, in a file that ASE reads; by default y_relaxed, else
@@ -62,7 +62,7 @@ def inspect(
         stress_key: name of the stress, eV/Å^3, or of a virial, eV; by default stress, else
             REF_stress.
         recipe: labels to report: potential (energies, forces and stress at the positions) or is2re
-            (relaxed energies); by default guessed from the labels.
+            (relaxed energies); by default inferred from the labels.
     """
     if plot is not None:
         from molflt.plots.figure import expect_picture
@@ -73,7 +73,9 @@ def inspect(
         path = path[0]
     if isinstance(path, Path) and path.is_dir() and not is_one_source(path):
         if plot is not None:
-            raise ValueError(f"--plot is for one file; got the folder {path}; name a file in it")
+            raise ValueError(
+                f"--plot requires a single file; got the folder {path}; pass a file in it"
+            )
         _inspect_folder(path, json, lambda each: summarize(each, limit, reading, recipe))
         return
     summary, energies, shown, *_ = summarize(path, limit, reading, recipe)
@@ -135,7 +137,7 @@ def _as_text(summary: Summary) -> str:
     }
     rows = {
         "systems": summary["systems"],
-        "atoms": f"{summary['atoms_total']} in all; per system {atoms['min']} to {atoms['max']}, "
+        "atoms": f"{summary['atoms_total']} in total; per system {atoms['min']} to {atoms['max']}, "
         f"mean {atoms['mean']:.1f}",
         "elements": ", ".join(f"{name} {n}" for name, n in summary["elements"].items()),
         "tags": None if potential else ", ".join(f"{k} {n}" for k, n in summary["tags"].items()),

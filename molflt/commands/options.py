@@ -55,7 +55,7 @@ def refuse_idle(run: str, kind: str, options: Mapping[str, object]) -> None:
 
 
 def parse(parser: ArgumentParser, words: Sequence[str]) -> Namespace:
-    """Parses command-line words; a ValueError names the first wrong option or key."""
+    """Parses command-line words; raises ValueError with the first invalid option or key."""
     from molflt.training.config import check_values  # loads jsonargparse
 
     parser.exit_on_error = False
@@ -78,7 +78,7 @@ def parse(parser: ArgumentParser, words: Sequence[str]) -> Namespace:
 
 
 def options_of(parser: ArgumentParser) -> dict[str, Action]:
-    """Returns the options of a parser by their long names, with the leading ``--``."""
+    """Returns the options of a parser by long name, including the leading ``--``."""
     return {
         name: action
         for action in parser._actions

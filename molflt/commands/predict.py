@@ -75,7 +75,7 @@ def predict(
         run: folder of a training run, an exported model, or hf:OWNER/NAME; by default the energy
             model that comes with the package.
         out: file to write. .csv or .json: for structures the index, the file if there are several,
-            sid or name, formula, number of atoms and energy in eV. .extxyz or .traj: the structures
+            sid or name, formula, number of atoms and energy in eV. .extxyz or .traj: structures
             with the predicted energy and, for a potential, the forces. By default the CSV is
             printed.
         checkpoint: best (the default), last, or a safetensors file; only for a run.
@@ -88,13 +88,13 @@ def predict(
         calibration: uncertainty.json of an evaluation of the same runs; by default the file in the
             subfolder ensemble of `run`, if it exists; only for energy models.
         tags: meaning of tags in a file that ASE reads: oc20 (0 subsurface, 1 surface, 2 adsorbate)
-            or ase (layers from the top, 1, 2, ..., and 0 for adsorbates); by default as in
-            training. guess replaces the tags of any source and prints the result: adsorbates are
-            found by bonds, surface and subsurface by constraints or height.
+            or ase (layers from the top, 1, 2, ..., and 0 for adsorbates); defaults to the
+            convention used in training. guess replaces the tags of any source and prints the
+            result: adsorbates are found by bonds, surface and subsurface by constraints or height.
         force: predict even structures without tags or with implausible tags, although all training
             structures had tags.
         mesh_order: for cells of thousands of atoms, compute sums over reciprocal nodes on a mesh
-            with splines of order 4, 5, 6 or 8; errors of attention are at most 3e-3, 6e-4, 6e-6 or
+            with splines of order 4, 5, 6 or 8; attention errors are at most 3e-3, 6e-4, 6e-6 or
             2e-7, respectively.
         compiled: load the machine code that `molflt export --compiled` wrote; only from folders you
             trust.
@@ -149,7 +149,7 @@ def predict(
 def _shard(text: str | None, out: Path | None) -> Shard | None:
     part = None if text is None else Shard.of(text)
     if part is not None and out is None:
-        raise ValueError(f"option --shard {text}: expected --out FILE with it; got none")
+        raise ValueError(f"option --shard {text}: expected --out FILE; got none")
     expect_ending(out, *(_TABLES + _OF_ATOMS if part is None else ENDINGS))
     return part
 
@@ -159,7 +159,7 @@ def _label(
 ) -> None:
     expect_ending(out, *_TABLES)
     if not isinstance(model, _Labeler):
-        raise ValueError(f"{model.name}: generates text or images; use molflt generate")
+        raise ValueError(f"{model.name}: the model generates text or images; use molflt generate")
     if len(files) > 1:
         raise ValueError(f"{model.name}: expected one file or folder to predict; got {len(files)}")
     if isinstance(model, GapFiller):
@@ -172,13 +172,13 @@ def _label(
 
 
 def merge(out: Path) -> None:
-    """Joins the files written by all N calls of molflt predict --shard I/N, and keeps them.
+    """Joins the files written by all N calls of molflt predict --shard I/N and keeps them.
 
     The result equals the file that a single process would have written. If a shard is missing or
     damaged, the error names it and the command that recreates it.
 
     Args:
-        out: the --out of these calls; .csv, .json or .extxyz.
+        out: value of --out in these calls; .csv, .json or .extxyz.
     """
     count = merge_shards(Path(out))
     print(f"{out}: {count:,} structures")

@@ -58,7 +58,7 @@ def relax(
             virial, eV per atom.
         steps: maximum number of steps.
         optimizer: lbfgs, bfgs or fire.
-        cell: also relax the cells; needs structures that are periodic along all axes.
+        cell: also relax the cells; requires structures that are periodic along all axes.
         trajectories: folder for the trajectory of each relaxation, NUMBER-SID.traj.
         checkpoint: best (the default), last, or a safetensors file; only for a run.
         device: auto, cpu, cuda or cuda:N.
@@ -104,7 +104,7 @@ def relax(
         for text in lost:
             warn(f"{out}: {text}")
         if 0 < len(found) < len(dataset):
-            print(f"molflt: {out} has {len(found)} of {len(dataset)}", file=sys.stderr)
+            print(f"molflt: {out} contains {len(found)} of {len(dataset)}", file=sys.stderr)
     return _summary(out, found)
 
 
@@ -116,7 +116,7 @@ def _trajectory(folder: Path, dataset: Structures, index: int, sid: int | str) -
 
 
 def _add(out: Path, place: int, part: Relaxed, first: bool) -> dict[str, None]:
-    """Adds a structure and its row to the files; returns what the format cannot store."""
+    """Adds a structure and its row to the files; returns messages about omitted data."""
     from ase.io import Trajectory, write
 
     atoms = part.atoms

@@ -57,7 +57,7 @@ def train(
         init: run folder or weights to start from; has no effect on a resumed run.
 
     Returns:
-        0, or 128 plus the number of the signal that stopped training after its state was saved.
+        0, or 128 plus the number of the signal that stopped training after the state was saved.
     """
     run = dated_run(recipe) if run is None else run
     _trainer(trainer).check()
@@ -110,8 +110,8 @@ def _train(folder: RunFolder, config: Config) -> int:
     )
     if (folder.checkpoint or {}).get("global_step", 0) >= steps:
         folder.say(
-            f"{folder.path}: finished, all {steps:,} steps are done; raise --trainer.max_steps or "
-            "--trainer.max_epochs to continue"
+            f"{folder.path}: finished, all {steps:,} steps are done; increase --trainer.max_steps "
+            "or --trainer.max_epochs to continue"
         )
     since = time.perf_counter()
     try:
@@ -162,7 +162,7 @@ def _counted(model: nn.Module) -> str:
 
 @contextmanager
 def _one_line_warnings(folder: RunFolder) -> Iterator[None]:
-    """Prints each warning on one line; skips those that differ from another only in numbers."""
+    """Prints each warning on one line; skips warnings that differ only in numbers."""
     shown: set[str] = set()
 
     def show(message: Warning | str, *_: object, **__: object) -> None:
@@ -183,7 +183,7 @@ def _fit_sizes(options: _Options, sizes: Mapping[str, int], source: _Options) ->
         given = options[name]
         if given not in (None, size, source.get(name)):
             raise ValueError(
-                f"model.{name}={given!r} does not fit the data; expected {size!r}; leave "
-                f"model.{name} out or use other data"
+                f"model.{name}={given!r} does not fit the data; expected {size!r}; omit "
+                f"model.{name} or use different data"
             )
         options[name] = size
