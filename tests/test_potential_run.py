@@ -126,7 +126,7 @@ def test_predictions_have_forces(potential_run, tmp_path):
 def test_runs_of_relaxed_energies(copied_run, tmp_path, capsys):
     """Such runs predict relaxed structures, evaluated by OC20's metric, not forces."""
     run = copied_run
-    with pytest.raises(ValueError, match="needs a potential; got EnergyRegressor"):
+    with pytest.raises(ValueError, match="requires a potential; got EnergyRegressor"):
         molflt.Calculator(run)
     ase.io.write(tmp_path / "a.xyz", molecule("H2O"))
     said = error_of(capsys, "relax", str(tmp_path / "a.xyz"), "--run", str(run))

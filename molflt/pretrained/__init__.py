@@ -56,7 +56,7 @@ def load(
     if isinstance(also, str | Path):
         raise ValueError(f"also={also!r}: expected a list of runs; write [{str(also)!r}]")
     if compiled and device != "cpu":
-        raise ValueError(f"compiled=True needs the CPU; got device={device!r}")
+        raise ValueError(f"compiled=True requires the CPU; got device={device!r}")
     if compiled and str(source).startswith(HUB):
         raise ValueError(
             f"{source}: compiled=True does not load code from the Hub; export with --compiled true"
@@ -64,10 +64,11 @@ def load(
     trained = read_trained(source, checkpoint, device, also)
     kind = next((kind for kind in _KINDS if isinstance(trained.model, kind.models)), None)
     if kind is None or (compiled and kind is not EnergyPredictor):
-        expected = "a model of energies, because compiled=True has no effect on others"
+        expected = "an energy model, because compiled=True has no effect on other models"
         raise ValueError(
-            f"{trained.path}: expected {expected if compiled else 'energies, text or images'}; got "
-            f"recipe {shown(trained.recipe)}; use molflt.training.checkpoint.load_run"
+            f"{trained.path}: expected "
+            f"{expected if compiled else 'a model of energies, text or images'}; got recipe "
+            f"{shown(trained.recipe)}; use molflt.training.checkpoint.load_run"
         )
     found = kind(trained)
     if isinstance(found, EnergyPredictor) and compiled:

@@ -194,7 +194,7 @@ class Pretrained:
         )
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Writes the model to a folder, without replacing files of other kinds."""
+        """Writes the model to a folder; raises an error instead of replacing other files."""
         folder = Path(folder)
         check_replaceable(folder)
         trained = self.trained
@@ -233,12 +233,12 @@ class Pretrained:
     def push_to_hub(
         self, repo_id: str, private: bool | None = None, token: str | None = None, **options: Any
     ) -> str:
-        """Uploads the model to the Hugging Face Hub, and returns the address of the commit.
+        """Uploads the model to the Hugging Face Hub and returns the address of the commit.
 
         Args:
             repo_id: OWNER/NAME; created if it is missing.
             private: make a new repository private.
-            token: Hub token; by default the token of the login.
+            token: Hub token; by default the saved login token.
             options: options of `huggingface_hub.HfApi.upload_folder`, such as commit_message.
         """
         hub = require("huggingface_hub", repo_id, "hub").HfApi(token=token)
@@ -251,8 +251,8 @@ class Pretrained:
             except Exception as error:  # the network can fail in many ways
                 reason = " ".join(str(error).split())[:200]
                 raise ValueError(
-                    f"{HUB}{repo_id}: error of the Hugging Face Hub, {type(error).__name__}: "
-                    f"{reason}; check the name, the network and the login (hf auth login)"
+                    f"{HUB}{repo_id}: Hugging Face Hub error, {type(error).__name__}: {reason}; "
+                    "check the name, the network and the login (hf auth login)"
                 ) from None
 
     @classmethod
@@ -268,7 +268,7 @@ class Pretrained:
         trained = read_trained(found, device=device, hub=options)
         if not isinstance(trained.model, cls.models):
             raise ValueError(
-                f"{source}: expected a model for {cls.__name__}; got one of recipe "
+                f"{source}: expected a model for {cls.__name__}; got a model with the recipe "
                 f"{shown(trained.recipe)}; molflt.load reads any model"
             )
         return cls(trained)

@@ -61,8 +61,8 @@ class Calculator(AseCalculator):
     `molflt.graph.Potential.forward`. The total charge is read from ``atoms.info``.
 
     Args:
-        source: source of a potential, as for `molflt.load`; a potential returned by `molflt.load`;
-            or a module.
+        source: any source of a potential that `molflt.load` accepts; a potential returned by
+            `molflt.load`; or a module.
         checkpoint: best (the default), last, or a safetensors file; only for a run.
         device: auto, cpu, cuda or cuda:N; by default the device of the module, or else auto.
         dtype: precision of the computation; float32 halves the time, with rounding errors of
@@ -93,7 +93,7 @@ class Calculator(AseCalculator):
         if isinstance(source, Pretrained):
             source = source.model
         if isinstance(source, nn.Module) and checkpoint is not None:
-            raise ValueError(f"checkpoint={checkpoint!r} needs a run; got a model")
+            raise ValueError(f"checkpoint={checkpoint!r} requires a run; got a model")
         if isinstance(source, nn.Module):
             name, model = "the model", copy.deepcopy(source).eval()
             if device is not None:
@@ -102,9 +102,9 @@ class Calculator(AseCalculator):
             name, model = str(source), read_trained(source, checkpoint, device or "auto").model
         if not isinstance(model, Potential):
             raise ValueError(
-                f"{name}: a calculator needs a potential; got {type(model).__name__}, which has no "
-                "forces, because it predicts energies of relaxed structures; train with --recipe "
-                "potential, or use molflt predict"
+                f"{name}: a calculator requires a potential; got {type(model).__name__}, which has "
+                "no forces, because it predicts energies of relaxed structures; train with "
+                "--recipe potential, or use molflt predict"
             )
         self.model = model.to(getattr(torch, dtype))
         if model.long_range is not None and 1 in model.long_range.powers:
@@ -150,8 +150,8 @@ class Calculator(AseCalculator):
             self.results["stress"] = full_3x3_to_voigt_6_stress(stress)
         elif "stress" in (properties or ()):
             raise PropertyNotImplementedError(
-                f"stress needs pbc=True along all axes; got {given.pbc.tolist()}; set "
-                "slab_stress=True of molflt.Calculator for any cell with three lattice vectors"
+                f"stress requires pbc=True along all axes; got {given.pbc.tolist()}; set "
+                "slab_stress=True in molflt.Calculator for any cell with three lattice vectors"
             )
 
     def check_state(self, atoms: Atoms, tol: float = 1e-15) -> list[str]:

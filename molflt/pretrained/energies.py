@@ -70,12 +70,12 @@ class Prediction(NamedTuple):
     outside: tuple[str, ...] = ()
     """differences between the structure or its energy and the training data"""
     embedding: NDArray[np.float32] | None = None
-    """(atoms, dim), or pooled (dim,); None by default"""
+    """(atoms, dim), or (dim,) if pooled; None by default"""
     forces: NDArray[np.float32] | None = None
     """(atoms, 3), eV/Å; None for models that are not potentials"""
     by_adsorbate: tuple[float, ...] | None = None
-    """energies of the adsorbates of a slab, eV, in the order of their first atoms, which sum to the
-    energy; None for models that read out all atoms"""
+    """energies of the adsorbates on a slab, eV, ordered by their first atoms; their sum is the
+    energy. None for models that read out all atoms"""
 
 
 class EnergyPredictor(Pretrained):
@@ -120,7 +120,7 @@ class EnergyPredictor(Pretrained):
         """Switches to the machine code next to an exported model, which only computes energies."""
         weights = self.trained.path
         if not weights.is_file():
-            raise ValueError(f"{weights}: compiled needs an exported model; got a run; {_AGAIN}")
+            raise ValueError(f"{weights}: compiled requires an exported model; got a run; {_AGAIN}")
         package, record = weights.with_name(_PACKAGE), weights.with_name(_RECORD)
         if not package.is_file() or not record.is_file():
             raise FileNotFoundError(f"{package}: no machine code, or no {_RECORD}; {_AGAIN}")
@@ -136,8 +136,8 @@ class EnergyPredictor(Pretrained):
     def save_compiled(self, folder: Path) -> None:
         """Writes machine code for the energies to a folder that `save_pretrained` wrote.
 
-        The code needs a similar processor and the same version of torch; compiling it needs a C++
-        compiler. See `molflt.graph.computation` for models that cannot be compiled.
+        The code requires a similar processor and the same version of torch; compiling it requires a
+        C++ compiler. See `molflt.graph.computation` for models that cannot be compiled.
         """
         weights = Path(folder) / "model.safetensors"
         files = [weights.with_name(name) for name in (_PACKAGE, _RECORD)]
@@ -164,11 +164,11 @@ class EnergyPredictor(Pretrained):
         """Computes sums over reciprocal nodes on a mesh, which is faster for large cells.
 
         Args:
-            order: order of the splines: 4, 5, 6 or 8, with errors of attention up to 3e-3, 6e-4,
-                6e-6 and 2e-7; see `molflt.graph.mesh.use_mesh_`.
+            order: order of the splines: 4, 5, 6 or 8, with attention errors up to 3e-3, 6e-4, 6e-6
+                and 2e-7; see `molflt.graph.mesh.use_mesh_`.
         """
         if self.compiled is not None:
-            raise ValueError(f"mesh_order={order} does not apply to machine code; leave one out")
+            raise ValueError(f"mesh_order={order} does not apply to machine code; omit one of them")
         use_mesh_(self.model, order)
 
     @overload
@@ -199,19 +199,19 @@ class EnergyPredictor(Pretrained):
         tags: Tags | None = None,
         force: bool = False,
     ) -> Prediction | list[Prediction]:
-        """Predicts structures, and warns if they differ from the training data.
+        """Predicts structures and warns if they differ from the training data.
 
         Args:
             structures: `ase.Atoms`, PyG `Data` or `Batch` (with OC20's tags), a sequence of these,
                 a data set, or one or more names or patterns of files or folders.
             batch_size: number of structures in a batch.
             embedding: also return the tokens before the readout: "atoms" for all atoms (0 for atoms
-                that the model leaves out), or "pooled" for the mean over the atoms that contribute
-                to the energy (atoms with tag > 0 if there are tags; all atoms for a potential).
+                that the model omits), or "pooled" for the mean over the atoms that contribute to
+                the energy (atoms with tag > 0 if there are tags; all atoms for a potential).
             tags: meaning of the tags of `ase.Atoms` and of files that ASE reads: oc20 (0
                 subsurface, 1 surface, 2 adsorbate) or ase (layers from the top, 0 for adsorbates);
-                guess derives the tags of any source from the geometry; by default as in training.
-                Potentials do not read tags.
+                guess derives the tags of any source from the geometry. Defaults to the convention
+                used in training. Potentials do not read tags.
             force: predict even structures without tags or with implausible tags, although all
                 training structures had tags; `outside` of the prediction reports it.
 
@@ -221,7 +221,7 @@ class EnergyPredictor(Pretrained):
         if embedding not in (None, "atoms", "pooled"):
             raise ValueError(f"embedding={embedding!r}; expected atoms, pooled or None")
         if embedding and isinstance(self.model, EnsembleRegressor):
-            raise ValueError("embedding needs a single model; got an ensemble; load one run")
+            raise ValueError("embedding requires a single model; got an ensemble; load one run")
         if embedding and self.compiled is not None:
             raise ValueError("embedding does not apply to machine code; load without compiled")
         dataset = self._opened(structures, tags)
@@ -236,12 +236,11 @@ class EnergyPredictor(Pretrained):
         """Returns the options for reading structures; a potential accepts any tags.
 
         Args:
-            files: as for :func:`molflt.data.structures.open_dataset`; None for structures in
-                memory.
-            tags: meaning of the tags; by default as in training.
+            files: see :func:`molflt.data.structures.open_dataset`; None for structures in memory.
+            tags: meaning of the tags; defaults to the convention used in training.
         """
         if tags is not None and self.predicts_forces:
-            raise ValueError(f"tags={tags!r} has no effect on a potential; leave it out")
+            raise ValueError(f"tags={tags!r} has no effect on a potential; remove it")
         found = [] if files is None else files_of(files)
         baseline: Any = None
         if all("tags" in source_of(file).options for file in found):  # if ASE reads all files
@@ -310,7 +309,7 @@ class EnergyPredictor(Pretrained):
     ) -> Predictions:
         """Calls `molflt.evaluation.predictions.infer` with the domain of the training data."""
         if force and self.predicts_forces:
-            raise ValueError("force=True has no effect on a potential; leave it out")
+            raise ValueError("force=True has no effect on a potential; remove it")
         model = self.model if self.compiled is None else self.compiled
         return infer(model, dataset, batch_size, name, self.domain, by_atom, force)
 

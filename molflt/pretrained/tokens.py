@@ -71,7 +71,7 @@ class TextWriter(Pretrained):
         Args:
             prompt: beginning of the text.
             tokens: number of tokens to generate.
-            temperature: below 1, likely tokens become more likely; 0 takes the most likely token.
+            temperature: values below 1 favor likely tokens; 0 selects the most likely token.
             top_k: number of most likely tokens to draw from; None for all.
             seed: random seed.
         """
@@ -118,13 +118,13 @@ class ImageWriter(Pretrained):
             count: number of new images; has no effect with `given`.
             given: images to complete instead, (n, channels, side, side), bytes.
             rows: number of upper rows of these images to keep; half of the rows by default.
-            temperature: below 1, likely bytes become more likely; 0 takes the most likely byte.
+            temperature: values below 1 favor likely bytes; 0 selects the most likely byte.
             top_k: number of most likely bytes to draw from; None for all.
             seed: random seed; the images also depend on their number.
             progress: show a progress bar.
 
         Returns:
-            (n, channels, side, side) uint8, on the CPU.
+            Images of shape (n, channels, side, side), uint8, on the CPU.
         """
         known = self._known(count, given, rows)
         prompt = torch.cat((known.new_full((len(known), 1), START), known), dim=1)
@@ -136,7 +136,7 @@ class ImageWriter(Pretrained):
         return self.model.images_of(values)
 
     def _known(self, count: int, given: Tensor | None, rows: int | None) -> Tensor:
-        """Returns the bytes to continue, (images, bytes), on the device of the model."""
+        """Returns the bytes to continue, of shape (images, bytes), on the device of the model."""
         device = device_of(self.model)
         if given is None:
             if rows is not None:
@@ -180,8 +180,8 @@ class ImageLabeler(_Classifier):
         given = torch.as_tensor(images)
         if given.is_floating_point() and not bool(((given >= 0) & (given <= 1)).all()):
             raise ValueError(
-                "images of real numbers must be in [0, 1]; got "
-                f"{float(given.min()):.4g} to {float(given.max()):.4g}; divide them by 255"
+                f"floating-point images must be in [0, 1]; got {float(given.min()):.4g} to "
+                f"{float(given.max()):.4g}; divide them by 255"
             )
         found: list[Label] = []
         with torch.inference_mode():
@@ -304,7 +304,7 @@ class Translator(_Tokenized):
 
 
 def _labels(name: Callable[[int], str], best: tuple[Tensor, Tensor]) -> list[Label]:
-    """Returns labels for probabilities and class indices, (n,) each."""
+    """Returns labels for probabilities and class indices, of shape (n,) each."""
     pairs = zip(*(part.tolist() for part in best), strict=True)
     return [Label(name(index), probability) for probability, index in pairs]
 

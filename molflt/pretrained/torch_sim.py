@@ -1,4 +1,4 @@
-"""A trained potential as a model of torch-sim."""
+"""A trained potential as a torch-sim model."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class TorchSimModel(ModelInterface):
     """Energies, forces and stress of a potential for `torch_sim.integrate`, `optimize`, ...
 
     Args:
-        source: as for `molflt.Calculator`.
+        source: see `molflt.Calculator`.
         checkpoint: best (the default), last, or a safetensors file; only for a run.
-        device: as for `molflt.Calculator`.
-        dtype: "float32" or "float64", which should be the dtype of the positions in the state.
-        slab_stress: as for `molflt.Calculator`.
+        device: see `molflt.Calculator`.
+        dtype: "float32" or "float64"; should match the dtype of the positions in the state.
+        slab_stress: see `molflt.Calculator`.
     """
 
     def __init__(
